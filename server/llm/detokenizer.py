@@ -1,11 +1,12 @@
-"""Token ids to text, piece by piece, byte-exact: a character is returned when its last byte has come.
+"""Incremental, byte-exact detokenization: a character is returned when its last byte has arrived.
 
-Two ways, chosen by the tokenizer's decoder. `TokenBytes` has the bytes of every token (byte-level BPE, and
-SentencePiece with byte fallback): constant work per token, and the bytes for logprobs. For decoders of other kinds, a
-sliding window over the library's own `decode`.
+The tokenizer's decoder determines the algorithm. `TokenBytes` has the bytes of every token (byte-level BPE, and
+SentencePiece with byte fallback): constant work per token, and the bytes for logprobs. For other decoders, a sliding
+window over the library's own `decode` is used.
 
-Stop strings are found in the text, however it is cut into pieces: a match ends at the first character that completes
-any of them; when several complete there, the longest wins. Text is held back only while it is the beginning of one.
+Stop strings are found in the text regardless of how it is split into pieces. A match ends at the first character that
+completes a stop string; if several are complete there, the longest wins. Text is held back only while it may be the
+start of a stop string.
 """
 
 import codecs
@@ -17,21 +18,21 @@ from oarlock.engine.errors import RequestError
 from oarlock.engine.panics import ENDS_TASK
 from oarlock.server.observability.logs import event, logger
 
-# Ids that may wait for the rest of a character, which has four bytes at most: the window must not grow without end.
+# Limit for ids that wait for the rest of a character, so that the window is bounded; a character has up to four bytes.
 _MOST_PENDING = 32
 _log = logger("tokenizer")
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class TokenizerError(RequestError):
-    """The checkpoint's tokenizer fails on a text or on token ids, or would take too much memory for them."""
+    """Raised if the checkpoint's tokenizer fails on a text or on token ids, or would need too much memory for them."""
 
 
 def tokenizer_error(error: BaseException, subject: str) -> BaseException:
     """Return the exception to raise for `error`, which the `tokenizers` library raised on `subject`.
 
-    The library raises bare `Exception`, and a Rust panic is a `BaseException` that no handler of errors expects. Its
-    message may hold the client's text, so neither the answer nor the log has it.
+    The library raises bare `Exception`, and a Rust panic is a `BaseException` that ordinary handlers do not catch. Its
+    message may contain the client's text, so neither the response nor the log includes it.
     """
     if isinstance(error, ENDS_TASK):
         return error
@@ -40,7 +41,7 @@ def tokenizer_error(error: BaseException, subject: str) -> BaseException:
 
 
 class Backend(Protocol):
-    """The methods used here of a `tokenizers.Tokenizer`."""
+    """Methods of `tokenizers.Tokenizer` that are used here."""
 
     def id_to_token(self, id: int) -> str | None: ...
 
@@ -48,21 +49,21 @@ class Backend(Protocol):
 
 
 class Detokenizer(Protocol):
-    """The text of one growing sequence."""
+    """Incremental decoder of one sequence."""
 
     def push(self, ids: Sequence[int]) -> str:
-        """The text that these ids complete."""
+        """Return the text that these ids complete."""
         ...
 
     def flush(self) -> str:
-        """The rest of the text when no more ids come: an unfinished character becomes U+FFFD."""
+        """Return the rest of the text at the end of the sequence: an incomplete character becomes U+FFFD."""
         ...
 
 
 class TokenBytes:
-    """The bytes of each token id, computed once and kept.
+    """Bytes of each token id, computed on first use and cached.
 
-    `skipped` are the special ids: they have a name and add nothing to the text.
+    `skipped`: special ids, which have a name but add nothing to the text.
     """
 
     def __init__(self, backend: Backend, style: str, skipped: frozenset[int], strip_first_space: bool) -> None:
@@ -70,7 +71,7 @@ class TokenBytes:
         self._style = style  # "byte_level" or "metaspace"
         self.skipped = skipped
         self.strip_first_space = strip_first_space
-        self.known: dict[int, bytes] = {}  # of ids that were asked for
+        self.known: dict[int, bytes] = {}  # token id -> bytes, for the ids requested so far
 
     def __call__(self, token_id: int) -> bytes:
         known = self.known.get(token_id)
@@ -87,13 +88,13 @@ class TokenBytes:
         if self._style == "byte_level":
             if all(character in _BYTE_OF for character in token):
                 return bytes(_BYTE_OF[character] for character in token)
-            return token.encode()  # an added token, written as it is
+            return token.encode()  # an added token is written literally
         match = _BYTE_TOKEN.fullmatch(token)
         return bytes([int(match[1], 16)]) if match else token.replace("▁", " ").encode()
 
 
 class BytesDetokenizer:
-    """Incremental decoding over `TokenBytes`."""
+    """Incremental decoder that uses `TokenBytes`."""
 
     def __init__(
         self, token_bytes: TokenBytes, prompt_ids: Sequence[int] = (), kept_special_ids: frozenset[int] = frozenset()
@@ -102,7 +103,7 @@ class BytesDetokenizer:
         self._skipped = token_bytes.skipped  # in the prompt all special tokens are skipped
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._strip = token_bytes.strip_first_space
-        # A prompt may end inside a character, and it decides whether this is the start of the text.
+        # A prompt may end inside a character, and it determines whether this is the start of the text.
         for token_id in prompt_ids[-8:]:
             self.push((token_id,))
         if self._strip and any(i not in token_bytes.skipped and token_bytes(i) for i in prompt_ids):
@@ -127,7 +128,7 @@ class BytesDetokenizer:
 
 
 class WindowDetokenizer:
-    """Incremental decoding for any decoder: the difference of two decodes of a short window of ids."""
+    """Incremental decoder for any tokenizer: the difference of two decodes of a short window of ids."""
 
     def __init__(
         self, backend: Backend, prompt_ids: Sequence[int] = (), kept_special_ids: frozenset[int] = frozenset()
@@ -135,14 +136,14 @@ class WindowDetokenizer:
         self._backend = backend
         self._kept_special_ids = kept_special_ids  # `decode` drops them, so they are written by name
         self._ids = list(prompt_ids[-8:])
-        self._start = 0  # the window's first id
-        self._returned = len(self._ids)  # ids whose text has been returned
+        self._start = 0  # index of the window's first id
+        self._returned = len(self._ids)  # number of ids whose text has been returned
 
     def push(self, ids: Sequence[int]) -> str:
         return "".join([self._push_special(i) if i in self._kept_special_ids else self._push(i) for i in ids])
 
     def _push_special(self, token_id: int) -> str:
-        """The text before a special token is complete; its name follows."""
+        """Return the pending text, which is complete before a special token, and the token's name."""
         pending = self.flush()
         return pending + (self._backend.id_to_token(token_id) or "")
 
@@ -170,7 +171,7 @@ class WindowDetokenizer:
 
 
 def token_bytes_for(backend: Backend, decoder: dict[str, Any] | None, special_ids: frozenset[int]) -> TokenBytes | None:
-    """The byte table for the decoder described in `tokenizer.json`, or None if only the library can decode it."""
+    """Return the byte table for the decoder of `tokenizer.json`, or None if only the library can decode it."""
     if decoder is None:
         return None
     steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
@@ -194,7 +195,7 @@ def _replaces_metaspace(steps: list[dict[str, Any]]) -> bool:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The characters by which byte-level BPE writes bytes: printable Latin-1 as itself, the rest from U+0100."""
+    """Return the characters that represent bytes in byte-level BPE: printable Latin-1 as is, the rest from U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     alphabet = {chr(byte): byte for byte in printable}
     others = (byte for byte in range(256) if byte not in set(printable))
@@ -217,17 +218,17 @@ class StopStrings:
 
 
 class StopStringMatcher:
-    """Finds stop strings in a growing text. `push` returns what may be shown now and the stop string found, if any."""
+    """Finds stop strings in incremental text. `push` returns the text that may be shown and the stop string, if any."""
 
     def __init__(self, stops: StopStrings, include: bool = False) -> None:
         self._set = stops
-        self._include = include  # the match itself is shown, so that nothing need ever be held back
-        self._matched = [0] * len(stops.stops)  # per stop string: how much of it the text ends with
+        self._include = include  # the match itself is shown, so nothing is held back
+        self._matched = [0] * len(stops.stops)  # per stop string: length of its longest prefix that ends the text
         self._held = ""
         self.found: str | None = None
 
     def push(self, text: str, may_end: bool = True) -> tuple[str, str | None]:
-        """Feed a piece. After a match everything is swallowed. Without `may_end` nothing is looked for."""
+        """Process a piece of text. After a match all text is dropped. Without `may_end` nothing is searched."""
         if self.found is not None:
             return "", self.found
         if not (self._set and may_end):
@@ -247,21 +248,21 @@ class StopStringMatcher:
         return whole[: len(whole) - keep], None
 
     def finish(self, text: str, is_ended: bool) -> tuple[str, str | None]:
-        """Feed the last piece: as `push`, and nothing stays held back."""
+        """Process the last piece: as `push`, but nothing stays held back."""
         shown, found = self.push(text)
         return shown + self.flush(), found
 
     def take(self) -> None:
-        """It finds stop strings in the text itself, and reads nothing from it."""
+        """Return None: stop strings are searched in the plain text, so there are no parsed events."""
 
     def flush(self) -> str:
-        """Return the text that was held back, when the text ends for another reason."""
+        """Return the text that was held back, if the text ends for another reason."""
         held, self._held = self._held, ""
         self._matched = [0] * len(self._matched)
         return held
 
     def _step(self, character: str) -> str | None:
-        """Advance every partial match; returns the longest stop string that `character` completes."""
+        """Advance every partial match; return the longest stop string that `character` completes."""
         matched = self._matched
         if character not in self._set.first_characters and not any(matched):
             return None
@@ -282,7 +283,7 @@ class StopStringMatcher:
 
 
 def _failure_table(pattern: str) -> list[int]:
-    """table[i]: length of the longest proper prefix of pattern[: i + 1] that is also its suffix."""
+    """Return a table: table[i] is the length of the longest proper prefix of pattern[: i + 1] that is also a suffix."""
     table = [0] * len(pattern)
     size = 0
     for index in range(1, len(pattern)):

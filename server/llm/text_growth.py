@@ -1,8 +1,8 @@
-"""Bounds how many times longer the steps of a `tokenizer.json` can make a text.
+"""Upper bound of the factor by which the steps of a `tokenizer.json` can lengthen a text.
 
 A chain of replacements that each write a hundred characters for one multiplies a text by 10^12 in six steps. The bound
-is computed from the description of the chain, backwards: each character has as weight the greatest number of characters
-that it can become in the steps after this one.
+is computed from the description of the chain, backwards: the weight of a character is the maximum number of characters
+that it can become in the later steps.
 """
 
 import math
@@ -12,20 +12,20 @@ from typing import Any
 from oarlock.server.llm.character_maps import longest_replacement
 
 # Unicode's normal forms write up to 18 characters for one (U+FDFA), but only once: their results are stable. So they
-# count only if an earlier step can write characters that are not.
+# count only if an earlier step can write unstable characters.
 _NORMAL_FORM_GROWTH = 18
 _NORMAL_FORMS = frozenset({"NFC", "NFD", "NFKC", "NFKD"})
 _GROWTH = {
     "ByteLevel": 5,  # one character for each of up to four bytes, and a space before a word
     "BertNormalizer": 3,  # spaces around each Chinese character
-    "Metaspace": 2,  # a mark before each word
+    "Metaspace": 2,  # a `▁` before each word
 }
 
 
 def greatest_growth(steps: Sequence[Mapping[str, Any]]) -> float:
-    """Return an upper bound of the characters that `steps` make of one; infinity if it exceeds all numbers.
+    """Return an upper bound of the characters that `steps` write for one; infinity if it overflows.
 
-    Characters that a Unicode normal form writes for those of the text itself are not counted.
+    The growth of the input text's own characters by a Unicode normal form is not counted.
     """
     weights = _Weights()
     stable = [_is_stable(step) for step in steps]
@@ -54,7 +54,7 @@ class _Weights:
 
     def __init__(self) -> None:
         self._of: dict[str, float] = {}
-        self._others = 1.0  # of each character that is not in `_of`
+        self._others = 1.0  # weight of each character that is not in `_of`
 
     def greatest(self) -> float:
         return max(self._others, *self._of.values()) if self._of else self._others
@@ -64,13 +64,13 @@ class _Weights:
         self._others, self._of = self.greatest() * factor, {}
 
     def add(self, text: str) -> None:
-        """Count a step that can write `text` beside each character."""
+        """Count a step that can insert `text` next to each character."""
         more = self._sum(text)
         self._others += more
         self._of = {character: weight + more for character, weight in self._of.items()}
 
     def replace(self, pattern: str | None, content: str) -> None:
-        """Count a step that writes `content` for `pattern`; None: for a regular expression, which may match nothing."""
+        """Count a step that writes `content` for `pattern`; None: a regular expression, which may match nothing."""
         if not pattern:
             self.add(content)
             return

@@ -1,7 +1,7 @@
-"""Long texts: how few tokens one can have, and where it can be cut so that its pieces have the tokens of the whole.
+"""Token bounds and cuts of long texts: the minimum number of tokens, and cuts that do not change the tokens.
 
-Both are derived from `tokenizer.json`, and only where they can be proven: a bound that is too high would refuse a
-prompt that fits, and a cut in the wrong place would change tokens.
+Both are derived from `tokenizer.json`, and only if they can be proven: a bound that is too high would refuse a prompt
+that fits, and a cut in the wrong position would change tokens.
 """
 
 import re
@@ -12,20 +12,21 @@ from typing import Any
 from tokenizers.pre_tokenizers import ByteLevel
 
 _STRIDE = 64 * 1024  # characters that are searched while holding the GIL
-# What Unicode's normal forms can make of a text at most: so many bytes, or characters, become one.
+# Maximum shrinkage by Unicode's normal forms: the number of bytes, or characters, that can become one.
 _MAX_SHRINK_BYTES, _MAX_SHRINK_CHARACTERS = 5, 4
 _NORMAL_FORMS = frozenset({"NFC", "NFD", "NFKC", "NFKD"})
 _SPACES = tuple(chr(code) for code in range(0x3001) if chr(code).isspace())
-_METASPACE = "▁"  # how SentencePiece writes a space
+_METASPACE = "▁"  # SentencePiece writes a space like this
 _WORD = "[A-Za-z0-9]"
 _EAST_ASIAN = "一-龥ぁ-ゖァ-ヺ"  # Han and kana, which are written without spaces
-# Letters that end in a letter in the forms NFC and NFKC. A long text in them may have no ASCII letter before a space.
+# Letters whose NFC and NFKC forms end in a letter. Long texts in these scripts may have no ASCII letter before a space.
 _LETTERS = f"[A-Za-z0-9À-ÖØ-öø-ľŁ-ɏΑ-ΡΣ-Ωα-ωЀ-ҁא-ת가-힣{_EAST_ASIAN}]"
-# Punctuation that ends a run of such letters for each of the patterns below, in whatever normal form.
+# Punctuation that ends a run of such letters for each of the patterns below, in any normal form.
 _EAST_ASIAN_MARKS = "，。！？；：、"  # noqa: RUF001
 
-# The alternatives of published patterns. None can match white space behind an ASCII letter or digit, and none looks
-# further than one character ahead: such a place is the border of two matches wherever the text begins or ends.
+# The alternatives of published patterns. None can match white space after an ASCII letter or digit, and none looks
+# further than one character ahead. So there is always a border between two matches here, wherever the text begins or
+# ends.
 _ENDINGS = ("", "(?i:'s|'t|'re|'ve|'m|'ll|'d)?")
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _BRANCHES = frozenset(
@@ -49,7 +50,7 @@ _BRANCHES = frozenset(
         r" ?[^\s\p{L}\p{N}]++[\r\n]*",
         r" ?[^\s\p{L}\p{N}]+[\r\n/]*",
         r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*",
-        # Of DeepSeek's, after a pattern that has isolated the digits.
+        # DeepSeek's alternatives, after a pattern that has isolated the digits.
         "[一-龥\u3040-\u309f\u30a0-\u30ff]+",
         r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+""",
         r"[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+",
@@ -64,20 +65,20 @@ _BRANCHES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class TextPieces:
-    """Bounds on the number of tokens, and the places to cut a text, of one tokenizer."""
+    """Bounds on the number of tokens, and possible cuts of a text, for one tokenizer."""
 
-    longest: int = 0  # bytes, or characters, of the longest token; 0: nothing is known
+    longest: int = 0  # bytes, or characters, of the longest token; 0: unknown
     longest_word: int = 0  # the same without white space
     in_bytes: bool = False
-    shrinks: bool = False  # the text is brought to a normal form first
-    stripping_tokens: tuple[str, ...] = ()  # added tokens that include any white space around them
-    cuts: str = ""  # the characters before which a text may be cut, when a letter or digit of `word` precedes
+    shrinks: bool = False  # the text is first converted to a normal form
+    stripping_tokens: tuple[str, ...] = ()  # added tokens that absorb any white space around them
+    cuts: str = ""  # characters before which a text may be cut if a letter or digit of `word` precedes
     word: str = _WORD
-    cuts_marks: bool = False  # it may also be cut between an East Asian letter and a mark
-    drops_space: bool = False  # each piece gets a `▁` at its start, which stands for the space: it is left out
+    cuts_marks: bool = False  # it may also be cut between an East Asian letter and a punctuation mark
+    drops_space: bool = False  # each piece gets a `▁` at its start, which represents the space, so the space is dropped
 
     def least_tokens(self, text: str) -> int:
-        """Lower bound of the number of tokens of `text`; 0 when nothing is known."""
+        """Return a lower bound of the number of tokens of `text`; 0 if nothing is known."""
         if not self.longest:
             return 0
         size = _size(text, self.in_bytes)
@@ -91,7 +92,7 @@ class TextPieces:
         return max(of_words, -(-size // (shrink * self.longest)))
 
     def pieces(self, text: str, size: int) -> Iterator[tuple[int, int]]:
-        """Start and end of each piece: about `size` characters, or more where the text cannot be cut."""
+        """Yield start and end of each piece: about `size` characters, or more if the text cannot be cut."""
         start = 0
         while self.cuts and len(text) - start > size:
             cut = self._cut(text, start + size)
@@ -102,7 +103,7 @@ class TextPieces:
         yield start, len(text)
 
     def _cut(self, text: str, start: int) -> int | None:
-        """The first place to cut from `start` on. Searched in strides: the GIL is released between two."""
+        """Return the first possible cut from `start` on. Searches in strides, and releases the GIL between them."""
         pattern = f"(?<={self.word})[{self.cuts}]" + (f"(?={self.word})" if self.drops_space else "")
         if self.cuts_marks:
             pattern += f"|(?<=[{_EAST_ASIAN}])[{_EAST_ASIAN_MARKS}]"
@@ -115,7 +116,7 @@ class TextPieces:
 
 
 def pieces_for(described: dict[str, Any]) -> TextPieces:
-    """The `TextPieces` of the tokenizer that the JSON object `tokenizer.json` describes."""
+    """Return the `TextPieces` of the tokenizer that the JSON object `tokenizer.json` describes."""
     model = described["model"]
     normalizers = _steps(described.get("normalizer"), "normalizers")
     splitters = _steps(described.get("pre_tokenizer"), "pretokenizers")
@@ -131,7 +132,7 @@ def pieces_for(described: dict[str, Any]) -> TextPieces:
         cuts = "".join(cut for cut in cuts if not _is_crossed(words, word, cut, in_bytes))
         if cuts:
             break
-    if model.get("fuse_unk") and not _has_bytes(model):  # one unknown token may lie across any place
+    if model.get("fuse_unk") and not _has_bytes(model):  # one unknown token may span any position
         cuts = ""
     longest = longest_word = 0
     if _loses_nothing(model, splitters, in_bytes):
@@ -155,7 +156,7 @@ def pieces_for(described: dict[str, Any]) -> TextPieces:
 def _cuts(
     normalizers: list[dict[str, Any]], splitters: list[dict[str, Any]], added: list[dict[str, Any]], word: str
 ) -> tuple[str, bool]:
-    """Characters before which a text may be cut, unless a token of the model lies across; and `drops_space`."""
+    """Return the characters before which a text may be cut if no token of the model spans it, and `drops_space`."""
     drops_space = any(step["type"] == "Prepend" for step in normalizers)
     metaspace = any(step["type"] == "Metaspace" and step.get("prepend_scheme") != "never" for step in splitters)
     replaces = any(step["type"] == "Replace" for step in normalizers)
@@ -173,48 +174,50 @@ def _cuts(
 
 
 def _is_crossed(words: str, word: str, cut: str, in_bytes: bool) -> bool:
-    """Whether a token of the model lies across a place before `cut`. Bytes of letters other than ASCII are not looked
-    at: only a tokenizer that isolates words may cut behind them."""
+    """Return whether a token of the model spans a position before `cut`.
+
+    Bytes of non-ASCII letters are not examined: only a tokenizer that isolates words may cut after them.
+    """
     if in_bytes:
         return re.search(f"{_WORD}[{'Ġ' if cut == ' ' else 'Ċ'}]", words) is not None
     return re.search(f"{word}[{f' {_METASPACE}' if cut == ' ' else cut}]", words) is not None
 
 
 def _composes(normalizers: list[dict[str, Any]]) -> bool:
-    """Whether no normalizer takes marks off letters, which would stand between a letter and the space behind it."""
+    """Return whether no normalizer separates marks from letters, which would put a mark before the next space."""
     return not any(step["type"] in ("NFD", "NFKD") for step in normalizers)
 
 
 def _isolates(splitters: list[dict[str, Any]]) -> bool:
-    """Whether a pattern separates words, so that no token lies across the border of two."""
+    """Return whether a pattern separates words, so that no token spans two words."""
     return any("Regex" in step.get("pattern", ()) or step.get("use_regex") for step in splitters)
 
 
 def _has_marks(added: list[dict[str, Any]]) -> bool:
-    """Whether an added token could be found on one side only of a place before an East Asian mark."""
+    """Return whether an added token could be found on only one side of a position before an East Asian mark."""
     return any(re.search(f"[{_EAST_ASIAN_MARKS}]", token["content"]) for token in added)
 
 
 def _keeps_characters(step: dict[str, Any]) -> bool:
-    """Whether a normalizer drops nothing, and treats a place before white space as it does the end of a text."""
+    """Return whether a normalizer drops nothing, and treats a position before white space like the end of a text."""
     if step["type"] == "Replace":
         return step["pattern"] == {"String": " "} and step["content"] == _METASPACE
     return step["type"] in _NORMAL_FORMS or (step["type"] == "Prepend" and step["prepend"] == _METASPACE)
 
 
 def _splits_locally(step: dict[str, Any], replaces_spaces: bool) -> bool:
-    """Whether a cut changes nothing for this pre-tokenizer on either side of it."""
+    """Return whether a cut changes nothing for this pre-tokenizer on either side of the cut."""
     if step["type"] == "ByteLevel":
         return not step["add_prefix_space"]
     if step["type"] == "Split":
-        if "String" in step["pattern"]:  # of a space, once there are none any more
+        if "String" in step["pattern"]:  # splits at spaces, which the normalizer has replaced
             return step["pattern"]["String"] == " " and replaces_spaces
         return step["behavior"] == "Isolated" and set(_alternatives(step["pattern"]["Regex"])) <= _BRANCHES
     return step["type"] in ("Digits", "Metaspace")
 
 
 def _loses_nothing(model: dict[str, Any], splitters: list[dict[str, Any]], in_bytes: bool) -> bool:
-    """Whether each character of a text is in some token, and no token stands for any number of characters."""
+    """Return whether all characters of a text are in tokens, and no token represents unlimited characters."""
     for step in splitters:
         if step["type"] not in ("ByteLevel", "Digits", "Metaspace") and (
             step["type"] != "Split" or step["behavior"] == "Removed"
@@ -226,12 +229,12 @@ def _loses_nothing(model: dict[str, Any], splitters: list[dict[str, Any]], in_by
 
 
 def _has_bytes(model: dict[str, Any]) -> bool:
-    """Whether characters that are not in the vocabulary are written byte by byte."""
+    """Return whether characters that are not in the vocabulary are written byte by byte."""
     return bool(model.get("byte_fallback")) and all(f"<0x{byte:02X}>" in model["vocab"] for byte in range(256))
 
 
 def _alternatives(pattern: str) -> list[str]:
-    """The branches of a regular expression, as written."""
+    """Return the branches of a regular expression, as written."""
     found, depth, start, position = [], 0, 0, 0
     while position < len(pattern):
         character = pattern[position]
@@ -249,7 +252,7 @@ def _alternatives(pattern: str) -> list[str]:
 
 
 def _steps(step: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
-    """A part of the pipeline as a flat list."""
+    """Return a part of the pipeline as a flat list."""
     if step is None:
         return []
     return [inner for one in step[name] for inner in _steps(one, name)] if step["type"] == "Sequence" else [step]

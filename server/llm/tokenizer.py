@@ -1,7 +1,7 @@
-"""Text to token ids and back, from the files of a checkpoint: one `Tokenizer` with a few threads of its own.
+"""Conversion of text to token ids and back, from the files of a checkpoint: one `Tokenizer` with a few threads.
 
-Reads `tokenizer.json` with the `tokenizers` library alone, so that the frontend needs neither torch nor transformers;
-a checkpoint without that file is converted by transformers. Never runs Python code of the checkpoint.
+Reads `tokenizer.json` with only the `tokenizers` library, so the frontend needs neither torch nor transformers. A
+checkpoint without that file is converted by transformers. Never runs Python code of the checkpoint.
 """
 
 import asyncio
@@ -37,18 +37,18 @@ from oarlock.server.llm.text_pieces import TextPieces, pieces_for
 from oarlock.server.llm.vocabulary_files import check_vocabulary_files
 
 _T = TypeVar("_T")
-_DECODED_AT_ONCE = 1 << 14  # ids; joining the bytes of a million would hold the GIL for too long
-# Characters or ids of an input from which it shares a thread with its like only, so that shorter ones do not wait.
-_MEDIUM = 16 * 1024  # about a hundredth of a second's work
-_LONG = 256 * 1024  # about a quarter of a second's work
+_DECODED_AT_ONCE = 1 << 14  # limit in ids; joining the bytes of a million would hold the GIL for too long
+# Sizes in characters or ids from which an input shares a thread with similar inputs, so that shorter ones do not wait.
+_MEDIUM = 16 * 1024
+_LONG = 256 * 1024
 _PIECE = 64 * 1024  # characters of a long text that are tokenized at once
-# Greatest size in UTF-8 of a text that is tokenized at once because it cannot be cut into pieces. With the demo model
-# this took at most 1 s of processor time and 160 MiB, whatever the characters.
+# Maximum size in UTF-8 of a text that is tokenized at once because it cannot be cut. It limits the CPU time and memory
+# of one call.
 MOST_UNCUT_BYTES = 512 * 1024
-MOST_DECODED = 16 << 20  # characters of a text that is made of token ids
+MOST_DECODED = 16 << 20  # limit in characters for a text that is decoded from token ids
 _SAMPLE = "a"
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-# The fill-in-the-middle tokens of each model family: before the prompt, before the suffix, before the answer.
+# The fill-in-the-middle tokens of each model family: before the prompt, before the suffix, before the completion.
 _FIM_TOKENS = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
@@ -58,7 +58,7 @@ _FIM_TOKENS = (
 
 
 class TooManyTokensError(Exception):
-    """A text has more tokens than the caller accepts: `at_least` so many. It was not tokenized to its end."""
+    """Raised if a text has more tokens than the caller accepts, `at_least` this number. Not all of it was tokenized."""
 
     def __init__(self, at_least: int) -> None:
         super().__init__(f"at least {at_least} tokens")
@@ -66,7 +66,7 @@ class TooManyTokensError(Exception):
 
 
 class PairMarks(NamedTuple):
-    """The ids before, between and behind two texts, and whether the model is told which of them a token belongs to."""
+    """Ids before, between and after two texts, and whether type ids mark the text that a token belongs to."""
 
     opening: tuple[int, ...]
     between: tuple[int, ...]
@@ -74,11 +74,11 @@ class PairMarks(NamedTuple):
     has_types: bool
 
 
-_TEMPLATE_FOR_TOOLS = "additional_chat_templates/tool_use.jinja"  # where transformers' save_pretrained writes it
+_TEMPLATE_FOR_TOOLS = "additional_chat_templates/tool_use.jinja"  # path that transformers' save_pretrained uses
 
 
 class Tokenizer:
-    """One checkpoint's tokenizer. The synchronous methods are for threads; the `a…` ones for the event loop."""
+    """Tokenizer of one checkpoint. The synchronous methods are for threads, the `a…` methods for the event loop."""
 
     def __init__(
         self,
@@ -87,17 +87,17 @@ class Tokenizer:
         template_file: Path | None = None,
         described: dict[str, Any] | None = None,
     ) -> None:
-        """`config`: of `tokenizer_config.json`; `template_file`: the file of its chat template, if it is in another;
-        `described`: the tokenizer as the JSON object of a `tokenizer.json`, if that is known.
+        """`config`: content of `tokenizer_config.json`. `template_file`: the file of its chat template, if it is a
+        separate file. `described`: the tokenizer as the JSON object of a `tokenizer.json`, if known.
 
-        Raises `StartupError`.
+        Raises `StartupError` if the chat template is unusable.
         """
         self.backend = backend
         backend.no_truncation()
         backend.no_padding()
         written = backend.to_str()
         described = json.loads(written) if described is None else described
-        # Covers all that decides ids: vocabulary and rules, special tokens, the chat template.
+        # Covers everything that determines ids: vocabulary and rules, special tokens, the chat template.
         self.digest = hashlib.sha256(f"{written}{json.dumps(config, sort_keys=True)}".encode()).hexdigest()
         self._special = frozenset(item["id"] for item in described["added_tokens"] if item["special"])
         self._bytes = token_bytes_for(backend, described["decoder"], self._special)
@@ -105,7 +105,7 @@ class Tokenizer:
         # Without added tokens, since published checkpoints have some beyond the embedding.
         self.most_own_id = max(vocabulary.values()) if isinstance(vocabulary, dict) else len(vocabulary) - 1
         self._names = _special_names(config)
-        self.eos_token_ids = self._ids_of(self._names.get("eos_token"))  # one, or none
+        self.eos_token_ids = self._ids_of(self._names.get("eos_token"))  # one id, or none
         self.bos = list(self._ids_of(self._names.get("bos_token")))  # one id, or none
         self._add_bos = config.get("add_bos_token")
         self._added_ids = self._find_added_ids()
@@ -120,9 +120,9 @@ class Tokenizer:
     def load(
         directory: str | Path, chat_template: str | Path | None = None, parsers: Mapping[str, str] | None = None
     ) -> "Tokenizer":
-        """The tokenizer of a checkpoint's folder, with its chat template or that of a file. Raises `StartupError`.
+        """Return the tokenizer of a checkpoint's folder, with its chat template or the template in `chat_template`.
 
-        `parsers`: what `ChatTemplate.parsers` is.
+        `parsers`: see `ChatTemplate.parsers`. Raises `StartupError` if a file is unusable.
         """
         path = Path(directory)
         config = read_json(path / "tokenizer_config.json")
@@ -143,17 +143,17 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens, added ones included."""
+        """Number of tokens, including added tokens."""
         return self.backend.get_vocab_size(with_added_tokens=True)
 
     @property
     def special_ids(self) -> frozenset[int]:
-        """The ids of special tokens, which have a name and add nothing to a text."""
+        """Ids of special tokens, which have a name and add nothing to a text."""
         return self._special
 
     @property
     def fim_token_ids(self) -> tuple[int, int, int] | None:
-        """The fill-in-the-middle ids before the prompt, before the suffix, and behind it; None without such tokens."""
+        """Fill-in-the-middle ids before the prompt, before the suffix, and after it; None without such tokens."""
         for names in _FIM_TOKENS:
             before, between, after = (self.backend.token_to_id(name) for name in names)
             if before is not None and between is not None and after is not None:
@@ -162,18 +162,18 @@ class Tokenizer:
 
     @property
     def opening(self) -> list[int]:
-        """The ids that `encode` puts before a text, such as a BOS."""
+        """Ids that `encode` puts before a text, such as a BOS."""
         return self._with_bos(self._added_ids[0] if self._added_ids else [], "")
 
     @property
     def closing(self) -> list[int]:
-        """The ids that `encode` puts behind a text, such as a separator."""
+        """Ids that `encode` puts after a text, such as a separator."""
         return self._added_ids[1] if self._added_ids else []
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The ids of `text`, with the special tokens that the checkpoint adds to a text (such as a BOS).
+        """Return the ids of `text`, with the special tokens that the checkpoint adds to a text (such as a BOS).
 
-        For texts of a bounded length. Raises `TokenizerError`.
+        For texts of limited length. Raises `TokenizerError` if the library fails.
         """
         # Only the batch method releases the GIL: a long text must not block the event loop.
         try:
@@ -183,7 +183,7 @@ class Tokenizer:
         return self._with_bos(ids, text) if add_special_tokens else ids
 
     def _with_bos(self, ids: list[int], text: str) -> list[int]:
-        """Add the BOS to the `ids` of `text`, or remove it, where the configuration sets `add_bos_token`."""
+        """Add the BOS to the `ids` of `text`, or remove it, if the configuration sets `add_bos_token`."""
         if not self.bos or self._add_bos is None:
             return ids
         if self._add_bos and ids[:1] != self.bos:
@@ -193,7 +193,7 @@ class Tokenizer:
         return ids
 
     def _find_added_ids(self) -> tuple[list[int], list[int]] | None:
-        """The ids that the checkpoint adds before and behind a text; None if they cannot be separated from its own."""
+        """Return the ids that the checkpoint adds before and after a text; None if they cannot be separated."""
         plain, whole = (self.backend.encode(_SAMPLE, add_special_tokens=add).ids for add in (False, True))
         for start in range(len(whole) - len(plain) + 1):
             if plain and whole[start : start + len(plain)] == plain:
@@ -201,7 +201,7 @@ class Tokenizer:
         return None
 
     def pair_marks(self) -> PairMarks | None:
-        """Ids around two texts that are read together; None where the checkpoint's files do not say."""
+        """Return the ids around two texts that are read together; None if the checkpoint's files do not define them."""
         plain = self.backend.encode(_SAMPLE, add_special_tokens=False).ids
         both = self.backend.encode(_SAMPLE, _SAMPLE, add_special_tokens=True)
         ids, size = both.ids, len(plain)
@@ -224,11 +224,11 @@ class Tokenizer:
     ) -> list[int]:
         """Encode a text in this tokenizer's threads, as `encode` does; cancelling ends the work on a long text.
 
-        `most`: raises `TooManyTokensError` as soon as it is certain that the text has more. `last`: only so many ids
-        from the end are needed; of a long text little more than these is tokenized and returned. `first`: only so many
-        from the beginning, without special tokens. `param` names the field of the text in errors.
+        `most`: raises `TooManyTokensError` as soon as it is certain that the text has more tokens. `last`: only this
+        number of ids from the end is needed; little more of a long text is tokenized and returned. `first`: the same
+        from the start, without special tokens. `param` names the field of the text in errors.
 
-        Raises `TokenizerError` if the library fails, and if a part that is needed is too long and cannot be cut.
+        Raises `TokenizerError` if the library fails, or if a part that is needed is too long and cannot be cut.
         """
         assert first is None or not add_special_tokens
         try:
@@ -268,14 +268,14 @@ class Tokenizer:
         if not add_special_tokens:
             return ids
         before, behind = self._added_ids
-        if len(parts) < len(places):  # the beginning is not wanted
+        if len(parts) < len(places):  # the start is not needed
             return [*ids, *behind]
         return self._with_bos([*before, *ids, *behind], text)
 
     def detokenizer(
         self, prompt_ids: Sequence[int] = (), kept_special_ids: frozenset[int] = frozenset()
     ) -> Detokenizer:
-        """The incremental decoder of a sequence that continues `prompt_ids`.
+        """Return the incremental decoder of a sequence that continues `prompt_ids`.
 
         `kept_special_ids`: special ids whose name is part of the text; the others add nothing.
         """
@@ -284,7 +284,7 @@ class Tokenizer:
         return WindowDetokenizer(self.backend, prompt_ids, kept_special_ids & self._special)
 
     def decode(self, ids: Sequence[int], kept_special_ids: frozenset[int] = frozenset()) -> str:
-        """The text of `ids`, equal to the joined pieces of a stream.
+        """Return the text of `ids`, equal to the joined pieces of a stream.
 
         Raises `TokenizerError`, also if the text is too long.
         """
@@ -301,9 +301,9 @@ class Tokenizer:
         return "".join(pieces) + detokenizer.flush()
 
     async def atext(self, ids: Sequence[int], kept_special_ids: frozenset[int], param: str) -> str:
-        """The text of `ids`, made in this tokenizer's threads. `param` names the field of the ids in errors.
+        """Return the text of `ids`, decoded in this tokenizer's threads. `param` names the field of the ids in errors.
 
-        Raises as `decode` does.
+        Raises the errors of `decode`.
         """
         try:
             return await self.run(lambda: self.decode(ids, kept_special_ids), len(ids))
@@ -312,7 +312,7 @@ class Tokenizer:
             raise
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of one token; a special token's are its name."""
+        """Return the bytes of one token; for a special token, its name."""
         if self._bytes is not None:
             return self._bytes(token_id)
         if token_id in self._special:
@@ -320,7 +320,7 @@ class Tokenizer:
         return self.backend.decode([token_id], skip_special_tokens=False).encode()
 
     def token_text(self, token_id: int) -> str:
-        """One token as text; a piece of a character is written `bytes:\\xe4\\xb8`."""
+        """Return one token as text; a part of a character is written as `bytes:\\xe4\\xb8`."""
         data = self.token_bytes(token_id)
         try:
             return data.decode()
@@ -328,7 +328,7 @@ class Tokenizer:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
     def close(self) -> None:
-        """End the threads and the processes that render. Work that has not begun is cancelled."""
+        """End the threads and the renderer processes. Work that has not begun is cancelled."""
         self.template.close()
         for pool in (self._pool, self._medium_pool, self._long_pool, self._uncut_pool):
             pool.shutdown(wait=False, cancel_futures=True)
@@ -338,10 +338,10 @@ class Tokenizer:
         return () if token_id is None else (token_id,)
 
     async def run(self, work: Callable[[], _T], size: int, *, is_uncut: bool = False) -> _T:
-        """The result of `work`, done by this tokenizer's threads.
+        """Return the result of `work`, run in this tokenizer's threads.
 
-        `size`: characters or ids of the input. Inputs of medium size share one thread and long ones another, so that
-        short ones never wait for them; long texts that cannot be cut into pieces (`is_uncut`) share a third.
+        `size`: characters or ids of the input. Inputs of medium size share one thread and long inputs another, so that
+        short inputs never wait for them; long texts that cannot be cut into pieces (`is_uncut`) share a third.
         """
         pool = self._pool if size < _MEDIUM else self._medium_pool if size < _LONG else self._long_pool
         pool = self._uncut_pool if is_uncut else pool
@@ -358,13 +358,13 @@ def _check_uncut(text: str) -> None:
 
 
 def _read_backend(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
-    """Return the tokenizer in a folder, and the JSON object that describes it. Raises `StartupError`."""
+    """Return the tokenizer in a folder and the JSON object that describes it. Raises `StartupError` if unusable."""
     file = path / "tokenizer.json"
     return tokenizer_file.load(file) if is_there(file) else _convert(path)
 
 
 def _check_config(file: Path, config: Mapping[str, Any]) -> None:
-    """Raise `StartupError` for a value of `tokenizer_config.json` that is used here and is of another type."""
+    """Raise `StartupError` if a value of `tokenizer_config.json` that is used here has the wrong type."""
     for name in _NAMED_TOKENS:
         token = config.get(name)
         token = token.get("content") if isinstance(token, dict) else token
@@ -375,9 +375,11 @@ def _check_config(file: Path, config: Mapping[str, Any]) -> None:
 
 
 def _convert(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
-    """Return the tokenizer of a checkpoint that has only a SentencePiece model, or a vocabulary and merges, and its
-    description. Raises `StartupError`."""
-    if not any(is_there(path / name) for name in VOCABULARY_FILES):  # transformers would make up an empty one
+    """Return the tokenizer, with its description, of a checkpoint that has only a SentencePiece model or a vocabulary.
+
+    Raises `StartupError` if it cannot be converted.
+    """
+    if not any(is_there(path / name) for name in VOCABULARY_FILES):  # transformers would create an empty vocabulary
         raise StartupError(
             f"{path} has no tokenizer.json, nor any other vocabulary of a tokenizer.",
             "Put the checkpoint's tokenizer.json beside its weights.",
@@ -409,7 +411,7 @@ def _checked(backend: object) -> tokenizers.Tokenizer:
 
 
 def _special_names(config: dict[str, Any]) -> dict[str, str]:
-    """Special tokens by name (`bos_token`, `eos_token` …) as plain strings, to which chat templates refer."""
+    """Return the special tokens by name (`bos_token`, `eos_token` …) as plain strings, for chat templates."""
     names = {}
     for key, value in config.items():
         if key.endswith("_token") and isinstance(value, dict):
@@ -421,15 +423,15 @@ def _special_names(config: dict[str, Any]) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """Paths of the files that a start reads, all on this machine."""
+    """Paths of the files that the server reads when it starts, all on this machine."""
 
     model: str  # directory
     tokenizer: str | None  # directory; None: the model's
-    chat_template: str | None  # file; None: that of the tokenizer
-    parsers: Mapping[str, str]  # what the operator chose of how chats are written and answers read
+    chat_template: str | None  # file; None: the tokenizer's template
+    parsers: Mapping[str, str]  # the operator's choices for the chat format and its parsers
 
     def load_tokenizer(self) -> Tokenizer:
-        """Load the tokenizer. Raises `StartupError`, also if it has tokens that the model's embedding lacks."""
+        """Return the tokenizer. Raises `StartupError`, also if it has tokens that the model's embedding lacks."""
         tokenizer = Tokenizer.load(self.tokenizer or self.model, self.chat_template, self.parsers)
         file = Path(self.model) / "config.json"
         size = vocab_size_of(read_json(file))
@@ -443,7 +445,10 @@ class ModelFiles:
 
 
 async def find_files(settings: Settings, on_progress: OnDetailedProgress) -> ModelFiles:
-    """Fetch missing files, the smallest first. Raises `StartupError`. When cancelled, a download can be resumed."""
+    """Fetch missing files, the smallest first. A cancelled download can be resumed.
+
+    Raises `StartupError` if a file is missing or unusable.
+    """
     if settings.chat_template is not None:
         await asyncio.to_thread(read_template, settings.chat_template)
     tokenizer = await resolve_tokenizer(settings, on_progress)
