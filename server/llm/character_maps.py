@@ -1,7 +1,8 @@
-"""The table of characters and their replacements in a `tokenizer.json` that was converted from a SentencePiece model.
+"""Check of the table of character replacements in a `tokenizer.json` that was converted from a SentencePiece model.
 
-It is a trie as darts-clone writes it, behind its length of four bytes, and the replacements, each ended by a zero byte.
-The library reads it without checks: a wrong place is a panic, when the tokenizer is loaded or when a request comes.
+The table consists of the trie's size in bytes (four bytes), the trie in darts-clone's format, and the replacements,
+each terminated by a zero byte. The library reads it without checks: an invalid offset causes a panic, when the
+tokenizer is loaded or when a request is tokenized.
 """
 
 import base64
@@ -9,12 +10,12 @@ import binascii
 
 import numpy as np
 
-_VALUE = np.uint32(1 << 31)  # marks a unit that holds the place of a replacement
-_MAX_BYTES = 8 << 20  # the known ones have 300 KB
+_VALUE = np.uint32(1 << 31)  # flag of a unit that holds the offset of a replacement
+_MAX_BYTES = 8 << 20  # known tables have 300 KB
 
 
 def longest_replacement(written: object) -> int:
-    """Return the characters of the longest replacement. Raises `ValueError` with the cause for a damaged table."""
+    """Return the length of the longest replacement in characters. Raises `ValueError` with the cause if damaged."""
     if not isinstance(written, str) or len(written) > _MAX_BYTES:
         raise ValueError(f"it is no text of at most {_MAX_BYTES} characters")
     try:
@@ -30,7 +31,10 @@ def longest_replacement(written: object) -> int:
 
 
 def _check_places(units: np.ndarray, texts: bytes) -> None:
-    """`units` uint32 [N]. Raises `ValueError` if the search for any text leaves them, or finds no replacement."""
+    """Check the trie. `units`: uint32 [N].
+
+    Raises `ValueError` if the search for any text would leave `units`, or would not end at a replacement in `texts`.
+    """
     is_value = units & _VALUE != 0
     places = np.arange(len(units), dtype=np.int64)
     offsets = (units.astype(np.int64) >> 10) << ((units.astype(np.int64) & (1 << 9)) >> 6)

@@ -1,9 +1,9 @@
-"""Regular expressions of a `tokenizer.json`: whether they match a text within a time that anyone can wait for.
+"""Check that the regular expressions of a `tokenizer.json` match any text within an acceptable time.
 
 Oniguruma backtracks: `(a+)+$` takes twice as long for each further character, and ends with a panic. Two checks find
-such patterns. One reads the pattern: a repeated group must not hold anything whose length varies, and few items of an
-alternative may be repeated endlessly. The other matches it against runs of one character, each twice as long as the one
-before, and stops when that becomes slow. Quadratic time passes, as published patterns need it for runs of digits.
+such patterns. The first parses the pattern: a repeated group must not contain anything of variable length, and few
+items of an alternative may be repeated without limit. The second matches it against runs of one character, doubling the
+length, and stops when that becomes slow. Quadratic time is accepted: published patterns need it for runs of digits.
 """
 
 import time
@@ -15,19 +15,18 @@ from tokenizers.pre_tokenizers import PreTokenizer, Split
 from oarlock.engine.panics import ENDS_TASK
 
 MAX_CHARACTERS = 8192
-_MAX_REPEATS = 8  # of a group whose length varies
-_ENDLESS = 100  # repeats that count as endless
-_MAX_ENDLESS = 3  # items of one alternative that are repeated endlessly: published patterns have two
+_MAX_REPEATS = 8  # limit for a group whose length varies
+_ENDLESS = 100  # repeats that count as unlimited
+_MAX_ENDLESS = 3  # items of one alternative that are repeated without limit: published patterns have two
 _LONGEST_RUN = 4096
-# Published patterns need a millisecond for the longest run, or 30 if they look ahead over all digits. Cubic ones need
-# minutes.
+# Time limit for one run. Published patterns need a small part of it; cubic patterns need minutes.
 _LIMIT_S = 0.3
 _SAMPLES = " \n\ta1A.-_'中éя"  # characters of the kinds that published patterns distinguish
-_MAX_LITERALS = 32  # characters of the pattern itself that are tried besides
+_MAX_LITERALS = 32  # limit for characters of the pattern itself that are also tried
 
 
 def fault(pattern: str) -> str | None:
-    """Return the reason why `pattern` is refused, as a phrase; None if it is not."""
+    """Return the reason to refuse `pattern`, as a phrase; None if it is accepted."""
     if len(pattern) > MAX_CHARACTERS:
         return f"has more than {MAX_CHARACTERS} characters"
     if (found := _endless(pattern)) is not None:
@@ -38,7 +37,8 @@ def fault(pattern: str) -> str | None:
         return f"is not a regular expression ({str(error)[:80]})"
     literals = dict.fromkeys(character for character in pattern if character.isalnum())
     tried = [*_SAMPLES, *list(literals)[:_MAX_LITERALS]]
-    # The library first looks for the literals that a match must hold: they stand where they do not complete one.
+    # The library searches first for literals that a match must contain. The tail has them, but does not complete a
+    # match.
     tail = "\0\n" + "".join(reversed(literals)) + "\n" + "".join(literals)
     for character in dict.fromkeys(tried):
         if _is_slow(split, character, tail):
@@ -63,10 +63,10 @@ def _is_slow(split: PreTokenizer, character: str, tail: str) -> bool:
 
 
 def _endless(pattern: str) -> str | None:
-    """Return the construct of `pattern` for which the time of a match can grow faster than the text; None: none."""
-    varies = [False]  # of each open group, the outermost first
-    last_varies = False  # of the item before this place
-    endless = 0  # items of this alternative
+    """Return the construct of `pattern` whose match time can grow faster than the text; None: there is none."""
+    varies = [False]  # for each open group, outermost first: whether its length varies
+    last_varies = False  # whether the length of the previous item varies
+    endless = 0  # number of unlimited items in this alternative
     for item in _items(pattern):
         match item[0]:
             case "(":
@@ -103,7 +103,7 @@ _QUANTIFIERS = {"*": "{0,}", "+": "{1,}", "?": "{0,1}"}
 
 
 def _items(pattern: str) -> Iterator[str]:
-    """Yield the parts of a pattern: a group's beginning `(` and end `)`, `|`, quantifiers as `{n,m}`, and others."""
+    """Yield the parts of a pattern: group start `(` and group end `)`, `|`, quantifiers as `{n,m}`, and others."""
     at, end = 0, len(pattern)
     while at < end:
         character = pattern[at]
@@ -136,7 +136,7 @@ def _items(pattern: str) -> Iterator[str]:
 
 
 def _class_end(pattern: str, at: int) -> int:
-    """Return the place behind a class of characters, which may hold classes."""
+    """Return the index after a character class, which may contain classes."""
     depth = 1
     at += pattern[at : at + 1] == "^"
     at += pattern[at : at + 1] == "]"
@@ -148,7 +148,7 @@ def _class_end(pattern: str, at: int) -> int:
 
 
 def _counted(pattern: str, start: int) -> str | None:
-    """Return the quantifier `{n}`, `{n,}` or `{n,m}` at this place; None if the brace is a character."""
+    """Return the quantifier `{n}`, `{n,}` or `{n,m}` at this index; None if the brace is a literal."""
     quantifier = pattern[start : pattern.find("}", start) + 1]
     inside = quantifier[1:-1].replace(",", "", 1)
     return quantifier if len(quantifier) > 2 and inside.isascii() and inside.isdigit() else None

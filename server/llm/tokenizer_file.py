@@ -1,8 +1,8 @@
-"""Reads a `tokenizer.json`, and refuses what no tokenizer of a model has.
+"""Loading and validation of a `tokenizer.json`.
 
-The file is foreign content, and the library that uses it has no limits: it panics on damaged tables, and a small
-file can make it take all memory, when it is loaded or when a request comes. So the file is first checked as plain JSON,
-then loaded, then tried with a text. The bounds have a margin of two or more over all published tokenizers.
+The file is foreign content, and the library that uses it has no limits: it panics on damaged tables, and a small file
+can make it use all memory, when it is loaded or when a request arrives. So the file is first checked as plain JSON,
+then loaded, then tried with a text. The limits are at least twice the values of all published tokenizers.
 """
 
 import json
@@ -21,24 +21,24 @@ from oarlock.server.llm.text_growth import greatest_growth
 
 MAX_BYTES = 64 << 20  # the largest known, Gemma's, has 34 MB
 MAX_VALUES = 3_000_000  # Gemma's has 1.9 million
-MAX_NAMES = 1_500_000  # in objects: of each token, and of seven fields of each added token. Gemma's has 0.3 million
+MAX_NAMES = 1_500_000  # keys of objects: one per token, and seven per added token. Gemma's has 0.3 million
 _MAX_TOKENS = 1_000_000  # the largest known vocabularies have 262,144
 _MAX_ID = 2**31 - 2  # ids are sent as int32, and one more is counted
 _MAX_TOKEN_CHARACTERS = 4096  # the longest known tokens are 512 spaces
-# Unigram tries every token that begins at each place of a text. The longest known of its tokens have 64 characters.
+# Unigram tries every token that begins at each position of a text. Its longest known tokens have 64 characters.
 _MAX_UNIGRAM_CHARACTERS = 512
 _MAX_WORD = 1000  # characters of a word, which WordPiece searches in quadratic time; published tokenizers have 100
-_MAX_STEPS = 64  # of a chain; the longest known has ten
-# Characters that a chain writes for one. Published normalizers reach 36, and the others 5.
+_MAX_STEPS = 64  # limit for a chain; the longest known has ten
+# Characters that a chain writes for one. Published normalizers reach 36, and the other parts 5.
 _MAX_GROWTH = {"normalizer": 64, "pre_tokenizer": 16, "decoder": 64}
-_MAX_ADDED_IDS = 64  # that a post-processor adds to a text; the most known are five
+_MAX_ADDED_IDS = 64  # limit for ids that a post-processor adds to a text; at most five are known
 _CHAINS = {
     "normalizer": "normalizers",
     "pre_tokenizer": "pretokenizers",
     "post_processor": "processors",
     "decoder": "decoders",
 }
-# Letters, digits, marks, white space, several scripts, and characters that are in hardly any vocabulary.
+# Letters, digits, marks, white space, several scripts, and characters that hardly any vocabulary contains.
 _TRIAL = (
     "Hello, world! It's 12,345.60 \n\t  \u4e2d\u6587 \u00e9e\u0301 \u044f \U0001f600 \ufb01 \ufdfa \U000f1234 \u0378"
 )
@@ -46,9 +46,9 @@ _FIX = "Fetch that file of the checkpoint again."
 
 
 def load(file: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
-    """Return the tokenizer in `file`, and the JSON object that describes it, with all defaults but those of the model.
+    """Return the tokenizer in `file`, and its description as a JSON object, with all defaults except the model's.
 
-    Raises `StartupError`.
+    Raises `StartupError` if the file is unusable.
     """
     described = read_table(file, MAX_BYTES, MAX_VALUES, MAX_NAMES)
     check(file, described)
@@ -61,7 +61,7 @@ def load(file: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
 
 
 def _complete(backend: tokenizers.Tokenizer, model: dict[str, Any]) -> dict[str, Any]:
-    """Return the description of `backend`, whose `model` is read already: the library would write it anew."""
+    """Return the description of `backend`. `model` is known already: the library would serialize it again."""
     parts = {name: getattr(backend, name) for name in _CHAINS}
     added = backend.get_added_tokens_decoder()
     fields = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
@@ -73,7 +73,7 @@ def _complete(backend: tokenizers.Tokenizer, model: dict[str, Any]) -> dict[str,
 
 
 def try_out(file: Path, backend: tokenizers.Tokenizer) -> None:
-    """Encode and decode a text, with and without what is added to it. Raises `StartupError` if that fails."""
+    """Encode and decode a text, with and without added tokens. Raises `StartupError` if that fails."""
     try:
         ids = backend.encode(_TRIAL, add_special_tokens=False).ids
         backend.encode(_TRIAL, _TRIAL, add_special_tokens=True)
@@ -93,7 +93,7 @@ def _fault(file: Path, what: str) -> StartupError:
 
 
 def check(file: Path, described: Mapping[str, Any]) -> None:
-    """Raise `StartupError` if the object describes a tokenizer beyond the bounds, or with a fault that is a panic."""
+    """Raise `StartupError` if the object describes a tokenizer beyond the limits, or with a fault that would panic."""
     ids = _check_tokens(file, described)
     for part, inner in _CHAINS.items():
         steps = list(_steps(described.get(part), inner))
@@ -109,7 +109,7 @@ def check(file: Path, described: Mapping[str, Any]) -> None:
 
 
 def _steps(step: object, inner: str) -> Iterator[dict[str, Any]]:
-    """Yield the steps of a part of the tokenizer in order, those of its sequences in their place."""
+    """Yield the steps of a part of the tokenizer in order, with sequences expanded."""
     if isinstance(step, dict) and isinstance(step.get(inner), list):
         for one in step[inner]:
             yield from _steps(one, inner)
@@ -133,7 +133,7 @@ def _check_step(file: Path, part: str, step: Mapping[str, Any]) -> None:
 
 
 def _check_tokens(file: Path, described: Mapping[str, Any]) -> set[int]:
-    """Check the lengths and ids of all tokens. Returns the ids. Raises `StartupError`."""
+    """Return the ids of all tokens. Raises `StartupError` if a length or an id is invalid."""
     model, added = described.get("model"), described.get("added_tokens")
     model = model if isinstance(model, dict) else {}
     vocabulary = model.get("vocab")
@@ -151,7 +151,7 @@ def _check_tokens(file: Path, described: Mapping[str, Any]) -> set[int]:
     ids += [token.get("id") for token in others]
     if len(ids) > _MAX_TOKENS:
         raise _fault(file, f"has {len(ids)} tokens, and at most {_MAX_TOKENS} are read")
-    if not ids and vocabulary is not None:  # else the library names the fault
+    if not ids and vocabulary is not None:  # otherwise the library reports the fault
         raise _fault(file, "has no tokens")
     wrong = next((one for one in ids if type(one) is not int or not 0 <= one <= _MAX_ID), None)
     if wrong is not None:
@@ -172,7 +172,7 @@ def _check_lengths(file: Path, texts: list[Any], most: int) -> None:
 
 
 def _check_added(file: Path, steps: list[dict[str, Any]], known: set[int]) -> None:
-    """Raise `StartupError` if post-processors add too many ids to a text, or unknown ones, or write it twice."""
+    """Raise `StartupError` if post-processors add too many ids to a text, or unknown ids, or write the text twice."""
     total = 0
     for step in steps:
         special = step.get("special_tokens")

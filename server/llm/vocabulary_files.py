@@ -1,7 +1,7 @@
-"""Checks the files of a checkpoint without `tokenizer.json`, before transformers converts them to a tokenizer.
+"""Check of the files of a checkpoint without `tokenizer.json`, before transformers converts them to a tokenizer.
 
-They are foreign content, and transformers reads them without limits. To find the merges of a SentencePiece model takes
-time in the square of the lengths of its pieces.
+They are foreign content, and transformers reads them without limits. Finding the merges of a SentencePiece model takes
+time proportional to the squares of its pieces' lengths.
 """
 
 from collections.abc import Iterator
@@ -11,18 +11,18 @@ from oarlock.engine.errors import StartupError
 from oarlock.engine.preflight import check_file, is_there, read_json, read_text
 from oarlock.server.llm import tokenizer_file
 
-# The largest known, of vocabularies with 250,000 tokens, have 5 MB.
+# The largest known files, of vocabularies with 250,000 tokens, have 5 MB.
 MAX_BYTES = 32 << 20
-MAX_LINE = 4096  # characters
+MAX_LINE = 4096  # limit in characters
 MAX_PIECE_BYTES = 4096
-_MAX_WORK = 1 << 28  # sum of the squares of pieces' lengths: Gemma's has 40 million
+_MAX_WORK = 1 << 28  # limit for the sum of squared piece lengths: Gemma's is 40 million
 _TEXTS = frozenset({".txt", ".jinja", ".codes", ".vocab", ".tiktoken"})
 _MODELS = frozenset({".model", ".spm"})
 _FIX = "Fetch that file of the checkpoint again."
 
 
 def check_tokenizer(folder: Path) -> None:
-    """Raise `StartupError` if the tokenizer in a folder, of whatever form, has a fault or takes too much to read."""
+    """Raise `StartupError` if the tokenizer in a folder, of any format, has a fault or takes too much to read."""
     file = folder / "tokenizer.json"
     if is_there(file):
         tokenizer_file.load(file)
@@ -31,7 +31,7 @@ def check_tokenizer(folder: Path) -> None:
 
 
 def check_vocabulary_files(folder: Path) -> None:
-    """Raise `StartupError` for a file beside the vocabulary that transformers might read, and that no model has so."""
+    """Raise `StartupError` for a file that transformers might read and that exceeds the values of all known models."""
     for file in sorted(folder.iterdir()):
         if file.suffix == ".json":
             read_json(file)
@@ -59,9 +59,9 @@ def _check_pieces(file: Path) -> None:
 
 
 def _piece_lengths(data: bytes) -> Iterator[int]:
-    """Yield the bytes of each piece of a SentencePiece model: field 1 of each field 1, in protobuf's format.
+    """Yield the length in bytes of each piece of a SentencePiece model: field 1 of each field 1, in protobuf's format.
 
-    A file in another format has no pieces: transformers refuses it.
+    A file in another format has no pieces; transformers refuses it.
     """
     for number, start, end in _fields(data, 0, len(data)):
         if number == 1:
@@ -92,7 +92,7 @@ def _fields(data: bytes, at: int, end: int) -> Iterator[tuple[int, int, int]]:
 
 
 def _varint(data: bytes, at: int, end: int) -> tuple[int, int]:
-    """Return the number at this place, and the place behind it."""
+    """Return the number at this offset, and the offset after it."""
     value = shift = 0
     while at < end and shift < 64:
         byte = data[at]
