@@ -1,1 +1,3 @@
-"""The server speaks text: HTTP, JSON, SSE, tokenizer, stop strings. It knows nothing of blocks, tensors or devices."""
+"""The server handles text: HTTP, JSON, SSE, the tokenizer and stop strings. It knows nothing of blocks, tensors or
+devices.
+"""

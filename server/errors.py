@@ -1,7 +1,7 @@
-"""Exceptions to HTTP error responses in the shape of the API that a route belongs to.
+"""Conversion of exceptions to HTTP error responses, in the format of the API that the route belongs to.
 
-OpenAI's has always four keys. On the routes of messages it is Anthropic's: `{"type": "error", "error": {…},
-"request_id": …}`. The class of an exception decides, never its text.
+An error in OpenAI's format always has four keys. The `/v1/messages` routes use Anthropic's format: `{"type": "error",
+"error": {…}, "request_id": …}`. Only the class of an exception decides, never its text.
 """
 
 import math
@@ -50,7 +50,7 @@ class HttpError(Exception):
 
 
 class ModelNotFoundError(RequestError):
-    """The request names a model that is not served (404)."""
+    """A request for a model that is not served (404)."""
 
     def __init__(self, name: str, served: tuple[str, ...]) -> None:
         shown = name if len(name) <= 64 else name[:64] + "…"
@@ -60,25 +60,25 @@ class ModelNotFoundError(RequestError):
 
 
 class DeadlineError(Exception):
-    """The request's own time limit passed before anything was generated (408)."""
+    """The request's own time limit, which passed before anything was generated (408)."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(f"Nothing was generated within the {seconds:g} seconds that the request allows.")
 
 
 class ClientGoneError(Exception):
-    """The client closed the connection before the response was complete."""
+    """A connection that the client closed before the response was complete."""
 
 
 def describe(error: BaseException) -> HttpError:
-    """The HTTP error for any exception. One that is no error of ours becomes a 500 without details."""
+    """Return the HTTP error for any exception. An exception that is not Oarlock's own becomes a 500 without details."""
     if isinstance(error, HttpError):
         return error
     if isinstance(error, ModelNotFoundError):
         return HttpError(404, error.message, param=error.param, code=error.code)
     if isinstance(error, RequestError):
         return HttpError(400, error.message, param=error.param, code=error.code)
-    if isinstance(error, DeadlineError):  # the client set the limit: it should not retry by itself
+    if isinstance(error, DeadlineError):  # the client set the limit, so it should not retry by itself
         return HttpError(408, str(error), param="timeout", code="timeout", headers={"x-should-retry": "false"})
     if isinstance(error, QueueFullError):
         return HttpError(429, error.message, code="queue_full", headers=retry_after(error.retry_after_s))
@@ -93,19 +93,19 @@ def describe(error: BaseException) -> HttpError:
 
 
 def error_object(error: HttpError) -> dict[str, Any]:
-    """The value of `error` in the body: exactly four keys."""
+    """Return the value of `error` in the body: exactly four keys."""
     kind = _STATUS_TYPES.get(error.status) or (INVALID if error.status < 500 else "server_error")
     message = error.message if len(error.message) <= MAX_MESSAGE else error.message[: MAX_MESSAGE - 1] + "…"
     return {"message": message, "type": kind, "param": error.param, "code": error.code}
 
 
 def error_bytes(error: HttpError) -> bytes:
-    """The whole error body as JSON."""
+    """Return the whole error body as JSON."""
     return dumps({"error": error_object(error)}).encode("utf-8", "replace")
 
 
 def answer_of(error: HttpError, scope: Scope) -> Response:
-    """The whole HTTP response to the request of `scope`."""
+    """Return the whole HTTP response to the request of `scope`."""
     body = error_bytes(error)
     if is_message_route(scope["path"]):
         body = dumps(message_error(error, scope["state"]["request_id"])).encode("utf-8", "replace")
@@ -113,19 +113,20 @@ def answer_of(error: HttpError, scope: Scope) -> Response:
 
 
 def is_message_route(path: str) -> bool:
-    """Whether clients of Anthropic's API call it."""
+    """Return whether clients of Anthropic's API use this path."""
     return path == MESSAGES or path.startswith(MESSAGES + "/")
 
 
 def message_error(error: HttpError, request_id: str) -> dict[str, Any]:
-    """The body of an error on a route of messages, or the data of a stream's event `error`."""
+    """Return the body of an error on a `/v1/messages` route, or the data of a stream's `error` event."""
     kind = _MESSAGE_TYPES.get(error.status) or ("invalid_request_error" if error.status < 500 else "api_error")
     message = error_object(error)["message"]
-    if error.param is not None and f"'{error.param}" not in message:  # there is no other place for the field's name
+    # this format has no other field for the parameter's name
+    if error.param is not None and f"'{error.param}" not in message:
         message = f"{error.param}: {message}"
     return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
 
 
 def retry_after(seconds: float) -> dict[str, str]:
-    """The header that official clients wait for before a retry."""
+    """Return the Retry-After header, which official clients follow before a retry."""
     return {"Retry-After": str(max(1, math.ceil(seconds)))}

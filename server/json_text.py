@@ -1,6 +1,6 @@
-"""JSON as text on one line, whatever a client takes for a line end; large answers in pieces.
+"""JSON as text on a single line, even for clients that split at unusual line ends; long responses in pieces.
 
-A piece takes about a millisecond, so that the event loop can run between two.
+A piece takes about a millisecond, so that the event loop can run between two pieces.
 """
 
 import json
@@ -8,17 +8,17 @@ from collections.abc import Callable, Iterable, Iterator
 from json.encoder import encode_basestring
 from typing import Any
 
-# Valid in JSON strings, yet taken for line ends by some clients that split events by lines.
+# These characters are valid in JSON strings, but some clients that split events by lines treat them as line ends.
 _LINE_ENDS = {end: f"\\u{ord(end):04x}" for end in "\u2028\u2029\x85"}
 
 
 def dumps(value: Any) -> str:
-    """Any value, without white space. Raises `ValueError` for NaN and infinities."""
+    """Return `value` as JSON without white space. Raises `ValueError` for NaN and infinities."""
     return _on_one_line(json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False))
 
 
 def json_text(text: str) -> str:
-    """Write `text` as a JSON string."""
+    """Return `text` as a JSON string."""
     written = encode_basestring(text)
     return written if written.isascii() else _on_one_line(written)
 
@@ -30,18 +30,20 @@ def _on_one_line(written: str) -> str:
     return written
 
 
-PIECE_NUMBERS = 1000  # logprobs in one piece, about a microsecond each
-LONG_TEXT = 1 << 16  # characters of a text that take as long
+PIECE_NUMBERS = 1000  # logprobs in one piece, each about a microsecond
+LONG_TEXT = 1 << 16  # characters of text that take about as long as one piece
 _PIECE_CHARACTERS = 1 << 12
 
 
 def numbers(items: Iterable[int]) -> "InPieces":
-    """A long list of numbers, as they are."""
+    """Return a long list of integers that is written in pieces."""
     return InPieces(lambda number: number, items, lambda number: 1)
 
 
 class InPieces:
-    """A list made while it is written: `make` of each item, whose `size` says how much work it is."""
+    """A list that is built while it is written: `make(item)` for each item; `size(item)` is the item's work in
+    logprobs.
+    """
 
     def __init__(self, make: Callable[[Any], Any], items: Iterable[Any], size: Callable[[Any], int]) -> None:
         self._make = make
@@ -62,7 +64,9 @@ class InPieces:
 
 
 def pieces_of(value: Any) -> Iterator[str]:
-    """The JSON of `value`, in which objects and lists of objects may hold `InPieces`. No piece is tiny but the last."""
+    """Yield the JSON of `value` in pieces; its objects and lists of objects may contain `InPieces`. Only the last piece
+    may be tiny.
+    """
     gathered: list[str] = []
     size = 0
     for text in _texts_of(value):

@@ -1,4 +1,4 @@
-"""The strict base of all request schemas, their limits, and the value types that several share.
+"""The strict base class of all request schemas, their limits, and the value types that several schemas share.
 
 Strict pydantic refuses NaN, numbers as text, `true` for a number, lone surrogates and deep nesting. Every limit is part
 of the schema, so that it is in the OpenAPI document.
@@ -32,13 +32,15 @@ def _whole_number(value: Any) -> Any:
     return int(value) if type(value) is float and value.is_integer() else value
 
 
-# JSON knows one kind of number: 16.0 is the integer 16, in JSON schemas too. Last annotation of every integer field.
-# Token ids in lists are strict, because a million of them are read at full speed.
+# JSON has one number type: 16.0 is the integer 16, in JSON schemas too. This is the last annotation of every integer
+# field. Token ids in lists are strict, so that a million of them are read at full speed.
 WHOLE = BeforeValidator(_whole_number)
 
 
 def at_most(most: int) -> BeforeValidator:
-    """Return the validator that refuses an object of more members before each of them becomes an error of its own."""
+    """Return a validator that refuses an object with more than `most` members, with one error instead of one per
+    member.
+    """
 
     def check(value: Any) -> Any:
         if isinstance(value, dict) and len(value) > most:
@@ -54,15 +56,15 @@ StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 DecimalId = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,9})$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 
-# In a field's `json_schema_extra`: accepted so that clients need not change, without effect on the answer's text.
+# For a field's `json_schema_extra`: accepted so that clients need not change, without effect on the response's text.
 ACCEPTED: JsonDict = {"x-effect": "none"}
-# The same for a field that asks for something this server does not do, if an answer without it is still right. Such a
+# The same for a field that requests something this server does not do, if a response without it is still right. Such a
 # field is reported as ignored, and refused with `--strict-parameters`.
 IGNORED: JsonDict = {"x-effect": "ignored"}
 
 
 class FieldError(ValueError):
-    """Two fields that do not go together. `param` is the one to change."""
+    """Two fields that do not go together. `param` is the field to change."""
 
     def __init__(self, param: str, problem: str) -> None:
         super().__init__(f"'{param}' {problem}.")
@@ -70,7 +72,7 @@ class FieldError(ValueError):
 
 
 class StrictModel(BaseModel):
-    """Strict, and `null` means the default everywhere."""
+    """Base of the request schemas: strict, and `null` means the default in every field."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="allow", protected_namespaces=())
     _ignored_names: ClassVar[tuple[str, ...]] = ()  # fields that are marked `IGNORED`
@@ -78,16 +80,16 @@ class StrictModel(BaseModel):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        """Note the fields that are marked `IGNORED`, and the fields whose default is not null."""
+        """Record the fields that are marked `IGNORED`, and the fields whose default is not null."""
         super().__pydantic_init_subclass__(**kwargs)
         fields = cls.model_fields.items()
         cls._ignored_names = tuple(name for name, field in fields if field.json_schema_extra == IGNORED)
         cls._not_null = frozenset(name for name, field in fields if field.default is not None)
 
     def model_post_init(self, context: Any, /) -> None:
-        """A field that is null counts as not given: it is not in `model_fields_set`."""
+        """Treat a field that is null as not given: remove it from `model_fields_set`."""
         given = self.model_fields_set & self._not_null
-        if None not in map(self.__dict__.get, given):  # nearly always; a conversation has thousands of these objects
+        if None not in map(self.__dict__.get, given):  # the usual case; a conversation has thousands of these objects
             return
         for name in given:
             if getattr(self, name) is None:
@@ -95,9 +97,9 @@ class StrictModel(BaseModel):
                 self.model_fields_set.discard(name)
 
     def ignored_fields(self, prefix: str = "") -> Iterator[str]:
-        """Yield the fields that no schema declares or that are without effect, with nested ones as `outer.inner`.
+        """Yield the fields that no schema declares or that have no effect; nested fields as `outer.inner`.
 
-        Of a field that is ignored as a whole, only the field itself.
+        If a field is ignored as a whole, only the field itself is yielded.
         """
         if self.model_extra:
             yield from (prefix + name for name, value in self.model_extra.items() if value is not None)
@@ -117,7 +119,7 @@ class StrictModel(BaseModel):
 
 
 def prompt_form(value: Any) -> str | None:
-    """The tag of the form a prompt has; the first element decides, the rest is then checked against it."""
+    """Return the tag of a prompt's form. The first element decides; the others are checked against it afterwards."""
     if isinstance(value, str):
         return "form:text"
     if not isinstance(value, list):

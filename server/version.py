@@ -1,4 +1,4 @@
-"""The version, in the one place that everything else reads: metadata of the installed package, or the checkout's."""
+"""The version, defined only here: from the metadata of the installed package, or the checkout's own."""
 
 import importlib.metadata
 

@@ -1,4 +1,4 @@
-"""Options whose value is a JSON object, as vLLM has them: drafts that are looked up, and published KV events.
+"""Options whose value is a JSON object, as in vLLM: speculative decoding by prompt lookup, and published KV events.
 
 Both are checked strictly before anything starts.
 """
@@ -16,7 +16,7 @@ from oarlock.server.config.options import OptionError, nearest
 
 @dataclass(frozen=True, slots=True)
 class ObjectOption:
-    """An option with a JSON object as its value. All methods raise `OptionError`, or return one."""
+    """An option with a JSON object as its value. Its methods raise `OptionError`, or return one to raise."""
 
     flag: str
     example: str
@@ -26,7 +26,7 @@ class ObjectOption:
         return f"{self.flag} '{self.example}'"
 
     def read(self, value: str | Mapping[str, Any]) -> dict[str, Any]:
-        """The object, as text or already read."""
+        """Return the object from its text, or from an object that was already parsed."""
         try:
             found = json.loads(value) if isinstance(value, str) else value
         except (ValueError, RecursionError):
@@ -38,14 +38,14 @@ class ObjectOption:
         return dict(found)
 
     def count(self, keys: Mapping[str, Any], name: str, default: int, most: int) -> int:
-        """The integer of a key, from 1 to `most`."""
+        """Return the integer value of a key, from 1 to `most`."""
         value = keys.get(name, default)
         if type(value) is not int or not 1 <= value <= most:
             raise self.wrong(name, value, f"an integer from 1 to {most}")
         return value
 
     def wrong(self, name: str, value: Any, must_be: str) -> OptionError:
-        """The error for the value of a key."""
+        """Return the error for the value of a key."""
         return OptionError(
             f"{self.flag} has {name} {value!r:.80}, but it must be {must_be}.", f"For example: {self.usage}"
         )
@@ -53,8 +53,9 @@ class ObjectOption:
 
 SPECULATIVE = ObjectOption("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 5}')
 _LIMITS = {"num_speculative_tokens": 16, "prompt_lookup_max": 16, "prompt_lookup_min": 16}  # the largest values
-_NUM_SPECULATIVE_TOKENS, _LOOKUP_MAX, _LOOKUP_MIN = 5, 4, 2  # where not given; with another maximum, at most that
-# Other keys of vLLM, and what Oarlock does instead.
+# defaults; if another maximum is given, the defaults are at most that maximum
+_NUM_SPECULATIVE_TOKENS, _LOOKUP_MAX, _LOOKUP_MIN = 5, 4, 2
+# Other keys of vLLM, each with a sentence on how Oarlock behaves instead.
 _UNSUPPORTED = {
     **dict.fromkeys(
         (
@@ -120,7 +121,7 @@ _LIBRARIES = ("zmq", "msgspec")
 def parse_kv_events_config(
     value: str | Mapping[str, Any], *, has_api_keys: bool = False, num_replicas: int = 1
 ) -> KvEventsConfig | None:
-    """Parse and check the object; None where nothing is to be published. Raises `OptionError`."""
+    """Parse and check the object. Return None if nothing is to be published. Raises `OptionError`."""
     keys = KV_EVENTS.read(value)
     for name in keys:
         if name not in _KEYS:
@@ -185,7 +186,7 @@ def _address(keys: Mapping[str, Any], name: str, default: str, num_replicas: int
 
 
 def _port(address: str) -> int | None:
-    """Port of an address; None where the system chooses it, or where it has none."""
+    """Return the port of an address, or None if the system chooses the port or the address has none."""
     found = _ADDRESS.fullmatch(address)
     port = None if found is None else found["port"]
     return None if port in (None, "*", "0") else int(port)

@@ -1,9 +1,10 @@
-"""Options by which this host finds the others that serve the same model, checked together.
+"""Options with which this host finds the other hosts that serve the same model, checked together.
 
-They may come from what starts a process on each host: torchrun and LeaderWorkerSet by their variables, Ray by a flag.
-torchrun sets its variables for every process that it starts (torch.distributed.run, "Environment Variables");
-Kubernetes' LeaderWorkerSet sets `LWS_*` in every container of a group. One process starts all ranks of a host: where
-torchrun starts several there (`--nproc-per-node`), those beyond the first wait for it. Does not touch the network.
+The options may come from the launcher that starts a process on each host: torchrun and LeaderWorkerSet set variables,
+Ray is named by a flag. torchrun sets its variables for every process that it starts (torch.distributed.run,
+"Environment Variables"). Kubernetes' LeaderWorkerSet sets `LWS_*` in every container of a group. One process starts all
+ranks of a host. If torchrun starts several processes on a host (`--nproc-per-node`), the others wait for the first.
+This module does not touch the network.
 """
 
 import importlib.util
@@ -17,8 +18,9 @@ from oarlock.server.config.options import OptionError
 from oarlock.server.config.settings import Settings
 
 TORCHRUN, LEADER_WORKER_SET = "torchrun", "LeaderWorkerSet"
-_MARKS = ("TORCHELASTIC_RUN_ID", "GROUP_RANK", "GROUP_WORLD_SIZE")  # MASTER_ADDR alone may be of another program
-# Our options, and the variables that they follow from.
+# MASTER_ADDR by itself may belong to another program
+_MARKS = ("TORCHELASTIC_RUN_ID", "GROUP_RANK", "GROUP_WORLD_SIZE")
+# Oarlock's options, and the variables that they are read from.
 _FROM_TORCHRUN = {
     "nnodes": "GROUP_WORLD_SIZE",
     "node_rank": "GROUP_RANK",
@@ -30,9 +32,10 @@ _FLAGS = "--nnodes, --node-rank, --master-addr and --master-port"
 
 
 def launched(environment: Mapping[str, str], given: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Find the launcher that started this process, and what it says of the options that are not `given`.
+    """Find the launcher that started this process, and its values for the options that are not `given`.
 
-    Ray, which is named by a flag, comes first, then torchrun. Raises `OptionError` when variables cannot be followed.
+    Ray, which is named by a flag, is checked first, then torchrun. Raises `OptionError` if the variables are incomplete
+    or invalid.
     """
     if given.get("distributed_executor_backend") == RAY:
         return RAY, {} if "nnodes" in given else {"nnodes": given.get("pipeline_parallel_size", 1)}
@@ -68,12 +71,14 @@ def _number(program: str, name: str, text: str) -> int:
 
 
 def is_torchrun(environment: Mapping[str, str]) -> bool:
-    """Whether torchrun started this process."""
+    """Return whether torchrun started this process."""
     return any(environment.get(name) for name in _MARKS)
 
 
 def launcher_store(environment: Mapping[str, str], address: str, port: int) -> str | None:
-    """A prefix for our keys, of this attempt alone, if torchrun keeps a store at that address; else None."""
+    """Return a prefix for Oarlock's keys in torchrun's store, unique to this attempt. Return None if torchrun keeps no
+    store at that address.
+    """
     where = environment.get("MASTER_ADDR", "").strip(), environment.get("MASTER_PORT", "").strip()
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or where != (address, str(port)):
         return None
@@ -81,8 +86,10 @@ def launcher_store(environment: Mapping[str, str], address: str, port: int) -> s
 
 
 def first_on_host(environment: Mapping[str, str], num_ranks: int) -> bool:
-    """Whether this process is the one that serves, of those that torchrun starts on this host. `num_ranks`: of the
-    whole group. Raises `OptionError` where torchrun starts another number of processes than 1 per host, or 1 per rank.
+    """Return whether this process, among the processes that torchrun starts on this host, is the one to serve.
+
+    `num_ranks`: ranks of the whole group. Raises `OptionError` if torchrun starts neither 1 process per host nor 1 per
+    rank.
     """
     if not is_torchrun(environment):
         return True
@@ -97,7 +104,10 @@ def first_on_host(environment: Mapping[str, str], num_ranks: int) -> bool:
 
 
 def nodes_config(settings: Settings, environment: Mapping[str, str]) -> NodesConfig | None:
-    """Configuration of the hosts; None where this host serves alone, or Ray finds the others. Raises `StartupError`."""
+    """Return the configuration of the hosts, or None if this host serves by itself or Ray finds the others.
+
+    Raises `StartupError`.
+    """
     nnodes, rank = settings.nnodes, settings.node_rank
     if settings.distributed_executor_backend == RAY:
         _check_ray(settings)
@@ -138,7 +148,7 @@ def nodes_config(settings: Settings, environment: Mapping[str, str]) -> NodesCon
 
 
 def ray_resources(settings: Settings) -> dict[str, float]:
-    """Resources that Ray reserves on each host: a GPU for each rank there, or the cores of its threads."""
+    """Return the resources that Ray reserves on each host: a GPU for each rank, or the cores of its threads."""
     ranks = settings.tensor_parallel_size * settings.pipeline_parallel_size // settings.nnodes
     if settings.device == "cpu":
         return {"CPU": float(ranks * (settings.num_threads or 1))}

@@ -1,7 +1,7 @@
-"""Checks what a type and a range cannot: unknown names, patterns, and options that depend on each other.
+"""Checks beyond the type and range of an option: unknown names, patterns, and options that depend on each other.
 
 `AllowedHosts` are the names that a request's Host header may have, against DNS rebinding: a foreign web page may point
-a name of its own at this machine; the browser then sends that name in the Host header.
+a name of its own at this machine, and the browser then sends that name in the Host header.
 """
 
 import importlib.util
@@ -15,12 +15,12 @@ from typing import Protocol
 from oarlock.server.config import vllm_flags
 from oarlock.server.config.options import OptionError, nearest
 
-_MAX_UDS_BYTES = 107  # of Linux's sockaddr_un, without the zero at its end
+_MAX_UDS_BYTES = 107  # bytes of `sun_path` in Linux's sockaddr_un, without the final zero
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://([a-z0-9_-]+(\.[a-z0-9_-]+)*|\[[0-9a-f:.]+\])(:[0-9]{1,5})?")
 
 
 class KVOffloadSettings(Protocol):
-    """The options that `check_kv_offload` looks at."""
+    """The options that `check_kv_offload` reads."""
 
     @property
     def kv_offload_memory(self) -> int | None: ...
@@ -39,7 +39,7 @@ class KVOffloadSettings(Protocol):
 
 
 def check_allowed_hosts(patterns: Iterable[str]) -> None:
-    """Raises `OptionError` for a pattern of `--allowed-hosts` that is neither a name nor an address."""
+    """Raise `OptionError` for a pattern of `--allowed-hosts` that is neither a name nor an address."""
     for pattern in patterns:
         if not is_pattern(pattern):
             raise OptionError(
@@ -49,7 +49,7 @@ def check_allowed_hosts(patterns: Iterable[str]) -> None:
 
 
 def check_allowed_origins(origins: Iterable[str]) -> None:
-    """Raises `OptionError` for a value of `--allowed-origins` that no browser sends as an origin."""
+    """Raise `OptionError` for a value of `--allowed-origins` that no browser sends as an origin."""
     for origin in origins:
         if origin != "*" and not _ORIGIN.fullmatch(origin):
             raise OptionError(
@@ -60,7 +60,7 @@ def check_allowed_origins(origins: Iterable[str]) -> None:
 
 
 def check_root_path(path: str | None) -> None:
-    """Raises `OptionError` for a path that does not look like /llm or /models/llm."""
+    """Raise `OptionError` for a path that does not look like /llm or /models/llm."""
     if path is not None and not re.fullmatch(r"(/[A-Za-z0-9._~-]+)+", path):
         raise OptionError(
             f"--root-path is {path[:80]!r}, but it must begin with / and end without, of letters, digits and ._~-",
@@ -69,7 +69,9 @@ def check_root_path(path: str | None) -> None:
 
 
 def check_listening(uds: str | None, certificate: str | None, key: str | None) -> None:
-    """Raises `OptionError` for a Unix socket that cannot be named, or for half of a certificate."""
+    """Raise `OptionError` if the path of the Unix socket is too long, or if only a certificate or only a
+    key is given.
+    """
     if uds is not None and len(os.fsencode(uds)) > _MAX_UDS_BYTES:
         raise OptionError(
             f"--uds has {len(os.fsencode(uds))} bytes, but the name of a Unix socket has {_MAX_UDS_BYTES} at most.",
@@ -84,7 +86,7 @@ def check_listening(uds: str | None, certificate: str | None, key: str | None) -
 
 
 def check_metrics_prefix(prefix: str) -> None:
-    """Raises `OptionError` for a prefix with which a name of a metric would be none, or one that is there already."""
+    """Raise `OptionError` if the prefix would make a metric's name invalid or equal to another metric's name."""
     if not re.fullmatch("[A-Za-z_:][A-Za-z0-9_:]{0,63}", prefix) or prefix == "oarlock:":
         raise OptionError(
             f"--metrics-prefix is {prefix[:80]!r}, but it must consist of letters, digits, _ and :, begin with no "
@@ -94,7 +96,7 @@ def check_metrics_prefix(prefix: str) -> None:
 
 
 def check_step_size(max_num_batched_tokens: int | None, max_num_seqs: int) -> None:
-    """Raises `OptionError` when a step has fewer tokens than running sequences."""
+    """Raise `OptionError` if a step has room for fewer tokens than running sequences."""
     if max_num_batched_tokens is not None and max_num_batched_tokens < max_num_seqs:
         raise OptionError(
             f"--max-num-batched-tokens ({max_num_batched_tokens}) is below --max-num-seqs "
@@ -104,7 +106,7 @@ def check_step_size(max_num_batched_tokens: int | None, max_num_seqs: int) -> No
 
 
 def check_kv_offload(settings: KVOffloadSettings) -> None:
-    """Raises `OptionError` for options of KV blocks beyond the pool that do not go together."""
+    """Raise `OptionError` if the options for KV blocks outside of the pool do not go together."""
     if settings.kv_offload_disk is not None and settings.kv_offload_path is None:
         raise OptionError(
             "--kv-offload-disk limits the files in a directory, and --kv-offload-path names none.",
@@ -132,19 +134,19 @@ _REMOVED = {"node_secret_file": _NO_SECRET, "node_secret": _NO_SECRET}
 
 
 def unknown_name(what: str, name: str, known: Iterable[str]) -> OptionError:
-    """The error for an unknown name: it suggests the nearest known one. `what` is the kind of name."""
+    """Return the error for an unknown name, with the nearest known name as a suggestion. `what` is the kind of name."""
     near = nearest(name, known)
     fix = f"Did you mean {near}?" if near else "`oarlock config show` lists all of them."
     return OptionError(f"Unknown {what}: {name}.", removed(name) or vllm_flags.what_holds(name) or fix)
 
 
 def removed(name: str) -> str | None:
-    """The fix for a flag, variable or key that older versions had; None for any other."""
+    """Return the fix for a flag, variable or key that older versions had, or None for any other name."""
     return _REMOVED.get(name.removeprefix("--").removeprefix("OARLOCK_").lower().replace("-", "_"))
 
 
 def check_traces_endpoint(endpoint: str | None) -> None:
-    """Raises `OptionError`: it is no URL, or the libraries are missing."""
+    """Raise `OptionError` if the endpoint is not a URL, or if the libraries are missing."""
     if endpoint is None:
         return
     if not endpoint.startswith(("http://", "https://")):
@@ -160,7 +162,7 @@ def check_traces_endpoint(endpoint: str | None) -> None:
 
 
 def _is_there(module: str) -> bool:
-    """Whether a module could be imported; its parents may be missing too."""
+    """Return whether a module could be imported. Its parent packages may be missing too."""
     try:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:
@@ -173,7 +175,7 @@ _PATTERN = re.compile(r"\*|(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*")
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address."""
+    """Return whether only this machine can reach an address."""
     if host == "localhost":
         return True
     address = _address(host)
@@ -181,7 +183,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_pattern(pattern: str) -> bool:
-    """Whether it is a valid pattern: a name or an address, `*.` and a domain, or `*`."""
+    """Return whether a pattern is valid: a name or an address, `*.` and a domain, or `*`."""
     return _PATTERN.fullmatch(pattern.lower()) is not None or _address(pattern.strip("[]")) is not None
 
 
@@ -189,15 +191,18 @@ _AUTHORITY = re.compile(r"(?:\[(?P<address>[^\[\]]*)\]|(?P<name>[^\[\]:]*))(?::[
 
 
 class AllowedHosts:
-    """The names of one server.
+    """The Host names that one server accepts.
 
-    Always: `localhost`, every numeric address (which cannot be rebound), and the host it listens on. Where the network
-    can reach it also this machine's own name, names without a dot, as containers have, and those that only a local
-    network can resolve. On loopback the last would allow rebinding by other machines of the local network.
+    Always accepted are `localhost`, every numeric address (which cannot be rebound), and the host that the server
+    listens on. If the network can reach the server, it also accepts this machine's own name, names without a dot, as
+    containers have, and names that only a local network can resolve. On loopback, the last kind would allow rebinding
+    by other machines of the local network.
     """
 
     def __init__(self, host: str, allowed: Iterable[str] = ()) -> None:
-        """`host`: what the server listens on. `allowed`: more names, `*.example.org` for all below one, `*` for any."""
+        """`host`: the address that the server listens on. `allowed`: more names; `*.example.org` for all names below
+        it, `*` for any.
+        """
         patterns = {pattern.lower().strip("[]").rstrip(".") for pattern in allowed}
         self._any = "*" in patterns
         self._endings = tuple(pattern[1:] for pattern in patterns if pattern.startswith("*."))
@@ -208,7 +213,7 @@ class AllowedHosts:
             self._endings += _PRIVATE_ENDINGS
 
     def __contains__(self, header: bytes) -> bool:
-        """Whether this Host header is allowed. HTTP/1.0 probes send none; browsers always do."""
+        """Return whether this Host header is allowed. HTTP/1.0 probes send no such header; browsers always do."""
         text = header.decode("latin-1").strip().lower()
         if self._any or not text:
             return True

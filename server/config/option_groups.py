@@ -1,11 +1,11 @@
-"""Options of the server, described once, in the groups that `--help` shows."""
+"""Options of the server, each described once, in the groups that `--help` shows."""
 
 from dataclasses import dataclass
 
 from oarlock.server.config.json_options import KV_EVENTS, SPECULATIVE
 from oarlock.server.config.options import option
 
-# Names of formats, and other names of the same ones. What they mean is in server/chat, which tests compare.
+# Names of formats, with aliases. server/chat defines the formats; a test compares both lists.
 TOOL_CALL_PARSERS = (
     "auto",
     "openai",
@@ -61,14 +61,14 @@ REASONING_PARSERS = (
     "gemma4",
     "openai_gptoss",
 )
-FITTING = -1  # of max_model_len: as vLLM's `auto`
+FITTING = -1  # a value of max_model_len, as `auto` in vLLM
 MASTER_PORT = 29550
 RAY = "ray"
 
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """Model that is served, where it is found, and its number type."""
+    """The served model, its source, and its dtype."""
 
     GROUP = "Model"
 
@@ -185,7 +185,7 @@ class ModelSettings:
 
 @dataclass(frozen=True)
 class HttpSettings:
-    """Where the server listens, who may ask, and what a request may ask for."""
+    """The address that the server listens on, the clients it admits, and the limits of their requests."""
 
     GROUP = "HTTP"
 
@@ -376,7 +376,7 @@ class DeviceSettings:
 
 @dataclass(frozen=True)
 class NodeSettings:
-    """One model on several hosts: how many there are, which one this is, and how they find each other."""
+    """One model on several hosts: their number, the number of this host, and how the hosts find each other."""
 
     GROUP = "Several hosts"
 

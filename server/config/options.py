@@ -1,7 +1,7 @@
-"""Describes one option, parses it from text and checks it: its type, range, choices and names.
+"""Description of one option, its parsing from text and its checks: type, range, choices and names.
 
-An option is a dataclass field with metadata. Flags, environment names, TOML keys and the table of the documentation are
-all made from it.
+An option is a dataclass field with metadata. The flags, environment names, TOML keys and the table of the documentation
+are all made from it.
 """
 
 from __future__ import annotations
@@ -48,22 +48,22 @@ class Option:
 
     name: str  # the TOML key and the attribute of Settings
     kind: type  # str, int, float or bool
-    many: bool  # a tuple of `kind`
+    many: bool  # the value is a tuple of `kind`
     optional: bool  # None is a value: decided automatically, or without a limit
     default: Any
     help: str
     example: str
     group: str
-    limits: tuple[float, float] | None = None  # the smallest and the largest number
+    limits: tuple[float, float] | None = None  # the smallest and the largest value
     choices: tuple[str, ...] = ()
     short: str | None = None
     is_bytes: bool = False  # accepts 512MiB, 2GiB, 4096
     is_count: bool = False  # accepts 16k, 16K, 16384
-    aliases: Mapping[str, Any] = field(default_factory=dict)  # other words for a value, as other servers have them
-    unset: str = ""  # the word where it is not given, if not as `unset_text` says
-    special: tuple[int, ...] = ()  # numbers out of range that mean something of their own
+    aliases: Mapping[str, Any] = field(default_factory=dict)  # other words for a value, as other servers name it
+    unset: str = ""  # the default's name in the documentation, if `unset_text` would be wrong
+    special: tuple[int, ...] = ()  # values outside of the range that have a meaning of their own
     is_json: bool = False  # text that is a JSON object, or a table of TOML
-    is_path: bool = False  # a file, a directory, or a name that is one of them if it begins with ~
+    is_path: bool = False  # a file, a directory, or a name that is a path if it begins with ~
     secret: bool = False  # never printed
     positional: bool = False
 
@@ -83,12 +83,12 @@ class Option:
 
     @property
     def item_type_name(self) -> str:
-        """The type of one value, by its name in JSON; a number of bytes, which may have a unit, is a `size`."""
+        """The type of one value by its name in JSON. A number of bytes, which may have a unit, is a `size`."""
         return "size" if self.is_bytes else "object" if self.is_json else _JSON_NAMES[self.kind]
 
     @property
     def unset_text(self) -> str:
-        """Names a value that is not given: something is decided for it, or there is none."""
+        """Name of a value that is not given: "automatic" if the server decides, "none" if there is no value."""
         is_decided = self.optional and (self.positional or self.kind is not str)
         return self.unset or ("automatic" if is_decided else "none")
 
@@ -100,7 +100,7 @@ class Option:
 
     @property
     def values_text(self) -> str:
-        """Names the values that are allowed: the choices, or the range of a number; empty if any value is."""
+        """The allowed values: the choices, or the range of a number. Empty if any value is allowed."""
         if self.choices:
             return ", ".join(self.choices)
         if self.kind is bool:
@@ -112,18 +112,18 @@ class Option:
         return f"{low} to {high}{others}"
 
     def from_text(self, text: str) -> Any:
-        """The value of a flag or of an environment variable. Lists are split at commas."""
+        """Return the value of a flag or an environment variable. Lists are split at commas."""
         if self.many:
             parts = [part.strip() for part in text.split(",") if part.strip()]
             return self.from_texts(parts)
         return self.check(self._scalar(self._not_blank([text.strip()])[0]))
 
     def from_texts(self, texts: Iterable[str]) -> Any:
-        """The values of a flag that takes several."""
+        """Return the values of a flag that takes several."""
         return self.check(tuple(self._scalar(text) for text in self._not_blank(list(texts))))
 
     def from_toml(self, value: Any) -> Any:
-        """The value of a TOML key. It has a type already, which is checked."""
+        """Return the value of a TOML key, which has a type already. The type is checked."""
         if self.many:
             items = value if isinstance(value, list) else [value]
             if not all(isinstance(item, self.kind) for item in items):
@@ -169,7 +169,7 @@ class Option:
             raise OptionError(f"{self.flag}: {error.cause}", error.fix) from None
 
     def _not_blank(self, values: list[Any]) -> list[Any]:
-        """Refuse a blank secret: it would leave open what the operator believes to be protected."""
+        """Refuse a blank secret: it would leave the server open although the operator believes that it is protected."""
         if self.secret and not (values and all(value.strip() for value in values)):
             raise OptionError(
                 f"{self.env}, {self.flag} or {self.name} is given, but holds no key.",
@@ -208,22 +208,22 @@ class Option:
 
 
 def option(default: Any, *, help: str, example: str = "", **metadata: Any) -> Any:
-    """A dataclass field with the metadata of an `Option`."""
+    """Return a dataclass field with the metadata of an `Option`."""
     return dataclasses.field(default=default, metadata=dict(help=help, example=example, **metadata))
 
 
 def _number(value: float) -> str:
-    """A number as a person would write it: 16,777,216, and not 1.67772e+07."""
+    """Return a number as a person would write it: 16,777,216, not 1.67772e+07."""
     return f"{value:,.0f}" if value >= 1e5 else f"{value:g}"
 
 
 def _limit(value: float, *, is_bytes: bool) -> str:
-    """A limit of a range: 16 MiB for a number of bytes."""
+    """Return a limit of a range as text: 16 MiB for a number of bytes."""
     return format_size(int(value)).replace(".0 ", " ") if is_bytes else _number(value)
 
 
 def describe(cls: type[DataclassInstance]) -> dict[str, Option]:
-    """Every option of a dataclass, by name, in the order of declaration. Each of its bases is a `GROUP`."""
+    """Return every option of a dataclass, by name, in the order of declaration. Each of its bases is a `GROUP`."""
     hints = typing.get_type_hints(cls)
     groups = {name: vars(base)["GROUP"] for base in cls.__bases__ for name in base.__annotations__}
     described = {}
@@ -235,7 +235,7 @@ def describe(cls: type[DataclassInstance]) -> dict[str, Option]:
 
 
 def _unwrap(hint: Any) -> tuple[type, bool, bool]:
-    """(scalar type, is a tuple, may be None) of an annotation such as `int | None` or `tuple[str, ...]`."""
+    """Return (scalar type, is a tuple, may be None) of an annotation such as `int | None` or `tuple[str, ...]`."""
     optional = False
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         args = [arg for arg in typing.get_args(hint) if arg is not type(None)]
@@ -247,13 +247,13 @@ def _unwrap(hint: Any) -> tuple[type, bool, bool]:
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:
-    """The known name that `name` was probably meant to be."""
+    """Return the known name that `name` was probably meant to be, or None."""
     found = difflib.get_close_matches(name, list(names), 1, cutoff=0.6)
     return found[0] if found else None
 
 
 def parse_size(text: str) -> int:
-    """Bytes in `2GiB`, `512MiB`, `1.5GB` or `4096`. Bare K, M, G and T are binary."""
+    """Return the bytes in `2GiB`, `512MiB`, `1.5GB` or `4096`. K, M, G and T without B are binary."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     if match is None or match[2].upper() not in _UNITS:
         raise ValueError(text)
@@ -261,7 +261,7 @@ def parse_size(text: str) -> int:
 
 
 def parse_count(text: str) -> int:
-    """Read a number as vLLM writes it: `16k` is 16,000, `16K` 16,384 and `1.5k` 1,500; not so 1.5K."""
+    """Return a number written as in vLLM: `16k` is 16,000, `16K` 16,384 and `1.5k` 1,500. `1.5K` is refused."""
     match = re.fullmatch(r"(\d+)(\.\d+)?([kmgtKMGT])", text.strip())
     if match is None:
         return int(text)

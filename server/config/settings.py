@@ -1,4 +1,4 @@
-"""Every option of the server, described once: the operator's settings, and the engine's configuration made of them.
+"""Every option of the server as one dataclass: the operator's settings, and the engine's configuration made from them.
 
 The options themselves are in `option_groups.py`.
 """
@@ -33,7 +33,7 @@ from oarlock.server.config.option_groups import (
 )
 from oarlock.server.config.options import Option, OptionError, describe
 
-# Where the options are not given: the largest step and the shortest timeout that measuring a step may result in.
+# Used if the options are not given: the largest step and the shortest timeout that measuring a step may result in.
 MAX_NUM_BATCHED_TOKENS = 2048
 STEP_TIMEOUT_S = 120.0
 
@@ -42,7 +42,7 @@ STEP_TIMEOUT_S = 120.0
 class Settings(LogSettings, SchedulingSettings, NodeSettings, DeviceSettings, HttpSettings, ModelSettings):
     """The operator's settings, checked. `model` is a name, which is resolved to a directory later.
 
-    The fields of the base that is named last come first.
+    The fields of the last base class come first.
     """
 
     @property
@@ -51,21 +51,21 @@ class Settings(LogSettings, SchedulingSettings, NodeSettings, DeviceSettings, Ht
 
     @property
     def is_local(self) -> bool:
-        """Whether only this machine can reach the server."""
+        """True if only this machine can reach the server."""
         return self.uds is not None or is_loopback(self.host)
 
     @property
     def opens_metrics(self) -> bool:
-        """Whether `/metrics` and `/v1/state` need no key."""
+        """True if `/metrics` and `/v1/state` need no key."""
         return self.is_local or self.open_metrics
 
     @property
     def opens_requests(self) -> bool:
-        """Whether `/v1/requests` needs no key: as the two above, where no keys keep clients apart."""
+        """True if `/v1/requests` needs no key: if the two above need none, and no keys separate the clients."""
         return self.opens_metrics and not self.has_api_keys and self.admin_api_key is None
 
     def published_kv_events(self) -> KvEventsConfig | None:
-        """Configuration of published KV events; None where nothing is published. Raises `OptionError`."""
+        """Return the configuration of published KV events, or None if nothing is published. Raises `OptionError`."""
         if self.kv_events_config is None:
             return None
         config = parse_kv_events_config(
@@ -81,9 +81,9 @@ class Settings(LogSettings, SchedulingSettings, NodeSettings, DeviceSettings, Ht
     def engine_config(
         self, model_path: str, nodes: NodesConfig | None = None, tokenizer_path: str | None = None
     ) -> EngineConfig:
-        """The configuration of the engine, for the resolved directories of the model, and of a tokenizer of its own.
+        """Return the engine's configuration for the resolved directories of the model and of a separate tokenizer.
 
-        `nodes`: how the other hosts are found, where there are any.
+        `nodes`: how the other hosts are found, if there are any.
         """
         text = self.speculative_config
         drafts = None if text is None else parse_speculative_config(text)
@@ -148,7 +148,7 @@ SERVER_ONLY = frozenset(
 
 
 def make_settings(values: Mapping[str, Any]) -> Settings:
-    """Settings from typed values, each checked and all checked together. Raises `OptionError`."""
+    """Return settings from typed values. Each value is checked, then all together. Raises `OptionError`."""
     checked = dict(values)
     for name, value in values.items():
         if name not in OPTIONS:
@@ -171,7 +171,7 @@ def make_settings(values: Mapping[str, Any]) -> Settings:
 
 
 def as_markdown() -> str:
-    """Table of the options for the documentation."""
+    """Return the table of options for the documentation."""
     lines = ["| flag | environment and TOML | type | default | what it does |", "|---|---|---|---|---|"]
     for described in OPTIONS.values():
         flags = f"`{described.flag}`" + (f", `{described.short}`" if described.short else "")

@@ -1,6 +1,7 @@
 """Sources of settings: flag > environment (`OARLOCK_*`) > TOML file > torchrun, LeaderWorkerSet or Ray > default.
 
-The only reader of the file, and of the environment for options. Unknown names are errors that suggest the nearest.
+Only this module reads the file, and the environment for options. An unknown name is an error that suggests the nearest
+name.
 """
 
 import os
@@ -24,7 +25,7 @@ _ADDRESS = re.compile("(tcp|udp|sctp)://")
 
 
 def service_links(environment: Mapping[str, str]) -> set[str]:
-    """The names of these variables. OARLOCK_PORT is one only where its value is: `tcp://…`, not a number."""
+    """Return the names of Kubernetes' service links. OARLOCK_PORT is a link only if its value is like `tcp://…`."""
     services = [name.removesuffix(_HOST) for name in environment if name.endswith(_HOST)]
     others = re.compile(f"({'|'.join(map(re.escape, services))})({_OTHERS})")
     found = {name for name in environment if services and others.fullmatch(name)}
@@ -32,14 +33,15 @@ def service_links(environment: Mapping[str, str]) -> set[str]:
     return found | {service + _PORT for service in services if _ADDRESS.match(environment.get(service + _PORT, ""))}
 
 
-# Variables that are no options: the name of the file, and what `workers/kernels/cpu/build.py` reads.
+# Variables that are not options: the name of the file, and the variable that `workers/kernels/cpu/build.py` reads.
 _READ_ELSEWHERE = ("OARLOCK_CONFIG", "OARLOCK_CPU_LEVEL")
 
 
 @dataclass(frozen=True)
 class LoadedSettings:
-    """Settings, and where each value came from: `flag`, `environment`, the file's name, `torchrun`,
-    `LeaderWorkerSet`, `ray` or `default`."""
+    """Settings, and the origin of each value: `flag`, `environment`, the file's name, `torchrun`, `LeaderWorkerSet`,
+    `ray` or `default`.
+    """
 
     settings: Settings
     origins: Mapping[str, str] = field(default_factory=dict)
@@ -48,7 +50,7 @@ class LoadedSettings:
 def load_settings(
     flags: Mapping[str, Any], environment: Mapping[str, str] | None = None, config_file: str | None = None
 ) -> LoadedSettings:
-    """Merge the sources. `flags` holds only what was given, already parsed. Raises `OptionError`."""
+    """Merge the sources. `flags` has only the flags that were given, already parsed. Raises `OptionError`."""
     environment = os.environ if environment is None else environment
     config_file = config_file or environment.get("OARLOCK_CONFIG")
     values: dict[str, Any] = {}
@@ -72,7 +74,7 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
             continue
         if name not in by_env:
             raise unknown_name("environment variable", name, by_env)
-        if not text.strip() and not by_env[name].secret:  # compose files pass on unset variables as empty
+        if not text.strip() and not by_env[name].secret:  # compose files pass unset variables on as empty
             continue
         values[by_env[name].name] = by_env[name].from_text(text)
     return values
@@ -106,7 +108,9 @@ def _from_file(path: str | None) -> dict[str, Any]:
 
 
 def as_flags(loaded: LoadedSettings, without: Container[str]) -> list[str]:
-    """The words of a command line that sets what is not a default, except secrets and options of groups `without`."""
+    """Return the words of a command line for all values that are not defaults, without secrets and the groups in
+    `without`.
+    """
     words = []
     for described in OPTIONS.values():
         value = getattr(loaded.settings, described.name)
@@ -125,7 +129,7 @@ def as_flags(loaded: LoadedSettings, without: Container[str]) -> list[str]:
 
 
 def as_table(loaded: LoadedSettings) -> list[tuple[str, str, str]]:
-    """Rows (name, value, origin) of every option, secrets hidden, as `oarlock config show` prints them."""
+    """Return rows (name, value, origin) of every option, secrets hidden, as `oarlock config show` prints them."""
     rows = []
     for item in fields(Settings):
         value = getattr(loaded.settings, item.name)

@@ -1,6 +1,7 @@
-"""Flags of vLLM that are not options here: accepted with a note if they ask for what Oarlock does anyway, else refused.
+"""Flags of vLLM that are not options here. A flag that asks for Oarlock's behaviour is accepted with a note; others are
+refused.
 
-The note or the error says in one sentence what Oarlock does.
+The note or the error explains Oarlock's behaviour in one sentence.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,12 +16,12 @@ _YES = ("true", "1", "yes", "on")
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """One flag, refused unless `is_switch` or `harmless` accept it. `holds`: one sentence about Oarlock."""
+    """One flag, refused unless `is_switch` or `harmless` accepts it. `holds`: one sentence about Oarlock."""
 
     holds: str
-    is_switch: bool = False  # without a value; asks for what Oarlock does
-    is_either: bool = False  # of a switch: its negation asks for nothing else
-    harmless: tuple[str, ...] | None = None  # values that ask for what Oarlock does; empty: every value
+    is_switch: bool = False  # takes no value, and asks for Oarlock's behaviour
+    is_either: bool = False  # a switch whose negation is accepted too, with the same note
+    harmless: tuple[str, ...] | None = None  # values that ask for Oarlock's behaviour; empty: every value
 
 
 def _switches(holds: str, *names: str) -> dict[str, Flag]:
@@ -107,7 +108,9 @@ FLAGS: dict[str, Flag] = {
 
 
 def take_out(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The command line without these flags, and one note for each. Raises `OptionError` for a refused one."""
+    """Return the command line without these flags, and a note for each of them. Raises `OptionError` for a refused
+    flag.
+    """
     kept: list[str] = []
     notes: list[str] = []
     words = list(arguments)
@@ -127,7 +130,7 @@ def take_out(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def without_harmless(values: Mapping[str, Any]) -> dict[str, Any]:
-    """vLLM's arguments of `LLM` less those that ask for what is so anyway. Raises `OptionError` for a refused one."""
+    """Return vLLM's arguments of `LLM` without the harmless ones. Raises `OptionError` for a refused one."""
     kept = {}
     for name, value in values.items():
         plain = name.replace("_", "-")
@@ -139,17 +142,17 @@ def without_harmless(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _find(word: str) -> tuple[str, Flag | None, str | None]:
-    """Find vLLM's flag in a word: returns (the flag as written, its entry, its value behind `=`)."""
+    """Find vLLM's flag in a word. Return (the flag as written, its entry, its value after `=`)."""
     shown, equals, value = word.partition("=")
     name = shown[2:].replace("_", "-") if shown.startswith("--") else ""
     found = FLAGS.get(name) or FLAGS.get(name.removeprefix("no-"))
-    if found is not None and name not in FLAGS:  # --no-…: only switches have it
+    if found is not None and name not in FLAGS:  # only switches have a --no-… form
         return shown, found if found.is_switch else None, "false"
     return shown, found, value if equals else None
 
 
 def _takes(flag: Flag, word: str) -> bool:
-    """Whether `word`, the next one, is the flag's value."""
+    """Return whether `word`, which follows the flag, is its value."""
     if flag.is_switch:
         return word.lower() in (*_YES, *_NO)
     return not word.startswith("-")
@@ -168,13 +171,13 @@ def _note(shown: str, flag: Flag, value: str | None) -> str:
 
 
 def what_holds(name: str) -> str | None:
-    """The fix for a key of a file or an environment variable that is a flag of vLLM."""
+    """Return the fix for a key of a file or an environment variable that is a flag of vLLM, or None."""
     found = FLAGS.get(name.removeprefix("OARLOCK_").lower().replace("_", "-"))
     return None if found is None else f"Leave it out: {found.holds}"
 
 
 def as_markdown() -> str:
-    """Table of vLLM's flags for the documentation."""
+    """Return the table of vLLM's flags for the documentation."""
     rows: dict[str, list[str]] = {}
     for name, flag in FLAGS.items():
         values = "" if not flag.harmless else f" {' or '.join(flag.harmless)}"
