@@ -1,5 +1,6 @@
-"""Endpoints: a folder for each with its route, schema, serving and writer; at the root the parts that several share.
+"""Endpoints, each in a folder with its route, schema, serving class and writer. Parts that several share are at the
+root.
 
-A `schema.py` says what a body may hold. It imports nothing but `strict_model.py` and other schemas, so that every room
+A `schema.py` defines the contents of a body. It imports only `strict_model.py` and other schemas, so that every folder
 may read it.
 """

@@ -1,4 +1,4 @@
-"""The FastAPI application: its routes, its error bodies, its middleware, and errors that say what is served."""
+"""The FastAPI application: its routes, its error bodies, its middleware, and errors that list the served routes."""
 
 from fastapi import APIRouter, FastAPI
 from starlette.exceptions import HTTPException
@@ -39,18 +39,18 @@ from oarlock.server.version import VERSION
 
 
 def create_app(settings: Settings, state: ServerState, counters: HttpCounters | None = None) -> ASGIApp:
-    """The application for one server. It answers 503 until `state` is ready."""
+    """Return the application for one server. It responds with 503 until `state` is ready."""
     counters = counters or HttpCounters()
     state.body_memory.max_bytes = settings.body_memory
     app = application(settings, state, counters)
-    paths = app.openapi()["paths"]  # made now: later it would hold up answers for a tenth of a second
+    paths = app.openapi()["paths"]  # built now, because later it would delay responses by a tenth of a second
     counters.routes = frozenset(path for path in paths if "{" not in path)
     keys = load_keys(settings.api_key, settings.api_key_file)
     if settings.batch_dir is not None:
         open_batches(settings, state, counters, keys, app.state)
     admin_key = load_admin_key(settings.admin_api_key, keys)
     if settings.otlp_traces_endpoint is not None:
-        from oarlock.server.http.tracing import RequestTracer  # of the extra otel
+        from oarlock.server.http.tracing import RequestTracer  # needs the extra otel
 
         state.tracer = RequestTracer(settings.otlp_traces_endpoint, served_names(settings)[0])
     hosts = AllowedHosts("localhost" if settings.uds else settings.host, settings.allowed_hosts)
@@ -73,7 +73,7 @@ def create_app(settings: Settings, state: ServerState, counters: HttpCounters | 
 
 
 def _routers(settings: Settings) -> tuple[APIRouter, ...]:
-    """Routers that a server with these settings has."""
+    """Return the routers of a server with these settings."""
     return (
         completions.router,
         chat.router,
@@ -91,9 +91,10 @@ def _routers(settings: Settings) -> tuple[APIRouter, ...]:
 
 
 def application(settings: Settings, state: ServerState, counters: HttpCounters) -> FastAPI:
-    """The routes without the middleware."""
+    """Return the routes without the middleware."""
     app = FastAPI(title="Oarlock", version=VERSION, docs_url=None, redoc_url=None, openapi_url=None)
-    app.router.redirect_slashes = False  # a redirect would trust the Host header, and have another body than our errors
+    # a redirect would trust the Host header, and its body would not have Oarlock's error format
+    app.router.redirect_slashes = False
     routers = _routers(settings)
     for router in routers:
         app.include_router(router)

@@ -1,4 +1,4 @@
-"""`POST /v1/completions`, processed and written, and `/v1/completions/render`: prompts and parameters alone."""
+"""`POST /v1/completions`, and `/v1/completions/render`, which returns only prompts and parameters."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -40,7 +40,7 @@ class OpenAIServingCompletion(OpenAIServingGenerate[CompletionRequest, Processed
 
 
 class CompletionWriter(ResponseWriter):
-    """`text_completion`."""
+    """Writer of `text_completion` objects."""
 
     def opening(self, num_choices: int) -> Iterable[bytes]:
         return ()
@@ -88,7 +88,7 @@ _RENDER = describe(
 )
 
 
-# The body is read raw and parsed strictly, so the framework only learns its schema for the OpenAPI document.
+# The body is read raw and parsed strictly. The framework uses the schema only for the OpenAPI document.
 @router.post("/v1/completions", openapi_extra=_OPENAPI)
 async def create_completion(request: Request) -> Response:
     serving = OpenAIServingCompletion.of(request)
@@ -98,7 +98,7 @@ async def create_completion(request: Request) -> Response:
 
 @rendering.post("/v1/completions/render", openapi_extra=_RENDER)
 async def render_completion(request: Request) -> Response:
-    """The prompts and the resolved parameters of a completion, an object for each prompt, without generating."""
+    """Return the prompts and the resolved parameters of a completion, one object per prompt, without generating."""
     serving = OpenAIServingCompletion.of(request)
     body, headers = await serving.read(request, CompletionRequest)
     return await serving.render(request, body, headers, each=True)

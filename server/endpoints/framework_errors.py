@@ -1,6 +1,6 @@
-"""Errors of the framework itself, in the shape of all errors: unknown paths and wrong methods, with the right address.
+"""Errors of the framework itself, for unknown paths and wrong methods, in the format of all errors.
 
-A client that is set up for another server, or with an address that lacks /v1, learns from the error where to ask.
+A client that is set up for another server, or with an address that lacks /v1, finds the right address in the error.
 """
 
 import difflib
@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from oarlock.server.errors import HttpError, answer_of
 
-# Paths of Ollama, llama.cpp's server, TGI, SGLang and older APIs, and the route that does the same here.
+# Paths of Ollama, llama.cpp's server, TGI, SGLang and older APIs, each with the route that does the same here.
 _ELSEWHERE = {
     "/api/generate": "/v1/completions",
     "/api/chat": "/v1/chat/completions",
@@ -39,8 +39,8 @@ _ELSEWHERE = {
     "/healthz": "/health",
     "/ping": "/health",
 }
-_BEFORE = frozenset({"", "api", "openai", "v1"})  # parts that addresses of other servers begin with
-_SIMILAR = 0.75  # of two paths, as difflib measures it
+_BEFORE = frozenset({"", "api", "openai", "v1"})  # first parts of paths on other servers
+_SIMILAR = 0.75  # least similarity of two paths, as difflib measures it
 _MOST_SHOWN = 200  # characters of a path
 
 
@@ -48,14 +48,14 @@ class FrameworkErrors:
     """Handler of the framework's exceptions. It knows the routes of one application."""
 
     def __init__(self, routers: Iterable[APIRouter], root_path: str) -> None:
-        """`root_path`: the path below which a proxy shows the server, or an empty text."""
+        """`root_path`: the path below which a proxy shows the server, or an empty string."""
         routes = [route for router in routers for route in router.routes if isinstance(route, APIRoute)]
         fixed = [route for route in routes if "{" not in route.path]
         self._methods: Mapping[str, set[str]] = {route.path: route.methods or set() for route in fixed}
         self._root_path = root_path
 
     async def __call__(self, request: Request, error: Exception) -> Response:
-        """Return the answer to a request that the framework refused."""
+        """Return the response to a request that the framework refused."""
         assert isinstance(error, HTTPException)
         path = request.url.path[:_MOST_SHOWN]
         if error.status_code == 404:
@@ -86,7 +86,7 @@ class FrameworkErrors:
         for found in (whole, *elsewhere, f"/v1{short}", short):
             if found in self._methods and found != "/":
                 return found
-        # An address with more before the route, such as Azure's /openai/deployments/NAME/chat/completions.
+        # The address may have more parts before the route, such as Azure's /openai/deployments/NAME/chat/completions.
         ends = [route for route in self._methods if core and whole.endswith(route.removeprefix("/v1")) and route != "/"]
         if ends:
             return max(ends, key=len)
@@ -94,7 +94,7 @@ class FrameworkErrors:
 
 
 _SERVED = "/v1/completions, /v1/chat/completions, /v1/responses, /v1/messages and /v1/embeddings"
-_BATCHES = ("batches", "files")  # served with an option
+_BATCHES = ("batches", "files")  # served only with --batch-dir
 _NOT_SERVED = (
     "assistants",
     "audio",
@@ -116,7 +116,7 @@ _NOT_SERVED = (
 
 
 def not_served(path: str) -> HttpError | None:
-    """The error (404) for a path that is known and not served; None: it is not known."""
+    """Return the error (404) for a path of OpenAI's API that is not served, or None for any other path."""
     if not path.startswith("/v1/"):
         return None
     family = path.removeprefix("/v1/").split("/")[0]

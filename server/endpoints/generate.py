@@ -1,4 +1,4 @@
-"""The common base of the endpoints that generate: time limits, then a stream, one body, or the rendered prompt."""
+"""The common base of the generating endpoints: time limits, then a stream, one whole body, or the rendered prompt."""
 
 import asyncio
 import time
@@ -34,27 +34,27 @@ from oarlock.server.llm.input_processor import ProcessedRequest, waiting_bytes
 from oarlock.server.llm.output_processor import Delta
 from oarlock.server.llm.pooler_config import Task
 
-MOST_RENDERED = 16 << 20  # characters of the answer to a request that renders prompts
-_CHARACTERS_PER_ID = 8  # at most, of ids below ten million
+MOST_RENDERED = 16 << 20  # characters of the response to a request that renders prompts
+_CHARACTERS_PER_ID = 8  # upper bound, for ids below ten million
 _BodyT = TypeVar("_BodyT", bound=SamplingFields)
 _ProcessedT = TypeVar("_ProcessedT", bound=ProcessedRequest)
 
 
 class OpenAIServingGenerate(OpenAIServing, ABC, Generic[_BodyT, _ProcessedT]):
-    """A body becomes a processed request, that a generation, and that JSON."""
+    """Base of the generating endpoints: request body -> processed request -> generation -> JSON."""
 
     @abstractmethod
     async def process(self, body: _BodyT) -> _ProcessedT:
-        """The body's choices, ready to run. Everything that can be refused is refused here. Raises `RequestError`."""
+        """Return the body's choices, ready to run. All refusals happen here. Raises `RequestError`."""
 
     @abstractmethod
     def _writer(
         self, body: _BodyT, processed: _ProcessedT, generation: Generation, model: str, request_id: str
     ) -> AnswerWriter:
-        """Writes the generation as this endpoint's JSON."""
+        """Return the writer of the generation in this endpoint's JSON format."""
 
     def check_model(self, name: str | None) -> str:
-        """Raises `ModelNotFoundError`, and `RequestError` where the model makes no texts."""
+        """Return the model name. Raises `ModelNotFoundError`, or `RequestError` if the model does not generate text."""
         found = super().check_model(name)
         task = self.async_llm.pooler.task
         if task is not Task.GENERATE:
@@ -64,7 +64,7 @@ class OpenAIServingGenerate(OpenAIServing, ABC, Generic[_BodyT, _ProcessedT]):
         return found
 
     async def create(self, request: Request, body: _BodyT, headers: dict[str, str]) -> Response:
-        """Start the generation, then stream it or collect it. Every refusal comes before the first byte."""
+        """Start the generation, then stream or collect it. Every refusal comes before the first byte."""
         record = record_of(request.scope)
         assert record is not None, "the middleware keeps a record of all that generates"
         record.parsed_s = time.monotonic()
@@ -97,10 +97,10 @@ class OpenAIServingGenerate(OpenAIServing, ABC, Generic[_BodyT, _ProcessedT]):
             raise
 
     async def run(self, body: _BodyT, label: str | None = None) -> tuple[_ProcessedT, Generation, list[list[Delta]]]:
-        """A body that did not come over HTTP: processed, generated to the end, and every choice's pieces.
+        """Run a body that did not come over HTTP. Return it processed, its generation, and the pieces of every choice.
 
-        `label`: of the API key whose share of the engine it takes. A full queue does not refuse it: the caller bounds
-        how many there are at a time. Raises as `create` does.
+        `label`: label of the API key whose share of the engine the request uses. A full queue does not refuse the
+        request, so the caller limits how many run at a time. Raises the same errors as `create`.
         """
         body.timeout = self._time_limit(None, body.timeout)
         async with self.async_llm.one_prompt:
@@ -115,9 +115,9 @@ class OpenAIServingGenerate(OpenAIServing, ABC, Generic[_BodyT, _ProcessedT]):
     async def complete(
         self, body: _BodyT, request_id: str, *, owner: str | None = None, label: str | None = None
     ) -> str:
-        """Run a body that did not come over HTTP, and return the JSON of the whole answer.
+        """Run a body that did not come over HTTP, and return the JSON of the whole response.
 
-        `owner`: the salt of the API key that it belongs to.
+        `owner`: the salt of the API key that the request belongs to.
         """
         model = self.check_model(body.model)
         if body.stream:
@@ -128,10 +128,11 @@ class OpenAIServingGenerate(OpenAIServing, ABC, Generic[_BodyT, _ProcessedT]):
         return "".join(writer.whole(pieces, generation))
 
     async def render(self, request: Request, body: _BodyT, headers: dict[str, str], *, each: bool) -> Response:
-        """The prompts and parameters that the engine would get, as JSON; nothing is generated. `each`: a list with one
-        object for each prompt, else the object of the only one. Routers read `token_ids` there.
+        """Return the prompts and parameters that the engine would get, as JSON, without generating. Routers read
+        `token_ids`.
 
-        Raises `RequestError`, also for an answer that would be too long.
+        `each`: return a list with one object per prompt, else only the object of the only prompt. Raises
+        `RequestError`, also if the response would be too long.
         """
         model = self.check_model(body.model)
         held = held_by(request.scope, self.state.body_memory, label_of(request.scope))
@@ -145,13 +146,13 @@ class OpenAIServingGenerate(OpenAIServing, ABC, Generic[_BodyT, _ProcessedT]):
     ) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
         """Return one object for each prompt, and the fields that have no effect.
 
-        Raises `RequestError` if the whole answer would be too long, `HttpError` (503) if `held` has no room for it.
+        Raises `RequestError` if the whole response would be too long, `HttpError` (503) if `held` has no room for it.
         """
         processed = await self.process(body)
         held.add(waiting_bytes(processed))
         per_prompt = len(processed.choices) // processed.num_prompts
         first = processed.choices[0].request
-        # Not `asdict`, which would copy the ids of a long list one by one.
+        # `asdict` would copy the ids of a long list one by one.
         parameters: dict[str, Any] = {one.name: getattr(first.params, one.name) for one in fields(first.params)}
         parameters["grammar"] = None if first.params.grammar is None else asdict(first.params.grammar)
         if first.params.allowed_token_ids is not None:
@@ -167,7 +168,7 @@ class OpenAIServingGenerate(OpenAIServing, ABC, Generic[_BodyT, _ProcessedT]):
             "parameters": parameters | {"stop": body.stops, "priority": first.priority, "timeout": processed.timeout_s},
             "features": None,
         }
-        # Arrays have a tenth of the memory of tuples, until the answer has been read.
+        # Until the response has been read, arrays take a tenth of the memory of tuples.
         prompts = [array("i", choice.request.prompt_token_ids) for choice in processed.choices[::per_prompt]]
         shared_size = len(dumps(shared))
         size = len(prompts) * shared_size + sum(map(len, prompts)) * _CHARACTERS_PER_ID
@@ -186,7 +187,7 @@ class OpenAIServingGenerate(OpenAIServing, ABC, Generic[_BodyT, _ProcessedT]):
         return answers, processed.ignored
 
     async def _process_in_time(self, body: _BodyT) -> _ProcessedT:
-        """Call `process` within the time limit, and note the time it took. Raises `DeadlineError`."""
+        """Call `process` within the time limit, and record the time that it took. Raises `DeadlineError`."""
         begun = time.monotonic()
         try:
             async with asyncio.timeout(body.timeout):
@@ -196,15 +197,15 @@ class OpenAIServingGenerate(OpenAIServing, ABC, Generic[_BodyT, _ProcessedT]):
         return replace(processed, spent_s=time.monotonic() - begun)
 
     def _with_usage(self, body: _BodyT) -> bool:
-        """Whether a stream ends with the usage."""
+        """Return whether a stream ends with the usage."""
         return body.include_usage or self.settings.always_stream_usage
 
     def _head(self, response_id: str, kind: str, model: str) -> ResponseHead:
-        """`kind`: the member `object`."""
+        """Return the common members of a response. `kind`: its member `object`."""
         return ResponseHead(response_id, kind, int(time.time()), model, self.fingerprint())
 
     def _options(self, body: _BodyT, logprobs: int | None) -> ResponseOptions:
-        """`logprobs`: so many alternatives with every token; None: no logprobs."""
+        """Return the response's options. `logprobs`: number of alternatives for every token; None: no logprobs."""
         return ResponseOptions(
             logprobs=logprobs,
             prompt_logprobs=body.prompt_logprobs,
@@ -217,8 +218,11 @@ class OpenAIServingGenerate(OpenAIServing, ABC, Generic[_BodyT, _ProcessedT]):
 
 
 def _server_timing(record: RequestRecord, generation: Generation) -> dict[str, str]:
-    """The header of a whole answer, in milliseconds: until its prompt was ready, from there to the first token, from
-    there to the last, and all of it."""
+    """Return the Server-Timing header of a whole response, in milliseconds.
+
+    The spans are the time until the prompt was ready, from there to the first token, from there to the last token, and
+    the total.
+    """
     marks = (record.received_s, generation.arrival, generation.first_token_at or generation.arrival, time.monotonic())
     spans = {name: marks[place + 1] - marks[place] for place, name in enumerate(("prompt", "first-token", "rest"))}
     spans["total"] = marks[-1] - marks[0]

@@ -16,14 +16,14 @@ router = APIRouter(route_class=ErrorHandlingRoute)
 
 @router.get("/v1/models", openapi_extra=describe("List models", "ModelList"))
 async def list_models(request: Request) -> Response:
-    """The served names. Requests without `model` get the first."""
+    """List the served names. A request without `model` gets the first name."""
     serving = OpenAIServing.of(request)
     return JSONResponse({"object": "list", "data": [_card(serving, name) for name in serving.model_names]})
 
 
 @router.get("/v1/models/{model:path}", openapi_extra=describe("Retrieve model", "Model"))
 async def retrieve_model(request: Request, model: str) -> Response:
-    """One of the served names, which may contain slashes."""
+    """Return the description of a served name, which may contain slashes."""
     if not model:  # the path ends with a slash
         raise HTTPException(404)
     serving = OpenAIServing.of(request)
@@ -52,8 +52,9 @@ def _card(serving: OpenAIServing, name: str) -> dict[str, Any]:
         "batch_invariant_reason": info.batch_invariant_reason,
         "rank_invariant": info.rank_invariant,
         "rank_invariant_reason": info.rank_invariant_reason,
-        "numbers_digest": info.numbers_digest,  # of weights, settings and software: what decides a number
-        "tokenizer_digest": serving.tokenizer.digest,  # and chat template
+        # digest of weights, settings and software, which decide the computed values
+        "numbers_digest": info.numbers_digest,
+        "tokenizer_digest": serving.tokenizer.digest,  # digest of tokenizer and chat template
         "task": str(pooler.task),  # generate, embed or score
         "chat": pooler.generates and serving.tokenizer.template.exists,
     }

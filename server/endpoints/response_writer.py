@@ -1,6 +1,6 @@
-"""Writer of completions and chat completions: their streams and bodies, objects with `choices`.
+"""Writer of completions and chat completions: streams and bodies whose objects have `choices`.
 
-The JSON is built by hand for speed: every token passes here.
+The JSON is built by hand for speed, because every token passes through here.
 """
 
 import math
@@ -18,8 +18,8 @@ from oarlock.server.llm.output_processor import Delta, PromptProgress, PromptSco
 from oarlock.server.llm.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
-_WITH_ALTERNATIVES = frozenset({"top_logprobs", "content"})  # the lists of `logprobs` that show them
-_FLOOR = -9999.0  # JSON has no -Infinity; the field's convention for "impossible"
+_WITH_ALTERNATIVES = frozenset({"top_logprobs", "content"})  # the lists of `logprobs` that include alternatives
+_FLOOR = -9999.0  # JSON has no -Infinity; OpenAI's convention for "impossible"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,22 +54,23 @@ def usage(generation: Generation) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class ResponseOptions:
-    """Options of a response: what it holds beside the text."""
+    """Options for the members of a response other than the text."""
 
-    logprobs: int | None = None  # so many alternatives with every token; None: no logprobs
+    logprobs: int | None = None  # number of alternatives for every token; None: no logprobs
     prompt_logprobs: int | None = None
     token_ids: bool = False
-    tokens_as_ids: bool = False  # in logprobs
+    tokens_as_ids: bool = False  # names of tokens in logprobs are `token_id:N`
     usage: bool = False  # streams: all chunks but the last have `"usage": null`
     continuous_usage: bool = False
-    keep: int | None = None  # the best so many choices of each prompt; None: all
+    keep: int | None = None  # number of best choices to keep for each prompt; None: all
 
 
 class ResponseWriter(AnswerWriter):
-    """The form of completions and chat completions: objects with `choices`."""
+    """Writer of the format of completions and chat completions: objects with `choices`."""
 
     end = DONE
-    _has_one_prompt = False  # then its ids and scores stand beside the choices, else with each of them
+    # True: the prompt's ids and scores are written once, next to the choices; False: with each choice
+    _has_one_prompt = False
 
     def __init__(
         self, head: ResponseHead, tokenizer: Tokenizer, generation: Generation, options: ResponseOptions
@@ -92,21 +93,21 @@ class ResponseWriter(AnswerWriter):
 
     @abstractmethod
     def _piece(self, delta: Delta) -> str:
-        """The member of a chunk's choice that carries the text."""
+        """Return the member of a chunk's choice that carries the text."""
 
     @abstractmethod
     def _choice(self, text: str) -> dict[str, Any]:
-        """The member of a whole choice that carries the text."""
+        """Return the member of a whole choice that carries the text."""
 
     @abstractmethod
     def _make_columns(self) -> dict[str, Callable[[TokenScore], Any]]:
-        """The members of `logprobs` that are lists, and what each token is in them."""
+        """Return the members of `logprobs` that are lists, each with the function that makes a token's entry."""
 
     def _logprobs(self, scores: Scores) -> dict[str, Any]:
         return {name: [entry(score) for score in scores] for name, entry in self._columns.items()}
 
     def chunk(self, delta: Delta) -> bytes | None:
-        """One event, or None when the piece has nothing to show."""
+        """Return one event, or None if the piece has nothing to show."""
         if delta.progress is not None:
             return self._progress(delta.progress)
         self._counted += delta.num_tokens
@@ -115,12 +116,12 @@ class ResponseWriter(AnswerWriter):
         return self._event(delta, self._piece(delta))
 
     def _progress(self, progress: PromptProgress) -> bytes:
-        """A chunk without choices, as the one with the usage is."""
+        """Return a chunk without choices, like the chunk with the usage."""
         fields = {**self._head.fields(), "choices": [], "prompt_progress": asdict(progress)}
         return f"data: {dumps(fields | ({'usage': None} if self._options.usage else {}))}\n\n".encode()
 
     def _event(self, delta: Delta, piece: str) -> bytes:
-        """One chunk around the member that carries the text."""
+        """Return one chunk around the member that carries the text."""
         logprobs = dumps(self._logprobs(delta.scores)) if self._with_logprobs else "null"
         ending = '"finish_reason":null'
         if delta.finish_reason is not None:
@@ -135,7 +136,7 @@ class ResponseWriter(AnswerWriter):
         return usage(generation)
 
     def closing(self, generation: Generation) -> Iterable[bytes]:
-        """The usage, on request."""
+        """Yield the usage, on request."""
         if self._options.usage:
             last = {**self._head.fields(), "choices": [], "usage": self._usage(generation)}
             yield f"data: {dumps(last)}\n\n".encode()
@@ -144,7 +145,7 @@ class ResponseWriter(AnswerWriter):
         return b"data: " + error_bytes(error) + b"\n\n"
 
     def whole(self, deltas: Sequence[Sequence[Delta]], generation: Generation) -> Iterator[str]:
-        """Where it has logprobs it comes in many parts."""
+        """Yield the whole response. It comes in many parts if it has logprobs or long texts."""
         kept = list(deltas) if self._options.keep is None else best(deltas, generation.per_prompt, self._options.keep)
         choices = [self._whole_choice(index, pieces) for index, pieces in enumerate(kept)]
         beside = self._beside_choices(kept[0])
@@ -171,18 +172,18 @@ class ResponseWriter(AnswerWriter):
         }
 
     def _extras(self, pieces: Sequence[Delta]) -> dict[str, Any]:
-        """The members of a choice that are there only on request."""
+        """Return the members of a choice that are only there on request."""
         found = {} if self._has_one_prompt else self._of_prompt(pieces)
         if self._options.token_ids:
             found["token_ids"] = [token_id for piece in pieces for token_id in piece.token_ids]
         return found
 
     def _beside_choices(self, pieces: Sequence[Delta]) -> dict[str, Any]:
-        """The members of an answer, or of a chunk, that belong to the one prompt of all choices."""
+        """Return the members next to the choices, in a response or a chunk, if all choices have the same prompt."""
         return self._of_prompt(pieces) if self._has_one_prompt and pieces[0].index == 0 else {}
 
     def _of_prompt(self, pieces: Sequence[Delta]) -> dict[str, Any]:
-        """The prompt's ids and scores, which come with a choice's first pieces."""
+        """Return the prompt's ids and scores, which come with the first pieces of a choice."""
         found: dict[str, Any] = {}
         first = pieces[0]
         if self._options.token_ids and first.is_first:
@@ -193,7 +194,7 @@ class ResponseWriter(AnswerWriter):
         return found
 
     def _prompt_entry(self, score: TokenScore) -> dict[str, Any] | None:
-        """One prompt token and its best alternatives, by id."""
+        """Return one prompt token and its best alternatives, by id."""
         if score.logprob is None:
             return None
         top = [(i, logprob, rank) for rank, (i, logprob) in enumerate(score.top[: self._options.prompt_logprobs], 1)]
@@ -207,7 +208,7 @@ class ResponseWriter(AnswerWriter):
         }
 
     def _ending(self) -> str:
-        """The end of a chunk, behind its one choice."""
+        """Return the end of a chunk, after its one choice."""
         if not self._is_counting:
             return self._end
         prompt = self._generation.prompt_tokens
@@ -219,12 +220,12 @@ class ResponseWriter(AnswerWriter):
         return f'}}],"usage":{dumps(so_far)}}}\n\n'
 
     def _name(self, token_id: int) -> str:
-        """A token in logprobs."""
+        """Return the name of a token in logprobs."""
         return f"token_id:{token_id}" if self._options.tokens_as_ids else self._tokenizer.token_text(token_id)
 
 
 def _members(fields: dict[str, Any]) -> str:
-    """More members of a JSON object that has some."""
+    """Return more members for a JSON object that already has some."""
     return "".join(f',"{name}":{"".join(pieces_of(value))}' for name, value in fields.items())
 
 
@@ -239,7 +240,7 @@ def _num_logprobs(score: TokenScore) -> int:
 
 
 def best(deltas: Sequence[Sequence[Delta]], per_prompt: int, keep: int) -> list[Sequence[Delta]]:
-    """The `keep` choices of each prompt with the best mean log-probability, best first; equal ones in order."""
+    """Return the `keep` choices of each prompt with the best mean log-probability, best first, ties in order."""
     found: list[Sequence[Delta]] = []
     for start in range(0, len(deltas), per_prompt):
         found += sorted(deltas[start : start + per_prompt], key=_mean_logprob, reverse=True)[:keep]

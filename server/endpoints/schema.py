@@ -2,7 +2,7 @@
 
 Every range and limit is part of the schema. Each field's description is one sentence: the OpenAPI document,
 `/v1/capabilities` and the parameter table of the documentation are made from it. Unknown keys of structured output are
-refused: each could be a constraint that the answer would not keep.
+refused, because each could be a constraint that the response would not keep.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ MAX_ALTERNATIVE_CHARACTERS = 4096
 
 
 def _wrong(problem: str) -> PydanticCustomError:
-    """An error whose message is this sentence alone, without pydantic's words around it."""
+    """Return an error whose message is only this sentence, without pydantic's words around it."""
     return PydanticCustomError("structured_form", "{problem}", {"problem": problem})
 
 
 def _schema(value: Any) -> Any:
-    """A JSON schema, given as it is or as text, within the limits."""
+    """Return a JSON schema that was given as it is or as text, within the limits."""
     if isinstance(value, str):
         if len(value) > MAX_SCHEMA_CHARACTERS:
             raise _wrong(_too_long(len(value)))
@@ -92,7 +92,7 @@ def _too_long(length: int) -> str:
 
 
 def _depth_reaches(value: Any, limit: int) -> bool:
-    """Whether containers lie `limit` deep inside each other."""
+    """Return whether containers are nested at least `limit` levels deep."""
     level = [value]
     for _ in range(limit):
         level = [item for item in level if isinstance(item, dict | list)]
@@ -123,7 +123,7 @@ GrammarText = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_CHARACTE
 
 
 class _Closed(StrictModel):
-    """No other keys than those declared."""
+    """A schema that refuses undeclared keys."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="forbid", protected_namespaces=())
 
@@ -167,14 +167,14 @@ class ResponseFormat(_Closed):
 
     @property
     def json_form(self) -> dict[str, Any] | bool | None:
-        """The schema, wherever it is; None if there is none."""
+        """The schema, from either field, or None if there is none."""
         if self.schema_ is None and self.json_schema is not None:
             return self.json_schema.schema_
         return self.schema_
 
 
 class StructuredOutputs(_Closed):
-    """`structured_outputs`: one constraint that the whole answer matches."""
+    """`structured_outputs`: one constraint that the whole response matches."""
 
     json_: JsonSchema | None = Field(None, alias="json", description="JSON that matches this schema")
     regex: Pattern | None = Field(None, description="a regular expression without look-around and back-references")
@@ -204,7 +204,7 @@ class _NamedModel(StrictModel):
 
 
 def _scalar_fields() -> dict[str, Any]:
-    """The fields of the table of sampling parameters: each with its type, range, default and description."""
+    """Return the fields of the table of sampling parameters, each with its type, range, default and description."""
     found: dict[str, Any] = {}
     for row in SamplingParams.table():
         checks = Field(ge=row.low, le=row.high)
@@ -220,7 +220,7 @@ else:
 
 
 class SamplingFields(_ScalarFields):
-    """The fields of both request types."""
+    """The fields that all requests to generate have in common."""
 
     logit_bias: (
         Annotated[
@@ -346,12 +346,12 @@ class SamplingFields(_ScalarFields):
 
     @property
     def include_usage(self) -> bool:
-        """Whether the last chunk of a stream carries `usage`."""
+        """True if the last chunk of a stream carries `usage`."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
     @property
     def continuous_usage(self) -> bool:
-        """Whether every chunk of a stream carries `usage`, unless the request says that none does."""
+        """True if every chunk of a stream carries `usage`. `include_usage: false` prevents it."""
         options = self.stream_options
         if options is None or ("include_usage" in options.model_fields_set and not options.include_usage):
             return False
@@ -359,20 +359,20 @@ class SamplingFields(_ScalarFields):
 
     @property
     def limit_field(self) -> str:
-        """Which field limits the tokens of an answer."""
+        """Name of the field that limits the tokens of a response."""
         return "max_tokens"
 
     @property
     def num_generated(self) -> int:
-        """Choices to generate for each prompt; the answer may keep fewer."""
+        """Number of choices to generate for each prompt. The response may keep fewer."""
         return self.n or 1
 
     def kept_bytes(self, num_bytes: int) -> int:
-        """Return the part of the `num_bytes` of this body that stays in memory without its inputs."""
+        """Return how many of this body's `num_bytes` stay in memory after its inputs are dropped."""
         return 0
 
     def forget_inputs(self) -> None:
-        """Drop the inputs once the prompts are made: they may be large, and the answer may take long."""
+        """Drop the inputs after the prompts are made: they may be large, and the response may take long."""
         for name in _INPUTS & self.__dict__.keys():
             self.__dict__[name] = None
 
@@ -437,10 +437,10 @@ class CompletionRequest(SamplingFields):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """One entry per prompt, whatever the form."""
+        """The prompts as a list, with one entry per prompt in any form."""
         if isinstance(self.prompt, str):
             return [self.prompt]
-        if isinstance(self.prompt[0], int):  # the first decides the form of them all
+        if isinstance(self.prompt[0], int):  # the first element decides the form of all
             return [cast(list[int], self.prompt)]
         return cast(list[str | list[int]], self.prompt)
 

@@ -1,4 +1,4 @@
-"""The common base of the endpoints: settings, the server's state, the engine behind it, and how a body is read."""
+"""The common base of the endpoints: settings, the server's state, its engine, and the reading of bodies."""
 
 import asyncio
 import hashlib
@@ -39,24 +39,24 @@ _log = logger("requests")
 class OpenAIServing:
     """Base class of the endpoints. Routes that neither generate nor tokenize use it as it is."""
 
-    state_name: ClassVar[str] = "serving"  # of the application's one object of this class, in `app.state`
+    state_name: ClassVar[str] = "serving"  # name in `app.state` of the application's only object of this class
 
     def __init__(self, settings: Settings, state: ServerState, counters: HttpCounters) -> None:
         self.settings = settings
         self.state = state
         self.counters = counters
         self.model_names = served_names(settings)
-        self._last_stats: dict[int, EngineStats] = {}  # by replica
+        self._last_stats: dict[int, EngineStats] = {}  # replica number -> its last statistics
         self._metrics_page: asyncio.Task[bytes] | None = None
 
     @classmethod
     def of(cls, request: Request) -> Self:
-        """The object of this class that serves the request's application."""
+        """Return the object of this class that serves the request's application."""
         return getattr(request.app.state, cls.state_name)
 
     @property
     def async_llm(self) -> AsyncLLM:
-        """Raises `HttpError` (503) before the model is loaded."""
+        """The connected engine's interface. Raises `HttpError` (503) before the model is loaded."""
         async_llm = self.state.async_llm
         if async_llm is None:
             raise HttpError(503, "The server is not ready.", code="server_loading")
@@ -72,7 +72,7 @@ class OpenAIServing:
 
     @property
     def max_len(self) -> int:
-        """Tokens of a prompt and its answer together, at most."""
+        """Largest number of tokens of a prompt and its completion together."""
         return self.async_llm.input_processor.max_len
 
     @property
@@ -82,12 +82,12 @@ class OpenAIServing:
         return async_llm.input_processor.generation_config.sampling if async_llm else {}
 
     def fingerprint(self) -> str:
-        """Changes with everything that may change the numbers of an answer."""
+        """Return a fingerprint that changes with everything that may change the computed values of a response."""
         text = f"{VERSION} {self.info.numbers_digest} {self.tokenizer.digest}"
         return "fp_" + hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
 
     def check_model(self, name: str | None) -> str:
-        """The name to echo back. Raises `ModelNotFoundError`."""
+        """Return the model name to echo back. Raises `ModelNotFoundError`."""
         if name is None:
             return self.model_names[0]
         if name in self.model_names:
@@ -97,19 +97,23 @@ class OpenAIServing:
         raise ModelNotFoundError(name, self.model_names)
 
     def _time_limit(self, header: str | None, seconds: float | None) -> float | None:
-        """The shortest of what the field, the header and the operator allow, in seconds."""
+        """Return the shortest time limit of the field, the header and the operator, in seconds, or None if there is
+        none.
+        """
         limits = [seconds, self.settings.request_timeout]
         if header is not None:
             limits.append(_seconds(header))
         return min((limit for limit in limits if limit is not None), default=None)
 
     def _chosen_replica(self, request: Request) -> int | None:
-        """The number of the replica that a header names; None: the best one. Raises `RequestError`."""
+        """Return the number of the replica that a header names, or None for the best replica. Raises `RequestError`."""
         return _rank(request.headers.get("x-data-parallel-rank"), self.info.data_parallel_size)
 
     async def read(self, request: Request, *schemas: type[_BodyT]) -> tuple[_BodyT, dict[str, str]]:
-        """The checked body, and the headers that every answer to it carries. With two schemas the second is for
-        conversations. Raises `RequestError`."""
+        """Return the checked body, and the headers that every response to it carries.
+
+        If there are two schemas, the second is for conversations. Raises `RequestError`.
+        """
         is_strict = self.settings.strict_parameters
         held = held_by(request.scope, self.state.body_memory, label_of(request.scope))
         content = await read_json(request, self.settings.max_body_size, held)
@@ -129,14 +133,16 @@ class OpenAIServing:
         return body, self.reported(request, ignored, {})
 
     def reported(self, request: Request, ignored: Sequence[str], headers: dict[str, str]) -> dict[str, str]:
-        """Report parameters that have no effect, and return `headers` with their names. Raises as `report` does."""
+        """Report parameters that have no effect, and return `headers` with their names. Raises the same errors as
+        `report`.
+        """
         self.report(ignored, label_of(request.scope), request.headers.get("user-agent"))
         return with_ignored(headers, ignored)
 
     def report(self, ignored: Sequence[str], label: str | None, agent: str | None = None) -> None:
         """Count and log parameters that have no effect. Raises `RequestError` with `--strict-parameters`.
 
-        `label`: of the API key. `agent`: the header User-Agent.
+        `label`: label of the API key. `agent`: the header User-Agent.
         """
         if self.settings.strict_parameters:
             refuse(ignored)
@@ -144,18 +150,18 @@ class OpenAIServing:
         self.state.ignored_parameters.report(ignored, label, agent)
 
     async def engine_numbers(self) -> tuple[list[EngineStats], EngineInfo | None]:
-        """The statistics of each replica; the last ones known of one that does not answer in time."""
+        """Return the statistics of each replica, or its last known statistics if it does not respond in time."""
         async_llm = self.state.async_llm
         if async_llm is None:
             return [EngineStats()], None
         return list(await asyncio.gather(*map(self._stats_of, async_llm.engine.replicas))), async_llm.engine.info
 
     async def metrics_page(self) -> bytes:
-        """The body of `/metrics`. Those who ask while it is being made get the same."""
+        """Return the body of `/metrics`. Requests that arrive while it is being made share the same body."""
         task = self._metrics_page
         if task is None or task.done():
             task = self._metrics_page = asyncio.create_task(self._make_metrics_page(), name="metrics")
-        return await asyncio.shield(task)  # one that leaves takes the page from nobody
+        return await asyncio.shield(task)  # a client that leaves must not cancel the shared task
 
     async def _make_metrics_page(self) -> bytes:
         replicas, info = await self.engine_numbers()
@@ -172,7 +178,7 @@ class OpenAIServing:
 
 
 def _rank(text: str | None, num_replicas: int) -> int | None:
-    """The value of the header that names a replica. Raises `RequestError`."""
+    """Return the value of the header that names a replica. Raises `RequestError`."""
     if text is None or (text.isascii() and text.isdigit() and len(text) < 10 and int(text) < num_replicas):
         return None if text is None else int(text)
     names = f"a number from 0 to {num_replicas - 1}" if num_replicas > 1 else "0, as there is one replica"
@@ -181,12 +187,12 @@ def _rank(text: str | None, num_replicas: int) -> int | None:
 
 
 def _seconds(text: str) -> float:
-    """The value of the header that limits a request's time. Raises `RequestError`."""
+    """Return the value of the header that limits a request's time. Raises `RequestError`."""
     try:
         seconds = float(text)
     except ValueError:
         seconds = 0.0
-    if not 0 < seconds <= MAX_TIMEOUT_S:  # NaN too
+    if not 0 < seconds <= MAX_TIMEOUT_S:  # this is also true for NaN
         message = f"The header X-Request-Timeout must be a number of seconds above 0 and at most {MAX_TIMEOUT_S}."
         raise RequestError(message, "X-Request-Timeout")
     return seconds
@@ -201,7 +207,7 @@ def connect_engine(
     generation_config: GenerationConfig | None = None,
     pooler: PoolerConfig | None = None,
 ) -> AsyncLLM:
-    """Fill in `state.async_llm`. Requests are refused all the same until the state's phase is ready."""
+    """Fill in `state.async_llm` and return it. Requests are still refused until the state's phase is ready."""
     async_llm = AsyncLLM(
         engine, tokenizer, generation_config, strict_max_tokens=settings.strict_max_tokens, pooler=pooler
     )
@@ -213,7 +219,7 @@ def connect_engine(
 
 
 def _log_generation(generation: Generation) -> None:
-    """The one line of a request. Never its text."""
+    """Log the one line of a request. It never contains the request's text."""
     now = time.monotonic()
     first = generation.first_token_at
     reasons = ",".join(choice.finish_reason or "abort" for choice in generation.choices[:8])

@@ -1,8 +1,8 @@
-"""An answer as a list of items that grow one after the other, and the events of a stream that show it.
+"""A response as a list of items that grow one after another, and the events of a stream that show it.
 
-`StreamedItems` has the items, `ItemsWriter` writes the whole answer or its stream, for responses and messages alike. An
-item is a dictionary of the wire: text, thoughts or a call of a tool. Each is begun, filled and ended before the next;
-an endpoint says what its items, its events and the object around them look like.
+`StreamedItems` holds the items. `ItemsWriter` writes the whole response or its stream, for both responses and messages.
+An item is a dictionary in wire format: text, reasoning or a tool call. Each item is begun, filled and ended before the
+next. The endpoint defines its items, its events and the object around them.
 """
 
 from abc import ABC, abstractmethod
@@ -30,31 +30,31 @@ class Kind(Enum):
 
 
 class StreamedItems(ABC):
-    """The items of one answer as it grows."""
+    """The items of one response as it grows."""
 
-    shows_nothing: ClassVar[bool]  # an answer of nothing has an empty text; else it has no item
+    shows_nothing: ClassVar[bool]  # True: an empty response has an item with empty text; False: it has no item
 
     def __init__(self) -> None:
-        self.items: list[dict[str, Any]] = []  # ended, and the open one
-        self._open: Kind | None = None  # the kind of the open item
-        self._texts: list[str] = []  # of the open item
-        self._call_id = ""  # of the open call, if the model has a notation for ids
-        self._blank = ""  # white space that is text only if text follows, or if nothing else comes
+        self.items: list[dict[str, Any]] = []  # all ended items and the open item
+        self._open: Kind | None = None  # kind of the open item; None: no item is open
+        self._texts: list[str] = []  # pieces of the open item's text
+        self._call_id = ""  # id of the open call, if the model's format has ids
+        self._blank = ""  # white space that is text only if text follows, or if the response has nothing else
 
     @abstractmethod
     def _begun(self, kind: Kind, name: str) -> Iterator[Event]:
-        """Append an item of this kind. `name`: of the tool that a call calls."""
+        """Append an item of this kind. `name`: the called tool, for a call."""
 
     @abstractmethod
     def _grown(self, text: str, logprobs: Sequence[dict[str, Any]]) -> Iterator[Event]:
-        """The open item gets more text."""
+        """Add text to the open item."""
 
     @abstractmethod
     def _ended(self, text: str, status: str) -> Iterator[Event]:
-        """Write its whole text into the open item."""
+        """Write the whole text into the open item."""
 
     def push(self, events: Iterable[MessageEvent], logprobs: Sequence[dict[str, Any]] = ()) -> Iterator[Event]:
-        """Add a piece of the answer. `logprobs`: of its tokens, where the answer is plain text."""
+        """Add a piece of the response. `logprobs`: log-probabilities of its tokens, if the response is plain text."""
         for event in events:
             if isinstance(event, ContentDelta):
                 if self._open is not Kind.TEXT and not event.text.strip() and not logprobs:
@@ -75,7 +75,7 @@ class StreamedItems(ABC):
                 yield from self._grow(event.text)
 
     def end(self, status: str = "completed") -> Iterator[Event]:
-        """End the open item with this status. An answer of white space alone is text."""
+        """End the open item with this status. A response of only white space is text."""
         if not self.items and (self._blank or self.shows_nothing):
             yield from self._begin(Kind.TEXT)
             if self._blank:
@@ -84,7 +84,7 @@ class StreamedItems(ABC):
 
     @property
     def _index(self) -> int:
-        """The place of the open item."""
+        """Index of the open item."""
         return len(self.items) - 1
 
     def _begin(self, kind: Kind, name: str = "") -> Iterator[Event]:
@@ -105,17 +105,17 @@ class StreamedItems(ABC):
 
 
 class ItemsWriter(AnswerWriter):
-    """One answer made of items, whole or as events."""
+    """Writer of a response made of items, whole or as events."""
 
     def __init__(self, generation: Generation, shape: AnswerShape, items: StreamedItems) -> None:
         self._generation = generation
         self._parser = MessageParser(shape, in_items=True)
         self._items = items
-        self._last: Delta | None = None  # the piece with which the answer ended
+        self._last: Delta | None = None  # the piece that ended the response
 
     @abstractmethod
     def _ended(self) -> dict[str, Any]:
-        """The whole answer, once its items have ended."""
+        """Return the whole response, after its items have ended."""
 
     def _event(self, kind: str, members: dict[str, Any]) -> bytes:
         return f"event: {kind}\ndata: {dumps({'type': kind, **members})}\n\n".encode()

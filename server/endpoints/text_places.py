@@ -1,8 +1,8 @@
-"""Bounds requests that the server answers without the engine: tokens of texts, texts of tokens, rendered prompts.
+"""Limits for requests that the server handles without the engine: tokenizing, detokenizing and rendering of prompts.
 
-The engine's queue does not see them. So at most as many are open at a time as the engine would run and queue, and one
-more is refused as a full queue refuses it. If their bodies are large, two of them are worked on at a time and the API
-keys take turns, because the token ids of a text take ten times its memory.
+The engine's queue does not see these requests. The number of open requests is limited to the sequences that the engine
+would run and queue. A further request is refused as by a full queue. If their bodies are large, two requests are
+processed at a time and the API keys take turns, because the token ids of a text take ten times its memory.
 """
 
 from collections.abc import Awaitable, Callable
@@ -16,14 +16,14 @@ from oarlock.server.endpoints.batches.key_shares import FairLimiter, KeyQuota
 from oarlock.server.http.request_record import label_of
 from oarlock.server.http.server_sent_events import until_disconnect
 
-LARGE_BYTES = 64 * 1024  # of a body
+LARGE_BYTES = 64 * 1024  # size above which a body is large
 LARGE_AT_ONCE = 2
 _RETRY_S = 1.0
 _T = TypeVar("_T")
 
 
 class TextPlaces:
-    """Places for the requests of one application, which are taken when a body has been read."""
+    """Permits for the requests of one application, which are taken after a body has been read."""
 
     def __init__(self, settings: Settings) -> None:
         self._open = KeyQuota(settings.max_num_seqs + settings.max_waiting_requests, is_shared=True)
@@ -31,13 +31,13 @@ class TextPlaces:
 
     @staticmethod
     def of(request: Request) -> "TextPlaces":
-        """Return the places of the request's application."""
+        """Return the permits of the request's application."""
         return request.app.state.text_places
 
     async def run(self, request: Request, work: Callable[[], Awaitable[_T]]) -> _T:
         """Return the result of `work`, or raise `ClientGoneError` as soon as the client has left.
 
-        Raises `QueueFullError` if there is no place for the request's API key.
+        Raises `QueueFullError` if there is no permit for the request's API key.
         """
         owner = label_of(request.scope)
         if not self._open.fits(owner, 1):
@@ -60,6 +60,6 @@ class TextPlaces:
 
 
 def _is_small(request: Request) -> bool:
-    """Whether the request says that its body is small. The length was checked when the body was read."""
+    """Return whether the request declares a small body. The length was checked when the body was read."""
     length = request.headers.get("content-length", "")
     return length.isascii() and length.isdigit() and len(length) < 10 and int(length) <= LARGE_BYTES

@@ -32,12 +32,12 @@ from oarlock.server.strict_model import MAX_PROMPT_IDS
 
 
 class OpenAIServingTokenization(OpenAIServing):
-    """Tokenizes by the rules of the endpoints that generate, with a limit of its own in place of the context's."""
+    """Tokenization by the rules of the generating endpoints, with a limit of its own instead of the context's."""
 
     state_name = "serving_tokenization"
 
     async def tokenize(self, request: Request, body: TokenFields, headers: dict[str, str]) -> Response:
-        """The ids of a text or of a conversation's prompt. Raises `RequestError`."""
+        """Return the ids of a text or of a conversation's prompt. Raises `RequestError`."""
         self.check_model(body.model)
         ids, ignored = await TextPlaces.of(request).run(request, partial(self._ids, body))
         held_by(request.scope, self.state.body_memory, label_of(request.scope)).add(BYTES_PER_VALUE * len(ids))
@@ -51,7 +51,7 @@ class OpenAIServingTokenization(OpenAIServing):
         return await whole_response(pieces_of(answer), headers)
 
     async def detokenize(self, request: Request, body: DetokenizeRequest, headers: dict[str, str]) -> Response:
-        """The text of ids, special tokens by name. Raises `RequestError`."""
+        """Return the text of ids, with special tokens by name. Raises `RequestError`."""
         self.check_model(body.model)
         text = await TextPlaces.of(request).run(request, partial(self._text, body.tokens))
         return await whole_response(pieces_of({"prompt": text}), headers)
@@ -68,9 +68,9 @@ class OpenAIServingTokenization(OpenAIServing):
         return await self._encode(prompt.text, "messages", False), prompt.ignored
 
     async def _encode(self, text: str, param: str, marks: bool) -> Sequence[int]:
-        """The ids of a text, however long the context is; no more than a request may hold."""
+        """Return the ids of a text, which may be longer than the context but not longer than a request may be."""
         try:
-            # An array has a tenth of the memory of a list, until the answer has been read.
+            # Until the response has been read, an array takes a tenth of the memory of a list.
             return array("i", await self.tokenizer.aencode(text, marks, most=MAX_PROMPT_IDS, param=param))
         except TooManyTokensError as error:
             message = f"'{param}' has at least {error.at_least} tokens, at most {MAX_PROMPT_IDS} are listed. Send less."
@@ -100,7 +100,7 @@ _DETOKENIZE = describe(
 @router.post("/tokenize", openapi_extra=_TOKENIZE)
 @router.post("/v1/tokenize", openapi_extra=_TOKENIZE)
 async def tokenize(request: Request) -> Response:
-    """The token ids of a text, or of a conversation as the chat template renders it."""
+    """Return the token ids of a text, or of a conversation as the chat template renders it."""
     serving = OpenAIServingTokenization.of(request)
     body, headers = await serving.read(request, TokenizeRequest, TokenizeChatRequest)
     return await serving.tokenize(request, body, headers)
@@ -109,7 +109,7 @@ async def tokenize(request: Request) -> Response:
 @router.post("/detokenize", openapi_extra=_DETOKENIZE)
 @router.post("/v1/detokenize", openapi_extra=_DETOKENIZE)
 async def detokenize(request: Request) -> Response:
-    """The text of token ids."""
+    """Return the text of token ids."""
     serving = OpenAIServingTokenization.of(request)
     body, headers = await serving.read(request, DetokenizeRequest)
     return await serving.detokenize(request, body, headers)
