@@ -1,4 +1,4 @@
-"""One batch of `/v1/batches`: its states and times, and the run in which the endpoints answer its requests."""
+"""One batch of `/v1/batches`: its states and times, and the run in which the endpoints process its requests."""
 
 import asyncio
 import secrets
@@ -30,27 +30,27 @@ from oarlock.server.observability.logs import event, logger
 from oarlock.server.strict_model import StrictModel
 
 OPEN = ("validating", "in_progress", "cancelling", "finalizing")
-# Why requests of a batch have no answer: by its final state, the code and the message of their lines.
+# Final state of a batch -> the code and message written for its requests that have no response.
 UNANSWERED = {
     "expired": ("batch_expired", "This request was not answered before the completion window ended."),
     "cancelled": ("batch_cancelled", "The batch was cancelled before this request was answered."),
 }
 _OWN = ("owner", "label", "window_s", "output_expires_s", "outcome", "written", "counts")
-_PAUSES_S = (0.5, 2.0, 8.0)  # before a request is tried again
+_PAUSES_S = (0.5, 2.0, 8.0)  # pauses before a request is tried again
 _log = logger("batch")
 _ResultT = TypeVar("_ResultT")
-Answer = Callable[[BatchRequest, str], Awaitable[str]]  # a request and its id; the JSON of the answer
+Answer = Callable[[BatchRequest, str], Awaitable[str]]  # (request, its id) -> JSON of the response
 _BodyT = TypeVar("_BodyT", bound=StrictModel)
 _PriorityT = TypeVar("_PriorityT", SamplingFields, CompletionRequest, ChatRequest, ResponsesRequest, EmbeddingRequest)
 
 
 @dataclass(slots=True)
 class Batch:
-    """Description of a batch, which changes; times are whole seconds of the clock."""
+    """Description of a batch, which changes over time. Times are whole seconds since the epoch."""
 
     id: str
-    owner: str | None  # the name of its API key; None: there were no keys
-    label: str | None  # of that key, whose share of the engine it takes once it is a key no more
+    owner: str | None  # name of the API key on the disk; None: there were no keys
+    label: str | None  # label of the owning API key; used for fair scheduling after the key has been removed
     endpoint: str
     input_file_id: str
     completion_window: str
@@ -62,7 +62,7 @@ class Batch:
     output_expires_s: int | None = None
     status: str = "validating"
     outcome: str | None = None  # the state after `finalizing`
-    written: dict[str, str] = field(default_factory=dict)  # ids of files that are being published, by kind
+    written: dict[str, str] = field(default_factory=dict)  # kind -> id of a file that is being published
     counts: tuple[int, int, int] = (0, 0, 0)  # requests: all, answered, failed
     errors: list[dict[str, Any]] | None = None
     usage: dict[str, Any] | None = None
@@ -81,17 +81,17 @@ class Batch:
         return self.status in OPEN
 
     def enter(self, status: str) -> None:
-        """Change its state, at this moment."""
+        """Change the batch's state, and record the time."""
         self.status = status
         if getattr(self, f"{status}_at", 0) is None:
             setattr(self, f"{status}_at", int(time.time()))
 
     def kept(self) -> dict[str, Any]:
-        """For the directory."""
+        """Return the description as it is kept in the directory."""
         return asdict(self)
 
     def wire(self) -> dict[str, Any]:
-        """The object of the API."""
+        """Return the API's object."""
         members = {name: value for name, value in asdict(self).items() if name not in _OWN}
         total, completed, failed = self.counts
         members["errors"] = None if self.errors is None else {"object": "list", "data": self.errors}
@@ -100,22 +100,26 @@ class Batch:
 
 
 class BatchRun:
-    """One run over a batch, until every request has an answer."""
+    """One run over a batch, until every request has a response."""
 
     def __init__(
         self, answer: Answer, requests: RequestFile, answers: AnswerFile, disk: ThreadPoolExecutor, limiter: KeyLimiter
     ) -> None:
-        """`disk`: of one thread, on which the files are read and written. `limiter`: a place is held while a request
-        is read and answered."""
+        """`disk`: executor with one thread, on which the files are read and written. `limiter`: each request holds a
+        permit while it is read and answered.
+        """
         self._answer = answer
         self._requests = requests
         self._answers = answers
         self._disk = disk
         self._limiter = limiter
-        self.on_answer: Callable[[int], None] = lambda status: None  # is told of each once it is written
+        # called with the HTTP status of each response after it is written
+        self.on_answer: Callable[[int], None] = lambda status: None
 
     async def run(self) -> None:
-        """Raises `EngineDeadError`, `OSError` and `WrongBatchError`: what was answered by then is in the file."""
+        """Run the batch. Raises `EngineDeadError`, `OSError` and `WrongBatchError`; the file keeps all responses
+        written so far.
+        """
         try:
             async with asyncio.TaskGroup() as group:
                 for number in self._answers.pending():
@@ -134,7 +138,7 @@ class BatchRun:
         self.on_answer(status)
 
     async def _read(self, number: int) -> BatchRequest:
-        """Return a request. If the process that reads long lines is lost, it is tried again, but not for ever."""
+        """Return a request. If the process that reads long lines is lost, try again, a limited number of times."""
         for pause_s in _PAUSES_S:
             try:
                 return await self._on_disk(self._requests.read, number)
@@ -144,19 +148,21 @@ class BatchRun:
         return await self._on_disk(self._requests.read, number)
 
     async def _answered(self, request: BatchRequest, request_id: str) -> tuple[int, str]:
-        """Its status and body. Raises `EngineDeadError`."""
+        """Return the status and body of a response. Raises `EngineDeadError`."""
         try:
             return 200, await self._tried(request, request_id)
         except (EngineDeadError, *ENDS_TASK):
             raise
-        except BaseException as error:  # as over HTTP: whatever it is, this request's answer says so
+        except BaseException as error:  # as over HTTP, any error becomes the response to this request
             failure = describe(error)
-            if failure.status == 500 and failure.code is None:  # a mistake of ours, of which it has no details
+            if failure.status == 500 and failure.code is None:  # a bug in Oarlock; the response has no details
                 _log.error(event("request_failed", custom_id=request.custom_id), exc_info=error)
             return failure.status, error_bytes(failure).decode()
 
     async def _tried(self, request: BatchRequest, request_id: str) -> str:
-        """Its answer. What was lost with a replica, or for want of memory, is tried again, but not for ever."""
+        """Return the response. A request that was lost with a replica, or for lack of memory, is tried again a few
+        times.
+        """
         for pause_s in _PAUSES_S:
             try:
                 return await self._answer(request, request_id)
@@ -172,7 +178,7 @@ class BatchRun:
 
 
 class BatchEndpoints:
-    """The endpoints behind a batch, without HTTP."""
+    """The endpoints that process the requests of a batch, without HTTP."""
 
     def __init__(
         self,
@@ -182,7 +188,7 @@ class BatchEndpoints:
         embeddings: OpenAIServingEmbedding,
         large_bodies: LargeBodies | None = None,
     ) -> None:
-        """`large_bodies`: what reads them; None: the server's own, for which others wait."""
+        """`large_bodies`: reads large bodies; None: the server's own reader, which other requests wait for."""
         self._completions = completions
         self._chat_completions = chat_completions
         self._responses = responses
@@ -191,7 +197,7 @@ class BatchEndpoints:
 
     @property
     def ignored(self) -> Counter[str]:
-        """Parameters that had no effect: name -> requests."""
+        """Parameters that had no effect: name -> number of requests."""
         return self._completions.state.ignored_parameters.counts
 
     async def answer(
@@ -203,9 +209,10 @@ class BatchEndpoints:
         label: str | None = None,
         priority: int | None = None,
     ) -> str:
-        """The JSON that the server would answer with. Raises what its endpoint raises.
+        """Return the JSON that the server would respond with. Raises the same errors as the request's endpoint.
 
-        `owner` and `label`: of the API key that it belongs to. `priority`: of a request that asks for none.
+        `owner`, `label`: salt and label of the API key that the request belongs to. `priority`: used if the request
+        sets none.
         """
         if request.url == "/v1/completions":
             completion = _with_priority(await self._read(CompletionRequest, request.body, label), priority)

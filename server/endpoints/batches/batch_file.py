@@ -1,8 +1,8 @@
-"""The two files of a batch, as OpenAI's batch API has them: lines of requests, and lines of answers as they come.
+"""The two files of a batch, as in OpenAI's batch API: lines of requests, and lines of responses as they complete.
 
-Requests are checked whole, then read line by line. No line stays in memory, and of none more than its place: a batch
-may have 50,000 lines, and many batches are open. A file of answers that a killed process left is mended: a torn last
-line and answers that another try may change are removed, and all others count as done.
+All requests are checked first, then read line by line. Only the position of each line stays in memory, since a batch
+may have 50,000 lines, and many batches are open. A file of responses that a killed process left is repaired: a torn
+last line and responses that another try may change are removed, and all others count as done.
 """
 
 import fcntl
@@ -22,7 +22,7 @@ from oarlock.server.endpoints.batches.schema import SHAPE, BatchRequest, WrongBa
 from oarlock.server.json_text import dumps
 
 ReadLine = Callable[[bytes, int, str], BatchRequest]
-_PASSING = (408, 429)  # and those of 500 and above: another try may have another answer
+_PASSING = (408, 429)  # statuses below 500 that another try may change, as it may all from 500
 
 
 class RequestFile:
@@ -39,18 +39,19 @@ class RequestFile:
         read: ReadLine = read_line,
         is_wanted: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`name`: what errors call it; None: its path. `url`: the only one allowed. `max_line`: bytes of a line.
-        `read`: what parses a line. `is_wanted`: when it is not, reading ends with an `InterruptedError`.
+        """`name`: used in error messages (default: the path). `url`: the URL that every line must have. `max_line`:
+        bytes of a line. `read`: parses a line. `is_wanted`: if it returns False, reading ends with an
+        `InterruptedError`.
 
-        Raises `WrongBatchError` for a file that cannot be read, a wrong line, and an id that is there twice.
+        Raises `WrongBatchError` for a file that cannot be read, a wrong line, and an id that occurs twice.
         """
         self._name = name or str(path)
         self._max_line = max_line
         self._read = read
-        self._starts = array("Q")  # of each request: where its line begins, in bytes
-        self._sizes = array("L")  # bytes of its line
-        self._lines = array("L")  # number of its line, from 1
-        self._ids: dict[bytes, int] | None = {}  # digests of the ids
+        self._starts = array("Q")  # start of each request's line, in bytes
+        self._sizes = array("L")  # bytes of each request's line
+        self._lines = array("L")  # number of each request's line, from 1
+        self._ids: dict[bytes, int] | None = {}  # digest of an id -> number of its request
         try:
             self._file = path.open("rb")
         except OSError as error:
@@ -67,20 +68,22 @@ class RequestFile:
         return len(self._starts)
 
     def find(self, custom_id: str) -> int | None:
-        """The request with this id; None: there is none. Not after `forget_ids`."""
+        """Return the number of the request with this id, or None if there is none. Not to be called
+        after `forget_ids`.
+        """
         assert self._ids is not None, "ids were forgotten"
         return self._ids.get(_digest(custom_id))
 
     def forget_ids(self) -> None:
-        """Free the memory that `find` needs, which is most of it."""
+        """Free the memory that only `find` needs, which is most of the object's memory."""
         self._ids = None
 
     def size_of(self, request: int) -> int:
-        """Bytes of its line."""
+        """Return the bytes of a request's line."""
         return self._sizes[request]
 
     def read(self, request: int) -> BatchRequest:
-        """One request, read again. Raises `WrongBatchError` where the file was changed."""
+        """Read and return one request. Raises `WrongBatchError` if the file was changed."""
         try:
             line = os.pread(self._file.fileno(), self._sizes[request], self._starts[request])
         except OSError as error:
@@ -88,7 +91,7 @@ class RequestFile:
         return self._read(line, self._lines[request], self._name)
 
     def close(self) -> None:
-        """No request is read any more."""
+        """Close the file. No request can be read afterwards."""
         self._file.close()
 
     def _check(self, url: str | None, max_requests: int | None, is_wanted: Callable[[], bool]) -> None:
@@ -140,9 +143,9 @@ def _digest(custom_id: str) -> bytes:
 
 
 class AnswerFile:
-    """The file of answers, locked while it is open: two processes must not answer one batch.
+    """The file of responses, locked while it is open, so that two processes cannot process the same batch.
 
-    With a second file, what has failed goes there.
+    If there is a second file, failed requests go there.
     """
 
     def __init__(
@@ -154,15 +157,15 @@ class AnswerFile:
         *,
         is_private: bool = False,
     ) -> None:
-        """`reserve`: is told of bytes before they are written, fewer than 0 for what was cut off; it may refuse them
-        with an `OSError`. `is_private`: only this user may read them.
+        """`reserve`: called with a number of bytes before they are written, or below 0 after bytes were cut off; it may
+        refuse them with an `OSError`. `is_private`: only this user may read the files.
 
-        Raises `StartupError` for a file that cannot be written, is in use, or has answers to other requests. Ids are
-        not looked up afterwards.
+        Raises `StartupError` for a file that cannot be written, is in use, or has responses to other requests. Ids of
+        requests cannot be looked up afterwards.
         """
-        self.num_done = 0  # requests with an answer that stays
-        self.num_failed = 0  # of these
-        self.num_dropped = 0  # answers that another try may change, and torn ones
+        self.num_done = 0  # requests with a final response
+        self.num_failed = 0  # number of these requests that failed
+        self.num_dropped = 0  # removed responses: torn, or another try may change them
         self._is_done = bytearray(len(requests))
         self._requests = requests
         self._files: list[_Lines] = []
@@ -179,15 +182,16 @@ class AnswerFile:
         requests.forget_ids()
 
     def pending(self) -> Iterator[int]:
-        """The numbers of requests without an answer, in order; those that get one meanwhile are left out."""
+        """Yield the numbers of requests without a response, in order. Requests that get one meanwhile are left out."""
         number = -1
         while (number := self._is_done.find(0, number + 1)) >= 0:
             yield number
 
     def write(self, number: int, request: BatchRequest, request_id: str, status: int, body: str) -> None:
-        """The answer to request `number`. `body`: its JSON. After a kill at any moment, at most this line is torn.
+        """Write the response to request `number`. `body`: its JSON. After a kill at any moment, at most this line is
+        torn.
 
-        Raises `OSError` when it cannot be written; then nothing of it is in the file.
+        Raises `OSError` if it cannot be written; then the file has no part of it.
         """
         head = dumps({"id": f"batch_req_{request_id}", "custom_id": request.custom_id})[:-1]
         response = f'{{"status_code":{status},"request_id":"{request_id}","body":{body}}}'
@@ -196,7 +200,7 @@ class AnswerFile:
         self._count(number, is_failed=status != 200)
 
     def write_unanswered(self, code: str, message: str) -> None:
-        """A line for each request that has no answer, and gets none. Raises `OSError` and `WrongBatchError`."""
+        """Write a line for each request that has no response and gets none. Raises `OSError` and `WrongBatchError`."""
         for number in self.pending():
             custom_id = self._requests.read(number).custom_id
             line = {"id": f"batch_req_{secrets.token_hex(12)}", "custom_id": custom_id, "response": None}
@@ -205,12 +209,12 @@ class AnswerFile:
             self._count(number, is_failed=True)
 
     def close(self) -> None:
-        """Flushes what was written to the disk before it returns."""
+        """Flush the written lines to the disk and close the files."""
         for file in self._files:
             file.close()
 
     def _stays(self, line: bytes, path: Path) -> bool:
-        """Whether the line is an answer that another try would not change. Raises `StartupError`."""
+        """Return whether the line is a response that another try would not change. Raises `StartupError`."""
         answer = _answer(line)
         if answer is None:
             if line.endswith(b"\n") and line.strip():
@@ -239,7 +243,7 @@ class AnswerFile:
 
 
 class _Lines:
-    """One file of answers, open and locked."""
+    """One file of responses, open and locked."""
 
     def __init__(self, path: Path, reserve: Callable[[int], None], mode: int) -> None:
         self._path = path
@@ -255,14 +259,14 @@ class _Lines:
             ) from None
 
     def mend(self, stays: Callable[[bytes, Path], bool]) -> None:
-        """Keep the lines that stay, moved together in place, and cut off the rest."""
+        """Keep the lines for which `stays` is true, moved together in place, and cut off the rest."""
         write_at = 0
         self._file.seek(0)
         while line := self._file.readline():
             next_at = self._file.tell()
             if not stays(line, self._path):
                 continue
-            if write_at + len(line) < next_at:  # never past what was read
+            if write_at + len(line) < next_at:  # never writes past the lines that were read
                 self._file.seek(write_at)
                 self._file.write(line)
                 self._file.seek(next_at)
@@ -274,7 +278,7 @@ class _Lines:
         self._size = write_at
 
     def append(self, line: bytes) -> None:
-        """Raises `OSError`; then the file is as before."""
+        """Append a line. Raises `OSError`; then the file is as before."""
         self._reserve(len(line))
         written = 0
         try:
@@ -304,7 +308,7 @@ def _opened(path: Path, mode: int) -> BufferedRandom:
 
 
 def _answer(line: bytes) -> dict[str, Any] | None:
-    """None: it is torn, or none of ours."""
+    """Return the response in a line, or None if the line is torn or is not a response."""
     try:
         value = json.loads(line)
         response = value["response"]
@@ -316,14 +320,14 @@ def _answer(line: bytes) -> dict[str, Any] | None:
 
 
 def usage_of(path: Path) -> dict[str, Any]:
-    """The tokens of all answers of a file, as the API counts them."""
+    """Return the tokens of all responses of a file, as the API counts them."""
     prompt = cached = generated = thoughts = 0
     with path.open("rb") as file:
         for line in file:
             usage = json.loads(line)["response"]["body"]["usage"]
-            new = "input_tokens" in usage  # as responses have it, else as completions
+            new = "input_tokens" in usage  # field names of the Responses API, else of completions
             prompt += usage["input_tokens" if new else "prompt_tokens"]
-            generated += usage.get("output_tokens" if new else "completion_tokens", 0)  # none of vectors
+            generated += usage.get("output_tokens" if new else "completion_tokens", 0)  # embeddings have none
             cached += usage["input_tokens_details" if new else "prompt_tokens_details"]["cached_tokens"]
             details = usage.get("output_tokens_details" if new else "completion_tokens_details") or {}
             thoughts += details.get("reasoning_tokens", 0)

@@ -1,8 +1,8 @@
-"""The directory of `--batch-dir`, and the files of `/v1/files` in it, of which each state survives a kill.
+"""The directory of `--batch-dir`, and the files of `/v1/files` in it. Each state of a file survives a kill.
 
-Files were uploaded, or written by batches; each has an owner. A description, of a file or of a batch, is a JSON file
-that is replaced as a whole. Names on the disk are ids made here, never a client's words. One server at a time has the
-directory.
+Files are uploaded, or written by batches; each has an owner. The description of a file or a batch is a JSON file that
+is replaced as a whole. Names on the disk are ids made here, never text from a client. Only one server at a time holds
+the directory.
 """
 
 import asyncio
@@ -35,10 +35,12 @@ _log = logger("batch")
 
 
 class BatchDirectory:
-    """Locked once it is taken, until it is closed. Calls may come from several threads."""
+    """The directory, locked from `take` to `close`. Its methods may be called from several threads."""
 
     def __init__(self, path: Path, max_bytes: int, *, is_shared: bool = False) -> None:
-        """`max_bytes`: of all contents. `is_shared`: by several keys. Raises `StartupError` if it cannot be used."""
+        """`max_bytes`: limit of all contents. `is_shared`: several API keys share it. Raises `StartupError` if it is
+        unusable.
+        """
         self.path = path
         self.bytes = KeyQuota(max_bytes, is_shared=is_shared)
         self._guard = threading.Lock()
@@ -51,17 +53,17 @@ class BatchDirectory:
             raise StartupError(cause, "Give --batch-dir a directory that this user may write to.") from None
 
     def take(self) -> bool:
-        """Lock it. False: another server has it."""
+        """Lock the directory. Return False if another server holds it."""
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
-        for left in (self.path / "uploads").iterdir():  # of uploads that a kill has ended
+        for left in (self.path / "uploads").iterdir():  # left by uploads that were killed
             left.unlink()
         return True
 
     def salt(self) -> bytes:
-        """Random bytes that belong to this directory; made when they are first asked for. Raises `StartupError`."""
+        """Return this directory's random salt, which is made at the first call. Raises `StartupError`."""
         path = self.path / "salt"
         try:
             if not path.exists():
@@ -76,18 +78,18 @@ class BatchDirectory:
             raise StartupError(cause, "Give --batch-dir a directory that this user may write to.") from None
 
     def close(self) -> None:
-        """Another server may have it. A second call changes nothing."""
+        """Release the directory for other servers. A second call changes nothing."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
 
     def count(self, owner: str | None, num_bytes: int) -> None:
-        """Count what is there already, or (below 0) is no more."""
+        """Count bytes that already exist, or (below 0) that were removed."""
         with self._guard:
             self.bytes.add(owner, num_bytes)
 
     def reserve(self, owner: str | None, num_bytes: int) -> None:
-        """Count so many bytes more of a key (or fewer, below 0). Raises `OSError` (EDQUOT) beyond the limit."""
+        """Count `num_bytes` more for a key (or fewer, if below 0). Raises `OSError` (EDQUOT) beyond the limit."""
         with self._guard:
             if num_bytes > 0 and not self.bytes.fits(owner, num_bytes):
                 cause = f"no more fits into --batch-dir-size of {self.bytes.limit} bytes.{self.bytes.rule}"
@@ -95,19 +97,19 @@ class BatchDirectory:
             self.bytes.add(owner, num_bytes)
 
     def content(self, file_id: str) -> Path:
-        """Where the content of a file is."""
+        """Return the path of a file's content."""
         return self.path / "files" / file_id
 
     def work(self, batch_id: str, kind: str) -> Path:
-        """Where answers of a batch are collected. `kind`: `output` or `errors`."""
+        """Return the path at which a batch's responses are collected. `kind`: `output` or `errors`."""
         return self.path / "work" / f"{batch_id}.{kind}"
 
     def new_upload(self) -> Path:
-        """A file for what is not complete yet."""
+        """Return a new path for content that is not complete yet."""
         return self.path / "uploads" / secrets.token_hex(12)
 
     def save(self, folder: str, name: str, value: dict[str, Any]) -> None:
-        """Replace a description; it is on the disk when this returns. Raises `OSError`."""
+        """Replace a description. It is on the disk when this returns. Raises `OSError`."""
         path = self.path / folder / f"{name}.json"
         written = json.dumps(value).encode()
         temporary = self.path / "uploads" / f"{name}.json"
@@ -124,7 +126,7 @@ class BatchDirectory:
         _sync(path.parent)
 
     def adopt(self, source: Path, file_id: str, description: dict[str, Any]) -> None:
-        """Make `source` the content of a file. Raises `OSError`; a kill in between leaves `source` as it was."""
+        """Make `source` the content of a file. Raises `OSError`. A kill in between leaves `source` as it was."""
         self.save("files", file_id, description)
         source.replace(self.content(file_id))
         _sync(self.content(file_id).parent)
@@ -142,7 +144,7 @@ class BatchDirectory:
     def descriptions(
         self, folder: str, pattern: re.Pattern[str], kind: Callable[..., _KindT]
     ) -> Iterator[tuple[str, _KindT]]:
-        """Every id and description of a folder. Raises `StartupError` for one that cannot be read."""
+        """Yield every id and description of a folder. Raises `StartupError` for a description that cannot be read."""
         for path in sorted((self.path / folder).glob("*.json")):
             if not pattern.fullmatch(path.stem):
                 continue
@@ -173,27 +175,27 @@ class Listed(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """The description of one file, as it is kept."""
+    """The description of one file, as it is kept on the disk."""
 
     id: str
-    owner: str | None  # the name of its API key; None: there were no keys
+    owner: str | None  # name of the API key on the disk; None: there were no keys
     bytes: int
     created_at: int
-    filename: str  # the client's word for it
+    filename: str  # the name that the client gave
     purpose: str  # `batch` or `batch_output`
     expires_at: int | None = None
 
     def wire(self) -> dict[str, Any]:
-        """The object of the API."""
+        """Return the API's object."""
         members = {name: value for name, value in asdict(self).items() if name != "owner"}
         return {"object": "file", **members, "status": "processed", "status_details": None}
 
 
 class FileStore:
-    """All files of a directory. Its methods belong on the event loop, the disk is a thread's."""
+    """All files of a directory. Call its methods on the event loop; a thread of `disk` does the I/O."""
 
     def __init__(self, directory: BatchDirectory, disk: ThreadPoolExecutor, *, is_shared: bool = False) -> None:
-        """`is_shared`: by several API keys. Raises `StartupError`."""
+        """`is_shared`: several API keys share the store. Raises `StartupError`."""
         self.directory = directory
         self.disk = disk
         self._files: dict[str, StoredFile] = {}
@@ -202,10 +204,10 @@ class FileStore:
             if directory.content(file_id).exists():
                 self._keep(file)
                 directory.count(file.owner, file.bytes)
-        self.is_used: Callable[[str], bool] = lambda file_id: False  # by a batch that has not ended
+        self.is_used: Callable[[str], bool] = lambda file_id: False  # True if a batch that has not ended uses the file
 
     def check_room(self, owner: str | None) -> None:
-        """Raises `HttpError` when a key has too many files."""
+        """Raise `HttpError` if a key has too many files."""
         self._drop_expired()
         if not self._quota.fits(owner, 1):
             message = (
@@ -215,7 +217,7 @@ class FileStore:
             raise HttpError(400, message, param="file", code="too_many_files")
 
     def get(self, owner: str | None, file_id: str) -> StoredFile:
-        """Raises `HttpError` (404), also for a file of another key."""
+        """Return a file's description. Raises `HttpError` (404), also for a file of another key."""
         self._drop_expired()
         found = self._files.get(file_id)
         if found is None or found.owner != owner:
@@ -227,7 +229,7 @@ class FileStore:
         return file_id in self._files
 
     def list(self, owner: str | None, query: ListQuery) -> dict[str, Any]:
-        """A page of an owner's files."""
+        """Return a page of an owner's files."""
         self._drop_expired()
         wanted = (None, "batch", "batch_output")
         if query.purpose not in wanted:
@@ -236,7 +238,7 @@ class FileStore:
         return page([file for file in own if query.purpose in (None, file.purpose)], query)
 
     async def delete(self, owner: str | None, file_id: str) -> dict[str, Any]:
-        """Raises `HttpError` (404), or 409 while a batch reads it."""
+        """Delete a file. Raises `HttpError`: 404 if there is no such file, 409 while a batch reads it."""
         file = self.get(owner, file_id)
         if self.is_used(file_id):
             message = f"A batch that has not ended reads the file '{file_id}'. Cancel the batch, or wait for its end."
@@ -247,7 +249,7 @@ class FileStore:
         return {"id": file_id, "object": "file", "deleted": True}
 
     async def adopt(self, source: Path, file: StoredFile) -> None:
-        """Keep `source`, whose bytes were reserved before, under the id of `file`. Raises `OSError`."""
+        """Keep `source`, whose bytes are reserved already, under the id of `file`. Raises `OSError`."""
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(self.disk, self.directory.adopt, source, file.id, asdict(file))
         self._keep(file)
@@ -270,20 +272,22 @@ class FileStore:
 
 
 def new_id(prefix: str) -> str:
-    """Ids made later are greater."""
+    """Return a new id, which is greater than all earlier ids."""
     return f"{prefix}{time.time_ns() // 1000:014x}{secrets.token_hex(5)}"
 
 
 def log_failure(done: Future[None]) -> None:
-    """Log the failure of work on the disk's thread that nobody waits for."""
+    """Log the failure of work on the disk's thread that no caller waits for."""
     error = done.exception()
     if error is not None:
         _log.error(event("batch_disk_failed", cause=str(error)))
 
 
 def page(items: Sequence[Listed], query: ListQuery) -> dict[str, Any]:
-    """The part of the items that `query` asks for; their ids are in the order of their making. Raises `HttpError` for
-    an `after` that is none of them."""
+    """Return the part of `items` that `query` asks for. Ids sort by their time of creation.
+
+    Raises `HttpError` if `after` is not an id of these items.
+    """
     ordered = sorted(items, key=lambda item: item.id, reverse=query.order == "desc")
     start = 0
     if query.after is not None:

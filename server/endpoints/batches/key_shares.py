@@ -1,4 +1,6 @@
-"""API keys among the batches: how the disk names them, how much each may hold, and how many of its requests run."""
+"""Shares of API keys among the batches: their names on the disk, their quotas, and their numbers of
+running requests.
+"""
 
 import asyncio
 import hashlib
@@ -9,35 +11,35 @@ from contextlib import asynccontextmanager, suppress
 from oarlock.server.http.api_keys import ApiKeys, Key
 from oarlock.server.http.server_state import ServerState
 
-_COST = {"n": 2**12, "r": 8, "p": 1, "dklen": 16}  # about 10 ms for each key, once
-MAX_BYTES = 32 * 2**20  # of the lines of all requests of batches that are answered at a time; one may have more
+_COST = {"n": 2**12, "r": 8, "p": 1, "dklen": 16}  # about 10 ms, once for each key
+MAX_BYTES = 32 * 2**20  # bytes of the lines of all batch requests that run at a time; a single request may have more
 _Waiting = tuple[asyncio.Future[None], int]
 
 
 class KeyNames:
-    """Names of keys on the disk: slow to compute from a key, so that nobody learns one by reading a description.
+    """Names of API keys on the disk. They are slow to compute, so that a description does not reveal the key.
 
-    A key has the same name after a restart, whatever its place among the others is.
+    A key has the same name after a restart, at any position among the keys.
     """
 
     def __init__(self, keys: ApiKeys, salt: bytes) -> None:
-        """`salt`: of the directory."""
+        """`salt`: the directory's salt."""
         self._names = {key.digest: hashlib.scrypt(key.digest, salt=salt, **_COST).hex() for key in keys}
         self._keys = {self._names[key.digest]: key for key in keys}
 
     def of(self, key: Key | None) -> str | None:
-        """The name of a key; None: there are no keys."""
+        """Return the name of a key, or None if there are no keys."""
         return None if key is None else self._names[key.digest]
 
     def key_of(self, name: str | None) -> Key | None:
-        """The key of that name, unless it is a key no more."""
+        """Return the key with this name, or None if the key was removed."""
         return None if name is None else self._keys.get(name)
 
 
 class KeyQuota:
-    """A limit that keys share: one alone may hold all of it, each of several at most as much as it leaves free.
+    """A limit that keys share: a single key may hold all of it, each of several keys at most as much as it leaves free.
 
-    So whatever the others hold, something is left for the next one, and no share lies idle for keys that want none.
+    So the next key always finds something free, and no share is unused because its key needs nothing.
     """
 
     def __init__(self, limit: int, *, is_shared: bool) -> None:
@@ -48,17 +50,17 @@ class KeyQuota:
         self._held: Counter[str | None] = Counter()
 
     def held(self, owner: str | None) -> int:
-        """How much of it a key holds."""
+        """Return the amount that a key holds."""
         return self._held[owner]
 
     def fits(self, owner: str | None, amount: int) -> bool:
-        """Whether a key may hold so much more."""
+        """Return whether a key may hold `amount` more."""
         others = self.total - self._held[owner]
         most = (self.limit - others) // 2 if self.is_shared else self.limit - others
         return self._held[owner] + amount <= most
 
     def add(self, owner: str | None, amount: int) -> None:
-        """Count so much more, or less, whether it fits or not."""
+        """Count `amount` more, or less if it is below 0, even if it does not fit."""
         self.total += amount
         self._held[owner] += amount
         if not self._held[owner]:
@@ -71,17 +73,17 @@ class KeyQuota:
 
 
 class FairLimiter:
-    """Hands out `size` places at a time. Of one key, those that wait get them in the order of asking."""
+    """A limiter with `size` permits. Waiting requests of the same key get them in the order in which they asked."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.num_held = 0
         self._held: Counter[str | None] = Counter()
-        # The keys that wait, those that were given a place last at the end.
+        # Keys with waiting requests. The key that got a permit last is at the end.
         self._waiting: OrderedDict[str | None, deque[_Waiting]] = OrderedDict()
 
     async def acquire(self, owner: str | None, num_bytes: int = 0) -> None:
-        """Wait for a place. `num_bytes`: what it is for takes so many."""
+        """Wait for a permit. `num_bytes`: size of the request that it is for."""
         place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(owner, deque()).append((place, num_bytes))
         self.hand_out()
@@ -95,13 +97,13 @@ class FairLimiter:
             raise
 
     def release(self, owner: str | None, num_bytes: int = 0) -> None:
-        """Give a place back, to the next in line."""
+        """Return a permit, which goes to the next in line."""
         self._count(owner, -1, -num_bytes)
         self.hand_out()
 
     @asynccontextmanager
     async def place(self, owner: str | None) -> AsyncGenerator[None]:
-        """A place while the context lasts."""
+        """Hold a permit while the context lasts."""
         await self.acquire(owner)
         try:
             yield
@@ -109,9 +111,9 @@ class FairLimiter:
             self.release(owner)
 
     def hand_out(self) -> None:
-        """Give out the places that are free."""
+        """Hand out the free permits."""
         while self._waiting:
-            owner = min(self._waiting, key=lambda one: self._held[one])  # of several the one that has waited longest
+            owner = min(self._waiting, key=lambda one: self._held[one])  # ties: the key that has waited longest
             place, num_bytes = self._waiting[owner][0]
             if not self._has_place(owner, num_bytes):
                 return
@@ -125,7 +127,7 @@ class FairLimiter:
                 place.set_result(None)
 
     def _has_place(self, owner: str | None, num_bytes: int) -> bool:
-        """Return whether `owner`, the next in turn, can have a place for a request of `num_bytes`."""
+        """Return whether `owner`, the next in turn, can have a permit for a request of `num_bytes`."""
         return self.num_held < self.size
 
     def _count(self, owner: str | None, num_places: int, num_bytes: int) -> None:
@@ -135,21 +137,21 @@ class FairLimiter:
             del self._held[owner]
 
     def _leave(self, owner: str | None, waiting: _Waiting) -> None:
-        """It waits no longer."""
+        """Remove a waiting request from its line."""
         line = self._waiting.get(owner)
         if line is not None:
             with suppress(ValueError):
                 line.remove(waiting)
             if not line:
                 del self._waiting[owner]
-        self.hand_out()  # others may fit where this one did not
+        self.hand_out()  # other requests may fit although this one did not
 
 
 class BatchLimiter(FairLimiter):
-    """Limits the batch requests that run at a time: to the engine's rows, and to half of them beside other requests.
+    """Limiter of running batch requests: the number of the engine's rows, or half of it while other requests are open.
 
-    The first request of a key has a place at once, since those of another key may hold all places for as long as their
-    answers are. The engine divides its rows between the keys.
+    The first request of a key gets a permit at once, because requests of another key may hold all permits until their
+    responses are complete. The engine divides its rows between the keys.
     """
 
     def __init__(self, num_rows: int, state: ServerState, *, is_shared: bool = False) -> None:
@@ -161,7 +163,7 @@ class BatchLimiter(FairLimiter):
         self._until_idle: asyncio.Task[None] | None = None
 
     def for_key(self, owner: str | None) -> "KeyLimiter":
-        """This limiter, as one key asks it."""
+        """Return the view of this limiter for one key."""
         return KeyLimiter(self, owner)
 
     def _has_place(self, owner: str | None, num_bytes: int) -> bool:
@@ -180,28 +182,28 @@ class BatchLimiter(FairLimiter):
         self._bytes.add(owner, num_bytes)
 
     async def _follow(self) -> None:
-        """Hand out the other half once no other request is open."""
+        """Hand out the other half of the permits after the last other request has ended."""
         await self._state.idle.wait()
         self._until_idle = None
         self.hand_out()
 
     def close(self) -> None:
-        """Wait for nothing more."""
+        """Stop waiting for the end of other requests."""
         if self._until_idle is not None:
             self._until_idle.cancel()
 
 
 class KeyLimiter:
-    """A limiter as one API key asks it, for a `BatchRun`."""
+    """A limiter as one API key sees it, for a `BatchRun`."""
 
     def __init__(self, limiter: FairLimiter, owner: str | None) -> None:
         self._limiter = limiter
         self._owner = owner
 
     async def acquire(self, num_bytes: int) -> None:
-        """Wait for a place for a request whose line has so many bytes."""
+        """Wait for a permit for a request whose line has `num_bytes`."""
         await self._limiter.acquire(self._owner, num_bytes)
 
     def release(self, num_bytes: int) -> None:
-        """Give it back."""
+        """Return the permit."""
         self._limiter.release(self._owner, num_bytes)

@@ -1,9 +1,9 @@
-"""Runs batches behind the server's other requests, and resumes them after a restart.
+"""Runner of batches behind the server's other requests. It resumes batches after a restart.
 
-The answers on the disk are the truth: a batch that a kill has ended is read again from its file of requests, what has
-an answer is left alone, and each request has one line in the end. Descriptions only say how far a batch has come. A
-server may start while the one before it still finishes its requests: it serves all else, and resumes the batches when
-the other has ended, however it did.
+The responses on the disk decide: after a kill, a batch is read again from its file of requests, requests that have a
+response are skipped, and each request has exactly one line in the end. Descriptions only record the progress. A server
+may start while its predecessor still finishes its requests. Then it serves everything else, and resumes the batches
+when the predecessor has ended, even if that was killed.
 """
 
 import asyncio
@@ -37,31 +37,31 @@ from oarlock.server.http.large_body import LargeBodies
 from oarlock.server.http.server_state import ServerState
 from oarlock.server.observability.logs import event, logger
 
-MAX_REQUESTS = 50_000  # of one batch
-MAX_BATCHES = 10_000  # that are remembered, the oldest that have ended forgotten first
+MAX_REQUESTS = 50_000  # limit of one batch
+MAX_BATCHES = 10_000  # batches that are kept; the oldest ended batches are forgotten first
 MAX_OPEN = 256
-_AT_ONCE = 4  # batches of one key that are answered side by side
-_CHECKED_AT_ONCE = 1  # files that are read whole, which takes the most memory
+_AT_ONCE = 4  # batches of one key that run in parallel
+_CHECKED_AT_ONCE = 1  # files that are read whole at the same time; reading takes the most memory
 _OUTPUT, _ERRORS = "output", "errors"
 _log = logger("batch")
 _ResultT = TypeVar("_ResultT")
-_POLL_S = 0.5  # between two looks at a directory that another server has
+_POLL_S = 0.5  # interval of checks whether another server has released the directory
 _RETRY_S = 5
 
 
 @dataclass(slots=True)
 class _Job:
-    """An open batch and its files, which only the thread of its disk touches."""
+    """An open batch and its files, which only the thread of `disk` uses."""
 
     batch: Batch
     disk: ThreadPoolExecutor
-    stop: asyncio.Event = field(default_factory=asyncio.Event)  # it was cancelled
-    is_wanted: bool = True  # until the server stops
+    stop: asyncio.Event = field(default_factory=asyncio.Event)  # set if the batch was cancelled
+    is_wanted: bool = True  # False after the server stops
     requests: RequestFile | None = None
     answers: AnswerFile | None = None
 
     def close(self) -> None:
-        """On the disk's thread: what was answered is on the disk when this returns."""
+        """Close the files, on the disk's thread. All responses are on the disk when this returns."""
         if self.answers is not None:
             self.answers.close()
         if self.requests is not None:
@@ -73,7 +73,7 @@ class _Job:
 
 
 class BatchRunner:
-    """All batches of one directory. Its methods belong on the event loop."""
+    """All batches of one directory. Call its methods on the event loop."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class BatchRunner:
         large_bodies: LargeBodies,
         max_line: int,
     ) -> None:
-        """`large_bodies`: reads long lines. `max_line`: bytes of a request. Raises `StartupError`."""
+        """`large_bodies`: reads long lines. `max_line`: largest size of a request in bytes. Raises `StartupError`."""
         self.files = files
         self.names = names
         files.is_used = self._reads
@@ -104,14 +104,14 @@ class BatchRunner:
         self._active: defaultdict[str | None, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(_AT_ONCE))
         self._checks = FairLimiter(_CHECKED_AT_ONCE)
         self._is_stopping = False
-        self.ended_requests = {"answered": 0, "failed": 0}  # since the start
+        self.ended_requests = {"answered": 0, "failed": 0}  # requests since the start
 
     def start(self) -> None:
-        """Go on with what was open. The engine is there."""
+        """Resume the open batches. The engine must be ready."""
         async_llm = self._state.async_llm
         assert async_llm is not None, "batches start when the server is ready"
         info = async_llm.engine.info
-        # Of a request with many choices or texts, too.
+        # This also defers further sequences of a batch request with many choices or texts.
         async_llm.admission_queue.others_are_open = lambda: self._state.num_in_flight > 0
         async_llm.one_prompt = asyncio.Semaphore(1)
         num_rows, is_shared = info.data_parallel_size * info.max_num_seqs, self._directory.bytes.is_shared
@@ -122,7 +122,7 @@ class BatchRunner:
                 self._begin(batch)
 
     async def stop(self) -> None:
-        """Answer nothing more: the next start resumes what is open."""
+        """Stop all batches. The next start resumes the open ones."""
         self._is_stopping = True
         for job in self._jobs.values():
             job.is_wanted = False
@@ -133,22 +133,22 @@ class BatchRunner:
             await asyncio.wait(tasks)
 
     async def close(self) -> None:
-        """Give the directory back. A second call changes nothing."""
+        """Release the directory. A second call changes nothing."""
         await self.stop()
         self._large_bodies.close()
         self.files.disk.shutdown()
         self._directory.close()
 
     def by_status(self) -> Counter[str]:
-        """Number of batches that are remembered."""
+        """Return the number of kept batches in each state."""
         return Counter(batch.status for batch in self._batches.values())
 
     def all_of(self, owner: str | None) -> list[Batch]:
-        """An owner's batches, their counts as of now."""
+        """Return an owner's batches with their current counts."""
         return [self._counted(batch) for batch in self._batches.values() if batch.owner == owner]
 
     def get(self, owner: str | None, batch_id: str) -> Batch:
-        """Raises `HttpError` (404), also for a batch of another key."""
+        """Return a batch. Raises `HttpError` (404), also for a batch of another key."""
         found = self._batches.get(batch_id)
         if found is None or found.owner != owner:
             message = f"There is no batch '{batch_id[:64]}' here (any more)."
@@ -156,7 +156,7 @@ class BatchRunner:
         return self._counted(found)
 
     async def create(self, batch: Batch) -> None:
-        """Keep a new batch, and begin with it. Raises `HttpError`, and `OSError` when it cannot be kept."""
+        """Keep a new batch and start it. Raises `HttpError`, or `OSError` if it cannot be kept."""
         if not self._num_open.fits(batch.owner, 1):
             own = self._num_open.held(batch.owner)
             message = (
@@ -173,17 +173,17 @@ class BatchRunner:
         if len(self._batches) >= MAX_BATCHES:
             self._forget_oldest()
         self._batches[batch.id] = batch
-        if not self._is_stopping:  # else the next start begins with it
+        if not self._is_stopping:  # else the next start begins it
             self._begin(batch)
 
     async def cancel(self, batch: Batch) -> None:
-        """Raises `HttpError` (409) when it has ended, and `OSError`."""
+        """Cancel a batch. Raises `HttpError` (409) if it has ended, and `OSError`."""
         if not batch.is_open:
             message = f"The batch '{batch.id}' is {batch.status}: there is nothing to cancel."
             raise HttpError(409, message, param="batch_id", code="batch_ended")
         job = self._jobs.get(batch.id)
         if job is None or batch.status == "finalizing":
-            return  # all answers are there, in a moment it has ended
+            return  # all responses are complete, and the batch ends in a moment
         batch.enter("cancelling")
         await self._save(batch)
         job.stop.set()
@@ -197,7 +197,7 @@ class BatchRunner:
         task.add_done_callback(self._tasks.discard)
 
     async def _live(self, job: _Job) -> None:
-        """From wherever the batch is to its end, or to that of the server."""
+        """Take a batch from its current state to its end, or until the server stops."""
         batch = job.batch
         try:
             try:
@@ -217,14 +217,16 @@ class BatchRunner:
                 await self._fail(job, code, f"The answers cannot be written: {error.strerror}.")
             except ENDS_TASK:
                 raise
-            except BaseException as error:  # whatever it is, it ends this batch and no other
+            except BaseException as error:  # any error ends this batch only
                 _log.error(event("batch_failed", batch=batch.id), exc_info=error)
                 await self._fail(job, "internal_error", "Internal error. The server's log has the details.")
         finally:
             await asyncio.shield(self._release(job))
 
     async def _outcome(self, job: _Job) -> str:
-        """Answer requests until all are, the batch is cancelled, or its time is over."""
+        """Process requests until all have a response, the batch is cancelled, or its time is over. Return the final
+        state.
+        """
         work = asyncio.create_task(self._answer_all(job))
         stopped = asyncio.create_task(job.stop.wait())
         left = max(0.0, job.batch.expires_at - time.time())
@@ -235,7 +237,7 @@ class BatchRunner:
             work.cancel()
             await asyncio.wait({work})
         if not work.cancelled():
-            work.result()  # raises
+            work.result()  # raises the error of the work
             return "completed"
         return "cancelled" if job.stop.is_set() else "expired"
 
@@ -252,7 +254,10 @@ class BatchRunner:
             await run.run()
 
     async def _checked(self, job: _Job, function: Callable[..., _ResultT], *arguments: Any) -> _ResultT:
-        """Reads whole files, of one batch after the other: the keys take turns. Ends with that work, cancelled too."""
+        """Run a function that reads whole files, one batch at a time; the keys take turns.
+
+        If this is cancelled, it still waits for the end of the function.
+        """
         async with self._checks.place(job.batch.owner):
             work = asyncio.ensure_future(job.on_disk(function, *arguments))
             try:
@@ -270,7 +275,7 @@ class BatchRunner:
         return await self._endpoints.answer(request, request_id, owner=owner, label=label, priority=MAX_PRIORITY)
 
     def _opened(self, job: _Job) -> tuple[RequestFile, AnswerFile]:
-        """On the disk's thread. Raises `WrongBatchError`."""
+        """Open the batch's files, on the disk's thread. Raises `WrongBatchError`."""
         if job.requests is None:
             path = self._directory.content(job.batch.input_file_id)
             job.requests = RequestFile(
@@ -289,7 +294,7 @@ class BatchRunner:
         return job.requests, job.answers
 
     async def _finish_answers(self, job: _Job, outcome: str) -> None:
-        """Give requests without an answer their lines; from here on the batch is only published."""
+        """Write a line for each request without a response. Afterwards the batch only needs to be published."""
         batch = job.batch
         batch.counts, batch.usage, num_unanswered = await self._checked(job, self._completed, job, outcome)
         self.ended_requests["failed"] += num_unanswered
@@ -299,7 +304,9 @@ class BatchRunner:
         await self._save(batch)
 
     def _completed(self, job: _Job, outcome: str) -> tuple[tuple[int, int, int], dict[str, Any], int]:
-        """On the disk's thread: the counts and the usage, when all is on the disk, and how many got no answer now."""
+        """Complete the files, on the disk's thread. Return the counts, the usage, and the number of requests left
+        unanswered.
+        """
         requests, answers = self._opened(job)
         num_done = answers.num_done
         if outcome in UNANSWERED:
@@ -309,7 +316,7 @@ class BatchRunner:
         return counts, usage_of(self._directory.work(job.batch.id, _OUTPUT)), num_unanswered
 
     async def _publish(self, job: _Job) -> None:
-        """Make the answers files of `/v1/files`, and end the batch. After a kill in the middle it does the rest."""
+        """Make the responses files of `/v1/files`, and end the batch. After a kill in the middle, it does the rest."""
         batch = job.batch
         assert batch.outcome is not None
         published = {kind: await self._published(job, kind) for kind in batch.written}
@@ -317,7 +324,7 @@ class BatchRunner:
         await self._end(batch, batch.outcome)
 
     async def _published(self, job: _Job, kind: str) -> str | None:
-        """The id of the file; None: it is empty."""
+        """Return the id of the published file, or None if it is empty."""
         batch, file_id = job.batch, job.batch.written[kind]
         path = self._directory.work(batch.id, kind)
         size = await job.on_disk(_size, path)
@@ -333,7 +340,7 @@ class BatchRunner:
         return file_id
 
     async def _fail(self, job: _Job, code: str, message: str) -> None:
-        """End a batch that cannot go on, with the answers that it has."""
+        """End a batch that cannot go on, with the responses that it has."""
         batch = job.batch
         batch.errors = [{"code": code, "line": None, "message": message, "param": None}]
         try:
@@ -343,7 +350,7 @@ class BatchRunner:
             await self._publish(job)
         except ENDS_TASK:
             raise
-        except BaseException as error:  # not even that: it is tried again with the next start
+        except BaseException as error:  # even this failed; the next start tries again
             _log.error(event("batch_not_kept", batch=batch.id), exc_info=error)
             batch.enter("failed")
 
@@ -368,7 +375,7 @@ class BatchRunner:
         await asyncio.get_running_loop().run_in_executor(self.files.disk, save)
 
     def _forget_oldest(self) -> None:
-        """Forget a batch that has ended, of the key that has the most of them."""
+        """Forget an ended batch of the key that has the most ended batches."""
         ended = [batch for batch in self._batches.values() if not batch.is_open]
         ((owner, _),) = Counter(batch.owner for batch in ended).most_common(1)
         batch_id = min(batch.id for batch in ended if batch.owner == owner)
@@ -390,7 +397,7 @@ def _counts(requests: RequestFile, answers: AnswerFile) -> tuple[int, int, int]:
 
 
 def _size(path: Path) -> int | None:
-    """None: there is no such file."""
+    """Return the file size in bytes, or None if the file does not exist."""
     try:
         return path.stat().st_size
     except FileNotFoundError:
@@ -398,10 +405,10 @@ def _size(path: Path) -> int | None:
 
 
 class DirectoryAdoption:
-    """Adopts the directory of batches, once no other server has it."""
+    """Takes over the directory of batches after other servers have released it."""
 
     def __init__(self, directory: BatchDirectory, open_runner: Callable[[], BatchRunner]) -> None:
-        """`open_runner`: is called once the directory is ours. Raises `StartupError`, as it does."""
+        """`open_runner`: called after this server has locked the directory. Raises the same `StartupError`."""
         self._directory = directory
         self._open_runner = open_runner
         self._runner = open_runner() if directory.take() else None
@@ -410,7 +417,7 @@ class DirectoryAdoption:
 
     @property
     def runner(self) -> BatchRunner:
-        """Raises `HttpError` (503) as long as another server has the directory."""
+        """The runner. Raises `HttpError` (503) while another server has the directory."""
         if self._runner is not None:
             return self._runner
         message = "Another server still has the directory of --batch-dir; this one waits for its end. Retry then."
@@ -418,15 +425,15 @@ class DirectoryAdoption:
 
     @property
     def ended_requests(self) -> Mapping[str, int]:
-        """For metrics."""
+        """Numbers of answered and failed requests since the start."""
         return {"answered": 0, "failed": 0} if self._runner is None else self._runner.ended_requests
 
     def by_status(self) -> Mapping[str, int]:
-        """For metrics."""
+        """Return the number of batches in each state."""
         return {} if self._runner is None else self._runner.by_status()
 
     def start(self) -> None:
-        """The engine is there."""
+        """Start the batches, or wait for the directory. The engine must be ready."""
         if self._runner is not None:
             self._runner.start()
         else:
@@ -434,7 +441,7 @@ class DirectoryAdoption:
             self._waiting = asyncio.create_task(self._wait())
 
     async def stop(self) -> None:
-        """Answer nothing more."""
+        """Stop waiting, and stop all batches."""
         if self._waiting is not None:
             self._waiting.cancel()
             await asyncio.wait({self._waiting})
@@ -442,7 +449,7 @@ class DirectoryAdoption:
             await self._runner.stop()
 
     async def close(self) -> None:
-        """Give the directory back. A second call changes nothing."""
+        """Release the directory. A second call changes nothing."""
         await self.stop()
         if self._runner is not None:
             await self._runner.close()

@@ -1,4 +1,4 @@
-"""The request of `/v1/batches`, and one line of a file of requests, as OpenAI's batch API has them."""
+"""The request of `/v1/batches`, and one line of a file of requests, as in OpenAI's batch API."""
 
 import json
 from dataclasses import dataclass
@@ -19,13 +19,15 @@ SHAPE = (
 )
 _MEMBERS = ("custom_id", "method", "url", "body")
 _SPACE = pattern(r"[ \t\r\n]*")
-_NAME = pattern(r'[ \t\r\n]*("(?:[^"\\\x00-\x1f]|\\.)*")[ \t\r\n]*:[ \t\r\n]*')  # of a member
-_END = pattern(r"[ \t\r\n]*([,}])")  # of a member's value
+_NAME = pattern(r'[ \t\r\n]*("(?:[^"\\\x00-\x1f]|\\.)*")[ \t\r\n]*:[ \t\r\n]*')  # name of a member, with the colon
+_END = pattern(r"[ \t\r\n]*([,}])")  # end of a member's value
 _DECODER = JSONDecoder()
 
 
 class WrongBatchError(StartupError):
-    """The file of requests is wrong. `line`: the first wrong one, from 1, if it is one; `code`: for programs."""
+    """A wrong file of requests. `line`: the first wrong line, from 1, or None for the whole file.
+    `code`: for programs.
+    """
 
     def __init__(self, cause: str, fix: str, line: int | None = None, code: str = "invalid_json_line") -> None:
         super().__init__(cause, fix)
@@ -39,7 +41,7 @@ class BatchRequest:
 
     custom_id: str
     url: str
-    body: bytes  # JSON, as it was written
+    body: bytes  # JSON as it was written
 
 
 def read_line(line: bytes, number: int, name: str) -> BatchRequest:
@@ -73,13 +75,13 @@ def read_line(line: bytes, number: int, name: str) -> BatchRequest:
 
 
 def _members(text: str) -> dict[str, tuple[Any, str]] | None:
-    """The members of an object: the value of each, and its text. None: it is no object. Raises `ValueError`.
+    """Return an object's members, each as its value and its text, or None if it is not an object. Raises `ValueError`.
 
-    The text of a body is kept, since what is made of its value would hide a field that is there twice.
+    The text of a body is kept, because re-encoding its value would hide a field that occurs twice.
     """
     place = _after_space(text, 0)
     if not text.startswith("{", place):
-        json.loads(text)  # raises, unless it is some other value
+        json.loads(text)  # raises, unless the text is another JSON value
         return None
     members: dict[str, tuple[Any, str]] = {}
     place += 1
@@ -109,7 +111,7 @@ def _after_space(text: str, place: int) -> int:
 
 
 def _is_encodable(text: str) -> bool:
-    """Whether it has no lone surrogates, which no file can hold."""
+    """Return whether a text has no lone surrogates, which no file can hold."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -123,7 +125,7 @@ _ID_LENGTH = 64
 
 
 class ExpiresAfter(StrictModel):
-    """When a file is deleted by itself."""
+    """The time after which a file is deleted automatically."""
 
     anchor: Literal["created_at"]
     seconds: Annotated[int, Field(ge=MIN_EXPIRY_S, le=MAX_EXPIRY_S), WHOLE]

@@ -1,4 +1,4 @@
-"""Serves `/v1/files` and `/v1/batches`: uploads, lists and downloads, and what is asked about batches.
+"""Serving of `/v1/files` and `/v1/batches`: uploads, lists and downloads of files, and requests about batches.
 
 `multipart/form-data` (RFC 7578, RFC 2046 section 5.1.1) is read piece by piece: a file is never whole in memory.
 """
@@ -42,21 +42,21 @@ from oarlock.server.json_text import dumps
 from oarlock.server.observability.metrics import HttpCounters
 
 MAX_PARTS = 16
-MAX_HEADERS = 8 * 1024  # bytes, of one part
+MAX_HEADERS = 8 * 1024  # bytes of the headers of one part
 _BOUNDARY = re.compile(r"""boundary=(?:"([^"]{1,70})"|([^\s;"]{1,70}))""", re.IGNORECASE)
 _PARAMETER = re.compile(r"""(?:^|;)\s*(name|filename)="((?:[^"\\]|\\.)*)\"""", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part begins."""
+    """The beginning of a part of a form."""
 
     name: str
-    filename: str | None  # None: it is a field, not a file
+    filename: str | None  # None: a field, not a file
 
 
 def boundary_of(content_type: str) -> bytes:
-    """Raises `HttpError` (415) unless it is a form with a boundary."""
+    """Return the boundary of a form. Raises `HttpError` (415) if the content is not a form with a boundary."""
     found = _BOUNDARY.search(content_type)
     if content_type.partition(";")[0].strip().lower() != "multipart/form-data" or found is None:
         raise HttpError(415, "The body must be a form: send 'Content-Type: multipart/form-data; boundary=…'.")
@@ -64,21 +64,21 @@ def boundary_of(content_type: str) -> bytes:
 
 
 class MultipartReader:
-    """Bytes in, parts and their contents out."""
+    """Parser of a form: bytes in, parts and their contents out."""
 
     def __init__(self, boundary: bytes) -> None:
         self._delimiter = b"\r\n--" + boundary
-        self._buffer = bytearray(b"\r\n")  # so that the first delimiter is like the others
+        self._buffer = bytearray(b"\r\n")  # makes the first delimiter like the others
         self._state = "before"  # then "delimiter", "headers", "content" and, at the end, "after"
         self._num_parts = 0
 
     @property
     def is_complete(self) -> bool:
-        """Whether the last delimiter has come."""
+        """True if the last delimiter has arrived."""
         return self._state == "after"
 
     def feed(self, data: bytes) -> Iterator[Part | bytes]:
-        """A `Part` where one begins, and pieces of its content. Raises `RequestError`."""
+        """Yield a `Part` when one begins, and pieces of its content. Raises `RequestError`."""
         self._buffer += data
         while True:
             if self._state in ("before", "content"):
@@ -103,11 +103,13 @@ class MultipartReader:
                 self._state = "content"
                 yield part
             else:
-                self._buffer.clear()  # what follows the end means nothing (RFC 2046)
+                self._buffer.clear()  # data after the end have no meaning (RFC 2046)
                 return
 
     def _content(self) -> tuple[bytes, bool]:
-        """Take what is certainly content from the buffer, and tell whether a delimiter ended it."""
+        """Take the bytes that are certainly content from the buffer. Return them, and whether a
+        delimiter ended them.
+        """
         at = self._buffer.find(self._delimiter)
         end = at if at >= 0 else max(0, len(self._buffer) - len(self._delimiter) + 1)
         content = bytes(self._buffer[:end])
@@ -141,7 +143,7 @@ def _wrong(problem: str) -> RequestError:
 
 MAX_FILE_BYTES = 200 * 2**20
 UPLOAD_TIMEOUT_S = 600.0
-_IDLE_S = 30.0  # between two pieces of an upload
+_IDLE_S = 30.0  # longest pause between two pieces of an upload
 _WRITE_BYTES = 2**20
 _MAX_FIELD = 1024  # bytes of a field of the form
 _EXPIRY = "expires_after[anchor]", "expires_after[seconds]"
@@ -153,10 +155,10 @@ class OpenAIServingBatches(OpenAIServing):
 
     state_name = "serving_batches"
 
-    adoption: DirectoryAdoption  # the routes are there only with it
+    adoption: DirectoryAdoption  # its routes exist only with --batch-dir, which sets it
 
     async def upload(self, request: Request) -> Response:
-        """Keep a file of requests. Its content is checked by the batch that uses it. Raises `HttpError`."""
+        """Keep a file of requests. The batch that uses it checks its content. Raises `HttpError`."""
         boundary = boundary_of(request.headers.get("content-type", ""))
         runner, owner = self._for(request)
         files = runner.files
@@ -164,7 +166,7 @@ class OpenAIServingBatches(OpenAIServing):
         upload = _Upload(files.directory.new_upload(), partial(files.directory.reserve, owner), files.disk)
         try:
             with self.state.body_memory.open() as held:
-                held.add(_WRITE_BYTES)  # at a time: the rest is in the file
+                held.add(_WRITE_BYTES)  # bytes held at a time; the rest is in the file
                 async with asyncio.timeout(UPLOAD_TIMEOUT_S):
                     await upload.read(request.stream(), MultipartReader(boundary))
             expires_s = upload.checked()
@@ -192,7 +194,7 @@ class OpenAIServingBatches(OpenAIServing):
         return _json(file.wire())
 
     def list_files(self, request: Request) -> Response:
-        """Raises `RequestError`."""
+        """List the key's files. Raises `RequestError`."""
         query = ListQuery.of(request.query_params, limit=10_000, max_limit=10_000)
         runner, owner = self._for(request)
         return _json(runner.files.list(owner, query))
@@ -211,7 +213,7 @@ class OpenAIServingBatches(OpenAIServing):
         return _json(await runner.files.delete(owner, file_id))
 
     async def create(self, request: Request) -> Response:
-        """Begin with a batch. Raises `HttpError` and `RequestError`."""
+        """Create a batch and start it. Raises `HttpError` and `RequestError`."""
         body, headers = await self.read(request, CreateBatchRequest)
         runner, owner = self._for(request)
         file = runner.files.get(owner, body.input_file_id)
@@ -240,7 +242,7 @@ class OpenAIServingBatches(OpenAIServing):
         return _json(batch.wire(), headers)
 
     def list_batches(self, request: Request) -> Response:
-        """Raises `RequestError`."""
+        """List the key's batches. Raises `RequestError`."""
         query = ListQuery.of(request.query_params, limit=20, max_limit=100)
         runner, owner = self._for(request)
         return _json(page(runner.all_of(owner), query))
@@ -259,7 +261,9 @@ class OpenAIServingBatches(OpenAIServing):
         return _json(batch.wire())
 
     def _for(self, request: Request) -> tuple[BatchRunner, str | None]:
-        """The runner, and what the disk calls the request's API key. Raises `HttpError` (503) without a runner."""
+        """Return the runner, and the disk's name of the request's API key. Raises `HttpError` (503)
+        without a runner.
+        """
         runner = self.adoption.runner
         return runner, runner.names.of(request.scope["state"]["key"])
 
@@ -283,7 +287,7 @@ def open_batches(settings: Settings, state: ServerState, counters: HttpCounters,
     assert settings.batch_dir is not None
     is_shared = len(keys) > 1
     directory = BatchDirectory(Path(settings.batch_dir), settings.batch_dir_size, is_shared=is_shared)
-    # Their own: what others ask over HTTP does not wait for lines of batches.
+    # The batches have their own process for large bodies, so that HTTP requests do not wait for lines of batches.
     large_bodies = LargeBodies()
     endpoints = BatchEndpoints(
         *(
@@ -308,10 +312,10 @@ def open_batches(settings: Settings, state: ServerState, counters: HttpCounters,
 
 
 class _Upload:
-    """A form on its way to the disk: one file and a few fields."""
+    """A form that is being written to the disk: one file and a few fields."""
 
     def __init__(self, path: Path, reserve: Any, disk: ThreadPoolExecutor) -> None:
-        """`reserve(num_bytes)` counts what is on the disk, and refuses what is too much with an `OSError`."""
+        """`reserve(num_bytes)` counts the bytes on the disk, and raises `OSError` if they are too many."""
         self.path = path
         self.num_bytes = 0
         self.filename: str | None = None
@@ -322,7 +326,7 @@ class _Upload:
         self._unwritten = bytearray()
 
     async def read(self, stream: AsyncIterator[bytes], reader: MultipartReader) -> None:
-        """Raises `HttpError`, `RequestError`, `OSError` and `TimeoutError`."""
+        """Read the whole form. Raises `HttpError`, `RequestError`, `OSError` and `TimeoutError`."""
         field: str | None = None
         iterator = stream.__aiter__()
         while True:
@@ -345,11 +349,11 @@ class _Upload:
             await self.on_disk(self._close)
 
     async def on_disk(self, function: Callable[[], None]) -> None:
-        """Call it on the one thread for files, behind what was asked of it before."""
+        """Call a function on the only thread for files, after all earlier calls."""
         await asyncio.get_running_loop().run_in_executor(self._disk, function)
 
     def checked(self) -> int | None:
-        """The seconds that the file is kept for; None: it stays. Raises `RequestError`."""
+        """Return the seconds after which the file expires, or None if it stays. Raises `RequestError`."""
         if self.filename is None:
             raise RequestError("'file' is required.", "file")
         if not self.num_bytes:
@@ -372,7 +376,7 @@ class _Upload:
         return int(seconds)
 
     def discard(self) -> None:
-        """Nothing of it stays."""
+        """Delete the partially uploaded file."""
         if self._file is not None:
             self._file.close()
         if self.path.exists():
@@ -380,7 +384,7 @@ class _Upload:
             self._reserve(-self.num_bytes)
 
     def _begin(self, part: Part) -> str | None:
-        """The name of the field; None: it is the file."""
+        """Begin a part. Return the name of the field, or None for the file."""
         if part.name == "file" and part.filename is not None:
             if self.filename is not None:
                 raise RequestError("There is more than one 'file'. Send one at a time.", "file")
@@ -446,7 +450,7 @@ _UPLOAD = describe("Upload file", "File") | {
 
 @router.post("/v1/files", openapi_extra=_UPLOAD)
 async def upload_file(request: Request) -> Response:
-    """A file of requests for `/v1/batches`."""
+    """Upload a file of requests for `/v1/batches`."""
     return await OpenAIServingBatches.of(request).upload(request)
 
 
@@ -455,7 +459,7 @@ async def upload_file(request: Request) -> Response:
     openapi_extra=describe("List files", "FileList", query=("after", "limit", "order", "purpose")),
 )
 async def list_files(request: Request) -> Response:
-    """`after`, `limit`, `order` and `purpose` choose a part of it."""
+    """List the files. `after`, `limit`, `order` and `purpose` choose a part of the list."""
     return OpenAIServingBatches.of(request).list_files(request)
 
 
@@ -468,7 +472,7 @@ async def get_file(request: Request, file_id: str) -> Response:
     "/v1/files/{file_id}/content", openapi_extra=describe("Download file", "", media="application/octet-stream")
 )
 async def get_content(request: Request, file_id: str) -> Response:
-    """As it was uploaded, or as a batch has written it."""
+    """Download a file as it was uploaded, or as a batch has written it."""
     return OpenAIServingBatches.of(request).content(request, file_id)
 
 
@@ -487,13 +491,13 @@ _CREATE = describe("Create batch", "Batch", bodies=("CreateBatchRequest",), exam
 
 @router.post("/v1/batches", openapi_extra=_CREATE)
 async def create_batch(request: Request) -> Response:
-    """Answer the requests of an uploaded file, behind all other requests."""
+    """Process the requests of an uploaded file, behind all other requests."""
     return await OpenAIServingBatches.of(request).create(request)
 
 
 @router.get("/v1/batches", openapi_extra=describe("List batches", "BatchList", query=("after", "limit")))
 async def list_batches(request: Request) -> Response:
-    """`after` and `limit` choose a part of it."""
+    """List the batches. `after` and `limit` choose a part of the list."""
     return OpenAIServingBatches.of(request).list_batches(request)
 
 
@@ -504,5 +508,5 @@ async def get_batch(request: Request, batch_id: str) -> Response:
 
 @router.post("/v1/batches/{batch_id}/cancel", openapi_extra=describe("Cancel batch", "Batch"))
 async def cancel_batch(request: Request, batch_id: str) -> Response:
-    """Cancels a batch; answers that are there already stay."""
+    """Cancel a batch. Responses that are already complete are kept."""
     return await OpenAIServingBatches.of(request).cancel_batch(request, batch_id)
