@@ -22,7 +22,7 @@ from oarlock.server.endpoints.batches.schema import SHAPE, BatchRequest, WrongBa
 from oarlock.server.json_text import dumps
 
 ReadLine = Callable[[bytes, int, str], BatchRequest]
-_PASSING = (408, 429)  # statuses below 500 that another try may change, as it may all from 500
+_PASSING = (408, 429)  # another try may change these statuses, and all from 500
 
 
 class RequestFile:

@@ -27,7 +27,7 @@ MAX_SCHEMA_CHARACTERS = 256 * 1024
 
 
 def content_form(value: Any) -> str | None:
-    """The tag of the form that a message's content has."""
+    """Return the tag of the form of a message's content."""
     return "form:plain" if isinstance(value, str) else "form:parts" if isinstance(value, list) else None
 
 
@@ -44,7 +44,7 @@ def _role(value: Any) -> Any:
 
 
 def plain_json(value: dict[str, Any]) -> dict[str, Any]:
-    """The value, if it can be written as JSON and is not too large. Raises `ValueError`."""
+    """Return `value` if it can be written as JSON and is not too large. Raises `ValueError`."""
     try:
         size = len(json.dumps(value, allow_nan=False))
     except ValueError:
@@ -60,13 +60,13 @@ ToolName = Annotated[str, Field(pattern=rf"^[A-Za-z0-9_.-]{{1,{MAX_NAME}}}$")]
 
 
 def num_parts(turns: Iterable[Any]) -> int:
-    """Count the messages or items of a conversation, and the parts of their contents."""
+    """Return the number of messages or items of a conversation plus the number of parts of their contents."""
     contents = (getattr(turn, "content", None) for turn in turns)
     return sum(1 + (len(content) if isinstance(content, list) else 0) for content in contents)
 
 
 class TextPart(StrictModel):
-    """The one kind of content part that a text model can read; a refusal is an assistant's own text."""
+    """The only kind of content part that a text model can read. A refusal is an assistant's own text."""
 
     type: Annotated[str, Field(max_length=64), AfterValidator(_text_type)]
     text: str = ""
@@ -89,7 +89,7 @@ Content = Annotated[
 
 
 class CalledFunction(StrictModel):
-    """Tool call of an earlier answer, with its arguments as the text they came as."""
+    """Tool call of an earlier response, with its arguments as the text in which they came."""
 
     name: ToolName
     arguments: str
@@ -116,7 +116,7 @@ class ChatMessage(StrictModel):
     refusal: str | None = None
     function_call: None = None
     audio: None = None
-    annotations: list[Any] | None = None  # in OpenAI's own answers; they add no text
+    annotations: list[Any] | None = None  # sent in OpenAI's own responses; they add no text
 
     @model_validator(mode="after")
     def _fits_its_role(self) -> ChatMessage:
@@ -124,7 +124,7 @@ class ChatMessage(StrictModel):
             raise FieldError("messages", f"holds tool_calls in a message of the role '{self.role}'")
         if self.role == "tool" and self.tool_call_id is None:
             raise FieldError("messages", "holds a message of the role 'tool' without tool_call_id")
-        # Histories hold answers as other servers wrote them, with an empty list of calls, or with thoughts alone.
+        # Histories hold messages of other servers, with an empty list of calls, or with only reasoning.
         is_answer = self.role == "assistant" and (self.tool_calls is not None or self.thoughts is not None)
         if self.content is None and self.refusal is None and not is_answer:
             raise FieldError("messages", "holds a message without content")
@@ -132,7 +132,7 @@ class ChatMessage(StrictModel):
 
     @property
     def text(self) -> str:
-        """The content, its parts joined; of a message without content, the refusal."""
+        """The content with its parts joined. If there is no content, the refusal."""
         if self.content is None:
             return self.refusal or ""
         if isinstance(self.content, str):
@@ -141,12 +141,12 @@ class ChatMessage(StrictModel):
 
     @property
     def thoughts(self) -> str | None:
-        """The reasoning, under either of its names."""
+        """The reasoning, from either of its fields."""
         return self.reasoning_content if self.reasoning_content is not None else self.reasoning
 
 
 class FunctionDefinition(StrictModel):
-    """Function that an answer may call."""
+    """Function that a response may call."""
 
     name: ToolName
     description: Annotated[str, Field(max_length=65_536)] | None = None
@@ -168,7 +168,7 @@ class Tool(StrictModel):
     function: FunctionDefinition
 
     def for_template(self) -> dict[str, Any]:
-        """As published templates expect it."""
+        """Return the tool as published templates expect it."""
         described = self.function.model_dump(include={"name", "description", "parameters"}, exclude_none=True)
         return {"type": self.type, "function": described}
 
@@ -180,7 +180,7 @@ class HostedTool(StrictModel):
 
     @model_validator(mode="after")
     def _is_no_function(self) -> HostedTool:
-        """Refuse functions in the form of another API, which the caller expects to be offered."""
+        """Refuse functions in another API's format, because the caller expects them to be offered."""
         members = (self.model_extra or {}).keys()
         is_function = bool(members & {"function", "input_schema", "tools"}) or members >= {"name", "parameters"}
         if is_function or self.type in ("function", "namespace"):
@@ -193,7 +193,7 @@ class HostedTool(StrictModel):
 
 
 def tool_form(value: Any) -> str:
-    """Return the tag of the form that a tool has: a function, or a tool that is not offered."""
+    """Return the tag of the form of a tool: a function, or a tool that is not offered."""
     if not isinstance(value, dict) or value.get("type", "function") == "function":
         return "form:function"
     return "form:hosted"
@@ -206,28 +206,28 @@ class FunctionName(StrictModel):
 
 
 class NamedChoice(StrictModel):
-    """This tool must be called."""
+    """A choice of one tool that must be called."""
 
     type: Literal["function"]
     function: FunctionName
 
 
 class AllowedTools(StrictModel):
-    """Some of the tools, and whether one of them must be called."""
+    """Some of the tools, and whether the model must call one."""
 
     mode: Literal["auto", "required"]
     tools: Annotated[list[NamedChoice], Field(min_length=1, max_length=MAX_CALLS)]
 
 
 class AllowedChoice(StrictModel):
-    """Only some of the tools may be called."""
+    """A choice that allows only some of the tools."""
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools
 
 
 def choice_form(value: Any) -> str | None:
-    """The tag of the form that a tool choice has."""
+    """Return the tag of the form of a tool choice."""
     if isinstance(value, str):
         return "form:word"
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
@@ -252,10 +252,10 @@ ToolChoiceOption = Annotated[
 MAX_MESSAGES = 4096
 MAX_TOOLS = 128
 MAX_VARIABLES_CHARACTERS = 16 * 1024
-_LONG_BODY = 1 << 20  # bytes: shorter ones have tools of about the usual size
+_LONG_BODY = 1 << 20  # bytes; shorter bodies have tools of about the usual size
 _BYTES_PER_TOOL = 2048
 _VARIABLE = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
-# Set by this server, or by other fields of the request.
+# Variables that are set by this server, or by other fields of the request.
 _RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template"}
 _RESERVED |= {"tokenize", "raise_exception", "strftime_now"}
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -368,12 +368,12 @@ class ChatRequest(SamplingFields):
         return tuple(tool for tool in self.tools or () if isinstance(tool, Tool))
 
     def kept_bytes(self, num_bytes: int) -> int:
-        """The tools: answers are read by them."""
+        """Return the bytes of the tools, which are needed to parse the response."""
         return num_bytes if self.tools and num_bytes > _LONG_BODY else len(self.tools or ()) * _BYTES_PER_TOOL
 
     @property
     def token_limit(self) -> int | None:
-        """The newer name wins."""
+        """The limit from either field; the newer name wins."""
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
     @property
@@ -382,25 +382,25 @@ class ChatRequest(SamplingFields):
 
     @property
     def thinking_switch(self) -> bool | None:
-        """Whether the model thinks first, where that does not follow from the other fields."""
+        """True or False to switch thinking on or off; None if the other fields decide."""
         return None
 
     @property
     def sets_thinking(self) -> bool:
-        """Whether the caller chose the value of `thinking_switch`."""
+        """True if the caller chose the value of `thinking_switch`."""
         return False
 
     def name_of(self, field: str) -> str:
-        """Return the name under which the caller knows a field of this chat turn."""
+        """Return the caller's name for a field of this chat turn."""
         return field
 
     @property
     def opens_answer(self) -> bool:
-        """The prompt ends with the opening of the assistant's message."""
+        """True if the prompt ends with the opening of the assistant's message."""
         return not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
 
 
-# The fields of a chat request that decide its prompt. The others would be accepted and ignored, so they are left out.
+# The fields of a chat request that decide its prompt. All other fields would have no effect, so they are left out.
 _PROMPT_FIELDS = (
     "messages",
     "tools",
@@ -448,5 +448,5 @@ class DetokenizeRequest(StrictModel):
 
 
 def as_chat(request: StrictModel) -> ChatRequest:
-    """The chat request with the prompt of this `TokenizeChatRequest`."""
+    """Return a chat request that has the same prompt as this `TokenizeChatRequest`."""
     return ChatRequest.model_construct(**{name: getattr(request, name) for name in _chat_fields})

@@ -1,4 +1,4 @@
-"""`/v1/chat/completions`: its requests processed, and its responses written, with tool calls and reasoning."""
+"""Serving of `/v1/chat/completions`: processing of requests, and writing of responses with tool calls and reasoning."""
 
 import secrets
 from collections.abc import Callable, Iterable, Sequence
@@ -37,17 +37,17 @@ from oarlock.server.llm.output_processor import Delta, Scores, StopFinders, Toke
 from oarlock.server.llm.tokenizer import Tokenizer
 from oarlock.server.observability import logs
 
-_PARTS_AT_ONCE = 128  # messages and their parts that the event loop makes a chat turn of, in about 2 ms
+_PARTS_AT_ONCE = 128  # messages and parts that the event loop converts to a chat turn, in about 2 ms
 _TurnT = TypeVar("_TurnT", bound=ChatRequest)
 _log = logs.logger("chat")
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessedChat(ProcessedRequest):
-    """The choices of one chat turn, ready to run, and how to read their text."""
+    """The choices of one chat turn, ready to run, and the format of their text."""
 
     shape: AnswerShape = field(default_factory=AnswerShape)
-    prompt: str = ""  # as the chat template wrote it
+    prompt: str = ""  # the text that the chat template wrote
 
 
 class OpenAIServingChatCompletion(OpenAIServingGenerate[ChatRequest, ProcessedChat]):
@@ -55,7 +55,7 @@ class OpenAIServingChatCompletion(OpenAIServingGenerate[ChatRequest, ProcessedCh
 
     state_name = "serving_chat_completion"
     _prompt_field = "messages"
-    _in_items: ClassVar[bool] = False  # thoughts, texts and calls are shown in the order that they came in
+    _in_items: ClassVar[bool] = False  # True: reasoning, texts and calls are shown in the order in which they came
 
     async def process(self, body: ChatRequest) -> ProcessedChat:
         prompt = await render_prompt(self.tokenizer, body)
@@ -81,7 +81,7 @@ class OpenAIServingChatCompletion(OpenAIServingGenerate[ChatRequest, ProcessedCh
         )
 
     async def made_in_turn(self, make: Callable[[], _TurnT], num_parts: int) -> _TurnT:
-        """Return the chat turn that `make` makes of another API's request; one of many parts is made in a thread."""
+        """Return the chat turn that `make` makes of another API's request. A long conversation is made in a thread."""
         if num_parts <= _PARTS_AT_ONCE:
             return make()
         return await self.tokenizer.run(make, num_parts)
@@ -115,18 +115,18 @@ async def try_tool_format(template: ChatTemplate) -> None:
 
 
 def _num_alternatives(body: ChatRequest) -> int | None:
-    """With each token's logprob; None: no logprobs."""
+    """Return the number of alternatives for each token, or None for no logprobs."""
     return (body.top_logprobs or 0) if body.logprobs else None
 
 
 def _special_ids(tokenizer: Tokenizer, marks: tuple[str, ...]) -> dict[str, int]:
-    """The ids of those marks that are special tokens, which a text does not show by itself."""
+    """Return the ids of the delimiters in `marks` that are special tokens, which a text does not show by default."""
     ids = {mark: tokenizer.backend.token_to_id(mark) for mark in marks}
     return {mark: token for mark, token in ids.items() if token is not None and token in tokenizer.special_ids}
 
 
 class ChatCompletionWriter(ResponseWriter):
-    """`chat.completion` and its chunks."""
+    """Writer of `chat.completion` and its chunks."""
 
     _has_one_prompt = True
 
@@ -148,7 +148,7 @@ class ChatCompletionWriter(ResponseWriter):
         return [f"{self._start}{index},{role}{self._ending()}".encode() for index in range(num_choices)]
 
     def chunk(self, delta: Delta) -> bytes | None:
-        """The events that a piece becomes: one, or more when it holds several things."""
+        """Return the events of a piece, which are several if the piece has several parts, or None."""
         if self._is_plain or delta.progress is not None:
             return super().chunk(delta)
         self._counted += delta.num_tokens
@@ -161,14 +161,14 @@ class ChatCompletionWriter(ResponseWriter):
             pieces = ['"delta":{"content":""}' if delta.scores else '"delta":{}']
         if len(pieces) == 1:
             return self._event(replace(delta, **finish), pieces[0])
-        # What belongs to the tokens goes out with the first, the end with the last.
+        # Logprobs and other data of the tokens are sent with the first event, the end with the last.
         parts = [Delta(delta.index) for _ in pieces]
         parts[0] = replace(delta, finish_reason=None, stop_reason=None)
         parts[-1] = replace(parts[-1], **finish)
         return b"".join(map(self._event, parts, pieces))
 
     def _event_piece(self, index: int, event: MessageEvent) -> str:
-        """The member `delta` of one event."""
+        """Return the member `delta` of one event."""
         if isinstance(event, ContentDelta):
             return f'"delta":{{"content":{json_text(event.text)}}}'
         if isinstance(event, ReasoningDelta):
@@ -213,7 +213,7 @@ class ChatCompletionWriter(ResponseWriter):
 
 
 def token_logprobs(tokenizer: Tokenizer, score: TokenScore, num_top: int, as_ids: bool = False) -> dict[str, Any]:
-    """A token of an answer's text, with its best alternatives. `as_ids`: named by their ids."""
+    """Return a token of a response's text with its best alternatives. `as_ids`: tokens are named by their ids."""
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
         data = tokenizer.token_bytes(token_id)
@@ -225,19 +225,19 @@ def token_logprobs(tokenizer: Tokenizer, score: TokenScore, num_top: int, as_ids
 
 
 def _call(start: ToolCallStart) -> dict[str, Any]:
-    """A call without arguments, under an id of its own."""
+    """Return a call without arguments, with a new id if the model gave none."""
     function = {"name": start.name, "arguments": ""}
     return {"id": start.id or f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
 
 
 def read_message(parser: MessageParser, pieces: Sequence[Delta]) -> tuple[dict[str, Any], str | None]:
-    """A choice's whole message, and why it ended."""
+    """Return a choice's whole message, and its finish reason."""
     events = merged([event for piece in pieces for event in parser.push(piece)])
     return _message(events), parser.finish_reason(pieces[-1])
 
 
 def _message(events: Sequence[MessageEvent]) -> dict[str, Any]:
-    """A whole message. `content` is null only when there are calls instead."""
+    """Return a whole message. `content` is null only if there are calls instead."""
     content = "".join(event.text for event in events if isinstance(event, ContentDelta))
     thoughts = "".join(event.text for event in events if isinstance(event, ReasoningDelta))
     calls: list[dict[str, Any]] = []
@@ -281,7 +281,7 @@ async def create_chat_completion(request: Request) -> Response:
 
 @rendering.post("/v1/chat/completions/render", openapi_extra=_RENDER)
 async def render_chat(request: Request) -> Response:
-    """The prompt and the resolved parameters of a chat completion, without generating."""
+    """Return the prompt and the resolved parameters of a chat completion, without generating."""
     serving = OpenAIServingChatCompletion.of(request)
     body, headers = await serving.read(request, ChatRequest)
     return await serving.render(request, body, headers, each=False)

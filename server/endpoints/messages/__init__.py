@@ -1,1 +1,1 @@
-"""`/v1/messages`: Anthropic's form of a chat, a translation to and from chat turns."""
+"""`/v1/messages`: Anthropic's format of a chat, translated to and from chat turns."""

@@ -1,4 +1,4 @@
-"""`/v1/messages`: Anthropic's messages, answered as chat turns, and the tokens of their prompts."""
+"""`/v1/messages`: Anthropic's messages, served as chat turns, and the number of tokens of their prompts."""
 
 from functools import partial
 
@@ -26,14 +26,14 @@ class AnthropicServingMessages(OpenAIServingChatCompletion):
     _in_items = True
 
     async def respond(self, request: Request, body: MessagesRequest, headers: dict[str, str]) -> Response:
-        """Answer a request. Raises `RequestError`."""
+        """Return the response to a request. Raises `RequestError`."""
         try:
             return await self.create(request, await self._turn(body), headers)
         except RequestError as error:
             raise renamed(error) from None
 
     async def count(self, request: Request, body: CountTokensRequest, headers: dict[str, str]) -> Response:
-        """The tokens of the prompt that a request would have. Raises `RequestError`."""
+        """Return the number of tokens in a request's prompt. Raises `RequestError`."""
         self.check_model(body.model)
         try:
             processed = await TextPlaces.of(request).run(request, partial(self._processed, body))
@@ -47,7 +47,7 @@ class AnthropicServingMessages(OpenAIServingChatCompletion):
         return await self.process(await self._turn(body))
 
     async def _turn(self, body: Source) -> MessagesTurn:
-        """The chat turn of a request; a long one is made in a thread. Raises `RequestError`."""
+        """Return the chat turn of a request. A long conversation is made in a thread. Raises `RequestError`."""
         return await self.made_in_turn(partial(turn_of, body), num_parts(body.messages))
 
     def _writer(

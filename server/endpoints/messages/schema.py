@@ -1,6 +1,6 @@
-"""The requests of `/v1/messages` and of `/v1/messages/count_tokens`, field for field, and their content blocks.
+"""The requests of `/v1/messages` and `/v1/messages/count_tokens`, field for field, and their content blocks.
 
-Sampling fields are those of the other endpoints.
+The sampling fields are the same as in the other endpoints.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ BlockId = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class CacheControl(StrictModel):
-    """Where a client wants a beginning cached. All beginnings are found here without it."""
+    """The end of a prefix that a client wants cached. This server finds all shared prefixes without it."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
@@ -54,11 +54,13 @@ class TextBlock(StrictModel):
     type: Literal["text"]
     text: str
     cache_control: CacheControlField = None
-    citations: None = None  # of documents, which are refused
+    citations: None = None  # citations of documents, which are refused
 
 
 class ThinkingBlock(StrictModel):
-    """Thoughts of an earlier answer. Any signature is taken: thoughts are the client's own words here."""
+    """Reasoning of an earlier response. Any signature is accepted: for this server, reasoning is the
+    client's own text.
+    """
 
     type: Literal["thinking"]
     thinking: str
@@ -66,14 +68,14 @@ class ThinkingBlock(StrictModel):
 
 
 class RedactedThinkingBlock(StrictModel):
-    """Thoughts that another server encrypted: no text for this model."""
+    """Reasoning that another server encrypted. It has no text for this model."""
 
     type: Literal["redacted_thinking"]
     data: str
 
 
 class ToolUseBlock(StrictModel):
-    """A call that an earlier answer made."""
+    """A call in an earlier response."""
 
     type: Literal["tool_use"]
     id: BlockId
@@ -90,7 +92,7 @@ def _unread(kind: str) -> str:
 
 
 class UnreadBlock(StrictModel):
-    """Any other block: media, documents, tools that a server runs. Refused by its name."""
+    """Any other block: media, documents, tools that a server runs. It is refused by its type."""
 
     type: Annotated[str, Field(max_length=64), AfterValidator(_unread)]
 
@@ -169,14 +171,14 @@ class InputMessage(StrictModel):
 
 
 def text_of(content: str | list[Any] | None) -> str:
-    """Blocks of text joined."""
+    """Return the joined text of the blocks."""
     if content is None or isinstance(content, str):
         return content or ""
     return "".join(block.text for block in content)
 
 
-# Fields of the other endpoints, with the values that ask for nothing and the field or route to use instead. An answer
-# without them would be wrong, or without a part that was asked for.
+# Fields of the other endpoints, each with the value that has no effect and the field or route to use instead. A
+# response that ignored them would be wrong, or lack a requested part.
 _ELSEWHERE: dict[str, tuple[Any, str]] = {
     "n": (1, "there is one answer; send several requests"),
     "stop": ([], "use 'stop_sequences'"),
@@ -222,14 +224,14 @@ Tool = Annotated[
 
 
 class ToolChoice(StrictModel):
-    """Whether tools may or must be called."""
+    """A choice whether tools may or must be called."""
 
     type: Literal["auto", "any", "none"]
     disable_parallel_tool_use: bool | None = None
 
 
 class NamedTool(StrictModel):
-    """This tool must be called."""
+    """A choice of one tool that must be called."""
 
     type: Literal["tool"]
     name: str
@@ -254,7 +256,7 @@ ToolChoiceField = Annotated[
 
 
 class Thinking(StrictModel):
-    """Whether the model thinks first, where its template knows a switch."""
+    """Switch of the model's reasoning, if its template has a switch."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: Annotated[int, Field(ge=1, le=INT32_MAX), WHOLE] | None = Field(
@@ -269,33 +271,33 @@ class Thinking(StrictModel):
         return self.type != "disabled"
 
     def without_effect(self) -> Iterator[str]:
-        """Yield `display` if it is a value that is newer than this server: thoughts are shown as usual."""
+        """Yield `display` as well if its value is newer than this server; then reasoning is shown as usual."""
         yield from super().without_effect()
         if self.display not in (None, "summarized", "omitted"):
             yield "display"
 
 
 class OutputFormat(StrictModel):
-    """The answer is JSON that a schema describes."""
+    """A format of the response: JSON that matches a schema."""
 
     type: Literal["json_schema"]
     schema_: JsonSchema = Field(alias="schema")
 
 
 class OutputConfig(StrictModel):
-    """The form of the answer, and how much is thought for it."""
+    """The format of the response, and the effort of reasoning."""
 
     format: OutputFormat | None = None
     effort: ReasoningEffort | None = None
 
 
 class Metadata(StrictModel):
-    """Who asks."""
+    """The user of the client."""
 
     user_id: Annotated[str, Field(max_length=1024)] | None = None
 
 
-# Edits that only make a prompt shorter: an answer to the whole conversation is right without them.
+# Edits that only shorten a prompt. A response to the whole conversation is right without them.
 _EDITS = ("clear_thinking_", "clear_tool_uses_", "compact_")
 
 
@@ -310,7 +312,7 @@ def _known_edits(value: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Conversation(SamplingFields):
-    """Fields that both requests have: all that becomes the prompt."""
+    """Fields that both requests have: all parts of the prompt."""
 
     messages: Annotated[list[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] = Field(
         description="the conversation; blocks are `text`, `thinking`, `tool_use` and `tool_result`. If an assistant's "
@@ -400,7 +402,7 @@ class _Conversation(SamplingFields):
 
     @property
     def own_tools(self) -> list[MessagesTool]:
-        """The tools that the model is offered: the client runs them."""
+        """The tools that the model is offered, which the client runs."""
         return [tool for tool in self.tools or () if isinstance(tool, MessagesTool)]
 
 

@@ -1,7 +1,7 @@
-"""Translates requests of `/v1/messages` into chat turns, and writes what comes back as messages and their streams.
+"""Translation of `/v1/messages` requests into chat turns, and of the results into messages and their streams.
 
-The same prompt, grammar and tool parsers serve both. On the wire an answer is a `message` object, or events that build
-one up.
+Both APIs share the prompt, grammar and tool parsers. On the wire, a response is a `message` object, or events that
+build one.
 """
 
 import re
@@ -37,7 +37,7 @@ from oarlock.server.llm.output_processor import ABORT, TIMEOUT
 from oarlock.server.strict_model import FieldError
 
 Source = MessagesRequest | CountTokensRequest
-# Fields of a chat turn, and those that they come from.
+# Field of a chat turn -> field of the request that it comes from.
 _FIELDS = {
     "max_completion_tokens": "max_tokens",
     "response_format": "output_config.format",
@@ -46,14 +46,15 @@ _FIELDS = {
     "continue_final_message": "messages",
     "parallel_tool_calls": "tool_choice",
 }
-_OWN = {"metadata", "service_tier", "response_format", "stream_options", "user"}  # they mean something else there
+# fields that mean something else in a request of /v1/messages
+_OWN = {"metadata", "service_tier", "response_format", "stream_options", "user"}
 _MODES = {"auto": "auto", "any": "required", "none": "none"}
 _BILLING_LINE = re.compile(r"\Ax-anthropic-billing-header: [^\n]*\n?")
-_FAILED = "Error: "  # before the result of a tool that failed: templates have no other place for that
+_FAILED = "Error: "  # prefix of the result of a failed tool, because templates have no field for the failure
 
 
 class MessagesTurn(ChatRequest):
-    """A chat turn that a request of `/v1/messages` became."""
+    """A chat turn made from a request of `/v1/messages`."""
 
     _source: Source = PrivateAttr()
 
@@ -72,7 +73,7 @@ class MessagesTurn(ChatRequest):
 
     @property
     def thinking_switch(self) -> bool | None:
-        """As `thinking` says; without it off, unless an effort is asked for."""
+        """The value of `thinking`. Without it False, or None if the request sets an effort."""
         thinking = self._source.thinking
         if thinking is not None:
             return thinking.is_on
@@ -87,13 +88,13 @@ class MessagesTurn(ChatRequest):
 
 
 def turn_of(request: Source) -> MessagesTurn:
-    """The chat turn of a request. Raises `RequestError`."""
+    """Return the chat turn of a request. Raises `RequestError`."""
     given = (SamplingFields.model_fields.keys() & request.model_fields_set) - _OWN
     values: dict[str, Any] = {name: getattr(request, name) for name in given}
     try:
         values["messages"] = _messages(request)
         values |= _others(request)
-        turn = MessagesTurn.model_validate(values, strict=False)  # each value was checked
+        turn = MessagesTurn.model_validate(values, strict=False)  # each value was checked already
     except ValidationError as error:
         raise renamed(request_error(error)) from None
     except FieldError as error:
@@ -108,7 +109,7 @@ def renamed(error: RequestError) -> RequestError:
 
 
 def _others(request: Source) -> dict[str, Any]:
-    """The members that have other names or places."""
+    """Return the members of the chat turn that have another name or position in the request."""
     found: dict[str, Any] = {}
     if isinstance(request, MessagesRequest):
         found["max_completion_tokens"] = request.max_tokens
@@ -144,8 +145,11 @@ def _others(request: Source) -> dict[str, Any]:
 
 
 def _messages(request: Source) -> list[ChatMessage]:
-    """Turns become messages. Results of tools are messages of their own, before the words of the user beside them; one
-    speaker's turns in a row are one, as the API has it. Raises `FieldError`."""
+    """Return the messages of a conversation. Raises `FieldError`.
+
+    Tool results become separate messages, before the user's text in the same turn. Consecutive turns of the same role
+    are joined, as in Anthropic's API.
+    """
     system = _system(request.system)
     messages = [_message("system", system)] if system else []
     for turn in request.messages:
@@ -186,7 +190,7 @@ def _say(messages: list[ChatMessage], role: str, text: str) -> None:
 
 
 def _text(blocks: Iterable[Any], role: str) -> str:
-    """Raises `FieldError` for blocks that only an assistant has."""
+    """Return the joined text of blocks. Raises `FieldError` for blocks that only an assistant may have."""
     blocks = list(blocks)
     wrong = next((block for block in blocks if not isinstance(block, TextBlock)), None)
     if wrong is not None:
@@ -201,7 +205,7 @@ def _result(block: ToolResultBlock) -> ChatMessage:
 
 
 def _add_answer(messages: list[ChatMessage], turn: InputMessage) -> None:
-    """An assistant's blocks as one message, added to the one before if that is the assistant's, too."""
+    """Add an assistant's blocks as one message, or to the previous message if that is also the assistant's."""
     answer = messages[-1] if messages and messages[-1].role == "assistant" else None
     if answer is None:
         answer = _message("assistant", None)
@@ -221,7 +225,7 @@ def _add_answer(messages: list[ChatMessage], turn: InputMessage) -> None:
         answer.content = ""
 
 
-# Clients hand a thought back with what stands here. Nothing is checked then: thoughts are text that they can see.
+# Clients return reasoning with this signature. It is not checked, because reasoning is text that they can see.
 SIGNATURE = "oarlock"
 
 
@@ -231,7 +235,7 @@ class ContentBlocks(StreamedItems):
     shows_nothing = False
 
     def __init__(self, *, shows_thoughts: bool) -> None:
-        """`shows_thoughts`: else blocks of thoughts are empty."""
+        """`shows_thoughts`: False leaves blocks of reasoning empty."""
         super().__init__()
         self._shows_thoughts = shows_thoughts
 
@@ -275,7 +279,7 @@ class ContentBlocks(StreamedItems):
 
 
 def _object(text: str) -> dict[str, Any]:
-    """The arguments of a call; of one that was cut short or written wrongly, what of it can be read."""
+    """Return the arguments of a call, or their readable part if the call was cut short or is malformed."""
     try:
         value = from_json(text, allow_partial=True) if text.strip() else {}
     except ValueError:
@@ -283,11 +287,11 @@ def _object(text: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-_PAUSED = (TIMEOUT, ABORT)  # the client may send the answer so far and go on
+_PAUSED = (TIMEOUT, ABORT)  # the client may send the partial response and continue it
 
 
 class MessagesWriter(ItemsWriter):
-    """One message, whole or as events."""
+    """Writer of one message, whole or as events."""
 
     def __init__(
         self,
@@ -299,7 +303,7 @@ class MessagesWriter(ItemsWriter):
         context: int,
         shows_thoughts: bool,
     ) -> None:
-        """`context`: tokens of prompt and answer together, at most."""
+        """`context`: largest number of tokens of prompt and response together."""
         self._blocks = ContentBlocks(shows_thoughts=shows_thoughts)
         self._request_id, self._model, self._context = request_id, model, context
         super().__init__(generation, shape, self._blocks)
@@ -336,7 +340,7 @@ class MessagesWriter(ItemsWriter):
         }
 
     def _end(self) -> dict[str, Any]:
-        """Why the message ended."""
+        """Return the reason for which the message ended."""
         assert self._last is not None, "the answer has ended"
         sequence = self._last.stop_reason if isinstance(self._last.stop_reason, str) else None
         if self._last.finish_reason in _PAUSED:
@@ -351,7 +355,7 @@ class MessagesWriter(ItemsWriter):
         return {"stop_reason": reason, "stop_sequence": sequence if reason == "stop_sequence" else None}
 
     def _usage(self) -> dict[str, Any]:
-        """As the API counts: input tokens are those that were not cached."""
+        """Return the usage as the API counts it: input tokens do not include cached tokens."""
         cached = self._generation.cached_tokens
         return {
             "input_tokens": self._generation.prompt_tokens - cached,

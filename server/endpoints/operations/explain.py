@@ -1,8 +1,8 @@
-"""`GET /v1/requests/{id}`: one request's record, joined with the engine's, as a timeline, seconds and a diagnosis.
+"""`GET /v1/requests/{id}`: a request's record, joined with the engine's history, as a timeline, seconds and a
+diagnosis.
 
-The diagnosis is one sentence on where the time went or why the request failed, and the option that would change it. Its
-rules stand in the order in which they are tried; the first that holds speaks. The largest part of the time is told,
-once what went wrong is.
+The diagnosis is one sentence on where the time went or why the request failed, and the option that would change it. The
+first rule that applies gives the diagnosis. Rules for failures come before rules for the largest part of the time.
 """
 
 import time
@@ -15,10 +15,10 @@ from oarlock.server.endpoints.serving import OpenAIServing
 from oarlock.server.errors import HttpError
 from oarlock.server.http.request_record import MAX_RECORDS, RequestRecord, histories_of
 
-Told = tuple[str, str | None]  # the sentence, and the option
-_LARGE = 0.3  # of the whole time
-_FULL_BATCH = 8.0  # sequences in a step, from which on another engine helps one request more than a faster one
-_QUICK_S = 0.05  # then there is nothing to explain
+Told = tuple[str, str | None]  # (sentence, option that would help)
+_LARGE = 0.3  # share of the total time above which a part is large
+_FULL_BATCH = 8.0  # sequences in a step; from here, another engine helps a request more than a faster engine
+_QUICK_S = 0.05  # shorter times need no explanation
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +26,13 @@ class Findings:
     """One request as the rules see it."""
 
     record: RequestRecord
-    history: RequestHistory | None  # of its first choice; None: the engine does not know it
+    history: RequestHistory | None  # history of its first choice; None: the engine does not know the request
     seconds: dict[str, float]
     prefix_caching: bool
 
     @property
     def state(self) -> str:
-        """`processing` before the engine has it, then `waiting`, `running`, `ended`."""
+        """`processing` before the engine has the request, then `waiting`, `running`, `ended`."""
         if self.record.ended_s is not None:
             return "ended"
         if self.history is None:
@@ -41,12 +41,12 @@ class Findings:
         return "running" if runs else "waiting"
 
     def share(self, name: str) -> float:
-        """Share of the whole time, 0..1."""
+        """Return the share of a part in the total time, 0 to 1."""
         return self.seconds.get(name, 0.0) / max(self.seconds["total"], 1e-9)
 
 
 def diagnose(found: Findings) -> Told:
-    """The sentence, and the option that would help, or None."""
+    """Return the diagnosis, and the option that would help, or None."""
     for rule in _RULES:
         told = rule(found)
         if told is not None:
@@ -241,8 +241,11 @@ _RULES: tuple[Callable[[Findings], Any], ...] = (
 def report(
     record: RequestRecord, histories: Sequence[RequestHistory], response_ids: Mapping[int, str], prefix_caching: bool
 ) -> dict[str, Any]:
-    """The answer of `GET /v1/requests/{id}`. `histories`: of its first choices, in their order, as far as they are
-    known. `response_ids`: ids of answers by the numbers that the engine has for their choices."""
+    """Return the response of `GET /v1/requests/{id}`.
+
+    `histories`: known histories of its first choices, in their order. `response_ids`: engine id of a choice -> response
+    id.
+    """
     now = time.monotonic()
     first = min(histories, key=lambda history: history["arrival_s"], default=None)
     seconds = _seconds(record, first, now)
@@ -278,8 +281,11 @@ def _error(record: RequestRecord) -> dict[str, Any] | None:
 
 
 def _seconds(record: RequestRecord, history: RequestHistory | None, now: float) -> dict[str, float]:
-    """Seconds from the request to the last byte of its answer, by what they went to. Parts of `decode` are in it: time
-    without its blocks, and stalls. Waiting for the client overlaps all of them."""
+    """Return the seconds from the request to the last byte of its response, by their use.
+
+    `preempted` (time without KV blocks) and `stalled` are parts of `decode`. Waiting for the client overlaps all of
+    them.
+    """
     end_s = record.ended_s or now
     found = {"total": end_s - record.received_s, "before_engine": (record.started_s or end_s) - record.received_s}
     if history is not None:
@@ -296,7 +302,7 @@ def _seconds(record: RequestRecord, history: RequestHistory | None, now: float) 
 
 
 def _timeline(record: RequestRecord, history: RequestHistory | None, ids: Mapping[int, str]) -> list[dict[str, Any]]:
-    """Events in the order of their times, in seconds since the request came in."""
+    """Return events in the order of their times, in seconds since the request arrived."""
     events: list[tuple[float, str, dict[str, Any]]] = [(record.received_s, "received", {})]
     if record.parsed_s is not None:
         events.append((record.parsed_s, "validated", {}))
@@ -359,7 +365,7 @@ def _engine_events(
 
 
 def _shifted(history: RequestHistory, start_s: float, record: RequestRecord, ids: Mapping[int, str]) -> dict[str, Any]:
-    """The engine's history of one choice, in seconds since the request came in, and with the ids of answers."""
+    """Return the engine's history of one choice, in seconds since the request arrived, with the ids of responses."""
     replicas = {choice.engine_id: choice.replica for choice in record.choices}
 
     def since(at: float | None) -> float | None:
@@ -399,12 +405,14 @@ def _shifted(history: RequestHistory, start_s: float, record: RequestRecord, ids
 
 
 class OpenAIServingExplain(OpenAIServing):
-    """Reports on the last requests to generate."""
+    """Reports on the latest generating requests."""
 
     state_name = "explain"
 
     async def explain(self, given: str) -> dict[str, Any]:
-        """`given`: the id of a request or of its answer. Raises `HttpError` (404)."""
+        """Return the report on a request. `given`: the id of the request or of its response. Raises
+        `HttpError` (404).
+        """
         record = self.state.requests.find(given)
         if record is None:
             message = f"None of the last {MAX_RECORDS} requests to generate has this id."
@@ -414,7 +422,7 @@ class OpenAIServingExplain(OpenAIServing):
         return report(record, histories, self._response_ids(wanted), self.settings.enable_prefix_caching)
 
     def _response_ids(self, engine_ids: set[int]) -> dict[int, str]:
-        """The ids of answers by the numbers that the engine has for their choices, as far as they are known."""
+        """Return the known mapping from the engine's ids of choices to the ids of responses."""
         found = {}
         for record in self.state.requests:
             record.refresh()

@@ -1,6 +1,6 @@
-"""The live state of the server as one JSON object: its phase, its requests, and each engine at this moment.
+"""The live state of the server as one JSON object: its phase, its requests, and the current state of each engine.
 
-An engine is asked at most once a second, however many watch; they get the same answer.
+An engine is asked at most once a second; all clients that watch get the same response.
 """
 
 import asyncio
@@ -19,8 +19,8 @@ from oarlock.server.version import VERSION
 
 _FRESH_S = 1.0
 _COMPUTING = GENERATING | POOLING
-_FULL = frozenset({429, 503})  # this server had no room for them, or was not ready
-_MISTAKES = frozenset(range(400, 499)) - _FULL  # the clients' own; 499 is one that left
+_FULL = frozenset({429, 503})  # the server had no room for the request, or was not ready
+_MISTAKES = frozenset(range(400, 499)) - _FULL  # clients' mistakes, without 499 (the client left)
 
 
 class OpenAIServingLiveState(OpenAIServing):
@@ -34,13 +34,13 @@ class OpenAIServingLiveState(OpenAIServing):
         self._began_s = 0.0
 
     async def show(self) -> dict[str, Any]:
-        """The state, at most a second old."""
+        """Return the state, at most a second old."""
         now = time.monotonic()
         task = self._task
         if task is None or (task.done() and now - self._began_s >= _FRESH_S):
             task = self._task = asyncio.create_task(self._collect(), name="live-state")
             self._began_s = now
-        return await asyncio.shield(task)  # one that leaves takes the answer from nobody
+        return await asyncio.shield(task)  # a client that leaves must not cancel the shared task
 
     async def _collect(self) -> dict[str, Any]:
         state, async_llm = self.state, self.state.async_llm
@@ -77,7 +77,7 @@ class OpenAIServingLiveState(OpenAIServing):
         return answer
 
     def _status(self) -> str:
-        """`ok`, `degraded` while a replica is down, `stalled` when no rank makes progress, else the phase."""
+        """Return `ok`, `degraded` while a replica is down, `stalled` if no rank makes progress, else the phase."""
         state = self.state
         if state.phase is not Phase.READY:
             return state.phase.value
@@ -88,7 +88,7 @@ class OpenAIServingLiveState(OpenAIServing):
         return "degraded" if "down" in state.replica_states() else "ok"
 
     def _num_answered(self, statuses: Container[int]) -> int:
-        """Count the requests for the engine that were answered with one of `statuses`."""
+        """Return the number of requests for the engine that were answered with a status in `statuses`."""
         return sum(
             number
             for (_, route, status), number in self.counters.responses.items()
@@ -96,7 +96,7 @@ class OpenAIServingLiveState(OpenAIServing):
         )
 
     def _response_ids(self, states: list[EngineState | None]) -> dict[int, str]:
-        """The ids of answers by the numbers that the engine has for them, of the requests that are shown."""
+        """Return the response ids of the shown requests, by the engine's ids."""
         wanted = {one["request_id"] for state in states if state is not None for one in state["slowest"]}
         generations = () if self.state.async_llm is None else self.state.async_llm.open
         return {
@@ -116,7 +116,7 @@ async def _state_of(replica: Replica) -> EngineState | None:
 
 
 def _engine(number: int, state: EngineState | None, ids: dict[int, str]) -> dict[str, Any]:
-    """`state` with the ids of answers; without one, an engine that is down."""
+    """Return `state` with the ids of responses. Without a state, return an engine that is down."""
     if state is None:
         return {
             "engine": number,

@@ -1,8 +1,9 @@
 """Operations of a server: capabilities, load, documents, health probes, metrics, live state, explained requests, admin.
 
-`/health/live`: this process answers. `/health/ready` and `/health`: the model is loaded and every rank made progress
-lately. The probes and `/version` need no key at any time; `/metrics` and `/v1/state` none on loopback. The middleware
-checks the admin key of `/admin/` and, where the server has keys or is not for this machine alone, of `/v1/requests/`.
+`/health/live` checks that this process responds. `/health/ready` and `/health` check that the model is loaded and every
+rank made progress recently. The probes and `/version` never need a key; `/metrics` and `/v1/state` need none on
+loopback. The middleware checks the admin key of `/admin/`. It also checks the admin key of `/v1/requests/` if the
+server has keys or other machines can reach it.
 """
 
 import time
@@ -33,7 +34,7 @@ from oarlock.server.version import VERSION
 
 
 def capabilities(document: dict[str, Any], serving: OpenAIServing) -> dict[str, Any]:
-    """The response of `GET /v1/capabilities`."""
+    """Return the response of `GET /v1/capabilities`."""
     settings, processor, info = serving.settings, serving.async_llm.input_processor, serving.info
     config, pooler = processor.generation_config, serving.async_llm.pooler
     return {
@@ -99,7 +100,9 @@ def capabilities(document: dict[str, Any], serving: OpenAIServing) -> dict[str, 
 
 
 def endpoints(document: dict[str, Any]) -> dict[str, Any]:
-    """Path to methods, and for those with a body its parameters and what is refused by name."""
+    """Return path -> methods and, for routes with a body, its parameters and the parameters that are
+    refused by name.
+    """
     found: dict[str, Any] = {}
     for path, operations in document["paths"].items():
         entry: dict[str, Any] = {"methods": [method.upper() for method in operations]}
@@ -110,7 +113,7 @@ def endpoints(document: dict[str, Any]) -> dict[str, Any]:
             known = entry["parameters"] = {}
             for body in each:
                 known |= body
-            for name, parameter in known.items():  # of two forms of a body, one is enough
+            for name, parameter in known.items():  # a parameter is not required if another form of the body lacks it
                 if parameter["required"] and not all(name in other for other in each):
                     known[name] = parameter | {"required": False, "default": None}
             entry["refused"] = {name: list(values) for name, values in NEUTRAL_VALUES.items() if name not in known}
@@ -124,7 +127,7 @@ _PAGE_HEADERS = page_headers({"style-src": STYLE_SOURCE, "img-src": "data:"})
 
 @router.get("/v1/capabilities", openapi_extra=describe("Show capabilities", "Capabilities"))
 async def show_capabilities(request: Request) -> Response:
-    """Parameters with their ranges, limits and features of this server."""
+    """Show the parameters with their ranges, and the limits and features of this server."""
     return _once(
         request,
         "capabilities",
@@ -147,12 +150,12 @@ async def show_capabilities(request: Request) -> Response:
     ),
 )
 async def load(request: Request) -> Response:
-    """Open requests, running and waiting ones, and the share of the KV cache in use."""
+    """Show the number of open, running and waiting requests, and the share of the KV cache in use."""
     serving = OpenAIServing.of(request)
     replicas, _ = await serving.engine_numbers()
     return JSONResponse(
         {
-            "server_load": serving.state.num_in_flight - 1,  # without this request
+            "server_load": serving.state.num_in_flight - 1,  # this request does not count
             "requests_running": sum(stats.num_requests_running for stats in replicas),
             "requests_waiting": sum(stats.num_requests_waiting for stats in replicas),
             "tokens_waiting": sum(stats.num_waiting_tokens for stats in replicas),
@@ -172,7 +175,7 @@ async def docs(request: Request) -> Response:
 
 @router.get("/openapi.json", include_in_schema=False)
 async def openapi_document(request: Request) -> Response:
-    """Every route, parameter and answer, as OpenAPI 3.1."""
+    """Return every route, parameter and response, as OpenAPI 3.1."""
     return _once(request, "openapi", lambda: _json(request.app.openapi()))
 
 
@@ -195,16 +198,16 @@ _READY = describe(
 
 @router.get("/health/live", openapi_extra=describe("Check liveness", "Health", any_query=True))
 async def live(request: Request) -> Response:
-    """200 as long as the process answers."""
+    """Respond with 200 as long as the process runs."""
     return JSONResponse({"status": "live", "state": OpenAIServing.of(request).state.phase.value})
 
 
 @router.get("/health", openapi_extra=_READY)
 @router.get("/health/ready", openapi_extra=_READY)
 async def ready(request: Request) -> Response:
-    """200 when the model is loaded and every rank has made progress lately, else 503 with the reason.
+    """Respond with 200 if the model is loaded and every rank made progress recently, else with 503 and the reason.
 
-    Of several replicas one is enough: while others are down the status is `degraded`.
+    If there are several replicas, one is enough. While others are down, the status is `degraded`.
     """
     state = OpenAIServing.of(request).state
     reason = state.why_not_ready()
@@ -284,13 +287,13 @@ _STATE_EXAMPLE = {
 
 @router.get("/v1/state", openapi_extra=describe("Show live state", "State", example_answer=_STATE_EXAMPLE))
 async def show_state(request: Request) -> Response:
-    """Requests, KV blocks and step times of each engine at this moment; also while the model loads."""
+    """Show requests, KV blocks and step times of each engine at this moment, also while the model loads."""
     return JSONResponse(await OpenAIServingLiveState.of(request).show(), headers={"Cache-Control": "no-store"})
 
 
 @router.get("/v1/requests/{id}", openapi_extra=describe("Explain request", "ExplainedRequest"))
 async def explain_request(request: Request, id: str) -> Response:
-    """Its timeline, where its time went, and one sentence on what would help."""
+    """Show the timeline of a request, where its time went, and one sentence on an option that would help."""
     return JSONResponse(await OpenAIServingExplain.of(request).explain(id), headers={"Cache-Control": "no-store"})
 
 
@@ -317,7 +320,7 @@ _DRAIN = describe(
 
 @router.post("/admin/abort", openapi_extra=_ABORT)
 async def abort(request: Request) -> Response:
-    """Open requests end with the text they have so far: one by its id, or all."""
+    """End open requests with the text that they have so far: one by its id, or all."""
     serving = OpenAIServing.of(request)
     body, headers = await serving.read(request, AbortRequest)
     async_llm = serving.async_llm
@@ -334,7 +337,7 @@ async def abort(request: Request) -> Response:
 
 @router.post("/admin/reset_prefix_cache", openapi_extra=_RESET)
 async def reset_prefix_cache(request: Request) -> Response:
-    """Cached prefixes of prompts are forgotten; running requests keep theirs."""
+    """Drop the cached prefixes of prompts. Running requests keep theirs."""
     num_blocks = await OpenAIServing.of(request).async_llm.engine.reset_prefix_cache()
     _log.info(event("admin_reset_prefix_cache", blocks=num_blocks))
     return JSONResponse({"reset": True, "blocks": num_blocks})
@@ -342,9 +345,9 @@ async def reset_prefix_cache(request: Request) -> Response:
 
 @router.post("/admin/drain", openapi_extra=_DRAIN, status_code=202)
 async def drain(request: Request) -> Response:
-    """New requests are refused, open ones are finished, then the server exits, as after SIGTERM."""
+    """Refuse new requests, finish open requests, then exit, as after SIGTERM."""
     state = OpenAIServing.of(request).state
     state.drain()
-    num_open = state.num_in_flight - 1  # without this request
+    num_open = state.num_in_flight - 1  # this request does not count
     _log.info(event("admin_drain", open=num_open))
     return JSONResponse({"status": "draining", "open": num_open}, 202)
