@@ -1,1 +1,1 @@
-"""Vectors and scores of texts: requests to prompts, what the engine made of them, and that as JSON."""
+"""Vectors and scores of texts: requests are converted to prompts, and the engine's outputs to JSON."""

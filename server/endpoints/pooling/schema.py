@@ -18,7 +18,7 @@ from oarlock.server.strict_model import (
     prompt_form,
 )
 
-MAX_INPUTS = 2048  # of one request, as OpenAI's API allows
+MAX_INPUTS = 2048  # limit of one request, as in OpenAI's API
 
 
 class PoolingFields(StrictModel):
@@ -106,10 +106,10 @@ class InputFields(PoolingFields):
 
     @property
     def inputs(self) -> list[str | list[int]]:
-        """One entry per vector, whatever the form."""
+        """The inputs as a list, with one entry per vector in any form."""
         if isinstance(self.input, str):
             return [self.input]
-        if isinstance(self.input[0], int):  # the first decides the form of them all
+        if isinstance(self.input[0], int):  # the first element decides the form of all
             return [cast(list[int], self.input)]
         return cast(list[str | list[int]], self.input)
 
@@ -198,7 +198,7 @@ class ScoreRequest(ScoringFields):
 
     @property
     def pairs(self) -> list[tuple[str, str]]:
-        """The texts to compare, in the order of `text_2`."""
+        """The pairs of texts to compare, in the order of `text_2`."""
         first, second = _as_list(self.text_1), _as_list(self.text_2)
         return list(zip(first * len(second) if len(first) == 1 else first, second, strict=True))
 

@@ -1,4 +1,4 @@
-"""`/v1/rerank` and `/v1/score`: how well texts go together, by a reranker's answer or by the angle of two vectors."""
+"""`/v1/rerank` and `/v1/score`: how well two texts match, by a reranker's output or the cosine of their vectors."""
 
 import math
 import time
@@ -25,13 +25,13 @@ _TEXTS = ("text_1", "text_2")  # the fields of a request for scores
 
 
 class OpenAIServingScoring(OpenAIServingPooling):
-    """Both endpoints."""
+    """The endpoints `/v1/rerank` and `/v1/score`."""
 
     state_name = "serving_scoring"
     tasks = frozenset({Task.EMBED, Task.SCORE})
 
     async def rerank(self, request: Request, body: RerankRequest, headers: dict[str, str]) -> Response:
-        """The documents by their relevance, the best first; of equal ones the first. Raises `RequestError`."""
+        """Return the documents by relevance, best first, ties in order. Raises `RequestError`."""
         model = self.check_model(body.model)
         response_id = f"rerank-{request_id_of(request.scope)}"
         pairs = [(body.query, text) for text in body.texts]
@@ -48,7 +48,7 @@ class OpenAIServingScoring(OpenAIServingPooling):
         return await whole_response(pieces_of(answer), headers)
 
     async def score(self, request: Request, body: ScoreRequest, headers: dict[str, str]) -> Response:
-        """One score for each pair, in their order. Raises `RequestError`."""
+        """Return one score for each pair, in their order. Raises `RequestError`."""
         model = self.check_model(body.model)
         response_id = f"score-{request_id_of(request.scope)}"
         run = partial(self.pool, request, body, response_id=response_id)
@@ -58,7 +58,7 @@ class OpenAIServingScoring(OpenAIServingPooling):
         return await whole_response(pieces_of({**answer, "usage": usage(outputs)}), headers)
 
     async def scores(self, body: ScoreRequest) -> tuple[list[float], list[tuple[PooledOutput, ...]]]:
-        """For the offline interface: one of each pair, and what it was made of."""
+        """Return the score of each pair, and the outputs that it was computed from. The offline interface uses this."""
         self.check_model(body.model)
         scores, _, made_of = await self._scores(partial(self.run, body), body, body.pairs, _TEXTS)
         return scores, made_of
@@ -70,8 +70,10 @@ class OpenAIServingScoring(OpenAIServingPooling):
         pairs: Sequence[tuple[str, str]],
         params: tuple[str, str],
     ) -> tuple[list[float], list[PooledOutput], list[tuple[PooledOutput, ...]]]:
-        """The score of each pair, from what was computed for it. `params`: the names of the fields that the first and
-        the second texts of the pairs came from."""
+        """Return the score of each pair, all outputs, and the outputs that each score was computed from.
+
+        `params`: names of the fields that the first and the second texts of the pairs came from.
+        """
         if self.pooler.kind == LABELS:
             self._check_no_instruction(body)
             second_texts: list[int] = []
@@ -85,7 +87,7 @@ class OpenAIServingScoring(OpenAIServingPooling):
             outputs = await run(prompts, PoolingParams("logits", ids))
             return [probability(output.vectors) for output in outputs], outputs, [(output,) for output in outputs]
         self._check_no_instruction(body)
-        first = list(dict.fromkeys(text for text, _ in pairs))  # one query is embedded once
+        first = list(dict.fromkeys(text for text, _ in pairs))  # a query that occurs in several pairs is embedded once
         second = [text for _, text in pairs]
         prompts = partial(self._embedded, body, first, second, params)
         outputs = await run(prompts, PoolingParams(self.pooler.kind))
@@ -98,7 +100,7 @@ class OpenAIServingScoring(OpenAIServingPooling):
         return scores, outputs, made_of
 
     def _check_no_instruction(self, body: ScoringFields) -> None:
-        """Raises `RequestError`."""
+        """Raise `RequestError` if the request has an instruction."""
         if body.instruction is not None:
             does = "reads two texts at once" if self.pooler.kind == LABELS else "compares vectors"
             message = f"'instruction' is for rerankers that are asked in words; this model {does}. Leave it out."
@@ -111,7 +113,9 @@ class OpenAIServingScoring(OpenAIServingPooling):
         params: tuple[str, str],
         second_texts: list[int],
     ) -> list[tuple[int, ...]]:
-        """One prompt for each pair, as the model was trained to see two texts. Fills `second_texts`."""
+        """Return one prompt for each pair, in the format in which the model was trained on two texts. Fills
+        `second_texts`.
+        """
         prompts = []
         for query, document in pairs:
             ids, second = await self.text_ids.of_pair(query, document, params, truncate=body.truncate_prompt_tokens)
@@ -120,7 +124,7 @@ class OpenAIServingScoring(OpenAIServingPooling):
         return prompts
 
     async def _asked(self, body: ScoringFields, pairs: Sequence[tuple[str, str]], param: str) -> list[tuple[int, ...]]:
-        """One prompt for each pair, which asks whether they go together."""
+        """Return one prompt for each pair, which asks whether the two texts match."""
         asking = await PairPrompt.of(self.tokenizer.template, self.pooler, body.instruction)
         closing = await self.tokenizer.aencode(asking.closing, False)
         prompts, truncate = [], body.truncate_prompt_tokens
@@ -128,7 +132,7 @@ class OpenAIServingScoring(OpenAIServingPooling):
             text = await asking.text(query, document)
             if truncate is None:
                 ids = await self.text_ids.of_text(text, param, truncate=None, marks=False)
-            else:  # the end of the document is cut, not that of the question
+            else:  # cuts the end of the document, not the end of the question
                 text = text.removesuffix(asking.closing)
                 ids = await self.text_ids.of_text(text, param, truncate=truncate, marks=False, behind=closing)
             prompts.append(ids)
@@ -137,7 +141,7 @@ class OpenAIServingScoring(OpenAIServingPooling):
     async def _embedded(
         self, body: ScoringFields, first: Sequence[str], second: Sequence[str], params: tuple[str, str]
     ) -> list[tuple[int, ...]]:
-        """One prompt for each text. Queries and documents get the prompts that the model has for them."""
+        """Return one prompt for each text. Queries and documents get the model's prompts for them."""
         kinds = (QUERY, DOCUMENT) if isinstance(body, RerankRequest) else (None, None)
         prompts = []
         for texts, kind, param in zip((first, second), kinds, params, strict=True):
@@ -148,7 +152,7 @@ class OpenAIServingScoring(OpenAIServingPooling):
 
 
 _MAX_ADDED = 64 * 1024  # characters that a template may add to four times its input, as for conversations
-_MARK = "\u2e28document\u2e29"  # in place of one, to find what follows it
+_MARK = "\u2e28document\u2e29"  # placeholder of a document, used to find the text that follows it
 # The format of Qwen3-Reranker's model card, with its default task.
 _QWEN_TASK = "Given a web search query, retrieve relevant passages that answer the query"
 _QWEN_OPENING = (
@@ -159,17 +163,19 @@ _QWEN_CLOSING = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 
 
 class PairPrompt:
-    """Writes the prompts of one request."""
+    """Writer of the prompts of one request."""
 
     def __init__(self, template: ChatTemplate | None, instruction: str | None, closing: str) -> None:
-        """`template`: one for pairs; None: as Qwen3's are trained. `closing`: what follows each document."""
+        """`template`: a template for pairs; None: the format that Qwen3 is trained on. `closing`: text after each
+        document.
+        """
         self._template = template
         self._instruction = instruction
         self.closing = closing
 
     @staticmethod
     async def of(template: ChatTemplate, pooler: PoolerConfig, instruction: str | None) -> "PairPrompt":
-        """Prompts for a model. `instruction`: of the request; None: the model's. Raises `RequestError`."""
+        """Return the writer for a model. `instruction`: the request's; None: the model's own. Raises `RequestError`."""
         default = pooler.prompts.get(pooler.default_prompt) if pooler.default_prompt is not None else None
         if not await template.takes_pairs():
             return PairPrompt(None, instruction or default, _QWEN_CLOSING)
@@ -178,7 +184,7 @@ class PairPrompt:
         return prompt
 
     async def text(self, query: str, document: str) -> str:
-        """The prompt. Raises `RequestError`."""
+        """Return the prompt of a pair. Raises `RequestError`."""
         if self._template is None:
             task = self._instruction or _QWEN_TASK
             return f"{_QWEN_OPENING}<Instruct>: {task}\n<Query>: {query}\n<Document>: {document}{_QWEN_CLOSING}"
@@ -190,17 +196,19 @@ class PairPrompt:
 
 
 def cosine(first: np.ndarray, second: np.ndarray) -> float:
-    """Cosine of the angle between two vectors, floats [size] each."""
+    """Return the cosine of the angle between two vectors, floats [size] each."""
     similarity = float(np.sum(unit(first[None]) * unit(second[None])))
     return max(-1.0, min(1.0, similarity))
 
 
 def probability(logits: np.ndarray) -> float:
-    """Probability of the last answer, given the logits of the wrong one, if any, and its own: float32 [1 or 2]"""
+    """Return the probability of the last answer. `logits`: float32 [1 or 2], of the wrong answer, if
+    any, and the last.
+    """
     odds = float(logits[-1]) - (float(logits[0]) if len(logits) > 1 else 0.0)
     return 1 / (1 + math.exp(-odds)) if odds >= 0 else math.exp(odds) / (1 + math.exp(odds))
 
 
 def label(values: np.ndarray, sigmoid: bool) -> float:
-    """The score of a head with one label, float32 [1]."""
+    """Return the score of a head with one label. `values`: float32 [1]."""
     return probability(values) if sigmoid else float(values[0])

@@ -1,6 +1,6 @@
-"""Answers `/v1/embeddings` and `/pooling`, on the base of all endpoints that answer with vectors or scores.
+"""Serving of `/v1/embeddings` and `/pooling`, and the base of all endpoints that respond with vectors or scores.
 
-The base makes ids of texts, and runs prompts. An answer holds one vector for each text, or one for each of its tokens.
+The base tokenizes texts and runs prompts. A response holds a vector for each text, or for each of its tokens.
 """
 
 from __future__ import annotations
@@ -36,18 +36,19 @@ if TYPE_CHECKING:
 
 
 _BYTES_PER_ID = 4
-_BYTES_PER_PROMPT = 1500  # without its ids
-_ALL_THAT_FIT = -1  # of truncate_prompt_tokens
+_BYTES_PER_PROMPT = 1500  # bytes of a prompt without its ids
+_ALL_THAT_FIT = -1  # a value of truncate_prompt_tokens
 QUERY, DOCUMENT = "query", "document"
-# The prompts that sentence-transformers tries for each, in its order; a model that has none takes the bare text.
+# The prompts that sentence-transformers tries for each kind, in this order. A model that has none of them takes the
+# bare text.
 _PROMPTS_OF = {QUERY: ("query",), DOCUMENT: ("document", "passage", "corpus")}
-# Other words for them: of Cohere, of NVIDIA NIM.
+# Other names of these kinds, from Cohere and NVIDIA NIM.
 _ALIASES = {"search_query": QUERY, "search_document": DOCUMENT, "passage": DOCUMENT}
 Prompts = Callable[[], Coroutine[Any, Any, list[tuple[int, ...]]]]  # makes the ids of each prompt
 
 
 class TextIds:
-    """Makes the prompts of one model."""
+    """Maker of one model's prompts."""
 
     def __init__(self, processor: InputProcessor, config: PoolerConfig) -> None:
         self._processor = processor
@@ -56,7 +57,7 @@ class TextIds:
         self.max_len = min(processor.max_len, config.max_len or processor.max_len)
 
     def prompt_before(self, name: str | None) -> str:
-        """The model's prompt of this name, which stands before a text. Raises `RequestError`."""
+        """Return the model's prompt of this name, which is put before a text. Raises `RequestError`."""
         prompts = self._config.prompts
         if name is None:
             return prompts[self._config.default_prompt] if self._config.default_prompt is not None else ""
@@ -66,7 +67,7 @@ class TextIds:
         return prompts[name]
 
     def prompt_for(self, input_type: str | None) -> str:
-        """The prompt that stands before a text of this kind, or the one of this name. Raises `RequestError`."""
+        """Return the prompt for texts of this kind, or the prompt of this name. Raises `RequestError`."""
         known = self._config.prompts
         if input_type is None or input_type in known:
             return self.prompt_before(input_type)
@@ -80,7 +81,8 @@ class TextIds:
     async def of_text(
         self, text: str, param: str, *, truncate: int | None, marks: bool = True, behind: Sequence[int] = ()
     ) -> tuple[int, ...]:
-        """`marks`: with the tokens that the model puts around a text. `behind`: what follows it, never cut away.
+        """Return the ids of a text. `marks`: add the model's special tokens around the text. `behind`: ids after it,
+        never cut.
 
         Raises `RequestError`; `param` names the field that the text came from.
         """
@@ -105,10 +107,10 @@ class TextIds:
     async def of_pair(
         self, first: str, second: str, params: tuple[str, str], *, truncate: int | None
     ) -> tuple[tuple[int, ...], int]:
-        """Two texts side by side, and where the second begins, or 0 where the model is not told. Of pairs that are too
-        long the longer text is cut, as sentence-transformers does it.
+        """Return two texts as one prompt, and the index of the second text, or 0 if the model has no token types.
 
-        Raises `RequestError`; `params` name the fields that the texts came from.
+        If a pair is too long, the longer text is cut, as in sentence-transformers. Raises `RequestError`; `params` name
+        the fields that the texts came from.
         """
         marks = self._tokenizer.pair_marks()
         assert marks is not None, "the start has checked that there are some"
@@ -123,7 +125,8 @@ class TextIds:
         if len(left) + len(right) > room:
             if keep is None:
                 raise self._too_long(str(most - room + len(left) + len(right)), params[1])
-            half = room // 2 + (room % 2 if len(left) > len(right) else 0)  # of the first, if both must be cut
+            # tokens of the first text, if both must be cut
+            half = room // 2 + (room % 2 if len(left) > len(right) else 0)
             left = left[: max(half, room - len(right))]
             right = right[: room - len(left)]
         start = len(marks.opening) + len(left) + len(marks.between)
@@ -131,7 +134,9 @@ class TextIds:
         return await self._checked(ids, params[1]), start if marks.has_types else 0
 
     async def _within(self, text: str, param: str, room: int, *, cut: bool) -> list[int]:
-        """The ids of a text without marks, or with `cut` the first `room` of them. Raises `RequestError`."""
+        """Return the ids of a text without special tokens, with `cut` only the first `room` ids. Raises
+        `RequestError`.
+        """
         if cut:
             if room < 2:
                 message = "'truncate_prompt_tokens' leaves no token of the texts. Raise it."
@@ -143,7 +148,7 @@ class TextIds:
             raise self._too_long(f"at least {error.at_least}", param) from None
 
     async def _beginning(self, text: str, most: int, marks: bool, param: str) -> list[int]:
-        """The first tokens of a text that has more than `most`, with what is put around it."""
+        """Return the first tokens of a text that has more than `most`, with the special tokens around it."""
         opening, closing = (self._tokenizer.opening, self._tokenizer.closing) if marks else ([], [])
         room = most - len(opening) - len(closing)
         if room < 1:
@@ -153,7 +158,7 @@ class TextIds:
         return [*opening, *own[:room], *closing]
 
     async def of_ids(self, ids: Sequence[int], param: str, *, truncate: int | None) -> tuple[int, ...]:
-        """Ids that the caller has made. Raises `RequestError`."""
+        """Return ids that the caller made, checked and truncated. Raises `RequestError`."""
         keep = self._kept(truncate)
         return await self._checked(ids if keep is None else ids[:keep], param)
 
@@ -175,7 +180,7 @@ class TextIds:
 
 
 class Run(Protocol):
-    """`OpenAIServingPooling.pool` or `run` of one body."""
+    """`OpenAIServingPooling.pool` or `run` for one body."""
 
     def __call__(
         self, prompts: Prompts, pooling: PoolingParams, *, second_texts: Sequence[int] = ()
@@ -183,9 +188,9 @@ class Run(Protocol):
 
 
 class OpenAIServingPooling(OpenAIServing):
-    """One request's texts become prompts, these one pooling request, and its vectors the answer."""
+    """Base of the pooling endpoints: texts of a request -> prompts -> one pooling request -> response."""
 
-    tasks: frozenset[Task]  # that the endpoint can be asked by
+    tasks: frozenset[Task]  # tasks of models that the endpoint supports
 
     @property
     def pooler(self) -> PoolerConfig:
@@ -196,7 +201,9 @@ class OpenAIServingPooling(OpenAIServing):
         return TextIds(self.async_llm.input_processor, self.pooler)
 
     def check_model(self, name: str | None) -> str:
-        """Raises `ModelNotFoundError`, and `RequestError` where the model makes no vectors, or no scores."""
+        """Return the model name. Raises `ModelNotFoundError`, or `RequestError` if the model does not support the
+        endpoint.
+        """
         found = super().check_model(name)
         if self.pooler.task in self.tasks:
             return found
@@ -219,10 +226,10 @@ class OpenAIServingPooling(OpenAIServing):
         *,
         second_texts: Sequence[int] = (),
     ) -> list[PooledOutput]:
-        """Run each of the `prompts`, which are made within the time limit, and return what came of it.
+        """Run the `prompts`, which are made within the time limit, and return their outputs.
 
-        `second_texts`: as of `AsyncLLM.start_pooling`, where making the prompts tells them.
-        A client that leaves, the limit and a drain end it as they end generations.
+        `second_texts`: as in `AsyncLLM.start_pooling`; making the prompts may fill it. A client that leaves, the time
+        limit and a drain end the request as they end generations.
         """
         record = record_of(request.scope)
         assert record is not None, "the middleware keeps a record of all that the engine computes"
@@ -231,7 +238,7 @@ class OpenAIServingPooling(OpenAIServing):
         rank = self._chosen_replica(request)
         ids = await until_disconnect(request, _in_time(prompts, limit))
         held = held_by(request.scope, self.state.body_memory, label_of(request.scope))
-        # Beyond the first prompt, which the engine's queue counts. Texts stay: some answers repeat them.
+        # The engine's queue counts the first prompt. The texts stay in memory, because some responses repeat them.
         held.add(sum(_BYTES_PER_PROMPT + _BYTES_PER_ID * len(prompt) for prompt in ids[1:]))
         running = self.async_llm.start_pooling(
             ids,
@@ -262,9 +269,9 @@ class OpenAIServingPooling(OpenAIServing):
         *,
         second_texts: Sequence[int] = (),
     ) -> list[PooledOutput]:
-        """Run a body that did not come over HTTP. `owner`, `label`: of the API key that it belongs to.
+        """Run a body that did not come over HTTP. `owner`, `label`: salt and label of the API key that it belongs to.
 
-        A full queue does not refuse it: the caller bounds how many there are at a time.
+        A full queue does not refuse the request, so the caller limits how many run at a time.
         """
         limit = self._time_limit(None, body.timeout)
         async with self.async_llm.one_prompt:
@@ -287,17 +294,17 @@ class OpenAIServingPooling(OpenAIServing):
             running.close()
 
     async def _outputs(self, running: Pooling, pooling: PoolingParams) -> list[PooledOutput]:
-        """With vectors of texts, not those of tokens, as the checkpoint's Dense modules leave them."""
+        """Return the outputs. Vectors of texts, but not of tokens, go through the checkpoint's Dense modules."""
         outputs, layers = await running.outputs(), self.pooler.layers
         if layers is None or pooling.kind == "token":
             return outputs
-        # In a thread, one vector at a time: other requests need not wait for the arithmetic.
+        # A thread computes one vector at a time, so that other requests need not wait for the arithmetic.
         vectors = [await self.tokenizer.run(partial(layers, output.vectors), 0) for output in outputs]
         return [replace(output, vectors=each) for output, each in zip(outputs, vectors, strict=True)]
 
 
 async def _in_time(prompts: Prompts, limit: float | None) -> list[tuple[int, ...]]:
-    """Raises `DeadlineError`."""
+    """Return the prompts. Raises `DeadlineError`."""
     try:
         async with asyncio.timeout(limit):
             return await prompts()
@@ -306,23 +313,23 @@ async def _in_time(prompts: Prompts, limit: float | None) -> list[tuple[int, ...
 
 
 def usage(outputs: list[PooledOutput]) -> dict[str, Any]:
-    """Tokens of all prompts; none is generated."""
+    """Return the usage of all prompts. No token is generated."""
     total = sum(output.prompt_tokens for output in outputs)
     cached = sum(output.cached_tokens for output in outputs)
     return {"prompt_tokens": total, "total_tokens": total, "prompt_tokens_details": {"cached_tokens": cached}}
 
 
-MAX_NUMBERS = 1 << 24  # of tokens' vectors in one answer, kept until it is complete: 64 MiB
+MAX_NUMBERS = 1 << 24  # values of all token vectors in one response, kept until it is complete: 64 MiB
 
 
 class OpenAIServingEmbedding(OpenAIServingPooling):
-    """Both endpoints."""
+    """The endpoints `/v1/embeddings` and `/pooling`."""
 
     state_name = "serving_embedding"
     tasks = frozenset({Task.EMBED})
 
     async def embed(self, request: Request, body: EmbeddingRequest, headers: dict[str, str]) -> Response:
-        """`/v1/embeddings`. Raises `RequestError`."""
+        """Return the response of `/v1/embeddings`. Raises `RequestError`."""
         outputs, answer = await self._run(request, body, PoolingParams(self.pooler.kind), "embd")
         answer["data"] = self._items(body, outputs, "embedding", "embedding")
         return await whole_response(pieces_of(answer), headers)
@@ -330,7 +337,7 @@ class OpenAIServingEmbedding(OpenAIServingPooling):
     async def complete(
         self, body: EmbeddingRequest, request_id: str, *, owner: str | None = None, label: str | None = None
     ) -> str:
-        """The JSON of an answer to a body that did not come over HTTP. `owner`, `label`: as of `run`."""
+        """Return the JSON of the response to a body that did not come over HTTP. `owner`, `label`: as in `run`."""
         model, prompts = self._checked(body)
         outputs = await self.run(body, prompts, PoolingParams(self.pooler.kind), owner, label)
         answer = _answer(f"embd-{request_id}", model, outputs)
@@ -338,13 +345,13 @@ class OpenAIServingEmbedding(OpenAIServingPooling):
         return "".join(pieces_of(answer))
 
     async def vectors(self, body: EmbeddingRequest) -> tuple[list[np.ndarray], list[PooledOutput]]:
-        """For the offline interface, of each input: float32 [dimensions], and what it was made of."""
+        """Return the vector of each input, float32 [dimensions], and the outputs. The offline interface uses this."""
         _, prompts = self._checked(body)
         outputs = await self.run(body, prompts, PoolingParams(self.pooler.kind))
         return [self._finished(body, output)[0] for output in outputs], outputs
 
     async def pool_tokens(self, request: Request, body: PoolingRequest, headers: dict[str, str]) -> Response:
-        """`/pooling`. Raises `RequestError`."""
+        """Return the response of `/pooling`. Raises `RequestError`."""
         by_token = _is_by_token(body)
         outputs, answer = await self._run(
             request, body, PoolingParams("token" if by_token else self.pooler.kind), "pool"
@@ -367,7 +374,7 @@ class OpenAIServingEmbedding(OpenAIServingPooling):
         return outputs, _answer(response_id, model, outputs)
 
     def _checked(self, body: InputFields) -> tuple[str, Prompts]:
-        """The model's name, and what makes the prompts. Raises `RequestError`."""
+        """Return the model's name, and the function that makes the prompts. Raises `RequestError`."""
         model = self.check_model(body.model)
         self._check_dimensions(body)
         ids = self.text_ids
@@ -406,7 +413,7 @@ class OpenAIServingEmbedding(OpenAIServingPooling):
         raise RequestError(f"'dimensions' is {wanted}, but {reason}.", "dimensions")
 
     def _items(self, body: InputFields, outputs: list[PooledOutput], kind: str, member: str) -> InPieces:
-        """One object for each output, made while it is written."""
+        """Return one object for each output, which is made while it is written."""
 
         def item(numbered: tuple[int, PooledOutput]) -> dict[str, Any]:
             index, output = numbered
@@ -420,7 +427,7 @@ class OpenAIServingEmbedding(OpenAIServingPooling):
         return InPieces(lambda row: encoded(row, body.encoding_format or "float"), vectors, lambda row: row.size)
 
     def _finished(self, body: InputFields, output: PooledOutput) -> np.ndarray:
-        """Floats [n, size] -> float32 [n, dimensions]."""
+        """Cut and normalise vectors: floats [n, size] -> float32 [n, dimensions]."""
         normalize = self.pooler.normalize if body.normalize is None else body.normalize
         cut = output.vectors if body.dimensions is None else output.vectors[:, : body.dimensions]
         return (unit(cut) if normalize else cut).astype(np.float32)
@@ -431,23 +438,25 @@ def _is_by_token(body: InputFields) -> bool:
 
 
 def _answer(response_id: str, model: str, outputs: list[PooledOutput]) -> dict[str, Any]:
-    """All of it but `data`."""
+    """Return the response without `data`."""
     head = {"id": response_id, "object": "list", "created": int(time.time()), "model": model}
     return {**head, "usage": usage(outputs)}
 
 
-_LEAST_NORM = 1e-12  # torch.nn.functional.normalize divides by no less
+_LEAST_NORM = 1e-12  # torch.nn.functional.normalize divides by at least this norm
 
 
 def encoded(vector: np.ndarray, encoding_format: str) -> Any:
-    """A vector, float32 [n], as the member of an answer. Its numbers are those of the float32 exactly."""
+    """Return a vector, float32 [n], as the member of a response. Its values are exactly the float32 values."""
     if encoding_format == "base64":
         return base64.b64encode(vector.astype("<f4").tobytes()).decode()
     return vector.tolist()
 
 
 def unit(vectors: np.ndarray) -> np.ndarray:
-    """[n, k] to float64 [n, k] of length 1, in one order of sums whatever the batch; zeros stay zeros."""
+    """Return vectors [n, k] as float64 [n, k] of length 1; zeros stay zeros. The order of sums is the same for any
+    batch.
+    """
     wide = np.ascontiguousarray(vectors, np.float64)
     norms = np.sqrt(np.sum(wide * wide, axis=-1, keepdims=True))
     return wide / np.maximum(norms, _LEAST_NORM)

@@ -1,8 +1,8 @@
-"""`/v1/responses/compact`: the model summarises a conversation, and the summary replaces all of it but the messages.
+"""`/v1/responses/compact`: the model summarises a conversation, and the summary replaces all but some of its messages.
 
-A request for a summary is a chat turn like any other: the conversation, with a question for a summary as the user's
-last turn. The answer keeps the messages of the user and of the system word for word and has the summary in an item of
-type `compaction`, which later requests send back.
+A request for a summary is a chat turn like any other: the conversation, and a request for a summary as the user's last
+turn. The response keeps the user's and the system's messages word for word, and has the summary in an item of type
+`compaction`, which later requests send back.
 """
 
 import secrets
@@ -21,14 +21,15 @@ from oarlock.server.errors import HttpError
 from oarlock.server.llm.generation import Generation
 from oarlock.server.llm.output_processor import ABORT, TIMEOUT
 
-# The user's last turn. It bounds the length in words, so that few summaries reach the limit in tokens.
+# The user's last turn. It limits the length in words, so that few summaries reach the limit in tokens.
 _QUESTION = (
     "Summarise our conversation so far for someone who continues it and reads only my messages and your summary. Keep "
     "the task, decisions, facts, names, paths, results of tools and open steps; the most important first. Write only "
     "the summary, in at most 600 words, in the language of the conversation."
 )
-MAX_TOKENS = 4096  # of a summary, with thoughts that a template cannot switch off
-_LEAST_TOKENS, _LEAST_SHARE = 256, 16  # room for a summary: so many tokens, or this part of a small context
+MAX_TOKENS = 4096  # limit of a summary, including reasoning that a template cannot switch off
+# least room for a summary: this number of tokens, or this fraction (1/n) of a small context
+_LEAST_TOKENS, _LEAST_SHARE = 256, 16
 _CUT = "\n\n(The summary was cut short here.)"
 _NAMED = ("timeout", "priority", "cache_salt", "user")  # fields that mean the same for any response
 
@@ -61,7 +62,8 @@ def summary_turn(body: CompactRequest, conversation: Sequence[Item], owner: str)
 def bounded(processed: ProcessedChat, max_len: int) -> ProcessedChat:
     """Limit the tokens of a summary. Raises `ContextLengthError` if the conversation leaves too few.
 
-    `max_len`: tokens of the context. A template that cannot switch thinking off is not reported: nobody asked for it.
+    `max_len`: tokens of the context. If the template cannot switch reasoning off, this is not reported as an ignored
+    field, because the client did not set it.
     """
     (choice,) = processed.choices
     request = choice.request
@@ -79,7 +81,7 @@ def bounded(processed: ProcessedChat, max_len: int) -> ProcessedChat:
 
 
 class CompactionWriter(ResponsesWriter):
-    """The user's messages and the summary, as one `response.compaction`."""
+    """Writer of the user's messages and the summary, as one `response.compaction`."""
 
     def __init__(
         self, response_id: str, generation: Generation, shape: AnswerShape, conversation: Sequence[Item]
@@ -90,7 +92,7 @@ class CompactionWriter(ResponsesWriter):
 
     def _ended(self) -> dict[str, Any]:
         reason = None if self._last is None else self._last.finish_reason
-        if reason == TIMEOUT:  # the client keeps its conversation, rather than half a summary of it
+        if reason == TIMEOUT:  # the client keeps its conversation instead of half a summary
             message = "The summary was not complete within the time limit of the request."
             raise HttpError(408, message, param="timeout", code="timeout", headers={"x-should-retry": "false"})
         if reason == ABORT:

@@ -1,7 +1,7 @@
-"""The requests of `/v1/responses` and `/v1/responses/compact`, field for field; their input items are in `items`.
+"""The requests of `/v1/responses` and `/v1/responses/compact`, field for field. Their input items are in `items`.
 
-Sampling fields are those of the other endpoints. Official fields that this server does not follow are reported as
-ignored if an answer is right without them; else they take only the values that ask for nothing.
+The sampling fields are the same as in the other endpoints. An official field that this server does not follow is
+reported as ignored if a response is right without it. Otherwise the field accepts only values that have no effect.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from oarlock.server.strict_model import (
 
 AsyncTool = Annotated[Any, AfterValidator(only("tools", "async", False))]
 LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
-# Official fields without which an answer would be wrong, or without a part that was asked for.
+# Official fields without which a response would be wrong, or lack a requested part.
 REFUSED = ("moderation", "access_programs", "image")
 _INCLUDABLE = (LOGPROBS, ENCRYPTED)
-# Fields of the other endpoints that mean nothing for one answer in items, with the values that ask for nothing.
+# Fields of the other endpoints that mean nothing for one response of items, with the values that have no effect.
 _ELSEWHERE: dict[str, tuple[Any, str]] = {
     "n": (1, "there is one answer; send several requests"),
     "response_format": (None, "use 'text.format'"),
@@ -77,11 +77,12 @@ class FunctionTool(StrictModel):
 
 
 class NamespaceTool(StrictModel):
-    """A group of tools. The model knows its functions as `NAMESPACE__NAME`, as with vLLM."""
+    """A group of tools. The model knows its functions as `NAMESPACE__NAME`, as in vLLM."""
 
     type: Literal["namespace"]
     name: ToolName
-    description: Annotated[str, Field(max_length=65_536)] | None = None  # of the group; each function has its own
+    # description of the group; each function has its own
+    description: Annotated[str, Field(max_length=65_536)] | None = None
     tools: Annotated[
         list[
             Annotated[
@@ -106,7 +107,7 @@ class NamespaceTool(StrictModel):
         return [tool for tool in self.tools if isinstance(tool, FunctionTool)]
 
     def ignored_fields(self, prefix: str = "") -> Iterator[str]:
-        """Yield the ignored fields of its tools as those of tools outside a group."""
+        """Yield the ignored fields of its tools in the same way as for tools outside of a group."""
         for tool in self.tools:
             yield from tool.ignored_fields(prefix)
 
@@ -151,7 +152,7 @@ class AllowedTool(StrictModel):
 
 
 class ResponsesAllowedTools(StrictModel):
-    """Only some of the tools may be called."""
+    """A choice that allows only some of the tools."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
@@ -159,7 +160,7 @@ class ResponsesAllowedTools(StrictModel):
 
     @property
     def names(self) -> list[str]:
-        """The functions among them."""
+        """The names of the functions in `tools`."""
         return [tool.name for tool in self.tools if tool.type == "function" and tool.name is not None]
 
 
@@ -178,7 +179,7 @@ ToolChoice = Annotated[
 
 
 class TextFormat(StrictModel):
-    """The form of the answer's text."""
+    """The format of the response's text."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")] | None = None
@@ -197,7 +198,7 @@ class TextFormat(StrictModel):
 
 
 class TextConfig(StrictModel):
-    """`text`: the form of the answer."""
+    """`text`: the format of the response."""
 
     format: TextFormat | None = None
     verbosity: Verbosity | None = Field(
@@ -206,14 +207,15 @@ class TextConfig(StrictModel):
 
 
 class Reasoning(StrictModel):
-    """`reasoning`: how much is thought."""
+    """`reasoning`: the effort of reasoning."""
 
     effort: ReasoningEffort | None = Field(None, description="as `reasoning_effort` of chat completions")
     summary: Literal["auto", "concise", "detailed"] | None = Field(
         None, description="thoughts are given whole, never summarised", json_schema_extra=ACCEPTED
     )
     generate_summary: Literal["auto", "concise", "detailed"] | None = Field(None, json_schema_extra=ACCEPTED)
-    context: Word | None = Field("auto", json_schema_extra=IGNORED)  # the template decides which thoughts it shows
+    # the chat template decides which reasoning is kept in context
+    context: Word | None = Field("auto", json_schema_extra=IGNORED)
     mode: Word | None = Field("standard", json_schema_extra=IGNORED)
 
 
@@ -235,7 +237,7 @@ def _input_form(value: Any) -> str | None:
 
 
 def _refuse_by_name(value: dict[str, Any]) -> None:
-    """Raise `FieldError` for fields without which any answer would be wrong, each with what to do."""
+    """Raise `FieldError` for fields without which any response would be wrong, with a remedy for each."""
     if value.get("background"):
         raise FieldError("background", "is not supported: responses are not kept running; use stream: true")
     if value.get("conversation") is not None:
@@ -337,7 +339,7 @@ class ResponsesRequest(SamplingFields):
     @model_validator(mode="before")
     @classmethod
     def _named_refusals(cls, value: Any) -> Any:
-        """Refuse by name what a reader of the API may well ask for and does not get, each with what to do."""
+        """Refuse fields that clients of the API may expect and that are not supported, with a remedy for each."""
         if not isinstance(value, dict):
             return value
         _refuse_by_name(value)
@@ -358,7 +360,7 @@ class ResponsesRequest(SamplingFields):
         return self
 
     def without_effect(self) -> Iterator[str]:
-        """Yield the values of `include` that name parts of calls which no answer here has, too."""
+        """Yield values of `include` as well if they name parts of calls that no response of this server has."""
         yield from super().without_effect()
         yield from (f"include.{name}" for name in self.include or () if name not in _INCLUDABLE)
 

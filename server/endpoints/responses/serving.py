@@ -1,4 +1,4 @@
-"""`/v1/responses`: requests become chat turns, answers become response objects, and stored ones are gone on from."""
+"""Serving of `/v1/responses`: requests become chat turns, results become response objects, which may be stored."""
 
 import time
 from functools import partial
@@ -51,7 +51,7 @@ class OpenAIServingResponses(OpenAIServingChatCompletion):
         self._running: WeakValueDictionary[tuple[str, str], ResponsesWriter] = WeakValueDictionary()
 
     async def respond(self, request: Request, body: ResponsesRequest, headers: dict[str, str]) -> Response:
-        """Answer a request. Raises `RequestError`."""
+        """Return the response to a request. Raises `RequestError`."""
         turn = await self._turn(_owner(request), body)
         try:
             return await self.create(request, turn, headers)
@@ -59,7 +59,7 @@ class OpenAIServingResponses(OpenAIServingChatCompletion):
             raise renamed(error) from None
 
     async def compact(self, request: Request, body: CompactRequest, headers: dict[str, str]) -> Response:
-        """Answer with the conversation as the user's messages and a summary. Raises `RequestError`, `HttpError`."""
+        """Respond with the conversation as the user's messages and a summary. Raises `RequestError`, `HttpError`."""
         owner = _owner(request)
         items = self._conversation(body, owner)
         turn = await self.made_in_turn(partial(summary_turn, body, items, owner), num_parts(items))
@@ -75,7 +75,7 @@ class OpenAIServingResponses(OpenAIServingChatCompletion):
     async def complete_one(
         self, body: ResponsesRequest, request_id: str, *, owner: str | None = None, label: str | None = None
     ) -> str:
-        """Answer a body that did not come over HTTP with the JSON of a whole response. Raises `RequestError`."""
+        """Return the JSON of the whole response to a body that did not come over HTTP. Raises `RequestError`."""
         try:
             turn = await self._turn(salted(owner, None) or "", body)
             return await self.complete(turn, request_id, owner=owner, label=label)
@@ -83,7 +83,7 @@ class OpenAIServingResponses(OpenAIServingChatCompletion):
             raise renamed(error) from None
 
     async def count(self, request: Request, body: ResponsesRequest, headers: dict[str, str]) -> Response:
-        """The tokens of the prompt that a request would have."""
+        """Return the number of tokens in a request's prompt. Raises `RequestError`."""
         self.check_model(body.model)
         try:
             processed = await TextPlaces.of(request).run(request, partial(self._processed, _owner(request), body))
@@ -97,11 +97,13 @@ class OpenAIServingResponses(OpenAIServingChatCompletion):
         return await self.process(await self._turn(owner, body))
 
     def read_stored(self, request: Request, response_id: str) -> Response:
-        """A stored response. Raises `HttpError` (404), also for one of another key."""
+        """Return a stored response. Raises `HttpError` (404), also for a response of another key."""
         return Response(self._stored(request, response_id).response, media_type="application/json")
 
     def input_items(self, request: Request, response_id: str) -> Response:
-        """The items that a stored response was the answer to, the newest first or as asked. Raises `RequestError`."""
+        """Return the input items of a stored response, newest first or in the requested order. Raises
+        `RequestError`.
+        """
         query = ListQuery.of(request.query_params, limit=20, max_limit=100)
         stored = self._stored(request, response_id)
         items = [_shown(item, position) for position, item in enumerate(stored.input)]
@@ -119,13 +121,13 @@ class OpenAIServingResponses(OpenAIServingChatCompletion):
         return _json({"object": "list", "data": shown, **ends, "has_more": len(shown) < len(items)})
 
     def delete(self, request: Request, response_id: str) -> Response:
-        """Forget a stored response. Raises `HttpError` (404)."""
+        """Delete a stored response. Raises `HttpError` (404)."""
         if not self._store.delete(_owner(request), response_id):
             raise _not_found(response_id)
         return _json({"id": response_id, "object": "response", "deleted": True})
 
     def cancel(self, request: Request, response_id: str) -> Response:
-        """End a response that is being written with the text it has; its stream ends. Raises `HttpError`."""
+        """End a running response with the text that it has. A stream of it ends, too. Raises `HttpError`."""
         owner = _owner(request)
         writer = self._running.get((owner, response_id))
         if writer is not None and writer.abort():
@@ -135,7 +137,7 @@ class OpenAIServingResponses(OpenAIServingChatCompletion):
         raise _not_found(response_id)
 
     async def _turn(self, owner: str, body: ResponsesRequest) -> ResponsesTurn:
-        """The chat turn of a request; a long one is made in a thread. Raises `RequestError`."""
+        """Return the chat turn of a request. A long conversation is made in a thread. Raises `RequestError`."""
         if body.store and not self._store.is_on:
             message = "'store' is true, and this server keeps no responses. Leave it out, or raise --response-store."
             raise RequestError(message, "store", "unsupported_parameter")
@@ -143,7 +145,9 @@ class OpenAIServingResponses(OpenAIServingChatCompletion):
         return await self.made_in_turn(partial(turn_of, body, items, owner, ResponsesTurn), num_parts(items))
 
     def _conversation(self, body: ResponsesRequest | CompactRequest, owner: str) -> list[Item]:
-        """The conversation so far, the previous response, and the new items, in their order."""
+        """Return the conversation so far, the previous response and the new items, in their order. Raises
+        `RequestError`.
+        """
         found: list[Item] = []
         if body.previous_response_id is not None:
             previous = self._store.get(owner, body.previous_response_id)
@@ -159,7 +163,7 @@ class OpenAIServingResponses(OpenAIServingChatCompletion):
                 found.append(self._referred(item, position, owner))
             elif isinstance(item, OtherCallItem | OtherCallOutputItem):
                 found += item.as_functions
-            elif not isinstance(item, HostedCallItem | UnreadItem):  # no body is parsed to the latter
+            elif not isinstance(item, HostedCallItem | UnreadItem):  # validation refuses every UnreadItem
                 found.append(item)
         return found
 
@@ -215,7 +219,7 @@ class OpenAIServingResponses(OpenAIServingChatCompletion):
 
 
 def _echo(source: ResponsesRequest, processed: ProcessedChat, model: str) -> dict[str, Any]:
-    """The members of a response that the request decides."""
+    """Return the members of a response that the request decides."""
     params = processed.choices[0].request.params
     form = source.text.format if source.text else None
     written = {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_none=True)
@@ -248,7 +252,7 @@ def _echo(source: ResponsesRequest, processed: ProcessedChat, model: str) -> dic
 
 
 def _shown_tool(tool: FunctionTool | NamespaceTool) -> dict[str, Any]:
-    """A tool that the model was offered, on the wire."""
+    """Return a tool that the model was offered, in wire format."""
     if isinstance(tool, FunctionTool):
         return tool.model_dump(include=_SHOWN_OF_TOOL)
     group = {"type": tool.type, "name": tool.name, "description": tool.description or ""}
@@ -256,7 +260,7 @@ def _shown_tool(tool: FunctionTool | NamespaceTool) -> dict[str, Any]:
 
 
 def _shown(item: Item, position: int) -> dict[str, Any]:
-    """An input item on the wire, under an id that it was sent with or a made-up one."""
+    """Return an input item in wire format, with the id that it was sent with or a generated id."""
     written = item.model_dump(exclude_none=True)
     if isinstance(item, MessageItem) and isinstance(item.content, str):
         kind = "output_text" if item.role == "assistant" else "input_text"
@@ -330,7 +334,7 @@ async def get_response(request: Request, response_id: str) -> Response:
 
 @router.post("/v1/responses/{response_id}/cancel", openapi_extra=describe("Cancel response", "Response"))
 async def cancel_response(request: Request, response_id: str) -> Response:
-    """The text so far is the answer; a stream of it ends."""
+    """End a running response. The text so far is kept, and a stream of it ends."""
     return OpenAIServingResponses.of(request).cancel(request, response_id)
 
 

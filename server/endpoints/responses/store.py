@@ -1,8 +1,8 @@
-"""Keeps the latest responses for `previous_response_id`, in memory and bounded in bytes.
+"""Store of the latest responses for `previous_response_id`, in memory and limited in bytes.
 
-A response belongs to the API key that asked for it: no other key finds it. If the memory is full, the key that holds
-the most of it loses its oldest response, so no key can push out another's beyond an equal share. Everything is kept as
-JSON, so that its size is known, and without the members that no later request reads.
+A response belongs to the API key that requested it; no other key finds it. If the memory is full, the key that holds
+most of it loses its oldest response. So no key can displace another key's responses beyond an equal share. Everything
+is kept as JSON, so that its size is known, and without members that no later request reads.
 """
 
 from collections import OrderedDict
@@ -24,14 +24,14 @@ from oarlock.server.endpoints.responses.translate import Item
 from oarlock.server.json_text import dumps
 from oarlock.server.strict_model import StrictModel
 
-# Bytes beside the JSON itself: of a response its id, its object and its place in the store; of an item its id's.
+# Bytes in addition to the JSON: id, object and store entry of a response; id of an item.
 _OF_RESPONSE, _OF_ITEM = 1536, 640
 _UNREAD = frozenset(
     {
         "annotations",
         "logprobs",
         "encrypted_content",
-        # Only values that mean nothing pass.
+        # Requests can only set these to values without an effect.
         "prompt_cache_breakpoint",
         "caller",
         "async_",
@@ -50,14 +50,14 @@ _TYPES = {
 class StoredResponse:
     """A response, and the conversation before it."""
 
-    response: bytes  # JSON, as it was answered
-    before: bytes  # JSON: the list of the items that it was the answer to
-    output: dict[str, bytes]  # JSON of each of its own items, by id
+    response: bytes  # JSON of the response as it was sent
+    before: bytes  # JSON list of the items that the response answers
+    output: dict[str, bytes]  # id -> JSON of each output item
     size: int
 
     @property
     def input(self) -> list[Item]:
-        """The items that it was the answer to; instructions are not part of them."""
+        """The items that the response answers, without instructions."""
         return [_parsed(item) for item in from_json(self.before)]
 
     @property
@@ -68,14 +68,14 @@ class StoredResponse:
 
 @dataclass(slots=True)
 class _Shelf:
-    """The responses of one owner, the oldest first."""
+    """The responses of one owner, oldest first."""
 
     responses: OrderedDict[str, StoredResponse] = field(default_factory=OrderedDict)
     items: dict[str, str] = field(default_factory=dict)  # id of an item -> id of its response
     num_bytes: int = 0
 
     def remove(self, response_id: str) -> StoredResponse:
-        """Take a response out and return it. Raises `KeyError`."""
+        """Remove and return a response. Raises `KeyError`."""
         found = self.responses.pop(response_id)
         for item_id in found.output:
             self.items.pop(item_id, None)
@@ -90,7 +90,7 @@ class ResponseStore:
         """`max_bytes`: 0 stores nothing."""
         self._max_bytes = max_bytes
         self._bytes = 0
-        self._shelves: dict[str, _Shelf] = {}  # by owner; none is empty
+        self._shelves: dict[str, _Shelf] = {}  # owner -> its responses; no entry is empty
 
     @property
     def is_on(self) -> bool:
@@ -105,7 +105,7 @@ class ResponseStore:
         return sum(len(shelf.responses) for shelf in self._shelves.values())
 
     def put(self, owner: str, response: dict[str, Any], items: Iterable[Item]) -> None:
-        """Keep a response whose conversation before it was `items`. One that is larger than the store is not kept."""
+        """Keep a response that answers `items`. A response that is larger than the store is not kept."""
         written = _written(response)
         before = _written(list(map(_kept, items)))
         output = {item["id"]: _written(_kept(_parsed(item))) for item in response["output"]}
@@ -137,7 +137,7 @@ class ResponseStore:
         return None if found is None else _parsed(from_json(found.output[item_id]))
 
     def delete(self, owner: str, response_id: str) -> bool:
-        """Remove a response. Returns whether it was there."""
+        """Remove a response. Return whether it was there."""
         shelf = self._shelves.get(owner)
         if shelf is None or response_id not in shelf.responses:
             return False
@@ -148,7 +148,7 @@ class ResponseStore:
 
 
 def _kept(value: Any) -> Any:
-    """Parts of an item that later requests may read, for JSON."""
+    """Return the parts of an item that later requests may read, ready for JSON."""
     if isinstance(value, CompactionItem):
         return {"type": value.type, "id": value.id, "encrypted_content": value.encrypted_content}
     if isinstance(value, ReasoningItem) and not value.content and value.encrypted_content is not None:

@@ -1,7 +1,7 @@
-"""Translates requests of `/v1/responses` into chat turns, and writes what comes back as responses and their streams.
+"""Translation of `/v1/responses` requests into chat turns, and of the results into responses and their streams.
 
-The same prompt, grammar and tool parsers serve both. On the wire an answer is a `response` object, or numbered events
-that end with one.
+Both APIs share the prompt, grammar and tool parsers. On the wire, a response is a `response` object, or numbered events
+that end with such an object.
 """
 
 import secrets
@@ -42,10 +42,10 @@ from oarlock.server.strict_model import FieldError
 
 Item = MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningItem | CompactionItem
 Functions = Mapping[str, tuple[FunctionTool, str | None]]  # name for the model -> function, and its namespace
-# Opens the turn that shows the model a summary.
+# Beginning of the turn that shows the model a summary.
 _SUMMARY_HEAD = "This is a summary of our conversation up to this point:\n\n"
 _OF_FUNCTION = {"description", "parameters", "strict"}
-# Fields of a chat turn, and those that they come from.
+# Field of a chat turn -> field of the request that it comes from.
 _FIELDS = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
@@ -55,7 +55,7 @@ _FIELDS = {
 
 
 class ResponsesTurn(ChatRequest):
-    """A chat turn that a request of `/v1/responses` became."""
+    """A chat turn made from a request of `/v1/responses`."""
 
     _source: ResponsesRequest = PrivateAttr()
     _items: tuple[Item, ...] = PrivateAttr()
@@ -68,16 +68,16 @@ class ResponsesTurn(ChatRequest):
 
     @property
     def items(self) -> tuple[Item, ...]:
-        """The whole conversation before the answer, without instructions."""
+        """The whole conversation before the response, without instructions."""
         return self._items
 
     @property
     def owner(self) -> str:
-        """Label of the API key whose responses these are; others do not see them."""
+        """Salt of the API key that the responses belong to. Other keys do not see them."""
         return self._owner
 
     def kept_bytes(self, num_bytes: int) -> int:
-        """All of it: the items are stored with the answer, which shows other fields."""
+        """Return all bytes: the items are stored with the response, which also shows other fields of the request."""
         return num_bytes
 
     @property
@@ -92,13 +92,15 @@ _TurnT = TypeVar("_TurnT", bound=ResponsesTurn)
 
 
 def turn_of(request: ResponsesRequest, items: Sequence[Item], owner: str, kind: type[_TurnT]) -> _TurnT:
-    """The chat turn, of class `kind`, of a request of `owner` whose conversation is `items`. Raises `RequestError`."""
+    """Return the chat turn, of class `kind`, of a request by `owner` with the conversation `items`. Raises
+    `RequestError`.
+    """
     given = SamplingFields.model_fields.keys() & request.model_fields_set
     values: dict[str, Any] = {name: getattr(request, name) for name in given}
     try:
         values["messages"] = _messages(request.instructions, items)
         values |= _others(request)
-        turn = kind.model_validate(values, strict=False)  # each value was checked
+        turn = kind.model_validate(values, strict=False)  # each value was checked already
     except ValidationError as error:
         raise renamed(request_error(error)) from None
     except FieldError as error:
@@ -113,7 +115,7 @@ def renamed(error: RequestError) -> RequestError:
 
 
 def _others(request: ResponsesRequest) -> dict[str, Any]:
-    """The members that have other names or places."""
+    """Return the members of the chat turn that have another name or position in the request."""
     found: dict[str, Any] = {"parallel_tool_calls": request.parallel_tool_calls}
     if request.max_output_tokens is not None:
         found["max_completion_tokens"] = request.max_output_tokens
@@ -148,7 +150,9 @@ def _choice(choice: ToolChoice, functions: Functions) -> Any:
 
 
 def _named(name: str, functions: Functions) -> dict[str, Any]:
-    """Choose a function by its one name, or by its name in a namespace if only one function has that."""
+    """Return a choice of a function by its full name, or by its name in a namespace if only one function
+    has that name.
+    """
     if name not in functions:
         others = [flat for flat, (tool, space) in functions.items() if space is not None and tool.name == name]
         name = others[0] if len(others) == 1 else name
@@ -156,8 +160,11 @@ def _named(name: str, functions: Functions) -> dict[str, Any]:
 
 
 def _messages(instructions: str | None, items: Iterable[Item]) -> list[ChatMessage]:
-    """Items become turns: thoughts, text and calls of one answer are one assistant's message; instructions and the
-    system's first words are one, since templates take no second system message. Raises `FieldError`."""
+    """Return the items as messages. Raises `FieldError`.
+
+    The reasoning, text and calls of one response become one assistant's message. Instructions and a system message that
+    follows them become one message, because templates accept no second system message.
+    """
     messages = [] if instructions is None else [_message("system", instructions)]
     answer: ChatMessage | None = None  # the assistant's message that items are still added to
     for item in items:
@@ -173,7 +180,8 @@ def _messages(instructions: str | None, items: Iterable[Item]) -> list[ChatMessa
                 messages.append(_message(item.role, text))
             answer = None
         elif isinstance(item, CompactionItem):
-            # A user's turn: every template shows it at any place, and the model goes on from it if it comes last.
+            # The summary is a user's turn, because every template shows one at any position, and the model responds to
+            # it if it comes last.
             messages.append(_message("user", _SUMMARY_HEAD + item.text))
             answer = None
         else:
@@ -193,7 +201,7 @@ def _text(item: MessageItem | FunctionCallOutputItem) -> str:
 
 
 def _goes_into(item: Item, answer: ChatMessage) -> bool:
-    """Whether an assistant's item belongs to the message so far: thoughts, then text, then calls."""
+    """Return whether an assistant's item belongs to the message so far: reasoning, then text, then calls."""
     return isinstance(item, FunctionCallItem) or (answer.content is None and not answer.tool_calls)
 
 
@@ -209,17 +217,18 @@ def _add(item: Item, answer: ChatMessage) -> None:
 
 
 class OutputItems(StreamedItems):
-    """Output items: thoughts (`reasoning`), text (`message`) and calls (`function_call`)."""
+    """Output items: reasoning (`reasoning`), text (`message`) and calls (`function_call`)."""
 
     shows_nothing = True
 
     def __init__(self, functions: Functions, *, with_encrypted: bool) -> None:
-        """`functions`: those of the request. `with_encrypted`: thoughts are there once more, for clients that send them
-        back."""
+        """`functions`: the request's functions. `with_encrypted`: repeat the reasoning as `encrypted_content`, for
+        clients that send it back.
+        """
         super().__init__()
         self._functions = functions
         self._with_encrypted = with_encrypted
-        self._logprobs: list[dict[str, Any]] = []  # of the open item
+        self._logprobs: list[dict[str, Any]] = []  # logprobs of the open item
 
     @property
     def _at(self) -> dict[str, Any]:
@@ -288,7 +297,7 @@ def _new_id(prefix: str) -> str:
     return f"{prefix}_{secrets.token_hex(12)}"
 
 
-# Reasons of an end -> status of the response, and why it is not complete.
+# Finish reason -> status of the response, and the reason why it is incomplete.
 _ENDS = {
     "length": ("incomplete", "max_output_tokens"),
     TIMEOUT: ("incomplete", "timeout"),
@@ -297,7 +306,7 @@ _ENDS = {
 
 
 class ResponsesWriter(ItemsWriter):
-    """One response, whole or as events."""
+    """Writer of one response, whole or as events."""
 
     def __init__(
         self,
@@ -311,14 +320,15 @@ class ResponsesWriter(ItemsWriter):
         visible: VisibleTokens | None = None,
         with_encrypted: bool,
     ) -> None:
-        """`fields`: the members of the response that the request decides. `entry`: a token's logprob on the wire; None:
-        there are none. `on_end` gets the response when it is complete."""
+        """`fields`: the members of the response that the request decides. `entry`: converts a token's logprob to wire
+        format; None: no logprobs. `on_end`: called with the complete response.
+        """
         super().__init__(generation, shape, OutputItems(functions, with_encrypted=with_encrypted))
         self._fields = fields
         self._entry = entry
         self._visible = visible  # None: all tokens are visible text
         self._on_end = on_end
-        self._number = 0  # of the next event
+        self._number = 0  # number of the next event
 
     @property
     def response_id(self) -> str:
@@ -336,7 +346,7 @@ class ResponsesWriter(ItemsWriter):
         yield self._event(f"response.{kind}", {"response": response})
 
     def failure(self, error: HttpError) -> bytes:
-        """The items so far stay as they are."""
+        """Return the event of a failure. The items so far stay as they are."""
         code = "rate_limit_exceeded" if error.status == 429 else "server_error"
         if 400 <= error.status < 500 and error.status != 429:
             code = "invalid_prompt"
@@ -344,11 +354,11 @@ class ResponsesWriter(ItemsWriter):
         return self._event("response.failed", {"response": response})
 
     def abort(self) -> bool:
-        """End what is still generated. False when nothing was."""
+        """End the running generation. Return False if nothing was running."""
         return self._generation.abort()
 
     def response(self, status: str) -> dict[str, Any]:
-        """The response as it is now."""
+        """Return the response in its current state."""
         ended = status != "in_progress"
         return self._fields | {
             "status": status,

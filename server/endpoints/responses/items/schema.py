@@ -1,7 +1,8 @@
-"""Input items of `/v1/responses`: messages, calls and their outputs, thoughts, summaries, ids, calls of other tools.
+"""Input items of `/v1/responses`: messages, calls and outputs, reasoning, summaries, ids, and calls of other tools.
 
-A model reads calls of functions only, so calls of other kinds are turned into those. Items without text for the model
-are accepted and reported as ignored; items that it would need and cannot read are refused by their type.
+A model reads only calls of functions, so calls of other kinds are converted to function calls. Items without text for
+the model are accepted and reported as ignored. Items that the model would need and cannot read are refused by their
+type.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from oarlock.server.strict_model import ACCEPTED, FieldError, StrictModel
 
 
 def only(place: str, name: str, *neutral: Any) -> Callable[[Any], Any]:
-    """`place`: the parameter that the error names."""
+    """Return a validator that accepts only None and the `neutral` values. `place`: the parameter that
+    the error names.
+    """
 
     def check(value: Any) -> Any:
         if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in (None, *neutral)):
@@ -28,7 +31,7 @@ def only(place: str, name: str, *neutral: Any) -> Callable[[Any], Any]:
     return check
 
 
-# Of calls and their results.
+# Types of fields that calls and their results have.
 Caller = Annotated[Any, AfterValidator(only("input", "caller", {"type": "direct"}))]
 AsyncCall = Annotated[Any, AfterValidator(only("input", "async", False))]
 Word = Annotated[str, Field(max_length=64)]
@@ -44,12 +47,12 @@ def _part_type(value: str) -> str:
 
 
 class ContentPart(StrictModel):
-    """A part of a message or of a call's result; a refusal is an assistant's own text."""
+    """A part of a message or of a call's result. A refusal is an assistant's own text."""
 
     type: Annotated[str, Field(max_length=64), AfterValidator(_part_type)]
     text: str = ""
     refusal: str = ""
-    annotations: list[Any] | None = None  # of answers; they add no text
+    annotations: list[Any] | None = None  # sent in responses; they add no text
     logprobs: list[Any] | None = None
     prompt_cache_breakpoint: Any = Field(None, json_schema_extra=ACCEPTED)  # equal prefixes are found without it
 
@@ -71,17 +74,17 @@ Content = Annotated[
 
 
 def text_of(content: str | list[ContentPart]) -> str:
-    """The parts joined."""
+    """Return the content with its parts joined."""
     return content if isinstance(content, str) else "".join(part.text or part.refusal for part in content)
 
 
 def flat_name(namespace: str | None, name: str) -> str:
-    """Return the one name of a function in a namespace, or of a function outside."""
+    """Return the full name of a function: with its namespace, if it has one."""
     return name if namespace is None else f"{namespace}__{name}"
 
 
 class MessageItem(StrictModel):
-    """A turn of the conversation; an assistant's as it was answered, or written by the caller."""
+    """A turn of the conversation. An assistant's turn comes from a response, or was written by the caller."""
 
     type: Literal["message"] | None = None
     role: Literal["user", "assistant", "system", "developer"]
@@ -92,7 +95,7 @@ class MessageItem(StrictModel):
 
 
 class FunctionCallItem(StrictModel):
-    """A call that an earlier answer made."""
+    """A call in an earlier response."""
 
     type: Literal["function_call"]
     call_id: ItemId
@@ -118,13 +121,13 @@ class FunctionCallOutputItem(StrictModel):
     output: Content
     id: ItemId | None = None
     status: ItemStatus | None = None
-    name: str | None = None  # of the function, as in the call
+    name: str | None = None  # name of the function, as in the call
     caller: Caller = None
     namespace: ToolName | None = None
 
 
 class OtherCallItem(StrictModel):
-    """A call of a tool that is no function, from an earlier turn. The model reads it as a call of a function."""
+    """A call of a tool that is not a function, from an earlier turn. The model reads it as a call of a function."""
 
     type: Literal[
         "custom_tool_call", "local_shell_call", "shell_call", "apply_patch_call", "mcp_call", "code_interpreter_call"
@@ -139,7 +142,7 @@ class OtherCallItem(StrictModel):
     operation: JsonObject | None = None
     arguments: str | None = None
     code: str | None = None
-    output: str | None = None  # of calls that hold their own result
+    output: str | None = None  # set if the call holds its own result
     outputs: Annotated[list[JsonObject], Field(max_length=MAX_PARTS)] | None = None
     error: Any = None
 
@@ -173,7 +176,7 @@ def _output_form(value: Any) -> str | None:
 
 
 class OtherCallOutputItem(StrictModel):
-    """Output of a tool that is no function. The model reads it as the output of a function."""
+    """Output of a tool that is not a function. The model reads it as the output of a function."""
 
     type: Literal["custom_tool_call_output", "local_shell_call_output", "shell_call_output", "apply_patch_call_output"]
     id: ItemId | None = None
@@ -212,7 +215,7 @@ class OtherCallOutputItem(StrictModel):
 
 
 class HostedCallItem(StrictModel):
-    """A call that another server ran, without its result: the text that follows has what was found."""
+    """A call that another server ran, without its result. The text after it contains the findings."""
 
     type: Literal["web_search_call", "file_search_call", "mcp_list_tools"]
 
@@ -222,14 +225,16 @@ class HostedCallItem(StrictModel):
 
 
 class ThoughtPart(StrictModel):
-    """A piece of the thoughts, or of their summary."""
+    """A piece of the reasoning, or of its summary."""
 
     type: Literal["reasoning_text", "summary_text"]
     text: str
 
 
 class ReasoningItem(StrictModel):
-    """Reasoning of an earlier answer. `encrypted_content`, if there is no other, as this server writes it."""
+    """Reasoning of an earlier response. `encrypted_content` is used if there is no `content` and this
+    server wrote it.
+    """
 
     type: Literal["reasoning"]
     id: ItemId | None = None
@@ -240,7 +245,7 @@ class ReasoningItem(StrictModel):
 
     @property
     def text(self) -> str:
-        """The thoughts; of thoughts that another server encrypted, the summary. Raises `FieldError`."""
+        """The reasoning, or its summary if another server encrypted the reasoning. Raises `FieldError`."""
         if self.content:
             return "".join(part.text for part in self.content)
         if self.encrypted_content is not None and self.encrypted_content.startswith(THOUGHTS):
@@ -254,7 +259,7 @@ class ReasoningItem(StrictModel):
 
 
 def _own_summary(value: str) -> str:
-    """Raise `FieldError` unless this server wrote the value: the conversation that it stands for would be missing."""
+    """Return `value` if this server wrote it, else raise `FieldError`: the summarised conversation would be missing."""
     if not value.startswith(SUMMARY):
         problem = "holds a compaction that another server encrypted; send the conversation that it stands for"
         raise FieldError("input", problem)
@@ -263,7 +268,7 @@ def _own_summary(value: str) -> str:
 
 
 class CompactionItem(StrictModel):
-    """The summary of a conversation, as `/v1/responses/compact` answers it."""
+    """The summary of a conversation, as `/v1/responses/compact` returns it."""
 
     type: Literal["compaction"]
     id: ItemId | None = None
@@ -294,7 +299,7 @@ def _unread(kind: str) -> str:
 
 
 class UnreadItem(StrictModel):
-    """Any other item: of tools that a server runs, or of media. Refused by its name."""
+    """Any other item, of media or of tools that a server runs. It is refused by its type."""
 
     type: Annotated[str, Field(max_length=64), AfterValidator(_unread)]
 
@@ -325,17 +330,19 @@ InputItem = Annotated[
     Discriminator(_item_form, custom_error_type="item_form", custom_error_message="must be an object"),
 ]
 
-# Prefixes of texts that clients keep for this server. They differ, so that a text is only read as the item it was.
+# Prefixes of texts that clients keep for this server. They differ, so that a text is only read as its own kind of item.
 THOUGHTS, SUMMARY = "oarlock-text:", "oarlock-summary:"
 
 
 def sealed(text: str, prefix: str) -> str:
-    """A text as a client that stores nothing sends it back: base64, not encrypted, since it is the client's own."""
+    """Return a text in the format in which a client returns it: base64. It is the client's own, so it is
+    not encrypted.
+    """
     return prefix + base64.b64encode(text.encode("utf-8", "replace")).decode()
 
 
 def unsealed(value: str, prefix: str) -> str:
-    """Recover the text that `sealed` was given. Raises `FieldError`."""
+    """Return the text that `sealed` was given. Raises `FieldError`."""
     try:
         return base64.b64decode(value[len(prefix) :], validate=True).decode()
     except ValueError:
