@@ -1,3 +1,3 @@
-"""The server handles text: HTTP, JSON, SSE, the tokenizer and stop strings. It knows nothing of blocks, tensors or
+"""The server handles text: HTTP, JSON, SSE, the tokenizer, stop strings. It knows nothing of blocks, tensors or
 devices.
 """

@@ -41,9 +41,7 @@ def numbers(items: Iterable[int]) -> "InPieces":
 
 
 class InPieces:
-    """A list that is built while it is written: `make(item)` for each item; `size(item)` is the item's work in
-    logprobs.
-    """
+    """A list that is built while it is written, from `make(item)`. `size(item)`: the item's work, in logprobs."""
 
     def __init__(self, make: Callable[[Any], Any], items: Iterable[Any], size: Callable[[Any], int]) -> None:
         self._make = make
@@ -64,8 +62,9 @@ class InPieces:
 
 
 def pieces_of(value: Any) -> Iterator[str]:
-    """Yield the JSON of `value` in pieces; its objects and lists of objects may contain `InPieces`. Only the last piece
-    may be tiny.
+    """Yield the JSON of `value` in pieces. Its objects and lists of objects may contain `InPieces`.
+
+    Only the last piece may be tiny.
     """
     gathered: list[str] = []
     size = 0

@@ -38,9 +38,7 @@ WHOLE = BeforeValidator(_whole_number)
 
 
 def at_most(most: int) -> BeforeValidator:
-    """Return a validator that refuses an object with more than `most` members, with one error instead of one per
-    member.
-    """
+    """Return a validator that refuses an object with too many members, by one error instead of one per member."""
 
     def check(value: Any) -> Any:
         if isinstance(value, dict) and len(value) > most:

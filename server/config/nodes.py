@@ -34,8 +34,8 @@ _FLAGS = "--nnodes, --node-rank, --master-addr and --master-port"
 def launched(environment: Mapping[str, str], given: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """Find the launcher that started this process, and its values for the options that are not `given`.
 
-    Ray, which is named by a flag, is checked first, then torchrun. Raises `OptionError` if the variables are incomplete
-    or invalid.
+    Ray, which is named by a flag, is checked first, then torchrun. Raises `OptionError` if variables are missing or
+    invalid.
     """
     if given.get("distributed_executor_backend") == RAY:
         return RAY, {} if "nnodes" in given else {"nnodes": given.get("pipeline_parallel_size", 1)}
@@ -86,9 +86,9 @@ def launcher_store(environment: Mapping[str, str], address: str, port: int) -> s
 
 
 def first_on_host(environment: Mapping[str, str], num_ranks: int) -> bool:
-    """Return whether this process, among the processes that torchrun starts on this host, is the one to serve.
+    """Return whether this process is the one that serves, among the processes that torchrun starts on this host.
 
-    `num_ranks`: ranks of the whole group. Raises `OptionError` if torchrun starts neither 1 process per host nor 1 per
+    `num_ranks`: ranks of the whole group. Raises `OptionError` unless torchrun starts 1 process per host, or 1 per
     rank.
     """
     if not is_torchrun(environment):

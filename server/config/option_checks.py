@@ -69,9 +69,7 @@ def check_root_path(path: str | None) -> None:
 
 
 def check_listening(uds: str | None, certificate: str | None, key: str | None) -> None:
-    """Raise `OptionError` if the path of the Unix socket is too long, or if only a certificate or only a
-    key is given.
-    """
+    """Raise `OptionError` if the Unix socket's path is too long, or if either the certificate or the key is missing."""
     if uds is not None and len(os.fsencode(uds)) > _MAX_UDS_BYTES:
         raise OptionError(
             f"--uds has {len(os.fsencode(uds))} bytes, but the name of a Unix socket has {_MAX_UDS_BYTES} at most.",
@@ -200,8 +198,10 @@ class AllowedHosts:
     """
 
     def __init__(self, host: str, allowed: Iterable[str] = ()) -> None:
-        """`host`: the address that the server listens on. `allowed`: more names; `*.example.org` for all names below
-        it, `*` for any.
+        """Set the accepted names.
+
+        `host`: the address that the server listens on. `allowed`: more names; `*.example.org` allows all names below
+        it, `*` any name.
         """
         patterns = {pattern.lower().strip("[]").rstrip(".") for pattern in allowed}
         self._any = "*" in patterns

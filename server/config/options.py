@@ -1,7 +1,7 @@
 """Description of one option, its parsing from text and its checks: type, range, choices and names.
 
-An option is a dataclass field with metadata. The flags, environment names, TOML keys and the table of the documentation
-are all made from it.
+An option is a dataclass field with metadata. Flags, environment names, TOML keys and the table in the documentation are
+made from it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Sources of settings: flag > environment (`OARLOCK_*`) > TOML file > torchrun, LeaderWorkerSet or Ray > default.
 
-Only this module reads the file, and the environment for options. An unknown name is an error that suggests the nearest
-name.
+Only this module reads the file, and the environment for options. Errors about unknown names suggest the nearest name.
 """
 
 import os
@@ -39,8 +38,9 @@ _READ_ELSEWHERE = ("OARLOCK_CONFIG", "OARLOCK_CPU_LEVEL")
 
 @dataclass(frozen=True)
 class LoadedSettings:
-    """Settings, and the origin of each value: `flag`, `environment`, the file's name, `torchrun`, `LeaderWorkerSet`,
-    `ray` or `default`.
+    """Settings, and the origin of each value.
+
+    An origin is `flag`, `environment`, the file's name, `torchrun`, `LeaderWorkerSet`, `ray` or `default`.
     """
 
     settings: Settings
@@ -108,8 +108,9 @@ def _from_file(path: str | None) -> dict[str, Any]:
 
 
 def as_flags(loaded: LoadedSettings, without: Container[str]) -> list[str]:
-    """Return the words of a command line for all values that are not defaults, without secrets and the groups in
-    `without`.
+    """Return the words of a command line for all values that are not defaults.
+
+    Secrets and options of the groups in `without` are left out.
     """
     words = []
     for described in OPTIONS.values():

@@ -1,4 +1,4 @@
-"""Flags of vLLM that are not options here. A flag that asks for Oarlock's behaviour is accepted with a note; others are
+"""Flags of vLLM that are not options here. Flags that ask for Oarlock's behaviour are accepted with a note, others
 refused.
 
 The note or the error explains Oarlock's behaviour in one sentence.
@@ -108,9 +108,7 @@ FLAGS: dict[str, Flag] = {
 
 
 def take_out(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the command line without these flags, and a note for each of them. Raises `OptionError` for a refused
-    flag.
-    """
+    """Return the command line without these flags, and a note for each. Raises `OptionError` for a refused flag."""
     kept: list[str] = []
     notes: list[str] = []
     words = list(arguments)

@@ -128,11 +128,10 @@ class OpenAIServingGenerate(OpenAIServing, ABC, Generic[_BodyT, _ProcessedT]):
         return "".join(writer.whole(pieces, generation))
 
     async def render(self, request: Request, body: _BodyT, headers: dict[str, str], *, each: bool) -> Response:
-        """Return the prompts and parameters that the engine would get, as JSON, without generating. Routers read
-        `token_ids`.
+        """Return the prompts and parameters that the engine would get, as JSON. Routers read its `token_ids`.
 
-        `each`: return a list with one object per prompt, else only the object of the only prompt. Raises
-        `RequestError`, also if the response would be too long.
+        `each`: return a list with one object per prompt, else only the object of the only prompt. Nothing is generated.
+        Raises `RequestError`, also if the response would be too long.
         """
         model = self.check_model(body.model)
         held = held_by(request.scope, self.state.body_memory, label_of(request.scope))
@@ -220,8 +219,7 @@ class OpenAIServingGenerate(OpenAIServing, ABC, Generic[_BodyT, _ProcessedT]):
 def _server_timing(record: RequestRecord, generation: Generation) -> dict[str, str]:
     """Return the Server-Timing header of a whole response, in milliseconds.
 
-    The spans are the time until the prompt was ready, from there to the first token, from there to the last token, and
-    the total.
+    Its spans end when the prompt is ready, at the first token, and at the end; a fourth is the total.
     """
     marks = (record.received_s, generation.arrival, generation.first_token_at or generation.arrival, time.monotonic())
     spans = {name: marks[place + 1] - marks[place] for place, name in enumerate(("prompt", "first-token", "rest"))}

@@ -97,9 +97,7 @@ class OpenAIServing:
         raise ModelNotFoundError(name, self.model_names)
 
     def _time_limit(self, header: str | None, seconds: float | None) -> float | None:
-        """Return the shortest time limit of the field, the header and the operator, in seconds, or None if there is
-        none.
-        """
+        """Return the shortest time limit of field, header and operator in seconds; None: no limit."""
         limits = [seconds, self.settings.request_timeout]
         if header is not None:
             limits.append(_seconds(header))
@@ -133,8 +131,8 @@ class OpenAIServing:
         return body, self.reported(request, ignored, {})
 
     def reported(self, request: Request, ignored: Sequence[str], headers: dict[str, str]) -> dict[str, str]:
-        """Report parameters that have no effect, and return `headers` with their names. Raises the same errors as
-        `report`.
+        """Report parameters that have no effect, and return `headers` with their names. Raises errors as
+        `report` does.
         """
         self.report(ignored, label_of(request.scope), request.headers.get("user-agent"))
         return with_ignored(headers, ignored)

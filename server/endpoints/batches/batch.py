@@ -117,8 +117,8 @@ class BatchRun:
         self.on_answer: Callable[[int], None] = lambda status: None
 
     async def run(self) -> None:
-        """Run the batch. Raises `EngineDeadError`, `OSError` and `WrongBatchError`; the file keeps all responses
-        written so far.
+        """Run the batch. Raises `EngineDeadError`, `OSError` and `WrongBatchError`; responses written so far stay in
+        the file.
         """
         try:
             async with asyncio.TaskGroup() as group:
@@ -160,8 +160,8 @@ class BatchRun:
             return failure.status, error_bytes(failure).decode()
 
     async def _tried(self, request: BatchRequest, request_id: str) -> str:
-        """Return the response. A request that was lost with a replica, or for lack of memory, is tried again a few
-        times.
+        """Return the response. A request that was lost with a replica or for lack of memory is tried
+        again a few times.
         """
         for pause_s in _PAUSES_S:
             try:
@@ -211,8 +211,7 @@ class BatchEndpoints:
     ) -> str:
         """Return the JSON that the server would respond with. Raises the same errors as the request's endpoint.
 
-        `owner`, `label`: salt and label of the API key that the request belongs to. `priority`: used if the request
-        sets none.
+        `owner`, `label`: salt and label of the request's API key. `priority`: used if the request sets none.
         """
         if request.url == "/v1/completions":
             completion = _with_priority(await self._read(CompletionRequest, request.body, label), priority)

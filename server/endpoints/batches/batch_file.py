@@ -39,11 +39,10 @@ class RequestFile:
         read: ReadLine = read_line,
         is_wanted: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`name`: used in error messages (default: the path). `url`: the URL that every line must have. `max_line`:
-        bytes of a line. `read`: parses a line. `is_wanted`: if it returns False, reading ends with an
-        `InterruptedError`.
+        """Open and check the file. Raises `WrongBatchError` if it cannot be read, has a wrong line, or has an id twice.
 
-        Raises `WrongBatchError` for a file that cannot be read, a wrong line, and an id that occurs twice.
+        `name`: used in error messages (default: the path). `url`: the URL that every line must have. `max_line`: bytes
+        of a line. `read`: parses a line. `is_wanted`: if it returns False, reading ends with an `InterruptedError`.
         """
         self._name = name or str(path)
         self._max_line = max_line
@@ -68,9 +67,7 @@ class RequestFile:
         return len(self._starts)
 
     def find(self, custom_id: str) -> int | None:
-        """Return the number of the request with this id, or None if there is none. Not to be called
-        after `forget_ids`.
-        """
+        """Return the number of the request with this id, or None. It cannot be called after `forget_ids`."""
         assert self._ids is not None, "ids were forgotten"
         return self._ids.get(_digest(custom_id))
 
@@ -188,8 +185,7 @@ class AnswerFile:
             yield number
 
     def write(self, number: int, request: BatchRequest, request_id: str, status: int, body: str) -> None:
-        """Write the response to request `number`. `body`: its JSON. After a kill at any moment, at most this line is
-        torn.
+        """Write the response to request `number`. `body`: its JSON. A kill at any moment tears at most this line.
 
         Raises `OSError` if it cannot be written; then the file has no part of it.
         """

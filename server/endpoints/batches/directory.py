@@ -1,8 +1,8 @@
 """The directory of `--batch-dir`, and the files of `/v1/files` in it. Each state of a file survives a kill.
 
 Files are uploaded, or written by batches; each has an owner. The description of a file or a batch is a JSON file that
-is replaced as a whole. Names on the disk are ids made here, never text from a client. Only one server at a time holds
-the directory.
+is replaced as a whole. Names on the disk are ids made here, never text from a client. Only one server holds the
+directory.
 """
 
 import asyncio
@@ -38,8 +38,8 @@ class BatchDirectory:
     """The directory, locked from `take` to `close`. Its methods may be called from several threads."""
 
     def __init__(self, path: Path, max_bytes: int, *, is_shared: bool = False) -> None:
-        """`max_bytes`: limit of all contents. `is_shared`: several API keys share it. Raises `StartupError` if it is
-        unusable.
+        """`max_bytes`: limit of all contents. `is_shared`: several API keys share it. Raises `StartupError` if this
+        fails.
         """
         self.path = path
         self.bytes = KeyQuota(max_bytes, is_shared=is_shared)

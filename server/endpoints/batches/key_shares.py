@@ -1,6 +1,4 @@
-"""Shares of API keys among the batches: their names on the disk, their quotas, and their numbers of
-running requests.
-"""
+"""Shares of API keys among the batches: their names on the disk, their quotas, and their running requests."""
 
 import asyncio
 import hashlib

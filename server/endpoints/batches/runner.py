@@ -224,8 +224,8 @@ class BatchRunner:
             await asyncio.shield(self._release(job))
 
     async def _outcome(self, job: _Job) -> str:
-        """Process requests until all have a response, the batch is cancelled, or its time is over. Return the final
-        state.
+        """Process requests until all have a response, the batch is cancelled, or its time is over.
+        Return the outcome.
         """
         work = asyncio.create_task(self._answer_all(job))
         stopped = asyncio.create_task(job.stop.wait())
@@ -304,8 +304,8 @@ class BatchRunner:
         await self._save(batch)
 
     def _completed(self, job: _Job, outcome: str) -> tuple[tuple[int, int, int], dict[str, Any], int]:
-        """Complete the files, on the disk's thread. Return the counts, the usage, and the number of requests left
-        unanswered.
+        """Complete the files, on the disk's thread. Return the counts, the usage, and the number of unanswered
+        requests.
         """
         requests, answers = self._opened(job)
         num_done = answers.num_done

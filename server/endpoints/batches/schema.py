@@ -25,9 +25,7 @@ _DECODER = JSONDecoder()
 
 
 class WrongBatchError(StartupError):
-    """A wrong file of requests. `line`: the first wrong line, from 1, or None for the whole file.
-    `code`: for programs.
-    """
+    """A wrong file of requests. `line`: its first wrong line, from 1, if there is one. `code`: for programs."""
 
     def __init__(self, cause: str, fix: str, line: int | None = None, code: str = "invalid_json_line") -> None:
         super().__init__(cause, fix)

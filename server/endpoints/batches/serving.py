@@ -107,9 +107,7 @@ class MultipartReader:
                 return
 
     def _content(self) -> tuple[bytes, bool]:
-        """Take the bytes that are certainly content from the buffer. Return them, and whether a
-        delimiter ended them.
-        """
+        """Take the bytes that are certainly content from the buffer. Return them, and whether a delimiter follows."""
         at = self._buffer.find(self._delimiter)
         end = at if at >= 0 else max(0, len(self._buffer) - len(self._delimiter) + 1)
         content = bytes(self._buffer[:end])
@@ -261,8 +259,8 @@ class OpenAIServingBatches(OpenAIServing):
         return _json(batch.wire())
 
     def _for(self, request: Request) -> tuple[BatchRunner, str | None]:
-        """Return the runner, and the disk's name of the request's API key. Raises `HttpError` (503)
-        without a runner.
+        """Return the runner, and the name on the disk of the request's API key. Raises `HttpError` (503) without a
+        runner.
         """
         runner = self.adoption.runner
         return runner, runner.names.of(request.scope["state"]["key"])

@@ -58,9 +58,7 @@ class TextBlock(StrictModel):
 
 
 class ThinkingBlock(StrictModel):
-    """Reasoning of an earlier response. Any signature is accepted: for this server, reasoning is the
-    client's own text.
-    """
+    """Reasoning of an earlier response. Any signature is accepted, because reasoning is the client's own text here."""
 
     type: Literal["thinking"]
     thinking: str

@@ -1,7 +1,6 @@
 """Translation of `/v1/messages` requests into chat turns, and of the results into messages and their streams.
 
-Both APIs share the prompt, grammar and tool parsers. On the wire, a response is a `message` object, or events that
-build one.
+Both APIs share the prompt, grammar and tool parsers. On the wire, a response is a `message` object, or its events.
 """
 
 import re

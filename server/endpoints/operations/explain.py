@@ -1,5 +1,4 @@
-"""`GET /v1/requests/{id}`: a request's record, joined with the engine's history, as a timeline, seconds and a
-diagnosis.
+"""`GET /v1/requests/{id}`: one request's records in server and engine, as a timeline, seconds and a diagnosis.
 
 The diagnosis is one sentence on where the time went or why the request failed, and the option that would change it. The
 first rule that applies gives the diagnosis. Rules for failures come before rules for the largest part of the time.
@@ -243,8 +242,7 @@ def report(
 ) -> dict[str, Any]:
     """Return the response of `GET /v1/requests/{id}`.
 
-    `histories`: known histories of its first choices, in their order. `response_ids`: engine id of a choice -> response
-    id.
+    `histories`: known histories of its first choices, in order. `response_ids`: engine id of a choice -> response id.
     """
     now = time.monotonic()
     first = min(histories, key=lambda history: history["arrival_s"], default=None)
@@ -283,8 +281,7 @@ def _error(record: RequestRecord) -> dict[str, Any] | None:
 def _seconds(record: RequestRecord, history: RequestHistory | None, now: float) -> dict[str, float]:
     """Return the seconds from the request to the last byte of its response, by their use.
 
-    `preempted` (time without KV blocks) and `stalled` are parts of `decode`. Waiting for the client overlaps all of
-    them.
+    `preempted` (time without KV blocks) and `stalled` are parts of `decode`. Waiting for the client overlaps all parts.
     """
     end_s = record.ended_s or now
     found = {"total": end_s - record.received_s, "before_engine": (record.started_s or end_s) - record.received_s}
@@ -410,9 +407,7 @@ class OpenAIServingExplain(OpenAIServing):
     state_name = "explain"
 
     async def explain(self, given: str) -> dict[str, Any]:
-        """Return the report on a request. `given`: the id of the request or of its response. Raises
-        `HttpError` (404).
-        """
+        """Return the report on a request. `given`: id of the request or its response. Raises `HttpError` (404)."""
         record = self.state.requests.find(given)
         if record is None:
             message = f"None of the last {MAX_RECORDS} requests to generate has this id."

@@ -100,9 +100,7 @@ def capabilities(document: dict[str, Any], serving: OpenAIServing) -> dict[str, 
 
 
 def endpoints(document: dict[str, Any]) -> dict[str, Any]:
-    """Return path -> methods and, for routes with a body, its parameters and the parameters that are
-    refused by name.
-    """
+    """Return path -> methods. If a route has a body, also its parameters and the parameters refused by name."""
     found: dict[str, Any] = {}
     for path, operations in document["paths"].items():
         entry: dict[str, Any] = {"methods": [method.upper() for method in operations]}

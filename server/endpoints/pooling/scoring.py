@@ -113,9 +113,7 @@ class OpenAIServingScoring(OpenAIServingPooling):
         params: tuple[str, str],
         second_texts: list[int],
     ) -> list[tuple[int, ...]]:
-        """Return one prompt for each pair, in the format in which the model was trained on two texts. Fills
-        `second_texts`.
-        """
+        """Return one prompt for each pair, in the model's format for two texts. Fills `second_texts`."""
         prompts = []
         for query, document in pairs:
             ids, second = await self.text_ids.of_pair(query, document, params, truncate=body.truncate_prompt_tokens)
@@ -166,9 +164,7 @@ class PairPrompt:
     """Writer of the prompts of one request."""
 
     def __init__(self, template: ChatTemplate | None, instruction: str | None, closing: str) -> None:
-        """`template`: a template for pairs; None: the format that Qwen3 is trained on. `closing`: text after each
-        document.
-        """
+        """`template`: a template for pairs; None: Qwen3's format. `closing`: the text after each document."""
         self._template = template
         self._instruction = instruction
         self.closing = closing
@@ -202,9 +198,7 @@ def cosine(first: np.ndarray, second: np.ndarray) -> float:
 
 
 def probability(logits: np.ndarray) -> float:
-    """Return the probability of the last answer. `logits`: float32 [1 or 2], of the wrong answer, if
-    any, and the last.
-    """
+    """Return the probability of the last answer from its logit and, before it, the wrong answer's: float32 [1 or 2]."""
     odds = float(logits[-1]) - (float(logits[0]) if len(logits) > 1 else 0.0)
     return 1 / (1 + math.exp(-odds)) if odds >= 0 else math.exp(odds) / (1 + math.exp(odds))
 

@@ -81,8 +81,7 @@ class TextIds:
     async def of_text(
         self, text: str, param: str, *, truncate: int | None, marks: bool = True, behind: Sequence[int] = ()
     ) -> tuple[int, ...]:
-        """Return the ids of a text. `marks`: add the model's special tokens around the text. `behind`: ids after it,
-        never cut.
+        """Return the ids of a text. `marks`: add the model's special tokens. `behind`: ids after the text, never cut.
 
         Raises `RequestError`; `param` names the field that the text came from.
         """
@@ -134,9 +133,7 @@ class TextIds:
         return await self._checked(ids, params[1]), start if marks.has_types else 0
 
     async def _within(self, text: str, param: str, room: int, *, cut: bool) -> list[int]:
-        """Return the ids of a text without special tokens, with `cut` only the first `room` ids. Raises
-        `RequestError`.
-        """
+        """Return the ids of a text without special tokens; with `cut`, at most `room` ids. Raises `RequestError`."""
         if cut:
             if room < 2:
                 message = "'truncate_prompt_tokens' leaves no token of the texts. Raise it."
@@ -201,9 +198,7 @@ class OpenAIServingPooling(OpenAIServing):
         return TextIds(self.async_llm.input_processor, self.pooler)
 
     def check_model(self, name: str | None) -> str:
-        """Return the model name. Raises `ModelNotFoundError`, or `RequestError` if the model does not support the
-        endpoint.
-        """
+        """Return the model name. Raises `ModelNotFoundError`, or `RequestError` if the model lacks this task."""
         found = super().check_model(name)
         if self.pooler.task in self.tasks:
             return found
@@ -454,8 +449,8 @@ def encoded(vector: np.ndarray, encoding_format: str) -> Any:
 
 
 def unit(vectors: np.ndarray) -> np.ndarray:
-    """Return vectors [n, k] as float64 [n, k] of length 1; zeros stay zeros. The order of sums is the same for any
-    batch.
+    """Return float64 [n, k] of length 1 from [n, k]; zeros stay zeros. The order of sums does not depend
+    on the batch.
     """
     wide = np.ascontiguousarray(vectors, np.float64)
     norms = np.sqrt(np.sum(wide * wide, axis=-1, keepdims=True))

@@ -101,9 +101,7 @@ class OpenAIServingResponses(OpenAIServingChatCompletion):
         return Response(self._stored(request, response_id).response, media_type="application/json")
 
     def input_items(self, request: Request, response_id: str) -> Response:
-        """Return the input items of a stored response, newest first or in the requested order. Raises
-        `RequestError`.
-        """
+        """Return the input items of a stored response, newest first or as requested. Raises `RequestError`."""
         query = ListQuery.of(request.query_params, limit=20, max_limit=100)
         stored = self._stored(request, response_id)
         items = [_shown(item, position) for position, item in enumerate(stored.input)]
@@ -145,9 +143,7 @@ class OpenAIServingResponses(OpenAIServingChatCompletion):
         return await self.made_in_turn(partial(turn_of, body, items, owner, ResponsesTurn), num_parts(items))
 
     def _conversation(self, body: ResponsesRequest | CompactRequest, owner: str) -> list[Item]:
-        """Return the conversation so far, the previous response and the new items, in their order. Raises
-        `RequestError`.
-        """
+        """Return the conversation: the previous response's, then the new items. Raises `RequestError`."""
         found: list[Item] = []
         if body.previous_response_id is not None:
             previous = self._store.get(owner, body.previous_response_id)

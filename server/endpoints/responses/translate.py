@@ -92,7 +92,7 @@ _TurnT = TypeVar("_TurnT", bound=ResponsesTurn)
 
 
 def turn_of(request: ResponsesRequest, items: Sequence[Item], owner: str, kind: type[_TurnT]) -> _TurnT:
-    """Return the chat turn, of class `kind`, of a request by `owner` with the conversation `items`. Raises
+    """Return the chat turn of `owner`'s request, of class `kind`, with the conversation `items`. Raises
     `RequestError`.
     """
     given = SamplingFields.model_fields.keys() & request.model_fields_set
@@ -150,9 +150,7 @@ def _choice(choice: ToolChoice, functions: Functions) -> Any:
 
 
 def _named(name: str, functions: Functions) -> dict[str, Any]:
-    """Return a choice of a function by its full name, or by its name in a namespace if only one function
-    has that name.
-    """
+    """Return a choice of a function by its full name, or by its name in a namespace if that name is unique."""
     if name not in functions:
         others = [flat for flat, (tool, space) in functions.items() if space is not None and tool.name == name]
         name = others[0] if len(others) == 1 else name

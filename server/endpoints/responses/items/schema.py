@@ -1,8 +1,7 @@
 """Input items of `/v1/responses`: messages, calls and outputs, reasoning, summaries, ids, and calls of other tools.
 
 A model reads only calls of functions, so calls of other kinds are converted to function calls. Items without text for
-the model are accepted and reported as ignored. Items that the model would need and cannot read are refused by their
-type.
+the model are accepted and reported as ignored. Items that the model would need and cannot read are refused by type.
 """
 
 from __future__ import annotations
@@ -19,9 +18,7 @@ from oarlock.server.strict_model import ACCEPTED, FieldError, StrictModel
 
 
 def only(place: str, name: str, *neutral: Any) -> Callable[[Any], Any]:
-    """Return a validator that accepts only None and the `neutral` values. `place`: the parameter that
-    the error names.
-    """
+    """Return a validator that accepts only None and `neutral` values. `place`: the parameter named in the error."""
 
     def check(value: Any) -> Any:
         if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in (None, *neutral)):
@@ -232,8 +229,8 @@ class ThoughtPart(StrictModel):
 
 
 class ReasoningItem(StrictModel):
-    """Reasoning of an earlier response. `encrypted_content` is used if there is no `content` and this
-    server wrote it.
+    """Reasoning of an earlier response. `encrypted_content` is used if this server wrote it and
+    `content` is missing.
     """
 
     type: Literal["reasoning"]
@@ -335,9 +332,7 @@ THOUGHTS, SUMMARY = "oarlock-text:", "oarlock-summary:"
 
 
 def sealed(text: str, prefix: str) -> str:
-    """Return a text in the format in which a client returns it: base64. It is the client's own, so it is
-    not encrypted.
-    """
+    """Return a text in the format in which clients send it back: base64, not encrypted, because it is their own."""
     return prefix + base64.b64encode(text.encode("utf-8", "replace")).decode()
 
 
