@@ -121,7 +121,7 @@ def message_error(error: HttpError, request_id: str) -> dict[str, Any]:
     """Return the body of an error on a `/v1/messages` route, or the data of a stream's `error` event."""
     kind = _MESSAGE_TYPES.get(error.status) or ("invalid_request_error" if error.status < 500 else "api_error")
     message = error_object(error)["message"]
-    # this format has no other field for the parameter's name
+    # This format has no other field for the parameter's name.
     if error.param is not None and f"'{error.param}" not in message:
         message = f"{error.param}: {message}"
     return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}

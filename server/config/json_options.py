@@ -53,7 +53,7 @@ class ObjectOption:
 
 SPECULATIVE = ObjectOption("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 5}')
 _LIMITS = {"num_speculative_tokens": 16, "prompt_lookup_max": 16, "prompt_lookup_min": 16}  # the largest values
-# defaults; if another maximum is given, the defaults are at most that maximum
+# Defaults. Another prompt_lookup_max also limits the default of prompt_lookup_min.
 _NUM_SPECULATIVE_TOKENS, _LOOKUP_MAX, _LOOKUP_MIN = 5, 4, 2
 # Other keys of vLLM, each with a sentence on how Oarlock behaves instead.
 _UNSUPPORTED = {

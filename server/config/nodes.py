@@ -18,7 +18,7 @@ from oarlock.server.config.options import OptionError
 from oarlock.server.config.settings import Settings
 
 TORCHRUN, LEADER_WORKER_SET = "torchrun", "LeaderWorkerSet"
-# MASTER_ADDR by itself may belong to another program
+# MASTER_ADDR by itself may belong to another program.
 _MARKS = ("TORCHELASTIC_RUN_ID", "GROUP_RANK", "GROUP_WORLD_SIZE")
 # Oarlock's options, and the variables that they are read from.
 _FROM_TORCHRUN = {

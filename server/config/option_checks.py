@@ -69,7 +69,7 @@ def check_root_path(path: str | None) -> None:
 
 
 def check_listening(uds: str | None, certificate: str | None, key: str | None) -> None:
-    """Raise `OptionError` if the Unix socket's path is too long, or if either the certificate or the key is missing."""
+    """Raise `OptionError` for a Unix socket's path that is too long, or a certificate or key without the other."""
     if uds is not None and len(os.fsencode(uds)) > _MAX_UDS_BYTES:
         raise OptionError(
             f"--uds has {len(os.fsencode(uds))} bytes, but the name of a Unix socket has {_MAX_UDS_BYTES} at most.",
@@ -84,7 +84,7 @@ def check_listening(uds: str | None, certificate: str | None, key: str | None) -
 
 
 def check_metrics_prefix(prefix: str) -> None:
-    """Raise `OptionError` if the prefix would make a metric's name invalid or equal to another metric's name."""
+    """Raise `OptionError` if the prefix would make a metric's name invalid, or is the prefix of other metrics."""
     if not re.fullmatch("[A-Za-z_:][A-Za-z0-9_:]{0,63}", prefix) or prefix == "oarlock:":
         raise OptionError(
             f"--metrics-prefix is {prefix[:80]!r}, but it must consist of letters, digits, _ and :, begin with no "

@@ -93,7 +93,7 @@ def _routers(settings: Settings) -> tuple[APIRouter, ...]:
 def application(settings: Settings, state: ServerState, counters: HttpCounters) -> FastAPI:
     """Return the routes without the middleware."""
     app = FastAPI(title="Oarlock", version=VERSION, docs_url=None, redoc_url=None, openapi_url=None)
-    # a redirect would trust the Host header, and its body would not have Oarlock's error format
+    # A redirect would trust the Host header, and its body would not have Oarlock's error format.
     app.router.redirect_slashes = False
     routers = _routers(settings)
     for router in routers:

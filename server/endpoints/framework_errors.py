@@ -48,7 +48,7 @@ class FrameworkErrors:
     """Handler of the framework's exceptions. It knows the routes of one application."""
 
     def __init__(self, routers: Iterable[APIRouter], root_path: str) -> None:
-        """`root_path`: the path below which a proxy shows the server, or an empty string."""
+        """Collect the routes. `root_path`: the path below which a proxy shows the server, or an empty string."""
         routes = [route for router in routers for route in router.routes if isinstance(route, APIRoute)]
         fixed = [route for route in routes if "{" not in route.path]
         self._methods: Mapping[str, set[str]] = {route.path: route.methods or set() for route in fixed}

@@ -52,7 +52,7 @@ def _card(serving: OpenAIServing, name: str) -> dict[str, Any]:
         "batch_invariant_reason": info.batch_invariant_reason,
         "rank_invariant": info.rank_invariant,
         "rank_invariant_reason": info.rank_invariant_reason,
-        # digest of weights, settings and software, which decide the computed values
+        # Digest of weights, settings and software, which decide the computed values.
         "numbers_digest": info.numbers_digest,
         "tokenizer_digest": serving.tokenizer.digest,  # digest of tokenizer and chat template
         "task": str(pooler.task),  # generate, embed or score

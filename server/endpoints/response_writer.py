@@ -69,7 +69,7 @@ class ResponseWriter(AnswerWriter):
     """Writer of the format of completions and chat completions: objects with `choices`."""
 
     end = DONE
-    # True: the prompt's ids and scores are written once, next to the choices; False: with each choice
+    # True: the prompt's ids and scores are written once, next to the choices. False: with each choice.
     _has_one_prompt = False
 
     def __init__(

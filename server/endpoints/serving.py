@@ -131,9 +131,7 @@ class OpenAIServing:
         return body, self.reported(request, ignored, {})
 
     def reported(self, request: Request, ignored: Sequence[str], headers: dict[str, str]) -> dict[str, str]:
-        """Report parameters that have no effect, and return `headers` with their names. Raises errors as
-        `report` does.
-        """
+        """Report parameters that have no effect, and return `headers` with their names. Raises as `report` does."""
         self.report(ignored, label_of(request.scope), request.headers.get("user-agent"))
         return with_ignored(headers, ignored)
 
@@ -148,7 +146,10 @@ class OpenAIServing:
         self.state.ignored_parameters.report(ignored, label, agent)
 
     async def engine_numbers(self) -> tuple[list[EngineStats], EngineInfo | None]:
-        """Return the statistics of each replica, or its last known statistics if it does not respond in time."""
+        """Return the statistics of each replica, and the engine's description or None.
+
+        If a replica does not respond in time, its last known statistics are returned.
+        """
         async_llm = self.state.async_llm
         if async_llm is None:
             return [EngineStats()], None

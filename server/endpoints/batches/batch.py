@@ -105,7 +105,9 @@ class BatchRun:
     def __init__(
         self, answer: Answer, requests: RequestFile, answers: AnswerFile, disk: ThreadPoolExecutor, limiter: KeyLimiter
     ) -> None:
-        """`disk`: executor with one thread, on which the files are read and written. `limiter`: each request holds a
+        """Prepare a run over `requests` that writes into `answers`.
+
+        `disk`: executor with one thread, on which the files are read and written. `limiter`: each request holds a
         permit while it is read and answered.
         """
         self._answer = answer
@@ -113,12 +115,13 @@ class BatchRun:
         self._answers = answers
         self._disk = disk
         self._limiter = limiter
-        # called with the HTTP status of each response after it is written
+        # Called with the HTTP status of each response after it is written.
         self.on_answer: Callable[[int], None] = lambda status: None
 
     async def run(self) -> None:
-        """Run the batch. Raises `EngineDeadError`, `OSError` and `WrongBatchError`; responses written so far stay in
-        the file.
+        """Run the batch. Raises `EngineDeadError`, `OSError` and `WrongBatchError`.
+
+        Responses written before an error stay in the file.
         """
         try:
             async with asyncio.TaskGroup() as group:
@@ -138,7 +141,7 @@ class BatchRun:
         self.on_answer(status)
 
     async def _read(self, number: int) -> BatchRequest:
-        """Return a request. If the process that reads long lines is lost, try again, a limited number of times."""
+        """Return a request. If the process that reads long lines is lost, this tries again a few times."""
         for pause_s in _PAUSES_S:
             try:
                 return await self._on_disk(self._requests.read, number)
@@ -160,9 +163,7 @@ class BatchRun:
             return failure.status, error_bytes(failure).decode()
 
     async def _tried(self, request: BatchRequest, request_id: str) -> str:
-        """Return the response. A request that was lost with a replica or for lack of memory is tried
-        again a few times.
-        """
+        """Return the response. If a replica is lost or lacks memory, the request is tried again a few times."""
         for pause_s in _PAUSES_S:
             try:
                 return await self._answer(request, request_id)
@@ -188,7 +189,7 @@ class BatchEndpoints:
         embeddings: OpenAIServingEmbedding,
         large_bodies: LargeBodies | None = None,
     ) -> None:
-        """`large_bodies`: reads large bodies; None: the server's own reader, which other requests wait for."""
+        """Use `large_bodies` to read large bodies; None: the server's own reader, for which others wait."""
         self._completions = completions
         self._chat_completions = chat_completions
         self._responses = responses

@@ -154,11 +154,11 @@ class AnswerFile:
         *,
         is_private: bool = False,
     ) -> None:
-        """`reserve`: called with a number of bytes before they are written, or below 0 after bytes were cut off; it may
-        refuse them with an `OSError`. `is_private`: only this user may read the files.
+        """Lock and repair the files. Raises `StartupError` if a file is not writable, in use, or for other requests.
 
-        Raises `StartupError` for a file that cannot be written, is in use, or has responses to other requests. Ids of
-        requests cannot be looked up afterwards.
+        `reserve`: called with a number of bytes before they are written, or below 0 after bytes were cut off; it may
+        refuse them with an `OSError`. `is_private`: only this user may read the files. Ids of requests cannot be looked
+        up afterwards.
         """
         self.num_done = 0  # requests with a final response
         self.num_failed = 0  # number of these requests that failed

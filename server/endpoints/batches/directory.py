@@ -1,8 +1,8 @@
 """The directory of `--batch-dir`, and the files of `/v1/files` in it. Each state of a file survives a kill.
 
 Files are uploaded, or written by batches; each has an owner. The description of a file or a batch is a JSON file that
-is replaced as a whole. Names on the disk are ids made here, never text from a client. Only one server holds the
-directory.
+is replaced as a whole. Names on the disk are ids made here, never text from a client. Only one server at a
+time holds the directory.
 """
 
 import asyncio
@@ -38,8 +38,9 @@ class BatchDirectory:
     """The directory, locked from `take` to `close`. Its methods may be called from several threads."""
 
     def __init__(self, path: Path, max_bytes: int, *, is_shared: bool = False) -> None:
-        """`max_bytes`: limit of all contents. `is_shared`: several API keys share it. Raises `StartupError` if this
-        fails.
+        """Create missing folders. Raises `StartupError` if the directory cannot be used.
+
+        `max_bytes`: limit of all contents. `is_shared`: several API keys share it.
         """
         self.path = path
         self.bytes = KeyQuota(max_bytes, is_shared=is_shared)
@@ -58,7 +59,7 @@ class BatchDirectory:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
-        for left in (self.path / "uploads").iterdir():  # left by uploads that were killed
+        for left in (self.path / "uploads").iterdir():  # left by uploads that a kill interrupted
             left.unlink()
         return True
 
@@ -195,7 +196,7 @@ class FileStore:
     """All files of a directory. Call its methods on the event loop; a thread of `disk` does the I/O."""
 
     def __init__(self, directory: BatchDirectory, disk: ThreadPoolExecutor, *, is_shared: bool = False) -> None:
-        """`is_shared`: several API keys share the store. Raises `StartupError`."""
+        """Read the descriptions of all files. `is_shared`: several API keys share the store. Raises `StartupError`."""
         self.directory = directory
         self.disk = disk
         self._files: dict[str, StoredFile] = {}

@@ -21,7 +21,7 @@ class KeyNames:
     """
 
     def __init__(self, keys: ApiKeys, salt: bytes) -> None:
-        """`salt`: the directory's salt."""
+        """Compute the names of `keys` with the directory's `salt`."""
         self._names = {key.digest: hashlib.scrypt(key.digest, salt=salt, **_COST).hex() for key in keys}
         self._keys = {self._names[key.digest]: key for key in keys}
 
@@ -41,7 +41,7 @@ class KeyQuota:
     """
 
     def __init__(self, limit: int, *, is_shared: bool) -> None:
-        """`is_shared`: there are several keys."""
+        """Share `limit` among several keys if `is_shared` is true, else give all of it to one key."""
         self.limit = limit
         self.total = 0
         self.is_shared = is_shared
@@ -153,7 +153,7 @@ class BatchLimiter(FairLimiter):
     """
 
     def __init__(self, num_rows: int, state: ServerState, *, is_shared: bool = False) -> None:
-        """`num_rows`: sequences that the engine runs at a time. `is_shared`: there are several keys."""
+        """Limit requests to `num_rows`, the engine's concurrent sequences. `is_shared`: there are several keys."""
         super().__init__(num_rows)
         self._beside_others = max(1, num_rows // 2)
         self._state = state

@@ -3,7 +3,7 @@
 The responses on the disk decide: after a kill, a batch is read again from its file of requests, requests that have a
 response are skipped, and each request has exactly one line in the end. Descriptions only record the progress. A server
 may start while its predecessor still finishes its requests. Then it serves everything else, and resumes the batches
-when the predecessor has ended, even if that was killed.
+when the predecessor has ended, even if it was killed.
 """
 
 import asyncio
@@ -51,7 +51,7 @@ _RETRY_S = 5
 
 @dataclass(slots=True)
 class _Job:
-    """An open batch and its files, which only the thread of `disk` uses."""
+    """An open batch and its files. Only the thread of `disk` touches the files."""
 
     batch: Batch
     disk: ThreadPoolExecutor
@@ -85,7 +85,10 @@ class BatchRunner:
         large_bodies: LargeBodies,
         max_line: int,
     ) -> None:
-        """`large_bodies`: reads long lines. `max_line`: largest size of a request in bytes. Raises `StartupError`."""
+        """Read the descriptions of all batches. Raises `StartupError`.
+
+        `large_bodies`: reads long lines. `max_line`: largest size of a request in bytes.
+        """
         self.files = files
         self.names = names
         files.is_used = self._reads
@@ -224,9 +227,7 @@ class BatchRunner:
             await asyncio.shield(self._release(job))
 
     async def _outcome(self, job: _Job) -> str:
-        """Process requests until all have a response, the batch is cancelled, or its time is over.
-        Return the outcome.
-        """
+        """Process requests until the batch is complete, cancelled or expired. Return the new state."""
         work = asyncio.create_task(self._answer_all(job))
         stopped = asyncio.create_task(job.stop.wait())
         left = max(0.0, job.batch.expires_at - time.time())
@@ -304,9 +305,7 @@ class BatchRunner:
         await self._save(batch)
 
     def _completed(self, job: _Job, outcome: str) -> tuple[tuple[int, int, int], dict[str, Any], int]:
-        """Complete the files, on the disk's thread. Return the counts, the usage, and the number of unanswered
-        requests.
-        """
+        """Complete the files, on the disk's thread. Return the counts, the usage and the number of unanswered ones."""
         requests, answers = self._opened(job)
         num_done = answers.num_done
         if outcome in UNANSWERED:
@@ -405,10 +404,13 @@ def _size(path: Path) -> int | None:
 
 
 class DirectoryAdoption:
-    """Takes over the directory of batches after other servers have released it."""
+    """Takeover of the directory of batches, after other servers have released it."""
 
     def __init__(self, directory: BatchDirectory, open_runner: Callable[[], BatchRunner]) -> None:
-        """`open_runner`: called after this server has locked the directory. Raises the same `StartupError`."""
+        """Take the directory now if no other server holds it. Raises `StartupError`.
+
+        `open_runner`: called after this server has locked the directory.
+        """
         self._directory = directory
         self._open_runner = open_runner
         self._runner = open_runner() if directory.take() else None

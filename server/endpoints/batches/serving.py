@@ -259,9 +259,7 @@ class OpenAIServingBatches(OpenAIServing):
         return _json(batch.wire())
 
     def _for(self, request: Request) -> tuple[BatchRunner, str | None]:
-        """Return the runner, and the name on the disk of the request's API key. Raises `HttpError` (503) without a
-        runner.
-        """
+        """Return the runner, and the request's API key as named on the disk. Raises `HttpError` (503)."""
         runner = self.adoption.runner
         return runner, runner.names.of(request.scope["state"]["key"])
 
@@ -313,7 +311,7 @@ class _Upload:
     """A form that is being written to the disk: one file and a few fields."""
 
     def __init__(self, path: Path, reserve: Any, disk: ThreadPoolExecutor) -> None:
-        """`reserve(num_bytes)` counts the bytes on the disk, and raises `OSError` if they are too many."""
+        """Prepare an upload to `path`. `reserve` counts bytes, and raises `OSError` if they are too many."""
         self.path = path
         self.num_bytes = 0
         self.filename: str | None = None

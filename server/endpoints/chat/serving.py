@@ -37,7 +37,7 @@ from oarlock.server.llm.output_processor import Delta, Scores, StopFinders, Toke
 from oarlock.server.llm.tokenizer import Tokenizer
 from oarlock.server.observability import logs
 
-_PARTS_AT_ONCE = 128  # messages and parts that the event loop converts to a chat turn, in about 2 ms
+_PARTS_AT_ONCE = 128  # most messages and parts that the event loop itself converts to a chat turn
 _TurnT = TypeVar("_TurnT", bound=ChatRequest)
 _log = logs.logger("chat")
 

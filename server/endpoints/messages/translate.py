@@ -45,7 +45,7 @@ _FIELDS = {
     "continue_final_message": "messages",
     "parallel_tool_calls": "tool_choice",
 }
-# fields that mean something else in a request of /v1/messages
+# Fields that mean something else in a request of /v1/messages.
 _OWN = {"metadata", "service_tier", "response_format", "stream_options", "user"}
 _MODES = {"auto": "auto", "any": "required", "none": "none"}
 _BILLING_LINE = re.compile(r"\Ax-anthropic-billing-header: [^\n]*\n?")
@@ -234,7 +234,7 @@ class ContentBlocks(StreamedItems):
     shows_nothing = False
 
     def __init__(self, *, shows_thoughts: bool) -> None:
-        """`shows_thoughts`: False leaves blocks of reasoning empty."""
+        """Show reasoning if `shows_thoughts` is true, else leave its blocks empty."""
         super().__init__()
         self._shows_thoughts = shows_thoughts
 
@@ -286,7 +286,7 @@ def _object(text: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-_PAUSED = (TIMEOUT, ABORT)  # the client may send the partial response and continue it
+_PAUSED = (TIMEOUT, ABORT)  # the client may send the partial response back to have it continued
 
 
 class MessagesWriter(ItemsWriter):
@@ -302,7 +302,7 @@ class MessagesWriter(ItemsWriter):
         context: int,
         shows_thoughts: bool,
     ) -> None:
-        """`context`: largest number of tokens of prompt and response together."""
+        """Begin a message. `context`: largest number of tokens of prompt and response together."""
         self._blocks = ContentBlocks(shows_thoughts=shows_thoughts)
         self._request_id, self._model, self._context = request_id, model, context
         super().__init__(generation, shape, self._blocks)

@@ -164,7 +164,7 @@ class PairPrompt:
     """Writer of the prompts of one request."""
 
     def __init__(self, template: ChatTemplate | None, instruction: str | None, closing: str) -> None:
-        """`template`: a template for pairs; None: Qwen3's format. `closing`: the text after each document."""
+        """Use `template`, a template for pairs; None: Qwen3's format. `closing`: the text after each document."""
         self._template = template
         self._instruction = instruction
         self.closing = closing

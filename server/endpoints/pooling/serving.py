@@ -124,7 +124,7 @@ class TextIds:
         if len(left) + len(right) > room:
             if keep is None:
                 raise self._too_long(str(most - room + len(left) + len(right)), params[1])
-            # tokens of the first text, if both must be cut
+            # Tokens of the first text, if both must be cut.
             half = room // 2 + (room % 2 if len(left) > len(right) else 0)
             left = left[: max(half, room - len(right))]
             right = right[: room - len(left)]
@@ -449,9 +449,7 @@ def encoded(vector: np.ndarray, encoding_format: str) -> Any:
 
 
 def unit(vectors: np.ndarray) -> np.ndarray:
-    """Return float64 [n, k] of length 1 from [n, k]; zeros stay zeros. The order of sums does not depend
-    on the batch.
-    """
+    """Return float64 [n, k] of length 1 from [n, k]; zeros stay zeros. The batch does not change the order of sums."""
     wide = np.ascontiguousarray(vectors, np.float64)
     norms = np.sqrt(np.sum(wide * wide, axis=-1, keepdims=True))
     return wide / np.maximum(norms, _LEAST_NORM)

@@ -1,4 +1,4 @@
-"""`/v1/responses/compact`: the model summarises a conversation, and the summary replaces all but some of its messages.
+"""`/v1/responses/compact`: a summary by the model replaces a conversation, except the user's and system's messages.
 
 A request for a summary is a chat turn like any other: the conversation, and a request for a summary as the user's last
 turn. The response keeps the user's and the system's messages word for word, and has the summary in an item of type
@@ -28,7 +28,7 @@ _QUESTION = (
     "the summary, in at most 600 words, in the language of the conversation."
 )
 MAX_TOKENS = 4096  # limit of a summary, including reasoning that a template cannot switch off
-# least room for a summary: this number of tokens, or this fraction (1/n) of a small context
+# Least room for a summary: this number of tokens, or 1/16 of a context if that is smaller.
 _LEAST_TOKENS, _LEAST_SHARE = 256, 16
 _CUT = "\n\n(The summary was cut short here.)"
 _NAMED = ("timeout", "priority", "cache_salt", "user")  # fields that mean the same for any response

@@ -81,7 +81,7 @@ class NamespaceTool(StrictModel):
 
     type: Literal["namespace"]
     name: ToolName
-    # description of the group; each function has its own
+    # Description of the group; each function has its own.
     description: Annotated[str, Field(max_length=65_536)] | None = None
     tools: Annotated[
         list[
@@ -214,7 +214,7 @@ class Reasoning(StrictModel):
         None, description="thoughts are given whole, never summarised", json_schema_extra=ACCEPTED
     )
     generate_summary: Literal["auto", "concise", "detailed"] | None = Field(None, json_schema_extra=ACCEPTED)
-    # the chat template decides which reasoning is kept in context
+    # The chat template decides which reasoning is kept in context.
     context: Word | None = Field("auto", json_schema_extra=IGNORED)
     mode: Word | None = Field("standard", json_schema_extra=IGNORED)
 

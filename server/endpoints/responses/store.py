@@ -87,7 +87,7 @@ class ResponseStore:
     """Responses stored for each owner."""
 
     def __init__(self, max_bytes: int) -> None:
-        """`max_bytes`: 0 stores nothing."""
+        """Limit the store to `max_bytes`; 0 stores nothing."""
         self._max_bytes = max_bytes
         self._bytes = 0
         self._shelves: dict[str, _Shelf] = {}  # owner -> its responses; no entry is empty

@@ -220,8 +220,8 @@ class OutputItems(StreamedItems):
     shows_nothing = True
 
     def __init__(self, functions: Functions, *, with_encrypted: bool) -> None:
-        """`functions`: the request's functions. `with_encrypted`: repeat the reasoning as `encrypted_content`, for
-        clients that send it back.
+        """Use the request's `functions`. `with_encrypted`: repeat reasoning as `encrypted_content`, for clients to send
+        back.
         """
         super().__init__()
         self._functions = functions
@@ -318,8 +318,10 @@ class ResponsesWriter(ItemsWriter):
         visible: VisibleTokens | None = None,
         with_encrypted: bool,
     ) -> None:
-        """`fields`: the members of the response that the request decides. `entry`: converts a token's logprob to wire
-        format; None: no logprobs. `on_end`: called with the complete response.
+        """Begin a response. `fields`: the members of the response that the request decides.
+
+        `entry`: converts a token's logprob to wire format; None: no logprobs. `on_end`: called with the complete
+        response.
         """
         super().__init__(generation, shape, OutputItems(functions, with_encrypted=with_encrypted))
         self._fields = fields
