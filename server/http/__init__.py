@@ -1,3 +1,4 @@
-"""HTTP as every request meets it: connection, TLS, middleware, reading of bodies, errors, events, OpenAPI.
+"""HTTP for all requests: connections, TLS, middleware, reading of bodies, errors, server-sent events, OpenAPI.
 
-It knows the schemas of bodies and never an endpoint."""
+Knows the schemas of request bodies. Does not know any endpoint.
+"""

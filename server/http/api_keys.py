@@ -21,12 +21,12 @@ class Key:
 
     @property
     def salt(self) -> str:
-        """Keeps this client's prompts apart from other clients' in the prefix cache."""
+        """Salt that keeps this client's prompts apart from other clients' prompts in the prefix cache."""
         return self.digest.hex()[:16]
 
 
 class ApiKeys:
-    """All keys of one server."""
+    """All API keys of one server."""
 
     def __init__(self, keys: Iterable[tuple[str, str]]) -> None:
         self._keys = [Key(label, hashlib.sha256(key.encode()).digest()) for label, key in keys]
@@ -38,15 +38,16 @@ class ApiKeys:
         return iter(self._keys)
 
     def find(self, authorization: bytes) -> Key | None:
-        """The key in an `Authorization` header, found in constant time."""
+        """Return the key in an `Authorization` header, compared in constant time, or None."""
         scheme, _, given = authorization.partition(b" ")
         digest = hashlib.sha256(given.strip()).digest()
-        matches = [key for key in self._keys if hmac.compare_digest(digest, key.digest)]  # no early exit
+        # no early exit, so the time is constant
+        matches = [key for key in self._keys if hmac.compare_digest(digest, key.digest)]
         return matches[0] if matches and scheme.lower() == b"bearer" else None
 
 
 def load_keys(given: Iterable[str], file: str | None) -> ApiKeys:
-    """The keys given one by one, then those of the file. Raises `StartupError`."""
+    """Return the keys in `given` and the keys in the file. Raises `StartupError`."""
     keys = [(f"key-{number}", key) for number, key in enumerate(given, 1)]
     if file is not None:
         keys += _read(Path(file), len(keys))
@@ -54,14 +55,14 @@ def load_keys(given: Iterable[str], file: str | None) -> ApiKeys:
 
 
 def load_admin_key(given: str | None, others: ApiKeys) -> ApiKeys:
-    """The admin key, or no key. Raises `StartupError` when it is one of the API keys too."""
+    """Return the admin key, or no key. Raises `StartupError` if it is also an API key."""
     if given is not None and others.find(b"Bearer " + given.encode()) is not None:
         raise StartupError("The admin key is one of the API keys, too.", "Give --admin-api-key a key of its own.")
     return ApiKeys([] if given is None else [("admin", given)])
 
 
 def _read(path: Path, already: int) -> list[tuple[str, str]]:
-    """Lines of `KEY` or `LABEL KEY`; empty ones and those that begin with # are skipped."""
+    """Return (label, key) for each line `KEY` or `LABEL KEY`; skip empty lines and lines that begin with #."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The class of all routes: it checks the names in a query, makes exceptions error responses, and answers HEAD."""
+"""Base class of all routes: checks the query parameters, turns exceptions into error responses, and answers HEAD."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Mapping
@@ -18,10 +18,10 @@ from oarlock.server.errors import ClientGoneError, HttpError, answer_of, describ
 from oarlock.server.http.request_record import record_of, request_id_of
 from oarlock.server.observability.logs import event, logger
 
-# Clients of Azure and of Anthropic put the version of their API behind every address. Here is one version.
+# Clients of Azure and Anthropic append the version of their API to every URL. This server has only one version.
 _VERSIONS = frozenset({"api-version", "beta"})
-ANY_QUERY = "x-any-query"  # in an OpenAPI operation: whatever stands in the query is ignored
-# As they stand in the OpenAPI document.
+ANY_QUERY = "x-any-query"  # key of an OpenAPI operation: any query parameter is accepted and ignored
+# Query parameters as they appear in the OpenAPI document.
 QUERY_PARAMETERS: dict[str, dict[str, Any]] = {
     "after": {
         "description": "the id of the last entry that is known already: the list begins behind it",
@@ -41,8 +41,11 @@ _log = logger("requests")
 
 
 class ErrorHandlingRoute(APIRoute):
-    """A route whose every exception becomes an error body, unexpected ones included. One for GET answers HEAD with the
-    same head; the connection leaves the body out. It takes the query parameters of its OpenAPI operation alone."""
+    """A route that turns every exception, including unexpected ones, into an error body.
+
+    A GET route answers HEAD with the same head; the connection omits the body. The route accepts only the query
+    parameters of its OpenAPI operation.
+    """
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["method"] == "HEAD" and "GET" in (self.methods or ()):
@@ -61,12 +64,12 @@ class ErrorHandlingRoute(APIRoute):
                     check_query(request.query_params, names)
                 return await handle(request)
             except ClientGoneError:
-                return Response(status_code=499)  # only the counters see it
+                return Response(status_code=499)  # counted in the metrics, but nobody receives it
             except HttpError as error:
                 return _answer(request, error)
-            except (HTTPException, *ENDS_TASK):  # the framework has a handler for its own exceptions
+            except (HTTPException, *ENDS_TASK):  # the framework handles its own exceptions
                 raise
-            except BaseException as error:  # a panic of a Rust library is no `Exception`
+            except BaseException as error:  # a panic in a Rust library is not an `Exception`
                 described = describe(error)
                 if described.status == 500:
                     line = event("request_failed", request_id=request_id_of(request.scope), path=request.url.path)
@@ -84,7 +87,7 @@ def _answer(request: Request, error: HttpError) -> Response:
 
 
 def check_query(query: QueryParams, names: Collection[str]) -> None:
-    """Raise `RequestError` for a parameter that is not one of `names`, and for one that is given twice."""
+    """Raise `RequestError` for a parameter that is not in `names`, and for a parameter that is given twice."""
     given = Counter(name for name, _ in query.multi_items())
     for name, count in given.items():
         if name not in names and name not in _VERSIONS:
@@ -97,16 +100,16 @@ def check_query(query: QueryParams, names: Collection[str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ListQuery:
-    """Part of a list that a request asks for."""
+    """The part of a list that a request asks for."""
 
-    after: str | None = None  # the id of the last one that is known already
+    after: str | None = None  # id of the last entry that the client already knows
     limit: int = 20
-    order: Literal["asc", "desc"] = "desc"  # by time of creation
+    order: Literal["asc", "desc"] = "desc"  # order of creation
     purpose: str | None = None
 
     @staticmethod
     def of(given: Mapping[str, str], *, limit: int, max_limit: int) -> "ListQuery":
-        """From parameters whose names were checked. Raises `RequestError`."""
+        """Return the query for parameters whose names were checked. Raises `RequestError`."""
         text = given.get("limit", str(limit))
         if not (text.isascii() and text.isdigit() and len(text) < 7 and 1 <= int(text) <= max_limit):
             raise RequestError(f"'limit' must be a whole number from 1 to {max_limit}.", "limit")
