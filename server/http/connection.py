@@ -1,8 +1,9 @@
 """One HTTP/1.1 connection: uvicorn's protocol with limits, deadlines and an orderly close.
 
-Heads and the framing of chunked bodies are bounded before they are parsed; offers to upgrade the protocol are ignored
-and the body is kept; every state but answering has a deadline; a refusal reaches clients that are still writing.
-Requests that are sent ahead wait unparsed: each has a turn of the loop of its own, and others have theirs in between.
+Heads and the framing of chunked bodies are bounded before they are parsed. Offers to upgrade the protocol are ignored
+and the body is kept. Every state has a deadline except while a response is generated. A refusal reaches clients that
+are still writing. Pipelined requests wait unparsed: each is parsed in its own iteration of the event loop, so other
+connections are served in between.
 """
 
 import asyncio
@@ -20,66 +21,69 @@ from oarlock.server.http.request_head import head_error
 from oarlock.server.observability.logs import event, logger
 
 HEAD_TIMEOUT_S = 20.0
-KEEP_ALIVE_S = 65.0  # above the usual 60 s of proxies, which then close idle connections before the server does
-LINGER_TIMEOUT_S = 20.0  # for the rest of a request that has been answered
-UNREAD_TIMEOUT_S = 90.0  # for a client that reads no byte of its response; streams have a shorter limit of their own
+KEEP_ALIVE_S = 65.0  # above the usual 60 s of proxies, so that they close idle connections before the server does
+LINGER_TIMEOUT_S = 20.0  # time to receive the rest of a request that has already been answered
+UNREAD_TIMEOUT_S = 90.0  # limit for a client that reads no byte of its response; streams have their own, shorter limit
 MAX_HEAD_BYTES = 32 * 1024
 MAX_HEAD_FIELDS = 100
 MAX_LINGER_BYTES = 256 * 2**20
-_MAX_PIPELINED = 32  # requests that were parsed together because their bounds are not seen before: behind chunks
-_MAX_HELD_BYTES = 64 * 1024  # of requests that are sent ahead, before no more is read
-_MAX_JOINED_BYTES = 64 * 1024  # of a body that is written together with its head
-# Bytes of all connections that the clients have not read, or that wait to be parsed. Beyond the first number a client
-# that has read nothing for two seconds is dropped, beyond the second any, the one that has read nothing for longest.
+# requests parsed from one piece of data; their ends are unknown beforehand if they follow a chunked body
+_MAX_PIPELINED = 32
+_MAX_HELD_BYTES = 64 * 1024  # pipelined bytes that are kept before reading is paused
+_MAX_JOINED_BYTES = 64 * 1024  # longest body that is written together with its head
+# Limits for the bytes of all connections that clients have not read, or that are not parsed yet. Above
+# MAX_UNREAD_BYTES, clients that have read nothing for two seconds are dropped. Above MAX_UNREAD_AT_ALL_BYTES, any
+# client may be dropped, beginning with the client that has read nothing for the longest time.
 MAX_UNREAD_BYTES = 48 * 2**20
 MAX_UNREAD_AT_ALL_BYTES = 160 * 2**20
 MAX_UNPARSED_BYTES = 64 * 2**20
 _STALLED_S = 2.0
-_COUNT_EVERY_BYTES = 8 * 2**20  # that are written
+_COUNT_EVERY_BYTES = 8 * 2**20  # unread bytes are counted each time this many bytes were written
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _END_OF_HEAD = b"\r\n\r\n"
-_RESERVED = 16  # connections beyond the limit: probes are answered there, everything else gets 503
+_RESERVED = 16  # connections above the limit: they may send probes, every other request gets 503
 _REASONS = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request Header Fields Too Large"}
 _log = logger("http")
 _FRAMING = frozenset({b"content-length", b"transfer-encoding"})
 
 
 class Connections(ServerState):
-    """All connections of one server, their limit, and which of them wait for a request."""
+    """All connections of one server, their limit, and the connections that wait for a request."""
 
     connections: set[Any]
 
     def __init__(self, limit: int) -> None:
         super().__init__()
         self.limit = limit
-        self.waiting: dict[BoundedProtocol, None] = {}  # those that wait for a request head, the longest wait first
-        self._num_written = 0  # bytes, since unread ones were counted
+        # connections that wait for a request head, the longest wait first
+        self.waiting: dict[BoundedProtocol, None] = {}
+        self._num_written = 0  # bytes written since the unread bytes were last counted
 
     def make_room(self, newcomer: "BoundedProtocol") -> bool:
-        """Close the connection that has waited longest for a request. False if that frees no place: all are busy."""
+        """Close the connection that has waited longest for a request. Return whether that makes room."""
         for oldest in self.waiting:
             if oldest is not newcomer and not oldest.transport.get_write_buffer_size():
                 del self.waiting[oldest]
-                self.connections.discard(oldest)  # not counted any more, though the loop closes it later
+                self.connections.discard(oldest)  # no longer counted, although the loop closes it later
                 oldest.transport.abort()
                 return not oldest.is_crowded
         return False
 
     def expire(self, now: float) -> None:
-        """End connections that have passed their deadline. `now`: the loop's clock, in seconds."""
+        """Handle connections that have passed their deadline. `now`: the loop's clock, in seconds."""
         for connection in [each for each in self.connections if each.deadline < now]:
             connection.expire(now)
         self.bound_unread(now)
         self._bound_unparsed()
 
     def wrote(self, num_bytes: int, loop: asyncio.AbstractEventLoop) -> None:
-        """Note bytes that were written, and now and then count the unread ones."""
+        """Count written bytes, and check the unread bytes from time to time."""
         self._num_written += num_bytes
         if self._num_written > _COUNT_EVERY_BYTES:
             self.bound_unread(loop.time())
 
     def bound_unread(self, now: float) -> None:
-        """Drop clients that do not read while others' answers need the memory."""
+        """Drop clients that do not read if the unread responses exceed the limits."""
         self._num_written = 0
         unread = [(each.unread_since(now), each.num_unread, each) for each in self.connections]
         total = sum(num_bytes for _, num_bytes, _ in unread)
@@ -96,7 +100,7 @@ class Connections(ServerState):
             _log.warning(event("unread_answers_dropped", connections=num_dropped, unread_bytes=total))
 
     def _bound_unparsed(self) -> None:
-        """Drop the connections that have sent most ahead of what is read, while all together have sent too much."""
+        """Drop the connections with the most unparsed bytes until the total is within its limit."""
         unparsed = [(each.num_unparsed, each) for each in self.connections]
         total = sum(num_bytes for num_bytes, _ in unparsed)
         if total <= MAX_UNPARSED_BYTES:
@@ -112,8 +116,11 @@ class Connections(ServerState):
 
 
 class _CycleTransport:
-    """The transport as one response uses it: the head waits for the beginning of the body, so that a whole answer is
-    one write, and closing waits for a client that is still writing."""
+    """The transport as seen by one response.
+
+    The head is held back until the body begins, so that a short response is a single write. Closing waits for a client
+    that is still writing.
+    """
 
     def __init__(
         self,
@@ -141,10 +148,10 @@ class _CycleTransport:
             self._transport.write(data)
         else:
             self._has_head, self._head = True, data
-            self._loop.call_soon(self.flush)  # no body may follow for long, or ever
+            self._loop.call_soon(self.flush)  # the body may follow much later, or never
 
     def flush(self) -> None:
-        """Write a head that still waits."""
+        """Write a head that is still held back."""
         head, self._head = self._head, b""
         if head and not self._transport.is_closing():
             self._send(head)
@@ -159,28 +166,28 @@ class _CycleTransport:
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """One connection, with a limit for every head and a deadline in every state but answering."""
+    """One connection, with a limit for every head and a deadline in every state except answering."""
 
     server_state: Connections
     parser: httptools.HttpRequestParser
     deadline = math.inf  # on the loop's clock, in seconds
-    is_crowded = False  # beyond the limit of connections
+    is_crowded = False  # accepted above the limit of connections
     _in_head = False  # waiting for a request head, or in the middle of one
-    _lingering = False  # answered and half closed: further bytes are dropped
+    _lingering = False  # answered and half closed; further bytes are dropped
     _replaying = False  # the parser reads a head for the second time
     _upgrade_offered = False
-    _head_problem: str | None = None  # the reason to refuse the last head that was read
+    _head_problem: str | None = None  # reason to refuse the last head, if any
     _head_size = 0
-    _unframed = 0  # bytes since the last head, piece of a body, or end of a request
+    _unframed = 0  # bytes since the last complete head, piece of a body, or end of a request
     _num_dropped = 0
     _num_unsent = 0
-    num_unread = 0  # bytes of answers, when they were last counted
+    num_unread = 0  # unread bytes of responses, at the last count
     _num_written = 0
     _num_read = 0
     _unread_since = 0.0
-    _held = b""  # sent ahead of its turn, and not parsed
-    _tail = b""  # the last bytes of a head that has not ended
-    _body_left: int | None = None  # bytes of the body that are still to come; None: it is chunked
+    _held = b""  # pipelined bytes that are not parsed yet
+    _tail = b""  # last bytes of an incomplete head
+    _body_left: int | None = None  # bytes of the body still to come; None: it is chunked
     _response: _CycleTransport | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -208,7 +215,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._take(data)
 
     def _take(self, data: bytes) -> None:
-        """Parse up to the end of a request that is to be answered, and hold the rest."""
+        """Parse up to the end of a complete request, and hold the rest until it is answered."""
         if self._in_head and not self._unframed and not self._is_answering:
             self.deadline = min(self.deadline, self.loop.time() + HEAD_TIMEOUT_S)
         rest = data if len(data) <= MAX_HEAD_BYTES else memoryview(data)
@@ -216,7 +223,7 @@ class BoundedProtocol(HttpToolsProtocol):
             if self._is_answering_whole:
                 self._hold(rest)
                 return
-            piece = rest[: MAX_HEAD_BYTES + 1 - self._unframed]  # a head that is too large is never parsed whole
+            piece = rest[: MAX_HEAD_BYTES + 1 - self._unframed]  # a head that is too large is never parsed completely
             piece = piece[: self._num_of_request(piece)]
             self._unframed += len(piece)
             rest = rest[self._feed(piece) :]
@@ -227,7 +234,7 @@ class BoundedProtocol(HttpToolsProtocol):
                 return
 
     def _num_of_request(self, piece: bytes | memoryview) -> int:
-        """Counts these bytes that belong to the head or the body that is being read, as far as can be known."""
+        """Return how many of these bytes belong to the current head or body, as far as this can be known."""
         if not self._in_head:
             return self._body_left or len(piece)
         seen = self._tail + piece
@@ -239,24 +246,24 @@ class BoundedProtocol(HttpToolsProtocol):
         return at + len(_END_OF_HEAD) - num_before
 
     def _hold(self, data: bytes | memoryview) -> None:
-        """Keep what is sent ahead until its turn, and read no more when that is much."""
+        """Keep pipelined bytes until their turn, and stop reading if there are many."""
         self._held += data
         if len(self._held) > _MAX_HELD_BYTES:
-            self.transport.pause_reading()  # not by `flow`, which the application lets go on
+            self.transport.pause_reading()  # directly, since the application resumes `flow`
 
     def _take_held(self) -> None:
-        """The turn of what was sent ahead."""
+        """Parse the pipelined bytes whose turn has come."""
         held, self._held = self._held, b""
         if self.transport.is_closing() or self._lingering:
             return
         self._take(held)
         if len(held) > _MAX_HELD_BYTES >= len(self._held):
             self.transport.resume_reading()
-        if not self._is_answering and self._in_head:  # it was the beginning of a head
+        if not self._is_answering and self._in_head:  # it was an incomplete head
             self._await_head(HEAD_TIMEOUT_S)
 
     def _feed(self, piece: bytes | memoryview) -> int:
-        """Parse a piece. Returns how many bytes were taken: all, unless a head that offers an upgrade ends in it."""
+        """Parse a piece and return the number of bytes taken: all, unless a head that offers an upgrade ends in it."""
         try:
             self.parser.feed_data(piece)
         except httptools.HttpParserUpgrade as offer:
@@ -267,7 +274,7 @@ class BoundedProtocol(HttpToolsProtocol):
         return len(piece)
 
     def _replay_head(self) -> None:
-        """Continue behind a head that offers another protocol, and stay with HTTP/1.1, as RFC 9110, 7.8 allows.
+        """Continue after a head that offers another protocol, and stay with HTTP/1.1, as RFC 9110, 7.8 allows.
 
         The parser assumes that such a request has no body, so a new parser reads its framing fields again.
         """
@@ -281,10 +288,10 @@ class BoundedProtocol(HttpToolsProtocol):
             return
         super().on_message_begin()
         self._in_head = True
-        self._unframed = max(self._unframed, 1)  # it may have begun behind another request
+        self._unframed = max(self._unframed, 1)  # the request may have begun directly after another one
         self._head_size = 0
         state = self.scope["state"]
-        # For a stream whose client is gone: only the transport can drop what is already buffered.
+        # For a stream whose client is gone: only the transport can drop data that is already buffered.
         state["abort_connection"] = self.transport.abort
         if self.is_crowded:
             state["crowded"] = True
@@ -322,7 +329,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self.cycle.transport = cast(asyncio.Transport, self._response)
 
     def _declared_length(self) -> int | None:
-        """Bytes of the body, as its head says; None: it comes in chunks. Only a hint: the parser decides."""
+        """Return the body's length in bytes according to its head; None if chunked. Only a hint: the parser decides."""
         fields = [(name, value) for name, value in self.headers if name in _FRAMING]
         if not fields:
             return 0
@@ -351,7 +358,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         self.server_state.total_requests += 1
-        if not self.pipeline and self._in_head:  # a connection that is kept open does not keep the head of its request
+        if not self.pipeline and self._in_head:  # an idle connection does not keep its request head in memory
             self.headers = []
             self.scope = self.cycle.scope = cast(Any, {})
         if self.transport.is_closing():
@@ -399,11 +406,11 @@ class BoundedProtocol(HttpToolsProtocol):
             self.transport.abort()
         elif self._in_head and self._unframed:
             self._refuse(408, f"No complete request head arrived within {HEAD_TIMEOUT_S:.0f} seconds.")
-        else:  # opened or kept open and not used: no request waits for a response
+        else:  # idle connection: no request waits for a response
             self.transport.close()
 
     def unread_since(self, now: float) -> float:
-        """Count the unread bytes; return the time from which on the client has read none of them."""
+        """Count the unread bytes. Return the time since which the client has read none of them."""
         self.num_unread = self.transport.get_write_buffer_size()
         num_read = self._num_written - self.num_unread
         if not self.num_unread or num_read > self._num_read:
@@ -417,12 +424,12 @@ class BoundedProtocol(HttpToolsProtocol):
 
     @property
     def num_unparsed(self) -> int:
-        """Bytes that came and that no request has taken: of a head, of a body, or sent ahead of its turn."""
+        """Received bytes that no request has consumed: parts of a head, parts of a body, or pipelined requests."""
         num_bytes = len(self._held) + (self._head_size + self._unframed if self._in_head else 0)
         return num_bytes if self.cycle is None else num_bytes + len(self.cycle.body)
 
     def drop(self) -> None:
-        """Close at once, without what is unread."""
+        """Close at once and discard unread data."""
         self.transport.abort()
 
     @property
@@ -431,7 +438,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     @property
     def _is_answering_whole(self) -> bool:
-        """Whether a request is being answered that was read to its end."""
+        """Whether a request that was received completely is being answered."""
         return self._is_answering and not self.cycle.more_body
 
     def _await_head(self, seconds: float) -> None:
@@ -453,7 +460,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._close()
 
     def _close(self) -> None:
-        """Close as soon as the client has read what is written."""
+        """Close as soon as the client has read the written data."""
         if self._response is not None:
             self._response.flush()
         self._num_unsent = self.transport.get_write_buffer_size()
@@ -461,10 +468,10 @@ class BoundedProtocol(HttpToolsProtocol):
         self.transport.close()
 
     def _linger(self) -> None:
-        """Close the sending half, and read on until the client closes its own.
+        """Close the sending half, and read on until the client closes its half.
 
-        If bytes were left unread, the kernel would answer them with a reset, and a client that writes first and reads
-        later would never see the response.
+        If bytes were left unread, the kernel would respond to them with a reset, and a client that writes first and
+        reads later would never see the response.
         """
         if self.transport.is_closing():
             return
@@ -474,7 +481,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._num_unsent = self.transport.get_write_buffer_size()
         self.deadline = self.loop.time() + LINGER_TIMEOUT_S
         try:
-            if self.transport.can_write_eof():  # TLS has no half-closed connections: `Connection: close` must do
+            if self.transport.can_write_eof():  # TLS has no half-closed connections, so `Connection: close` must do
                 self.transport.write_eof()
         except OSError:  # the client has reset the connection
             self.transport.abort()
@@ -492,7 +499,7 @@ class BoundedProtocol(HttpToolsProtocol):
             if self._in_head or self.cycle.response_started or self.pipeline:
                 self._close()  # a refusal written now would be in the middle of another response
                 return
-            self.cycle.disconnected = True  # the body that it waits for will not arrive
+            self.cycle.disconnected = True  # the body that the cycle waits for will not arrive
             self.cycle.message_event.set()
         body = error_bytes(HttpError(status, message))
         head = b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"

@@ -1,6 +1,6 @@
-"""The socket that the HTTP server listens on: a TCP port, a Unix socket, or one that a service manager has opened.
+"""The listening socket of the HTTP server: a TCP port, a Unix socket, or a socket opened by a service manager.
 
-Light to import: a command can say that its port is taken before it starts anything.
+Light to import, so a command can report that its port is taken before it starts anything.
 """
 
 import errno
@@ -12,16 +12,16 @@ from oarlock.engine.errors import StartupError
 from oarlock.server.config.settings import Settings
 
 BACKLOG = 2048
-_ANYONE = 0o666  # as on loopback; where fewer may connect, the socket's folder says so
+_ANYONE = 0o666  # any local user may connect, as on loopback; the folder's permissions can restrict that
 
 
 def listen(settings: Settings) -> socket.socket:
-    """The listening socket that the settings ask for. Raises `StartupError`."""
+    """Return the listening socket that the settings ask for. Raises `StartupError`."""
     return bind_unix(settings.uds) if settings.uds is not None else bind(settings.host, settings.port)
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening TCP socket. Raises `StartupError`, which names the process that uses the port."""
+    """Return a listening TCP socket. Raises `StartupError`, which names the process that uses the port."""
     try:
         infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
@@ -42,7 +42,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def bind_unix(path: str) -> socket.socket:
-    """A listening Unix socket. One that an earlier process has left is replaced. Raises `StartupError`."""
+    """Return a listening Unix socket, in place of a socket left by an earlier process. Raises `StartupError`."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         _remove_left_behind(path)
@@ -63,7 +63,7 @@ def bind_unix(path: str) -> socket.socket:
 
 
 def _remove_left_behind(path: str) -> None:
-    """Remove a socket that nobody listens on. Raises `StartupError` for anything else that has this name."""
+    """Remove a socket that no process listens on. Raises `StartupError` for anything else of this name."""
     try:
         mode = os.lstat(path).st_mode
     except FileNotFoundError:
@@ -79,9 +79,9 @@ def _remove_left_behind(path: str) -> None:
 
 
 def remove_unused(path: str) -> bool:
-    """Remove the Unix socket of this name if nobody listens on it any more."""
+    """Remove the Unix socket at `path` if no process listens on it. Return whether the path is free now."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.setblocking(False)  # where the backlog is full, it is in use
+        probe.setblocking(False)  # if the backlog is full, the call would block: the socket is in use
         try:
             probe.connect(path)
         except ConnectionRefusedError:
@@ -95,7 +95,7 @@ def remove_unused(path: str) -> bool:
 
 
 def inherited(fds: int, first: int = 3) -> socket.socket:
-    """The listening socket that a service manager has handed over as descriptor `first`, the only one of `fds`.
+    """Return the listening socket that a service manager has passed as descriptor `first`. `fds`: their number.
 
     Raises `StartupError`.
     """
@@ -117,13 +117,13 @@ def inherited(fds: int, first: int = 3) -> socket.socket:
 
 
 def address_of(listener: socket.socket) -> tuple[str, int] | str:
-    """(host, port) of a TCP socket, or the path of a Unix socket."""
+    """Return (host, port) of a TCP socket, or the path of a Unix socket."""
     name = listener.getsockname()
     return os.fsdecode(name) if listener.family == socket.AF_UNIX else (name[0], name[1])
 
 
 def url_of(listener: socket.socket, scheme: str = "http") -> str:
-    """The URL of the server on this machine; of a Unix socket `unix:` and its path."""
+    """Return the URL of the server on this machine; for a Unix socket, `unix:` and its path."""
     address = address_of(listener)
     if isinstance(address, str):
         return f"unix:{address}"
@@ -134,7 +134,7 @@ def url_of(listener: socket.socket, scheme: str = "http") -> str:
 
 
 def warn_if_exposed(settings: Settings) -> str | None:
-    """A warning for the log when the network can use this server without a key."""
+    """Return a warning for the log if the network can use this server without a key."""
     if settings.is_local or settings.has_api_keys:
         return None
     return f"listening on {settings.host} without --api-key: anyone who can reach this machine can use the model"
@@ -155,7 +155,7 @@ def _bind_error(host: str, port: int, error: OSError) -> StartupError:
 
 
 def _process_on(port: int) -> str | None:
-    """The process that listens on `port`, if this user may see it."""
+    """Return the process that listens on `port`, if this user may see it."""
     import psutil  # only needed to explain a failure
 
     try:
@@ -163,5 +163,5 @@ def _process_on(port: int) -> str | None:
             if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:
                 return f"process {connection.pid} ({psutil.Process(connection.pid).name()})"
     except psutil.Error:
-        return None  # of another user
+        return None  # the process belongs to another user
     return None

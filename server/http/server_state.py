@@ -1,4 +1,4 @@
-"""The state of the whole server: its phase, how far loading is, the engine behind it, and the requests in flight."""
+"""The state of the whole server: its phase, the progress of loading, the engine, and the requests in flight."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ class Phase(StrEnum):
 
 
 class Liveness(Protocol):
-    """Whether one replica is alive, as health shows it."""
+    """Liveness of one replica, as the health routes show it."""
 
     @property
     def is_alive(self) -> bool: ...
 
 
 class Heartbeat(Protocol):
-    """Signs of life of the engine, from which readiness is decided."""
+    """Signs of life of the engine, which determine readiness."""
 
     @property
     def is_alive(self) -> bool: ...
@@ -75,11 +75,11 @@ class ServerState:
     started_at: float = field(default_factory=time.time)
     heartbeat: Heartbeat | None = None
     async_llm: AsyncLLM | None = None
-    introduction: Introduction = field(default_factory=Introduction)  # of the model, by its owner
+    introduction: Introduction = field(default_factory=Introduction)  # the sentences and questions of the model's owner
     large_bodies: LargeBodies = field(default_factory=LargeBodies)
     body_memory: BodyMemory = field(default_factory=BodyMemory)
     parsing_turns: ParsingTurns = field(default_factory=ParsingTurns)
-    requests: RecentRequests = field(default_factory=RecentRequests)  # to generate
+    requests: RecentRequests = field(default_factory=RecentRequests)  # records of requests to generate
     ignored_parameters: IgnoredParameters = field(default_factory=IgnoredParameters)
     tracer: RequestTracer | None = None  # None: no traces are sent
     batches: Batches | None = None  # None: there is no --batch-dir
@@ -91,29 +91,29 @@ class ServerState:
         self.idle.set()
 
     def enter(self) -> None:
-        """A request was accepted."""
+        """Count a request that was accepted."""
         self.num_in_flight += 1
         self.idle.clear()
 
     def leave(self) -> None:
-        """An accepted request was answered, or its client has disconnected."""
+        """Count an accepted request as answered, or as abandoned by its client."""
         self.num_in_flight -= 1
         if not self.num_in_flight:
             self.idle.set()
 
     def drain(self) -> None:
-        """Refuse new requests, and have the supervisor finish open ones and exit. A second call changes nothing."""
+        """Refuse new requests, and make the supervisor finish open requests and exit. A second call changes nothing."""
         if self.phase is Phase.READY:
             self.phase = Phase.DRAINING
         self.stop.set()
 
     def replica_states(self) -> list[str]:
-        """The state of each replica, where there are several: `ready`, or `down` until its engine has started again."""
+        """Return the state of each of several replicas: `ready`, or `down` until its engine has started again."""
         replicas = () if self.heartbeat is None else self.heartbeat.replicas
         return ["ready" if one.is_alive else "down" for one in replicas] if len(replicas) > 1 else []
 
     def why_not_ready(self) -> str | None:
-        """None: requests can be served. Else one sentence."""
+        """Return None if requests can be served, else the reason in one sentence."""
         if self.phase in (Phase.STARTING, Phase.LOADING):
             detail = f" ({self.loading_detail})" if self.loading_detail else ""
             return f"The model is loading: {self.loading_step}, {self.loading_fraction:.0%}{detail}."

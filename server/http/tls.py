@@ -1,6 +1,6 @@
-"""HTTPS: the context of the listening socket, whose certificate is replaced when its files are.
+"""HTTPS: the context of the listening socket, whose certificate is replaced when its files change.
 
-Each handshake takes the newest certificate; connections that are open keep theirs.
+Each handshake uses the newest certificate; open connections keep theirs.
 """
 
 import os
@@ -15,18 +15,18 @@ from oarlock.engine.errors import StartupError
 from oarlock.server.observability.logs import event, logger
 
 _log = logger("tls")
-_State = tuple[tuple[int, int, int], ...]  # of both files: inode, length and time of change
+_State = tuple[tuple[int, int, int], ...]  # inode, length and time of change, for both files
 
 
 class ServerTls:
     """The certificate of one server, from two files that may be renewed at any time."""
 
     def __init__(self, certificate: str, key: str) -> None:
-        """Paths of PEM files. Raises `StartupError` when they cannot be used."""
+        """`certificate` and `key`: paths of PEM files. Raises `StartupError` if they cannot be used."""
         self._certificate, self._key = certificate, key
         self._taken = self._seen = self._state()
         self._newest, self.names, self.expires = self._load()
-        # Only its callback is used of this one: it is asked in every handshake, with or without a server name.
+        # Only the callback of this context is used. It is called in every handshake, with or without a server name.
         self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self.context.set_alpn_protocols(["http/1.1"])
         self.context.sni_callback = self._choose
@@ -35,9 +35,9 @@ class ServerTls:
         connection.context = self._newest
 
     def renew(self) -> None:
-        """Take over files that have changed, once they have been still between two calls: a renewal writes two.
+        """Load files that have changed, as soon as two calls in a row see the same state: a renewal writes two files.
 
-        Those that cannot be used are logged, and the certificate stays.
+        If the new files cannot be used, this is logged, and the old certificate stays.
         """
         state, before = self._state(), self._seen
         self._seen = state
@@ -53,7 +53,7 @@ class ServerTls:
         return tuple(_file_state(path) for path in (self._certificate, self._key))
 
     def _load(self) -> tuple[ssl.SSLContext, tuple[str, ...], float]:
-        """A context with the files as they are, the certificate's names, and the Unix time at which it expires."""
+        """Return a context made from the current files, the certificate's names, and its expiry as Unix time."""
         chain = _parsed_chain(self._certificate)
         _check_key(self._key, chain[0], self._certificate)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -78,7 +78,7 @@ class ServerTls:
 def _file_state(path: str) -> tuple[int, int, int]:
     try:
         found = os.stat(path)
-    except OSError:  # reading it will say why
+    except OSError:  # reading the file will report the reason
         return (0, 0, 0)
     return (found.st_ino, found.st_size, found.st_mtime_ns)
 
@@ -94,7 +94,7 @@ def _read(flag: str, path: str) -> bytes:
 
 
 def _parsed_chain(path: str) -> list[x509.Certificate]:
-    """The certificate, then those of its issuers. Raises `StartupError`."""
+    """Return the certificate, followed by its issuers' certificates. Raises `StartupError`."""
     data = _read("--ssl-certfile", path)
     try:
         return x509.load_pem_x509_certificates(data)
@@ -106,7 +106,7 @@ def _parsed_chain(path: str) -> list[x509.Certificate]:
 
 
 def _check_key(path: str, certificate: x509.Certificate, of: str) -> None:
-    """Raises `StartupError` when the file does not hold this certificate's key."""
+    """Raise `StartupError` if the file does not hold this certificate's key."""
     data = _read("--ssl-keyfile", path)
     try:
         key = load_pem_private_key(data, None)
@@ -129,7 +129,7 @@ def _check_key(path: str, certificate: x509.Certificate, of: str) -> None:
 
 
 def _names(certificate: x509.Certificate) -> tuple[str, ...]:
-    """The DNS names that a certificate is for."""
+    """Return the DNS names for which a certificate is valid."""
     try:
         extension = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
     except x509.ExtensionNotFound:

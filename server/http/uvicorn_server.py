@@ -1,7 +1,7 @@
-"""The HTTP/1.1 server: uvicorn without its signal handling, on a socket that is bound already.
+"""The HTTP/1.1 server: uvicorn without its signal handling, on a socket that is already bound.
 
-The server limits the connections, and has one timer for their deadlines; the limits of a single connection are in
-`connection.py`.
+The server limits the number of connections and has one timer for all their deadlines. The limits of a single connection
+are in `connection.py`.
 """
 
 import asyncio
@@ -20,10 +20,10 @@ from oarlock.server.http.memory_release import MemoryRelease
 from oarlock.server.http.tls import ServerTls
 
 _MAX_CONNECTIONS = 16_384
-_SWEEP_TICKS = 5  # of uvicorn's, a tenth of a second each
+_SWEEP_TICKS = 5  # ticks of uvicorn, a tenth of a second each
 _RENEWAL_TICKS = 10
 _MEMORY_TICKS = 10
-_TLS_SHUTDOWN_S = 5.0  # for a client that does not say goodbye
+_TLS_SHUTDOWN_S = 5.0  # wait for a client that does not close its TLS session
 
 
 class HttpServer(uvicorn.Server):
@@ -38,7 +38,7 @@ class HttpServer(uvicorn.Server):
         max_connections: int | None = None,
         tls: ServerTls | None = None,
     ) -> None:
-        """`tls`: HTTPS is served, with its certificate."""
+        """`tls`: serve HTTPS with this certificate."""
         super().__init__(
             uvicorn.Config(
                 app,
@@ -60,7 +60,7 @@ class HttpServer(uvicorn.Server):
         self.server_state = Connections(max_connections or connection_limit())
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn's, but that a handshake has a deadline, too: only then the connection has its own."""
+        """Start like uvicorn, but with a deadline for TLS handshakes: the connection's deadlines begin afterwards."""
         factory = partial(BoundedProtocol, config=self.config, server_state=self.server_state, app_state={})
         loop = asyncio.get_running_loop()
         if self._tls is None:
@@ -78,7 +78,7 @@ class HttpServer(uvicorn.Server):
         self.started = True
 
     def stop_accepting(self) -> None:
-        """Leave new connections to other processes that have the listening socket. Open ones are served on."""
+        """Leave new connections to other processes that share the listening socket. Continue to serve open ones."""
         for server in self.servers:
             server.close()
 
@@ -100,15 +100,18 @@ class HttpServer(uvicorn.Server):
 
 
 def raise_descriptor_limit() -> None:
-    """Raise the soft limit of open files to the hard one: each connection takes one."""
+    """Raise the soft limit of open files to the hard limit, since each connection uses a descriptor."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 2**16 if hard == resource.RLIM_INFINITY else hard
-    with contextlib.suppress(ValueError, OSError):  # some systems allow less than their hard limit: it stays as it was
+    # some systems allow less than their hard limit; the limit then stays unchanged
+    with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def connection_limit() -> int:
-    """The limit of connections. An eighth of the file descriptors, at least 64, is left for everything else."""
+    """Return the maximum number of connections. It leaves an eighth of the descriptors, at least 64, for everything
+    else.
+    """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return _MAX_CONNECTIONS
