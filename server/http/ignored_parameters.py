@@ -1,4 +1,4 @@
-"""Request parameters that have no effect here: named in a response header, counted, and logged once for each client.
+"""Request parameters without effect: named in a response header, counted, and logged once for each client.
 
 Some are known as soon as a body is parsed: no schema declares them, or the schema marks them as without effect. Others
 are known only when the request meets the model, such as a reasoning effort that the chat template does not read. Both
@@ -13,9 +13,9 @@ from oarlock.engine.errors import RequestError
 from oarlock.server.observability.logs import event, logger
 
 HEADER = "X-Ignored-Parameters"
-MAX_SHOWN = 32  # names in one header, error or line of the log
-_MAX_NAME = 64  # characters of a name that are repeated
-_MAX_NAMES = 1024  # names that are counted one by one
+MAX_SHOWN = 32  # names in one header, error or log line
+_MAX_NAME = 64  # characters of a name in messages
+_MAX_NAMES = 1024  # names that are counted separately
 _OTHER = "other"
 _MAX_CLIENTS = 256
 _MAX_NAMES_OF_CLIENT = 256
@@ -27,17 +27,17 @@ _log = logger("requests")
 class IgnoredParameters:
     """The parameters that were ignored since the start, by name, and the clients whose log line was written.
 
-    All of it is bounded, since names and clients are chosen by whoever sends requests.
+    Clients choose these names and their own, so the number of stored entries is limited.
     """
 
     def __init__(self) -> None:
-        self.counts: Counter[str] = Counter()  # name -> requests; those beyond `_MAX_NAMES` names are `other`
-        self._logged: dict[tuple[str, str], set[str]] = {}  # (label, agent) -> names; the least recent client first
+        self.counts: Counter[str] = Counter()  # name -> requests; further names after `_MAX_NAMES` count as `other`
+        self._logged: dict[tuple[str, str], set[str]] = {}  # (label, agent) -> names, the least recent client first
 
     def report(self, names: Sequence[str], label: str | None = None, agent: str | None = None) -> None:
-        """Count `names`, and log those that are new for this client.
+        """Count `names`, and log the names that are new for this client.
 
-        `label`: of the API key. `agent`: the header User-Agent.
+        `label`: of the API key. `agent`: the User-Agent header.
         """
         cut = [name[: _MAX_NAME + 1] for name in names]
         for name in cut:
@@ -60,7 +60,7 @@ class IgnoredParameters:
 
 
 def refuse(names: Sequence[str]) -> None:
-    """Raise the `RequestError` that `--strict-parameters` asks for, if there is a name."""
+    """Raise `RequestError` if there is a name. Used with `--strict-parameters`."""
     if names:
         shown = [name[:_MAX_NAME] for name in names[:MAX_SHOWN]]
         message = (
@@ -71,7 +71,7 @@ def refuse(names: Sequence[str]) -> None:
 
 
 def with_ignored(headers: dict[str, str], names: Sequence[str]) -> dict[str, str]:
-    """Add `names` to the report in the headers of a response."""
+    """Return `headers` with `names` added to the report of ignored parameters."""
     if not names:
         return headers
     values = [", ".join(_shown(names)), headers.get(HEADER, "")]
@@ -79,7 +79,7 @@ def with_ignored(headers: dict[str, str], names: Sequence[str]) -> dict[str, str
 
 
 def _shown(names: Sequence[str]) -> list[str]:
-    """Safe names, a bounded number, and how many more there are as `+N`."""
+    """Return a limited number of names that are safe in headers, and the number of further names as `+N`."""
     shown = [name for name in names if _HEADER_SAFE.fullmatch(name)][:MAX_SHOWN]
     hidden = len(names) - len(shown)
     return [*shown, f"+{hidden}"] if hidden else shown

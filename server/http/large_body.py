@@ -1,11 +1,11 @@
-"""Reads bodies that take long in a process of their own, so that other requests do not wait for them.
+"""A separate process that reads expensive bodies, so that other requests do not wait for them.
 
-Parsing JSON holds the GIL. `python -m oarlock.server.http.large_body --fd N` is that process: it is started with the
-first such body, and again after it was lost, and reads one body at a time. It returns an error, or the checked body in
-a small form: unknown fields left out, long texts and lists of ids as plain bytes behind it, which become Python objects
-many times faster than JSON does. Of a line of a batch it returns the members, and the text of its body, which is sent
-again to be read. The time and memory that a body takes do not affect the server. The end of the socket ends the
-process.
+Parsing JSON holds the GIL. `python -m oarlock.server.http.large_body --fd N` is the process. It is started for the
+first such body and again after a loss, and reads one body at a time. It returns an error, or the checked body in a
+compact format: unknown fields are left out, and long strings and lists of ids follow as plain bytes, which become
+Python objects many times faster than JSON does. For a line of a batch file it returns the members and the text of the
+line's body, which is sent again later to be parsed. The time and memory that a body takes do not affect the server. The
+process ends when its socket is closed.
 """
 
 import argparse
@@ -43,28 +43,28 @@ from oarlock.server.http.request_body import REQUEST_BODIES, ignored_parameters,
 from oarlock.server.observability.logs import event, logger
 from oarlock.server.strict_model import StrictModel
 
-READ_TIMEOUT_S = 60.0  # for one body; 16 MiB of texts or ids take about a second
-STALL_TIMEOUT_S = 5.0  # without any processor time: the process was stopped, or hangs
-CPU_LIMIT_S = 20  # of processor time, for one body
-_LOOK_S = 1.0  # how often a process that does not answer is looked at
-_END_S = 5.0  # for a process that has closed its socket
+READ_TIMEOUT_S = 60.0  # limit for one body; 16 MiB of strings or ids take about a second
+STALL_TIMEOUT_S = 5.0  # longest time without CPU use; then the process was stopped, or hangs
+CPU_LIMIT_S = 20  # CPU time for one body
+_LOOK_S = 1.0  # interval of the checks of a process that does not respond
+_END_S = 5.0  # wait for the exit of a process that has closed its socket
 _ATTEMPTS = 2
 _SENT_AT_ONCE = 1 << 20  # bytes
-_LOST = "body_process_lost"  # the code of the error
-# The fault of a body, by the status of the process that read it: the limit of its time, and libraries that are out of
-# memory. Any other end is no fault of the body.
+_LOST = "body_process_lost"  # error code
+# Exit status of the process -> fault of the body: the time limit, and libraries that are out of memory. After any other
+# end the body is not at fault.
 _REASONS = {-signal.SIGXCPU: "takes too long", -signal.SIGABRT: "takes too much memory"}
 _ResultT = TypeVar("_ResultT")
 _log = logger("bodies")
 
-MAX_REST_BYTES = 2**20  # of a body without its long texts and ids: the server parses that at once
-_MAX_NAME = 65  # characters of an ignored name; longer ones are never repeated
+MAX_REST_BYTES = 2**20  # JSON of a body without its long strings and ids; the server parses it at once
+_MAX_NAME = 65  # characters of an ignored name; longer names are never repeated
 _NICENESS = 5  # the server's own work has priority
-MAX_OBJECT_BYTES = 64 << 20  # of the lists, numbers and objects of a body, as estimated
-_MEMORY_BYTES = 256 << 20  # those of a body, three times, and libraries
-_MEMORY_PER_BYTE = 16  # of the texts of a body, as bytes and as wide characters, several times
+MAX_OBJECT_BYTES = 64 << 20  # estimated size of the lists, numbers and objects of a body
+_MEMORY_BYTES = 256 << 20  # three times MAX_OBJECT_BYTES, and libraries
+_MEMORY_PER_BYTE = 16  # allowed per byte of the body: its strings exist several times, as bytes and as wide characters
 
-# Fields that may hold long texts, and those that may hold long lists of ids.
+# Fields that may hold long strings (`_TEXTS`) and long lists of ids (`_IDS`).
 _TEXTS = frozenset({"prompt", "suffix", "content", "text", "refusal", "reasoning", "reasoning_content", "arguments"})
 _TEXTS |= {"input", "instructions", "output", "encrypted_content", "query", "documents", "text_1", "text_2"}
 _IDS = frozenset({"prompt", "input", "tokens", "allowed_token_ids", "stop_token_ids"})
@@ -72,11 +72,11 @@ _MIN_CHARACTERS = 128
 _MIN_IDS = 32
 _DECODED_AT_ONCE = 2**20  # bytes
 
-Place = list[str | int]  # of a value in a body
+Place = list[str | int]  # path of a value in a body
 
 
 class _ProcessLostError(Exception):
-    """The process has ended or stands still in the middle of a body."""
+    """The process has ended, or hangs in the middle of a body."""
 
 
 class LargeBodies:
@@ -90,33 +90,33 @@ class LargeBodies:
 
     @property
     def pid(self) -> int | None:
-        """Id of the process; None: it was not started, or was lost."""
+        """Id of the process, or None if it was not started or was lost."""
         link = self._link
         return None if link is None else link.process.pid
 
     async def read(
         self, schemas: Sequence[type[StrictModel]], body: bytes | bytearray, is_strict: bool
     ) -> tuple[Any, list[str], int]:
-        """Return the results of `parse_any` and `ignored_parameters`, and about how many bytes the former takes.
+        """Return the results of `parse_any` and `ignored_parameters`, and the approximate size in bytes of the former.
 
-        Cancelling it ends the work.
+        Cancellation ends the work.
 
         Raises `RequestError`, and `UnavailableError` if the process is lost twice.
         """
         work, bodies = object(), [body]
-        del body  # the thread has the only reference, and drops it as soon as the process has answered
+        del body  # the thread has the only reference, and drops it as soon as the process has responded
         try:
             loop = asyncio.get_running_loop()
             return await loop.run_in_executor(self._pool, self._read_body, work, schemas, bodies, is_strict)
         except asyncio.CancelledError:
-            bodies.clear()  # the pool keeps what it is called with until its turn comes
+            bodies.clear()  # the pool keeps the arguments of a call until its turn comes
             with self._lock:
                 if self._reading is work:
                     self._stop()
             raise
 
     def read_line(self, line: bytes, number: int, name: str) -> BatchRequest:
-        """Reads a line as `read_line` of the batches' schema does, a long one in the process. Blocks: for threads."""
+        """Read a line like `read_line` of the batches' schema, a long line in the process. For threads: it blocks."""
         if not takes_long(line):
             return read_line(line, number, name)
         try:
@@ -134,7 +134,7 @@ class LargeBodies:
     def _read_body(
         self, work: object, schemas: Sequence[type[StrictModel]], bodies: list[bytes | bytearray], is_strict: bool
     ) -> tuple[Any, list[str], int]:
-        """`bodies`: the one body."""
+        """Do the work of `read` in the thread. `bodies`: a list with the one body."""
 
         def received(link: _Link, answer: dict[str, Any]) -> tuple[bytes, list[tuple[Any, str, memoryview]]]:
             rest = bytes(link.exactly(answer["rest"]))
@@ -166,9 +166,10 @@ class LargeBodies:
         bodies: list[bytes | bytearray],
         received: Callable[["_Link", dict[str, Any]], _ResultT],
     ) -> tuple[dict[str, Any], _ResultT]:
-        """Send the body; return the answer, and what `received` reads behind it.
+        """Send the body. Return the response and the result of `received`, which reads the bytes that follow the
+        response.
 
-        A process that is lost through no fault of the body is started again, and reads it a second time. Raises
+        A process that is lost through no fault of the body is started again and receives the body a second time. Raises
         `RequestError`, `WrongBatchError`, and `UnavailableError` if the process is lost twice.
         """
         content = bodies.pop()
@@ -194,9 +195,9 @@ class LargeBodies:
         raise UnavailableError("The process that reads large bodies was lost twice. Retry in a moment.", _LOST)
 
     def _lost(self, link: "_Link", error: Exception, num_bytes: int) -> None:
-        """Stop a process that does not answer. Raises `RequestError` if its body is the cause, or is not wanted."""
+        """Stop a process that does not respond. Raises `RequestError` if its body is the cause or no longer wanted."""
         with self._lock:
-            if self._link is not link:  # it was stopped here, because the client of this body left
+            if self._link is not link:  # it was stopped here because the client of this body left
                 raise RequestError("The client left.")
             self._link = None
         status = link.stop()
@@ -214,14 +215,14 @@ class LargeBodies:
 
 
 class _Link:
-    """One process, and the socket to it. A process that stands still is lost, and so is one that takes too long."""
+    """One process and the socket to it. A process that hangs or takes too long counts as lost."""
 
     def __init__(self, process: subprocess.Popen[bytes], sock: socket.socket) -> None:
         sock.settimeout(_LOOK_S)
         self.process = process
         self._socket = sock
         self._begun_s = self._moved_s = 0.0
-        self._used_s = 0.0  # processor time, when it was seen to move
+        self._used_s = 0.0  # CPU time of the process when it last made progress
 
     @staticmethod
     def start() -> "_Link":
@@ -231,7 +232,7 @@ class _Link:
             fd = theirs.fileno()
             try:
                 process = start_python(["-m", "oarlock.server.http.large_body", "--fd", str(fd)], pass_fds=(fd,))
-            except OSError as error:  # the system has no more processes, or no memory
+            except OSError as error:  # the system has no more processes or no memory
                 ours.close()
                 message = (
                     f"The process that reads large bodies cannot be started ({error.strerror}). Retry in a moment."
@@ -241,7 +242,7 @@ class _Link:
         return _Link(process, ours)
 
     def stop(self) -> int:
-        """End the process; return the status that it ended with, or ended with before."""
+        """End the process. Return its exit status, from before the kill if it had already ended."""
         with contextlib.suppress(OSError):  # the other side is closed already
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads from it
         self._socket.close()
@@ -250,7 +251,7 @@ class _Link:
         return self.process.wait() if status is None else status
 
     def begin(self) -> None:
-        """Begin with a body: the time for it counts from here."""
+        """Start the time limit of the next body."""
         self._begun_s = self._moved_s = time.monotonic()
 
     def send(self, data: bytes | bytearray) -> None:
@@ -259,7 +260,7 @@ class _Link:
             rest = rest[self._patiently(partial(self._socket.send, rest[:_SENT_AT_ONCE])) :]
 
     def line(self) -> bytes:
-        """Bytes up to the end of the line and no further: peeked at before they are consumed."""
+        """Return the bytes up to the end of the line. Peeks first, so that no later byte is consumed."""
         parts: list[bytes] = []
         while seen := self._patiently(partial(self._socket.recv, 1 << 16, socket.MSG_PEEK)):
             end = seen.find(b"\n")
@@ -280,7 +281,7 @@ class _Link:
         return data
 
     def _patiently(self, call: Callable[[], _ResultT]) -> _ResultT:
-        """Wait for `call` while the process works. Raises `_ProcessLostError`."""
+        """Call `call` until it succeeds, while the process makes progress. Raises `_ProcessLostError`."""
         while True:
             try:
                 return call()
@@ -301,7 +302,7 @@ class _Link:
             raise _ProcessLostError(f"it has not answered for {READ_TIMEOUT_S:.0f} s")
 
     def _ended(self) -> "_ProcessLostError":
-        """The error for a closed socket. Waits for the process, whose status says why it ended."""
+        """Return the error for a closed socket. Waits for the process, so that its exit status is known."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(_END_S)
         return _ProcessLostError("it has ended")
@@ -309,12 +310,12 @@ class _Link:
 
 def main(argv: Sequence[str]) -> int:
     """Read bodies from the socket `--fd` until it is closed."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # which may be sent to all processes at once; the parent decides
+    for number in (signal.SIGINT, signal.SIGTERM):  # these may be sent to all processes at once; the parent decides
         signal.signal(number, signal.SIG_IGN)
     parser = argparse.ArgumentParser(prog="oarlock.server.http.large_body")
     parser.add_argument("--fd", type=int, required=True)
     os.nice(_NICENESS)
-    gc.disable()  # a body has no cycles, and looking for them takes longer than parsing
+    gc.disable()  # a body has no cycles, and searching for them takes longer than parsing
     with socket.socket(fileno=parser.parse_args(argv).fd) as sock, sock.makefile("rwb") as stream:
         while line := stream.readline():
             header = json.loads(line)
@@ -366,7 +367,7 @@ def _read(stream: io.BufferedIOBase, schemas: list[type[StrictModel]], body: byt
 
 
 def _read_line(stream: io.BufferedIOBase, line: bytes, number: int, name: str) -> None:
-    """Parse one line of a batch and send the result. Raises `WrongBatchError`."""
+    """Parse one line of a batch file and send the result. Raises `WrongBatchError`."""
     request = read_line(line, number, name)
     _send(stream, custom_id=request.custom_id, url=request.url, body=len(request.body))
     stream.write(request.body)
@@ -386,7 +387,7 @@ def _limit_memory(size: int) -> None:
 
 
 def _limit_time() -> None:
-    """Let SIGXCPU end this process if the next body takes too long."""
+    """Make SIGXCPU end this process if the next body takes too long."""
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     allowed = math.ceil(time.process_time()) + CPU_LIMIT_S
     resource.setrlimit(resource.RLIMIT_CPU, (allowed if hard == resource.RLIM_INFINITY else min(allowed, hard), hard))
@@ -394,29 +395,29 @@ def _limit_time() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """One long value: its place in the body, and its bytes (UTF-8, or int32 in the machine's byte order)."""
+    """One long value: its path in the body, and its bytes (UTF-8, or int32 in the machine's byte order)."""
 
     path: Place
     kind: str  # "text" or "ids"
     data: bytes
 
     def described(self) -> tuple[Place, str, int]:
-        """All but the bytes: path, kind, and their number."""
+        """Return path, kind and number of bytes."""
         return self.path, self.kind, len(self.data)
 
 
 def detach(value: dict[str, Any], parsed: StrictModel) -> list[Leaf]:
-    """Take the long values out of the JSON of a checked body; a short one of the same kind replaces each."""
+    """Take the long values out of the JSON of a checked body. A short value of the same kind replaces each."""
     return list(_of_fields(value, parsed, []))
 
 
 def _of_fields(value: dict[str, Any], parsed: StrictModel, path: Place) -> Iterator[Leaf]:
-    for name in value.keys() & type(parsed).model_fields.keys():  # what is not declared stays where it is
+    for name in value.keys() & type(parsed).model_fields.keys():  # undeclared fields stay in the JSON
         yield from _detached(value, name, getattr(parsed, name), [*path, name], name)
 
 
 def _detached(container: Any, key: str | int, parsed: Any, path: Place, field: str) -> Iterator[Leaf]:
-    """Take the long values out of `container[key]`, which became `parsed`."""
+    """Take the long values out of `container[key]`, whose checked value is `parsed`."""
     value = container[key]
     if isinstance(parsed, str):
         if field in _TEXTS and len(parsed) >= _MIN_CHARACTERS:
@@ -434,7 +435,7 @@ def _detached(container: Any, key: str | int, parsed: Any, path: Place, field: s
 
 
 def attach(parsed: Any, path: Place, value: str | list[int]) -> None:
-    """Put one back where it was."""
+    """Put the long value back at its path."""
     for key in path[:-1]:
         parsed = parsed[key] if isinstance(key, int) else getattr(parsed, key)
     if isinstance(path[-1], int):
@@ -444,7 +445,7 @@ def attach(parsed: Any, path: Place, value: str | list[int]) -> None:
 
 
 def value_of(kind: str, data: memoryview) -> str | list[int]:
-    """The value of a `Leaf`, made without holding the GIL for long."""
+    """Return the value of a `Leaf` without holding the GIL for long."""
     if kind == "text":
         decode = codecs.getincrementaldecoder("utf-8")().decode
         return "".join(

@@ -1,8 +1,8 @@
-"""Gives memory that requests have held back to the system.
+"""Release of freed request memory to the operating system.
 
-glibc keeps freed memory in its heap for later, and a peak of large buffers leaves gaps everywhere. So large buffers are
-mapped one by one, which their end unmaps. When the process has grown nevertheless, the garbage collector runs, and the
-heap is trimmed. Other C libraries return memory in their own way.
+glibc keeps freed memory in its heap for later, and a peak of large buffers leaves gaps everywhere. Large buffers are
+therefore mapped one by one, and unmapped when freed. If the process has grown nevertheless, the garbage collector runs
+and the heap is trimmed. Other C libraries return memory in their own way.
 """
 
 import asyncio
@@ -12,29 +12,29 @@ import resource
 import sys
 from pathlib import Path
 
-_M_MMAP_THRESHOLD = -3  # of mallopt(3)
-_MAPPED_BYTES = 256 * 1024  # buffers from this size on are mapped; glibc would raise its own limit up to 32 MiB
-_GROWN_BYTES = 48 * 2**20  # since the heap was last trimmed
+_M_MMAP_THRESHOLD = -3  # parameter of mallopt(3)
+_MAPPED_BYTES = 256 * 1024  # minimum size of mapped buffers; glibc would raise its own limit up to 32 MiB
+_GROWN_BYTES = 48 * 2**20  # growth since the last trim
 _MIN_WAIT_S, _MAX_WAIT_S = 4.0, 300.0
 _STATM = Path("/proc/self/statm")
 
 
 def map_large_buffers() -> None:
-    """Have the allocator map large buffers one by one, where it is glibc."""
+    """Make the allocator map large buffers one by one, if it is glibc."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
 
 
 class MemoryRelease:
-    """Trims the heap of this process when it has grown, and less and less often while that frees nothing."""
+    """Trims the heap of this process after it has grown, and less often while trimming frees nothing."""
 
     def __init__(self) -> None:
         self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
         self._trimming: asyncio.Future[None] | None = None
-        self._least_bytes = sys.maxsize  # resident memory, the least that was seen
-        self._left_bytes = 0  # the same after the last trim
-        self._wait_s = _MIN_WAIT_S  # after the last trim
+        self._least_bytes = sys.maxsize  # the least resident memory so far
+        self._left_bytes = 0  # resident memory after the last trim
+        self._wait_s = _MIN_WAIT_S  # least time between the last trim and the next
         self._trimmed_s = 0.0
 
     def look(self) -> None:
@@ -59,5 +59,5 @@ class MemoryRelease:
 
 
 def resident_bytes() -> int:
-    """Return the memory of this process that is in use, shared pages included. Linux only."""
+    """Return the resident memory of this process in bytes, including shared pages. Linux only."""
     return int(_STATM.read_text().split()[1]) * resource.getpagesize()

@@ -1,8 +1,8 @@
-"""Shares the event loop between bodies that are parsed on it, and everything else.
+"""Fair sharing of the event loop between the parsing of bodies and all other work.
 
-A body is parsed in one go. Several that come together could follow one another for seconds, in which no other request
-goes on. So after some milliseconds of parsing everybody else has a turn of the loop before the next body is parsed, and
-short bodies go before long ones.
+A body is parsed in one go. Several bodies that arrive together could follow one another for seconds, while no other
+request makes progress. So after some milliseconds of parsing, all other tasks get a turn of the loop before the next
+body is parsed, and short bodies are parsed before long ones.
 """
 
 import asyncio
@@ -12,21 +12,21 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-TURN_S = 0.004  # of parsing in one turn of the loop, before others have theirs
+TURN_S = 0.004  # parsing time in one turn of the loop, before other tasks get theirs
 _T = TypeVar("_T")
 
 
 class ParsingTurns:
-    """The time account of one turn of the event loop, and the bodies that wait for the next turn."""
+    """The time spent in one turn of the event loop, and the bodies that wait for the next turn."""
 
     def __init__(self) -> None:
-        self._spent_s = 0.0  # in this turn
-        self._is_scheduled = False  # the beginning of the next turn
+        self._spent_s = 0.0  # parsing time in this turn
+        self._is_scheduled = False  # whether the next turn is scheduled
         self._numbers = itertools.count()
-        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []  # a heap: size, number, its wake-up call
+        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []  # a heap: size, number, wake-up future
 
     async def run(self, size: int, work: Callable[[], _T]) -> _T:
-        """Return the result of `work`, called as soon as this turn has time left. `size`: shorter ones go first."""
+        """Return the result of `work`, called as soon as this turn has time left. `size`: shorter bodies go first."""
         if self._spent_s > TURN_S or self._waiting:
             turn = asyncio.get_running_loop().create_future()
             heapq.heappush(self._waiting, (size, next(self._numbers), turn))

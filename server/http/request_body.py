@@ -1,6 +1,6 @@
-"""Raw bytes to a checked request: size limit, read deadline, content type, strict parsing, unsupported fields.
+"""Conversion of raw bytes to a checked request: size limit, read deadline, content type, strict parsing.
 
-Errors of the content are a `RequestError` of one sentence that names the field and never repeats a large input.
+Errors in the content are a `RequestError` of one sentence that names the field and never repeats a large input.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from oarlock.server.http.body_memory import HeldMemory
 from oarlock.server.http.ignored_parameters import refuse
 from oarlock.server.strict_model import FieldError, StrictModel
 
-# The schemas of all bodies, by name: those that the OpenAPI document has, and that large bodies are read by.
+# The schemas of all bodies by name, for the OpenAPI document and the process that reads large bodies.
 REQUEST_BODIES: dict[str, type[StrictModel]] = {
     schema.__name__: schema
     for schema in (
@@ -51,11 +51,12 @@ REQUEST_BODIES: dict[str, type[StrictModel]] = {
 READ_TIMEOUT_S = 30.0
 _ParsedT = TypeVar("_ParsedT", bound=StrictModel)
 _MAX_IGNORED = 256
-_NESTED = ("messages", "input")  # conversations: errors in them name the place
+_NESTED = ("messages", "input")  # conversations: errors in them include the path
 
-# Fields of the API that are not supported, with the values that have no effect. Any other value is refused, since an
-# answer without it would be wrong. Where an endpoint declares one of these fields, it is supported there. The list does
-# not have fields without which an answer is still right, such as a hosted tool: they are reported as ignored.
+# Fields of the API that are not supported, with the values that have no effect. Any other value is refused, since a
+# response without it would be wrong. A field that an endpoint declares is supported there. Fields that
+# can be left out without making the response wrong, such as a hosted tool, are not listed here: they are reported as
+# ignored.
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "suffix": (None, ""),
     "best_of": (None, 1),
@@ -77,9 +78,9 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "documents": (None, []),
     "logits_processors": (None, []),
     "use_beam_search": (None, False),
-    # A constraint of other servers: an answer without it would look like one that keeps it.
+    # A constraint of other servers: a response without it would look as if it had been applied.
     "guided_whitespace_pattern": (None,),
-    # Of Cohere's and Jina's rerankers.
+    # Fields of Cohere's and Jina's rerankers.
     "max_tokens_per_doc": (None,),
     "max_chunks_per_doc": (None,),
     "rank_fields": (None, []),
@@ -134,7 +135,7 @@ def _check_content_type(request: Request) -> None:
 
 
 def parse(schema: type[_ParsedT], body: bytes | bytearray) -> _ParsedT:
-    """A checked request. Raises a `RequestError` that names the first wrong field."""
+    """Return the checked request. Raises a `RequestError` that names the first wrong field."""
     try:
         parsed = schema.model_validate_json(body)
     except ValidationError as error:
@@ -145,13 +146,13 @@ def parse(schema: type[_ParsedT], body: bytes | bytearray) -> _ParsedT:
 
 
 def parse_any(schemas: Sequence[type[_ParsedT]], body: bytes | bytearray) -> _ParsedT:
-    """`parse` with the first schema, or with the second, if there is one, for a body that has `messages`."""
+    """Call `parse` with the first schema, or with the second, if there is one, for a body that has `messages`."""
     has_two_forms = len(schemas) > 1 and b"messages" in body
     return parse(schemas[1] if has_two_forms and _has_messages(body) else schemas[0], body)
 
 
 def _has_messages(body: bytes | bytearray) -> bool:
-    """False for a body that is not JSON: `parse` reports that."""
+    """Return whether the body has `messages`. False if it is not JSON, which `parse` reports."""
     try:
         value = from_json(body)
     except ValueError:
@@ -174,7 +175,7 @@ def ignored_parameters(parsed: StrictModel, strict: bool) -> list[str]:
 
 
 def _refuse_unsupported(parsed: StrictModel) -> None:
-    """Raises `RequestError` for a field of `NEUTRAL_VALUES` with a value that is not neutral."""
+    """Raise `RequestError` for a field of `NEUTRAL_VALUES` with a value that is not neutral."""
     extra = parsed.model_extra or {}
     for name in sorted(NEUTRAL_VALUES.keys() & extra.keys()):
         if not any(_same(extra[name], neutral) for neutral in NEUTRAL_VALUES[name]):
@@ -183,7 +184,9 @@ def _refuse_unsupported(parsed: StrictModel) -> None:
 
 
 def _no_field_twice(pairs: list[tuple[str, Any]]) -> None:
-    """Raises `RequestError`: parsers differ in which of two equal names counts, so a proxy may see another request."""
+    """Raise `RequestError` for a name given twice: parsers differ in which value counts, so a proxy may see another
+    request.
+    """
     if len(dict(pairs)) == len(pairs):
         return
     (name, _), *_ = Counter(name for name, _ in pairs).most_common(1)
@@ -192,30 +195,30 @@ def _no_field_twice(pairs: list[tuple[str, Any]]) -> None:
 
 
 def _finite(text: str) -> None:
-    """Raises `RequestError` for NaN, infinities, and numbers beyond the range of floats."""
+    """Raise `RequestError` for NaN, infinities, and numbers beyond the range of floats."""
     if not math.isfinite(float(text)):
         raise RequestError("The body is not valid JSON: NaN and Infinity are not numbers.", None, "invalid_json")
 
 
-# Pydantic looks at declared fields only, and at the last of equal names. This one checks all, and its result is unused.
+# Pydantic checks only declared fields, and only the last of equal names. This decoder checks all; its result is unused.
 _WHOLE_BODY = json.JSONDecoder(
     object_pairs_hook=_no_field_twice, parse_float=_finite, parse_int=str, parse_constant=_finite
 )
 
 
 def _same(value: Any, neutral: Any) -> bool:
-    """Equal, where true is not 1 and false is not 0."""
+    """Return whether the values are equal; true differs from 1, and false from 0."""
     return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
 
 
 def request_error(error: ValidationError) -> RequestError:
-    """One sentence about the first problem. The input itself is never repeated."""
+    """Return an error of one sentence about the first problem. The input itself is never repeated."""
     problems = error.errors(include_url=False, include_input=False)
     first = problems[0]
     path = [part for part in first["loc"] if not str(part).startswith("form:")]
     where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)[1:]
     own = first.get("ctx", {}).get("error")
-    if isinstance(own, FieldError):  # inside a conversation, the path says more than the field
+    if isinstance(own, FieldError):  # inside a conversation, the path is more precise than the field
         return RequestError(str(own), where if path and path[0] == own.param in _NESTED else own.param)
     if first["type"] == "json_invalid":
         return RequestError(f"The body is not valid JSON: {first['ctx']['error']}.", None, "invalid_json")
@@ -224,16 +227,17 @@ def request_error(error: ValidationError) -> RequestError:
     param = where if path[0] in _NESTED else str(path[0])
     if first["type"] == "missing":
         return RequestError(f"'{where}' is required.", param)
-    if path[-1] == "[key]":  # the name of a member, which is the part before
+    if path[-1] == "[key]":  # the name of a member; the part before it is the name's path
         where, path = where.removesuffix(".[key]"), path[:-1]
         return RequestError(f"The name in '{where}' {problem_of(first['type'], first.get('ctx', {}), '')}.", param)
     return RequestError(f"'{where}' {problem_of(first['type'], first.get('ctx', {}), first['msg'])}.", param)
 
 
 def with_fields_renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:
-    """Rewrite an error about a chat turn to name the fields of the request that the turn was made of.
+    """Rewrite an error about a chat turn to name the fields of the request from which the turn was made.
 
-    `names`: fields of the turn -> those of the request. A place inside a field is dropped: it is the turn's.
+    `names`: fields of the turn -> fields of the request. A path inside a field is dropped, since it belongs to the
+    turn.
     """
     old = (error.param or "").split("[")[0].split(".")[0]
     new = names.get(old)
@@ -243,7 +247,7 @@ def with_fields_renamed(error: RequestError, names: Mapping[str, str]) -> Reques
     return RequestError(message, new, error.code)
 
 
-# By pydantic's names of errors.
+# Pydantic's error types -> text.
 _KINDS = {
     "string_type": "must be a string",
     "bool_type": "must be true or false",
@@ -263,7 +267,7 @@ _KINDS = {
     "none_required": "must be null",
     "extra_forbidden": "is not known here",
 }
-# With the number that their context holds.
+# Pydantic's error types -> text, and the key of the limit in the error's context.
 _LIMITS = {
     "greater_than_equal": ("must be at least {}", "ge"),
     "greater_than": ("must be above {}", "gt"),
@@ -274,7 +278,7 @@ _LIMITS = {
     "string_pattern_mismatch": ("must match the pattern {}", "pattern"),
     "union_tag_not_found": ("must have {}", "discriminator"),
 }
-# Lengths: at least or at most, of what.
+# Errors about lengths: "at least" or "at most", the key of the limit, and the unit.
 _LENGTHS = {
     "too_short": ("at least", "min_length", "item"),
     "too_long": ("at most", "max_length", "item"),
@@ -284,7 +288,7 @@ _LENGTHS = {
 
 
 def problem_of(kind: str, context: dict[str, Any], message: str) -> str:
-    """Words for an error of pydantic, to stand behind the name of the field. The arguments are the error's."""
+    """Return the text of a pydantic error that follows the name of the field. The arguments are the error's fields."""
     if kind in _KINDS:
         return _KINDS[kind]
     if kind in _LIMITS:
@@ -297,6 +301,6 @@ def problem_of(kind: str, context: dict[str, Any], message: str) -> str:
         return f"must have {bound} {count:,} {what}{'' if count == 1 else 's'}"
     if kind == "union_tag_invalid":
         return f"must have {context['discriminator']} {context['expected_tags']}"
-    if message.startswith("must "):  # ours
+    if message.startswith("must "):  # our own error
         return message
     return f"is wrong: {message[:1].lower()}{message[1:]}"

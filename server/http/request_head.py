@@ -1,14 +1,14 @@
 """Checks of a request's head that RFC 9112 demands and the parser leaves to the server.
 
 A proxy and this server must understand the same bytes as the same request, or one client's request can be hidden in
-another's. A head that two programs may read in two ways is therefore refused, even if this server could answer it.
+another's. A head that two programs may read differently is therefore refused, even if this server could handle it.
 """
 
 import re
 from collections.abc import Iterable
 
 _VERSIONS = ("1.0", "1.1")
-# RFC 9110, 4.2.3 and RFC 3986, 3.2.2: a name or an address, in brackets if it is of IPv6, and perhaps a port.
+# RFC 9110, 4.2.3 and RFC 3986, 3.2.2: a name or an address, in brackets if it is IPv6, and perhaps a port.
 _AUTHORITY = re.compile(rb"(\[[0-9A-Fa-f:.]+(%[A-Za-z0-9._~%-]+)?\]|[A-Za-z0-9._~!$&'()*+,;=%-]*)(:[0-9]*)?")
 _ABSOLUTE = re.compile(rb"([A-Za-z][A-Za-z0-9+.-]*)://([^/?#]*)")
 _DEFAULT_PORTS = {b"http": b":80", b"https": b":443"}
@@ -17,8 +17,8 @@ _DEFAULT_PORTS = {b"http": b":80", b"https": b":443"}
 def head_error(version: str, target: bytes, headers: Iterable[tuple[bytes, bytes]]) -> str | None:
     """Return the reason to refuse a request (400), or None if its head is in order.
 
-    `version`: such as `1.1`. `target`: the request target as it was sent. `headers`: names in lower case.
-    Several Host fields are not refused here: `ApiMiddleware` does that for every server that it runs in.
+    `version`: such as `1.1`. `target`: the request target as it was sent. `headers`: names in lower case. Several Host
+    fields are not refused here: `ApiMiddleware` does that for every server that it runs in.
     """
     if version not in _VERSIONS:
         return f"HTTP/{version} is not served on this connection: send HTTP/1.1."
@@ -39,7 +39,7 @@ def head_error(version: str, target: bytes, headers: Iterable[tuple[bytes, bytes
 
 
 def _target_error(target: bytes, host: bytes) -> str | None:
-    """Return the reason to refuse a request target that names a server and is sent to another: RFC 9112, 3.2.2."""
+    """Return the reason to refuse a request target that names a different server: RFC 9112, 3.2.2."""
     absolute = _ABSOLUTE.match(target)
     if absolute is None:  # `*` of OPTIONS; the parser refuses all others
         return None
