@@ -1,7 +1,7 @@
-"""The OpenAPI document for readers: parameters of request bodies as data and as text, and the page at `/docs`.
+"""Readable views of the OpenAPI document: parameters of request bodies as data and text, and the page at `/docs`.
 
-The documentation's tables are made from the text as well. Types have their JSON names. The page loads nothing from
-elsewhere: it works without a network.
+The tables of the documentation are made from the same text. Types have their JSON names. The page loads nothing from
+other servers, so it works without a network.
 """
 
 import base64
@@ -12,7 +12,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-# Keywords of JSON schema, and the names of the same limits here.
+# Keywords of JSON schema -> the names used here.
 _LIMITS = {
     "minimum": "minimum",
     "maximum": "maximum",
@@ -29,14 +29,14 @@ _LIMITS = {
 
 
 def body_schemas(operation: dict[str, Any]) -> list[str]:
-    """The names of the schemas that an operation's body may have."""
+    """Return the names of the schemas that an operation's body may have."""
     content = operation.get("requestBody", {}).get("content", {}).get("application/json", {})
     schema = content.get("schema", {})
     return [ref["$ref"].rsplit("/", 1)[1] for ref in schema.get("anyOf", [schema]) if "$ref" in ref]
 
 
 def parameters(schemas: dict[str, Any], name: str) -> dict[str, Any]:
-    """Every parameter of one request schema: type, range, default, and what it does."""
+    """Return all parameters of one request schema: type, range, default and effect."""
     schema = schemas[name]
     required = schema.get("required", [])
     return {
@@ -59,7 +59,7 @@ def _parameter(schemas: dict[str, Any], described: dict[str, Any], is_required: 
 
 
 def _shape(schemas: dict[str, Any], form: dict[str, Any]) -> list[dict[str, Any]]:
-    """One form of a value, or several if it is a choice of forms."""
+    """Return one format of a value, or several if it is a choice of formats."""
     if "oneOf" in form or "anyOf" in form:
         return [shape for inner in form.get("oneOf", form.get("anyOf")) for shape in _shape(schemas, inner)]
     if "$ref" in form:
@@ -74,13 +74,13 @@ def _shape(schemas: dict[str, Any], form: dict[str, Any]) -> list[dict[str, Any]
 
 
 def range_text(parameter: dict[str, Any]) -> str:
-    """`number, 0 to 2`, `string of up to 512 characters`, `array of up to 64, each …`."""
+    """Return a text such as `number, 0 to 2`, `string of up to 512 characters` or `array of up to 64, each …`."""
     forms = parameter.get("forms", [parameter])
     return "; or ".join(dict.fromkeys(_form(form) for form in forms))
 
 
 def default_text(parameter: dict[str, Any]) -> str:
-    """The default as JSON in backquotes, `none` or `required`."""
+    """Return the default as JSON in backquotes, `none` or `required`."""
     if parameter["required"]:
         return "required"
     default = parameter.get("default")
@@ -88,7 +88,7 @@ def default_text(parameter: dict[str, Any]) -> str:
 
 
 def behaviour(parameter: dict[str, Any]) -> str:
-    """The parameter's effect, in one sentence."""
+    """Return the parameter's effect in one sentence."""
     return parameter.get("does", "")
 
 
@@ -153,16 +153,16 @@ a { color: inherit; } h2 a { text-decoration: none; }
 @media (prefers-color-scheme: dark) { body { background: #181818; color: #ddd; } code, pre { background: #262626; }
 td, th { border-color: #333; } .method { color: #6bf; } }
 """
-# The one style that the page's policy allows, by its digest: text from elsewhere could not add another.
+# The page's policy allows only this style, by its digest; injected markup could not add another.
 STYLE_SOURCE = f"'sha256-{base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()}'"
 _ICON = (
     "data:image/svg+xml;base64,"
     + base64.b64encode((Path(__file__).parent / "static" / "icon.svg").read_bytes()).decode()
-)  # a part of the page, which is there with --no-web-page too
+)  # The icon is part of the page, so it works with --no-web-page too.
 
 
 def page(document: dict[str, Any]) -> str:
-    """Write the whole page."""
+    """Return the whole page as HTML."""
     title = escape(f"{document['info']['title']} {document['info']['version']}")
     operations = [
         (path, method, operation)
@@ -184,7 +184,7 @@ def page(document: dict[str, Any]) -> str:
 
 
 def _entry(path: str, method: str, operation: dict[str, Any]) -> str:
-    """Write a line of the contents."""
+    """Return one line of the table of contents."""
     link = f'<a href="#{_anchor(path, method)}">{_name(path, method)}</a>'
     return f"<li>{link} {_rich(operation.get('summary', ''))}</li>"
 
@@ -194,7 +194,7 @@ def _name(path: str, method: str) -> str:
 
 
 def _anchor(path: str, method: str) -> str:
-    """Make a name for links to the part about an operation: unreserved characters alone."""
+    """Return the link target of an operation; it has only unreserved characters."""
     return re.sub(r"[^A-Za-z0-9]+", "-", f"{method}{path}").strip("-")
 
 
@@ -220,6 +220,6 @@ def _operation(document: dict[str, Any], path: str, method: str, operation: dict
 
 
 def _rich(text: str) -> str:
-    """Escaped, with text between backquotes as code."""
+    """Return escaped text, with parts between backquotes as code."""
     pieces = escape(text).split("`")
     return "".join(f"<code>{piece}</code>" if number % 2 else piece for number, piece in enumerate(pieces))

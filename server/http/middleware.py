@@ -1,13 +1,13 @@
 """The middleware before every route: request id, checks of Host and Origin, API keys, 503 while loading or draining.
 
 Plain ASGI, so it costs nothing per chunk of a stream. It authorises on the ASGI path, never on a URL made from headers.
-Deny by default: without a key only the routes named here are open. `RootPath` stands around it for a server that a
-proxy shows below a path of its own, such as `/llm`.
+Deny by default: without a key only the routes named here are open. `RootPath` wraps it if a proxy publishes the server
+below a path of its own, such as `/llm`.
 
-`Cors` says which web pages of other origins may read answers (CORS, in the Fetch standard), and which may cause
-anything: a browser asks before a page may read an answer, but not before a form or a request without a body is sent, so
-what a request to change something says about its page is checked as well. Keys travel in a header that the page itself
-sets, never in a cookie, so no answer allows credentials.
+`Cors` decides which web pages of other origins may read responses (CORS, in the Fetch standard), and which may cause
+changes. A browser asks before a page may read a response, but not before a form or a request without a body is sent, so
+the page's origin is also checked for every request that may change something. Keys travel in a header that the page
+itself sets, never in a cookie, so no response allows credentials.
 """
 
 import re
@@ -29,11 +29,11 @@ from oarlock.server.observability.logs import AccessLog, RefusalLog, event, logg
 from oarlock.server.observability.metrics import HttpCounters
 
 _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})  # methods that change nothing
-_OWN_PAGES = (b"same-origin", b"none")  # values of Sec-Fetch-Site; none: the user's own doing, such as an address typed
+_OWN_PAGES = (b"same-origin", b"none")  # values of Sec-Fetch-Site; none: caused by the user, such as a typed address
 _DEFAULT_PORTS = {b"http": b":80", b"https": b":443"}
 _METHODS = "GET, HEAD, POST"
 _EXPOSED = b"X-Request-Id, Retry-After, X-Ignored-Parameters, X-Should-Retry"
-_MAX_AGE_S = "7200"  # browsers keep the answer to a preflight no longer
+_MAX_AGE_S = "7200"  # browsers do not cache the response to a preflight for longer
 _NAMES = re.compile(rb"[A-Za-z0-9!#$%&'*+.^_`|~-]+(\s*,\s*[A-Za-z0-9!#$%&'*+.^_`|~-]+)*")
 _LONGEST_NAMES = 2048  # bytes
 
@@ -46,12 +46,12 @@ class Cors:
         self._origins = frozenset(origin.encode() for origin in origins)
 
     def headers(self, request: Mapping[bytes, bytes]) -> list[tuple[bytes, bytes]]:
-        """Headers of every answer, errors too, so that the page can read them. Empty without allowed origins."""
+        """Return the headers of every response, including errors, so that the page can read it; empty if no origins."""
         if not self._origins:
             return []
         if b"*" in self._origins:
             return [(b"access-control-allow-origin", b"*"), (b"access-control-expose-headers", _EXPOSED)]
-        vary = (b"vary", b"Origin")  # for caches: without an origin the answer has fewer headers
+        vary = (b"vary", b"Origin")  # caches need it: without an origin the response has fewer headers
         origin = request.get(b"origin", b"")
         if origin not in self._origins:
             return [vary]
@@ -62,7 +62,7 @@ class Cors:
         ]
 
     def preflight(self, method: str, request: Mapping[bytes, bytes]) -> dict[str, str] | None:
-        """More headers of the answer, if this request is the question before one, and of an allowed origin."""
+        """Return additional response headers if this is a preflight request from an allowed origin, else None."""
         origin = request.get(b"origin")
         if method != "OPTIONS" or origin is None or b"access-control-request-method" not in request:
             return None
@@ -70,21 +70,23 @@ class Cors:
             return None
         answer = {"Access-Control-Allow-Methods": _METHODS, "Access-Control-Max-Age": _MAX_AGE_S}
         names = request.get(b"access-control-request-headers", b"")
-        if len(names) <= _LONGEST_NAMES and _NAMES.fullmatch(names):  # one by one: `*` would leave out Authorization
+        # listed one by one, because `*` would leave out Authorization
+        if len(names) <= _LONGEST_NAMES and _NAMES.fullmatch(names):
             answer["Access-Control-Allow-Headers"] = names.decode("ascii")
         return answer
 
     def check(self, method: str, request: Mapping[bytes, bytes]) -> None:
-        """Raise `HttpError` (403) for a request of another origin's page that is not allowed and may change something.
+        """Raise `HttpError` (403) if a page of a foreign origin that is not allowed sends a request that may change
+        something.
 
-        Programs that are no browsers send neither header, and are not meant.
+        Programs other than browsers send neither header, and are not affected.
         """
         site, origin = request.get(b"sec-fetch-site"), request.get(b"origin") or None
         if method in _SAFE or (site is None and origin is None) or site in _OWN_PAGES:
             return
         if b"*" in self._origins or origin in self._origins:
             return
-        # Browsers leave Sec-Fetch-Site out where the address is neither HTTPS nor of this machine.
+        # Browsers omit Sec-Fetch-Site if the address is neither HTTPS nor on this machine.
         if site is None and origin is not None and _is_own(origin, request):
             return
         shown = (origin or b"").decode("latin-1")[:100]
@@ -98,10 +100,10 @@ class Cors:
 
 
 def _is_own(origin: bytes, request: Mapping[bytes, bytes]) -> bool:
-    """Whether a page of this server has that origin: it names the host that was asked.
+    """Return whether the origin is a page of this server: it names the requested host.
 
-    Proxies that ask under another name say in X-Forwarded-Host which one they were asked for. No foreign page can set
-    that header: a browser would first ask whether it may.
+    Proxies that forward under another name put the requested host into X-Forwarded-Host. No foreign page can set that
+    header: a browser would first ask for permission.
     """
     scheme, _, authority = origin.lower().partition(b"://")
     default = _DEFAULT_PORTS.get(scheme, b"")
@@ -113,8 +115,9 @@ PROBES = frozenset({"/health", "/health/live", "/health/ready"})
 ALWAYS_OPEN = PROBES | {"/version"}
 METRICS = frozenset({"/metrics", "/v1/state"})  # answered in every phase, to the same clients
 ADMIN = "/admin/"
-REQUESTS = "/v1/requests/"  # what happened to one: the admin key's, unless the server is open to all that reach it
-# Of requests to these routes, which run on the engine, records are kept.
+# explains a request; requires the admin key unless the server is open to all that can reach it
+REQUESTS = "/v1/requests/"
+# Records are kept of requests to these routes, which run on the engine.
 GENERATING = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/responses/compact", MESSAGES})
 POOLING = frozenset({"/v1/embeddings", "/pooling", "/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score"})
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
@@ -123,7 +126,7 @@ _log = logger("http")
 
 
 class ApiMiddleware:
-    """The outermost layer of the application: every request passes it."""
+    """The outermost layer of the application, which handles every request."""
 
     def __init__(
         self,
@@ -139,9 +142,10 @@ class ApiMiddleware:
         cors: Cors,
         access_log: AccessLog | None,
     ) -> None:
-        """`open_metrics`: `METRICS` require no key. `open_requests`: nor does `REQUESTS`. `page`: paths of the web
-        page, which holds no secret: it is sent at any time, under any name, and its requests to the API are checked
-        like all others. `cors`: which foreign web pages may ask and read answers."""
+        """`open_metrics`: `METRICS` require no key. `open_requests`: `REQUESTS` requires no admin key. `page`: paths of
+        the web page. The page holds no secret, so it is sent at any time and for any Host, and its requests to the API
+        are checked like all others. `cors`: the foreign web pages that may send requests and read responses.
+        """
         self._access_log = access_log
         self._refusals = RefusalLog()
         self._app = app
@@ -183,7 +187,7 @@ class ApiMiddleware:
                 raise _crowded()
             _check_one_host(scope["headers"])
             preflight = self._cors.preflight(scope["method"], headers)
-            if preflight is not None:  # a browser asks it without a key
+            if preflight is not None:  # browsers send a preflight without a key
                 await Response(status_code=204, headers=preflight)(scope, receive, send_with_id)
                 return
             scope["state"]["key"] = self._check(scope["path"], headers)
@@ -203,7 +207,7 @@ class ApiMiddleware:
         except ENDS_TASK:
             raise
         except BaseException as error:
-            if status:  # the response has begun: no error can be sent any more, the server closes the connection
+            if status:  # the response has begun, so no error can be sent; the server closes the connection
                 raise
             answer = describe(error)
             if answer.status == 500:
@@ -223,7 +227,7 @@ class ApiMiddleware:
                 self._access_log.write(scope, request_id, status, num_bytes, time.monotonic() - received_s)
 
     def _check_room(self, scope: Scope) -> None:
-        """Raises `QueueFullError` before the body is read, parsed and tokenized, where the queue is full for it."""
+        """Raise `QueueFullError` if the queue is full, before the body is read, parsed and tokenized."""
         async_llm = self._state.async_llm
         if async_llm is not None:
             try:
@@ -234,7 +238,7 @@ class ApiMiddleware:
                 raise
 
     def _open_record(self, scope: Scope, request_id: str, received_s: float) -> RequestRecord:
-        """The record of a request to generate, which may be asked for later."""
+        """Create the record of a request to generate, which can be looked up later."""
         key: Key | None = scope["state"]["key"]
         label = None if key is None else key.label
         record = scope["state"]["record"] = RequestRecord(request_id, scope["path"], label, received_s)
@@ -242,7 +246,7 @@ class ApiMiddleware:
         return record
 
     def _check(self, path: str, headers: dict[bytes, bytes]) -> Key | None:
-        """The API key of the request, if its route requires one. Raises `HttpError`."""
+        """Return the API key of the request, if its route requires one. Raises `HttpError`."""
         # A foreign web page has no key, so a route that requires one needs no check of the Host header.
         requires_key = bool(self._keys) and path not in self._open
         if not requires_key and path not in self._any_host and headers.get(b"host", b"") not in self._hosts:
@@ -253,7 +257,7 @@ class ApiMiddleware:
             return None
         if not requires_key:
             return None
-        if not authorization and b"x-api-key" in headers:  # where Anthropic's clients put it
+        if not authorization and b"x-api-key" in headers:  # Anthropic's clients send the key in this header
             authorization = b"Bearer " + headers[b"x-api-key"]
         key = self._keys.find(authorization)
         if key is None:
@@ -261,7 +265,7 @@ class ApiMiddleware:
         return key
 
     def _check_admin(self, authorization: bytes) -> None:
-        """Raises `HttpError` unless the request has the admin key. Without one the admin routes are closed."""
+        """Raise `HttpError` unless the request has the admin key. If none is set, the admin routes are closed."""
         if not self._admin:
             message = "No admin key is set, so the admin routes are closed. Start the server with --admin-api-key KEY."
             raise HttpError(403, message, code="admin_disabled")
@@ -273,7 +277,7 @@ class ApiMiddleware:
         raise HttpError(403, "This is not the admin key, which the admin routes require.", code="not_admin_key")
 
     def _check_state(self, is_admin: bool) -> None:
-        """Raises `HttpError` unless requests are served. Admin requests are served while draining as well."""
+        """Raise `HttpError` unless requests are served. Admin requests are served while draining as well."""
         heartbeat, phase = self._state.heartbeat, self._state.phase
         serves = phase is Phase.READY or (is_admin and phase is Phase.DRAINING)
         if serves and heartbeat is not None and heartbeat.is_alive:
@@ -290,13 +294,13 @@ class ApiMiddleware:
 
 
 def _crowded() -> HttpError:
-    """The error on a connection beyond the limit, which only probes may use."""
+    """Return the error for a connection above the limit, which may only send probes."""
     message = "All connections of this server are in use. Try again in a moment, or reuse one connection for more."
     return HttpError(503, message, code="too_many_connections", headers={"Connection": "close", **retry_after(1)})
 
 
 def _check_one_host(headers: Iterable[tuple[bytes, bytes]]) -> None:
-    """Raises `HttpError` for two Host headers: a proxy may have checked the other one (RFC 9112, 3.2)."""
+    """Raise `HttpError` for two Host headers: a proxy may have checked the other one (RFC 9112, 3.2)."""
     if sum(name == b"host" for name, _ in headers) > 1:
         raise HttpError(400, "The request has more than one Host header. Send one.", code="invalid_host")
 
@@ -323,19 +327,19 @@ def _first_headers(headers: Iterable[tuple[bytes, bytes]]) -> dict[bytes, bytes]
 
 
 def _request_id(given: bytes | None) -> str:
-    """The client's id if it has only plain characters, else a new one."""
+    """Return the client's id if it has only plain characters, else a new id."""
     if given is not None and _REQUEST_ID.fullmatch(given):
         return given.decode()
     return secrets.token_hex(12)
 
 
 class RootPath:
-    """Cuts the path off, outside of everything that decides by paths: there is one name for each route."""
+    """Removes the root path from requests before any code that depends on paths, so that each route has one name."""
 
     def __init__(self, path: str, app: ASGIApp, routes: Iterable[str]) -> None:
-        """`path`: with a slash at its beginning and none at its end. `routes`: of `app`, such as `/v1/models/{model}`.
+        """`path`: begins with a slash and does not end with one. `routes`: of `app`, such as `/v1/models/{model}`.
 
-        Raises `StartupError` when a request could mean two routes.
+        Raises `StartupError` if a request could match two routes.
         """
         for route in routes:
             fixed, parameter, _ = route.partition("{")
@@ -349,7 +353,7 @@ class RootPath:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         asked = scope.get("path", "")
-        if asked == self._path:  # links of the web page are relative: they want the slash behind it
+        if asked == self._path:  # links of the web page are relative, so they need the trailing slash
             await RedirectResponse(f"{self._path}/", 308)(scope, receive, send)
             return
         if asked.startswith(f"{self._path}/"):

@@ -1,6 +1,7 @@
 """The OpenAPI document: request bodies, response schemas, and an example of each.
 
-Request schemas are made from the wire types that check requests; a test validates real responses against theirs.
+Request schemas are made from the wire types that check requests. A test validates real responses against the response
+schemas.
 """
 
 import copy
@@ -393,7 +394,7 @@ SCHEMAS: dict[str, Any] = {
     ),
 }
 
-# With --batch-dir.
+# Schemas that exist only with --batch-dir.
 _FILE = object_of(
     {
         "id": STRING,
@@ -452,7 +453,7 @@ _ABOUT = (
     "OpenAI's wire format over a tensor-parallel engine. Every error has one shape: `Error`; on the routes of messages "
     "`MessageError`, as Anthropic's clients read it."
 )
-# Errors that any route may answer with.
+# Errors that any route may return.
 _ERRORS = {
     "400": "The request is wrong; `param` names the field.",
     "401": "No API key, or a wrong one.",
@@ -481,11 +482,12 @@ def describe(
     query: tuple[str, ...] = (),
     any_query: bool = False,
 ) -> dict[str, Any]:
-    """Describes a route: what it adds to its OpenAPI operation.
+    """Return the OpenAPI fields of a route, for `openapi_extra`.
 
-    `answer` and `bodies` are names of schemas, `query` of parameters.
+    `answer` and `bodies` are names of schemas, `query` names of parameters.
 
-    `any_query`: the answer is the same whatever stands behind the path, as links, caches and load balancers put there.
+    `any_query`: the route accepts and ignores any query parameter, such as those added by links, caches and load
+    balancers.
     """
     content: dict[str, Any] = {media: {"schema": {"$ref": _REF + answer} if answer else {"type": "string"}}}
     if example_answer is not None:
@@ -511,12 +513,12 @@ def describe(
     return operation
 
 
-# Documents by the identities of their routers, which are constants: an application in the same process finds its own.
+# (ids of the routers) -> document. Routers are constants, so a second application in the process finds its document.
 _DOCUMENTS: dict[tuple[int, ...], dict[str, Any]] = {}
 
 
 def build(app: FastAPI, routers: tuple[APIRouter, ...]) -> dict[str, Any]:
-    """The whole document, OpenAPI 3.1, of an application with these routers."""
+    """Return the whole OpenAPI 3.1 document of an application with these routers."""
     if app.openapi_schema is None:
         key = tuple(map(id, routers))
         if key not in _DOCUMENTS:
@@ -543,7 +545,7 @@ def _document(app: FastAPI) -> dict[str, Any]:
 
 
 def with_defaults(document: dict[str, Any], defaults: Mapping[str, float]) -> dict[str, Any]:
-    """Write these defaults into the document's schemas of generating requests, and return it."""
+    """Write these defaults into the document's schemas of generating requests, and return the document."""
     for schema in ("CompletionRequest", "ChatRequest", "ResponsesRequest", "MessagesRequest", "CountTokensRequest"):
         described = document["components"]["schemas"][schema]["properties"]
         for name, value in defaults.items():

@@ -1,7 +1,7 @@
-"""The record of a request to generate, and what the middleware has found out about a request: its id and its API key.
+"""Records of requests to generate, and the middleware's findings about a request: its id and its API key.
 
 Records of the last thousand requests hold times, counts, ids and the label of the key, never a text. While a request
-runs its record reads from the generation; then it keeps numbers alone.
+runs, its record reads from the generation; afterwards it keeps only numbers.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from oarlock.server.llm.generation import Generation
 
 MAX_RECORDS = 1000
 FULL_S = 0.02
-_MAX_CHOICES = 8  # of one request, of which the engine is asked
+_MAX_CHOICES = 8  # choices of one request about which the engine is asked
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class ChoiceRecord:
 
 @dataclass(slots=True)
 class RequestRecord:
-    """One request. Times are those of `time.monotonic`, in seconds; None: it has not come that far."""
+    """One request. Times are in seconds of `time.monotonic`; None: the request has not reached that point."""
 
     request_id: str
     route: str
@@ -43,7 +43,7 @@ class RequestRecord:
     received_s: float = field(default_factory=time.monotonic)
     received_at: float = field(default_factory=time.time)  # Unix time
     parsed_s: float | None = None  # the body was read and checked
-    started_s: float | None = None  # its prompts were tokenized, and it was sent to the engine
+    started_s: float | None = None  # the prompts were tokenized and sent to the engine
     first_token_s: float | None = None
     ended_s: float | None = None
     streamed: bool = False
@@ -52,37 +52,39 @@ class RequestRecord:
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
-    choices: list[ChoiceRecord] = field(default_factory=list)  # the first ones
+    choices: list[ChoiceRecord] = field(default_factory=list)  # the first choices
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
-    num_sent: int = 0  # pieces of the answer
-    num_slow: int = 0  # of these, those that waited for the client to read
-    sending_s: float = 0.0  # they waited so long
-    status: int = 0  # 0: the client left before an answer began
-    error_status: int | None = None  # also of an error inside a stream, which began with 200
+    num_sent: int = 0  # pieces of the response
+    num_slow: int = 0  # pieces that waited for the client to read
+    sending_s: float = 0.0  # total time of the slow pieces
+    status: int = 0  # 0: the client left before the response began
+    error_status: int | None = None  # includes an error inside a stream, which began with 200
     error_code: str | None = None
     error_param: str | None = None
-    generation: Generation | None = None  # while it runs
+    generation: Generation | None = None  # set while the request runs
 
     def started(self, generation: Generation, *, streamed: bool) -> None:
-        """It was sent to the engine."""
+        """Record that the request was sent to the engine."""
         self.started_s, self.generation, self.streamed = time.monotonic(), generation, streamed
         self.num_choices = len(generation.choices)
         params = generation.choices[0].request.params
         self.max_tokens, self.temperature, self.top_p = params.max_tokens, params.temperature, params.top_p
 
     def sent_slowly(self, seconds: float) -> None:
-        """A piece of the answer took longer than `FULL_S` to be sent: the connection was full."""
+        """Record a piece that took longer than `FULL_S` to send, because the connection was full."""
         self.sending_s += seconds
         self.num_slow += 1
 
     def failed(self, error: HttpError) -> None:
-        """This error was its answer, or the last part of it. What the error says may hold text of the request."""
+        """Record the error that was the response or ended it. Its message is not kept: it may contain text of the
+        request.
+        """
         self.error_status, self.error_code, self.error_param = error.status, error.code, error.param
 
     def refresh(self) -> None:
-        """Take the numbers of the generation."""
+        """Copy the current numbers of the generation."""
         generation = self.generation
         if generation is not None:
             self.response_id = generation.response_id
@@ -101,27 +103,27 @@ class RequestRecord:
             ]
 
     def ended(self, status: int) -> None:
-        """The answer is complete, or its client has left."""
+        """Record that the response is complete, or that its client has left."""
         self.ended_s, self.status = time.monotonic(), status
         self.refresh()
         self.generation = None
 
 
 class RecentRequests:
-    """The records by the requests' ids, the oldest first. Of equal ids, which clients may choose, the last remains."""
+    """The records by request id, the oldest first. Clients may choose ids; of equal ids only the last is kept."""
 
     def __init__(self) -> None:
         self._records: OrderedDict[str, RequestRecord] = OrderedDict()
 
     def open(self, record: RequestRecord) -> None:
-        """A request has come in."""
+        """Add the record of a new request."""
         self._records.pop(record.request_id, None)
         self._records[record.request_id] = record
         if len(self._records) > MAX_RECORDS:
             self._records.popitem(last=False)
 
     def find(self, given: str) -> RequestRecord | None:
-        """By the id of the request, or of its answer."""
+        """Return the record with this id of a request or a response, or None."""
         for prefix in ("", "cmpl-", "chatcmpl-", "resp_", "embd-", "pool-", "rerank-", "score-"):
             if given.startswith(prefix) and (found := self._records.get(given.removeprefix(prefix))):
                 found.refresh()
@@ -133,7 +135,7 @@ class RecentRequests:
 
 
 async def histories_of(async_llm: AsyncLLM, record: RequestRecord) -> list[RequestHistory]:
-    """In the order of the choices; without those that no engine knows any more."""
+    """Return the histories in the order of the choices, without choices that no engine knows any more."""
     asked = [
         replica.histories([choice.engine_id for choice in record.choices if choice.replica == replica.number])
         for replica in async_llm.engine.replicas
@@ -144,35 +146,38 @@ async def histories_of(async_llm: AsyncLLM, record: RequestRecord) -> list[Reque
 
 
 def request_id_of(scope: Any) -> str:
-    """The id that answers carry as `X-Request-Id`."""
+    """Return the id that responses carry as `X-Request-Id`."""
     return scope["state"]["request_id"]
 
 
 def record_of(scope: Any) -> RequestRecord | None:
-    """The record that is kept of a request to generate; None for all others."""
+    """Return the record of a request to generate; None for all others."""
     return scope["state"].get("record")
 
 
 def salt_of(scope: Any, salt: str | None) -> str | None:
-    """Salt of a request's prompt in the prefix cache: its own `salt`, and with API keys its key's too, so that response
-    times reveal nothing about the prompts of other keys."""
+    """Return the salt of a request's prompt in the prefix cache: its own `salt`, combined with its API key's if there
+    are keys.
+
+    The key's salt ensures that response times reveal nothing about the prompts of other keys.
+    """
     key: Key | None = scope["state"]["key"]
     return salted(None if key is None else key.salt, salt)
 
 
 def salted(owner: str | None, salt: str | None) -> str | None:
-    """`salt_of` for the salt of a key; None: there are no keys."""
+    """Return `salt_of` for the salt of a key; `owner` is None if there are no keys."""
     return salt if owner is None else f"{owner}|{salt or ''}"
 
 
 def label_of(scope: Any) -> str | None:
-    """The operator's label of the request's API key."""
+    """Return the operator's label of the request's API key."""
     key: Key | None = scope["state"]["key"]
     return None if key is None else key.label
 
 
 def client_of(scope: Any, user: str | None) -> str:
-    """For the log: the label of the key, and a hash of the end user's name."""
+    """Return the client's name for the log: the label of the key, and a hash of the end user's name."""
     label = label_of(scope)
     parts = [] if label is None else [label]
     if user:

@@ -1,4 +1,4 @@
-"""Responses as server-sent events, and responses in one piece; both stop when the client disconnects.
+"""Responses as server-sent events, and responses in one piece. Both stop when the client disconnects.
 
 The JSON inside comes from an `AnswerWriter`.
 """
@@ -26,8 +26,8 @@ from oarlock.server.llm.output_processor import Delta
 from oarlock.server.observability.logs import event, logger
 
 PING_INTERVAL_S = 15
-_WHOLE_CHARACTERS = 1 << 20  # of a plain answer that is sent in one piece, with its length
-SEND_TIMEOUT_S = 60.0  # a client that reads nothing for so long is disconnected
+_WHOLE_CHARACTERS = 1 << 20  # longest plain response that is sent in one piece, with its length
+SEND_TIMEOUT_S = 60.0  # a client that reads nothing for this long is disconnected
 _T = TypeVar("_T")
 _log = logger("streaming")
 
@@ -36,38 +36,38 @@ AppStatus.disable_automatic_graceful_drain()
 
 
 class AnswerWriter(ABC):
-    """One generation as JSON: events for a stream, one body for a plain answer."""
+    """Serializer of one generation: events for a stream, one body for a plain response."""
 
-    end: ClassVar[bytes] = b""  # of every stream
+    end: ClassVar[bytes] = b""  # the last bytes of every stream
 
     @property
     @abstractmethod
     def response_id(self) -> str:
-        """The `id` of the answer."""
+        """The `id` of the response."""
 
     @abstractmethod
     def opening(self, num_choices: int) -> Iterable[bytes]:
-        """Events that come before any text."""
+        """Return the events that precede any text."""
 
     @abstractmethod
     def chunk(self, delta: Delta) -> bytes | None:
-        """The events of one piece, or None when it has nothing to show."""
+        """Return the events of one piece, or None if it has nothing to show."""
 
     @abstractmethod
     def closing(self, generation: Generation) -> Iterable[bytes]:
-        """Events after the last piece."""
+        """Return the events after the last piece."""
 
     @abstractmethod
     def failure(self, error: HttpError) -> bytes:
-        """The event that ends a stream with an error."""
+        """Return the event that ends a stream with an error."""
 
     @abstractmethod
     def whole(self, deltas: Sequence[Sequence[Delta]], generation: Generation) -> Iterator[str]:
-        """The plain answer, from every choice's pieces; a long one in many parts."""
+        """Yield the plain response, made from all pieces of every choice; a long response in many parts."""
 
 
 class EventStream(EventSourceResponse):
-    """One generation as events. However it ends, the generation is closed with it."""
+    """One generation as events. The generation is closed when the stream ends for any reason."""
 
     def __init__(
         self,
@@ -109,7 +109,9 @@ class EventStream(EventSourceResponse):
             self._generation.close()
 
     async def _send_with_timeout(self, send: Send, message: Message) -> None:
-        """The library arms a timer for every chunk; one watcher per stream does the same at a fraction of the cost."""
+        """Send without the library's timer per chunk: `_watch_reader` is one timer per stream, at a fraction of the
+        cost.
+        """
         await send(message)
 
     async def _watch_reader(self) -> None:
@@ -120,7 +122,7 @@ class EventStream(EventSourceResponse):
 
 
 async def _events(generation: Generation, writer: AnswerWriter, record: RequestRecord) -> AsyncIterator[bytes]:
-    """Events that the writer makes of the pieces, then its end mark. An error is one event before the end mark."""
+    """Yield the writer's events for all pieces, then its end marker. An error is one event before the end marker."""
     for opening in writer.opening(len(generation.choices)):
         yield opening
     try:
@@ -128,13 +130,13 @@ async def _events(generation: Generation, writer: AnswerWriter, record: RequestR
             chunk = writer.chunk(delta)
             if chunk is not None:
                 yield chunk
-            if not delta.num_tokens:  # one of many parts of a long prompt's scores
+            if not delta.num_tokens:  # part of a long prompt's scores
                 await turn()
         for closing in writer.closing(generation):
             yield closing
     except ENDS_TASK:
         raise
-    except BaseException as error:  # the 200 is sent: an error can only travel inside the stream
+    except BaseException as error:  # the status 200 is sent, so an error can only travel inside the stream
         answer = describe(error)
         record.failed(answer)
         unexpected = answer.status == 500 and answer.code is None
@@ -146,7 +148,7 @@ async def _events(generation: Generation, writer: AnswerWriter, record: RequestR
 
 
 async def whole_response(parts: Iterator[str], headers: Mapping[str, str]) -> Response:
-    """A JSON body, written part by part; other tasks have a turn in between. A large one is sent in parts too."""
+    """Return a JSON body, written part by part so that other tasks can run. A large body is also sent in parts."""
     written: list[str] = []
     size = 0
     for part in parts:
@@ -167,7 +169,7 @@ async def _in_turns(parts: Iterator[str]) -> AsyncIterator[str]:
 
 
 async def until_disconnect(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
-    """The result of `work`, or `ClientGoneError` as soon as the client closes the connection.
+    """Return the result of `work`. Raises `ClientGoneError` as soon as the client closes the connection.
 
     The framework does not cancel a plain handler, so the two are raced. The body must have been read before.
     """
@@ -182,8 +184,8 @@ async def until_disconnect(request: Request, work: Coroutine[Any, Any, _T]) -> _
         gone.cancel()
         if not task.done():
             task.cancel()
-        # The traceback of the task's error leads to this frame. Without the task here there is no cycle, which would
-        # keep the whole request until the garbage collector finds it.
+        # The traceback of the task's error refers to this frame. Deleting the task here avoids a cycle that would keep
+        # the whole request until the garbage collector finds it.
         del task, gone
 
 

@@ -1,7 +1,7 @@
-"""Traces for OpenTelemetry: a span for each request, with the times in the queue, on the prompt and on the answer.
+"""Traces for OpenTelemetry: a span for each request, with spans for its time in the queue, in prefill and in decode.
 
-Contexts come and go as W3C `traceparent` headers. The libraries are those of the extra `otel`; they are imported only
-where traces are asked for, and send in a thread of their own.
+Contexts are received and sent as W3C `traceparent` headers. The libraries belong to the extra `otel`. They are imported
+only if traces are requested, and send in a thread of their own.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ class RequestTracer:
 
     def __init__(self, endpoint: str, model: str) -> None:
         """`endpoint`: of a collector, for OTLP over HTTP. The service's name is OTEL_SERVICE_NAME, else `oarlock`."""
-        # What the libraries have to say is one line here, and not one for each try.
+        # Only errors of the libraries are logged, not a line for each retry.
         logging.getLogger("opentelemetry").setLevel(logging.ERROR)
         resource = Resource.create({"service.name": "oarlock", "service.version": VERSION} | _service_name())
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
@@ -43,7 +43,7 @@ class RequestTracer:
         _log.info(event("traces", endpoint=endpoint))
 
     def begin(self, record: RequestRecord, traceparent: bytes | None, tracestate: bytes | None) -> "RequestSpan":
-        """The span of a request that has come in, below the one that its headers name."""
+        """Begin the span of a request that has arrived, as a child of the span named in its headers."""
         headers = {"traceparent": traceparent, "tracestate": tracestate}
         carrier = {name: value.decode("latin-1") for name, value in headers.items() if value is not None}
         parent = _PROPAGATOR.extract(carrier)
@@ -52,7 +52,7 @@ class RequestTracer:
         return RequestSpan(span)
 
     def end(self, request: "RequestSpan", record: RequestRecord, async_llm: AsyncLLM | None) -> None:
-        """`record` has ended. The engine is asked for the rest, without anybody waiting for it."""
+        """End the span of `record`, which has ended. The engine is asked for its part in the background."""
         task = asyncio.create_task(self._end(request.span, record, async_llm), name="trace")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -93,7 +93,7 @@ class RequestTracer:
             span.set_status(Status(StatusCode.ERROR, record.error_code or f"status {status}"))
 
     def _stages(self, parent: Context, record: RequestRecord, history: RequestHistory) -> None:
-        """Spans of a choice in the queue, on its prompt and on its answer, as far as it came."""
+        """Add a choice's spans in the queue, in prefill and in decode, as far as it got."""
         marks = [history["arrival_s"], history["first_scheduled_s"], history["first_token_s"], history["end_s"]]
         known = [mark for mark in marks if mark is not None]
         for name, start_s, end_s in zip(("queue", "prefill", "decode"), known, known[1:], strict=False):
@@ -101,7 +101,7 @@ class RequestTracer:
             span.end(_nanoseconds(record, end_s))
 
     async def close(self) -> None:
-        """Send what is not sent yet, within a few seconds."""
+        """Send all spans that are not sent yet, within a few seconds."""
         if self._tasks:
             await asyncio.wait(set(self._tasks), timeout=_CLOSE_S)
         try:
@@ -146,5 +146,5 @@ def _describe_engine(span: Span, record: RequestRecord, history: RequestHistory)
 
 
 def _nanoseconds(record: RequestRecord, at_s: float) -> int:
-    """A time of the monotonic clock as Unix time."""
+    """Return a time of the monotonic clock as Unix time in nanoseconds."""
     return int((record.received_at + at_s - record.received_s) * 1e9)
