@@ -1,8 +1,8 @@
-"""Compiles the text of a grammar to a matcher over the model's tokens (with llguidance).
+"""Compilation of a grammar's text to a matcher over the model's tokens (with llguidance).
 
 JSON is compact: no space between its parts, properties in the order of the schema. Limits bound the work of one
-compilation and of one token, except for recursion, which the library does not count: it can overflow the stack. So the
-engine compiles only what the sandbox process has compiled before (`sandbox.py`).
+compilation and of one token, except for recursion, which the library does not count and which can overflow the stack.
+The engine therefore compiles only grammars that the sandbox process has compiled before (`sandbox.py`).
 
 Knows llguidance and the tokenizer's file. Does not know requests, sequences, threads or processes.
 """
@@ -28,54 +28,54 @@ if TYPE_CHECKING:
 MAX_OBJECT_DEPTH = 16  # nesting of `json_object`
 _COMPACT: "JsonCompileOptions" = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
 _MAX_REASON = 300
-# Sets of tokens that llguidance adds to a mask as a whole where all of them are allowed: white space, and pieces of
-# JSON strings up to some length, which makes strings with a bounded length cheaper.
+# Sets of tokens that llguidance adds to a mask as a whole if all of them are allowed: white space, and pieces of JSON
+# strings up to some length, which makes strings with a bounded length cheaper.
 _IN_STRING = r'[^"\\\x00-\x1F\x7F]'
 _SLICES = [r"[\x20\x0A\x0D\x09]+", *(f"{_IN_STRING}{{1,{most}}}" for most in (10, 20, 30)), f"{_IN_STRING}+"]
-# The number of items bounds the time of one mask, which grows with its square: 8,000 items of an ambiguous grammar take
-# 0.1 s, 30,000 take 2.4 s. A rule of 400 alternatives of many characters, in EBNF, needs more than 4,000.
+# The number of items bounds the time of one mask, which grows with its square. In EBNF, a rule of 400 alternatives of
+# many characters needs more than 4,000 items.
 _LIMITS = LLParserLimits(
     initial_lexer_fuel=1_000_000,
     step_lexer_fuel=100_000,
     step_max_items=8_000,
-    max_lexer_states=10_000,  # about 0.5 KB each; then `Compiled.renew`
+    max_lexer_states=10_000,  # about 0.5 KB each; when all are used, `Compiled.renew` is called
     max_grammar_size=200_000,
     verbose_errors=False,
 )
 
 
 class GrammarError(Exception):
-    """The grammar is at fault. The text is for the caller who sent it."""
+    """Raised for a faulty grammar. The text is for the client that sent it."""
 
 
 class Compiled:
-    """A matcher at the beginning of its grammar, to be copied for each sequence.
+    """A matcher at the start of its grammar, to be copied for each sequence.
 
     Copies share the library's cache of lexer states, which makes them fast, and its limit: after very many tokens the
-    cache is full and every copy fails. Then `renew` gives a matcher with an empty one.
+    cache is full and every copy fails. Then `renew` returns a matcher with an empty cache.
     """
 
     def __init__(self, compiler: "Compiler", source: str, is_json: bool) -> None:
         self._compiler = compiler
         self._source = source
         self.is_json = is_json  # numbers outside of strings are JSON numbers
-        self.num_bytes = 0  # memory that it takes, as measured where it was compiled first
-        self.client = ""  # that asked for it first
+        self.num_bytes = 0  # memory that it takes, as measured by the sandbox
+        self.client = ""  # client that asked for it first
         self.costs = MaskCosts()
         self.matcher = compiler.matcher(source)
 
     def renew(self, full: LLMatcher) -> LLMatcher:
-        """The successor of `full`; made once for all sequences that shared it."""
+        """Return the successor of `full`, made once for all sequences that shared it."""
         if self.matcher is full:
             self.matcher = self._compiler.matcher(self._source)
         return self.matcher
 
 
 class Compiler:
-    """Compiler for one model's tokens. Making it takes seconds for a large vocabulary, with Python's lock held."""
+    """Compiler for one model's tokens. Creating it takes seconds for a large vocabulary, and holds the GIL."""
 
     def __init__(self, tokenizer_file: Path) -> None:
-        """Raises `ValueError` when the file cannot be read, or its tokens cannot be mapped to bytes."""
+        """Raises `ValueError` if the file cannot be read, or its tokens cannot be mapped to bytes."""
         try:
             text = tokenizer_file.read_text(encoding="utf-8")
         except OSError as error:
@@ -87,7 +87,8 @@ class Compiler:
 
     def _read_tokens(self, text: str) -> None:
         self.tokens = LLTokenizer(text, slices=_SLICES)
-        # Masks of all tokens but those that begin with digits, add an exponent to digits, or are a number with one.
+        # Masks without the tokens that begin with digits, that add an exponent to digits, or that are a number
+        # with an exponent.
         self.no_more_digits = ~self._mask(r"[0-9](?s:.)*")
         after_digit, number = r"[0-9]*(\.[0-9]*)?", r"-?[0-9]*\.?[0-9]+"
         self.no_exponent_after_digit = ~self._mask(after_digit + r"[eE](?s:.)*") | self._mask(after_digit)
@@ -101,7 +102,7 @@ class Compiler:
         return -(-self.tokens.vocab_size // 32)
 
     def _mask(self, expression: str) -> np.ndarray:
-        """Mask of the tokens with which a text that matches `expression` may begin: uint32 [num_words]."""
+        """Return the mask of the tokens that can begin a text matching `expression`: uint32 [num_words]."""
         matcher = LLMatcher(self.tokens, LLMatcher.grammar_from_regex(expression), log_level=0)
         return np.frombuffer(matcher.compute_bitmask(), np.uint32, self.num_words)
 
@@ -125,7 +126,7 @@ class Compiler:
             fault = next((found for schema in _schemas(grammar) if (found := fault_of(schema, str(error)))), None)
             raise error if fault is None else GrammarError(_short(fault)) from error
         self._check_beginning(compiled.matcher.deep_copy())
-        # The first mask fills caches that all sequences share, so the second shows what a mask costs.
+        # The first mask fills caches that all sequences share, so the second shows the usual cost of a mask.
         begun_s = time.thread_time()
         compiled.matcher.deep_copy().compute_bitmask()
         seconds = time.thread_time() - begun_s
@@ -133,7 +134,7 @@ class Compiler:
         return compiled
 
     def matcher(self, source: str) -> LLMatcher:
-        """Make a matcher at the beginning of `source`. Raises `GrammarError`."""
+        """Return a matcher at the start of `source`. Raises `GrammarError`."""
         matcher = LLMatcher(self.tokens, source, log_level=0, limits=_LIMITS)
         _raise_error(matcher)
         return matcher
@@ -164,7 +165,7 @@ def _short(reason: str) -> str:
 
 
 def _source(grammar: Grammar) -> str:
-    """The grammar in the format of llguidance."""
+    """Return the grammar in the format of llguidance. Raises `ValueError`."""
     if grammar.kind == "json_schema":
         schema = rewritten(json.loads(grammar.text))
         if schema is False:
@@ -185,14 +186,14 @@ def _source(grammar: Grammar) -> str:
 
 
 def _schemas(grammar: Grammar) -> list[Any]:
-    """The schemas of a caller in `grammar`."""
+    """Return the client's schemas in `grammar`."""
     if grammar.kind == "lark":
         return schemas_in_lark(grammar.text)
     return [json.loads(grammar.text)] if grammar.kind == "json_schema" else []
 
 
 def _any_object() -> str:
-    """The JSON schema of an object of any content, nested at most `MAX_OBJECT_DEPTH` deep."""
+    """Return the JSON schema of an object with any content, nested at most `MAX_OBJECT_DEPTH` deep."""
     values = {}
     for depth in range(1, MAX_OBJECT_DEPTH + 1):
         inner = {"$ref": f"#/$defs/value{depth + 1}"}

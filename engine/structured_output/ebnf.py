@@ -1,9 +1,9 @@
-"""Translates a grammar in EBNF to the Lark dialect of llguidance.
+"""Translation of a grammar in EBNF to the Lark dialect of llguidance.
 
-EBNF here is GBNF, the notation of llama.cpp, with the extensions of XGrammar that are about text: rules of several
-lines, dots in names, more escapes and `[^]`. A construct that has another meaning, or none, in Lark is refused by name.
+EBNF here is GBNF, the notation of llama.cpp, with the text-related extensions of XGrammar: rules of several lines, dots
+in names, more escapes and `[^]`. A construct that has another meaning in Lark, or none, is refused by name.
 
-llguidance matches the terminals of Lark greedily, the longest of all that may come next: with `name ::= [a-z]+` as a
+llguidance matches the terminals of Lark greedily: the longest possible terminal wins. With `name ::= [a-z]+` as a
 terminal, `name "b"` could never be finished, and of `"a" "bd" | "ab" "c"` the first half could not be written. So every
 rule stays a rule, and each terminal is one character. Does not know llguidance, requests or tokens.
 """
@@ -48,7 +48,7 @@ class _Token(NamedTuple):
 
 
 def lark_of(text: str) -> str:
-    """Return the same grammar in Lark. Raises `EbnfError`; `RecursionError` for one that is nested too deep."""
+    """Return the same grammar in Lark. Raises `EbnfError`, or `RecursionError` if the grammar is nested too deep."""
     return _Parser(text).grammar()
 
 
@@ -57,11 +57,11 @@ class _Parser:
         self._text = text
         self._tokens = self._split()
         self._next = 0
-        self._names: dict[str, str] = {}  # of rules, in EBNF -> in Lark
-        self._mentions: dict[str, int] = {}  # of rules -> the place of the first mention
+        self._names: dict[str, str] = {}  # rule names: EBNF -> Lark
+        self._mentions: dict[str, int] = {}  # rule name -> index of its first mention
 
     def grammar(self) -> str:
-        """All rules, the root first in name if not in place."""
+        """Return all rules in Lark. The root is named `start`."""
         rules: dict[str, str] = {}
         while self._peek() is not None:
             name = self._take()
@@ -102,7 +102,7 @@ class _Parser:
         return " ".join(pieces) or _EMPTY
 
     def _element(self) -> str:
-        """Lark text that an operator may follow."""
+        """Return Lark text that an operator may follow."""
         token = self._take()
         if token.kind == "text":
             return self._literal(token)
@@ -181,7 +181,7 @@ class _Parser:
         return f"/[{'^' if is_negated else ''}{''.join(parts)}]/"
 
     def _codes(self, text: str, at: int) -> list[tuple[int, bool]]:
-        """Code points, each with whether it was escaped."""
+        """Return the code points, each with whether it was escaped."""
         found: list[tuple[int, bool]] = []
         index = 0
         while index < len(text):
@@ -195,7 +195,7 @@ class _Parser:
         return found
 
     def _escaped(self, rest: str, at: int) -> tuple[int, int]:
-        """The code point of an escape, and its length behind the backslash."""
+        """Return the code point of an escape, and its length after the backslash."""
         kind = rest[0]
         if kind in _SIMPLE:
             return _SIMPLE[kind], 1
@@ -205,7 +205,7 @@ class _Parser:
             if re.fullmatch(rf"[0-9A-Fa-f]{{{length}}}", digits) is None:
                 raise self._error(at, rf"\{kind} needs {length} hexadecimal digits")
             if kind == "x" and re.match("[0-9A-Fa-f]", rest[1 + length :]):
-                # llama.cpp ends the escape after two digits, XGrammar takes all that follow.
+                # llama.cpp ends the escape after two digits, XGrammar takes all digits that follow.
                 raise self._error(
                     at, rf"\x{digits} followed by another hexadecimal digit is ambiguous; write \u00{digits}"
                 )

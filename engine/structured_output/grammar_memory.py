@@ -1,7 +1,7 @@
-"""Memory of compiled grammars: how much may be in use, and how it is given back to the system.
+"""Memory of compiled grammars: its limits, and its return to the system.
 
-A compiled grammar takes as much as was measured when the sandbox compiled it, and up to 5 MiB more for the states of
-its lexer, which grow while it is used. It lives as long as it is kept for the next request, or a request uses it.
+A compiled grammar takes the memory that was measured when the sandbox compiled it, and up to 5 MiB more for the states
+of its lexer, which grow during use. It lives as long as it is kept for later requests, or a request uses it.
 
 Knows bytes, clients and the C library. Does not know texts of grammars or requests.
 """
@@ -16,14 +16,14 @@ from pathlib import Path
 
 from oarlock.engine.structured_output.compiler import Compiled
 
-MAX_BYTES = 256 << 20  # of all compiled grammars
-MAX_CLIENT_BYTES = MAX_BYTES // 2  # of those that one client asked for first
-_TRIM_BYTES = 16 << 20  # freed, after which memory is given back
+MAX_BYTES = 256 << 20  # limit for all compiled grammars
+MAX_CLIENT_BYTES = MAX_BYTES // 2  # limit for the grammars that one client asked for first
+_TRIM_BYTES = 16 << 20  # freed bytes after which memory is returned to the system
 _TRIM_AFTER_S = 0.5
 
 
 def resident_bytes() -> int:
-    """Memory of this process, without pages of files, and without memory that the C library can give back."""
+    """Return the resident bytes of this process, without file pages and memory that the C library can release."""
     if sys.platform != "linux":
         return 0
     trim()
@@ -32,7 +32,7 @@ def resident_bytes() -> int:
 
 
 def trim() -> None:
-    """Give free memory back to the system, where the C library can."""
+    """Return free memory to the system, if the C library can."""
     function = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if function is not None:
         function(0)
@@ -47,11 +47,11 @@ class GrammarMemory:
         self._is_trimming = False
 
     def num_bytes(self, client: str | None = None) -> int:
-        """Bytes of all grammars that are alive, or of those that `client` asked for first."""
+        """Return the bytes of all grammars that are alive, or of the grammars that `client` asked for first."""
         return sum(one.num_bytes for one in self._live if client in (None, one.client))
 
     def has_room(self, compiled: Compiled) -> bool:
-        """Whether `compiled` may be used. A single grammar always may."""
+        """Return whether `compiled` fits into the limits. A single grammar always does."""
         own = self.num_bytes(compiled.client)
         fits = self.num_bytes() + compiled.num_bytes <= MAX_BYTES and own + compiled.num_bytes <= MAX_CLIENT_BYTES
         return fits or not self._live
@@ -68,7 +68,7 @@ class GrammarMemory:
             threading.Thread(target=self._trim, name="grammar-trim", daemon=True).start()
 
     def _trim(self) -> None:
-        """Give memory back, away from the loop, when the last part of the grammar is free."""
+        """Return memory in a separate thread, after the last part of the grammar is free."""
         time.sleep(_TRIM_AFTER_S)
         self._is_trimming = False
         trim()

@@ -1,10 +1,10 @@
-"""Rewrites JSON schemas with keywords that llguidance lacks, so that it compiles them.
+"""Rewriting of JSON schemas with keywords that llguidance lacks, so that it compiles them.
 
     propertyNames           becomes `properties` or `patternProperties`
-    oneOf                   if the branches have a tag, as in pydantic's discriminated unions, each must have the tag:
-                            then they exclude each other
+    oneOf                   if the branches have a tag, as in pydantic's discriminated unions, the tag becomes required,
+                            so that the branches exclude each other
     format                  becomes an expression (`uuid4`), or is left out if it is only a note (`password`)
-    pattern                 with look-ahead at its beginning becomes several patterns
+    pattern                 with look-ahead at its start becomes several patterns
     unevaluatedProperties, not: {}, uniqueItems of at most one item, limits larger than any number that is written
 
 A rewritten schema allows no value that the original does not; it may allow fewer. A keyword that cannot be enforced
@@ -21,7 +21,7 @@ from oarlock.engine.structured_output.schema_formats import NAME_FORMATS, NOTES,
 
 Schema = dict[str, Any]
 
-# Keywords whose values are a schema, a list of schemas, and schemas by name.
+# Keywords whose value is a schema (`_ONE`), a list of schemas (`_LIST`), or schemas by name (`_NAMED`).
 _ONE = (
     "items",
     "additionalItems",
@@ -43,7 +43,7 @@ _NOTES = frozenset(
 )
 _OBJECT_KEYS = _NOTES | {"type", "properties", "required", "additionalProperties"}
 TYPES = ("string", "number", "integer", "boolean", "null", "array", "object")
-_LARGEST = 10**18  # of the limits that the library can enforce; numbers have at most about as many digits
+_LARGEST = 10**18  # largest limit that the library can enforce; numbers have at most about this many digits anyway
 _JSON_IN_LARK = re.compile(
     r"""
     "(?: [^"\\\n] | \\. )*"          # a text
@@ -56,7 +56,9 @@ _JSON_IN_LARK = re.compile(
 
 
 def rewritten(schema: Any) -> Any:
-    """Return `schema` in the keywords of the library. A malformed one stays as it is, for the library to refuse."""
+    """Return `schema` in the keywords of the library. A malformed schema is returned unchanged, for the library to
+    refuse.
+    """
     if not isinstance(schema, dict):
         return schema
     try:
@@ -66,7 +68,7 @@ def rewritten(schema: Any) -> Any:
 
 
 def rewritten_in_lark(text: str) -> str:
-    """Return a Lark grammar with the schemas behind `%json` rewritten."""
+    """Return a Lark grammar with the schemas after `%json` rewritten."""
     parts: list[str] = []
     done = 0
     for start, end, schema in _embedded(text):
@@ -76,12 +78,12 @@ def rewritten_in_lark(text: str) -> str:
 
 
 def schemas_in_lark(text: str) -> list[Any]:
-    """Return the schemas behind `%json` in a Lark grammar."""
+    """Return the schemas after `%json` in a Lark grammar."""
     return [schema for _, _, schema in _embedded(text)]
 
 
 def _embedded(text: str) -> Iterator[tuple[int, int, Any]]:
-    """Each schema in a Lark grammar, with its place."""
+    """Yield each schema in a Lark grammar as (start, end, schema)."""
     decoder, at = json.JSONDecoder(), 0
     while (match := _JSON_IN_LARK.search(text, at)) is not None:
         at = match.end()
@@ -92,7 +94,7 @@ def _embedded(text: str) -> Iterator[tuple[int, int, Any]]:
 
 
 def schemas(value: Any, path: str = "") -> Iterator[tuple[str, Schema]]:
-    """`value` and all schemas in it, each with its path, which begins with a dot."""
+    """Yield `value` and all schemas in it, each with its path, which begins with a dot."""
     if not isinstance(value, dict):
         return
     yield path, value
@@ -113,10 +115,10 @@ class _Rewriter:
 
     def __init__(self, root: Schema) -> None:
         self._root = root
-        # A nested $id changes what references in it mean: none is followed then.
+        # A nested $id changes the meaning of references inside it, so no reference is followed then.
         self._follows = not any(path and isinstance(part.get("$id"), str) for path, part in schemas(root))
-        self._copies: dict[str, Schema] = {}  # by the name of a definition
-        self._names: dict[tuple[str, tuple[str, ...]], str] = {}  # (reference, tags) -> such a name
+        self._copies: dict[str, Schema] = {}  # name of a definition -> its copy
+        self._names: dict[tuple[str, tuple[str, ...]], str] = {}  # (reference, tags) -> key in `_copies`
 
     def whole(self) -> Any:
         found = self._rewrite(self._root)
@@ -141,7 +143,7 @@ class _Rewriter:
             self._replace_one_of(found)
         if "not" in found and found["not"] in ({}, True):
             return False
-        # The library takes some of these for keywords that a recursive reference cannot be combined with.
+        # The library treats some notes as keywords that cannot be combined with a recursive reference.
         found = {key: value for key, value in found.items() if key not in _NOTES and not _is_extension(key)}
         self._name_properties(found)
         self._close(found)
@@ -153,7 +155,7 @@ class _Rewriter:
         return found
 
     def _resolve(self, schema: Any) -> Any:
-        """The schema that a mere reference stands for; another schema itself."""
+        """Return the target of a schema that is only a reference, or None; return any other schema itself."""
         seen = set()
         while isinstance(schema, dict) and "$ref" in schema and not (schema.keys() - _NOTES - {"$ref"}):
             reference = schema["$ref"]
@@ -196,7 +198,7 @@ class _Rewriter:
             found["oneOf"] = branches
 
     def _marks(self, branch: Any) -> tuple[set[str], dict[str, set[str]]]:
-        """The types of a branch, all if it names none, and the constants of the properties that it requires."""
+        """Return the types of a branch (all if it names none), and the constants of its required properties."""
         found = self._resolve(branch)
         if not isinstance(found, dict):
             return set(TYPES), {}
@@ -219,7 +221,7 @@ class _Rewriter:
                 yield branch, tags
 
     def _shared_tag(self, branches: list[Any]) -> str | None:
-        """A property whose constants differ in all branches that are objects."""
+        """Return a property whose constants differ in all branches that are objects, or None."""
         objects = [found for branch in branches if (found := self._object(branch)) is not None]
         if len(objects) < 2:
             return None
@@ -242,7 +244,7 @@ class _Rewriter:
         return None
 
     def _constants(self, schema: Any) -> list[str]:
-        """The values that a schema lists, as JSON; empty if it lists none."""
+        """Return the values that a schema lists, as JSON; empty if it lists none."""
         found = self._resolve(schema)
         if not isinstance(found, dict):
             return []
@@ -250,7 +252,7 @@ class _Rewriter:
         return [json.dumps(value, sort_keys=True) for value in values] if isinstance(values, list) else []
 
     def _tagged(self, branch: Any, tags: tuple[str, ...]) -> Any:
-        """A rewritten branch, with those tags required that it has."""
+        """Return a rewritten branch, in which the `tags` that it has are required."""
         found = self._object(branch)
         if found is None:
             return self._rewrite(branch)
@@ -266,14 +268,14 @@ class _Rewriter:
             readable = re.sub(r"[^A-Za-z0-9_.-]", "_", key[0].rsplit("/", 1)[-1])
             self._names[key] = name = f"{readable}-tagged-{len(self._names)}"
             tagged = {"type": "object", "required": [*required, *missing]}
-            self._copies[name] = {**found, **tagged}  # a recursive one finds it while it is rewritten
+            self._copies[name] = {**found, **tagged}  # a recursive schema finds this copy while it is rewritten
             self._copies[name] = {**self._rewrite(found), **tagged}
         return {"$ref": f"#/$defs/{self._names[key]}"}
 
     # -- objects
 
     def _name_properties(self, found: Schema) -> None:
-        """Replace `propertyNames`, if the names are listed, or match one expression."""
+        """Replace `propertyNames` if the names are listed or match one expression."""
         names = self._resolve(found.get("propertyNames", None))
         if names is True:
             names = {}
@@ -297,7 +299,7 @@ class _Rewriter:
         found |= changed
 
     def _close(self, found: Schema) -> None:
-        """Replace `unevaluatedProperties` and `unevaluatedItems` where it is clear what is evaluated."""
+        """Replace `unevaluatedProperties` and `unevaluatedItems` if it is clear which of them are evaluated."""
         if "unevaluatedProperties" in found and found.keys() & _APPLICATORS == {"allOf"}:
             self._merge(found)
         if found.keys() & _APPLICATORS:
@@ -308,7 +310,7 @@ class _Rewriter:
                 del found[rest]
 
     def _merge(self, found: Schema) -> None:
-        """Put the objects of an allOf together, if each is open and all have other properties."""
+        """Merge the objects of an allOf if each is open and all have different properties."""
         parts = [self._resolve(part) for part in found["allOf"]]
         merged = {key: value for key, value in found.items() if key != "allOf"}
         properties, required = dict(merged.get("properties", {})), list(merged.get("required", ()))
@@ -328,7 +330,7 @@ def _is_extension(key: str) -> bool:
 
 
 def _exclude_each_other(one: tuple[set[str], dict[str, set[str]]], other: tuple[set[str], dict[str, set[str]]]) -> bool:
-    """Whether no value matches both of two branches, as far as their marks show."""
+    """Return whether no value matches both branches, as far as their marks show."""
     shared = one[0] & other[0]
     if not shared and {"integer", "number"} - one[0] - other[0]:
         return True
@@ -339,7 +341,7 @@ def _exclude_each_other(one: tuple[set[str], dict[str, set[str]]], other: tuple[
 
 
 def _expression_of_names(names: Schema) -> str | None:
-    """The expression that the names of properties match, None if it takes more than one."""
+    """Return the expression that the names of properties match, or None if a single one is not enough."""
     if names.keys() == {"pattern"} and isinstance(names["pattern"], str):
         return names["pattern"]
     if names.keys() == {"format"} and names["format"] in NAME_FORMATS:
@@ -351,7 +353,7 @@ def _expression_of_names(names: Schema) -> str | None:
 
 
 def _bound_numbers(found: Schema) -> None:
-    """Lower the limits that the library cannot count to."""
+    """Lower the limits that exceed the library's range."""
     for key, sign in (("maximum", 1), ("exclusiveMaximum", 1), ("minimum", -1), ("exclusiveMinimum", -1)):
         limit = found.get(key)
         if isinstance(limit, int | float) and not isinstance(limit, bool) and limit * sign > _LARGEST:
@@ -363,14 +365,14 @@ def _replace_format(found: Schema) -> None:
     if not isinstance(form, str):
         return
     if form in NOTES or ("pattern" in found and (form in PATTERNS or form in ("time", "duration"))):
-        del found["format"]  # a pattern beside it says more; zod has other times and durations than JSON Schema
+        del found["format"]  # an explicit pattern is more precise; zod's times and durations differ from JSON Schema's
     elif form in PATTERNS:
         del found["format"]
         found["pattern"] = f"^(?:{PATTERNS[form]})$"
 
 
 def _split_pattern(found: Schema) -> None:
-    """Make patterns of their own of look-ahead at the beginning, as in `^(?=.*[0-9])(?=.*[a-z]).{8,}$`."""
+    """Turn look-ahead at the start into separate patterns, as in `^(?=.*[0-9])(?=.*[a-z]).{8,}$`."""
     pattern = found.get("pattern")
     if not isinstance(pattern, str) or "(?" not in pattern:
         return
@@ -390,7 +392,7 @@ def _split_pattern(found: Schema) -> None:
 
 
 def _depths(pattern: str) -> Iterator[tuple[int, str, int]]:
-    """Each character outside of classes and escapes: its place, itself, and how many groups are open after it."""
+    """Yield (index, character, number of groups open after it) for characters outside of classes and escapes."""
     depth, index, in_class = 0, 0, False
     while index < len(pattern):
         character = pattern[index]
@@ -408,7 +410,7 @@ def _depths(pattern: str) -> Iterator[tuple[int, str, int]]:
 
 
 def _end_of_group(pattern: str) -> int | None:
-    """Place of the parenthesis that closes the first one."""
+    """Return the index of the parenthesis that closes the first group."""
     return next((at for at, character, depth in _depths(pattern) if character == ")" and depth == 0), None)
 
 

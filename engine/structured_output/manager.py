@@ -1,13 +1,13 @@
-"""Compiles the grammars of requests in threads; requests are pending here until their grammar is ready.
+"""Compiles the grammars of requests in threads. Requests are pending here until their grammar is ready.
 
-    loop       `submit`s a request: a matcher at once where the grammar is known, else the request is pending
-    threads    take grammars from a bounded queue, by turns of clients; let the sandbox check that one is safe, then
-               compile it for the engine
+    loop       `submit`s a request: returns a matcher at once if the grammar is known, else the request is pending
+    threads    take grammars from a bounded queue, in which clients take turns; let the sandbox check that a grammar is
+               safe, then compile it for the engine
     loop       is woken through `fileno`, and `poll`s the requests that are ready or refused
 
 Requests with the same grammar share one compilation. Compiled grammars and the reasons of refusals are kept, so that a
-grammar that takes too long costs a thread that time once and not with each request. A grammar that no request needs any
-more is not compiled, unless a thread has begun with it. Does not know the scheduler, steps or frames.
+slow grammar costs a thread its time once instead of with each request. A grammar that no request needs any more is not
+compiled, unless a thread has already begun. Does not know the scheduler, steps or frames.
 """
 
 import contextlib
@@ -36,31 +36,31 @@ from oarlock.engine.types import Grammar, Request
 MAX_JOBS = 128
 MAX_CHARACTERS = 8 << 20
 _MIN_RETRY_S, _MAX_RETRY_S = 1.0, 60.0
-_WEIGHT = 0.2  # of the newest compilation in the average of their times
-_SLOW_S = 0.25  # the average beyond which no client has more than one thread
+_WEIGHT = 0.2  # weight of the newest compilation in the average time
+_SLOW_S = 0.25  # average above which no client has more than one thread
 
 Key = tuple[str, str]  # kind, text
 
 
 def key_of(grammar: Grammar) -> Key:
-    """Key of a grammar, equal for grammars that one compilation serves."""
+    """Return the key of a grammar; grammars with equal keys share one compilation."""
     return grammar.kind, grammar.text
 
 
 class CompileJobs:
-    """Queue in which clients take turns; the grammars of one client keep the order in which they were put.
+    """Queue in which clients take turns; the grammars of one client keep their order.
 
-    While compilations are slow, a client has one thread at a time, so that another client need not wait for seconds.
+    While compilations are slow, a client has one thread at a time, so that other clients need not wait for seconds.
     """
 
     def __init__(self, num_threads: int) -> None:
         self._num_threads = num_threads
         self._changed = threading.Condition()
         self._jobs: dict[Key, Grammar] = {}
-        # Jobs by client, the client whose turn is next first. A grammar that several clients asked for is a job of each
+        # Jobs by client, the client whose turn is next first. A grammar requested by several clients is a job of each
         # of them, and is taken with the first turn.
         self._turns: OrderedDict[str, dict[Key, None]] = OrderedDict()
-        self._running: dict[str, int] = {}  # threads that each client has
+        self._running: dict[str, int] = {}  # number of threads used by each client
         self._num_characters = 0
         self._mean_s = 0.0  # seconds of one compilation, moving average
         self._is_closed = False
@@ -69,9 +69,10 @@ class CompileJobs:
         return len(self._jobs)
 
     def check(self, grammar: Grammar, client: str) -> None:
-        """Raise `QueueFullError` unless `grammar` may wait. An empty queue takes any.
+        """Raise `QueueFullError` unless `grammar` may wait. An empty queue accepts any grammar.
 
-        A client that has less than its share of the queue is not refused: others may have filled it before.
+        A client that has less than its share of the queue is not refused, since other clients may have filled it
+        before.
         """
         with self._changed:
             own, clients = list(self._turns.get(client, ())), len(self._turns.keys() | {client})
@@ -97,14 +98,14 @@ class CompileJobs:
             self._turns.setdefault(client, {})[key] = None
 
     def share(self, key: Key, client: str) -> None:
-        """Add a queued grammar to the turns of another client, so that it may come sooner, unless a thread has it."""
+        """Add a queued grammar to the turns of another client, so that it may run sooner, unless a thread has it."""
         with self._changed:
             if key in self._jobs:
                 self._turns.setdefault(client, {})[key] = None
                 self._changed.notify()  # an idle thread may take this client's turn
 
     def withdraw(self, key: Key) -> bool:
-        """Remove a grammar that no request needs any more. False: a thread has taken it already."""
+        """Remove a grammar that no request needs any more. Return False if a thread has already taken it."""
         with self._changed:
             return self._remove(key) is not None
 
@@ -115,8 +116,10 @@ class CompileJobs:
         return next((client for client in self._turns if not is_slow or client not in self._running), None)
 
     def get(self) -> tuple[str, Grammar] | None:
-        """Wait for the next grammar, and return it with the client whose turn it takes; None after `close`. For
-        compiler threads, which must call `done` after it."""
+        """Wait for the next grammar. Return it with the client whose turn it uses, or None after `close`.
+
+        For compiler threads, which must call `done` afterwards.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._is_closed or self.next_client is not None)
             client = self.next_client
@@ -129,7 +132,7 @@ class CompileJobs:
             return client, grammar
 
     def _remove(self, key: Key) -> Grammar | None:
-        """Remove a job from the turns of all clients that asked for it."""
+        """Remove a job from the turns of all clients that requested it."""
         grammar = self._jobs.pop(key, None)
         if grammar is not None:
             self._num_characters -= len(grammar.text)
@@ -160,8 +163,8 @@ NUM_THREADS = 2  # each with a separate connection to the sandbox
 MAX_KEPT = 64
 MAX_KEPT_CHARACTERS = 4 << 20
 MAX_KEPT_BYTES = 64 << 20
-MAX_REFUSED = 1024  # grammars whose refusal is kept, by digest instead of text: under 1 MiB in all
-TOO_LONG_KEPT_S = 300.0  # then the grammar is tried again: the machine may have been slow
+MAX_REFUSED = 1024  # refused grammars that are remembered, by digest instead of text: under 1 MiB in total
+TOO_LONG_KEPT_S = 300.0  # afterwards the grammar is tried again: the machine may have been slow
 NO_MEMORY = (
     "The grammars of requests that are open take the memory that the server has for them. Retry when some of them have "
     "ended, or use a smaller grammar."
@@ -171,7 +174,7 @@ _STACK_BYTES = 16 << 20
 
 
 class _Failure(Enum):
-    """Failure to compile a grammar when nothing is known to be wrong with it."""
+    """Reason why a grammar could not be compiled although no fault of the grammar is known."""
 
     SANDBOX_LOST = auto()
     NO_MEMORY = auto()
@@ -185,12 +188,12 @@ class _Failure(Enum):
         return EngineError(INTERNAL)
 
 
-_Result = Compiled | str | _Failure  # compiled, or the problem with the grammar, or our failure
+_Result = Compiled | str | _Failure  # compiled grammar, fault of the grammar, or our failure
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Outcome of a request that was pending: a matcher, or an error."""
+    """Outcome of a request that was pending: a matcher or an error."""
 
     request: Request
     arrival_s: float
@@ -212,7 +215,9 @@ class _Refused(NamedTuple):
 
 
 class StructuredOutputManager:
-    """Gives requests matchers for their grammars. All methods belong to the engine's loop; only `fill_masks` blocks."""
+    """Provides the matchers for requests with grammars. All methods belong to the engine's loop; only `fill_masks`
+    blocks.
+    """
 
     def __init__(self, tokenizer_file: Path, compiler: Compiler | None, missing: str = "") -> None:
         """`missing`: the reason why there is no compiler."""
@@ -223,10 +228,10 @@ class StructuredOutputManager:
         self._kept_characters = 0
         self._kept_bytes = 0
         self._memory = GrammarMemory()
-        self._refused: OrderedDict[bytes, _Refused] = OrderedDict()  # by digest
+        self._refused: OrderedDict[bytes, _Refused] = OrderedDict()  # key: digest of the grammar
         self._pending: dict[int, _Pending] = {}
         self._pending_by_client: dict[str, tuple[int, int]] = {}
-        self.waiting: dict[Key, dict[int, None]] = {}  # request ids by grammar, queued or being compiled
+        self.waiting: dict[Key, dict[int, None]] = {}  # grammar, queued or being compiled -> ids of its requests
         self._jobs = CompileJobs(NUM_THREADS)
         self._done: queue.SimpleQueue[tuple[Grammar, _Result]] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
@@ -250,7 +255,7 @@ class StructuredOutputManager:
         return StructuredOutputManager(file, compiler)
 
     def fileno(self) -> int:
-        """File descriptor that is readable when `poll` has results."""
+        """Return the file descriptor that is readable when `poll` has results."""
         return self._wake_read
 
     @property
@@ -259,13 +264,13 @@ class StructuredOutputManager:
 
     @property
     def pending_by_client(self) -> Mapping[str, tuple[int, int]]:
-        """Pending requests of each client that has some, and their prompt tokens."""
+        """Client -> number of its pending requests, and their prompt tokens."""
         return self._pending_by_client
 
     def submit(self, request: Request, now: float) -> GrammarMatcher | None:
-        """Return a matcher if the request's grammar is known. None: it is pending, and `poll` returns its outcome.
+        """Return a matcher if the request's grammar is known, else None: it is pending, and `poll` returns its outcome.
 
-        Raises `RequestError`, and `QueueFullError` when too many grammars wait already.
+        Raises `RequestError`, and `QueueFullError` if too many grammars wait already.
         """
         grammar = _grammar(request)
         if self._compiler is None:
@@ -286,7 +291,7 @@ class StructuredOutputManager:
         return None
 
     def poll(self, now: float) -> list[Outcome]:
-        """Outcomes of pending requests, in the order in which their grammars were done."""
+        """Return the outcomes of pending requests, in the order in which their grammars were done."""
         if not self._threads:
             return []
         with contextlib.suppress(BlockingIOError):  # nothing new, or the byte was read with an earlier one
@@ -304,7 +309,7 @@ class StructuredOutputManager:
         return outcomes
 
     def abort(self, request_id: int) -> bool:
-        """Remove a pending request. False when it is not pending."""
+        """Remove a pending request. Return False if it is not pending."""
         if request_id not in self._pending:
             return False
         key = key_of(_grammar(self._remove_pending(request_id).request))
@@ -315,14 +320,14 @@ class StructuredOutputManager:
         return True
 
     def abort_all(self) -> list[int]:
-        """Remove all pending requests; return their ids."""
+        """Remove all pending requests and return their ids."""
         request_ids = list(self._pending)
         for request_id in request_ids:
             self.abort(request_id)
         return request_ids
 
     def fill_masks(self, batch: list[Rows]) -> list[int | Exception | None]:
-        """Compute the masks of all matchers of one step, as `MaskBatch.fill_masks` does. This call blocks."""
+        """Compute the masks of all matchers of one step, like `MaskBatch.fill_masks`. Blocks."""
         return self._mask_batch.fill_masks(batch)
 
     def close(self) -> None:
@@ -391,7 +396,7 @@ class StructuredOutputManager:
         self._kept_bytes -= compiled.num_bytes
 
     def _admit(self, key: Key, compiled: Compiled) -> "Compiled | _Failure":
-        """Keep a new grammar if there is memory for it, which those that no request uses give up first."""
+        """Keep a new grammar if it fits into memory, after dropping kept grammars that no request uses."""
         while self._kept and not self._memory.has_room(compiled):
             self._drop_oldest()
         if not self._memory.has_room(compiled):
@@ -406,7 +411,9 @@ class StructuredOutputManager:
             self._refused.popitem(last=False)
 
     def _known_reason(self, key: Key, now: float) -> str | None:
-        """Reason of an earlier refusal; None: there was none, or it is so old that the grammar is tried again."""
+        """Return the reason of an earlier refusal, or None if there is none, or it is so old that the grammar is tried
+        again.
+        """
         digest = _digest(key)
         refused = self._refused.get(digest)
         if refused is None or now >= refused.until_s:
@@ -417,7 +424,9 @@ class StructuredOutputManager:
     # -- in the threads
 
     def _start_threads(self) -> None:
-        """Start the compiler threads with the first grammar: a server without any needs neither them nor a sandbox."""
+        """Start the compiler threads with the first grammar: a server without grammars needs neither threads nor a
+        sandbox.
+        """
         if self._threads:
             return
         size = threading.stack_size(_STACK_BYTES)
@@ -437,12 +446,12 @@ class StructuredOutputManager:
             result = self._compile(number, grammar, client)
             seconds = time.monotonic() - begun
             self._jobs.done(client, seconds)
-            is_ok = "true" if isinstance(result, Compiled) else "false"  # not the reason, which may quote the text
+            is_ok = "true" if isinstance(result, Compiled) else "false"  # no reason: it may quote the text
             size = len(grammar.text)
             logger.info("event=grammar kind=%s characters=%d ms=%.1f ok=%s", grammar.kind, size, seconds * 1e3, is_ok)
             self._done.put((grammar, result))
-            del result  # or this thread would keep a grammar that nobody uses
-            with contextlib.suppress(BlockingIOError):  # the pipe is full of such bytes: the loop wakes anyway
+            del result  # otherwise this thread would keep a grammar that is not used
+            with contextlib.suppress(BlockingIOError):  # the pipe is full of wake-up bytes, so the loop wakes anyway
                 os.write(self._wake_write, b"g")
 
     def _compile(self, number: int, grammar: Grammar, client: str) -> _Result:

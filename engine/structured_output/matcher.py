@@ -1,9 +1,10 @@
-"""Matches one sequence with its grammar: the mask of its next token, and whether the grammar is complete.
+"""Matching of one sequence with its grammar: the mask of its next token, and whether the grammar is complete.
 
-Adds to llguidance's matcher the sequence's end tokens where the text may end, and a bound on the digits of a JSON
-number, because a model that has begun to write digits may never stop. `MaskBatch` computes the masks of one step within
-a limit of time: those of different grammars in parallel threads, while matchers of one compiled grammar, which share a
-cache with one lock, take turns, and so do slow ones. Does not know steps, rows, or how a grammar is compiled.
+Adds two things to llguidance's matcher: the sequence's end tokens at points at which the text may end, and a bound on
+the digits of a JSON number, because a model that has begun to write digits may never stop. `MaskBatch` computes the
+masks of one step within a time limit. Masks of different grammars are computed in parallel threads. Matchers of one
+compiled grammar share a cache with one lock, so they run one after the other, and so do slow matchers. Does not know
+steps, rows, or how a grammar is compiled.
 """
 
 import copy
@@ -28,33 +29,35 @@ MAX_DIGITS = 20
 
 ALL = 0xFFFFFFFF
 _QUOTE, _BACKSLASH, _NEWLINE = b'"\\\n'
-# Stack of each thread: as large as the engine's, four times what the sandbox lets a grammar use.
+# Stack of each thread: as large as the engine's, four times the stack that the sandbox allows a grammar.
 _THREAD_STACK_BYTES = 8 << 20
-_NUM_AT_ONCE = 16  # fast masks, between looks at the time
-_FULL = "too many states"  # in the library's error when a cache of lexer states is full; its stop reason does not tell
-# A `GrammarMatcher`, the tokens that are drafted after the known ones, and the masks to write: uint32 [1 + drafts, W].
+_NUM_AT_ONCE = 16  # fast masks computed between two checks of the time
+_FULL = "too many states"  # part of the library's error for a full cache of lexer states; no stop reason shows it
+# A `GrammarMatcher`, the tokens drafted after the known tokens, and the masks to write: uint32 [1 + drafts, W].
 Rows = tuple[Any, tuple[int, ...], np.ndarray]
 
 
 class GrammarMatcher:
-    """Implements `GrammarMatcherProtocol` of the scheduler, where its life cycle is described.
+    """Implements `GrammarMatcherProtocol` of the scheduler, which describes its life cycle.
 
-    The library consumes an accepted token at once if its grammar is fast, and else when the next mask is computed,
-    where the time is bounded.
+    The library consumes an accepted token at once if its grammar is fast. Otherwise it does so when the next mask is
+    computed, within the time limit.
     """
 
     def __init__(self, compiler: Compiler, compiled: Compiled, end_ids: Iterable[int], client: str = "") -> None:
-        """`end_ids` end the sequence where the grammar allows it; without any it ends only where it must. `client`
-        pays for slow masks."""
+        """`end_ids`: end the sequence if the grammar allows it; without any, the sequence ends only if it must.
+        `client`: pays for slow masks.
+        """
         self.compiler = compiler
         self._compiled = compiled
-        self.origin: LLMatcher = compiled.matcher  # whose cache it shares
+        self.origin: LLMatcher = compiled.matcher  # matcher whose cache it shares
         self.matcher: LLMatcher = self.origin.deep_copy()
         self._accepted: list[int] = []
-        self._late: list[int] = []  # the last of these, which the library has not consumed
+        self._late: list[int] = []  # the last accepted tokens, not yet consumed by the library
         self._renewed_at: int | None = None  # number of accepted tokens when it last got an empty cache
-        self._consumed_s = 0.0  # processor time of consuming late tokens since the last mask
-        self._completion: tuple[int, list[int]] | None = None  # (n, tokens) that leave only the end after n tokens
+        self._consumed_s = 0.0  # CPU time spent on late tokens since the last mask
+        # (n, tokens): only the end is left after these tokens follow the first n
+        self._completion: tuple[int, list[int]] | None = None
         self._end_ids = tuple(end_ids)
         self._digits = _DigitRun() if compiled.is_json else None
         self._client = client
@@ -70,22 +73,26 @@ class GrammarMatcher:
         return not self._late and not self._compiled.costs.expected_s
 
     def suspect(self, seconds: float) -> None:
-        """Learn that masks of this grammar or others took `seconds` each; from now on it may be measured alone."""
+        """Record that masks of this grammar or of others in its group took `seconds` each, so it may be measured
+        separately.
+        """
         self._compiled.costs.expect(seconds, seconds)
 
     def _observe(self, seconds: float, clock_s: float) -> None:
-        """Learn what a mask and its tokens took, and charge the client. Raises `BrokenGrammarError`."""
+        """Record the time of a mask and its tokens, and charge the client. Raises `BrokenGrammarError`."""
         seconds, self._consumed_s = seconds + self._consumed_s, 0.0
         self._compiled.costs.expect(seconds, clock_s)
         self._compiled.costs.charge(seconds, self._client)
 
     def fill_masks(self, drafts: Tokens[int], into: np.ndarray) -> int | None:
-        """As in `GrammarMatcherProtocol`. Raises `BrokenGrammarError`."""
+        """Implement `GrammarMatcherProtocol.fill_masks`. Raises `BrokenGrammarError`."""
         return self.fill_within(math.inf, drafts, into)
 
     def fill_within(self, limit_s: float, drafts: Tokens[int], into: np.ndarray) -> int | None:
-        """Fill the masks, and charge the client for them. Raises `MaskPostponedError` if tokens are left to consume
-        after `limit_s` of processor time."""
+        """Fill the masks and charge the client for them.
+
+        Raises `MaskPostponedError` if unconsumed tokens are left after `limit_s` of CPU time.
+        """
         begun_s, clock_s = time.thread_time(), time.monotonic()
         try:
             self._catch_up(begun_s + limit_s)
@@ -107,7 +114,7 @@ class GrammarMatcher:
         return self.finish_masks(drafts, masks, into)
 
     def possible(self, drafts: Tokens[int]) -> list[int]:
-        """The leading `drafts` that are tokens of the grammar's tokenizer."""
+        """Return the leading `drafts` that are tokens of the grammar's tokenizer."""
         num_tokens = self.compiler.tokens.vocab_size
         return list(takewhile(lambda token: token < num_tokens, drafts))
 
@@ -130,9 +137,9 @@ class GrammarMatcher:
         raise AssertionError("there is a row after the last draft")
 
     def _finish_mask(self, mask: np.ndarray, digits: "_DigitRun | None", into: np.ndarray) -> tuple[np.ndarray, bool]:
-        """Write one row, uint32 [W]. Returns the ids that may follow, uint32 [num_words], and if the text may end."""
+        """Write one row, uint32 [W]. Return the ids that may follow, uint32 [num_words], and if the text may end."""
         compiler, num_words = self.compiler, len(into)
-        # The library allows the tokenizer's own end token where the text may end.
+        # The library allows the tokenizer's own end token if the text may end.
         end = mask.item(compiler.end_word)
         may_end = bool(end >> compiler.end_bit & 1)
         if may_end:
@@ -150,7 +157,7 @@ class GrammarMatcher:
         return mask, may_end
 
     def accept(self, token_ids: Tokens[int]) -> bool:
-        """As in `GrammarMatcherProtocol`. Raises `BrokenGrammarError`."""
+        """Implement `GrammarMatcherProtocol.accept`. Raises `BrokenGrammarError`."""
         self._accepted += token_ids
         if self.is_fast:
             self._consume(token_ids)
@@ -172,17 +179,19 @@ class GrammarMatcher:
         if is_error:
             self._renew()
         elif (seconds := time.monotonic() - begun_s) > JUMP_S:
-            self.suspect(seconds)  # so that other sequences with this grammar do not follow at once
+            self.suspect(seconds)  # other sequences with this grammar should not follow at once
 
     def only_end_is_left(self) -> bool:
-        """As in `GrammarMatcherProtocol`. Raises `BrokenGrammarError`."""
+        """Implement `GrammarMatcherProtocol.only_end_is_left`. Raises `BrokenGrammarError`."""
         if not self._late and not self.matcher.is_accepting():
             return False
         return self.fill_masks((), np.empty((1, self.compiler.num_words), np.uint32)) == 0
 
     def _catch_up(self, until_s: float = math.inf) -> None:
-        """Let the library consume all accepted tokens. Raises `MaskPostponedError` when the thread's processor time
-        reaches `until_s` before."""
+        """Let the library consume all accepted tokens.
+
+        Raises `MaskPostponedError` if the thread's CPU time reaches `until_s` first.
+        """
         while self._late:
             if time.thread_time() >= until_s:
                 raise MaskPostponedError
@@ -193,9 +202,9 @@ class GrammarMatcher:
                 del self._late[0]
 
     def compute(self, drafts: Tokens[int], masks: np.ndarray) -> None:
-        """Write the library's masks as far as it can accept the drafts; rows behind those allow every id.
+        """Write the library's masks as far as it can accept the drafts; later rows allow every id.
 
-        The state is the same afterwards, or that of an error.
+        The matcher's state is unchanged afterwards, unless there was an error.
         """
         address, num_bytes, num_accepted = masks.ctypes.data, masks.shape[1] * masks.itemsize, 0
         self.matcher.unsafe_compute_mask_ptr(address, num_bytes)
@@ -211,7 +220,9 @@ class GrammarMatcher:
             self.matcher.rollback(num_accepted)
 
     def _compute_anew(self, drafts: Tokens[int], masks: np.ndarray) -> None:
-        """Compute the masks again after an error, without the drafts if they cause it: accepting such a draft fails."""
+        """Compute the masks again after an error, without the drafts if they cause it: such a draft fails when
+        accepted.
+        """
         if self._is_full():
             self._renew()
             self._catch_up()
@@ -248,12 +259,14 @@ class GrammarMatcher:
         return mask
 
     def _is_full(self) -> bool:
-        """Whether the matcher failed because the cache that it shares is full."""
+        """Return whether the matcher failed because its shared cache is full."""
         return _FULL in self.matcher.get_error()
 
     def _renew(self) -> None:
-        """Start over after an error, with an empty cache of the library. Raises `BrokenGrammarError` if the cache is
-        not the cause, or was empty for the same token."""
+        """Start over after an error, with an empty cache of the library.
+
+        Raises `BrokenGrammarError` if the cache is not the cause, or was already empty for the same token.
+        """
         if not self._is_full() or self._renewed_at == len(self._accepted):
             raise self._broken()
         self._renewed_at = len(self._accepted)
@@ -261,7 +274,7 @@ class GrammarMatcher:
         self._start_over()
 
     def _start_over(self) -> None:
-        """Begin to match all tokens again."""
+        """Match all tokens again from the start."""
         self.matcher = self.origin.deep_copy()
         self._late = list(self._accepted)
 
@@ -275,7 +288,7 @@ class _DigitRun:
     __slots__ = ("_escaped", "is_in_string", "length", "num_tokens")
 
     def __init__(self) -> None:
-        self.num_tokens = 0  # tokens that were pushed; written by the caller
+        self.num_tokens = 0  # number of pushed tokens; written by the caller
         self.length = 0
         self.is_in_string = False
         self._escaped = False
@@ -283,7 +296,7 @@ class _DigitRun:
     def push(self, data: bytes) -> None:
         for byte in data:
             if self.is_in_string:
-                # A JSON string has no line end; and text before the JSON may have had any number of quotes.
+                # A JSON string has no line end, and text before the JSON may have had any number of quotes.
                 self.is_in_string = byte != _NEWLINE and (byte != _QUOTE or self._escaped)
                 self._escaped = byte == _BACKSLASH and not self._escaped
                 self.length = 0
@@ -294,15 +307,18 @@ class _DigitRun:
 
 
 class MaskBatch:
-    """Fills masks like `GrammarMatcher.fill_masks`, for many at once. Its threads start when first needed."""
+    """Fills masks like `GrammarMatcher.fill_masks`, but many at once. Its threads start when first needed."""
 
     def __init__(self) -> None:
         self._threads: LLExecutor | None = None
-        self._masks = np.empty((0, 0), np.uint32)  # the library writes into it; reused
+        self._masks = np.empty((0, 0), np.uint32)  # buffer that the library writes into; reused
 
     def fill_masks(self, batch: list[Rows]) -> list[int | Exception | None]:
-        """Fill the masks of every matcher; return for each what its `fill_masks` returns or raises, or
-        `MaskPostponedError`. At least one is not postponed."""
+        """Fill the masks of every matcher.
+
+        Return for each matcher the result or the exception of its `fill_masks`, or `MaskPostponedError`. At least one
+        is not postponed.
+        """
         results: list[int | Exception | None] = [None] * len(batch)
         fast, slow = [], []
         for number, (matcher, _, _) in enumerate(batch):
@@ -336,9 +352,11 @@ class MaskBatch:
         *,
         share_cache: bool,
     ) -> float:
-        """Fill the masks of `numbers`, whose grammars are fast; return the processor time that they took beyond what
-        fast ones may take. If there is any, each is measured by itself from then on. `begun_s`: processor time of this
-        process when the step's masks were begun."""
+        """Fill the masks of `numbers`, whose grammars are fast, and return the CPU time beyond the limit of fast masks.
+
+        If it is above 0, each of these grammars is measured separately from then on. `begun_s`: CPU time of this
+        process when the step's masks were begun.
+        """
         clock_s = time.monotonic()
         computed = None if share_cache else _outcome(self._computed, [batch[number] for number in numbers])
         is_late = False
@@ -348,12 +366,12 @@ class MaskBatch:
                 results[number] = MaskPostponedError()
             elif isinstance(computed, list):
                 results[number] = _outcome(matcher.finish_masks, drafts, computed[place], into)
-            else:  # of which matcher the library's error is not known
+            else:  # the library's error does not show which matcher failed
                 results[number] = _outcome(matcher.fill_untimed, drafts, into)
                 seconds = time.monotonic() - clock_s
                 is_late = seconds > STEP_S and time.process_time() - begun_s > STEP_S
         seconds = time.monotonic() - clock_s
-        if seconds >= len(numbers) * FAST_S:  # or it is not worth to ask for the processor time, which takes longer
+        if seconds >= len(numbers) * FAST_S:  # otherwise it is not worth reading the CPU time, which takes longer
             seconds = min(seconds * _num_threads(), time.process_time() - begun_s)
         if seconds < len(numbers) * FAST_S:
             return 0.0
@@ -362,7 +380,7 @@ class MaskBatch:
         return seconds - len(numbers) * FAST_S
 
     def _computed(self, batch: list[Rows]) -> list[np.ndarray]:
-        """Masks of each matcher as the library computes them: uint32 [1 + drafts, num_words]."""
+        """Return the library's masks of each matcher: uint32 [1 + drafts, num_words]."""
         ends = np.cumsum([1 + len(drafts) for _, drafts, _ in batch]).tolist()
         masks = self._room_for(ends[-1], batch[0][0].compiler.num_words)
         plain, drafted = [], []
@@ -389,12 +407,12 @@ class MaskBatch:
 
 
 def _num_threads() -> int:
-    """Number of threads for masks: four fifths of the CPUs, as the library chooses by itself."""
+    """Return the number of threads for masks: four fifths of the CPUs, as the library would choose."""
     return min(32, max(1, len(os.sched_getaffinity(0)) * 4 // 5))
 
 
 def _outcome(fill: Callable[..., Any], *arguments: object) -> Any:
-    """Return what `fill` returns or raises. A panic of the library is the grammar's fault."""
+    """Return the result or the exception of `fill`. A panic of the library is the grammar's fault."""
     try:
         return fill(*arguments)
     except Exception as error:

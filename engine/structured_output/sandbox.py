@@ -2,11 +2,12 @@
 
     python -m oarlock.engine.structured_output.sandbox --tokenizer FILE --parent PID --fd N [--fd N …]
 
-A grammar that crashes, hangs or takes too much memory harms no engine. Each descriptor is a connection: a grammar per
-line as JSON in, a `Trial` per line as JSON out, one after the other, and spaces before it as signs of life. Connections
-are served in parallel, by processes that share the memory of the tokenizer. Each trial is a fork with limits on time,
-memory and stack; a grammar that passes is then compiled by the engine, whose limits are wider. The client starts the
-process again when it was lost or gives no sign of life, and does not know what is done with its answers.
+A grammar that crashes, hangs or takes too much memory cannot harm the engine. Each descriptor is a connection: it
+receives one grammar per line as JSON and sends one `Trial` per line as JSON, one after the other, preceded by spaces as
+signs of life. Connections are served in parallel, by processes that share the memory of the tokenizer. Each trial is a
+fork with limits on time, memory and stack; a grammar that passes is then compiled by the engine, whose limits are
+wider. The client starts the process again if it was lost or gives no sign of life, and does not know how its results
+are used.
 """
 
 import argparse
@@ -36,14 +37,14 @@ logger = logging.getLogger("oarlock.engine")
 
 _MODULE = ("-m", "oarlock.engine.structured_output.sandbox")
 _ATTEMPTS = 2  # the process may have been lost for a reason that has nothing to do with this grammar
-DEADLINE_S = 1.0  # processor time of one trial
-_PATIENCE_S = 10.0  # clock time of one trial, during which other programs may take the processor
-_BEAT_S = 1.0  # between signs of life while a trial runs
-_SILENCE_S = 8.0  # without a sign of life, after which the process is taken for hung and is started again
+DEADLINE_S = 1.0  # CPU time of one trial
+_PATIENCE_S = 10.0  # clock time of one trial, during which other programs may use the CPU
+_BEAT_S = 1.0  # time between signs of life during a trial
+_SILENCE_S = 8.0  # time without a sign of life after which the process counts as hung and is started again
 _START_S = 30.0  # likewise, until it has read the tokenizer
-_MAX_MEMORY_BYTES = 256 << 20  # of address space beyond that of the tokenizer
+_MAX_MEMORY_BYTES = 256 << 20  # address space in addition to the tokenizer's
 _STACK_BYTES = 2 << 20  # a quarter of the stack of the engine's threads
-_NICENESS = 5  # requests that are being answered come first
+_NICENESS = 5  # running requests come first
 
 TOO_LONG = f"it takes longer than {DEADLINE_S:g} s to compile; make it smaller"
 TOO_MUCH = "compiling it takes more memory or nesting than the server allows; make it smaller or flatter"
@@ -54,7 +55,7 @@ class Trial(NamedTuple):
 
     problem: str | None  # None: the grammar compiles in time
     num_bytes: int = 0  # memory of the compiled grammar
-    is_lost: bool = False  # the trial did not run, for no fault of the grammar
+    is_lost: bool = False  # the trial did not run, through no fault of the grammar
 
 
 # -- the process
@@ -104,7 +105,7 @@ def _serve(connection: socket.socket, compiler: Compiler) -> None:
 def _check(compiler: Compiler, grammar: Grammar, beat: Callable[[], None]) -> Trial:
     """Try `grammar`, twice if it took too long or did not run.
 
-    A machine that stands still for a moment counts that as processor time of the process that was running.
+    If a machine is suspended for a moment, that time counts as CPU time of the running process.
     """
     trial = _try(compiler, grammar, beat)
     return _try(compiler, grammar, beat) if trial.problem == TOO_LONG or trial.is_lost else trial
@@ -126,14 +127,14 @@ def _try(compiler: Compiler, grammar: Grammar, beat: Callable[[], None]) -> Tria
         os.kill(child, signal.SIGKILL)  # it has ended, or it is too late
         _, status, used = os.wait4(child, 0)
     if answer is None and used.ru_utime + used.ru_stime < DEADLINE_S / 2:
-        return Trial(None, 0, is_lost=True)  # it was stopped, or others had the processor
+        return Trial(None, 0, is_lost=True)  # it was stopped, or other programs used the CPU
     if answer is None or (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF):
         return Trial(TOO_LONG)
     return Trial(**json.loads(answer)) if answer else Trial(TOO_MUCH)
 
 
 def _read_until(fd: int, deadline: float, beat: Callable[[], None]) -> bytes | None:
-    """Read until the other end is closed; None if that is after `deadline`. Calls `beat` while it waits."""
+    """Read until the other end is closed, or return None after `deadline`. Calls `beat` while it waits."""
     parts: list[bytes] = []
     poll = select.poll()
     poll.register(fd, select.POLLIN)
@@ -169,7 +170,7 @@ def _attempt(compiler: Compiler, grammar: Grammar, write: int) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a library that aborts writes to stderr
         threading.stack_size(_STACK_BYTES)
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
-        signal.setitimer(signal.ITIMER_PROF, DEADLINE_S)  # then this process ends
+        signal.setitimer(signal.ITIMER_PROF, DEADLINE_S)  # afterwards this process is killed
         worker = threading.Thread(target=compile_it)
         worker.start()
         worker.join()
@@ -181,11 +182,11 @@ def _attempt(compiler: Compiler, grammar: Grammar, write: int) -> None:
 
 
 class SandboxLostError(Exception):
-    """The process ended or hung before it had answered, twice."""
+    """The process ended or hung before it had responded, twice."""
 
 
 class CompileSandbox:
-    """Tries grammars in another process. Each of its connections belongs to one thread, which waits for the answer."""
+    """Tries grammars in another process. Each connection belongs to one thread, which waits for the result."""
 
     def __init__(self, tokenizer_file: Path, num_connections: int) -> None:
         self._tokenizer_file = tokenizer_file
@@ -198,7 +199,7 @@ class CompileSandbox:
     def check(self, number: int, grammar: Grammar) -> Trial:
         """Try to compile `grammar`. Raises `SandboxLostError`.
 
-        `number` is that of the calling thread's connection.
+        `number`: the calling thread's connection.
         """
         line = json.dumps(asdict(grammar)).encode() + b"\n"
         for _ in range(_ATTEMPTS):
@@ -215,7 +216,7 @@ class CompileSandbox:
         raise SandboxLostError
 
     def close(self) -> None:
-        """End the process; threads that wait for an answer get `SandboxLostError`."""
+        """End the process; threads that wait for a result get `SandboxLostError`."""
         with self._lock:
             self._is_closed = True
             self._stop()
@@ -259,8 +260,10 @@ class CompileSandbox:
 
 
 def _read_line(connection: socket.socket) -> bytes:
-    """Read one answer; empty when the connection has ended before it. Raises `TimeoutError`, an `OSError`, when there
-    is no sign of life."""
+    """Read one result; empty if the connection has ended before it.
+
+    Raises `TimeoutError`, an `OSError`, if there is no sign of life.
+    """
     parts: list[bytes] = []
     while part := connection.recv(1 << 16):
         connection.settimeout(_SILENCE_S)

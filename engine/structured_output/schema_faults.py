@@ -1,6 +1,6 @@
-"""Says in one sentence which part of a JSON schema cannot be enforced, where it is, and how to do without it.
+"""Errors about the part of a JSON schema that cannot be enforced: one sentence with its path and an alternative.
 
-The library names a keyword, not its place. Knows JSON schemas and the words of the library's errors.
+The library names only the keyword, not its path. Knows JSON schemas and the texts of the library's errors.
 """
 
 import re
@@ -9,7 +9,7 @@ from typing import Any
 
 from oarlock.engine.structured_output.json_schema import TYPES, Schema, schemas
 
-# Keyword -> how to do without it.
+# keyword -> alternative
 _INSTEAD = {
     "uniqueItems": "leave it out and drop repeated items yourself, or list the values as boolean properties",
     "propertyNames": "name the properties in `properties`, or give one expression in `patternProperties`",
@@ -31,7 +31,7 @@ _FORMAT = re.compile(r"Unknown format: (\S+)")
 
 
 def fault_of(schema: Any, error: str) -> str | None:
-    """Return a sentence about the part of `schema` that made the library say `error`; None if it is not known."""
+    """Return a sentence about the part of `schema` that caused the library's `error`, or None if it is not known."""
     for rule in (_wrong_type, _unknown_format, _unsupported_key, _overlap, _look_around):
         fault = rule(schema, error)
         if fault is not None:
@@ -40,7 +40,7 @@ def fault_of(schema: Any, error: str) -> str | None:
 
 
 def _place(schema: Any, has: Callable[[Schema], bool]) -> str | None:
-    """The first part of a schema that `has` is true of, in words."""
+    """Return the path of the first part of a schema for which `has` is true, as text, or None."""
     path = next((path for path, part in schemas(schema) if has(part)), None)
     if path is None:
         return None
@@ -48,7 +48,7 @@ def _place(schema: Any, has: Callable[[Schema], bool]) -> str | None:
 
 
 def _wrong_type(schema: Any, error: str) -> str | None:
-    del error  # the library has several for this
+    del error  # the library has several errors for this
     for path, part in schemas(schema):
         kinds = part.get("type", [])
         for kind in kinds if isinstance(kinds, list) else [kinds]:

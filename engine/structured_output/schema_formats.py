@@ -1,10 +1,10 @@
-"""Tables of JSON schemas' formats and patterns that clients send and llguidance lacks, and their expressions.
+"""Formats and patterns of JSON schemas that clients send and llguidance lacks, with their expressions.
 
-Formats are those of pydantic, zod and OpenAPI. Expressions may allow fewer texts than the format, never others: an
-address is written in one of its spellings.
+The formats are from pydantic, zod and OpenAPI. Expressions may allow fewer texts than the format, never others: for
+example, an address has only one of its spellings.
 """
 
-# Formats that say how a value is shown or stored: they exclude none.
+# Formats that only describe display or storage: they exclude no value.
 NOTES = frozenset(
     (
         *("password", "binary", "byte", "path", "file-path", "directory-path"),
@@ -53,7 +53,7 @@ _DATE = (
     "[12][0-9]{3}-((0[1-9]|1[0-2])-(0[1-9]|1[0-9]|2[0-8])|(0[13-9]|1[0-2])-(29|30)|(0[13578]|1[02])-31)"  # no leap days
 )
 _TIME = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,6})?"
-# Formats of the names of properties, which the library knows as formats of texts only.
+# Formats of property names. The library knows them only as formats of strings.
 NAME_FORMATS = {
     **PATTERNS,
     "uuid": _uuid("[1-8]"),
@@ -63,7 +63,7 @@ NAME_FORMATS = {
     "ipv6": _IPV6,
 }
 
-# Patterns of zod with negative look-ahead -> an expression that matches the same texts, or fewer, without it.
+# Patterns of zod with negative look-ahead -> an expression without it that matches the same texts, or fewer.
 WITHOUT_LOOK_AROUND = {
     r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$": (
         r"^([A-Za-z0-9_'+\-]+\.)*[A-Za-z0-9_'+\-]*[A-Za-z0-9_+\-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"

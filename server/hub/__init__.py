@@ -1,1 +1,1 @@
-"""From a model's name to its files: directories, GGUF, the cache, fetching from the hub. It never reads weights."""
+"""Resolution of model names to files: directories, GGUF, the cache, downloads from the hub. Never reads weights."""

@@ -1,4 +1,4 @@
-"""The models on this machine: in the hub's cache, and the GGUF files of Ollama and llama.cpp; which can be served."""
+"""The models on this machine and whether they can be served: the hub's cache, GGUF files of Ollama and llama.cpp."""
 
 import os
 from collections.abc import Iterator
@@ -19,13 +19,13 @@ _PARTIAL = ".incomplete"
 class CachedModel:
     """One commit of one repository, or one GGUF model."""
 
-    name: str  # the hub id, or as Ollama or the file says
-    commit: str  # empty: of a GGUF model
-    revisions: tuple[str, ...]  # branches and tags that mean this commit
-    size: int  # in bytes; a file that two commits share counts for each
-    architecture: str  # of a model that can be served
+    name: str  # hub id, Ollama's name, or the name of the file
+    commit: str  # empty for a GGUF model
+    revisions: tuple[str, ...]  # branches and tags that refer to this commit
+    size: int  # bytes; a file shared by two commits counts for each
+    architecture: str  # empty if the model cannot be served
     why_not: str  # one sentence; empty: it can be served
-    directory: str  # or the file
+    directory: str  # the snapshot's directory, or the GGUF file
     source: str = "hub"
 
     @property
@@ -34,16 +34,16 @@ class CachedModel:
 
     @property
     def argument(self) -> str:
-        """The MODEL that `serve` is given for it."""
+        """The MODEL argument of `serve` for this model."""
         return self.name if self.source == "ollama" or "main" in self.revisions else self.directory
 
 
 def cached_models(cache: Path, config: EngineConfig) -> Iterator[CachedModel]:
-    """Every model in the hub's cache, by name, and each GGUF file in it by itself.
+    """Yield every model in the hub's cache by name, and each GGUF file in it separately.
 
-    `config`: with which they would be served; its `model_path` does not count.
+    `config`: the configuration with which they would be served; its `model_path` is ignored.
     """
-    if not os.path.isdir(cache):  # or one that this user may not see
+    if not os.path.isdir(cache):  # missing, or hidden from this user
         return
     for folder in sorted(cache.glob(f"{_PREFIX}*")):
         name = hub_name(folder)
@@ -63,7 +63,7 @@ def cached_models(cache: Path, config: EngineConfig) -> Iterator[CachedModel]:
 
 
 def gguf_models() -> Iterator[CachedModel]:
-    """Every GGUF model that Ollama and llama.cpp have fetched, by name."""
+    """Yield every GGUF model that Ollama and llama.cpp have fetched, by name."""
     for name, file in ollama_files():
         yield _gguf(name, file, "ollama")
     for name, file in llama_cpp_files():
@@ -82,7 +82,7 @@ def _gguf(name: str, file: Path, source: str) -> CachedModel:
 
 
 def disk_usage(cache: Path) -> int:
-    """Bytes that the cache's files of models take, each once."""
+    """Return the bytes of all model files in the cache; each file counts once."""
     return sum(
         path.stat().st_size
         for folder in cache.glob(f"{_PREFIX}*")
@@ -93,7 +93,7 @@ def disk_usage(cache: Path) -> int:
 
 
 def _revisions(refs: Path) -> list[tuple[str, str]]:
-    """Branches and tags that were fetched, each as (name, commit)."""
+    """Return the branches and tags that were fetched, each as (name, commit)."""
     found = [path for path in sorted(refs.rglob("*")) if path.is_file()] if refs.is_dir() else []
     return [(os.fspath(path.relative_to(refs)), read_reference(path)) for path in found]
 
@@ -103,7 +103,7 @@ def _size_of_partial(folder: Path) -> int:
 
 
 def _verdict(directory: Path, config: EngineConfig, *, unfinished: bool) -> tuple[str, str]:
-    """Architecture of a cached model, and the reason why it cannot be served; one of the two is empty."""
+    """Return (architecture, "") for a cached model, or ("", reason) if it cannot be served."""
     names = {path.name for path in directory.iterdir() if path.exists()}
     if "config.json" not in names:
         return "", "It has no config.json."

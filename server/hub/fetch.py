@@ -1,7 +1,7 @@
-"""Finds the directory of a hub id: from the hub, or from the cache when offline or when the hub cannot be reached.
+"""Fetching of a model's files from the hub, or from the cache when offline or when the hub cannot be reached.
 
-Small files are fetched and checked first, so a model that cannot be served costs kilobytes. It blocks, and so runs in
-a process of its own (`oarlock.server.launch.fetch_model`).
+Small files are fetched and checked first, so a model that cannot be served costs only kilobytes. The code blocks, so it
+runs in a process of its own (`oarlock.server.launch.fetch_model`).
 """
 
 import errno
@@ -34,12 +34,12 @@ _TOKEN = "set HF_TOKEN to a token of an account that may read it"
 
 
 def is_outage(error: Exception) -> bool:
-    """Whether the hub cannot be reached or fails: what was fetched earlier may be served instead."""
+    """Return whether the hub cannot be reached or fails, so that files fetched earlier may be served instead."""
     return isinstance(error, HTTPError) and (not isinstance(error, HfHubHTTPError) or error.response.status_code >= 500)
 
 
 def explain(error: HTTPError | OSError, model: str, revision: str, cache: Path) -> StartupError:
-    """The error as cause and fix."""
+    """Return the error as cause and fix."""
     page = f"{constants.ENDPOINT}/{model}"
     if isinstance(error, GatedRepoError):
         return StartupError(
@@ -72,7 +72,7 @@ def _unknown(model: str) -> StartupError:
 def _refusal(error: HfHubHTTPError, model: str) -> StartupError:
     status = error.response.status_code
     if status == 401 and "Invalid credentials" not in error.response.headers.get("X-Error-Message", ""):
-        return _unknown(model)  # also the answer for a model that does not exist
+        return _unknown(model)  # the hub gives this response for a model that does not exist, too
     if status == 401:
         return StartupError(f"The hub rejects the token that was sent for {model} (401).", "Renew or unset HF_TOKEN.")
     if status == 403:
@@ -102,7 +102,7 @@ def _disk(error: OSError, cache: Path) -> StartupError:
 
 
 def _network(error: HTTPError, model: str) -> StartupError:
-    """No response at all. A proxy that is set is named, without its password."""
+    """Return the error for no response at all. It names a configured proxy, without its password."""
     proxies, endpoint = urllib.request.getproxies(), urlsplit(constants.ENDPOINT)
     proxy = None
     if not urllib.request.proxy_bypass(endpoint.hostname or ""):
@@ -120,11 +120,11 @@ def _network(error: HTTPError, model: str) -> StartupError:
     )
 
 
-CheckFiles = Callable[[Path], None]  # raises `StartupError` for files beside the weights that cannot be used
+CheckFiles = Callable[[Path], None]  # raises `StartupError` if the files next to the weights cannot be used
 
 
 def fetch(request: HubModel, report: Report, check_small_files: CheckFiles) -> str:
-    """The directory of the model's files. Raises `StartupError`.
+    """Return the directory of the model's files. Raises `StartupError`.
 
     `check_small_files` is called with the directory before any weights are fetched.
     """
@@ -147,14 +147,14 @@ def fetch(request: HubModel, report: Report, check_small_files: CheckFiles) -> s
             raise failure from None
         try:
             directory = _from_cache(request, cache)
-        except StartupError:  # the cache has no complete copy: the outage is the cause
+        except StartupError:  # the cache has no complete copy, so the outage is the cause
             raise failure from None
         sys.stderr.write(f"warning: {failure.cause} What was fetched of it earlier is served.\n")
         return directory
 
 
 def _from_cache(request: HubModel, cache: Path) -> str:
-    """Directory of the model in the cache. Raises `StartupError` where earlier downloads left it incomplete."""
+    """Return the model's directory in the cache. Raises `StartupError` if earlier downloads left it incomplete."""
     fix = "Start once with the network (without --offline and HF_HUB_OFFLINE), or give a directory."
     snapshot = Snapshot.remembered(cache, request.model, request.revision)
     if snapshot is not None and request.tokenizer_only:
@@ -227,7 +227,7 @@ def _small_files(request: HubModel, snapshot: Snapshot, files: list[HubFile], ch
 
 
 def _weights(request: HubModel, snapshot: Snapshot, names: Collection[str]) -> list[str]:
-    """Names of the weight files to load, of one copy where the model holds several copies of the same weights."""
+    """Return the names of the weight files to load: only one copy, if the repository has several."""
     if request.engine.worker.load_format == "dummy":
         return []
     return weight_files(snapshot.directory, names, request.model)

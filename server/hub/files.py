@@ -1,7 +1,7 @@
-"""Downloads files of a model on the hub, each resumed where an earlier download of it stopped.
+"""Downloads of a model's files from the hub. Each continues at the point at which an earlier download stopped.
 
-They are kept in the cache layout of `huggingface_hub`, so files that other programs have fetched are used here, and the
-other way round. It blocks, and so runs in a process of its own (`oarlock.server.launch.fetch_model`).
+The files are kept in the cache layout of `huggingface_hub`, so files fetched by other programs are used here, and vice
+versa. The code blocks, so it runs in a process of its own (`oarlock.server.launch.fetch_model`).
 """
 
 import fcntl
@@ -26,23 +26,23 @@ from oarlock.server.config.options import format_size
 from oarlock.server.hub.local_model import read_reference
 from oarlock.server.hub.transfer import Digest, Report, TransferRate
 
-_SMALL = ("*.json", "*.jinja", "*.txt", "*.model")  # beside the weights; nothing that could run code
-# Of the modules of sentence-transformers, whose folders are numbered: how they work, and the weights of Dense ones.
+_SMALL = ("*.json", "*.jinja", "*.txt", "*.model")  # files next to the weights; none of them can run code
+# Configurations and weights of sentence-transformers' modules, whose folders are numbered.
 _MODULE = re.compile(r"\d+_\w+/(config\.json|model\.safetensors)")
-# Chat templates beside the default one, as transformers saves them.
+# Additional chat templates, as transformers saves them.
 _TEMPLATE = re.compile(r"additional_chat_templates/[\w.-]+\.jinja")
-_AT_ONCE = 4  # connections: one alone seldom fills a fast line
-_TRIES = 5  # without a new byte
+_AT_ONCE = 4  # connections; a single one seldom fills a fast line
+_TRIES = 5  # failures in a row without a new byte
 _RETRY_S = 1.0
 _REPORT_S = 0.5
-_TIMEOUT_S = constants.HF_HUB_DOWNLOAD_TIMEOUT  # without a byte
+_TIMEOUT_S = constants.HF_HUB_DOWNLOAD_TIMEOUT  # longest time without a byte
 _RETRIED = (408, 429, 500, 502, 503, 504)
 _HASH = re.compile(r"[0-9a-f]{40,64}")
 
 
 @dataclass(frozen=True, slots=True)
 class HubFile:
-    """One file as the hub lists it. `etag` names its content: the SHA-256 of a large file, else git's hash."""
+    """One file as listed by the hub. `etag` names its content: the SHA-256 of a large file, else git's hash."""
 
     name: str
     size: int
@@ -80,11 +80,11 @@ class Snapshot:
         try:
             temporary.symlink_to(target)
             temporary.replace(pointer)
-        except OSError:  # a file system without links: the content itself gets the name
+        except OSError:  # the file system has no links, so the content itself gets the name
             self.blob(file).replace(pointer)
 
     def remember(self, revision: str) -> None:
-        """Record that `revision` means this commit, for starts without a network."""
+        """Record that `revision` refers to this commit, for starts without a network."""
         if revision == self.commit:
             return
         path = self.folder / "refs" / revision
@@ -95,7 +95,7 @@ class Snapshot:
 
     @staticmethod
     def remembered(cache: Path, model: str, revision: str) -> "Snapshot | None":
-        """The snapshot that an earlier download of `revision` left, if any."""
+        """Return the snapshot that an earlier download of `revision` left, if any."""
         commit = revision
         if not _HASH.fullmatch(revision):
             path = Snapshot(cache, model, "").folder / "refs" / revision
@@ -107,7 +107,7 @@ class Snapshot:
 
 
 def look_up(model: str, revision: str) -> tuple[str, list[HubFile]]:
-    """Return the commit that `revision` means on the hub, and the files of its top folder, of modules and of templates.
+    """Return the commit of `revision` on the hub, and the files of its top folder, of modules and of templates.
 
     Raises the library's errors.
     """
@@ -128,18 +128,18 @@ def look_up(model: str, revision: str) -> tuple[str, list[HubFile]]:
 
 
 def is_small(file: HubFile) -> bool:
-    """Whether it is one of the files that every checkpoint has beside its weights."""
+    """Return whether it is a small file, such as every checkpoint has next to its weights."""
     is_foreign_index = file.name.endswith(".bin.index.json")
     return not is_foreign_index and any(fnmatch.fnmatchcase(file.name, pattern) for pattern in _SMALL)
 
 
 def is_of_module(file: HubFile) -> bool:
-    """Whether it is in the folder of a module of sentence-transformers."""
+    """Return whether it is in the folder of a sentence-transformers module."""
     return _MODULE.fullmatch(file.name) is not None
 
 
 def check_room(model: str, snapshot: Snapshot, files: Sequence[HubFile]) -> None:
-    """Raises `StartupError` when the disk has no room for what is still missing of `files`."""
+    """Raise `StartupError` if the disk has no room for the missing bytes of `files`."""
     snapshot.folder.mkdir(parents=True, exist_ok=True)
     needed = sum(snapshot.missing_bytes(file) for file in files)
     free = shutil.disk_usage(snapshot.folder).free
@@ -154,18 +154,18 @@ def check_room(model: str, snapshot: Snapshot, files: Sequence[HubFile]) -> None
 
 
 class Download:
-    """Fetches files of one snapshot, and reports progress."""
+    """A download of files of one snapshot, which reports its progress."""
 
     def __init__(self, model: str, snapshot: Snapshot, report: Report) -> None:
         self._model = model
         self._snapshot = snapshot
         self._report = report
-        self._digests: dict[str, Digest] = {}  # of files that are being received, by name
-        self._num_waiting = 0  # files that another process holds
-        self._stopped = threading.Event()  # one file has failed, the others need not go on
+        self._digests: dict[str, Digest] = {}  # digests of files that are being received, by name
+        self._num_waiting = 0  # files that another process is fetching
+        self._stopped = threading.Event()  # set when one file has failed, so the others can stop
 
     def fetch(self, files: Sequence[HubFile]) -> None:
-        """All of `files`, a few at a time. What arrived of a file stays when another fails."""
+        """Fetch all `files`, a few at a time. Received bytes of a file are kept if another file fails."""
         rate = TransferRate(sum(file.size for file in files))
         pool = ThreadPoolExecutor(_AT_ONCE, "download")
         largest_first = sorted(files, key=lambda file: -file.size)
@@ -181,7 +181,7 @@ class Download:
             self._stopped.set()
             raise
         finally:
-            pool.shutdown(wait=False, cancel_futures=True)  # after a failure, do not wait for a lock
+            pool.shutdown(wait=False, cancel_futures=True)  # does not wait for a lock after a failure
 
     def _fetch_one(self, file: HubFile, rate: TransferRate) -> None:
         snapshot = self._snapshot
@@ -200,7 +200,7 @@ class Download:
         snapshot.link(file)
 
     def _lock(self, out: BufferedWriter) -> None:
-        """Wait while another process fetches the same file; its file is used then."""
+        """Wait while another process fetches the same file, which is then used here."""
         try:
             fcntl.flock(out, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -209,7 +209,7 @@ class Download:
             self._num_waiting -= 1
 
     def _complete(self, file: HubFile, out: BufferedWriter, rate: TransferRate) -> None:
-        """Receive the rest of the file, behind what an earlier attempt left of it."""
+        """Receive the rest of the file, after the bytes that an earlier attempt left."""
         have = out.seek(0, os.SEEK_END)
         if have > file.size:
             have = out.truncate(0)
@@ -235,14 +235,14 @@ class Download:
             )
 
     def _receive(self, url: str, file: HubFile, have: int, out: BufferedWriter, rate: TransferRate) -> HTTPError | None:
-        """Write one response of the hub to `out`. Returns what interrupted it, if another request may help."""
+        """Write one response of the hub to `out`. Return the error that interrupted it, if another request may help."""
         headers = build_hf_headers() | {"Accept-Encoding": "identity"}
         if have:
             headers["Range"] = f"bytes={have}-"
         try:
             with get_session().stream("GET", url, headers=headers, timeout=_TIMEOUT_S) as response:
                 hf_raise_for_status(response)
-                if have and response.status_code != 206:  # the server ignores ranges: from the beginning
+                if have and response.status_code != 206:  # the server ignores ranges, so start from the beginning
                     out.truncate(0)
                     rate.add(-have, is_new=False)
                     have = 0
@@ -263,6 +263,6 @@ class Download:
         return None if have == file.size else HTTPError(f"the answer ended after {have} of {file.size} bytes")
 
     def _digest_of(self, file: HubFile, path: str, size: int) -> Digest:
-        """Digest of the `size` bytes that an earlier attempt left."""
+        """Return the digest of the `size` bytes that an earlier attempt left."""
         with open(path, "rb") as begun:
             return Digest(file.etag, file.size).read(begun, size)

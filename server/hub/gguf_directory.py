@@ -1,12 +1,12 @@
-"""A GGUF model as a directory in the Hugging Face layout: everything but the weights, which stay where they are.
+"""A GGUF model as a directory in the Hugging Face layout: everything except the weights, which stay in their files.
 
-The server, the engine and the ranks read such a directory as they read any other; it holds links to the model's files.
-It is made once for each file, in the user's cache.
+The server, the engine and the ranks read such a directory like any other; it has links to the model's files. It is made
+once for each file, in the user's cache.
 
 `tokenizer.json` is made from the model's vocabulary: byte-level BPE (`gpt2`), or SentencePiece's BPE with a score for
-each token and bytes for what is in no token (`llama`). Others are refused by name. Byte-level tokenizers cut a text
-into words by patterns, which GGUF files name: they are those of the original tokenizers, as llama.cpp's
-src/llama-vocab.cpp quotes them; where it has only its own form, that one.
+each token and byte fallback (`llama`). Other kinds are refused by name. Byte-level tokenizers split text into words by
+patterns, which GGUF files only name. The patterns here are the original tokenizers' patterns as quoted in llama.cpp's
+src/llama-vocab.cpp, or llama.cpp's own version if it quotes no original.
 """
 
 import hashlib
@@ -44,14 +44,14 @@ _DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-�
 class PreTokenizer:
     """One kind of byte-level tokenizer."""
 
-    patterns: tuple[str, ...] = ()  # each cuts what the one before left; none: GPT-2's
-    digits: bool = False  # each digit is a word, before the patterns
-    normal_form: str | None = None  # of Unicode, to which a text is brought first
+    patterns: tuple[str, ...] = ()  # each splits the pieces left by the one before; empty: GPT-2's pattern
+    digits: bool = False  # each digit becomes a word, before the patterns apply
+    normal_form: str | None = None  # Unicode normalization form applied to the text first
     ignores_merges: bool = False  # a word that is a token needs no merges
-    adds_bos: bool = False  # where the file does not say it
+    adds_bos: bool = False  # default if the file does not specify it
 
     def steps(self) -> dict[str, Any]:
-        """The `pre_tokenizer` of a `tokenizer.json`."""
+        """Return the `pre_tokenizer` of a `tokenizer.json`."""
         steps: list[dict[str, Any]] = [{"type": "Digits", "individual_digits": True}] if self.digits else []
         steps += [
             {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
@@ -66,7 +66,7 @@ _SMOLLM = PreTokenizer(digits=True)
 _LIKE_LLAMA3 = PreTokenizer((_LLAMA3,))
 _LIKE_QWEN2 = PreTokenizer((_QWEN2,))
 _BY_KIND = {
-    # What llama.cpp does where a converter did not know the tokenizer.
+    # llama.cpp's default for tokenizers that its converter did not know.
     PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2_WORDS, r"\p{N}+", "[0-9][0-9][0-9]")): "default",
     replace(_LIKE_LLAMA3, ignores_merges=True, adds_bos=True): "llama-bpe llama3 llama-v3 falcon3 pixtral midm-2.0",
     _LIKE_LLAMA3: "dbrx smaug-bpe",
@@ -83,29 +83,29 @@ _BY_KIND = {
 PRE_TOKENIZERS = {name: kind for kind, names in _BY_KIND.items() for name in names.split()}
 
 
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5  # the types of tokens
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5  # token types
 _SPACE = "▁"
-_MOST_MERGE_WORK = 1 << 26  # sum of the squares of tokens' lengths; Gemma's is 11 million
-# Of Phi-3's special tokens, those that do not take the white space behind them. The file does not say it.
+_MOST_MERGE_WORK = 1 << 26  # sum of the squared token lengths; Gemma's is 11 million
+# Phi-3's special tokens that do not strip the white space after them. GGUF does not record this.
 _PHI3_PLAIN = ("<unk>", "<s>", "<|endoftext|>")
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """The tokens of a model, and the special ones among them."""
+    """The tokens of a model, and which of them are special."""
 
     tokens: Sequence[str]
     types: Sequence[int]
-    special: Mapping[str, int]  # "bos", "eos" and others that the file names -> id
+    special: Mapping[str, int]  # "bos", "eos" and other kinds named in the file -> id
     adds_bos: bool
     adds_eos: bool
 
     def name(self, kind: str) -> str | None:
-        """The token of this kind, as written."""
+        """Return the token of this kind as written, or None."""
         return self.tokens[self.special[kind]] if kind in self.special else None
 
     def ids(self) -> dict[str, int]:
-        """Token -> id, without those that nothing is ever written as."""
+        """Return token -> id without unused tokens; the first id of equal tokens."""
         found: dict[str, int] = {}
         for index, (token, kind) in enumerate(zip(self.tokens, self.types, strict=True)):
             if kind != _UNUSED:
@@ -114,7 +114,7 @@ class Vocabulary:
 
 
 def read_vocabulary(settings: Settings) -> Vocabulary:
-    """Read the vocabulary. Raises `StartupError` for a kind of tokenizer that is not served, and for a damaged one."""
+    """Read the vocabulary. Raises `StartupError` for an unsupported kind of tokenizer, and for a damaged vocabulary."""
     tokens = settings.texts("tokenizer.ggml.tokens")
     types = array("i", [_NORMAL] * len(tokens))
     if settings.has("tokenizer.ggml.token_type"):
@@ -140,7 +140,7 @@ def read_vocabulary(settings: Settings) -> Vocabulary:
 
 
 def tokenizer_json(settings: Settings, vocabulary: Vocabulary) -> dict[str, Any]:
-    """The object that `tokenizer.json` holds."""
+    """Return the content of `tokenizer.json`."""
     parts = _sentencepiece if _kind(settings) == "llama" else _byte_level
     strips = settings.architecture == "phi3" and _kind(settings) == "llama"
     return {
@@ -175,7 +175,7 @@ def _pre_tokenizer(settings: Settings) -> PreTokenizer:
 def _byte_level(settings: Settings, vocabulary: Vocabulary) -> dict[str, Any]:
     kind, ids = _pre_tokenizer(settings), vocabulary.ids()
     pairs = [merge.partition(" ")[::2] for merge in settings.texts("tokenizer.ggml.merges")]
-    # A merge to what is no token gives none; the library would refuse it.
+    # Merges with parts or results that are not tokens are dropped: the library would refuse them.
     merges = [[left, right] for left, right in pairs if left in ids and right in ids and left + right in ids]
     return {
         "normalizer": {"type": kind.normal_form} if kind.normal_form else None,
@@ -231,8 +231,10 @@ def _sentencepiece(settings: Settings, vocabulary: Vocabulary) -> dict[str, Any]
 
 
 def merges_of_scores(vocabulary: Vocabulary, scores: Sequence[float]) -> list[list[str]]:
-    """Return every pair of tokens that makes a third, in the order of its score, as transformers' converter finds them
-    in a SentencePiece model (`generate_merges` in convert_slow_tokenizer.py)."""
+    """Return every pair of tokens that makes a third token, ordered by the third token's score, best first.
+
+    This matches transformers' conversion of a SentencePiece model (`generate_merges` in convert_slow_tokenizer.py).
+    """
     kinds = enumerate(zip(vocabulary.tokens, vocabulary.types, strict=True))
     normal = {token: index for index, (token, kind) in kinds if kind == _NORMAL}
     merges = []
@@ -246,7 +248,7 @@ def merges_of_scores(vocabulary: Vocabulary, scores: Sequence[float]) -> list[li
 
 
 def _added_tokens(vocabulary: Vocabulary, strips: bool) -> list[dict[str, Any]]:
-    """The tokens that are found in a text before anything else is."""
+    """Return the tokens that are searched in a text before all other processing."""
     ids = vocabulary.ids()
     return [
         {
@@ -264,7 +266,7 @@ def _added_tokens(vocabulary: Vocabulary, strips: bool) -> list[dict[str, Any]]:
 
 
 def _template(vocabulary: Vocabulary) -> dict[str, Any] | None:
-    """Post-processor that puts the special tokens around a text; None if the model adds none."""
+    """Return the post-processor that adds the special tokens around a text, or None if the model adds none."""
     before = [vocabulary.name("bos")] if vocabulary.adds_bos else []
     behind = [vocabulary.name("eos")] if vocabulary.adds_eos else []
     if not before and not behind:
@@ -283,23 +285,23 @@ def _template(vocabulary: Vocabulary) -> dict[str, Any] | None:
     return {"type": "TemplateProcessing", "single": around("A"), "pair": around("A", "B"), "special_tokens": special}
 
 
-_FORM = 1  # of what is written; a new number makes it be written anew
-# Tokens that end an answer, by the names that published models give them. Files name only one or two of a model's.
+_FORM = 1  # version of the written files; a new number makes every model be written again
+# Tokens that end a response, by their names in published models. A file names only one or two of its model's.
 _END_NAMES = frozenset(
     {
         *("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>", "<|endoftext|>", "<|end|>", "<|return|>"),
         *("<end_of_turn>", "<|end_of_turn|>", "<EOT>", "<｜end▁of▁sentence｜>"),  # noqa: RUF001
     }
 )
-_CONTROL = 3  # the type of special tokens
+_CONTROL = 3  # token type of special tokens
 _SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
 
 
 def gguf_model(path: Path) -> Path | None:
-    """The GGUF file that the MODEL argument `path` means: itself, or the only model in a directory without others.
+    """Return the GGUF file of the MODEL argument `path`: the path itself, or the only model in a directory.
 
-    Ollama gives files no name that tells what they are; their first bytes do. Raises `StartupError` where a directory
-    holds several.
+    None if `path` is not a GGUF model, such as a directory with safetensors. Ollama's files have no extension, but are
+    recognized by their first bytes. Raises `StartupError` if a directory holds several models.
     """
     if not path.is_dir():
         return path if path.suffix == ".gguf" or begins_as_gguf(path) else None
@@ -317,7 +319,7 @@ def gguf_model(path: Path) -> Path | None:
 
 
 def described(path: Path) -> Path:
-    """The directory for the GGUF model `path`, any of its parts. Raises `StartupError`."""
+    """Return the directory for the GGUF model `path`, which may be any of its parts. Raises `StartupError`."""
     paths = tuple(part.absolute() for part in parts_of(path))
     directory = _cache() / _key(paths)
     if directory.is_dir():
@@ -352,7 +354,7 @@ def _cache() -> Path:
 
 
 def _write(directory: Path, files: dict[str, dict[str, Any]], links: tuple[Path, ...]) -> None:
-    """Write the directory whole or not at all: other servers may start with the same model at the same time."""
+    """Write the directory completely or not at all: other servers may start with the same model at the same time."""
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         unfinished = Path(tempfile.mkdtemp(prefix=".", dir=directory.parent))
@@ -364,7 +366,7 @@ def _write(directory: Path, files: dict[str, dict[str, Any]], links: tuple[Path,
             unfinished.rename(directory)
         except OSError:
             shutil.rmtree(unfinished)
-            if not directory.is_dir():  # else another start was faster
+            if not directory.is_dir():  # otherwise another start was faster
                 raise
     except OSError as error:
         raise StartupError(

@@ -1,7 +1,7 @@
-"""Finds the model that a name means on this machine, and refuses a name that means none.
+"""Lookup of a model name on this machine, and refusal of a name without a meaning.
 
 A name is a path, a GGUF model that `oarlock models` lists (of Ollama, llama.cpp or the hub's cache), or a hub id, which
-is not looked up here. Light to import: a command refuses a wrong name before it starts anything.
+is not looked up here. Light to import, so a command can refuse a wrong name before it starts anything.
 """
 
 import difflib
@@ -23,13 +23,13 @@ _MAX_REFERENCE_BYTES = 4096
 _OLLAMA_HUB = "registry.ollama.ai"
 _LATER_PART = re.compile(r".*-(?!00001)\d{5}-of-\d{5}\.gguf")
 _HUB_PREFIX, _HUB_SEPARATOR = "models--", "--"
-_LONGEST_PART = 255  # bytes of a file's name, on all usual file systems
+_LONGEST_PART = 255  # bytes of a file name, on all usual file systems
 _EXAMPLE = "hub ids look like Qwen/Qwen2.5-0.5B-Instruct"
 _LIST = "`oarlock models` lists the models on this machine"
 
 
 def find_local(name: str, download_dir: str | None = None, what: str = "MODEL") -> Path | None:
-    """Return the path of the model that `name` means, or None if `name` is a hub id.
+    """Return the path of the model `name`, or None if `name` is a hub id.
 
     `download_dir`: the hub's cache, if it is not the usual one. `what`: the option that has the name, for errors.
     Raises `StartupError` if there is no such path or listed model, and the name cannot be a hub id.
@@ -53,7 +53,7 @@ def check_local(path: Path, what: str = "MODEL") -> None:
             return
         fix = "Give a GGUF file, or the directory of a checkpoint, not one of its files."
         raise StartupError(f"{what} {path} is a file, but not a GGUF file.", fix)
-    if os.path.lexists(path / "config.json"):  # a link to nothing is reported by the code that reads it
+    if os.path.lexists(path / "config.json"):  # a broken link is reported by the code that reads it
         return
     if any(path.glob("*.gguf")) and not any(path.glob("*.safetensors")):
         return
@@ -83,12 +83,12 @@ def check_revision(settings: Settings) -> None:
 
 
 def near_path(name: str) -> str | None:
-    """Return the path on this machine whose last part is most like that of `name`, which does not exist."""
+    """Return the existing path whose last part is most similar to the last part of `name`, or None."""
     return max(_near_paths(name), default=(0.0, None))[1]
 
 
 def _near_paths(name: str) -> list[tuple[float, str]]:
-    """Return (similarity, path) of what is in the directory that `name` names and is similar to its last part."""
+    """Return (similarity, path) of the entries in the directory of `name` that have names similar to its last part."""
     path = expand(name)
     names = [found.name for found in _entries(path.parent) if found.is_dir() or found.suffix == ".gguf"]
     return [(similarity, str(Path(name).parent / near)) for similarity, near in _similar(path.name, names)]
@@ -100,7 +100,7 @@ def _similar(name: str, names: Sequence[str]) -> list[tuple[float, str]]:
 
 
 def begins_as_gguf(path: Path) -> bool:
-    """Return whether the first bytes of a file are those of GGUF: Ollama gives files no ending."""
+    """Return whether a file begins with GGUF's magic bytes, since Ollama's files have no extension."""
     try:
         with path.open("rb") as file:
             return file.read(4) == b"GGUF"
@@ -114,7 +114,7 @@ def listed_files(download_dir: str | None = None) -> Iterator[tuple[str, Path]]:
     yield from llama_cpp_files()
     try:
         cache = hub_cache(download_dir)
-    except StartupError:  # this user has none, so no model is in it
+    except StartupError:  # this user has no cache, so no model is in it
         return
     for folder in sorted(cache.glob(f"{_HUB_PREFIX}*")) if os.path.isdir(cache) else ():
         repository = hub_name(folder)
@@ -138,7 +138,7 @@ def ollama_files() -> Iterator[tuple[str, Path]]:
     root, own = os.environ.get("OLLAMA_MODELS"), home()
     homes = [Path("/usr/share/ollama")] if own is None else [own, Path("/usr/share/ollama")]
     roots = [expand(root)] if root else [folder / ".ollama/models" for folder in homes]
-    for models in filter(os.path.isdir, roots):  # without those that this user may not see
+    for models in filter(os.path.isdir, roots):  # skips folders that this user may not see
         for manifest in sorted(models.glob("manifests/*/*/*/*")):
             if (file := _ollama_file(manifest, models / "blobs")) is not None:
                 host, namespace, name, tag = manifest.relative_to(models / "manifests").parts
@@ -178,16 +178,16 @@ def _beginning(path: Path, most: int) -> bytes:
 
 
 def _first_files(folder: Path) -> list[Path]:
-    """Return the first file of each GGUF model below `folder`, without the projectors that come with some."""
-    if not os.path.isdir(folder):  # or one that this user may not see
+    """Return the first file of each GGUF model below `folder`, without the projectors that belong to some models."""
+    if not os.path.isdir(folder):  # missing, or hidden from this user
         return []
     found = (path for path in sorted(folder.rglob("*.gguf")) if not path.name.startswith("mmproj"))
-    # Of a model in several files the first one counts; a part without it is listed, and the verdict names the parts.
+    # The first of several files represents a model. A later part without it is listed, and the verdict names the parts.
     return [path for path in found if not (_LATER_PART.fullmatch(path.name) and _first_of(path).exists())]
 
 
 def _first_of(part: Path) -> Path:
-    """Return the path of the first file of the GGUF model of which `part` is another one."""
+    """Return the path of the first file of the GGUF model to which `part` belongs."""
     return part.with_name(re.sub(r"-\d{5}(?=-of-\d{5}\.gguf$)", "-00001", part.name))
 
 

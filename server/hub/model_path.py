@@ -1,7 +1,7 @@
-"""Resolves the MODEL argument to a directory on this machine, and reads the small files of a checkpoint in it.
+"""Resolution of the MODEL argument to a directory on this machine, and reading of a checkpoint's small files.
 
-The argument is the demo model, a directory, a GGUF file or a hub id. Models of the hub are fetched by a process of
-their own, `oarlock.server.launch.fetch_model`, as threads cannot be cancelled; its messages are lines of JSON.
+The argument is the demo model, a directory, a GGUF file or a hub id. Hub models are fetched by a separate process,
+`oarlock.server.launch.fetch_model`, because threads cannot be cancelled. Its messages are lines of JSON.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from oarlock.server.hub.gguf_directory import described, gguf_model
 from oarlock.server.hub.local_model import check_local, check_revision, find_local, near_path
 
 DEMO_NAME = "oarlock-demo"
-_PART = re.compile(r"-\d{5}-of-\d{5}(?=\.gguf$)")  # of the name of one of several GGUF files
+_PART = re.compile(r"-\d{5}-of-\d{5}(?=\.gguf$)")  # part number in the names of a model in several GGUF files
 _REVISION = re.compile(r"\w[\w./-]*")
 
 
 def display_name(model: str | None) -> str:
-    """The model's name for clients when `--served-model-name` gives none."""
+    """Return the model's name for clients, used if `--served-model-name` gives none."""
     if model is None:
         return DEMO_NAME
     if model.endswith(".gguf"):
@@ -41,14 +41,14 @@ def display_name(model: str | None) -> str:
 
 
 def served_names(settings: Settings) -> tuple[str, ...]:
-    """The names that requests may use; the first is the one reported."""
+    """Return the names that requests may use; the first is the reported name."""
     return settings.served_model_name or (display_name(settings.model),)
 
 
 async def resolve(settings: Settings, on_progress: OnDetailedProgress, tokenizer: str | None = None) -> str:
-    """The directory of the checkpoint. Raises `StartupError`. When cancelled, a download stops and can be resumed.
+    """Return the directory of the checkpoint. Raises `StartupError`. If cancelled, a download stops and can be resumed.
 
-    `tokenizer`: the directory of the one that is used, if it is not the checkpoint's own.
+    `tokenizer`: the directory of the tokenizer, if it is not the checkpoint's own.
     """
     model = settings.model
     if model is None:
@@ -69,7 +69,7 @@ async def resolve(settings: Settings, on_progress: OnDetailedProgress, tokenizer
 
 
 async def pull(settings: Settings, on_progress: OnDetailedProgress) -> str:
-    """The directory of a model of the hub, fetched and checked whole. Raises `StartupError`."""
+    """Fetch a model from the hub completely, check it, and return its directory. Raises `StartupError`."""
     model = settings.model or ""
     if not model or find_local(model, settings.download_dir) is not None:
         raise StartupError(
@@ -88,7 +88,7 @@ def _checked_revision(settings: Settings) -> str:
 
 
 async def resolve_tokenizer(settings: Settings, on_progress: OnDetailedProgress) -> str | None:
-    """The directory of the tokenizer that `--tokenizer` names; None: the model's own. Raises `StartupError`."""
+    """Return the directory of the tokenizer in `--tokenizer`, or None for the model's own. Raises `StartupError`."""
     name = settings.tokenizer
     if name is None:
         return None
@@ -125,7 +125,7 @@ def _checked(path: Path) -> str:
 
 
 def _demo() -> Path:
-    """The model that ships with Oarlock: beside the packages in a checkout, under `share` in an installation."""
+    """Return the model shipped with Oarlock: next to the packages in a checkout, under `share` in an installation."""
     candidates = [
         Path(__file__).resolve().parents[2] / "models" / DEMO_NAME,
         Path(sys.prefix) / "share" / "oarlock" / "models" / DEMO_NAME,
@@ -139,12 +139,12 @@ def _demo() -> Path:
     )
 
 
-# A tokenizer without tokenizer.json is made from one of these.
+# Files from which a tokenizer without tokenizer.json can be made.
 VOCABULARY_FILES = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in this file; an empty one if there is no such file. Raises `StartupError`."""
+    """Return the object in this file, or an empty object if there is no such file. Raises `StartupError`."""
     return read_table(path) if is_there(path) else {}
 
 
@@ -153,18 +153,18 @@ OnDetailedProgress = Callable[[str, float, str], object]  # phase, fraction, det
 
 @dataclass(frozen=True, slots=True)
 class HubModel:
-    """The model to fetch, and the configuration it is checked against before its weights are fetched."""
+    """The model to fetch, and the configuration to check it against before its weights are fetched."""
 
     model: str
     revision: str
     download_dir: str | None  # None: the cache of `huggingface_hub`
     offline: bool
     engine: EngineConfig  # its `model_path` is still unknown
-    tokenizer: str | None = None  # directory of the tokenizer that is used; None: the model's own
-    chat_template: str | None = None  # file of the one that is used; None: that of the tokenizer
-    check_digests: bool = False  # of what is here already, too; what is damaged is fetched again
-    runner: str = "auto"  # what it is to be served for
-    tokenizer_only: bool = False  # the small files of the model are all that is wanted
+    tokenizer: str | None = None  # directory of the tokenizer in use; None: the model's own
+    chat_template: str | None = None  # file of the chat template in use; None: the tokenizer's
+    check_digests: bool = False  # check the files that are already here, and fetch damaged files again
+    runner: str = "auto"  # the `--runner` with which it will be served
+    tokenizer_only: bool = False  # fetch only the small files of the model
 
     def to_json(self) -> str:
         plain = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "engine"}
@@ -177,8 +177,8 @@ class HubModel:
 
 
 async def download(request: HubModel, on_progress: OnDetailedProgress) -> str:
-    """The directory of the model. Raises `StartupError`. Cancelling ends the process and keeps partial files."""
-    ours, theirs = socket.socketpair()  # end-of-file on it ends the process, however this one ends
+    """Return the model's directory. Raises `StartupError`. If cancelled, ends the process and keeps partial files."""
+    ours, theirs = socket.socketpair()  # closing our end makes the process end, even if this process is killed
     with theirs:
         process = start_python(
             ["-m", "oarlock.server.launch.fetch_model", "--fd", str(theirs.fileno())],

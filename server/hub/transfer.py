@@ -1,4 +1,4 @@
-"""Transfer of files from the hub: progress, speed and remaining time, and digests of what arrived.
+"""Transfer of files from the hub: progress, speed, remaining time, and digests of received files.
 
 The cache names files by the digests of their contents: SHA-256, or git's hash of a blob.
 """
@@ -14,18 +14,18 @@ from typing import BinaryIO
 
 from oarlock.server.config.options import format_size
 
-_WINDOW_S = 10.0  # the speed is measured over this time
+_WINDOW_S = 10.0  # time over which the speed is measured
 
 
 class TransferRate:
-    """Bytes counted by several threads, out of `total`."""
+    """Progress of a transfer of `total` bytes, counted by several threads."""
 
     def __init__(self, total: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._total = total
         self._clock = clock
         self._lock = threading.Lock()
         self._here = 0
-        self._received = 0  # since the start; what was here before took no time
+        self._received = 0  # bytes since the start, without bytes that were already here
         self._samples: deque[tuple[float, int]] = deque([(clock(), 0)])
 
     def add(self, count: int, *, is_new: bool = True) -> None:
@@ -38,7 +38,7 @@ class TransferRate:
         return min(1.0, self._here / self._total) if self._total else 1.0
 
     def describe(self) -> str:
-        """Progress as text: `1.2 GiB of 4.9 GiB, 35.1 MiB/s, 1 min 48 s left`, with the speed of the last seconds."""
+        """Return the progress as text: `1.2 GiB of 4.9 GiB, 35.1 MiB/s, 1 min 48 s left`, with the latest speed."""
         now, received = self._clock(), self._received
         while len(self._samples) > 1 and now - self._samples[1][0] >= _WINDOW_S:
             self._samples.popleft()
@@ -53,7 +53,7 @@ class TransferRate:
 
 
 def in_words(seconds: float) -> str:
-    """Duration as text: `45 s`, `1 min 48 s`, `2 h 05 min`."""
+    """Return a duration as text: `45 s`, `1 min 48 s`, `2 h 05 min`."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"
@@ -70,10 +70,10 @@ _AT_ONCE = 4 << 20
 
 
 class Digest:
-    """The digest of one content, as its bytes come."""
+    """The digest of one file, updated as its bytes arrive."""
 
     def __init__(self, name: str, size: int) -> None:
-        """`name`: the digest that it should have. `size`: of the whole content in bytes, part of git's hash."""
+        """`name`: the expected digest. `size`: of the whole file in bytes, part of git's hash."""
         self._name = name
         self._hash = hashlib.sha256() if _SHA256.fullmatch(name) else hashlib.sha1(b"blob %d\0" % size)
 
@@ -81,7 +81,7 @@ class Digest:
         self._hash.update(data)
 
     def read(self, file: BinaryIO, size: int, on_bytes: Callable[[int], None] = lambda count: None) -> "Digest":
-        """Take in the next `size` bytes of a file, or as many as there are."""
+        """Add the next `size` bytes of a file, or all that are left."""
         while size and (data := file.read(min(size, _AT_ONCE))):
             self._hash.update(data)
             size -= len(data)
@@ -94,9 +94,9 @@ class Digest:
 
 
 def damaged(directory: Path, report: Report) -> list[Path]:
-    """The files of a snapshot whose contents are not those that their names in the cache say.
+    """Return the files of a snapshot whose digests differ from their names in the cache.
 
-    On a file system without links the names are not kept, and nothing can be said.
+    On a file system without links these names are lost, so nothing can be checked.
     """
     named = [(path, path.resolve()) for path in sorted(directory.rglob("*")) if path.is_symlink() and path.exists()]
     checked = [(path, blob) for path, blob in named if _SHA256.fullmatch(blob.name) or _GIT.fullmatch(blob.name)]
@@ -116,7 +116,7 @@ def damaged(directory: Path, report: Report) -> list[Path]:
 
 
 def remove(files: Sequence[Path]) -> None:
-    """Remove links with their contents, so that they are fetched again."""
+    """Remove links together with their contents, so that they are fetched again."""
     for path in files:
         path.resolve().unlink(missing_ok=True)
         path.unlink()
