@@ -1,1 +1,1 @@
-"""The engine: schedules requests as token ids and KV blocks. Knows no text, HTTP or tensors."""
+"""The engine: schedules requests as token ids and KV blocks. Does not know text, HTTP or tensors."""

@@ -1,6 +1,6 @@
-"""The asyncio client of the engine: starts its process, and gives an iterator of events per request.
+"""The asyncio client of the engine: starts its process, and provides an iterator of events per request.
 
-Knows asyncio and frames. Does not know HTTP, text, or what happens inside the engine.
+Knows asyncio and frames. Does not know HTTP, text, or the inside of the engine.
 """
 
 import asyncio
@@ -43,17 +43,17 @@ T = TypeVar("T")
 _READ_BYTES = 1 << 18
 _STATS_TIMEOUT_S = 1.0  # a step in flight may take longer; then the last snapshot is used
 _HISTORY_TIMEOUT_S = 5.0
-_REAP_S = 8.0  # more than the engine allows its own clean-up
+_REAP_S = 8.0  # longer than the engine's own limit for its clean-up
 _POLL_S = 0.01
 _WATCH_S = 0.25
-_COMPILING_S = 0.5  # between two looks at how far the kernels are compiled
-_SILENCE_MARGIN_S = 1.5  # time for the engine to report a hung rank by itself: its report says more
+_COMPILING_S = 0.5  # interval of the checks of the kernels' compilation
+_SILENCE_MARGIN_S = 1.5  # time for the engine to report a hung rank itself: its report has more details
 
 
 class EngineClient:
     """One running engine, made by `start`. All methods belong to one event loop.
 
-    The kernel ends the engine together with the thread that started it, so start it from one that stays alive.
+    The kernel ends the engine together with the thread that started it, so start it from a thread that stays alive.
     """
 
     def __init__(
@@ -67,9 +67,9 @@ class EngineClient:
         record_path: str | None,
     ) -> None:
         self.info = info
-        self.number = 0  # among the replicas of the model, where there are several
-        self.dead = asyncio.Event()  # the process has ended; `exit_code` and `death_cause` say how
-        self.lost = asyncio.Event()  # never set: no part of one engine could be lost alone
+        self.number = 0  # number among the model's replicas, if there are several
+        self.dead = asyncio.Event()  # set when the process has ended; see `exit_code` and `death_cause`
+        self.lost = asyncio.Event()  # never set: a single engine has no parts that can be lost separately
         self.exit_code: int | None = None  # 0 after an orderly end
         self.death_cause: str | None = None
         self._process = process
@@ -100,11 +100,10 @@ class EngineClient:
         process: EngineProcess | None = None,
         on_blocks: OnBlocks = lambda changes: None,
     ) -> "EngineClient":
-        """Wait until every rank has loaded. Raises `StartupError`.
+        """Start an engine and wait until every rank has loaded. Raises `StartupError`.
 
-        `on_blocks` is called with what enters and leaves the prefix cache, where `config` has this reported.
-
-        `process` was started before; without it `command`, as in `EngineProcess`, is started now.
+        `on_blocks` is called with the changes of the prefix cache, if `config` has them reported. `process` was started
+        before; without it, `command` is started now, as in `EngineProcess`.
         """
         if process is None:
             process = EngineProcess(config.worker.tensor_parallel_size, command=command)
@@ -118,7 +117,7 @@ class EngineClient:
                 info = await _until_ready(child, reader, frames, on_progress, compiling)
             finally:
                 compiling.cancel()
-        except BaseException:  # cancellation as well: the process must not be left behind
+        except BaseException:  # includes cancellation: the process must not be left behind
             ours.close()
             child.kill()
             child.wait()
@@ -140,11 +139,11 @@ class EngineClient:
         return next(self._ids)
 
     def choose(self, request: Request, rank: int | None = None) -> "EngineClient":
-        """Choose the engine for this request and those that share its prompt: always this one, whose `rank` is 0."""
+        """Return the engine for this request and others that share its prompt: always this one, with rank 0."""
         return self
 
     async def generate(self, request: Request) -> AsyncGenerator[TokenEvent, None]:
-        """Events of one request; the last one has a `finish_reason`. Closing the iterator aborts the request.
+        """Yield the events of one request; the last has a `finish_reason`. Closing the iterator aborts the request.
 
         Raises `RequestError`, `QueueFullError` or `UnavailableError` before the first event, `EngineDeadError` at any
         time.
@@ -188,12 +187,12 @@ class EngineClient:
 
     @property
     def last_progress_age_s(self) -> float:
-        """Seconds since the engine last proved that every rank answers: by a step, or by a heartbeat when idle."""
+        """Seconds since the last proof that every rank responds: a step, or a heartbeat of an idle engine."""
         return time.monotonic() - self._progress_s
 
     @property
     def num_open(self) -> int:
-        """Requests without a terminal event."""
+        """Number of requests without a terminal event."""
         return len(self._queues)
 
     @property
@@ -202,14 +201,14 @@ class EngineClient:
         return (self,)
 
     async def stats(self) -> EngineStats:
-        """A new snapshot; the last known one when the engine is busy for long, or dead (then `state` is "dead")."""
+        """Return a new snapshot, or the last one if the engine is busy for long or dead (then `state` is "dead")."""
         if self._is_connected:
             with contextlib.suppress(TimeoutError, EngineDeadError):  # the last snapshot is used
                 return await asyncio.wait_for(self._questions.ask(messages.ask_stats), _STATS_TIMEOUT_S)
         return self._last_stats
 
     async def state(self) -> EngineState | None:
-        """The live state; the last one known when the engine is busy for long. None: none is known, or it is dead."""
+        """Return the live state, or the last known one if the engine is busy for long. None: not known, or dead."""
         if not self.is_alive:
             return None
         with contextlib.suppress(TimeoutError, EngineDeadError):
@@ -217,8 +216,10 @@ class EngineClient:
         return self._last_state
 
     async def histories(self, request_ids: Sequence[int]) -> list[RequestHistory]:
-        """Histories of those of these requests that are open, or were among the last to end. Empty when the engine is
-        dead, or busy for long."""
+        """Return the histories of the given requests that are open or ended recently.
+
+        Empty if the engine is dead, or busy for long.
+        """
         if self.is_alive:
             with contextlib.suppress(TimeoutError, EngineDeadError):
                 asked = self._questions.ask(messages.ask_histories(request_ids))
@@ -226,20 +227,22 @@ class EngineClient:
         return []
 
     async def reset_prefix_cache(self) -> int:
-        """Empty the prefix cache; return how many blocks it had. Waits for the step in flight. `EngineDeadError`."""
+        """Empty the prefix cache and return how many blocks it had. Waits for the step in flight. Raises
+        `EngineDeadError`.
+        """
         self._check_alive()
         return await self._questions.ask(messages.reset_cache)
 
     # -- the reading side
 
     async def _dispatch(self) -> None:
-        """Pass every frame to the call that waits for it until the socket ends; then fail all that still wait."""
+        """Pass every frame to the call that waits for it until the socket ends, then fail all waiting calls."""
         cause: str | None = None
         try:
             while data := await self._reader.read(_READ_BYTES):
                 for frame in self._frames.feed(data):
                     self._receive(frame)
-        except ConnectionError as error:  # also an end of the socket: the engine ended without reading all
+        except ConnectionError as error:  # includes an end of the socket: the engine ended without reading everything
             logger.info('event=engine_socket_reset cause="%s"', error)
         except Exception as error:
             logger.exception("event=engine_socket_failed")
@@ -290,14 +293,14 @@ class EngineClient:
             raise FrameError(f"the engine sent a {kind!r} frame")
 
     def _fail_all(self) -> None:
-        """End every waiting call: the engine is gone."""
+        """End every waiting call, since the engine is gone."""
         queues, self._queues = self._queues, {}
         for queue in queues.values():
             queue.put(self._death())
         self._questions.fail_all(self._death())
 
     async def _watch(self) -> None:
-        """Kill an engine that is silent for longer than a working one can be: it is stopped, or it hangs."""
+        """Kill an engine that is silent for longer than a working engine can be, because it is stopped or hangs."""
         limit_s = self.info.max_silence_s + _SILENCE_MARGIN_S
         silent_s, seen_s = 0.0, self._progress_s
         before = time.monotonic()
@@ -306,7 +309,7 @@ class EngineClient:
             if not self.is_alive:
                 return
             now = time.monotonic()
-            # Time in which this process was itself stopped does not count: there may be frames that are not read yet.
+            # Time in which this process itself was stopped does not count: some frames may not have been read yet.
             silent_s += min(now - before, 2 * _WATCH_S)
             before = now
             if self._progress_s != seen_s:
@@ -314,13 +317,13 @@ class EngineClient:
         logger.error("event=engine_hung silent_s=%.1f limit_s=%g", silent_s, limit_s)
         self.death_cause, self.exit_code = f"the engine process has not been heard for {silent_s:.1f} s", EXIT_RANK_HUNG
         self._fail_all()
-        for pid in self.info.rank_pids:  # still valid: the hung parent has not reaped them
+        for pid in self.info.rank_pids:  # still valid, since the hung parent has not reaped them
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self._process.kill()
 
     async def _reap(self) -> None:
-        """Wait for the end of the process, set `exit_code`, `death_cause` and then `dead`."""
+        """Wait for the end of the process, set `exit_code` and `death_cause`, and then `dead`."""
         if not await self._ended(_REAP_S):
             self._process.kill()
             await self._ended(_REAP_S)
@@ -337,7 +340,9 @@ class EngineClient:
         self.dead.set()
 
     async def _ended(self, timeout_s: float) -> bool:
-        """Whether the process ends within `timeout_s`. Polled: a waiting thread would outlive a cancelled call."""
+        """Return whether the process ends within `timeout_s`. Polls, as a waiting thread would outlive a cancelled
+        call.
+        """
         deadline = time.monotonic() + timeout_s
         while self._process.poll() is None:
             if time.monotonic() >= deadline:
@@ -346,7 +351,7 @@ class EngineClient:
         return True
 
     async def _drain(self) -> None:
-        with contextlib.suppress(ConnectionError):  # the dispatcher sees the same end and fails all calls
+        with contextlib.suppress(ConnectionError):  # the dispatcher notices the same end and fails all calls
             await self._writer.drain()
 
     def _check_alive(self) -> None:
@@ -360,14 +365,16 @@ class EngineClient:
 
 
 class AnswerQueue(Generic[T]):
-    """Queue of the answers to one request for its only reader: an event for each token, and for each step of a prompt
-    that is scored. Wakes the reader at half the cost of `asyncio.Queue`."""
+    """Queue of events or an error for one request, for its only reader; cheaper to wake than `asyncio.Queue`.
+
+    It receives an event for each token, and for each step of a prompt that is scored.
+    """
 
     __slots__ = ("_answers", "_reader")
 
     def __init__(self) -> None:
         self._answers: deque[T] = deque()
-        self._reader: asyncio.Future[None] | None = None  # while it waits
+        self._reader: asyncio.Future[None] | None = None  # set while the reader waits
 
     def put(self, answer: T) -> None:
         self._answers.append(answer)
@@ -382,16 +389,16 @@ class AnswerQueue(Generic[T]):
 
 
 class _Questions:
-    """Questions that wait for an answer, by number."""
+    """Questions to the engine that wait for a response, by number."""
 
     def __init__(self, write: Callable[[bytes], object]) -> None:
-        """`write`: to the engine's socket."""
+        """`write`: writes to the engine's socket."""
         self._write = write
         self._numbers = itertools.count(1)
         self._open: dict[int, asyncio.Future[Any]] = {}
 
     async def ask(self, frame: Callable[[int], bytes]) -> Any:
-        """Ask the question `frame(number)` and wait for its answer. Raises the error that `fail_all` is given."""
+        """Send the question `frame(number)` and return its response. Raises the error passed to `fail_all`."""
         number = next(self._numbers)
         future = self._open[number] = asyncio.get_running_loop().create_future()
         self._write(frame(number))
@@ -401,20 +408,20 @@ class _Questions:
             self._open.pop(number, None)
 
     def answer(self, number: int, value: Any) -> None:
-        """Pass an answer to the caller that waits for it; drop it if there is none any more."""
+        """Pass a response to the caller that waits for it; drop it if the caller has left."""
         future = self._open.pop(number, None)
         if future is not None and not future.done():
             future.set_result(value)
 
     def fail_all(self, error: Exception) -> None:
-        """Fail all open questions: the engine will answer none of them."""
+        """Fail all open questions, since the engine will not respond to them."""
         for future in self._open.values():
             if not future.done():
                 future.set_exception(error)
 
 
 async def _report_compiling(config: WorkerConfig, on_progress: OnProgress) -> None:
-    """Report how far the kernels for CPUs are compiled, until cancelled: ranks that wait for them report nothing."""
+    """Report the compilation of the CPU kernels until cancelled, since ranks that wait for it report nothing."""
     if config.device == "cuda":
         return
     watch = CompilationWatch(config.model_path, config.dtype)

@@ -1,7 +1,8 @@
-"""Starts the engine's process, with a socket to it. Light to import, so that it can be started before all else.
+"""Start of the engine's process, with a socket to it. Light to import, so it can be started before all else.
 
-The process starts those of its ranks, and all of them import their libraries, which takes seconds, while its parent
-does the same; then it waits for its configuration. A host that has only ranks runs no engine, but `run_node`.
+The process starts the processes of its ranks. All of them import their libraries, which takes seconds, while their
+parent does the same. Then the process waits for its configuration. A host that has only ranks runs no engine, but
+`run_node`.
 """
 
 import os
@@ -21,7 +22,7 @@ COMPILING = f"compiling kernels for this processor: only a first start does that
 
 
 class EngineProcess:
-    """A started process. The caller of `take` owns its socket and ends it; until then `discard` does."""
+    """A started process. The caller of `take` owns its socket and must end the process; before that, `discard` does."""
 
     def __init__(
         self,
@@ -30,11 +31,11 @@ class EngineProcess:
         compiles: tuple[str | None, str] | None = None,
         command: Sequence[str] = ENGINE_MODULE,
     ) -> None:
-        """`num_ranks`: those that its configuration will name. `compiles`: a model's directory and `dtype` option;
-        where its kernels for CPUs must be compiled, begin with that: it takes longest.
+        """`num_ranks`: the number that its configuration will contain. `compiles`: a model's directory and `dtype`
+        option. If the model's CPU kernels must be compiled, begin with that, since it takes longest.
 
-        The kernel ends the process together with the thread that started it. `command` is what the interpreter runs,
-        with three numbers added: its socket's, this process's, and that of the ranks.
+        The kernel ends the process together with the thread that started it. `command` is run by the interpreter,
+        followed by three numbers: the socket's descriptor, the id of this process, and the number of ranks.
         """
         ours, theirs = socket.socketpair()
         with theirs, _sigint_ignored():
@@ -47,7 +48,7 @@ class EngineProcess:
         self._started: tuple[subprocess.Popen[bytes], socket.socket] | None = process, ours
 
     def take(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
-        """The process and our end of its socket, once."""
+        """Return the process and our end of its socket. Allowed once."""
         assert self._started is not None, "the process was taken or discarded"
         started, self._started = self._started, None
         return started
@@ -63,7 +64,7 @@ class EngineProcess:
 
 @contextmanager
 def _sigint_ignored() -> Generator[None]:
-    """A process started meanwhile ignores Ctrl-C, which a terminal sends to all its processes: the parent decides."""
+    """Make processes started inside ignore Ctrl-C: a terminal sends it to all its processes, but the parent decides."""
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread can; the engine ignores the signal as soon as it runs
         return

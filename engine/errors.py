@@ -18,7 +18,7 @@ class OarlockError(Exception):
 
 
 class RequestError(OarlockError):
-    """The request is at fault and the caller can correct it (400). `param` names the field."""
+    """The request is at fault and the client can correct it (400). `param` names the field."""
 
     def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -44,7 +44,7 @@ class QueueFullError(OarlockError):
 
 
 class EngineError(OarlockError):
-    """The engine failed this request by its own fault (500)."""
+    """The engine failed this request through its own fault (500)."""
 
 
 class UnavailableError(EngineError):
@@ -57,15 +57,15 @@ class UnavailableError(EngineError):
 
 
 class BrokenGrammarError(OarlockError):
-    """The grammar of a running request failed, or takes too long: the request's field is at fault (400)."""
+    """The grammar of a running request failed or takes too long, so the request's field is at fault (400)."""
 
 
 class MaskPostponedError(OarlockError):
-    """A mask was not computed, because others had taken the time of its step. No caller gets this error."""
+    """A mask was not computed, because other masks had used up the time of its step. Never reaches a caller."""
 
 
 class EngineDeadError(EngineError):
-    """The engine, or a rank below it, is gone: nothing can be served any more (503)."""
+    """The engine, or a rank below it, is gone, so nothing can be served any more (503)."""
 
 
 # Error texts for requests that are stopped while they run.

@@ -1,18 +1,19 @@
-"""Simulates a trace on a fleet of replicas in virtual time: latencies of requests, and how busy replicas are.
+"""Simulation of a trace on a fleet of replicas in virtual time: latencies of requests, and load of replicas.
 
-A traced request has lengths and shared beginnings, and no text. A prompt's tokens are made when the request arrives, so
-that a trace of a hundred million tokens takes no memory.
+A traced request has lengths and shared prefixes, and no text. A prompt's tokens are made when the request arrives, so a
+trace of a hundred million tokens takes no memory.
 
-A replica is the real scheduler, and ranks that only take time. One step is in flight at a time, as at a pipeline depth
-of 1. Steps that would each give every running sequence one token, and do nothing else, are fast-forwarded: the
-scheduler gives a sequence several tokens in one step, as drafts that are all right. A fast-forward ends when the first
-sequence ends, and is cut short when a request arrives: later drafts are then wrong. Its steps take as long as one by
-one, and a test compares both. Only blocks differ: they are allocated for all its steps at its beginning, and where they
-are short, steps are taken one by one.
+A replica is the real scheduler with simulated ranks that only take time. One step is in flight at a time, as at a
+pipeline depth of 1. Steps that would only give every running sequence one token are fast-forwarded: the scheduler gives
+a sequence several tokens in one step, as drafts that are all accepted. A fast-forward ends when the first sequence
+ends, and is cut short when a request arrives: later drafts then count as rejected. Its steps take as long as if they
+ran one by one, and a test compares both. Only blocks differ: they are allocated for all its steps when it begins, and
+if there are too few, steps are run one by one.
 
-A router chooses at random, the least loaded replica, or as our frontend does. Its `choose` gets a request when the
-steps of all replicas have been simulated up to the arrival, and returns the place of one and how many tokens of the
-prompt it knows to be cached there. It sees present loads and caches; a real one learns of them a little later.
+A router chooses a replica at random, by least load, or like our frontend. Its `choose` gets a request when the steps
+of all replicas have been simulated up to the arrival. It returns the index of a replica, and the number of prompt
+tokens that it knows to be cached there. It sees the present loads and caches, whereas a real router learns of them a
+little later.
 """
 
 import math
@@ -37,12 +38,12 @@ from oarlock.workers.config import StepCost, WorkerInfo
 from oarlock.workers.protocol import FINITE, StepOutput
 
 PERCENTILES = (50, 95, 99)
-_BASE, _DIGITS = 250, 7  # Python keeps one object for each whole number up to 256
+_BASE, _DIGITS = 250, 7  # Python keeps a single object for each integer up to 256
 _FILL = 255
 TOKEN = 254  # the id of every generated token
 _NO_LOOKUP = SpeculativeConfig(num_speculative_tokens=1, prompt_lookup_max=1, prompt_lookup_min=1)
 _REPORT_EVERY = 64  # requests
-_PROMPT = 256  # tokens of the prompt from which the cost of one token is computed
+_PROMPT = 256  # tokens of the prompt used to compute the cost of one token
 
 
 class Records:
@@ -53,15 +54,17 @@ class Records:
         self.ttft_s: dict[int, float] = {}
         self.e2e_s: dict[int, float] = {}
         self.num_refused = 0
-        self.num_tokens = 0  # generated
-        self.ended_s = 0.0  # the last end of a request
-        self._last_s: dict[int, float] = {}  # when a request had its newest token
-        self._gaps_s: list[float] = []  # between tokens
-        self._fast_forwards: list[tuple[np.ndarray, int]] = []  # gaps, and how many requests had them all
+        self.num_tokens = 0  # generated tokens
+        self.ended_s = 0.0  # time of the last end of a request
+        self._last_s: dict[int, float] = {}  # time of a request's newest token
+        self._gaps_s: list[float] = []  # gaps between tokens
+        self._fast_forwards: list[tuple[np.ndarray, int]] = []  # gaps, and the number of requests that had them
 
     def tokens(self, events: TokenEvents, ends_s: np.ndarray) -> int:
-        """Record the events of a step, or of a fast-forward whose steps ended at `ends_s`, float64 [steps]. Returns how
-        many requests ended with it."""
+        """Record the events of a step, or of a fast-forward whose steps ended at `ends_s`, float64 [steps].
+
+        Returns the number of requests that ended with it.
+        """
         now_s, last_s, gaps_s = float(ends_s[-1]), self._last_s, self._gaps_s
         self.num_tokens += len(events.request_ids)
         for number in events.request_ids:
@@ -97,14 +100,14 @@ class Records:
         return count
 
     def gaps_s(self) -> np.ndarray:
-        """Every gap between two tokens of a request, float64 [n], in no order."""
+        """Return every gap between two tokens of a request, float64 [n], in no particular order."""
         forwarded = [np.repeat(gaps, count) for gaps, count in self._fast_forwards]
         return np.concatenate([np.array(self._gaps_s, np.float64), *forwarded])
 
 
 @dataclass(frozen=True, slots=True)
 class Quantiles:
-    """Quantiles of one measure, in seconds; None where nothing was measured."""
+    """Quantiles of one measure, in seconds."""
 
     p50: float
     p95: float
@@ -124,11 +127,11 @@ class TracedRequest:
     at_s: float
     num_prompt_tokens: int
     num_output_tokens: int
-    blocks: tuple[int, ...] = ()  # names of the prompt's blocks from its beginning: equal names, equal tokens
+    blocks: tuple[int, ...] = ()  # names of the prompt's leading blocks: equal names, equal tokens
     block_tokens: int = 0  # 1: the names are the tokens themselves
 
     def engine_request(self, number: int) -> Request:
-        """Make the request; `number`: its number, by which the rest of its prompt differs from all others."""
+        """Return the request. `number`: its number in the trace, which makes the rest of its prompt unique."""
         tokens: list[int] = list(self.blocks) if self.block_tokens == 1 else []
         for name in () if self.block_tokens == 1 else self.blocks:
             tokens += _named(name, self.block_tokens, 1)
@@ -138,7 +141,7 @@ class TracedRequest:
 
 
 def _named(name: int, count: int, kind: int) -> list[int]:
-    """Make `count` tokens, the first of which encode `kind` and `name`."""
+    """Return `count` tokens, the first of which encode `kind` and `name`."""
     digits = [kind]
     while name:
         name, digit = divmod(name, _BASE)
@@ -147,13 +150,13 @@ def _named(name: int, count: int, kind: int) -> list[int]:
 
 
 class FastForward(Drafter):
-    """Replaces the scheduler's drafter. Drafts only while `is_allowed`, which callers set when nothing waits."""
+    """Replaces the scheduler's drafter. Drafts only while `is_allowed`, which callers set if nothing waits."""
 
     def __init__(self, time: StepTime, manager: KVCacheManager, costs: RowCosts) -> None:
         super().__init__(_NO_LOOKUP, costs)
         self._time, self._manager = time, manager
         self.is_allowed = False
-        self.steps_s = np.zeros(0)  # float64 [steps]   seconds of those that `choose` has drafted for
+        self.steps_s = np.zeros(0)  # float64 [steps]; seconds of the steps drafted by `choose`
 
     def may_pay(self, num_seqs: int) -> bool:
         return self.is_allowed
@@ -171,7 +174,7 @@ class FastForward(Drafter):
         return [[TOKEN] * count for _ in candidates]
 
     def _has_blocks(self, lengths: list[int], count: int) -> bool:
-        """Whether there are blocks for `count` more tokens of each of these sequences, and half of them stay free."""
+        """Return whether `count` more tokens of each sequence fit into half of the available blocks."""
         of, available = self._manager.blocks_for, self._manager.num_available
         needed = sum(of(length + count) - of(length - 1) for length in lengths)
         return needed + len(lengths) <= available // 2
@@ -181,12 +184,12 @@ class FastForward(Drafter):
 class _InFlight:
     output: SchedulerOutput
     begun_s: float
-    ends_s: np.ndarray  # float64 [steps]: one, or those of a fast-forward
-    num_arrived: int = 0  # since it began
+    ends_s: np.ndarray  # float64 [steps]: end of the step, or of each step of a fast-forward
+    num_arrived: int = 0  # requests that arrived since it began
 
     @property
     def at_s(self) -> float:
-        """Time at which the answer comes."""
+        """Time at which the output arrives."""
         return float(self.ends_s[-1])
 
 
@@ -202,13 +205,13 @@ class SimulatedReplica:
         self._may_fast_forward = fast_forward
         self.scheduler.drafter = self._fast_forward
         self._in_flight: _InFlight | None = None
-        self._now_s = 0.0  # when the last step ended
+        self._now_s = 0.0  # time at which the last step ended
         self._is_steady = False  # whether the next step would do the same as the last one
         self.load = Load(
             max_open=self.scheduler.max_num_seqs + config.max_waiting_requests,
             max_waiting_tokens=config.max_waiting_tokens,
         )
-        self._new_tokens: dict[int, int] = {}  # request id -> what it adds to `load.num_waiting_tokens`
+        self._new_tokens: dict[int, int] = {}  # request id -> its part of `load.num_waiting_tokens`
         self.busy_s = 0.0
         self.waiting_s = 0.0  # requests in the queue times seconds
         self._waited_to_s = 0.0
@@ -221,7 +224,7 @@ class SimulatedReplica:
         return manager.event_log
 
     def advance(self, to_s: float) -> None:
-        """Apply every answer that comes up to `to_s`, and begin the steps before it."""
+        """Apply every output that arrives up to `to_s`, and begin the steps before it."""
         while True:
             step = self._in_flight
             if step is not None:
@@ -232,10 +235,10 @@ class SimulatedReplica:
                 return
 
     def add(self, request: Request, now_s: float, num_cached: int) -> bool:
-        """Add a request that arrives now; `num_cached` tokens of its prompt were cached here. False: it was refused."""
+        """Add a request that arrives now, with `num_cached` cached prompt tokens. Return False if it is refused."""
         self._count_waiting(now_s)
         step = self._in_flight
-        if step is not None:  # the step that runs now is the last of a fast-forward
+        if step is not None:  # the step that runs now becomes the last of its fast-forward
             step.ends_s = step.ends_s[: int(np.searchsorted(step.ends_s, now_s)) + 1]
             step.num_arrived += 1
         else:
@@ -251,7 +254,7 @@ class SimulatedReplica:
         return True
 
     def _begin(self) -> bool:
-        """Schedule the next step at the end of the last one."""
+        """Schedule the next step at the end of the last one. Return whether there is any."""
         self._fast_forward.is_allowed = self._may_fast_forward and self._is_steady
         self._count_waiting(self._now_s)
         output = self.scheduler.schedule(self._now_s)
@@ -282,7 +285,7 @@ class SimulatedReplica:
         failed = self.scheduler.take_events()
         num_ended = self._records.tokens(events, ends_s) + self._records.ended(failed, self._now_s)
         self.load.num_open -= num_ended
-        for event in (*events.others, *failed):  # the first event of a request is never a plain one
+        for event in (*events.others, *failed):  # the first event of a request is never in columns
             self.load.num_waiting_tokens -= self._new_tokens.pop(event.request_id, 0)
         changed = num_ended + step.num_arrived + output.num_prompt_tokens + output.num_preempted
         self._is_steady = changed == 0
@@ -293,7 +296,7 @@ class SimulatedReplica:
 
 
 def load_of(output: SchedulerOutput) -> StepLoad:
-    """Work of a step without a fast-forward."""
+    """Return the work of a step without a fast-forward."""
     positions, scheduled = output.decodes.positions, output.scheduled
     context = int(positions.sum()) + len(positions)
     pairs = context + sum(item.num_tokens * item.start + math.comb(item.num_tokens + 1, 2) for item in scheduled)
@@ -331,7 +334,7 @@ class LeastLoaded:
 
 
 class ByPrefix:
-    """Chooses by the longest cached prefix within a bound of load, with the code of `--data-parallel-size`."""
+    """Chooses by the longest cached prefix within a bound on the load, with the code of `--data-parallel-size`."""
 
     def __init__(self, replicas: Sequence[SimulatedReplica]) -> None:
         self._replicas = replicas
@@ -357,17 +360,17 @@ class FleetReport:
 
     replicas: int
     finished: int
-    refused: int  # by a full queue, or longer than the longest context
+    refused: int  # requests refused because the queue is full, or because they exceed the longest context
     failed: int
-    duration_s: float  # from the first arrival to the last end
+    duration_s: float  # time from the first arrival to the last end
     output_tokens_per_s: float
     requests_per_s: float
     ttft_s: Quantiles | None
     itl_s: Quantiles | None  # every gap of every request
     e2e_s: Quantiles | None
-    utilisation: float  # share of the time in which a replica computes, over all
+    utilisation: float  # share of the time in which a replica computes, mean of all
     mean_waiting: float  # requests in the queue of one replica
-    prefix_hit_rate: float  # of prompt tokens
+    prefix_hit_rate: float  # share of prompt tokens
     preemptions: int
 
 
@@ -383,7 +386,7 @@ class ReplicaModel:
 def replica_model(
     config: EngineConfig, held: Capacity, vocab_size: int, window: int | None, time: StepTime
 ) -> ReplicaModel:
-    """Make a replica of a plan, configured as if it had timed a few steps. `window`: of all layers."""
+    """Return a replica of a plan, configured as if it had timed a few steps. `window`: sliding window of all layers."""
     one, some = (time.seconds(StepLoad(count, 1, count, count * (count + 1) / 2)) for count in (1, _PROMPT))
     token_s = (some - one) / (_PROMPT - 1)
     cost = StepCost(fixed_s=max(0.0, one - token_s), token_s=token_s, context_s=0.0, logits_s=0.0)

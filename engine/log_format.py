@@ -1,4 +1,4 @@
-"""Log lines of the engine's process, as text or as JSON objects, which the server writes as well."""
+"""Log lines of the engine's process, as text or as JSON objects. The server uses the same formats."""
 
 import logging
 import sys

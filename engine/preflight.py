@@ -1,6 +1,6 @@
-"""Checks a model before any rank starts: whether it can be served, what its GGUF files say, what memory it takes.
+"""Checks of a model before any rank starts: whether it can be served, its GGUF metadata, and its memory.
 
-Torch-free. The engine checks the same again when it starts.
+Torch-free. The engine repeats the checks when it starts.
 """
 
 from oarlock.engine.config import EngineConfig

@@ -1,4 +1,4 @@
-"""Starts Python processes that end with the server; re-exports the workers' functions."""
+"""Python child processes that end with the server. Re-exports the workers' functions."""
 
 from oarlock.workers.python_child import (
     EXIT_UNREAD,

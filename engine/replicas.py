@@ -1,12 +1,12 @@
-"""Replicas of one model behind the interface of one engine: each request goes to the replica that is chosen for it.
+"""Replicas of one model behind the interface of one engine. Each request goes to a chosen replica.
 
-The one with the longest cached prefix is chosen among those that are not too busy: a pure function of counts, without
-clock, randomness or engine. Consistent hashing with bounded loads (Mirrokni et al., 2018) has the same bound; here the
-cached prefix takes the place of the hash. `PrefixIndex` has the hashes in the prefix cache of each replica, in the
-frontend: it follows the cache events of each engine, so it is exact but for events that are on their way.
+Among replicas that are not too busy, the replica with the longest cached prefix is chosen: a pure function of counts,
+without clock, randomness or engine. Consistent hashing with bounded loads (Mirrokni et al., 2018) has the same bound;
+here the cached prefix replaces the hash. `PrefixIndex`, in the frontend, has the hashes in the prefix cache of each
+replica. It follows the cache events of each engine, so it is exact except for events that are still in transit.
 
-A replica whose engine dies is started again while the others serve. When that fails, or it dies too often, `lost` is
-set: the server should let the others finish, and end. When no replica is alive, `dead` is set, as with one engine.
+A replica whose engine dies is started again while the others serve. If that fails, or it dies too often, `lost` is set:
+the server should let the others finish, and end. If no replica is alive, `dead` is set, as with one engine.
 """
 
 import asyncio
@@ -32,25 +32,25 @@ from oarlock.engine.types import EngineInfo, Request, TokenEvent
 
 logger = logging.getLogger("oarlock.engine.replicas")
 
-# Weight of an open request beyond the tokens of its prompt that are yet to be computed: it takes a row of each step
+# Weight of an open request in addition to its prompt tokens that are not computed yet: it takes a row of each step
 # until it ends.
 TOKENS_OF_A_REQUEST = 128
-# A replica may be chosen for its prefix while it has at most this many tokens more than the least busy one, or a fourth
-# more. A prefix that all prompts share is therefore computed on a second replica as soon as a few of them run at a
-# time; from then on it is cached on both, and the less busy one is chosen.
+# A replica may be chosen for its prefix while it has at most this many tokens more than the least busy replica, or a
+# fourth more. A prefix shared by all prompts is therefore computed on a second replica as soon as a few of them run at
+# a time. From then on it is cached on both, and the less busy replica is chosen.
 SLACK_TOKENS = 512
 SLACK_SHARE = 4
 
 
 @dataclass(slots=True)
 class Load:
-    """Load of a replica, counted from the requests sent to it, without asking it."""
+    """Load of a replica, counted in the frontend from the requests sent to it."""
 
     num_open: int = 0  # requests that have not ended
-    num_waiting_tokens: int = 0  # of prompts without an answer so far, cached tokens left out
-    num_chosen: int = 0  # requests ever sent there: the tie-break, so that all replicas' memory is used
-    max_open: float = math.inf  # requests that run and wait there at most
-    max_waiting_tokens: float = math.inf  # prompt tokens in its queue, at most
+    num_waiting_tokens: int = 0  # uncached tokens of prompts without an event so far
+    num_chosen: int = 0  # total number of requests sent there: breaks ties, so that all replicas' memory is used
+    max_open: float = math.inf  # most requests that can run and wait there
+    max_waiting_tokens: float = math.inf  # most prompt tokens in its queue
 
     @property
     def weight(self) -> int:
@@ -59,22 +59,21 @@ class Load:
 
     @property
     def has_room(self) -> bool:
-        """Whether another request would not be refused by a full queue, as far as the requests themselves say."""
+        """Whether the queue would accept another request, judging by the counted requests."""
         return self.num_open < self.max_open and self.num_waiting_tokens < self.max_waiting_tokens
 
 
 def bound(least: int) -> int:
-    """The largest weight with which a replica is still chosen, where that of the least busy one is `least`."""
+    """Return the largest weight with which a replica is still chosen if the least busy one has the weight `least`."""
     return least + max(SLACK_TOKENS, least // SLACK_SHARE)
 
 
 def choose(loads: Sequence[Load | None], num_cached: Sequence[int]) -> int:
-    """Choose a replica by its number. A load of None: that replica takes no requests. One without room is skipped while
-    another has room.
+    """Return the number of the chosen replica. A load of None marks a replica that takes no requests.
 
-    `num_cached`: leading tokens of the prompt that each has in its prefix cache. Equally long prefixes: the least busy
-    one, and of those equally busy the one that was chosen least often, then the first. Raises `ValueError` when none
-    takes requests.
+    A replica without room is skipped while another has room. `num_cached`: leading tokens of the prompt in each
+    replica's prefix cache. If prefixes are equally long, the least busy replica is chosen; ties go to the replica that
+    was chosen least often, then to the first. Raises `ValueError` if no replica takes requests.
     """
     there = [(number, load) for number, load in enumerate(loads) if load is not None]
     there = [(number, load) for number, load in there if load.has_room] or there
@@ -105,13 +104,13 @@ class PrefixIndex:
         self._held[replica].clear()
 
     def held(self, replica: int) -> frozenset[bytes]:
-        """All hashes of a replica."""
+        """Return all hashes of a replica."""
         return frozenset(self._held[replica])
 
     def num_cached(self, token_ids: Sequence[int], cache_salt: bytes) -> list[int]:
-        """For each replica, how many leading tokens of a prompt it holds: whole blocks, and never the last token.
+        """Return the number of leading prompt tokens cached by each replica: whole blocks, and never the last token.
 
-        Hashes are computed up to the first block that none of them holds.
+        Hashes are computed up to the first block that no replica has.
         """
         found = [0] * len(self._held)
         alive, hashes = [number for number, held in enumerate(self._held) if held], list[bytes]()
@@ -125,10 +124,10 @@ class PrefixIndex:
         return found
 
 
-MAX_DEATHS = 3  # so many within `DEATHS_S` are a fault that a new start does not mend
+MAX_DEATHS = 3  # this many within `DEATHS_S` are a fault that a new start does not fix
 DEATHS_S = 600.0
 
-# One text, whichever replica it is about.
+# The text is the same for every replica.
 _OTHER_NUMBERS = StartupError(
     "The replicas would compute different numbers: their model, types or kernels differ.",
     "See whether files of the model or of its kernels have changed since the start, then start again.",
@@ -166,23 +165,24 @@ class Replica:
         return self.client.is_alive
 
     async def stats(self) -> EngineStats:
-        """Statistics of the engine. Counters begin again with a new engine; a dead one runs nothing."""
+        """Return the statistics of the engine. Counters begin again with a new engine; a dead engine runs nothing."""
         stats = await self.client.stats()
         return stats if self.is_alive else replace(stats, **_NOTHING_RUNS)
 
     async def state(self) -> EngineState | None:
-        """The live state; None where the engine is dead."""
+        """Return the live state, or None if the engine is dead."""
         return await self.client.state()
 
     async def histories(self, request_ids: Sequence[int]) -> list[RequestHistory]:
-        """Histories of those of these requests that the present engine knows."""
+        """Return the histories of the given requests that the present engine knows."""
         return await self.client.histories(request_ids)
 
     async def generate(self, request: Request, num_new_tokens: int) -> AsyncGenerator[TokenEvent, None]:
-        """Generate as `EngineClient.generate` does. `num_new_tokens`: prompt tokens that this request needs first.
+        """Generate like `EngineClient.generate`. `num_new_tokens`: prompt tokens that must be computed first.
 
-        Raises `UnavailableError` when the engine dies: the same request may be sent again, and goes to another replica.
-        It is not sent again here: part of its answer may be on its way, and it may be the cause of the death.
+        Raises `UnavailableError` if the engine dies: the client may send the same request again, and it goes to another
+        replica. It is not sent again here: part of its response may already be sent, and it may be the cause of the
+        death.
         """
         load = self.load
         load.num_open += 1
@@ -204,7 +204,7 @@ class Replica:
             load.num_waiting_tokens -= num_new_tokens
 
     async def died(self) -> None:
-        """Wait until its engine has ended; by then all its requests have."""
+        """Wait until its engine has ended; by then all its requests have ended, too."""
         await self.client.dead.wait()
         self._deaths.append(time.monotonic())
         cause = self.client.death_cause or "its process has ended"
@@ -215,8 +215,10 @@ class Replica:
         return len(self._deaths) == MAX_DEATHS and self._deaths[-1] - self._deaths[0] < DEATHS_S
 
     async def restart(self, numbers_digest: str) -> None:
-        """Start an engine in place of the one that died; it must compute the same numbers as the others. Raises
-        `StartupError`."""
+        """Start an engine in place of the dead one. It must compute the same values as the others.
+
+        Raises `StartupError`.
+        """
         began = time.monotonic()
         client = await self._start(self.number, self._num_starts)
         if client.info.numbers_digest != numbers_digest:
@@ -236,13 +238,13 @@ class ReplicaHandle:
         self._num_new_tokens = num_new_tokens
 
     def generate(self, request: Request) -> AsyncGenerator[TokenEvent, None]:
-        """Events of one request, as of `Replica.generate`."""
+        """Yield the events of one request, like `Replica.generate`."""
         num_new_tokens, self._num_new_tokens = self._num_new_tokens, 0
         return self._replica.generate(request, num_new_tokens)
 
 
 async def start_together(starts: Sequence[Awaitable[EngineClient]]) -> list[EngineClient]:
-    """Await the starts of all engines. When one fails or their numbers differ, close all and raise `StartupError`."""
+    """Await the starts of all engines. If one fails or their values differ, close all and raise `StartupError`."""
     tasks = [asyncio.ensure_future(start) for start in starts]
     try:
         clients = list(await asyncio.gather(*tasks))
@@ -259,16 +261,16 @@ async def start_together(starts: Sequence[Awaitable[EngineClient]]) -> list[Engi
 
 
 class JoinedProgress:
-    """Passes on the phase and share of the replica that is furthest behind, whenever those change."""
+    """Reports the phase and share of the replica that is furthest behind, whenever they change."""
 
     def __init__(self, num_replicas: int, on_progress: OnProgress) -> None:
         self._on_progress = on_progress
-        self._phases: list[str] = []  # in the order in which they were first seen
-        self._places: list[tuple[int, float, str]] = [(-1, 0.0, "")] * num_replicas  # place of the phase, share, detail
+        self._phases: list[str] = []  # ordered by first appearance
+        self._places: list[tuple[int, float, str]] = [(-1, 0.0, "")] * num_replicas  # index of the phase, share, detail
         self._shown: tuple[int, float, str] | None = None
 
     def of(self, number: int) -> OnProgress:
-        """Callback to which replica `number` reports its progress."""
+        """Return the callback to which replica `number` reports its progress."""
         return partial(self._report, number)
 
     def _report(self, number: int, phase: str, fraction: float, detail: str = "") -> None:
@@ -287,7 +289,7 @@ class Replicas:
     def __init__(self, replicas: Sequence[Replica], prefixes: PrefixIndex) -> None:
         self.replicas = replicas
         self.prefixes = prefixes
-        self.dead = asyncio.Event()  # all have ended; `exit_code` and `death_cause` say how the first one did for good
+        self.dead = asyncio.Event()  # all have ended; `exit_code` and `death_cause` describe the first permanent end
         self.lost = asyncio.Event()  # one replica has ended for good: the others should finish their requests
         self.exit_code: int | None = None
         self.death_cause: str | None = None
@@ -301,8 +303,11 @@ class Replicas:
         return next(self._ids)
 
     def choose(self, request: Request, rank: int | None = None) -> ReplicaHandle:
-        """Choose a replica for this request and those that share its prompt. `rank`: the number of the replica that the
-        caller has chosen. Raises `EngineDeadError`, or `UnavailableError` when that replica is not alive."""
+        """Choose a replica for this request and others that share its prompt.
+
+        `rank`: number of the replica if the caller has chosen it. Raises `EngineDeadError`, or `UnavailableError` if
+        that replica is not alive.
+        """
         loads = [one.load if one.is_alive else None for one in self.replicas]
         if self._is_closing or not any(loads):
             raise EngineDeadError("The inference engine has stopped. Nothing can be served until it is restarted.")
@@ -345,7 +350,7 @@ class Replicas:
 
     @property
     def last_progress_age_s(self) -> float:
-        """Seconds since any replica made progress. When another hangs, its own watch ends it."""
+        """Seconds since any replica made progress. A replica that hangs is ended by its own watch."""
         return min((one.client.last_progress_age_s for one in self.replicas if one.is_alive), default=float("inf"))
 
     @property
@@ -353,21 +358,21 @@ class Replicas:
         return sum(one.client.num_open for one in self.replicas)
 
     async def reset_prefix_cache(self) -> int:
-        """Empty the prefix caches of all live replicas; return how many blocks they had."""
+        """Empty the prefix caches of all live replicas, and return how many blocks they had."""
         return sum(await asyncio.gather(*(one.client.reset_prefix_cache() for one in self.replicas if one.is_alive)))
 
     # -- the life of the replicas
 
     async def _keep(self, one: Replica) -> None:
-        """Start `one` again whenever it dies; give it up when that fails, whatever the reason."""
+        """Start `one` again whenever it dies, and give it up if that fails for any reason."""
         try:
             cause = await self._restart_until_lost(one)
-        except Exception as error:  # a bug of ours: unless caught, the replica would stay dead unnoticed
+        except Exception as error:  # our bug: unless caught, the replica would stay dead unnoticed
             logger.exception("event=replica_failed engine=%d", one.number)
             cause = f"replica {one.number} could not be kept: {type(error).__name__}: {error}"
         if self._is_closing:
             return
-        exit_code = one.client.exit_code or EXIT_RANK_DIED  # of the death: a new start of the server may mend it
+        exit_code = one.client.exit_code or EXIT_RANK_DIED  # exit code of the death: a new start of the server may help
         if self.exit_code is None:
             self.exit_code, self.death_cause = exit_code, cause
             self.lost.set()
@@ -376,7 +381,7 @@ class Replicas:
             self.dead.set()
 
     async def _restart_until_lost(self, one: Replica) -> str:
-        """Start `one` again while another serves and it does not die too often. Returns why it is given up."""
+        """Start `one` again while another replica serves and it does not die too often. Return why it is given up."""
         while True:
             await one.died()
             self.prefixes.clear(one.number)
@@ -391,7 +396,7 @@ class Replicas:
                 return f"replica {one.number} could not be started again: {error}"
 
     async def close(self, timeout_s: float = 10.0) -> None:
-        """Stop all engines, side by side. Idempotent."""
+        """Stop all engines in parallel. Idempotent."""
         self._is_closing = True
         for keeper in self._keepers:
             keeper.cancel()
@@ -406,9 +411,9 @@ async def start_engine(
     processes: Sequence[EngineProcess] = (),
     start_process: Callable[[], EngineProcess] | None = None,
 ) -> EngineClient | Replicas:
-    """Start as many engines as `config` has replicas, all at once, and wait until every rank of all has loaded.
+    """Start all replicas of `config` at the same time, and wait until all their ranks have loaded.
 
-    `processes`: those that were started before, one for each replica, or none. `start_process` starts another one.
+    `processes`: processes that were started before, one per replica, or none. `start_process`: starts another one.
     Raises `StartupError`.
     """
     worker = config.worker
@@ -439,4 +444,4 @@ async def start_engine(
 
 
 def _silent(phase: str, fraction: float, detail: str = "") -> None:
-    """Ignore the progress of a replica that starts again: the others serve meanwhile."""
+    """Ignore the progress of a replica that starts again, since the others serve meanwhile."""

@@ -1,9 +1,8 @@
-"""Simulated ranks: their report to the scheduler, the seconds of a step, and an executor that lets virtual time pass.
+"""Simulated ranks: their report to the scheduler, the seconds of a step, and an executor with virtual time.
 
-The seconds come from a formula, from a measurement, or from the roofline model: bytes read at memory speed and
-operations at arithmetic speed, of which the longer decides, with sums over ranks and the fixed cost of every step.
-numpy arrays can stand for the numbers of many steps. For simulations, benchmarks and tests of the engine. Does not
-know requests.
+The seconds come from a formula, a measurement, or the roofline model: the larger of bytes read at memory speed and
+operations at arithmetic speed, plus all-reduces and the fixed cost of every step. numpy arrays can represent the values
+of many steps. For simulations, benchmarks and tests of the engine. Does not know requests.
 """
 
 from collections import deque
@@ -18,8 +17,8 @@ from oarlock.workers.config import StepCost, WorkerInfo
 from oarlock.workers.kv_offload import KVReports
 from oarlock.workers.protocol import CLS, LOGITS, TOKEN, StepMetadata, StepOutput
 
-END_TOKEN = 0  # ends an answer
-HIDDEN_SIZE = 2  # small: vectors mean nothing here
+END_TOKEN = 0  # ends a response
+HIDDEN_SIZE = 2  # small, as the vectors have no meaning here
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +35,7 @@ class CostModel:
 
 
 def pooled_lens(step: StepMetadata, hidden_size: int) -> np.ndarray:
-    """Count the numbers that ranks return for each pooled sequence: int32 [Q]."""
+    """Return the number of values that ranks return for each pooled sequence: int32 [Q]."""
     seqs, kinds = step.pool_seqs, step.pool_kinds
     counts, lens = np.diff(step.query_start_loc)[seqs], step.seq_lens[seqs]
     ends, begins = lens == step.pool_lens, lens == counts
@@ -45,7 +44,7 @@ def pooled_lens(step: StepMetadata, hidden_size: int) -> np.ndarray:
 
 
 class VirtualClock:
-    """Seconds since the start of a simulation; moved on by `SimulatedExecutor`."""
+    """Seconds since the start of a simulation, advanced by `SimulatedExecutor`."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -55,10 +54,10 @@ class VirtualClock:
 
 
 class SimulatedExecutor:
-    """Answers each step after its virtual seconds, with tokens that depend on (seed, position) alone.
+    """Returns each step's output after its virtual seconds, with tokens that depend only on (seed, position).
 
-    A step passes through `costs`, one for each pipeline stage. A stage begins it when it has left the stage before and
-    the step before has left this one.
+    A step passes through the pipeline stages, whose costs are `costs`. A stage begins a step when the step has left
+    the stage before, and the previous step has left this stage.
     """
 
     rank_pids: tuple[int, ...] = ()
@@ -81,10 +80,10 @@ class SimulatedExecutor:
         self._costs = costs
         self._clock = clock
         self._ends = ends
-        self.num_tokens = 0  # computed, in all steps
-        self.busy_s = [0.0] * len(costs)  # of each stage
-        self._free_at_s = [0.0] * len(costs)  # when each stage has finished what was submitted
-        self._steps: deque[tuple[StepMetadata, float]] = deque()  # with the time of its answer
+        self.num_tokens = 0  # tokens computed in all steps
+        self.busy_s = [0.0] * len(costs)  # busy time of each stage
+        self._free_at_s = [0.0] * len(costs)  # time at which each stage has finished all submitted steps
+        self._steps: deque[tuple[StepMetadata, float]] = deque()  # step, time of its output
 
     def submit(self, step: StepMetadata, *, masks_follow: bool = False) -> None:
         at_s = self._clock.now_s
@@ -95,7 +94,7 @@ class SimulatedExecutor:
         self._steps.append((step, at_s))
 
     def send_masks(self, bits: np.ndarray) -> None:
-        """Ignore the masks: simulated tokens do not depend on them."""
+        """Ignore the masks, since simulated tokens do not depend on them."""
 
     def collect(self) -> StepOutput:
         step, at_s = self._steps.popleft()
@@ -129,7 +128,7 @@ def replica_info(
     sliding_window: int | None = None,
     step_cost: StepCost | None = None,
 ) -> WorkerInfo:
-    """Make the `WorkerInfo` that ranks would report. Raises `ValueError` without `max_model_len`."""
+    """Return the `WorkerInfo` that ranks would report. Raises `ValueError` without `max_model_len`."""
     if worker.max_model_len is None:
         raise ValueError("a simulation has no model to read max_model_len from: set it")
     return WorkerInfo(
@@ -152,19 +151,19 @@ def replica_info(
     )
 
 
-# Share of the speed in a device's data sheet, or of a measured read, that steps reach.
+# Share of a device's data-sheet speed, or of a measured read, that steps reach.
 BANDWIDTH_REACHED, OPS_REACHED = {"cuda": 0.80, "cpu": 0.80}, {"cuda": 0.55, "cpu": 0.90}
-# Seconds that every step adds: launching it, sampling, the engine and its messages.
+# Seconds that every step adds: launch, sampling, the engine and its messages.
 STEP_S = {"cuda": 0.0005, "cpu": 0.0008}
 
 
 class StepLoad(NamedTuple):
-    """Work of one step. Numbers, or arrays [steps] of them."""
+    """Work of one step. Each field is a number, or an array [steps]."""
 
-    tokens: Any  # computed
-    rows: Any  # of logits
+    tokens: Any  # computed tokens
+    rows: Any  # rows of logits
     context: Any  # tokens whose keys and values are read
-    pairs: Any  # of a computed token and a token of its context
+    pairs: Any  # pairs of a computed token and a token of its context
 
 
 class StepTime(Protocol):
@@ -178,27 +177,27 @@ class Speed:
     """Speed of one device, or of a host whose ranks share it. Per second."""
 
     bandwidth: float  # bytes of memory read
-    ops: float  # multiplications and additions of the numbers that the model computes in
+    ops: float  # multiplications and additions in the model's dtype
     link: float  # bytes to another rank
-    sum_s: float  # seconds of a very small sum over ranks
+    sum_s: float  # seconds of a very small all-reduce
     step_s: float  # seconds that every step adds
-    is_shared: bool  # by all ranks
+    is_shared: bool  # shared by all ranks
 
     @staticmethod
     def reached(device: str, bandwidth: float, ops: float, link: float, sum_s: float) -> "Speed":
-        """Speed that steps reach, from a data sheet or a measurement."""
+        """Return the speed that steps reach, from a data sheet or a measurement."""
         kept = BANDWIDTH_REACHED[device] * bandwidth, OPS_REACHED[device] * ops
         return Speed(*kept, link, sum_s, STEP_S[device], device == "cpu")
 
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """`StepTime` of one server by the roofline: its pipeline stages one after another."""
+    """`StepTime` of one server by the roofline model: its pipeline stages run one after another."""
 
     stages: tuple[RankWork, ...]
-    ranks: int  # of each stage
+    ranks: int  # ranks of each stage
     speed: Speed
-    replicas: int = 1  # that share the host
+    replicas: int = 1  # replicas that share the host
 
     def seconds(self, load: StepLoad) -> Any:
         return self.speed.step_s + sum(self._stage_s(work, load) for work in self.stages)
@@ -206,7 +205,7 @@ class Roofline:
     def _stage_s(self, work: RankWork, load: StepLoad) -> Any:
         speed = self.speed
         crowd = self.ranks * self.replicas if speed.is_shared else 1
-        # Tokens choose independently: an expert is read unless none has it.
+        # Tokens choose independently: an expert is read unless no token chooses it.
         experts = work.expert_bytes * (1.0 - (1.0 - work.expert_share) ** load.tokens)
         read_s = (work.weight_bytes + experts + work.kv_bytes * load.context) * crowd / speed.bandwidth
         ops = work.token_ops * load.tokens + work.row_ops * load.rows + work.pair_ops * load.pairs
@@ -218,11 +217,11 @@ class Roofline:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """`StepTime` from measured steps: a straight line in each number."""
+    """`StepTime` from measured steps: linear in each number."""
 
-    step_s: float  # of every step
-    token_s: float  # of each token of a prompt
-    row_s: float  # of each row of logits: one for each sequence that decodes
+    step_s: float  # fixed time of a step
+    token_s: float  # time per prompt token
+    row_s: float  # time per row of logits, which each decoding sequence has
     context_s: float = 0.0
 
     def seconds(self, load: StepLoad) -> Any:
@@ -231,15 +230,15 @@ class Measured:
 
 
 def _larger(one: Any, other: Any) -> Any:
-    """The larger of two numbers, or of each pair of entries of two arrays."""
+    """Return the larger of two numbers, or the elementwise maximum of two arrays."""
     return (one + other + abs(one - other)) / 2
 
 
 def decode_tokens_per_s(time: StepTime, users: int, context: int) -> float:
-    """Generated tokens a second of all `users` together, each with `context` tokens, one token a step."""
+    """Return the generated tokens per second of all `users` together, each with `context` tokens, one token a step."""
     return users / time.seconds(StepLoad(users, users, users * context, users * context)) if users else 0.0
 
 
 def prompt_tokens_per_s(time: StepTime, tokens: int) -> float:
-    """Prompt tokens a second of a step that computes the first `tokens` of one prompt."""
+    """Return the prompt tokens per second of a step that computes the first `tokens` of one prompt."""
     return tokens / time.seconds(StepLoad(tokens, 1, tokens, tokens * (tokens + 1) / 2))

@@ -1,6 +1,6 @@
 """Counters, gauges and histograms of the engine as plain data, sent to the server as JSON.
 
-The server names and formats them for Prometheus. Knows no clock.
+The server names and formats them for Prometheus. Does not know a clock.
 """
 
 from bisect import bisect_left
@@ -21,7 +21,7 @@ _ITERATION_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16
 
 @dataclass(slots=True)
 class Histogram:
-    """Counts per bucket; `counts[i]` holds values <= `bounds[i]`, the last one everything above. Not cumulative."""
+    """Counts per bucket: `counts[i]` counts values <= `bounds[i]`, the last entry all larger values. Not cumulative."""
 
     bounds: tuple[float, ...]
     counts: list[int] = field(default_factory=list)
@@ -52,11 +52,11 @@ class EngineStats:
     num_requests_waiting: int = 0
     num_waiting_tokens: int = 0
     kv_cache_usage: float = 0.0  # 0..1, share of blocks that running requests hold
-    num_blocks_total: int = 0  # without the null block
-    num_blocks_free: int = 0  # without content
+    num_blocks_total: int = 0  # excludes the null block
+    num_blocks_free: int = 0  # blocks without content
     num_blocks_cached: int = 0  # held by no request, kept for prefix hits, evicted when needed
     num_blocks_held: int = 0
-    # gauges of the tiers below the pool; blocks that the pool also holds are counted
+    # Gauges of the tiers below the pool. Blocks that are also in the pool are counted.
     num_requests_loading: int = 0  # waiting requests that wait for files to be read
     kv_offload_host_blocks: int = 0
     kv_offload_host_blocks_total: int = 0  # blocks that fit into host memory
@@ -68,24 +68,25 @@ class EngineStats:
     prefix_cache_hits: int = 0  # prompt tokens found
     prompt_tokens: int = 0
     generation_tokens: int = 0
-    kv_offload_saved_blocks: int = 0  # from the pool to host memory
-    kv_offload_loaded_blocks: int = 0  # from host memory to the pool
-    kv_offload_hit_tokens: int = 0  # tokens of these blocks
-    kv_offload_written_blocks: int = 0  # from host memory to files
-    kv_offload_read_blocks: int = 0  # from files to host memory
-    kv_offload_failed_blocks: int = 0  # not written, or not read: files missing or damaged, no room, no answer
+    kv_offload_saved_blocks: int = 0  # pool -> host memory
+    kv_offload_loaded_blocks: int = 0  # host memory -> pool
+    kv_offload_hit_tokens: int = 0  # tokens of the loaded blocks
+    kv_offload_written_blocks: int = 0  # host memory -> files
+    kv_offload_read_blocks: int = 0  # files -> host memory
+    kv_offload_failed_blocks: int = 0  # failed writes and reads: files missing or damaged, no room, no response
     kv_offload_dropped_blocks: int = 0  # evicted without being saved or written, for lack of slots or time
     num_preemptions: int = 0
-    num_refused_steps: int = 0  # by the ranks, for lack of memory; those sent ahead behind one are not counted
-    num_drafts: int = 0  # rows of steps that had drafted tokens after their newest one
+    # steps refused by the ranks for lack of memory; steps submitted after a refused step are not counted
+    num_refused_steps: int = 0
+    num_drafts: int = 0  # rows of steps that had drafted tokens after their newest token
     num_draft_tokens: int = 0
-    num_accepted_draft_tokens: int = 0  # of these: the model sampled the same
+    num_accepted_draft_tokens: int = 0  # drafted tokens for which the model sampled the same
     num_accepted: int = 0
     num_rejected: int = 0  # refused: request at fault (400) or queue full (429)
-    num_errors: int = 0  # requests that failed by the engine's fault
-    num_nonfinite: int = 0  # of these: the model's logits were not finite
-    num_kv_event_batches: int = 0  # published
-    num_kv_event_batches_dropped: int = 0  # not encoded, since too many were waiting to be
+    num_errors: int = 0  # requests that failed through the engine's fault
+    num_nonfinite: int = 0  # errors in which the model's logits were not finite
+    num_kv_event_batches: int = 0  # batches that were published
+    num_kv_event_batches_dropped: int = 0  # batches not encoded, since too many were waiting
     num_kv_event_overflows: int = 0  # times that a subscriber fell too far behind, and missed batches until it read
     finished: dict[str, int] = field(default_factory=lambda: {reason.value: 0 for reason in FinishReason})
     # histograms
@@ -97,14 +98,14 @@ class EngineStats:
     inter_token_latency_s: Histogram = field(default_factory=partial(Histogram, _SHORT_SECONDS))
     time_per_output_token_s: Histogram = field(
         default_factory=partial(Histogram, _SHORT_SECONDS)
-    )  # of one request, mean after the first
+    )  # mean of one request after its first token
     step_time_s: Histogram = field(default_factory=partial(Histogram, _SHORT_SECONDS))
     iteration_tokens: Histogram = field(default_factory=partial(Histogram, _ITERATION_TOKENS))
     request_prompt_tokens: Histogram = field(default_factory=partial(Histogram, TOKEN_BOUNDS))
     request_generation_tokens: Histogram = field(default_factory=partial(Histogram, TOKEN_BOUNDS))
 
     def to_dict(self) -> dict[str, Any]:
-        """Copy the statistics into a dictionary, which later changes do not reach."""
+        """Copy the statistics into a dictionary that later changes do not affect."""
         return asdict(self)
 
     @staticmethod
@@ -116,7 +117,7 @@ class EngineStats:
         return EngineStats(**fields)
 
 
-# -- the live state of one engine, as it is sent: JSON
+# -- the live state of one engine, in the format in which it is sent: JSON
 
 
 class KvState(TypedDict):
@@ -140,9 +141,9 @@ class RankTimes(TypedDict):
 
 
 class StepTimesState(TypedDict):
-    """Times of the last 512 steps, from the moment that a step could begin to its answer."""
+    """Times of the last 512 steps, from the moment at which a step could begin to its output."""
 
-    count: int  # since the start
+    count: int  # steps since the start
     last_ms: float
     median_ms: float
     p99_ms: float
@@ -150,7 +151,7 @@ class StepTimesState(TypedDict):
 
 
 class TokenRates(TypedDict):
-    """Tokens a second over about ten seconds: computed prompt tokens, without cached ones, and sampled ones."""
+    """Tokens per second over about ten seconds: computed prompt tokens, without cached tokens, and sampled tokens."""
 
     prompt: float
     generation: float
@@ -175,10 +176,10 @@ class EngineState(TypedDict):
     kv: KvState
     step: StepTimesState
     tokens_per_second: TokenRates
-    slowest: list[OpenRequest]  # those that have been there longest, at most 20
+    slowest: list[OpenRequest]  # the oldest open requests, at most 20
 
 
-# -- the history of one request, as it is sent: JSON. Times are those of `time.monotonic`, in seconds
+# -- the history of one request, in the format in which it is sent: JSON. Times are in seconds of `time.monotonic`
 
 
 class Chunk(TypedDict):
@@ -191,11 +192,11 @@ class Chunk(TypedDict):
 
 
 class DecodeSteps(TypedDict):
-    """The engine's steps from the one after the first token on."""
+    """The engine's steps that followed the first token."""
 
     steps: int
     mean_sequences: float
-    prompt_tokens: int  # of others, computed in these steps
+    prompt_tokens: int  # prompt tokens of other requests computed in these steps
     seconds: float
     by_sequences: dict[str, int]  # steps by their number of sequences: `1`, `2-3`, `4-7`, ...
 
@@ -205,7 +206,7 @@ class Preemption(TypedDict):
 
     at_s: float
     back_s: float | None  # None: it does not run again yet
-    is_short: bool  # there were too few blocks; else it yielded, or another client had less than its share
+    is_short: bool  # there were too few blocks; otherwise it yielded, or another client had less than its share
 
 
 class StallState(TypedDict):
@@ -226,15 +227,15 @@ class RequestHistory(TypedDict):
     cached_tokens: int
     output_tokens: int
     arrival_s: float
-    num_running: int  # others, when it arrived
+    num_running: int  # other running requests when it arrived
     num_waiting: int
     queue_position: int | None  # requests ahead of it now; None: it does not wait
-    ahead: list[int]  # ids of the first few of those that waited, or else of those that ran
-    without_row: int  # steps while it waited in which the next in turn found all rows taken
-    without_blocks: int  # steps while it waited in which the next in turn found too few KV blocks
+    ahead: list[int]  # ids of the first few requests that waited when it arrived, or of running requests if none waited
+    without_row: int  # steps, while it waited, in which the head of the queue found no free row
+    without_blocks: int  # steps, while it waited, in which the head of the queue found too few KV blocks
     first_scheduled_s: float | None
     num_chunks: int
-    computed_tokens: int  # of the prompt, and of what was generated before a preemption
+    computed_tokens: int  # tokens of the prompt, and tokens generated before a preemption
     chunks: list[Chunk]  # the first ones
     first_token_s: float | None
     decode: DecodeSteps | None

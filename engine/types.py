@@ -1,7 +1,7 @@
-"""Requests to the engine and its answers: ints and floats in tuples and arrays, no text and no tensors.
+"""Requests to the engine and its events: ints and floats in tuples and arrays, no text and no tensors.
 
-The only objects that cross from the server to the engine and back. The server checks sampling parameters, the engine
-reads them.
+These are the only objects that cross from the server to the engine and back. The server checks sampling parameters, the
+engine reads them.
 """
 
 import math
@@ -17,34 +17,34 @@ from typing import NamedTuple, overload
 from oarlock.workers.sampling_parameters import PENALTIES, ScalarParams
 
 _penalties, _NO_PENALTIES = attrgetter(*(row.name for row in PENALTIES)), tuple(row.off for row in PENALTIES)
-BAN, FORCE = -100.0, 100.0  # values of `logit_bias`: the id is never chosen; only forced ids are chosen
+BAN, FORCE = -100.0, 100.0  # values of `logit_bias`; BAN: the id is never chosen; FORCE: only forced ids are chosen
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A grammar that the whole answer must match."""
+    """A grammar that the whole response must match."""
 
     kind: str  # json_schema | regex | lark | ebnf | choice | json_object
     text: str  # the schema or choices as JSON, the expression, or the grammar; empty for json_object
-    param: str = "structured_outputs"  # the field of the request to blame when it does not compile
+    param: str = "structured_outputs"  # field of the request to blame if it does not compile
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams(ScalarParams):
-    """Parameters that choose tokens; those that are one number are fields of `ScalarParams`.
+    """Parameters that choose tokens; single numbers are fields of `ScalarParams`.
 
-    The server checks their ranges, the engine their ids against the vocabulary. top-p is above 0 and top-k not below:
-    what means greedy there is temperature 0 here.
+    The server checks their ranges, the engine checks ids against the vocabulary. top-p is above 0 and top-k not below:
+    values that mean greedy sampling in the API become temperature 0 here.
     """
 
-    max_tokens: int = 16  # the most to generate; the context may end it earlier. 0: only score the prompt
+    max_tokens: int = 16  # most tokens to generate; the context may end it earlier. 0: only score the prompt
     seed: int = 0  # always drawn by the server: nothing below it is random
     min_tokens: int = 0  # stop tokens are banned until this many are generated
-    eos_token_ids: tuple[int, ...] = ()  # empty when the caller ignores them
-    stop_token_ids: tuple[int, ...] = ()  # asked for by the caller
+    eos_token_ids: tuple[int, ...] = ()  # empty if the client ignores them
+    stop_token_ids: tuple[int, ...] = ()  # requested by the client
     logprobs: int | None = None  # None: none; k: the sampled token's and the k best
     prompt_logprobs: int | None = None  # the same for each prompt token but the first
-    logit_bias: tuple[tuple[int, float], ...] = ()  # (id, added to its logit); BAN and FORCE as named above
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (id, value added to its logit), including BAN and FORCE
     allowed_token_ids: Sequence[int] | None = None  # None: all
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that must not be completed
     grammar: Grammar | None = None
@@ -55,17 +55,17 @@ def penalises(params: SamplingParams) -> bool:
 
 
 def banned_always(params: SamplingParams) -> list[int]:
-    """Ids that no step of the request may choose: those `logit_bias` bans and bad words of a single token."""
+    """Return the ids that no step of the request may choose: bans of `logit_bias`, and bad words of a single token."""
     ids = [token for token, value in params.logit_bias if value <= BAN]
     return ids + [word[0] for word in params.bad_words if len(word) == 1]
 
 
-# Hidden states are those of the model's last layer, after the final norm. In the order of `oarlock.workers.protocol`.
+# Hidden states are the output of the model's last layer, after the final norm. Order as in `oarlock.workers.protocol`.
 KINDS = (
-    "last",  # of the last token
+    "last",  # hidden state of the last token
     "mean",  # the mean over all tokens
-    "cls",  # of the first token
-    "token",  # of every token
+    "cls",  # hidden state of the first token
+    "token",  # hidden states of every token
     "logits",  # no hidden states, but the logits of `token_ids` after the last token, before any softmax
     "labels",  # no hidden states, but the output of an encoder's classification head, before any final function
 )
@@ -75,20 +75,20 @@ KINDS = (
 class PoolingParams:
     """Vectors or logits to return for one sequence: float32, not normalised."""
 
-    kind: str  # one of KINDS
+    kind: str  # element of KINDS
     token_ids: tuple[int, ...] = ()  # only with "logits": the ids whose logits are returned, in this order
-    second_text: int = 0  # of an encoder: where the second of two texts begins in the prompt; 0: there is one
+    second_text: int = 0  # encoders: index of the second text in the prompt; 0: there is only one text
 
 
 MIN_PRIORITY, MAX_PRIORITY = -10, 10
 
 
 class FinishReason(StrEnum):
-    """Why a request ended. Only its terminal event has one."""
+    """Reason why a request ended. Only its terminal event has one."""
 
     STOP = "stop"  # an end-of-sequence or stop token
     LENGTH = "length"  # max_tokens reached, or the context is full
-    ABORT = "abort"  # the caller left
+    ABORT = "abort"  # the client left
     ERROR = "error"  # the request failed; `TokenEvent.error` has the reason
 
 
@@ -101,10 +101,11 @@ class Request:
     params: SamplingParams
     priority: int = 0  # MIN_PRIORITY to MAX_PRIORITY; lower runs earlier
     cache_salt: bytes = b""  # prefixes are shared only between equal salts
-    client: str = ""  # whose share of the engine it takes: the label of its API key
-    has_place: bool = False  # it was accepted before: a full queue must not refuse it
-    yields: bool = False  # nobody waits for its answer: it gives way to all requests that do not yield
-    # Vectors are wanted, no tokens: it ends with `FinishReason.STOP` when its prompt is computed. `params` are POOLS.
+    client: str = ""  # label of the client's API key; its share of the engine is used
+    has_place: bool = False  # it was accepted before, so a full queue must not refuse it
+    yields: bool = False  # no user waits for its response, so requests that do not yield run first
+    # Set if vectors are wanted instead of tokens: the request ends with `FinishReason.STOP` when its prompt is
+    # computed. Its `params` are POOLS.
     pooling: PoolingParams | None = None
 
 
@@ -124,8 +125,8 @@ class TokenLogprobs(NamedTuple):
 class ScoredTokens(Sequence[TokenLogprobs]):
     """n consecutive prompt tokens with k alternatives each, as columns. An entry is made when it is accessed.
 
-    As objects, 95,000 tokens with 20 alternatives would take 200 MB and half a second; columns take 16 MB, and are
-    sliced and sent as bytes.
+    As objects, the scores of a long prompt would take many times the memory and much longer to make. Columns are sliced
+    and sent as bytes.
     """
 
     num_top: int  # k
@@ -158,7 +159,7 @@ class ScoredTokens(Sequence[TokenLogprobs]):
         return (TokenLogprobs(*row) for row in self.rows())
 
     def rows(self, *, with_top: bool = True) -> Iterator[tuple[int, float, int, tuple[tuple[int, float], ...]]]:
-        """Id, logprob, rank and alternatives of each entry; faster than making entries."""
+        """Yield id, logprob, rank and alternatives of each entry; faster than making entries."""
         top: Iterator[tuple[tuple[int, float], ...]] = repeat(())
         if with_top and self.num_top:
             pairs = zip(self.top_ids, self.top_logprobs, strict=True)
@@ -205,21 +206,22 @@ class SampledTokens(Sequence[TokenLogprobs]):
 class TokenEvent:
     """Result of one step for one request. Only the last event of a request has a `finish_reason`.
 
-    Not changed once it is made; not frozen, because a frozen one takes four times as long to make.
+    Not changed once it is made; not frozen, because frozen instances take much longer to make.
     """
 
     request_id: int
     token_ids: tuple[int, ...] = ()
-    logprobs: Sequence[TokenLogprobs] = ()  # one per token id, when asked for
-    # For prompt tokens from the second on: in order, each once, in events up to that of the first generated token.
+    logprobs: Sequence[TokenLogprobs] = ()  # one per token id, if requested
+    # Scores of prompt tokens from the second one on: in order, each once, in events up to the event of the first
+    # generated token.
     prompt_logprobs: Sequence[TokenLogprobs] = ()
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None  # the stop token that ended it, the last of token_ids
-    num_cached_tokens: int = 0  # of the prompt, taken from the prefix cache
-    error: str | None = None  # with FinishReason.ERROR
+    num_cached_tokens: int = 0  # prompt tokens taken from the prefix cache
+    error: str | None = None  # text for FinishReason.ERROR
     error_param: str | None = None  # the field of the request that is at fault; None: the engine is at fault
     error_code: str | None = None  # name of the part that is not available: the same request may succeed later
-    # Vectors, concatenated, or logits: float32, in an event of each step that computed any.
+    # Concatenated vectors, or logits: float32, in an event of each step that computed any.
     pooled: Sequence[float] = ()
 
 
@@ -235,8 +237,8 @@ class TokenEvents:
     token_ids: array = field(default_factory=partial(array, "i"))  # int32 [n]
     num_cached_tokens: array = field(default_factory=partial(array, "i"))  # int32 [n]
     others: list[TokenEvent] = field(default_factory=list)
-    num_top: array = field(default_factory=partial(array, "i"))  # int32 [n]   -1: no logprobs. Empty: of none
-    logprobs: ScoredTokens | None = None  # of the tokens that have some, in order
+    num_top: array = field(default_factory=partial(array, "i"))  # int32 [n]; -1: no logprobs. Empty: no token has any
+    logprobs: ScoredTokens | None = None  # scores of the tokens that have some, in order
 
     def __len__(self) -> int:
         return len(self.request_ids) + len(self.others)
@@ -275,19 +277,20 @@ class EngineInfo:
     load_seconds: float
     max_waiting_requests: int
     max_waiting_tokens: int
-    batch_invariant: bool = False  # a request's numbers do not depend on its batch; tested at the start
+    batch_invariant: bool = False  # a request's results do not depend on its batch; tested at the start
     batch_invariant_reason: str = "it was not tested"
-    rank_invariant: bool = False  # its bits do not depend on the number of ranks; tried at the start
+    rank_invariant: bool = False  # a request's bits do not depend on the number of ranks; tested at the start
     rank_invariant_reason: str = "it was not tested"
     rank_pids: tuple[int, ...] = field(default=())
-    numbers_digest: str = ""  # changes with everything that decides a number
-    quantization: str = "none"  # of the weights, in a few words
-    active_parameters: int | None = None  # that one token is computed with; None: all
-    input_rounding: str | None = None  # numbers to which products round their inputs, in a few words; None: they do not
-    kv_cache_dtype: str = "auto"  # stored form of keys and values: the dtype, int8 or fp8
-    step_timeout_s: float = 120.0  # a step that takes longer is a hung rank
+    numbers_digest: str = ""  # changes with everything that affects values
+    quantization: str = "none"  # quantization of the weights, as a short text
+    active_parameters: int | None = None  # parameters used to compute one token; None: all
+    # activation quantization of the matmuls, as a short text; None: activations are not quantized
+    input_rounding: str | None = None
+    kv_cache_dtype: str = "auto"  # dtype of stored keys and values: the model's dtype, int8 or fp8
+    step_timeout_s: float = 120.0  # a rank whose step takes longer counts as hung
     pipeline_parallel_size: int = 1  # stages, each of `tensor_parallel_size` ranks
     nnodes: int = 1  # hosts
-    data_parallel_size: int = 1  # replicas; all other numbers are of one
-    hidden_size: int = 0  # of the vectors that requests may ask for
+    data_parallel_size: int = 1  # replicas; all other values are for one replica
+    hidden_size: int = 0  # size of the vectors that requests may ask for
     max_silence_s: float = math.inf  # the longest time without a frame from a working engine

@@ -1,7 +1,7 @@
 """The engine's process: `python -m oarlock.engine.core FD PARENT_PID NUM_RANKS`, started by `engine/engine_process.py`.
 
-It starts the processes of its ranks before its own imports, so that all import side by side. Then `process.py` serves
-the frontend at the other end of the socket `FD`.
+It starts the processes of its ranks before its own imports, so that all processes import in parallel. Then `process.py`
+serves the frontend at the other end of the socket `FD`.
 """
 
 import gc
@@ -17,7 +17,7 @@ def main(argv: list[str]) -> int:
     die_with_parent(parent_pid)
     leave_signals_to_parent()
     ranks = start_ranks_ahead(num_ranks)
-    gc.disable()  # until the loop runs: imports make nothing but objects that stay
+    gc.disable()  # imports create only objects that are kept; enabled when the loop runs
 
     from oarlock.engine.core.process import run
     from oarlock.workers.executor import start_executor

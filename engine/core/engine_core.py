@@ -26,12 +26,12 @@ logger = logging.getLogger("oarlock.engine")
 
 
 class EngineCore:
-    """`begin` schedules and submits a step, `finish` collects and applies the answer to the oldest one submitted.
+    """Runs steps: `begin` schedules and submits a step, `finish` collects and applies the output of the oldest step.
 
-    At a pipeline depth of 1 they alternate. At 2 a step is begun while the one before runs, so that ranks need not wait
-    for the engine; tokens that are not sampled yet are references in the step, and masks that depend on them are sent
-    after it: `send_masks`. With pipeline stages a step is in flight for each of them, and their sequences differ, so
-    that all tokens are known.
+    At a pipeline depth of 1 they alternate. At a depth of 2, a step is begun while the previous step runs, so that
+    ranks need not wait for the engine. Tokens that are not sampled yet are references in the step, and masks that
+    depend on them are sent later by `send_masks`. With pipeline stages, one step is in flight for each stage. Their
+    sequences differ, so all tokens are known.
     """
 
     def __init__(
@@ -56,17 +56,18 @@ class EngineCore:
         depth = config.pipeline_depth or executor.best_in_flight
         if config.num_micro_batches > 1:
             depth = config.num_micro_batches
-        self.depth = min(depth, executor.max_in_flight)  # most steps in flight: with so many, `finish` comes next
-        self._submitted: deque[tuple[SchedulerOutput, int, float]] = deque()  # with the rows, and when each was begun
-        self.masks: GrammarBitmask | None = None  # of the step submitted last, as long as the ranks lack them
+        self.depth = min(depth, executor.max_in_flight)  # most steps in flight; at this number, `finish` must come next
+        # output, number of rows of logits, start time
+        self._submitted: deque[tuple[SchedulerOutput, int, float]] = deque()
+        self.masks: GrammarBitmask | None = None  # masks of the last submitted step that the ranks still need
         self._fill_masks = fill_masks
-        self._must_drain = False  # whether the steps in flight must be answered before another is scheduled
-        self._mask_s = 0.0  # seconds in which masks were computed since the last answer
-        self._finished_s = 0.0  # when the last answer came
+        self._must_drain = False  # whether the steps in flight must be finished before another is scheduled
+        self._mask_s = 0.0  # seconds spent on masks since the last output of the ranks
+        self._finished_s = 0.0  # time of the last output of the ranks
 
     @property
     def num_in_flight(self) -> int:
-        """Steps that were begun and not finished."""
+        """Number of steps that were begun and not finished."""
         return len(self._submitted)
 
     @property
@@ -75,7 +76,7 @@ class EngineCore:
         return len(self._submitted) >= self.depth
 
     def receive_reports(self) -> None:
-        """Receive the ranks' reports of blocks that they read from files or wrote to them, where there are any."""
+        """Receive the ranks' reports of blocks that they read from files or wrote to files, if there are any."""
         for report in [] if self.executor.kv_reports is None else self.executor.kv_reports.receive():
             if self.scheduler.kv_offload is not None:
                 self.scheduler.kv_offload.report(report)
@@ -83,14 +84,14 @@ class EngineCore:
     def begin(self) -> SchedulerOutput | None:
         """Schedule and submit a step. If it has masks, `send_masks` must follow before the ranks sample.
 
-        None when there is nothing to do, or nothing before an answer is known: then the oldest step in flight must be
-        finished before the next call. Raises `WorkerError` when the ranks are lost.
+        Returns None if there is nothing to do, or if nothing can be done before the next output: then the oldest step
+        in flight must be finished before the next call. Raises `WorkerError` if the ranks are lost.
         """
         assert len(self._submitted) < self.depth
         if self.masks is not None:
             self.send_masks()
         if self._must_drain and self._submitted:
-            return None  # a postponed sequence must not run again before the answer to its step
+            return None  # a postponed sequence must not run again before the output of its step
         self._must_drain = False
         now = self._clock()
         output = self.scheduler.schedule(now, ahead=bool(self._submitted))
@@ -109,10 +110,10 @@ class EngineCore:
         return output
 
     def finish(self) -> TokenEvents:
-        """Collect and apply the next answer; return its events. Raises `WorkerError` when the ranks are lost.
+        """Collect and apply the next output, and return its events. Raises `WorkerError` if the ranks are lost.
 
-        Masks that waited for this answer should be sent next. When the ranks had too little memory for the step, it is
-        taken back with all steps in flight behind it.
+        Masks that waited for this output should be sent next. If the ranks had too little memory for the step, it is
+        taken back together with all later steps in flight.
         """
         if self.masks is not None:
             self.send_masks()
@@ -139,8 +140,8 @@ class EngineCore:
         return scheduler.update_from_output(output, ModelRunnerOutput(answer), now)
 
     def _take_back(self, output: SchedulerOutput) -> TokenEvents:
-        """Take back `output`, which the ranks have refused, and the steps that were sent ahead behind it."""
-        if self.masks is not None:  # masks of the last step, which wait for a token of `output`
+        """Take back `output`, which the ranks have refused, and the later steps that were already submitted."""
+        if self.masks is not None:  # masks of the last step, which depend on a token of `output`
             self.executor.send_masks(self.masks.until_known)
             self.masks = None
         outputs = [output]
@@ -160,11 +161,10 @@ class EngineCore:
         return TokenEvents(others=failed)
 
     def send_masks(self) -> None:
-        """Send the ranks the masks that they lack, if all tokens that decide them are known. `begin` and `finish` do so
-        first if it was not done.
+        """Send the ranks the masks that they lack, if all tokens that decide them are known.
 
-        A sequence ends here if its grammar allows only the end or raises, and is preempted if there is no time for its
-        mask: the token sampled for it is dropped.
+        `begin` and `finish` call this first if it was not done. A sequence ends here if its grammar allows only the end
+        or raises, and is preempted if there is no time for its mask. In both cases its sampled token is dropped.
         """
         masks = self.masks
         if masks is None or (self.num_in_flight > 1 and masks.must_wait):
@@ -181,12 +181,14 @@ class EngineCore:
         self.ended += [self.scheduler.complete(seq, now) for seq in masks.complete]
 
     def take_events(self) -> list[TokenEvent]:
-        """Terminal events of requests that failed outside `finish`."""
+        """Return terminal events of requests that failed outside `finish`."""
         return self.scheduler.take_events()
 
     def _withdraw_unfit(self, output: SchedulerOutput, now: float) -> bool:
-        """Take the requests that cannot be built out of `output`; they fail alone. Whether anything is left of it.
-        Raises the exception that is being handled where each can be built on its own."""
+        """Remove unbuildable requests from `output`, so that only they fail. Return whether any request is left.
+
+        Raises the exception that is being handled if each request can be built on its own.
+        """
         unfit = [item for item in output.items() if not self._fits(item, output)]
         if not unfit:
             raise
@@ -194,7 +196,7 @@ class EngineCore:
         return output.num_seqs > 0
 
     def _fits(self, item: ScheduledTokens, output: SchedulerOutput) -> bool:
-        """Whether `item` can be built on its own."""
+        """Return whether `item` can be built on its own."""
         row = item.seq.row
         alone = SchedulerOutput(
             output.step_id,
@@ -215,7 +217,7 @@ MAX_SLOWEST = 20
 
 
 def live_state(scheduler: Scheduler, now: float) -> EngineState:
-    """Take the state between two steps. `now`: the engine's clock."""
+    """Return the state between two steps. `now`: the engine's clock."""
     stats, steps = scheduler.refresh_gauges(), scheduler.requests.log.steps
     return EngineState(
         running=stats.num_requests_running,
@@ -228,7 +230,7 @@ def live_state(scheduler: Scheduler, now: float) -> EngineState:
 
 
 def history(scheduler: Scheduler, request_id: int) -> RequestHistory | None:
-    """History of a request that is open, or was one of the last to end."""
+    """Return the history of a request that is open or ended recently, or None."""
     seq = scheduler.requests.by_id.get(request_id)
     if seq is not None:
         queue = scheduler.requests.waiting if seq.status is Status.WAITING else ()
@@ -252,7 +254,7 @@ def _kv_state(manager: KVCacheManager) -> KvState:
 
 
 def run_lengths(letters: Iterable[str]) -> str:
-    """Run-length encoding: `hhhcc` becomes `h3c2`."""
+    """Return the run-length encoding: `hhhcc` becomes `h3c2`."""
     return "".join(chain.from_iterable((letter, str(sum(1 for _ in run))) for letter, run in groupby(letters)))
 
 

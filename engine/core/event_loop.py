@@ -1,4 +1,4 @@
-"""Runs the engine's loop: reads frames, runs steps, sends events. An idle engine waits in `select`, with a heartbeat.
+"""The engine's loop: reads frames, runs steps, sends events. An idle engine waits in `select`, with a heartbeat.
 
 An exception with one request ends that request. A lost rank ends every request, each with one event, and the loop. Does
 not know asyncio, HTTP or text; never waits for the frontend to read.
@@ -42,8 +42,8 @@ logger = logging.getLogger("oarlock.engine")
 DEAD = "The inference engine stopped while this request was running. Nothing more can be served until it is restarted."
 STOPPING = "The server is shutting down; this request was not completed."
 
-_DRAIN_S = 2.0  # for sending the last events to a frontend that reads slowly
-FLUSH_S = 3.0  # for writing cached blocks to files; the frontend waits for the end of this process a little longer
+_DRAIN_S = 2.0  # time to send the last events to a frontend that reads slowly
+FLUSH_S = 3.0  # time to write cached blocks to files; the frontend waits a little longer for the end of this process
 
 
 class EngineLoop:
@@ -70,14 +70,14 @@ class EngineLoop:
         self._started_s = clock()
         self._next_beat_s = self._started_s + self._interval_s
         self._request_reader = messages.RequestReader()
-        self._outbox: list[TokenEvents] = []  # in the order in which they happened; each becomes a frame, or several
+        self._outbox: list[TokenEvents] = []  # ordered by time; each becomes one or more frames
         self._block_subscribers: list[Callable[[list[BlockEvent]], None]] = []
         self._kv_events = kv_events
         if kv_events is not None:
             self.subscribe_to_blocks(kv_events.publish)
         if config.reports_blocks:
             self.subscribe_to_blocks(self._report_blocks)
-        self._state_asked: list[int] = []  # numbers of the open questions for the live state
+        self._state_asked: list[int] = []  # numbers of the state queries that wait for a response
         self._stopping = False
         self.ending = "the server stopped in order"  # final when `run` has returned
         self._was_stuck = False
@@ -91,8 +91,10 @@ class EngineLoop:
             self._selector.register(structured_output, selectors.EVENT_READ, "structured_output")
 
     def subscribe_to_blocks(self, subscriber: Callable[[list[BlockEvent]], None]) -> None:
-        """Call `subscriber` with the events of the prefix cache, from the first on, in order: once per turn that has
-        any, while the ranks compute. It must return at once. Only before `run`; without a subscriber nothing is kept.
+        """Call `subscriber` with the events of the prefix cache, in order and from the first one on.
+
+        It is called once per turn that has events, while the ranks compute, and must return at once. Allowed only
+        before `run`. Without a subscriber no events are kept.
         """
         manager = self.scheduler.kv_cache_manager
         manager.event_log = manager.event_log or BlockEventLog()
@@ -103,7 +105,7 @@ class EngineLoop:
         self._stopping = True
 
     def run(self) -> int:
-        """Run until `stop`, or until the frontend or a rank is gone; return the exit code."""
+        """Run until `stop`, or until the frontend or a rank is gone. Return the exit code."""
         try:
             while not self._stopping:
                 if not self.tick() and not self._stopping:
@@ -123,8 +125,10 @@ class EngineLoop:
             return self._die(f"the engine loop failed: {type(error).__name__}", EXIT_BUG)
 
     def tick(self) -> bool:
-        """Run one turn: inbox, the next step, outbox, an answer. False when nothing can be computed now; then no step
-        is in flight."""
+        """Run one turn: inbox, the next step, outbox, an output of the ranks.
+
+        Return False if nothing can be computed now; then no step is in flight.
+        """
         core = self.engine_core
         for frame in self._frame_socket.receive():
             self._handle(frame)
@@ -140,7 +144,7 @@ class EngineLoop:
         if core.ended:
             self._post(core.take_events())
         if self._outbox:
-            self._send_outbox()  # while the ranks compute; they need masks only when they sample
+            self._send_outbox()  # the ranks compute meanwhile, and need masks only when they sample
         if core.masks is not None:
             core.send_masks()
         if self._block_subscribers:
@@ -156,7 +160,7 @@ class EngineLoop:
         return True
 
     def _finish_step(self) -> None:
-        """Wait for the answer to the oldest step in flight."""
+        """Wait for the output of the oldest step in flight."""
         events = self.engine_core.finish()
         self._next_beat_s = self._clock() + self._interval_s
         if events.request_ids or events.others:
@@ -207,7 +211,7 @@ class EngineLoop:
 
     @contextmanager
     def _refusing(self, request_id: int) -> Generator[None]:
-        """Send the refusal of a request that cannot be added; a bug in the engine ends that request alone."""
+        """Send the refusal of a request that cannot be added. A bug in the engine ends only that request."""
         try:
             yield
         except (RequestError, QueueFullError) as error:
@@ -251,7 +255,7 @@ class EngineLoop:
             self._post([event])
 
     def _fail(self, request_id: int) -> TokenEvent:
-        """End one request by the engine's fault, whether the scheduler knows it or not."""
+        """End one request through the engine's fault, whether the scheduler knows it or not."""
         event = self.scheduler.fail(request_id, INTERNAL, self._clock())
         if event is None:
             self.scheduler.stats.num_errors += 1
@@ -291,7 +295,7 @@ class EngineLoop:
             self._frame_socket.send(frame)
 
     def _sendable(self, event: TokenEvent) -> TokenEvent:
-        """`event`, or the failure of its request when it cannot be encoded."""
+        """Return `event`, or the failure of its request if it cannot be encoded."""
         try:
             messages.events(TokenEvents(others=[event]))
         except Exception:
@@ -306,7 +310,7 @@ class EngineLoop:
                 subscriber(events)
 
     def _tell_state(self) -> None:
-        """Answer questions for the live state while the ranks compute, since it takes part of a millisecond."""
+        """Send the live state to all callers that asked, while the ranks compute, since it takes noticeable time."""
         self._count_pending()
         state = live_state(self.scheduler, self._clock())
         for number in self._state_asked:
@@ -319,7 +323,7 @@ class EngineLoop:
     # -- idle
 
     def _may_go_on(self) -> bool:
-        """Whether to try another turn after one without a step. After two in a row, fail all open requests."""
+        """Return whether to try another turn after a turn without a step. After two such turns, fail all requests."""
         if not self.scheduler.has_work or self.scheduler.num_loading:
             return False
         if not self._was_stuck:
@@ -341,14 +345,14 @@ class EngineLoop:
                 self._executor.ping()  # raises an error that names the rank
                 raise WorkerError(-1, self.scheduler.stats.step_id, "the channel of a rank was closed")
             elif key.data == "structured_output" and self._structured_output is not None:
-                self._add_compiled(self._structured_output)  # takes the wake-up, even if nothing waits for it any more
+                self._add_compiled(self._structured_output)  # consumes the wake-up, even if no request waits any more
             elif ready & selectors.EVENT_WRITE:
                 self._frame_socket.flush()
         if self._clock() >= self._next_beat_s:
             self._beat()
 
     def _beat(self) -> None:
-        """Check that every rank answers, and report it to the frontend."""
+        """Check that every rank responds, and report it to the frontend."""
         self._executor.ping()
         self._next_beat_s = self._clock() + self._interval_s
         self._frame_socket.send(messages.alive(self.scheduler.stats.step_id))
@@ -356,7 +360,7 @@ class EngineLoop:
     # -- the end
 
     def _die(self, cause: str, exit_code: int) -> int:
-        """Tell the frontend first that the engine is dead, then end each request."""
+        """Report to the frontend first that the engine is dead, then end each request."""
         self.ending = cause
         self.scheduler.stats.state = "dead"
         try:
@@ -368,7 +372,7 @@ class EngineLoop:
         return exit_code
 
     def _shut_down(self, message: str) -> None:
-        """End every open request, and send what the frontend reads within `_DRAIN_S`."""
+        """End every open request, and send the events that the frontend reads within `_DRAIN_S`."""
         self._post(self.engine_core.take_events() + self.scheduler.fail_all(message, self._clock()))
         manager = self._structured_output
         for request_id in [] if manager is None else manager.abort_all():
@@ -382,7 +386,7 @@ class EngineLoop:
                 self._frame_socket.flush()
 
     def _flush(self) -> None:
-        """Write cached blocks to files, where there are any, for at most `FLUSH_S`."""
+        """Write cached blocks to files, if there is a disk tier, for at most `FLUSH_S`."""
         stats, reports = self.scheduler.stats, self._executor.kv_reports
         offload = self.scheduler.kv_offload
         if reports is None or offload is None or not offload.has_disk:

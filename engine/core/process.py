@@ -1,4 +1,4 @@
-"""Runs the engine's process: reads its configuration, starts the ranks and runs the loop.
+"""The engine's process: reads its configuration, starts the ranks and runs the loop.
 
 The first frame on the socket is the configuration. Loading sends progress frames, then the loop runs. The process never
 outlives its frontend: end-of-file on the socket ends it. Does not import torch.
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("oarlock.engine")
 
-_SHUTDOWN_S = 5.0  # for clean-up; then the process ends, whatever hangs
-_ORPHAN_S = 1.0  # for clean-up when the frontend is gone; ranks notice the end of this process by themselves
+_SHUTDOWN_S = 5.0  # time for clean-up; afterwards the process ends, even if something hangs
+_ORPHAN_S = 1.0  # time for clean-up after the frontend is gone; ranks notice the end of this process by themselves
 _WATCH_S = 1.0
 
 
@@ -112,7 +112,7 @@ def _serve(sock: socket.socket, start_executor: StartExecutor, loading_timeout_s
 
 
 def _start(config: EngineConfig, start_executor: StartExecutor, on_progress: OnProgress) -> "Executor":
-    """Start and load the ranks. A recording file that cannot be made fails before the model is read."""
+    """Start and load the ranks. If a recording file cannot be made, this fails before the model is read."""
     writer = None if config.record_path is None else RecordingWriter(config.record_path)
     try:
         # A node that leaves ends the group as the operator of this host would.
@@ -125,7 +125,7 @@ def _start(config: EngineConfig, start_executor: StartExecutor, on_progress: OnP
 
 
 def _startup_failure(error: Exception) -> StartupError:
-    """The error to show the operator. Unexpected exceptions are logged with their traceback."""
+    """Return the error to show the operator. Unexpected exceptions are logged with their traceback."""
     if isinstance(error, StartupError):
         return error  # the frontend prints it
     logger.exception("event=start_failed")
@@ -137,7 +137,7 @@ def _startup_failure(error: Exception) -> StartupError:
 
 
 def _open_kv_events(config: EngineConfig) -> "KvEventPublisher | None":
-    """Bind the sockets of KV events before the model is read. Its libraries are imported only if it is asked for."""
+    """Bind the sockets of KV events before the model is read. Imports the libraries only if events are configured."""
     if config.kv_events is None:
         return None
     from oarlock.engine.kv_cache.publisher import KvEventPublisher
@@ -152,13 +152,13 @@ def _loop(
     structured_output: StructuredOutputManager | None,
     kv_events: "KvEventPublisher | None",
 ) -> tuple[int, str]:
-    """Run the loop. Returns the exit code, and how it ended."""
+    """Run the loop. Return the exit code and the reason of its end."""
     info = executor.info
     if kv_events is not None:
         kv_events.start(info.block_size, info.sliding_window)
     sock.sendall(messages.ready(engine_info(config, executor)))
     loop = EngineLoop(config, executor, FrameSocket(sock), structured_output=structured_output, kv_events=kv_events)
-    # Objects made while loading are kept for good: garbage collections during steps need not scan them.
+    # Objects created while loading are kept for good: garbage collections during steps need not scan them.
     gc.collect()
     gc.freeze()
     gc.enable()
@@ -223,7 +223,7 @@ def _first_frame(sock: socket.socket) -> Frame:
         if frames:
             return frames[0]
     reader.finish()
-    # The frontend's start failed, and it reports why: no error of the engine.
+    # The frontend's start failed, and it reports the reason: this is no error of the engine.
     raise ConnectionError("the frontend left before it sent a configuration")
 
 
@@ -240,7 +240,7 @@ def _leave_at_end_of_file(sock: socket.socket) -> None:
 
 
 class _GrammarLoader(threading.Thread):
-    """Makes the `StructuredOutputManager`, which takes seconds, while the ranks load the weights."""
+    """Creates the `StructuredOutputManager`, which takes seconds, while the ranks load the weights."""
 
     def __init__(self, tokenizer_path: str) -> None:
         super().__init__(name="grammars", daemon=True)
@@ -276,10 +276,10 @@ class _Deadline(threading.Thread):
 
 
 class _LoadingWatchdog(threading.Thread):
-    """Ends the process when loading makes no progress: the loading thread may be in a read that never returns."""
+    """Ends the process if loading makes no progress: the loading thread may be in a read that never returns."""
 
     def __init__(self, sock: socket.socket, limit_s: float) -> None:
-        """`limit_s`: after which the executor reports a stuck rank; this thread waits a tenth longer."""
+        """`limit_s`: time after which the executor reports a stuck rank; this thread waits a tenth longer."""
         super().__init__(name="loading", daemon=True)
         self._sock = sock
         self._limit_s = limit_s
@@ -313,12 +313,12 @@ class _LoadingWatchdog(threading.Thread):
 
 
 def numbers_digest(worker: WorkerConfig, info: WorkerInfo) -> str:
-    """SHA-256 of everything below text that decides a number: the same at every start with the same inputs."""
+    """Return the SHA-256 of everything below text that affects values: equal at every start with the same inputs."""
     weights = f"dummy {worker.seed}" if worker.load_format == "dummy" else "stored"
     names = ("dtype", "quantization", "dequantize", "kv_cache_dtype", "num_threads", "block_size", "max_model_len")
     run = {name: getattr(worker, name) for name in names}
     found = {name: getattr(info, name) for name in ("tensor_parallel_size", "device", "attention_backend", "kernels")}
-    if info.rank_invariant:  # neither changes a bit
+    if info.rank_invariant:  # they do not change any bit of a result
         del found["tensor_parallel_size"], run["num_threads"]
     parts = [model_sums(Path(worker.model_path)), weights, run, found, versions()]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

@@ -1,9 +1,9 @@
 """Builds the arrays of a step, `StepMetadata`, from the scheduler's decision.
 
-Block tables and sampling parameters are kept in tables addressed by a sequence's row; a step carries the entries of
-block tables that changed, and the parameters of its rows. Tokens that the step before samples, and that are not known
-when a step is built, are references to its rows of logits (`SampledRows`). Knows numpy and the step's layout. Does not
-know policy or transport.
+Block tables and sampling parameters are kept in tables that are indexed by a sequence's row. A step carries the changed
+entries of the block tables, and the parameters of its rows. Tokens that the previous step samples are not known when a
+step is built, so they are references to the previous step's rows of logits (`SampledRows`). Knows numpy and the step's
+layout. Does not know policy or transport.
 """
 
 from typing import NamedTuple
@@ -28,38 +28,38 @@ from oarlock.workers.sampling_parameters import ROWS, columns_off
 _NONE = -1
 _NO_LOGPROBS = -1
 _SAMPLE = -1
-_NEVER = 0  # before the first step
+_NEVER = 0  # id before the first step
 
 
 class BuiltStep(NamedTuple):
-    """A step for the ranks, and the masks that are computed after its submission; None when they are complete."""
+    """A step for the ranks, and the masks that are computed after its submission; None if the masks are complete."""
 
     step: StepMetadata
     masks: GrammarBitmask | None
 
 
 class _Tokens(NamedTuple):
-    """Tokens of a step, before their places in the KV cache are known."""
+    """Tokens of a step, before their KV slots are known."""
 
-    rows_of_seqs: np.ndarray  # int32 [S]   of the engine's tables
+    rows_of_seqs: np.ndarray  # int32 [S]; rows in the engine's tables
     seq_lens: np.ndarray  # int32 [S]
     query_start_loc: np.ndarray  # int32 [S + 1]
     rows: np.ndarray  # int64 [T]
-    token_ids: np.ndarray  # int32 [T]   or NOT_KNOWN
+    token_ids: np.ndarray  # int32 [T]; may be NOT_KNOWN
     positions: np.ndarray  # int64 [T]
     rows_of_logits: np.ndarray  # int64 [L]
-    columns: dict[str, np.ndarray]  # the fields of the step over L
+    columns: dict[str, np.ndarray]  # fields of the step with L entries
 
 
 class InputBatch:
-    """Builds `StepMetadata` from `SchedulerOutput`. The arrays of a step are not changed by later ones."""
+    """Builds `StepMetadata` from `SchedulerOutput`. The arrays of a step are not changed by later steps."""
 
     def __init__(self, *, max_num_seqs: int, max_model_len: int, block_size: int, vocab_size: int) -> None:
         self.block_size = block_size
         self.vocab_size = vocab_size
         self._sampled_rows = SampledRows(max_num_seqs)
         self._tables = np.full((max_num_seqs, -(-max_model_len // block_size)), NULL_BLOCK, np.int32)
-        # by row, written when a sequence gets the row
+        # sampling parameters by row, written when a sequence gets the row
         self._choices = {
             **columns_off(max_num_seqs),
             "seeds": np.zeros(max_num_seqs, np.int64),
@@ -67,18 +67,19 @@ class InputBatch:
         }
         self._unconstrained_from = np.zeros(
             max_num_seqs, np.int64
-        )  # position from which on no bias, penalty or mask is needed
-        self._history_step = np.zeros(max_num_seqs, np.int64)  # in which the history of a row's sequence was sent
-        # kept from the last step in which every sequence decoded: while no row changes, the next one has the same
+        )  # first position from which on no bias, penalty or mask is needed
+        self._history_step = np.zeros(max_num_seqs, np.int64)  # step in which the history of a row's sequence was sent
+        # Kept from the last step in which every sequence decoded. As long as no row changes, the next step can reuse
+        # them.
         self._gathered_of: np.ndarray | None = None
         self._gathered: dict[str, np.ndarray] = {}
         self._rows_of_seqs = self._starts = np.empty(0, np.int32)
-        self._unconstrained: np.ndarray | None = None  # rows that decode, none of which needs bias, penalty or mask
+        self._unconstrained: np.ndarray | None = None  # decoding rows if none of them needs bias, penalty or mask
         self._counting = np.arange(max_num_seqs + 1, dtype=np.int32)
         self._samples = np.full(max_num_seqs, _SAMPLE, np.int32)
 
     def build(self, output: SchedulerOutput) -> BuiltStep:
-        """Arrays for `output`. Building the same output twice gives the same arrays."""
+        """Return the arrays for `output`. Building the same output twice gives the same arrays."""
         for seq in output.new_rows:
             if seq.row >= 0:
                 self._assign(seq)
@@ -129,7 +130,7 @@ class InputBatch:
         self._unconstrained = None  # sequences may be at earlier positions again
 
     def _decodes(self, decodes: Decodes) -> _Tokens:
-        """The tokens of a step in which every sequence decodes."""
+        """Return the tokens of a step in which every sequence decodes."""
         rows, positions, num_seqs = decodes.rows, decodes.positions, len(decodes.rows)
         seq_lens = (positions + 1).astype(np.int32)
         if rows is not self._gathered_of:
@@ -140,7 +141,7 @@ class InputBatch:
         return _Tokens(self._rows_of_seqs, seq_lens, self._starts, rows, decodes.token_ids, positions, rows, columns)
 
     def _mixed(self, output: SchedulerOutput) -> _Tokens:
-        """The tokens of a step in which some sequences do more than decode one token."""
+        """Return the tokens of a step in which some sequences do more than decode one token."""
         scheduled, decodes, num_decodes = output.scheduled, output.decodes, len(output.decodes.rows)
         rows = _joined(decodes.rows, [item.seq.row for item in scheduled])  # [S]
         starts = _joined(decodes.positions, [item.start for item in scheduled])  # [S]
@@ -166,7 +167,7 @@ class InputBatch:
         return _Tokens(*of_seqs, row_of_token, token_ids, positions, rows_of_logits, columns)
 
     def _write_tables(self, new_blocks: list[tuple[int, int, int]]) -> dict[str, np.ndarray]:
-        """The step's fields for block tables, each changed entry once. Of writes to one entry the last one holds."""
+        """Return the step's fields for block tables: each changed entry once, with the block of the last write."""
         written = {(row, column): block for row, column, block in new_blocks}
         rows, columns = np.array(list(written), np.int64).T  # [n]
         blocks = np.array(list(written.values()), np.int32)
@@ -178,7 +179,7 @@ class InputBatch:
         }
 
     def _assign(self, seq: Sequence) -> None:
-        """Write the table entries of the row that `seq` has got."""
+        """Write the table entries of the row that was assigned to `seq`."""
         params, row = seq.request.params, seq.row
         for parameter in ROWS:
             self._choices[parameter.column][row] = getattr(params, parameter.name)
@@ -190,8 +191,10 @@ class InputBatch:
     def _scoring_columns(
         self, scheduled: list[ScheduledTokens], query_start_loc: np.ndarray
     ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """The table row of each of the L rows of logits, int64 [L], and the fields of the step over L, when prompt
-        tokens are scored, or tokens drafted: several rows of logits per sequence."""
+        """Return the table row of each of the L rows of logits, int64 [L], and the fields of the step with L entries.
+
+        For steps that score prompt tokens or verify drafts, which have several rows of logits per sequence.
+        """
         rows: list[int] = []
         indices: list[int] = []
         targets: list[int] = []
@@ -220,13 +223,13 @@ class InputBatch:
         }
 
     def _gather(self, rows: np.ndarray) -> dict[str, np.ndarray]:
-        """Sampling parameters of `rows`, int64 [L]: fields of the step over L."""
+        """Return the sampling parameters of `rows`, int64 [L], as fields of the step with L entries."""
         return {name: column[rows] for name, column in self._choices.items()}
 
     def _sampling_metadata(
         self, output: SchedulerOutput, rows: np.ndarray, columns: dict[str, np.ndarray]
     ) -> tuple[dict[str, np.ndarray], GrammarBitmask | None]:
-        """Bias, penalties and masks of the rows of logits that ask for any."""
+        """Return bias, penalties and masks of the rows of logits that need any."""
         is_early = columns["sample_positions"] < self._unconstrained_from[rows]  # [L]
         more = (columns["target_ids"] == _SAMPLE) & is_early  # [L]
         if not more.any():
@@ -245,7 +248,7 @@ class InputBatch:
         return sections, masks
 
     def _without_history(self, asking: list[AskingRow], step_id: int) -> list[Sequence]:
-        """Sequences that sample with penalties for the first time in their row."""
+        """Return the sequences that sample with penalties for the first time in their row."""
         new: dict[int, Sequence] = {}
         for _, seq, num_generated, _ in asking:
             is_new = self._history_step[seq.row] in (_NEVER, step_id) and seq.row not in new
@@ -266,7 +269,7 @@ def _concatenated(scheduled: list[ScheduledTokens]) -> list[int]:
 
 
 def _num_drafts(output: SchedulerOutput) -> np.ndarray:
-    """int32 [S], of a step with drafts."""
+    """Return the number of drafts of each sequence, int32 [S], for a step with drafts."""
     return _joined(np.zeros(len(output.decodes.rows), np.int32), [len(item.drafts) for item in output.scheduled])
 
 
@@ -302,12 +305,14 @@ class SampledRows:
     def __init__(self, max_num_seqs: int) -> None:
         self._index_of = np.full((2, max_num_seqs), _NONE, np.int32)
         self._step_ids = [0, 0]
-        self._noted: list[np.ndarray | None] = [None, None]  # the rows of each, where all of them sampled
+        self._noted: list[np.ndarray | None] = [None, None]  # the rows of each step if all of them sampled
         self._in_order = -1 - np.arange(max_num_seqs, dtype=np.int32)
 
     def note(self, step_id: int, rows: np.ndarray, samples: np.ndarray | None) -> None:
-        """`rows`, int64 [L]: the table row of each row of logits; not changed later. `samples`, bool [L]: whether a
-        token is sampled; None: in all rows."""
+        """Record the rows of a step. `rows`, int64 [L]: the table row of each row of logits; not changed later.
+
+        `samples`, bool [L]: whether a token is sampled; None: in all rows.
+        """
         place = step_id % 2
         self._step_ids[place] = step_id
         if samples is None and rows is self._noted[place]:
@@ -319,7 +324,9 @@ class SampledRows:
         index_of[rows[indices]] = indices
 
     def references(self, step_id: int, rows: np.ndarray) -> np.ndarray:
-        """References for the `token_ids` of step `step_id` to the tokens that the step before samples for `rows`."""
+        """Return references, for the `token_ids` of step `step_id`, to the tokens that the previous step samples for
+        `rows`.
+        """
         before = step_id - 1
         assert self._step_ids[before % 2] == before, "the step before was not built"
         if rows is self._noted[before % 2]:

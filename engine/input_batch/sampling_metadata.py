@@ -1,15 +1,16 @@
-"""Sections of a step that only some requests ask for: bias, penalties and masks of the rows that sample.
+"""Sections of a step that only some requests need: bias, penalties and masks of the rows that sample.
 
-    bias     additions of `logit_bias`; -inf for its -100, for bad words of one token, for stop ids too early
-    mask     the grammar, narrowed to `allowed_token_ids`, to the ids that `logit_bias` forces with 100, and to those
-             that complete no bad word of several tokens
+    bias     added to logits: values of `logit_bias`; -inf for its -100, for bad words of one token, and for stop ids
+             before `min_tokens`
+    mask     the ids that the grammar allows, restricted to `allowed_token_ids`, to the ids that `logit_bias` forces
+             with 100, and to the ids that complete no bad word of several tokens
 
-What depends on the newest token is in the mask (`GrammarBitmask`), which may not be known yet when the step is built;
-the bias is known before that token is. Forced ids exclude all others, but bans exclude forced ids: where every forced
-id is banned or outside the mask, nothing is forced.
+All constraints that depend on the newest token are in the mask (`GrammarBitmask`), since that token may be unknown when
+the step is built; the bias is known earlier. Forced ids exclude all others, but bans exclude forced ids: if every
+forced id is banned or outside the mask, nothing is forced.
 
 Penalties need the history of a sequence: its distinct ids and how often each was generated. It is sent once for each
-use of a row; ranks keep it from there on, and count the tokens that they sample. Knows numpy and the step's layout.
+use of a row. The ranks keep it from then on, and count the tokens that they sample. Knows numpy and the step's layout.
 Does not know which row of the engine's tables belongs to which sequence, or how masks reach the ranks.
 """
 
@@ -29,18 +30,18 @@ from oarlock.workers.protocol import mask_words
 from oarlock.workers.sampling_parameters import PENALTIES
 
 Word = tuple[int, ...]
-_Split = tuple[dict[int, "_Node"], list[int]]  # children by the token before; last ids of the words that end here
-_Node = list[Word] | _Split  # until it is first reached, the words below it
+_Split = tuple[dict[int, "_Node"], list[int]]  # children by the preceding token; last ids of the words that end here
+_Node = list[Word] | _Split  # the words below the node, until it is first reached
 Ids = Tokens  # a tuple or array of ints, or a tuple of tuples of ints
 
 
 class BadWords:
-    """Tree of the bad words of one request; its choices share it.
+    """Tree of the bad words of one request, shared by its choices.
 
-    Ids that would complete a word are found at a cost that does not depend on the number of words: they form a tree by
-    their tokens in reverse order, without the last one, which is the id to ban. Each step walks it from the newest
-    token back while some word matches, at most as far as the longest word. A node is split when it is first reached, so
-    words whose beginnings are never generated cost nothing.
+    The cost of finding ids that would complete a word does not depend on the number of words: words form a tree by
+    their tokens in reverse order, without the last token, which is the id to ban. Each step walks the tree from the
+    newest token backwards while some word matches, at most the length of the longest word. A node is split when it is
+    first reached, so words with a prefix that is never generated cost nothing.
     """
 
     def __init__(self, words: Tokens[Word]) -> None:
@@ -48,8 +49,10 @@ class BadWords:
         self._root: dict[int, _Node] = _split([word for word in words if len(word) > 1], 0)[0]
 
     def completed_by(self, token_ids: Tokens[int], most: int, more: Tokens[int] = ()) -> list[int]:
-        """The last ids of the words whose other tokens are the end of `token_ids` and `more`, one after the other,
-        within `more` and the last `most` of `token_ids`."""
+        """Return the last ids of the words whose other tokens end the sequence `token_ids` + `more`.
+
+        Only `more` and the last `most` of `token_ids` count.
+        """
         found: list[int] = []
         children, most = self._root, most + len(more)
         for depth, token in enumerate(chain(reversed(more), reversed(token_ids)), 1):
@@ -64,7 +67,7 @@ class BadWords:
 
 
 def _split(words: list[Word], depth: int) -> _Split:
-    """Make a node for `words`, whose `depth` ids before the last are those on the path to it."""
+    """Return a node for `words`. The `depth` ids before their last one are the path to the node."""
     deeper: defaultdict[int, list[Word]] = defaultdict(list)
     ends = []
     length, before = depth + 1, -2 - depth
@@ -86,10 +89,10 @@ V = TypeVar("V", bound=MadeFrom)
 
 
 class IdentityCache(Generic[V]):
-    """Values computed from a long list of ids, for all sequences that hold the same object: the choices of a request.
+    """Values computed from a long list of ids, for all sequences with the same list object: the choices of a request.
 
     `messages.RequestReader` gives them the same object. Hashing or comparing a list as long as a context would cost as
-    much as is saved. A value is dropped with the last sequence that holds it.
+    much as the cache saves. A value is dropped together with the last sequence that uses it.
     """
 
     def __init__(self, make: Callable[[Ids], V]) -> None:
@@ -104,7 +107,7 @@ class IdentityCache(Generic[V]):
 
 
 class _AllowedIds:
-    """The mask of `allowed_token_ids`: uint32, as many words as the largest of them needs."""
+    """The mask of `allowed_token_ids`: uint32, with just enough words for the largest id."""
 
     def __init__(self, ids: Tokens[int]) -> None:
         self.made_from = ids
@@ -153,11 +156,11 @@ class Constraints:
         self.follows_tokens = has_long_words or seq.grammar_matcher is not None  # whether the mask depends on tokens
 
     def bans_now(self, num_generated: int) -> list[int]:
-        """Ids that the bias bans after `num_generated` tokens, in addition to those that it always bans."""
+        """Return the ids that the bias bans after `num_generated` tokens, in addition to the ids it always bans."""
         return self._stop_ids if num_generated < self._min_tokens else []
 
     def bias(self, bans_now: list[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Ids, int32 [m], and what is added to their logits, float32 [m]. An id may come twice."""
+        """Return ids, int32 [m], and the values to add to their logits, float32 [m]. An id may occur twice."""
         if not bans_now:
             return self._ids, self._values
         values = np.full(len(bans_now), -np.inf, np.float32)
@@ -175,10 +178,10 @@ class Constraints:
         bans: list[list[int]],
         masks: np.ndarray,
     ) -> None:
-        """Narrow `masks`, uint32 [1 + drafts, W], which hold the grammar's or all ids.
+        """Narrow `masks`, uint32 [1 + drafts, W], which allow the grammar's ids or all ids.
 
-        The last `num_generated` of `token_ids` were generated; row j stands after them and `drafts[:j]`. `bans`: the
-        result of `bans_now` by row.
+        The last `num_generated` of `token_ids` were generated; row j follows them and `drafts[:j]`. `bans`: the result
+        of `bans_now` by row.
         """
         if self._allowed is not None:
             self._allowed.narrow(masks)
@@ -203,7 +206,7 @@ def _remove(mask: np.ndarray, ids: Collection[int]) -> None:
 
 
 def _bits(ids: Tokens[int], vocab_size: int) -> np.ndarray:
-    """uint32 [ceil(vocab / 32)]: bit v % 32 of word v // 32 is set for each v of `ids`."""
+    """Return uint32 [ceil(vocab / 32)]: bit v % 32 of word v // 32 is set for each v of `ids`."""
     flags = np.zeros(mask_words(vocab_size) * 32, np.uint8)
     flags[np.array(ids, np.int64)] = 1
     return np.packbits(flags, bitorder="little").view("<u4")
@@ -211,14 +214,14 @@ def _bits(ids: Tokens[int], vocab_size: int) -> np.ndarray:
 
 ALL = 0xFFFFFFFF
 
-# A matcher, the tokens that are drafted after the known ones, and the masks to write: uint32 [1 + drafts, W].
+# A matcher, the tokens drafted after the known tokens, and the masks to write: uint32 [1 + drafts, W].
 GrammarRows = tuple[GrammarMatcherProtocol, tuple[int, ...], np.ndarray]
-# Writes the masks of all matchers; returns for each what its `GrammarMatcherProtocol.fill_masks` returned or raised.
+# Writes the masks of all matchers. Returns the result or exception of each `GrammarMatcherProtocol.fill_masks`.
 FillMasks = Callable[[list[GrammarRows]], list[int | Exception | None]]
 
 
 def fill_one_by_one(rows: list[GrammarRows]) -> list[int | Exception | None]:
-    """Fill the masks of one matcher after the other: the plain `FillMasks`."""
+    """Fill the masks of one matcher after the other: the simple `FillMasks`."""
     results: list[int | Exception | None] = []
     for matcher, drafts, masks in rows:
         try:
@@ -234,13 +237,13 @@ class MaskedRows:
 
     seq: Sequence
     constraints: Constraints
-    num_generated: int  # tokens that the sequence will have generated before the first of these rows
-    bans: list[list[int]]  # by row: ids that the step's bias bans now, beside those that it always bans
+    num_generated: int  # tokens that the sequence will have generated before the first row
+    bans: list[list[int]]  # per row: ids that the step's bias bans now, in addition to the always banned ids
     drafts: tuple[int, ...] = ()
 
     @property
     def is_live(self) -> bool:
-        """False when the sequence has ended or was preempted: the token sampled for it is dropped."""
+        """Whether the sequence still runs. If it has ended or was preempted, its sampled token is dropped."""
         return self.seq.status is Status.RUNNING
 
 
@@ -251,8 +254,8 @@ class GrammarBitmask:
         """`masked`: in the order of the step's rows. `num_words`: of one mask."""
         self._masked = masked
         self._shape = sum(len(rows.bans) for rows in masked), num_words
-        self.failed: dict[Sequence, Exception] = {}  # sequences without a mask, and the reason
-        self.complete: list[Sequence] = []  # sequences whose grammar allows nothing but the end
+        self.failed: dict[Sequence, Exception] = {}  # sequences without a mask -> the reason
+        self.complete: list[Sequence] = []  # sequences whose grammar allows only the end
 
     @property
     def until_known(self) -> np.ndarray:
@@ -261,16 +264,16 @@ class GrammarBitmask:
 
     @property
     def follows_tokens(self) -> bool:
-        """Whether any of these masks depends on the tokens that were generated."""
+        """Whether any of these masks depends on generated tokens."""
         return any(rows.constraints.follows_tokens for rows in self._masked)
 
     @property
     def must_wait(self) -> bool:
-        """Whether a token that decides a mask is not known before the answer to the step before."""
+        """Whether a mask depends on a token that is unknown until the output of the previous step arrives."""
         return any(rows.num_generated > rows.seq.num_generated_tokens for rows in self._masked)
 
     def compute(self, fill_masks: FillMasks = fill_one_by_one) -> np.ndarray:
-        """Compute uint32 [G, W]. A sequence that has ended or ends here is allowed every id: its token is dropped."""
+        """Compute uint32 [G, W]. A sequence that has ended or ends here allows every id, since its token is dropped."""
         bits = np.empty(self._shape, np.uint32)
         live: list[tuple[MaskedRows, np.ndarray]] = []
         grammars: list[tuple[Sequence, GrammarRows]] = []
@@ -306,7 +309,7 @@ class GrammarBitmask:
 
 ALWAYS = np.iinfo(np.int64).max
 _NO_INTS = np.empty(0, np.int32)
-# Index into the L rows, its sequence, the tokens it will have generated before this row's, and its drafts.
+# index into the L rows, its sequence, number of tokens generated before this row, drafts
 AskingRow = tuple[int, Sequence, int, tuple[int, ...]]
 NO_BIAS = {"bias_rows": _NO_INTS, "bias_ids": _NO_INTS, "bias_values": np.empty(0, np.float32)}
 
@@ -328,11 +331,14 @@ class FirstHistory:
 
     def __init__(self, seq: Sequence) -> None:
         request = seq.request
-        counts = request.params.repetition_penalty != 1  # the other penalties are of generated ids alone
+        counts = request.params.repetition_penalty != 1  # the other penalties count only generated ids
         self._prompt = _prompts.get(request.prompt_token_ids) if counts else None
 
     def of(self, seq: Sequence) -> tuple[np.ndarray, np.ndarray]:
-        """Distinct ids in order, and how often each was generated, 0 for those of the prompt only: int32 [n] each."""
+        """Return the distinct ids in order, and how often each was generated: int32 [n] each.
+
+        Ids that occur only in the prompt have the count 0.
+        """
         prompt = _NO_INTS if self._prompt is None else self._prompt.ids
         if len(seq.token_ids) == seq.num_prompt_tokens:
             return prompt, np.zeros_like(prompt)
@@ -355,7 +361,7 @@ class SamplingState:
 
 
 def wanted_until(seq: Sequence) -> int:
-    """The first position from which on `seq` needs none of these sections."""
+    """Return the first position from which on `seq` needs none of these sections."""
     params = seq.request.params
     if seq.masked_by or penalises(params):
         return ALWAYS
@@ -365,9 +371,9 @@ def wanted_until(seq: Sequence) -> int:
 def build_sampling_metadata(
     rows: list[AskingRow], vocab_size: int
 ) -> tuple[dict[str, np.ndarray], GrammarBitmask | None]:
-    """Sections of `StepMetadata`, by field name, for `rows`, in index order.
+    """Return sections of `StepMetadata`, by field name, for `rows`, in index order.
 
-    Also returns the masks whose bits are computed later; None when they are complete.
+    Also returns the masks whose bits are computed later, or None if they are complete.
     """
     biases: list[tuple[int, np.ndarray, np.ndarray]] = []
     masked: list[MaskedRows] = []
@@ -428,7 +434,7 @@ def _penalty_sections(penalised: list[tuple[int, Sequence]]) -> dict[str, np.nda
 
 
 def history_sections(seqs: list[Sequence]) -> dict[str, np.ndarray]:
-    """The whole histories of `seqs`, which have penalties and whose tokens are all known."""
+    """Return the whole histories of `seqs`, which have penalties and whose tokens are all known."""
     found = []
     for seq in seqs:
         assert isinstance(seq.sampling_state, SamplingState) and seq.sampling_state.history is not None

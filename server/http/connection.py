@@ -170,7 +170,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     server_state: Connections
     parser: httptools.HttpRequestParser
-    deadline = math.inf  # on the loop's clock, in seconds
+    deadline = math.inf  # seconds on the loop's clock
     is_crowded = False  # accepted above the limit of connections
     _in_head = False  # waiting for a request head, or in the middle of one
     _lingering = False  # answered and half closed; further bytes are dropped
