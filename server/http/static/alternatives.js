@@ -1,4 +1,4 @@
-// What else a word might have been: a menu beside it, with probabilities, for mouse, touch and keyboard.
+// Alternatives of a token: a menu next to the word, with probabilities, for mouse, touch and keyboard.
 
 import { announce, el } from "./dom.js";
 
@@ -6,25 +6,25 @@ const DELAY_MS = 140;
 let menu = null; // {element, word, owner}
 let timer = 0;
 
-/** The text of a token where spaces and line ends can be seen. */
+/** Return the text of a token with visible spaces and line ends. */
 const visible = (text) => (text.trim() === text && text !== "" ? text : text.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replaceAll(" ", "␣"));
 const percent = (p) => (p >= 0.0995 ? `${(100 * p).toFixed(0)} %` : p >= 0.00095 ? `${(100 * p).toFixed(1)} %` : "< 0.1 %");
 
 const HEAT = [0.9, 0.5, 0.2, 0.05, 0.005]; // bounds between the colours of a heat map
 
-/** The class of a probability in a heat map: `p0` is likely, `p5` a surprise. */
+/** Return the class of a probability in a heat map: `p0` is likely, `p5` unlikely. */
 export const heatOf = (p) => `p${HEAT.filter((bound) => p < bound).length}`;
 
 const likeliness = (token) => heatOf(token.others.find((other) => other.isTaken)?.p ?? 1);
 
-/** The colours of a heat map and their probabilities. */
+/** Return the colours of a heat map and their probabilities. */
 export function legend() {
   const percents = HEAT.map((bound) => String(100 * bound));
   const texts = [`≥ ${percents[0]} %`, ...percents.slice(1).map((low, index) => `${low}–${percents[index]} %`), `< ${percents.at(-1)} %`];
   return el("p", { class: "heat heat-legend", role: "note", "aria-label": "Colours of probabilities" }, el("span", {}, "Probability of each token:"), ...texts.map((text, index) => el("span", { class: `p${index}` }, text)));
 }
 
-/** Nodes for a text whose character i stands at offsets[i] of an answer: a span for each token. */
+/** Return the nodes of a text, with a span for each token. Character i of the text is at offsets[i] of the response. */
 export function words(tokens, base, text, offsets) {
   const made = [];
   let number = 0;
@@ -47,8 +47,8 @@ export function words(tokens, base, text, offsets) {
 }
 
 /**
- * Make the words inside `owner` show their alternatives. `tokenOf(index)` is a token of the answer, or null; `choose(index,
- * other)` goes on with another; `isBusy()` while none can be chosen.
+ * Make the words inside `owner` show their alternatives. `tokenOf(index)` is a token of the response, or null;
+ * `choose(index, other)` continues with another token; `isBusy()` is true while no token can be chosen.
  */
 export function attach(owner, { tokenOf, choose, isBusy }) {
   const open = (word, takesFocus) => {
@@ -87,7 +87,7 @@ export function attach(owner, { tokenOf, choose, isBusy }) {
   owner.addEventListener("blur", () => setTimeout(() => !menu?.element.contains(document.activeElement) && close(), 0));
 }
 
-/** Whether text is being selected, or is selected: then nothing opens over it. */
+/** Return whether text is being selected, or is selected: then no menu opens. */
 const isSelecting = (event = null) => Boolean(event?.buttons) || !getSelection().isCollapsed;
 
 function leave() {
@@ -95,7 +95,7 @@ function leave() {
   timer = setTimeout(close, 260);
 }
 
-/** Close the menu, wherever it is. */
+/** Close the menu, if it is open. */
 export function close() {
   clearTimeout(timer);
   if (!menu) return;
@@ -142,7 +142,7 @@ function moveIn(event, owner) {
   event.stopPropagation();
 }
 
-/** Above the word where there is room, else below, and inside the window. */
+/** Place the menu above the word if there is room, otherwise below, and inside the window. */
 function place(element, word) {
   const at = word.getClientRects()[0] ?? word.getBoundingClientRect();
   const { width, height } = element.getBoundingClientRect();

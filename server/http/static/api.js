@@ -5,7 +5,7 @@ import { keep, recall } from "./dom.js";
 const KEY = "oarlock-key";
 export const base = new URL(".", document.baseURI);
 
-/** What a request ended with instead of an answer. `status` 0: the server could not be reached. */
+/** The error of a request. `status` 0: the server could not be reached. */
 export class ApiError extends Error {
   constructor(message, status, requestId = "") {
     super(message);
@@ -14,11 +14,11 @@ export class ApiError extends Error {
   }
 }
 
-/** Kept in this tab only. */
+/** Return the API key, which is kept only in this tab. */
 export const getKey = () => recall(KEY) ?? "";
 export const setKey = (key) => keep(KEY, key);
 
-/** `root`: the address of another server; its key is not this one's. */
+/** Send a request. `root`: the address of another server; this server's key is not sent to it. */
 async function request(path, { body, signal, key = getKey(), root = base } = {}) {
   const headers = body ? { "Content-Type": "application/json" } : {};
   if (key) headers.Authorization = `Bearer ${key}`;
@@ -32,15 +32,15 @@ async function request(path, { body, signal, key = getKey(), root = base } = {})
     throw new ApiError("The server does not answer.", 0);
   }
   if (response.ok) return response;
-  const problem = await response.json().catch(() => null); // a proxy's own error page is no JSON
+  const problem = await response.json().catch(() => null); // a proxy's own error page is not JSON
   const message = problem?.error?.message ?? `The answer was ${response.status} ${response.statusText}`.trim() + ".";
   throw new ApiError(message, response.status, response.headers.get("x-request-id") ?? "");
 }
 
-/** The JSON that a request is answered with. Raises `ApiError`. */
+/** Return the JSON response to a POST request. Throws `ApiError`. */
 export const post = (path, body, options) => get(path, { ...options, body });
 
-/** The JSON at a path. Raises `ApiError`. */
+/** Return the JSON at a path. Throws `ApiError`. */
 export async function get(path, options) {
   const response = await request(path, options);
   try {
@@ -51,7 +51,7 @@ export async function get(path, options) {
   }
 }
 
-/** What `/health` says, whatever its status is; null where nothing answers. */
+/** Return the body of `/health`, whatever its status is, or null if there is no response. */
 export async function health() {
   try {
     const response = await fetch(new URL("health", base), { cache: "no-store" });
@@ -61,7 +61,7 @@ export async function health() {
   }
 }
 
-/** The events of a streamed answer. Raises `ApiError`, also when the stream ends before its `[DONE]`. */
+/** Yield the events of a streamed response. Throws `ApiError`, also if the stream ends before its `[DONE]`. */
 export async function* stream(path, body, signal, options = {}) {
   const response = await request(path, { body, signal, ...options });
   const requestId = response.headers.get("x-request-id") ?? "";

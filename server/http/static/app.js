@@ -1,4 +1,4 @@
-// The page: its tabs, their addresses, key and status. Each view is a module of its own.
+// The page: its tabs, their addresses, key and status. Each view is a separate module.
 
 import { addressOf, asked, clear, move, VIEWS } from "./address.js";
 import { ApiError, get, setKey } from "./api.js";
@@ -12,7 +12,7 @@ import { StateView } from "./state.js";
 import { Store } from "./store.js";
 import { setUpTheme } from "./theme.js";
 
-let modelName = null; // until the server has said it
+let modelName = null; // null until it is known
 const settings = new Settings($("settings"), { close: () => showSettings(false), showCode });
 const store = new Store((id) => changedElsewhere(id));
 const chat = new Chat(settings, store, { askKey, unreachable: () => connection.check(), saved });
@@ -21,7 +21,7 @@ const state = new StateView($("state"), askKey);
 const model = new ModelView($("model"), askKey);
 const connection = new Connection(learn);
 
-/** Learn what this server serves. Runs again whenever it comes back: it may be another one. */
+/** Load the server's capabilities. Runs again whenever the server comes back, since it may be another one. */
 async function learn() {
   try {
     const capabilities = await get("v1/capabilities");
@@ -41,7 +41,7 @@ async function learn() {
   }
 }
 
-/** Say what the model is, and offer the questions that its owner thought of. */
+/** Show the description of the model, and offer the questions that its owner has suggested. */
 function introduce({ about, questions }) {
   $("empty").querySelector("h1").textContent = modelName;
   $("about").textContent = about ?? "";
@@ -50,7 +50,7 @@ function introduce({ about, questions }) {
 }
 
 // ------------------------------------------------------------------ conversations
-/** Show a conversation, or a new one, under its address. `replaces`: there is no way back to the one before. */
+/** Show a conversation, or a new one, under its address. `replaces`: replace the current entry of the history. */
 function openChat(id, replaces = false) {
   move(addressOf("chat", id), replaces);
   if (isNarrow()) showList(false);
@@ -58,7 +58,7 @@ function openChat(id, replaces = false) {
   return follow();
 }
 
-/** A conversation was kept (its id), or another one is shown (null). */
+/** Update the list and the address after a conversation was saved (its id), or another one is shown (null). */
 function saved(id) {
   if (id) list?.refresh();
   else list?.mark();
@@ -67,7 +67,7 @@ function saved(id) {
   if (view === "chat" && !chat.isOpening && !(isEmpty && isOpen)) move(addressOf("chat", isEmpty ? null : chat.tree.id), true);
 }
 
-/** Another tab has changed what is kept; the one that is open here is shown anew unless an answer is being written. */
+/** Handle changes made in another tab. The open conversation is shown again unless a response is being written. */
 async function changedElsewhere(id) {
   list.refresh();
   if (id === chat.tree.id && !chat.running && !chat.list.querySelector(".editor")) await chat.open(id);
@@ -104,14 +104,14 @@ function entitle() {
   document.title = [name === "chat" ? null : $(`tab-${name}`).textContent, modelName, "Oarlock"].filter(Boolean).join(" · ");
 }
 
-/** Show what the address says. `isFirst`: the page was loaded just now. */
+/** Show the view of the address. `isFirst`: the page has just been loaded. */
 async function follow(isFirst = false) {
   const { view, id, question, isOpen } = asked();
   select(view);
   if (question !== null) {
     clear();
     await chat.open(null);
-    chat.write(question); // shown and not sent: whoever made the link is not whoever opened it
+    chat.write(question); // not sent: the author of the link is not the person who opened it
   } else if (isFirst && isOpen) await chat.restore();
   else if (view === "chat" && !isOpen && (id ? id !== chat.tree.id : !chat.tree.isEmpty)) {
     const isFound = await chat.open(id);
@@ -135,7 +135,7 @@ for (const view of VIEWS) {
     if (step) choose(VIEWS[(VIEWS.indexOf(view) + step + VIEWS.length) % VIEWS.length], true);
   });
 }
-addEventListener("popstate", () => follow()); // Back, Forward, and an address that somebody typed
+addEventListener("popstate", () => follow()); // Back, Forward, and a typed address
 follow(true);
 
 // ------------------------------------------------------------------ settings and theme
@@ -155,7 +155,7 @@ async function showCode() {
   show({ model: settings.models[0], ...body });
 }
 
-/** Escape closes what is open, and then stops the answer. */
+/** Escape closes the open panel, or else stops the response. */
 document.addEventListener("keydown", (event) => {
   if (event.key !== "Escape" || document.querySelector("dialog[open]")) return;
   if (!$("settings").hidden && ($("settings").contains(document.activeElement) || isNarrow())) showSettings(false);
@@ -165,7 +165,7 @@ document.addEventListener("keydown", (event) => {
 
 setUpTheme(() => state.paint());
 
-/** Ctrl+/ shows the keys, as the button does. */
+/** Ctrl+/ shows the keyboard shortcuts, like the button. */
 const showKeys = async () => (await import("./shortcuts.js")).show();
 $("keys-button").addEventListener("click", showKeys);
 document.addEventListener("keydown", (event) => {
@@ -177,7 +177,7 @@ document.addEventListener("keydown", (event) => {
 // ------------------------------------------------------------------ the key
 let asking = null;
 
-/** Ask for a key that the server accepts; false if the person would not give one. One dialog for all who ask. */
+/** Ask for a key that the server accepts. Resolves to false if none is given. All callers share one dialog. */
 function askKey() {
   asking ??= new Promise((resolve) => {
     const [dialog, field, problem] = [$("key-dialog"), $("key"), $("key-error")];

@@ -1,13 +1,13 @@
-// Text files that go with the next message: by a button, pasted, or dropped; each with its tokens before it is sent.
+// Text files sent with the next message: chosen by button, pasted, or dropped. Each shows its number of tokens.
 
 import { $, count, el, notice, pickFile, plural } from "./dom.js";
 import { countTokens } from "./meter.js";
 
 const MAX_BYTES = 4 << 20;
-const LONG_PASTE = 4000; // characters, from which a pasted text becomes a file
+const LONG_PASTE = 4000; // characters; a longer pasted text becomes a file
 
 export class Attachments {
-  /** `changed` is called when there are others. */
+  /** `changed` is called when the list of files changes. */
   constructor(changed) {
     Object.assign(this, { files: [], changed, place: $("files") });
     $("attach").addEventListener("click", async () => this.addAll(await pickFile("", true)));
@@ -70,7 +70,7 @@ export class Attachments {
     $("question").focus();
   }
 
-  /** The files as a message keeps them; afterwards there are none. */
+  /** Return the files as stored in a message, and clear the list. */
   take() {
     const taken = this.files.map(({ name, text }) => ({ name, text }));
     this.files = [];

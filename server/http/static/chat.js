@@ -1,4 +1,4 @@
-// The chat: sends a conversation, shows its answers as they come, and lets each of them be stopped, edited and branched.
+// The chat: sends a conversation, shows responses as they arrive, and lets the user stop, edit and branch them.
 
 import { close } from "./alternatives.js";
 import { ApiError, base, stream } from "./api.js";
@@ -9,12 +9,14 @@ import { MessageView, saidOf } from "./message_view.js";
 import { ContextMeter, LiveNumbers } from "./meter.js";
 import { addToken, divide, wholePrefix } from "./tokens.js";
 
-const OPENED = "oarlock-conversation"; // the id of the one that this tab shows
-const SAVE_EVERY_MS = 3000; // while an answer is written
+const OPENED = "oarlock-conversation"; // the id of the conversation in this tab
+const SAVE_EVERY_MS = 3000; // while a response is written
 
 export class Chat {
-  /** `askKey` asks for a key and says whether there is one; `unreachable` is called when nothing answers; `saved` when a
-   * conversation has changed. */
+  /**
+   * `askKey` asks for a key and returns whether there is one; `unreachable` is called if the server does not respond;
+   * `saved` is called after a conversation has changed.
+   */
   constructor(settings, store, { askKey, unreachable, saved }) {
     Object.assign(this, { settings, store, askKey, unreachable, saved, views: new Map(), running: null, hasChat: true, follows: true });
     this.tree = new Conversation();
@@ -51,8 +53,8 @@ export class Chat {
   }
 
   /**
-   * Show the conversation of this id, or a new one. An answer that is being written ends, and is kept. Returns whether the
-   * conversation is kept here; null if another one was asked for meanwhile.
+   * Show the conversation of this id, or a new one. A response that is being written is stopped and kept. Returns
+   * whether the conversation is stored here, or null if another one was requested meanwhile.
    */
   async open(id) {
     const number = (this.opening = (this.opening ?? 0) + 1);
@@ -74,7 +76,7 @@ export class Chat {
     return isFound || !id;
   }
 
-  /** The conversation that is shown stays, even if another one was asked for. */
+  /** Keep the current conversation, even if another one was requested. */
   cancelOpening() {
     this.opening = (this.opening ?? 0) + 1;
     this.isOpening = false;
@@ -88,7 +90,7 @@ export class Chat {
     this.saved(this.tree.id);
   }
 
-  /** The words of an answer that was kept, with their alternatives. */
+  /** Load the tokens of a stored response, with their alternatives. */
   async loadTokens(node) {
     const found = await this.store.tokens(`${this.tree.id} ${node.id}`);
     node.tokens = found?.tokens ?? [];
@@ -124,7 +126,7 @@ export class Chat {
     this.weigh();
   }
 
-  /** A question below the node of this id, and its answer. */
+  /** Add a question below the node of this id, and request its response. */
   ask(parent, text, files = []) {
     this.follows = true;
     return this.answer(this.tree.add(parent, "user", files.length ? { content: text, files } : { content: text }).id);
@@ -139,7 +141,7 @@ export class Chat {
     this.answer(node.parent, wholePrefix({ ...node, tokens: node.tokens ?? [] }));
   }
 
-  /** An answer below the node of this id; with `prefix` it goes on from there. */
+  /** Request a response below the node of this id; with `prefix` it continues from there. */
   async answer(parent, prefix = { raw: "", tokens: [], opensThinking: false }) {
     if (this.running) return;
     const start = divide(prefix.raw, prefix.opensThinking);
@@ -188,7 +190,7 @@ export class Chat {
     }
   }
 
-  /** The body of the request for an answer below this node. */
+  /** Return the body of the request for a response below this node. */
   body(parent, prefix = { raw: "" }) {
     const messages = this.tree.messages(parent);
     if (this.settings.system) messages.unshift({ role: "system", content: this.settings.system });
@@ -212,7 +214,7 @@ export class Chat {
     }
   }
 
-  /** Add a piece of the answer. Returns whether there was anything in it. */
+  /** Add a delta to the response. Returns whether it had any content. */
   take(node, delta) {
     if (delta.reasoning_content) {
       if (!node.reasoning && !node.content) node.opensThinking = !node.raw.trimStart().startsWith("<think>");
@@ -226,7 +228,7 @@ export class Chat {
     return Boolean(delta.content || delta.reasoning_content || delta.tool_calls);
   }
 
-  /** Show the answer with the next frame: many tokens may come within one. */
+  /** Show the response with the next frame, since many tokens may arrive within one. */
   later(node) {
     if (this.frame) return;
     this.frame = requestAnimationFrame(() => {
@@ -236,14 +238,14 @@ export class Chat {
     });
   }
 
-  /** An answer as the person would have it, beside the one that the model gave. */
+  /** Add the response as edited by the user, as a branch next to the model's response. */
   replaceAnswer(node, content) {
     this.tree.add(node.parent, "assistant", { content, reasoning: "", calls: [], finish: "edited", error: null, took: null, opensThinking: false });
     this.save();
     this.draw();
   }
 
-  /** Delete a message with all that follows it, until somebody wants it back. */
+  /** Delete a message with all messages below it. The notice offers to undo this. */
   async remove(node) {
     const tree = this.tree;
     const gone = tree.remove(node);
@@ -260,12 +262,12 @@ export class Chat {
     });
   }
 
-  /** The address that opens this page with a question. What follows the # stays in the browser. */
+  /** Return the address that opens this page with a question. The part after the # stays in the browser. */
   linkTo(text) {
     return `${base.href}#/chat?${new URLSearchParams({ q: text })}`;
   }
 
-  // ------------------------------------------------------------------ what is shown
+  // ------------------------------------------------------------------ display
   draw() {
     close();
     for (const view of this.views.values()) view.end();
@@ -303,7 +305,7 @@ export class Chat {
     return el("span", { class: "branches", role: "group", "aria-label": "Branches" }, step("Branch before", "‹", -1, place === 1), el("span", {}, `${place} / ${number}`), step("Next branch", "›", 1, place === number));
   }
 
-  /** Fields for what the called functions returned. */
+  /** Return fields for the results of the called functions. */
   results(node) {
     const areas = node.calls.map((call) => el("textarea", { rows: 2, class: "mono", "aria-label": `Result of ${call.name}`, placeholder: `What ${call.name} returned` }));
     const send = () => {

@@ -1,5 +1,5 @@
-// Code with colours: highlight.js reads it, and its tree becomes spans around the words that stand there already. It is
-// loaded with the first block of code, and a language with the first block in it.
+// Syntax colours: highlight.js parses the code, and its tree becomes spans around the existing words. It is loaded with
+// the first block of code, and a language with the first block in that language.
 
 import { el } from "./dom.js";
 
@@ -13,10 +13,10 @@ const LANGUAGES = {
 const NEEDED = { cpp: ["c"], xml: ["css", "javascript"], markdown: ["xml"], typescript: ["javascript"] };
 
 let core = null;
-const loaded = new Map(); // promises by the name of a language
+const loaded = new Map(); // name of a language -> promise
 const ready = new Set();
 
-/** Colour `code`, which shows `text`; offsets[i] is where its character i stands in the source. */
+/** Colour `code`, which shows `text`; character i of the text is at offsets[i] of the source. */
 export function colour(code, text, offsets, pieces, name) {
   const language = Object.hasOwn(LANGUAGES, name) ? LANGUAGES[name] : null;
   if (!language || !text || text.length > MAX_CHARACTERS) return;
@@ -38,7 +38,7 @@ async function loadNow(language) {
   ready.add(language);
 }
 
-/** The nodes of a tree of scopes and texts, whose texts together are `text`. */
+/** Return the nodes of a tree of scopes and strings; the strings together are `text`. */
 function spans(tree, text, offsets, pieces) {
   let at = 0;
   const nodesOf = (branch) =>

@@ -1,5 +1,5 @@
-// The same question to two settings, two seeds or two servers side by side; and how likely a text is, token by token. A
-// document of its own: it alone may connect to servers that the person names.
+// Comparison of two settings, two seeds or two servers for the same question, and the probability of a text, token by
+// token. This is a separate document: only it may connect to servers that the user names.
 
 import { ApiError, base, post, stream } from "./api.js";
 import { heatOf, legend, words } from "./alternatives.js";
@@ -39,7 +39,7 @@ class Side {
       el("label", {}, "Settings", this.select), ...fields.map(([, , label]) => label), this.model, this.body, this.problem, this.numbers);
   }
 
-  /** Ask. Ends when the answer does, whatever ends it. */
+  /** Ask the question. Resolves when the response has ended for any reason. */
   async ask(question, system, signal) {
     const node = (this.node = { content: "", raw: "", tokens: [], opensThinking: false, reasoning: "", calls: [], busy: true, live: new LiveNumbers() });
     this.text = new Markdown(this.body, (text, offsets) => (align(node) ? words(node.tokens, align(node).contentAt, text, offsets) : [text]));
@@ -78,7 +78,7 @@ class Side {
     const told = system || texts.system;
     const messages = [...(told ? [{ role: "system", content: told }] : []), { role: "user", content: question }];
     const fields = { ...requestFields(texts, {}), messages, stream: true, stream_options: { include_usage: true } };
-    return isOther ? fields : { ...fields, return_progress: true }; // another server may know no such field
+    return isOther ? fields : { ...fields, return_progress: true }; // another server may not know this field
   }
 
   later() {
@@ -93,7 +93,7 @@ class Side {
     this.numbers.replaceChildren(...numbersOf(this.node));
   }
 
-  /** Mark the first word behind so many characters of the answer; null: none. */
+  /** Mark the first word after `at` characters of the response; null: none. */
   mark(at) {
     const { node } = this;
     if (at === null || !node.tokens.length) return;
@@ -122,7 +122,7 @@ $("compare-form").addEventListener("submit", async (event) => {
   compare();
 });
 
-/** Say whether both are the same, and mark where they part. */
+/** Report whether both responses are the same, and mark the point at which they differ. */
 function compare() {
   const [a, b] = sides.map((side) => side.node.content);
   if (sides.some((side) => side.problem.textContent)) return;
@@ -150,7 +150,7 @@ $("score-form").addEventListener("submit", async (event) => {
   }
 });
 
-/** Show each token of a text; returns what there is to say of all. */
+/** Show each token of a text. Returns the summary of all. */
 function drawScores(place, { text, logprobs }) {
   const characters = [...text]; // offsets count characters, not UTF-16 units
   const { tokens, token_logprobs: scores, top_logprobs: top, text_offset: offsets } = logprobs;

@@ -1,4 +1,5 @@
-// Whether the server is there: asks /health, often while it is not, and says so once at the top of the page.
+// Availability of the server: polls /health, more often while it is down, and reports its status at the top of the
+// page.
 
 import { health } from "./api.js";
 import { $, el, seconds } from "./dom.js";
@@ -8,7 +9,7 @@ const EAGER_MS = 1_000;
 const WORDS = { ready: "ready", starting: "starting", loading: "loading", draining: "ending", dead: "dead", gone: "no answer" };
 
 export class Connection {
-  /** `whenReady` is called each time the server begins to serve. */
+  /** `whenReady` is called each time the server becomes ready. */
   constructor(whenReady) {
     this.whenReady = whenReady;
     this.phase = null;
@@ -21,7 +22,7 @@ export class Connection {
     clearTimeout(this.timer);
     const number = (this.number = (this.number ?? 0) + 1);
     const found = await health();
-    if (number !== this.number) return; // another check began meanwhile
+    if (number !== this.number) return; // another check has begun meanwhile
     const phase = found === null ? "gone" : found.status === "unavailable" && found.state === "ready" ? "dead" : (found.state ?? "gone");
     this.show(phase, found);
     const isReady = phase === "ready";
@@ -48,7 +49,7 @@ export class Connection {
   }
 }
 
-/** Say something at the top. `loading`: how far a start is, and the seconds it has taken, of which nobody is told aloud. */
+/** Show a text at the top. `loading`: progress and seconds of a start; screen readers do not read the seconds. */
 function say(banner, text, loading = null) {
   if (banner.firstChild?.textContent !== text) banner.replaceChildren(el("span", {}, text), ...(loading ? [el("progress", { max: 1, "aria-label": "Loading" }), el("span", { class: "soft", "aria-hidden": "true" })] : []));
   if (!loading) return;

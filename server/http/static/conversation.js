@@ -1,18 +1,18 @@
-// A conversation as a tree: an edited question or another answer is a branch beside the first one, and none is lost.
+// A conversation as a tree: an edited question or another response is a branch next to the first one, and none is lost.
 
-const PASSING = new Set(["children", "busy", "tokens", "raw", "pending", "live"]); // not part of a kept message
+const PASSING = new Set(["children", "busy", "tokens", "raw", "pending", "live"]); // not part of a stored message
 const MAX_TITLE = 60;
 
 let lastTime = 0;
 
-/** Ids of one length that sort by their time, each of this tab later than the one before. */
+/** Return an id. Ids have one length and sort by time; each id of this tab is later than the one before. */
 function newId() {
   lastTime = Math.max(Date.now(), lastTime + 1);
   return lastTime.toString(36).padStart(9, "0") + Math.floor(Math.random() * 2 ** 40).toString(36).padStart(8, "0");
 }
 
 export class Conversation {
-  /** `records`: as the store has them; without them it is new. */
+  /** `records`: as in the store; without them the conversation is new. */
   constructor(records = null) {
     const head = records?.conversations[0];
     this.head = head ?? { id: newId(), title: "", isNamed: false, changed: Date.now(), chosen: null };
@@ -35,7 +35,7 @@ export class Conversation {
     return this.root.chosen === null;
   }
 
-  /** The nodes that are shown, first to last. */
+  /** Return the visible nodes, from first to last. */
   path() {
     const shown = [];
     for (let node = this.root; node.chosen !== null; ) {
@@ -45,7 +45,7 @@ export class Conversation {
     return shown;
   }
 
-  /** A new node below `parent`, which is shown from now on. */
+  /** Add a node below `parent` and make it visible. */
   add(parent, role, fields) {
     const node = { id: newId(), parent, role, children: [], chosen: null, tokens: [], raw: "", ...fields };
     this.nodes.set(node.id, node);
@@ -55,7 +55,7 @@ export class Conversation {
     return node;
   }
 
-  /** The last node that is shown. */
+  /** Return the last visible node. */
   end() {
     return this.path().at(-1) ?? this.root;
   }
@@ -65,19 +65,19 @@ export class Conversation {
     this.unsaved.add(node.parent);
   }
 
-  /** Show another branch beside this node: `step` 1 is the next one, -1 the one before. */
+  /** Show another branch next to this node: `step` 1 is the next branch, -1 the previous one. */
   turn(node, step) {
     const siblings = this.nodes.get(node.parent).children;
     this.choose(this.nodes.get(siblings[siblings.indexOf(node.id) + step]));
   }
 
-  /** Where this node stands among its branches: [position from 1, how many]. */
+  /** Return the position of this node among its branches: [position from 1, number of branches]. */
   place(node) {
     const siblings = this.nodes.get(node.parent).children;
     return [siblings.indexOf(node.id) + 1, siblings.length];
   }
 
-  /** Take a node and all below it out of the tree. Returns them, for `restore`. */
+  /** Remove a node and all nodes below it from the tree. Returns them, for `restore`. */
   remove(node) {
     const gone = [node];
     for (const each of gone) gone.push(...each.children.map((id) => this.nodes.get(id)));
@@ -102,7 +102,7 @@ export class Conversation {
     this.choose(gone[0]);
   }
 
-  /** The messages up to the node of this id, as the API takes them. */
+  /** Return the messages up to the node of this id, in the API's format. */
   messages(id) {
     const found = [];
     for (let node = this.nodes.get(id); node.parent !== null; node = this.nodes.get(node.parent)) found.unshift(message(node));
@@ -114,7 +114,7 @@ export class Conversation {
     this.unsaved.add("");
   }
 
-  /** The records of what has changed since the last call, as the store takes them; null: nothing has. */
+  /** Return the records that have changed since the last call, in the store's format, or null if there are none. */
   changes() {
     if (!this.unsaved.size) return null;
     const first = this.path().find((node) => node.role === "user");
@@ -140,7 +140,7 @@ function titleOf(node) {
   return line.length > MAX_TITLE ? `${line.slice(0, MAX_TITLE - 1).trimEnd()}…` : line;
 }
 
-/** A question with its files before it, each in a fence that nothing in it closes. */
+/** Return a question preceded by its files, each in a fence longer than any fence inside it. */
 export function contentOf(node) {
   const files = (node.files ?? []).map(({ name, text }) => {
     const fence = "`".repeat(Math.max(3, ...[...text.matchAll(/`+/g)].map(([run]) => run.length + 1)));

@@ -1,12 +1,12 @@
-// The list of conversations at the side: searched, renamed, deleted and brought back, taken along as files.
+// The list of conversations in the side bar: search, rename, delete, undo, export and import.
 
 import { $, download, el, notice, pickFile, plural } from "./dom.js";
 import { fromJson, toJson, toMarkdown } from "./transfer.js";
 
-const WAIT_MS = 150; // after the last letter of a search
+const WAIT_MS = 150; // after the last key of a search
 
 export class ConversationList {
-  /** `open(id)` shows one; `opened()` is the id of the one that is shown. */
+  /** `open(id)` shows a conversation; `opened()` returns the id of the current one. */
   constructor(store, { open, opened }) {
     Object.assign(this, { store, open, opened });
     this.list = $("conversation-list");
@@ -30,16 +30,16 @@ export class ConversationList {
     const number = (this.number = (this.number ?? 0) + 1);
     const wanted = this.search.value.trim();
     const [all, found] = await Promise.all([this.store.list(), wanted ? this.store.search(wanted) : null]);
-    if (number !== this.number) return; // another refresh began meanwhile
+    if (number !== this.number) return; // another refresh has begun meanwhile
     this.isDue = this.list.querySelector("details[open], input:enabled") !== null;
-    if (this.isDue) return; // new rows would take an open menu, or a title half written, from under the hand
+    if (this.isDue) return; // new rows would close an open menu or discard a half-written title
     const shown = all.filter((head) => !found || found.has(head.id));
     this.list.replaceChildren(...shown.map((head) => this.row(head)));
     $("no-conversations").hidden = shown.length > 0;
     $("no-conversations").textContent = wanted ? "Nothing found." : "None yet.";
   }
 
-  /** Mark the one that is shown. */
+  /** Mark the current conversation. */
   mark() {
     for (const row of this.list.children) row.firstChild.setAttribute("aria-current", row.dataset.id === this.opened());
   }

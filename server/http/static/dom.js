@@ -1,10 +1,10 @@
-// Elements, storage of this tab, and the clipboard. Text only ever becomes text: nothing here parses HTML.
+// Elements, storage of this tab, and the clipboard. Text is inserted only as text nodes: no code here parses HTML.
 
-const NOTICE_MS = 12_000; // without the pointer over it or the focus in it
+const NOTICE_MS = 12_000; // while neither the pointer nor the focus is on it
 
 export const $ = (id) => document.getElementById(id);
 
-/** An element. `on…` properties are listeners, the others attributes; false and null leave an attribute out. */
+/** Return an element. `on…` properties are listeners, the others attributes; false and null omit an attribute. */
 export function el(tag, properties = {}, ...children) {
   const made = document.createElement(tag);
   if (tag === "button") made.type = "button";
@@ -16,9 +16,11 @@ export function el(tag, properties = {}, ...children) {
   return made;
 }
 
-const memory = new Map(); // where the browser forbids storage
+const memory = new Map(); // used if the browser forbids storage
 
-/** The value kept under this name, or null. `where`: sessionStorage, which ends with the tab, or localStorage. */
+/**
+ * Return the value stored under this name, or null. `where`: sessionStorage, which ends with the tab, or localStorage.
+ */
 export function recall(name, where = "sessionStorage") {
   try {
     return JSON.parse(window[where].getItem(name));
@@ -27,7 +29,7 @@ export function recall(name, where = "sessionStorage") {
   }
 }
 
-/** Keep a value. Returns false where there is no room for it; then it is kept until the page is left. */
+/** Store a value. Returns false if there is no room; then it is kept until the page is left. */
 export function keep(name, value, where = "sessionStorage") {
   memory.set(name, value);
   try {
@@ -39,7 +41,7 @@ export function keep(name, value, where = "sessionStorage") {
   }
 }
 
-/** Copy text; `button` says so for a moment. */
+/** Copy text; `button` confirms it for a moment. */
 export async function copy(text, button) {
   const before = button.textContent;
   let copied = true;
@@ -62,16 +64,16 @@ function copyBySelection(text) {
   return copied;
 }
 
-/** Say something to screen readers. */
+/** Announce a text to screen readers. */
 export function announce(text) {
   $("announcer").textContent = text;
 }
 
-/** Say something above the views for a while, with a button where something can be done. It covers nothing. */
+/** Show a notice above the views for a while, with a button if there is an action. It covers nothing. */
 export function notice(text, label = null, action = null) {
   const place = $("notices");
   let timer = 0;
-  let pointedAt = false; // not by :hover, which Firefox sets after its events
+  let pointedAt = false; // :hover would not do: Firefox sets it after its events
   const end = () => {
     clearTimeout(timer);
     shown.remove();
@@ -94,14 +96,14 @@ export function notice(text, label = null, action = null) {
   wait();
 }
 
-/** Give the person a file. */
+/** Download a text as a file. */
 export function download(name, text, type) {
   const link = el("a", { href: URL.createObjectURL(new Blob([text], { type })), download: name });
   link.click();
   setTimeout(() => URL.revokeObjectURL(link.href), 1000);
 }
 
-/** Ask the person for a file, or several. Never answers where they choose none. */
+/** Ask the user for a file, or for several. Never resolves if the user chooses none. */
 export function pickFile(accept = "", multiple = false) {
   return new Promise((resolve) => {
     const field = el("input", { type: "file", accept: accept || null, multiple });
@@ -112,16 +114,16 @@ export function pickFile(accept = "", multiple = false) {
 
 export const count = (number) => number.toLocaleString("en");
 
-/** "1 token", "3 tokens". */
+/** Return a number with its noun: "1 token", "3 tokens". */
 export const plural = (number, word) => `${count(number)} ${word}${number === 1 ? "" : "s"}`;
 
-/** Milliseconds for people. */
+/** Return milliseconds as readable text. */
 export function duration(ms) {
   if (ms < 10) return `${ms.toFixed(1)} ms`;
   return ms < 1000 ? `${ms.toFixed(0)} ms` : seconds(ms / 1000);
 }
 
-/** Seconds for people, in the unit that leaves two or three digits. */
+/** Return seconds as readable text, in the unit that leaves two or three digits. */
 export function seconds(value) {
   if (value < 120) return `${value.toFixed(value < 10 ? 1 : 0)} s`;
   if (value < 7200) return `${Math.floor(value / 60)} min`;

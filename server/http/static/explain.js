@@ -1,12 +1,12 @@
-// One request, explained: where its time went, in a sentence, in a bar and event by event, as the server's record has it.
+// Explanation of one request from the server's record: its times as a sentence, as a bar, and event by event.
 
 import { ApiError, get } from "./api.js";
 import { count, duration, el, plural } from "./dom.js";
 
 const PARTS = [["before_engine", "before the engine"], ["queued", "in the queue"], ["prefill", "prompt"], ["decode", "answer"]];
-const EVERY_MS = 1000; // while it is open
+const EVERY_MS = 1000; // while the dialog is open
 
-/** Show the request of this id in a dialog, anew until it has ended. */
+/** Show the request of this id in a dialog, and refresh it until the request has ended. */
 export function explain(id) {
   const body = el("div", { "aria-live": "polite" });
   const dialog = el("dialog", { class: "wide", "aria-label": `Request ${id}` }, el("h2", { class: "mono" }, id), body,

@@ -1,13 +1,13 @@
-// Markdown as elements, while it streams. Text becomes text nodes only, so what a model writes can never be markup of the
-// page; links lead to http, https and mailto alone, and nothing is loaded. Every piece of text knows where it stands in the
-// source, so that it can be given to the token it came from.
+// Markdown as elements, while it streams. Text becomes only text nodes, so a model's output can never be markup of the
+// page; links use only http, https and mailto, and nothing is loaded. Every piece of text knows its offset in the
+// source, so that it can be matched with its token.
 
 import { colour } from "./code_colours.js";
 import { copy, el } from "./dom.js";
 import { BLOCK_MATH, formula, mathEnd } from "./math.js";
 import { isInUse, unwatch, watch } from "./windowed.js";
 
-const MAX_DEPTH = 12; // of quotes, lists and emphasis; deeper ones are shown as written
+const MAX_DEPTH = 12; // nesting of quotes, lists and emphasis; deeper levels are shown as written
 const MAX_LABEL = 1000;
 const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([^\s`]*)[^`]*$/;
 const HEADING = /^ {0,3}(#{1,6})(?:\s+|$)/;
@@ -22,18 +22,22 @@ const SHIFTED = /^<(sub|sup)>/;
 const TASK = /^\[([ xX])\](?=\s|$)/;
 const WORD = /[\p{L}\p{N}]/u;
 const MAX_MATH_LINES = 60;
-const WINDOWED_FROM = 60; // blocks of one text, from which those far away are emptied
+const WINDOWED_FROM = 60; // blocks; in a longer text, blocks far from the view are emptied
 
-/** Shows a growing text in `target`. `pieces(text, offsets)` makes the nodes of a text; offsets[i] is where its character
- * i stands in the source. `isWindowed`: blocks of a long text that are far from what is seen are emptied. */
+/**
+ * Shows a growing text in `target`. `pieces(text, offsets)` makes the nodes of a text; character i is at offsets[i] of
+ * the source. `isWindowed`: empty the blocks of a long text that are far from the visible part.
+ */
 export class Markdown {
   constructor(target, pieces = (text) => [text], { isWindowed = false } = {}) {
     Object.assign(this, { target, pieces, isWindowed });
-    this.done = 0; // the source up to here is shown for good
-    this.shown = 0; // by so many elements
+    this.done = 0; // the source up to this offset is final
+    this.shown = 0; // number of final elements
   }
 
-  /** Show `source`, which begins with what was shown before. Only the last block is made anew. `isWhole`: there is no more. */
+  /**
+   * Show `source`, which begins with the text shown before. Only the last block is rebuilt. `isWhole`: it is complete.
+   */
   update(source, isWhole = false) {
     while (this.target.childNodes.length > this.shown) this.target.lastChild.remove();
     const blocks = this.blocks(source, linesOf(source, this.done), isWhole);
@@ -74,7 +78,7 @@ export class Markdown {
   }
 }
 
-/** Lines as [start, end) in the source. */
+/** Return the lines as [start, end) in the source. */
 function linesOf(source, from) {
   const lines = [];
   for (let start = from; start < source.length; ) {
@@ -95,7 +99,7 @@ class Blocks {
     return this.source.slice(start, end);
   }
 
-  /** Give each block of these lines, and where it begins, to `add`. */
+  /** Pass each block of these lines, and its start, to `add`. */
   read(lines, add, depth) {
     for (let at = 0; at < lines.length; ) {
       const first = this.text(lines[at]);
@@ -145,14 +149,14 @@ class Blocks {
     });
     const [text, offsets] = this.joined(inside);
     const code = el("code", {}, ...this.pieces(text, offsets));
-    // Colours wait for the end of a block: a growing one would be read from its beginning with every word.
+    // Colours wait for the end of a block: a growing block would be parsed from its start with every word.
     if (end < lines.length || this.isWhole) colour(code, text, offsets, this.pieces, language.toLowerCase());
     const button = el("button", { class: "quiet", onclick: () => copy(text, button) }, "Copy");
     const head = el("div", { class: "code-head" }, el("span", {}, language || "text"), button);
     return [el("div", { class: "code" }, head, el("pre", { tabindex: "0" }, code)), Math.min(end + 1, lines.length)];
   }
 
-  /** A formula that begins a line and may go on over several, or null where it does not end. */
+  /** Return a formula that begins a line and may span several, or null if it does not end. */
   math(lines, at) {
     const [text, offsets] = this.joined(lines.slice(at, at + MAX_MATH_LINES));
     const lead = text.length - text.trimStart().length;
@@ -198,7 +202,7 @@ class Blocks {
     return [made, at];
   }
 
-  /** An item of one paragraph has its text without the paragraph. One that begins with [ ] or [x] has a box. */
+  /** Return a list item. A single paragraph is added without its <p>. An item that begins with [ ] or [x] has a box. */
   item(inside, depth) {
     const nodes = [];
     const task = TASK.exec(this.text(inside[0]));
@@ -232,7 +236,7 @@ class Blocks {
     return [el("div", { class: "table", tabindex: "0" }, table), end];
   }
 
-  /** The cells of a table's row as ranges, without the space around them. */
+  /** Return the cells of a table row as ranges, without the surrounding space. */
   cells([start, end]) {
     const found = [];
     let from = start;
@@ -263,7 +267,7 @@ class Blocks {
     return made;
   }
 
-  /** Lines as one text, and where each character stands in the source. */
+  /** Return the lines as one text, and the source offset of each character. */
   joined(lines) {
     let text = "";
     const offsets = [];
@@ -284,7 +288,7 @@ class Inline {
     this.pieces = pieces;
     this.text = text;
     this.offsets = offsets;
-    this.missing = {}; // marks that close nowhere before an end: they are not looked for again
+    this.missing = {}; // marks known not to close before an end, so that they are not searched again
   }
 
   read(parent, from, to, depth) {
@@ -311,7 +315,7 @@ class Inline {
     if (from < to) parent.append(...this.pieces(this.text.slice(from, to), this.offsets.slice(from, to)));
   }
 
-  /** What begins here: [element, range of its inside, where it ends, where the text after it begins], or null. */
+  /** Return the markup that begins here: [element, inner range, end, start of the following text], or null. */
   markup(at, end, depth) {
     const character = this.text[at];
     if (character === "$" || character === "\\") {
@@ -356,7 +360,7 @@ class Inline {
     return [null, null, at + mark.length, at];
   }
 
-  /** `<sub>` and `<sup>`, which models write for want of a mark: without attributes, and closed. */
+  /** Return `<sub>` or `<sup>`, which models use since Markdown has no such mark: no attributes, and closed. */
   shifted(at, end, tag) {
     const from = at + tag.length + 2;
     const close = this.find(`</${tag}>`, from, end);
@@ -413,7 +417,7 @@ class Inline {
     return [node, null, start + found[0].length + (isAngled ? 1 : 0)];
   }
 
-  /** Where this mark comes next before `end`, or -1. */
+  /** Return the index of the next such mark before `end`, or -1. */
   find(mark, from, end) {
     if (this.missing[mark + end] <= from) return -1;
     const found = this.text.indexOf(mark, from);

@@ -1,9 +1,9 @@
-// LaTeX as MathML, which browsers draw and screen readers read. KaTeX is loaded when the first formula is seen.
+// LaTeX as MathML, which browsers draw and screen readers read. KaTeX is loaded for the first formula.
 
 import { el } from "./dom.js";
 
 const MAX_FORMULA = 4000;
-const MAX_TRIES = 8; // places where it might close
+const MAX_TRIES = 8; // candidates for the closing mark
 const MAX_KEPT = 500; // drawn formulas
 const LIMITS = { output: "mathml", throwOnError: true, strict: "ignore", trust: false, maxSize: 20, maxExpand: 200 };
 const VARIANTS = { // where the Latin capitals, small letters and digits begin in Unicode's mathematical alphabets
@@ -17,16 +17,16 @@ const EARLIER = { // letters that had a place before these alphabets
   "\u{1d51d}": "ℨ", "\u{1d53a}": "ℂ", "\u{1d53f}": "ℍ", "\u{1d545}": "ℕ", "\u{1d547}": "ℙ", "\u{1d548}": "ℚ", "\u{1d549}": "ℝ", "\u{1d551}": "ℤ",
 };
 
-/** A line that begins with a formula of its own. */
+/** Matches a line that begins with a display formula. */
 export const BLOCK_MATH = /^\s{0,3}(\$\$|\\\[)/;
 
 let katex = null;
 let loading = null;
 let stretch = null;
-const made = new Map(); // formulas as MathML, by their source
+const made = new Map(); // source of a formula -> MathML
 
 /**
- * The formula that begins at `at`: [range of its inside, where it ends], or null. A `$` before a space, and one that closes
+ * Return the formula that begins at `at`: [inner range, end], or null. A `$` before a space, and a `$` that closes
  * after a space or before a digit, are money.
  */
 export function mathEnd(text, at, end) {
@@ -50,7 +50,7 @@ export function mathEnd(text, at, end) {
 
 const isSpace = (character) => character === undefined || /\s/.test(character);
 
-/** An element with a formula. Until it is drawn, and where it is wrong, `nodes()` shows it as it is written. */
+/** Return an element with a formula. Until it is drawn, or if it is wrong, `nodes()` shows it as written. */
 export function formula(whole, source, isDisplay, nodes) {
   const place = el("span", { class: isDisplay ? "math display" : "math" });
   if (katex) draw(place, whole, source, isDisplay, nodes);
@@ -91,7 +91,7 @@ function mathml(source, isDisplay) {
   return { element: holder.querySelector("math") };
 }
 
-/** Browsers know no `mathvariant` but `normal`: the letters themselves say what they are. */
+/** Replace `mathvariant`, of which browsers support only `normal`, by the letters of that alphabet. */
 function useAlphabet(letter) {
   const starts = VARIANTS[letter.getAttribute("mathvariant")];
   if (!starts) return;

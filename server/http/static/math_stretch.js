@@ -1,12 +1,12 @@
-// Brackets, bars, accents and roots as long as what they belong to. Browsers stretch them with a font for mathematics only, and
-// phones and many desktops have none: then each sign that is too short is scaled, and a root is drawn as a sign and a line.
+// Brackets, bars, accents and roots as long as their content. Browsers stretch them only with a mathematics font, which
+// phones and many desktops lack. Then each sign that is too short is scaled, and a root is drawn as a sign and a line.
 
-const ENOUGH = 0.9; // of the length that is wanted
+const ENOUGH = 0.9; // of the wanted length
 const MATHML = "http://www.w3.org/1998/Math/MathML";
 const observer = new ResizeObserver((entries) => fit(entries.map((entry) => entry.target)));
 let hasFont = null;
 
-/** Stretch the signs of a formula, now and whenever its size changes: it may be hidden at first. */
+/** Stretch the signs of a formula, now and whenever its size changes, since it may be hidden at first. */
 export const stretch = (math) => observer.observe(math);
 
 function make(tag, ...children) {
@@ -15,7 +15,7 @@ function make(tag, ...children) {
   return made;
 }
 
-/** Whether the browser stretches a bar, for which it needs a font with a table for mathematics. */
+/** Return whether the browser stretches a bar, for which it needs a font with a table for mathematics. */
 function stretchesBars() {
   const [bar, high] = [make("mo", "|"), make("mspace")];
   high.setAttribute("height", "5em");
@@ -40,12 +40,12 @@ function fit(formulas) {
       signs.push(sign);
     }
   }
-  // All are measured before the first is changed, so that the page is laid out once.
+  // All signs are measured before the first is changed, so that the page is laid out once.
   const changes = signs.map((sign) => [sign, high(sign) ?? wide(sign)]).filter(([, transform]) => transform);
   for (const [sign, transform] of changes) sign.style.transform = transform;
 }
 
-/** √ before a row with a line above it. */
+/** Return a root as √ before a row with a line above it. */
 function asRow(root) {
   const sign = make("mo", "√");
   sign.setAttribute("fence", "true");
@@ -56,12 +56,12 @@ function asRow(root) {
   return made;
 }
 
-/** How a bracket or a bar becomes as high as the row it stands in; null: it is, or it is none. */
+/** Return the transform that makes a bracket or bar as high as its row, or null if none is needed or possible. */
 function high(sign) {
   if (sign.getAttribute("fence") !== "true" || sign.getAttribute("stretchy") === "false") return null;
   const own = sign.getBoundingClientRect();
   if (!own.height) return null;
-  const size = parseFloat(sign.getAttribute("minsize")) * parseFloat(getComputedStyle(sign).fontSize); // of \big and its like
+  const size = parseFloat(sign.getAttribute("minsize")) * parseFloat(getComputedStyle(sign).fontSize); // of \big and similar commands
   const others = [...sign.parentElement.children].filter((each) => each.getAttribute("fence") !== "true").map((each) => each.getBoundingClientRect()).filter((box) => box.height);
   if (!size && !others.length) return null;
   const middle = own.top + own.height / 2;
@@ -71,7 +71,9 @@ function high(sign) {
   return `translateY(${((top + bottom) / 2 - middle).toFixed(2)}px) scaleY(${((bottom - top) / own.height).toFixed(3)})`;
 }
 
-/** How an accent, a brace or an arrow becomes as wide as what is below or above it; null: it is, or it is none. */
+/**
+ * Return the transform that makes an accent, brace or arrow as wide as its base, or null if none is needed or possible.
+ */
 function wide(sign) {
   if (sign.getAttribute("stretchy") !== "true" || !/^m(over|under|underover)$/.test(sign.parentElement.localName)) return null;
   const [own, base] = [sign.getBoundingClientRect(), sign.parentElement.firstElementChild.getBoundingClientRect()];

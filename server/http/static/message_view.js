@@ -1,4 +1,4 @@
-// One message of the chat as it is shown: a question or an answer, with what can be done with it.
+// The view of one chat message: a question or a response, with its actions.
 
 import { attach, legend, words } from "./alternatives.js";
 import { contentOf } from "./conversation.js";
@@ -11,7 +11,7 @@ import { isInUse, unwatch, watch } from "./windowed.js";
 const ROLES = { user: "You", assistant: "Answer", tool: "Result of a function", system: "System" };
 const LONG_CHARACTERS = 1500;
 const LONG_LINES = 16;
-const WINDOWED_FROM = 40; // messages, from which those far away are emptied
+const WINDOWED_FROM = 40; // messages; in a longer chat, messages far from the view are emptied
 const CAN_GO_ON = ["length", "stopped", "timeout", "lost", "edited"];
 
 export class MessageView {
@@ -40,9 +40,9 @@ export class MessageView {
     this.chat.toEnd();
   }
 
-  /** Take what it holds out of the page: the message is far away. */
+  /** Remove the message's content from the page while it is far away. */
   release(height) {
-    const isFew = this.chat.views.size < WINDOWED_FROM; // then the browser's own search finds all of it
+    const isFew = this.chat.views.size < WINDOWED_FROM; // so that the browser's own search finds everything
     if (!this.isFilled || isFew || this.node.busy || this.editor || isInUse(this.item)) return;
     this.isFilled = false;
     this.item.style.minHeight = `${height}px`;
@@ -54,7 +54,7 @@ export class MessageView {
   async loadTokens() {
     await this.chat.loadTokens(this.node);
     if (!this.isFilled || this.editor) return;
-    this.thoughtText.clear(); // its words are known now
+    this.thoughtText.clear(); // its tokens are known now
     this.answerText.clear();
     this.newTexts();
     this.render();
@@ -89,7 +89,7 @@ export class MessageView {
     this.fold.setAttribute("aria-expanded", this.isUnfolded);
   }
 
-  // ------------------------------------------------------------------ an answer
+  // ------------------------------------------------------------------ a response
   buildAnswer() {
     const { node, chat } = this;
     this.model = el("p", { class: "model" });
@@ -155,7 +155,7 @@ export class MessageView {
     ].filter(Boolean);
   }
 
-  /** Colours each word by how likely it was. */
+  /** Return the button that colours each word by its probability. */
   heatButton() {
     const isHot = this.item.classList.contains("heat");
     const button = el("button", { class: "quiet", "aria-pressed": String(isHot), title: "Colour each word by how likely it was" }, "Probabilities");
@@ -168,7 +168,7 @@ export class MessageView {
     return button;
   }
 
-  /** The legend of the colours stands between the answer and its numbers. */
+  /** Show or remove the legend between the response and its numbers. */
   showLegend(isShown) {
     this.legend?.remove();
     this.legend = isShown ? legend() : null;
@@ -204,7 +204,7 @@ function callView(call) {
   try {
     text = JSON.stringify(JSON.parse(text), null, 2);
   } catch {
-    // still being written, or a model's mistake: shown as it is
+    // incomplete, or the model's mistake: shown as it is
   }
   return el("div", { class: "call" }, el("div", { class: "code-head" }, el("span", {}, "calls ", el("strong", {}, call.name))), el("pre", { tabindex: "0" }, el("code", {}, text)));
 }

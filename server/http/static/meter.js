@@ -1,4 +1,4 @@
-// What an answer costs: live while it is written, and under it once it has ended; and how full the context is.
+// Numbers of a response, live and after its end, and the use of the context.
 
 import { post } from "./api.js";
 import { $, count, duration, el, plural } from "./dom.js";
@@ -6,13 +6,13 @@ import { $, count, duration, el, plural } from "./dom.js";
 const ENDS = { length: "the token limit ended it", stopped: "stopped", timeout: "the time limit ended it", lost: "the connection was lost", edited: "edited by hand" };
 const COUNT_AFTER_MS = 300;
 
-/** Numbers of an answer while it is written. All times are those of `performance.now()`. */
+/** Numbers of a response while it is written. All times are from `performance.now()`. */
 export class LiveNumbers {
   constructor() {
     Object.assign(this, { sent: performance.now(), first: 0, last: 0, prompt: 0, cached: null, completion: 0, progress: null });
   }
 
-  /** Take what an event of the stream says. `hasText`: something of the answer came with it. */
+  /** Take the numbers of an event of the stream. `hasText`: the event had content. */
   take(event, hasText) {
     const { usage, prompt_progress: progress } = event;
     if (progress) {
@@ -31,7 +31,7 @@ export class LiveNumbers {
     }
   }
 
-  /** As it is kept with the answer; null where nothing is known. */
+  /** Return the numbers to store with the response, or null if they are not known. */
   took() {
     const { prompt, cached, completion, first, last, sent } = this;
     if (!prompt) return null;
@@ -40,7 +40,7 @@ export class LiveNumbers {
   }
 }
 
-/** The line under an answer. */
+/** Return the line under a response. */
 export function numbersOf(node) {
   const parts = [];
   const add = (text, title) => parts.push(el("span", { title }, text));
@@ -57,7 +57,7 @@ export function numbersOf(node) {
   return parts;
 }
 
-/** Until the first token: the place in the queue, then how much of the prompt is done, as the server counts. */
+/** Return the progress until the first token: position in the queue, then the computed part of the prompt. */
 function waitingFor({ progress }) {
   if (!progress) return [];
   const { queue_position: place, processed, total, cache } = progress;
@@ -66,13 +66,13 @@ function waitingFor({ progress }) {
   return [el("span", {}, bar, ` prompt: ${count(processed)} of ${plural(total, "token")}`), cache ? el("span", {}, `${count(cache)} of them in the cache`) : null].filter(Boolean);
 }
 
-/** How full the context is: what the last answer took, and what the message that is being written would add. */
+/** Use of the context: the tokens of the last turn, and the tokens that the current draft would add. */
 export class ContextMeter {
   constructor() {
     Object.assign(this, { place: $("context"), limit: null, used: null, draft: 0, number: 0 });
   }
 
-  /** Show the numbers of the last answer; null: there is none. */
+  /** Show the numbers of the last response; null: there is none. */
   show(took) {
     this.used = took;
     this.draw();
@@ -113,11 +113,11 @@ export class ContextMeter {
   }
 }
 
-/** How many tokens a text has, as the server counts; null where it does not say. */
+/** Return the number of tokens in a text, counted by the server, or null if it does not respond. */
 export async function countTokens(text) {
   try {
     return (await post("tokenize", { prompt: text, add_special_tokens: false })).count;
   } catch {
-    return null; // only a number beside the message: sending it says what is wrong
+    return null; // the number is optional: sending the message reports the error
   }
 }

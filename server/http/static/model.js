@@ -1,4 +1,4 @@
-// The model's card and limits, and how a program asks this server.
+// The model's card and limits, and an example request for programs.
 
 import { ApiError, base, get, getKey } from "./api.js";
 import { copy, count, el } from "./dom.js";

@@ -3,11 +3,11 @@
 import { base, getKey } from "./api.js";
 import { copy, el } from "./dom.js";
 
-// Arguments that OpenAI's Python client knows by name; others go through its extra_body.
+// Parameters of OpenAI's Python client; others are passed in its extra_body.
 const KNOWN = new Set(["model", "messages", "temperature", "top_p", "max_completion_tokens", "seed", "presence_penalty", "frequency_penalty", "stop", "tools", "response_format", "logprobs", "top_logprobs", "n", "reasoning_effort", "tool_choice", "logit_bias"]);
 const OF_STREAMS = ["stream", "stream_options", "return_progress"];
 
-/** `body` without what only a stream has, as [name, text] for each language. */
+/** Return `body` without the parameters of streams, as [name, text] for each language. */
 export function programs(body) {
   const plain = Object.fromEntries(Object.entries(body).filter(([name]) => !OF_STREAMS.includes(name)));
   return [["curl", curl(plain)], ["Python", python(plain)], ["JavaScript", javascript(plain)]];
@@ -28,7 +28,7 @@ function python(body) {
   return `from openai import OpenAI\n\nclient = OpenAI(base_url=${literal(new URL("v1", base).href)}${key})\nanswer = client.chat.completions.create(\n${lines.join("")})\nprint(answer.choices[0].message.content)\n`;
 }
 
-/** A value as Python writes it. JSON's texts are Python's as well, once no surrogate stands alone in them. */
+/** Return a value as Python source. JSON strings are valid in Python if they have no lone surrogates. */
 function literal(value, indent = "") {
   if (value === null) return "None";
   if (typeof value === "boolean") return value ? "True" : "False";

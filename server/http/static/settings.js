@@ -1,4 +1,4 @@
-// The panel of settings: system prompt and sampling parameters, within the ranges that the server itself states.
+// The settings panel: system prompt and sampling parameters, within the ranges reported by the server.
 
 import { $, el, keep, notice, recall } from "./dom.js";
 import { FIELDS, read, requestFields } from "./settings_fields.js";
@@ -13,8 +13,10 @@ export class Settings {
     this.draw();
   }
 
-  /** Show the ranges and defaults of this server. `known`: parameters by name, as /v1/capabilities describes them.
-   * They may come after somebody began to type: the fields stay, and what stands in them is judged again. */
+  /**
+   * Show the ranges and defaults of this server. `known`: name -> parameter, as in /v1/capabilities. They may arrive
+   * after the user began to type: the fields stay, and their content is checked again.
+   */
   describe(models, known) {
     this.models = models;
     this.known = known;
@@ -63,7 +65,7 @@ export class Settings {
     return el("div", {}, el("label", { for: `set-${field.name}` }, field.label), this.inputs.get(field.name), el("small", { id: `why-${field.name}`, class: "why", role: "status" }));
   }
 
-  /** Look at all that is typed: what is wrong says why, and what is not the server's default has a mark. */
+  /** Check all fields: show the reason if a value is wrong, and mark values that differ from the server's defaults. */
   judge() {
     for (const field of FIELDS) {
       const input = this.inputs.get(field.name);
@@ -89,12 +91,12 @@ export class Settings {
     $("settings-button").title = label;
   }
 
-  /** How many are not the server's defaults. */
+  /** Return the number of values that differ from the server's defaults. */
   get changed() {
     return Object.keys(this.texts).filter((name) => name !== "model" || this.texts.model !== this.models[0]).length;
   }
 
-  /** Take these texts, as a preset has them. */
+  /** Load the texts of a preset. */
   load(texts) {
     this.texts = { ...texts };
     keep(NAME, this.texts);
@@ -138,14 +140,14 @@ export class Settings {
     return el("div", { class: "presets" }, select, remove, name, el("button", { class: "quiet", onclick: add }, "Save"));
   }
 
-  /** The fields of a request. What is left empty is the server's to choose. */
+  /** Return the fields of a request. The server chooses the values of empty fields. */
   fields() {
     const found = requestFields(this.texts, this.known);
     if (this.models.includes(this.texts.model)) found.model = this.texts.model;
     return found;
   }
 
-  /** The name of the model that is asked. */
+  /** Return the name of the requested model. */
   get model() {
     return this.models.includes(this.texts.model) ? this.texts.model : this.models[0];
   }

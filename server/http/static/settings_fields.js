@@ -1,4 +1,4 @@
-// The fields of the settings: what each is called, and how what is typed becomes a field of a request or a reason why not.
+// The settings fields: their names, and the conversion of typed text to a field of a request or to an error.
 
 const json = (text) => {
   try {
@@ -19,7 +19,7 @@ function number(text, known = {}) {
   return { value };
 }
 
-/** A list of tools; one definition alone, or a function without the wrapping around it, is taken too. */
+/** Return a list of tools. A single definition, or a function without its wrapper, is accepted too. */
 function tools(text) {
   const { value, why } = json(text);
   if (why) return { why };
@@ -32,7 +32,7 @@ function schema(text) {
   const { value, why } = json(text);
   if (why) return { why };
   if (!isObject(value)) return { why: 'A schema is an object, such as {"type": "object", "properties": {…}}.' };
-  const inner = value.json_schema ?? value; // a whole response_format is taken too
+  const inner = value.json_schema ?? value; // a whole response_format is accepted too
   return { value: { type: "json_schema", json_schema: inner.schema ? { name: "answer", ...inner } : { name: "answer", schema: value } } };
 }
 
@@ -62,10 +62,10 @@ export const FIELDS = [
   FIELD("more", "More parameters", '{"reasoning_effort": "low"}', more, 2),
 ];
 
-/** What is typed in a field: {value}, {why} it is wrong, or null where there is nothing. */
+/** Return the content of a field: {value}, {why} it is wrong, or null if it is empty. */
 export const read = (field, text, known) => ((text ?? "").trim() === "" ? null : field.read(text, known[field.name]));
 
-/** The fields of a request for what is typed in all of them. What is empty or wrong is left to the server. */
+/** Return the fields of a request for all texts. The server chooses the values of empty or wrong fields. */
 export function requestFields(texts, known) {
   const found = {};
   for (const field of FIELDS) {

@@ -1,4 +1,4 @@
-// The keys of the page, in a dialog.
+// The keyboard shortcuts of the page, in a dialog.
 
 import { el } from "./dom.js";
 

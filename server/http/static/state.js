@@ -5,7 +5,7 @@ import { count, duration, el, seconds } from "./dom.js";
 
 const EVERY_MS = 1000;
 const HISTORY = 120; // points of a curve: two minutes
-const KEPT = 60; // states that can be looked at again: the last minute
+const KEPT = 60; // stored states: the last minute
 const BATCHES_EVERY = 5; // states
 const TILES = [["generation", "generated tokens/s"], ["prompt", "prompt tokens/s"], ...["running", "waiting", "finished", "refused", "invalid"].map((n) => [n, n]), ["uptime", "up"]];
 const BLOCKS = { h: ["held", "used by requests that run"], c: ["cached", "prompt beginnings kept for others"], f: ["free", "empty"] };
@@ -30,7 +30,7 @@ export class StateView {
       this.kept.push(state);
       if (this.kept.length > KEPT) {
         this.kept.shift();
-        if (this.at) this.at--; // the one that is looked at moves with the others
+        if (this.at) this.at--; // the selected state moves with the others
       }
       this.record(state);
       if (this.rounds++ % BATCHES_EVERY === 0) this.loadBatches();
@@ -66,7 +66,7 @@ export class StateView {
     this.paint();
   }
 
-  /** A new state's points of the curves. */
+  /** Add a new state's points to the curves. */
   record({ tokens_per_second: speed }) {
     for (const name of ["prompt", "generation"]) {
       this.history[name].push(speed[name]);
@@ -74,7 +74,7 @@ export class StateView {
     }
   }
 
-  /** Look at a state of the last minute again; null: at the present one. */
+  /** Show a stored state of the last minute; null: the current state. */
   look(at) {
     this.at = at;
     this.draw(this.kept[at ?? this.kept.length - 1]);
@@ -98,7 +98,7 @@ export class StateView {
       this.batches.querySelector("tbody").replaceChildren(...data.map(batchRow));
     } catch (error) {
       if (!(error instanceof ApiError)) throw error;
-      this.batches.hidden = true; // a server without a directory of batches, or with none for this key
+      this.batches.hidden = true; // no --batch-dir, or not allowed for this key
     }
   }
 
@@ -121,7 +121,7 @@ export class StateView {
     this.loadBatches();
   }
 
-  /** A colour of the style sheet as a canvas can read it. */
+  /** Return a colour of the style sheet in a format that canvases accept. */
   colour(name) {
     const probe = el("span", { class: name });
     this.panel.append(probe);
@@ -130,7 +130,7 @@ export class StateView {
     return found;
   }
 
-  /** Draw the canvases, in the colours of the theme and the pixels of the screen. */
+  /** Draw the canvases, in the colours of the theme and the resolution of the screen. */
   paint() {
     if (!this.parts || !this.isShown) return;
     const colours = { h: this.colour("accent"), c: this.colour("cached"), f: this.colour("free") };
@@ -189,7 +189,7 @@ function update(parts, engine) {
 
 const time = (ms) => (ms === null || ms === undefined ? "–" : duration(ms));
 
-/** Prepare a canvas for its place; returns [context, width, height] in pixels of the page. */
+/** Fit a canvas to its place; returns [context, width, height] in CSS pixels. */
 function prepared(canvas, height) {
   const width = canvas.clientWidth;
   const ratio = devicePixelRatio || 1;
@@ -216,7 +216,7 @@ function curve(canvas, values, colour) {
   context.fill();
 }
 
-/** Runs such as h12c40f2000, in the order of the blocks: a square for each. */
+/** Draw runs such as h12c40f2000 in the order of the blocks: one square per cell. */
 function map(canvas, kv, colours) {
   const runs = [...kv.map.matchAll(/([hcf])(\d+)/g)].map(([, kind, length]) => [kind, Number(length)]);
   const cells = runs.reduce((sum, [, length]) => sum + length, 0);

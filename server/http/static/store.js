@@ -1,14 +1,15 @@
-// Conversations kept by this browser (IndexedDB) over tabs and restarts; or, with one switch, in this tab's memory alone.
-// A message is a record of its own, so that an answer's end writes one message and not the whole conversation.
+// Conversations stored in this browser (IndexedDB) across tabs and restarts or, after a switch, only in this tab's
+// memory. Each message is a separate record, so the end of a response writes one message and not the whole
+// conversation.
 
 import { base } from "./api.js";
 import { keep, recall } from "./dom.js";
 
 const TABLES = ["conversations", "nodes", "tokens"];
-export const PRESETS = "oarlock-presets"; // of settings
+export const PRESETS = "oarlock-presets"; // presets of settings
 const SWITCH = "oarlock-keeps-nothing";
 
-/** Where presets of settings are kept: with the tab alone where nothing is to be kept. */
+/** Return the storage of presets: only the tab's if nothing is to be stored. */
 export const placeOfPresets = () => (recall(SWITCH, "localStorage") ? "sessionStorage" : "localStorage");
 
 const settled = (request) => new Promise((resolve, reject) => {
@@ -16,7 +17,7 @@ const settled = (request) => new Promise((resolve, reject) => {
   request.onerror = () => reject(request.error);
 });
 
-/** Records of an IndexedDB database by their `key`, of which those of one conversation begin with its id. */
+/** Records of an IndexedDB database by `key`. The keys of one conversation's records begin with its id. */
 class Database {
   static async open() {
     const request = indexedDB.open(`oarlock ${base.pathname}`, 1);
@@ -26,7 +27,7 @@ class Database {
     return opened;
   }
 
-  /** Runs `work(table)` for each of these tables in one transaction. */
+  /** Run `work(table)` for each of these tables in one transaction. */
   async write(names, work) {
     const transaction = this.database.transaction(names, "readwrite");
     for (const name of names) work(transaction.objectStore(name), name);
@@ -49,7 +50,7 @@ class Database {
   }
 }
 
-/** The same in memory. */
+/** The same interface in memory. */
 class Memory {
   constructor() {
     this.tables = Object.fromEntries(TABLES.map((name) => [name, new Map()]));
@@ -69,7 +70,7 @@ class Memory {
 }
 
 export class Store {
-  /** `changed` is called when another tab has changed what is kept, with the id of the conversation. */
+  /** `changed` is called with the id of a conversation that another tab has changed. */
   constructor(changed) {
     this.channel = new BroadcastChannel(`oarlock ${base.pathname}`);
     this.channel.onmessage = (event) => changed(event.data);
@@ -88,11 +89,13 @@ export class Store {
       this.isKept = true;
       return found;
     } catch {
-      return new Memory(); // a browser that forbids storage
+      return new Memory(); // the browser forbids storage
     }
   }
 
-  /** Keep nothing on this machine from now on, or keep what this tab has. What is there moves, and nothing is lost here. */
+  /**
+   * Stop storing on this machine, or store the content of this tab. The existing content is moved, so nothing is lost.
+   */
   async keepNothing(wanted) {
     const before = await this.records;
     const all = Object.fromEntries(await Promise.all(TABLES.map(async (name) => [name, await before.read(name)])));
@@ -106,25 +109,28 @@ export class Store {
     this.channel.postMessage("");
   }
 
-  /** What is known of each conversation without its messages, the last changed first. */
+  /** Return the heads of all conversations without their messages, the last changed first. */
   async list() {
     const found = await (await this.records).read("conversations");
     return found.sort((a, b) => b.changed - a.changed);
   }
 
-  /** The records of one: {conversations, nodes}, with `tokens` where they are wanted. */
+  /** Return the records of a conversation: {conversations, nodes}, and `tokens` if wanted. */
   async load(id, withTokens = false) {
     const records = await this.records;
     const names = withTokens ? TABLES : TABLES.slice(0, 2);
     return Object.fromEntries(await Promise.all(names.map(async (name) => [name, await records.read(name, id)])));
   }
 
-  /** The words of one message with their alternatives, or null. */
+  /** Return the tokens of one message with their alternatives, or null. */
   async tokens(key) {
     return (await (await this.records).read("tokens", key))[0] ?? null;
   }
 
-  /** Write these records. Returns false where there is no room; then it is tried without the words' alternatives. */
+  /**
+   * Write these records. If there is no room, tries again without the alternatives of tokens; returns false if that
+   * fails.
+   */
   async put(records) {
     const database = await this.records;
     try {
@@ -140,7 +146,7 @@ export class Store {
     return true;
   }
 
-  /** Delete what begins with this key: a conversation, or one message of it. Returns what was there, for `put`. */
+  /** Delete all records whose key begins with this one: a conversation, or one message. Returns them, for `put`. */
   async delete(key) {
     const gone = await this.load(key, true);
     await (await this.records).delete(key);
@@ -148,7 +154,7 @@ export class Store {
     return gone;
   }
 
-  /** The ids of the conversations in whose title or messages each of these words stands. */
+  /** Return the ids of the conversations whose title or messages contain all these words. */
   async search(text) {
     const words = text.toLowerCase().split(/\s+/).filter(Boolean);
     const records = await this.records;

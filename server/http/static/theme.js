@@ -1,4 +1,4 @@
-// The button of the theme: as the system, light, dark. The choice is kept by this browser, for every document of the page.
+// The theme button: system, light or dark. The choice is stored in this browser, for all documents of the page.
 
 import { $, keep, recall } from "./dom.js";
 
@@ -13,7 +13,7 @@ function apply(theme) {
   $("theme").setAttribute("aria-label", `Theme: ${word}`);
 }
 
-/** Apply the kept theme, and change it with the button. `changed` is called after each change. */
+/** Apply the stored theme, and change it with the button. `changed` is called after each change. */
 export function setUpTheme(changed = () => {}) {
   const kept = recall(NAME, "localStorage");
   let theme = Object.hasOwn(THEMES, kept ?? "") ? (kept ?? "") : "";

@@ -1,8 +1,8 @@
-// An answer's tokens: where each stands in the text, how likely it was, and what else might have stood there.
+// Tokens of a response: their offsets in the text, their probabilities and their alternatives.
 
 const decoder = new TextDecoder("utf-8", { ignoreBOM: true });
 
-/** How many of these bytes make whole characters; the rest is the beginning of one. */
+/** Return how many of these bytes make whole characters; the rest is an incomplete character. */
 function wholeBytes(bytes) {
   for (let back = 1; back <= Math.min(3, bytes.length); back++) {
     const byte = bytes[bytes.length - back];
@@ -12,7 +12,7 @@ function wholeBytes(bytes) {
   return bytes.length;
 }
 
-/** The text of whole characters, or null. */
+/** Return the text if the bytes are whole characters, else null. */
 function wholeText(bytes) {
   if (bytes.length === 0 || wholeBytes(bytes) < bytes.length) return null;
   const text = decoder.decode(Uint8Array.from(bytes));
@@ -21,7 +21,8 @@ function wholeText(bytes) {
 
 /**
  * Add an entry of `logprobs` to `answer.raw` and `answer.tokens`. A token that ends inside a character has no text of
- * its own; what completes the character has it whole. One cannot go on from inside a character (`isWhole`).
+ * its own; the token that completes the character has all of it. A response cannot be continued from inside a character
+ * (`isWhole`).
  */
 export function addToken(answer, entry) {
   const bytes = entry.bytes ?? [...new TextEncoder().encode(entry.token)];
@@ -43,7 +44,7 @@ export function addToken(answer, entry) {
   answer.tokens.push({ start, end: answer.raw.length, isWhole: pending.length === 0, others });
 }
 
-/** The text as the API parses it: {reasoning, content, and where each begins in `raw`}. */
+/** Return the text as parsed by the API: {reasoning, content, and their offsets in `raw`}. */
 export function divide(raw, opensThinking) {
   const lead = raw.length - raw.trimStart().length;
   const tagged = raw.startsWith("<think>", lead);
@@ -59,7 +60,7 @@ export function divide(raw, opensThinking) {
   return { reasoning, content, reasoningAt, contentAt: raw.length - content.length };
 }
 
-/** Where the parsed text of an answer stands in its raw text, or null where it is not found there. */
+/** Return the offsets of a response's parsed text in its raw text, or null if it is not found there. */
 export function align(answer) {
   if (!answer.tokens.length) return null;
   const places = divide(answer.raw, answer.opensThinking);
@@ -67,7 +68,7 @@ export function align(answer) {
   return fits ? places : null;
 }
 
-/** What an answer says up to its end, to go on from there: text as the model wrote it, and its tokens. */
+/** Return the whole response as a prefix to continue: text as the model wrote it, and its tokens. */
 export function wholePrefix(answer) {
   const places = align(answer);
   if (!places) {
@@ -78,7 +79,7 @@ export function wholePrefix(answer) {
   return { raw: answer.raw.slice(0, end), tokens: answer.tokens.filter((token) => token.end <= end), opensThinking: answer.opensThinking };
 }
 
-/** The same up to one token, with another in its place. */
+/** Return the response up to one token, which is replaced by another, as a prefix to continue. */
 export function otherPrefix(answer, index, other) {
   const token = answer.tokens[index];
   const raw = answer.raw.slice(0, token.start) + other.text;

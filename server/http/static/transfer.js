@@ -1,4 +1,4 @@
-// Conversations as files: JSON with every branch, to be read again here or elsewhere, and Markdown of what is shown.
+// Conversations as files: JSON with every branch, which can be imported, and Markdown of the visible branch.
 
 import { Conversation, contentOf } from "./conversation.js";
 
@@ -7,7 +7,7 @@ const ROLES = { user: "Question", assistant: "Answer", tool: "Result of a functi
 const IS_TEXT = (value) => typeof value === "string";
 const IS_OBJECT = (value) => typeof value === "object" && value !== null && !Array.isArray(value);
 
-/** JSON of conversations, given as records of the store. */
+/** Return conversations, given as records of the store, as JSON. */
 export function toJson(all) {
   const conversations = all.map(({ conversations: [head], nodes }) => ({
     title: head.title, isNamed: head.isNamed, chosen: head.chosen,
@@ -27,8 +27,8 @@ export function toMarkdown(records) {
 }
 
 /**
- * Conversations of a file, as records under ids of their own. A list of messages as the API takes them is one
- * conversation. Raises an `Error` that says what the file lacks.
+ * Return the conversations of a file, as records with new ids. A list of messages in the API's format is one
+ * conversation. Throws an `Error` that describes the fault of the file.
  */
 export function fromJson(text) {
   let found;

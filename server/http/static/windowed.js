@@ -1,5 +1,5 @@
-// Elements far from the visible part of the chat are emptied, and filled again before one scrolls to them: however long a
-// conversation is, the page holds about as much of it as can be seen.
+// Elements far from the visible part of the chat are emptied, and filled again before they are scrolled into view.
+// However long a conversation is, the page holds only about the visible part.
 
 import { $ } from "./dom.js";
 
@@ -22,7 +22,7 @@ export function unwatch(element) {
   observer?.unobserve(element);
 }
 
-/** Whether somebody uses this element just now: it has the focus, or a part of it is selected. */
+/** Return whether the user is using this element: it has the focus, or a part of it is selected. */
 export function isInUse(element) {
   const selection = getSelection();
   return element.contains(document.activeElement) || (!selection.isCollapsed && selection.containsNode(element, true));
