@@ -234,7 +234,7 @@ def test_vectors_are_those_of_the_route(make_llm, make_stage):
     assert [one.outputs.embedding for one in found] == [item["embedding"] for item in wanted]
     assert {one.outputs.array.dtype.name for one in found} == {"float32"}
     assert {one.outputs.hidden_size for one in found} == {3} and all(one.finished for one in found)
-    asked = {request.prompt_token_ids for request in engine.requests}
+    asked = {tuple(request.prompt_token_ids) for request in engine.requests}
     assert {tuple(one.prompt_token_ids) for one in found} == asked
     assert all(one.num_cached_tokens == len(one.prompt_token_ids) // 2 for one in found), "as this engine says"
     assert all(request.has_place for request in engine.requests), "its own prompts cannot fill its queue"

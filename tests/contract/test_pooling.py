@@ -41,7 +41,7 @@ def test_each_prompt_gets_its_own_vectors(make_stage, kind):
         return await stage.state.async_llm.start_pooling(PROMPTS, params_of(kind), "team").outputs()
 
     outputs = run(ask())
-    sent = {request.prompt_token_ids: request for request in stage.engine.requests}
+    sent = {tuple(request.prompt_token_ids): request for request in stage.engine.requests}
     assert [output.prompt_tokens for output in outputs] == [len(prompt) for prompt in PROMPTS]
     for prompt, output in zip(PROMPTS, outputs, strict=True):
         shape = {"logits": (3,), "token": (len(prompt), 4)}.get(kind, (1, 4))

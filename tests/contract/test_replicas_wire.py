@@ -92,7 +92,7 @@ def test_the_choices_of_a_prompt_stay_together_and_prompts_are_dealt(stage):
 
     usage = asyncio.run(scenario())
     first, second = (one.requests for one in stage.engine.replicas)
-    prompts = [[request.prompt_token_ids for request in requests] for requests in (first, second)]
+    prompts = [[tuple(request.prompt_token_ids) for request in requests] for requests in (first, second)]
     assert [len(found) for found in prompts] == [4, 2] and len(set(prompts[0])) == 2 and len(set(prompts[1])) == 1
     counted = [stage.counters.replicas[number] for number in (0, 1)]
     assert [one.finished["length"] for one in counted] == [4, 2]
