@@ -59,8 +59,7 @@ def decoder_spec(
     tied: bool = False,
     eps: float = 1e-6,
 ) -> DecoderSpec:
-    """Return a decoder with attention and a gated MLP, or experts, in each layer, from the keys that all families
-    share.
+    """Return a decoder with attention and a gated MLP or experts in each layer, from the keys that families share.
 
     The keyword arguments are the family's defaults and own settings. `rope`, `activation` and `norm` are given if a
     family does not use the usual keys for them. `ropes`: one per layer, if not all layers use `rope`. `query_scalar`:
