@@ -6,6 +6,7 @@ may contain these characters too, so a body that seems expensive is counted agai
 
 import re
 from dataclasses import dataclass
+from itertools import islice
 
 AT_ONCE_MS = 8.0  # time that the event loop may spend on one body
 # Measured with conversations of thousands of empty messages, lists of numbers, and objects with many members.
@@ -20,6 +21,9 @@ _BYTES_PER_LIST = 64
 _LONG = 2**20  # bytes; a single wide character in a string of this length makes all its characters wide
 _WIDEST = 4  # bytes of the widest character
 # The repetitions are possessive (no backtracking), so the time is linear.
+_TOKEN = re.compile(rb'"(?:[^"\\]*+(?:\\.[^"\\]*+)*+)"|[{}\[\],]', re.DOTALL)
+_MOST_TOKENS = 2**18  # that are looked at to find the largest member
+_MAX_NAME = 64  # characters of a member that is named in an error
 _TEXT = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 
 
@@ -47,6 +51,29 @@ def cost_of(body: bytes | bytearray) -> BodyCost:
 def exact_cost_of(body: bytes) -> BodyCost:
     """Return the estimate for `body` without its strings, however long they are."""
     return _counted(body, _TEXT.sub(b"", body))
+
+
+def largest_member(body: bytes) -> str | None:
+    """Return the name of the member of the outer object that has most values, or None if it has no short name.
+
+    Only the first `_MOST_TOKENS` texts, brackets and commas are counted.
+    """
+    depth, name, num_values, last = 0, b"", 0, b""
+    largest = 0, b""
+    for token in islice(_TOKEN.finditer(body), _MOST_TOKENS):
+        text = token.group()
+        if text in b"{[":
+            if depth == 1:
+                name, num_values = last, 0
+            depth += 1
+        elif text in b"}]":
+            depth -= 1
+            largest = max(largest, (num_values, name))
+        elif depth == 1:
+            last = text
+        num_values += depth > 1
+    found = max(largest, (num_values, name))[1].strip(b'"').decode("ascii", "replace")
+    return found if 0 < len(found) <= _MAX_NAME and found.isidentifier() else None
 
 
 def takes_long(body: bytes | bytearray) -> bool:

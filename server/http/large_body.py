@@ -38,7 +38,7 @@ from pydantic_core import from_json
 from oarlock.engine.errors import RequestError, UnavailableError
 from oarlock.engine.python_child import start_python
 from oarlock.server.endpoints.batches.schema import BatchRequest, WrongBatchError, read_line
-from oarlock.server.http.body_cost import BYTES_PER_VALUE, cost_of, exact_cost_of, takes_long
+from oarlock.server.http.body_cost import BYTES_PER_VALUE, cost_of, exact_cost_of, largest_member, takes_long
 from oarlock.server.http.request_body import REQUEST_BODIES, ignored_parameters, parse_any
 from oarlock.server.observability.logs import event, logger
 from oarlock.server.strict_model import StrictModel
@@ -342,7 +342,13 @@ def main(argv: Sequence[str]) -> int:
 def _check_values(body: bytes) -> None:
     """Raise `RequestError` for a body that would take too much memory."""
     if exact_cost_of(body).num_bytes > MAX_OBJECT_BYTES:
-        raise RequestError("The body has more objects, lists and numbers than this server reads. Send fewer.")
+        name = largest_member(body)
+        subject = f"'{name}'" if name else "The body"
+        raise RequestError(
+            f"{subject} has too many objects, lists and values: they would take more than "
+            f"{MAX_OBJECT_BYTES >> 20} MiB of memory. Send fewer.",
+            name,
+        )
 
 
 def _read(stream: io.BufferedIOBase, schemas: list[type[StrictModel]], body: bytes, is_strict: bool) -> None:

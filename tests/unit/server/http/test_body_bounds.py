@@ -13,7 +13,7 @@ from oarlock.server.endpoints.messages.schema import MessagesRequest
 from oarlock.server.endpoints.responses.schema import ResponsesRequest
 from oarlock.server.endpoints.schema import CompletionRequest
 from oarlock.server.errors import HttpError
-from oarlock.server.http.body_cost import AT_ONCE_MS, cost_of
+from oarlock.server.http.body_cost import AT_ONCE_MS, cost_of, largest_member
 from oarlock.server.http.body_memory import BodyMemory
 from oarlock.server.http.parsing_turns import TURN_S, ParsingTurns
 from oarlock.server.http.request_body import parse_any
@@ -124,3 +124,22 @@ def test_who_leaves_before_the_turn_holds_up_nobody():
 def test_small_bodies_are_cheap():
     content = json.dumps({"messages": [{"role": "user", "content": "A question. " * 20}] * 60}).encode()
     assert cost_of(content).milliseconds < AT_ONCE_MS / 4 and cost_of(content).num_bytes < 128 * 1024
+
+
+@pytest.mark.parametrize(
+    ("body", "name"),
+    [
+        (
+            b'{"model": "a", "messages": [' + b'{"role": "user", "content": "[{,"},' * 300_000 + b'{}], "n": 1}',
+            "messages",
+        ),
+        (b'{"n": 1, "prompt": [' + b"[]," * 300_000 + b"1]}", "prompt"),
+        (b'{"tools": [{"messages": [1, 2]}], "stop": [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]}', "stop"),
+        (b"[1, [2, 3]]", None),
+        (b'{"n": 1}', None),
+        (b'{"' + b"a" * 100 + b'": [1, 2]}', None),
+    ],
+    ids=["messages", "prompt", "nested names", "a list", "no lists", "a long name"],
+)
+def test_the_largest_member_is_named(body, name):
+    assert largest_member(body) == name
