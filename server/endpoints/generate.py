@@ -30,7 +30,7 @@ from oarlock.server.http.request_record import (
 from oarlock.server.http.server_sent_events import AnswerWriter, EventStream, until_disconnect, whole_response
 from oarlock.server.json_text import dumps, numbers, pieces_of
 from oarlock.server.llm.generation import Generation, collect
-from oarlock.server.llm.input_processor import ProcessedRequest, waiting_bytes
+from oarlock.server.llm.input_processor import ProcessedRequest, expected_bytes, waiting_bytes
 from oarlock.server.llm.output_processor import Delta
 from oarlock.server.llm.pooler_config import Task
 
@@ -72,9 +72,10 @@ class OpenAIServingGenerate(OpenAIServing, ABC, Generic[_BodyT, _ProcessedT]):
         body.timeout = self._time_limit(request.headers.get("x-request-timeout"), body.timeout)
         body.cache_salt = salt_of(request.scope, body.cache_salt)
         rank = self._chosen_replica(request)
-        processed = await until_disconnect(request, self._process_in_time(body))
         held = held_by(request.scope, self.state.body_memory, label_of(request.scope))
-        held.resize(waiting_bytes(processed) + body.kept_bytes(held.num_bytes))
+        held.add(expected_bytes(body))  # many requests can be processed at the same time
+        processed = await until_disconnect(request, self._process_in_time(body))
+        held.resize(waiting_bytes(processed) + body.kept_bytes(held.num_bytes - expected_bytes(body)))
         headers = self.reported(request, processed.ignored, headers)
         generation = self.async_llm.start(processed, label_of(request.scope), data_parallel_rank=rank)
         try:
@@ -147,8 +148,9 @@ class OpenAIServingGenerate(OpenAIServing, ABC, Generic[_BodyT, _ProcessedT]):
 
         Raises `RequestError` if the whole response would be too long, `HttpError` (503) if `held` has no room for it.
         """
+        held.add(expected_bytes(body))
         processed = await self.process(body)
-        held.add(waiting_bytes(processed))
+        held.add(waiting_bytes(processed) - expected_bytes(body))
         per_prompt = len(processed.choices) // processed.num_prompts
         first = processed.choices[0].request
         # `asdict` would copy the ids of a long list one by one.

@@ -363,6 +363,11 @@ class SamplingFields(_ScalarFields):
         return "max_tokens"
 
     @property
+    def num_prompts(self) -> int:
+        """Number of prompts of the request."""
+        return 1
+
+    @property
     def num_generated(self) -> int:
         """Number of choices to generate for each prompt. The response may keep fewer."""
         return self.n or 1

@@ -49,6 +49,11 @@ class ProcessedRequest:
     ignored: tuple[str, ...] = ()  # parameters that have no effect with this model
 
 
+def expected_bytes(request: SamplingFields) -> int:
+    """Return an estimate of the memory for the choices of a request, before any of them is made."""
+    return _BYTES_PER_CHOICE * (request.num_prompts * request.num_generated - 1)
+
+
 def waiting_bytes(processed: ProcessedRequest) -> int:
     """Return an estimate of the memory that a request takes while it waits and runs, beyond its first sequence.
 
