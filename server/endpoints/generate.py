@@ -17,7 +17,7 @@ from oarlock.server.endpoints.schema import SamplingFields
 from oarlock.server.endpoints.serving import OpenAIServing
 from oarlock.server.endpoints.text_places import TextPlaces
 from oarlock.server.errors import DeadlineError
-from oarlock.server.http.body_memory import HeldMemory, held_by
+from oarlock.server.http.body_memory import HeldMemory
 from oarlock.server.http.request_record import (
     RequestRecord,
     client_of,
@@ -72,7 +72,7 @@ class OpenAIServingGenerate(OpenAIServing, ABC, Generic[_BodyT, _ProcessedT]):
         body.timeout = self._time_limit(request.headers.get("x-request-timeout"), body.timeout)
         body.cache_salt = salt_of(request.scope, body.cache_salt)
         rank = self._chosen_replica(request)
-        held = held_by(request.scope, self.state.body_memory, label_of(request.scope))
+        held = self.held_by(request)
         held.add(expected_bytes(body))  # many requests can be processed at the same time
         processed = await until_disconnect(request, self._process_in_time(body))
         held.resize(waiting_bytes(processed) + body.kept_bytes(held.num_bytes - expected_bytes(body)))
@@ -135,7 +135,7 @@ class OpenAIServingGenerate(OpenAIServing, ABC, Generic[_BodyT, _ProcessedT]):
         Raises `RequestError`, also if the response would be too long.
         """
         model = self.check_model(body.model)
-        held = held_by(request.scope, self.state.body_memory, label_of(request.scope))
+        held = self.held_by(request)
         render = partial(self._rendered, body, model, request_id_of(request.scope), held)
         answers, ignored = await TextPlaces.of(request).run(request, render)
         headers = self.reported(request, ignored, headers)

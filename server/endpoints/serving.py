@@ -14,7 +14,7 @@ from oarlock.engine.types import EngineInfo
 from oarlock.server.config.settings import Settings
 from oarlock.server.errors import HttpError, ModelNotFoundError
 from oarlock.server.http.body_cost import cost_of
-from oarlock.server.http.body_memory import held_by
+from oarlock.server.http.body_memory import HeldMemory, held_by
 from oarlock.server.http.ignored_parameters import refuse, with_ignored
 from oarlock.server.http.request_body import ignored_parameters, parse_any, read_json
 from oarlock.server.http.request_record import label_of
@@ -113,7 +113,7 @@ class OpenAIServing:
         If there are two schemas, the second is for conversations. Raises `RequestError`.
         """
         is_strict = self.settings.strict_parameters
-        held = held_by(request.scope, self.state.body_memory, label_of(request.scope))
+        held = self.held_by(request)
         content = await read_json(request, self.settings.max_body_size, held)
         cost = cost_of(content)
         if cost.takes_long:
@@ -129,6 +129,10 @@ class OpenAIServing:
 
             body, ignored = await self.state.parsing_turns.run(len(content), parsed)
         return body, self.reported(request, ignored, {})
+
+    def held_by(self, request: Request) -> HeldMemory:
+        """Return the memory that `request` holds. The middleware releases it when the request ends."""
+        return held_by(request.scope, self.state.body_memory, label_of(request.scope))
 
     def reported(self, request: Request, ignored: Sequence[str], headers: dict[str, str]) -> dict[str, str]:
         """Report parameters that have no effect, and return `headers` with their names. Raises as `report` does."""

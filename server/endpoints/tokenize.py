@@ -22,9 +22,7 @@ from oarlock.server.endpoints.serving import OpenAIServing
 from oarlock.server.endpoints.text_places import TextPlaces
 from oarlock.server.http.api_route import ErrorHandlingRoute
 from oarlock.server.http.body_cost import BYTES_PER_VALUE
-from oarlock.server.http.body_memory import held_by
 from oarlock.server.http.openapi import describe
-from oarlock.server.http.request_record import label_of
 from oarlock.server.http.server_sent_events import whole_response
 from oarlock.server.json_text import InPieces, numbers, pieces_of
 from oarlock.server.llm.tokenizer import TooManyTokensError
@@ -40,7 +38,7 @@ class OpenAIServingTokenization(OpenAIServing):
         """Return the ids of a text or of a conversation's prompt. Raises `RequestError`."""
         self.check_model(body.model)
         ids, ignored = await TextPlaces.of(request).run(request, partial(self._ids, body))
-        held_by(request.scope, self.state.body_memory, label_of(request.scope)).add(BYTES_PER_VALUE * len(ids))
+        self.held_by(request).add(BYTES_PER_VALUE * len(ids))
         headers = self.reported(request, ignored, headers)
         answer: dict[str, Any] = {
             "count": len(ids),

@@ -33,7 +33,7 @@ _CHOICES_AT_ONCE = 16
 _MANY_IDS = 1000  # length from which a prompt counts as long; a request may have a thousand prompts
 # Lark has `:` instead of `::=`
 _EBNF_RULE = re.compile(r"^[ \t]*[A-Za-z0-9_.-]+[ \t]*(?:\[[^\]\n]*\][ \t]*)?::=", re.MULTILINE)
-_BYTES_PER_ID = 4
+BYTES_PER_ID = 4  # bytes of a token id in an array
 _BYTES_PER_CHOICE = 3000  # a waiting choice, without its prompt
 _GREEDY_BELOW = 1e-5  # temperature; dividing logits by less would overflow
 
@@ -67,7 +67,7 @@ def waiting_bytes(processed: ProcessedRequest) -> int:
     params = first.request.params
     num_ids += 2 * len(params.allowed_token_ids or ())  # here and in the engine
     grammar = len(params.grammar.text) if params.grammar is not None else 0
-    return _BYTES_PER_ID * num_ids + _BYTES_PER_CHOICE * (len(choices) - 1) + echoed + grammar
+    return BYTES_PER_ID * num_ids + _BYTES_PER_CHOICE * (len(choices) - 1) + echoed + grammar
 
 
 class InputProcessor:

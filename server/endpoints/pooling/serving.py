@@ -22,12 +22,11 @@ from oarlock.engine.types import PoolingParams
 from oarlock.server.endpoints.pooling.schema import EmbeddingRequest, InputFields, PoolingFields, PoolingRequest
 from oarlock.server.endpoints.serving import OpenAIServing
 from oarlock.server.errors import DeadlineError
-from oarlock.server.http.body_memory import held_by
 from oarlock.server.http.request_record import client_of, label_of, record_of, request_id_of, salt_of, salted
 from oarlock.server.http.server_sent_events import until_disconnect, whole_response
 from oarlock.server.json_text import InPieces, pieces_of
 from oarlock.server.llm.generation import PooledOutput
-from oarlock.server.llm.input_processor import InputProcessor
+from oarlock.server.llm.input_processor import BYTES_PER_ID, InputProcessor
 from oarlock.server.llm.pooler_config import PoolerConfig, Task
 from oarlock.server.llm.tokenizer import TooManyTokensError
 
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
     from oarlock.server.llm.generation import PooledOutput, Pooling
 
 
-_BYTES_PER_ID = 4
 _BYTES_PER_PROMPT = 1500  # bytes of a prompt without its ids
 _ALL_THAT_FIT = -1  # a value of truncate_prompt_tokens
 QUERY, DOCUMENT = "query", "document"
@@ -232,9 +230,9 @@ class OpenAIServingPooling(OpenAIServing):
         limit = self._time_limit(request.headers.get("x-request-timeout"), body.timeout)
         rank = self._chosen_replica(request)
         ids = await until_disconnect(request, _in_time(prompts, limit))
-        held = held_by(request.scope, self.state.body_memory, label_of(request.scope))
+        held = self.held_by(request)
         # The engine's queue counts the first prompt. The texts stay in memory, because some responses repeat them.
-        held.add(sum(_BYTES_PER_PROMPT + _BYTES_PER_ID * len(prompt) for prompt in ids[1:]))
+        held.add(sum(_BYTES_PER_PROMPT + BYTES_PER_ID * len(prompt) for prompt in ids[1:]))
         running = self.async_llm.start_pooling(
             ids,
             pooling,
