@@ -1,8 +1,8 @@
 """Name the folders of the packages for a build.
 
-`server/`, `engine/` and `workers/` of the sources are `oarlock.server`, `oarlock.engine` and `oarlock.workers` of an
-installation. A checkout imports them through symbolic links in `oarlock/`. GitHub's zip and a checkout without symbolic
-links, the default on Windows, have small text files there, so a build must not depend on the links.
+A folder of the sources such as `server/` is a package such as `oarlock.server` of an installation. A checkout imports
+it through a symbolic link in `oarlock/`. GitHub's zip and a checkout without symbolic links, the default on Windows,
+have small text files there, so a build must not depend on the links.
 """
 
 import sys
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from setuptools import find_namespace_packages, setup
 
-FOLDERS = ("server", "engine", "workers")
+FOLDERS = ("server", "engine", "workers", "base")
 HERE = Path(__file__).parent
 
 
@@ -18,9 +18,9 @@ def packages() -> list[str]:
     """Return the name of every package. Raises `SystemExit` if a folder has none."""
     found = ["oarlock"]
     for folder in FOLDERS:
+        if not (HERE / folder / "__init__.py").is_file() or len(list((HERE / folder).rglob("*.py"))) < 2:
+            raise SystemExit(f"error: {folder}/ holds no modules\nfix: build from the whole source tree")
         inside = find_namespace_packages(str(HERE / folder), exclude=["*.__pycache__", "__pycache__"])
-        if not (HERE / folder / "__init__.py").is_file() or not inside:
-            raise SystemExit(f"error: {folder}/ holds no packages\nfix: build from the whole source tree")
         found += [f"oarlock.{folder}", *(f"oarlock.{folder}.{name}" for name in inside)]
     return found
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import mixtures
-from oarlock.workers.paths import cache_home
+from oarlock.base.paths import cache_home
 
 # Qwen2.5 as published: 0.5B has 494 million parameters (988 MB in bfloat16), 1.5B has 1,544 million (3.1 GB). `quick`
 # is the same architecture in a second, for trying the programs themselves; `small` is for what takes many prompts.

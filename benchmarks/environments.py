@@ -10,7 +10,7 @@ import platform
 import sys
 from pathlib import Path
 
-from oarlock.workers.paths import cache_home
+from oarlock.base.paths import cache_home
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent

@@ -40,7 +40,7 @@ from benchmarks.systems.system import SERVED_NAME, HttpSystem, clean_environment
 ROOT = Path(__file__).resolve().parents[1]
 PROFILER = Path(__file__).resolve().parent / "token_profiler"
 PROCESSES = ("frontend", "engine", "rank")
-PACKAGES = ("server", "engine", "workers", "oarlock")
+PACKAGES = ("server", "engine", "workers", "base", "oarlock")
 TOKENS = 200
 _FIRST_TOKENS = 32
 _PROMPT = list(range(100, 108))

@@ -15,17 +15,10 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any, Generic, TypeVar
 
+from oarlock.base.errors import EXIT_OUT_OF_MEMORY, EXIT_RANK_DIED, EXIT_RANK_HUNG, StartupError
 from oarlock.engine.config import EngineConfig, OnProgress, WorkerConfig
 from oarlock.engine.engine_process import ENGINE_MODULE, EngineProcess
-from oarlock.engine.errors import (
-    EXIT_OUT_OF_MEMORY,
-    EXIT_RANK_DIED,
-    EXIT_RANK_HUNG,
-    EngineDeadError,
-    OarlockError,
-    RequestError,
-    StartupError,
-)
+from oarlock.engine.errors import EngineDeadError, OarlockError, RequestError
 from oarlock.engine.ipc import messages
 from oarlock.engine.ipc.frames import Frame, FrameError, FrameReader
 from oarlock.engine.kv_cache.manager import BlockChanges

@@ -13,9 +13,9 @@ import threading
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 
+from oarlock.base.python_child import start_python
 from oarlock.workers.compile_ahead import USUAL_TIME, begin_compiling
 from oarlock.workers.node import check_network, run_node
-from oarlock.workers.python_child import start_python
 
 ENGINE_MODULE = ("-m", "oarlock.engine.core")
 COMPILING = f"compiling kernels for this processor: only a first start does that, and it usually takes {USUAL_TIME}"

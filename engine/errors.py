@@ -1,17 +1,5 @@
 """Errors above the workers, by who can act on them. The server chooses the HTTP status by class, never by text."""
 
-from oarlock.workers.errors import (
-    EXIT_BUG,
-    EXIT_CONFIGURATION,
-    EXIT_OK,
-    EXIT_OUT_OF_MEMORY,
-    EXIT_RANK_DIED,
-    EXIT_RANK_HUNG,
-    StartupError,
-    WorkerError,
-    shown,
-)
-
 
 class OarlockError(Exception):
     """Base of every error that a caller can get after the start."""

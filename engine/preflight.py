@@ -3,6 +3,8 @@
 Torch-free. The engine repeats the checks when it starts.
 """
 
+from oarlock.base.host_memory import free_host_bytes, human_bytes
+from oarlock.base.json_files import check_file, is_there, read_json, read_table, read_text
 from oarlock.engine.config import EngineConfig
 from oarlock.engine.simulated_ranks import (
     Measured,
@@ -20,8 +22,6 @@ from oarlock.workers.capacity import (
     capacity,
     cpu_ops,
     expert_bytes,
-    free_host_bytes,
-    human_bytes,
     open_model,
     tensor_parallel_sizes,
     work_of,
@@ -31,15 +31,10 @@ from oarlock.workers.preflight import (
     ENCODERS,
     GGUFModel,
     Settings,
-    check_file,
     check_without_weights,
     hf_config,
-    is_there,
     parts_of,
     read_header,
-    read_json,
-    read_table,
-    read_text,
     weight_files,
 )
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from oarlock.server.version import VERSION as __version__
 
 if TYPE_CHECKING:
-    from oarlock.engine.errors import RequestError, StartupError
+    from oarlock.base.errors import StartupError
+    from oarlock.engine.errors import RequestError
     from oarlock.server.offline.inputs import SamplingParams
     from oarlock.server.offline.llm import LLM
     from oarlock.server.offline.outputs import (
@@ -41,7 +42,7 @@ _HOMES = {
     "ScoringRequestOutput": "oarlock.server.offline.outputs",
     "SamplingParams": "oarlock.server.offline.inputs",
     "RequestError": "oarlock.engine.errors",
-    "StartupError": "oarlock.engine.errors",
+    "StartupError": "oarlock.base.errors",
 }
 
 

@@ -11,16 +11,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from oarlock.base.errors import EXIT_OUT_OF_MEMORY, StartupError
+from oarlock.base.host_memory import free_host_bytes, human_bytes
 from oarlock.workers.checks.limits import check_limits, check_parallel
 from oarlock.workers.config import WorkerConfig, max_pooled_values
 from oarlock.workers.distributed.shm_ring import RingLayout
-from oarlock.workers.errors import EXIT_OUT_OF_MEMORY, StartupError
 from oarlock.workers.layers.decoder_spec import DecoderSpec, layers_of_stage, slices_of, tensors_of
 from oarlock.workers.layers.experts_spec import ExpertsSpec
 from oarlock.workers.layers.sharding import shard_experts
 from oarlock.workers.layers.tensor_spec import Cut
 from oarlock.workers.platform.dtypes import ITEM_BYTES, KVShape
-from oarlock.workers.platform.host_memory import free_host_bytes, human_bytes
 from oarlock.workers.platform.processor import features
 from oarlock.workers.preflight import OpenModel, forms_on, open_model, with_lengths_and_types
 from oarlock.workers.quantization.formats.form import WeightForms

@@ -10,11 +10,11 @@ import threading
 import time
 from pathlib import Path
 
-from oarlock.workers.errors import StartupError
+from oarlock.base.errors import StartupError
+from oarlock.base.json_files import read_table
+from oarlock.base.python_child import start_python
 from oarlock.workers.kernels.cpu import build
 from oarlock.workers.platform.dtypes import ITEM_BYTES
-from oarlock.workers.python_child import start_python
-from oarlock.workers.weights.checkpoint import read_table
 
 
 def begin_compiling(model: str | None, dtype: str) -> bool:

@@ -20,6 +20,7 @@ _GGUF_BEGINNING = 1 << 16  # bytes read instead of a header of unknown length, f
 _SAMPLES, _SAMPLE_BYTES = 16, 4096
 KV_FORMAT = 1  # format of the files of KV blocks; existing files are not found after it changes
 _PACKAGES = ("oarlock", "torch", "numpy", "safetensors", "transformers")
+_SOURCE_FOLDERS = ("base", "workers")
 _SOURCES = (".py", ".c", ".cc", ".cpp", ".h", ".cu")
 # Settings of one host: its paths, its resources, and its logs.
 _OF_ONE_HOST = frozenset(
@@ -84,12 +85,13 @@ def versions() -> dict[str, str]:
 
 
 def sources() -> str:
-    """Return a hash of the sources of this package, since two checkouts of one version can differ."""
-    root = Path(__file__).parent
+    """Return a hash of the sources that ranks run, since two checkouts of one version can differ."""
+    root = Path(__file__).parents[1]
     found = hashlib.sha256()
-    for path in sorted(path for path in root.rglob("*") if path.suffix in _SOURCES):
-        found.update(f"{path.relative_to(root)}:{path.stat().st_size}:".encode())
-        found.update(path.read_bytes())
+    for folder in _SOURCE_FOLDERS:
+        for path in sorted(path for path in (root / folder).rglob("*") if path.suffix in _SOURCES):
+            found.update(f"{path.relative_to(root)}:{path.stat().st_size}:".encode())
+            found.update(path.read_bytes())
     return found.hexdigest()[:16]
 
 
@@ -133,7 +135,7 @@ def node_facts(config: WorkerConfig) -> dict[str, dict[str, Any]]:
             "torch": found["torch"],
             "the machine": found["machine"],
             "the layout of steps": layout(),
-            "the sources in workers/": sources(),
+            "the sources in workers/ and base/": sources(),
         },
         "setting": {name: value for name, value in asdict(config).items() if name not in _OF_ONE_HOST},
         "weights in": weights,

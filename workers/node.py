@@ -10,8 +10,8 @@ import sys
 import time
 from collections.abc import Callable
 
+from oarlock.base.errors import EXIT_OK, StartupError
 from oarlock.workers.config import NodesConfig, OnProgress, WorkerConfig
-from oarlock.workers.errors import EXIT_OK, StartupError
 from oarlock.workers.platform.network import check_port_is_free, is_loopback
 from oarlock.workers.rank_processes import end_ranks, start_ranks_ahead
 from oarlock.workers.ranks.nodes import own_interface

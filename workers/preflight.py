@@ -10,6 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from oarlock.base.errors import StartupError
+from oarlock.base.host_memory import free_host_bytes
+from oarlock.base.json_files import check_file, is_there, read_json, read_table, read_text
 from oarlock.workers.checks.devices import (
     check_products_on_cuda,
     ranks_here,
@@ -23,7 +26,6 @@ from oarlock.workers.checks.encoder import check_encoder, encoder_is_not_planned
 from oarlock.workers.checks.limits import check_limits, check_parallel, with_kv_offload
 from oarlock.workers.checks.tensors import check_tensors
 from oarlock.workers.config import WorkerConfig
-from oarlock.workers.errors import StartupError
 from oarlock.workers.layers.decoder_spec import DecoderSpec, matrices_of
 from oarlock.workers.models.encoders.registry import ENCODERS, is_encoder
 from oarlock.workers.models.gguf_config import hf_config, open_checkpoint
@@ -37,7 +39,6 @@ from oarlock.workers.models.hf_quantization import (
 )
 from oarlock.workers.models.registry import describe
 from oarlock.workers.platform import cuda_driver
-from oarlock.workers.platform.host_memory import free_host_bytes
 from oarlock.workers.quantization.formats.checkpoint_forms import input_rounding, served_forms
 from oarlock.workers.quantization.formats.form import WeightForms
 from oarlock.workers.quantization.registry import NONE, QUANTIZATIONS, STORED
@@ -49,18 +50,7 @@ from oarlock.workers.runner.memory_needs import (
     check_kv_fits,
     check_weights_fit,
 )
-from oarlock.workers.weights.checkpoint import (
-    HEAD,
-    Checkpoint,
-    check_file,
-    head_differs,
-    is_there,
-    read_header,
-    read_json,
-    read_table,
-    read_text,
-    weight_files,
-)
+from oarlock.workers.weights.checkpoint import HEAD, Checkpoint, head_differs, read_header, weight_files
 from oarlock.workers.weights.gguf_model import GGUFCheckpoint, GGUFModel, Settings, parts_of
 
 logger = logging.getLogger("oarlock.preflight")

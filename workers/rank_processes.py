@@ -9,8 +9,8 @@ import subprocess
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from oarlock.base.python_child import start_python
 from oarlock.workers.distributed.control_channel import Control
-from oarlock.workers.python_child import start_python
 
 SERVES = "oarlock.workers.runner.worker_process"
 # Iterations that a waiting OpenMP thread of a rank spins before it releases its core. They take a millisecond or two,

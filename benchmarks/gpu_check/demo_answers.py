@@ -11,9 +11,9 @@ from tokenizers import Tokenizer
 
 from benchmarks.gpu_check import correctness
 from benchmarks.gpu_check.part import NotHere, Row, Where
+from oarlock.base.errors import StartupError
 from oarlock.engine.types import Request, SamplingParams
 from oarlock.workers.config import WorkerConfig
-from oarlock.workers.errors import StartupError
 from oarlock.workers.executor import Executor, start_executor
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import gc
 import sys
 from functools import partial
 
-from oarlock.workers.python_child import die_with_parent, leave_signals_to_parent
+from oarlock.base.python_child import die_with_parent, leave_signals_to_parent
 from oarlock.workers.rank_processes import start_ranks_ahead
 
 

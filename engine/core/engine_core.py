@@ -10,7 +10,6 @@ from itertools import chain, groupby, islice
 from typing import TYPE_CHECKING
 
 from oarlock.engine.config import EngineConfig
-from oarlock.engine.errors import WorkerError
 from oarlock.engine.input_batch.input_batch import InputBatch
 from oarlock.engine.input_batch.sampling_metadata import FillMasks, GrammarBitmask, fill_one_by_one
 from oarlock.engine.kv_cache.manager import KVCacheManager
@@ -18,6 +17,7 @@ from oarlock.engine.scheduler.scheduler import Scheduler
 from oarlock.engine.scheduler.sequence import ModelRunnerOutput, ScheduledTokens, SchedulerOutput, Sequence, Status
 from oarlock.engine.stats import EngineState, KvState, OpenRequest, RequestHistory
 from oarlock.engine.types import TokenEvent, TokenEvents
+from oarlock.workers.errors import WorkerError
 
 if TYPE_CHECKING:
     from oarlock.workers.executor import Executor

@@ -13,17 +13,10 @@ from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING
 
+from oarlock.base.errors import EXIT_BUG, EXIT_OK
 from oarlock.engine.config import EngineConfig
 from oarlock.engine.core.engine_core import EngineCore, history, live_state
-from oarlock.engine.errors import (
-    EXIT_BUG,
-    EXIT_OK,
-    INTERNAL,
-    QueueFullError,
-    RequestError,
-    UnavailableError,
-    WorkerError,
-)
+from oarlock.engine.errors import INTERNAL, QueueFullError, RequestError, UnavailableError
 from oarlock.engine.input_batch.sampling_metadata import fill_one_by_one
 from oarlock.engine.ipc import messages
 from oarlock.engine.ipc.frames import Frame, FrameError, FrameSocket, FrameSocketClosedError
@@ -31,6 +24,7 @@ from oarlock.engine.kv_cache.manager import BlockChanges, BlockEvent, BlockEvent
 from oarlock.engine.kv_cache.offload import Flush
 from oarlock.engine.stats import EngineStats
 from oarlock.engine.types import FinishReason, Request, TokenEvent, TokenEvents
+from oarlock.workers.errors import WorkerError
 
 if TYPE_CHECKING:
     from oarlock.engine.kv_cache.publisher import KvEventPublisher

@@ -19,16 +19,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from oarlock.base.errors import EXIT_BUG, EXIT_OK, EXIT_RANK_HUNG, StartupError
 from oarlock.engine.config import EngineConfig
 from oarlock.engine.core.event_loop import EngineLoop
-from oarlock.engine.errors import EXIT_BUG, EXIT_OK, EXIT_RANK_HUNG, StartupError, WorkerError
+from oarlock.engine.core.log_format import log_to_stderr
 from oarlock.engine.ipc import messages
 from oarlock.engine.ipc.frames import Frame, FrameError, FrameReader, FrameSocket
-from oarlock.engine.log_format import log_to_stderr
 from oarlock.engine.replay.recording import RecordingExecutor, RecordingWriter
 from oarlock.engine.structured_output.manager import StructuredOutputManager
 from oarlock.engine.types import EngineInfo
 from oarlock.workers.config import LOADING_TIMEOUT_S, NodesConfig, OnProgress, WorkerConfig, WorkerInfo
+from oarlock.workers.errors import WorkerError
 from oarlock.workers.fingerprint import model_sums, versions
 
 if TYPE_CHECKING:

@@ -17,13 +17,13 @@ from functools import lru_cache, wraps
 from itertools import accumulate, chain, compress
 from typing import Any, TypeVar, cast
 
+from oarlock.base.errors import StartupError
 from oarlock.engine.config import EngineConfig
 from oarlock.engine.errors import (
     ContextLengthError,
     OarlockError,
     QueueFullError,
     RequestError,
-    StartupError,
     UnavailableError,
 )
 from oarlock.engine.ipc.frames import Frame, FrameError, encode, head_text, join

@@ -24,8 +24,8 @@ from typing import Any
 import msgspec
 import zmq
 
+from oarlock.base.errors import StartupError
 from oarlock.engine.config import KvEventsConfig
-from oarlock.engine.errors import StartupError
 from oarlock.engine.kv_cache.manager import AllBlocksCleared, BlockEvent, BlockStored
 
 logger = logging.getLogger("oarlock.engine")

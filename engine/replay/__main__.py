@@ -20,14 +20,15 @@ from typing import Any
 
 import numpy as np
 
-from oarlock.engine.errors import StartupError, WorkerError
+from oarlock.base.errors import StartupError
+from oarlock.base.python_child import die_with_parent, run_while_read
 from oarlock.engine.replay.comparison import Comparison
 from oarlock.engine.replay.recording import MASKS, STEP, Header, Recording
 from oarlock.workers.config import WorkerConfig, WorkerInfo
+from oarlock.workers.errors import WorkerError
 from oarlock.workers.executor import Executor, start_executor
 from oarlock.workers.fingerprint import layout, model_sums, versions
 from oarlock.workers.protocol import ProtocolError, StepMetadata, StepOutput, table_width, unpack_output, unpack_step
-from oarlock.workers.python_child import die_with_parent, run_while_read
 
 EXIT_SAME, EXIT_DIFFERENT, EXIT_INTERRUPTED = 0, 1, 130
 _PROGRESS_S = 0.2

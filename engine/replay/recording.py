@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
-from oarlock.engine.errors import StartupError
+from oarlock.base.errors import StartupError
 from oarlock.workers.fingerprint import layout, model_sums, versions
 from oarlock.workers.protocol import StepMetadata, StepOutput, output_bytes, pack_output, pack_step, step_bytes
 from oarlock.workers.sampling_parameters import STEP_FORMAT

@@ -6,14 +6,11 @@ of its lexer, which grow during use. It lives as long as it is kept for later re
 Knows bytes, clients and the C library. Does not know texts of grammars or requests.
 """
 
-import ctypes
-import resource
-import sys
 import threading
 import time
 import weakref
-from pathlib import Path
 
+from oarlock.base.process_memory import memory_use, trim
 from oarlock.engine.structured_output.compiler import Compiled
 
 MAX_BYTES = 256 << 20  # limit for all compiled grammars
@@ -24,18 +21,9 @@ _TRIM_AFTER_S = 0.5
 
 def resident_bytes() -> int:
     """Return the resident bytes of this process, without file pages and memory that the C library can release."""
-    if sys.platform != "linux":
-        return 0
     trim()
-    _, resident, of_files, *_ = map(int, Path("/proc/self/statm").read_text().split())
-    return (resident - of_files) * resource.getpagesize()
-
-
-def trim() -> None:
-    """Return free memory to the system, if the C library can."""
-    function = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if function is not None:
-        function(0)
+    use = memory_use()
+    return use.resident - use.of_files
 
 
 class GrammarMemory:

@@ -28,10 +28,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
+from oarlock.base.process_memory import memory_use
+from oarlock.base.python_child import die_with_parent, leave_signals_to_parent, start_python
 from oarlock.engine.structured_output.compiler import Compiler, GrammarError
 from oarlock.engine.structured_output.grammar_memory import resident_bytes
 from oarlock.engine.types import Grammar
-from oarlock.workers.python_child import die_with_parent, leave_signals_to_parent, start_python
 
 logger = logging.getLogger("oarlock.engine")
 
@@ -164,7 +165,7 @@ def _attempt(compiler: Compiler, grammar: Grammar, write: int) -> None:
 
     try:
         if sys.platform == "linux":
-            size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            size = memory_use().mapped
             resource.setrlimit(resource.RLIMIT_AS, (size + _MAX_MEMORY_BYTES, size + _MAX_MEMORY_BYTES))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a library that aborts writes to stderr

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from oarlock.engine.errors import StartupError
+from oarlock.base.errors import StartupError
 from oarlock.server.bench.metrics import LATENCIES, Result, Sample, latencies_ms
 from oarlock.server.bench.report import aligned
 

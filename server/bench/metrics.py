@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from oarlock.engine.errors import StartupError
+from oarlock.base.errors import StartupError
 
 PERCENTILES = (50, 90, 99)
 LATENCIES = ("ttft", "tpot", "itl", "e2el")

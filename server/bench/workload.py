@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from oarlock.engine.errors import StartupError
+from oarlock.base.errors import StartupError
 
 # Words that are one token, with the space before them, in the vocabularies of the large model families.
 _TEXT = """

@@ -15,7 +15,7 @@ import textwrap
 from collections.abc import Callable, Container, Sequence
 from typing import Any, NamedTuple, NoReturn, Protocol
 
-from oarlock.engine.errors import StartupError
+from oarlock.base.errors import StartupError
 from oarlock.server.config import vllm_flags
 from oarlock.server.config.option_checks import removed
 from oarlock.server.config.options import Option, OptionError, format_size, nearest

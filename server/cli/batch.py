@@ -7,7 +7,7 @@ import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from oarlock.engine.paths import expand
+from oarlock.base.paths import expand
 from oarlock.server.cli.arguments import add_settings, loaded_settings
 from oarlock.server.config.settings import SERVER_ONLY
 from oarlock.server.hub.local_model import check_names

@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _nodes(settings: Settings) -> list[str]:
     """Return the arguments for the program about other hosts, if there are any."""
-    from oarlock.engine.errors import StartupError
+    from oarlock.base.errors import StartupError
 
     try:
         nodes = nodes_config(settings, os.environ)
@@ -57,7 +57,7 @@ def _find(settings: Settings) -> tuple[str, list[str]]:
     none."""
     import asyncio
 
-    from oarlock.engine.errors import StartupError
+    from oarlock.base.errors import StartupError
     from oarlock.server.llm.generation_config import GenerationConfig
     from oarlock.server.llm.pooler_config import PoolerConfig
     from oarlock.server.llm.tokenizer import find_files
@@ -76,7 +76,7 @@ def _find(settings: Settings) -> tuple[str, list[str]]:
 
 def _is_on_hub(settings: Settings) -> bool:
     """Return whether the model can be fetched, because its name is a hub id."""
-    from oarlock.engine.errors import StartupError
+    from oarlock.base.errors import StartupError
     from oarlock.server.hub.local_model import find_local
 
     try:

@@ -6,7 +6,7 @@ import os
 import sys
 from typing import Any
 
-from oarlock.engine.errors import StartupError
+from oarlock.base.errors import StartupError
 from oarlock.server.cli.arguments import UsageError
 
 HELP = "tell what happened to one of a server's last requests, and what would make it faster"

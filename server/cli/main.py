@@ -9,8 +9,8 @@ import sys
 from collections.abc import Sequence
 from typing import cast
 
-from oarlock.engine.errors import StartupError
-from oarlock.engine.python_child import run_while_read
+from oarlock.base.errors import StartupError
+from oarlock.base.python_child import run_while_read
 from oarlock.server.cli.arguments import Command, Parser, UsageError, add_command, opening, parse
 from oarlock.server.config.options import OptionError, nearest
 from oarlock.server.version import VERSION

@@ -26,7 +26,7 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
 def _list_models(arguments: argparse.Namespace) -> int:
     from dataclasses import asdict
 
-    from oarlock.engine.paths import hub_cache
+    from oarlock.base.paths import hub_cache
     from oarlock.server.config.options import format_size
     from oarlock.server.hub.cached import cached_models, disk_usage, gguf_models
 

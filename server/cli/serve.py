@@ -94,8 +94,8 @@ def _offered(settings: Settings) -> Settings:
     """Return the settings with the model that the user chooses among those on this machine, if there is a choice."""
     if not (sys.stdin.isatty() and sys.stderr.isatty()) or os.tcgetpgrp(sys.stdin.fileno()) != os.getpgrp():
         return settings  # nobody can respond: a pipe, or a job in the background
-    from oarlock.engine.errors import StartupError
-    from oarlock.engine.paths import hub_cache
+    from oarlock.base.errors import StartupError
+    from oarlock.base.paths import hub_cache
     from oarlock.server.cli.remote import single_keys
     from oarlock.server.config.options import format_size
     from oarlock.server.hub.cached import cached_models, gguf_models

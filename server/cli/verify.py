@@ -35,7 +35,7 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    from oarlock.engine.errors import StartupError
+    from oarlock.base.errors import StartupError
     from oarlock.server.config.settings import make_settings
     from oarlock.server.hub.local_model import check_names
 

@@ -11,8 +11,8 @@ import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
+from oarlock.base.errors import StartupError
 from oarlock.engine.config import NodesConfig
-from oarlock.engine.errors import StartupError
 from oarlock.server.config.option_groups import RAY
 from oarlock.server.config.options import OptionError
 from oarlock.server.config.settings import Settings

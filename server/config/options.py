@@ -18,8 +18,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from oarlock.engine.errors import StartupError
-from oarlock.engine.paths import expand
+from oarlock.base.errors import StartupError
+from oarlock.base.paths import expand
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

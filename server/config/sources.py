@@ -10,8 +10,8 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from oarlock.engine.errors import StartupError
-from oarlock.engine.paths import expand
+from oarlock.base.errors import StartupError
+from oarlock.base.paths import expand
 from oarlock.server.config.nodes import launched
 from oarlock.server.config.option_checks import unknown_name
 from oarlock.server.config.options import OptionError

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from oarlock.engine.errors import StartupError
+from oarlock.base.errors import StartupError
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,14 +29,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
 from pydantic_core import from_json
 
+from oarlock.base.process_memory import limit_mapped_bytes, memory_use
+from oarlock.base.python_child import start_python
 from oarlock.engine.errors import RequestError, UnavailableError
-from oarlock.engine.python_child import start_python
 from oarlock.server.endpoints.batches.schema import BatchRequest, WrongBatchError, read_line
 from oarlock.server.http.body_cost import BYTES_PER_VALUE, cost_of, exact_cost_of, largest_member, takes_long
 from oarlock.server.http.request_body import REQUEST_BODIES, ignored_parameters, parse_any
@@ -319,7 +319,7 @@ def main(argv: Sequence[str]) -> int:
     with socket.socket(fileno=parser.parse_args(argv).fd) as sock, sock.makefile("rwb") as stream:
         while line := stream.readline():
             header = json.loads(line)
-            _limit_memory(header["size"])
+            limit_mapped_bytes(memory_use().mapped + _MEMORY_BYTES + header["size"] * _MEMORY_PER_BYTE)
             _limit_time()
             body = stream.read(header["size"])
             try:
@@ -381,15 +381,6 @@ def _read_line(stream: io.BufferedIOBase, line: bytes, number: int, name: str) -
 
 def _send(stream: io.BufferedIOBase, **message: Any) -> None:
     stream.write(json.dumps(message).encode() + b"\n")
-
-
-def _limit_memory(size: int) -> None:
-    if sys.platform != "linux":
-        return
-    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    allowed = taken + _MEMORY_BYTES + size * _MEMORY_PER_BYTE
-    resource.setrlimit(resource.RLIMIT_AS, (allowed if hard == resource.RLIM_INFINITY else min(allowed, hard), hard))
 
 
 def _limit_time() -> None:

@@ -8,7 +8,7 @@ import os
 import socket
 import stat
 
-from oarlock.engine.errors import StartupError
+from oarlock.base.errors import StartupError
 from oarlock.server.config.settings import Settings
 
 BACKLOG = 2048

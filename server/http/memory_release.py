@@ -8,15 +8,14 @@ and the heap is trimmed. Other C libraries return memory in their own way.
 import asyncio
 import ctypes
 import gc
-import resource
 import sys
-from pathlib import Path
+
+from oarlock.base.process_memory import CAN_TRIM, memory_use, trim
 
 _M_MMAP_THRESHOLD = -3  # parameter of mallopt(3)
 _MAPPED_BYTES = 256 * 1024  # minimum size of mapped buffers; glibc would raise its own limit up to 32 MiB
 _GROWN_BYTES = 48 * 2**20  # growth since the last trim
 _MIN_WAIT_S, _MAX_WAIT_S = 4.0, 300.0
-_STATM = Path("/proc/self/statm")
 
 
 def map_large_buffers() -> None:
@@ -30,7 +29,6 @@ class MemoryRelease:
     """Trims the heap of this process after it has grown, and less often while trimming frees nothing."""
 
     def __init__(self) -> None:
-        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
         self._trimming: asyncio.Future[None] | None = None
         self._least_bytes = sys.maxsize  # the least resident memory so far
         self._left_bytes = 0  # resident memory after the last trim
@@ -39,9 +37,9 @@ class MemoryRelease:
 
     def look(self) -> None:
         """Trim the heap in a thread if the process has grown."""
-        if self._trim is None or (self._trimming is not None and not self._trimming.done()):
+        if not CAN_TRIM or (self._trimming is not None and not self._trimming.done()):
             return
-        resident, loop = resident_bytes(), asyncio.get_running_loop()
+        resident, loop = memory_use().resident, asyncio.get_running_loop()
         self._least_bytes = min(self._least_bytes, resident)
         if resident > self._left_bytes + _GROWN_BYTES:
             self._wait_s = _MIN_WAIT_S
@@ -50,14 +48,8 @@ class MemoryRelease:
             self._trimmed_s = loop.time()
 
     def _release(self, resident: int) -> None:
-        assert self._trim is not None
         gc.collect()
-        self._trim(0)
-        self._left_bytes = resident_bytes()
+        trim()
+        self._left_bytes = memory_use().resident
         helped = resident - self._left_bytes > _GROWN_BYTES // 4
         self._wait_s = _MIN_WAIT_S if helped else min(2 * self._wait_s, _MAX_WAIT_S)
-
-
-def resident_bytes() -> int:
-    """Return the resident memory of this process in bytes, including shared pages. Linux only."""
-    return int(_STATM.read_text().split()[1]) * resource.getpagesize()

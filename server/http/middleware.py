@@ -18,7 +18,8 @@ from collections.abc import Iterable, Mapping
 from starlette.responses import RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from oarlock.engine.errors import QueueFullError, StartupError
+from oarlock.base.errors import StartupError
+from oarlock.engine.errors import QueueFullError
 from oarlock.engine.panics import ENDS_TASK
 from oarlock.server.config.option_checks import AllowedHosts
 from oarlock.server.errors import MESSAGES, HttpError, answer_of, describe, is_message_route, retry_after

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from oarlock.base.errors import StartupError
 from oarlock.engine.config import EngineConfig
-from oarlock.engine.errors import StartupError
 from oarlock.engine.preflight import ENCODERS, GGUFModel, check_model, hf_config, open_model, weight_files
 from oarlock.server.hub.local_model import hub_files, hub_name, llama_cpp_files, ollama_files, read_reference
 from oarlock.server.hub.model_path import VOCABULARY_FILES, read_json

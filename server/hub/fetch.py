@@ -23,8 +23,8 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from oarlock.engine.errors import StartupError
-from oarlock.engine.paths import hub_cache
+from oarlock.base.errors import StartupError
+from oarlock.base.paths import hub_cache
 from oarlock.engine.preflight import DESCRIPTIONS, check_model, weight_files
 from oarlock.server.hub.files import Download, HubFile, Snapshot, check_room, is_of_module, is_small, look_up
 from oarlock.server.hub.model_path import HubModel

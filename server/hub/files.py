@@ -21,7 +21,7 @@ from huggingface_hub.errors import HfHubHTTPError, HTTPError
 from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 
-from oarlock.engine.errors import StartupError
+from oarlock.base.errors import StartupError
 from oarlock.server.config.options import format_size
 from oarlock.server.hub.local_model import read_reference
 from oarlock.server.hub.transfer import Digest, Report, TransferRate

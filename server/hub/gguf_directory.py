@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from oarlock.engine.errors import StartupError
-from oarlock.engine.paths import cache_home
+from oarlock.base.errors import StartupError
+from oarlock.base.paths import cache_home
 from oarlock.engine.preflight import GGUFModel, Settings, hf_config, parts_of
 from oarlock.server.hub.local_model import begins_as_gguf
 

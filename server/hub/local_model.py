@@ -11,8 +11,8 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from oarlock.engine.errors import StartupError
-from oarlock.engine.paths import exists, expand, home, hub_cache
+from oarlock.base.errors import StartupError
+from oarlock.base.paths import exists, expand, home, hub_cache
 from oarlock.server.config.settings import Settings
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+|[A-Za-z0-9][\w.-]*")

@@ -18,10 +18,10 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from oarlock.base.errors import StartupError
+from oarlock.base.json_files import is_there, read_table
+from oarlock.base.python_child import HUB_SECRETS, start_python
 from oarlock.engine.config import EngineConfig
-from oarlock.engine.errors import StartupError
-from oarlock.engine.preflight import is_there, read_table
-from oarlock.engine.python_child import HUB_SECRETS, start_python
 from oarlock.server.config.settings import Settings
 from oarlock.server.hub.gguf_directory import described, gguf_model
 from oarlock.server.hub.local_model import check_local, check_revision, find_local, near_path

@@ -12,8 +12,8 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
+from oarlock.base.python_child import start_python
 from oarlock.engine.engine_process import COMPILING, USUAL_TIME, EngineProcess
-from oarlock.engine.python_child import start_python
 from oarlock.server.config.settings import Settings
 
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from oarlock.engine.errors import StartupError
+from oarlock.base.errors import StartupError
 
 
 def main(argv: Sequence[str]) -> NoReturn:

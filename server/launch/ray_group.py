@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
 
+from oarlock.base.errors import StartupError
+from oarlock.base.python_child import import_path, python_command, start_python
 from oarlock.engine.config import NodesConfig
-from oarlock.engine.errors import StartupError
-from oarlock.engine.python_child import import_path, python_command, start_python
 from oarlock.server.config.nodes import ray_resources
 from oarlock.server.config.sources import LoadedSettings, as_flags
 from oarlock.server.launch.banner import Progress

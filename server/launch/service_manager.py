@@ -10,7 +10,7 @@ import socket
 from collections.abc import MutableMapping
 from dataclasses import replace
 
-from oarlock.engine.errors import StartupError
+from oarlock.base.errors import StartupError
 from oarlock.server.config.option_groups import HttpSettings
 from oarlock.server.config.settings import Settings
 from oarlock.server.http.listeners import address_of, inherited

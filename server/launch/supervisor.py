@@ -21,9 +21,10 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
+from oarlock.base.errors import StartupError
 from oarlock.engine.config import EngineConfig, NodesConfig, OnProgress
 from oarlock.engine.engine_process import EngineProcess, check_network
-from oarlock.engine.errors import EngineDeadError, StartupError
+from oarlock.engine.errors import EngineDeadError
 from oarlock.server.chat.template_report import report_foldings
 from oarlock.server.config.settings import Settings
 from oarlock.server.endpoints.app import create_app

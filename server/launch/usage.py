@@ -3,8 +3,8 @@
 import os
 from pathlib import Path
 
-from oarlock.engine.errors import StartupError
-from oarlock.engine.paths import expand
+from oarlock.base.errors import StartupError
+from oarlock.base.paths import expand
 from oarlock.server.config.settings import OPTIONS, Settings
 from oarlock.server.http.listeners import bind
 from oarlock.server.hub.local_model import check_names

@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from oarlock.engine.errors import EngineError, RequestError, StartupError, shown
-from oarlock.engine.preflight import read_text
+from oarlock.base.errors import StartupError, shown
+from oarlock.base.json_files import read_text
+from oarlock.engine.errors import EngineError, RequestError
 from oarlock.server.llm.template_messages import CPU_LIMIT_S, Kind, request
 from oarlock.server.llm.template_renderers import TemplateLimitError, TemplateRenderers
 

@@ -15,8 +15,8 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, create_model
 
-from oarlock.engine.errors import StartupError, shown
-from oarlock.engine.preflight import is_there
+from oarlock.base.errors import StartupError, shown
+from oarlock.base.json_files import is_there
 from oarlock.engine.types import SamplingParams
 from oarlock.server.endpoints.schema import SamplingFields
 from oarlock.server.hub.model_path import read_json

@@ -12,8 +12,8 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from oarlock.engine.errors import StartupError
-from oarlock.engine.preflight import is_there, read_text
+from oarlock.base.errors import StartupError
+from oarlock.base.json_files import is_there, read_text
 from oarlock.server.observability.logs import event, logger
 
 FILE = "introduction.json"

@@ -20,9 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from oarlock.engine.errors import StartupError, shown
-from oarlock.engine.preflight import ENCODERS, check_file, is_there, read_header
-from oarlock.engine.preflight import read_json as read_any_json
+from oarlock.base.errors import StartupError, shown
+from oarlock.base.json_files import check_file, is_there
+from oarlock.base.json_files import read_json as read_any_json
+from oarlock.engine.preflight import ENCODERS, read_header
 from oarlock.server.hub.model_path import read_json
 from oarlock.server.llm.tokenizer import Tokenizer
 

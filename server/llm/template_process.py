@@ -17,7 +17,6 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
@@ -25,7 +24,8 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from oarlock.engine.python_child import die_with_parent
+from oarlock.base.process_memory import limit_mapped_bytes, memory_use
+from oarlock.base.python_child import die_with_parent
 from oarlock.server.llm.template_messages import (
     CPU_LIMIT_S,
     LENGTH,
@@ -194,7 +194,7 @@ class _Renderers:
 
 def _serve(connection: socket.socket) -> None:
     """Process requests, in the fork, until the connection ends or the memory limit is reached."""
-    base = _memory()
+    base = memory_use().mapped
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a library that aborts writes to stderr
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
@@ -202,7 +202,7 @@ def _serve(connection: socket.socket) -> None:
     renderer, cpu_limit_s = None, CPU_LIMIT_S
     while len(header := stream.read(LENGTH.size)) == LENGTH.size:
         (size,) = LENGTH.unpack(header)
-        _limit_memory(base + MEMORY_LIMIT_BYTES + MEMORY_PER_BYTE * size)
+        limit_mapped_bytes(base + MEMORY_LIMIT_BYTES + MEMORY_PER_BYTE * size)
         signal.setitimer(signal.ITIMER_PROF, cpu_limit_s)  # the signal ends this process
         request = json.loads(stream.read(size))
         if renderer is None:
@@ -235,18 +235,6 @@ def _answer(renderer: Renderer, request: list) -> tuple[Kind, bytes]:
     except Exception as error:  # the template is foreign code: any error in it concerns this input
         kind, text = Kind.FAILED, type(error).__name__
     return kind, answer(kind, text[:MAX_ERROR].encode("utf-8", "replace").decode())
-
-
-def _memory() -> int:
-    if sys.platform != "linux":
-        return 0
-    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-
-
-def _limit_memory(size: int) -> None:
-    if sys.platform == "linux":
-        _, most = resource.getrlimit(resource.RLIMIT_AS)
-        resource.setrlimit(resource.RLIMIT_AS, (size if most == resource.RLIM_INFINITY else min(size, most), most))
 
 
 if __name__ == "__main__":

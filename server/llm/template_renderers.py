@@ -18,8 +18,8 @@ import weakref
 from collections.abc import Mapping
 from pathlib import Path
 
+from oarlock.base.python_child import start_python
 from oarlock.engine.errors import EngineError, RequestError, UnavailableError
-from oarlock.engine.python_child import start_python
 from oarlock.server.llm.template_messages import ANSWER, CPU_LIMIT_S, MEMORY_LIMIT_BYTES, Kind, request
 from oarlock.server.observability.logs import event, logger
 

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import tokenizers
 
-from oarlock.engine.errors import StartupError, shown
+from oarlock.base.errors import StartupError, shown
+from oarlock.base.json_files import is_there, read_text
 from oarlock.engine.panics import ENDS_TASK
-from oarlock.engine.preflight import is_there, read_text
 from oarlock.server.config.settings import Settings
 from oarlock.server.hub.model_path import VOCABULARY_FILES, OnDetailedProgress, read_json, resolve, resolve_tokenizer
 from oarlock.server.llm import tokenizer_file

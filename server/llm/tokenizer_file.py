@@ -12,9 +12,9 @@ from typing import Any
 
 import tokenizers
 
-from oarlock.engine.errors import StartupError, shown
+from oarlock.base.errors import StartupError, shown
+from oarlock.base.json_files import read_table
 from oarlock.engine.panics import ENDS_TASK
-from oarlock.engine.preflight import read_table
 from oarlock.server.llm import pattern_trial
 from oarlock.server.llm.character_maps import longest_replacement
 from oarlock.server.llm.text_growth import greatest_growth

@@ -7,8 +7,8 @@ time proportional to the squares of its pieces' lengths.
 from collections.abc import Iterator
 from pathlib import Path
 
-from oarlock.engine.errors import StartupError
-from oarlock.engine.preflight import check_file, is_there, read_json, read_text
+from oarlock.base.errors import StartupError
+from oarlock.base.json_files import check_file, is_there, read_json, read_text
 from oarlock.server.llm import tokenizer_file
 
 # The largest known files, of vocabularies with 250,000 tokens, have 5 MB.

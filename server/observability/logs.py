@@ -10,7 +10,7 @@ import time
 from collections.abc import Collection
 from typing import Any
 
-from oarlock.engine.log_format import JsonFormatter
+from oarlock.base.log_format import JsonFormatter
 
 _NAMES = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 _ESCAPES = {code: f"\\x{code:02x}" for code in (*range(32), 0x7F, 0x85)} | {0x2028: "\\u2028", 0x2029: "\\u2029"}

@@ -17,7 +17,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self, TypedDict, TypeVar, Unpack
 
-from oarlock.engine.errors import StartupError
+from oarlock.base.errors import StartupError
 from oarlock.engine.types import EngineInfo
 from oarlock.server.config import vllm_flags
 from oarlock.server.config.options import OptionError

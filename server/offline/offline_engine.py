@@ -9,8 +9,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+from oarlock.base.errors import StartupError
 from oarlock.engine.config import OnProgress
-from oarlock.engine.errors import EngineDeadError, StartupError
+from oarlock.engine.errors import EngineDeadError
 from oarlock.engine.replicas import start_engine
 from oarlock.server.config.settings import Settings
 from oarlock.server.endpoints.batches.batch import BatchEndpoints, BatchRun

@@ -17,7 +17,7 @@ from benchmarks.gpu_check import correctness, demo_answers, graphs, models, resu
 from benchmarks.gpu_check.part import NotHere, Part, Row, Where, missing_package
 from benchmarks.gpu_check.process import PARTS, run
 from benchmarks.gpu_check.ten_cases import spread
-from oarlock.workers.errors import StartupError
+from oarlock.base.errors import StartupError
 from tests.parallel.direct_engine import Answer
 
 CPU = Where("cpu")

@@ -19,7 +19,7 @@ import venv
 from pathlib import Path
 from typing import Any
 
-from oarlock.workers.paths import cache_home
+from oarlock.base.paths import cache_home
 from tests.clients.matrix import Client, Kind
 
 HERE = Path(__file__).resolve().parent

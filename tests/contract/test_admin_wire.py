@@ -8,7 +8,7 @@ import json
 import anyio
 import pytest
 
-from oarlock.engine.errors import StartupError
+from oarlock.base.errors import StartupError
 
 BOSS = {"Authorization": "Bearer boss"}
 PATHS = ("/admin/abort", "/admin/drain", "/admin/reset_prefix_cache")

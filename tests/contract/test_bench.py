@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from oarlock.engine.errors import StartupError
+from oarlock.base.errors import StartupError
 from oarlock.server.bench import metrics
 from oarlock.server.bench.serve import ServePlan, measure
 from oarlock.server.cli.main import main

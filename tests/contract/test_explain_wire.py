@@ -11,7 +11,7 @@ import subprocess
 import httpx
 import pytest
 
-from oarlock.engine.python_child import EXIT_UNREAD
+from oarlock.base.python_child import EXIT_UNREAD
 from oarlock.server.cli import main as cli
 from oarlock.server.http.request_record import MAX_RECORDS, RecentRequests, RequestRecord
 from tests.e2e.running import command, environment

@@ -11,7 +11,7 @@ import pytest
 from openai.types import FileDeleted, FileObject
 from openai.types.batch_create_params import BatchCreateParams
 
-from oarlock.engine.errors import StartupError
+from oarlock.base.errors import StartupError
 from tests.contract.batch_server import COMPLETION, jsonl, request_line, serving
 
 

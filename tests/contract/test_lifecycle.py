@@ -9,7 +9,7 @@ import signal
 import httpx
 import pytest
 
-from oarlock.engine.errors import StartupError
+from oarlock.base.errors import StartupError
 from oarlock.server.config.settings import make_settings
 from oarlock.server.http.listeners import bind, url_of
 from oarlock.server.http.server_state import Phase

@@ -9,7 +9,7 @@ from pathlib import Path
 import anyio
 import pytest
 
-from oarlock.engine.errors import StartupError
+from oarlock.base.errors import StartupError
 from oarlock.server.endpoints.schema import CompletionRequest
 from oarlock.server.http.api_keys import load_keys
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from oarlock.engine.errors import EngineDeadError, StartupError
+from oarlock.base.errors import StartupError
+from oarlock.engine.errors import EngineDeadError
 from oarlock.server.cli import serve
 from oarlock.server.cli.arguments import UsageError
 from oarlock.server.cli.chat.start import _check_model

@@ -72,7 +72,7 @@ def foreign(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     code = f"open({str(trace)!r}, 'a').write(__file__ + chr(10))\nraise SystemExit('foreign code')\n"
     for name in ("json", "logging", "ctypes", "torch", "numpy", "sitecustomize", "transformers", "oarlock"):
         (folder / f"{name}.py").write_text(code)
-    for name in ("server", "engine", "workers"):
+    for name in ("server", "engine", "workers", "base"):
         (folder / name).mkdir()
         (folder / name / "__init__.py").write_text(code)
     yield folder

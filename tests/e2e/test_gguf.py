@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from oarlock.engine.errors import StartupError
+from oarlock.base.errors import StartupError
 from oarlock.server.hub.gguf_directory import described
 from oarlock.workers.kernels.cpu.build import cache_directory
 from tests.e2e.running import DEMO, RunningServer, command, environment, free_port

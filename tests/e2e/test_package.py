@@ -10,7 +10,7 @@ import pytest
 
 from tests.e2e.running import ROOT
 
-PACKAGES = ("server", "engine", "workers")
+PACKAGES = ("server", "engine", "workers", "base")
 DATA = (".py", ".c", ".cc", ".cpp", ".h", ".cu")
 pytestmark = pytest.mark.slow
 
@@ -92,4 +92,4 @@ def test_a_build_without_a_folder_fails(lost, tmp_path):
         (tmp_path / folder / "part").mkdir()
         (tmp_path / folder / "part" / "__init__.py").touch()
     done = subprocess.run([sys.executable, "setup.py", "--name"], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 1 and f"error: {lost}/ holds no packages" in done.stderr
+    assert done.returncode == 1 and f"error: {lost}/ holds no modules" in done.stderr

@@ -14,7 +14,7 @@ from oarlock.workers.kernels.cpu import build
 from tests.e2e.running import QUICK_COMPILER, ROOT, RunningServer, environment
 
 FILES = ("Makefile", "pyproject.toml", "setup.py", "requirements.txt", "README.md", "LICENSE")
-FOLDERS = ("oarlock", "server", "engine", "workers", "models")
+FOLDERS = ("oarlock", "server", "engine", "workers", "base", "models")
 HERE = [level for level in build.LEVELS if level.machine == build.machine_name()]
 
 

@@ -31,6 +31,8 @@ _OTHER_OPENS = re.compile(r"(admission_queue|body_memory|requests|Checkpoint|GGU
 
 # Places whose data comes from the operator, from this package or from another process of the same server.
 OWN = {
+    "base.host_memory": "files of the kernel",
+    "base.python_child": "the null device",
     "server.bench": "files and servers that the operator names",
     "server.cli": "files, answers and lines that the operator names or types",
     "server.config": "the configuration of the operator",
@@ -49,7 +51,6 @@ OWN = {
     "workers.doctor": "the command line of the operator",
     "workers.kernels": "files of this package and its compiler",
     "workers.platform": "files of the kernel",
-    "workers.python_child": "the null device",
     "workers.ranks": "messages between ranks",
 }
 

@@ -1,8 +1,7 @@
-"""Order of imports: which folder may import which in each of the three packages, and the checks of it.
+"""Order of imports: what each of the four packages may import of the packages below it, and which folder may import
+which inside a package.
 
-An entry is a folder directly under a package, or a Python file at its root. Only the files at the root are public: they
-are what the package above may import. The schemas of the endpoints are an entry of their own, though they lie beside
-their routes: what a body may hold stands below the rooms that read bodies.
+An entry is a folder directly under a package, or a Python file at its root.
 """
 
 from collections.abc import Iterable, Mapping
@@ -10,8 +9,6 @@ from fnmatch import fnmatch
 
 from tests.house.rules import imports
 
-# The package whose public files each may import.
-PACKAGE_BELOW = {"server": "engine", "engine": "workers", "workers": None}
 SCHEMAS = "endpoints/**/schema.py"
 
 Order = Mapping[str, frozenset[str]]
@@ -49,19 +46,16 @@ ORDER: dict[str, Order] = {
         ),
         "simulated_ranks.py": entries("config.py"),
         "core": entries(
-            "input_batch scheduler kv_cache structured_output replay ipc"
-            " config.py log_format.py stats.py types.py errors.py"
+            "input_batch scheduler kv_cache structured_output replay ipc config.py stats.py types.py errors.py"
         ),
         "input_batch": entries("scheduler kv_cache types.py"),
         "scheduler": entries("kv_cache spec_decode config.py stats.py types.py errors.py"),
         "structured_output": entries("types.py errors.py panics.py"),
-        "kv_cache": entries("config.py stats.py types.py errors.py"),
+        "kv_cache": entries("config.py stats.py types.py"),
         "spec_decode": entries("config.py"),
-        "replay": entries("errors.py"),
+        "replay": entries(""),
         "client.py": entries("ipc kv_cache replay config.py engine_process.py stats.py types.py errors.py"),
-        "replicas.py": entries(
-            "ipc kv_cache client.py config.py engine_process.py preflight.py stats.py types.py errors.py"
-        ),
+        "replicas.py": entries("ipc kv_cache client.py config.py engine_process.py stats.py types.py errors.py"),
         "engine_process.py": entries(""),
         "ipc": entries("kv_cache config.py stats.py types.py errors.py"),
         "preflight.py": entries("simulated_ranks.py config.py"),
@@ -70,62 +64,81 @@ ORDER: dict[str, Order] = {
         "types.py": entries(""),
         "errors.py": entries(""),
         "panics.py": entries(""),
-        "python_child.py": entries(""),
-        "paths.py": entries(""),
-        "log_format.py": entries(""),
     },
     "workers": {
         "executor.py": entries(
             "ranks preflight.py rank_processes.py fingerprint.py protocol.py config.py kv_offload.py"
         ),
         "capacity.py": entries(
-            "checks runner ranks layers quantization distributed weights platform preflight.py config.py errors.py"
+            "checks runner ranks layers quantization distributed weights platform preflight.py config.py"
         ),
         "doctor": entries(
-            "runner ranks models quantization attention distributed kernels platform node.py"
-            " preflight.py config.py errors.py paths.py python_child.py"
+            "runner ranks models quantization attention distributed kernels platform node.py preflight.py config.py"
         ),
-        "node.py": entries("ranks platform preflight.py rank_processes.py fingerprint.py config.py errors.py"),
+        "node.py": entries("ranks platform preflight.py rank_processes.py fingerprint.py config.py"),
         "verify": entries(
-            "runner ranks models layers quantization attention distributed weights preflight.py protocol.py"
-            " config.py errors.py python_child.py"
+            "runner ranks models layers quantization attention distributed weights preflight.py protocol.py config.py"
         ),
-        "preflight.py": entries("checks runner ranks models layers quantization weights platform config.py errors.py"),
+        "preflight.py": entries("checks runner ranks models layers quantization weights platform config.py"),
         "checks": entries(
             "runner kv_tiers ranks models layers quantization distributed weights kernels platform config.py"
-            " kv_offload.py errors.py"
+            " kv_offload.py"
         ),
         "runner": entries(
-            "kv_tiers ranks models sampling layers quantization attention distributed weights kernels platform"
-            " log_format.py protocol.py sampling_parameters.py config.py kv_offload.py errors.py"
+            "kv_tiers ranks models sampling layers quantization attention distributed weights kernels"
+            " platform protocol.py sampling_parameters.py config.py kv_offload.py"
         ),
-        "kv_tiers": entries(
-            "attention platform fingerprint.py protocol.py config.py kv_offload.py errors.py python_child.py"
-        ),
-        "ranks": entries(
-            "distributed platform rank_processes.py protocol.py config.py kv_offload.py errors.py python_child.py"
-        ),
-        "rank_processes.py": entries("distributed python_child.py"),
-        "models": entries("layers quantization attention distributed weights kernels platform errors.py"),
+        "kv_tiers": entries("attention platform fingerprint.py protocol.py config.py kv_offload.py"),
+        "ranks": entries("distributed platform rank_processes.py protocol.py config.py kv_offload.py errors.py"),
+        "rank_processes.py": entries("distributed"),
+        "models": entries("layers quantization attention distributed weights kernels platform"),
         "sampling": entries("distributed kernels protocol.py sampling_parameters.py"),
-        "layers": entries("quantization attention distributed weights kernels platform errors.py"),
-        "quantization": entries("distributed weights kernels platform errors.py"),
-        "attention": entries("kernels platform protocol.py errors.py"),
-        "distributed": entries("platform config.py errors.py"),
+        "layers": entries("quantization attention distributed weights kernels platform"),
+        "quantization": entries("distributed weights kernels platform"),
+        "attention": entries("kernels platform protocol.py"),
+        "distributed": entries("platform config.py"),
         "fingerprint.py": entries("protocol.py config.py"),
-        "log_format.py": entries(""),
-        "compile_ahead.py": entries("weights kernels platform errors.py python_child.py"),
-        "weights": entries("errors.py"),
-        "kernels": entries("platform protocol.py sampling_parameters.py paths.py errors.py"),
-        "platform": entries("errors.py"),
+        "compile_ahead.py": entries("kernels platform"),
+        "weights": entries(""),
+        "kernels": entries("platform protocol.py sampling_parameters.py"),
+        "platform": entries(""),
         "protocol.py": entries("sampling_parameters.py config.py kv_offload.py"),
         "sampling_parameters.py": entries(""),
         "config.py": entries("kv_offload.py"),
         "kv_offload.py": entries(""),
-        "python_child.py": entries("paths.py"),
-        "paths.py": entries("errors.py"),
         "errors.py": entries(""),
     },
+    "base": {
+        "python_child.py": entries("paths.py"),
+        "paths.py": entries("errors.py"),
+        "json_files.py": entries("errors.py"),
+        "host_memory.py": entries("process_memory.py"),
+        "process_memory.py": entries(""),
+        "log_format.py": entries(""),
+        "errors.py": entries(""),
+    },
+}
+
+
+# Package -> package below it -> the entries that it may import. `base/` is public as a whole.
+_BASE = frozenset(ORDER["base"])
+PUBLIC: dict[str, Order] = {
+    "server": {
+        "engine": entries(
+            "client.py config.py engine_process.py errors.py fleet.py panics.py preflight.py replicas.py"
+            " stats.py types.py"
+        ),
+        "base": _BASE,
+    },
+    "engine": {
+        "workers": entries(
+            "capacity.py compile_ahead.py config.py errors.py executor.py fingerprint.py kv_offload.py"
+            " node.py preflight.py protocol.py rank_processes.py sampling_parameters.py"
+        ),
+        "base": _BASE,
+    },
+    "workers": {"base": _BASE},
+    "base": {},
 }
 
 
@@ -235,23 +248,40 @@ def table_faults(sources: Mapping[str, str], package: str, order: Order) -> list
     return faults
 
 
-def package_faults(sources: Mapping[str, str], package: str, order: Mapping[str, Order]) -> list[str]:
-    """Imports of another package that name anything but a file at the root of the one below."""
-    below = PACKAGE_BELOW[package]
-    public = {f"{below}.{name.removesuffix('.py')}" for name in order.get(below or "", ()) if name.endswith(".py")}
-    faults = []
+def imported_below(sources: Mapping[str, str], package: str) -> dict[tuple[str, str], list[str]]:
+    """(another package, entry of it) -> the places in `package` that import it. Entry "": the package itself."""
+    found: dict[tuple[str, str], list[str]] = {}
     for file, source in sorted(sources.items()):
-        if not file.startswith(f"{package}/"):
-            continue
-        found = list(imports(source, file))
-        for item in found:
-            if item.module.split(".")[0] not in PACKAGE_BELOW or item.module.split(".")[0] == package:
+        own = list(imports(source, file)) if file.startswith(f"{package}/") else []
+        for item in own:
+            other, _, inside = item.module.partition(".")
+            if other not in ORDER or other == package:
                 continue
-            is_public = any(item.module == name or item.module.startswith(f"{name}.") for name in public)
-            # `from oarlock.engine import types` reads as `engine` and `oarlock.engine.types`: the second decides.
-            decided_by_its_names = item.module == below and any(
-                other.line == item.line and other.module in public for other in found
-            )
-            if not is_public and not decided_by_its_names:
-                faults.append(f"{file}:{item.line}: {package} must not import {item.module}")
-    return faults
+            # `from oarlock.engine import types` reads as `engine` and `engine.types`: the second decides.
+            if not inside and any(two.line == item.line and two.module.startswith(f"{other}.") for two in own):
+                continue
+            name = inside.split(".")[0]
+            entry = f"{name}.py" if f"{name}.py" in ORDER[other] else name
+            found.setdefault((other, entry), []).append(f"{file}:{item.line}")
+    return found
+
+
+def package_faults(sources: Mapping[str, str], package: str) -> list[str]:
+    """Imports of other packages that the table does not allow."""
+    return [
+        f"{place}: {package} must not import {other}/{entry}"
+        for (other, entry), places in imported_below(sources, package).items()
+        if entry not in PUBLIC[package].get(other, ())
+        for place in places
+    ]
+
+
+def public_faults(sources: Mapping[str, str], package: str) -> list[str]:
+    """Entries that `package` may import and does not. `base/` is public as a whole."""
+    found = imported_below(sources, package)
+    return [
+        f"{package} does not import {other}/{entry} any more: the table allows too much"
+        for other, allowed in PUBLIC[package].items()
+        for entry in sorted(allowed)
+        if other != "base" and (other, entry) not in found
+    ]

@@ -11,7 +11,7 @@ from functools import cache, lru_cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("server", "engine", "workers")
+PACKAGES = ("server", "engine", "workers", "base")
 MAX_FILE_LINES = 600
 MAX_TEST_FILE_LINES = 600
 MAX_FUNCTION_LINES = 70
@@ -35,9 +35,9 @@ ALLOWED_IN = {
 }
 DISTRIBUTED_FOLDERS = ("workers/distributed/", "workers/ranks/")
 # Starts every Python process of the server, without the caller's folder on the import path.
-INTERPRETER_FILE = "workers/python_child.py"
+INTERPRETER_FILE = "base/python_child.py"
 # Expands `~` and finds the home directory and the caches: a user without a home ends any other code in a traceback.
-PATHS_FILE = "workers/paths.py"
+PATHS_FILE = "base/paths.py"
 HOME_NAMES = {"expanduser", "getuser", "HF_HUB_CACHE", "HF_HOME"}
 # Whatever can turn bytes into code. `multiprocessing` pickles what it sends, apart from its shared memory.
 DANGEROUS_MODULES = {"pickle", "cPickle", "cloudpickle", "marshal", "dill", "shelve", "joblib", "multiprocessing"}
@@ -72,7 +72,7 @@ def place(path: Path) -> str:
 def imports(source: str, file: str) -> Iterator[Import]:
     """Every import at any depth, written as absolute names; `import_module("x")` counts.
 
-    Modules of the three packages have the names of their files: `oarlock.engine.types` is engine.types.
+    Modules of the packages have the names of their files: `oarlock.engine.types` is engine.types.
     """
     for item in _written_imports(source, file):
         package = item.module.removeprefix("oarlock.")
@@ -82,7 +82,7 @@ def imports(source: str, file: str) -> Iterator[Import]:
 def imports_past_the_package(source: str, file: str) -> list[str]:
     """Imports of `server`, `engine` or `workers`, names that a user's own folder may have: `oarlock.…` is right.
 
-    A relative import becomes a name of the three packages without being written so, and passes.
+    A relative import becomes a name of the packages without being written so, and passes.
     """
     return [
         f"{file}:{item.line}: imports {item.module}; import oarlock.{item.module} instead"

@@ -60,8 +60,9 @@ def test_every_python_file(check):
 
 
 @pytest.mark.parametrize("package", rules.PACKAGES)
-def test_only_root_files_of_the_package_below_are_imported(package):
-    assert package_order.package_faults(SOURCES, package, package_order.ORDER) == []
+def test_only_public_files_of_the_packages_below_are_imported(package):
+    assert package_order.package_faults(SOURCES, package) == []
+    assert package_order.public_faults(SOURCES, package) == []
 
 
 @pytest.mark.parametrize("package", rules.PACKAGES)

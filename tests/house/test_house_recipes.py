@@ -61,7 +61,7 @@ def test_both_images_start_from_one_pinned_base():
 def test_the_build_context_holds_what_the_image_needs():
     ignored = (ROOT / ".dockerignore").read_text()
     needed = ["requirements.txt", *locks.FILES, "pyproject.toml", "setup.py", "README.md", "LICENSE", "oarlock"]
-    needed += ["server", "engine", "workers", "configs", "integrations", "models"]
+    needed += ["server", "engine", "workers", "base", "configs", "integrations", "models"]
     assert recipes.context_faults(DOCKERFILE, ignored, needed) == []
     assert recipes.context_faults(DOCKERFILE, ignored.replace("!models\n", ""), needed) != []
     assert recipes.context_faults(DOCKERFILE, ignored.replace("*\n", "", 1), needed) != []

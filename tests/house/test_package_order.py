@@ -6,7 +6,7 @@
 import pytest
 
 from tests.house import package_order
-from tests.house.package_order import ORDER, entries
+from tests.house.package_order import ORDER, PUBLIC, entries
 
 SMALL = {
     "top": entries("middle low data.py"),
@@ -128,12 +128,14 @@ def test_a_line_of_the_table_without_a_folder_is_noticed(gone):
             "import importlib\nimportlib.import_module('oarlock.workers.runner.model_runner')",
         ),
         ("server/endpoints/app.py", "from oarlock.engine.scheduler.scheduler import Scheduler"),
-        ("server/endpoints/app.py", "from oarlock.workers.config import WorkerConfig"),
+        ("server/endpoints/app.py", "from oarlock.workers.protocol import StepMetadata"),
+        ("server/endpoints/app.py", "import oarlock.engine"),
+        ("base/paths.py", "from oarlock.workers.config import WorkerConfig"),
         ("server/endpoints/chat/serving.py", "from ....engine.scheduler.scheduler import Scheduler"),
     ],
 )
 def test_an_import_of_another_packages_inside_is_noticed(file, source):
-    assert len(package_order.package_faults({file: source}, file.split("/")[0], ORDER)) >= 1
+    assert len(package_order.package_faults({file: source}, file.split("/")[0])) >= 1
 
 
 @pytest.mark.parametrize(
@@ -142,10 +144,19 @@ def test_an_import_of_another_packages_inside_is_noticed(file, source):
         ("server/endpoints/app.py", "from oarlock.engine import types\nfrom oarlock.engine.client import EngineClient"),
         ("engine/core/event_loop.py", "from oarlock.workers.executor import Executor\nimport oarlock.workers.protocol"),
         ("workers/runner/model_runner.py", "from oarlock.workers.layers import linear\nfrom .layers import norm"),
+        ("workers/runner/model_runner.py", "from oarlock.base.errors import StartupError"),
     ],
 )
 def test_public_files_may_be_imported(file, source):
-    assert package_order.package_faults({file: source}, file.split("/")[0], ORDER) == []
+    assert package_order.package_faults({file: source}, file.split("/")[0]) == []
+
+
+def test_a_public_file_that_nothing_imports_any_more_is_noticed():
+    names = " ".join(sorted(PUBLIC["engine"]["workers"] - {"protocol.py"})).replace(".py", "").split()
+    sources = {"engine/client.py": "\n".join(f"import oarlock.workers.{name}" for name in names)}
+    assert package_order.public_faults(sources, "engine") == [
+        "engine does not import workers/protocol.py any more: the table allows too much"
+    ]
 
 
 def test_an_arrow_is_left_out_where_a_longer_way_leads_there():

@@ -60,7 +60,8 @@ BAD_INPUTS = (
     ),
     of_both(
         "other sources of the same version",
-        r"differ in the version of the sources in workers/: \w{16} on node 0 \(head, .*\), \w{16} on node 1 \(node1",
+        r"differ in the version of the sources in workers/ and base/: "
+        r"\w{16} on node 0 \(head, .*\), \w{16} on node 1 \(node1",
         node_oarlock="another source",
     ),
     of_both(

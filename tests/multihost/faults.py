@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from oarlock.workers.errors import EXIT_RANK_DIED, EXIT_RANK_HUNG
+from oarlock.base.errors import EXIT_RANK_DIED, EXIT_RANK_HUNG
 from tests.multihost.group import Group
 from tests.multihost.hosts import INTERFACE
 

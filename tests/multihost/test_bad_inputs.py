@@ -50,7 +50,7 @@ def other_model(kind, folder):
 def other_oarlock(kind, folder):
     """A copy of this Oarlock that says it is another version, or has one more line in one of its files."""
     tree = folder / "tree"
-    for name in ("oarlock", "server", "engine", "workers"):
+    for name in ("oarlock", "server", "engine", "workers", "base"):
         shutil.copytree(ROOT / name, tree / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     if kind == "another version":
         (tree / "oarlock-99.9.dist-info").mkdir()

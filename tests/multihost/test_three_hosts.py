@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from oarlock.workers.errors import EXIT_RANK_DIED
+from oarlock.base.errors import EXIT_RANK_DIED
 from tests.e2e.long_context import LONG, long_context_demo
 from tests.e2e.open_stream import OpenStream
 from tests.e2e.running import RunningServer, eventually

@@ -44,8 +44,8 @@ class Outcome:
 
 @functools.cache
 def sources() -> dict[Path, str]:
-    """Text of each source file of the three packages, by its path below the root; read once for all faults."""
-    files = [file for top in ("server", "engine", "workers") for file in sorted((ROOT / top).rglob("*"))]
+    """Text of each source file of the packages, by its path below the root; read once for all faults."""
+    files = [file for top in ("server", "engine", "workers", "base") for file in sorted((ROOT / top).rglob("*"))]
     return {file.relative_to(ROOT): file.read_text("utf-8") for file in files if file.suffix in {".py", ".cpp", ".h"}}
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from oarlock.base.errors import StartupError
 from oarlock.engine.types import Request, SamplingParams
 from oarlock.workers.config import WorkerConfig
-from oarlock.workers.errors import StartupError
 from oarlock.workers.executor import Executor, start_executor
 from oarlock.workers.preflight import this_cpu
 from tests.parallel.direct_engine import Answer, DirectEngine

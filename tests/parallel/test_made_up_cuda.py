@@ -19,6 +19,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from benchmarks import step_arithmetic
+from oarlock.base.errors import StartupError
 from oarlock.engine.types import Grammar, Request, SamplingParams
 from oarlock.workers.attention import triton_backend
 from oarlock.workers.attention.backend import LayerKV
@@ -28,7 +29,6 @@ from oarlock.workers.distributed import all_reduce, parallel_state, rank_groups
 from oarlock.workers.distributed.all_reduce import DeviceSum, Sum
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.distributed.topology import RendezvousInfo
-from oarlock.workers.errors import StartupError
 from oarlock.workers.kv_tiers.rank_offload import make_slots
 from oarlock.workers.layers.experts import Experts
 from oarlock.workers.layers.experts_spec import ExpertsSpec, RouterSpec, SharedSpec

@@ -12,12 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from oarlock.base.errors import StartupError
+from oarlock.base.python_child import start_python
 from oarlock.workers.config import WorkerConfig
-from oarlock.workers.errors import StartupError, WorkerError
+from oarlock.workers.errors import WorkerError
 from oarlock.workers.executor import Executor, start_executor
 from oarlock.workers.preflight import preflight
 from oarlock.workers.protocol import StepMetadata
-from oarlock.workers.python_child import start_python
 from oarlock.workers.ranks.host_ranks import HostRanks
 from oarlock.workers.ranks.multiproc_executor import MultiprocExecutor
 from oarlock.workers.runner.trial_steps import SequenceChunk, greedy_step

@@ -14,9 +14,9 @@ import pytest
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from oarlock.base.errors import StartupError
 from oarlock.engine.config import SpeculativeConfig
 from oarlock.workers.config import WorkerConfig
-from oarlock.workers.errors import StartupError
 from oarlock.workers.executor import Executor
 from oarlock.workers.layers.decoder_spec import tensor_shapes
 from oarlock.workers.preflight import GGUFModel, hf_config

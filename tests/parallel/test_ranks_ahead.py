@@ -8,11 +8,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from oarlock.base.errors import StartupError
+from oarlock.base.errors import StartupError as RankStartupError
 from oarlock.engine.client import EngineClient
 from oarlock.engine.config import EngineConfig
 from oarlock.engine.engine_process import EngineProcess
-from oarlock.engine.errors import StartupError
-from oarlock.workers.errors import StartupError as RankStartupError
 from oarlock.workers.executor import start_executor
 from oarlock.workers.rank_processes import end_ranks, start_ranks, start_ranks_ahead
 from oarlock.workers.ranks.host_ranks import HostRanks

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from oarlock.workers.paths import cache_home
+from oarlock.base.paths import cache_home
 from tests.clients.environments import bare_python
 
 PINS = Path(__file__).with_name("pins.txt")

@@ -2,12 +2,12 @@
 
 from collections.abc import Callable
 
+from oarlock.base.errors import StartupError
 from oarlock.workers.attention.backend import AttentionBackend, KVSpec
 from oarlock.workers.attention.cpp import CppBackend
 from oarlock.workers.attention.reference import ReferenceBackend
 from oarlock.workers.attention.torch_backend import TorchBackend
 from oarlock.workers.attention.triton_backend import TritonBackend
-from oarlock.workers.errors import StartupError
 
 # Fastest first. Triton's interpreter, which is for tests, must be chosen by name: on the CPU other backends precede it.
 BACKENDS: tuple[type[AttentionBackend], ...] = (CppBackend, TorchBackend, TritonBackend, ReferenceBackend)

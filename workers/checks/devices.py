@@ -3,14 +3,14 @@
 import logging
 from dataclasses import replace
 
+from oarlock.base.errors import StartupError
+from oarlock.base.host_memory import free_host_bytes, human_bytes
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.distributed.topology import Topology
-from oarlock.workers.errors import StartupError
 from oarlock.workers.kernels.cpu import build
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.platform import cuda_driver, processor
 from oarlock.workers.platform.dtypes import ITEM_BYTES, KV_CACHE_DTYPES, SAFETENSORS_DTYPES
-from oarlock.workers.platform.host_memory import free_host_bytes, human_bytes
 from oarlock.workers.platform.processor import available_cores
 from oarlock.workers.quantization.formats.form import WeightForms
 from oarlock.workers.runner.memory_needs import weight_bytes

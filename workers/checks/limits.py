@@ -1,14 +1,14 @@
 """Checks of sizes: values in range, layers and heads that ranks can share, room for KV blocks outside the pool."""
 
+from oarlock.base.errors import StartupError
+from oarlock.base.host_memory import free_host_bytes, human_bytes
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.distributed.topology import Topology
-from oarlock.workers.errors import StartupError
 from oarlock.workers.kv_offload import DEFAULT_SLOT_BYTES
 from oarlock.workers.kv_tiers.directory import check_directory, disk_limit, room_on_disk
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.models.hf_quantization import GGUF
 from oarlock.workers.platform.dtypes import ITEM_BYTES, KV_CACHE_DTYPES
-from oarlock.workers.platform.host_memory import free_host_bytes, human_bytes
 from oarlock.workers.quantization.registry import NONE, QUANTIZATIONS, STORED
 from oarlock.workers.ranks.cpu_affinity import check_affinity
 

@@ -1,6 +1,6 @@
 """Checks that a checkpoint has exactly the tensors of its model, each with its shape and a supported dtype."""
 
-from oarlock.workers.errors import StartupError
+from oarlock.base.errors import StartupError
 from oarlock.workers.layers.decoder_spec import DecoderSpec, fused_modules, is_ignorable, tensor_shapes
 from oarlock.workers.platform.dtypes import SAFETENSORS_DTYPES
 from oarlock.workers.quantization.formats.checkpoint_forms import CheckpointForms

@@ -15,6 +15,7 @@ import torch.cuda.nccl
 import torch.distributed as dist
 from torch import Tensor
 
+from oarlock.base.errors import StartupError
 from oarlock.workers.distributed.all_reduce import (
     SIZES,
     NodeSums,
@@ -27,7 +28,6 @@ from oarlock.workers.distributed.all_reduce import (
 )
 from oarlock.workers.distributed.shm_layout import Flags
 from oarlock.workers.distributed.topology import RendezvousInfo
-from oarlock.workers.errors import StartupError
 from oarlock.workers.platform.network import interface_with
 
 LOOPBACK = "127.0.0.1"

@@ -9,8 +9,8 @@ Ranks are numbered stage by stage. Nodes hold neighbouring ranks, each the same 
 from dataclasses import dataclass, replace
 from typing import Any
 
+from oarlock.base.errors import StartupError
 from oarlock.workers.config import WorkerConfig
-from oarlock.workers.errors import StartupError
 
 
 @dataclass(frozen=True, slots=True)

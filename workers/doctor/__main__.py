@@ -9,15 +9,15 @@ from importlib.metadata import version
 
 import torch
 
+from oarlock.base.errors import StartupError
+from oarlock.base.paths import hub_cache
+from oarlock.base.python_child import die_with_parent, run_while_read
 from oarlock.workers.config import NodesConfig, WorkerConfig
 from oarlock.workers.distributed.topology import Topology
 from oarlock.workers.doctor import cuda, machine, model
 from oarlock.workers.doctor.finding import NOTE, WARNING, Finding, as_json, as_text, is_fine
-from oarlock.workers.errors import StartupError
 from oarlock.workers.kernels.cpu import library
 from oarlock.workers.kernels.cpu.build import KernelsUnavailable
-from oarlock.workers.paths import hub_cache
-from oarlock.workers.python_child import die_with_parent, run_while_read
 
 
 def main(argv: list[str]) -> int:

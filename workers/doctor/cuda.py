@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from oarlock.base.host_memory import human_bytes
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.distributed.control_channel import Control
 from oarlock.workers.distributed.parallel_state import WITHOUT_PEERS, nccl_version
@@ -18,7 +19,6 @@ from oarlock.workers.distributed.shm_ring import ChannelClosedError
 from oarlock.workers.doctor.finding import ERROR, NOTE, WARNING, Finding
 from oarlock.workers.platform import cuda_driver
 from oarlock.workers.platform.cuda_driver import driver_version, why_too_old
-from oarlock.workers.platform.host_memory import human_bytes
 from oarlock.workers.ranks.cpu_affinity import with_cpus
 from oarlock.workers.ranks.spawn_ranks import RankArguments, begin, spawn_ranks
 from oarlock.workers.runner.worker_process import join, log_to_stderr

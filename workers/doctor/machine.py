@@ -17,22 +17,22 @@ from pathlib import Path
 import psutil
 import torch
 
+from oarlock.base.errors import StartupError
+from oarlock.base.host_memory import free_host_bytes, human_bytes
+from oarlock.base.python_child import start_python
 from oarlock.workers.config import NodesConfig
 from oarlock.workers.distributed.all_reduce import SharedMemoryGroup
 from oarlock.workers.distributed.shm_layout import total_bytes
 from oarlock.workers.distributed.shm_ring import anonymous_memory
 from oarlock.workers.doctor.finding import ERROR, NOTE, WARNING, Finding
-from oarlock.workers.errors import StartupError
 from oarlock.workers.kernels.cpu import build
 from oarlock.workers.kernels.cpu.build import KernelsUnavailable
 from oarlock.workers.kernels.cpu.fused_layer import ALL_CAME, all_reduce_of
 from oarlock.workers.kernels.cpu.library import library
 from oarlock.workers.node import check_network
 from oarlock.workers.platform import processor
-from oarlock.workers.platform.host_memory import free_host_bytes, human_bytes
 from oarlock.workers.platform.huge_pages import why_not as why_no_huge_pages
 from oarlock.workers.platform.processor import allowed_cpus, fast_cores, format_cpu_list, physical_cores, within_quota
-from oarlock.workers.python_child import start_python
 from oarlock.workers.ranks.nodes import own_interface
 
 _LEAST_SHARED_MEMORY = 1 << 30  # NCCL's buffers of a few ranks; Docker gives a container 64 MiB

@@ -4,17 +4,17 @@ from pathlib import Path
 
 import torch
 
+from oarlock.base.errors import StartupError
+from oarlock.base.host_memory import human_bytes
 from oarlock.workers.attention.backend import KVSpec
 from oarlock.workers.attention.selector import BACKENDS
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.doctor.finding import ERROR, NOTE, Finding
-from oarlock.workers.errors import StartupError
 from oarlock.workers.models.encoders.registry import read_encoder
 from oarlock.workers.models.gguf_config import open_checkpoint
 from oarlock.workers.models.hf_fields import read_config
 from oarlock.workers.models.hf_quantization import stored_quantization, weight_forms
 from oarlock.workers.models.registry import read_spec
-from oarlock.workers.platform.host_memory import human_bytes
 from oarlock.workers.preflight import preflight
 from oarlock.workers.quantization.formats.checkpoint_forms import served_forms
 from oarlock.workers.runner.memory_needs import encoder_weight_bytes as encoder_bytes

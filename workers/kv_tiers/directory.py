@@ -19,7 +19,7 @@ from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
-from oarlock.workers.errors import StartupError
+from oarlock.base.errors import StartupError
 
 _MAGIC = b"OARLKV01"
 _HEADER = struct.Struct("<8s32sQI12x")  # magic, digest, bytes of content, CRC-32 of all before it and of the content

@@ -14,9 +14,9 @@ import subprocess
 import sys
 import threading
 
+from oarlock.base.python_child import die_with_parent, leave_signals_to_parent, start_python
 from oarlock.workers.kv_offload import KVReportSender, Report
 from oarlock.workers.kv_tiers.directory import BlockDirectory
-from oarlock.workers.python_child import die_with_parent, leave_signals_to_parent, start_python
 
 logger = logging.getLogger("oarlock.kv_offload")
 

@@ -22,9 +22,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from oarlock.base.errors import StartupError
+from oarlock.base.host_memory import human_bytes
 from oarlock.workers.attention.backend import LayerKV
 from oarlock.workers.config import WorkerConfig
-from oarlock.workers.errors import StartupError
 from oarlock.workers.fingerprint import kv_key
 from oarlock.workers.kv_offload import DIGEST_BYTES, Copy, KVOffloadInfo, KVReportSender, Report
 from oarlock.workers.kv_tiers.directory import (
@@ -36,7 +37,6 @@ from oarlock.workers.kv_tiers.directory import (
     write_block,
 )
 from oarlock.workers.kv_tiers.keeper import KeeperProcess
-from oarlock.workers.platform.host_memory import human_bytes
 from oarlock.workers.platform.huge_pages import huge_page_empty
 from oarlock.workers.protocol import StepMetadata
 

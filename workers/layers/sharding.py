@@ -6,8 +6,8 @@ neighbouring ranks hold a copy of the same head, which is the head that their qu
 
 from dataclasses import dataclass
 
+from oarlock.base.errors import StartupError
 from oarlock.workers.distributed.topology import vocab_shard_size
-from oarlock.workers.errors import StartupError
 
 LARGEST_TP = 1024
 SLICES = (8, 4, 2, 1)  # numbers of slices that kernels support (`kMostSlices` in csrc/gemm/slices.h)

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from oarlock.workers.errors import StartupError
+from oarlock.base.errors import StartupError
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec, RouterSpec, SharedSpec
 from oarlock.workers.models.hf_config import activation_name, decoder_spec, expert_counts, head_width

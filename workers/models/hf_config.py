@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from oarlock.workers.errors import StartupError
+from oarlock.base.errors import StartupError
 from oarlock.workers.layers.attention_spec import RopeSpec, SelfAttentionSpec
 from oarlock.workers.layers.decoder_spec import BranchSpec, DecoderSpec, LayerSpec, SublayerSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec

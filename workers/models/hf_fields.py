@@ -6,8 +6,8 @@ A key that changes the forward pass and that a family does not read is refused, 
 from pathlib import Path
 from typing import Any
 
-from oarlock.workers.errors import StartupError, shown
-from oarlock.workers.weights.checkpoint import is_there, read_table
+from oarlock.base.errors import StartupError, shown
+from oarlock.base.json_files import is_there, read_table
 
 # Keys of other architectures that change the forward pass, and the values that change nothing. Any other value is
 # refused, unless the family's file reads the key.

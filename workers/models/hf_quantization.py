@@ -4,12 +4,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from oarlock.workers.errors import StartupError, shown
+from oarlock.base.errors import StartupError, shown
+from oarlock.base.json_files import is_there, read_json
 from oarlock.workers.layers.decoder_spec import FUSED_MODULES
 from oarlock.workers.quantization.formats.checkpoint_forms import CheckpointForms, GGUFForms
 from oarlock.workers.quantization.formats.form import USE_ANOTHER, Scheme, Settings, WeightForms
 from oarlock.workers.quantization.registry import QUANTIZATIONS, STORED
-from oarlock.workers.weights.checkpoint import Checkpoint, is_there, read_json
+from oarlock.workers.weights.checkpoint import Checkpoint
 from oarlock.workers.weights.gguf_model import GGUFCheckpoint
 
 GGUF = "gguf"  # method of GGUF models, whose settings do not name it

@@ -7,7 +7,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from oarlock.workers.errors import StartupError, shown
+from oarlock.base.errors import StartupError, shown
 from oarlock.workers.layers.attention_spec import RopeSpec
 from oarlock.workers.models.hf_fields import MOST, Fields, positive_number, unsupported, wrong
 

@@ -5,7 +5,7 @@ OLMo 2 only norms the results of attention and MLP. OLMoE norms the inputs of at
 
 from typing import Any
 
-from oarlock.workers.errors import StartupError
+from oarlock.base.errors import StartupError
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec, RouterSpec
 from oarlock.workers.models.hf_config import activation_name, decoder_spec, expert_counts

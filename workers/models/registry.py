@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from oarlock.workers.errors import StartupError, shown
+from oarlock.base.errors import StartupError, shown
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.models.cohere import GGUF_COHERE, GGUF_COHERE2, describe_cohere, describe_cohere2
 from oarlock.workers.models.encoders.registry import ENCODERS

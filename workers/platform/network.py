@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from oarlock.workers.errors import StartupError
+from oarlock.base.errors import StartupError
 
 _RETRY_S = 1.0
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oarlock.workers.errors import StartupError
+from oarlock.base.errors import StartupError
 from oarlock.workers.quantization.method import DenseWeight, Empty, WeightShard
 from oarlock.workers.quantization.packed_integers import Span
 from oarlock.workers.weights.source import WeightSource

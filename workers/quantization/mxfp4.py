@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from oarlock.workers.errors import StartupError
+from oarlock.base.errors import StartupError
 from oarlock.workers.quantization.grouped import GroupedWeight
 from oarlock.workers.quantization.method import DenseWeight, Empty, WeightShard
 from oarlock.workers.quantization.packed_integers import Span, take_block

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from oarlock.workers.errors import StartupError
+from oarlock.base.errors import StartupError
 from oarlock.workers.quantization.grouped import GroupedWeight
 from oarlock.workers.quantization.int8 import Int8Weight
 from oarlock.workers.quantization.method import DenseWeight, Empty, LinearWeight, StackedWeight, WeightShard

@@ -16,8 +16,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from oarlock.base.errors import StartupError
 from oarlock.workers.config import WorkerConfig
-from oarlock.workers.errors import StartupError
 from oarlock.workers.platform.processor import (
     Core,
     allowed_cpus,

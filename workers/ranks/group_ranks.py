@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from oarlock.base.errors import EXIT_RANK_DIED, StartupError
 from oarlock.workers.config import NodesConfig, OnProgress, WorkerConfig
 from oarlock.workers.distributed.control_channel import Control
 from oarlock.workers.distributed.shm_ring import ChannelClosedError
 from oarlock.workers.distributed.topology import StoreAddress, Topology
-from oarlock.workers.errors import EXIT_RANK_DIED, StartupError
 from oarlock.workers.rank_processes import RankProcess, end_ranks, start_ranks
 from oarlock.workers.ranks.host_ranks import HostRanks, Place, how_it_ended, how_late
 from oarlock.workers.ranks.nodes import Ending, Facts

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from oarlock.workers.errors import EXIT_RANK_DIED, StartupError
+from oarlock.base.errors import EXIT_RANK_DIED, StartupError
 from oarlock.workers.ranks.membership import Membership
 
 

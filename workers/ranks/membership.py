@@ -18,9 +18,9 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from oarlock.base.errors import StartupError
 from oarlock.workers.config import NodesConfig
 from oarlock.workers.distributed.topology import StoreAddress
-from oarlock.workers.errors import StartupError
 from oarlock.workers.platform.network import Interface, resolved
 from oarlock.workers.ranks.nodes import Ending, Facts, first_difference, listen, own_host, own_interface, printable
 

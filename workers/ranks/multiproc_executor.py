@@ -12,10 +12,11 @@ from typing import NoReturn
 
 import numpy as np
 
+from oarlock.base.errors import StartupError
 from oarlock.workers.config import LOADING_TIMEOUT_S, OnProgress, StepCost, WorkerConfig, WorkerInfo
 from oarlock.workers.distributed.shm_layout import last_of
 from oarlock.workers.distributed.shm_ring import ChannelClosedError
-from oarlock.workers.errors import StartupError, WorkerError
+from oarlock.workers.errors import WorkerError
 from oarlock.workers.kv_offload import KVOffloadInfo
 from oarlock.workers.platform.processor import available_cores
 from oarlock.workers.protocol import StepMetadata, StepOutput, empty_step, pack_step, unpack_output, unpack_step

@@ -19,9 +19,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from oarlock.base.errors import EXIT_RANK_DIED, EXIT_RANK_HUNG
 from oarlock.workers.config import OnProgress, WorkerConfig
 from oarlock.workers.distributed.shm_ring import ChannelClosedError
-from oarlock.workers.errors import EXIT_RANK_DIED, EXIT_RANK_HUNG
 from oarlock.workers.protocol import mask_span, output_bytes, unpack_output, unpack_step
 from oarlock.workers.rank_processes import RankProcess
 from oarlock.workers.ranks.host_link import BEAT_S, HostLink, Kind, Message, NodeLostError

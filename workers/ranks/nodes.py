@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from oarlock.base.errors import EXIT_BUG, EXIT_OK, StartupError
 from oarlock.workers.config import NodesConfig
-from oarlock.workers.errors import EXIT_BUG, EXIT_OK, StartupError, WorkerError
+from oarlock.workers.errors import WorkerError
 from oarlock.workers.platform.network import (
     Interface,
     check_port_is_free,

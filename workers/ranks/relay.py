@@ -23,10 +23,10 @@ import threading
 import time
 from collections import deque
 
+from oarlock.base.errors import StartupError
 from oarlock.workers.config import NodesConfig
 from oarlock.workers.distributed.control_channel import Control
 from oarlock.workers.distributed.shm_ring import ChannelClosedError, RingLayout, RingReader, RingWriter
-from oarlock.workers.errors import StartupError
 from oarlock.workers.protocol import mask_span, step_bytes, unpack_step
 from oarlock.workers.ranks.host_link import BEAT_S, HostLink, Kind, Message, NodeLostError
 from oarlock.workers.ranks.membership import Membership, join

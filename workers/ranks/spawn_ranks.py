@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
+from oarlock.base.python_child import die_with_parent, leave_signals_to_parent
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.distributed.control_channel import Control
 from oarlock.workers.distributed.shm_layout import Flags, total_bytes
 from oarlock.workers.distributed.shm_ring import ChannelClosedError, RingLayout, anonymous_memory
 from oarlock.workers.distributed.topology import MARK_BYTES, RendezvousInfo, StageRing, StoreAddress
-from oarlock.workers.python_child import die_with_parent, leave_signals_to_parent
 from oarlock.workers.rank_processes import RankProcess, end_ranks, start_ranks
 from oarlock.workers.ranks.cpu_affinity import ranks_share_cores
 

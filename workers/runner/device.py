@@ -14,11 +14,11 @@ from functools import lru_cache
 
 import torch
 
+from oarlock.base.host_memory import free_host_bytes
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.distributed.pipeline_stage import PipelineStage, StepRefusedError
 from oarlock.workers.distributed.shm_layout import Votes
 from oarlock.workers.layers.decoder_spec import DecoderSpec
-from oarlock.workers.platform.host_memory import free_host_bytes
 from oarlock.workers.protocol import LOGITS, NULL_BLOCK, StepMetadata, refusal
 from oarlock.workers.runner.memory_needs import (
     MAX_LOGITS_ROWS,

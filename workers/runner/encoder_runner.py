@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from oarlock.base.errors import EXIT_OUT_OF_MEMORY, StartupError
 from oarlock.workers.config import WorkerConfig, WorkerInfo
 from oarlock.workers.distributed.parallel_state import TensorParallel
-from oarlock.workers.errors import EXIT_OUT_OF_MEMORY, StartupError
 from oarlock.workers.kernels.cpu.gemm import CppMatmul
 from oarlock.workers.kernels.cpu.in_use import kernels_in_use, log_kernels
 from oarlock.workers.models.encoders.encoder import Encoder

@@ -14,6 +14,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from oarlock.base.errors import StartupError
 from oarlock.workers.attention.backend import AttentionBackend, LayerKV
 from oarlock.workers.attention.cpp import CppBackend
 from oarlock.workers.attention.forward_batch import BlockTables, ForwardBatch
@@ -21,7 +22,6 @@ from oarlock.workers.attention.reference import ReferenceBackend
 from oarlock.workers.distributed.all_reduce import tree_sum
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.distributed.topology import VOCAB_SLICES
-from oarlock.workers.errors import StartupError
 from oarlock.workers.kernels.cpu.fused_layer import ALL_CAME, all_reduce_of
 from oarlock.workers.kernels.cpu.gemm import CppMatmul, CppPackedMatmul
 from oarlock.workers.kernels.cpu.library import library

@@ -11,15 +11,15 @@ import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from oarlock.base.errors import EXIT_OUT_OF_MEMORY, StartupError
+from oarlock.base.host_memory import free_host_bytes, human_bytes
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.distributed.topology import Topology
-from oarlock.workers.errors import EXIT_OUT_OF_MEMORY, StartupError
 from oarlock.workers.layers.decoder_spec import DecoderSpec, layers_of_stage, slices_of, tensors_of
 from oarlock.workers.layers.sharding import shard_experts
 from oarlock.workers.layers.tensor_spec import Cut, Kept, TensorSpec
 from oarlock.workers.models.encoders.encoder_spec import EncoderSpec
 from oarlock.workers.platform.dtypes import ITEM_BYTES, KV_CACHE_DTYPES, KVShape
-from oarlock.workers.platform.host_memory import free_host_bytes, human_bytes
 from oarlock.workers.quantization.formats.form import unit_of_width
 from oarlock.workers.quantization.registry import NONE
 from oarlock.workers.runner.buckets import logits_rows_at_once

@@ -13,6 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from oarlock.base.errors import StartupError
+from oarlock.base.host_memory import human_bytes
 from oarlock.workers.attention.backend import LayerKV
 from oarlock.workers.attention.forward_batch import BlockTables, ForwardBatch, with_sampled
 from oarlock.workers.attention.selector import choose
@@ -20,7 +22,6 @@ from oarlock.workers.attention.triton_backend import fixed_span
 from oarlock.workers.config import StepCost, WorkerConfig, WorkerInfo
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.distributed.pipeline_stage import PipelineStage
-from oarlock.workers.errors import StartupError
 from oarlock.workers.kernels.cpu.in_use import kernels_in_use, log_kernels
 from oarlock.workers.kernels.triton import availability
 from oarlock.workers.kv_tiers.rank_offload import RankOffload
@@ -30,7 +31,6 @@ from oarlock.workers.models.gguf_config import open_checkpoint
 from oarlock.workers.models.hf_fields import read_config
 from oarlock.workers.models.hf_quantization import stored_quantization, weight_forms
 from oarlock.workers.models.registry import read_spec
-from oarlock.workers.platform.host_memory import human_bytes
 from oarlock.workers.protocol import StepMetadata, StepOutput, table_width
 from oarlock.workers.quantization.fixed_order import FIXED_ORDER
 from oarlock.workers.quantization.formats.checkpoint_forms import GGUFForms, input_rounding, served_forms

@@ -19,12 +19,12 @@ import traceback
 from functools import partial
 from typing import TYPE_CHECKING
 
+from oarlock.base.errors import EXIT_CONFIGURATION, EXIT_OUT_OF_MEMORY, StartupError
+from oarlock.base.log_format import JsonFormatter
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.distributed.control_channel import Control
 from oarlock.workers.distributed.shm_ring import ChannelClosedError, RingLayout, RingReader, RingWriter
-from oarlock.workers.errors import EXIT_CONFIGURATION, EXIT_OUT_OF_MEMORY, StartupError
 from oarlock.workers.kv_offload import KVReportSender
-from oarlock.workers.log_format import JsonFormatter
 from oarlock.workers.protocol import StepOutput, StepReader, pack_output
 from oarlock.workers.ranks.cpu_affinity import use_cpus
 from oarlock.workers.ranks.spawn_ranks import RankArguments, RankRings, begin

@@ -16,11 +16,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from oarlock.base.errors import StartupError
+from oarlock.base.python_child import die_with_parent, run_while_read
 from oarlock.workers.config import WorkerConfig
-from oarlock.workers.errors import StartupError
 from oarlock.workers.models.registry import read_spec
 from oarlock.workers.preflight import preflight
-from oarlock.workers.python_child import die_with_parent, run_while_read
 from oarlock.workers.verify.launch import run_ranks, run_reference
 from oarlock.workers.verify.request import (
     BUILT_IN_PROMPTS,

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 from torch import Tensor
 
-from oarlock.workers.errors import StartupError
+from oarlock.base.errors import StartupError
 from oarlock.workers.models.gguf_config import gguf_checkpoint
 from oarlock.workers.weights.checkpoint import Checkpoint
 from oarlock.workers.weights.gguf_model import GGUFModel, Layout

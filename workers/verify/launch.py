@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from oarlock.base.errors import StartupError
+from oarlock.base.python_child import start_python
 from oarlock.workers.config import LOADING_TIMEOUT_S, WorkerConfig
 from oarlock.workers.distributed.control_channel import Control
 from oarlock.workers.distributed.shm_layout import last_of
 from oarlock.workers.distributed.shm_ring import ChannelClosedError
-from oarlock.workers.errors import StartupError
-from oarlock.workers.python_child import start_python
 from oarlock.workers.ranks.multiproc_executor import HUNG
 from oarlock.workers.ranks.spawn_ranks import SpawnedRanks, describe_exit, spawn_ranks
 

@@ -19,13 +19,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from oarlock.base.errors import StartupError
 from oarlock.workers.attention.backend import AttentionBackend, AttentionSpec, LayerKV
 from oarlock.workers.attention.forward_batch import ForwardBatch
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.distributed.pipeline_stage import PipelineStage
 from oarlock.workers.distributed.shm_ring import ChannelClosedError
-from oarlock.workers.errors import StartupError
 from oarlock.workers.layers.decoder_spec import SublayerSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec
 from oarlock.workers.layers.tensor_spec import Made, Tap

@@ -25,12 +25,12 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, P
 from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
 from transformers.utils import logging as transformers_logging
 
+from oarlock.base.python_child import die_with_parent
 from oarlock.workers.distributed.control_channel import Control
 from oarlock.workers.layers.decoder_spec import DecoderSpec, SublayerSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec
 from oarlock.workers.layers.tensor_spec import Made, Tap
 from oarlock.workers.models.registry import read_spec
-from oarlock.workers.python_child import die_with_parent
 from oarlock.workers.quantization.registry import QUANTIZATIONS
 from oarlock.workers.verify.compare import dense_routing, file_of, taps_of
 from oarlock.workers.verify.dequantised_reference import (

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from oarlock.workers.errors import StartupError
+from oarlock.base.errors import StartupError
 
 NEW_TOKENS = 12  # generated after each prompt
 MAX_TOKENS = 512  # limit over all prompts, because every tensor of every layer is kept for each token

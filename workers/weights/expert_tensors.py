@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Iterator
 
-from oarlock.workers.errors import StartupError, shown
+from oarlock.base.errors import StartupError, shown
 from oarlock.workers.weights.located import Located
 
 # Equivalent names as (pattern of a prefix, its replacement).

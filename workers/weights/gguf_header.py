@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from oarlock.workers.errors import StartupError
-from oarlock.workers.weights.checkpoint import TensorEntry, check_file
+from oarlock.base.errors import StartupError
+from oarlock.base.json_files import check_file
+from oarlock.workers.weights.checkpoint import TensorEntry
 
 
 @dataclass(frozen=True, slots=True)

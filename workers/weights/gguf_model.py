@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, overload
 
-from oarlock.workers.errors import StartupError
+from oarlock.base.errors import StartupError
 from oarlock.workers.weights.checkpoint import Checkpoint, Located
 from oarlock.workers.weights.gguf_header import FLOATS, SERVED, GGUFHeader, Value, read_header
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from oarlock.workers.errors import StartupError
+from oarlock.base.errors import StartupError
 from oarlock.workers.weights import float4
 from oarlock.workers.weights.checkpoint import Checkpoint, Located
 from oarlock.workers.weights.gguf_header import BY_NAME, FLOATS, GROUP_FORMS, SERVED

@@ -18,7 +18,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from oarlock.workers.errors import StartupError
+from oarlock.base.errors import StartupError
 from oarlock.workers.weights.checkpoint import Checkpoint, Located
 from oarlock.workers.weights.source import check_slice, wrong_shape
 

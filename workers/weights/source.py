@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from oarlock.workers.errors import StartupError
+from oarlock.base.errors import StartupError
 
 
 class WeightSource(Protocol):

@@ -52,7 +52,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from oarlock.workers.paths import cache_home
+from oarlock.base.paths import cache_home
 
 ANSWER_TOKENS = 48  # the longest answer, and so the longest first sentence, that is taught
 BLOCK = 512  # tokens in one row of plain text

@@ -3,7 +3,7 @@
 import argparse
 import json
 
-from oarlock.engine.paths import expand
+from oarlock.base.paths import expand
 from oarlock.server.cli.arguments import Command, OneCommand, Parser, UsageError, add_command, below_one
 from oarlock.server.cli.bench import engine, serve
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from oarlock.engine.paths import expand
+from oarlock.base.paths import expand
 from oarlock.server.cli.arguments import add_settings, loaded_settings, whole
 from oarlock.server.config.settings import OPTIONS, SERVER_ONLY
 from oarlock.server.hub.local_model import check_names

@@ -8,7 +8,7 @@ import math
 import sys
 from typing import TYPE_CHECKING, Any
 
-from oarlock.engine.paths import expand
+from oarlock.base.paths import expand
 from oarlock.server.cli.arguments import Parser, UsageError, below_one, finite, positive, whole
 from oarlock.server.cli.bench.vllm_names import take_out
 

@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 
-from oarlock.engine.errors import StartupError
-from oarlock.engine.python_child import HUB_SECRETS, die_with_parent, start_python
+from oarlock.base.errors import StartupError
+from oarlock.base.python_child import HUB_SECRETS, die_with_parent, start_python
 
 _URL = re.compile(r"^  URL +(\S+)$", re.MULTILINE)
 _PROGRESS = re.compile(r"^[a-z][a-z ]* +\d+%.*$", re.MULTILINE)

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from oarlock.engine.errors import StartupError
-from oarlock.engine.paths import expand
+from oarlock.base.errors import StartupError
+from oarlock.base.paths import expand
 from oarlock.server.cli.chat.terminal import PlainScreen, Screen
 from oarlock.server.cli.remote import Remote, ServerError
 from oarlock.server.config.options import nearest

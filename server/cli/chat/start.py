@@ -10,7 +10,7 @@ from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from oarlock.engine.errors import StartupError
+from oarlock.base.errors import StartupError
 from oarlock.server.cli.arguments import UsageError
 from oarlock.server.cli.chat.own_server import OwnServer, own_flag
 from oarlock.server.cli.chat.session import COMMANDS, Conversation, ConversationError, LeaveError, Session, run_command

@@ -27,8 +27,8 @@ from rich.segment import ControlType, Segment, Segments
 from rich.table import Table
 from rich.text import Text
 
-from oarlock.engine.errors import StartupError
-from oarlock.engine.paths import expand, home
+from oarlock.base.errors import StartupError
+from oarlock.base.paths import expand, home
 from oarlock.server.cli.remote import fit
 
 try:

@@ -9,8 +9,8 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-from oarlock.engine.errors import StartupError
-from oarlock.engine.paths import expand
+from oarlock.base.errors import StartupError
+from oarlock.base.paths import expand
 from oarlock.server.cli.arguments import UsageError, add_settings, loaded_settings
 from oarlock.server.hub.local_model import check_names
 

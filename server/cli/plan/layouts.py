@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from oarlock.engine.errors import StartupError
-from oarlock.engine.paths import hub_cache
+from oarlock.base.errors import StartupError
+from oarlock.base.paths import hub_cache
 from oarlock.engine.preflight import (
     Capacity,
     OpenModel,

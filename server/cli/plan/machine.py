@@ -7,7 +7,8 @@ import threading
 import time
 from dataclasses import dataclass
 
-from oarlock.engine.preflight import Memory, free_host_bytes, human_bytes
+from oarlock.base.host_memory import free_host_bytes, human_bytes
+from oarlock.engine.preflight import Memory
 from oarlock.server.cli.arguments import UsageError
 from oarlock.server.config.options import nearest, parse_size
 

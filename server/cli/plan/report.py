@@ -8,7 +8,8 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from oarlock.engine.preflight import OpenModel, expert_bytes, human_bytes
+from oarlock.base.host_memory import human_bytes
+from oarlock.engine.preflight import OpenModel, expert_bytes
 from oarlock.server.cli.plan.layouts import CONTEXTS, Layout, Remedy
 from oarlock.server.cli.plan.machine import Machine
 from oarlock.server.config.settings import OPTIONS

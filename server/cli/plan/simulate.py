@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from oarlock.base.errors import StartupError
 from oarlock.engine.config import EngineConfig
-from oarlock.engine.errors import StartupError
 from oarlock.engine.fleet import FleetReport, ReplicaModel, TracedRequest, replica_model, simulate_fleet
 from oarlock.engine.preflight import Measured, OpenModel, StepLoad, StepTime
 from oarlock.server.bench import metrics as result

@@ -17,7 +17,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from oarlock.engine.errors import StartupError
+from oarlock.base.errors import StartupError
 from oarlock.server.endpoints.batches.schema import SHAPE, BatchRequest, WrongBatchError, read_line
 from oarlock.server.json_text import dumps
 

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from oarlock.engine.errors import StartupError
+from oarlock.base.errors import StartupError
 from oarlock.server.endpoints.batches.key_shares import KeyQuota
 from oarlock.server.errors import HttpError
 from oarlock.server.http.api_route import ListQuery

@@ -17,7 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from oarlock.engine.errors import EngineDeadError, StartupError
+from oarlock.base.errors import StartupError
+from oarlock.engine.errors import EngineDeadError
 from oarlock.engine.panics import ENDS_TASK
 from oarlock.engine.types import MAX_PRIORITY
 from oarlock.server.endpoints.batches.batch import UNANSWERED, Batch, BatchEndpoints, BatchRun

@@ -7,7 +7,7 @@ import re
 import anyio
 import pytest
 
-from oarlock.engine.errors import StartupError
+from oarlock.base.errors import StartupError
 
 
 def _get(stage, path, **options):

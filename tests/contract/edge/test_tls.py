@@ -16,7 +16,7 @@ import pytest
 import uvloop
 from cryptography import x509
 
-from oarlock.engine.errors import StartupError
+from oarlock.base.errors import StartupError
 from oarlock.engine.stats import EngineStats
 from oarlock.server.http.listeners import bind
 from oarlock.server.http.tls import ServerTls

@@ -12,10 +12,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # which is not there by itself in a process of ours
 
+from oarlock.base.errors import StartupError
+from oarlock.base.python_child import die_with_parent, leave_signals_to_parent
 from oarlock.engine.config import EngineConfig
 from oarlock.engine.core.process import run
-from oarlock.engine.errors import StartupError
-from oarlock.workers.python_child import die_with_parent, leave_signals_to_parent
 from tests.unit.engine.engine_fakes import FakeExecutor, Faults, make_info
 
 

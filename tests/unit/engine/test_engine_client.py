@@ -16,9 +16,10 @@ from pathlib import Path
 
 import pytest
 
+from oarlock.base.errors import StartupError
 from oarlock.engine.client import EngineClient
 from oarlock.engine.config import EngineConfig
-from oarlock.engine.errors import ContextLengthError, EngineDeadError, QueueFullError, RequestError, StartupError
+from oarlock.engine.errors import ContextLengthError, EngineDeadError, QueueFullError, RequestError
 from oarlock.engine.stats import EngineStats
 from oarlock.engine.types import FinishReason, TokenEvent
 from oarlock.workers.kernels.cpu import build

@@ -13,11 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from oarlock.base.errors import StartupError
 from oarlock.engine import replicas
 from oarlock.engine.client import EngineClient
 from oarlock.engine.config import EngineConfig
 from oarlock.engine.engine_process import EngineProcess
-from oarlock.engine.errors import EngineDeadError, StartupError, UnavailableError
+from oarlock.engine.errors import EngineDeadError, UnavailableError
 from oarlock.engine.replicas import Replicas, start_engine
 from oarlock.engine.types import KINDS, FinishReason, TokenEvent
 from tests.unit.engine.engine_fakes import expected_tokens, make_config, make_request

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from oarlock.base.python_child import start_python
 from oarlock.workers import compile_ahead
 from oarlock.workers.kernels.cpu import build
-from oarlock.workers.python_child import start_python
 
 # Stands in for a compiler: makes the file that follows "-o" on its command line.
 COMPILER = """#!/bin/sh

@@ -23,8 +23,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TextIO
 
-from oarlock.workers.errors import StartupError
-from oarlock.workers.paths import cache_home
+from oarlock.base.errors import StartupError
+from oarlock.base.paths import cache_home
 from oarlock.workers.platform.processor import features, may_use_tiles, vendor, widens_faster
 
 ENVIRONMENT = "OARLOCK_CPU_LEVEL"

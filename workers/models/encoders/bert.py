@@ -1,6 +1,6 @@
 """BERT (Devlin et al., 2018), RoBERTa and XLM-RoBERTa: learned positions, norms after each sublayer. Torch-free."""
 
-from oarlock.workers.errors import StartupError
+from oarlock.base.errors import StartupError
 from oarlock.workers.models.encoders.encoder_spec import (
     ACTIVATIONS,
     ClassifierSpec,

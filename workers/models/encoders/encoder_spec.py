@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from oarlock.workers.errors import StartupError
+from oarlock.base.errors import StartupError
 from oarlock.workers.layers.attention_spec import RopeSpec
 from oarlock.workers.models.hf_config import declared_dtype
 from oarlock.workers.models.hf_fields import MOST_LABELS, Fields, unsupported, wrong

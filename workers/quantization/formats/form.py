@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
-from oarlock.workers.errors import StartupError
+from oarlock.base.errors import StartupError
 
 if TYPE_CHECKING:
     from oarlock.workers.quantization.method import LinearMethod

@@ -9,7 +9,7 @@ import time
 from functools import cache
 from types import ModuleType
 
-from oarlock.workers.errors import StartupError, shown
+from oarlock.base.errors import StartupError, shown
 
 MOST_CHARACTERS = 500
 LIMIT_S = 1.0

@@ -9,9 +9,10 @@ from collections.abc import Callable
 
 import pytest
 
+from oarlock.base.errors import EXIT_BUG, EXIT_OK, EXIT_RANK_DIED, EXIT_RANK_HUNG
 from oarlock.engine.core import event_loop
 from oarlock.engine.core.event_loop import EngineLoop
-from oarlock.engine.errors import EXIT_BUG, EXIT_OK, EXIT_RANK_DIED, EXIT_RANK_HUNG, ContextLengthError, QueueFullError
+from oarlock.engine.errors import ContextLengthError, QueueFullError
 from oarlock.engine.ipc import messages
 from oarlock.engine.ipc.frames import Frame, FrameReader, FrameSocket, FrameSocketClosedError, encode
 from oarlock.engine.types import FinishReason, TokenEvent

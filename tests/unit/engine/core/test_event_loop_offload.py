@@ -7,10 +7,10 @@ from random import Random
 
 import pytest
 
+from oarlock.base.errors import EXIT_OK
 from oarlock.engine.config import EngineConfig
 from oarlock.engine.core import event_loop
 from oarlock.engine.core.event_loop import EngineLoop
-from oarlock.engine.errors import EXIT_OK
 from oarlock.engine.ipc import messages
 from oarlock.engine.ipc.frames import FrameReader, FrameSocket
 from oarlock.engine.kv_cache.manager import extend_hashes

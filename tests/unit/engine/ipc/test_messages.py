@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from oarlock.base.errors import StartupError
 from oarlock.engine.config import EngineConfig, WorkerConfig
-from oarlock.engine.errors import ContextLengthError, QueueFullError, RequestError, StartupError
+from oarlock.engine.errors import ContextLengthError, QueueFullError, RequestError
 from oarlock.engine.ipc import messages
 from oarlock.engine.ipc.frames import Frame, FrameError, FrameReader
 from oarlock.engine.stats import EngineStats

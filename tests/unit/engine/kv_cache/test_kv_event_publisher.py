@@ -12,8 +12,8 @@ import msgspec
 import pytest
 import zmq
 
+from oarlock.base.errors import StartupError
 from oarlock.engine.config import KvEventsConfig
-from oarlock.engine.errors import StartupError
 from oarlock.engine.kv_cache.manager import AllBlocksCleared, BlockEvent, BlockEventLog, BlockRemoved, BlockStored
 from oarlock.engine.kv_cache.publisher import KvEventPublisher, Wire, short_hash
 from tests.unit.engine.engine_fakes import Driver

@@ -13,9 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from oarlock.base.errors import StartupError
 from oarlock.engine.client import EngineClient
 from oarlock.engine.core.engine_core import EngineCore
-from oarlock.engine.errors import EngineDeadError, StartupError
+from oarlock.engine.errors import EngineDeadError
 from oarlock.engine.replay import recording
 from oarlock.engine.replay.__main__ import _how_it_ended, _steps
 from oarlock.engine.replay.recording import (

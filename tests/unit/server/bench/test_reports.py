@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
-from oarlock.engine.errors import StartupError
+from oarlock.base.errors import StartupError
 from oarlock.server.bench import metrics as results
 from oarlock.server.bench import report, serve
 from oarlock.server.bench.metrics import Sample

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from oarlock.engine.errors import StartupError
+from oarlock.base.errors import StartupError
 from oarlock.server.bench import workload
 from oarlock.server.bench.serve import ServePlan
 from oarlock.server.bench.workload import IdPrompts, Lengths, TextPrompts

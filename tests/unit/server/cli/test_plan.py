@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from oarlock.engine.preflight import Memory, capacity, human_bytes, open_model
+from oarlock.base.host_memory import human_bytes
+from oarlock.engine.preflight import Memory, capacity, open_model
 from oarlock.server.cli.arguments import UsageError, given_settings, parse
 from oarlock.server.cli.main import _parsers, main
 from oarlock.server.cli.plan.layouts import SIZES

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from oarlock.engine.errors import StartupError
+from oarlock.base.errors import StartupError
 from oarlock.engine.fleet import FleetReport, Quantiles, TracedRequest
 from oarlock.engine.preflight import StepLoad
 from oarlock.server.bench.metrics import Result, Sample, write

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from oarlock.base.errors import StartupError
 from oarlock.engine.config import EngineConfig, NodesConfig
-from oarlock.engine.errors import StartupError
 from oarlock.server.cli.main import main
 from oarlock.server.config.nodes import nodes_config, ray_resources
 from oarlock.server.config.options import OptionError

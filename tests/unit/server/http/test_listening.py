@@ -9,7 +9,7 @@ import stat
 
 import pytest
 
-from oarlock.engine.errors import StartupError
+from oarlock.base.errors import StartupError
 from oarlock.server.config.option_checks import is_loopback
 from oarlock.server.config.options import OptionError
 from oarlock.server.config.settings import Settings, make_settings

@@ -14,7 +14,7 @@ import pytest
 import tokenizers
 from tokenizers import models, pre_tokenizers, trainers
 
-from oarlock.engine.errors import StartupError
+from oarlock.base.errors import StartupError
 from oarlock.engine.preflight import GGUFModel, Settings
 from oarlock.server.hub.gguf_directory import _generation_config, _tokenizer_config, read_vocabulary, tokenizer_json
 from oarlock.server.llm.tokenizer import Tokenizer

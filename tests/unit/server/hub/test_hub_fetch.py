@@ -7,8 +7,8 @@ import threading
 import pytest
 from huggingface_hub import constants
 
+from oarlock.base.errors import StartupError
 from oarlock.engine.config import EngineConfig, WorkerConfig
-from oarlock.engine.errors import StartupError
 from oarlock.server.hub import files as hub_files
 from oarlock.server.hub.fetch import fetch
 from oarlock.server.hub.model_path import HubModel

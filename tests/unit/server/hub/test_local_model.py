@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from oarlock.engine.errors import StartupError
+from oarlock.base.errors import StartupError
 from oarlock.server.hub.local_model import check_local, find_local, listed_files
 
 LISTED = ("llama3.2:3b", "somebody/demo:q8", "hf.co/owner/demo:q8", "own-Q8_0.gguf", "owner/gguf/model-Q4_K_M.gguf")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from oarlock.engine.errors import StartupError
+from oarlock.base.errors import StartupError
 from oarlock.server.config.settings import make_settings
 from oarlock.server.hub import model_path
 

@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 
-from oarlock.engine.errors import StartupError
+from oarlock.base.errors import StartupError
 from oarlock.server.config.settings import make_settings
 from oarlock.server.hub import model_path
 from oarlock.server.hub.model_path import HubModel

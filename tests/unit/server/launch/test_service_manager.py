@@ -8,7 +8,7 @@ import socket
 
 import pytest
 
-from oarlock.engine.errors import StartupError
+from oarlock.base.errors import StartupError
 from oarlock.server.config.settings import Settings
 from oarlock.server.http.listeners import bind, bind_unix
 from oarlock.server.launch.service_manager import ServiceManager

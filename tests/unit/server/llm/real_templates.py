@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from oarlock.workers.paths import cache_home
+from oarlock.base.paths import cache_home
 
 PACKAGE, VERSION = "llama-cpp-python", "0.3.36"
 SHA256 = "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e"  # of the source archive

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from oarlock.engine.errors import RequestError, StartupError
+from oarlock.base.errors import StartupError
+from oarlock.engine.errors import RequestError
 from oarlock.server.llm import template_renderers
 from oarlock.server.llm.chat_template import ChatTemplate
 from tests.e2e.running import ROOT, eventually

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from oarlock.engine.errors import StartupError
+from oarlock.base.errors import StartupError
 from oarlock.server.llm.pooler_config import ACTIVATIONS, DenseConfig, DenseLayers
 
 IN, OUT = 48, 40

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from oarlock.engine.errors import StartupError
+from oarlock.base.errors import StartupError
 from oarlock.server.llm.generation_config import GenerationConfig
 
 QWEN = {

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from oarlock.engine.errors import StartupError
+from oarlock.base.errors import StartupError
 from oarlock.server.config.settings import make_settings
 from oarlock.server.llm.generation_config import GenerationConfig
 from oarlock.server.llm.pooler_config import PoolerConfig

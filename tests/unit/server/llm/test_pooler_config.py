@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from oarlock.engine.errors import StartupError
+from oarlock.base.errors import StartupError
 from oarlock.server.llm.pooler_config import PoolerConfig, Task
 from oarlock.server.llm.tokenizer import Tokenizer
 

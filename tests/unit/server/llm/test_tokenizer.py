@@ -14,7 +14,8 @@ import pytest
 import tokenizers
 from tokenizers.processors import TemplateProcessing
 
-from oarlock.engine.errors import RequestError, StartupError
+from oarlock.base.errors import StartupError
+from oarlock.engine.errors import RequestError
 from oarlock.server.llm.chat_template import ChatTemplate
 from oarlock.server.llm.tokenizer import Tokenizer
 from tests.unit.server.llm.chat_templates import rendered

@@ -9,7 +9,7 @@ import struct
 import pytest
 import tokenizers
 
-from oarlock.engine.errors import StartupError
+from oarlock.base.errors import StartupError
 from oarlock.server.llm import pattern_trial, tokenizer_file
 from oarlock.server.llm.character_maps import longest_replacement
 from oarlock.server.llm.text_growth import greatest_growth

@@ -7,12 +7,11 @@ import logging
 
 import pytest
 
-from oarlock.engine.log_format import JsonFormatter
-from oarlock.engine.log_format import log_to_stderr as engine_log
+from oarlock.base.log_format import JsonFormatter, fields_of
+from oarlock.engine.core.log_format import log_to_stderr as engine_log
 from oarlock.server.launch.banner import Progress
 from oarlock.server.observability import logs
 from oarlock.workers.config import WorkerConfig
-from oarlock.workers.log_format import fields_of
 from oarlock.workers.runner.worker_process import log_to_stderr as rank_log
 
 EVIL = 'x" level=ERROR\r\n{"level": "ERROR"}\x1b[2J\u2028'

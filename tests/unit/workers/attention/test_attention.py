@@ -7,13 +7,13 @@ import torch
 import torch.nn.functional as F
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
+from oarlock.base.errors import StartupError
 from oarlock.workers.attention.backend import AttentionSpec, KVSpec
 from oarlock.workers.attention.cpp import CppBackend
 from oarlock.workers.attention.kv_format import ROUNDED, dequantized
 from oarlock.workers.attention.reference import ReferenceBackend, attend_one
 from oarlock.workers.attention.selector import choose
 from oarlock.workers.attention.torch_backend import TorchBackend
-from oarlock.workers.errors import StartupError
 from tests.unit.workers.attention_cases import CPP, EMULATED, EMULATES_BFLOAT16, Case, Seq, batch_of
 
 CPU = torch.device("cpu")

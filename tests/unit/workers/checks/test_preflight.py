@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from oarlock.base.errors import StartupError
 from oarlock.workers.checks import devices, limits
 from oarlock.workers.config import WorkerConfig
-from oarlock.workers.errors import StartupError
 from oarlock.workers.kernels.cpu import build
 from oarlock.workers.models.registry import read_spec
 from oarlock.workers.platform import cuda_driver, processor

@@ -2,8 +2,8 @@
 
 import pytest
 
+from oarlock.base.errors import StartupError
 from oarlock.workers.distributed.topology import Topology
-from oarlock.workers.errors import StartupError
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from queue import SimpleQueue
 import numpy as np
 import pytest
 
-from oarlock.workers.errors import StartupError
+from oarlock.base.errors import StartupError
 from oarlock.workers.kv_offload import KVReport, KVReports, KVReportSender, Report
 from oarlock.workers.kv_tiers import rank_offload
 from oarlock.workers.kv_tiers.directory import (

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from oarlock.base.errors import StartupError
 from oarlock.workers.attention.cpp import CppBackend
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.distributed.parallel_state import TensorParallel
-from oarlock.workers.errors import StartupError
 from oarlock.workers.layers.attention_spec import RopeSpec, SelfAttentionSpec
 from oarlock.workers.layers.decoder_spec import BranchSpec, DecoderSpec, LayerSpec, tensor_shapes
 from oarlock.workers.layers.gated_mlp_spec import GatedMLPSpec

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from oarlock.base.errors import StartupError
 from oarlock.workers.distributed.topology import vocab_shard_size
-from oarlock.workers.errors import StartupError
 from oarlock.workers.layers.embedding import VocabParallelEmbedding, VocabParallelHead
 from oarlock.workers.layers.linear import GatedParallelLinear, QKVParallelLinear, RowParallelLinear
 from oarlock.workers.layers.sharding import shard_heads, shard_vocab, supported_tp_sizes

@@ -9,13 +9,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from oarlock.base.errors import StartupError
 from oarlock.workers.attention.backend import AttentionBackend, AttentionSpec, LayerKV
 from oarlock.workers.attention.forward_batch import ForwardBatch
 from oarlock.workers.attention.reference import ReferenceBackend
 from oarlock.workers.attention.torch_backend import TorchBackend
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.distributed.parallel_state import TensorParallel
-from oarlock.workers.errors import StartupError
 from oarlock.workers.kernels.cpu import library
 from oarlock.workers.models.decoder import Decoder
 from oarlock.workers.models.registry import read_spec

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from oarlock.workers.errors import StartupError
+from oarlock.base.errors import StartupError
 from oarlock.workers.layers.attention_spec import RopeSpec
 from oarlock.workers.layers.decoder_spec import FUSED_MODULES, DecoderSpec, is_ignorable, tensor_shapes
 from oarlock.workers.models.registry import describe

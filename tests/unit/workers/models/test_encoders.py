@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from oarlock.base.errors import StartupError
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.distributed.parallel_state import TensorParallel
-from oarlock.workers.errors import StartupError
 from oarlock.workers.models.encoders.registry import ENCODERS as ARCHITECTURES
 from oarlock.workers.models.encoders.registry import describe_encoder, is_encoder, read_encoder
 from oarlock.workers.models.gguf_config import open_checkpoint

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oarlock.workers.errors import StartupError
+from oarlock.base.errors import StartupError
 from oarlock.workers.layers.decoder_spec import DecoderSpec, tensor_shapes
 from oarlock.workers.layers.experts_spec import ExpertsSpec
 from oarlock.workers.layers.rotary import RotaryTable

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from oarlock.workers.errors import StartupError
+from oarlock.base.errors import StartupError
 from oarlock.workers.quantization.formats.form import Settings
 from oarlock.workers.quantization.formats.module_pattern import LIMIT_S, MOST_CHARACTERS, ModulePattern
 from oarlock.workers.quantization.registry import STORED

@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from oarlock.base.errors import StartupError
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.distributed.parallel_state import TensorParallel
-from oarlock.workers.errors import StartupError
 from oarlock.workers.models.hf_quantization import stored_quantization
 from oarlock.workers.platform import cuda_driver
 from oarlock.workers.preflight import check_without_weights, preflight

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from oarlock.base.errors import StartupError
 from oarlock.workers.config import WorkerConfig
-from oarlock.workers.errors import StartupError
 from oarlock.workers.platform.processor import allowed_cpus, physical_cores
 from oarlock.workers.ranks.cpu_affinity import check_affinity, plan_cpus, ranks_share_cores, with_cpus
 from tests.unit.workers.made_up_system import make_system, pairs

@@ -72,7 +72,11 @@ def test_versions_are_named_before_what_follows_from_them(checkpoint, monkeypatc
     assert named == f"The nodes differ in the version of torch: {found['torch']} on node 0, 0.1 on node 1."
     monkeypatch.setattr(fingerprint, "versions", lambda: found)
     named = difference(facts, node_facts(config.with_(seed=9)))
-    assert named is not None and "version of the sources in workers/" in named and "of another day on node 1" in named
+    assert (
+        named is not None
+        and "version of the sources in workers/ and base/" in named
+        and "of another day on node 1" in named
+    )
 
 
 def test_what_only_the_other_node_knows_is_a_difference():

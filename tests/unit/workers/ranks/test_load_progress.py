@@ -4,9 +4,9 @@ import os
 
 import pytest
 
+from oarlock.base.errors import StartupError
 from oarlock.workers.distributed.shm_layout import Flags, data_offset, last_of
 from oarlock.workers.distributed.shm_ring import anonymous_memory
-from oarlock.workers.errors import StartupError
 from oarlock.workers.ranks.multiproc_executor import LoadProgress
 
 

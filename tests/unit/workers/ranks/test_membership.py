@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from oarlock.base.errors import StartupError
 from oarlock.workers.config import NodesConfig
-from oarlock.workers.errors import StartupError
 from oarlock.workers.ranks.membership import Membership, join
 from oarlock.workers.ranks.nodes import Ending
 from tests.e2e.running import eventually, free_port

@@ -4,8 +4,8 @@ import socket
 
 import pytest
 
+from oarlock.base.errors import StartupError
 from oarlock.workers.config import NodesConfig
-from oarlock.workers.errors import StartupError
 from oarlock.workers.node import check_network
 from oarlock.workers.platform import network
 from tests.e2e.running import free_port

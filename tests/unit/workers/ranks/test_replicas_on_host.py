@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
+from oarlock.base.errors import StartupError
 from oarlock.workers.checks import devices
 from oarlock.workers.config import WorkerConfig
-from oarlock.workers.errors import StartupError
 from oarlock.workers.models.registry import read_spec
 from oarlock.workers.platform import cuda_driver
 from oarlock.workers.preflight import check_without_weights, preflight

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from oarlock.base.errors import StartupError
 from oarlock.workers.attention.backend import AttentionSpec, LayerKV
 from oarlock.workers.config import WorkerConfig, WorkerInfo
 from oarlock.workers.distributed.parallel_state import TensorParallel
-from oarlock.workers.errors import StartupError
 from oarlock.workers.preflight import preflight
 from oarlock.workers.ranks.multiproc_executor import joint_info
 from oarlock.workers.runner.experts_invariance import batch_fault

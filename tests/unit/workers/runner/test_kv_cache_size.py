@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 import torch
 
+from oarlock.base.errors import StartupError
 from oarlock.workers.attention.backend import KVSpec
 from oarlock.workers.attention.selector import BACKENDS
 from oarlock.workers.config import WorkerConfig
-from oarlock.workers.errors import StartupError
 from oarlock.workers.runner import memory_needs
 from tests.unit.workers.made_up_device import MadeUpDevice
 

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from oarlock.base.errors import StartupError
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.distributed.parallel_state import TensorParallel
-from oarlock.workers.errors import StartupError
 from oarlock.workers.preflight import preflight
 from oarlock.workers.quantization.registry import QUANTIZATIONS
 from oarlock.workers.runner.memory_needs import is_out_of_memory, weight_bytes

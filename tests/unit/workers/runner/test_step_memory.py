@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
+from oarlock.base.errors import StartupError
+from oarlock.base.host_memory import human_bytes
 from oarlock.workers.attention.backend import LayerKV
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.distributed.shm_layout import Votes, total_bytes
 from oarlock.workers.distributed.shm_ring import anonymous_memory
-from oarlock.workers.errors import StartupError
-from oarlock.workers.platform.host_memory import human_bytes
 from oarlock.workers.preflight import preflight
 from oarlock.workers.protocol import NULL_BLOCK, StepMetadata, StepOutput, empty_step
 from oarlock.workers.runner.buckets import prompt_sizes

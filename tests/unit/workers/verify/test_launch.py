@@ -9,12 +9,12 @@ import time
 
 import pytest
 
+from oarlock.base.errors import StartupError
+from oarlock.base.python_child import start_python
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.distributed.control_channel import Control
 from oarlock.workers.distributed.shm_layout import Flags, total_bytes
 from oarlock.workers.distributed.shm_ring import anonymous_memory
-from oarlock.workers.errors import StartupError
-from oarlock.workers.python_child import start_python
 from oarlock.workers.ranks.spawn_ranks import SpawnedRanks
 from oarlock.workers.verify import launch
 

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from oarlock.workers.errors import StartupError
+from oarlock.base.errors import StartupError
 from oarlock.workers.weights.checkpoint import SINGLE_FILE, Checkpoint
 from oarlock.workers.weights.reader import WeightReader
 

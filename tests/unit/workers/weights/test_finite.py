@@ -7,9 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from oarlock.base.errors import StartupError
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.distributed.parallel_state import TensorParallel
-from oarlock.workers.errors import StartupError
 from oarlock.workers.preflight import preflight
 from oarlock.workers.runner.model_runner import ModelRunner
 from oarlock.workers.weights import reader as reader_module

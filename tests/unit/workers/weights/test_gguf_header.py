@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from oarlock.workers.errors import StartupError
+from oarlock.base.errors import StartupError
 from oarlock.workers.models.gguf_config import hf_config
 from oarlock.workers.weights.gguf_header import read_header
 from oarlock.workers.weights.gguf_model import GGUFModel, shortest

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from oarlock.workers.errors import StartupError
+from oarlock.base.errors import StartupError
 from oarlock.workers.weights import reader as reader_module
 from oarlock.workers.weights.checkpoint import SINGLE_FILE, Checkpoint
 from oarlock.workers.weights.reader import WeightReader

@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from oarlock.base.errors import StartupError
+from oarlock.base.paths import cache_home
 from oarlock.workers.attention.backend import AttentionSpec, KVSpec
 from oarlock.workers.config import WorkerConfig
-from oarlock.workers.errors import StartupError
 from oarlock.workers.kernels.cpu import build, elementwise, in_use, library, prebuild
 from oarlock.workers.kernels.cpu.build import LEVELS, Level
 from oarlock.workers.kernels.cpu.gemm import CppMatmul
-from oarlock.workers.paths import cache_home
 from oarlock.workers.platform.processor import may_use_tiles
 from oarlock.workers.preflight import check_without_weights
 from tests.unit.workers import kernel_levels

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from oarlock.base.python_child import HUB_SECRETS, SECRETS, import_path, start_python
 from oarlock.server.config.settings import OPTIONS
-from oarlock.workers.python_child import HUB_SECRETS, SECRETS, import_path, start_python
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -4,7 +4,7 @@ import logging
 import sys
 import time
 
-from oarlock.workers.log_format import JsonFormatter
+from oarlock.base.log_format import JsonFormatter
 
 
 class LineFormatter(logging.Formatter):

@@ -1,8 +1,10 @@
-"""Free memory of this process in bytes, and the formatting of byte counts. Torch-free."""
+"""Free memory of this process in bytes, and the formatting of byte counts."""
 
 import resource
 import sys
 from pathlib import Path
+
+from oarlock.base.process_memory import memory_use
 
 _CGROUP_FILES = (  # limit, usage: version 2, then version 1
     ("memory.max", "memory.current"),
@@ -41,8 +43,7 @@ def _available() -> int:
 def _free_addresses() -> int:
     """Return the bytes of address space that `ulimit -v` leaves to this process."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    used = int(Path("/proc/self/statm").read_text("ascii").split()[0]) * resource.getpagesize()
-    return sys.maxsize if limit == resource.RLIM_INFINITY else max(0, limit - used)
+    return sys.maxsize if limit == resource.RLIM_INFINITY else max(0, limit - memory_use().mapped)
 
 
 def _cgroup_directories(root: Path, membership: Path) -> list[Path]:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from oarlock.workers.platform import host_memory
-from oarlock.workers.python_child import start_python
+from oarlock.base import host_memory
+from oarlock.base.python_child import start_python
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -32,6 +32,6 @@ def test_without_control_groups_the_machine_counts(tmp_path):
 @pytest.mark.slow
 def test_a_limit_on_addresses_counts():
     limit = "import resource; resource.setrlimit(resource.RLIMIT_AS, (2 << 30, resource.RLIM_INFINITY))"
-    asked = "from oarlock.workers.platform.host_memory import free_host_bytes; assert 0 < free_host_bytes() < 2 << 30"
+    asked = "from oarlock.base.host_memory import free_host_bytes; assert 0 < free_host_bytes() < 2 << 30"
     with start_python(["-c", f"{limit}; {asked}"]) as process:
         assert process.wait(60) == 0

@@ -1,4 +1,4 @@
-"""Paths that depend on the user of this process: the home directory, `~`, and the directories of caches. Torch-free.
+"""Paths that depend on the user of this process: the home directory, `~`, and the directories of caches.
 
 A user need not have a home. Containers often run as a user id that the password database does not know, with HOME unset
 or set to a directory that this user cannot write. No other module expands `~` or asks for a home directory.
@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from oarlock.workers.errors import StartupError
+from oarlock.base.errors import StartupError
 
 _CACHE_FIX = "Set XDG_CACHE_HOME to a directory that this user can write."
 

@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from oarlock.engine.log_format import LineFormatter, log_to_stderr
+from oarlock.engine.core.log_format import LineFormatter, log_to_stderr
 
 
 def formatted(message: str, *args) -> str:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from oarlock.workers import paths
-from oarlock.workers.errors import StartupError
+from oarlock.base import paths
+from oarlock.base.errors import StartupError
 
 CACHES = ("XDG_CACHE_HOME", "HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "TRITON_HOME", "TRITON_CACHE_DIR")
 ROOT_HOME = pwd.getpwuid(0).pw_dir

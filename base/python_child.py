@@ -1,5 +1,4 @@
 """Python processes that import our packages, but nothing from the current directory, and that end with this process.
-Torch-free.
 
 `python -m` puts the current directory first on the path, so a `json.py` or an `engine/` there would be imported in
 place of ours; `-P` prevents it. The user's PYTHONPATH is kept, except for its empty entries, which mean the current
@@ -19,7 +18,7 @@ import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
-from oarlock.workers.paths import library_caches
+from oarlock.base.paths import library_caches
 
 EXIT_UNREAD = 128 + signal.SIGPIPE  # a shell's exit code for a program that the signal ended
 _PR_SET_PDEATHSIG = 1
