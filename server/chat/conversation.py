@@ -8,8 +8,8 @@ from typing import Any
 from oarlock.server.chat.tool_parsers.base import Messages, ToolFormat
 from oarlock.server.chat.tool_parsers.harmony import HARMONY
 from oarlock.server.chat.turn_folding import Folding
-from oarlock.server.endpoints.chat.schema import ChatMessage, ToolCall
 from oarlock.server.llm.chat_template import text_parts
+from oarlock.server.schemas.chat import ChatMessage, ToolCall
 
 Tools = list[dict[str, Any]]
 

@@ -28,9 +28,9 @@ from oarlock.server.chat.tool_parsers.grammar import (
 from oarlock.server.chat.tool_parsers.harmony import HARMONY, TURN, after_thoughts, final_head
 from oarlock.server.chat.turn_folding import Folding
 from oarlock.server.chat.turn_trial import Outline, TurnTrial
-from oarlock.server.endpoints.chat.schema import ChatRequest
 from oarlock.server.llm.chat_template import ChatTemplate, Rendering
 from oarlock.server.llm.tokenizer import Tokenizer
+from oarlock.server.schemas.chat import ChatRequest
 
 # appended to a message to be continued, to find the end of the prompt (private use area)
 _CUT_HERE = "\ue0c7\ue0f1\ue0c7"

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from oarlock.engine.errors import RequestError
-from oarlock.server.endpoints.chat.schema import ChatRequest
 from oarlock.server.llm.chat_template import ChatTemplate, text_parts
 from oarlock.server.llm.template_renderers import TemplateLimitError
+from oarlock.server.schemas.chat import ChatRequest
 
 # Variable -> (value that turns reasoning on, value that turns it off); None: omit the variable.
 _SWITCHES: dict[str, tuple[Any, Any]] = {

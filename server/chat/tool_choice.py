@@ -7,7 +7,7 @@ from oarlock.engine.errors import RequestError
 from oarlock.server.chat.tool_parsers.base import ToolFormat, ToolParser
 from oarlock.server.chat.tool_parsers.call_parser import ToolCallStart
 from oarlock.server.chat.tool_parsers.grammar import MAX_CALLS, SpecialIds
-from oarlock.server.endpoints.chat.schema import AllowedChoice, ChatRequest, NamedChoice, Tool
+from oarlock.server.schemas.chat import AllowedChoice, ChatRequest, NamedChoice, Tool
 
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 

@@ -18,9 +18,9 @@ from oarlock.engine.errors import RequestError
 from oarlock.server.chat.conversation import Tools, in_parts, template_messages
 from oarlock.server.chat.tool_parsers.base import Messages, ToolFormat
 from oarlock.server.chat.turn_folding import INSTRUCTIONS, CallText, CallTurns, Folding, Runs, SystemTurns
-from oarlock.server.endpoints.chat.schema import CalledFunction, ChatMessage, ToolCall
 from oarlock.server.llm.chat_template import ChatTemplate
 from oarlock.server.llm.template_renderers import TemplateLimitError
+from oarlock.server.schemas.chat import CalledFunction, ChatMessage, ToolCall
 
 MAX_TRIAL_TURNS = 64
 MAX_PROMPT = 1 << 18  # limit in characters for a trial's prompt

@@ -9,7 +9,6 @@ from starlette.responses import Response
 
 from oarlock.server.endpoints.generate import OpenAIServingGenerate
 from oarlock.server.endpoints.response_writer import ResponseWriter, finite
-from oarlock.server.endpoints.schema import CompletionRequest
 from oarlock.server.http.api_route import ErrorHandlingRoute
 from oarlock.server.http.openapi import describe
 from oarlock.server.http.server_sent_events import AnswerWriter
@@ -17,6 +16,7 @@ from oarlock.server.json_text import json_text
 from oarlock.server.llm.generation import Generation
 from oarlock.server.llm.input_processor import ProcessedRequest
 from oarlock.server.llm.output_processor import Delta, TokenScore
+from oarlock.server.schemas.generation import CompletionRequest
 
 
 class OpenAIServingCompletion(OpenAIServingGenerate[CompletionRequest, ProcessedRequest]):

@@ -13,7 +13,6 @@ from starlette.responses import Response
 
 from oarlock.engine.errors import RequestError
 from oarlock.server.endpoints.response_writer import ResponseHead, ResponseOptions
-from oarlock.server.endpoints.schema import SamplingFields
 from oarlock.server.endpoints.serving import OpenAIServing
 from oarlock.server.endpoints.text_places import TextPlaces
 from oarlock.server.errors import DeadlineError
@@ -33,6 +32,7 @@ from oarlock.server.llm.generation import Generation, collect
 from oarlock.server.llm.input_processor import ProcessedRequest, expected_bytes, waiting_bytes
 from oarlock.server.llm.output_processor import Delta
 from oarlock.server.llm.pooler_config import Task
+from oarlock.server.schemas.generation import SamplingFields
 
 MOST_RENDERED = 16 << 20  # characters of the response to a request that renders prompts
 _CHARACTERS_PER_ID = 8  # upper bound, for ids below ten million

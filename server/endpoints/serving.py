@@ -28,7 +28,7 @@ from oarlock.server.llm.pooler_config import PoolerConfig
 from oarlock.server.llm.tokenizer import Tokenizer
 from oarlock.server.observability.logs import event, logger
 from oarlock.server.observability.metrics import HttpCounters, exposition
-from oarlock.server.strict_model import MAX_TIMEOUT_S, StrictModel
+from oarlock.server.schemas.strict_model import MAX_TIMEOUT_S, StrictModel
 from oarlock.server.version import VERSION
 
 STATS_TIMEOUT_S = 2.0

@@ -11,13 +11,6 @@ from starlette.responses import Response
 
 from oarlock.engine.errors import RequestError
 from oarlock.server.chat.prompt import render_prompt
-from oarlock.server.endpoints.chat.schema import (
-    DetokenizeRequest,
-    TokenFields,
-    TokenizeChatRequest,
-    TokenizeRequest,
-    as_chat,
-)
 from oarlock.server.endpoints.serving import OpenAIServing
 from oarlock.server.endpoints.text_places import TextPlaces
 from oarlock.server.http.api_route import ErrorHandlingRoute
@@ -26,7 +19,8 @@ from oarlock.server.http.openapi import describe
 from oarlock.server.http.server_sent_events import whole_response
 from oarlock.server.json_text import InPieces, numbers, pieces_of
 from oarlock.server.llm.tokenizer import TooManyTokensError
-from oarlock.server.strict_model import MAX_PROMPT_IDS
+from oarlock.server.schemas.chat import DetokenizeRequest, TokenFields, TokenizeChatRequest, TokenizeRequest, as_chat
+from oarlock.server.schemas.strict_model import MAX_PROMPT_IDS
 
 
 class OpenAIServingTokenization(OpenAIServing):

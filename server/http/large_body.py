@@ -37,11 +37,11 @@ from pydantic_core import from_json
 from oarlock.base.process_memory import limit_mapped_bytes, memory_use
 from oarlock.base.python_child import start_python
 from oarlock.engine.errors import RequestError, UnavailableError
-from oarlock.server.endpoints.batches.schema import BatchRequest, WrongBatchError, read_line
 from oarlock.server.http.body_cost import BYTES_PER_VALUE, cost_of, exact_cost_of, largest_member, takes_long
 from oarlock.server.http.request_body import REQUEST_BODIES, ignored_parameters, parse_any
 from oarlock.server.observability.logs import event, logger
-from oarlock.server.strict_model import StrictModel
+from oarlock.server.schemas.batches import BatchRequest, WrongBatchError, read_line
+from oarlock.server.schemas.strict_model import StrictModel
 
 READ_TIMEOUT_S = 60.0  # limit for one body; 16 MiB of strings or ids take about a second
 STALL_TIMEOUT_S = 5.0  # longest time without CPU use; then the process was stopped, or hangs

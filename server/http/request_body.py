@@ -16,16 +16,16 @@ from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 
 from oarlock.engine.errors import RequestError
-from oarlock.server.endpoints.batches.schema import CreateBatchRequest
-from oarlock.server.endpoints.chat.schema import ChatRequest, DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
-from oarlock.server.endpoints.messages.schema import CountTokensRequest, MessagesRequest
-from oarlock.server.endpoints.pooling.schema import EmbeddingRequest, PoolingRequest, RerankRequest, ScoreRequest
-from oarlock.server.endpoints.responses.schema import CompactRequest, ResponsesRequest
-from oarlock.server.endpoints.schema import AbortRequest, CompletionRequest
 from oarlock.server.errors import ClientGoneError, HttpError
 from oarlock.server.http.body_memory import HeldMemory
 from oarlock.server.http.ignored_parameters import refuse
-from oarlock.server.strict_model import FieldError, StrictModel
+from oarlock.server.schemas.batches import CreateBatchRequest
+from oarlock.server.schemas.chat import ChatRequest, DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
+from oarlock.server.schemas.generation import AbortRequest, CompletionRequest
+from oarlock.server.schemas.messages import CountTokensRequest, MessagesRequest
+from oarlock.server.schemas.pooling import EmbeddingRequest, PoolingRequest, RerankRequest, ScoreRequest
+from oarlock.server.schemas.responses import CompactRequest, ResponsesRequest
+from oarlock.server.schemas.strict_model import FieldError, StrictModel
 
 # The schemas of all bodies by name, for the OpenAPI document and the process that reads large bodies.
 REQUEST_BODIES: dict[str, type[StrictModel]] = {

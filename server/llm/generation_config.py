@@ -18,9 +18,9 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, create_mod
 from oarlock.base.errors import StartupError, shown
 from oarlock.base.json_files import is_there
 from oarlock.engine.types import SamplingParams
-from oarlock.server.endpoints.schema import SamplingFields
 from oarlock.server.hub.model_path import read_json
-from oarlock.server.strict_model import INT32_MAX, WHOLE, StrictModel
+from oarlock.server.schemas.generation import SamplingFields
+from oarlock.server.schemas.strict_model import INT32_MAX, WHOLE, StrictModel
 
 FILE = "generation_config.json"
 AUTO, NEUTRAL = "auto", "vllm"

@@ -17,13 +17,13 @@ from typing import Any
 
 from oarlock.engine.errors import ContextLengthError, RequestError
 from oarlock.engine.types import Grammar, Request, SamplingParams
-from oarlock.server.endpoints.schema import CompletionRequest, SamplingFields
 from oarlock.server.llm.detokenizer import StopStringMatcher, StopStrings
 from oarlock.server.llm.generation import Engine
 from oarlock.server.llm.generation_config import GenerationConfig
 from oarlock.server.llm.loop_turns import turn
 from oarlock.server.llm.output_processor import ChoiceOutput, OutputOptions, StopFinders
 from oarlock.server.llm.tokenizer import MOST_DECODED, Tokenizer, TooManyTokensError
+from oarlock.server.schemas.generation import CompletionRequest, SamplingFields
 
 MAX_SCORES = 8_000_000  # prompt log-probabilities in one response, kept until it is complete: 64 MB
 _WHOLE_CONTEXT = -1  # a value of truncate_prompt_tokens

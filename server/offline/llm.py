@@ -22,8 +22,6 @@ from oarlock.engine.types import EngineInfo
 from oarlock.server.config import vllm_flags
 from oarlock.server.config.options import OptionError
 from oarlock.server.config.settings import SERVER_ONLY, make_settings
-from oarlock.server.endpoints.chat.schema import ChatRequest
-from oarlock.server.endpoints.schema import CompletionRequest
 from oarlock.server.http.request_body import parse
 from oarlock.server.json_text import dumps
 from oarlock.server.launch.banner import Counted
@@ -50,6 +48,8 @@ from oarlock.server.offline.outputs import (
     ScoreFields,
     ScoringRequestOutput,
 )
+from oarlock.server.schemas.chat import ChatRequest
+from oarlock.server.schemas.generation import CompletionRequest
 
 _T = TypeVar("_T")
 _CLOSE_S = 10.0

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypedDict, TypeVar
 
 from oarlock.server.chat.message_parser import MessageParser
 from oarlock.server.endpoints.chat.serving import ProcessedChat, read_message
-from oarlock.server.endpoints.pooling.schema import EmbeddingRequest, ScoreRequest
 from oarlock.server.endpoints.pooling.scoring import OpenAIServingScoring
 from oarlock.server.endpoints.pooling.serving import OpenAIServingEmbedding
 from oarlock.server.http.request_body import parse
@@ -21,6 +20,7 @@ from oarlock.server.llm.generation import Generation
 from oarlock.server.llm.output_processor import Delta, TokenScore
 from oarlock.server.llm.tokenizer import Tokenizer
 from oarlock.server.offline.inputs import Prompt
+from oarlock.server.schemas.pooling import EmbeddingRequest, ScoreRequest
 
 if TYPE_CHECKING:
     import numpy as np

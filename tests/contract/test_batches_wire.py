@@ -14,8 +14,8 @@ import pytest
 from openai.types import Batch
 
 from oarlock.engine.errors import EngineDeadError
-from oarlock.server.endpoints.batches.schema import read_line
 from oarlock.server.llm.pooler_config import PoolerConfig, Task
+from oarlock.server.schemas.batches import read_line
 from tests.contract.batch_server import BODIES, CHAT, COMPLETION, RESPONSE, jsonl, request_line, serving
 from tests.contract.conftest import wait_for
 

@@ -8,9 +8,9 @@ import math
 import anyio
 import pytest
 
-from oarlock.server.endpoints.chat.schema import TokenizeRequest
 from oarlock.server.http.docs_page import parameters
 from oarlock.server.http.request_body import NEUTRAL_VALUES
+from oarlock.server.schemas.chat import TokenizeRequest
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 NEEDED = {

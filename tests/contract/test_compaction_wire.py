@@ -11,9 +11,9 @@ import openai
 import pytest
 
 from oarlock.server.endpoints.responses.compact import MAX_TOKENS
-from oarlock.server.endpoints.responses.items.schema import SUMMARY, THOUGHTS, sealed
 from oarlock.server.llm.generation_config import GenerationConfig
 from oarlock.server.llm.pooler_config import PoolerConfig, Task
+from oarlock.server.schemas.response_items import SUMMARY, THOUGHTS, sealed
 from tests.contract.conftest import INFO
 from tests.unit.server.llm import chat_templates as templates
 

@@ -307,7 +307,7 @@ def test_the_official_client_reads_both_encodings(make_server):
 def test_every_field_of_the_official_client_is_known(make_stage):
     from openai.types import EmbeddingCreateParams
 
-    from oarlock.server.endpoints.pooling.schema import EmbeddingRequest
+    from oarlock.server.schemas.pooling import EmbeddingRequest
 
     assert set(EmbeddingCreateParams.__annotations__) <= set(EmbeddingRequest.model_fields)
 

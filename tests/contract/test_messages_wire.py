@@ -10,8 +10,8 @@ import anyio
 import pytest
 from pydantic import TypeAdapter
 
-from oarlock.server.endpoints.messages import schema
 from oarlock.server.endpoints.messages.translate import ContentBlocks
+from oarlock.server.schemas import messages as schema
 from tests.contract.conftest import INFO
 from tests.unit.server.llm import chat_templates as templates
 

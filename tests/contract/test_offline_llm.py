@@ -16,10 +16,10 @@ import pytest
 import oarlock
 from oarlock import SamplingParams
 from oarlock.engine.errors import ContextLengthError, EngineError
-from oarlock.server.endpoints.chat.schema import ChatRequest
-from oarlock.server.endpoints.schema import SamplingFields
 from oarlock.server.llm.generation_config import GenerationConfig
 from oarlock.server.offline.llm import ChatFields
+from oarlock.server.schemas.chat import ChatRequest
+from oarlock.server.schemas.generation import SamplingFields
 from tests.contract.conftest import DEMO
 from tests.contract.test_embeddings_wire import EMBEDS
 from tests.contract.test_rerank_wire import ASKS

@@ -31,9 +31,9 @@ from openai.types.responses import (
 from openai.types.shared_params import Reasoning
 from pydantic import TypeAdapter
 
-from oarlock.server.endpoints.responses import schema
-from oarlock.server.endpoints.responses.items import schema as items
-from oarlock.server.endpoints.schema import StreamOptions
+from oarlock.server.schemas import response_items as items
+from oarlock.server.schemas import responses as schema
+from oarlock.server.schemas.generation import StreamOptions
 from tests.contract.conftest import INFO
 from tests.unit.server.llm import chat_templates as templates
 

@@ -10,8 +10,8 @@ import anyio
 import pytest
 
 from oarlock.base.errors import StartupError
-from oarlock.server.endpoints.schema import CompletionRequest
 from oarlock.server.http.api_keys import load_keys
+from oarlock.server.schemas.generation import CompletionRequest
 
 MESSAGES = [{"role": "user", "content": "x"}]
 

@@ -5,11 +5,8 @@ An entry is a folder directly under a package, or a Python file at its root.
 """
 
 from collections.abc import Iterable, Mapping
-from fnmatch import fnmatch
 
 from tests.house.rules import imports
-
-SCHEMAS = "endpoints/**/schema.py"
 
 Order = Mapping[str, frozenset[str]]
 
@@ -23,18 +20,16 @@ def entries(names: str) -> frozenset[str]:
 ORDER: dict[str, Order] = {
     "server": {
         "cli": entries("launch offline endpoints llm hub config bench version.py"),
-        "offline": entries("launch endpoints http chat llm hub config observability json_text.py") | {SCHEMAS},
+        "offline": entries("launch endpoints http chat llm schemas hub config observability json_text.py"),
         "launch": entries("endpoints http chat llm hub config observability errors.py"),
         "bench": entries(""),
-        "endpoints": entries("http chat llm hub config observability errors.py json_text.py strict_model.py version.py")
-        | {SCHEMAS},
-        "http": entries("llm config observability errors.py strict_model.py version.py") | {SCHEMAS},
-        "chat": entries("llm observability") | {SCHEMAS},
-        "llm": entries("hub config observability errors.py json_text.py strict_model.py") | {SCHEMAS},
+        "endpoints": entries("http chat llm schemas hub config observability errors.py json_text.py version.py"),
+        "http": entries("llm schemas config observability errors.py version.py"),
+        "chat": entries("llm schemas observability"),
+        "llm": entries("schemas hub config observability errors.py json_text.py"),
         "hub": entries("config"),
         "config": entries(""),
-        SCHEMAS: entries("strict_model.py"),
-        "strict_model.py": entries(""),
+        "schemas": entries(""),
         "observability": entries(""),
         "errors.py": entries("json_text.py"),
         "json_text.py": entries(""),
@@ -143,8 +138,8 @@ PUBLIC: dict[str, Order] = {
 
 
 def entry_of(file: str) -> str:
-    """`engine/ipc/frames.py` -> `ipc`, `engine/client.py` -> `client.py`, a `schema.py` of an endpoint -> `SCHEMAS`."""
-    return SCHEMAS if fnmatch(file, "server/endpoints/*schema.py") else file.split("/")[1]
+    """`engine/ipc/frames.py` -> `ipc`, `engine/client.py` -> `client.py`."""
+    return file.split("/")[1]
 
 
 def file_of(module: str, files: Iterable[str]) -> str | None:

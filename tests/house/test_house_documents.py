@@ -11,13 +11,13 @@ import pytest
 from fastapi import APIRouter
 
 from oarlock.server.endpoints import __path__ as folder
-from oarlock.server.endpoints.chat.schema import ChatRequest
-from oarlock.server.endpoints.messages.schema import MessagesRequest
-from oarlock.server.endpoints.responses.schema import ResponsesRequest
-from oarlock.server.endpoints.schema import CompletionRequest
 from oarlock.server.http.pages import router as page_router
 from oarlock.server.http.request_body import NEUTRAL_VALUES
 from oarlock.server.observability import metrics
+from oarlock.server.schemas.chat import ChatRequest
+from oarlock.server.schemas.generation import CompletionRequest
+from oarlock.server.schemas.messages import MessagesRequest
+from oarlock.server.schemas.responses import ResponsesRequest
 from tests.e2e import recorded_chat
 from tests.house import documents, requirements_table
 from tests.house.rules import PACKAGES, ROOT, imports, place, python_files

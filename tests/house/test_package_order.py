@@ -6,7 +6,7 @@
 import pytest
 
 from tests.house import package_order
-from tests.house.package_order import ORDER, PUBLIC, entries
+from tests.house.package_order import PUBLIC, entries
 
 SMALL = {
     "top": entries("middle low data.py"),
@@ -57,22 +57,6 @@ LOW_MUST_NOT = "engine/low/a.py imports engine/top/b.py: engine/low must not imp
 )
 def test_an_import_against_the_order_is_noticed(sources, fault):
     assert package_order.import_faults(sources, "engine", SMALL) == [fault]
-
-
-def test_a_schema_of_an_endpoint_stands_below_what_reads_it():
-    sources = {
-        "server/endpoints/chat/schema.py": "from oarlock.server.http.connection import x",
-        "server/http/connection.py": "from oarlock.server.endpoints.schema import x",
-        "server/endpoints/schema.py": "from oarlock.server.endpoints.serving import x",
-        "server/endpoints/serving.py": "",
-    }
-    assert package_order.import_faults(sources, "server", ORDER["server"]) == [
-        f"server/endpoints/{file} imports {imported}: server/{package_order.SCHEMAS} must not import server/{room}"
-        for file, imported, room in (
-            ("chat/schema.py", "server/http/connection.py", "http"),
-            ("schema.py", "server/endpoints/serving.py", "endpoints"),
-        )
-    ]
 
 
 def test_imports_along_the_order_pass():

@@ -13,21 +13,21 @@ from oarlock.engine.errors import EngineDeadError, UnavailableError
 from oarlock.engine.panics import ENDS_TASK
 from oarlock.server.endpoints.batches.batch_file import AnswerFile, RequestFile
 from oarlock.server.endpoints.batches.key_shares import KeyLimiter
-from oarlock.server.endpoints.batches.schema import BatchRequest
-from oarlock.server.endpoints.chat.schema import ChatRequest
 from oarlock.server.endpoints.chat.serving import OpenAIServingChatCompletion
 from oarlock.server.endpoints.completions import OpenAIServingCompletion
-from oarlock.server.endpoints.pooling.schema import EmbeddingRequest
 from oarlock.server.endpoints.pooling.serving import OpenAIServingEmbedding
-from oarlock.server.endpoints.responses.schema import ResponsesRequest
 from oarlock.server.endpoints.responses.serving import OpenAIServingResponses
-from oarlock.server.endpoints.schema import CompletionRequest, SamplingFields
 from oarlock.server.errors import describe, error_bytes
 from oarlock.server.http.body_cost import takes_long
 from oarlock.server.http.large_body import LargeBodies
 from oarlock.server.http.request_body import ignored_parameters, parse
 from oarlock.server.observability.logs import event, logger
-from oarlock.server.strict_model import StrictModel
+from oarlock.server.schemas.batches import BatchRequest
+from oarlock.server.schemas.chat import ChatRequest
+from oarlock.server.schemas.generation import CompletionRequest, SamplingFields
+from oarlock.server.schemas.pooling import EmbeddingRequest
+from oarlock.server.schemas.responses import ResponsesRequest
+from oarlock.server.schemas.strict_model import StrictModel
 
 OPEN = ("validating", "in_progress", "cancelling", "finalizing")
 # Final state of a batch -> the code and message written for its requests that have no response.

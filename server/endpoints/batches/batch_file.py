@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from oarlock.base.errors import StartupError
-from oarlock.server.endpoints.batches.schema import SHAPE, BatchRequest, WrongBatchError, read_line
 from oarlock.server.json_text import dumps
+from oarlock.server.schemas.batches import SHAPE, BatchRequest, WrongBatchError, read_line
 
 ReadLine = Callable[[bytes, int, str], BatchRequest]
 _PASSING = (408, 429)  # another try may change these statuses, and all from 500

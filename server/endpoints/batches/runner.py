@@ -32,11 +32,11 @@ from oarlock.server.endpoints.batches.directory import (
     new_id,
 )
 from oarlock.server.endpoints.batches.key_shares import BatchLimiter, FairLimiter, KeyNames, KeyQuota
-from oarlock.server.endpoints.batches.schema import BatchRequest, WrongBatchError
 from oarlock.server.errors import HttpError, retry_after
 from oarlock.server.http.large_body import LargeBodies
 from oarlock.server.http.server_state import ServerState
 from oarlock.server.observability.logs import event, logger
+from oarlock.server.schemas.batches import BatchRequest, WrongBatchError
 
 MAX_REQUESTS = 50_000  # limit of one batch
 MAX_BATCHES = 10_000  # batches that are kept; the oldest ended batches are forgotten first

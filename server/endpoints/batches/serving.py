@@ -25,7 +25,6 @@ from oarlock.server.endpoints.batches.batch import Batch, BatchEndpoints
 from oarlock.server.endpoints.batches.directory import BatchDirectory, FileStore, StoredFile, new_id, page
 from oarlock.server.endpoints.batches.key_shares import KeyNames
 from oarlock.server.endpoints.batches.runner import BatchRunner, DirectoryAdoption
-from oarlock.server.endpoints.batches.schema import MAX_EXPIRY_S, MIN_EXPIRY_S, CreateBatchRequest
 from oarlock.server.endpoints.chat.serving import OpenAIServingChatCompletion
 from oarlock.server.endpoints.completions import OpenAIServingCompletion
 from oarlock.server.endpoints.pooling.serving import OpenAIServingEmbedding
@@ -40,6 +39,7 @@ from oarlock.server.http.request_record import label_of
 from oarlock.server.http.server_state import ServerState
 from oarlock.server.json_text import dumps
 from oarlock.server.observability.metrics import HttpCounters
+from oarlock.server.schemas.batches import MAX_EXPIRY_S, MIN_EXPIRY_S, CreateBatchRequest
 
 MAX_PARTS = 16
 MAX_HEADERS = 8 * 1024  # bytes of the headers of one part

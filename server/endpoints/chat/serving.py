@@ -22,7 +22,6 @@ from oarlock.server.chat.tool_parsers.call_parser import (
     merged,
 )
 from oarlock.server.chat.visible_stops import VisibleStops
-from oarlock.server.endpoints.chat.schema import ChatRequest
 from oarlock.server.endpoints.generate import OpenAIServingGenerate
 from oarlock.server.endpoints.response_writer import ResponseHead, ResponseOptions, ResponseWriter, finite, usage
 from oarlock.server.http.api_route import ErrorHandlingRoute
@@ -36,6 +35,7 @@ from oarlock.server.llm.input_processor import ProcessedRequest, constraint_of
 from oarlock.server.llm.output_processor import Delta, Scores, StopFinders, TokenScore
 from oarlock.server.llm.tokenizer import Tokenizer
 from oarlock.server.observability import logs
+from oarlock.server.schemas.chat import ChatRequest
 
 _PARTS_AT_ONCE = 128  # most messages and parts that the event loop itself converts to a chat turn
 _TurnT = TypeVar("_TurnT", bound=ChatRequest)

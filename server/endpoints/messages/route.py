@@ -7,9 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from oarlock.engine.errors import RequestError
-from oarlock.server.endpoints.chat.schema import ChatRequest, num_parts
 from oarlock.server.endpoints.chat.serving import OpenAIServingChatCompletion, ProcessedChat
-from oarlock.server.endpoints.messages.schema import CountTokensRequest, MessagesRequest
 from oarlock.server.endpoints.messages.translate import MessagesTurn, MessagesWriter, Source, renamed, turn_of
 from oarlock.server.endpoints.text_places import TextPlaces
 from oarlock.server.http.api_route import ErrorHandlingRoute
@@ -17,6 +15,8 @@ from oarlock.server.http.openapi import describe
 from oarlock.server.http.server_sent_events import AnswerWriter
 from oarlock.server.json_text import dumps
 from oarlock.server.llm.generation import Generation
+from oarlock.server.schemas.chat import ChatRequest, num_parts
+from oarlock.server.schemas.messages import CountTokensRequest, MessagesRequest
 
 
 class AnthropicServingMessages(OpenAIServingChatCompletion):

@@ -13,8 +13,15 @@ from pydantic_core import from_json
 
 from oarlock.engine.errors import RequestError
 from oarlock.server.chat.message_parser import AnswerShape
-from oarlock.server.endpoints.chat.schema import CalledFunction, ChatMessage, ChatRequest, ToolCall
-from oarlock.server.endpoints.messages.schema import (
+from oarlock.server.endpoints.streamed_items import Event, ItemsWriter, Kind, StreamedItems
+from oarlock.server.errors import HttpError, message_error
+from oarlock.server.http.request_body import request_error, with_fields_renamed
+from oarlock.server.json_text import dumps
+from oarlock.server.llm.generation import Generation
+from oarlock.server.llm.output_processor import ABORT, TIMEOUT
+from oarlock.server.schemas.chat import CalledFunction, ChatMessage, ChatRequest, ToolCall
+from oarlock.server.schemas.generation import SamplingFields
+from oarlock.server.schemas.messages import (
     CountTokensRequest,
     InputMessage,
     MessagesRequest,
@@ -26,14 +33,7 @@ from oarlock.server.endpoints.messages.schema import (
     ToolUseBlock,
     text_of,
 )
-from oarlock.server.endpoints.schema import SamplingFields
-from oarlock.server.endpoints.streamed_items import Event, ItemsWriter, Kind, StreamedItems
-from oarlock.server.errors import HttpError, message_error
-from oarlock.server.http.request_body import request_error, with_fields_renamed
-from oarlock.server.json_text import dumps
-from oarlock.server.llm.generation import Generation
-from oarlock.server.llm.output_processor import ABORT, TIMEOUT
-from oarlock.server.strict_model import FieldError
+from oarlock.server.schemas.strict_model import FieldError
 
 Source = MessagesRequest | CountTokensRequest
 # Field of a chat turn -> field of the request that it comes from.

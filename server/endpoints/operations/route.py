@@ -17,8 +17,6 @@ from starlette.responses import JSONResponse, Response
 
 from oarlock.server.endpoints.operations.explain import OpenAIServingExplain
 from oarlock.server.endpoints.operations.live_state import OpenAIServingLiveState
-from oarlock.server.endpoints.pooling.schema import MAX_INPUTS
-from oarlock.server.endpoints.schema import AbortRequest
 from oarlock.server.endpoints.serving import OpenAIServing
 from oarlock.server.errors import HttpError, retry_after
 from oarlock.server.http.api_route import ErrorHandlingRoute
@@ -29,7 +27,9 @@ from oarlock.server.http.request_body import NEUTRAL_VALUES
 from oarlock.server.http.server_state import Phase
 from oarlock.server.observability.logs import event, logger
 from oarlock.server.observability.metrics import CONTENT_TYPE
-from oarlock.server.strict_model import MAX_CHOICES, MAX_PROMPTS, MAX_SEQUENCES
+from oarlock.server.schemas.generation import AbortRequest
+from oarlock.server.schemas.pooling import MAX_INPUTS
+from oarlock.server.schemas.strict_model import MAX_CHOICES, MAX_PROMPTS, MAX_SEQUENCES
 from oarlock.server.version import VERSION
 
 

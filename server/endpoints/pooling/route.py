@@ -4,11 +4,11 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from oarlock.server.endpoints.pooling.schema import EmbeddingRequest, PoolingRequest, RerankRequest, ScoreRequest
 from oarlock.server.endpoints.pooling.scoring import OpenAIServingScoring
 from oarlock.server.endpoints.pooling.serving import OpenAIServingEmbedding
 from oarlock.server.http.api_route import ErrorHandlingRoute
 from oarlock.server.http.openapi import describe
+from oarlock.server.schemas.pooling import EmbeddingRequest, PoolingRequest, RerankRequest, ScoreRequest
 
 router = APIRouter(route_class=ErrorHandlingRoute)
 _EMBED = describe(

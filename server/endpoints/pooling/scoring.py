@@ -12,7 +12,6 @@ from starlette.responses import Response
 
 from oarlock.engine.errors import RequestError
 from oarlock.engine.types import PoolingParams
-from oarlock.server.endpoints.pooling.schema import RerankRequest, ScoreRequest, ScoringFields
 from oarlock.server.endpoints.pooling.serving import DOCUMENT, QUERY, OpenAIServingPooling, Run, unit, usage
 from oarlock.server.http.request_record import request_id_of
 from oarlock.server.http.server_sent_events import whole_response
@@ -20,6 +19,7 @@ from oarlock.server.json_text import InPieces, pieces_of
 from oarlock.server.llm.chat_template import ChatTemplate
 from oarlock.server.llm.generation import PooledOutput
 from oarlock.server.llm.pooler_config import LABELS, PoolerConfig, Task
+from oarlock.server.schemas.pooling import RerankRequest, ScoreRequest, ScoringFields
 
 _TEXTS = ("text_1", "text_2")  # the fields of a request for scores
 

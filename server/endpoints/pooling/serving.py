@@ -19,7 +19,6 @@ from starlette.responses import Response
 
 from oarlock.engine.errors import ContextLengthError, RequestError
 from oarlock.engine.types import PoolingParams
-from oarlock.server.endpoints.pooling.schema import EmbeddingRequest, InputFields, PoolingFields, PoolingRequest
 from oarlock.server.endpoints.serving import OpenAIServing
 from oarlock.server.errors import DeadlineError
 from oarlock.server.http.request_record import client_of, label_of, record_of, request_id_of, salt_of, salted
@@ -29,6 +28,7 @@ from oarlock.server.llm.generation import PooledOutput
 from oarlock.server.llm.input_processor import BYTES_PER_ID, InputProcessor
 from oarlock.server.llm.pooler_config import PoolerConfig, Task
 from oarlock.server.llm.tokenizer import TooManyTokensError
+from oarlock.server.schemas.pooling import EmbeddingRequest, InputFields, PoolingFields, PoolingRequest
 
 if TYPE_CHECKING:
     from oarlock.server.llm.generation import PooledOutput, Pooling

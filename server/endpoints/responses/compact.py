@@ -14,12 +14,12 @@ from typing import Any
 from oarlock.engine.errors import ContextLengthError, RequestError, UnavailableError
 from oarlock.server.chat.message_parser import AnswerShape
 from oarlock.server.endpoints.chat.serving import ProcessedChat
-from oarlock.server.endpoints.responses.items.schema import SUMMARY, MessageItem, sealed, text_of
-from oarlock.server.endpoints.responses.schema import CompactRequest, Reasoning, ResponsesRequest
 from oarlock.server.endpoints.responses.translate import Item, ResponsesTurn, ResponsesWriter, turn_of
 from oarlock.server.errors import HttpError
 from oarlock.server.llm.generation import Generation
 from oarlock.server.llm.output_processor import ABORT, TIMEOUT
+from oarlock.server.schemas.response_items import SUMMARY, MessageItem, sealed, text_of
+from oarlock.server.schemas.responses import CompactRequest, Reasoning, ResponsesRequest
 
 # The user's last turn. It limits the length in words, so that few summaries reach the limit in tokens.
 _QUESTION = (

@@ -11,18 +11,8 @@ from starlette.responses import Response
 
 from oarlock.engine.errors import RequestError
 from oarlock.server.chat.visible_tokens import VisibleTokens
-from oarlock.server.endpoints.chat.schema import ChatRequest, HostedTool, num_parts
 from oarlock.server.endpoints.chat.serving import OpenAIServingChatCompletion, ProcessedChat, token_logprobs
 from oarlock.server.endpoints.responses.compact import CompactionWriter, SummaryTurn, bounded, summary_turn
-from oarlock.server.endpoints.responses.items.schema import (
-    HostedCallItem,
-    ItemReference,
-    MessageItem,
-    OtherCallItem,
-    OtherCallOutputItem,
-    UnreadItem,
-)
-from oarlock.server.endpoints.responses.schema import CompactRequest, FunctionTool, NamespaceTool, ResponsesRequest
 from oarlock.server.endpoints.responses.store import ResponseStore, StoredResponse
 from oarlock.server.endpoints.responses.translate import Item, ResponsesTurn, ResponsesWriter, renamed, turn_of
 from oarlock.server.endpoints.text_places import TextPlaces
@@ -33,6 +23,16 @@ from oarlock.server.http.request_record import salt_of, salted
 from oarlock.server.http.server_sent_events import AnswerWriter
 from oarlock.server.json_text import dumps
 from oarlock.server.llm.generation import Generation
+from oarlock.server.schemas.chat import ChatRequest, HostedTool, num_parts
+from oarlock.server.schemas.response_items import (
+    HostedCallItem,
+    ItemReference,
+    MessageItem,
+    OtherCallItem,
+    OtherCallOutputItem,
+    UnreadItem,
+)
+from oarlock.server.schemas.responses import CompactRequest, FunctionTool, NamespaceTool, ResponsesRequest
 
 _PREFIX = "resp_"
 _SHOWN_OF_TOOL = {"type", "name", "description", "parameters", "strict"}

@@ -12,7 +12,9 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from oarlock.server.endpoints.responses.items.schema import (
+from oarlock.server.endpoints.responses.translate import Item
+from oarlock.server.json_text import dumps
+from oarlock.server.schemas.response_items import (
     CompactionItem,
     FunctionCallItem,
     FunctionCallOutputItem,
@@ -20,9 +22,7 @@ from oarlock.server.endpoints.responses.items.schema import (
     ReasoningItem,
     ThoughtPart,
 )
-from oarlock.server.endpoints.responses.translate import Item
-from oarlock.server.json_text import dumps
-from oarlock.server.strict_model import StrictModel
+from oarlock.server.schemas.strict_model import StrictModel
 
 # Bytes in addition to the JSON: id, object and store entry of a response; id of an item.
 _OF_RESPONSE, _OF_ITEM = 1536, 640

@@ -14,8 +14,14 @@ from pydantic import PrivateAttr, ValidationError
 from oarlock.engine.errors import RequestError
 from oarlock.server.chat.message_parser import AnswerShape
 from oarlock.server.chat.visible_tokens import VisibleTokens
-from oarlock.server.endpoints.chat.schema import CalledFunction, ChatMessage, ChatRequest, ToolCall
-from oarlock.server.endpoints.responses.items.schema import (
+from oarlock.server.endpoints.streamed_items import Event, ItemsWriter, Kind, StreamedItems
+from oarlock.server.errors import HttpError, error_object
+from oarlock.server.http.request_body import request_error, with_fields_renamed
+from oarlock.server.llm.generation import Generation
+from oarlock.server.llm.output_processor import ABORT, TIMEOUT, Delta, TokenScore
+from oarlock.server.schemas.chat import CalledFunction, ChatMessage, ChatRequest, ToolCall
+from oarlock.server.schemas.generation import SamplingFields
+from oarlock.server.schemas.response_items import (
     THOUGHTS,
     CompactionItem,
     FunctionCallItem,
@@ -25,20 +31,14 @@ from oarlock.server.endpoints.responses.items.schema import (
     sealed,
     text_of,
 )
-from oarlock.server.endpoints.responses.schema import (
+from oarlock.server.schemas.responses import (
     ChosenTool,
     FunctionTool,
     ResponsesAllowedTools,
     ResponsesRequest,
     ToolChoice,
 )
-from oarlock.server.endpoints.schema import SamplingFields
-from oarlock.server.endpoints.streamed_items import Event, ItemsWriter, Kind, StreamedItems
-from oarlock.server.errors import HttpError, error_object
-from oarlock.server.http.request_body import request_error, with_fields_renamed
-from oarlock.server.llm.generation import Generation
-from oarlock.server.llm.output_processor import ABORT, TIMEOUT, Delta, TokenScore
-from oarlock.server.strict_model import FieldError
+from oarlock.server.schemas.strict_model import FieldError
 
 Item = MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningItem | CompactionItem
 Functions = Mapping[str, tuple[FunctionTool, str | None]]  # name for the model -> function, and its namespace

@@ -12,8 +12,8 @@ import transformers
 from oarlock.engine.errors import RequestError
 from oarlock.server.chat.message_parser import REASONING_FORMATS, AnswerShape
 from oarlock.server.chat.prompt import render_prompt
-from oarlock.server.endpoints.chat.schema import ChatRequest
 from oarlock.server.llm.tokenizer import Tokenizer
+from oarlock.server.schemas.chat import ChatRequest
 from tests.unit.server.llm import chat_templates as templates
 
 DEMO = Path(__file__).resolve().parents[4] / "models" / "oarlock-demo"

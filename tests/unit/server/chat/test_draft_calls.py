@@ -18,8 +18,8 @@ from oarlock.server.chat.tool_parsers.call_parser import (
 from oarlock.server.chat.tool_parsers.harmony import HARMONY
 from oarlock.server.chat.tool_parsers.hermes import GENERIC, HERMES
 from oarlock.server.chat.tool_parsers.registry import FORMATS
-from oarlock.server.endpoints.chat.schema import Tool
 from oarlock.server.llm.output_processor import Delta
+from oarlock.server.schemas.chat import Tool
 from tests.unit.server.chat.tool_parsers.written import WHOLE_ANSWER, WRITERS
 
 R, C, F, A = ReasoningDelta, ContentDelta, ToolCallStart("f"), ArgumentsDelta

@@ -8,10 +8,10 @@ import json
 import pytest
 
 from oarlock.server.chat.thinking import thinking_of
-from oarlock.server.endpoints.chat.schema import ChatRequest
-from oarlock.server.endpoints.messages.schema import MessagesRequest
 from oarlock.server.endpoints.messages.translate import turn_of
 from oarlock.server.llm.chat_template import ChatTemplate
+from oarlock.server.schemas.chat import ChatRequest
+from oarlock.server.schemas.messages import MessagesRequest
 
 TURN = "{% for m in messages %}{{ m.content }}{% endfor %}"
 # Each writes what it was told behind the conversation.

@@ -12,8 +12,8 @@ from oarlock.engine.errors import RequestError
 from oarlock.server.chat.prompt import render_prompt
 from oarlock.server.chat.template_report import foldings_needed, report_foldings
 from oarlock.server.chat.turn_trial import MAX_TRIAL_TURNS, Outline
-from oarlock.server.endpoints.chat.schema import ChatMessage, ChatRequest
 from oarlock.server.llm.tokenizer import Tokenizer
+from oarlock.server.schemas.chat import ChatMessage, ChatRequest
 from tests.unit.server.chat.conversation_shapes import CALLS, ODD_RESULTS, PLAIN, conversation, fault
 from tests.unit.server.llm import chat_templates as templates
 

@@ -18,8 +18,8 @@ from oarlock.server.chat.tool_parsers.call_parser import (
 from oarlock.server.chat.tool_parsers.harmony import HARMONY
 from oarlock.server.chat.tool_parsers.hermes import HERMES
 from oarlock.server.chat.visible_stops import VisibleStops
-from oarlock.server.endpoints.chat.schema import Tool
 from oarlock.server.llm.detokenizer import StopStringMatcher, StopStrings
+from oarlock.server.schemas.chat import Tool
 
 R, C, F, A = ReasoningDelta, ContentDelta, ToolCallStart("f"), ArgumentsDelta
 TOOLS = (Tool.model_validate({"type": "function", "function": {"name": "f"}}),)

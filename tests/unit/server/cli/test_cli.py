@@ -20,7 +20,7 @@ from oarlock.server.cli.main import COMMANDS, _parsers, main
 from oarlock.server.config.options import OptionError
 from oarlock.server.config.settings import OPTIONS
 from oarlock.server.config.vllm_flags import FLAGS
-from oarlock.server.strict_model import MAX_LOGPROBS
+from oarlock.server.schemas.strict_model import MAX_LOGPROBS
 
 ROOT = Path(__file__).resolve().parents[4]
 

@@ -9,9 +9,9 @@ import tracemalloc
 import pytest
 
 from oarlock.server.endpoints.batches.batch_file import AnswerFile, RequestFile
-from oarlock.server.endpoints.batches.schema import MAX_CUSTOM_ID, WrongBatchError, read_line
 from oarlock.server.http import large_body
 from oarlock.server.http.large_body import LargeBodies
+from oarlock.server.schemas.batches import MAX_CUSTOM_ID, WrongBatchError, read_line
 
 
 def _line(custom_id, **body):

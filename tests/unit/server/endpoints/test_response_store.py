@@ -11,8 +11,8 @@ import types
 import pytest
 from pydantic import TypeAdapter
 
-from oarlock.server.endpoints.responses.items.schema import THOUGHTS, InputItem, sealed
 from oarlock.server.endpoints.responses.store import ResponseStore
+from oarlock.server.schemas.response_items import THOUGHTS, InputItem, sealed
 
 _ITEM = TypeAdapter(InputItem)
 _SHARED = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType)

@@ -7,8 +7,10 @@ import pytest
 
 from oarlock.engine.errors import RequestError
 from oarlock.engine.types import Grammar
-from oarlock.server.endpoints.chat.schema import ChatRequest
-from oarlock.server.endpoints.schema import (
+from oarlock.server.http.request_body import parse
+from oarlock.server.llm.input_processor import constraint_of
+from oarlock.server.schemas.chat import ChatRequest
+from oarlock.server.schemas.generation import (
     MAX_ALTERNATIVES,
     MAX_GRAMMAR_CHARACTERS,
     MAX_PATTERN_CHARACTERS,
@@ -16,8 +18,6 @@ from oarlock.server.endpoints.schema import (
     MAX_SCHEMA_DEPTH,
     CompletionRequest,
 )
-from oarlock.server.http.request_body import parse
-from oarlock.server.llm.input_processor import constraint_of
 
 ENDPOINTS = [(CompletionRequest, {"prompt": "a"}), (ChatRequest, {"messages": [{"role": "user", "content": "a"}]})]
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"const": "ü"}}}

@@ -8,15 +8,15 @@ import time
 
 import pytest
 
-from oarlock.server.endpoints.chat.schema import ChatRequest
-from oarlock.server.endpoints.messages.schema import MessagesRequest
-from oarlock.server.endpoints.responses.schema import ResponsesRequest
-from oarlock.server.endpoints.schema import CompletionRequest
 from oarlock.server.errors import HttpError
 from oarlock.server.http.body_cost import AT_ONCE_MS, cost_of, largest_member
 from oarlock.server.http.body_memory import BodyMemory
 from oarlock.server.http.parsing_turns import TURN_S, ParsingTurns
 from oarlock.server.http.request_body import parse_any
+from oarlock.server.schemas.chat import ChatRequest
+from oarlock.server.schemas.generation import CompletionRequest
+from oarlock.server.schemas.messages import MessagesRequest
+from oarlock.server.schemas.responses import ResponsesRequest
 
 TURN = {"role": "user", "content": ""}
 CALL = {"id": "c", "function": {"name": "f", "arguments": ""}}

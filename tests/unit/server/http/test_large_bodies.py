@@ -12,11 +12,6 @@ import pytest
 from oarlock.engine.errors import RequestError, UnavailableError
 from oarlock.server.config.settings import Settings
 from oarlock.server.endpoints.app import application
-from oarlock.server.endpoints.batches.schema import CreateBatchRequest
-from oarlock.server.endpoints.chat.schema import ChatRequest, DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
-from oarlock.server.endpoints.pooling.schema import EmbeddingRequest, PoolingRequest, RerankRequest, ScoreRequest
-from oarlock.server.endpoints.responses.schema import CompactRequest, ResponsesRequest
-from oarlock.server.endpoints.schema import CompletionRequest
 from oarlock.server.http import large_body
 from oarlock.server.http.body_cost import takes_long
 from oarlock.server.http.docs_page import body_schemas
@@ -24,6 +19,11 @@ from oarlock.server.http.large_body import LargeBodies
 from oarlock.server.http.request_body import REQUEST_BODIES, ignored_parameters, parse_any
 from oarlock.server.http.server_state import ServerState
 from oarlock.server.observability.metrics import HttpCounters
+from oarlock.server.schemas.batches import CreateBatchRequest
+from oarlock.server.schemas.chat import ChatRequest, DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
+from oarlock.server.schemas.generation import CompletionRequest
+from oarlock.server.schemas.pooling import EmbeddingRequest, PoolingRequest, RerankRequest, ScoreRequest
+from oarlock.server.schemas.responses import CompactRequest, ResponsesRequest
 
 LONG = "wörd 😀 \n" * 200
 IDS = [0, 1, 2**31 - 1] * 50

@@ -15,9 +15,9 @@ from oarlock.server.chat.detection import tool_format_of
 from oarlock.server.chat.prompt import render_prompt
 from oarlock.server.chat.template_report import foldings_needed
 from oarlock.server.chat.turn_folding import Folding
-from oarlock.server.endpoints.chat.schema import ChatRequest
 from oarlock.server.llm.chat_template import ChatTemplate
 from oarlock.server.llm.tokenizer import Tokenizer
+from oarlock.server.schemas.chat import ChatRequest
 from tests.unit.server.chat.conversation_shapes import CALLS, ODD_RESULTS, PLAIN, Conversation, conversation, fault
 from tests.unit.server.chat.test_turn_folding import load
 from tests.unit.server.llm.real_templates import real_templates

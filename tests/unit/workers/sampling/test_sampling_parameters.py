@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from oarlock.engine.types import SamplingParams
-from oarlock.server.endpoints.schema import SamplingFields
 from oarlock.server.offline.inputs import SamplingParams as OfflineParams
+from oarlock.server.schemas.generation import SamplingFields
 from oarlock.workers.kernels.cpu import library
 from oarlock.workers.protocol import StepMetadata, StepOutput
 from oarlock.workers.runner.trial_steps import null_step

@@ -26,9 +26,9 @@ from oarlock.server.chat.tool_parsers.hermes import UNKNOWN
 from oarlock.server.chat.tool_parsers.registry import FORMATS
 from oarlock.server.config.option_groups import REASONING_PARSERS, TOOL_CALL_PARSERS
 from oarlock.server.config.settings import Settings
-from oarlock.server.endpoints.chat.schema import ChatRequest
 from oarlock.server.llm.chat_template import ChatTemplate
 from oarlock.server.llm.tokenizer import find_files
+from oarlock.server.schemas.chat import ChatRequest
 from tests.unit.server.chat.tool_parsers.written import ARGUMENTS_AS_TEXT, ONE_CALL, TEMPLATES, WHOLE_ANSWER, WRITERS
 
 TOKENIZER = Path(__file__).resolve().parents[5] / "models" / "oarlock-demo" / "tokenizer.json"

@@ -20,8 +20,8 @@ from oarlock.server.chat.tool_parsers.call_parser import (
     merged,
 )
 from oarlock.server.chat.tool_parsers.harmony import HARMONY, HarmonyParser
-from oarlock.server.endpoints.chat.schema import ChatRequest
 from oarlock.server.llm.output_processor import Delta
+from oarlock.server.schemas.chat import ChatRequest
 from tests.unit.server.chat.tool_parsers.test_every_format import _admits, compiler  # noqa: F401
 
 R, C, F = ReasoningDelta, ContentDelta, ToolCallStart("f")

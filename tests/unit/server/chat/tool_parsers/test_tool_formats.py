@@ -21,7 +21,7 @@ from oarlock.server.chat.tool_parsers.hermes import HERMES
 from oarlock.server.chat.tool_parsers.json_list import MISTRAL
 from oarlock.server.chat.tool_parsers.llama import LLAMA
 from oarlock.server.chat.tool_parsers.registry import FORMATS
-from oarlock.server.endpoints.chat.schema import ChatRequest
+from oarlock.server.schemas.chat import ChatRequest
 from tests.unit.server.chat.tool_parsers.test_every_format import _detected
 from tests.unit.server.chat.tool_parsers.written import TEMPLATES
 

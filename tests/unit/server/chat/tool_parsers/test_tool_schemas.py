@@ -9,7 +9,7 @@ from oarlock.engine.structured_output.compiler import Compiler
 from oarlock.server.chat.prompt import ChatPrompt, answer_grammar
 from oarlock.server.chat.tool_choice import resolve_tool_choice
 from oarlock.server.chat.tool_parsers.registry import FORMATS
-from oarlock.server.endpoints.chat.schema import ChatRequest
+from oarlock.server.schemas.chat import ChatRequest
 from tests.unit.engine.structured_output.grammar_fakes import DEMO_TOKENIZER
 
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
 from oarlock.engine.types import MAX_PRIORITY, MIN_PRIORITY
-from oarlock.server.endpoints.chat.schema import (
+from oarlock.server.schemas.chat import (
     MAX_CALLS,
     MAX_MESSAGES,
     MAX_NAME,
@@ -25,9 +25,9 @@ from oarlock.server.endpoints.chat.schema import (
     choice_form,
     tool_form,
 )
-from oarlock.server.endpoints.responses.items.schema import InputItem, ItemId, Word, flat_name, only
-from oarlock.server.endpoints.schema import JsonSchema, ResponseFormat, SamplingFields
-from oarlock.server.strict_model import (
+from oarlock.server.schemas.generation import JsonSchema, ResponseFormat, SamplingFields
+from oarlock.server.schemas.response_items import InputItem, ItemId, Word, flat_name, only
+from oarlock.server.schemas.strict_model import (
     ACCEPTED,
     IGNORED,
     INT32_MAX,

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, cast
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from oarlock.engine.types import MAX_PRIORITY, MIN_PRIORITY
-from oarlock.server.strict_model import (
+from oarlock.server.schemas.strict_model import (
     ACCEPTED,
     INT32_MAX,
     MAX_TIMEOUT_S,

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, create_model, model_validator
 
-from oarlock.server.endpoints.schema import SamplingFields
-from oarlock.server.strict_model import (
+from oarlock.server.schemas.generation import SamplingFields
+from oarlock.server.schemas.strict_model import (
     IGNORED,
     INT32_MAX,
     MAX_LOGPROBS,

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from oarlock.base.errors import StartupError
-from oarlock.server.strict_model import MAX_METADATA, WHOLE, StrictModel, at_most
+from oarlock.server.schemas.strict_model import MAX_METADATA, WHOLE, StrictModel, at_most
 
 URLS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings")
 MAX_CUSTOM_ID = 512  # characters

@@ -22,7 +22,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from oarlock.engine.types import MAX_PRIORITY, MIN_PRIORITY, SamplingParams
-from oarlock.server.strict_model import (
+from oarlock.server.schemas.strict_model import (
     ACCEPTED,
     INT32_MAX,
     INT64_MAX,

@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
-from oarlock.server.endpoints.chat.schema import MAX_PARTS, JsonObject, ToolName, content_form
-from oarlock.server.strict_model import ACCEPTED, FieldError, StrictModel
+from oarlock.server.schemas.chat import MAX_PARTS, JsonObject, ToolName, content_form
+from oarlock.server.schemas.strict_model import ACCEPTED, FieldError, StrictModel
 
 
 def only(place: str, name: str, *neutral: Any) -> Callable[[Any], Any]:

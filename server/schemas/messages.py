@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
-from oarlock.server.endpoints.chat.schema import (
+from oarlock.server.schemas.chat import (
     MAX_MESSAGES,
     MAX_PARTS,
     MAX_TOOLS,
@@ -20,8 +20,8 @@ from oarlock.server.endpoints.chat.schema import (
     ToolName,
     content_form,
 )
-from oarlock.server.endpoints.schema import JsonSchema, ResponseFormat, SamplingFields
-from oarlock.server.strict_model import (
+from oarlock.server.schemas.generation import JsonSchema, ResponseFormat, SamplingFields
+from oarlock.server.schemas.strict_model import (
     ACCEPTED,
     IGNORED,
     INT32_MAX,

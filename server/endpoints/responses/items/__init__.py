@@ -1,1 +1,0 @@
-"""Input items of `/v1/responses`."""
