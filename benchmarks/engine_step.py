@@ -98,14 +98,14 @@ def milliseconds(
 ) -> dict[str, float]:
     """The parts of one decode step of `num_seqs` sequences, from the packages that this process imports. `kv_events`:
     the address at which events of the prefix cache are published."""
-    from oarlock.engine.config import EngineConfig, WorkerConfig
+    from oarlock.engine.config import EngineConfig
     from oarlock.engine.input_batch.input_batch import InputBatch
     from oarlock.engine.ipc import messages
     from oarlock.engine.ipc.frames import FrameReader
     from oarlock.engine.scheduler.scheduler import Scheduler
     from oarlock.engine.scheduler.sequence import ModelRunnerOutput
     from oarlock.engine.types import Request, SamplingParams
-    from oarlock.workers.config import WorkerInfo
+    from oarlock.workers.config import WorkerConfig, WorkerInfo
     from oarlock.workers.protocol import StepOutput, pack_step, step_bytes, unpack_step
 
     length = longest + BLOCK_SIZE + OUTPUT

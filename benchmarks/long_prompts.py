@@ -17,9 +17,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from benchmarks.checkpoint import ensure, prompts
-from oarlock.engine.config import EngineConfig, WorkerConfig
+from oarlock.engine.config import EngineConfig
 from oarlock.engine.core.engine_core import EngineCore
 from oarlock.engine.types import Request, SamplingParams
+from oarlock.workers.config import WorkerConfig
 from oarlock.workers.executor import Executor, start_executor
 
 PROMPT = 64  # tokens of a stream's prompt

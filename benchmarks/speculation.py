@@ -34,10 +34,11 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.checkpoint import ensure
-from oarlock.engine.config import EngineConfig, SpeculativeConfig, WorkerConfig
+from oarlock.engine.config import EngineConfig, SpeculativeConfig
 from oarlock.engine.core.engine_core import EngineCore
 from oarlock.engine.types import Grammar, Request, SamplingParams
 from oarlock.server.config.json_options import parse_speculative_config
+from oarlock.workers.config import WorkerConfig
 from oarlock.workers.executor import Executor, start_executor
 
 TEXTS = Path(__file__).parent / "speculation_texts"

@@ -16,7 +16,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 from oarlock.base.errors import EXIT_OUT_OF_MEMORY, EXIT_RANK_DIED, EXIT_RANK_HUNG, StartupError
-from oarlock.engine.config import EngineConfig, OnProgress, WorkerConfig
+from oarlock.engine.config import EngineConfig
 from oarlock.engine.engine_process import ENGINE_MODULE, EngineProcess
 from oarlock.engine.errors import EngineDeadError, OarlockError, RequestError
 from oarlock.engine.ipc import messages
@@ -26,6 +26,7 @@ from oarlock.engine.replay.recording import end_of_killed
 from oarlock.engine.stats import EngineState, EngineStats, RequestHistory
 from oarlock.engine.types import EngineInfo, Request, TokenEvent
 from oarlock.workers.compile_ahead import CompilationWatch
+from oarlock.workers.config import OnProgress, WorkerConfig
 
 logger = logging.getLogger("oarlock.engine.client")
 

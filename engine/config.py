@@ -3,7 +3,7 @@
 import json
 from dataclasses import asdict, dataclass, replace
 
-from oarlock.workers.config import NodesConfig, OnProgress, WorkerConfig
+from oarlock.workers.config import NodesConfig, WorkerConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 The process starts the processes of its ranks. All of them import their libraries, which takes seconds, while their
 parent does the same. Then the process waits for its configuration. A host that has only ranks runs no engine, but
-`run_node`.
+`run_node` of `workers/node.py`.
 """
 
 import os
@@ -15,7 +15,6 @@ from contextlib import contextmanager
 
 from oarlock.base.python_child import start_python
 from oarlock.workers.compile_ahead import USUAL_TIME, begin_compiling
-from oarlock.workers.node import check_network, run_node
 
 ENGINE_MODULE = ("-m", "oarlock.engine.core")
 COMPILING = f"compiling kernels for this processor: only a first start does that, and it usually takes {USUAL_TIME}"

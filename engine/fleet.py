@@ -33,8 +33,8 @@ from oarlock.engine.scheduler.step_cost import REMEMBERED
 from oarlock.engine.simulated_ranks import StepLoad, StepTime, replica_info
 from oarlock.engine.spec_decode.drafter import Candidate, Drafter, RowCosts
 from oarlock.engine.types import FinishReason, Request, SamplingParams, TokenEvent, TokenEvents
-from oarlock.workers.capacity import Capacity, step_tokens
-from oarlock.workers.config import StepCost, WorkerInfo
+from oarlock.workers.capacity import Capacity
+from oarlock.workers.config import StepCost, WorkerConfig, WorkerInfo
 from oarlock.workers.protocol import FINITE, StepOutput
 
 PERCENTILES = (50, 95, 99)
@@ -383,6 +383,12 @@ class ReplicaModel:
     time: StepTime
 
 
+def _step_tokens(config: WorkerConfig, cost: StepCost) -> int:
+    """Return the number of tokens of the largest step, by the same rule as a server that has measured `cost`."""
+    tokens = config.max_num_batched_tokens
+    return min(tokens, cost.largest_step(max(64, config.max_num_seqs), tokens)) if config.lower_step_size else tokens
+
+
 def replica_model(
     config: EngineConfig, held: Capacity, vocab_size: int, window: int | None, time: StepTime
 ) -> ReplicaModel:
@@ -390,7 +396,7 @@ def replica_model(
     one, some = (time.seconds(StepLoad(count, 1, count, count * (count + 1) / 2)) for count in (1, _PROMPT))
     token_s = (some - one) / (_PROMPT - 1)
     cost = StepCost(fixed_s=max(0.0, one - token_s), token_s=token_s, context_s=0.0, logits_s=0.0)
-    worker = held.config.with_(max_num_batched_tokens=step_tokens(held.config, cost))
+    worker = held.config.with_(max_num_batched_tokens=_step_tokens(held.config, cost))
     info = replica_info(worker, held.num_blocks, vocab_size, sliding_window=window, step_cost=cost)
     return ReplicaModel(replace(config, worker=worker, speculative=None), info, time)
 

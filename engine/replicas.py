@@ -23,13 +23,14 @@ from functools import partial
 from oarlock.base.errors import EXIT_RANK_DIED, StartupError
 from oarlock.base.host_memory import free_host_bytes
 from oarlock.engine.client import EngineClient
-from oarlock.engine.config import EngineConfig, OnProgress
+from oarlock.engine.config import EngineConfig
 from oarlock.engine.engine_process import EngineProcess
 from oarlock.engine.errors import EngineDeadError, UnavailableError
 from oarlock.engine.ipc.frames import FrameError
 from oarlock.engine.kv_cache.manager import BlockChanges, extend_hashes
 from oarlock.engine.stats import EngineState, EngineStats, RequestHistory
 from oarlock.engine.types import EngineInfo, Request, TokenEvent
+from oarlock.workers.config import OnProgress
 
 logger = logging.getLogger("oarlock.engine.replicas")
 

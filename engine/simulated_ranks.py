@@ -11,9 +11,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from oarlock.engine.config import WorkerConfig
 from oarlock.workers.capacity import RankWork
-from oarlock.workers.config import StepCost, WorkerInfo
+from oarlock.workers.config import StepCost, WorkerConfig, WorkerInfo
 from oarlock.workers.kv_offload import KVReports
 from oarlock.workers.protocol import CLS, LOGITS, TOKEN, StepMetadata, StepOutput
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from oarlock.base.errors import EXIT_OUT_OF_MEMORY, StartupError
-from oarlock.base.host_memory import free_host_bytes, human_bytes
+from oarlock.base.host_memory import human_bytes
 from oarlock.workers.checks.limits import check_limits, check_parallel
 from oarlock.workers.config import WorkerConfig, max_pooled_values
 from oarlock.workers.distributed.shm_ring import RingLayout
@@ -20,12 +20,12 @@ from oarlock.workers.layers.decoder_spec import DecoderSpec, layers_of_stage, sl
 from oarlock.workers.layers.experts_spec import ExpertsSpec
 from oarlock.workers.layers.sharding import shard_experts
 from oarlock.workers.layers.tensor_spec import Cut
+from oarlock.workers.model_files.checkpoint import EMBEDDING
 from oarlock.workers.platform.dtypes import ITEM_BYTES, KVShape
 from oarlock.workers.platform.processor import features
-from oarlock.workers.preflight import OpenModel, forms_on, open_model, with_lengths_and_types
+from oarlock.workers.preflight import OpenModel, forms_on, with_lengths_and_types
 from oarlock.workers.quantization.formats.form import WeightForms
 from oarlock.workers.ranks.cpu_affinity import with_cpus
-from oarlock.workers.ranks.multiproc_executor import step_tokens
 from oarlock.workers.runner.memory_needs import (
     RESERVED_BLOCKS,
     KVRoom,
@@ -41,7 +41,6 @@ from oarlock.workers.runner.memory_needs import (
     sampling_bytes,
     weight_bytes_of_node,
 )
-from oarlock.workers.weights.checkpoint import EMBEDDING
 
 # 32-bit multiplications and additions of a core per cycle, and the factor for narrower dtypes.
 _CORE_OPS = (("avx512f", 64), ("avx2", 32), ("asimd", 16))

@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from oarlock.base.errors import StartupError
-from oarlock.base.host_memory import free_host_bytes
-from oarlock.base.json_files import check_file, is_there, read_json, read_table, read_text
 from oarlock.workers.checks.devices import (
     check_products_on_cuda,
     ranks_here,
@@ -26,9 +24,11 @@ from oarlock.workers.checks.encoder import check_encoder, encoder_is_not_planned
 from oarlock.workers.checks.limits import check_limits, check_parallel, with_kv_offload
 from oarlock.workers.checks.tensors import check_tensors
 from oarlock.workers.config import WorkerConfig
+from oarlock.workers.gguf_config import open_checkpoint
 from oarlock.workers.layers.decoder_spec import DecoderSpec, matrices_of
-from oarlock.workers.models.encoders.registry import ENCODERS, is_encoder
-from oarlock.workers.models.gguf_config import hf_config, open_checkpoint
+from oarlock.workers.model_files.checkpoint import HEAD, Checkpoint, head_differs
+from oarlock.workers.model_files.gguf_model import GGUFCheckpoint
+from oarlock.workers.models.encoders.registry import is_encoder
 from oarlock.workers.models.hf_fields import read_config
 from oarlock.workers.models.hf_quantization import (
     GGUF,
@@ -50,19 +50,22 @@ from oarlock.workers.runner.memory_needs import (
     check_kv_fits,
     check_weights_fit,
 )
-from oarlock.workers.weights.checkpoint import HEAD, Checkpoint, head_differs, read_header, weight_files
-from oarlock.workers.weights.gguf_model import GGUFCheckpoint, GGUFModel, Settings, parts_of
 
 logger = logging.getLogger("oarlock.preflight")
 
 DESCRIPTIONS = ("config.json", *QUANTISATION_FILES)  # files that `check_without_weights` reads
 
 
+def is_encoder_model(directory: Path) -> bool:
+    """Return whether the model in `directory` is a supported encoder, by its `config.json`."""
+    return is_encoder(read_config(directory))
+
+
 def check_without_weights(config: WorkerConfig) -> None:
     """Make the checks that are possible with only the `DESCRIPTIONS`, before the weights are there. Raises
     `StartupError`."""
     check_limits(config)
-    if is_encoder(read_config(Path(config.model_path))):
+    if is_encoder_model(Path(config.model_path)):
         check_encoder(config)
         resolve_device(config)
         return
@@ -85,7 +88,7 @@ def preflight(config: WorkerConfig) -> WorkerConfig:
     Initialises the CUDA driver, after which a fork of this process cannot use CUDA: ranks must be spawned.
     """
     check_limits(config)
-    if is_encoder(read_config(Path(config.model_path))):
+    if is_encoder_model(Path(config.model_path)):
         return encoder_preflight(config)
     model = open_model(config)
     device = resolve_device(model.config)
@@ -128,7 +131,7 @@ class OpenModel(NamedTuple):
 
 def open_model(config: WorkerConfig) -> OpenModel:
     """Read the settings and headers of a model, and check them against `config`. Raises `StartupError`."""
-    if is_encoder(read_config(Path(config.model_path))):
+    if is_encoder_model(Path(config.model_path)):
         raise encoder_is_not_planned(config)
     config, spec, quantized = _described(config)
     checkpoint = None if config.load_format == "dummy" else open_checkpoint(Path(config.model_path))

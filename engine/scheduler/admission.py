@@ -19,8 +19,8 @@ from oarlock.engine.types import (
     SamplingParams,
     banned_always,
 )
-from oarlock.workers.config import WorkerInfo
-from oarlock.workers.protocol import MAX_BIAS_PER_ROW, MAX_LOGPROBS, MAX_POOLED_IDS
+from oarlock.workers.config import MAX_POOLED_IDS, WorkerInfo
+from oarlock.workers.protocol import MAX_BIAS_PER_ROW, MAX_LOGPROBS
 
 _INT32_MAX = 2**31 - 1
 _INT64_MAX = 2**63 - 1

@@ -16,13 +16,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from oarlock.engine.config import NodesConfig
 from oarlock.server.cli.arguments import UsageError, add_settings, loaded_settings
 from oarlock.server.config.nodes import first_on_host, nodes_config
 from oarlock.server.config.option_groups import RAY
 from oarlock.server.config.settings import OPTIONS, Settings
 from oarlock.server.launch.child_process import announce_compiling, engine_processes
 from oarlock.server.launch.usage import check_usage
+from oarlock.workers.config import NodesConfig
 
 if TYPE_CHECKING:
     from oarlock.server.launch.ray_group import RayGroup

@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from oarlock.base.errors import StartupError
-from oarlock.engine.config import NodesConfig
 from oarlock.server.config.option_groups import RAY
 from oarlock.server.config.options import OptionError
 from oarlock.server.config.settings import Settings
+from oarlock.workers.config import NodesConfig
 
 TORCHRUN, LEADER_WORKER_SET = "torchrun", "LeaderWorkerSet"
 # MASTER_ADDR by itself may belong to another program.

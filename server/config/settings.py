@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from oarlock.engine.config import EngineConfig, KvEventsConfig, NodesConfig, WorkerConfig
+from oarlock.engine.config import EngineConfig, KvEventsConfig
 from oarlock.server.config.json_options import parse_kv_events_config, parse_speculative_config
 from oarlock.server.config.option_checks import (
     check_allowed_hosts,
@@ -32,6 +32,7 @@ from oarlock.server.config.option_groups import (
     SchedulingSettings,
 )
 from oarlock.server.config.options import Option, OptionError, describe
+from oarlock.workers.config import NodesConfig, WorkerConfig
 
 # Used if the options are not given: the largest step and the shortest timeout that measuring a step may result in.
 MAX_NUM_BATCHED_TOKENS = 2048

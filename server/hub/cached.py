@@ -2,14 +2,17 @@
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from oarlock.base.errors import StartupError
 from oarlock.engine.config import EngineConfig
-from oarlock.engine.preflight import ENCODERS, GGUFModel, check_model, hf_config, open_model, weight_files
 from oarlock.server.hub.local_model import hub_files, hub_name, llama_cpp_files, ollama_files, read_reference
 from oarlock.server.hub.model_path import VOCABULARY_FILES, read_json
+from oarlock.workers.gguf_config import hf_config
+from oarlock.workers.model_files.checkpoint import weight_files
+from oarlock.workers.model_files.gguf_model import GGUFModel
+from oarlock.workers.preflight import check_without_weights, is_encoder_model, open_model
 
 _PREFIX = "models--"
 _PARTIAL = ".incomplete"
@@ -110,8 +113,8 @@ def _verdict(directory: Path, config: EngineConfig, *, unfinished: bool) -> tupl
     worker = config.worker.with_(model_path=str(directory))
     try:
         architecture = str((read_json(directory / "config.json").get("architectures") or [""])[0])
-        if architecture in ENCODERS:
-            check_model(replace(config, worker=worker))
+        if is_encoder_model(directory):
+            check_without_weights(worker)
             weight_files(directory, names, str(directory))
         else:
             open_model(worker)

@@ -8,7 +8,6 @@ import errno
 import sys
 import urllib.request
 from collections.abc import Callable, Collection
-from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -25,10 +24,11 @@ from huggingface_hub.errors import (
 
 from oarlock.base.errors import StartupError
 from oarlock.base.paths import hub_cache
-from oarlock.engine.preflight import DESCRIPTIONS, check_model, weight_files
 from oarlock.server.hub.files import Download, HubFile, Snapshot, check_room, is_of_module, is_small, look_up
 from oarlock.server.hub.model_path import HubModel
 from oarlock.server.hub.transfer import Report, damaged, remove
+from oarlock.workers.model_files.checkpoint import weight_files
+from oarlock.workers.preflight import DESCRIPTIONS, check_without_weights
 
 _TOKEN = "set HF_TOKEN to a token of an account that may read it"
 
@@ -201,8 +201,7 @@ def _from_hub(request: HubModel, cache: Path, report: Report, check_small_files:
         remove(damaged(snapshot.directory, report))
     small = Download(request.model, snapshot, lambda phase, fraction, detail: report(phase, 0.0, "its description"))
     small.fetch([by_name[name] for name in DESCRIPTIONS if name in by_name])
-    worker = replace(request.engine.worker, model_path=str(snapshot.directory))
-    check_model(replace(request.engine, worker=worker))
+    check_without_weights(request.engine.worker.with_(model_path=str(snapshot.directory)))
     small.fetch([file for file in files if is_small(file)])
     check_small_files(snapshot.directory)
     weights = _weights(request, snapshot, by_name.keys())

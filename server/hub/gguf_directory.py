@@ -21,8 +21,9 @@ from typing import Any
 
 from oarlock.base.errors import StartupError
 from oarlock.base.paths import cache_home
-from oarlock.engine.preflight import GGUFModel, Settings, hf_config, parts_of
 from oarlock.server.hub.local_model import begins_as_gguf
+from oarlock.workers.gguf_config import hf_config
+from oarlock.workers.model_files.gguf_model import GGUFModel, Settings, parts_of
 
 _ENDINGS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"

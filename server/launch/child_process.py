@@ -13,8 +13,9 @@ from contextlib import contextmanager
 from types import FrameType
 
 from oarlock.base.python_child import start_python
-from oarlock.engine.engine_process import COMPILING, USUAL_TIME, EngineProcess
+from oarlock.engine.engine_process import COMPILING, EngineProcess
 from oarlock.server.config.settings import Settings
+from oarlock.workers.compile_ahead import USUAL_TIME
 
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

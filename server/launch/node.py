@@ -11,13 +11,13 @@ from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
-from oarlock.engine.config import NodesConfig
-from oarlock.engine.engine_process import check_network, run_node
 from oarlock.server.config.settings import Settings
 from oarlock.server.launch.banner import Progress
 from oarlock.server.launch.child_process import signals_handled
 from oarlock.server.llm.tokenizer import find_files
 from oarlock.server.observability import logs
+from oarlock.workers.config import NodesConfig
+from oarlock.workers.node import check_network, run_node
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _log = logs.logger("node")

@@ -15,11 +15,11 @@ from typing import Any
 
 from oarlock.base.errors import StartupError
 from oarlock.base.python_child import import_path, python_command, start_python
-from oarlock.engine.config import NodesConfig
 from oarlock.server.config.nodes import ray_resources
 from oarlock.server.config.sources import LoadedSettings, as_flags
 from oarlock.server.launch.banner import Progress
 from oarlock.server.observability import logs
+from oarlock.workers.config import NodesConfig
 
 _HEAD_ONLY = ("HTTP",)  # groups of options that parts do not need
 _PREFIXES = ("HF_", "HUGGING_FACE_", "NCCL_", "GLOO_", "UCX_")  # prefixes of variables that parts get from this process

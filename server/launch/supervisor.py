@@ -22,8 +22,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from oarlock.base.errors import StartupError
-from oarlock.engine.config import EngineConfig, NodesConfig, OnProgress
-from oarlock.engine.engine_process import EngineProcess, check_network
+from oarlock.engine.config import EngineConfig
+from oarlock.engine.engine_process import EngineProcess
 from oarlock.engine.errors import EngineDeadError
 from oarlock.server.chat.template_report import report_foldings
 from oarlock.server.config.settings import Settings
@@ -46,6 +46,8 @@ from oarlock.server.llm.pooler_config import PoolerConfig
 from oarlock.server.llm.tokenizer import Tokenizer, find_files
 from oarlock.server.observability import logs
 from oarlock.server.observability.metrics import HttpCounters
+from oarlock.workers.config import NodesConfig, OnProgress
+from oarlock.workers.node import check_network
 
 if TYPE_CHECKING:
     from oarlock.server.launch.ray_group import RayGroup

@@ -23,9 +23,10 @@ import numpy as np
 from oarlock.base.errors import StartupError, shown
 from oarlock.base.json_files import check_file, is_there
 from oarlock.base.json_files import read_json as read_any_json
-from oarlock.engine.preflight import ENCODERS, read_header
 from oarlock.server.hub.model_path import read_json
 from oarlock.server.llm.tokenizer import Tokenizer
+from oarlock.workers.model_files.checkpoint import read_header
+from oarlock.workers.preflight import is_encoder_model
 
 _WEIGHTS = "model.safetensors"
 _MAX_WEIGHTS_BYTES = 64 << 20  # as float64 four times as much; the largest known module has 32 MB
@@ -279,7 +280,7 @@ def _of_classifier(file: Path, architecture: str, config: Mapping[str, Any]) -> 
 
     Raises `StartupError` if the head is unsupported.
     """
-    if architecture not in ENCODERS:
+    if not is_encoder_model(file.parent):
         raise StartupError(
             f"The checkpoint is a {architecture}: scores of a classification head are served of encoders alone.",
             "Serve an encoder, or a reranker that is asked in words, such as one of the Qwen3 family.",

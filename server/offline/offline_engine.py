@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from oarlock.base.errors import StartupError
-from oarlock.engine.config import OnProgress
 from oarlock.engine.errors import EngineDeadError
 from oarlock.engine.replicas import start_engine
 from oarlock.server.config.settings import Settings
@@ -31,6 +30,7 @@ from oarlock.server.llm.generation_config import GenerationConfig
 from oarlock.server.llm.pooler_config import PoolerConfig
 from oarlock.server.llm.tokenizer import Tokenizer, find_files
 from oarlock.server.observability.metrics import HttpCounters
+from oarlock.workers.config import OnProgress
 
 _CLOSE_S = 10.0
 _REPORT_S = 1.0

@@ -13,12 +13,13 @@ import httpx
 import pytest
 
 from oarlock.engine.client import EngineClient
-from oarlock.engine.config import EngineConfig, WorkerConfig
+from oarlock.engine.config import EngineConfig
 from oarlock.server.config.settings import make_settings
 from oarlock.server.endpoints.app import create_app
 from oarlock.server.endpoints.serving import connect_engine
 from oarlock.server.http.server_state import Phase, ServerState
 from oarlock.server.observability.metrics import HttpCounters
+from oarlock.workers.config import WorkerConfig
 
 pytestmark = pytest.mark.slow
 

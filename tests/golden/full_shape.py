@@ -17,10 +17,11 @@ from importlib.metadata import version
 from pathlib import Path
 
 from benchmarks.checkpoint import ensure, prompts
+from oarlock.workers.checks.devices import this_cpu
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.fingerprint import sources
 from oarlock.workers.models.registry import read_spec
-from oarlock.workers.preflight import preflight, this_cpu
+from oarlock.workers.preflight import preflight
 from oarlock.workers.verify.compare import Comparison, compare, compare_tokens
 from oarlock.workers.verify.launch import run_ranks, run_reference
 from oarlock.workers.verify.request import Request, Text

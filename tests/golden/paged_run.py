@@ -18,8 +18,8 @@ from oarlock.workers.attention.forward_batch import BlockTables, ForwardBatch
 from oarlock.workers.attention.reference import ReferenceBackend
 from oarlock.workers.distributed.all_reduce import tree_sum
 from oarlock.workers.distributed.parallel_state import TensorParallel
+from oarlock.workers.gguf_config import open_checkpoint
 from oarlock.workers.models.decoder import Decoder
-from oarlock.workers.models.gguf_config import open_checkpoint
 from oarlock.workers.models.hf_fields import read_config
 from oarlock.workers.models.hf_quantization import stored_quantization, weight_forms
 from oarlock.workers.models.registry import read_spec

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from oarlock.workers.distributed.parallel_state import TensorParallel
+from oarlock.workers.gguf_config import open_checkpoint
 from oarlock.workers.kernels.cpu import library
 from oarlock.workers.models.encoders.encoder import Encoder
 from oarlock.workers.models.encoders.registry import read_encoder
-from oarlock.workers.models.gguf_config import open_checkpoint
 from oarlock.workers.weights.gguf_reader import weight_source
 from tests.golden.paged_run import on_ranks
 from tests.golden.tiny_encoders import ENCODERS, SCORING, hidden_of, load_encoder, make_encoder, score_of

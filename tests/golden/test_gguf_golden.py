@@ -16,15 +16,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from oarlock.workers.gguf_config import gguf_checkpoint, hf_config
 from oarlock.workers.layers.attention_spec import SelfAttentionSpec
 from oarlock.workers.layers.decoder_spec import DecoderSpec, tensor_shapes
 from oarlock.workers.layers.rotary import RotaryTable
-from oarlock.workers.models.gguf_config import gguf_checkpoint, hf_config
+from oarlock.workers.model_files.checkpoint import Checkpoint
+from oarlock.workers.model_files.gguf_header import GROUP_FORMS, SERVED, GroupForm
+from oarlock.workers.model_files.gguf_model import GGUFCheckpoint, GGUFModel
 from oarlock.workers.models.registry import describe, read_spec
 from oarlock.workers.verify.dequantise import dequantised_gguf
-from oarlock.workers.weights.checkpoint import Checkpoint
-from oarlock.workers.weights.gguf_header import GROUP_FORMS, SERVED, GroupForm
-from oarlock.workers.weights.gguf_model import GGUFCheckpoint, GGUFModel
 from oarlock.workers.weights.gguf_reader import GGUFReader, Groups
 from oarlock.workers.weights.reader import WeightReader
 from tests.golden.cases import CASES

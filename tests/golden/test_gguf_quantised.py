@@ -18,10 +18,11 @@ from torch import Tensor
 
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.distributed.parallel_state import TensorParallel
+from oarlock.workers.gguf_config import hf_config, open_checkpoint
 from oarlock.workers.layers.decoder_spec import FUSED_MODULES
 from oarlock.workers.layers.embedding import VocabParallelEmbedding, VocabParallelHead, vocab_shard
+from oarlock.workers.model_files.gguf_model import GGUFCheckpoint, GGUFModel
 from oarlock.workers.models.decoder import Decoder
-from oarlock.workers.models.gguf_config import hf_config, open_checkpoint
 from oarlock.workers.models.registry import read_spec
 from oarlock.workers.quantization.formats.checkpoint_forms import GGUFForms
 from oarlock.workers.quantization.grouped import GroupedWeight
@@ -29,7 +30,6 @@ from oarlock.workers.quantization.groups import packed_bytes
 from oarlock.workers.quantization.method import DenseWeight, StackedWeight, WeightShard
 from oarlock.workers.runner.memory_needs import rank_weight_bytes, weight_bytes
 from oarlock.workers.verify.dequantise import dequantised_gguf
-from oarlock.workers.weights.gguf_model import GGUFCheckpoint, GGUFModel
 from oarlock.workers.weights.gguf_reader import GGUFReader, Groups, weight_source
 from tests.golden.device_products import INTERPRETED, use_device_products
 from tests.golden.exact_reference import ExactReference

@@ -19,14 +19,14 @@ def entries(names: str) -> frozenset[str]:
 # Package -> entry -> the entries of the same package that it may import. An entry with a dot is a file at the root.
 ORDER: dict[str, Order] = {
     "server": {
-        "cli": entries("launch offline endpoints llm hub config bench version.py"),
-        "offline": entries("launch endpoints http chat llm schemas hub config observability json_text.py"),
+        "cli": entries("offline launch bench endpoints llm hub config version.py"),
+        "offline": entries("launch endpoints http chat llm hub config schemas observability json_text.py"),
         "launch": entries("endpoints http chat llm hub config observability errors.py"),
         "bench": entries(""),
-        "endpoints": entries("http chat llm schemas hub config observability errors.py json_text.py version.py"),
-        "http": entries("llm schemas config observability errors.py version.py"),
+        "endpoints": entries("http chat llm hub config schemas observability errors.py json_text.py version.py"),
+        "http": entries("llm config schemas observability errors.py version.py"),
         "chat": entries("llm schemas observability"),
-        "llm": entries("schemas hub config observability errors.py json_text.py"),
+        "llm": entries("hub config schemas observability errors.py json_text.py"),
         "hub": entries("config"),
         "config": entries(""),
         "schemas": entries(""),
@@ -37,11 +37,11 @@ ORDER: dict[str, Order] = {
     },
     "engine": {
         "fleet.py": entries(
-            "simulated_ranks.py scheduler spec_decode replicas.py kv_cache config.py types.py errors.py"
+            "scheduler kv_cache spec_decode simulated_ranks.py replicas.py config.py types.py errors.py"
         ),
-        "simulated_ranks.py": entries("config.py"),
+        "simulated_ranks.py": entries(""),
         "core": entries(
-            "input_batch scheduler kv_cache structured_output replay ipc config.py stats.py types.py errors.py"
+            "input_batch scheduler structured_output kv_cache replay ipc config.py stats.py types.py errors.py"
         ),
         "input_batch": entries("scheduler kv_cache types.py"),
         "scheduler": entries("kv_cache spec_decode config.py stats.py types.py errors.py"),
@@ -49,11 +49,10 @@ ORDER: dict[str, Order] = {
         "kv_cache": entries("config.py stats.py types.py"),
         "spec_decode": entries("config.py"),
         "replay": entries(""),
-        "client.py": entries("ipc kv_cache replay config.py engine_process.py stats.py types.py errors.py"),
-        "replicas.py": entries("ipc kv_cache client.py config.py engine_process.py stats.py types.py errors.py"),
+        "client.py": entries("kv_cache replay ipc engine_process.py config.py stats.py types.py errors.py"),
+        "replicas.py": entries("kv_cache ipc client.py engine_process.py config.py stats.py types.py errors.py"),
         "engine_process.py": entries(""),
         "ipc": entries("kv_cache config.py stats.py types.py errors.py"),
-        "preflight.py": entries("simulated_ranks.py config.py"),
         "config.py": entries(""),
         "stats.py": entries("types.py"),
         "types.py": entries(""),
@@ -65,36 +64,42 @@ ORDER: dict[str, Order] = {
             "ranks preflight.py rank_processes.py fingerprint.py protocol.py config.py kv_offload.py"
         ),
         "capacity.py": entries(
-            "checks runner ranks layers quantization distributed weights platform preflight.py config.py"
+            "checks runner ranks layers quantization distributed model_files platform preflight.py config.py"
         ),
         "doctor": entries(
-            "runner ranks models quantization attention distributed kernels platform node.py preflight.py config.py"
+            "runner ranks models quantization attention distributed kernels platform node.py preflight.py"
+            " gguf_config.py config.py"
         ),
         "node.py": entries("ranks platform preflight.py rank_processes.py fingerprint.py config.py"),
         "verify": entries(
-            "runner ranks models layers quantization attention distributed weights preflight.py protocol.py config.py"
+            "runner ranks models layers quantization attention distributed weights model_files preflight.py"
+            " gguf_config.py protocol.py config.py"
         ),
-        "preflight.py": entries("checks runner ranks models layers quantization weights platform config.py"),
+        "preflight.py": entries(
+            "checks runner ranks models layers quantization model_files platform gguf_config.py config.py"
+        ),
         "checks": entries(
-            "runner kv_tiers ranks models layers quantization distributed weights kernels platform config.py"
+            "runner kv_tiers ranks models layers quantization distributed model_files kernels platform config.py"
             " kv_offload.py"
         ),
         "runner": entries(
-            "kv_tiers ranks models sampling layers quantization attention distributed weights kernels"
-            " platform protocol.py sampling_parameters.py config.py kv_offload.py"
+            "kv_tiers ranks models sampling layers quantization attention distributed weights kernels platform"
+            " gguf_config.py protocol.py sampling_parameters.py config.py kv_offload.py"
         ),
         "kv_tiers": entries("attention platform fingerprint.py protocol.py config.py kv_offload.py"),
         "ranks": entries("distributed platform rank_processes.py protocol.py config.py kv_offload.py errors.py"),
         "rank_processes.py": entries("distributed"),
-        "models": entries("layers quantization attention distributed weights kernels platform"),
+        "gguf_config.py": entries("models layers model_files"),
+        "models": entries("layers quantization attention distributed weights model_files kernels platform"),
         "sampling": entries("distributed kernels protocol.py sampling_parameters.py"),
         "layers": entries("quantization attention distributed weights kernels platform"),
-        "quantization": entries("distributed weights kernels platform"),
+        "quantization": entries("distributed weights model_files kernels platform"),
         "attention": entries("kernels platform protocol.py"),
         "distributed": entries("platform config.py"),
         "fingerprint.py": entries("protocol.py config.py"),
         "compile_ahead.py": entries("kernels platform"),
-        "weights": entries(""),
+        "weights": entries("model_files"),
+        "model_files": entries(""),
         "kernels": entries("platform protocol.py sampling_parameters.py"),
         "platform": entries(""),
         "protocol.py": entries("sampling_parameters.py config.py kv_offload.py"),
@@ -120,15 +125,17 @@ _BASE = frozenset(ORDER["base"])
 PUBLIC: dict[str, Order] = {
     "server": {
         "engine": entries(
-            "client.py config.py engine_process.py errors.py fleet.py panics.py preflight.py replicas.py"
-            " stats.py types.py"
+            "client.py config.py engine_process.py errors.py fleet.py panics.py replicas.py"
+            " simulated_ranks.py stats.py types.py"
         ),
+        # Checks, plans and files of a model, before any rank starts: all of them are torch-free.
+        "workers": entries("capacity.py compile_ahead.py config.py gguf_config.py model_files node.py preflight.py"),
         "base": _BASE,
     },
     "engine": {
         "workers": entries(
             "capacity.py compile_ahead.py config.py errors.py executor.py fingerprint.py kv_offload.py"
-            " node.py preflight.py protocol.py rank_processes.py sampling_parameters.py"
+            " protocol.py rank_processes.py sampling_parameters.py"
         ),
         "base": _BASE,
     },

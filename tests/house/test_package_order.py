@@ -129,6 +129,7 @@ def test_an_import_of_another_packages_inside_is_noticed(file, source):
         ("engine/core/event_loop.py", "from oarlock.workers.executor import Executor\nimport oarlock.workers.protocol"),
         ("workers/runner/model_runner.py", "from oarlock.workers.layers import linear\nfrom .layers import norm"),
         ("workers/runner/model_runner.py", "from oarlock.base.errors import StartupError"),
+        ("server/hub/cached.py", "from oarlock.workers.model_files.gguf_model import GGUFModel"),
     ],
 )
 def test_public_files_may_be_imported(file, source):

@@ -11,12 +11,14 @@ from pathlib import Path
 
 import torch
 
-from oarlock.engine.config import SpeculativeConfig, WorkerConfig
-from oarlock.engine.preflight import Memory, capacity, open_model
+from oarlock.engine.config import SpeculativeConfig
 from oarlock.engine.spec_decode.drafter import Candidate, Drafter
+from oarlock.workers.capacity import Memory, capacity
+from oarlock.workers.config import WorkerConfig
 from oarlock.workers.distributed.all_reduce import tree_sum
 from oarlock.workers.layers.decoder_spec import tensors_of
 from oarlock.workers.layers.tensor_spec import Cut
+from oarlock.workers.preflight import open_model
 from tests.house.drawing import WIDTH, cell, svg, text
 from tests.house.rules import ROOT
 from tests.unit.server.cli.test_plan import QWEN_7B

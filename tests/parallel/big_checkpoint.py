@@ -105,9 +105,9 @@ def main(directory: Path, way: str) -> int:
     import torch
 
     from oarlock.workers.distributed.parallel_state import TensorParallel
+    from oarlock.workers.model_files.checkpoint import Checkpoint
     from oarlock.workers.models.decoder import Decoder
     from oarlock.workers.models.registry import read_spec
-    from oarlock.workers.weights.checkpoint import Checkpoint
     from oarlock.workers.weights.reader import WeightReader
 
     torch.set_num_threads(1)

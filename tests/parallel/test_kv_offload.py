@@ -10,9 +10,9 @@ import pytest
 
 from oarlock.base.errors import StartupError
 from oarlock.engine.types import Request, SamplingParams
+from oarlock.workers.checks.devices import this_cpu
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.executor import Executor, start_executor
-from oarlock.workers.preflight import this_cpu
 from tests.parallel.direct_engine import Answer, DirectEngine
 from tests.parallel.rank_threads import ThreadExecutor
 

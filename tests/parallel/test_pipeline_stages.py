@@ -18,8 +18,9 @@ from oarlock.base.errors import StartupError
 from oarlock.engine.config import SpeculativeConfig
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.executor import Executor
+from oarlock.workers.gguf_config import hf_config
 from oarlock.workers.layers.decoder_spec import tensor_shapes
-from oarlock.workers.preflight import GGUFModel, hf_config
+from oarlock.workers.model_files.gguf_model import GGUFModel
 from oarlock.workers.runner.memory_needs import MAX_LOGITS_ROWS, rank_weight_bytes
 from oarlock.workers.weights.reader import WeightReader
 from tests.golden.gguf_writer import q4_k_m, write_gguf

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from oarlock.workers.capacity import Memory, capacity, open_model
+from oarlock.workers.capacity import Memory, capacity
 from oarlock.workers.config import WorkerConfig
+from oarlock.workers.preflight import open_model
 from tests.golden.tiny_models import FAMILIES, make_tiny
 from tests.parallel.rank_threads import ThreadExecutor
 

@@ -6,10 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from oarlock.engine.config import EngineConfig, WorkerConfig
+from oarlock.engine.config import EngineConfig
 from oarlock.engine.simulated_ranks import CostModel
 from oarlock.engine.structured_output.manager import CompileJobs
 from oarlock.engine.types import Grammar
+from oarlock.workers.config import WorkerConfig
 from tests.sim.simulator import Arrival, SimulationConfig, Watch, simulate
 
 BLOCK = 32

@@ -9,9 +9,10 @@ from itertools import count, takewhile
 import numpy as np
 import pytest
 
-from oarlock.engine.config import EngineConfig, WorkerConfig
+from oarlock.engine.config import EngineConfig
 from oarlock.engine.scheduler.scheduler import PRIORITY_STEP_S
 from oarlock.engine.simulated_ranks import CostModel
+from oarlock.workers.config import WorkerConfig
 from tests.sim.simulator import Arrival, SimulationConfig, Watch, simulate
 
 BLOCK = 32

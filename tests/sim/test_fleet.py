@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from oarlock.engine.config import EngineConfig, WorkerConfig
+from oarlock.engine.config import EngineConfig
 from oarlock.engine.fleet import (
     ROUTERS,
     FleetReport,
@@ -15,9 +15,9 @@ from oarlock.engine.fleet import (
     TracedRequest,
     simulate_fleet,
 )
-from oarlock.engine.preflight import Roofline, Speed, StepLoad
-from oarlock.engine.simulated_ranks import CostModel, replica_info
+from oarlock.engine.simulated_ranks import CostModel, Roofline, Speed, StepLoad, replica_info
 from oarlock.workers.capacity import RankWork
+from oarlock.workers.config import WorkerConfig
 from tests.sim.simulator import Arrival, SimulationConfig, Watch, simulate
 
 COST = CostModel(step_s=0.020, token_s=0.0006, context_token_s=2e-7)

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from oarlock.engine.config import EngineConfig, WorkerConfig
+from oarlock.engine.config import EngineConfig
 from oarlock.engine.simulated_ranks import CostModel
+from oarlock.workers.config import WorkerConfig
 from oarlock.workers.protocol import StepMetadata
 from tests.sim.simulator import Arrival, SimulationConfig, Watch, simulate
 

@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from oarlock.engine.config import EngineConfig, WorkerConfig
+from oarlock.engine.config import EngineConfig
 from oarlock.engine.simulated_ranks import CostModel
+from oarlock.workers.config import WorkerConfig
 from tests.sim.simulator import Arrival, Report, SimulationConfig, make_trace, simulate
 
 WHOLE = CostModel()  # of a model that is one stage

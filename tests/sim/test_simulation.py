@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from oarlock.engine.config import EngineConfig, WorkerConfig
+from oarlock.engine.config import EngineConfig
 from oarlock.engine.simulated_ranks import CostModel
 from oarlock.engine.types import KINDS, PoolingParams
+from oarlock.workers.config import WorkerConfig
 from tests.sim.simulator import Arrival, Percentiles, SimulationConfig, make_trace, simulate
 
 ENGINE = {"max_waiting_requests": 5000, "max_waiting_tokens": 10**7}

@@ -3,11 +3,12 @@
 import numpy as np
 import pytest
 
-from oarlock.engine.config import EngineConfig, SpeculativeConfig, WorkerConfig
+from oarlock.engine.config import EngineConfig, SpeculativeConfig
 from oarlock.engine.core.engine_core import EngineCore
 from oarlock.engine.simulated_ranks import CostModel, SimulatedExecutor, VirtualClock, replica_info
 from oarlock.engine.spec_decode.drafter import Drafter
 from oarlock.engine.types import Request, SamplingParams
+from oarlock.workers.config import WorkerConfig
 from oarlock.workers.protocol import StepMetadata, StepOutput
 
 NUM_DRAFTS, SEQS, OUTPUT = 8, 15, 1000

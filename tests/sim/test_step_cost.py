@@ -5,7 +5,7 @@ import time
 import numpy as np
 import pytest
 
-from oarlock.engine.config import EngineConfig, WorkerConfig
+from oarlock.engine.config import EngineConfig
 from oarlock.engine.input_batch.input_batch import InputBatch
 from oarlock.engine.ipc import messages
 from oarlock.engine.ipc.frames import FrameReader
@@ -13,6 +13,7 @@ from oarlock.engine.scheduler.scheduler import Scheduler
 from oarlock.engine.scheduler.sequence import ModelRunnerOutput
 from oarlock.engine.simulated_ranks import replica_info
 from oarlock.engine.types import Request, SamplingParams
+from oarlock.workers.config import WorkerConfig
 from oarlock.workers.protocol import StepOutput
 
 BLOCK_SIZE, PROMPT, MAX_LEN, VOCAB = 32, 500, 1024, 151_936

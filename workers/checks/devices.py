@@ -9,12 +9,12 @@ from oarlock.workers.config import WorkerConfig
 from oarlock.workers.distributed.topology import Topology
 from oarlock.workers.kernels.cpu import build
 from oarlock.workers.layers.decoder_spec import DecoderSpec
+from oarlock.workers.model_files.checkpoint import Checkpoint
 from oarlock.workers.platform import cuda_driver, processor
 from oarlock.workers.platform.dtypes import ITEM_BYTES, KV_CACHE_DTYPES, SAFETENSORS_DTYPES
 from oarlock.workers.platform.processor import available_cores
 from oarlock.workers.quantization.formats.form import WeightForms
 from oarlock.workers.runner.memory_needs import weight_bytes
-from oarlock.workers.weights.checkpoint import Checkpoint
 
 logger = logging.getLogger("oarlock.preflight")
 

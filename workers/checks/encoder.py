@@ -8,6 +8,7 @@ from oarlock.base.host_memory import human_bytes
 from oarlock.workers.checks.devices import ranks_here, resolve_device, this_cpu
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.layers.sharding import supported_tp_sizes
+from oarlock.workers.model_files.checkpoint import Checkpoint
 from oarlock.workers.models.encoders.encoder_spec import EncoderSpec
 from oarlock.workers.models.encoders.registry import describe_encoder, is_ignorable, read_encoder
 from oarlock.workers.models.hf_fields import read_config
@@ -15,7 +16,6 @@ from oarlock.workers.platform import cuda_driver
 from oarlock.workers.platform.dtypes import SAFETENSORS_DTYPES
 from oarlock.workers.ranks.cpu_affinity import with_cpus
 from oarlock.workers.runner.memory_needs import encoder_step_bytes, encoder_weight_bytes, free_before_load
-from oarlock.workers.weights.checkpoint import Checkpoint
 
 logger = logging.getLogger("oarlock.preflight")
 

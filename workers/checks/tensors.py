@@ -2,12 +2,12 @@
 
 from oarlock.base.errors import StartupError
 from oarlock.workers.layers.decoder_spec import DecoderSpec, fused_modules, is_ignorable, tensor_shapes
+from oarlock.workers.model_files.checkpoint import Checkpoint
+from oarlock.workers.model_files.gguf_header import SERVED as GGUF_TYPES
+from oarlock.workers.model_files.gguf_model import GGUFCheckpoint, type_not_served
 from oarlock.workers.platform.dtypes import SAFETENSORS_DTYPES
 from oarlock.workers.quantization.formats.checkpoint_forms import CheckpointForms
 from oarlock.workers.quantization.formats.form import StoredTensor, WeightForms, stored
-from oarlock.workers.weights.checkpoint import Checkpoint
-from oarlock.workers.weights.gguf_header import SERVED as GGUF_TYPES
-from oarlock.workers.weights.gguf_model import GGUFCheckpoint, type_not_served
 
 
 def check_tensors(checkpoint: Checkpoint, spec: DecoderSpec, forms: WeightForms) -> None:

@@ -10,8 +10,8 @@ from oarlock.workers.attention.backend import KVSpec
 from oarlock.workers.attention.selector import BACKENDS
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.doctor.finding import ERROR, NOTE, Finding
+from oarlock.workers.gguf_config import open_checkpoint
 from oarlock.workers.models.encoders.registry import read_encoder
-from oarlock.workers.models.gguf_config import open_checkpoint
 from oarlock.workers.models.hf_fields import read_config
 from oarlock.workers.models.hf_quantization import stored_quantization, weight_forms
 from oarlock.workers.models.registry import read_spec

@@ -6,10 +6,10 @@ from typing import Any
 
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.layers.tensor_spec import NormSpec
+from oarlock.workers.model_files.gguf_model import GGUFFamily, Settings
 from oarlock.workers.models.hf_config import decoder_spec, head_width, layer_kinds
 from oarlock.workers.models.hf_fields import Fields, unsupported
 from oarlock.workers.models.hf_rope import rope_spec, rope_table
-from oarlock.workers.weights.gguf_model import GGUFFamily, Settings
 
 _POSITIONS = 8192
 # Fields of early configs that describe the architecture, with the only value that its models have.

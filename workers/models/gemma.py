@@ -5,10 +5,10 @@ from typing import Any
 from oarlock.workers.layers.attention_spec import RopeSpec
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.layers.tensor_spec import NormSpec
+from oarlock.workers.model_files.gguf_model import GGUFFamily, Settings
 from oarlock.workers.models.hf_config import BEFORE_AND_AFTER, activation_name, decoder_spec, head_width, layer_kinds
 from oarlock.workers.models.hf_fields import Fields, unsupported
 from oarlock.workers.models.hf_rope import rope_spec
-from oarlock.workers.weights.gguf_model import GGUFFamily, Settings
 
 _MAX_POSITIONS = 131_072
 # Gemma's largest models divide scores by the square root of a value other than the width of a head. GGUF files do not

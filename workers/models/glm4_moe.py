@@ -6,10 +6,10 @@ from typing import Any
 from oarlock.base.errors import StartupError
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec, RouterSpec, SharedSpec
+from oarlock.workers.model_files.gguf_model import GGUFFamily, Settings
 from oarlock.workers.models.hf_config import activation_name, decoder_spec, expert_counts, head_width
 from oarlock.workers.models.hf_fields import Fields, positive_number
 from oarlock.workers.models.hf_rope import rope_spec, rope_table
-from oarlock.workers.weights.gguf_model import GGUFFamily, Settings
 
 _POSITIONS = 131072
 _MOST_AHEAD = 16  # multi-token prediction layers; known models have one

@@ -9,10 +9,10 @@ from typing import Any
 from oarlock.workers.layers.attention_spec import SelfAttentionSpec
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec, RouterSpec
+from oarlock.workers.model_files.gguf_model import GGUFFamily, Settings
 from oarlock.workers.models.hf_config import decoder_spec, expert_counts, layer_kinds
 from oarlock.workers.models.hf_fields import Fields
 from oarlock.workers.models.hf_rope import rope_spec, rope_table
-from oarlock.workers.weights.gguf_model import GGUFFamily, Settings
 
 _POSITIONS, _HEAD = 131072, 64
 _ROPE: dict[str, Any] = {

@@ -7,9 +7,9 @@ from typing import Any
 from oarlock.workers.layers.attention_spec import SelfAttentionSpec
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec, RouterSpec, SharedSpec
+from oarlock.workers.model_files.gguf_model import GGUFFamily, Settings
 from oarlock.workers.models.hf_config import activation_name, decoder_spec, expert_counts
 from oarlock.workers.models.hf_fields import Fields
-from oarlock.workers.weights.gguf_model import GGUFFamily, Settings
 
 
 def describe_granite_moe(fields: Fields) -> DecoderSpec:

@@ -7,11 +7,11 @@ from typing import Any
 from oarlock.base.errors import StartupError, shown
 from oarlock.base.json_files import is_there, read_json
 from oarlock.workers.layers.decoder_spec import FUSED_MODULES
+from oarlock.workers.model_files.checkpoint import Checkpoint
+from oarlock.workers.model_files.gguf_model import GGUFCheckpoint
 from oarlock.workers.quantization.formats.checkpoint_forms import CheckpointForms, GGUFForms
 from oarlock.workers.quantization.formats.form import USE_ANOTHER, Scheme, Settings, WeightForms
 from oarlock.workers.quantization.registry import QUANTIZATIONS, STORED
-from oarlock.workers.weights.checkpoint import Checkpoint
-from oarlock.workers.weights.gguf_model import GGUFCheckpoint
 
 GGUF = "gguf"  # method of GGUF models, whose settings do not name it
 # Keys of config.json that hold the settings, and the method of settings that do not name it.

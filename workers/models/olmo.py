@@ -8,9 +8,9 @@ from typing import Any
 from oarlock.base.errors import StartupError
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec, RouterSpec
+from oarlock.workers.model_files.gguf_model import GGUFFamily, Settings
 from oarlock.workers.models.hf_config import activation_name, decoder_spec, expert_counts
 from oarlock.workers.models.hf_fields import Fields
-from oarlock.workers.weights.gguf_model import GGUFFamily, Settings
 
 
 def describe_olmo2(fields: Fields) -> DecoderSpec:

@@ -4,10 +4,10 @@ from typing import Any
 
 from oarlock.workers.layers.attention_spec import RopeSpec
 from oarlock.workers.layers.decoder_spec import DecoderSpec
+from oarlock.workers.model_files.gguf_model import GGUFFamily, Settings
 from oarlock.workers.models.hf_config import decoder_spec, head_width
 from oarlock.workers.models.hf_fields import Fields, positive_number, unsupported
 from oarlock.workers.models.hf_rope import rope_kind, rope_spec, rope_table
-from oarlock.workers.weights.gguf_model import GGUFFamily, Settings
 
 _POSITIONS = 4096
 

@@ -3,9 +3,9 @@
 from typing import Any
 
 from oarlock.workers.layers.decoder_spec import DecoderSpec
+from oarlock.workers.model_files.gguf_model import GGUFFamily, Settings
 from oarlock.workers.models.hf_config import decoder_spec, layer_windows
 from oarlock.workers.models.hf_fields import Fields
-from oarlock.workers.weights.gguf_model import GGUFFamily, Settings
 
 
 def describe_qwen2(fields: Fields) -> DecoderSpec:

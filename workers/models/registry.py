@@ -7,6 +7,7 @@ from typing import Any
 
 from oarlock.base.errors import StartupError, shown
 from oarlock.workers.layers.decoder_spec import DecoderSpec
+from oarlock.workers.model_files.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, head_differs
 from oarlock.workers.models.cohere import GGUF_COHERE, GGUF_COHERE2, describe_cohere, describe_cohere2
 from oarlock.workers.models.encoders.registry import ENCODERS
 from oarlock.workers.models.ernie4_5_moe import GGUF_ERNIE4_5_MOE, describe_ernie4_5_moe
@@ -21,7 +22,6 @@ from oarlock.workers.models.olmo import GGUF_OLMO2, GGUF_OLMOE, describe_olmo2, 
 from oarlock.workers.models.phi3 import GGUF_PHI3, describe_phi3
 from oarlock.workers.models.qwen import GGUF_QWEN2, GGUF_QWEN3, describe_qwen2, describe_qwen3
 from oarlock.workers.models.qwen_moe import GGUF_QWEN2_MOE, GGUF_QWEN3_MOE, describe_qwen2_moe, describe_qwen3_moe
-from oarlock.workers.weights.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, head_differs
 
 FAMILIES: dict[str, Callable[[Fields], DecoderSpec]] = {
     "Cohere2ForCausalLM": describe_cohere2,
@@ -74,7 +74,7 @@ def read_spec(model_path: str, max_model_len: int | None = None, *, tied: bool |
     sequence.
 
     `tied`: whether the output head is the embedding, if known. None: read it from `config.json` and, if true there,
-    check the weights (see `workers/weights/checkpoint.py`). Raise `StartupError` if the model is not supported.
+    check the weights (see `workers/model_files/checkpoint.py`). Raise `StartupError` if the model is not supported.
     """
     directory = Path(model_path)
     spec = describe(read_config(directory))

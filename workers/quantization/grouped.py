@@ -18,13 +18,13 @@ from torch import Tensor
 from oarlock.workers.kernels.cpu import library
 from oarlock.workers.kernels.cpu.gemm import CppPackedGatedMatmul, CppPackedMatmul
 from oarlock.workers.kernels.cpu.quantized_gemm import PackedGrouped
+from oarlock.workers.model_files.gguf_header import GroupForm
 from oarlock.workers.quantization.groups import group_in_slices, group_of_blocks, kernel_group, pieces_of
 from oarlock.workers.quantization.int8 import round_rows
 from oarlock.workers.quantization.matmul import GatedMatmul, Matmul, ReferenceGatedMatmul, ReferenceMatmul
 from oarlock.workers.quantization.method import DenseWeight, Empty, LinearWeight, UnquantizedLinearMethod, WeightShard
 from oarlock.workers.quantization.weight_only import WeightOnly, of_groups, of_mxfp4
 from oarlock.workers.weights import float4
-from oarlock.workers.weights.gguf_header import GroupForm
 from oarlock.workers.weights.gguf_reader import GGUFReader, Groups
 from oarlock.workers.weights.source import FilledUp, WeightSource
 

@@ -14,11 +14,11 @@ from torch import Tensor
 from oarlock.base.errors import EXIT_OUT_OF_MEMORY, StartupError
 from oarlock.workers.config import WorkerConfig, WorkerInfo
 from oarlock.workers.distributed.parallel_state import TensorParallel
+from oarlock.workers.gguf_config import open_checkpoint
 from oarlock.workers.kernels.cpu.gemm import CppMatmul
 from oarlock.workers.kernels.cpu.in_use import kernels_in_use, log_kernels
 from oarlock.workers.models.encoders.encoder import Encoder
 from oarlock.workers.models.encoders.registry import read_encoder
-from oarlock.workers.models.gguf_config import open_checkpoint
 from oarlock.workers.protocol import StepMetadata, StepOutput, table_width
 from oarlock.workers.runner.device import use_device
 from oarlock.workers.runner.invariance import InvarianceResult, RankInvariance, check_sums

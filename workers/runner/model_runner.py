@@ -22,12 +22,12 @@ from oarlock.workers.attention.triton_backend import fixed_span
 from oarlock.workers.config import StepCost, WorkerConfig, WorkerInfo
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.distributed.pipeline_stage import PipelineStage
+from oarlock.workers.gguf_config import open_checkpoint
 from oarlock.workers.kernels.cpu.in_use import kernels_in_use, log_kernels
 from oarlock.workers.kernels.triton import availability
 from oarlock.workers.kv_tiers.rank_offload import RankOffload
 from oarlock.workers.layers.decoder_spec import layers_of_stage, matrices_of
 from oarlock.workers.models.decoder import Decoder
-from oarlock.workers.models.gguf_config import open_checkpoint
 from oarlock.workers.models.hf_fields import read_config
 from oarlock.workers.models.hf_quantization import stored_quantization, weight_forms
 from oarlock.workers.models.registry import read_spec

@@ -25,9 +25,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from oarlock.base.errors import StartupError
-from oarlock.workers.models.gguf_config import gguf_checkpoint
-from oarlock.workers.weights.checkpoint import Checkpoint
-from oarlock.workers.weights.gguf_model import GGUFModel, Layout
+from oarlock.workers.gguf_config import gguf_checkpoint
+from oarlock.workers.model_files.checkpoint import Checkpoint
+from oarlock.workers.model_files.gguf_model import GGUFModel, Layout
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # column of each group of four bits in a word, the lowest first
 

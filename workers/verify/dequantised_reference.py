@@ -17,8 +17,10 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from oarlock.workers.gguf_config import open_checkpoint
 from oarlock.workers.layers.decoder_spec import FUSED_MODULES
-from oarlock.workers.models.gguf_config import open_checkpoint
+from oarlock.workers.model_files.checkpoint import Checkpoint
+from oarlock.workers.model_files.gguf_model import gguf_file
 from oarlock.workers.models.hf_fields import read_config
 from oarlock.workers.models.hf_quantization import stored_quantization, weight_forms
 from oarlock.workers.quantization import block_float8, int4, int8, scaled_float8
@@ -26,8 +28,6 @@ from oarlock.workers.quantization.formats.checkpoint_forms import CheckpointForm
 from oarlock.workers.quantization.formats.form import Arithmetic
 from oarlock.workers.quantization.registry import QUANTIZATIONS
 from oarlock.workers.verify.dequantise import dequantised, dequantised_gguf, stored_tensor
-from oarlock.workers.weights.checkpoint import Checkpoint
-from oarlock.workers.weights.gguf_model import gguf_file
 from oarlock.workers.weights.reader import WeightReader
 
 _ROWS = 8192  # rows of a weight that are rounded at once

@@ -30,6 +30,7 @@ from oarlock.workers.distributed.control_channel import Control
 from oarlock.workers.layers.decoder_spec import DecoderSpec, SublayerSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec
 from oarlock.workers.layers.tensor_spec import Made, Tap
+from oarlock.workers.model_files.gguf_model import gguf_file
 from oarlock.workers.models.registry import read_spec
 from oarlock.workers.quantization.registry import QUANTIZATIONS
 from oarlock.workers.verify.compare import dense_routing, file_of, taps_of
@@ -42,7 +43,6 @@ from oarlock.workers.verify.dequantised_reference import (
     is_experts,
 )
 from oarlock.workers.verify.request import Request, Text
-from oarlock.workers.weights.gguf_model import gguf_file
 
 _PRODUCTS = (nn.Linear, nn.Embedding)
 _ROWS = 8192  # rows of a weight that are widened to float64 at once

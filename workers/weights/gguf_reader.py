@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from oarlock.base.errors import StartupError
+from oarlock.workers.model_files.checkpoint import Checkpoint
+from oarlock.workers.model_files.gguf_header import BY_NAME, FLOATS, GROUP_FORMS, SERVED
+from oarlock.workers.model_files.gguf_model import GGUFCheckpoint, Layout, type_not_served
+from oarlock.workers.model_files.located import Located
 from oarlock.workers.weights import float4
-from oarlock.workers.weights.checkpoint import Checkpoint, Located
-from oarlock.workers.weights.gguf_header import BY_NAME, FLOATS, GROUP_FORMS, SERVED
-from oarlock.workers.weights.gguf_model import GGUFCheckpoint, Layout, type_not_served
 from oarlock.workers.weights.reader import CheckpointReader, WeightReader, first_not_finite, not_finite
 from oarlock.workers.weights.source import DummyWeights, WeightSource, check_slice, wrong_shape
 

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from oarlock.base.errors import StartupError
-from oarlock.workers.weights.checkpoint import Checkpoint, Located
+from oarlock.workers.model_files.checkpoint import Checkpoint
+from oarlock.workers.model_files.located import Located
 from oarlock.workers.weights.source import check_slice, wrong_shape
 
 # Disks and network file systems serve parallel reads faster than sequential reads; for the page cache it hardly

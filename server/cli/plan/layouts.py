@@ -12,23 +12,13 @@ from typing import Any
 
 from oarlock.base.errors import StartupError
 from oarlock.base.paths import hub_cache
-from oarlock.engine.preflight import (
-    Capacity,
-    OpenModel,
-    Roofline,
-    Speed,
-    capacity,
-    cpu_ops,
-    decode_tokens_per_s,
-    open_model,
-    prompt_tokens_per_s,
-    tensor_parallel_sizes,
-    work_of,
-)
+from oarlock.engine.simulated_ranks import Roofline, Speed, decode_tokens_per_s, prompt_tokens_per_s
 from oarlock.server.cli.plan.machine import Machine
 from oarlock.server.config.settings import Settings
 from oarlock.server.hub.local_model import find_local
 from oarlock.server.hub.model_path import resolve
+from oarlock.workers.capacity import Capacity, capacity, cpu_ops, tensor_parallel_sizes, work_of
+from oarlock.workers.preflight import OpenModel, open_model
 
 CONTEXTS = (4096, 32_768)  # tokens of one user
 _PROMPT = 1024  # tokens of a prompt for which rates are given
@@ -73,9 +63,9 @@ def _directory(settings: Settings) -> Path:
 def _fetched(settings: Settings, model: str) -> Path:
     from huggingface_hub.errors import HFValidationError, HTTPError
 
-    from oarlock.engine.preflight import DESCRIPTIONS
     from oarlock.server.hub.fetch import explain
     from oarlock.server.hub.files import Download, Snapshot, look_up
+    from oarlock.workers.preflight import DESCRIPTIONS
 
     revision = settings.revision or "main"
     cache = hub_cache(settings.download_dir)

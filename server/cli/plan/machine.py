@@ -8,9 +8,9 @@ import time
 from dataclasses import dataclass
 
 from oarlock.base.host_memory import free_host_bytes, human_bytes
-from oarlock.engine.preflight import Memory
 from oarlock.server.cli.arguments import UsageError
 from oarlock.server.config.options import nearest, parse_size
+from oarlock.workers.capacity import Memory
 
 _FIX = "Write a number and a name or a size, such as --gpus 2xH100 or --gpus 2x24GB"
 _MOST = 64  # GPUs

@@ -9,10 +9,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from oarlock.base.host_memory import human_bytes
-from oarlock.engine.preflight import OpenModel, expert_bytes
 from oarlock.server.cli.plan.layouts import CONTEXTS, Layout, Remedy
 from oarlock.server.cli.plan.machine import Machine
 from oarlock.server.config.settings import OPTIONS
+from oarlock.workers.capacity import expert_bytes
+from oarlock.workers.preflight import OpenModel
 
 
 def as_json(

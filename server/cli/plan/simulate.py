@@ -24,7 +24,7 @@ import numpy as np
 from oarlock.base.errors import StartupError
 from oarlock.engine.config import EngineConfig
 from oarlock.engine.fleet import FleetReport, ReplicaModel, TracedRequest, replica_model, simulate_fleet
-from oarlock.engine.preflight import Measured, OpenModel, StepLoad, StepTime
+from oarlock.engine.simulated_ranks import Measured, StepLoad, StepTime
 from oarlock.server.bench import metrics as result
 from oarlock.server.bench.metrics import Sample
 from oarlock.server.bench.workload import BLOCK_TOKENS
@@ -33,6 +33,7 @@ from oarlock.server.cli.plan.layouts import Layout, layout
 from oarlock.server.cli.plan.machine import Machine
 from oarlock.server.cli.plan.report import aligned, rate
 from oarlock.server.launch.banner import Counted
+from oarlock.workers.preflight import OpenModel
 
 _EXIT_CODE = 2
 _ALL_UP_TO = 8  # sizes of a range that are all simulated; of a longer range, powers of two and sizes that --slo needs

@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from oarlock.engine.config import EngineConfig, SpeculativeConfig, WorkerConfig
+from oarlock.engine.config import EngineConfig, SpeculativeConfig
 from oarlock.engine.input_batch.input_batch import InputBatch
 from oarlock.engine.input_batch.sampling_metadata import GrammarBitmask, fill_one_by_one
 from oarlock.engine.scheduler.scheduler import Scheduler
 from oarlock.engine.scheduler.sequence import ModelRunnerOutput, ScheduledTokens, SchedulerOutput
 from oarlock.engine.simulated_ranks import replica_info
 from oarlock.engine.types import FinishReason, Request, SamplingParams, TokenEvent, TokenLogprobs
-from oarlock.workers.config import WorkerInfo
+from oarlock.workers.config import WorkerConfig, WorkerInfo
 from oarlock.workers.errors import WorkerError
 from oarlock.workers.protocol import (
     ALL_BANNED,

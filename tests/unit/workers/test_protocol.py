@@ -8,11 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oarlock.workers import protocol
-from oarlock.workers.config import WorkerConfig
+from oarlock.workers.config import MAX_POOLED_IDS, WorkerConfig
 from oarlock.workers.protocol import (
     MAX_BIAS_PER_ROW,
     MAX_LOGPROBS,
-    MAX_POOLED_IDS,
     MAX_VOCAB_SIZE,
     NOT_POOLED,
     ProtocolError,

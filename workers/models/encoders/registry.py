@@ -3,11 +3,11 @@
 from pathlib import Path
 from typing import Any, Protocol
 
+from oarlock.workers.model_files.checkpoint import Checkpoint
 from oarlock.workers.models.encoders.bert import describe_bert, describe_roberta
 from oarlock.workers.models.encoders.encoder_spec import EncoderSpec
 from oarlock.workers.models.encoders.modernbert import describe_modernbert
 from oarlock.workers.models.hf_fields import Fields, read_config
-from oarlock.workers.weights.checkpoint import Checkpoint
 
 
 class _Describe(Protocol):

@@ -16,13 +16,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from oarlock.workers.model_files.checkpoint import Checkpoint
+from oarlock.workers.model_files.gguf_header import GROUP_FORMS, GroupForm
+from oarlock.workers.model_files.gguf_model import GGUFCheckpoint
 from oarlock.workers.platform.dtypes import SAFETENSORS_DTYPES
 from oarlock.workers.quantization.formats.form import Arithmetic, Form, Scheme, StoredForm, WeightForms
 from oarlock.workers.quantization.groups import group_of_blocks, packed_bytes
 from oarlock.workers.quantization.registry import NONE, Quantization
-from oarlock.workers.weights.checkpoint import Checkpoint
-from oarlock.workers.weights.gguf_header import GROUP_FORMS, GroupForm
-from oarlock.workers.weights.gguf_model import GGUFCheckpoint
 
 if TYPE_CHECKING:
     from oarlock.workers.quantization.method import LinearMethod

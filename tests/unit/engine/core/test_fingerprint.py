@@ -5,9 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from oarlock.engine.config import EngineConfig, WorkerConfig
+from oarlock.engine.config import EngineConfig
 from oarlock.engine.core import process
 from oarlock.engine.core.process import engine_info
+from oarlock.workers.config import WorkerConfig
 from oarlock.workers.fingerprint import model_sums
 from tests.golden.tiny_models import make_tiny
 from tests.parallel.rank_threads import ThreadExecutor

@@ -6,9 +6,10 @@ import random
 import numpy as np
 import pytest
 
+from oarlock.engine.errors import BrokenGrammarError
 from oarlock.engine.structured_output import mask_costs
 from oarlock.engine.structured_output.compiler import Compiled, Compiler
-from oarlock.engine.structured_output.matcher import BrokenGrammarError, GrammarMatcher, MaskBatch
+from oarlock.engine.structured_output.matcher import GrammarMatcher, MaskBatch
 from oarlock.engine.types import Grammar
 from tests.unit.engine.structured_output.grammar_fakes import DEMO_TOKENIZER, END, NUM_IDS, encode
 from tests.unit.engine.structured_output.test_grammar_compiler import GRAMMARS, SCHEMAS, schema

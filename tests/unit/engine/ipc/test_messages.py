@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oarlock.base.errors import StartupError
-from oarlock.engine.config import EngineConfig, WorkerConfig
+from oarlock.engine.config import EngineConfig
 from oarlock.engine.errors import ContextLengthError, QueueFullError, RequestError
 from oarlock.engine.ipc import messages
 from oarlock.engine.ipc.frames import Frame, FrameError, FrameReader
@@ -28,6 +28,7 @@ from oarlock.engine.types import (
     TokenEvents,
     TokenLogprobs,
 )
+from oarlock.workers.config import WorkerConfig
 
 _IDS = st.integers(0, 2**31 - 1)
 _F32 = st.floats(width=32, allow_nan=False)

@@ -7,7 +7,7 @@ from oarlock.engine.errors import NOT_FINITE, RequestError
 from oarlock.engine.scheduler.admission import MAX_POOLED_VALUES, Limits, check
 from oarlock.engine.types import KINDS as ALL_KINDS
 from oarlock.engine.types import POOLS, FinishReason, PoolingParams, Request, SamplingParams
-from oarlock.workers.protocol import MAX_POOLED_IDS
+from oarlock.workers.config import MAX_POOLED_IDS
 from tests.unit.engine.engine_fakes import VOCAB, Driver, Faults, make_config, make_info, make_request
 from tests.unit.engine.pooling_fakes import expected_vectors, make_pooling_request
 

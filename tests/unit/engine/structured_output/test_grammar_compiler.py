@@ -8,9 +8,10 @@ import jsonschema
 import numpy as np
 import pytest
 
+from oarlock.engine.errors import BrokenGrammarError
 from oarlock.engine.structured_output import mask_costs
 from oarlock.engine.structured_output.compiler import MAX_OBJECT_DEPTH, Compiler, GrammarError
-from oarlock.engine.structured_output.matcher import MAX_DIGITS, BrokenGrammarError, GrammarMatcher
+from oarlock.engine.structured_output.matcher import MAX_DIGITS, GrammarMatcher
 from oarlock.engine.types import Grammar
 from tests.unit.engine.structured_output.grammar_fakes import (
     DEMO_TOKENIZER,

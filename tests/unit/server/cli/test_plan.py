@@ -9,14 +9,16 @@ from typing import Any
 import pytest
 
 from oarlock.base.host_memory import human_bytes
-from oarlock.engine.preflight import Memory, capacity, open_model
 from oarlock.server.cli.arguments import UsageError, given_settings, parse
 from oarlock.server.cli.main import _parsers, main
 from oarlock.server.cli.plan.layouts import SIZES
 from oarlock.server.cli.plan.machine import GPUS, parse_gpus
 from oarlock.server.cli.plan.simulate import parse_replicas, parse_slo
 from oarlock.server.config.settings import OPTIONS
-from oarlock.workers.protocol import MAX_POOLED_IDS, max_output_bytes
+from oarlock.workers.capacity import Memory, capacity
+from oarlock.workers.config import MAX_POOLED_IDS
+from oarlock.workers.preflight import open_model
+from oarlock.workers.protocol import max_output_bytes
 from tests.unit.server.hub.fake_hub import FakeHub
 
 QWEN_7B: dict[str, Any] = {
@@ -149,7 +151,7 @@ def test_vectors_take_shared_memory_of_the_host(model, capsys) -> None:
 
 
 def open_model_of(model: str) -> Any:
-    from oarlock.engine.config import WorkerConfig
+    from oarlock.workers.config import WorkerConfig
 
     return open_model(WorkerConfig(model, load_format="dummy"))
 

@@ -8,7 +8,7 @@ import pytest
 
 from oarlock.base.errors import StartupError
 from oarlock.engine.fleet import FleetReport, Quantiles, TracedRequest
-from oarlock.engine.preflight import StepLoad
+from oarlock.engine.simulated_ranks import StepLoad
 from oarlock.server.bench.metrics import Result, Sample, write
 from oarlock.server.cli.main import main
 from oarlock.server.cli.plan.simulate import calibrated, parse_slo, read_trace, run_sizes

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from oarlock.base.errors import StartupError
-from oarlock.engine.config import EngineConfig, NodesConfig
+from oarlock.engine.config import EngineConfig
 from oarlock.server.cli.main import main
 from oarlock.server.config.nodes import nodes_config, ray_resources
 from oarlock.server.config.options import OptionError
@@ -19,7 +19,7 @@ from oarlock.server.config.settings import Settings, make_settings
 from oarlock.server.config.sources import load_settings
 from oarlock.server.launch.ray_driver import last_error
 from oarlock.server.launch.ray_group import RayGroup, request
-from oarlock.workers.config import WorkerConfig
+from oarlock.workers.config import NodesConfig, WorkerConfig
 
 TWO = {"nnodes": 2, "node_rank": 0, "master_addr": "10.0.0.1"}
 

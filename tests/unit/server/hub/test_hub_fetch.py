@@ -8,12 +8,13 @@ import pytest
 from huggingface_hub import constants
 
 from oarlock.base.errors import StartupError
-from oarlock.engine.config import EngineConfig, WorkerConfig
+from oarlock.engine.config import EngineConfig
 from oarlock.server.hub import files as hub_files
 from oarlock.server.hub.fetch import fetch
 from oarlock.server.hub.model_path import HubModel
 from oarlock.server.hub.transfer import TransferRate, in_words
 from oarlock.server.llm.tokenizer import Tokenizer
+from oarlock.workers.config import WorkerConfig
 from tests.house.rules import ROOT
 from tests.unit.server.hub.fake_hub import COMMIT, FakeHub, etag
 

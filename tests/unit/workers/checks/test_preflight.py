@@ -17,12 +17,12 @@ from oarlock.base.errors import StartupError
 from oarlock.workers.checks import devices, limits
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.kernels.cpu import build
+from oarlock.workers.model_files.checkpoint import SINGLE_FILE
 from oarlock.workers.models.registry import read_spec
 from oarlock.workers.platform import cuda_driver, processor
 from oarlock.workers.platform.processor import available_cores
 from oarlock.workers.preflight import check_without_weights, preflight
 from oarlock.workers.runner import memory_needs
-from oarlock.workers.weights.checkpoint import SINGLE_FILE
 from tests.golden.tiny_models import FAMILIES, make_tiny
 
 

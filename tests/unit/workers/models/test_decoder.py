@@ -17,12 +17,12 @@ from oarlock.workers.attention.torch_backend import TorchBackend
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.kernels.cpu import library
+from oarlock.workers.model_files.checkpoint import SINGLE_FILE, Checkpoint
 from oarlock.workers.models.decoder import Decoder
 from oarlock.workers.models.registry import read_spec
 from oarlock.workers.preflight import preflight
 from oarlock.workers.quantization.matmul import can_pack
 from oarlock.workers.runner.model_runner import ModelRunner
-from oarlock.workers.weights.checkpoint import SINGLE_FILE, Checkpoint
 from oarlock.workers.weights.reader import WeightReader
 from oarlock.workers.weights.source import DummyWeights
 from tests.golden.paged_run import PagedRun, load_decoder, on_ranks

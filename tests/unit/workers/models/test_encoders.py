@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from oarlock.base.errors import StartupError
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.distributed.parallel_state import TensorParallel
+from oarlock.workers.gguf_config import open_checkpoint
 from oarlock.workers.models.encoders.registry import ENCODERS as ARCHITECTURES
 from oarlock.workers.models.encoders.registry import describe_encoder, is_encoder, read_encoder
-from oarlock.workers.models.gguf_config import open_checkpoint
 from oarlock.workers.models.registry import read_spec
 from oarlock.workers.preflight import check_without_weights, open_model, preflight
 from oarlock.workers.runner.encoder_runner import EncoderRunner

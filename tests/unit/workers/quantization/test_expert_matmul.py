@@ -12,13 +12,8 @@ from oarlock.workers.distributed.all_reduce import tree_sum
 from oarlock.workers.kernels.cpu.build import Level
 from oarlock.workers.kernels.cpu.experts import CppExpertMatmul
 from oarlock.workers.kernels.triton import availability
-from oarlock.workers.quantization.expert_matmul import (
-    TorchExpertMatmul,
-    cpp_expert_matmul,
-    expert_matmul,
-    gate_of,
-)
-from oarlock.workers.quantization.expert_weights import ExpertMatmul, ExpertsShape, ExpertWeights
+from oarlock.workers.quantization.expert_matmul import TorchExpertMatmul, cpp_expert_matmul, expert_matmul
+from oarlock.workers.quantization.expert_weights import ExpertMatmul, ExpertsShape, ExpertWeights, gate_of
 from oarlock.workers.quantization.fp8 import Fp8Weight
 from oarlock.workers.quantization.grouped import GroupedWeight
 from oarlock.workers.quantization.int4 import round_groups, rounded

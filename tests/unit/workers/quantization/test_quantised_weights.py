@@ -11,6 +11,7 @@ from torch import Tensor
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.layers.embedding import vocab_shard
+from oarlock.workers.model_files.checkpoint import Checkpoint
 from oarlock.workers.models.decoder import Decoder
 from oarlock.workers.models.hf_fields import read_config
 from oarlock.workers.models.hf_quantization import stored_quantization, weight_forms
@@ -24,7 +25,6 @@ from oarlock.workers.quantization.method import DenseWeight, LinearWeight, Stack
 from oarlock.workers.quantization.packed_integers import regroup
 from oarlock.workers.quantization.weight_only import WeightOnly
 from oarlock.workers.verify.dequantise import dequantised
-from oarlock.workers.weights.checkpoint import Checkpoint
 from oarlock.workers.weights.reader import WeightReader
 from tests.golden.quantised import CASES, Quantised, write
 from tests.golden.tiny_models import make_tiny

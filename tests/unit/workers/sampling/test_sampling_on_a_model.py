@@ -6,9 +6,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from oarlock.engine.config import EngineConfig, WorkerConfig
+from oarlock.engine.config import EngineConfig
 from oarlock.engine.core.engine_core import EngineCore
 from oarlock.engine.types import FinishReason, Request, SamplingParams, TokenEvent
+from oarlock.workers.config import WorkerConfig
 from oarlock.workers.executor import Executor
 from tests.golden.tiny_models import make_tiny
 from tests.parallel.rank_threads import ThreadExecutor

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from oarlock.workers.models.gguf_config import hf_config
-from oarlock.workers.weights.gguf_model import GGUFModel
+from oarlock.workers.gguf_config import hf_config
+from oarlock.workers.model_files.gguf_model import GGUFModel
 from tests.golden.gguf_writer import all_of, q4_k_m, write_gguf
 from tests.golden.quantised import CASES, write
 from tests.golden.quantised_errors import GPT_OSS

@@ -10,10 +10,10 @@ from safetensors.torch import load_file, save_file
 from oarlock.base.errors import StartupError
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.distributed.parallel_state import TensorParallel
+from oarlock.workers.model_files.checkpoint import SINGLE_FILE, Checkpoint
 from oarlock.workers.preflight import preflight
 from oarlock.workers.runner.model_runner import ModelRunner
 from oarlock.workers.weights import reader as reader_module
-from oarlock.workers.weights.checkpoint import SINGLE_FILE, Checkpoint
 from oarlock.workers.weights.reader import WeightReader, first_not_finite
 from tests.golden.tiny_models import make_tiny
 

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import save_file
 
 from oarlock.base.errors import StartupError
+from oarlock.workers.model_files.checkpoint import SINGLE_FILE, Checkpoint
 from oarlock.workers.weights import reader as reader_module
-from oarlock.workers.weights.checkpoint import SINGLE_FILE, Checkpoint
 from oarlock.workers.weights.reader import WeightReader
 from oarlock.workers.weights.source import DummyWeights
 

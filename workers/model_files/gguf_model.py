@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any, overload
 
 from oarlock.base.errors import StartupError
-from oarlock.workers.weights.checkpoint import Checkpoint, Located
-from oarlock.workers.weights.gguf_header import FLOATS, SERVED, GGUFHeader, Value, read_header
+from oarlock.workers.model_files.checkpoint import Checkpoint
+from oarlock.workers.model_files.gguf_header import FLOATS, SERVED, GGUFHeader, Value, read_header
+from oarlock.workers.model_files.located import Located
 
 _PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _MOST_PARTS = 1000

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from oarlock.base.errors import StartupError
-from oarlock.workers.models.gguf_config import hf_config
-from oarlock.workers.weights.gguf_header import read_header
-from oarlock.workers.weights.gguf_model import GGUFModel, shortest
+from oarlock.workers.gguf_config import hf_config
+from oarlock.workers.model_files.gguf_header import read_header
+from oarlock.workers.model_files.gguf_model import GGUFModel, shortest
 
 U8, U32, F32, BOOL, STRING, ARRAY, U64 = 0, 4, 6, 7, 8, 9, 10
 

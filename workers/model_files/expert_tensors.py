@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 
 from oarlock.base.errors import StartupError, shown
-from oarlock.workers.weights.located import Located
+from oarlock.workers.model_files.located import Located
 
 # Equivalent names as (pattern of a prefix, its replacement).
 _RENAMED = (

@@ -12,10 +12,9 @@ from typing import Any
 from oarlock.base.errors import StartupError
 from oarlock.workers.layers.attention_spec import SelfAttentionSpec
 from oarlock.workers.layers.decoder_spec import DecoderSpec, tensors_of
-from oarlock.workers.models.registry import GGUF_FAMILIES, describe
-from oarlock.workers.weights.checkpoint import Checkpoint, Located
-from oarlock.workers.weights.gguf_header import FLOATS
-from oarlock.workers.weights.gguf_model import (
+from oarlock.workers.model_files.checkpoint import Checkpoint
+from oarlock.workers.model_files.gguf_header import FLOATS
+from oarlock.workers.model_files.gguf_model import (
     ROPE_FACTORS,
     GGUFCheckpoint,
     GGUFFamily,
@@ -25,6 +24,8 @@ from oarlock.workers.weights.gguf_model import (
     gguf_file,
     shortest,
 )
+from oarlock.workers.model_files.located import Located
+from oarlock.workers.models.registry import GGUF_FAMILIES, describe
 
 _MAX_ROPE_FACTORS = 4096  # the widest known heads have 512 elements
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from oarlock.base.errors import StartupError
-from oarlock.workers.weights.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, read_header
+from oarlock.workers.model_files.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, read_header
 
 
 def good_file(path: Path) -> Path:

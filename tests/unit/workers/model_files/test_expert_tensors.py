@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from oarlock.base.errors import StartupError
-from oarlock.workers.weights.checkpoint import SINGLE_FILE, Checkpoint
+from oarlock.workers.model_files.checkpoint import SINGLE_FILE, Checkpoint
 from oarlock.workers.weights.reader import WeightReader
 
 EXPERTS, WIDTH, HIDDEN = 3, 4, 6

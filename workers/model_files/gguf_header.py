@@ -12,7 +12,7 @@ from typing import BinaryIO
 
 from oarlock.base.errors import StartupError
 from oarlock.base.json_files import check_file
-from oarlock.workers.weights.checkpoint import TensorEntry
+from oarlock.workers.model_files.located import TensorEntry
 
 
 @dataclass(frozen=True, slots=True)

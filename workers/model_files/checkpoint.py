@@ -11,8 +11,8 @@ from typing import Any
 
 from oarlock.base.errors import StartupError, shown
 from oarlock.base.json_files import check_file, is_there, num_values, read_json, with_unique_names
-from oarlock.workers.weights.expert_tensors import apart
-from oarlock.workers.weights.located import Located, TensorEntry
+from oarlock.workers.model_files.expert_tensors import apart
+from oarlock.workers.model_files.located import Located, TensorEntry
 
 # The format's own limit. A longer header means a damaged length field, not a big model.
 MAX_HEADER_BYTES = 100_000_000
