@@ -21,7 +21,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from oarlock.engine.types import MAX_PRIORITY, MIN_PRIORITY, SamplingParams
+from oarlock.engine.types import SamplingParams
 from oarlock.server.schemas.strict_model import (
     ACCEPTED,
     INT32_MAX,
@@ -34,15 +34,18 @@ from oarlock.server.schemas.strict_model import (
     MAX_LOGPROBS,
     MAX_METADATA,
     MAX_SEQUENCES,
-    MAX_TIMEOUT_S,
     WHOLE,
     Bias,
+    CacheSalt,
     DecimalId,
     FieldError,
+    Priority,
     Prompt,
     Stop,
     StrictModel,
+    Timeout,
     TokenId,
+    User,
     at_most,
 )
 
@@ -302,20 +305,14 @@ class SamplingFields(_ScalarFields):
     return_progress: bool | None = Field(
         False, description="only with `stream`: chunks with `prompt_progress` until the first prompt is done"
     )
-    timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None = Field(
+    timeout: Timeout = Field(
         None,
         description="seconds: a choice that runs then ends with finish_reason `timeout`; if none has begun, 408. "
         "The header X-Request-Timeout says the same; the shorter counts",
     )
-    priority: Annotated[int, Field(ge=MIN_PRIORITY, le=MAX_PRIORITY), WHOLE] | None = Field(
-        0, description="lower runs earlier; waiting counts as well, so that none starves"
-    )
-    cache_salt: Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[!-~]*$")] | None = Field(
-        None, description="prompt beginnings are shared in the KV cache only between equal salts; printable ASCII"
-    )
-    user: Annotated[str, Field(max_length=1024)] | None = Field(
-        None, description="accepted; a hash of it in the request log", json_schema_extra=ACCEPTED
-    )
+    priority: Priority = 0
+    cache_salt: CacheSalt = None
+    user: User = None
     metadata: (
         Annotated[
             dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],

@@ -6,15 +6,16 @@ from typing import Annotated, Literal, cast
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from oarlock.engine.types import MAX_PRIORITY, MIN_PRIORITY
 from oarlock.server.schemas.strict_model import (
-    ACCEPTED,
     INT32_MAX,
-    MAX_TIMEOUT_S,
     WHOLE,
+    CacheSalt,
     FieldError,
+    Priority,
     StrictModel,
+    Timeout,
     TokenIds,
+    User,
     prompt_form,
 )
 
@@ -35,19 +36,10 @@ class PoolingFields(StrictModel):
     truncation_side: Literal["left", "right"] | None = Field(
         "right", description="where a text is cut: only at its end; `left` is refused"
     )
-    timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None = Field(
-        None,
-        description="seconds until the answer is 408. The header X-Request-Timeout says the same; the shorter counts",
-    )
-    priority: Annotated[int, Field(ge=MIN_PRIORITY, le=MAX_PRIORITY), WHOLE] | None = Field(
-        0, description="lower runs earlier; waiting counts as well, so that none starves"
-    )
-    cache_salt: Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[!-~]*$")] | None = Field(
-        None, description="prompt beginnings are shared in the KV cache only between equal salts; printable ASCII"
-    )
-    user: Annotated[str, Field(max_length=1024)] | None = Field(
-        None, description="accepted; a hash of it in the request log", json_schema_extra=ACCEPTED
-    )
+    timeout: Timeout = None
+    priority: Priority = 0
+    cache_salt: CacheSalt = None
+    user: User = None
 
     @model_validator(mode="after")
     def _some_tokens_are_kept(self) -> PoolingFields:

@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
-from oarlock.engine.types import MAX_PRIORITY, MIN_PRIORITY
 from oarlock.server.schemas.chat import (
     MAX_CALLS,
     MAX_MESSAGES,
@@ -33,10 +32,13 @@ from oarlock.server.schemas.strict_model import (
     INT32_MAX,
     MAX_LOGPROBS,
     MAX_METADATA,
-    MAX_TIMEOUT_S,
     WHOLE,
+    CacheSalt,
     FieldError,
+    Priority,
     StrictModel,
+    Timeout,
+    User,
     at_most,
 )
 
@@ -397,19 +399,10 @@ class CompactRequest(StrictModel):
     input: Input | None = Field(None, description="the conversation, in the items of /v1/responses")
     instructions: str | None = Field(None, description="the system message; not part of what is answered")
     previous_response_id: ItemId | None = Field(None, description="the conversation begins with that of this response")
-    timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None = Field(
-        None,
-        description="seconds until the answer is 408. The header X-Request-Timeout says the same; the shorter counts",
-    )
-    priority: Annotated[int, Field(ge=MIN_PRIORITY, le=MAX_PRIORITY), WHOLE] | None = Field(
-        0, description="lower runs earlier; waiting counts as well, so that none starves"
-    )
-    cache_salt: Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[!-~]*$")] | None = Field(
-        None, description="prompt beginnings are shared in the KV cache only between equal salts; printable ASCII"
-    )
-    user: Annotated[str, Field(max_length=1024)] | None = Field(
-        None, description="accepted; a hash of it in the request log", json_schema_extra=ACCEPTED
-    )
+    timeout: Timeout = None
+    priority: Priority = 0
+    cache_salt: CacheSalt = None
+    user: User = None
     stream: bool | None = Field(False, description="only false: the answer comes whole")
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = Field(
         None, description="ignored: no tool is called for a summary", json_schema_extra=IGNORED

@@ -11,6 +11,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Fiel
 from pydantic.config import JsonDict
 from pydantic_core import PydanticCustomError
 
+from oarlock.engine.types import MAX_PRIORITY, MIN_PRIORITY
+
 MAX_PROMPTS = 1024
 MAX_CHOICES = 128
 MAX_SEQUENCES = 2048  # prompts x choices of one request
@@ -59,6 +61,26 @@ ACCEPTED: JsonDict = {"x-effect": "none"}
 # The same for a field that requests something this server does not do, if a response without it is still right. Such a
 # field is reported as ignored, and refused with `--strict-parameters`.
 IGNORED: JsonDict = {"x-effect": "ignored"}
+
+# Fields of every request that waits for the engine, with their descriptions.
+Timeout = Annotated[
+    Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None,
+    Field(
+        description="seconds until the answer is 408. The header X-Request-Timeout says the same; the shorter counts"
+    ),
+]
+Priority = Annotated[
+    Annotated[int, Field(ge=MIN_PRIORITY, le=MAX_PRIORITY), WHOLE] | None,
+    Field(description="lower runs earlier; waiting counts as well, so that none starves"),
+]
+CacheSalt = Annotated[
+    Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[!-~]*$")] | None,
+    Field(description="prompt beginnings are shared in the KV cache only between equal salts; printable ASCII"),
+]
+User = Annotated[
+    Annotated[str, Field(max_length=1024)] | None,
+    Field(description="accepted; a hash of it in the request log", json_schema_extra=ACCEPTED),
+]
 
 
 class FieldError(ValueError):
