@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from oarlock.engine.errors import RequestError
 from oarlock.server.chat.message_parser import REASONING_FORMATS
 from oarlock.server.chat.tool_parsers.base import ToolFormat
 from oarlock.server.chat.tool_parsers.call_parser import ArgumentsDelta, ContentDelta, MessageEvent, ToolCallStart
@@ -150,12 +149,10 @@ class _Trial:
         if self._is_stopped:
             return None
         try:
-            return await self._template.render(turns, opens, _MAX_CHARACTERS, tools=tools)
+            return await self._template.try_render(turns, opens, _MAX_CHARACTERS, tools=tools)
         except TemplateLimitError:
             self._is_stopped = True
-        except RequestError:
-            pass  # the template refuses such a conversation
-        return None
+            return None
 
 
 def _behind(text: str) -> str:

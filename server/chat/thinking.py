@@ -9,9 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from oarlock.engine.errors import RequestError
 from oarlock.server.llm.chat_template import ChatTemplate, text_parts
-from oarlock.server.llm.template_renderers import TemplateLimitError
 from oarlock.server.schemas.chat import ChatRequest
 
 # Variable -> (value that turns reasoning on, value that turns it off); None: omit the variable.
@@ -159,9 +157,4 @@ class _Trial:
         """Return the prompt, or None if the template refuses these variables."""
         content: Any = text_parts("Hi") if await self._template.reads_parts() else "Hi"
         messages = [{"role": "user", "content": content}]
-        try:
-            return await self._template.render(messages, True, _MAX_TRIAL, variables=variables)
-        except TemplateLimitError:
-            raise  # a limit is no information about these variables
-        except RequestError:
-            return None
+        return await self._template.try_render(messages, True, _MAX_TRIAL, variables=variables)

@@ -98,13 +98,8 @@ class ChatTemplate:
             texts = [f"turn{number}" for number in range(len(roles))]
             contents = [text_parts(text) if as_parts else text for text in texts]
             turns = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)]
-            try:
-                written = await self.render(turns, True, _MAX_TRIAL)
-            except TemplateLimitError:
-                raise  # a limit is no information about roles
-            except RequestError:
-                written = ""
-            self._written[roles, as_parts] = all(text in written for text in texts)
+            written = await self.try_render(turns, True, _MAX_TRIAL)
+            self._written[roles, as_parts] = written is not None and all(text in written for text in texts)
         return self._written[roles, as_parts]
 
     def prepare(
@@ -161,6 +156,26 @@ class ChatTemplate:
         """Render a short conversation: `prepare` and `write` in one call."""
         rendering = self.prepare(messages, add_generation_prompt, max_characters, tools=tools, variables=variables)
         return await self.write(rendering)
+
+    async def try_render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+        max_characters: int,
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str | None:
+        """Render a trial conversation, or return None if the template refuses it.
+
+        Raises `TemplateLimitError`: a limit is no information about the conversation.
+        """
+        try:
+            return await self.render(messages, add_generation_prompt, max_characters, tools=tools, variables=variables)
+        except TemplateLimitError:
+            raise
+        except RequestError:
+            return None
 
     def close(self) -> None:
         """Kill the renderer processes."""
