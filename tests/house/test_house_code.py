@@ -141,7 +141,7 @@ def test_each_rule_can_fail(check, file, source):
         (rules.unsearchable_docstrings, "engine/core/event_loop.py", '"""Queue of open requests."""'),
         (rules.unsafe_code, "workers/runner/model_runner.py", "model.eval()"),
         (rules.home_directories, rules.PATHS_FILE, "import os\nos.path.expanduser('~')"),
-        (rules.home_directories, "server/cli/models.py", "from oarlock.engine.paths import home\nhome()"),
+        (rules.home_directories, "server/cli/models.py", "from oarlock.base.paths import home\nhome()"),
         (
             rules.docstrings_and_handlers,
             "engine/core/event_loop.py",

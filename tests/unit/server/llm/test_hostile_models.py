@@ -69,7 +69,7 @@ def test_a_fault_is_named(tmp_path, monkeypatch, name):
 MEASURED = """
 import json, sys, time
 from pathlib import Path
-from oarlock.engine.errors import StartupError
+from oarlock.base.errors import StartupError
 from tests.unit.server.llm.test_hostile_models import start
 cause = None
 begun = time.process_time()
@@ -111,7 +111,7 @@ COMMANDS: dict[str, Callable[[Path], list[str]]] = {
     "LLM": lambda folder: [
         sys.executable,
         "-c",
-        "import sys\nfrom oarlock import LLM\nfrom oarlock.engine.errors import StartupError\n"
+        "import sys\nfrom oarlock import LLM\nfrom oarlock.base.errors import StartupError\n"
         "try:\n    LLM(sys.argv[1])\nexcept StartupError as error:\n"
         "    print('error:', error.cause, '\\nfix:', error.fix)\n    sys.exit(error.exit_code)",
         str(folder),

@@ -72,7 +72,7 @@ def test_leftovers_are_an_error_unless_ignorable(weights: WeightReader) -> None:
 _MEASURE = """
 import sys, torch
 from pathlib import Path
-from oarlock.workers.weights.checkpoint import Checkpoint
+from oarlock.workers.model_files.checkpoint import Checkpoint
 from oarlock.workers.weights.reader import WeightReader
 def status(field):
     return next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith(field)) / 1024
