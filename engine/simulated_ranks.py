@@ -1,18 +1,18 @@
 """Simulated ranks: their report to the scheduler, the seconds of a step, and an executor with virtual time.
 
-The seconds come from a formula, a measurement, or the roofline model: the larger of bytes read at memory speed and
-operations at arithmetic speed, plus all-reduces and the fixed cost of every step. numpy arrays can represent the values
-of many steps. For simulations, benchmarks and tests of the engine. Does not know requests.
+The seconds come from a formula, or from the roofline model: the larger of bytes read at memory speed and operations at
+arithmetic speed, plus all-reduces and the fixed cost of every step. For plans, simulations, benchmarks and tests of the
+engine. Does not know requests.
 """
 
 from collections import deque
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
 from oarlock.workers.capacity import RankWork
-from oarlock.workers.config import StepCost, WorkerConfig, WorkerInfo
+from oarlock.workers.config import WorkerConfig, WorkerInfo
 from oarlock.workers.kv_offload import KVReports
 from oarlock.workers.protocol import CLS, LOGITS, TOKEN, StepMetadata, StepOutput
 
@@ -120,12 +120,7 @@ class SimulatedExecutor:
 
 
 def replica_info(
-    worker: WorkerConfig,
-    num_blocks: int,
-    vocab_size: int,
-    *,
-    sliding_window: int | None = None,
-    step_cost: StepCost | None = None,
+    worker: WorkerConfig, num_blocks: int, vocab_size: int, *, sliding_window: int | None = None
 ) -> WorkerInfo:
     """Return the `WorkerInfo` that ranks would report. Raises `ValueError` without `max_model_len`."""
     if worker.max_model_len is None:
@@ -145,7 +140,6 @@ def replica_info(
         kv_bytes_per_token_per_rank=0,
         load_seconds=0.0,
         sliding_window=sliding_window,
-        step_cost=step_cost,
         hidden_size=HIDDEN_SIZE,
     )
 
@@ -157,18 +151,12 @@ STEP_S = {"cuda": 0.0005, "cpu": 0.0008}
 
 
 class StepLoad(NamedTuple):
-    """Work of one step. Each field is a number, or an array [steps]."""
+    """Work of one step."""
 
-    tokens: Any  # computed tokens
-    rows: Any  # rows of logits
-    context: Any  # tokens whose keys and values are read
-    pairs: Any  # pairs of a computed token and a token of its context
-
-
-class StepTime(Protocol):
-    """Predicts the seconds of a step."""
-
-    def seconds(self, load: StepLoad) -> Any: ...
+    tokens: int  # computed tokens
+    rows: int  # rows of logits
+    context: int  # tokens whose keys and values are read
+    pairs: float  # pairs of a computed token and a token of its context
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,17 +179,17 @@ class Speed:
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """`StepTime` of one server by the roofline model: its pipeline stages run one after another."""
+    """Time of one server's steps by the roofline model: its pipeline stages run one after another."""
 
     stages: tuple[RankWork, ...]
     ranks: int  # ranks of each stage
     speed: Speed
     replicas: int = 1  # replicas that share the host
 
-    def seconds(self, load: StepLoad) -> Any:
+    def seconds(self, load: StepLoad) -> float:
         return self.speed.step_s + sum(self._stage_s(work, load) for work in self.stages)
 
-    def _stage_s(self, work: RankWork, load: StepLoad) -> Any:
+    def _stage_s(self, work: RankWork, load: StepLoad) -> float:
         speed = self.speed
         crowd = self.ranks * self.replicas if speed.is_shared else 1
         # Tokens choose independently: an expert is read unless no token chooses it.
@@ -211,33 +199,14 @@ class Roofline:
         sums_s = work.num_sums * speed.sum_s
         if speed.link:
             sums_s += (work.sum_bytes + work.pass_bytes) * load.tokens / speed.link
-        return _larger(read_s, ops * crowd / speed.ops) + sums_s
+        return max(read_s, ops * crowd / speed.ops) + sums_s
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """`StepTime` from measured steps: linear in each number."""
-
-    step_s: float  # fixed time of a step
-    token_s: float  # time per prompt token
-    row_s: float  # time per row of logits, which each decoding sequence has
-    context_s: float = 0.0
-
-    def seconds(self, load: StepLoad) -> Any:
-        prompt = load.tokens - load.rows
-        return self.step_s + self.token_s * prompt + self.row_s * load.rows + self.context_s * load.context
-
-
-def _larger(one: Any, other: Any) -> Any:
-    """Return the larger of two numbers, or the elementwise maximum of two arrays."""
-    return (one + other + abs(one - other)) / 2
-
-
-def decode_tokens_per_s(time: StepTime, users: int, context: int) -> float:
+def decode_tokens_per_s(time: Roofline, users: int, context: int) -> float:
     """Return the generated tokens per second of all `users` together, each with `context` tokens, one token a step."""
     return users / time.seconds(StepLoad(users, users, users * context, users * context)) if users else 0.0
 
 
-def prompt_tokens_per_s(time: StepTime, tokens: int) -> float:
+def prompt_tokens_per_s(time: Roofline, tokens: int) -> float:
     """Return the prompt tokens per second of a step that computes the first `tokens` of one prompt."""
     return tokens / time.seconds(StepLoad(tokens, 1, tokens, tokens * (tokens + 1) / 2))

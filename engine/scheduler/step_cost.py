@@ -73,12 +73,9 @@ class StepCosts:
         self._num_steps = 0
         self._token_s: deque[float] = deque(maxlen=REMEMBERED)
 
-    def observe(self, num_rows: int, num_prompt_tokens: int, seconds: float, num_before: int = 0) -> None:
-        """Learn from a step of `num_rows` rows and `num_prompt_tokens` prompt tokens.
-
-        `num_before`: similar steps directly before it that were not observed. A step is ignored if the clock did not
-        advance.
-        """
+    def observe(self, num_rows: int, num_prompt_tokens: int, seconds: float) -> None:
+        """Learn from a step of `num_rows` rows and `num_prompt_tokens` prompt tokens, unless the clock did not
+        advance."""
         if seconds <= 0:
             return
         if num_prompt_tokens:
@@ -89,7 +86,7 @@ class StepCosts:
                 rows_s += self._more_experts_s(num_rows, num_prompt_tokens)
                 self._token_s.append(max(0.0, seconds - rows_s) / num_prompt_tokens)
             return
-        self._num_steps += 1 + num_before
+        self._num_steps += 1
         bits = num_rows.bit_length()
         kind = self._kinds.get(bits)
         if kind is None:

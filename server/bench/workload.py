@@ -113,7 +113,7 @@ def _intervals(rates: np.ndarray, burstiness: float, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).gamma(burstiness, 1 / (rates * burstiness))
 
 
-BLOCK_TOKENS = 512
+_BLOCK_TOKENS = 512
 _FORM = '{"timestamp": 1500, "input_length": 128, "output_length": 64}'
 
 
@@ -258,7 +258,7 @@ class TracedPrompts:
         pieces: list[Piece] = []
         left = request.input_tokens
         for block in request.blocks:
-            length = min(left, BLOCK_TOKENS)
+            length = min(left, _BLOCK_TOKENS)
             if length:
                 pieces.append(self.prompts.piece(f"block {block}", length, begins=not pieces))
             left -= length

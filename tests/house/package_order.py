@@ -36,9 +36,6 @@ ORDER: dict[str, Order] = {
         "version.py": entries(""),
     },
     "engine": {
-        "fleet.py": entries(
-            "scheduler kv_cache spec_decode simulated_ranks.py replicas.py config.py types.py errors.py"
-        ),
         "simulated_ranks.py": entries(""),
         "core": entries(
             "input_batch scheduler structured_output kv_cache replay ipc config.py stats.py types.py errors.py"
