@@ -43,7 +43,7 @@ from oarlock.workers.quantization.method import DenseWeight
 from oarlock.workers.quantization.registry import NONE, Quantization
 from oarlock.workers.quantization.triton_experts import GROUPED, TILES, TritonExpertMatmul
 from oarlock.workers.ranks.spawn_ranks import RankArguments
-from oarlock.workers.runner import expert_ways, worker_process
+from oarlock.workers.runner import expert_kernel_selection, worker_process
 from oarlock.workers.runner.cuda_graphs import CudaGraph, CudaGraphs
 from oarlock.workers.runner.device import use_device
 from oarlock.workers.runner.device_steps import DeviceSteps
@@ -267,7 +267,7 @@ def test_sums_of_experts_are_exchanged_as_others_are(cuda: MadeUpCuda, forms: Qu
     assert torch.equal(first, second) and (first - exact).norm() <= 2e-3 * exact.norm()
 
 
-def test_every_way_of_experts_is_captured_and_compiled_when_it_is_timed(
+def test_every_kernel_of_experts_is_captured_and_compiled_when_it_is_timed(
     cuda: MadeUpCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     multiply_row_by_row(monkeypatch)
@@ -283,11 +283,11 @@ def test_every_way_of_experts_is_captured_and_compiled_when_it_is_timed(
         work(x)
         return float(len(timed))
 
-    product.chosen, line = expert_ways.measured_ways(product, 2, 16, seconds)
-    assert [way for _, way in timed] == [*TILES, GROUPED] * 2 and "no grouped_mm" not in line
+    product.chosen, line = expert_kernel_selection.fastest_kernels(product, 2, 16, seconds)
+    assert [kernel for _, kernel in timed] == [*TILES, GROUPED] * 2 and "no grouped_mm" not in line
     known = set(cuda.variants)
-    for way in (*TILES, GROUPED):
-        product.chosen = [(1, way)]
+    for kernel in (*TILES, GROUPED):
+        product.chosen = [(1, kernel)]
         x, out = torch.zeros(9, 32, device=DEVICE).bfloat16(), torch.zeros(9, 32, device=DEVICE)
         ids, shares = torch.zeros((9, 2), dtype=torch.int32, device=DEVICE), torch.zeros((9, 2), device=DEVICE)
         graph = CudaGraphs().capture(partial(lambda into, *inputs: into.copy_(product(*inputs)), out, x, ids, shares))
@@ -297,7 +297,7 @@ def test_every_way_of_experts_is_captured_and_compiled_when_it_is_timed(
             into.copy_(numbers)
         graph.replay()
         wanted = judge(rows, chosen, torch.full((9, 2), 0.5))
-        assert (out.cpu() - wanted).norm() <= 1e-2 * wanted.norm(), way
+        assert (out.cpu() - wanted).norm() <= 1e-2 * wanted.norm(), kernel
     assert cuda.variants == known
 
 

@@ -1,8 +1,8 @@
 """Expert matmuls on a CUDA device, by kernels in Triton (`kernels/triton/experts.py`) or torch's grouped matmuls.
 
 A layer takes four launches, whose grids depend only on the numbers of tokens and experts, so that CUDA graphs can
-record them. torch's bfloat16 matmuls can replace the middle two between the same sorting and adding. The fastest
-backend for a number of tokens is measured at start (`runner/expert_ways.py`). `TorchExpertMatmul` is the reference.
+record them. torch's bfloat16 matmuls can replace the middle two between the same sorting and adding. The fastest kernel
+for a number of tokens is measured at start (`runner/expert_kernel_selection.py`). `TorchExpertMatmul` is the reference.
 """
 
 from collections.abc import Iterable
@@ -21,7 +21,7 @@ from oarlock.workers.quantization.weight_only import UNITS, WeightOnly
 
 # (token, expert) pairs in a block: the smallest for decodes, the larger for prompts.
 BLOCKS = (16, 64, 128)
-TILES = {f"tiles of {block}": block for block in BLOCKS}  # Triton backends by name
+TILES = {f"tiles of {block}": block for block in BLOCKS}  # Triton kernels by name
 GROUPED = "grouped_mm"
 # Major compute capabilities with a grouped kernel in torch; on other devices it waits for the host.
 _HOPPER, _BLACKWELL = 9, 10
@@ -93,7 +93,7 @@ class TritonExpertMatmul:
 
     def __init__(self, shape: ExpertsShape, experts: Iterable[ExpertWeights]) -> None:
         self.shape = shape
-        # (maximum tokens, backend) in ascending order; larger batches use the last backend. Empty until measured.
+        # (maximum tokens, kernel) in ascending order; larger batches use the last kernel. Empty until measured.
         self.chosen: list[tuple[int, str]] = []
         self.gate_up: _Product | None = None
         self.down: _Product | None = None
@@ -123,20 +123,20 @@ class TritonExpertMatmul:
 
         kernels: Any = kernels_of  # calling a kernel compiles it, and no annotation describes its arguments
         shape, (tokens, top_k), device = self.shape, ids.shape, x.device
-        pairs, way = tokens * top_k, self.way(tokens, tokens * top_k)
-        block = TILES.get(way, BLOCKS[-1])
+        pairs, chosen = tokens * top_k, self.kernel_for(tokens, tokens * top_k)
+        block = TILES.get(chosen, BLOCKS[-1])
         # Maximum number of blocks: each expert in use has at most one block that is not full.
         blocks = min(pairs, shape.count + pairs // block)
         power = 1 << shape.count.bit_length()
         starts, pairs_of = (torch.empty(count, dtype=torch.int32, device=device) for count in (power, pairs))
-        if way == GROUPED:
+        if chosen == GROUPED:
             pairs_of.fill_(pairs)  # rows of other ranks' pairs, which are not sorted
         table = torch.empty((3, blocks), dtype=torch.int32, device=device)
         kernels.sort_pairs[(1,)](
             ids, starts, pairs_of, table, pairs, blocks, shape.first, EXPERTS=shape.count, E_POW=power, BLOCK_M=block,
             SIZE=_SORTED, num_warps=8,
         )  # fmt: skip
-        if way == GROUPED:
+        if chosen == GROUPED:
             partial = self._grouped(x, pairs_of, starts[: shape.count], top_k)
         else:
             inner = torch.empty((pairs, shape.width), dtype=shape.dtype, device=device)
@@ -202,15 +202,15 @@ class TritonExpertMatmul:
         assert self.gate_up is not None and self.down is not None
         return self.gate_up.arguments()[0], self.down.arguments()[0]
 
-    def way(self, tokens: int, pairs: int) -> str:
-        """Return the backend. Before measurements, the tile fits the average number of pairs per expert."""
+    def kernel_for(self, tokens: int, pairs: int) -> str:
+        """Return the kernel's name. Before measurements, the tile fits the average number of pairs per expert."""
         if self.chosen:
-            return next((way for most, way in self.chosen if tokens <= most), self.chosen[-1][1])
-        ways = self.ways()
-        return next((way for way in ways if pairs <= TILES.get(way, 0) * self.shape.count), ways[-1])
+            return next((kernel for most, kernel in self.chosen if tokens <= most), self.chosen[-1][1])
+        kernels = self.kernels()
+        return next((kernel for kernel in kernels if pairs <= TILES[kernel] * self.shape.count), kernels[-1])
 
-    def ways(self) -> list[str]:
-        """Return the backends: only one if bits must not depend on the number of tokens."""
+    def kernels(self) -> list[str]:
+        """Return the names of our kernels: only one if bits must not depend on the number of tokens."""
         return [*TILES][:1] if self.is_fixed or self.shape.dtype == torch.float32 else [*TILES]
 
     def why_not_grouped(self) -> str | None:

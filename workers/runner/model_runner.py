@@ -37,7 +37,7 @@ from oarlock.workers.quantization.formats.checkpoint_forms import GGUFForms, inp
 from oarlock.workers.runner.cuda_graphs import Calls, CudaGraphs, GraphMaker
 from oarlock.workers.runner.device import StepMemory, free_bytes, largest_step, meter_of, use_device
 from oarlock.workers.runner.device_steps import DeviceSteps, bytes_of_graphs, capture, device_steps
-from oarlock.workers.runner.expert_ways import choose_expert_ways
+from oarlock.workers.runner.expert_kernel_selection import select_expert_kernels
 from oarlock.workers.runner.invariance import check_batch_invariance, check_rank_invariance, one_of_each_kind
 from oarlock.workers.runner.memory_needs import (
     MAX_LOGITS_ROWS,
@@ -137,7 +137,7 @@ class ModelRunner:
         )
         if self.device.type == "cuda" and self.spec.has_experts:
             with torch.inference_mode():
-                choose_expert_ways(self.model, self.config.max_num_batched_tokens)
+                select_expert_kernels(self.model, self.config.max_num_batched_tokens)
         assert self.config.max_model_len is not None
         span = fixed_span(self.config.max_model_len) if self._fixes_order else None
         self.kv_spec = replace(

@@ -1,4 +1,4 @@
-"""The way to multiply experts on a device is the fastest for each number of tokens, by planted times."""
+"""The kernel of experts on a device is the fastest for each number of tokens, by planted times."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -19,8 +19,8 @@ from oarlock.workers.quantization.expert_weights import ExpertsShape, ExpertWeig
 from oarlock.workers.quantization.fixed_order import FixedOrderWeight
 from oarlock.workers.quantization.method import DenseWeight
 from oarlock.workers.quantization.triton_experts import GROUPED, TILES, TritonExpertMatmul
-from oarlock.workers.runner import expert_ways
-from oarlock.workers.runner.expert_ways import choose_expert_ways, measured_ways
+from oarlock.workers.runner import expert_kernel_selection
+from oarlock.workers.runner.expert_kernel_selection import fastest_kernels, select_expert_kernels
 from tests.interpreted_products import multiply_row_by_row
 
 SMALL, MIDDLE, LARGE = TILES
@@ -43,9 +43,9 @@ def times_of(product: TritonExpertMatmul, fastest: dict[int, str]) -> Callable[[
     """Planted times, and no launch. `fastest`: by number of tokens."""
 
     def seconds(work: Sum, x: Tensor) -> float:
-        ((tokens, way),) = product.chosen
+        ((tokens, kernel),) = product.chosen
         assert tokens == len(x)
-        return 1e-6 if fastest[tokens] == way else 3e-6
+        return 1e-6 if fastest[tokens] == kernel else 3e-6
 
     return seconds
 
@@ -57,12 +57,12 @@ def device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_every_number_of_tokens_takes_the_way_of_the_next_larger_one() -> None:
+def test_every_number_of_tokens_uses_the_kernel_of_the_next_larger_one() -> None:
     product = product_of()
     fastest = {1: SMALL, 16: LARGE, 64: SMALL, 256: MIDDLE, 1024: GROUPED, 2048: LARGE}
-    product.chosen, line = measured_ways(product, 2, 2048, times_of(product, fastest))
+    product.chosen, line = fastest_kernels(product, 2, 2048, times_of(product, fastest))
     assert product.chosen == list(fastest.items())
-    taken = {tokens: product.way(tokens, 2 * tokens) for tokens in (1, 2, 16, 17, 200, 300, 1024, 1025, 5000)}
+    taken = {tokens: product.kernel_for(tokens, 2 * tokens) for tokens in (1, 2, 16, 17, 200, 300, 1024, 1025, 5000)}
     assert taken == {
         1: SMALL, 2: LARGE, 16: LARGE, 17: SMALL, 200: MIDDLE, 300: GROUPED, 1024: GROUPED, 1025: LARGE, 5000: LARGE,
     }  # fmt: skip
@@ -78,15 +78,13 @@ def test_every_number_of_tokens_takes_the_way_of_the_next_larger_one() -> None:
         (lambda: product_of(width=12), "32 or 12 inputs are no multiple of 8"),
     ],
 )
-def test_where_torchs_products_do_not_serve_the_line_says_why(
-    product: Callable[[], TritonExpertMatmul], reason: str
-) -> None:
+def test_the_line_has_the_reason_against_torchs_kernel(product: Callable[[], TritonExpertMatmul], reason: str) -> None:
     made = product()
-    chosen, line = measured_ways(made, 2, 16, times_of(made, {1: GROUPED, 16: MIDDLE}))
+    chosen, line = fastest_kernels(made, 2, 16, times_of(made, {1: GROUPED, 16: MIDDLE}))
     assert chosen == [(1, SMALL), (16, MIDDLE)] and line.endswith(f"; no grouped_mm: {reason}")
 
 
-def test_of_other_devices_torch_waits_for_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_has_no_kernel_for_other_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     assert product_of().why_not_grouped() == "torch has no kernel for devices of 8.6"
 
@@ -98,21 +96,21 @@ def test_of_other_devices_torch_waits_for_the_host(monkeypatch: pytest.MonkeyPat
         (lambda real, *inputs: torch.zeros(2).view(3), "it fails: shape '[3]' is invalid for input of size 2"),
     ],
 )
-def test_products_that_fail_or_are_wrong_are_not_taken(
+def test_a_kernel_of_torch_that_fails_or_is_wrong_is_not_chosen(
     monkeypatch: pytest.MonkeyPatch, planted: Callable[..., Tensor], reason: str
 ) -> None:
     product, real = product_of(), TritonExpertMatmul._grouped
     monkeypatch.setattr(TritonExpertMatmul, "_grouped", lambda *inputs: planted(real, *inputs))
-    chosen, line = measured_ways(product, 2, 16, times_of(product, {1: GROUPED, 16: GROUPED}))
+    chosen, line = fastest_kernels(product, 2, 16, times_of(product, {1: GROUPED, 16: GROUPED}))
     assert chosen == [(1, SMALL), (16, SMALL)] and line.endswith(f"; no grouped_mm: {reason}")
 
 
-def test_where_bits_must_not_depend_on_the_tokens_there_is_one_way() -> None:
+def test_there_is_one_kernel_if_bits_must_not_depend_on_the_tokens() -> None:
     for product in (product_of(form=FixedOrderWeight), product_of(torch.float32)):
-        assert product.ways() == [SMALL] and {product.way(n, 2 * n) for n in (1, 999)} == {SMALL}
+        assert product.kernels() == [SMALL] and {product.kernel_for(n, 2 * n) for n in (1, 999)} == {SMALL}
 
 
-def test_each_kind_of_experts_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_kind_of_experts_is_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two layers with routed experts and a shared one of another width."""
     place = Placement(TensorParallel.solo(), torch.bfloat16, torch.device("cpu"))
     spec = ExpertsSpec(4, 16, RouterSpec(2), shared=SharedSpec(24))
@@ -123,13 +121,13 @@ def test_each_kind_of_experts_is_measured_once(monkeypatch: pytest.MonkeyPatch) 
         experts.shared.product = product_of(width=24)
     measured = []
 
-    def planted(product: TritonExpertMatmul, of_each: int, most: int) -> tuple[list[tuple[int, str]], str]:
-        measured.append((product.shape.width, of_each, most))
-        return [(most, LARGE if product.shape.width == 16 else MIDDLE)], ""
+    def planted(matmul: TritonExpertMatmul, per_token: int, max_tokens: int) -> tuple[list[tuple[int, str]], str]:
+        measured.append((matmul.shape.width, per_token, max_tokens))
+        return [(max_tokens, LARGE if matmul.shape.width == 16 else MIDDLE)], ""
 
-    monkeypatch.setattr(expert_ways, "measured_ways", planted)
-    monkeypatch.setattr(expert_ways, "mixtures_of", lambda given: given)
-    choose_expert_ways(SimpleNamespace(layers=layers), 64)  # ty: ignore[invalid-argument-type]
+    monkeypatch.setattr(expert_kernel_selection, "fastest_kernels", planted)
+    monkeypatch.setattr(expert_kernel_selection, "mixtures_of", lambda given: given)
+    select_expert_kernels(SimpleNamespace(layers=layers), 64)  # ty: ignore[invalid-argument-type]
     assert measured == [(16, 2, 64), (24, 1, 64)]
     for experts in layers:
         assert experts.routed.product.chosen == [(64, LARGE)] and experts.shared.product.chosen == [(64, MIDDLE)]
