@@ -72,7 +72,7 @@ class SimulatedExecutor:
         clock: VirtualClock,
         ends: np.ndarray,
     ) -> None:
-        """`ends`, int64 by seed: the position at which each sequence gets `END_TOKEN`."""
+        """Take `ends`, int64 by seed: the position at which each sequence gets `END_TOKEN`."""
         self.max_in_flight = max(2, len(costs))
         self.config = config
         self.info = info

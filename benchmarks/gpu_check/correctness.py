@@ -9,12 +9,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import torch
 

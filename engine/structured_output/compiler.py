@@ -75,7 +75,7 @@ class Compiler:
     """Compiler for one model's tokens. Creating it takes seconds for a large vocabulary, and holds the GIL."""
 
     def __init__(self, tokenizer_file: Path) -> None:
-        """Raises `ValueError` if the file cannot be read, or its tokens cannot be mapped to bytes."""
+        """Read the vocabulary. Raises `ValueError` if the file cannot be read, or tokens cannot be mapped to bytes."""
         try:
             text = tokenizer_file.read_text(encoding="utf-8")
         except OSError as error:

@@ -75,7 +75,9 @@ class Digest:
     def __init__(self, name: str, size: int) -> None:
         """`name`: the expected digest. `size`: of the whole file in bytes, part of git's hash."""
         self._name = name
-        self._hash = hashlib.sha256() if _SHA256.fullmatch(name) else hashlib.sha1(b"blob %d\0" % size)
+        self._hash = (
+            hashlib.sha256() if _SHA256.fullmatch(name) else hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
+        )
 
     def update(self, data: bytes) -> None:
         self._hash.update(data)

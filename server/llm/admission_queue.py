@@ -31,7 +31,7 @@ class AdmissionQueue:
     def __init__(
         self, max_num_seqs: int, max_waiting_requests: int, max_waiting_tokens: int, num_replicas: int = 1
     ) -> None:
-        """The arguments are the engine's limits, summed over all replicas."""
+        """Take the engine's limits, summed over all replicas."""
         self._max_running, self._max_waiting = max_num_seqs, max_waiting_requests
         self._max_of_one = 2 * max_num_seqs
         self._max_open = max_num_seqs + max_waiting_requests // 2

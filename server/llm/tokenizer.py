@@ -320,7 +320,7 @@ class Tokenizer:
         return self.backend.decode([token_id], skip_special_tokens=False).encode()
 
     def token_text(self, token_id: int) -> str:
-        """Return one token as text; a part of a character is written as `bytes:\\xe4\\xb8`."""
+        r"""Return one token as text; a part of a character is written as `bytes:\xe4\xb8`."""
         data = self.token_bytes(token_id)
         try:
             return data.decode()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import pickle
+import pickle  # noqa: TID251 - of its own objects
 import threading
 import time
 from array import array

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import multiprocessing
+import multiprocessing  # noqa: TID251 - its own processes
 import time
 from collections.abc import Sequence
 from typing import Any

@@ -154,7 +154,6 @@ def test_a_rank_that_sends_nothing_while_loading_is_named_with_its_phase(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a file system that does not answer."""
-
     phases = iter([("joining", "loading", "allocating"), ("joining", "loading")])
 
     def silent(command: Sequence[str], **rest: object) -> subprocess.Popen[bytes]:

@@ -242,7 +242,7 @@ def dequantised_gguf(path: Path, hf_name: str) -> Tensor:
 
 
 def _halves_of_heads(layout: Layout, rows: int) -> NDArray[np.int64]:
-    """Return the order of `rows` in which rows 0, 2, 4 … of each head come first, then rows 1, 3, 5 …"""
+    """Return the order of `rows` in which rows 0, 2, 4 … of each head come first, then rows 1, 3, 5 and so on."""
     order, width = np.arange(rows), layout.head_dim
     for start in range(0, layout.interleaved_heads * width, width or 1):
         head = order[start : start + width].copy()

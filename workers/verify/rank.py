@@ -175,7 +175,9 @@ class RecordingDecoder:
     """
 
     def __init__(self, decoder: Decoder, *, diagnostics: bool = False) -> None:
-        """Install the hooks. `diagnostics`: also keep tensors that only the search for a cause needs:
+        """Install the hooks.
+
+        `diagnostics`: also keep tensors that only the search for a cause needs:
 
         {i}.o_proj_partial {i}.mlp_partial   [T, hidden]   this rank's share, before the all-reduce; with several ranks
         {i}.gate_up_mirrored                 [T, I]        gate_up of the negated input

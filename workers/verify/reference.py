@@ -244,7 +244,7 @@ class TransformersRecorder:
                 self._hook_sublayer(index, getattr(layer, branch.sublayer.module), branch.sublayer, one.tap)
 
     def _hook_sublayer(self, index: int, module: Any, spec: SublayerSpec, tap: Tap) -> None:
-        """Hook a tensor of `module`, the sublayer in transformers, whose matmuls may be fused."""
+        """Register a hook for a tensor of `module`, the sublayer in transformers, whose matmuls may be fused."""
         name = f"{index}.{tap.name}"
         if hasattr(module, tap.module):
             hook = self._before if tap.is_input else self._after
@@ -260,7 +260,7 @@ class TransformersRecorder:
         self._after(getattr(module, fused), name, slice(start, start + rows[f"{tap.module}.weight"]))
 
     def _hook_experts(self, name: str, layer: Any, spec: ExpertsSpec, tap: Tap) -> None:
-        """Hook a tensor of the experts. `layer`: transformers', which may have the shared expert next to the others."""
+        """Register a hook for a tensor of the experts of `layer`, which may have a shared expert next to the others."""
         sublayer = getattr(layer, spec.module)
         part = getattr(sublayer, tap.module, None) or getattr(layer, tap.module)
         if tap.made is not Made.ROUTING:

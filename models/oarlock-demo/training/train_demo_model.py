@@ -210,7 +210,7 @@ class Trainer:
     def _load(self) -> None:
         if not self._checkpoint.exists():
             return
-        state = torch.load(self._checkpoint, map_location=self.device, weights_only=True)
+        state = torch.load(self._checkpoint, map_location=self.device, weights_only=True)  # noqa: TID251 - its own file
         self.model.load_state_dict(state["model"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 
 def pairs(cores: int) -> dict[int, str]:
-    """Two hardware threads per core, neighbours: 0-1, 2-3, …"""
+    """Two hardware threads per core, neighbours: 0-1, 2-3 and so on."""
     return {cpu: f"{cpu // 2 * 2}-{cpu // 2 * 2 + 1}" for cpu in range(2 * cores)}
 
 

@@ -100,7 +100,7 @@ def survey(
     ids = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     x = changed_row(logits, adjusted, changed, row, place, stride, vocab, PROCESSED)
     x = tl.load(x + ids, ids < vocab, float("-inf"))
-    x = tl.where(x == x, x, float("inf"))
+    x = tl.where(x == x, x, float("inf"))  # noqa: PLR0124 - NaN differs from itself
     top = tl.max(x, 1)
     into = place * blocks + block
     inside = block < blocks
