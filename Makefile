@@ -29,10 +29,10 @@ help:
 	@echo 'make serve        install, then serve the demo model (ARGS="MODEL --tensor-parallel-size 2" for others)'
 	@echo 'make dev          install, with what the tests need, and let git run the linters before each commit'
 	@echo 'make wheel        a wheel in dist/ with compiled kernels, for machines without a compiler'
-	@echo 'make check        install, then linter, formatter check, type checker and what takes less than half a second in one process (2 minutes at most on 2 cores)'
+	@echo 'make check        install, then linters, formatter check, type checker and what takes less than half a second in one process (2 minutes at most on 2 cores)'
 	@echo 'make test         the same, and every test with servers and ranks (10 minutes at most on 2 cores)'
 	@echo 'make test-long    what takes longer: soak, fuzz, clients, a model of true size (30 minutes at most on 2 cores)'
-	@echo 'make lint         linter, formatter check and type checker'
+	@echo 'make lint         linters of Python and Markdown, formatter check and type checker'
 	@echo 'make format       let the formatter and the linter fix what they can'
 	@echo 'make docs         write the parts of docs/ that are made from the code'
 	@echo 'make soak         clients that disconnect for minutes, and whatever else takes long of servers'
@@ -98,6 +98,8 @@ lint: $(TOOLS)
 	@$(BIN)/ruff check .
 	@echo '==> ruff format --check'
 	@$(BIN)/ruff format --check .
+	@echo '==> rumdl check'
+	@$(BIN)/rumdl check .
 	@echo '==> ty check'
 	@$(BIN)/ty check
 
