@@ -108,7 +108,7 @@ format: $(TOOLS)
 	@$(BIN)/ruff format .
 
 docs: $(TOOLS)
-	@$(BIN)/python -m tests.house.documents
+	@$(BIN)/python -m tools.documents
 
 # Tests run two at a time, file by file in the order of their folders: those with servers, which take longest, come early.
 # Three where there are servers: while one waits for its processes, the two others have the cores.

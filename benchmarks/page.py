@@ -105,7 +105,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("files", type=Path, nargs="*", metavar="FILE", help="results to store first")
     for path in parser.parse_args(argv).files:
         print(f"stored {take_in(path)} in {RESULTS.relative_to(ROOT)}")
-    from tests.house import documents  # which imports this file
+    from tools import documents  # which imports this file
 
     return documents.main()
 

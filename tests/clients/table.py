@@ -8,7 +8,7 @@ from typing import Protocol
 
 from tests.clients.matrix import Client
 from tests.e2e.running import ROOT
-from tests.house.documents import filled
+from tools.made_parts import filled
 
 PAGE, MARKER = ROOT / "docs" / "clients.md", "clients"
 

@@ -91,10 +91,10 @@ def namespaces():
 
 @pytest.mark.parametrize("kernels", ["found", pytest.param("compiled", marks=pytest.mark.soak)])
 def test_the_command_of_the_image_serves_and_writes_only_to_cache_and_tmp(kernels):
-    stages = recipes.stages((ROOT / "Dockerfile").read_text())
-    command = [json.loads(recipes.inherited(stages, "cpu", word) or "") for word in ("ENTRYPOINT", "CMD")]
-    check = json.loads((recipes.inherited(stages, "cpu", "HEALTHCHECK") or "").partition("CMD ")[2])
-    found = recipes.environment(stages, "cpu")
+    image = recipes.stages()["cpu"]
+    command = [json.loads(recipes.last(image, word)) for word in ("ENTRYPOINT", "CMD")]
+    check = json.loads(recipes.last(image, "HEALTHCHECK").partition("CMD ")[2])
+    found = recipes.environment(image)
     variables = {name: value.replace("/cache", "/mnt") for name, value in found.items() if name != "PATH"}
     assert variables["XDG_CACHE_HOME"] == "/mnt"  # where the kernels go
     asked = json.dumps([[*command[0], *command[1]], check, [str(ROOT), "/", "/tmp", "/mnt"]])

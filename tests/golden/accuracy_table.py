@@ -17,9 +17,9 @@ from oarlock.workers.models.registry import read_spec
 from oarlock.workers.verify.compare import Comparison
 from tests.golden.cases import CASES, FAMILY_CASES
 from tests.golden.tiny_models import make_tiny
-from tests.house.documents import filled
 from tests.house.rules import ROOT
 from tests.unit.workers.verify.cases import VerifyCase
+from tools.made_parts import filled
 
 PAGE = "docs/accuracy.md"
 DTYPES = ("float32", "bfloat16", "float16")

@@ -25,8 +25,8 @@ from oarlock.workers.preflight import preflight
 from oarlock.workers.verify.compare import Comparison, compare, compare_tokens
 from oarlock.workers.verify.launch import run_ranks, run_reference
 from oarlock.workers.verify.request import Request, Text
-from tests.house.documents import filled
 from tests.house.rules import ROOT
+from tools.made_parts import filled
 
 PAGE = "docs/accuracy.md"
 SIZES = (1, 2)

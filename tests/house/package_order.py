@@ -122,8 +122,7 @@ _BASE = frozenset(ORDER["base"])
 PUBLIC: dict[str, Order] = {
     "server": {
         "engine": entries(
-            "client.py config.py engine_process.py errors.py fleet.py panics.py replicas.py"
-            " simulated_ranks.py stats.py types.py"
+            "client.py config.py engine_process.py errors.py panics.py replicas.py simulated_ranks.py stats.py types.py"
         ),
         # Checks, plans and files of a model, before any rank starts: all of them are torch-free.
         "workers": entries("capacity.py compile_ahead.py config.py gguf_config.py model_files node.py preflight.py"),

@@ -19,8 +19,8 @@ import tempfile
 from pathlib import Path
 
 from tests.e2e.running import ROOT
-from tests.house.documents import filled
 from tests.ray.environment import prepare
+from tools.made_parts import filled
 
 PAGE, MARKER = ROOT / "docs" / "replicas.md", "ray"
 

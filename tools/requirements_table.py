@@ -1,6 +1,6 @@
 """The table of docs/dependencies.md: each direct requirement, what it is for, its installed size, who maintains it.
 
-    python -m tests.house.requirements_table      # measures what is installed here, and writes the table
+    python -m tools.requirements_table      # measures what is installed here, and writes the table
 
 The tests compare names, pins and purposes, and that the code imports each; sizes and names of people are those of the
 day on which it was written.
@@ -12,8 +12,8 @@ import re
 from email.utils import getaddresses
 from importlib.metadata import Distribution, distribution
 
-from tests.house.documents import filled
 from tests.house.rules import ROOT
+from tools.made_parts import filled
 
 PAGE = "docs/dependencies.md"
 MARKER = "requirements"

@@ -19,9 +19,9 @@ from oarlock.workers.distributed.all_reduce import tree_sum
 from oarlock.workers.layers.decoder_spec import tensors_of
 from oarlock.workers.layers.tensor_spec import Cut
 from oarlock.workers.preflight import open_model
-from tests.house.drawing import WIDTH, cell, svg, text
 from tests.house.rules import ROOT
 from tests.unit.server.cli.test_plan import QWEN_7B
+from tools.drawing import WIDTH, cell, svg, text
 
 
 def sum_tree() -> str:

@@ -1,8 +1,8 @@
-"""The parts of docs/ that are made from the code: tables of options, parameters, faults and folders, and pictures.
+"""Write the parts of docs/ that are made from the code: tables of options, parameters, faults, folders; pictures.
 
-Run as a program it writes them; the tests compare. A part stands between two markers of its page; charts are files.
+The tests compare. A part is between two markers of its page; charts are files.
 
-    python -m tests.house.documents
+    python -m tools.documents
 """
 
 import ast
@@ -15,9 +15,10 @@ from oarlock.server.chat import message_parser
 from oarlock.server.chat.tool_parsers import registry as tool_formats
 from oarlock.server.config import vllm_flags
 from oarlock.server.config.settings import as_markdown
-from tests.house import parameter_table as api_table
 from tests.house.package_order import ORDER, entry_graph, transitive_reduction
 from tests.house.rules import PACKAGES, ROOT, place, python_files
+from tools import parameter_table as api_table
+from tools.made_parts import filled
 
 
 def room_table(package: str) -> str:
@@ -94,14 +95,13 @@ def kernel_costs() -> str:
 
 
 def charts() -> dict[Path, str]:
-    """Charts of these results, and what `tests/house/pictures.py` draws, by their files."""
+    """Charts of these results, and what `tools/pictures.py` draws, by their files."""
     from benchmarks import page
-    from tests.house import pictures
+    from tools import pictures
 
     return {ROOT / "docs" / name: svg for name, svg in page.pictures().items()} | pictures.pictures()
 
 
-MADE_PART = re.compile(r"<!-- made from the code: (.*?) -->.*?<!-- end: \1 -->", re.DOTALL)
 # (page, name of its marker, what belongs between the markers)
 MADE: list[tuple[str, str, Callable[[], str]]] = [
     ("docs/configuration.md", "options", as_markdown),
@@ -119,16 +119,6 @@ MADE: list[tuple[str, str, Callable[[], str]]] = [
 ]
 
 
-def filled(page: str, marker: str, content: str) -> str:
-    """`page` with `content` between its markers. A page without them is a mistake."""
-    begin, end = f"<!-- made from the code: {marker} -->\n", f"<!-- end: {marker} -->"
-    before, found, rest = page.partition(begin)
-    _, found_end, after = rest.partition(end)
-    if not found or not found_end:
-        raise ValueError(f"the markers of {marker} are missing")
-    return f"{before}{begin}\n{content.strip()}\n\n{end}{after}"
-
-
 def main() -> int:
     for name, marker, make in MADE:
         path = ROOT / name
@@ -138,11 +128,6 @@ def main() -> int:
         path.write_text(svg)
         print(f"wrote {path.relative_to(ROOT)}")
     return 0
-
-
-def hand_written(page: str) -> str:
-    """`page` without what is made from the code."""
-    return MADE_PART.sub("", page)
 
 
 if __name__ == "__main__":

@@ -9,10 +9,10 @@ import re
 from pathlib import Path
 
 from benchmarks.charts import Bar, Panel, chart
-from tests.house import weight_pictures
-from tests.house.drawing import WIDTH, Figure, cell, svg, text
 from tests.house.rules import ROOT
 from tests.unit.engine.engine_fakes import VOCAB, Driver, make_config, make_request
+from tools import weight_pictures
+from tools.drawing import WIDTH, Figure, cell, svg, text
 
 
 class Scene:

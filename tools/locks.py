@@ -1,7 +1,7 @@
 """The lock files of the images: every package that requirements.txt and the extras of the images bring along, pinned
 with the hashes of its wheels.
 
-    python -m tests.house.locks        # asks the package index; needs a Python of the images' version
+    python -m tools.locks        # asks the package index; needs a Python of the images' version
 
 `requirements.lock` is for both images; what only torch's CUDA build needs is in `requirements-cuda.lock`. Run it after
 a change of requirements.txt or of these extras; the tests compare the pins of both.
@@ -31,7 +31,7 @@ GLIBC = 36  # of Debian 12
 OF_CUDA = re.compile(r"torch|triton|cuda-.*|nvidia-.*")
 HEADER = """\
 # What requirements.txt and the extras bring along on Linux with Python {python}: {what}.
-# Made by `python -m tests.house.locks`.
+# Made by `python -m tools.locks`.
 """
 _HASH = re.compile(r"--hash=sha256:([0-9a-f]{64})")
 

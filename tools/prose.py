@@ -2,7 +2,7 @@
 
 The limits are a thermometer. They hold for the docstrings and comments of the product and for the pages separately.
 
-Run `python -m tests.house.prose` for the table, or `python -m tests.house.prose PATH ...` for the rates of files or
+Run `python -m tools.prose` for the table, or `python -m tools.prose PATH ...` for the rates of files or
 folders and for each place that counts against them.
 """
 
@@ -11,11 +11,12 @@ import io
 import re
 import sys
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.house.rules import PACKAGES, ROOT
+from tools.made_parts import hand_written
 
 PER_WORDS = 10_000
 
@@ -69,83 +70,60 @@ _WORD = re.compile(r"[A-Za-z][A-Za-z'-]*")
 class Prose:
     """One docstring, comment or paragraph."""
 
-    place: str  # path:line
+    place: str  # path:line, or the name of a page
     text: str
     is_comment: bool
 
 
 def of_python(source: str, file: str) -> Iterator[Prose]:
-    """Every docstring, and every comment: lines of comments that follow each other are one."""
+    """Yield every docstring, and every comment: lines of comments that follow each other are one."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             text = ast.get_docstring(node)
             if text:
                 yield Prose(f"{file}:{getattr(node, 'lineno', 1)}", text, is_comment=False)
-    begun: list[str] = []
-    first = last = 0
+    comments = {}
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type != tokenize.COMMENT or token.string.startswith(("#!", "# type:", "# noqa", "# ty:")):
-            continue
-        is_own_line = not token.line[: token.start[1]].strip()
-        if begun and (not is_own_line or token.start[0] != last + 1):
-            yield Prose(f"{file}:{first}", " ".join(begun), is_comment=True)
-            begun = []
-        first = first if begun else token.start[0]
-        begun.append(token.string.lstrip("# "))
-        last = token.start[0] if is_own_line else -1
-    if begun:
-        yield Prose(f"{file}:{first}", " ".join(begun), is_comment=True)
+        if token.type == tokenize.COMMENT and not token.string.startswith(("#!", "# type:", "# noqa", "# ty:")):
+            comments[token.start[0]] = (bool(token.line[: token.start[1]].strip()), token.string.lstrip("# "))
+    yield from _joined(comments, file)
 
 
 def of_cpp(source: str, file: str) -> Iterator[Prose]:
-    """Every comment of C++; lines of `//` that follow each other are one."""
-    begun: list[str] = []
-    first = 0
-    for number, line in enumerate([*source.splitlines(), ""], 1):
-        before, mark, text = line.partition("//")
-        if begun and (not mark or before.strip()):
-            yield Prose(f"{file}:{first}", " ".join(begun), is_comment=True)
-            begun = []
-        if mark:
-            first = first if begun else number
-            begun.append(text.strip(" /"))
-            if before.strip():
-                yield Prose(f"{file}:{first}", " ".join(begun), is_comment=True)
-                begun = []
+    """Yield every comment of C++; lines of `//` that follow each other are one."""
+    parts = {number: line.partition("//") for number, line in enumerate(source.splitlines(), 1)}
+    comments = {number: (bool(part[0].strip()), part[2].strip(" /")) for number, part in parts.items() if part[1]}
+    yield from _joined(comments, file)
 
 
-def of_page(text: str, file: str) -> Iterator[Prose]:
-    """Every paragraph, list item and row of a table that is outside of fenced code."""
-    fenced = False
-    for number, line in enumerate(text.splitlines(), 1):
-        if line.lstrip().startswith("```"):
-            fenced = not fenced
-        elif not fenced and line.strip():
-            yield Prose(f"{file}:{number}", line, is_comment=False)
+def _joined(comments: dict[int, tuple[bool, str]], file: str) -> Iterator[Prose]:
+    """Yield comments by line, given as (is behind code, text); a comment behind code is joined with no other."""
+    lines: list[str] = []
+    for number, (is_behind_code, text) in comments.items():
+        lines.append(text)
+        if is_behind_code or comments.get(number + 1, (True, ""))[0]:
+            yield Prose(f"{file}:{number - len(lines) + 1}", " ".join(lines), is_comment=True)
+            lines = []
 
 
-def product(paths: list[Path]) -> list[Prose]:
-    """The prose of these Python and C++ files."""
+def product(paths: Iterable[Path] = tuple(ROOT / name for name in PACKAGES)) -> list[Prose]:
+    """Return the prose of the Python and C++ files at and below these paths."""
+    inside = [path for top in paths for path in ([top] if top.is_file() else sorted(top.rglob("*")))]
     found: list[Prose] = []
-    for path in paths:
-        read = of_python if path.suffix == ".py" else of_cpp
-        found += read(path.read_text("utf-8"), path.relative_to(ROOT).as_posix())
+    for path in inside:
+        if path.suffix in {".py", ".h", ".cpp", ".c"}:
+            read = of_python if path.suffix == ".py" else of_cpp
+            found += read(path.read_text("utf-8"), path.relative_to(ROOT).as_posix())
     return found
 
 
-def product_files(folders: list[Path]) -> list[Path]:
-    """The files of the product in these folders, sorted; a file stands for itself."""
-    endings = {".py", ".h", ".cpp", ".c"}
-    inside = [path for folder in folders for path in ([folder] if folder.is_file() else folder.rglob("*"))]
-    return sorted(path for path in inside if path.suffix in endings and "__pycache__" not in path.parts)
-
-
 def pages() -> list[Prose]:
-    """The prose of every page, without the paragraphs that are made from the code."""
-    from tests.house.documents import hand_written
-
-    files = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
-    return [one for path in sorted(files) for one in of_page(hand_written(path.read_text("utf-8")), path.name)]
+    """Return the lines of every page, without fenced code and the parts that are made from the code."""
+    found: list[Prose] = []
+    for path in sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]):
+        text = re.sub(r"^ *```.*?^ *```$", "", hand_written(path.read_text("utf-8")), flags=re.MULTILINE | re.DOTALL)
+        found += [Prose(path.name, line, is_comment=False) for line in text.splitlines() if line.strip()]
+    return found
 
 
 def num_words(prose: list[Prose]) -> int:
@@ -163,27 +141,28 @@ def rates(prose: list[Prose]) -> dict[str, float]:
 
 
 def is_detached(one: Prose) -> bool:
-    """Whether a comment begins with a preposition or a conjunction in lower case, so that it has no subject."""
+    """Return whether a comment begins with a preposition or a conjunction in lower case, so that it has no subject."""
     begins = _DETACHED.match(one.text)
     return one.is_comment and begins is not None and begins.group()[0].islower()
 
 
 def beyond_the_limits(found: dict[str, float]) -> list[str]:
     """Return one line for each rate that is beyond its limit."""
-    limits = {pattern.name: pattern for pattern in PATTERNS}
-    late = []
-    for name, rate in found.items():
-        limit = limits[name].limit if name in limits else MAX_DETACHED_PERCENT
-        is_least = name in limits and limits[name].is_least
-        if (rate < limit) if is_least else (rate > limit):
-            late.append(f"{name}: {rate:.1f}, {'at least' if is_least else 'at most'} {limit:g}")
-    return late
+    limits = {one.name: (one.limit, one.is_least) for one in PATTERNS} | {
+        "detached comments": (MAX_DETACHED_PERCENT, False)
+    }
+    return [
+        f"{name}: {rate:.1f}, {'at least' if is_least else 'at most'} {limit:g}"
+        for name, rate in found.items()
+        for limit, is_least in [limits[name]]
+        if (rate < limit if is_least else rate > limit)
+    ]
 
 
 def main(arguments: list[str]) -> int:
     """Print the rates; with paths, also each place that counts against them."""
     if arguments:
-        prose = product(product_files([Path(name).resolve() for name in arguments]))
+        prose = product(Path(name).resolve() for name in arguments)
         for one in prose:
             text = _CODE.sub(" ", one.text)
             hits = [p.name for p in PATTERNS if not p.is_least and p.found.search(text)]
@@ -192,7 +171,7 @@ def main(arguments: list[str]) -> int:
                 print(f"{one.place}: {', '.join(hits)}: {' '.join(one.text.split())[:160]}")
         parts = {"these files": prose}
     else:
-        parts = {"product": product(product_files([ROOT / name for name in PACKAGES])), "pages": pages()}
+        parts = {"product": product(), "pages": pages()}
     for name, prose in parts.items():
         found = rates(prose)
         print(f"\n{name}: {num_words(prose)} words")
