@@ -5,7 +5,6 @@ The tests compare. A part is between two markers of its page; charts are files.
     python -m tools.documents
 """
 
-import ast
 import re
 from collections.abc import Callable
 from functools import partial
@@ -19,23 +18,6 @@ from tests.house.package_order import ORDER, entry_graph, transitive_reduction
 from tests.house.rules import PACKAGES, ROOT, place, python_files
 from tools import parameter_table as api_table
 from tools.made_parts import filled
-
-
-def room_table(package: str) -> str:
-    """Folders of a package and its public files, each with the first sentence of its docstring."""
-    lines = ["| | |", "|---|---|"]
-    for path in python_files(package):
-        file = place(path)
-        inside = file.removeprefix(f"{package}/").split("/")
-        if inside[-1] == "__init__.py" and len(inside) == 2:
-            name = f"{inside[0]}/"
-        elif inside[-1] != "__init__.py" and len(inside) == 1:
-            name = inside[0]
-        else:
-            continue
-        purpose = first_sentence(ast.get_docstring(ast.parse(path.read_text("utf-8"))) or "")
-        lines.append(f"| `{name}` | {purpose} |")
-    return "\n".join(lines)
 
 
 def picture(package: str) -> str:
@@ -56,23 +38,11 @@ def _node(name: str) -> str:
     return "n_" + re.sub(r"\W", "_", name)
 
 
-def first_sentence(docstring: str) -> str:
-    """Up to the first full stop that ends a sentence of the first paragraph."""
-    paragraph = " ".join(docstring.split("\n\n")[0].split())
-    return re.split(r"(?<=[.])\s", paragraph)[0].replace("|", "\\|")
-
-
 def golden_faults() -> str:
-    """Imported late, like the next: torch takes seconds."""
+    """Imported late, like the next functions: torch takes seconds."""
     from tests.golden import faults
 
     return faults.table()
-
-
-def verify_faults() -> str:
-    from tests.unit.workers.verify import faults as verify_faults
-
-    return verify_faults.table()
 
 
 def node_faults() -> str:
@@ -86,12 +56,6 @@ def measured(what: str) -> str:
     from benchmarks import page
 
     return page.forms() if what == "forms" else page.sections(what)
-
-
-def kernel_costs() -> str:
-    from benchmarks import kernel_costs
-
-    return kernel_costs.as_markdown()
 
 
 def charts() -> dict[Path, str]:
@@ -109,12 +73,9 @@ MADE: list[tuple[str, str, Callable[[], str]]] = [
     ("docs/chat.md", "tool-formats", tool_formats.as_markdown),
     ("docs/chat.md", "reasoning-formats", message_parser.formats_as_markdown),
     *(("docs/architecture.md", f"{package}-picture", partial(picture, package)) for package in PACKAGES),
-    *(("docs/architecture.md", f"{package}-rooms", partial(room_table, package)) for package in PACKAGES),
     ("docs/api.md", "parameters", api_table.as_markdown),
     ("docs/accuracy.md", "golden-faults", golden_faults),
-    ("docs/accuracy.md", "verify-faults", verify_faults),
     ("docs/scaling.md", "node-faults", node_faults),
-    ("docs/gpu.md", "kernel-costs", kernel_costs),
     *(("docs/performance.md", f"benchmarks-{what}", partial(measured, what)) for what in ("peers", "forms", "scaling")),
 ]
 

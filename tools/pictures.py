@@ -8,11 +8,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from benchmarks.charts import Bar, Panel, chart
 from tests.house.rules import ROOT
 from tests.unit.engine.engine_fakes import VOCAB, Driver, make_config, make_request
 from tools import weight_pictures
-from tools.drawing import WIDTH, Figure, cell, svg, text
+from tools.drawing import WIDTH, cell, svg, text
 
 
 class Scene:
@@ -172,34 +171,12 @@ def request_life() -> str:
     return svg("The life of a request", said, top + lane * len(LANES) - 20, parts)
 
 
-_LINK = re.compile(r"^\| ([\d.]+) ms(?:, (\d+) Mbit/s)? \| (\d+) ms \| (\d+) ms \|", re.MULTILINE)
-_KIB_PER_ROW, _SUMS = {"TP": 3.5, "PP": 1.75}, {"TP": 48, "PP": 2}
-
-
-def link_cost() -> str:
-    """The measured table of docs/scaling.md, each beside what its messages take at the least by the formula there."""
-    panels = []
-    for delay, megabits, *measured in _LINK.findall((ROOT / "docs" / "scaling.md").read_text()):
-        bars = []
-        for layout, name, found in zip(
-            ("TP", "PP"), ("2 tensor-parallel ranks", "2 pipeline stages"), measured, strict=True
-        ):
-            wire = _KIB_PER_ROW[layout] * 8192e3 / (int(megabits) * 1e6) if megabits else 0.0
-            least = _SUMS[layout] * float(delay) + (wire * _SUMS["TP"] if layout == "TP" else wire)
-            bars.append(Bar(name, Figure(*[float(found)] * 3)))
-            bars.append(Bar("its messages, at least", Figure(*[least] * 3), is_strong=False))
-        panels.append(Panel(f"{delay} ms one way{f', {megabits} Mbit/s' if megabits else ''}: ms for a token", bars))
-    assert panels
-    return chart("What a link costs: one sequence that decodes, on two hosts", panels)
-
-
 def pictures() -> dict[Path, str]:
     """All of them, by their files."""
     made = {
         "step-timeline": step_timeline,
         "kv-blocks": kv_blocks,
         "request-life": request_life,
-        "link-cost": link_cost,
         "sum-tree": weight_pictures.sum_tree,
         "shards": weight_pictures.shards,
         "plan-memory": weight_pictures.plan_memory,

@@ -1,17 +1,15 @@
 """Faults of replicas on Ray Serve, one after another on one cluster, and what followed. Runs in Ray's environment.
 
-python -m tests.ray.trials [NAME...] [--results FILE.json]
+python -m tests.ray.trials [NAME...]
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import signal
 import sys
 import time
 import traceback
-from pathlib import Path
 
 import httpx
 import openai
@@ -29,40 +27,36 @@ def main() -> int:
     known = [*TRIALS, *NODE_TRIALS]
     parser = argparse.ArgumentParser(prog="python -m tests.ray.run", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("names", nargs="*", metavar="TRIAL", help=f"of {', '.join(known)}; none means all")
-    parser.add_argument("--results", type=Path, help="write what followed into this file")
     given = parser.parse_args()
     unknown = [name for name in given.names if name not in known]
     if unknown:
         parser.error(f"unknown trial {unknown[0]}; there are {', '.join(known)}")
-    rows: list[tuple[str, str, str]] = []
     problems: list[str] = []
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the cluster is ended all the same
     for table, made in (TRIALS, lambda: Cluster(num_cpus=8, num_gpus=4)), (NODE_TRIALS, NodeCluster):
         chosen = {name: table[name] for name in given.names or table if name in table}
         if chosen:
             with made() as cluster:
-                run(chosen, cluster, rows, problems)
-    if given.results:
-        given.results.write_text(json.dumps(rows))
-    print(f"failed: {', '.join(problems)}" if problems else f"{len(rows)} trials, all well")
+                run(chosen, cluster, problems)
+    print(f"failed: {', '.join(problems)}" if problems else "all well")
     return 1 if problems else 0
 
 
-def run(trials: dict[str, Trial], cluster: Cluster, rows: list[tuple[str, str, str]], problems: list[str]) -> None:
-    """Run trials one after another; add their results to `rows`, the names of those that failed to `problems`."""
+def run(trials: dict[str, Trial], cluster: Cluster, problems: list[str]) -> None:
+    """Run trials one after another and print the results. Add the names of failed trials to `problems`."""
     failed = len(problems)
     for name, trial in trials.items():
         began = time.monotonic()
         try:
-            rows.append(trial(cluster))
+            done, followed, lost = trial(cluster)
         except (AssertionError, httpx.HTTPError, openai.OpenAIError, psutil.Error) as error:
             problems.append(name)
             traceback.print_exception(error)
             print(f"    FAILED  {name}", flush=True)
             cluster.clear()
         else:
-            _, followed, lost = rows[-1]
-            print(f"    ok      {name} ({time.monotonic() - began:.0f} s): {followed} (lost: {lost})", flush=True)
+            seconds = time.monotonic() - began
+            print(f"    ok      {name} ({seconds:.0f} s): {done}: {followed} (requests lost: {lost})", flush=True)
     if len(problems) > failed:
         print(cluster.logs()[-20_000:])
 
