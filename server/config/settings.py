@@ -173,10 +173,9 @@ def make_settings(values: Mapping[str, Any]) -> Settings:
 
 def as_markdown() -> str:
     """Return the table of options for the documentation."""
-    lines = ["| flag | environment and TOML | type | default | what it does |", "|---|---|---|---|---|"]
+    lines = ["| flag | type | default | effect |", "|---|---|---|---|"]
     for described in OPTIONS.values():
         flags = f"`{described.flag}`" + (f", `{described.short}`" if described.short else "")
         kind = described.type_name.replace("|", " \\| ")
-        names = f"`{described.env}`, `{described.name}`"
-        lines.append(f"| {flags} | {names} | {kind} | {described.default_text} | {described.help} |")
+        lines.append(f"| {flags} | {kind} | {described.default_text} | {described.help} |")
     return "\n".join(lines) + "\n"

@@ -284,11 +284,12 @@ def test_an_unknown_key_of_a_file_is_explained(tmp_path, text, cause, fix):
     assert cause in error.value.cause and fix in error.value.fix
 
 
-def test_the_documentation_table_has_every_option():
+def test_the_documentation_table_has_every_option_whose_other_names_follow_from_its_flag():
     table = as_markdown()
     for described in OPTIONS.values():
         assert f"`{described.flag}`" in table
-        assert f"`{described.env}`" in table
+        assert described.name == described.flag.lower().removeprefix("--").replace("-", "_")
+        assert described.env == f"OARLOCK_{described.name.upper()}"
 
 
 @pytest.mark.parametrize("name", ["http://a.example", "a.example:8000", "a*.example", "*.*", "a b", "", "ex/ample"])
