@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from oarlock.base.process_memory import memory_use
 from oarlock.workers.platform import huge_pages
 from oarlock.workers.platform.huge_pages import HUGE_PAGE_BYTES, StagingMemory, huge_page_empty, why_not
 
@@ -20,21 +21,16 @@ def test_a_tensor_is_zero_contiguous_and_aligned(dtype: torch.dtype) -> None:
         assert x.to(torch.float64).sum() == x.numel()
 
 
-def resident_bytes() -> int:
-    fields = Path("/proc/self/statm").read_text().split()
-    return int(fields[1]) * 4096
-
-
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
 def test_memory_is_taken_when_touched_and_given_back_with_the_tensor() -> None:
     size = 64 << 20
-    before = resident_bytes()
+    before = memory_use().resident
     x = huge_page_empty((size,), torch.uint8)
-    assert resident_bytes() - before < size // 4
+    assert memory_use().resident - before < size // 4
     x.fill_(1)
-    assert resident_bytes() - before > size * 3 // 4
+    assert memory_use().resident - before > size * 3 // 4
     del x
-    assert resident_bytes() - before < size // 4
+    assert memory_use().resident - before < size // 4
 
 
 @pytest.mark.parametrize(
@@ -102,7 +98,7 @@ def test_after_release_nothing_is_kept() -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
 def test_the_last_part_of_a_tensor_takes_no_whole_huge_page() -> None:
-    before = resident_bytes()
+    before = memory_use().resident
     kept = [huge_page_empty((HUGE_PAGE_BYTES + 8192,), torch.uint8).fill_(1) for _ in range(20)]
-    taken = resident_bytes() - before
+    taken = memory_use().resident - before
     assert taken < 20 * (HUGE_PAGE_BYTES + 8192) * 1.2 and len(kept) == 20
