@@ -146,12 +146,14 @@ def milliseconds(
             marks.append(time.thread_time())
             events = scheduler.update_from_output(output, ModelRunnerOutput(answer), now + 0.01)
             marks.append(time.thread_time())
-            frame = messages.events(events)
+            frame = messages.encode(messages.Events.of(events))
             marks.append(time.thread_time())
             tell()
             marks.append(time.thread_time())
-            for one in reader.feed(frame):
-                num_events = sum(len([*event.logprobs]) == scored for event in messages.read_events(one))
+            for payload in reader.feed(frame):
+                message = messages.read_from_engine(payload)
+                assert isinstance(message, messages.Events)
+                num_events = sum(len([*event.logprobs]) == scored for event in message.read())
             marks.append(time.thread_time())
             assert num_events == rows
             if step.num_tokens == num_seqs == rows:

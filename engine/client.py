@@ -13,6 +13,7 @@ import subprocess
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from oarlock.base.errors import EXIT_OUT_OF_MEMORY, EXIT_RANK_DIED, EXIT_RANK_HUNG, StartupError
@@ -20,7 +21,7 @@ from oarlock.engine.config import EngineConfig
 from oarlock.engine.engine_process import ENGINE_MODULE, EngineProcess
 from oarlock.engine.errors import EngineDeadError, OarlockError, RequestError
 from oarlock.engine.ipc import messages
-from oarlock.engine.ipc.frames import Frame, FrameError, FrameReader
+from oarlock.engine.ipc.frames import FrameError, FrameReader
 from oarlock.engine.kv_cache.manager import BlockChanges
 from oarlock.engine.replay.recording import end_of_killed
 from oarlock.engine.stats import EngineState, EngineStats, RequestHistory
@@ -74,7 +75,7 @@ class EngineClient:
         self._record_path = record_path
         self._ids = itertools.count(1)
         self._queues: dict[int, AnswerQueue[_Answer]] = {}
-        self._questions = _Questions(writer.write)
+        self._questions = _Questions(self._send)
         self._last_stats = EngineStats()
         self._last_state: EngineState | None = None
         self._progress_s = time.monotonic()
@@ -104,7 +105,7 @@ class EngineClient:
         child, ours = process.take()
         try:
             reader, writer = await asyncio.open_unix_connection(sock=ours)
-            writer.write(messages.config(config))
+            writer.write(messages.encode(messages.Config.of(config)))
             frames = FrameReader()
             compiling = asyncio.create_task(_report_compiling(config.worker, on_progress))
             try:
@@ -122,7 +123,7 @@ class EngineClient:
         """Stop the engine; open requests get their terminal event. After `timeout_s` it is killed. Idempotent."""
         self._is_closing = True
         if self._is_connected:
-            self._writer.write(messages.stop())
+            self._send(messages.Stop())
         if not await self._ended(timeout_s):
             self._process.kill()
         await self._dispatcher
@@ -147,7 +148,7 @@ class EngineClient:
         if request_id in self._queues:
             raise RequestError(f"Request id {request_id} is in use; `new_request_id` draws one.", "request_id")
         try:
-            frame = messages.request(request)
+            frame = messages.encode(messages.Submit.of(request))
         except FrameError as error:
             raise RequestError(f"The request cannot be sent: {error}.", "prompt") from error
         queue: AnswerQueue[_Answer] = AnswerQueue()
@@ -167,7 +168,7 @@ class EngineClient:
             if self._queues.get(request_id) is queue:
                 del self._queues[request_id]
                 if self._is_connected:
-                    self._writer.write(messages.abort(request_id))
+                    self._send(messages.Abort(request_id))
 
     # -- state
 
@@ -198,7 +199,7 @@ class EngineClient:
         """Return a new snapshot, or the last one if the engine is busy for long or dead (then `state` is "dead")."""
         if self._is_connected:
             with contextlib.suppress(TimeoutError, EngineDeadError):  # the last snapshot is used
-                return await asyncio.wait_for(self._questions.ask(messages.ask_stats), _STATS_TIMEOUT_S)
+                return await asyncio.wait_for(self._questions.ask(messages.AskStats), _STATS_TIMEOUT_S)
         return self._last_stats
 
     async def state(self) -> EngineState | None:
@@ -206,7 +207,7 @@ class EngineClient:
         if not self.is_alive:
             return None
         with contextlib.suppress(TimeoutError, EngineDeadError):
-            self._last_state = await asyncio.wait_for(self._questions.ask(messages.ask_state), _STATS_TIMEOUT_S)
+            self._last_state = await asyncio.wait_for(self._questions.ask(messages.AskState), _STATS_TIMEOUT_S)
         return self._last_state
 
     async def histories(self, request_ids: Sequence[int]) -> list[RequestHistory]:
@@ -216,7 +217,7 @@ class EngineClient:
         """
         if self.is_alive:
             with contextlib.suppress(TimeoutError, EngineDeadError):
-                asked = self._questions.ask(messages.ask_histories(request_ids))
+                asked = self._questions.ask(partial(messages.AskHistories, request_ids=list(request_ids)))
                 return await asyncio.wait_for(asked, _HISTORY_TIMEOUT_S)
         return []
 
@@ -225,7 +226,7 @@ class EngineClient:
         `EngineDeadError`.
         """
         self._check_alive()
-        return await self._questions.ask(messages.reset_cache)
+        return await self._questions.ask(messages.ResetCache)
 
     # -- the reading side
 
@@ -234,8 +235,8 @@ class EngineClient:
         cause: str | None = None
         try:
             while data := await self._reader.read(_READ_BYTES):
-                for frame in self._frames.feed(data):
-                    self._receive(frame)
+                for payload in self._frames.feed(data):
+                    self._receive(messages.read_from_engine(payload))
         except ConnectionError as error:  # includes an end of the socket: the engine ended without reading everything
             logger.info('event=engine_socket_reset cause="%s"', error)
         except Exception as error:
@@ -252,39 +253,34 @@ class EngineClient:
         await asyncio.wait((self._watch_task,))
         await self._reap()
 
-    def _receive(self, frame: Frame) -> None:
-        kind = frame.head["kind"]
-        if kind == "events":
-            self._progress_s = time.monotonic()
-            for event in messages.read_events(frame):
-                queue = self._queues.get(event.request_id)
-                if queue is None:
-                    continue  # its iterator was closed a moment ago
-                if event.finish_reason is not None:
-                    del self._queues[event.request_id]
-                queue.put(event)
-        elif kind == "blocks":
-            self._on_blocks(messages.read_blocks(frame))
-        elif kind == "alive":
-            self._progress_s = time.monotonic()
-        elif kind == "refused":
-            request_id, error = messages.read_refused(frame)
-            if (queue := self._queues.pop(request_id, None)) is not None:
-                queue.put(error)
-        elif kind == "stats":
-            number, self._last_stats = messages.read_stats(frame)
-            self._questions.answer(number, self._last_stats)
-        elif kind == "state":
-            self._questions.answer(*messages.read_state(frame))
-        elif kind == "histories":
-            self._questions.answer(*messages.read_histories(frame))
-        elif kind == "cache_reset":
-            self._questions.answer(*messages.read_cache_reset(frame))
-        elif kind == "dead":
-            self.death_cause, self.exit_code = messages.read_dead(frame)
-            self._fail_all()
-        else:
-            raise FrameError(f"the engine sent a {kind!r} frame")
+    def _receive(self, message: messages.FromEngine) -> None:
+        match message:
+            case messages.Events():
+                self._progress_s = time.monotonic()
+                for event in message.read():
+                    queue = self._queues.get(event.request_id)
+                    if queue is None:
+                        continue  # its iterator was closed a moment ago
+                    if event.finish_reason is not None:
+                        del self._queues[event.request_id]
+                    queue.put(event)
+            case messages.Blocks():
+                self._on_blocks(message.read())
+            case messages.Alive():
+                self._progress_s = time.monotonic()
+            case messages.Refused():
+                if (queue := self._queues.pop(message.request_id, None)) is not None:
+                    queue.put(message.exception())
+            case messages.Stats(number, stats):
+                self._last_stats = stats
+                self._questions.answer(number, stats)
+            case messages.State(number, value) | messages.Histories(number, value) | messages.CacheReset(number, value):
+                self._questions.answer(number, value)
+            case messages.Dead(cause, exit_code):
+                self.death_cause, self.exit_code = cause, exit_code
+                self._fail_all()
+            case _:
+                raise FrameError(f"the engine sent {type(message).__name__}, which is a message of the start")
 
     def _fail_all(self) -> None:
         """End every waiting call, since the engine is gone."""
@@ -344,6 +340,9 @@ class EngineClient:
             await asyncio.sleep(_POLL_S)
         return True
 
+    def _send(self, message: messages.Message) -> None:
+        self._writer.write(messages.encode(message))
+
     async def _drain(self) -> None:
         with contextlib.suppress(ConnectionError):  # the dispatcher notices the same end and fails all calls
             await self._writer.drain()
@@ -385,17 +384,17 @@ class AnswerQueue(Generic[T]):
 class _Questions:
     """Questions to the engine that wait for a response, by number."""
 
-    def __init__(self, write: Callable[[bytes], object]) -> None:
-        """`write`: writes to the engine's socket."""
-        self._write = write
+    def __init__(self, send: Callable[[messages.Message], object]) -> None:
+        """`send`: sends a message to the engine."""
+        self._send = send
         self._numbers = itertools.count(1)
         self._open: dict[int, asyncio.Future[Any]] = {}
 
-    async def ask(self, frame: Callable[[int], bytes]) -> Any:
-        """Send the question `frame(number)` and return its response. Raises the error passed to `fail_all`."""
+    async def ask(self, question: Callable[[int], messages.Message]) -> Any:
+        """Send the message `question(number)` and return its response. Raises the error passed to `fail_all`."""
         number = next(self._numbers)
         future = self._open[number] = asyncio.get_running_loop().create_future()
-        self._write(frame(number))
+        self._send(question(number))
         try:
             return await future
         finally:
@@ -435,15 +434,16 @@ async def _until_ready(
     """Wait until every rank has loaded. `compiling`: cancelled when the engine itself reports progress."""
     while data := await reader.read(_READ_BYTES):
         compiling.cancel()
-        for frame in frames.feed(data):
-            if frame.kind == "progress":
-                on_progress(*messages.read_progress(frame))
-            elif frame.kind == "failed":
-                raise messages.read_failed(frame)
-            elif frame.kind == "ready":
-                return messages.read_ready(frame)  # the engine sends nothing more until it is asked
-            else:
-                raise FrameError(f"the engine sent a {frame.kind!r} frame while starting")
+        for payload in frames.feed(data):
+            match message := messages.read_from_engine(payload):
+                case messages.Progress(phase, fraction, detail):
+                    on_progress(phase, fraction, detail)
+                case messages.Failed():
+                    raise message.error()
+                case messages.Ready(info):
+                    return info  # the engine sends nothing more until it is asked
+                case _:
+                    raise FrameError(f"the engine sent {type(message).__name__} while starting")
     status = await asyncio.to_thread(process.wait)
     how = f"exit code {status}" if status >= 0 else f"it was ended by {_signal_name(status)}"
     raise StartupError(

@@ -1,12 +1,12 @@
-"""Counters, gauges and histograms of the engine as plain data, sent to the server as JSON.
+"""Counters, gauges and histograms of the engine as plain data, which is sent to the server.
 
 The server names and formats them for Prometheus. Does not know a clock.
 """
 
 from bisect import bisect_left
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypedDict
+from typing import TypedDict
 
 from oarlock.engine.types import FinishReason
 
@@ -104,20 +104,8 @@ class EngineStats:
     request_prompt_tokens: Histogram = field(default_factory=partial(Histogram, TOKEN_BOUNDS))
     request_generation_tokens: Histogram = field(default_factory=partial(Histogram, TOKEN_BOUNDS))
 
-    def to_dict(self) -> dict[str, Any]:
-        """Copy the statistics into a dictionary that later changes do not affect."""
-        return asdict(self)
 
-    @staticmethod
-    def from_dict(data: dict[str, Any]) -> "EngineStats":
-        fields: dict[str, Any] = {
-            key: Histogram(**value) if isinstance(value, dict) and "bounds" in value else value
-            for key, value in data.items()
-        }
-        return EngineStats(**fields)
-
-
-# -- the live state of one engine, in the format in which it is sent: JSON
+# -- the live state of one engine, in the format in which it is sent
 
 
 class KvState(TypedDict):
@@ -179,7 +167,7 @@ class EngineState(TypedDict):
     slowest: list[OpenRequest]  # the oldest open requests, at most 20
 
 
-# -- the history of one request, in the format in which it is sent: JSON. Times are in seconds of `time.monotonic`
+# -- the history of one request, in the format in which it is sent. Times are in seconds of `time.monotonic`
 
 
 class Chunk(TypedDict):

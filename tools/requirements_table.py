@@ -40,6 +40,7 @@ PURPOSES = {
     "rich": "Markdown and tables in `chat` and `top`",
     "shtab": "completion scripts for shells",
     "cryptography": "reading certificates before they are served",
+    "msgspec": "messages between the server and the engine, and KV events",
 }
 _MOST_NAMES = 2
 

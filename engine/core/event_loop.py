@@ -19,7 +19,7 @@ from oarlock.engine.core.engine_core import EngineCore, history, live_state
 from oarlock.engine.errors import INTERNAL, QueueFullError, RequestError, UnavailableError
 from oarlock.engine.input_batch.sampling_metadata import fill_one_by_one
 from oarlock.engine.ipc import messages
-from oarlock.engine.ipc.frames import Frame, FrameError, FrameSocket, FrameSocketClosedError
+from oarlock.engine.ipc.frames import FrameError, FrameSocket, FrameSocketClosedError
 from oarlock.engine.kv_cache.manager import BlockChanges, BlockEvent, BlockEventLog
 from oarlock.engine.kv_cache.offload import Flush
 from oarlock.engine.stats import EngineStats
@@ -124,8 +124,8 @@ class EngineLoop:
         Return False if nothing can be computed now; then no step is in flight.
         """
         core = self.engine_core
-        for frame in self._frame_socket.receive():
-            self._handle(frame)
+        for payload in self._frame_socket.receive():
+            self._handle(messages.read_from_frontend(payload))
         if self._structured_output is not None and self._structured_output.waiting:
             self._add_compiled(self._structured_output)
         if self._executor.kv_reports is not None:
@@ -160,7 +160,7 @@ class EngineLoop:
         if events.request_ids or events.others:
             self._outbox.append(events)
         elif not self._outbox:
-            self._frame_socket.send(messages.alive(self.scheduler.stats.step_id))
+            self._send(messages.Alive(self.scheduler.stats.step_id))
         if self._outbox and self.engine_core.num_in_flight:
             self._send_outbox()
         if self.engine_core.masks is not None and self.engine_core.num_in_flight:
@@ -168,30 +168,29 @@ class EngineLoop:
 
     # -- inbox
 
-    def _handle(self, frame: Frame) -> None:
-        if frame.kind == "request":
-            self._add(frame)
-        elif frame.kind == "abort":
-            self._abort(messages.read_id(frame))
-        elif frame.kind == "stats":
-            self._frame_socket.send(messages.stats(messages.read_number(frame), self.snapshot()))
-        elif frame.kind == "state":
-            self._state_asked.append(messages.read_number(frame))
-        elif frame.kind == "histories":
-            found = [history(self.scheduler, request_id) for request_id in messages.read_ids(frame)]
-            known = [one for one in found if one is not None]
-            self._frame_socket.send(messages.histories(messages.read_number(frame), known))
-        elif frame.kind == "reset_cache":
-            num_blocks = self.scheduler.kv_cache_manager.reset_prefix_cache()
-            self._frame_socket.send(messages.cache_reset(messages.read_number(frame), num_blocks))
-        elif frame.kind == "stop":
-            self.stop()
-        else:
-            raise FrameError(f"the frontend sent a {frame.kind!r} frame")
+    def _handle(self, message: messages.FromFrontend) -> None:
+        match message:
+            case messages.Submit():
+                self._add(message)
+            case messages.Abort(request_id):
+                self._abort(request_id)
+            case messages.AskStats(number):
+                self._send(messages.Stats(number, self.snapshot()))
+            case messages.AskState(number):
+                self._state_asked.append(number)
+            case messages.AskHistories(number, request_ids):
+                found = [history(self.scheduler, request_id) for request_id in request_ids]
+                self._send(messages.Histories(number, [one for one in found if one is not None]))
+            case messages.ResetCache(number):
+                self._send(messages.CacheReset(number, self.scheduler.kv_cache_manager.reset_prefix_cache()))
+            case messages.Stop():
+                self.stop()
+            case _:
+                raise FrameError("the frontend sent a second configuration")
 
-    def _add(self, frame: Frame) -> None:
-        with self._refusing(messages.read_id(frame)):
-            request = self._request_reader.read(frame)
+    def _add(self, message: messages.Submit) -> None:
+        with self._refusing(message.request_id):
+            request = self._request_reader.read(message)
             self._count_pending()
             if request.params.grammar is None:
                 self.scheduler.add(request, self._clock())
@@ -209,10 +208,10 @@ class EngineLoop:
         try:
             yield
         except (RequestError, QueueFullError) as error:
-            self._frame_socket.send(messages.refused(request_id, error))
+            self._send(messages.Refused.of(request_id, error))
         except UnavailableError as error:
             self.scheduler.stats.num_errors += 1
-            self._frame_socket.send(messages.refused(request_id, error))
+            self._send(messages.Refused.of(request_id, error))
         except Exception:
             logger.exception("event=request_failed request_id=%d stage=add", request_id)
             self._post([self._fail(request_id)])
@@ -268,6 +267,9 @@ class EngineLoop:
 
     # -- outbox
 
+    def _send(self, message: messages.Message) -> None:
+        self._frame_socket.send(messages.encode(message))
+
     def _post(self, events: list[TokenEvent]) -> None:
         """Append `events` to the outbox."""
         if events and not self._outbox:
@@ -281,17 +283,17 @@ class EngineLoop:
             parts = list(chain.from_iterable(map(messages.chunks, outbox)))
         for chunk in parts:
             try:
-                frame = messages.events(chunk)
+                frame = messages.encode(messages.Events.of(chunk))
             except Exception:
                 logger.exception("event=encode_failed")
                 sendable = [self._sendable(event) for event in chunk.others]
-                frame = messages.events(replace(chunk, others=sendable))
+                frame = messages.encode(messages.Events.of(replace(chunk, others=sendable)))
             self._frame_socket.send(frame)
 
     def _sendable(self, event: TokenEvent) -> TokenEvent:
         """Return `event`, or the failure of its request if it cannot be encoded."""
         try:
-            messages.events(TokenEvents(others=[event]))
+            messages.encode(messages.Events.of(TokenEvents(others=[event])))
         except Exception:
             logger.exception("event=request_failed request_id=%d stage=send", event.request_id)
             return self._fail(event.request_id)
@@ -308,11 +310,11 @@ class EngineLoop:
         self._count_pending()
         state = live_state(self.scheduler, self._clock())
         for number in self._state_asked:
-            self._frame_socket.send(messages.state(number, state))
+            self._send(messages.State(number, state))
         self._state_asked.clear()
 
     def _report_blocks(self, events: list[BlockEvent]) -> None:
-        self._frame_socket.send(messages.blocks(BlockChanges.of(events)))
+        self._send(messages.Blocks(*BlockChanges.of(events)))
 
     # -- idle
 
@@ -349,7 +351,7 @@ class EngineLoop:
         """Check that every rank responds, and report it to the frontend."""
         self._executor.ping()
         self._next_beat_s = self._clock() + self._interval_s
-        self._frame_socket.send(messages.alive(self.scheduler.stats.step_id))
+        self._send(messages.Alive(self.scheduler.stats.step_id))
 
     # -- the end
 
@@ -359,7 +361,7 @@ class EngineLoop:
         self.scheduler.stats.state = "dead"
         try:
             self._send_outbox()
-            self._frame_socket.send(messages.dead(cause, exit_code))
+            self._send(messages.Dead.of(cause, exit_code))
             self._shut_down(DEAD)
         except FrameSocketClosedError as error:
             logger.info('event=frontend_gone cause="%s"', error)

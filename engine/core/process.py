@@ -24,7 +24,7 @@ from oarlock.engine.config import EngineConfig
 from oarlock.engine.core.event_loop import EngineLoop
 from oarlock.engine.core.log_format import log_to_stderr
 from oarlock.engine.ipc import messages
-from oarlock.engine.ipc.frames import Frame, FrameError, FrameReader, FrameSocket
+from oarlock.engine.ipc.frames import FrameError, FrameReader, FrameSocket
 from oarlock.engine.replay.recording import RecordingExecutor, RecordingWriter
 from oarlock.engine.structured_output.manager import StructuredOutputManager
 from oarlock.engine.types import EngineInfo
@@ -74,7 +74,7 @@ def run(fd: int, start_executor: StartExecutor, *, loading_timeout_s: float = LO
 def _serve(sock: socket.socket, start_executor: StartExecutor, loading_timeout_s: float) -> int:
     _leave_at_end_of_file(sock)
     try:
-        config = messages.read_config(_first_frame(sock))
+        config = _first_message(sock).read()
     except FrameError as error:
         logger.error('event=bad_config cause="%s"', error)
         return EXIT_BUG
@@ -93,7 +93,7 @@ def _serve(sock: socket.socket, start_executor: StartExecutor, loading_timeout_s
         if kv_events is not None:
             kv_events.close()
         failure = _startup_failure(error)
-        sock.sendall(messages.failed(failure))
+        sock.sendall(messages.encode(messages.Failed.of(failure)))
         return failure.exit_code
     finally:
         watchdog.stop()
@@ -157,7 +157,7 @@ def _loop(
     info = executor.info
     if kv_events is not None:
         kv_events.start(info.block_size, info.sliding_window)
-    sock.sendall(messages.ready(engine_info(config, executor)))
+    sock.sendall(messages.encode(messages.Ready(engine_info(config, executor))))
     loop = EngineLoop(config, executor, FrameSocket(sock), structured_output=structured_output, kv_events=kv_events)
     # Objects created while loading are kept for good: garbage collections during steps need not scan them.
     gc.collect()
@@ -214,15 +214,16 @@ def engine_info(config: EngineConfig, executor: "Executor") -> EngineInfo:
     )
 
 
-def _first_frame(sock: socket.socket) -> Frame:
+def _first_message(sock: socket.socket) -> messages.Config:
     """Read the configuration. Nothing may follow it: the frontend sends more only after it has read `ready`."""
     reader = FrameReader()
     while data := sock.recv(1 << 16):
-        frames = reader.feed(data)
-        if len(frames) > 1 or (frames and frames[0].kind != "config"):
-            raise FrameError("the first frame must be the configuration, and nothing may follow it")
-        if frames:
-            return frames[0]
+        payloads = reader.feed(data)
+        if payloads:
+            message = messages.read_from_frontend(payloads[0])
+            if len(payloads) > 1 or not isinstance(message, messages.Config):
+                raise FrameError("the first frame must be the configuration, and nothing may follow it")
+            return message
     reader.finish()
     # The frontend's start failed, and it reports the reason: this is no error of the engine.
     raise ConnectionError("the frontend left before it sent a configuration")
@@ -290,7 +291,7 @@ class _LoadingWatchdog(threading.Thread):
 
     def progress(self, phase: str, fraction: float, detail: str = "") -> None:
         self._state, self._since = (phase, fraction), time.monotonic()
-        self._sock.sendall(messages.progress(phase, fraction, detail))
+        self._sock.sendall(messages.encode(messages.Progress(phase, round(fraction, 4), detail)))
 
     def stop(self) -> None:
         self._done.set()
@@ -309,7 +310,7 @@ class _LoadingWatchdog(threading.Thread):
         )
         logger.critical('event=start_failed cause="%s" fix="%s"', failure.cause, failure.fix)
         faulthandler.dump_traceback(sys.stderr)
-        self._sock.sendall(messages.failed(failure))
+        self._sock.sendall(messages.encode(messages.Failed.of(failure)))
         os._exit(failure.exit_code)
 
 

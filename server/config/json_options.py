@@ -115,7 +115,6 @@ _COUNTS = ("buffer_steps", "hwm", "max_queue_size")
 _KEYS = ("enable_kv_cache_events", "publisher", "endpoint", "replay_endpoint", *_COUNTS, "topic")
 _MOST = 10_000_000
 _ADDRESS = re.compile(r"tcp://(?:\[[^\[\]\s]+\]|[^\[\]:\s/]+):(?P<port>\d{1,5}|\*)|ipc:///[^\s]{1,90}")
-_LIBRARIES = ("zmq", "msgspec")
 
 
 def parse_kv_events_config(
@@ -168,10 +167,9 @@ def _check_distance(config: KvEventsConfig, num_replicas: int) -> None:
 
 
 def _check_installed() -> None:
-    missing = [name for name in _LIBRARIES if importlib.util.find_spec(name) is None]
-    if missing:
+    if importlib.util.find_spec("zmq") is None:
         raise OptionError(
-            f"{KV_EVENTS.flag} publishes KV events, for which the Python package {' and '.join(missing)} is missing.",
+            f"{KV_EVENTS.flag} publishes KV events, for which the Python package zmq is missing.",
             "Run: pip install 'oarlock[kv-events]' (in a checkout: pip install --editable '.[kv-events]')",
         )
 

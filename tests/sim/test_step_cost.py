@@ -84,7 +84,9 @@ def test_a_decode_step_of_many_sequences(num_seqs: int) -> None:
         step = builder.build(output).step
         rows = len(step.logits_indices)
         events = scheduler.update_from_output(output, _answer(output.step_id, rows), 1.0)
-        assert messages.read_events(reader.feed(messages.events(events))[0]) == events
+        (payload,) = reader.feed(messages.encode(messages.Events.of(events)))
+        message = messages.read_from_engine(payload)
+        assert isinstance(message, messages.Events) and message.read() == events
         num_decodes += rows == num_seqs and step.num_tokens == num_seqs
     items = output.items()
     seqs, at = [item.seq for item in items], np.array([item.start for item in items])

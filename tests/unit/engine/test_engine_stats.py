@@ -1,8 +1,8 @@
-"""Stats are plain data: they survive JSON and add up."""
+"""Stats are plain data: they can be sent, and add up."""
 
-import json
-
-from oarlock.engine.stats import EngineStats, Histogram
+from oarlock.engine.ipc.frames import FrameReader
+from oarlock.engine.ipc.messages import Stats, encode, read_from_engine
+from oarlock.engine.stats import Histogram
 from oarlock.engine.types import FinishReason
 from tests.unit.engine.engine_fakes import Driver, make_config, make_request
 
@@ -14,13 +14,14 @@ def test_a_histogram_counts_up_to_its_bounds() -> None:
     assert histogram.counts == [2, 1, 1] and histogram.count == 4 and histogram.sum == 12.0
 
 
-def test_json_round_trip_and_snapshots_stand_still() -> None:
+def test_stats_that_were_sent_stand_still() -> None:
     driver = Driver(make_config())
     driver.add(make_request(1, range(9), max_tokens=5))
     driver.run()
     stats = driver.scheduler.refresh_gauges()
-    copy = EngineStats.from_dict(json.loads(json.dumps(stats.to_dict())))
-    assert copy == stats
+    (payload,) = FrameReader().feed(encode(Stats(1, stats)))
+    message = read_from_engine(payload)
+    assert isinstance(message, Stats) and (copy := message.stats) == stats
     driver.add(make_request(2, range(9), max_tokens=5))
     driver.run()
     assert copy != driver.scheduler.refresh_gauges()

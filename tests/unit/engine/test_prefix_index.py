@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from oarlock.engine.ipc.frames import FrameError, FrameReader, encode
-from oarlock.engine.ipc.messages import blocks, read_blocks
+from oarlock.engine.ipc.frames import FrameError, FrameReader
+from oarlock.engine.ipc.messages import Blocks, encode, read_from_engine
 from oarlock.engine.kv_cache.manager import (
     HASH_BYTES,
     AllBlocksCleared,
@@ -20,8 +20,10 @@ from oarlock.engine.replicas import PrefixIndex
 
 def sent(changes: BlockChanges) -> BlockChanges:
     """Changes as they arrive at the frontend."""
-    (frame,) = FrameReader().feed(blocks(changes))
-    return read_blocks(frame)
+    (payload,) = FrameReader().feed(encode(Blocks(*changes)))
+    message = read_from_engine(payload)
+    assert isinstance(message, Blocks)
+    return message.read()
 
 
 def one_by_one(index: set[bytes], events: list[BlockEvent]) -> None:
@@ -74,9 +76,9 @@ def test_a_prefix_is_what_is_held_from_the_first_block_on() -> None:
     assert index.num_cached(tokens, b"") == [0, 0, 0]
 
 
-@pytest.mark.parametrize(("num_stored", "num_ints"), [(1, 7), (2, 8), (-1, 8), (None, 8)])
-def test_hashes_that_are_missing_are_a_bad_frame(num_stored: int | None, num_ints: int) -> None:
-    head = {"kind": "blocks", "cleared": False, "num_stored": num_stored}
-    (frame,) = FrameReader().feed(encode(head, range(num_ints)))
-    with pytest.raises(FrameError, match="blocks"):
-        read_blocks(frame)
+@pytest.mark.parametrize("size", [0, HASH_BYTES - 1, HASH_BYTES + 1])
+def test_hashes_of_another_size_are_a_bad_message(size: int) -> None:
+    for changes in ([bytes(size)], []), ([], [bytes(HASH_BYTES), bytes(size)]):
+        (payload,) = FrameReader().feed(encode(Blocks(False, *changes)))
+        with pytest.raises(FrameError, match="length"):
+            read_from_engine(payload)

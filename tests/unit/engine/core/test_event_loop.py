@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 
+import msgspec
 import pytest
 
 from oarlock.base.errors import EXIT_BUG, EXIT_OK, EXIT_RANK_DIED, EXIT_RANK_HUNG
@@ -14,7 +15,8 @@ from oarlock.engine.core import event_loop
 from oarlock.engine.core.event_loop import EngineLoop
 from oarlock.engine.errors import ContextLengthError, QueueFullError
 from oarlock.engine.ipc import messages
-from oarlock.engine.ipc.frames import Frame, FrameReader, FrameSocket, FrameSocketClosedError, encode
+from oarlock.engine.ipc.frames import FrameReader, FrameSocket, FrameSocketClosedError
+from oarlock.engine.ipc.messages import Alive, CacheReset, Dead, Events, Refused, Stats, encode
 from oarlock.engine.types import FinishReason, TokenEvent
 from tests.unit.engine.engine_fakes import FakeExecutor, Faults, expected_tokens, make_config, make_info, make_request
 from tests.unit.engine.kv_cache.replayed_blocks import ReplayedBlocks
@@ -44,26 +46,29 @@ class Harness:
         self.frame_socket = FrameSocket(theirs, full_bytes=full_bytes, clock=clock)
         self.loop = EngineLoop(engine, self.executor, self.frame_socket, clock=clock)
         self.reader = FrameReader()
-        self.frames: list[Frame] = []
+        self.received: list[messages.FromEngine] = []
 
-    def send(self, *frames: bytes) -> None:
-        self.ours.sendall(b"".join(frames))
+    def send(self, *sent: messages.Message) -> None:
+        self.ours.sendall(b"".join(map(encode, sent)))
 
     def ask(self, *requests) -> None:
-        self.send(*(messages.request(request) for request in requests))
+        self.send(*map(messages.Submit.of, requests))
 
     def run_until_idle(self) -> None:
         while self.loop.tick():
             pass
         self.loop.tick()
 
-    def receive(self) -> list[Frame]:
+    def receive(self) -> list[messages.FromEngine]:
         while select.select([self.ours], [], [], 0)[0] and (data := self.ours.recv(1 << 16)):
-            self.frames += self.reader.feed(data)
-        return self.frames
+            self.received += map(messages.read_from_engine, self.reader.feed(data))
+        return self.received
+
+    def kinds(self) -> list[type]:
+        return [type(message) for message in self.receive()]
 
     def events(self) -> list[TokenEvent]:
-        return [event for frame in self.receive() if frame.kind == "events" for event in messages.read_events(frame)]
+        return [event for message in self.receive() if isinstance(message, Events) for event in message.read()]
 
     def ends(self) -> dict[int, TokenEvent]:
         ends = [event for event in self.events() if event.finish_reason is not None]
@@ -94,7 +99,7 @@ def test_requests_are_answered_in_one_frame_per_step(harness: Harness) -> None:
     requests = [make_request(number, [number, 2, 3], max_tokens=5) for number in (1, 2, 3)]
     harness.ask(*requests)
     harness.run_until_idle()
-    assert [frame.kind for frame in harness.receive()] == ["events"] * 5
+    assert harness.kinds() == [Events] * 5
     for request in requests:
         assert harness.tokens(request.request_id) == expected_tokens(request)
     harness.check_idle()
@@ -113,14 +118,14 @@ def test_a_step_without_events_sends_a_heartbeat() -> None:
     harness = Harness(max_num_batched_tokens=4)
     harness.ask(make_request(1, range(10), max_tokens=1))
     harness.run_until_idle()
-    assert [frame.kind for frame in harness.receive()] == ["alive", "alive", "events"]
+    assert harness.kinds() == [Alive, Alive, Events]
 
 
 def test_refusals_name_their_reason() -> None:
     harness = Harness(max_num_seqs=1, max_waiting_requests=1)
     harness.ask(make_request(1, [1]), make_request(2, [1] * 70), make_request(3, [1]), make_request(4, [1]))
     harness.run_until_idle()
-    refused = dict(messages.read_refused(frame) for frame in harness.receive() if frame.kind == "refused")
+    refused = {one.request_id: one.exception() for one in harness.receive() if isinstance(one, Refused)}
     assert isinstance(refused[2], ContextLengthError) and isinstance(refused[4], QueueFullError)
     assert harness.ends().keys() == {1, 3}
 
@@ -135,7 +140,7 @@ def test_subscribers_know_what_is_cached(harness: Harness) -> None:
         harness.run_until_idle()
         for one in subscribers:
             one.check(harness.loop.scheduler.kv_cache_manager)
-    harness.send(messages.reset_cache(1))
+    harness.send(messages.ResetCache(1))
     harness.run_until_idle()
     for one in subscribers:
         assert one.num_removed and one.num_cleared == 1 and not one.stored
@@ -144,14 +149,14 @@ def test_subscribers_know_what_is_cached(harness: Harness) -> None:
 def test_a_reset_empties_the_prefix_cache(harness: Harness) -> None:
     request = make_request(1, range(9), max_tokens=3)
     cached = []
-    for frames in ([], [], [messages.reset_cache(8)], []):
-        harness.send(*frames, messages.request(request))
+    for resets in ([], [], [messages.ResetCache(8)], []):
+        harness.send(*resets, messages.Submit.of(request))
         harness.run_until_idle()
         cached.append(max(event.num_cached_tokens for event in harness.events()))
         assert harness.tokens(1) == expected_tokens(request)
-        answers = [messages.read_cache_reset(frame) for frame in harness.frames if frame.kind == "cache_reset"]
-        assert answers == ([(8, 2)] if frames else [])
-        harness.frames.clear()
+        answers = [message for message in harness.received if isinstance(message, CacheReset)]
+        assert answers == ([CacheReset(8, 2)] if resets else [])
+        harness.received.clear()
     assert cached == [0, 8, 0, 8]
     harness.check_idle()
 
@@ -159,7 +164,7 @@ def test_a_reset_empties_the_prefix_cache(harness: Harness) -> None:
 def test_an_abort_frees_within_a_step(harness: Harness) -> None:
     harness.ask(make_request(1, [1, 2], max_tokens=50))
     harness.loop.tick()
-    harness.send(messages.abort(1), messages.abort(99))
+    harness.send(messages.Abort(1), messages.Abort(99))
     assert harness.loop.tick() == (harness.depth == 2)  # a step in flight is finished
     assert harness.ends()[1].finish_reason is FinishReason.ABORT
     harness.check_idle()
@@ -168,11 +173,11 @@ def test_an_abort_frees_within_a_step(harness: Harness) -> None:
 def test_stats_and_an_orderly_stop(harness: Harness) -> None:
     harness.ask(make_request(1, [1, 2], max_tokens=50))
     harness.loop.tick()
-    harness.send(messages.ask_stats(5), messages.stop())
+    harness.send(messages.AskStats(5), messages.Stop())
     assert harness.loop.run() == EXIT_OK
-    (frame,) = [frame for frame in harness.receive() if frame.kind == "stats"]
-    number, stats = messages.read_stats(frame)
-    assert number == 5 and stats.num_requests_running == 1 and stats.uptime_s > 0 and stats.state == "ready"
+    (message,) = [message for message in harness.receive() if isinstance(message, Stats)]
+    stats = message.stats
+    assert message.number == 5 and stats.num_requests_running == 1 and stats.uptime_s > 0 and stats.state == "ready"
     assert harness.ends()[1].finish_reason is FinishReason.ERROR
     assert "shutting down" in (harness.ends()[1].error or "")
     harness.check_idle()
@@ -191,9 +196,8 @@ def test_a_lost_rank_ends_every_request_with_one_event(faults: Faults, code: int
     assert ends.keys() == {1, 2, 3, 4, 5}
     assert {end.finish_reason for end in ends.values()} == {FinishReason.ERROR}
     assert all("rank" not in (end.error or "") and "signal" not in (end.error or "") for end in ends.values())
-    (dead,) = [frame for frame in harness.receive() if frame.kind == "dead"]
-    cause, exit_code = messages.read_dead(dead)
-    assert "rank 1" in cause and exit_code == code
+    (dead,) = [message for message in harness.receive() if isinstance(message, Dead)]
+    assert "rank 1" in dead.cause and dead.exit_code == code
     assert len(harness.tokens(1)) == 2  # what was computed before has been delivered
     assert harness.loop.snapshot().state == "dead"
 
@@ -203,15 +207,25 @@ def test_an_exception_in_the_loop_ends_every_request(harness: Harness, monkeypat
     monkeypatch.setattr(harness.loop.scheduler, "schedule", lambda *args, **named: 1 / 0)
     assert harness.loop.run() == EXIT_BUG
     assert harness.ends()[1].finish_reason is FinishReason.ERROR
-    assert "ZeroDivisionError" in messages.read_dead(harness.frames[0])[0]
+    assert isinstance(dead := harness.received[0], Dead) and "ZeroDivisionError" in dead.cause
 
 
 def test_bytes_that_are_no_frame_end_the_loop(harness: Harness) -> None:
-    harness.send(b"GET / HTTP/1.1\r\n\r\n")
+    harness.ours.sendall(b"GET / HTTP/1.1\r\n\r\n")
     assert harness.loop.run() == EXIT_BUG
-    other = Harness()
-    other.send(encode({"kind": "surprise"}))
-    assert other.loop.run() == EXIT_BUG
+    for surprise in (Alive(1), messages.Config("another", "{}")):
+        other = Harness()
+        other.send(surprise)
+        assert other.loop.run() == EXIT_BUG
+
+
+@pytest.mark.parametrize("body", [b"\x90", msgspec.msgpack.encode("prompt")])
+def test_a_request_with_a_bad_body_fails_alone(harness: Harness, body: bytes) -> None:
+    request = make_request(2, [1, 2], max_tokens=4)
+    harness.send(messages.Submit(1, msgspec.Raw(body)), messages.Submit.of(request))
+    harness.run_until_idle()
+    assert harness.ends()[1].finish_reason is FinishReason.ERROR and harness.tokens(2) == expected_tokens(request)
+    harness.check_idle()
 
 
 def test_a_frontend_that_leaves_ends_the_loop(harness: Harness) -> None:
@@ -243,7 +257,7 @@ def inject(harness: Harness, stage: str, monkeypatch: pytest.MonkeyPatch) -> Non
         return seq.request_id == 2
 
     if stage == "read":
-        broken(harness.loop._request_reader, "read", lambda frame: frame.head["id"] == 2)
+        broken(harness.loop._request_reader, "read", lambda message: message.request_id == 2)
     elif stage == "add":
         broken(scheduler, "add", lambda request, now: request.request_id == 2)
     elif stage in ("allocate", "allocate_slots", "cache_blocks"):
@@ -253,7 +267,7 @@ def inject(harness: Harness, stage: str, monkeypatch: pytest.MonkeyPatch) -> Non
     elif stage == "update_from_output":
         broken(scheduler._answers, "_append_tokens", lambda item, *_: item.seq.request_id == 2)
     elif stage == "send":
-        broken(event_loop.messages, "_extra", lambda event, *_: event.request_id == 2 and not event.error)
+        broken(event_loop.messages, "_event", lambda event: event.request_id == 2 and not event.error)
     elif stage == "poison":
         harness.executor.faults = Faults(poisoned_seeds=(2,))
 
@@ -320,18 +334,18 @@ def test_idle_is_silent_but_for_heartbeats_and_uses_no_processor() -> None:
     deadline = time.monotonic() + 60
     while harness.executor.num_pings < 5 and time.monotonic() < deadline:
         time.sleep(0.01)
-    harness.send(messages.stop())
+    harness.send(messages.Stop())
     thread.join(60)
     assert codes == [EXIT_OK]
-    kinds = [frame.kind for frame in harness.receive()]
-    assert kinds and set(kinds) == {"alive"} and len(kinds) == harness.executor.num_pings
+    kinds = harness.kinds()
+    assert kinds and set(kinds) == {Alive} and len(kinds) == harness.executor.num_pings
     assert len(turns) <= len(kinds) + 3, "the idle loop turned more often than it was woken"
 
 
 def test_a_rank_that_dies_while_idle_is_found_by_the_heartbeat() -> None:
     harness = Harness(Faults(die_at_ping=2), heartbeat_interval_s=0.05)
     assert harness.loop.run() == EXIT_RANK_DIED
-    assert [frame.kind for frame in harness.receive()] == ["alive", "dead"]
+    assert harness.kinds() == [Alive, Dead]
 
 
 def test_a_rank_that_dies_while_idle_is_found_at_once() -> None:
@@ -342,15 +356,15 @@ def test_a_rank_that_dies_while_idle_is_found_at_once() -> None:
     ours, theirs = socket.socketpair()
     os.close(write)
     assert EngineLoop(engine, executor, FrameSocket(theirs)).run() == EXIT_RANK_DIED
-    (frame,) = FrameReader().feed(ours.recv(1 << 16))
-    assert frame.kind == "dead"
+    (payload,) = FrameReader().feed(ours.recv(1 << 16))
+    assert isinstance(messages.read_from_engine(payload), Dead)
     os.close(read)
 
 
 def test_stop_wakes_an_idle_loop() -> None:
     harness = Harness(heartbeat_interval_s=1000.0)
     thread, codes = run_in_thread(harness)
-    harness.send(messages.stop())
+    harness.send(messages.Stop())
     thread.join(60)
     assert codes == [EXIT_OK]
 
@@ -373,7 +387,7 @@ def test_a_frontend_that_does_not_read_pauses_the_engine_and_loses_nothing() -> 
         time.sleep(0.01)
     for request in requests:
         assert harness.tokens(request.request_id) == expected_tokens(request, 100)
-    harness.send(messages.stop())
+    harness.send(messages.Stop())
     thread.join(60)
     assert codes == [EXIT_OK]
 

@@ -86,9 +86,12 @@ class Harness:
         self.refused: dict[int, Exception] = {}
         self.events: dict[int, list] = {}
 
+    def send(self, message: messages.Message) -> None:
+        self.ours.sendall(messages.encode(message))
+
     def ask(self, *requests) -> None:
         for request in requests:
-            self.ours.sendall(messages.request(request))
+            self.send(messages.Submit.of(request))
         self.run()
 
     def run(self) -> None:
@@ -96,12 +99,11 @@ class Harness:
             pass
         self.loop.tick()
         while select.select([self.ours], [], [], 0)[0] and (data := self.ours.recv(1 << 16)):
-            for frame in self.reader.feed(data):
-                if frame.kind == "refused":
-                    number, error = messages.read_refused(frame)
-                    self.refused[number] = error
-                elif frame.kind == "events":
-                    for event in messages.read_events(frame):
+            for message in map(messages.read_from_engine, self.reader.feed(data)):
+                if isinstance(message, messages.Refused):
+                    self.refused[message.request_id] = message.exception()
+                elif isinstance(message, messages.Events):
+                    for event in message.read():
                         self.events.setdefault(event.request_id, []).append(event)
 
     def tokens(self, number: int) -> list[int]:
@@ -203,7 +205,7 @@ def test_a_lost_sandbox_fails_one_request_by_the_engines_fault(harness):
 
 def test_an_abort_while_waiting_ends_it_in_one_event(harness):
     harness.ask(bound(1), bound(2))
-    harness.ours.sendall(messages.abort(1))
+    harness.send(messages.Abort(1))
     harness.run()
     assert [event.finish_reason for event in harness.events[1]] == [FinishReason.ABORT]
     harness.manager.compile()
@@ -255,7 +257,7 @@ def test_prompts_of_requests_that_wait_for_grammars_count_as_waiting_tokens():
 def test_a_request_is_not_refused_when_its_grammar_is_ready():
     harness = Harness(max_num_seqs=1, max_waiting_requests=1)
     harness.ask(bound(1), make_request(2, [1, 2], max_tokens=9))
-    harness.ours.sendall(messages.request(replace(make_request(3, [1, 2]), has_place=True)))
+    harness.send(messages.Submit.of(replace(make_request(3, [1, 2]), has_place=True)))
     harness.loop.tick()
     harness.manager.compile()
     harness.run()
@@ -265,9 +267,9 @@ def test_a_request_is_not_refused_when_its_grammar_is_ready():
 def test_the_first_to_come_is_the_first_to_run():
     harness = Harness(max_num_seqs=1)
     harness.ask(bound(1))
-    harness.ours.sendall(messages.request(make_request(2, [1, 2], max_tokens=30)))
+    harness.send(messages.Submit.of(make_request(2, [1, 2], max_tokens=30)))
     harness.loop.tick()
-    harness.ours.sendall(messages.request(make_request(3, [1, 2], max_tokens=2)))
+    harness.send(messages.Submit.of(make_request(3, [1, 2], max_tokens=2)))
     harness.manager.compile()
     harness.run()
     assert list(harness.events) == [2, 1, 3], "2 runs already, and 1 came before 3"

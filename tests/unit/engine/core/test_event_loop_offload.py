@@ -11,8 +11,8 @@ from oarlock.base.errors import EXIT_OK
 from oarlock.engine.config import EngineConfig
 from oarlock.engine.core import event_loop
 from oarlock.engine.core.event_loop import EngineLoop
-from oarlock.engine.ipc import messages
 from oarlock.engine.ipc.frames import FrameReader, FrameSocket
+from oarlock.engine.ipc.messages import Events, Stop, Submit, encode, read_from_engine
 from oarlock.engine.kv_cache.manager import extend_hashes
 from oarlock.engine.types import Request, SamplingParams, TokenEvent
 from oarlock.workers.kv_offload import Copy, KVOffloadInfo, KVReports, KVReportSender, Report
@@ -43,6 +43,11 @@ class PipedRanks(ChainedRanks):
             self.sender.results(report.kind, report.results)
 
 
+def received(reader: FrameReader, ours: socket.socket) -> list[TokenEvent]:
+    messages = map(read_from_engine, reader.feed(ours.recv(1 << 16)))
+    return [event for message in messages if isinstance(message, Events) for event in message.read()]
+
+
 def test_the_loop_sleeps_until_files_are_read() -> None:
     files = files_of(prompt_of(1))
     request = Request(4, prompt_of(1), SamplingParams(max_tokens=3))
@@ -55,13 +60,12 @@ def test_the_loop_sleeps_until_files_are_read() -> None:
     ended: list[int] = []
     thread = threading.Thread(target=lambda: ended.append(loop.run()))
     thread.start()
-    ours.sendall(messages.request(request))
+    ours.sendall(encode(Submit.of(request)))
     assert ranks.is_asked.wait(60)
     ranks.answer()
     reader, events = FrameReader(), list[TokenEvent]()
     while not any(event.finish_reason is not None for event in events):
-        for frame in reader.feed(ours.recv(1 << 16)):
-            events += messages.read_events(frame) if frame.kind == "events" else []
+        events += received(reader, ours)
     loop.stop()
     ours.close()
     thread.join(60)
@@ -99,12 +103,11 @@ def test_a_loop_that_is_stopped_writes_what_is_cached(monkeypatch: pytest.Monkey
     thread.start()
     for number in (1, 2):  # the second is not answered when the loop is told to stop
         assert not files
-        ours.sendall(messages.request(Request(number, prompt_of(number), SamplingParams(max_tokens=3))))
+        ours.sendall(encode(Submit.of(Request(number, prompt_of(number), SamplingParams(max_tokens=3)))))
         reader, events = FrameReader(), list[TokenEvent]()
         while number == 1 and not any(event.finish_reason is not None for event in events):
-            for frame in reader.feed(ours.recv(1 << 16)):
-                events += messages.read_events(frame) if frame.kind == "events" else []
-    ours.sendall(messages.stop())
+            events += received(reader, ours)
+    ours.sendall(encode(Stop()))
     thread.join(60)
     assert ended == [EXIT_OK]
     extend_hashes(hashes := list[bytes](), prompt_of(1), b"", CONFIG.block_size, 10)

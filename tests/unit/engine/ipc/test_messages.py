@@ -1,18 +1,35 @@
-"""Every message reads back as it was written; a frame with wrong fields is a `FrameError`."""
+"""Every message reads back as it was written; a message with wrong fields is a `FrameError`."""
 
 import math
+import subprocess
+import sys
 from array import array
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oarlock.base.errors import StartupError
 from oarlock.engine.config import EngineConfig
-from oarlock.engine.errors import ContextLengthError, QueueFullError, RequestError
+from oarlock.engine.core.engine_core import history, live_state
+from oarlock.engine.errors import ContextLengthError, QueueFullError, RequestError, UnavailableError
 from oarlock.engine.ipc import messages
-from oarlock.engine.ipc.frames import Frame, FrameError, FrameReader
+from oarlock.engine.ipc.frames import FrameError, FrameReader
+from oarlock.engine.ipc.messages import (
+    Config,
+    Event,
+    Events,
+    RequestReader,
+    Submit,
+    encode,
+    read_from_engine,
+    read_from_frontend,
+)
 from oarlock.engine.stats import EngineStats
 from oarlock.engine.types import (
     POOLS,
@@ -29,6 +46,7 @@ from oarlock.engine.types import (
     TokenLogprobs,
 )
 from oarlock.workers.config import WorkerConfig
+from tests.unit.engine.engine_fakes import Driver, make_config, make_request
 
 _IDS = st.integers(0, 2**31 - 1)
 _F32 = st.floats(width=32, allow_nan=False)
@@ -55,9 +73,15 @@ _ENDS = st.builds(
 )
 
 
-def frame_of(data: bytes) -> Frame:
-    (frame,) = FrameReader().feed(data)
-    return frame
+def sent(message: messages.Message) -> Any:
+    """Return the message as it arrives at the other end."""
+    (payload,) = FrameReader().feed(encode(message))
+    read = read_from_frontend if isinstance(message, messages.FromFrontend) else read_from_engine
+    return read(payload)
+
+
+def sent_request(request: Request, reader: RequestReader | None = None) -> Request:
+    return (reader or RequestReader()).read(sent(Submit.of(request)))
 
 
 def events_of(values, plain=()) -> TokenEvents:
@@ -67,7 +91,7 @@ def events_of(values, plain=()) -> TokenEvents:
 
 
 def there_and_back(values) -> list[TokenEvent]:
-    return list(messages.read_events(frame_of(messages.events(events_of(values)))))
+    return list(sent(Events.of(events_of(values))).read())
 
 
 @settings(max_examples=150, deadline=None)
@@ -78,7 +102,7 @@ def there_and_back(values) -> list[TokenEvent]:
 @pytest.mark.slow
 def test_events(values, plain) -> None:
     expected = [TokenEvent(number, (token,), num_cached_tokens=cached) for number, token, cached in plain] + values
-    events = messages.read_events(frame_of(messages.events(events_of(values, plain))))
+    events = sent(Events.of(events_of(values, plain))).read()
     assert list(events) == expected and len(events) == len(expected)
 
 
@@ -132,16 +156,15 @@ def test_logprobs_of_plain_events_are_columns(others) -> None:
     )  # fmt: skip
     plain = events_of(others, [(1, 11, 0), (2, 12, 4), (3, 13, 0)])
     plain.num_top, plain.logprobs = array("i", [2, -1, 1]), table
-    data = messages.events(plain)
-    read = messages.read_events(frame_of(data))
+    read = sent(Events.of(plain)).read()
     assert list(read) == list(plain) and (read.num_top, read.logprobs) == (plain.num_top, table)
     first, none, last, *_ = read
     assert list(first.logprobs) == [TokenLogprobs(11, -0.5, 1, ((0, -0.5), (1, -1.0)))] and none.logprobs == ()
     assert list(last.logprobs) == [TokenLogprobs(13, -1.5, 3, ((2, -0.25),))]
-    for wrong in ([2, -1, -1], [2, -1, 3]):
+    for wrong in ([2, -1, -1], [2, -1, 3], [2, -2, 1], [2, 1]):
         plain.num_top = array("i", wrong)
         with pytest.raises(FrameError, match="do not fit"):
-            messages.read_events(frame_of(messages.events(plain)))
+            sent(Events.of(plain)).read()
 
 
 def test_vectors_are_sent_with_their_bits() -> None:
@@ -170,14 +193,16 @@ def test_requests() -> None:
         max_tokens=7, temperature=0.25, seed=-(2**63), eos_token_ids=(1, 2), stop_token_ids=(3,), prompt_logprobs=2
     )
     request = Request(9, (1, 2, 2**31 - 1), params, priority=-3, cache_salt=b"\x00\xff", client="team a")
-    assert messages.RequestReader().read(frame_of(messages.request(request))) == request
+    assert sent_request(request) == request
     for pooling in (PoolingParams("mean"), PoolingParams("logits", (7, 3))):
         request = Request(9, (1, 2), POOLS, pooling=pooling)
-        assert messages.RequestReader().read(frame_of(messages.request(request))) == request
+        assert sent_request(request) == request
     with pytest.raises(FrameError):
-        messages.request(Request(1, (2,), SamplingParams(allowed_token_ids=(-(2**31) - 1,))))
+        Submit.of(Request(1, (2,), SamplingParams(allowed_token_ids=(-(2**31) - 1,))))
     with pytest.raises(FrameError):
-        messages.request(Request(1, (2**31,), SamplingParams()))
+        Submit.of(Request(1, (2**31,), SamplingParams()))
+    with pytest.raises(FrameError):
+        Submit.of(Request(1, (2,), SamplingParams(stop_token_ids=(2**64,))))
 
 
 @settings(max_examples=60, deadline=None)
@@ -196,27 +221,30 @@ def test_requests() -> None:
 )
 def test_constraints_are_sent(prompt, params) -> None:
     request = Request(1, prompt, params)
-    back = messages.RequestReader().read(frame_of(messages.request(request)))
-    assert back == request
+    assert sent_request(request) == request
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("num_allowed", 5), ("num_allowed", -1), ("bad_words", [5]), ("bad_words", [4, -1])]
+    ("index", "value"),
+    [(0, array("f", [1.0])), (0, None), (1, array("q", [1])), (2, {"max_tokens": "x"}), (4, "salt"), (8, {"kind": 3})],
 )
-def test_more_ids_than_the_frame_holds(field, value) -> None:
-    frame = frame_of(messages.request(Request(1, (1, 2), SamplingParams(allowed_token_ids=(5,), bad_words=((6,),)))))
-    frame.head[field] = value
-    with pytest.raises(FrameError):
-        messages.RequestReader().read(frame)
+def test_bodies_with_wrong_fields(index: int, value: Any) -> None:
+    body = messages._read_body(Submit.of(Request(1, (1, 2), SamplingParams(allowed_token_ids=(5,)))).body)
+    fields = list(msgspec.structs.astuple(body))
+    RequestReader().read(Submit(1, msgspec.Raw(messages._ENCODER.encode(fields))))
+    fields[index] = value
+    for wrong in (fields, fields[:-2], [*fields, 1]):
+        with pytest.raises(FrameError):
+            RequestReader().read(Submit(1, msgspec.Raw(messages._ENCODER.encode(wrong))))
 
 
 def test_the_choices_of_a_request_share_their_long_lists() -> None:
-    reader = messages.RequestReader()
+    reader = RequestReader()
 
     def read(number: int, **other) -> Request:
         params = {"seed": number, "allowed_token_ids": array("i", (5, 6, 7)), "bad_words": ((6, 8), (9,))} | other
         request = Request(number, (1, 2, 3, number // 3), SamplingParams(**params))
-        back = reader.read(frame_of(messages.request(request)))
+        back = sent_request(request, reader)
         assert back == request
         return back
 
@@ -229,100 +257,188 @@ def test_the_choices_of_a_request_share_their_long_lists() -> None:
 
 
 @pytest.mark.parametrize(
-    "error", [RequestError("bad", "prompt", "c"), ContextLengthError("long"), QueueFullError("full", 2.5)]
+    "error",
+    [
+        RequestError("bad", "prompt", "c"),
+        ContextLengthError("long"),
+        QueueFullError("full", 2.5),
+        UnavailableError("lost", "grammar_process_lost"),
+    ],
 )
 def test_refusals(error) -> None:
-    request_id, got = messages.read_refused(frame_of(messages.refused(4, error)))
-    assert request_id == 4 and type(got) is type(error) and vars(got) == vars(error) and str(got) == str(error)
+    message = sent(messages.Refused.of(4, error))
+    got = message.exception()
+    assert message.request_id == 4
+    assert type(got) is type(error) and vars(got) == vars(error) and str(got) == str(error)
 
 
 def test_other_errors_are_not_sent_as_refusals() -> None:
     with pytest.raises(TypeError):
-        messages.refused(1, ValueError("x"))  # type: ignore[arg-type]
+        messages.Refused.of(1, ValueError("x"))  # type: ignore[arg-type]
 
 
 def test_start_and_end() -> None:
-    config = EngineConfig(WorkerConfig("model", max_model_len=5), max_waiting_requests=3)
-    assert messages.read_config(frame_of(messages.config(config))) == config
+    config = EngineConfig(WorkerConfig("a model\udcff", max_model_len=5), max_waiting_requests=3)
+    assert sent(Config.of(config)).read() == config
     info = EngineInfo(1, 2, 3, 4, 5, 6, 7, "cpu", "float32", "x", "A", 8, 9, 10, True, 0.5, 11, 12, rank_pids=(11, 12))
-    assert messages.read_ready(frame_of(messages.ready(info))) == info
-    assert messages.read_progress(frame_of(messages.progress("loading", 0.5))) == ("loading", 0.5, "")
-    waiting = ("waiting", 0.5, "for node 1")
-    assert messages.read_progress(frame_of(messages.progress(*waiting))) == waiting
-    failed = messages.read_failed(frame_of(messages.failed(StartupError("cause", "fix", 4))))
-    assert (failed.cause, failed.fix, failed.exit_code) == ("cause", "fix", 4)
-    assert messages.read_dead(frame_of(messages.dead("gone", 5))) == ("gone", 5)
     stats = EngineStats(num_accepted=3)
     stats.step_time_s.observe(0.2)
-    assert messages.read_stats(frame_of(messages.stats(6, stats))) == (6, stats)
-    assert messages.read_number(frame_of(messages.ask_stats(6))) == 6
-    assert messages.read_number(frame_of(messages.reset_cache(7))) == 7
-    assert messages.read_cache_reset(frame_of(messages.cache_reset(7, 40))) == (7, 40)
-    assert messages.read_id(frame_of(messages.abort(7))) == 7
+    for message in (
+        messages.Progress("loading", 0.5),
+        messages.Progress("waiting", 0.5, "for node 1"),
+        messages.Ready(info),
+        messages.Ready(replace(info, max_silence_s=9.5)),
+        messages.Dead("gone", 5),
+        messages.Stats(6, stats),
+        messages.AskStats(6),
+        messages.AskState(6),
+        messages.AskHistories(6, [1, 2]),
+        messages.Histories(6, []),
+        messages.ResetCache(7),
+        messages.CacheReset(7, 40),
+        messages.Abort(7),
+        messages.Alive(8),
+        messages.Stop(),
+    ):
+        assert sent(message) == message
+    assert sent(messages.Dead.of("no \udcff", 5)) == messages.Dead("no \\udcff", 5)
+    failed = sent(messages.Failed.of(StartupError("cause \udcff", "fix", 4))).error()
+    assert (failed.cause, failed.fix, failed.exit_code) == ("cause \\udcff", "fix", 4)
 
 
-_JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-5, 5) | st.text(max_size=5),
+def test_the_state_and_the_history_of_an_engine() -> None:
+    driver = Driver(make_config(max_num_seqs=2))
+    for number in (1, 2, 3):
+        driver.add(make_request(number, range(number, number + 9), max_tokens=5))
+    for _ in range(3):
+        driver.step()
+    state = live_state(driver.scheduler, driver.now)
+    assert state["running"] and state["waiting"]
+    known = [one for number in (1, 3) if (one := history(driver.scheduler, number)) is not None]
+    assert len(known) == 2
+    for message in (messages.State(1, state), messages.Histories(2, known)):
+        assert sent(message) == message
+    del state["kv"]  # type: ignore[misc]
+    with pytest.raises(FrameError, match="kv"):
+        sent(messages.State(1, state))
+
+
+def test_another_version_is_refused_by_name() -> None:
+    with pytest.raises(FrameError, match=r"version 0123abcd, those of the engine .*must be restarted"):
+        Config("0123abcd", EngineConfig(WorkerConfig("model")).to_json()).read()
+    for wrong in ("{", "[]", '{"worker": {}}', "{}"):
+        with pytest.raises(FrameError, match="a bad configuration"):
+            Config(messages.schema_digest(), wrong).read()
+
+
+@pytest.mark.slow
+def test_the_version_does_not_depend_on_the_interpreter() -> None:
+    code = "from oarlock.engine.ipc.messages import schema_digest; print(schema_digest())"
+    done = subprocess.run([sys.executable, "-OO", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == messages.schema_digest()
+
+
+def test_values_that_cannot_be_sent_are_a_typed_error() -> None:
+    for wrong in ("\ud800", 2**64, object()):
+        with pytest.raises(FrameError, match="Progress message that cannot be sent"):
+            encode(messages.Progress(wrong, 0.5))  # type: ignore[arg-type]
+
+
+_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-5, 5) | st.floats() | st.text(max_size=5) | st.binary(max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=5,
 )
-_READERS = [
-    messages.read_config,
-    messages.read_progress,
-    messages.read_failed,
-    messages.read_ready,
-    messages.RequestReader().read,
-    messages.read_refused,
-    messages.read_id,
-    messages.read_events,
-    messages.read_stats,
-    messages.read_number,
-    messages.read_cache_reset,
-    messages.read_dead,
+_ENCODED = [
+    encode(message)[8:]
+    for message in (
+        Submit.of(Request(1, (1, 2), SamplingParams(bad_words=((1, 2),), allowed_token_ids=(3,)))),
+        Config.of(EngineConfig(WorkerConfig("model"))),
+        messages.Refused(1, "queue_full", "full"),
+        messages.Stats(6, EngineStats()),
+        messages.Blocks(False, [bytes(32)], [bytes(32)]),
+        Events(bytes(8), bytes(4), bytes(4), [Event(3, (1, 2), 0, (TokenLogprobs(1, -0.5, 1, ((2, -1.0),)),))]),
+    )
 ]
-_GOOD = {
-    "id": 1,
-    "ids": [1, 2],
-    "counts": [1, 1],
-    "cached": [0, 0],
-    "plain": 1,
-    "extra": [{"reason": "stop", "logprobs": [1]}, {}],
-    "params": {"eos_token_ids": [], "stop_token_ids": [], "logit_bias": [], "bad_words": [], "grammar": None},
-    "num_allowed": None,
-    "priority": 0,
-    "client": "",
-    "salt": "00",
-    "number": 1,
-    "blocks": 2,
-}
 
 
-@settings(max_examples=150, deadline=None)
-@given(
-    st.sampled_from(_READERS), st.dictionaries(st.sampled_from([*_GOOD, "stats", "info", "config"]), _JSON), st.data()
-)
+def read_wholly(payload: bytes) -> None:
+    """Read a payload as either side would."""
+    for read in (read_from_frontend, read_from_engine):
+        try:
+            message = read(memoryview(payload))
+        except FrameError:
+            continue
+        if isinstance(message, Submit):
+            RequestReader().read(message)
+        elif isinstance(message, Config | Events | messages.Blocks):
+            message.read()
+
+
 @pytest.mark.slow
-def test_frames_that_are_no_message_are_typed_errors(read, damage, data) -> None:
-    frame = Frame({**_GOOD, "kind": "x", **damage})
-    frame.ints.extend(data.draw(st.lists(st.integers(-9, 9), max_size=5)))
-    try:
-        read(frame)
-    except FrameError:
-        return
-    # what was read without complaint can be read again: nothing was consumed or half done
-    read(frame)
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from([*messages.FromFrontend.__args__, *messages.FromEngine.__args__]), st.lists(_VALUES, max_size=6))
+def test_wrong_fields_are_typed_errors(kind: type, values: list[Any]) -> None:
+    with suppress(FrameError):
+        read_wholly(msgspec.msgpack.encode([kind.__name__, *values]))
+
+
+@pytest.mark.slow
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from(_ENCODED), st.data())
+def test_damaged_messages_are_typed_errors(payload: bytes, data) -> None:
+    damaged = bytearray(payload)
+    for _ in range(data.draw(st.integers(1, 3))):
+        damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
+    with suppress(FrameError):
+        read_wholly(bytes(damaged[: data.draw(st.integers(1, len(damaged)))]))
 
 
 @pytest.mark.parametrize(
-    ("plain", "counts", "num_ints"),
-    [(0, [5, 0], 1), (0, [-1, 1], 1), (0, [1], 1), (1, [0, 0], 3), (1, [1, 1], 5), (-1, [0, 0], 4)],
+    "payload",
+    [b"", b"\x90", b"\xc0", b"\x91\xa4Stop\x00", b"\x91\xa7Unknown", b"\x91" * 100_000, b"\xdd\xff\xff\xff\xff",
+     b"\x92\xa5Abort\xa1x", b"\x93\xa5Abort\x01\x02", b'{"kind":"stop"}'],
+)  # fmt: skip
+def test_payloads_that_are_no_message(payload: bytes) -> None:
+    for read in (read_from_frontend, read_from_engine):
+        with pytest.raises(FrameError, match="not a message"):
+            read(memoryview(payload))
+
+
+_TABLE = ScoredTokens(1, array("i", [1]), array("i", [1]), array("f", [0.0]), array("i", [2]), array("f", [-1.0]))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        Events(bytes(16), bytes(4), bytes(8)),
+        Events(bytes(16), bytes(8), bytes(4)),
+        Events(bytes(4), bytes(2), bytes(2)),
+        Events(bytes(8), bytes(4), bytes(4), logprobs=_TABLE),
+        Events(bytes(8), bytes(4), bytes(4), num_top=array("q", [1]), logprobs=_TABLE),
+        Events(b"", b"", b"", [Event(1, (), 0, pooled=array("i", [1]))]),
+        *(
+            Events(b"", b"", b"", [Event(1, (), 0, prompt_logprobs=replace(_TABLE, **change))])
+            for change in (
+                {"num_top": -1},
+                {"num_top": 2},
+                {"ranks": array("i")},
+                {"ranks": array("f", [1.0])},
+                {"top_logprobs": array("f", [0.0, 1.0])},
+            )
+        ),
+    ],
 )
-def test_wrong_counts(plain, counts, num_ints) -> None:
-    head = {"kind": "events", "plain": plain, "ids": [1, 2], "counts": counts, "cached": [0, 0], "extra": [{}, {}]}
-    frame = Frame(head)
-    frame.ints.extend([1] * num_ints)
+def test_columns_that_do_not_fit(wrong: Events) -> None:
     with pytest.raises(FrameError):
-        messages.read_events(frame)
+        sent(wrong).read()
+
+
+def test_arrays_of_other_types_are_typed_errors() -> None:
+    for code, data in ((ord("i"), b"\x00\x00\x00"), (ord("z"), b""), (1, b""), (-1, bytes(4))):
+        event = [3, [], 0, [], [], None, None, None, None, None, msgspec.msgpack.Ext(code, data)]
+        with pytest.raises(FrameError):
+            read_from_engine(memoryview(msgspec.msgpack.encode(["Events", b"", b"", b"", [event]]))).read()
 
 
 def test_large_answers_are_cut_into_several_frames() -> None:

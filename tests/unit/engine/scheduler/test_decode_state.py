@@ -5,7 +5,7 @@ as a separate object.
 """
 
 import random
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -143,7 +143,7 @@ def test_arrays_do_what_is_done_one_by_one(depth: int, seeds: range, monkeypatch
         assert objects.num_plain == 0
         for at, (got, expected) in enumerate(zip(columns.record, objects.record, strict=True)):
             assert got == expected, f"seed {seed}, entry {at}"
-        _same_stats(columns.scheduler.stats.to_dict(), objects.scheduler.stats.to_dict())
+        _same_stats(asdict(columns.scheduler.stats), asdict(objects.scheduler.stats))
         num_plain, num_others = num_plain + columns.num_plain, num_others + columns.num_others
         preemptions += columns.scheduler.stats.num_preemptions
     assert num_plain > num_others > 0 and preemptions > 0
