@@ -116,8 +116,8 @@ def inner_parameters(spec: DecoderSpec) -> int:
 
 def streamed_bytes(runner: ModelRunner) -> int:
     """Bytes of the weights that a step reads, without an embedding beside the head, of which it reads a few rows."""
-    spec = runner.spec
-    embedding = 0 if spec.tie_word_embeddings else spec.vocab_size * spec.hidden_size * runner.dtype.itemsize
+    spec, item_bytes = runner.spec, runner.model.place.dtype.itemsize
+    embedding = 0 if spec.tie_word_embeddings else spec.vocab_size * spec.hidden_size * item_bytes
     return runner.model.weight_bytes - embedding
 
 

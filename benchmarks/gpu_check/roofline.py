@@ -22,7 +22,7 @@ from torch import Tensor
 from benchmarks.gpu_check import models
 from benchmarks.gpu_check.device import Ceilings, measure_ceilings, product_rate, seconds_of
 from benchmarks.gpu_check.part import NotHere, Row, Where
-from oarlock.workers.attention.backend import AttentionBackend, AttentionSpec, KVSpec
+from oarlock.workers.attention.backend import AttentionBackend, AttentionSpec, CapturableBackend, KVSpec
 from oarlock.workers.attention.forward_batch import BlockTables, ForwardBatch
 from oarlock.workers.attention.selector import choose
 from oarlock.workers.distributed.parallel_state import TensorParallel
@@ -33,7 +33,6 @@ from oarlock.workers.quantization.int4 import rounded
 from oarlock.workers.quantization.int8 import Int8Weight, round_rows
 from oarlock.workers.quantization.method import DenseWeight, LinearWeight
 from oarlock.workers.runner.cuda_graphs import Calls, CudaGraphs, GraphMaker
-from oarlock.workers.runner.device_steps import CapturableBackend
 from oarlock.workers.runner.model_runner import ModelRunner
 from oarlock.workers.runner.pending_output import wait_for
 from oarlock.workers.runner.trial_steps import SequenceChunk, greedy_step
@@ -185,7 +184,7 @@ def prefill(shape: str, where: Where) -> Iterator[Row]:
 def _floor(runner: ModelRunner, limits: Ceilings, rows: int, cached: int) -> float:
     """Seconds that a decode step of `rows` tokens takes at least, over `cached` tokens of KV memory."""
     weights = models.streamed_bytes(runner)
-    read = weights + cached * runner.kv_spec.bytes_per_token
+    read = weights + cached * runner.backend.spec.bytes_per_token
     return max(read / limits.bytes_s, weights * rows / limits.product_flop_s)  # 2 bytes of a weight, 2 operations
 
 

@@ -73,7 +73,7 @@ def test_the_way_of_a_token(tmp_path):
     through = {
         "frontend": "server/llm/output_processor.py",
         "engine": "engine/scheduler/scheduler.py",
-        "rank": "workers/runner/model_runner.py",
+        "rank": "workers/runner/step.py",
     }
     assert set(found) == set(through)
     for process, file in through.items():

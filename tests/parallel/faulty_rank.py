@@ -16,11 +16,12 @@ import torch
 from oarlock.workers.distributed.control_channel import Control
 from oarlock.workers.distributed.rank_groups import RankGroups
 from oarlock.workers.ranks.spawn_ranks import RankArguments
-from oarlock.workers.runner import device, worker_process
+from oarlock.workers.runner import step_guard, worker_process
+from oarlock.workers.runner.eager_steps import EagerSteps
 from oarlock.workers.runner.model_runner import ModelRunner
 
 TRIGGER = "OARLOCK_TEST_MEMORY_IS_SHORT"
-_serve, _reserve = worker_process.serve, device.reserve
+_serve, _reserve = worker_process.serve, step_guard.reserve
 
 
 def now_and_then(call: Callable[..., Any], every: int, turn: int, *, before: bool = True) -> Callable[..., Any]:
@@ -40,10 +41,11 @@ def now_and_then(call: Callable[..., Any], every: int, turn: int, *, before: boo
 
 
 def serve(arguments: RankArguments, control: Control, runner: ModelRunner, groups: RankGroups) -> None:
-    device.reserve = now_and_then(_reserve, 14, 7 * arguments.rank)
+    step_guard.reserve = now_and_then(_reserve, 14, 7 * arguments.rank)
     if arguments.rendezvous.size == 1:
         runner.model.compute_logits = now_and_then(runner.model.compute_logits, 17, 5)  # ty: ignore[invalid-assignment]
-        histories = runner.sampler.histories
+        assert isinstance(runner.steps, EagerSteps) and runner.steps.sampler is not None
+        histories = runner.steps.sampler.histories
         histories.add = now_and_then(histories.add, 5, 2, before=False)  # ty: ignore[invalid-assignment]
     _serve(arguments, control, runner, groups)
 

@@ -7,11 +7,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from oarlock.workers.attention.forward_batch import BlockTables
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.protocol import StepMetadata, StepOutput, empty_step, table_width
 from oarlock.workers.runner.buckets import bucket_sizes, prompt_sizes
 from oarlock.workers.runner.cuda_graphs import Calls, Graph, Work
 from oarlock.workers.runner.device_steps import DeviceSteps
+from oarlock.workers.runner.eager_steps import EagerSteps
 from oarlock.workers.runner.model_runner import ModelRunner
 from oarlock.workers.runner.step_inputs import InputPlace, Shape, StepInputs
 from oarlock.workers.sampling.columns import Variant
@@ -27,7 +29,8 @@ class TorchSampling:
     def __init__(self, runner: ModelRunner, most_rows: int) -> None:
         self.sampled = torch.zeros(most_rows, dtype=torch.int64)
         self._tp, self._vocab = runner.tp, runner.spec.vocab_size
-        self._sampler = Sampler(TensorParallel.solo(), 0, self._vocab, self._vocab, runner.sampler.histories)
+        assert isinstance(runner.steps, EagerSteps) and runner.steps.sampler is not None
+        self._sampler = Sampler(TensorParallel.solo(), 0, self._vocab, self._vocab, runner.steps.sampler.histories)
         self._step: StepMetadata = empty_step(0)
         self._parts: list[StepOutput] = []
 
@@ -108,15 +111,18 @@ class GraphRunner(ModelRunner):
         self.maker = CountedCalls()
         sampled = seqs * (1 + config.num_speculative_tokens)
         self.inputs = RecordedInputs(
-            self._tables, Shape(rows, seqs, rows, seqs * table_width(config)), sampled, self.spec.vocab_size
+            BlockTables(seqs, table_width(config), self.device),
+            Shape(rows, seqs, rows, seqs * table_width(config)),
+            sampled,
+            self.spec.vocab_size,
         )
         assert config.max_model_len is not None
-        self._device_steps = DeviceSteps(
-            self.model, self.backend, self.inputs, TorchSampling(self, rows), self.pooler,
+        self.steps = DeviceSteps(
+            self.model, self.backend, self.inputs, TorchSampling(self, rows),
             rows_at_once=max(self.sizes), max_model_len=config.max_model_len,
         )  # fmt: skip
-        self._device_steps.kv = self.kv
-        self._device_steps.capture(self.maker, self.sizes, self.prompt_sizes)
+        self.steps.kv = self.kv
+        self.steps.capture(self.maker, self.sizes, self.prompt_sizes)
 
     def execute(self, step: StepMetadata, await_masks=None) -> StepOutput | None:
         """Runs `step` and then spoils its arrays, as another step would that is written in their place."""

@@ -24,10 +24,10 @@ from oarlock.workers.kv_offload import KVReports, KVReportSender
 from oarlock.workers.preflight import preflight
 from oarlock.workers.protocol import StepMetadata, StepOutput
 from oarlock.workers.ranks.multiproc_executor import joint_info
-from oarlock.workers.runner.device import StepGuard
 from oarlock.workers.runner.encoder_runner import EncoderRunner
 from oarlock.workers.runner.model_runner import ModelRunner
 from oarlock.workers.runner.pending_output import wait_for
+from oarlock.workers.runner.step_guard import StepGuard
 from tests.golden.paged_run import RankThreads, ThreadRank
 
 _HUGE = 1 << 60  # bytes

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from oarlock.workers.config import WorkerConfig
+from oarlock.workers.runner.device_steps import DeviceSteps
 from tests.parallel.graph_ranks import GraphRunner
 from tests.parallel.rank_threads import ThreadExecutor
 from tests.parallel.test_pipeline_depth import KINDS, LATE_KINDS, answers, checkpoint, requests_of
@@ -48,11 +49,11 @@ def test_every_rank_captures_from_the_largest_to_the_smallest(
     """In one order on all ranks, since collectives are captured with the rest; and no graph outlives `release`."""
     executor = ThreadExecutor(config_of(checkpoint, 2), GraphRunner)
     for rank in executor.ranks:
-        assert isinstance(rank, GraphRunner) and rank._device_steps is not None
+        assert isinstance(rank, GraphRunner) and isinstance(rank.steps, DeviceSteps)
         assert rank.inputs.staged == ((None, 48), (None, 32), (None, 16), (6, None), (4, None), (2, None), (1, None))
         captured = list(rank.maker.captured)
         assert len(captured) == 3 + 8  # the layers; the model and sampling
-        rank._device_steps.release()
+        rank.steps.release()
         assert all(graph.is_released for graph in captured)
     executor.close()
 
@@ -61,17 +62,17 @@ def test_graphs_can_be_captured_again(checkpoint: Path) -> None:
     """Without any, steps run operation by operation; those that come after a release are launched, and no others."""
     executor = ThreadExecutor(config_of(checkpoint, 1), GraphRunner)
     (rank,) = executor.ranks
-    assert isinstance(rank, GraphRunner) and rank._device_steps is not None
+    assert isinstance(rank, GraphRunner) and isinstance(rank.steps, DeviceSteps)
 
     def found() -> dict:
         return answers(executor, requests_of(KINDS, 10), 2, 100)[0]
 
     expected = found()
-    rank._device_steps.release()
+    rank.steps.release()
     rank.inputs.staged = ()
     eager = found()
     assert set(rank.inputs.staged) == {(None, None)}
-    assert rank._device_steps.capture(rank.maker, rank.sizes, rank.prompt_sizes) == 11
+    assert rank.steps.capture(rank.maker, rank.sizes, rank.prompt_sizes) == 11
     assert found() == expected and (eager == expected or not executor.info.batch_invariant)
     assert sum(graph.num_replays > 0 for graph in rank.maker.captured) > 2
     executor.close()

@@ -476,15 +476,14 @@ def named(late: set[tuple[Any, ...]], known: set[tuple[Any, ...]]) -> list[str]:
     return found
 
 
-def steps_of(model: Path, tp: TensorParallel | None = None, **options: Any) -> DeviceSteps:
-    """Steps of a runner that has captured nothing."""
+def runner_of(model: Path, tp: TensorParallel | None = None, **options: Any) -> tuple[ModelRunner, DeviceSteps]:
+    """Return a runner that has captured nothing, and its steps."""
     runner = ModelRunner(preflight(config_of(model, **options)), tp or TensorParallel.solo())
     with torch.inference_mode():
         runner.load(lambda share: None)
-    steps = runner._device_steps
-    assert steps is not None
-    steps.kv = runner.backend.allocate(4)
-    return steps
+    assert isinstance(runner.steps, DeviceSteps)
+    runner.steps.kv = runner.backend.allocate(4)
+    return runner, runner.steps
 
 
 @pytest.mark.slow
@@ -493,7 +492,7 @@ def test_a_step_with_prompts_is_one_launch_up_to_its_hidden_states(
 ) -> None:
     """Two prompts, then decodes beside parts of prompts, in one graph: the tokens of steps without graphs. Wrong
     tiles are found, with prompts whose numbers no memory holds any more."""
-    steps = steps_of(model, max_num_batched_tokens=16)
+    runner, steps = runner_of(model, max_num_batched_tokens=16)
 
     def outputs(first: int = 0) -> list[list[int]]:
         a, b, c, d = ([first + token for token in tokens] for tokens in ([5, 6, 7], [8, 9], range(11), [11] * 3))
@@ -502,7 +501,7 @@ def test_a_step_with_prompts_is_one_launch_up_to_its_hidden_states(
             greedy_step([SequenceChunk([-1], 3, [1]), SequenceChunk(c, 2, [2, 3])], 8, [0, 11], step_id=2),
             greedy_step([SequenceChunk([-2], 13, [2, 3]), SequenceChunk(d, 4, [1])], 8, [0, 3], step_id=3),
         ]
-        before, answered = cuda.launches, [wait_for(steps.launch(step)) for step in made]
+        before, answered = cuda.launches, [runner.execute(step) for step in made]
         counts.append((cuda.launches - before) / len(made))
         return [answer.token_ids.tolist() for answer in answered if answer is not None]
 
@@ -537,7 +536,7 @@ def test_two_ranks_sample_from_their_shards_what_they_do_from_whole_rows(model: 
     def sampled(tp: TensorParallel) -> list[tuple[list[list[int]], int]]:
         assert isinstance(tp, ThreadRank)
         cuda.set_device(tp.rank)
-        steps = steps_of(model, tp, tensor_parallel_size=2, max_num_seqs=3)
+        runner, steps = runner_of(model, tp, tensor_parallel_size=2, max_num_seqs=3)
         steps.capture(CudaGraphs(), [3])
         met, found = cuda._met[id(tp._threads)][tp.rank], []
         prompts = [SequenceChunk([5, 6, 7], 0, [1]), SequenceChunk([8, 9], 0, [2]), SequenceChunk([4], 0, [3])]
@@ -550,9 +549,9 @@ def test_two_ranks_sample_from_their_shards_what_they_do_from_whole_rows(model: 
                 kinds = {"bias_rows": np.int32, "bias_ids": np.int32, "bias_values": np.float32}
                 asked |= {name: np.array(values, kinds[name]) for name, values in bias.items()}
                 asked["num_logprobs"] = np.full(3, logprobs, np.int32)
-                wait_for(steps.launch(replace(greedy_step(chunks, 8, rows), **asked)))
+                runner.execute(replace(greedy_step(chunks, 8, rows), **asked))
                 tokens.append(steps._sampling.sampled[:3].tolist())
-            exchanges = sum(f"float32 [2, 2, {steps._model.vocab_local}]" in kind for kind in met[begun:])
+            exchanges = sum(f"float32 [2, 2, {steps.model.vocab_local}]" in kind for kind in met[begun:])
             found.append((tokens, exchanges))
             assert exchanges == 2 or sum("float64 [3, 4]" in kind for kind in met[begun:]) == 2
         steps.release()
@@ -567,7 +566,7 @@ def test_two_ranks_sample_from_their_shards_what_they_do_from_whole_rows(model: 
 
 @pytest.mark.slow
 def test_launches_of_a_graph_are_those_that_the_arithmetic_counts(model: Path, cuda: MadeUpCuda) -> None:
-    steps, before = steps_of(model, max_num_seqs=1), len(cuda.graphs)
+    (_, steps), before = runner_of(model, max_num_seqs=1), len(cuda.graphs)
     steps.capture(CudaGraphs(), [1])
     nothing = ("empty", "fill_")  # memory, and rows of padding, of which there are none
     names = [name for name in cuda.graphs[before].launches if not any(word in name for word in nothing)]

@@ -195,7 +195,7 @@ def test_each_stage_holds_its_part(checkpoints: dict[str, Path]) -> None:
     assert [list(part.stage) for part in models] == [[0, 1], [2, 3], [4]]
     assert sum(part.weight_bytes for part in models) == model.weight_bytes
     for part, rank in zip(models, staged.ranks, strict=True):
-        needed = rank_weight_bytes(staged.config, rank.spec, rank.forms, rank.stage.number)
+        needed = rank_weight_bytes(staged.config, rank.spec, rank.description.forms, rank.stage.number)
         assert needed == pytest.approx(part.weight_bytes, rel=0.01)
     assert [len(rank.kv) for rank in staged.ranks] == [2, 2, 1]
     assert staged.info.kv_bytes_per_token_per_rank * 5 == whole.info.kv_bytes_per_token_per_rank * 2
@@ -205,7 +205,7 @@ def test_each_stage_holds_its_part(checkpoints: dict[str, Path]) -> None:
 
 def test_memory_for_logits_is_kept_by_the_last_stage_alone(checkpoints: dict[str, Path]) -> None:
     staged = start(checkpoints["llama"], "bfloat16", "none", "auto", 1, 3)
-    first, middle, last = (rank.step_memory.largest for rank in staged.ranks)
+    first, middle, last = (rank.memory.step.largest for rank in staged.ranks)
     rows = min(staged.config.max_num_batched_tokens, MAX_LOGITS_ROWS)
     assert first == middle == last - 4 * SHAPE["vocab_size"] * rows
 
@@ -234,7 +234,7 @@ def test_a_stage_reads_no_tensor_of_another(checkpoints: dict[str, Path], monkey
     staged = start(checkpoints["qwen2"], "float32", "none", "auto", 1, 3)
     spec = staged.ranks[0].spec
     read = sorted(map(sorted, Reads.names.values()))
-    assert read == sorted(sorted(tensor_shapes(spec, rank.layers)) for rank in staged.ranks)
+    assert read == sorted(sorted(tensor_shapes(spec, rank.description.layers)) for rank in staged.ranks)
     assert sum(map(len, read)) == len(tensor_shapes(spec)) + 1  # the embedding twice
 
 

@@ -120,6 +120,19 @@ class FusedBackend(AttentionBackend, Protocol):
         ...
 
 
+@runtime_checkable
+class CapturableBackend(AttentionBackend, Protocol):
+    """A backend whose work for a step can be independent of values on the host."""
+
+    def prepare_decode(self, batch: ForwardBatch) -> Any:
+        """Return a plan for steps of one token per sequence, with contexts of up to `context_lens`. The plan stays
+        valid while the tensors of `batch` change."""
+
+    def prepare_prompts(self, batch: ForwardBatch, most: int) -> Any:
+        """Return a plan as `prepare_decode` does, for queries of any lengths in `query_start_loc`. At most `most` of
+        them are longer than one token."""
+
+
 @dataclass(frozen=True, slots=True)
 class LayerStep:
     """One layer's part of a step."""

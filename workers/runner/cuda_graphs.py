@@ -100,3 +100,8 @@ class CudaGraphs:
             graph.reset()
         self._graphs.clear()
         self._pool = torch.cuda.graph_pool_handle()  # a pool cannot be reused after its graphs are destroyed
+
+
+def graph_maker(device: torch.device) -> GraphMaker:
+    """Return the recorder of graphs of `device`."""
+    return CudaGraphs() if device.type == "cuda" else Calls()

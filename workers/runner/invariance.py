@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from oarlock.base.errors import StartupError
-from oarlock.workers.attention.backend import AttentionBackend, LayerKV
+from oarlock.workers.attention.backend import AttentionBackend, CapturableBackend, LayerKV
 from oarlock.workers.attention.cpp import CppBackend
 from oarlock.workers.attention.forward_batch import BlockTables, ForwardBatch
 from oarlock.workers.attention.reference import ReferenceBackend
@@ -30,7 +30,6 @@ from oarlock.workers.layers.linear import RowParallelLinear
 from oarlock.workers.layers.placement import Placement
 from oarlock.workers.models.decoder import Decoder, mixtures_of
 from oarlock.workers.protocol import NULL_BLOCK
-from oarlock.workers.runner.device_steps import CapturableBackend
 from oarlock.workers.runner.experts_invariance import batch_fault, order_fault
 from oarlock.workers.runner.trial_steps import SequenceChunk, greedy_step
 

@@ -8,7 +8,8 @@ layout of pages is defined by the attention backend. After loading a rank report
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from oarlock.base.errors import EXIT_OUT_OF_MEMORY, StartupError
@@ -300,6 +301,17 @@ def _smaller(config: WorkerConfig, dtype: str, first: str) -> str:
     rounded = f", or --quantization {fewer}" if fewer and config.device != "cuda" else ""
     packed = ", leave --dequantize out" if config.dequantize else ""
     return f"{first}, use a smaller model{packed}{sixteen}{rounded}"
+
+
+@contextmanager
+def refusing(error_of: Callable[[Exception], StartupError]) -> Generator[None]:
+    """Raise `error_of` an allocator's out-of-memory error in its place."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise error_of(error) from error
 
 
 class MemoryMeter(Protocol):

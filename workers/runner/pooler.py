@@ -16,18 +16,12 @@ from torch import Tensor
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.protocol import CLS, LABELS, LAST, LOGITS, MEAN, NOT_POOLED, TOKEN, StepMetadata, StepOutput
 from oarlock.workers.runner.memory_needs import MAX_LOGITS_ROWS
-from oarlock.workers.runner.pending_output import Launched, wait_for
+from oarlock.workers.runner.pending_output import Launched, PendingOutput
 
 _TOKENS_AT_ONCE = 64  # chunk size of a sum; float64 copies are 2 to 4 times larger than the hidden states
 
 ComputeLogits = Callable[[Tensor], Tensor]  # [L, hidden] -> float32 [L, vocab_local]
 Classify = Callable[[Tensor], Tensor]  # hidden states of one text [n, hidden] -> float32 [labels]
-
-
-def no_logits(hidden: Tensor) -> Tensor:
-    """Raise `AssertionError`: the `ComputeLogits` of a model without an output head, which the engine never
-    requests."""
-    raise AssertionError("an encoder has no logits")
 
 
 class _Sum(NamedTuple):
@@ -76,22 +70,32 @@ class Pooler:
     Logits are sharded, so all ranks take part in them."""
 
     def __init__(
-        self, tp: TensorParallel, vocab_start: int, *, answers: bool, classify: Classify | None = None
+        self,
+        tp: TensorParallel,
+        *,
+        answers: bool,
+        compute_logits: ComputeLogits | None = None,
+        vocab_start: int = 0,
+        classify: Classify | None = None,
     ) -> None:
-        """Set the rank's role. `vocab_start`: first id of this rank's logits. `classify`: of an encoder with a
-        classification head."""
-        self._tp, self._vocab_start, self._answers, self._classify = tp, vocab_start, answers, classify
+        """Set the rank's role.
+
+        `compute_logits`: of a model with an output head; `vocab_start`: the first id of this rank's logits. `classify`:
+        of an encoder with a classification head. The engine requests only values that the model has.
+        """
+        self._tp, self._answers = tp, answers
+        self._compute_logits, self._vocab_start, self._classify = compute_logits, vocab_start, classify
         self._sums: dict[
             int, tuple[_Sum, _Sum]
         ] = {}  # by row: sums before and after the newest chunk, until the row is reused
 
-    def __call__(self, step: StepMetadata, hidden: Tensor, compute_logits: ComputeLogits) -> Pooled | None:
+    def __call__(self, step: StepMetadata, hidden: Tensor) -> Pooled | None:
         """Return the values of `step` on the rank that returns outputs, None on others.
 
         `hidden`: [T, hidden], after the final norm.
         """
         chunks = _chunks(step)
-        logits = self._named_logits([chunk for chunk in chunks if _wants_logits(chunk)], hidden, compute_logits)
+        logits = self._named_logits([chunk for chunk in chunks if _wants_logits(chunk)], hidden)
         if not self._answers:
             return None
         sums = {chunk.row: self._sum(chunk, hidden) for chunk in chunks if chunk.kind == MEAN}
@@ -122,13 +126,14 @@ class Pooler:
             total = torch.cat((total[None], tokens)).cumsum(0)[-1]  # [hidden]
         return before, _Sum(total, chunk.position + chunk.end - chunk.start)
 
-    def _named_logits(self, chunks: list[_Chunk], hidden: Tensor, compute_logits: ComputeLogits) -> list[Tensor]:
+    def _named_logits(self, chunks: list[_Chunk], hidden: Tensor) -> list[Tensor]:
         """Return the logits of the ids of each of `chunks`, after its last token: float32 [ids] for each."""
         found = []
         for first in range(0, len(chunks), MAX_LOGITS_ROWS):
             some = chunks[first : first + MAX_LOGITS_ROWS]
             last = torch.tensor([chunk.end - 1 for chunk in some], device=hidden.device)
-            logits = compute_logits(hidden.index_select(0, last))  # float32 [L, vocab_local]
+            assert self._compute_logits is not None, "an encoder has no logits"
+            logits = self._compute_logits(hidden.index_select(0, last))  # float32 [L, vocab_local]
             counts = [len(chunk.ids) for chunk in some]
             rows = torch.repeat_interleave(torch.arange(len(some)), torch.tensor(counts)).to(hidden.device)
             ids = torch.tensor([one for chunk in some for one in chunk.ids])
@@ -141,15 +146,23 @@ class Pooler:
         return found
 
 
-class PooledOutput:
-    """Output of a launched step, with its pooled values."""
+class _PooledOutput:
+    """Output of a step that a device may still compute, with its pooled values."""
 
-    def __init__(self, launched: Launched, pooled: Pooled | None) -> None:
-        self._launched, self._pooled = launched, pooled
+    def __init__(self, pending: PendingOutput, pooled: Pooled) -> None:
+        self._pending, self._pooled = pending, pooled
 
     def wait(self) -> StepOutput | None:
-        output = wait_for(self._launched)
-        return output if output is None or self._pooled is None else self._pooled.add_to(output)
+        output = self._pending.wait()
+        return None if output is None else self._pooled.add_to(output)
+
+
+def with_pooled(launched: Launched, pooled: Pooled | None) -> Launched:
+    """Return the output of a launched step with its pooled values. Both are None on ranks that do not return
+    outputs."""
+    if launched is None or pooled is None:
+        return launched
+    return pooled.add_to(launched) if isinstance(launched, StepOutput) else _PooledOutput(launched, pooled)
 
 
 def _chunks(step: StepMetadata) -> list[_Chunk]:

@@ -165,10 +165,8 @@ def serve(arguments: RankArguments, control: Control, runner: ModelRunner | Enco
     If the device runs asynchronously, the next step is launched as soon as it is in the ring, and another thread waits
     for the outputs.
     """
-    from oarlock.workers.runner.device import (
-        StepGuard,  # imports torch
-        use_device,
-    )
+    from oarlock.workers.runner.device import use_device  # imports torch
+    from oarlock.workers.runner.step_guard import StepGuard
 
     rings = RankRings(**arguments.extra)
     steps = RingReader(rings.step_memory_fd, rings.step_wake_fd, arguments.local_rank, RingLayout(**rings.step_layout))

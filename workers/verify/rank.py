@@ -73,13 +73,14 @@ def run_rank(
     if runner.answers:
         (folder / "tokens.json").write_text(json.dumps(_answers(text, chosen)), "utf-8")
     if request.record:
+        runner.close()  # destroys graphs, which would not call the recording decoder
         recording = RecordingDecoder(runner.model, diagnostics=True)
-        runner.model = recording  # ty: ignore[invalid-assignment]
+        runner.steps.model = recording  # ty: ignore[invalid-assignment]
         for step, _ in steps_of(text, config.block_size):
             on_progress("recording the tensors")
             runner.execute(step)
         recording.close()
-        found = halves.compare(recording.steps, tp.rank, halves_of(runner.spec, runner.layers))
+        found = halves.compare(recording.steps, tp.rank, halves_of(runner.spec, runner.description.layers))
         found.write(folder, tp.rank, runner.stage.number)
         order = torch.tensor(sorted(range(len(rows)), key=rows.__getitem__))
         for file, tensors in _files(recording.steps, order):

@@ -8,8 +8,8 @@ import pytest
 from oarlock.workers.config import TARGET_S, StepCost, WorkerConfig
 from oarlock.workers.protocol import StepMetadata
 from oarlock.workers.ranks.multiproc_executor import FEWEST_TOKENS, PATIENCE, adapted
-from oarlock.workers.runner import trial_steps
-from oarlock.workers.runner.trial_steps import time_steps
+from oarlock.workers.runner import step_timing
+from oarlock.workers.runner.step_timing import time_steps
 
 FAST = StepCost(fixed_s=0.01, token_s=0.0005, context_s=1e-8, logits_s=1e-4)
 SLOW = StepCost(fixed_s=0.2, token_s=0.01, context_s=1e-6, logits_s=1e-3)
@@ -83,7 +83,7 @@ class Clock:
 @pytest.fixture(params=[FAST, SLOW, HOPELESS, MIXTURE], ids=["fast", "slow", "hopeless", "mixture"])
 def clock(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
     clock = Clock(request.param)
-    monkeypatch.setattr(trial_steps.time, "perf_counter", lambda: clock.now)
+    monkeypatch.setattr(step_timing.time, "perf_counter", lambda: clock.now)
     yield clock
 
 
@@ -102,7 +102,7 @@ def test_the_cost_is_found_from_a_few_small_steps(clock: Clock) -> None:
         wanted = clock.cost.seconds(tokens, context=context, rows=rows)
         assert found.seconds(tokens, context=context, rows=rows) == pytest.approx(wanted, rel=0.35)
     assert (
-        clock.now < 15 and len(agreed) == len(clock.steps) // trial_steps._TRIES
+        clock.now < 15 and len(agreed) == len(clock.steps) // step_timing._TRIES
     )  # ranks agree on every number they go by
     assert all(set(step.table_blocks) == {0} and max(step.slot_mapping) < 16 for step in clock.steps)
     assert all(len(set(step.token_ids)) == step.num_tokens and max(step.token_ids) < 1000 for step in clock.steps)

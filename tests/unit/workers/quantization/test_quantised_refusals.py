@@ -210,7 +210,7 @@ def test_what_products_do_to_inputs_is_reported_and_can_be_left_out(stored: Call
         info = runner.info()
         assert info.input_rounding == ("8 bits" if rounds and not dequantize else None)
         assert info.quantization.endswith(", dequantised at load") == dequantize
-        assert info.weight_bytes_per_rank == weight_bytes(runner.spec, info.dtype, runner.forms)
+        assert info.weight_bytes_per_rank == weight_bytes(runner.spec, info.dtype, runner.description.forms)
 
 
 def test_writing_weights_out_is_refused_where_it_changes_nothing(

@@ -83,7 +83,7 @@ def test_attention_that_differs_when_decoding_is_found(runner: ModelRunner, monk
         def attend(self, q: Tensor, kv: LayerKV, plan: Any, layer: AttentionSpec, *sinks: Any) -> Tensor:
             return super().attend(q, kv, plan, layer, *sinks) * (1.01 if len(q) <= 2 else 1)
 
-    monkeypatch.setattr(runner, "backend", Differing(runner.kv_spec))
+    monkeypatch.setattr(runner, "backend", Differing(runner.backend.spec))
     result = result_of(runner)
     assert not result.batch_invariant and "decoded alone" in result.reason
 

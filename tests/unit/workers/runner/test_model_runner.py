@@ -9,7 +9,7 @@ from oarlock.workers.config import WorkerConfig
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.preflight import preflight
 from oarlock.workers.protocol import StepMetadata, empty_step
-from oarlock.workers.runner import model_runner as runner_module
+from oarlock.workers.runner import eager_steps
 from oarlock.workers.runner.model_runner import ModelRunner
 from oarlock.workers.runner.trial_steps import SequenceChunk, greedy_step
 from oarlock.workers.sampling.row_chunks import logits_rows
@@ -57,9 +57,9 @@ def scoring_step(num_tokens: int) -> StepMetadata:
 @pytest.mark.parametrize("chunk", [1, 2, 64, 128, 199])
 def test_chunks_of_rows_join_to_the_whole(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
     step = scoring_step(200)
-    monkeypatch.setattr(runner_module, "MAX_LOGITS_ROWS", 1000)
+    monkeypatch.setattr(eager_steps, "MAX_LOGITS_ROWS", 1000)
     whole = runner.execute(step)
-    monkeypatch.setattr(runner_module, "MAX_LOGITS_ROWS", chunk)
+    monkeypatch.setattr(eager_steps, "MAX_LOGITS_ROWS", chunk)
     joined = runner.execute(step)
     assert whole is not None and joined is not None
     np.testing.assert_array_equal(joined.token_ids, whole.token_ids)

@@ -6,29 +6,35 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from oarlock.base.errors import StartupError
 from oarlock.base.host_memory import human_bytes
 from oarlock.workers.attention.backend import LayerKV
+from oarlock.workers.attention.forward_batch import BlockTables
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.distributed.shm_layout import Votes, total_bytes
 from oarlock.workers.distributed.shm_ring import anonymous_memory
+from oarlock.workers.models.decoder import Decoder
 from oarlock.workers.preflight import preflight
-from oarlock.workers.protocol import NULL_BLOCK, StepMetadata, StepOutput, empty_step
+from oarlock.workers.protocol import NULL_BLOCK, StepMetadata, StepOutput, empty_step, table_width
 from oarlock.workers.runner.buckets import prompt_sizes
 from oarlock.workers.runner.cuda_graphs import Calls, GraphMaker
-from oarlock.workers.runner.device import StepGuard, graph_bytes, largest_step
-from oarlock.workers.runner.device_steps import device_steps
+from oarlock.workers.runner.device_steps import DeviceSteps
+from oarlock.workers.runner.graph_capture import graph_bytes
 from oarlock.workers.runner.memory_needs import out_of_memory as told
 from oarlock.workers.runner.memory_needs import sampling_bytes
 from oarlock.workers.runner.model_runner import ModelRunner
 from oarlock.workers.runner.pending_output import Launched, wait_for
-from oarlock.workers.runner.trial_steps import SequenceChunk, greedy_step
+from oarlock.workers.runner.step_building import device_steps
+from oarlock.workers.runner.step_guard import StepGuard
+from oarlock.workers.runner.trial_steps import SequenceChunk, greedy_step, largest_step
 from oarlock.workers.sampling.token_histories import DenseHistories
 from tests.golden.tiny_models import make_tiny
 from tests.unit.workers.made_up_device import CountedTensors, MadeUpDevice
@@ -58,12 +64,12 @@ def test_kv_memory_is_what_the_largest_step_leaves(checkpoint: Path) -> None:
     num_blocks = runner.num_blocks_that_fit()
     (peak,) = device.peaks
     assert peak > 300 * 2 * 4 * runner.spec.layers[0].mlp.intermediate_size, "the largest step has run"
-    assert runner.step_memory.largest >= peak
-    left = int(0.9 * TOTAL) - TOTAL // 2 - runner.step_memory.largest
-    assert num_blocks == min(left // runner.kv_spec.bytes_per_block - 1, 4 * 8 + 1)
+    assert runner.memory.step.largest >= peak
+    left = int(0.9 * TOTAL) - TOTAL // 2 - runner.memory.step.largest
+    assert num_blocks == min(left // runner.backend.spec.bytes_per_block - 1, 4 * 8 + 1)
     smaller = runner_on(checkpoint, MadeUpDevice(TOTAL, TOTAL // 2), max_num_batched_tokens=100)
     smaller.num_blocks_that_fit()
-    assert smaller.step_memory.largest < runner.step_memory.largest
+    assert smaller.memory.step.largest < runner.memory.step.largest
 
 
 @pytest.mark.slow
@@ -84,8 +90,8 @@ def test_no_step_takes_more_than_is_said_before(checkpoint: Path) -> None:
         step = greedy_step(chunks, 16, range(draw.randint(1, min(4, 300 - left))))
         with CountedTensors(TOTAL) as counted:
             runner.execute(step)
-        assert 0 < counted.peak <= runner.step_memory.of(step), [(len(c.token_ids), c.start) for c in chunks]
-    assert runner.step_memory.of(empty_step(1)) == 0
+        assert 0 < counted.peak <= runner.memory.step.of(step), [(len(c.token_ids), c.start) for c in chunks]
+    assert runner.memory.step.of(empty_step(1)) == 0
 
 
 def test_the_largest_step_has_as_many_tokens_as_the_limits_allow(checkpoint: Path) -> None:
@@ -106,7 +112,7 @@ def test_too_little_memory_is_told_with_what_was_measured(checkpoint: Path) -> N
     device._free = 100_000  # as after KV memory of the operator's own size
     with pytest.raises(StartupError, match="Out of memory while leaving room for a step") as refused:
         runner.allocate(10)
-    for size in (runner.step_memory.largest, 10 * runner.kv_spec.bytes_per_block, 100_000):
+    for size in (runner.memory.step.largest, 10 * runner.backend.spec.bytes_per_block, 100_000):
         assert human_bytes(size) in refused.value.cause
     assert "--kv-cache-memory" in refused.value.fix
 
@@ -116,7 +122,7 @@ def test_too_little_memory_is_told_with_what_was_measured(checkpoint: Path) -> N
 GRAPHS, EACH, KEPT = 300_000, 5_000, 7_000  # bytes: of the pool, of each size, of libraries after their first use
 
 
-class MadeUpGraphs:
+class MadeUpGraphs(DeviceSteps):
     """Steps of a made-up device whose graphs take memory."""
 
     def __init__(self, device: MadeUpDevice) -> None:
@@ -124,7 +130,13 @@ class MadeUpGraphs:
         self.sizes: list[int] = []
         self._device, self._before = device, device.free_bytes() - KEPT
 
-    def launch(self, *_: object) -> Launched:
+    def with_layers(self, model: Decoder, kv: list[LayerKV]) -> "MadeUpGraphs":
+        return self
+
+    def forward(self, step: StepMetadata) -> tuple[Any, Tensor]:
+        return None, torch.empty(0)
+
+    def sample(self, *_: object) -> Launched:
         return RAN
 
     def capture(self, maker: GraphMaker, sizes: Sequence[int], prompts: Sequence[int] = ()) -> int:
@@ -161,12 +173,12 @@ def test_kv_memory_leaves_room_for_graphs(checkpoint: Path, monkeypatch: pytest.
     for name in ("prepare_decode", "prepare_prompts"):
         monkeypatch.setattr(runner.backend, name, lambda *_: None, raising=False)
     count = 3 + len(prompt_sizes(runner.config))
-    graphs, block = 0 if eager else GRAPHS + count * EACH, runner.kv_spec.bytes_per_block
+    graphs, block = 0 if eager else GRAPHS + count * EACH, runner.backend.spec.bytes_per_block
     kept = 0 if eager else KEPT
-    device._free = TOTAL - int(0.9 * TOTAL) + runner.step_memory.largest + graphs + kept + 21 * block
-    monkeypatch.setattr(runner, "_device_steps", MadeUpGraphs(device))
+    device._free = TOTAL - int(0.9 * TOTAL) + runner.memory.step.largest + graphs + kept + 21 * block
+    monkeypatch.setattr(runner, "steps", MadeUpGraphs(device))
     assert runner.num_blocks_that_fit() == 20, "and one that the backend keeps"
-    device._free = runner.step_memory.largest + GRAPHS
+    device._free = runner.memory.step.largest + GRAPHS
     if not eager:
         with pytest.raises(StartupError, match="while leaving room for a step and graphs") as refused:
             runner.allocate(10)
@@ -175,7 +187,8 @@ def test_kv_memory_leaves_room_for_graphs(checkpoint: Path, monkeypatch: pytest.
 
 def test_memory_to_sample_from_is_counted(checkpoint: Path) -> None:
     runner = runner_on(checkpoint, MadeUpDevice(TOTAL, TOTAL))
-    steps = device_steps(runner.config, runner.model, runner.backend, runner.tp, runner._tables, runner.pooler)
+    tables = BlockTables(runner.config.max_num_seqs, table_width(runner.config), CPU)
+    steps = device_steps(runner.config, runner.model, runner.backend, tables)
     held = steps._logits.nbytes + DenseHistories(4, 0, runner.spec.vocab_size, CPU).seen.nbytes
     held += steps._sampling._sampler._scratch.adjusted.nbytes
     assert held == sampling_bytes(runner.config, runner.spec)

@@ -21,7 +21,7 @@ from oarlock.workers.quantization.expert_weights import ExpertsShape, ExpertWeig
 from oarlock.workers.quantization.fixed_order import FixedOrderMatmul
 from oarlock.workers.quantization.int8 import Int8Weight
 from oarlock.workers.quantization.triton_experts import TritonExpertMatmul
-from oarlock.workers.runner.device_steps import warm_up_sizes
+from oarlock.workers.runner.graph_capture import warm_up_sizes
 from oarlock.workers.runner.trial_steps import SequenceChunk, greedy_step
 
 CPU = torch.device("cpu")

@@ -1,0 +1,55 @@
+"""Self-tests of a decoder at start: a first small step, then the checks of batch invariance and rank invariance."""
+
+import logging
+
+import torch
+
+from oarlock.workers.attention.backend import AttentionBackend, LayerKV
+from oarlock.workers.config import WorkerConfig
+from oarlock.workers.models.decoder import Decoder
+from oarlock.workers.runner.invariance import (
+    InvarianceResult,
+    RankInvariance,
+    check_batch_invariance,
+    check_rank_invariance,
+)
+from oarlock.workers.runner.step import StepRunner
+from oarlock.workers.runner.trial_steps import null_step
+
+logger = logging.getLogger("oarlock.runner")
+
+
+@torch.inference_mode()
+def try_out(
+    runner: StepRunner,
+    model: Decoder,
+    kv: list[LayerKV],
+    backend: AttentionBackend,
+    config: WorkerConfig,
+    num_blocks: int,
+) -> tuple[InvarianceResult, RankInvariance]:
+    """Run one step of `model` by `runner`, so that lazy initialisation does not delay the first request, then check
+    whether results depend on the batch or on the number of ranks.
+
+    Every rank must call this at the same point. It overwrites the first of the `num_blocks` blocks of `kv`. Raises
+    `StartupError` if `--batch-invariant` is set and results depend on the batch.
+    """
+    assert config.max_model_len is not None, "preflight resolves the context length"
+    runner.execute(null_step(2, 2, 1, config.block_size))
+    if model.place.tp.rank == 0:
+        reason = model.why_not_prepared
+        calls = "one for all layers" if reason is None else f"separate operations, as {reason}"
+        logger.info("event=layers calls=%r", calls)
+    invariance = check_batch_invariance(
+        model,
+        kv,
+        backend,
+        num_blocks=num_blocks,
+        block_size=config.block_size,
+        max_len=config.max_model_len,
+        span=min(backend.spec.fixed_span or 0, config.max_num_batched_tokens),
+        is_asked=config.batch_invariant,
+    )
+    if config.batch_invariant:
+        invariance.require()
+    return invariance, check_rank_invariance(model, kv, backend)
