@@ -12,6 +12,8 @@ from pathlib import Path
 
 from oarlock.server.chat import message_parser
 from oarlock.server.chat.tool_parsers import registry as tool_formats
+from oarlock.server.cli.bench import vllm_names
+from oarlock.server.cli.migrate import dialects, rows
 from oarlock.server.config import vllm_flags
 from oarlock.server.config.settings import as_markdown
 from tests.house.package_order import ORDER, entry_graph, transitive_reduction
@@ -70,6 +72,11 @@ def charts() -> dict[Path, str]:
 MADE: list[tuple[str, str, Callable[[], str]]] = [
     ("docs/configuration.md", "options", as_markdown),
     ("docs/configuration.md", "vllm-flags", vllm_flags.as_markdown),
+    *(
+        ("docs/terminal.md", f"migrate-{each.title.lower().replace(' ', '-')}", partial(rows.as_markdown, each.table))
+        for each in dialects.DIALECTS
+    ),
+    ("docs/benchmarking.md", "vllm-bench", partial(rows.as_markdown, vllm_names.TABLE)),
     ("docs/chat.md", "tool-formats", tool_formats.as_markdown),
     ("docs/chat.md", "reasoning-formats", message_parser.formats_as_markdown),
     *(("docs/architecture.md", f"{package}-picture", partial(picture, package)) for package in PACKAGES),

@@ -7,12 +7,12 @@ from oarlock.server.cli.arguments import Parser
 
 HELP = "translate a command line of vLLM, llama-server, TGI, SGLang or Ollama"
 EXAMPLE = 'oarlock migrate "vllm serve Qwen/Qwen3-0.6B --tensor-parallel-size 2"'
-_EPILOG = """LINE is quoted, as it was typed, with variables before it or with `docker run … IMAGE` around it. Our line
-goes to standard output, what is said about it to standard error.
+_EPILOG = """LINE may begin with variables or with `docker run … IMAGE`. Our command line goes to standard output,
+notes go to standard error.
 
 exit codes:
-  0  everything it asks for is there     2  wrong command line, or none of a server that is known
-  1  something has no equivalent; it is listed"""
+  0  everything has an equivalent        2  wrong command line, or an unknown server
+  1  some flags have no equivalent"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from oarlock.server.cli.migrate.lines import translate  # the tables of flags are read when it runs
+    from oarlock.server.cli.migrate.lines import translate  # the tables are parsed only if they are used
 
     found = translate(arguments.line)
     for written, sentence in found.notes:

@@ -1,188 +1,26 @@
-"""Reading of a command line: the server that it starts, also inside `docker run … IMAGE …`, and its flags."""
+"""Reading of a command line: the server that it starts, its variables and flags, and the rules that no table has."""
 
+import itertools
+import json
 import re
 import shlex
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 from oarlock.server.cli.arguments import UsageError
-from oarlock.server.cli.migrate.llama_server import LLAMA_SERVER, OLLAMA, OLLAMA_COMMANDS
-from oarlock.server.cli.migrate.sglang import SGLANG
-from oarlock.server.cli.migrate.tgi import TGI
-from oarlock.server.cli.migrate.translation import KnownServer, Translation
-from oarlock.server.cli.migrate.vllm import VLLM
+from oarlock.server.cli.migrate.container import read_container
+from oarlock.server.cli.migrate.dialects import DIALECTS, LLAMA_SERVER, OLLAMA, VLLM, Dialect
+from oarlock.server.cli.migrate.rows import Row, Table, parse
+from oarlock.server.cli.migrate.translation import Translation
 from oarlock.server.config.option_groups import HttpSettings
-
-# The server that an image starts if the line has no command.
-IMAGES = {
-    "vllm": re.compile(r"(.*/)?(vllm/vllm-openai|vllm-cpu-release-repo|rocm/vllm|nvidia/vllm)([:@].*)?"),
-    "tgi": re.compile(r"(.*/)?text-generation-inference([:@].*)?"),
-    "llama-server": re.compile(r"(.*/)?(ggml-org|ggerganov)/llama\.cpp([:@].*)?"),
-    "sglang": re.compile(r"(.*/)?lmsysorg/sglang([:@].*)?"),
-    "ollama": re.compile(r"(.*/)?ollama/ollama([:@].*)?"),
-}
-_SET, _PORT, _VOLUME = ("-e", "--env"), ("-p", "--publish"), ("-v", "--volume")
-_NETWORK, _DEVICES = ("--network", "--net"), ("--gpus",)
-_ALL = "0.0.0.0"
-_ANY_PORT = "Docker would choose the host's port: choose one by --port."
-_HUB_CACHE = "/root/.cache/huggingface"
-_HUB_CACHES = ("~/.cache/huggingface", "$HOME/.cache/huggingface", "${HOME}/.cache/huggingface")
-
-
-@dataclass(slots=True)
-class Container:
-    """The flags of `docker run` before the image."""
-
-    server: str = ""  # a key of `IMAGES`
-    arguments: list[str] = field(default_factory=list)  # words after the image
-    variables: dict[str, str] = field(default_factory=dict)
-    ports: list[tuple[str, str, str]] = field(default_factory=list)  # (address, port of the host, of the container)
-    volumes: list[tuple[str, str]] = field(default_factory=list)  # (path on the host, in the container)
-    shares_network: bool = False  # whether it has the host's network
-    devices: str | None = None  # devices in the format of CUDA_VISIBLE_DEVICES
-    others: list[str] = field(default_factory=list)  # flags that concern only the container
-    notes: list[tuple[str, str]] = field(default_factory=list)
-    lost: list[tuple[str, str]] = field(default_factory=list)
-
-
-def read_container(words: list[str]) -> Container | None:
-    """Read `words`, which follow `docker run`. Returns None if they name no known image."""
-    found = Container()
-    words = list(words)
-    while words:
-        word = words.pop(0)
-        image = next((name for name, pattern in IMAGES.items() if pattern.fullmatch(word)), None)
-        if image is not None:
-            found.server, found.arguments = image, words
-            return found
-        flag, equals, value = word.partition("=")
-        if word[:2] == "-p" and word[2:3].isdigit():
-            flag, equals, value = "-p", "=", word[2:]
-        if word in ("-P", "--publish-all"):
-            found.lost.append((word, _ANY_PORT))
-            continue
-        known = (*_SET, *_PORT, *_VOLUME, *_NETWORK, *_DEVICES, "--env-file")
-        if flag not in known:
-            found.others.append(word)
-            continue
-        _take(found, flag, value if equals or not words else words.pop(0))
-    return None
-
-
-def _take(found: Container, flag: str, value: str) -> None:
-    if flag in _SET:
-        name, equals, text = value.partition("=")
-        if equals:  # without a value, the shell's own is used
-            found.variables[name] = text
-    elif flag == "--env-file":
-        found.lost.append((f"--env-file {value}", "variables in a file are not read here; write them before the line."))
-    elif flag in _PORT:
-        _publish(found, value)
-    elif flag in _VOLUME:
-        outside, _, inside = value.partition(":")
-        found.volumes.append((outside, inside.partition(":")[0]))
-    elif flag in _NETWORK:
-        found.shares_network = value == "host"
-        if not found.shares_network:
-            found.others.append(f"{flag} {value}")
-    else:
-        _give_devices(found, value)
-
-
-def _publish(found: Container, value: str) -> None:
-    """Read `[[address:]port:]port[/tcp]`."""
-    match = re.fullmatch(r"(?:(?:(\[.*\]|[^:\[\]]*):)?(\d*|\$\w+|\$\{\w+\}):)?(\d+)(?:/tcp)?", value)
-    if match is None:
-        found.lost.append((f"-p {value}", "one port is listened on: --port."))
-    elif not match[2]:
-        found.lost.append((f"-p {value}", _ANY_PORT))
-    else:
-        found.ports.append(((match[1] or _ALL).strip("[]"), match[2], match[3]))
-
-
-def _give_devices(found: Container, value: str) -> None:
-    devices = re.fullmatch(r'"?device=([^"]+)"?', value.strip("'"))
-    if devices is not None:
-        found.devices = devices[1]
-    elif value.isdigit():
-        found.devices = ",".join(map(str, range(int(value))))
-    elif value == "all":
-        found.notes.append((f"--gpus {value}", "every GPU is there; CUDA_VISIBLE_DEVICES names fewer."))
-    else:
-        found.lost.append((f"--gpus {value}", "CUDA_VISIBLE_DEVICES says which devices are used."))
-
-
-def take_out_of_container(found: Translation, container: Container, port: int) -> None:
-    """Make `found` the same server without the container. It listens inside on `port`, unless its flags name
-    another."""
-    if container.devices is not None:
-        found.environment["CUDA_VISIBLE_DEVICES"] = container.devices
-    found.notes += container.notes
-    found.lost += container.lost
-    _move_paths(found, container)
-    if not container.shares_network:
-        _listen_as_published(found, container, port)
-    if container.others:
-        written = " ".join(["docker run", *container.others])
-        found.notes.append((written, "this concerns the container: docker-compose.yml and Dockerfile have ours."))
-
-
-def _listen_as_published(found: Translation, container: Container, port: int) -> None:
-    inside = found.value("port") or str(port)
-    published = [each for each in container.ports if each[2] == inside]
-    for address, outside, within in container.ports:
-        if within != inside:
-            found.lost.append((f"-p {outside}:{within}", f"the server in the container listens on {inside}."))
-        elif (address, outside, within) != published[0]:
-            found.lost.append((f"-p {address}:{outside}:{within}", "one address and port is listened on."))
-    if published:
-        address, outside, _ = published[0]
-        found.set("-p", "host", [address])
-        found.set("-p", "port", [outside])
-    else:
-        found.set("docker run", "host", ["127.0.0.1"])
-        found.set("docker run", "port", [inside])
-        text = "no port is published, so only other containers reach it; this line is for this machine alone."
-        found.notes.append(("docker run", text))
-
-
-def _move_paths(found: Translation, container: Container) -> None:
-    """Replace paths inside the container by the paths of the host that are mounted there."""
-    for outside, inside in container.volumes:
-        inside = inside.rstrip("/")
-        if inside == _HUB_CACHE:
-            if outside.rstrip("/") in _HUB_CACHES:
-                found.notes.append((f"-v {outside}:{inside}", "the hub's cache is used where it is."))
-            else:
-                found.environment["HF_HOME"] = outside
-            continue
-        if inside == "/data" and container.server == "tgi" and not (found.model or "").startswith("/data"):
-            found.set(f"-v {outside}:{inside}", "download_dir", [outside])
-            continue
-        before = found.command()
-        if found.model is not None:
-            found.model = _moved(found.model, inside, outside)
-        for words in found.flags.values():
-            words[1:] = [_moved(word, inside, outside) for word in words[1:]]
-        if found.command() == before:
-            container.others.append(f"-v {outside}:{inside}")
-
-
-def _moved(path: str, inside: str, outside: str) -> str:
-    """Return the host's path for `path` in the container, if it is below `inside`."""
-    is_below = inside != "" and f"{path}/".startswith(f"{inside}/")
-    return outside.rstrip("/") + path[len(inside) :] if is_below else path
-
+from oarlock.server.config.options import parse_count
+from oarlock.server.config.settings import OPTIONS
+from oarlock.server.config.vllm_flags import FLAGS
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=.*", re.DOTALL)
 _BEFORE = ("env", "exec", "sudo", "nohup", "export", "&&", ";", "time")
 _ENDS = ("&", "&&", "|", "||", ";")
-_KNOWN = (
-    "vllm serve, python -m vllm.entrypoints.openai.api_server, llama-server, text-generation-launcher, "
-    "python -m sglang.launch_server, ollama serve and ollama run."
-)
-
-
-_SERVERS = {"vllm": VLLM, "llama-server": LLAMA_SERVER, "tgi": TGI, "sglang": SGLANG, "ollama": OLLAMA}
 
 
 def translate(line: str) -> Translation:
@@ -196,80 +34,152 @@ def translate(line: str) -> Translation:
         name, equals, value = words.pop(0).partition("=")
         if equals:
             variables[name] = value.removesuffix(";")
+    container = None
     if words[:1] in (["docker"], ["podman"], ["nerdctl"]) and words[1:2] == ["run"]:
-        found = _of_container(words[2:], variables)
-    else:
-        program = _program(words)
-        if program is None:
-            raise UsageError("LINE starts no server that is known.", f"Known are: {_KNOWN}")
-        name, rest = program
-        found = _SERVERS[name].translate(rest, variables)
-        _listen(found, _SERVERS[name])
+        container = read_container(words[2:])
+        words, variables = container.arguments, variables | container.variables
+        if container.dialect is OLLAMA:
+            words = ["ollama", *(words or ["serve"])]
+    started = _started(words)
+    if container is not None:
+        started = started or (container.dialect, "", _without_shell(words))
+    if started is None:
+        known = ", ".join(command for dialect in DIALECTS for command in dialect.commands)
+        raise UsageError("LINE starts no known server.", f"Known are: {known}.")
+    dialect, command, words = started
+    found = _translated(dialect, command, words, variables)
+    if container is not None:
+        container.leave(found, dialect.port if command else dialect.image_port or dialect.port)
+    if container is None or container.shares_network:
+        _listen(found, dialect)
     found.drop_what_does_not_go_together()
     return found
 
 
-def _program(words: list[str]) -> tuple[str, list[str]] | None:
-    """Return the key of `_SERVERS`, and the words that its translation takes."""
+def _started(words: list[str]) -> tuple[Dialect, str, list[str]] | None:
+    """Return the server that a command starts, how, and the words after that."""
     for at, word in enumerate(words):
-        program, rest = word.rpartition("/")[2].removesuffix(".exe"), _without_shell(words[at + 1 :])
-        if program in ("vllm", "sglang") and rest[:1] == ["serve"]:
-            return program, rest[1:]
-        if word in ("vllm.entrypoints.openai.api_server", "sglang.launch_server"):
-            return word.partition(".")[0], rest
-        if program == "llama-server":
-            return program, rest
-        if program == "text-generation-launcher":
-            return "tgi", rest
-        if program == "ollama" and rest and rest[0] in OLLAMA_COMMANDS:
-            return program, rest
+        program = word.rpartition("/")[2].removesuffix(".exe")
+        for dialect in DIALECTS:
+            for command in dialect.commands:
+                wanted = command.removeprefix("python -m ").split()
+                end = at + len(wanted)
+                if [program, *words[at + 1 : end]] == wanted:
+                    return dialect, command, _without_shell(words[end:])
     return None
 
 
 def _without_shell(words: list[str]) -> list[str]:
-    """Return the words of one command, without the words that its shell reads."""
-    found: list[str] = []
-    words = list(words)
-    while words and words[0] not in _ENDS:
-        word = words.pop(0)
-        redirected = re.fullmatch(r"[0-9&]?>>?(.*)", word)
-        if redirected is None:
-            found.append(word)
-        elif not redirected[1] and words:
-            words.pop(0)  # the file that it writes
+    """Return the words of the first command, without redirections."""
+    words = list(itertools.takewhile(lambda word: word not in _ENDS, words))
+    is_file = [re.fullmatch(r"[0-9&]?>>?", before) for before in ["", *words]]  # the file that is written
+    return [word for word, file in zip(words, is_file, strict=False) if not file and not re.match(r"[0-9&]?>", word)]
+
+
+def _translated(dialect: Dialect, command: str, words: list[str], variables: Mapping[str, str]) -> Translation:
+    found, table = Translation(), table_of(dialect)
+    _read_variables(found, variables, dialect, table)
+    others = found.read_flags(_with_objects(words) if dialect is VLLM else words, table)
+    if others and found.model is None and "" in table:
+        model = others.pop(0)
+        found.put(model, "", table[""], [model])
+    if others and (prompt := [row for row in table.get("", []) if row.value.endswith("…")]):
+        found.put(" ".join(others), "", prompt, others)
+    else:
+        reason = "it follows no flag" + (", and there is already a model." if found.model else ".")
+        found.lost += [(word, reason) for word in others]
+    if dialect.commands.get(command):
+        found.notes.append((command, dialect.commands[command]))
+    if dialect is LLAMA_SERVER:
+        _divide_context(found)
     return found
 
 
-def _listen(found: Translation, server: KnownServer) -> None:
+def table_of(dialect: Dialect) -> Table:
+    """Return the rows of a dialect. vLLM's end with our own flags and with `vllm_flags`."""
+    table = parse(dialect.table)
+    if dialect is not VLLM:
+        return table
+    for option in OPTIONS.values():
+        rows = [Row("{x}…" if option.many else "{x}", f"{option.flag} {{x}}")]
+        if option.kind is bool:
+            rows = [Row("", option.flag)]
+            table[f"--no-{option.flag[2:]}"] = [Row("", f"--no-{option.flag[2:]}")]
+        flag = f"--{option.name.replace('_', '-')}"  # --model, although ours has no flag
+        for each in (flag, *([option.short] if option.short else [])):
+            table[each] = [*table.get(each, []), *rows]
+    for flag, known in FLAGS.items():
+        accepted, refused = (Row("{x}", ours, known.holds) for ours in ("not needed", "no equivalent"))
+        if known.is_switch:
+            off = accepted if known.is_either else refused
+            rows = [replace(accepted, value=""), replace(off, value="{off}"), replace(accepted, value="{bool}")]
+            table[f"--no-{flag}"] = [replace(off, value="")]
+        else:
+            values = "|".join(known.harmless or ())
+            rows = [replace(accepted, value=values)] if values else []
+            rows.append(accepted if known.harmless == () else refused)
+            table[f"--no-{flag}"] = [Row("", "not needed")]
+        table[f"--{flag}"] = rows
+    return table
+
+
+def _read_variables(found: Translation, variables: Mapping[str, str], dialect: Dialect, table: Table) -> None:
+    """Translate variables that have a row. Others of the server are lost, those of CUDA or the hub stay the same."""
+    prefix = dialect.flag_prefix
+    for name, value in variables.items():
+        written, flag = f"{name}={value}", ""
+        if prefix is not None and name.startswith(prefix):
+            flag = f"--{name[len(prefix) :].lower().replace('_', '-')}"
+        row = name if name in table else flag
+        if row in table and row:
+            found.put(written, row, table[row], [value] if value else [])
+        elif dialect.prefix and name.startswith(dialect.prefix):
+            found.lost.append((written, "this variable is not read; `oarlock config` lists ours."))
+        else:
+            found.environment[name] = value
+
+
+def _listen(found: Translation, dialect: Dialect) -> None:
     """Add the server's default address, if its line has none and ours is different."""
     if "uds" in found.flags:
         return
-    missing = [
-        (name, value)
-        for name, value, ours in (("host", server.host, HttpSettings.host), ("port", server.port, HttpSettings.port))
-        if name not in found.flags and value != ours
-    ]
-    for name, value in missing:
-        found.set(f"--{name}", name, [str(value)])
+    usual = (("host", dialect.host, HttpSettings.host), ("port", dialect.port, HttpSettings.port))
+    missing = [f"--{name} {value}" for name, value, ours in usual if name not in found.flags and value != ours]
+    for flag in missing:
+        found.set(flag, flag.split(" ")[0], flag.split(" ")[1:])
     if missing:
-        found.notes.append((" ".join(f"--{name} {value}" for name, value in missing), server.address_note))
+        found.notes.append((" ".join(missing), dialect.address_note))
 
 
-def _of_container(words: list[str], variables: dict[str, str]) -> Translation:
-    container = read_container(words)
-    if container is None:
-        raise UsageError(
-            "LINE runs no image of a server that is known.",
-            "Known are those of vLLM, llama.cpp, TGI, SGLang and Ollama.",
-        )
-    given = variables | container.variables
-    program = _program(container.arguments)
-    name, rest = program or (container.server, _without_shell(container.arguments))
-    if name == "ollama" and program is None:
-        rest = ["serve", *rest]
-    server = _SERVERS[name]
-    found = server.translate(rest, given)
-    take_out_of_container(found, container, server.port if program else server.port_in_image)
-    if container.shares_network:
-        _listen(found, server)
-    return found
+def _with_objects(words: list[str]) -> list[str]:
+    """Write vLLM's `--name.key VALUE` as `--name JSON`."""
+    words, kept, objects = list(words), [], {}
+    while words:
+        word = words.pop(0)
+        flag, equals, value = word.partition("=")
+        name, dot, path = flag.partition(".")
+        if not flag.startswith("--") or not dot:
+            kept.append(word)
+            continue
+        value = value if equals or not words else words.pop(0)
+        inner: dict[str, Any] = objects.setdefault(name, {})
+        *parents, last = path.split(".")
+        for parent in parents:
+            inner = inner.setdefault(parent, {})
+        try:
+            inner[last] = json.loads(value)
+        except ValueError:
+            inner[last] = value
+    return kept + [text for name, made in objects.items() for text in (name, json.dumps(made))]
+
+
+def _divide_context(found: Translation) -> None:
+    """Divide the context among the slots, as llama-server does unless they share it."""
+    whole, users = found.flags.get("max_model_len"), found.flags.get("max_num_seqs")
+    is_shared = any(written in ("-kvu", "--kv-unified") for written, _ in found.notes)
+    if whole is None or users is None or is_shared or "$" in whole[1] + users[1]:
+        return
+    written = f"-c {whole[1]} -np {users[1]}"
+    del found.flags["max_model_len"]
+    if found.set(written, "--max-model-len", [str(parse_count(whole[1]) // int(users[1]))]):
+        found.notes.append((written, "--max-model-len is per request, so it is the quotient."))

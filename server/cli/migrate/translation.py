@@ -1,20 +1,22 @@
-"""Translation of another server's command line: tables of its flags, and the reading of a line with them."""
+"""Our command line, filled flag by flag from the rows for another server's flags."""
 
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from oarlock.server.config.options import OptionError
+from oarlock.server.cli.migrate.rows import Row, Table, choose, fill, insert, known_values
+from oarlock.server.config.options import OptionError, nearest
 from oarlock.server.config.settings import OPTIONS, make_settings
 
 _VARIABLE = re.compile(r"\$(\w|\{\w+\})")
+_DEFAULT = "this is the default."
 
 
 @dataclass(slots=True)
 class Translation:
-    """Our command line, filled flag by flag. `notes` and `lost`: (their flag as it was written, one sentence)."""
+    """Our command line. `notes` and `lost`: (their flag as it was written, one sentence)."""
 
     model: str | None = None
     environment: dict[str, str] = field(default_factory=dict)
@@ -22,34 +24,83 @@ class Translation:
     notes: list[tuple[str, str]] = field(default_factory=list)
     lost: list[tuple[str, str]] = field(default_factory=list)
 
-    def set(self, written: str, name: str, values: Sequence[str]) -> bool:
-        """Give our option `name` these values. Returns whether it accepts them; otherwise they are lost."""
-        described = OPTIONS[name]
+    def set(self, written: str, flag: str, values: Sequence[str] = ()) -> bool:
+        """Set our `flag`, a VARIABLE=value or MODEL. Returns whether it accepts these values; if not, they are lost."""
+        name, equals, value = flag.partition("=")
+        if equals:
+            self.environment[name] = value
+            return True
+        described = OPTIONS[_option(flag)]
         try:
             if described.kind is bool:
-                value = described.from_text(values[0]) if values else True
-                self.flags[name] = [described.flag if value else f"--no-{described.flag[2:]}"]
+                is_on = (described.from_text(values[0]) if values else True) == (flag == described.flag)
+                self.flags[described.name] = [described.flag if is_on else f"--no-{described.flag[2:]}"]
                 return True
             if not values:
-                self.lost.append((written, f"it has no value, and {described.flag} needs one."))
+                self.lost.append((written, f"it has no value, and {flag} needs one."))
                 return False
+            if described.positional:
+                self.model = values[0]
+                return True
             if described.many:
                 described.from_texts(values)
             elif not any(map(_VARIABLE.search, values)):  # variables of the shell are not known here
                 described.from_text(values[0])
-            self.flags[name] = [described.flag, *(values if described.many else values[:1])]
+            self.flags[described.name] = [flag, *(values if described.many else values[:1])]
         except OptionError as error:
-            self.lost.append((written, f"{error.cause} {error.fix}"))
+            hint = " Without the flag, it is detected." if described.choices[:1] == ("auto",) else ""
+            self.lost.append((written, f"{error.cause} {error.fix}{hint}"))
             return False
         return True
 
-    def value(self, name: str) -> str | None:
-        """Return the single value that an option was given."""
-        words = self.flags.get(name)
-        return words[1] if words else None
+    def put(self, written: str, name: str, rows: Sequence[Row], values: Sequence[str]) -> None:
+        """Translate the flag `name`, which is `written` with these values."""
+        chosen = choose(rows, values)
+        if chosen is None:
+            self.lost.append((written, f"there is no such value. {known_values(rows)}"))
+            return
+        row, parts = chosen
+        sentence = insert(row.note, parts)
+        ours = row.ours.replace("the same", f"{name} {row.value}".rstrip(" ,…"))
+        if values and not row.value:  # a switch with a value, such as a variable
+            if _option(ours) in OPTIONS:
+                self.set(written, ours, values)
+                return
+            if values[0].lower() in ("0", "false", "no", "off") and ours != "not needed":
+                self.notes.append((written, _DEFAULT))
+                return
+        if row.ours in ("not needed", "no equivalent"):
+            for other in rows:  # the last of several values counts
+                self.flags.pop(_option(other.ours.replace("the same", name).partition(" ")[0]), None)
+            (self.notes if row.ours == "not needed" else self.lost).append((written, sentence or _DEFAULT))
+            return
+        accepted = [self.set(written, flag, given) for flag, *given in fill(ours.removeprefix("partly "), parts)]
+        if all(accepted) and sentence:
+            (self.lost if ours.startswith("partly") else self.notes).append((written, sentence))
+
+    def read_flags(self, words: list[str], table: Table) -> list[str]:
+        """Translate the flags in `words`. Returns the words that follow no flag."""
+        words, others = list(words), []
+        while words:
+            shown, equals, value = words.pop(0).partition("=")
+            if not shown.startswith("-"):
+                others.append(shown + equals + value)
+                continue
+            name = shown if shown in table else f"--{shown[2:].replace('_', '-')}"
+            values = [value] if equals else _values(words, table.get(name))
+            written = " ".join([shown, *values])
+            if name in table:
+                self.put(written, name, table[name], values)
+            else:
+                near = nearest(name, [described.flag for described in OPTIONS.values()])
+                hint = f" A similar flag is {near}." if near else ""
+                self.lost.append((written, f"there is no such flag.{hint}"))
+        return others
 
     def drop_what_does_not_go_together(self) -> None:
         """Drop options that `serve` refuses together with the others, each with its reason."""
+        if "uds" in self.flags and self.flags.pop("port", None):
+            self.notes.append(("--port", "a Unix socket has no port."))
         while (refused := self._refused()) is not None:
             cause = f"{refused.cause} {refused.fix}"
             named = [name for name in self.flags if re.search(rf"{OPTIONS[name].flag}\b", cause)]
@@ -79,15 +130,22 @@ class Translation:
         return " ".join([*before, *map(_quoted, words)])
 
 
-@dataclass(frozen=True, slots=True)
-class KnownServer:
-    """A server that lines start: the translation of its flags, and its default address."""
+def _option(flag: str) -> str:
+    return re.sub("^--(no-)?", "", flag).replace("-", "_").lower()
 
-    translate: Callable[[list[str], dict[str, str]], Translation]  # takes the words after its name, and the variables
-    host: str
-    port: int
-    address_note: str
-    port_in_image: int
+
+def _values(words: list[str], rows: Sequence[Row] | None) -> list[str]:
+    """Take the values of a flag from the front of `words`, which ends at the next flag. None: an unknown flag."""
+    rows = rows if rows is not None else [Row("{x}…", "")]
+    most = 1
+    if any(row.value.endswith("}…") for row in rows):
+        most = len(words)
+    elif any(not row.value for row in rows):  # a switch, whose value is optional
+        most = len([row for row in rows if row.value and words and row.parts(words[:1]) is not None][:1])
+    found: list[str] = []
+    while words and len(found) < most and not re.match(r"-{1,2}[A-Za-z]", words[0]):
+        found.append(words.pop(0))
+    return found
 
 
 def _quoted(word: str) -> str:
@@ -97,100 +155,3 @@ def _quoted(word: str) -> str:
     if _VARIABLE.search(word) and not re.search(r'["`\\!]', word):
         return f'"{word}"'
     return shlex.quote(word)
-
-
-def values_after(words: list[str], most: int | None = None) -> list[str]:
-    """Take the values of a flag from the front of `words`: up to the next flag, at most `most`."""
-    found: list[str] = []
-    while words and (most is None or len(found) < most) and not re.match(r"-{1,2}[A-Za-z]", words[0]):
-        found.append(words.pop(0))
-    return found
-
-
-@dataclass(frozen=True, slots=True)
-class Theirs:
-    """A flag of another server. Without `option` it is noted with the sentence `holds`, or, if `is_lost`, reported as
-    lost."""
-
-    option: str = ""  # ours, or "model"
-    holds: str = ""  # a sentence; with an option, on differences between the two
-    is_switch: bool = False
-    is_lost: bool = False
-    many: bool = False  # takes every value up to the next flag
-    is_list: bool = False  # its value has commas between its parts
-    values: dict[str, str] = field(
-        default_factory=dict
-    )  # their value -> ours; "" drops the flag, others pass as they are
-
-
-Table = Mapping[str, Theirs]
-
-
-def same(
-    option: str,
-    *names: str,
-    holds: str = "",
-    switch: bool = False,
-    is_list: bool = False,
-    values: dict[str, str] | None = None,
-) -> dict[str, Theirs]:
-    """Describe flags that are our `option`, possibly with other values."""
-    theirs = Theirs(option, holds, is_switch=switch, is_list=is_list, values=values or {})
-    return dict.fromkeys(names, theirs)
-
-
-def holds(sentence: str, *names: str, switch: bool = False) -> dict[str, Theirs]:
-    """Describe flags that ask for our default, or that have no counterpart and change no completion."""
-    return dict.fromkeys(names, Theirs(holds=sentence, is_switch=switch))
-
-
-def lost(sentence: str, *names: str, switch: bool = False, many: bool = False) -> dict[str, Theirs]:
-    """Describe flags that ask for something that Oarlock lacks."""
-    return dict.fromkeys(names, Theirs(holds=sentence, is_switch=switch, is_lost=True, many=many))
-
-
-def read_flags(found: Translation, words: list[str], table: Table) -> list[str]:
-    """Translate `words`, which follow the program's name, into `found`. Returns the words that belong to no flag."""
-    words, others = list(words), []
-    while words:
-        shown, equals, value = words.pop(0).partition("=")
-        if not shown.startswith("-"):
-            others.append(shown + equals + value)
-            continue
-        theirs = table.get(shown) or table.get(f"--{shown[2:].replace('_', '-')}" if shown[:2] == "--" else "")
-        if theirs is None:
-            given = [value] if equals else values_after(words)
-            found.lost.append((" ".join([shown, *given]), "there is no such flag here."))
-            continue
-        many = theirs.many or (theirs.option in OPTIONS and OPTIONS[theirs.option].many)
-        given = [value] if equals else [] if theirs.is_switch else values_after(words, None if many else 1)
-        put(found, " ".join([shown, *given]), theirs, given)
-    return others
-
-
-def read_variables(found: Translation, variables: Mapping[str, str], table: Table, prefix: str) -> None:
-    """Translate variables that are in `table`. Others with the server's `prefix` are lost, the rest stay the same."""
-    for name, value in variables.items():
-        if name in table:
-            put(found, f"{name}={value}", table[name], [value])
-        elif prefix and name.startswith(prefix):
-            found.lost.append((f"{name}={value}", "this variable is not read; `oarlock config` lists ours."))
-        else:
-            found.environment[name] = value  # variables of CUDA, the hub and the system
-
-
-def put(found: Translation, written: str, theirs: Theirs, given: list[str]) -> None:
-    """Enter one flag with its values into `found`."""
-    if not theirs.option:
-        (found.lost if theirs.is_lost else found.notes).append((written, theirs.holds))
-        return
-    if theirs.option == "model":
-        found.model = given[0] if given else found.model
-        return
-    if theirs.is_list:
-        given = [part for text in given for part in text.split(",") if part]
-    ours = [theirs.values.get(each, each) for each in given or ([""] if "" in theirs.values else [])]
-    if ours == [""]:
-        found.notes.append((written, theirs.holds or "this is what happens without a flag."))
-    elif found.set(written, theirs.option, ours) and theirs.holds:
-        found.notes.append((written, theirs.holds))

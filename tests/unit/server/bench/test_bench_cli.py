@@ -9,6 +9,7 @@ import pytest
 from oarlock.server.cli.arguments import Parser
 from oarlock.server.cli.bench import serve, vllm_names
 from oarlock.server.cli.main import main
+from oarlock.server.cli.migrate.rows import parse
 
 URL = "http://127.0.0.1:9"
 
@@ -49,18 +50,18 @@ URL = "http://127.0.0.1:9"
         (["serve", "127.0.0.1:8000"], 2, "127.0.0.1:8000 is no address", "http://127.0.0.1:8000"),
         (["serve", URL, "--vocab-size", "3"], 2, "--vocab-size: 3 is out of range", "--help"),
         (
-            ["serve", "--dataset-name", "sharegpt", "--dataset-path", "f"],
+            ["serve", "--dataset-path", "f", "--dataset-name", "sharegpt"],
             2,
             "--dataset-path, a flag of vllm",
             "--trace",
         ),
-        (["serve", "--dataset-name", "sonnet"], 2, "--dataset-name sonnet", "--workload random"),
+        (["serve", "--dataset-name", "sonnet"], 2, "--dataset-name sonnet, a flag of vllm", "--workload random"),
         (["serve", "--backend", "tgi"], 2, "--backend tgi", "vllm, openai"),
         (
             ["serve", "--backend", "openai", "--endpoint", "/v1/chat/completions"],
             2,
-            "--backend openai does",
-            "--endpoint",
+            "--endpoint /v1/chat/completions does not go with --endpoint completions",
+            "Give --endpoint alone",
         ),
         (["serve", "--endpoint", "/v1/embeddings"], 2, "--endpoint /v1/embeddings", "/v1/completions"),
         (
@@ -72,15 +73,17 @@ URL = "http://127.0.0.1:9"
         (["serve", "--max_concurrency=0"], 2, "--concurrency: 0 is out of range", "--help"),
         (["serve", "--base-url", "http://a", "--host", "b"], 2, "named 2 times: http://b:8000, http://a", "Keep one"),
         (["serve", "--base-url", "a:8000"], 2, "a:8000 is no address", "Write http://a:8000"),
-        (["serve", "--percentile-metrics", "ttft,x"], 2, "--percentile-metrics x", "ttft, tpot, itl, e2el"),
+        (["serve", "--percentile-metrics", "ttft,x"], 2, "--percentile-metrics ttft,x", "ttft, tpot, itl, e2el"),
         (["serve", "--metric-percentiles", "99.9"], 2, "--metric-percentiles 99.9", "50, 90, 99"),
+        (["serve", "--backend"], 2, "--backend needs a value", "after"),
+        (["serve", "--header", "A: secret"], 2, "error: --header, a flag of vllm bench", "OPENAI_API_KEY"),
         (["serve", "--result-dir", "d"], 2, "--result-dir", "--save-result"),
         (["serve", "--save-result", "--result-dir", "/dev/null/x"], 2, "--result-dir /dev/null/x", "another folder"),
         (["serve", "--ramp-up-strategy", "exponential"], 2, "exponential", "--ramp R1:R2"),
         (["serve", "--ramp-up-strategy", "linear"], 2, "--ramp :: ", "--ramp 1:10"),
         (["serve", "--plot-timeline"], 2, "--plot-timeline, a flag of vllm bench", "--html"),
         (["serve", "--temperature", "warm"], 2, "--temperature is 'warm'", "number"),
-        (["serve", "--num-prompts"], 2, "--num-prompts needs a value", "behind"),
+        (["serve", "--num-prompts"], 2, "--num-prompts needs a value", "after"),
         (["throughput", "a", "b"], 2, "Unexpected argument: b", "One MODEL"),
         (["throughput", "--num-request", "5"], 2, "--num-request", "--num-requests"),
         (["throughput", "--port", "5"], 2, "--port", "--help"),
@@ -145,7 +148,7 @@ def test_flags_of_vllm_bench_become_a_plan(tmp_path):
     assert output.parent == tmp_path / "a" and output.parent.is_dir()
     assert output.name.startswith("vllm-infqps-concurrency16-Qwen3-0.6B-")
     assert [note.split(":")[0] for note in notes] == [
-        "--burstiness", "--tokenizer", "--trust-remote-code", "--percentile-metrics", "--metric-percentiles",
+        "--percentile-metrics", "--metric-percentiles", "--tokenizer", "--trust-remote-code", "--burstiness",
         "--save-result",
     ]  # fmt: skip
 
@@ -173,7 +176,10 @@ def test_the_choices_of_the_command_line_are_those_of_the_code():
     from oarlock.server.bench.metrics import LATENCIES, PERCENTILES, SLO_METRICS
     from oarlock.server.bench.workload import NAMES
 
-    assert (vllm_names.PERCENTILES, vllm_names.METRICS) == (PERCENTILES, LATENCIES)
+    rows = parse(vllm_names.TABLE)
+    assert rows["--percentile-metrics"][0].value == "|".join(LATENCIES) + ",…"
+    for percentile in PERCENTILES:
+        assert vllm_names.take_out(["--metric-percentiles", str(percentile)])[0] == []
     assert (serve._WORKLOADS, serve._FORMS, serve._SLO) == (NAMES, FORMS, SLO_METRICS)
 
 

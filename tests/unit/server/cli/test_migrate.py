@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,9 +10,11 @@ from pathlib import Path
 import pytest
 
 from oarlock.server.cli.arguments import Parser, UsageError, add_settings, given_settings, parse
+from oarlock.server.cli.bench import vllm_names
 from oarlock.server.cli.main import main
-from oarlock.server.cli.migrate import llama_server, sglang, tgi
-from oarlock.server.cli.migrate.lines import translate
+from oarlock.server.cli.migrate import rows
+from oarlock.server.cli.migrate.dialects import DIALECTS, VLLM
+from oarlock.server.cli.migrate.lines import table_of, translate
 from oarlock.server.config.settings import OPTIONS, make_settings
 from oarlock.server.config.vllm_flags import FLAGS
 
@@ -64,6 +67,13 @@ CORPUS = list(_corpus())
             ["--enable-lora", "--wibble 1 2"],
         ),
         ("vllm serve m --host h --port 99999", "oarlock serve m --host h", ["--port 99999"]),
+        ("vllm serve m --host h --kv-cache-memory-bytes 1.5G", "oarlock serve m --host h --kv-cache-memory 1.5G", []),
+        ("vllm serve m --model n --uds /x --port 2", "oarlock serve n --uds /x", ["m"]),
+        (
+            "vllm serve m --host h --enforce-eager=maybe --trust-remote-code false --headless no",
+            "oarlock serve m --host h",
+            ["--enforce-eager maybe", "--headless no"],
+        ),
         ("vllm serve m --host h --port", "oarlock serve m --host h", ["--port"]),
         ("vllm serve m n --host h", "oarlock serve m --host h", ["n"]),
         ("vllm serve m --uds /run/x.sock", "oarlock serve m --uds /run/x.sock", []),
@@ -75,10 +85,11 @@ CORPUS = list(_corpus())
         ),
         ("python -m vllm.entrypoints.openai.api_server --host h --model 'a b'", "oarlock serve 'a b' --host h", []),
         ("vllm serve m", "oarlock serve m --host 0.0.0.0", []),
+        ("VLLM_LOGGING_LEVEL=$L vllm serve m --host h", 'oarlock serve m --log-level "$L" --host h', []),
         (
             "docker run -p 80 -p 81:82 -p 8001:8000 -p 8002:8000 --env-file .env vllm/vllm-openai m",
             "oarlock serve m --host 0.0.0.0 --port 8001",
-            ["-p 80", "--env-file .env", "-p 81:82", "-p 0.0.0.0:8002:8000"],
+            ["--env-file .env", "-p 80", "-p 81:82", "-p 8002:8000"],
         ),
         ("docker run -P vllm/vllm-openai m", "oarlock serve m --host 127.0.0.1 --port 8000", ["-P"]),
         (
@@ -99,8 +110,8 @@ CORPUS = list(_corpus())
          "oarlock serve /m/x --host 0.0.0.0 --port 8080", []),
         (
             "llama-server -m m.gguf -c 8192 -np 4 -ngl 0 -t 8 --alias a,b -fa on -ctk q8_0 --jinja",
-            "oarlock serve m.gguf --max-num-seqs 4 --num-threads 8 --served-model-name a b --kv-cache-dtype int8 "
-            "--device cpu --max-model-len 2048 --port 8080",
+            "oarlock serve m.gguf --max-num-seqs 4 --device cpu --num-threads 8 --served-model-name a b "
+            "--kv-cache-dtype int8 --max-model-len 2048 --port 8080",
             [],
         ),
         (
@@ -108,6 +119,13 @@ CORPUS = list(_corpus())
             "oarlock serve m --max-model-len 8192 --max-num-seqs 4 --port 8080",
             [],
         ),
+        ("llama-server -m m -ngl 0 -ngl 9 -c 9 --ctx-size 0", "oarlock serve m --port 8080", []),
+        (
+            "LLAMA_ARG_NO_WEBUI=1 LLAMA_ARG_JINJA=0 LLAMA_ARG_MLOCK=1 llama-server -m m -lv 9",
+            "oarlock serve m --no-web-page --port 8080",
+            ["-lv 9"],
+        ),
+        ("llama-server -m m --model", "oarlock serve m --port 8080", ["--model"]),
         ("llama-server -m m -ngl all --n-gpu-layers=99 --gpu-layers auto", "oarlock serve m --port 8080", []),
         (
             "llama-server -m m.gguf --ssl-key-file k.pem --ssl-cert-file c.pem --api-prefix /llm --port 1",
@@ -145,11 +163,26 @@ CORPUS = list(_corpus())
             "oarlock serve m --log-format json --host h --port 1",
             ["--quantize exl2"],
         ),
+        (
+            "JSON_OUTPUT=true NGROK=0 DISABLE_CUSTOM_KERNELS=1 PORT=1 text-generation-launcher --model-id m",
+            "oarlock serve m --log-format json --port 1 --host 0.0.0.0",
+            ["DISABLE_CUSTOM_KERNELS=1"],
+        ),
+        ("OLLAMA_HOST=::1 ollama serve", "oarlock serve --host ::1 --port 11434", []),
+        ("OLLAMA_HOST= ollama serve", "oarlock serve --port 11434", ["OLLAMA_HOST="]),
+        ("docker run -p 1:11434 ollama/ollama run hf.co/a/b:Q4 hello you", "oarlock serve a/b --host 0.0.0.0 --port 1",
+         ["hf.co/a/b:Q4"]),
         ("OLLAMA_HOST=:80 ollama serve", "oarlock serve --host 0.0.0.0 --port 80", []),
         ("OLLAMA_HOST=http://h ollama serve", "oarlock serve --host h --port 80", []),
         ("OLLAMA_HOST=https://h:1/ ollama start", "oarlock serve --host h --port 1", ["OLLAMA_HOST=https://h:1/"]),
         ("OLLAMA_HOST=[::1] ollama serve", "oarlock serve --host ::1 --port 11434", []),
         ("OLLAMA_WIBBLE=1 ollama serve", "oarlock serve --port 11434", ["OLLAMA_WIBBLE=1"]),
+        (
+            "sglang serve m --ep 1 --dist-init-addr [::1]:5 --chat-template a.jinja --tool-call-parser glm --fp x",
+            "oarlock serve m --master-addr '[::1]' --master-port 5 --chat-template a.jinja --tool-call-parser glm45 "
+            "--port 30000",
+            ["--fp x"],
+        ),
         (
             "SGLANG_X=1 sglang serve m --lora-paths a b",
             "oarlock serve m --port 30000",
@@ -209,22 +242,38 @@ def test_every_flag_of_vllm_that_is_known_is_told_about():
         assert any(flag.holds in sentence for _, sentence in found.notes + found.lost), name
 
 
-@pytest.mark.parametrize("table", [llama_server.TABLE, tgi.TABLE, sglang.TABLE, llama_server.VARIABLES])
-def test_tables_name_options_that_there_are_and_values_that_they_take(table):
-    for flag, theirs in table.items():
-        assert flag.startswith(("-", "OLLAMA_"))
-        assert theirs.option in ("", "model") or theirs.option in OPTIONS
-        assert theirs.option or theirs.holds.endswith((".", ")."))
-        for ours in theirs.values.values():
-            if ours:
-                OPTIONS[theirs.option].from_text(ours)
+@pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.title)
+def test_rows_name_existing_options_and_values_that_they_accept(dialect):
+    for name, found in table_of(dialect).items():
+        assert name == "" or re.fullmatch(r"-{1,2}[a-zA-Z][\w-]*|[A-Z][A-Z0-9_]+", name)
+        assert len({row.value for row in found}) == len(found), f"{name} has a row that is never used"
+        for row in found:
+            assert row.note.endswith((".", ").")) or (not row.note and row.ours not in ("no equivalent", "partly"))
+            if row.ours in ("not needed", "no equivalent"):
+                continue
+            ours = row.ours.replace("the same", f"{name} {row.value}".rstrip(" ,…")).removeprefix("partly ")
+            for flag, *values in rows.fill(ours, {each: ["{}"] for each in re.findall(r"\{(\w+)\}", row.value)}):
+                described = OPTIONS.get(flag.removeprefix("--").removeprefix("no-").replace("-", "_").lower())
+                assert described is not None or re.fullmatch(r"[A-Z_]+=\{\}", flag), (name, flag)
+                if values and "{}" not in values[0]:
+                    described.from_text(values[0])
 
 
-def test_a_format_that_is_not_known_is_left_out_and_said_to_be_found_without(capsys):
-    assert main(["migrate", "vllm serve m --tool-call-parser xlam"]) == 1
-    shown = capsys.readouterr()
-    assert shown.out == "oarlock serve m --host 0.0.0.0\n"
-    assert "found in the chat template. Known: " in shown.err and "hermes" in shown.err
+def test_names_are_followed_by_their_value_and_the_others_are_switches():
+    table = rows.parse("-a --alpha {n} ALPHA 0|1 --beta | --seed {n} | one\n  sentence.\n{x} | not needed")
+    assert {name: [row.value for row in found] for name, found in table.items()} == {
+        "-a": ["{n}"], "--alpha": ["{n}"], "ALPHA": ["0|1"], "--beta": [""], "": ["{x}"],
+    }  # fmt: skip
+    assert table["--beta"][0].note == "one sentence."
+    assert "| `-a --alpha N`, `ALPHA 0 or 1`, `--beta` | `--seed N` | one sentence. |\n" in rows.as_markdown(
+        "-a --alpha {n} ALPHA 0|1 --beta | --seed {n} | one\n  sentence."
+    )
+
+
+@pytest.mark.parametrize("text", [VLLM.table, vllm_names.TABLE])
+def test_a_table_of_the_documentation_has_every_row(text):
+    lines = text.strip().replace("\n  ", " ").splitlines()
+    assert len(rows.as_markdown(text).splitlines()) == 2 + len(lines)
 
 
 def test_our_line_is_one_that_we_take(capsys):
