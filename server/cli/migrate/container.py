@@ -18,12 +18,8 @@ _PORT = re.compile(r"(?:(?:(\[.*\]|[^:\[\]]*):)?(\d*|\$\w+|\$\{\w+\}):)?(\d+)(?:
 class Container:
     dialect: Dialect  # of the image
     arguments: list[str]  # words after the image
-    flags: argparse.Namespace
-    others: list[str]  # flags that concern only the container
-
-    @property
-    def variables(self) -> dict[str, str]:
-        return dict(text.split("=", 1) for text in self.flags.env if "=" in text)  # others have the shell's own value
+    flags: argparse.Namespace  # flags before it that concern the server
+    others: list[str]
 
     @property
     def shares_network(self) -> bool:
@@ -32,40 +28,38 @@ class Container:
     def leave(self, found: Translation, port: int) -> None:
         """Make `found` the same server without the container, in which it listens on `port` or on its --port."""
         for value in self.flags.env_file:
-            text = "write the variables before the line."
-            found.lost.append((f"--env-file {value}", text))
+            found.lost.append((f"--env-file {value}", "write the variables before the line."))
         if self.flags.gpus:
             _give_devices(found, self.flags.gpus)
         others = self.others + _move_paths(found, self.flags.volume, is_tgi=self.dialect is TGI)
         if not self.shares_network:
-            self._listen_as_published(found, found.flags.get("port", ["", str(port)])[1])
+            _listen_as_published(found, self.flags, found.flags.get("port", ["", str(port)])[1])
             others += [f"--network {self.flags.network}"] if self.flags.network else []
         if others:
             written = " ".join(["docker run", *others])
             found.notes.append((written, "this concerns the container: see docker-compose.yml and Dockerfile."))
 
-    def _listen_as_published(self, found: Translation, inside: str) -> None:
-        """Listen on the address and port at which port `inside` of the container is published."""
-        address, outside, published = "127.0.0.1", inside, ""
-        found.lost += [("-P", _ANY_PORT)] if self.flags.publish_all else []
-        for value in self.flags.publish:
-            match = _PORT.fullmatch(value)
-            if match is None:
-                found.lost.append((f"-p {value}", "the server listens on one port: --port."))
-            elif not match[2]:
-                found.lost.append((f"-p {value}", _ANY_PORT))
-            elif match[3] != inside:
-                found.lost.append((f"-p {value}", f"the server in the container listens on {inside}."))
-            elif published:
-                found.lost.append((f"-p {value}", "the server listens on one address and port."))
-            else:
-                address, outside, published = (match[1] or "0.0.0.0").strip("[]"), match[2], value
-        found.set(f"-p {published}", "--host", [address])
-        found.set(f"-p {published}", "--port", [outside])
-        if not published:
-            found.notes.append(
-                ("docker run", "no port is published, so only clients on this machine reach the server.")
-            )
+
+def _listen_as_published(found: Translation, flags: argparse.Namespace, inside: str) -> None:
+    """Listen on the address and port at which port `inside` of the container is published."""
+    address, outside, published = "127.0.0.1", inside, ""
+    found.lost += [("-P", _ANY_PORT)] if flags.publish_all else []
+    for value in flags.publish:
+        match = _PORT.fullmatch(value)
+        if match is None:
+            found.lost.append((f"-p {value}", "the server listens on one port: --port."))
+        elif not match[2]:
+            found.lost.append((f"-p {value}", _ANY_PORT))
+        elif match[3] != inside:
+            found.lost.append((f"-p {value}", f"the server in the container listens on {inside}."))
+        elif published:
+            found.lost.append((f"-p {value}", "the server listens on one address and port."))
+        else:
+            address, outside, published = (match[1] or "0.0.0.0").strip("[]"), match[2], value
+    found.set(f"-p {published}", "--host", [address])
+    found.set(f"-p {published}", "--port", [outside])
+    if not published:
+        found.notes.append(("docker run", "no port is published, so only clients on this machine reach the server."))
 
 
 def _give_devices(found: Translation, value: str) -> None:

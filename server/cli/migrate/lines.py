@@ -37,7 +37,9 @@ def translate(line: str) -> Translation:
     container = None
     if words[:1] in (["docker"], ["podman"], ["nerdctl"]) and words[1:2] == ["run"]:
         container = read_container(words[2:])
-        words, variables = container.arguments, variables | container.variables
+        # The value of a variable without `=` is the shell's own.
+        variables |= dict(text.split("=", 1) for text in container.flags.env if "=" in text)
+        words = container.arguments
         if container.dialect is OLLAMA:
             words = ["ollama", *(words or ["serve"])]
     started = _started(words)
@@ -52,7 +54,7 @@ def translate(line: str) -> Translation:
         container.leave(found, dialect.port if command else dialect.image_port or dialect.port)
     if container is None or container.shares_network:
         _listen(found, dialect)
-    found.drop_what_does_not_go_together()
+    found.drop_conflicting()
     return found
 
 

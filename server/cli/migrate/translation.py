@@ -21,6 +21,7 @@ class Translation:
     model: str | None = None
     environment: dict[str, str] = field(default_factory=dict)
     flags: dict[str, list[str]] = field(default_factory=dict)  # option -> its words; the last given ones count
+    values: dict[str, Any] = field(default_factory=dict)  # option -> its value; the default for a variable of the shell
     notes: list[tuple[str, str]] = field(default_factory=list)
     lost: list[tuple[str, str]] = field(default_factory=list)
 
@@ -31,26 +32,26 @@ class Translation:
             self.environment[name] = value
             return True
         described = OPTIONS[_option(flag)]
+        is_switch, words, value = described.kind is bool, [flag, *values], described.default
+        if not values and not is_switch:
+            self.lost.append((written, f"it has no value, and {flag} needs one."))
+            return False
+        if described.positional:
+            self.model = values[0]
+            return True
         try:
-            if described.kind is bool:
-                is_on = (described.from_text(values[0]) if values else True) == (flag == described.flag)
-                self.flags[described.name] = [described.flag if is_on else f"--no-{described.flag[2:]}"]
-                return True
-            if not values:
-                self.lost.append((written, f"it has no value, and {flag} needs one."))
-                return False
-            if described.positional:
-                self.model = values[0]
-                return True
-            if described.many:
-                described.from_texts(values)
-            elif not any(map(_VARIABLE.search, values)):  # variables of the shell are not known here
-                described.from_text(values[0])
-            self.flags[described.name] = [flag, *(values if described.many else values[:1])]
+            if is_switch:
+                value = (described.from_text(values[0]) if values else True) == (flag == described.flag)
+                words = [described.flag if value else f"--no-{described.flag[2:]}"]
+            elif described.many:
+                value = described.from_texts(values)
+            elif not _VARIABLE.search(values[0]):
+                value = described.from_text(values[0])
         except OptionError as error:
             hint = " Without the flag, it is detected." if described.choices[:1] == ("auto",) else ""
             self.lost.append((written, f"{error.cause} {error.fix}{hint}"))
             return False
+        self.flags[described.name], self.values[described.name] = words, value
         return True
 
     def put(self, written: str, name: str, rows: Sequence[Row], values: Sequence[str]) -> None:
@@ -97,30 +98,18 @@ class Translation:
                 self.lost.append((written, f"there is no such flag.{hint}"))
         return others
 
-    def drop_what_does_not_go_together(self) -> None:
+    def drop_conflicting(self) -> None:
         """Drop options that `serve` refuses together with the others, each with its reason."""
         if "uds" in self.flags and self.flags.pop("port", None):
             self.notes.append(("--port", "a Unix socket has no port."))
-        while (refused := self._refused()) is not None:
-            cause = f"{refused.cause} {refused.fix}"
-            named = [name for name in self.flags if re.search(rf"{OPTIONS[name].flag}\b", cause)]
-            name = named[0] if named else next(iter(self.flags))
-            self.lost.append((" ".join(self.flags.pop(name)), cause))
-
-    def _refused(self) -> OptionError | None:
-        try:
-            make_settings({name: self._typed(name, words) for name, words in self.flags.items()})
-        except OptionError as error:
-            return error
-        return None
-
-    def _typed(self, name: str, words: list[str]) -> Any:
-        described = OPTIONS[name]
-        if described.kind is bool:
-            return not words[0].startswith("--no-")
-        if described.many:
-            return described.from_texts(words[1:])
-        return described.default if _VARIABLE.search(words[1]) else described.from_text(words[1])
+        while True:
+            try:
+                make_settings({name: self.values[name] for name in self.flags})
+                return
+            except OptionError as error:
+                named = [name for name in self.flags if re.search(rf"{OPTIONS[name].flag}\b", str(error))]
+                dropped = self.flags.pop(named[0] if named else next(iter(self.flags)))
+                self.lost.append((" ".join(dropped), str(error)))
 
     def command(self) -> str:
         """Return the line for a shell."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 
@@ -151,6 +152,17 @@ def test_flags_of_vllm_bench_become_a_plan(tmp_path):
         "--percentile-metrics", "--metric-percentiles", "--tokenizer", "--trust-remote-code", "--burstiness",
         "--save-result",
     ]  # fmt: skip
+
+
+def test_flags_of_vllm_bench_become_flags_of_ours():
+    parser = Parser()
+    serve.add_arguments(parser)
+    for name, rows in parse(vllm_names.TABLE).items():
+        for row in rows:
+            assert row.ours in ("not needed", "no equivalent", "into URL") or row.ours.startswith(("--", "into --"))
+            assert row.note.endswith(".") or row.ours != "no equivalent" or row.note.endswith("/health"), name
+            for flag in re.findall("--[a-z-]+", row.ours):
+                assert flag in parser._option_string_actions, (name, flag)
 
 
 def test_other_forms_of_vllm_bench_become_a_plan():

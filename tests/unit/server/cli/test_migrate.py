@@ -246,13 +246,17 @@ def test_every_flag_of_vllm_that_is_known_is_told_about():
 def test_rows_name_existing_options_and_values_that_they_accept(dialect):
     for name, found in table_of(dialect).items():
         assert name == "" or re.fullmatch(r"-{1,2}[a-zA-Z][\w-]*|[A-Z][A-Z0-9_]+", name)
-        assert len({row.value for row in found}) == len(found), f"{name} has a row that is never used"
+        for later, row in enumerate(found):
+            used = [each for each in found[:later] if each.value and each.parts([row.value]) is not None]
+            assert not used or row.value in ("", "{prompt}…"), f"{name} {row.value} is never used"
         for row in found:
-            assert row.note.endswith((".", ").")) or (not row.note and row.ours not in ("no equivalent", "partly"))
+            placeholders = {each: ["{}"] for each in re.findall(r"\{(\w+)\}", row.value)}
+            note = rows.insert(row.note, placeholders)
+            assert note.endswith(".") or (not note and not row.ours.startswith(("no equivalent", "partly")))
             if row.ours in ("not needed", "no equivalent"):
                 continue
             ours = row.ours.replace("the same", f"{name} {row.value}".rstrip(" ,…")).removeprefix("partly ")
-            for flag, *values in rows.fill(ours, {each: ["{}"] for each in re.findall(r"\{(\w+)\}", row.value)}):
+            for flag, *values in rows.fill(ours, placeholders):
                 described = OPTIONS.get(flag.removeprefix("--").removeprefix("no-").replace("-", "_").lower())
                 assert described is not None or re.fullmatch(r"[A-Z_]+=\{\}", flag), (name, flag)
                 if values and "{}" not in values[0]:
