@@ -35,12 +35,6 @@ def program(folder, name, script):
     return folder / name
 
 
-def test_help_names_every_target():
-    (targets,) = re.findall(r"^\.PHONY: (help .*)$", MAKEFILE, re.MULTILINE)
-    listed = run(ROOT, "make", "help").stdout
-    assert [name for name in targets.split()[1:] if f"make {name} " not in listed] == []
-
-
 @pytest.mark.parametrize("target", ["install", "serve", "dev", "docs", "lint", "check", "test", "test-long", "mutants"])
 def test_a_fresh_checkout_is_installed_first(folder, target):
     plan = run(folder, "make", "-n", target, PYTHON=sys.executable).stdout

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tools import prose
+from tests.house import prose
 
 RIDDLE = "of those that speak alone: what is left of it lies where they told it"
 
