@@ -156,8 +156,8 @@ class EngineCore:
         self._input_batch.forget_histories()
         refused = self.scheduler.refused_steps
         assert refused is not None, "a refusal is remembered"
-        facts = output.step_id, refused.most_tokens, len(failed)
-        logger.warning("event=step_out_of_memory step=%d most_tokens=%d num_failed=%d", *facts)
+        facts = output.step_id, refused.max_tokens, len(failed)
+        logger.warning("event=step_out_of_memory step=%d max_tokens=%d num_failed=%d", *facts)
         return TokenEvents(others=failed)
 
     def send_masks(self) -> None:

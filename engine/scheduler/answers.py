@@ -350,9 +350,9 @@ class RefusedSteps:
 
     def __init__(self, max_num_batched_tokens: int) -> None:
         self._largest = max_num_batched_tokens
-        self.most_tokens: int | None = None  # maximum tokens of a step while memory is short
+        self.max_tokens: int | None = None  # maximum tokens of a step while memory is short
         self._table_entries: list[tuple[int, int, int]] = []
-        self._num_ran = 0  # steps that ran since `most_tokens` changed
+        self._num_ran = 0  # steps that ran since `max_tokens` changed
         self._in_a_row = 0  # refusals since a step ran
         self._refusals: dict[int, int] = {}  # request id -> refusals
 
@@ -366,7 +366,7 @@ class RefusedSteps:
         """
         first = outputs[0]
         num_tokens = len(first.decodes.rows) + sum(item.num_tokens for item in first.scheduled)
-        self.most_tokens = max(1, num_tokens // 2)
+        self.max_tokens = max(1, num_tokens // 2)
         self._num_ran, self._in_a_row = 0, self._in_a_row + 1
         for output in outputs:
             self._table_entries += output.new_blocks
@@ -381,7 +381,7 @@ class RefusedSteps:
     @property
     def is_over(self) -> bool:
         """True if steps have their full size again, and no table entry waits for the next step."""
-        return self.most_tokens is None and not self._table_entries
+        return self.max_tokens is None and not self._table_entries
 
     def begin(self, output: SchedulerOutput) -> None:
         """Put the table entries that the ranks may lack first in `output`, because later entries may change them."""
@@ -393,15 +393,15 @@ class RefusedSteps:
 
     def ran(self, output: SchedulerOutput) -> None:
         """Record that the ranks have run `output`, and raise the limit after enough steps that ran."""
-        if self.most_tokens is None:
+        if self.max_tokens is None:
             return
         for item in output.items():
             self._refusals.pop(item.seq.request_id, None)
         self._num_ran, self._in_a_row = self._num_ran + 1, 0
         if self._num_ran >= GROWS_AFTER:
-            self._num_ran, self.most_tokens = 0, 2 * self.most_tokens
-        if self.most_tokens >= self._largest:
-            self.most_tokens = None
+            self._num_ran, self.max_tokens = 0, 2 * self.max_tokens
+        if self.max_tokens >= self._largest:
+            self.max_tokens = None
             self._refusals.clear()
 
 

@@ -244,7 +244,7 @@ class DecodeState:
         may_need = (self.num_tokens[rows] <= positions + 1) & (positions >= self.plain_until[rows])
         return int(may_need.sum()) > num_available_blocks
 
-    def any_behind(self) -> bool:
+    def any_unfinished(self) -> bool:
         """Return whether a prompt is unfinished: some running sequence has more than its newest token to compute."""
         return bool((self.num_tokens[self.order] > self.num_computed[self.order] + 1).any())
 

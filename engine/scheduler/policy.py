@@ -199,6 +199,10 @@ class StepBudget:
             limit_s = RATIO * max(rows_s, self._costs.seconds(num_soon) or 0.0)
         return min(room, max(fewest, self._costs.prompt_tokens_in(limit_s - rows_s, num_rows, room)))
 
+    def end_prompts(self) -> None:
+        """Begin a new division with the next prompts, because no prompt token is left."""
+        self._num_after_part = 0
+
     def _of_a_part(self, num_left: int, cost: StepCost) -> int:
         """Return the tokens of each step when `num_left` tokens are divided into steps that keep all pipeline stages
         busy.

@@ -66,7 +66,7 @@ class Scheduler:
         self.max_num_batched_tokens = config.worker.max_num_batched_tokens
         self._waiting, self._running, self._state = requests.waiting, requests.running, requests.decode_state
         self._max_vectors = max_token_vectors(info.hidden_size, info.max_model_len if info.whole_texts else 0)
-        self._num_parts = config.num_micro_batches  # steps in flight among which decoding sequences are divided
+        self._num_micro_batches = config.num_micro_batches  # steps in flight among which decoding sequences are divided
         self.refused_steps: RefusedSteps | None = None  # None: memory suffices, and the ranks have all table entries
         self.step_costs = StepCosts(info.step_cost)
         self._budget = policy.StepBudget(self.step_costs, config.max_step_s, config.num_micro_batches)
@@ -164,76 +164,47 @@ class Scheduler:
     # -- one step
 
     def schedule(self, now: float, *, ahead: bool = False) -> SchedulerOutput | None:
-        """Decide the next step: decodes first, then unfinished prefills, then the queue. Return None if nothing can
-        run.
+        """Decide the next step: decodes with their drafts first, then unfinished prefills, then the queue.
 
-        With `ahead`, the result of the previous step is still missing: also return None if it must come first.
+        `ahead`: the result of the previous step is still missing. Return None if nothing can run, or if that result
+        must come first.
         """
         if self.requests.loading is not None:
             self.requests.loading.follow(now)
-        most, refused = self.max_num_batched_tokens, self.refused_steps
-        if refused is not None:
-            most = refused.most_tokens or most
-        is_short = most < self.max_num_batched_tokens  # short of memory: then no drafts, and no step is sent ahead
-        drafter, most_drafts = None if is_short else self.drafter, 0
-        if self.drafter is not None:
-            most_drafts = self._most_drafts(most - len(self._running))
-        if ahead and (is_short or (self._num_parts == 1 and self._must_wait(most_drafts))):
+        # If the ranks lack memory, steps are smaller, have no drafts and are not sent ahead.
+        max_tokens, max_drafts = self.max_num_batched_tokens, 0
+        if self.refused_steps is not None:
+            max_tokens = self.refused_steps.max_tokens or max_tokens
+        is_short = max_tokens < self.max_num_batched_tokens
+        if self.drafter is not None and not is_short:
+            max_drafts = self._max_drafts(max_tokens)
+        if ahead and (is_short or self._must_wait(max_drafts)):
             return None
         if self._waiting.lines and not self._preempt_over_share(now, ahead=ahead):
             return None
-        rows, share = self._state.order, 0
-        if is_short:
-            rows = self._state.with_oldest(most)
-        elif self._num_parts > 1:
-            rows, share = self._state.next_micro_batch(self._num_parts)
-            if self._state.may_preempt(rows, self.kv_cache_manager.num_available):
-                if ahead:
-                    return None
-                rows = self._state.with_oldest(share)  # keep at least one row
-        if self._state.may_be_slow:
-            rows = self.mask_budget.choose(self._state, rows, any_waiting=bool(self._waiting.lines))
-            self._state.may_be_slow = bool(self._state.mask_s.any())
-        output = SchedulerOutput(self._step_id + 1, [], is_ahead=ahead)
-        may_draft = drafter is not None and (not ahead or self._num_parts > 1)
-        drafts = self._state.choose_drafts(rows, drafter, most_drafts) if may_draft else {}
-        behind = self._schedule_decodes(output, rows, drafts, now)
-        output.num_decodes = len(output.decodes.rows)
-        if output.scheduled:
-            output.num_decodes += len(output.scheduled)
-            output.num_drafts = sum(len(item.drafts) for item in output.scheduled)
-        if behind or self._waiting.lines or self._num_parts > 1:
-            self._schedule_prompts(output, behind, share, most, now)
-        if not output.num_decodes and not output.scheduled:
-            self._keep_table_entries(output)
-            if ahead or self.kv_offload is None or not self.kv_offload.has_copies:
+        rows, max_decodes = self._state.order, 0  # usually every running sequence takes part
+        if is_short or self._num_micro_batches > 1 or self._state.may_be_slow:
+            chosen = self._choose_rows(max_tokens, ahead=ahead)
+            if chosen is None:
                 return None
-            output = SchedulerOutput(output.step_id, [])  # only copies
-        else:
-            if refused is not None:
-                refused.begin(output)
-            num_tokens = output.num_decodes + output.num_drafts + output.num_prompt_tokens
-            self.stats.iteration_tokens.observe(num_tokens)
+            rows, max_decodes = chosen
+        output = SchedulerOutput(self._step_id + 1, [], is_ahead=ahead)
+        drafts = self._choose_drafts(rows, max_drafts, ahead=ahead) if max_drafts > 0 else {}
+        unfinished = self._schedule_decodes(output, rows, drafts, now)
+        if unfinished or self._waiting.lines:
+            self._schedule_prompts(output, unfinished, max_decodes, max_tokens, now)
+        elif self._num_micro_batches > 1:
+            self._budget.end_prompts()
+        if output.num_decodes or output.scheduled:
+            if self.refused_steps is not None:
+                self.refused_steps.begin(output)
+            self.stats.iteration_tokens.observe(output.num_decodes + output.num_drafts + output.num_prompt_tokens)
+        elif (output := self._copies_only(output)) is None:
+            return None
         if self.kv_offload is not None:
             output.kv_copies = self.kv_offload.take_copies()
         self.stats.step_id = self._step_id = output.step_id
         return output
-
-    def _preempt_over_share(self, now: float, *, ahead: bool) -> bool:
-        """Preempt sequences for the head of the queue according to the policy. Return False if the result of the
-        previous step must come first."""
-        shared = self._running, self._waiting, self.max_num_seqs, self.kv_cache_manager
-        while (victim := policy.choose_over_share(*shared)) is not None:
-            if ahead:
-                return False
-            self.requests.preempt(victim, now, is_short=False)
-        return True
-
-    def _keep_table_entries(self, output: SchedulerOutput) -> None:
-        """Keep the table entries of `output`, which is not sent, for the next step."""
-        if output.new_blocks:
-            self.refused_steps = self.refused_steps or RefusedSteps(self.max_num_batched_tokens)
-            self.refused_steps.drop(output)
 
     def update_from_output(self, output: SchedulerOutput, result: ModelRunnerOutput, now: float) -> TokenEvents:
         """Append tokens, cache full blocks and end complete sequences; return the events.
@@ -285,26 +256,88 @@ class Scheduler:
             if output.kv_copies is not None and self.kv_offload is not None:
                 self.kv_offload.give_back(output.kv_copies)
 
-    # -- decodes and their drafts
+    # -- the sequences of a step
 
-    def _most_drafts(self, room: int) -> int:
-        """Return the maximum number of drafts in a step with `room` tokens next to one per running sequence."""
-        beside_prompts = bool(self.requests.free_rows and self._waiting.lines) or self._state.any_behind()
-        return self._budget.drafts(len(self._running), room, beside_prompts=beside_prompts)
+    def _max_drafts(self, max_tokens: int) -> int:
+        """Return the maximum number of drafts in a step of `max_tokens` tokens, one for each running sequence."""
+        has_prompts = bool(self.requests.free_rows and self._waiting.lines) or self._state.any_unfinished()
+        num_left = max_tokens - len(self._running)
+        return self._budget.drafts(len(self._running), num_left, beside_prompts=has_prompts)
 
-    def _must_wait(self, most_drafts: int) -> bool:
+    def _must_wait(self, max_drafts: int) -> bool:
         """Return whether the next step can be scheduled only after the result of the step in flight.
 
         If so, the whole step waits: a step without some of its sequences, followed by another step for them, would read
-        all weights twice.
+        all weights twice. Micro-batches do not wait, because their sequences differ.
 
         All sequences wait if a sequence might be preempted. Each may need a block, and either the token that is being
         sampled would be lost, or the sequence to preempt might just end. The end of a sequence by its length is known
         ahead, so it gets no further row. A sequence that ends by a stop token gets another row, whose token is dropped.
         """
+        if self._num_micro_batches > 1:
+            return False
         if self.kv_cache_manager.num_available < len(self._running):
             return True
-        return self.drafter is not None and self._state.drafts_wait(self.drafter, most_drafts)
+        return self.drafter is not None and self._state.drafts_wait(self.drafter, max_drafts)
+
+    def _preempt_over_share(self, now: float, *, ahead: bool) -> bool:
+        """Preempt sequences for the head of the queue according to the policy. Return False if the result of the
+        previous step must come first."""
+        shared = self._running, self._waiting, self.max_num_seqs, self.kv_cache_manager
+        while (victim := policy.choose_over_share(*shared)) is not None:
+            if ahead:
+                return False
+            self.requests.preempt(victim, now, is_short=False)
+        return True
+
+    def _choose_rows(self, max_tokens: int, *, ahead: bool) -> tuple[np.ndarray, int] | None:
+        """Choose the sequences of a step in which some may pause: memory is short, micro-batches, or slow masks.
+
+        Return their rows, int64 [R], and for micro-batches the maximum number of sequences that decode in one. Return
+        None if the results of the steps in flight must come first.
+        """
+        state, max_decodes = self._state, 0
+        if max_tokens < self.max_num_batched_tokens:
+            rows = state.with_oldest(max_tokens)
+        elif self._num_micro_batches > 1:
+            rows, max_decodes = state.next_micro_batch(self._num_micro_batches)
+            if state.may_preempt(rows, self.kv_cache_manager.num_available):
+                if ahead:
+                    return None
+                rows = state.with_oldest(max_decodes)  # keep at least one row
+        else:
+            rows = state.order
+        if state.may_be_slow:
+            rows = self.mask_budget.choose(state, rows, any_waiting=bool(self._waiting.lines))
+            state.may_be_slow = bool(len(state.mask_s.nonzero()[0]))
+        return rows, max_decodes
+
+    def _choose_drafts(self, rows: np.ndarray, max_drafts: int, *, ahead: bool) -> Drafts:
+        """Choose up to `max_drafts` drafts for the sequences of `rows`, int64 [R].
+
+        A step sent ahead has none, because drafts must follow a known token. In micro-batches all tokens are known.
+        """
+        if self.drafter is None or (ahead and self._num_micro_batches == 1):
+            return {}
+        return self._state.choose_drafts(rows, self.drafter, max_drafts)
+
+    def _copies_only(self, output: SchedulerOutput) -> SchedulerOutput | None:
+        """Return a step with only KV copies instead of `output`, which computes nothing; None if there are no copies.
+
+        A step that only copies is not sent ahead. The next step gets the table entries of `output`.
+        """
+        self._keep_table_entries(output)
+        if output.is_ahead or self.kv_offload is None or not self.kv_offload.has_copies:
+            return None
+        return SchedulerOutput(output.step_id, [])
+
+    def _keep_table_entries(self, output: SchedulerOutput) -> None:
+        """Keep the table entries of `output`, which is not sent, for the next step."""
+        if output.new_blocks:
+            self.refused_steps = self.refused_steps or RefusedSteps(self.max_num_batched_tokens)
+            self.refused_steps.drop(output)
+
+    # -- decodes and their drafts
 
     def _schedule_decodes(
         self, output: SchedulerOutput, rows: np.ndarray, drafts: Drafts, now: float
@@ -321,9 +354,9 @@ class Scheduler:
             needs_look |= np.isin(rows, list(drafts))
         to_look_at = needs_look.nonzero()[0]
         if not len(to_look_at):
-            output.decodes = state.schedule(rows, positions)
+            output.decodes, output.num_decodes = state.schedule(rows, positions), len(rows)
             return []
-        is_plain, behind, num_released = np.ones(len(rows), bool), [], state.num_released
+        is_plain, unfinished, num_released = np.ones(len(rows), bool), [], state.num_released
         manager = self.kv_cache_manager
         block_size, is_simple = manager.block_size, not drafts and manager.sliding_window is None
         entries = (some.tolist() for some in (to_look_at, rows[to_look_at], positions[to_look_at]))
@@ -338,7 +371,7 @@ class Scheduler:
                     output.new_blocks.append((row, len(seq.block_ids), manager.allocate_next(seq)))
                     state.plain_until[row] = min(start + block_size, seq.num_to_compute)
                     continue
-                if not self._may_decode(seq, output, behind, now):
+                if not self._may_decode(seq, output, unfinished, now):
                     is_plain[index] = False
                     continue
                 drafted = drafts.get(seq.row, [])
@@ -355,16 +388,19 @@ class Scheduler:
             is_plain &= state.still_run(rows, num_released)
         if not is_plain.all():
             rows, positions = rows[is_plain], positions[is_plain]
-        output.decodes = state.schedule(rows, positions)
+        output.decodes, output.num_decodes = state.schedule(rows, positions), len(rows)
         output.scheduled = [item for item in output.scheduled if item.seq.status is Status.RUNNING]
-        return [seq for seq in behind if seq.status is Status.RUNNING]
+        if output.scheduled:
+            output.num_decodes += len(output.scheduled)
+            output.num_drafts = sum(len(item.drafts) for item in output.scheduled)
+        return [seq for seq in unfinished if seq.status is Status.RUNNING]
 
-    def _may_decode(self, seq: Sequence, output: SchedulerOutput, behind: list[Sequence], now: float) -> bool:
-        """Return whether `seq` gets a token now; if so, it has a block for it. Append it to `behind` if it has more to
-        compute."""
+    def _may_decode(self, seq: Sequence, output: SchedulerOutput, unfinished: list[Sequence], now: float) -> bool:
+        """Return whether `seq` gets a token now; if so, it has a block for it. Append it to `unfinished` if it has
+        more to compute."""
         start = seq.num_computed_tokens
         if self._state.num_tokens.item(seq.row) > start + 1:
-            behind.append(seq)
+            unfinished.append(seq)
             return False
         if start >= seq.num_to_compute:
             return False  # it ends with the result of the previous step
@@ -405,21 +441,20 @@ class Scheduler:
     # -- prompts
 
     def _schedule_prompts(
-        self, output: SchedulerOutput, behind: list[Sequence], share: int, most: int, now: float
+        self, output: SchedulerOutput, unfinished: list[Sequence], max_decodes: int, max_tokens: int, now: float
     ) -> None:
-        """Divide the remaining tokens of a step of `most` tokens among `behind`, the unfinished prefills, and waiting
-        prompts.
+        """Divide the remaining tokens of a step of `max_tokens` tokens among `unfinished` prefills and waiting prompts.
 
-        `share`: maximum number of sequences that decode in one of several steps in flight.
+        `max_decodes`: maximum number of sequences that decode in a micro-batch; 0 without micro-batches.
         """
         num_rows = output.num_decodes + output.num_drafts
-        num_left = policy.num_tokens_left(behind, self._waiting)
-        num_joining = policy.num_joining(self._running, behind, self._waiting, len(self.requests.free_rows))
+        num_left = policy.num_tokens_left(unfinished, self._waiting)
+        num_joining = policy.num_joining(self._running, unfinished, self._waiting, len(self.requests.free_rows))
         whole = self._budget.prompt_tokens(
-            max(num_rows, share), most - num_rows, num_left, num_joining // self._num_parts
+            max(num_rows, max_decodes), max_tokens - num_rows, num_left, num_joining // self._num_micro_batches
         )
-        behind, last, is_urgent = policy.give_way(behind, self._waiting)
-        budget = self._share_among_prompts(output, behind, whole, now)
+        first, last, is_urgent = policy.give_way(unfinished, self._waiting)
+        budget = self._share_among_prompts(output, first, whole, now)
         # A sequence that was just preempted must not get the blocks that it gave up back at once.
         if not output.num_preempted:
             budget = self._admit_in_order(output, budget, now, is_urgent=is_urgent)
