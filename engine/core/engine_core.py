@@ -113,19 +113,19 @@ class EngineCore:
         """Collect and apply the next output, and return its events. Raises `WorkerError` if the ranks are lost.
 
         Masks that waited for this output should be sent next. If the ranks had too little memory for the step, it is
-        taken back together with all later steps in flight.
+        rolled back together with all later steps in flight.
         """
         if self.masks is not None:
             self.send_masks()
         output, num_rows, begun_s = self._submitted.popleft()
-        answer = self.executor.collect()
-        if answer.out_of_memory:
-            return self._take_back(output)
+        step_output = self.executor.collect()
+        if step_output.out_of_memory:
+            return self._roll_back(output)
         num_pooled = sum([item.seq.pooling is not None for item in output.scheduled]) if output.scheduled else 0
-        rows, wanted = (len(answer.token_ids), len(answer.pooled_lens)), (num_rows, num_pooled)
-        if answer.step_id != output.step_id or rows != wanted:
+        rows, wanted = (len(step_output.token_ids), len(step_output.pooled_lens)), (num_rows, num_pooled)
+        if step_output.step_id != output.step_id or rows != wanted:
             raise WorkerError(
-                0, output.step_id, f"it answered step {answer.step_id} with {rows} rows instead of {wanted}"
+                0, output.step_id, f"it returned step {step_output.step_id} with {rows} rows instead of {wanted}"
             )
         now, scheduler, num_prompt_tokens = self._clock(), self.scheduler, output.num_prompt_tokens
         if num_seqs := len(output.decodes.rows) + len(output.scheduled):
@@ -137,22 +137,22 @@ class EngineCore:
             self._mask_s = 0.0
             scheduler.step_costs.observe(output.num_decodes + output.num_drafts, num_prompt_tokens, seconds)
         self._finished_s = now
-        return scheduler.update_from_output(output, ModelRunnerOutput(answer), now)
+        return scheduler.update_from_output(output, ModelRunnerOutput(step_output), now)
 
-    def _take_back(self, output: SchedulerOutput) -> TokenEvents:
-        """Take back `output`, which the ranks have refused, and the later steps that were already submitted."""
+    def _roll_back(self, output: SchedulerOutput) -> TokenEvents:
+        """Roll back `output`, which the ranks have refused, and the later steps that were already submitted."""
         if self.masks is not None:  # masks of the last step, which depend on a token of `output`
             self.executor.send_masks(self.masks.until_known)
             self.masks = None
         outputs = [output]
         while self._submitted:
             later, _, _ = self._submitted.popleft()
-            answer = self.executor.collect()
-            if answer.step_id != later.step_id or not answer.out_of_memory:
-                raise WorkerError(0, later.step_id, f"it ran a step behind step {output.step_id}, which it had refused")
+            step_output = self.executor.collect()
+            if step_output.step_id != later.step_id or not step_output.out_of_memory:
+                raise WorkerError(0, later.step_id, f"it ran this step after it had refused step {output.step_id}")
             outputs.append(later)
         self._finished_s = now = self._clock()
-        failed = self.scheduler.take_back(outputs, now)
+        failed = self.scheduler.roll_back(outputs, now)
         self._input_batch.forget_histories()
         refused = self.scheduler.refused_steps
         assert refused is not None, "a refusal is remembered"

@@ -279,7 +279,7 @@ class KVOffload:
         self._num_sent += len(copies.slots)
         return copies
 
-    def give_back(self, copies: Copies) -> None:
+    def restore_copies(self, copies: Copies) -> None:
         """Put the copies of a step that was not sent before the copies of the next step."""
         self._num_sent -= len(copies.slots)
         self._next.commands[:0] = copies.commands
@@ -287,7 +287,7 @@ class KVOffload:
         self._next.num_loads += copies.num_loads
         self._next.num_saves += copies.num_saves
 
-    def answered(self, copies: Copies) -> None:
+    def finish_copies(self, copies: Copies) -> None:
         """Complete the step's copies between pages and slots, which were made even if the step itself was refused."""
         for kind, _, slot, _ in copies.commands:
             if kind is Copy.SAVE:

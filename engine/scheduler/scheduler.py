@@ -27,10 +27,10 @@ from oarlock.engine.errors import (
 from oarlock.engine.kv_cache.manager import NULL_BLOCK
 from oarlock.engine.scheduler import policy
 from oarlock.engine.scheduler.admission import Limits, check
-from oarlock.engine.scheduler.answers import Answers, RefusedSteps, undo, withdraw
 from oarlock.engine.scheduler.decode_state import Drafts
 from oarlock.engine.scheduler.mask_budget import MaskBudget
 from oarlock.engine.scheduler.open_requests import OpenRequests
+from oarlock.engine.scheduler.refused_steps import RefusedSteps, undo, withdraw
 from oarlock.engine.scheduler.request_queue import Pending
 from oarlock.engine.scheduler.sequence import (
     GrammarMatcherProtocol,
@@ -41,6 +41,7 @@ from oarlock.engine.scheduler.sequence import (
     Status,
 )
 from oarlock.engine.scheduler.step_cost import StepCosts
+from oarlock.engine.scheduler.step_results import StepResults
 from oarlock.engine.spec_decode.drafter import Drafter
 from oarlock.engine.stats import EngineStats
 from oarlock.engine.types import FinishReason, Request, TokenEvent, TokenEvents
@@ -72,7 +73,7 @@ class Scheduler:
         self._budget = policy.StepBudget(self.step_costs, config.max_step_s, config.num_micro_batches)
         self.drafter = None if config.speculative is None else Drafter(config.speculative, self.step_costs)
         self.mask_budget = MaskBudget()
-        self._answers = Answers(requests)
+        self._results = StepResults(requests)
         self._num_arrivals = 0
         self._step_id = 0
 
@@ -213,27 +214,27 @@ class Scheduler:
         again before this call: their token is sampled again.
         """
         if output.kv_copies is not None and self.kv_offload is not None:
-            self.kv_offload.answered(output.kv_copies)
+            self.kv_offload.finish_copies(output.kv_copies)
         if self.refused_steps is not None and output.num_seqs:
             self.refused_steps.ran(output)
             if self.refused_steps.is_over:
                 self.refused_steps = None
-        return self._answers.apply(output, result, now)
+        return self._results.apply(output, result, now)
 
-    def take_back(self, outputs: list[SchedulerOutput], now: float) -> list[TokenEvent]:
+    def roll_back(self, outputs: list[SchedulerOutput], now: float) -> list[TokenEvent]:
         """Undo `outputs`, which are all steps in flight. Return the events of requests that fail.
 
         The ranks refused the first step for lack of memory, and with it all steps sent ahead. The next step is smaller.
         """
         self.stats.num_refused_steps += 1
         self.requests.log.steps.refused(now)
-        in_first, give_up = undo(outputs, self._state, self.kv_cache_manager)
+        in_first, to_preempt = undo(outputs, self._state, self.kv_cache_manager)
         for output in outputs:
             if output.kv_copies is not None and self.kv_offload is not None:
-                self.kv_offload.answered(output.kv_copies)
+                self.kv_offload.finish_copies(output.kv_copies)
         self.refused_steps = self.refused_steps or RefusedSteps(self.max_num_batched_tokens)
         unfit = self.refused_steps.shrink(outputs, in_first, self._running)
-        for seq in give_up:
+        for seq in to_preempt:
             self.requests.preempt(seq, now, is_short=False)
         if unfit is None:
             return []
@@ -254,7 +255,7 @@ class Scheduler:
         if not output.num_seqs:
             self._keep_table_entries(output)
             if output.kv_copies is not None and self.kv_offload is not None:
-                self.kv_offload.give_back(output.kv_copies)
+                self.kv_offload.restore_copies(output.kv_copies)
 
     # -- the sequences of a step
 

@@ -346,14 +346,15 @@ class ModelRunnerOutput:
     It has one entry per row of logits: first the `Decodes`, then the `ScheduledTokens`, in order.
     """
 
-    def __init__(self, answer: StepOutput) -> None:
-        self.answer = answer
-        self.all_finite = answer.finite.tobytes().count(FINITE) == len(answer.finite)  # uint8
+    def __init__(self, step_output: StepOutput) -> None:
+        self.step_output = step_output
+        finite = step_output.finite  # uint8 [L]
+        self.all_finite = finite.tobytes().count(FINITE) == len(finite)
 
     @cached_property
     def is_finite(self) -> np.ndarray:
         """Whether all logits of each row are finite, bool [L]."""
-        return self.answer.finite == FINITE
+        return self.step_output.finite == FINITE
 
     def are_finite(self, first: int, end: int) -> bool:
         """Return whether all rows from `first` to `end` (exclusive) are finite."""
@@ -361,39 +362,39 @@ class ModelRunnerOutput:
 
     @cached_property
     def token_ids(self) -> list[int]:
-        return self.answer.token_ids.tolist()
+        return self.step_output.token_ids.tolist()
 
     @cached_property
     def finite(self) -> list[int]:
         """State of each row: FINITE, NONFINITE or ALL_BANNED."""
-        return self.answer.finite.tolist()
+        return self.step_output.finite.tolist()
 
     def pooled(self) -> Iterator[array | None]:
         """Yield the float32 values of each pooled sequence in order, or None if they are not finite."""
         start = 0
-        for length in self.answer.pooled_lens.tolist():
+        for length in self.step_output.pooled_lens.tolist():
             if length == NOT_POOLED:
                 yield None
             else:
-                yield array("f", self.answer.pooled[start : start + length].tobytes())
+                yield array("f", self.step_output.pooled[start : start + length].tobytes())
                 start += length
 
-    def num_accepted(self, place: int, row: int) -> int:
-        """Return the number of accepted drafts of the step's sequence at index `place`, whose first row of logits is
+    def num_accepted(self, index: int, row: int) -> int:
+        """Return the number of accepted drafts of the step's sequence at `index`, whose first row of logits is
         `row`. They stop before a draft that no token can follow: that draft is left to the next step, in which it comes
         first."""
-        assert self.answer.num_accepted is not None
-        count = int(self.answer.num_accepted[place])
+        assert self.step_output.num_accepted is not None
+        count = int(self.step_output.num_accepted[index])
         states = self.is_finite[row + 1 : row + 1 + count]
         return count if states.all() else int(states.argmin())
 
     def scored(self, rows: slice | np.ndarray, num_top: int) -> ScoredTokens:
         """Return the tokens scored or sampled in `rows` of logits, with `num_top` alternatives each."""
-        answer = self.answer
-        assert answer.logprobs is not None and answer.ranks is not None
-        assert answer.top_ids is not None and answer.top_logprobs is not None
-        ints = (answer.token_ids[rows], answer.ranks[rows], answer.top_ids[rows, :num_top])
-        floats = (answer.logprobs[rows], answer.top_logprobs[rows, :num_top])
+        output = self.step_output
+        assert output.logprobs is not None and output.ranks is not None
+        assert output.top_ids is not None and output.top_logprobs is not None
+        ints = (output.token_ids[rows], output.ranks[rows], output.top_ids[rows, :num_top])
+        floats = (output.logprobs[rows], output.top_logprobs[rows, :num_top])
         token_ids, ranks, top_ids = (array("i", column.tobytes()) for column in ints)
         logprobs, top_logprobs = (array("f", column.tobytes()) for column in floats)
         return ScoredTokens(num_top, token_ids, ranks, logprobs, top_ids, top_logprobs)

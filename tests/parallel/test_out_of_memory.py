@@ -1,4 +1,4 @@
-"""Real ranks that run out of memory in steps: these are taken back and made smaller, and answers keep their bits."""
+"""Real ranks that run out of memory in steps: they are rolled back and made smaller, and responses keep their bits."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,7 +36,7 @@ def test_every_answer_has_the_bits_of_enough_memory(
 ) -> None:
     if not executor.info.batch_invariant:
         pytest.skip(f"steps are put together otherwise, which shows here: {executor.info.batch_invariant_reason}")
-    monkeypatch.setattr("oarlock.engine.scheduler.answers.GROWS_AFTER", 4)
+    monkeypatch.setattr("oarlock.engine.scheduler.refused_steps.GROW_AFTER_STEPS", 4)
     requests = [request for request in requests_of((*KINDS, *LATE_KINDS), 26) if max(request.prompt_token_ids) < 4000]
     found, engines = [], []
     for is_short, depth in ((False, 2), (True, 1), (True, 2)):
@@ -61,7 +61,7 @@ def test_a_request_fails_alone_where_nothing_smaller_is_left(
     executor: Executor, trigger: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A prompt whose steps the engine blames often enough; the two older requests are answered."""
-    monkeypatch.setattr("oarlock.engine.scheduler.answers.MOST_REFUSALS", 0)
+    monkeypatch.setattr("oarlock.engine.scheduler.refused_steps.MAX_REFUSALS", 0)
     engine = DirectEngine(executor, num_blocks=24, pipeline_depth=2)
     params = SamplingParams(max_tokens=20)
     requests = [Request(number, tuple(range(3, 12 + number)), params) for number in range(3)]

@@ -387,7 +387,7 @@ class Driver:
         output, self._must_finish = oldest, False
         answer = self.executor.collect()
         if answer.out_of_memory:
-            return self._take_back(output)
+            return self._roll_back(output)
         result = ModelRunnerOutput(answer)
         events = list(self.scheduler.update_from_output(output, result, self.now))
         self.see(events)
@@ -395,13 +395,13 @@ class Driver:
         self.scheduler.audit()
         return events
 
-    def _take_back(self, output: SchedulerOutput) -> list[TokenEvent]:
+    def _roll_back(self, output: SchedulerOutput) -> list[TokenEvent]:
         if self._masks is not None:
             self.executor.send_masks(self._masks.until_known)
             self._masks = None
         for _ in self.in_flight:
             assert self.executor.collect().out_of_memory
-        events = self.scheduler.take_back([output, *self.in_flight], self.now)
+        events = self.scheduler.roll_back([output, *self.in_flight], self.now)
         self.in_flight.clear()
         self.input_batch.forget_histories()
         self.see(events)

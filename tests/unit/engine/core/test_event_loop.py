@@ -265,7 +265,7 @@ def inject(harness: Harness, stage: str, monkeypatch: pytest.MonkeyPatch) -> Non
     elif stage == "build":
         broken(input_batch, "_assign", of_seq)
     elif stage == "update_from_output":
-        broken(scheduler._answers, "_append_tokens", lambda item, *_: item.seq.request_id == 2)
+        broken(scheduler._results, "_append_tokens", lambda item, *_: item.seq.request_id == 2)
     elif stage == "send":
         broken(event_loop.messages, "_event", lambda event: event.request_id == 2 and not event.error)
     elif stage == "poison":

@@ -364,7 +364,7 @@ def test_copies_of_a_step_that_was_not_sent_come_first_in_the_next() -> None:
     offload.evicted(7, b"x" * 32)
     copies = offload.take_copies()
     offload.evicted(9, b"y" * 32)
-    offload.give_back(copies)
+    offload.restore_copies(copies)
     assert [(kind, block) for kind, block, _, _ in offload.take_copies().commands] == [(Copy.SAVE, 7), (Copy.SAVE, 9)]
 
 
@@ -384,7 +384,7 @@ def test_a_second_load_of_a_request_waits_for_each_of_its_reads_once() -> None:
     assert offload.begin_load(7, digests, 0, 0.0)
     copies = offload.take_copies()
     reads = [slot for _, _, slot, _ in copies.commands]
-    offload.answered(copies)
+    offload.finish_copies(copies)
     offload.release(7)
     assert offload.begin_load(7, digests, 0, 1.0)
     assert not offload.has_copies, "the reads under way serve both"
@@ -403,7 +403,7 @@ def seconds_to_load(num_blocks: int) -> float:
     begun = time.thread_time()
     assert offload.begin_load(1, digests, 0, 0.0)
     copies = offload.take_copies()
-    offload.answered(copies)
+    offload.finish_copies(copies)
     for _, _, slot, _ in copies.commands:
         offload.report(KVReport(Report.READ, 0, results=[(slot, True)]))
     assert offload.take_ready(0.0) == [1]

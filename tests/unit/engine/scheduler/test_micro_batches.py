@@ -86,7 +86,7 @@ def test_a_preemption_waits_for_what_is_in_flight_and_nothing_else_does(stages: 
 @pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 60), marks=pytest.mark.soak)], ids=["few", "many"])
 @pytest.mark.slow
 def test_refused_steps_change_no_answer(monkeypatch: pytest.MonkeyPatch, seeds: range) -> None:
-    monkeypatch.setattr("oarlock.engine.scheduler.answers.GROWS_AFTER", 3)
+    monkeypatch.setattr("oarlock.engine.scheduler.refused_steps.GROW_AFTER_STEPS", 3)
     refused = ahead = 0
     for seed in seeds:
         scene = make_scene(seed)

@@ -6,7 +6,7 @@ import pytest
 
 from oarlock.engine.config import EngineConfig
 from oarlock.engine.errors import OUT_OF_MEMORY
-from oarlock.engine.scheduler.answers import GROWS_AFTER, MOST_REFUSALS
+from oarlock.engine.scheduler.refused_steps import GROW_AFTER_STEPS, MAX_REFUSALS
 from oarlock.engine.types import FinishReason
 from oarlock.workers.protocol import StepMetadata
 from tests.unit.engine.engine_fakes import Driver, Faults, make_config, make_request
@@ -31,7 +31,7 @@ def now_and_then(step: StepMetadata) -> bool:
 @pytest.mark.slow
 def test_every_answer_is_that_of_enough_memory(monkeypatch: pytest.MonkeyPatch, seeds: range) -> None:
     """Chunks of prompts, shared prefixes, windows, penalties, grammars, preemptions and aborts among them."""
-    monkeypatch.setattr("oarlock.engine.scheduler.answers.GROWS_AFTER", 3)
+    monkeypatch.setattr("oarlock.engine.scheduler.refused_steps.GROW_AFTER_STEPS", 3)
     refused = ahead = 0
     for seed in seeds:
         scene = make_scene(seed)
@@ -67,7 +67,7 @@ def test_a_request_that_never_fits_fails_alone(depth: int) -> None:
     assert driver.tokens[5] == []
     driver.check_outputs()
     driver.check_idle()
-    assert driver.executor.num_refused <= 2 * depth * MOST_REFUSALS
+    assert driver.executor.num_refused <= 2 * depth * MAX_REFUSALS
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -106,9 +106,9 @@ def test_steps_grow_again_and_nobody_starves() -> None:
             most[0] = 100
     driver.check_outputs()
     assert all(end.finish_reason is FinishReason.LENGTH for end in driver.ends.values())
-    assert driver.executor.num_refused <= 5 + len(sizes) / GROWS_AFTER
+    assert driver.executor.num_refused <= 5 + len(sizes) / GROW_AFTER_STEPS
     driver.add(make_request(20, range(30), max_tokens=4))
-    driver.run(4 * GROWS_AFTER)
+    driver.run(4 * GROW_AFTER_STEPS)
 
 
 def test_a_request_that_ends_while_its_step_is_refused_leaves_nothing_in_the_prefix_cache() -> None:

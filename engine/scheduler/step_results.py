@@ -1,27 +1,17 @@
-"""Application of a step's result, and undo of a step if the ranks had too little memory for it.
+"""Application of a step's result: tokens are appended, full blocks cached, and complete sequences ended.
 
-Tokens are appended, full blocks cached, and complete sequences ended. Decodes whose tokens need only be appended and
-sent are handled together, in `DecodeState`; all others individually. Both paths have the same effect for such a token:
-`tests/unit/engine/scheduler/test_decode_state.py` compares them.
-
-Each refusal halves the maximum tokens of a step; steps that run double it again. Steps that were sent ahead of the
-result are refused with it, and undone as well.
+Decodes whose tokens need only be appended and sent are handled together, in `DecodeState`; all others individually.
+Both paths have the same effect for such a token: `tests/unit/engine/scheduler/test_decode_state.py` compares them.
 """
 
 from array import array
-from collections.abc import Iterator
-from collections.abc import Sequence as Outputs
 from dataclasses import replace
 
 import numpy as np
 
 from oarlock.engine.errors import NO_TOKEN, NOT_FINITE
-from oarlock.engine.kv_cache.manager import KVCacheManager
-from oarlock.engine.scheduler.decode_state import DecodeState
 from oarlock.engine.scheduler.open_requests import OpenRequests
-from oarlock.engine.scheduler.policy import choose_victim
 from oarlock.engine.scheduler.sequence import (
-    NO_DECODES,
     Decodes,
     ModelRunnerOutput,
     ScheduledTokens,
@@ -33,12 +23,8 @@ from oarlock.engine.scheduler.sequence import (
 from oarlock.engine.types import FinishReason, TokenEvent, TokenEvents
 from oarlock.workers.protocol import FINITE, NONFINITE
 
-GROWS_AFTER = 32  # steps that ran before the limit doubles
-FEWEST_TRIES = 3  # refusals in a row before a step of a single token is given up
-MOST_REFUSALS = 16  # refused steps with the same newest sequence before it fails; enough to halve 65,536 tokens to 1
 
-
-class Answers:
+class StepResults:
     """Application of step results to the sequences of one scheduler."""
 
     def __init__(self, requests: OpenRequests) -> None:
@@ -73,13 +59,13 @@ class Answers:
     ) -> None:
         """Apply the results of all tokens that are not decodes."""
         pooled = result.pooled()
-        for place, (item, first, _) in enumerate(output.with_rows(), len(output.decodes.rows)):
+        for index, (item, first, _) in enumerate(output.with_rows(), len(output.decodes.rows)):
             if item.seq.pooling is not None:
                 values = next(pooled)
                 if item.seq.status is Status.RUNNING:
                     self._apply_pooled(item, values, now, events)
                 continue
-            num_accepted = result.num_accepted(place, first) if item.drafts else 0
+            num_accepted = result.num_accepted(index, first) if item.drafts else 0
             if item.drafts:
                 self._record_drafts(item, num_accepted)
             if item.seq.status is Status.RUNNING:
@@ -108,7 +94,7 @@ class Answers:
         more work, with their rows of logits. Sequences that no longer run are in neither.
         """
         state, rows, positions = self._state, decodes.rows, decodes.positions
-        token_ids = result.answer.token_ids[: len(rows)]
+        token_ids = result.step_output.token_ids[: len(rows)]
         needs_look = state.needs_look(rows, positions, token_ids)
         if not result.all_finite:
             needs_look |= ~result.is_finite[: len(needs_look)]
@@ -142,7 +128,7 @@ class Answers:
     ) -> None:
         """Append the tokens of the decodes in `is_plain` (None: all decodes), which come first in `events`."""
         state, rows, positions = self._state, decodes.rows, decodes.positions
-        token_ids = result.answer.token_ids[: len(rows)]
+        token_ids = result.step_output.token_ids[: len(rows)]
         if is_plain is not None:
             rows, positions, token_ids = rows[is_plain], positions[is_plain], token_ids[is_plain]
         if len(rows):
@@ -343,124 +329,3 @@ class Answers:
         self._stats.num_drafts += 1
         self._stats.num_draft_tokens += len(item.drafts)
         self._stats.num_accepted_draft_tokens += num_accepted
-
-
-class RefusedSteps:
-    """Limit on the tokens of steps after refusals, and the table entries that the next step must repeat."""
-
-    def __init__(self, max_num_batched_tokens: int) -> None:
-        self._largest = max_num_batched_tokens
-        self.max_tokens: int | None = None  # maximum tokens of a step while memory is short
-        self._table_entries: list[tuple[int, int, int]] = []
-        self._num_ran = 0  # steps that ran since `max_tokens` changed
-        self._in_a_row = 0  # refusals since a step ran
-        self._refusals: dict[int, int] = {}  # request id -> refusals
-
-    def shrink(
-        self, outputs: Outputs[SchedulerOutput], in_first: list[Sequence], running: list[Sequence]
-    ) -> Sequence | None:
-        """Halve the maximum tokens of a step after the first of `outputs`, and so all steps sent ahead, were refused.
-
-        `in_first`: running sequences of the first step. Return the sequence that must fail, if any: the newest of all
-        `running` sequences if no smaller step is left to try, or the newest of this step after too many refusals.
-        """
-        first = outputs[0]
-        num_tokens = len(first.decodes.rows) + sum(item.num_tokens for item in first.scheduled)
-        self.max_tokens = max(1, num_tokens // 2)
-        self._num_ran, self._in_a_row = 0, self._in_a_row + 1
-        for output in outputs:
-            self._table_entries += output.new_blocks
-        if not in_first:
-            return None
-        newest = choose_victim(in_first)
-        count = self._refusals[newest.request_id] = self._refusals.get(newest.request_id, 0) + 1
-        if num_tokens == 1 and self._in_a_row >= FEWEST_TRIES:
-            return choose_victim(running)
-        return newest if count > MOST_REFUSALS else None
-
-    @property
-    def is_over(self) -> bool:
-        """True if steps have their full size again, and no table entry waits for the next step."""
-        return self.max_tokens is None and not self._table_entries
-
-    def begin(self, output: SchedulerOutput) -> None:
-        """Put the table entries that the ranks may lack first in `output`, because later entries may change them."""
-        output.new_blocks, self._table_entries = self._table_entries + output.new_blocks, []
-
-    def drop(self, output: SchedulerOutput) -> None:
-        """Keep the table entries of `output`, which is not sent."""
-        self._table_entries += output.new_blocks
-
-    def ran(self, output: SchedulerOutput) -> None:
-        """Record that the ranks have run `output`, and raise the limit after enough steps that ran."""
-        if self.max_tokens is None:
-            return
-        for item in output.items():
-            self._refusals.pop(item.seq.request_id, None)
-        self._num_ran, self._in_a_row = self._num_ran + 1, 0
-        if self._num_ran >= GROWS_AFTER:
-            self._num_ran, self.max_tokens = 0, 2 * self.max_tokens
-        if self.max_tokens >= self._largest:
-            self.max_tokens = None
-            self._refusals.clear()
-
-
-def undo(
-    outputs: Outputs[SchedulerOutput], state: DecodeState, manager: KVCacheManager
-) -> tuple[list[Sequence], list[Sequence]]:
-    """Return the running sequences of `outputs` to their positions before, and remove uncomputed blocks from the prefix
-    cache.
-
-    Return the sequences of the first output, and the sequences that must give up their blocks: they were admitted, and
-    may share blocks that are not computed, or they freed blocks that they would read again.
-    """
-    for output in outputs:
-        for item in output.scheduled:
-            manager.uncache(item.seq, item.start, item.start + item.num_tokens)
-    starts: dict[Sequence, int] = {}
-    for output in reversed(outputs):
-        starts.update(_running(output, state))
-    give_up = [seq for output in outputs for seq in output.new_rows if seq.status is Status.RUNNING]
-    for seq, start in starts.items():
-        seq.num_computed_tokens = start
-        state.refresh(seq)
-        if seq not in give_up and not manager.holds_window(seq):
-            give_up.append(seq)
-    return [seq for seq, _ in _running(outputs[0], state)], give_up
-
-
-def withdraw(
-    output: SchedulerOutput, unfit: list[ScheduledTokens], manager: KVCacheManager
-) -> tuple[list[Sequence], list[Sequence]]:
-    """Remove `unfit` from a step that was not submitted, and the blocks that they would compute from the prefix cache.
-
-    Return the sequences of `unfit`, and the sequences that share such blocks in this step and leave it as well.
-    """
-    kept: list[ScheduledTokens] = []
-    failed: list[Sequence] = []
-    again: list[Sequence] = []
-    missing: set[int] = set()  # block ids
-    for item in output.items():
-        seq, column = item.seq, item.start // manager.block_size
-        is_unfit = item in unfit
-        if not is_unfit and missing.isdisjoint(seq.block_ids[:column]):
-            kept.append(item)
-            continue
-        missing.update(seq.block_ids[column:])
-        manager.evict_blocks(seq, column)
-        (failed if is_unfit else again).append(seq)
-    output.scheduled, output.decodes = kept, NO_DECODES
-    return failed, again
-
-
-def _running(output: SchedulerOutput, state: DecodeState) -> Iterator[tuple[Sequence, int]]:
-    """Yield the sequences of `output` that still run, each with its start position in that step."""
-    decodes = output.decodes
-    runs = state.still_run(decodes.rows, decodes.num_released)
-    for row, start in zip(decodes.rows[runs].tolist(), decodes.positions[runs].tolist(), strict=True):
-        seq = state.seqs[row]
-        assert seq is not None
-        yield seq, start
-    for item in output.scheduled:
-        if item.seq.status is Status.RUNNING:
-            yield item.seq, item.start
