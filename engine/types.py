@@ -102,8 +102,8 @@ class Request:
     priority: int = 0  # MIN_PRIORITY to MAX_PRIORITY; lower runs earlier
     cache_salt: bytes = b""  # prefixes are shared only between equal salts
     client: str = ""  # label of the client's API key; its share of the engine is used
-    has_place: bool = False  # it was accepted before, so a full queue must not refuse it
-    yields: bool = False  # no user waits for its response, so requests that do not yield run first
+    is_admitted: bool = False  # it was accepted before, so a full queue must not refuse it
+    is_low_priority: bool = False  # no user waits for its response; all other requests run first, at any `priority`
     # Set if vectors are wanted instead of tokens: the request ends with `FinishReason.STOP` when its prompt is
     # computed. Its `params` are POOLS.
     pooling: PoolingParams | None = None

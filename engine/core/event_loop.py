@@ -237,7 +237,7 @@ class EngineLoop:
                     self.scheduler.stats.num_rejected += isinstance(outcome.error, RequestError)
                     raise outcome.error
                 # It was accepted when it arrived, and must not be refused because the queue has filled since.
-                self.scheduler.add(replace(outcome.request, has_place=True), outcome.arrival_s, outcome.matcher)
+                self.scheduler.add(replace(outcome.request, is_admitted=True), outcome.arrival_s, outcome.matcher)
 
     def _abort(self, request_id: int) -> None:
         event = self.scheduler.abort(request_id, self._clock())

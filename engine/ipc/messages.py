@@ -126,8 +126,8 @@ class _Body(Struct, array_like=True, forbid_unknown_fields=True):
     priority: int
     cache_salt: bytes
     client: str
-    has_place: bool
-    yields: bool
+    is_admitted: bool
+    is_low_priority: bool
     pooling: PoolingParams | None
 
 
@@ -146,7 +146,7 @@ class Submit(Message):
                 params, allowed = replace(params, allowed_token_ids=None), array(_INT32, allowed)
             body = _Body(
                 array(_INT32, request.prompt_token_ids), allowed, params, request.priority, request.cache_salt,
-                request.client, request.has_place, request.yields, request.pooling,
+                request.client, request.is_admitted, request.is_low_priority, request.pooling,
             )  # fmt: skip
             return Submit(request.request_id, Raw(_ENCODER.encode(body)))
         except _UNSENDABLE as error:
@@ -179,8 +179,8 @@ class RequestReader:
             priority=body.priority,
             cache_salt=body.cache_salt,
             client=body.client,
-            has_place=body.has_place,
-            yields=body.yields,
+            is_admitted=body.is_admitted,
+            is_low_priority=body.is_low_priority,
             pooling=body.pooling,
         )
 

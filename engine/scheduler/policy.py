@@ -26,8 +26,8 @@ FEWEST_TOKENS = 16  # minimum tokens of a chunk, however long a step takes: prom
 
 
 def choose_victim(running: Iterable[Sequence]) -> Sequence:
-    """Return the sequence to preempt: the last in the order of service, among sequences that yield if there are any."""
-    return max(running, key=lambda seq: (seq.request.yields, seq.key))
+    """Return the sequence to preempt: the last in the order of service, low-priority sequences first."""
+    return max(running, key=lambda seq: (seq.request.is_low_priority, seq.key))
 
 
 def choose_over_share(
@@ -35,25 +35,25 @@ def choose_over_share(
 ) -> Sequence | None:
     """Choose the sequence to preempt if the head of the queue has no row or too few blocks.
 
-    It is the newest running sequence of any client that yields to the head, or else the newest of the client that has
-    most of the `num_rows` rows or of the blocks.
+    It is the newest running low-priority sequence of any client if the head has normal priority, or else the newest
+    sequence of the client that has most of the `num_rows` rows or of the blocks.
 
     In the second case return None unless that client has more than its share and more work done, and the head's client
     stays within its own share with the head. A client therefore takes at most its due from another client, and a client
-    may have everything while no other client waits. Sequences that yield are compared with each other in the same way.
+    may have everything while no other client waits. Low-priority sequences are compared only with each other.
     """
-    behind = [seq for seq in running if seq.request.yields] if waiting.is_urgent else []
-    if not behind and not waiting.has_several_clients(running):
+    low_priority = [seq for seq in running if seq.request.is_low_priority] if waiting.has_normal_priority else []
+    if not low_priority and not waiting.has_several_clients(running):
         return None
     head = waiting[0]
     reserve = reserved_blocks(len(running), head.num_preemptions)
     if len(running) < num_rows and kv_cache_manager.can_allocate(head, reserve):
         return None
-    if behind:
-        return choose_victim(behind)
+    if low_priority:
+        return choose_victim(low_priority)
     rows, blocks = Counter[str](), Counter[str]()
-    equals = [seq for seq in running if seq.request.yields == head.request.yields]
-    for seq in equals:
+    peers = [seq for seq in running if seq.request.is_low_priority == head.request.is_low_priority]
+    for seq in peers:
         rows[seq.request.client] += 1
         blocks[seq.request.client] += len(seq.block_ids)
     client, share = head.request.client, 1 / len(rows.keys() | set(waiting.clients))
@@ -65,7 +65,7 @@ def choose_over_share(
     heaviest = max(held, key=lambda other: (held[other], other))
     if held[heaviest] <= share or waiting.time_of(heaviest) <= waiting.time_of(client):
         return None
-    return choose_victim(seq for seq in equals if seq.request.client == heaviest)
+    return choose_victim(seq for seq in peers if seq.request.client == heaviest)
 
 
 def reserved_blocks(num_running: int, num_preemptions: int) -> int:
@@ -89,15 +89,15 @@ def may_be_passed(seq: Sequence, running: list[Sequence], kv_cache_manager: KVCa
     return kv_cache_manager.can_allocate(seq, reserved_blocks(len(running), 0))
 
 
-def give_way(under_way: list[Sequence], waiting: RequestQueue) -> tuple[list[Sequence], list[Sequence], bool]:
+def split_by_priority(under_way: list[Sequence], waiting: RequestQueue) -> tuple[list[Sequence], list[Sequence], bool]:
     """Split the prompts `under_way` by whether they continue in this step or only in a step without other prompts.
 
-    Also return whether there is a prompt that does not yield: other prompts must not lengthen its steps.
+    Also return whether there is a prompt of normal priority: low-priority prompts must not lengthen its steps.
     """
-    urgent = [seq for seq in under_way if not seq.request.yields]
-    if not urgent and not waiting.is_urgent:
+    normal = [seq for seq in under_way if not seq.request.is_low_priority]
+    if not normal and not waiting.has_normal_priority:
         return under_way, [], False
-    return urgent, [seq for seq in under_way if seq.request.yields], True
+    return normal, [seq for seq in under_way if seq.request.is_low_priority], True
 
 
 def has_room_for_text(seq: Sequence, output: SchedulerOutput, budget: int, most_vectors: int) -> bool:
@@ -119,11 +119,12 @@ def num_tokens_left(under_way: list[Sequence], waiting: RequestQueue) -> int:
 def num_joining(running: list[Sequence], under_way: list[Sequence], waiting: RequestQueue, num_free_rows: int) -> int:
     """Count the sequences that will soon decode: prompts `under_way`, and waiting prompts for which there are rows.
 
-    Sequences that yield count only if all running sequences yield, since they must not make the steps of others longer.
+    Low-priority sequences count only if all running sequences have low priority, since they must not make the steps of
+    others longer.
     """
-    is_urgent = not all(seq.request.yields for seq in running)
-    num_waiting = sum(len(seqs) for (yields, _), seqs in waiting.lines.items() if not (is_urgent and yields))
-    num_under_way = sum(not (is_urgent and seq.request.yields) for seq in under_way)
+    normal_only = not all(seq.request.is_low_priority for seq in running)
+    num_waiting = sum(len(seqs) for (is_low, _), seqs in waiting.lines.items() if not (normal_only and is_low))
+    num_under_way = sum(not (normal_only and seq.request.is_low_priority) for seq in under_way)
     return num_under_way + min(num_waiting, num_free_rows)
 
 
@@ -141,7 +142,7 @@ def shorter_by_half(first: Sequence, waiting: RequestQueue) -> Iterator[Sequence
     for seq in list(islice(waiting, _LOOKED_AT)):
         if seq.shortage is not None:
             return
-        if len(seq.token_ids) <= most and seq.request.yields <= first.request.yields:
+        if len(seq.token_ids) <= most and seq.request.is_low_priority <= first.request.is_low_priority:
             yield seq
 
 

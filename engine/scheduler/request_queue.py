@@ -58,7 +58,7 @@ def _key(seq: Sequence) -> tuple[float, int]:
 
 
 def _line(seq: Sequence) -> tuple[bool, str]:
-    return seq.request.yields, seq.request.client
+    return seq.request.is_low_priority, seq.request.client
 
 
 class Pending(NamedTuple):
@@ -71,20 +71,20 @@ class Pending(NamedTuple):
 class RequestQueue:
     """Queue bounded in requests and in prompt tokens.
 
-    Clients take turns by their shares; sequences of one client are in the order of their keys. Sequences that yield
-    come after all others and do not count towards the bounds.
+    Clients take turns by their shares; sequences of one client are in the order of their keys. Low-priority
+    sequences come after all others and do not count towards the bounds.
     """
 
     def __init__(self, max_requests: int, max_tokens: int) -> None:
         self.max_requests = max_requests
         self.max_tokens = max_tokens
         self.num_tokens = 0  # prompt tokens
-        self._num_yielding_tokens = 0  # prompt tokens of sequences that yield
+        self._num_low_priority_tokens = 0  # prompt tokens of low-priority sequences
         self.pending: Mapping[str, Pending] = {}  # pending requests by client; they count as waiting
         self._shares = ClientShares()
         # True if generated tokens must be counted. A single client needs no count: a second begins at its time.
         self.has_had_several_clients = False
-        # (whether they yield, client) -> waiting sequences.
+        # (is_low_priority, client) -> waiting sequences.
         self.lines: dict[tuple[bool, str], list[Sequence]] = {}
         self._admitted_s: deque[float] = deque(maxlen=64)  # times of the last admissions
 
@@ -96,16 +96,16 @@ class RequestQueue:
         if len(self.lines) == 1:
             yield from next(iter(self.lines.values()))
             return
-        turns = [(yields, self._shares.time_of(client), client, 0) for yields, client in self.lines]
+        turns = [(is_low, self._shares.time_of(client), client, 0) for is_low, client in self.lines]
         heapify(turns)
         while turns:
-            yields, time, client, index = heappop(turns)
-            line = self.lines[yields, client]
+            is_low, time, client, index = heappop(turns)
+            line = self.lines[is_low, client]
             seq = line[index]
             yield seq
             if index + 1 < len(line):
                 work = 0 if seq.timeline.first_scheduled_s is not None else seq.num_prompt_tokens
-                heappush(turns, (yields, time + work, client, index + 1))
+                heappush(turns, (is_low, time + work, client, index + 1))
 
     def __getitem__(self, index: int) -> Sequence:
         """Return the waiting sequence with `index` others ahead of it."""
@@ -125,9 +125,9 @@ class RequestQueue:
         return {client for _, client in self.lines}
 
     @property
-    def is_urgent(self) -> bool:
-        """True if a sequence that does not yield is waiting."""
-        return not all(yields for yields, _ in self.lines)
+    def has_normal_priority(self) -> bool:
+        """True if a sequence that does not have low priority is waiting."""
+        return not all(is_low for is_low, _ in self.lines)
 
     @property
     def num_pending(self) -> int:
@@ -149,11 +149,11 @@ class RequestQueue:
         A client that has less than its share of the queue is not refused, because other clients may have filled the
         queue before. `num_free_rows` is the number of requests that can run at once.
         """
-        lines = {client: seqs for (yields, client), seqs in self.lines.items() if not yields}
+        lines = {client: seqs for (is_low, client), seqs in self.lines.items() if not is_low}
         own, own_pending = lines.get(client, ()), self.pending.get(client, Pending(0, 0))
         clients = len(lines.keys() | self.pending.keys() | {client})
         num_waiting = sum(map(len, lines.values())) + self.num_pending
-        num_waiting_tokens = self.num_tokens - self._num_yielding_tokens + self.num_pending_tokens
+        num_waiting_tokens = self.num_tokens - self._num_low_priority_tokens + self.num_pending_tokens
         is_small = clients > 1 and len(own) + own_pending.num_requests < self.max_requests // clients
         if num_waiting >= self.max_requests + num_free_rows and not is_small:
             raise QueueFullError(
@@ -177,8 +177,8 @@ class RequestQueue:
         """Remove `seq`, which begins to run."""
         self._admitted_s.append(now)
         if seq.timeline.first_scheduled_s is None:
-            # Sequences that yield may wait for long; they must not hold back the virtual time of sequences that do not.
-            waiting = {client for yields, client in self.lines if yields <= seq.request.yields}
+            # Low-priority sequences may wait for long; they must not hold back the virtual time of other sequences.
+            waiting = {client for is_low, client in self.lines if is_low <= seq.request.is_low_priority}
             self._shares.begin(seq.request.client, seq.num_prompt_tokens, waiting)
             self.has_had_several_clients = self._shares.num_clients > 1
         self.remove(seq)
@@ -200,7 +200,7 @@ class RequestQueue:
 
     def _count(self, seq: Sequence, num_tokens: int) -> None:
         self.num_tokens += num_tokens
-        self._num_yielding_tokens += num_tokens if seq.request.yields else 0
+        self._num_low_priority_tokens += num_tokens if seq.request.is_low_priority else 0
 
     def _retry_after_s(self, now: float) -> float:
         """Return the seconds until about half of the queue is gone, at the rate of the last admissions."""

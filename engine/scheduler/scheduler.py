@@ -115,7 +115,7 @@ class Scheduler:
             if request.request_id in self.requests.by_id:
                 raise RequestError(f"Request id {request.request_id} is in use.", "request_id")
             check(request, self.limits)
-            if not request.has_place:
+            if not request.is_admitted:
                 num_free = len(self.requests.free_rows)
                 self._waiting.check(len(request.prompt_token_ids), num_free, now, request.client)
         except (RequestError, QueueFullError):
@@ -454,11 +454,11 @@ class Scheduler:
         whole = self._budget.prompt_tokens(
             max(num_rows, max_decodes), max_tokens - num_rows, num_left, num_joining // self._num_micro_batches
         )
-        first, last, is_urgent = policy.give_way(unfinished, self._waiting)
+        first, last, normal_only = policy.split_by_priority(unfinished, self._waiting)
         budget = self._share_among_prompts(output, first, whole, now)
         # A sequence that was just preempted must not get the blocks that it gave up back at once.
         if not output.num_preempted:
-            budget = self._admit_in_order(output, budget, now, is_urgent=is_urgent)
+            budget = self._admit_in_order(output, budget, now, normal_only=normal_only)
         if budget == whole:  # otherwise keep the step short for the waiting sequences
             budget = self._share_among_prompts(output, last, budget, now)
         output.num_prompt_tokens = whole - budget
@@ -485,16 +485,16 @@ class Scheduler:
         budget -= budget // 2 - share
         return budget - self._schedule_prompt(oldest, output, budget, now)
 
-    def _admit_in_order(self, output: SchedulerOutput, budget: int, now: float, *, is_urgent: bool) -> int:
+    def _admit_in_order(self, output: SchedulerOutput, budget: int, now: float, *, normal_only: bool) -> int:
         """Admit waiting sequences in order and schedule them; return the rest of the budget.
 
         A sequence that cannot be admitted blocks the sequences behind it, so that long prompts are served, unless it
-        may be passed. `is_urgent`: admit only sequences that do not yield.
+        may be passed. `normal_only`: admit only sequences of normal priority.
         """
         passed: list[Sequence] = []
         while len(passed) < len(self._waiting) and budget > 0:
             seq = self._waiting[len(passed)]
-            if is_urgent and seq.request.yields:
+            if normal_only and seq.request.is_low_priority:
                 break
             budget -= self._schedule_prompt(seq, output, budget, now)
             if seq.status is Status.RUNNING:

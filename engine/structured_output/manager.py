@@ -285,7 +285,7 @@ class StructuredOutputManager:
         if key not in self.waiting:
             if (reason := self._known_reason(key, now)) is not None:
                 raise _refusal(grammar, reason)
-            if not request.has_place:
+            if not request.is_admitted:
                 self._jobs.check(grammar, request.client)
         self._add_pending(request, key, now)
         return None

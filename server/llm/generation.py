@@ -276,7 +276,7 @@ class Generation:
             request = choice.request
             if has_place or self.key_label is not None:
                 client = self.key_label or ""
-                request = replace(request, has_place=has_place, yields=self._has_place, client=client)
+                request = replace(request, is_admitted=has_place, is_low_priority=self._has_place, client=client)
             is_awaited = self._reporter is not None and choice.index == 0
             async with aclosing(self._handle_of(choice).generate(request)) as events:
                 async for event in events:

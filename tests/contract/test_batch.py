@@ -87,7 +87,7 @@ def test_answers_are_the_servers(batch, make_stage, capsys):
                 assert body[name] == expected[name], name
         else:
             assert body == expected
-    assert batch.engine.closed and all(request.has_place for request in batch.engine.requests)
+    assert batch.engine.closed and all(request.is_admitted for request in batch.engine.requests)
 
 
 def test_a_killed_batch_goes_on(batch, capsys):

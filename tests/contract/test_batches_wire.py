@@ -57,9 +57,11 @@ def test_a_batch_of_each_endpoint_is_answered_as_the_server_would(serve):
         file = server.client.files.retrieve(batch.output_file_id)
         assert file.purpose == "batch_output" and file.expires_at - file.created_at == 3600
     assert all(
-        request.yields and request.priority == 10 for request in server.stage.engine.requests if request.has_place
+        request.is_low_priority and request.priority == 10
+        for request in server.stage.engine.requests
+        if request.is_admitted
     )
-    assert sum(request.yields for request in server.stage.engine.requests) == 15
+    assert sum(request.is_low_priority for request in server.stage.engine.requests) == 15
 
 
 @pytest.mark.slow
@@ -404,4 +406,4 @@ def test_texts_are_embedded_in_batches(serve):
     assert error["response"]["body"]["error"]["param"] == "input"
     requests = [request for request in server.stage.engine.requests if request.priority == 10]
     assert len(requests) == 6
-    assert all(request.has_place and request.pooling is not None for request in requests)
+    assert all(request.is_admitted and request.pooling is not None for request in requests)

@@ -71,7 +71,7 @@ def test_prompts_become_outputs_in_order(make_llm, tokenizer):
     assert {output.finish_reason for output in outputs} == {"stop"}
     assert engine.config.worker.max_num_seqs == 4
     assert engine.config.worker.log_level == "WARNING"
-    assert all(request.has_place for request in engine.requests), "its own prompts cannot fill its queue"
+    assert all(request.is_admitted for request in engine.requests), "its own prompts cannot fill its queue"
     assert engine.requests[0].params.eos_token_ids == (2, 0)
 
 
@@ -237,7 +237,7 @@ def test_vectors_are_those_of_the_route(make_llm, make_stage):
     asked = {tuple(request.prompt_token_ids) for request in engine.requests}
     assert {tuple(one.prompt_token_ids) for one in found} == asked
     assert all(one.num_cached_tokens == len(one.prompt_token_ids) // 2 for one in found), "as this engine says"
-    assert all(request.has_place for request in engine.requests), "its own prompts cannot fill its queue"
+    assert all(request.is_admitted for request in engine.requests), "its own prompts cannot fill its queue"
     whole = llm.embed([[5, 6], [7]], normalize=False)
     assert [len(one.outputs.embedding) for one in whole] == [4, 4]
     assert llm.embed([]) == [] and len(llm.embed("one")) == 1

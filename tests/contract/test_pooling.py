@@ -149,5 +149,5 @@ def test_many_prompts_wait_for_room_at_the_engine(make_stage):
         return num_sent
 
     assert run(ask()) == 2 * info.max_num_seqs
-    assert [request.has_place for request in stage.engine.requests] == [False, *[True] * 99]
+    assert [request.is_admitted for request in stage.engine.requests] == [False, *[True] * 99]
     assert given_back(stage)

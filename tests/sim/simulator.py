@@ -35,7 +35,7 @@ class Arrival:
     priority: int = 0
     max_tokens: int | None = None  # the limit in the request; None: num_output_tokens
     client: str = ""
-    yields: bool = False  # to all that do not
+    is_low_priority: bool = False
     pooling: PoolingParams | None = None  # vectors are wanted, and no answer
 
 
@@ -228,5 +228,5 @@ def _request(number: int, arrival: Arrival) -> Request:
         params,
         priority=arrival.priority,
         client=arrival.client,
-        yields=arrival.yields,
+        is_low_priority=arrival.is_low_priority,
     )

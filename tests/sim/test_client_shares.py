@@ -161,7 +161,7 @@ def test_nobody_waits_behind_requests_that_yield(client: str, num_blocks: int) -
     rng = random.Random(3)
     before = [Arrival(0.0, tuple(rng.randrange(32_000) for _ in range(2000)), 200, client=client) for _ in range(4)]
     batch = [
-        Arrival(1.0, tuple(rng.randrange(32_000) for _ in range(2500)), 300, 10, client="", yields=True)
+        Arrival(1.0, tuple(rng.randrange(32_000) for _ in range(2500)), 300, 10, client="", is_low_priority=True)
         for _ in range(24)
     ]
     probes = [
@@ -179,5 +179,5 @@ def test_nobody_waits_behind_requests_that_yield(client: str, num_blocks: int) -
     beside = max(waits([*before, *batch, *probes]))
     step_s = settings.cost.step_s + settings.cost.token_s * 2048
     assert beside <= alone + 2 * step_s
-    unyielding = waits([*before, *(replace(one, yields=False) for one in batch), *probes])
+    unyielding = waits([*before, *(replace(one, is_low_priority=False) for one in batch), *probes])
     assert max(unyielding) > 1.5 * beside

@@ -63,10 +63,10 @@ def make_info(config: EngineConfig, num_blocks: int = 33, sliding_window: int | 
     return replica_info(config.worker, num_blocks, VOCAB, sliding_window=sliding_window)
 
 
-def make_request(request_id: int, prompt, *, priority: int = 0, yields: bool = False, **params) -> Request:
+def make_request(request_id: int, prompt, *, priority: int = 0, is_low_priority: bool = False, **params) -> Request:
     whose = {name: params.pop(name) for name in ("cache_salt", "client") if name in params}
     sampling = SamplingParams(**{"seed": request_id, "max_tokens": 4, **params})
-    return Request(request_id, tuple(prompt), sampling, priority, yields=yields, **whose)
+    return Request(request_id, tuple(prompt), sampling, priority, is_low_priority=is_low_priority, **whose)
 
 
 def next_token(history: int, seed: int, position: int, banned=(), past=()) -> int:

@@ -257,7 +257,7 @@ def test_prompts_of_requests_that_wait_for_grammars_count_as_waiting_tokens():
 def test_a_request_is_not_refused_when_its_grammar_is_ready():
     harness = Harness(max_num_seqs=1, max_waiting_requests=1)
     harness.ask(bound(1), make_request(2, [1, 2], max_tokens=9))
-    harness.send(messages.Submit.of(replace(make_request(3, [1, 2]), has_place=True)))
+    harness.send(messages.Submit.of(replace(make_request(3, [1, 2]), is_admitted=True)))
     harness.loop.tick()
     harness.manager.compile()
     harness.run()

@@ -84,11 +84,22 @@ class EngineMachine(RuleBasedStateMachine):
         priority=st.integers(-1, 2),
         salt=st.sampled_from([b"", b"tenant"]),
         client=st.sampled_from(["", "a", "b"]),
-        yields=st.booleans(),
+        low_priority=st.booleans(),
         choices=st.just({}) | _CHOICES,
     )
     def arrive(
-        self, prompt, max_tokens, min_tokens, stops, logprobs, prompt_logprobs, priority, salt, client, yields, choices
+        self,
+        prompt,
+        max_tokens,
+        min_tokens,
+        stops,
+        logprobs,
+        prompt_logprobs,
+        priority,
+        salt,
+        client,
+        low_priority,
+        choices,
     ) -> None:
         request = make_request(
             self.next_id,
@@ -96,7 +107,7 @@ class EngineMachine(RuleBasedStateMachine):
             priority=priority,
             cache_salt=salt,
             client=client,
-            yields=yields,
+            is_low_priority=low_priority,
             max_tokens=max_tokens,
             min_tokens=min(min_tokens, max_tokens),
             eos_token_ids=(EOS,),

@@ -93,7 +93,7 @@ def test_in_a_crowd_prompts_get_the_time_of_the_rows_that_they_become(token_s: f
 
 
 def test_sequences_that_yield_lengthen_no_step_of_others() -> None:
-    urgent, yielding = (SimpleNamespace(request=SimpleNamespace(yields=yields)) for yields in (False, True))
+    urgent, yielding = (SimpleNamespace(request=SimpleNamespace(is_low_priority=is_low)) for is_low in (False, True))
     waiting = cast(RequestQueue, SimpleNamespace(lines={(True, "a"): [yielding] * 5, (False, "b"): [urgent] * 3}))
 
     def joining(running: list[SimpleNamespace], under_way: list[SimpleNamespace], num_free_rows: int) -> int:

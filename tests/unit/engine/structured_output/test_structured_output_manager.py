@@ -201,7 +201,7 @@ def test_a_full_queue_of_grammars_refuses_at_once(slow_manager, monkeypatch):
         slow_manager.submit(asked(6, "regex", "6x"), 0.0)
     assert 1 <= refusal.value.retry_after_s <= 60 and slow_manager.num_pending == 5
     slow_manager.submit(asked(7, "regex", "5x"), 0.0)  # no job of its own
-    slow_manager.submit(replace(asked(8, "regex", "8x"), has_place=True), 0.0)
+    slow_manager.submit(replace(asked(8, "regex", "8x"), is_admitted=True), 0.0)
     slow_manager.abort_all()
     assert (len(slow_manager._jobs), slow_manager.num_pending, slow_manager.pending_by_client) == (0, 0, {})
     monkeypatch.setattr(manager_module, "MAX_CHARACTERS", 10)
