@@ -32,7 +32,7 @@ from oarlock.workers.config import OnProgress, WorkerConfig
 logger = logging.getLogger("oarlock.engine.client")
 
 OnBlocks = Callable[[BlockChanges], object]
-_Answer = TokenEvent | OarlockError
+_Outcome = TokenEvent | OarlockError
 T = TypeVar("T")
 
 _READ_BYTES = 1 << 18
@@ -74,8 +74,8 @@ class EngineClient:
         self._on_blocks = on_blocks
         self._record_path = record_path
         self._ids = itertools.count(1)
-        self._queues: dict[int, AnswerQueue[_Answer]] = {}
-        self._questions = _Questions(self._send)
+        self._queues: dict[int, SingleReaderQueue[_Outcome]] = {}
+        self._queries = _Queries(self._send)
         self._last_stats = EngineStats()
         self._last_state: EngineState | None = None
         self._progress_s = time.monotonic()
@@ -151,17 +151,17 @@ class EngineClient:
             frame = messages.encode(messages.Submit.of(request))
         except FrameError as error:
             raise RequestError(f"The request cannot be sent: {error}.", "prompt") from error
-        queue: AnswerQueue[_Answer] = AnswerQueue()
+        queue: SingleReaderQueue[_Outcome] = SingleReaderQueue()
         self._queues[request_id] = queue
         try:
             self._writer.write(frame)
             await self._drain()
             while True:
-                answer = await queue.get()
-                if not isinstance(answer, TokenEvent):
-                    raise answer
-                yield answer
-                if answer.finish_reason is not None:
+                outcome = await queue.get()
+                if not isinstance(outcome, TokenEvent):
+                    raise outcome
+                yield outcome
+                if outcome.finish_reason is not None:
                     return
         finally:
             # Still listed: no terminal event has come, so the engine still works on it.
@@ -199,7 +199,7 @@ class EngineClient:
         """Return a new snapshot, or the last one if the engine is busy for long or dead (then `state` is "dead")."""
         if self._is_connected:
             with contextlib.suppress(TimeoutError, EngineDeadError):  # the last snapshot is used
-                return await asyncio.wait_for(self._questions.ask(messages.AskStats), _STATS_TIMEOUT_S)
+                return await asyncio.wait_for(self._queries.send(messages.AskStats), _STATS_TIMEOUT_S)
         return self._last_stats
 
     async def state(self) -> EngineState | None:
@@ -207,7 +207,7 @@ class EngineClient:
         if not self.is_alive:
             return None
         with contextlib.suppress(TimeoutError, EngineDeadError):
-            self._last_state = await asyncio.wait_for(self._questions.ask(messages.AskState), _STATS_TIMEOUT_S)
+            self._last_state = await asyncio.wait_for(self._queries.send(messages.AskState), _STATS_TIMEOUT_S)
         return self._last_state
 
     async def histories(self, request_ids: Sequence[int]) -> list[RequestHistory]:
@@ -217,7 +217,7 @@ class EngineClient:
         """
         if self.is_alive:
             with contextlib.suppress(TimeoutError, EngineDeadError):
-                asked = self._questions.ask(partial(messages.AskHistories, request_ids=list(request_ids)))
+                asked = self._queries.send(partial(messages.AskHistories, request_ids=list(request_ids)))
                 return await asyncio.wait_for(asked, _HISTORY_TIMEOUT_S)
         return []
 
@@ -226,7 +226,7 @@ class EngineClient:
         `EngineDeadError`.
         """
         self._check_alive()
-        return await self._questions.ask(messages.ResetCache)
+        return await self._queries.send(messages.ResetCache)
 
     # -- the reading side
 
@@ -273,9 +273,9 @@ class EngineClient:
                     queue.put(message.exception())
             case messages.Stats(number, stats):
                 self._last_stats = stats
-                self._questions.answer(number, stats)
+                self._queries.resolve(number, stats)
             case messages.State(number, value) | messages.Histories(number, value) | messages.CacheReset(number, value):
-                self._questions.answer(number, value)
+                self._queries.resolve(number, value)
             case messages.Dead(cause, exit_code):
                 self.death_cause, self.exit_code = cause, exit_code
                 self._fail_all()
@@ -287,7 +287,7 @@ class EngineClient:
         queues, self._queues = self._queues, {}
         for queue in queues.values():
             queue.put(self._death())
-        self._questions.fail_all(self._death())
+        self._queries.fail_all(self._death())
 
     async def _watch(self) -> None:
         """Kill an engine that is silent for longer than a working engine can be, because it is stopped or hangs."""
@@ -357,32 +357,32 @@ class EngineClient:
         return EngineDeadError("The inference engine has stopped. Nothing can be served until it is restarted.")
 
 
-class AnswerQueue(Generic[T]):
+class SingleReaderQueue(Generic[T]):
     """Queue of events or an error for one request, for its only reader; cheaper to wake than `asyncio.Queue`.
 
     It receives an event for each token, and for each step of a prompt that is scored.
     """
 
-    __slots__ = ("_answers", "_reader")
+    __slots__ = ("_items", "_reader")
 
     def __init__(self) -> None:
-        self._answers: deque[T] = deque()
+        self._items: deque[T] = deque()
         self._reader: asyncio.Future[None] | None = None  # set while the reader waits
 
-    def put(self, answer: T) -> None:
-        self._answers.append(answer)
+    def put(self, item: T) -> None:
+        self._items.append(item)
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
 
     async def get(self) -> T:
-        if not self._answers:
+        if not self._items:
             self._reader = asyncio.get_running_loop().create_future()
             await self._reader
-        return self._answers.popleft()
+        return self._items.popleft()
 
 
-class _Questions:
-    """Questions to the engine that wait for a response, by number."""
+class _Queries:
+    """Queries to the engine that wait for a response, by number."""
 
     def __init__(self, send: Callable[[messages.Message], object]) -> None:
         """`send`: sends a message to the engine."""
@@ -390,24 +390,24 @@ class _Questions:
         self._numbers = itertools.count(1)
         self._open: dict[int, asyncio.Future[Any]] = {}
 
-    async def ask(self, question: Callable[[int], messages.Message]) -> Any:
-        """Send the message `question(number)` and return its response. Raises the error passed to `fail_all`."""
+    async def send(self, query: Callable[[int], messages.Message]) -> Any:
+        """Send the message `query(number)` and return its response. Raises the error passed to `fail_all`."""
         number = next(self._numbers)
         future = self._open[number] = asyncio.get_running_loop().create_future()
-        self._send(question(number))
+        self._send(query(number))
         try:
             return await future
         finally:
             self._open.pop(number, None)
 
-    def answer(self, number: int, value: Any) -> None:
+    def resolve(self, number: int, value: Any) -> None:
         """Pass a response to the caller that waits for it; drop it if the caller has left."""
         future = self._open.pop(number, None)
         if future is not None and not future.done():
             future.set_result(value)
 
     def fail_all(self, error: Exception) -> None:
-        """Fail all open questions, since the engine will not respond to them."""
+        """Fail all open queries, since the engine will not respond to them."""
         for future in self._open.values():
             if not future.done():
                 future.set_exception(error)

@@ -36,7 +36,7 @@ logger = logging.getLogger("oarlock.engine.replicas")
 
 # Weight of an open request in addition to its prompt tokens that are not computed yet: it takes a row of each step
 # until it ends.
-TOKENS_OF_A_REQUEST = 128
+REQUEST_WEIGHT_TOKENS = 128
 # A replica may be chosen for its prefix while it has at most this many tokens more than the least busy replica, or a
 # fourth more. A prefix shared by all prompts is therefore computed on a second replica as soon as a few of them run at
 # a time. From then on it is cached on both, and the less busy replica is chosen.
@@ -57,7 +57,7 @@ class Load:
     @property
     def weight(self) -> int:
         """Weight of the load, in tokens."""
-        return TOKENS_OF_A_REQUEST * self.num_open + self.num_waiting_tokens
+        return REQUEST_WEIGHT_TOKENS * self.num_open + self.num_waiting_tokens
 
     @property
     def has_room(self) -> bool:
@@ -77,11 +77,11 @@ def choose(loads: Sequence[Load | None], num_cached: Sequence[int]) -> int:
     replica's prefix cache. If prefixes are equally long, the least busy replica is chosen; ties go to the replica that
     was chosen least often, then to the first. Raises `ValueError` if no replica takes requests.
     """
-    there = [(number, load) for number, load in enumerate(loads) if load is not None]
-    there = [(number, load) for number, load in there if load.has_room] or there
-    most = bound(min(load.weight for _, load in there))
+    available = [(number, load) for number, load in enumerate(loads) if load is not None]
+    available = [(number, load) for number, load in available if load.has_room] or available
+    most = bound(min(load.weight for _, load in available))
     return min(
-        (-num_cached[number], load.weight, load.num_chosen, number) for number, load in there if load.weight <= most
+        (-num_cached[number], load.weight, load.num_chosen, number) for number, load in available if load.weight <= most
     )[-1]
 
 
@@ -130,11 +130,11 @@ MAX_DEATHS = 3  # this many within `DEATHS_S` are a fault that a new start does 
 DEATHS_S = 600.0
 
 # The text is the same for every replica.
-_OTHER_NUMBERS = StartupError(
+_DIFFERENT_VALUES = StartupError(
     "The replicas would compute different numbers: their model, types or kernels differ.",
     "See whether files of the model or of its kernels have changed since the start, then start again.",
 )
-_NOTHING_RUNS = {
+_DEAD_GAUGES = {
     "state": "dead",
     "num_requests_running": 0,
     "num_requests_waiting": 0,
@@ -169,7 +169,7 @@ class Replica:
     async def stats(self) -> EngineStats:
         """Return the statistics of the engine. Counters begin again with a new engine; a dead engine runs nothing."""
         stats = await self.client.stats()
-        return stats if self.is_alive else replace(stats, **_NOTHING_RUNS)
+        return stats if self.is_alive else replace(stats, **_DEAD_GAUGES)
 
     async def state(self) -> EngineState | None:
         """Return the live state, or None if the engine is dead."""
@@ -225,7 +225,7 @@ class Replica:
         client = await self._start(self.number, self._num_starts)
         if client.info.numbers_digest != numbers_digest:
             await client.close(0.0)
-            raise _OTHER_NUMBERS
+            raise _DIFFERENT_VALUES
         self.client = client
         self._num_starts += 1
         logger.info("event=replica_ready engine=%d seconds=%.1f", self.number, time.monotonic() - began)
@@ -251,7 +251,7 @@ async def start_together(starts: Sequence[Awaitable[EngineClient]]) -> list[Engi
     try:
         clients = list(await asyncio.gather(*tasks))
         if len({client.info.numbers_digest for client in clients}) > 1:
-            raise _OTHER_NUMBERS
+            raise _DIFFERENT_VALUES
         return clients
     except BaseException:
         for task in tasks:
@@ -268,7 +268,8 @@ class JoinedProgress:
     def __init__(self, num_replicas: int, on_progress: OnProgress) -> None:
         self._on_progress = on_progress
         self._phases: list[str] = []  # ordered by first appearance
-        self._places: list[tuple[int, float, str]] = [(-1, 0.0, "")] * num_replicas  # index of the phase, share, detail
+        # Phase index, fraction and detail of each replica.
+        self._progress: list[tuple[int, float, str]] = [(-1, 0.0, "")] * num_replicas
         self._shown: tuple[int, float, str] | None = None
 
     def of(self, number: int) -> OnProgress:
@@ -278,8 +279,8 @@ class JoinedProgress:
     def _report(self, number: int, phase: str, fraction: float, detail: str = "") -> None:
         if phase not in self._phases:
             self._phases.append(phase)
-        self._places[number] = self._phases.index(phase), fraction, detail
-        last = min(self._places)
+        self._progress[number] = self._phases.index(phase), fraction, detail
+        last = min(self._progress)
         if last[0] >= 0 and last != self._shown:
             self._shown = last
             self._on_progress(self._phases[last[0]], *last[1:])
@@ -297,7 +298,9 @@ class Replicas:
         self.death_cause: str | None = None
         self._ids = itertools.count(1)
         self._is_closing = False
-        self._keepers = [asyncio.create_task(self._keep(one), name=f"replica-{one.number}") for one in replicas]
+        self._supervisors = [
+            asyncio.create_task(self._supervise(one), name=f"replica-{one.number}") for one in replicas
+        ]
 
     # -- requests
 
@@ -365,7 +368,7 @@ class Replicas:
 
     # -- the life of the replicas
 
-    async def _keep(self, one: Replica) -> None:
+    async def _supervise(self, one: Replica) -> None:
         """Start `one` again whenever it dies, and give it up if that fails for any reason."""
         try:
             cause = await self._restart_until_lost(one)
@@ -400,9 +403,9 @@ class Replicas:
     async def close(self, timeout_s: float = 10.0) -> None:
         """Stop all engines in parallel. Idempotent."""
         self._is_closing = True
-        for keeper in self._keepers:
-            keeper.cancel()
-        await asyncio.gather(*self._keepers, return_exceptions=True)
+        for supervisor in self._supervisors:
+            supervisor.cancel()
+        await asyncio.gather(*self._supervisors, return_exceptions=True)
         await asyncio.gather(*(one.client.close(timeout_s) for one in self.replicas))
 
 

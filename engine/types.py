@@ -188,7 +188,7 @@ class SampledTokens(Sequence[TokenLogprobs]):
     def __getitem__(self, index: slice) -> tuple[TokenLogprobs, ...]: ...
     def __getitem__(self, index: int | slice) -> TokenLogprobs | tuple[TokenLogprobs, ...]:
         if isinstance(index, slice):
-            return tuple(self[place] for place in range(self.count)[index])
+            return tuple(self[entry] for entry in range(self.count)[index])
         table, row = self.table, self.first + range(self.count)[index]
         start = row * table.num_top
         end = start + self.num_top

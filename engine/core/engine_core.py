@@ -142,7 +142,7 @@ class EngineCore:
     def _roll_back(self, output: SchedulerOutput) -> TokenEvents:
         """Roll back `output`, which the ranks have refused, and the later steps that were already submitted."""
         if self.masks is not None:  # masks of the last step, which depend on a token of `output`
-            self.executor.send_masks(self.masks.until_known)
+            self.executor.send_masks(self.masks.allow_all)
             self.masks = None
         outputs = [output]
         while self._submitted:
@@ -156,8 +156,8 @@ class EngineCore:
         self._input_batch.forget_histories()
         refused = self.scheduler.refused_steps
         assert refused is not None, "a refusal is remembered"
-        facts = output.step_id, refused.max_tokens, len(failed)
-        logger.warning("event=step_out_of_memory step=%d max_tokens=%d num_failed=%d", *facts)
+        fields = output.step_id, refused.max_tokens, len(failed)
+        logger.warning("event=step_out_of_memory step=%d max_tokens=%d num_failed=%d", *fields)
         return TokenEvents(others=failed)
 
     def send_masks(self) -> None:
@@ -234,7 +234,7 @@ def history(scheduler: Scheduler, request_id: int) -> RequestHistory | None:
     seq = scheduler.requests.by_id.get(request_id)
     if seq is not None:
         queue = scheduler.requests.waiting if seq.status is Status.WAITING else ()
-        position = next((place for place, one in enumerate(queue) if one is seq), None)
+        position = next((index for index, waiting in enumerate(queue) if waiting is seq), None)
         return seq.timeline.history(seq.num_generated_tokens, position)
     timeline = scheduler.requests.log.ended.get(request_id)
     return None if timeline is None else timeline.history(timeline.output_tokens)

@@ -71,7 +71,7 @@ class EngineLoop:
             self.subscribe_to_blocks(kv_events.publish)
         if config.reports_blocks:
             self.subscribe_to_blocks(self._report_blocks)
-        self._state_asked: list[int] = []  # numbers of the state queries that wait for a response
+        self._state_queries: list[int] = []  # numbers of the state queries that wait for a response
         self._stopping = False
         self.ending = "the server stopped in order"  # final when `run` has returned
         self._was_stuck = False
@@ -112,11 +112,11 @@ class EngineLoop:
             self.ending = f"the server's frontend was gone: {error}"
             return EXIT_OK
         except WorkerError as error:
-            logger.error('event=rank_lost rank=%d step=%d hung=%s cause="%s"', *_facts(error))
-            return self._die(str(error), error.exit_code)
+            logger.error('event=rank_lost rank=%d step=%d hung=%s cause="%s"', *_error_fields(error))
+            return self._report_death(str(error), error.exit_code)
         except Exception as error:
             logger.exception("event=engine_failed")
-            return self._die(f"the engine loop failed: {type(error).__name__}", EXIT_BUG)
+            return self._report_death(f"the engine loop failed: {type(error).__name__}", EXIT_BUG)
 
     def tick(self) -> bool:
         """Run one turn: inbox, the next step, outbox, an output of the ranks.
@@ -142,12 +142,12 @@ class EngineLoop:
         if core.masks is not None:
             core.send_masks()
         if self._block_subscribers:
-            self._tell_blocks()
-        if self._state_asked:
-            self._tell_state()
+            self._publish_blocks()
+        if self._state_queries:
+            self._send_state()
         num_in_flight = core.num_in_flight
         if output is None and not num_in_flight:
-            return self._may_go_on()
+            return self._may_retry()
         self._was_stuck = False
         if output is None or num_in_flight >= core.depth:
             self._finish_step()
@@ -177,7 +177,7 @@ class EngineLoop:
             case messages.AskStats(number):
                 self._send(messages.Stats(number, self.snapshot()))
             case messages.AskState(number):
-                self._state_asked.append(number)
+                self._state_queries.append(number)
             case messages.AskHistories(number, request_ids):
                 found = [history(self.scheduler, request_id) for request_id in request_ids]
                 self._send(messages.Histories(number, [one for one in found if one is not None]))
@@ -299,26 +299,26 @@ class EngineLoop:
             return self._fail(event.request_id)
         return event
 
-    def _tell_blocks(self) -> None:
+    def _publish_blocks(self) -> None:
         log = self.scheduler.kv_cache_manager.event_log
         if log is not None and (events := log.take()):
             for subscriber in self._block_subscribers:
                 subscriber(events)
 
-    def _tell_state(self) -> None:
+    def _send_state(self) -> None:
         """Send the live state to all callers that asked, while the ranks compute, since it takes noticeable time."""
         self._count_pending()
         state = live_state(self.scheduler, self._clock())
-        for number in self._state_asked:
+        for number in self._state_queries:
             self._send(messages.State(number, state))
-        self._state_asked.clear()
+        self._state_queries.clear()
 
     def _report_blocks(self, events: list[BlockEvent]) -> None:
         self._send(messages.Blocks(*BlockChanges.of(events)))
 
     # -- idle
 
-    def _may_go_on(self) -> bool:
+    def _may_retry(self) -> bool:
         """Return whether to try another turn after a turn without a step. After two such turns, fail all requests."""
         if not self.scheduler.has_work or self.scheduler.num_loading:
             return False
@@ -345,9 +345,9 @@ class EngineLoop:
             elif ready & selectors.EVENT_WRITE:
                 self._frame_socket.flush()
         if self._clock() >= self._next_beat_s:
-            self._beat()
+            self._send_heartbeat()
 
-    def _beat(self) -> None:
+    def _send_heartbeat(self) -> None:
         """Check that every rank responds, and report it to the frontend."""
         self._executor.ping()
         self._next_beat_s = self._clock() + self._interval_s
@@ -355,7 +355,7 @@ class EngineLoop:
 
     # -- the end
 
-    def _die(self, cause: str, exit_code: int) -> int:
+    def _report_death(self, cause: str, exit_code: int) -> int:
         """Report to the frontend first that the engine is dead, then end each request."""
         self.ending = cause
         self.scheduler.stats.state = "dead"
@@ -393,7 +393,7 @@ class EngineLoop:
         flush = Flush(offload, self.scheduler.kv_cache_manager.cached_blocks())
         with selectors.DefaultSelector() as selector:
             selector.register(reports, selectors.EVENT_READ)
-            while flush.go_on() and (left_s := begun_s + FLUSH_S - self._clock()) > 0:
+            while flush.add_copies() and (left_s := begun_s + FLUSH_S - self._clock()) > 0:
                 if self.engine_core.begin() is not None:
                     self.engine_core.finish()
                 else:
@@ -403,5 +403,5 @@ class EngineLoop:
         logger.info("event=kv_flushed written=%d left=%d seconds=%.2f", num_written, flush.num_left, seconds)
 
 
-def _facts(error: WorkerError) -> tuple[int, int, bool, str]:
+def _error_fields(error: WorkerError) -> tuple[int, int, bool, str]:
     return error.rank, error.step_id, error.hung, error.cause

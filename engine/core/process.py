@@ -166,8 +166,8 @@ def _loop(
     logger.info("event=engine_ready num_blocks=%d block_size=%d", info.num_blocks, info.block_size)
     if info.kv_offload is not None:
         tiers = info.kv_offload
-        what = tiers.num_slots, tiers.bytes_per_block, tiers.max_disk_bytes, tiers.read_bytes_per_s or 0.0
-        logger.info("event=kv_offload host_blocks=%d block_bytes=%d disk_bytes=%d read_bytes_per_s=%.0f", *what)
+        fields = tiers.num_slots, tiers.bytes_per_block, tiers.max_disk_bytes, tiers.read_bytes_per_s or 0.0
+        logger.info("event=kv_offload host_blocks=%d block_bytes=%d disk_bytes=%d read_bytes_per_s=%.0f", *fields)
     invariant = "true" if info.batch_invariant else "false"
     logger.info('event=determinism batch_invariant=%s reason="%s"', invariant, info.batch_invariant_reason)
     invariant = "true" if info.rank_invariant else "false"

@@ -12,11 +12,11 @@ import numpy as np
 
 from oarlock.engine.input_batch.sampling_metadata import (
     NO_BIAS,
-    AskingRow,
+    ConstrainedRow,
     GrammarBitmask,
     build_sampling_metadata,
+    constrained_until,
     history_sections,
-    wanted_until,
 )
 from oarlock.engine.kv_cache.offload import Copies
 from oarlock.engine.scheduler.sequence import NOT_KNOWN, Decodes, ScheduledTokens, SchedulerOutput, Sequence
@@ -185,7 +185,7 @@ class InputBatch:
             self._choices[parameter.column][row] = getattr(params, parameter.name)
         self._choices["seeds"][row] = params.seed
         self._choices["num_logprobs"][row] = _NO_LOGPROBS if params.logprobs is None else params.logprobs
-        self._unconstrained_from[row] = wanted_until(seq)
+        self._unconstrained_from[row] = constrained_until(seq)
         self._history_step[row] = _NEVER
 
     def _scoring_columns(
@@ -236,21 +236,21 @@ class InputBatch:
             return NO_BIAS, None
         indices = np.flatnonzero(more)
         item_of_row = {item.seq.row: item for item in output.scheduled}
-        asking = []
+        constrained = []
         for index, row, position in zip(indices, rows[indices], columns["sample_positions"][indices], strict=True):
             item = item_of_row.get(int(row))
             seq, drafts = (output.decodes.seqs[row], ()) if item is None else (item.seq, item.drafts)
             assert seq is not None
-            asking.append((int(index), seq, int(position) - seq.num_prompt_tokens, drafts))
-        sections, masks = build_sampling_metadata(asking, self.vocab_size)
-        if "penalty_rows" in sections and (new := self._without_history(asking, output.step_id)):
+            constrained.append((int(index), seq, int(position) - seq.num_prompt_tokens, drafts))
+        sections, masks = build_sampling_metadata(constrained, self.vocab_size)
+        if "penalty_rows" in sections and (new := self._without_history(constrained, output.step_id)):
             sections |= history_sections(new)
         return sections, masks
 
-    def _without_history(self, asking: list[AskingRow], step_id: int) -> list[Sequence]:
+    def _without_history(self, constrained: list[ConstrainedRow], step_id: int) -> list[Sequence]:
         """Return the sequences that sample with penalties for the first time in their row."""
         new: dict[int, Sequence] = {}
-        for _, seq, num_generated, _ in asking:
+        for _, seq, num_generated, _ in constrained:
             is_new = self._history_step[seq.row] in (_NEVER, step_id) and seq.row not in new
             if is_new and penalises(seq.request.params):
                 assert num_generated == seq.num_generated_tokens, "a history with a token that is not known yet"
@@ -313,12 +313,12 @@ class SampledRows:
 
         `samples`, bool [L]: whether a token is sampled; None: in all rows.
         """
-        place = step_id % 2
-        self._step_ids[place] = step_id
-        if samples is None and rows is self._noted[place]:
+        half = step_id % 2
+        self._step_ids[half] = step_id
+        if samples is None and rows is self._noted[half]:
             return
-        self._noted[place] = rows if samples is None else None
-        index_of = self._index_of[place]
+        self._noted[half] = rows if samples is None else None
+        index_of = self._index_of[half]
         index_of[:] = _NONE
         indices = np.arange(len(rows)) if samples is None else samples.nonzero()[0]
         index_of[rows[indices]] = indices

@@ -45,7 +45,7 @@ class BadWords:
     """
 
     def __init__(self, words: Tokens[Word]) -> None:
-        self.made_from = words
+        self.key = words
         self._root: dict[int, _Node] = _split([word for word in words if len(word) > 1], 0)[0]
 
     def completed_by(self, token_ids: Tokens[int], most: int, more: Tokens[int] = ()) -> list[int]:
@@ -79,13 +79,13 @@ def _split(words: list[Word], depth: int) -> _Split:
     return {**deeper}, ends
 
 
-class MadeFrom(Protocol):
+class HasKey(Protocol):
     """A value that keeps its key alive: while it lives, no other object can have the same identity."""
 
-    made_from: Ids
+    key: Ids
 
 
-V = TypeVar("V", bound=MadeFrom)
+V = TypeVar("V", bound=HasKey)
 
 
 class IdentityCache(Generic[V]):
@@ -110,7 +110,7 @@ class _AllowedIds:
     """The mask of `allowed_token_ids`: uint32, with just enough words for the largest id."""
 
     def __init__(self, ids: Tokens[int]) -> None:
-        self.made_from = ids
+        self.key = ids
         self._bits = _bits(ids, max(ids) + 1)
 
     def narrow(self, masks: np.ndarray) -> None:
@@ -155,16 +155,16 @@ class Constraints:
         self._bad_words = _bad_words.get(params.bad_words) if has_long_words else None
         self.follows_tokens = has_long_words or seq.grammar_matcher is not None  # whether the mask depends on tokens
 
-    def bans_now(self, num_generated: int) -> list[int]:
+    def step_bans(self, num_generated: int) -> list[int]:
         """Return the ids that the bias bans after `num_generated` tokens, in addition to the ids it always bans."""
         return self._stop_ids if num_generated < self._min_tokens else []
 
-    def bias(self, bans_now: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    def bias(self, step_bans: list[int]) -> tuple[np.ndarray, np.ndarray]:
         """Return ids, int32 [m], and the values to add to their logits, float32 [m]. An id may occur twice."""
-        if not bans_now:
+        if not step_bans:
             return self._ids, self._values
-        values = np.full(len(bans_now), -np.inf, np.float32)
-        return np.concatenate([self._ids, np.array(bans_now, np.int32)]), np.concatenate([self._values, values])
+        values = np.full(len(step_bans), -np.inf, np.float32)
+        return np.concatenate([self._ids, np.array(step_bans, np.int32)]), np.concatenate([self._values, values])
 
     @property
     def has_mask(self) -> bool:
@@ -181,7 +181,7 @@ class Constraints:
         """Narrow `masks`, uint32 [1 + drafts, W], which allow the grammar's ids or all ids.
 
         The last `num_generated` of `token_ids` were generated; row j follows them and `drafts[:j]`. `bans`: the result
-        of `bans_now` by row.
+        of `step_bans` by row.
         """
         if self._allowed is not None:
             self._allowed.narrow(masks)
@@ -258,7 +258,7 @@ class GrammarBitmask:
         self.complete: list[Sequence] = []  # sequences whose grammar allows only the end
 
     @property
-    def until_known(self) -> np.ndarray:
+    def allow_all(self) -> np.ndarray:
         """uint32 [G, W], read-only: every id is allowed."""
         return np.broadcast_to(np.uint32(ALL), self._shape)
 
@@ -310,7 +310,7 @@ class GrammarBitmask:
 ALWAYS = np.iinfo(np.int64).max
 _NO_INTS = np.empty(0, np.int32)
 # index into the L rows, its sequence, number of tokens generated before this row, drafts
-AskingRow = tuple[int, Sequence, int, tuple[int, ...]]
+ConstrainedRow = tuple[int, Sequence, int, tuple[int, ...]]
 NO_BIAS = {"bias_rows": _NO_INTS, "bias_ids": _NO_INTS, "bias_values": np.empty(0, np.float32)}
 
 
@@ -318,7 +318,7 @@ class _PromptIds:
     """The distinct ids of one prompt, in order: int32 [p]."""
 
     def __init__(self, prompt_token_ids: Tokens[int]) -> None:
-        self.made_from = prompt_token_ids
+        self.key = prompt_token_ids
         ids = np.sort(np.array(prompt_token_ids, np.int32))
         self.ids = ids[np.diff(ids, prepend=-1) > 0]
 
@@ -360,16 +360,16 @@ class SamplingState:
         self.history: FirstHistory | None = FirstHistory(seq) if penalises(seq.request.params) else None
 
 
-def wanted_until(seq: Sequence) -> int:
+def constrained_until(seq: Sequence) -> int:
     """Return the first position from which on `seq` needs none of these sections."""
     params = seq.request.params
-    if seq.masked_by or penalises(params):
+    if seq.masking_param or penalises(params):
         return ALWAYS
     return seq.num_prompt_tokens + params.min_tokens if seq.stop_ids else 0
 
 
 def build_sampling_metadata(
-    rows: list[AskingRow], vocab_size: int
+    rows: list[ConstrainedRow], vocab_size: int
 ) -> tuple[dict[str, np.ndarray], GrammarBitmask | None]:
     """Return sections of `StepMetadata`, by field name, for `rows`, in index order.
 
@@ -382,7 +382,7 @@ def build_sampling_metadata(
     for index, seq, num_generated, drafts in rows:
         state = _state(seq, vocab_size)
         constraints = state.constraints
-        bans = constraints.bans_now(num_generated)
+        bans = constraints.step_bans(num_generated)
         ids, values = constraints.bias(bans)
         if len(ids):
             biases.append((index, ids, values))
@@ -403,7 +403,7 @@ def build_sampling_metadata(
     sections["mask_rows"] = np.array(mask_rows, np.int32)
     masks = GrammarBitmask(masked, mask_words(vocab_size))
     if masks.follows_tokens:
-        sections["mask_bits"] = masks.until_known
+        sections["mask_bits"] = masks.allow_all
         return sections, masks
     sections["mask_bits"] = masks.compute()
     return sections, None

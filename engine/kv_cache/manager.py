@@ -252,8 +252,8 @@ class KVCacheManager:
         seq.shortage = None
         columns = range(len(found), min(max_tokens, seq.num_tokens - 1) // self.block_size)
         # Held before blocks are allocated, so that blocks evicted for them are saved to other slots.
-        slots = [] if self.offload is None else self.offload.hold(self._hash_at(seq, column) for column in columns)
-        if self.offload is not None and len(slots) > self.offload.load_room:
+        slots = [] if self.offload is None else self.offload.pin(self._hash_at(seq, column) for column in columns)
+        if self.offload is not None and len(slots) > self.offload.num_loads_left:
             self._load_some(self.offload, seq, found, slots)
             return None
         for block in found:
@@ -262,7 +262,7 @@ class KVCacheManager:
                     del self._cached[block]
                     self.num_available -= 1
                     if self.offload is not None:
-                        self.offload.used_again(block, self._hash_of_block[block])
+                        self.offload.save_reused(block, self._hash_of_block[block])
                 self._refs[block] += 1
         seq.block_ids += found
         seq.num_cached_blocks = len(found)
@@ -280,20 +280,20 @@ class KVCacheManager:
     def _load_some(self, offload: KVOffload, seq: BlockHolder, found: list[int], slots: list[int]) -> None:
         """Load `slots` into the prefix cache, up to the limit of the next step. They are blocks of `seq`, which holds
         none, after the blocks `found` in the cache. No sequence holds them, but they are evicted last."""
-        room, own = offload.load_room, [block for block in found if self._refs[block] == 0]
+        room, own = offload.num_loads_left, [block for block in found if self._refs[block] == 0]
         for block in own:
             del self._cached[block]
         self.num_available -= len(own)
         for column, slot in enumerate(slots[:room], len(found)):
             block_hash = self._hash_at(seq, column)
             if block_hash in self._block_of_hash:  # it follows a block that was evicted
-                offload.let_go([slot])
+                offload.unpin([slot])
                 continue
             block = self._allocate_block()
             offload.load(slot, block)
             self._name(seq, column, block, block_hash)
             own.append(block)
-        offload.let_go(slots[room:])
+        offload.unpin(slots[room:])
         for block in reversed(own):
             self._refs[block] = 0
             self._cached[block] = None
@@ -445,7 +445,7 @@ class KVCacheManager:
             block, _ = self._cached.popitem(last=False)
             block_hash = self._hash_of_block[block]
             if self.offload is not None and block_hash is not None:
-                self.offload.evicted(block, block_hash)
+                self.offload.save(block, block_hash)
             self._uncache(block)
         self._refs[block] = 1
         self.num_available -= 1

@@ -186,7 +186,7 @@ class KVOffload:
 
     # -- called for the pool's blocks
 
-    def evicted(self, block: int, digest: bytes) -> None:
+    def save(self, block: int, digest: bytes) -> None:
         """Save `block`, which has the content of `digest`: the next step may give it to another sequence."""
         if self.host.find(digest) is not None:
             return
@@ -198,16 +198,16 @@ class KVOffload:
         self._copy(Copy.SAVE, block, slot)
         self._stats.kv_offload_saved_blocks += 1
 
-    def used_again(self, block: int, digest: bytes | None) -> None:
+    def save_reused(self, block: int, digest: bytes | None) -> None:
         """Save and write `block` when another sequence takes it from the cache.
 
         The pool may never evict a block that many requests begin with, but other replicas and the next start need its
         file.
         """
         if self.has_disk and digest is not None and digest not in self._on_disk:
-            self.evicted(block, digest)
+            self.save(block, digest)
 
-    def keep(self, block: int | None, digest: bytes) -> bool:
+    def write_to_file(self, block: int | None, digest: bytes) -> bool:
         """Write the content of `digest`, in a slot or in `block`, to a file. Returns False if there is no room now."""
         if digest in self._on_disk or digest in self._written:
             return True
@@ -218,7 +218,7 @@ class KVOffload:
         if slot is not None:
             self._write(slot)
         elif block is not None:
-            self.evicted(block, digest)  # written when the step's output arrives
+            self.save(block, digest)  # written when the step's output arrives
         return True
 
     @property
@@ -232,12 +232,12 @@ class KVOffload:
             self.host.forget(digest)
 
     @property
-    def load_room(self) -> int:
+    def num_loads_left(self) -> int:
         """Number of blocks that the next step may still load without becoming too long."""
         return max(0, self._most_loads - self._next.num_loads)
 
-    def hold(self, digests: Iterable[bytes]) -> list[int]:
-        """Pin the slots of the longest prefix of `digests` in host memory until `load` or `let_go`; return them."""
+    def pin(self, digests: Iterable[bytes]) -> list[int]:
+        """Pin the slots of the longest prefix of `digests` in host memory until `load` or `unpin`; return them."""
         slots: list[int] = []
         for digest in digests:
             slot = self.host.find(digest)
@@ -247,7 +247,7 @@ class KVOffload:
             slots.append(slot)
         return slots
 
-    def let_go(self, slots: Iterable[int]) -> None:
+    def unpin(self, slots: Iterable[int]) -> None:
         """Unpin slots that were held and are not loaded now."""
         for slot in slots:
             self.host.unpin(slot)
@@ -328,7 +328,9 @@ class KVOffload:
             return False
         known = list(self._known(digests))
         missing = [column for column, digest in enumerate(known) if self.host.find(digest) is None]
-        if not missing or not self._pays(len(missing), first_column + missing[0], first_column + len(known)):
+        if not missing:
+            return False
+        if not self._is_worth_reading(len(missing), first_column + missing[0], first_column + len(known)):
             return False
         load = _Load([], 0, now + LOAD_TIMEOUT_S)
         for digest in known:
@@ -342,7 +344,7 @@ class KVOffload:
                 load.num_left += 1
             load.slots.append(slot)
         if not load.num_left:
-            self.let_go(load.slots)
+            self.unpin(load.slots)
             return False
         self._loads[request_id] = load
         return True
@@ -361,7 +363,7 @@ class KVOffload:
         """Release the blocks of a sequence that has stopped waiting: it has them, or it has ended."""
         load = self._loads.pop(request_id, None)
         if load is not None:
-            self.let_go(load.slots)
+            self.unpin(load.slots)
 
     def _known(self, digests: Iterable[bytes]) -> Iterator[bytes]:
         """Yield the longest prefix of `digests` that is in host memory or files."""
@@ -370,7 +372,7 @@ class KVOffload:
                 return
             yield digest
 
-    def _pays(self, num_reads: int, first_column: int, end_column: int) -> bool:
+    def _is_worth_reading(self, num_reads: int, first_column: int, end_column: int) -> bool:
         """Return whether reading `num_reads` blocks is faster than computing the columns from first to end."""
         assert self.info.read_bytes_per_s is not None
         if self._step_cost is None:
@@ -465,8 +467,8 @@ class Flush:
         """Number of blocks that no step has been asked to copy."""
         return len(self._left)
 
-    def go_on(self) -> bool:
+    def add_copies(self) -> bool:
         """Add copies to the next step until it is full. Returns False if all blocks are written."""
-        while self._left and self._offload.keep(*self._left[0]):
+        while self._left and self._offload.write_to_file(*self._left[0]):
             self._left.popleft()
         return not self._offload.is_idle

@@ -37,7 +37,7 @@ _END = (-1).to_bytes(8, "big", signed=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Wire:
+class EventConverter:
     """Converter of one engine's cache events to messages. The fields are common to all its messages."""
 
     block_size: int
@@ -68,7 +68,7 @@ class Wire:
         return found
 
     def _stored(self, event: BlockStored) -> dict[str, Any]:
-        parent, salt = event.parent_hash, self._told_salt(event)
+        parent, salt = event.parent_hash, self._published_salt(event)
         message = {
             "type": "BlockStored",
             "block_hashes": [short_hash(event.block_hash)],
@@ -86,7 +86,7 @@ class Wire:
             message["kv_cache_spec_sliding_window"] = self.sliding_window
         return message
 
-    def _told_salt(self, event: BlockStored) -> str:
+    def _published_salt(self, event: BlockStored) -> str:
         """Return the salt to publish with a sequence's first block; "" for other blocks, whose parents' hashes cover
         it."""
         if event.parent_hash is not None:
@@ -150,7 +150,7 @@ class KvEventPublisher:
         return sock
 
     def start(self, block_size: int, sliding_window: int | None = None) -> None:
-        wire = Wire(block_size, sliding_window, self._config.has_key_in_salts)
+        wire = EventConverter(block_size, sliding_window, self._config.has_key_in_salts)
         self._thread = threading.Thread(target=self._run, args=(wire,), name="kv-events", daemon=True)
         self._thread.start()
         logger.info("event=kv_events endpoint=%s replay_endpoint=%s", self.endpoint, self.replay_endpoint)
@@ -176,7 +176,7 @@ class KvEventPublisher:
 
     # -- the thread
 
-    def _run(self, wire: Wire) -> None:
+    def _run(self, wire: EventConverter) -> None:
         try:
             self._send_until_closed(wire)
         except Exception:
@@ -184,7 +184,7 @@ class KvEventPublisher:
             self._queue.clear()
             logger.exception("event=kv_events_failed")
 
-    def _send_until_closed(self, wire: Wire) -> None:
+    def _send_until_closed(self, wire: EventConverter) -> None:
         encoder = msgspec.msgpack.Encoder()
         poller = zmq.Poller()
         poller.register(self._wake, zmq.POLLIN)
@@ -199,7 +199,7 @@ class KvEventPublisher:
                 number, seconds, events = self._queue.popleft()
                 self._send(number.to_bytes(8, "big"), encoder.encode([seconds, wire.messages(events), self._rank]))
             if self._replay is not None:
-                self._answer_replays(self._replay)
+                self._send_replays(self._replay)
 
     def _send(self, number: bytes, batch: bytes) -> None:
         frames = (self._topic, number, batch)
@@ -213,7 +213,7 @@ class KvEventPublisher:
         self._sent.append((number, batch))
         self.num_sent += 1
 
-    def _answer_replays(self, replay: zmq.Socket) -> None:
+    def _send_replays(self, replay: zmq.Socket) -> None:
         while replay.poll(0):
             reader, *frames = replay.recv_multipart()
             if len(frames) != 2 or frames[0] or len(frames[1]) != 8:

@@ -22,7 +22,7 @@ import numpy as np
 
 from oarlock.base.errors import StartupError
 from oarlock.base.python_child import die_with_parent, run_while_read
-from oarlock.engine.replay.comparison import Comparison
+from oarlock.engine.replay.comparison import ReplayComparison
 from oarlock.engine.replay.recording import MASKS, STEP, Header, Recording
 from oarlock.workers.config import WorkerConfig, WorkerInfo
 from oarlock.workers.errors import WorkerError
@@ -39,7 +39,7 @@ class Survey:
     """Counts of steps and blocks from a first pass over the file."""
 
     num_steps: int = 0
-    num_answers: int = 0
+    num_outputs: int = 0
     num_tokens: int = 0
     num_blocks: int = 1  # up to the highest that any step names
 
@@ -81,10 +81,10 @@ def replay(path: str, ranks: int | None, stages: int | None, model: str | None, 
     config = _config(recording, survey, ranks, stages, model)
     _print_head(recording, survey, config)
     executor = start_executor(config, lambda phase, share, _="": _progress(f"{phase} {share:.0%}"))
-    unchecked = _why_not_bits(recording.header, executor.info)
+    unchecked = _inexact_reason(recording.header, executor.info)
     if tolerance is None and unchecked is None:
         tolerance = 0.0
-    comparison = Comparison(tolerance)
+    comparison = ReplayComparison(tolerance)
     try:
         failure = _run(executor, recording, survey, comparison)
     finally:
@@ -93,7 +93,7 @@ def replay(path: str, ranks: int | None, stages: int | None, model: str | None, 
     return _verdict(survey, comparison, failure, unchecked)
 
 
-def _why_not_bits(header: Header, info: WorkerInfo) -> str | None:
+def _inexact_reason(header: Header, info: WorkerInfo) -> str | None:
     """Return why these ranks may give other bits than the recorded ones; None if the bits must be the same."""
     recorded = header.worker["tensor_parallel_size"]
     if info.tensor_parallel_size == recorded:
@@ -105,7 +105,7 @@ def _why_not_bits(header: Header, info: WorkerInfo) -> str | None:
     return None
 
 
-def _run(executor: Executor, recording: Recording, survey: Survey, comparison: Comparison) -> str | None:
+def _run(executor: Executor, recording: Recording, survey: Survey, comparison: ReplayComparison) -> str | None:
     """Run every step in order. Returns a description if a rank failed."""
     shown = 0.0
     try:
@@ -170,7 +170,7 @@ def _survey(recording: Recording) -> Survey:
                         "Replay the whole recording.",
                     )
             survey.num_steps += 1
-            survey.num_answers += answer is not None
+            survey.num_outputs += answer is not None
             survey.num_tokens += step.num_tokens
             highest = int(step.table_blocks.max(initial=0)) + 1
             survey.num_blocks = max(survey.num_blocks, highest)
@@ -250,13 +250,13 @@ def _print_head(recording: Recording, survey: Survey, config: WorkerConfig) -> N
     others = [f"{name} {was} -> {here[name]}" for name, was in header.versions.items() if here.get(name, was) != was]
     if others:
         print(f"versions   {', '.join(others)}: other rounding is possible")
-    print(f"end        {_how_it_ended(recording)}")
+    print(f"end        {_end_reason(recording)}")
     if recording.torn is not None:
         print(f"note       {recording.torn}; what stands before it is replayed")
     sys.stdout.flush()
 
 
-def _how_it_ended(recording: Recording) -> str:
+def _end_reason(recording: Recording) -> str:
     if recording.end is not None:
         return recording.end
     if recording.is_being_written:
@@ -270,10 +270,10 @@ def _ranks(config: WorkerConfig) -> str:
     return f"{config.tensor_parallel_size}" + (f" in each of {stages} stages" if stages > 1 else "")
 
 
-def _verdict(survey: Survey, comparison: Comparison, failure: str | None, unchecked: str | None) -> int:
+def _verdict(survey: Survey, comparison: ReplayComparison, failure: str | None, unchecked: str | None) -> int:
     """Print the result, and return the exit code. `unchecked`: why the bits may differ from the recorded ones."""
     print(comparison.table())
-    unanswered = survey.num_steps - survey.num_answers
+    unanswered = survey.num_steps - survey.num_outputs
     if unanswered:
         print(f"{unanswered} step(s) have no recorded answer and were run without comparing")
     if comparison.tolerance is None and comparison.logprobs.compared:

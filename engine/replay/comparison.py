@@ -1,4 +1,4 @@
-"""Comparison of outputs with recorded ones: counts of equal and different values, and the first difference.
+"""ReplayComparison of outputs with recorded ones: counts of equal and different values, and the first difference.
 
 Does not know files or ranks.
 """
@@ -19,9 +19,11 @@ class Tally:
     largest: float = 0.0  # largest difference of two values
 
 
-class Comparison:
-    """Comparison, fed step by step. `tolerance`: largest permitted difference of a logprob; None: differences only
-    count."""
+class ReplayComparison:
+    """Comparison of replayed with recorded outputs, step by step.
+
+    `tolerance`: largest permitted difference of a logprob; None: differences are only counted.
+    """
 
     def __init__(self, tolerance: float | None) -> None:
         self.tolerance = tolerance
@@ -88,11 +90,11 @@ class Comparison:
             wrong |= ~_same_alternatives(expected, got, rows)
         self.logprobs.different += int(wrong.sum())
         if self.tolerance is not None:
-            for place in np.flatnonzero(wrong)[:1]:
-                row = int(rows[place])
-                what = f"logprob expected {theirs[place]:.9g}, got {mine[place]:.9g}"
-                if gaps[place] == 0:
-                    what = f"logprob {mine[place]:.9g} as expected, but other alternatives or another rank"
+            for index in np.flatnonzero(wrong)[:1]:
+                row = int(rows[index])
+                what = f"logprob expected {theirs[index]:.9g}, got {mine[index]:.9g}"
+                if gaps[index] == 0:
+                    what = f"logprob {mine[index]:.9g} as expected, but other alternatives or another rank"
                 self._note(step, what, row)
 
     def _add_vectors(self, step: StepMetadata, expected: StepOutput, got: StepOutput) -> None:
@@ -109,8 +111,8 @@ class Comparison:
             wrong |= expected.pooled.view(np.int32) != got.pooled.view(np.int32)
         self.vectors.different += int(wrong.sum())
         if self.tolerance is not None and wrong.any():
-            place = int(wrong.argmax())
-            self._note(step, f"number of a vector expected {expected.pooled[place]:.9g}, got {got.pooled[place]:.9g}")
+            index = int(wrong.argmax())
+            self._note(step, f"number of a vector expected {expected.pooled[index]:.9g}, got {got.pooled[index]:.9g}")
 
     def _note(self, step: StepMetadata, what: str, row: int | None = None) -> None:
         if self.first is not None:

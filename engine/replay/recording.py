@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("oarlock.engine")
 
 FORMAT = STEP_FORMAT
-HEADER, STEP, MASKS, ANSWER, END = b"H", b"S", b"M", b"A", b"E"
+HEADER, STEP, MASKS, OUTPUT, END = b"H", b"S", b"M", b"A", b"E"
 _MAGIC = b"oarlock recording\n"
 _RECORD = struct.Struct("<cQI")
 _END_BYTES = 512
@@ -81,7 +81,8 @@ class RecordingWriter:
             ) from None
         except OSError as error:
             raise StartupError(
-                f"The recording {path} cannot be made: {error.strerror}.", "Give --record a writable place."
+                f"The recording {path} cannot be made: {error.strerror}.",
+                "Give --record a path in a writable directory.",
             ) from None
         with contextlib.suppress(OSError):  # without locks in the file system, a reader assumes that the writer is dead
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -128,9 +129,9 @@ def _fixed_part(kind: bytes, content: bytes | memoryview) -> bytes:
     return _RECORD.pack(kind, len(content), zlib.crc32(content, zlib.crc32(kind)))
 
 
-def _write_end(fd: int, place: int, why: str) -> None:
+def _write_end(fd: int, offset: int, why: str) -> None:
     content = why.encode()[:_END_BYTES].decode(errors="ignore").encode().ljust(_END_BYTES)
-    os.pwrite(fd, _fixed_part(END, content) + content, place)
+    os.pwrite(fd, _fixed_part(END, content) + content, offset)
 
 
 def end_of_killed(path: str, why: str) -> None:
@@ -140,9 +141,9 @@ def end_of_killed(path: str, why: str) -> None:
         with open(path, "r+b") as file:
             file.seek(len(_MAGIC))
             _, length, _ = _RECORD.unpack(file.read(_RECORD.size).ljust(_RECORD.size, b"\0"))
-            place = file.seek(length, os.SEEK_CUR)
+            offset = file.seek(length, os.SEEK_CUR)
             if file.read(_RECORD.size + _END_BYTES) == _fixed_part(END, blank) + blank:
-                _write_end(file.fileno(), place, why)
+                _write_end(file.fileno(), offset, why)
     except (OSError, OverflowError) as error:  # moved away meanwhile, or it is another file
         logger.warning('event=recording_end_lost path="%s" cause="%s"', path, error)
 
@@ -287,7 +288,7 @@ class RecordingExecutor:
         output = self._executor.collect()
         if self._writer is not None:
             buffer = self._buffer_of(output_bytes(output))
-            self._write(ANSWER, buffer[: pack_output(output, buffer)])
+            self._write(OUTPUT, buffer[: pack_output(output, buffer)])
         return output
 
     def ping(self) -> None:

@@ -2,7 +2,7 @@
 
 A step takes a few operations on whole arrays. It handles a sequence individually only if it needs more than computing
 and appending one token: a new block, a full block to cache, a stop token, the end, a grammar. Two positions per row
-mark the limits: before `plain_until` the row is scheduled, and before `look_at` its token is appended, without
+mark the limits: before `plain_until` the row is scheduled, and before `inspect_at` its token is appended, without
 inspecting its sequence.
 
 If ranks form a pipeline, a step passes from stage to stage. There are then as many steps in flight as stages, each with
@@ -65,7 +65,7 @@ class DecodeState:
         self.num_tokens = np.zeros(max_num_seqs, np.int64)
         self.newest = np.zeros(max_num_seqs, np.int32)  # last known token
         self.plain_until = np.zeros(max_num_seqs, np.int64)  # position, exclusive
-        self.look_at = np.zeros(max_num_seqs, np.int64)  # position
+        self.inspect_at = np.zeros(max_num_seqs, np.int64)  # position
         self.mask_s = np.zeros(max_num_seqs)  # seconds that the next mask is expected to take; 0.0 if it is fast
         self.may_be_slow = False  # whether any of them was above 0 since the last check
         self._sent_of: np.ndarray | None = None  # rows of the last events; `_sent` is valid while they are the same
@@ -135,35 +135,35 @@ class DecodeState:
         """Write all values derived from the state of `seq`, which runs."""
         self.num_tokens[seq.row], self.newest[seq.row] = len(seq.token_ids), seq.token_ids[-1]
         self.refresh_plain(seq)
-        self.refresh_look(seq)
-        if seq.is_watched:
+        self.refresh_inspect_at(seq)
+        if seq.inspects_each_token:
             self.refresh_mask(seq)
 
     def refresh_tokens(self, seq: Sequence) -> None:
         """Refresh `seq` if only the token that a decode sampled was appended."""
         self.num_tokens[seq.row], self.newest[seq.row] = len(seq.token_ids), seq.token_ids[-1]
-        if seq.is_watched:
+        if seq.inspects_each_token:
             self.refresh_mask(seq)
         else:
-            self.refresh_look(seq)  # it may be the first token
+            self.refresh_inspect_at(seq)  # it may be the first token
 
     def refresh_plain(self, seq: Sequence) -> None:
         """Refresh `seq` if only its computed tokens or blocks have changed."""
         row = seq.row
-        if seq.decodes_alone or self.num_tokens.item(row) > self.num_computed.item(row) + 1:
+        if seq.decodes_individually or self.num_tokens.item(row) > self.num_computed.item(row) + 1:
             self.plain_until[row] = _NEVER
         else:
             self.plain_until[row] = min(len(seq.block_ids) * self._block_size, seq.num_to_compute)
 
-    def refresh_look(self, seq: Sequence) -> None:
+    def refresh_inspect_at(self, seq: Sequence) -> None:
         """Refresh `seq` if only its blocks were offered to the prefix cache."""
-        if seq.timeline.first_token_s is None or seq.is_watched or len(seq.stop_ids) > _STOP_IDS:
-            self.look_at[seq.row] = _NEVER
+        if seq.timeline.first_token_s is None or seq.inspects_each_token or len(seq.stop_ids) > _STOP_IDS:
+            self.inspect_at[seq.row] = _NEVER
         elif self._caches_blocks:
             full_at = (seq.num_cached_blocks + 1) * self._block_size - 1
-            self.look_at[seq.row] = min(full_at, seq.final_len - 2)
+            self.inspect_at[seq.row] = min(full_at, seq.final_len - 2)
         else:
-            self.look_at[seq.row] = seq.final_len - 2
+            self.inspect_at[seq.row] = seq.final_len - 2
 
     # -- decodes
 
@@ -180,9 +180,9 @@ class DecodeState:
         token_ids[self.num_tokens[rows] <= positions] = NOT_KNOWN
         return Decodes(rows, positions, token_ids, self.num_released, self.seqs)
 
-    def needs_look(self, rows: np.ndarray, positions: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
+    def needs_inspection(self, rows: np.ndarray, positions: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
         """Return which rows need more than appending `token_ids`, which the step at `positions` sampled; bool [D]."""
-        found = positions >= self.look_at[rows]
+        found = positions >= self.inspect_at[rows]
         for stop_ids in self._stop_ids[: self._most_stop_ids]:
             found |= stop_ids[rows] == token_ids
         return found
@@ -205,7 +205,7 @@ class DecodeState:
             self.settle(row)
         return since_s
 
-    def sent_with(self, rows: np.ndarray) -> tuple[array, array]:
+    def event_fields(self, rows: np.ndarray) -> tuple[array, array]:
         """Return the request ids and numbers of cached tokens sent with the tokens of `rows`. They must not be
         changed."""
         if rows is not self._sent_of:
@@ -288,7 +288,7 @@ class DecodeState:
         held = [row for row, seq in enumerate(self.seqs) if seq is not None]
         assert held == sorted(self.order.tolist()), "a row is held by a sequence that does not run"
         for seq in running:
-            row, names = seq.row, ("num_tokens", "newest", "plain_until", "look_at")
+            row, names = seq.row, ("num_tokens", "newest", "plain_until", "inspect_at")
             assert self.seqs[row] is seq and self._token_ids[row] is seq.token_ids and seq.decode_state is self
             told = [int(getattr(self, name)[row]) for name in names]
             self.refresh(seq)

@@ -10,9 +10,9 @@ import numpy as np
 
 from oarlock.engine.scheduler.decode_state import DecodeState
 
-LEAST_S = 0.01  # minimum time for the masks of a step, however short the step is
-ALONE_S = 0.05  # time for the masks of a step without any other sequences
-_MOST_LEFT_S = 0.02  # maximum time saved up over steps without slow masks
+MIN_S = 0.01  # minimum time for the masks of a step, however short the step is
+GRAMMARS_ONLY_S = 0.05  # time for the masks of a step without any other sequences
+_MAX_SAVED_S = 0.02  # maximum time saved up over steps without slow masks
 _WEIGHT = 0.1  # weight of the newest step in the mean
 
 
@@ -38,10 +38,10 @@ class MaskBudget:
         slow = is_slow.nonzero()[0]
         if not len(slow):
             return rows
-        is_alone = len(slow) == len(rows) and not any_waiting
-        more_s = max(LEAST_S, self._step_s - self._mask_s)
-        self._left_s = min(max(_MOST_LEFT_S, more_s), self._left_s + more_s)
-        left_s = ALONE_S if is_alone else self._left_s
+        grammars_only = len(slow) == len(rows) and not any_waiting
+        more_s = max(MIN_S, self._step_s - self._mask_s)
+        self._left_s = min(max(_MAX_SAVED_S, more_s), self._left_s + more_s)
+        left_s = GRAMMARS_ONLY_S if grammars_only else self._left_s
         # A sequence whose token is being sampled comes after the others: its last token seems older than it is.
         is_sampled = state.num_tokens[rows[slow]] <= state.num_computed[rows[slow]]
         since_s = np.nan_to_num(state.last_token_s[rows[slow]], nan=-np.inf)  # no token yet: it is first
@@ -51,7 +51,7 @@ class MaskBudget:
         chosen = in_turn[before_s < left_s]
         if not len(chosen) and len(slow) == len(rows):
             chosen = in_turn[:1]
-        self._left_s -= 0.0 if is_alone else float(state.mask_s[rows[chosen]].sum())
+        self._left_s -= 0.0 if grammars_only else float(state.mask_s[rows[chosen]].sum())
         is_kept = ~is_slow
         is_kept[chosen] = True
         return rows[is_kept]

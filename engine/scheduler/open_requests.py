@@ -101,7 +101,7 @@ class OpenRequests:
         seq.timeline.preempted(now, is_short=is_short)
         seq.num_preemptions += is_short
         seq.num_passed = 0
-        seq.has_asked_files = False
+        seq.has_searched_files = False
         self.waiting.push(seq)
 
     # -- ends
@@ -133,7 +133,7 @@ class OpenRequests:
     def fail_by_grammar(self, seq: Sequence, error: BrokenGrammarError, now: float) -> TokenEvent:
         """Fail a sequence because of its grammar."""
         logger.info("event=grammar_broken request_id=%d tokens=%d", seq.request_id, seq.num_generated_tokens)
-        param = seq.masked_by
+        param = seq.masking_param
         return self.fail(seq, f"The grammar of '{param}' failed while its text was written: {error}", now, param, CODE)
 
     def fail_after_exception(self, seq: Sequence, stage: str, now: float) -> TokenEvent:

@@ -20,9 +20,9 @@ from oarlock.workers.config import StepCost
 
 # Maximum number of sequences admitted ahead of a sequence that waits only because it was preempted.
 MAX_PASSED = 4
-_LOOKED_AT = 64  # waiting sequences that are considered
+_MAX_CONSIDERED = 64  # waiting sequences that are considered
 RATIO = 2.5  # maximum ratio of the time of a step with prompt tokens to a decode step, if no limit is set
-FEWEST_TOKENS = 16  # minimum tokens of a chunk, however long a step takes: prompts must make progress
+MIN_CHUNK_TOKENS = 16  # minimum tokens of a chunk, however long a step takes: prompts must make progress
 
 
 def choose_victim(running: Iterable[Sequence]) -> Sequence:
@@ -30,7 +30,7 @@ def choose_victim(running: Iterable[Sequence]) -> Sequence:
     return max(running, key=lambda seq: (seq.request.is_low_priority, seq.key))
 
 
-def choose_over_share(
+def choose_victim_for_head(
     running: list[Sequence], waiting: RequestQueue, num_rows: int, kv_cache_manager: KVCacheManager
 ) -> Sequence | None:
     """Choose the sequence to preempt if the head of the queue has no row or too few blocks.
@@ -106,7 +106,7 @@ def has_room_for_text(seq: Sequence, output: SchedulerOutput, budget: int, most_
     The text must fit into `budget` tokens, and the step may return vectors of at most `most_vectors` tokens. There is
     always room for the first text of a step.
     """
-    num_vectors = output.num_token_vectors + seq.returns_all_tokens * seq.num_tokens
+    num_vectors = output.num_token_vectors + seq.returns_token_vectors * seq.num_tokens
     return not output.num_seqs or (seq.num_tokens <= budget and num_vectors <= most_vectors)
 
 
@@ -116,7 +116,7 @@ def num_tokens_left(under_way: list[Sequence], waiting: RequestQueue) -> int:
     return sum(map(num_left, under_way)) + waiting.num_tokens
 
 
-def num_joining(running: list[Sequence], under_way: list[Sequence], waiting: RequestQueue, num_free_rows: int) -> int:
+def num_upcoming(running: list[Sequence], under_way: list[Sequence], waiting: RequestQueue, num_free_rows: int) -> int:
     """Count the sequences that will soon decode: prompts `under_way`, and waiting prompts for which there are rows.
 
     Low-priority sequences count only if all running sequences have low priority, since they must not make the steps of
@@ -133,13 +133,13 @@ def num_left(seq: Sequence) -> int:
     return len(seq.token_ids) - seq.num_computed_tokens
 
 
-def shorter_by_half(first: Sequence, waiting: RequestQueue) -> Iterator[Sequence]:
+def waiting_of_half_length(first: Sequence, waiting: RequestQueue) -> Iterator[Sequence]:
     """Yield the waiting sequences of at most half the tokens that `first` has left, in order.
 
     Stop at a sequence that was refused blocks: the next free blocks are reserved for it.
     """
     most = num_left(first) // 2
-    for seq in list(islice(waiting, _LOOKED_AT)):
+    for seq in list(islice(waiting, _MAX_CONSIDERED)):
         if seq.shortage is not None:
             return
         if len(seq.token_ids) <= most and seq.request.is_low_priority <= first.request.is_low_priority:
@@ -174,13 +174,13 @@ class StepBudget:
             room = min(room, int(max(0.0, self._max_step_s - step_s) / 2 / row_s))
         return room
 
-    def prompt_tokens(self, num_rows: int, room: int, num_left: int, num_joining: int = 0) -> int:
+    def prompt_tokens(self, num_rows: int, room: int, num_left: int, num_upcoming: int = 0) -> int:
         """Return the number of prompt tokens for a step with `room` for them next to `num_rows` rows, drafts included.
 
-        `num_left`: prompt tokens to compute in this step and later ones. `num_joining`: sequences that will soon decode
-        together with these rows. The step may take `RATIO` times as long as a step without prompts will take then. If
-        the limit followed from the current rows, a step with few rows would take few prompt tokens, so that the batch
-        would stay small and the server slow as long as requests keep coming.
+        `num_left`: prompt tokens to compute in this step and later ones. `num_upcoming`: sequences that will soon
+        decode together with these rows. The step may take `RATIO` times as long as a step without prompts will take
+        then. If the limit followed from the current rows, a step with few rows would take few prompt tokens, so that
+        the batch would stay small and the server slow as long as requests keep coming.
 
         The estimates of time are wrong if other programs have slowed the machine down since steps without prompts ran,
         and under a constant load no such step comes to correct them. But a prompt token costs no more than a row with
@@ -188,13 +188,13 @@ class StepBudget:
         """
         measured = self._costs.measured
         if self._num_stages > 1 and measured is not None and measured.fixed_s:
-            room = min(room, self._of_a_part(num_left, measured))
+            room = min(room, self._tokens_per_part(num_left, measured))
         if num_rows == 0 or num_left == 0:
             return room
         rows_s = self._costs.seconds(num_rows)
         if rows_s is None:
             return room
-        fewest, limit_s, num_soon = FEWEST_TOKENS, self._max_step_s, num_rows + num_joining
+        fewest, limit_s, num_soon = MIN_CHUNK_TOKENS, self._max_step_s, num_rows + num_upcoming
         if limit_s is None:
             fewest = max(fewest, int(RATIO * num_soon) - num_rows)
             limit_s = RATIO * max(rows_s, self._costs.seconds(num_soon) or 0.0)
@@ -204,7 +204,7 @@ class StepBudget:
         """Begin a new division with the next prompts, because no prompt token is left."""
         self._num_after_part = 0
 
-    def _of_a_part(self, num_left: int, cost: StepCost) -> int:
+    def _tokens_per_part(self, num_left: int, cost: StepCost) -> int:
         """Return the tokens of each step when `num_left` tokens are divided into steps that keep all pipeline stages
         busy.
 
@@ -215,6 +215,6 @@ class StepBudget:
         if num_left > self._num_after_part:
             fixed_s = cost.fixed_s + cost.experts_s  # parts are long enough to use all experts
             best = math.sqrt((self._num_stages - 1) * cost.token_s * num_left / fixed_s)
-            self._part = -(-num_left // max(1, round(min(best, num_left / FEWEST_TOKENS))))
+            self._part = -(-num_left // max(1, round(min(best, num_left / MIN_CHUNK_TOKENS))))
         self._num_after_part = max(0, num_left - self._part)
         return max(1, self._part)

@@ -21,7 +21,7 @@ from oarlock.engine.kv_cache.manager import KVCacheManager
 from oarlock.engine.kv_cache.offload import KVOffload
 from oarlock.engine.scheduler.sequence import Sequence
 
-LOOKED_AHEAD = 8  # sequences at the head of the queue that may begin to read files
+MAX_READ_AHEAD = 8  # sequences at the head of the queue that may begin to read files
 _OUTPUT_WEIGHT = 2.0  # prompt tokens that equal the work of a generated token
 _MIN_RETRY_S, _MAX_RETRY_S = 1.0, 60.0
 
@@ -225,13 +225,13 @@ class LoadingSequences:
     def __iter__(self) -> Iterator[Sequence]:
         return iter(self._seqs.values())
 
-    def follow(self, now: float) -> None:
+    def update(self, now: float) -> None:
         """Queue sequences whose blocks have been read or will not arrive, and begin to read the blocks of the next
         ones."""
         for request_id in self._offload.take_ready(now):
             self._queue.push(self._seqs.pop(request_id))
-        for seq in [seq for seq in islice(self._queue, LOOKED_AHEAD) if not seq.has_asked_files]:
-            seq.has_asked_files = True
+        for seq in [seq for seq in islice(self._queue, MAX_READ_AHEAD) if not seq.has_searched_files]:
+            seq.has_searched_files = True
             first_column, digests = self._manager.missing_hashes(seq)
             if self._offload.begin_load(seq.request_id, digests, first_column, now):
                 self._queue.remove(seq)

@@ -171,7 +171,7 @@ class Scheduler:
         must come first.
         """
         if self.requests.loading is not None:
-            self.requests.loading.follow(now)
+            self.requests.loading.update(now)
         # If the ranks lack memory, steps are smaller, have no drafts and are not sent ahead.
         max_tokens, max_drafts = self.max_num_batched_tokens, 0
         if self.refused_steps is not None:
@@ -285,7 +285,7 @@ class Scheduler:
         """Preempt sequences for the head of the queue according to the policy. Return False if the result of the
         previous step must come first."""
         shared = self._running, self._waiting, self.max_num_seqs, self.kv_cache_manager
-        while (victim := policy.choose_over_share(*shared)) is not None:
+        while (victim := policy.choose_victim_for_head(*shared)) is not None:
             if ahead:
                 return False
             self.requests.preempt(victim, now, is_short=False)
@@ -350,24 +350,24 @@ class Scheduler:
         """
         state = self._state
         positions = state.num_computed[rows]
-        needs_look = positions >= state.plain_until[rows]
+        needs_inspection = positions >= state.plain_until[rows]
         if drafts:
-            needs_look |= np.isin(rows, list(drafts))
-        to_look_at = needs_look.nonzero()[0]
-        if not len(to_look_at):
+            needs_inspection |= np.isin(rows, list(drafts))
+        inspected = needs_inspection.nonzero()[0]
+        if not len(inspected):
             output.decodes, output.num_decodes = state.schedule(rows, positions), len(rows)
             return []
         is_plain, unfinished, num_released = np.ones(len(rows), bool), [], state.num_released
         manager = self.kv_cache_manager
         block_size, is_simple = manager.block_size, not drafts and manager.sliding_window is None
-        entries = (some.tolist() for some in (to_look_at, rows[to_look_at], positions[to_look_at]))
+        entries = (some.tolist() for some in (inspected, rows[inspected], positions[inspected]))
         for index, row, start in zip(*entries, strict=True):
             seq = state.seqs[row]
             if seq is None:
                 continue  # preempted earlier in this loop
             try:
                 only_grows = is_simple and start == len(seq.block_ids) * block_size and start < seq.num_to_compute
-                only_grows &= not seq.decodes_alone and state.num_tokens.item(row) <= start + 1
+                only_grows &= not seq.decodes_individually and state.num_tokens.item(row) <= start + 1
                 if only_grows and manager.num_available:
                     output.new_blocks.append((row, len(seq.block_ids), manager.allocate_next(seq)))
                     state.plain_until[row] = min(start + block_size, seq.num_to_compute)
@@ -377,7 +377,7 @@ class Scheduler:
                     continue
                 drafted = drafts.get(seq.row, [])
                 drafted = drafted[: self._allocate_for_drafts(seq, len(drafted), output)] if drafted else drafted
-                if seq.decodes_alone or drafted:
+                if seq.decodes_individually or drafted:
                     is_plain[index] = False
                     count = 1 + len(drafted)
                     output.scheduled.append(ScheduledTokens(seq, start, count, seq.samples, drafts=tuple(drafted)))
@@ -450,9 +450,9 @@ class Scheduler:
         """
         num_rows = output.num_decodes + output.num_drafts
         num_left = policy.num_tokens_left(unfinished, self._waiting)
-        num_joining = policy.num_joining(self._running, unfinished, self._waiting, len(self.requests.free_rows))
+        num_upcoming = policy.num_upcoming(self._running, unfinished, self._waiting, len(self.requests.free_rows))
         whole = self._budget.prompt_tokens(
-            max(num_rows, max_decodes), max_tokens - num_rows, num_left, num_joining // self._num_micro_batches
+            max(num_rows, max_decodes), max_tokens - num_rows, num_left, num_upcoming // self._num_micro_batches
         )
         first, last, normal_only = policy.split_by_priority(unfinished, self._waiting)
         budget = self._share_among_prompts(output, first, whole, now)
@@ -477,7 +477,7 @@ class Scheduler:
         share = budget // 2
         for seq in sorted(others, key=policy.num_left):
             share -= self._schedule_prompt(seq, output, share, now)
-        for seq in policy.shorter_by_half(oldest, self._waiting):
+        for seq in policy.waiting_of_half_length(oldest, self._waiting):
             taken = self._schedule_prompt(seq, output, share, now) if share else 0
             if taken == 0:
                 break
@@ -529,7 +529,7 @@ class Scheduler:
         if is_last and seq.grammar_matcher is not None and seq.samples and seq.grammar_matcher.expected_s:
             # The last token of the prompt takes its turn among the slow masks, like later tokens.
             num_tokens -= num_tokens > 1 or bool(output.num_decodes or output.scheduled)
-        if seq.returns_all_tokens:
+        if seq.returns_token_vectors:
             num_tokens = min(num_tokens, self._max_vectors - output.num_token_vectors)
         if self.kv_cache_manager.sliding_window is not None:
             num_tokens = self._allocate_within_window(seq, num_tokens, output)
@@ -539,11 +539,11 @@ class Scheduler:
         self.kv_cache_manager.cache_blocks(seq, start + num_tokens)
         wants_logits = start + num_tokens == seq.num_tokens and seq.samples
         output.scheduled.append(ScheduledTokens(seq, start, num_tokens, wants_logits, score_from, num_scored))
-        output.num_token_vectors += seq.returns_all_tokens * num_tokens
+        output.num_token_vectors += seq.returns_token_vectors * num_tokens
         seq.num_computed_tokens = start + num_tokens
         seq.timeline.computed(now, output.step_id, num_tokens, output.num_decodes)
         self._state.refresh_plain(seq)
-        self._state.refresh_look(seq)
+        self._state.refresh_inspect_at(seq)
         return num_tokens
 
     def _allocate_within_window(self, seq: Sequence, num_tokens: int, output: SchedulerOutput) -> int:

@@ -98,12 +98,12 @@ class Sequence:
         "block_hashes",
         "block_ids",
         "decode_state",
-        "decodes_alone",
+        "decodes_individually",
         "draft_state",
         "final_len",
         "grammar_matcher",
-        "has_asked_files",
-        "is_watched",
+        "has_searched_files",
+        "inspects_each_token",
         "key",
         "num_cached_blocks",
         "num_freed_blocks",
@@ -148,15 +148,15 @@ class Sequence:
         self.num_to_compute = max(self.num_prompt_tokens, self.final_len - 1)
         self.decode_state: RowState | None = None  # None while the sequence does not run
         self._num_computed_tokens = 0
-        self.decodes_alone = not self.samples  # its decode steps are scheduled as `ScheduledTokens`
+        self.decodes_individually = not self.samples  # its decode steps are scheduled as `ScheduledTokens`
         # True if each of its tokens needs more work than appending it.
-        self.is_watched = grammar_matcher is not None
+        self.inspects_each_token = grammar_matcher is not None
         self.block_ids: list[int] = []
         self.num_freed_blocks = 0  # leading entries of `block_ids` that are the null block: outside the sliding window
         self.block_hashes: list[bytes] = []  # chained hashes of the full blocks, as far as they were needed
         self.num_cached_blocks = 0  # leading blocks that were offered to the prefix cache
         self.shortage: Shortage | None = None  # most recent failed allocation of blocks
-        self.has_asked_files = False  # whether KV files were searched for its prefix since it last began to wait
+        self.has_searched_files = False  # whether KV files were searched for its prefix since it last began to wait
         self.row = -1  # index into the engine's tables; stable while the sequence runs
         self.status = Status.WAITING
         self.stop_ids = frozenset(params.eos_token_ids) | frozenset(params.stop_token_ids)
@@ -215,7 +215,7 @@ class Sequence:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
-    def masked_by(self) -> str | None:
+    def masking_param(self) -> str | None:
         """Name of the request field that may ban every token; the strictest if there are several."""
         params = self.request.params
         if params.grammar is not None:
@@ -225,7 +225,7 @@ class Sequence:
         return "bad_words" if params.bad_words else "logit_bias" if params.logit_bias else None
 
     @property
-    def returns_all_tokens(self) -> bool:
+    def returns_token_vectors(self) -> bool:
         """True if the hidden state of each token is returned."""
         return self.pooling is not None and self.pooling.kind == "token"
 

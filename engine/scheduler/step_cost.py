@@ -17,15 +17,15 @@ import numpy as np
 from oarlock.engine.stats import RankTimes, StepTimesState, TokenRates
 from oarlock.workers.config import StepCost
 
-REMEMBERED = 16  # newest steps of a kind; their median predicts the next
-_TELLING_TOKENS = 8  # minimum prompt tokens of a step from which the cost of a token is learned
-_FEWEST = 3  # minimum numbers of steps with few rows and with many rows to derive the cost of a row
-_FORGET_AFTER = 512  # steps between two kinds after which the cost of a row may have changed
+REMEMBERED = 16  # newest steps of a group; their median predicts the next
+_MIN_PROMPT_TOKENS = 8  # minimum prompt tokens of a step from which the cost of a token is learned
+_MIN_STEPS = 3  # minimum numbers of steps with few rows and with many rows to derive the cost of a row
+_FORGET_AFTER = 512  # steps between two groups after which the cost of a row may have changed
 # Initial cost of a row as a share of the time of a one-row step. The first is an upper limit, because a measurement at
 # start may be wrong on a busy machine and too high a cost would never be corrected. The second applies if nothing was
 # measured.
-_MOST_AT_FIRST, _AT_FIRST = 1 / 8, 1 / 32
-_LEAST = 1 / 128  # minimum cost of a row as a share of the step
+_MAX_INITIAL_SHARE, _INITIAL_SHARE = 1 / 8, 1 / 32
+_MIN_SHARE = 1 / 128  # minimum cost of a row as a share of the step
 
 _REMEMBERED = 512  # newest steps whose times are kept
 _MARK_S = 1.0  # seconds between two readings of the token counters
@@ -38,7 +38,7 @@ _STALL_RATIO = 4.0  # minimum ratio of a stalled step's time to the mean of earl
 _MEAN_OF = 32  # approximate number of steps in the moving mean
 
 
-class _Kind:
+class _StepGroup:
     """Newest steps with about the same number of rows, i.e. row counts of equal bit length."""
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class _Kind:
         self.seen_at = 0  # number of the last of these steps
 
 
-class _Line(NamedTuple):
+class _CostLine(NamedTuple):
     """Straight line of a step's seconds over its rows, near a number of rows."""
 
     rows: float
@@ -64,12 +64,12 @@ class StepCosts:
     def __init__(self, measured: StepCost | None) -> None:
         """Start with `measured`, the cost that ranks measured at start, which is used until steps have run."""
         self.measured = measured
-        row_s = _AT_FIRST if measured is None else measured.token_s + measured.logits_s
+        row_s = _INITIAL_SHARE if measured is None else measured.token_s + measured.logits_s
         step_s = 1.0 if measured is None else measured.seconds(1, context=0)
-        self._first_row_s = min(row_s, step_s * _MOST_AT_FIRST)
+        self._first_row_s = min(row_s, step_s * _MAX_INITIAL_SHARE)
         self._first_fixed_s = step_s - self._first_row_s
-        self._kinds: dict[int, _Kind] = {}  # bit length of the number of rows -> kind
-        self._lines: dict[int, _Line] = {}  # the same key -> line; computed since the newest step was observed
+        self._groups: dict[int, _StepGroup] = {}  # bit length of the number of rows -> group
+        self._lines: dict[int, _CostLine] = {}  # the same key -> line; computed since the newest step was observed
         self._num_steps = 0
         self._token_s: deque[float] = deque(maxlen=REMEMBERED)
 
@@ -82,22 +82,22 @@ class StepCosts:
             rows_s = self.seconds(num_rows)
             if rows_s is None and not num_rows:
                 rows_s = 0.0  # the very first step
-            if num_prompt_tokens >= _TELLING_TOKENS and rows_s is not None:
+            if num_prompt_tokens >= _MIN_PROMPT_TOKENS and rows_s is not None:
                 rows_s += self._more_experts_s(num_rows, num_prompt_tokens)
                 self._token_s.append(max(0.0, seconds - rows_s) / num_prompt_tokens)
             return
         self._num_steps += 1
         bits = num_rows.bit_length()
-        kind = self._kinds.get(bits)
-        if kind is None:
-            kind = self._kinds[bits] = _Kind()
-        kind.steps.append((num_rows, seconds))
-        kind.seen_at = self._num_steps
+        group = self._groups.get(bits)
+        if group is None:
+            group = self._groups[bits] = _StepGroup()
+        group.steps.append((num_rows, seconds))
+        group.seen_at = self._num_steps
         self._lines.clear()
 
     def seconds(self, num_rows: int) -> float | None:
         """Return the seconds of a step of `num_rows` rows without prompt tokens, or None if not known."""
-        if self._kinds:
+        if self._groups:
             return self.step_and_row_s(num_rows)[0]
         return None if self.measured is None else self.measured.seconds(num_rows, context=0)
 
@@ -136,7 +136,7 @@ class StepCosts:
     def step_and_row_s(self, num_rows: int) -> tuple[float, float]:
         """Return the seconds of a step of `num_rows` rows, and of one more row. Before anything is known, a one-row
         step takes 1."""
-        if not self._kinds:
+        if not self._groups:
             step_s = self._first_fixed_s + num_rows * self._first_row_s + self._more_experts_s(1, num_rows - 1)
             row_s = self._first_row_s + self._more_experts_s(num_rows, 1)
         else:
@@ -145,11 +145,11 @@ class StepCosts:
             row_s = line.row_s
             step_s = line.seconds + (num_rows - line.rows) * row_s
         step_s = max(step_s, row_s * num_rows)
-        return step_s, max(row_s, step_s * _LEAST)
+        return step_s, max(row_s, step_s * _MIN_SHARE)
 
-    def _line(self, bits: int) -> _Line:
-        """Fit a line through the nearest kind of steps and the nearest other kind of about the same time."""
-        near, *others = (self._kinds[kind] for kind in sorted(self._kinds, key=lambda kind: (abs(kind - bits), kind)))
+    def _line(self, bits: int) -> _CostLine:
+        """Fit a line through the nearest group of steps and the nearest other group of about the same time."""
+        near, *others = (self._groups[key] for key in sorted(self._groups, key=lambda key: (abs(key - bits), key)))
         steps = [*near.steps]
         step_rows, step_s = median(rows for rows, _ in steps), median(one for _, one in steps)
         for other in others:
@@ -159,12 +159,12 @@ class StepCosts:
         middle = (min(steps)[0] + max(steps)[0]) / 2
         few = [step for step in steps if step[0] <= middle]
         many = [step for step in steps if step[0] > middle]
-        if len(few) >= _FEWEST <= len(many):
+        if len(few) >= _MIN_STEPS <= len(many):
             more_rows = median(rows for rows, _ in many) - median(rows for rows, _ in few)
             more_s = median(one for _, one in many) - median(one for _, one in few)
-            return _Line(step_rows, step_s, max(0.0, more_s / more_rows))
+            return _CostLine(step_rows, step_s, max(0.0, more_s / more_rows))
         ratio = self._first_row_s / (self._first_fixed_s + step_rows * self._first_row_s)
-        return _Line(step_rows, step_s, step_s * ratio)
+        return _CostLine(step_rows, step_s, step_s * ratio)
 
 
 class Stall(NamedTuple):
@@ -213,11 +213,11 @@ class StepLog:
         self._mean_s += (seconds - self._mean_s) / (_MEAN_OF if self._mean_s else 1)
         self._ended_s = begun_s + seconds
         sums = self._sums
-        place = int(sums[_STEPS]) % _REMEMBERED
+        slot = int(sums[_STEPS]) % _REMEMBERED
         if len(rank_ns) != self._rank_ns.shape[1]:
             self._rank_ns = np.zeros((_REMEMBERED, len(rank_ns)), np.int64)
-        self._rank_ns[place] = rank_ns
-        self._seconds[place] = seconds
+        self._rank_ns[slot] = rank_ns
+        self._seconds[slot] = seconds
         sums[_STEPS] += 1
         sums[_SEQUENCES] += num_sequences
         sums[_PROMPT_TOKENS] += num_prompt_tokens
@@ -290,7 +290,7 @@ class StepLog:
             self.stalls.append(Stall("step", begun_s, seconds, num_sequences, num_prompt_tokens))
 
 
-def between(first: tuple[float, ...], last: tuple[float, ...]) -> tuple[int, int, int, float, dict[str, int]]:
+def difference(first: tuple[float, ...], last: tuple[float, ...]) -> tuple[int, int, int, float, dict[str, int]]:
     """Return steps, sequences, prompt tokens and seconds between two readings, and steps by their number of sequences:
     `1`, `2-3`, `4-7` and so on."""
     steps, sequences, prompt_tokens, seconds, *sizes = (

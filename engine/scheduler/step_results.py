@@ -40,7 +40,7 @@ class StepResults:
         Full blocks are cached before any sequence ends, because an end may free blocks that others would find.
         """
         events, decodes = TokenEvents(), output.decodes
-        is_plain, others = self._look(decodes, result, now, events)
+        is_plain, others = self._split_decodes(decodes, result, now, events)
         if output.scheduled:
             for item, first, end in output.with_rows():
                 if item.seq.status is Status.RUNNING and not item.drafts and result.are_finite(first, end):
@@ -79,13 +79,13 @@ class StepResults:
             return
         try:
             self._kv_cache_manager.cache_blocks(seq, num_computed)
-            self._state.refresh_look(seq)
+            self._state.refresh_inspect_at(seq)
         except Exception:
             events.others.append(self._requests.fail_after_exception(seq, "commit", now))
 
     # -- together
 
-    def _look(
+    def _split_decodes(
         self, decodes: Decodes, result: ModelRunnerOutput, now: float, events: TokenEvents
     ) -> tuple[np.ndarray | None, list[tuple[ScheduledTokens, int]]]:
         """Cache full blocks of decodes.
@@ -95,19 +95,19 @@ class StepResults:
         """
         state, rows, positions = self._state, decodes.rows, decodes.positions
         token_ids = result.step_output.token_ids[: len(rows)]
-        needs_look = state.needs_look(rows, positions, token_ids)
+        needs_inspection = state.needs_inspection(rows, positions, token_ids)
         if not result.all_finite:
-            needs_look |= ~result.is_finite[: len(needs_look)]
+            needs_inspection |= ~result.is_finite[: len(needs_inspection)]
         if state.num_released == decodes.num_released:
-            if not len(needs_look.nonzero()[0]):
+            if not len(needs_inspection.nonzero()[0]):
                 return None, []
-            is_plain = ~needs_look
+            is_plain = ~needs_inspection
         else:
             runs = state.still_run(rows, decodes.num_released)
-            is_plain = runs & ~needs_look
-            needs_look &= runs
+            is_plain = runs & ~needs_inspection
+            needs_inspection &= runs
         others, block_size = [], self._kv_cache_manager.block_size
-        indices = needs_look.nonzero()[0]
+        indices = needs_inspection.nonzero()[0]
         entries = (some.tolist() for some in (indices, rows[indices], positions[indices], token_ids[indices]))
         for index, row, position, token in zip(*entries, strict=True):
             seq = state.seqs[row]
@@ -117,7 +117,7 @@ class StepResults:
                 self._cache_blocks(seq, position + 1, now, events)
                 if seq.status is not Status.RUNNING:
                     continue
-                if position < state.look_at[row] and token not in seq.stop_ids:
+                if position < state.inspect_at[row] and token not in seq.stop_ids:
                     is_plain[index] = True
                     continue
             others.append((ScheduledTokens(seq, position, 1, True), index))
@@ -138,7 +138,7 @@ class StepResults:
             if self._queue.has_had_several_clients:
                 self._count_generated(rows)
             events.token_ids = array("i", token_ids.tobytes())
-            events.request_ids, events.num_cached_tokens = state.sent_with(rows)
+            events.request_ids, events.num_cached_tokens = state.event_fields(rows)
 
     def _add_logprobs(
         self, num_top: np.ndarray, is_plain: np.ndarray | None, result: ModelRunnerOutput, events: TokenEvents
@@ -242,7 +242,7 @@ class StepResults:
     def _fail_without_token(self, seq: Sequence, states: list[int], now: float) -> TokenEvent | None:
         """Fail a sequence without a token to choose: its logits are not finite, or its fields ban every token."""
         if NONFINITE not in states:
-            return self._requests.fail(seq, NO_TOKEN, now, seq.masked_by)
+            return self._requests.fail(seq, NO_TOKEN, now, seq.masking_param)
         return self._fail_nonfinite(seq, now)
 
     def _fail_nonfinite(self, seq: Sequence, now: float) -> TokenEvent | None:

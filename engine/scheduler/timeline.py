@@ -9,7 +9,7 @@ difference of two readings of these sums.
 from collections import OrderedDict
 from typing import cast
 
-from oarlock.engine.scheduler.step_cost import StepLog, between
+from oarlock.engine.scheduler.step_cost import StepLog, difference
 from oarlock.engine.stats import Chunk, DecodeSteps, EngineStats, Preemption, RequestHistory, StallState
 from oarlock.engine.types import FinishReason
 
@@ -169,7 +169,7 @@ class RequestTimeline:
         if not self._at_first_token:
             return None
         last = self._at_end or self._log.steps.read()
-        steps, sequences, prompt_tokens, seconds, sizes = between(self._at_first_token, last)
+        steps, sequences, prompt_tokens, seconds, sizes = difference(self._at_first_token, last)
         return DecodeSteps(
             steps=steps,
             mean_sequences=round(sequences / steps, 2) if steps else 0.0,

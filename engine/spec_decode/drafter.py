@@ -56,19 +56,19 @@ class NgramIndex:
                 start, period = end + 1, length - end - 1
                 if period >= most:
                     return token_ids[start : start + most]
-                return [token_ids[start + place % period] for place in range(most)]
+                return [token_ids[start + offset % period] for offset in range(most)]
         return []
 
     def _find(self, token_ids: list[int], size: int) -> int:
         """Return the last earlier index at which the last `size` tokens ended; -1 if there is none."""
         run = token_ids[-size:]
-        key, place = _hash(run), size - self._shortest
-        end = self._recent[place].get(key, -1)
+        key, index = _hash(run), size - self._shortest
+        end = self._recent[index].get(key, -1)
         if end < 0:
-            hashes = self._hashes[place]
+            hashes = self._hashes[index]
             at = bisect_left(hashes, key)
             if at < len(hashes) and hashes[at] == key:
-                end = self._last_ends[place][at]
+                end = self._last_ends[index][at]
         return end if end >= 0 and token_ids[end - size + 1 : end + 1] == run else -1
 
     def _catch_up(self, token_ids: list[int]) -> None:
@@ -78,8 +78,8 @@ class NgramIndex:
             self._fold(token_ids[:until])
             return
         for end in range(self._num_seen, until):
-            for place, recent in enumerate(self._recent):
-                start = end + 1 - self._shortest - place
+            for index, recent in enumerate(self._recent):
+                start = end + 1 - self._shortest - index
                 if start >= 0:
                     recent[_hash(token_ids[start : end + 1])] = end
         self._num_seen = until
@@ -181,8 +181,8 @@ class Drafter:
         """
         drafts: list[list[int]] = [[] for _ in candidates]
         step_s, row_s = self._costs.step_and_row_s(num_seqs)
-        offers: list[tuple[float, int]] = []  # (negative worth of one more draft, its candidate)
-        for place, (state, token_ids, room) in enumerate(candidates):
+        offers: list[tuple[float, int]] = []  # (negative worth of one more draft, index of its candidate)
+        for index, (state, token_ids, room) in enumerate(candidates):
             worth = rate = state.rate_at(len(token_ids))
             worths: list[float] = []  # worth of each draft in turn: it must be right, and so must all before it
             longest = min(room, self.config.num_speculative_tokens)
@@ -190,16 +190,16 @@ class Drafter:
                 worths.append(worth)
                 worth *= rate
             if worths:
-                drafts[place] = state.index.propose(token_ids, len(worths))
-                offers += [(-worth, place) for worth in worths[: len(drafts[place])]]
+                drafts[index] = state.index.propose(token_ids, len(worths))
+                offers += [(-worth, index) for worth in worths[: len(drafts[index])]]
         taken = [0] * len(drafts)
         tokens = float(num_seqs)  # expected tokens of the step
-        for negative, place in sorted(offers)[:most]:
+        for negative, index in sorted(offers)[:most]:
             if not _is_worth(-negative, row_s, step_s, tokens):
                 break
             tokens -= negative
             step_s += row_s
-            taken[place] += 1
+            taken[index] += 1
         return [some[:count] for some, count in zip(drafts, taken, strict=True)]
 
 

@@ -160,16 +160,16 @@ class CompileJobs:
 logger = logging.getLogger("oarlock.engine")
 
 NUM_THREADS = 2  # each with a separate connection to the sandbox
-MAX_KEPT = 64
-MAX_KEPT_CHARACTERS = 4 << 20
-MAX_KEPT_BYTES = 64 << 20
+MAX_CACHED = 64
+MAX_CACHED_CHARACTERS = 4 << 20
+MAX_CACHED_BYTES = 64 << 20
 MAX_REFUSED = 1024  # refused grammars that are remembered, by digest instead of text: under 1 MiB in total
-TOO_LONG_KEPT_S = 300.0  # afterwards the grammar is tried again: the machine may have been slow
+TOO_LONG_CACHED_S = 300.0  # afterwards the grammar is tried again: the machine may have been slow
 NO_MEMORY = (
     "The grammars of requests that are open take the memory that the server has for them. Retry when some of them have "
     "ended, or use a smaller grammar."
 )
-LOST = "The process that tries grammars could not be kept alive; the cause is in the server's log. Retry later."
+SANDBOX_LOST = "The process that tries grammars could not be kept alive; the cause is in the server's log. Retry later."
 _STACK_BYTES = 16 << 20
 
 
@@ -184,7 +184,7 @@ class _Failure(Enum):
         if self is _Failure.NO_MEMORY:
             return QueueFullError(NO_MEMORY, _MIN_RETRY_S)
         if self is _Failure.SANDBOX_LOST:
-            return UnavailableError(LOST, "grammar_process_lost")
+            return UnavailableError(SANDBOX_LOST, "grammar_process_lost")
         return EngineError(INTERNAL)
 
 
@@ -219,14 +219,14 @@ class StructuredOutputManager:
     blocks.
     """
 
-    def __init__(self, tokenizer_file: Path, compiler: Compiler | None, missing: str = "") -> None:
-        """`missing`: the reason why there is no compiler."""
+    def __init__(self, tokenizer_file: Path, compiler: Compiler | None, unavailable_reason: str = "") -> None:
+        """`unavailable_reason`: the reason why there is no compiler."""
         self._compiler = compiler
-        self._missing = missing
+        self._unavailable_reason = unavailable_reason
         self._sandbox = CompileSandbox(tokenizer_file, NUM_THREADS)
-        self._kept: OrderedDict[Key, Compiled] = OrderedDict()
-        self._kept_characters = 0
-        self._kept_bytes = 0
+        self._cache: OrderedDict[Key, Compiled] = OrderedDict()
+        self._cached_characters = 0
+        self._cached_bytes = 0
         self._memory = GrammarMemory()
         self._refused: OrderedDict[bytes, _Refused] = OrderedDict()  # key: digest of the grammar
         self._pending: dict[int, _Pending] = {}
@@ -249,8 +249,8 @@ class StructuredOutputManager:
             compiler = Compiler(file)
         except ValueError as error:
             logger.warning('event=grammars_unavailable cause="%s"', error)
-            missing = "this server cannot bind answers to a form, because it cannot read the model's tokenizer.json"
-            return StructuredOutputManager(file, None, missing)
+            reason = "this server cannot constrain responses, because it cannot read the model's tokenizer.json"
+            return StructuredOutputManager(file, None, reason)
         logger.info("event=grammar_tokens_ready seconds=%.3f", time.monotonic() - begun)
         return StructuredOutputManager(file, compiler)
 
@@ -274,16 +274,16 @@ class StructuredOutputManager:
         """
         grammar = _grammar(request)
         if self._compiler is None:
-            raise _refusal(grammar, self._missing)
+            raise _refusal(grammar, self._unavailable_reason)
         if request.request_id in self._pending:
             raise RequestError(f"Request id {request.request_id} is in use.", "request_id")
         key = key_of(grammar)
-        compiled = self._kept.get(key)
+        compiled = self._cache.get(key)
         if compiled is not None:
-            self._kept.move_to_end(key)
+            self._cache.move_to_end(key)
             return self._matcher(request, compiled)
         if key not in self.waiting:
-            if (reason := self._known_reason(key, now)) is not None:
+            if (reason := self._cached_refusal(key, now)) is not None:
                 raise _refusal(grammar, reason)
             if not request.is_admitted:
                 self._jobs.check(grammar, request.client)
@@ -303,7 +303,7 @@ class StructuredOutputManager:
             if isinstance(result, Compiled):
                 result = self._admit(key, result)
             elif isinstance(result, str):
-                self._keep_reason(key, _Refused(result, now + TOO_LONG_KEPT_S if result == TOO_LONG else math.inf))
+                self._store_refusal(key, _Refused(result, now + TOO_LONG_CACHED_S if result == TOO_LONG else math.inf))
             for request_id in self.waiting.pop(key):
                 outcomes.append(self._outcome(self._remove_pending(request_id), result))
         return outcomes
@@ -379,38 +379,38 @@ class StructuredOutputManager:
         except LibraryPanicError as error:
             raise _refusal(_grammar(request), str(error)) from error
 
-    def _keep(self, key: Key, compiled: Compiled) -> None:
-        self._kept[key] = compiled
-        self._kept_characters += len(key[1])
-        self._kept_bytes += compiled.num_bytes
+    def _store(self, key: Key, compiled: Compiled) -> None:
+        self._cache[key] = compiled
+        self._cached_characters += len(key[1])
+        self._cached_bytes += compiled.num_bytes
         while (
-            len(self._kept) > MAX_KEPT
-            or self._kept_characters > MAX_KEPT_CHARACTERS
-            or self._kept_bytes > MAX_KEPT_BYTES
+            len(self._cache) > MAX_CACHED
+            or self._cached_characters > MAX_CACHED_CHARACTERS
+            or self._cached_bytes > MAX_CACHED_BYTES
         ):
             self._drop_oldest()
 
     def _drop_oldest(self) -> None:
-        (_, text), compiled = self._kept.popitem(last=False)
-        self._kept_characters -= len(text)
-        self._kept_bytes -= compiled.num_bytes
+        (_, text), compiled = self._cache.popitem(last=False)
+        self._cached_characters -= len(text)
+        self._cached_bytes -= compiled.num_bytes
 
     def _admit(self, key: Key, compiled: Compiled) -> "Compiled | _Failure":
         """Keep a new grammar if it fits into memory, after dropping kept grammars that no request uses."""
-        while self._kept and not self._memory.has_room(compiled):
+        while self._cache and not self._memory.has_room(compiled):
             self._drop_oldest()
         if not self._memory.has_room(compiled):
             return _Failure.NO_MEMORY
         self._memory.add(compiled)
-        self._keep(key, compiled)
+        self._store(key, compiled)
         return compiled
 
-    def _keep_reason(self, key: Key, refused: _Refused) -> None:
+    def _store_refusal(self, key: Key, refused: _Refused) -> None:
         self._refused[_digest(key)] = refused
         while len(self._refused) > MAX_REFUSED:
             self._refused.popitem(last=False)
 
-    def _known_reason(self, key: Key, now: float) -> str | None:
+    def _cached_refusal(self, key: Key, now: float) -> str | None:
         """Return the reason of an earlier refusal, or None if there is none, or it is so old that the grammar is tried
         again.
         """

@@ -53,7 +53,7 @@ class GrammarMatcher:
         self.origin: LLMatcher = compiled.matcher  # matcher whose cache it shares
         self.matcher: LLMatcher = self.origin.deep_copy()
         self._accepted: list[int] = []
-        self._late: list[int] = []  # the last accepted tokens, not yet consumed by the library
+        self._unconsumed: list[int] = []  # the last accepted tokens, not yet consumed by the library
         self._renewed_at: int | None = None  # number of accepted tokens when it last got an empty cache
         self._consumed_s = 0.0  # CPU time spent on late tokens since the last mask
         # (n, tokens): only the end is left after these tokens follow the first n
@@ -70,9 +70,9 @@ class GrammarMatcher:
     @property
     def is_fast(self) -> bool:
         """Whether its next mask needs no measurement."""
-        return not self._late and not self._compiled.costs.expected_s
+        return not self._unconsumed and not self._compiled.costs.expected_s
 
-    def suspect(self, seconds: float) -> None:
+    def note_slow(self, seconds: float) -> None:
         """Record that masks of this grammar or of others in its group took `seconds` each, so it may be measured
         separately.
         """
@@ -95,7 +95,7 @@ class GrammarMatcher:
         """
         begun_s, clock_s = time.thread_time(), time.monotonic()
         try:
-            self._catch_up(begun_s + limit_s)
+            self._consume_all(begun_s + limit_s)
             result = self.fill_untimed(drafts, into)
         except MaskPostponedError:
             self._consumed_s += time.thread_time() - begun_s
@@ -113,7 +113,7 @@ class GrammarMatcher:
         self.compute(drafts, masks)
         return self.finish_masks(drafts, masks, into)
 
-    def possible(self, drafts: Tokens[int]) -> list[int]:
+    def known_drafts(self, drafts: Tokens[int]) -> list[int]:
         """Return the leading `drafts` that are tokens of the grammar's tokenizer."""
         num_tokens = self.compiler.tokens.vocab_size
         return list(takewhile(lambda token: token < num_tokens, drafts))
@@ -122,14 +122,14 @@ class GrammarMatcher:
         """Finish `fill_masks` from the library's `masks`, uint32 [1 + drafts, num_words], which are changed."""
         if self.matcher.is_error():
             self._compute_anew(drafts, masks)
-        possible = self.possible(drafts) if drafts else ()
-        digits = self._digits_so_far(to_change=len(possible) > 0)
+        known_drafts = self.known_drafts(drafts) if drafts else ()
+        digits = self._digits_so_far(to_change=len(known_drafts) > 0)
         for row in range(len(masks)):
             mask, may_end = self._finish_mask(masks[row], digits, into[row])
             is_only_end_left = may_end and not np.count_nonzero(mask)
             if is_only_end_left:
                 self._completion = len(self._accepted), list(drafts[:row])
-            if is_only_end_left or row == len(possible) or not mask[drafts[row] // 32] >> drafts[row] % 32 & 1:
+            if is_only_end_left or row == len(known_drafts) or not mask[drafts[row] // 32] >> drafts[row] % 32 & 1:
                 into[row + 1 :] = ALL
                 return row if is_only_end_left else None
             if digits is not None:
@@ -162,12 +162,12 @@ class GrammarMatcher:
         if self.is_fast:
             self._consume(token_ids)
         else:
-            self._late += token_ids
+            self._unconsumed += token_ids
         if self._completion is not None:
             first, tokens = self._completion
             if self._accepted[first:] == tokens:
                 return True
-        return not self._late and self.matcher.is_stopped()
+        return not self._unconsumed and self.matcher.is_stopped()
 
     def _consume(self, token_ids: Tokens[int]) -> None:
         begun_s = time.monotonic()
@@ -179,27 +179,27 @@ class GrammarMatcher:
         if is_error:
             self._renew()
         elif (seconds := time.monotonic() - begun_s) > JUMP_S:
-            self.suspect(seconds)  # other sequences with this grammar should not follow at once
+            self.note_slow(seconds)  # other sequences with this grammar should not follow at once
 
     def only_end_is_left(self) -> bool:
         """Implement `GrammarMatcherProtocol.only_end_is_left`. Raises `BrokenGrammarError`."""
-        if not self._late and not self.matcher.is_accepting():
+        if not self._unconsumed and not self.matcher.is_accepting():
             return False
         return self.fill_masks((), np.empty((1, self.compiler.num_words), np.uint32)) == 0
 
-    def _catch_up(self, until_s: float = math.inf) -> None:
+    def _consume_all(self, until_s: float = math.inf) -> None:
         """Let the library consume all accepted tokens.
 
         Raises `MaskPostponedError` if the thread's CPU time reaches `until_s` first.
         """
-        while self._late:
+        while self._unconsumed:
             if time.thread_time() >= until_s:
                 raise MaskPostponedError
-            self.matcher.consume_token(self._late[0])
+            self.matcher.consume_token(self._unconsumed[0])
             if self.matcher.is_error():
                 self._renew()
             else:
-                del self._late[0]
+                del self._unconsumed[0]
 
     def compute(self, drafts: Tokens[int], masks: np.ndarray) -> None:
         """Write the library's masks as far as it can accept the drafts; later rows allow every id.
@@ -211,7 +211,7 @@ class GrammarMatcher:
         if not drafts:
             return
         masks[1:] = ALL
-        for draft in self.possible(drafts):
+        for draft in self.known_drafts(drafts):
             if self.matcher.is_stopped() or not self.matcher.try_consume_tokens([draft]):
                 break
             num_accepted += 1
@@ -225,15 +225,15 @@ class GrammarMatcher:
         """
         if self._is_full():
             self._renew()
-            self._catch_up()
+            self._consume_all()
             self.compute(drafts, masks)
         if self.matcher.is_error() and drafts:
             self._start_over()
-            self._catch_up()
+            self._consume_all()
             self.compute((), masks)
             masks[1:] = ALL
         if self.matcher.is_error():
-            raise self._broken()
+            raise self._grammar_error()
 
     def _digits_so_far(self, *, to_change: bool) -> "_DigitRun | None":
         digits = self._digits
@@ -268,7 +268,7 @@ class GrammarMatcher:
         Raises `BrokenGrammarError` if the cache is not the cause, or was already empty for the same token.
         """
         if not self._is_full() or self._renewed_at == len(self._accepted):
-            raise self._broken()
+            raise self._grammar_error()
         self._renewed_at = len(self._accepted)
         self.origin = self._compiled.renew(self.origin)
         self._start_over()
@@ -276,9 +276,9 @@ class GrammarMatcher:
     def _start_over(self) -> None:
         """Match all tokens again from the start."""
         self.matcher = self.origin.deep_copy()
-        self._late = list(self._accepted)
+        self._unconsumed = list(self._accepted)
 
-    def _broken(self) -> BrokenGrammarError:
+    def _grammar_error(self) -> BrokenGrammarError:
         return BrokenGrammarError(" ".join(self.matcher.get_error().replace("<non-verbose/>", "").split())[:300])
 
 
@@ -360,12 +360,12 @@ class MaskBatch:
         clock_s = time.monotonic()
         computed = None if share_cache else _outcome(self._computed, [batch[number] for number in numbers])
         is_late = False
-        for place, number in enumerate(numbers):
+        for index, number in enumerate(numbers):
             matcher, drafts, into = batch[number]
             if is_late and computed is None:
                 results[number] = MaskPostponedError()
             elif isinstance(computed, list):
-                results[number] = _outcome(matcher.finish_masks, drafts, computed[place], into)
+                results[number] = _outcome(matcher.finish_masks, drafts, computed[index], into)
             else:  # the library's error does not show which matcher failed
                 results[number] = _outcome(matcher.fill_untimed, drafts, into)
                 seconds = time.monotonic() - clock_s
@@ -376,7 +376,7 @@ class MaskBatch:
         if seconds < len(numbers) * FAST_S:
             return 0.0
         for number in numbers:
-            batch[number][0].suspect(seconds / len(numbers))
+            batch[number][0].note_slow(seconds / len(numbers))
         return seconds - len(numbers) * FAST_S
 
     def _computed(self, batch: list[Rows]) -> list[np.ndarray]:
@@ -385,19 +385,19 @@ class MaskBatch:
         masks = self._room_for(ends[-1], batch[0][0].compiler.num_words)
         plain, drafted = [], []
         for (matcher, drafts, _), first, last in zip(batch, [0, *ends], ends, strict=False):
-            if possible := matcher.possible(drafts):
+            if known_drafts := matcher.known_drafts(drafts):
                 masks[first + 1 : last] = ALL
-                drafted.append((matcher.matcher, first, possible))
+                drafted.append((matcher.matcher, first, known_drafts))
             else:
                 plain.append((matcher.matcher, first))
-        place = (masks.ctypes.data, masks.shape[1] * masks.itemsize, len(masks))
+        buffer = (masks.ctypes.data, masks.shape[1] * masks.itemsize, len(masks))
         if self._threads is None:
             os.environ.setdefault("RUST_MIN_STACK", str(_THREAD_STACK_BYTES))  # read by the library's threads
             self._threads = LLExecutor(_num_threads())
         if plain:
-            self._threads.unsafe_compute_mask_ptr(plain, *place)
+            self._threads.unsafe_compute_mask_ptr(plain, *buffer)
         if drafted:
-            self._threads.unsafe_compute_mask_ptr_with_draft_token(drafted, *place)
+            self._threads.unsafe_compute_mask_ptr_with_draft_token(drafted, *buffer)
         return np.split(masks, ends[:-1])
 
     def _room_for(self, num_rows: int, num_words: int) -> np.ndarray:

@@ -10,7 +10,7 @@ from typing import Any
 from oarlock.engine.structured_output.json_schema import TYPES, Schema, schemas
 
 # keyword -> alternative
-_INSTEAD = {
+_ALTERNATIVES = {
     "uniqueItems": "leave it out and drop repeated items yourself, or list the values as boolean properties",
     "propertyNames": "name the properties in `properties`, or give one expression in `patternProperties`",
     "not": "say what is allowed: an enum, a pattern or anyOf",
@@ -39,7 +39,7 @@ def fault_of(schema: Any, error: str) -> str | None:
     return None
 
 
-def _place(schema: Any, has: Callable[[Schema], bool]) -> str | None:
+def _location(schema: Any, has: Callable[[Schema], bool]) -> str | None:
     """Return the path of the first part of a schema for which `has` is true, as text, or None."""
     path = next((path for path, part in schemas(schema) if has(part)), None)
     if path is None:
@@ -53,36 +53,36 @@ def _wrong_type(schema: Any, error: str) -> str | None:
         kinds = part.get("type", [])
         for kind in kinds if isinstance(kinds, list) else [kinds]:
             if kind not in TYPES:
-                where = f"the schema at {path[1:]}" if path else "the schema"
-                return f"{where} has the type {str(kind)[:40]!r}; use {', '.join(TYPES[:-1])} or {TYPES[-1]}"
+                location = f"the schema at {path[1:]}" if path else "the schema"
+                return f"{location} has the type {str(kind)[:40]!r}; use {', '.join(TYPES[:-1])} or {TYPES[-1]}"
     return None
 
 
 def _unknown_format(schema: Any, error: str) -> str | None:
     match = _FORMAT.search(error)
-    where = match and _place(schema, lambda part: part.get("format") == match[1])
-    if not match or not where:
+    location = match and _location(schema, lambda part: part.get("format") == match[1])
+    if not match or not location:
         return None
-    return f"{where} has the format '{match[1][:40]}', which is not known; leave it out, or give a pattern instead"
+    return f"{location} has the format '{match[1][:40]}', which is not known; leave it out, or give a pattern instead"
 
 
 def _unsupported_key(schema: Any, error: str) -> str | None:
     match = _KEYS.search(error)
     key = match and match[1].split(",")[0].strip(' "')
-    where = key and _place(schema, lambda part: key in part)
-    if not where:
+    location = key and _location(schema, lambda part: key in part)
+    if not location:
         return None
-    instead = _INSTEAD.get(key, "leave it out")
-    return f"{where} has '{key}', which cannot be enforced while a text is written; {instead}"
+    alternative = _ALTERNATIVES.get(key, "leave it out")
+    return f"{location} has '{key}', which cannot be enforced while a text is written; {alternative}"
 
 
 def _overlap(schema: Any, error: str) -> str | None:
-    where = _place(schema, lambda part: "oneOf" in part) if error.startswith("oneOf") else None
-    if where is None:
+    location = _location(schema, lambda part: "oneOf" in part) if error.startswith("oneOf") else None
+    if location is None:
         return None
     return (
-        f"{where} has a oneOf whose branches may both match; use anyOf, or give each branch a property with a const of "
-        "its own"
+        f"{location} has a oneOf whose branches may both match; use anyOf, or give each branch a property with a "
+        "different const"
     )
 
 
@@ -90,7 +90,7 @@ def _look_around(schema: Any, error: str) -> str | None:
     marks = ("(?=", "(?!", "(?<=", "(?<!")
     if "look-around" not in error:
         return None
-    where = _place(schema, lambda part: any(mark in str(part.get("pattern", "")) for mark in marks))
-    if where is None:
+    location = _location(schema, lambda part: any(mark in str(part.get("pattern", "")) for mark in marks))
+    if location is None:
         return None
-    return f"{where} has a pattern with look-around; (?=…) right behind ^ is understood, others have to be rewritten"
+    return f"{location} has a pattern with look-around; (?=…) right behind ^ is understood, others have to be rewritten"

@@ -15,7 +15,7 @@ from typing import Protocol
 
 import numpy as np
 
-from oarlock.engine.client import AnswerQueue
+from oarlock.engine.client import SingleReaderQueue
 from oarlock.engine.errors import EngineError, RequestError, UnavailableError
 from oarlock.engine.panics import ENDS_TASK
 from oarlock.engine.stats import EngineState, EngineStats, RequestHistory
@@ -122,7 +122,7 @@ class Generation:
         self.per_prompt = len(choices) // num_prompts
         self._on_close = on_close
         self._timeout_s = timeout_s
-        self._queue: AnswerQueue[Delta | BaseException] = AnswerQueue()
+        self._queue: SingleReaderQueue[Delta | BaseException] = SingleReaderQueue()
         self._first: Delta | BaseException | None = None
         self._tasks: dict[int, asyncio.Task[None]] = {}  # choice index -> task, for choices at the engine
         self._reporter: asyncio.Task[None] | None = None  # reports the prompt's progress

@@ -397,7 +397,7 @@ class Driver:
 
     def _roll_back(self, output: SchedulerOutput) -> list[TokenEvent]:
         if self._masks is not None:
-            self.executor.send_masks(self._masks.until_known)
+            self.executor.send_masks(self._masks.allow_all)
             self._masks = None
         for _ in self.in_flight:
             assert self.executor.collect().out_of_memory

@@ -66,7 +66,7 @@ async def until_idle(client: EngineClient) -> None:
     while (stats := await client.stats()).num_requests_running + stats.num_requests_waiting:
         await asyncio.sleep(0.01)
     assert stats.num_blocks_free + stats.num_blocks_cached == stats.num_blocks_total
-    assert client.num_open == 0 and not client._questions._open
+    assert client.num_open == 0 and not client._queries._open
 
 
 def exists(pid: int) -> bool:
@@ -173,7 +173,7 @@ def test_a_reset_of_the_cache_is_answered_and_ends_with_the_engine() -> None:
             os.kill(client.pid, signal.SIGKILL)
             with pytest.raises(EngineDeadError):
                 await waiting
-            assert not client._questions._open
+            assert not client._queries._open
             with pytest.raises(EngineDeadError):
                 await client.reset_prefix_cache()
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from oarlock.engine.replicas import SLACK_TOKENS, TOKENS_OF_A_REQUEST, Load, bound, choose
+from oarlock.engine.replicas import REQUEST_WEIGHT_TOKENS, SLACK_TOKENS, Load, bound, choose
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_conversations_stay_where_their_beginnings_are() -> None:
         loads[chosen].num_chosen += 1
         open_at.append(chosen)
     assert hits == 400 - 8 and sorted(map(len, holds)) == [4, 4]
-    assert 4 * TOKENS_OF_A_REQUEST <= SLACK_TOKENS, "so few requests never go beyond the bound"
+    assert 4 * REQUEST_WEIGHT_TOKENS <= SLACK_TOKENS, "so few requests never go beyond the bound"
 
 
 def test_a_beginning_that_all_share_is_soon_on_both_and_then_the_least_busy_is_chosen() -> None:

@@ -43,10 +43,10 @@ def test_masks_and_bans_leave_what_the_parameters_allow() -> None:
         for seq in seqs:
             constraints, drafts = Constraints(seq, VOCAB), tuple(draw.choices(range(12), k=draw.randrange(4)))
             generated = seq.num_generated_tokens
-            bans = [constraints.bans_now(generated + row) for row in range(1 + len(drafts))]
+            bans = [constraints.step_bans(generated + row) for row in range(1 + len(drafts))]
             masked.append(MaskedRows(seq, constraints, generated, bans, drafts))
         masks = GrammarBitmask(masked, VOCAB // 32)
-        assert not masks.must_wait and not (masks.until_known ^ 0xFFFFFFFF).any()
+        assert not masks.must_wait and not (masks.allow_all ^ 0xFFFFFFFF).any()
         bits = iter(masks.compute())
         for rows in masked:
             params, generated = rows.seq.request.params, rows.seq.token_ids[3:]

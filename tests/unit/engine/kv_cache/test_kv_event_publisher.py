@@ -15,7 +15,7 @@ import zmq
 from oarlock.base.errors import StartupError
 from oarlock.engine.config import KvEventsConfig
 from oarlock.engine.kv_cache.manager import AllBlocksCleared, BlockEvent, BlockEventLog, BlockRemoved, BlockStored
-from oarlock.engine.kv_cache.publisher import KvEventPublisher, Wire, short_hash
+from oarlock.engine.kv_cache.publisher import EventConverter, KvEventPublisher, short_hash
 from tests.unit.engine.engine_fakes import Driver
 from tests.unit.engine.kv_cache.test_block_events import Listening
 from tests.unit.engine.scheduler.test_pipeline_depth import make_scene, run_scene
@@ -53,7 +53,7 @@ def reading(publisher: KvEventPublisher) -> Iterator[Reader]:
 
 
 @contextmanager
-def publishing(folder: Path, rank: int = 0, wire: Wire | None = None, **keys) -> Iterator[KvEventPublisher]:
+def publishing(folder: Path, rank: int = 0, wire: EventConverter | None = None, **keys) -> Iterator[KvEventPublisher]:
     config = KvEventsConfig(
         endpoint=f"ipc://{folder}/pub", replay_endpoint=f"ipc://{folder}/replay", topic=TOPIC, **keys
     )
@@ -104,7 +104,7 @@ def test_another_process_knows_what_the_pool_has(tmp_path: Path, seed: int) -> N
         driver.publisher = publisher
         return driver
 
-    wire = Wire(scene.config["block_size"], scene.window)
+    wire = EventConverter(scene.config["block_size"], scene.window)
     with publishing(tmp_path, 3, wire) as publisher, reading(publisher) as reader:
         driver = run_scene(scene, 2, make)
         found = reader.report(driver.num_batches)
@@ -132,7 +132,7 @@ def name(number: int) -> bytes:
 
 def test_a_reader_that_missed_batches_asks_for_them(tmp_path: Path) -> None:
     """It comes when the first are gone, and gets those that are kept."""
-    with publishing(tmp_path, wire=Wire(2), buffer_steps=4) as publisher:
+    with publishing(tmp_path, wire=EventConverter(2), buffer_steps=4) as publisher:
         for number in range(10):
             publisher.publish([block(number)])
         wait_for(lambda: publisher.num_sent == 10)
@@ -145,22 +145,22 @@ def test_a_reader_that_missed_batches_asks_for_them(tmp_path: Path) -> None:
 
 
 def test_a_request_that_is_no_number_gets_no_answer_and_harms_nothing(tmp_path: Path, context: zmq.Context) -> None:
-    with publishing(tmp_path, wire=Wire(2)) as publisher:
+    with publishing(tmp_path, wire=EventConverter(2)) as publisher:
         publisher.publish([block(1)])
-        asking = context.socket(zmq.DEALER)
-        asking.connect(str(publisher.replay_endpoint))
+        constrained = context.socket(zmq.DEALER)
+        constrained.connect(str(publisher.replay_endpoint))
         for frames in ([b"x"], [b"", b"12"], [b"", b"0" * 8, b""], [b"", bytes(8)]):
-            asking.send_multipart(frames)
-        assert asking.poll(LONG_S * 1000)
-        empty, topic, number, payload = asking.recv_multipart()
+            constrained.send_multipart(frames)
+        assert constrained.poll(LONG_S * 1000)
+        empty, topic, number, payload = constrained.recv_multipart()
         assert (empty, topic, number) == (b"", TOPIC.encode(), bytes(8))
         assert msgspec.msgpack.decode(payload)[1][0]["block_hashes"] == [1]
-        assert asking.recv_multipart() == [b"", b"", (-1).to_bytes(8, "big", signed=True), b""]
+        assert constrained.recv_multipart() == [b"", b"", (-1).to_bytes(8, "big", signed=True), b""]
 
 
 @pytest.mark.slow
 def test_a_subscriber_that_never_reads_loses_batches_and_nobody_else_does(tmp_path: Path, context: zmq.Context) -> None:
-    with publishing(tmp_path, wire=Wire(4000), hwm=2, buffer_steps=1000) as publisher:
+    with publishing(tmp_path, wire=EventConverter(4000), hwm=2, buffer_steps=1000) as publisher:
         stuck = context.socket(zmq.SUB)
         stuck.rcvhwm = 1
         stuck.connect(publisher.endpoint)
@@ -192,7 +192,7 @@ def test_what_the_thread_cannot_keep_up_with_is_dropped_counted_and_seen(tmp_pat
 
 
 def test_a_failing_thread_stops_nothing_and_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with publishing(tmp_path, wire=Wire(2)) as publisher:
+    with publishing(tmp_path, wire=EventConverter(2)) as publisher:
         publisher.publish([block(1, salt=b"\xff")])  # no text
         wait_for(lambda: publisher._has_failed)
         publisher.publish([block(2)])
@@ -239,17 +239,17 @@ def test_messages_are_those_of_vllm() -> None:
         "kv_cache_spec_kind": "full_attention",
     }
     other = {**stored, "block_hashes": [7], "token_ids": [7, 7], "extra_keys": [None]}
-    assert Wire(2).messages(events) == [
+    assert EventConverter(2).messages(events) == [
         stored,
         other,
         {"type": "BlockRemoved", "block_hashes": [1, 2], "medium": "GPU", "group_idx": 0},
         {"type": "AllBlocksCleared"},
         {**other, "block_hashes": [3], "parent_block_hash": 2, "token_ids": [3, 3]},
     ]
-    windowed = Wire(2, 8, has_key_in_salts=True).messages(events)[0]
+    windowed = EventConverter(2, 8, has_key_in_salts=True).messages(events)[0]
     assert windowed["extra_keys"] == [["b"], None]  # without the part that names the API key
     assert (windowed["kv_cache_spec_kind"], windowed["kv_cache_spec_sliding_window"]) == ("sliding_window", 8)
-    assert Wire(2, has_key_in_salts=True).messages([block(1, salt=b"a|")])[0]["extra_keys"] == [None]
+    assert EventConverter(2, has_key_in_salts=True).messages([block(1, salt=b"a|")])[0]["extra_keys"] == [None]
 
 
 def test_a_log_costs_nothing_where_there_is_none() -> None:

@@ -162,7 +162,7 @@ def flush(run: Run) -> None:
     assert not run.core.num_in_flight
     end = Flush(run.scheduler.kv_offload, run.manager.cached_blocks())
     for _ in range(20_000):
-        if not end.go_on():
+        if not end.add_copies():
             assert not end.num_left
             return
         run.step()
@@ -361,9 +361,9 @@ def test_slots_are_taken_from_those_used_longest_ago() -> None:
 
 def test_copies_of_a_step_that_was_not_sent_come_first_in_the_next() -> None:
     offload = KVOffload(KVOffloadInfo(4, 64), BLOCK, None, EngineStats())
-    offload.evicted(7, b"x" * 32)
+    offload.save(7, b"x" * 32)
     copies = offload.take_copies()
-    offload.evicted(9, b"y" * 32)
+    offload.save(9, b"y" * 32)
     offload.restore_copies(copies)
     assert [(kind, block) for kind, block, _, _ in offload.take_copies().commands] == [(Copy.SAVE, 7), (Copy.SAVE, 9)]
 
@@ -415,7 +415,7 @@ def seconds_to_keep(num_blocks: int) -> float:
     """Processor time that the engine's end takes for `num_blocks` blocks of the pool, without the work of ranks."""
     offload = offload_with_files(2 * num_blocks + 2, [])
     begun = time.thread_time()
-    assert all(offload.keep(block, digest) for block, digest in enumerate(digests_of(num_blocks), 1))
+    assert all(offload.write_to_file(block, digest) for block, digest in enumerate(digests_of(num_blocks), 1))
     return time.thread_time() - begun
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from oarlock.engine.replay.comparison import Comparison
+from oarlock.engine.replay.comparison import ReplayComparison
 from oarlock.workers.protocol import ALL_BANNED, FINITE, NONFINITE, StepMetadata, StepOutput, empty_step
 
 
@@ -44,8 +44,8 @@ def changed(**fields: list) -> StepOutput:
     return answer
 
 
-def compare(got: StepOutput, tolerance: float | None, expected: StepOutput | None = None) -> Comparison:
-    comparison = Comparison(tolerance)
+def compare(got: StepOutput, tolerance: float | None, expected: StepOutput | None = None) -> ReplayComparison:
+    comparison = ReplayComparison(tolerance)
     comparison.add(make_step(), expected or make_answer(), got)
     return comparison
 

@@ -18,11 +18,11 @@ from oarlock.engine.client import EngineClient
 from oarlock.engine.core.engine_core import EngineCore
 from oarlock.engine.errors import EngineDeadError
 from oarlock.engine.replay import recording
-from oarlock.engine.replay.__main__ import _how_it_ended, _steps
+from oarlock.engine.replay.__main__ import _end_reason, _steps
 from oarlock.engine.replay.recording import (
     _END_BYTES,
-    ANSWER,
     HEADER,
+    OUTPUT,
     STEP,
     Header,
     Recording,
@@ -43,7 +43,7 @@ def write(path: Path, contents: list[bytes], end: str | None = "done") -> bytes:
     writer = RecordingWriter(str(path))
     writer.write_header(HEADER_FIELDS)
     for number, content in enumerate(contents):
-        writer.write(ANSWER if number % 2 else STEP, content)
+        writer.write(OUTPUT if number % 2 else STEP, content)
     if end is not None:
         writer.end(end)
     writer.close()
@@ -58,7 +58,7 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     assert recording.header == HEADER_FIELDS
     records = list(recording.records())
     assert [bytes(record.content) for record in records] == contents
-    assert [record.kind for record in records] == [STEP, ANSWER, STEP, ANSWER]
+    assert [record.kind for record in records] == [STEP, OUTPUT, STEP, OUTPUT]
     assert (recording.torn, recording.end) == (None, "done")
     assert stat.S_IMODE((tmp_path / "r").stat().st_mode) == 0o600  # it holds what users wrote
 
@@ -210,7 +210,7 @@ def test_the_step_that_kills_a_rank_is_in_the_file(tmp_path: Path) -> None:
     with pytest.raises(WorkerError):
         scene.serve()
     records = list(Recording(str(tmp_path / "r")).records())  # nothing was closed: as after kill -9
-    assert [record.kind for record in records] == [STEP, ANSWER, STEP]
+    assert [record.kind for record in records] == [STEP, OUTPUT, STEP]
     assert unpack_step(records[-1].content).step_id == 2
 
 
@@ -271,7 +271,7 @@ def test_a_recording_says_how_its_engine_ended(tmp_path: Path, scenario: dict, e
         assert recording.is_being_written != bool(scenario)
         await client.close()
         kinds = [record.kind for record in recording.records()]
-        assert kinds == ([STEP, ANSWER, STEP, ANSWER, STEP] if scenario else [STEP, ANSWER] * 6), "also the last step"
+        assert kinds == ([STEP, OUTPUT, STEP, OUTPUT, STEP] if scenario else [STEP, OUTPUT] * 6), "also the last step"
         assert recording.torn is None and ending in (recording.end or ""), recording.end
 
     asyncio.run(asyncio.wait_for(scene(), 100))
@@ -294,17 +294,17 @@ def test_a_file_that_cannot_grow_says_so_and_holds_whole_records(tmp_path: Path)
     assert [bytes(record.content) for record in recording.records()] == [bytes(record.content) for record in whole]
     assert recording.torn is None
     assert recording.end == "the file could not be written any further (File too large); the server went on"
-    assert _how_it_ended(recording) == recording.end
+    assert _end_reason(recording) == recording.end
 
 
 def test_a_recording_without_an_end_is_of_a_server_that_runs_or_was_killed(tmp_path: Path) -> None:
     scene = Scene(tmp_path / "r")
     scene.serve()
     recording = Recording(str(tmp_path / "r"))
-    assert "still records" in _how_it_ended(recording)
+    assert "still records" in _end_reason(recording)
     assert scene.executor._writer is not None
     scene.executor._writer.close()  # by the kernel
-    assert "was killed with its engine" in _how_it_ended(recording)
+    assert "was killed with its engine" in _end_reason(recording)
     end_of_killed(str(tmp_path / "r"), "ended by SIGKILL " + "ä" * 999)
     end_of_killed(str(tmp_path / "r"), "something else")
     assert len(list(recording.records())) == 2 * scene.fake.num_steps and recording.torn is None

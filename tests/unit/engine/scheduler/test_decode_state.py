@@ -121,7 +121,7 @@ def one_by_one(patch: pytest.MonkeyPatch) -> None:
     real = DecodeState.take
 
     def take(self: DecodeState, seq) -> None:
-        seq.decodes_alone = True
+        seq.decodes_individually = True
         real(self, seq)
 
     patch.setattr(DecodeState, "take", take)

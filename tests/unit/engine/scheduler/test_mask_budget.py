@@ -9,7 +9,7 @@ import pytest
 from oarlock.engine.errors import BrokenGrammarError, MaskPostponedError
 from oarlock.engine.input_batch.sampling_metadata import fill_one_by_one
 from oarlock.engine.scheduler.decode_state import DecodeState
-from oarlock.engine.scheduler.mask_budget import ALONE_S, LEAST_S, MaskBudget
+from oarlock.engine.scheduler.mask_budget import GRAMMARS_ONLY_S, MIN_S, MaskBudget
 from oarlock.engine.types import Grammar
 from tests.unit.engine.engine_fakes import Driver, make_config, make_request
 from tests.unit.engine.sampling_fakes import CountingGrammar
@@ -65,7 +65,7 @@ def test_sequences_with_slow_masks_take_turns_and_the_others_run_in_each_step() 
     rows, chosen = np.arange(4), []
     for step in range(8):
         got = budget.choose(state, rows, any_waiting=False).tolist()
-        assert got[0] == 0 and sum(mask_s[row] for row in got) < LEAST_S + 2 * 0.009
+        assert got[0] == 0 and sum(mask_s[row] for row in got) < MIN_S + 2 * 0.009
         state.last_token_s[got] = 2.0 + step
         chosen += got[1:]
     assert chosen[:3] == [2, 3, 1], "the one without a token first, then by the time of the last one"
@@ -78,11 +78,11 @@ def test_a_mask_that_takes_longer_than_the_time_of_a_step_waits_until_it_was_sav
     assert 3 <= steps.count(2) <= 5, "a tenth of the steps"
 
 
-@pytest.mark.parametrize("mask_s", [0.004, 10 * ALONE_S])
+@pytest.mark.parametrize("mask_s", [0.004, 10 * GRAMMARS_ONLY_S])
 def test_slow_sequences_among_themselves_are_never_without_a_step(mask_s: float) -> None:
     state, budget = state_of([mask_s] * 20, [1.0] * 20), MaskBudget()
     counts = {len(budget.choose(state, np.arange(20), any_waiting=any_waiting)) for any_waiting in (False, True) * 9}
-    assert min(counts) >= 1 and max(counts) <= 1 + ALONE_S / mask_s
+    assert min(counts) >= 1 and max(counts) <= 1 + GRAMMARS_ONLY_S / mask_s
 
 
 def test_long_steps_leave_more_time_for_masks() -> None:

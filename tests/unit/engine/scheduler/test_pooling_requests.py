@@ -103,7 +103,7 @@ def test_a_step_returns_no_more_vectors_of_tokens_than_its_answer_holds(monkeypa
     while driver.scheduler.has_work:
         output = driver.step()
         assert output is not None
-        sizes = [item.num_tokens for item in output.scheduled if item.seq.returns_all_tokens]
+        sizes = [item.num_tokens for item in output.scheduled if item.seq.returns_token_vectors]
         assert sum(sizes) <= 10 + sizes.count(1)
         most = max(most, sum(item.num_tokens for item in output.scheduled))
     assert most > 20, "others are held up"

@@ -6,7 +6,7 @@ from typing import cast
 
 import pytest
 
-from oarlock.engine.scheduler.policy import FEWEST_TOKENS, RATIO, StepBudget, num_joining
+from oarlock.engine.scheduler.policy import MIN_CHUNK_TOKENS, RATIO, StepBudget, num_upcoming
 from oarlock.engine.scheduler.request_queue import RequestQueue
 from oarlock.engine.scheduler.sequence import Sequence
 from oarlock.engine.scheduler.step_cost import StepCosts
@@ -44,7 +44,7 @@ def test_experts_that_prompts_bring_along_are_part_of_the_time(rows: int, ran: b
             costs.observe(rows, 150, MIXTURE.seconds(rows + 150, context=0))
     tokens = StepBudget(costs, 0.35, 1).prompt_tokens(rows, 2048, 10_000)
     assert MIXTURE.seconds(rows + tokens, context=0) <= 0.35 < MIXTURE.seconds(rows + tokens + 2, context=0)
-    assert StepBudget(costs, 0.05, 1).prompt_tokens(rows, 2048, 10_000) == FEWEST_TOKENS
+    assert StepBudget(costs, 0.05, 1).prompt_tokens(rows, 2048, 10_000) == MIN_CHUNK_TOKENS
 
 
 def test_without_any_measurement_there_is_no_limit() -> None:
@@ -64,7 +64,7 @@ def test_steps_that_ran_count_more_than_the_start() -> None:
         costs.observe(4, 0, 0.05)
         costs.observe(4, 100, 0.25)
     assert budget.prompt_tokens(4, 2048, 10_000) == 100
-    assert FEWEST_TOKENS < budget.prompt_tokens(64, 2048, 10_000) < 100, "more rows take longer"
+    assert MIN_CHUNK_TOKENS < budget.prompt_tokens(64, 2048, 10_000) < 100, "more rows take longer"
 
 
 def test_one_slow_step_changes_little() -> None:
@@ -86,10 +86,10 @@ def test_in_a_crowd_prompts_get_the_time_of_the_rows_that_they_become(token_s: f
     for _ in range(20):
         costs.observe(16, 0, 0.132)
         costs.observe(16, 100, 0.132 + 100 * token_s)
-    alone, crowd = (budget.prompt_tokens(16, 2048, 10_000, num_joining) for num_joining in (0, 48))
+    alone, crowd = (budget.prompt_tokens(16, 2048, 10_000, num_upcoming) for num_upcoming in (0, 48))
     assert alone >= 16 * (RATIO - 1) and crowd >= 64 * RATIO - 16
     assert crowd >= alone + 48 * RATIO
-    assert StepBudget(costs, 0.133, 1).prompt_tokens(16, 2048, 10_000, 48) == FEWEST_TOKENS, "a given limit is kept"
+    assert StepBudget(costs, 0.133, 1).prompt_tokens(16, 2048, 10_000, 48) == MIN_CHUNK_TOKENS, "a given limit is kept"
 
 
 def test_sequences_that_yield_lengthen_no_step_of_others() -> None:
@@ -97,7 +97,7 @@ def test_sequences_that_yield_lengthen_no_step_of_others() -> None:
     waiting = cast(RequestQueue, SimpleNamespace(lines={(True, "a"): [yielding] * 5, (False, "b"): [urgent] * 3}))
 
     def joining(running: list[SimpleNamespace], under_way: list[SimpleNamespace], num_free_rows: int) -> int:
-        return num_joining(cast(list[Sequence], running), cast(list[Sequence], under_way), waiting, num_free_rows)
+        return num_upcoming(cast(list[Sequence], running), cast(list[Sequence], under_way), waiting, num_free_rows)
 
     assert joining([urgent, yielding], [yielding], 64) == 3
     assert joining([yielding, yielding], [yielding], 64) == 5 + 3 + 1
@@ -112,7 +112,7 @@ def test_a_prompt_alone_teaches_the_cost_of_its_tokens_without_that_of_the_step(
 
 
 def test_prompts_always_go_on() -> None:
-    assert budget_of(COST, 0.0001).prompt_tokens(8, 2048, 10_000) == FEWEST_TOKENS
+    assert budget_of(COST, 0.0001).prompt_tokens(8, 2048, 10_000) == MIN_CHUNK_TOKENS
     assert budget_of(COST, 0.0001).prompt_tokens(8, 3, 10_000) == 3
 
 
@@ -150,7 +150,7 @@ def test_a_prompt_is_divided_so_that_all_stages_compute(num_tokens: int, num_sta
         left -= parts[-1]
     tried = [
         [num_tokens * (part + 1) // count - num_tokens * part // count for part in range(count)]
-        for count in range(-(-num_tokens // 2048), max(1, num_tokens // FEWEST_TOKENS) + 1)
+        for count in range(-(-num_tokens // 2048), max(1, num_tokens // MIN_CHUNK_TOKENS) + 1)
     ]
     best_s = min(through_stages(some, num_stages, cost) for some in tried)
     assert through_stages(parts, num_stages, cost) <= 1.06 * best_s

@@ -3,7 +3,7 @@
 import pytest
 
 from oarlock.engine.core.engine_core import history
-from oarlock.engine.scheduler.step_cost import Stall, StepLog, between
+from oarlock.engine.scheduler.step_cost import Stall, StepLog, difference
 from oarlock.engine.scheduler.timeline import _MAX_CHUNKS, MAX_ENDED
 from oarlock.engine.stats import RequestHistory
 from tests.unit.engine.engine_fakes import Driver, make_config, make_request
@@ -101,12 +101,12 @@ def test_what_a_request_has_met_of_the_steps_is_the_difference_of_two_readings()
     for _ in range(3):
         steps.observe(1.0, 0.02, 1, 0)
     steps.observe(2.0, 0.04, 5, 30)
-    num_steps, sequences, prompt_tokens, seconds, sizes = between(first, steps.read())
+    num_steps, sequences, prompt_tokens, seconds, sizes = difference(first, steps.read())
     assert (num_steps, sequences, prompt_tokens) == (4, 8, 30)
     assert seconds == pytest.approx(0.1)
     assert sizes == {"1": 3, "4-7": 1}
     steps.observe(3.0, 0.01, 1 << 20, 0)
-    assert between(first, steps.read())[4]["32768 or more"] == 1
+    assert difference(first, steps.read())[4]["32768 or more"] == 1
 
 
 def test_stalls_are_long_steps_and_pauses_as_far_as_a_request_has_met_them() -> None:

@@ -103,12 +103,12 @@ def test_the_masks_of_one_step_are_postponed_when_its_time_is_over(
 def test_tokens_of_a_slow_grammar_are_consumed_with_the_next_mask(compiler: Compiler, monkeypatch) -> None:
     grammar = Grammar("lark", 'start: "yes" | "yesterday"')
     fast, late = (rows_of(compiler, grammar, 1)[0][0] for _ in range(2))
-    late.suspect(1.0)
+    late.note_slow(1.0)
     for token in encode("yes"):
         fast.accept((token,))
         assert late.accept((token,)) is False
     assert allowed(fast) == allowed(late)
-    late.suspect(1.0)
+    late.note_slow(1.0)
     ids = encode("terday")
     for token in ids:
         late.accept((token,))

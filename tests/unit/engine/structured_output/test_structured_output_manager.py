@@ -16,7 +16,7 @@ from oarlock.engine.errors import INTERNAL, EngineError, QueueFullError, Request
 from oarlock.engine.structured_output import grammar_memory, sandbox
 from oarlock.engine.structured_output import manager as manager_module
 from oarlock.engine.structured_output.compiler import GrammarError
-from oarlock.engine.structured_output.manager import TOO_LONG_KEPT_S, Outcome, StructuredOutputManager
+from oarlock.engine.structured_output.manager import TOO_LONG_CACHED_S, Outcome, StructuredOutputManager
 from oarlock.engine.structured_output.sandbox import TOO_LONG, Trial
 from oarlock.engine.types import Grammar
 from tests.unit.engine.engine_fakes import make_request
@@ -104,9 +104,9 @@ def test_a_grammar_that_takes_too_long_is_refused_at_once_until_it_is_tried_agai
     assert outcomes(manager, 1)[1].error.message.endswith(f"{TOO_LONG}.")
     for number in (2, 3):
         with pytest.raises(RequestError, match=TOO_LONG):
-            manager.submit(asked(number, "regex", "slow(a|b)"), TOO_LONG_KEPT_S - 1)
+            manager.submit(asked(number, "regex", "slow(a|b)"), TOO_LONG_CACHED_S - 1)
     assert tried == ["slow(a|b)"] and manager.num_pending == 0
-    assert manager.submit(asked(4, "regex", "slow(a|b)"), TOO_LONG_KEPT_S) is None, "the machine may have been slow"
+    assert manager.submit(asked(4, "regex", "slow(a|b)"), TOO_LONG_CACHED_S) is None, "the machine may have been slow"
     outcomes(manager, 1)
     assert tried == ["slow(a|b)"] * 2
 
@@ -273,16 +273,16 @@ def test_an_exception_in_the_compiler_is_no_refusal(manager, monkeypatch):
 
 
 def test_no_more_is_kept_than_the_limit(manager, monkeypatch):
-    monkeypatch.setattr(manager_module, "MAX_KEPT", 2)
+    monkeypatch.setattr(manager_module, "MAX_CACHED", 2)
     for number in range(4):
         manager.submit(asked(number, "choice", f'["{number}"]'), 0.0)
         outcomes(manager, 1)
-    assert list(manager._kept) == [("choice", '["2"]'), ("choice", '["3"]')]
-    assert manager._kept_characters == 10
-    monkeypatch.setattr(manager_module, "MAX_KEPT_CHARACTERS", 11)
+    assert list(manager._cache) == [("choice", '["2"]'), ("choice", '["3"]')]
+    assert manager._cached_characters == 10
+    monkeypatch.setattr(manager_module, "MAX_CACHED_CHARACTERS", 11)
     manager.submit(asked(9, "choice", '["9", "10"]'), 0.0)
     outcomes(manager, 1)
-    assert list(manager._kept) == [("choice", '["9", "10"]')]
+    assert list(manager._cache) == [("choice", '["9", "10"]')]
 
 
 def test_a_request_id_is_used_once(manager):
@@ -441,12 +441,12 @@ def test_a_trial_that_does_not_run_is_no_refusal_and_gives_signs_of_life(monkeyp
 def test_compiled_grammars_are_kept_within_bytes_and_refused_beyond_them(manager, monkeypatch):
     """A grammar counts as long as a request uses it, and a client has half."""
     mib = 1 << 20
-    monkeypatch.setattr(manager_module, "MAX_KEPT_BYTES", 20 * mib)
+    monkeypatch.setattr(manager_module, "MAX_CACHED_BYTES", 20 * mib)
     monkeypatch.setattr(grammar_memory, "MAX_BYTES", 100 * mib)
     monkeypatch.setattr(grammar_memory, "MAX_CLIENT_BYTES", 50 * mib)
     monkeypatch.setattr(manager._sandbox, "check", lambda number, grammar: Trial(None, 15 * mib))
-    manager._kept.clear()
-    manager._kept_bytes = manager._kept_characters = 0
+    manager._cache.clear()
+    manager._cached_bytes = manager._cached_characters = 0
     manager._memory = grammar_memory.GrammarMemory()
 
     def ask(number: int, client: str):
@@ -455,7 +455,7 @@ def test_compiled_grammars_are_kept_within_bytes_and_refused_beyond_them(manager
 
     for number in range(100, 110):
         assert ask(number, "one").error is None
-    assert len(manager._kept) == 1 and manager._kept_bytes == manager._memory.num_bytes() == 15 * mib
+    assert len(manager._cache) == 1 and manager._cached_bytes == manager._memory.num_bytes() == 15 * mib
     used = [ask(number, "one") for number in range(200, 203)]
     assert all(outcome.matcher is not None for outcome in used)
     error = ask(300, "one").error
@@ -482,7 +482,7 @@ def test_the_measured_size_is_that_of_the_grammar_and_is_given_back():
         assert told > 4 << 20 and 0.5 < grown / told < 2, (
             f"{told} bytes were counted, and the process has grown by {grown}"
         )
-        while manager._kept:
+        while manager._cache:
             manager._drop_oldest()
         assert manager._memory.num_bytes() == 0
         assert grammar_memory.resident_bytes() - before < grown / 2
