@@ -146,7 +146,7 @@ class EngineClient:
         self._check_alive()
         request_id = request.request_id
         if request_id in self._queues:
-            raise RequestError(f"Request id {request_id} is in use; `new_request_id` draws one.", "request_id")
+            raise RequestError(f"Request id {request_id} is in use. Use `new_request_id`.", "request_id")
         try:
             frame = messages.encode(messages.Submit.of(request))
         except FrameError as error:
@@ -241,7 +241,7 @@ class EngineClient:
             logger.info('event=engine_socket_reset cause="%s"', error)
         except Exception as error:
             logger.exception("event=engine_socket_failed")
-            cause = f"its socket failed: {error}"
+            cause = f"the engine's socket failed: {error}"
         finally:
             self._is_connected = False
             self._watch_task.cancel()
@@ -305,7 +305,7 @@ class EngineClient:
             if self._progress_s != seen_s:
                 silent_s, seen_s = 0.0, self._progress_s
         logger.error("event=engine_hung silent_s=%.1f limit_s=%g", silent_s, limit_s)
-        self.death_cause, self.exit_code = f"the engine process has not been heard for {silent_s:.1f} s", EXIT_RANK_HUNG
+        self.death_cause, self.exit_code = f"the engine process has sent nothing for {silent_s:.1f} s", EXIT_RANK_HUNG
         self._fail_all()
         for pid in self.info.rank_pids:  # still valid, since the hung parent has not reaped them
             with contextlib.suppress(ProcessLookupError):
@@ -354,7 +354,7 @@ class EngineClient:
     def _death(self) -> EngineDeadError:
         if self._is_closing:
             return EngineDeadError("The server is shutting down.")
-        return EngineDeadError("The inference engine has stopped. Nothing can be served until it is restarted.")
+        return EngineDeadError("The inference engine has stopped. No request can be served until it is restarted.")
 
 
 class SingleReaderQueue(Generic[T]):
@@ -448,7 +448,7 @@ async def _until_ready(
     how = f"exit code {status}" if status >= 0 else f"it was ended by {_signal_name(status)}"
     raise StartupError(
         f"The engine process ended while starting ({how}).",
-        "If it was killed, the machine ran out of memory: use a smaller model. Else the lines above say why.",
+        "If it was killed, the machine ran out of memory: use a smaller model. Otherwise see the lines above.",
         status if status > 0 else EXIT_OUT_OF_MEMORY if status == -signal.SIGKILL else EXIT_RANK_DIED,
     )
 

@@ -58,15 +58,15 @@ class EngineDeadError(EngineError):
 
 # Error texts for requests that are stopped while they run.
 NOT_FINITE = (
-    "The model produced numbers that are not finite (NaN or infinity) for this request, so it was stopped. "
+    "The model produced values that are not finite (NaN or infinity) for this request, so the engine aborted it. "
     "Other requests are not affected."
 )
 NO_TOKEN = (
-    "No token is left to choose: what logit_bias, bad_words, allowed_token_ids or the grammar of this request still "
-    "allow here exclude each other. Loosen them."
+    "No token is allowed next: logit_bias, bad_words, allowed_token_ids and the grammar of this request together ban "
+    "every token. Relax at least one of them."
 )
 OUT_OF_MEMORY = (
-    "The server ran out of memory on this request, however small its steps were made, so it was stopped. Other "
+    "The server ran out of memory on this request even with the smallest steps, so the engine aborted it. Other "
     "requests are not affected, and the same request may succeed later."
 )
-INTERNAL = "The server failed while working on this request, so it was stopped. The cause is in the server's log."
+INTERNAL = "The server failed while processing this request, so the engine aborted it. The server's log has the cause."

@@ -20,7 +20,7 @@ def panic_error(error: BaseException) -> LibraryPanicError:
     """Return the error to raise in place of the panic `error`. Raises `error` again if it is not a panic."""
     if isinstance(error, (Exception, *ENDS_TASK)):
         raise error
-    return LibraryPanicError(f"the library for grammars failed: {' '.join(str(error).split())[:200]}")
+    return LibraryPanicError(f"the grammar library failed: {' '.join(str(error).split())[:200]}")
 
 
 @contextmanager

@@ -131,8 +131,8 @@ DEATHS_S = 600.0
 
 # The text is the same for every replica.
 _DIFFERENT_VALUES = StartupError(
-    "The replicas would compute different numbers: their model, types or kernels differ.",
-    "See whether files of the model or of its kernels have changed since the start, then start again.",
+    "The replicas would compute different values, because their model, dtypes or kernels differ.",
+    "Check whether files of the model or of its kernels have changed since the start, then start again.",
 )
 _DEAD_GAUGES = {
     "state": "dead",
@@ -197,8 +197,8 @@ class Replica:
                     yield event
         except EngineDeadError as error:
             raise UnavailableError(
-                f"The engine that worked on this request has stopped (replica {self.number}). Others serve on: the "
-                "same request may be sent again.",
+                f"The engine that processed this request has stopped (replica {self.number}). Other replicas are "
+                "running: send the request again.",
                 "replica_lost",
             ) from error
         finally:
@@ -315,13 +315,13 @@ class Replicas:
         """
         loads = [one.load if one.is_alive else None for one in self.replicas]
         if self._is_closing or not any(loads):
-            raise EngineDeadError("The inference engine has stopped. Nothing can be served until it is restarted.")
+            raise EngineDeadError("The inference engine has stopped. No request can be served until it is restarted.")
         num_cached = self.prefixes.num_cached(request.prompt_token_ids, request.cache_salt)
         number = choose(loads, num_cached) if rank is None else rank
         if loads[number] is None:
             raise UnavailableError(
-                f"Replica {number}, which the request asks for, is not there now. Send it again, or leave the choice "
-                "to the server.",
+                f"Replica {number}, which the request selects, is not running now. Send the request again later, or "
+                "let the server choose.",
                 "replica_lost",
             )
         chosen = self.replicas[number]
@@ -373,15 +373,15 @@ class Replicas:
         try:
             cause = await self._restart_until_lost(one)
         except Exception as error:  # our bug: unless caught, the replica would stay dead unnoticed
-            logger.exception("event=replica_failed engine=%d", one.number)
-            cause = f"replica {one.number} could not be kept: {type(error).__name__}: {error}"
+            logger.exception("event=replica_supervision_failed engine=%d", one.number)
+            cause = f"replica {one.number} could not be supervised: {type(error).__name__}: {error}"
         if self._is_closing:
             return
         exit_code = one.client.exit_code or EXIT_RANK_DIED  # exit code of the death: a new start of the server may help
         if self.exit_code is None:
             self.exit_code, self.death_cause = exit_code, cause
             self.lost.set()
-            logger.error('event=replica_given_up engine=%d cause="%s"', one.number, cause)
+            logger.error('event=replica_not_restarted engine=%d cause="%s"', one.number, cause)
         if not self.is_alive:
             self.dead.set()
 
@@ -394,7 +394,7 @@ class Replicas:
             if self._is_closing or not self.is_alive:
                 return cause
             if one.dies_too_often:
-                return f"replica {one.number} dies too often, at last because {cause}"
+                return f"replica {one.number} died too often, most recently because {cause}"
             try:
                 await one.restart(self.replicas[one.number - 1].client.info.numbers_digest)
             except (StartupError, OSError, FrameError) as error:  # OSError: it ended in the middle of a message

@@ -100,7 +100,7 @@ class EngineCore:
         try:
             step, masks = self._input_batch.build(output)
         except Exception:
-            logger.exception("event=build_failed step=%d", output.step_id)
+            logger.exception("event=step_build_failed step=%d", output.step_id)
             if not self._withdraw_unfit(output, now):
                 return None
             step, masks = self._input_batch.build(output)

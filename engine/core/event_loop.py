@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("oarlock.engine")
 
-DEAD = "The inference engine stopped while this request was running. Nothing more can be served until it is restarted."
+DEAD = "The inference engine stopped while this request was running. No request can be served until it is restarted."
 STOPPING = "The server is shutting down; this request was not completed."
 
 _DRAIN_S = 2.0  # time to send the last events to a frontend that reads slowly
@@ -73,7 +73,7 @@ class EngineLoop:
             self.subscribe_to_blocks(self._report_blocks)
         self._state_queries: list[int] = []  # numbers of the state queries that wait for a response
         self._stopping = False
-        self.ending = "the server stopped in order"  # final when `run` has returned
+        self.ending = "the server stopped normally"  # final when `run` has returned
         self._was_stuck = False
         self._selector = selectors.DefaultSelector()
         self._selector.register(frame_socket, selectors.EVENT_READ, "socket")
@@ -109,7 +109,7 @@ class EngineLoop:
             return EXIT_OK
         except FrameSocketClosedError as error:
             logger.info('event=frontend_gone cause="%s"', error)
-            self.ending = f"the server's frontend was gone: {error}"
+            self.ending = f"the server's frontend disconnected: {error}"
             return EXIT_OK
         except WorkerError as error:
             logger.error('event=rank_lost rank=%d step=%d hung=%s cause="%s"', *_error_fields(error))
@@ -219,7 +219,7 @@ class EngineLoop:
     def _add_with_grammar(self, request: Request, now: float) -> None:
         """Add a request with a grammar; it is pending in the manager until its grammar is compiled."""
         if self._structured_output is None:
-            raise RequestError("This engine was started without grammars.", "structured_outputs")
+            raise RequestError("This engine was started without grammar support.", "structured_outputs")
         self.scheduler.check(request, now)
         try:
             matcher = self._structured_output.submit(request, now)

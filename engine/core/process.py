@@ -76,7 +76,7 @@ def _serve(sock: socket.socket, start_executor: StartExecutor, loading_timeout_s
     try:
         config = _first_message(sock).read()
     except FrameError as error:
-        logger.error('event=bad_config cause="%s"', error)
+        logger.error('event=invalid_config cause="%s"', error)
         return EXIT_BUG
     log_to_stderr(config.worker.log_level, is_json=config.worker.log_format == "json")
     loader = _GrammarLoader(config.tokenizer_path or config.worker.model_path) if config.writes_text else None
@@ -107,7 +107,7 @@ def _serve(sock: socket.socket, start_executor: StartExecutor, loading_timeout_s
         kv_events.close()
     if structured_output is not None:
         structured_output.close()
-    executor.close(None if code == EXIT_OK else RuntimeError("the engine failed; the log of node 0 says how"))
+    executor.close(None if code == EXIT_OK else RuntimeError("the engine failed; the log of node 0 has the cause"))
     logger.info("event=engine_stopped exit_code=%d", code)
     return code
 
@@ -131,7 +131,7 @@ def _startup_failure(error: Exception) -> StartupError:
         return error  # the frontend prints it
     logger.exception("event=start_failed")
     if isinstance(error, WorkerError):
-        fix = "The log says more. If memory ran out, use a smaller model or more ranks."
+        fix = "The log has the cause. If memory ran out, use a smaller model or more ranks."
         return StartupError(f"Rank {error.rank} was lost while starting: {error.cause}.", fix, error.exit_code)
     cause = f"The engine failed while starting: {type(error).__name__}: {error}."
     return StartupError(cause, "The log has the traceback; please report it.", EXIT_BUG)
@@ -260,7 +260,7 @@ class _GrammarLoader(threading.Thread):
     def result(self) -> StructuredOutputManager:
         self.join()
         if self._manager is None:
-            raise self._error or RuntimeError("the tokens were not read")
+            raise self._error or RuntimeError("the tokenizer could not be read")
         return self._manager
 
 
@@ -305,7 +305,7 @@ class _LoadingWatchdog(threading.Thread):
         phase, fraction = self._state
         failure = StartupError(
             f"The start has made no progress for {self._limit_s:g} s while {phase} ({fraction:.0%}).",
-            "If the model or Python's packages lie on a network file system, see whether it answers; then start again.",
+            "If the model or Python's packages are on a network file system, check that it responds; then start again.",
             EXIT_RANK_HUNG,
         )
         logger.critical('event=start_failed cause="%s" fix="%s"', failure.cause, failure.fix)

@@ -77,7 +77,7 @@ def replay(path: str, ranks: int | None, stages: int | None, model: str | None, 
     _check_layout(recording)
     survey = _survey(recording)
     if not survey.num_steps:
-        raise StartupError(f"{path} holds no steps.", "Record while requests are answered.")
+        raise StartupError(f"{path} contains no steps.", "Record while the server processes requests.")
     config = _config(recording, survey, ranks, stages, model)
     _print_head(recording, survey, config)
     executor = start_executor(config, lambda phase, share, _="": _progress(f"{phase} {share:.0%}"))
@@ -101,7 +101,7 @@ def _inexact_reason(header: Header, info: WorkerInfo) -> str | None:
     if not info.rank_invariant:
         return info.rank_invariant_reason
     if not header.info.get("rank_invariant", False):
-        return f"as recorded: {header.info.get('rank_invariant_reason', 'an older version added up in another order')}"
+        return f"as recorded: {header.info.get('rank_invariant_reason', 'an older version added in another order')}"
     return None
 
 
@@ -176,7 +176,8 @@ def _survey(recording: Recording) -> Survey:
             survey.num_blocks = max(survey.num_blocks, highest)
     except ProtocolError as error:
         raise StartupError(
-            f"{recording.path} holds a step that cannot be read: {error}.", "Replay it with the version that wrote it."
+            f"{recording.path} contains a step that cannot be read: {error}.",
+            "Replay it with the version that wrote it.",
         ) from None
     return survey
 
@@ -252,7 +253,7 @@ def _print_head(recording: Recording, survey: Survey, config: WorkerConfig) -> N
         print(f"versions   {', '.join(others)}: other rounding is possible")
     print(f"end        {_end_reason(recording)}")
     if recording.torn is not None:
-        print(f"note       {recording.torn}; what stands before it is replayed")
+        print(f"note       {recording.torn}; the records before it are replayed")
     sys.stdout.flush()
 
 
@@ -260,7 +261,7 @@ def _end_reason(recording: Recording) -> str:
     if recording.end is not None:
         return recording.end
     if recording.is_being_written:
-        return "not yet: the server still records, and what it has until now is replayed"
+        return "not yet: the server is still recording; the records so far are replayed"
     return "unknown: the server was killed with its engine, or the machine stopped"
 
 
@@ -275,7 +276,7 @@ def _verdict(survey: Survey, comparison: ReplayComparison, failure: str | None, 
     print(comparison.table())
     unanswered = survey.num_steps - survey.num_outputs
     if unanswered:
-        print(f"{unanswered} step(s) have no recorded answer and were run without comparing")
+        print(f"{unanswered} step(s) have no recorded output and were run without a comparison")
     if comparison.tolerance is None and comparison.logprobs.compared:
         print(f"logprobs are not checked (--tolerance checks them): {unchecked}")
     elif comparison.tolerance == 0:
@@ -283,11 +284,11 @@ def _verdict(survey: Survey, comparison: ReplayComparison, failure: str | None, 
     if comparison.first is not None:
         print(f"first difference: {comparison.first}")
         if comparison.tolerance is None:
-            print("these ranks may decide near ties otherwise; with the recorded number of ranks nothing may differ")
+            print("near ties may be decided differently; with the recorded number of ranks all outputs must be equal")
     if failure is not None:
         print(f"stopped: {failure}")
     same = comparison.is_equal and failure is None
-    print("result: the same answers" if same else "result: NOT the same")
+    print("result: the same outputs" if same else "result: NOT the same")
     return EXIT_SAME if same else EXIT_DIFFERENT
 
 

@@ -102,7 +102,7 @@ class ReplayComparison:
         self.vectors.compared += len(expected.pooled)
         if not np.array_equal(expected.pooled_lens, got.pooled_lens):
             self.vectors.different += max(1, len(expected.pooled))
-            self._note(step, f"vectors of {expected.pooled_lens.tolist()} numbers, got {got.pooled_lens.tolist()}")
+            self._note(step, f"vectors of {expected.pooled_lens.tolist()} values, got {got.pooled_lens.tolist()}")
             return
         gaps = np.abs(expected.pooled.astype(np.float64) - got.pooled.astype(np.float64))
         self.vectors.largest = max(self.vectors.largest, float(gaps.max(initial=0.0)))
@@ -112,7 +112,7 @@ class ReplayComparison:
         self.vectors.different += int(wrong.sum())
         if self.tolerance is not None and wrong.any():
             index = int(wrong.argmax())
-            self._note(step, f"number of a vector expected {expected.pooled[index]:.9g}, got {got.pooled[index]:.9g}")
+            self._note(step, f"vector value expected {expected.pooled[index]:.9g}, got {got.pooled[index]:.9g}")
 
     def _note(self, step: StepMetadata, what: str, row: int | None = None) -> None:
         if self.first is not None:

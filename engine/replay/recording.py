@@ -76,12 +76,12 @@ class RecordingWriter:
             self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except FileExistsError:
             raise StartupError(
-                f"The recording {path} exists already, and a recording is never overwritten.",
-                "Move it away, or give --record another name.",
+                f"The recording {path} already exists, and recordings are never overwritten.",
+                "Move it, or give --record another name.",
             ) from None
         except OSError as error:
             raise StartupError(
-                f"The recording {path} cannot be made: {error.strerror}.",
+                f"The recording {path} cannot be created: {error.strerror}.",
                 "Give --record a path in a writable directory.",
             ) from None
         with contextlib.suppress(OSError):  # without locks in the file system, a reader assumes that the writer is dead
@@ -145,7 +145,7 @@ def end_of_killed(path: str, why: str) -> None:
             if file.read(_RECORD.size + _END_BYTES) == _fixed_part(END, blank) + blank:
                 _write_end(file.fileno(), offset, why)
     except (OSError, OverflowError) as error:  # moved away meanwhile, or it is another file
-        logger.warning('event=recording_end_lost path="%s" cause="%s"', path, error)
+        logger.warning('event=recording_end_not_written path="%s" cause="%s"', path, error)
 
 
 class Recording:
@@ -162,7 +162,7 @@ class Recording:
             first = next(self._records_from(file), None)
             if first is None or first.kind != HEADER:
                 raise StartupError(
-                    f"{path} breaks off or is damaged within its header.", "Record again; nothing can be replayed."
+                    f"{path} is incomplete or damaged within its header.", "Record again; nothing can be replayed."
                 )
         self.header = _read_header(path, bytes(first.content))
 
@@ -225,7 +225,7 @@ def _read_header(path: str, content: bytes) -> Header:
         fields = json.loads(content)
         if fields.get("format") != FORMAT:
             raise StartupError(
-                f"{path} has recording format {fields.get('format')}, and this is the reader of format {FORMAT}.",
+                f"{path} has recording format {fields.get('format')}, but this version reads format {FORMAT}.",
                 f"Replay it with the version that wrote it: oarlock {fields.get('versions', {}).get('oarlock', '?')}.",
             )
         return Header(**fields)
@@ -263,7 +263,7 @@ class RecordingExecutor:
             started=datetime.now(UTC).isoformat(timespec="seconds"),
         )
         self._guarded(lambda: writer.write_header(header))
-        logger.info('event=recording path="%s" limit_bytes=%s', writer.path, limit_bytes or "none")
+        logger.info('event=recording_started path="%s" limit_bytes=%s', writer.path, limit_bytes or "none")
 
     @property
     def rank_pids(self) -> tuple[int, ...]:
@@ -307,7 +307,7 @@ class RecordingExecutor:
 
     def close(self, failure: Exception | None = None) -> None:
         self._executor.close(failure)
-        self._stop("the server stopped in order" if failure is None else f"the engine failed: {failure}")
+        self._stop("the server stopped normally" if failure is None else f"the engine failed: {failure}")
 
     # -- writing
 
@@ -322,8 +322,8 @@ class RecordingExecutor:
         writer = self._writer
         assert writer is not None
         if self._limit is not None and writer.size_with(len(content)) > self._limit:
-            logger.warning("event=recording_stopped cause=limit limit_bytes=%d serving=on", self._limit)
-            self._stop(f"the limit of {self._limit} bytes was reached; the server went on")
+            logger.warning("event=recording_stopped cause=limit limit_bytes=%d serving=continues", self._limit)
+            self._stop(f"the limit of {self._limit} bytes was reached; serving continued")
             return
         self._guarded(lambda: writer.write(kind, content))
 
@@ -332,8 +332,8 @@ class RecordingExecutor:
         try:
             write()
         except OSError as error:
-            logger.error('event=recording_stopped cause="%s" serving=on', error.strerror)
-            self._stop(f"the file could not be written any further ({error.strerror}); the server went on")
+            logger.error('event=recording_stopped cause="%s" serving=continues', error.strerror)
+            self._stop(f"the file could not be written ({error.strerror}); serving continued")
 
     def _stop(self, why: str) -> None:
         writer, self._writer = self._writer, None
@@ -342,5 +342,5 @@ class RecordingExecutor:
         try:
             writer.end(why)
         except OSError as error:
-            logger.error('event=recording_end_lost cause="%s"', error.strerror)
+            logger.error('event=recording_end_not_written cause="%s"', error.strerror)
         writer.close()

@@ -58,27 +58,27 @@ def check(request: Request, limits: Limits) -> None:
     if request.pooling is not None:
         _check_pooling(request.pooling, request, limits)
     elif limits.whole_texts:
-        raise RequestError("This model is an encoder and writes no tokens: ask for vectors.", "pooling")
+        raise RequestError("This model is an encoder and does not generate tokens. Request vectors instead.", "pooling")
 
 
 def _check_pooling(pooling: PoolingParams, request: Request, limits: Limits) -> None:
     if pooling.kind not in KINDS:
         raise RequestError(f"pooling is {pooling.kind!r}, but must be one of {', '.join(KINDS)}.", "pooling")
     if request.params != POOLS:
-        raise RequestError("A request for vectors samples nothing: leave out all that chooses tokens.", "pooling")
+        raise RequestError("A request for vectors does not sample tokens. Remove all sampling parameters.", "pooling")
     ids, num_tokens = pooling.token_ids, len(request.prompt_token_ids)
     if (pooling.kind == "logits" and limits.whole_texts) or (pooling.kind == "labels" and not limits.num_labels):
-        raise RequestError(f"This model has no {pooling.kind}: ask for another kind of pooling.", "pooling")
+        raise RequestError(f"This model has no {pooling.kind}: use another kind of pooling.", "pooling")
     if pooling.second_text and not limits.whole_texts:
-        raise RequestError("Only encoders tell a second text from the first.", "second_text")
+        raise RequestError("Only encoders support a second text. Remove second_text.", "second_text")
     _in_range("second_text", pooling.second_text, 0, num_tokens)
     if (pooling.kind == "logits") != bool(ids):
-        raise RequestError("Pooling of kind logits needs token_ids, and no other kind takes any.", "token_ids")
+        raise RequestError("Pooling of kind logits requires token_ids, and other kinds must have none.", "token_ids")
     _at_most("token_ids", len(ids), MAX_POOLED_IDS, "ids")
     _check_in_vocabulary("token_ids", ids, limits)
     if pooling.kind == "token" and num_tokens * limits.hidden_size > MAX_POOLED_VALUES:
         raise RequestError(
-            f"{num_tokens} vectors of {limits.hidden_size} numbers are asked for, at most "
+            f"The request would return {num_tokens} vectors of {limits.hidden_size} values, but at most "
             f"{MAX_POOLED_VALUES // limits.hidden_size} vectors can be returned. Send a shorter prompt.",
             "pooling",
         )
@@ -114,8 +114,8 @@ def _check_length(request: Request, limits: Limits) -> None:
         entries = length * (params.prompt_logprobs + 1)
         if entries > _MAX_PROMPT_LOGPROB_ENTRIES:
             raise RequestError(
-                f"prompt_logprobs={params.prompt_logprobs} for {length} prompt tokens makes {entries} entries, at most "
-                f"{_MAX_PROMPT_LOGPROB_ENTRIES} are allowed. Ask for fewer, or send a shorter prompt.",
+                f"prompt_logprobs={params.prompt_logprobs} for {length} prompt tokens needs {entries} entries, but "
+                f"at most {_MAX_PROMPT_LOGPROB_ENTRIES} are allowed. Request fewer, or send a shorter prompt.",
                 "prompt_logprobs",
             )
 
@@ -162,8 +162,8 @@ def _check_ids(params: SamplingParams, limits: Limits) -> None:
         if not -100 <= value <= 100:
             raise RequestError(f"logit_bias of id {token} is {value}, but must be between -100 and 100.", "logit_bias")
     if not all(params.bad_words):
-        raise RequestError("bad_words has an empty token sequence, which every text ends with. Remove it.", "bad_words")
-    _at_most("bad_words", max(map(len, params.bad_words), default=0), MAX_BAD_WORD_TOKENS, "tokens in one of them")
+        raise RequestError("bad_words contains an empty token sequence. Remove it.", "bad_words")
+    _at_most("bad_words", max(map(len, params.bad_words), default=0), MAX_BAD_WORD_TOKENS, "tokens in one sequence")
 
 
 def _check_not_all_banned(params: SamplingParams, limits: Limits) -> None:
@@ -173,8 +173,8 @@ def _check_not_all_banned(params: SamplingParams, limits: Limits) -> None:
         banned.update(params.eos_token_ids, params.stop_token_ids)
     if allowed is not None and banned.issuperset(allowed):
         raise RequestError(
-            "allowed_token_ids leaves no token to choose: it is empty, or logit_bias, bad_words or min_tokens ban all "
-            "of it. Add ids to it.",
+            "allowed_token_ids allows no token: it is empty, or logit_bias, bad_words or min_tokens ban all its ids. "
+            "Add ids to it.",
             "allowed_token_ids",
         )
     if len(banned) >= limits.vocab_size:
@@ -184,7 +184,7 @@ def _check_not_all_banned(params: SamplingParams, limits: Limits) -> None:
 
 def _at_most(name: str, count: int, most: int, what: str) -> None:
     if count > most:
-        raise RequestError(f"{name} has {count} {what}, at most {most} are allowed. Remove some.", name)
+        raise RequestError(f"{name} has {count} {what}, but at most {most} are allowed. Remove some.", name)
 
 
 def _in_range(name: str, value: float, low: int, high: int) -> None:

@@ -132,9 +132,9 @@ class OpenRequests:
 
     def fail_by_grammar(self, seq: Sequence, error: BrokenGrammarError, now: float) -> TokenEvent:
         """Fail a sequence because of its grammar."""
-        logger.info("event=grammar_broken request_id=%d tokens=%d", seq.request_id, seq.num_generated_tokens)
+        logger.info("event=request_grammar_failed request_id=%d tokens=%d", seq.request_id, seq.num_generated_tokens)
         param = seq.masking_param
-        return self.fail(seq, f"The grammar of '{param}' failed while its text was written: {error}", now, param, CODE)
+        return self.fail(seq, f"The grammar of '{param}' failed during generation: {error}", now, param, CODE)
 
     def fail_after_exception(self, seq: Sequence, stage: str, now: float) -> TokenEvent:
         """Fail one sequence, but not the engine, after an exception while handling it. Must be called in an `except`

@@ -157,7 +157,7 @@ class RequestQueue:
         is_small = clients > 1 and len(own) + own_pending.num_requests < self.max_requests // clients
         if num_waiting >= self.max_requests + num_free_rows and not is_small:
             raise QueueFullError(
-                f"{num_waiting} requests are waiting already (at most {self.max_requests} may). Retry later.",
+                f"{num_waiting} requests are already waiting (at most {self.max_requests} may wait). Retry later.",
                 self._retry_after_s(now),
             )
         own_tokens = sum(seq.num_prompt_tokens for seq in own) + own_pending.num_tokens if is_small else 0
@@ -165,7 +165,8 @@ class RequestQueue:
         # An empty queue takes any prompt. Otherwise a prompt longer than the limit could never be served.
         if num_waiting and num_waiting_tokens + num_tokens > self.max_tokens and not is_short:
             raise QueueFullError(
-                f"{num_waiting_tokens} prompt tokens are waiting already (at most {self.max_tokens} may). Retry later.",
+                f"{num_waiting_tokens} prompt tokens are already waiting (at most {self.max_tokens} may wait). Retry "
+                "later.",
                 self._retry_after_s(now),
             )
 

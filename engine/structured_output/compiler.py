@@ -81,7 +81,7 @@ class Compiler:
         except OSError as error:
             raise ValueError(f"{tokenizer_file} cannot be read: {error.strerror}") from error
         if not text.lstrip().startswith("{"):  # the library takes anything else for the path of another file
-            raise ValueError(f"{tokenizer_file} is not a table")
+            raise ValueError(f"{tokenizer_file} is not a JSON object")
         with panics_as_errors():
             self._read_tokens(text)
 
@@ -144,7 +144,7 @@ class Compiler:
         first = matcher.compute_bitmask()
         _raise_error(matcher)
         if not any(first) or (matcher.is_accepting() and _popcount(first) <= len(self.tokens.eos_tokens)):
-            raise GrammarError("no text, or only the empty one, matches it")
+            raise GrammarError("no text matches it, or only the empty text")
 
 
 def _popcount(mask: bytes) -> int:
@@ -182,7 +182,7 @@ def _source(grammar: Grammar) -> str:
         return LLMatcher.grammar_from_lark(rewritten_in_lark(grammar.text))
     if grammar.kind == "ebnf":
         return LLMatcher.grammar_from_lark(lark_of(grammar.text))
-    raise ValueError(f"a grammar of kind {grammar.kind!r} is not known")
+    raise ValueError(f"unknown kind of grammar: {grammar.kind!r}")
 
 
 def _schemas(grammar: Grammar) -> list[Any]:

@@ -72,7 +72,7 @@ class _Parser:
                 raise self._error(name.at, f"the rule '{name.text[:40]}' is defined twice")
             rules[name.text] = self._alternatives()
         if "root" not in rules:
-            raise EbnfError("the grammar has no rule 'root', with which the text begins")
+            raise EbnfError("the grammar has no rule 'root', which is the start rule")
         for name, at in self._mentions.items():
             if name not in rules:
                 raise self._error(at, f"the rule '{name[:40]}' is not defined")
@@ -82,7 +82,7 @@ class _Parser:
         """Take the `::=` of a rule."""
         token = self._take()
         if token.kind == "options":
-            raise self._error(token.at, f"the rule option {token.text[:40]} is not supported; leave it out")
+            raise self._error(token.at, f"the rule option {token.text[:40]} is not supported; remove it")
         if token.kind != "define":
             raise self._error(token.at, f"expected ::= after the name of a rule, found {token.text[:20]!r}")
 
@@ -127,7 +127,7 @@ class _Parser:
             name = token.text.rstrip(" (")
             raise self._error(token.at, f"{name} is not supported: a grammar describes text here; use rules")
         if token.kind == "ahead":
-            raise self._error(token.at, "look-ahead (= …) is not supported; leave it out")
+            raise self._error(token.at, "look-ahead (= …) is not supported; remove it")
         raise self._error(token.at, f"unexpected {token.text[:20]!r}")
 
     def _repeated(self, piece: str) -> str:
@@ -148,9 +148,9 @@ class _Parser:
     def _counted(self, inner: str, token: _Token) -> str:
         least, most = token.times
         if max(least, most or 0) > _MAX_TIMES:
-            raise self._error(token.at, f"it is repeated more than {_MAX_TIMES} times")
+            raise self._error(token.at, f"more than {_MAX_TIMES} repetitions are not supported")
         if most is not None and most < least:
-            raise self._error(token.at, f"{token.text} allows at most {most}, fewer than {least}")
+            raise self._error(token.at, f"{token.text} has a maximum of {most}, below its minimum of {least}")
         if most == 0:
             return _EMPTY
         return f"{inner}{{{least},{'' if most is None else most}}}"
@@ -237,7 +237,7 @@ class _Parser:
     def _take(self) -> _Token:
         token = self._peek()
         if token is None:
-            raise EbnfError("the grammar ends too early: a rule is not complete")
+            raise EbnfError("the grammar ends within a rule")
         if token.kind == "unreadable":
             raise self._error(token.at, f"cannot read {token.text!r}")
         self._next += 1

@@ -82,8 +82,8 @@ class CompileJobs:
         is_short = is_small and own_characters <= MAX_CHARACTERS // clients
         if (waiting >= MAX_JOBS and not is_small) or (waiting and characters > MAX_CHARACTERS and not is_short):
             raise QueueFullError(
-                f"{waiting} grammars wait to be compiled already (at most {MAX_JOBS} may, and {MAX_CHARACTERS} "
-                "characters of them). Retry later.",
+                f"{waiting} grammars are already waiting for compilation (at most {MAX_JOBS} grammars and "
+                f"{MAX_CHARACTERS} characters may wait). Retry later.",
                 min(_MAX_RETRY_S, max(_MIN_RETRY_S, waiting / 2 * self._mean_s / self._num_threads)),
             )
 
@@ -166,10 +166,10 @@ MAX_CACHED_BYTES = 64 << 20
 MAX_REFUSED = 1024  # refused grammars that are remembered, by digest instead of text: under 1 MiB in total
 TOO_LONG_CACHED_S = 300.0  # afterwards the grammar is tried again: the machine may have been slow
 NO_MEMORY = (
-    "The grammars of requests that are open take the memory that the server has for them. Retry when some of them have "
-    "ended, or use a smaller grammar."
+    "The grammars of open requests use all memory that the server reserves for grammars. Retry when some of these "
+    "requests have ended, or use a smaller grammar."
 )
-SANDBOX_LOST = "The process that tries grammars could not be kept alive; the cause is in the server's log. Retry later."
+SANDBOX_LOST = "The process that checks grammars keeps failing; the server's log has the cause. Retry later."
 _STACK_BYTES = 16 << 20
 
 
@@ -251,7 +251,7 @@ class StructuredOutputManager:
             logger.warning('event=grammars_unavailable cause="%s"', error)
             reason = "this server cannot constrain responses, because it cannot read the model's tokenizer.json"
             return StructuredOutputManager(file, None, reason)
-        logger.info("event=grammar_tokens_ready seconds=%.3f", time.monotonic() - begun)
+        logger.info("event=grammar_tokenizer_ready seconds=%.3f", time.monotonic() - begun)
         return StructuredOutputManager(file, compiler)
 
     def fileno(self) -> int:
@@ -447,8 +447,8 @@ class StructuredOutputManager:
             seconds = time.monotonic() - begun
             self._jobs.done(client, seconds)
             is_ok = "true" if isinstance(result, Compiled) else "false"  # no reason: it may quote the text
-            size = len(grammar.text)
-            logger.info("event=grammar kind=%s characters=%d ms=%.1f ok=%s", grammar.kind, size, seconds * 1e3, is_ok)
+            fields = grammar.kind, len(grammar.text), seconds * 1e3, is_ok
+            logger.info("event=grammar_compilation kind=%s characters=%d ms=%.1f ok=%s", *fields)
             self._done.put((grammar, result))
             del result  # otherwise this thread would keep a grammar that is not used
             with contextlib.suppress(BlockingIOError):  # the pipe is full of wake-up bytes, so the loop wakes anyway
@@ -469,7 +469,7 @@ class StructuredOutputManager:
         except SandboxLostError:
             return _Failure.SANDBOX_LOST
         except Exception:
-            logger.exception("event=grammar_failed kind=%s", grammar.kind)
+            logger.exception("event=grammar_compilation_failed kind=%s", grammar.kind)
             return _Failure.EXCEPTION
 
 

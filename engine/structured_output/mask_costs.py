@@ -47,9 +47,10 @@ class MaskCosts:
         self._left_s[client] = left_s
         if left_s < 0:
             raise BrokenGrammarError(
-                f"its masks take too long: the last one took {seconds * 1e3:.0f} ms of processor time, and "
-                f"{PER_TOKEN_S * 1e3:.0f} ms per token are allowed on average. Make it less ambiguous: let no rule "
-                "match one text in several ways, and write lists with + or * instead of a rule that names itself twice."
+                f"its masks take too long: the last mask took {seconds * 1e3:.0f} ms of processor time, but an average "
+                f"of {PER_TOKEN_S * 1e3:.0f} ms per token is allowed. Make the grammar less ambiguous: no rule should "
+                "match a text in several ways, and lists should use + or * instead of a rule that refers to itself "
+                "twice."
             )
 
 

@@ -11,13 +11,13 @@ from oarlock.engine.structured_output.json_schema import TYPES, Schema, schemas
 
 # keyword -> alternative
 _ALTERNATIVES = {
-    "uniqueItems": "leave it out and drop repeated items yourself, or list the values as boolean properties",
+    "uniqueItems": "remove it and drop repeated items yourself, or list the values as boolean properties",
     "propertyNames": "name the properties in `properties`, or give one expression in `patternProperties`",
-    "not": "say what is allowed: an enum, a pattern or anyOf",
+    "not": "specify the allowed values with an enum, a pattern or anyOf",
     "if": "use anyOf with one branch for each case",
     "then": "use anyOf with one branch for each case",
     "else": "use anyOf with one branch for each case",
-    "contains": "say with prefixItems what the first items are, or with items what all are",
+    "contains": "describe the first items with prefixItems, or all items with items",
     "dependentRequired": "use anyOf with one branch for each case",
     "dependentSchemas": "use anyOf with one branch for each case",
     "dependencies": "use anyOf with one branch for each case",
@@ -63,7 +63,7 @@ def _unknown_format(schema: Any, error: str) -> str | None:
     location = match and _location(schema, lambda part: part.get("format") == match[1])
     if not match or not location:
         return None
-    return f"{location} has the format '{match[1][:40]}', which is not known; leave it out, or give a pattern instead"
+    return f"{location} has the unknown format '{match[1][:40]}'; remove it, or use a pattern instead"
 
 
 def _unsupported_key(schema: Any, error: str) -> str | None:
@@ -72,8 +72,8 @@ def _unsupported_key(schema: Any, error: str) -> str | None:
     location = key and _location(schema, lambda part: key in part)
     if not location:
         return None
-    alternative = _ALTERNATIVES.get(key, "leave it out")
-    return f"{location} has '{key}', which cannot be enforced while a text is written; {alternative}"
+    alternative = _ALTERNATIVES.get(key, "remove it")
+    return f"{location} has '{key}', which cannot be enforced during generation; {alternative}"
 
 
 def _overlap(schema: Any, error: str) -> str | None:
@@ -93,4 +93,4 @@ def _look_around(schema: Any, error: str) -> str | None:
     location = _location(schema, lambda part: any(mark in str(part.get("pattern", "")) for mark in marks))
     if location is None:
         return None
-    return f"{location} has a pattern with look-around; (?=…) right behind ^ is understood, others have to be rewritten"
+    return f"{location} has a pattern with look-around; only (?=…) directly after ^ is supported; rewrite the others"

@@ -139,4 +139,4 @@ def test_a_recording_gives_the_same_bits_on_two_ranks(tmp_path):
     replayed = command("replay", file, "--tensor-parallel-size", 2)
     result = subprocess.run(replayed, env=environment(), capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "bit by bit" in result.stdout and "result: the same answers" in result.stdout
+    assert "bit by bit" in result.stdout and "result: the same outputs" in result.stdout

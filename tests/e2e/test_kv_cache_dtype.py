@@ -39,7 +39,7 @@ def test_text_and_numbers_are_the_same_after_a_prefix_hit_and_after_preemption(t
         many = answers(server, **MANY)
         assert server.metrics()["vllm:num_preemptions_total"] == 0
     replayed = oarlock("replay", file)
-    assert replayed.returncode == 0 and "the same answers" in replayed.stdout
+    assert replayed.returncode == 0 and "the same outputs" in replayed.stdout
     assert "KV cache in int8" in replayed.stdout
     with RunningServer(DEMO, *INT8, "--kv-cache-memory", 64 * 16 * BYTES_PER_TOKEN) as server:
         assert answers(server, **MANY) == many

@@ -32,7 +32,7 @@ def test_a_killed_servers_recording_is_replayed_where_foreign_modules_lie(tmp_pa
     assert "recorded with 1 in each of 2 stages, replayed with 1" in result.stdout, result.stdout + result.stderr
     assert not (foreign / "it-ran").exists()
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "the server was killed" in result.stdout and "the same answers" in result.stdout
+    assert "the server was killed" in result.stdout and "the same outputs" in result.stdout
     generated = sum(usage["completion_tokens"] for usage in used)
     row = next(line for line in result.stdout.splitlines() if line.split()[:1] == ["tokens"])
     compared, equal, different = map(int, row.split()[1:4])

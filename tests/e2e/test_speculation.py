@@ -69,4 +69,4 @@ def test_answers_are_those_without_drafts_and_the_recording_replays(tmp_path):
         )
         assert 0 < drafts < drafted and 0 < accepted < drafted  # how many depends on the times of steps
     replayed = oarlock("replay", file)
-    assert replayed.returncode == 0 and "the same answers" in replayed.stdout, replayed.stdout + replayed.stderr
+    assert replayed.returncode == 0 and "the same outputs" in replayed.stdout, replayed.stdout + replayed.stderr

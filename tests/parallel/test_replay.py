@@ -90,7 +90,7 @@ def replayed(capsys: pytest.CaptureFixture, *arguments: str | Path) -> tuple[int
 def test_the_same_ranks_give_the_same_bits(recorded: Path, capsys: pytest.CaptureFixture) -> None:
     status, out, _ = replayed(capsys, recorded)
     assert status == 0, out
-    assert "result: the same answers" in out and "first difference" not in out
+    assert "result: the same outputs" in out and "first difference" not in out
     assert "192" in out  # tokens compared: 8 requests of 24
     assert re.search(r"vectors +\d\d\d\d", out)
 

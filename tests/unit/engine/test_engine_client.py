@@ -309,7 +309,7 @@ def test_a_stopped_engine_is_killed_and_every_request_fails(monkeypatch: pytest.
             assert [type(outcome) for outcome in outcomes] == [EngineDeadError] * 2
             assert not client.is_alive and client.num_open == 0
             await client.dead.wait()
-            assert client.exit_code == 6 and "has not been heard" in (client.death_cause or "")
+            assert client.exit_code == 6 and "has sent nothing" in (client.death_cause or "")
 
     run(scene)
 

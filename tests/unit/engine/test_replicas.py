@@ -201,7 +201,7 @@ def test_a_replica_that_dies_is_started_again_and_no_other_notices() -> None:
             assert (await running.replicas[0].stats()).state == "dead"
             late = make_request(running.new_request_id(), [9], max_tokens=4)
             assert running.choose(late).number == 1, "requests go where they are served"
-            with pytest.raises(UnavailableError, match="Replica 0, which the request asks for, is not there now"):
+            with pytest.raises(UnavailableError, match="Replica 0, which the request selects, is not running now"):
                 running.choose(late, 0)
             assert running.choose(late, 1).number == 1
             rest = [event async for event in streams[1]]
@@ -232,7 +232,7 @@ def test_a_replica_that_dies_too_often_is_given_up_and_the_others_finish(monkeyp
                 await until(lambda: not running.replicas[1].is_alive)
             await running.lost.wait()
             assert running.is_alive and not running.dead.is_set() and running.exit_code == 5
-            assert "dies too often" in (running.death_cause or "")
+            assert "died too often" in (running.death_cause or "")
             request = make_request(running.new_request_id(), [1], max_tokens=4)
             assert (await collect(running, request))[-1].finish_reason is FinishReason.LENGTH
 
@@ -258,7 +258,7 @@ def raises(error: BaseException) -> Callable[[], list[str]]:
         (lambda: ["-c", HALF], "could not be started again: "),
         (raises(BlockingIOError(11, "Resource temporarily unavailable")), "could not be started again: "),
         (raises(StartupError("No memory.", "Buy some.")), "could not be started again: No memory."),
-        (raises(KeyError("a mistake of ours")), "could not be kept: KeyError: 'a mistake of ours'"),
+        (raises(KeyError("a mistake of ours")), "could not be supervised: KeyError: 'a mistake of ours'"),
     ],
     ids=["ends", "sends no frame", "sends half a frame", "no process", "no memory", "a bug"],
 )
@@ -289,7 +289,7 @@ def test_a_replica_whose_end_we_fail_to_handle_is_given_up(monkeypatch: pytest.M
             monkeypatch.setattr(running.prefixes, "clear", None)
             kill(running, 1)
             await running.lost.wait()
-            assert "could not be kept: TypeError" in (running.death_cause or "")
+            assert "could not be supervised: TypeError" in (running.death_cause or "")
             assert running.is_alive and not running.dead.is_set() and running.exit_code == 5
 
     run(scene)

@@ -133,10 +133,10 @@ def test_another_version_is_named(tmp_path: Path, header: object, cause: str) ->
 
 def test_a_recording_is_never_overwritten(tmp_path: Path) -> None:
     (tmp_path / "r").write_bytes(b"evidence")
-    with pytest.raises(StartupError, match="exists already") as caught:
+    with pytest.raises(StartupError, match="already exists") as caught:
         RecordingWriter(str(tmp_path / "r"))
     assert "--record" in caught.value.fix and (tmp_path / "r").read_bytes() == b"evidence"
-    with pytest.raises(StartupError, match="cannot be made"):
+    with pytest.raises(StartupError, match="cannot be created"):
         RecordingWriter(str(tmp_path / "no" / "such" / "folder"))
 
 
@@ -169,7 +169,7 @@ def test_every_step_and_answer_is_in_the_file(tmp_path: Path) -> None:
     recording = Recording(str(tmp_path / "r"))
     records = list(recording.records())
     assert len(records) == 2 * scene.fake.num_steps > 0
-    assert recording.end == "the server stopped in order" and recording.torn is None
+    assert recording.end == "the server stopped normally" and recording.torn is None
     replayed = []
     fresh = FakeExecutor(make_config(), scene.fake.info)  # computes from the recorded steps, and checks them
     for step, answer in zip(records[::2], records[1::2], strict=True):
@@ -249,7 +249,7 @@ def test_a_full_disk_stops_the_recording_and_nothing_else(
 @pytest.mark.parametrize(
     ("scenario", "ending"),
     [
-        ({}, "the server stopped in order"),
+        ({}, "the server stopped normally"),
         ({"die_at_step": 3}, "rank 1"),
         ({"killed_at_step": 3}, "the engine process was ended by SIGKILL"),
     ],
@@ -288,12 +288,12 @@ def test_a_file_that_cannot_grow_says_so_and_holds_whole_records(tmp_path: Path)
         assert scene.serve(first=9)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    scene.executor.end("the server stopped in order")  # later, and not what ended the recording
+    scene.executor.end("the server stopped normally")  # later, and not what ended the recording
     scene.executor.close()
     recording = Recording(str(tmp_path / "r"))
     assert [bytes(record.content) for record in recording.records()] == [bytes(record.content) for record in whole]
     assert recording.torn is None
-    assert recording.end == "the file could not be written any further (File too large); the server went on"
+    assert recording.end == "the file could not be written (File too large); serving continued"
     assert _end_reason(recording) == recording.end
 
 
@@ -301,7 +301,7 @@ def test_a_recording_without_an_end_is_of_a_server_that_runs_or_was_killed(tmp_p
     scene = Scene(tmp_path / "r")
     scene.serve()
     recording = Recording(str(tmp_path / "r"))
-    assert "still records" in _end_reason(recording)
+    assert "still recording" in _end_reason(recording)
     assert scene.executor._writer is not None
     scene.executor._writer.close()  # by the kernel
     assert "was killed with its engine" in _end_reason(recording)
@@ -317,7 +317,7 @@ def test_an_end_that_was_half_written_costs_no_step(tmp_path: Path) -> None:
     scene.serve()
     scene.executor.close()
     data = (tmp_path / "r").read_bytes()
-    (tmp_path / "r").write_bytes(data.replace(b"in order", b"in o    "))
+    (tmp_path / "r").write_bytes(data.replace(b"normally", b"norm    "))
     recording = Recording(str(tmp_path / "r"))
     assert len(list(recording.records())) == 2 * scene.fake.num_steps
     assert recording.end is None and recording.torn is None

@@ -34,7 +34,7 @@ def test_what_cannot_be_pooled_is_refused_by_name(pooling: PoolingParams, field:
 
 
 def test_a_request_for_vectors_chooses_no_tokens() -> None:
-    with pytest.raises(RequestError, match="samples nothing"):
+    with pytest.raises(RequestError, match="does not sample"):
         check(Request(1, PROMPT, SamplingParams(max_tokens=1), pooling=PoolingParams("last")), LIMITS)
 
 

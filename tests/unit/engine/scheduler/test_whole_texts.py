@@ -33,7 +33,7 @@ def test_what_a_model_has_not_is_refused(limits: Limits, pooling: PoolingParams,
 
 
 def test_an_encoder_writes_no_tokens() -> None:
-    with pytest.raises(RequestError, match="writes no tokens"):
+    with pytest.raises(RequestError, match="does not generate tokens"):
         check(make_request(1, (1, 2, 3)), ENCODER)
     check(Request(1, (1, 2, 3), POOLS, pooling=PoolingParams("labels", (), 3)), replace(ENCODER, num_labels=1))
 

@@ -205,7 +205,7 @@ def test_a_full_cache_is_renewed_for_all_that_share_it(compiler):
 REFUSED = [
     (Grammar("regex", "((("), "unclosed group"),
     (Grammar("regex", r"(a)\1"), "backreferences"),
-    (Grammar("regex", "a{0}"), "no text, or only the empty one"),
+    (Grammar("regex", "a{0}"), "no text matches it, or only the empty text"),
     (schema({"type": "foo"}), "the schema has the type 'foo'; use string"),
     (
         schema({"properties": {"a": {"type": "array", "items": {"anyOf": [{}, {"type": ["null", "text"]}]}}}}),
@@ -241,5 +241,5 @@ def test_a_tokenizer_that_cannot_be_read_is_an_error(tmp_path):
 
 def test_a_tokenizer_file_cannot_name_another(tmp_path):
     (tmp_path / "tokenizer.json").write_text(str(DEMO_TOKENIZER))
-    with pytest.raises(ValueError, match="is not a table"):
+    with pytest.raises(ValueError, match="is not a JSON object"):
         Compiler(tmp_path / "tokenizer.json")
