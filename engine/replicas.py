@@ -65,7 +65,7 @@ class Load:
         return self.num_open < self.max_open and self.num_waiting_tokens < self.max_waiting_tokens
 
 
-def bound(least: int) -> int:
+def largest_weight(least: int) -> int:
     """Return the largest weight with which a replica is still chosen if the least busy one has the weight `least`."""
     return least + max(SLACK_TOKENS, least // SLACK_SHARE)
 
@@ -79,7 +79,7 @@ def choose(loads: Sequence[Load | None], num_cached: Sequence[int]) -> int:
     """
     available = [(number, load) for number, load in enumerate(loads) if load is not None]
     available = [(number, load) for number, load in available if load.has_room] or available
-    most = bound(min(load.weight for _, load in available))
+    most = largest_weight(min(load.weight for _, load in available))
     return min(
         (-num_cached[number], load.weight, load.num_chosen, number) for number, load in available if load.weight <= most
     )[-1]
@@ -299,7 +299,7 @@ class Replicas:
         self._ids = itertools.count(1)
         self._is_closing = False
         self._supervisors = [
-            asyncio.create_task(self._supervise(one), name=f"replica-{one.number}") for one in replicas
+            asyncio.create_task(self._supervise(replica), name=f"replica-{replica.number}") for replica in replicas
         ]
 
     # -- requests
@@ -313,7 +313,7 @@ class Replicas:
         `rank`: number of the replica if the caller has chosen it. Raises `EngineDeadError`, or `UnavailableError` if
         that replica is not alive.
         """
-        loads = [one.load if one.is_alive else None for one in self.replicas]
+        loads = [replica.load if replica.is_alive else None for replica in self.replicas]
         if self._is_closing or not any(loads):
             raise EngineDeadError("The inference engine has stopped. No request can be served until it is restarted.")
         num_cached = self.prefixes.num_cached(request.prompt_token_ids, request.cache_salt)
@@ -333,7 +333,7 @@ class Replicas:
     @property
     def info(self) -> EngineInfo:
         """Facts that hold for every replica."""
-        infos = [one.client.info for one in self.replicas]
+        infos = [replica.client.info for replica in self.replicas]
         of_batch = next((info for info in infos if not info.batch_invariant), infos[0])
         of_ranks = next((info for info in infos if not info.rank_invariant), infos[0])
         return replace(
@@ -351,54 +351,57 @@ class Replicas:
     @property
     def is_alive(self) -> bool:
         """Whether any replica serves."""
-        return not self._is_closing and any(one.is_alive for one in self.replicas)
+        return not self._is_closing and any(replica.is_alive for replica in self.replicas)
 
     @property
     def last_progress_age_s(self) -> float:
         """Seconds since any replica made progress. A replica that hangs is ended by its own watch."""
-        return min((one.client.last_progress_age_s for one in self.replicas if one.is_alive), default=float("inf"))
+        ages_s = (replica.client.last_progress_age_s for replica in self.replicas if replica.is_alive)
+        return min(ages_s, default=float("inf"))
 
     @property
     def num_open(self) -> int:
-        return sum(one.client.num_open for one in self.replicas)
+        return sum(replica.client.num_open for replica in self.replicas)
 
     async def reset_prefix_cache(self) -> int:
         """Empty the prefix caches of all live replicas, and return how many blocks they had."""
-        return sum(await asyncio.gather(*(one.client.reset_prefix_cache() for one in self.replicas if one.is_alive)))
+        live = [replica.client for replica in self.replicas if replica.is_alive]
+        return sum(await asyncio.gather(*(client.reset_prefix_cache() for client in live)))
 
     # -- the life of the replicas
 
-    async def _supervise(self, one: Replica) -> None:
-        """Start `one` again whenever it dies, and give it up if that fails for any reason."""
+    async def _supervise(self, replica: Replica) -> None:
+        """Start `replica` again whenever it dies, and give it up if that fails for any reason."""
         try:
-            cause = await self._restart_until_lost(one)
+            cause = await self._restart_until_lost(replica)
         except Exception as error:  # our bug: unless caught, the replica would stay dead unnoticed
-            logger.exception("event=replica_supervision_failed engine=%d", one.number)
-            cause = f"replica {one.number} could not be supervised: {type(error).__name__}: {error}"
+            logger.exception("event=replica_supervision_failed engine=%d", replica.number)
+            cause = f"replica {replica.number} could not be supervised: {type(error).__name__}: {error}"
         if self._is_closing:
             return
-        exit_code = one.client.exit_code or EXIT_RANK_DIED  # exit code of the death: a new start of the server may help
+        # This is the exit code of the death, so that a new start of the server may help.
+        exit_code = replica.client.exit_code or EXIT_RANK_DIED
         if self.exit_code is None:
             self.exit_code, self.death_cause = exit_code, cause
             self.lost.set()
-            logger.error('event=replica_not_restarted engine=%d cause="%s"', one.number, cause)
+            logger.error('event=replica_not_restarted engine=%d cause="%s"', replica.number, cause)
         if not self.is_alive:
             self.dead.set()
 
-    async def _restart_until_lost(self, one: Replica) -> str:
-        """Start `one` again while another replica serves and it does not die too often. Return why it is given up."""
+    async def _restart_until_lost(self, replica: Replica) -> str:
+        """Start `replica` again while another replica serves and it does not die too often. Return why this ended."""
         while True:
-            await one.died()
-            self.prefixes.clear(one.number)
-            cause = one.client.death_cause or "its process has ended"
+            await replica.died()
+            self.prefixes.clear(replica.number)
+            cause = replica.client.death_cause or "its process has ended"
             if self._is_closing or not self.is_alive:
                 return cause
-            if one.dies_too_often:
-                return f"replica {one.number} died too often, most recently because {cause}"
+            if replica.dies_too_often:
+                return f"replica {replica.number} died too often, most recently because {cause}"
             try:
-                await one.restart(self.replicas[one.number - 1].client.info.numbers_digest)
+                await replica.restart(self.replicas[replica.number - 1].client.info.numbers_digest)
             except (StartupError, OSError, FrameError) as error:  # OSError: it ended in the middle of a message
-                return f"replica {one.number} could not be started again: {error}"
+                return f"replica {replica.number} could not be started again: {error}"
 
     async def close(self, timeout_s: float = 10.0) -> None:
         """Stop all engines in parallel. Idempotent."""
@@ -406,7 +409,7 @@ class Replicas:
         for supervisor in self._supervisors:
             supervisor.cancel()
         await asyncio.gather(*self._supervisors, return_exceptions=True)
-        await asyncio.gather(*(one.client.close(timeout_s) for one in self.replicas))
+        await asyncio.gather(*(replica.client.close(timeout_s) for replica in self.replicas))
 
 
 async def start_engine(

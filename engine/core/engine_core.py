@@ -198,14 +198,14 @@ class EngineCore:
     def _fits(self, item: ScheduledTokens, output: SchedulerOutput) -> bool:
         """Return whether `item` can be built on its own."""
         row = item.seq.row
-        alone = SchedulerOutput(
+        single = SchedulerOutput(
             output.step_id,
             [item],
             new_blocks=[entry for entry in output.new_blocks if entry[0] == row],
             new_rows=[seq for seq in output.new_rows if seq is item.seq],
         )
         try:
-            self._input_batch.build(alone)
+            self._input_batch.build(single)
         except Exception:
             logger.exception("event=request_failed request_id=%d stage=build", item.seq.request_id)
             return False

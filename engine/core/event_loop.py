@@ -33,8 +33,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("oarlock.engine")
 
-DEAD = "The inference engine stopped while this request was running. No request can be served until it is restarted."
-STOPPING = "The server is shutting down; this request was not completed."
+ENGINE_DEAD = (
+    "The inference engine stopped while this request was running. No request can be served until it is restarted."
+)
+SERVER_STOPPING = "The server is shutting down; this request was not completed."
 
 _DRAIN_S = 2.0  # time to send the last events to a frontend that reads slowly
 FLUSH_S = 3.0  # time to write cached blocks to files; the frontend waits a little longer for the end of this process
@@ -104,7 +106,7 @@ class EngineLoop:
             while not self._stopping:
                 if not self.tick() and not self._stopping:
                     self._wait()
-            self._shut_down(STOPPING)
+            self._shut_down(SERVER_STOPPING)
             self._flush()
             return EXIT_OK
         except FrameSocketClosedError as error:
@@ -362,7 +364,7 @@ class EngineLoop:
         try:
             self._send_outbox()
             self._send(messages.Dead.of(cause, exit_code))
-            self._shut_down(DEAD)
+            self._shut_down(ENGINE_DEAD)
         except FrameSocketClosedError as error:
             logger.info('event=frontend_gone cause="%s"', error)
         return exit_code

@@ -35,7 +35,7 @@ _PROGRESS_S = 0.2
 
 
 @dataclass(slots=True)
-class Survey:
+class RecordingCounts:
     """Counts of steps and blocks from a first pass over the file."""
 
     num_steps: int = 0
@@ -75,22 +75,22 @@ def replay(path: str, ranks: int | None, stages: int | None, model: str | None, 
         raise StartupError(f"--tolerance is {tolerance:g}.", "Use 0 or a small number such as 1e-4.")
     recording = Recording(path)
     _check_layout(recording)
-    survey = _survey(recording)
-    if not survey.num_steps:
+    counts = _count(recording)
+    if not counts.num_steps:
         raise StartupError(f"{path} contains no steps.", "Record while the server processes requests.")
-    config = _config(recording, survey, ranks, stages, model)
-    _print_head(recording, survey, config)
+    config = _config(recording, counts, ranks, stages, model)
+    _print_head(recording, counts, config)
     executor = start_executor(config, lambda phase, share, _="": _progress(f"{phase} {share:.0%}"))
     unchecked = _inexact_reason(recording.header, executor.info)
     if tolerance is None and unchecked is None:
         tolerance = 0.0
     comparison = ReplayComparison(tolerance)
     try:
-        failure = _run(executor, recording, survey, comparison)
+        failure = _run(executor, recording, counts, comparison)
     finally:
         _clear_progress()
         executor.close()
-    return _verdict(survey, comparison, failure, unchecked)
+    return _verdict(counts, comparison, failure, unchecked)
 
 
 def _inexact_reason(header: Header, info: WorkerInfo) -> str | None:
@@ -105,7 +105,7 @@ def _inexact_reason(header: Header, info: WorkerInfo) -> str | None:
     return None
 
 
-def _run(executor: Executor, recording: Recording, survey: Survey, comparison: ReplayComparison) -> str | None:
+def _run(executor: Executor, recording: Recording, counts: RecordingCounts, comparison: ReplayComparison) -> str | None:
     """Run every step in order. Returns a description if a rank failed."""
     shown = 0.0
     try:
@@ -116,7 +116,7 @@ def _run(executor: Executor, recording: Recording, survey: Survey, comparison: R
                 comparison.add(step, expected, got)
             if time.monotonic() - shown > _PROGRESS_S:
                 shown = time.monotonic()
-                _progress(f"step {number} of {survey.num_steps}")
+                _progress(f"step {number} of {counts.num_steps}")
     except WorkerError as error:
         return f"rank {error.rank} failed at step {error.step_id}: {error.cause}"
     return None
@@ -137,12 +137,12 @@ def _steps(recording: Recording) -> Iterator[tuple[StepMetadata, StepOutput | No
             bits = waiting[-1].mask_bits
             bits[:] = np.frombuffer(record.content, bits.dtype).reshape(bits.shape)
             continue
-        answer = unpack_output(record.content)
-        while waiting and waiting[0].step_id < answer.step_id:
+        output = unpack_output(record.content)
+        while waiting and waiting[0].step_id < output.step_id:
             yield _with_tokens(waiting.popleft(), before), None
         if waiting:
-            yield _with_tokens(waiting.popleft(), before), answer
-        before = answer
+            yield _with_tokens(waiting.popleft(), before), output
+        before = output
     for step in waiting:
         yield _with_tokens(step, before), None
 
@@ -155,12 +155,12 @@ def _with_tokens(step: StepMetadata, before: StepOutput | None) -> StepMetadata:
     return step
 
 
-def _survey(recording: Recording) -> Survey:
-    survey = Survey()
+def _count(recording: Recording) -> RecordingCounts:
+    counts = RecordingCounts()
     worker = WorkerConfig(**recording.header.worker)
     written = np.zeros((worker.max_num_seqs, table_width(worker)), bool)  # entries of the block tables
     try:
-        for step, answer in _steps(recording):
+        for step, output in _steps(recording):
             written[step.table_rows, step.table_columns] = True
             for row, length in zip(step.rows, step.seq_lens, strict=True):
                 if not written[row, : -(-length // worker.block_size)].all():
@@ -169,17 +169,17 @@ def _survey(recording: Recording) -> Survey:
                         "no step in it has assigned.",
                         "Replay the whole recording.",
                     )
-            survey.num_steps += 1
-            survey.num_outputs += answer is not None
-            survey.num_tokens += step.num_tokens
+            counts.num_steps += 1
+            counts.num_outputs += output is not None
+            counts.num_tokens += step.num_tokens
             highest = int(step.table_blocks.max(initial=0)) + 1
-            survey.num_blocks = max(survey.num_blocks, highest)
+            counts.num_blocks = max(counts.num_blocks, highest)
     except ProtocolError as error:
         raise StartupError(
             f"{recording.path} contains a step that cannot be read: {error}.",
             "Replay it with the version that wrote it.",
         ) from None
-    return survey
+    return counts
 
 
 def _check_layout(recording: Recording) -> None:
@@ -195,12 +195,12 @@ def _check_layout(recording: Recording) -> None:
 
 
 def _config(
-    recording: Recording, survey: Survey, ranks: int | None, stages: int | None, model: str | None
+    recording: Recording, counts: RecordingCounts, ranks: int | None, stages: int | None, model: str | None
 ) -> WorkerConfig:
     """Return the recorded configuration for one replica and one host, with another number of ranks or model directory
     if given."""
     header = recording.header
-    changes: dict[str, Any] = {"num_kv_blocks": survey.num_blocks, "cpu_affinity": "auto", "log_level": "WARNING"}
+    changes: dict[str, Any] = {"num_kv_blocks": counts.num_blocks, "cpu_affinity": "auto", "log_level": "WARNING"}
     changes |= {"data_parallel_size": 1, "data_parallel_rank": 0, "host_free_bytes": None}
     recorded = WorkerConfig(**header.worker)
     ranks, stages = ranks or recorded.tensor_parallel_size, stages or recorded.pipeline_parallel_size
@@ -236,11 +236,11 @@ def _check_model(header: Header, directory: Path, *, given: bool) -> None:
 # -- output
 
 
-def _print_head(recording: Recording, survey: Survey, config: WorkerConfig) -> None:
+def _print_head(recording: Recording, counts: RecordingCounts, config: WorkerConfig) -> None:
     header = recording.header
     info = header.info
     print(
-        f"recording  {recording.path}: {survey.num_steps} steps, {survey.num_tokens} tokens, {header.started}, "
+        f"recording  {recording.path}: {counts.num_steps} steps, {counts.num_tokens} tokens, {header.started}, "
         f"oarlock {header.versions.get('oarlock', '?')}\n"
         f"model      {config.model_path} ({info['architecture']}, {config.dtype}, "
         f"KV cache in {config.kv_cache_dtype})\n"
@@ -271,10 +271,10 @@ def _ranks(config: WorkerConfig) -> str:
     return f"{config.tensor_parallel_size}" + (f" in each of {stages} stages" if stages > 1 else "")
 
 
-def _verdict(survey: Survey, comparison: ReplayComparison, failure: str | None, unchecked: str | None) -> int:
+def _verdict(counts: RecordingCounts, comparison: ReplayComparison, failure: str | None, unchecked: str | None) -> int:
     """Print the result, and return the exit code. `unchecked`: why the bits may differ from the recorded ones."""
     print(comparison.table())
-    unanswered = survey.num_steps - survey.num_outputs
+    unanswered = counts.num_steps - counts.num_outputs
     if unanswered:
         print(f"{unanswered} step(s) have no recorded output and were run without a comparison")
     if comparison.tolerance is None and comparison.logprobs.compared:

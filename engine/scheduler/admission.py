@@ -39,7 +39,7 @@ class Limits:
     vocab_size: int
     max_len: int  # prompt and generated tokens together; never more than the whole pool holds
     hidden_size: int  # values of a vector
-    whole_texts: bool = False  # True if the model is an encoder
+    is_encoder: bool = False
     num_labels: int = 0  # labels of the encoder's classification head
 
     @staticmethod
@@ -57,7 +57,7 @@ def check(request: Request, limits: Limits) -> None:
     _check_length(request, limits)
     if request.pooling is not None:
         _check_pooling(request.pooling, request, limits)
-    elif limits.whole_texts:
+    elif limits.is_encoder:
         raise RequestError("This model is an encoder and does not generate tokens. Request vectors instead.", "pooling")
 
 
@@ -67,9 +67,9 @@ def _check_pooling(pooling: PoolingParams, request: Request, limits: Limits) -> 
     if request.params != POOLS:
         raise RequestError("A request for vectors does not sample tokens. Remove all sampling parameters.", "pooling")
     ids, num_tokens = pooling.token_ids, len(request.prompt_token_ids)
-    if (pooling.kind == "logits" and limits.whole_texts) or (pooling.kind == "labels" and not limits.num_labels):
+    if (pooling.kind == "logits" and limits.is_encoder) or (pooling.kind == "labels" and not limits.num_labels):
         raise RequestError(f"This model has no {pooling.kind}: use another kind of pooling.", "pooling")
-    if pooling.second_text and not limits.whole_texts:
+    if pooling.second_text and not limits.is_encoder:
         raise RequestError("Only encoders support a second text. Remove second_text.", "second_text")
     _in_range("second_text", pooling.second_text, 0, num_tokens)
     if (pooling.kind == "logits") != bool(ids):

@@ -290,9 +290,9 @@ class DecodeState:
         for seq in running:
             row, names = seq.row, ("num_tokens", "newest", "plain_until", "inspect_at")
             assert self.seqs[row] is seq and self._token_ids[row] is seq.token_ids and seq.decode_state is self
-            told = [int(getattr(self, name)[row]) for name in names]
+            before = [int(getattr(self, name)[row]) for name in names]
             self.refresh(seq)
-            assert told == [int(getattr(self, name)[row]) for name in names], f"row {row} was not kept up to date"
+            assert before == [int(getattr(self, name)[row]) for name in names], f"row {row} was not updated"
             assert self.request_ids[row] == seq.request_id and self.num_cached_tokens[row] == seq.timeline.cached_tokens
             assert self.client_names[self.clients[row]] == seq.request.client
             wanted = seq.request.params.logprobs

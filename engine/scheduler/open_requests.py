@@ -24,7 +24,7 @@ from oarlock.workers.config import WorkerInfo
 
 logger = logging.getLogger("oarlock.engine")
 
-CODE = "grammar_failed"
+GRAMMAR_FAILED = "grammar_failed"
 
 
 class OpenRequests:
@@ -134,7 +134,7 @@ class OpenRequests:
         """Fail a sequence because of its grammar."""
         logger.info("event=request_grammar_failed request_id=%d tokens=%d", seq.request_id, seq.num_generated_tokens)
         param = seq.masking_param
-        return self.fail(seq, f"The grammar of '{param}' failed during generation: {error}", now, param, CODE)
+        return self.fail(seq, f"The grammar of '{param}' failed during generation: {error}", now, param, GRAMMAR_FAILED)
 
     def fail_after_exception(self, seq: Sequence, stage: str, now: float) -> TokenEvent:
         """Fail one sequence, but not the engine, after an exception while handling it. Must be called in an `except`

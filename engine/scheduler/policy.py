@@ -21,7 +21,7 @@ from oarlock.workers.config import StepCost
 # Maximum number of sequences admitted ahead of a sequence that waits only because it was preempted.
 MAX_PASSED = 4
 _MAX_CONSIDERED = 64  # waiting sequences that are considered
-RATIO = 2.5  # maximum ratio of the time of a step with prompt tokens to a decode step, if no limit is set
+MAX_STEP_RATIO = 2.5  # maximum ratio of the time of a step with prompt tokens to a decode step, if no limit is set
 MIN_CHUNK_TOKENS = 16  # minimum tokens of a chunk, however long a step takes: prompts must make progress
 
 
@@ -152,7 +152,8 @@ class StepBudget:
     def __init__(self, costs: StepCosts, max_step_s: float | None, num_stages: int) -> None:
         """Set the time limit and the pipeline depth.
 
-        `max_step_s` limits a step that contains decodes; None: `RATIO` times the time of a step without prompt tokens.
+        `max_step_s` limits a step that contains decodes; None: `MAX_STEP_RATIO` times the time of a step without
+        prompt tokens.
         `num_stages` is the number of pipeline stages through which a step passes.
         """
         self._costs = costs
@@ -178,9 +179,9 @@ class StepBudget:
         """Return the number of prompt tokens for a step with `room` for them next to `num_rows` rows, drafts included.
 
         `num_left`: prompt tokens to compute in this step and later ones. `num_upcoming`: sequences that will soon
-        decode together with these rows. The step may take `RATIO` times as long as a step without prompts will take
-        then. If the limit followed from the current rows, a step with few rows would take few prompt tokens, so that
-        the batch would stay small and the server slow as long as requests keep coming.
+        decode together with these rows. The step may take `MAX_STEP_RATIO` times as long as a step without prompts will
+        take then. If the limit followed from the current rows, a step with few rows would take few prompt tokens, so
+        that the batch would stay small and the server slow as long as requests keep coming.
 
         The estimates of time are wrong if other programs have slowed the machine down since steps without prompts ran,
         and under a constant load no such step comes to correct them. But a prompt token costs no more than a row with
@@ -196,8 +197,8 @@ class StepBudget:
             return room
         fewest, limit_s, num_soon = MIN_CHUNK_TOKENS, self._max_step_s, num_rows + num_upcoming
         if limit_s is None:
-            fewest = max(fewest, int(RATIO * num_soon) - num_rows)
-            limit_s = RATIO * max(rows_s, self._costs.seconds(num_soon) or 0.0)
+            fewest = max(fewest, int(MAX_STEP_RATIO * num_soon) - num_rows)
+            limit_s = MAX_STEP_RATIO * max(rows_s, self._costs.seconds(num_soon) or 0.0)
         return min(room, max(fewest, self._costs.prompt_tokens_in(limit_s - rows_s, num_rows, room)))
 
     def end_prompts(self) -> None:

@@ -108,21 +108,21 @@ def withdraw(
 
     Return the sequences of `unfit`, and the sequences that share such blocks in this step and leave it as well.
     """
-    kept: list[ScheduledTokens] = []
+    remaining: list[ScheduledTokens] = []
     failed: list[Sequence] = []
-    again: list[Sequence] = []
+    requeued: list[Sequence] = []
     missing: set[int] = set()  # block ids
     for item in output.items():
         seq, column = item.seq, item.start // manager.block_size
         is_unfit = item in unfit
         if not is_unfit and missing.isdisjoint(seq.block_ids[:column]):
-            kept.append(item)
+            remaining.append(item)
             continue
         missing.update(seq.block_ids[column:])
         manager.evict_blocks(seq, column)
-        (failed if is_unfit else again).append(seq)
-    output.scheduled, output.decodes = kept, NO_DECODES
-    return failed, again
+        (failed if is_unfit else requeued).append(seq)
+    output.scheduled, output.decodes = remaining, NO_DECODES
+    return failed, requeued
 
 
 def _running(output: SchedulerOutput, state: DecodeState) -> Iterator[tuple[Sequence, int]]:

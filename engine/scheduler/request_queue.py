@@ -132,12 +132,12 @@ class RequestQueue:
     @property
     def num_pending(self) -> int:
         """Pending requests of all clients."""
-        return sum(one.num_requests for one in self.pending.values())
+        return sum(pending.num_requests for pending in self.pending.values())
 
     @property
     def num_pending_tokens(self) -> int:
         """Prompt tokens of all pending requests."""
-        return sum(one.num_tokens for one in self.pending.values())
+        return sum(pending.num_tokens for pending in self.pending.values())
 
     def time_of(self, client: str) -> float:
         """Return the virtual time of `client`: the work done for it so far. The client with the least is next."""

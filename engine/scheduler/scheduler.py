@@ -247,10 +247,10 @@ class Scheduler:
         Blocks they would have filled leave the prefix cache, and sequences that share these blocks in this step wait
         again.
         """
-        failed, again = withdraw(output, unfit, self.kv_cache_manager)
+        failed, requeued = withdraw(output, unfit, self.kv_cache_manager)
         for seq in failed:
             self.requests.ended.append(self.requests.fail(seq, INTERNAL, now))
-        for seq in again:
+        for seq in requeued:
             self.requests.preempt(seq, now)
         if not output.num_seqs:
             self._keep_table_entries(output)
@@ -509,7 +509,7 @@ class Scheduler:
     def _schedule_prompt(self, seq: Sequence, output: SchedulerOutput, budget: int, now: float) -> int:
         """Schedule tokens of a prompt, admitting it first if it waits; return their number. An exception fails only
         this sequence."""
-        if self.limits.whole_texts and not policy.has_room_for_text(seq, output, budget, self._max_vectors):
+        if self.limits.is_encoder and not policy.has_room_for_text(seq, output, budget, self._max_vectors):
             return 0
         try:
             if seq.status is Status.WAITING and (output.num_preempted or not self.requests.start(seq, output, now)):
@@ -523,7 +523,7 @@ class Scheduler:
         """Schedule as many tokens of `seq` as the budget allows; return their number."""
         start = seq.num_computed_tokens
         num_tokens = seq.num_tokens - start
-        if not self.limits.whole_texts:
+        if not self.limits.is_encoder:
             num_tokens = min(num_tokens, budget)
         is_last = num_tokens == seq.num_tokens - start
         if is_last and seq.grammar_matcher is not None and seq.samples and seq.grammar_matcher.expected_s:

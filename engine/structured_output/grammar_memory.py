@@ -36,7 +36,7 @@ class GrammarMemory:
 
     def num_bytes(self, client: str | None = None) -> int:
         """Return the bytes of all grammars that are alive, or of the grammars that `client` asked for first."""
-        return sum(one.num_bytes for one in self._live if client in (None, one.client))
+        return sum(grammar.num_bytes for grammar in self._live if client in (None, grammar.client))
 
     def has_room(self, compiled: Compiled) -> bool:
         """Return whether `compiled` fits into the limits. A single grammar always does."""

@@ -17,7 +17,12 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from oarlock.engine.structured_output.schema_formats import NAME_FORMATS, NOTES, PATTERNS, WITHOUT_LOOK_AROUND
+from oarlock.engine.structured_output.schema_formats import (
+    ANNOTATION_FORMATS,
+    NAME_FORMATS,
+    PATTERNS,
+    WITHOUT_LOOK_AROUND,
+)
 
 Schema = dict[str, Any]
 
@@ -38,10 +43,10 @@ _ONE = (
 _LIST = ("anyOf", "allOf", "oneOf", "prefixItems", "items")
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _APPLICATORS = frozenset(("$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "not", "if", "dependentSchemas"))
-_NOTES = frozenset(
+_ANNOTATIONS = frozenset(
     ("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment", "discriminator")
 )
-_OBJECT_KEYS = _NOTES | {"type", "properties", "required", "additionalProperties"}
+_OBJECT_KEYS = _ANNOTATIONS | {"type", "properties", "required", "additionalProperties"}
 TYPES = ("string", "number", "integer", "boolean", "null", "array", "object")
 _LARGEST = 10**18  # largest limit that the library can enforce; numbers have at most about this many digits anyway
 _JSON_IN_LARK = re.compile(
@@ -144,7 +149,7 @@ class _Rewriter:
         if "not" in found and found["not"] in ({}, True):
             return False
         # The library treats some notes as keywords that cannot be combined with a recursive reference.
-        found = {key: value for key, value in found.items() if key not in _NOTES and not _is_extension(key)}
+        found = {key: value for key, value in found.items() if key not in _ANNOTATIONS and not _is_extension(key)}
         self._name_properties(found)
         self._close(found)
         _bound_numbers(found)
@@ -157,7 +162,7 @@ class _Rewriter:
     def _resolve(self, schema: Any) -> Any:
         """Return the target of a schema that is only a reference, or None; return any other schema itself."""
         seen = set()
-        while isinstance(schema, dict) and "$ref" in schema and not (schema.keys() - _NOTES - {"$ref"}):
+        while isinstance(schema, dict) and "$ref" in schema and not (schema.keys() - _ANNOTATIONS - {"$ref"}):
             reference = schema["$ref"]
             if not self._follows or not isinstance(reference, str) or reference in seen:
                 return None
@@ -186,18 +191,18 @@ class _Rewriter:
 
     def _replace_one_of(self, found: Schema) -> None:
         """Flatten nested unions, require the tags of objects, and make an anyOf of branches that exclude each other."""
-        flat = list(self._flat(found, ()))
+        flat = list(self._flattened(found, ()))
         shared = None if any(tags for _, tags in flat) else self._shared_tag([branch for branch, _ in flat])
         branches = [self._tagged(branch, tags or ((shared,) if shared else ())) for branch, tags in flat]
-        marks = [self._marks(branch) for branch in branches]
-        are_apart = all(_exclude_each_other(*pair) for pair in itertools.combinations(marks, 2))
+        signatures = [self._signature(branch) for branch in branches]
+        are_apart = all(_exclude_each_other(*pair) for pair in itertools.combinations(signatures, 2))
         if are_apart and "anyOf" not in found:
             del found["oneOf"]
             found["anyOf"] = branches
         else:
             found["oneOf"] = branches
 
-    def _marks(self, branch: Any) -> tuple[set[str], dict[str, set[str]]]:
+    def _signature(self, branch: Any) -> tuple[set[str], dict[str, set[str]]]:
         """Return the types of a branch (all if it names none), and the constants of its required properties."""
         found = self._resolve(branch)
         if not isinstance(found, dict):
@@ -207,16 +212,16 @@ class _Rewriter:
         constants = {name: set(self._constants(properties.get(name))) for name in required}
         return {kinds} if isinstance(kinds, str) else set(kinds), constants
 
-    def _flat(self, union: Schema, tags: tuple[str, ...]) -> Iterator[tuple[Any, tuple[str, ...]]]:
+    def _flattened(self, union: Schema, tags: tuple[str, ...]) -> Iterator[tuple[Any, tuple[str, ...]]]:
         discriminator = union.get("discriminator")
         name = discriminator.get("propertyName") if isinstance(discriminator, dict) else None
         if isinstance(name, str):
             tags = (*tags, name)
         for branch in union["oneOf"]:
             inner = self._resolve(branch)
-            is_union = isinstance(inner, dict) and not (inner.keys() - _NOTES - {"oneOf"})
+            is_union = isinstance(inner, dict) and not (inner.keys() - _ANNOTATIONS - {"oneOf"})
             if is_union and isinstance(inner.get("oneOf"), list) and inner is not union:
-                yield from self._flat(inner, tags)
+                yield from self._flattened(inner, tags)
             else:
                 yield branch, tags
 
@@ -281,7 +286,7 @@ class _Rewriter:
             names = {}
         if not isinstance(names, dict) or names.get("type", "string") != "string":
             return
-        names = {key: value for key, value in names.items() if key != "type" and key not in _NOTES}
+        names = {key: value for key, value in names.items() if key != "type" and key not in _ANNOTATIONS}
         others, own = found.get("additionalProperties", True), found.get("properties", {})
         listed = self._constants({key: value for key, value in names.items() if key in ("const", "enum")})
         if listed and len(names) == 1 and not found.get("patternProperties"):
@@ -330,7 +335,7 @@ def _is_extension(key: str) -> bool:
 
 
 def _exclude_each_other(one: tuple[set[str], dict[str, set[str]]], other: tuple[set[str], dict[str, set[str]]]) -> bool:
-    """Return whether no value matches both branches, as far as their marks show."""
+    """Return whether no value matches both branches, as far as their signatures show."""
     shared = one[0] & other[0]
     if not shared and {"integer", "number"} - one[0] - other[0]:
         return True
@@ -364,7 +369,7 @@ def _replace_format(found: Schema) -> None:
     form = found.get("format")
     if not isinstance(form, str):
         return
-    if form in NOTES or ("pattern" in found and (form in PATTERNS or form in ("time", "duration"))):
+    if form in ANNOTATION_FORMATS or ("pattern" in found and (form in PATTERNS or form in ("time", "duration"))):
         del found["format"]  # an explicit pattern is more precise; zod's times and durations differ from JSON Schema's
     elif form in PATTERNS:
         del found["format"]

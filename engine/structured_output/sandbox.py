@@ -122,16 +122,16 @@ def _try(compiler: Compiler, grammar: Grammar, beat: Callable[[], None]) -> Tria
         _attempt(compiler, grammar, write)
     os.close(write)
     try:
-        answer = _read_until(read, time.monotonic() + _PATIENCE_S, beat)
+        response = _read_until(read, time.monotonic() + _PATIENCE_S, beat)
     finally:
         os.close(read)
         os.kill(child, signal.SIGKILL)  # it has ended, or it is too late
         _, status, used = os.wait4(child, 0)
-    if answer is None and used.ru_utime + used.ru_stime < DEADLINE_S / 2:
+    if response is None and used.ru_utime + used.ru_stime < DEADLINE_S / 2:
         return Trial(None, 0, is_lost=True)  # it was stopped, or other programs used the CPU
-    if answer is None or (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF):
+    if response is None or (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF):
         return Trial(TOO_LONG)
-    return Trial(**json.loads(answer)) if answer else Trial(TOO_MUCH)
+    return Trial(**json.loads(response)) if response else Trial(TOO_MUCH)
 
 
 def _read_until(fd: int, deadline: float, beat: Callable[[], None]) -> bytes | None:
@@ -207,10 +207,10 @@ class CompileSandbox:
             connection = self._connection(number)
             try:
                 connection.sendall(line)
-                answer = _read_line(connection)
+                response = _read_line(connection)
             except OSError:
-                answer = b""
-            trial = Trial(**json.loads(answer)) if answer else None
+                response = b""
+            trial = Trial(**json.loads(response)) if response else None
             if trial is not None and not trial.is_lost:
                 return trial
             self._lost(connection)

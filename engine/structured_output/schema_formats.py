@@ -5,7 +5,7 @@ example, an address has only one of its spellings.
 """
 
 # Formats that only describe display or storage: they exclude no value.
-NOTES = frozenset(
+ANNOTATION_FORMATS = frozenset(
     (
         *("password", "binary", "byte", "path", "file-path", "directory-path"),
         *("string", "text", "textarea", "markdown", "html", "color"),

@@ -1,10 +1,10 @@
-"""The choice of a replica: prefixes are followed, but never beyond the bound on loads."""
+"""The choice of a replica: prefixes are followed, but never beyond the largest_weight on loads."""
 
 import random
 
 import pytest
 
-from oarlock.engine.replicas import REQUEST_WEIGHT_TOKENS, SLACK_TOKENS, Load, bound, choose
+from oarlock.engine.replicas import REQUEST_WEIGHT_TOKENS, SLACK_TOKENS, Load, choose, largest_weight
 
 
 @pytest.mark.parametrize(
@@ -16,8 +16,8 @@ from oarlock.engine.replicas import REQUEST_WEIGHT_TOKENS, SLACK_TOKENS, Load, b
         ([Load(1), Load()], [32, 0], 0, "a prefix counts more than a little load"),
         ([Load(1), Load()], [32, 64], 1, "the longest prefix"),
         ([Load(1, num_chosen=9), Load(2)], [64, 64], 0, "equal prefixes: the least busy"),
-        ([Load(0, SLACK_TOKENS), Load()], [32, 0], 0, "at the bound"),
-        ([Load(0, SLACK_TOKENS + 1), Load()], [32, 0], 1, "beyond the bound"),
+        ([Load(0, SLACK_TOKENS), Load()], [32, 0], 0, "at the largest_weight"),
+        ([Load(0, SLACK_TOKENS + 1), Load()], [32, 0], 1, "beyond the largest_weight"),
         ([Load(100), Load(80)], [32, 0], 0, "a quarter more than the least"),
         ([Load(101), Load(80)], [32, 0], 1, "more than a quarter more"),
         ([None, Load(500)], [320, 0], 1, "one that takes no requests is not chosen"),
@@ -51,9 +51,9 @@ def test_no_replica_is_chosen_beyond_the_bound_whatever_is_cached(replicas: int)
         cached = [draw.choice((0, 32, 4096)) for _ in loads]
         before = min(load.weight for load in loads)
         number = choose(loads, cached)
-        assert loads[number].weight <= bound(before)
-        within = [at for at, load in enumerate(loads) if load.weight <= bound(before)]
-        assert cached[number] == max(cached[at] for at in within), "the longest of those within the bound"
+        assert loads[number].weight <= largest_weight(before)
+        within = [at for at, load in enumerate(loads) if load.weight <= largest_weight(before)]
+        assert cached[number] == max(cached[at] for at in within), "the longest of those within the largest_weight"
         tokens = draw.choice((8, 300, 6000))
         loads[number].num_open += 1
         loads[number].num_waiting_tokens += tokens
@@ -87,7 +87,7 @@ def test_conversations_stay_where_their_beginnings_are() -> None:
         loads[chosen].num_chosen += 1
         open_at.append(chosen)
     assert hits == 400 - 8 and sorted(map(len, holds)) == [4, 4]
-    assert 4 * REQUEST_WEIGHT_TOKENS <= SLACK_TOKENS, "so few requests never go beyond the bound"
+    assert 4 * REQUEST_WEIGHT_TOKENS <= SLACK_TOKENS, "so few requests never go beyond the largest_weight"
 
 
 def test_a_beginning_that_all_share_is_soon_on_both_and_then_the_least_busy_is_chosen() -> None:

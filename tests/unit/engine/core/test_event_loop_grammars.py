@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from oarlock.engine.core.event_loop import STOPPING, EngineLoop
+from oarlock.engine.core.event_loop import SERVER_STOPPING, EngineLoop
 from oarlock.engine.errors import QueueFullError, RequestError, UnavailableError
 from oarlock.engine.input_batch.sampling_metadata import fill_one_by_one
 from oarlock.engine.ipc import messages
@@ -280,4 +280,6 @@ def test_a_stop_ends_requests_that_wait_for_grammars(harness):
     harness.loop.stop()
     harness.loop.run()
     harness.run()
-    assert [(event.finish_reason, event.error) for event in harness.events[1]] == [(FinishReason.ERROR, STOPPING)]
+    assert [(event.finish_reason, event.error) for event in harness.events[1]] == [
+        (FinishReason.ERROR, SERVER_STOPPING)
+    ]

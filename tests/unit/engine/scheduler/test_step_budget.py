@@ -6,7 +6,7 @@ from typing import cast
 
 import pytest
 
-from oarlock.engine.scheduler.policy import MIN_CHUNK_TOKENS, RATIO, StepBudget, num_upcoming
+from oarlock.engine.scheduler.policy import MAX_STEP_RATIO, MIN_CHUNK_TOKENS, StepBudget, num_upcoming
 from oarlock.engine.scheduler.request_queue import RequestQueue
 from oarlock.engine.scheduler.sequence import Sequence
 from oarlock.engine.scheduler.step_cost import StepCosts
@@ -26,7 +26,7 @@ def test_without_answers_a_step_may_be_of_any_size() -> None:
 
 def test_before_any_step_the_measured_cost_decides() -> None:
     decodes_s = COST.seconds(8, context=0)
-    assert budget_of(COST, None).prompt_tokens(8, 2048, 10_000) == int((RATIO - 1) * decodes_s / COST.token_s)
+    assert budget_of(COST, None).prompt_tokens(8, 2048, 10_000) == int((MAX_STEP_RATIO - 1) * decodes_s / COST.token_s)
     assert budget_of(COST, 0.128).prompt_tokens(8, 2048, 10_000) == 100
     assert budget_of(COST, 0.128).prompt_tokens(8, 50, 10_000) == 50
 
@@ -54,7 +54,7 @@ def test_without_any_measurement_there_is_no_limit() -> None:
     costs.observe(8, 0, 0.02)
     assert budget.prompt_tokens(8, 2048, 10_000) == 2048  # what a prompt's token takes is not known
     costs.observe(8, 1000, 1.02)
-    assert budget.prompt_tokens(8, 2048, 10_000) == int((RATIO * 0.02 - 0.02) / 0.001)
+    assert budget.prompt_tokens(8, 2048, 10_000) == int((MAX_STEP_RATIO * 0.02 - 0.02) / 0.001)
 
 
 def test_steps_that_ran_count_more_than_the_start() -> None:
@@ -87,8 +87,8 @@ def test_in_a_crowd_prompts_get_the_time_of_the_rows_that_they_become(token_s: f
         costs.observe(16, 0, 0.132)
         costs.observe(16, 100, 0.132 + 100 * token_s)
     alone, crowd = (budget.prompt_tokens(16, 2048, 10_000, num_upcoming) for num_upcoming in (0, 48))
-    assert alone >= 16 * (RATIO - 1) and crowd >= 64 * RATIO - 16
-    assert crowd >= alone + 48 * RATIO
+    assert alone >= 16 * (MAX_STEP_RATIO - 1) and crowd >= 64 * MAX_STEP_RATIO - 16
+    assert crowd >= alone + 48 * MAX_STEP_RATIO
     assert StepBudget(costs, 0.133, 1).prompt_tokens(16, 2048, 10_000, 48) == MIN_CHUNK_TOKENS, "a given limit is kept"
 
 

@@ -11,7 +11,7 @@ from oarlock.engine.types import POOLS, PoolingParams, Request
 from tests.unit.engine.engine_fakes import VOCAB, make_config, make_info, make_request
 from tests.unit.engine.pooling_fakes import make_pooling_request
 
-ENCODER = Limits(VOCAB, 64, 8, whole_texts=True)
+ENCODER = Limits(VOCAB, 64, 8, is_encoder=True)
 
 
 @pytest.mark.parametrize(
