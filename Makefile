@@ -98,6 +98,8 @@ lint: $(TOOLS)
 	@$(BIN)/ruff check .
 	@echo '==> ruff format --check'
 	@$(BIN)/ruff format --check .
+	@echo '==> lint-imports'
+	@$(BIN)/lint-imports --no-logo --no-cache
 	@echo '==> rumdl check'
 	@$(BIN)/rumdl check .
 	@echo '==> ty check'

@@ -5,7 +5,6 @@ The tests compare. A part is between two markers of its page; charts are files.
     python -m tools.documents
 """
 
-import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,28 +15,10 @@ from oarlock.server.cli.bench import vllm_names
 from oarlock.server.cli.migrate import dialects, rows
 from oarlock.server.config import vllm_flags
 from oarlock.server.config.settings import as_markdown
-from tests.house.package_order import ORDER, entry_graph, transitive_reduction
-from tests.house.rules import PACKAGES, ROOT, place, python_files
+from tests.house.rules import PACKAGES, ROOT
+from tools import architecture
 from tools import parameter_table as api_table
 from tools.made_parts import filled
-
-
-def picture(package: str) -> str:
-    """The imports between the folders of a package as a Mermaid graph, without arrows that a longer way implies."""
-    sources = {place(path): path.read_text("utf-8") for path in python_files(package)}
-    order, found = ORDER[package], entry_graph(sources, package)
-    used = {name: set(order[name] & found.get(name, set())) for name in order}
-    lines = ["```mermaid", "flowchart TD"]
-    for name in order:
-        lines.append(f'  {_node(name)}(["{name}"])' if name.endswith(".py") else f'  {_node(name)}["{name}/"]')
-    for name, below in transitive_reduction(used).items():
-        if below:
-            lines.append(f"  {_node(name)} --> {' & '.join(_node(other) for other in order if other in below)}")
-    return "\n".join([*lines, "```"])
-
-
-def _node(name: str) -> str:
-    return "n_" + re.sub(r"\W", "_", name)
 
 
 def golden_faults() -> str:
@@ -79,7 +60,7 @@ MADE: list[tuple[str, str, Callable[[], str]]] = [
     ("docs/benchmarking.md", "vllm-bench", partial(rows.as_markdown, vllm_names.TABLE)),
     ("docs/chat.md", "tool-formats", tool_formats.as_markdown),
     ("docs/chat.md", "reasoning-formats", message_parser.formats_as_markdown),
-    *(("docs/architecture.md", f"{package}-picture", partial(picture, package)) for package in PACKAGES),
+    *(("docs/architecture.md", f"{package}-picture", partial(architecture.picture, package)) for package in PACKAGES),
     ("docs/api.md", "parameters", api_table.as_markdown),
     ("docs/accuracy.md", "golden-faults", golden_faults),
     ("docs/scaling.md", "node-faults", node_faults),
