@@ -170,6 +170,8 @@ class DecodeState:
     def with_oldest(self, most: int) -> np.ndarray:
         """Return the rows of `order` with unfinished prompts, and with the `most` oldest sequences that decode."""
         decodes = self.num_tokens[self.order] <= self.num_computed[self.order] + 1  # bool [R]
+        if len(decodes.nonzero()[0]) <= most:
+            return self.order
         by_age = sorted(self.order[decodes].tolist(), key=lambda row: self.seqs[row].key)
         return self.order[~decodes | np.isin(self.order, by_age[:most])]
 
@@ -226,7 +228,7 @@ class DecodeState:
         """
         rows = self.order
         num_behind = self.num_tokens[rows] - self.num_computed[rows]  # 0 or less: its token is being sampled
-        share = -(-int((num_behind <= 1).sum()) // num_parts)
+        share = -(-len((num_behind <= 1).nonzero()[0]) // num_parts)
         is_chosen, ready = num_behind > 1, (num_behind == 1).nonzero()[0]
         if len(ready) > share:
             since_s = np.nan_to_num(self.last_token_s[rows[ready]], nan=-np.inf)  # no token yet: it is first
@@ -242,11 +244,11 @@ class DecodeState:
         """
         positions = self.num_computed[rows]
         may_need = (self.num_tokens[rows] <= positions + 1) & (positions >= self.plain_until[rows])
-        return int(may_need.sum()) > num_available_blocks
+        return len(may_need.nonzero()[0]) > num_available_blocks
 
     def any_unfinished(self) -> bool:
         """Return whether a prompt is unfinished: some running sequence has more than its newest token to compute."""
-        return bool((self.num_tokens[self.order] > self.num_computed[self.order] + 1).any())
+        return bool(len((self.num_tokens[self.order] > self.num_computed[self.order] + 1).nonzero()[0]))
 
     def choose_drafts(self, rows: np.ndarray, drafter: Drafter, most: int) -> Drafts:
         """Choose drafts for the sequences of `rows`, int64 [R], that decode next, at most `most` in all.
@@ -260,11 +262,12 @@ class DecodeState:
         for row in rows.tolist():
             seq = self.seqs[row]
             assert seq is not None
-            room = seq.final_len - len(seq.token_ids) - 1
+            token_ids = seq.token_ids
+            room = seq.final_len - len(token_ids) - 1
             is_decoding = room > 0 and seq.timeline.first_token_s is not None and not self.mask_s[row]
-            if is_decoding and len(seq.token_ids) <= self.num_computed[row] + 1:
+            if is_decoding and len(token_ids) <= self.num_computed[row] + 1:
                 seq.draft_state = seq.draft_state or drafter.new_state()
-                candidates.append(Candidate(seq.draft_state, seq.token_ids, room))
+                candidates.append(Candidate(seq.draft_state, token_ids, room))
                 drafted.append(row)
         chosen = drafter.choose(candidates, len(rows), most)
         return {row: some for row, some in zip(drafted, chosen, strict=True) if some}
@@ -277,7 +280,7 @@ class DecodeState:
         delay the others.
         """
         is_drafting = self.num_computed[self.order] > self.num_tokens[self.order]
-        return bool(is_drafting.any()) or bool(self.choose_drafts(self.order, drafter, most))
+        return bool(len(is_drafting.nonzero()[0]) or self.choose_drafts(self.order, drafter, most))
 
     # -- state
 

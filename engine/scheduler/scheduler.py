@@ -253,7 +253,8 @@ class Scheduler:
         for seq in requeued:
             self.requests.preempt(seq, now)
         if not output.num_seqs:
-            self._keep_table_entries(output)
+            if output.new_blocks:
+                self._keep_table_entries(output)
             if output.kv_copies is not None and self.kv_offload is not None:
                 self.kv_offload.restore_copies(output.kv_copies)
 
@@ -327,16 +328,16 @@ class Scheduler:
 
         A step that only copies is not sent ahead. The next step gets the table entries of `output`.
         """
-        self._keep_table_entries(output)
+        if output.new_blocks:
+            self._keep_table_entries(output)
         if output.is_ahead or self.kv_offload is None or not self.kv_offload.has_copies:
             return None
         return SchedulerOutput(output.step_id, [])
 
     def _keep_table_entries(self, output: SchedulerOutput) -> None:
         """Keep the table entries of `output`, which is not sent, for the next step."""
-        if output.new_blocks:
-            self.refused_steps = self.refused_steps or RefusedSteps(self.max_num_batched_tokens)
-            self.refused_steps.drop(output)
+        self.refused_steps = self.refused_steps or RefusedSteps(self.max_num_batched_tokens)
+        self.refused_steps.drop(output)
 
     # -- decodes and their drafts
 
