@@ -18,7 +18,7 @@ from oarlock.workers.protocol import StepMetadata, table_width
 from oarlock.workers.runner.device import use_device
 from oarlock.workers.runner.encoder_invariance import check_alone_and_in_batch, check_sums_of_ranks
 from oarlock.workers.runner.encoder_steps import EncoderSteps
-from oarlock.workers.runner.memory_needs import encoder_step_bytes, refusing
+from oarlock.workers.runner.memory_needs import encoder_step_bytes, out_of_memory_as
 from oarlock.workers.runner.pooler import Pooler
 from oarlock.workers.runner.reporting import worker_info
 from oarlock.workers.runner.step import StepRunner
@@ -82,7 +82,7 @@ class EncoderRunner(StepRunner[EncoderSteps]):
         """Do nothing: an encoder's limits do not depend on the cost of steps, since no completions wait for prompts."""
 
     def _memory_for(self, activity: str) -> AbstractContextManager[None]:
-        return refusing(
+        return out_of_memory_as(
             lambda error: StartupError(
                 f"Not enough memory for {activity} of this encoder: {error}.",
                 "Free memory, use a smaller model, or lower --max-num-batched-tokens.",

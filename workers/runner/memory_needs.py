@@ -304,7 +304,7 @@ def _smaller(config: WorkerConfig, dtype: str, first: str) -> str:
 
 
 @contextmanager
-def refusing(error_of: Callable[[Exception], StartupError]) -> Generator[None]:
+def out_of_memory_as(error_of: Callable[[Exception], StartupError]) -> Generator[None]:
     """Raise `error_of` an allocator's out-of-memory error in its place."""
     try:
         yield

@@ -27,8 +27,8 @@ from oarlock.workers.runner.memory_needs import (
     blocks_that_fit,
     largest_step_bytes,
     out_of_memory,
+    out_of_memory_as,
     rank_weight_bytes,
-    refusing,
     room_for_kv,
     step_bytes,
     weight_bytes_of_node,
@@ -89,7 +89,7 @@ class RankMemory:
     def needed_for(self, activity: str) -> AbstractContextManager[None]:
         """Return a context in which an allocator's out-of-memory error becomes a `StartupError` that names
         `activity`."""
-        return refusing(lambda _: self._error(activity))
+        return out_of_memory_as(lambda _: self._error(activity))
 
     def measure_step(self, run: Callable[[], object]) -> None:
         """Measure the largest step, which `run` runs. Every rank must call this at the same point."""
