@@ -20,8 +20,8 @@ LIMITS = Limits(VOCAB, 64, 8)
     ("pooling", "field", "words"),
     [
         (PoolingParams("max"), "pooling", "last, mean, cls, token, logits"),
-        (PoolingParams("mean", (1,)), "token_ids", "no other kind"),
-        (PoolingParams("logits"), "token_ids", "needs token_ids"),
+        (PoolingParams("mean", (1,)), "token_ids", "other kinds must have none"),
+        (PoolingParams("logits"), "token_ids", "requires token_ids"),
         (PoolingParams("logits", (VOCAB,)), "token_ids", f"from 0 to {VOCAB - 1}"),
         (PoolingParams("logits", (-1,)), "token_ids", "-1"),
         (PoolingParams("logits", (1,) * (MAX_POOLED_IDS + 1)), "token_ids", f"at most {MAX_POOLED_IDS}"),

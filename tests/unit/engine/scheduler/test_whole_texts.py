@@ -19,7 +19,7 @@ ENCODER = Limits(VOCAB, 64, 8, is_encoder=True)
     [
         (ENCODER, PoolingParams("logits", (1,)), "pooling", "has no logits"),
         (ENCODER, PoolingParams("labels"), "pooling", "has no labels"),
-        (replace(ENCODER, num_labels=1), PoolingParams("labels", (1,)), "token_ids", "no other kind"),
+        (replace(ENCODER, num_labels=1), PoolingParams("labels", (1,)), "token_ids", "other kinds must have none"),
         (ENCODER, PoolingParams("mean", (), 4), "second_text", "between 0 and 3"),
         (ENCODER, PoolingParams("mean", (), -1), "second_text", "between 0 and 3"),
         (Limits(VOCAB, 64, 8), PoolingParams("mean", (), 2), "second_text", "Only encoders"),
