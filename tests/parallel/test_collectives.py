@@ -40,10 +40,10 @@ tp_of = {"python": shared, "kernels": shared, "gloo": TensorParallel(info.rank, 
 def all_reduce(form, x):
     if form != "kernels" or x.dtype != torch.float32:
         return tp_of[form].all_reduce(x)
-    from oarlock.workers.kernels.cpu.fused_layer import ALL_CAME, all_reduce_of
+    from oarlock.workers.kernels.cpu.fused_layer import ALL_ARRIVED, all_reduce_of
     from oarlock.workers.kernels.cpu.library import library
     group = shared.group_for_kernels
-    assert all_reduce_of(library())(group.address, x.data_ptr(), x.numel()) == ALL_CAME
+    assert all_reduce_of(library())(group.address, x.data_ptr(), x.numel()) == ALL_ARRIVED
     return x
 digests = []
 for form in forms:

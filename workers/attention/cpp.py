@@ -14,40 +14,13 @@ from torch import Tensor
 from oarlock.workers.attention.backend import AttentionSpec, KVSpec, LayerKV
 from oarlock.workers.attention.forward_batch import ForwardBatch
 from oarlock.workers.kernels.cpu import library
+from oarlock.workers.kernels.cpu.structures import CAttentionLayer, CAttentionStep
 from oarlock.workers.platform.huge_pages import huge_page_empty
 
 _GROUP = 16  # positions that are stored together in a page
 _MAX_HEAD = 256
 _TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _ROUNDED = {"int8": 1, "fp8": 2}  # `Pages` of `attention.h`
-
-
-class CAttentionStep(ctypes.Structure):
-    """`AttentionStep` of `attention.h`."""
-
-    _fields_ = (
-        ("tables", ctypes.c_void_p),
-        ("rows", ctypes.c_void_p),
-        ("query_start_loc", ctypes.c_void_p),
-        ("seq_lens", ctypes.c_void_p),
-        ("seqs", ctypes.c_long),
-        ("table_width", ctypes.c_long),
-    )
-
-
-class CAttentionLayer(ctypes.Structure):
-    """`AttentionLayer` of `attention.h`."""
-
-    _fields_ = (
-        ("heads", ctypes.c_long),
-        ("kv_heads", ctypes.c_long),
-        ("head_dim", ctypes.c_long),
-        ("block_size", ctypes.c_long),
-        ("window", ctypes.c_long),
-        ("scale", ctypes.c_float),
-        ("softcap", ctypes.c_float),
-        ("pages", ctypes.c_int),
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +60,13 @@ class CppBackend:
     @staticmethod
     def why_not(spec: KVSpec) -> str | None:
         if spec.device.type != "cpu":
-            return f"it computes on the CPU and the model is on {spec.device.type}"
+            return f"it runs on the CPU, but the model is on {spec.device.type}"
         if spec.dtype not in _TYPES:
-            return f"it knows float32, bfloat16 and float16, not {spec.dtype}"
+            return f"it supports float32, bfloat16 and float16, not {spec.dtype}"
         if spec.block_size % _GROUP:
-            return f"it wants a block size that is a multiple of {_GROUP}, not {spec.block_size}"
+            return f"it needs a block size that is a multiple of {_GROUP}, not {spec.block_size}"
         if spec.head_dim % _GROUP or spec.head_dim > _MAX_HEAD:
-            return f"it wants heads of up to {_MAX_HEAD} elements in multiples of {_GROUP}, not {spec.head_dim}"
+            return f"it needs heads of at most {_MAX_HEAD} elements in multiples of {_GROUP}, not {spec.head_dim}"
         return None if library.why_not(spec.dtype) is None else "the C++ kernels are not loaded"
 
     def allocate(self, num_blocks: int) -> list[LayerKV]:

@@ -16,14 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from oarlock.workers.distributed.shm_layout import (
-    LINE,
-    STORES_KEEP_ORDER,
-    Neighbours,
-    RankGroup,
-    data_offset,
-    total_bytes,
-)
+from oarlock.workers.distributed.shm_layout import LINE, STORES_KEEP_ORDER, Neighbours, data_offset, total_bytes
+from oarlock.workers.kernels.cpu.structures import CRankGroup
 
 
 def tree_sum(parts: Sequence[Tensor]) -> Tensor:
@@ -93,7 +87,7 @@ class SharedMemoryGroup:
         self._raw = torch.frombuffer(self._map, dtype=torch.uint8, offset=inputs, count=2 * size * buffer_bytes)
         self._spins = 0 if shares_cores else _SPINS_BEFORE_YIELD
         # The kernels' collectives advance the same counter, so both kinds may follow each other.
-        self._group = RankGroup(
+        self._group = CRankGroup(
             ctypes.addressof(ctypes.c_char.from_buffer(self._map, place * LINE)), self._raw.data_ptr(), buffer_bytes,
             rank, size, 0, 0.0 if shares_cores else _SPIN_S,
             _CROWDED_YIELDS_BEFORE_SLEEP if shares_cores else _YIELDS_BEFORE_SLEEP, timeout_s,
@@ -105,7 +99,7 @@ class SharedMemoryGroup:
 
     @property
     def address(self) -> int:
-        """Address of the `RankGroup` with which kernels take part in this group's collectives."""
+        """Address of the `CRankGroup` with which kernels take part in this group's collectives."""
         return ctypes.addressof(self._group)
 
     def lost(self, rank: int) -> PeerLostError:
@@ -339,7 +333,7 @@ def choose_device_sum(
         if agree(float(isinstance(way, str))) or isinstance(way, str):
             notes.append(f"no {name}: {way if isinstance(way, str) else 'on another rank'}")
         elif agree(float(not torch.equal(way(x.clone()), nccl(x.clone())))):
-            notes.append(f"no {name}: its sums are wrong")
+            notes.append(f"no {name}: its results are wrong")
         else:
             there[name] = way
     fastest, times = [], []

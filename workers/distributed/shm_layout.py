@@ -1,6 +1,5 @@
 """Layout of the shared memory of collectives (flags, votes, buffers), and the votes of ranks in it. Torch-free."""
 
-import ctypes
 import mmap
 import os
 import platform
@@ -48,22 +47,6 @@ class Neighbours:
     def alone(size: int) -> "Neighbours":
         """Return the neighbours on a host whose `size` ranks are all of one stage."""
         return Neighbours(0, size, 0, size)
-
-
-class RankGroup(ctypes.Structure):
-    """One rank's view of that memory, as declared in `kernels/cpu/csrc/runtime/collective.h`."""
-
-    _fields_ = (
-        ("flags", ctypes.c_void_p),
-        ("inputs", ctypes.c_void_p),
-        ("buffer_bytes", ctypes.c_long),
-        ("rank", ctypes.c_long),
-        ("size", ctypes.c_long),
-        ("collective", ctypes.c_uint64),  # the latest that this rank has entered
-        ("spin_s", ctypes.c_double),
-        ("yields", ctypes.c_long),
-        ("timeout_s", ctypes.c_double),
-    )
 
 
 class Flags:

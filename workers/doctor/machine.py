@@ -27,7 +27,7 @@ from oarlock.workers.distributed.shm_ring import anonymous_memory
 from oarlock.workers.doctor.finding import ERROR, NOTE, WARNING, Finding
 from oarlock.workers.kernels.cpu import build
 from oarlock.workers.kernels.cpu.build import KernelsUnavailable
-from oarlock.workers.kernels.cpu.fused_layer import ALL_CAME, all_reduce_of
+from oarlock.workers.kernels.cpu.fused_layer import ALL_ARRIVED, all_reduce_of
 from oarlock.workers.kernels.cpu.library import library
 from oarlock.workers.node import check_network
 from oarlock.workers.platform import processor
@@ -46,7 +46,7 @@ def cores() -> Finding:
     fast = fast_cores(every)
     paid = within_quota(len(fast))
     nodes = sorted({core.node for core in every})
-    text = f"{paid} for the ranks: CPUs {format_cpu_list([cpu for core in fast for cpu in core.cpus])}"
+    text = f"{paid} cores for the ranks: CPUs {format_cpu_list([cpu for core in fast for cpu in core.cpus])}"
     left_out = []
     if len(every) > len(fast):
         left_out.append(f"{len(every) - len(fast)} efficiency cores are not used")
@@ -55,7 +55,7 @@ def cores() -> Finding:
     facts = {"cores": paid, "physical": len(every), "efficiency": len(every) - len(fast), "numa_nodes": len(nodes)}
     text = "; ".join([text, *left_out])
     if paid < len(fast):
-        quota = f"{text}; a quota pays for {paid} of {len(fast)} cores, so ranks cannot be pinned to theirs"
+        quota = f"{text}; a CPU quota allows {paid} of {len(fast)} cores, so ranks cannot be pinned"
         return Finding("cores", quota, WARNING, "Raise the container's CPU quota, or use a cpuset in its place.", facts)
     return Finding("cores", text, facts=facts)
 
@@ -76,16 +76,16 @@ def memory() -> Finding:
 def huge_pages() -> Finding:
     reason = why_no_huge_pages()
     if reason is None:
-        return Finding("huge pages", "weights and pages of keys and values ask for them")
+        return Finding("huge pages", "used for weights and KV pages")
     setting = "/sys/kernel/mm/transparent_hugepage/enabled"
     fix = f"As root: echo madvise > {setting}"
-    return Finding("huge pages", f"not used: {reason}; reading weights misses the address cache more", WARNING, fix)
+    return Finding("huge pages", f"not used: {reason}; reading weights causes more TLB misses", WARNING, fix)
 
 
 def shared_memory(folder: Path = Path("/dev/shm"), *, ranks: int = 1, device: str = "cpu") -> Finding:
     """Report /dev/shm, which NCCL uses. The engine and CPU ranks share anonymous memory, which it does not limit."""
     if not folder.is_dir():
-        return Finding("/dev/shm", "there is none; ranks on CPUs share anonymous memory and need none", NOTE)
+        return Finding("/dev/shm", "none; ranks on CPUs use anonymous memory instead", NOTE)
     size = shutil.disk_usage(folder).total
     facts = {"bytes": size}
     if device == "cuda" and ranks > 1 and size < _LEAST_SHARED_MEMORY:
@@ -112,7 +112,7 @@ def open_files() -> Finding:
     facts = {"limit": limit}
     if limit != resource.RLIM_INFINITY and limit < _LEAST_FILES:
         more = _LEAST_FILES if hard == resource.RLIM_INFINITY else min(hard, 65_536)
-        text = f"at most {limit}, one of them for each connection"
+        text = f"at most {limit}, and each connection needs one"
         return Finding("open files", text, WARNING, f"ulimit -n {max(more, limit)}", facts)
     return Finding("open files", f"at most {limit}", facts=facts)
 
@@ -152,7 +152,7 @@ def level() -> Finding:
     except StartupError as error:
         return Finding("CPU level", error.cause, ERROR, error.fix)
     if chosen is None:
-        text = f"{platform.machine()} has none of the levels that there are kernels for: torch's operations serve"
+        text = f"{platform.machine()} has no ISA level that the kernels support: torch's operations are used"
         fix = "Use a processor with AVX2, AVX-512 or NEON, or a GPU."
         return Finding("CPU level", text, WARNING, fix)
     lacking = [
@@ -175,7 +175,7 @@ def number_types() -> Finding:
     native = [name for name in ("bfloat16", "float16") if cpu.multiplies(name)]
     if native:
         return Finding("16-bit types", f"{' and '.join(native)} in hardware", facts={"native": native})
-    text = f"{cpu.name}: 16-bit weights are widened as they are read, and products are float32's"
+    text = f"{cpu.name}: 16-bit weights are widened when they are read, and matmuls compute in float32"
     return Finding("16-bit types", text, NOTE, facts={"native": native})
 
 
@@ -187,7 +187,7 @@ def compiler() -> Finding:
     reason = build.why_not_obtainable(chosen)
     if reason is not None:
         fix = "Install g++ (apt install g++), or a wheel of `make wheel`, which has them."
-        return Finding("kernels", f"{reason}; torch's operations serve, which are slower", WARNING, fix)
+        return Finding("kernels", f"{reason}; torch's slower operations are used", WARNING, fix)
     if build.prebuilt(chosen).exists():
         return Finding("kernels", "came with the installation", facts={"ready": True})
     found = build.compiler()
@@ -287,7 +287,7 @@ def _times(memory_fd: int, rank: int, ranks: int) -> dict[int, float]:
             started = time.perf_counter()
             for _ in range(_SUMS):
                 missing = add(group.address, x.data_ptr(), len(x))
-                if missing != ALL_CAME:
+                if missing != ALL_ARRIVED:
                     raise group.lost(missing)
             means.append((time.perf_counter() - started) / _SUMS)
         found[size] = statistics.median(means[1:])

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from oarlock.workers.attention.backend import AttentionSpec, FusedBackend, LayerKV, LayerStep
-from oarlock.workers.kernels.cpu.fused_layer import CHeadsAndPages, OperationKind, Rows
+from oarlock.workers.kernels.cpu.fused_layer import OperationKind, Rows
+from oarlock.workers.kernels.cpu.structures import CHeadsAndPages
 from oarlock.workers.layers.attention_spec import SelfAttentionSpec
 from oarlock.workers.layers.fused_layer import PRODUCTS, CannotPrepare, Program
 from oarlock.workers.layers.linear import QKVParallelLinear, RowParallelLinear
@@ -103,22 +104,22 @@ class Attention:
             if self.rope is None or step.angles is None:
                 qk = qk.to(x.dtype)
             else:
-                turn = rotate_neighbours if self.rope.interleaved else rotate
-                qk = turn(qk, *step.angles, x.dtype)  # [T, H + K, D]
+                apply_rope = rotate_neighbours if self.rope.interleaved else rotate
+                qk = apply_rope(qk, *step.angles, x.dtype)  # [T, H + K, D]
             backend.write(step.kv, qk[:, heads:], v, step.batch)
             q = qk[:, :heads]
         return backend.attend(q, step.kv, step.plan, self.spec, None if self.sinks is None else self.sinks.weight)
 
     def fuse(self, program: Program, source: Rows, rotary: int, pages: LayerKV) -> tuple[RowParallelLinear, Rows]:
         """Add the operations on `source` before the output projection; return the projection and its input rows."""
-        qkv, mixed = Rows.SCRATCH_TOO, Rows.SCRATCH
+        qkv, mixed = Rows.SCRATCH_1, Rows.SCRATCH_0
         program.multiply(program.take(self, "qkv", QKVParallelLinear), source, qkv, *PRODUCTS)
         norm = program.take_optional(self, "norm", HeadNorm, RowNorm)
         if norm is not None and not norm.has_kernel:
             raise CannotPrepare("norms of heads are computed by torch")
-        of_rows = norm.of if isinstance(norm, RowNorm) else None
-        if of_rows is not None and self.place.tp.size > 1 and self.place.tp.group_for_kernels is None:
-            raise CannotPrepare("ranks sum the squares of rows without kernels")
+        row_heads = norm.rank_heads if isinstance(norm, RowNorm) else None
+        if row_heads is not None and self.place.tp.size > 1 and self.place.tp.group_for_kernels is None:
+            raise CannotPrepare("no kernel all-reduces the squares of the row norm")
         sinks = program.take_optional(self, "sinks", Sinks)
         heads = CHeadsAndPages(
             ctypes.addressof(program.backend.layer(self.spec)),
@@ -128,10 +129,10 @@ class Attention:
             rotary,
             self.rope is not None and self.rope.interleaved,
             0.0 if norm is None else norm.eps,
-            None if of_rows is None else program.keep(of_rows),
+            None if row_heads is None else program.keep(row_heads),
             None if sinks is None else program.take(sinks, "weight", Tensor).data_ptr(),
         )
         if norm is not None or rotary >= 0:
-            program.add(OperationKind.TURN_HEADS, qkv, qkv, heads, 0)
+            program.add(OperationKind.APPLY_ROPE, qkv, qkv, heads, 0)
         program.add(OperationKind.ATTEND, qkv, mixed, heads, self.spec.num_heads * self.head_dim)
         return program.take(self, "output", RowParallelLinear), mixed

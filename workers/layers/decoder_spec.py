@@ -166,7 +166,7 @@ class DecoderSpec:
                 raise StartupError(
                     f"{self.architecture}: {field} differs between layers ({', '.join(map(str, found))}), and pages of "
                     "keys and values have one size for all layers.",
-                    "Use a model whose layers are alike in it.",
+                    "Use a model whose layers have the same value.",
                 )
         return of_all[0]
 

@@ -12,7 +12,8 @@ from torch import Tensor
 from oarlock.workers.attention.backend import LayerKV, LayerStep
 from oarlock.workers.kernels.cpu import library
 from oarlock.workers.kernels.cpu.experts import CppRouter
-from oarlock.workers.kernels.cpu.fused_layer import CMixture, Rows
+from oarlock.workers.kernels.cpu.fused_layer import Rows
+from oarlock.workers.kernels.cpu.structures import CMoELayer
 from oarlock.workers.layers.experts_spec import ExpertsSpec, RouterSpec
 from oarlock.workers.layers.fused_layer import Program
 from oarlock.workers.layers.placement import Placement, runs_on_host
@@ -229,15 +230,15 @@ class Experts:
         scale = torch.ones((len(x), 1), device=x.device) if self.shared_gate is None else self.shared_gate(x)
         return self.shared(x, ids, scale)
 
-    def fuse(self, program: Program, source: Rows, rotary: int, pages: LayerKV) -> tuple[CMixture, Rows]:
+    def fuse(self, program: Program, source: Rows, rotary: int, pages: LayerKV) -> tuple[CMoELayer, Rows]:
         """Describe the MoE layer on `source` as one operation; return it and its input rows."""
-        mixture = program.mixture(
+        moe_layer = program.moe_layer(
             program.take(self, "router", Router),
             program.take(self, "routed", ExpertStack),
             program.take_optional(self, "shared", ExpertStack),
             program.take_optional(self, "shared_gate", _SharedGate),
         )
-        return mixture, source
+        return moe_layer, source
 
 
 class _SharedGate:

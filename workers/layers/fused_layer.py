@@ -22,20 +22,7 @@ from oarlock.workers.attention.cpp import CppBackend, CppPlan
 from oarlock.workers.attention.forward_batch import ForwardBatch
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.kernels.cpu.experts import CppExpertMatmul, CppRouter
-from oarlock.workers.kernels.cpu.fused_layer import (
-    ALL_CAME,
-    MOST_ROTARIES,
-    CAddition,
-    CBranch,
-    CLayerStep,
-    CMixture,
-    CNorm,
-    COperation,
-    CPackedWeight,
-    OperationKind,
-    Rows,
-    bound,
-)
+from oarlock.workers.kernels.cpu.fused_layer import ALL_ARRIVED, OperationKind, Rows, bound
 from oarlock.workers.kernels.cpu.gemm import (
     ELEMENT_TYPES,
     CppGatedMatmul,
@@ -44,6 +31,16 @@ from oarlock.workers.kernels.cpu.gemm import (
     CppPackedMatmul,
 )
 from oarlock.workers.kernels.cpu.quantized_gemm import PackedFp8, PackedGrouped, PackedInt8
+from oarlock.workers.kernels.cpu.structures import (
+    MOST_ROTARIES,
+    CAddition,
+    CBranch,
+    CLayerStep,
+    CMoELayer,
+    CNorm,
+    COperation,
+    CPackedWeight,
+)
 from oarlock.workers.kernels.triton import availability
 from oarlock.workers.layers.linear import RowParallelLinear
 from oarlock.workers.layers.norm import LayerNorm, Norm, RMSNorm
@@ -115,12 +112,12 @@ class Program:
         self._alive.append(structure)
         return ctypes.addressof(structure)
 
-    def add(self, kind: OperationKind, source: Rows, target: Rows, of: ctypes.Structure, width: int) -> None:
+    def add(self, kind: OperationKind, source: Rows, target: Rows, parameters: ctypes.Structure, width: int) -> None:
         """Add an operation to the branch. `width`: number of values per row that it writes."""
-        self._operations.append(COperation(kind, source, target, self.keep(of)))
-        if target >= Rows.SCRATCH:
-            place = target - Rows.SCRATCH
-            self._widths[place] = max(self._widths[place], width)
+        self._operations.append(COperation(kind, source, target, self.keep(parameters)))
+        if target >= Rows.SCRATCH_0:
+            buffer = target - Rows.SCRATCH_0
+            self._widths[buffer] = max(self._widths[buffer], width)
 
     def multiply(self, owner: Any, source: Rows, target: Rows, *kinds: type[Product] | type[GatedProduct]) -> None:
         """Add the matmul of `owner`, whose type must be in `kinds`."""
@@ -139,7 +136,7 @@ class Program:
         at = None if shift is None else shift.data_ptr()
         return CNorm(scale.data_ptr(), at, norm.size, norm.eps, isinstance(norm, LayerNorm))
 
-    def mixture(self, router: object, routed: object, shared: object, shared_gate: object) -> CMixture:
+    def moe_layer(self, router: object, routed: object, shared: object, shared_gate: object) -> CMoELayer:
         """Return the structure of an MoE layer with these parts; the last two may be None.
 
         Raises `CannotPrepare` if no kernel computes it.
@@ -154,7 +151,7 @@ class Program:
             return ctypes.addressof(part.structure)
 
         self._sums = 1 if shared is None else 2
-        return CMixture(
+        return CMoELayer(
             address(router, "kernel", CppRouter),
             address(routed, "product", CppExpertMatmul),
             address(shared, "product", CppExpertMatmul),
@@ -163,7 +160,7 @@ class Program:
 
     def finish(
         self,
-        output: RowParallelLinear | CMixture,
+        output: RowParallelLinear | CMoELayer,
         source: Rows,
         post_norm: Norm | None,
         scale: float,
@@ -174,37 +171,37 @@ class Program:
 
         `is_shared`: the output is all-reduced first.
         """
-        is_mixture = isinstance(output, CMixture)
-        first, total = OperationKind.MULTIPLY, OperationKind.TOTAL
-        if is_mixture:
-            first, total, of = OperationKind.MIX, OperationKind.MIX_TOTAL, output
+        is_moe = isinstance(output, CMoELayer)
+        first, last = OperationKind.MULTIPLY, OperationKind.FINISH_MATMUL
+        if is_moe:
+            first, last, parameters = OperationKind.RUN_EXPERTS, OperationKind.FINISH_EXPERTS, output
         else:
-            of = self._weight(self.take(output, "product", *PRODUCTS))
+            parameters = self._weight(self.take(output, "product", *PRODUCTS))
             bias = self.take_optional(output, "bias", Tensor)  # with several ranks the matmul has none
-            of.bias = None if bias is None else bias.data_ptr()
+            parameters.bias = None if bias is None else bias.data_ptr()
             self._sums = int(is_shared)
         is_plain = post_norm is None and scale == 1.0
-        other = Rows.SCRATCH_TOO if source is Rows.SCRATCH else Rows.SCRATCH
+        other = Rows.SCRATCH_1 if source is Rows.SCRATCH_0 else Rows.SCRATCH_0
         target, before = Rows.RESIDUAL if is_plain else other, None
-        if is_shared or is_mixture:
-            self.add(first, source, Rows.PARTIAL, of, self.hidden)
+        if is_shared or is_moe:
+            self.add(first, source, Rows.PARTIAL, parameters, self.hidden)
             before = len(self._operations) if is_shared else None
-            self.add(total, Rows.PARTIAL, target, of, self.hidden)
+            self.add(last, Rows.PARTIAL, target, parameters, self.hidden)
         else:
-            self.add(first, source, target, of, self.hidden)
+            self.add(first, source, target, parameters, self.hidden)
         if not is_plain:
             norm = None if post_norm is None else self.keep(self.norm(post_norm))
             self.add(OperationKind.ADD_ROWS, other, Rows.RESIDUAL, CAddition(norm, self.hidden, scale), self.hidden)
         self.end(before)
 
-    def end(self, before_sum: int | None = None) -> None:
-        """End a branch. `before_sum`: number of its operations before the all-reduce; None if there is no
+    def end(self, before_all_reduce: int | None = None) -> None:
+        """End a branch. `before_all_reduce`: number of its operations before the all-reduce; None if there is no
         all-reduce."""
         count = len(self._operations)
         operations = (COperation * count)(*self._operations)
         self._alive.append(operations)
         widths = (ctypes.c_long * 2)(*self._widths)
-        before = count if before_sum is None else before_sum
+        before = count if before_all_reduce is None else before_all_reduce
         self.branches.append(
             CBranch(ctypes.addressof(operations), count, before, self.rows_at_once, widths, self._sums)
         )
@@ -264,7 +261,7 @@ class PreparedLayers:
         self._pages = [(pages.k, pages.v) for pages in kv]
         self._program = program = Program(backend, hidden)
         self._is_shared = tp.size > 1
-        self._kept = 0  # number of buffers for normed rows that branches of a layer share
+        self._num_normed = 0  # number of buffers for normed rows that branches of a layer share
         self._adding: list[int] = []  # indices of the branches that add to `hidden`; others compute shared norms
         for layer, rotary, pages in zip(layers, rotary_of, kv, strict=True):
             self._add_layer(layer, rotary, pages)
@@ -300,12 +297,12 @@ class PreparedLayers:
         """
         program = self._program
         assert hidden.is_contiguous() and hidden.dtype == program.dtype and hidden.shape[1] == program.hidden
-        kept = [torch.empty_like(hidden) for _ in range(self._kept)]
+        normed = [torch.empty_like(hidden) for _ in range(self._num_normed)]
         rows = len(hidden)
         partial = torch.empty((self._sums * rows, program.hidden), dtype=torch.float32) if self._sums else None
         group = self.tp.group_for_kernels
         step = CLayerStep(
-            hidden.data_ptr(), tuple([rows.data_ptr() for rows in kept]),
+            hidden.data_ptr(), tuple([buffer.data_ptr() for buffer in normed]),
             None if partial is None else partial.data_ptr(), rows, program.hidden,
             ELEMENT_TYPES[program.dtype], batch.positions.data_ptr(), batch.slot_mapping.data_ptr(),
             tuple([(table.data_ptr(), table.shape[1]) for table in tables]), ctypes.addressof(plan.step),
@@ -328,7 +325,7 @@ class PreparedLayers:
 
     def _run_some(self, first: int, last: int, step: CLayerStep) -> None:
         missing = self._run(self._at, first, last, ctypes.addressof(step))
-        if missing != ALL_CAME:
+        if missing != ALL_ARRIVED:
             group = self.tp.group_for_kernels
             assert group is not None
             raise group.lost(missing)
@@ -336,18 +333,18 @@ class PreparedLayers:
     def _add_layer(self, layer: Layer, rotary: int, pages: LayerKV) -> None:
         program = self._program
         norms = [program.take_optional(branch, "norm", RMSNorm, LayerNorm) for branch in layer.branches]
-        kept: dict[int, Rows] = {}
+        normed: dict[int, Rows] = {}
         if layer.parallel:  # all branches read the layer's input, which the first branch changes
             for norm in {id(norm): norm for norm in norms}.values():
-                if norm is None or len(kept) == 2:
-                    raise CannotPrepare("parallel branches read neither one norm nor two")
-                kept[id(norm)] = Rows(Rows.KEPT + len(kept))
-                program.norm_rows(norm, Rows.RESIDUAL, kept[id(norm)])
+                if norm is None or len(normed) == 2:
+                    raise CannotPrepare("parallel branches must read one or two norms")
+                normed[id(norm)] = Rows(Rows.NORMED_0 + len(normed))
+                program.norm_rows(norm, Rows.RESIDUAL, normed[id(norm)])
             program.end()
-            self._kept = max(self._kept, len(kept))
+            self._num_normed = max(self._num_normed, len(normed))
         for branch, norm in zip(layer.branches, norms, strict=True):
-            source = Rows.RESIDUAL if norm is None else kept.get(id(norm), Rows.SCRATCH)
-            if source is Rows.SCRATCH and norm is not None:
+            source = Rows.RESIDUAL if norm is None else normed.get(id(norm), Rows.SCRATCH_0)
+            if source is Rows.SCRATCH_0 and norm is not None:
                 program.norm_rows(norm, Rows.RESIDUAL, source)
             post_norm = program.take_optional(branch, "post_norm", RMSNorm, LayerNorm)
             sublayer = vars(branch)["sublayer"]
@@ -361,11 +358,11 @@ class PreparedLayers:
 
 def _other_attention(backend: AttentionBackend) -> str:
     reason = CppBackend.why_not(backend.spec)
-    said = f"attention is computed by {type(backend).__name__}"
-    return said if reason is None else f"{said} (of the C++ kernel: {reason})"
+    backend_name = f"attention is computed by {type(backend).__name__}"
+    return backend_name if reason is None else f"{backend_name}, not by the C++ kernel ({reason})"
 
 
-def joining_pays_off(device: torch.device) -> bool:
+def has_join_kernels(device: torch.device) -> bool:
     """Return whether `device` has kernels for `run_joined`; without them, layers need more operations."""
     return availability.can_serve(device)
 

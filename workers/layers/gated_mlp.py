@@ -45,6 +45,6 @@ class GatedMLP:
     def fuse(self, program: Program, source: Rows, rotary: int, pages: LayerKV) -> tuple[RowParallelLinear, Rows]:
         """Add the operations on `source` that precede the down projection; return the down projection and its input
         rows."""
-        program.multiply(program.take(self, "gate_up", GatedParallelLinear), source, Rows.SCRATCH_TOO, *GATED_PRODUCTS)
+        program.multiply(program.take(self, "gate_up", GatedParallelLinear), source, Rows.SCRATCH_1, *GATED_PRODUCTS)
         program.rows_at_once = _ROWS_AT_ONCE
-        return program.take(self, "down", RowParallelLinear), Rows.SCRATCH_TOO
+        return program.take(self, "down", RowParallelLinear), Rows.SCRATCH_1

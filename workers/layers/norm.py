@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from oarlock.workers.kernels.cpu import elementwise
+from oarlock.workers.kernels.cpu.structures import CHeadsOfRank
 from oarlock.workers.kernels.triton import availability
 from oarlock.workers.layers.placement import Placement
 from oarlock.workers.layers.sharding import HeadShard
@@ -155,20 +156,20 @@ class RowNorm:
         self.place = place
         self.has_kernel = elementwise.can_serve(place.dtype, place.device)
         copies = max(1, place.tp.size // heads[1])  # number of neighbouring ranks that hold the same key-value head
-        self.of = elementwise.HeadsOfRank(
+        self.rank_heads = CHeadsOfRank(
             shard.num_heads, shard.num_kv_heads, *heads, shard.first_head, shard.first_kv_head,
             place.tp.rank % copies == 0,
         )  # fmt: skip
 
     @property
     def weight_bytes(self) -> int:
-        return 4 * (self.of.heads + self.of.kv_heads) * self.head_dim
+        return 4 * (self.rank_heads.heads + self.rank_heads.kv_heads) * self.head_dim
 
     def load(self, weights: WeightSource) -> None:
-        of, width = self.of, self.head_dim
+        own, width = self.rank_heads, self.head_dim
         parts = (
-            ("q_norm", of.all_heads, of.first_head, of.heads),
-            ("k_norm", of.all_kv_heads, of.first_kv_head, of.kv_heads),
+            ("q_norm", own.all_heads, own.first_head, own.heads),
+            ("k_norm", own.all_kv_heads, own.first_kv_head, own.kv_heads),
         )
         found = []
         for part, heads, first, count in parts:
@@ -183,25 +184,25 @@ class RowNorm:
             # only one rank has each sum, the others have zeros: the all-reduce is exact
             squares = self.place.tp.all_reduce(squares)
         if self.has_kernel:
-            return elementwise.norm_of_rows(self.of, qk, squares, self.weight, self.eps)
-        heads = (self.of.all_heads, self.of.all_kv_heads)
+            return elementwise.norm_of_rows(self.rank_heads, qk, squares, self.weight, self.eps)
+        heads = (self.rank_heads.all_heads, self.rank_heads.all_kv_heads)
         means = [part.double().sum(1) / (part.shape[1] * self.head_dim) for part in squares.split(heads, 1)]
         factors = torch.stack(means, 1).add(self.eps).rsqrt().float()  # [T, 2]
-        counts = torch.tensor([self.of.heads, self.of.kv_heads], device=qk.device)
+        counts = torch.tensor([self.rank_heads.heads, self.rank_heads.kv_heads], device=qk.device)
         return qk.float() * factors.repeat_interleave(counts, 1).unsqueeze(2) * self.weight
 
     def squares(self, qk: Tensor) -> Tensor:
         """Return the sum of squares of each head: float32 [T, all query heads, then all key heads], 0 for other ranks'
         heads."""
-        of = self.of
+        own = self.rank_heads
         if self.has_kernel:
-            return elementwise.squares_of_heads(of, qk)
-        squares = qk.new_zeros((len(qk), of.all_heads + of.all_kv_heads), dtype=torch.float32)
+            return elementwise.squares_of_heads(own, qk)
+        squares = qk.new_zeros((len(qk), own.all_heads + own.all_kv_heads), dtype=torch.float32)
         found = qk.float().square().sum(2)  # [T, heads + kv_heads]
-        squares[:, of.first_head : of.first_head + of.heads] = found[:, : of.heads]
-        if of.sums_keys:
-            first = of.all_heads + of.first_kv_head
-            squares[:, first : first + of.kv_heads] = found[:, of.heads :]
+        squares[:, own.first_head : own.first_head + own.heads] = found[:, : own.heads]
+        if own.sums_keys:
+            first = own.all_heads + own.first_kv_head
+            squares[:, first : first + own.kv_heads] = found[:, own.heads :]
         return squares
 
 

@@ -50,7 +50,7 @@ def shard_heads(layer: str, num_heads: int, num_kv_heads: int, rank: int, size: 
     """Return the heads of `rank` of `size`, from global counts. Raises `StartupError` naming the layer."""
     if not heads_divide(num_heads, num_kv_heads, size):
         raise StartupError(
-            f"{layer}: {num_heads} heads over {num_kv_heads} key-value heads cannot be cut into {size} ranks.",
+            f"{layer}: {num_heads} heads over {num_kv_heads} key-value heads cannot be divided among {size} ranks.",
             f"Use a tensor-parallel size among {supported_tp_sizes(num_heads, num_kv_heads, 0)}.",
         )
     local_heads, local_kv_heads = num_heads // size, max(1, num_kv_heads // size)
@@ -62,7 +62,7 @@ def shard_evenly(layer: str, what: str, total: int, size: int) -> int:
     """Return `total / size`. Raises `StartupError` naming the layer and both numbers if there is a remainder."""
     if total % size:
         raise StartupError(
-            f"{layer}: {what} {total} cannot be cut into {size} equal parts.",
+            f"{layer}: {what} {total} cannot be divided into {size} equal parts.",
             f"Use a tensor-parallel size that divides {total}.",
         )
     return total // size

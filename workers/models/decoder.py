@@ -122,7 +122,7 @@ class DecoderLayer:
         return hidden
 
 
-def mixtures_of(layers: Sequence[DecoderLayer]) -> list[Experts]:
+def moe_layers_of(layers: Sequence[DecoderLayer]) -> list[Experts]:
     """Return the MoE sublayers of `layers`."""
     return [branch.sublayer for layer in layers for branch in layer.branches if isinstance(branch.sublayer, Experts)]
 
@@ -150,19 +150,21 @@ class Decoder:
         slices = slices_of(spec, quantization) if device.type == "cpu" else 1
         self.place = place = Placement(tp, dtype, device, quantization, slices, deals_experts=deals_experts)
         vocab, hidden = spec.vocab_size, spec.hidden_size
-        words = replace(place, quantization=quantization.of_head)
-        self.embedding = VocabParallelEmbedding("model.embed_tokens", vocab, hidden, words, spec.embedding_scale)
+        vocab_placement = replace(place, quantization=quantization.of_head)
+        self.embedding = VocabParallelEmbedding(
+            "model.embed_tokens", vocab, hidden, vocab_placement, spec.embedding_scale
+        )
         self.layers = [DecoderLayer(f"model.layers.{i}", spec, i, place) for i in stage]
         self.norm = make_norm("model.norm", hidden, spec.norm, place)
-        self.head = VocabParallelHead.of(spec, words)
+        self.head = VocabParallelHead.of(spec, vocab_placement)
         ropes = [spec.layers[i].attention.rope for i in stage]
         self.rotary = {rope: RotaryTable(rope, device) for rope in ropes if rope is not None}  # usually only one
         self.rotary_of = [-1 if rope is None else list(self.rotary).index(rope) for rope in ropes]
-        mixtures = mixtures_of(self.layers)
-        self._elsewhere = {name for experts in mixtures for name in experts.routed.elsewhere}  # experts of other ranks
+        moe_layers = moe_layers_of(self.layers)
+        self._elsewhere = {name for layer in moe_layers for name in layer.routed.elsewhere}  # experts of other ranks
         self._prepared: PreparedLayers | None = None
         self.why_not_prepared: str | None = None  # reason in the most recent step
-        self.joins_halves = fused_layer.joining_pays_off(device)
+        self.joins_layers = fused_layer.has_join_kernels(device)
         self.attention_specs: list[AttentionSpec] = [layer.attention.spec for layer in self.layers]
 
     def with_layers(self, layers: list[int]) -> "Decoder":
@@ -270,7 +272,7 @@ class Decoder:
             LayerStep(None if which < 0 else angles[which], batch, pages, backend, plan)
             for which, pages in zip(self.rotary_of, kv, strict=True)
         ]
-        if self.joins_halves and isinstance(self.norm, RMSNorm) and self.is_last and fused_layer.can_join(self.layers):
+        if self.joins_layers and isinstance(self.norm, RMSNorm) and self.is_last and fused_layer.can_join(self.layers):
             return fused_layer.run_joined(self.layers, self.norm, hidden, steps)
         for layer, step in zip(self.layers, steps, strict=True):
             hidden = layer(hidden, step)

@@ -22,13 +22,13 @@ from oarlock.workers.attention.reference import ReferenceBackend
 from oarlock.workers.distributed.all_reduce import tree_sum
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.distributed.topology import VOCAB_SLICES
-from oarlock.workers.kernels.cpu.fused_layer import ALL_CAME, all_reduce_of
+from oarlock.workers.kernels.cpu.fused_layer import ALL_ARRIVED, all_reduce_of
 from oarlock.workers.kernels.cpu.gemm import CppMatmul, CppPackedMatmul
 from oarlock.workers.kernels.cpu.library import library
 from oarlock.workers.kernels.cpu.sampling import can_serve
 from oarlock.workers.layers.linear import RowParallelLinear
 from oarlock.workers.layers.placement import Placement
-from oarlock.workers.models.decoder import Decoder, mixtures_of
+from oarlock.workers.models.decoder import Decoder, moe_layers_of
 from oarlock.workers.protocol import NULL_BLOCK
 from oarlock.workers.runner.experts_invariance import batch_fault, order_fault
 from oarlock.workers.runner.trial_steps import SequenceChunk, greedy_step
@@ -170,7 +170,7 @@ def check_batch_invariance(
     faults = [_difference(name, whole, way()) for name, way in ways.items()]
     if model.is_last:
         faults.append(_logits_fault(model, whole))
-    mixtures = mixtures_of(trial.model.layers)
+    mixtures = moe_layers_of(trial.model.layers)
     faults += [batch_fault(experts) for experts in mixtures]
     found = [fault for fault in faults if fault is not None]
     if found:
@@ -231,7 +231,7 @@ def check_rank_invariance(model: Decoder, kv: list[LayerKV], backend: AttentionB
     sublayers = [branch.sublayer for block in blocks for branch in block.branches]
     outputs = [sublayer.output for sublayer in sublayers if sublayer.output is not None]
     result = check_sums(outputs, model.place, _why_not(model, kv, backend))
-    faults = [order_fault(experts) for experts in mixtures_of(blocks)] if result.rank_invariant else []
+    faults = [order_fault(experts) for experts in moe_layers_of(blocks)] if result.rank_invariant else []
     fault = next((fault for fault in faults if fault is not None), None)
     return result if fault is None else RankInvariance(False, fault)
 
@@ -308,7 +308,7 @@ def _ranks_add_up(tp: TensorParallel, draw: torch.Generator) -> bool:
     group = tp.group_for_kernels
     if group is not None:
         missing = all_reduce_of(library())(group.address, mine.data_ptr(), len(mine))
-        if missing != ALL_CAME:
+        if missing != ALL_ARRIVED:
             raise group.lost(missing)
         same &= torch.equal(mine, expected)
     return same

@@ -119,7 +119,7 @@ def chosen(environment: Mapping[str, str] = os.environ) -> Level | None:
             return level
     named = next((level for level in LEVELS if level.name == name and level.machine == machine_name()), None)
     if named is None:
-        reason = "there is no such level for this machine"
+        reason = "this machine has no such ISA level"
     elif missing := sorted(named.needs - features()):
         reason = f"this processor lacks {', '.join(missing)}"
     else:
@@ -146,6 +146,7 @@ UNITS = (
         "layer/*.cpp",
         "runtime/*.cpp",
         "sampling/*.cpp",
+        "structures.cpp",
     ),
 )
 _COMPILE_TIMEOUT_S = 600
@@ -423,5 +424,5 @@ def cache_directory() -> Path:
     except OSError as error:
         raise KernelsUnavailable(f"the cache {directory} cannot be written: {error.strerror}") from error
     if directory.stat().st_uid != os.getuid():
-        raise KernelsUnavailable(f"the cache {directory} belongs to somebody else")
+        raise KernelsUnavailable(f"the cache {directory} belongs to another user")
     return directory

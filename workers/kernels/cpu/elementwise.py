@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from oarlock.workers.kernels.cpu import library
+from oarlock.workers.kernels.cpu.structures import CHeadsOfRank
 
 _TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # same numbers as in `element_types.h`
 
@@ -38,21 +39,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, float32_output: bool = Fa
     return y
 
 
-class HeadsOfRank(ctypes.Structure):
-    """`HeadsOfRank` in `norm.h`: the query and KV heads of a rank among all heads."""
-
-    _fields_ = (
-        ("heads", ctypes.c_long),
-        ("kv_heads", ctypes.c_long),
-        ("all_heads", ctypes.c_long),
-        ("all_kv_heads", ctypes.c_long),
-        ("first_head", ctypes.c_long),
-        ("first_kv_head", ctypes.c_long),
-        ("sums_keys", ctypes.c_int),
-    )
-
-
-def squares_of_heads(of: HeadsOfRank, qk: Tensor) -> Tensor:
+def squares_of_heads(of: CHeadsOfRank, qk: Tensor) -> Tensor:
     """Sum squares: `qk` [T, heads + kv_heads, D] -> float32 [T, all heads and KV heads], 0 for heads of other ranks."""
     rows, _, width = qk.shape
     squares = torch.empty((rows, of.all_heads + of.all_kv_heads), dtype=torch.float32)
@@ -62,7 +49,7 @@ def squares_of_heads(of: HeadsOfRank, qk: Tensor) -> Tensor:
     return squares
 
 
-def norm_of_rows(of: HeadsOfRank, qk: Tensor, squares: Tensor, weight: Tensor, eps: float) -> Tensor:
+def norm_of_rows(of: CHeadsOfRank, qk: Tensor, squares: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Apply RMSNorm to `qk` [T, heads + kv_heads, D] over all heads: float32 of the same shape.
 
     `squares`: of all ranks' heads, as from `squares_of_heads`. `weight`: float32 [heads + kv_heads, D].
@@ -108,7 +95,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, dtype
     return y
 
 
-def gelu(x: Tensor, dtype: torch.dtype, *, gated: bool = False, tanh_form: bool = False) -> Tensor:
+def gelu(x: Tensor, dtype: torch.dtype, *, gated: bool = False, is_tanh: bool = False) -> Tensor:
     """Apply gelu to `x` [T, I] of `dtype` or float32, contiguous -> `dtype` [T, I].
 
     With `gated`, `x` is [T, 2 * I], and the first half of a row is the gate of the second half.
@@ -117,7 +104,7 @@ def gelu(x: Tensor, dtype: torch.dtype, *, gated: bool = False, tanh_form: bool 
     rows, width = x.shape[0], x.shape[1] // (2 if gated else 1)
     y = torch.empty((rows, width), dtype=dtype)
     _function(library.library(dtype), "oarlock_gelu")(
-        x.data_ptr(), y.data_ptr(), rows, width, gated, tanh_form, x.dtype == torch.float32, _TYPES[dtype]
+        x.data_ptr(), y.data_ptr(), rows, width, gated, is_tanh, x.dtype == torch.float32, _TYPES[dtype]
     )
     return y
 

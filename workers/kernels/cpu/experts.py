@@ -19,6 +19,7 @@ from oarlock.workers.kernels.cpu.gemm import (
     CppPackedMatmul,
     Epilogue,
 )
+from oarlock.workers.kernels.cpu.structures import CExpert, CExperts, CRouter
 from oarlock.workers.platform.huge_pages import huge_page_empty
 
 _LINE = 64  # bytes: packed weights are aligned to cache lines
@@ -27,60 +28,7 @@ _ACTIVATIONS = {**GATES, "clamped_swiglu": Epilogue.CLAMPED_GATE}
 
 GatedProduct = CppGatedMatmul | CppPackedGatedMatmul
 Product = CppMatmul | CppPackedMatmul
-_pointer, _number, _flag, _real, _double = (
-    ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float, ctypes.c_double,
-)  # fmt: skip
-
-
-class CRouter(ctypes.Structure):
-    """`Router` in csrc/layer/router.h."""
-
-    _fields_ = (
-        ("weight", _pointer),
-        ("bias", _pointer),
-        ("correction", _pointer),
-        ("outputs", _number),
-        ("hidden", _number),
-        ("top_k", _number),
-        ("groups", _number),
-        ("top_groups", _number),
-        ("is_sigmoid", _flag),
-        ("is_normalised", _flag),
-        ("least_sum", _double),
-        ("scale", _double),
-    )
-
-
-class CExpert(ctypes.Structure):
-    """`Expert` in csrc/gemm/experts.h."""
-
-    _fields_ = (
-        ("gate_up", _pointer),
-        ("down", _pointer),
-        ("gate_up_bias", _pointer),
-        ("down_bias", _pointer),
-        ("gate_up_kind", _flag),
-        ("down_kind", _flag),
-    )
-
-
-class CExperts(ctypes.Structure):
-    """`Experts` in csrc/gemm/experts.h."""
-
-    _fields_ = (
-        ("of", _pointer),
-        ("first", _number),
-        ("count", _number),
-        ("hidden", _number),
-        ("width", _number),
-        ("slices", _number),
-        ("groups", _number),
-        ("group", _number),
-        ("only_slice", _number),
-        ("activation", _flag),
-        ("alpha", _real),
-        ("limit", _real),
-    )
+_pointer, _number, _flag = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
 
 
 class Routing(Protocol):
@@ -232,17 +180,19 @@ class CppExpertMatmul:
         gate_up, down = _Stack(shape.count), _Stack(shape.count)
         self._stacks = (gate_up, down)
         self._alive: list[Tensor | None] = []  # biases
-        self._of = (CExpert * max(1, shape.count))()
+        self._experts = (CExpert * max(1, shape.count))()
         number = -1
         for number, (gated, product, down_bias) in enumerate(experts):
             assert isinstance(gated, GatedProduct) and isinstance(product, Product)
             first, second = gate_up.add(gated), down.add(product)
             self._alive += (gated.bias, down_bias)
-            self._of[number] = CExpert(first[0], second[0], _at(gated.bias), _at(down_bias), first[1], second[1])
+            biases = (_at(gated.bias), _at(down_bias))
+            self._experts[number] = CExpert(first[0], second[0], *biases, first[1], second[1])
         assert number + 1 == shape.count
         self.structure = CExperts(
-            ctypes.addressof(self._of), shape.first, shape.count, shape.hidden, shape.width, shape.slices, shape.groups,
-            shape.group or max(1, shape.count), -1, _ACTIVATIONS[shape.activation], shape.alpha, shape.limit,
+            ctypes.addressof(self._experts), shape.first, shape.count, shape.hidden, shape.width, shape.slices,
+            shape.groups, shape.group or max(1, shape.count), -1, _ACTIVATIONS[shape.activation], shape.alpha,
+            shape.limit,
         )  # fmt: skip
 
     @property

@@ -27,7 +27,7 @@ def log_kernels(dtype: torch.dtype, rounds_inputs: bool = False) -> None:
     `rounds_inputs`: whether matmuls use 8-bit integers.
     """
     if (reason := library.why_not(dtype)) is not None:
-        _log.warning("event=no_kernels reason=%r effect=%r", reason, "torch's operations serve, which are slower")
+        _log.warning("event=no_kernels reason=%r effect=%r", reason, "torch's slower operations are used")
         return
     level = library.level()
     own = {"gemm": level.tiles or level.bfloat16, "attention": level.bfloat16} if dtype == torch.bfloat16 else {}

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from oarlock.workers.kernels.cpu import build
 from oarlock.workers.kernels.cpu.build import KernelsUnavailable, Level
+from oarlock.workers.kernels.cpu.structures import check_structures
 
 if TYPE_CHECKING:
     import torch
@@ -47,7 +48,8 @@ def library(dtype: "torch.dtype | None" = None) -> ctypes.CDLL:
     Without `dtype`, returns the functions that do not depend on an element type; if this is the first request, the
     library has all types.
 
-    Raises `KernelsUnavailable`, or `StartupError` if the environment names a level that this processor does not have.
+    Raises `KernelsUnavailable`, or `StartupError` if the environment names a level that this processor does not have,
+    or if the library's structures differ from those in structures.py.
 
     Callers ask each time they pack a weight or bind a function, and keep the result. So `using` affects all of them.
     """
@@ -131,9 +133,11 @@ def _load(level: Level) -> ctypes.CDLL:
     try:
         # It is already loaded. Naming it again makes its functions visible to the library that is loaded next.
         ctypes.CDLL(str(openmp), mode=ctypes.RTLD_GLOBAL)
-        return ctypes.CDLL(str(path))
+        kernels = ctypes.CDLL(str(path))
     except OSError as error:
         raise KernelsUnavailable(f"the compiled kernels cannot be loaded: {error}") from error
+    check_structures(kernels)
+    return kernels
 
 
 def _loaded_openmp() -> Path:

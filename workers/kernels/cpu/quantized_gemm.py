@@ -14,6 +14,7 @@ from torch import Tensor
 from oarlock.workers.kernels.cpu import library
 from oarlock.workers.kernels.cpu.build import Level
 from oarlock.workers.kernels.cpu.gemm import ELEMENT_TYPES, check_slices
+from oarlock.workers.kernels.cpu.structures import CGroupedSource
 from oarlock.workers.platform.huge_pages import huge_page_empty
 from oarlock.workers.platform.processor import features
 
@@ -137,30 +138,6 @@ _NOTHING = -1  # input index of padding at the end of a group
 _pointer, _number, _flag = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
 
 
-class _GroupedSource(ctypes.Structure):
-    """`GroupedSource` in csrc/gemm/grouped_pack.cpp."""
-
-    _fields_ = (
-        ("values", _pointer),
-        ("scales", _pointer),
-        ("zeros", _pointer),
-        ("factors", _pointer),
-        ("places", _pointer),
-        ("order", _pointer),
-        ("columns", _number),
-        ("stride", _number),
-        ("scales_per_row", _number),
-        ("stored_group", _number),
-        ("slices", _number),
-        ("length", _number),
-        ("bits", _flag),
-        ("group", _flag),
-        ("is_gated", _flag),
-        ("is_float", _flag),
-        ("kind", _flag),
-    )
-
-
 def grouped_kind(level: Level) -> int:
     """Return the fastest kind that this processor supports: bytes are multiplied, as with a scale for each output."""
     return GROUPED_DOT if int8_kind(level) == INT8_DOT else GROUPED
@@ -204,12 +181,12 @@ class PackedGrouped:
         self.kind = grouped_kind(library.level()) if kind is None else kind
         scales, factors = scales.contiguous(), factors.contiguous()
         zeros = None if zeros is None else zeros.contiguous()
-        places = _places(pieces, kernel_group)
-        moves = order is not None or places.numel() != values.shape[1]
-        x_places = _x_places(places, order) if moves else None
-        source = _GroupedSource(
-            values.data_ptr(), scales.data_ptr(), _at(zeros), factors.data_ptr(), places.data_ptr(), _at(x_places),
-            self.columns, values.stride(0), scales.shape[1], group, self.slices, places.shape[1],
+        indices = _value_indices(pieces, kernel_group)
+        moves = order is not None or indices.numel() != values.shape[1]
+        x_indices = _x_indices(indices, order) if moves else None
+        source = CGroupedSource(
+            values.data_ptr(), scales.data_ptr(), _at(zeros), factors.data_ptr(), indices.data_ptr(), _at(x_indices),
+            self.columns, values.stride(0), scales.shape[1], group, self.slices, indices.shape[1],
             bits, kernel_group, gated, is_float, self.kind,
         )  # fmt: skip
         self.memory = huge_page_empty((self.kernels.oarlock_grouped_size(ctypes.byref(source)),), torch.uint8)
@@ -234,7 +211,7 @@ class PackedGrouped:
         return out
 
 
-def _places(pieces: Sequence[Sequence[tuple[int, int]]], kernel_group: int) -> Tensor:
+def _value_indices(pieces: Sequence[Sequence[tuple[int, int]]], kernel_group: int) -> Tensor:
     """Return the input index of each packed value: int32 [slices, inputs of a slice as packed].
 
     Pieces that are shorter than a kernel group are padded, except the last piece of a slice.
@@ -249,12 +226,12 @@ def _places(pieces: Sequence[Sequence[tuple[int, int]]], kernel_group: int) -> T
     return torch.tensor(slices, dtype=torch.int32)
 
 
-def _x_places(places: Tensor, order: Tensor | None) -> Tensor:
-    """Return the input of x for each of `places`: int32 of the same shape. `order`: see `PackedGrouped`."""
+def _x_indices(value_indices: Tensor, order: Tensor | None) -> Tensor:
+    """Return the input of x for each of `value_indices`: int32 of the same shape. `order`: see `PackedGrouped`."""
     if order is None:
-        return places
-    moved = order.to(torch.int32)[places.clamp(min=0)]
-    return torch.where(places == _NOTHING, _NOTHING, moved)
+        return value_indices
+    moved = order.to(torch.int32)[value_indices.clamp(min=0)]
+    return torch.where(value_indices == _NOTHING, _NOTHING, moved)
 
 
 def _at(tensor: Tensor | None) -> int | None:

@@ -13,8 +13,18 @@ import torch
 from torch import Tensor
 
 from oarlock.workers.kernels.cpu import library
+from oarlock.workers.kernels.cpu.structures import (
+    BIAS_ARRAYS,
+    HISTORY_ARRAYS,
+    MASK_ARRAYS,
+    PENALTY_ARRAYS,
+    ROW_ARRAYS,
+    CLogitsChanges,
+    CSamplingOutput,
+    CSamplingStep,
+)
 from oarlock.workers.protocol import StepMetadata
-from oarlock.workers.sampling_parameters import PENALTIES, PENALTY_NAMES, ROW_NAMES, ROWS, RowColumns
+from oarlock.workers.sampling_parameters import PENALTIES, ROWS, RowColumns
 
 BLOCK = 128
 
@@ -136,42 +146,7 @@ def _function(
     return function
 
 
-# Sections of `StepMetadata`. All have 32 bits per element, except the seeds with 64.
-_COLUMNS = ("target_ids", *ROW_NAMES, "seeds", "sample_positions", "num_logprobs")
-_BIAS = ("bias_rows", "bias_ids", "bias_values")
-_PENALTIES = ("penalty_rows", *PENALTY_NAMES)
-_HISTORIES = ("history_firsts", "history_lengths", "history_ids", "history_counts")
-_MASKS = ("mask_rows", "mask_bits")
 _FLOATS = {"bias_values", *(row.column for row in (*ROWS, *PENALTIES) if row.dtype == "<f4")}
-_OUTPUTS = ("token_ids", "tops", "logprobs", "ranks", "top_ids", "top_logprobs")
-
-
-def _structure(*parts: str | tuple[str, ...]) -> list[tuple[str, type[ctypes.c_long] | type[ctypes.c_void_p]]]:
-    """Return the fields of a structure: a plain name is a number, names in a tuple are pointers."""
-    fields: list[tuple[str, type[ctypes.c_long] | type[ctypes.c_void_p]]] = []
-    for part in parts:
-        if isinstance(part, str):
-            fields.append((part, ctypes.c_long))
-        else:
-            fields += [(name, ctypes.c_void_p) for name in part]
-    return fields
-
-
-class _Step(ctypes.Structure):
-    """`Step` of `sampling.cpp`, field by field."""
-
-    _fields_ = _structure(
-        "rows", "vocab_size", _COLUMNS,
-        "num_bias", _BIAS,
-        "num_penalties", _PENALTIES, _HISTORIES,
-        "num_masks", "mask_words", _MASKS,
-    )  # fmt: skip
-
-
-class _Output(ctypes.Structure):
-    """`Output` of `sampling.cpp`, field by field."""
-
-    _fields_ = _structure("top_columns", _OUTPUTS)
 
 
 def sample(
@@ -189,32 +164,32 @@ def sample(
     `workers/sampling/sampler.py`, and logprobs are equal except for rounding; tests compare the two.
     """
     rows, width = logits.shape
-    kept = step.made_once(_Kept)
-    given, taken = kept.given, kept.taken
-    given.vocab_size = vocab_size
+    structures = step.made_once(_CStructures)
+    c_step, c_output = structures.c_step, structures.c_output
+    c_step.vocab_size = vocab_size
     if histories:
-        for name, array in zip(_HISTORIES, histories, strict=True):
+        for name, array in zip(HISTORY_ARRAYS, histories, strict=True):
             assert array.flags.c_contiguous and array.itemsize == (8 if name == "history_firsts" else 4), name
-            setattr(given, name, array.ctypes.data)
-    kernels, given_at = library.library(), ctypes.addressof(given)
+            setattr(c_step.changes, name, array.ctypes.data)
+    kernels, step_at = library.library(), ctypes.addressof(c_step)
     columns = {}
-    most = _function(kernels, "oarlock_most_logprobs", "p", ctypes.c_long)(given_at)
+    most = _function(kernels, "oarlock_most_logprobs", "p", ctypes.c_long)(step_at)
     if most >= 0:
         columns["logprobs"] = np.zeros(rows, np.float32)
         columns["ranks"] = np.zeros(rows, np.int32)
         columns["top_ids"] = np.full((rows, most), -1, np.int32)
         columns["top_logprobs"] = np.full((rows, most), -np.inf, np.float32)
         for name, array in columns.items():
-            setattr(taken, name, array.ctypes.data)
-    taken.top_columns = max(0, most)
+            setattr(c_output, name, array.ctypes.data)
+    c_output.top_columns = max(0, most)
     num_not_finite = _function(kernels, "oarlock_sample", "pnn pp", ctypes.c_long)(
-        logits.data_ptr(), logits.stride(0), width, given_at, ctypes.addressof(taken)
+        logits.data_ptr(), logits.stride(0), width, step_at, ctypes.addressof(c_output)
     )
-    columns["token_ids"] = kept.token_ids.copy()
-    return kept.tops.copy() if num_not_finite else None, columns
+    columns["token_ids"] = structures.token_ids.copy()
+    return structures.tops.copy() if num_not_finite else None, columns
 
 
-class _Kept:
+class _CStructures:
     """A step and its output as C structures, valid while the step's arrays keep their addresses.
 
     They are kept because collecting the addresses takes longer than the kernel needs for one row.
@@ -222,27 +197,28 @@ class _Kept:
 
     def __init__(self, step: StepMetadata) -> None:
         rows = len(step.logits_indices)
-        self.given = _given(step, rows)
+        self.c_step = _c_step(step, rows)
         self.tops, self.token_ids = np.empty(rows, np.float32), np.empty(rows, np.int32)
-        self.taken = _Output(0, tops=self.tops.ctypes.data, token_ids=self.token_ids.ctypes.data)
+        self.c_output = CSamplingOutput(0, tops=self.tops.ctypes.data, token_ids=self.token_ids.ctypes.data)
 
 
-def _given(step: StepMetadata, rows: int) -> _Step:
+def _c_step(step: StepMetadata, rows: int) -> CSamplingStep:
     """Return the step as the kernel reads it, without histories."""
-    given = _Step(rows=rows, mask_words=step.mask_bits.shape[1])
-    _point(given, step, _COLUMNS)
-    for count, names in (("num_bias", _BIAS), ("num_penalties", _PENALTIES), ("num_masks", _MASKS)):
+    c_step = CSamplingStep(rows=rows)
+    c_step.changes.mask_words = step.mask_bits.shape[1]
+    _point(c_step, step, ROW_ARRAYS)
+    for count, names in (("num_bias", BIAS_ARRAYS), ("num_penalties", PENALTY_ARRAYS), ("num_masks", MASK_ARRAYS)):
         if number := len(getattr(step, names[0])):
-            setattr(given, count, number)
-            _point(given, step, names)
-    return given
+            setattr(c_step.changes, count, number)
+            _point(c_step.changes, step, names)
+    return c_step
 
 
-def _point(given: _Step, step: StepMetadata, names: tuple[str, ...]) -> None:
-    """Set the fields `names` to the addresses of the step's arrays."""
+def _point(structure: CSamplingStep | CLogitsChanges, step: StepMetadata, names: tuple[str, ...]) -> None:
+    """Set the fields `names` of `structure` to the addresses of the step's arrays."""
     for name in names:
         array = getattr(step, name)
         assert array.flags.c_contiguous, name
         assert array.dtype.kind == ("f" if name in _FLOATS else "u" if name == "mask_bits" else "i"), name
         assert array.itemsize == (8 if name == "seeds" else 4), name
-        setattr(given, name, array.ctypes.data)
+        setattr(structure, name, array.ctypes.data)

@@ -79,7 +79,7 @@ def gelu(x: Tensor, activation: str, dtype: torch.dtype, *, gated: bool = False)
     With `gated`, `x` is [T, 2 * I], and the first half of a row is the gate of the second.
     """
     if elementwise.can_serve(dtype, x.device):
-        return elementwise.gelu(x, dtype, gated=gated, tanh_form=activation == TANH_FORM)
+        return elementwise.gelu(x, dtype, gated=gated, is_tanh=activation == TANH_FORM)
     return gelu_with_torch(x, activation, dtype, gated=gated)
 
 

@@ -54,7 +54,7 @@ def test_what_symmetric_memory_does_not_hold_goes_to_nccl() -> None:
 @pytest.mark.parametrize(
     ("way", "said"),
     [
-        (Way((1, 1, 1, 1, 1, 1), factor=3.0), "NCCL; no one: its sums are wrong"),
+        (Way((1, 1, 1, 1, 1, 1), factor=3.0), "NCCL; no one: its results are wrong"),
         ("no peer access", "NCCL; no one: no peer access"),
     ],
 )

@@ -46,7 +46,7 @@ def test_cores_that_a_quota_does_not_pay_for(monkeypatch):
     assert "CPUs 0-1" in found.text and "1 efficiency cores" in found.text and "2 NUMA nodes" in found.text
     monkeypatch.setattr(machine, "within_quota", lambda count: 1)
     found = machine.cores()
-    assert found.state == WARNING and "a quota pays for 1 of 2 cores" in found.text
+    assert found.state == WARNING and "a CPU quota allows 1 of 2 cores" in found.text
 
 
 def test_memory_that_is_swapped_out(monkeypatch):
@@ -56,9 +56,9 @@ def test_memory_that_is_swapped_out(monkeypatch):
 
 
 def test_huge_pages_that_are_switched_off(monkeypatch):
-    monkeypatch.setattr(machine, "why_no_huge_pages", lambda: "the setting says never")
+    monkeypatch.setattr(machine, "why_no_huge_pages", lambda: "the setting is set to never")
     found = machine.huge_pages()
-    assert found.state == WARNING and "the setting says never" in found.text and "madvise" in found.fix
+    assert found.state == WARNING and "the setting is set to never" in found.text and "madvise" in found.fix
 
 
 @pytest.mark.parametrize(

@@ -142,9 +142,9 @@ def test_scale_and_softcap_are_applied_once_whatever_the_ranks() -> None:
 def test_sizes_that_do_not_divide_are_refused_with_the_layer_and_the_numbers() -> None:
     with pytest.raises(StartupError, match=r"b\.0\.qkv_proj: 14 heads over 2 key-value heads.* 4 ranks.*\[1, 2, 14\]"):
         QKVParallelLinear("b.0", HIDDEN, DIM, 14, 2, True, place(0, 4))
-    with pytest.raises(StartupError, match=r"m\.gate_up_proj: intermediate size 50 cannot be cut into 4"):
+    with pytest.raises(StartupError, match=r"m\.gate_up_proj: intermediate size 50 cannot be divided into 4"):
         GatedParallelLinear("m", HIDDEN, 50, False, "silu", place(0, 4))
-    with pytest.raises(StartupError, match=r"m\.down_proj: input size 50 cannot be cut into 4"):
+    with pytest.raises(StartupError, match=r"m\.down_proj: input size 50 cannot be divided into 4"):
         RowParallelLinear("m.down_proj", 50, HIDDEN, False, place(0, 4))
     with pytest.raises(StartupError, match="12 heads over 4 key-value heads"):
         shard_heads("x", 12, 4, 0, 6)  # six ranks over four heads: neither partition nor replication

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from oarlock.workers.kernels.cpu.fused_layer import CLayerStep
+from oarlock.workers.kernels.cpu.structures import CLayerStep
 from oarlock.workers.layers.fused_layer import PreparedLayers
 from tests.golden.tiny_models import make_tiny
 from tests.unit.workers.kernel_levels import NO_KERNELS

@@ -268,7 +268,7 @@ def test_a_cache_of_somebody_else_is_not_used(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert build.cache_directory() == tmp_path / "oarlock" / "kernels"
     monkeypatch.setattr(os, "getuid", lambda: 12345)
-    with pytest.raises(build.KernelsUnavailable, match="belongs to somebody else"):
+    with pytest.raises(build.KernelsUnavailable, match="belongs to another user"):
         build.cache_directory()
 
 

@@ -79,7 +79,7 @@ def test_layer_norm_is_right_to_its_rounding(
 def test_gelu_is_right_to_its_rounding(dtype: torch.dtype, wide: bool, form: str, gated: bool) -> None:
     torch.manual_seed(0)
     x = (torch.randn(37, 102) * 3).to(torch.float32 if wide else dtype)
-    ours = elementwise.gelu(x, dtype, gated=gated, tanh_form=form == "tanh")
+    ours = elementwise.gelu(x, dtype, gated=gated, is_tanh=form == "tanh")
     gate, up = x.double().chunk(2, 1) if gated else (x.double(), 1.0)
     exact = torch.nn.functional.gelu(gate, approximate=form) * up
     assert ours.dtype == dtype and ours.shape == exact.shape

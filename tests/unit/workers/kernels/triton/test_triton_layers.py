@@ -165,12 +165,12 @@ def test_a_sum_over_ranks_meets_the_residual_in_the_kernel_of_the_norm(
 def test_fused_layers_do_what_layers_do(tmp_path: Path, family: str, as_on_cuda: None) -> None:
     """All kernels of a layer on CUDA, with attention, against torch's operations one after the other."""
     model = load_decoder(make_tiny(tmp_path, family, num_hidden_layers=2), TensorParallel.solo())
-    assert model.joins_halves and model.norm.triton is not None
+    assert model.joins_layers and model.norm.triton is not None
     found = logits(model, TritonBackend)
     for norm in [model.norm, *(part for block in model.layers for part in block.parts if isinstance(part, RMSNorm))]:
         norm.triton = None
     joined = logits(model)
-    model.joins_halves = False
+    model.joins_layers = False
     torch.testing.assert_close(joined, logits(model), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(found, joined, atol=2e-5, rtol=2e-5)
 

@@ -14,7 +14,7 @@
 #include <cmath>
 #include <cstring>
 
-#include "attention/products.h"
+#include "attention/matmuls.h"
 #include "attention/softmax.h"
 #include "attention/widen.h"
 #include "runtime/arena.h"
@@ -70,7 +70,7 @@ Seen seen_by(const AttentionStep &step, const AttentionLayer &layer, const Task 
 template <class T>
 struct Block {
   long start;
-  const Products<T> *products;
+  const Matmuls<T> *matmuls;
 };
 
 template <class T>
@@ -139,7 +139,7 @@ long find_rows(const Call<T> &call, const Task &task, Workspace<T> &space) {
   const long blocks = (task.rows + kTileRows - 1) / kTileRows;
   for (long block = 0; block < blocks; block++) {
     const long start = block * task.rows / blocks, end = (block + 1) * task.rows / blocks;
-    space.blocks[block] = {start, &products<T>(end - start)};
+    space.blocks[block] = {start, &matmuls<T>(end - start)};
   }
   return blocks;
 }
@@ -185,15 +185,15 @@ void find_groups(const Call<T> &call, const Task &task, long span, Groups &group
   groups.first = first;
   groups.count = (stop - first + kGroup - 1) / kGroup;
   const long left = (end - first + kGroup - 1) / kGroup;
-  long page = first / kGroup / groups_per_page, place = first / kGroup % groups_per_page;
+  long page = first / kGroup / groups_per_page, page_group = first / kGroup % groups_per_page;
   for (long g = 0; g < kSpan / kGroup + kMore; g++) {
     if (g >= left) {
       groups.k[g] = groups.k[g - 1], groups.v[g] = groups.v[g - 1];
       continue;
     }
-    const long at = ((table[page] * layer.kv_heads + task.head) * groups_per_page + place) * size;
+    const long at = ((table[page] * layer.kv_heads + task.head) * groups_per_page + page_group) * size;
     groups.k[g] = call.k + at, groups.v[g] = call.v + at;
-    if (++place == groups_per_page) place = 0, page++;
+    if (++page_group == groups_per_page) page_group = 0, page++;
   }
 }
 
@@ -219,18 +219,18 @@ void score_span(const Call<T> &call, const Groups &here, long blocks, Workspace<
     }
     for (long block = 0; block < blocks; block++) {
       const long start = space.blocks[block].start;
-      const Products<T> &product = *space.blocks[block].products;
-      for (long i = g * kVectors; i < (g + kUnit) * kVectors && i < here.count * kVectors; i += product.columns) {
-        const long group = i / kVectors, groups = product.columns > kVectors ? product.columns / kVectors : 1;
+      const Matmuls<T> &matmul = *space.blocks[block].matmuls;
+      for (long i = g * kVectors; i < (g + kUnit) * kVectors && i < here.count * kVectors; i += matmul.columns) {
+        const long group = i / kVectors, groups = matmul.columns > kVectors ? matmul.columns / kVectors : 1;
         const T *from[4];
         const uint8_t *ahead[8];
-        for (long c = 0; c < product.columns; c++)
+        for (long c = 0; c < matmul.columns; c++)
           from[c] = keys[(i + c) / kVectors - g] + (i + c) % kVectors * kLanes * kStep;
         for (long c = 0; c < groups; c++) {
           ahead[2 * c] = here.v[group + c];
           ahead[2 * c + 1] = here.k[group + groups + c];
         }
-        product.score(space.q + start * kMaxHead, from, width, space.scores + start * kSpan + i * kLanes, ahead, item);
+        matmul.score(space.q + start * kMaxHead, from, width, space.scores + start * kSpan + i * kLanes, ahead, item);
       }
     }
   }
@@ -260,19 +260,19 @@ void add_values(const Call<T> &call, const Groups &here, const Groups &next, con
     }
     for (long block = 0; block < blocks; block++) {
       const long start = space.blocks[block].start;
-      const Products<T> &product = *space.blocks[block].products;
+      const Matmuls<T> &matmul = *space.blocks[block].matmuls;
       for (long i = g; i < until; i++) {
         const bool is_mine = i >= share * block && i < share * (block + 1);
         ahead[i - g] = is_mine ? next.k[i] : here.v[i];
       }
       const Left<T> *from = weights + start * kSpan + g * kGroup;
-      const auto add = [&](auto product, long d) {
-        product(from, values, ahead, item, until - g, width, d, g > 0, memory + start * width);
+      const auto add = [&](auto matmul, long d) {
+        matmul(from, values, ahead, item, until - g, width, d, g > 0, memory + start * width);
       };
       long d = 0;
-      for (; d + product.columns * kLanes <= width; d += product.columns * kLanes) add(product.wide, d);
-      const long narrow = kLanes * (kVectors < product.columns ? kVectors : product.columns);
-      for (; d < width; d += narrow) add(product.narrow, d);
+      for (; d + matmul.columns * kLanes <= width; d += matmul.columns * kLanes) add(matmul.wide, d);
+      const long narrow = kLanes * (kVectors < matmul.columns ? kVectors : matmul.columns);
+      for (; d < width; d += narrow) add(matmul.narrow, d);
     }
   }
 }

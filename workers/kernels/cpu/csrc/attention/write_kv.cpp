@@ -3,7 +3,7 @@
 
 #include "attention/attention.h"
 #include "attention/pages.h"
-#include "attention/products.h"
+#include "attention/matmuls.h"
 
 namespace {
 

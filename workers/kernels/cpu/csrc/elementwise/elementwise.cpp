@@ -76,11 +76,11 @@ extern "C" void oarlock_layer_norm(const void *x, const float *weight, const flo
 
 // Apply gelu: x [rows, width], or [rows, 2 width] with `gated`, of type `out`, or float32 with `float32_input` -> y
 // [rows, width] of type `out`. See `gelu_rows`.
-extern "C" void oarlock_gelu(const void *x, void *y, long rows, long width, int gated, int tanh_form, int float32_input,
+extern "C" void oarlock_gelu(const void *x, void *y, long rows, long width, int gated, int is_tanh, int float32_input,
                              int out) {
   with_type(out, [&](auto *of) {
     using Out = std::remove_pointer_t<decltype(of)>;
-    const auto run = [&](auto *from) { gelu_rows(from, static_cast<Out *>(y), rows, width, gated, tanh_form); };
+    const auto run = [&](auto *from) { gelu_rows(from, static_cast<Out *>(y), rows, width, gated, is_tanh); };
     if (float32_input) run(static_cast<const float *>(x));
     else run(static_cast<const Out *>(x));
   });

@@ -5,9 +5,9 @@
 #include "simd/vector_math.h"
 
 // Apply gelu: x [rows, width], or with `gated` [rows, 2 width], contiguous -> y [rows, width]: gelu(x), or gelu of the
-// first half of a row times the second half. `tanh_form`: use the tanh approximation.
+// first half of a row times the second half. `is_tanh`: use the tanh approximation.
 template <class In, class Out>
-inline void gelu_rows(const In *x, Out *y, long rows, long width, bool gated, bool tanh_form) {
+inline void gelu_rows(const In *x, Out *y, long rows, long width, bool gated, bool is_tanh) {
   using namespace simd;
   const long stride = gated ? 2 * width : width;
 #pragma omp parallel for if (rows * width > kSerial)
@@ -16,7 +16,7 @@ inline void gelu_rows(const In *x, Out *y, long rows, long width, bool gated, bo
       const In *from = x + row * stride + d;
       const long count = width - d;
       const Vec value = load(from, count);
-      Vec result = tanh_form ? gelu_tanh(value) : gelu(value);
+      Vec result = is_tanh ? gelu_tanh(value) : gelu(value);
       if (gated) result = result * load(from + width, count);
       store(y + row * width + d, result, count);
     }

@@ -72,8 +72,8 @@ inline void squares_of_heads(const HeadsOfRank &of, const In *qk, float *squares
     for (long head = 0; head < of.heads + of.kv_heads; head++) {
       const bool is_key = head >= of.heads;
       if (is_key && !of.sums_keys) break;
-      const long place = is_key ? of.all_heads + of.first_kv_head + head - of.heads : of.first_head + head;
-      to[place] = sum_of_squares(qk + row * stride + head * width, width);
+      const long index = is_key ? of.all_heads + of.first_kv_head + head - of.heads : of.first_head + head;
+      to[index] = sum_of_squares(qk + row * stride + head * width, width);
     }
   }
 }

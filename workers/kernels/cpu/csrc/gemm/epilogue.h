@@ -11,7 +11,7 @@ using namespace simd;
 
 // Apply the epilogue to one row's sums of a panel: add the bias, apply `epilogue`, round and store.
 template <class T>
-inline void finish(const Product &p, long row, long panel, Vec low, Vec high) {
+inline void finish(const MatmulArgs &p, long row, long panel, Vec low, Vec high) {
   const long column = panel * kPanel;
   const bool gated = p.epilogue >= kSiluGate;
   const long count = gated ? kPanel : p.columns - column;  // gated biases, like weights, are padded to whole panels

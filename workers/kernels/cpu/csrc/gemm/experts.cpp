@@ -33,7 +33,7 @@ constexpr long kMostPairs = 2048, kPairsOfExpert = 32;
 constexpr long kMostTotals = 1 << 17;
 
 template <class T>
-PanelRows *panel_rows(const Product &p, int kind) {
+PanelRows *panel_rows(const MatmulArgs &p, int kind) {
   if (kind == kDense) return dense_panel_rows<T>(p);
   if (kind == kInt8 || kind == kInt8Dot) return int8_panel_rows<T>(p, kind);
   if (kind == kFloat8) return fp8_panel_rows<T>(p);
@@ -80,18 +80,18 @@ struct Sorted {
 };
 
 // The matmuls of all blocks with the weights of their experts.
-struct BlockProducts {
+struct BlockMatmuls {
   const Sorted &sorted;
   PanelRows **of;
   long *strips_before, strips = 0;  // [blocks]  number of strips in earlier blocks
 
   // Prepare the matmuls. T is the type of x.
   template <class T>
-  BlockProducts(const Sorted &sorted, const Experts &e, bool is_down, const T *)
+  BlockMatmuls(const Sorted &sorted, const Experts &e, bool is_down, const T *)
       : sorted(sorted), of(arena().take<PanelRows *>(sorted.count)), strips_before(arena().take<long>(sorted.count)) {
     for (long block = 0; block < sorted.count; block++) {
-      const Expert &expert = e.of[sorted.blocks[block].expert];
-      Product p{};
+      const Expert &expert = e.experts[sorted.blocks[block].expert];
+      MatmulArgs p{};
       p.weight = is_down ? expert.down : expert.gate_up;
       p.rows = sorted.blocks[block].rows;
       p.columns = is_down ? e.hidden : 2 * e.width;
@@ -118,7 +118,7 @@ template <class T>
 struct Step {
   const Experts &e;
   const Sorted &sorted;
-  const BlockProducts &gate_up, &down;
+  const BlockMatmuls &gate_up, &down;
   T *gated;  // [pairs, width]
   float *y;  // [rows, hidden]
   long rows;
@@ -128,8 +128,8 @@ struct Step {
     alignas(64) float sums[kMostRows * kPanel];
     const Sorted::Block &of = sorted.blocks[block];
     gate_up.of[block]->multiply(panel, 0, sums);
-    Product p{};
-    p.bias = e.of[of.expert].gate_up_bias;
+    MatmulArgs p{};
+    p.bias = e.experts[of.expert].gate_up_bias;
     p.y = gated;
     p.columns = 2 * e.width;
     p.y_stride = e.width;
@@ -149,7 +149,7 @@ struct Step {
     std::fill(totals, totals + (end - begin) * of_panel, 0.0f);
     for (long block = 0; block < sorted.count; block++) {
       const Sorted::Block &of = sorted.blocks[block];
-      const T *bias = static_cast<const T *>(e.of[of.expert].down_bias);
+      const T *bias = static_cast<const T *>(e.experts[of.expert].down_bias);
       for (long panel = begin; panel < end; panel++) {
         const long left = e.hidden - panel * kPanel;
         const WeightedTotals to{sorted.row_of + of.begin, sorted.weight_of + of.begin,
@@ -184,7 +184,7 @@ void multiply_some(const Experts &e, const T *x, long x_stride, const int32_t *i
   const Arena::Mark mark = arena().mark();
   const Sorted sorted(e, ids, weights, rows, per_row);
   T *gated = arena().take<T>(sorted.pairs * e.width);
-  const BlockProducts gate_up(sorted, e, false, x), down(sorted, e, true, x);
+  const BlockMatmuls gate_up(sorted, e, false, x), down(sorted, e, true, x);
   const Step<T> step{e, sorted, gate_up, down, gated, y, rows};
   const long gate_panels = (e.width + kLanes - 1) / kLanes, panels = (e.hidden + kPanel - 1) / kPanel;
   const long size = step.parts() * rows * kPanel, threads = omp_get_max_threads();

@@ -13,9 +13,9 @@ struct Expert {
 
 // The experts `first` to `first + count` of an MoE layer.
 struct Experts {
-  const Expert *of;
+  const Expert *experts;
   long first, count;
-  long hidden, width, slices;  // slices along the width, as in Product; at most one of slices and groups exceeds 1
+  long hidden, width, slices;  // slices along the width, as in MatmulArgs; at most one of slices and groups exceeds 1
   long groups, group;  // number of groups, and experts per group; groups are summed separately, and added up in a tree
   long only_slice;             // the only slice to add up, all others count as 0; -1: all slices
   int activation;              // the Epilogue of a gated matmul

@@ -164,7 +164,7 @@ void sum(const FloatRows &x, long panel, long slice, float *sums) {
 
 // Compute a matmul, split by panels among threads.
 template <class T>
-void multiply(const Product &p) {
+void multiply(const MatmulArgs &p) {
   const Float8Form &form = *static_cast<const Float8Form *>(p.weight);
   for (long first = 0; first < p.rows; first += kMostRows) {
     const Arena::Mark mark = arena().mark();
@@ -240,19 +240,19 @@ struct Float8Rows final : PanelRows {
 }  // namespace fp8
 
 template <class T>
-PanelRows *fp8_panel_rows(const Product &p) {
+PanelRows *fp8_panel_rows(const MatmulArgs &p) {
   const auto &form = *static_cast<const fp8::Float8Form *>(p.weight);
   return new (arena().take<fp8::Float8Rows<T>>(1)) fp8::Float8Rows<T>(fp8::FloatRows(form, p.rows));
 }
 
 template <class T>
-void multiply_fp8(const Product &p) {
+void multiply_fp8(const MatmulArgs &p) {
   fp8::multiply<T>(p);
 }
 
 #define OARLOCK_MULTIPLY_FP8(T)                   \
-  template void multiply_fp8<T>(const Product &); \
-  template PanelRows *fp8_panel_rows<T>(const Product &);
+  template void multiply_fp8<T>(const MatmulArgs &); \
+  template PanelRows *fp8_panel_rows<T>(const MatmulArgs &);
 OARLOCK_FOR_EACH_TYPE(OARLOCK_MULTIPLY_FP8)
 
 }  // namespace gemm
@@ -273,7 +273,7 @@ extern "C" void oarlock_fp8_pack(const simd::Float8 *values, const float *scales
 extern "C" void oarlock_fp8_gemm(const void *x, const void *weight, const void *bias, const void *residual, void *y,
                                  long rows, long columns, long inputs, long x_stride, long y_stride, int epilogue, int type,
                                  long slices) {
-  const gemm::Product p{x, weight, bias, residual, y, rows, columns, inputs, x_stride, y_stride, epilogue, slices};
+  const gemm::MatmulArgs p{x, weight, bias, residual, y, rows, columns, inputs, x_stride, y_stride, epilogue, slices};
   with_type(type, [&](auto *of) { gemm::multiply_fp8<std::remove_pointer_t<decltype(of)>>(p); });
 }
 

@@ -4,9 +4,9 @@
 
 namespace gemm {
 
-// Compute `product`. Its weight is packed by `oarlock_fp8_pack` for the same number of slices; T is the type of all
+// Compute `args`. Its weight is packed by `oarlock_fp8_pack` for the same number of slices; T is the type of all
 // other operands.
 template <class T>
-void multiply_fp8(const Product &product);
+void multiply_fp8(const MatmulArgs &args);
 
 }  // namespace gemm

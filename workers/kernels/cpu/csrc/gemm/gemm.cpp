@@ -48,8 +48,8 @@ struct TypeOf<BFloat16> {
 #endif
 };
 
-// Rows of x in strips: [strips][places][rows of the strip][kRowStride]. If slices are shorter than a block, several
-// share a place, so that data which strips read again for each panel is close together.
+// Rows of x in strips: [strips][cells][rows of the strip][kRowStride]. If slices are shorter than a block, several
+// share a cell, so that data which strips read again for each panel is close together.
 template <class T>
 struct Rows : Strips<TypeOf<T>::Tiles::kRows> {
   using S = typename TypeOf<T>::Tiles;
@@ -57,18 +57,18 @@ struct Rows : Strips<TypeOf<T>::Tiles::kRows> {
   using Strips<S::kRows>::begin, Strips<S::kRows>::count, Strips<S::kRows>::rows, Strips<S::kRows>::strips;
   X *packed;
   Slices inputs;
-  long blocks, places;  // blocks of all slices, and places that store them
-  int shift;            // a place has 1 << shift blocks
+  long blocks, cells;  // blocks of all slices, and cells that store them
+  int shift;            // a cell has 1 << shift blocks
 
   Rows(long rows, const Slices &inputs) : Strips<S::kRows>(rows), inputs(inputs), blocks(inputs.all_blocks()), shift(0) {
     while (inputs.blocks == 1 && padded(inputs.length) << (shift + 1) <= S::kBlock) shift++;
-    places = (blocks + (1L << shift) - 1) >> shift;
+    cells = (blocks + (1L << shift) - 1) >> shift;
   }
   static long padded(long inputs) { return (inputs + S::kStep - 1) / S::kStep * S::kStep; }
-  long size() const { return rows * places * kRowStride<S>; }
+  long size() const { return rows * cells * kRowStride<S>; }
   X *at(long strip, long block) const {
-    X *place = packed + (begin(strip) * places + count(strip) * (block >> shift)) * kRowStride<S>;
-    return place + (block & ((1L << shift) - 1)) * padded(inputs.length);
+    X *cell = packed + (begin(strip) * cells + count(strip) * (block >> shift)) * kRowStride<S>;
+    return cell + (block & ((1L << shift) - 1)) * padded(inputs.length);
   }
 
   void pack(const T *x, long stride) {
@@ -114,7 +114,7 @@ void widen(const float *, long, float *) {}
 template <class T>
 struct Chunk {
   using S = typename TypeOf<T>::Tiles;
-  const Product &p;
+  const MatmulArgs &p;
   const Rows<T> &x;
   long first_row;
 
@@ -248,16 +248,16 @@ struct Chunk {
 };
 
 template <class T>
-Slices slices_of(const Product &p) {
+Slices slices_of(const MatmulArgs &p) {
   return Slices(p.inputs, p.slices, TypeOf<T>::Tiles::kBlock).even(kFullTile);
 }
 
 template <class T>
 struct DenseRows final : PanelRows {
-  Product p;
+  MatmulArgs p;
   Rows<T> x;
 
-  DenseRows(const Product &product, const Rows<T> &of) : PanelRows(of.rows, of.strips), p(product), x(of) {
+  DenseRows(const MatmulArgs &args, const Rows<T> &of) : PanelRows(of.rows, of.strips), p(args), x(of) {
     x.packed = arena().take<typename Rows<T>::X>(x.size());
   }
   void pack(long strip, const void *from, long stride, const int32_t *row_of) override {
@@ -273,12 +273,12 @@ struct DenseRows final : PanelRows {
 }  // namespace
 
 template <class T>
-PanelRows *dense_panel_rows(const Product &p) {
+PanelRows *dense_panel_rows(const MatmulArgs &p) {
   return new (arena().take<DenseRows<T>>(1)) DenseRows<T>(p, Rows<T>(p.rows, slices_of<T>(p)));
 }
 
 template <class T>
-void multiply(const Product &p) {
+void multiply(const MatmulArgs &p) {
   const long columns_per_panel = kPanel;
   const long panels = (p.columns + columns_per_panel - 1) / columns_per_panel;
   const Slices inputs = slices_of<T>(p);
@@ -295,8 +295,8 @@ void multiply(const Product &p) {
 }
 
 #define OARLOCK_MULTIPLY(T)                   \
-  template void multiply<T>(const Product &); \
-  template PanelRows *dense_panel_rows<T>(const Product &);
+  template void multiply<T>(const MatmulArgs &); \
+  template PanelRows *dense_panel_rows<T>(const MatmulArgs &);
 OARLOCK_FOR_EACH_TYPE(OARLOCK_MULTIPLY)
 
 }  // namespace gemm
@@ -304,6 +304,6 @@ OARLOCK_FOR_EACH_TYPE(OARLOCK_MULTIPLY)
 extern "C" void oarlock_gemm(const void *x, const void *weight, const void *bias, const void *residual, void *y, long rows,
                              long columns, long inputs, long x_stride, long y_stride, int epilogue, int type,
                              long slices) {
-  const gemm::Product p{x, weight, bias, residual, y, rows, columns, inputs, x_stride, y_stride, epilogue, slices};
+  const gemm::MatmulArgs p{x, weight, bias, residual, y, rows, columns, inputs, x_stride, y_stride, epilogue, slices};
   with_type(type, [&](auto *of) { gemm::multiply<std::remove_pointer_t<decltype(of)>>(p); });
 }

@@ -7,7 +7,7 @@ namespace gemm {
 enum Epilogue { kPlain = 0, kAdd = 1, kFloat = 2, kSiluGate = 3, kGeluTanhGate = 4, kClampedGate = 5 };
 
 // Arguments of a matmul. T is the type of x, weight, bias and residual, and of y unless the epilogue is kFloat.
-struct Product {
+struct MatmulArgs {
   const void *x;         // [rows, inputs], rows `x_stride` elements apart
   const void *weight;    // packed by `pack`
   const void *bias;      // [columns] in the packed order, or null
@@ -35,6 +35,6 @@ inline long row_of(long panel, int output, long columns, bool gated) {
 }
 
 template <class T>
-void multiply(const Product &product);
+void multiply(const MatmulArgs &args);
 
 }  // namespace gemm

@@ -1,4 +1,4 @@
-// y = epilogue(x w^T + bias) with w in the format of grouped_form.h.
+// y = epilogue(x w^T + bias) with w in the format of grouped_format.h.
 //
 // Each row of x is rounded to integers from -127 to 127, with a scale for each slice. The products of a group are added
 // up exactly. The sum, plus the zero point times the sum of the row's integers, times the group's scale, is rounded to
@@ -28,12 +28,12 @@ using Rows = RoundedRows<kStrip<Dot>, 0>;
 // slices].
 template <class Dot>
 struct GroupSums {
-  const PackedForm &form;
+  const PackedFormat &form;
   long stride;
   int32_t *starts;
   float *totals;  // null if the weight has no zero points
 
-  GroupSums(const PackedForm &form, long rows)
+  GroupSums(const PackedFormat &form, long rows)
       : form(form), stride(form.slices * form.groups()), starts(arena().take<int32_t>(rows * stride)),
         totals(form.has_zeros ? arena().take<float>(rows * stride) : nullptr) {}
 
@@ -72,7 +72,7 @@ struct GroupSums {
 // A weight and the rows that it multiplies.
 template <class Dot>
 struct Operands {
-  const PackedForm &form;
+  const PackedFormat &form;
   const Rows<Dot> &x;
   const GroupSums<Dot> &of;
   const Tiles tiles = tiles_for<Dot>(form);
@@ -86,9 +86,9 @@ struct Operands {
   void multiply(long panel, long first, long end, float *sums, const WeightedTotals *to) const {
     const char *factors = reinterpret_cast<const char *>(&form + 1) + panel * panel_bytes;
     const char *from = factors + kPanel * sizeof(float) + first * slice_bytes;
-    const long blocks = x.slices.blocks, in_place = 1L << x.shift;
+    const long blocks = x.slices.blocks, in_cell = 1L << x.shift;
     for (long block = first * blocks, next; block < end * blocks; block = next) {
-      next = std::min(end * blocks, (block | (in_place - 1)) + 1);  // blocks that share a place
+      next = std::min(end * blocks, (block | (in_cell - 1)) + 1);  // blocks that share a cell
       const long slice = x.slices.slice_of(block), sums_at = of.at(0, block, x.slices);
       Tile t;
       t.scales = from;
@@ -159,8 +159,8 @@ const T *in_order(const T *x, long stride, long rows, const int32_t *order, long
 
 // Split the work by panels among threads. Sums of groups are not cut, so that their order stays the same.
 template <class T, class Dot>
-void multiply(const Product &p) {
-  const PackedForm &form = *static_cast<const PackedForm *>(p.weight);
+void multiply(const MatmulArgs &p) {
+  const PackedFormat &form = *static_cast<const PackedFormat *>(p.weight);
   const long inputs = form.slices * form.length;
   for (long first = 0; first < p.rows; first += kMostRows) {
     const Arena::Mark mark = arena().mark();
@@ -193,14 +193,14 @@ void multiply(const Product &p) {
 
 template <class T, class Dot>
 struct GroupedRows final : PanelRows {
-  const PackedForm &form;
+  const PackedFormat &form;
   const long inputs;
   Rows<Dot> x;
   GroupSums<Dot> of;
   const Operands<Dot> operands{form, x, of};
   T *moved;  // [rows][inputs]  rows in the weight's own order, if it has any; or null
 
-  GroupedRows(const PackedForm &form, const Rows<Dot> &rows)
+  GroupedRows(const PackedFormat &form, const Rows<Dot> &rows)
       : PanelRows(rows.rows, rows.strips), form(form), inputs(form.slices * form.length), x(rows), of(form, rows.rows) {
     x.packed = arena().take<uint8_t>(x.size());
     x.scales = arena().take<float>(x.rows * form.slices);
@@ -225,8 +225,8 @@ struct GroupedRows final : PanelRows {
 };
 
 template <class T, class Dot>
-PanelRows *rows_by(const Product &p) {
-  const PackedForm &form = *static_cast<const PackedForm *>(p.weight);
+PanelRows *rows_by(const MatmulArgs &p) {
+  const PackedFormat &form = *static_cast<const PackedFormat *>(p.weight);
   const Rows<Dot> rows(p.rows, form.slices * form.length, form.slices);
   return new (arena().take<GroupedRows<T, Dot>>(1)) GroupedRows<T, Dot>(form, rows);
 }
@@ -235,19 +235,19 @@ PanelRows *rows_by(const Product &p) {
 }  // namespace grouped
 
 template <class T>
-PanelRows *grouped_panel_rows(const Product &p, int kind) {
+PanelRows *grouped_panel_rows(const MatmulArgs &p, int kind) {
   return kind == kGroupedDot ? grouped::rows_by<T, Dot>(p) : grouped::rows_by<T, PlainDot>(p);
 }
 
 template <class T>
-void multiply_grouped(const Product &p, int kind) {
+void multiply_grouped(const MatmulArgs &p, int kind) {
   if (kind == kGroupedDot) grouped::multiply<T, Dot>(p);
   else grouped::multiply<T, PlainDot>(p);
 }
 
 #define OARLOCK_MULTIPLY_GROUPED(T)                        \
-  template void multiply_grouped<T>(const Product &, int); \
-  template PanelRows *grouped_panel_rows<T>(const Product &, int);
+  template void multiply_grouped<T>(const MatmulArgs &, int); \
+  template PanelRows *grouped_panel_rows<T>(const MatmulArgs &, int);
 OARLOCK_FOR_EACH_TYPE(OARLOCK_MULTIPLY_GROUPED)
 
 }  // namespace gemm
@@ -255,6 +255,6 @@ OARLOCK_FOR_EACH_TYPE(OARLOCK_MULTIPLY_GROUPED)
 extern "C" void oarlock_grouped_gemm(const void *x, const void *weight, const void *bias, const void *residual, void *y,
                                      long rows, long columns, long inputs, long x_stride, long y_stride, int epilogue,
                                      int type, int kind, long slices) {
-  const gemm::Product p{x, weight, bias, residual, y, rows, columns, inputs, x_stride, y_stride, epilogue, slices};
+  const gemm::MatmulArgs p{x, weight, bias, residual, y, rows, columns, inputs, x_stride, y_stride, epilogue, slices};
   with_type(type, [&](auto *of) { gemm::multiply_grouped<std::remove_pointer_t<decltype(of)>>(p, kind); });
 }

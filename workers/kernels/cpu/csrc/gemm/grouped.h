@@ -4,9 +4,9 @@
 
 namespace gemm {
 
-// Compute `product`. Its weight is packed by `oarlock_grouped_pack` for `kind` and the same number of slices; T is the
+// Compute `args`. Its weight is packed by `oarlock_grouped_pack` for `kind` and the same number of slices; T is the
 // type of all other operands.
 template <class T>
-void multiply_grouped(const Product &product, int kind);
+void multiply_grouped(const MatmulArgs &args, int kind);
 
 }  // namespace gemm

@@ -1,37 +1,25 @@
-// Packing and unpacking of weights of 4 or 8 bits with scales for groups of inputs (grouped_form.h).
+// Packing and unpacking of weights of 4 or 8 bits with scales for groups of inputs (grouped_format.h).
 #include <array>
 #include <type_traits>
 
-#include "gemm/grouped_form.h"
+#include "gemm/grouped_format.h"
+#include "gemm/grouped_source.h"
 #include "gemm/int8.h"
 #include "runtime/parallel.h"
 #include "simd/element_types.h"
-
-// A weight before packing, and the parameters of its packed format.
-struct GroupedSource {
-  const int8_t *values;    // [columns, inputs], rows `stride` apart
-  const Float16 *scales;   // [columns, scales_per_row]
-  const Float16 *zeros;    // [columns, scales_per_row], or null
-  const float *factors;    // [columns]
-  const int32_t *places;   // [slices * length]  index in a row of `values` of each packed input, -1 for none
-  const int32_t *order;    // [slices * length]  index in x of each packed input; null if x is read in its own order
-  long columns, stride, scales_per_row, stored_group;
-  long slices, length;     // number of slices, and inputs of a slice
-  int bits, group, is_gated, is_float, kind;
-};
 
 namespace gemm {
 namespace grouped {
 namespace {
 
-PackedForm form_of(const GroupedSource &from) {
-  PackedForm form{from.columns,          from.is_gated, from.is_float, from.bits, from.group,
+PackedFormat format_of(const GroupedSource &from) {
+  PackedFormat form{from.columns,          from.is_gated, from.is_float, from.bits, from.group,
                   from.zeros != nullptr, from.slices,   from.length,   0};
-  form.order_at = from.order ? form.bytes() : 0;
+  form.order_at = from.input_order ? form.bytes() : 0;
   return form;
 }
 
-int base_for(int kind, const PackedForm &form) {
+int base_for(int kind, const PackedFormat &form) {
   return kind == kGroupedDot ? base_of<Dot>(form) : base_of<PlainDot>(form);
 }
 
@@ -43,41 +31,41 @@ constexpr std::array<uint8_t, 2 * kFloatBase + 1> bits_of_floats() {
 }
 
 // Return the stored bits of a value.
-int stored_bits(const PackedForm &form, int value, int base) {
+int stored_bits(const PackedFormat &form, int value, int base) {
   if (!form.is_float) return (value + base) & (form.bits == 4 ? 15 : 255);
   constexpr std::array<uint8_t, 2 * kFloatBase + 1> kBits = bits_of_floats();
   return kBits[value + kFloatBase];
 }
 
 // Location of value `i` of a group: the byte, and the number of bits by which the value is shifted there.
-struct Place {
+struct ValueLocation {
   long byte;
   int shift;
-  Place(const PackedForm &form, int output, long i) {
+  ValueLocation(const PackedFormat &form, int output, long i) {
     const int lane = form.bits == 4 ? output % kLanes : output;
     byte = form.values_at() + i / 4 * form.step_bytes() + lane * 4 + i % 4;
     shift = form.bits == 4 && output >= kLanes ? 4 : 0;
   }
 };
 
-void pack_panel(const PackedForm &form, const GroupedSource &from, long panel, int base, char *to) {
+void pack_panel(const PackedFormat &form, const GroupedSource &from, long panel, int base, char *to) {
   float *factors = reinterpret_cast<float *>(to);
   to += kPanel * sizeof(float);
   for (long slice = 0; slice < form.slices; slice++)
     for (long group = 0; group < form.groups(); group++, to += form.group_bytes()) {
       const long first = group * form.group, count = std::min<long>(form.group, form.length - first);
-      const int32_t *places = from.places + slice * form.length + first;
+      const int32_t *indices = from.value_indices + slice * form.length + first;
       Float16 *scales = reinterpret_cast<Float16 *>(to);
       for (int output = 0; output < kPanel; output++) {
         const long row = row_of(panel, output, form.columns, form.is_gated);
         factors[output] = row < 0 ? 0.0f : from.factors[row];
-        const long stored = row * from.scales_per_row + places[0] / from.stored_group;
+        const long stored = row * from.scales_per_row + indices[0] / from.stored_group;
         scales[output] = row < 0 ? Float16{} : from.scales[stored];
         if (form.has_zeros) scales[kPanel + output] = row < 0 ? Float16{} : from.zeros[stored];
         for (long i = 0; i < form.group; i++) {
-          const int value = row >= 0 && i < count && places[i] >= 0 ? from.values[row * from.stride + places[i]] : 0;
-          const Place place(form, output, i);
-          to[place.byte] |= stored_bits(form, value, base) << place.shift;
+          const int value = row >= 0 && i < count && indices[i] >= 0 ? from.values[row * from.stride + indices[i]] : 0;
+          const ValueLocation location(form, output, i);
+          to[location.byte] |= stored_bits(form, value, base) << location.shift;
         }
       }
     }
@@ -85,7 +73,7 @@ void pack_panel(const PackedForm &form, const GroupedSource &from, long panel, i
 
 // Read output `id` to row [inputs], each input at its index in x.
 template <class T>
-void read_row(const PackedForm &form, long id, int base, T *row) {
+void read_row(const PackedFormat &form, long id, int base, T *row) {
   const char *at = form.panel(id / kPanel);
   const int output = id % kPanel;
   const float factor = reinterpret_cast<const float *>(at)[output];
@@ -97,9 +85,9 @@ void read_row(const PackedForm &form, long id, int base, T *row) {
       for (long i = 0; i < form.group; i++) {
         const long k = group * form.group + i, input = slice * form.length + k;
         if (k >= form.length || (form.order_at && form.order()[input] < 0)) continue;
-        const Place place(form, output, i);
-        const uint8_t byte = at[place.byte];
-        const int four = byte >> place.shift & 15;
+        const ValueLocation location(form, output, i);
+        const uint8_t byte = at[location.byte];
+        const int four = byte >> location.shift & 15;
         const int value = form.is_float ? kFloats[four] : form.bits == 4 ? four - base : static_cast<int8_t>(byte - base);
         const float number = (value + zero) * scale * factor;
         alignas(64) float lanes[kLanes] = {number};
@@ -114,17 +102,18 @@ void read_row(const PackedForm &form, long id, int base, T *row) {
 
 // Return the size in bytes of `packed`.
 extern "C" long oarlock_grouped_size(const GroupedSource *from) {
-  const gemm::grouped::PackedForm form = gemm::grouped::form_of(*from);
-  return form.bytes() + (from->order ? form.slices * form.length * sizeof(int32_t) : 0);
+  const gemm::grouped::PackedFormat form = gemm::grouped::format_of(*from);
+  return form.bytes() + (from->input_order ? form.slices * form.length * sizeof(int32_t) : 0);
 }
 
 // Pack a weight. `packed` begins at a cache line.
 extern "C" void oarlock_grouped_pack(const GroupedSource *from, char *packed) {
   using namespace gemm::grouped;
-  const PackedForm form = form_of(*from);
+  const PackedFormat form = format_of(*from);
   memset(packed, 0, oarlock_grouped_size(from));
   memcpy(packed, &form, sizeof form);
-  if (from->order) memcpy(packed + form.order_at, from->order, form.slices * form.length * sizeof(int32_t));
+  if (from->input_order)
+    memcpy(packed + form.order_at, from->input_order, form.slices * form.length * sizeof(int32_t));
   const int base = base_for(from->kind, form);
 #pragma omp parallel for schedule(static)
   for (long panel = 0; panel < form.panels(); panel++)
@@ -135,7 +124,7 @@ extern "C" void oarlock_grouped_pack(const GroupedSource *from, char *packed) {
 extern "C" void oarlock_grouped_rows(const void *packed, const int64_t *ids, void *rows, long count, long inputs, int type,
                                      int kind) {
   using namespace gemm::grouped;
-  const PackedForm &form = *static_cast<const PackedForm *>(packed);
+  const PackedFormat &form = *static_cast<const PackedFormat *>(packed);
   with_type(type, [&](auto *of) {
     using T = std::remove_pointer_t<decltype(of)>;
 #pragma omp parallel for if (count >= 16)

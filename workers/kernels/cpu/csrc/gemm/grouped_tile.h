@@ -3,7 +3,7 @@
 #include <array>
 #include <utility>
 
-#include "gemm/grouped_form.h"
+#include "gemm/grouped_format.h"
 #include "gemm/panel_rows.h"
 #include "gemm/rounded_rows.h"
 
@@ -15,7 +15,7 @@ namespace grouped {
 template <class Dot>
 constexpr int kStrip = Dot::kAddsPairs ? 6 : kTileRows / 2;
 
-// Storage of the values of a weight (grouped_form.h). 4-bit values may be unpacked to bytes, in the layout of 8-bit
+// Storage of the values of a weight (grouped_format.h). 4-bit values may be unpacked to bytes, in the layout of 8-bit
 // values.
 template <int kBits_, bool kFloat_, int kGroup_, bool kUnpacked_ = false>
 struct Values {
@@ -241,7 +241,7 @@ Tiles tiles_of_4_bits() {
 }
 
 template <class Dot>
-Tiles tiles_for(const PackedForm &form) {
+Tiles tiles_for(const PackedFormat &form) {
   const bool long_groups = form.group == 32;
   if (form.is_float) return long_groups ? tiles_of_4_bits<Dot, true, 32>() : tiles_of_4_bits<Dot, true, 16>();
   if (form.bits == 4) return long_groups ? tiles_of_4_bits<Dot, false, 32>() : tiles_of_4_bits<Dot, false, 16>();

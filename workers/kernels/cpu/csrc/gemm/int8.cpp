@@ -100,7 +100,7 @@ inline Vec scaled(Ints sums, Vec of_outputs, Vec of_row) {
 
 template <class T, class Dot>
 struct Chunk {
-  const Product &p;
+  const MatmulArgs &p;
   const RoundedRows<Dot::kRows, Dot::kOffset> &x;
   long first_row;
   const long ahead = fetched_ahead(x.rows, Dot::kRows);
@@ -264,10 +264,10 @@ struct Chunk {
 template <class T, class Dot>
 struct Int8Rows final : PanelRows {
   using Rounded = RoundedRows<Dot::kRows, Dot::kOffset>;
-  Product p;
+  MatmulArgs p;
   Rounded x;
 
-  Int8Rows(const Product &product, const Rounded &of) : PanelRows(of.rows, of.strips), p(product), x(of) {
+  Int8Rows(const MatmulArgs &args, const Rounded &of) : PanelRows(of.rows, of.strips), p(args), x(of) {
     x.packed = arena().take<uint8_t>(x.size());
     x.scales = arena().take<float>(x.rows * p.slices);
   }
@@ -283,13 +283,13 @@ struct Int8Rows final : PanelRows {
 };
 
 template <class T, class Dot>
-PanelRows *rows_by(const Product &p) {
+PanelRows *rows_by(const MatmulArgs &p) {
   using Rows = Int8Rows<T, Dot>;
   return new (arena().take<Rows>(1)) Rows(p, typename Rows::Rounded(p.rows, p.inputs, p.slices));
 }
 
 template <class T, class Dot>
-void multiply_by(const Product &p) {
+void multiply_by(const MatmulArgs &p) {
   const long panels = (p.columns + kPanel - 1) / kPanel;
   for (long row = 0; row < p.rows; row += kMostRows) {
     RoundedRows<Dot::kRows, Dot::kOffset> x(std::min(kMostRows, p.rows - row), p.inputs, p.slices);
@@ -353,19 +353,19 @@ void dequantise_rows(const void *packed, const int64_t *ids, T *rows, long count
 }  // namespace
 
 template <class T>
-void multiply_int8(const Product &p, int kind) {
+void multiply_int8(const MatmulArgs &p, int kind) {
   if (kind == kInt8Dot) multiply_by<T, Dot>(p);
   else multiply_by<T, PlainDot>(p);
 }
 
 template <class T>
-PanelRows *int8_panel_rows(const Product &p, int kind) {
+PanelRows *int8_panel_rows(const MatmulArgs &p, int kind) {
   return kind == kInt8Dot ? rows_by<T, Dot>(p) : rows_by<T, PlainDot>(p);
 }
 
 #define OARLOCK_MULTIPLY_INT8(T)                        \
-  template void multiply_int8<T>(const Product &, int); \
-  template PanelRows *int8_panel_rows<T>(const Product &, int);
+  template void multiply_int8<T>(const MatmulArgs &, int); \
+  template PanelRows *int8_panel_rows<T>(const MatmulArgs &, int);
 OARLOCK_FOR_EACH_TYPE(OARLOCK_MULTIPLY_INT8)
 
 }  // namespace gemm
@@ -386,7 +386,7 @@ extern "C" void oarlock_int8_pack(const int8_t *weight, const float *scales, voi
 extern "C" void oarlock_int8_gemm(const void *x, const void *weight, const void *bias, const void *residual, void *y,
                                   long rows, long columns, long inputs, long x_stride, long y_stride, int epilogue,
                                   int type, int kind, long slices) {
-  const gemm::Product p{x, weight, bias, residual, y, rows, columns, inputs, x_stride, y_stride, epilogue, slices};
+  const gemm::MatmulArgs p{x, weight, bias, residual, y, rows, columns, inputs, x_stride, y_stride, epilogue, slices};
   with_type(type, [&](auto *of) { gemm::multiply_int8<std::remove_pointer_t<decltype(of)>>(p, kind); });
 }
 

@@ -8,8 +8,8 @@ namespace gemm {
 // processors of the ISA level lack.
 enum WeightKind { kDense = 0, kInt8 = 1, kInt8Dot = 2, kGrouped = 3, kGroupedDot = 4, kFloat8 = 5 };
 
-// Compute `product`. Its weight is packed by `oarlock_int8_pack` for `kind`; T is the type of all other operands.
+// Compute `args`. Its weight is packed by `oarlock_int8_pack` for `kind`; T is the type of all other operands.
 template <class T>
-void multiply_int8(const Product &product, int kind);
+void multiply_int8(const MatmulArgs &args, int kind);
 
 }  // namespace gemm

@@ -83,14 +83,14 @@ class PanelRows {
   const long rows, strips;
 };
 
-// Return the rows for the weight of `product`, whose x and y are not read. T is the type of x.
+// Return the rows for the weight of `args`, whose x and y are not read. T is the type of x.
 template <class T>
-PanelRows *dense_panel_rows(const Product &product);
+PanelRows *dense_panel_rows(const MatmulArgs &args);
 template <class T>
-PanelRows *int8_panel_rows(const Product &product, int kind);
+PanelRows *int8_panel_rows(const MatmulArgs &args, int kind);
 template <class T>
-PanelRows *grouped_panel_rows(const Product &product, int kind);
+PanelRows *grouped_panel_rows(const MatmulArgs &args, int kind);
 template <class T>
-PanelRows *fp8_panel_rows(const Product &product);
+PanelRows *fp8_panel_rows(const MatmulArgs &args);
 
 }  // namespace gemm

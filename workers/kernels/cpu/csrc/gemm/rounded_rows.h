@@ -21,8 +21,8 @@ constexpr long kSerialRows = 1 << 14;    // elements of x up to which one thread
 // If no magnitude is larger, the row is rounded to zeros, because its scale has no inverse.
 constexpr float kSmallest = 1e-30f;
 
-// Rows of x in strips: [strips][places][rows of the strip][kRowBytes]. Each block has one place. If slices are shorter
-// than a block, several share a place, so that data which is read again for each panel is close together.
+// Rows of x in strips: [strips][cells][rows of the strip][kRowBytes]. Each block has one cell. If slices are shorter
+// than a block, several share a cell, so that data which is read again for each panel is close together.
 template <int kStrip, int kOffset>
 struct RoundedRows : Strips<kStrip> {
   using Strips<kStrip>::begin, Strips<kStrip>::count, Strips<kStrip>::rows, Strips<kStrip>::strips;
@@ -30,20 +30,20 @@ struct RoundedRows : Strips<kStrip> {
   float *scales;  // [rows][slices]
   long inputs;
   Slices slices;
-  long blocks, places;  // blocks of all slices, and places that store them
-  int shift;            // a place has 1 << shift blocks
+  long blocks, cells;  // blocks of all slices, and cells that store them
+  int shift;            // a cell has 1 << shift blocks
 
   RoundedRows(long rows, long inputs, long slices = 1)
       : Strips<kStrip>(rows), inputs(inputs), slices(inputs, slices, kBlock),
         blocks(this->slices.all_blocks()), shift(0) {
     while (this->slices.blocks == 1 && padded(this->slices.length) << (shift + 1) <= kBlock) shift++;
-    places = (blocks + (1L << shift) - 1) >> shift;
+    cells = (blocks + (1L << shift) - 1) >> shift;
   }
   static long padded(long inputs) { return (inputs + 63) / 64 * 64; }  // whole cache lines
-  long size() const { return rows * places * kRowBytes; }
+  long size() const { return rows * cells * kRowBytes; }
   uint8_t *at(long strip, long block) const {
-    uint8_t *place = packed + (begin(strip) * places + count(strip) * (block >> shift)) * kRowBytes;
-    return place + (block & ((1L << shift) - 1)) * padded(slices.length);
+    uint8_t *cell = packed + (begin(strip) * cells + count(strip) * (block >> shift)) * kRowBytes;
+    return cell + (block & ((1L << shift) - 1)) * padded(slices.length);
   }
 
   template <class T>

@@ -1,4 +1,4 @@
-// The inputs of a matmul, cut into slices of equal length (`Product::slices`), and the slices cut into blocks.
+// The inputs of a matmul, cut into slices of equal length (`MatmulArgs::slices`), and the slices cut into blocks.
 //
 // If ranks share a weight along its inputs, each rank has neighbouring slices. Each slice is summed separately, in
 // blocks that start at the beginning of the slice. The sums of slices are added in a balanced binary tree, ((0 + 1) +

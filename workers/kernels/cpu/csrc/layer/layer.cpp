@@ -16,41 +16,41 @@ constexpr long kWidestHead = 256;
 
 // A chunk of rows of a step, and the scratch memory of the branch that runs on them.
 template <class T>
-struct Turn {
+struct RowChunk {
   const LayerStep &step;
   T *scratch[2];
   long first, rows;
 
-  T *at(int place) const {
-    if (place >= kScratch) return scratch[place - kScratch];
-    void *all = place == kResidual ? step.hidden : step.kept[place - kKept];
+  T *at(int rows_kind) const {  // Rows except kPartial
+    if (rows_kind >= kScratch0) return scratch[rows_kind - kScratch0];
+    void *all = rows_kind == kResidual ? step.hidden : step.normed[rows_kind - kNormed0];
     return static_cast<T *>(all) + first * step.width;
   }
 };
 
 template <class T>
-void norm_rows(const Turn<T> &turn, const Operation &op) {
-  const Norm &norm = *static_cast<const Norm *>(op.of);
-  const T *x = turn.at(op.from);
-  T *y = turn.at(op.to);
-  if (norm.is_layer_norm) layer_norm(x, norm.scale, norm.shift, y, turn.rows, norm.width, norm.eps);
-  else rms_norm(x, norm.scale, y, turn.rows, 1, norm.width, norm.width, norm.eps);
+void norm_rows(const RowChunk<T> &chunk, const Operation &op) {
+  const Norm &norm = *static_cast<const Norm *>(op.parameters);
+  const T *x = chunk.at(op.source);
+  T *y = chunk.at(op.target);
+  if (norm.is_layer_norm) layer_norm(x, norm.scale, norm.shift, y, chunk.rows, norm.width, norm.eps);
+  else rms_norm(x, norm.scale, y, chunk.rows, 1, norm.width, norm.width, norm.eps);
 }
 
 template <class T>
-void multiply(const Turn<T> &turn, const Operation &op) {
-  const PackedWeight &w = *static_cast<const PackedWeight *>(op.of);
+void multiply(const RowChunk<T> &chunk, const Operation &op) {
+  const PackedWeight &w = *static_cast<const PackedWeight *>(op.parameters);
   const bool gated = w.epilogue == gemm::kSiluGate || w.epilogue == gemm::kGeluTanhGate;
   const long y_stride = gated ? w.columns / 2 : w.columns;
-  gemm::Product p{turn.at(op.from), w.weight, w.bias, nullptr, nullptr, turn.rows, w.columns, w.inputs, w.inputs,
+  gemm::MatmulArgs p{chunk.at(op.source), w.weight, w.bias, nullptr, nullptr, chunk.rows, w.columns, w.inputs, w.inputs,
                   y_stride, w.epilogue, w.slices};
-  if (op.to == kPartial) {
-    p.y = turn.step.partial + turn.first * w.columns;
+  if (op.target == kPartial) {
+    p.y = chunk.step.partial + chunk.first * w.columns;
     p.bias = nullptr;
   } else {
-    p.y = turn.at(op.to);
+    p.y = chunk.at(op.target);
   }
-  if (op.to == kResidual) {
+  if (op.target == kResidual) {
     p.residual = p.y;  // each element is read once, just before it is written
     p.epilogue = gemm::kAdd;
   }
@@ -61,31 +61,31 @@ void multiply(const Turn<T> &turn, const Operation &op) {
 }
 
 template <class T>
-int turn_heads(const Turn<T> &turn, const Operation &op) {
-  const HeadsAndPages &layer = *static_cast<const HeadsAndPages *>(op.of);
+int apply_rope(const RowChunk<T> &chunk, const Operation &op) {
+  const HeadsAndPages &layer = *static_cast<const HeadsAndPages *>(op.parameters);
   const AttentionLayer &a = *layer.attention;
   const long width = a.head_dim, heads = a.heads + a.kv_heads, stride = (heads + a.kv_heads) * width;
   const RotaryRows none{nullptr, 0};
-  const RotaryRows &rotary = layer.rotary < 0 ? none : turn.step.rotary[layer.rotary];
+  const RotaryRows &rotary = layer.rotary < 0 ? none : chunk.step.rotary[layer.rotary];
   const long half = rotary.width / 2;
-  T *qkv = turn.at(op.to);
+  T *qkv = chunk.at(op.target);
   const Arena::Mark mark = arena().mark();
   float *squares = nullptr;
-  if (const HeadsOfRank *of = layer.of_rows) {
-    squares = arena().take<float>(turn.rows * of->all());
-    squares_of_heads(*of, qkv, squares, turn.rows, width, stride);
-    const int missing = turn.step.group ? all_reduce(*turn.step.group, squares, turn.rows * of->all()) : kAllCame;
-    if (missing != kAllCame) return missing;
+  if (const HeadsOfRank *of = layer.row_norm) {
+    squares = arena().take<float>(chunk.rows * of->all());
+    squares_of_heads(*of, qkv, squares, chunk.rows, width, stride);
+    const int missing = chunk.step.group ? all_reduce(*chunk.step.group, squares, chunk.rows * of->all()) : kAllArrived;
+    if (missing != kAllArrived) return missing;
   }
-#pragma omp parallel for if (turn.rows * heads * width > kSerial)
-  for (long row = 0; row < turn.rows; row++) {
-    const float *cos = rotary.rows + turn.step.positions[turn.first + row] * rotary.width, *sin = cos + half;
+#pragma omp parallel for if (chunk.rows * heads * width > kSerial)
+  for (long row = 0; row < chunk.rows; row++) {
+    const float *cos = rotary.rows + chunk.step.positions[chunk.first + row] * rotary.width, *sin = cos + half;
     const auto rotated = [&](const auto *x, T *y) {
       if (layer.interleaved) rotate_neighbours<kWidestHead>(x, cos, sin, y, width, half);
       else rotate_head(x, cos, sin, y, width, half);
     };
     float factors[2];
-    if (squares) row_factors(*layer.of_rows, squares + row * layer.of_rows->all(), width, layer.eps, factors);
+    if (squares) row_factors(*layer.row_norm, squares + row * layer.row_norm->all(), width, layer.eps, factors);
     for (long head = 0; head < heads; head++) {
       T *x = qkv + row * stride + head * width;
       if (!layer.head_norm) {
@@ -100,31 +100,31 @@ int turn_heads(const Turn<T> &turn, const Operation &op) {
     }
   }
   arena().release(mark);
-  return kAllCame;
+  return kAllArrived;
 }
 
 template <class T>
-void attend_rows(const Turn<T> &turn, const Operation &op) {
-  const HeadsAndPages &layer = *static_cast<const HeadsAndPages *>(op.of);
+void attend_rows(const RowChunk<T> &chunk, const Operation &op) {
+  const HeadsAndPages &layer = *static_cast<const HeadsAndPages *>(op.parameters);
   const AttentionLayer &a = *layer.attention;
   const long mixed_width = a.heads * a.head_dim, kv_width = a.kv_heads * a.head_dim, stride = mixed_width + 2 * kv_width;
-  const T *qkv = turn.at(op.from), *k = qkv + mixed_width, *v = k + kv_width;
-  const NewRows<T> rows{k, stride, v, stride, turn.step.slots, turn.rows};
-  attend<T>(*turn.step.attention, a, qkv, stride, turn.at(op.to), mixed_width, layer.k_pages, layer.v_pages,
+  const T *qkv = chunk.at(op.source), *k = qkv + mixed_width, *v = k + kv_width;
+  const NewRows<T> rows{k, stride, v, stride, chunk.step.slots, chunk.rows};
+  attend<T>(*chunk.step.attention, a, qkv, stride, chunk.at(op.target), mixed_width, layer.k_pages, layer.v_pages,
             layer.sinks, &rows);
 }
 
 template <class T>
-void take_total(const Turn<T> &turn, const Operation &op) {
+void finish_matmul(const RowChunk<T> &chunk, const Operation &op) {
   using namespace simd;
-  const PackedWeight &w = *static_cast<const PackedWeight *>(op.of);
+  const PackedWeight &w = *static_cast<const PackedWeight *>(op.parameters);
   const long width = w.columns;
   const T *bias = static_cast<const T *>(w.bias);
-  const float *total = turn.step.partial + turn.first * width;
-  const bool adds = op.to == kResidual;
-  T *y = turn.at(op.to);
-#pragma omp parallel for if (turn.rows * width > kSerial)
-  for (long row = 0; row < turn.rows; row++) {
+  const float *total = chunk.step.partial + chunk.first * width;
+  const bool adds = op.target == kResidual;
+  T *y = chunk.at(op.target);
+#pragma omp parallel for if (chunk.rows * width > kSerial)
+  for (long row = 0; row < chunk.rows; row++) {
     const float *from = total + row * width;
     T *to = y + row * width;
     for (long d = 0; d < width; d += kLanes) {  // same order as in a single rank's epilogue
@@ -137,14 +137,14 @@ void take_total(const Turn<T> &turn, const Operation &op) {
 }
 
 template <class T>
-void add_rows(const Turn<T> &turn, const Operation &op) {
+void add_rows(const RowChunk<T> &chunk, const Operation &op) {
   using namespace simd;
-  const Addition &addition = *static_cast<const Addition *>(op.of);
+  const Addition &addition = *static_cast<const Addition *>(op.parameters);
   const long width = addition.width;
   const Vec scale = broadcast(addition.scale);
-  T *x = turn.at(op.from), *hidden = turn.at(kResidual);
-#pragma omp parallel for if (turn.rows * width > kSerial)
-  for (long row = 0; row < turn.rows; row++) {
+  T *x = chunk.at(op.source), *hidden = chunk.at(kResidual);
+#pragma omp parallel for if (chunk.rows * width > kSerial)
+  for (long row = 0; row < chunk.rows; row++) {
     T *from = x + row * width, *to = hidden + row * width;
     if (const Norm *norm = addition.norm) {
       if (norm->is_layer_norm) layer_norm_row(from, norm->scale, norm->shift, from, width, norm->eps);
@@ -156,61 +156,61 @@ void add_rows(const Turn<T> &turn, const Operation &op) {
 }
 
 template <class T>
-void mix(const Turn<T> &turn, const Operation &op) {
-  const Mixture &of = *static_cast<const Mixture *>(op.of);
-  const Router &router = *of.router;
-  const long rows = turn.rows;
-  const T *x = turn.at(op.from);
+void run_experts(const RowChunk<T> &chunk, const Operation &op) {
+  const MoELayer &layer = *static_cast<const MoELayer *>(op.parameters);
+  const Router &router = *layer.router;
+  const long rows = chunk.rows;
+  const T *x = chunk.at(op.source);
   const Arena::Mark mark = arena().mark();
   float *logits = arena().take<float>(rows * router.outputs), *weights = arena().take<float>(rows * router.top_k);
   int32_t *ids = arena().take<int32_t>(rows * router.top_k);
   router_logits(router, x, router.hidden, rows, logits);
   route(router, logits, rows, ids, weights);
-  gemm::multiply_experts(*of.routed, x, router.hidden, ids, weights, rows, router.top_k, turn.step.partial);
-  if (of.shared) {
+  gemm::multiply_experts(*layer.routed, x, router.hidden, ids, weights, rows, router.top_k, chunk.step.partial);
+  if (layer.shared) {
     std::fill_n(ids, rows, 0);
-    if (of.shared_gate) router_logits(*of.shared_gate, x, router.hidden, rows, weights);
-    for (long row = 0; row < rows; row++) weights[row] = of.shared_gate ? sigmoid_of(weights[row]) : 1.0f;
-    float *sums = turn.step.partial + rows * router.hidden;
-    gemm::multiply_experts(*of.shared, x, router.hidden, ids, weights, rows, 1, sums);
+    if (layer.shared_gate) router_logits(*layer.shared_gate, x, router.hidden, rows, weights);
+    for (long row = 0; row < rows; row++) weights[row] = layer.shared_gate ? sigmoid_of(weights[row]) : 1.0f;
+    float *sums = chunk.step.partial + rows * router.hidden;
+    gemm::multiply_experts(*layer.shared, x, router.hidden, ids, weights, rows, 1, sums);
   }
   arena().release(mark);
 }
 
 template <class T>
-void take_mix_total(const Turn<T> &turn, const Operation &op) {
+void finish_experts(const RowChunk<T> &chunk, const Operation &op) {
   using namespace simd;
-  const Mixture &of = *static_cast<const Mixture *>(op.of);
-  const long width = of.router->hidden;
-  const bool adds = op.to == kResidual;
-  T *y = turn.at(op.to);
-#pragma omp parallel for if (turn.rows * width > kSerial)
-  for (long row = 0; row < turn.rows; row++) {
-    const float *from = turn.step.partial + row * width, *shared = from + turn.rows * width;
+  const MoELayer &layer = *static_cast<const MoELayer *>(op.parameters);
+  const long width = layer.router->hidden;
+  const bool adds = op.target == kResidual;
+  T *y = chunk.at(op.target);
+#pragma omp parallel for if (chunk.rows * width > kSerial)
+  for (long row = 0; row < chunk.rows; row++) {
+    const float *from = chunk.step.partial + row * width, *shared = from + chunk.rows * width;
     T *to = y + row * width;
     for (long d = 0; d < width; d += kLanes) {
       Vec sum = load(from + d, width - d);
-      if (of.shared) sum = sum + load(shared + d, width - d);
+      if (layer.shared) sum = sum + load(shared + d, width - d);
       if (adds) sum = sum + load(to + d, width - d);
       store(to + d, sum, width - d);
     }
   }
 }
 
-// Run one operation. Return kAllCame, or the rank that did not reach an all-reduce in time.
+// Run one operation. Return kAllArrived, or the rank that did not reach an all-reduce in time.
 template <class T>
-int run_operation(const Turn<T> &turn, const Operation &op) {
+int run_operation(const RowChunk<T> &chunk, const Operation &op) {
   switch (op.kind) {
-    case kNormRows: norm_rows(turn, op); break;
-    case kMultiply: multiply(turn, op); break;
-    case kTurnHeads: return turn_heads(turn, op);
-    case kAttend: attend_rows(turn, op); break;
-    case kTotal: take_total(turn, op); break;
-    case kMix: mix(turn, op); break;
-    case kMixTotal: take_mix_total(turn, op); break;
-    case kAddRows: add_rows(turn, op); break;
+    case kNormRows: norm_rows(chunk, op); break;
+    case kMultiply: multiply(chunk, op); break;
+    case kApplyRope: return apply_rope(chunk, op);
+    case kAttend: attend_rows(chunk, op); break;
+    case kFinishMatmul: finish_matmul(chunk, op); break;
+    case kRunExperts: run_experts(chunk, op); break;
+    case kFinishExperts: finish_experts(chunk, op); break;
+    case kAddRows: add_rows(chunk, op); break;
   }
-  return kAllCame;
+  return kAllArrived;
 }
 
 // Run operations `first` to `last` of a branch, on at most `rows_at_once` rows at a time.
@@ -220,10 +220,10 @@ int run(const Branch &branch, const LayerStep &step, long first, long last) {
   const Arena::Mark mark = arena().mark();
   T *scratch[2];
   for (int i = 0; i < 2; i++) scratch[i] = branch.widths[i] ? arena().take<T>(most * branch.widths[i]) : nullptr;
-  int missing = kAllCame;
+  int missing = kAllArrived;
   for (long row = 0; row < step.rows; row += most) {
-    const Turn<T> turn{step, {scratch[0], scratch[1]}, row, std::min(most, step.rows - row)};
-    for (long i = first; i < last && missing == kAllCame; i++) missing = run_operation(turn, branch.operations[i]);
+    const RowChunk<T> chunk{step, {scratch[0], scratch[1]}, row, std::min(most, step.rows - row)};
+    for (long i = first; i < last && missing == kAllArrived; i++) missing = run_operation(chunk, branch.operations[i]);
   }
   arena().release(mark);
   return missing;
@@ -232,19 +232,19 @@ int run(const Branch &branch, const LayerStep &step, long first, long last) {
 template <class T>
 int run_branches(const Branch *branches, long first, long last, const LayerStep &step) {
   for (const Branch *branch = branches + first; branch < branches + last; branch++) {
-    if (const int missing = run<T>(*branch, step, 0, branch->before_sum); missing != kAllCame) return missing;
-    if (branch->before_sum == branch->count || !step.group) continue;
+    if (const int missing = run<T>(*branch, step, 0, branch->before_all_reduce); missing != kAllArrived) return missing;
+    if (branch->before_all_reduce == branch->count || !step.group) continue;
     const int missing = all_reduce(*step.group, step.partial, branch->sums * step.rows * step.width);
-    if (missing != kAllCame) return missing;
-    run<T>(*branch, step, branch->before_sum, branch->count);
+    if (missing != kAllArrived) return missing;
+    run<T>(*branch, step, branch->before_all_reduce, branch->count);
   }
-  return kAllCame;
+  return kAllArrived;
 }
 
 }  // namespace
 
 int oarlock_run_branches(const Branch *branches, long first, long last, const LayerStep *step) {
-  int missing = kAllCame;
+  int missing = kAllArrived;
   with_type(step->type, [&](auto *of) {
     missing = run_branches<std::remove_pointer_t<decltype(of)>>(branches, first, last, *step);
   });
@@ -253,6 +253,6 @@ int oarlock_run_branches(const Branch *branches, long first, long last, const La
 
 void oarlock_finish_branch(const Branch *branch, const LayerStep *step) {
   with_type(step->type, [&](auto *of) {
-    run<std::remove_pointer_t<decltype(of)>>(*branch, *step, branch->before_sum, branch->count);
+    run<std::remove_pointer_t<decltype(of)>>(*branch, *step, branch->before_all_reduce, branch->count);
   });
 }

@@ -13,11 +13,11 @@
 #include "layer/router.h"
 
 struct PackedWeight {
-  const void *weight, *bias;  // see gemm::Product
+  const void *weight, *bias;  // see gemm::MatmulArgs
   long columns, inputs;
   int epilogue;
   int kind;    // a gemm::WeightKind
-  int slices;  // see gemm::Product
+  int slices;  // see gemm::MatmulArgs
 };
 
 struct Norm {
@@ -35,8 +35,8 @@ struct HeadsAndPages {
   int rotary;       // index of the step's rotary table; -1: heads are not rotated
   int interleaved;  // pairs are neighbours: see rotate_neighbours
   float eps;        // epsilon of `head_norm`
-  const HeadsOfRank *of_rows;  // norm over all heads of a row; null: each head has its own norm
-  const float *sinks;          // the argument of `attend`; or null
+  const HeadsOfRank *row_norm;  // norm over all heads of a row; null: each head has its own norm
+  const float *sinks;           // the argument of `attend`; or null
 };
 
 struct Addition {
@@ -46,7 +46,7 @@ struct Addition {
 };
 
 // An MoE layer. The sums over a row's routed experts and the shared expert's result are all-reduced together.
-struct Mixture {
+struct MoELayer {
   const Router *router;
   const gemm::Experts *routed, *shared;  // shared: one expert that every row has; or null
   const Router *shared_gate;             // one logit, whose sigmoid scales the shared expert's result; or null
@@ -54,30 +54,31 @@ struct Mixture {
 
 // Sources and destinations of an operation's rows. Scratch rows are in the arena; their number is the number of rows
 // that the branch processes at once.
-enum Rows { kResidual = 0, kKept = 1, kKeptToo = 2, kPartial = 3, kScratch = 4, kScratchToo = 5 };
+enum Rows { kResidual = 0, kNormed0 = 1, kNormed1 = 2, kPartial = 3, kScratch0 = 4, kScratch1 = 5 };
 
 enum OperationKind {
-  kNormRows = 0,   // `to` = norm(`from`)                                                   of: a Norm
-  kMultiply = 1,   // `to` = `from` w; added to a residual; to partial without its bias     of: a PackedWeight
-  kTurnHeads = 2,  // normalises and rotates queries and keys in `to`                       of: a HeadsAndPages
-  kAttend = 3,     // writes keys and values, `to` = attention of `from`; all rows at once  of: a HeadsAndPages
-  kTotal = 4,      // `to` = all-reduced `partial`, and the bias; added to a residual       of: the PackedWeight
-  kAddRows = 5,    // residual += scale * norm(`from`), which is overwritten                of: an Addition
-  kMix = 6,        // partial = the experts' results of `from`; all rows at once            of: a Mixture
-  kMixTotal = 7,   // `to` = the sums in `partial`; added to a residual                     of: the Mixture
+  // kind              computation                                                            type of `parameters`
+  kNormRows = 0,       // target = norm(source)                                                      Norm
+  kMultiply = 1,       // target = source w; added to a residual; to `partial` without its bias      PackedWeight
+  kApplyRope = 2,      // normalises and rotates queries and keys in target                          HeadsAndPages
+  kAttend = 3,         // writes keys and values, target = attention of source; all rows at once     HeadsAndPages
+  kFinishMatmul = 4,   // target = all-reduced `partial`, and the bias; added to a residual          PackedWeight
+  kAddRows = 5,        // residual += scale * norm(source), which is overwritten                     Addition
+  kRunExperts = 6,     // partial = the experts' results of source; all rows at once                 MoELayer
+  kFinishExperts = 7,  // target = the sums in `partial`; added to a residual                        MoELayer
 };
 
 struct Operation {
-  int kind, from, to;
-  const void *of;
+  int kind, source, target;  // an OperationKind; Rows
+  const void *parameters;
 };
 
 struct Branch {
   const Operation *operations;
-  long count, before_sum;  // number of operations; number of them before the all-reduce of `partial`
-  long rows_at_once;       // limits scratch memory; 0: all
-  long widths[2];          // elements of a row of each scratch buffer
-  long sums;               // number of sums in `partial`, one after the other
+  long count, before_all_reduce;  // number of operations; number of them before the all-reduce of `partial`
+  long rows_at_once;  // limits scratch memory; 0: all
+  long widths[2];     // elements of a row of each scratch buffer
+  long sums;          // number of sums in `partial`, one after the other
 };
 
 struct RotaryRows {
@@ -90,7 +91,7 @@ constexpr int kMostRotaries = 4;
 // Inputs shared by all layers of a step. T rows.
 struct LayerStep {
   void *hidden;               // [T, hidden size]   the residual, to which each branch adds
-  void *kept[2];              // [T, hidden size]   normed rows that several branches of a layer read; or null
+  void *normed[2];            // [T, hidden size]   normed rows that several branches of a layer read; or null
   float *partial;             // [sums, T, hidden size]   with several ranks: this rank's share of a branch's result
   long rows;                  // T
   long width;                 // hidden size
@@ -102,7 +103,7 @@ struct LayerStep {
   RankGroup *group;           // group for the all-reduce of `partial`; null with one rank, or if the caller does it
 };
 
-// Run branches `first` to `last`, in order. Return kAllCame, or the rank that did not reach an all-reduce in time.
+// Run branches `first` to `last`, in order. Return kAllArrived, or the rank that did not reach an all-reduce in time.
 // Without a group, a branch with an all-reduce stops before it. The caller all-reduces `partial` and calls the function
 // below.
 extern "C" int oarlock_run_branches(const Branch *branches, long first, long last, const LayerStep *step);

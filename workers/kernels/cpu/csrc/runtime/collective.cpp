@@ -95,7 +95,7 @@ int reduce_piece(RankGroup &group, float *x, long count) {
 #pragma omp parallel for if (count > kSerial)
   for (long at = 0; at < count; at += kStretch)
     add_up(group, 0, group.size, at, std::min(kStretch, count - at), x + at);
-  return kAllCame;
+  return kAllArrived;
 }
 
 }  // namespace
@@ -104,9 +104,9 @@ int all_reduce(RankGroup &group, float *x, long count) {
   const long piece = group.buffer_bytes / static_cast<long>(sizeof(float));
   for (long first = 0; first < count; first += piece) {
     const int missing = reduce_piece(group, x + first, std::min(piece, count - first));
-    if (missing != kAllCame) return missing;
+    if (missing != kAllArrived) return missing;
   }
-  return kAllCame;
+  return kAllArrived;
 }
 
 int oarlock_all_reduce(RankGroup *group, float *x, long count) { return all_reduce(*group, x, count); }

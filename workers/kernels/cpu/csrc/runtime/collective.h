@@ -13,10 +13,10 @@ struct RankGroup {
   double timeout_s;     // timeout of a wait; then the rank counts as missing
 };
 
-constexpr int kAllCame = -1;
+constexpr int kAllArrived = -1;
 
 // Replace x [count] by the sum over all ranks, added in a tree. The result has the same bits on every rank, and for
-// every number of ranks that keeps the branches of the tree whole (gemm/slices.h). Return kAllCame, or the rank that
+// every number of ranks that keeps the branches of the tree whole (gemm/slices.h). Return kAllArrived, or the rank that
 // did not reach the collective in time.
 int all_reduce(RankGroup &group, float *x, long count);
 

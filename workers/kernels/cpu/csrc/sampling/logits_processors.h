@@ -9,7 +9,7 @@ namespace sampling {
 
 // Sections of `StepMetadata`, which documents each array and its order; rows are sorted. Histories are `Entries` of
 // `workers/sampling/token_histories.py`.
-struct Changes {
+struct LogitsChanges {
   long num_bias;
   const int32_t *bias_rows, *bias_ids;
   const float *bias_values;
@@ -46,7 +46,7 @@ inline void mask_row(float *x, long width, long first_id, const uint32_t *words,
 // The changes of one row.
 class RowChanges {
  public:
-  RowChanges(const Changes &of, long row)
+  RowChanges(const LogitsChanges &of, long row)
       : of_(of), bias_(rows_of(of.bias_rows, of.num_bias, row)),
         penalties_(rows_of(of.penalty_rows, of.num_penalties, row)), masks_(rows_of(of.mask_rows, of.num_masks, row)) {}
 
@@ -87,7 +87,7 @@ class RowChanges {
     }
   }
 
-  const Changes &of_;
+  const LogitsChanges &of_;
   const Range bias_, penalties_, masks_;
 };
 

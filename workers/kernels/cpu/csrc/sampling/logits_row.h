@@ -209,10 +209,10 @@ class Drawing {
       store(values + i, value);
       store(bounds + i, bound_of(value, distance));
       for (; bits; bits &= bits - 1) {
-        const int place = i + __builtin_ctz(bits);
-        if (bounds[place] < least_ * kMargin) continue;
-        likely[count++] = place;
-        if (bounds[place] > bounds[likely[0]]) std::swap(likely[0], likely[count - 1]);  // the best first
+        const int index = i + __builtin_ctz(bits);
+        if (bounds[index] < least_ * kMargin) continue;
+        likely[count++] = index;
+        if (bounds[index] > bounds[likely[0]]) std::swap(likely[0], likely[count - 1]);  // the best first
       }
     }
     for (int n = 0; n < count; n++) {

@@ -34,9 +34,9 @@ inline Word distance(Word mixed_id, Key key) {
 }
 
 inline Words ids_from(uint32_t first) {
-  alignas(64) static const uint32_t places[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  alignas(64) static const uint32_t lanes[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   Words ids;
-  memcpy(&ids, places, sizeof ids);
+  memcpy(&ids, lanes, sizeof ids);
   return ids + first;
 }
 

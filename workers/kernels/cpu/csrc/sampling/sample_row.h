@@ -121,15 +121,15 @@ inline Choice draw_from_list(const int64_t *keys, long count, const Filters &fil
   const bool whole = last < lowest || last == -kInfinity || (filters.top_k > 0 && filters.top_k <= count);
   const double target = filters.top_p * (whole ? sum : total);
   double before = 0, best = 0;
-  long winner = -1, place = 0;
-  for (; place < kept && (before < target || filters.top_p >= 1 || place == 0); place++) {
-    const uint32_t id = id_of(keys[place]);
-    const double score = (value_of(keys[place]) - peak) / filters.temperature +
+  long winner = -1, index = 0;
+  for (; index < kept && (before < target || filters.top_p >= 1 || index == 0); index++) {
+    const uint32_t id = id_of(keys[index]);
+    const double score = (value_of(keys[index]) - peak) / filters.temperature +
                          noise::gumbel(noise::distance(noise::mixed(id), key));
     if (winner < 0 || score > best) best = score, winner = id;
-    before += masses[place];
+    before += masses[index];
   }
-  const bool ends_within = filters.top_k == 0 && !filters.floored() && place < count;
+  const bool ends_within = filters.top_k == 0 && !filters.floored() && index < count;
   return {winner, whole || ends_within};
 }
 

@@ -7,6 +7,7 @@
 #include "runtime/arena.h"
 #include "sampling/logits_processors.h"
 #include "sampling/sample_row.h"
+#include "sampling/step.h"
 #ifdef _OPENMP
 #include <omp.h>
 #endif
@@ -178,34 +179,6 @@ extern "C" void oarlock_mask(float *x, long stride, const int32_t *rows, const u
 
 namespace {
 
-// Arguments of a sampling step, filled by `workers/kernels/cpu/sampling.py`; arrays of `StepMetadata`.
-struct Step {
-  long rows, vocab_size;
-  const int32_t *target_ids;
-  const float *temperature, *top_p;
-  const int32_t *top_k;
-  const float *min_p, *top_n_sigma;
-  const int64_t *seeds;
-  const int32_t *sample_positions, *num_logprobs;
-  Changes changes;
-
-  bool reports(long i) const { return num_logprobs[i] >= 0 || target_ids[i] >= 0; }
-  Filters filters(long i) const { return {temperature[i], top_p[i], top_k[i] < vocab_size ? top_k[i] : 0}; }
-  Floors floors(long i) const { return {min_p[i], top_n_sigma[i]}; }
-};
-
-// Arrays of `StepOutput`. The arrays of logprobs are initialised for rows without logprobs, and not accessed if no row
-// reports any.
-struct Output {
-  long top_columns;     // K
-  int32_t *token_ids;   // [rows]   0 if a row is broken
-  float *tops;          // [rows]   largest changed logit; NaN if there is NaN or +inf
-  float *logprobs;      // [rows]
-  int32_t *ranks;       // [rows]
-  int32_t *top_ids;     // [rows, K]
-  float *top_logprobs;  // [rows, K]
-};
-
 // Buffers of one thread in addition to the buffers of `choose`.
 struct RowMemory {
   Scratch scratch;
@@ -224,7 +197,8 @@ struct RowMemory {
 };
 
 // Write the log-probability and the rank of `token` in row `i`, and the likeliest ids.
-void report(const Logits &raw, const Step &step, long i, long token, const Scratch &scratch, const Output &out) {
+void report(const Logits &raw, const SamplingStep &step, long i, long token, const Scratch &scratch,
+            const SamplingOutput &out) {
   const double total = log_total(raw.top, mass_of(raw, 1.0, {-kInfinity, 0}));
   const float value = raw.x[token];
   out.logprobs[i] = static_cast<float>(value - total);
@@ -238,7 +212,8 @@ void report(const Logits &raw, const Step &step, long i, long token, const Scrat
   }
 }
 
-void sample_row(const float *x, long width, const Step &step, long i, const RowMemory &memory, const Output &out) {
+void sample_row(const float *x, long width, const SamplingStep &step, long i, const RowMemory &memory,
+                const SamplingOutput &out) {
   const RowChanges changes(step.changes, i);
   const long slice = slice_of(step.vocab_size);
   const Logits raw{x, width, memory.raw_maxima, find_maxima(x, width, memory.raw_maxima), slice};
@@ -267,7 +242,7 @@ void sample_row(const float *x, long width, const Step &step, long i, const RowM
 
 // Return the largest number of logprobs that a row of `step` wants, 0 if it is only the token's own; -1 if no row
 // reports any.
-extern "C" long oarlock_most_logprobs(const Step *step) {
+extern "C" long oarlock_most_logprobs(const SamplingStep *step) {
   long most = -1;
   for (long i = 0; i < step->rows; i++)
     if (step->reports(i)) most = std::max<long>({most, step->num_logprobs[i], 0});
@@ -276,7 +251,8 @@ extern "C" long oarlock_most_logprobs(const Step *step) {
 
 // Sample x [step.rows, width]: logits of all ids and, from `vocab_size` on, padding of -inf. Return the number of rows
 // whose largest changed logit is not finite.
-extern "C" long oarlock_sample(const float *x, long stride, long width, const Step *step, const Output *out) {
+extern "C" long oarlock_sample(const float *x, long stride, long width, const SamplingStep *step,
+                               const SamplingOutput *out) {
   long longest = std::max(kCandidates, out->top_columns);
   for (long i = 0; i < step->rows; i++) longest = std::max(longest, step->filters(i).top_k);
   const Arena::Mark mark = arena().mark();

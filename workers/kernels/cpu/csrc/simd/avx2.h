@@ -51,8 +51,8 @@ inline __m256i first_words(long count) {
 
 inline Mask first(long count) { return _mm256_castsi256_ps(first_words(count)); }
 inline Mask from_bits(uint32_t bits) {  // bit i is lane i
-  const __m256i place = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
-  return _mm256_castsi256_ps(_mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32(bits), place), place));
+  const __m256i bit = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+  return _mm256_castsi256_ps(_mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32(bits), bit), bit));
 }
 inline uint32_t to_bits(Mask mask) { return _mm256_movemask_ps(mask); }
 inline Mask less(Vec a, Vec b) { return _mm256_cmp_ps(a, b, _CMP_LT_OQ); }

@@ -26,11 +26,11 @@ inline Ints broadcast_four(const uint8_t *from) {
 inline Ints broadcast_int(int32_t x) { return _mm512_set1_epi32(x); }
 inline Ints low_nibbles(Ints x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
 inline Ints high_nibbles(Ints x) { return low_nibbles(_mm512_srli_epi16(x, 4)); }
-// Load 16 table bytes into every 128-bit lane. `look_up` returns the table byte at each index in `places`, 0 to 15.
+// Load 16 table bytes into every 128-bit lane. `look_up` returns the table byte at each index in `indices`, 0 to 15.
 inline Ints load_table(const uint8_t *from) {
   return _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i *>(from)));
 }
-inline Ints look_up(Ints table, Ints places) { return _mm512_shuffle_epi8(table, places); }
+inline Ints look_up(Ints table, Ints indices) { return _mm512_shuffle_epi8(table, indices); }
 inline Vec to_floats(Ints x) { return _mm512_cvtepi32_ps(x); }
 // Store the nearest integers plus `offset`, as bytes.
 inline void store_bytes(uint8_t *to, Vec x, int offset) {
@@ -93,7 +93,7 @@ inline Ints high_nibbles(Ints x) { return low_nibbles(_mm256_srli_epi16(x, 4)); 
 inline Ints load_table(const uint8_t *from) {
   return _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i *>(from)));
 }
-inline Ints look_up(Ints table, Ints places) { return _mm256_shuffle_epi8(table, places); }
+inline Ints look_up(Ints table, Ints indices) { return _mm256_shuffle_epi8(table, indices); }
 inline Vec to_floats(Ints x) { return _mm256_cvtepi32_ps(x); }
 inline void store_bytes(uint8_t *to, Vec x, int offset) {
   const Ints whole = add(_mm256_cvtps_epi32(x), _mm256_set1_epi32(offset));
@@ -154,8 +154,8 @@ inline Ints broadcast_int(int32_t x) { return vdupq_n_s32(x); }
 inline Ints low_nibbles(Ints x) { return vandq_s32(x, vdupq_n_s32(0x0f0f0f0f)); }
 inline Ints high_nibbles(Ints x) { return vreinterpretq_s32_u8(vshrq_n_u8(vreinterpretq_u8_s32(x), 4)); }
 inline Ints load_table(const uint8_t *from) { return vreinterpretq_s32_u8(vld1q_u8(from)); }
-inline Ints look_up(Ints table, Ints places) {
-  return vreinterpretq_s32_u8(vqtbl1q_u8(vreinterpretq_u8_s32(table), vreinterpretq_u8_s32(places)));
+inline Ints look_up(Ints table, Ints indices) {
+  return vreinterpretq_s32_u8(vqtbl1q_u8(vreinterpretq_u8_s32(table), vreinterpretq_u8_s32(indices)));
 }
 inline Vec to_floats(Ints x) { return vcvtq_f32_s32(x); }
 inline void store_bytes(uint8_t *to, Vec x, int offset) {

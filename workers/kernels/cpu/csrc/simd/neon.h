@@ -39,12 +39,12 @@ inline Mask first(long count) {
   return vcltq_u32(vld1q_u32(order), vdupq_n_u32(count >= kLanes ? kLanes : count <= 0 ? 0 : count));
 }
 inline Mask from_bits(uint32_t bits) {  // bit i is lane i
-  const uint32_t place[4] = {1, 2, 4, 8};
-  return vtstq_u32(vdupq_n_u32(bits), vld1q_u32(place));
+  const uint32_t bit[4] = {1, 2, 4, 8};
+  return vtstq_u32(vdupq_n_u32(bits), vld1q_u32(bit));
 }
 inline uint32_t to_bits(Mask mask) {
-  const uint32_t place[4] = {1, 2, 4, 8};
-  return vaddvq_u32(vandq_u32(mask, vld1q_u32(place)));
+  const uint32_t bit[4] = {1, 2, 4, 8};
+  return vaddvq_u32(vandq_u32(mask, vld1q_u32(bit)));
 }
 inline Mask less(Vec a, Vec b) { return vcltq_f32(a, b); }
 inline Mask both(Mask a, Mask b) { return vandq_u32(a, b); }

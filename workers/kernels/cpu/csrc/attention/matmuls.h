@@ -147,7 +147,7 @@ void weighted_sum(const Left<T> *weights, const T *const *v, const uint8_t *cons
 // The matmul kernels for R rows. With fewer rows, a kernel takes more registers of positions or elements, to keep the
 // multipliers busy.
 template <class T>
-struct Products {
+struct Matmuls {
   int columns;
   void (*score)(const Left<T> *, const T *const *, long, float *, const uint8_t *const *, long);
   using WeightedSum = void (*)(const Left<T> *, const T *const *, const uint8_t *const *, long, long, long, long, bool,
@@ -156,21 +156,21 @@ struct Products {
 };
 
 template <class T, int R>
-constexpr Products<T> products_of() {
+constexpr Matmuls<T> matmuls_of() {
   constexpr int kColumns = R * 4 + 4 + 1 <= kRegisters ? 4 : 2;
   constexpr int kNarrow = kVectors < kColumns ? kVectors : kColumns;
   return {kColumns, score<T, R, kColumns>, weighted_sum<T, R, kColumns>, weighted_sum<T, R, kNarrow>};
 }
 
 template <class T, int... R>
-const Products<T> &products(int rows, std::integer_sequence<int, R...>) {
-  static constexpr Products<T> kAll[] = {products_of<T, R + 1>()...};
+const Matmuls<T> &matmuls(int rows, std::integer_sequence<int, R...>) {
+  static constexpr Matmuls<T> kAll[] = {matmuls_of<T, R + 1>()...};
   return kAll[rows - 1];
 }
 
 template <class T>
-const Products<T> &products(int rows) {
-  return products<T>(rows, std::make_integer_sequence<int, kTileRows>());
+const Matmuls<T> &matmuls(int rows) {
+  return matmuls<T>(rows, std::make_integer_sequence<int, kTileRows>());
 }
 
 }  // namespace

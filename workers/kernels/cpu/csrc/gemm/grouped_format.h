@@ -1,7 +1,7 @@
 // Format of a packed weight of 4 or 8 bits with a scale, and optionally a zero point, for each group of inputs.
 //
 // An element is (value + zero) * scale * factor. `value` is an integer, `zero` and `scale` are the float16 parameters
-// of a group, and `factor` is a power of two for the output. A packed weight begins with its header (PackedForm),
+// of a group, and `factor` is a power of two for the output. A packed weight begins with its header (PackedFormat),
 // followed by the panels. A panel is [kPanel] factors, then for each group of each slice [kPanel] scales, [kPanel] zero
 // points if the weight has any, and the values.
 //
@@ -26,7 +26,7 @@ using namespace simd;
 constexpr long kScaleBytes = kPanel * sizeof(Float16);
 
 // Header of 64 bytes, so that panels begin at a cache line.
-struct PackedForm {
+struct PackedFormat {
   int64_t columns;
   int32_t is_gated, is_float;      // is_float: the values are e2m1, 4 bits
   int64_t bits, group, has_zeros;  // 4 or 8 bits; groups of 16 or 32 inputs; zero points
@@ -47,16 +47,16 @@ struct PackedForm {
     const long width = is_gated ? kLanes : kPanel, outputs = is_gated ? columns / 2 : columns;
     return (outputs + width - 1) / width;
   }
-  long bytes() const { return sizeof(PackedForm) + panels() * panel_bytes(); }  // size without the order
+  long bytes() const { return sizeof(PackedFormat) + panels() * panel_bytes(); }  // size without the order
 
   const char *panel(long index) const {
-    return reinterpret_cast<const char *>(this) + sizeof(PackedForm) + index * panel_bytes();
+    return reinterpret_cast<const char *>(this) + sizeof(PackedFormat) + index * panel_bytes();
   }
   const int32_t *order() const {
     return order_at ? reinterpret_cast<const int32_t *>(reinterpret_cast<const char *>(this) + order_at) : nullptr;
   }
 };
-static_assert(sizeof(PackedForm) == 64);
+static_assert(sizeof(PackedFormat) == 64);
 
 // Offset of e2m1 values in the matmul, and twice the value of each 4-bit code.
 constexpr int kFloatBase = 12;
@@ -64,7 +64,7 @@ constexpr int8_t kFloats[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, 
 
 // Return the offset that is added to the values in the matmul.
 template <class Dot>
-constexpr int base_of(const PackedForm &form) {
+constexpr int base_of(const PackedFormat &form) {
   return form.is_float ? kFloatBase : form.bits == 4 ? 8 : Dot::kOffset;
 }
 

@@ -1,0 +1,99 @@
+// The layout of the structures that Python fills, as compiled. `workers/kernels/cpu/structures.py` compares it with its
+// own declarations when the library is loaded.
+#include <cstddef>
+#include <cstdio>
+#include <type_traits>
+
+#include "gemm/grouped_source.h"
+#include "layer/layer.h"
+#include "sampling/step.h"
+
+namespace {
+
+using gemm::Expert, gemm::Experts;
+using sampling::LogitsChanges, sampling::SamplingOutput, sampling::SamplingStep;
+
+struct FieldLayout {
+  const char *name;
+  size_t offset, size;
+  const char *type;
+};
+
+// Return the code of a type in ctypes. An array has the code of its elements.
+template <class T>
+constexpr const char *type_code() {
+  using Element = std::remove_cv_t<std::remove_all_extents_t<T>>;
+  if (std::is_pointer_v<Element>) return "P";
+  if (std::is_floating_point_v<Element>) return sizeof(Element) == 4 ? "f" : "d";
+  if (std::is_integral_v<Element>) return sizeof(Element) == 4 ? "i" : std::is_signed_v<Element> ? "l" : "L";
+  return "struct";
+}
+
+char layouts[1 << 14];
+size_t length_of_layouts;
+
+template <class... Values>
+void print(const char *format, Values... values) {
+  length_of_layouts += snprintf(layouts + length_of_layouts, sizeof layouts - length_of_layouts, format, values...);
+}
+
+template <size_t kCount>
+void add_structure(const char *structure, size_t size, const FieldLayout (&fields)[kCount]) {
+  print("%s: %zu bytes\n", structure, size);
+  for (const FieldLayout &f : fields)
+    print("%s.%s: offset %zu, %zu bytes of type %s\n", structure, f.name, f.offset, f.size, f.type);
+}
+
+#define FIELD(name) {#name, offsetof(Of, name), sizeof(Of::name), type_code<decltype(Of::name)>()}
+#define STRUCTURE(name, ...)                           \
+  {                                                    \
+    using Of = name;                                   \
+    add_structure(#name, sizeof(name), {__VA_ARGS__}); \
+  }
+
+}  // namespace
+
+// Return a line for each structure, followed by a line for each of its fields. Not thread-safe.
+extern "C" const char *oarlock_structures() {
+  length_of_layouts = 0;
+  STRUCTURE(AttentionStep, FIELD(tables), FIELD(rows), FIELD(query_start_loc), FIELD(seq_lens), FIELD(seqs),
+            FIELD(table_width))
+  STRUCTURE(AttentionLayer, FIELD(heads), FIELD(kv_heads), FIELD(head_dim), FIELD(block_size), FIELD(window),
+            FIELD(scale), FIELD(softcap), FIELD(pages))
+  STRUCTURE(RankGroup, FIELD(flags), FIELD(inputs), FIELD(buffer_bytes), FIELD(rank), FIELD(size), FIELD(collective),
+            FIELD(spin_s), FIELD(yields), FIELD(timeout_s))
+  STRUCTURE(HeadsOfRank, FIELD(heads), FIELD(kv_heads), FIELD(all_heads), FIELD(all_kv_heads), FIELD(first_head),
+            FIELD(first_kv_head), FIELD(sums_keys))
+  STRUCTURE(Router, FIELD(weight), FIELD(bias), FIELD(correction), FIELD(outputs), FIELD(hidden), FIELD(top_k),
+            FIELD(groups), FIELD(top_groups), FIELD(is_sigmoid), FIELD(is_normalised), FIELD(least_sum), FIELD(scale))
+  STRUCTURE(Expert, FIELD(gate_up), FIELD(down), FIELD(gate_up_bias), FIELD(down_bias), FIELD(gate_up_kind),
+            FIELD(down_kind))
+  STRUCTURE(Experts, FIELD(experts), FIELD(first), FIELD(count), FIELD(hidden), FIELD(width), FIELD(slices),
+            FIELD(groups), FIELD(group), FIELD(only_slice), FIELD(activation), FIELD(alpha), FIELD(limit))
+  STRUCTURE(GroupedSource, FIELD(values), FIELD(scales), FIELD(zeros), FIELD(factors), FIELD(value_indices),
+            FIELD(input_order), FIELD(columns), FIELD(stride), FIELD(scales_per_row), FIELD(stored_group),
+            FIELD(slices), FIELD(length), FIELD(bits), FIELD(group), FIELD(is_gated), FIELD(is_float), FIELD(kind))
+  STRUCTURE(PackedWeight, FIELD(weight), FIELD(bias), FIELD(columns), FIELD(inputs), FIELD(epilogue), FIELD(kind),
+            FIELD(slices))
+  STRUCTURE(Norm, FIELD(scale), FIELD(shift), FIELD(width), FIELD(eps), FIELD(is_layer_norm))
+  STRUCTURE(HeadsAndPages, FIELD(attention), FIELD(head_norm), FIELD(k_pages), FIELD(v_pages), FIELD(rotary),
+            FIELD(interleaved), FIELD(eps), FIELD(row_norm), FIELD(sinks))
+  STRUCTURE(Addition, FIELD(norm), FIELD(width), FIELD(scale))
+  STRUCTURE(MoELayer, FIELD(router), FIELD(routed), FIELD(shared), FIELD(shared_gate))
+  STRUCTURE(Operation, FIELD(kind), FIELD(source), FIELD(target), FIELD(parameters))
+  STRUCTURE(Branch, FIELD(operations), FIELD(count), FIELD(before_all_reduce), FIELD(rows_at_once), FIELD(widths),
+            FIELD(sums))
+  STRUCTURE(RotaryRows, FIELD(rows), FIELD(width))
+  STRUCTURE(LayerStep, FIELD(hidden), FIELD(normed), FIELD(partial), FIELD(rows), FIELD(width), FIELD(type),
+            FIELD(positions), FIELD(slots), FIELD(rotary), FIELD(attention), FIELD(group))
+  STRUCTURE(LogitsChanges, FIELD(num_bias), FIELD(bias_rows), FIELD(bias_ids), FIELD(bias_values), FIELD(num_penalties),
+            FIELD(penalty_rows), FIELD(repetition), FIELD(frequency), FIELD(presence), FIELD(history_firsts),
+            FIELD(history_lengths), FIELD(history_ids), FIELD(history_counts), FIELD(num_masks), FIELD(mask_words),
+            FIELD(mask_rows), FIELD(mask_bits))
+  STRUCTURE(SamplingStep, FIELD(rows), FIELD(vocab_size), FIELD(target_ids), FIELD(temperature), FIELD(top_p),
+            FIELD(top_k), FIELD(min_p), FIELD(top_n_sigma), FIELD(seeds), FIELD(sample_positions), FIELD(num_logprobs),
+            FIELD(changes))
+  STRUCTURE(SamplingOutput, FIELD(top_columns), FIELD(token_ids), FIELD(tops), FIELD(logprobs), FIELD(ranks),
+            FIELD(top_ids), FIELD(top_logprobs))
+  return layouts;
+}
