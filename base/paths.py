@@ -42,7 +42,7 @@ def expand(path: str | Path) -> Path:
     if not found:
         reason = f"there is no user {user}" if user else f"user {os.getuid()} has no home directory"
         raise StartupError(
-            f"{text} cannot be found: {reason}.", "Write the whole path; a name that begins with ~ is written ./~NAME."
+            f"{text} cannot be found: {reason}.", "Write the full path; write a name that begins with ~ as ./~NAME."
         )
     return Path(found) / rest
 
@@ -82,7 +82,7 @@ def _temporary() -> Path:
         folder.mkdir(mode=0o700, exist_ok=True)
         found = folder.lstat()
     except OSError as error:
-        raise StartupError(f"There is no directory for caches: {error.strerror or error}.", _CACHE_FIX) from None
+        raise StartupError(f"No cache directory can be used: {error.strerror or error}.", _CACHE_FIX) from None
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise StartupError(f"{folder} cannot hold caches: other users can change it.", _CACHE_FIX)
     return folder

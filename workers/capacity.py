@@ -161,9 +161,9 @@ def _held(config: WorkerConfig, shape: KVShape, room: KVRoom, short: int) -> Cap
     assert config.max_model_len is not None
     least = (-(-config.max_model_len // config.block_size) + RESERVED_BLOCKS) * shape.bytes_per_block
     if short:
-        what = "Weights and --kv-cache-memory take" if config.kv_cache_bytes else "Weights alone take"
+        what = "The weights and --kv-cache-memory need" if config.kv_cache_bytes else "The weights need"
         refusal = StartupError(
-            f"{what} {human_bytes(short)} more than there is.",
+            f"{what} {human_bytes(short)} more memory than is available.",
             "Use more or larger devices, or smaller weights.",
             EXIT_OUT_OF_MEMORY,
         )

@@ -22,12 +22,12 @@ def check_network(nodes: NodesConfig, on_phase: OnProgress) -> None:
 
     Takes no time, unless a name cannot be resolved yet.
     """
-    own = own_interface(nodes, lambda: on_phase(f"waiting for the name {nodes.address}", 0.0))
+    own = own_interface(nodes, lambda: on_phase(f"waiting until the name {nodes.address} resolves", 0.0))
     if nodes.node_rank == 0:
         if nodes.interface is None and is_loopback(own.address) and not is_loopback(nodes.address):
             raise StartupError(
-                f"Here {nodes.address} is {own.address}, which no other host can reach: so it stands in /etc/hosts.",
-                "Give --master-addr the number of this host's address, or name its --node-interface.",
+                f"Here {nodes.address} is {own.address}, which no other host can reach (see /etc/hosts).",
+                "Give --master-addr this host's IP address, or set --node-interface.",
             )
         if nodes.launcher_store is None:
             check_port_is_free(own.address, nodes.port)

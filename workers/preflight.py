@@ -143,9 +143,9 @@ def open_model(config: WorkerConfig) -> OpenModel:
     if checkpoint is not None:
         if spec.tie_word_embeddings and head_differs(checkpoint):
             logger.warning(
-                "event=untied tensor=%s reason=%r",
+                "event=tie_word_embeddings_ignored tensor=%s reason=%r",
                 HEAD,
-                "config.json ties it to the embedding, but the checkpoint holds another matrix: that is the head",
+                "config.json sets tie_word_embeddings, but the checkpoint has a different lm_head",
             )
             spec = replace(spec, tie_word_embeddings=False)
         check_tensors(checkpoint, spec, forms)
@@ -171,7 +171,8 @@ def forms_on(model: OpenModel, device: str) -> WeightForms:
     if config.dequantize and input_rounding(model.forms, modules, device) is None:
         what = "unquantised" if config.quantization == "none" else config.quantization
         raise StartupError(
-            f"--dequantize: products with {what} weights round no inputs on {device}.", "Leave --dequantize out."
+            f"--dequantize: matmuls with {what} weights do not quantize activations on {device}.",
+            "Leave --dequantize out.",
         )
     return served_forms(model.forms, device, dequantize=config.dequantize)
 
@@ -188,7 +189,7 @@ def _with_gguf_forms(config: WorkerConfig) -> WorkerConfig:
 
 def _is_no_choice(asked: str) -> StartupError:
     return StartupError(
-        f"quantization {asked} is a form of checkpoints, and this one is not quantised so.",
+        f"quantization {asked} is a format of checkpoints, and this checkpoint does not have it.",
         f"Leave --quantization out, or choose one of {', '.join(QUANTIZATIONS)}.",
     )
 
@@ -211,7 +212,7 @@ def _described(config: WorkerConfig) -> tuple[WorkerConfig, DecoderSpec, StoredQ
     elif config.load_format == "dummy":
         raise StartupError(
             f"load_format dummy has no weights for a quantised checkpoint: {quantized.scheme.description}.",
-            "Leave --load-format out, or take the settings of the quantisation out of config.json.",
+            "Leave --load-format out, or remove the quantization settings from config.json.",
         )
     else:
         config = config.with_(quantization=quantized.method)

@@ -456,7 +456,7 @@ def unpack_step(buffer: memoryview) -> StepMetadata:
 def _views_of_step(buffer: memoryview, step_id: int, shape: StepShape, *, is_ahead: bool) -> StepMetadata:
     layout = step_layout(shape)
     if layout.num_bytes > len(buffer):
-        raise ProtocolError("the header announces more than the buffer holds")
+        raise ProtocolError("the header describes more data than the buffer has")
     return StepMetadata(step_id=step_id, is_ahead=is_ahead, **layout.views(buffer))
 
 
@@ -507,7 +507,7 @@ def unpack_output(buffer: memoryview) -> StepOutput:
     step_id, shape, num_top, out_of_memory = _read_header(buffer)
     layout = output_layout(shape, num_top)
     if layout.num_bytes > len(buffer):
-        raise ProtocolError("the header announces more than the buffer holds")
+        raise ProtocolError("the header describes more data than the buffer has")
     own = memoryview(bytearray(buffer[: layout.num_bytes]))
     return StepOutput(step_id=step_id, out_of_memory=out_of_memory, **layout.views(own))
 

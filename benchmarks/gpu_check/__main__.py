@@ -34,7 +34,7 @@ from benchmarks.gpu_check.process import LONG, PARTS, ROOT
 DEFAULT = Path("gpu-check.json")
 STATUS = """exit status: 0: nothing is wrong. 1: a part failed, was broken off or had no time. 2: no CUDA device
 answers: with --device cuda nothing has run, without --device parts have run on the CPU, and none is wrong."""
-FAULT = """error: no CUDA device answers, or torch was built without CUDA
+FAULT = """error: no CUDA device responds, or torch was built without CUDA
 fix: oarlock doctor --device cuda"""
 LEAST_S = 5.0  # a part that has less begins in vain
 

@@ -111,7 +111,9 @@ BAD_INPUTS = (
     ),
     BadInput("a number too high", head=None, node="of 2 hosts the last is 1", node_flags=("--node-rank", 2)),
     # ------------------------------------------------------------------ sizes that cannot be
-    of_both("ranks that cannot be dealt", "1 tensor-parallel ranks .* cannot be dealt to 2 nodes", flags=()),
+    of_both(
+        "ranks that cannot be dealt", "1 tensor-parallel ranks .* cannot be divided equally among 2 nodes", flags=()
+    ),
     of_both(
         "more stages than layers", "does not fit this model: it has 8 layers", flags=("--pipeline-parallel-size", 16)
     ),

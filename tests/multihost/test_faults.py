@@ -71,7 +71,9 @@ def test_both_hosts_end_and_name_the_cause(request, hosts, model, row: Fault, la
         print(f"{row.what}, {launcher}: {time.monotonic() - begun_s:.1f} s")
         if launcher == "flags":
             assert head in row.head and node in row.node, f"{head}, {node}\n{group.logs}"
-        assert 0 not in (head, node) and "event=leaving" not in group.logs, group.logs  # nobody has asked for an end
+        assert 0 not in (head, node) and "event=node_shutdown_requested" not in group.logs, (
+            group.logs
+        )  # nobody has asked for an end
         stream.join(60)
         assert not stream.is_alive()
         if "frontend" not in row.what:

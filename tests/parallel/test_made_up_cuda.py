@@ -326,7 +326,7 @@ def test_devices_without_peer_access_are_named_and_wrong_sums_are_refused(
     lines = [record.getMessage() for record in caplog.records if "no_peer_access" in record.getMessage()]
     assert len(lines) == 2 and all("NCCL_P2P_DISABLE=1" in line for line in lines)
     parallel_state.dist.all_reduce = lambda x, group: x.mul_(3.0)
-    with pytest.raises(StartupError, match=r"sums over 2 devices are wrong.*NCCL_P2P_DISABLE=1"):
+    with pytest.raises(StartupError, match=r"all-reduce over 2 devices returns wrong values.*NCCL_P2P_DISABLE=1"):
         on_ranks(2, chosen)
 
 

@@ -139,7 +139,7 @@ def test_a_rank_that_stops_in_a_step_is_named(checkpoint: Path, victim: int) -> 
         generate(executor, [1, 2, 3], 2)
         # Long enough for the other rank to come to the collective on a busy machine.
         executor.config = replace(executor.config, step_timeout_s=8.0)
-        with pytest.raises(WorkerError, match=r"no answer within 8 s$") as caught:
+        with pytest.raises(WorkerError, match=r"no output within 8 s$") as caught:
             for step_id in range(3, 10):  # rank 0 may still answer the step in which rank 1 was stopped
                 executor.submit(step_of(step_id, list(range(1, 33)), 0))
                 os.kill(executor.rank_pids[victim], signal.SIGSTOP)

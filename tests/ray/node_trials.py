@@ -87,7 +87,7 @@ def killed_part_of_a_server(cluster: Cluster) -> tuple[str, str, str]:
             (part,) = parts()
             part.kill()
             assert head.process.wait(60) == 5, head.log
-            assert "node 1 (node1, 10.83.0.2) has hung up" in head.log, head.log
+            assert "node 1 (node1, 10.83.0.2) has closed the connection" in head.log, head.log
             assert "Traceback" not in head.log, head.log
             eventually(lambda head=head: not head.left_behind(), "every process of the server has ended")
     return (

@@ -143,7 +143,7 @@ class TorchBackend:
     @staticmethod
     def why_not(spec: KVSpec) -> str | None:
         if spec.device.type != "cpu":
-            return f"it computes on the CPU and the model is on {spec.device.type}"
+            return f"it runs on the CPU, but the model is on {spec.device.type}"
         if spec.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             return f"it supports float32, bfloat16 and float16, not {spec.dtype}"
         return None

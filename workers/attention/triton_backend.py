@@ -153,11 +153,11 @@ class TritonBackend:
         if reason is not None:
             return reason
         if spec.dtype not in _TYPES:
-            return f"it knows float32, float16 and bfloat16, not {spec.dtype}"
+            return f"it supports float32, float16 and bfloat16, not {spec.dtype}"
         if spec.head_dim > _MAX_HEAD:
-            return f"it wants heads of up to {_MAX_HEAD} elements, not {spec.head_dim}"
+            return f"it needs heads of at most {_MAX_HEAD} elements, not {spec.head_dim}"
         if spec.fixed_span is not None and spec.cache_dtype == "int8" and spec.dtype == torch.float16:
-            return "with pages of int8 in float16, how many digits small weights lose depends on a block's other tokens"
+            return "in int8 pages with float16, the precision of a token depends on the other tokens of its block"
         return None
 
     def allocate(self, num_blocks: int) -> list[LayerKV]:

@@ -57,20 +57,22 @@ def check_products_on_cuda(config: WorkerConfig) -> None:
         return
     wrong = cuda_driver.why_not_triton(ranks_here(config))
     if wrong is not None:
-        raise StartupError(f"quantization {config.quantization} on CUDA takes kernels in Triton: {wrong[0]}.", wrong[1])
+        raise StartupError(f"quantization {config.quantization} on CUDA needs Triton kernels: {wrong[0]}.", wrong[1])
 
 
 def _check_batch_invariance(config: WorkerConfig) -> None:
     """Check that the batch-invariant CUDA kernels support this configuration. Raises `StartupError`."""
     wrong = cuda_driver.why_not_triton(ranks_here(config))
     if wrong is not None:
-        reason = f"takes kernels in Triton: {wrong[0]}"
+        reason = f"needs Triton kernels: {wrong[0]}"
     elif config.quantization != "none":
-        reason = f"has no products with weights of quantization {config.quantization}: many rows are computed otherwise"
+        reason = f"does not support quantization {config.quantization}: large batches use another kernel"
     elif config.dtype == "float16" and config.kv_cache_dtype == "int8":
-        reason = "has no attention over pages of int8 in float16, where small weights lose digits: use fp8 or bfloat16"
+        reason = (
+            "does not support int8 pages in float16, where small attention weights lose precision: use fp8 or bfloat16"
+        )
     elif config.attention_backend not in ("auto", "triton"):
-        reason = f"takes attention by Triton, not by {config.attention_backend}"
+        reason = f"needs the Triton attention backend, not {config.attention_backend}"
     else:
         return
     raise StartupError(f"--batch-invariant on CUDA {reason}.", "Leave --batch-invariant out, or use --device cpu.")
@@ -91,7 +93,7 @@ def _find_device(config: WorkerConfig) -> str:
         return "cpu"
     if count == 0:
         raise StartupError(
-            "--device cuda: no CUDA device answers, or torch was built without CUDA.", "Use --device cpu."
+            "--device cuda: no CUDA device responds, or torch was built without CUDA.", "Use --device cpu."
         )
     needed = ranks_here(config)
     if count < needed and not config.share_device:
@@ -140,8 +142,8 @@ def resolve_dtype(
             logger.warning(
                 "event=slow_dtype dtype=%s reason=%r",
                 asked,
-                f"{cpu.name}, so {asked} products are emulated, many times slower than float32: --dtype auto "
-                "chooses that",
+                f"{cpu.name}, so {asked} matmuls are emulated, many times slower than in float32, which "
+                "--dtype auto chooses",
             )
         return asked
     found = checkpoint.find("model.embed_tokens.weight") if checkpoint is not None else None
@@ -150,10 +152,10 @@ def resolve_dtype(
     chosen = served_dtype(config, declared, device, forms, spec, cpu)
     if device != "cpu" or cpu.multiplies(declared):
         return chosen
-    slow = f"{declared} products are slow here ({cpu.name})"
+    slow = f"{declared} matmuls are slow here ({cpu.name})"
     wide, narrow = (human_bytes(weight_bytes(spec, dtype, forms)) for dtype in ("float32", declared))
     if chosen == declared:
-        reason = f"{slow}, but float32 weights take {wide} and there is less"
+        reason = f"{slow}, but float32 weights need {wide}, more than is available"
         logger.warning("event=dtype_chosen dtype=%s reason=%r", chosen, reason)
     else:
         reason = f"{slow}: weights take {wide} instead of {narrow}, and KV memory twice as much for each token"
@@ -195,7 +197,5 @@ def resolve_kv_cache_dtype(asked: str, dtype: str) -> str:
     if form == "auto":
         return dtype
     if form in ITEM_BYTES and form != dtype:
-        raise StartupError(
-            f"kv_cache_dtype {form} is not the model's dtype, {dtype}.", "Use auto, or a form in 8 bits: int8 or fp8."
-        )
+        raise StartupError(f"kv_cache_dtype {form} is not the model's dtype, {dtype}.", "Use auto, int8 or fp8.")
     return form

@@ -21,15 +21,15 @@ logger = logging.getLogger("oarlock.preflight")
 
 # Settings that an encoder does not have: the value that means "not set", and the reason.
 _WITHOUT = {
-    "quantization": ("none", "weights of an encoder are served in their own type"),
-    "dequantize": (False, "weights of an encoder are served in their own type"),
-    "pipeline_parallel_size": (1, "an encoder is divided among ranks, not into stages"),
-    "kv_offload_bytes": (None, "an encoder keeps no keys and values"),
-    "kv_offload_path": (None, "an encoder keeps no keys and values"),
-    "kv_cache_bytes": (None, "an encoder keeps no keys and values"),
-    "kv_cache_dtype": ("auto", "an encoder keeps no keys and values"),
-    "attention_backend": ("auto", "encoders have one form of attention"),
-    "num_speculative_tokens": (0, "an encoder writes no tokens"),
+    "quantization": ("none", "the weights of an encoder are served in the dtype of the checkpoint"),
+    "dequantize": (False, "the weights of an encoder are served in the dtype of the checkpoint"),
+    "pipeline_parallel_size": (1, "encoders support tensor parallelism only"),
+    "kv_offload_bytes": (None, "an encoder has no KV cache"),
+    "kv_offload_path": (None, "an encoder has no KV cache"),
+    "kv_cache_bytes": (None, "an encoder has no KV cache"),
+    "kv_cache_dtype": ("auto", "an encoder has no KV cache"),
+    "attention_backend": ("auto", "encoders have only one attention backend"),
+    "num_speculative_tokens": (0, "an encoder generates no tokens"),
 }
 _FLAGS = {
     "kv_offload_bytes": "--kv-offload-memory",
@@ -100,7 +100,7 @@ def encoder_is_not_planned(config: WorkerConfig) -> StartupError:
     return StartupError(
         f"{spec.architecture} is an encoder: there is no KV memory to plan. In {dtype} its weights take "
         f"{human_bytes(weights)}, and a step of {tokens} tokens about {human_bytes(step)}.",
-        "Serve it where so much memory is free.",
+        "Serve it on a machine with that much free memory.",
     )
 
 
@@ -125,7 +125,7 @@ def _resolve_dtype(config: WorkerConfig, device: str, spec: EncoderSpec, checkpo
     declared, cpu = spec.dtype or stored, this_cpu()
     if device != "cpu" or cpu.multiplies(declared):
         return declared
-    logger.info("event=dtype_chosen dtype=float32 reason=%r", f"{declared} products are slow here ({cpu.name})")
+    logger.info("event=dtype_chosen dtype=float32 reason=%r", f"{declared} matmuls are slow here ({cpu.name})")
     return "float32"
 
 
@@ -149,11 +149,11 @@ def _check_tensors(checkpoint: Checkpoint, spec: EncoderSpec) -> None:
         if found is None:
             raise StartupError(
                 f"{checkpoint.directory} holds no tensor {name!r}, which {spec.architecture} needs.",
-                "Use a complete checkpoint whose config.json names its true architecture.",
+                "Use a complete checkpoint whose config.json names the right architecture.",
             )
         if tuple(found.entry.shape) != shape:
             raise StartupError(
-                f"{found.path}: tensor {name!r} has shape {list(found.entry.shape)}, but config.json makes it "
+                f"{found.path}: tensor {name!r} has shape {list(found.entry.shape)}, but config.json implies "
                 f"{list(shape)}.",
                 "Use the config.json that belongs to these weights.",
             )
@@ -165,7 +165,7 @@ def _check_tensors(checkpoint: Checkpoint, spec: EncoderSpec) -> None:
     extra = sorted(name for name in left if not is_ignorable(spec, name))
     if extra:
         raise StartupError(
-            f"{left[extra[0]].path} holds tensor {extra[0]!r}, which {spec.architecture} has no place for"
+            f"{left[extra[0]].path} holds tensor {extra[0]!r}, which {spec.architecture} does not use"
             f"{f' ({len(extra)} such tensors)' if len(extra) > 1 else ''}.",
-            "Use a checkpoint whose config.json names its true architecture.",
+            "Use a checkpoint whose config.json names the right architecture.",
         )

@@ -81,7 +81,8 @@ def check_parallel(config: WorkerConfig, spec: DecoderSpec) -> None:
         )
     if config.enable_expert_parallel and not spec.has_experts:
         raise StartupError(
-            f"--enable-expert-parallel deals experts to ranks, and {spec.architecture} has none.", "Leave it out."
+            f"--enable-expert-parallel distributes experts over ranks, but {spec.architecture} has none.",
+            "Leave it out.",
         )
     size = config.tensor_parallel_size
     working, sublayers = spec.tp_sizes, spec.sublayers
@@ -97,7 +98,7 @@ def check_parallel(config: WorkerConfig, spec: DecoderSpec) -> None:
         cut = dict.fromkeys(sublayer.shared_inputs_name for sublayer in sublayers)
         raise StartupError(
             f"quantization {config.quantization} has groups of {form.group} inputs, and tensor_parallel_size {size} "
-            f"cuts the {' or the '.join(cut)} within one.",
+            f"would split a group of the {' or the '.join(cut)}.",
             f"Sizes that work: {', '.join(map(str, working))}. Or use --quantization int8.",
         )
 
@@ -116,8 +117,8 @@ def with_kv_offload(config: WorkerConfig, spec: DecoderSpec) -> WorkerConfig:
         )
     if spec.longest_window is not None:
         raise StartupError(
-            f"Every layer of this model has a sliding window, of up to {spec.longest_window} tokens: blocks before it "
-            "are not kept, so --kv-offload-memory and --kv-offload-path would load none.",
+            f"Every layer of this model has a sliding window, of up to {spec.longest_window} tokens. Blocks before it "
+            "are dropped, so --kv-offload-memory and --kv-offload-path would have no effect.",
             "Leave them out.",
         )
     memory, disk = config.kv_offload_bytes, config.kv_offload_disk_bytes
@@ -136,7 +137,7 @@ def with_kv_offload(config: WorkerConfig, spec: DecoderSpec) -> WorkerConfig:
     free = free_host_bytes() if config.host_free_bytes is None else config.host_free_bytes
     if wanted > free:
         raise StartupError(
-            f"kv_offload_memory wants {human_bytes(wanted)} of host memory ({config.ranks_on_host} rank(s) x "
+            f"kv_offload_memory needs {human_bytes(wanted)} of host memory ({config.ranks_on_host} rank(s) x "
             f"{human_bytes(memory)}), and {human_bytes(free)} is free.",
             "Lower --kv-offload-memory.",
         )
@@ -148,6 +149,6 @@ def _check_disk(path: str, asked: int | None) -> None:
     most = room_on_disk(path)
     if asked is not None and asked > most:
         raise StartupError(
-            f"kv_offload_disk wants {human_bytes(asked)}, and the disk of {path} has {human_bytes(most)} for it.",
+            f"kv_offload_disk needs {human_bytes(asked)}, but the disk of {path} has only {human_bytes(most)} for it.",
             f"Lower --kv-offload-disk to {most >> 20}MiB or less, free space, or choose another disk.",
         )

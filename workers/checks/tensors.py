@@ -21,12 +21,12 @@ def check_tensors(checkpoint: Checkpoint, spec: DecoderSpec, forms: WeightForms)
                 continue
             raise StartupError(
                 f"{checkpoint.directory} holds no tensor {name!r}, which {spec.architecture} needs.",
-                "Use a complete checkpoint whose config.json names its true architecture.",
+                "Use a complete checkpoint whose config.json names the right architecture.",
             )
         if not wanted.accepts(found.entry.shape):
             raise StartupError(
                 f"{found.path}: tensor {name!r} has shape {list(found.entry.shape)}, "
-                f"but config.json makes it {' or '.join(str(list(shape)) for shape in wanted.shapes)}.",
+                f"but config.json implies {' or '.join(str(list(shape)) for shape in wanted.shapes)}.",
                 "Use the config.json that belongs to these weights.",
             )
         if found.entry.dtype not in (GGUF_TYPES if is_gguf else wanted.dtypes):
@@ -39,9 +39,9 @@ def check_tensors(checkpoint: Checkpoint, spec: DecoderSpec, forms: WeightForms)
     extra = sorted(name for name in left if not is_ignorable(spec, name) and not forms.ignores(name))
     if extra:
         raise StartupError(
-            f"{left[extra[0]].path} holds tensor {extra[0]!r}, which {spec.architecture} has no place for"
+            f"{left[extra[0]].path} holds tensor {extra[0]!r}, which {spec.architecture} does not use"
             f"{f' ({len(extra)} such tensors)' if len(extra) > 1 else ''}.",
-            "Use a checkpoint whose config.json names its true architecture; adapters must be merged first.",
+            "Use a checkpoint whose config.json names the right architecture; adapters must be merged first.",
         )
 
 

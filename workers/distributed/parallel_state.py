@@ -123,7 +123,7 @@ class TensorParallel:
         most = max(SIZES) // dtype.itemsize
         whole = (torch.arange(most, device=device) % (256 // self.size)).to(dtype)
         if agree(float(not torch.equal(self._nccl_sum(whole.clone()), self.size * whole))):
-            raise StartupError(f"NCCL's sums over {self.size} devices are wrong.", WITHOUT_PEERS)
+            raise StartupError(f"NCCL's all-reduce over {self.size} devices returns wrong values.", WITHOUT_PEERS)
         others = symmetric_sums(most, dtype, device, self._group)
         self._device_sum, self.sums_by = choose_device_sum(
             self._nccl_sum, others, whole, self.size, agree, seconds_on_device
@@ -151,7 +151,7 @@ class TensorParallel:
 
 
 # Some drivers of consumer cards offer peer access that then hangs, or copies wrong values.
-WITHOUT_PEERS = "If the start hangs or sums are wrong, set NCCL_P2P_DISABLE=1."
+WITHOUT_PEERS = "If the start hangs or all-reduce results are wrong, set NCCL_P2P_DISABLE=1."
 
 
 def _reads(device: torch.device, other: int) -> bool:

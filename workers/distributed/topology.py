@@ -32,12 +32,12 @@ class Topology:
         sizes = f"{tp} tensor-parallel ranks x {self.pipeline_parallel_size} pipeline stages"
         if world % nodes:
             raise StartupError(
-                f"--nnodes {nodes}: {sizes} cannot be dealt to {nodes} nodes equally.",
+                f"--nnodes {nodes}: {sizes} cannot be divided equally among {nodes} nodes.",
                 "Make --tensor-parallel-size times --pipeline-parallel-size a multiple of --nnodes.",
             )
         if tp % self.ranks_per_node and self.ranks_per_node % tp:
             raise StartupError(
-                f"--nnodes {nodes}: with {sizes}, a node's {self.ranks_per_node} ranks would be parts of two stages.",
+                f"--nnodes {nodes}: with {sizes}, a node's {self.ranks_per_node} ranks would belong to two stages.",
                 "Let each node hold whole stages, or each stage whole nodes.",
             )
 

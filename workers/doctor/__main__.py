@@ -92,14 +92,14 @@ def _model_cache() -> Finding:
 
 def _all_reduce(config: WorkerConfig) -> Finding:
     if config.tensor_parallel_size == 1:
-        return Finding("all-reduce", "one rank sums with nobody: give --tensor-parallel-size", NOTE)
+        return Finding("all-reduce", "one rank needs no all-reduce: give --tensor-parallel-size", NOTE)
     if config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available()):
         return cuda.all_reduce_choice(config.with_(device="cuda"))
     try:
         library.library()
     except KernelsUnavailable as reason:
         fix = "See the line about kernels."
-        return Finding("all-reduce", f"not measured: {reason}; gloo sums, which is slower", WARNING, fix)
+        return Finding("all-reduce", f"not measured: {reason}; gloo is used, which is slower", WARNING, fix)
     return machine.all_reduce_time(config.tensor_parallel_size)
 
 

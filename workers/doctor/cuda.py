@@ -31,14 +31,14 @@ def findings(asked: str, ranks: int) -> list[Finding]:
     driver, built = driver_version(), torch.version.cuda
     facts = {"driver": driver, "torch": built}
     if asked == "cpu":
-        return [Finding("CUDA", "not asked for", NOTE, facts=facts)]
+        return [Finding("CUDA", "not requested", NOTE, facts=facts)]
     if torch.version.hip is not None and torch.cuda.is_available():
         text = f"torch is built for ROCm {torch.version.hip}, on which nothing has been tried yet"
         return [Finding("CUDA", text, WARNING, "make gpu-check shows what works.", facts), *_devices(ranks), _triton()]
     wanted = ERROR if asked == "cuda" else NOTE
     if driver is None:
         fix = "Install NVIDIA's driver (in a container: the container toolkit and --gpus all), or use --device cpu."
-        return [Finding("CUDA", "no driver answers", wanted, fix if wanted == ERROR else "", facts)]
+        return [Finding("CUDA", "no driver responds", wanted, fix if wanted == ERROR else "", facts)]
     if built is None:
         text = f"the driver supports CUDA {driver}, but the installed torch is built for CPUs"
         state = ERROR if asked == "cuda" else WARNING
@@ -59,7 +59,7 @@ def _devices(ranks: int) -> list[Finding]:
     found = []
     if count < ranks:
         fix = f"Use --tensor-parallel-size {count}, or --device cpu."
-        found.append(Finding("devices", f"{count}, and {ranks} ranks want one each", ERROR, fix))
+        found.append(Finding("devices", f"{count}, and {ranks} ranks need one each", ERROR, fix))
     for index in range(count):
         properties = torch.cuda.get_device_properties(index)
         free, total = torch.cuda.mem_get_info(index)
@@ -69,7 +69,7 @@ def _devices(ranks: int) -> list[Finding]:
         text += f"{human_bytes(free)} free of {human_bytes(total)}"
         if capability < cuda_driver.LEAST_CAPABILITY:
             fix = "Use a GPU of the Ampere generation or later."
-            found.append(Finding(f"device {index}", f"{text}; our kernels want 8.0", WARNING, fix, facts))
+            found.append(Finding(f"device {index}", f"{text}; our kernels need 8.0", WARNING, fix, facts))
         elif free < 0.8 * total:
             fix = "Stop what else uses it (nvidia-smi), or lower --gpu-memory-utilization."
             found.append(Finding(f"device {index}", f"{text}: something else uses it", WARNING, fix, facts))
@@ -102,7 +102,7 @@ def _links(ranks: int) -> Finding:
             f"Use GPUs behind one switch or with NVLink; NCCL goes through the host's memory otherwise. {WITHOUT_PEERS}"
         )
         return Finding("NCCL", f"{version}; no peer access between devices {pairs}", WARNING, fix, facts)
-    return Finding("NCCL", f"{version}; every device reads every other's memory", facts=facts)
+    return Finding("NCCL", f"{version}; all devices have peer access", facts=facts)
 
 
 _TIMEOUT_S = 120.0  # limit for all ranks to join and measure
@@ -129,7 +129,7 @@ def _first_answer(controls: list[Control]) -> dict[str, str]:
     """Return the choice, which the first rank sends, or the first failure of any rank."""
     readable = select.select(controls, [], [], _TIMEOUT_S)[0]
     if not readable:
-        return _failed(f"the ranks did not answer within {_TIMEOUT_S:g} s")
+        return _failed(f"the ranks did not respond within {_TIMEOUT_S:g} s")
     try:
         return readable[0].recv()
     except ChannelClosedError:
@@ -137,7 +137,7 @@ def _first_answer(controls: list[Control]) -> dict[str, str]:
 
 
 def _failed(cause: str) -> dict[str, str]:
-    return {"kind": "failed", "cause": cause, "fix": "What the ranks have printed stands above: mend that first."}
+    return {"kind": "failed", "cause": cause, "fix": "See the output of the ranks above."}
 
 
 def main(argv: list[str]) -> int:

@@ -39,7 +39,7 @@ def wrong(cause: str, fix: str) -> Finding:
 
 def missing(reason: str) -> Finding:
     """Report that the model is not on this machine, so that findings about it are missing."""
-    return Finding("model", f"not looked at: {reason}", NOTE)
+    return Finding("model", f"not checked: {reason}", NOTE)
 
 
 def _model(config: WorkerConfig) -> Finding:
@@ -94,4 +94,4 @@ def _attention(config: WorkerConfig) -> Finding:
             return Finding("attention", text, state, facts={"backend": backend.name, "refused": refused})
         refused[backend.name] = reason
     text = "; ".join(f"{name}: {why}" for name, why in refused.items())
-    return Finding("attention", f"no backend serves: {text}", ERROR, "Leave --attention-backend out.")
+    return Finding("attention", f"no backend can be used: {text}", ERROR, "Leave --attention-backend out.")

@@ -197,7 +197,7 @@ class FileThreads:
             read_block(self._files.path, digest, self._slots[slot].data)
             return True
         except FileNotFoundError:
-            self._log_once("missing", path, "another process or this one has removed it")
+            self._log_once("missing", path, "this process or another one has removed it")
         except DamagedFileError as error:
             self._log_once("damaged", path, f"{error}; it is removed")
             self._files.remove(digest)
@@ -249,7 +249,7 @@ class RankOffload:
             raise StartupError(
                 f"kv_offload_memory {human_bytes(config.kv_offload_bytes)} is too little: a block of this model takes "
                 f"{human_bytes(size)} on each rank.",
-                f"Raise --kv-offload-memory to at least {-(-2 * size // 2**20)}MiB; some hundred blocks are sensible.",
+                f"Raise --kv-offload-memory to at least {-(-2 * size // 2**20)}MiB; a few hundred blocks are sensible.",
             )
         self._slots = make_slots(pages, num_slots)
         self._files: BlockDirectory | None = None

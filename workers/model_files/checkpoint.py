@@ -123,7 +123,9 @@ def _check_layout(path: Path, entries: dict[str, TensorEntry], data_bytes: int) 
     position = 0
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
         if entry.begin != position:
-            raise _damaged(path, f"places tensor {shown(name)} at byte {shown(entry.begin)} where {position} was due")
+            raise _damaged(
+                path, f"places tensor {shown(name)} at byte {shown(entry.begin)} where byte {position} was expected"
+            )
         position = entry.end
     if position != data_bytes:
         raise _damaged(path, f"holds {data_bytes - position} bytes that belong to no tensor")
@@ -172,7 +174,7 @@ def _open_sharded(directory: Path) -> dict[str, Located]:
         if not is_there(path):
             tensor = next(name for name, file in weight_map.items() if file == file_name)
             raise StartupError(
-                f"{path} is missing; {INDEX_FILE} says it holds tensor {tensor!r}.",
+                f"{path} is missing; {INDEX_FILE} lists it as the file of tensor {tensor!r}.",
                 "Download the missing shard, or the whole model again.",
             )
         headers[file_name] = read_header(path)
@@ -191,7 +193,7 @@ def _open_sharded(directory: Path) -> dict[str, Located]:
     for name, file_name in weight_map.items():
         if name not in tensors:
             raise StartupError(
-                f"{directory / file_name} does not hold tensor {name!r}, though {INDEX_FILE} says so.",
+                f"{directory / file_name} does not hold tensor {name!r}, though {INDEX_FILE} lists it there.",
                 "Download the shard again; index and files do not belong together.",
             )
     return tensors
@@ -212,7 +214,8 @@ def _read_index(path: Path) -> dict[str, str]:
             or not file_name.endswith(".safetensors")
         ):
             raise StartupError(
-                f"{path} places tensor {name[:200]!r} in {repr(file_name)[:200]}.", "Shards must lie beside the index."
+                f"{path} places tensor {name[:200]!r} in {repr(file_name)[:200]}.",
+                "Shards must be in the same directory as the index.",
             )
     return weight_map
 
@@ -228,8 +231,8 @@ def _no_weights(where: str, names: Collection[str]) -> StartupError:
         )
     if any(name.endswith(".gguf") for name in present):
         return StartupError(
-            f"{where} holds GGUF weights and no others.",
-            "Name one of its GGUF files on this machine: a file is served with the description that it holds.",
+            f"{where} has only GGUF weights.",
+            "Name one of its GGUF files on this machine: a GGUF file contains its own configuration.",
         )
     if pickles:
         return StartupError(

@@ -190,7 +190,7 @@ class _Cursor:
             raise _Damaged(f"has a token of {length} bytes, and at most {MAX_TOKEN_BYTES} are read of one")
         self.strings_left -= 1
         if self.strings_left < 0:
-            raise _Damaged(f"has more than {MAX_STRINGS} texts in its header")
+            raise _Damaged(f"has more than {MAX_STRINGS} strings in its header")
         try:
             # Some vocabularies have tokens that are not whole characters; such tokens are never output by themselves.
             return self.take(length).decode("utf-8", "replace" if what == "a token" else "strict")
@@ -200,7 +200,9 @@ class _Cursor:
 
 def _read(path: Path, cursor: _Cursor) -> GGUFHeader:
     if cursor.size < 24 or cursor.take(4) != MAGIC:
-        raise _Damaged("does not begin with GGUF's mark" if cursor.size >= 24 else f"has only {cursor.size} bytes")
+        raise _Damaged(
+            "does not begin with the magic bytes of GGUF" if cursor.size >= 24 else f"has only {cursor.size} bytes"
+        )
     version = cursor.count("I")
     if version not in (2, 3):
         if version in (2 << 24, 3 << 24):

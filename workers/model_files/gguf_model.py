@@ -73,13 +73,15 @@ def parts_of(path: Path) -> tuple[Path, ...]:
         return (path,)
     count = int(found["count"])
     if not 1 <= int(found["number"]) <= count <= _MOST_PARTS:
-        raise StartupError(f"{path} has the number of no part.", "Give it the name that it was published with.")
+        raise StartupError(
+            f"{path} has no valid part number in its name.", "Give it the name that it was published with."
+        )
     paths = tuple(path.with_name(f"{found['stem']}-{part:05}-of-{count:05}.gguf") for part in range(1, count + 1))
     missing = [part.name for part in paths if not part.exists()]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise StartupError(
-            f"{path} is one of {count} parts, and {missing[0]}{more} is missing beside it.",
+            f"{path} is one of {count} parts, and {missing[0]}{more} is missing in the same directory.",
             "Download the missing parts.",
         )
     return paths
@@ -89,7 +91,7 @@ def _check_part(header: GGUFHeader, number: int, count: int) -> None:
     found = header.settings.get("split.no", number), header.settings.get("split.count", count)
     if found != (number, count):
         raise StartupError(
-            f"{header.path} says that it is part {found[0]} of {found[1]}, and its name that it is {number} of {count}"
+            f"{header.path} declares part {found[0]} of {found[1]}, but its name means part {number} of {count}"
             " (counted from 0).",
             "Give the parts the names that they were published with.",
         )
@@ -135,7 +137,7 @@ class Settings:
         if isinstance(value, array) and len(set(value)) == 1:
             value = value[0]
         if type(value) is not int or value < 0:
-            raise self._wrong(key, "one whole number")
+            raise self._wrong(key, "an integer")
         return value
 
     @overload
@@ -164,7 +166,7 @@ class Settings:
     def texts(self, key: str) -> list[str]:
         value = self._value(key, None)
         if not isinstance(value, list):
-            raise self._wrong(key, "a list of texts")
+            raise self._wrong(key, "a list of strings")
         return value
 
     def numbers(self, key: str, length: int) -> array:

@@ -90,7 +90,7 @@ class Fields:
         """Return the settings given under `key`. Null means not given, for the table and for each setting."""
         value = self._get(key)
         if value is not None and not isinstance(value, dict):
-            raise unsupported(key, value, "It must be a table.")
+            raise unsupported(key, value, "It must be a JSON object.")
         return {name: entry for name, entry in (value or {}).items() if entry is not None}
 
     def number(self, key: str, default: float) -> float:

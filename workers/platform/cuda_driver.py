@@ -141,7 +141,7 @@ def why_not_triton(devices: int) -> tuple[str, str] | None:
     if found < LEAST_CAPABILITY:
         needed, there = (".".join(map(str, pair)) for pair in (LEAST_CAPABILITY, found))
         return (
-            f"they want compute capability {needed}, and a device has {there}",
+            f"they need compute capability {needed}, but a device has {there}",
             "Use GPUs from Ampere on, --device cpu, or the model's unquantised checkpoint and no --quantization.",
         )
     return None

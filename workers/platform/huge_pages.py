@@ -83,7 +83,7 @@ def _fresh_pages(size: int) -> tuple[mmap.mmap, int]:
             # The tail does not fill a huge page and is left out: it would take up to 2 MiB more than `size`.
             memory.madvise(mmap.MADV_HUGEPAGE, start, size // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES)
         except OSError as error:
-            reason = f"the system refuses the advice: {error.strerror}"
+            reason = f"madvise failed: {error.strerror}"
     _log_once(reason)
     return memory, start
 
@@ -91,13 +91,13 @@ def _fresh_pages(size: int) -> tuple[mmap.mmap, int]:
 def why_not(setting: Path = _SETTING) -> str | None:
     """Return None if huge pages can be advised here; else the reason in one phrase."""
     if not hasattr(mmap, "MADV_HUGEPAGE"):
-        return "the system has no such advice"
+        return "this system has no madvise for huge pages"
     try:
         text = setting.read_text()
     except OSError:
         return "the kernel was built without them"
     if "[never]" in text:
-        return f"{setting} says never"
+        return f"{setting} is set to never"
     return None
 
 

@@ -95,7 +95,7 @@ def resolved(name: str, wait_s: float, on_wait: Callable[[], object] = lambda: N
         try:
             return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
         except (OSError, UnicodeError) as error:
-            cause = error.strerror if isinstance(error, OSError) else "it is no name"
+            cause = error.strerror if isinstance(error, OSError) else "it is not a host name"
         if time.monotonic() + _RETRY_S > deadline:
             raise StartupError(
                 f"The head node's address {name} is not known here: {cause}.",

@@ -74,7 +74,7 @@ class _Matrix:
     def _vector(self, kind: str, dtype: torch.dtype, span: Span | None = None) -> Tensor:
         name = f"{self._name}.{kind}"
         shape = self._weights.shape_of(name)
-        assert shape is not None, "preflight has found it"
+        assert shape is not None, "preflight has checked it"
         span = span or Span(0, shape[0])
         into = torch.empty((len(span), *shape[1:]), dtype=dtype)
         self._weights.take(name, into, shape=shape, start=span.first)
@@ -118,12 +118,12 @@ class _Matrix:
 def _wrong_setting(state: object, wanted: dict[str, Any], *, has_offset: bool) -> str | None:
     """Return the fault in the settings of one weight, as a phrase to follow the tensor's name, or None."""
     if not isinstance(state, dict):
-        return "holds no table of settings in JSON"
+        return "has no JSON object of settings"
     for key, value in wanted.items():
         if key not in state:
             return f"names no {key}, which must be {value}"
         if state[key] != value:
-            return f"has {key} {_shown(state[key])}, which is not served: {value} would be"
+            return f"has {key} {_shown(state[key])}, which is not supported: {value} would be"
     offset = state.get("nested_offset")
     if has_offset and not (isinstance(offset, int | float) and math.isfinite(offset)):
         given = "names no nested_offset" if offset is None else f"has nested_offset {_shown(offset)}"

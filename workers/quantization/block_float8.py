@@ -91,7 +91,7 @@ def products(
     if key not in _chosen:
         _chosen[key] = found = _tried(values, blocks, x_dtype, dtype, otherwise)
         if isinstance(found, str):
-            _log.info("no float8 products of blocks outputs=%d inputs=%d reason=%r", *values.shape, found)
+            _log.info("event=no_block_float8_matmul outputs=%d inputs=%d reason=%r", *values.shape, found)
     found = _chosen[key]
     return found if isinstance(found, str) else BlockProducts(values, blocks, pads_shape=found)
 
@@ -117,10 +117,10 @@ def _tried(
             reason = str(error).splitlines()[0]
             continue
         if not off < _NEAR:
-            reason = f"its numbers are wrong by {float(off):.3f}"
+            reason = f"its results are wrong by {float(off):.3f}"
             continue
         ours, theirs = _seconds(lambda product=product: product(x, dtype), x), _seconds(lambda: otherwise(x), x)
-        return pads_shape if ours < theirs else f"it takes {ours * 1e6:.0f} us, the other way {theirs * 1e6:.0f} us"
+        return pads_shape if ours < theirs else f"it takes {ours * 1e6:.0f} us, the other kernel {theirs * 1e6:.0f} us"
     return reason
 
 

@@ -344,7 +344,7 @@ def can_pack(dtype: torch.dtype, device: str) -> bool:
         weight = torch.ones((16, 16), dtype=dtype)
         PackedMatmul(weight, None)(weight, weight)
     except (RuntimeError, AttributeError) as reason:
-        _log.info("weights stay unpacked dtype=%s reason=%s", dtype, str(reason).splitlines()[0])
+        _log.info("event=weights_not_packed dtype=%s reason=%r", dtype, str(reason).splitlines()[0])
         return False
     return True
 

@@ -50,7 +50,7 @@ def _numbers(shard: WeightShard, weights: WeightSource, inputs: Span) -> tuple[T
         )
         if (exponents == float4.NOT_A_NUMBER).any():
             raise StartupError(
-                f"tensor '{name}.scales' holds NaN: every answer of this model would be meaningless.",
+                f"tensor '{name}.scales' holds NaN: every output of this model would be meaningless.",
                 "Download the checkpoint again; if it is your own, its conversion went wrong.",
             )
         view.copy_(float4.unpacked(pairs))

@@ -416,7 +416,7 @@ def take_scales(weights: WeightSource, part: StoredPart, groups: Span, kind: str
     name."""
     name = f"{part.name}.{kind}"
     shape = weights.shape_of(name)
-    assert shape is not None, "preflight has found it"
+    assert shape is not None, "preflight has checked it"
     if shape in ((), (1,)):
         one = torch.empty(1)
         weights.take(name, one, shape=(1,))

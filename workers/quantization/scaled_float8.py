@@ -32,7 +32,7 @@ def why_not(values: Tensor, dtype: torch.dtype) -> str | None:
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
         return "no tensor cores for float8"
     if values.shape[0] % _ALIGNED or values.shape[1] % _ALIGNED:
-        return f"outputs and inputs are no multiples of {_ALIGNED}"
+        return f"outputs and inputs are not multiples of {_ALIGNED}"
     return _refused(*values.shape, values.stride(0), dtype, device)
 
 
@@ -83,6 +83,6 @@ def _refused(columns: int, inputs: int, stride: int, dtype: torch.dtype, device:
         _product(rounded, ones[:_ALIGNED], values, ones[:columns], dtype)
     except (RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0]
-        _log.info("no float8 products outputs=%d inputs=%d results=%s reason=%r", columns, inputs, dtype, reason)
+        _log.info("event=no_float8_matmul outputs=%d inputs=%d results=%s reason=%r", columns, inputs, dtype, reason)
         return reason
     return None

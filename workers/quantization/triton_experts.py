@@ -62,7 +62,7 @@ class _Product:
         if self.bias is not None and bias is not None:
             self.bias[expert] = bias
         for into, part in zip(self.parts, _parts(weight), strict=True):
-            assert (into is None) == (part is None), "experts of several forms"
+            assert (into is None) == (part is None), "the experts have different formats"
             if into is not None and part is not None:
                 into[expert] = part
 
@@ -219,11 +219,11 @@ class TritonExpertMatmul:
         if shape.dtype != torch.bfloat16 or gate_up is None or gate_up.stored is not None:
             return "weights are not bfloat16"
         if gate_up.bias is not None or shape.slices > 1:
-            return "experts have biases" if gate_up.bias is not None else "widths are in slices"
+            return "experts have biases" if gate_up.bias is not None else "the widths are split into slices"
         if shape.hidden % _ALIGNED or shape.width % _ALIGNED:
-            return f"{shape.hidden} or {shape.width} inputs are no multiple of {_ALIGNED}"
+            return f"{shape.hidden} or {shape.width} inputs are not multiples of {_ALIGNED}"
         if availability.amd_architecture() is not None:
-            return "torch has a kernel for CUDA alone"
+            return "torch has a kernel only for CUDA"
         major, minor = torch.cuda.get_device_capability(gate_up.arguments()[0].device)
         return None if major in (_HOPPER, _BLACKWELL) else f"torch has no kernel for devices of {major}.{minor}"
 
@@ -237,5 +237,5 @@ def why_not(first: ExpertWeights) -> str | None:
             return "the order of inputs (act-order) differs from expert to expert"
         values = weight.stored.values if isinstance(weight, WeightOnly) else weight.tensor
         if not availability.can_serve(values.device):
-            return f"it computes on CUDA devices, and the weights are on {values.device.type}"
+            return f"it runs on CUDA devices, but the weights are on {values.device.type}"
     return None

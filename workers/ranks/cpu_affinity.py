@@ -67,7 +67,7 @@ def plan_cpus(cores: Sequence[Core], ranks: int, num_threads: int | None = None,
     shares = _shares(cores, ranks)
     most = min(map(len, shares))
     if paid < len(cores):
-        reason = f"a quota pays for {paid} of {len(cores)} cores, which other programs use as well"
+        reason = f"a CPU quota allows {paid} of {len(cores)} cores, which other programs use as well"
     elif most == 0:
         reason = f"{ranks} ranks share {len(cores)} cores"
     elif num_threads is not None and num_threads > most:
@@ -147,12 +147,12 @@ def cpus_of_ranks(config: WorkerConfig) -> list[set[int]] | None:
         parts = []
     if not parts or not all(parts):
         raise StartupError(
-            f"--cpu-affinity is {text[:80]!r}, which is no list of CPUs.",
+            f"--cpu-affinity is {text[:80]!r}, which is not a list of CPUs.",
             "Give auto, none, or a list for each rank, such as 0-7 for one and 0-7|8-15 for two.",
         )
     if len(parts) != ranks:
         alone = config.data_parallel_size == 1
-        other = f"or --tensor-parallel-size {len(parts)}" if alone else "those of a replica side by side"
+        other = f"or --tensor-parallel-size {len(parts)}" if alone else "the lists of a replica next to each other"
         raise StartupError(
             f"--cpu-affinity has {len(parts)} list(s) of CPUs, and there are {ranks} rank(s).",
             f"Give one list for each rank, with | between them, {other}.",

@@ -72,7 +72,7 @@ class GroupRanks(HostRanks):
                 left = max(0.0, deadline - time.monotonic())
                 on_progress("waiting for nodes", 0.0, f"{said['text']}, {left:.0f} s left")
         except ChannelClosedError:
-            raise StartupError(self._relay_ended(), "The log says more.", EXIT_RANK_DIED) from None
+            raise StartupError(self._relay_ended(), "See the log.", EXIT_RANK_DIED) from None
         if said["kind"] == "failed":
             raise StartupError(said["cause"], said["fix"], said["exit_code"])
         self._names = said["names"]

@@ -137,5 +137,5 @@ def _carry(carry: Callable[[Tensor], dist.Work | None], piece: Tensor) -> None:
         work.wait(timedelta(seconds=SILENCE_S))
     except RuntimeError as error:  # gloo raises no error types of its own
         timed_out = "imed out" in str(error) or "imeout" in str(error)
-        why = f"has said nothing for {SILENCE_S:g} s" if timed_out else "has hung up"
+        why = f"has sent nothing for {SILENCE_S:g} s" if timed_out else "has closed the connection"
         raise NodeLostError(why) from error

@@ -88,7 +88,7 @@ class Membership:
             try:
                 on_ending(Ending.from_bytes(store.get("ending")))
             except dist.DistError:
-                on_ending("has hung up")
+                on_ending("has closed the connection")
 
         threading.Thread(target=wait, name="ending", daemon=True).start()
 
@@ -114,7 +114,7 @@ class Membership:
         listed = f"node{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} of {self.nnodes}"
         if time.monotonic() > deadline:
             raise StartupError(
-                f"{listed} did not join in time." if missing else "Node 0 did not begin in time.",
+                f"{listed} did not join in time." if missing else "Node 0 did not start in time.",
                 "Start every node with the same --master-addr and --master-port; see their logs; or raise "
                 "--node-timeout.",
             )
@@ -204,7 +204,7 @@ def _connected(where: StoreAddress) -> dist.TCPStore:
     thread.join(_STORE_S)
     if not made:
         raise StartupError(
-            f"What answers at {where.address}, port {where.port}, is not the store of node 0.",
+            f"The server at {where.address}, port {where.port}, is not the store of node 0.",
             "Check --master-addr and --master-port.",
         )
     return made[0]

@@ -31,7 +31,7 @@ _DOING = {
     "joining": "waiting for the other ranks to join",
     "loading": "reading the weights",
     "loaded": "waiting for the other ranks",
-    "allocating": "allocating KV memory and trying the model out",
+    "allocating": "allocating KV memory and running trial steps",
     "timing": "timing a few steps",
     "ready": "waiting for the other ranks",
 }
@@ -89,10 +89,10 @@ class LoadProgress:
         rank = phases.index(min(phases)) if last is None else last
         phase = self._phases[rank]
         share = f" ({self._fractions[rank]:.0%} read)" if phase == "loading" else ""
-        others = "" if last is not None else "; other ranks are as far"
+        others = "" if last is not None else "; other ranks are at the same point"
         return StartupError(
             f"rank {rank} has made no progress for {timeout_s:g} s while {_DOING[phase]}{share}{others}.",
-            "If the model or Python's packages lie on a network file system, see whether it answers; then start again.",
+            "If the model or Python's packages are on a network file system, check that it responds; then start again.",
             HUNG,
         )
 
@@ -314,11 +314,11 @@ class MultiprocExecutor:
         places = self._ranks.places()
         stage = first_stage_behind(places, self.config.tensor_parallel_size)
         last = last_of(*zip(*places[stage.start : stage.stop], strict=True))
-        cause = f"no answer within {self.config.step_timeout_s:g} s"
+        cause = f"no output within {self.config.step_timeout_s:g} s"
         if last is None:
             last = min(range(len(stage)), key=lambda rank: places[stage[rank]].finished)
             latest = min(places[rank].collective for rank in stage)
-            cause += f"; all ranks that have not answered are as far, at collective {latest}"
+            cause += f"; all ranks without output are at collective {latest}"
         self._ranks.log_stacks()
         self._failure = WorkerError(stage[last], self._step_id, cause, hung=True)
         raise self._failure

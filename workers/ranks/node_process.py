@@ -121,7 +121,7 @@ class NodeProcess:
             return
         if set(ready) & set(self._stop_fds):
             self._stop_fds = []
-            logger.info("event=leaving")
+            logger.info("event=node_shutdown_requested")
             self._link.say("leave")
         if set(ready) & set(self._answers_fds):
             self._send_answer()

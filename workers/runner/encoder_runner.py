@@ -70,7 +70,7 @@ class EncoderRunner(StepRunner[EncoderSteps]):
         """Compare a text by itself and in a batch with others. Every rank must call this at the same point."""
         self._num_blocks = num_blocks
         assert self.config.max_model_len is not None
-        with self._memory_for("trying the model out"):
+        with self._memory_for("running trial steps"):
             self.invariance = check_alone_and_in_batch(
                 self.steps.hidden, self.spec.vocab_size, self.config.max_model_len, self.device
             )

@@ -40,7 +40,7 @@ def select_expert_kernels(model: Decoder, max_tokens: int) -> None:
             if len(matmul.kernels()) > 1 and shape.count:
                 if key not in measured:
                     measured[key], line = fastest_kernels(matmul, per_token, max_tokens)
-                    logger.info("event=experts count=%d width=%d chosen=%r", shape.count, shape.width, line)
+                    logger.info("event=expert_kernels count=%d width=%d chosen=%r", shape.count, shape.width, line)
                 matmul.chosen = measured[key]
 
 

@@ -101,7 +101,7 @@ class ModelRunner(StepRunner[DecoderSteps]):
         with memory.needed_for("allocating KV memory"):
             self.kv = self.steps.kv = self.backend.allocate(num_blocks)
         memory.check_room_left()
-        with memory.needed_for("trying the model out"):
+        with memory.needed_for("running trial steps"):
             runner = self._with_layers(self.model, self.kv)
             self.invariance, self.rank_invariance = try_out(
                 runner, self.model, self.kv, self.backend, config, num_blocks

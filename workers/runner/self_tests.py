@@ -38,8 +38,10 @@ def try_out(
     runner.execute(null_step(2, 2, 1, config.block_size))
     if model.place.tp.rank == 0:
         reason = model.why_not_prepared
-        calls = "one for all layers" if reason is None else f"separate operations, as {reason}"
-        logger.info("event=layers calls=%r", calls)
+        if reason is None:
+            logger.info("event=fused_decoder_on")
+        else:
+            logger.info("event=fused_decoder_off reason=%r", reason)
     invariance = check_batch_invariance(
         model,
         kv,

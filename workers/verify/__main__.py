@@ -133,7 +133,7 @@ def checked(arguments: argparse.Namespace) -> tuple[WorkerConfig, list[list[int]
         )
     )
     if config.share_device:
-        say(f"{config.ranks_per_node} ranks share what CUDA devices there are, and sums go over the host")
+        say(f"{config.ranks_per_node} ranks share the CUDA devices, and all-reduces go through host memory")
     assert config.max_model_len is not None, "preflight resolves the context length"
     vocab_size, longest = read_spec(config.model_path).vocab_size, config.max_model_len - NEW_TOKENS
     if has_tokenizer(model):

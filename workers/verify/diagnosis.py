@@ -153,8 +153,8 @@ def explain(
     if first is None and comparison.different_halves:
         half = comparison.different_halves[0]
         return [
-            f"the call that computes the {half.half} half of layer {half.layer} (csrc/layer.cpp), or a sum over ranks "
-            "in it: its operations are right one by one"
+            f"the call that computes the {half.half} half of layer {half.layer} (csrc/layer.cpp), or an all-reduce "
+            "in it: each operation separately is right"
         ]
     if first is None:
         if all(token.result == "ok" for token in comparison.tokens):
@@ -170,13 +170,11 @@ def explain(
         if row.wrong_ranks:
             is_infinite = any(math.isinf(error.ratio) for error in row.errors)
             cause = _cause(_Fault(row, folder, model, spec, size, quantization))
-            causes.append(f"{cause}; the numbers there are NaN or infinite" if is_infinite else cause)
+            causes.append(f"{cause}; the values are NaN or infinite" if is_infinite else cause)
         elif not row.ranks_agree:
             ours = [Recorded(folder).ours(rank, row.name) for rank in range(size)]
             others = tuple(rank for rank in range(1, size) if not same_bits(ours[0], ours[rank]))
-            causes.append(
-                f"{row.where}: {_ranks(others)} hold other bits than rank 0 after the sum over ranks (all-reduce)"
-            )
+            causes.append(f"{row.where}: {_ranks(others)} have other bits than rank 0 after the all-reduce")
     return causes
 
 
@@ -219,7 +217,7 @@ def _embedding(fault: _Fault) -> str:
     tokens = [token for sequence in Text.read(fault.folder).inputs() for token in sequence]
     local = shard_vocab(fault.spec.vocab_size, 0, fault.size)[1]
     owners = {token // local for token, wrong in zip(tokens, fault.wrong_tokens().tolist(), strict=True) if wrong}
-    return f"model.embed_tokens.weight: the rows of {_ranks(tuple(sorted(owners)))}, or the sum over ranks after it"
+    return f"model.embed_tokens.weight: the rows of {_ranks(tuple(sorted(owners)))}, or the all-reduce after it"
 
 
 def _projection(fault: _Fault, branch: BranchSpec, tap: Tap) -> str:
@@ -262,7 +260,7 @@ def _moved_heads(fault: _Fault, rank: int) -> str:
     for head, ours in enumerate(fault.ours(rank).split(part.group, 1), part.start // part.group):
         nearest = _nearest(ours, heads)
         if nearest not in (None, head):
-            found.append(f"its head {head} holds the numbers of head {nearest}")
+            found.append(f"its head {head} has the values of head {nearest}")
     return "; ".join(found)
 
 
@@ -276,8 +274,8 @@ def _rotation(fault: _Fault, attention: SublayerSpec, tap: Tap) -> str:
         normed = "rows" if attention.norms_rows else "heads"
         return f"{fault.module}.{attention.module}.{tap.module}: its weight, or the norm of {normed} itself"
     if attention.rope is None:
-        return f"{letter} of layer {fault.row.layer} on {fault.ranks}: turned, in a layer without rotary embedding"
-    but = "even at position 0" if at_start else "position 0, which is not turned, is right"
+        return f"{letter} of layer {fault.row.layer} on {fault.ranks}: rotated, in a layer without rotary embedding"
+    but = "even at position 0" if at_start else "position 0, which is not rotated, is right"
     return f"rotary embedding of {letter} in layer {fault.row.layer} on {fault.ranks} ({but})"
 
 
@@ -339,7 +337,7 @@ def _row_parallel(fault: _Fault, branch: BranchSpec, tap: Tap) -> str:
         rank for rank in range(fault.size) if not _distance(fault.partial(rank), parts[rank] @ columns[rank].T) < _CLOSE
     )
     if not wrong and fault.size > 1:
-        return f"the sum over ranks (all-reduce) after {name}"
+        return f"the all-reduce after {name}"
     which = f"{name}.weight: the columns of {_ranks(wrong)}" if fault.size > 1 else f"{name}.weight"
     scales = None
     if wrong and fault.dequantised.arithmetic(name) is not Arithmetic.DENSE:
@@ -355,7 +353,7 @@ def _residual(fault: _Fault, branch: BranchSpec) -> str:
     products = " and ".join(tap.module for one in added for tap in one.sublayer.taps if tap.made in sums)
     return (
         f"{fault.module}: {norms}the addition of the residual after {products} "
-        "(or a bias added on the wrong side of the sum)"
+        "(or a bias added on the wrong side of the all-reduce)"
     )
 
 
@@ -388,7 +386,7 @@ def _experts(fault: _Fault, branch: BranchSpec, tap: Tap) -> str:
     assert isinstance(experts, ExpertsSpec)
     name = f"{fault.module}.{experts.module}.{tap.module}"
     if tap.name == "shared":
-        return f"{name}: its weights, its gate, or the sum over ranks (all-reduce)"
+        return f"{name}: its weights, its gate, or the all-reduce"
     routing = Recorded(fault.folder).truth(f"{fault.row.layer}.routing")  # [T, E]
     rank, chosen = fault.row.wrong_ranks[0], routing > 0
     rms = fault.error(rank).square().mean(1).sqrt()
@@ -422,7 +420,7 @@ def _expert(fault: _Fault, branch: BranchSpec, spec: ExpertsSpec, expert: int, t
     found = fault.error(rank)[tokens] / weight + right
     for other in range(spec.experts):
         if other != expert and _distance(found, result(other)) < _CLOSE:
-            return f"{expert} (it holds the numbers of expert {other})"
+            return f"{expert} (it has the values of expert {other})"
     factor = ((found * right).sum() / right.square().sum()).item()
     is_scaled = _distance(found, factor * right) < _CLOSE
     return f"{expert} (its result is {factor:.2g} times the right one: a wrong scale)" if is_scaled else f"{expert}"

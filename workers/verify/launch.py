@@ -47,7 +47,7 @@ def run_reference(folder: Path, say: Say, *, timeout_s: float = LOADING_TIMEOUT_
     if status:
         raise StartupError(
             f"transformers could not run this model ({describe_exit(status)}).",
-            "Its own message stands above; if it was killed, the machine ran out of memory.",
+            "See its message above; if it was killed, the machine ran out of memory.",
             status if status > 0 else 4,
         )
 
@@ -69,7 +69,7 @@ def _follow_reference(process: subprocess.Popen[bytes], control: Control, say: S
             moved, used = time.monotonic(), time_s
     raise StartupError(
         f"transformers has made no progress for {timeout_s:g} s after this: {doing}.",
-        "If the model or Python's packages lie on a network file system, see whether it answers; then start again.",
+        "If the model or Python's packages are on a network file system, check that it responds; then start again.",
         HUNG,
     )
 
@@ -110,7 +110,7 @@ def _follow(ranks: SpawnedRanks, say: Say, timeout_s: float) -> None:
             except ChannelClosedError:
                 raise StartupError(
                     f"rank {rank} ended before its work was done ({describe_exit(ranks.processes[rank].wait(10))}).",
-                    "Its own message stands above; if it was killed, the machine ran out of memory.",
+                    "See its message above; if it was killed, the machine ran out of memory.",
                     4,
                 ) from None
             if message["kind"] == "failed":
@@ -129,9 +129,9 @@ def _stuck(ranks: SpawnedRanks, progress: list[list[str]], timeout_s: float) -> 
     lines = [len(lines) for lines in progress]
     last = last_of(lines, ranks.collectives.read())
     rank = lines.index(min(lines)) if last is None else last
-    others = "" if last is not None else "; other ranks are as far"
+    others = "" if last is not None else "; other ranks are at the same point"
     return StartupError(
         f"rank {rank} has made no progress for {timeout_s:g} s after this: {progress[rank][-1]}{others}.",
-        "If the model or Python's packages lie on a network file system, see whether it answers; then start again.",
+        "If the model or Python's packages are on a network file system, check that it responds; then start again.",
         HUNG,
     )

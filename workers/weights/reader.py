@@ -128,7 +128,7 @@ class _Piece:
 class CheckpointReader:
     """Part of a `WeightSource` that all file formats share. Use it as a context manager, or call `close`."""
 
-    _use_another = "Use a checkpoint whose config.json names its true architecture; adapters must be merged first."
+    _use_another = "Use a checkpoint whose config.json names the right architecture; adapters must be merged first."
 
     def __init__(
         self, checkpoint: Checkpoint, *, check_finite: bool = True, on_read: Callable[[], None] = lambda: None
@@ -164,7 +164,7 @@ class CheckpointReader:
         if left:
             shown = ", ".join(left[:5]) + (f" and {len(left) - 5} more" if len(left) > 5 else "")
             raise StartupError(
-                f"{self._place_of(left[0])} holds tensors that its architecture has no place for: {shown}.",
+                f"{self._place_of(left[0])} holds tensors that its architecture does not use: {shown}.",
                 self._use_another,
             )
 
@@ -187,7 +187,7 @@ class WeightReader(CheckpointReader):
         if found is None:
             raise StartupError(
                 f"{self._checkpoint.directory} holds no tensor {name!r}, which the model needs.",
-                "Use a complete checkpoint whose config.json names its true architecture.",
+                "Use a complete checkpoint whose config.json names the right architecture.",
             )
         if found.entry.shape != tuple(shape) and (found.entry.shape, tuple(shape)) != ((), (1,)):
             raise wrong_shape(name, found.path.name, found.entry.shape, shape)

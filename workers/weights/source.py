@@ -90,7 +90,7 @@ def check_slice(name: str, into: Tensor, shape: Sequence[int], dim: int, start: 
 
 def wrong_shape(name: str, where: str, found: Sequence[int], wanted: Sequence[int]) -> StartupError:
     return StartupError(
-        f"tensor {name!r} in {where} has shape {list(found)}, but config.json makes it {list(wanted)}.",
+        f"tensor {name!r} in {where} has shape {list(found)}, but config.json implies {list(wanted)}.",
         "Use the config.json that belongs to these weights.",
     )
 

@@ -12,13 +12,13 @@ from oarlock.workers.platform.cuda_driver import LEAST_CAPABILITY, missing_to_la
 def why_not(device: torch.device) -> str | None:
     """Return None if the kernels run on `device` (also in Triton's interpreter), else a reason for the log."""
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        return f"it computes on CUDA devices and the model is on {device.type}"
+        return f"it runs on CUDA devices, but the model is on {device.type}"
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     if device.type != "cuda":
         return None
     if torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
-        return "it wants compute capability {}.{} or higher".format(*LEAST_CAPABILITY)
+        return "it needs compute capability {}.{} or higher".format(*LEAST_CAPABILITY)
     missing = missing_to_launch()
     return f"Triton cannot launch kernels without {' and '.join(missing)}" if missing else None
 

@@ -75,7 +75,7 @@ class BitsAndBytesForm(FormOfEveryModule):
 def bitsandbytes(settings: Settings) -> BitsAndBytesForm:
     """Parse bitsandbytes' settings. Raise `StartupError` for unsupported settings."""
     if not settings.flag("load_in_4bit", "_load_in_4bit", default=False):
-        raise settings.unsupported("load_in_4bit", False, f"Only its forms of 4 bits are served. {USE_ANOTHER}")
+        raise settings.unsupported("load_in_4bit", False, f"Only its 4-bit formats are supported. {USE_ANOTHER}")
     settings.one_of(("bnb_4bit_quant_storage",), "uint8", ("uint8",))
     kind = settings.one_of(("bnb_4bit_quant_type",), "fp4", ("nf4", "fp4"))
     return BitsAndBytesForm(kind, settings.flag("bnb_4bit_use_double_quant", default=False))

@@ -227,7 +227,7 @@ def _has_activations(table: Settings) -> bool:
     inputs.one_of(("num_bits",), 8, (8,))
     if inputs.get("dynamic") is not True:
         raise inputs.unsupported(
-            "dynamic", inputs.get("dynamic"), f"Activations with stored scales are not served. {USE_ANOTHER}"
+            "dynamic", inputs.get("dynamic"), f"Activations with stored scales are not supported. {USE_ANOTHER}"
         )
     return True
 

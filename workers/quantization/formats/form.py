@@ -147,7 +147,7 @@ class Settings:
         if value is None:
             return Settings({}, f"{self.where}.{key}")
         if not isinstance(value, dict):
-            raise self.unsupported(key, value, "Repair the settings: it must be a table.")
+            raise self.unsupported(key, value, "Repair the settings: it must be a JSON object.")
         return Settings(value, f"{self.where}.{key}")
 
     def tables(self, key: str) -> list[Settings]:
@@ -159,7 +159,7 @@ class Settings:
         value = self.get(*keys)
         value = default if value is None else value
         if type(value) is not int:
-            raise self.unsupported(keys[0], value, "Repair the settings: it must be a whole number.")
+            raise self.unsupported(keys[0], value, "Repair the settings: it must be an integer.")
         return value
 
     def one_of(self, keys: Sequence[str], default: Any, choices: Sequence[Any]) -> Any:
@@ -200,4 +200,6 @@ class Settings:
     def unsupported(self, key: str, value: Any, fix: str = USE_ANOTHER) -> StartupError:
         text = repr(value)
         text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
-        return StartupError(f"the checkpoint's quantisation has {self.where}.{key} = {text}, which is not served.", fix)
+        return StartupError(
+            f"the checkpoint's quantisation has {self.where}.{key} = {text}, which is not supported.", fix
+        )

@@ -105,7 +105,7 @@ def test_a_stored_head_is_the_embedding_only_if_it_is_the_same_bytes(
     tied = stored in ("the same", "none")
     assert preflight(config(model)).tie_word_embeddings is tied
     assert read_spec(str(model)).tie_word_embeddings is tied
-    assert ("event=untied tensor=lm_head.weight" in caplog.text) is not tied
+    assert ("event=tie_word_embeddings_ignored tensor=lm_head.weight" in caplog.text) is not tied
 
 
 def test_a_head_of_another_shape_is_refused(model: Path) -> None:
@@ -174,7 +174,7 @@ def test_float32_is_not_chosen_where_it_does_not_fit(
     for target in (devices, memory_needs):
         monkeypatch.setattr(target, "free_host_bytes", lambda: 3 * parameters)
     assert preflight(config(model, kv_cache_bytes=1 << 16, max_model_len=32)).dtype == "bfloat16"
-    assert "event=dtype_chosen dtype=bfloat16" in caplog.text and "there is less" in caplog.text
+    assert "event=dtype_chosen dtype=bfloat16" in caplog.text and "more than is available" in caplog.text
     for dtype, free in (("float32", 3 * parameters), ("bfloat16", parameters)):
         monkeypatch.setattr(memory_needs, "free_host_bytes", lambda free=free: free)
         with pytest.raises(StartupError, match=rf"{parameters:,} parameters in {dtype} need .*KiB is free") as error:
@@ -273,7 +273,7 @@ def test_a_disk_limit_beyond_the_disk_is_refused(model: Path, tmp_path: Path, mo
     monkeypatch.setattr(limits, "room_on_disk", lambda path: 100 << 30)
     asked = config(model, kv_offload_path=str(tmp_path), kv_offload_bytes=1 << 20, kv_cache_bytes=1 << 24)
     assert preflight(asked.with_(kv_offload_disk_bytes=100 << 30)).kv_offload_disk_bytes == 100 << 30
-    with pytest.raises(StartupError, match=r"wants 200.0 GiB, .* has 100.0 GiB for it") as error:
+    with pytest.raises(StartupError, match=r"needs 200.0 GiB, .* has only 100.0 GiB") as error:
         preflight(asked.with_(kv_offload_disk_bytes=200 << 30))
     assert "Lower --kv-offload-disk to 102400MiB" in error.value.fix
 
@@ -336,7 +336,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "quantization": ({"quantization": "int3"}, "quantization is 'int3'.*none, int8"),
     "groups": (
         {"quantization": "int4", "tensor_parallel_size": 4},
-        "int4 has groups of 32 inputs, and tensor_parallel_size 4 cuts the .* Sizes that work: 1.*int8",
+        "int4 has groups of 32 inputs, and tensor_parallel_size 4 would split .* Sizes that work: 1.*int8",
     ),
     "kv form": ({"kv_cache_dtype": "int7"}, "kv_cache_dtype is 'int7'.*auto, int8, fp8, fp8_e4m3"),
     "kv dtype": ({"kv_cache_dtype": "float16", "dtype": "float32"}, "kv_cache_dtype float16.*float32.*auto"),
@@ -431,7 +431,7 @@ def test_fused_tensors_are_recognised(model: Path) -> None:
         ("auto", 2, 2, "cuda"),
         ("cuda", 1, 1, "cuda"),
         ("cpu", 4, 1, "cpu"),
-        ("cuda", 0, 1, "no CUDA device answers"),
+        ("cuda", 0, 1, "no CUDA device responds"),
         ("cuda", 1, 2, "tensor_parallel_size 2 needs as many CUDA devices; 1 found"),
         ("auto", 1, 2, "tensor_parallel_size 2 needs as many CUDA devices; 1 found"),
     ],
@@ -505,10 +505,10 @@ def test_rounded_weights_on_cuda_take_triton(model: Path, monkeypatch: pytest.Mo
     found = preflight(asked)
     assert (found.device, found.quantization) == ("cuda", "int8")
     monkeypatch.setattr(cuda_driver, "lowest_capability", lambda devices: (7, 5) if devices == 2 else (9, 0))
-    with pytest.raises(StartupError, match=r"int8 on CUDA.*capability 8\.0, and a device has 7\.5\..*--device cpu"):
+    with pytest.raises(StartupError, match=r"int8 on CUDA.*capability 8\.0, but a device has 7\.5\..*--device cpu"):
         preflight(asked)
     monkeypatch.setattr(cuda_driver, "missing_to_launch", lambda: ["a C compiler"])
-    with pytest.raises(StartupError, match=r"int8 on CUDA.*Triton: it cannot launch them without a C compiler\."):
+    with pytest.raises(StartupError, match=r"int8 on CUDA.*Triton kernels: it cannot .* without a C compiler\."):
         preflight(asked)
     find = importlib.util.find_spec
     monkeypatch.setattr(cuda_driver.importlib.util, "find_spec", lambda name: None if name == "triton" else find(name))
@@ -520,9 +520,9 @@ def test_rounded_weights_on_cuda_take_triton(model: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"quantization": "int8"}, r"no products with weights of quantization int8"),
-        ({"kv_cache_dtype": "int8", "dtype": "float16"}, r"pages of int8 in float16"),
-        ({"attention_backend": "reference"}, r"attention by Triton, not by reference"),
+        ({"quantization": "int8"}, r"does not support quantization int8"),
+        ({"kv_cache_dtype": "int8", "dtype": "float16"}, r"int8 pages in float16"),
+        ({"attention_backend": "reference"}, r"Triton attention backend, not reference"),
     ],
 )
 def test_batch_invariance_on_cuda_is_refused_where_no_kernel_promises_it(
@@ -539,7 +539,7 @@ def test_batch_invariance_on_cuda_is_refused_where_no_kernel_promises_it(
     assert preflight(asked.with_(batch_invariant=False, **changes)).device == "cuda"
     assert preflight(asked.with_(device="cpu", **changes)).batch_invariant
     monkeypatch.setattr(cuda_driver, "missing_to_launch", lambda: ["a C compiler"])
-    with pytest.raises(StartupError, match=r"^--batch-invariant on CUDA takes kernels in Triton: .* a C compiler\."):
+    with pytest.raises(StartupError, match=r"^--batch-invariant on CUDA needs Triton kernels: .* a C compiler\."):
         preflight(asked)
 
 

@@ -29,8 +29,12 @@ def config(model: Path, **changes: Any) -> WorkerConfig:
 @pytest.mark.parametrize(
     ("sizes", "cause", "fix"),
     [
-        ((3, 1, 2), "3 tensor-parallel ranks x 1 pipeline stages cannot be dealt to 2 nodes", "a multiple of --nnodes"),
-        ((2, 3, 2), "a node's 3 ranks would be parts of two stages", "whole stages"),
+        (
+            (3, 1, 2),
+            "3 tensor-parallel ranks x 1 pipeline stages cannot be divided equally among 2 nodes",
+            "a multiple of --nnodes",
+        ),
+        ((2, 3, 2), "a node's 3 ranks would belong to two stages", "whole stages"),
         ((1, 4, 1), "pipeline_parallel_size 4 does not fit this model: it has 3 layers", "--pipeline-parallel-size 3"),
         ((3, 1, 1), "tensor_parallel_size 3 does not fit this model", "Sizes that work: 1, 2, 4"),
         ((1, 0, 1), "pipeline_parallel_size is 0", "at least 1"),

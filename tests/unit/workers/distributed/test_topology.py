@@ -24,12 +24,12 @@ def test_every_rank_has_one_place(sizes: tuple[int, int, int]) -> None:
             if where.node_of(other) == where.node_of(rank) and where.stage_of(other) == where.stage_of(rank)
         ]
         assert list(where.neighbours_on_node(rank)) == same
-    assert where.stage_of(where.answering_rank) == where.pipeline_parallel_size - 1
-    assert where.tensor_rank(where.answering_rank) == 0
+    assert where.stage_of(where.output_rank) == where.pipeline_parallel_size - 1
+    assert where.tensor_rank(where.output_rank) == 0
 
 
 def test_what_cannot_be_dealt_is_refused() -> None:
-    with pytest.raises(StartupError, match=r"--nnodes 2: 3 tensor-parallel ranks x 1 pipeline stages cannot be dealt"):
+    with pytest.raises(StartupError, match=r"--nnodes 2: 3 tensor-parallel ranks x 1 pipeline stages cannot be"):
         Topology(3, 1, 2).check()
-    with pytest.raises(StartupError, match="3 ranks would be parts of two stages"):
+    with pytest.raises(StartupError, match="3 ranks would belong to two stages"):
         Topology(2, 3, 2).check()

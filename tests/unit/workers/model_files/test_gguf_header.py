@@ -69,7 +69,7 @@ GOOD = gguf_bytes([NAME, TOKENS], [MATRIX, VECTOR], DATA)
 HUGE = 2**62
 HOSTILE = {
     "empty": (b"", "has only 0 bytes"),
-    "another format": (b"PK" + GOOD[2:], "does not begin with GGUF's mark"),
+    "another format": (b"PK" + GOOD[2:], "does not begin with the magic bytes of GGUF"),
     "git-lfs pointer": (b"version https://git-lfs.github.com/spec/v1\n", "git-lfs pointer"),
     "version 1": (gguf_bytes([], [], version=1), "GGUF of version 1"),
     "big-endian": (gguf_bytes([], [], b" " * 8, version=3 << 24), "big-endian"),

@@ -51,7 +51,7 @@ def test_a_missing_tensor_fails_at_the_layer_that_wants_it(tmp_path: Path) -> No
 def test_a_tensor_without_a_place_is_an_error(tmp_path: Path) -> None:
     path = make_tiny(tmp_path, "llama")
     edit(path, model__layers__0__self_attn__q_proj__bias=torch.zeros(64))
-    with pytest.raises(StartupError, match=r"no place for: model\.layers\.0\.self_attn\.q_proj\.bias"):
+    with pytest.raises(StartupError, match=r"does not use: model\.layers\.0\.self_attn\.q_proj\.bias"):
         load_decoder(path, TensorParallel.solo())
 
 
@@ -71,7 +71,7 @@ def test_before_a_rank_starts_a_family_knows_its_tensors(
     config = WorkerConfig(str(path), device="cpu")
     preflight(config)
     edit(path, **{foreign: torch.zeros(24)})
-    with pytest.raises(StartupError, match=f"holds tensor '{re.escape(foreign)}', which .* has no place for"):
+    with pytest.raises(StartupError, match=f"holds tensor '{re.escape(foreign)}', which .* does not use"):
         preflight(config)
     edit(path, **{foreign: None, missing: None})
     with pytest.raises(StartupError, match=re.escape(missing.replace("qkv_proj", "q_proj"))):
@@ -109,7 +109,7 @@ def test_what_predicts_tokens_further_ahead_stays_unused(tmp_path: Path, family:
     preflight(WorkerConfig(str(path), device="cpu"))
     load_decoder(path, TensorParallel.solo())
     edit(path, **{"model.layers.4.eh_proj.weight": torch.zeros(4)})
-    with pytest.raises(StartupError, match=r"no place for: model\.layers\.4\.eh_proj"):
+    with pytest.raises(StartupError, match=r"does not use: model\.layers\.4\.eh_proj"):
         load_decoder(path, TensorParallel.solo())
 
 

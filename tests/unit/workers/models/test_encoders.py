@@ -122,7 +122,7 @@ def test_settings_that_an_encoder_has_not_are_refused(
         ("modernbert-score", {"classifier_pooling": "max"}, "classifier_pooling"),
         ("bert", {"vocab_size": 161}, "shape [160, 64]"),
         ("bert", {"num_hidden_layers": 5}, "holds no tensor 'encoder.layer.4"),
-        ("bert", {"num_hidden_layers": 3}, "has no place for"),
+        ("bert", {"num_hidden_layers": 3}, "does not use"),
     ],
     ids=str,
 )

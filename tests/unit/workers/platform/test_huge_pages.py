@@ -35,7 +35,7 @@ def test_memory_is_taken_when_touched_and_given_back_with_the_tensor() -> None:
 
 @pytest.mark.parametrize(
     ("text", "reason"),
-    [("always [madvise] never", None), ("[always] madvise never", None), ("always madvise [never]", "says never")],
+    [("always [madvise] never", None), ("[always] madvise never", None), ("always madvise [never]", "is set to never")],
 )
 def test_the_operators_setting_is_respected(tmp_path: Path, text: str, reason: str | None) -> None:
     setting = tmp_path / "enabled"

@@ -52,9 +52,9 @@ def test_ranks_go_where_their_share_is_largest(tmp_path: Path) -> None:
     [
         (17, None, None, 1, "17 ranks share 16 cores"),
         (1, 12, None, 12, "a rank has 12 threads, and its share of one NUMA node is 8 cores"),
-        (2, None, 3, 1, "a quota pays for 3 of 16 cores, which other programs use as well"),
-        (1, None, 3, 3, "a quota pays for 3 of 16 cores, which other programs use as well"),
-        (1, 2, 3, 2, "a quota pays for 3 of 16 cores, which other programs use as well"),
+        (2, None, 3, 1, "a CPU quota allows 3 of 16 cores, which other programs use as well"),
+        (1, None, 3, 3, "a CPU quota allows 3 of 16 cores, which other programs use as well"),
+        (1, 2, 3, 2, "a CPU quota allows 3 of 16 cores, which other programs use as well"),
     ],
 )
 def test_where_pinning_would_hurt_threads_run_anywhere(
@@ -132,9 +132,9 @@ def test_a_list_is_obeyed() -> None:
 @pytest.mark.parametrize(
     ("affinity", "ranks", "changes", "cause"),
     [
-        ("all", 1, {}, r"'all', which is no list of CPUs"),
-        ("0-", 1, {}, r"no list of CPUs"),
-        ("0||0", 3, {}, r"no list of CPUs"),
+        ("all", 1, {}, r"'all', which is not a list of CPUs"),
+        ("0-", 1, {}, r"not a list of CPUs"),
+        ("0||0", 3, {}, r"not a list of CPUs"),
         ("0", 2, {}, r"has 1 list\(s\) of CPUs, and there are 2 rank\(s\)"),
         ("0|0", 1, {}, r"has 2 list\(s\) of CPUs, and there are 1 rank\(s\)"),
         ("60000", 1, {}, r"CPU 60000, which this machine does not have"),

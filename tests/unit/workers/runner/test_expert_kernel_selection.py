@@ -75,7 +75,7 @@ def test_every_number_of_tokens_uses_the_kernel_of_the_next_larger_one() -> None
     ("product", "reason"),
     [
         (lambda: product_of(torch.float16), "weights are not bfloat16"),
-        (lambda: product_of(width=12), "32 or 12 inputs are no multiple of 8"),
+        (lambda: product_of(width=12), "32 or 12 inputs are not multiples of 8"),
     ],
 )
 def test_the_line_has_the_reason_against_torchs_kernel(product: Callable[[], TritonExpertMatmul], reason: str) -> None:

@@ -69,7 +69,7 @@ def test_so_are_pages_and_the_first_steps(runner: ModelRunner, monkeypatch: pyte
         assert error.value.exit_code == 4 and "--kv-cache-memory" in error.value.fix
     with monkeypatch.context() as patch:
         patch.setattr(runner.backend, "attend", refuse)
-        with pytest.raises(StartupError, match="while trying the model out"):
+        with pytest.raises(StartupError, match="while running trial steps"):
             runner.allocate(8)
     runner.allocate(8)
     monkeypatch.setattr(runner.backend, "attend", refuse)

@@ -61,7 +61,7 @@ WEIGHTS = [
     ("qwen2", f"{L1}.self_attn.v_proj.weight", rows(0, 32), f"{L1}.self_attn.v_proj.weight: the rows of ranks 0, 1"),
     ("qwen2", f"{L1}.self_attn.q_proj.bias", rows(32, 64, 0.0), f"{L1}.self_attn.q_proj.bias: the rows of rank 1"),
     ("qwen2", f"{L1}.self_attn.k_proj.bias", rows(0, 32, 2.0), f"{L1}.self_attn.k_proj.bias: the rows of ranks 0, 1"),
-    ("mistral", f"{L1}.self_attn.k_proj.weight", swapped(8), "its head 0 holds the numbers of head 1"),
+    ("mistral", f"{L1}.self_attn.k_proj.weight", swapped(8), "its head 0 has the values of head 1"),
     ("qwen2", f"{L1}.self_attn.o_proj.weight", columns(32, 64), f"{L1}.self_attn.o_proj.weight: the columns of rank 1"),
     ("llama", f"{L1}.self_attn.o_proj.bias", rows(0, 64, 2.0), f"{L1}.self_attn.o_proj.bias"),
     ("qwen2", f"{L1}.mlp.gate_proj.weight", rows(48, 96), f"{L1}.mlp.gate_proj.weight: the rows of rank 1"),

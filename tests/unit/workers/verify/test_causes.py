@@ -64,7 +64,7 @@ def test_an_expert_with_the_weights_of_another_is_named(cases, tmp_path: Path) -
         tensors[f"{stored}.0.{part}_proj.weight"] = tensors[f"{stored}.4.{part}_proj.weight"].clone()
     save_file(tensors, copy / "model.safetensors", {"format": "pt"})
     _, causes = cases("qwen2_moe").run(SIZE, copy)
-    assert causes == ["model.layers.1.mlp.experts: expert 0 (it holds the numbers of expert 4)"]
+    assert causes == ["model.layers.1.mlp.experts: expert 0 (it has the values of expert 4)"]
 
 
 @pytest.mark.slow
@@ -119,7 +119,7 @@ def test_a_wrong_rotation_is_distinguished_from_a_wrong_projection(cases, tmp_pa
     rope = json.loads((case.model / "config.json").read_text())["rope_parameters"]
     copy = reconfigured(case.model, tmp_path / "copy", rope_parameters=rope | {"rope_theta": 1000.0})
     causes = case.run(SIZE, copy)[1]
-    right_at_0 = "(position 0, which is not turned, is right)"
+    right_at_0 = "(position 0, which is not rotated, is right)"
     assert causes == [f"rotary embedding of {x} in layer 0 on ranks 0, 1 {right_at_0}" for x in "qk"]
 
 
@@ -129,7 +129,7 @@ def test_a_rotation_where_there_is_none_is_named(cases, tmp_path: Path) -> None:
     case = cases("cohere2")
     kinds = ["sliding_attention", "sliding_attention"]
     causes = case.run(SIZE, reconfigured(case.model, tmp_path / "copy", layer_types=kinds, sliding_window=12))[1]
-    assert causes == [f"{x} of layer 1 on ranks 0, 1: turned, in a layer without rotary embedding" for x in "qk"]
+    assert causes == [f"{x} of layer 1 on ranks 0, 1: rotated, in a layer without rotary embedding" for x in "qk"]
 
 
 @pytest.mark.slow
@@ -161,7 +161,7 @@ def test_a_sum_that_forgets_a_rank_is_found_by_comparing_ranks(cases) -> None:
     comparison, causes = case.run(SIZE, plant=plant)
     fault = comparison.first_fault
     assert fault is not None and fault.name == "0.o_proj" and not fault.ranks_agree
-    assert causes == ["the sum over ranks (all-reduce) after model.layers.0.self_attn.o_proj"]
+    assert causes == ["the all-reduce after model.layers.0.self_attn.o_proj"]
 
 
 @pytest.mark.parametrize("size", [1, 2, 8])

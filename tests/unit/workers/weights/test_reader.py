@@ -62,7 +62,7 @@ def test_a_slice_beyond_the_tensor_is_our_own_mistake(weights: WeightReader) -> 
 
 def test_leftovers_are_an_error_unless_ignorable(weights: WeightReader) -> None:
     weights.take("m", torch.empty(0, 12), shape=(37, 12))  # taking nothing of it is taking it
-    with pytest.raises(StartupError, match=r"no place for: v\."):
+    with pytest.raises(StartupError, match=r"does not use: v\."):
         weights.finish(lambda name: False)
     weights.finish(lambda name: name == "v")
 

@@ -384,7 +384,7 @@ def test_the_environment_names_a_level(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "features", lambda: high.needs)
     assert build.chosen({}) == build.chosen({build.ENVIRONMENT: " "}) == high
     assert build.chosen({build.ENVIRONMENT: "avx2"}) == low
-    for name, words in (("avx512_bf16", "lacks"), ("avx1024", "no such level")):
+    for name, words in (("avx512_bf16", "lacks"), ("avx1024", "no such ISA level")):
         with pytest.raises(StartupError, match=words) as refusal:
             build.chosen({build.ENVIRONMENT: name})
         assert name in refusal.value.cause and "avx2" in refusal.value.fix

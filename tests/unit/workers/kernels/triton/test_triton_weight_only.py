@@ -162,7 +162,7 @@ def test_many_rows_are_multiplied_in_float8_where_the_device_can(dtype, monkeypa
 
 def test_what_torch_refuses_to_multiply_in_float8_is_multiplied_otherwise(monkeypatch):
     values = torch.zeros((32, 48), dtype=torch.float8_e4m3fn)
-    assert scaled_float8.why_not(values[:, :40], torch.float32) == "outputs and inputs are no multiples of 16"
+    assert scaled_float8.why_not(values[:, :40], torch.float32) == "outputs and inputs are not multiples of 16"
 
     def refuses(*arguments: object) -> Tensor:
         raise RuntimeError("Only bf16 results\nand a stack")
@@ -215,9 +215,9 @@ def test_blocks_of_float8_are_multiplied_in_float8_where_that_is_right_and_faste
     assert ((product()(x).double() - wanted).abs() / size).max() < 2 * ROUNDING[torch.float32]
     assert product(rounds_rows=False).in_float8 is None
     times[:] = [2.0, 1.0]
-    assert product().in_float8 is None and "the other way" in str(block_float8._chosen)
+    assert product().in_float8 is None and "the other kernel" in str(block_float8._chosen)
     monkeypatch.setattr(block_float8, "_product", lambda *given: 1.05 * stand_in(*given))
-    assert product().in_float8 is None and "numbers are wrong by 0.05" in str(block_float8._chosen)
+    assert product().in_float8 is None and "results are wrong by 0.05" in str(block_float8._chosen)
     block_float8._chosen.clear()
 
 
