@@ -46,7 +46,7 @@ def attention_table() -> list[str]:
         keys = sum(contexts)
         megabytes, operations = keys * KV_HEADS * HEAD_DIM * 4 / 1e6, 4 * keys * HEADS * HEAD_DIM / 1e9
         lines.append(
-            f"| {name} | {shares.places * KV_HEADS:,} | {longest:,}; {max(contexts):,} | "
+            f"| {name} | {shares.num_programs * KV_HEADS:,} | {longest:,}; {max(contexts):,} | "
             f"{megabytes:,.0f} | {operations:.1f} |"
         )
     return lines

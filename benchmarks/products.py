@@ -184,7 +184,7 @@ def in_form(rounded: Callable[[Tensor], LinearWeight]) -> tuple[Any, Any]:
 @contextlib.contextmanager
 def other_kernels(checkout: Path) -> Generator[None]:
     """Context in which products use the kernels of another checkout."""
-    real, before = library.level(), build.SOURCES
+    real, before = library.isa_level(), build.SOURCES
     build.SOURCES = checkout.resolve() / build.SOURCES.resolve().relative_to(Path(__file__).resolve().parents[1])
     try:
         with library.using(dataclasses.replace(real, name=f"{real.name}_{checkout.resolve().name}")):
@@ -260,7 +260,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Everything that was measured, as it is written to JSON."""
     torch.set_num_threads(args.threads)
     ceilings = machine.Ceilings(args.threads, *((0.05, (24, 64, 64)) if args.shape == "quick" else ()))
-    level = library.level().name if library.why_not() is None else "none"
+    level = library.isa_level().name if library.why_not() is None else "none"
     systems = {name: steps_of(kind, args) for name, kind in kinds(args).items()}
     one_round(systems, argparse.Namespace(**{**vars(args), "rows": args.rows[:1], "seconds": 0.0001}))  # warm
     rounds = []

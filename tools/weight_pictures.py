@@ -17,7 +17,7 @@ from oarlock.workers.capacity import Memory, capacity
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.distributed.all_reduce import tree_sum
 from oarlock.workers.layers.decoder_spec import tensors_of
-from oarlock.workers.layers.tensor_spec import Cut
+from oarlock.workers.layers.tensor_spec import Sharding
 from oarlock.workers.preflight import open_model
 from tests.house.rules import ROOT
 from tests.unit.server.cli.test_plan import QWEN_7B
@@ -84,7 +84,7 @@ def shards() -> str:
         name = tensor.name.split(".")[-2]
         height, width = max(24.0, outputs * scale), max(24.0, inputs * scale)
         drawn.append(text(x + width / 2, y - 8, name, "small mid"))
-        rows = tensor.cut is not Cut.INPUTS and tensor.cut is not Cut.WIDTH_INPUTS
+        rows = tensor.sharding is not Sharding.INPUTS and tensor.sharding is not Sharding.WIDTH_INPUTS
         for rank in range(2):
             part = (
                 (x, y + height / 2 * rank, width, height / 2) if rows else (x + width / 2 * rank, y, width / 2, height)

@@ -19,12 +19,12 @@ from oarlock.workers.distributed.shm_ring import RingLayout
 from oarlock.workers.layers.decoder_spec import DecoderSpec, layers_of_stage, slices_of, tensors_of
 from oarlock.workers.layers.experts_spec import ExpertsSpec
 from oarlock.workers.layers.sharding import shard_experts
-from oarlock.workers.layers.tensor_spec import Cut
+from oarlock.workers.layers.tensor_spec import Sharding
 from oarlock.workers.model_files.checkpoint import EMBEDDING
 from oarlock.workers.platform.dtypes import ITEM_BYTES, KVShape
 from oarlock.workers.platform.processor import features
-from oarlock.workers.preflight import OpenModel, forms_on, with_lengths_and_types
-from oarlock.workers.quantization.formats.form import WeightForms
+from oarlock.workers.preflight import OpenModel, formats_on, with_lengths_and_types
+from oarlock.workers.quantization.formats.weight_format import WeightFormats
 from oarlock.workers.ranks.cpu_affinity import with_cpus
 from oarlock.workers.runner.memory_needs import (
     RESERVED_BLOCKS,
@@ -125,9 +125,9 @@ def capacity(model: OpenModel, changes: Mapping[str, Any], memory: Memory) -> Ca
     check_limits(config)
     check_parallel(config, model.spec)
     config = with_lengths_and_types(model._replace(config=config), memory.device)
-    spec, forms = model.spec, forms_on(model._replace(config=config), config.device)
+    spec, formats = model.spec, formats_on(model._replace(config=config), config.device)
     stages = range(config.pipeline_parallel_size)
-    weights = tuple(rank_weight_bytes(config, spec, forms, stage) for stage in stages)
+    weights = tuple(rank_weight_bytes(config, spec, formats, stage) for stage in stages)
     steps = tuple(largest_step_bytes(config, spec, has_head=stage == stages[-1]) for stage in stages)
     shapes, given = [kv_shape(config, spec, stage) for stage in stages], config.kv_cache_bytes or 0
     vectors = _vector_bytes(config, spec) if memory.has_vectors else 0
@@ -141,7 +141,7 @@ def capacity(model: OpenModel, changes: Mapping[str, Any], memory: Memory) -> Ca
     else:
         others, shapes = [CPU_RANK_BYTES], shapes[:1]
         left = memory.total_bytes - CPU_SERVER_BYTES - config.ranks_on_host * CPU_RANK_BYTES
-        left -= config.data_parallel_size * (weight_bytes_of_node(config, spec, config.dtype, forms) + vectors)
+        left -= config.data_parallel_size * (weight_bytes_of_node(config, spec, config.dtype, formats) + vectors)
         rooms, short = [room_on_host(config, max(0, left))], [max(0, given * config.ranks_on_host - left)]
     if given:
         rooms = [room_given(config)] * len(rooms)
@@ -194,24 +194,26 @@ class RankWork:
 def work_of(model: OpenModel, config: WorkerConfig) -> tuple[RankWork, ...]:
     """Return the cost of a step on one rank of each pipeline stage. `config`: from a `Capacity`."""
     spec, stages = model.spec, config.pipeline_parallel_size
-    forms = forms_on(model._replace(config=config), config.device)
-    return tuple(_work(spec, forms, config, stage, stages) for stage in range(stages))
+    formats = formats_on(model._replace(config=config), config.device)
+    return tuple(_work(spec, formats, config, stage, stages) for stage in range(stages))
 
 
-def _work(spec: DecoderSpec, forms: WeightForms, config: WorkerConfig, stage: int, stages: int) -> RankWork:
+def _work(spec: DecoderSpec, formats: WeightFormats, config: WorkerConfig, stage: int, stages: int) -> RankWork:
     size, item = config.tensor_parallel_size, ITEM_BYTES[config.dtype]
     layers = layers_of_stage(spec.num_layers, stage, stages)
     branches = [branch for layer in layers for branch in spec.layers[layer].branches]
-    inner = [tensor for tensor in tensors_of(spec, layers) if tensor.is_matrix and tensor.cut is not Cut.VOCABULARY]
+    inner = [
+        tensor for tensor in tensors_of(spec, layers) if tensor.is_matrix and tensor.sharding is not Sharding.VOCABULARY
+    ]
     matrices = sum(math.prod(tensor.shape) * tensor.used for tensor in inner)
     is_last, head = stage == stages - 1, spec.vocab_size * spec.hidden_size
-    held = list(rank_tensors(config, spec, forms, stage))
+    held = list(rank_tensors(config, spec, formats, stage))
     experts = [(tensor.used, bytes_of) for tensor, bytes_of in held if tensor.expert is not None]
     expert_bytes = sum(bytes_of for _, bytes_of in experts)
     read = sum(bytes_of for _, bytes_of in held) - expert_bytes
     if stage == 0 and not (spec.tie_word_embeddings and is_last):  # an embedding that is not the head is read by rows
-        form = forms.of_head.form_of(EMBEDDING.removesuffix(".weight"))
-        read -= form.weight_bytes(spec.vocab_size, spec.hidden_size, item) // size
+        weight_format = formats.of_head.format_of(EMBEDDING.removesuffix(".weight"))
+        read -= weight_format.weight_bytes(spec.vocab_size, spec.hidden_size, item) // size
     return RankWork(
         weight_bytes=read,
         expert_bytes=expert_bytes,
@@ -250,7 +252,7 @@ def expert_bytes(model: OpenModel, config: WorkerConfig, *, whole: bool, tokens:
             held.expert_bytes, {n: round(held.expert_bytes * (1.0 - (1.0 - share) ** n)) for n in tokens}
         )
     mixture = max((one for one in spec.sublayers if isinstance(one, ExpertsSpec)), key=lambda one: one.experts)
-    slices = slices_of(spec, forms_on(model._replace(config=config), config.device)) if config.device == "cpu" else 1
+    slices = slices_of(spec, formats_on(model._replace(config=config), config.device)) if config.device == "cpu" else 1
     first = shard_experts(mixture.experts, 0, size, slices).count
     draw, read = random.Random(0), {}
     for count in tokens:

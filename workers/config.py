@@ -198,7 +198,7 @@ class WorkerInfo:
     input_rounding: str | None = None  # activation quantisation of the matmuls, in a few words; None: there is none
     kv_cache_dtype: str = "auto"  # the dtype, int8 or fp8
     sliding_window: int | None = None  # tokens; longest window if all layers have one: earlier tokens are never read
-    kernels: str = ""  # description of the kernels: see `oarlock.workers.kernels.cpu.in_use`
+    kernels: str = ""  # description of the kernels: see `oarlock.workers.kernels.cpu.description`
     batch_invariant: bool = False  # a request's results do not depend on its batch or on the chunks of its prompt
     batch_invariant_reason: str = "it was not tested"  # why not, or the measurement
     rank_invariant: bool = False  # the bits of results do not depend on the number of ranks; tested at the start

@@ -19,12 +19,12 @@ from oarlock.workers.model_files.gguf_model import (
     GGUFCheckpoint,
     GGUFFamily,
     GGUFModel,
-    Layout,
-    Settings,
+    GGUFSettings,
+    GGUFTransform,
     gguf_file,
     shortest,
 )
-from oarlock.workers.model_files.located import Located
+from oarlock.workers.model_files.located import LocatedTensor
 from oarlock.workers.models.registry import GGUF_FAMILIES, describe
 
 _MAX_ROPE_FACTORS = 4096  # the widest known heads have 512 elements
@@ -33,7 +33,7 @@ _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output
 
 def hf_config(model: GGUFModel) -> dict[str, Any]:
     """Return the settings of `config.json`. Raise `StartupError` for an unsupported architecture."""
-    settings = Settings(model)
+    settings = GGUFSettings(model)
     family = _family(settings)
     missing = family.missing
     heads = settings.count(".attention.head_count", missing.get("heads"))
@@ -87,11 +87,11 @@ def gguf_checkpoint(directory: Path, model: GGUFModel) -> GGUFCheckpoint:
 
     `directory` contains the model's description.
     """
-    spec, family = describe(hf_config(model)), _family(Settings(model))
+    spec, family = describe(hf_config(model)), _family(GGUFSettings(model))
     names, layouts = dict(_names(spec, model, family)), dict(_layouts(spec, family))
     bare = {tensor.name for tensor in tensors_of(spec)}  # names, with the kind if the tensor has one
-    tensors: dict[str, Located] = {}
-    placed: dict[str, Layout] = {}
+    tensors: dict[str, LocatedTensor] = {}
+    placed: dict[str, GGUFTransform] = {}
     for name, found in model.tensors.items():
         if name in ROPE_FACTORS or name.endswith(".attn_rot_embd"):  # part of the description
             continue
@@ -109,7 +109,7 @@ def gguf_checkpoint(directory: Path, model: GGUFModel) -> GGUFCheckpoint:
     return GGUFCheckpoint(directory, tensors, placed)
 
 
-def _family(settings: Settings) -> GGUFFamily:
+def _family(settings: GGUFSettings) -> GGUFFamily:
     found = GGUF_FAMILIES.get(settings.architecture)
     if found is None:
         raise StartupError(
@@ -141,9 +141,9 @@ def _names(spec: DecoderSpec, model: GGUFModel, family: GGUFFamily) -> Iterator[
                     yield there + name, f"{here}{sublayer.module}.{part}"
 
 
-def _layouts(spec: DecoderSpec, family: GGUFFamily) -> Iterator[tuple[str, Layout]]:
+def _layouts(spec: DecoderSpec, family: GGUFFamily) -> Iterator[tuple[str, GGUFTransform]]:
     """Yield modules whose values are permuted or shifted in the file, with their layouts."""
-    added = Layout(added=spec.norm.offset)
+    added = GGUFTransform(added=spec.norm.offset)
     if spec.norm.offset:
         yield "model.norm", added
     for index, layer in enumerate(spec.layers):
@@ -157,10 +157,12 @@ def _layouts(spec: DecoderSpec, family: GGUFFamily) -> Iterator[tuple[str, Layou
             heads, kv_heads, rope = sublayer.num_heads, sublayer.num_kv_heads, sublayer.rope
             inside = f"{here}{sublayer.module}."
             if sublayer.qk_norm is not None and sublayer.qk_norm.offset:
-                yield from ((f"{inside}{norm}", Layout(added=sublayer.qk_norm.offset)) for norm in ("q_norm", "k_norm"))
+                yield from (
+                    (f"{inside}{norm}", GGUFTransform(added=sublayer.qk_norm.offset)) for norm in ("q_norm", "k_norm")
+                )
             if family.pairs_neighbours and rope is not None and not rope.interleaved:
                 for part, count in (("q_proj", heads), ("k_proj", kv_heads), ("qkv_proj", heads + kv_heads)):
-                    yield inside + part, Layout(count, sublayer.head_dim)
+                    yield inside + part, GGUFTransform(count, sublayer.head_dim)
 
 
 def _vocab_size(model: GGUFModel) -> int:
@@ -179,7 +181,7 @@ def _dtype(model: GGUFModel) -> str:
     return names[types.pop()] if len(types) == 1 and types <= set(FLOATS) else "bfloat16"
 
 
-def _rope_scaling(settings: Settings, head_dim: int) -> dict[str, Any] | None:
+def _rope_scaling(settings: GGUFSettings, head_dim: int) -> dict[str, Any] | None:
     kind = settings.text(".rope.scaling.type", "none")
     plain, short, long = (_rope_factors(settings.model, name) for name in ROPE_FACTORS)
     if short or long:  # Phi-3

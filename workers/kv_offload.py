@@ -43,7 +43,7 @@ class KVOffloadInfo:
     max_disk_bytes: int = 0  # limit of all files of all ranks and models in the directory
 
 
-class Report(IntEnum):
+class KVReportKind(IntEnum):
     """Kinds of events that a rank reports about files of KV blocks."""
 
     READ = 0
@@ -57,7 +57,7 @@ class Report(IntEnum):
 class KVReport:
     """One report of one rank."""
 
-    kind: Report
+    kind: KVReportKind
     rank: int
     results: list[tuple[int, bool]] = field(default_factory=list)  # (slot, success) of READ and WRITTEN
     digests: list[bytes] = field(default_factory=list)  # digests of APPEARED and VANISHED
@@ -75,20 +75,20 @@ class KVReportSender:
     def fileno(self) -> int:
         return self._fd
 
-    def results(self, kind: Report, results: Sequence[tuple[int, bool]]) -> None:
+    def results(self, kind: KVReportKind, results: Sequence[tuple[int, bool]]) -> None:
         for start in range(0, len(results), _MAX_RESULTS):
             some = results[start : start + _MAX_RESULTS]
             self._send(kind, len(some), b"".join(_ENTRY.pack(slot, ok) for slot, ok in some))
 
-    def digests(self, kind: Report, digests: Sequence[bytes]) -> None:
+    def digests(self, kind: KVReportKind, digests: Sequence[bytes]) -> None:
         for start in range(0, len(digests), _MAX_DIGESTS):
             some = digests[start : start + _MAX_DIGESTS]
             self._send(kind, len(some), b"".join(some))
 
     def usage(self, num_bytes: int, num_blocks: int) -> None:
-        self._send(Report.USAGE, 1, _USAGE.pack(num_bytes, num_blocks))
+        self._send(KVReportKind.USAGE, 1, _USAGE.pack(num_bytes, num_blocks))
 
-    def _send(self, kind: Report, count: int, payload: bytes) -> None:
+    def _send(self, kind: KVReportKind, count: int, payload: bytes) -> None:
         os.write(self._fd, _FRAME.pack(kind, self._rank, count) + payload)  # atomic: shorter than PIPE_BUF
 
 
@@ -129,17 +129,19 @@ def _frame_bytes(data: bytes, start: int) -> int | None:
     if len(data) < start + _FRAME.size:
         return None
     kind, _, count = _FRAME.unpack_from(data, start)
-    entry = {Report.READ: _ENTRY.size, Report.WRITTEN: _ENTRY.size, Report.USAGE: _USAGE.size}.get(kind, DIGEST_BYTES)
+    entry = {KVReportKind.READ: _ENTRY.size, KVReportKind.WRITTEN: _ENTRY.size, KVReportKind.USAGE: _USAGE.size}.get(
+        kind, DIGEST_BYTES
+    )
     size = _FRAME.size + count * entry
     return size if len(data) >= start + size else None
 
 
 def _parse(frame: bytes) -> KVReport:
     number, rank, _ = _FRAME.unpack_from(frame)
-    kind, payload = Report(number), frame[_FRAME.size :]
-    if kind in (Report.READ, Report.WRITTEN):
+    kind, payload = KVReportKind(number), frame[_FRAME.size :]
+    if kind in (KVReportKind.READ, KVReportKind.WRITTEN):
         return KVReport(kind, rank, results=[(slot, bool(ok)) for slot, ok in _ENTRY.iter_unpack(payload)])
-    if kind is Report.USAGE:
+    if kind is KVReportKind.USAGE:
         num_bytes, num_blocks = _USAGE.unpack(payload)
         return KVReport(kind, rank, num_bytes=num_bytes, num_blocks=num_blocks)
     digests = [payload[at : at + DIGEST_BYTES] for at in range(0, len(payload), DIGEST_BYTES)]

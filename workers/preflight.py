@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from oarlock.base.errors import StartupError
 from oarlock.workers.checks.devices import (
-    check_products_on_cuda,
+    check_matmuls_on_cuda,
     ranks_here,
     resolve_device,
     resolve_dtype,
@@ -35,12 +35,12 @@ from oarlock.workers.models.hf_quantization import (
     QUANTISATION_FILES,
     StoredQuantization,
     stored_quantization,
-    weight_forms,
+    weight_formats,
 )
 from oarlock.workers.models.registry import describe
 from oarlock.workers.platform import cuda_driver
-from oarlock.workers.quantization.formats.checkpoint_forms import input_rounding, served_forms
-from oarlock.workers.quantization.formats.form import WeightForms
+from oarlock.workers.quantization.formats.checkpoint_formats import input_rounding, served_formats
+from oarlock.workers.quantization.formats.weight_format import WeightFormats
 from oarlock.workers.quantization.registry import NONE, QUANTIZATIONS, STORED
 from oarlock.workers.ranks.cpu_affinity import with_cpus
 from oarlock.workers.runner.memory_needs import (
@@ -75,8 +75,8 @@ def check_without_weights(config: WorkerConfig) -> None:
         least = "bfloat16"  # smallest dtype; the weights may turn out to have a larger one
         dtype = config.dtype
         if dtype == "auto":
-            forms = QUANTIZATIONS.get(config.quantization, NONE)  # NONE overestimates quantised weights
-            dtype = served_dtype(config, spec.dtype or least, device, forms, spec, this_cpu())
+            formats = QUANTIZATIONS.get(config.quantization, NONE)  # NONE overestimates quantised weights
+            dtype = served_dtype(config, spec.dtype or least, device, formats, spec, this_cpu())
         check_given_size(config.with_(max_model_len=length, device=device, dtype=dtype), spec)
         if device != "cuda":
             check_given_sizes_fit_host(config, 0)
@@ -92,16 +92,16 @@ def preflight(config: WorkerConfig) -> WorkerConfig:
         return encoder_preflight(config)
     model = open_model(config)
     device = resolve_device(model.config)
-    spec, forms = model.spec, forms_on(model, device)
+    spec, formats = model.spec, formats_on(model, device)
     config = with_lengths_and_types(model, device)
     if device == "cuda":
-        check_products_on_cuda(config)
-        _check_device_memory(config, spec, forms)
+        check_matmuls_on_cuda(config)
+        _check_device_memory(config, spec, formats)
     else:
-        check_weights_fit(config, spec, config.dtype, forms)
+        check_weights_fit(config, spec, config.dtype, formats)
     config = with_kv_offload(with_cpus(config, device), spec)
     if device != "cuda":
-        check_kv_fits(config, spec, forms)
+        check_kv_fits(config, spec, formats)
     return config.with_(
         share_device=device == "cuda" and cuda_driver.device_count() < ranks_here(config),
         load_format="safetensors" if config.load_format == "auto" else config.load_format,
@@ -110,14 +110,14 @@ def preflight(config: WorkerConfig) -> WorkerConfig:
     )
 
 
-def _check_device_memory(config: WorkerConfig, spec: DecoderSpec, forms: WeightForms) -> None:
+def _check_device_memory(config: WorkerConfig, spec: DecoderSpec, formats: WeightFormats) -> None:
     """Check a given KV size against the smallest of the devices that ranks use."""
     if config.kv_cache_bytes is None:
         return
     devices = min(cuda_driver.device_count(), ranks_here(config))
     smallest = cuda_driver.smallest_memory(devices)
     if smallest is not None:
-        check_given_size_fits_device(config, spec, forms, smallest, -(-ranks_here(config) // devices))
+        check_given_size_fits_device(config, spec, formats, smallest, -(-ranks_here(config) // devices))
 
 
 class OpenModel(NamedTuple):
@@ -125,7 +125,7 @@ class OpenModel(NamedTuple):
 
     config: WorkerConfig
     spec: DecoderSpec
-    forms: WeightForms
+    formats: WeightFormats
     checkpoint: Checkpoint | None  # None: dummy weights
 
 
@@ -136,10 +136,10 @@ def open_model(config: WorkerConfig) -> OpenModel:
     config, spec, quantized = _described(config)
     checkpoint = None if config.load_format == "dummy" else open_checkpoint(Path(config.model_path))
     if isinstance(checkpoint, GGUFCheckpoint) and checkpoint.has_blocks:
-        config = _with_gguf_forms(config)
+        config = _with_gguf_formats(config)
     elif config.quantization == GGUF:
         raise _is_no_choice(config.quantization)
-    forms = weight_forms(config.quantization, quantized, checkpoint)
+    formats = weight_formats(config.quantization, quantized, checkpoint)
     if checkpoint is not None:
         if spec.tie_word_embeddings and head_differs(checkpoint):
             logger.warning(
@@ -148,14 +148,14 @@ def open_model(config: WorkerConfig) -> OpenModel:
                 "config.json sets tie_word_embeddings, but the checkpoint has a different lm_head",
             )
             spec = replace(spec, tie_word_embeddings=False)
-        check_tensors(checkpoint, spec, forms)
-    return OpenModel(config, spec, forms, checkpoint)
+        check_tensors(checkpoint, spec, formats)
+    return OpenModel(config, spec, formats, checkpoint)
 
 
 def with_lengths_and_types(model: OpenModel, device: str) -> WorkerConfig:
     """Return the configuration of `model` with its dtypes and its context length on `device`."""
     config, spec = model.config, model.spec
-    dtype = resolve_dtype(config, device, spec, model.checkpoint, forms_on(model, device), this_cpu())
+    dtype = resolve_dtype(config, device, spec, model.checkpoint, formats_on(model, device), this_cpu())
     return config.with_(
         device=device,
         dtype=dtype,
@@ -164,20 +164,20 @@ def with_lengths_and_types(model: OpenModel, device: str) -> WorkerConfig:
     )
 
 
-def forms_on(model: OpenModel, device: str) -> WeightForms:
+def formats_on(model: OpenModel, device: str) -> WeightFormats:
     """Return the weight formats of `model` on ranks that use `device`. Raises `StartupError` if `--dequantize` has no
     effect on them."""
     config, modules = model.config, matrices_of(model.spec)
-    if config.dequantize and input_rounding(model.forms, modules, device) is None:
+    if config.dequantize and input_rounding(model.formats, modules, device) is None:
         what = "unquantised" if config.quantization == "none" else config.quantization
         raise StartupError(
             f"--dequantize: matmuls with {what} weights do not quantize activations on {device}.",
             "Leave --dequantize out.",
         )
-    return served_forms(model.forms, device, dequantize=config.dequantize)
+    return served_formats(model.formats, device, dequantize=config.dequantize)
 
 
-def _with_gguf_forms(config: WorkerConfig) -> WorkerConfig:
+def _with_gguf_formats(config: WorkerConfig) -> WorkerConfig:
     """Set the quantization of a GGUF model with quantised weights. Raises `StartupError` if another was asked for."""
     if config.quantization not in ("none", GGUF):
         raise StartupError(
@@ -187,9 +187,9 @@ def _with_gguf_forms(config: WorkerConfig) -> WorkerConfig:
     return config.with_(quantization=GGUF)
 
 
-def _is_no_choice(asked: str) -> StartupError:
+def _is_no_choice(requested: str) -> StartupError:
     return StartupError(
-        f"quantization {asked} is a format of checkpoints, and this checkpoint does not have it.",
+        f"quantization {requested} is a format of checkpoints, and this checkpoint does not have it.",
         f"Leave --quantization out, or choose one of {', '.join(QUANTIZATIONS)}.",
     )
 
@@ -199,13 +199,13 @@ def _described(config: WorkerConfig) -> tuple[WorkerConfig, DecoderSpec, StoredQ
     directory = Path(config.model_path)
     fields = read_config(directory)
     spec, quantized = describe(fields), stored_quantization(directory, fields)
-    asked = config.quantization
+    requested = config.quantization
     if quantized is None:
-        if asked in STORED:
-            raise _is_no_choice(asked)
-    elif asked not in ("none", quantized.method):
+        if requested in STORED:
+            raise _is_no_choice(requested)
+    elif requested not in ("none", quantized.method):
         raise StartupError(
-            f"quantization {asked} rounds weights at load, but the checkpoint is quantised already: "
+            f"quantization {requested} rounds weights at load, but the checkpoint is quantised already: "
             f"{quantized.scheme.description}.",
             "Leave --quantization out, or use the model's unquantised checkpoint.",
         )
@@ -220,12 +220,12 @@ def _described(config: WorkerConfig) -> tuple[WorkerConfig, DecoderSpec, StoredQ
     return config, spec, quantized
 
 
-def _resolve_length(asked: int | None, spec: DecoderSpec) -> int:
-    if asked is None:
+def _resolve_length(requested: int | None, spec: DecoderSpec) -> int:
+    if requested is None:
         return spec.default_length
-    if asked > spec.longest_length:
+    if requested > spec.longest_length:
         raise StartupError(
-            f"max_model_len {asked} is more than the model's {spec.longest_length} positions.",
+            f"max_model_len {requested} is more than the model's {spec.longest_length} positions.",
             f"Use at most {spec.longest_length}.",
         )
-    return asked
+    return requested

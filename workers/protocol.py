@@ -205,7 +205,7 @@ _I4, _U4, _I8, _F4, _U1 = (np.dtype(code) for code in ("<i4", "<u4", "<i8", "<f4
 _Array = tuple[str, np.dtype, tuple[int, ...]]  # name, dtype and shape
 
 
-class _Place(NamedTuple):
+class _ArrayPosition(NamedTuple):
     """Position of one array that is not empty."""
 
     name: str
@@ -216,33 +216,33 @@ class _Place(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class MessageLayout:
     """Offsets of all arrays in a buffer."""
 
     num_bytes: int  # includes the header
-    places: tuple[_Place, ...]  # in the buffer's order, without the empty ones
+    positions: tuple[_ArrayPosition, ...]  # in the buffer's order, without the empty ones
     empty: dict[str, np.ndarray]  # the empty arrays, each of its dtype and shape
 
     def views(self, buffer: memoryview) -> dict[str, np.ndarray]:
         """Return the arrays by name. Non-empty arrays are views of `buffer`."""
         views = self.empty.copy()
-        for name, dtype, shape, count, offset in self.places:
+        for name, dtype, shape, count, offset in self.positions:
             flat = np.frombuffer(buffer, dtype, count, offset)
             views[name] = flat if len(shape) == 1 else flat.reshape(shape)
         return views
 
     def write(self, buffer: memoryview, source: object, without: str = "") -> None:
         """Copy each array from the attribute of `source` with its name, except for the array `without`."""
-        for name, dtype, shape, count, offset in self.places:
+        for name, dtype, shape, count, offset in self.positions:
             if name != without:
                 flat = np.frombuffer(buffer, dtype, count, offset)
                 flat[...] = getattr(source, name) if len(shape) == 1 else getattr(source, name).ravel()
 
     def span(self, name: str) -> tuple[int, int]:
         """Return begin and end of an array in the buffer, in bytes; (0, 0) if it is empty."""
-        for place in self.places:
-            if place.name == name:
-                return place.offset, place.offset + aligned(place.count * place.dtype.itemsize)
+        for position in self.positions:
+            if position.name == name:
+                return position.offset, position.offset + aligned(position.count * position.dtype.itemsize)
         return 0, 0
 
 
@@ -252,29 +252,29 @@ def aligned(num_bytes: int) -> int:
 
 
 @lru_cache(_KEPT)
-def step_layout(shape: StepShape) -> Layout:
+def step_layout(shape: StepShape) -> MessageLayout:
     """Return the layout of a step."""
     return _layout(_step_arrays(shape))
 
 
 @lru_cache(_KEPT)
-def output_layout(shape: StepShape, num_top: int) -> Layout:
+def output_layout(shape: StepShape, num_top: int) -> MessageLayout:
     """Return the layout of an output with `num_top` top logprobs in each row; -1: without logprobs."""
     return _layout(_output_arrays(shape, num_top))
 
 
-def _layout(arrays: list[_Array]) -> Layout:
-    places: list[_Place] = []
+def _layout(arrays: list[_Array]) -> MessageLayout:
+    positions: list[_ArrayPosition] = []
     empty: dict[str, np.ndarray] = {}
     offset = aligned(HEADER_BYTES)
     for name, dtype, shape in arrays:
         count = math.prod(shape)
         if count:
-            places.append(_Place(name, dtype, shape, count, offset))
+            positions.append(_ArrayPosition(name, dtype, shape, count, offset))
             offset += aligned(count * dtype.itemsize)
         else:
             empty[name] = _empty(shape, dtype)
-    return Layout(offset, tuple(places), empty)
+    return MessageLayout(offset, tuple(positions), empty)
 
 
 @lru_cache(_KEPT)

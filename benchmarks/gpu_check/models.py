@@ -116,7 +116,7 @@ def inner_parameters(spec: DecoderSpec) -> int:
 
 def streamed_bytes(runner: ModelRunner) -> int:
     """Bytes of the weights that a step reads, without an embedding beside the head, of which it reads a few rows."""
-    spec, item_bytes = runner.spec, runner.model.place.dtype.itemsize
+    spec, item_bytes = runner.spec, runner.model.placement.dtype.itemsize
     embedding = 0 if spec.tie_word_embeddings else spec.vocab_size * spec.hidden_size * item_bytes
     return runner.model.weight_bytes - embedding
 

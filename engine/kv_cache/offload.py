@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from oarlock.engine.stats import EngineStats
 from oarlock.workers.config import StepCost
-from oarlock.workers.kv_offload import MAX_COPIES, Copy, KVOffloadInfo, KVReport, Report
+from oarlock.workers.kv_offload import MAX_COPIES, Copy, KVOffloadInfo, KVReport, KVReportKind
 
 MAX_LOADS = 32  # maximum sequences that wait for files at the same time
 LOAD_TIMEOUT_S = 30.0  # limit of a load, then the sequence is computed: the file system may never respond
@@ -400,15 +400,15 @@ class KVOffload:
 
     def report(self, report: KVReport) -> None:
         """Process one report of one rank."""
-        if report.kind is Report.READ:
+        if report.kind is KVReportKind.READ:
             for slot, succeeded in report.results:
                 self._has_read(slot, succeeded)
-        elif report.kind is Report.WRITTEN:
+        elif report.kind is KVReportKind.WRITTEN:
             for slot, succeeded in report.results:
                 self._has_written(slot, succeeded)
-        elif report.kind is Report.APPEARED:
+        elif report.kind is KVReportKind.APPEARED:
             self._on_disk.update(report.digests)
-        elif report.kind is Report.VANISHED:
+        elif report.kind is KVReportKind.VANISHED:
             self._on_disk.difference_update(report.digests)
         else:
             self._stats.kv_offload_disk_bytes = report.num_bytes

@@ -23,7 +23,7 @@ from oarlock.base.errors import StartupError
 from oarlock.base.paths import cache_home
 from oarlock.server.hub.local_model import begins_as_gguf
 from oarlock.workers.gguf_config import hf_config
-from oarlock.workers.model_files.gguf_model import GGUFModel, Settings, parts_of
+from oarlock.workers.model_files.gguf_model import GGUFModel, GGUFSettings, parts_of
 
 _ENDINGS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -114,7 +114,7 @@ class Vocabulary:
         return found
 
 
-def read_vocabulary(settings: Settings) -> Vocabulary:
+def read_vocabulary(settings: GGUFSettings) -> Vocabulary:
     """Read the vocabulary. Raises `StartupError` for an unsupported kind of tokenizer, and for a damaged vocabulary."""
     tokens = settings.texts("tokenizer.ggml.tokens")
     types = array("i", [_NORMAL] * len(tokens))
@@ -140,7 +140,7 @@ def read_vocabulary(settings: Settings) -> Vocabulary:
     )
 
 
-def tokenizer_json(settings: Settings, vocabulary: Vocabulary) -> dict[str, Any]:
+def tokenizer_json(settings: GGUFSettings, vocabulary: Vocabulary) -> dict[str, Any]:
     """Return the content of `tokenizer.json`."""
     parts = _sentencepiece if _kind(settings) == "llama" else _byte_level
     strips = settings.architecture == "phi3" and _kind(settings) == "llama"
@@ -154,7 +154,7 @@ def tokenizer_json(settings: Settings, vocabulary: Vocabulary) -> dict[str, Any]
     }
 
 
-def _kind(settings: Settings) -> str:
+def _kind(settings: GGUFSettings) -> str:
     kind = settings.text("tokenizer.ggml.model")
     if kind not in ("gpt2", "llama"):
         raise StartupError(
@@ -163,7 +163,7 @@ def _kind(settings: Settings) -> str:
     return kind
 
 
-def _pre_tokenizer(settings: Settings) -> PreTokenizer:
+def _pre_tokenizer(settings: GGUFSettings) -> PreTokenizer:
     name = settings.text("tokenizer.ggml.pre", "default")
     if name not in PRE_TOKENIZERS:
         raise StartupError(
@@ -173,7 +173,7 @@ def _pre_tokenizer(settings: Settings) -> PreTokenizer:
     return PRE_TOKENIZERS[name]
 
 
-def _byte_level(settings: Settings, vocabulary: Vocabulary) -> dict[str, Any]:
+def _byte_level(settings: GGUFSettings, vocabulary: Vocabulary) -> dict[str, Any]:
     kind, ids = _pre_tokenizer(settings), vocabulary.ids()
     pairs = [merge.partition(" ")[::2] for merge in settings.texts("tokenizer.ggml.merges")]
     # Merges with parts or results that are not tokens are dropped: the library would refuse them.
@@ -197,7 +197,7 @@ def _byte_level(settings: Settings, vocabulary: Vocabulary) -> dict[str, Any]:
     }
 
 
-def _sentencepiece(settings: Settings, vocabulary: Vocabulary) -> dict[str, Any]:
+def _sentencepiece(settings: GGUFSettings, vocabulary: Vocabulary) -> dict[str, Any]:
     if sum(len(token) ** 2 for token in vocabulary.tokens) > _MOST_MERGE_WORK:
         raise StartupError(
             f"{settings.model.path} has too many long tokens to find the merges of its vocabulary.",
@@ -326,7 +326,7 @@ def described(path: Path) -> Path:
     if directory.is_dir():
         return directory
     model = GGUFModel.open(paths[0])
-    settings = Settings(model)
+    settings = GGUFSettings(model)
     config = hf_config(model)
     vocabulary = read_vocabulary(settings)
     files = {
@@ -376,7 +376,7 @@ def _write(directory: Path, files: dict[str, dict[str, Any]], links: tuple[Path,
         ) from None
 
 
-def _tokenizer_config(settings: Settings, vocabulary: Vocabulary) -> dict[str, Any]:
+def _tokenizer_config(settings: GGUFSettings, vocabulary: Vocabulary) -> dict[str, Any]:
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
@@ -397,7 +397,7 @@ def _tokenizer_config(settings: Settings, vocabulary: Vocabulary) -> dict[str, A
     return config
 
 
-def _generation_config(settings: Settings, vocabulary: Vocabulary) -> dict[str, Any]:
+def _generation_config(settings: GGUFSettings, vocabulary: Vocabulary) -> dict[str, Any]:
     ends = [vocabulary.special[kind] for kind in ("eos", "eot", "eom") if kind in vocabulary.special]
     ends += [
         index

@@ -42,7 +42,7 @@ def test_the_demo_model_on_two_ranks(tmp_path: Path, foreign: Path) -> None:
     assert lines[2].split()[:2] == ["layer", "tensor"]
     assert [line.split()[0] for line in lines[4:12]] == [str(layer) for layer in range(8)]
     assert lines[-1] == "result: ok"
-    assert "greedy text: 24 tokens of 2 prompts as transformers' generate" in lines
+    assert "greedy completions: 24 tokens of 2 prompts equal transformers' generate" in lines
     assert "verify: transformers: every layer in float64" in result.stderr
     report = json.loads(out.read_text())
     assert report["ok"] and report["tensor_parallel_size"] == 2

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from oarlock.workers.models.registry import read_spec
-from oarlock.workers.verify.compare import Comparison
+from oarlock.workers.verify.compare import VerifyResults
 from tests.golden.cases import CASES, FAMILY_CASES
 from tests.golden.tiny_models import make_tiny
 from tests.house.rules import ROOT
@@ -55,7 +55,7 @@ def family_row(name: str, folder: Path) -> tuple[str, bool]:
     return f"| {' | '.join(cells)} |", ok
 
 
-def logit_errors(comparison: Comparison) -> tuple[float, float]:
+def logit_errors(comparison: VerifyResults) -> tuple[float, float]:
     """The largest error of any logit: ours, transformers'."""
     errors = comparison.rows[-1].errors
     return max(error.max_error for error in errors), max(error.theirs for error in errors)

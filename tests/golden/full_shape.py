@@ -22,9 +22,9 @@ from oarlock.workers.config import WorkerConfig
 from oarlock.workers.fingerprint import sources
 from oarlock.workers.models.registry import read_spec
 from oarlock.workers.preflight import preflight
-from oarlock.workers.verify.compare import Comparison, compare, compare_tokens
+from oarlock.workers.verify.compare import VerifyResults, compare, compare_tokens
 from oarlock.workers.verify.launch import run_ranks, run_reference
-from oarlock.workers.verify.request import Request, Text
+from oarlock.workers.verify.request import Text, VerifyRequest
 from tests.house.rules import ROOT
 from tools.made_parts import filled
 
@@ -39,7 +39,7 @@ def say(line: str) -> None:
     print(f"full shape: {line}", file=sys.stderr, flush=True)
 
 
-def reference(model: Path, what: str, request: Request) -> Path:
+def reference(model: Path, what: str, request: VerifyRequest) -> Path:
     """The folder with transformers' side of `request`, made if it is not there yet."""
     folder = model.with_name(f"{model.name}.reference-{what}")
     weights = (model / "model.safetensors").stat()
@@ -56,7 +56,7 @@ def reference(model: Path, what: str, request: Request) -> Path:
     return folder
 
 
-def ours(model: Path, folder: Path, dtype: str, size: int) -> Comparison:
+def ours(model: Path, folder: Path, dtype: str, size: int) -> VerifyResults:
     """Our ranks on the text of `folder`, compared."""
     text = Text.read(folder)
     config = preflight(
@@ -68,15 +68,15 @@ def ours(model: Path, folder: Path, dtype: str, size: int) -> Comparison:
     )  # fmt: skip
     say(f"{dtype}, {size} rank(s)")
     run_ranks(config, folder, say)
-    if not Request.read(folder).record:
-        return Comparison([], list(compare_tokens(folder, dtype)))
+    if not VerifyRequest.read(folder).record:
+        return VerifyResults([], list(compare_tokens(folder, dtype)))
     comparison = compare(folder, read_spec(str(model)), size, dtype)
     for file in folder.glob("rank-*"):
         file.unlink()
     return comparison
 
 
-def layer_table(comparisons: dict[tuple[str, int], Comparison]) -> list[str]:
+def layer_table(comparisons: dict[tuple[str, int], VerifyResults]) -> list[str]:
     """Errors of the residual after every layer and of the end, ours divided by transformers'; the page omits them."""
     runs = list(comparisons)
     dtypes = list(dict.fromkeys(dtype for dtype, _ in runs))
@@ -97,14 +97,14 @@ def layer_table(comparisons: dict[tuple[str, int], Comparison]) -> list[str]:
     return [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", *columns]
 
 
-def largest(comparison: Comparison, name: str) -> tuple[float, float]:
+def largest(comparison: VerifyResults, name: str) -> tuple[float, float]:
     """(ours, transformers') over all ranks."""
     row = next(row for row in comparison.rows if row.name == name)
     return max(error.max_error for error in row.errors), max(error.theirs for error in row.errors)
 
 
 def bound_table(
-    comparisons: dict[tuple[str, int], Comparison], greedy: dict[int, Comparison]
+    comparisons: dict[tuple[str, int], VerifyResults], greedy: dict[int, VerifyResults]
 ) -> tuple[list[str], bool]:
     """The bounds, the measured errors, and whether all are within bounds."""
     lines = ["| | transformers | ours | ratio | bound | worst tensor, rms | |", "|---|---|---|---|---|---|---|"]
@@ -147,11 +147,11 @@ def main() -> int:
     texts = [prompts(1, length, vocab, seed)[0] for seed, length in enumerate(_LENGTHS)]
     comparisons = {}
     for number, dtype in enumerate(dtypes):
-        folder = reference(model, dtype, Request(str(model), dtype, "cpu", texts, _NEW_TOKENS))
+        folder = reference(model, dtype, VerifyRequest(str(model), dtype, "cpu", texts, _NEW_TOKENS))
         for size in SIZES if is_whole or len(dtypes) == 1 else SIZES[::-1][number : number + 1]:
             comparisons[dtype, size] = ours(model, folder, dtype, size)
     folder = reference(
-        model, "greedy", Request(str(model), "float32", "cpu", texts[:1], arguments.greedy, record=False)
+        model, "greedy", VerifyRequest(str(model), "float32", "cpu", texts[:1], arguments.greedy, record=False)
     )
     greedy = {size: ours(model, folder, "float32", size) for size in (SIZES if is_whole else SIZES[-1:])}
     bounds, ok = bound_table(comparisons, greedy)

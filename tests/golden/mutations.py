@@ -183,15 +183,15 @@ def row_parallel_bias_on_every_rank(patch: MonkeyPatch) -> None:
     def patched(self: RowParallelLinear, weights: Any) -> None:
         original(self, weights)
         if self.bias is not None:
-            self.bias *= self.place.tp.size
+            self.bias *= self.placement.tp.size
 
     patch.setattr(RowParallelLinear, "load", patched)
 
 
 def sum_over_ranks_left_out(patch: MonkeyPatch) -> None:
     def call(self: RowParallelLinear, x: Tensor, residual: Tensor | None) -> Tensor:
-        self.place.tp.all_reduce(torch.zeros_like(residual))
-        return self.product(x) + residual
+        self.placement.tp.all_reduce(torch.zeros_like(residual))
+        return self.matmul(x) + residual
 
     patch.setattr(RowParallelLinear, "__call__", call)
 
@@ -397,8 +397,8 @@ def head_of_the_next_rank(patch: MonkeyPatch) -> None:
     def patched(layer: VocabParallelEmbedding | VocabParallelHead) -> WeightShard:
         if isinstance(layer, VocabParallelEmbedding):
             return original(layer)
-        here, size = layer.start, layer.place.tp.size
-        layer.start = (layer.place.tp.rank + 1) % size * layer.local
+        here, size = layer.start, layer.placement.tp.size
+        layer.start = (layer.placement.tp.rank + 1) % size * layer.local
         shard = original(layer)
         layer.start = here
         return shard
@@ -410,7 +410,7 @@ def embedding_adds_foreign_rows(patch: MonkeyPatch) -> None:
     """Every rank looks up every id, its own or not."""
 
     def rows(self: VocabParallelEmbedding, ids: Tensor) -> Tensor:
-        return self.place.tp.all_reduce(self.look_up((ids - self.start).clamp(0, self.local - 1)))
+        return self.placement.tp.all_reduce(self.look_up((ids - self.start).clamp(0, self.local - 1)))
 
     patch.setattr(VocabParallelEmbedding, "_rows", rows)
 

@@ -21,10 +21,10 @@ from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.gguf_config import open_checkpoint
 from oarlock.workers.models.decoder import Decoder
 from oarlock.workers.models.hf_fields import read_config
-from oarlock.workers.models.hf_quantization import stored_quantization, weight_forms
+from oarlock.workers.models.hf_quantization import stored_quantization, weight_formats
 from oarlock.workers.models.registry import read_spec
 from oarlock.workers.protocol import StepMetadata
-from oarlock.workers.quantization.formats.checkpoint_forms import served_forms
+from oarlock.workers.quantization.formats.checkpoint_formats import served_formats
 from oarlock.workers.runner.trial_steps import SequenceChunk, greedy_step
 from oarlock.workers.weights.gguf_reader import weight_source
 
@@ -103,13 +103,13 @@ def load_decoder(
     quantization: str = "none",
     *,
     dequantize: bool = False,
-    deals_experts: bool = False,
+    distributes_experts: bool = False,
 ) -> Decoder:
     checkpoint = open_checkpoint(path)
-    forms = weight_forms(quantization, stored_quantization(path, read_config(path)), checkpoint)
-    forms = served_forms(forms, "cpu", dequantize=dequantize)
+    formats = weight_formats(quantization, stored_quantization(path, read_config(path)), checkpoint)
+    formats = served_formats(formats, "cpu", dequantize=dequantize)
     spec = read_spec(str(path), max_model_len)
-    decoder = Decoder(spec, tp, dtype, torch.device("cpu"), forms, deals_experts=deals_experts)
+    decoder = Decoder(spec, tp, dtype, torch.device("cpu"), formats, distributes_experts=distributes_experts)
     with weight_source(checkpoint, check_finite=True, on_read=lambda: None) as weights:
         decoder.load(weights, lambda share: None)
     return decoder
@@ -134,7 +134,7 @@ class PagedRun:
         batch = ForwardBatch.from_step(step, BlockTables.of_step(step, torch.device("cpu")))
         hidden = self.decoder(batch, self.pages, self.backend, self.backend.prepare(batch))
         local = self.decoder.compute_logits(hidden)[: step.num_tokens]  # [T, vocab_local]
-        gathered = self.decoder.place.tp.all_gather(local)  # [ranks, T, vocab_local]
+        gathered = self.decoder.placement.tp.all_gather(local)  # [ranks, T, vocab_local]
         logits = gathered.transpose(0, 1).flatten(1)  # [T, padded vocabulary]
         vocab = self.decoder.spec.vocab_size
         assert torch.isneginf(logits[:, vocab:]).all()

@@ -21,7 +21,7 @@ from oarlock.workers.layers.attention_spec import SelfAttentionSpec
 from oarlock.workers.layers.decoder_spec import DecoderSpec, tensor_shapes
 from oarlock.workers.layers.rotary import RotaryTable
 from oarlock.workers.model_files.checkpoint import Checkpoint
-from oarlock.workers.model_files.gguf_header import GROUP_FORMS, SERVED, GroupForm
+from oarlock.workers.model_files.gguf_header import GROUP_LAYOUTS, SERVED, GroupLayout
 from oarlock.workers.model_files.gguf_model import GGUFCheckpoint, GGUFModel
 from oarlock.workers.models.registry import describe, read_spec
 from oarlock.workers.verify.dequantise import dequantised_gguf
@@ -218,11 +218,11 @@ def test_every_type_is_what_the_gguf_package_makes_of_it(wide: Path, tmp_path: P
             for dim in (0, 1):
                 for parts in PARTS:
                     assert judged(assembled(reader, name, shape, dim, parts), truth), f"{name} in {parts} along {dim}"
-            if kind in GROUP_FORMS:
-                _check_groups(reader, name, truth, GROUP_FORMS[kind])
+            if kind in GROUP_LAYOUTS:
+                _check_groups(reader, name, truth, GROUP_LAYOUTS[kind])
 
 
-def _check_groups(reader: GGUFReader, name: str, truth: torch.Tensor, form: GroupForm) -> None:
+def _check_groups(reader: GGUFReader, name: str, truth: torch.Tensor, form: GroupLayout) -> None:
     rows, inputs = truth.shape
     for first, count in ((0, inputs), (inputs // 2, inputs // 2), (16, 48), (48, 32)):
         found = Groups.empty(rows // 4, count, math.gcd(form.group, first), offsets=form.has_offsets)

@@ -24,7 +24,7 @@ from oarlock.workers.layers.embedding import VocabParallelEmbedding, VocabParall
 from oarlock.workers.model_files.gguf_model import GGUFCheckpoint, GGUFModel
 from oarlock.workers.models.decoder import Decoder
 from oarlock.workers.models.registry import read_spec
-from oarlock.workers.quantization.formats.checkpoint_forms import GGUFForms
+from oarlock.workers.quantization.formats.checkpoint_formats import GGUFFormats
 from oarlock.workers.quantization.grouped import GroupedWeight
 from oarlock.workers.quantization.groups import packed_bytes
 from oarlock.workers.quantization.method import DenseWeight, StackedWeight, WeightShard
@@ -109,7 +109,9 @@ def decoder_of(folder: Path, tp: TensorParallel) -> Decoder:
     """Decoder of the model, without weights."""
     checkpoint = open_checkpoint(folder)
     assert isinstance(checkpoint, GGUFCheckpoint)
-    return Decoder(read_spec(str(folder)), tp, torch.float32, torch.device("cpu"), GGUFForms(checkpoint, FUSED_MODULES))
+    return Decoder(
+        read_spec(str(folder)), tp, torch.float32, torch.device("cpu"), GGUFFormats(checkpoint, FUSED_MODULES)
+    )
 
 
 def shards(decoder: Decoder) -> list[WeightShard]:
@@ -140,7 +142,7 @@ def differing(folder: Path, size: int) -> list[str]:
         assert isinstance(checkpoint, GGUFCheckpoint)
         with GGUFReader(checkpoint) as reader:
             for shard in shards(decoder):
-                weight = rows_of(decoder.place.load(shard, reader))
+                weight = rows_of(decoder.placement.load(shard, reader))
                 columns = slice(shard.first_input, shard.first_input + shard.local_inputs)
                 want = torch.cat([_wanted(folder, shard, part.name)[:, columns] for part in _parts(shard)])
                 error = (weight[: len(want)] - want).abs()
@@ -271,20 +273,20 @@ def test_memory_is_counted_as_weights_are_kept(model_of: Callable[[str], Path], 
         decoder, checkpoint, total = decoder_of(folder, tp), open_checkpoint(folder), 0
         with weight_source(checkpoint, check_finite=True, on_read=lambda: None) as weights:
             for shard in shards(decoder):
-                loaded = decoder.place.load(shard, weights)
+                loaded = decoder.placement.load(shard, weights)
                 parts = loaded.parts if isinstance(loaded, StackedWeight) else [loaded]
                 found = sum(bytes_of(part) for part in parts)
-                assert decoder.place.weight_bytes(shard, bias=False) == found, shard.parts[0].name
+                assert decoder.placement.weight_bytes(shard, bias=False) == found, shard.parts[0].name
                 total += found
         kept.append((decoder.weight_bytes, total))
 
     on_ranks(size, count)
     config = WorkerConfig(str(folder), device="cpu", dtype="float32", tensor_parallel_size=size)
     decoder = decoder_of(folder, TensorParallel.solo())
-    forms = decoder.place.quantization
-    assert all(counted == rank_weight_bytes(config, decoder.spec, forms) > total for counted, total in kept)
+    formats = decoder.placement.quantization
+    assert all(counted == rank_weight_bytes(config, decoder.spec, formats) > total for counted, total in kept)
     if size == 1:
-        assert kept[0][0] == weight_bytes(decoder.spec, "float32", forms)
+        assert kept[0][0] == weight_bytes(decoder.spec, "float32", formats)
 
 
 def bytes_of(weight: object) -> int:
@@ -311,9 +313,9 @@ def test_weights_that_make_one_product_have_one_form(model_of: Callable[[str], P
     """In the mix v has more bits than q and k, so that all three are kept in groups of 16 and 8 bits."""
     checkpoint = open_checkpoint(model_of("llama-mix"))
     assert isinstance(checkpoint, GGUFCheckpoint)
-    forms = GGUFForms(checkpoint, FUSED_MODULES)
-    q, k, v = (forms.form_of(f"model.layers.0.self_attn.{part}_proj") for part in "qkv")
+    formats = GGUFFormats(checkpoint, FUSED_MODULES)
+    q, k, v = (formats.format_of(f"model.layers.0.self_attn.{part}_proj") for part in "qkv")
     assert q == k == v and getattr(q, "bits", None) == 8
-    other = forms.form_of("model.layers.1.self_attn.q_proj")
+    other = formats.format_of("model.layers.1.self_attn.q_proj")
     assert getattr(other, "bits", None) == 4 and replace(other, bits=8, group=16) == q  # ty: ignore[invalid-argument-type]
-    assert forms.description == "gguf (Q4_K, Q6_K)"
+    assert formats.description == "gguf (Q4_K, Q6_K)"

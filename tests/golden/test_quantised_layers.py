@@ -115,7 +115,7 @@ def test_experts_of_mxfp4_have_the_same_bits_cut_or_dealt_to_any_number_of_ranks
     quantised, reference = made_of("mxfp4")
 
     def logits(tp: TensorParallel) -> Tensor:
-        run = PagedRun(load_decoder(quantised.path, tp, torch.bfloat16, deals_experts=deals))
+        run = PagedRun(load_decoder(quantised.path, tp, torch.bfloat16, distributes_experts=deals))
         return run.step({0: reference.tokens[:PROMPT]})[0]
 
     single = on_ranks(1, logits)[0]

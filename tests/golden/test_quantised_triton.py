@@ -90,5 +90,5 @@ def test_a_scale_that_is_lost_shows(made_of: Callable[[str], Made], monkeypatch:
 def test_products_are_those_of_the_device(made_of: Callable[[str], Made]) -> None:
     """Parts that a checkpoint leaves as they are stay dense, and the parts of one product may differ."""
     layer = load_decoder(made_of("gptq-4-64-sym-act-v2")[0].path, TensorParallel.solo()).layers[0]
-    assert isinstance(layer.attention.output.product, WeightOnlyMatmul)
-    assert isinstance(layer.attention.qkv.product, WeightOnlyMatmul | StackedMatmul)
+    assert isinstance(layer.attention.output.matmul, WeightOnlyMatmul)
+    assert isinstance(layer.attention.qkv.matmul, WeightOnlyMatmul | StackedMatmul)

@@ -132,7 +132,7 @@ class ThreadExecutor:
         rank, guard = self.ranks[place], self._guards[place]
         if len(step.kv_copies):
             assert rank.kv_offload is not None
-            rank.kv_offload.obey(step)
+            rank.kv_offload.run_copies(step)
         return rank.execute(step) if guard is None else wait_for(guard.run(step, partial(rank.launch, step)))
 
     def refuse(self, lacks_memory: Callable[[int, StepMetadata], bool]) -> None:

@@ -26,7 +26,7 @@ from oarlock.workers.attention.backend import LayerKV
 from oarlock.workers.attention.forward_batch import ForwardBatch
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.distributed import all_reduce, parallel_state, rank_groups
-from oarlock.workers.distributed.all_reduce import DeviceSum, Sum
+from oarlock.workers.distributed.all_reduce import AllReduce, DeviceAllReduce
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.distributed.topology import RendezvousInfo
 from oarlock.workers.kv_tiers.rank_offload import make_slots
@@ -204,11 +204,11 @@ def test_sums_of_two_devices_are_captured_whatever_way_they_take(thread_ranks: M
         device = torch.device("cuda", tp.rank)
         real = TensorParallel(tp.rank, 2)
         real.choose_all_reduce(device, torch.float16)
-        assert "no multimem: the devices have no multicast" in real.sums_by
-        assert "one-shot" in real.sums_by and "two-shot" in real.sums_by
+        assert "no multimem: the devices have no multicast" in real.all_reduce_method
+        assert "one-shot" in real.all_reduce_method and "two-shot" in real.all_reduce_method
         found = []
-        chosen = real._device_sum
-        assert isinstance(chosen, DeviceSum) and set(chosen._ways) == {"NCCL", "one-shot", "two-shot"}
+        chosen = real._device_all_reduce
+        assert isinstance(chosen, DeviceAllReduce) and set(chosen._ways) == {"NCCL", "one-shot", "two-shot"}
         for way in chosen._ways:
             chosen._fastest = [way]
             x, out = torch.zeros(64, device=device).half(), torch.zeros(64, device=device).half()
@@ -256,7 +256,7 @@ def test_sums_of_experts_are_exchanged_as_others_are(cuda: MadeUpCuda, forms: Qu
         for part in experts.parts:
             part.load(DummyWeights(3))
         if device == "cuda":
-            assert isinstance(experts.router.product, FixedOrderMatmul) == (forms is FIXED_ORDER)
+            assert isinstance(experts.router.matmul, FixedOrderMatmul) == (forms is FIXED_ORDER)
         routed, shared = experts.sums((x * 30).to(dtype).to(where))
         is_rounded = device == "cuda" and forms is NONE
         assert shared is not None and routed.dtype == shared.dtype == (dtype if is_rounded else torch.float32)
@@ -278,7 +278,7 @@ def test_every_kernel_of_experts_is_captured_and_compiled_when_it_is_timed(
     judge = TorchExpertMatmul(shape, [ExpertWeights(*map(DenseWeight, one)) for one in weights])
     timed = []
 
-    def seconds(work: Sum, x: Tensor) -> float:
+    def seconds(work: AllReduce, x: Tensor) -> float:
         timed.append(product.chosen[0])
         work(x)
         return float(len(timed))

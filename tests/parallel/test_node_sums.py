@@ -16,12 +16,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from oarlock.workers.distributed.all_reduce import NodeSums, PeerLostError, SharedMemoryGroup, tree_sum
+from oarlock.workers.distributed.all_reduce import NodeAllReduce, PeerLostError, SharedMemoryGroup, tree_sum
 from oarlock.workers.distributed.parallel_state import TensorParallel, follows_from_peer
 from oarlock.workers.distributed.pipeline_stage import PipelineStage, RingChannel
 from oarlock.workers.distributed.shm_layout import Neighbours, Votes, total_bytes
 from oarlock.workers.distributed.shm_ring import RingLayout, RingReader, RingWriter, anonymous_memory
-from oarlock.workers.distributed.topology import MARK_BYTES, RendezvousInfo, StoreAddress
+from oarlock.workers.distributed.topology import STATUS_BYTES, RendezvousInfo, StoreAddress
 from tests.unit.workers.gloo_groups import gloo_groups
 
 CPU = torch.device("cpu")
@@ -42,7 +42,7 @@ def on_nodes(nodes: int, each: int, work: Callable[[TensorParallel, Votes], None
         node, local = divmod(rank, each)
         within = Neighbours(node * each, each, 0, each)
         group = SharedMemoryGroup(memories[node], local, each, BUFFER_BYTES, 60.0, shares_cores=True, within=within)
-        sums = NodeSums(group, nodes, None if local else first_ranks[node])
+        sums = NodeAllReduce(group, nodes, None if local else first_ranks[node])
         votes = Votes(memories[node], local, each, 60.0, within=within, other_nodes_agree=sums.all_agree)
         work(TensorParallel(rank, nodes * each, sums), votes)
 
@@ -56,7 +56,7 @@ def on_nodes(nodes: int, each: int, work: Callable[[TensorParallel, Votes], None
 @pytest.mark.parametrize(("nodes", "each"), [(2, 1), (2, 2), (2, 3), (4, 1), (3, 1)])
 def test_sums_and_votes_are_those_of_one_host(nodes: int, each: int) -> None:
     def work(tp: TensorParallel, votes: Votes) -> None:
-        assert tp.sums_by == "shared memory, and gloo between nodes" and tp.group_for_kernels is None
+        assert tp.all_reduce_method == "shared memory, and gloo between nodes" and tp.group_for_kernels is None
         for dtype in (torch.float32, torch.bfloat16):
             for count in (1, 300, 5000):  # below a buffer, and several of them
                 parts = [part(rank, count, dtype) for rank in range(tp.size)]
@@ -71,7 +71,7 @@ def test_sums_and_votes_are_those_of_one_host(nodes: int, each: int) -> None:
 
 def rings(in_flight: int) -> tuple[RingChannel, RingChannel]:
     """Make both ends of a channel from rank 0 to rank 1 of a host."""
-    layout = RingLayout.holding(MARK_BYTES + 700 * WIDTH * 2, 1, in_flight)
+    layout = RingLayout.holding(STATUS_BYTES + 700 * WIDTH * 2, 1, in_flight)
     memory, (wake_read, wake_write) = anonymous_memory(layout.total_bytes), os.pipe()
     writer, reader = RingWriter(memory, [wake_write], layout), RingReader(memory, wake_read, 0, layout)
     os.close(memory)
@@ -137,7 +137,7 @@ def part(seed, *shape):
 init_distributed(info, CPU)
 tp = stage_group(info, CPU)
 parts = [part(rank, 3, 700) for rank in range(2)]
-assert tp.sums_by == "gloo" and tp.group_for_kernels is None
+assert tp.all_reduce_method == "gloo" and tp.group_for_kernels is None
 assert torch.equal(tp.all_reduce(parts[tp.rank]), tree_sum([x.float() for x in parts]).bfloat16())
 peer = 1 - info.rank
 channels = GlooChannel(peer), DeviceChannel(GlooChannel(peer), peer, CPU)  # they keep what is not received yet

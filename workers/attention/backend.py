@@ -25,7 +25,7 @@ class KVSpec:
     fixed_span: int | None = None  # keys per program if rows must not depend on the batch; None: chosen for each step
 
     @property
-    def form(self) -> KVFormat:
+    def kv_format(self) -> KVFormat:
         return FORMATS[self.cache_dtype]
 
     @property

@@ -71,8 +71,8 @@ class CppBackend:
 
     def allocate(self, num_blocks: int) -> list[LayerKV]:
         spec = self.spec
-        shape = (num_blocks, spec.num_kv_heads, spec.block_size, spec.form.elements(spec.head_dim))
-        dtype = spec.form.dtype(spec.dtype)
+        shape = (num_blocks, spec.num_kv_heads, spec.block_size, spec.kv_format.elements(spec.head_dim))
+        dtype = spec.kv_format.dtype(spec.dtype)
         return [LayerKV(huge_page_empty(shape, dtype), huge_page_empty(shape, dtype)) for _ in range(spec.num_layers)]
 
     def prepare(self, batch: ForwardBatch) -> CppPlan:

@@ -24,7 +24,7 @@ class BlockTables:
     def __init__(self, num_rows: int, width: int, device: torch.device) -> None:
         self.tables = torch.full((num_rows + 1, width), NULL_BLOCK, dtype=torch.int32, device=device)
         self.null_row = num_rows
-        self.null_place = num_rows * width  # index of the null row's first element, see `places`
+        self.null_index = num_rows * width  # index of the null row's first element, see `table_indices`
         self._host = self.tables.numpy() if device.type == "cpu" else None
 
     @staticmethod
@@ -41,11 +41,11 @@ class BlockTables:
         if self._host is not None:
             self._host[step.table_rows, step.table_columns] = step.table_blocks
             return
-        device, places = self.tables.device, self.places(step)
+        device, indices = self.tables.device, self.table_indices(step)
         blocks = torch.from_numpy(step.table_blocks).to(device, non_blocking=True)
-        self.tables.view(-1).index_copy_(0, torch.from_numpy(places).to(device, non_blocking=True), blocks)
+        self.tables.view(-1).index_copy_(0, torch.from_numpy(indices).to(device, non_blocking=True), blocks)
 
-    def places(self, step: StepMetadata) -> np.ndarray:
+    def table_indices(self, step: StepMetadata) -> np.ndarray:
         """Return the indices of the entries that change with `step` in the flattened `tables`: int64 [N]."""
         return step.table_rows.astype(np.int64) * self.tables.shape[1] + step.table_columns
 

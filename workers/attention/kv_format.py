@@ -27,7 +27,7 @@ class KVFormat(Protocol):
     def rounded(self, x: Tensor) -> Tensor:
         """Return rows `x` [..., D] of the model's dtype in this format: [..., elements]."""
 
-    def numbers(self, rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    def values_and_scales(self, rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         """Return the values of stored rows and their scales, so that row = values * scale.
 
         The values [..., D] are exact in `dtype`. The scales are float32 [...], or None if all are 1.
@@ -46,7 +46,7 @@ class Unrounded:
     def rounded(self, x: Tensor) -> Tensor:
         return x
 
-    def numbers(self, rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    def values_and_scales(self, rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         return rows.to(dtype), None
 
 
@@ -72,7 +72,7 @@ class Int8:
         scales = torch.where(finite, scales, torch.nan)
         return torch.cat([values.view(torch.uint8), scales.view(torch.uint8)], -1)
 
-    def numbers(self, rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    def values_and_scales(self, rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         values, scales = rows[..., :-2].view(torch.int8), rows[..., -2:].contiguous().view(torch.bfloat16)
         # Values from -1 to 1, so that float16 matmuls do not overflow.
         return values.to(dtype) / 128, scales.squeeze(-1).float() * 128
@@ -94,7 +94,7 @@ class Fp8:
         kept = x.float().clamp(-_LARGEST_E4M3, _LARGEST_E4M3)
         return torch.where(x.isfinite(), kept, torch.nan).to(torch.float8_e4m3fn).view(torch.uint8)
 
-    def numbers(self, rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    def values_and_scales(self, rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         return rows.view(torch.float8_e4m3fn).to(dtype), None
 
 
@@ -102,7 +102,7 @@ ROUNDED: dict[str, KVFormat] = {"int8": Int8(), "fp8": Fp8()}
 FORMATS: dict[str, KVFormat] = dict.fromkeys(("auto", *ITEM_BYTES), Unrounded()) | ROUNDED
 
 
-def dequantized(form: KVFormat, rows: Tensor) -> Tensor:
+def dequantized(kv_format: KVFormat, rows: Tensor) -> Tensor:
     """Return the keys or values of stored rows: float32 [..., D]."""
-    numbers, scales = form.numbers(rows, torch.float32)
+    numbers, scales = kv_format.values_and_scales(rows, torch.float32)
     return numbers if scales is None else numbers * scales.unsqueeze(-1)

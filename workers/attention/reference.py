@@ -39,10 +39,10 @@ class ReferenceBackend:
 
     def allocate(self, num_blocks: int) -> list[LayerKV]:
         spec = self.spec
-        shape = (num_blocks, spec.block_size, spec.num_kv_heads, spec.form.elements(spec.head_dim))
+        shape = (num_blocks, spec.block_size, spec.num_kv_heads, spec.kv_format.elements(spec.head_dim))
 
         def pages() -> Tensor:
-            return torch.zeros(shape, dtype=spec.form.dtype(spec.dtype), device=spec.device)
+            return torch.zeros(shape, dtype=spec.kv_format.dtype(spec.dtype), device=spec.device)
 
         return [LayerKV(pages(), pages()) for _ in range(spec.num_layers)]
 
@@ -58,18 +58,18 @@ class ReferenceBackend:
         return plan
 
     def write(self, kv: LayerKV, k: Tensor, v: Tensor, batch: ForwardBatch) -> None:
-        form = self.spec.form
-        kv.k.flatten(0, 1).index_copy_(0, batch.slot_mapping, form.rounded(k))
-        kv.v.flatten(0, 1).index_copy_(0, batch.slot_mapping, form.rounded(v))
+        kv_format = self.spec.kv_format
+        kv.k.flatten(0, 1).index_copy_(0, batch.slot_mapping, kv_format.rounded(k))
+        kv.v.flatten(0, 1).index_copy_(0, batch.slot_mapping, kv_format.rounded(v))
 
     def attend(
         self, q: Tensor, kv: LayerKV, plan: list[Sequence], layer: AttentionSpec, sinks: Tensor | None = None
     ) -> Tensor:
-        out, form = torch.empty_like(q), self.spec.form
+        out, kv_format = torch.empty_like(q), self.spec.kv_format
         for seq in plan:
             slots = seq.slots[_first_seen(seq, layer.sliding_window) :]
-            k = dequantized(form, kv.k.flatten(0, 1)[slots])  # [C, kv_heads, D]
-            v = dequantized(form, kv.v.flatten(0, 1)[slots])
+            k = dequantized(kv_format, kv.k.flatten(0, 1)[slots])  # [C, kv_heads, D]
+            v = dequantized(kv_format, kv.v.flatten(0, 1)[slots])
             out[seq.start : seq.stop] = attend_one(q[seq.start : seq.stop].float(), k, v, layer, sinks).to(q.dtype)
         return out.flatten(1)
 

@@ -31,7 +31,7 @@ _COLUMNS = 32
 # while the window moves.
 _WINDOW_STEP = 128
 # For matmuls with fewer elements, torch uses another kernel, which rounds differently.
-_SMALL_PRODUCT = 4096
+_SMALL_MATMUL = 4096
 # Limits of scratch memory in elements: gathered keys per call (exceeded if a single sequence is longer), and scores.
 _MAX_KEYS = 1 << 20
 _MAX_SCORES = 1 << 19
@@ -133,9 +133,9 @@ class TorchBackend:
 
     def __init__(self, spec: KVSpec) -> None:
         self.spec = spec
-        self._row = spec.form.elements(spec.head_dim)
+        self._row = spec.kv_format.elements(spec.head_dim)
         self._column_step = lcm(_COLUMNS, spec.block_size)
-        self._min_columns = _SMALL_PRODUCT // spec.head_dim + 1
+        self._min_columns = _SMALL_MATMUL // spec.head_dim + 1
         self._scratch = _Scratch()
         self._zero_page = -1
         self._writes: _Writes | None = None
@@ -151,7 +151,7 @@ class TorchBackend:
     def allocate(self, num_blocks: int) -> list[LayerKV]:
         spec = self.spec
         self._zero_page = num_blocks
-        shape, dtype = (num_blocks + 1, spec.num_kv_heads, spec.block_size, self._row), spec.form.dtype(spec.dtype)
+        shape, dtype = (num_blocks + 1, spec.num_kv_heads, spec.block_size, self._row), spec.kv_format.dtype(spec.dtype)
         return [LayerKV(huge_page_empty(shape, dtype), huge_page_empty(shape, dtype)) for _ in range(spec.num_layers)]
 
     def prepare(self, batch: ForwardBatch) -> _Plan:
@@ -163,11 +163,11 @@ class TorchBackend:
         writes = self._writes
         if writes is None or writes.slots is not batch.slot_mapping:
             writes = self._writes = self._writes_of(batch)
-        row, form = self._row, self.spec.form
+        row, kv_format = self._row, self.spec.kv_format
         if len(writes.fresh):
             kv.v.view(-1, self.spec.block_size * row).index_fill_(0, writes.fresh, 0)
-        kv.k.view(-1, row).index_copy_(0, writes.rows, form.rounded(k).reshape(-1, row))
-        kv.v.view(-1, row).index_copy_(0, writes.rows, form.rounded(v).reshape(-1, row))
+        kv.k.view(-1, row).index_copy_(0, writes.rows, kv_format.rounded(k).reshape(-1, row))
+        kv.v.view(-1, row).index_copy_(0, writes.rows, kv_format.rounded(v).reshape(-1, row))
 
     def _writes_of(self, batch: ForwardBatch) -> _Writes:
         size, heads = self.spec.block_size, self.spec.num_kv_heads
@@ -329,7 +329,7 @@ class TorchBackend:
         size = self.spec.block_size * self._row
         rows = self._scratch.take(name, (len(pages), size), source.dtype)
         torch.index_select(source.view(-1, size), 0, pages, out=rows)
-        return self.spec.form.numbers(rows.view(pairs, -1, self._row), self.spec.dtype)
+        return self.spec.kv_format.values_and_scales(rows.view(pairs, -1, self._row), self.spec.dtype)
 
     def _attend(
         self,

@@ -53,11 +53,11 @@ class TileShape:
 
 
 def tile_shapes(
-    head_dim: int, dtype: torch.dtype, form: str = "", *, wide: bool = False
+    head_dim: int, dtype: torch.dtype, kv_format: str = "", *, wide: bool = False
 ) -> tuple[TileShape, TileShape]:
     """Return the tile shapes for few query rows, and for many.
 
-    `form`: format of pages in 8 bits. `wide`: matmuls read their operands from shared memory (compute capabilities 9
+    `kv_format`: format of 8-bit pages. `wide`: matmuls read their operands from shared memory (compute capabilities 9
     and 10), which leaves registers for wider tiles.
 
     With few rows, reading the keys takes all the time. More stages keep more reads in flight, and one stage waits for
@@ -66,11 +66,11 @@ def tile_shapes(
     if dtype == torch.float32:
         small = TileShape(16, 32, 4 if head_dim <= 64 else 8, 3 if head_dim <= 64 else 2)
         return small, small
-    if head_dim <= 128 and form == "int8":
+    if head_dim <= 128 and kv_format == "int8":
         return TileShape(16, 32, 4, 3), TileShape(64, 32, 4, 2)
     if head_dim <= 128:
         return TileShape(16, 64, 4, 5), TileShape(128, 64 if wide else 32, 8, 3)
-    return TileShape(16, 32, 4, 3), TileShape(64, 16 if wide and form == "int8" else 32, 8, 2)
+    return TileShape(16, 32, 4, 3), TileShape(64, 16 if wide and kv_format == "int8" else 32, 8, 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class Shares:
 
     least: int  # least number of keys per program
     extra: int  # programs in addition to one per tile; the keys of all tiles are divided by it
-    places: int  # number of programs
+    num_programs: int  # number of programs
     is_split: bool  # True: programs may share a tile, and their results are merged
 
 
@@ -106,7 +106,7 @@ class Planned:
     tiles: Tiles
     shares: Shares
     layer: int  # first of these layers; it computes the division in each step
-    programs: Tensor  # int32 [PLANNED, places]
+    programs: Tensor  # int32 [PLANNED, num_programs]
     of_tiles: Tensor  # int32 [2, tiles]
     partial: tuple[Tensor, Tensor] | None
 
@@ -133,7 +133,7 @@ class TritonBackend:
         self.spec = spec
         self._fused: Any = kv_pages
         self._kernels: Any = paged_attention  # a call of a kernel compiles it: no annotation describes its arguments
-        self._form = spec.cache_dtype if spec.is_rounded else ""
+        self._kv_format = spec.cache_dtype if spec.is_rounded else ""
         self._amd = availability.amd_architecture()
         self.processors, self.native_fp8, self.is_wide = 1, False, False
         self.least_span = _LEAST_SPAN
@@ -162,10 +162,10 @@ class TritonBackend:
 
     def allocate(self, num_blocks: int) -> list[LayerKV]:
         spec = self.spec
-        shape = (num_blocks, spec.num_kv_heads, spec.block_size * spec.form.elements(spec.head_dim))
+        shape = (num_blocks, spec.num_kv_heads, spec.block_size * spec.kv_format.elements(spec.head_dim))
 
         def pages() -> Tensor:
-            return torch.zeros(shape, dtype=spec.form.dtype(spec.dtype), device=spec.device)
+            return torch.zeros(shape, dtype=spec.kv_format.dtype(spec.dtype), device=spec.device)
 
         return [LayerKV(pages(), pages()) for _ in range(spec.num_layers)]
 
@@ -201,7 +201,7 @@ class TritonBackend:
         self._kernels.write_kv[(-(-batch.num_tokens // _WRITTEN), spec.num_kv_heads)](
             k, v, *self._pages(kv), batch.slot_mapping, batch.num_tokens, k.stride(0), v.stride(0),
             KV_HEADS=spec.num_kv_heads, HEAD_DIM=spec.head_dim, BLOCK_SIZE=spec.block_size,
-            BLOCK_T=_WRITTEN, BLOCK_D=power_of_2(spec.head_dim), FORM=self._form,
+            BLOCK_T=_WRITTEN, BLOCK_D=power_of_2(spec.head_dim), FORMAT=self._kv_format,
         )  # fmt: skip
 
     def rotate_and_write(
@@ -216,7 +216,7 @@ class TritonBackend:
         self._fused.rotate_and_write[(rows, heads + 2 * spec.num_kv_heads)](
             qkv, q, *self._pages(kv), batch.slot_mapping, cos, sin, weight, eps, qkv.stride(0),
             HEADS=heads, KV_HEADS=spec.num_kv_heads, HEAD_DIM=width, ROTARY=cos.shape[-1], BLOCK_SIZE=spec.block_size,
-            BLOCK_D=power_of_2(width), NORM=norm is not None, num_warps=1, FORM=self._form,
+            BLOCK_D=power_of_2(width), NORM=norm is not None, num_warps=1, FORMAT=self._kv_format,
         )  # fmt: skip
         return q
 
@@ -247,7 +247,7 @@ class TritonBackend:
         # If a group of query heads is larger than a tile, the tile gets the size of the group.
         small, large = (
             replace(shape, rows=max(shape.rows, power_of_2(group)))
-            for shape in tile_shapes(self.spec.head_dim, self.spec.dtype, self._form, wide=self.is_wide)
+            for shape in tile_shapes(self.spec.head_dim, self.spec.dtype, self._kv_format, wide=self.is_wide)
         )
         if plan.prompts:
             return self._unknown_tiles(plan, small, large, group)
@@ -297,7 +297,7 @@ class TritonBackend:
                     part,
                     shares,
                     layer.layer,
-                    torch.empty((numbers, shares.places), dtype=torch.int32, device=device),
+                    torch.empty((numbers, shares.num_programs), dtype=torch.int32, device=device),
                     torch.empty((2, len(part.ends)), dtype=torch.int32, device=device),
                     self._scratch(shares, part, is_live=plan.is_live) if shares.is_split else None,
                 )
@@ -332,7 +332,7 @@ class TritonBackend:
     def _divide(self, batch: ForwardBatch, part: Planned, window: int, group: int) -> None:
         self._kernels.plan_spans[(1,)](
             part.tiles.seqs, part.tiles.first_rows, batch.query_start_loc, batch.seq_lens, batch.rows, part.programs,
-            part.of_tiles, window, part.shares.least, part.shares.extra, len(part.tiles.ends), part.shares.places,
+            part.of_tiles, window, part.shares.least, part.shares.extra, len(part.tiles.ends), part.shares.num_programs,
             part.tiles.shape.rows // group, part.tiles.shape.keys, FIXED=self.spec.fixed_span is not None,
             SIZE=_PLANNED_AT_ONCE,
         )  # fmt: skip
@@ -347,7 +347,7 @@ class TritonBackend:
         out: Tensor,
         sinks: Tensor | None,
     ) -> None:
-        spec, tiles, places = self.spec, part.tiles, part.shares.places
+        spec, tiles, num_programs = self.spec, part.tiles, part.shares.num_programs
         group, shape = layer.num_heads // layer.num_kv_heads, tiles.shape
         partial_out, partial_stats = part.partial or (out, out)
         of_heads = out if sinks is None else sinks
@@ -359,23 +359,23 @@ class TritonBackend:
             "SINKS": sinks is not None,
         }
         tables = batch.block_tables
-        self._kernels.attend[(places, spec.num_kv_heads)](
+        self._kernels.attend[(num_programs, spec.num_kv_heads)](
             q, *self._pages(kv), out, partial_out, partial_stats, of_heads, tables, part.programs, q.stride(0),
-            tables.stride(0), layer.scale, layer.softcap or 0.0, layer.sliding_window or 0, places,
+            tables.stride(0), layer.scale, layer.softcap or 0.0, layer.sliding_window or 0, num_programs,
             BLOCK_SIZE=spec.block_size, BLOCK_M=shape.rows, BLOCK_N=shape.keys, SOFTCAP=layer.softcap is not None,
             WINDOW=layer.sliding_window is not None, FIXED=spec.fixed_span is not None, NATIVE_FP8=self.native_fp8,
-            FORM=self._form, PRECISION=availability.float32_products(self._amd),
+            FORMAT=self._kv_format, PRECISION=availability.float32_precision(self._amd),
             **availability.options(shape.warps, shape.stages, self._amd), **sizes,
         )  # fmt: skip
         if part.shares.is_split:
             self._kernels.merge_spans[(len(tiles.ends), spec.num_kv_heads, shape.rows // group * group)](
-                partial_out, partial_stats, out, of_heads, part.programs, part.of_tiles, len(tiles.ends), places,
+                partial_out, partial_stats, out, of_heads, part.programs, part.of_tiles, len(tiles.ends), num_programs,
                 shape.rows, **sizes,
             )  # fmt: skip
 
     def _scratch(self, shares: Shares, tiles: Tiles, *, is_live: bool) -> tuple[Tensor, Tensor]:
         """Return memory for the results of spans. A graph keeps its memory alive."""
-        rows = prod((shares.places, self.spec.num_kv_heads, tiles.shape.rows))
+        rows = prod((shares.num_programs, self.spec.num_kv_heads, tiles.shape.rows))
         results, size = rows * self.spec.head_dim, rows * (self.spec.head_dim + 2)
         memory = self._live_scratch if is_live else None
         if self._fixed_scratch is not None:

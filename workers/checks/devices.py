@@ -13,7 +13,7 @@ from oarlock.workers.model_files.checkpoint import Checkpoint
 from oarlock.workers.platform import cuda_driver, processor
 from oarlock.workers.platform.dtypes import ITEM_BYTES, KV_CACHE_DTYPES, SAFETENSORS_DTYPES
 from oarlock.workers.platform.processor import available_cores
-from oarlock.workers.quantization.formats.form import WeightForms
+from oarlock.workers.quantization.formats.weight_format import WeightFormats
 from oarlock.workers.runner.memory_needs import weight_bytes
 
 logger = logging.getLogger("oarlock.preflight")
@@ -28,7 +28,7 @@ def resolve_device(config: WorkerConfig) -> str:
     """Resolve the device, `cpu` or `cuda`, and check that it can serve. Raises `StartupError`."""
     device = _find_device(config)
     if device == "cuda":
-        check_products_on_cuda(config)
+        check_matmuls_on_cuda(config)
     else:
         _check_cores(config)
         build.chosen()  # raises if the environment names an ISA level that this processor lacks
@@ -49,7 +49,7 @@ def _check_cores(config: WorkerConfig) -> None:
     )
 
 
-def check_products_on_cuda(config: WorkerConfig) -> None:
+def check_matmuls_on_cuda(config: WorkerConfig) -> None:
     """Check that Triton kernels run if quantised weights or `--batch-invariant` need them. Raises `StartupError`."""
     if config.batch_invariant:
         _check_batch_invariance(config)
@@ -128,7 +128,7 @@ def resolve_dtype(
     device: str,
     spec: DecoderSpec,
     checkpoint: Checkpoint | None,
-    forms: WeightForms,
+    formats: WeightFormats,
     cpu: processor.Processor,
 ) -> str:
     """Return the requested dtype, else the dtype in config.json, else the dtype of the stored embedding.
@@ -136,24 +136,24 @@ def resolve_dtype(
     If a CPU would emulate a 16-bit dtype, a model of that dtype runs in float32, unless the dtype is requested. The C++
     kernels emulate none: they widen 16-bit values as they read them, on every ISA level.
     """
-    asked = config.dtype
-    if asked != "auto":
-        if device == "cpu" and not cpu.multiplies(asked):
+    requested = config.dtype
+    if requested != "auto":
+        if device == "cpu" and not cpu.multiplies(requested):
             logger.warning(
                 "event=slow_dtype dtype=%s reason=%r",
-                asked,
-                f"{cpu.name}, so {asked} matmuls are emulated, many times slower than in float32, which "
+                requested,
+                f"{cpu.name}, so {requested} matmuls are emulated, many times slower than in float32, which "
                 "--dtype auto chooses",
             )
-        return asked
+        return requested
     found = checkpoint.find("model.embed_tokens.weight") if checkpoint is not None else None
     stored = "float32" if found is None else SAFETENSORS_DTYPES.get(found.entry.dtype, "bfloat16")
     declared = spec.dtype or stored
-    chosen = served_dtype(config, declared, device, forms, spec, cpu)
+    chosen = served_dtype(config, declared, device, formats, spec, cpu)
     if device != "cpu" or cpu.multiplies(declared):
         return chosen
     slow = f"{declared} matmuls are slow here ({cpu.name})"
-    wide, narrow = (human_bytes(weight_bytes(spec, dtype, forms)) for dtype in ("float32", declared))
+    wide, narrow = (human_bytes(weight_bytes(spec, dtype, formats)) for dtype in ("float32", declared))
     if chosen == declared:
         reason = f"{slow}, but float32 weights need {wide}, more than is available"
         logger.warning("event=dtype_chosen dtype=%s reason=%r", chosen, reason)
@@ -167,7 +167,7 @@ def served_dtype(
     config: WorkerConfig,
     declared: str,
     device: str,
-    forms: WeightForms,
+    formats: WeightFormats,
     spec: DecoderSpec,
     cpu: processor.Processor,
 ) -> str:
@@ -177,7 +177,7 @@ def served_dtype(
     """
     if device != "cpu" or cpu.multiplies(declared):
         return declared
-    wide, narrow = (weight_bytes(spec, dtype, forms) // config.nnodes for dtype in ("float32", declared))
+    wide, narrow = (weight_bytes(spec, dtype, formats) // config.nnodes for dtype in ("float32", declared))
     free = free_host_bytes() if config.host_free_bytes is None else config.host_free_bytes
     does_not_fit = wide > free // config.data_parallel_size > narrow
     return declared if does_not_fit else "float32"
@@ -192,10 +192,10 @@ def this_cpu() -> processor.Processor:
     return replace(cpu, name=f"{cpu.name}, and no C++ kernels")  # the rank logs the reason
 
 
-def resolve_kv_cache_dtype(asked: str, dtype: str) -> str:
-    form = KV_CACHE_DTYPES.get(asked, asked)
-    if form == "auto":
+def resolve_kv_cache_dtype(requested: str, dtype: str) -> str:
+    kv_format = KV_CACHE_DTYPES.get(requested, requested)
+    if kv_format == "auto":
         return dtype
-    if form in ITEM_BYTES and form != dtype:
-        raise StartupError(f"kv_cache_dtype {form} is not the model's dtype, {dtype}.", "Use auto, int8 or fp8.")
-    return form
+    if kv_format in ITEM_BYTES and kv_format != dtype:
+        raise StartupError(f"kv_cache_dtype {kv_format} is not the model's dtype, {dtype}.", "Use auto, int8 or fp8.")
+    return kv_format

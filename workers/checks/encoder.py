@@ -120,7 +120,7 @@ def _resolve_dtype(config: WorkerConfig, device: str, spec: EncoderSpec, checkpo
     emulate it."""
     if config.dtype != "auto":
         return config.dtype
-    found = None if checkpoint is None else checkpoint.find(f"{spec.prefix}{spec.names.words}.weight")
+    found = None if checkpoint is None else checkpoint.find(f"{spec.prefix}{spec.names.word_embeddings}.weight")
     stored = "float32" if found is None else SAFETENSORS_DTYPES.get(found.entry.dtype, "float32")
     declared, cpu = spec.dtype or stored, this_cpu()
     if device != "cpu" or cpu.multiplies(declared):

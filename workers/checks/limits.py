@@ -92,13 +92,15 @@ def check_parallel(config: WorkerConfig, spec: DecoderSpec) -> None:
             f"tensor_parallel_size {size} does not fit this model: {', '.join(sizes)}.",
             f"Sizes that work: {', '.join(map(str, working))}.",
         )
-    form = QUANTIZATIONS.get(config.quantization, NONE)
-    if not all(form.cuts(sublayer.shared_inputs, size) for sublayer in sublayers):
-        working = [other for other in working if all(form.cuts(one.shared_inputs, other) for one in sublayers)]
+    weight_format = QUANTIZATIONS.get(config.quantization, NONE)
+    if not all(weight_format.can_split(sublayer.shared_inputs, size) for sublayer in sublayers):
+        working = [
+            other for other in working if all(weight_format.can_split(one.shared_inputs, other) for one in sublayers)
+        ]
         cut = dict.fromkeys(sublayer.shared_inputs_name for sublayer in sublayers)
         raise StartupError(
-            f"quantization {config.quantization} has groups of {form.group} inputs, and tensor_parallel_size {size} "
-            f"would split a group of the {' or the '.join(cut)}.",
+            f"quantization {config.quantization} has groups of {weight_format.group} inputs, and tensor_parallel_size "
+            f"{size} would split a group of the {' or the '.join(cut)}.",
             f"Sizes that work: {', '.join(map(str, working))}. Or use --quantization int8.",
         )
 
@@ -144,11 +146,11 @@ def with_kv_offload(config: WorkerConfig, spec: DecoderSpec) -> WorkerConfig:
     return config.with_(kv_offload_bytes=memory, kv_offload_disk_bytes=disk)
 
 
-def _check_disk(path: str, asked: int | None) -> None:
+def _check_disk(path: str, requested: int | None) -> None:
     """Check that a given `--kv-offload-disk` fits on its disk, including the existing files."""
     most = room_on_disk(path)
-    if asked is not None and asked > most:
+    if requested is not None and requested > most:
         raise StartupError(
-            f"kv_offload_disk needs {human_bytes(asked)}, but the disk of {path} has only {human_bytes(most)} for it.",
+            f"kv_offload_disk needs {human_bytes(requested)}, but the disk of {path} has only {human_bytes(most)}.",
             f"Lower --kv-offload-disk to {most >> 20}MiB or less, free space, or choose another disk.",
         )

@@ -6,15 +6,15 @@ from oarlock.workers.model_files.checkpoint import Checkpoint
 from oarlock.workers.model_files.gguf_header import SERVED as GGUF_TYPES
 from oarlock.workers.model_files.gguf_model import GGUFCheckpoint, type_not_served
 from oarlock.workers.platform.dtypes import SAFETENSORS_DTYPES
-from oarlock.workers.quantization.formats.checkpoint_forms import CheckpointForms
-from oarlock.workers.quantization.formats.form import StoredTensor, WeightForms, stored
+from oarlock.workers.quantization.formats.checkpoint_formats import CheckpointFormats
+from oarlock.workers.quantization.formats.weight_format import StoredTensor, WeightFormats, stored
 
 
-def check_tensors(checkpoint: Checkpoint, spec: DecoderSpec, forms: WeightForms) -> None:
+def check_tensors(checkpoint: Checkpoint, spec: DecoderSpec, formats: WeightFormats) -> None:
     """Check that every tensor of the model is there in its shape, and no other. Ranks check again as they load."""
     left = dict(checkpoint.tensors)
     is_gguf = isinstance(checkpoint, GGUFCheckpoint)
-    for name, wanted in _wanted(checkpoint, spec, forms).items():
+    for name, wanted in _wanted(checkpoint, spec, formats).items():
         found = left.pop(name, None)
         if found is None:
             if not wanted.required:
@@ -36,7 +36,7 @@ def check_tensors(checkpoint: Checkpoint, spec: DecoderSpec, forms: WeightForms)
                 f"{found.path}: tensor {name!r} is {found.entry.dtype}, which is not supported.",
                 "Use the model's bfloat16, float16 or float32 checkpoint.",
             )
-    extra = sorted(name for name in left if not is_ignorable(spec, name) and not forms.ignores(name))
+    extra = sorted(name for name in left if not is_ignorable(spec, name) and not formats.ignores(name))
     if extra:
         raise StartupError(
             f"{left[extra[0]].path} holds tensor {extra[0]!r}, which {spec.architecture} does not use"
@@ -45,28 +45,30 @@ def check_tensors(checkpoint: Checkpoint, spec: DecoderSpec, forms: WeightForms)
         )
 
 
-def _wanted(checkpoint: Checkpoint, spec: DecoderSpec, forms: WeightForms) -> dict[str, StoredTensor]:
+def _wanted(checkpoint: Checkpoint, spec: DecoderSpec, formats: WeightFormats) -> dict[str, StoredTensor]:
     """Return the model's tensors. If the checkpoint has fused tensors, they replace their parts."""
     shapes = tensor_shapes(spec)
     for fused, parts in fused_modules(spec):
         for kind in ("weight", "bias"):
             names = [f"{part}.{kind}" for part in parts]
-            if _holds(checkpoint, f"{fused}.{kind}", forms) and names[0] in shapes:
+            if _holds(checkpoint, f"{fused}.{kind}", formats) and names[0] in shapes:
                 parts_of = [shapes.pop(name) for name in names]
                 shapes[f"{fused}.{kind}"] = (sum(shape[0] for shape in parts_of), *parts_of[0][1:])
     wanted: dict[str, StoredTensor] = {}
     for name, shape in shapes.items():
         module = name.removesuffix(".weight")
-        form = forms.stored_form(module) if isinstance(forms, CheckpointForms) and len(shape) == 2 else None
-        if form is None:
+        weight_format = (
+            formats.stored_format(module) if isinstance(formats, CheckpointFormats) and len(shape) == 2 else None
+        )
+        if weight_format is None:
             wanted[name] = stored(tuple(SAFETENSORS_DTYPES), *shape)
         else:
-            form.check(module, *shape)
-            wanted |= {f"{module}.{kind}": tensor for kind, tensor in form.tensors(*shape).items()}
+            weight_format.check(module, *shape)
+            wanted |= {f"{module}.{kind}": tensor for kind, tensor in weight_format.tensors(*shape).items()}
     return wanted
 
 
-def _holds(checkpoint: Checkpoint, fused: str, forms: WeightForms) -> bool:
+def _holds(checkpoint: Checkpoint, fused: str, formats: WeightFormats) -> bool:
     module, _, kind = fused.rpartition(".")
-    stored_so = isinstance(forms, CheckpointForms) and kind == "weight" and forms.has(module)
+    stored_so = isinstance(formats, CheckpointFormats) and kind == "weight" and formats.has(module)
     return stored_so or fused in checkpoint.tensors

@@ -60,7 +60,7 @@ class SharedMemoryGroup:
     becoming visible in program order, so `supported()` is false outside x86, and the caller uses gloo.
     """
 
-    sums_by = "shared memory"
+    all_reduce_method = "shared memory"
 
     def __init__(
         self,
@@ -78,17 +78,17 @@ class SharedMemoryGroup:
         self.rank = rank
         self.size = size
         self.buffer_bytes = buffer_bytes
-        self._within = within or Neighbours.alone(size)
+        self._within = within or Neighbours.of_whole_node(size)
         assert self._within.size == size
-        ranks, place = self._within.ranks_of_node, self._within.place
+        ranks, first = self._within.ranks_of_node, self._within.first_local
         self._map = mmap.mmap(memory_fd, total_bytes(ranks, buffer_bytes))
-        self._flags = memoryview(self._map)[place * LINE :][: size * LINE].cast("Q")
-        inputs = data_offset(ranks) + 2 * place * buffer_bytes
+        self._flags = memoryview(self._map)[first * LINE :][: size * LINE].cast("Q")
+        inputs = data_offset(ranks) + 2 * first * buffer_bytes
         self._raw = torch.frombuffer(self._map, dtype=torch.uint8, offset=inputs, count=2 * size * buffer_bytes)
         self._spins = 0 if shares_cores else _SPINS_BEFORE_YIELD
         # The kernels' collectives advance the same counter, so both kinds may follow each other.
         self._group = CRankGroup(
-            ctypes.addressof(ctypes.c_char.from_buffer(self._map, place * LINE)), self._raw.data_ptr(), buffer_bytes,
+            ctypes.addressof(ctypes.c_char.from_buffer(self._map, first * LINE)), self._raw.data_ptr(), buffer_bytes,
             rank, size, 0, 0.0 if shares_cores else _SPIN_S,
             _CROWDED_YIELDS_BEFORE_SLEEP if shares_cores else _YIELDS_BEFORE_SLEEP, timeout_s,
         )  # fmt: skip
@@ -202,7 +202,7 @@ class SharedMemoryGroup:
                 raise self.lost(rank)
 
 
-class NodeSums:
+class NodeAllReduce:
     """Collectives of one rank. Every rank of the stage must make the same calls in the same order.
 
         each node       the first rank adds up the inputs of its node, which it reads in shared memory
@@ -214,7 +214,7 @@ class NodeSums:
     and each adds them over the tree of all ranks.
     """
 
-    sums_by = "shared memory, and gloo between nodes"
+    all_reduce_method = "shared memory, and gloo between nodes"
 
     def __init__(self, local: SharedMemoryGroup, nodes: int, first_ranks: dist.ProcessGroup | None) -> None:
         """Join the nodes of a stage. `local`: the stage's ranks on this node; each of the `nodes` has the same number.
@@ -254,9 +254,9 @@ class NodeSums:
             out[..., start : start + limit] = every
         return out.view(nodes * ranks, *x.shape)
 
-    def all_agree(self, mine: bool) -> bool:
-        """Return whether `mine` is true on every first rank. Only first ranks call this."""
-        return all(said.item() for said in self._from_all_nodes(torch.tensor([mine], dtype=torch.uint8)))
+    def all_agree(self, own: bool) -> bool:
+        """Return whether `own` is true on every first rank. Only first ranks call this."""
+        return all(vote.item() for vote in self._from_all_nodes(torch.tensor([own], dtype=torch.uint8)))
 
     def _add_up(self, inputs: list[Tensor], total: Tensor) -> None:
         """Write the sum over all nodes' ranks to `total`. `inputs`: from this node's ranks."""
@@ -272,11 +272,11 @@ class NodeSums:
         else:
             total.copy_(tree_sum([part.float() for part in parts]))
 
-    def _from_all_nodes(self, mine: Tensor) -> list[Tensor]:
-        """Return `mine` (contiguous) of the first rank of each node, in order."""
-        every = [torch.empty_like(mine) for _ in range(self._nodes)]
+    def _from_all_nodes(self, own: Tensor) -> list[Tensor]:
+        """Return `own` (contiguous) of the first rank of each node, in order."""
+        every = [torch.empty_like(own) for _ in range(self._nodes)]
         assert self._first_ranks is not None, "only first ranks exchange sums"
-        self._first_ranks.allgather([[_bytes_of(part) for part in every]], [_bytes_of(mine)]).wait()
+        self._first_ranks.allgather([[_bytes_of(part) for part in every]], [_bytes_of(own)]).wait()
         return every
 
 
@@ -285,14 +285,14 @@ def _bytes_of(x: Tensor) -> Tensor:
     return x.view(-1).view(torch.uint8)
 
 
-Sum = Callable[[Tensor], Tensor]
+AllReduce = Callable[[Tensor], Tensor]
 
 SIZES = tuple(4 << 10 << 2 * power for power in range(6))  # bytes, up to 4 MiB; larger tensors use NCCL
 _ALIGN = 16  # bytes that a kernel of one rank reads at once
 _WARM, _TIMED = 3, 20  # all-reduces before and during a measurement
 
 
-class DeviceSum:
+class DeviceAllReduce:
     """All-reduce by the algorithm that was fastest at the next larger of `SIZES`.
 
     With symmetric memory, each rank copies its input there. One-shot: each rank adds all inputs. Two-shot: each rank
@@ -300,28 +300,30 @@ class DeviceSum:
     latency than NCCL's protocol for the few kilobytes of a decode step. Not measured on a GPU yet.
     """
 
-    def __init__(self, ways: Mapping[str, Sum], fastest: Sequence[str], dtype: torch.dtype, ranks: int) -> None:
-        """Set the algorithms. `ways`: by name, including NCCL. `fastest`: name for each of `SIZES`. `dtype`: of the
-        symmetric memory."""
-        self._ways, self._fastest, self._dtype, self._unit = ways, fastest, dtype, _ALIGN * ranks
+    def __init__(
+        self, algorithms: Mapping[str, AllReduce], fastest: Sequence[str], dtype: torch.dtype, ranks: int
+    ) -> None:
+        """Set the algorithms. `algorithms`: by name, including NCCL. `fastest`: name for each of `SIZES`. `dtype`: of
+        the symmetric memory."""
+        self._algorithms, self._fastest, self._dtype, self._unit = algorithms, fastest, dtype, _ALIGN * ranks
 
     def __call__(self, x: Tensor) -> Tensor:
-        place = bisect_left(SIZES, x.nbytes)
-        fits = place < len(self._fastest) and x.dtype == self._dtype and x.nbytes % self._unit == 0
-        return self._ways[self._fastest[place] if fits else NCCL](x)
+        bucket = bisect_left(SIZES, x.nbytes)
+        fits = bucket < len(self._fastest) and x.dtype == self._dtype and x.nbytes % self._unit == 0
+        return self._algorithms[self._fastest[bucket] if fits else NCCL](x)
 
 
 NCCL = "NCCL"
 
 
-def choose_device_sum(
-    nccl: Sum,
-    others: Mapping[str, Sum | str],
+def choose_device_all_reduce(
+    nccl: AllReduce,
+    others: Mapping[str, AllReduce | str],
     x: Tensor,
     ranks: int,
     agree: Callable[[float], float],
-    seconds_of: Callable[[Sum, Tensor], float],
-) -> tuple[DeviceSum, str]:
+    seconds_of: Callable[[AllReduce, Tensor], float],
+) -> tuple[DeviceAllReduce, str]:
     """Return the all-reduce that uses the fastest algorithm for each size, and a line that describes the choice.
 
     `others`: algorithms by name, or the reason why one is not available; their sums must equal NCCL's. `x`: small
@@ -329,25 +331,25 @@ def choose_device_sum(
     that all ranks choose the same.
     """
     there, notes = {NCCL: nccl}, []
-    for name, way in others.items():
-        if agree(float(isinstance(way, str))) or isinstance(way, str):
-            notes.append(f"no {name}: {way if isinstance(way, str) else 'on another rank'}")
-        elif agree(float(not torch.equal(way(x.clone()), nccl(x.clone())))):
+    for name, algorithm in others.items():
+        if agree(float(isinstance(algorithm, str))) or isinstance(algorithm, str):
+            notes.append(f"no {name}: {algorithm if isinstance(algorithm, str) else 'on another rank'}")
+        elif agree(float(not torch.equal(algorithm(x.clone()), nccl(x.clone())))):
             notes.append(f"no {name}: its results are wrong")
         else:
-            there[name] = way
+            there[name] = algorithm
     fastest, times = [], []
     for size in SIZES if len(there) > 1 else ():
         part = x[: size // x.itemsize]
-        seconds = {name: agree(seconds_of(way, part)) for name, way in there.items()}
+        seconds = {name: agree(seconds_of(algorithm, part)) for name, algorithm in there.items()}
         fastest.append(min(seconds, key=seconds.__getitem__))
         each = ", ".join(f"{name} {taken * 1e6:.0f}" for name, taken in seconds.items())
         times.append(f"{size >> 10} KiB by {fastest[-1]} ({each} us)")
     line = "; ".join([*(times or [NCCL]), *notes])
-    return DeviceSum(there, fastest, x.dtype, ranks), line
+    return DeviceAllReduce(there, fastest, x.dtype, ranks), line
 
 
-def seconds_on_device(add: Sum, x: Tensor) -> float:
+def seconds_on_device(add: AllReduce, x: Tensor) -> float:
     """Return the seconds of one all-reduce out of many in a CUDA graph, as decode steps launch them."""
     x = torch.zeros_like(x)
     for _ in range(_WARM):

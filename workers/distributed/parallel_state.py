@@ -18,11 +18,11 @@ from torch import Tensor
 from oarlock.base.errors import StartupError
 from oarlock.workers.distributed.all_reduce import (
     SIZES,
-    NodeSums,
+    AllReduce,
+    NodeAllReduce,
     PeerLostError,
     SharedMemoryGroup,
-    Sum,
-    choose_device_sum,
+    choose_device_all_reduce,
     seconds_on_device,
     tree_sum,
 )
@@ -44,7 +44,7 @@ class TensorParallel:
         self,
         rank: int = 0,
         size: int = 1,
-        shared: SharedMemoryGroup | NodeSums | None = None,
+        shared: SharedMemoryGroup | NodeAllReduce | None = None,
         record: Callable[[int], None] | None = None,
         group: dist.ProcessGroup | None = None,
         *,
@@ -66,8 +66,8 @@ class TensorParallel:
         self._in_order = in_order
         self._collectives = 0
         # backend of the all-reduces for logs; on CUDA devices with the measured times
-        self.sums_by = "gloo" if shared is None else shared.sums_by
-        self._device_sum: Sum = self._nccl_sum
+        self.all_reduce_method = "gloo" if shared is None else shared.all_reduce_method
+        self._device_all_reduce: AllReduce = self._nccl_all_reduce
 
     @staticmethod
     def solo() -> "TensorParallel":
@@ -81,7 +81,7 @@ class TensorParallel:
                 if x.device.type == "cpu" or self._over_host or self._in_order:
                     return tree_sum([part.float() for part in self.all_gather(x)]).to(x.dtype)
                 self._count_collective()
-                return self._device_sum(x.contiguous())
+                return self._device_all_reduce(x.contiguous())
             else:
                 x = self._shared.all_reduce(x.contiguous())
         return x
@@ -122,24 +122,24 @@ class TensorParallel:
 
         most = max(SIZES) // dtype.itemsize
         whole = (torch.arange(most, device=device) % (256 // self.size)).to(dtype)
-        if agree(float(not torch.equal(self._nccl_sum(whole.clone()), self.size * whole))):
+        if agree(float(not torch.equal(self._nccl_all_reduce(whole.clone()), self.size * whole))):
             raise StartupError(f"NCCL's all-reduce over {self.size} devices returns wrong values.", WITHOUT_PEERS)
-        others = symmetric_sums(most, dtype, device, self._group)
-        self._device_sum, self.sums_by = choose_device_sum(
-            self._nccl_sum, others, whole, self.size, agree, seconds_on_device
+        others = symmetric_all_reduces(most, dtype, device, self._group)
+        self._device_all_reduce, self.all_reduce_method = choose_device_all_reduce(
+            self._nccl_all_reduce, others, whole, self.size, agree, seconds_on_device
         )
         apart = [other for other in range(torch.cuda.device_count()) if not _reads(device, other)]
         if apart:
             names = ", ".join(map(str, apart))
             logger.warning("event=no_peer_access device=%s others=%r fix=%r", device.index, names, WITHOUT_PEERS)
-        logger.info("event=all_reduce ranks=%d chosen=%r", self.size, self.sums_by)
+        logger.info("event=all_reduce ranks=%d chosen=%r", self.size, self.all_reduce_method)
 
     def destroy(self) -> None:
         """Destroy the process group and close its sockets. It cannot be used afterwards."""
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def _nccl_sum(self, x: Tensor) -> Tensor:
+    def _nccl_all_reduce(self, x: Tensor) -> Tensor:
         """Return `x` after an all-reduce in place."""
         dist.all_reduce(x, group=self._group)
         return x
@@ -229,9 +229,9 @@ _SYMMETRIC = {
 }
 
 
-def symmetric_sums(
+def symmetric_all_reduces(
     most: int, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup | None
-) -> dict[str, Sum | str]:
+) -> dict[str, AllReduce | str]:
     """Return all-reduces of up to `most` values by symmetric memory, by name, or the reason why there is none. Every
     rank must call this.
 
@@ -247,20 +247,20 @@ def symmetric_sums(
     except (RuntimeError, ImportError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         return dict.fromkeys(_SYMMETRIC, reason)
-    found: dict[str, Sum | str] = {
-        name: partial(_symmetric_sum, kernel, inputs, group.group_name) for name, kernel in _SYMMETRIC.items()
+    found: dict[str, AllReduce | str] = {
+        name: partial(_symmetric_all_reduce, kernel, inputs, group.group_name) for name, kernel in _SYMMETRIC.items()
     }
     if not handle.multicast_ptr:
         found["multimem"] = "the devices have no multicast"
     return found
 
 
-def _symmetric_sum(kernel: str, inputs: Tensor, group: str, x: Tensor) -> Tensor:
+def _symmetric_all_reduce(kernel: str, inputs: Tensor, group: str, x: Tensor) -> Tensor:
     """Return the sum of `x` over ranks, outside the memory of `inputs`, which the next all-reduce overwrites."""
-    mine = inputs[: x.numel()]
-    mine.copy_(x.reshape(-1))
-    total = getattr(torch.ops.symm_mem, kernel)(mine, "sum", group)
-    return x.copy_(mine.view(x.shape)) if kernel.endswith("_") else total.view(x.shape)
+    own = inputs[: x.numel()]
+    own.copy_(x.reshape(-1))
+    total = getattr(torch.ops.symm_mem, kernel)(own, "sum", group)
+    return x.copy_(own.view(x.shape)) if kernel.endswith("_") else total.view(x.shape)
 
 
 def follows_from_peer(error: Exception) -> bool:

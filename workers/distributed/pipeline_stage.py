@@ -21,7 +21,7 @@ from torch import Tensor
 from oarlock.workers.distributed.all_reduce import PeerLostError
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.distributed.shm_ring import ChannelClosedError, RingReader, RingWriter
-from oarlock.workers.distributed.topology import MARK_BYTES
+from oarlock.workers.distributed.topology import STATUS_BYTES
 
 
 class StepRefusedError(Exception):
@@ -156,15 +156,15 @@ class RingChannel:
             if end is not None:
                 end.close()
 
-    def _send(self, mark: int, data: Tensor) -> None:
+    def _send(self, status: int, data: Tensor) -> None:
         assert self._writer is not None, "this end receives"
         try:
             # The engine has fewer steps in flight than there are slots. But nothing holds back a stage if all its steps
             # are known in advance, for example when existing texts are verified.
             self._writer.wait_for_room(self._timeout_s)
             with self._writer.send() as slot:
-                slot[0] = mark
-                np.frombuffer(slot, np.uint8, data.numel(), MARK_BYTES)[:] = data.numpy()
+                slot[0] = status
+                np.frombuffer(slot, np.uint8, data.numel(), STATUS_BYTES)[:] = data.numpy()
         except ChannelClosedError as error:
             raise PeerLostError(f"rank {self._peer} has ended") from error
         except TimeoutError as error:
@@ -176,7 +176,7 @@ class RingChannel:
             with self._reader.recv(self._timeout_s) as slot:
                 runs = slot[0] == _RUN
                 if runs and rows is not None:
-                    data = np.frombuffer(slot, np.uint8, rows.nbytes, MARK_BYTES).copy()
+                    data = np.frombuffer(slot, np.uint8, rows.nbytes, STATUS_BYTES).copy()
                     _fill(rows, torch.from_numpy(data))
                 return runs
         except ChannelClosedError as error:
@@ -203,16 +203,16 @@ class GlooChannel:
         message = self._receive(rows.nbytes)
         if message[0] == _REFUSED:
             return False
-        _fill(rows, message[MARK_BYTES:])
+        _fill(rows, message[STATUS_BYTES:])
         return True
 
     def discard(self, num_bytes: int) -> None:
         self._receive(num_bytes)
 
-    def _send(self, mark: int, data: Tensor) -> None:
-        message = torch.empty(MARK_BYTES + data.numel(), dtype=torch.uint8)
-        message[0] = mark
-        message[MARK_BYTES:] = data
+    def _send(self, status: int, data: Tensor) -> None:
+        message = torch.empty(STATUS_BYTES + data.numel(), dtype=torch.uint8)
+        message[0] = status
+        message[STATUS_BYTES:] = data
         work = dist.isend(message, self._peer)
         assert work is not None, "this rank is of the group"
         self._sent.append((work, message))
@@ -220,7 +220,7 @@ class GlooChannel:
             self._sent.popleft()[0].wait()
 
     def _receive(self, num_bytes: int) -> Tensor:
-        message = torch.empty(MARK_BYTES + num_bytes, dtype=torch.uint8)
+        message = torch.empty(STATUS_BYTES + num_bytes, dtype=torch.uint8)
         work = dist.irecv(message, self._peer)
         assert work is not None, "this rank is of the group"
         work.wait()

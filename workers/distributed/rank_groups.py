@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from oarlock.workers.distributed.all_reduce import NodeSums, SharedMemoryGroup
+from oarlock.workers.distributed.all_reduce import NodeAllReduce, SharedMemoryGroup
 from oarlock.workers.distributed.parallel_state import TensorParallel, init_distributed, stage_group, subgroups
 from oarlock.workers.distributed.pipeline_stage import Channel, DeviceChannel, GlooChannel, PipelineStage, RingChannel
 from oarlock.workers.distributed.shm_layout import Neighbours, Votes
@@ -63,7 +63,7 @@ def join_groups(
     over_nodes = None
     if nodes > 1:
         stages = map(topology.stage_ranks, range(topology.pipeline_parallel_size))
-        over_nodes = NodeSums(local, nodes, subgroups((stage[:: within.size] for stage in stages), info.rank))
+        over_nodes = NodeAllReduce(local, nodes, subgroups((stage[:: within.size] for stage in stages), info.rank))
     if by_shared_memory:
         shared = (over_nodes or local) if topology.tensor_parallel_size > 1 else None
         tp = TensorParallel(topology.tensor_rank(info.rank), topology.tensor_parallel_size, shared)

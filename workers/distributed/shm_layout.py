@@ -34,7 +34,7 @@ class Neighbours:
 
     number: int  # rank of the first one, among all ranks
     size: int
-    place: int  # index of the first one, among the ranks of its node
+    first_local: int  # index of the first one, among the ranks of its node
     ranks_of_node: int
 
     @staticmethod
@@ -44,7 +44,7 @@ class Neighbours:
         return Neighbours(ranks.start, len(ranks), topology.local_rank(ranks.start), topology.ranks_per_node)
 
     @staticmethod
-    def alone(size: int) -> "Neighbours":
+    def of_whole_node(size: int) -> "Neighbours":
         """Return the neighbours on a host whose `size` ranks are all of one stage."""
         return Neighbours(0, size, 0, size)
 
@@ -140,23 +140,23 @@ class Votes:
         other node. Only the first rank calls it."""
         self._rank, self._size, self._timeout_s = rank, size, timeout_s
         self._other_nodes_agree = other_nodes_agree
-        where = self._within = within or Neighbours.alone(size)
+        where = self._within = within or Neighbours.of_whole_node(size)
         self._map = mmap.mmap(memory_fd, data_offset(where.ranks_of_node))
-        first = votes_offset(where.ranks_of_node) + where.place * LINE
+        first = votes_offset(where.ranks_of_node) + where.first_local * LINE
         self._cells = memoryview(self._map)[first:][: size * LINE].cast("Q")
         self._number = 0
 
-    def all_agree(self, mine: bool) -> bool:
+    def all_agree(self, vote: bool) -> bool:
         """Cast this rank's vote, wait for all others, and return whether every vote is yes. Raises `TimeoutError`, or
         `PeerLostError` for a rank of another node."""
-        here = self._all_here_agree(mine)
+        here = self._all_here_agree(vote)
         if self._other_nodes_agree is None:
             return here
         return self._all_here_agree(self._other_nodes_agree(here) if self._rank == 0 else here)
 
-    def _all_here_agree(self, mine: bool) -> bool:
+    def _all_here_agree(self, vote: bool) -> bool:
         self._number += 1
-        self._cells[self._index(self._rank)] = 2 * self._number + mine
+        self._cells[self._index(self._rank)] = 2 * self._number + vote
         votes = [self._vote_of(rank) for rank in range(self._size)]  # a list, so that all votes are waited for
         return all(votes)
 

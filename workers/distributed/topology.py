@@ -50,7 +50,7 @@ class Topology:
         return self.world_size // self.nnodes
 
     @property
-    def answering_rank(self) -> int:
+    def output_rank(self) -> int:
         """The first rank of the last stage, which samples and returns the results."""
         return self.world_size - self.tensor_parallel_size
 
@@ -125,7 +125,7 @@ class RendezvousInfo:
         return Topology(self.size // stages, stages, self.nnodes)
 
 
-MARK_BYTES = 64  # header of a message between stages: whether the step runs; 64 bytes keep the rows after it aligned
+STATUS_BYTES = 64  # header of a message between stages: whether the step runs; 64 bytes keep the rows after it aligned
 
 
 @dataclass(frozen=True, slots=True)

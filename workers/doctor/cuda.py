@@ -26,30 +26,30 @@ from oarlock.workers.runner.worker_process import join, log_to_stderr
 NOT_MEASURED = "not measured on a GPU yet: make gpu-check does"
 
 
-def findings(asked: str, ranks: int) -> list[Finding]:
-    """Check the CUDA devices. `asked`: auto, cpu or cuda."""
+def findings(requested: str, ranks: int) -> list[Finding]:
+    """Check the CUDA devices. `requested`: auto, cpu or cuda."""
     driver, built = driver_version(), torch.version.cuda
     facts = {"driver": driver, "torch": built}
-    if asked == "cpu":
+    if requested == "cpu":
         return [Finding("CUDA", "not requested", NOTE, facts=facts)]
     if torch.version.hip is not None and torch.cuda.is_available():
         text = f"torch is built for ROCm {torch.version.hip}, on which nothing has been tried yet"
         return [Finding("CUDA", text, WARNING, "make gpu-check shows what works.", facts), *_devices(ranks), _triton()]
-    wanted = ERROR if asked == "cuda" else NOTE
+    wanted = ERROR if requested == "cuda" else NOTE
     if driver is None:
         fix = "Install NVIDIA's driver (in a container: the container toolkit and --gpus all), or use --device cpu."
         return [Finding("CUDA", "no driver responds", wanted, fix if wanted == ERROR else "", facts)]
     if built is None:
         text = f"the driver supports CUDA {driver}, but the installed torch is built for CPUs"
-        state = ERROR if asked == "cuda" else WARNING
+        state = ERROR if requested == "cuda" else WARNING
         return [Finding("CUDA", text, state, "Install torch's CUDA build of the pinned version.", facts)]
     too_old = why_too_old(driver, built)
     if too_old is not None:
-        return [Finding("CUDA", too_old[0], ERROR if asked == "cuda" else WARNING, too_old[1], facts)]
+        return [Finding("CUDA", too_old[0], ERROR if requested == "cuda" else WARNING, too_old[1], facts)]
     if not torch.cuda.is_available():
         text = f"torch for CUDA {built} finds no device with a driver for CUDA {driver}"
         fix = "Look at CUDA_VISIBLE_DEVICES and at nvidia-smi."
-        return [Finding("CUDA", text, ERROR if asked == "cuda" else WARNING, fix, facts)]
+        return [Finding("CUDA", text, ERROR if requested == "cuda" else WARNING, fix, facts)]
     found = [Finding("CUDA", f"driver for {driver}, torch for {built}; {NOT_MEASURED}", NOTE, facts=facts)]
     return [*found, *_devices(ranks), _triton(), *([_links(ranks)] if ranks > 1 else [])]
 
@@ -147,7 +147,7 @@ def main(argv: list[str]) -> int:
         log_to_stderr(arguments.config, arguments.rank)
         groups = join(arguments)
         if arguments.rank == 0:
-            control.send("chosen", text=groups.tp.sums_by)
+            control.send("chosen", text=groups.tp.all_reduce_method)
         control.recv()  # the other ranks wait until the parent has its answer
     except ChannelClosedError:
         return 0

@@ -202,7 +202,7 @@ def compiler() -> Finding:
     return Finding("kernels", f"{done}; compiler {version or found}", facts=facts)
 
 
-def _is_compiled(level: build.Level) -> bool:
+def _is_compiled(level: build.ISALevel) -> bool:
     return build.existing(level) is not None
 
 

@@ -13,10 +13,10 @@ from oarlock.workers.doctor.finding import ERROR, NOTE, Finding
 from oarlock.workers.gguf_config import open_checkpoint
 from oarlock.workers.models.encoders.registry import read_encoder
 from oarlock.workers.models.hf_fields import read_config
-from oarlock.workers.models.hf_quantization import stored_quantization, weight_forms
+from oarlock.workers.models.hf_quantization import stored_quantization, weight_formats
 from oarlock.workers.models.registry import read_spec
 from oarlock.workers.preflight import preflight
-from oarlock.workers.quantization.formats.checkpoint_forms import served_forms
+from oarlock.workers.quantization.formats.checkpoint_formats import served_formats
 from oarlock.workers.runner.memory_needs import encoder_weight_bytes as encoder_bytes
 from oarlock.workers.runner.memory_needs import weight_bytes
 
@@ -46,9 +46,9 @@ def _model(config: WorkerConfig) -> Finding:
     directory = Path(config.model_path)
     spec = read_spec(config.model_path, config.max_model_len, tied=config.tie_word_embeddings)
     checkpoint = None if config.load_format == "dummy" else open_checkpoint(directory)
-    forms = weight_forms(config.quantization, stored_quantization(directory, read_config(directory)), checkpoint)
-    forms = served_forms(forms, config.device, dequantize=config.dequantize)
-    size = weight_bytes(spec, config.dtype, forms)
+    formats = weight_formats(config.quantization, stored_quantization(directory, read_config(directory)), checkpoint)
+    formats = served_formats(formats, config.device, dequantize=config.dequantize)
+    size = weight_bytes(spec, config.dtype, formats)
     facts = {"dtype": config.dtype, "device": config.device, "weight_bytes": size, "architecture": spec.architecture}
     text = f"{spec.architecture}, {spec.num_parameters:,} parameters, {config.dtype} on {config.device}, "
     return Finding(

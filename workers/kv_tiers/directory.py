@@ -131,9 +131,9 @@ def check_directory(path: str) -> None:
         raise StartupError(f"kv_offload_path {path} cannot be used: {error.strerror}.", fix) from None
 
 
-def disk_limit(path: str, asked: int | None) -> int:
-    """Return the bytes that all files may take: `asked`, or else half of the room for them."""
-    return asked if asked is not None else room_on_disk(path) // 2
+def disk_limit(path: str, requested: int | None) -> int:
+    """Return the bytes that all files may take: `requested`, or else half of the room for them."""
+    return requested if requested is not None else room_on_disk(path) // 2
 
 
 def room_on_disk(path: str) -> int:

@@ -15,7 +15,7 @@ import sys
 import threading
 
 from oarlock.base.python_child import die_with_parent, leave_signals_to_parent, start_python
-from oarlock.workers.kv_offload import KVReportSender, Report
+from oarlock.workers.kv_offload import KVReportKind, KVReportSender
 from oarlock.workers.kv_tiers.directory import BlockDirectory
 
 logger = logging.getLogger("oarlock.kv_offload")
@@ -38,13 +38,13 @@ def keep(files: BlockDirectory, reports: KVReportSender, wakes: int, look_s: flo
             except OSError as error:
                 logger.warning("event=kv_offload_failed kind=room path=%r cause=%r", str(files.path), error.strerror)
         appeared, vanished = files.changes()
-        reports.digests(Report.APPEARED, appeared)
-        reports.digests(Report.VANISHED, vanished)
+        reports.digests(KVReportKind.APPEARED, appeared)
+        reports.digests(KVReportKind.VANISHED, vanished)
         is_awake = bool(select.select([wakes], [], [], look_s)[0])
-        asked = os.read(wakes, 4096) if is_awake else b""
-        if is_awake and not asked:
+        received = os.read(wakes, 4096) if is_awake else b""
+        if is_awake and not received:
             return
-        asks_for_room = bool(asked)
+        asks_for_room = bool(received)
 
 
 def main(argv: list[str]) -> int:
@@ -100,12 +100,12 @@ class KeeperProcess:
             self._is_closed.wait(self._look_s)
 
     def _run_once(self) -> None:
-        said, say = os.pipe()
-        with open(said, errors="replace") as lines:
+        read_fd, write_fd = os.pipe()
+        with open(read_fd, errors="replace") as lines:
             try:
-                child = start_python(self._words, stdin=subprocess.PIPE, output=say, pass_fds=[self._reports_fd])
+                child = start_python(self._words, stdin=subprocess.PIPE, output=write_fd, pass_fds=[self._reports_fd])
             finally:
-                os.close(say)
+                os.close(write_fd)
             self._child = child
             if self._is_closed.is_set():  # `close` may not have seen the new process
                 child.kill()

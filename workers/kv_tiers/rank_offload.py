@@ -27,7 +27,7 @@ from oarlock.base.host_memory import human_bytes
 from oarlock.workers.attention.backend import LayerKV
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.fingerprint import kv_key
-from oarlock.workers.kv_offload import DIGEST_BYTES, Copy, KVOffloadInfo, KVReportSender, Report
+from oarlock.workers.kv_offload import DIGEST_BYTES, Copy, KVOffloadInfo, KVReportKind, KVReportSender
 from oarlock.workers.kv_tiers.directory import (
     BlockDirectory,
     DamagedFileError,
@@ -189,7 +189,7 @@ class FileThreads:
     def _read_all(self) -> None:
         while (blocks := self._reads.get()) is not None:
             if self._deadline_s is None:
-                self._reports.results(Report.READ, [(slot, self._read(slot, digest)) for slot, digest in blocks])
+                self._reports.results(KVReportKind.READ, [(slot, self._read(slot, digest)) for slot, digest in blocks])
 
     def _read(self, slot: int, digest: bytes) -> bool:
         path = path_of(self._files.path, digest)
@@ -208,7 +208,9 @@ class FileThreads:
     def _write_all(self) -> None:
         while (blocks := self._writes.get()) is not None:
             if self._deadline_s is None or time.monotonic() < self._deadline_s:
-                self._reports.results(Report.WRITTEN, [(slot, self._write(slot, digest)) for slot, digest in blocks])
+                self._reports.results(
+                    KVReportKind.WRITTEN, [(slot, self._write(slot, digest)) for slot, digest in blocks]
+                )
 
     def _write(self, slot: int, digest: bytes) -> bool:
         try:
@@ -236,7 +238,7 @@ _MEASURED_BYTES = 32 << 20
 
 
 class RankOffload:
-    """KV offload of one rank: call `start`, then `obey` for each step that has copies, then `close`."""
+    """KV offload of one rank: call `start`, then `run_copies` for each step that has copies, then `close`."""
 
     def __init__(self, config: WorkerConfig, pages: Sequence[LayerKV], facts: dict[str, str], rank: int) -> None:
         """Allocate the slots, and measure the directory. `config` is resolved. `pages`: of all layers of this rank.
@@ -272,15 +274,15 @@ class RankOffload:
         """Measure the reading speed in bytes per second with `num_blocks` files, which are written for it and then read
         from the disk in the same way as blocks."""
         assert self._files is not None
-        path, places = self._files.path, [slot.data for slot in self._slots.memory[:num_blocks]]
-        names = [urandom(DIGEST_BYTES) for _ in places]
+        path, slots = self._files.path, [slot.data for slot in self._slots.memory[:num_blocks]]
+        names = [urandom(DIGEST_BYTES) for _ in slots]
         try:
             for digest in names:
-                write_block(path, digest, places[0])
+                write_block(path, digest, slots[0])
                 drop_from_cache(path, digest)
             with ThreadPoolExecutor(NUM_READERS) as readers:
                 begun = time.perf_counter()
-                list(readers.map(partial(read_block, path), names, places))
+                list(readers.map(partial(read_block, path), names, slots))
                 seconds = time.perf_counter() - begun
         finally:
             for digest in names:
@@ -293,7 +295,7 @@ class RankOffload:
             if self._rank == 0:
                 self._threads.keep()
 
-    def obey(self, step: StepMetadata) -> None:
+    def run_copies(self, step: StepMetadata) -> None:
         """Make or begin all copies of `step`."""
         digests = step.kv_digests
         copies = enumerate(step.kv_copies.tolist())

@@ -14,7 +14,7 @@ from oarlock.workers.attention.backend import AttentionSpec, FusedBackend, Layer
 from oarlock.workers.kernels.cpu.fused_layer import OperationKind, Rows
 from oarlock.workers.kernels.cpu.structures import CHeadsAndPages
 from oarlock.workers.layers.attention_spec import SelfAttentionSpec
-from oarlock.workers.layers.fused_layer import PRODUCTS, CannotPrepare, Program
+from oarlock.workers.layers.fused_layer import MATMULS, CannotPrepare, Program
 from oarlock.workers.layers.linear import QKVParallelLinear, RowParallelLinear
 from oarlock.workers.layers.norm import HeadNorm, RowNorm
 from oarlock.workers.layers.placement import Placement
@@ -26,20 +26,20 @@ from oarlock.workers.weights.source import WeightSource
 class Sinks:
     """Learned scores of the rank's query heads that belong to no key: float32 [heads of the rank]."""
 
-    def __init__(self, name: str, num_heads: int, shard: HeadShard, place: Placement) -> None:
+    def __init__(self, name: str, num_heads: int, shard: HeadShard, placement: Placement) -> None:
         """Describe this rank's shard. `name` is the attention module's name; `num_heads` counts heads over all
         ranks."""
         self.name = f"{name}.sinks"
         self.num_heads = num_heads
         self.shard = shard
-        self.place = place
+        self.placement = placement
 
     @property
     def weight_bytes(self) -> int:
         return 4 * self.shard.num_heads
 
     def load(self, weights: WeightSource) -> None:
-        self.weight = torch.empty(self.shard.num_heads, dtype=torch.float32, device=self.place.device)
+        self.weight = torch.empty(self.shard.num_heads, dtype=torch.float32, device=self.placement.device)
         weights.take(self.name, self.weight, shape=(self.num_heads,), start=self.shard.first_head)
 
 
@@ -47,26 +47,34 @@ class Attention:
     """Projections, head norm, rotary embedding, KV write, attention, output projection; any mix of query lengths."""
 
     # module in a checkpoint -> attribute
-    products: ClassVar[Mapping[str, str]] = {"qkv_proj": "qkv", "o_proj": "output"}
+    linear_layers: ClassVar[Mapping[str, str]] = {"qkv_proj": "qkv", "o_proj": "output"}
 
-    def __init__(self, name: str, spec: SelfAttentionSpec, layer: int, hidden: int, place: Placement) -> None:
-        self.place = place
+    def __init__(self, name: str, spec: SelfAttentionSpec, layer: int, hidden: int, placement: Placement) -> None:
+        self.placement = placement
         self.head_dim = spec.head_dim
         self.rope = spec.rope
         self.qkv = QKVParallelLinear(
-            name, hidden, spec.head_dim, spec.num_heads, spec.num_kv_heads, spec.qkv_bias, place
+            name, hidden, spec.head_dim, spec.num_heads, spec.num_kv_heads, spec.qkv_bias, placement
         )
         shard = self.qkv.shard
-        self.output = RowParallelLinear(f"{name}.o_proj", spec.num_heads * spec.head_dim, hidden, spec.o_bias, place)
+        self.output = RowParallelLinear(
+            f"{name}.o_proj", spec.num_heads * spec.head_dim, hidden, spec.o_bias, placement
+        )
         self.norm: HeadNorm | RowNorm | None = None
         if spec.qk_norm is not None and spec.norms_rows:
             heads = spec.num_heads, spec.num_kv_heads
-            self.norm = RowNorm(name, shard, heads, spec.head_dim, spec.qk_norm, place)
+            self.norm = RowNorm(name, shard, heads, spec.head_dim, spec.qk_norm, placement)
         elif spec.qk_norm is not None:
             self.norm = HeadNorm(
-                name, shard.num_heads, shard.num_kv_heads, spec.head_dim, spec.qk_norm.eps, place, spec.qk_norm.offset
+                name,
+                shard.num_heads,
+                shard.num_kv_heads,
+                spec.head_dim,
+                spec.qk_norm.eps,
+                placement,
+                spec.qk_norm.offset,
             )
-        self.sinks = Sinks(name, spec.num_heads, shard, place) if spec.sinks else None
+        self.sinks = Sinks(name, spec.num_heads, shard, placement) if spec.sinks else None
         self.spec = AttentionSpec(
             layer=layer,
             num_heads=shard.num_heads,
@@ -113,12 +121,12 @@ class Attention:
     def fuse(self, program: Program, source: Rows, rotary: int, pages: LayerKV) -> tuple[RowParallelLinear, Rows]:
         """Add the operations on `source` before the output projection; return the projection and its input rows."""
         qkv, mixed = Rows.SCRATCH_1, Rows.SCRATCH_0
-        program.multiply(program.take(self, "qkv", QKVParallelLinear), source, qkv, *PRODUCTS)
+        program.multiply(program.take(self, "qkv", QKVParallelLinear), source, qkv, *MATMULS)
         norm = program.take_optional(self, "norm", HeadNorm, RowNorm)
         if norm is not None and not norm.has_kernel:
             raise CannotPrepare("norms of heads are computed by torch")
         row_heads = norm.rank_heads if isinstance(norm, RowNorm) else None
-        if row_heads is not None and self.place.tp.size > 1 and self.place.tp.group_for_kernels is None:
+        if row_heads is not None and self.placement.tp.size > 1 and self.placement.tp.group_for_kernels is None:
             raise CannotPrepare("no kernel all-reduces the squares of the row norm")
         sinks = program.take_optional(self, "sinks", Sinks)
         heads = CHeadsAndPages(

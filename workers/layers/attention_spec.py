@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from oarlock.workers.layers.sharding import heads_divide, shard_heads
-from oarlock.workers.layers.tensor_spec import Cut, Kept, Made, NormSpec, Tap, TensorSpec
+from oarlock.workers.layers.tensor_spec import Computation, NormSpec, RankDtype, Sharding, Tap, TensorSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,16 +101,18 @@ class SelfAttentionSpec:
             ("v", self.num_kv_heads, self.qkv_bias),
         ):
             rows = heads * self.head_dim
-            found.append(TensorSpec(f"{part}_proj.weight", (rows, hidden), Cut.OUTPUTS, heads))
+            found.append(TensorSpec(f"{part}_proj.weight", (rows, hidden), Sharding.OUTPUTS, heads))
             if bias:
-                found.append(TensorSpec(f"{part}_proj.bias", (rows,), Cut.OUTPUTS, heads))
+                found.append(TensorSpec(f"{part}_proj.bias", (rows,), Sharding.OUTPUTS, heads))
             if self.qk_norm is not None and part != "v":
                 shape = (rows,) if self.norms_rows else (self.head_dim,)
-                cut = Cut.OUTPUTS if self.norms_rows else Cut.COPIES
-                found.append(TensorSpec(f"{part}_norm.weight", shape, cut, heads, Kept.FLOAT32))
+                cut = Sharding.OUTPUTS if self.norms_rows else Sharding.COPIES
+                found.append(TensorSpec(f"{part}_norm.weight", shape, cut, heads, RankDtype.FLOAT32))
         if self.sinks:
-            found.append(TensorSpec("sinks", (self.num_heads,), Cut.OUTPUTS, self.num_heads, Kept.FLOAT32))
-        found.append(TensorSpec("o_proj.weight", (hidden, self.num_heads * self.head_dim), Cut.INPUTS, self.num_heads))
+            found.append(TensorSpec("sinks", (self.num_heads,), Sharding.OUTPUTS, self.num_heads, RankDtype.FLOAT32))
+        found.append(
+            TensorSpec("o_proj.weight", (hidden, self.num_heads * self.head_dim), Sharding.INPUTS, self.num_heads)
+        )
         return [*found, TensorSpec("o_proj.bias", (hidden,))] if self.o_bias else found
 
     @property
@@ -119,13 +121,13 @@ class SelfAttentionSpec:
         q, k = (self.num_heads * self.head_dim, self.num_heads), (self.num_kv_heads * self.head_dim, self.num_kv_heads)
         norms = ("", "") if self.qk_norm is None else ("q_norm", "k_norm")
         return [
-            Tap("q", Made.PROJECTION, "q_proj", False, *q),
-            Tap("k", Made.PROJECTION, "k_proj", False, *k),
-            Tap("v", Made.PROJECTION, "v_proj", False, *k),
-            Tap("q_rope", Made.ROTATION, norms[0], False, *q),
-            Tap("k_rope", Made.ROTATION, norms[1], False, *k),
-            Tap("attention", Made.ATTENTION, "o_proj", True, *q),
-            Tap("o_proj", Made.SUM, "o_proj"),
+            Tap("q", Computation.PROJECTION, "q_proj", False, *q),
+            Tap("k", Computation.PROJECTION, "k_proj", False, *k),
+            Tap("v", Computation.PROJECTION, "v_proj", False, *k),
+            Tap("q_rope", Computation.ROTATION, norms[0], False, *q),
+            Tap("k_rope", Computation.ROTATION, norms[1], False, *k),
+            Tap("attention", Computation.ATTENTION, "o_proj", True, *q),
+            Tap("o_proj", Computation.SUM, "o_proj"),
         ]
 
     @property

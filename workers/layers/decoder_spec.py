@@ -14,8 +14,8 @@ from oarlock.workers.layers.attention_spec import SelfAttentionSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec
 from oarlock.workers.layers.gated_mlp_spec import GatedMLPSpec
 from oarlock.workers.layers.sharding import LARGEST_TP, SLICES
-from oarlock.workers.layers.tensor_spec import Cut, Kept, NormSpec, Tap, TensorSpec
-from oarlock.workers.quantization.formats.form import WeightForms
+from oarlock.workers.layers.tensor_spec import NormSpec, RankDtype, Sharding, Tap, TensorSpec
+from oarlock.workers.quantization.formats.weight_format import WeightFormats
 from oarlock.workers.quantization.registry import Quantization
 
 
@@ -209,12 +209,12 @@ class DecoderSpec:
         return replace(self, layers=tuple(changed[layer] for layer in self.layers))
 
 
-def slices_of(spec: DecoderSpec, forms: WeightForms) -> int:
+def slices_of(spec: DecoderSpec, formats: WeightFormats) -> int:
     """Return the number of slices of inputs that are divided among ranks: the largest power of two up to 8 that the
     model and its quantization support."""
     slices = spec.slices
-    if isinstance(forms, Quantization):
-        while not all(forms.cuts(sublayer.shared_inputs, slices) for sublayer in spec.sublayers):
+    if isinstance(formats, Quantization):
+        while not all(formats.can_split(sublayer.shared_inputs, slices) for sublayer in spec.sublayers):
             slices //= 2
     return slices
 
@@ -224,7 +224,7 @@ def matrices_of(spec: DecoderSpec) -> list[str]:
     return [
         tensor.name.removesuffix(".weight")
         for tensor in tensors_of(spec)
-        if tensor.is_matrix and tensor.kept is not Kept.FLOAT32
+        if tensor.is_matrix and tensor.rank_dtype is not RankDtype.FLOAT32
     ]
 
 
@@ -237,7 +237,7 @@ def tensors_of(spec: DecoderSpec, layers: range | None = None) -> Iterator[Tenso
     is_first, is_last = layers.start == 0, layers.stop == spec.num_layers
     table = spec.vocab_size, spec.hidden_size
     if is_first or (is_last and spec.tie_word_embeddings):
-        yield TensorSpec(f"{_EMBEDDING}weight", table, Cut.VOCABULARY)
+        yield TensorSpec(f"{_EMBEDDING}weight", table, Sharding.VOCABULARY)
     if is_last:
         yield from spec.norm.tensors(_NORM, spec.hidden_size)
     of_layer = {layer: layer.tensors(spec.hidden_size, spec.norm) for layer in dict.fromkeys(spec.layers)}
@@ -245,7 +245,7 @@ def tensors_of(spec: DecoderSpec, layers: range | None = None) -> Iterator[Tenso
         for tensor in of_layer[spec.layers[index]]:
             yield replace(tensor, name=f"{_LAYERS}{index}.{tensor.name}")
     if is_last and not spec.tie_word_embeddings:
-        yield TensorSpec(f"{_HEAD}weight", table, Cut.VOCABULARY)
+        yield TensorSpec(f"{_HEAD}weight", table, Sharding.VOCABULARY)
 
 
 def tensor_shapes(spec: DecoderSpec, layers: range | None = None) -> dict[str, tuple[int, ...]]:

@@ -17,42 +17,42 @@ class VocabParallelEmbedding:
     """Embedding: ids int64 [T] -> [T, hidden]. A rank looks up the ids of its shard and sets the rows of others to
     minus zero before the all-reduce."""
 
-    def __init__(self, name: str, vocab_size: int, hidden: int, place: Placement, scale: float = 1.0) -> None:
+    def __init__(self, name: str, vocab_size: int, hidden: int, placement: Placement, scale: float = 1.0) -> None:
         """Set the sizes of this rank's shard. `scale` is rounded to the weights' dtype, as in training, and multiplies
         every row."""
         self.name = name
         self.vocab_size = vocab_size
         self.hidden = hidden
-        self.place = place
-        self.scale = torch.tensor(scale, dtype=place.dtype).item()
-        self.start, self.local, self.real = shard_vocab(vocab_size, place.tp.rank, place.tp.size)
+        self.placement = placement
+        self.scale = torch.tensor(scale, dtype=placement.dtype).item()
+        self.start, self.local, self.real = shard_vocab(vocab_size, placement.tp.rank, placement.tp.size)
 
     @property
     def weight_bytes(self) -> int:
-        return self.place.weight_bytes(vocab_shard(self), bias=False)
+        return self.placement.weight_bytes(vocab_shard(self), bias=False)
 
     def load(self, weights: WeightSource) -> None:
-        weight = self.place.load(vocab_shard(self), weights)
+        weight = self.placement.load(vocab_shard(self), weights)
         self.weight: LinearWeight | None = weight
         self.look_up: Callable[[Tensor], Tensor] = weight.embed
 
-    def share(self, product: ReadableMatmul) -> None:
+    def share(self, matmul: ReadableMatmul) -> None:
         """Read rows from the output head's packed weight from now on, and free the plain weight."""
         self.weight = None
-        self.look_up = product.rows
+        self.look_up = matmul.rows
 
     def __call__(self, ids: Tensor) -> Tensor:
         rows = self._rows(ids)
         return rows if self.scale == 1.0 else rows * self.scale
 
     def _rows(self, ids: Tensor) -> Tensor:
-        if self.place.tp.size == 1:
+        if self.placement.tp.size == 1:
             return self.look_up(ids)
         local = ids - self.start
         elsewhere = (local < 0) | (local >= self.local)
         rows = self.look_up(local.masked_fill_(elsewhere, 0))
         # Adding minus zero changes no value. Adding zero would change the sign of a weight that is minus zero.
-        return self.place.tp.all_reduce(rows.masked_fill_(elsewhere.unsqueeze(1), -0.0))
+        return self.placement.tp.all_reduce(rows.masked_fill_(elsewhere.unsqueeze(1), -0.0))
 
 
 class VocabParallelHead:
@@ -63,31 +63,31 @@ class VocabParallelHead:
         name: str,
         vocab_size: int,
         hidden: int,
-        place: Placement,
+        placement: Placement,
         softcap: float | None = None,
         scale: float = 1.0,
     ) -> None:
         self.name = name
         self.vocab_size = vocab_size
         self.hidden = hidden
-        self.place = place
-        self.start, self.local, self.real = shard_vocab(vocab_size, place.tp.rank, place.tp.size)
+        self.placement = placement
+        self.start, self.local, self.real = shard_vocab(vocab_size, placement.tp.rank, placement.tp.size)
         self.softcap = softcap
         self.scale = scale
         self.shares_memory = False
 
     @staticmethod
-    def of(spec: DecoderSpec, place: Placement) -> "VocabParallelHead":
+    def of(spec: DecoderSpec, placement: Placement) -> "VocabParallelHead":
         """Return the output head of a model, with the model's scaling and softcap of logits."""
         changes = spec.logit_softcap, spec.logit_scale
-        return VocabParallelHead("lm_head", spec.vocab_size, spec.hidden_size, place, *changes)
+        return VocabParallelHead("lm_head", spec.vocab_size, spec.hidden_size, placement, *changes)
 
     @property
     def weight_bytes(self) -> int:
-        return 0 if self.shares_memory else self.place.weight_bytes(vocab_shard(self), bias=False)
+        return 0 if self.shares_memory else self.placement.weight_bytes(vocab_shard(self), bias=False)
 
     def load(self, weights: WeightSource) -> None:
-        self.product = self.place.load(vocab_shard(self), weights).matmul(float32_output=True)
+        self.matmul = self.placement.load(vocab_shard(self), weights).matmul(float32_output=True)
 
     def tie(self, embedding: VocabParallelEmbedding) -> None:
         """Use the embedding's weight.
@@ -96,13 +96,13 @@ class VocabParallelHead:
         the head keeps a packed copy of its own: matmuls with the plain weight are much slower.
         """
         assert embedding.weight is not None
-        self.product = embedding.weight.matmul(float32_output=True)
-        if isinstance(self.product, ReadableMatmul):
-            embedding.share(self.product)
-        self.shares_memory = isinstance(self.product, ReadableMatmul) or holds_weight(self.product)
+        self.matmul = embedding.weight.matmul(float32_output=True)
+        if isinstance(self.matmul, ReadableMatmul):
+            embedding.share(self.matmul)
+        self.shares_memory = isinstance(self.matmul, ReadableMatmul) or holds_weight(self.matmul)
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        logits = self.product(hidden).float()  # [L, local]
+        logits = self.matmul(hidden).float()  # [L, local]
         if self.scale != 1.0:
             logits.mul_(self.scale)
         if self.softcap is not None:

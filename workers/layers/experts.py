@@ -1,7 +1,7 @@
 """MoE sublayer on one rank: the router, this rank's part of the experts, and the all-reduce of their outputs.
 
-Experts are cut along their width, or whole experts are divided among ranks (`Placement.deals_experts`). The shared
-expert is one expert that every token uses; it is always cut along its width.
+Experts are sharded along their width, or whole experts are distributed over ranks (`Placement.distributes_experts`).
+The shared expert is one expert that every token uses; it is always sharded along its width.
 """
 
 from collections.abc import Iterator
@@ -22,23 +22,23 @@ from oarlock.workers.quantization.expert_matmul import expert_matmul
 from oarlock.workers.quantization.expert_weights import ExpertsShape, ExpertWeights
 from oarlock.workers.quantization.fixed_order import FIXED_ORDER, FixedOrderWeight
 from oarlock.workers.quantization.method import DenseWeight, LinearWeight, StoredRows, WeightShard
-from oarlock.workers.weights.source import FilledUp, WeightSource
+from oarlock.workers.weights.source import PaddedSource, WeightSource
 
 
-def has_kernel(place: Placement) -> bool:
+def has_kernel(placement: Placement) -> bool:
     """Return whether routers run in the C++ kernel; else torch operations run, which are its reference."""
-    return place.device.type == "cpu" and library.why_not(place.dtype) is None
+    return placement.device.type == "cpu" and library.why_not(placement.dtype) is None
 
 
 class Router:
     """Router: [T, hidden] -> the experts of each token and their weights, in float32 and identical on every rank."""
 
-    def __init__(self, name: str, spec: ExpertsSpec, hidden: int, place: Placement) -> None:
+    def __init__(self, name: str, spec: ExpertsSpec, hidden: int, placement: Placement) -> None:
         """Prepare the router of the sublayer called `name`."""
         self.name = name
         self.spec = spec.router
         self.experts, self.hidden = spec.experts, hidden
-        self.place = place
+        self.placement = placement
         self.correction: Tensor | None = None
         self.kernel: CppRouter | None = None
 
@@ -52,19 +52,19 @@ class Router:
         weight = self._taken(weights, f"{before}.weight", self.experts, self.hidden)
         if spec.correction is not None:
             self.correction = self._taken(weights, f"{self.name}.{spec.correction}", self.experts)
-        if has_kernel(self.place):
-            self.kernel = CppRouter(weight, self.place.dtype, bias, self.correction, spec)
+        if has_kernel(self.placement):
+            self.kernel = CppRouter(weight, self.placement.dtype, bias, self.correction, spec)
         else:
-            self.product = _weight(weight, self.place).matmul(bias)
+            self.matmul = _weight(weight, self.placement).matmul(bias)
 
     def _taken(self, weights: WeightSource, name: str, *shape: int) -> Tensor:
-        into = torch.empty(shape, device=self.place.device)
+        into = torch.empty(shape, device=self.placement.device)
         weights.take(name, into, shape=shape)
         return into
 
     def logits(self, x: Tensor) -> Tensor:
         """Return the router's logits for `x` [T, hidden]: float32 [T, experts]."""
-        return self.product(x.float()) if self.kernel is None else self.kernel.logits(x)
+        return self.matmul(x.float()) if self.kernel is None else self.kernel.logits(x)
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the experts of each row of `x` [T, hidden]: (ids int32 [T, k], ascending; weights float32 [T, k])."""
@@ -75,9 +75,9 @@ class Router:
         return route(logits, self.spec, self.correction) if self.kernel is None else self.kernel.route(logits)
 
 
-def _weight(tensor: Tensor, place: Placement) -> LinearWeight:
+def _weight(tensor: Tensor, placement: Placement) -> LinearWeight:
     """Return a float32 weight for torch matmuls, in the summation order that the other weights use."""
-    return FixedOrderWeight(tensor) if place.quantization is FIXED_ORDER else DenseWeight(tensor)
+    return FixedOrderWeight(tensor) if placement.quantization is FIXED_ORDER else DenseWeight(tensor)
 
 
 def route(logits: Tensor, spec: RouterSpec, correction: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -107,7 +107,7 @@ def route(logits: Tensor, spec: RouterSpec, correction: Tensor | None) -> tuple[
 
 
 class ExpertStack:
-    """This rank's part of experts of one width; `product` is their `ExpertMatmul` after loading."""
+    """This rank's part of experts of one width; `matmul` is their `ExpertMatmul` after loading."""
 
     def __init__(
         self,
@@ -116,59 +116,68 @@ class ExpertStack:
         width: int,
         hidden: int,
         bias: bool,
-        place: Placement,
-        dealt: ExpertShard | None = None,
+        placement: Placement,
+        expert_shard: ExpertShard | None = None,
     ) -> None:
-        """Compute this rank's shapes. `names`: modules of all experts. `dealt`: the whole experts that this rank holds,
+        """Compute this rank's shapes. `names`: modules of all experts. `expert_shard`: the whole experts of this rank,
         or None if it holds a slice of every expert."""
-        rank, size = (place.tp.rank, place.tp.size) if dealt is None else (0, 1)
-        unit = place.unit_of_width(f"{names[0]}.down_proj")
-        self.cut = cut = shard_width(width, unit, rank, size, place.slices if dealt is None else 1)
+        rank, size = (placement.tp.rank, placement.tp.size) if expert_shard is None else (0, 1)
+        unit = placement.unit_of_width(f"{names[0]}.down_proj")
+        self.width_shard = shard = shard_width(width, unit, rank, size, placement.slices if expert_shard is None else 1)
         self.width = width
-        held = ExpertShard(0, len(names), 0, 1) if dealt is None else dealt
+        held = ExpertShard(0, len(names), 0, 1) if expert_shard is None else expert_shard
         self.names = names[held.first : held.first + held.count]
-        self.elsewhere = frozenset(names).difference(self.names)  # experts that other ranks hold
-        self.hidden, self.bias, self.place = hidden, bias, place
+        self.remote_experts = frozenset(names).difference(self.names)  # experts that other ranks hold
+        self.hidden, self.bias, self.placement = hidden, bias, placement
         self.shape = ExpertsShape(
-            held.first, held.count, hidden, cut.count, place.dtype, cut.slices, held.groups, held.group,
+            held.first, held.count, hidden, shard.count, placement.dtype, shard.slices, held.groups, held.group,
             spec.activation, spec.alpha, spec.limit,
         )  # fmt: skip
 
     def _shards(self, name: str) -> tuple[WeightShard, WeightShard]:
         """Return the shards of gate and up, and of down, that this rank holds of an expert."""
-        cut, hidden = self.cut, self.hidden
-        rows = tuple(StoredRows(f"{name}.{part}", cut.whole, cut.first, cut.count) for part in ("gate_proj", "up_proj"))
+        shard, hidden = self.width_shard, self.hidden
+        rows = tuple(
+            StoredRows(f"{name}.{part}", shard.padded_width, shard.first, shard.count)
+            for part in ("gate_proj", "up_proj")
+        )
         down = (StoredRows(f"{name}.down_proj", hidden, 0, hidden),)
         return (
             WeightShard(rows, hidden, 0, hidden),
-            WeightShard(down, cut.whole, cut.first, cut.count, slices=cut.slices),
+            WeightShard(down, shard.padded_width, shard.first, shard.count, slices=shard.slices),
         )
 
     @property
     def weight_bytes(self) -> int:
         return sum(
-            self.place.weight_bytes(shard, self.bias and (shard.local_inputs == self.hidden or self.cut.first == 0))
+            self.placement.weight_bytes(
+                shard, self.bias and (shard.local_inputs == self.hidden or self.width_shard.first == 0)
+            )
             for name in self.names
             for shard in self._shards(name)
         )
 
     def load(self, weights: WeightSource) -> None:
-        source = weights if self.cut.whole == self.width else FilledUp(weights, self.cut.whole, self.width)
-        on_host = runs_on_host(self.place.device)
-        self.product = expert_matmul(self.shape, self._loaded(source), on_host=on_host)
+        source = (
+            weights
+            if self.width_shard.padded_width == self.width
+            else PaddedSource(weights, self.width_shard.padded_width, self.width)
+        )
+        on_host = runs_on_host(self.placement.device)
+        self.matmul = expert_matmul(self.shape, self._loaded(source), on_host=on_host)
 
     def _loaded(self, weights: WeightSource) -> Iterator[ExpertWeights]:
-        place = self.place
+        placement = self.placement
         for name in self.names:
             gate_up, down = self._shards(name)
             biases = (None, None)
             if self.bias:
-                biases = gate_up.take_bias(weights, place.empty), down.take_bias(weights, place.empty)
-            first = biases[1] if self.cut.first == 0 else None  # only the first slice adds the bias
-            yield ExpertWeights(place.load(gate_up, weights), place.load(down, weights), biases[0], first)
+                biases = gate_up.take_bias(weights, placement.empty), down.take_bias(weights, placement.empty)
+            first = biases[1] if self.width_shard.first == 0 else None  # only the first slice adds the bias
+            yield ExpertWeights(placement.load(gate_up, weights), placement.load(down, weights), biases[0], first)
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        return self.product(x, ids, weights)
+        return self.matmul(x, ids, weights)
 
 
 class Experts:
@@ -176,20 +185,22 @@ class Experts:
 
     output = None  # no single linear layer has the partial sums that are all-reduced
 
-    def __init__(self, name: str, spec: ExpertsSpec, layer: int, hidden: int, place: Placement) -> None:
-        self.place = place
-        self.router = Router(name, spec, hidden, place)
+    def __init__(self, name: str, spec: ExpertsSpec, layer: int, hidden: int, placement: Placement) -> None:
+        self.placement = placement
+        self.router = Router(name, spec, hidden, placement)
         names = [f"{name}.experts.{expert}" for expert in range(spec.experts)]
-        tp = place.tp
-        dealt = shard_experts(spec.experts, tp.rank, tp.size, place.slices) if place.deals_experts else None
-        self.routed = ExpertStack(names, spec, spec.width, hidden, spec.bias, place, dealt)
+        tp = placement.tp
+        expert_shard = (
+            shard_experts(spec.experts, tp.rank, tp.size, placement.slices) if placement.distributes_experts else None
+        )
+        self.routed = ExpertStack(names, spec, spec.width, hidden, spec.bias, placement, expert_shard)
         self.shared: ExpertStack | None = None
         self.shared_gate: _SharedGate | None = None
         if spec.shared is not None:
             shared = spec.shared
-            self.shared = ExpertStack([f"{name}.{shared.name}"], spec, shared.width, hidden, False, place)
+            self.shared = ExpertStack([f"{name}.{shared.name}"], spec, shared.width, hidden, False, placement)
             if shared.gate is not None:
-                self.shared_gate = _SharedGate(f"{name}.{shared.gate}", hidden, place)
+                self.shared_gate = _SharedGate(f"{name}.{shared.gate}", hidden, placement)
 
     @property
     def parts(self) -> list["Router | ExpertStack | _SharedGate"]:
@@ -212,18 +223,20 @@ class Experts:
         """
         total = self.routed(x, *self.router(x))
         if self.shared is None:
-            return self._over_ranks(total), None
+            return self._all_reduce(total), None
         # One all-reduce of both, concatenated. If they were added first, the order of additions would differ from one
         # rank.
-        both = self._over_ranks(torch.cat((total, self.of_shared(x))))
+        both = self._all_reduce(torch.cat((total, self.run_shared_expert(x))))
         return both[: len(x)], both[len(x) :]
 
-    def _over_ranks(self, partial: Tensor) -> Tensor:
+    def _all_reduce(self, partial: Tensor) -> Tensor:
         """Return the all-reduce of `partial`, float32 [T, hidden]."""
-        tp = self.place.tp
-        return tp.all_reduce(partial if tp.size == 1 or self.place.sums_in_float32 else partial.to(self.place.dtype))
+        tp = self.placement.tp
+        return tp.all_reduce(
+            partial if tp.size == 1 or self.placement.all_reduces_in_float32 else partial.to(self.placement.dtype)
+        )
 
-    def of_shared(self, x: Tensor) -> Tensor:
+    def run_shared_expert(self, x: Tensor) -> Tensor:
         """Return this rank's part of the shared expert's output: float32 [T, hidden]."""
         assert self.shared is not None
         ids = torch.zeros((len(x), 1), dtype=torch.int32, device=x.device)
@@ -244,8 +257,8 @@ class Experts:
 class _SharedGate:
     """Gate of the shared expert: [T, hidden] -> its factor, float32 [T, 1]."""
 
-    def __init__(self, name: str, hidden: int, place: Placement) -> None:
-        self.name, self.hidden, self.place = name, hidden, place
+    def __init__(self, name: str, hidden: int, placement: Placement) -> None:
+        self.name, self.hidden, self.placement = name, hidden, placement
         self.kernel: CppRouter | None = None
 
     @property
@@ -253,13 +266,13 @@ class _SharedGate:
         return 4 * self.hidden
 
     def load(self, weights: WeightSource) -> None:
-        into = torch.empty((1, self.hidden), device=self.place.device)
+        into = torch.empty((1, self.hidden), device=self.placement.device)
         weights.take(f"{self.name}.weight", into, shape=(1, self.hidden))
-        if has_kernel(self.place):
-            self.kernel = CppRouter(into, self.place.dtype)
+        if has_kernel(self.placement):
+            self.kernel = CppRouter(into, self.placement.dtype)
         else:
-            self.product = _weight(into, self.place).matmul()
+            self.matmul = _weight(into, self.placement).matmul()
 
     def __call__(self, x: Tensor) -> Tensor:
-        logits = self.product(x.float()) if self.kernel is None else self.kernel.logits(x)
+        logits = self.matmul(x.float()) if self.kernel is None else self.kernel.logits(x)
         return torch.sigmoid(logits.double()).float()

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from oarlock.workers.layers.tensor_spec import Cut, Kept, Made, Tap, TensorSpec
+from oarlock.workers.layers.tensor_spec import Computation, RankDtype, Sharding, Tap, TensorSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +61,11 @@ class ExpertsSpec:
         """Return the tensors of a checkpoint with separate experts and hidden size `hidden`, named relative to
         `module`."""
         router = self.router
-        found = [TensorSpec(f"{router.name}.weight", (self.experts, hidden), kept=Kept.FLOAT32)]
+        found = [TensorSpec(f"{router.name}.weight", (self.experts, hidden), rank_dtype=RankDtype.FLOAT32)]
         if router.bias:
-            found.append(TensorSpec(f"{router.name}.bias", (self.experts,), kept=Kept.FLOAT32))
+            found.append(TensorSpec(f"{router.name}.bias", (self.experts,), rank_dtype=RankDtype.FLOAT32))
         if router.correction is not None:
-            found.append(TensorSpec(router.correction, (self.experts,), kept=Kept.FLOAT32))
+            found.append(TensorSpec(router.correction, (self.experts,), rank_dtype=RankDtype.FLOAT32))
         for expert in range(self.experts):
             used = self.router.top_k / self.experts
             one = _mlp(f"experts.{expert}", self.width, hidden, self.bias)
@@ -73,7 +73,7 @@ class ExpertsSpec:
         if self.shared is not None:
             found += _mlp(self.shared.name, self.shared.width, hidden, False)
             if self.shared.gate is not None:
-                found.append(TensorSpec(f"{self.shared.gate}.weight", (1, hidden), kept=Kept.FLOAT32))
+                found.append(TensorSpec(f"{self.shared.gate}.weight", (1, hidden), rank_dtype=RankDtype.FLOAT32))
         return found
 
     @property
@@ -91,11 +91,11 @@ class ExpertsSpec:
     def taps(self) -> list[Tap]:
         """The tensors that a verification compares, in the order of their computation."""
         found = [
-            Tap("router", Made.LOGITS, self.router.name, width=self.experts),
-            Tap("routing", Made.ROUTING, self.router.name, width=self.experts),
-            Tap("experts", Made.EXPERTS, "experts"),
+            Tap("router", Computation.LOGITS, self.router.name, width=self.experts),
+            Tap("routing", Computation.ROUTING, self.router.name, width=self.experts),
+            Tap("experts", Computation.EXPERTS, "experts"),
         ]
-        return found if self.shared is None else [*found, Tap("shared", Made.EXPERTS, self.shared.name)]
+        return found if self.shared is None else [*found, Tap("shared", Computation.EXPERTS, self.shared.name)]
 
     @property
     def most_ranks(self) -> int:
@@ -138,8 +138,8 @@ class ExpertsSpec:
 def _mlp(name: str, width: int, hidden: int, bias: bool) -> list[TensorSpec]:
     found: list[TensorSpec] = []
     for part in ("gate", "up"):
-        found.append(TensorSpec(f"{name}.{part}_proj.weight", (width, hidden), Cut.WIDTH_OUTPUTS))
+        found.append(TensorSpec(f"{name}.{part}_proj.weight", (width, hidden), Sharding.WIDTH_OUTPUTS))
         if bias:
-            found.append(TensorSpec(f"{name}.{part}_proj.bias", (width,), Cut.WIDTH_OUTPUTS))
-    found.append(TensorSpec(f"{name}.down_proj.weight", (hidden, width), Cut.WIDTH_INPUTS))
+            found.append(TensorSpec(f"{name}.{part}_proj.bias", (width,), Sharding.WIDTH_OUTPUTS))
+    found.append(TensorSpec(f"{name}.down_proj.weight", (hidden, width), Sharding.WIDTH_INPUTS))
     return [*found, TensorSpec(f"{name}.down_proj.bias", (hidden,))] if bias else found

@@ -46,10 +46,10 @@ from oarlock.workers.layers.linear import RowParallelLinear
 from oarlock.workers.layers.norm import LayerNorm, Norm, RMSNorm
 
 Part = TypeVar("Part")
-Product = CppMatmul | CppPackedMatmul
-GatedProduct = CppGatedMatmul | CppPackedGatedMatmul
-PRODUCTS = (CppMatmul, CppPackedMatmul)
-GATED_PRODUCTS = (CppGatedMatmul, CppPackedGatedMatmul)
+CppPlainMatmul = CppMatmul | CppPackedMatmul
+CppAnyGatedMatmul = CppGatedMatmul | CppPackedGatedMatmul
+MATMULS = (CppMatmul, CppPackedMatmul)
+GATED_MATMULS = (CppGatedMatmul, CppPackedGatedMatmul)
 _DENSE = 0  # `WeightKind` of a packed weight in the model's dtype, csrc/gemm/int8.h
 
 
@@ -119,9 +119,11 @@ class Program:
             buffer = target - Rows.SCRATCH_0
             self._widths[buffer] = max(self._widths[buffer], width)
 
-    def multiply(self, owner: Any, source: Rows, target: Rows, *kinds: type[Product] | type[GatedProduct]) -> None:
+    def multiply(
+        self, owner: Any, source: Rows, target: Rows, *kinds: type[CppPlainMatmul] | type[CppAnyGatedMatmul]
+    ) -> None:
         """Add the matmul of `owner`, whose type must be in `kinds`."""
-        weight = self._weight(self.take(owner, "product", *kinds))
+        weight = self._weight(self.take(owner, "matmul", *kinds))
         self.add(OperationKind.MULTIPLY, source, target, weight, weight.columns)
 
     def norm_rows(self, norm: Norm, source: Rows, target: Rows) -> None:
@@ -153,8 +155,8 @@ class Program:
         self._sums = 1 if shared is None else 2
         return CMoELayer(
             address(router, "kernel", CppRouter),
-            address(routed, "product", CppExpertMatmul),
-            address(shared, "product", CppExpertMatmul),
+            address(routed, "matmul", CppExpertMatmul),
+            address(shared, "matmul", CppExpertMatmul),
             address(shared_gate, "kernel", CppRouter),
         )
 
@@ -176,7 +178,7 @@ class Program:
         if is_moe:
             first, last, parameters = OperationKind.RUN_EXPERTS, OperationKind.FINISH_EXPERTS, output
         else:
-            parameters = self._weight(self.take(output, "product", *PRODUCTS))
+            parameters = self._weight(self.take(output, "matmul", *MATMULS))
             bias = self.take_optional(output, "bias", Tensor)  # with several ranks the matmul has none
             parameters.bias = None if bias is None else bias.data_ptr()
             self._sums = int(is_shared)
@@ -213,20 +215,20 @@ class Program:
         self._sums = 0  # partial outputs per row in `partial`
         self.rows_at_once = 0  # rows per chunk, to keep scratch memory small; 0: all rows
 
-    def _weight(self, product: Product | GatedProduct) -> CPackedWeight:
-        if isinstance(product, CppPackedMatmul | CppPackedGatedMatmul):
-            weight = self.take(product, "weight", PackedInt8, PackedGrouped, PackedFp8)
+    def _weight(self, matmul: CppPlainMatmul | CppAnyGatedMatmul) -> CPackedWeight:
+        if isinstance(matmul, CppPackedMatmul | CppPackedGatedMatmul):
+            weight = self.take(matmul, "weight", PackedInt8, PackedGrouped, PackedFp8)
             packed, columns, kind, slices = weight.memory, weight.columns, weight.kind, weight.slices
         else:
-            weight, kind = product, _DENSE
-            slices = product.slices if isinstance(product, CppMatmul) else 1
-            packed = self.take(product, "packed", Tensor)
-            columns = 2 * product.width if isinstance(product, CppGatedMatmul) else product.columns
-        if weight.kernels is not self.kernels or product.dtype != self.dtype:
+            weight, kind = matmul, _DENSE
+            slices = matmul.slices if isinstance(matmul, CppMatmul) else 1
+            packed = self.take(matmul, "packed", Tensor)
+            columns = 2 * matmul.width if isinstance(matmul, CppGatedMatmul) else matmul.columns
+        if weight.kernels is not self.kernels or matmul.dtype != self.dtype:
             raise CannotPrepare("a weight is packed for other kernels or another type")
-        bias = self.take_optional(product, "bias", Tensor)
+        bias = self.take_optional(matmul, "bias", Tensor)
         return CPackedWeight(
-            packed.data_ptr(), None if bias is None else bias.data_ptr(), columns, weight.inputs, product.epilogue,
+            packed.data_ptr(), None if bias is None else bias.data_ptr(), columns, weight.inputs, matmul.epilogue,
             kind, slices,
         )  # fmt: skip
 
@@ -382,5 +384,5 @@ def run_joined(layers: Sequence[Layer], last_norm: RMSNorm, hidden: Tensor, step
     following = [*(branch.norm for branch, _ in branches[1:]), last_norm]
     for (branch, step), next_norm in zip(branches, following, strict=True):
         unrounded = branch.sublayer.unrounded(normed, step)
-        hidden, normed = next_norm.of_sum(hidden, unrounded, branch.post_norm)
+        hidden, normed = next_norm.add_and_norm(hidden, unrounded, branch.post_norm)
     return normed

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from oarlock.workers.attention.backend import LayerKV, LayerStep
 from oarlock.workers.kernels.cpu.fused_layer import Rows
-from oarlock.workers.layers.fused_layer import GATED_PRODUCTS, Program
+from oarlock.workers.layers.fused_layer import GATED_MATMULS, Program
 from oarlock.workers.layers.gated_mlp_spec import GatedMLPSpec
 from oarlock.workers.layers.linear import GatedParallelLinear, RowParallelLinear
 from oarlock.workers.layers.placement import Placement
@@ -19,12 +19,12 @@ class GatedMLP:
     """Gated MLP: `x` [T, hidden] (normed) -> [T, hidden], plus the residual if there is one."""
 
     # module in a checkpoint -> attribute
-    products: ClassVar[Mapping[str, str]] = {"gate_up_proj": "gate_up", "down_proj": "down"}
+    linear_layers: ClassVar[Mapping[str, str]] = {"gate_up_proj": "gate_up", "down_proj": "down"}
 
-    def __init__(self, name: str, spec: GatedMLPSpec, layer: int, hidden: int, place: Placement) -> None:
+    def __init__(self, name: str, spec: GatedMLPSpec, layer: int, hidden: int, placement: Placement) -> None:
         width = spec.intermediate_size
-        self.gate_up = GatedParallelLinear(name, hidden, width, spec.bias, spec.activation, place)
-        self.down = RowParallelLinear(f"{name}.down_proj", width, hidden, spec.bias, place)
+        self.gate_up = GatedParallelLinear(name, hidden, width, spec.bias, spec.activation, placement)
+        self.down = RowParallelLinear(f"{name}.down_proj", width, hidden, spec.bias, placement)
 
     @property
     def output(self) -> RowParallelLinear:
@@ -45,6 +45,6 @@ class GatedMLP:
     def fuse(self, program: Program, source: Rows, rotary: int, pages: LayerKV) -> tuple[RowParallelLinear, Rows]:
         """Add the operations on `source` that precede the down projection; return the down projection and its input
         rows."""
-        program.multiply(program.take(self, "gate_up", GatedParallelLinear), source, Rows.SCRATCH_1, *GATED_PRODUCTS)
+        program.multiply(program.take(self, "gate_up", GatedParallelLinear), source, Rows.SCRATCH_1, *GATED_MATMULS)
         program.rows_at_once = _ROWS_AT_ONCE
         return program.take(self, "down", RowParallelLinear), Rows.SCRATCH_1

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from oarlock.workers.layers.tensor_spec import Cut, Made, Tap, TensorSpec
+from oarlock.workers.layers.tensor_spec import Computation, Sharding, Tap, TensorSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +34,10 @@ class GatedMLPSpec:
         width = self.intermediate_size
         found: list[TensorSpec] = []
         for part in ("gate", "up"):
-            found.append(TensorSpec(f"{part}_proj.weight", (width, hidden), Cut.OUTPUTS, width))
+            found.append(TensorSpec(f"{part}_proj.weight", (width, hidden), Sharding.OUTPUTS, width))
             if self.bias:
-                found.append(TensorSpec(f"{part}_proj.bias", (width,), Cut.OUTPUTS, width))
-        found.append(TensorSpec("down_proj.weight", (hidden, width), Cut.INPUTS, width))
+                found.append(TensorSpec(f"{part}_proj.bias", (width,), Sharding.OUTPUTS, width))
+        found.append(TensorSpec("down_proj.weight", (hidden, width), Sharding.INPUTS, width))
         return [*found, TensorSpec("down_proj.bias", (hidden,))] if self.bias else found
 
     @property
@@ -45,9 +45,9 @@ class GatedMLPSpec:
         """The tensors that a verification compares, in the order of their computation."""
         width = self.intermediate_size
         return [
-            Tap("gate", Made.PROJECTION, "gate_proj", False, width, width, is_compared=False),
-            Tap("gate_up", Made.GATED, "down_proj", True, width, width),
-            Tap("mlp", Made.SUM, "down_proj"),
+            Tap("gate", Computation.PROJECTION, "gate_proj", False, width, width, is_compared=False),
+            Tap("gate_up", Computation.GATED, "down_proj", True, width, width),
+            Tap("mlp", Computation.SUM, "down_proj"),
         ]
 
     @property

@@ -17,12 +17,14 @@ class QKVParallelLinear:
     """Query, key and value projections as one local matmul: [T, hidden] -> [T, (heads + 2 * kv_heads) * head_dim]."""
 
     def __init__(
-        self, name: str, hidden: int, head_dim: int, num_heads: int, num_kv_heads: int, bias: bool, place: Placement
+        self, name: str, hidden: int, head_dim: int, num_heads: int, num_kv_heads: int, bias: bool, placement: Placement
     ) -> None:
         """Describe this rank's shard. `name` is the attention module's name, e.g. `model.layers.0.self_attn`."""
         self.bias = bias
-        self.place = place
-        self.shard = shard = shard_heads(f"{name}.qkv_proj", num_heads, num_kv_heads, place.tp.rank, place.tp.size)
+        self.placement = placement
+        self.shard = shard = shard_heads(
+            f"{name}.qkv_proj", num_heads, num_kv_heads, placement.tp.rank, placement.tp.size
+        )
         kv_rows, first_kv, local_kv = (
             heads * head_dim for heads in (num_kv_heads, shard.first_kv_head, shard.num_kv_heads)
         )
@@ -37,77 +39,77 @@ class QKVParallelLinear:
 
     @property
     def weight_bytes(self) -> int:
-        return self.place.weight_bytes(self.weight_shard, self.bias)
+        return self.placement.weight_bytes(self.weight_shard, self.bias)
 
     def load(self, weights: WeightSource) -> None:
-        weight = self.place.load(self.weight_shard, weights)
-        bias = self.weight_shard.take_bias(weights, self.place.empty) if self.bias else None
-        self.product = weight.matmul(bias)
+        weight = self.placement.load(self.weight_shard, weights)
+        bias = self.weight_shard.take_bias(weights, self.placement.empty) if self.bias else None
+        self.matmul = weight.matmul(bias)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.product(x)
+        return self.matmul(x)
 
 
 class GatedParallelLinear:
     """Gate and up projections with their activation: [T, hidden] -> [T, local intermediate]."""
 
     def __init__(
-        self, name: str, hidden: int, intermediate: int, bias: bool, activation: str, place: Placement
+        self, name: str, hidden: int, intermediate: int, bias: bool, activation: str, placement: Placement
     ) -> None:
         """Describe this rank's shard. `name` is the MLP module's name, e.g. `model.layers.0.mlp`."""
         self.bias = bias
         self.activation = activation
-        self.place = place
-        local = shard_evenly(f"{name}.gate_up_proj", "intermediate size", intermediate, place.tp.size)
-        first = place.tp.rank * local
+        self.placement = placement
+        local = shard_evenly(f"{name}.gate_up_proj", "intermediate size", intermediate, placement.tp.size)
+        first = placement.tp.rank * local
         parts = tuple(StoredRows(f"{name}.{part}", intermediate, first, local) for part in ("gate_proj", "up_proj"))
         self.weight_shard = WeightShard(parts, hidden, 0, hidden, fused=f"{name}.gate_up_proj")
 
     @property
     def weight_bytes(self) -> int:
-        return self.place.weight_bytes(self.weight_shard, self.bias)
+        return self.placement.weight_bytes(self.weight_shard, self.bias)
 
     def load(self, weights: WeightSource) -> None:
-        weight = self.place.load(self.weight_shard, weights)
-        bias = self.weight_shard.take_bias(weights, self.place.empty) if self.bias else None
-        self.product = weight.gated_matmul(bias, self.activation)
+        weight = self.placement.load(self.weight_shard, weights)
+        bias = self.weight_shard.take_bias(weights, self.placement.empty) if self.bias else None
+        self.matmul = weight.gated_matmul(bias, self.activation)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.product(x)
+        return self.matmul(x)
 
 
 class RowParallelLinear:
     """Linear layer with an all-reduce: [T, local in] -> [T, out], plus the residual if there is one."""
 
-    def __init__(self, name: str, inputs: int, outputs: int, bias: bool, place: Placement) -> None:
+    def __init__(self, name: str, inputs: int, outputs: int, bias: bool, placement: Placement) -> None:
         self.name = name
-        self.place = place
-        local = shard_evenly(name, "input size", inputs, place.tp.size)
+        self.placement = placement
+        local = shard_evenly(name, "input size", inputs, placement.tp.size)
         rows = (StoredRows(name, outputs, 0, outputs),)
-        self.weight_shard = WeightShard(rows, inputs, place.tp.rank * local, local, slices=place.local_slices)
+        self.weight_shard = WeightShard(rows, inputs, placement.tp.rank * local, local, slices=placement.local_slices)
         self.has_bias = bias
         self.bias: Tensor | None = None
 
     @property
     def weight_bytes(self) -> int:
-        return self.place.weight_bytes(self.weight_shard, self.has_bias)
+        return self.placement.weight_bytes(self.weight_shard, self.has_bias)
 
     def load(self, weights: WeightSource) -> None:
-        weight = self.place.load(self.weight_shard, weights)
-        self.bias = self.weight_shard.take_bias(weights, self.place.empty) if self.has_bias else None
+        weight = self.placement.load(self.weight_shard, weights)
+        self.bias = self.weight_shard.take_bias(weights, self.placement.empty) if self.has_bias else None
         # On the CPU partial sums are exchanged in float32 if the matmul supports it: rounding each of them would add an
         # error that a single rank does not have. The bias, which a single rank adds before rounding, is then added
         # after the all-reduce.
-        alone = self.place.tp.size == 1
-        self.product = weight.matmul(
+        alone = self.placement.tp.size == 1
+        self.matmul = weight.matmul(
             self.bias if alone else None,
-            float32_output=not alone and self.place.sums_in_float32,
-            slices=self.place.local_slices,
+            float32_output=not alone and self.placement.all_reduces_in_float32,
+            slices=self.placement.local_slices,
         )
 
     def __call__(self, x: Tensor, residual: Tensor | None) -> Tensor:
-        if self.place.tp.size == 1:
-            return self.product(x, residual)  # rounded once, after the addition
+        if self.placement.tp.size == 1:
+            return self.matmul(x, residual)  # rounded once, after the addition
         total = self._total(x)
         return (total if residual is None else total + residual).to(x.dtype)
 
@@ -116,9 +118,9 @@ class RowParallelLinear:
 
         With several ranks it is float32 if the matmul returns float32.
         """
-        return self.product(x) if self.place.tp.size == 1 else self._total(x)
+        return self.matmul(x) if self.placement.tp.size == 1 else self._total(x)
 
     def _total(self, x: Tensor) -> Tensor:
-        partial = self.product(x)
-        total = self.place.tp.all_reduce(partial.float() if self.place.slices > 1 else partial)
+        partial = self.matmul(x)
+        total = self.placement.tp.all_reduce(partial.float() if self.placement.slices > 1 else partial)
         return total if self.bias is None else total + self.bias

@@ -22,21 +22,21 @@ class RMSNorm:
     C++ kernel is used, because it reads float32.
     """
 
-    def __init__(self, name: str, size: int, eps: float, place: Placement, offset: float = 0.0) -> None:
+    def __init__(self, name: str, size: int, eps: float, placement: Placement, offset: float = 0.0) -> None:
         self.name = name
         self.size = size
         self.eps = eps
         self.offset = offset
-        self.place = place
-        self.has_kernel = elementwise.can_serve(place.dtype, place.device)
-        self.triton = triton_kernels() if availability.can_serve(place.device) else None
+        self.placement = placement
+        self.has_kernel = elementwise.can_serve(placement.dtype, placement.device)
+        self.triton = triton_kernels() if availability.can_serve(placement.device) else None
 
     @property
     def weight_bytes(self) -> int:
-        return self.size * (4 if self.offset or self.has_kernel else self.place.dtype.itemsize)
+        return self.size * (4 if self.offset or self.has_kernel else self.placement.dtype.itemsize)
 
     def load(self, weights: WeightSource) -> None:
-        self.weight = self.place.empty(self.size)
+        self.weight = self.placement.empty(self.size)
         weights.take(f"{self.name}.weight", self.weight, shape=(self.size,))
         if self.offset or self.has_kernel:
             self.weight = self.weight.float() + self.offset
@@ -50,7 +50,7 @@ class RMSNorm:
             return F.rms_norm(x, (self.size,), self.weight, self.eps)
         return F.rms_norm(x.float(), (self.size,), self.weight, self.eps).to(x.dtype)
 
-    def of_sum(self, residual: Tensor, x: Tensor, post_norm: "RMSNorm | None" = None) -> tuple[Tensor, Tensor]:
+    def add_and_norm(self, residual: Tensor, x: Tensor, post_norm: "RMSNorm | None" = None) -> tuple[Tensor, Tensor]:
         """Return `residual + x`, both [T, size], and the norm of this sum, in `residual`'s dtype. `x` may be float32;
         with `post_norm` it is normed before the addition."""
         if self.triton is None:
@@ -66,13 +66,13 @@ class LayerNorm:
     Scale and shift are kept in float32, which the C++ kernel reads.
     """
 
-    def __init__(self, name: str, size: int, eps: float, bias: bool, place: Placement) -> None:
+    def __init__(self, name: str, size: int, eps: float, bias: bool, placement: Placement) -> None:
         self.name = name
         self.size = size
         self.eps = eps
         self.has_bias = bias
-        self.place = place
-        self.has_kernel = elementwise.can_serve(place.dtype, place.device)
+        self.placement = placement
+        self.has_kernel = elementwise.can_serve(placement.dtype, placement.device)
 
     @property
     def weight_bytes(self) -> int:
@@ -83,14 +83,14 @@ class LayerNorm:
         self.bias = self._taken(weights, "bias") if self.has_bias else None
 
     def _taken(self, weights: WeightSource, kind: str) -> Tensor:
-        into = self.place.empty(self.size)
+        into = self.placement.empty(self.size)
         weights.take(f"{self.name}.{kind}", into, shape=(self.size,))
         return into.float()
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.has_kernel:
-            return elementwise.layer_norm(x, self.weight, self.bias, self.eps, self.place.dtype)
-        return F.layer_norm(x.float(), (self.size,), self.weight, self.bias, self.eps).to(self.place.dtype)
+            return elementwise.layer_norm(x, self.weight, self.bias, self.eps, self.placement.dtype)
+        return F.layer_norm(x.float(), (self.size,), self.weight, self.bias, self.eps).to(self.placement.dtype)
 
 
 class HeadNorm:
@@ -106,7 +106,7 @@ class HeadNorm:
         num_kv_heads: int,
         head_dim: int,
         eps: float,
-        place: Placement,
+        placement: Placement,
         offset: float = 0.0,
     ) -> None:
         """Prepare the norm. `name` is the attention module's name."""
@@ -116,15 +116,15 @@ class HeadNorm:
         self.head_dim = head_dim
         self.eps = eps
         self.offset = offset
-        self.place = place
-        self.has_kernel = elementwise.can_serve(place.dtype, place.device)
+        self.placement = placement
+        self.has_kernel = elementwise.can_serve(placement.dtype, placement.device)
 
     @property
     def weight_bytes(self) -> int:
         return 4 * (self.num_heads + self.num_kv_heads) * self.head_dim
 
     def load(self, weights: WeightSource) -> None:
-        both = self.place.empty(2, self.head_dim)
+        both = self.placement.empty(2, self.head_dim)
         for index, part in enumerate(("q_norm", "k_norm")):
             weights.take(f"{self.name}.{part}.weight", both[index], shape=(self.head_dim,))
         counts = both.new_tensor([self.num_heads, self.num_kv_heads]).long()
@@ -145,7 +145,7 @@ class RowNorm:
     """
 
     def __init__(
-        self, name: str, shard: HeadShard, heads: tuple[int, int], head_dim: int, spec: NormSpec, place: Placement
+        self, name: str, shard: HeadShard, heads: tuple[int, int], head_dim: int, spec: NormSpec, placement: Placement
     ) -> None:
         """Prepare the norm. `name` is the attention module's name; `heads`: number of query and of key heads over all
         ranks."""
@@ -153,12 +153,12 @@ class RowNorm:
         self.head_dim = head_dim
         self.eps = spec.eps
         self.offset = spec.offset
-        self.place = place
-        self.has_kernel = elementwise.can_serve(place.dtype, place.device)
-        copies = max(1, place.tp.size // heads[1])  # number of neighbouring ranks that hold the same key-value head
+        self.placement = placement
+        self.has_kernel = elementwise.can_serve(placement.dtype, placement.device)
+        copies = max(1, placement.tp.size // heads[1])  # number of neighbouring ranks that hold the same key-value head
         self.rank_heads = CHeadsOfRank(
             shard.num_heads, shard.num_kv_heads, *heads, shard.first_head, shard.first_kv_head,
-            place.tp.rank % copies == 0,
+            placement.tp.rank % copies == 0,
         )  # fmt: skip
 
     @property
@@ -173,16 +173,16 @@ class RowNorm:
         )
         found = []
         for part, heads, first, count in parts:
-            found.append(self.place.empty(count * width))
+            found.append(self.placement.empty(count * width))
             name = f"{self.name}.{part}.weight"
             weights.take(name, found[-1], shape=(heads * width,), dim=0, start=first * width)
         self.weight = torch.cat([one.float() for one in found]).view(-1, width) + self.offset
 
     def __call__(self, qk: Tensor) -> Tensor:
         squares = self.squares(qk)
-        if self.place.tp.size > 1:
+        if self.placement.tp.size > 1:
             # only one rank has each sum, the others have zeros: the all-reduce is exact
-            squares = self.place.tp.all_reduce(squares)
+            squares = self.placement.tp.all_reduce(squares)
         if self.has_kernel:
             return elementwise.norm_of_rows(self.rank_heads, qk, squares, self.weight, self.eps)
         heads = (self.rank_heads.all_heads, self.rank_heads.all_kv_heads)
@@ -209,11 +209,11 @@ class RowNorm:
 Norm = RMSNorm | LayerNorm
 
 
-def make_norm(name: str, size: int, spec: NormSpec, place: Placement) -> Norm:
+def make_norm(name: str, size: int, spec: NormSpec, placement: Placement) -> Norm:
     """Return the norm called `name` for rows of `size` values."""
     if spec.kind == "layer":
-        return LayerNorm(name, size, spec.eps, spec.bias, place)
-    return RMSNorm(name, size, spec.eps, place, spec.offset)
+        return LayerNorm(name, size, spec.eps, spec.bias, placement)
+    return RMSNorm(name, size, spec.eps, placement, spec.offset)
 
 
 def triton_kernels() -> Any:

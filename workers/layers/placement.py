@@ -8,7 +8,7 @@ from torch import Tensor
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.platform.huge_pages import StagingMemory
 from oarlock.workers.quantization.fixed_order import FIXED_ORDER
-from oarlock.workers.quantization.formats.form import Form, WeightForms, unit_of_width
+from oarlock.workers.quantization.formats.weight_format import WeightFormat, WeightFormats, unit_of_width
 from oarlock.workers.quantization.method import LinearWeight, StackedWeight, WeightShard
 from oarlock.workers.quantization.registry import NONE
 from oarlock.workers.weights.source import WeightSource
@@ -21,10 +21,10 @@ class Placement:
     tp: TensorParallel
     dtype: torch.dtype
     device: torch.device
-    quantization: WeightForms = NONE
+    quantization: WeightFormats = NONE
     slices: int = 1  # number of slices, over all ranks, of the inputs that ranks share (`slices_for`)
     staging: StagingMemory = field(default_factory=StagingMemory)
-    deals_experts: bool = False  # ranks hold whole experts; False: each expert is cut along its width
+    distributes_experts: bool = False  # ranks hold whole experts; False: each expert is cut along its width
 
     @property
     def local_slices(self) -> int:
@@ -32,7 +32,7 @@ class Placement:
         return self.slices // self.tp.size if self.slices % self.tp.size == 0 else 1
 
     @property
-    def sums_in_float32(self) -> bool:
+    def all_reduces_in_float32(self) -> bool:
         """Whether the ranks exchange partial sums before they are rounded.
 
         On GPUs they are rounded first, which halves the bytes: each rank rounds its partial sum as one rank rounds a
@@ -43,7 +43,7 @@ class Placement:
     def unit_of_width(self, module: str) -> int:
         """Return the unit of an expert's width, of which the length of slices is a multiple. `module`: its down
         projection."""
-        return unit_of_width(self.quantization.form_of(module))
+        return unit_of_width(self.quantization.format_of(module))
 
     def empty(self, *shape: int) -> Tensor:
         """Return an uninitialised tensor for weights, which may be kept, or packed and dropped."""
@@ -54,31 +54,34 @@ class Placement:
     def load(self, shard: WeightShard, weights: WeightSource) -> LinearWeight:
         """Load one rank's weight of a linear layer. Parts that a checkpoint stores in different formats are loaded one
         by one."""
-        forms = self._forms(shard)
-        if all(form == forms[0] for form in forms):
-            return self._placed(forms[0].method().load(shard, weights, self.empty))
+        formats = self._formats(shard)
+        if all(weight_format == formats[0] for weight_format in formats):
+            return self._placed(formats[0].method().load(shard, weights, self.empty))
         assert not shard.padding, "only a weight of one part is filled up"
-        parts = zip(forms, shard.separate(), strict=True)
-        loaded = [self._placed(form.method().load(part, weights, self.empty)) for form, part in parts]
+        parts = zip(formats, shard.separate(), strict=True)
+        loaded = [self._placed(weight_format.method().load(part, weights, self.empty)) for weight_format, part in parts]
         return StackedWeight(loaded, [part.count for part in shard.parts])
 
     def weight_bytes(self, shard: WeightShard, bias: bool) -> int:
         """Return the bytes of the weight that `load` returns, and of its bias if `bias`."""
-        item, forms = self.dtype.itemsize, self._forms(shard)
-        if all(form == forms[0] for form in forms):
-            need = forms[0].weight_bytes(shard.rows, shard.local_inputs, item, shard.slices)
+        item, formats = self.dtype.itemsize, self._formats(shard)
+        if all(weight_format == formats[0] for weight_format in formats):
+            need = formats[0].weight_bytes(shard.rows, shard.local_inputs, item, shard.slices)
         else:
-            parts = zip(forms, shard.parts, strict=True)
-            need = sum(form.weight_bytes(part.count, shard.local_inputs, item, shard.slices) for form, part in parts)
+            parts = zip(formats, shard.parts, strict=True)
+            need = sum(
+                weight_format.weight_bytes(part.count, shard.local_inputs, item, shard.slices)
+                for weight_format, part in parts
+            )
         return need + bias * shard.rows * item
 
     def _placed(self, weight: LinearWeight) -> LinearWeight:
         """Move the weight to the memory of the device that runs its matmuls."""
         return weight if runs_on_host(self.device) else weight.on(self.device)
 
-    def _forms(self, shard: WeightShard) -> list[Form]:
+    def _formats(self, shard: WeightShard) -> list[WeightFormat]:
         """Return the formats of the shard's parts, in their order."""
-        return [self.quantization.form_of(part.name) for part in shard.parts]
+        return [self.quantization.format_of(part.name) for part in shard.parts]
 
 
 def runs_on_host(device: torch.device) -> bool:

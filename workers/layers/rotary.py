@@ -146,9 +146,9 @@ def _yarn(spec: RopeSpec, exponents: Tensor) -> Tensor:
     interpolated, with a linear ramp between."""
     size = spec.rotary_dim
 
-    def pair_with(turns: float) -> float:
-        """Return the fractional index of the pair that makes `turns` turns over the trained length."""
-        return (size * math.log(spec.original_max_positions / (turns * 2 * math.pi))) / (2 * math.log(spec.theta))
+    def pair_with(rotations: float) -> float:
+        """Return the fractional index of the pair that makes `rotations` turns over the trained length."""
+        return (size * math.log(spec.original_max_positions / (rotations * 2 * math.pi))) / (2 * math.log(spec.theta))
 
     low, high = pair_with(spec.beta_fast), pair_with(spec.beta_slow)
     if spec.truncate:

@@ -72,7 +72,7 @@ def shard_evenly(layer: str, what: str, total: int, size: int) -> int:
 class WidthShard:
     """One rank's part of a width that is padded so that ranks hold whole slices of equal length."""
 
-    whole: int  # padded width over all ranks
+    padded_width: int  # width over all ranks
     first: int
     count: int
     slices: int  # slices of this rank

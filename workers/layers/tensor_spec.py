@@ -6,7 +6,7 @@ from enum import Enum, auto
 from oarlock.workers.layers.sharding import shard_vocab, shard_width
 
 
-class Cut(Enum):
+class Sharding(Enum):
     """Ways to divide a tensor among the ranks of a group."""
 
     NONE = auto()  # every rank holds the whole tensor
@@ -18,7 +18,7 @@ class Cut(Enum):
     WIDTH_INPUTS = auto()  # split by columns, padded in the same manner
 
 
-class Kept(Enum):
+class RankDtype(Enum):
     """The dtype in which a rank keeps a tensor."""
 
     AS_MODEL = auto()  # the model's dtype, or the format that the weights are quantized to
@@ -32,10 +32,10 @@ class TensorSpec:
 
     name: str  # relative to the name of its module, such as `q_proj.weight`
     shape: tuple[int, ...]
-    cut: Cut = Cut.NONE
+    sharding: Sharding = Sharding.NONE
     # number of equal parts; ranks hold whole parts, and neighbouring ranks share a part if parts < ranks
     parts: int = 1
-    kept: Kept = Kept.AS_MODEL
+    rank_dtype: RankDtype = RankDtype.AS_MODEL
     expert: int | None = None  # index of the routed expert that it belongs to
     experts: int = 0  # number of routed experts
     used: float = 1.0  # fraction of all tokens that use it
@@ -48,23 +48,23 @@ class TensorSpec:
         """Return the shape of the part that each of `size` ranks holds; `slices` and `unit` are passed to
         `shard_width`."""
         first, *rest = self.shape
-        if self.cut is Cut.WIDTH_OUTPUTS:
+        if self.sharding is Sharding.WIDTH_OUTPUTS:
             return (shard_width(first, unit, 0, size, slices).count, *rest)
-        if self.cut is Cut.WIDTH_INPUTS:
+        if self.sharding is Sharding.WIDTH_INPUTS:
             return (first, shard_width(rest[0], unit, 0, size, slices).count)
         held = max(1, self.parts // size)
-        if self.cut is Cut.VOCABULARY:
+        if self.sharding is Sharding.VOCABULARY:
             return (shard_vocab(first, 0, size)[1], *rest)
-        if self.cut is Cut.OUTPUTS:
+        if self.sharding is Sharding.OUTPUTS:
             return (first // self.parts * held, *rest)
-        if self.cut is Cut.COPIES:
+        if self.sharding is Sharding.COPIES:
             return (first * held, *rest)
-        if self.cut is Cut.INPUTS:
+        if self.sharding is Sharding.INPUTS:
             return (first, self.shape[1] // self.parts * held)
         return self.shape
 
 
-class Made(Enum):
+class Computation(Enum):
     """Computations that produce a tensor. The kind determines which errors are possible."""
 
     NORM = auto()
@@ -84,7 +84,7 @@ class Tap:
     """A tensor that a verification records on every rank and compares with the output of transformers' module."""
 
     name: str
-    made: Made
+    computation: Computation
     module: str = ""  # linear layer or norm in the sublayer that returns the tensor; for a rotation, the norm before it
     is_input: bool = False  # True: the tensor is the input of `module`, not its output
     width: int = 0  # values per token over all ranks; 0: the hidden size
@@ -103,6 +103,6 @@ class NormSpec:
 
     def tensors(self, name: str, size: int) -> list[TensorSpec]:
         """Return the tensors of a norm over rows of `size` values. `name` ends with a dot or is empty."""
-        kept = Kept.FLOAT32 if self.offset or self.kind == "layer" else Kept.FOR_KERNELS
-        weight = TensorSpec(f"{name}weight", (size,), kept=kept)
-        return [weight, TensorSpec(f"{name}bias", (size,), kept=kept)] if self.bias else [weight]
+        rank_dtype = RankDtype.FLOAT32 if self.offset or self.kind == "layer" else RankDtype.FOR_KERNELS
+        weight = TensorSpec(f"{name}weight", (size,), rank_dtype=rank_dtype)
+        return [weight, TensorSpec(f"{name}bias", (size,), rank_dtype=rank_dtype)] if self.bias else [weight]

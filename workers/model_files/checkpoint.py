@@ -11,8 +11,8 @@ from typing import Any
 
 from oarlock.base.errors import StartupError, shown
 from oarlock.base.json_files import check_file, is_there, num_values, read_json, with_unique_names
-from oarlock.workers.model_files.expert_tensors import apart
-from oarlock.workers.model_files.located import Located, TensorEntry
+from oarlock.workers.model_files.expert_tensors import split_experts
+from oarlock.workers.model_files.located import LocatedTensor, TensorEntry
 
 # The format's own limit. A longer header means a damaged length field, not a big model.
 MAX_HEADER_BYTES = 100_000_000
@@ -139,7 +139,7 @@ _LONGEST_NAME = 255  # bytes of a file's name, on all usual file systems
 class Checkpoint:
     """The tensors of one model directory. Files are found like in transformers: first a single file, then an index."""
 
-    def __init__(self, directory: Path, tensors: dict[str, Located]) -> None:
+    def __init__(self, directory: Path, tensors: dict[str, LocatedTensor]) -> None:
         self.directory = directory
         self.tensors = tensors
 
@@ -148,12 +148,14 @@ class Checkpoint:
         """Read and check every header. Raise `StartupError` naming the file, and the tensor if a tensor is at fault."""
         single = directory / SINGLE_FILE
         if is_there(single):
-            return Checkpoint(directory, apart({name: Located(single, e) for name, e in read_header(single).items()}))
+            return Checkpoint(
+                directory, split_experts({name: LocatedTensor(single, e) for name, e in read_header(single).items()})
+            )
         if is_there(directory / INDEX_FILE):
-            return Checkpoint(directory, apart(_open_sharded(directory)))
+            return Checkpoint(directory, split_experts(_open_sharded(directory)))
         raise _no_weights(str(directory), {entry.name for entry in directory.iterdir()})
 
-    def find(self, name: str) -> Located | None:
+    def find(self, name: str) -> LocatedTensor | None:
         return self.tensors.get(name)
 
 
@@ -166,7 +168,7 @@ def weight_files(directory: Path, names: Collection[str], model: str) -> list[st
     raise _no_weights(model, names)
 
 
-def _open_sharded(directory: Path) -> dict[str, Located]:
+def _open_sharded(directory: Path) -> dict[str, LocatedTensor]:
     weight_map = _read_index(directory / INDEX_FILE)
     headers = {}
     for file_name in sorted(set(weight_map.values())):
@@ -178,7 +180,7 @@ def _open_sharded(directory: Path) -> dict[str, Located]:
                 "Download the missing shard, or the whole model again.",
             )
         headers[file_name] = read_header(path)
-    tensors: dict[str, Located] = {}
+    tensors: dict[str, LocatedTensor] = {}
     for file_name, entries in headers.items():
         for name, entry in entries.items():
             # A tensor that the index does not list still counts: a bias must not be ignored silently.
@@ -189,7 +191,7 @@ def _open_sharded(directory: Path) -> dict[str, Located]:
                     f"tensor {name!r} is both in {tensors[name].path.name} and in {file_name}.",
                     "Use a checkpoint whose index lists every tensor.",
                 )
-            tensors[name] = Located(directory / file_name, entry)
+            tensors[name] = LocatedTensor(directory / file_name, entry)
     for name, file_name in weight_map.items():
         if name not in tensors:
             raise StartupError(
@@ -258,7 +260,7 @@ def head_differs(checkpoint: Checkpoint) -> bool:
     return not (alike and _same_bytes(embedding, head))
 
 
-def _same_bytes(one: Located, other: Located) -> bool:
+def _same_bytes(one: LocatedTensor, other: LocatedTensor) -> bool:
     with one.path.open("rb", buffering=0) as a, other.path.open("rb", buffering=0) as b:
         a.seek(8 + int.from_bytes(a.read(8), "little") + one.entry.begin)
         b.seek(8 + int.from_bytes(b.read(8), "little") + other.entry.begin)

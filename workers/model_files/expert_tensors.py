@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 
 from oarlock.base.errors import StartupError, shown
-from oarlock.workers.model_files.located import Located
+from oarlock.workers.model_files.located import LocatedTensor
 
 # Equivalent names as (pattern of a prefix, its replacement).
 _RENAMED = (
@@ -28,22 +28,22 @@ _RENAMED = (
 )
 _OF_ALL = re.compile(r"(?P<module>.*\.)experts\.(?P<part>gate_up_proj|down_proj)(\.weight)?")
 # gpt-oss alternates rows of gate and up. Matrices are transposed in floating point but not in MXFP4.
-_TAKING_TURNS = re.compile(r"(?P<module>.*\.experts)\.(?P<part>gate_up_proj|down_proj)(_(?P<kind>blocks|scales|bias))?")
+_INTERLEAVED = re.compile(r"(?P<module>.*\.experts)\.(?P<part>gate_up_proj|down_proj)(_(?P<kind>blocks|scales|bias))?")
 _DIMENSIONS = {None: 3, "blocks": 4, "scales": 3, "bias": 2}
 
 
 _MOST_EXPERTS = 4096  # experts of one layer; the largest known model has 1,024
 
 
-def apart(tensors: dict[str, Located]) -> dict[str, Located]:
+def split_experts(tensors: dict[str, LocatedTensor]) -> dict[str, LocatedTensor]:
     """Return `tensors` under the names of a checkpoint that stores experts separately."""
     if not any("experts" in name or "input_linear" in name for name in tensors):
         return tensors
-    found: dict[str, Located] = {}
+    found: dict[str, LocatedTensor] = {}
     for stored, located in tensors.items():
-        match = _TAKING_TURNS.fullmatch(stored)
-        takes_turns = match is not None and f"{match['module']}.{match['part']}_bias" in tensors
-        parts = _turns(match, located) if match and takes_turns else _apart(_renamed(stored), located)
+        match = _INTERLEAVED.fullmatch(stored)
+        is_interleaved = match is not None and f"{match['module']}.{match['part']}_bias" in tensors
+        parts = _interleaved_experts(match, located) if match and is_interleaved else _split(_renamed(stored), located)
         for name, one in parts:
             if name in found:
                 raise StartupError(
@@ -60,7 +60,7 @@ def _renamed(name: str) -> str:
     return name
 
 
-def _apart(name: str, located: Located) -> Iterator[tuple[str, Located]]:
+def _split(name: str, located: LocatedTensor) -> Iterator[tuple[str, LocatedTensor]]:
     match, shape = _OF_ALL.fullmatch(name), located.entry.shape
     if name.endswith("e_score_correction_bias") and len(shape) == 2 and shape[0] == 1:
         yield name, located.part(0)
@@ -76,7 +76,7 @@ def _apart(name: str, located: Located) -> Iterator[tuple[str, Located]]:
             yield from _halves(f"{match['module']}experts.{expert}", match["part"], located.part(expert))
 
 
-def _experts(name: str, located: Located) -> range:
+def _experts(name: str, located: LocatedTensor) -> range:
     """Return the numbers of the experts in a tensor of all experts.
 
     Raise `StartupError` if there are too many, or if they are empty: a tensor without bytes could claim any number.
@@ -91,7 +91,7 @@ def _experts(name: str, located: Located) -> range:
     return range(shape[0])
 
 
-def _turns(match: re.Match[str], located: Located) -> Iterator[tuple[str, Located]]:
+def _interleaved_experts(match: re.Match[str], located: LocatedTensor) -> Iterator[tuple[str, LocatedTensor]]:
     """Yield the tensors of gpt-oss's experts.
 
     The source is a matrix [E, K, N], or in MXFP4 `blocks` uint8 [E, N, K / 32, 16] and `scales` [E, N, K / 32]; or the
@@ -104,7 +104,7 @@ def _turns(match: re.Match[str], located: Located) -> Iterator[tuple[str, Locate
     for expert in _experts(match.string, located):
         one, module = located.part(expert), f"{match['module']}.{expert}"
         if kind is None:
-            one = one.turned()
+            one = one.transpose()
         elif kind == "blocks":
             rows, *rest = one.entry.shape
             one = one.shaped(rows, math.prod(rest))
@@ -115,7 +115,7 @@ def _turns(match: re.Match[str], located: Located) -> Iterator[tuple[str, Locate
             yield f"{module}.{name}.{kind or 'weight'}", one.every(2, first)
 
 
-def _halves(module: str, part: str, located: Located) -> Iterator[tuple[str, Located]]:
+def _halves(module: str, part: str, located: LocatedTensor) -> Iterator[tuple[str, LocatedTensor]]:
     """Yield a matrix, or the gate and up halves of a matrix that stacks them."""
     rows, *rest = located.entry.shape
     if part == "down_proj" or rows % 2:

@@ -66,7 +66,7 @@ FLOATS = ("F32", "F16", "BF16")  # the same names as in safetensors files
 
 
 @dataclass(frozen=True, slots=True)
-class GroupForm:
+class GroupLayout:
     """Format of the values in blocks: weight = value * scale + offset, one scale for `group` neighbours of a row."""
 
     group: int
@@ -75,18 +75,18 @@ class GroupForm:
     is_float: bool = False  # values are doubled 4-bit floats (e2m1)
 
 
-GROUP_FORMS = {
-    "Q4_0": GroupForm(32, 4, False),
-    "Q4_1": GroupForm(32, 4, True),
-    "Q5_0": GroupForm(32, 8, False),
-    "Q5_1": GroupForm(32, 8, True),
-    "Q8_0": GroupForm(32, 8, False),
-    "Q4_K": GroupForm(32, 4, True),
-    "Q5_K": GroupForm(32, 8, True),
-    "Q6_K": GroupForm(16, 8, False),
-    "MXFP4": GroupForm(32, 4, False, is_float=True),
+GROUP_LAYOUTS = {
+    "Q4_0": GroupLayout(32, 4, False),
+    "Q4_1": GroupLayout(32, 4, True),
+    "Q5_0": GroupLayout(32, 8, False),
+    "Q5_1": GroupLayout(32, 8, True),
+    "Q8_0": GroupLayout(32, 8, False),
+    "Q4_K": GroupLayout(32, 4, True),
+    "Q5_K": GroupLayout(32, 8, True),
+    "Q6_K": GroupLayout(16, 8, False),
+    "MXFP4": GroupLayout(32, 4, False, is_float=True),
 }
-SERVED = (*FLOATS, *GROUP_FORMS)  # types that can be read
+SERVED = (*FLOATS, *GROUP_LAYOUTS)  # types that can be read
 
 
 MAGIC = b"GGUF"
@@ -178,11 +178,11 @@ class _Cursor:
         self._at += count
         return found
 
-    def number(self, form: str) -> int | float | bool:
-        return struct.unpack(f"<{form}", self.take(struct.calcsize(f"<{form}")))[0]
+    def number(self, code: str) -> int | float | bool:
+        return struct.unpack(f"<{code}", self.take(struct.calcsize(f"<{code}")))[0]
 
-    def count(self, form: str = "Q") -> int:
-        return int(self.number(form))
+    def count(self, code: str = "Q") -> int:
+        return int(self.number(code))
 
     def text(self, what: str) -> str:
         length = self.count()
@@ -256,10 +256,10 @@ def _value(cursor: _Cursor, key: str) -> Value:
         return [cursor.text("a token") for _ in range(count)]
     if kind not in _NUMBERS:
         raise _Damaged(f"has an array of type {kind} in {key!r}")
-    form = "B" if _NUMBERS[kind] == "?" else _NUMBERS[kind]
-    numbers = array(form)
-    numbers.frombytes(cursor.take(count * struct.calcsize(f"<{form}")))
-    assert numbers.itemsize == struct.calcsize(f"<{form}"), f"array's {form} has another size here"
+    code = "B" if _NUMBERS[kind] == "?" else _NUMBERS[kind]
+    numbers = array(code)
+    numbers.frombytes(cursor.take(count * struct.calcsize(f"<{code}")))
+    assert numbers.itemsize == struct.calcsize(f"<{code}"), f"array's {code} has another size here"
     return numbers
 
 

@@ -16,7 +16,7 @@ from typing import Any, overload
 from oarlock.base.errors import StartupError
 from oarlock.workers.model_files.checkpoint import Checkpoint
 from oarlock.workers.model_files.gguf_header import FLOATS, SERVED, GGUFHeader, Value, read_header
-from oarlock.workers.model_files.located import Located
+from oarlock.workers.model_files.located import LocatedTensor
 
 _PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _MOST_PARTS = 1000
@@ -28,7 +28,7 @@ class GGUFModel:
 
     paths: tuple[Path, ...]
     settings: dict[str, Value]
-    tensors: dict[str, Located]
+    tensors: dict[str, LocatedTensor]
 
     @property
     def path(self) -> Path:
@@ -46,7 +46,7 @@ class GGUFModel:
                 f"{path} is one of {settings['split.count']} parts of a model.",
                 "Give all parts the names that they were published with: NAME-00001-of-0000N.gguf.",
             )
-        tensors: dict[str, Located] = {}
+        tensors: dict[str, LocatedTensor] = {}
         for number, header in enumerate(headers):
             if len(headers) > 1:
                 _check_part(header, number, len(headers))
@@ -56,7 +56,7 @@ class GGUFModel:
                         f"tensor {name!r} is both in {tensors[name].path.name} and in {header.path.name}.",
                         "Download the parts again; they do not belong together.",
                     )
-                tensors[name] = Located(header.path, entry)
+                tensors[name] = LocatedTensor(header.path, entry)
         announced = settings.get("split.tensors.count", len(tensors))
         if len(headers) > 1 and announced != len(tensors):
             raise StartupError(
@@ -101,7 +101,7 @@ ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class GGUFTransform:
     """Differences between stored values and a Hugging Face checkpoint's values."""
 
     # In this many leading heads, row 2 * j + c is row j of half c: Hugging Face's rotation pairs the halves of a head,
@@ -111,13 +111,13 @@ class Layout:
     added: float = 0.0  # added to every stored value: Gemma's norms scale by 1 + weight
 
 
-PLAIN = Layout()
+PLAIN = GGUFTransform()
 
 
 _FIX = "Use a file that llama.cpp's converter wrote."
 
 
-class Settings:
+class GGUFSettings:
     """Settings of one model. Settings of its architecture have keys without its name, beginning with a dot."""
 
     def __init__(self, model: GGUFModel) -> None:
@@ -207,7 +207,7 @@ class GGUFFamily:
     name: str
     architecture: str  # Hugging Face's name of the architecture
     own: Callable[
-        [Settings, dict[str, Any]], dict[str, Any]
+        [GGUFSettings, dict[str, Any]], dict[str, Any]
     ]  # maps the settings common to all architectures to additional settings
     model_type: str | None = None  # None: same as `name`
     # Defaults of settings that early files omit: `heads`, `kv_heads`, `positions`, `theta`.
@@ -233,7 +233,7 @@ def shortest(value: float) -> float:
 class GGUFCheckpoint(Checkpoint):
     """Checkpoint of a GGUF model. `tensors` includes tensors that no model uses, under their names in the file."""
 
-    def __init__(self, directory: Path, tensors: dict[str, Located], layouts: dict[str, Layout]) -> None:
+    def __init__(self, directory: Path, tensors: dict[str, LocatedTensor], layouts: dict[str, GGUFTransform]) -> None:
         super().__init__(directory, tensors)
         self._layouts = layouts
 
@@ -242,7 +242,7 @@ class GGUFCheckpoint(Checkpoint):
         """True if a matrix is stored in blocks instead of floating point."""
         return any(found.entry.dtype not in FLOATS for found in self.tensors.values())
 
-    def layout(self, name: str) -> Layout:
+    def layout(self, name: str) -> GGUFTransform:
         return self._layouts.get(name, PLAIN)
 
 
@@ -255,7 +255,7 @@ def gguf_file(directory: Path) -> Path | None:
     return Path(os.readlink(links[0])) if links[0].is_symlink() else links[0]
 
 
-def type_not_served(name: str, found: Located) -> StartupError:
+def type_not_served(name: str, found: LocatedTensor) -> StartupError:
     return StartupError(
         f"{found.path}: tensor {name!r} is {found.entry.dtype}, which is not supported.",
         f"Use a file whose tensors are among {', '.join(SERVED)}: most models have one named Q4_K_M or Q8_0.",

@@ -15,7 +15,7 @@ class TensorEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class Located:
+class LocatedTensor:
     """A tensor and the file that contains it."""
 
     path: Path
@@ -38,22 +38,22 @@ class Located:
         shape = (rows * self.step, *rest)
         return tuple(reversed(shape)) if self.transposed else shape
 
-    def shaped(self, *shape: int) -> "Located":
+    def shaped(self, *shape: int) -> "LocatedTensor":
         """Return a tensor of the same bytes with another shape."""
         return replace(self, entry=replace(self.entry, shape=shape))
 
-    def turned(self) -> "Located":
+    def transpose(self) -> "LocatedTensor":
         """Return the transposed matrix."""
         assert self.is_plain
         return replace(self.shaped(*reversed(self.entry.shape)), transposed=True)
 
-    def every(self, step: int, first: int) -> "Located":
+    def every(self, step: int, first: int) -> "LocatedTensor":
         """Return rows `first`, `first + step`, … of the tensor."""
         rows, *rest = self.entry.shape
         assert self.step == 1 and rows % step == 0
         return replace(self.shaped(rows // step, *rest), step=step, first=first)
 
-    def part(self, number: int) -> "Located":
+    def part(self, number: int) -> "LocatedTensor":
         """Return the tensor at index `number` of the first dimension, without that dimension."""
         entry = self.entry
         size = (entry.end - entry.begin) // entry.shape[0]

@@ -28,7 +28,7 @@ from oarlock.workers.layers.linear import RowParallelLinear
 from oarlock.workers.layers.norm import Norm, RMSNorm, make_norm
 from oarlock.workers.layers.placement import Placement
 from oarlock.workers.layers.rotary import RotaryTable
-from oarlock.workers.quantization.formats.form import WeightForms
+from oarlock.workers.quantization.formats.weight_format import WeightFormats
 from oarlock.workers.quantization.registry import NONE
 from oarlock.workers.weights.source import WeightSource
 
@@ -69,12 +69,12 @@ class Branch:
     """A sublayer, with the norms around it, whose result is added to the residual."""
 
     def __init__(
-        self, name: str, spec: BranchSpec, layer: int, hidden: int, place: Placement, norms: dict[str, Norm]
+        self, name: str, spec: BranchSpec, layer: int, hidden: int, placement: Placement, norms: dict[str, Norm]
     ) -> None:
         """Build the sublayer of the layer called `name`. `norms`: the layer's norms by name."""
         self.norm = None if spec.norm is None else norms[spec.norm]
         self.sublayer = _SUBLAYERS[type(spec.sublayer)](
-            f"{name}.{spec.sublayer.module}", spec.sublayer, layer, hidden, place
+            f"{name}.{spec.sublayer.module}", spec.sublayer, layer, hidden, placement
         )
         self.post_norm = None if spec.post_norm is None else norms[spec.post_norm]
         self.scale = spec.scale
@@ -95,12 +95,12 @@ class Branch:
 class DecoderLayer:
     """A decoder layer, [T, hidden] -> [T, hidden]: the branches of a `LayerSpec`."""
 
-    def __init__(self, name: str, spec: DecoderSpec, layer: int, place: Placement) -> None:
+    def __init__(self, name: str, spec: DecoderSpec, layer: int, placement: Placement) -> None:
         shape = spec.layers[layer]
         names = [norm for branch in shape.branches for norm in (branch.norm, branch.post_norm) if norm is not None]
-        norms = {norm: make_norm(f"{name}.{norm}", spec.hidden_size, spec.norm, place) for norm in names}
+        norms = {norm: make_norm(f"{name}.{norm}", spec.hidden_size, spec.norm, placement) for norm in names}
         self.norms = list(norms.values())
-        self.branches = [Branch(name, branch, layer, spec.hidden_size, place, norms) for branch in shape.branches]
+        self.branches = [Branch(name, branch, layer, spec.hidden_size, placement, norms) for branch in shape.branches]
         self.parallel = shape.parallel
 
     @property
@@ -136,32 +136,36 @@ class Decoder:
         tp: TensorParallel,
         dtype: torch.dtype,
         device: torch.device,
-        quantization: WeightForms = NONE,
+        quantization: WeightFormats = NONE,
         stage: range | None = None,
         *,
-        deals_experts: bool = False,
+        distributes_experts: bool = False,
     ) -> None:
-        """Build the layers. `stage`: the layers of a pipeline stage, or None for all. `deals_experts`: ranks hold whole
-        experts."""
+        """Build the layers. `stage`: the layers of a pipeline stage, or None for all. `distributes_experts`: ranks have
+        whole experts."""
         self.spec = spec
         self.stage = stage = stage or range(spec.num_layers)
         self.is_first, self.is_last = stage.start == 0, stage.stop == spec.num_layers
         # On other devices libraries compute the all-reduced sums, and slices would only cost time.
         slices = slices_of(spec, quantization) if device.type == "cpu" else 1
-        self.place = place = Placement(tp, dtype, device, quantization, slices, deals_experts=deals_experts)
+        self.placement = placement = Placement(
+            tp, dtype, device, quantization, slices, distributes_experts=distributes_experts
+        )
         vocab, hidden = spec.vocab_size, spec.hidden_size
-        vocab_placement = replace(place, quantization=quantization.of_head)
+        vocab_placement = replace(placement, quantization=quantization.of_head)
         self.embedding = VocabParallelEmbedding(
             "model.embed_tokens", vocab, hidden, vocab_placement, spec.embedding_scale
         )
-        self.layers = [DecoderLayer(f"model.layers.{i}", spec, i, place) for i in stage]
-        self.norm = make_norm("model.norm", hidden, spec.norm, place)
+        self.layers = [DecoderLayer(f"model.layers.{i}", spec, i, placement) for i in stage]
+        self.norm = make_norm("model.norm", hidden, spec.norm, placement)
         self.head = VocabParallelHead.of(spec, vocab_placement)
         ropes = [spec.layers[i].attention.rope for i in stage]
         self.rotary = {rope: RotaryTable(rope, device) for rope in ropes if rope is not None}  # usually only one
         self.rotary_of = [-1 if rope is None else list(self.rotary).index(rope) for rope in ropes]
         moe_layers = moe_layers_of(self.layers)
-        self._elsewhere = {name for layer in moe_layers for name in layer.routed.elsewhere}  # experts of other ranks
+        self._remote_experts = {
+            name for layer in moe_layers for name in layer.routed.remote_experts
+        }  # experts of other ranks
         self._prepared: PreparedLayers | None = None
         self.why_not_prepared: str | None = None  # reason in the most recent step
         self.joins_layers = fused_layer.has_join_kernels(device)
@@ -198,8 +202,8 @@ class Decoder:
     def kv_spec(self, block_size: int, device: torch.device, cache_dtype: str = "auto") -> KVSpec:
         """Return the shape of this rank's KV memory. `cache_dtype`: a key of
         `oarlock.workers.attention.kv_format.FORMATS`."""
-        heads, width = self.spec.attention.kv_heads_of_rank(self.place.tp.size), self.spec.attention.head_dim
-        return KVSpec(len(self.layers), heads, width, block_size, self.place.dtype, device, cache_dtype)
+        heads, width = self.spec.attention.kv_heads_of_rank(self.placement.tp.size), self.spec.attention.head_dim
+        return KVSpec(len(self.layers), heads, width, block_size, self.placement.dtype, device, cache_dtype)
 
     def load(self, weights: WeightSource, on_progress: Callable[[float], None]) -> None:
         """Read this rank's slices, layer by layer. `on_progress` is called with the share of bytes read, ending with
@@ -214,17 +218,17 @@ class Decoder:
         elif self.is_last:
             self.head.load(weights)
         weights.finish(self._may_stay_unused)
-        self.place.staging.release()
+        self.placement.staging.release()
         on_progress(1.0)
 
     def _may_stay_unused(self, name: str) -> bool:
         """Return whether a checkpoint tensor may stay unused: only other stages or ranks use it, or the model does
         not."""
-        if name.rsplit(".", 2)[0] in self._elsewhere:
+        if name.rsplit(".", 2)[0] in self._remote_experts:
             return True
         if is_ignorable(self.spec, name) or not is_in_stage(self.spec, name, self.stage):
             return True
-        return self.place.quantization.ignores(name)
+        return self.placement.quantization.ignores(name)
 
     def _parts(self) -> Iterator[_Part]:
         """Yield all layers that load weights, except the output head, which may share the embedding's."""
@@ -244,7 +248,7 @@ class Decoder:
         if self.is_first:
             return None
         rows = torch.randn((_STAND_INS, self.spec.hidden_size), generator=torch.Generator().manual_seed(0))
-        return rows.to(self.place.dtype)[token_ids.cpu() % _STAND_INS].to(self.place.device)
+        return rows.to(self.placement.dtype)[token_ids.cpu() % _STAND_INS].to(self.placement.device)
 
     def __call__(
         self,
@@ -287,7 +291,7 @@ class Decoder:
         if self._prepared is None or not self._prepared.serves(self.layers, last_norm, kv, backend):
             try:
                 self._prepared = PreparedLayers(
-                    self.layers, last_norm, self.rotary_of, self.spec.hidden_size, self.place.tp, kv, backend
+                    self.layers, last_norm, self.rotary_of, self.spec.hidden_size, self.placement.tp, kv, backend
                 )
                 self.why_not_prepared = None
             except CannotPrepare as reason:

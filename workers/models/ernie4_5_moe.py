@@ -6,7 +6,7 @@ from typing import Any
 from oarlock.base.errors import StartupError
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec, RouterSpec, SharedSpec
-from oarlock.workers.model_files.gguf_model import GGUFFamily, Settings
+from oarlock.workers.model_files.gguf_model import GGUFFamily, GGUFSettings
 from oarlock.workers.models.hf_config import activation_name, decoder_spec, expert_counts, head_width
 from oarlock.workers.models.hf_fields import Fields, unsupported
 from oarlock.workers.models.hf_rope import rope_spec, rope_table
@@ -58,7 +58,7 @@ def describe_ernie4_5_moe(fields: Fields) -> DecoderSpec:
     return replace(spec, unserved=("model.mtp_",))  # multi-token prediction
 
 
-def _own(settings: Settings, config: dict[str, Any]) -> dict[str, Any]:
+def _own(settings: GGUFSettings, config: dict[str, Any]) -> dict[str, Any]:
     """Return Ernie's settings. The width of the shared experts is taken from their tensor, since the metadata
     differ."""
     settings.check_whole_heads(config["head_dim"])

@@ -5,7 +5,7 @@ from typing import Any
 from oarlock.workers.layers.attention_spec import RopeSpec
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.layers.tensor_spec import NormSpec
-from oarlock.workers.model_files.gguf_model import GGUFFamily, Settings
+from oarlock.workers.model_files.gguf_model import GGUFFamily, GGUFSettings
 from oarlock.workers.models.hf_config import BEFORE_AND_AFTER, activation_name, decoder_spec, head_width, layer_kinds
 from oarlock.workers.models.hf_fields import Fields, unsupported
 from oarlock.workers.models.hf_rope import rope_spec
@@ -109,7 +109,7 @@ def _rope_tables(fields: Fields) -> tuple[dict[str, Any], dict[str, Any]]:
     return full, sliding
 
 
-def _own(settings: Settings, config: dict[str, Any]) -> dict[str, Any]:
+def _own(settings: GGUFSettings, config: dict[str, Any]) -> dict[str, Any]:
     name, layers = settings.architecture, config["num_hidden_layers"]
     is_27b = layers == _LAYERS_OF_27B[name]
     scalar = config["hidden_size"] // config["num_attention_heads"] if is_27b else config["head_dim"]

@@ -6,7 +6,7 @@ from typing import Any
 from oarlock.base.errors import StartupError
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec, RouterSpec, SharedSpec
-from oarlock.workers.model_files.gguf_model import GGUFFamily, Settings
+from oarlock.workers.model_files.gguf_model import GGUFFamily, GGUFSettings
 from oarlock.workers.models.hf_config import activation_name, decoder_spec, expert_counts, head_width
 from oarlock.workers.models.hf_fields import Fields, positive_number
 from oarlock.workers.models.hf_rope import rope_spec, rope_table
@@ -66,7 +66,7 @@ def _experts(fields: Fields, activation: str) -> ExpertsSpec:
     return ExpertsSpec(experts, width, router, activation, shared=SharedSpec(shared * width))
 
 
-def _own(settings: Settings, config: dict[str, Any]) -> dict[str, Any]:
+def _own(settings: GGUFSettings, config: dict[str, Any]) -> dict[str, Any]:
     """Return GLM's settings. The file counts multi-token prediction layers among the layers; they come last."""
     head_dim, tensors = config["head_dim"], settings.model.tensors
     ahead = settings.count(".nextn_predict_layers", 0)

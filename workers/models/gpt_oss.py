@@ -9,7 +9,7 @@ from typing import Any
 from oarlock.workers.layers.attention_spec import SelfAttentionSpec
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec, RouterSpec
-from oarlock.workers.model_files.gguf_model import GGUFFamily, Settings
+from oarlock.workers.model_files.gguf_model import GGUFFamily, GGUFSettings
 from oarlock.workers.models.hf_config import decoder_spec, expert_counts, layer_kinds
 from oarlock.workers.models.hf_fields import Fields
 from oarlock.workers.models.hf_rope import rope_spec, rope_table
@@ -58,7 +58,7 @@ def describe_gpt_oss(fields: Fields) -> DecoderSpec:
     return spec.with_sublayers(lambda one: replace(one, sinks=True) if isinstance(one, SelfAttentionSpec) else one)
 
 
-def _own(settings: Settings, config: dict[str, Any]) -> dict[str, Any]:
+def _own(settings: GGUFSettings, config: dict[str, Any]) -> dict[str, Any]:
     """Return gpt-oss's settings.
 
     GGUF records neither YaRN's `truncate` nor `swiglu_limit`; all published gpt-oss models use the same values.

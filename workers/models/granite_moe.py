@@ -7,7 +7,7 @@ from typing import Any
 from oarlock.workers.layers.attention_spec import SelfAttentionSpec
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec, RouterSpec, SharedSpec
-from oarlock.workers.model_files.gguf_model import GGUFFamily, Settings
+from oarlock.workers.model_files.gguf_model import GGUFFamily, GGUFSettings
 from oarlock.workers.models.hf_config import activation_name, decoder_spec, expert_counts
 from oarlock.workers.models.hf_fields import Fields
 
@@ -46,7 +46,7 @@ def _described(fields: Fields, shared: SharedSpec | None) -> DecoderSpec:
     return spec.with_sublayers(lambda one: replace(one, scale=scale) if isinstance(one, SelfAttentionSpec) else one)
 
 
-def _own(settings: Settings, config: dict[str, Any]) -> dict[str, Any]:
+def _own(settings: GGUFSettings, config: dict[str, Any]) -> dict[str, Any]:
     settings.check_whole_heads(config["head_dim"])
     names = {"attention": ".attention.scale", "embedding": ".embedding_scale", "residual": ".residual_scale"}
     own: dict[str, Any] = {f"{of}_multiplier": settings.number(name, 1.0) for of, name in names.items()}

@@ -82,8 +82,8 @@ def decoder_spec(
         qk_norm=norm if qk_norm else None,
         norms_rows=qk_norm == "row",
     )
-    turned = zip(windows, ropes or [rope] * len(windows), strict=True)
-    attentions = [replace(plain, window=window, rope=angles) for window, angles in turned]
+    window_ropes = zip(windows, ropes or [rope] * len(windows), strict=True)
+    attentions = [replace(plain, window=window, rope=angles) for window, angles in window_ropes]
     return DecoderSpec(
         architecture=fields.raw["architectures"][0],
         vocab_size=fields.count("vocab_size"),

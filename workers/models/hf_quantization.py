@@ -9,8 +9,8 @@ from oarlock.base.json_files import is_there, read_json
 from oarlock.workers.layers.decoder_spec import FUSED_MODULES
 from oarlock.workers.model_files.checkpoint import Checkpoint
 from oarlock.workers.model_files.gguf_model import GGUFCheckpoint
-from oarlock.workers.quantization.formats.checkpoint_forms import CheckpointForms, GGUFForms
-from oarlock.workers.quantization.formats.form import USE_ANOTHER, Scheme, Settings, WeightForms
+from oarlock.workers.quantization.formats.checkpoint_formats import CheckpointFormats, GGUFFormats
+from oarlock.workers.quantization.formats.weight_format import USE_ANOTHER, QuantizationSettings, Scheme, WeightFormats
 from oarlock.workers.quantization.registry import QUANTIZATIONS, STORED
 
 GGUF = "gguf"  # method of GGUF models, whose settings do not name it
@@ -51,16 +51,18 @@ def _parsed(settings: object, where: str, usual: str | None) -> StoredQuantizati
             f"the checkpoint is quantised ({shown(method or 'unknown')} in {where}), which is not supported.",
             f"Supported: {', '.join(STORED)}. {USE_ANOTHER}",
         )
-    return StoredQuantization(method, STORED[method](Settings(settings, where)))
+    return StoredQuantization(method, STORED[method](QuantizationSettings(settings, where)))
 
 
-def weight_forms(quantization: str, stored: StoredQuantization | None, checkpoint: Checkpoint | None) -> WeightForms:
+def weight_formats(
+    quantization: str, stored: StoredQuantization | None, checkpoint: Checkpoint | None
+) -> WeightFormats:
     """Return the formats of a model's weights. `quantization`: resolved by preflight; `checkpoint`: None for dummy
     weights."""
     if quantization == GGUF:
         assert isinstance(checkpoint, GGUFCheckpoint)
-        return GGUFForms(checkpoint, FUSED_MODULES)
+        return GGUFFormats(checkpoint, FUSED_MODULES)
     if stored is None:
         return QUANTIZATIONS[quantization]
     assert checkpoint is not None, "preflight refuses dummy weights of a quantised checkpoint"
-    return CheckpointForms(stored.scheme, checkpoint, FUSED_MODULES)
+    return CheckpointFormats(stored.scheme, checkpoint, FUSED_MODULES)

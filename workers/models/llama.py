@@ -3,7 +3,7 @@
 from typing import Any
 
 from oarlock.workers.layers.decoder_spec import DecoderSpec
-from oarlock.workers.model_files.gguf_model import GGUFFamily, Settings
+from oarlock.workers.model_files.gguf_model import GGUFFamily, GGUFSettings
 from oarlock.workers.models.hf_config import decoder_spec
 from oarlock.workers.models.hf_fields import Fields
 
@@ -22,7 +22,7 @@ def describe_llama(fields: Fields) -> DecoderSpec:
     )
 
 
-def _own(settings: Settings, config: dict[str, Any]) -> dict[str, Any]:
+def _own(settings: GGUFSettings, config: dict[str, Any]) -> dict[str, Any]:
     own: dict[str, Any] = {
         "attention_bias": "blk.0.attn_q.bias" in settings.model.tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in settings.model.tensors,

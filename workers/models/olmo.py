@@ -8,7 +8,7 @@ from typing import Any
 from oarlock.base.errors import StartupError
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec, RouterSpec
-from oarlock.workers.model_files.gguf_model import GGUFFamily, Settings
+from oarlock.workers.model_files.gguf_model import GGUFFamily, GGUFSettings
 from oarlock.workers.models.hf_config import activation_name, decoder_spec, expert_counts
 from oarlock.workers.models.hf_fields import Fields
 
@@ -29,7 +29,7 @@ def describe_olmo2(fields: Fields) -> DecoderSpec:
     )
 
 
-def _own_olmo2(settings: Settings, config: dict[str, Any]) -> dict[str, Any]:
+def _own_olmo2(settings: GGUFSettings, config: dict[str, Any]) -> dict[str, Any]:
     settings.check_whole_heads(config["head_dim"])
     if settings.has(".attention.sliding_window"):  # OLMo 3, for which the converter uses the same name
         raise StartupError(f"{settings.model.path} has windows, which olmo2 models do not.", "Use a model of OLMo 2.")
@@ -60,7 +60,7 @@ def describe_olmoe(fields: Fields) -> DecoderSpec:
     )
 
 
-def _own_olmoe(settings: Settings, config: dict[str, Any]) -> dict[str, Any]:
+def _own_olmoe(settings: GGUFSettings, config: dict[str, Any]) -> dict[str, Any]:
     settings.check_whole_heads(config["head_dim"])
     clamp = {"clip_qkv": settings.number(".attention.clamp_kqv")} if settings.has(".attention.clamp_kqv") else {}
     return {"norm_topk_prob": False, **clamp}

@@ -4,7 +4,7 @@ from typing import Any
 
 from oarlock.workers.layers.attention_spec import RopeSpec
 from oarlock.workers.layers.decoder_spec import DecoderSpec
-from oarlock.workers.model_files.gguf_model import GGUFFamily, Settings
+from oarlock.workers.model_files.gguf_model import GGUFFamily, GGUFSettings
 from oarlock.workers.models.hf_config import decoder_spec, head_width
 from oarlock.workers.models.hf_fields import Fields, positive_number, unsupported
 from oarlock.workers.models.hf_rope import rope_kind, rope_spec, rope_table
@@ -51,7 +51,7 @@ def _rope(fields: Fields) -> RopeSpec:
     )
 
 
-def _own(settings: Settings, config: dict[str, Any]) -> dict[str, Any]:
+def _own(settings: GGUFSettings, config: dict[str, Any]) -> dict[str, Any]:
     rotated = settings.count(".rope.dimension_count", config["head_dim"])
     return {
         "partial_rotary_factor": rotated / config["head_dim"],

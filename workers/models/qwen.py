@@ -3,7 +3,7 @@
 from typing import Any
 
 from oarlock.workers.layers.decoder_spec import DecoderSpec
-from oarlock.workers.model_files.gguf_model import GGUFFamily, Settings
+from oarlock.workers.model_files.gguf_model import GGUFFamily, GGUFSettings
 from oarlock.workers.models.hf_config import decoder_spec, layer_windows
 from oarlock.workers.models.hf_fields import Fields
 
@@ -37,7 +37,7 @@ def _windows(fields: Fields) -> tuple[int | None, ...]:
     return layer_windows(fields, window, first_sliding=fields.count("max_window_layers", 28, least=0))
 
 
-def _own(settings: Settings, config: dict[str, Any]) -> dict[str, Any]:
+def _own(settings: GGUFSettings, config: dict[str, Any]) -> dict[str, Any]:
     settings.check_whole_heads(config["head_dim"])
     own: dict[str, Any] = {"use_sliding_window": False}
     if settings.architecture == "qwen3":

@@ -5,7 +5,7 @@ from typing import Any
 from oarlock.base.errors import StartupError
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec, RouterSpec, SharedSpec
-from oarlock.workers.model_files.gguf_model import GGUFFamily, Settings
+from oarlock.workers.model_files.gguf_model import GGUFFamily, GGUFSettings
 from oarlock.workers.models.hf_config import activation_name, decoder_spec, expert_counts, layer_kinds
 from oarlock.workers.models.hf_fields import Fields, unsupported
 
@@ -78,7 +78,7 @@ def _window(fields: Fields) -> int | None:
     return fields.count("sliding_window", 4096) if used else None
 
 
-def _own(settings: Settings, config: dict[str, Any]) -> dict[str, Any]:
+def _own(settings: GGUFSettings, config: dict[str, Any]) -> dict[str, Any]:
     """Return Qwen's settings.
 
     The file does not record whether the experts' weights add up to 1; all models of an architecture are alike in this.

@@ -101,18 +101,18 @@ class _Matrix:
         """Return the dequantised rows: float32 [rows, inputs]."""
         here = Span(rows.first * self._inputs, rows.stop * self._inputs)
         pairs = self._vector("weight", torch.uint8, here.of_words(2))  # rows begin at a byte
-        places = torch.stack((pairs >> 4, pairs & 15), 1).flatten()
+        codes = torch.stack((pairs >> 4, pairs & 15), 1).flatten()
         blocks = here.of_words(self._block)
         factors = self._factors(blocks).repeat_interleave(self._block)[here.within_words(self._block)]
-        return (self._code[places.int()] * factors).view(len(rows), self._inputs)
+        return (self._code[codes.int()] * factors).view(len(rows), self._inputs)
 
     def _factors(self, blocks: Span) -> Tensor:
         """Return the factors of the blocks: float32 [blocks]."""
         if self._nested_block is None:
             return self._vector("weight.absmax", torch.float32, blocks)
-        places = self._vector("weight.absmax", torch.uint8, blocks).int()
+        codes = self._vector("weight.absmax", torch.uint8, blocks).int()
         outer = self._outer[torch.arange(blocks.first, blocks.stop) // self._nested_block]
-        return self._outer_code[places] * outer + self._offset
+        return self._outer_code[codes] * outer + self._offset
 
 
 def _wrong_setting(state: object, wanted: dict[str, Any], *, has_offset: bool) -> str | None:

@@ -49,7 +49,7 @@ def round_blocks(x: Tensor) -> tuple[Tensor, Tensor]:
     return values.view(rows, -1)[:, :inputs], scales.view(rows, -1)
 
 
-class BlockProducts:
+class BlockMatmuls:
     """`x @ weight.T` of a weight [N, K], N and K multiples of 128, by `scaled_mm`."""
 
     def __init__(self, values: Tensor, blocks: Tensor, *, pads_shape: bool) -> None:
@@ -68,10 +68,10 @@ class BlockProducts:
         padded = F.pad(x, (0, 0, 0, -rows % _ALIGNED)).contiguous()
         values, scales = scaled_float8.round_rows_fused(padded.view(-1, BLOCK))
         by_group = scales.view(len(padded), -1).T.contiguous().T  # [T, K / 128], groups far apart in memory
-        return _product(values.view(-1, inputs), by_group, self._values, self._scales, dtype)[:rows]
+        return _matmul(values.view(-1, inputs), by_group, self._values, self._scales, dtype)[:rows]
 
 
-def _product(rounded: Tensor, scales: Tensor, values: Tensor, blocks: Tensor, dtype: torch.dtype) -> Tensor:
+def _matmul(rounded: Tensor, scales: Tensor, values: Tensor, blocks: Tensor, dtype: torch.dtype) -> Tensor:
     kinds = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
     return F.scaled_mm(rounded, values.T, scales, kinds[0], blocks, kinds[1], output_dtype=dtype)
 
@@ -80,9 +80,9 @@ def _product(rounded: Tensor, scales: Tensor, values: Tensor, blocks: Tensor, dt
 _chosen: dict[tuple, bool | str] = {}
 
 
-def products(
+def block_matmul(
     values: Tensor, blocks: Tensor, x_dtype: torch.dtype, dtype: torch.dtype, otherwise: Otherwise
-) -> BlockProducts | str:
+) -> BlockMatmuls | str:
     """Return the matmul of this weight with x of `x_dtype` and results of `dtype`, or the reason why there is none.
 
     Each size is tried once: results must be right, and computed faster than by `otherwise`.
@@ -93,7 +93,7 @@ def products(
         if isinstance(found, str):
             _log.info("event=no_block_float8_matmul outputs=%d inputs=%d reason=%r", *values.shape, found)
     found = _chosen[key]
-    return found if isinstance(found, str) else BlockProducts(values, blocks, pads_shape=found)
+    return found if isinstance(found, str) else BlockMatmuls(values, blocks, pads_shape=found)
 
 
 def _tried(
@@ -110,16 +110,16 @@ def _tried(
     exact = (rounded.float() * scales.repeat_interleave(BLOCK, 1)) @ whole.T
     reason = ""
     for pads_shape in (True, False):
-        product = BlockProducts(values, blocks, pads_shape=pads_shape)
+        matmul = BlockMatmuls(values, blocks, pads_shape=pads_shape)
         try:
-            off = (product(x, dtype)[:, columns].float() - exact).square().mean().sqrt() / exact.square().mean().sqrt()
+            off = (matmul(x, dtype)[:, columns].float() - exact).square().mean().sqrt() / exact.square().mean().sqrt()
         except (RuntimeError, ValueError, NotImplementedError) as error:
             reason = str(error).splitlines()[0]
             continue
         if not off < _NEAR:
             reason = f"its results are wrong by {float(off):.3f}"
             continue
-        ours, theirs = _seconds(lambda product=product: product(x, dtype), x), _seconds(lambda: otherwise(x), x)
+        ours, theirs = _seconds(lambda matmul=matmul: matmul(x, dtype), x), _seconds(lambda: otherwise(x), x)
         return pads_shape if ours < theirs else f"it takes {ours * 1e6:.0f} us, the other kernel {theirs * 1e6:.0f} us"
     return reason
 

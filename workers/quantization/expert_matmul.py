@@ -30,7 +30,7 @@ class TorchExpertMatmul:
     def __init__(self, shape: ExpertsShape, experts: Iterable[ExpertWeights]) -> None:
         """Build the matmuls; each of `experts` is dropped before the next is taken."""
         self.shape = shape
-        self.products = [
+        self.matmuls = [
             (
                 one.gate_up.matmul(one.gate_up_bias, float32_output=True),
                 one.down.matmul(float32_output=True, slices=shape.slices),
@@ -38,23 +38,23 @@ class TorchExpertMatmul:
             )
             for one in experts
         ]
-        assert len(self.products) == shape.count
+        assert len(self.matmuls) == shape.count
 
     def __call__(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
         shape = self.shape
         lanes = torch.zeros((shape.slices * shape.groups, len(x), shape.hidden), device=x.device)
         ids = expert_ids - shape.first
         for expert in range(shape.count):
-            rows, places = (ids == expert).nonzero(as_tuple=True)  # a token has an expert once
+            rows, choices = (ids == expert).nonzero(as_tuple=True)  # a token has an expert once
             if len(rows):
                 lane = expert // shape.group if shape.group else 0
                 for number, result in enumerate(self._slices(expert, x[rows])):
-                    lanes[lane + number, rows] += weights[rows, places, None] * result
+                    lanes[lane + number, rows] += weights[rows, choices, None] * result
         return tree_sum(list(lanes))
 
     def _slices(self, expert: int, x: Tensor) -> list[Tensor]:
         """Return the expert's results for `x` [T, hidden], float32 [T, hidden] for each slice of its width."""
-        gate_up, down, bias = self.products[expert]
+        gate_up, down, bias = self.matmuls[expert]
         inner = gate_of(gate_up(x), self.shape).to(self.shape.dtype)  # [T, width]
         length = self.shape.width // self.shape.slices
         found = []
@@ -93,8 +93,8 @@ def expert_matmul(shape: ExpertsShape, experts: Iterable[ExpertWeights], *, on_h
         return CppExpertMatmul(shape, ()) if has_kernel else TorchExpertMatmul(shape, ())
     if triton_experts.why_not(first) is None:
         return triton_experts.TritonExpertMatmul(shape, chain([first], left))
-    products = _for_kernel(shape, first)
-    if not can_stack(*products[:2]):
+    matmuls = _for_kernel(shape, first)
+    if not can_stack(*matmuls[:2]):
         return TorchExpertMatmul(shape, chain([first], left))
     del first
-    return CppExpertMatmul(shape, chain([products], (_for_kernel(shape, one) for one in left)))
+    return CppExpertMatmul(shape, chain([matmuls], (_for_kernel(shape, one) for one in left)))

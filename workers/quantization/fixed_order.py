@@ -1,7 +1,7 @@
 """Unquantised weights whose matmuls are batch-invariant on a CUDA device, by kernels in Triton.
 
 The division of a matmul into tiles and spans depends on the shape of the weight, its dtype and the device, never on the
-rows (`kernels/triton/products.py`). torch's matmuls in `matmul.py` are the reference.
+rows (`kernels/triton/matmul.py`). torch's matmuls in `matmul.py` are the reference.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ _PARTIAL_BYTES = 64 << 20  # bytes of the sums of spans; with more rows, parts a
 
 
 @dataclass(frozen=True, slots=True)
-class ProductTile:
+class MatmulTile:
     """Sizes of the tile that one program multiplies in a step, and its compile options."""
 
     rows: int
@@ -37,13 +37,13 @@ class ProductTile:
         return {"BLOCK_M": self.rows, "BLOCK_N": self.columns, "BLOCK_K": self.inputs}
 
     def options(self, amd: str | None) -> dict[str, Any]:
-        precision = availability.float32_products(amd)
+        precision = availability.float32_precision(amd)
         return {"PRECISION": precision, **availability.options(self.warps, self.stages, amd)}
 
 
-def product_tile(dtype: torch.dtype) -> ProductTile:
+def matmul_tile(dtype: torch.dtype) -> MatmulTile:
     """Return the tile, which does not depend on the number of rows. float32 takes more registers."""
-    return ProductTile(32, 64, 32, 4, 3) if dtype == torch.float32 else ProductTile(32, 64, 64, 4, 4)
+    return MatmulTile(32, 64, 32, 4, 3) if dtype == torch.float32 else MatmulTile(32, 64, 64, 4, 4)
 
 
 class FixedOrderMatmul:
@@ -59,7 +59,7 @@ class FixedOrderMatmul:
         self.bias = bias
         self.activation = activation
         self.output_dtype = torch.float32 if float32_output else weight.dtype
-        self.tile = product_tile(weight.dtype)
+        self.tile = matmul_tile(weight.dtype)
         columns, inputs = weight.shape
         steps = -(-inputs // self.tile.inputs)
         wanted = -(-_WAVES * weight_only.processors(weight.device) // -(-columns // self.tile.columns))
@@ -89,9 +89,9 @@ class FixedOrderMatmul:
 
     def _multiply(self, x: Tensor) -> Tensor:
         """Return the sums of the spans: float32 [spans, T, N]."""
-        from oarlock.workers.kernels.triton import products  # Triton is only installed on some machines
+        from oarlock.workers.kernels.triton import matmul as kernels  # Triton is only installed on some machines
 
-        kernel: Any = products.multiply_in_order  # calling a kernel compiles it; no annotation of its arguments
+        kernel: Any = kernels.multiply_in_order  # calling a kernel compiles it; no annotation of its arguments
         tile, rows, (columns, inputs) = self.tile, len(x), self.weight.shape
         partial = torch.empty((self.spans, rows, columns), dtype=torch.float32, device=x.device)
         kernel[(-(-columns // tile.columns), self.spans, -(-rows // tile.rows))](

@@ -128,17 +128,17 @@ class FP8LinearMethod:
         values = torch.zeros((shard.rows, shard.local_inputs), dtype=torch.float8_e4m3fn)
         inputs = Span(shard.first_input, shard.first_input + shard.local_inputs)
         groups = torch.arange(shard.inputs) // (self._width or shard.inputs)  # [K]
-        form = regroup(groups, shard.all_slices, slice(inputs.first, inputs.stop), least=1)
+        weight_format = regroup(groups, shard.all_slices, slice(inputs.first, inputs.stop), least=1)
         here = Span(int(groups[inputs.first]), int(groups[inputs.stop - 1]) + 1)
-        scales = torch.zeros((shard.rows, len(form.group_of)))
+        scales = torch.zeros((shard.rows, len(weight_format.group_of)))
         row = 0
         for name, rows, first, view in shard.sources(weights, "weight", values):
             part = StoredPart(name, rows, shard.inputs, Span(first, first + len(view)), inputs)
             view.copy_(take_block(weights, f"{name}.weight", (rows, shard.inputs), part.rows, inputs, values.dtype))
             found = self._scales(weights, part, here)  # [N, groups]
-            scales[row : row + len(view)] = found[:, form.group_of - here.first]
+            scales[row : row + len(view)] = found[:, weight_format.group_of - here.first]
             row += len(view)
-        return Fp8Weight(values, scales, form.group, empty(0).dtype, rounds_rows=self._rounds_rows)
+        return Fp8Weight(values, scales, weight_format.group, empty(0).dtype, rounds_rows=self._rounds_rows)
 
     def dequantised(self, shard: WeightShard, weights: WeightSource, empty: Empty) -> DenseWeight:
         """See `QuantisedLinearMethod.dequantised`."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from oarlock.workers.kernels.cpu import library
 from oarlock.workers.kernels.cpu.gemm import CppPackedGatedMatmul, CppPackedMatmul
 from oarlock.workers.kernels.cpu.quantized_gemm import PackedGrouped
-from oarlock.workers.model_files.gguf_header import GroupForm
+from oarlock.workers.model_files.gguf_header import GroupLayout
 from oarlock.workers.quantization.groups import group_in_slices, group_of_blocks, kernel_group, pieces_of
 from oarlock.workers.quantization.int8 import round_rows
 from oarlock.workers.quantization.matmul import GatedMatmul, Matmul, ReferenceGatedMatmul, ReferenceMatmul
@@ -26,7 +26,7 @@ from oarlock.workers.quantization.method import DenseWeight, Empty, LinearWeight
 from oarlock.workers.quantization.weight_only import WeightOnly, of_groups, of_mxfp4
 from oarlock.workers.weights import float4
 from oarlock.workers.weights.gguf_reader import GGUFReader, Groups
-from oarlock.workers.weights.source import FilledUp, WeightSource
+from oarlock.workers.weights.source import PaddedSource, WeightSource
 
 # The largest scale of an output is below 2 ** 15, so that it can be rounded up. Just below 2 ** 16 it could not, and a
 # rank with other inputs of the output, and so another largest scale, would round it differently.
@@ -209,16 +209,16 @@ class GroupedWeight:
 class GGUFLinearMethod:
     """`LinearMethod` of GGUF weights, which are stored in blocks."""
 
-    def __init__(self, form: GroupForm) -> None:
-        self._form = form
+    def __init__(self, weight_format: GroupLayout) -> None:
+        self._weight_format = weight_format
 
     def load(self, shard: WeightShard, weights: WeightSource, empty: Empty) -> LinearWeight:
-        assert isinstance(weights, GGUFReader | FilledUp), "only a GGUF file has weights of this form"
-        form = self._form
-        group = group_of_blocks(form.group, shard.local_inputs, shard.slices)
+        assert isinstance(weights, GGUFReader | PaddedSource), "only a GGUF file has weights of this format"
+        weight_format = self._weight_format
+        group = group_of_blocks(weight_format.group, shard.local_inputs, shard.slices)
         if group is None:
             return self.dequantised(shard, weights, empty)
-        groups = Groups.empty(shard.rows, shard.local_inputs, group, offsets=form.has_offsets)
+        groups = Groups.empty(shard.rows, shard.local_inputs, group, offsets=weight_format.has_offsets)
         first = 0
         for name, rows, start, view in shard.sources(weights, "weight", torch.empty((shard.rows, 0))):
             weights.take_groups(
@@ -233,8 +233,8 @@ class GGUFLinearMethod:
             groups.values[first:] = 0
             groups.scales[first:] = 0.0
         return GroupedWeight(
-            groups.values, groups.scales, group, empty(0).dtype, offsets=groups.offsets, bits=form.bits,
-            is_float=form.is_float,
+            groups.values, groups.scales, group, empty(0).dtype, offsets=groups.offsets, bits=weight_format.bits,
+            is_float=weight_format.is_float,
         )  # fmt: skip
 
     def dequantised(self, shard: WeightShard, weights: WeightSource, empty: Empty) -> DenseWeight:

@@ -60,7 +60,7 @@ def pieces_of(inputs: int, group: int, slices: int, most: int) -> list[list[tupl
     return found
 
 
-def whole_number_bytes(rows: int, inputs: int, bits: int, group: int | None, *, offsets: bool) -> int:
+def integer_bytes(rows: int, inputs: int, bits: int, group: int | None, *, offsets: bool) -> int:
     """Return the bytes of a `GroupedLinearMethod` weight [rows, inputs]. `group`: inputs that share a scale; None:
     all."""
     if bits == 8 and group is None and not offsets:

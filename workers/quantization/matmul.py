@@ -37,18 +37,18 @@ class PairedRows:
     reading the weight.
     """
 
-    def __init__(self, product: Callable[..., Tensor]) -> None:
-        self.product = product
+    def __init__(self, multiply: Callable[..., Tensor]) -> None:
+        self.multiply = multiply
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         rest = () if residual is None else (residual,)
         if x.shape[0] != 1:
-            return self.product(x, *rest)
-        return self.product(*(part.expand(2, -1).contiguous() for part in (x, *rest)))[:1]
+            return self.multiply(x, *rest)
+        return self.multiply(*(part.expand(2, -1).contiguous() for part in (x, *rest)))[:1]
 
 
-def needs_second_row(product: Callable[..., Tensor], weight: Tensor, *kind: Any, adds: bool = False) -> bool:
-    """Return whether `product` gives a single row other bits than in a batch, and two rows the same bits as in a batch.
+def needs_second_row(multiply: Callable[..., Tensor], weight: Tensor, *kind: Any, adds: bool = False) -> bool:
+    """Return whether `multiply` gives one row other bits than in a batch, and two rows the same bits as in a batch.
 
     `weight` [N, K] is the matmul's weight (the gate's for a gated matmul). The result is measured once for each size,
     dtype, number of threads and `kind`, which names all other conditions that select the kernel. `adds`: the matmul is
@@ -61,14 +61,14 @@ def needs_second_row(product: Callable[..., Tensor], weight: Tensor, *kind: Any,
         if adds:
             sums.append(torch.ones((_ROWS, weight.shape[0]), dtype=weight.dtype))
         _measured[key] = any(
-            _differs(product, x, residual, 1) and not _differs(product, x, residual, 2) for residual in sums
+            _differs(multiply, x, residual, 1) and not _differs(multiply, x, residual, 2) for residual in sums
         )
     return _measured[key]
 
 
-def _differs(product: Callable[..., Tensor], x: Tensor, residual: Tensor | None, rows: int) -> bool:
+def _differs(multiply: Callable[..., Tensor], x: Tensor, residual: Tensor | None, rows: int) -> bool:
     def result(part: slice) -> Tensor:
-        return product(x[part]) if residual is None else product(x[part], residual[part])
+        return multiply(x[part]) if residual is None else multiply(x[part], residual[part])
 
     whole = result(slice(None))
     cuts = [slice(start, start + rows) for start in range(0, _ROWS, rows)]
@@ -199,7 +199,7 @@ class SlicedMatmul:
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         inputs = x.chunk(len(self.slices), 1)
-        y = tree_sum([product(part).float() for product, part in zip(self.slices, inputs, strict=True)])
+        y = tree_sum([multiply(part).float() for multiply, part in zip(self.slices, inputs, strict=True)])
         for addend in (self.bias, residual):
             if addend is not None:
                 y = y + addend.float()
@@ -309,8 +309,8 @@ def matmul(weight: Tensor, bias: Tensor | None = None, *, float32_output: bool =
         parts = [matmul(part) for part in weight.chunk(slices, 1)]
         return SlicedMatmul(parts, bias, weight.dtype, float32_output=float32_output)
     kind = PackedMatmul if can_pack(weight.dtype, weight.device.type) else PlainMatmul
-    product = kind(weight, bias)
-    return PairedRows(product) if _needs_pairs(product, weight, kind, bias is None, adds=True) else product
+    multiply = kind(weight, bias)
+    return PairedRows(multiply) if _needs_pairs(multiply, weight, kind, bias is None, adds=True) else multiply
 
 
 def gated_matmul(weight: Tensor, bias: Tensor | None, activation: str) -> GatedMatmul:
@@ -318,21 +318,21 @@ def gated_matmul(weight: Tensor, bias: Tensor | None, activation: str) -> GatedM
     if can_serve(weight):
         return CppGatedMatmul(weight, bias, activation)
     kind = PackedGatedMatmul if can_pack(weight.dtype, weight.device.type) else PlainGatedMatmul
-    product = kind(weight, bias, activation)
+    multiply = kind(weight, bias, activation)
     gate = weight[: weight.shape[0] // 2]
-    return PairedRows(product) if _needs_pairs(product, gate, kind, bias is None, activation) else product
+    return PairedRows(multiply) if _needs_pairs(multiply, gate, kind, bias is None, activation) else multiply
 
 
-def holds_weight(product: Matmul) -> bool:
+def holds_weight(multiply: Matmul) -> bool:
     """Return whether the matmul uses the tensor it was created from, without a packed copy."""
-    inner = product.product if isinstance(product, PairedRows) else product
+    inner = multiply.multiply if isinstance(multiply, PairedRows) else multiply
     return isinstance(inner, PlainMatmul | Float32Matmul)
 
 
-def _needs_pairs(product: Callable[..., Tensor], weight: Tensor, *kind: object, adds: bool = False) -> bool:
+def _needs_pairs(multiply: Callable[..., Tensor], weight: Tensor, *kind: object, adds: bool = False) -> bool:
     """Return whether a single row must be computed as two to get its bits in a batch. Only the CPU guarantees these
     bits."""
-    return weight.device.type == "cpu" and needs_second_row(product, weight, *kind, adds=adds)
+    return weight.device.type == "cpu" and needs_second_row(multiply, weight, *kind, adds=adds)
 
 
 @cache

@@ -172,13 +172,13 @@ class DequantisingLinearMethod:
 
 
 class StackedMatmul:
-    """Outputs of `products` concatenated: [T, K] -> [T, N]."""
+    """Outputs of `matmuls` concatenated: [T, K] -> [T, N]."""
 
-    def __init__(self, products: Sequence[Matmul]) -> None:
-        self.products = products
+    def __init__(self, matmuls: Sequence[Matmul]) -> None:
+        self.matmuls = matmuls
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        y = torch.cat([product(x) for product in self.products], 1)
+        y = torch.cat([matmul(x) for matmul in self.matmuls], 1)
         return y if residual is None else y + residual
 
 

@@ -94,15 +94,15 @@ def _sorted(groups: Tensor, slices: int, here: slice, least: int) -> Regrouped:
     for index in range(here.start // length, here.stop // length):
         order = torch.argsort(groups[index * length : (index + 1) * length], stable=True)
         first = index * length - here.start
-        places, is_filled = torch.full((longest,), first), torch.ones(longest, dtype=torch.bool)
+        positions, is_filled = torch.full((longest,), first), torch.ones(longest, dtype=torch.bool)
         ends = (pieces[index] * group).cumsum(0)
         for run, end, padded in zip(
             order.split(counts[index].tolist()), ends.tolist(), pieces[index].tolist(), strict=True
         ):
             start = end - padded * group
-            places[start : start + len(run)] = run + first
+            positions[start : start + len(run)] = run + first
             is_filled[start : start + len(run)] = False
-        inputs.append(places)
+        inputs.append(positions)
         filled_up.append(is_filled)
         own = torch.repeat_interleave(torch.arange(len(ends)), pieces[index])
         group_of.append(torch.nn.functional.pad(own, (0, longest // group - len(own)), value=int(own[-1])))
@@ -160,13 +160,13 @@ def unpack(words: Tensor, bits: int, dim: int, order: Sequence[int] | None = Non
     shape = (height, 8, width) if dim == 0 else (height, width, 8)
     numbers = torch.empty(shape, dtype=torch.int8)
     for index in range(8):
-        place = index if order is None else order[index]
-        numbers.select(dim + 1, place).copy_(halves[index % 2][:, :, index // 2])
+        position = index if order is None else order[index]
+        numbers.select(dim + 1, position).copy_(halves[index % 2][:, :, index // 2])
     return numbers.flatten(dim, dim + 1)
 
 
 @dataclass(frozen=True, slots=True)
-class Numbers:
+class QuantizedValues:
     """weight[n, k] = (values[n, k] - zeros[n, g]) * scales[n, g], with g the group of input k."""
 
     values: Tensor  # int8 [N, K]
@@ -194,7 +194,7 @@ class GroupReader(Protocol):
     def groups(self, weights: WeightSource, name: str, inputs: int) -> Tensor:
         """Return the group of each input of the whole model: int64 [all_inputs]."""
 
-    def numbers(self, weights: WeightSource, part: StoredPart, groups: Span) -> Numbers:
+    def read(self, weights: WeightSource, part: StoredPart, groups: Span) -> QuantizedValues:
         """Return the values of some rows and inputs, with the scales and zero points of some groups."""
 
 
@@ -231,7 +231,7 @@ class GroupedLinearMethod:
             groups = self._reader.groups(weights, name, shard.inputs)[inputs.first : inputs.stop]
             span = Span(int(groups.min()), int(groups.max()) + 1)
             part = StoredPart(name, rows, shard.inputs, Span(first, first + len(view)), inputs)
-            _write_out(self._reader.numbers(weights, part, span), groups - span.first, view)
+            _write_out(self._reader.read(weights, part, span), groups - span.first, view)
         return DenseWeight(into)
 
     def _weight(
@@ -239,25 +239,25 @@ class GroupedLinearMethod:
     ) -> LinearWeight:
         here = slice(shard.first_input, shard.first_input + shard.local_inputs)
         span = Span(int(groups[here].min()), int(groups[here].max()) + 1)
-        found = [self._reader.numbers(weights, part, span) for part in parts]
+        found = [self._reader.read(weights, part, span) for part in parts]
         if self._reader.bits == 8 and not groups.any() and all(part.zeros is None for part in found):
             values, scales = (
                 _stacked([part.values for part in found], shard),
                 _stacked([p.scales for p in found], shard),
             )
             return Int8Weight(values, scales.squeeze(1), dtype)
-        form = regroup(groups, shard.all_slices, here)
-        found = [_arranged(part, form, span.first) for part in found]
+        weight_format = regroup(groups, shard.all_slices, here)
+        found = [_arranged(part, weight_format, span.first) for part in found]
         values, scales = _stacked([part.values for part in found], shard), _stacked([p.scales for p in found], shard)
         offsets = None
         if any(part.zeros is not None for part in found):
             zeros = [torch.zeros_like(part.scales) if part.zeros is None else part.zeros.float() for part in found]
             offsets = _stacked(zeros, shard).neg_().mul_(scales)
-        bits, order = self._reader.bits, form.inputs
-        return GroupedWeight(values, scales, form.group, dtype, offsets=offsets, bits=bits, order=order)
+        bits, order = self._reader.bits, weight_format.inputs
+        return GroupedWeight(values, scales, weight_format.group, dtype, offsets=offsets, bits=bits, order=order)
 
 
-def _write_out(numbers: Numbers, groups: Tensor, into: Tensor) -> None:
+def _write_out(numbers: QuantizedValues, groups: Tensor, into: Tensor) -> None:
     """Dequantise `numbers` into `into` [N, K], of any floating-point dtype. `groups` int64 [K]: the group of each
     input."""
     for row in range(0, len(into), _ROWS_AT_ONCE):
@@ -278,17 +278,17 @@ def _inputs_of(shard: WeightShard) -> Span:
     return Span(shard.first_input, shard.first_input + shard.local_inputs)
 
 
-def _arranged(numbers: Numbers, form: Regrouped, first_group: int) -> Numbers:
+def _arranged(numbers: QuantizedValues, weight_format: Regrouped, first_group: int) -> QuantizedValues:
     """Arrange values in pieces of equal length, padded with the value that means zero."""
-    group_of = form.group_of - first_group  # [pieces]
+    group_of = weight_format.group_of - first_group  # [pieces]
     scales = numbers.scales[:, group_of]
     zeros = None if numbers.zeros is None else numbers.zeros[:, group_of]
-    if form.inputs is None or form.filled_up is None:
-        return Numbers(numbers.values, scales, zeros)
-    values = numbers.values[:, form.inputs]
-    nowhere = form.filled_up.nonzero().flatten()
-    values[:, nowhere] = 0 if zeros is None else zeros[:, nowhere // form.group]
-    return Numbers(values, scales, zeros)
+    if weight_format.inputs is None or weight_format.filled_up is None:
+        return QuantizedValues(numbers.values, scales, zeros)
+    values = numbers.values[:, weight_format.inputs]
+    nowhere = weight_format.filled_up.nonzero().flatten()
+    values[:, nowhere] = 0 if zeros is None else zeros[:, nowhere // weight_format.group]
+    return QuantizedValues(values, scales, zeros)
 
 
 class AWQReader:
@@ -304,7 +304,7 @@ class AWQReader:
     def groups(self, weights: WeightSource, name: str, inputs: int) -> Tensor:
         return torch.arange(inputs) // (self._group or inputs)
 
-    def numbers(self, weights: WeightSource, part: StoredPart, groups: Span) -> Numbers:
+    def read(self, weights: WeightSource, part: StoredPart, groups: Span) -> QuantizedValues:
         all_groups = part.all_inputs // (self._group or part.all_inputs)
         columns, within = part.rows.of_words(_IN_WORD), part.rows.within_words(_IN_WORD)
         words = part.all_rows // _IN_WORD
@@ -318,7 +318,7 @@ class AWQReader:
         scales = take_block(
             weights, f"{part.name}.scales", (all_groups, part.all_rows), groups, part.rows, torch.float32
         )
-        return Numbers(values, scales.T.contiguous(), zeros)
+        return QuantizedValues(values, scales.T.contiguous(), zeros)
 
 
 class GPTQReader:
@@ -343,7 +343,7 @@ class GPTQReader:
         check_groups(f"{name}.g_idx", found, inputs // size)
         return found.long()
 
-    def numbers(self, weights: WeightSource, part: StoredPart, groups: Span) -> Numbers:
+    def read(self, weights: WeightSource, part: StoredPart, groups: Span) -> QuantizedValues:
         in_word = 32 // self.bits
         all_groups = part.all_inputs // (self._group or part.all_inputs)
         words = take_block(
@@ -358,13 +358,13 @@ class GPTQReader:
         if self._zeros_less_one:
             # The tools add one to each value of a word by a single addition, which may carry, so this code does as
             # well.
-            words = words + sum(1 << place for place in range(0, 32, self.bits))
+            words = words + sum(1 << position for position in range(0, 32, self.bits))
         zeros = unpack(words, self.bits, 1)[:, part.rows.within_words(in_word)]  # [groups, N]
         scales = take_block(
             weights, f"{part.name}.scales", (all_groups, part.all_rows), groups, part.rows, torch.float32
         )
         is_middle = self._symmetric and not zeros.any()
-        return Numbers(values.contiguous(), scales.T.contiguous(), None if is_middle else zeros.T.contiguous())
+        return QuantizedValues(values.contiguous(), scales.T.contiguous(), None if is_middle else zeros.T.contiguous())
 
 
 class IntegerReader:
@@ -388,7 +388,7 @@ class IntegerReader:
                 return found
         return torch.arange(inputs) // size
 
-    def numbers(self, weights: WeightSource, part: StoredPart, groups: Span) -> Numbers:
+    def read(self, weights: WeightSource, part: StoredPart, groups: Span) -> QuantizedValues:
         shape, in_word = (part.all_rows, part.all_inputs), 32 // self.bits
         if self._packed:
             words = take_block(
@@ -399,7 +399,7 @@ class IntegerReader:
         else:
             values = take_block(weights, f"{part.name}.weight", shape, part.rows, part.inputs, torch.int8)
         zeros = None if self._symmetric else self._zeros(weights, part, groups)
-        return Numbers(values.contiguous(), take_scales(weights, part, groups, "weight_scale"), zeros)
+        return QuantizedValues(values.contiguous(), take_scales(weights, part, groups, "weight_scale"), zeros)
 
     def _zeros(self, weights: WeightSource, part: StoredPart, groups: Span) -> Tensor:
         name, in_word = f"{part.name}.weight_zero_point", 32 // self.bits

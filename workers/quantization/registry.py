@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 from oarlock.workers.quantization.formats.awq import awq
 from oarlock.workers.quantization.formats.bitsandbytes import bitsandbytes
 from oarlock.workers.quantization.formats.compressed_tensors import compressed_tensors
-from oarlock.workers.quantization.formats.form import Arithmetic, Scheme, Settings
 from oarlock.workers.quantization.formats.fp8 import fp8
 from oarlock.workers.quantization.formats.gptq import gptq
 from oarlock.workers.quantization.formats.mxfp4 import mxfp4
+from oarlock.workers.quantization.formats.weight_format import Arithmetic, QuantizationSettings, Scheme
 
 if TYPE_CHECKING:
     from oarlock.workers.quantization.method import LinearMethod
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """Format of weights that a checkpoint stores in floating point: a `Form`, and the `WeightForms` of a model."""
+    """`WeightFormat`, and `WeightFormats` of a model, for weights that a checkpoint stores in floating point."""
 
     method: Callable[[], LinearMethod]
     bits: int | None = None  # bits of a weight; None: the bits of the model's dtype
@@ -44,7 +44,7 @@ class Quantization:
     def arithmetic(self) -> Arithmetic:
         return Arithmetic.DENSE if self.bits is None else Arithmetic.ROUNDED_INPUTS
 
-    def form_of(self, module: str) -> Quantization:
+    def format_of(self, module: str) -> Quantization:
         """Return this format, which all modules have."""
         return self
 
@@ -59,7 +59,7 @@ class Quantization:
         row = stored * item_bytes if self.bits is None else -(-stored * self.bits // 8)
         return rows * (row + groups * self.bytes_per_group + self.bytes_per_row)
 
-    def cuts(self, inputs: int, parts: int) -> bool:
+    def can_split(self, inputs: int, parts: int) -> bool:
         """Return whether `inputs` can be cut into `parts` equal parts."""
         return parts == 1 or (inputs // parts) % self.group == 0
 
@@ -93,7 +93,7 @@ QUANTIZATIONS = {
 }
 
 
-STORED: dict[str, Callable[[Settings], Scheme]] = {
+STORED: dict[str, Callable[[QuantizationSettings], Scheme]] = {
     "awq": awq,
     "bitsandbytes": bitsandbytes,
     "compressed-tensors": compressed_tensors,

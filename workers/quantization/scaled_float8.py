@@ -45,7 +45,7 @@ def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def round_rows_fused(x: Tensor) -> tuple[Tensor, Tensor]:
     """Compute `round_rows` with one kernel."""
-    from oarlock.workers.kernels.triton import products as kernels  # Triton is only installed on some machines
+    from oarlock.workers.kernels.triton import matmul as kernels  # Triton is only installed on some machines
 
     rows, columns = x.shape
     assert x.stride(1) == 1
@@ -63,10 +63,10 @@ def multiply(x: Tensor, values: Tensor, factors: Tensor, dtype: torch.dtype) -> 
     x [T, K], values float8_e4m3fn [N, K], factors float32 [N].
     """
     rounded, scales = round_rows_fused(x)
-    return _product(rounded, scales, values, factors, dtype)
+    return _matmul(rounded, scales, values, factors, dtype)
 
 
-def _product(rounded: Tensor, scales: Tensor, values: Tensor, factors: Tensor, dtype: torch.dtype) -> Tensor:
+def _matmul(rounded: Tensor, scales: Tensor, values: Tensor, factors: Tensor, dtype: torch.dtype) -> Tensor:
     by_row = ScalingType.RowWise
     return F.scaled_mm(rounded, values.T, scales.unsqueeze(1), by_row, factors.unsqueeze(0), by_row, output_dtype=dtype)
 
@@ -80,7 +80,7 @@ def _refused(columns: int, inputs: int, stride: int, dtype: torch.dtype, device:
     ones = torch.ones(max(columns, _ALIGNED), device=device)
     try:
         values, rounded = (part.view(torch.float8_e4m3fn) for part in (memory[:, :inputs], rows))
-        _product(rounded, ones[:_ALIGNED], values, ones[:columns], dtype)
+        _matmul(rounded, ones[:_ALIGNED], values, ones[:columns], dtype)
     except (RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0]
         _log.info("event=no_float8_matmul outputs=%d inputs=%d results=%s reason=%r", columns, inputs, dtype, reason)

@@ -41,12 +41,12 @@ def options(block: int, dtype: torch.dtype, amd: str | None, *, is_packed: bool)
     compiled = availability.options(8 if block == BLOCKS[-1] and many else 4, 3 if many else 4, amd)
     return {
         "BLOCK_N": 128 if many and not is_packed else 64,
-        "PRECISION": availability.float32_products(amd),
+        "PRECISION": availability.float32_precision(amd),
         **compiled,
     }
 
 
-class _Product:
+class _StackedWeight:
     """Weights [N, K] of `count` experts in one format, each kind of tensor stacked over the experts, and their
     biases."""
 
@@ -95,13 +95,13 @@ class TritonExpertMatmul:
         self.shape = shape
         # (maximum tokens, kernel) in ascending order; larger batches use the last kernel. Empty until measured.
         self.chosen: list[tuple[int, str]] = []
-        self.gate_up: _Product | None = None
-        self.down: _Product | None = None
+        self.gate_up: _StackedWeight | None = None
+        self.down: _StackedWeight | None = None
         number = -1
         for number, one in enumerate(experts):
             if self.gate_up is None or self.down is None:
-                self.gate_up = _Product(shape.count, one.gate_up, one.gate_up_bias)
-                self.down = _Product(shape.count, one.down, one.down_bias)
+                self.gate_up = _StackedWeight(shape.count, one.gate_up, one.gate_up_bias)
+                self.down = _StackedWeight(shape.count, one.down, one.down_bias)
                 self.is_fixed = isinstance(one.gate_up, FixedOrderWeight)
             self.gate_up.put(number, one.gate_up, one.gate_up_bias)
             self.down.put(number, one.down, one.down_bias)
@@ -156,7 +156,7 @@ class TritonExpertMatmul:
         self,
         kernel: Any,
         x: Tensor,
-        weight: _Product | None,
+        weight: _StackedWeight | None,
         out: Tensor,
         pairs_of: Tensor,
         table: Tensor,

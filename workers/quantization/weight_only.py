@@ -173,7 +173,7 @@ class WeightOnlyMatmul:
         for first in range(0, weight.columns, at_once):
             stop = min(first + at_once, weight.columns)
             bias = None if self.bias is None else self.bias[first:stop]
-            parts.append(_product(x, weight.written_out(x.dtype, first, stop), bias, self.output_dtype))
+            parts.append(_matmul(x, weight.written_out(x.dtype, first, stop), bias, self.output_dtype))
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
     def _in_float8(self) -> Callable[..., Tensor] | None:
@@ -188,7 +188,7 @@ class WeightOnlyMatmul:
         if weight.blocks is None:
             return None
         dtypes = self.dtype, self.output_dtype
-        found = block_float8.products(weight.float8, weight.blocks, *dtypes, self._by_torch)
+        found = block_float8.block_matmul(weight.float8, weight.blocks, *dtypes, self._by_torch)
         return None if isinstance(found, str) else found
 
 
@@ -253,7 +253,7 @@ def multiply_options(block: int, amd: str | None) -> dict[str, Any]:
     """Return the compile options of a matmul in blocks of `block` rows. More stages prefetch more of the weight."""
     warps, stages = (4, 4) if block == BLOCKS[0] else (4, 3) if block < BLOCKS[-1] else (8, 3)
     options = availability.options(warps, stages, amd)
-    return {"PRECISION": availability.float32_products(amd), **options}
+    return {"PRECISION": availability.float32_precision(amd), **options}
 
 
 def unit_of(group: int) -> int:
@@ -339,7 +339,7 @@ def _ordered(x: Tensor, order: Tensor | None) -> Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _matmul(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return `x @ weight.T + bias`, with float32 sums left unrounded if `dtype` is float32."""
     if dtype == x.dtype:
         return F.linear(x, weight, bias)
@@ -354,6 +354,6 @@ def processors(device: torch.device) -> int:
 
 
 def _kernels() -> Any:
-    from oarlock.workers.kernels.triton import products  # Triton is only installed on some machines
+    from oarlock.workers.kernels.triton import matmul as kernels  # Triton is only installed on some machines
 
-    return products
+    return kernels

@@ -90,7 +90,7 @@ def _shares(cores: Sequence[Core], ranks: int) -> list[list[Core]]:
     for node, count in sorted(placed.items()):
         own = [core for core in cores if core.node == node]
         size = len(own) // count
-        shares += [own[size * place : size * (place + 1)] for place in range(count)]
+        shares += [own[size * position : size * (position + 1)] for position in range(count)]
     return shares
 
 
@@ -175,12 +175,12 @@ def use_cpus(config: WorkerConfig, rank: int) -> None:
     """
     import torch
 
-    parts, place = cpus_of_ranks(config), config.first_on_host + rank
+    parts, position = cpus_of_ranks(config), config.first_on_host + rank
     if parts is not None:
-        os.sched_setaffinity(0, parts[place])
+        os.sched_setaffinity(0, parts[position])
     if config.device == "cpu" and config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
-    cpus = allowed_cpus() if parts is None else parts[place]
+    cpus = allowed_cpus() if parts is None else parts[position]
     nodes = format_cpu_list({core.node for core in physical_cores(cpus)})
     pinned = "false" if parts is None else "true"
     threads = torch.get_num_threads()

@@ -19,14 +19,14 @@ from oarlock.workers.distributed.control_channel import Control
 from oarlock.workers.distributed.shm_ring import ChannelClosedError
 from oarlock.workers.distributed.topology import StoreAddress, Topology
 from oarlock.workers.rank_processes import RankProcess, end_ranks, start_ranks
-from oarlock.workers.ranks.host_ranks import HostRanks, Place, how_it_ended, how_late
+from oarlock.workers.ranks.host_ranks import HostRanks, RankProgress, how_it_ended, how_late
 from oarlock.workers.ranks.nodes import Ending, Facts
-from oarlock.workers.ranks.spawn_ranks import NodePlace
+from oarlock.workers.ranks.spawn_ranks import NodePosition
 
 _RELAY = "oarlock.workers.ranks.relay"
-_PLACES_S = 1.0  # time for the other nodes to report the progress of their ranks
+_PROGRESS_S = 1.0  # time for the other nodes to report the progress of their ranks
 _LEAVE_S = 4.0  # time for the other nodes to end
-_UNKNOWN = Place(-1, -1, -1)
+_UNKNOWN = RankProgress(-1, -1, -1)
 
 logger = logging.getLogger("oarlock.nodes")
 
@@ -34,7 +34,7 @@ logger = logging.getLogger("oarlock.nodes")
 class GroupRanks(HostRanks):
     """Ranks of several hosts."""
 
-    last_words_s = 1.0  # the loss of a node may be known later than the failures that follow from it
+    failure_report_s = 1.0  # the loss of a node may be known later than the failures that follow from it
 
     def __init__(
         self,
@@ -49,57 +49,57 @@ class GroupRanks(HostRanks):
         that already run. `facts`: from `oarlock.workers.fingerprint.node_facts`. `leave_pid`: the process that gets
         SIGTERM when the operator of a node wants it to stop. Raises `StartupError`."""
         self._topology = Topology.of(config)
-        self._asked = 0  # number of requests for places
-        self._other_places: dict[int, tuple[int, list]] = {}  # node -> number of the request, and the reply
+        self._num_requests = 0  # number of requests for progress
+        self._other_progress: dict[int, tuple[int, list]] = {}  # node -> number of the request, and the reply
         self._names: list[str] = []  # names of the nodes
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the relay's torch warns of hosts without a name
         (self._relay,) = start_ranks(1, _RELAY)
         try:
-            place = self._join(nodes, facts, on_progress, leave_pid)
+            position = self._join(nodes, facts, on_progress, leave_pid)
         except BaseException:
             end_ranks([*ahead, self._relay])
             raise
-        super().__init__(config, ahead, place, self._relay.control)
+        super().__init__(config, ahead, position, self._relay.control)
         self._open.append(self._relay.control)
 
-    def _join(self, nodes: NodesConfig, facts: Facts, on_progress: OnProgress, leave_pid: int) -> NodePlace:
+    def _join(self, nodes: NodesConfig, facts: Facts, on_progress: OnProgress, leave_pid: int) -> NodePosition:
         """Have the relay find the other nodes."""
         deadline = time.monotonic() + nodes.timeout_s
         control = self._relay.control
         try:
             control.send("join", nodes=asdict(nodes), facts=facts, leave_pid=leave_pid)
-            while (said := control.recv())["kind"] == "waiting":
+            while (message := control.recv())["kind"] == "waiting":
                 left = max(0.0, deadline - time.monotonic())
-                on_progress("waiting for nodes", 0.0, f"{said['text']}, {left:.0f} s left")
+                on_progress("waiting for nodes", 0.0, f"{message['text']}, {left:.0f} s left")
         except ChannelClosedError:
             raise StartupError(self._relay_ended(), "See the log.", EXIT_RANK_DIED) from None
-        if said["kind"] == "failed":
-            raise StartupError(said["cause"], said["fix"], said["exit_code"])
-        self._names = said["names"]
+        if message["kind"] == "failed":
+            raise StartupError(message["cause"], message["fix"], message["exit_code"])
+        self._names = message["names"]
         for name in self._names[1:]:
             logger.info("event=node_joined node=%r", name)
-        return NodePlace(0, said["interface"], StoreAddress(*said["store"]))
+        return NodePosition(0, message["interface"], StoreAddress(*message["store"]))
 
     def _relay_ended(self) -> str:
         return f"The relay to the other nodes has ended: {how_it_ended(self._relay.process)}."
 
-    def _tell_nodes(self, kind: str, **fields: Any) -> None:
+    def _send_to_nodes(self, kind: str, **fields: Any) -> None:
         with contextlib.suppress(ChannelClosedError):  # reading its messages shows that it has ended
             self._relay.control.send(kind, **fields)
 
-    def tell_all(self, kind: str, **fields: Any) -> None:
-        super().tell_all(kind, **fields)
-        self._tell_nodes("tell", message={"kind": kind, "fields": fields})
+    def send_to_all(self, kind: str, **fields: Any) -> None:
+        super().send_to_all(kind, **fields)
+        self._send_to_nodes("to_ranks", message={"kind": kind, "fields": fields})
 
     # -- messages of other nodes
 
     def messages(self, timeout_s: float) -> list[tuple[int, dict[str, Any]]]:
         """Return messages as the base class does. A failure that may follow from another one is sorted after it."""
-        found = self._hear(timeout_s)
-        deadline = time.monotonic() + self.last_words_s
+        found = self._receive(timeout_s)
+        deadline = time.monotonic() + self.failure_report_s
         while self._has_failed and not self._first_cause.is_sure and (left := deadline - time.monotonic()) > 0:
-            found += self._hear(left)
-        return sorted(found, key=lambda said: how_late(said[1]))
+            found += self._receive(left)
+        return sorted(found, key=lambda message: how_late(message[1]))
 
     @property
     def _has_failed(self) -> bool:
@@ -109,43 +109,43 @@ class GroupRanks(HostRanks):
         if control is not self._relay.control:
             return super()._read(control)
         try:
-            said = control.recv()
+            reply = control.recv()
         except ChannelClosedError:
             self._open.remove(control)
             return self._lost(0, self._relay_ended())
-        if said["kind"] == "lost":
-            return self._lost(said["node"], said["why"])
-        if said["kind"] == "places":
-            self._other_places[said["node"]] = said["number"], said["places"]
+        if reply["kind"] == "lost":
+            return self._lost(reply["node"], reply["why"])
+        if reply["kind"] == "rank_progress":
+            self._other_progress[reply["node"]] = reply["number"], reply["progress"]
             return None
-        message = said["message"]  # a rank's message
+        message = reply["message"]  # a rank's message
         if message.get("cause"):
-            message |= {"cause": f"{message['cause']} (on {self._names[said['node']]})"}
-        return said["rank"], message
+            message |= {"cause": f"{message['cause']} (on {self._names[reply['node']]})"}
+        return reply["rank"], message
 
     def _lost(self, node: int, why: str) -> tuple[int, dict[str, Any]]:
         message = {"kind": "failed", "cause": why, "fix": "See the log of that node.", "exit_code": EXIT_RANK_DIED}
         return self._topology.ranks_of(node).start, message | {"of_node": True}
 
-    def places(self) -> list[Place]:
+    def progress(self) -> list[RankProgress]:
         """Return the progress of all ranks. The ranks of a node that does not reply count as behind all others."""
-        self._asked += 1
-        self._tell_nodes("places", number=self._asked)
-        deadline = time.monotonic() + _PLACES_S
+        self._num_requests += 1
+        self._send_to_nodes("rank_progress", number=self._num_requests)
+        deadline = time.monotonic() + _PROGRESS_S
         others = range(1, self._topology.nnodes)
-        found = super().places()
+        found = super().progress()
         while not self._has_failed and (left := deadline - time.monotonic()) > 0:
-            if all(self._places_of(node) for node in others):
+            if all(self._progress_of(node) for node in others):
                 break
-            self._hear(left)
+            self._receive(left)
         for node in others:
-            found += self._places_of(node) or [_UNKNOWN] * self._topology.ranks_per_node
+            found += self._progress_of(node) or [_UNKNOWN] * self._topology.ranks_per_node
         return found
 
-    def _places_of(self, node: int) -> list[Place]:
-        """Return the places in the reply of `node` to the latest request; empty if it has not replied."""
-        number, places = self._other_places.get(node, (0, []))
-        return [Place(*place) for place in places] if number == self._asked else []
+    def _progress_of(self, node: int) -> list[RankProgress]:
+        """Return the progress in the reply of `node` to the latest request; empty if it has not replied."""
+        number, progress = self._other_progress.get(node, (0, []))
+        return [RankProgress(*counters) for counters in progress] if number == self._num_requests else []
 
     # -- the end
 
@@ -153,7 +153,7 @@ class GroupRanks(HostRanks):
         if self._closed:
             return
         deadline = time.monotonic() + _LEAVE_S
-        self._tell_nodes("end", ending=asdict(Ending.of(failure)))
+        self._send_to_nodes("end", ending=asdict(Ending.of(failure)))
         super().close(failure, grace_s=grace_s)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._relay.process.wait(max(0.0, deadline - time.monotonic()))

@@ -28,20 +28,20 @@ from oarlock.base.errors import EXIT_RANK_DIED, StartupError
 from oarlock.workers.ranks.membership import Membership
 
 
-class Kind(IntEnum):
+class MessageKind(IntEnum):
     """Kind of a message between hosts."""
 
     STEP = 1
     FIRST_PART = 2
     MASKS = 3
-    ANSWER = 4
-    SAID = 5
-    BEAT = 6
+    OUTPUT = 4
+    CONTROL = 5
+    HEARTBEAT = 6
 
 
-BEAT_S = 1.0
+HEARTBEAT_S = 1.0
 SILENCE_S = 5.0  # after this time without a message, the other side is considered lost
-_FORM_S = 60.0  # limit for all nodes to connect to each other
+_CONNECT_S = 60.0  # limit for all nodes to connect to each other
 _PIECE = 4096  # bytes of the first piece
 _HEADER = struct.Struct("<QQ")  # kind, bytes of the message
 
@@ -54,7 +54,7 @@ class Message(NamedTuple):
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Content of a message of kind `SAID`, which is JSON."""
+        """Content of a message of kind `CONTROL`, which is JSON."""
         return json.loads(bytes(self.payload))
 
 
@@ -73,11 +73,11 @@ class HostLink:
         store = dist.PrefixStore("link", membership.store)
         try:
             dist.init_process_group(
-                "gloo", store=store, rank=node, world_size=nnodes, timeout=timedelta(seconds=_FORM_S)
+                "gloo", store=store, rank=node, world_size=nnodes, timeout=timedelta(seconds=_CONNECT_S)
             )
         except (RuntimeError, dist.DistError) as error:
             raise StartupError(
-                f"The hosts could not connect to each other within {_FORM_S:g} s: {str(error).splitlines()[0]}",
+                f"The hosts could not connect to each other within {_CONNECT_S:g} s: {str(error).splitlines()[0]}",
                 "Let all hosts reach each other by TCP on the network of --node-interface; see their logs.",
                 EXIT_RANK_DIED,
             ) from None
@@ -95,9 +95,9 @@ class HostLink:
         with self._sending:
             self._put(lambda piece: dist.isend(piece, 0), kind, buffers)
 
-    def say(self, kind: str, **fields: Any) -> None:
-        """Send a message of kind `SAID` to node 0. Raises `NodeLostError`."""
-        self.send(Kind.SAID, json.dumps({"kind": kind, **fields}).encode())
+    def send_control(self, kind: str, **fields: Any) -> None:
+        """Send a message of kind `CONTROL` to node 0. Raises `NodeLostError`."""
+        self.send(MessageKind.CONTROL, json.dumps({"kind": kind, **fields}).encode())
 
     def receive_from(self, node: int) -> Message:
         """Return the next message of `node` to node 0. Raises `NodeLostError`."""

@@ -33,7 +33,7 @@ from oarlock.workers.protocol import (
     max_step_bytes,
 )
 from oarlock.workers.rank_processes import SERVES, RankProcess
-from oarlock.workers.ranks.spawn_ranks import THE_ONLY_NODE, NodePlace, RankRings, describe_exit, spawn_ranks
+from oarlock.workers.ranks.spawn_ranks import THE_ONLY_NODE, NodePosition, RankRings, describe_exit, spawn_ranks
 
 _KINDS = ("raised", "ended", "failed")
 
@@ -83,7 +83,7 @@ _POLL_S = 0.001
 _KILL_S = 5.0  # time for the kernel to end a rank; a rank that waits for a dead network file system may never end
 
 
-class Place(NamedTuple):
+class RankProgress(NamedTuple):
     """Progress of a rank as growing counters. The first counter that differs shows which of two ranks is behind."""
 
     finished: int  # steps
@@ -99,29 +99,29 @@ class HostRanks:
     """
 
     steps: RingWriter
-    answers: RingReader | None  # None if nobody on this host reads them
+    outputs: RingReader | None  # None if nobody on this host reads them
     kv_reports: KVReports | None = None  # None if no blocks are kept outside the pool
-    last_words_s = 0.2  # a rank's pipe may end shortly before its last message arrives
+    failure_report_s = 0.2  # a rank's pipe may end shortly before its last message arrives
 
     def __init__(
         self,
         config: WorkerConfig,
         ahead: Sequence[RankProcess] = (),
-        place: NodePlace = THE_ONLY_NODE,
+        position: NodePosition = THE_ONLY_NODE,
         relay: Control | None = None,
     ) -> None:
         """Start the ranks. `ahead`: ranks whose processes already run. `relay`: on the first of several hosts, an
         additional reader of the steps, which also writes the outputs if the answering rank is on another host. It gets
         its ends of the rings."""
         topology = Topology.of(config)
-        self.numbers = topology.ranks_of(place.node)
-        self.answers = None
+        self.numbers = topology.ranks_of(position.node)
+        self.outputs = None
         self._processes = [rank.process for rank in ahead]
         self._controls = [rank.control for rank in ahead]
         self._closed = False
         self._first_cause = FirstCause()
         try:
-            self._spawn(config, topology.answering_rank, ahead, place, relay)
+            self._spawn(config, topology.output_rank, ahead, position, relay)
         except BaseException as error:
             self.close(error if isinstance(error, Exception) else None, grace_s=0.0)
             raise
@@ -132,7 +132,7 @@ class HostRanks:
         config: WorkerConfig,
         answering: int,
         ahead: Sequence[RankProcess],
-        place: NodePlace,
+        position: NodePosition,
         relay: Control | None,
     ) -> None:
         """Create the two rings, and start one process per rank, which gets its ends of them."""
@@ -145,11 +145,11 @@ class HostRanks:
         step_pipes = [os.pipe() for _ in range(size)]
         output_pipe = os.pipe()
         self.steps = RingWriter(step_memory, [write for _, write in step_pipes], step_layout)
-        answers = RingReader(output_memory, output_pipe[0], 0, output_layout)
+        outputs = RingReader(output_memory, output_pipe[0], 0, output_layout)
         if answering in self.numbers or relay is not None:
-            self.answers = answers
+            self.outputs = outputs
         else:
-            answers.close()
+            outputs.close()
         report_fd = None
         if config.offloads_kv:
             read_fd, report_fd = os.pipe()
@@ -170,7 +170,7 @@ class HostRanks:
             extras.append(asdict(rings))
         if relay is not None:
             relay.send("rings", reader=size - 1, rings=extras.pop())
-        self._processes, self._controls, self._collectives = spawn_ranks(SERVES, config, extras, ahead, place)
+        self._processes, self._controls, self._collectives = spawn_ranks(SERVES, config, extras, ahead, position)
         ends = [step_memory, output_memory, output_pipe[1], *(read for read, _ in step_pipes)]
         for fd in ends if report_fd is None else [*ends, report_fd]:
             os.close(fd)  # the ranks have their own; ours would keep a dead rank's pipe open
@@ -187,7 +187,7 @@ class HostRanks:
 
     # -- messages
 
-    def tell_all(self, kind: str, **fields: Any) -> None:
+    def send_to_all(self, kind: str, **fields: Any) -> None:
         for control in self._controls:
             with contextlib.suppress(ChannelClosedError):  # it has ended, which reading its messages shows
                 control.send(kind, **fields)
@@ -200,12 +200,12 @@ class HostRanks:
     def messages(self, timeout_s: float) -> list[tuple[int, dict[str, Any]]]:
         """Wait for a message, and return one message of each rank that has sent any, as (rank, message). A rank that
         has ended gets a last message of the kind "ended", with a `cause`."""
-        return self._hear(timeout_s)
+        return self._receive(timeout_s)
 
-    def _hear(self, timeout_s: float) -> list[tuple[int, dict[str, Any]]]:
+    def _receive(self, timeout_s: float) -> list[tuple[int, dict[str, Any]]]:
         ready = [control for control in self._open if control.has_pending]
         ready = ready or select.select(self._open, [], [], timeout_s)[0]
-        messages = [said for control in ready if (said := self._read(control)) is not None]
+        messages = [message for control in ready if (message := self._read(control)) is not None]
         for rank, message in messages:
             self._first_cause.add(rank, message)
         return messages
@@ -221,9 +221,9 @@ class HostRanks:
 
     def failure(self, step_id: int) -> WorkerError:
         """Return the first cause, after a rank has ended or raised an error. `step_id`: id of the newest step."""
-        deadline = time.monotonic() + self.last_words_s
+        deadline = time.monotonic() + self.failure_report_s
         while not self._first_cause.is_sure and (left := deadline - time.monotonic()) > 0:
-            self._hear(left)
+            self._receive(left)
         error = self._first_cause.error(step_id)
         return error or WorkerError(self.numbers[0], step_id, "its channel closed")
 
@@ -232,8 +232,8 @@ class HostRanks:
     def wait_until_finished(self, timeout_s: float) -> bool:
         """Return whether all ranks finish all sent steps within `timeout_s`."""
         deadline = time.monotonic() + timeout_s
-        while any(place.finished < self.steps.sent for place in self.places()):
-            self._hear(_POLL_S)
+        while any(rank.finished < self.steps.sent for rank in self.progress()):
+            self._receive(_POLL_S)
             if self._first_cause.error(0) is not None:
                 raise ChannelClosedError("a rank or a node has ended or raised")
             if time.monotonic() > deadline:
@@ -242,10 +242,10 @@ class HostRanks:
 
     # -- hung ranks
 
-    def places(self) -> list[Place]:
+    def progress(self) -> list[RankProgress]:
         """Return the progress of all ranks, in their order."""
         finished = [self.steps.finished(reader) for reader in range(len(self.numbers))]
-        return list(map(Place, finished, self._collectives.read_votes(), self._collectives.read()))
+        return list(map(RankProgress, finished, self._collectives.read_votes(), self._collectives.read()))
 
     def log_stacks(self) -> None:
         """Make each rank that still runs write the stacks of its threads to the log."""
@@ -276,8 +276,8 @@ class HostRanks:
                     process.wait(_KILL_S)
         for control in self._controls:
             control.close()
-        if self.answers is not None:
-            self.answers.close()
+        if self.outputs is not None:
+            self.outputs.close()
         if self.kv_reports is not None:
             self.kv_reports.close()
         if hasattr(self, "_collectives"):

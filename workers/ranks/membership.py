@@ -54,11 +54,11 @@ class Membership:
 
     def agree(self, facts: Facts, deadline: float, on_waiting: Callable[[str], None]) -> None:
         """Wait for all nodes, and compare their facts. Raises the same `StartupError` on all nodes that have joined."""
-        mine = {"host": own_host(), "address": self.own.address, "start": secrets.token_hex(8)}
-        mine["facts"] = {"number of": {"nodes": self.nnodes}, **facts}
-        self.store.set(f"hosts/{self.node}", json.dumps(mine))
+        own = {"host": own_host(), "address": self.own.address, "start": secrets.token_hex(8)}
+        own["facts"] = {"number of": {"nodes": self.nnodes}, **facts}
+        self.store.set(f"hosts/{self.node}", json.dumps(own))
         try:
-            while not self._all_agree(mine, deadline, on_waiting):
+            while not self._all_agree(own, deadline, on_waiting):
                 time.sleep(_LOOK_S)
         except _DisplacedError:
             raise
@@ -92,18 +92,18 @@ class Membership:
 
         threading.Thread(target=wait, name="ending", daemon=True).start()
 
-    def _all_agree(self, mine: dict, deadline: float, on_waiting: Callable[[str], None]) -> bool:
+    def _all_agree(self, own: dict, deadline: float, on_waiting: Callable[[str], None]) -> bool:
         """Return whether all nodes have joined and agree, as far as this node knows. Raises `StartupError` if they do
         not."""
         store, node = self.store, self.node
         if store.check(["ending"]):
             raise _error(Ending.from_bytes(store.get("ending")))
-        said = {key: store.get(f"hosts/{key}") for key in range(self.nnodes) if store.check([f"hosts/{key}"])}
-        hosts = {number: json.loads(text) for number, text in said.items() if text}
+        stored = {key: store.get(f"hosts/{key}") for key in range(self.nnodes) if store.check([f"hosts/{key}"])}
+        hosts = {number: json.loads(text) for number, text in stored.items() if text}
         names = {number: f"node {number} ({printable(of['host'])}, {of['address']})" for number, of in hosts.items()}
-        if hosts[node]["start"] != mine["start"]:
+        if hosts[node]["start"] != own["start"]:
             raise _DisplacedError(
-                f"{names[node]} has taken the place of this host ({own_host()}), which is node {node} too.",
+                f"{names[node]} has joined with the --node-rank of this host ({own_host()}), which is node {node} too.",
                 "Give each node a --node-rank of its own.",
             )
         for number in hosts if 0 in hosts else ():

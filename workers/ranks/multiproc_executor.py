@@ -20,7 +20,7 @@ from oarlock.workers.errors import WorkerError
 from oarlock.workers.kv_offload import KVOffloadInfo
 from oarlock.workers.platform.processor import available_cores
 from oarlock.workers.protocol import StepMetadata, StepOutput, empty_step, pack_step, unpack_output, unpack_step
-from oarlock.workers.ranks.host_ranks import HostRanks, Place
+from oarlock.workers.ranks.host_ranks import HostRanks, RankProgress
 
 HUNG = 6  # exit code
 
@@ -213,10 +213,10 @@ class MultiprocExecutor:
             self.info = self._load(on_progress)
             if self.info.step_cost is not None:
                 self.config = adapted(config, self.info.step_cost)
-            assert ranks.answers is not None, "answers come to the host of the engine"
-            self._steps, self._answers = ranks.steps, ranks.answers
+            assert ranks.outputs is not None, "answers come to the host of the engine"
+            self._steps, self._outputs = ranks.steps, ranks.outputs
             # Descriptors that become readable with an output, or when a rank has ended or raised an error.
-            self._awaited = [ranks.answers.wake_fd, *ranks.filenos]
+            self._awaited = [ranks.outputs.wake_fd, *ranks.filenos]
         except BaseException as error:
             self._ranks.close(error if isinstance(error, Exception) else None)
             raise
@@ -249,14 +249,14 @@ class MultiprocExecutor:
             messages = self._ranks.messages(self._loading_timeout_s)
             if not messages:
                 self._ranks.log_stacks()
-                collectives = [place.collective for place in self._ranks.places()]
+                collectives = [rank.collective for rank in self._ranks.progress()]
                 raise loading.no_progress_error(collectives, self._loading_timeout_s)
             for rank, message in messages:
                 loading.handle(rank, message)
                 if message["kind"] == "progress":
                     on_progress("loading", loading.fraction)
                 elif message["kind"] == "loaded" and loading.num_blocks is not None:
-                    self._ranks.tell_all("allocate", num_blocks=loading.num_blocks)
+                    self._ranks.send_to_all("allocate", num_blocks=loading.num_blocks)
         return joint_info(loading.infos)
 
     # -- steps
@@ -280,14 +280,14 @@ class MultiprocExecutor:
         ready = select.select(self._awaited, (), (), self.config.step_timeout_s)[0]
         if not ready:
             self._fail_hung()
-        if ready[0] != self._answers.wake_fd:  # a rank or a node has sent a message, or has ended
+        if ready[0] != self._outputs.wake_fd:  # a rank or a node has sent a message, or has ended
             self._fail()
         try:
-            answer = unpack_output(self._answers.receive())
+            output = unpack_output(self._outputs.receive())
         except ChannelClosedError:
             self._fail()
-        self._answers.finish()
-        return answer
+        self._outputs.finish()
+        return output
 
     def ping(self) -> None:
         self.submit(empty_step(self._step_id))
@@ -311,13 +311,13 @@ class MultiprocExecutor:
     def _fail_hung(self) -> NoReturn:
         """Raise that no output came in time, and name the rank that is behind: the others wait for it in a
         collective."""
-        places = self._ranks.places()
-        stage = first_stage_behind(places, self.config.tensor_parallel_size)
-        last = last_of(*zip(*places[stage.start : stage.stop], strict=True))
+        progress = self._ranks.progress()
+        stage = first_stage_behind(progress, self.config.tensor_parallel_size)
+        last = last_of(*zip(*progress[stage.start : stage.stop], strict=True))
         cause = f"no output within {self.config.step_timeout_s:g} s"
         if last is None:
-            last = min(range(len(stage)), key=lambda rank: places[stage[rank]].finished)
-            latest = min(places[rank].collective for rank in stage)
+            last = min(range(len(stage)), key=lambda rank: progress[stage[rank]].finished)
+            latest = min(progress[rank].collective for rank in stage)
             cause += f"; all ranks without output are at collective {latest}"
         self._ranks.log_stacks()
         self._failure = WorkerError(stage[last], self._step_id, cause, hung=True)
@@ -327,9 +327,9 @@ class MultiprocExecutor:
         self._ranks.close(self._failure or failure)
 
 
-def first_stage_behind(places: Sequence[Place], num_ranks: int) -> range:
+def first_stage_behind(progress: Sequence[RankProgress], num_ranks: int) -> range:
     """Return the ranks of the first pipeline stage, each with `num_ranks`, that has finished the fewest steps. Later
     stages wait for it."""
-    last = min(range(len(places)), key=lambda rank: places[rank].finished)
+    last = min(range(len(progress)), key=lambda rank: progress[rank].finished)
     first = last - last % num_ranks
     return range(first, first + num_ranks)

@@ -4,9 +4,9 @@ One thread receives from node 0 and writes steps into the ring, another receives
 the group's ending in the store. If a rank fails, node 0 is informed, and decides how the whole group ends. Messages to
 the engine:
 
-    rank       a message of a rank
-    places     progress of the ranks, on request
-    leave      the operator wants this node to stop; node 0 then ends the whole group
+    rank           a message of a rank
+    rank_progress  progress of the ranks, on request
+    leave          the operator wants this node to stop; node 0 then ends the whole group
 """
 
 import contextlib
@@ -24,11 +24,11 @@ from oarlock.workers.config import OnProgress, WorkerConfig
 from oarlock.workers.distributed.shm_ring import ChannelClosedError
 from oarlock.workers.protocol import mask_span, output_bytes, unpack_output, unpack_step
 from oarlock.workers.rank_processes import RankProcess
-from oarlock.workers.ranks.host_link import BEAT_S, HostLink, Kind, Message, NodeLostError
+from oarlock.workers.ranks.host_link import HEARTBEAT_S, HostLink, Message, MessageKind, NodeLostError
 from oarlock.workers.ranks.host_ranks import GRACE_AFTER_FAILURE_S, GRACE_S, FirstCause, HostRanks
 from oarlock.workers.ranks.membership import Membership
 from oarlock.workers.ranks.nodes import Ending
-from oarlock.workers.ranks.spawn_ranks import NodePlace
+from oarlock.workers.ranks.spawn_ranks import NodePosition
 
 logger = logging.getLogger("oarlock.nodes")
 
@@ -52,9 +52,9 @@ class NodeProcess:
         self._membership = membership
         self._on_phase = on_phase
         self._stop_fds = [stop_fd]
-        place = NodePlace(membership.node, membership.own.name, membership.where)
-        self._ranks = HostRanks(config, ahead, place)
-        self._answers_fds = [] if self._ranks.answers is None else [self._ranks.answers.wake_fd]
+        position = NodePosition(membership.node, membership.own.name, membership.where)
+        self._ranks = HostRanks(config, ahead, position)
+        self._output_fds = [] if self._ranks.outputs is None else [self._ranks.outputs.wake_fd]
         self._read: dict[int, float] = {}  # rank -> fraction of its weights that it has read
         self._first_cause = FirstCause()
         self._endings: queue.SimpleQueue[Ending | str] = queue.SimpleQueue()  # a string describes how node 0 was lost
@@ -76,7 +76,7 @@ class NodeProcess:
     def _run(self) -> Ending:
         self._link = HostLink(self._membership)
         self._membership.watch(self._endings.put)
-        for work in (self._hear, self._say):  # each may wait for seconds for a lost node
+        for work in (self._receive_all, self._send_all):  # each may wait for seconds for a lost node
             threading.Thread(target=self._watched, args=(work,), name=work.__name__, daemon=True).start()
         ending = first = self._endings.get()
         if isinstance(first, str):  # the store may still contain the cause, unless it is lost too
@@ -103,18 +103,18 @@ class NodeProcess:
 
     # -- from the ranks to node 0
 
-    def _say(self) -> None:
+    def _send_all(self) -> None:
         next_beat_s = 0.0
         while not self._is_over:
             if time.monotonic() > next_beat_s:
-                next_beat_s = time.monotonic() + BEAT_S
-                self._link.send(Kind.BEAT)
-            self._turn(next_beat_s - time.monotonic())
+                next_beat_s = time.monotonic() + HEARTBEAT_S
+                self._link.send(MessageKind.HEARTBEAT)
+            self._send_pending(next_beat_s - time.monotonic())
 
-    def _turn(self, wait_s: float) -> None:
+    def _send_pending(self, wait_s: float) -> None:
         if self._ranks.has_message:
             wait_s = 0.0
-        readable = [*self._stop_fds, *self._answers_fds, *self._ranks.filenos]
+        readable = [*self._stop_fds, *self._output_fds, *self._ranks.filenos]
         ready = select.select(readable, [], [], max(0.0, wait_s))[0]
         messages = self._ranks.messages(0.0)
         if self._is_over:  # the ranks end because of this process, and `stop_fd` may be closed
@@ -122,22 +122,22 @@ class NodeProcess:
         if set(ready) & set(self._stop_fds):
             self._stop_fds = []
             logger.info("event=node_shutdown_requested")
-            self._link.say("leave")
-        if set(ready) & set(self._answers_fds):
-            self._send_answer()
+            self._link.send_control("leave")
+        if set(ready) & set(self._output_fds):
+            self._send_output()
         for rank, message in messages:
-            self._link.say("rank", rank=rank, message=message)
-            self._note(rank, message)
+            self._link.send_control("rank", rank=rank, message=message)
+            self._record(rank, message)
 
-    def _send_answer(self) -> None:
-        assert self._ranks.answers is not None
+    def _send_output(self) -> None:
+        assert self._ranks.outputs is not None
         try:
-            with self._ranks.answers.recv() as slot:
-                self._link.send(Kind.ANSWER, slot[: output_bytes(unpack_output(slot))])
+            with self._ranks.outputs.recv() as slot:
+                self._link.send(MessageKind.OUTPUT, slot[: output_bytes(unpack_output(slot))])
         except ChannelClosedError:
-            self._answers_fds = []  # the answering rank has ended; its control socket has the reason
+            self._output_fds = []  # the answering rank has ended; its control socket has the reason
 
-    def _note(self, rank: int, message: dict) -> None:
+    def _record(self, rank: int, message: dict) -> None:
         if self._first_cause.add(rank, message):
             logger.error('event=rank_lost rank=%d cause="%s"', rank, message["cause"])
         elif message["kind"] == "progress":
@@ -148,31 +148,31 @@ class NodeProcess:
 
     # -- from node 0, in a thread of its own
 
-    def _hear(self) -> None:
+    def _receive_all(self) -> None:
         with contextlib.suppress(ChannelClosedError):  # a rank has ended; its control socket has the reason
             while True:
-                self._take(self._link.receive_broadcast())
+                self._handle(self._link.receive_broadcast())
 
-    def _take(self, message: Message) -> None:
-        if message.kind in (Kind.STEP, Kind.FIRST_PART):
+    def _handle(self, message: Message) -> None:
+        if message.kind in (MessageKind.STEP, MessageKind.FIRST_PART):
             while not self._ranks.steps.has_room:  # ranks of this node may be slower than the answering rank
                 time.sleep(_POLL_S)
-            self._pass_on(message)
-        elif message.kind == Kind.MASKS:
+            self._write_step(message)
+        elif message.kind == MessageKind.MASKS:
             with self._ranks.steps.send_rest() as slot:
                 bits = unpack_step(slot).mask_bits
                 bits[:] = np.frombuffer(message.payload, bits.dtype, bits.size).reshape(bits.shape)
-        elif message.kind == Kind.SAID:
-            said = message.fields
-            if said["kind"] == "tell":
-                self._ranks.tell_all(said["message"]["kind"], **said["message"]["fields"])
+        elif message.kind == MessageKind.CONTROL:
+            request = message.fields
+            if request["kind"] == "to_ranks":
+                self._ranks.send_to_all(request["message"]["kind"], **request["message"]["fields"])
             else:
-                self._link.say("places", number=said["number"], places=self._ranks.places())
+                self._link.send_control("rank_progress", number=request["number"], progress=self._ranks.progress())
 
-    def _pass_on(self, message: Message) -> None:
+    def _write_step(self, message: Message) -> None:
         """Write a step into the ring, with a gap for its masks if they follow."""
         payload = message.payload
-        if message.kind == Kind.STEP:
+        if message.kind == MessageKind.STEP:
             with self._ranks.steps.send() as slot:
                 slot[: len(payload)] = payload
             return

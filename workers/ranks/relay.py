@@ -3,12 +3,12 @@
 `python -m oarlock.workers.ranks.relay PARENT_PID CONTROL_FD`, a child of the engine, which has no torch. It also keeps
 the store of the group, and ends with its parent. Its messages to the engine:
 
-    waiting    the nodes that are still missing, once a second until all have joined
-    joined     names of the nodes, address of the ranks' store, and the interface; then the relay waits for `rings`
-    failed     why the group does not start
-    lost       which node was lost, and how
-    rank       from a node: a message of one of its ranks
-    places     from a node: the progress of its ranks
+    waiting        the nodes that are still missing, once a second until all have joined
+    joined         names of the nodes, address of the ranks' store, and the interface; then the relay waits for `rings`
+    failed         why the group does not start
+    lost           which node was lost, and how
+    rank           from a node: a message of one of its ranks
+    rank_progress  from a node: the progress of its ranks
 
 The engine sends it `join`, `rings` and `end`. All other messages go to all nodes unchanged (`node_process.py`).
 """
@@ -28,7 +28,7 @@ from oarlock.workers.config import NodesConfig
 from oarlock.workers.distributed.control_channel import Control
 from oarlock.workers.distributed.shm_ring import ChannelClosedError, RingLayout, RingReader, RingWriter
 from oarlock.workers.protocol import mask_span, step_bytes, unpack_step
-from oarlock.workers.ranks.host_link import BEAT_S, HostLink, Kind, Message, NodeLostError
+from oarlock.workers.ranks.host_link import HEARTBEAT_S, HostLink, Message, MessageKind, NodeLostError
 from oarlock.workers.ranks.membership import Membership, join
 from oarlock.workers.ranks.nodes import Ending
 from oarlock.workers.ranks.spawn_ranks import RankRings, begin
@@ -54,7 +54,7 @@ class Relay:
         """Connect the nodes and serve. Raises `StartupError` if the nodes cannot reach each other."""
         self._link = HostLink(self._membership)
         where = self._membership.where
-        self._say(
+        self._send_to_engine(
             "joined",
             names=self._membership.names,
             interface=self._membership.own.name,
@@ -67,24 +67,24 @@ class Relay:
         )
         if rings.output_wake_fd is not None:
             layout = RingLayout(**rings.output_layout)
-            self._answers = RingWriter(rings.output_memory_fd, [rings.output_wake_fd], layout)
-        hearing = [threading.Thread(target=self._hear, args=(node,), daemon=True) for node in self._others]
-        for thread in (*hearing, threading.Thread(target=self._broadcast_all, daemon=True)):
+            self._outputs = RingWriter(rings.output_memory_fd, [rings.output_wake_fd], layout)
+        receivers = [threading.Thread(target=self._receive_from, args=(node,), daemon=True) for node in self._others]
+        for thread in (*receivers, threading.Thread(target=self._broadcast_all, daemon=True)):
             thread.start()
-        ending = self._obey()
+        ending = self._queue_messages()
         with contextlib.suppress(RuntimeError):  # a launcher's store may have ended
             self._membership.end(ending)
         deadline = time.monotonic() + _LEAVE_S
-        for thread in hearing:  # each thread ends with its node's connection
+        for thread in receivers:  # each thread ends with its node's connection
             thread.join(max(0.0, deadline - time.monotonic()))
 
-    def _obey(self) -> Ending:
-        while (said := self._control.recv())["kind"] != "end":
-            self._queue.append(json.dumps(said).encode())
+    def _queue_messages(self) -> Ending:
+        while (message := self._control.recv())["kind"] != "end":
+            self._queue.append(json.dumps(message).encode())
             os.write(self._queue_fd, b"\0")
-        return Ending(**said["ending"])
+        return Ending(**message["ending"])
 
-    def _say(self, kind: str, **fields: object) -> None:
+    def _send_to_engine(self, kind: str, **fields: object) -> None:
         with self._sending, contextlib.suppress(ChannelClosedError):  # the engine has ended, so this process ends too
             self._control.send(kind, **fields)
 
@@ -94,14 +94,14 @@ class Relay:
         """Broadcast until the engine closes the ring, or a node is lost."""
         try:
             while True:
-                ready = select.select([self._steps.wake_fd, self._queued_fd], [], [], BEAT_S)[0]
+                ready = select.select([self._steps.wake_fd, self._queued_fd], [], [], HEARTBEAT_S)[0]
                 if self._steps.wake_fd in ready:
                     self._broadcast_step()
                 elif self._queued_fd in ready:
                     os.read(self._queued_fd, 1)
-                    self._link.broadcast(Kind.SAID, self._queue.popleft())
+                    self._link.broadcast(MessageKind.CONTROL, self._queue.popleft())
                 else:
-                    self._link.broadcast(Kind.BEAT)
+                    self._link.broadcast(MessageKind.HEARTBEAT)
         except (ChannelClosedError, NodeLostError):  # the thread that receives from a lost node reports it
             return
 
@@ -109,43 +109,43 @@ class Relay:
         with self._steps.recv() as slot:
             size = step_bytes(unpack_step(slot))
             if not self._steps.lacks_rest:
-                self._link.broadcast(Kind.STEP, slot[:size])
+                self._link.broadcast(MessageKind.STEP, slot[:size])
                 return
             begin, end = mask_span(slot)
-            self._link.broadcast(Kind.FIRST_PART, slot[:begin], slot[end:size])
+            self._link.broadcast(MessageKind.FIRST_PART, slot[:begin], slot[end:size])
             self._steps.wait_for_rest()
-            self._link.broadcast(Kind.MASKS, slot[begin:end])
+            self._link.broadcast(MessageKind.MASKS, slot[begin:end])
 
     # -- up
 
-    def _hear(self, node: int) -> None:
+    def _receive_from(self, node: int) -> None:
         """Handle messages of `node` until it is lost."""
         try:
             while True:
-                self._take(node, self._link.receive_from(node))
+                self._handle(node, self._link.receive_from(node))
         except NodeLostError as error:
-            self._say("lost", node=node, why=f"{self._membership.names[node]} {error}")
+            self._send_to_engine("lost", node=node, why=f"{self._membership.names[node]} {error}")
 
-    def _take(self, node: int, message: Message) -> None:
-        if message.kind == Kind.ANSWER:
-            with self._answers.send() as slot:
+    def _handle(self, node: int, message: Message) -> None:
+        if message.kind == MessageKind.OUTPUT:
+            with self._outputs.send() as slot:
                 slot[: len(message.payload)] = message.payload
-        elif message.kind == Kind.SAID:
-            said = message.fields
-            if said["kind"] == "leave":
+        elif message.kind == MessageKind.CONTROL:
+            request = message.fields
+            if request["kind"] == "leave":
                 os.kill(self._leave_pid, signal.SIGTERM)
             else:
-                self._say(**said, node=node)
+                self._send_to_engine(**request, node=node)
 
 
 def main(argv: list[str]) -> int:
     control = begin(argv)
-    said_s = 0.0
+    sent_s = 0.0
 
     def on_waiting(text: str) -> None:
-        nonlocal said_s
-        if time.monotonic() > said_s + 0.5:
-            said_s = time.monotonic()
+        nonlocal sent_s
+        if time.monotonic() > sent_s + 0.5:
+            sent_s = time.monotonic()
             control.send("waiting", text=text)
 
     try:

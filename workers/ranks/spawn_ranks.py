@@ -15,7 +15,7 @@ from oarlock.workers.config import WorkerConfig
 from oarlock.workers.distributed.control_channel import Control
 from oarlock.workers.distributed.shm_layout import Flags, total_bytes
 from oarlock.workers.distributed.shm_ring import ChannelClosedError, RingLayout, anonymous_memory
-from oarlock.workers.distributed.topology import MARK_BYTES, RendezvousInfo, StageRing, StoreAddress
+from oarlock.workers.distributed.topology import STATUS_BYTES, RendezvousInfo, StageRing, StoreAddress
 from oarlock.workers.rank_processes import RankProcess, end_ranks, start_ranks
 from oarlock.workers.ranks.cpu_affinity import ranks_share_cores
 
@@ -63,7 +63,7 @@ class RankRings:
 
 
 @dataclass(frozen=True, slots=True)
-class NodePlace:
+class NodePosition:
     """This host's position among the nodes, and the store in which its ranks meet the ranks of other hosts."""
 
     node: int = 0
@@ -71,7 +71,7 @@ class NodePlace:
     store: StoreAddress | None = None
 
 
-THE_ONLY_NODE = NodePlace()
+THE_ONLY_NODE = NodePosition()
 
 
 class SpawnedRanks(NamedTuple):
@@ -101,7 +101,7 @@ def spawn_ranks(
     config: WorkerConfig,
     extras: Sequence[dict[str, Any]],
     ahead: Sequence[RankProcess] = (),
-    place: NodePlace = THE_ONLY_NODE,
+    position: NodePosition = THE_ONLY_NODE,
 ) -> SpawnedRanks:
     """Start one process for each rank of `config` on this host, with its arguments. `extras`: `RankArguments.extra` of
     each rank.
@@ -122,7 +122,7 @@ def spawn_ranks(
             for number, extra in enumerate(extras):
                 before, after = rings.get(number - config.tensor_parallel_size), rings.get(number)
                 rendezvous = RendezvousInfo(
-                    rank=place.node * size + number,
+                    rank=position.node * size + number,
                     size=size * config.nnodes,
                     memory_fd=memory_fd,
                     buffer_bytes=_COLLECTIVE_BUFFER_BYTES,
@@ -133,8 +133,8 @@ def spawn_ranks(
                     nnodes=config.nnodes,
                     row_bytes=_row_bytes(config),
                     store_fd=store_fd,
-                    store=place.store,
-                    interface=place.interface,
+                    store=position.store,
+                    interface=position.interface,
                     from_stage=before and before[0],
                     to_stage=after and after[1],
                 )
@@ -152,7 +152,7 @@ def _stage_rings(config: WorkerConfig, given: contextlib.ExitStack) -> dict[int,
     this host too."""
     rings = {}
     tokens = -(-config.max_num_batched_tokens // config.tensor_parallel_size)
-    num_bytes = MARK_BYTES + _row_bytes(config) * tokens
+    num_bytes = STATUS_BYTES + _row_bytes(config) * tokens
     for number in range(config.ranks_per_node - config.tensor_parallel_size):
         layout = RingLayout.holding(num_bytes, 1, config.pipeline_parallel_size)
         memory_fd, (read_fd, write_fd) = anonymous_memory(layout.total_bytes), os.pipe()

@@ -15,17 +15,17 @@ from oarlock.workers.config import WorkerConfig
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.distributed.pipeline_stage import PipelineStage
 from oarlock.workers.gguf_config import open_checkpoint
-from oarlock.workers.kernels.cpu.in_use import log_kernels
+from oarlock.workers.kernels.cpu.description import log_kernels
 from oarlock.workers.kernels.triton import availability
 from oarlock.workers.layers.decoder_spec import DecoderSpec, layers_of_stage, matrices_of
 from oarlock.workers.model_files.checkpoint import Checkpoint
 from oarlock.workers.models.decoder import Decoder
 from oarlock.workers.models.hf_fields import read_config
-from oarlock.workers.models.hf_quantization import stored_quantization, weight_forms
+from oarlock.workers.models.hf_quantization import stored_quantization, weight_formats
 from oarlock.workers.models.registry import read_spec
 from oarlock.workers.quantization.fixed_order import FIXED_ORDER
-from oarlock.workers.quantization.formats.checkpoint_forms import GGUFForms, input_rounding, served_forms
-from oarlock.workers.quantization.formats.form import WeightForms
+from oarlock.workers.quantization.formats.checkpoint_formats import GGUFFormats, input_rounding, served_formats
+from oarlock.workers.quantization.formats.weight_format import WeightFormats
 from oarlock.workers.runner.expert_kernel_selection import select_expert_kernels
 from oarlock.workers.weights.gguf_reader import load_weights
 
@@ -38,7 +38,7 @@ class DecoderDescription(NamedTuple):
     spec: DecoderSpec
     layers: range  # of this rank's pipeline stage
     checkpoint: Checkpoint | None  # None: dummy weights
-    forms: WeightForms  # formats of the weights on this rank
+    formats: WeightFormats  # formats of the weights on this rank
     fixes_order: bool  # sums have an order that does not depend on the batch, on a CUDA device
     quantization: str  # for reports
     input_rounding: str | None  # for reports; None: matmuls do not round their inputs
@@ -51,18 +51,18 @@ def describe(config: WorkerConfig, device: torch.device, stage: PipelineStage) -
     directory = Path(config.model_path)
     checkpoint = None if config.load_format == "dummy" else open_checkpoint(directory)
     stored = stored_quantization(directory, read_config(directory))
-    stored_forms = weight_forms(config.quantization, stored, checkpoint)
-    forms = served_forms(stored_forms, config.device, dequantize=config.dequantize)
+    stored_formats = weight_formats(config.quantization, stored, checkpoint)
+    formats = served_formats(stored_formats, config.device, dequantize=config.dequantize)
     fixes_order = config.batch_invariant and availability.can_serve(device)
     if fixes_order:
-        forms = FIXED_ORDER
+        formats = FIXED_ORDER
     quantization = config.quantization if stored is None else stored.scheme.description
-    if isinstance(stored_forms, GGUFForms):
-        quantization = stored_forms.description
+    if isinstance(stored_formats, GGUFFormats):
+        quantization = stored_formats.description
     if config.dequantize:
         quantization += ", dequantised at load"
-    rounding = input_rounding(forms, matrices_of(spec), device.type)
-    return DecoderDescription(spec, layers, checkpoint, forms, fixes_order, quantization, rounding)
+    rounding = input_rounding(formats, matrices_of(spec), device.type)
+    return DecoderDescription(spec, layers, checkpoint, formats, fixes_order, quantization, rounding)
 
 
 def load_decoder(
@@ -77,7 +77,13 @@ def load_decoder(
     if device.type == "cpu" and tp.rank == 0:
         log_kernels(dtype, description.input_rounding is not None)
     model = Decoder(
-        spec, tp, dtype, device, description.forms, description.layers, deals_experts=config.enable_expert_parallel
+        spec,
+        tp,
+        dtype,
+        device,
+        description.formats,
+        description.layers,
+        distributes_experts=config.enable_expert_parallel,
     )
     load_weights(
         model.load,
@@ -95,6 +101,6 @@ def load_decoder(
 def attention_backend(model: Decoder, config: WorkerConfig, *, fixes_order: bool) -> AttentionBackend:
     """Return the attention backend of `model`, which describes the rank's KV memory."""
     assert config.max_model_len is not None, "preflight resolves the context length"
-    spec = model.kv_spec(config.block_size, model.place.device, config.kv_cache_dtype)
+    spec = model.kv_spec(config.block_size, model.placement.device, config.kv_cache_dtype)
     span = fixed_span(config.max_model_len) if fixes_order else None
     return choose(replace(spec, fixed_span=span), config.attention_backend, logger.info)

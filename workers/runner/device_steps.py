@@ -73,7 +73,7 @@ class DeviceSteps:
         for size in sorted(prompts, reverse=True):
             place = self._inputs.stage(empty_step(0), prompts=size)
             if size > len(self._hidden):
-                spec, dtype = self.model.spec, self.model.place.dtype
+                spec, dtype = self.model.spec, self.model.placement.dtype
                 self._hidden = torch.empty((size, spec.hidden_size), dtype=dtype, device=self._logits.device)
             self._prompt_graphs[size] = maker.capture(self._prompts(place))
         self._prompt_sizes = sorted(self._prompt_graphs)

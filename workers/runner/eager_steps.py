@@ -63,7 +63,7 @@ class EagerSteps:
         elif self._stage is None:
             hidden = model.stand_in(batch.token_ids)
         else:
-            place = model.place
+            place = model.placement
             hidden = self._stage.receive(batch.num_tokens, model.spec.hidden_size, place.dtype, place.device)
         return batch, model(batch, self.kv, self._backend, plan, hidden)
 

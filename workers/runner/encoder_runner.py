@@ -11,7 +11,7 @@ from oarlock.base.errors import EXIT_OUT_OF_MEMORY, StartupError
 from oarlock.workers.config import WorkerConfig, WorkerInfo
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.gguf_config import open_checkpoint
-from oarlock.workers.kernels.cpu.in_use import log_kernels
+from oarlock.workers.kernels.cpu.description import log_kernels
 from oarlock.workers.models.encoders.encoder import Encoder
 from oarlock.workers.models.encoders.registry import read_encoder
 from oarlock.workers.protocol import StepMetadata, table_width

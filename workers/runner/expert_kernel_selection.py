@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from oarlock.workers.distributed.all_reduce import Sum, seconds_on_device
+from oarlock.workers.distributed.all_reduce import AllReduce, seconds_on_device
 from oarlock.workers.models.decoder import Decoder, moe_layers_of
 from oarlock.workers.quantization.expert_weights import ExpertsShape
 from oarlock.workers.quantization.triton_experts import GROUPED, TritonExpertMatmul
@@ -32,7 +32,7 @@ def select_expert_kernels(model: Decoder, max_tokens: int) -> None:
     for experts in moe_layers_of(model.layers):
         total, top_k = experts.router.experts, experts.router.spec.top_k
         for stack, wanted in ((experts.routed, top_k), (experts.shared, 1)):
-            if stack is None or not isinstance(matmul := stack.product, TritonExpertMatmul):
+            if stack is None or not isinstance(matmul := stack.matmul, TritonExpertMatmul):
                 continue
             shape = matmul.shape
             per_token = wanted if stack is experts.shared else max(1, round(wanted * shape.count / total))
@@ -48,7 +48,7 @@ def fastest_kernels(
     matmul: TritonExpertMatmul,
     per_token: int,
     max_tokens: int,
-    seconds_of: Callable[[Sum, Tensor], float] = seconds_on_device,
+    seconds_of: Callable[[AllReduce, Tensor], float] = seconds_on_device,
 ) -> tuple[list[tuple[int, str]], str]:
     """Return the fastest kernel up to each number of tokens, and a log line of the timings.
 

@@ -36,14 +36,14 @@ def batch_fault(experts: Experts) -> str | None:
         name = f"{router.name}: a row's result of an expert that all others have"
         fault = _sums_fault(name, routed, crowd, ids, torch.ones(ids.shape, device=crowd.device))
     if fault is None and experts.shared is not None:
-        fault = _difference(f"{router.name}: a row's result of the shared expert", experts.of_shared, x)
+        fault = _difference(f"{router.name}: a row's result of the shared expert", experts.run_shared_expert, x)
     return fault
 
 
 def order_fault(experts: Experts) -> str | None:
     """Return the first sum that does not add up a row's experts by id, or parts as ranks do, or None if there is
     none."""
-    x = _rows(experts, _FEW, torch.Generator().manual_seed(experts.place.tp.rank))
+    x = _rows(experts, _FEW, torch.Generator().manual_seed(experts.placement.tp.rank))
     ids, weights = experts.router(x)
     none = torch.zeros((len(x), 1), dtype=torch.int32)
     name, shared = experts.router.name, experts.shared
@@ -54,8 +54,8 @@ def order_fault(experts: Experts) -> str | None:
 
 
 def _rows(experts: Experts, count: int, draw: torch.Generator) -> Tensor:
-    place = experts.place
-    return torch.randn((count, experts.router.hidden), generator=draw).to(place.dtype).to(place.device)
+    placement = experts.placement
+    return torch.randn((count, experts.router.hidden), generator=draw).to(placement.dtype).to(placement.device)
 
 
 def _choice_fault(router: Router, logits: Tensor) -> str | None:
@@ -103,7 +103,7 @@ def _order_fault(name: str, stack: ExpertStack, x: Tensor, ids: Tensor, weights:
 
 def _parts(stack: ExpertStack) -> list[Sum]:
     """Return the sums that a larger number of ranks would compute: of slices of the width, or of groups of experts."""
-    product, shape = stack.product, stack.shape
+    product, shape = stack.matmul, stack.shape
     if shape.groups > 1:
         return [_of_group(stack, number) for number in range(shape.groups)]
     assert isinstance(product, CppExpertMatmul)

@@ -116,7 +116,7 @@ class _InvarianceTest:
     def _run(self, parts: list[SequenceChunk], *, as_captured: bool = False) -> list[Tensor]:
         """Return the hidden states of one step for each part: [tokens, hidden]."""
         step = greedy_step(parts, self.block_size)
-        batch = ForwardBatch.from_step(step, BlockTables.of_step(step, self.model.place.device))
+        batch = ForwardBatch.from_step(step, BlockTables.of_step(step, self.model.placement.device))
         if as_captured:
             assert isinstance(self.backend, CapturableBackend)
             plan = self.backend.prepare_decode(replace(batch, context_lens=[self.longest] * batch.num_seqs))
@@ -145,7 +145,7 @@ def check_batch_invariance(
     longer. `is_asked`: the model uses the kernels of `--batch-invariant`; without them nothing is tried on a CUDA
     device.
     """
-    device = model.place.device
+    device = model.placement.device
     if device.type != "cpu" and not is_asked:
         reason = f"on {device.type} the libraries choose kernels by the shape of the batch, without --batch-invariant"
         return InvarianceResult(False, reason)
@@ -211,7 +211,7 @@ def _attention(backend: AttentionBackend) -> str:
 
 
 def _name(model: Decoder) -> str:
-    return str(model.place.dtype).removeprefix("torch.")
+    return str(model.placement.dtype).removeprefix("torch.")
 
 
 _ROWS = 3
@@ -230,7 +230,7 @@ def check_rank_invariance(model: Decoder, kv: list[LayerKV], backend: AttentionB
     blocks = [model.layers[layer] for layer in one_of_each_kind(model)]
     sublayers = [branch.sublayer for block in blocks for branch in block.branches]
     outputs = [sublayer.output for sublayer in sublayers if sublayer.output is not None]
-    result = check_sums(outputs, model.place, _why_not(model, kv, backend))
+    result = check_sums(outputs, model.placement, _why_not(model, kv, backend))
     faults = [order_fault(experts) for experts in moe_layers_of(blocks)] if result.rank_invariant else []
     fault = next((fault for fault in faults if fault is not None), None)
     return result if fault is None else RankInvariance(False, fault)
@@ -263,12 +263,12 @@ def check_sums(outputs: Sequence[RowParallelLinear], place: Placement, why_not: 
 
 def _why_not(model: Decoder, kv: list[LayerKV], backend: AttentionBackend) -> str | None:
     """Return the reason why this rank's kernels guarantee nothing, or None if they do."""
-    device = model.place.device
+    device = model.placement.device
     if device.type != "cpu":
         return None
     if model.prepared_for(kv, backend) is None:
         return f"not everything is computed by kernels that add up in one order: {model.why_not_prepared}"
-    if model.is_last and not (isinstance(model.head.product, CppMatmul | CppPackedMatmul) and can_serve(device)):
+    if model.is_last and not (isinstance(model.head.matmul, CppMatmul | CppPackedMatmul) and can_serve(device)):
         return "logits or samples are computed by torch, in an order that depends on the shape of a rank's vocabulary"
     return None
 
@@ -287,7 +287,7 @@ def _fault(outputs: Sequence[RowParallelLinear], place: Placement) -> str | None
 
 def _adds_up(layer: RowParallelLinear, slices: int, draw: torch.Generator) -> bool:
     """Return whether a rank's matmul equals the sum of its slices, each computed with all other inputs set to zero."""
-    product = layer.product
+    product = layer.matmul
     assert isinstance(product, CppMatmul | CppPackedMatmul)
     share = product.as_share()
     x = torch.randn((_ROWS, layer.weight_shard.local_inputs), generator=draw).to(product.dtype)

@@ -18,15 +18,15 @@ from oarlock.workers.config import WorkerConfig
 from oarlock.workers.distributed.topology import Topology
 from oarlock.workers.layers.decoder_spec import DecoderSpec, layers_of_stage, slices_of, tensors_of
 from oarlock.workers.layers.sharding import shard_experts
-from oarlock.workers.layers.tensor_spec import Cut, Kept, TensorSpec
+from oarlock.workers.layers.tensor_spec import RankDtype, Sharding, TensorSpec
 from oarlock.workers.models.encoders.encoder_spec import EncoderSpec
 from oarlock.workers.platform.dtypes import ITEM_BYTES, KV_CACHE_DTYPES, KVShape
-from oarlock.workers.quantization.formats.form import unit_of_width
+from oarlock.workers.quantization.formats.weight_format import unit_of_width
 from oarlock.workers.quantization.registry import NONE
 from oarlock.workers.runner.buckets import logits_rows_at_once
 
 if TYPE_CHECKING:
-    from oarlock.workers.quantization.formats.form import WeightForms
+    from oarlock.workers.quantization.formats.weight_format import WeightFormats
 
 _FLOAT32 = 4
 # Rows of logits computed at once. Scoring a prompt may need thousands of rows, 600 KB each with 152,000 ids.
@@ -53,21 +53,21 @@ def encoder_step_bytes(spec: EncoderSpec, num_ranks: int, num_tokens: int) -> in
     return num_tokens * _FLOAT32 * (4 * spec.hidden_size + (7 * spec.hidden_size + inner) // num_ranks)
 
 
-def rank_weight_bytes(config: WorkerConfig, spec: DecoderSpec, forms: WeightForms = NONE, stage: int = 0) -> int:
+def rank_weight_bytes(config: WorkerConfig, spec: DecoderSpec, formats: WeightFormats = NONE, stage: int = 0) -> int:
     """Return the bytes of the weights of a rank of `stage`.
 
     All ranks have equal weights, unless whole experts are divided with a remainder: then the first rank has the most.
     `config` must have a resolved dtype.
     """
-    return sum(size for _, size in rank_tensors(config, spec, forms, stage))
+    return sum(size for _, size in rank_tensors(config, spec, formats, stage))
 
 
 def rank_tensors(
-    config: WorkerConfig, spec: DecoderSpec, forms: WeightForms = NONE, stage: int = 0
+    config: WorkerConfig, spec: DecoderSpec, formats: WeightFormats = NONE, stage: int = 0
 ) -> Iterator[tuple[TensorSpec, int]]:
     """Yield the tensors that the first rank of `stage` holds, and the bytes of its part of each."""
     size, on_cpu = config.tensor_parallel_size, config.device != "cuda"
-    all_slices = slices_of(spec, forms) if on_cpu else 1
+    all_slices = slices_of(spec, formats) if on_cpu else 1
     slices = all_slices // size if all_slices % size == 0 else 1  # as `Placement.local_slices`
     layers = layers_of_stage(spec.num_layers, stage, config.pipeline_parallel_size)
     item = ITEM_BYTES[config.dtype]
@@ -77,29 +77,31 @@ def rank_tensors(
             if tensor.expert >= shard_experts(tensor.experts, 0, size, all_slices).count:
                 continue
             cut = 1, 1
-        shape = _local_shape(tensor, forms, *cut)
+        shape = _local_shape(tensor, formats, *cut)
         if tensor.is_matrix:
-            yield tensor, _matrix_bytes(tensor, shape, forms, item, slices if cut[0] == size else 1)
+            yield tensor, _matrix_bytes(tensor, shape, formats, item, slices if cut[0] == size else 1)
         else:
-            is_wide = tensor.kept is Kept.FLOAT32 or (tensor.kept is Kept.FOR_KERNELS and on_cpu)
+            is_wide = tensor.rank_dtype is RankDtype.FLOAT32 or (tensor.rank_dtype is RankDtype.FOR_KERNELS and on_cpu)
             yield tensor, math.prod(shape) * (_FLOAT32 if is_wide else item)
 
 
-def _local_shape(tensor: TensorSpec, forms: WeightForms, size: int, slices: int) -> tuple[int, ...]:
+def _local_shape(tensor: TensorSpec, formats: WeightFormats, size: int, slices: int) -> tuple[int, ...]:
     """Return the shape of the part that each of `size` ranks holds; widths are padded to `slices` over all ranks."""
-    if tensor.cut not in (Cut.WIDTH_OUTPUTS, Cut.WIDTH_INPUTS):
+    if tensor.sharding not in (Sharding.WIDTH_OUTPUTS, Sharding.WIDTH_INPUTS):
         return tensor.local_shape(size)
     down = f"{tensor.name.rpartition('.')[0].rpartition('.')[0]}.down_proj"  # the linear layer whose inputs are cut
-    return tensor.local_shape(size, slices, unit_of_width(forms.form_of(down)))
+    return tensor.local_shape(size, slices, unit_of_width(formats.format_of(down)))
 
 
-def _matrix_bytes(tensor: TensorSpec, shape: tuple[int, ...], forms: WeightForms, item: int, slices: int) -> int:
+def _matrix_bytes(tensor: TensorSpec, shape: tuple[int, ...], formats: WeightFormats, item: int, slices: int) -> int:
     """Return the bytes of a matrix of `shape`, which is `tensor` or a rank's part of it."""
-    if tensor.kept is Kept.FLOAT32:
+    if tensor.rank_dtype is RankDtype.FLOAT32:
         return math.prod(shape) * _FLOAT32
-    own = forms.of_head if tensor.cut is Cut.VOCABULARY else forms
-    form = own.form_of(tensor.name.removesuffix(".weight"))
-    return form.weight_bytes(*shape, item, slices if tensor.cut in (Cut.INPUTS, Cut.WIDTH_INPUTS) else 1)
+    own = formats.of_head if tensor.sharding is Sharding.VOCABULARY else formats
+    weight_format = own.format_of(tensor.name.removesuffix(".weight"))
+    return weight_format.weight_bytes(
+        *shape, item, slices if tensor.sharding in (Sharding.INPUTS, Sharding.WIDTH_INPUTS) else 1
+    )
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -110,12 +112,12 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError | OSError | ImportError) and any(message in text for message in _MESSAGES)
 
 
-def weight_bytes(spec: DecoderSpec, dtype: str, forms: WeightForms = NONE) -> int:
+def weight_bytes(spec: DecoderSpec, dtype: str, formats: WeightFormats = NONE) -> int:
     """Return the bytes of the weights of the whole model, on one rank or divided without copies."""
-    item, total, slices = ITEM_BYTES[dtype], 0, slices_of(spec, forms)
+    item, total, slices = ITEM_BYTES[dtype], 0, slices_of(spec, formats)
     for tensor in tensors_of(spec):
         if tensor.is_matrix:
-            total += _matrix_bytes(tensor, _local_shape(tensor, forms, 1, slices), forms, item, slices)
+            total += _matrix_bytes(tensor, _local_shape(tensor, formats, 1, slices), formats, item, slices)
         else:
             total += math.prod(tensor.shape) * item
     return total
@@ -150,32 +152,32 @@ def sampling_bytes(config: WorkerConfig, spec: DecoderSpec) -> int:
     return 4 * (2 * logits + vocab * config.max_num_seqs)
 
 
-def check_weights_fit(config: WorkerConfig, spec: DecoderSpec, dtype: str, forms: WeightForms) -> None:
+def check_weights_fit(config: WorkerConfig, spec: DecoderSpec, dtype: str, formats: WeightFormats) -> None:
     """Check that the weights fit on the CPU, where the ranks of all replicas on a node share the memory.
 
     Raises `StartupError` (exit code 4) with the arithmetic if they do not.
     """
-    of_replica, replicas = weight_bytes_of_node(config, spec, dtype, forms), config.data_parallel_size
+    of_replica, replicas = weight_bytes_of_node(config, spec, dtype, formats), config.data_parallel_size
     need, free = replicas * of_replica, free_before_load(config)
     if need > free:
         of = "" if config.nnodes == 1 else f" on one of {config.nnodes} nodes"
         of += "" if replicas == 1 else f" {replicas} x {human_bytes(of_replica)} ="
         raise StartupError(
-            f"Not enough memory for the weights: {spec.num_parameters:,} parameters in {form_name(config, dtype)} "
+            f"Not enough memory for the weights: {spec.num_parameters:,} parameters in {format_name(config, dtype)} "
             f"need{of} {human_bytes(need)}, and {human_bytes(free)} is free.",
             _smaller(config, dtype, "Free memory" if replicas == 1 else "Lower --data-parallel-size") + ".",
             EXIT_OUT_OF_MEMORY,
         )
 
 
-def check_kv_fits(config: WorkerConfig, spec: DecoderSpec, forms: WeightForms) -> None:
+def check_kv_fits(config: WorkerConfig, spec: DecoderSpec, formats: WeightFormats) -> None:
     """Check, before weights are read, that a CPU rank's KV memory holds one sequence.
 
     The KV memory is the given size, which must fit in the free memory, or a share of the memory that is free after
     loading. Raises `StartupError` (exit code 4) with the arithmetic. `config` must be resolved.
     """
     loading = config.with_(host_free_bytes=free_before_load(config))
-    weights = weight_bytes_of_node(config, spec, config.dtype, forms)
+    weights = weight_bytes_of_node(config, spec, config.dtype, formats)
     blocks_that_fit(kv_shape(config, spec), config, room_for_kv(loading, None, 0, weight_bytes=weights))
     check_given_sizes_fit_host(config, weights * config.data_parallel_size)
 
@@ -207,14 +209,14 @@ def check_given_sizes_fit_host(config: WorkerConfig, weights: int) -> None:
 
 
 def check_given_size_fits_device(
-    config: WorkerConfig, spec: DecoderSpec, forms: WeightForms, device_bytes: int, ranks_of_device: int
+    config: WorkerConfig, spec: DecoderSpec, formats: WeightFormats, device_bytes: int, ranks_of_device: int
 ) -> None:
     """Check, before weights are read, that `--kv-cache-memory` and a rank's weights fit on a device of `device_bytes`.
 
     Raises `StartupError` (exit code 4) with the arithmetic if they do not.
     """
     given = config.kv_cache_bytes or 0
-    weights = max(rank_weight_bytes(config, spec, forms, stage) for stage in range(config.pipeline_parallel_size))
+    weights = max(rank_weight_bytes(config, spec, formats, stage) for stage in range(config.pipeline_parallel_size))
     need = ranks_of_device * (weights + given)
     if need > device_bytes:
         most = (device_bytes // ranks_of_device - weights) >> 20
@@ -235,11 +237,11 @@ def free_before_load(config: WorkerConfig) -> int:
     return free_host_bytes() if config.host_free_bytes is None else config.host_free_bytes
 
 
-def weight_bytes_of_node(config: WorkerConfig, spec: DecoderSpec, dtype: str, forms: WeightForms) -> int:
+def weight_bytes_of_node(config: WorkerConfig, spec: DecoderSpec, dtype: str, formats: WeightFormats) -> int:
     """Return the bytes of the weights of all ranks of a node, for the node with the most."""
     topology, config = Topology.of(config), config.with_(dtype=dtype)
     stages = range(topology.pipeline_parallel_size)
-    of_rank = [rank_weight_bytes(config, spec, forms, stage) for stage in stages]
+    of_rank = [rank_weight_bytes(config, spec, formats, stage) for stage in stages]
     nodes = range(topology.nnodes)
     return max(sum(of_rank[topology.stage_of(rank)] for rank in topology.ranks_of(node)) for node in nodes)
 
@@ -262,7 +264,7 @@ def out_of_memory(
     step = measured_step_bytes or largest_step_bytes(config, spec)
     about = "" if measured_step_bytes else "about "
     parts = [
-        f"{human_bytes(weight_bytes)} of weights ({form_name(config, config.dtype)})",
+        f"{human_bytes(weight_bytes)} of weights ({format_name(config, config.dtype)})",
         f"{about}{human_bytes(step)} for a step of {config.max_num_batched_tokens} tokens",
     ]
     if config.device == "cuda":
@@ -288,7 +290,7 @@ def out_of_memory(
     )
 
 
-def form_name(config: WorkerConfig, dtype: str) -> str:
+def format_name(config: WorkerConfig, dtype: str) -> str:
     """Return the name of the weights' format, for messages."""
     if config.dequantize:
         return f"{config.quantization} dequantised to {dtype}"

@@ -11,7 +11,7 @@ from oarlock.workers.attention.backend import LayerKV
 from oarlock.workers.config import StepCost, WorkerConfig, WorkerInfo
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.distributed.pipeline_stage import PipelineStage
-from oarlock.workers.kernels.cpu.in_use import kernels_in_use
+from oarlock.workers.kernels.cpu.description import describe_kernels
 from oarlock.workers.kv_tiers.rank_offload import RankOffload
 from oarlock.workers.models.decoder import Decoder
 from oarlock.workers.protocol import StepMetadata
@@ -52,7 +52,7 @@ class ModelRunner(StepRunner[DecoderSteps]):
         self.device = use_device(config, (stage.number * tp.size + tp.rank) % config.ranks_per_node)
         self.description = describe(config, self.device, stage)
         self.spec = self.description.spec
-        self.memory = RankMemory(config, self.spec, self.description.forms, stage, self.device, meter)
+        self.memory = RankMemory(config, self.spec, self.description.formats, stage, self.device, meter)
         self._graph_maker = graph_maker(self.device)
         self.kv_offload: RankOffload | None = None
         self.step_cost: StepCost | None = None
@@ -108,7 +108,7 @@ class ModelRunner(StepRunner[DecoderSteps]):
             )
         if config.offloads_kv:
             with memory.needed_for("taking host memory for KV blocks"):
-                kernels, kv = kernels_in_use(self.device), str(self.backend.spec)
+                kernels, kv = describe_kernels(self.device), str(self.backend.spec)
                 facts = {"backend": self.backend.name, "kernels": kernels, "kv": kv}
                 rank = self.stage.number * self.tp.size + self.tp.rank
                 self.kv_offload = RankOffload(config, self.kv, facts, rank)

@@ -20,7 +20,7 @@ from oarlock.workers.config import WorkerConfig
 from oarlock.workers.distributed.pipeline_stage import PipelineStage
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.protocol import LOGITS, StepMetadata
-from oarlock.workers.quantization.formats.form import WeightForms
+from oarlock.workers.quantization.formats.weight_format import WeightFormats
 from oarlock.workers.runner.device import free_bytes, meter_of
 from oarlock.workers.runner.memory_needs import (
     MemoryMeter,
@@ -74,13 +74,13 @@ class RankMemory:
         self,
         config: WorkerConfig,
         spec: DecoderSpec,
-        forms: WeightForms,
+        formats: WeightFormats,
         stage: PipelineStage,
         device: torch.device,
         meter: MemoryMeter | None = None,
     ) -> None:
         """Estimate the largest step. `meter`: replaces the device's own meter."""
-        self._config, self._spec, self._forms, self._stage, self._device = config, spec, forms, stage, device
+        self._config, self._spec, self._formats, self._stage, self._device = config, spec, formats, stage, device
         self.meter = meter or meter_of(device)
         self.step = StepMemory(config, spec, has_head=stage.is_last)
         self.graph_bytes = 0  # known before KV memory is allocated
@@ -102,7 +102,7 @@ class RankMemory:
         config = self._config
         if config.num_kv_blocks is not None:
             return config.num_kv_blocks
-        weights = weight_bytes_of_node(config, self._spec, config.dtype, self._forms)
+        weights = weight_bytes_of_node(config, self._spec, config.dtype, self._formats)
         room = room_for_kv(config, self.meter, self.step.largest, self.graph_bytes, weights)
         num_blocks = blocks_that_fit(kv.shape, config, room)
         logger.info(
@@ -121,7 +121,7 @@ class RankMemory:
             raise self._error("leaving room for a step and graphs")
 
     def _error(self, activity: str) -> StartupError:
-        weights = rank_weight_bytes(self._config, self._spec, self._forms, self._stage.number)
+        weights = rank_weight_bytes(self._config, self._spec, self._formats, self._stage.number)
         free = free_bytes(self._device) if self.meter is None else self.meter.free_bytes()
         measured = None if self.meter is None else self.step.largest
         return out_of_memory(

@@ -8,7 +8,7 @@ import torch
 from oarlock.base.host_memory import human_bytes
 from oarlock.workers.config import WorkerConfig, WorkerInfo
 from oarlock.workers.distributed.parallel_state import TensorParallel
-from oarlock.workers.kernels.cpu.in_use import kernels_in_use
+from oarlock.workers.kernels.cpu.description import describe_kernels
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.models.encoders.encoder_spec import EncoderSpec
 from oarlock.workers.runner.device import free_bytes
@@ -38,7 +38,7 @@ def worker_info(
         num_parameters=spec.num_parameters,
         kv_cache_dtype=config.kv_cache_dtype,
         load_seconds=round(load_seconds, 3),
-        kernels=kernels_in_use(device),
+        kernels=describe_kernels(device),
         batch_invariant=invariance.batch_invariant,
         batch_invariant_reason=invariance.reason,
         rank_invariant=rank_invariance.rank_invariant,
@@ -53,9 +53,9 @@ def log_device(device: torch.device, tp: TensorParallel, *, attention: str, grap
     logger.info(
         "event=device index=%d name=%r free=%r attention=%s graphs=%d sums=%r",
         device.index,
-        kernels_in_use(device),
+        describe_kernels(device),
         human_bytes(free_bytes(device)),
         attention,
         graphs,
-        tp.sums_by if tp.size > 1 else "no other rank",
+        tp.all_reduce_method if tp.size > 1 else "no other rank",
     )

@@ -36,7 +36,7 @@ def try_out(
     """
     assert config.max_model_len is not None, "preflight resolves the context length"
     runner.execute(null_step(2, 2, 1, config.block_size))
-    if model.place.tp.rank == 0:
+    if model.placement.tp.rank == 0:
         reason = model.why_not_prepared
         if reason is None:
             logger.info("event=fused_decoder_on")

@@ -31,7 +31,7 @@ def build_steps(
     config: WorkerConfig, model: Decoder, backend: AttentionBackend, stage: PipelineStage, *, answers: bool
 ) -> DecoderSteps:
     """Return the steps of a rank of `stage`. `answers`: whether this rank returns the outputs."""
-    device = model.place.device
+    device = model.placement.device
     if stage.size > 1:
         layers = f"{model.stage.start}-{model.stage.stop - 1}"
         logger.info("event=stage number=%d of=%d layers=%s", stage.number, stage.size, layers)
@@ -57,8 +57,8 @@ def eager_steps(
     sampler = None
     if stage.is_last:
         shard = model.vocab_start, model.vocab_local, model.spec.vocab_size
-        histories = make_histories(model.place.device, config.max_num_seqs, config.max_model_len, *shard)
-        sampler = Sampler(model.place.tp, *shard, histories)
+        histories = make_histories(model.placement.device, config.max_num_seqs, config.max_model_len, *shard)
+        sampler = Sampler(model.placement.tp, *shard, histories)
     return EagerSteps(model, backend, tables, stage, sampler, answers=answers)
 
 
@@ -70,7 +70,7 @@ def device_steps(
 ) -> DeviceSteps:
     """Allocate all memory that steps and graphs share, so that the rest of the device's memory can be measured."""
     assert config.max_model_len is not None, "preflight resolves the context length"
-    tp, device, vocab_size = model.place.tp, tables.tables.device, model.spec.vocab_size
+    tp, device, vocab_size = model.placement.tp, tables.tables.device, model.spec.vocab_size
     seqs = config.max_num_seqs
     rows = max(seqs, config.max_num_batched_tokens)
     sampled = seqs * (1 + config.num_speculative_tokens)

@@ -256,10 +256,10 @@ def write_step(into: dict[str, np.ndarray], step: StepMetadata, tables: BlockTab
     rows[: len(step.logits_indices)] = step.logits_indices
     rows[len(step.logits_indices) :] = step.num_tokens + np.arange(len(rows) - len(step.logits_indices))
     if len(step.table_blocks) <= len(into["table_blocks"]):
-        _fill(into["table_places"], tables.places(step), tables.null_place)
+        _fill(into["table_places"], tables.table_indices(step), tables.null_index)
         _fill(into["table_blocks"], step.table_blocks, NULL_BLOCK)
     else:
-        into["table_places"][:] = tables.null_place
+        into["table_places"][:] = tables.null_index
         into["table_blocks"][:] = NULL_BLOCK
 
 

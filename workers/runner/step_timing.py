@@ -114,7 +114,7 @@ def time_model(
     `runner_of` returns a runner of some layers on their pages.
     """
     assert config.max_model_len is not None, "preflight resolves the context length"
-    place = model.place
+    place = model.placement
 
     def largest_of_all(value: float) -> float:
         return float(place.tp.all_gather(torch.tensor([value], dtype=torch.float64, device=place.device)).max())

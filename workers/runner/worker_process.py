@@ -189,7 +189,7 @@ def serve(arguments: RankArguments, control: Control, runner: ModelRunner | Enco
             begun_ns, step_id = time.monotonic_ns(), step.step_id
             if len(step.kv_copies):
                 assert runner.kv_offload is not None
-                runner.kv_offload.obey(step)
+                runner.kv_offload.run_copies(step)
             launched = guard.run(step, partial(runner.launch, step, await_masks))
             if len(step.token_ids):  # heartbeats have no tokens
                 steps.note_duration(time.monotonic_ns() - begun_ns)

@@ -51,8 +51,8 @@ def best(x: Tensor, rows: Tensor, maxima: Tensor, count: int, first_id: int) -> 
     them, ties included. An element of any other block is preceded, in value or in id, by one element of each of these
     blocks.
     """
-    places = torch.arange(maxima.shape[1], device=x.device)
-    blocks = encode(maxima, places).topk(min(count, maxima.shape[1])).indices.sort(1).values  # [R, C]
+    columns = torch.arange(maxima.shape[1], device=x.device)
+    blocks = encode(maxima, columns).topk(min(count, maxima.shape[1])).indices.sort(1).values  # [R, C]
     values = take_blocks(x, rows.repeat_interleave(blocks.shape[1]), blocks.flatten())
     values = values.view(len(rows), blocks.shape[1] * BLOCK)  # [R, C * 128]   in the order of ids
     order = encode(values, torch.arange(values.shape[1], device=x.device))

@@ -40,7 +40,7 @@ class Variant(NamedTuple):
 
     def serves(self, other: "Variant") -> bool:
         """Return whether this variant launches all kernels that a step of `other` needs."""
-        return all(mine or not wanted for mine, wanted in zip(self, other, strict=True))
+        return all(own or not wanted for own, wanted in zip(self, other, strict=True))
 
 
 @dataclass(slots=True)
@@ -142,11 +142,11 @@ def _sequences(step: StepMetadata, tokens: np.ndarray) -> np.ndarray:
 
 def bias_entries(step: StepMetadata) -> np.ndarray:
     """Return the section `bias`: int32 [M, 2]. If an id occurs several times in a row, its first entry has the sum."""
-    places = step.bias_rows.astype(np.int64) << 32 | step.bias_ids
-    distinct, firsts, index = np.unique(places, return_index=True, return_inverse=True)
-    if len(distinct) == len(places):
+    keys = step.bias_rows.astype(np.int64) << 32 | step.bias_ids
+    distinct, firsts, index = np.unique(keys, return_index=True, return_inverse=True)
+    if len(distinct) == len(keys):
         return np.stack([step.bias_ids, step.bias_values.view(np.int32)], 1)
-    ids, sums = np.full(len(places), NONE, np.int32), np.zeros(len(places), np.float32)
+    ids, sums = np.full(len(keys), NONE, np.int32), np.zeros(len(keys), np.float32)
     ids[firsts] = step.bias_ids[firsts]
     np.add.at(sums, firsts[index], step.bias_values)
     return np.stack([ids, sums.view(np.int32)], 1)

@@ -30,8 +30,8 @@ class AppliedChanges:
 
     def undo(self, x: Tensor) -> None:
         """Restore the raw logits in `x`; masked rows that report no logprobs stay masked."""
-        for places, before in reversed(self.entries):
-            x.view(-1).index_copy_(0, places, before)
+        for indices, before in reversed(self.entries):
+            x.view(-1).index_copy_(0, indices, before)
         x.index_copy_(0, self.rows, self.raw_rows)
 
 
@@ -65,33 +65,33 @@ def apply_logits_processors(
 
 
 def _add_bias(x: Tensor, step: StepMetadata, first_id: int, done: AppliedChanges) -> None:
-    ours, places = _places(x, step.bias_rows, step.bias_ids - first_id)
+    local, indices = _flat_indices(x, step.bias_rows, step.bias_ids - first_id)
     logits = x.view(-1)
-    done.entries.append((places, logits.index_select(0, places)))
+    done.entries.append((indices, logits.index_select(0, indices)))
     # An id may have both a bias and a ban; additions commute.
-    logits.index_add_(0, places, _moved(step.bias_values[ours], x, torch.float32))
+    logits.index_add_(0, indices, _moved(step.bias_values[local], x, torch.float32))
 
 
 def _penalise(x: Tensor, step: StepMetadata, entries: Entries, first_id: int, done: AppliedChanges) -> None:
     """Apply the repetition penalty, then frequency and presence, in float64, rounded once to float32."""
     lengths = entries.lengths
     where = np.repeat(entries.firsts - (np.cumsum(lengths) - lengths), lengths) + np.arange(lengths.sum())
-    ours, places = _places(x, np.repeat(step.penalty_rows, lengths), entries.ids[where] - first_id)
+    local, indices = _flat_indices(x, np.repeat(step.penalty_rows, lengths), entries.ids[where] - first_id)
 
     def column(values: np.ndarray) -> Tensor:
-        return _moved(np.repeat(values, lengths)[ours], x, torch.float64)
+        return _moved(np.repeat(values, lengths)[local], x, torch.float64)
 
-    before = x.view(-1).index_select(0, places)
-    done.entries.append((places, before))
+    before = x.view(-1).index_select(0, indices)
+    done.entries.append((indices, before))
     logits = before.double()
     if (step.repetition != 1).any():
         factor = column(step.repetition)
         logits = logits.clamp(min=0).div_(factor).add_(logits.clamp(max=0).mul_(factor))
     if step.frequency.any() or step.presence.any():
-        counts = _moved(entries.counts[where][ours], x, torch.float64)
+        counts = _moved(entries.counts[where][local], x, torch.float64)
         logits -= column(step.frequency) * counts
         logits -= column(step.presence) * (counts > 0)
-    x.view(-1).index_copy_(0, places, logits.float())
+    x.view(-1).index_copy_(0, indices, logits.float())
 
 
 def _penalise_densely(x: Tensor, step: StepMetadata, histories: DenseHistories) -> None:
@@ -113,13 +113,13 @@ def _penalise_densely(x: Tensor, step: StepMetadata, histories: DenseHistories) 
         x[rows] = torch.where(seen > 0, logits.float(), before)
 
 
-def _places(x: Tensor, rows: np.ndarray, local_ids: np.ndarray) -> tuple[slice | np.ndarray, Tensor]:
+def _flat_indices(x: Tensor, rows: np.ndarray, local_ids: np.ndarray) -> tuple[slice | np.ndarray, Tensor]:
     """Return the entries whose ids are in this rank's shard, and their indices into its flat logits: int64 [n]."""
     width = x.shape[1]
-    ours: slice | np.ndarray = slice(None)
+    local: slice | np.ndarray = slice(None)
     if len(local_ids) and (local_ids.min() < 0 or local_ids.max() >= width):
-        ours = np.flatnonzero((local_ids >= 0) & (local_ids < width))
-    return ours, _moved(rows[ours].astype(np.int64) * width + local_ids[ours], x, torch.int64)
+        local = np.flatnonzero((local_ids >= 0) & (local_ids < width))
+    return local, _moved(rows[local].astype(np.int64) * width + local_ids[local], x, torch.int64)
 
 
 def _mask(x: Tensor, step: StepMetadata, first_id: int) -> None:

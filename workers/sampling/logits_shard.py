@@ -111,7 +111,7 @@ class TorchLogitsShard:
         slices = -(-self.x.shape[1] // self._slice_length)
         length = -(-self._slice_length // BLOCK) * BLOCK
         spreads = torch.empty((len(rows), slices, 3), dtype=torch.float64, device=self.x.device)
-        for place, row in enumerate(rows.tolist()):
+        for index, row in enumerate(rows.tolist()):
             parts = self.x[row].split(self._slice_length)
             whole = torch.stack([F.pad(part, (0, length - len(part)), value=float("-inf")) for part in parts])
             counts = whole > float("-inf")
@@ -122,7 +122,7 @@ class TorchLogitsShard:
             while lanes.shape[2] > 1:
                 half = lanes.shape[2] // 2
                 lanes = lanes[..., :half] + lanes[..., half:]
-            spreads[place] = torch.cat([counts.sum(1, keepdim=True).double(), lanes.squeeze(2)], 1)
+            spreads[index] = torch.cat([counts.sum(1, keepdim=True).double(), lanes.squeeze(2)], 1)
         return spreads
 
     def count_above(self, rows: Tensor, values: Tensor) -> Tensor:

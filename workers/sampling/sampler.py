@@ -57,8 +57,8 @@ def raw_logprobs(tp: TensorParallel, shard: LogitsShard, rows: Tensor, tokens: T
     """
     index = tokens - shard.first_id
     width = shard.x.shape[1]
-    ours = (index >= 0) & (index < width)
-    value = shard.x[rows, index.clamp(0, width - 1)].masked_fill(~ours, float("-inf"))
+    is_local = (index >= 0) & (index < width)
+    value = shard.x[rows, index.clamp(0, width - 1)].masked_fill(~is_local, float("-inf"))
     keys = shard.best(rows, count) if count else tokens.new_empty(len(rows), 0)
     numbers = torch.stack([shard.top[rows].double(), value.double()], 1).view(torch.int64)
     gathered = tp.all_gather(torch.cat([numbers, keys], 1))  # [ranks, R, 2 + K]
@@ -124,17 +124,17 @@ class Sampler:
         tokens, peak = self._choose(shard, step)
         scored = torch.from_numpy(step.target_ids).to(logits.device, torch.int64)
         tokens = torch.where(scored >= 0, scored, tokens)
-        asked = np.flatnonzero(reporting)
+        reported_rows = np.flatnonzero(reporting)
         answers = None
-        if len(asked):
+        if len(reported_rows):
             if adjusted is not None:
                 adjusted.undo(logits)
                 shard = self._shards(logits)
-            rows = torch.from_numpy(asked).to(logits.device)
+            rows = torch.from_numpy(reported_rows).to(logits.device)
             answers = raw_logprobs(self.tp, shard, rows, tokens[rows], max(0, step.max_num_logprobs))
         if self.tp.rank > 0:
             return tokens, None
-        return tokens, _output(step, tokens, _states(step, peak.cpu().numpy(), self.vocab_size), asked, answers)
+        return tokens, _output(step, tokens, _states(step, peak.cpu().numpy(), self.vocab_size), reported_rows, answers)
 
     def _choose(self, shard: LogitsShard, step: StepMetadata) -> tuple[Tensor, Tensor]:
         """Run steps 4 to 9: tokens int64 [L], 0 for scored and broken rows, and the largest logits [L]."""
@@ -251,7 +251,7 @@ def _states(step: StepMetadata, peaks: np.ndarray, vocab_size: int) -> np.ndarra
 
 
 def _output(
-    step: StepMetadata, tokens: Tensor, states: np.ndarray, asked: np.ndarray, answers: RawLogprobs | None
+    step: StepMetadata, tokens: Tensor, states: np.ndarray, reported_rows: np.ndarray, answers: RawLogprobs | None
 ) -> StepOutput:
     """Return the step's output.
 
@@ -266,11 +266,11 @@ def _output(
     out.ranks = np.zeros(rows, np.int32)
     out.top_ids = np.full((rows, count), -1, np.int32)
     out.top_logprobs = np.full((rows, count), -np.inf, np.float32)
-    wanted = np.arange(count) < step.num_logprobs[asked, None]
-    out.logprobs[asked] = answers.logprobs.cpu().numpy()
-    out.ranks[asked] = answers.ranks.cpu().numpy()
-    out.top_ids[asked] = np.where(wanted, answers.top_ids.cpu().numpy(), -1)
-    out.top_logprobs[asked] = np.where(wanted, answers.top_logprobs.cpu().numpy(), -np.inf)
+    wanted = np.arange(count) < step.num_logprobs[reported_rows, None]
+    out.logprobs[reported_rows] = answers.logprobs.cpu().numpy()
+    out.ranks[reported_rows] = answers.ranks.cpu().numpy()
+    out.top_ids[reported_rows] = np.where(wanted, answers.top_ids.cpu().numpy(), -1)
+    out.top_logprobs[reported_rows] = np.where(wanted, answers.top_logprobs.cpu().numpy(), -np.inf)
     return out
 
 
@@ -287,10 +287,10 @@ def num_accepted(step: StepMetadata, sampled: Tensor) -> Tensor:
     most = int(drafts.max(initial=0))
     firsts = step.query_start_loc[1:] - drafts  # [S]   first draft, an index among the T tokens
     rows = np.searchsorted(step.logits_indices, firsts - 1)  # [S]   row of the newest token among the L rows
-    place = np.arange(most)
-    is_draft = place < drafts[:, None]  # [S, most]
-    guesses = step.token_ids[np.where(is_draft, firsts[:, None] + place, 0)]
-    places = np.where(is_draft, rows[:, None] + place, 0)
+    offset = np.arange(most)
+    is_draft = offset < drafts[:, None]  # [S, most]
+    guesses = step.token_ids[np.where(is_draft, firsts[:, None] + offset, 0)]
+    positions = np.where(is_draft, rows[:, None] + offset, 0)
     guesses = torch.from_numpy(np.where(is_draft, guesses, -1).astype(np.int64)).to(sampled.device, non_blocking=True)
-    right = sampled[torch.from_numpy(places).to(sampled.device, non_blocking=True)] == guesses
+    right = sampled[torch.from_numpy(positions).to(sampled.device, non_blocking=True)] == guesses
     return right.int().cumprod(1).sum(1, dtype=torch.int32)

@@ -66,7 +66,7 @@ class TokenHistories:
         self._ids = np.zeros((num_rows, most_ids), np.int32)
         self._counts = np.zeros((num_rows, most_ids), np.int32)
         self._lengths = np.zeros(num_rows, np.int32)
-        self._places: list[dict[int, int] | None] = [None] * num_rows  # index of each id; None: not computed yet
+        self._index_of: list[dict[int, int] | None] = [None] * num_rows  # index of each id; None: not computed yet
 
     def write(self, step: StepMetadata) -> None:
         parts = pairwise(step.history_starts.tolist())
@@ -74,7 +74,7 @@ class TokenHistories:
             self._ids[row, : end - start] = step.history_ids[start:end]
             self._counts[row, : end - start] = step.history_counts[start:end]
             self._lengths[row] = end - start
-            self._places[row] = None
+            self._index_of[row] = None
 
     def add(self, step: StepMetadata, sampled: Tensor, accepted: Tensor | None) -> None:
         where = PenalisedRows.of(step)
@@ -84,13 +84,13 @@ class TokenHistories:
             valid = where.num_drafts <= accepted.numpy()[where.seqs]
             tokens, rows = tokens[valid], rows[valid]
         for row, token in zip(rows.tolist(), tokens.tolist(), strict=True):
-            places = self._places_in(row)
-            place = places.get(token)
-            if place is None:
-                place = places[token] = len(places)
-                self._ids[row, place], self._counts[row, place] = token, 0
-                self._lengths[row] = place + 1
-            self._counts[row, place] += 1
+            indices = self._indices_in(row)
+            index = indices.get(token)
+            if index is None:
+                index = indices[token] = len(indices)
+                self._ids[row, index], self._counts[row, index] = token, 0
+                self._lengths[row] = index + 1
+            self._counts[row, index] += 1
 
     def entries(self, step: StepMetadata) -> Entries:
         """Return views of the histories, or copies if drafts count as well."""
@@ -103,24 +103,24 @@ class TokenHistories:
         ids, counts = (np.concatenate(column) for column in zip(*parts, strict=True))
         return Entries(np.cumsum(lengths, dtype=np.int64) - lengths, lengths, ids, counts)
 
-    def _places_in(self, row: int) -> dict[int, int]:
-        places = self._places[row]
-        if places is None:
+    def _indices_in(self, row: int) -> dict[int, int]:
+        indices = self._index_of[row]
+        if indices is None:
             ids = self._ids[row, : self._lengths[row]].tolist()
-            places = self._places[row] = dict(zip(ids, range(len(ids)), strict=True))
-        return places
+            indices = self._index_of[row] = dict(zip(ids, range(len(ids)), strict=True))
+        return indices
 
     def _with(self, row: int, drafts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return ids and counts of `row`, with `drafts` counted."""
         length = self._lengths[row]
         ids, counts = self._ids[row, :length], self._counts[row, :length].copy()
-        places, new = self._places_in(row), {}
+        indices, new = self._indices_in(row), {}
         for token in drafts.tolist():
-            place = places.get(token)
-            if place is None:
+            index = indices.get(token)
+            if index is None:
                 new[token] = new.get(token, 0) + 1
             else:
-                counts[place] += 1
+                counts[index] += 1
         more = np.array([*new], np.int32), np.array([*new.values()], np.int32)
         return np.concatenate([ids, more[0]]), np.concatenate([counts, more[1]])
 
@@ -141,10 +141,12 @@ class DenseHistories:
             return
         self.seen.index_fill_(0, self._moved(step.history_rows), 0)
         local = step.history_ids.astype(np.int64) - self._first_id
-        ours = np.flatnonzero((local >= 0) & (local < self.seen.shape[1]))
+        local_rows = np.flatnonzero((local >= 0) & (local < self.seen.shape[1]))
         rows = np.repeat(step.history_rows.astype(np.int64), np.diff(step.history_starts))
-        values = self._moved(2 * step.history_counts[ours] + 1).to(torch.int32)
-        self.seen.view(-1).index_copy_(0, self._moved(rows[ours] * self.seen.shape[1] + local[ours]), values)
+        values = self._moved(2 * step.history_counts[local_rows] + 1).to(torch.int32)
+        self.seen.view(-1).index_copy_(
+            0, self._moved(rows[local_rows] * self.seen.shape[1] + local[local_rows]), values
+        )
 
     def add(self, step: StepMetadata, sampled: Tensor, accepted: Tensor | None) -> None:
         where = PenalisedRows.of(step)
@@ -169,8 +171,8 @@ class DenseHistories:
         """Count `tokens` [n] in `rows` [n] of `seen` if `valid` [n] is true and the id is in this shard."""
         local = tokens - self._first_id
         valid = valid & (local >= 0) & (local < seen.shape[1])
-        places = rows * seen.shape[1] + local.clamp(0, seen.shape[1] - 1)
-        seen.view(-1).index_add_(0, places, 2 * valid.to(torch.int32))
+        indices = rows * seen.shape[1] + local.clamp(0, seen.shape[1] - 1)
+        seen.view(-1).index_add_(0, indices, 2 * valid.to(torch.int32))
 
     def _moved(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array.astype(np.int64)).to(self.seen.device, non_blocking=True)

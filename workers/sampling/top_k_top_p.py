@@ -59,8 +59,8 @@ def draw_from_list_with_torch(keys: Tensor, filters: Filters, total: Tensor) -> 
     lowest = filters.floor.unsqueeze(1)
     logits = values.double()  # [R, C]
     top_k, top_p = filters.top_k.unsqueeze(1), filters.top_p.unsqueeze(1)
-    place = torch.arange(keys.shape[1], device=keys.device)
-    kept = (logits >= lowest) & (logits > float("-inf")) & ((place < top_k) | (top_k == 0))
+    index = torch.arange(keys.shape[1], device=keys.device)
+    kept = (logits >= lowest) & (logits > float("-inf")) & ((index < top_k) | (top_k == 0))
     scaled = (logits - peak) / filters.temperature.unsqueeze(1)
     mass = scaled.exp().masked_fill(~kept, 0.0)
     last = logits[:, -1]
@@ -70,7 +70,7 @@ def draw_from_list_with_torch(keys: Tensor, filters: Filters, total: Tensor) -> 
     plain = (filters.top_k == 0) & filters.floor.isneginf()
     target = top_p * torch.where(whole, mass.sum(1), total).unsqueeze(1)
     before = mass.cumsum(1) - mass
-    kept &= (before < target) | (top_p >= 1) | (place == 0)
+    kept &= (before < target) | (top_p >= 1) | (index == 0)
     enough = whole | (plain & ~kept[:, -1])
     noise = gumbel(noise_bits(mixed_ids(ids), filters.keys))
     winner = (scaled + noise).masked_fill_(~kept, float("-inf")).argmax(1, keepdim=True)

@@ -25,8 +25,8 @@ from oarlock.workers.verify.launch import run_ranks, run_reference
 from oarlock.workers.verify.request import (
     BUILT_IN_PROMPTS,
     NEW_TOKENS,
-    Request,
     Text,
+    VerifyRequest,
     has_tokenizer,
     random_prompts,
     read_prompts,
@@ -34,7 +34,7 @@ from oarlock.workers.verify.request import (
 )
 
 if TYPE_CHECKING:
-    from oarlock.workers.verify.report import Report
+    from oarlock.workers.verify.report import VerifyReport
 
 BLOCK_SIZE = 16  # small, so that short prompts fill several blocks
 
@@ -56,7 +56,7 @@ def main(argv: list[str]) -> int:
     return 0 if report.comparison.ok else 1
 
 
-def verify(arguments: argparse.Namespace) -> Report:
+def verify(arguments: argparse.Namespace) -> VerifyReport:
     """Run a verification, and print only its progress. Raises `StartupError` if the model or the arguments cannot be
     used."""
     started = time.monotonic()
@@ -64,28 +64,28 @@ def verify(arguments: argparse.Namespace) -> Report:
     spec = read_spec(config.model_path)
     with tempfile.TemporaryDirectory(prefix="oarlock-verify-") as name:
         folder = Path(name)
-        request = Request(
+        request = VerifyRequest(
             config.model_path, config.dtype, config.device, prompts, NEW_TOKENS, quantization=config.quantization,
             dequantize=config.dequantize,
         )  # fmt: skip
         request.write(folder)
-        say("transformers: starting")
-        run_reference(folder, say)
-        say(f"our {config.ranks_per_node} rank(s): starting")
-        run_ranks(config, folder, say)
-        say("comparing")
+        report_line("transformers: starting")
+        run_reference(folder, report_line)
+        report_line(f"our {config.ranks_per_node} rank(s): starting")
+        run_ranks(config, folder, report_line)
+        report_line("comparing")
         # Imported late, because torch takes seconds. All checks that do not need it have been made by now.
         from oarlock.workers.verify.compare import compare
         from oarlock.workers.verify.dequantised_reference import RoundingLoss
         from oarlock.workers.verify.diagnosis import explain
-        from oarlock.workers.verify.report import Report
+        from oarlock.workers.verify.report import VerifyReport
 
         size = config.tensor_parallel_size
         has_scales = config.quantization != "none" and not config.dequantize
         stages = config.pipeline_parallel_size
         comparison = compare(folder, spec, size, config.dtype, has_scales=has_scales, stages=stages)
         causes = explain(comparison, folder, Path(config.model_path), spec, size, config.quantization)
-        return Report(
+        return VerifyReport(
             model=Path(arguments.name or config.model_path).name,
             architecture=spec.architecture,
             dtype=config.dtype,
@@ -102,12 +102,12 @@ def verify(arguments: argparse.Namespace) -> Report:
         )
 
 
-def _write(report: Report, path: Path) -> None:
+def _write(report: VerifyReport, path: Path) -> None:
     try:
         path.write_text(json.dumps(report.to_json(), indent=1) + "\n", "utf-8")
     except OSError as error:
         raise StartupError(f"--output: {path} cannot be written: {error.strerror}.", "Name another file.") from None
-    say(f"the whole report is in {path}")
+    report_line(f"the whole report is in {path}")
 
 
 def checked(arguments: argparse.Namespace) -> tuple[WorkerConfig, list[list[int]]]:
@@ -133,7 +133,7 @@ def checked(arguments: argparse.Namespace) -> tuple[WorkerConfig, list[list[int]
         )
     )
     if config.share_device:
-        say(f"{config.ranks_per_node} ranks share the CUDA devices, and all-reduces go through host memory")
+        report_line(f"{config.ranks_per_node} ranks share the CUDA devices, and all-reduces go through host memory")
     assert config.max_model_len is not None, "preflight resolves the context length"
     vocab_size, longest = read_spec(config.model_path).vocab_size, config.max_model_len - NEW_TOKENS
     if has_tokenizer(model):
@@ -152,7 +152,7 @@ def checked(arguments: argparse.Namespace) -> tuple[WorkerConfig, list[list[int]
     return config, prompts
 
 
-def say(line: str) -> None:
+def report_line(line: str) -> None:
     """Print one line of progress."""
     print(f"verify: {line}", file=sys.stderr, flush=True)
 
@@ -160,7 +160,7 @@ def say(line: str) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m oarlock.workers.verify", allow_abbrev=False)
     parser.add_argument("model", metavar="DIRECTORY")
-    parser.add_argument("--parent", type=int, help="the process that must be alive for this one to be")
+    parser.add_argument("--parent", type=int, help="id of the parent process; this process ends with it")
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--pipeline-parallel-size", type=int, default=1)
     parser.add_argument("--dtype", default="auto")

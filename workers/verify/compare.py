@@ -18,7 +18,7 @@ from torch import Tensor
 
 from oarlock.workers.layers.decoder_spec import BranchSpec, DecoderSpec, LayerSpec
 from oarlock.workers.layers.sharding import shard_vocab
-from oarlock.workers.layers.tensor_spec import Made, Tap
+from oarlock.workers.layers.tensor_spec import Computation, Tap
 from oarlock.workers.verify.halves import Half, HalfDifference, Halves, same_bits
 from oarlock.workers.verify.request import Text
 
@@ -44,11 +44,11 @@ def taps_of(layer: LayerSpec) -> list[Tapped]:
     for number, branch in enumerate(layer.branches):
         sublayer, is_last = branch.sublayer, number == len(layer.branches) - 1
         if branch.norm not in norms:
-            found.append(Tapped(Tap(sublayer.reads, Made.NORM, branch.norm or ""), branch))
+            found.append(Tapped(Tap(sublayer.reads, Computation.NORM, branch.norm or ""), branch))
             norms |= {branch.norm} if layer.parallel else set()
         found += [Tapped(tap, branch) for tap in sublayer.taps]
         if is_last or not layer.parallel:
-            found.append(Tapped(Tap("residual" if is_last else sublayer.leaves, Made.RESIDUAL), branch))
+            found.append(Tapped(Tap("residual" if is_last else sublayer.leaves, Computation.RESIDUAL), branch))
     return found
 
 
@@ -67,7 +67,11 @@ def halves_of(spec: DecoderSpec, layers: range) -> list[Half]:
     """Return the branches of `layers`, in their order, with the tensor that each leaves."""
     found = []
     for index in layers:
-        left = {id(one.branch): one.tap.name for one in taps_of(spec.layers[index]) if one.tap.made is Made.RESIDUAL}
+        left = {
+            id(one.branch): one.tap.name
+            for one in taps_of(spec.layers[index])
+            if one.tap.computation is Computation.RESIDUAL
+        }
         for number, branch in enumerate(spec.layers[index].branches):
             name = left.get(id(branch))
             found.append(Half(index, number, branch.sublayer.title, None if name is None else f"{index}.{name}"))
@@ -81,7 +85,7 @@ def file_of(name: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ColumnRange:
     """Columns `start` to `stop` of the whole tensor, in groups of `group` (a head, or all of the rank's columns)."""
 
     start: int
@@ -98,18 +102,18 @@ def tapped(spec: DecoderSpec, layer: int, tensor: str) -> Tapped:
     return next(one for one in taps_of(spec.layers[layer]) if one.tap.name == tensor)
 
 
-def part_of(tensor: str, spec: DecoderSpec, rank: int, size: int, layer: int | None = 0) -> Part:
+def columns_of(tensor: str, spec: DecoderSpec, rank: int, size: int, layer: int | None = 0) -> ColumnRange:
     """Return the part of `tensor`, a name without its `layer`, on `rank` of `size`. `layer`: None for tensors outside
     the layers."""
     if tensor == "logits":
         start, _, real = shard_vocab(spec.vocab_size, rank, size)
-        return Part(start, start + real, max(1, real))
+        return ColumnRange(start, start + real, max(1, real))
     tap = None if layer is None or tensor in ("embedding", "final_norm") else tapped(spec, layer, tensor).tap
     if tap is None or not tap.parts:
         width = (tap.width if tap is not None else 0) or spec.hidden_size
-        return Part(0, width, width)
+        return ColumnRange(0, width, width)
     width, first, count = tap.width // tap.parts, rank * tap.parts // size, max(1, tap.parts // size)
-    return Part(first * width, (first + count) * width, width if width > 1 else count)
+    return ColumnRange(first * width, (first + count) * width, width if width > 1 else count)
 
 
 def is_on_all_ranks(tensor: str, spec: DecoderSpec, layer: int | None) -> bool:
@@ -176,7 +180,7 @@ class RankError:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TensorResult:
     """One tensor on all ranks. `layer` is None before and after the layers."""
 
     layer: int | None
@@ -209,7 +213,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class TokenRow:
+class CompletionResult:
     """One prompt's greedy text. A near-tie is a token whose logit differs from the best by no more than rounding."""
 
     prompt: int
@@ -225,16 +229,16 @@ class TokenRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class VerifyResults:
     """Results for all tensors in the order in which they are computed, the greedy text, and the served halves of
     layers."""
 
-    rows: list[Row]
-    tokens: list[TokenRow] = field(default_factory=list)
+    rows: list[TensorResult]
+    tokens: list[CompletionResult] = field(default_factory=list)
     halves: Halves | None = None
 
     @property
-    def first_fault(self) -> Row | None:
+    def first_fault(self) -> TensorResult | None:
         return next((row for row in self.rows if row.result != "ok"), None)
 
     @property
@@ -249,33 +253,39 @@ class Comparison:
 
 def compare(
     folder: Path, spec: DecoderSpec, size: int, dtype: str, *, has_scales: bool = False, stages: int = 1
-) -> Comparison:
+) -> VerifyResults:
     """Compare the tensors that `size` ranks of each of `stages` recorded in `folder` with the reference's; one tensor
     in memory at a time. `has_scales`: weights may have scales that kernels round. If such weights are looked up, no sum
     averages this rounding."""
     recorded = Recorded(folder)
     rounding = max(_ROUNDING[dtype], _SCALES if has_scales else 0.0)
     rows = [_compare_tensor(recorded, name, spec, size, rounding) for name in tensor_names(spec)]
-    return Comparison(rows, list(compare_tokens(folder, dtype)), Halves.read(folder, size, stages))
+    return VerifyResults(rows, list(compare_tokens(folder, dtype)), Halves.read(folder, size, stages))
 
 
-def _compare_tensor(recorded: Recorded, name: str, spec: DecoderSpec, size: int, rounding: float) -> Row:
+def _compare_tensor(recorded: Recorded, name: str, spec: DecoderSpec, size: int, rounding: float) -> TensorResult:
     number, _, tensor = name.rpartition(".")
     layer = int(number) if number else None
     truth, theirs = recorded.truth(name), recorded.theirs(name)
     ours = [recorded.ours(rank, name) for rank in range(size)]
     limit = LIMIT if tensor == "logits" else LARGEST_LIMIT
     errors = tuple(
-        _measure(rank, mine, truth, theirs, part_of(tensor, spec, rank, size, layer), rounding, limit)
+        _measure(rank, mine, truth, theirs, columns_of(tensor, spec, rank, size, layer), rounding, limit)
         for rank, mine in enumerate(ours)
     )
     everywhere = is_on_all_ranks(tensor, spec, layer)
     agree = not everywhere or all(same_bits(ours[0], other) for other in ours[1:])
-    return Row(layer, tensor, errors, agree, everywhere)
+    return TensorResult(layer, tensor, errors, agree, everywhere)
 
 
 def _measure(
-    rank: int, ours: Tensor, truth: Tensor, theirs: tuple[Tensor, Tensor], part: Part, rounding: float, limit: float
+    rank: int,
+    ours: Tensor,
+    truth: Tensor,
+    theirs: tuple[Tensor, Tensor],
+    part: ColumnRange,
+    rounding: float,
+    limit: float,
 ) -> RankError:
     """Measure one rank's errors. `ours` [T, the part's columns and padding], `truth` [T, columns], `theirs` as in
     `Recorded.theirs`."""
@@ -309,7 +319,7 @@ def _ratio(ours: Tensor, bound: Tensor) -> float:
     return torch.where(ours == 0, 0.0, ours / bound).max().item()
 
 
-def compare_tokens(folder: Path, dtype: str) -> Iterator[TokenRow]:
+def compare_tokens(folder: Path, dtype: str) -> Iterator[CompletionResult]:
     """Yield the comparison of our greedy choice after each of transformers' tokens. If all are equal, our own text
     would be the same.
 
@@ -331,8 +341,8 @@ def compare_tokens(folder: Path, dtype: str) -> Iterator[TokenRow]:
             at = start + len(prompt) - 1 + index
             gap = math.inf if logits is None else (logits[at, expected] - logits[at, found]).abs().item()
             if not gap <= allowed:  # NaN is never a near-tie
-                row = TokenRow(number, len(output), near_ties, index, gap, max(0.0, allowed))
+                row = CompletionResult(number, len(output), near_ties, index, gap, max(0.0, allowed))
                 break
             near_ties += 1
-        yield row or TokenRow(number, len(output), near_ties)
+        yield row or CompletionResult(number, len(output), near_ties)
         start += len(prompt) + max(0, len(output) - 1)

@@ -27,7 +27,7 @@ from torch import Tensor
 from oarlock.base.errors import StartupError
 from oarlock.workers.gguf_config import gguf_checkpoint
 from oarlock.workers.model_files.checkpoint import Checkpoint
-from oarlock.workers.model_files.gguf_model import GGUFModel, Layout
+from oarlock.workers.model_files.gguf_model import GGUFModel, GGUFTransform
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # column of each group of four bits in a word, the lowest first
 
@@ -241,7 +241,7 @@ def dequantised_gguf(path: Path, hf_name: str) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(numbers[_halves_of_heads(layout, len(numbers))]))
 
 
-def _halves_of_heads(layout: Layout, rows: int) -> NDArray[np.int64]:
+def _halves_of_heads(layout: GGUFTransform, rows: int) -> NDArray[np.int64]:
     """Return the order of `rows` in which rows 0, 2, 4 … of each head come first, then rows 1, 3, 5 and so on."""
     order, width = np.arange(rows), layout.head_dim
     for start in range(0, layout.interleaved_heads * width, width or 1):
@@ -316,9 +316,9 @@ def _q6_k(raw: _Bytes) -> _Floats:
     scales = blocks[:, 192:208].copy().view(np.int8)
     for k in range(256):
         half, within = divmod(k, 128)
-        quarter, place = divmod(within, 32)
+        quarter, offset = divmod(within, 32)
         low = blocks[:, half * 64 + within % 64] >> (4 if quarter >= 2 else 0) & 15
-        high = blocks[:, 128 + half * 32 + place] >> (2 * quarter) & 3
+        high = blocks[:, 128 + half * 32 + offset] >> (2 * quarter) & 3
         value = (low | high << 4).astype(np.int64) - 32
         found[:, k] = value * scales[:, k // 16] * _half(blocks, 208)
     return found

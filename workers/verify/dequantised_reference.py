@@ -22,10 +22,10 @@ from oarlock.workers.layers.decoder_spec import FUSED_MODULES
 from oarlock.workers.model_files.checkpoint import Checkpoint
 from oarlock.workers.model_files.gguf_model import gguf_file
 from oarlock.workers.models.hf_fields import read_config
-from oarlock.workers.models.hf_quantization import stored_quantization, weight_forms
+from oarlock.workers.models.hf_quantization import stored_quantization, weight_formats
 from oarlock.workers.quantization import block_float8, int4, int8, scaled_float8
-from oarlock.workers.quantization.formats.checkpoint_forms import CheckpointForms
-from oarlock.workers.quantization.formats.form import Arithmetic
+from oarlock.workers.quantization.formats.checkpoint_formats import CheckpointFormats
+from oarlock.workers.quantization.formats.weight_format import Arithmetic
 from oarlock.workers.quantization.registry import QUANTIZATIONS
 from oarlock.workers.verify.dequantise import dequantised, dequantised_gguf, stored_tensor
 from oarlock.workers.weights.reader import WeightReader
@@ -85,23 +85,23 @@ class _AtLoad:
     def __init__(self, model: Path, quantization: str, dtype: torch.dtype | None) -> None:
         self._dtype = dtype
         self._checkpoint = Checkpoint.open(model)
-        form = QUANTIZATIONS[quantization]
-        head = next(name for name, other in QUANTIZATIONS.items() if other is form.of_head)
+        weight_format = QUANTIZATIONS[quantization]
+        head = next(name for name, other in QUANTIZATIONS.items() if other is weight_format.of_head)
         self._of_layers, self._of_head = quantization, head
 
     def has(self, module: str) -> bool:
         return self._checkpoint.find(f"{module}.weight") is not None
 
     def weight(self, module: str) -> Tensor:
-        return rounded(_tensor(self._checkpoint, f"{module}.weight").to(self._dtype), self._form_of(module))
+        return rounded(_tensor(self._checkpoint, f"{module}.weight").to(self._dtype), self._format_of(module))
 
     def arithmetic(self, module: str) -> Arithmetic:
-        return QUANTIZATIONS[self._form_of(module)].arithmetic
+        return QUANTIZATIONS[self._format_of(module)].arithmetic
 
     def other(self, name: str) -> Tensor:
         return _tensor(self._checkpoint, name)
 
-    def _form_of(self, module: str) -> str:
+    def _format_of(self, module: str) -> str:
         return self._of_head if module in ("lm_head", "model.embed_tokens") else self._of_layers
 
 
@@ -110,19 +110,19 @@ class _Stored:
 
     def __init__(self, model: Path) -> None:
         stored = stored_quantization(model, read_config(model))
-        assert stored is not None, "preflight has resolved a stored form"
+        assert stored is not None, "preflight has resolved a stored format"
         self._model = model
         self._checkpoint = Checkpoint.open(model)
-        self._forms = CheckpointForms(stored.scheme, self._checkpoint, FUSED_MODULES)
+        self._formats = CheckpointFormats(stored.scheme, self._checkpoint, FUSED_MODULES)
 
     def has(self, module: str) -> bool:
-        return self._forms.has(module)
+        return self._formats.has(module)
 
     def weight(self, module: str) -> Tensor:
         return dequantised(self._model, module)
 
     def arithmetic(self, module: str) -> Arithmetic:
-        return self._forms.form_of(module).arithmetic
+        return self._formats.format_of(module).arithmetic
 
     def other(self, name: str) -> Tensor:
         return stored_tensor(self._model, name)
@@ -134,7 +134,7 @@ class _OfGGUF:
     def __init__(self, model: Path, quantization: str) -> None:
         self._model = model
         self._checkpoint = open_checkpoint(model)
-        self._forms = weight_forms(quantization, None, self._checkpoint)
+        self._formats = weight_formats(quantization, None, self._checkpoint)
 
     def has(self, module: str) -> bool:
         return self._checkpoint.find(f"{module}.weight") is not None
@@ -143,18 +143,18 @@ class _OfGGUF:
         return dequantised_gguf(self._model, f"{module}.weight")
 
     def arithmetic(self, module: str) -> Arithmetic:
-        return self._forms.form_of(module).arithmetic
+        return self._formats.format_of(module).arithmetic
 
     def other(self, name: str) -> Tensor:
         return dequantised_gguf(self._model, name)
 
 
-def rounded(weight: Tensor, form: str) -> Tensor:
-    """Round `weight` [N, K] to `form`, a name in `QUANTIZATIONS`, and dequantise it: float32 [N, K]."""
-    if form == "none":
+def rounded(weight: Tensor, weight_format: str) -> Tensor:
+    """Round `weight` [N, K] to `weight_format`, a name in `QUANTIZATIONS`, and dequantise it: float32 [N, K]."""
+    if weight_format == "none":
         return weight
     rows = weight.split(_ROWS)
-    if form == "int8":
+    if weight_format == "int8":
         values_and_scales = map(int8.round_rows, rows)
         return torch.cat([values.float() * scales.unsqueeze(1) for values, scales in values_and_scales])
     return torch.cat([int4.dequantised(*int4.round_groups(some)) for some in rows])
@@ -318,7 +318,7 @@ class DequantisedModel:
             scale = getattr(module, "embed_scale", 1.0)
             return lambda ids: F.embedding(ids, module.weight).to(self._dtype) * scale
         rounds = self._rounds[module.weight]
-        return lambda x: _product(module, x, rounds)
+        return lambda x: _matmul(module, x, rounds)
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -331,7 +331,7 @@ def _experts(module: Any, rounds: RoundRows | None, x: Tensor, ids: Tensor, weig
     """Compute the experts one after the other. `x` [T, hidden], `ids` and `weights` [T, k]."""
     total = torch.zeros(x.shape, device=x.device)
     for expert in ids.unique().tolist():
-        rows, places = (ids == expert).nonzero(as_tuple=True)
+        rows, choices = (ids == expert).nonzero(as_tuple=True)
         gate_up, down = module.gate_up_proj[expert], module.down_proj[expert]
         if not module.is_transposed:
             gate_up, down = gate_up.T, down.T
@@ -339,7 +339,7 @@ def _experts(module: Any, rounds: RoundRows | None, x: Tensor, ids: Tensor, weig
         both = both + module.gate_up_proj_bias[expert].float() if module.has_bias else both
         result = _rounded_rows(module._apply_gate(both).to(x.dtype), rounds) @ down
         result = result + module.down_proj_bias[expert].float() if module.has_bias else result
-        total.index_add_(0, rows, weights[rows, places, None].float() * result)
+        total.index_add_(0, rows, weights[rows, choices, None].float() * result)
     return total.to(x.dtype)
 
 
@@ -353,7 +353,7 @@ def _rounded_rows(rows: Tensor, rounds: RoundRows | None) -> Tensor:
     return values.float() * scales.view(len(rows), -1)
 
 
-def _product(module: nn.Linear, x: Tensor, rounds: RoundRows | None) -> Tensor:
+def _matmul(module: nn.Linear, x: Tensor, rounds: RoundRows | None) -> Tensor:
     rows = _rounded_rows(x.flatten(0, -2), rounds)
     y = rows @ module.weight.T
     if module.bias is not None:

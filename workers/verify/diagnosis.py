@@ -19,16 +19,16 @@ from oarlock.workers.layers.decoder_spec import BranchSpec, DecoderSpec, Sublaye
 from oarlock.workers.layers.experts_spec import ExpertsSpec
 from oarlock.workers.layers.gated_mlp_spec import GatedMLPSpec
 from oarlock.workers.layers.sharding import shard_vocab
-from oarlock.workers.layers.tensor_spec import Made, Tap
-from oarlock.workers.quantization.formats.form import Arithmetic
+from oarlock.workers.layers.tensor_spec import Computation, Tap
+from oarlock.workers.quantization.formats.weight_format import Arithmetic
 from oarlock.workers.verify.compare import (
-    Comparison,
-    Part,
+    ColumnRange,
     Recorded,
-    Row,
     Tapped,
+    TensorResult,
+    VerifyResults,
+    columns_of,
     layer_tensors,
-    part_of,
     tapped,
     taps_of,
 )
@@ -75,7 +75,7 @@ def _of_groups(inputs: Tensor, weight: Tensor, outputs: Tensor, group: int) -> s
 
 
 # Tensors of one sublayer with the same inputs: if one is wrong, others may be wrong independently.
-_TOGETHER = (Made.PROJECTION, Made.ROTATION)
+_TOGETHER = (Computation.PROJECTION, Computation.ROTATION)
 _CLOSE = 0.1  # relative distance below which two tensors differ only by rounding, accumulated over all layers
 
 
@@ -83,7 +83,7 @@ _CLOSE = 0.1  # relative distance below which two tensors differ only by roundin
 class _Fault:
     """A wrong tensor, and all recordings of the run."""
 
-    row: Row
+    row: TensorResult
     folder: Path
     model: Path
     spec: DecoderSpec
@@ -99,9 +99,9 @@ class _Fault:
         """The tensor in its layer's description; None if it is outside the layers."""
         return None if self.row.layer is None else tapped(self.spec, self.row.layer, self.row.tensor)
 
-    def part(self, rank: int) -> Part:
+    def part(self, rank: int) -> ColumnRange:
         """Return the columns of the tensor that `rank` should have."""
-        return part_of(self.row.tensor, self.spec, rank, self.size, self.row.layer)
+        return columns_of(self.row.tensor, self.spec, rank, self.size, self.row.layer)
 
     @property
     def module(self) -> str:
@@ -143,7 +143,7 @@ class _Fault:
 
 
 def explain(
-    comparison: Comparison, folder: Path, model: Path, spec: DecoderSpec, size: int, quantization: str = "none"
+    comparison: VerifyResults, folder: Path, model: Path, spec: DecoderSpec, size: int, quantization: str = "none"
 ) -> list[str]:
     """Return one sentence per likely cause of the first fault; empty if there is none.
 
@@ -162,8 +162,8 @@ def explain(
         return ["every tensor is right and a chosen token is not: the sampler, or the gathering of logits for it"]
     rows = [first]
     found = None if first.layer is None else tapped(spec, first.layer, first.tensor)
-    if found is not None and found.tap.made in _TOGETHER:
-        group = [tap.name for tap in found.branch.sublayer.taps if tap.made is found.tap.made]
+    if found is not None and found.tap.computation in _TOGETHER:
+        group = [tap.name for tap in found.branch.sublayer.taps if tap.computation is found.tap.computation]
         rows = [row for row in comparison.rows if row.layer == first.layer and row.tensor in group]
     causes = []
     for row in rows:
@@ -189,26 +189,26 @@ def _cause(fault: _Fault) -> str:
             case _:
                 return _logits(fault)
     tap, branch = found.tap, found.branch
-    match tap.made:
-        case Made.NORM:
+    match tap.computation:
+        case Computation.NORM:
             return f"{fault.module}.{tap.module}: its weight, or the norm itself"
-        case Made.RESIDUAL:
+        case Computation.RESIDUAL:
             return _residual(fault, branch)
-        case Made.PROJECTION:
+        case Computation.PROJECTION:
             return _projection(fault, branch, tap)
-        case Made.ROTATION:
+        case Computation.ROTATION:
             return _rotation(fault, branch.sublayer, tap)
-        case Made.ATTENTION:
+        case Computation.ATTENTION:
             return _attention(fault, branch.sublayer)
-        case Made.GATED:
+        case Computation.GATED:
             return _gated(fault, branch.sublayer)
-        case Made.SUM:
+        case Computation.SUM:
             return _row_parallel(fault, branch, tap)
-        case Made.LOGITS:
+        case Computation.LOGITS:
             return _router(fault, branch.sublayer)
-        case Made.ROUTING:
+        case Computation.ROUTING:
             return _routing(fault, branch.sublayer)
-        case Made.EXPERTS:
+        case Computation.EXPERTS:
             return _experts(fault, branch, tap)
 
 
@@ -349,10 +349,10 @@ def _residual(fault: _Fault, branch: BranchSpec) -> str:
     layer = fault.spec.layers[fault.row.layer or 0]
     added = layer.branches if layer.parallel else (branch,)
     norms = "".join(f"{one.post_norm}, or " for one in added if one.post_norm is not None)
-    sums = (Made.SUM, Made.EXPERTS)
-    products = " and ".join(tap.module for one in added for tap in one.sublayer.taps if tap.made in sums)
+    sums = (Computation.SUM, Computation.EXPERTS)
+    linear_layers = " and ".join(tap.module for one in added for tap in one.sublayer.taps if tap.computation in sums)
     return (
-        f"{fault.module}: {norms}the addition of the residual after {products} "
+        f"{fault.module}: {norms}the addition of the residual after {linear_layers} "
         "(or a bias added on the wrong side of the all-reduce)"
     )
 

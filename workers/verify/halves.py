@@ -36,7 +36,7 @@ class HalfDifference:
     branch: int = 0  # number of the half in its layer
 
     @property
-    def place(self) -> tuple[int, int, int]:
+    def order(self) -> tuple[int, int, int]:
         """Sort key: the order in which halves are computed."""
         return self.layer, self.branch, self.rank
 
@@ -59,7 +59,7 @@ class Halves:
         found = [HalfDifference(**difference) for rank in ranks for difference in rank["differences"]]
         why_not = next((rank["why_not"] for rank in ranks if rank["why_not"] is not None), None)
         compared = sum(rank["compared"] for rank in ranks[::size])
-        return Halves(compared, why_not, tuple(sorted(found, key=lambda difference: difference.place)))
+        return Halves(compared, why_not, tuple(sorted(found, key=lambda difference: difference.order)))
 
     def write(self, folder: Path, rank: int, stage: int = 0) -> None:
         _file(folder, rank, stage).write_text(json.dumps(asdict(self)), "utf-8")

@@ -21,10 +21,10 @@ _KILL_S = 5.0  # time for the kernel to end a process; a process that waits for 
 _LOOK_S = 1.0  # interval of looks at the processor time of the reference
 _BUSY_S = 0.5  # processor time that counts as progress; a process that only waits uses far less
 
-Say = Callable[[str], None]
+ReportLine = Callable[[str], None]
 
 
-def run_reference(folder: Path, say: Say, *, timeout_s: float = LOADING_TIMEOUT_S) -> None:
+def run_reference(folder: Path, report_line: ReportLine, *, timeout_s: float = LOADING_TIMEOUT_S) -> None:
     """Run transformers in a process whose memory is free again when our ranks start.
 
     `timeout_s`: the longest time without progress, which is a reported line or `_BUSY_S` of processor time. Raises
@@ -38,7 +38,7 @@ def run_reference(folder: Path, say: Say, *, timeout_s: float = LOADING_TIMEOUT_
                 ["-m", "oarlock.workers.verify.reference", str(folder), str(os.getpid()), str(fd)], pass_fds=[fd]
             )
         try:
-            status = _follow_reference(process, ours, say, timeout_s)
+            status = _follow_reference(process, ours, report_line, timeout_s)
         finally:
             if process.poll() is None:
                 process.kill()
@@ -52,7 +52,9 @@ def run_reference(folder: Path, say: Say, *, timeout_s: float = LOADING_TIMEOUT_
         )
 
 
-def _follow_reference(process: subprocess.Popen[bytes], control: Control, say: Say, timeout_s: float) -> int:
+def _follow_reference(
+    process: subprocess.Popen[bytes], control: Control, report_line: ReportLine, timeout_s: float
+) -> int:
     """Return the exit status of the reference. It reports nothing while it loads, but uses processor time."""
     doing, moved, used = "starting", time.monotonic(), 0.0
     while time.monotonic() - moved <= timeout_s:
@@ -63,7 +65,7 @@ def _follow_reference(process: subprocess.Popen[bytes], control: Control, say: S
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     return process.wait(timeout_s)
                 break
-            say(f"transformers: {doing}")
+            report_line(f"transformers: {doing}")
             moved = time.monotonic()
         elif (time_s := _processor_time_s(process.pid)) >= used + _BUSY_S:
             moved, used = time.monotonic(), time_s
@@ -80,7 +82,9 @@ def _processor_time_s(pid: int) -> float:
     return (int(times[11]) + int(times[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def run_ranks(config: WorkerConfig, folder: Path, say: Say, *, timeout_s: float = LOADING_TIMEOUT_S) -> None:
+def run_ranks(
+    config: WorkerConfig, folder: Path, report_line: ReportLine, *, timeout_s: float = LOADING_TIMEOUT_S
+) -> None:
     """Run our side: one process per rank, as many as serve. None of them is left when this returns.
 
     `timeout_s`: the longest time without progress of any rank. Raises `StartupError` after that, and if a rank fails.
@@ -88,12 +92,12 @@ def run_ranks(config: WorkerConfig, folder: Path, say: Say, *, timeout_s: float 
     extras = [{"folder": str(folder)}] * config.ranks_per_node
     ranks = spawn_ranks("oarlock.workers.verify.rank", config, extras)
     try:
-        _follow(ranks, say, timeout_s)
+        _follow(ranks, report_line, timeout_s)
     finally:
         ranks.end()
 
 
-def _follow(ranks: SpawnedRanks, say: Say, timeout_s: float) -> None:
+def _follow(ranks: SpawnedRanks, report_line: ReportLine, timeout_s: float) -> None:
     """Follow the ranks until every one is done. Raises `StartupError` for the first that fails."""
     running = dict(enumerate(ranks.controls))
     progress = [["starting"] for _ in running]  # per rank, the different lines it has sent
@@ -121,7 +125,7 @@ def _follow(ranks: SpawnedRanks, say: Say, timeout_s: float) -> None:
             elif message["text"] != progress[rank][-1]:
                 progress[rank].append(message["text"])
                 if rank == 0:
-                    say(f"our {len(progress)} rank(s): {message['text']}")
+                    report_line(f"our {len(progress)} rank(s): {message['text']}")
 
 
 def _stuck(ranks: SpawnedRanks, progress: list[list[str]], timeout_s: float) -> StartupError:

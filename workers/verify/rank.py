@@ -28,16 +28,16 @@ from oarlock.workers.distributed.pipeline_stage import PipelineStage
 from oarlock.workers.distributed.shm_ring import ChannelClosedError
 from oarlock.workers.layers.decoder_spec import SublayerSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec
-from oarlock.workers.layers.tensor_spec import Made, Tap
+from oarlock.workers.layers.tensor_spec import Computation, Tap
 from oarlock.workers.models.decoder import Decoder
 from oarlock.workers.protocol import StepMetadata
 from oarlock.workers.ranks.spawn_ranks import RankArguments, begin
 from oarlock.workers.runner.model_runner import ModelRunner
 from oarlock.workers.runner.trial_steps import SequenceChunk, greedy_step
 from oarlock.workers.runner.worker_process import join, log_to_stderr
-from oarlock.workers.verify.compare import dense_routing, file_of, halves_of, part_of, taps_of
+from oarlock.workers.verify.compare import columns_of, dense_routing, file_of, halves_of, taps_of
 from oarlock.workers.verify.halves import RecordedHalves
-from oarlock.workers.verify.request import Request, Text
+from oarlock.workers.verify.request import Text, VerifyRequest
 
 _STEPS_PER_LINE = 16  # steps per line of progress
 
@@ -54,7 +54,7 @@ def run_rank(
 
     `on_progress` gets a description of the current work, often the same again: it also shows that there is progress.
     """
-    request, text = Request.read(folder), Text.read(folder)
+    request, text = VerifyRequest.read(folder), Text.read(folder)
     runner = ModelRunner(config, tp, stage=stage)
     runner.load(lambda fraction: on_progress("reading the weights"))
     on_progress("allocating KV memory")
@@ -232,17 +232,17 @@ class RecordingDecoder:
         decoder = self.decoder
         decoder.parts_were_replaced()
         self._hook(decoder, "norm", after=lambda y: self._record("final_norm", y))
-        for place in range(len(decoder.layers)):
-            self._install_layer(place)
+        for index in range(len(decoder.layers)):
+            self._install_layer(index)
         # An instance attribute hides the method of the group, which other code keeps using.
-        tp = decoder.place.tp
+        tp = decoder.placement.tp
         before = vars(tp).get("all_reduce")
         self._undo.append(lambda: delattr(tp, "all_reduce") if before is None else setattr(tp, "all_reduce", before))
         tp.all_reduce = self._recording_all_reduce(tp.all_reduce)  # ty: ignore[invalid-assignment]
 
-    def _install_layer(self, place: int) -> None:
-        """Install the hooks of the layer at `place` in its stage."""
-        layer, number = self.decoder.layers[place], self.decoder.stage[place]
+    def _install_layer(self, index: int) -> None:
+        """Install the hooks of the layer at `index` in its stage."""
+        layer, number = self.decoder.layers[index], self.decoder.stage[index]
         shape = self.decoder.spec.layers[number]
         for branch, spec in zip(layer.branches, shape.branches, strict=True):
             self._hook_sublayer(branch.sublayer, spec.sublayer, number)
@@ -250,15 +250,15 @@ class RecordingDecoder:
         taps = taps_of(shape)
         for one, following in zip(taps, [*taps[1:], None], strict=True):
             name = f"{number}.{one.tap.name}"
-            if one.tap.made is Made.NORM:
+            if one.tap.computation is Computation.NORM:
                 self._hook(branches[id(one.branch)], "norm", after=partial(self._record, name))
-            elif one.tap.made is Made.RESIDUAL and following is not None:
+            elif one.tap.computation is Computation.RESIDUAL and following is not None:
                 branch = branches[id(following.branch)]
                 self._hook(branch, "sublayer" if branch.norm is None else "norm", before=partial(self._record, name))
-        self._undo.append(lambda: self.decoder.layers.__setitem__(place, layer))
+        self._undo.append(lambda: self.decoder.layers.__setitem__(index, layer))
         before = (lambda x: self._record("embedding", x)) if number == 0 else None
         after = partial(self._record, f"{number}.{taps[-1].tap.name}")
-        self.decoder.layers[place] = _Hooked(layer, before, after)  # ty: ignore[invalid-assignment]
+        self.decoder.layers[index] = _Hooked(layer, before, after)  # ty: ignore[invalid-assignment]
 
     def _hook_sublayer(self, sublayer: Any, spec: SublayerSpec, layer: int) -> None:
         """Install the hooks on the matmuls of a sublayer. The attention backend records the tensors between them."""
@@ -267,17 +267,19 @@ class RecordingDecoder:
             return
         taps = [tap for tap in spec.taps if tap.is_compared]
         for whole, parts in spec.fused.items():
-            projections = [tap for tap in taps if tap.made is Made.PROJECTION and tap.module in parts]
+            projections = [tap for tap in taps if tap.computation is Computation.PROJECTION and tap.module in parts]
             if projections:
-                self._hook(sublayer, sublayer.products[whole], after=partial(self._record_parts, layer, projections))
+                self._hook(
+                    sublayer, sublayer.linear_layers[whole], after=partial(self._record_parts, layer, projections)
+                )
         for tap in taps:
-            if tap.made is Made.SUM:
+            if tap.computation is Computation.SUM:
                 inputs = next(one for one in taps if one.is_input and one.module == tap.module)
-                taken = f"{layer}.{inputs.name}" if inputs.made is Made.GATED else None
-                self._hook_row_parallel(sublayer, sublayer.products[tap.module], f"{layer}.{tap.name}", taken)
-            elif tap.made is Made.GATED and self._diagnostics:
+                taken = f"{layer}.{inputs.name}" if inputs.computation is Computation.GATED else None
+                self._hook_row_parallel(sublayer, sublayer.linear_layers[tap.module], f"{layer}.{tap.name}", taken)
+            elif tap.computation is Computation.GATED and self._diagnostics:
                 (whole,) = spec.fused
-                self._hook_mirror(sublayer, sublayer.products[whole], f"{layer}.{tap.name}_mirrored")
+                self._hook_mirror(sublayer, sublayer.linear_layers[whole], f"{layer}.{tap.name}_mirrored")
 
     def _hook_experts(self, sublayer: Any, spec: ExpertsSpec, layer: int) -> None:
         """Install the hooks on the router, and on the all-reduces of the experts' results."""
@@ -295,18 +297,18 @@ class RecordingDecoder:
         self._hook(sublayer, "router", after=routed)
         self._hook(sublayer, "sums", after=summed)
 
-    def _record_parts(self, layer: int, taps: list[Tap], product: Tensor) -> None:
+    def _record_parts(self, layer: int, taps: list[Tap], matmul: Tensor) -> None:
         """Record the results of one matmul [T, columns of all parts], each by its name as [T, parts, columns of
         one]."""
-        tp = self.decoder.place.tp
-        parts = [part_of(tap.name, self.decoder.spec, tp.rank, tp.size, layer) for tap in taps]
-        columns = product.split([part.width for part in parts], 1)
+        tp = self.decoder.placement.tp
+        parts = [columns_of(tap.name, self.decoder.spec, tp.rank, tp.size, layer) for tap in taps]
+        columns = matmul.split([part.width for part in parts], 1)
         for tap, part, found in zip(taps, parts, columns, strict=True):
             self._record(f"{layer}.{tap.name}", found.unflatten(1, (-1, part.group)))
 
     def _hook_mirror(self, owner: Any, name: str, output: str) -> None:
-        product = getattr(owner, name)
-        self._hook(owner, name, before=lambda x: self._record(output, product(-x)))
+        matmul = getattr(owner, name)
+        self._hook(owner, name, before=lambda x: self._record(output, matmul(-x)))
 
     def _hook(self, owner: Any, name: str, before: Any = None, after: Any = None) -> None:
         original = getattr(owner, name)
@@ -320,8 +322,8 @@ class RecordingDecoder:
         def before(x: Tensor) -> None:
             if inputs is not None:
                 self._record(inputs, x)
-            if self.decoder.place.tp.size == 1:  # the matmul may add the residual itself: compute it without
-                self._record(output, layer.product(x))
+            if self.decoder.placement.tp.size == 1:  # the matmul may add the residual itself: compute it without
+                self._record(output, layer.matmul(x))
             else:
                 self._summing = output, layer.bias
 

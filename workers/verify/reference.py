@@ -29,7 +29,7 @@ from oarlock.base.python_child import die_with_parent
 from oarlock.workers.distributed.control_channel import Control
 from oarlock.workers.layers.decoder_spec import DecoderSpec, SublayerSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec
-from oarlock.workers.layers.tensor_spec import Made, Tap
+from oarlock.workers.layers.tensor_spec import Computation, Tap
 from oarlock.workers.model_files.gguf_model import gguf_file
 from oarlock.workers.models.registry import read_spec
 from oarlock.workers.quantization.registry import QUANTIZATIONS
@@ -42,39 +42,39 @@ from oarlock.workers.verify.dequantised_reference import (
     dequantised_weights,
     is_experts,
 )
-from oarlock.workers.verify.request import Request, Text
+from oarlock.workers.verify.request import Text, VerifyRequest
 
 _PRODUCTS = (nn.Linear, nn.Embedding)
 _ROWS = 8192  # rows of a weight that are widened to float64 at once
 
-Say = Callable[[str], None]
+ReportLine = Callable[[str], None]
 
 
-def record_reference(request: Request, folder: Path, say: Say) -> Text:
+def record_reference(request: VerifyRequest, folder: Path, report_line: ReportLine) -> Text:
     """Run transformers on `request` and write its text and tensors to `folder`."""
     if request.num_threads:
         torch.set_num_threads(request.num_threads)
-    say(f"loading {request.model} in {request.dtype}")
+    report_line(f"loading {request.model} in {request.dtype}")
     spec, dtype = read_spec(request.model), getattr(torch, request.dtype)
     model, quantised = load_for(request, dtype)
     with torch.inference_mode():
         with quantised.as_served() if quantised else nullcontext():
-            text = generate(model, request, say)
+            text = generate(model, request, report_line)
             text.write(folder)
             if not request.record:
                 return text
-            say(f"every layer in {request.dtype}")
+            report_line(f"every layer in {request.dtype}")
             theirs = _run(model, spec, text, dtype)
-        truth = _record(model, spec, text, theirs, request, folder, say)
+        truth = _record(model, spec, text, theirs, request, folder, report_line)
         if quantised and quantised.was_dense:
-            say("every layer in float64, with the weights as they are stored")
+            report_line("every layer in float64, with the weights as they are stored")
             with quantised.as_it_was(), in_float64(model):
                 before = _run(model, spec, text, torch.float64)
             _loss(quantised.errors(model.model.layers), truth, before).write(folder)
     return text
 
 
-def load_for(request: Request, dtype: torch.dtype) -> tuple[PreTrainedModel, DequantisedModel | None]:
+def load_for(request: VerifyRequest, dtype: torch.dtype) -> tuple[PreTrainedModel, DequantisedModel | None]:
     """Return the model, and its `DequantisedModel`; None if weights are served in the dtype of the model."""
     path = Path(request.model)
     is_dense = gguf_file(path) is None and request.quantization in QUANTIZATIONS
@@ -87,11 +87,11 @@ def load_for(request: Request, dtype: torch.dtype) -> tuple[PreTrainedModel, Deq
         model = load_model(request.model, request.dtype, request.device)
     else:
         model = _unfilled_model(request.model, dtype)
-        products = {f"{name}.weight" for name, part in model.named_modules() if isinstance(part, _PRODUCTS)}
+        linear_layers = {f"{name}.weight" for name, part in model.named_modules() if isinstance(part, _PRODUCTS)}
         experts = [name for name, part in model.named_modules() if is_experts(part)]
-        products |= {f"{name}.{part}_proj" for name in experts for part in ("gate_up", "down")}
+        linear_layers |= {f"{name}.{part}_proj" for name in experts for part in ("gate_up", "down")}
         for name, parameter in model.named_parameters():
-            if name not in products:
+            if name not in linear_layers:
                 parameter.data = dequantised.other(name).to(dtype)
     return model, DequantisedModel(model, dequantised, dtype, was_dense=is_dense, device=request.device)
 
@@ -113,14 +113,14 @@ def load_model(path: str, dtype: str, device: str) -> PreTrainedModel:
     return model.to("cuda:0" if device == "cuda" else "cpu").eval()
 
 
-def generate(model: PreTrainedModel, request: Request, say: Say) -> Text:
+def generate(model: PreTrainedModel, request: VerifyRequest, report_line: ReportLine) -> Text:
     """Generate greedy text with transformers' own `generate`. An end-of-sequence token does not end it."""
     outputs = []
     for number, prompt in enumerate(request.prompts):
         if request.new_tokens == 0:
             outputs.append([])
             continue
-        say(f"greedy text {number + 1} of {len(request.prompts)}")
+        report_line(f"greedy completion {number + 1} of {len(request.prompts)}")
         ids = torch.tensor([prompt], device=model.device)
         out = model.generate(  # ty: ignore[not-callable]
             ids, attention_mask=torch.ones_like(ids), do_sample=False, num_beams=1, repetition_penalty=1.0,
@@ -135,16 +135,16 @@ def _record(
     spec: DecoderSpec,
     text: Text,
     theirs: dict[str, Tensor],
-    request: Request,
+    request: VerifyRequest,
     folder: Path,
-    say: Say,
+    report_line: ReportLine,
 ) -> dict[str, Tensor]:
     """Run the text in float64, write the result and the errors of `theirs`, and return the result."""
     truth_dtype = torch.float64 if request.dtype == "float32" else torch.float32
-    say("every layer in float64")
+    report_line("every layer in float64")
     with in_float64(model):
         truth = _run(model, spec, text, truth_dtype)
-    say("writing its tensors")
+    report_line("writing its tensors")
     files: dict[str, list[str]] = {}
     for name in truth:
         files.setdefault(file_of(name), []).append(name)
@@ -230,9 +230,9 @@ class TransformersRecorder:
         shape = self._spec.layers[index]
         for number, one in enumerate(taps := taps_of(shape)):
             name, branch = f"{index}.{one.tap.name}", one.branch
-            if one.tap.made is Made.NORM:
+            if one.tap.computation is Computation.NORM:
                 self._after(getattr(layer, one.tap.module), name)
-            elif one.tap.made is Made.RESIDUAL:
+            elif one.tap.computation is Computation.RESIDUAL:
                 if number == len(taps) - 1:
                     self._after(layer, name)
                 else:
@@ -240,7 +240,9 @@ class TransformersRecorder:
                     self._before(getattr(layer, following.norm or following.sublayer.module), name)
             elif isinstance(branch.sublayer, ExpertsSpec):
                 self._hook_experts(name, layer, branch.sublayer, one.tap)
-            elif one.tap.made is not Made.ROTATION:  # rotated tensors are arguments of the attention function
+            elif (
+                one.tap.computation is not Computation.ROTATION
+            ):  # rotated tensors are arguments of the attention function
                 self._hook_sublayer(index, getattr(layer, branch.sublayer.module), branch.sublayer, one.tap)
 
     def _hook_sublayer(self, index: int, module: Any, spec: SublayerSpec, tap: Tap) -> None:
@@ -263,7 +265,7 @@ class TransformersRecorder:
         """Register a hook for a tensor of the experts of `layer`, which may have a shared expert next to the others."""
         sublayer = getattr(layer, spec.module)
         part = getattr(sublayer, tap.module, None) or getattr(layer, tap.module)
-        if tap.made is not Made.ROUTING:
+        if tap.computation is not Computation.ROUTING:
             self._after(part, name)
             gate = spec.shared.gate if spec.shared is not None and tap.name == "shared" else None
             if gate is not None:  # called after the expert that it scales
@@ -362,7 +364,7 @@ def _exact_experts(module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tens
     """Compute the experts one after the other, each widened by itself. `x` [T, hidden], `ids` and `weights` [T, k]."""
     total = torch.zeros_like(x)
     for expert in ids.unique().tolist():
-        rows, places = (ids == expert).nonzero(as_tuple=True)
+        rows, choices = (ids == expert).nonzero(as_tuple=True)
         gate_up, down = (weight[expert].double() for weight in (module.gate_up_proj, module.down_proj))
         if not module.is_transposed:
             gate_up, down = gate_up.T, down.T
@@ -372,7 +374,7 @@ def _exact_experts(module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tens
         result = module._apply_gate(both) @ down
         if module.has_bias:
             result = result + module.down_proj_bias[expert].double()
-        total.index_add_(0, rows, weights[rows, places, None] * result)
+        total.index_add_(0, rows, weights[rows, choices, None] * result)
     return total
 
 
@@ -452,7 +454,7 @@ def main(argv: list[str]) -> int:
     folder, parent_pid, control = Path(argv[0]), int(argv[1]), Control.from_fd(int(argv[2]))
     die_with_parent(parent_pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal group; the parent decides
-    request = Request.read(folder)
+    request = VerifyRequest.read(folder)
     record_reference(request, folder, lambda line: control.send("progress", text=line))
     return 0
 

@@ -4,7 +4,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from oarlock.workers.verify.compare import LARGEST_LIMIT, LIMIT, Comparison, Row
+from oarlock.workers.verify.compare import LARGEST_LIMIT, LIMIT, TensorResult, VerifyResults
 from oarlock.workers.verify.dequantised_reference import RoundingLoss
 from oarlock.workers.verify.halves import Halves
 
@@ -13,7 +13,7 @@ _LEFT_ALIGNED = ("layer", "tensor", "result")
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class VerifyReport:
     """Findings of one verification."""
 
     model: str
@@ -21,7 +21,7 @@ class Report:
     dtype: str
     size: int
     tokens: int  # rows of every tensor
-    comparison: Comparison
+    comparison: VerifyResults
     causes: list[str]
     versions: dict[str, str]
     seconds: float
@@ -35,11 +35,11 @@ class Report:
         return "ok" if self.comparison.ok else "differs"
 
     @property
-    def form(self) -> str:
+    def weight_format(self) -> str:
         """Description of the weight format."""
         if self.dequantize:
-            return f"{self.quantization}, written out in this dtype"
-        return "this dtype" if self.quantization == "none" else f"{self.quantization}, whose products round inputs"
+            return f"{self.quantization}, dequantised to this dtype"
+        return "this dtype" if self.quantization == "none" else f"{self.quantization}, with rounded activations"
 
     def to_json(self) -> dict[str, Any]:
         first = self.comparison.first_fault
@@ -52,7 +52,7 @@ class Report:
             "quantization": self.quantization,
             "dequantize": self.dequantize,
             "kv_cache_dtype": self.dtype,
-            "truth": f"transformers in float64, on the weights as they are in {self.form}",
+            "truth": f"transformers in float64, on the weights as they are in {self.weight_format}",
             "limits": {"rms": LIMIT, "head_rms": LIMIT, "largest": LARGEST_LIMIT, "largest_of_logits": LIMIT},
             "tokens_compared": self.tokens,
             "ok": self.comparison.ok,
@@ -85,9 +85,10 @@ class Report:
 
     def to_text(self) -> str:
         comparison = self.comparison
-        form = self.dtype if self.quantization == "none" else f"{self.quantization} in {self.dtype}"
-        form += ", dequantised" if self.dequantize else ""
-        head = f"{self.model} ({self.architecture}), {form}, KV cache in {self.dtype}, tensor-parallel size {self.size}"
+        weight_format = self.dtype if self.quantization == "none" else f"{self.quantization} in {self.dtype}"
+        weight_format += ", dequantised" if self.dequantize else ""
+        head = f"{self.model} ({self.architecture}), {weight_format}, KV cache in {self.dtype}, "
+        head += f"tensor-parallel size {self.size}"
         if self.stages > 1:
             head += f", {self.stages} pipeline stages"
         lines = [f"{head}: {self.tokens} tokens through every layer, compared with transformers in float64", ""]
@@ -105,10 +106,10 @@ class Report:
         return "\n".join([*lines, f"result: {self.result}"])
 
 
-def shown(comparison: Comparison) -> list[Row]:
+def shown(comparison: VerifyResults) -> list[TensorResult]:
     """Return the worst tensor of each layer, and all tensors of the first layer with a fault."""
     first = comparison.first_fault
-    groups: dict[int | str, list[Row]] = {}  # layer -> rows; a tensor outside the layers is a group of its own
+    groups: dict[int | str, list[TensorResult]] = {}  # layer -> rows; a tensor outside the layers is a group of its own
     for row in comparison.rows:
         groups.setdefault(row.tensor if row.layer is None else row.layer, []).append(row)
     rows = []
@@ -120,7 +121,7 @@ def shown(comparison: Comparison) -> list[Row]:
     return rows
 
 
-def table(rows: list[Row]) -> list[str]:
+def table(rows: list[TensorResult]) -> list[str]:
     """Return the lines of a table, headings first."""
     lines = [_HEADINGS]
     for row in rows:
@@ -139,13 +140,13 @@ def table(rows: list[Row]) -> list[str]:
 
 def _loss_lines(loss: RoundingLoss, quantization: str) -> list[str]:
     """Return lines about the distance of the model from the stored one."""
-    lines = [f"what {quantization} costs: distance from the weights as stored and from their answers in float64"]
+    lines = [f"loss of {quantization}: distance from the stored weights, and from their outputs in float64"]
     lines.append("layer  weights  hidden")
     lines += [f"{one.layer:5}  {one.weights:7.2%}  {one.hidden:6.2%}" for one in loss.layers]
     return [*lines, f"logits{'':9}{loss.logits:6.2%}"]
 
 
-def _ranks_line(comparison: Comparison) -> str:
+def _ranks_line(comparison: VerifyResults) -> str:
     """Return a line that reports whether the ranks have the same bits in tensors that all have."""
     count = sum(row.is_on_all_ranks for row in comparison.rows)
     differ = [row.name for row in comparison.rows if not row.ranks_agree]
@@ -167,20 +168,20 @@ def _halves_line(halves: Halves) -> str:
     )
 
 
-def _greedy_line(comparison: Comparison) -> str:
+def _greedy_line(comparison: VerifyResults) -> str:
     tokens = comparison.tokens
     wrong = next((token for token in tokens if token.result != "ok"), None)
     if wrong is not None:
         return (
-            f"greedy text: prompt {wrong.prompt + 1} differs at token {wrong.first_difference}, by a logit gap of "
-            f"{wrong.gap:.3g} where rounding explains {wrong.allowed:.3g}"
+            f"greedy completion: prompt {wrong.prompt + 1} differs at token {wrong.first_difference}, by a logit gap "
+            f"of {wrong.gap:.3g} where rounding explains {wrong.allowed:.3g}"
         )
     count, ties = sum(token.count for token in tokens), sum(token.near_ties for token in tokens)
-    line = f"greedy text: {count} tokens of {len(tokens)} prompts as transformers' generate"
+    line = f"greedy completions: {count} tokens of {len(tokens)} prompts equal transformers' generate"
     return f"{line}, {ties} near-tie{'s' if ties > 1 else ''} that rounding decides" if ties else line
 
 
-def _row_json(row: Row) -> dict[str, Any]:
+def _row_json(row: TensorResult) -> dict[str, Any]:
     return {
         "layer": row.layer,
         "tensor": row.tensor,

@@ -23,7 +23,7 @@ _RANDOM_LENGTHS = (19, 11, 5)
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class VerifyRequest:
     """The model, dtype and prompts; read by the reference process and by every rank."""
 
     model: str  # a directory
@@ -40,8 +40,8 @@ class Request:
         (folder / "request.json").write_text(json.dumps(asdict(self)), "utf-8")
 
     @staticmethod
-    def read(folder: Path) -> "Request":
-        return Request(**json.loads((folder / "request.json").read_text("utf-8")))
+    def read(folder: Path) -> "VerifyRequest":
+        return VerifyRequest(**json.loads((folder / "request.json").read_text("utf-8")))
 
 
 @dataclass(frozen=True, slots=True)

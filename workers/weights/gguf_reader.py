@@ -16,9 +16,9 @@ from torch import Tensor
 
 from oarlock.base.errors import StartupError
 from oarlock.workers.model_files.checkpoint import Checkpoint
-from oarlock.workers.model_files.gguf_header import BY_NAME, FLOATS, GROUP_FORMS, SERVED
-from oarlock.workers.model_files.gguf_model import GGUFCheckpoint, Layout, type_not_served
-from oarlock.workers.model_files.located import Located
+from oarlock.workers.model_files.gguf_header import BY_NAME, FLOATS, GROUP_LAYOUTS, SERVED
+from oarlock.workers.model_files.gguf_model import GGUFCheckpoint, GGUFTransform, type_not_served
+from oarlock.workers.model_files.located import LocatedTensor
 from oarlock.workers.weights import float4
 from oarlock.workers.weights.reader import CheckpointReader, WeightReader, first_not_finite, not_finite
 from oarlock.workers.weights.source import DummyWeights, WeightSource, check_slice, wrong_shape
@@ -71,7 +71,7 @@ def unpacked(kind: str, raw: Tensor) -> Groups:
     rows = len(raw)
     values, scales, offsets = _UNPACK[kind](raw.reshape(-1, BY_NAME[kind].size))
     offsets = None if offsets is None else offsets.reshape(rows, -1)
-    return Groups(values.reshape(rows, -1), scales.reshape(rows, -1), offsets, GROUP_FORMS[kind].group)
+    return Groups(values.reshape(rows, -1), scales.reshape(rows, -1), offsets, GROUP_LAYOUTS[kind].group)
 
 
 def _half(raw: Tensor, start: int) -> Tensor:
@@ -192,8 +192,8 @@ class GGUFReader(CheckpointReader):
                 stored = stored[:, columns]
             part = into[first : first + len(stored)]
             part.copy_(stored.float() - added if added else stored)
-            if self._check_finite and (place := first_not_finite(part)) is not None:
-                raise not_finite(name, found, stored[place].item(), part.dtype)
+            if self._check_finite and (index := first_not_finite(part)) is not None:
+                raise not_finite(name, found, stored[index].item(), part.dtype)
             self._on_read()
 
     def take_groups(
@@ -214,14 +214,14 @@ class GGUFReader(CheckpointReader):
             for kept, stored in ((part.scales, whole.scales), (part.offsets, whole.offsets)):
                 if kept is not None and stored is not None:
                     kept.copy_(stored.repeat_interleave(whole.group // into.group, 1)[:, groups])
-                    if self._check_finite and (place := first_not_finite(kept)) is not None:
-                        raise not_finite(name, found, kept[place].item(), torch.float32)
+                    if self._check_finite and (index := first_not_finite(kept)) is not None:
+                        raise not_finite(name, found, kept[index].item(), torch.float32)
             self._on_read()
 
-    def _place_of(self, name: str) -> Path:
+    def _file_of(self, name: str) -> Path:
         return self._checkpoint.tensors[name].path
 
-    def _find(self, name: str) -> Located:
+    def _find(self, name: str) -> LocatedTensor:
         found = self._checkpoint.find(name)
         if found is None:
             raise StartupError(
@@ -230,7 +230,7 @@ class GGUFReader(CheckpointReader):
             )
         return found
 
-    def _found(self, name: str, shape: Sequence[int]) -> Located:
+    def _found(self, name: str, shape: Sequence[int]) -> LocatedTensor:
         found = self._find(name)
         if found.entry.shape != tuple(shape):
             raise wrong_shape(name, found.path.name, found.entry.shape, shape)
@@ -239,7 +239,7 @@ class GGUFReader(CheckpointReader):
         self._taken.add(name)
         return found
 
-    def _rows(self, name: str, found: Located, first: int, count: int) -> Iterator[tuple[int, Tensor]]:
+    def _rows(self, name: str, found: LocatedTensor, first: int, count: int) -> Iterator[tuple[int, Tensor]]:
         """Yield stored rows `first` to `first + count` in Hugging Face's order, piece by piece.
 
         Each item is (row of the slice, uint8 [n, bytes of a row]). A vector has one row for each value.
@@ -265,7 +265,7 @@ class GGUFReader(CheckpointReader):
             wait([done for _, _, done in running])  # the reads write to memory that is ours only until this returns
 
 
-def _finished(offset: int, raw: Tensor, done: "Future[None]", first: int, order: Layout) -> tuple[int, Tensor]:
+def _finished(offset: int, raw: Tensor, done: "Future[None]", first: int, order: GGUFTransform) -> tuple[int, Tensor]:
     done.result()
     heads = min(len(raw), max(0, order.interleaved_heads * order.head_dim - first - offset))
     if heads:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from oarlock.base.errors import StartupError
 from oarlock.workers.model_files.checkpoint import Checkpoint
-from oarlock.workers.model_files.located import Located
+from oarlock.workers.model_files.located import LocatedTensor
 from oarlock.workers.weights.source import check_slice, wrong_shape
 
 # Disks and network file systems serve parallel reads faster than sequential reads; for the page cache it hardly
@@ -164,11 +164,11 @@ class CheckpointReader:
         if left:
             shown = ", ".join(left[:5]) + (f" and {len(left) - 5} more" if len(left) > 5 else "")
             raise StartupError(
-                f"{self._place_of(left[0])} holds tensors that its architecture does not use: {shown}.",
+                f"{self._file_of(left[0])} holds tensors that its architecture does not use: {shown}.",
                 self._use_another,
             )
 
-    def _place_of(self, name: str) -> Path:
+    def _file_of(self, name: str) -> Path:
         """Return the file or directory that an error about a tensor should name."""
         return self._checkpoint.directory
 
@@ -206,7 +206,7 @@ class WeightReader(CheckpointReader):
         finally:
             wait([piece.done for piece in running])  # the reads write to memory that is ours only until this returns
 
-    def _pieces(self, name: str, found: Located, into: Tensor, dim: int, start: int) -> Iterator[_Piece]:
+    def _pieces(self, name: str, found: LocatedTensor, into: Tensor, dim: int, start: int) -> Iterator[_Piece]:
         """Begin to read the slice, and yield its pieces. At most `READS_AHEAD` + 1 of them may be unfinished."""
         shape, begin = found.stored_shape, found.entry.begin
         dtype = _DTYPES.get(found.entry.dtype)
@@ -239,21 +239,21 @@ class WeightReader(CheckpointReader):
             self._buffers = torch.empty((READS_AHEAD + 1, -(-size // 64) * 64), dtype=torch.uint8)
         return self._buffers[number % (READS_AHEAD + 1), :size]
 
-    def _finish(self, name: str, found: Located, piece: _Piece, dim: int, start: int) -> None:
+    def _finish(self, name: str, found: LocatedTensor, piece: _Piece, dim: int, start: int) -> None:
         """Wait for a piece, convert it if needed, and check it."""
         piece.done.result()
         if piece.stored is not piece.part:
             piece.part.copy_(piece.stored)
-        if self._check_finite and (place := first_not_finite(piece.part)) is not None:
+        if self._check_finite and (found_at := first_not_finite(piece.part)) is not None:
             first_index = [0] * piece.part.dim()
             first_index[dim] = start
             first_index[1 if found.transposed else 0] = piece.first_row
-            where = [first + index for first, index in zip(first_index, place, strict=True)]
-            raise not_finite(name, found, float(piece.stored[place]), piece.part.dtype, f" at {where}")
+            where = [first + index for first, index in zip(first_index, found_at, strict=True)]
+            raise not_finite(name, found, float(piece.stored[found_at]), piece.part.dtype, f" at {where}")
         self._on_read()
 
 
-def not_finite(name: str, found: Located, value: float, dtype: torch.dtype, where: str = "") -> StartupError:
+def not_finite(name: str, found: LocatedTensor, value: float, dtype: torch.dtype, where: str = "") -> StartupError:
     """Return the error for `value` in the file, finite if it is too large for `dtype`; `where`: index, after a
     space."""
     if math.isfinite(value):
@@ -283,7 +283,7 @@ def first_not_finite(x: Tensor) -> tuple[int, ...] | None:
         return None
     else:
         bad = torch.isfinite(x).logical_not_()
-    place = int(bad.flatten().int().argmax())
-    if not bad.flatten()[place]:
+    index = int(bad.flatten().int().argmax())
+    if not bad.flatten()[index]:
         return None  # the sum of large finite values overflowed
-    return tuple(int(index) for index in torch.unravel_index(torch.tensor(place), x.shape))
+    return tuple(int(index) for index in torch.unravel_index(torch.tensor(index), x.shape))

@@ -30,14 +30,14 @@ class WeightSource(Protocol):
         """Raise `StartupError` if the checkpoint has a tensor that was not taken and is not `ignorable`."""
 
 
-class FilledUp:
+class PaddedSource:
     """`WeightSource` of gated MLPs that are wider than stored and padded with zeros, for widths that ranks cannot cut
     into equal slices."""
 
-    def __init__(self, weights: WeightSource, whole: int, width: int) -> None:
-        """Wrap `weights`. `whole`: the width that layers ask for. `width`: the stored width."""
+    def __init__(self, weights: WeightSource, padded_width: int, width: int) -> None:
+        """Wrap `weights`. `padded_width`: the width that layers ask for. `width`: the stored width."""
         self._weights = weights
-        self._whole, self._width = whole, width
+        self._padded_width, self._width = padded_width, width
 
     def has(self, name: str) -> bool:
         return self._weights.has(name)
@@ -55,7 +55,7 @@ class FilledUp:
             all(a >= b for a, b in zip(stored, shape, strict=True)) and start + into.shape[dim] <= stored[dim]
         ):
             return self._weights.take(name, into, shape=shape, dim=dim, start=start)
-        lengths = [min(length, into.shape[place]) for place, length in enumerate(stored)]
+        lengths = [min(length, into.shape[dimension]) for dimension, length in enumerate(stored)]
         start = min(start, stored[dim])
         lengths[dim] = min(stored[dim] - start, into.shape[dim])
         here = into[tuple(slice(length) for length in lengths)]
@@ -76,8 +76,8 @@ class FilledUp:
 
     def _of_every_shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the stored shape of a tensor from a source that accepts any shape, such as dummy weights."""
-        place = 1 if ".down_proj." in name else 0
-        return tuple(self._width if at == place and n == self._whole else n for at, n in enumerate(shape))
+        dimension = 1 if ".down_proj." in name else 0
+        return tuple(self._width if at == dimension and n == self._padded_width else n for at, n in enumerate(shape))
 
 
 def check_slice(name: str, into: Tensor, shape: Sequence[int], dim: int, start: int) -> None:

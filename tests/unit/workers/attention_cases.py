@@ -11,7 +11,7 @@ from torch import Tensor
 from oarlock.workers.attention.backend import AttentionBackend, AttentionSpec, KVSpec, LayerKV
 from oarlock.workers.attention.cpp import CppBackend
 from oarlock.workers.attention.forward_batch import BlockTables, ForwardBatch
-from oarlock.workers.kernels.cpu.build import Level
+from oarlock.workers.kernels.cpu.build import ISALevel
 from oarlock.workers.protocol import NULL_BLOCK
 from oarlock.workers.runner.trial_steps import SequenceChunk, greedy_step
 from tests.unit.workers import kernel_levels
@@ -25,7 +25,7 @@ EMULATES_BFLOAT16 = (
 )
 
 
-def cpp_at(level: Level) -> type[CppBackend]:
+def cpp_at(level: ISALevel) -> type[CppBackend]:
     """`CppBackend` with the kernels of `level`."""
 
     class AtLevel(CppBackend):

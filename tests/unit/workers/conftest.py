@@ -5,14 +5,14 @@ from collections.abc import Generator
 import pytest
 
 from oarlock.workers.kernels.cpu import library
-from oarlock.workers.kernels.cpu.build import Level
+from oarlock.workers.kernels.cpu.build import ISALevel
 from oarlock.workers.kernels.triton import availability
 from oarlock.workers.quantization import matmul
 from tests.unit.workers.kernel_levels import VECTORS, using
 
 
 @pytest.fixture(params=VECTORS)
-def level(request: pytest.FixtureRequest) -> Generator[Level]:
+def level(request: pytest.FixtureRequest) -> Generator[ISALevel]:
     """Each kind of vectors in turn; its kernels are those that the test uses."""
     with using(request.param):
         yield request.param

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from oarlock.workers.kernels.cpu import library
-from oarlock.workers.kernels.cpu.build import EMULATED_AMX, EMULATED_BF16_DOT, Level, available, machine_name
+from oarlock.workers.kernels.cpu.build import EMULATED_AMX, EMULATED_BF16_DOT, ISALevel, available, machine_name
 from oarlock.workers.kernels.cpu.build import LEVELS as ALL
 from oarlock.workers.platform.processor import features
 from tests.unit.workers.kernels.cpu import emulated_library
@@ -22,12 +22,12 @@ from tests.unit.workers.kernels.cpu.emulated_library import EmulatedLibrary
 NO_KERNELS = library.why_not()  # the reason, or None
 
 
-def is_here(level: Level) -> bool:
+def is_here(level: ISALevel) -> bool:
     """Whether the level is of this kind of machine."""
     return level.machine == machine_name()
 
 
-def why_not(level: Level) -> str | None:
+def why_not(level: ISALevel) -> str | None:
     """Why the kernels of `level` cannot run here; None if they can."""
     if not is_here(level):
         return emulated_library.why_not()
@@ -37,7 +37,7 @@ def why_not(level: Level) -> str | None:
 
 
 @contextmanager
-def using(level: Level) -> Generator[None]:
+def using(level: ISALevel) -> Generator[None]:
     """Everything that is loaded inside uses the kernels of `level`."""
     if not is_here(level):
         library._outcomes[level] = _emulated(level)  # ty: ignore[invalid-assignment]
@@ -58,14 +58,14 @@ def threads(count: int) -> Generator[None]:
 
 
 @cache
-def _emulated(level: Level) -> EmulatedLibrary:
+def _emulated(level: ISALevel) -> EmulatedLibrary:
     """One for each level and process, since starting it takes a second."""
     started = EmulatedLibrary(level)
     atexit.register(started.close)
     return started
 
 
-def _parameter(level: Level, others: Sequence[Level] = ()) -> Any:
+def _parameter(level: ISALevel, others: Sequence[ISALevel] = ()) -> Any:
     reason = why_not(level)
     marks = [pytest.mark.skipif(bool(reason), reason=str(reason)), *([] if is_here(level) else [pytest.mark.soak])]
     marks += [pytest.mark.product] if level in others else []

@@ -48,7 +48,7 @@ class RecordingRank(TensorParallel):
         return x
 
 
-def place(rank: int = 0, size: int = 1, dtype: torch.dtype = torch.float32) -> Placement:
+def placement(rank: int = 0, size: int = 1, dtype: torch.dtype = torch.float32) -> Placement:
     tp = TensorParallel.solo() if size == 1 else RecordingRank(rank, size)
     return Placement(tp, dtype, torch.device("cpu"))
 

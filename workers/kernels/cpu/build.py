@@ -31,7 +31,7 @@ ENVIRONMENT = "OARLOCK_CPU_LEVEL"
 
 
 @dataclass(frozen=True, slots=True)
-class Level:
+class ISALevel:
     """An ISA level: processors with all features in `needs` can run code that is compiled with `flags`."""
 
     name: str
@@ -52,36 +52,38 @@ _AMX_FLAGS = (*_BF16_FLAGS, "-mamx-tile", "-mamx-bf16")
 
 # Best first, for each machine type.
 LEVELS = (
-    Level("amx", "x86_64", _AMX, _AMX_FLAGS, "AVX-512", "AVX512-BF16", "AMX-BF16"),
-    Level("avx512_bf16", "x86_64", _BF16, _BF16_FLAGS, "AVX-512", "AVX512-BF16"),
-    Level("avx512", "x86_64", _AVX512, ("-march=x86-64-v4", "-mprefer-vector-width=512"), "AVX-512"),
-    Level("avx2", "x86_64", _AVX2, ("-march=x86-64-v3",), "AVX2, FMA and F16C"),
-    Level("neon_bf16", "aarch64", frozenset({"asimd", "bf16"}), ("-march=armv8.2-a+bf16",), "NEON", "BF16 extension"),
-    Level("neon", "aarch64", frozenset({"asimd"}), ("-march=armv8-a",), "NEON"),
+    ISALevel("amx", "x86_64", _AMX, _AMX_FLAGS, "AVX-512", "AVX512-BF16", "AMX-BF16"),
+    ISALevel("avx512_bf16", "x86_64", _BF16, _BF16_FLAGS, "AVX-512", "AVX512-BF16"),
+    ISALevel("avx512", "x86_64", _AVX512, ("-march=x86-64-v4", "-mprefer-vector-width=512"), "AVX-512"),
+    ISALevel("avx2", "x86_64", _AVX2, ("-march=x86-64-v3",), "AVX2, FMA and F16C"),
+    ISALevel(
+        "neon_bf16", "aarch64", frozenset({"asimd", "bf16"}), ("-march=armv8.2-a+bf16",), "NEON", "BF16 extension"
+    ),
+    ISALevel("neon", "aarch64", frozenset({"asimd"}), ("-march=armv8-a",), "NEON"),
 )
 
 # AVX512-BF16 and AMX code with emulated instructions, for tests on processors without them. Optimised with -O1 only:
 # the tests run seldom, and compiling takes longer than running them.
 _DOT_FLAGS = ("-march=x86-64-v4", "-DOARLOCK_EMULATE_BF16_DOT", "-O1")
 _TILE_FLAGS = (*_DOT_FLAGS, "-DOARLOCK_EMULATE_AMX")
-EMULATED_BF16_DOT = Level("avx512_bf16_emulated", "x86_64", _AVX512, _DOT_FLAGS, "AVX-512", "an emulation")
-EMULATED_AMX = Level("amx_emulated", "x86_64", _AVX512, _TILE_FLAGS, "AVX-512", "an emulation", "an emulation")
+EMULATED_BF16_DOT = ISALevel("avx512_bf16_emulated", "x86_64", _AVX512, _DOT_FLAGS, "AVX-512", "an emulation")
+EMULATED_AMX = ISALevel("amx_emulated", "x86_64", _AVX512, _TILE_FLAGS, "AVX-512", "an emulation", "an emulation")
 
 _CPP_TYPES = {"bfloat16": "BFloat16", "float16": "Float16", "float32": "float"}  # keys: names in torch
 
 
-def of_one_type(level: Level, element: str) -> Level:
+def of_one_type(level: ISALevel, element: str) -> ISALevel:
     """Return `level` with the kernels of only one element type, which compile faster."""
     return replace(level, name=f"{level.name}_{element}", flags=(*level.flags, f"-DOARLOCK_ONLY={_CPP_TYPES[element]}"))
 
 
 def machine_name(machine: str | None = None) -> str:
-    """Return the machine type as `Level` names it; without `machine`, the type of this machine."""
+    """Return the machine type as `ISALevel` names it; without `machine`, the type of this machine."""
     machine = platform.machine() if machine is None else machine
     return {"AMD64": "x86_64", "arm64": "aarch64"}.get(machine, machine)
 
 
-def available(machine: str | None = None, flags: frozenset[str] | None = None, maker: str = "") -> list[Level]:
+def available(machine: str | None = None, flags: frozenset[str] | None = None, maker: str = "") -> list[ISALevel]:
     """Return the levels that a processor can run, best first.
 
     The processor is this one, or described by `machine`, `flags` (its features) and `maker`.
@@ -97,7 +99,7 @@ def available(machine: str | None = None, flags: frozenset[str] | None = None, m
     return levels
 
 
-def why_not_better(better: Level) -> str:
+def why_not_better(better: ISALevel) -> str:
     """Return why this processor does not use `better`, a level that comes before its best `available` level."""
     lacking = sorted(better.needs - features())
     if lacking:
@@ -105,7 +107,7 @@ def why_not_better(better: Level) -> str:
     return "slower here" if better in available() else "not allowed by the system"
 
 
-def chosen(environment: Mapping[str, str] = os.environ) -> Level | None:
+def chosen(environment: Mapping[str, str] = os.environ) -> ISALevel | None:
     """Return the best level that this processor runs, or the level named in the environment; None if there is no level.
 
     Raises `StartupError` if the name does not exist or this processor cannot run the level.
@@ -159,7 +161,7 @@ class KernelsUnavailable(RuntimeError):
     """The kernels cannot be used on this machine; the message is the reason in one phrase."""
 
 
-def why_not_obtainable(level: Level) -> str | None:
+def why_not_obtainable(level: ISALevel) -> str | None:
     """Return None if the library for `level` exists or can be compiled here, else the reason as one phrase.
 
     It compiles nothing and does not import torch.
@@ -174,7 +176,7 @@ def why_not_obtainable(level: Level) -> str | None:
     return None
 
 
-def for_type(level: Level, element: str) -> Level:
+def for_type(level: ISALevel, element: str) -> ISALevel:
     """Return `level` with only one element type (its torch name); `level` itself if the library of all types exists."""
     with suppress(KernelsUnavailable):  # compiling reports the reason later
         if existing(level) is not None:
@@ -182,12 +184,12 @@ def for_type(level: Level, element: str) -> Level:
     return of_one_type(level, element)
 
 
-def compiled(level: Level) -> Path:
+def compiled(level: ISALevel) -> Path:
     """Return the library for `level`: shipped with the sources, from this user's cache, or compiled now.
 
     Raises `KernelsUnavailable`.
     """
-    target = _place(level)
+    target = _library_path(level)
     if target.exists():
         return target
     found = compiler()
@@ -223,7 +225,7 @@ class Compilation:
         return self.done / self.total
 
 
-def lock_file(level: Level) -> Path:
+def lock_file(level: ISALevel) -> Path:
     """Return the file that a process locks while it compiles for `level`. Raises `KernelsUnavailable`."""
     return cache_directory() / f"{level.name}.lock"
 
@@ -259,13 +261,13 @@ def _state_in(lock: TextIO) -> Generator[Callable[[int, int], None]]:
         lock.truncate(0)
 
 
-def existing(level: Level) -> Path | None:
+def existing(level: ISALevel) -> Path | None:
     """Return the library for `level`, or None if it must be compiled. Raises `KernelsUnavailable` if it cannot be."""
-    target = _place(level)
+    target = _library_path(level)
     return target if target.exists() else None
 
 
-def _place(level: Level) -> Path:
+def _library_path(level: ISALevel) -> Path:
     """Return the path of the library for `level`: next to the sources if shipped with them, else in the cache."""
     if _carried(level):
         return prebuilt(level)
@@ -273,11 +275,11 @@ def _place(level: Level) -> Path:
     return cache_directory() / f"{level.name}-{fingerprint(level, facts)}.so"
 
 
-def _carried(level: Level) -> bool:
+def _carried(level: ISALevel) -> bool:
     return PREBUILT.is_dir() and prebuilt(level).exists()
 
 
-def prebuilt(level: Level) -> Path:
+def prebuilt(level: ISALevel) -> Path:
     """Return the path of the library that is compiled for a wheel or an image; it need not exist.
 
     Its name contains the hash of the sources and flags, so a library made of other sources is not found.
@@ -287,7 +289,7 @@ def prebuilt(level: Level) -> Path:
 
 def compile_to(
     target: Path,
-    level: Level,
+    level: ISALevel,
     compiler: str,
     sources: Sequence[Path] = (),
     on_part: Callable[[int, int], None] = lambda done, total: None,
@@ -390,7 +392,7 @@ def _sources(*patterns: str) -> list[Path]:
     return [path for pattern in patterns for path in sorted(SOURCES.glob(pattern))]
 
 
-def fingerprint(level: Level, compiler: Sequence[str] = ()) -> str:
+def fingerprint(level: ISALevel, compiler: Sequence[str] = ()) -> str:
     """Return a hash of the sources, the flags and the facts that identify the compiler."""
     sources = (*_sources("**/*.cpp"), *_sources("**/*.h"))
     texts = [text for source in sources for text in (str(source.relative_to(SOURCES)), source.read_text("utf-8"))]

@@ -26,8 +26,8 @@ _LINE = 64  # bytes: packed weights are aligned to cache lines
 _DENSE = 0  # the kind of a packed weight in the model's dtype: `WeightKind` in csrc/gemm/int8.h
 _ACTIVATIONS = {**GATES, "clamped_swiglu": Epilogue.CLAMPED_GATE}
 
-GatedProduct = CppGatedMatmul | CppPackedGatedMatmul
-Product = CppMatmul | CppPackedMatmul
+CppAnyGatedMatmul = CppGatedMatmul | CppPackedGatedMatmul
+CppPlainMatmul = CppMatmul | CppPackedMatmul
 _pointer, _number, _flag = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
 
 
@@ -138,9 +138,9 @@ class Shape(Protocol):
     def limit(self) -> float: ...
 
 
-def can_stack(gated: object, product: object) -> bool:
+def can_stack(gated: object, matmul: object) -> bool:
     """Return whether the kernel supports the weights of these matmuls."""
-    return isinstance(gated, GatedProduct) and isinstance(product, Product)
+    return isinstance(gated, CppAnyGatedMatmul) and isinstance(matmul, CppPlainMatmul)
 
 
 class _Stack:
@@ -151,19 +151,19 @@ class _Stack:
         self._alive: list[Tensor] = []
         self.bytes = 0  # size of the first weight
 
-    def add(self, product: GatedProduct | Product) -> tuple[int, int]:
-        """Copy the weight of `product`. Return its address and kind."""
-        is_packed = isinstance(product, CppPackedGatedMatmul | CppPackedMatmul)
-        packed = (product.weight.memory if is_packed else product.packed).view(torch.uint8)
+    def add(self, matmul: CppAnyGatedMatmul | CppPlainMatmul) -> tuple[int, int]:
+        """Copy the weight of `matmul`. Return its address and kind."""
+        is_packed = isinstance(matmul, CppPackedGatedMatmul | CppPackedMatmul)
+        packed = (matmul.weight.memory if is_packed else matmul.packed).view(torch.uint8)
         size, number = -(-len(packed) // _LINE) * _LINE, len(self._alive)
         if number == 0:
             self._all = huge_page_empty((self._count, size), torch.uint8)
             self.bytes = size
         fits = size == self.bytes  # experts with another weight format have separate memory
-        place = self._all[number] if fits else huge_page_empty((size,), torch.uint8)
-        place[: len(packed)] = packed
-        self._alive.append(place)
-        return place.data_ptr(), product.weight.kind if is_packed else _DENSE
+        memory = self._all[number] if fits else huge_page_empty((size,), torch.uint8)
+        memory[: len(packed)] = packed
+        self._alive.append(memory)
+        return memory.data_ptr(), matmul.weight.kind if is_packed else _DENSE
 
 
 class CppExpertMatmul:
@@ -182,9 +182,9 @@ class CppExpertMatmul:
         self._alive: list[Tensor | None] = []  # biases
         self._experts = (CExpert * max(1, shape.count))()
         number = -1
-        for number, (gated, product, down_bias) in enumerate(experts):
-            assert isinstance(gated, GatedProduct) and isinstance(product, Product)
-            first, second = gate_up.add(gated), down.add(product)
+        for number, (gated, matmul, down_bias) in enumerate(experts):
+            assert isinstance(gated, CppAnyGatedMatmul) and isinstance(matmul, CppPlainMatmul)
+            first, second = gate_up.add(gated), down.add(matmul)
             self._alive += (gated.bias, down_bias)
             biases = (_at(gated.bias), _at(down_bias))
             self._experts[number] = CExpert(first[0], second[0], *biases, first[1], second[1])

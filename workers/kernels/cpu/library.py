@@ -17,15 +17,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from oarlock.workers.kernels.cpu import build
-from oarlock.workers.kernels.cpu.build import KernelsUnavailable, Level
+from oarlock.workers.kernels.cpu.build import ISALevel, KernelsUnavailable
 from oarlock.workers.kernels.cpu.structures import check_structures
 
 if TYPE_CHECKING:
     import torch
 
-_forced: Level | None = None
-_outcomes: dict[Level, ctypes.CDLL | str] = {}  # the library, or the reason why there is none
-_of_one_type: dict[Level, tuple[str, Level]] = {}  # the element type requested first, and the level of its library
+_forced: ISALevel | None = None
+_outcomes: dict[ISALevel, ctypes.CDLL | str] = {}  # the library, or the reason why there is none
+_of_one_type: dict[
+    ISALevel, tuple[str, ISALevel]
+] = {}  # the element type requested first, and the level of its library
 _given: dict["torch.dtype | None", ctypes.CDLL] = {}  # results of `library`, by its argument
 _loading = threading.Lock()
 
@@ -55,11 +57,11 @@ def library(dtype: "torch.dtype | None" = None) -> ctypes.CDLL:
     """
     found = _given.get(dtype)
     if found is None:
-        found = _given[dtype] = load(level(), dtype)
+        found = _given[dtype] = load(isa_level(), dtype)
     return found
 
 
-def level() -> Level:
+def isa_level() -> ISALevel:
     """Return the level that this process uses. Raises like `library`."""
     found = _forced or _chosen()
     if found is None:
@@ -68,7 +70,7 @@ def level() -> Level:
 
 
 @contextmanager
-def using(level: Level) -> Generator[None]:
+def using(level: ISALevel) -> Generator[None]:
     """Use the kernels of `level` for everything that is loaded inside: for tests and comparisons."""
     global _forced
     before, _forced = _forced, level
@@ -81,11 +83,11 @@ def using(level: Level) -> Generator[None]:
 
 
 @cache
-def _chosen() -> Level | None:
+def _chosen() -> ISALevel | None:
     return build.chosen()
 
 
-def load(level: Level, dtype: "torch.dtype | None" = None) -> ctypes.CDLL:
+def load(level: ISALevel, dtype: "torch.dtype | None" = None) -> ctypes.CDLL:
     """Load the kernels of `level`, compiled now if this machine has not compiled them before.
 
     `dtype` as in `library`. Raises `KernelsUnavailable`. Tried once per process: if it fails, it is not compiled again.
@@ -104,7 +106,7 @@ def load(level: Level, dtype: "torch.dtype | None" = None) -> ctypes.CDLL:
     return outcome
 
 
-def _narrowed(level: Level, dtype: "torch.dtype | None") -> Level:
+def _narrowed(level: ISALevel, dtype: "torch.dtype | None") -> ISALevel:
     """Return the level of the library with `dtype`: the library of one type, if no other type was requested so far."""
     if level in _outcomes:
         return level
@@ -125,7 +127,7 @@ def loaded() -> Path | None:
     return Path(outcome._name) if isinstance(outcome, ctypes.CDLL) else None
 
 
-def _load(level: Level) -> ctypes.CDLL:
+def _load(level: ISALevel) -> ctypes.CDLL:
     if sys.platform != "linux":
         raise KernelsUnavailable(f"they are built on Linux only, and this is {sys.platform}")
     openmp = _loaded_openmp()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from oarlock.workers.kernels.cpu import library
-from oarlock.workers.kernels.cpu.build import Level
+from oarlock.workers.kernels.cpu.build import ISALevel
 from oarlock.workers.kernels.cpu.gemm import ELEMENT_TYPES, check_slices
 from oarlock.workers.kernels.cpu.structures import CGroupedSource
 from oarlock.workers.platform.huge_pages import huge_page_empty
@@ -25,18 +25,18 @@ MOST_INPUTS = 65_536  # limit for sums of 255 * 127 in 32 bits
 _DOT_EXTENSIONS = {"avx512_vnni": "AVX512-VNNI", "avx_vnni": "AVX-VNNI", "asimddp": "dot product extension"}
 
 
-def _dot_extension(level: Level) -> str:
+def _dot_extension(level: ISALevel) -> str:
     if level.machine == "aarch64":
         return "asimddp"
     return "avx512_vnni" if "avx512f" in level.needs else "avx_vnni"
 
 
-def int8_kind(level: Level) -> int:
+def int8_kind(level: ISALevel) -> int:
     """Return the fastest kind that this processor supports."""
     return INT8_DOT if _dot_extension(level) in features() else INT8
 
 
-def instructions(level: Level) -> str:
+def instructions(level: ISALevel) -> str:
     """Return the instruction set that multiplies 8-bit weights at `level` on this processor, as its manual names it."""
     return _DOT_EXTENSIONS[_dot_extension(level)] if int8_kind(level) == INT8_DOT else level.vectors
 
@@ -54,7 +54,7 @@ class PackedInt8:
         assert values.dtype == torch.int8 and values.stride(1) == 1 and values.shape[1] <= MOST_INPUTS
         assert scales.dtype == torch.float32 and scales.is_contiguous() and len(scales) == len(values)
         self.kernels = _declared(library.library())
-        self.kind = int8_kind(library.level()) if kind is None else kind
+        self.kind = int8_kind(library.isa_level()) if kind is None else kind
         self.columns, self.inputs = values.shape
         self.slices = slices
         check_slices(self.inputs, slices)
@@ -138,7 +138,7 @@ _NOTHING = -1  # input index of padding at the end of a group
 _pointer, _number, _flag = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
 
 
-def grouped_kind(level: Level) -> int:
+def grouped_kind(level: ISALevel) -> int:
     """Return the fastest kind that this processor supports: bytes are multiplied, as with a scale for each output."""
     return GROUPED_DOT if int8_kind(level) == INT8_DOT else GROUPED
 
@@ -178,7 +178,7 @@ class PackedGrouped:
         self.inputs = values.shape[1] if order is None else int(order.max()) + 1
         self.slices = len(pieces)
         self.kernels = _declared(library.library())
-        self.kind = grouped_kind(library.level()) if kind is None else kind
+        self.kind = grouped_kind(library.isa_level()) if kind is None else kind
         scales, factors = scales.contiguous(), factors.contiguous()
         zeros = None if zeros is None else zeros.contiguous()
         indices = _value_indices(pieces, kernel_group)

@@ -35,7 +35,7 @@ def amd_architecture() -> str | None:
     return None if torch.version.hip is None else torch.cuda.get_device_properties(0).gcnArchName.split(":")[0]
 
 
-def float32_products(amd: str | None) -> str:
+def float32_precision(amd: str | None) -> str:
     """Return the matmul precision that loses no more than float32 itself. Only NVIDIA has TensorFloat-32."""
     return "tf32x3" if amd is None else "ieee"
 

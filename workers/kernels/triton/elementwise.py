@@ -56,15 +56,15 @@ def add_and_norm_row(
     """Add one row to the residual, and compute the norm of the sum."""
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside = column < SIZE
-    place = row * SIZE + column
-    values = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+    element = row * SIZE + column
+    values = tl.load(x + element, mask=inside, other=0.0).to(tl.float32)
     if POST:
         values = _rms_norm(values, post_weight, post_eps, column, inside, SIZE)
-    values += tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
+    values += tl.load(residual + element, mask=inside, other=0.0).to(tl.float32)
     rounded = values.to(total.dtype.element_ty)
-    tl.store(total + place, rounded, mask=inside)
+    tl.store(total + element, rounded, mask=inside)
     result = _rms_norm(rounded.to(tl.float32), weight, eps, column, inside, SIZE)
-    tl.store(normed + place, result.to(normed.dtype.element_ty), mask=inside)
+    tl.store(normed + element, result.to(normed.dtype.element_ty), mask=inside)
 
 
 # Any, because calling a kernel compiles it: no annotation describes its arguments.

@@ -2,14 +2,14 @@
 
 Only data on the device decide for which expert a program works. Grids follow from T tokens, k experts per token, and E
 experts, so launches can be captured in a CUDA graph. A block has up to BLOCK_M pairs of a token and one expert; an
-expert's last block may be partly empty. Weights of 4 and 8 bits are stored as described in `products.py`, with all
+expert's last block may be partly empty. Weights of 4 and 8 bits are stored as described in `matmul.py`, with all
 experts in one tensor. Only the weights of experts in use are read.
 """
 
 import triton
 import triton.language as tl
 
-from oarlock.workers.kernels.triton.products import numbers_of, scaled
+from oarlock.workers.kernels.triton.matmul import scaled, values_of
 
 
 @triton.jit(do_not_specialize=["pairs", "blocks", "first"])
@@ -53,8 +53,8 @@ def sort_pairs(
         pair = at + tl.arange(0, SIZE)
         own = tl.load(ids + pair, mask=pair < pairs, other=-1) - first
         is_own = (own >= 0) & (own < EXPERTS) & (pair < pairs)
-        place = tl.atomic_add(starts + tl.where(is_own, own, 0), 1, mask=is_own)
-        tl.store(pairs_of + place, pair, mask=is_own)
+        slot = tl.atomic_add(starts + tl.where(is_own, own, 0), 1, mask=is_own)
+        tl.store(pairs_of + slot, pair, mask=is_own)
 
 
 @triton.jit
@@ -78,9 +78,9 @@ def _step(
 ):  # fmt: skip
     """Add the products of the inputs from unit `at` on that are in the range `begin` to `stop`."""
     BYTES: tl.constexpr = UNIT * (8 if BITS == 16 else BITS) // 8
-    place = tl.arange(0, UNITS * BYTES)
+    lane = tl.arange(0, UNITS * BYTES)
     if BITS == 16:
-        k = at * UNIT + place
+        k = at * UNIT + lane
         is_input = (k >= begin) & (k < stop)
         weight = tl.load(stored[:, None] + k[None, :], mask=is_column[:, None] & is_input[None, :], other=0.0)
         right = tl.load(x_rows + k[:, None], mask=is_input[:, None] & is_row[None, :], other=0.0)
@@ -91,12 +91,12 @@ def _step(
         at_byte = (unit * BYTES)[None, :, None] + tl.arange(0, BYTES)[None, None, :]
         words = tl.load(stored[:, None, None] + at_byte, mask=inside, other=0)
         for half in tl.static_range(8 // BITS):
-            numbers = numbers_of(words, half, BITS, FLOAT)
+            numbers = values_of(words, half, BITS, FLOAT)
             if GROUP_UNITS:
                 spot = (unit // GROUP_UNITS)[None, :, None] * columns + column[:, None, None]
                 numbers = scaled(numbers, scales, zeros, factor[:, None, None], spot, inside, ZEROS)
             weight = tl.reshape(numbers.to(x_rows.dtype.element_ty), [sums.shape[0], UNITS * BYTES])
-            k = (at + place // BYTES) * UNIT + place % BYTES + half * BYTES
+            k = (at + lane // BYTES) * UNIT + lane % BYTES + half * BYTES
             is_input = (k >= begin) & (k < stop)
             right = tl.load(x_rows + k[:, None], mask=is_input[:, None] & is_row[None, :], other=0.0)
             sums = tl.dot(weight, right, sums, input_precision=PRECISION)
@@ -194,8 +194,8 @@ def add_experts(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
     total = tl.zeros([BLOCK], tl.float32)
-    for place in range(TOP_K):
-        pair = token * TOP_K + place
+    for choice in range(TOP_K):
+        pair = token * TOP_K + choice
         expert = tl.load(ids + pair) - first
         is_here = (expert >= 0) & (expert < EXPERTS)
         row = pair

@@ -1,8 +1,8 @@
 """Pages of keys and values in the formats of `attention/kv_format.py`, which defines the values bit by bit.
 
 A page holds the data of one block for one KV head: `BLOCK_SIZE` rows of `HEAD_DIM` elements in the model dtype or in 8
-bits (`FORM`: "int8" or "fp8"). In int8 pages, the scales follow the rows: bfloat16 [BLOCK_SIZE], passed to kernels as a
-second pointer (int16) to the same memory. This keeps rows aligned and wastes no memory.
+bits (`FORMAT`: "int8" or "fp8"). In int8 pages, the scales follow the rows: bfloat16 [BLOCK_SIZE], passed to kernels as
+a second pointer (int16) to the same memory. This keeps rows aligned and wastes no memory.
 """
 
 import triton
@@ -10,9 +10,9 @@ import triton.language as tl
 
 
 @triton.jit
-def row_at(page, slot, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, FORM: tl.constexpr):
+def row_at(page, slot, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, FORMAT: tl.constexpr):
     """Return the offset of row `slot` of `page`, in elements. `page`: int64, block * KV_HEADS + head."""
-    size: tl.constexpr = BLOCK_SIZE * (HEAD_DIM + 2 if FORM == "int8" else HEAD_DIM)
+    size: tl.constexpr = BLOCK_SIZE * (HEAD_DIM + 2 if FORMAT == "int8" else HEAD_DIM)
     return page * size + slot * HEAD_DIM
 
 
@@ -23,14 +23,14 @@ def _scale_at(page, slot, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr):
 
 
 @triton.jit
-def numbers(raw, like, FORM: tl.constexpr, NATIVE_FP8: tl.constexpr):
+def values_in(raw, like, FORMAT: tl.constexpr, NATIVE_FP8: tl.constexpr):
     """Convert stored elements to the dtype of `like`, exactly. int8 elements are not multiplied by their scales.
 
     `NATIVE_FP8`: the device converts them, from compute capability 8.9 on.
     """
-    if FORM == "int8":
+    if FORMAT == "int8":
         result = raw.to(tl.int8, bitcast=True).to(like.dtype)
-    elif FORM == "fp8":
+    elif FORMAT == "fp8":
         if NATIVE_FP8:
             result = raw.to(tl.float8e4nv, bitcast=True).to(tl.float16).to(like.dtype)
         else:
@@ -90,15 +90,15 @@ def store_rows(
     is_row,  # [R]
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    FORM: tl.constexpr,
+    FORMAT: tl.constexpr,
 ):
     """Write row `slot` of each page."""
-    into = pages + row_at(page, slot, HEAD_DIM, BLOCK_SIZE, FORM)[:, None] + column[None, :]
-    if FORM == "int8":
+    into = pages + row_at(page, slot, HEAD_DIM, BLOCK_SIZE, FORMAT)[:, None] + column[None, :]
+    if FORMAT == "int8":
         values, bits = _rounded_int8(x.to(tl.float32))
         tl.store(into, (values & 0xFF).to(tl.uint8), mask=inside)
         tl.store(scales + _scale_at(page, slot, HEAD_DIM, BLOCK_SIZE), bits.to(tl.int16), mask=is_row)
-    elif FORM == "fp8":
+    elif FORMAT == "fp8":
         tl.store(into, _rounded_fp8(x.to(tl.float32)).to(tl.uint8), mask=inside)
     else:
         tl.store(into, x, mask=inside)
@@ -125,7 +125,7 @@ def rotate_and_write(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_D: tl.constexpr,  # HEAD_DIM rounded up to a power of 2
     NORM: tl.constexpr,
-    FORM: tl.constexpr,
+    FORMAT: tl.constexpr,
 ):
     """Normalise, rotate and store one head of one token, in float32, rounded once.
 
@@ -143,7 +143,9 @@ def rotate_and_write(
     if head >= HEADS + KV_HEADS:
         v = tl.load(row + column, mask=inside, other=0.0)[None, :]
         page += head - HEADS - KV_HEADS
-        store_rows(v_pages, v_scales, v, page + one, slot, column, inside[None, :], is_row, HEAD_DIM, BLOCK_SIZE, FORM)
+        store_rows(
+            v_pages, v_scales, v, page + one, slot, column, inside[None, :], is_row, HEAD_DIM, BLOCK_SIZE, FORMAT
+        )
         return
     rotated = column < ROTARY
     partner = tl.where(rotated, (column + ROTARY // 2) % ROTARY, column)
@@ -162,4 +164,6 @@ def rotate_and_write(
     else:
         k = tl.where(inside, result, 0.0).to(q.dtype.element_ty)[None, :]
         page += head - HEADS
-        store_rows(k_pages, k_scales, k, page + one, slot, column, inside[None, :], is_row, HEAD_DIM, BLOCK_SIZE, FORM)
+        store_rows(
+            k_pages, k_scales, k, page + one, slot, column, inside[None, :], is_row, HEAD_DIM, BLOCK_SIZE, FORMAT
+        )

@@ -15,7 +15,7 @@ than float32 itself.
 import triton
 import triton.language as tl
 
-from oarlock.workers.kernels.triton.kv_pages import numbers, row_at, scales_of, store_rows
+from oarlock.workers.kernels.triton.kv_pages import row_at, scales_of, store_rows, values_in
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -35,7 +35,7 @@ def write_kv(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_T: tl.constexpr,  # tokens of a program
     BLOCK_D: tl.constexpr,  # HEAD_DIM rounded up to a power of 2
-    FORM: tl.constexpr,
+    FORMAT: tl.constexpr,
 ):
     """Store keys and values of some tokens, for one KV head."""
     token, head = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T), tl.program_id(1)
@@ -44,11 +44,11 @@ def write_kv(
     inside = is_row[:, None] & (column < HEAD_DIM)[None, :]
     slot = tl.load(slot_mapping + token, mask=is_row, other=0)
     page, slot = slot // BLOCK_SIZE * KV_HEADS + head, slot % BLOCK_SIZE
-    place = head * HEAD_DIM + column[None, :]
-    x = tl.load(k + token[:, None] * k_stride + place, mask=inside, other=0.0)
-    store_rows(k_pages, k_scales, x, page, slot, column, inside, is_row, HEAD_DIM, BLOCK_SIZE, FORM)
-    x = tl.load(v + token[:, None] * v_stride + place, mask=inside, other=0.0)
-    store_rows(v_pages, v_scales, x, page, slot, column, inside, is_row, HEAD_DIM, BLOCK_SIZE, FORM)
+    element = head * HEAD_DIM + column[None, :]
+    x = tl.load(k + token[:, None] * k_stride + element, mask=inside, other=0.0)
+    store_rows(k_pages, k_scales, x, page, slot, column, inside, is_row, HEAD_DIM, BLOCK_SIZE, FORMAT)
+    x = tl.load(v + token[:, None] * v_stride + element, mask=inside, other=0.0)
+    store_rows(v_pages, v_scales, x, page, slot, column, inside, is_row, HEAD_DIM, BLOCK_SIZE, FORMAT)
 
 
 # Rows of the table that `plan_spans` writes: the inputs of a program of `attend`, one column per program.
@@ -85,7 +85,7 @@ def _tiles(
 
 
 _OF_ARRAYS = ["tile_seqs", "tile_rows", "query_start_loc", "seq_lens", "table_rows"]
-_PLAN_NUMBERS = ["window", "least", "extra", "tiles", "places", "QUERIES", "BLOCK_N"]
+_PLAN_NUMBERS = ["window", "least", "extra", "tiles", "num_programs", "QUERIES", "BLOCK_N"]
 
 
 @triton.jit(do_not_specialize=_PLAN_NUMBERS, do_not_specialize_on_alignment=_OF_ARRAYS)
@@ -95,13 +95,13 @@ def plan_spans(
     query_start_loc,  # int32 [S + 1]
     seq_lens,  # int32 [S]
     table_rows,  # int32 [S]   rows of `block_tables`
-    planned,  # int32 [PLANNED, places]
+    planned,  # int32 [PLANNED, num_programs]
     of_tiles,  # int32 [2, tiles]   a tile's first program, and its number of programs
     window,  # larger than the number of keys: no window
     least,  # minimum number of keys of a program; a multiple of BLOCK_N
     extra,  # additional programs, besides one for each tile
     tiles,
-    places,  # programs: at least `tiles + extra`
+    num_programs,  # programs: at least `tiles + extra`
     QUERIES,  # tokens of a tile
     BLOCK_N,
     FIXED: tl.constexpr,  # spans have `least` keys and begin at multiples of it
@@ -109,7 +109,7 @@ def plan_spans(
 ):
     """Divide the keys of all tiles evenly among programs, for any lengths.
 
-    A long sequence among short ones gets programs in proportion to its keys. This is one program; unused places get no
+    A long sequence among short ones gets programs in proportion to its keys. This is one program; unused columns get no
     keys.
     """
     span = least
@@ -121,7 +121,7 @@ def plan_spans(
             )
             keys += (end - first + extra - 1) // extra  # divided before the sum, which could overflow
         span = tl.maximum(least, (tl.sum(keys, 0) + BLOCK_N - 1) // BLOCK_N * BLOCK_N)
-    place = 0
+    program = 0
     for at in range(0, tiles, SIZE):
         seq, token, count, position, first, end = _tiles(
             at, tile_seqs, tile_rows, query_start_loc, seq_lens, window, tiles, QUERIES, BLOCK_N, SIZE
@@ -130,25 +130,25 @@ def plan_spans(
         if FIXED:
             origin = first // span * span
         parts = tl.where(count > 0, (end - origin + span - 1) // span, 0)
-        behind = place + tl.cumsum(parts, 0)
+        behind = program + tl.cumsum(parts, 0)
         tl.store(of_tiles + tile, behind - parts, mask=tile < tiles)
         tl.store(of_tiles + tiles + tile, parts, mask=tile < tiles)
         row = tl.load(table_rows + seq)
         for part in range(tl.max(parts, 0)):
             into, here = planned + behind - parts + part, part < parts
-            tl.store(into + TOKEN * places, token, mask=here)
-            tl.store(into + COUNT * places, count, mask=here)
-            tl.store(into + POSITION * places, position, mask=here)
-            tl.store(into + BEGIN * places, tl.maximum(first, origin + part * span), mask=here)
-            tl.store(into + STOP * places, tl.minimum(end, origin + (part + 1) * span), mask=here)
-            tl.store(into + TABLE * places, row, mask=here)
-            tl.store(into + PARTS * places, parts, mask=here)
-        place += tl.sum(parts, 0)
+            tl.store(into + TOKEN * num_programs, token, mask=here)
+            tl.store(into + COUNT * num_programs, count, mask=here)
+            tl.store(into + POSITION * num_programs, position, mask=here)
+            tl.store(into + BEGIN * num_programs, tl.maximum(first, origin + part * span), mask=here)
+            tl.store(into + STOP * num_programs, tl.minimum(end, origin + (part + 1) * span), mask=here)
+            tl.store(into + TABLE * num_programs, row, mask=here)
+            tl.store(into + PARTS * num_programs, parts, mask=here)
+        program += tl.sum(parts, 0)
     nothing = tl.zeros([SIZE], tl.int32)
-    for at in range(place, places, SIZE):
+    for at in range(program, num_programs, SIZE):
         left = at + tl.arange(0, SIZE)
-        tl.store(planned + BEGIN * places + left, nothing, mask=left < places)
-        tl.store(planned + STOP * places + left, nothing, mask=left < places)
+        tl.store(planned + BEGIN * num_programs + left, nothing, mask=left < num_programs)
+        tl.store(planned + STOP * num_programs + left, nothing, mask=left < num_programs)
 
 
 @triton.jit
@@ -217,7 +217,7 @@ def _add_keys(
 @triton.jit
 def _keys_and_values(
     k_pages, v_pages, k_scales, v_scales, table, key, is_key, kv_head, columns, like,
-    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, FORM: tl.constexpr,
+    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, FORMAT: tl.constexpr,
     NATIVE_FP8: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Load keys [BLOCK_D, BLOCK_N] and values [BLOCK_N, BLOCK_D] in the dtype of `like`, and their scales.
@@ -229,7 +229,7 @@ def _keys_and_values(
     else:
         page = tl.load(table + key // BLOCK_SIZE).to(tl.int64) * KV_HEADS + kv_head
     slot = key % BLOCK_SIZE
-    row = row_at(page, slot, HEAD_DIM, BLOCK_SIZE, FORM)
+    row = row_at(page, slot, HEAD_DIM, BLOCK_SIZE, FORMAT)
     of_keys, of_values = k_pages + row[None, :] + columns[:, None], v_pages + row[:, None] + columns[None, :]
     if MASKED or columns.shape[0] != HEAD_DIM:
         is_part = (columns < HEAD_DIM)[:, None] & is_key[None, :]
@@ -237,10 +237,15 @@ def _keys_and_values(
     else:
         keys, values = tl.load(of_keys), tl.load(of_values)
     key_scales, value_scales = key, key
-    if FORM == "int8":
+    if FORMAT == "int8":
         key_scales = scales_of(k_scales, page, slot, is_key, HEAD_DIM, BLOCK_SIZE)
         value_scales = scales_of(v_scales, page, slot, is_key, HEAD_DIM, BLOCK_SIZE)
-    return numbers(keys, like, FORM, NATIVE_FP8), numbers(values, like, FORM, NATIVE_FP8), key_scales, value_scales
+    return (
+        values_in(keys, like, FORMAT, NATIVE_FP8),
+        values_in(values, like, FORMAT, NATIVE_FP8),
+        key_scales,
+        value_scales,
+    )
 
 
 @triton.jit
@@ -248,7 +253,7 @@ def _block(
     at, queries, position, first_key, stop, k_pages, v_pages, k_scales, v_scales, table, kv_head, columns,
     scale, softcap, window, largest, weights, sums,
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
-    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, FORM: tl.constexpr, NATIVE_FP8: tl.constexpr,
+    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, FORMAT: tl.constexpr, NATIVE_FP8: tl.constexpr,
     PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Process one block of keys from `at` on, limited to the range `first_key` to `stop`.
@@ -259,14 +264,14 @@ def _block(
     is_key = (key >= first_key) & (key < stop)
     keys, values, key_scales, value_scales = _keys_and_values(
         k_pages, v_pages, k_scales, v_scales, table, key, is_key, kv_head, columns, queries,
-        KV_HEADS, HEAD_DIM, BLOCK_SIZE, FORM, NATIVE_FP8, MASKED,
+        KV_HEADS, HEAD_DIM, BLOCK_SIZE, FORMAT, NATIVE_FP8, MASKED,
     )  # fmt: skip
     scores = tl.dot(queries, keys, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
-    if FORM == "int8":
+    if FORMAT == "int8":
         scores *= key_scales[None, :]
     visible = is_key[None, :] & _is_seen(key[None, :], position[:, None], window, WINDOW)
     return _add_keys(
-        scores, visible, values, value_scales, scale, softcap, largest, weights, sums, SOFTCAP, FORM == "int8",
+        scores, visible, values, value_scales, scale, softcap, largest, weights, sums, SOFTCAP, FORMAT == "int8",
         MASKED, PRECISION,
     )  # fmt: skip
 
@@ -280,41 +285,41 @@ def _with_sink(weights, largest, sink):
     return weights + tl.exp2(sink * 1.4426950408889634 - largest)
 
 
-@triton.jit(do_not_specialize=["places", "window"])
+@triton.jit(do_not_specialize=["num_programs", "window"])
 def attend(
     q,  # [T, H, D], tokens `q_stride` elements apart
     k_pages,  # [blocks, KV_HEADS] pages, see `kv_pages.py`
     v_pages,
     k_scales, v_scales,
     out,  # [T, H, D]
-    partial_out,  # float32 [places, KV_HEADS, BLOCK_M, D]; for tiles that several programs share
-    partial_stats,  # float32 [places, KV_HEADS, 2, BLOCK_M]   largest score (base 2) and sum of weights
+    partial_out,  # float32 [num_programs, KV_HEADS, BLOCK_M, D]; for tiles that several programs share
+    partial_stats,  # float32 [num_programs, KV_HEADS, 2, BLOCK_M]   largest score (base 2) and sum of weights
     sinks,  # float32 [H], with SINKS
     block_tables,  # int32 [R, table_stride]
-    planned,  # int32 [PLANNED, places], from `plan_spans`
-    q_stride, table_stride, scale, softcap, window, places,
+    planned,  # int32 [PLANNED, num_programs], from `plan_spans`
+    q_stride, table_stride, scale, softcap, window, num_programs,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,  # query heads of one KV head
     HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,  # HEAD_DIM rounded up to a power of 2
-    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, FORM: tl.constexpr, NATIVE_FP8: tl.constexpr,
+    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, FORMAT: tl.constexpr, NATIVE_FP8: tl.constexpr,
     FIXED: tl.constexpr,  # compute all blocks of keys with masks
     PRECISION: tl.constexpr,  # precision of float32 matmuls: depends on the device
 ):  # fmt: skip
     """Compute one tile for one KV head and one span of keys. Blocks of keys that all rows see need no mask."""
     plan, kv_head = planned + tl.program_id(0), tl.program_id(1)
-    begin, stop = tl.load(plan + BEGIN * places), tl.load(plan + STOP * places)
+    begin, stop = tl.load(plan + BEGIN * num_programs), tl.load(plan + STOP * num_programs)
     if begin >= stop:
         return
-    token, count = tl.load(plan + TOKEN * places), tl.load(plan + COUNT * places)
-    first_position, parts = tl.load(plan + POSITION * places), tl.load(plan + PARTS * places)
+    token, count = tl.load(plan + TOKEN * num_programs), tl.load(plan + COUNT * num_programs)
+    first_position, parts = tl.load(plan + POSITION * num_programs), tl.load(plan + PARTS * num_programs)
     rows, columns = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
-    table = block_tables + tl.load(plan + TABLE * places).to(tl.int64) * table_stride
+    table = block_tables + tl.load(plan + TABLE * num_programs).to(tl.int64) * table_stride
     head, position = kv_head * GROUP + rows % GROUP, first_position + rows // GROUP
-    place = (token + rows // GROUP).to(tl.int64)
+    query = (token + rows // GROUP).to(tl.int64)
     is_row = rows // GROUP < count
     inside = is_row[:, None] & (columns < HEAD_DIM)[None, :]
-    queries = tl.load(q + (place * q_stride + head * HEAD_DIM)[:, None] + columns[None, :], mask=inside, other=0.0)
+    queries = tl.load(q + (query * q_stride + head * HEAD_DIM)[:, None] + columns[None, :], mask=inside, other=0.0)
     largest, weights = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
     sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     # All rows see the keys from `full` to `edge`: none is after the first row, or outside the last row's window.
@@ -329,7 +334,7 @@ def attend(
         largest, weights, sums = _block(
             at, queries, position, first_key, edge, k_pages, v_pages, k_scales, v_scales, table, kv_head, columns,
             scale, softcap, window, largest, weights, sums, KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_N, SOFTCAP, WINDOW,
-            FORM, NATIVE_FP8, PRECISION, False,
+            FORMAT, NATIVE_FP8, PRECISION, False,
         )  # fmt: skip
     before = full - begin  # the masked blocks: first those before `full`, then those after `edge`
     for done in range(0, before + stop - edge, BLOCK_N):
@@ -337,7 +342,7 @@ def attend(
         largest, weights, sums = _block(
             at, queries, position, first_key, stop, k_pages, v_pages, k_scales, v_scales, table, kv_head, columns,
             scale, softcap, window, largest, weights, sums, KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_N, SOFTCAP, WINDOW,
-            FORM, NATIVE_FP8, PRECISION, True,
+            FORMAT, NATIVE_FP8, PRECISION, True,
         )  # fmt: skip
     if parts > 1:
         spot = (tl.program_id(0).to(tl.int64) * KV_HEADS + kv_head) * BLOCK_M
@@ -347,11 +352,11 @@ def attend(
     else:
         if SINKS:
             weights = _with_sink(weights, largest, tl.load(sinks + head))
-        into = out + ((place * KV_HEADS * GROUP + head) * HEAD_DIM)[:, None] + columns[None, :]
+        into = out + ((query * KV_HEADS * GROUP + head) * HEAD_DIM)[:, None] + columns[None, :]
         tl.store(into, sums / tl.where(is_row, weights, 1.0)[:, None], mask=inside)
 
 
-@triton.jit(do_not_specialize=["tiles", "places", "BLOCK_M"])
+@triton.jit(do_not_specialize=["tiles", "num_programs", "BLOCK_M"])
 def merge_spans(
     partial_out,
     partial_stats,
@@ -360,7 +365,7 @@ def merge_spans(
     planned,
     of_tiles,  # int32 [2, tiles], from `plan_spans`
     tiles,
-    places,
+    num_programs,
     BLOCK_M,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -373,7 +378,7 @@ def merge_spans(
     first, parts = tl.load(of_tiles + tile), tl.load(of_tiles + tiles + tile)
     if parts < 2:
         return
-    if row // GROUP >= tl.load(planned + COUNT * places + first):
+    if row // GROUP >= tl.load(planned + COUNT * num_programs + first):
         return
     columns = tl.arange(0, BLOCK_D)
     is_column = columns < HEAD_DIM
@@ -391,8 +396,8 @@ def merge_spans(
         weights = weights * before + weights_here * here
         sums = sums * before + sums_here * here
         largest = highest
-    token, head = tl.load(planned + TOKEN * places + first) + row // GROUP, kv_head * GROUP + row % GROUP
+    token, head = tl.load(planned + TOKEN * num_programs + first) + row // GROUP, kv_head * GROUP + row % GROUP
     if SINKS:
         weights = _with_sink(weights, largest, tl.load(sinks + head))
-    place = token.to(tl.int64) * KV_HEADS * GROUP + head
-    tl.store(out + place * HEAD_DIM + columns, sums / weights, mask=is_column)
+    out_row = token.to(tl.int64) * KV_HEADS * GROUP + head
+    tl.store(out + out_row * HEAD_DIM + columns, sums / weights, mask=is_column)

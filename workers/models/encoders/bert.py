@@ -13,7 +13,7 @@ from oarlock.workers.models.encoders.encoder_spec import (
 from oarlock.workers.models.hf_fields import Fields
 
 _NAMES = EncoderNames(
-    words="embeddings.word_embeddings",
+    word_embeddings="embeddings.word_embeddings",
     positions="embeddings.position_embeddings",
     types="embeddings.token_type_embeddings",
     embedding_norm="embeddings.LayerNorm",

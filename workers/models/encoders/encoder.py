@@ -29,7 +29,9 @@ from oarlock.workers.weights.source import WeightSource
 _BLOCK = 512  # queries per block in layers with local attention
 
 
-def attend_both_ways(q: Tensor, k: Tensor, v: Tensor, lens: Sequence[int], reach: int | None, scale: float) -> Tensor:
+def bidirectional_attention(
+    q: Tensor, k: Tensor, v: Tensor, lens: Sequence[int], reach: int | None, scale: float
+) -> Tensor:
     """Compute attention in both directions within each text: `q`, `k`, `v` [T, H, D] -> [T, H * D] of `q`'s dtype.
 
     `lens`: number of tokens of each text. `reach`: number of tokens on each side that a token attends to, or None for
@@ -70,7 +72,7 @@ def _of_text(q: Tensor, k: Tensor, v: Tensor, reach: int | None, scale: float) -
     return torch.cat(blocks, 2)
 
 
-TANH_FORM = "gelu_tanh"  # otherwise exact gelu with the error function
+TANH_GELU = "gelu_tanh"  # otherwise exact gelu with the error function
 
 
 def gelu(x: Tensor, activation: str, dtype: torch.dtype, *, gated: bool = False) -> Tensor:
@@ -79,18 +81,18 @@ def gelu(x: Tensor, activation: str, dtype: torch.dtype, *, gated: bool = False)
     With `gated`, `x` is [T, 2 * I], and the first half of a row is the gate of the second.
     """
     if elementwise.can_serve(dtype, x.device):
-        return elementwise.gelu(x, dtype, gated=gated, is_tanh=activation == TANH_FORM)
+        return elementwise.gelu(x, dtype, gated=gated, is_tanh=activation == TANH_GELU)
     return gelu_with_torch(x, activation, dtype, gated=gated)
 
 
 def gelu_with_torch(x: Tensor, activation: str, dtype: torch.dtype, *, gated: bool = False) -> Tensor:
     """Compute `gelu` with torch operations, for every device; tests compare the kernel with it."""
     gate, up = x.float().chunk(2, 1) if gated else (x.float(), None)
-    y = F.gelu(gate, approximate="tanh" if activation == TANH_FORM else "none")
+    y = F.gelu(gate, approximate="tanh" if activation == TANH_GELU else "none")
     return (y if up is None else y * up).to(dtype)
 
 
-Turns = tuple[Tensor, Tensor]  # cos, sin: see `RotaryTable`
+Angles = tuple[Tensor, Tensor]  # cos, sin: see `RotaryTable`
 
 
 class ColumnParallelLinear:
@@ -99,32 +101,32 @@ class ColumnParallelLinear:
     The output is float32 if the matmul sums in float32.
     """
 
-    def __init__(self, parts: tuple[StoredRows, ...], inputs: int, bias: bool, place: Placement) -> None:
-        self.place = place
+    def __init__(self, parts: tuple[StoredRows, ...], inputs: int, bias: bool, placement: Placement) -> None:
+        self.placement = placement
         self.has_bias = bias
         self.weight_shard = WeightShard(parts, inputs, 0, inputs)
 
     @property
     def weight_bytes(self) -> int:
-        return self.place.weight_bytes(self.weight_shard, self.has_bias)
+        return self.placement.weight_bytes(self.weight_shard, self.has_bias)
 
     def load(self, weights: WeightSource) -> None:
-        weight = self.place.load(self.weight_shard, weights)
-        bias = self.weight_shard.take_bias(weights, self.place.empty) if self.has_bias else None
-        self.product = weight.matmul(bias, float32_output=True)
+        weight = self.placement.load(self.weight_shard, weights)
+        bias = self.weight_shard.take_bias(weights, self.placement.empty) if self.has_bias else None
+        self.matmul = weight.matmul(bias, float32_output=True)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.product(x)
+        return self.matmul(x)
 
 
 class EncoderAttention:
     """Projections, rotation if there is one, attention in both directions, output projection."""
 
-    def __init__(self, before: str, spec: EncoderSpec, layer: int, place: Placement) -> None:
+    def __init__(self, before: str, spec: EncoderSpec, layer: int, placement: Placement) -> None:
         """Describe this rank's shard. `before`: the prefix of the layer."""
-        names, hidden, size, rank = spec.names.layer, spec.hidden_size, place.tp.size, place.tp.rank
+        names, hidden, size, rank = spec.names.layer, spec.hidden_size, placement.tp.size, placement.tp.rank
         self.heads = shard_evenly(f"{before}attention", "number of heads", spec.num_heads, size)
-        self.head_dim, self.dtype = spec.head_dim, place.dtype
+        self.head_dim, self.dtype = spec.head_dim, placement.dtype
         self.reach = spec.reaches[layer] if spec.reaches else None
         local, stored = self.heads * spec.head_dim, (names.query, names.key, names.value)
         is_one = names.query == names.key
@@ -132,37 +134,37 @@ class EncoderAttention:
             StoredRows(before + name, 3 * hidden if is_one else hidden, rank * local + number * hidden * is_one, local)
             for number, name in enumerate(stored)
         )
-        self.qkv = ColumnParallelLinear(parts, hidden, spec.attention_bias, place)
-        self.output = RowParallelLinear(before + names.attention_output, hidden, hidden, spec.attention_bias, place)
+        self.qkv = ColumnParallelLinear(parts, hidden, spec.attention_bias, placement)
+        self.output = RowParallelLinear(before + names.attention_output, hidden, hidden, spec.attention_bias, placement)
 
     @property
     def parts(self) -> list[ColumnParallelLinear | RowParallelLinear]:
         return [self.qkv, self.output]
 
-    def __call__(self, x: Tensor, residual: Tensor, lens: Sequence[int], turns: Turns | None) -> Tensor:
+    def __call__(self, x: Tensor, residual: Tensor, lens: Sequence[int], angles: Angles | None) -> Tensor:
         """Return the attention output of `x`, plus `residual`: all [T, hidden]."""
         qkv = self.qkv(x).view(len(x), 3, self.heads, self.head_dim)
         q, k, v = qkv.to(self.dtype).unbind(1)
-        if turns is not None:
-            turned = rotate(qkv[:, :2].flatten(1, 2).contiguous(), *turns, x.dtype)  # [T, 2 * H, D]
-            q, k = turned.view(len(x), 2, self.heads, self.head_dim).unbind(1)
-        mixed = attend_both_ways(q, k, v, lens, self.reach, self.head_dim**-0.5)
+        if angles is not None:
+            rotated = rotate(qkv[:, :2].flatten(1, 2).contiguous(), *angles, x.dtype)  # [T, 2 * H, D]
+            q, k = rotated.view(len(x), 2, self.heads, self.head_dim).unbind(1)
+        mixed = bidirectional_attention(q, k, v, lens, self.reach, self.head_dim**-0.5)
         return self.output(mixed.to(self.dtype), residual)
 
 
 class EncoderMLP:
     """MLP with gelu between two linear layers, optionally gated."""
 
-    def __init__(self, before: str, spec: EncoderSpec, place: Placement) -> None:
-        names, inner, size = spec.names.layer, spec.intermediate_size, place.tp.size
+    def __init__(self, before: str, spec: EncoderSpec, placement: Placement) -> None:
+        names, inner, size = spec.names.layer, spec.intermediate_size, placement.tp.size
         local = shard_evenly(f"{before}mlp", "intermediate size", inner, size)
         halves = 2 if spec.gated else 1
         parts = tuple(
-            StoredRows(before + names.mlp_input, halves * inner, half * inner + place.tp.rank * local, local)
+            StoredRows(before + names.mlp_input, halves * inner, half * inner + placement.tp.rank * local, local)
             for half in range(halves)
         )
-        self.input = ColumnParallelLinear(parts, spec.hidden_size, spec.mlp_bias, place)
-        self.output = RowParallelLinear(before + names.mlp_output, inner, spec.hidden_size, spec.mlp_bias, place)
+        self.input = ColumnParallelLinear(parts, spec.hidden_size, spec.mlp_bias, placement)
+        self.output = RowParallelLinear(before + names.mlp_output, inner, spec.hidden_size, spec.mlp_bias, placement)
         self.activation, self.gated = spec.activation, spec.gated
 
     @property
@@ -177,13 +179,13 @@ class EncoderMLP:
 class EncoderLayer:
     """Attention, then MLP, each with a norm before or after it."""
 
-    def __init__(self, spec: EncoderSpec, layer: int, place: Placement) -> None:
+    def __init__(self, spec: EncoderSpec, layer: int, placement: Placement) -> None:
         before, names = spec.layer_prefix(layer), spec.names.layer
         self.pre_norm = spec.pre_norm
-        self.attention = EncoderAttention(before, spec, layer, place)
-        self.mlp = EncoderMLP(before, spec, place)
+        self.attention = EncoderAttention(before, spec, layer, placement)
+        self.mlp = EncoderMLP(before, spec, placement)
         norms = [
-            LayerNorm(before + name, spec.hidden_size, spec.norm_eps, spec.norm_bias, place)
+            LayerNorm(before + name, spec.hidden_size, spec.norm_eps, spec.norm_bias, placement)
             for name in (names.attention_norm, names.mlp_norm)
         ]
         self.attention_norm = norms[0] if spec.has_attention_norm(layer) else None
@@ -194,25 +196,27 @@ class EncoderLayer:
         norm = [] if self.attention_norm is None else [self.attention_norm]
         return [*norm, *self.attention.parts, *self.mlp.parts, self.mlp_norm]
 
-    def __call__(self, hidden: Tensor, lens: Sequence[int], turns: Turns | None) -> Tensor:
+    def __call__(self, hidden: Tensor, lens: Sequence[int], angles: Angles | None) -> Tensor:
         """Run the layer: [T, hidden] -> [T, hidden]."""
         norm = self.attention_norm
         if self.pre_norm:
-            hidden = self.attention(hidden if norm is None else norm(hidden), hidden, lens, turns)
+            hidden = self.attention(hidden if norm is None else norm(hidden), hidden, lens, angles)
             return self.mlp(self.mlp_norm(hidden), hidden)
         assert norm is not None
-        hidden = norm(self.attention(hidden, hidden, lens, turns))
+        hidden = norm(self.attention(hidden, hidden, lens, angles))
         return self.mlp_norm(self.mlp(hidden, hidden))
 
 
 class Classifier:
     """Classification head: hidden states of one text [n, hidden] -> float32 [labels], without a final activation."""
 
-    def __init__(self, spec: EncoderSpec, head: ClassifierSpec, place: Placement) -> None:
+    def __init__(self, spec: EncoderSpec, head: ClassifierSpec, placement: Placement) -> None:
         self.head = head
         self.hidden = spec.hidden_size
-        self.place = place
-        self.norm = LayerNorm(head.norm, spec.hidden_size, spec.norm_eps, head.norm_bias, place) if head.norm else None
+        self.placement = placement
+        self.norm = (
+            LayerNorm(head.norm, spec.hidden_size, spec.norm_eps, head.norm_bias, placement) if head.norm else None
+        )
 
     @property
     def weight_bytes(self) -> int:
@@ -229,7 +233,7 @@ class Classifier:
             self.norm.load(weights)
 
     def _taken(self, weights: WeightSource, name: str, *shape: int) -> Tensor:
-        into = self.place.empty(*shape)
+        into = self.placement.empty(*shape)
         weights.take(name, into, shape=shape)
         return into.float()
 
@@ -254,15 +258,15 @@ class _Part(Protocol):
 class _Table:
     """A small embedding that every rank holds completely: ids int64 [T] -> [T, hidden]."""
 
-    def __init__(self, name: str, rows: int, hidden: int, place: Placement) -> None:
-        self.name, self.shape, self.place = name, (rows, hidden), place
+    def __init__(self, name: str, rows: int, hidden: int, placement: Placement) -> None:
+        self.name, self.shape, self.placement = name, (rows, hidden), placement
 
     @property
     def weight_bytes(self) -> int:
-        return self.shape[0] * self.shape[1] * self.place.dtype.itemsize
+        return self.shape[0] * self.shape[1] * self.placement.dtype.itemsize
 
     def load(self, weights: WeightSource) -> None:
-        self.weight = self.place.empty(*self.shape)
+        self.weight = self.placement.empty(*self.shape)
         weights.take(f"{self.name}.weight", self.weight, shape=self.shape)
 
     def __call__(self, ids: Tensor) -> Tensor:
@@ -276,21 +280,23 @@ class Encoder:
         self.spec = spec
         # On other devices libraries compute the all-reduced sums, and slices would only cost time.
         slices = slices_for(spec.num_heads, spec.num_heads, spec.intermediate_size) if device.type == "cpu" else 1
-        self.place = place = Placement(tp, dtype, device, slices=slices)
+        self.placement = placement = Placement(tp, dtype, device, slices=slices)
         names, hidden, before = spec.names, spec.hidden_size, spec.prefix
-        self.words = VocabParallelEmbedding(before + names.words, spec.vocab_size, hidden, place)
+        self.word_embeddings = VocabParallelEmbedding(
+            before + names.word_embeddings, spec.vocab_size, hidden, placement
+        )
         self.positions = self.types = None
         if (first := spec.first_position) is not None:
-            self.positions = _Table(before + names.positions, first + spec.max_positions, hidden, place)
+            self.positions = _Table(before + names.positions, first + spec.max_positions, hidden, placement)
         if spec.num_token_types:
-            self.types = _Table(before + names.types, spec.num_token_types, hidden, place)
-        self.embedding_norm = LayerNorm(before + names.embedding_norm, hidden, spec.norm_eps, spec.norm_bias, place)
-        self.layers = [EncoderLayer(spec, layer, place) for layer in range(spec.num_layers)]
+            self.types = _Table(before + names.types, spec.num_token_types, hidden, placement)
+        self.embedding_norm = LayerNorm(before + names.embedding_norm, hidden, spec.norm_eps, spec.norm_bias, placement)
+        self.layers = [EncoderLayer(spec, layer, placement) for layer in range(spec.num_layers)]
         self.final_norm = self.classifier = None
         if names.final_norm:
-            self.final_norm = LayerNorm(before + names.final_norm, hidden, spec.norm_eps, spec.norm_bias, place)
+            self.final_norm = LayerNorm(before + names.final_norm, hidden, spec.norm_eps, spec.norm_bias, placement)
         if spec.classifier is not None:
-            self.classifier = Classifier(spec, spec.classifier, place)
+            self.classifier = Classifier(spec, spec.classifier, placement)
         self.rotary = {rope: RotaryTable(rope, device) for rope in spec.ropes}
 
     @property
@@ -305,11 +311,11 @@ class Encoder:
             done += part.weight_bytes
             on_progress(min(done / total, 0.999))
         weights.finish(lambda name: is_ignorable(self.spec, name))
-        self.place.staging.release()
+        self.placement.staging.release()
         on_progress(1.0)
 
     def _parts(self) -> Iterator[_Part]:
-        tables = (self.words, self.positions, self.types, self.embedding_norm)
+        tables = (self.word_embeddings, self.positions, self.types, self.embedding_norm)
         yield from (part for part in tables if part is not None)
         for layer in self.layers:
             yield from layer.parts
@@ -321,15 +327,15 @@ class Encoder:
         ids, positions within each text, and types (0 or 1, the text of a pair that a token belongs to) are int64 [T].
         `lens`: tokens of each text.
         """
-        hidden = self.words(token_ids).float()  # [T, hidden]
+        hidden = self.word_embeddings(token_ids).float()  # [T, hidden]
         if self.types is not None:
             hidden += self.types(types).float()
         if self.positions is not None and self.spec.first_position is not None:
             hidden += self.positions(positions + self.spec.first_position).float()
         hidden = self.embedding_norm(hidden)
-        turns = {rope: table(positions, max(lens)) for rope, table in self.rotary.items()}
+        angles = {rope: table(positions, max(lens)) for rope, table in self.rotary.items()}
         for number, layer in enumerate(self.layers):
-            hidden = layer(hidden, lens, turns[self.spec.ropes[number]] if turns else None)
+            hidden = layer(hidden, lens, angles[self.spec.ropes[number]] if angles else None)
         return hidden if self.final_norm is None else self.final_norm(hidden)
 
     def classify(self, hidden: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ class LayerNames:
 class EncoderNames:
     """Modules of a family's checkpoints, without the common prefix."""
 
-    words: str
+    word_embeddings: str
     embedding_norm: str
     layers: str  # prefix of the layer's index
     layer: LayerNames
@@ -121,7 +121,7 @@ class EncoderSpec:
         def norm(name: str, bias: bool = self.norm_bias) -> None:
             found.update({f"{name}.weight": (h,)} | ({f"{name}.bias": (h,)} if bias else {}))
 
-        found[f"{self.prefix}{names.words}.weight"] = (self.vocab_size, h)
+        found[f"{self.prefix}{names.word_embeddings}.weight"] = (self.vocab_size, h)
         if self.first_position is not None:
             found[f"{self.prefix}{names.positions}.weight"] = (self.first_position + self.max_positions, h)
         if self.num_token_types:

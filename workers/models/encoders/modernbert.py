@@ -18,7 +18,7 @@ from oarlock.workers.models.hf_fields import Fields, unsupported
 from oarlock.workers.models.hf_rope import rope_spec
 
 _NAMES = EncoderNames(
-    words="embeddings.tok_embeddings",
+    word_embeddings="embeddings.tok_embeddings",
     embedding_norm="embeddings.norm",
     layers="layers",
     layer=LayerNames(

@@ -44,7 +44,7 @@ def read_encoder(model_path: str, checkpoint: Checkpoint | None) -> EncoderSpec:
     `checkpoint`: None for dummy weights.
     """
     spec = describe_encoder(read_config(Path(model_path)))
-    if checkpoint is None or checkpoint.find(f"{spec.prefix}{spec.names.words}.weight") is not None:
+    if checkpoint is None or checkpoint.find(f"{spec.prefix}{spec.names.word_embeddings}.weight") is not None:
         return spec
     return spec.with_prefix("")
 

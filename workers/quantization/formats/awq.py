@@ -9,16 +9,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from oarlock.workers.quantization.formats.form import (
+from oarlock.workers.quantization.formats.weight_format import (
     SCALES,
     Arithmetic,
-    FormOfEveryModule,
-    Settings,
+    QuantizationSettings,
     StoredTensor,
+    UniformScheme,
     check_divides,
     stored,
 )
-from oarlock.workers.quantization.groups import whole_number_bytes
+from oarlock.workers.quantization.groups import integer_bytes
 
 if TYPE_CHECKING:
     from oarlock.workers.quantization.method import LinearMethod
@@ -27,8 +27,8 @@ _IN_WORD = 8  # 4-bit values in a word
 
 
 @dataclass(frozen=True, slots=True)
-class AWQForm(FormOfEveryModule):
-    """`StoredForm`, and the `Scheme` of every module."""
+class AWQFormat(UniformScheme):
+    """`StoredFormat`, and the `Scheme` of every module."""
 
     group: int | None  # inputs per group; None: all
 
@@ -58,10 +58,10 @@ class AWQForm(FormOfEveryModule):
         check_divides(module, "words", rows, _IN_WORD)
 
     def weight_bytes(self, rows: int, inputs: int, item_bytes: int, slices: int = 1) -> int:
-        return whole_number_bytes(rows, inputs, 4, self.group, offsets=True)
+        return integer_bytes(rows, inputs, 4, self.group, offsets=True)
 
 
-def awq(settings: Settings) -> AWQForm:
+def awq(settings: QuantizationSettings) -> AWQFormat:
     """Parse AWQ's settings. Raise `StartupError` for unsupported settings.
 
     The second name of each key comes from AutoAWQ's own file.
@@ -69,4 +69,4 @@ def awq(settings: Settings) -> AWQForm:
     settings.one_of(("bits", "w_bit"), 4, (4,))
     settings.one_of(("version", "format"), "gemm", ("gemm",))
     settings.one_of(("zero_point",), True, (True,))
-    return AWQForm(settings.group_size(("group_size", "q_group_size"), 128))
+    return AWQFormat(settings.group_size(("group_size", "q_group_size"), 128))

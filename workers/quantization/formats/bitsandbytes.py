@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from oarlock.workers.quantization.formats.form import (
+from oarlock.workers.quantization.formats.weight_format import (
     USE_ANOTHER,
     Arithmetic,
-    FormOfEveryModule,
-    Settings,
+    QuantizationSettings,
     StoredTensor,
+    UniformScheme,
     check_divides,
     stored,
 )
@@ -28,8 +28,8 @@ NESTED_BLOCK = 256  # blocks per nested block
 
 
 @dataclass(frozen=True, slots=True)
-class BitsAndBytesForm(FormOfEveryModule):
-    """`StoredForm`, and the `Scheme` of every module."""
+class BitsAndBytesFormat(UniformScheme):
+    """`StoredFormat`, and the `Scheme` of every module."""
 
     kind: str  # nf4 | fp4
     nested: bool
@@ -72,10 +72,10 @@ class BitsAndBytesForm(FormOfEveryModule):
         return rows * inputs * item_bytes
 
 
-def bitsandbytes(settings: Settings) -> BitsAndBytesForm:
+def bitsandbytes(settings: QuantizationSettings) -> BitsAndBytesFormat:
     """Parse bitsandbytes' settings. Raise `StartupError` for unsupported settings."""
     if not settings.flag("load_in_4bit", "_load_in_4bit", default=False):
         raise settings.unsupported("load_in_4bit", False, f"Only its 4-bit formats are supported. {USE_ANOTHER}")
     settings.one_of(("bnb_4bit_quant_storage",), "uint8", ("uint8",))
     kind = settings.one_of(("bnb_4bit_quant_type",), "fp4", ("nf4", "fp4"))
-    return BitsAndBytesForm(kind, settings.flag("bnb_4bit_use_double_quant", default=False))
+    return BitsAndBytesFormat(kind, settings.flag("bnb_4bit_use_double_quant", default=False))

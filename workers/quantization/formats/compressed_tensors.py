@@ -9,19 +9,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from oarlock.workers.quantization.formats.form import (
+from oarlock.workers.quantization.formats.fp8 import FLOAT8, FP8Format, block_of
+from oarlock.workers.quantization.formats.module_pattern import ModulePattern
+from oarlock.workers.quantization.formats.weight_format import (
     SCALES,
     USE_ANOTHER,
     Arithmetic,
-    Settings,
-    StoredForm,
+    QuantizationSettings,
+    StoredFormat,
     StoredTensor,
     check_divides,
     stored,
 )
-from oarlock.workers.quantization.formats.fp8 import FLOAT8, FP8Form, block_of
-from oarlock.workers.quantization.formats.module_pattern import ModulePattern
-from oarlock.workers.quantization.groups import fp8_bytes, whole_number_bytes
+from oarlock.workers.quantization.groups import fp8_bytes, integer_bytes
 
 if TYPE_CHECKING:
     from oarlock.workers.quantization.method import LinearMethod
@@ -34,8 +34,8 @@ _BY_GROUP, _BY_WEIGHT = ("group", "dynamic", True), ("weight", "static", False)
 
 
 @dataclass(frozen=True, slots=True)
-class IntegerForm:
-    """`StoredForm` of integers."""
+class IntegerFormat:
+    """`StoredFormat` of integers."""
 
     bits: int
     packed: bool  # True: 32-bit words along the inputs, 2 ** (bits - 1) added; False: one value per byte
@@ -78,12 +78,12 @@ class IntegerForm:
         check_divides(module, "groups", inputs, self.group or inputs)
 
     def weight_bytes(self, rows: int, inputs: int, item_bytes: int, slices: int = 1) -> int:
-        return whole_number_bytes(rows, inputs, self.bits, self.group, offsets=not self.symmetric)
+        return integer_bytes(rows, inputs, self.bits, self.group, offsets=not self.symmetric)
 
 
 @dataclass(frozen=True, slots=True)
-class FloatForm:
-    """`StoredForm` of float8 with a scale for each output or for each group of its inputs."""
+class FloatFormat:
+    """`StoredFormat` of float8 with a scale for each output or for each group of its inputs."""
 
     strategy: str  # channel | group
     group: int | None
@@ -126,7 +126,7 @@ class _Group:
 
     targets: tuple[str, ...]  # names of modules and of kinds of layers
     patterns: tuple[ModulePattern, ...]
-    form: StoredForm
+    weight_format: StoredFormat
 
     def has(self, module: str) -> bool:
         return module in self.targets or any(pattern.matches(module) for pattern in self.patterns)
@@ -143,13 +143,13 @@ class CompressedTensorsScheme:
     description: str
     groups: tuple[_Group, ...]
 
-    def form_of(self, module: str) -> StoredForm | None:
+    def format_of(self, module: str) -> StoredFormat | None:
         """Return the format of `module`. A name or a pattern takes precedence over a kind of layer."""
-        named = [group.form for group in self.groups if group.has(module)]
-        return next(iter(named + [group.form for group in self.groups if group.describes_all]), None)
+        named = [group.weight_format for group in self.groups if group.has(module)]
+        return next(iter(named + [group.weight_format for group in self.groups if group.describes_all]), None)
 
 
-def compressed_tensors(settings: Settings) -> CompressedTensorsScheme:
+def compressed_tensors(settings: QuantizationSettings) -> CompressedTensorsScheme:
     """Parse compressed-tensors' settings. Raise `StartupError` for unsupported settings."""
     sparsity = settings.table("sparsity_config")
     sparsity.one_of(("format",), "dense", ("dense",))
@@ -166,20 +166,20 @@ def compressed_tensors(settings: Settings) -> CompressedTensorsScheme:
         rounds_rows = _has_activations(table)
         own = table.one_of(("format",), outer, _FORMATS)
         kind = weights.one_of(("type",), "int", ("int", "float"))
-        form = _integers(weights, own) if kind == "int" else _floats(weights, own, rounds_rows)
-        targets = table.words("targets")
+        weight_format = _integers(weights, own) if kind == "int" else _floats(weights, own, rounds_rows)
+        targets = table.names("targets")
         names = tuple(target for target in targets if not target.startswith(_PATTERN))
         patterns = tuple(
-            ModulePattern(target.removeprefix(_PATTERN), f"{table.where}.targets")
+            ModulePattern(target.removeprefix(_PATTERN), f"{table.location}.targets")
             for target in targets
             if target.startswith(_PATTERN)
         )
-        groups.append(_Group(names, patterns, form))
-        kinds.append(_described(form))
+        groups.append(_Group(names, patterns, weight_format))
+        kinds.append(_described(weight_format))
     return CompressedTensorsScheme(f"compressed-tensors ({'; '.join(dict.fromkeys(kinds))})", tuple(groups))
 
 
-def _integers(weights: Settings, own: str) -> IntegerForm:
+def _integers(weights: QuantizationSettings, own: str) -> IntegerFormat:
     bits = weights.one_of(("num_bits",), 8, (4, 8))
     group, strategy = _group(weights, ("tensor", "channel", "group"))
     if own == _FLOATS:
@@ -187,10 +187,10 @@ def _integers(weights: Settings, own: str) -> IntegerForm:
     ordered = weights.one_of(("actorder",), False, (*_BY_GROUP, *_BY_WEIGHT)) in _BY_GROUP
     if ordered and group is None:
         raise weights.unsupported("actorder", weights.get("actorder"), "Repair the settings: there are no groups.")
-    return IntegerForm(bits, own == _PACKED, strategy, group, weights.flag("symmetric", default=True), ordered)
+    return IntegerFormat(bits, own == _PACKED, strategy, group, weights.flag("symmetric", default=True), ordered)
 
 
-def _floats(weights: Settings, own: str, rounds_rows: bool) -> FP8Form | FloatForm:
+def _floats(weights: QuantizationSettings, own: str, rounds_rows: bool) -> FP8Format | FloatFormat:
     weights.one_of(("num_bits",), 8, (8,))
     weights.one_of(("symmetric",), True, (True,))
     weights.one_of(("actorder",), False, _BY_WEIGHT)
@@ -198,13 +198,13 @@ def _floats(weights: Settings, own: str, rounds_rows: bool) -> FP8Form | FloatFo
         raise weights.unsupported("type", "float", f"Repair the settings: format {own!r} is of another type.")
     group, strategy = _group(weights, ("tensor", "channel", "group", "block"))
     if strategy == "block":
-        return FP8Form(block_of(weights, "block_structure"), "weight_scale", rounds_rows)
+        return FP8Format(block_of(weights, "block_structure"), "weight_scale", rounds_rows)
     if strategy == "tensor":
-        return FP8Form(None, "weight_scale", rounds_rows)
-    return FloatForm(strategy, group, rounds_rows)
+        return FP8Format(None, "weight_scale", rounds_rows)
+    return FloatFormat(strategy, group, rounds_rows)
 
 
-def _group(weights: Settings, strategies: tuple[str, ...]) -> tuple[int | None, str]:
+def _group(weights: QuantizationSettings, strategies: tuple[str, ...]) -> tuple[int | None, str]:
     """Return (inputs that share a scale, None for all; the strategy). The group size may imply the strategy."""
     size = weights.group_size(("group_size",), -1)
     implied = "group" if size is not None else "channel" if weights.get("group_size") == -1 else "tensor"
@@ -214,7 +214,7 @@ def _group(weights: Settings, strategies: tuple[str, ...]) -> tuple[int | None, 
     return (size if strategy == "group" else None), strategy
 
 
-def _has_activations(table: Settings) -> bool:
+def _has_activations(table: QuantizationSettings) -> bool:
     """Return whether activations are rounded.
 
     Raise `StartupError` unless they are dynamic with 8 bits: kernels or scales for all others are missing.
@@ -232,8 +232,9 @@ def _has_activations(table: Settings) -> bool:
     return True
 
 
-def _described(form: IntegerForm | FP8Form | FloatForm) -> str:
-    if isinstance(form, FP8Form):
-        return form.description
-    what = "fp8" if isinstance(form, FloatForm) else f"{form.bits} bits"
-    return f"{what}, {'a scale for each ' + form.strategy if form.group is None else f'groups of {form.group}'}"
+def _described(weight_format: IntegerFormat | FP8Format | FloatFormat) -> str:
+    if isinstance(weight_format, FP8Format):
+        return weight_format.description
+    what = "fp8" if isinstance(weight_format, FloatFormat) else f"{weight_format.bits} bits"
+    group, strategy = weight_format.group, weight_format.strategy
+    return f"{what}, {f'a scale for each {strategy}' if group is None else f'groups of {group}'}"

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from oarlock.workers.quantization.formats.form import (
+from oarlock.workers.quantization.formats.weight_format import (
     SCALES,
     USE_ANOTHER,
     Arithmetic,
-    FormOfEveryModule,
-    Settings,
+    QuantizationSettings,
     StoredTensor,
+    UniformScheme,
     stored,
 )
 from oarlock.workers.quantization.groups import fp8_bytes
@@ -24,8 +24,8 @@ FLOAT8 = "F8_E4M3"
 
 
 @dataclass(frozen=True, slots=True)
-class FP8Form(FormOfEveryModule):
-    """`StoredForm`, and the `Scheme` of every module."""
+class FP8Format(UniformScheme):
+    """`StoredFormat`, and the `Scheme` of every module."""
 
     block: tuple[int, int] | None  # (outputs, inputs); None: one scale for the tensor
     scale: str = "weight_scale_inv"  # a factor despite its name
@@ -61,15 +61,15 @@ class FP8Form(FormOfEveryModule):
         return fp8_bytes(rows, inputs, inputs if self.block is None else self.block[1])
 
 
-def fp8(settings: Settings) -> FP8Form:
+def fp8(settings: QuantizationSettings) -> FP8Format:
     """Parse the settings of float8 weights. Raise `StartupError` for unsupported settings."""
     settings.one_of(("activation_scheme",), "dynamic", ("dynamic",))
     settings.one_of(("fmt",), "e4m3", ("e4m3",))
     block = settings.get("weight_block_size")
-    return FP8Form(None, "weight_scale") if block is None else FP8Form(block_of(settings, "weight_block_size"))
+    return FP8Format(None, "weight_scale") if block is None else FP8Format(block_of(settings, "weight_block_size"))
 
 
-def block_of(settings: Settings, key: str) -> tuple[int, int]:
+def block_of(settings: QuantizationSettings, key: str) -> tuple[int, int]:
     block = settings.get(key)
     if not isinstance(block, list) or len(block) != 2 or not all(type(x) is int and x > 0 for x in block):
         raise settings.unsupported(key, block, f"It must be a number of outputs and one of inputs. {USE_ANOTHER}")

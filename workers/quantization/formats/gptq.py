@@ -9,24 +9,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from oarlock.workers.quantization.formats.form import (
+from oarlock.workers.quantization.formats.module_pattern import ModulePattern
+from oarlock.workers.quantization.formats.weight_format import (
     SCALES,
     Arithmetic,
-    Settings,
+    QuantizationSettings,
     StoredTensor,
     check_divides,
     stored,
 )
-from oarlock.workers.quantization.formats.module_pattern import ModulePattern
-from oarlock.workers.quantization.groups import whole_number_bytes
+from oarlock.workers.quantization.groups import integer_bytes
 
 if TYPE_CHECKING:
     from oarlock.workers.quantization.method import LinearMethod
 
 
 @dataclass(frozen=True, slots=True)
-class GPTQForm:
-    """`StoredForm` of GPTQ."""
+class GPTQFormat:
+    """`StoredFormat` of GPTQ."""
 
     bits: int
     group: int | None  # inputs per group; None: all
@@ -63,33 +63,35 @@ class GPTQForm:
         check_divides(module, "words", rows, 32 // self.bits)
 
     def weight_bytes(self, rows: int, inputs: int, item_bytes: int, slices: int = 1) -> int:
-        return whole_number_bytes(rows, inputs, self.bits, self.group, offsets=not self.symmetric)
+        return integer_bytes(rows, inputs, self.bits, self.group, offsets=not self.symmetric)
 
 
 @dataclass(frozen=True, slots=True)
 class GPTQScheme:
     """`Scheme` of GPTQ."""
 
-    form: GPTQForm
-    exceptions: tuple[tuple[ModulePattern, GPTQForm | None], ...]  # the first pattern that matches a module counts
+    weight_format: GPTQFormat
+    exceptions: tuple[tuple[ModulePattern, GPTQFormat | None], ...]  # the first pattern that matches a module counts
 
     @property
     def description(self) -> str:
-        form = self.form
-        groups = "one group" if form.group is None else f"groups of {form.group}"
-        return f"gptq ({form.bits} bits, {groups}{', act-order' if form.ordered else ''})"
+        weight_format = self.weight_format
+        groups = "one group" if weight_format.group is None else f"groups of {weight_format.group}"
+        return f"gptq ({weight_format.bits} bits, {groups}{', act-order' if weight_format.ordered else ''})"
 
-    def form_of(self, module: str) -> GPTQForm | None:
-        return next((form for pattern, form in self.exceptions if pattern.matches(module)), self.form)
+    def format_of(self, module: str) -> GPTQFormat | None:
+        return next(
+            (weight_format for pattern, weight_format in self.exceptions if pattern.matches(module)), self.weight_format
+        )
 
 
-def gptq(settings: Settings) -> GPTQScheme:
+def gptq(settings: QuantizationSettings) -> GPTQScheme:
     """Parse GPTQ's settings. Raise `StartupError` for unsupported settings."""
     settings.refuse("is_marlin_format", (False,))
     settings.refuse("pack_dtype", ("int32",))
     settings.refuse("adapter", ({},))
     version = settings.one_of(("checkpoint_format", "format"), "gptq", ("gptq", "gptq_v2"))
-    form = GPTQForm(
+    weight_format = GPTQFormat(
         bits=settings.one_of(("bits",), None, (4, 8)),
         group=settings.group_size(("group_size",), 128),
         symmetric=settings.flag("sym", default=True),
@@ -97,12 +99,14 @@ def gptq(settings: Settings) -> GPTQScheme:
         zeros_less_one=version == "gptq",
     )
     dynamic = settings.table("dynamic")
-    return GPTQScheme(form, tuple(_exception(form, dynamic, name) for name in dynamic.raw))
+    return GPTQScheme(weight_format, tuple(_exception(weight_format, dynamic, name) for name in dynamic.raw))
 
 
-def _exception(form: GPTQForm, dynamic: Settings, name: str) -> tuple[ModulePattern, GPTQForm | None]:
+def _exception(
+    weight_format: GPTQFormat, dynamic: QuantizationSettings, name: str
+) -> tuple[ModulePattern, GPTQFormat | None]:
     """Return GPTQModel's settings for modules whose names match. A pattern after `-:` leaves modules unquantised."""
-    pattern = ModulePattern(name.removeprefix("-:").removeprefix("+:"), dynamic.where)
+    pattern = ModulePattern(name.removeprefix("-:").removeprefix("+:"), dynamic.location)
     if name.startswith("-:"):
         return pattern, None
     own = dynamic.table(name)
@@ -115,4 +119,4 @@ def _exception(form: GPTQForm, dynamic: Settings, name: str) -> tuple[ModulePatt
         changes["symmetric"] = own.flag("sym", default=True)
     if "desc_act" in own.raw:
         changes["ordered"] = own.flag("desc_act", default=False)
-    return pattern, replace(form, **changes)
+    return pattern, replace(weight_format, **changes)

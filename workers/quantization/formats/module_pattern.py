@@ -19,10 +19,10 @@ _FIX = "Use a checkpoint whose quantisation settings name the modules by a simpl
 class ModulePattern:
     """One compiled pattern."""
 
-    def __init__(self, text: str, where: str) -> None:
-        """Compile `text`. `where`: the setting that holds it, for errors. Raise `StartupError` if it is invalid or too
-        long."""
-        self._text, self._where = text, where
+    def __init__(self, text: str, location: str) -> None:
+        """Compile `text`. `location`: the setting that holds it, for errors. Raise `StartupError` if it is invalid or
+        too long."""
+        self._text, self._location = text, location
         self._left_s = LIMIT_S
         if len(text) > MOST_CHARACTERS:
             raise self._refused(f"has more than {MOST_CHARACTERS} characters")
@@ -45,7 +45,7 @@ class ModulePattern:
         return found
 
     def _refused(self, problem: str) -> StartupError:
-        return StartupError(f"the checkpoint's quantisation has a pattern in {self._where} that {problem}: "
+        return StartupError(f"the checkpoint's quantisation has a pattern in {self._location} that {problem}: "
                             f"{shown(self._text)}.", _FIX)  # fmt: skip
 
 

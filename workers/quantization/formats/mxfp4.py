@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from oarlock.workers.quantization.formats.form import (
+from oarlock.workers.quantization.formats.weight_format import (
     Arithmetic,
-    FormOfEveryModule,
-    Settings,
+    QuantizationSettings,
     StoredTensor,
+    UniformScheme,
     check_divides,
     stored,
 )
@@ -23,8 +23,8 @@ GROUP = 32
 
 
 @dataclass(frozen=True, slots=True)
-class MXFP4Form(FormOfEveryModule):
-    """`StoredForm`, and the `Scheme` of every module."""
+class MXFP4Format(UniformScheme):
+    """`StoredFormat`, and the `Scheme` of every module."""
 
     @property
     def description(self) -> str:
@@ -49,7 +49,7 @@ class MXFP4Form(FormOfEveryModule):
         return packed_bytes(rows, inputs, 4, GROUP, offsets=False)
 
 
-def mxfp4(settings: Settings) -> MXFP4Form:
+def mxfp4(settings: QuantizationSettings) -> MXFP4Format:
     """Parse the settings. Only the method's name affects how weights are stored."""
-    settings.words("modules_to_not_convert")
-    return MXFP4Form()
+    settings.names("modules_to_not_convert")
+    return MXFP4Format()

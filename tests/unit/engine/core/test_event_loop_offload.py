@@ -15,7 +15,7 @@ from oarlock.engine.ipc.frames import FrameReader, FrameSocket
 from oarlock.engine.ipc.messages import Events, Stop, Submit, encode, read_from_engine
 from oarlock.engine.kv_cache.manager import extend_hashes
 from oarlock.engine.types import Request, SamplingParams, TokenEvent
-from oarlock.workers.kv_offload import Copy, KVOffloadInfo, KVReports, KVReportSender, Report
+from oarlock.workers.kv_offload import Copy, KVOffloadInfo, KVReportKind, KVReports, KVReportSender
 from tests.unit.engine.kv_cache.chained_ranks import ChainedRanks, Files
 from tests.unit.engine.kv_cache.test_kv_offload import CONFIG, FAST, files_of, info_of, prompt_of, texts_without
 
@@ -56,7 +56,7 @@ def test_the_loop_sleeps_until_files_are_read() -> None:
     ours, theirs = socket.socketpair()
     ours.settimeout(60)
     loop = EngineLoop(EngineConfig(CONFIG, heartbeat_interval_s=3600), ranks, FrameSocket(theirs))
-    ranks.sender.digests(Report.APPEARED, list(files))
+    ranks.sender.digests(KVReportKind.APPEARED, list(files))
     ended: list[int] = []
     thread = threading.Thread(target=lambda: ended.append(loop.run()))
     thread.start()

@@ -9,7 +9,7 @@ from random import Random
 import numpy as np
 
 from oarlock.workers.config import WorkerConfig, WorkerInfo
-from oarlock.workers.kv_offload import DIGEST_BYTES, Copy, KVReport, Report
+from oarlock.workers.kv_offload import DIGEST_BYTES, Copy, KVReport, KVReportKind
 from oarlock.workers.protocol import StepMetadata, StepOutput, pack_step, refusal, step_bytes, unpack_step
 
 Files = dict[bytes, np.ndarray]  # by digest: the numbers of a block
@@ -116,10 +116,10 @@ class ChainedRanks:
         if kind is Copy.WRITE:
             if rank == 0 and succeeds:
                 self.files[digest] = self._slots[slot].copy()
-            return KVReport(Report.WRITTEN, rank, results=[(slot, succeeds)])
+            return KVReport(KVReportKind.WRITTEN, rank, results=[(slot, succeeds)])
         if rank == 0 and digest in self.files:
             self._slots[slot] = self.files[digest]
-        return KVReport(Report.READ, rank, results=[(slot, succeeds and digest in self.files)])
+        return KVReport(KVReportKind.READ, rank, results=[(slot, succeeds and digest in self.files)])
 
     def ping(self) -> None:
         """All ranks answer."""

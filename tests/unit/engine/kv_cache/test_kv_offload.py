@@ -13,7 +13,7 @@ from oarlock.engine.kv_cache.offload import LOAD_TIMEOUT_S, STEP_LOAD_BYTES, Flu
 from oarlock.engine.stats import EngineStats
 from oarlock.engine.types import Request, SamplingParams
 from oarlock.workers.config import StepCost, WorkerInfo
-from oarlock.workers.kv_offload import Copy, KVOffloadInfo, KVReport, Report
+from oarlock.workers.kv_offload import Copy, KVOffloadInfo, KVReport, KVReportKind
 from oarlock.workers.protocol import StepMetadata
 from tests.unit.engine.engine_fakes import make_config, make_info
 from tests.unit.engine.kv_cache.chained_ranks import ChainedRanks, Files
@@ -112,7 +112,7 @@ def test_text_does_not_depend_on_what_is_kept(seed: int) -> None:
         rates = {"fails": random.choice([0.0, 0.2]), "refuses": random.choice([0.0, 0.0, 0.05])}
         ranks = ChainedRanks(CONFIG, info, random, files=files, **rates)
         run = Run(ranks, depth=1 + seed % 2)
-        run.scheduler.kv_offload.report(KVReport(Report.APPEARED, 0, digests=list(files)))
+        run.scheduler.kv_offload.report(KVReport(KVReportKind.APPEARED, 0, digests=list(files)))
         aborted = set()
         for request in requests:
             run.add(request)
@@ -211,7 +211,7 @@ def test_another_engine_finds_the_files() -> None:
     files = files_of(prompt_of(1))
     wanted = texts_without([Request(4, prompt_of(1), SamplingParams(max_tokens=3))])[4]
     run = run_with(KVOffloadInfo(60, 64, FAST), files)
-    run.scheduler.kv_offload.report(KVReport(Report.APPEARED, 0, digests=list(files)))
+    run.scheduler.kv_offload.report(KVReport(KVReportKind.APPEARED, 0, digests=list(files)))
     assert ask(run, 4, prompt_of(1)) == wanted
     assert run.cached[4] == 40
 
@@ -231,7 +231,7 @@ def test_what_is_cached_at_the_end_is_found_by_the_next_start(num_slots: int) ->
     flush(run)
     assert written == run.scheduler.stats.kv_offload_written_blocks == 30, "once"
     run = run_with(KVOffloadInfo(60, 64, FAST), files)
-    run.scheduler.kv_offload.report(KVReport(Report.APPEARED, 0, digests=list(files)))
+    run.scheduler.kv_offload.report(KVReport(KVReportKind.APPEARED, 0, digests=list(files)))
     assert [ask(run, number, prompt_of(number)) for number in range(1, 4)] == list(wanted.values())
     assert list(run.cached.values()) == [40] * 3
 
@@ -240,7 +240,7 @@ def test_a_long_load_is_divided_among_steps_and_others_go_on() -> None:
     files = files_of(prompt_of(1))
     wanted = texts_without([Request(4, prompt_of(1), SamplingParams(max_tokens=3))])[4]
     run = run_with(KVOffloadInfo(60, STEP_LOAD_BYTES // 2, FAST), files, num_blocks=40)
-    run.scheduler.kv_offload.report(KVReport(Report.APPEARED, 0, digests=list(files)))
+    run.scheduler.kv_offload.report(KVReport(KVReportKind.APPEARED, 0, digests=list(files)))
     loads, submit = list[int](), run.ranks.submit
 
     def counted(step: StepMetadata, *, masks_follow: bool = False) -> None:
@@ -266,7 +266,7 @@ def test_a_long_load_is_divided_among_steps_and_others_go_on() -> None:
 def test_a_salt_holds_for_files() -> None:
     files = files_of(prompt_of(1), b"one tenant")
     run = run_with(KVOffloadInfo(60, 64, FAST), files)
-    run.scheduler.kv_offload.report(KVReport(Report.APPEARED, 0, digests=list(files)))
+    run.scheduler.kv_offload.report(KVReport(KVReportKind.APPEARED, 0, digests=list(files)))
     ask(run, 4, prompt_of(1), b"another")
     ask(run, 5, prompt_of(1))
     ask(run, 6, prompt_of(1), b"one tenant")
@@ -276,7 +276,7 @@ def test_a_salt_holds_for_files() -> None:
 def test_slow_files_are_not_read() -> None:
     files = files_of(prompt_of(1))
     run = run_with(KVOffloadInfo(60, 64, SLOW), files)
-    run.scheduler.kv_offload.report(KVReport(Report.APPEARED, 0, digests=list(files)))
+    run.scheduler.kv_offload.report(KVReport(KVReportKind.APPEARED, 0, digests=list(files)))
     ask(run, 4, prompt_of(1))
     assert run.cached[4] == 0
     assert run.scheduler.stats.kv_offload_read_blocks == 0
@@ -286,7 +286,7 @@ def test_missing_files_are_computed_and_written_again() -> None:
     files = files_of(prompt_of(1))
     names = list(files)
     run = run_with(KVOffloadInfo(60, 64, FAST), files)
-    run.scheduler.kv_offload.report(KVReport(Report.APPEARED, 0, digests=names))
+    run.scheduler.kv_offload.report(KVReport(KVReportKind.APPEARED, 0, digests=names))
     files.clear()
     wanted = texts_without([Request(4, prompt_of(1), SamplingParams(max_tokens=3))])[4]
     assert ask(run, 4, prompt_of(1)) == wanted
@@ -302,7 +302,7 @@ def test_others_go_on_while_one_waits_for_files() -> None:
     files = files_of(prompt_of(1))
     run = run_with(KVOffloadInfo(60, 64, FAST), files)
     run.ranks.receive = list  # the disk does not answer
-    run.scheduler.kv_offload.report(KVReport(Report.APPEARED, 0, digests=list(files)))
+    run.scheduler.kv_offload.report(KVReport(KVReportKind.APPEARED, 0, digests=list(files)))
     run.add(Request(4, prompt_of(1), SamplingParams(max_tokens=3)))
     run.add(Request(5, prompt_of(7), SamplingParams(max_tokens=3)))
     for _ in range(20):
@@ -321,7 +321,7 @@ def test_others_go_on_while_one_waits_for_files() -> None:
 def test_an_aborted_load_leaves_nothing() -> None:
     files = files_of(prompt_of(1))
     run = run_with(KVOffloadInfo(60, 64, FAST), files)
-    run.scheduler.kv_offload.report(KVReport(Report.APPEARED, 0, digests=list(files)))
+    run.scheduler.kv_offload.report(KVReport(KVReportKind.APPEARED, 0, digests=list(files)))
     run.add(Request(4, prompt_of(1), SamplingParams(max_tokens=3)))
     run.step()
     assert run.scheduler.num_loading == 1
@@ -374,7 +374,7 @@ def digests_of(count: int) -> list[bytes]:
 
 def offload_with_files(num_slots: int, digests: list[bytes]) -> KVOffload:
     offload = KVOffload(KVOffloadInfo(num_slots, 64, FAST), BLOCK, None, EngineStats())
-    offload.report(KVReport(Report.APPEARED, 0, digests=digests))
+    offload.report(KVReport(KVReportKind.APPEARED, 0, digests=digests))
     return offload
 
 
@@ -390,7 +390,7 @@ def test_a_second_load_of_a_request_waits_for_each_of_its_reads_once() -> None:
     assert not offload.has_copies, "the reads under way serve both"
     for slot in reads:
         assert not offload.take_ready(1.0)
-        offload.report(KVReport(Report.READ, 0, results=[(slot, True)]))
+        offload.report(KVReport(KVReportKind.READ, 0, results=[(slot, True)]))
     assert offload.take_ready(1.0) == [7]
     offload.release(7)
     offload.audit()
@@ -405,7 +405,7 @@ def seconds_to_load(num_blocks: int) -> float:
     copies = offload.take_copies()
     offload.finish_copies(copies)
     for _, _, slot, _ in copies.commands:
-        offload.report(KVReport(Report.READ, 0, results=[(slot, True)]))
+        offload.report(KVReport(KVReportKind.READ, 0, results=[(slot, True)]))
     assert offload.take_ready(0.0) == [1]
     offload.release(1)
     return time.thread_time() - begun

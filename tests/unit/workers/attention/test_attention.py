@@ -119,7 +119,7 @@ def test_reference_agrees_with_torch(window, sinks, cache):
     case = case_of([Seq(20, 20), Seq(7, 50)], window=window, group=2, cache=cache, sinks=sinks)
     kv = case.spec
     for i, ours in enumerate(case.run(ReferenceBackend(kv))):
-        held = (dequantized(kv.form, kv.form.rounded(x[i])) for x in (case.k, case.v))
+        held = (dequantized(kv.kv_format, kv.kv_format.rounded(x[i])) for x in (case.k, case.v))
         q, k, v = (x.double().transpose(0, 1) for x in (case.q[i], *held))
         visible = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool).tril()
         if window:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from oarlock.workers.models.encoders.encoder import attend_both_ways
+from oarlock.workers.models.encoders.encoder import bidirectional_attention
 from oarlock.workers.platform import processor
 
 LENS = [5, 1, 600, 64]
@@ -33,7 +33,7 @@ def test_every_text_is_right_and_alone_the_same(dtype: torch.dtype, reach: int |
     torch.manual_seed(0)
     q, k, v = (torch.randn(sum(LENS), 3, 32).to(dtype) for _ in range(3))
     with torch.inference_mode():
-        found = attend_both_ways(q, k, v, LENS, reach, 0.2)
+        found = bidirectional_attention(q, k, v, LENS, reach, 0.2)
         start = 0
         for length in LENS:
             text = slice(start, start + length)
@@ -42,6 +42,6 @@ def test_every_text_is_right_and_alone_the_same(dtype: torch.dtype, reach: int |
             torch.testing.assert_close(
                 found[text].double(), truth, rtol=0, atol=(1e-6 + 2 * torch.finfo(dtype).eps) * size
             )
-            alone = attend_both_ways(q[text], k[text], v[text], [length], reach, 0.2)
+            alone = bidirectional_attention(q[text], k[text], v[text], [length], reach, 0.2)
             assert torch.equal(alone, found[text])
             start += length

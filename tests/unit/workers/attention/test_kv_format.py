@@ -52,16 +52,16 @@ def test_int8_is_rounded_to_the_nearest_with_a_scale_that_is_barely_large_enough
 
 
 def test_fp8_is_the_nearest_number_that_there_is_and_saturates() -> None:
-    form = FORMATS["fp8"]
+    kv_format = FORMATS["fp8"]
     known = torch.arange(256, dtype=torch.uint8)
-    numbers = dequantized(form, known)
+    numbers = dequantized(kv_format, known)
     is_nan = numbers.isnan()
-    assert int(is_nan.sum()) == 2 and torch.equal(form.rounded(numbers)[~is_nan], known[~is_nan])
+    assert int(is_nan.sum()) == 2 and torch.equal(kv_format.rounded(numbers)[~is_nan], known[~is_nan])
     x = torch.randn(20_000, generator=torch.Generator().manual_seed(0)) * torch.logspace(-4, 3, 20_000)
-    found = dequantized(form, form.rounded(x))
+    found = dequantized(kv_format, kv_format.rounded(x))
     nearest = (x.unsqueeze(1) - numbers[~is_nan]).abs().amin(1)
     assert torch.equal((x - found).abs(), nearest)
-    beyond = dequantized(form, form.rounded(torch.tensor([449.0, -1e30, torch.inf, -torch.inf, torch.nan])))
+    beyond = dequantized(kv_format, kv_format.rounded(torch.tensor([449.0, -1e30, torch.inf, -torch.inf, torch.nan])))
     assert beyond[:2].tolist() == [448.0, -448.0] and beyond[2:].isnan().all()
 
 

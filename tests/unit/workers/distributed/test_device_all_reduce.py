@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from oarlock.workers.distributed.all_reduce import NCCL, SIZES, DeviceSum, Sum, choose_device_sum
+from oarlock.workers.distributed.all_reduce import NCCL, SIZES, AllReduce, DeviceAllReduce, choose_device_all_reduce
 
 MOST = torch.ones(SIZES[-1] // 2, dtype=torch.bfloat16)
 
@@ -20,14 +20,14 @@ class Way:
         return x * self.factor
 
 
-def chosen(nccl: Way, **ways: Way | str) -> tuple[DeviceSum, str]:
+def chosen(nccl: Way, **ways: Way | str) -> tuple[DeviceAllReduce, str]:
     """Chosen on a rank with whose numbers all others agree."""
 
-    def seconds_of(add: Sum, x: Tensor) -> float:
+    def seconds_of(add: AllReduce, x: Tensor) -> float:
         assert isinstance(add, Way)
         return add.seconds[x.nbytes]
 
-    return choose_device_sum(nccl, ways, MOST, 2, float, seconds_of)
+    return choose_device_all_reduce(nccl, ways, MOST, 2, float, seconds_of)
 
 
 def test_each_size_takes_the_way_that_was_fastest_at_the_next_larger_one() -> None:
@@ -68,5 +68,7 @@ def test_a_way_that_is_wrong_or_missing_is_not_taken(way: Way | str, said: str) 
 
 
 def test_a_way_that_another_rank_lacks_is_not_taken() -> None:
-    _, line = choose_device_sum(Way((3,) * 6), {"one": Way((1,) * 6)}, MOST, 2, lambda number: 1.0, lambda add, x: 1.0)
+    _, line = choose_device_all_reduce(
+        Way((3,) * 6), {"one": Way((1,) * 6)}, MOST, 2, lambda number: 1.0, lambda add, x: 1.0
+    )
     assert line == "NCCL; no one: on another rank"

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from oarlock.base.errors import StartupError
-from oarlock.workers.kv_offload import KVReport, KVReports, KVReportSender, Report
+from oarlock.workers.kv_offload import KVReport, KVReportKind, KVReports, KVReportSender
 from oarlock.workers.kv_tiers import rank_offload
 from oarlock.workers.kv_tiers.directory import (
     DEAD_S,
@@ -179,7 +179,7 @@ class Threads:
         self.threads = FileThreads(files, self.slots, KVReportSender(self._write_fd, 3), num_ranks=1)
         self._received: SimpleQueue[KVReport] = SimpleQueue()
 
-    def next(self, kind: Report) -> KVReport:
+    def next(self, kind: KVReportKind) -> KVReport:
         """The next report of that kind; others are dropped."""
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
@@ -208,9 +208,9 @@ def threads(files: BlockDirectory) -> Iterator[Threads]:
 def test_threads_write_read_and_report(threads: Threads) -> None:
     threads.slots[1] = content_of(1)
     threads.threads.write([(1, digest_of(1))])
-    assert threads.next(Report.WRITTEN) == KVReport(Report.WRITTEN, 3, results=[(1, True)])
+    assert threads.next(KVReportKind.WRITTEN) == KVReport(KVReportKind.WRITTEN, 3, results=[(1, True)])
     threads.threads.read([(0, digest_of(1)), (2, digest_of(2))])
-    assert threads.next(Report.READ).results == [(0, True), (2, False)]
+    assert threads.next(KVReportKind.READ).results == [(0, True), (2, False)]
     assert np.array_equal(threads.slots[0], content_of(1))
 
 
@@ -221,7 +221,7 @@ def test_what_fails_is_logged_once_and_the_rest_goes_on(
         _flip(write(files, number))
     write(files, 3)
     threads.threads.read([(0, digest_of(1)), (1, digest_of(2)), (2, digest_of(3))])
-    assert threads.next(Report.READ).results == [(0, False), (1, False), (2, True)]
+    assert threads.next(KVReportKind.READ).results == [(0, False), (1, False), (2, True)]
     assert not os.path.exists(path_of(files.path, digest_of(1)))
     assert caplog.text.count("event=kv_offload_failed kind=damaged") == 1
 
@@ -232,15 +232,15 @@ def test_a_directory_that_vanishes(
     """The folders in it are made again; where it is gone itself, blocks are not written."""
     os.rename(tmp_path / "oarlock-model", tmp_path / "elsewhere")
     threads.threads.write([(0, digest_of(1))])
-    assert threads.next(Report.WRITTEN).results == [(0, True)]
+    assert threads.next(KVReportKind.WRITTEN).results == [(0, True)]
     away = tmp_path.with_name("away")
     os.rename(tmp_path, away)
     try:
         threads.threads.keep()
         threads.threads.write([(0, digest_of(2)), (0, digest_of(3))])
-        results = threads.next(Report.WRITTEN).results + threads.next(Report.WRITTEN).results
+        results = threads.next(KVReportKind.WRITTEN).results + threads.next(KVReportKind.WRITTEN).results
         threads.threads.read([(0, digest_of(1))])
-        assert threads.next(Report.READ).results == [(0, False)]
+        assert threads.next(KVReportKind.READ).results == [(0, False)]
     finally:
         os.rename(away, tmp_path)
     assert results == [(0, False), (0, False)]
@@ -254,17 +254,17 @@ def test_the_first_rank_tells_what_others_wrote_and_makes_room(
     monkeypatch.setattr(rank_offload, "_LOOK_S", 0.01)
     write(files, 1)
     threads.threads.keep()
-    usage = threads.next(Report.USAGE)
+    usage = threads.next(KVReportKind.USAGE)
     assert (usage.num_bytes, usage.num_blocks) == (HEADER_BYTES + SIZE, 1)
-    assert threads.next(Report.APPEARED).digests == [digest_of(1)]
+    assert threads.next(KVReportKind.APPEARED).digests == [digest_of(1)]
     write(BlockDirectory(str(tmp_path), "model", 0, 1 << 30), 2)
-    assert threads.next(Report.APPEARED).digests == [digest_of(2)]
+    assert threads.next(KVReportKind.APPEARED).digests == [digest_of(2)]
     beside = Threads(BlockDirectory(str(tmp_path), "model", 0, 1 << 30))  # another server of the same directory
     beside.threads.keep()
-    assert sorted(beside.next(Report.APPEARED).digests) == sorted([digest_of(1), digest_of(2)])
+    assert sorted(beside.next(KVReportKind.APPEARED).digests) == sorted([digest_of(1), digest_of(2)])
     files.remove(digest_of(2))  # by hand
     for one in (threads, beside):
-        assert one.next(Report.VANISHED).digests == [digest_of(2)]
+        assert one.next(KVReportKind.VANISHED).digests == [digest_of(2)]
     beside.close()
 
 
@@ -275,14 +275,14 @@ def test_the_directory_is_kept_by_a_process_that_is_started_again(
     monkeypatch.setattr(rank_offload, "_LOOK_S", 0.01)
     write(files, 1)
     threads.threads.keep()
-    assert threads.next(Report.APPEARED).digests == [digest_of(1)]
+    assert threads.next(KVReportKind.APPEARED).digests == [digest_of(1)]
     keeper = threads.threads._keeper
     assert keeper is not None and keeper._child is not None
     first = keeper._child
     assert first.pid != os.getpid()
     os.kill(first.pid, signal.SIGKILL)
     write(files, 2)
-    while digest_of(2) not in threads.next(Report.APPEARED).digests:
+    while digest_of(2) not in threads.next(KVReportKind.APPEARED).digests:
         pass
     until(lambda: 'kind=keeper cause="ended with status -9"' in caplog.text)
     last = keeper._child
@@ -296,9 +296,9 @@ def test_room_is_made_when_enough_was_written(tmp_path: Path, caplog: pytest.Log
     running = Threads(BlockDirectory(str(tmp_path), "model", 0, 10 * (HEADER_BYTES + SIZE)))
     try:
         running.threads.keep()
-        assert running.next(Report.USAGE).num_blocks == 0
+        assert running.next(KVReportKind.USAGE).num_blocks == 0
         running.threads.write([(0, digest_of(number)) for number in range(11)])
-        while (usage := running.next(Report.USAGE)).num_blocks != 9:
+        while (usage := running.next(KVReportKind.USAGE)).num_blocks != 9:
             assert usage.num_blocks <= 10
         until(lambda: "event=kv_offload_evicted" in caplog.text)
     finally:
@@ -311,8 +311,8 @@ def test_many_reports_pass_the_pipe() -> None:
     reports, sender = KVReports(read_fd), KVReportSender(write_fd, 1)
     results = [(slot, slot % 3 == 0) for slot in range(2000)]
     digests = [digest_of(number) for number in range(500)]
-    sender.results(Report.READ, results)
-    sender.digests(Report.APPEARED, digests)
+    sender.results(KVReportKind.READ, results)
+    sender.digests(KVReportKind.APPEARED, digests)
     sender.usage(1 << 40, 12345)
     received = reports.receive()
     assert [entry for report in received for entry in report.results] == results

@@ -52,7 +52,7 @@ def test_widths_are_cut_whole_slice_by_slice_and_experts_group_by_group(width: i
     for unit in (1, 32):
         parts = [shard_width(width, unit, rank, size, 8) for rank in range(size)]
         assert [part.first for part in parts] == [rank * parts[0].count for rank in range(size)]
-        assert all(part.whole == size * part.count >= width for part in parts)
+        assert all(part.padded_width == size * part.count >= width for part in parts)
         assert all(part.count % (part.slices * unit) == 0 for part in parts)
     dealt = [shard_experts(width, rank, size, 8) for rank in range(size)]
     held = [expert for part in dealt for expert in range(part.first, part.first + part.count)]
@@ -60,8 +60,8 @@ def test_widths_are_cut_whole_slice_by_slice_and_experts_group_by_group(width: i
 
 
 def results(tp: TensorParallel, form: str, deals: bool, x: Tensor) -> Tensor:
-    place = Placement(tp, x.dtype, CPU, QUANTIZATIONS[form], 8, deals_experts=deals)
-    experts = Experts("model.layers.0.mlp", SPEC, 0, HIDDEN, place)
+    placement = Placement(tp, x.dtype, CPU, QUANTIZATIONS[form], 8, distributes_experts=deals)
+    experts = Experts("model.layers.0.mlp", SPEC, 0, HIDDEN, placement)
     for part in experts.parts:
         part.load(DummyWeights(3))
     return experts(x, x, LayerStep(None, None, None, None, None))  # ty: ignore[invalid-argument-type]
@@ -86,7 +86,7 @@ def test_the_memory_of_a_rank_is_known_before_it_loads(form: str, deals: bool, s
     attention = SelfAttentionSpec(4, 4, 8, 0.3, None)
     layer = LayerSpec((BranchSpec(attention, "a"), BranchSpec(SPEC, "b")))
     spec = DecoderSpec("Made", 64, HIDDEN, (layer, layer), NormSpec(), 64, 64)
-    forms = QUANTIZATIONS[form]
-    decoder = Decoder(spec, TensorParallel(0, size), torch.bfloat16, CPU, forms, deals_experts=deals)
+    formats = QUANTIZATIONS[form]
+    decoder = Decoder(spec, TensorParallel(0, size), torch.bfloat16, CPU, formats, distributes_experts=deals)
     config = WorkerConfig("", dtype="bfloat16", device="cpu", tensor_parallel_size=size, enable_expert_parallel=deals)
-    assert decoder.weight_bytes == rank_weight_bytes(config, spec, forms)
+    assert decoder.weight_bytes == rank_weight_bytes(config, spec, formats)

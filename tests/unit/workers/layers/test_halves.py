@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from oarlock.workers.attention.cpp import CppBackend
-from oarlock.workers.distributed.all_reduce import NodeSums, SharedMemoryGroup
+from oarlock.workers.distributed.all_reduce import NodeAllReduce, SharedMemoryGroup
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.distributed.shm_layout import total_bytes
 from oarlock.workers.distributed.shm_ring import anonymous_memory
 from oarlock.workers.kernels.cpu import library
-from oarlock.workers.kernels.cpu.build import Level
+from oarlock.workers.kernels.cpu.build import ISALevel
 from oarlock.workers.layers.norm import RMSNorm
 from oarlock.workers.models.decoder import Decoder
 from oarlock.workers.quantization.fp8 import Fp8Weight
@@ -94,7 +94,7 @@ def check_equal(path: Path, size: int, dtype: torch.dtype, quantization: str = "
 @pytest.mark.parametrize("family", CHECKPOINTS)
 @pytest.mark.slow
 def test_both_forms_give_the_same_bits(
-    checkpoints: dict[str, Path], family: str, dtype: torch.dtype, level: Level
+    checkpoints: dict[str, Path], family: str, dtype: torch.dtype, level: ISALevel
 ) -> None:
     with library.using(level):
         check_equal(checkpoints[family], 1, dtype)
@@ -202,7 +202,7 @@ def test_sums_over_two_hosts_lie_between_the_halves_and_give_the_bits_of_one(
     def work(rank: int) -> Tensor:
         host, local = divmod(rank, ranks_of_host)
         group = SharedMemoryGroup(memories[host], local, ranks_of_host, BUFFER_BYTES, timeout_s=60, shares_cores=True)
-        sums = NodeSums(group, 2, first_ranks[host] if local == 0 else None)
+        sums = NodeAllReduce(group, 2, first_ranks[host] if local == 0 else None)
         with torch.inference_mode():
             return run(load_decoder(checkpoints["qwen2"], TensorParallel(rank, size, sums), dtype), CppBackend, *works)
 
@@ -260,7 +260,7 @@ def broken_product(real: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def broken_norm(real: RMSNorm) -> RMSNorm:
-    norm = RMSNorm(real.name, real.size, real.eps, real.place)
+    norm = RMSNorm(real.name, real.size, real.eps, real.placement)
     norm.weight = real.weight * 2
     return norm
 
@@ -268,7 +268,7 @@ def broken_norm(real: RMSNorm) -> RMSNorm:
 @pytest.mark.parametrize("part", ["attention.qkv", "attention.output", "mlp.gate_up", "mlp.down"])
 def test_a_replaced_product_is_used(checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, part: str) -> None:
     half, name = part.split(".")
-    check_replacing(checkpoints, monkeypatch, lambda block: getattr(getattr(block, half), name), "product", False)
+    check_replacing(checkpoints, monkeypatch, lambda block: getattr(getattr(block, half), name), "matmul", False)
 
 
 @pytest.mark.parametrize(("branch", "part"), [(0, "norm"), (1, "post_norm")])

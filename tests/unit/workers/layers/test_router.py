@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from oarlock.workers.kernels.cpu.build import Level
+from oarlock.workers.kernels.cpu.build import ISALevel
 from oarlock.workers.kernels.cpu.experts import CppRouter
 from oarlock.workers.layers.experts import route
 from oarlock.workers.layers.experts_spec import RouterSpec
@@ -15,7 +15,7 @@ EXPERTS, HIDDEN, ROWS = 24, 300, 40
 @pytest.mark.parametrize("level", PARAMETERS)
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("groups", [1, 4])
-def test_the_kernel_equals_the_torch_router(level: Level, scores: str, groups: int) -> None:
+def test_the_kernel_equals_the_torch_router(level: ISALevel, scores: str, groups: int) -> None:
     draw = torch.Generator().manual_seed(0)
     weight = torch.randn((EXPERTS, HIDDEN), generator=draw) / HIDDEN**0.5
     bias, correction = torch.randn((2, EXPERTS), generator=draw)

@@ -11,7 +11,7 @@ from oarlock.workers.distributed.topology import vocab_shard_size
 from oarlock.workers.layers.embedding import VocabParallelEmbedding, VocabParallelHead
 from oarlock.workers.layers.linear import GatedParallelLinear, QKVParallelLinear, RowParallelLinear
 from oarlock.workers.layers.sharding import shard_heads, shard_vocab, supported_tp_sizes
-from tests.unit.workers.weights_in_memory import MemoryWeights, RecordingRank, place, random_weights
+from tests.unit.workers.weights_in_memory import MemoryWeights, RecordingRank, placement, random_weights
 
 HIDDEN, DIM = 32, 8
 
@@ -39,7 +39,7 @@ def test_every_query_head_uses_its_own_kv_head(heads: int, kv_heads: int, size: 
     expected = {p: (x @ whole[f"a.{p}_proj.weight"].T + whole[f"a.{p}_proj.bias"]).view(3, -1, DIM) for p in "qkv"}
     for rank, fused in itertools.product(range(size), (False, True)):
         weights = MemoryWeights(qkv_weights(heads, kv_heads, fused=fused))
-        layer = QKVParallelLinear("a", HIDDEN, DIM, heads, kv_heads, True, place(rank, size))
+        layer = QKVParallelLinear("a", HIDDEN, DIM, heads, kv_heads, True, placement(rank, size))
         layer.load(weights)
         shard = layer.shard
         assert shard.num_heads == heads // size and shard.num_kv_heads == max(1, kv_heads // size)
@@ -76,7 +76,7 @@ def test_mlp_partials_sum_to_the_whole_with_the_bias_once(size: int, with_bias: 
             tensors[f"m.gate_up_proj.{kind}"] = torch.cat([tensors.pop(f"m.{p}_proj.{kind}") for p in ("gate", "up")])
     total = torch.zeros_like(expected)
     for rank in range(size):
-        where = place(rank, size)
+        where = placement(rank, size)
         weights = MemoryWeights(tensors)
         both = GatedParallelLinear("m", HIDDEN, inner, with_bias, "silu", where)
         down = RowParallelLinear("m.down_proj", inner, HIDDEN, with_bias, where)
@@ -101,7 +101,7 @@ def test_embedding_sums_and_head_joins_to_the_whole_vocabulary(vocab: int, size:
     ids, hidden = torch.arange(vocab), torch.randn(4, HIDDEN)
     total, joined = torch.zeros(vocab, HIDDEN), []
     for rank in range(size):
-        where = place(rank, size)
+        where = placement(rank, size)
         embedding = VocabParallelEmbedding("e", vocab, HIDDEN, where)
         weights = MemoryWeights(tensors)
         embedding.load(weights)
@@ -127,7 +127,7 @@ def test_scale_and_softcap_are_applied_once_whatever_the_ranks() -> None:
     for size in (1, 4):
         total, joined = torch.zeros(7, HIDDEN, dtype=torch.bfloat16), []
         for rank in range(size):
-            where = place(rank, size, torch.bfloat16)
+            where = placement(rank, size, torch.bfloat16)
             layer = VocabParallelEmbedding("e", 7, HIDDEN, where, scale=HIDDEN**0.5)
             layer.load(MemoryWeights({"e.weight": weight}))
             total += layer(torch.arange(7))
@@ -141,11 +141,11 @@ def test_scale_and_softcap_are_applied_once_whatever_the_ranks() -> None:
 
 def test_sizes_that_do_not_divide_are_refused_with_the_layer_and_the_numbers() -> None:
     with pytest.raises(StartupError, match=r"b\.0\.qkv_proj: 14 heads over 2 key-value heads.* 4 ranks.*\[1, 2, 14\]"):
-        QKVParallelLinear("b.0", HIDDEN, DIM, 14, 2, True, place(0, 4))
+        QKVParallelLinear("b.0", HIDDEN, DIM, 14, 2, True, placement(0, 4))
     with pytest.raises(StartupError, match=r"m\.gate_up_proj: intermediate size 50 cannot be divided into 4"):
-        GatedParallelLinear("m", HIDDEN, 50, False, "silu", place(0, 4))
+        GatedParallelLinear("m", HIDDEN, 50, False, "silu", placement(0, 4))
     with pytest.raises(StartupError, match=r"m\.down_proj: input size 50 cannot be divided into 4"):
-        RowParallelLinear("m.down_proj", 50, HIDDEN, False, place(0, 4))
+        RowParallelLinear("m.down_proj", 50, HIDDEN, False, placement(0, 4))
     with pytest.raises(StartupError, match="12 heads over 4 key-value heads"):
         shard_heads("x", 12, 4, 0, 6)  # six ranks over four heads: neither partition nor replication
 

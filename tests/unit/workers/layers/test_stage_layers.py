@@ -9,7 +9,7 @@ from oarlock.workers.config import StepCost, WorkerConfig, WorkerInfo
 from oarlock.workers.layers.decoder_spec import is_in_stage, layers_of_stage, tensor_shapes
 from oarlock.workers.models.registry import read_spec
 from oarlock.workers.quantization.registry import NONE
-from oarlock.workers.ranks.host_ranks import Place
+from oarlock.workers.ranks.host_ranks import RankProgress
 from oarlock.workers.ranks.multiproc_executor import first_stage_behind, joint_info
 from oarlock.workers.runner.memory_needs import rank_weight_bytes, weight_bytes, weight_bytes_of_node
 from tests.golden.tiny_models import make_tiny
@@ -90,7 +90,7 @@ def test_ranks_report_the_slowest_and_largest_and_stages_add_up() -> None:
 def test_of_stages_that_wait_for_each_other_the_first_is_looked_at() -> None:
     """By steps finished: whoever hangs in a stage holds up all stages behind it, and those ahead have finished more."""
     for finished, stage in {(4, 4, 4, 4): range(2), (5, 5, 4, 4): range(2, 4), (5, 4, 4, 4): range(2)}.items():
-        places = [Place(number, 9 - rank, 7) for rank, number in enumerate(finished)]
+        places = [RankProgress(number, 9 - rank, 7) for rank, number in enumerate(finished)]
         assert first_stage_behind(places, 2) == stage
-    assert first_stage_behind([Place(5, 0, 0), Place(4, 3, 9), Place(4, 0, 0)], 1) == range(1, 2)
-    assert first_stage_behind([Place(5, 0, 0), Place(4, 3, 9)], 2) == range(2)
+    assert first_stage_behind([RankProgress(5, 0, 0), RankProgress(4, 3, 9), RankProgress(4, 0, 0)], 1) == range(1, 2)
+    assert first_stage_behind([RankProgress(5, 0, 0), RankProgress(4, 3, 9)], 2) == range(2)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from oarlock.workers.distributed.all_reduce import tree_sum
-from oarlock.workers.kernels.cpu.build import Level
+from oarlock.workers.kernels.cpu.build import ISALevel
 from oarlock.workers.kernels.cpu.experts import CppExpertMatmul
 from oarlock.workers.kernels.triton import availability
 from oarlock.workers.quantization.expert_matmul import TorchExpertMatmul, cpp_expert_matmul, expert_matmul
@@ -273,7 +273,7 @@ STORED: dict[str, Callable[[Tensor], LinearWeight]] = {
     ("stored", "slices"),
     [*((stored, 1) for stored in STORED), *((stored, 2) for stored in ("dense", "dense, float32", "int8", "fp8"))],
 )
-def test_the_kernel_has_the_bits_of_separate_products(level: Level, stored: str, slices: int) -> None:
+def test_the_kernel_has_the_bits_of_separate_products(level: ISALevel, stored: str, slices: int) -> None:
     """With any number of threads and tokens; the first expert is stored in another form than the rest."""
     draw = torch.Generator().manual_seed(1)
     hidden, width = 136, 160

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from oarlock.workers.distributed.all_reduce import tree_sum
-from oarlock.workers.kernels.cpu.build import Level
+from oarlock.workers.kernels.cpu.build import ISALevel
 from oarlock.workers.kernels.cpu.gemm import CppPackedGatedMatmul, CppPackedMatmul
 from oarlock.workers.quantization.fp8 import Fp8Matmul, Fp8Weight
 from oarlock.workers.quantization.groups import fp8_bytes, group_in_slices
@@ -55,7 +55,7 @@ each_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, to
 @each_dtype
 @pytest.mark.parametrize(("outputs", "inputs", "group", "slices"), SHAPES)
 def test_the_kernel_agrees_with_the_reference(
-    level: Level, dtype: torch.dtype, outputs: int, inputs: int, group: int, slices: int
+    level: ISALevel, dtype: torch.dtype, outputs: int, inputs: int, group: int, slices: int
 ) -> None:
     """Within the rounding of float32; each row has the same bits in every batch and with any number of threads."""
     torch.manual_seed(0)
@@ -84,7 +84,7 @@ def test_memory_is_as_it_is_counted() -> None:
 
 
 @each_level
-def test_every_number_is_widened_exactly(level: Level) -> None:
+def test_every_number_is_widened_exactly(level: ISALevel) -> None:
     values = FINITE.repeat(40, 1)
     weight = Fp8Weight(values, torch.full((40, 2), 0.75), 128, torch.float32)
     x = torch.eye(len(FINITE))
@@ -97,7 +97,7 @@ def test_every_number_is_widened_exactly(level: Level) -> None:
 
 @each_level
 @pytest.mark.parametrize(("inputs", "group", "slices"), [(1216, 128, 4), (512, 512, 8), (320, 64, 2)])
-def test_a_rank_with_some_slices_adds_the_same_sums(level: Level, inputs: int, group: int, slices: int) -> None:
+def test_a_rank_with_some_slices_adds_the_same_sums(level: ISALevel, inputs: int, group: int, slices: int) -> None:
     torch.manual_seed(0)
     values, scales = made(40, inputs, group)
     x = torch.randn(30, inputs)
@@ -115,7 +115,7 @@ def test_a_rank_with_some_slices_adds_the_same_sums(level: Level, inputs: int, g
 @each_level
 @each_dtype
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_the_gate_agrees_with_the_reference(level: Level, dtype: torch.dtype, activation: str) -> None:
+def test_the_gate_agrees_with_the_reference(level: ISALevel, dtype: torch.dtype, activation: str) -> None:
     torch.manual_seed(0)
     values, scales = made(2 * 40, 1100, 128)
     scales = scales * 0.01
@@ -132,7 +132,7 @@ def test_the_gate_agrees_with_the_reference(level: Level, dtype: torch.dtype, ac
 
 @each_level
 @each_dtype
-def test_rows_come_back_out_of_the_packed_weight(level: Level, dtype: torch.dtype) -> None:
+def test_rows_come_back_out_of_the_packed_weight(level: ISALevel, dtype: torch.dtype) -> None:
     values, scales = made(77, 1030, 128)
     weight, ids = Fp8Weight(values, scales, 128, dtype), torch.randint(0, 77, (40,))
     with using(level):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from oarlock.workers.kernels.cpu.build import Level
+from oarlock.workers.kernels.cpu.build import ISALevel
 from oarlock.workers.kernels.cpu.gemm import CppPackedGatedMatmul, CppPackedMatmul
 from oarlock.workers.kernels.cpu.quantized_gemm import GROUPED, GROUPED_DOT, grouped_kind
 from oarlock.workers.quantization.grouped import GroupedMatmul, GroupedWeight, stored_groups
@@ -155,7 +155,7 @@ each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 each_form = pytest.mark.parametrize(("bits", "offsets"), FORMS)
 
 
-def kinds(level: Level) -> list[int]:
+def kinds(level: ISALevel) -> list[int]:
     """Kinds of packed weights that run here; the emulated processors have every instruction."""
     return [GROUPED, GROUPED_DOT] if not is_here(level) or grouped_kind(level) == GROUPED_DOT else [GROUPED]
 
@@ -182,7 +182,7 @@ def reference(weight: GroupedWeight, bias: Tensor | None, *, wide: bool = False,
 @each_dtype
 @pytest.mark.parametrize(("outputs", "inputs", "group", "slices"), SHAPES)
 def test_the_kernel_equals_the_reference_bit_by_bit(
-    level: Level,
+    level: ISALevel,
     dtype: torch.dtype,
     bits: Bits,
     offsets: bool,
@@ -212,7 +212,7 @@ def test_the_kernel_equals_the_reference_bit_by_bit(
 @each_level
 @each_form
 @pytest.mark.parametrize("slices", [1, 4])
-def test_the_kernel_reads_inputs_in_another_order(level: Level, bits: Bits, offsets: bool, slices: int) -> None:
+def test_the_kernel_reads_inputs_in_another_order(level: ISALevel, bits: Bits, offsets: bool, slices: int) -> None:
     torch.manual_seed(0)
     order = None if bits is FLOATS else torch.randperm(1280)  # no checkpoint has floats in another order
     weight = weight_of(50, 1280, 64, torch.bfloat16, bits, offsets, order)
@@ -227,7 +227,7 @@ def test_the_kernel_reads_inputs_in_another_order(level: Level, bits: Bits, offs
 
 
 @each_level
-def test_an_input_may_come_again_where_the_weight_is_zero(level: Level) -> None:
+def test_an_input_may_come_again_where_the_weight_is_zero(level: ISALevel) -> None:
     torch.manual_seed(0)
     values, scales, _ = made(40, 96, 32, 4, offsets=False)
     values[:, 40:64] = 0
@@ -254,7 +254,7 @@ def test_memory_is_as_it_is_counted(bits: Bits, offsets: bool) -> None:
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_the_gate_equals_the_reference(
-    level: Level, dtype: torch.dtype, bits: Bits, offsets: bool, activation: str
+    level: ISALevel, dtype: torch.dtype, bits: Bits, offsets: bool, activation: str
 ) -> None:
     """Up to the last bits of exp, and each row has the same bits in every batch and with any number of threads."""
     torch.manual_seed(0)
@@ -278,7 +278,7 @@ def test_the_gate_equals_the_reference(
 
 @each_level
 @each_form
-def test_the_largest_sums_of_a_group_are_exact(level: Level, bits: Bits, offsets: bool) -> None:
+def test_the_largest_sums_of_a_group_are_exact(level: ISALevel, bits: Bits, offsets: bool) -> None:
     """All numbers at their limits: what would saturate 16 bits, or 32 if sums were not of one group."""
     most = 12 if bits is FLOATS else 1 << bits - 1
     for inputs in (8, 1024, 100_000):
@@ -298,7 +298,7 @@ def test_the_largest_sums_of_a_group_are_exact(level: Level, bits: Bits, offsets
 
 @each_level
 @each_form
-def test_the_number_of_threads_changes_no_bit(level: Level, bits: Bits, offsets: bool) -> None:
+def test_the_number_of_threads_changes_no_bit(level: ISALevel, bits: Bits, offsets: bool) -> None:
     """Weights with many inputs, and more threads than panels."""
     torch.manual_seed(0)
     weight = weight_of(40, 3700, 32, torch.bfloat16, bits, offsets)
@@ -315,7 +315,9 @@ def test_the_number_of_threads_changes_no_bit(level: Level, bits: Bits, offsets:
 @each_level
 @each_form
 @each_dtype
-def test_rows_come_back_out_of_the_packed_weight(level: Level, dtype: torch.dtype, bits: Bits, offsets: bool) -> None:
+def test_rows_come_back_out_of_the_packed_weight(
+    level: ISALevel, dtype: torch.dtype, bits: Bits, offsets: bool
+) -> None:
     torch.manual_seed(0)
     weight = weight_of(77, 1030, 32, dtype, bits, offsets)
     ids = torch.randint(0, 77, (40,))
@@ -327,7 +329,7 @@ def test_rows_come_back_out_of_the_packed_weight(level: Level, dtype: torch.dtyp
 
 @each_level
 @pytest.mark.parametrize("broken", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_not_finite_stays_in_its_own_row(level: Level, broken: float) -> None:
+def test_what_is_not_finite_stays_in_its_own_row(level: ISALevel, broken: float) -> None:
     weight = weight_of(64, 100, 32, torch.float32, 4, True)
     for kind in kinds(level):
         with using(level):

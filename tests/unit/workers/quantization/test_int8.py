@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from oarlock.workers.kernels.cpu.build import Level
+from oarlock.workers.kernels.cpu.build import ISALevel
 from oarlock.workers.kernels.cpu.gemm import CppPackedGatedMatmul, CppPackedMatmul
 from oarlock.workers.kernels.cpu.quantized_gemm import INT8, INT8_DOT, MOST_INPUTS, PackedInt8, int8_kind
 from oarlock.workers.quantization.int8 import Int8Matmul, Int8Weight, round_rows
@@ -22,7 +22,7 @@ each_level = pytest.mark.parametrize("level", PARAMETERS)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
-def kinds(level: Level) -> list[int]:
+def kinds(level: ISALevel) -> list[int]:
     """Kinds of packed weights that run here; the emulated processors have every instruction."""
     return [INT8, INT8_DOT] if not is_here(level) or int8_kind(level) == INT8_DOT else [INT8]
 
@@ -35,7 +35,7 @@ def rounded(outputs: int, inputs: int, dtype: torch.dtype) -> tuple[Tensor, Tens
 @each_dtype
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
 def test_the_kernel_equals_the_reference_bit_by_bit(
-    level: Level, dtype: torch.dtype, outputs: int, inputs: int
+    level: ISALevel, dtype: torch.dtype, outputs: int, inputs: int
 ) -> None:
     torch.manual_seed(0)
     values, scales = rounded(outputs, inputs, dtype)
@@ -57,7 +57,7 @@ def test_the_kernel_equals_the_reference_bit_by_bit(
 
 
 @each_level
-def test_weights_of_minus_128_are_exact(level: Level) -> None:
+def test_weights_of_minus_128_are_exact(level: ISALevel) -> None:
     """Checkpoints have them; weights that are rounded here end at 127."""
     torch.manual_seed(0)
     values, scales = torch.full((34, 1024), -128, dtype=torch.int8), torch.ones(34)
@@ -76,7 +76,7 @@ def test_weights_of_minus_128_are_exact(level: Level) -> None:
 @each_dtype
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_the_gate_equals_the_reference(level: Level, dtype: torch.dtype, activation: str, with_bias: bool) -> None:
+def test_the_gate_equals_the_reference(level: ISALevel, dtype: torch.dtype, activation: str, with_bias: bool) -> None:
     """Up to the last bits of exp, and each row has the same bits in every batch and with any number of threads."""
     torch.manual_seed(0)
     values, scales = rounded(2 * 40, 1100, dtype)
@@ -99,7 +99,7 @@ def test_the_gate_equals_the_reference(level: Level, dtype: torch.dtype, activat
 
 
 @each_level
-def test_the_largest_sums_are_exact(level: Level) -> None:
+def test_the_largest_sums_are_exact(level: ISALevel) -> None:
     """All numbers at their limits: what would saturate 16 bits, and the longest rows that 32 bits hold."""
     for inputs in (8, 1024, MOST_INPUTS):
         values = torch.full((34, inputs), 127, dtype=torch.int8)
@@ -117,7 +117,7 @@ def test_the_largest_sums_are_exact(level: Level) -> None:
 
 @each_level
 @each_dtype
-def test_splitting_over_inputs_changes_no_bit(level: Level, dtype: torch.dtype) -> None:
+def test_splitting_over_inputs_changes_no_bit(level: ISALevel, dtype: torch.dtype) -> None:
     """With more threads than panels, threads take parts of the inputs."""
     values, scales = rounded(40, 3700, dtype)
     x = torch.randn(14, 3700).to(dtype)
@@ -132,7 +132,7 @@ def test_splitting_over_inputs_changes_no_bit(level: Level, dtype: torch.dtype) 
 
 @each_level
 @each_dtype
-def test_rows_come_back_out_of_the_packed_weight(level: Level, dtype: torch.dtype) -> None:
+def test_rows_come_back_out_of_the_packed_weight(level: ISALevel, dtype: torch.dtype) -> None:
     values, scales = rounded(77, 1030, dtype)
     ids = torch.randint(0, 77, (40,))
     with using(level):
@@ -142,7 +142,7 @@ def test_rows_come_back_out_of_the_packed_weight(level: Level, dtype: torch.dtyp
 
 @each_level
 @pytest.mark.parametrize("broken", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_not_finite_stays_in_its_own_row(level: Level, broken: float) -> None:
+def test_what_is_not_finite_stays_in_its_own_row(level: ISALevel, broken: float) -> None:
     values, scales = rounded(64, 100, torch.float32)
     for kind in kinds(level):
         with using(level):

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from oarlock.workers.kernels.cpu.build import Level
+from oarlock.workers.kernels.cpu.build import ISALevel
 from oarlock.workers.kernels.cpu.gemm import CppGatedMatmul, CppMatmul
 from oarlock.workers.quantization.matmul import (
     ACTIVATIONS,
@@ -24,7 +24,7 @@ from tests.unit.workers.attention_cases import EMULATES_BFLOAT16
 from tests.unit.workers.kernel_levels import LEVELS, NO_KERNELS, PARAMETERS, using
 
 
-def at(level: Level, kind):
+def at(level: ISALevel, kind):
     """`kind`, made with the kernels of `level`."""
 
     def make(*arguments, **options):
@@ -36,7 +36,7 @@ def at(level: Level, kind):
 
 def inner(product):
     """The product itself, without `PairedRows`."""
-    return product.product if isinstance(product, PairedRows) else product
+    return product.multiply if isinstance(product, PairedRows) else product
 
 
 # As the measurement at start reports there.
@@ -51,7 +51,7 @@ each_form = pytest.mark.parametrize("level", [pytest.param(None, id="onednn"), *
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
-def fast_forms(level: Level | None, dtype: torch.dtype):
+def fast_forms(level: ISALevel | None, dtype: torch.dtype):
     """(linear, gated, the fewest rows from which they are batch-invariant) of oneDNN or of a level's kernels."""
     if level is not None:
         return at(level, CppMatmul), at(level, CppGatedMatmul), 1

@@ -6,8 +6,8 @@ import time
 import pytest
 
 from oarlock.base.errors import StartupError
-from oarlock.workers.quantization.formats.form import Settings
 from oarlock.workers.quantization.formats.module_pattern import LIMIT_S, MOST_CHARACTERS, ModulePattern
+from oarlock.workers.quantization.formats.weight_format import QuantizationSettings
 from oarlock.workers.quantization.registry import STORED
 
 MODULES = [f"model.layers.{layer}.{part}" for layer in range(64) for part in (
@@ -56,7 +56,7 @@ def test_both_formats_give_up_such_a_pattern(method):
             "config_groups": {"a": {"weights": weights, "targets": [f"re:{SLOW}"]}},
         },
     }[method]
-    scheme = STORED[method](Settings(settings, "quantization_config"))
+    scheme = STORED[method](QuantizationSettings(settings, "quantization_config"))
     with pytest.raises(StartupError, match="takes more than 1 s"):
         for module in MODULES:
-            scheme.form_of(module)
+            scheme.format_of(module)

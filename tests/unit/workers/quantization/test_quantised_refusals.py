@@ -139,7 +139,7 @@ def test_whatever_stands_in_settings_is_understood_or_refused(settings: dict[str
         try:
             found = stored_quantization(tmp_path, {"quantization_config": table})
             assert found is not None and found.scheme.description
-            found.scheme.form_of("model.layers.0.mlp.up_proj")
+            found.scheme.format_of("model.layers.0.mlp.up_proj")
             served += 1
         except StartupError as error:
             assert "\n" not in error.cause + error.fix
@@ -210,7 +210,7 @@ def test_what_products_do_to_inputs_is_reported_and_can_be_left_out(stored: Call
         info = runner.info()
         assert info.input_rounding == ("8 bits" if rounds and not dequantize else None)
         assert info.quantization.endswith(", dequantised at load") == dequantize
-        assert info.weight_bytes_per_rank == weight_bytes(runner.spec, info.dtype, runner.description.forms)
+        assert info.weight_bytes_per_rank == weight_bytes(runner.spec, info.dtype, runner.description.formats)
 
 
 def test_writing_weights_out_is_refused_where_it_changes_nothing(

@@ -14,10 +14,10 @@ from oarlock.workers.layers.embedding import vocab_shard
 from oarlock.workers.model_files.checkpoint import Checkpoint
 from oarlock.workers.models.decoder import Decoder
 from oarlock.workers.models.hf_fields import read_config
-from oarlock.workers.models.hf_quantization import stored_quantization, weight_forms
+from oarlock.workers.models.hf_quantization import stored_quantization, weight_formats
 from oarlock.workers.models.registry import read_spec
 from oarlock.workers.preflight import preflight
-from oarlock.workers.quantization.formats.checkpoint_forms import dequantised_forms
+from oarlock.workers.quantization.formats.checkpoint_formats import dequantised_formats
 from oarlock.workers.quantization.fp8 import Fp8Weight
 from oarlock.workers.quantization.grouped import GroupedWeight
 from oarlock.workers.quantization.int8 import Int8Weight
@@ -72,16 +72,16 @@ def from_ranks(path: Path, size: int, written_out_for: str | None = None) -> dic
     """module -> the weight, of which each rank has loaded its part: float64 [N, K]. `written_out_for`: a device whose
     products would round inputs."""
     checkpoint = Checkpoint.open(path)
-    forms = weight_forms("none", stored_quantization(path, read_config(path)), checkpoint)
+    formats = weight_formats("none", stored_quantization(path, read_config(path)), checkpoint)
     if written_out_for is not None:
-        forms = dequantised_forms(forms, written_out_for)
+        formats = dequantised_formats(formats, written_out_for)
     found: dict[str, Tensor] = {}
     for rank in range(size):
         tp = TensorParallel.solo() if size == 1 else RecordingRank(rank, size)
-        decoder = Decoder(read_spec(str(path)), tp, torch.float32, torch.device("cpu"), forms)
+        decoder = Decoder(read_spec(str(path)), tp, torch.float32, torch.device("cpu"), formats)
         with WeightReader(checkpoint) as weights:
             for shard in shards_of(decoder):
-                loaded = decoder.place.load(shard, weights)
+                loaded = decoder.placement.load(shard, weights)
                 assert written_out_for is None or isinstance(loaded, DenseWeight)
                 numbers = in_order(loaded, shard.local_inputs)
                 assert len(numbers) == shard.rows
@@ -165,11 +165,11 @@ def test_all_of_it_comes_to_the_device(quantised: Callable[[str], Quantised], na
     """On the device of no numbers, where no tensor of the CPU can be mixed in. `rounded`: of a plain checkpoint."""
     path = quantised(name).path if rounded == "none" else quantised(name).meaning
     checkpoint = Checkpoint.open(path)
-    forms = weight_forms(rounded, stored_quantization(path, read_config(path)), checkpoint)
-    decoder = Decoder(read_spec(str(path)), TensorParallel.solo(), torch.float16, torch.device("meta"), forms)
+    formats = weight_formats(rounded, stored_quantization(path, read_config(path)), checkpoint)
+    decoder = Decoder(read_spec(str(path)), TensorParallel.solo(), torch.float16, torch.device("meta"), formats)
     with WeightReader(checkpoint, check_finite=False) as weights:
         for shard in shards_of(decoder):
-            assert all(tensor.is_meta for tensor in tensors_of(decoder.place.load(shard, weights)))
+            assert all(tensor.is_meta for tensor in tensors_of(decoder.placement.load(shard, weights)))
 
 
 @pytest.mark.parametrize("name", OF_PRODUCTS)

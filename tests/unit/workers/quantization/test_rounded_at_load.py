@@ -19,7 +19,7 @@ from tests.golden.paged_run import PagedRun, load_decoder, on_ranks
 from tests.golden.tiny_models import make_tiny
 from tests.house.rules import ROOT
 from tests.unit.workers.kernel_levels import NO_KERNELS
-from tests.unit.workers.weights_in_memory import MemoryWeights, place, random_weights
+from tests.unit.workers.weights_in_memory import MemoryWeights, placement, random_weights
 
 DEMO = ROOT / "models" / "oarlock-demo"
 
@@ -51,8 +51,8 @@ def test_every_number_of_ranks_has_the_same_weights(form: str, fused: bool) -> N
             weights = MemoryWeights(tensors)
             column = WeightShard(parts, inputs, 0, inputs, fused="a.both")
             row = WeightShard((StoredRows("b", 24, 0, 24),), inputs, rank * inputs // size, inputs // size)
-            columns.append(dequantised(method.load(column, weights, place().empty)).chunk(2))
-            rows.append(dequantised(method.load(row, weights, place().empty)))
+            columns.append(dequantised(method.load(column, weights, placement().empty)).chunk(2))
+            rows.append(dequantised(method.load(row, weights, placement().empty)))
         found.append([*(torch.cat([parts[which] for parts in columns]) for which in (0, 1)), torch.cat(rows, 1)])
     for several in found[1:]:
         assert all(torch.equal(one, other) for one, other in zip(found[0], several, strict=True))

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from oarlock.workers.distributed.all_reduce import tree_sum
-from oarlock.workers.kernels.cpu.build import Level
+from oarlock.workers.kernels.cpu.build import ISALevel
 from oarlock.workers.kernels.cpu.gemm import CppMatmul, CppPackedMatmul
 from oarlock.workers.kernels.cpu.quantized_gemm import INT8, INT8_DOT, PackedInt8, int8_kind
 from oarlock.workers.quantization.grouped import GroupedMatmul, stored_groups
@@ -94,7 +94,7 @@ each_cut = pytest.mark.parametrize(
 @each_dtype
 @each_cut
 def test_the_dense_kernel_adds_slices_up_in_the_tree(
-    level: Level, dtype: torch.dtype, slices: int, length: int
+    level: ISALevel, dtype: torch.dtype, slices: int, length: int
 ) -> None:
     """Bit by bit as torch's operations do, where the sum of a slice is exact."""
     torch.manual_seed(0)
@@ -116,7 +116,7 @@ def test_the_dense_kernel_adds_slices_up_in_the_tree(
 @each_dtype
 @each_cut
 def test_the_dense_kernel_computes_a_slice_as_a_weight_by_itself(
-    level: Level, dtype: torch.dtype, slices: int, length: int
+    level: ISALevel, dtype: torch.dtype, slices: int, length: int
 ) -> None:
     """Ranks do the same, with any numbers."""
     torch.manual_seed(0)
@@ -133,7 +133,9 @@ def test_the_dense_kernel_computes_a_slice_as_a_weight_by_itself(
 @each_level
 @each_dtype
 @each_cut
-def test_the_kernel_for_8_bits_equals_the_reference(level: Level, dtype: torch.dtype, slices: int, length: int) -> None:
+def test_the_kernel_for_8_bits_equals_the_reference(
+    level: ISALevel, dtype: torch.dtype, slices: int, length: int
+) -> None:
     torch.manual_seed(0)
     values, scales = round_rows(torch.randn(OUTPUTS, slices * length))
     x, bias, residual = (

@@ -104,7 +104,9 @@ def test_of_two_hosts_with_one_number_the_later_stays() -> None:
         first = joined(threads, node, on_waiting=lambda text: there.set() if "waiting for" in text else None)
         assert there.wait(60)
         second = joined(threads, node)
-        with pytest.raises(StartupError, match=r"has taken the place of this host .*, which is node 1 too") as caught:
+        with pytest.raises(
+            StartupError, match=r"has joined with the --node-rank of this host .*, which is node 1 too"
+        ) as caught:
             first.result(60)
         assert "--node-rank" in caught.value.fix
         for other in (start, second):

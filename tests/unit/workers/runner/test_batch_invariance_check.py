@@ -69,8 +69,8 @@ def test_a_product_that_rounds_by_its_rows_is_found(
     """The planted fault: for some numbers of rows, the last bits are others."""
     block = runner.model.layers[0]
     layer = getattr(block.attention if name in ("qkv", "output") else block.mlp, name)
-    real = layer.product
-    monkeypatch.setattr(layer, "product", lambda x, *rest: real(x, *rest) * (1.004 if is_odd(len(x)) else 1))
+    real = layer.matmul
+    monkeypatch.setattr(layer, "matmul", lambda x, *rest: real(x, *rest) * (1.004 if is_odd(len(x)) else 1))
     result = result_of(runner)
     assert not result.batch_invariant
     assert result.reason.startswith(said) and "bfloat16" in result.reason
@@ -89,8 +89,8 @@ def test_attention_that_differs_when_decoding_is_found(runner: ModelRunner, monk
 
 
 def test_logits_that_depend_on_the_rows_are_found(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = runner.model.head.product
-    monkeypatch.setattr(runner.model.head, "product", lambda x: real(x) * (1.01 if len(x) > 2 else 1))
+    real = runner.model.head.matmul
+    monkeypatch.setattr(runner.model.head, "matmul", lambda x: real(x) * (1.01 if len(x) > 2 else 1))
     result = result_of(runner)
     assert not result.batch_invariant and "logits" in result.reason
 
@@ -122,8 +122,8 @@ def last_of_equal(logits: Tensor) -> tuple[Tensor, Tensor]:
             lambda real, x: (real(x)[0], real(x)[1] * (1.01 if len(x) == 1 else 1)),
             "the weights of a row's experts is not what it is alone",
         ),
-        ("routed", "product", lambda real, x, *rest: real(x, *rest) * (1.01 if len(x) < 67 else 1), "an expert that"),
-        ("shared", "product", lambda real, x, *rest: real(x, *rest) * (1.01 if len(x) == 1 else 1), "the shared exp"),
+        ("routed", "matmul", lambda real, x, *rest: real(x, *rest) * (1.01 if len(x) < 67 else 1), "an expert that"),
+        ("shared", "matmul", lambda real, x, *rest: real(x, *rest) * (1.01 if len(x) == 1 else 1), "the shared exp"),
     ],
 )
 def test_experts_whose_rows_depend_on_others_are_found(
@@ -144,8 +144,8 @@ def test_a_head_size_without_a_kernel_is_named(tmp_path: Path, monkeypatch: pyte
     runner = loaded(make_tiny(tmp_path, "qwen2", head_dim=8), dtype="bfloat16")
     cause = "of the C++ kernel: it needs heads of at most 256 elements in multiples of 16, not 8"
     assert cause in runner.rank_invariance.reason
-    real = runner.model.head.product
-    monkeypatch.setattr(runner.model.head, "product", lambda x: real(x) * (1.01 if len(x) > 2 else 1))
+    real = runner.model.head.matmul
+    monkeypatch.setattr(runner.model.head, "matmul", lambda x: real(x) * (1.01 if len(x) > 2 else 1))
     assert result_of(runner).reason.endswith(f"with torch attention ({cause}) in bfloat16")
 
 

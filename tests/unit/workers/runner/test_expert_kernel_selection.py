@@ -10,7 +10,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from oarlock.workers.distributed.all_reduce import Sum
+from oarlock.workers.distributed.all_reduce import AllReduce
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.layers.experts import Experts
 from oarlock.workers.layers.experts_spec import ExpertsSpec, RouterSpec, SharedSpec
@@ -39,10 +39,10 @@ def product_of(
     return TritonExpertMatmul(ExpertsShape(0, 4, 32, width, dtype), experts)
 
 
-def times_of(product: TritonExpertMatmul, fastest: dict[int, str]) -> Callable[[Sum, Tensor], float]:
+def times_of(product: TritonExpertMatmul, fastest: dict[int, str]) -> Callable[[AllReduce, Tensor], float]:
     """Planted times, and no launch. `fastest`: by number of tokens."""
 
-    def seconds(work: Sum, x: Tensor) -> float:
+    def seconds(work: AllReduce, x: Tensor) -> float:
         ((tokens, kernel),) = product.chosen
         assert tokens == len(x)
         return 1e-6 if fastest[tokens] == kernel else 3e-6
@@ -116,9 +116,9 @@ def test_each_kind_of_experts_is_timed_once(monkeypatch: pytest.MonkeyPatch) -> 
     spec = ExpertsSpec(4, 16, RouterSpec(2), shared=SharedSpec(24))
     layers = [Experts(f"{number}", spec, number, 32, place) for number in range(2)]
     for experts in layers:
-        experts.routed.product = product_of()
+        experts.routed.matmul = product_of()
         assert experts.shared is not None
-        experts.shared.product = product_of(width=24)
+        experts.shared.matmul = product_of(width=24)
     measured = []
 
     def planted(matmul: TritonExpertMatmul, per_token: int, max_tokens: int) -> tuple[list[tuple[int, str]], str]:
@@ -130,4 +130,4 @@ def test_each_kind_of_experts_is_timed_once(monkeypatch: pytest.MonkeyPatch) -> 
     select_expert_kernels(SimpleNamespace(layers=layers), 64)  # ty: ignore[invalid-argument-type]
     assert measured == [(16, 2, 64), (24, 1, 64)]
     for experts in layers:
-        assert experts.routed.product.chosen == [(64, LARGE)] and experts.shared.product.chosen == [(64, MIDDLE)]
+        assert experts.routed.matmul.chosen == [(64, LARGE)] and experts.shared.matmul.chosen == [(64, MIDDLE)]

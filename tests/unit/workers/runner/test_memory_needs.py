@@ -91,4 +91,4 @@ def test_weights_are_counted_as_loaded(tmp_path: Path, quantization: str, tied: 
     config = WorkerConfig(path, device="cpu", quantization=quantization, max_model_len=64, num_kv_blocks=8)
     runner = ModelRunner(preflight(config), TensorParallel.solo())
     runner.load(lambda fraction: None)
-    assert weight_bytes(runner.spec, "float32", runner.description.forms) == runner.model.weight_bytes
+    assert weight_bytes(runner.spec, "float32", runner.description.formats) == runner.model.weight_bytes

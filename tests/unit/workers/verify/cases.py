@@ -23,11 +23,11 @@ from oarlock.workers.preflight import preflight
 from oarlock.workers.quantization.fp8 import Fp8Weight
 from oarlock.workers.quantization.grouped import GroupedWeight
 from oarlock.workers.quantization.method import LinearWeight, WeightShard
-from oarlock.workers.verify.compare import Comparison, compare
+from oarlock.workers.verify.compare import VerifyResults, compare
 from oarlock.workers.verify.diagnosis import explain
 from oarlock.workers.verify.rank import run_rank
 from oarlock.workers.verify.reference import record_reference
-from oarlock.workers.verify.request import Request
+from oarlock.workers.verify.request import VerifyRequest
 from oarlock.workers.weights.source import WeightSource
 from tests.golden.paged_run import on_ranks
 
@@ -59,7 +59,7 @@ class VerifyCase:
         self.max_model_len = max_model_len
         folder.mkdir()
         self.quantization = self._config(1, model).quantization  # a stored form has a name, too
-        request = Request(
+        request = VerifyRequest(
             str(model), dtype, "cpu", prompts, new_tokens, num_threads=1, quantization=self.quantization,
             dequantize=dequantize,
         )  # fmt: skip
@@ -97,7 +97,7 @@ class VerifyCase:
             )
         )
 
-    def compared(self, size: int) -> tuple[Comparison, list[str]]:
+    def compared(self, size: int) -> tuple[VerifyResults, list[str]]:
         spec = read_spec(str(self.model))
         has_scales = self.quantization != "none" and not self.dequantize
         comparison = compare(self.folder, spec, size, self.dtype, has_scales=has_scales)

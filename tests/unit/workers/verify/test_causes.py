@@ -72,7 +72,11 @@ def test_an_expert_with_the_weights_of_another_is_named(cases, tmp_path: Path) -
     ("method", "change", "cause"),
     [
         ("unrounded", lambda self, x, step: self.sums(x)[0], "the residual after experts and shared_expert"),
-        ("of_shared", lambda self, x: torch.zeros_like(x), "model.layers.1.mlp.shared_expert: its weights, its gate"),
+        (
+            "run_shared_expert",
+            lambda self, x: torch.zeros_like(x),
+            "model.layers.1.mlp.shared_expert: its weights, its gate",
+        ),
     ],
     ids=["left out of the sum", "not computed"],
 )

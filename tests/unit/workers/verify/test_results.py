@@ -11,17 +11,17 @@ from oarlock.workers.verify import __main__ as command
 from oarlock.workers.verify.compare import (
     LARGEST_LIMIT,
     LIMIT,
-    Comparison,
+    CompletionResult,
     RankError,
-    Row,
-    TokenRow,
+    TensorResult,
+    VerifyResults,
+    columns_of,
     compare_tokens,
-    part_of,
     tensor_names,
 )
 from oarlock.workers.verify.halves import HalfDifference, Halves, same_bits
 from oarlock.workers.verify.rank import blocks_needed, steps_of
-from oarlock.workers.verify.report import Report, shown, table
+from oarlock.workers.verify.report import VerifyReport, shown, table
 from oarlock.workers.verify.request import Text
 from tests.golden.tiny_models import make_tiny
 from tests.house.rules import ROOT
@@ -36,9 +36,9 @@ def row(
     agree: bool = True,
     head: float = 0.5,
     limit: float = LARGEST_LIMIT,
-) -> Row:
+) -> TensorResult:
     right, other = RankError(0, 1e-6, 1e-6, 0.5, 0.5), RankError(1, 1e-6, 1e-6, ratio, rms, head, limit)
-    return Row(layer, tensor, (right, other), agree)
+    return TensorResult(layer, tensor, (right, other), agree)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_the_limits_are_those_of_the_document() -> None:
 def test_ranks_that_disagree_are_a_fault_even_within_the_bound() -> None:
     measured = row("o_proj", 1.0, 1.0, agree=False)
     assert measured.result == "ranks disagree"
-    assert Comparison([row("q", 1, 1), measured]).first_fault is measured
+    assert VerifyResults([row("q", 1, 1), measured]).first_fault is measured
 
 
 def test_bits_are_compared_and_not_values() -> None:
@@ -80,16 +80,16 @@ def test_bits_are_compared_and_not_values() -> None:
 def test_the_table_shows_the_worst_of_a_layer_and_all_of_a_faulty_one() -> None:
     right = [row("q", 1.0, 0.5, 0), row("k", 1.5, 0.5, 0), row("v", 1.2, 0.5, 0)]
     faulty = [row("q", 1.0, 0.5), row("k", 90.0, 80.0), row("v", 1.2, 0.5)]
-    rows = shown(Comparison([row("embedding", 0, 0, None), *right, *faulty, row("logits", 99, 99, None)]))
+    rows = shown(VerifyResults([row("embedding", 0, 0, None), *right, *faulty, row("logits", 99, 99, None)]))
     assert [one.name for one in rows] == ["embedding", "0.k", "1.q", "1.k", "1.v", "logits"]
     assert table(rows)[4].split() == ["1", "k", "1", "1.00e-06", "90.00", "80.00", "differs"]
 
 
 def test_parts_of_ranks_cover_every_tensor_and_replicate_kv_heads(tmp_path: Path) -> None:
     spec = read_spec(str(make_tiny(tmp_path, "qwen2", vocab_size=303)))  # 8 heads of 8, 4 KV heads
-    assert [part_of("k", spec, rank, 8).start for rank in range(8)] == [0, 0, 8, 8, 16, 16, 24, 24]
+    assert [columns_of("k", spec, rank, 8).start for rank in range(8)] == [0, 0, 8, 8, 16, 16, 24, 24]
     for tensor, width in (("q", 64), ("attention", 64), ("gate_up", 96), ("logits", 303)):
-        parts = [part_of(tensor, spec, rank, 4) for rank in range(4)]
+        parts = [columns_of(tensor, spec, rank, 4) for rank in range(4)]
         assert [part.start for part in parts[1:]] == [part.stop for part in parts[:-1]]
         assert (parts[0].start, parts[-1].stop) == (0, width)
     assert len(tensor_names(spec)) == 3 * 13 + 3
@@ -150,7 +150,7 @@ def make_tie(case: VerifyCase, at: int, one: int, other: int) -> None:
 @pytest.mark.slow
 def test_a_report_is_complete_json_and_a_table(case: VerifyCase) -> None:
     comparison, causes = case.run(2)
-    report = Report("tiny", "LlamaForCausalLM", "bfloat16", 2, 24, comparison, causes, {"torch": "2"}, 1.0)
+    report = VerifyReport("tiny", "LlamaForCausalLM", "bfloat16", 2, 24, comparison, causes, {"torch": "2"}, 1.0)
     data = json.loads(json.dumps(report.to_json(), allow_nan=False))
     assert data["ok"] is True and data["first_fault"] is None
     assert [entry["tensor"] for entry in data["tensors"]][:2] == ["embedding", "input_norm"]
@@ -162,10 +162,10 @@ def test_a_report_is_complete_json_and_a_table(case: VerifyCase) -> None:
 
 
 def test_a_report_of_a_fault_names_it() -> None:
-    comparison = Comparison(
-        [row("embedding", 0, 0, None), row("k", float("inf"), 80.0)], [TokenRow(0, 6, 1, 2, 3.0, 0.1)]
+    comparison = VerifyResults(
+        [row("embedding", 0, 0, None), row("k", float("inf"), 80.0)], [CompletionResult(0, 6, 1, 2, 3.0, 0.1)]
     )
-    report = Report("tiny", "LlamaForCausalLM", "float32", 2, 24, comparison, ["k_proj"], {}, 1.0)
+    report = VerifyReport("tiny", "LlamaForCausalLM", "float32", 2, 24, comparison, ["k_proj"], {}, 1.0)
     text = report.to_text()
     assert "first difference: layer 1, k" in text and "likely cause: k_proj" in text and "result: differs" in text
     assert "prompt 1 differs at token 2, by a logit gap of 3 where rounding explains 0.1" in text
@@ -187,8 +187,8 @@ def test_a_report_of_a_fault_names_it() -> None:
     ],
 )
 def test_a_report_says_whether_layers_serve_as_they_were_compared(halves: Halves, line: str, ok: bool) -> None:
-    comparison = Comparison([row("q", 1.0, 1.0)], [], halves)
-    report = Report("tiny", "X", "float32", 2, 24, comparison, [], {}, 1.0)
+    comparison = VerifyResults([row("q", 1.0, 1.0)], [], halves)
+    report = VerifyReport("tiny", "X", "float32", 2, 24, comparison, [], {}, 1.0)
     assert comparison.ok is ok
     lines = report.to_text().splitlines()
     assert f"halves: {line}" in lines and lines[-1] == f"result: {'ok' if ok else 'differs'}"
@@ -198,7 +198,7 @@ def test_a_report_says_whether_layers_serve_as_they_were_compared(halves: Halves
 
 @pytest.mark.parametrize(("ratio", "code"), [(1.0, 0), (9.0, 1)])
 def test_the_exit_code_follows_the_result(ratio: float, code: int, tmp_path: Path, monkeypatch, capsys) -> None:
-    report = Report("tiny", "X", "float32", 2, 24, Comparison([row("q", ratio, 1.0)]), [], {}, 1.0)
+    report = VerifyReport("tiny", "X", "float32", 2, 24, VerifyResults([row("q", ratio, 1.0)]), [], {}, 1.0)
     monkeypatch.setattr(command, "verify", lambda arguments: report)
     out = tmp_path / "report.json"
     assert command.main(["model", f"--output={out}"]) == code
@@ -207,7 +207,7 @@ def test_the_exit_code_follows_the_result(ratio: float, code: int, tmp_path: Pat
 
 
 def test_a_report_that_cannot_be_written_is_a_mistake_in_two_lines(tmp_path: Path, monkeypatch, capsys) -> None:
-    report = Report("tiny", "X", "float32", 2, 24, Comparison([row("q", 1.0, 1.0)]), [], {}, 1.0)
+    report = VerifyReport("tiny", "X", "float32", 2, 24, VerifyResults([row("q", 1.0, 1.0)]), [], {}, 1.0)
     monkeypatch.setattr(command, "verify", lambda arguments: report)
     assert command.main(["model", f"--output={tmp_path}"]) == 3
     out, error = capsys.readouterr()

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from oarlock.workers.quantization import block_float8, int8, scaled_float8
-from oarlock.workers.quantization.formats.form import Arithmetic
+from oarlock.workers.quantization.formats.weight_format import Arithmetic
 from oarlock.workers.verify.dequantised_reference import DequantisedModel
 
 EXPERTS, HIDDEN, INNER, ROWS = 2, 128, 256, 3

@@ -64,13 +64,13 @@ BLOCK = tl.constexpr(128)
 
 
 @triton.jit
-def changed_row(logits, adjusted, changed, row, place, stride, vocab, PROCESSED: tl.constexpr):
+def changed_row(logits, adjusted, changed, row, index, stride, vocab, PROCESSED: tl.constexpr):
     """Return the row's logits for sampling: `adjusted` if bias, penalties or a mask changed them."""
-    x = logits + place.to(tl.int64) * stride
+    x = logits + index.to(tl.int64) * stride
     if PROCESSED:
         is_changed = tl.load(changed + row) > 0
         if is_changed:
-            x = adjusted + place.to(tl.int64) * vocab
+            x = adjusted + index.to(tl.int64) * vocab
     return x
 
 
@@ -94,15 +94,15 @@ def survey(
     FILTERED: tl.constexpr,
     PROCESSED: tl.constexpr,
 ):
-    place, tile = tl.program_id(0), tl.program_id(1)
-    row = first + place
+    index, tile = tl.program_id(0), tl.program_id(1)
+    row = first + index
     block = tile * TILE + tl.arange(0, TILE)
     ids = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    x = changed_row(logits, adjusted, changed, row, place, stride, vocab, PROCESSED)
+    x = changed_row(logits, adjusted, changed, row, index, stride, vocab, PROCESSED)
     x = tl.load(x + ids, ids < vocab, float("-inf"))
     x = tl.where(x == x, x, float("inf"))  # noqa: PLR0124 - NaN differs from itself
     top = tl.max(x, 1)
-    into = place * blocks + block
+    into = index * blocks + block
     inside = block < blocks
     tl.store(maxima + into, top, inside)
     if RANDOM:
@@ -165,11 +165,11 @@ def spread(
     PROCESSED: tl.constexpr,
 ):
     """Write the spreads of rows with top-n-sigma, added up like `slice_spread` of csrc/sampling/sample_row.h."""
-    place, part = tl.program_id(0), tl.program_id(1)
-    row = first + place
+    index, part = tl.program_id(0), tl.program_id(1)
+    row = first + index
     if tl.load(top_n_sigma + row) <= 0:
         return
-    x = changed_row(logits, adjusted, changed, row, place, stride, vocab, PROCESSED)
+    x = changed_row(logits, adjusted, changed, row, index, stride, vocab, PROCESSED)
     lane = tl.arange(0, BLOCK)
     length = tl.cdiv(vocab, SLICES)
     begin, end = part * length, tl.minimum((part + 1) * length, vocab)
@@ -182,7 +182,7 @@ def spread(
         count += counts.to(tl.int32)
         total += value
         squares += value * value
-    into = spreads + (place * SLICES + part) * 3
+    into = spreads + (index * SLICES + part) * 3
     tl.store(into, tl.sum(count).to(tl.float64))
     tl.store(into + 1, _folded(total))
     tl.store(into + 2, _folded(squares))
@@ -286,17 +286,17 @@ def choose(
     FILTERED: tl.constexpr,
     PROCESSED: tl.constexpr,
 ):
-    place, block = tl.program_id(0), tl.arange(0, WIDTH)
-    row, at_row, inside = first + place, place * blocks, block < blocks
+    index, block = tl.program_id(0), tl.arange(0, WIDTH)
+    row, at_row, inside = first + index, index * blocks, block < blocks
     top = tl.load(maxima + at_row + block, inside, float("-inf"))
     peak = tl.max(top)
-    state = _state(peak, allowed + place * tiles, banned + place, changed + row, tiles, TILES, PROCESSED)
+    state = _state(peak, allowed + index * tiles, banned + index, changed + row, tiles, TILES, PROCESSED)
     tl.store(states + row, state)
-    tl.store(peaks + place, peak)
+    tl.store(peaks + index, peak)
     target = tl.load(target_ids + row)
     token = tl.maximum(target, 0)
     if (target < 0) & (state == FINITE):
-        x = changed_row(logits, adjusted, changed, row, place, stride, vocab, PROCESSED)
+        x = changed_row(logits, adjusted, changed, row, index, stride, vocab, PROCESSED)
         hot, k = tl.load(temperature + row), tl.load(top_k + row)
         if (hot == 0) | (k == 1):
             token = largest(x, top, peak, block, vocab)
@@ -308,13 +308,13 @@ def choose(
                 filtered = is_filtered(hot, nucleus, k, (least > 0) | (sigmas > 0), vocab)
                 if filtered:
                     mass = tl.load(masses + at_row + block, inside, 0.0)
-                    _store_total(totals + place, mass, top, peak, hot)
-                    floor = floor_of(peak, hot, least, sigmas, spreads + place * SLICES * 3)
-                    tl.store(floors + place, floor)
-                    _list_all(listed + at_row, num_listed + place, top, block, k, floor)
-                    _list_few(short + place * SHORT, short_end + 2 * place, top, block, vocab, SHORT)
+                    _store_total(totals + index, mass, top, peak, hot)
+                    floor = floor_of(peak, hot, least, sigmas, spreads + index * SLICES * 3)
+                    tl.store(floors + index, floor)
+                    _list_all(listed + at_row, num_listed + index, top, block, k, floor)
+                    _list_few(short + index * SHORT, short_end + 2 * index, top, block, vocab, SHORT)
             if not filtered:
-                tl.store(floors + place, float("-inf"))
+                tl.store(floors + index, float("-inf"))
                 token, _ = drawn(x, top, peak, screen, block, hot, keys + 2 * row, 0, vocab)
     tl.store(tokens + row, token)
 

@@ -80,24 +80,24 @@ def draw_kept(
     PROCESSED: tl.constexpr,
 ):
     """Draw filtered rows from the blocks `short`, which hold the largest logits. Other arguments: see `choose`."""
-    place = tl.program_id(0)
-    row = first + place
-    tl.store(pending + place, 0)
+    index = tl.program_id(0)
+    row = first + index
+    tl.store(pending + index, 0)
     hot, nucleus, k, least = (
-        tl.load(temperature + row), tl.load(top_p + row), tl.load(top_k + row), tl.load(floors + place),
+        tl.load(temperature + row), tl.load(top_p + row), tl.load(top_k + row), tl.load(floors + index),
     )  # fmt: skip
     if (tl.load(target_ids + row) >= 0) | (tl.load(states + row) != FINITE):
         return
     if is_filtered(hot, nucleus, k, least > float("-inf"), vocab) == 0:
         return
     lane = tl.arange(0, SHORT * 128)
-    block = tl.load(short + place * SHORT + lane // BLOCK)
+    block = tl.load(short + index * SHORT + lane // BLOCK)
     ids = block * BLOCK + lane % BLOCK
-    x = changed_row(logits, adjusted, changed, row, place, stride, vocab, PROCESSED)
+    x = changed_row(logits, adjusted, changed, row, index, stride, vocab, PROCESSED)
     values = tl.load(x + ids, (block >= 0) & (ids < vocab), float("-inf"))
-    peak, scale = tl.load(peaks + place), inverse(hot)
-    value = tl.load(short_end + 2 * place).to(tl.float32, bitcast=True)
-    kept = is_before(values, ids, value, tl.load(short_end + 2 * place + 1)) & (values >= least)
+    peak, scale = tl.load(peaks + index), inverse(hot)
+    value = tl.load(short_end + 2 * index).to(tl.float32, bitcast=True)
+    kept = is_before(values, ids, value, tl.load(short_end + 2 * index + 1)) & (values >= least)
     count = tl.sum(kept.to(tl.int32))
     whole = (value == float("-inf")) | (least > value)
     limited = (k > 0) & (k < vocab)
@@ -110,7 +110,7 @@ def draw_kept(
         mass = tl.sum(units.to(tl.int64))
         total = mass.to(tl.float64)
         if whole == 0:
-            total = tl.load(totals + place) * _UNIT
+            total = tl.load(totals + index) * _UNIT
             enough = (limited == 0) & (least == float("-inf"))
         wanted = tl.maximum(units_up_to(nucleus, total), 1)
         enough = enough & (mass >= wanted)
@@ -119,7 +119,7 @@ def draw_kept(
     if enough:
         tl.store(tokens + row, _drawn_from(kept, values, ids, peak, hot, scale, keys + 2 * row))
     else:
-        tl.store(pending + place, 1)
+        tl.store(pending + index, 1)
 
 
 @triton.jit
@@ -182,16 +182,16 @@ def draw_in_rounds(
     Uses rejection sampling, as in `workers/sampling/top_k_top_p.py`. Each row has one program, which reads only the
     blocks that `choose` listed, a few per tile.
     """
-    place = tl.program_id(0)
-    row = first + place
-    if tl.load(pending + place) == 0:
+    index = tl.program_id(0)
+    row = first + index
+    if tl.load(pending + index) == 0:
         return
-    x = changed_row(logits, adjusted, changed, row, place, stride, vocab, PROCESSED)
+    x = changed_row(logits, adjusted, changed, row, index, stride, vocab, PROCESSED)
     hot, nucleus, k, least = (
-        tl.load(temperature + row), tl.load(top_p + row), tl.load(top_k + row), tl.load(floors + place),
+        tl.load(temperature + row), tl.load(top_p + row), tl.load(top_k + row), tl.load(floors + index),
     )  # fmt: skip
-    listed += place * blocks
-    count, peak, scale = tl.load(num_listed + place), tl.load(peaks + place), inverse(hot)
+    listed += index * blocks
+    count, peak, scale = tl.load(num_listed + index), tl.load(peaks + index), inverse(hot)
     value, end = least, _ALL_IDS
     if (k > 0) & (k < vocab):
         value, end = _first_k(x, listed, count, k, least, peak, vocab, TILE)

@@ -58,19 +58,19 @@ def penalise_and_mask(
     TILE: tl.constexpr,  # ids of one program
 ):
     """Apply penalties and masks to all ids of changed rows. `add_bias` then changes the ids with a bias."""
-    place, tile = tl.program_id(0), tl.program_id(1)
-    row = first + place
+    index, tile = tl.program_id(0), tl.program_id(1)
+    row = first + index
     if tl.load(changed + row) == 0:
         return
     ids = tile * TILE + tl.arange(0, TILE)
     inside = ids < vocab
-    x = tl.load(logits + place.to(tl.int64) * stride + ids, inside, float("-inf"))
+    x = tl.load(logits + index.to(tl.int64) * stride + ids, inside, float("-inf"))
     history, drafts = tl.load(history_rows + row), tl.load(drafts_before + row)
     counts, token = seen + history.to(tl.int64) * width, first_id + ids
     x = _penalised(x, token, inside, counts, guesses, row, history, drafts, repetition, frequency, presence)
     x, free = _masked(x, token, inside, mask_bits, tl.load(mask_index + row).to(tl.int64), words)
-    tl.store(adjusted + place.to(tl.int64) * vocab + ids, x, inside)
-    tl.store(allowed + place * tiles + tile, tl.sum(free.to(tl.int32)))
+    tl.store(adjusted + index.to(tl.int64) * vocab + ids, x, inside)
+    tl.store(allowed + index * tiles + tile, tl.sum(free.to(tl.int32)))
 
 
 @triton.jit
@@ -99,8 +99,8 @@ def add_bias(
     TILE: tl.constexpr,  # entries at a time
 ):
     """Recompute ids with a bias from the raw logits. Other arguments are the same as in `penalise_and_mask`."""
-    place = tl.program_id(0)
-    row = first + place
+    index = tl.program_id(0)
+    row = first + index
     if tl.load(changed + row) == 0:
         return
     history, drafts = tl.load(history_rows + row), tl.load(drafts_before + row)
@@ -113,12 +113,12 @@ def add_bias(
         ids = token - first_id
         inside = (token >= 0) & (ids >= 0) & (ids < vocab)
         value = tl.load(bias + 2 * entry + 1, inside, 0).to(tl.float32, bitcast=True)
-        x = tl.load(logits + place.to(tl.int64) * stride + ids, inside, 0.0) + value
+        x = tl.load(logits + index.to(tl.int64) * stride + ids, inside, 0.0) + value
         x = _penalised(x, token, inside, counts, guesses, row, history, drafts, repetition, frequency, presence)
         x, free = _masked(x, token, inside, mask_bits, mask, words)
         bans += tl.sum((free & (value == float("-inf"))).to(tl.int32))
-        tl.store(adjusted + place.to(tl.int64) * vocab + ids, x, inside)
-    tl.store(banned + place, bans)
+        tl.store(adjusted + index.to(tl.int64) * vocab + ids, x, inside)
+    tl.store(banned + index, bans)
 
 
 @triton.jit

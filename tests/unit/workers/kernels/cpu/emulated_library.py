@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from oarlock.workers.kernels.cpu import build
-from oarlock.workers.kernels.cpu.build import Level
+from oarlock.workers.kernels.cpu.build import ISALevel
 
 COMPILER, EMULATOR, SYSTEM = "aarch64-linux-gnu-g++", "qemu-aarch64", "/usr/aarch64-linux-gnu"
 _SERVER = Path(__file__).parent / "csrc" / "remote_calls.cpp"
@@ -36,7 +36,7 @@ def why_not() -> str | None:
 class EmulatedLibrary:
     """Attributes are functions, as those of `ctypes.CDLL`."""
 
-    def __init__(self, level: Level, sources: Sequence[Path] = ()) -> None:
+    def __init__(self, level: ISALevel, sources: Sequence[Path] = ()) -> None:
         """Compile all kernels, or `sources`."""
         self._name = str(_compiled(level, tuple(sources)))
         self._memory = os.open("/proc/self/mem", os.O_RDONLY)
@@ -165,7 +165,7 @@ def _mappings(pid: int) -> list[tuple[int, int]]:
     return [(int(start, 16), int(end, 16)) for start, end in words]
 
 
-def _compiled(level: Level, sources: tuple[Path, ...]) -> Path:
+def _compiled(level: ISALevel, sources: tuple[Path, ...]) -> Path:
     """Kept between runs, as the kernels of this machine are."""
     compiler = shutil.which(COMPILER)
     assert compiler is not None

@@ -18,8 +18,8 @@ from oarlock.base.errors import StartupError
 from oarlock.base.paths import cache_home
 from oarlock.workers.attention.backend import AttentionSpec, KVSpec
 from oarlock.workers.config import WorkerConfig
-from oarlock.workers.kernels.cpu import build, elementwise, in_use, library, prebuild
-from oarlock.workers.kernels.cpu.build import LEVELS, Level
+from oarlock.workers.kernels.cpu import build, description, elementwise, library, prebuild
+from oarlock.workers.kernels.cpu.build import LEVELS, ISALevel
 from oarlock.workers.kernels.cpu.gemm import CppMatmul
 from oarlock.workers.platform.processor import may_use_tiles
 from oarlock.workers.preflight import check_without_weights
@@ -88,7 +88,7 @@ def test_processes_that_start_together_build_once_and_share_torchs_threads(
     (tmp_path / "another-name").symlink_to(quick_compiler)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CXX", str(tmp_path / "another-name"))
-    assert build.compiled(library.level()) == first
+    assert build.compiled(library.isa_level()) == first
     assert [path.stat().st_mtime_ns for path in tmp_path.glob("oarlock/kernels/*.so")] == [made]
     assert not list(tmp_path.glob("oarlock/kernels/*.o")), "objects are cleaned up"
     assert first.parent.stat().st_mode & 0o77 == 0, "nobody else may put a library there"
@@ -144,10 +144,10 @@ def fake_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("fake_compiler")
 def test_sources_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[Level] = []
+    calls: list[ISALevel] = []
     fingerprint = build.fingerprint
 
-    def counted(level: Level, facts: Sequence[str] = ()) -> str:
+    def counted(level: ISALevel, facts: Sequence[str] = ()) -> str:
         calls.append(level)
         return fingerprint(level, facts)
 
@@ -230,7 +230,7 @@ def test_every_source_is_compiled() -> None:
     ids=str,
 )
 def test_a_library_of_one_type_gives_the_bits_of_that_with_all(dtype: torch.dtype) -> None:
-    every = library.level()
+    every = library.isa_level()
     one = build.of_one_type(every, str(dtype).removeprefix("torch."))
     torch.manual_seed(0)
     weight, x = torch.randn(90, 200).to(dtype), torch.randn(40, 200).to(dtype)
@@ -259,7 +259,7 @@ def test_what_is_asked_for_first_decides_how_many_types_are_compiled(
         return [Path(library.library(dtype)._name).name.rsplit("-", 1)[0] for dtype in dtypes]
 
     monkeypatch.setenv("CXX", quick_compiler)
-    level = library.level().name
+    level = library.isa_level().name
     assert files(torch.float16, None, torch.float16) == [f"{level}_float16"] * 3
     assert files(torch.float32, torch.float16, None) == [level] * 3
 
@@ -323,9 +323,9 @@ def test_without_permission_for_tiles_the_next_level_is_chosen(monkeypatch: pyte
 
 
 def test_what_failed_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried: list[Level] = []
+    tried: list[ISALevel] = []
 
-    def fail(level: Level) -> Path:
+    def fail(level: ISALevel) -> Path:
         tried.append(level)
         raise build.KernelsUnavailable("compiling failed")
 
@@ -401,18 +401,18 @@ def test_a_wrong_level_is_found_before_the_weights(tmp_path: Path, monkeypatch: 
 @needs_kernels
 def test_the_log_names_the_level_and_the_instructions_of_each_kernel(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    level = library.level()
-    in_use.log_kernels(torch.bfloat16)
-    assert len(caplog.messages) == len(in_use.KERNELS)
-    for kernel, message in zip(in_use.KERNELS, caplog.messages, strict=True):
+    level = library.isa_level()
+    description.log_kernels(torch.bfloat16)
+    assert len(caplog.messages) == len(description.KERNELS)
+    for kernel, message in zip(description.KERNELS, caplog.messages, strict=True):
         assert f"kernel={kernel!r} level={level.name} instructions='{level.vectors}" in message
-    assert level.name in in_use.kernels_in_use(torch.device("cpu"))
+    assert level.name in description.describe_kernels(torch.device("cpu"))
 
 
 def test_without_kernels_one_line_has_the_reason(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(library, "why_not", lambda dtype: "there is no C++ compiler: install g++")
-    in_use.log_kernels(torch.bfloat16)
+    description.log_kernels(torch.bfloat16)
     (message,) = caplog.messages
     assert "slower" in message and "install g++" in message

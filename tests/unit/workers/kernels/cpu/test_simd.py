@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from oarlock.workers.kernels.cpu import build
-from oarlock.workers.kernels.cpu.build import Level
+from oarlock.workers.kernels.cpu.build import ISALevel
 from tests.unit.workers import kernel_levels
 from tests.unit.workers.kernels.cpu.emulated_library import EmulatedLibrary
 
@@ -24,7 +24,7 @@ SPECIAL = np.array([0.0, -0.0, 1, -1, 0.5, 2.5, 3.5, -2.5, 1e-45, 3e38, -3e38, n
 
 @pytest.fixture(scope="module", params=[each for each in kernel_levels.PARAMETERS if not each.values[0].tiles])
 def simd(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Generator[ctypes.CDLL]:
-    level: Level = request.param
+    level: ISALevel = request.param
     functions: Any
     if kernel_levels.is_here(level):
         target = tmp_path_factory.mktemp("simd") / f"{level.name}.so"

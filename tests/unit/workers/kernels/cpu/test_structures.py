@@ -68,4 +68,4 @@ def test_structures_are_compared_when_a_library_is_loaded(monkeypatch: pytest.Mo
     monkeypatch.setattr(library, "_outcomes", {})
     monkeypatch.setattr(library, "check_structures", partial(check_structures, structures=replaced(CNorm, SWAPPED)))
     with pytest.raises(StartupError, match=r"Norm\.shift"):
-        library.load(library.level(), torch.float32)
+        library.load(library.isa_level(), torch.float32)

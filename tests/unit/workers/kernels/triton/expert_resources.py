@@ -48,13 +48,13 @@ FORMS: dict[str, tuple[dict[str, Any], str, str]] = {
 }
 
 
-def main(forms: str, kinds: list[str]) -> None:
+def main(formats: str, kinds: list[str]) -> None:
     found = {}
     for kind in kinds:
-        for name in FORMS if forms == "all" else list(FORMS)[:2]:
+        for name in FORMS if formats == "all" else list(FORMS)[:2]:
             constants, values, scales = FORMS[name]
             types = _TYPES | {"values": values, "scales": scales}
-            for block in BLOCKS if forms == "all" else BLOCKS[-1:]:
+            for block in BLOCKS if formats == "all" else BLOCKS[-1:]:
                 chosen = options(block, torch.bfloat16, amd_of(kind), is_packed=name != "bfloat16")
                 for activation, out in (("clamped_swiglu", "*bf16"), ("", "*fp32")):
                     settings = {"TOP_K": 8, "ACTIVATION": activation, "BIAS": True, "BLOCK_M": block}

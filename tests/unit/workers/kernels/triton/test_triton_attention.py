@@ -115,7 +115,7 @@ def test_blocks_outside_the_window_are_never_read(window, processors):
 
 
 @pytest.mark.parametrize(
-    ("processors", "contexts", "is_live", "places", "is_split"),
+    ("processors", "contexts", "is_live", "num_programs", "is_split"),
     [
         (1, [1024] * 2, False, 2, False),
         (66, [1024] * 2, False, 8, True),
@@ -125,13 +125,13 @@ def test_blocks_outside_the_window_are_never_read(window, processors):
         (66, [256] * 64, True, 64, False),
     ],
 )
-def test_keys_are_divided_by_processors_and_all_lengths(processors, contexts, is_live, places, is_split):
+def test_keys_are_divided_by_processors_and_all_lengths(processors, contexts, is_live, num_programs, is_split):
     """Short contexts are not split; one long context among them is, finely, also where lengths are not known."""
     backend = backend_of(KVSpec(1, 2, 64, 16, torch.float16, DEVICE), processors, least_span=256)
     ends = np.array(contexts)
     tiles = Tiles(TileShape(16, 64, 4, 3), torch.empty(0), torch.empty(0), ends, ends - 1)
     shares = backend.shares(tiles, 1 << 30, is_live=is_live)
-    assert (shares.places, shares.is_split) == (places, is_split)
+    assert (shares.num_programs, shares.is_split) == (num_programs, is_split)
 
 
 @pytest.mark.parametrize("bounds", [None, 5000])

@@ -151,11 +151,11 @@ def test_a_sum_over_ranks_meets_the_residual_in_the_kernel_of_the_norm(
     assert sent.dtype == total.dtype == (torch.float16 if is_rounded else torch.float32)
     assert torch.equal(total, sent + down.bias if with_bias else sent)
     assert torch.equal(total, total.half().float()) == is_rounded
-    found, normed_sum = norm.of_sum(residual, total)
+    found, normed_sum = norm.add_and_norm(residual, total)
     assert found.dtype == normed_sum.dtype == torch.float16
     assert torch.equal(found, (total + residual).half()) and torch.equal(found, down(x, residual))
     norm.triton = None
-    judge, normed_judge = norm.of_sum(residual, total)
+    judge, normed_judge = norm.add_and_norm(residual, total)
     assert torch.equal(judge, found)
     close(normed_sum, normed_judge)
 

@@ -167,7 +167,7 @@ def test_what_torch_refuses_to_multiply_in_float8_is_multiplied_otherwise(monkey
     def refuses(*arguments: object) -> Tensor:
         raise RuntimeError("Only bf16 results\nand a stack")
 
-    monkeypatch.setattr(scaled_float8, "_product", refuses)
+    monkeypatch.setattr(scaled_float8, "_matmul", refuses)
     scaled_float8._refused.cache_clear()
     assert scaled_float8.why_not(values, torch.float32) == "Only bf16 results"
     monkeypatch.undo()
@@ -205,7 +205,7 @@ def test_blocks_of_float8_are_multiplied_in_float8_where_that_is_right_and_faste
     monkeypatch.setattr(scaled_float8, "round_rows_fused", scaled_float8.round_rows)  # see the test of both
     assert product().in_float8 is None, "torch has no such product on CPUs"
     assert isinstance(next(iter(block_float8._chosen.values())), str)
-    monkeypatch.setattr(block_float8, "_product", of_shape)
+    monkeypatch.setattr(block_float8, "_matmul", of_shape)
     times = [1.0, 2.0]
     monkeypatch.setattr(block_float8, "_seconds", lambda run, x: times.pop(0))
     x = torch.randn(MOST_ROWS + 1, 384)
@@ -216,7 +216,7 @@ def test_blocks_of_float8_are_multiplied_in_float8_where_that_is_right_and_faste
     assert product(rounds_rows=False).in_float8 is None
     times[:] = [2.0, 1.0]
     assert product().in_float8 is None and "the other kernel" in str(block_float8._chosen)
-    monkeypatch.setattr(block_float8, "_product", lambda *given: 1.05 * stand_in(*given))
+    monkeypatch.setattr(block_float8, "_matmul", lambda *given: 1.05 * stand_in(*given))
     assert product().in_float8 is None and "results are wrong by 0.05" in str(block_float8._chosen)
     block_float8._chosen.clear()
 
@@ -337,15 +337,15 @@ def test_hundreds_of_shapes_at_random(first):
 
 
 @pytest.mark.parametrize(
-    ("forms", "kinds"),
+    ("formats", "kinds"),
     [
         ("largest", ["89"]),
         pytest.param("all", ["80", "89", "90", "100"], marks=[pytest.mark.soak, pytest.mark.timeout(1200)]),
     ],
 )
-def test_kernels_fit_every_kind_of_device(forms, kinds):
+def test_kernels_fit_every_kind_of_device(formats, kinds):
     """Compiled for each, without a device: shared memory and registers suffice, and none is spilled."""
-    found = of_program("weight_only_resources", forms, *kinds)
+    found = of_program("weight_only_resources", formats, *kinds)
     assert {name.split()[0] for name in found} == set(kinds)
     assert sum(name.endswith("in order") for name in found) == 2 * len(kinds)
 

@@ -31,8 +31,8 @@ from oarlock.workers.kernels.triton.paged_attention import attend
 HEADS = {torch.bfloat16: (64, 128, 256), torch.float32: (64, 128)}
 _TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}
 _NUMBERS = {
-    "q_stride": "i32", "table_stride": "i32", "scale": "fp32", "softcap": "fp32", "window": "i32", "places": "i32",
-    "qkv_stride": "i32", "eps": "fp32", "post_eps": "fp32",
+    "q_stride": "i32", "table_stride": "i32", "scale": "fp32", "softcap": "fp32", "window": "i32",
+    "num_programs": "i32", "qkv_stride": "i32", "eps": "fp32", "post_eps": "fp32",
 }  # fmt: skip
 # Kind -> bytes of shared memory that one program may take.
 LIMITS = {"80": 163 << 10, "89": 99 << 10, "90": 227 << 10, "100": 227 << 10, "gfx942": 64 << 10, "gfx1100": 64 << 10}
@@ -71,8 +71,8 @@ def attention(
     constants = {
         "KV_HEADS": 8, "GROUP": 4, "HEAD_DIM": head_dim, "BLOCK_SIZE": 16, "BLOCK_M": shape.rows,
         "BLOCK_N": shape.keys, "BLOCK_D": power_of_2(head_dim), "SOFTCAP": has_all, "WINDOW": has_all,
-        "SINKS": has_all, "FIXED": False, "FORM": form, "NATIVE_FP8": kind in WITH_FLOAT8,
-        "PRECISION": availability.float32_products(amd),
+        "SINKS": has_all, "FIXED": False, "FORMAT": form, "NATIVE_FP8": kind in WITH_FLOAT8,
+        "PRECISION": availability.float32_precision(amd),
     }  # fmt: skip
     types = dict.fromkeys(("q", "out"), _TYPES[dtype]) | dict.fromkeys(
         ("partial_out", "partial_stats", "sinks"), "*fp32"
@@ -90,7 +90,7 @@ def _pages(dtype: torch.dtype, form: str) -> dict[str, str]:
 def rotation(kind: str, dtype: torch.dtype, head_dim: int, form: str = "") -> dict[str, int]:
     constants = {
         "HEADS": 32, "KV_HEADS": 8, "HEAD_DIM": head_dim, "ROTARY": head_dim, "BLOCK_SIZE": 16,
-        "BLOCK_D": power_of_2(head_dim), "NORM": True, "FORM": form,
+        "BLOCK_D": power_of_2(head_dim), "NORM": True, "FORMAT": form,
     }  # fmt: skip
     types = dict.fromkeys(("qkv", "q"), _TYPES[dtype]) | {"slot_mapping": "*i64"} | _pages(dtype, form)
     types |= dict.fromkeys(("cos", "sin", "weight"), "*fp32")

@@ -10,8 +10,8 @@ import sys
 
 import torch
 
-from oarlock.workers.kernels.triton.products import merge, multiply, multiply_in_order, round_rows, write_out
-from oarlock.workers.quantization.fixed_order import product_tile
+from oarlock.workers.kernels.triton.matmul import merge, multiply, multiply_in_order, round_rows, write_out
+from oarlock.workers.quantization.fixed_order import matmul_tile
 from oarlock.workers.quantization.weight_only import BLOCKS, MERGED, StoredWeight, multiply_options
 from tests.unit.workers.kernels.triton.triton_resources import WITH_FLOAT8, amd_of, resources
 
@@ -47,7 +47,7 @@ def in_order(kind: str) -> dict[str, dict[str, int]]:
     """Resources of the products whose rows have the same bits in every batch."""
     found = {}
     for dtype, name in ((torch.bfloat16, "*bf16"), (torch.float32, "*fp32")):
-        tile, types = product_tile(dtype), _TYPES | {"x": name, "weight": name}
+        tile, types = matmul_tile(dtype), _TYPES | {"x": name, "weight": name}
         found[f"{kind} {dtype} in order"] = resources(
             multiply_in_order,
             kind,

@@ -5,7 +5,7 @@
 // pieces before, in the order of inputs. Slices are added up in a tree (slices.h). This order depends only on the
 // weight: the bits of a row do not depend on the other rows, on their number, or on the number of threads.
 //
-// A packed weight begins with its header (Float8Form), followed by panels of slices of pieces. A piece is [kPanel]
+// A packed weight begins with its header (Float8Format), followed by panels of slices of pieces. A piece is [kPanel]
 // scales in float32, and [inputs][kPanel] values.
 #include "gemm/fp8.h"
 
@@ -28,7 +28,7 @@ using namespace simd;
 constexpr long kMostAtOnce = 128;  // inputs of a piece; also in workers/quantization/groups.py
 
 // Header of 64 bytes, so that panels begin at a cache line.
-struct Float8Form {
+struct Float8Format {
   int64_t columns, is_gated, slices, length;  // length: inputs of a slice
   int64_t group, unused[3];                   // inputs of a group; groups restart at each slice
 
@@ -52,12 +52,12 @@ struct Float8Form {
     const long width = is_gated ? kLanes : kPanel, outputs = is_gated ? columns / 2 : columns;
     return (outputs + width - 1) / width;
   }
-  long bytes() const { return sizeof(Float8Form) + panels() * panel_bytes(); }
+  long bytes() const { return sizeof(Float8Format) + panels() * panel_bytes(); }
   const char *slice(long panel, long index) const {
-    return reinterpret_cast<const char *>(this) + sizeof(Float8Form) + panel * panel_bytes() + index * slice_bytes();
+    return reinterpret_cast<const char *>(this) + sizeof(Float8Format) + panel * panel_bytes() + index * slice_bytes();
   }
 };
-static_assert(sizeof(Float8Form) == 64);
+static_assert(sizeof(Float8Format) == 64);
 
 namespace {
 
@@ -67,11 +67,12 @@ constexpr long kPieceStride = kMostAtOnce + 16;  // elements between rows of x: 
 
 // Rows of x in float32, in strips: [strips][pieces of all slices][rows of the strip][kPieceStride].
 struct FloatRows : Strips<kTileRows> {
-  const Float8Form &form;
+  const Float8Format &format;
   float *packed;
   long pieces;
 
-  FloatRows(const Float8Form &form, long rows) : Strips(rows), form(form), pieces(form.slices * form.pieces()) {}
+  FloatRows(const Float8Format &format, long rows)
+      : Strips(rows), format(format), pieces(format.slices * format.pieces()) {}
   long size() const { return rows * pieces * kPieceStride; }
   float *at(long strip, long piece) const {
     return packed + (begin(strip) * pieces + count(strip) * piece) * kPieceStride;
@@ -86,12 +87,12 @@ struct FloatRows : Strips<kTileRows> {
   // Pack the rows of a strip. `row_at(r)` returns the address of row r of x.
   template <class RowAt>
   void pack_strip(long strip, const RowAt &row_at) {
-    for (long slice = 0; slice < form.slices; slice++)
-      for (long piece = 0; piece < form.pieces(); piece++)
+    for (long slice = 0; slice < format.slices; slice++)
+      for (long piece = 0; piece < format.pieces(); piece++)
         for (long r = 0; r < count(strip); r++) {
-          const long first = form.begin(piece), length = form.end(piece) - first;
-          const auto *from = row_at(begin(strip) + r) + slice * form.length + first;
-          float *to = at(strip, slice * form.pieces() + piece) + r * kPieceStride;
+          const long first = format.begin(piece), length = format.end(piece) - first;
+          const auto *from = row_at(begin(strip) + r) + slice * format.length + first;
+          float *to = at(strip, slice * format.pieces() + piece) + r * kPieceStride;
           for (long k = 0; k < length; k += kLanes) store(to + k, load(from + k, length - k));
         }
   }
@@ -143,13 +144,13 @@ constexpr auto kMultiply = table<W>(std::make_integer_sequence<int, kTileRows>()
 
 // Compute sums [rows][kPanel] of one panel and slice.
 void sum(const FloatRows &x, long panel, long slice, float *sums) {
-  const Float8Form &form = x.form;
+  const Float8Format &format = x.format;
   alignas(64) float wide[kMostAtOnce * kPanel];
-  for (long piece = 0; piece < form.pieces(); piece++) {
-    const char *at = form.slice(panel, slice) + form.piece_at(piece);
+  for (long piece = 0; piece < format.pieces(); piece++) {
+    const char *at = format.slice(panel, slice) + format.piece_at(piece);
     const float *scales = reinterpret_cast<const float *>(at);
     const Float8 *numbers = reinterpret_cast<const Float8 *>(scales + kPanel);
-    const long count = form.end(piece) - form.begin(piece), of_x = slice * form.pieces() + piece;
+    const long count = format.end(piece) - format.begin(piece), of_x = slice * format.pieces() + piece;
     if (x.strips == 1) {
       kMultiply<Float8>[x.rows](x.at(0, of_x), numbers, scales, count, piece == 0, sums, at + kFetchAhead);
       continue;
@@ -165,19 +166,19 @@ void sum(const FloatRows &x, long panel, long slice, float *sums) {
 // Compute a matmul, split by panels among threads.
 template <class T>
 void multiply(const MatmulArgs &p) {
-  const Float8Form &form = *static_cast<const Float8Form *>(p.weight);
+  const Float8Format &format = *static_cast<const Float8Format *>(p.weight);
   for (long first = 0; first < p.rows; first += kMostRows) {
     const Arena::Mark mark = arena().mark();
-    FloatRows x(form, std::min(kMostRows, p.rows - first));
+    FloatRows x(format, std::min(kMostRows, p.rows - first));
     x.packed = arena().take<float>(x.size());
     x.pack(static_cast<const T *>(p.x) + first * p.x_stride, p.x_stride);
-    const Shares shares(form.panels());
+    const Shares shares(format.panels());
 #pragma omp parallel
     {
       alignas(64) float sums[kPending * kMostRows * kPanel];
       const long size = x.rows * kPanel;
       shares.visit([&](long panel) {
-        for (long slice = 0; slice < form.slices; slice++) {
+        for (long slice = 0; slice < format.slices; slice++) {
           sum(x, panel, slice, sums + pending_before(slice) * size);
           add_slice(sums, slice, size);
         }
@@ -191,34 +192,34 @@ void multiply(const MatmulArgs &p) {
 
 // Pack `values` [columns, inputs] into panels, with scales [columns, scales_per_row], one scale for each `stored_group`
 // inputs.
-void pack(const Float8Form &form, const Float8 *values, const float *scales, long stride, long scales_per_row,
+void pack(const Float8Format &format, const Float8 *values, const float *scales, long stride, long scales_per_row,
           long stored_group) {
 #pragma omp parallel for schedule(static)
-  for (long panel = 0; panel < form.panels(); panel++)
-    for (long slice = 0; slice < form.slices; slice++)
-      for (long piece = 0; piece < form.pieces(); piece++) {
-        float *to = reinterpret_cast<float *>(const_cast<char *>(form.slice(panel, slice)) + form.piece_at(piece));
+  for (long panel = 0; panel < format.panels(); panel++)
+    for (long slice = 0; slice < format.slices; slice++)
+      for (long piece = 0; piece < format.pieces(); piece++) {
+        float *to = reinterpret_cast<float *>(const_cast<char *>(format.slice(panel, slice)) + format.piece_at(piece));
         Float8 *numbers = reinterpret_cast<Float8 *>(to + kPanel);
         for (int output = 0; output < kPanel; output++) {
-          const long row = row_of(panel, output, form.columns, form.is_gated), at = slice * form.length;
-          to[output] = row < 0 ? 0.0f : scales[row * scales_per_row + (at + form.begin(piece)) / stored_group];
-          for (long k = form.begin(piece); k < form.end(piece); k++)
-            numbers[(k - form.begin(piece)) * kPanel + output] = row < 0 ? Float8{} : values[row * stride + at + k];
+          const long row = row_of(panel, output, format.columns, format.is_gated), at = slice * format.length;
+          to[output] = row < 0 ? 0.0f : scales[row * scales_per_row + (at + format.begin(piece)) / stored_group];
+          for (long k = format.begin(piece); k < format.end(piece); k++)
+            numbers[(k - format.begin(piece)) * kPanel + output] = row < 0 ? Float8{} : values[row * stride + at + k];
         }
       }
 }
 
 // Read output `id` of a packed weight (not gated), times its scales, to row [inputs].
 template <class T>
-void read_row(const Float8Form &form, long id, T *row) {
-  for (long slice = 0; slice < form.slices; slice++)
-    for (long piece = 0; piece < form.pieces(); piece++) {
-      const float *scales = reinterpret_cast<const float *>(form.slice(id / kPanel, slice) + form.piece_at(piece));
+void read_row(const Float8Format &format, long id, T *row) {
+  for (long slice = 0; slice < format.slices; slice++)
+    for (long piece = 0; piece < format.pieces(); piece++) {
+      const float *scales = reinterpret_cast<const float *>(format.slice(id / kPanel, slice) + format.piece_at(piece));
       const Float8 *numbers = reinterpret_cast<const Float8 *>(scales + kPanel) + id % kPanel;
-      const long begin = form.begin(piece), count = form.end(piece) - begin;
+      const long begin = format.begin(piece), count = format.end(piece) - begin;
       alignas(64) float values[kMostAtOnce];
       for (long k = 0; k < count; k++) values[k] = to_float(numbers[k * kPanel]) * scales[id % kPanel];
-      T *to = row + slice * form.length + begin;
+      T *to = row + slice * format.length + begin;
       for (long k = 0; k < count; k += kLanes) store(to + k, load(values + k), count - k);
     }
 }
@@ -241,8 +242,8 @@ struct Float8Rows final : PanelRows {
 
 template <class T>
 PanelRows *fp8_panel_rows(const MatmulArgs &p) {
-  const auto &form = *static_cast<const fp8::Float8Form *>(p.weight);
-  return new (arena().take<fp8::Float8Rows<T>>(1)) fp8::Float8Rows<T>(fp8::FloatRows(form, p.rows));
+  const auto &format = *static_cast<const fp8::Float8Format *>(p.weight);
+  return new (arena().take<fp8::Float8Rows<T>>(1)) fp8::Float8Rows<T>(fp8::FloatRows(format, p.rows));
 }
 
 template <class T>
@@ -259,15 +260,16 @@ OARLOCK_FOR_EACH_TYPE(OARLOCK_MULTIPLY_FP8)
 
 // Return the size in bytes of `packed`. `group`: inputs of a group within a slice, whose length is `inputs / slices`.
 extern "C" long oarlock_fp8_size(long columns, long inputs, int gated, long slices, long group) {
-  return gemm::fp8::Float8Form{columns, gated, slices, inputs / slices, group}.bytes();
+  return gemm::fp8::Float8Format{columns, gated, slices, inputs / slices, group}.bytes();
 }
 
 // Pack a weight. `packed` begins at a cache line.
 extern "C" void oarlock_fp8_pack(const simd::Float8 *values, const float *scales, void *packed, long columns, long inputs,
                                  long stride, int gated, long slices, long group, long scales_per_row, long stored_group) {
-  const gemm::fp8::Float8Form form{columns, gated, slices, inputs / slices, group};
-  memcpy(packed, &form, sizeof form);
-  gemm::fp8::pack(*static_cast<gemm::fp8::Float8Form *>(packed), values, scales, stride, scales_per_row, stored_group);
+  const gemm::fp8::Float8Format format{columns, gated, slices, inputs / slices, group};
+  memcpy(packed, &format, sizeof format);
+  gemm::fp8::pack(*static_cast<gemm::fp8::Float8Format *>(packed), values, scales, stride, scales_per_row,
+                  stored_group);
 }
 
 extern "C" void oarlock_fp8_gemm(const void *x, const void *weight, const void *bias, const void *residual, void *y,
@@ -279,10 +281,10 @@ extern "C" void oarlock_fp8_gemm(const void *x, const void *weight, const void *
 
 // Read rows `ids` of a packed weight (not gated), times their scales: [count, inputs].
 extern "C" void oarlock_fp8_rows(const void *packed, const int64_t *ids, void *rows, long count, long inputs, int type) {
-  const auto &form = *static_cast<const gemm::fp8::Float8Form *>(packed);
+  const auto &format = *static_cast<const gemm::fp8::Float8Format *>(packed);
   with_type(type, [&](auto *of) {
     using T = std::remove_pointer_t<decltype(of)>;
 #pragma omp parallel for if (count >= 16)
-    for (long i = 0; i < count; i++) gemm::fp8::read_row(form, ids[i], static_cast<T *>(rows) + i * inputs);
+    for (long i = 0; i < count; i++) gemm::fp8::read_row(format, ids[i], static_cast<T *>(rows) + i * inputs);
   });
 }

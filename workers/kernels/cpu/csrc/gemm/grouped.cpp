@@ -28,17 +28,17 @@ using Rows = RoundedRows<kStrip<Dot>, 0>;
 // slices].
 template <class Dot>
 struct GroupSums {
-  const PackedFormat &form;
+  const PackedFormat &format;
   long stride;
   int32_t *starts;
   float *totals;  // null if the weight has no zero points
 
-  GroupSums(const PackedFormat &form, long rows)
-      : form(form), stride(form.slices * form.groups()), starts(arena().take<int32_t>(rows * stride)),
-        totals(form.has_zeros ? arena().take<float>(rows * stride) : nullptr) {}
+  GroupSums(const PackedFormat &format, long rows)
+      : format(format), stride(format.slices * format.groups()), starts(arena().take<int32_t>(rows * stride)),
+        totals(format.has_zeros ? arena().take<float>(rows * stride) : nullptr) {}
 
   long at(long row, long block, const Slices &slices) const {
-    return row * stride + slices.slice_of(block) * form.groups() + slices.in_slice(block) * (kBlock / form.group);
+    return row * stride + slices.slice_of(block) * format.groups() + slices.in_slice(block) * (kBlock / format.group);
   }
 
   void compute(const Rows<Dot> &x) {
@@ -47,13 +47,13 @@ struct GroupSums {
   }
 
   void compute_strip(const Rows<Dot> &x, long strip) {
-    const int base = base_of<Dot>(form);
+    const int base = base_of<Dot>(format);
     for (long r = 0; r < x.count(strip); r++)
       for (long block = 0; block < x.blocks; block++) {
-        const long count = x.slices.inputs_of(block), groups = form.groups_of(count);
+        const long count = x.slices.inputs_of(block), groups = format.groups_of(count);
         uint8_t *row = x.at(strip, block) + r * kRowBytes;
-        memset(row + count, 0, groups * form.group - count);
-        if (form.group == 32) compute_groups<32>(row, groups, base, at(x.begin(strip) + r, block, x.slices));
+        memset(row + count, 0, groups * format.group - count);
+        if (format.group == 32) compute_groups<32>(row, groups, base, at(x.begin(strip) + r, block, x.slices));
         else compute_groups<16>(row, groups, base, at(x.begin(strip) + r, block, x.slices));
       }
   }
@@ -72,19 +72,19 @@ struct GroupSums {
 // A weight and the rows that it multiplies.
 template <class Dot>
 struct Operands {
-  const PackedFormat &form;
+  const PackedFormat &format;
   const Rows<Dot> &x;
   const GroupSums<Dot> &of;
-  const Tiles tiles = tiles_for<Dot>(form);
-  const long group_bytes = form.group_bytes(), values_at = form.values_at(), slice_bytes = form.slice_bytes();
-  const long panel_bytes = form.panel_bytes();
+  const Tiles tiles = tiles_for<Dot>(format);
+  const long group_bytes = format.group_bytes(), values_at = format.values_at(), slice_bytes = format.slice_bytes();
+  const long panel_bytes = format.panel_bytes();
   const bool unpacks = tiles.unpacked && x.rows >= kUnpackedRows;
 
   // Compute the sums of one panel along the slices `first` to `end`, times their scales. With `to`, add them to its
   // totals. Without it, store the sums of a single slice to sums [rows][kPanel]. If slices have several blocks, `sums`
   // also holds the intermediate sums.
   void multiply(long panel, long first, long end, float *sums, const WeightedTotals *to) const {
-    const char *factors = reinterpret_cast<const char *>(&form + 1) + panel * panel_bytes;
+    const char *factors = reinterpret_cast<const char *>(&format + 1) + panel * panel_bytes;
     const char *from = factors + kPanel * sizeof(float) + first * slice_bytes;
     const long blocks = x.slices.blocks, in_cell = 1L << x.shift;
     for (long block = first * blocks, next; block < end * blocks; block = next) {
@@ -95,12 +95,12 @@ struct Operands {
       t.values = from + values_at;
       t.scales_step = t.values_step = group_bytes;
       t.slices = next - block;
-      t.groups = form.groups_of(x.slices.inputs_of(block));
+      t.groups = format.groups_of(x.slices.inputs_of(block));
       t.slice_bytes = x.padded(x.slices.length);
       t.is_first = x.slices.in_slice(block) == 0;
       t.factors = x.slices.in_slice(next - 1) == blocks - 1 ? reinterpret_cast<const float *>(factors) : nullptr;
       t.row_scales = x.scales + slice;
-      t.scales_stride = form.slices;
+      t.scales_stride = format.slices;
       t.starts = of.starts + sums_at;
       t.totals = of.totals ? of.totals + sums_at : nullptr;
       t.stride = of.stride;
@@ -117,7 +117,7 @@ struct Operands {
     alignas(64) char values[kBlock * kPanel];
     tiles.unpack(t.values, group_bytes, t.slices * t.groups, values);
     t.values = values;
-    t.values_step = form.group * kPanel;
+    t.values_step = format.group * kPanel;
     multiply_strips(tiles.unpacked, t, block, next);
   }
 
@@ -160,26 +160,26 @@ const T *in_order(const T *x, long stride, long rows, const int32_t *order, long
 // Split the work by panels among threads. Sums of groups are not cut, so that their order stays the same.
 template <class T, class Dot>
 void multiply(const MatmulArgs &p) {
-  const PackedFormat &form = *static_cast<const PackedFormat *>(p.weight);
-  const long inputs = form.slices * form.length;
+  const PackedFormat &format = *static_cast<const PackedFormat *>(p.weight);
+  const long inputs = format.slices * format.length;
   for (long first = 0; first < p.rows; first += kMostRows) {
     const Arena::Mark mark = arena().mark();
-    Rows<Dot> x(std::min(kMostRows, p.rows - first), inputs, form.slices);
+    Rows<Dot> x(std::min(kMostRows, p.rows - first), inputs, format.slices);
     const T *from = static_cast<const T *>(p.x) + first * p.x_stride;
-    const int32_t *order = form.order();
+    const int32_t *order = format.order();
     if (order) from = in_order(from, p.x_stride, x.rows, order, inputs);
     x.packed = arena().take<uint8_t>(x.size());
-    x.scales = arena().take<float>(x.rows * form.slices);
+    x.scales = arena().take<float>(x.rows * format.slices);
     x.pack(from, order ? inputs : p.x_stride);
-    GroupSums<Dot> of(form, x.rows);
+    GroupSums<Dot> of(format, x.rows);
     of.compute(x);
-    const Operands<Dot> operands{form, x, of};
-    const Shares shares(form.panels());
+    const Operands<Dot> operands{format, x, of};
+    const Shares shares(format.panels());
 #pragma omp parallel
     {
       alignas(64) float sums[kPending * kMostRows * kPanel];
       shares.visit([&](long panel) {
-        for (long slice = 0; slice < form.slices; slice++) {
+        for (long slice = 0; slice < format.slices; slice++) {
           operands.multiply(panel, slice, slice + 1, sums + pending_before(slice) * x.rows * kPanel, nullptr);
           add_slice(sums, slice, x.rows * kPanel);
         }
@@ -193,24 +193,25 @@ void multiply(const MatmulArgs &p) {
 
 template <class T, class Dot>
 struct GroupedRows final : PanelRows {
-  const PackedFormat &form;
+  const PackedFormat &format;
   const long inputs;
   Rows<Dot> x;
   GroupSums<Dot> of;
-  const Operands<Dot> operands{form, x, of};
+  const Operands<Dot> operands{format, x, of};
   T *moved;  // [rows][inputs]  rows in the weight's own order, if it has any; or null
 
-  GroupedRows(const PackedFormat &form, const Rows<Dot> &rows)
-      : PanelRows(rows.rows, rows.strips), form(form), inputs(form.slices * form.length), x(rows), of(form, rows.rows) {
+  GroupedRows(const PackedFormat &format, const Rows<Dot> &rows)
+      : PanelRows(rows.rows, rows.strips), format(format), inputs(format.slices * format.length), x(rows),
+        of(format, rows.rows) {
     x.packed = arena().take<uint8_t>(x.size());
-    x.scales = arena().take<float>(x.rows * form.slices);
-    moved = form.order() ? arena().take<T>(x.rows * inputs) : nullptr;
+    x.scales = arena().take<float>(x.rows * format.slices);
+    moved = format.order() ? arena().take<T>(x.rows * inputs) : nullptr;
   }
   void pack(long strip, const void *from, long stride, const int32_t *row_of) override {
     x.pack_strip(strip, [&](long row) {
       const T *there = static_cast<const T *>(from) + row_of[row] * stride;
       if (!moved) return there;
-      move_in_order(there, form.order(), inputs, moved + row * inputs);
+      move_in_order(there, format.order(), inputs, moved + row * inputs);
       return static_cast<const T *>(moved + row * inputs);
     });
     of.compute_strip(x, strip);
@@ -226,9 +227,9 @@ struct GroupedRows final : PanelRows {
 
 template <class T, class Dot>
 PanelRows *rows_by(const MatmulArgs &p) {
-  const PackedFormat &form = *static_cast<const PackedFormat *>(p.weight);
-  const Rows<Dot> rows(p.rows, form.slices * form.length, form.slices);
-  return new (arena().take<GroupedRows<T, Dot>>(1)) GroupedRows<T, Dot>(form, rows);
+  const PackedFormat &format = *static_cast<const PackedFormat *>(p.weight);
+  const Rows<Dot> rows(p.rows, format.slices * format.length, format.slices);
+  return new (arena().take<GroupedRows<T, Dot>>(1)) GroupedRows<T, Dot>(format, rows);
 }
 
 }  // namespace

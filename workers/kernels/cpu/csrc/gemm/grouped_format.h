@@ -64,8 +64,8 @@ constexpr int8_t kFloats[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, 
 
 // Return the offset that is added to the values in the matmul.
 template <class Dot>
-constexpr int base_of(const PackedFormat &form) {
-  return form.is_float ? kFloatBase : form.bits == 4 ? 8 : Dot::kOffset;
+constexpr int base_of(const PackedFormat &format) {
+  return format.is_float ? kFloatBase : format.bits == 4 ? 8 : Dot::kOffset;
 }
 
 }  // namespace grouped

@@ -13,14 +13,14 @@ namespace grouped {
 namespace {
 
 PackedFormat format_of(const GroupedSource &from) {
-  PackedFormat form{from.columns,          from.is_gated, from.is_float, from.bits, from.group,
+  PackedFormat format{from.columns,          from.is_gated, from.is_float, from.bits, from.group,
                   from.zeros != nullptr, from.slices,   from.length,   0};
-  form.order_at = from.input_order ? form.bytes() : 0;
-  return form;
+  format.order_at = from.input_order ? format.bytes() : 0;
+  return format;
 }
 
-int base_for(int kind, const PackedFormat &form) {
-  return kind == kGroupedDot ? base_of<Dot>(form) : base_of<PlainDot>(form);
+int base_for(int kind, const PackedFormat &format) {
+  return kind == kGroupedDot ? base_of<Dot>(format) : base_of<PlainDot>(format);
 }
 
 // Return the e2m1 code for twice its value: index value + kFloatBase, from -kFloatBase to kFloatBase.
@@ -31,8 +31,8 @@ constexpr std::array<uint8_t, 2 * kFloatBase + 1> bits_of_floats() {
 }
 
 // Return the stored bits of a value.
-int stored_bits(const PackedFormat &form, int value, int base) {
-  if (!form.is_float) return (value + base) & (form.bits == 4 ? 15 : 255);
+int stored_bits(const PackedFormat &format, int value, int base) {
+  if (!format.is_float) return (value + base) & (format.bits == 4 ? 15 : 255);
   constexpr std::array<uint8_t, 2 * kFloatBase + 1> kBits = bits_of_floats();
   return kBits[value + kFloatBase];
 }
@@ -41,31 +41,31 @@ int stored_bits(const PackedFormat &form, int value, int base) {
 struct ValueLocation {
   long byte;
   int shift;
-  ValueLocation(const PackedFormat &form, int output, long i) {
-    const int lane = form.bits == 4 ? output % kLanes : output;
-    byte = form.values_at() + i / 4 * form.step_bytes() + lane * 4 + i % 4;
-    shift = form.bits == 4 && output >= kLanes ? 4 : 0;
+  ValueLocation(const PackedFormat &format, int output, long i) {
+    const int lane = format.bits == 4 ? output % kLanes : output;
+    byte = format.values_at() + i / 4 * format.step_bytes() + lane * 4 + i % 4;
+    shift = format.bits == 4 && output >= kLanes ? 4 : 0;
   }
 };
 
-void pack_panel(const PackedFormat &form, const GroupedSource &from, long panel, int base, char *to) {
+void pack_panel(const PackedFormat &format, const GroupedSource &from, long panel, int base, char *to) {
   float *factors = reinterpret_cast<float *>(to);
   to += kPanel * sizeof(float);
-  for (long slice = 0; slice < form.slices; slice++)
-    for (long group = 0; group < form.groups(); group++, to += form.group_bytes()) {
-      const long first = group * form.group, count = std::min<long>(form.group, form.length - first);
-      const int32_t *indices = from.value_indices + slice * form.length + first;
+  for (long slice = 0; slice < format.slices; slice++)
+    for (long group = 0; group < format.groups(); group++, to += format.group_bytes()) {
+      const long first = group * format.group, count = std::min<long>(format.group, format.length - first);
+      const int32_t *indices = from.value_indices + slice * format.length + first;
       Float16 *scales = reinterpret_cast<Float16 *>(to);
       for (int output = 0; output < kPanel; output++) {
-        const long row = row_of(panel, output, form.columns, form.is_gated);
+        const long row = row_of(panel, output, format.columns, format.is_gated);
         factors[output] = row < 0 ? 0.0f : from.factors[row];
         const long stored = row * from.scales_per_row + indices[0] / from.stored_group;
         scales[output] = row < 0 ? Float16{} : from.scales[stored];
-        if (form.has_zeros) scales[kPanel + output] = row < 0 ? Float16{} : from.zeros[stored];
-        for (long i = 0; i < form.group; i++) {
+        if (format.has_zeros) scales[kPanel + output] = row < 0 ? Float16{} : from.zeros[stored];
+        for (long i = 0; i < format.group; i++) {
           const int value = row >= 0 && i < count && indices[i] >= 0 ? from.values[row * from.stride + indices[i]] : 0;
-          const ValueLocation location(form, output, i);
-          to[location.byte] |= stored_bits(form, value, base) << location.shift;
+          const ValueLocation location(format, output, i);
+          to[location.byte] |= stored_bits(format, value, base) << location.shift;
         }
       }
     }
@@ -73,25 +73,26 @@ void pack_panel(const PackedFormat &form, const GroupedSource &from, long panel,
 
 // Read output `id` to row [inputs], each input at its index in x.
 template <class T>
-void read_row(const PackedFormat &form, long id, int base, T *row) {
-  const char *at = form.panel(id / kPanel);
+void read_row(const PackedFormat &format, long id, int base, T *row) {
+  const char *at = format.panel(id / kPanel);
   const int output = id % kPanel;
   const float factor = reinterpret_cast<const float *>(at)[output];
   at += kPanel * sizeof(float);
-  for (long slice = 0; slice < form.slices; slice++)
-    for (long group = 0; group < form.groups(); group++, at += form.group_bytes()) {
+  for (long slice = 0; slice < format.slices; slice++)
+    for (long group = 0; group < format.groups(); group++, at += format.group_bytes()) {
       const Float16 *scales = reinterpret_cast<const Float16 *>(at);
-      const float scale = to_float(scales[output]), zero = form.has_zeros ? to_float(scales[kPanel + output]) : 0.0f;
-      for (long i = 0; i < form.group; i++) {
-        const long k = group * form.group + i, input = slice * form.length + k;
-        if (k >= form.length || (form.order_at && form.order()[input] < 0)) continue;
-        const ValueLocation location(form, output, i);
+      const float scale = to_float(scales[output]), zero = format.has_zeros ? to_float(scales[kPanel + output]) : 0.0f;
+      for (long i = 0; i < format.group; i++) {
+        const long k = group * format.group + i, input = slice * format.length + k;
+        if (k >= format.length || (format.order_at && format.order()[input] < 0)) continue;
+        const ValueLocation location(format, output, i);
         const uint8_t byte = at[location.byte];
         const int four = byte >> location.shift & 15;
-        const int value = form.is_float ? kFloats[four] : form.bits == 4 ? four - base : static_cast<int8_t>(byte - base);
+        const int value =
+            format.is_float ? kFloats[four] : format.bits == 4 ? four - base : static_cast<int8_t>(byte - base);
         const float number = (value + zero) * scale * factor;
         alignas(64) float lanes[kLanes] = {number};
-        store(row + (form.order_at ? form.order()[input] : input), load(lanes), 1);
+        store(row + (format.order_at ? format.order()[input] : input), load(lanes), 1);
       }
     }
 }
@@ -102,33 +103,33 @@ void read_row(const PackedFormat &form, long id, int base, T *row) {
 
 // Return the size in bytes of `packed`.
 extern "C" long oarlock_grouped_size(const GroupedSource *from) {
-  const gemm::grouped::PackedFormat form = gemm::grouped::format_of(*from);
-  return form.bytes() + (from->input_order ? form.slices * form.length * sizeof(int32_t) : 0);
+  const gemm::grouped::PackedFormat format = gemm::grouped::format_of(*from);
+  return format.bytes() + (from->input_order ? format.slices * format.length * sizeof(int32_t) : 0);
 }
 
 // Pack a weight. `packed` begins at a cache line.
 extern "C" void oarlock_grouped_pack(const GroupedSource *from, char *packed) {
   using namespace gemm::grouped;
-  const PackedFormat form = format_of(*from);
+  const PackedFormat format = format_of(*from);
   memset(packed, 0, oarlock_grouped_size(from));
-  memcpy(packed, &form, sizeof form);
+  memcpy(packed, &format, sizeof format);
   if (from->input_order)
-    memcpy(packed + form.order_at, from->input_order, form.slices * form.length * sizeof(int32_t));
-  const int base = base_for(from->kind, form);
+    memcpy(packed + format.order_at, from->input_order, format.slices * format.length * sizeof(int32_t));
+  const int base = base_for(from->kind, format);
 #pragma omp parallel for schedule(static)
-  for (long panel = 0; panel < form.panels(); panel++)
-    pack_panel(form, *from, panel, base, packed + sizeof form + panel * form.panel_bytes());
+  for (long panel = 0; panel < format.panels(); panel++)
+    pack_panel(format, *from, panel, base, packed + sizeof format + panel * format.panel_bytes());
 }
 
 // Read rows `ids` of a packed weight (not gated), times their scales: [count, inputs].
 extern "C" void oarlock_grouped_rows(const void *packed, const int64_t *ids, void *rows, long count, long inputs, int type,
                                      int kind) {
   using namespace gemm::grouped;
-  const PackedFormat &form = *static_cast<const PackedFormat *>(packed);
+  const PackedFormat &format = *static_cast<const PackedFormat *>(packed);
   with_type(type, [&](auto *of) {
     using T = std::remove_pointer_t<decltype(of)>;
 #pragma omp parallel for if (count >= 16)
     for (long i = 0; i < count; i++)
-      read_row(form, ids[i], base_for(kind, form), static_cast<T *>(rows) + i * inputs);
+      read_row(format, ids[i], base_for(kind, format), static_cast<T *>(rows) + i * inputs);
   });
 }

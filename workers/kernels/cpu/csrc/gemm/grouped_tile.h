@@ -241,10 +241,10 @@ Tiles tiles_of_4_bits() {
 }
 
 template <class Dot>
-Tiles tiles_for(const PackedFormat &form) {
-  const bool long_groups = form.group == 32;
-  if (form.is_float) return long_groups ? tiles_of_4_bits<Dot, true, 32>() : tiles_of_4_bits<Dot, true, 16>();
-  if (form.bits == 4) return long_groups ? tiles_of_4_bits<Dot, false, 32>() : tiles_of_4_bits<Dot, false, 16>();
+Tiles tiles_for(const PackedFormat &format) {
+  const bool long_groups = format.group == 32;
+  if (format.is_float) return long_groups ? tiles_of_4_bits<Dot, true, 32>() : tiles_of_4_bits<Dot, true, 16>();
+  if (format.bits == 4) return long_groups ? tiles_of_4_bits<Dot, false, 32>() : tiles_of_4_bits<Dot, false, 16>();
   return {long_groups ? kTable<Dot, Values<8, false, 32>>.data() : kTable<Dot, Values<8, false, 16>>.data()};
 }
 

@@ -20,7 +20,7 @@ import triton.language as tl
 
 
 @triton.jit
-def numbers_of(words, HALF: tl.constexpr, BITS: tl.constexpr, FLOAT: tl.constexpr):
+def values_of(words, HALF: tl.constexpr, BITS: tl.constexpr, FLOAT: tl.constexpr):
     """Convert bytes to float32, exactly."""
     if FLOAT and BITS == 4:
         four = (words.to(tl.uint16) >> (4 * HALF)) & 15
@@ -85,22 +85,22 @@ def multiply(
     end = tl.minimum(begin + span, units)
     factor = tl.load(factors + column, mask=is_column, other=0.0)
     stored = values + column.to(tl.int64)[:, None, None] * row_bytes + tl.arange(0, BYTES)[None, None, :]
-    place = tl.arange(0, UNITS * BYTES)
+    lane = tl.arange(0, UNITS * BYTES)
     x_rows = x + row.to(tl.int64)[None, :] * x_stride
     sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for at in range(begin, end, UNITS):
         unit = at + tl.arange(0, UNITS)
         inside = is_column[:, None, None] & (unit < end)[None, :, None]
         words = tl.load(stored + (unit * BYTES)[None, :, None], mask=inside, other=0)  # [BLOCK_N, UNITS, BYTES]
-        of_place = at + place // BYTES
+        lane_unit = at + lane // BYTES
         for half in tl.static_range(8 // BITS):
-            numbers = numbers_of(words, half, BITS, FLOAT)
+            numbers = values_of(words, half, BITS, FLOAT)
             if GROUP_UNITS:
                 spot = (unit // GROUP_UNITS)[None, :, None] * columns + column[:, None, None]
                 numbers = scaled(numbers, scales, zeros, factor[:, None, None], spot, inside, ZEROS)
             weight = tl.reshape(numbers.to(x.dtype.element_ty), [BLOCK_N, UNITS * BYTES])
-            k = of_place * UNIT + place % BYTES + half * BYTES
-            is_input = (of_place < end) & (k < inputs)
+            k = lane_unit * UNIT + lane % BYTES + half * BYTES
+            is_input = (lane_unit < end) & (k < inputs)
             part = tl.load(x_rows + k[:, None], mask=is_input[:, None] & is_row[None, :], other=0.0)
             sums = tl.dot(weight, part, sums, input_precision=PRECISION)
     if GROUP_UNITS == 0:
@@ -192,7 +192,7 @@ def write_out(
     at = column.to(tl.int64)[:, None, None] * row_bytes + (unit * BYTES)[None, :, None] + byte
     words = tl.load(values + at, mask=inside, other=0)
     for half in tl.static_range(8 // BITS):
-        numbers = numbers_of(words, half, BITS, FLOAT)
+        numbers = values_of(words, half, BITS, FLOAT)
         if GROUP_UNITS:
             spot = (unit // GROUP_UNITS)[None, :, None] * columns + column[:, None, None]
             numbers = scaled(numbers, scales, zeros, factor, spot, inside, ZEROS)

@@ -13,7 +13,7 @@ _log = logging.getLogger("oarlock.kernels")
 KERNELS = ("gemm", "attention", "norm and rotary", "sampling")
 
 
-def kernels_in_use(device: torch.device) -> str:
+def describe_kernels(device: torch.device) -> str:
     """Return a GPU's name and CUDA version, or a processor's vector instructions and C++ kernels if loaded."""
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)} CUDA {torch.version.cuda}"
@@ -29,7 +29,7 @@ def log_kernels(dtype: torch.dtype, rounds_inputs: bool = False) -> None:
     if (reason := library.why_not(dtype)) is not None:
         _log.warning("event=no_kernels reason=%r effect=%r", reason, "torch's slower operations are used")
         return
-    level = library.level()
+    level = library.isa_level()
     own = {"gemm": level.tiles or level.bfloat16, "attention": level.bfloat16} if dtype == torch.bfloat16 else {}
     if rounds_inputs:
         own["gemm"] = instructions_of_int8(level)

@@ -28,7 +28,7 @@ class Arithmetic(Enum):
     ROUNDED_INPUTS = auto()  # rows of inputs are rounded to 8 bits on CPUs and unchanged on CUDA devices
 
 
-class Form(Protocol):
+class WeightFormat(Protocol):
     """Format of a weight [rows, inputs] in memory."""
 
     @property
@@ -48,19 +48,19 @@ class Form(Protocol):
 _UNIT = 32  # inputs of a group in most formats
 
 
-def unit_of_width(form: Form) -> int:
+def unit_of_width(weight_format: WeightFormat) -> int:
     """Return the number that divides a slice's inputs, so that padding to whole slices cuts no groups."""
-    return 1 if form.arithmetic is Arithmetic.DENSE and getattr(form, "group", 1) == 1 else _UNIT
+    return 1 if weight_format.arithmetic is Arithmetic.DENSE and getattr(weight_format, "group", 1) == 1 else _UNIT
 
 
-class WeightForms(Protocol):
+class WeightFormats(Protocol):
     """Formats of all weights of a model."""
 
     @property
-    def of_head(self) -> WeightForms:
+    def of_head(self) -> WeightFormats:
         """Formats of the output head, and of an embedding that is its weight."""
 
-    def form_of(self, module: str) -> Form:
+    def format_of(self, module: str) -> WeightFormat:
         """Return the format of a linear module's weight. `module`: its name in a checkpoint that does not fuse
         modules."""
 
@@ -88,7 +88,7 @@ def stored(dtypes: tuple[str, ...] | str, *shape: int | None, required: bool = T
     return StoredTensor((dtypes,) if isinstance(dtypes, str) else dtypes, (shape,), required)
 
 
-class StoredForm(Form, Protocol):
+class StoredFormat(WeightFormat, Protocol):
     """Format in which a checkpoint stores the weight of one linear module."""
 
     @property
@@ -109,17 +109,17 @@ class Scheme(Protocol):
     def description(self) -> str:
         """The scheme in a few words, for people."""
 
-    def form_of(self, module: str) -> StoredForm | None:
+    def format_of(self, module: str) -> StoredFormat | None:
         """Return the stored format of a module's weight, or None if the settings leave the module unquantised."""
 
 
-class FormOfEveryModule:
+class UniformScheme:
     """`Scheme` of a checkpoint whose modules all have this format, without spare tensors."""
 
     __slots__ = ()
     spare: tuple[str, ...] = ()
 
-    def form_of(self, module: str) -> Self:
+    def format_of(self, module: str) -> Self:
         return self
 
 
@@ -131,31 +131,31 @@ def check_divides(module: str, what: str, length: int, part: int) -> None:
         )
 
 
-class Settings:
+class QuantizationSettings:
     """One table of quantisation settings, e.g. `quantization_config` of config.json; errors name the key."""
 
-    def __init__(self, raw: dict[str, Any], where: str) -> None:
+    def __init__(self, raw: dict[str, Any], location: str) -> None:
         self.raw = raw
-        self.where = where
+        self.location = location
 
     def get(self, *keys: str) -> Any:
         """Return the value of the first of `keys` that is given: tools use different names for one setting."""
         return next((self.raw[key] for key in keys if self.raw.get(key) is not None), None)
 
-    def table(self, key: str) -> Settings:
+    def table(self, key: str) -> QuantizationSettings:
         value = self.raw.get(key)
         if value is None:
-            return Settings({}, f"{self.where}.{key}")
+            return QuantizationSettings({}, f"{self.location}.{key}")
         if not isinstance(value, dict):
             raise self.unsupported(key, value, "Repair the settings: it must be a JSON object.")
-        return Settings(value, f"{self.where}.{key}")
+        return QuantizationSettings(value, f"{self.location}.{key}")
 
-    def tables(self, key: str) -> list[Settings]:
+    def tables(self, key: str) -> list[QuantizationSettings]:
         """Return all tables in the table `key`."""
         outer = self.table(key)
         return [outer.table(name) for name in outer.raw]
 
-    def whole(self, keys: Sequence[str], default: int | None = None) -> int:
+    def integer(self, keys: Sequence[str], default: int | None = None) -> int:
         value = self.get(*keys)
         value = default if value is None else value
         if type(value) is not int:
@@ -178,7 +178,7 @@ class Settings:
             raise self.unsupported(keys[0], value, "Repair the settings: it must be true or false.")
         return value
 
-    def words(self, key: str) -> list[str]:
+    def names(self, key: str) -> list[str]:
         value = self.raw.get(key) or []
         if not isinstance(value, list) or not all(isinstance(word, str) for word in value):
             raise self.unsupported(key, value, "Repair the settings: it must be a list of names.")
@@ -186,7 +186,7 @@ class Settings:
 
     def group_size(self, keys: Sequence[str], default: int | None = None) -> int | None:
         """Return the number of inputs that share a scale, or None for all, which is written as -1."""
-        value = self.whole(keys, default)
+        value = self.integer(keys, default)
         if value != -1 and value < 1:
             raise self.unsupported(keys[0], value, "Repair the settings: a number of inputs, or -1 for all of them.")
         return None if value == -1 else value
@@ -201,5 +201,5 @@ class Settings:
         text = repr(value)
         text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
         return StartupError(
-            f"the checkpoint's quantisation has {self.where}.{key} = {text}, which is not supported.", fix
+            f"the checkpoint's quantisation has {self.location}.{key} = {text}, which is not supported.", fix
         )

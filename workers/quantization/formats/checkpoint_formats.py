@@ -17,10 +17,16 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from oarlock.workers.model_files.checkpoint import Checkpoint
-from oarlock.workers.model_files.gguf_header import GROUP_FORMS, GroupForm
+from oarlock.workers.model_files.gguf_header import GROUP_LAYOUTS, GroupLayout
 from oarlock.workers.model_files.gguf_model import GGUFCheckpoint
 from oarlock.workers.platform.dtypes import SAFETENSORS_DTYPES
-from oarlock.workers.quantization.formats.form import Arithmetic, Form, Scheme, StoredForm, WeightForms
+from oarlock.workers.quantization.formats.weight_format import (
+    Arithmetic,
+    Scheme,
+    StoredFormat,
+    WeightFormat,
+    WeightFormats,
+)
 from oarlock.workers.quantization.groups import group_of_blocks, packed_bytes
 from oarlock.workers.quantization.registry import NONE, Quantization
 
@@ -41,8 +47,8 @@ _ROUNDING = {
 }
 
 
-class CheckpointForms:
-    """`WeightForms` of a quantised checkpoint."""
+class CheckpointFormats:
+    """`WeightFormats` of a quantised checkpoint."""
 
     def __init__(self, scheme: Scheme, checkpoint: Checkpoint, fused: Fused) -> None:
         self.description = scheme.description
@@ -55,32 +61,32 @@ class CheckpointForms:
                 self._modules.add(name)
 
     @property
-    def of_head(self) -> CheckpointForms:
+    def of_head(self) -> CheckpointFormats:
         return self
 
     def has(self, module: str) -> bool:
         """Return whether the checkpoint holds a tensor of the module."""
         return module in self._modules
 
-    def form_of(self, module: str) -> Form:
-        return self.stored_form(module) or NONE
+    def format_of(self, module: str) -> WeightFormat:
+        return self.stored_format(module) or NONE
 
-    def stored_form(self, module: str) -> StoredForm | None:
+    def stored_format(self, module: str) -> StoredFormat | None:
         """Return the stored format of a module's weight, or None if it is not quantised."""
         stored = self._stored_module(module)
         weight = self._checkpoint.find(f"{stored}.weight")
         if (weight is not None and weight.entry.dtype in SAFETENSORS_DTYPES) or not self.has(stored):
             return None
-        return self._scheme.form_of(stored)
+        return self._scheme.format_of(stored)
 
     def ignores(self, name: str) -> bool:
         if name.endswith(_OF_THE_KV_CACHE):
             return True
         module, _, kind = name.rpartition(".")
-        form = self.stored_form(module)
-        if form is None:
+        weight_format = self.stored_format(module)
+        if weight_format is None:
             return False
-        return kind in form.spare or (kind == "bias" and self._is_zero(name))
+        return kind in weight_format.spare or (kind == "bias" and self._is_zero(name))
 
     def _stored_module(self, module: str) -> str:
         """Return the module's name, or the name of the fused module in which the checkpoint holds it."""
@@ -102,8 +108,8 @@ class CheckpointForms:
 
 
 @dataclass(frozen=True, slots=True)
-class GGUFForm:
-    """`Form` of weights in blocks."""
+class GGUFFormat:
+    """`WeightFormat` of weights in blocks."""
 
     group: int
     bits: int
@@ -117,7 +123,7 @@ class GGUFForm:
     def method(self) -> LinearMethod:
         from oarlock.workers.quantization.grouped import GGUFLinearMethod
 
-        return GGUFLinearMethod(GroupForm(self.group, self.bits, self.has_offsets, self.is_float))
+        return GGUFLinearMethod(GroupLayout(self.group, self.bits, self.has_offsets, self.is_float))
 
     def weight_bytes(self, rows: int, inputs: int, item_bytes: int, slices: int = 1) -> int:
         group = group_of_blocks(self.group, inputs, slices)
@@ -126,8 +132,8 @@ class GGUFForm:
         return packed_bytes(rows, inputs, self.bits, group, offsets=self.has_offsets)
 
 
-class GGUFForms:
-    """`WeightForms` of a GGUF model."""
+class GGUFFormats:
+    """`WeightFormats` of a GGUF model."""
 
     def __init__(self, checkpoint: GGUFCheckpoint, fused: Fused) -> None:
         self._checkpoint = checkpoint
@@ -140,10 +146,10 @@ class GGUFForms:
         return f"gguf ({', '.join(sorted(set(kinds), key=lambda kind: (-kinds.count(kind), kind)))})"
 
     @property
-    def of_head(self) -> GGUFForms:
+    def of_head(self) -> GGUFFormats:
         return self
 
-    def form_of(self, module: str) -> Form:
+    def format_of(self, module: str) -> WeightFormat:
         """Return one format for weights that are multiplied together, such as q, k and v. It can hold all their types.
 
         If one of them is stored in floating point, the others are dequantised.
@@ -155,16 +161,18 @@ class GGUFForms:
         if self._checkpoint.find(f"{layer}.{fused}.weight") is not None:
             names = [f"{layer}.{fused}"]
         found = [self._checkpoint.find(f"{name}.weight") for name in names]
-        forms = [GROUP_FORMS.get(one.entry.dtype) for one in found if one is not None]
-        known = [form for form in forms if form is not None]
-        if not known or len(known) < len(forms):
+        formats = [GROUP_LAYOUTS.get(one.entry.dtype) for one in found if one is not None]
+        known = [weight_format for weight_format in formats if weight_format is not None]
+        if not known or len(known) < len(formats):
             return NONE
-        is_float = all(form.is_float for form in known)
-        return GGUFForm(
-            min(form.group for form in known),
+        is_float = all(weight_format.is_float for weight_format in known)
+        return GGUFFormat(
+            min(weight_format.group for weight_format in known),
             # Doubled 4-bit floats (-12 to 12), combined with integers, are stored as integers of 8 bits.
-            8 if any(form.is_float for form in known) and not is_float else max(form.bits for form in known),
-            any(form.has_offsets for form in known),
+            8
+            if any(weight_format.is_float for weight_format in known) and not is_float
+            else max(weight_format.bits for weight_format in known),
+            any(weight_format.has_offsets for weight_format in known),
             is_float,
         )
 
@@ -173,17 +181,17 @@ class GGUFForms:
         return False
 
 
-def input_rounding(forms: WeightForms, modules: Iterable[str], device: str) -> str | None:
+def input_rounding(formats: WeightFormats, modules: Iterable[str], device: str) -> str | None:
     """Return the type to which matmuls of some of `modules` round their inputs, or None if none of them rounds."""
-    found = {_ROUNDING.get((device, forms.form_of(module).arithmetic)) for module in modules}
+    found = {_ROUNDING.get((device, formats.format_of(module).arithmetic)) for module in modules}
     return next((text for text in _ROUNDING.values() if text in found), None)
 
 
 @dataclass(frozen=True, slots=True)
-class DequantisedForm:
-    """`Form` of a weight that is dequantised at load."""
+class DequantisedFormat:
+    """`WeightFormat` of a weight that is dequantised at load."""
 
-    stored: Form
+    stored: WeightFormat
 
     @property
     def arithmetic(self) -> Arithmetic:
@@ -196,40 +204,42 @@ class DequantisedForm:
         return rows * inputs * item_bytes
 
 
-class DequantisedForms:
-    """`WeightForms` that dequantise the weights whose matmuls would round inputs on `device`."""
+class DequantisedFormats:
+    """`WeightFormats` that dequantise the weights whose matmuls would round inputs on `device`."""
 
-    def __init__(self, forms: WeightForms, device: str) -> None:
-        self._forms, self._device = forms, device
+    def __init__(self, formats: WeightFormats, device: str) -> None:
+        self._formats, self._device = formats, device
 
     @property
-    def of_head(self) -> DequantisedForms:
-        return DequantisedForms(self._forms.of_head, self._device)
+    def of_head(self) -> DequantisedFormats:
+        return DequantisedFormats(self._formats.of_head, self._device)
 
-    def form_of(self, module: str) -> Form:
-        form = self._forms.form_of(module)
-        return DequantisedForm(form) if (self._device, form.arithmetic) in _ROUNDING else form
+    def format_of(self, module: str) -> WeightFormat:
+        weight_format = self._formats.format_of(module)
+        return (
+            DequantisedFormat(weight_format) if (self._device, weight_format.arithmetic) in _ROUNDING else weight_format
+        )
 
     def ignores(self, name: str) -> bool:
-        return self._forms.ignores(name)
+        return self._formats.ignores(name)
 
 
-def served_forms(forms: WeightForms, device: str, *, dequantize: bool) -> WeightForms:
-    """Return `forms` as ranks on `device` hold them."""
-    return dequantised_forms(forms, device) if dequantize else forms
+def served_formats(formats: WeightFormats, device: str, *, dequantize: bool) -> WeightFormats:
+    """Return `formats` as ranks on `device` hold them."""
+    return dequantised_formats(formats, device) if dequantize else formats
 
 
-def dequantised_forms(forms: WeightForms, device: str) -> WeightForms:
-    """Return `forms` for matmuls that do not round inputs on `device`."""
-    if not isinstance(forms, Quantization):
-        return DequantisedForms(forms, device)
-    if (device, forms.arithmetic) not in _ROUNDING:
-        return forms
+def dequantised_formats(formats: WeightFormats, device: str) -> WeightFormats:
+    """Return `formats` for matmuls that do not round inputs on `device`."""
+    if not isinstance(formats, Quantization):
+        return DequantisedFormats(formats, device)
+    if (device, formats.arithmetic) not in _ROUNDING:
+        return formats
     # `group` stays, so that shards have the same borders as with rounded inputs, and weights the same groups.
     plain = replace(
-        forms, method=partial(_dequantising, forms.method), bits=None, bytes_per_row=0, bytes_per_group=0, head=None
+        formats, method=partial(_dequantising, formats.method), bits=None, bytes_per_row=0, bytes_per_group=0, head=None
     )
-    return plain if forms.head is None else replace(plain, head=dequantised_forms(forms.head, device))
+    return plain if formats.head is None else replace(plain, head=dequantised_formats(formats.head, device))
 
 
 def _dequantising(method: Callable[[], LinearMethod]) -> LinearMethod:
