@@ -87,7 +87,7 @@ def test_stop_ends_the_answer_and_go_on_continues_it(serve, window, expect, toke
     assert text_of(tokenizer, ids).startswith(shown)
     assert len(shown) < len(text_of(tokenizer, ids))
     server.stage.engine.delay_s = 0.0
-    page.get_by_role("button", name="Go on").click()
+    page.get_by_role("button", name="Continue").click()
     expect(page.get_by_text("2 / 2")).to_be_visible()
     expect(page.get_by_role("button", name="Send")).to_be_visible()
     assert prompts(server, tokenizer)[1].endswith(f"<|im_start|>assistant\n{shown}")
@@ -189,7 +189,7 @@ def test_markup_from_text_is_refused_by_the_policy_itself(serve, browser, wait_f
 def test_a_key_is_asked_for_and_kept_in_the_tab_alone(serve, window, expect):
     server = serve(TEXT, api_key=("right",))
     page = window(server.url)
-    expect(page.get_by_role("dialog", name="This server asks for a key")).to_be_visible()
+    expect(page.get_by_role("dialog", name="This server requires a key")).to_be_visible()
     page.get_by_label("API key").fill("wrong")
     page.get_by_role("button", name="Use this key").click()
     expect(page.get_by_text("The server does not accept this key.")).to_be_visible()
@@ -217,7 +217,7 @@ def test_a_server_that_goes_and_comes_back(serve, window, expect):
     expect(page.locator("#status")).to_have_text("ready")
     server.stop()
     ask(page, "Are you there?")
-    expect(answers(page)).to_contain_text("The server does not answer.")
+    expect(answers(page)).to_contain_text("The server does not respond.")
     expect(page.locator("#banner")).to_contain_text("nothing you wrote is lost")
     serve(TEXT, port=server.port)
     expect(page.locator("#banner")).to_be_hidden()
@@ -263,7 +263,7 @@ def test_an_answer_that_is_cut_off_can_go_on(serve, window, expect, tokenizer):
         shown.set()
     expect(answers(page)).to_contain_text("the connection was lost")
     expect(answers(page).locator(".prose").last).to_have_text(text_of(tokenizer, ids[: came[0]]))
-    page.get_by_role("button", name="Go on").click()
+    page.get_by_role("button", name="Continue").click()
     expect(answers(page).locator(".prose").last).to_have_text(TEXT)
     assert prompts(server, tokenizer)[1].endswith(text_of(tokenizer, ids[: came[0]]))
 
@@ -273,7 +273,7 @@ def test_an_engine_that_dies_leaves_what_it_wrote(serve, window, expect):
     ask(page, "Hi")
     expect(answers(page).locator(".problem")).to_contain_text("The engine has stopped")
     expect(answers(page).locator(".prose").last).to_contain_text("Join")
-    expect(page.get_by_role("button", name="Go on")).to_be_enabled()
+    expect(page.get_by_role("button", name="Continue")).to_be_enabled()
 
 
 def test_errors_name_the_field_and_the_settings_are_sent(serve, window, expect, tokenizer):
@@ -325,7 +325,7 @@ def test_thoughts_are_folded_and_calls_are_shown_and_answered(serve, window, exp
     ask(page, "What is it?")
     expect(page.get_by_label("Result of f")).to_be_visible()
     expect(page.get_by_text("I look it up.")).to_be_hidden()
-    page.get_by_text("Thoughts", exact=True).click()
+    page.get_by_text("Reasoning", exact=True).click()
     expect(page.get_by_text("I look it up.")).to_be_visible()
     expect(page.locator(".call")).to_contain_text('"a": "<b>é</b>"')
     page.get_by_label("Result of f").fill("forty-two")

@@ -98,7 +98,7 @@ def test_a_view_is_loaded_again_with_the_conversation_behind_it(serve, window, e
 def test_a_conversation_that_is_not_here_is_said_to_be_missing(serve, window, expect):
     server = serve(TEXT)
     page = window(server.url, "/#/chat/nosuchid")
-    expect(page.locator("#notices")).to_contain_text("This conversation is not kept in this browser.")
+    expect(page.locator("#notices")).to_contain_text("This conversation is not stored in this browser.")
     assert page.url == f"{server.url}/#/chat"
     answered(page, expect, "First")
     page.get_by_label("More for First").click()

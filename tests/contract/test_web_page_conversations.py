@@ -118,8 +118,8 @@ def test_nothing_is_kept_where_one_wishes_so(serve, window, expect):
     answered(page, expect, "A secret")
     while page.evaluate(RECORDS) <= 3:  # the page's policy forbids wait_for_function, which evaluates later
         page.wait_for_timeout(20)
-    page.get_by_label("Keep nothing on this machine").check()
-    expect(page.get_by_text("What was kept is deleted.")).to_be_visible()
+    page.get_by_label("Save nothing on this machine").check()
+    expect(page.get_by_text("The saved conversations are deleted.")).to_be_visible()
     assert page.evaluate(RECORDS) == 0
     answered(page, expect, "Another secret")
     page.get_by_role("button", name="New chat").click()
@@ -128,7 +128,7 @@ def test_nothing_is_kept_where_one_wishes_so(serve, window, expect):
     assert page.evaluate(RECORDS) == 0
     other = page.context.new_page()
     other.goto(url)
-    expect(other.get_by_label("Keep nothing on this machine")).to_be_checked()
+    expect(other.get_by_label("Save nothing on this machine")).to_be_checked()
     expect(rows(other)).to_have_count(0)
 
 

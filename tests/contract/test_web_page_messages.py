@@ -107,7 +107,7 @@ def test_files_go_with_a_message(serve, window, expect, tokenizer):
     tokens = len(tokenizer.encode(files[0][1].decode(), add_special_tokens=False))
     chips = page.get_by_role("list", name="Attached files").get_by_role("listitem")
     expect(chips).to_have_text([f"notes.md{tokens} tokens\N{MULTIPLICATION SIGN}"])
-    expect(page.get_by_text("picture.png is no text in UTF-8")).to_be_visible()
+    expect(page.get_by_text("picture.png is not UTF-8 text")).to_be_visible()
     page.evaluate(DROP, ["dropped.txt", "from a folder"])
     page.get_by_label("Message").fill("long " * 1000)
     for key in "AXV":  # what is pasted was cut out before

@@ -15,7 +15,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required"
 WRONG = {  # label -> what is typed, the reason, what is right, and what it becomes in the request
     "Temperature": ("warm", "Not a number.", "0,5", {"temperature": 0.5}),
     "Top p": ("1.5", "At most 1", "0.9", {"top_p": 0.9}),
-    "Longest answer": ("4.5", "A whole number.", "40", {"max_completion_tokens": 40}),
+    "Longest answer": ("4.5", "An integer.", "40", {"max_completion_tokens": 40}),
     "JSON schema of the answer": (
         "[1]",
         "A schema is an object",
@@ -53,7 +53,7 @@ def test_they_say_what_is_wrong_and_what_is_changed(serve, window, expect):
     expect(panel.locator(".changed")).to_have_count(len(WRONG) + 1)
     panel.get_by_label("Name of the preset").fill("Brief")
     panel.get_by_role("button", name="Save").click()
-    panel.get_by_role("button", name="Back to the server's defaults").click()
+    panel.get_by_role("button", name="Reset to the server's defaults").click()
     expect(page.locator("#settings-button")).to_have_attribute("aria-label", "Settings")
     page.keyboard.press("Escape")
     expect(panel).to_be_hidden()

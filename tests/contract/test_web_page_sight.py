@@ -89,17 +89,17 @@ def test_a_notice_covers_nothing_and_waits_for_the_pointer(serve, window, expect
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("[]", "a.json: The file holds no message."),
-        ('{"messages": []}', "a.json: The file holds no message."),
-        ('{"form": "oarlock-conversations", "conversations": []}', "a.json: The file holds no message."),
-        ('{"form": "oarlock-conversations", "conversations": [{"messages": []}]}', "The file holds no message."),
+        ("[]", "a.json: The file contains no message."),
+        ('{"messages": []}', "a.json: The file contains no message."),
+        ('{"form": "oarlock-conversations", "conversations": []}', "a.json: The file contains no message."),
+        ('{"form": "oarlock-conversations", "conversations": [{"messages": []}]}', "The file contains no message."),
         ('{"form": "oarlock-conversations", "conversations": [null]}', 'Conversation 1 has no list "messages".'),
         ("[null]", "Message 1 of conversation 1 is not an object."),
         ('["user"]', "Message 1 of conversation 1 is not an object."),
         ('[{"content": "x"}]', "Message 1 of conversation 1 has the role undefined"),
         ('[{"role": ["user"], "content": "x"}]', 'has the role ["user"]'),
-        ('[{"role": "user", "content": "x", "files": 7}]', "One conversation was read."),
-        ('[{"role": "assistant", "content": "x", "tool_calls": [null]}]', "One conversation was read."),
+        ('[{"role": "user", "content": "x", "files": 7}]', "One conversation was imported."),
+        ('[{"role": "assistant", "content": "x", "tool_calls": [null]}]', "One conversation was imported."),
     ],
 )
 def test_the_number_of_conversations_that_were_read_is_true(serve, window, expect, tmp_path, content, said):

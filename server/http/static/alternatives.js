@@ -107,18 +107,18 @@ export function close() {
 function show(word, owner, token, choose, isBusy, takesFocus) {
   close();
   const rows = token.others.map((other) => {
-    const reason = other.isTaken ? "the word that stands here" : !token.isWhole || other.text === null ? "a part of a character" : isBusy() ? "the answer is still being written" : null;
+    const reason = other.isTaken ? "the current word" : !token.isWhole || other.text === null ? "a part of a character" : isBusy() ? "the answer is still being written" : null;
     const shown = other.text === null ? other.name : visible(other.text);
     const bar = el("span", { class: "bar" });
     bar.style.setProperty("--p", Math.min(1, other.p).toFixed(4));
     const button = el(
       "button",
-      { role: "menuitem", disabled: reason !== null, class: other.isTaken ? "taken" : "", title: reason ?? "Go on from here with this", "aria-label": `${shown}, ${percent(other.p)}${other.isTaken ? ", taken" : ""}`, onclick: () => (close(), choose(other)) },
+      { role: "menuitem", disabled: reason !== null, class: other.isTaken ? "taken" : "", title: reason ?? "Continue from here with this word", "aria-label": `${shown}, ${percent(other.p)}${other.isTaken ? ", taken" : ""}`, onclick: () => (close(), choose(other)) },
       bar, el("span", { class: "text" }, shown), el("span", { class: "percent" }, percent(other.p)),
     );
     return el("li", { role: "none" }, button);
   });
-  const element = el("div", { class: "menu" }, el("ul", { role: "menu", "aria-label": `Alternatives to ${visible(word.textContent)}` }, ...rows), el("p", {}, "before temperature; click one to go on"));
+  const element = el("div", { class: "menu" }, el("ul", { role: "menu", "aria-label": `Alternatives to ${visible(word.textContent)}` }, ...rows), el("p", {}, "before temperature; click a word to continue"));
   element.addEventListener("pointerenter", () => clearTimeout(timer));
   element.addEventListener("pointerleave", leave);
   element.addEventListener("keydown", (event) => moveIn(event, owner));

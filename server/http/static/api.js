@@ -29,11 +29,11 @@ async function request(path, { body, signal, key = getKey(), root = base } = {})
     response = await fetch(new URL(path, root), options);
   } catch (error) {
     if (signal?.aborted) throw error;
-    throw new ApiError("The server does not answer.", 0);
+    throw new ApiError("The server does not respond.", 0);
   }
   if (response.ok) return response;
   const problem = await response.json().catch(() => null); // a proxy's own error page is not JSON
-  const message = problem?.error?.message ?? `The answer was ${response.status} ${response.statusText}`.trim() + ".";
+  const message = problem?.error?.message ?? `The response was ${response.status} ${response.statusText}`.trim() + ".";
   throw new ApiError(message, response.status, response.headers.get("x-request-id") ?? "");
 }
 

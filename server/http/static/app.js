@@ -28,7 +28,7 @@ async function learn() {
     settings.describe(capabilities.models, capabilities.endpoints["/v1/chat/completions"].parameters);
     chat.hasChat = capabilities.features.chat;
     chat.meter.limit = capabilities.limits.max_model_len;
-    chat.question.placeholder = chat.hasChat ? "Write a message" : `This model ${capabilities.pooling ? "writes no texts" : "has no chat template: it serves /v1/completions only"}`;
+    chat.question.placeholder = chat.hasChat ? "Write a message" : `This model ${capabilities.pooling ? "does not generate text" : "has no chat template: it serves /v1/completions only"}`;
     modelName = capabilities.models[0];
     introduce(capabilities.introduction);
     entitle();
@@ -115,7 +115,7 @@ async function follow(isFirst = false) {
   } else if (isFirst && isOpen) await chat.restore();
   else if (view === "chat" && !isOpen && (id ? id !== chat.tree.id : !chat.tree.isEmpty)) {
     const isFound = await chat.open(id);
-    if (isFound === false) notice("This conversation is not kept in this browser. It was deleted, or is in another one.");
+    if (isFound === false) notice("This conversation is not stored in this browser. It was deleted, or it belongs to another browser.");
   } else if (view === "chat" && !isOpen) {
     chat.cancelOpening();
     saved(null);

@@ -48,7 +48,7 @@ export class Attachments {
       if (text.includes("\0")) throw new TypeError("binary");
       this.add(file.name, text);
     } catch {
-      notice(`${file.name} is no text in UTF-8. This model reads text only.`);
+      notice(`${file.name} is not UTF-8 text. This model reads only text.`);
     }
   }
 

@@ -86,7 +86,7 @@ export class Chat {
     const records = this.tree.changes();
     if (!records) return;
     keep(OPENED, this.tree.id);
-    if (!(await this.store.put(records))) notice("This browser has no room left: the conversation is not kept.");
+    if (!(await this.store.put(records))) notice("The storage of this browser is full: the conversation is not saved.");
     this.saved(this.tree.id);
   }
 

@@ -62,7 +62,7 @@ class Side {
     } catch (error) {
       if (signal.aborted) node.finish = "stopped";
       else if (error instanceof ApiError) this.problem.textContent = error.message;
-      else if (error instanceof TypeError) this.problem.textContent = "This is no address of a server.";
+      else if (error instanceof TypeError) this.problem.textContent = "This is not the address of a server.";
       else throw error;
     }
     cancelAnimationFrame(this.frame);

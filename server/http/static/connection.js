@@ -39,12 +39,12 @@ export class Connection {
     if (word.textContent !== text) word.textContent = text;
     const banner = $("banner");
     banner.hidden = phase === "ready";
-    if (phase === "gone") say(banner, "The server does not answer. This page looks for it every second; nothing you wrote is lost.");
+    if (phase === "gone") say(banner, "The server does not respond. This page retries every second; nothing you wrote is lost.");
     else if (phase === "starting" || phase === "loading") {
       const share = found.progress ?? 0;
       const details = [`${Math.round(100 * share)} %`, found.detail].filter(Boolean).join(", ");
       say(banner, `The server is getting ready: ${found.step || "starting"}, ${details}.`, { share, elapsed: found.elapsed_s });
-    } else if (phase === "draining") say(banner, "The server is about to end: it finishes open answers and takes no new ones.");
+    } else if (phase === "draining") say(banner, "The server is shutting down: it finishes open answers and accepts no new questions.");
     else if (phase === "dead") say(banner, found.reason ?? "The engine has stopped.");
   }
 }

@@ -21,7 +21,7 @@ export class ConversationList {
     box.checked = store.keepsNothing;
     box.addEventListener("change", async () => {
       await store.keepNothing(box.checked);
-      notice(box.checked ? "What was kept is deleted. Conversations end with this tab." : "Conversations are kept in this browser again.");
+      notice(box.checked ? "The saved conversations are deleted. New ones end with this tab." : "Conversations are saved in this browser again.");
     });
     this.refresh();
   }
@@ -126,8 +126,8 @@ export class ConversationList {
     const kept = [];
     for (const records of found) if (await this.store.put(records)) kept.push(records);
     await this.refresh();
-    if (kept.length < found.length) return notice(`This browser has no room left: ${kept.length} of ${plural(found.length, "conversation")} were read.`);
-    notice(found.length === 1 ? "One conversation was read." : `${found.length} conversations were read.`);
+    if (kept.length < found.length) return notice(`The storage of this browser is full: ${kept.length} of ${plural(found.length, "conversation")} were imported.`);
+    notice(found.length === 1 ? "One conversation was imported." : `${found.length} conversations were imported.`);
     if (found.length === 1) this.open(found[0].conversations[0].id);
   }
 }

@@ -46,7 +46,7 @@ export class MessageView {
     if (!this.isFilled || isFew || this.node.busy || this.editor || isInUse(this.item)) return;
     this.isFilled = false;
     this.item.style.minHeight = `${height}px`;
-    this.thoughtText?.clear();
+    this.reasoningText?.clear();
     this.answerText?.clear();
     this.item.replaceChildren();
   }
@@ -54,7 +54,7 @@ export class MessageView {
   async loadTokens() {
     await this.chat.loadTokens(this.node);
     if (!this.isFilled || this.editor) return;
-    this.thoughtText.clear(); // its tokens are known now
+    this.reasoningText.clear(); // its tokens are known now
     this.answerText.clear();
     this.newTexts();
     this.render();
@@ -93,42 +93,42 @@ export class MessageView {
   buildAnswer() {
     const { node, chat } = this;
     this.model = el("p", { class: "model" });
-    this.thoughts = el("details", { class: "thoughts", hidden: true }, el("summary", {}, "Thoughts"), el("div", { class: "prose" }));
+    this.reasoning = el("details", { class: "reasoning", hidden: true }, el("summary", {}, "Reasoning"), el("div", { class: "prose" }));
     this.body = el("div", { class: "prose", role: "group", tabindex: "0", "aria-label": "Text of the answer; the arrow keys go from word to word" });
     this.calls = el("div", { class: "calls" });
     this.problem = el("p", { class: "problem" });
     this.numbers = el("p", { class: "numbers" });
     this.actions = el("div", { class: "row actions" });
-    this.item.append(this.model, this.thoughts, this.body, this.calls, this.problem, this.numbers, this.actions);
+    this.item.append(this.model, this.reasoning, this.body, this.calls, this.problem, this.numbers, this.actions);
     const choosing = {
       tokenOf: (index) => node.tokens?.[index] ?? null,
       choose: (index, other) => chat.answer(node.parent, otherPrefix(node, index, other)),
       isBusy: () => chat.running !== null,
     };
     attach(this.body, choosing);
-    attach(this.thoughts, choosing);
+    attach(this.reasoning, choosing);
     this.newTexts();
   }
 
   newTexts() {
     const { node } = this;
-    const places = () => (this.places ??= align(node) ?? { reasoningAt: 0, contentAt: 0, isLost: true });
-    const pieces = (name) => (text, offsets) => (node.tokens?.length && !places().isLost ? words(node.tokens, places()[name], text, offsets) : [text]);
-    this.thoughtText = new Markdown(this.thoughts.lastChild, pieces("reasoningAt"), { isWindowed: true });
+    const aligned = () => (this.aligned ??= align(node) ?? { reasoningAt: 0, contentAt: 0, isLost: true });
+    const pieces = (name) => (text, offsets) => (node.tokens?.length && !aligned().isLost ? words(node.tokens, aligned()[name], text, offsets) : [text]);
+    this.reasoningText = new Markdown(this.reasoning.lastChild, pieces("reasoningAt"), { isWindowed: true });
     this.answerText = new Markdown(this.body, pieces("contentAt"), { isWindowed: true });
   }
 
   render() {
     const { node, chat } = this;
     if (!this.isFilled || this.editor) return;
-    this.places = null;
-    this.thoughtText.update(node.reasoning, !node.busy || Boolean(node.content));
+    this.aligned = null;
+    this.reasoningText.update(node.reasoning, !node.busy || Boolean(node.content));
     this.answerText.update(node.content, !node.busy);
     this.item.setAttribute("aria-busy", Boolean(node.busy));
     this.model.textContent = node.model ?? "";
     this.model.hidden = !node.model;
-    this.thoughts.hidden = !node.reasoning;
-    this.thoughts.firstChild.textContent = node.busy && !node.content ? "Thinking …" : "Thoughts";
+    this.reasoning.hidden = !node.reasoning;
+    this.reasoning.firstChild.textContent = node.busy && !node.content ? "Thinking …" : "Reasoning";
     this.body.hidden = !node.content && !node.busy;
     this.item.classList.toggle("waiting", Boolean(node.busy) && !node.content && !node.reasoning && !node.calls.length);
     if (node.calls.length) this.calls.replaceChildren(...node.calls.map(callView));
@@ -146,7 +146,7 @@ export class MessageView {
     return [
       chat.branches(node),
       node.content && chat.button("Copy", (event) => copy(node.content, event.target), false),
-      isCut && chat.button("Go on", () => chat.goOn(node)),
+      isCut && chat.button("Continue", () => chat.goOn(node)),
       chat.button("Try again", () => chat.answer(node.parent)),
       chat.button("Edit", () => this.edit()),
       node.hasTokens || node.tokens?.length ? this.heatButton() : null,

@@ -59,7 +59,7 @@ export function show(body) {
   const copying = el("button", { onclick: () => copy(code.textContent, copying) }, "Copy");
   const close = el("button", { class: "primary", onclick: () => dialog.close() }, "Close");
   const dialog = el("dialog", { class: "wide", "aria-label": "The request as code" },
-    el("h2", {}, "The request as code"), el("p", {}, "What the chat would send now, without streaming."),
+    el("h2", {}, "The request as code"), el("p", {}, "The request that the chat would send now, without streaming."),
     el("div", { class: "row choices" }, ...choices), el("pre", { tabindex: "0" }, code), el("div", { class: "row" }, copying, close));
   dialog.addEventListener("close", () => dialog.remove());
   document.body.append(dialog);

@@ -43,9 +43,9 @@ export class Settings {
       el("label", { for: "set-model" }, "Model"), this.select,
       el("div", { class: "grid" }, ...rows.filter(isNumber)),
       ...rows.slice(1).filter((row, index) => !FIELDS[index + 1].isNumber),
-      el("label", { class: "check" }, this.box, el("span", {}, "Ask for the alternatives of every word")),
+      el("label", { class: "check" }, this.box, el("span", {}, "Request alternatives for every word")),
       el("div", { class: "row" },
-        el("button", { class: "quiet", onclick: () => this.load({}) }, "Back to the server's defaults"),
+        el("button", { class: "quiet", onclick: () => this.load({}) }, "Reset to the server's defaults"),
         el("button", { class: "quiet", onclick: () => this.showCode() }, "As code")),
     );
     this.judge();

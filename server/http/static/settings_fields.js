@@ -15,7 +15,7 @@ function number(text, known = {}) {
   if (!Number.isFinite(value)) return { why: "Not a number." };
   if (value < minimum) return { why: `At least ${minimum}.` };
   if (value > maximum) return { why: `At most ${maximum}.` };
-  if (type === "integer" && !Number.isInteger(value)) return { why: "A whole number." };
+  if (type === "integer" && !Number.isInteger(value)) return { why: "An integer." };
   return { value };
 }
 
@@ -48,11 +48,11 @@ export const FIELDS = [
   FIELD("system", "System prompt", "You are …", (text) => ({ value: text }), 4),
   FIELD("temperature", "Temperature", "0 always takes the most likely word"),
   FIELD("top_p", "Top p", "keep the likeliest words that hold this much probability"),
-  FIELD("top_k", "Top k", "keep so many words"),
-  FIELD("min_p", "Min p", "keep words at least so likely, beside the likeliest"),
-  FIELD("top_n_sigma", "Top n sigma", "keep words whose logit lies within so many standard deviations of the largest"),
-  FIELD("max_completion_tokens", "Longest answer", "tokens, thoughts included"),
-  FIELD("seed", "Seed", "the same seed, the same answer"),
+  FIELD("top_k", "Top k", "keep this many words"),
+  FIELD("min_p", "Min p", "keep words with at least this fraction of the highest probability"),
+  FIELD("top_n_sigma", "Top n sigma", "keep words whose logit is within this many standard deviations of the largest"),
+  FIELD("max_completion_tokens", "Longest answer", "tokens, including reasoning"),
+  FIELD("seed", "Seed", "equal seeds give equal answers"),
   FIELD("presence_penalty", "Presence penalty", ""),
   FIELD("frequency_penalty", "Frequency penalty", ""),
   FIELD("repetition_penalty", "Repetition penalty", ""),

@@ -3,9 +3,9 @@
 import { el } from "./dom.js";
 
 const KEYS = [
-  ["Message", [["Enter", "send"], ["Shift+Enter", "begin a line"], ["Escape", "close what is open, then stop the answer"]]],
-  ["An edited question", [["Enter", "send"], ["Shift+Enter", "begin a line"], ["Escape", "leave it as it was"]]],
-  ["An answer, reached with Tab", [["← →", "go from word to word"], ["Enter or ↓", "go to the alternatives of the word"], ["↑ ↓", "go through them"], ["Enter", "go on from there with this one"], ["Escape", "close them"]]],
+  ["Message", [["Enter", "send"], ["Shift+Enter", "start a line"], ["Escape", "close what is open, then stop the answer"]]],
+  ["An edited question", [["Enter", "send"], ["Shift+Enter", "start a line"], ["Escape", "leave it as it was"]]],
+  ["An answer, reached with Tab", [["← →", "go from word to word"], ["Enter or ↓", "go to the alternatives of the word"], ["↑ ↓", "go through them"], ["Enter", "continue from there with this word"], ["Escape", "close them"]]],
   ["Chat, State, Model, reached with Tab", [["← →", "show another"]]],
   ["Everywhere", [["Ctrl+/", "show these keys"]]],
 ];

@@ -8,7 +8,7 @@ const HISTORY = 120; // points of a curve: two minutes
 const KEPT = 60; // stored states: the last minute
 const BATCHES_EVERY = 5; // states
 const TILES = [["generation", "generated tokens/s"], ["prompt", "prompt tokens/s"], ...["running", "waiting", "finished", "refused", "invalid"].map((n) => [n, n]), ["uptime", "up"]];
-const BLOCKS = { h: ["held", "used by requests that run"], c: ["cached", "prompt beginnings kept for others"], f: ["free", "empty"] };
+const BLOCKS = { h: ["held", "used by running requests"], c: ["cached", "prompt prefixes stored for reuse"], f: ["free", "empty"] };
 
 export class StateView {
   constructor(panel, askKey) {

@@ -51,9 +51,9 @@ export function divide(raw, opensThinking) {
   if (!tagged && !opensThinking) return { reasoning: "", content: raw, reasoningAt: 0, contentAt: 0 };
   const inside = tagged ? lead + 7 : 0;
   const end = raw.indexOf("</think>", inside);
-  const thoughts = raw.slice(inside, end < 0 ? raw.length : end);
-  const reasoningAt = inside + thoughts.length - thoughts.replace(/^\n+/, "").length;
-  const reasoning = thoughts.replace(/^\n+|\n+$/g, "");
+  const inner = raw.slice(inside, end < 0 ? raw.length : end);
+  const reasoningAt = inside + inner.length - inner.replace(/^\n+/, "").length;
+  const reasoning = inner.replace(/^\n+|\n+$/g, "");
   if (end < 0) return { reasoning, content: "", reasoningAt, contentAt: raw.length };
   const rest = raw.slice(end + 8);
   const content = rest.replace(/^\n+/, "");
@@ -63,19 +63,19 @@ export function divide(raw, opensThinking) {
 /** Return the offsets of a response's parsed text in its raw text, or null if it is not found there. */
 export function align(answer) {
   if (!answer.tokens.length) return null;
-  const places = divide(answer.raw, answer.opensThinking);
-  const fits = answer.raw.startsWith(answer.content, places.contentAt) && answer.raw.startsWith(answer.reasoning, places.reasoningAt);
-  return fits ? places : null;
+  const offsets = divide(answer.raw, answer.opensThinking);
+  const fits = answer.raw.startsWith(answer.content, offsets.contentAt) && answer.raw.startsWith(answer.reasoning, offsets.reasoningAt);
+  return fits ? offsets : null;
 }
 
 /** Return the whole response as a prefix to continue: text as the model wrote it, and its tokens. */
 export function wholePrefix(answer) {
-  const places = align(answer);
-  if (!places) {
-    const thoughts = answer.reasoning ? `<think>\n${answer.reasoning}${answer.content ? "\n</think>\n\n" : ""}` : "";
-    return { raw: thoughts + answer.content, tokens: [], opensThinking: false };
+  const offsets = align(answer);
+  if (!offsets) {
+    const tagged = answer.reasoning ? `<think>\n${answer.reasoning}${answer.content ? "\n</think>\n\n" : ""}` : "";
+    return { raw: tagged + answer.content, tokens: [], opensThinking: false };
   }
-  const end = answer.content ? places.contentAt + answer.content.length : places.reasoningAt + answer.reasoning.length;
+  const end = answer.content ? offsets.contentAt + answer.content.length : offsets.reasoningAt + answer.reasoning.length;
   return { raw: answer.raw.slice(0, end), tokens: answer.tokens.filter((token) => token.end <= end), opensThinking: answer.opensThinking };
 }
 

@@ -41,7 +41,7 @@ export function fromJson(text) {
   const list = found?.form === FORM ? found.conversations : Array.isArray(messages) ? [{ messages: chained(messages) }] : null;
   if (!Array.isArray(list)) throw new Error(`The file has neither "form": "${FORM}" nor a list of messages.`);
   const all = list.map((each, index) => recordsOf(each, `Conversation ${index + 1}`)).filter((records) => records.conversations.length);
-  if (!all.length) throw new Error("The file holds no message.");
+  if (!all.length) throw new Error("The file contains no message.");
   return all;
 }
 
@@ -55,7 +55,7 @@ function recordsOf(given, name) {
   for (const [index, message] of given.messages.entries()) {
     const where = `Message ${index + 1} of ${name.toLowerCase()}`;
     if (!IS_OBJECT(message)) throw new Error(`${where} is not an object.`);
-    if (!ids.has(message.parent)) throw new Error(`${where} answers a message that does not stand before it.`);
+    if (!ids.has(message.parent)) throw new Error(`${where} has a parent that does not come before it.`);
     if (!IS_TEXT(message.role) || !Object.hasOwn(ROLES, message.role)) throw new Error(`${where} has the role ${JSON.stringify(message.role)}; known are ${Object.keys(ROLES).join(", ")}.`);
     const content = message.content ?? "";
     if (!IS_TEXT(content)) throw new Error(`${where} has a content that is not text.`);
