@@ -55,7 +55,7 @@ class ModelNotFoundError(RequestError):
     def __init__(self, name: str, served: tuple[str, ...]) -> None:
         shown = name if len(name) <= 64 else name[:64] + "…"
         super().__init__(
-            f"The model '{shown}' does not exist. Served here: {', '.join(served)}.", "model", "model_not_found"
+            f"The model '{shown}' does not exist. This server has: {', '.join(served)}.", "model", "model_not_found"
         )
 
 
@@ -63,7 +63,7 @@ class DeadlineError(Exception):
     """The request's own time limit, which passed before anything was generated (408)."""
 
     def __init__(self, seconds: float) -> None:
-        super().__init__(f"Nothing was generated within the {seconds:g} seconds that the request allows.")
+        super().__init__(f"Nothing was generated within the request's time limit of {seconds:g} seconds.")
 
 
 class ClientGoneError(Exception):
@@ -83,13 +83,13 @@ def describe(error: BaseException) -> HttpError:
     if isinstance(error, QueueFullError):
         return HttpError(429, error.message, code="queue_full", headers=retry_after(error.retry_after_s))
     if isinstance(error, EngineDeadError):
-        message = "The engine has stopped; this server is shutting down. Send the request to another one."
+        message = "The engine has stopped and this server is shutting down. Send the request to another server."
         return HttpError(503, message, code="engine_dead", headers={"x-should-retry": "false"})
     if isinstance(error, UnavailableError):
         return HttpError(503, error.message, code=error.code, headers=retry_after(1))
     if isinstance(error, EngineError):
         return HttpError(500, f"The engine failed on this request: {error}", code="engine_error")
-    return HttpError(500, "Internal error. The server's log has the details under this request's id.")
+    return HttpError(500, "Internal error. See the server's log for details under this request's id.")
 
 
 def error_object(error: HttpError) -> dict[str, Any]:

@@ -72,7 +72,7 @@ class Asking:
             async with asyncio.timeout(self.form.timeout_s):
                 await self.client.post(self.form.path, body, self.reader.feed)
         except TimeoutError:
-            self._fail(Cause.TIMEOUT, f"no end within {self.form.timeout_s:g} s")
+            self._fail(Cause.TIMEOUT, f"no complete response within {self.form.timeout_s:g} s")
         except ConnectError as error:
             self._fail(Cause.CONNECT, str(error))
         except StatusError as error:
@@ -82,7 +82,7 @@ class Asking:
         except BrokenError as error:
             self._fail(Cause.ENDED_EARLY, f"after {len(self.reader.times)} chunks: {error}")
         except asyncio.CancelledError:
-            self._fail(Cause.INTERRUPTED, "stopped before its end")
+            self._fail(Cause.INTERRUPTED, "interrupted before the response was complete")
             raise
         finally:
             self._fill(began, time.perf_counter())
@@ -94,7 +94,7 @@ class Asking:
         elif reader.malformed is not None:
             self._fail(Cause.MALFORMED, reader.malformed)
         elif sample.failure is None and not reader.times:
-            self._fail(Cause.NO_CHUNK, "the response is complete and holds no chunk of an answer")
+            self._fail(Cause.NO_CHUNK, "the response is complete but contains no completion chunk")
         elif sample.failure is None and not reader.is_complete:
             self._fail(Cause.ENDED_EARLY, f"after {len(reader.times)} chunks, without finish_reason or [DONE]")
         if reader.prompt_tokens is not None:
@@ -134,7 +134,7 @@ async def listed(client: HttpClient, model: str | None) -> Listed:
         entry = next((each for each in entries if model in (None, each["id"])), None)
         names = [each["id"] for each in entries]
     except ConnectError as error:
-        raise StartupError(f"No server answers: {error}.", "Start it, or correct URL.") from None
+        raise StartupError(f"No server responds: {error}.", "Start the server, or correct URL.") from None
     except StatusError as error:
         raise _refused(f"/v1/models: {error}", error.status) from None
     except (BrokenError, ValueError, KeyError, TypeError) as error:
@@ -143,7 +143,7 @@ async def listed(client: HttpClient, model: str | None) -> Listed:
         ) from None
     if entry is None:
         cause = f"The server has no model {model!r}." if model else "The server lists no model."
-        raise StartupError(cause, f"It lists: {', '.join(names)}." if names else "Load one.")
+        raise StartupError(cause, f"It lists: {', '.join(names)}." if names else "Load a model.")
     size = entry.get("vocab_size") or (entry.get("meta") or {}).get("n_vocab")  # ours; llama.cpp's
     return Listed(entry["id"], size if isinstance(size, int) else None)
 
@@ -158,13 +158,13 @@ async def choose_prompts(
     """
     if how == "ids" and needs_text:
         raise StartupError(
-            "--prompt-form ids does not go with --endpoint chat or --workload multi-turn.",
-            "Leave it out: those send text.",
+            "--prompt-form ids cannot be combined with --endpoint chat or --workload multi-turn.",
+            "Remove --prompt-form ids: both send text.",
         )
     if how == "ids" and vocab_size is None:
         raise StartupError(
-            "The server does not say how large its vocabulary is, and --prompt-form is ids.",
-            "Name a number that every id has to be below: --vocab-size 32000.",
+            "The server does not report its vocabulary size, which --prompt-form ids needs.",
+            "Give the vocabulary size: --vocab-size 32000.",
         )
     if how != "text" and not needs_text and vocab_size is not None:
         ids = IdPrompts(vocab_size, seed)
@@ -204,18 +204,19 @@ async def _ask(client: HttpClient, form: RequestForm, prompt: Piece | list[dict[
 def _failed(sample: Sample) -> StartupError:
     cause = f"The first request failed ({sample.failure}): {sample.detail.rstrip('.')}."
     if sample.failure == Cause.TIMEOUT:
-        return StartupError(cause, "Look at the server, or give it longer: --timeout.")
+        return StartupError(cause, "Check the server, or raise --timeout.")
     status = sample.failure.removeprefix("HTTP ") if sample.failure else ""
     return _refused(cause, int(status) if status.isdecimal() else 0)
 
 
 def _refused(cause: str, status: int) -> StartupError:
     if status in (401, 403):
-        return StartupError(cause, "Put the server's key into the environment: OPENAI_API_KEY.")
+        return StartupError(cause, "Set the environment variable OPENAI_API_KEY to the server's API key.")
     if status in (400, 422):
         return StartupError(
-            cause, "Leave out the field that it does not know (--no-ignore-eos), or send text: --prompt-form text."
+            cause,
+            "Remove the field that the server does not support (--no-ignore-eos), or send text: --prompt-form text.",
         )
     if status == 404:
         return StartupError(cause, "Correct URL or --model, or choose the other --endpoint.")
-    return StartupError(cause, "Look at the server's log.")
+    return StartupError(cause, "See the server's log.")

@@ -76,10 +76,10 @@ _MAY_DIFFER = frozenset({"url", "model"})  # settings of the two servers that ar
 class Verdict(StrEnum):
     FASTER = "faster"
     SLOWER = "slower"
-    NONE = "no difference shown"
+    NONE = "no significant difference"
     TOO_FEW = "too few requests"
     ZERO = "too small to compare"  # gaps between chunks that arrived together
-    BY_ARRIVALS = "set by the arrivals"
+    BY_ARRIVALS = "determined by the arrival rate"
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,9 @@ class Comparison:
 def compare(a: Result, b: Result, confidence: float = 0.95) -> Comparison:
     """Compare B with A. Raises `StartupError` if they cannot be compared."""
     if a.kind != b.kind:
-        raise StartupError(f"A is of bench {a.kind}, B of bench {b.kind}.", "Compare results of the same command.")
+        raise StartupError(
+            f"A is a result of bench {a.kind}, B of bench {b.kind}.", "Compare two results of the same command."
+        )
     rows = _serve_rows(a, b, confidence) if a.kind == "serve" else _series_rows(a, b, confidence)
     if not rows:
         raise StartupError("One of the results has no completed request.", "Measure again.")
@@ -270,7 +272,7 @@ def _notes(a: Result, b: Result) -> list[str]:
     for letter, result in (("A", a), ("B", b)):
         failed = sum(each["count"] for each in result.failures.values())
         if failed:
-            found.append(f"{failed} requests of {letter} failed, and are left out.")
+            found.append(f"{failed} requests of {letter} failed and are excluded.")
         if result.is_interrupted:
             found.append(f"{letter} was interrupted.")
     return found

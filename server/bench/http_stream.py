@@ -55,9 +55,9 @@ class Target:
         """Parse a URL such as `http://127.0.0.1:8000`, with or without `/v1` at its end. Raises `ValueError`."""
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError("it has to begin with http:// or https:// and name a host")
+            raise ValueError("it must begin with http:// or https:// and contain a host")
         if parts.query or parts.fragment or parts.username is not None:
-            raise ValueError("it may hold a host, a port and a path only")
+            raise ValueError("it may contain only a host, a port and a path")
         tls = parts.scheme == "https"
         path = parts.path.rstrip("/").removesuffix("/v1")
         return cls(parts.hostname, parts.port or (443 if tls else 80), tls, path)

@@ -206,12 +206,12 @@ def write_text(file: Path, text: str, flag: str) -> None:
     try:
         file.write_text(text, "utf-8")
     except OSError as error:
-        raise StartupError(f"{flag} {file} cannot be written: {error.strerror}.", "Name another file.") from None
+        raise StartupError(f"{flag} {file} cannot be written: {error.strerror}.", "Choose another file.") from None
 
 
 def read(file: Path) -> Result:
     """Read a file that `write` made. Raises `StartupError`."""
-    fix = "Name a file that `oarlock bench` wrote with --output."
+    fix = "Give a file that `oarlock bench` wrote with --output."
     try:
         found: Any = json.loads(file.read_text("utf-8"))
     except (OSError, ValueError) as error:

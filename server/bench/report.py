@@ -19,9 +19,7 @@ from oarlock.server.bench.metrics import (
 
 COLUMNS = ("mean", "std", "p50", "p90", "p99")
 _LATE_MS = 10.0
-_SLOW_SENDING = (
-    "The client sent requests up to {:.0f} ms after their time (p99): the load was less even than asked for."
-)
+_SLOW_SENDING = "The client sent requests up to {:.0f} ms late (p99): the load was less even than requested."
 
 
 def as_text(result: Result) -> str:
@@ -72,7 +70,7 @@ def notes(result: Result) -> list[str]:
     """Return sentences on the reasons to doubt the figures."""
     found = []
     if result.is_interrupted:
-        found.append("The run was interrupted: these are the figures up to then.")
+        found.append("The run was interrupted: the figures cover the requests up to then.")
     if (text := serve.warning(result.client, (result.summary["itl_ms"] or {"p50": 0.0})["p50"])) is not None:
         found.append(text)
     late = lateness_ms(result.samples)
@@ -80,9 +78,9 @@ def notes(result: Result) -> list[str]:
         found.append(_SLOW_SENDING.format(p99))
     done = [sample for sample in result.samples if sample.failure is None]
     if other := unasked_lengths(result.samples):
-        found.append(f"{other} of {len(done)} answers have another number of tokens than was asked for.")
+        found.append(f"{other} of {len(done)} completions do not have the requested number of tokens.")
     if any(sample.counted_by == "chunks" for sample in done):
-        found.append("The server counts no tokens (usage): every chunk is taken for one.")
+        found.append("The server does not report token counts (usage): each chunk is counted as one token.")
     return found
 
 

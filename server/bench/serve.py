@@ -85,13 +85,13 @@ def warning(client: dict[str, Any], gap_ms: float) -> str | None:
     lag, share = client["lag_ms"]["p99"], client["cpu_share"]
     if share > BUSY:
         return (
-            f"The client used {share:.0%} of a core: it was a bottleneck itself, and times are too long. Use fewer "
-            "streams, or several clients."
+            f"The client used {share:.0%} of a core: it was a bottleneck itself, so the times are too long. "
+            "Use fewer streams, or several clients."
         )
     if lag > max(LATE_MS, LATE_SHARE * gap_ms):
         return (
-            f"The client's event loop was {lag:.1f} ms late (p99): times may be too long by that much. It had too "
-            "little of a core; run it beside a less busy machine or with fewer streams."
+            f"The client's event loop was {lag:.1f} ms late (p99): times may be too long by that much. The "
+            "client lacked CPU time: run it on a less busy machine, or with fewer streams."
         )
     return None
 
@@ -332,7 +332,7 @@ class ServePlan:
     def load_text(self) -> str:
         """The load in one line."""
         if self.trace and self.concurrency is None:
-            return f"open loop, the times of the trace, {self.trace_speed:g} times as fast"
+            return f"open loop, the timestamps of the trace, {self.trace_speed:g} times as fast"
         shape = {1.0: "Poisson", float("inf"): "even"}.get(self.burstiness, f"gamma of shape {self.burstiness:g}")
         if self.ramp is not None:
             return f"open loop, {self.ramp[0]:g} to {self.ramp[1]:g} requests per second, {shape}"
@@ -348,7 +348,7 @@ class ServePlan:
             spread = f", lengths ± {self.length_spread:.0%}" if self.length_spread else ""
             text = f"{self.workload}, {self.input_tokens} tokens in, {self.output_tokens} out{spread}"
         if self.workload == "shared-prefix":
-            text += f", behind {self.num_prefixes} prefix(es) of {self.prefix_tokens}"
+            text += f", after {self.num_prefixes} shared prefix(es) of {self.prefix_tokens}"
         if self.workload == "multi-turn":
             text += f", {self.turns} turns"
         return f"{text}, as {'token ids' if isinstance(prompts, IdPrompts) else 'words'}"

@@ -136,10 +136,10 @@ def read_trace(file: Path) -> list[Traced]:
     try:
         lines = file.read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise StartupError(f"--trace {file} cannot be read: {error}.", "Name a file of JSON lines.") from None
+        raise StartupError(f"--trace {file} cannot be read: {error}.", "Give a file of JSON lines.") from None
     found = [_request(line, f"{file}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
     if not found:
-        raise StartupError(f"--trace {file} has no line.", f"Each request is a line such as {_FORM}.")
+        raise StartupError(f"--trace {file} is empty.", f"Each request is a line such as {_FORM}.")
     found.sort(key=lambda request: request.at_s)
     begin = found[0].at_s
     return [Traced(each.at_s - begin, each.input_tokens, each.output_tokens, each.blocks) for each in found]
@@ -160,11 +160,13 @@ def _request(line: str, place: str) -> Traced:
     for name in ("input_length", "output_length"):
         value = fields.get(name)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise StartupError(f"{place}: {name} is {value!r}, not a whole number of at least 1.", fix)
+            raise StartupError(f"{place}: {name} is {value!r}, not an integer of at least 1.", fix)
         lengths.append(value)
     blocks = fields.get("hash_ids", [])
     if not isinstance(blocks, list) or not all(isinstance(block, int) for block in blocks):
-        raise StartupError(f"{place}: hash_ids is not a list of whole numbers.", "Correct the line, or leave them out.")
+        raise StartupError(
+            f"{place}: hash_ids is not a list of integers.", "Correct the line, or remove every hash_ids."
+        )
     return Traced(at / 1e3, lengths[0], lengths[1], tuple(blocks))
 
 

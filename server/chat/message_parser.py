@@ -42,7 +42,7 @@ class ReasoningFormat:
 
 
 HARMONY = ReasoningFormat(
-    "openai_gptoss", "gpt-oss; its calls and thoughts go together", "<|channel|>analysis<|message|>", "<|end|>"
+    "openai_gptoss", "gpt-oss; reads tool calls and reasoning together", "<|channel|>analysis<|message|>", "<|end|>"
 )  # Harmony's calls and reasoning share one parser
 THINK = ReasoningFormat(
     "deepseek_r1", "DeepSeek, Qwen 3, GLM, Kimi and most others", "<think>", "</think>", aliases=("qwen3", "glm45")
@@ -165,7 +165,7 @@ def _partial(text: str, mark: str) -> int:
 
 def formats_as_markdown() -> str:
     """Return the table of reasoning formats for the documentation."""
-    rows = ["| `--reasoning-parser` | models | thoughts |", "|---|---|---|"]
+    rows = ["| `--reasoning-parser` | models | reasoning |", "|---|---|---|"]
     for known in [*REASONING_FORMATS, HARMONY]:
         names = ", ".join(f"`{name}`" for name in (known.name, *known.aliases))
         written = f"{known.start}…{known.end}".replace("|", "\\|").replace("\n", "↵")

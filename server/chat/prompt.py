@@ -129,7 +129,10 @@ def _size(value: Any) -> int:
 def _cut(text: str) -> str:
     end = text.rfind(_CUT_HERE)
     if end < 0:
-        message = "This model's chat template does not show the last message as it is, so it cannot be continued."
+        message = (
+            "This model's chat template does not render the last message unchanged, so that message "
+            "cannot be continued."
+        )
         raise RequestError(message, "continue_final_message")
     return text[:end]
 
@@ -169,7 +172,7 @@ def answer_grammar(own: Grammar | None, prompt: ChatPrompt, special_ids: Special
     if tools is not None and tools.must_call:
         # JSON constraints apply only to the content
         if own is not None and own.kind not in ("json_schema", "json_object"):
-            message = f"'{own.param}' cannot be combined with a tool_choice that makes the model call a function."
+            message = f"'{own.param}' cannot be combined with a tool_choice that forces a function call."
             raise RequestError(message, own.param)
         return _whole("calls", tools.call_rules(special_ids), prompt, special_ids, "tools")
     if own is None and tools is not None and tools.is_strict:
@@ -215,5 +218,5 @@ def _rule(name: str, own: Grammar) -> str:
         return f"{name}: " + " | ".join(map(literal, json.loads(own.text)))
     if own.kind == "regex":
         return f"{name}: /{pattern_text(own.text)}/"
-    message = "A grammar of the caller's own cannot be combined with tools, nor with a model that thinks first."
+    message = "A grammar constraint cannot be combined with tools, or with a model that writes reasoning first."
     raise RequestError(message, own.param)

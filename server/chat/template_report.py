@@ -51,7 +51,7 @@ async def report_foldings(template: ChatTemplate) -> None:
         async with asyncio.timeout(_MOST_S):
             needed = await foldings_needed(template)
     except (EngineError, RequestError, TimeoutError) as error:  # requests will hit the same limits and report them
-        _log.warning(event("chat_template_not_tried", cause=str(error) or f"it takes longer than {_MOST_S:g} s"))
+        _log.warning(event("chat_template_check_failed", cause=str(error) or f"it takes longer than {_MOST_S:g} s"))
         return
     if needed:
         _log.info(event("chat_template_needs_rewriting", **needed))

@@ -61,7 +61,10 @@ def resolve_tool_choice(request: ChatRequest, tool_format: ToolFormat) -> ToolCh
     if not tools:
         if choice in (None, "none", "auto"):
             return None
-        raise RequestError("'tool_choice' asks for a call, and there are no tools.", "tool_choice")
+        raise RequestError(
+            "'tool_choice' requires a tool call, but there are no tools. Send 'tools', or leave 'tool_choice' out.",
+            "tool_choice",
+        )
     parallel = request.parallel_tool_calls is not False
     num_earlier = sum(len(message.tool_calls or ()) for message in request.messages)
     if choice == "none":
@@ -74,9 +77,9 @@ def resolve_tool_choice(request: ChatRequest, tool_format: ToolFormat) -> ToolCh
         must_call = choice.allowed_tools.mode == "required"
     if not tool_format.is_parsed and not must_call:
         message = (
-            "No known format reads the tool calls that this model's chat template writes. Use tool_choice 'required' "
-            "or name the function: such calls are written in a form of the server's own. The operator can name a "
-            "format with --tool-call-parser."
+            "The tool call format that this model's chat template describes is not known. Use tool_choice "
+            "'required' or a named function, for which the server defines the format. The operator can "
+            "name a format with --tool-call-parser."
         )
         raise RequestError(message, "tool_choice", "unsupported_parameter")
     return ToolChoice(tool_format, tools, tools, must_call, False, parallel, num_earlier)
@@ -87,6 +90,6 @@ def _named(tools: tuple[Tool, ...], wanted: NamedChoice) -> tuple[Tool, ...]:
     name = wanted.function.name
     found = tuple(tool for tool in tools if tool.function.name == name)
     if not found:
-        message = f"'tool_choice' names the function '{name[:64]}', which is not among the tools."
+        message = f"'tool_choice' names the function '{name[:64]}', which is not in 'tools'."
         raise RequestError(message, "tool_choice")
     return found

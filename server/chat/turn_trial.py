@@ -404,10 +404,10 @@ def _value_kind(value: Any) -> str:
 
 def _refusal(fault: Fault, outline: Outline) -> RequestError:
     position, role = outline.indices[fault.turn], outline.turns[fault.turn].role
-    what = "leaves out" if fault.is_lost else "writes in another place"
+    what = "omits" if fault.is_lost else "moves"
     message = (
-        f"This model's chat template {what} messages[{position}] (role '{role}') of such a conversation, in every form "
-        "that this server can give it. Move its text into another message, or serve the model with --chat-template and "
-        "a template that shows it."
+        f"This model's chat template {what} messages[{position}] (role '{role}') of this conversation, in "
+        "every form that the server can send to it. Move its text into another message, or serve the model "
+        "with a --chat-template that renders it."
     )
     return RequestError(message, "messages", "unsupported_value")

@@ -28,7 +28,7 @@ _WIDTH = 100  # characters of a line
 _SHORT_WIDTH = 120  # characters of a line of the short help
 _MOST_VALUES = 70  # maximum characters of the values in the short help
 _COLON_AFTER = 20  # characters; text before an earlier colon is a value, not a sentence
-_OF_HELP = "this list; --help=all: everything, --help=WORD: all of a group, of an option, or of those with this word"
+_OF_HELP = "show this help; --help=all: all options; --help=WORD: a group, an option, or options with the word"
 
 KINDS_OF_MODEL = OPTIONS["model"].help.partition(";")[0]  # description of the kinds of MODEL
 
@@ -116,7 +116,7 @@ def fix_of(parser: argparse.ArgumentParser, word: str) -> str:
     groups = _groups(parser)
     near = nearest(word.strip("-"), [name for _, actions in groups for action in actions for name in _names(action)])
     known = ", ".join(title for title, _ in groups)
-    return f"Did you mean --help={near}?" if near else f"The groups are: {known}; --help=all says everything."
+    return f"Did you mean --help={near}?" if near else f"The groups are: {known}; --help=all shows every option."
 
 
 def _groups(parser: argparse.ArgumentParser) -> list[Group]:
@@ -192,8 +192,10 @@ class Parser(argparse.ArgumentParser):
         if name in self.children:
             return self.children[name]
         near = nearest(name, list(self.children))
-        known = "There are: " + ", ".join(self.children)
-        raise UsageError(f"Unknown: {self.prog} {name}.", f"Did you mean `{self.prog} {near}`?" if near else known)
+        known = "The commands are: " + ", ".join(self.children)
+        raise UsageError(
+            f"Unknown command: {self.prog} {name}.", f"Did you mean `{self.prog} {near}`?" if near else known
+        )
 
     def format_help(self) -> str:
         return self.opening + (short_help(self) if self.takes_settings else super().format_help())
@@ -202,11 +204,11 @@ class Parser(argparse.ArgumentParser):
         """Return the help of `--help=WORD`. Raises `UsageError`."""
         found = self.opening + super().format_help() if word == "all" else help_about(self, word)
         if found is None:
-            raise UsageError(f"--help={word}: there is no such group, option or word.", fix_of(self, word))
+            raise UsageError(f"--help={word}: no group or option matches.", fix_of(self, word))
         return found
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}.", f"`{self.prog} --help` lists what there is.")
+        raise UsageError(f"{message}.", f"`{self.prog} --help` lists the options.")
 
 
 def opening(text: str, *examples: str) -> str:
@@ -308,7 +310,7 @@ def _unknown_flag(command: argparse.ArgumentParser, word: str, what: str = "flag
     near = nearest(flag, list(command._option_string_actions))
     if isinstance(command, Parser) and command.help_with_unknown:
         return UsageError(f"Unknown {what}: {flag}.", command.help_with_unknown)
-    fix = f"Did you mean {near}?" if near else f"`{command.prog} --help` lists all of them."
+    fix = f"Did you mean {near}?" if near else f"`{command.prog} --help` lists every option."
     return UsageError(f"Unknown {what}: {flag}.", removed(flag) or fix)
 
 
@@ -316,10 +318,10 @@ def _unknown_setting(command: argparse.ArgumentParser, word: str) -> UsageError:
     flag = word.split("=")[0]
     if not flag.startswith("-"):
         takes_model = any(action.dest == "model" and not action.option_strings for action in command._actions)
-        fix = "One MODEL at a time." if takes_model else f"`{command.prog} --help` lists what there is."
+        fix = "Give only one MODEL." if takes_model else f"`{command.prog} --help` lists the options."
         return UsageError(f"Unexpected argument: {word}.", fix)
     if flag == "--model":
-        return UsageError("MODEL is given without a flag, not as --model.", f"Write {command.prog} MODEL.")
+        return UsageError("MODEL is a positional argument, not --model.", f"Write {command.prog} MODEL.")
     return _unknown_flag(command, word, "flag")
 
 
@@ -330,10 +332,10 @@ def whole(low: int, high: int | None = None) -> Callable[[str], int]:
         try:
             value = int(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+            raise argparse.ArgumentTypeError(f"{text!r} is not an integer") from None
         if value < low or (high is not None and value > high):
             limit = f"at least {low}" if high is None else f"from {low} to {high}"
-            raise argparse.ArgumentTypeError(f"{value} is out of range: it has to be {limit}")
+            raise argparse.ArgumentTypeError(f"{value} is out of range: it must be {limit}")
         return value
 
     return parse
@@ -343,7 +345,7 @@ def positive(text: str) -> float:
     """Parse a number above 0, or `inf`."""
     value = _number(text)
     if not value > 0:
-        raise argparse.ArgumentTypeError(f"{text} is out of range: it has to be above 0")
+        raise argparse.ArgumentTypeError(f"{text} is out of range: it must be above 0")
     return value
 
 
@@ -351,7 +353,7 @@ def finite(text: str) -> float:
     """Parse a finite number above 0."""
     value = positive(text)
     if math.isinf(value):
-        raise argparse.ArgumentTypeError("inf is out of range: it has to be finite")
+        raise argparse.ArgumentTypeError("inf is out of range: it must be finite")
     return value
 
 
@@ -359,7 +361,7 @@ def not_negative(text: str) -> float:
     """Parse a finite number of at least 0."""
     value = _number(text)
     if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is out of range: it has to be finite and at least 0")
+        raise argparse.ArgumentTypeError(f"{text} is out of range: it must be finite and at least 0")
     return value
 
 
@@ -367,7 +369,7 @@ def below_one(text: str) -> float:
     """Parse a number of at least 0 and below 1."""
     value = _number(text)
     if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is out of range: it has to be at least 0 and below 1")
+        raise argparse.ArgumentTypeError(f"{text} is out of range: it must be at least 0 and below 1")
     return value
 
 

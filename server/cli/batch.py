@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from oarlock.server.config.settings import Settings
     from oarlock.server.endpoints.batches.batch_file import AnswerFile, RequestFile
 
-HELP = "answer a file of requests in OpenAI's batch format"
-EXAMPLE = "oarlock batch requests.jsonl answers.jsonl --model Qwen/Qwen2.5-0.5B-Instruct"
+HELP = "run a file of requests in OpenAI's batch format"
+EXAMPLE = "oarlock batch requests.jsonl responses.jsonl --model Qwen/Qwen2.5-0.5B-Instruct"
 # Options of the server that affect how requests are read, so that they apply here too.
 _OF_REQUESTS = {
     "served_model_name",
@@ -27,21 +27,25 @@ _OF_REQUESTS = {
     "request_timeout",
 }
 _EXIT_CODES = """exit codes:
-  0  all requests were answered           2  wrong command line
-  1  some answers are errors              3  wrong file, configuration or model
-  130, 143  stopped by Ctrl-C or SIGTERM: the same command goes on where this stopped"""
+  0  all requests completed               2  wrong command line
+  1  some requests failed                 3  wrong file, configuration or model
+  130, 143  stopped by Ctrl-C or SIGTERM: repeat the command to continue"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Answer the requests of IN, lines of JSON in OpenAI's batch format, as the server would answer them, and "
-        "append each answer to OUT. Requests that OUT has an answer to are not repeated. Takes flags of `serve`."
+        "Run the requests of IN, lines of JSON in OpenAI's batch format, as the server would, and append "
+        "each response to OUT. Requests that already have a response in OUT are skipped. Takes the flags "
+        "of `serve`."
     )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EXIT_CODES
-    parser.add_argument("requests", metavar="IN.jsonl", type=expand, help="the requests, one on each line")
+    parser.add_argument("requests", metavar="IN.jsonl", type=expand, help="the requests, one per line")
     parser.add_argument(
-        "answers", metavar="OUT.jsonl", type=expand, help="the answers, as they come; kept and added to"
+        "answers",
+        metavar="OUT.jsonl",
+        type=expand,
+        help="the responses in order of completion; an existing file is continued",
     )
     add_settings(parser, positional=False, without=SERVER_ONLY - _OF_REQUESTS)
 
@@ -63,11 +67,11 @@ def run(arguments: argparse.Namespace) -> int:
     answers = AnswerFile(arguments.answers, requests)
     try:
         if answers.num_done or answers.num_dropped:
-            again = f", and {answers.num_dropped} are tried again" if answers.num_dropped else ""
-            sys.stderr.write(f"{answers.num_done} of {len(requests)} requests are answered already{again}\n")
+            again = f", and {answers.num_dropped} are retried" if answers.num_dropped else ""
+            sys.stderr.write(f"{answers.num_done} of {len(requests)} requests already have a response{again}\n")
         if answers.num_done < len(requests):
             asyncio.run(_answer_all(settings, requests, answers))
-        print(f"{answers.num_done} of {len(requests)} requests answered, {answers.num_failed} with an error")
+        print(f"{answers.num_done} of {len(requests)} requests completed, {answers.num_failed} with an error")
     finally:
         answers.close()
         requests.close()

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 
 from oarlock.server.cli.arguments import first_sentence
 
-HELP = "print a script that lets bash, zsh or fish complete commands and flags"
+HELP = "print a script that completes commands and flags in bash, zsh or fish"
 EXAMPLE = "oarlock completion bash > ~/.local/share/bash-completion/completions/oarlock"
-_EPILOG = """to use it:
+_EPILOG = """how to enable it:
   bash  oarlock completion bash > ~/.local/share/bash-completion/completions/oarlock
   zsh   oarlock completion zsh > "${fpath[1]}/_oarlock", then a new shell with compinit
   fish  oarlock completion fish > ~/.config/fish/completions/oarlock.fish"""

@@ -7,13 +7,13 @@ from oarlock.server.cli.arguments import add_settings, given_settings, loaded_se
 from oarlock.server.config.settings import as_markdown
 from oarlock.server.config.sources import as_table
 
-HELP = "show the settings and where each comes from"
+HELP = "show the settings and the source of each"
 EXAMPLE = "oarlock config show --config configs/cpu.toml"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("action", nargs="?", choices=("show",), default="show", help="what to do with them")
-    parser.add_argument("--markdown", action="store_true", help="the table of the documentation instead")
+    parser.add_argument("action", nargs="?", choices=("show",), default="show", help="action (default show)")
+    parser.add_argument("--markdown", action="store_true", help="print the table of the documentation instead")
     add_settings(parser, positional=False)
 
 

@@ -14,7 +14,7 @@ from oarlock.server.config.nodes import nodes_config
 from oarlock.server.config.settings import Settings
 from oarlock.server.launch.child_process import run_program
 
-HELP = "check this machine, and what would be chosen on it"
+HELP = "check this machine, and show the settings that a server would choose"
 EXAMPLE = "oarlock doctor Qwen/Qwen2.5-0.5B-Instruct --tensor-parallel-size 2"
 
 
@@ -23,9 +23,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Check this machine for `serve` with the same flags. Loads no weights and fetches nothing. "
         "Exit code 0 if a server can start, 1 if not."
     )
-    parser.add_argument("--memory", action="store_true", help="measure how fast memory is read: seconds")
-    parser.add_argument("--all-reduce", action="store_true", help="measure the sum over ranks: seconds")
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--memory", action="store_true", help="measure the memory bandwidth (takes seconds)")
+    parser.add_argument("--all-reduce", action="store_true", help="measure the all-reduce (takes seconds)")
+    parser.add_argument("--json", action="store_true", help="print a JSON object")
     add_settings(parser, positional=True)
 
 

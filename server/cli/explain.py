@@ -9,26 +9,26 @@ from typing import Any
 from oarlock.base.errors import StartupError
 from oarlock.server.cli.arguments import UsageError
 
-HELP = "tell what happened to one of a server's last requests, and what would make it faster"
+HELP = "explain one of a server's last requests, and how to make it faster"
 EXAMPLE = "oarlock explain cmpl-bf5fdae34de7111919b618f3 http://127.0.0.1:8000"
 _KEY = "OARLOCK_ADMIN_API_KEY"
 _FIXES = {  # HTTP status -> fix
     401: f"Set {_KEY} to the key of the server's --admin-api-key.",
     403: "Start the server with --admin-api-key KEY, and give the same key here.",
-    404: "Give the X-Request-Id or the id of one of the server's last thousand answers, and its address.",
+    404: "Give the X-Request-Id or the id of one of the server's last thousand responses, and its address.",
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Ask a running server what happened to one of its last thousand requests: the times of its stages, whom it "
-        "waited for, and one sentence on what would help. No text is shown. A server on this machine without keys "
-        "tells it to everybody here, any other wants the key of its --admin-api-key."
+        "Explain one of a running server's last thousand requests: the time of each stage, which requests "
+        "it waited for, and one sentence on how to make it faster. No text is shown. If the server has no "
+        "keys, everybody on its machine may ask; any other server requires the key of its --admin-api-key."
     )
-    parser.add_argument("request_id", metavar="REQUEST_ID", help="the X-Request-Id of an answer, or its id")
+    parser.add_argument("request_id", metavar="REQUEST_ID", help="X-Request-Id of a response, or its id")
     parser.add_argument("url", nargs="?", metavar="URL", help="default http://127.0.0.1:8000")
-    parser.add_argument("--admin-api-key", metavar="KEY", help=f"the admin key; better in {_KEY}")
-    parser.add_argument("--json", action="store_true", help="the server's whole answer, for programs")
+    parser.add_argument("--admin-api-key", metavar="KEY", help=f"the admin key; prefer {_KEY}")
+    parser.add_argument("--json", action="store_true", help="print the server's JSON response")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -57,7 +57,7 @@ def text_of(answer: dict[str, Any]) -> str:
     lines = [
         f"{answer['id']}  {answer['route']}, {answer['state']}{status}{key}",
         f"{answer['prompt_tokens']} prompt tokens ({answer['cached_tokens']} cached), "
-        f"{answer['completion_tokens']} answered, choices: {answer['choices']}",
+        f"{answer['completion_tokens']} generated, choices: {answer['choices']}",
         "",
     ]
     for event in answer["timeline"]:

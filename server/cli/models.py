@@ -15,11 +15,11 @@ _SHORT = 8  # characters of a commit
 
 def _add_models(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "List the models in the cache of the hub, and the GGUF files of Ollama and llama.cpp. Each has its size, and "
-        "whether this version serves it, as far as config.json and the headers of the weights tell. Loads nothing and "
-        "fetches nothing."
+        "List the models in the hub cache, and the GGUF files of Ollama and llama.cpp, each with its size "
+        "and whether this version can serve it, judged by config.json and the headers of the weights. "
+        "Loads nothing and fetches nothing."
     )
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--json", action="store_true", help="print a JSON object")
     add_settings(parser, positional=False, without=OPTIONS.keys() - {"download_dir"})
 
 
@@ -54,9 +54,9 @@ def _list_models(arguments: argparse.Namespace) -> int:
 
 def _add_pull(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Fetch a model from the hub into its cache. What arrived before is kept, also of a file that was interrupted. "
-        "The digest of every file is checked, and what is damaged is fetched again. A model that cannot be served is "
-        "refused before its weights are fetched."
+        "Fetch a model from the hub into its cache. Files that arrived before are reused, and interrupted "
+        "ones resumed. The digest of every file is checked, and damaged files are fetched again. A model "
+        "that cannot be served is refused before its weights are fetched."
     )
     add_settings(parser, positional=True, without=OPTIONS.keys() - _PULLED_SETTINGS)
 
@@ -71,12 +71,12 @@ def _pull(arguments: argparse.Namespace) -> int:
 
     settings = loaded_settings(arguments).settings
     if settings.model is None:
-        raise UsageError("There is no MODEL.", "Name one of the hub: oarlock pull Qwen/Qwen2.5-0.5B-Instruct")
+        raise UsageError("MODEL is missing.", "Give a hub id: oarlock pull Qwen/Qwen2.5-0.5B-Instruct")
     progress = Progress()
     try:
         directory = Path(asyncio.run(pull(settings, progress)))
     except KeyboardInterrupt:
-        sys.stderr.write("\ninterrupted: what has arrived is kept, and the same command goes on\n")
+        sys.stderr.write("\ninterrupted: the data is saved, and the same command resumes\n")
         raise
     finally:
         progress.finish()
@@ -90,7 +90,7 @@ MODELS = OneCommand(
     "list the models on this machine, and which of them can be served", "oarlock models", _add_models, _list_models
 )
 PULL = OneCommand(
-    "fetch a model from the hub, and check what is here of it",
+    "fetch a model from the hub, and check the files that are here already",
     "oarlock pull Qwen/Qwen2.5-0.5B-Instruct",
     _add_pull,
     _pull,

@@ -50,7 +50,7 @@ def base_of(url: str) -> str:
         Target.parse(url)
     except ValueError as error:
         fix = f"Write http://{base}" if is_bare_address(url) else _EXAMPLE
-        raise UsageError(f"{url} is no address of a server: {error}.", fix) from None
+        raise UsageError(f"{url} is not the address of a server: {error}.", fix) from None
     if (route := _ROUTE.search(base)) is not None:
         raise UsageError(f"{url} is the address of a route, not of a server.", f"Write {base[: route.start()]}")
     return base
@@ -60,7 +60,9 @@ def given_key() -> str | None:
     """Return the key in the environment. Raises `UsageError` if it cannot be sent in a header."""
     key = os.environ.get(KEY_VARIABLE, "").strip() or None
     if key is not None and not (key.isascii() and key.isprintable()):
-        raise UsageError(f"{KEY_VARIABLE} holds characters that no header can carry.", "Set it to the server's key.")
+        raise UsageError(
+            f"{KEY_VARIABLE} contains characters that an HTTP header cannot carry.", "Set it to the server's key."
+        )
     return key
 
 
@@ -76,12 +78,12 @@ class ServerError(Exception):
     def fix(self) -> str:
         """Fix that the caller can apply, in one line."""
         if self.status in (401, 403):
-            return f"Put the server's key into the environment: {KEY_VARIABLE}."
+            return f"Set the environment variable {KEY_VARIABLE} to the server's API key."
         if self.status == 404:
             return "Correct the address, or update the server: it has no such route."
         if self.status is None:
             return "Start the server (oarlock serve MODEL), or correct the address."
-        return "The server's log says more."
+        return "See the server's log."
 
     def as_startup_error(self) -> StartupError:
         """Convert it to the `StartupError` that ends a command."""
@@ -111,7 +113,7 @@ class Remote:
         try:
             return json.loads(body)
         except ValueError:
-            raise ServerError(f"{self.url}{path} answers with something that is not JSON.", 200) from None
+            raise ServerError(f"The response of {self.url}{path} is not JSON.", 200) from None
 
     async def stream(self, path: str, fields: dict[str, Any], on_body: OnBody) -> None:
         """Send `fields` as JSON; `on_body` gets the pieces of the response. Returns at its end."""
@@ -132,7 +134,9 @@ class Remote:
         try:
             names = [str(entry["id"]) for entry in listed["data"]]
         except (KeyError, TypeError):
-            raise ServerError(f"{self.url}/v1/models is not the list of an OpenAI-compatible server.", 200) from None
+            raise ServerError(
+                f"The response of {self.url}/v1/models is not the list of an OpenAI-compatible server.", 200
+            ) from None
         if not names:
             raise ServerError(f"{self.url} serves no model.", 200)
         return names
@@ -145,10 +149,10 @@ class Remote:
         if isinstance(error, StatusError):
             return ServerError(f"{self.url}{path}: HTTP {error.status}, {message_of(error.text)}", error.status)
         if isinstance(error, NotHttpError):
-            return ServerError(f"What listens at {self.url} does not speak HTTP ({error}).")
+            return ServerError(f"The program that listens at {self.url} does not speak HTTP ({error}).")
         if isinstance(error, ConnectError):
-            return ServerError(f"No server answers at {self.url} ({error}).")
-        return ServerError(f"{self.url} ended the connection ({error}).")
+            return ServerError(f"No server responds at {self.url} ({error}).")
+        return ServerError(f"{self.url} closed the connection ({error}).")
 
 
 def message_of(body: str) -> str:

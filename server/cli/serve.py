@@ -39,7 +39,9 @@ _EXIT_CODES = """exit codes:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Serve a model. Order of sources: flag > environment > file > default."
+    parser.description = (
+        "Serve a model. A flag overrides the environment, the environment the file, and the file the default."
+    )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EXIT_CODES
     add_settings(parser, positional=True)
@@ -112,9 +114,11 @@ def _offered(settings: Settings) -> Settings:
         f"  {number}  {model.name:<{width}}  {format_size(model.size):>10}  {model.source}"
         for number, model in enumerate(found, 1)
     ]
-    question = f"Press a digit to serve one. Any other key serves the demo model, as {_ANSWER_S:.0f} seconds do."
+    question = (
+        f"Press a digit to serve a model. Any other key, or {_ANSWER_S:.0f} seconds without one, serves the demo model."
+    )
     with single_keys(sys.stdin):  # earlier keys are not a choice
-        sys.stderr.write("\n".join(["There is no MODEL. On this machine are:", *rows, question, ""]))
+        sys.stderr.write("\n".join(["MODEL is missing. On this machine are:", *rows, question, ""]))
         sys.stderr.flush()
         key = os.read(sys.stdin.fileno(), 1) if select.select([sys.stdin], [], [], _ANSWER_S)[0] else b""
     if not (key.isdigit() and 1 <= int(key) <= len(found)):
@@ -134,7 +138,7 @@ def _check_model_was_not_swallowed(arguments: argparse.Namespace, settings: Sett
         times = getattr(arguments, described.name) if described.many else None  # the values of each time it is given
         if times and (len(times[-1]) > 1 or Path(times[-1][-1]).exists()):
             raise UsageError(
-                f"There is no MODEL, and {described.flag} took {len(times[-1])} value(s), of which the last may be it.",
-                f"Write MODEL first: oarlock serve MODEL {described.flag} …; for the demo model, put the values into "
-                f"{described.env}, with commas between them.",
+                f"MODEL is missing. {described.flag} took {len(times[-1])} value(s); the last may be meant as MODEL.",
+                f"Write MODEL first: oarlock serve MODEL {described.flag} …; for the demo model, set "
+                f"{described.env} to the values, separated by commas.",
             )

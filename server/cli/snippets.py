@@ -218,12 +218,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     width = max(map(len, SNIPPETS))
     listed = "\n".join(f"  {name:<{width}}  {snippet.about}" for name, snippet in SNIPPETS.items())
     parser.epilog = (
-        f"clients:\n{listed}\n\nThe server is asked for its model. Its key, if it wants one, is read from the "
-        "environment,\nOPENAI_API_KEY, and stands in the code that is printed."
+        f"clients:\n{listed}\n\nThe server is asked for its model. If it requires an API key, set "
+        "OPENAI_API_KEY:\nthe printed code contains that key."
     )
-    parser.add_argument("url", nargs="?", metavar="URL", help="default http://127.0.0.1:8000")
-    parser.add_argument("--client", action="append", metavar="NAME", help="only this one; may be given several times")
-    parser.add_argument("--model", metavar="NAME", help="default: the first that the server lists")
+    parser.add_argument("url", nargs="?", metavar="URL", help="base URL of the server (default http://127.0.0.1:8000)")
+    parser.add_argument("--client", action="append", metavar="NAME", help="print only this client; may be repeated")
+    parser.add_argument("--model", metavar="NAME", help="model to use (default: the first that the server lists)")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -235,7 +235,7 @@ def run(arguments: argparse.Namespace) -> int:
     for name in wanted:
         if name not in SNIPPETS:
             near = nearest(name, SNIPPETS)
-            fix = f"Did you mean {near}?" if near else f"There are: {', '.join(SNIPPETS)}."
+            fix = f"Did you mean {near}?" if near else f"The clients are: {', '.join(SNIPPETS)}."
             raise UsageError(f"There is no snippet for {name}.", fix)
     key = given_key()
     remote = Remote(arguments.url or DEFAULT_URL, key)
@@ -252,5 +252,5 @@ def run(arguments: argparse.Namespace) -> int:
             sys.stdout.write(f"{'' if at == 0 else chr(10)}{mark} ---- {name}: {snippet.about}\n")
         sys.stdout.write(snippet.filled(f"{remote.url}/v1", arguments.model or names[0], key or "none"))
     if key is not None:
-        sys.stderr.write("note: the code holds the server's key\n")
+        sys.stderr.write("note: the code contains the server's key\n")
     return 0

@@ -12,26 +12,31 @@ from oarlock.server.launch.child_process import run_program
 
 def _add_verify(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", nargs="?", help=f"{KINDS_OF_MODEL} (default: the demo model)")
-    parser.add_argument("-tp", "--tensor-parallel-size", metavar="N", default="1", help="ranks (default 1)")
+    parser.add_argument("-tp", "--tensor-parallel-size", metavar="N", default="1", help="number of ranks (default 1)")
     parser.add_argument(
         "-pp", "--pipeline-parallel-size", metavar="N", default="1",
-        help="pipeline stages, each of so many ranks (default 1)",
+        help="pipeline stages, each of that many ranks (default 1)",
     )  # fmt: skip
     parser.add_argument(
         "--dtype", metavar="TYPE", default="auto",
-        help="auto, float32, bfloat16 or float16; float32 is the sharpest check (default auto: the model's own)",
+        help="auto, float32, bfloat16 or float16; float32 is the strictest check (default auto: the "
+        "checkpoint's own)",
     )  # fmt: skip
     parser.add_argument(
         "--quantization", metavar="FORM", default="none",
-        help="none, int8 or int4: as the server rounds weights; also shows what that costs, layer by layer "
+        help="none, int8 or int4: quantize weights as the server does, and report the error of each layer "
         "(default none)",
     )  # fmt: skip
     parser.add_argument(
-        "--dequantize", action="store_true", help="as the server writes quantised weights out in the model's dtype"
+        "--dequantize",
+        action="store_true",
+        help="dequantize quantized weights into the model's dtype, as the server does",
     )
     parser.add_argument("--device", metavar="DEVICE", default="auto", help="auto, cpu or cuda (default auto)")
-    parser.add_argument("--prompts", metavar="FILE", help="one prompt per line (default: a few built-in ones)")
-    parser.add_argument("--output", metavar="FILE.json", help="write the whole report, every tensor of every layer")
+    parser.add_argument("--prompts", metavar="FILE", help="file with one prompt per line (default: built-in prompts)")
+    parser.add_argument(
+        "--output", metavar="FILE.json", help="write the whole report, with every tensor of every layer"
+    )
 
 
 def _verify(arguments: argparse.Namespace) -> int:
@@ -41,9 +46,9 @@ def _verify(arguments: argparse.Namespace) -> int:
 
     size, stages = arguments.tensor_parallel_size, arguments.pipeline_parallel_size
     if not size.isdecimal():
-        raise StartupError(f"--tensor-parallel-size is {size!r}.", "Give a whole number of ranks, at least 1.")
+        raise StartupError(f"--tensor-parallel-size is {size!r}.", "Give an integer of at least 1.")
     if not stages.isdecimal():
-        raise StartupError(f"--pipeline-parallel-size is {stages!r}.", "Give a whole number of stages, at least 1.")
+        raise StartupError(f"--pipeline-parallel-size is {stages!r}.", "Give an integer of at least 1.")
     # A server's settings: a hub id is checked against them before it is fetched.
     values = {"model": arguments.model, "tensor_parallel_size": int(size), "pipeline_parallel_size": int(stages)}
     options = {name: getattr(arguments, name) for name in ("dtype", "quantization", "device")}
@@ -77,22 +82,24 @@ def _verify(arguments: argparse.Namespace) -> int:
 def _add_replay(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE", help="a recording that `oarlock serve --record FILE` wrote")
     parser.add_argument(
-        "-tp", "--tensor-parallel-size", type=int, metavar="N", help="ranks to replay with (default: as recorded)"
+        "-tp", "--tensor-parallel-size", type=int, metavar="N", help="number of ranks (default: as recorded)"
     )
     parser.add_argument(
         "-pp",
         "--pipeline-parallel-size",
         type=int,
         metavar="N",
-        help="stages to replay with; their number changes no bit (default: as recorded)",
+        help="number of pipeline stages, which changes no bit (default: as recorded)",
     )
-    parser.add_argument("--model", metavar="PATH", help="where the same checkpoint lies here (default: as recorded)")
+    parser.add_argument(
+        "--model", metavar="PATH", help="path of the same checkpoint on this machine (default: as recorded)"
+    )
     parser.add_argument(
         "--tolerance",
         type=float,
         metavar="X",
-        help="largest difference of a logprob that passes (default: 0 where these ranks have the same bits as the "
-        "recorded ones; elsewhere logprobs are reported but not limited)",
+        help="allowed difference of a logprob (default: 0 if these ranks compute the same bits as the "
+        "recorded ones; otherwise logprobs are reported but not limited)",
     )
 
 
@@ -106,7 +113,7 @@ def _replay(arguments: argparse.Namespace) -> int:
 
 
 VERIFY = OneCommand(
-    "compare a model's numbers, layer by layer, with transformers' own",
+    "compare a model's values, layer by layer, with transformers",
     "oarlock verify Qwen/Qwen2.5-0.5B-Instruct --tensor-parallel-size 2",
     _add_verify,
     _verify,

@@ -70,11 +70,11 @@ _UNSUPPORTED = {
             "draft_load_config",
             "draft_sample_method",
         ),
-        "no second model is loaded to draft.",
+        "no draft model is loaded.",
     ),
-    "disable_by_batch_size": "drafts are made only while they are worth their rows, as the costs of steps tell.",
-    "speculative_token_tree": "the drafts of a sequence follow each other.",
-    "rejection_sample_method": "a draft is kept exactly if the model samples the same token.",
+    "disable_by_batch_size": "drafts are made only while the measured step times show that they pay off.",
+    "speculative_token_tree": "the draft tokens of a sequence form a chain, not a tree.",
+    "rejection_sample_method": "a draft token is accepted if the model samples the same token.",
 }
 
 
@@ -91,8 +91,8 @@ def parse_speculative_config(value: str | Mapping[str, Any]) -> SpeculativeConfi
         raise OptionError(f"{flag} has the key {name!r:.80}, which is not {'supported' if holds else 'known'}.", fix)
     if keys.get("method", "ngram") != "ngram":
         raise OptionError(
-            f"{flag} asks for the method {keys['method']!r:.80}, but the only one is 'ngram': drafts are looked up in "
-            "the request's own prompt and answer.",
+            f"{flag} has the method {keys['method']!r:.80}, but only 'ngram' is supported: drafts are "
+            "looked up in the request's own prompt and completion.",
             example,
         )
 
@@ -125,7 +125,7 @@ def parse_kv_events_config(
     for name in keys:
         if name not in _KEYS:
             near = nearest(name, _KEYS)
-            fix = f"Did you mean {near}?" if near else f"Its keys are {', '.join(_KEYS)}."
+            fix = f"Did you mean {near}?" if near else f"The keys are {', '.join(_KEYS)}."
             raise OptionError(f"{KV_EVENTS.flag} has the key {name!r:.80}, which is not known.", fix)
     enabled = keys.get("enable_kv_cache_events")
     if not isinstance(enabled, bool):
@@ -160,9 +160,10 @@ def _check_distance(config: KvEventsConfig, num_replicas: int) -> None:
     first, second = (_port(address) for address in (config.endpoint, config.replay_endpoint))
     if config.endpoint == config.replay_endpoint or (first and second and abs(first - second) < num_replicas):
         raise OptionError(
-            f"{KV_EVENTS.flag} has endpoint {config.endpoint!r} and replay_endpoint {config.replay_endpoint!r}, which "
-            f"use the same port{'' if num_replicas == 1 else f' with {num_replicas} replicas, which count both on'}.",
-            f"Put them at least {num_replicas} apart, for example tcp://*:5557 and tcp://*:5657.",
+            f"{KV_EVENTS.flag} has endpoint {config.endpoint!r} and replay_endpoint "
+            f"{config.replay_endpoint!r}, which use the same port"
+            f"{'' if num_replicas == 1 else f' with {num_replicas} replicas, which count both on'}.",
+            f"Choose ports at least {num_replicas} apart, for example tcp://*:5557 and tcp://*:5657.",
         )
 
 

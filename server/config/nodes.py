@@ -64,7 +64,7 @@ def _values(program: str, names: Mapping[str, str], environment: Mapping[str, st
 def _number(program: str, name: str, text: str) -> int:
     if not text.strip().isdecimal():
         raise OptionError(
-            f"{name}, a variable of {program}, is {text[:80]!r}, but it must be a whole number.",
+            f"{name}, a variable of {program}, is {text[:80]!r}, but it must be an integer.",
             f"Start with {program}, unset its variables, or give {_FLAGS}.",
         )
     return int(text)
@@ -123,13 +123,13 @@ def nodes_config(settings: Settings, environment: Mapping[str, str]) -> NodesCon
         )
     if rank is None:
         raise StartupError(
-            f"--nnodes is {nnodes}, but which of them this host is, is not known.",
-            f"Give each host its own --node-rank, from 0 to {nnodes - 1}; 0 serves HTTP.",
+            f"--nnodes is {nnodes}, but the rank of this host is not known.",
+            f"Give each host its own --node-rank, from 0 to {nnodes - 1}; the host with 0 serves HTTP.",
         )
     if rank >= nnodes:
         raise StartupError(
-            f"--node-rank is {rank}, but of {nnodes} hosts the last is {nnodes - 1}.",
-            f"Use a number from 0 to {nnodes - 1}, another one on each host, or raise --nnodes.",
+            f"--node-rank is {rank}, but with {nnodes} hosts it is at most {nnodes - 1}.",
+            f"Give each host its own --node-rank from 0 to {nnodes - 1}, or raise --nnodes.",
         )
     if settings.master_addr is None:
         raise StartupError(
@@ -162,20 +162,24 @@ def _check_ray(settings: Settings) -> None:
     ]
     if given:
         raise StartupError(
-            f"{given[0]} is given beside {flag}, which numbers and finds the hosts itself.",
-            f"Leave {given[0]} out, and start the command on one host alone.",
+            f"{given[0]} is given together with {flag}, which numbers and finds the hosts itself.",
+            f"Leave {given[0]} out, and start the command on one host only.",
         )
     if settings.data_parallel_size > 1:
         raise StartupError(
-            f"--data-parallel-size {settings.data_parallel_size} beside {flag}: replicas share one host.",
-            "Have Ray Serve start the replicas (docs/replicas.md).",
+            f"--data-parallel-size {settings.data_parallel_size} is given together with {flag}: replicas "
+            "share one host.",
+            "Let Ray Serve start the replicas (docs/replicas.md).",
         )
     if settings.device == "auto":
-        raise StartupError(f"{flag} must know what a rank takes of a host.", "Add --device cuda or --device cpu.")
+        raise StartupError(
+            f"{flag} needs to know the device: it reserves the resources of each rank.",
+            "Add --device cuda or --device cpu.",
+        )
     if ranks % settings.nnodes:
         raise StartupError(
-            f"{ranks} ranks cannot be dealt to {settings.nnodes} hosts in equal parts.",
-            "Choose --nnodes so that it divides --tensor-parallel-size times --pipeline-parallel-size.",
+            f"{ranks} ranks cannot be distributed evenly over {settings.nnodes} hosts.",
+            "Choose an --nnodes that divides --tensor-parallel-size times --pipeline-parallel-size.",
         )
     if importlib.util.find_spec("ray") is None:
         raise StartupError(

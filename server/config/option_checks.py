@@ -53,8 +53,8 @@ def check_allowed_origins(origins: Iterable[str]) -> None:
     for origin in origins:
         if origin != "*" and not _ORIGIN.fullmatch(origin):
             raise OptionError(
-                f"--allowed-origins is {origin[:80]!r}, but it must be a scheme and a host in lower case, with a port "
-                "if it is not the scheme's own, and nothing behind it; or *.",
+                f"--allowed-origins is {origin[:80]!r}, but it must be a scheme and a host in lower case, "
+                "with a port if it is not the scheme's default, and no path; or *.",
                 "For example: --allowed-origins https://chat.example.org http://localhost:3000",
             )
 
@@ -63,7 +63,8 @@ def check_root_path(path: str | None) -> None:
     """Raise `OptionError` for a path that does not look like /llm or /models/llm."""
     if path is not None and not re.fullmatch(r"(/[A-Za-z0-9._~-]+)+", path):
         raise OptionError(
-            f"--root-path is {path[:80]!r}, but it must begin with / and end without, of letters, digits and ._~-",
+            f"--root-path is {path[:80]!r}, but it must begin with /, not end with /, and contain only "
+            "letters, digits, / and ._~-",
             "For example: --root-path /llm",
         )
 
@@ -87,8 +88,8 @@ def check_metrics_prefix(prefix: str) -> None:
     """Raise `OptionError` if the prefix would make a metric's name invalid, or is the prefix of other metrics."""
     if not re.fullmatch("[A-Za-z_:][A-Za-z0-9_:]{0,63}", prefix) or prefix == "oarlock:":
         raise OptionError(
-            f"--metrics-prefix is {prefix[:80]!r}, but it must consist of letters, digits, _ and :, begin with no "
-            "digit, and not be oarlock:, with which other metrics begin.",
+            f"--metrics-prefix is {prefix[:80]!r}, but it must consist of letters, digits, _ and :, not "
+            "begin with a digit, and not be oarlock:, the prefix of other metrics.",
             "For example: --metrics-prefix llm:",
         )
 
@@ -107,26 +108,27 @@ def check_kv_offload(settings: KVOffloadSettings) -> None:
     """Raise `OptionError` if the options for KV blocks outside of the pool do not go together."""
     if settings.kv_offload_disk is not None and settings.kv_offload_path is None:
         raise OptionError(
-            "--kv-offload-disk limits the files in a directory, and --kv-offload-path names none.",
+            "--kv-offload-disk limits the files of a directory, but --kv-offload-path does not name one.",
             "For example: --kv-offload-path /var/cache/oarlock/kv --kv-offload-disk 200GiB",
         )
     if settings.kv_offload_memory is None and settings.kv_offload_path is None:
         return
     if not settings.enable_prefix_caching:
         raise OptionError(
-            "--kv-offload-memory and --kv-offload-path keep what --no-enable-prefix-caching throws away.",
+            "--kv-offload-memory and --kv-offload-path store KV blocks for the prefix cache, which "
+            "--no-enable-prefix-caching turns off.",
             "Leave one of them out.",
         )
     if settings.record is not None:
         raise OptionError(
-            "--record cannot repeat what --kv-offload-memory and --kv-offload-path load.",
+            "--record cannot replay the KV blocks that --kv-offload-memory and --kv-offload-path load.",
             "Leave one of them out.",
         )
 
 
 _NO_SECRET = (
-    "Leave it out: hosts meet in torch's store, which knows no secret; keep the network between them private, or use "
-    "WireGuard."
+    "Leave it out: hosts connect through torch's store, which has no authentication. Keep the network "
+    "between them private, or use WireGuard."
 )
 _REMOVED = {"node_secret_file": _NO_SECRET, "node_secret": _NO_SECRET}
 

@@ -78,51 +78,52 @@ class ModelSettings:
         positional=True,
         example="Qwen/Qwen2.5-0.5B-Instruct",
         unset="the demo model",
-        help="directory of a checkpoint, GGUF file, hub id, or a name that `oarlock models` lists; "
-        "without one, the demo model of this repository",
+        help="directory of a checkpoint, GGUF file, hub id, or a name that `oarlock models` lists; without "
+        "it, the demo model of this repository",
     )
     served_model_name: tuple[str, ...] = option(
         (),
         example="my-model alias",
-        help="names that requests may use; the first is reported (default: MODEL as given)",
+        help="model names for requests; responses show the first (default: MODEL as given)",
     )
     revision: str | None = option(None, example="v1.0", help="branch, tag or commit of a hub id (default: main)")
     tokenizer: str | None = option(
         None,
         is_path=True,
         example="Qwen/Qwen2.5-0.5B-Instruct",
-        help="directory or hub id whose tokenizer and chat template are used (default: those of the model)",
+        help="directory or hub id of the tokenizer and chat template (default: the model's)",
     )
     chat_template: str | None = option(
         None,
         is_path=True,
         example="template.jinja",
-        help="file with a chat template in Jinja (default: that of the tokenizer)",
+        help="file with a chat template in Jinja (default: the tokenizer's)",
     )
     chat_template_content_format: str = option(
         "auto",
         example="openai",
         choices=("auto", "string", "openai"),
-        help="what the chat template reads as a message's content: string, one text; openai, a list of parts; auto: "
-        "one text, unless the template writes parts alone",
+        help="form in which the chat template gets the content of a message: string; openai, a list of "
+        "parts; auto: a string, unless the template supports only parts",
     )
     tool_call_parser: str = option(
         "auto",
         example="qwen3_coder",
         choices=TOOL_CALL_PARSERS,
-        help="format of the model's tool calls; auto: found out from the chat template",
+        help="format of the model's tool calls; auto: detected from the chat template",
     )
     reasoning_parser: str = option(
         "auto",
         example="deepseek_r1",
         choices=REASONING_PARSERS,
-        help="marks around the model's thoughts; auto: found out from the chat template; none: thoughts are content",
+        help="tags around the model's reasoning; auto: detected from the chat template; none: reasoning is "
+        "part of the content",
     )
     download_dir: str | None = option(
         None,
         is_path=True,
         example="/data/models",
-        help="where models of the hub are kept, as huggingface_hub lays them out (default: its cache, HF_HOME)",
+        help="where models of the hub are stored, in the layout of huggingface_hub (default: its cache, HF_HOME)",
     )
     offline: bool = option(False, help="serve hub ids from the cache, without the network")
     dtype: str = option(
@@ -130,47 +131,50 @@ class ModelSettings:
         example="bfloat16",
         choices=("auto", "bfloat16", "float16", "float32"),
         aliases={"half": "float16", "float": "float32"},
-        help="type of weights and activations; auto: the checkpoint's own, or float32 where a CPU would emulate it; "
-        "half and float are float16 and float32",
+        help="dtype of weights and activations; auto: the checkpoint's, or float32 if the CPU would "
+        "emulate it; half and float are float16 and float32",
     )
     quantization: str = option(
         "none",
         short="-q",
         example="int8",
         choices=("none", "int8", "int4"),
-        help="round weights as they are read: int8, half of bfloat16's memory, small errors; int4, 0.28",
+        help="quantize weights while loading: int8 takes half of bfloat16's memory, int4 0.28",
     )
     dequantize: bool = option(
         False,
-        help="write quantised weights out in --dtype at load: exact where their products would round inputs, in the "
-        "memory of an unquantised model",
+        help="dequantize quantized weights to --dtype while loading: inputs of matmuls are not rounded, "
+        "but the weights take the memory of an unquantized model",
     )
     load_format: str = option(
         "auto",
         example="dummy",
         choices=("auto", "safetensors", "dummy"),
-        help="how weights are read; dummy: seeded random weights of the model's shape, for load tests",
+        help="how weights are loaded; dummy: random weights of the model's shape, for load tests",
     )
-    check_weights: bool = option(True, help="refuse a checkpoint that holds NaN or infinity, by the tensor's name")
+    check_weights: bool = option(True, help="refuse a checkpoint that contains NaN or infinity, and name the tensor")
     runner: str = option(
         "auto",
         example="pooling",
         choices=("auto", "generate", "pooling"),
-        help="generate texts, or embeddings and scores (pooling); auto: as the checkpoint's files say",
+        help="generate text, or embeddings and scores (pooling); auto: as the checkpoint's files specify",
     )
     classifier_from_token: tuple[str, ...] = option(
         (),
         example="no yes",
-        help="score texts by the odds of the last of these two answers; rerankers of the Qwen3 family do so "
-        "(default: as config.json or modules.json says)",
+        help="score text pairs by the odds of the second of these two tokens; rerankers of the Qwen3 family do so "
+        "(default: as config.json or modules.json specify)",
     )
     generation_config: str = option(
         "auto",
         is_path=True,
         example="vllm",
-        help="default sampling; auto: the model's generation_config.json; vllm: neutral; or a folder with such a file",
+        help="default sampling parameters; auto: the model's generation_config.json; vllm: neutral values; "
+        "or a folder with such a file",
     )
-    seed: int = option(0, example="1", limits=(0, 2**31 - 1), help="seed of dummy weights; requests have their own")
+    seed: int = option(
+        0, example="1", limits=(0, 2**31 - 1), help="seed of dummy weights; requests have their own seed"
+    )
     max_model_len: int | None = option(
         None,
         example="4096",
@@ -178,8 +182,8 @@ class ModelSettings:
         is_count=True,
         aliases={"auto": FITTING},
         special=(FITTING,),
-        help="longest prompt plus answer in tokens; 16k is 16,000, 16K 16,384; auto or -1: as many of the default as "
-        "the KV memory holds (default: what the model was trained for)",
+        help="context length: maximum tokens of prompt plus completion; 16k is 16,000, 16K 16,384; auto or "
+        "-1: as much of the default as the KV memory holds (default: the model's context length)",
     )
 
 
@@ -195,13 +199,13 @@ class HttpSettings:
         None,
         is_path=True,
         example="/run/oarlock/http.sock",
-        help="Unix socket to listen on in place of --host and --port; its folder decides who may connect",
+        help="Unix socket to listen on instead of --host and --port; the permissions of its folder control access",
     )
     ssl_certfile: str | None = option(
         None,
         is_path=True,
         example="/etc/letsencrypt/live/llm.example.org/fullchain.pem",
-        help="serve HTTPS with this certificate and its chain, in PEM; renewed files are taken over within seconds",
+        help="serve HTTPS with this certificate chain in PEM; renewed files are reloaded within seconds",
     )
     ssl_keyfile: str | None = option(
         None,
@@ -212,18 +216,18 @@ class HttpSettings:
     root_path: str | None = option(
         None,
         example="/llm",
-        help="path below which a proxy shows this server; requests are answered with it and without",
+        help="path prefix under which a proxy publishes this server; requests are accepted with and without it",
     )
     allowed_origins: tuple[str, ...] = option(
         (),
         example="https://chat.example.org",
-        help="origins whose web pages may use this server from a browser (CORS); * for any",
+        help="origins of web pages that may use this server from a browser (CORS); * for any",
     )
     api_key: tuple[str, ...] = option(
         (),
         example="KEY",
         secret=True,
-        help="keys that clients must send as a bearer token; better in OARLOCK_API_KEY than on the command line",
+        help="keys, one of which clients must send as a bearer token; prefer OARLOCK_API_KEY to the command line",
     )
     api_key_file: str | None = option(
         None,
@@ -235,77 +239,82 @@ class HttpSettings:
         None,
         example="KEY",
         secret=True,
-        help="key of the /admin routes and of /v1/requests, and of nothing else; without one /admin is closed; better "
-        "in OARLOCK_ADMIN_API_KEY",
+        help="key of the /admin routes and of /v1/requests only; without it /admin is closed; prefer "
+        "OARLOCK_ADMIN_API_KEY to the command line",
     )
     open_metrics: bool = option(
         False,
-        help="answer /metrics and /v1/state without a key beyond loopback, too: for routers that have none; without "
-        "any keys also /v1/requests",
+        help="serve /metrics and /v1/state without a key also beyond loopback, for routers that have no "
+        "key; if no keys are set, also /v1/requests",
     )
-    web_page: bool = option(True, help="serve a web page at /: chat, the live state, and the model's card")
+    web_page: bool = option(True, help="serve a web page at / with a chat, the live state and the model card")
     allowed_hosts: tuple[str, ...] = option(
         (),
         example="llm.example.org *.lan",
-        help="more names that the Host header may have where no key is required; such as the public name of a proxy; "
-        "*.example.org for all below it, * for any",
+        help="additional names for the Host header if no key is required, such as the public name of a "
+        "proxy; *.example.org for all subdomains, * for any",
     )
     max_body_size: int = option(
-        16 * 2**20, example="32MiB", is_bytes=True, limits=(1024, 2**30), help="larger request bodies are refused (413)"
+        16 * 2**20,
+        example="32MiB",
+        is_bytes=True,
+        limits=(1024, 2**30),
+        help="size limit of a request body; larger bodies are refused (413)",
     )
     body_memory: int = option(
         128 * 2**20,
         example="512MiB",
         is_bytes=True,
         limits=(2**20, 2**40),
-        help="memory of all requests, from the first byte of a body to the last event of its response; requests "
-        "beyond it are refused (503) with Retry-After, but a single one never is",
+        help="memory for all requests, from the first byte of the body to the last event of the response; "
+        "requests beyond it are refused (503) with Retry-After, but a single one never is",
     )
     response_store: int = option(
         64 * 2**20,
         example="0",
         is_bytes=True,
         limits=(0, 2**36),
-        help="memory for the responses of /v1/responses that previous_response_id goes on from; if it is full, the API "
-        "key that holds the most loses its oldest response; 0: none is kept",
+        help="memory for the responses of /v1/responses that previous_response_id can continue; if it is "
+        "full, the API key that uses the most loses its oldest response; 0: none is stored",
     )
     batch_dir: str | None = option(
         None,
         is_path=True,
         example="/var/lib/oarlock/batches",
-        help="directory for /v1/files and /v1/batches, served only with it; batches go on after a restart",
+        help="directory for /v1/files and /v1/batches, which are served only with it; batches continue after a restart",
     )
     batch_dir_size: int = option(
         16 * 2**30,
         example="64GiB",
         is_bytes=True,
         limits=(2**20, 2**50),
-        help="what the files of --batch-dir may hold together; more is refused (413), and a batch ends as failed; of "
-        "several API keys each may hold as much as it leaves free",
+        help="size limit of all files of --batch-dir; uploads beyond it are refused (413), and a batch "
+        "that needs more fails; if there are several API keys, each may use as much as it leaves free",
     )
     strict_parameters: bool = option(
         False,
-        help="refuse request parameters that are unknown or have no effect (400), not report them in a header",
+        help="refuse requests with unknown or ineffective parameters (400); otherwise a header lists them",
     )
     strict_max_tokens: bool = option(
-        False, help="refuse a token limit that does not fit the context (400) instead of lowering it"
+        False, help="refuse a token limit that exceeds the context (400), instead of lowering it"
     )
-    always_stream_usage: bool = option(False, help="end every stream with a chunk of usage, even when not requested")
-    ignore_model_case: bool = option(False, help="accept the served names in upper or lower case")
+    always_stream_usage: bool = option(False, help="end every stream with a usage chunk, even if not requested")
+    ignore_model_case: bool = option(False, help="ignore the case of model names")
     request_timeout: float | None = option(
         None,
         unset="none",
         example="600",
         limits=(0.001, 86_400),
-        help="seconds that any request may take, waiting included; requests may ask for less (default: no limit)",
+        help="time limit of any request in seconds, including the queue; requests may set a shorter one "
+        "(default: no limit)",
     )
     drain_timeout: float = option(
-        30.0, example="60", limits=(0, 3600), help="seconds that running requests get to finish after SIGTERM or Ctrl-C"
+        30.0, example="60", limits=(0, 3600), help="seconds for running requests to finish after SIGTERM or Ctrl-C"
     )
     metrics_prefix: str = option(
         "vllm:",
         example="llm:",
-        help="what names of metrics begin with that routers and dashboards read; with another they do not find them",
+        help="prefix of the metric names that routers and dashboards read; they do not find others",
     )
 
 
@@ -316,18 +325,18 @@ class DeviceSettings:
     GROUP = "Devices"
 
     tensor_parallel_size: int = option(
-        1, example="2", short="-tp", limits=(1, 64), help="number of ranks that share every layer"
+        1, example="2", short="-tp", limits=(1, 64), help="number of ranks that share each layer"
     )
     pipeline_parallel_size: int = option(
         1,
         example="2",
         short="-pp",
         limits=(1, 64),
-        help="number of stages, each with its part of the layers and --tensor-parallel-size ranks",
+        help="number of pipeline stages; each has some of the layers and --tensor-parallel-size ranks",
     )
     enable_expert_parallel: bool = option(
         False,
-        help="of a mixture of experts each rank holds whole experts; else every rank holds a part of each",
+        help="each rank of a MoE model holds whole experts; otherwise a part of each",
     )
     data_parallel_size: int = option(
         1,
@@ -336,41 +345,40 @@ class DeviceSettings:
         limits=(1, 64),
         help="number of replicas on this host, each with an engine, ranks, weights and KV memory (docs/replicas.md)",
     )
-    device: str = option("auto", example="cpu", choices=("auto", "cpu", "cuda"), help="where the ranks run")
+    device: str = option("auto", example="cpu", choices=("auto", "cpu", "cuda"), help="device of the ranks")
     num_threads: int | None = option(
         None,
         example="4",
         limits=(1, 1024),
-        help="CPU threads of one rank (default: one for each core that --cpu-affinity gives it)",
+        help="CPU threads of one rank (default: one per core that --cpu-affinity assigns)",
     )
     cpu_affinity: str = option(
         "auto",
         example="0-7|8-15",
-        help="CPUs that a rank's threads stay on; auto: physical cores of one NUMA node, without hyper-threads and "
+        help="CPUs of a rank's threads; auto: physical cores of one NUMA node, without hyper-threads and "
         "efficiency cores; none; or a list for each rank",
     )
     attention_backend: str = option(
         "auto",
         example="reference",
         choices=("auto", "cpp", "torch", "triton", "reference"),
-        help="how attention is computed; triton: on CUDA devices; reference: plain torch, slow, for comparison",
+        help="attention backend; triton: on CUDA devices; reference: plain torch, slow, for comparison",
     )
     enforce_eager: bool = option(
         False,
-        help="launch every operation of every step, where a CUDA device would run decode steps as graphs: slower, and "
-        "takes less of its memory",
+        help="do not run decode steps as CUDA graphs: slower, and takes less GPU memory",
     )
     batch_invariant: bool = option(
         False,
-        help="serve only if answers do not depend on other requests, which the start tests; on CUDA by other "
-        "kernels (docs/determinism.md)",
+        help="serve only if a response does not depend on other requests, which is tested at start; on "
+        "CUDA with other kernels (docs/determinism.md)",
     )
     step_timeout: float | None = option(
         None,
         example="30",
         limits=(1, 3600),
-        help="seconds after which a step counts as a hung rank and the server exits; without it 120, or four times the "
-        "largest step where that is measured to take longer",
+        help="seconds after which a step counts as hung and the server exits (default: 120, or four times "
+        "the largest step if that is measured to be longer)",
     )
 
 
@@ -384,39 +392,41 @@ class NodeSettings:
         "mp",
         example="ray",
         choices=("mp", RAY),
-        help="who starts the parts of a model: mp: this command, on each host; ray: Ray, on nodes of its cluster, of "
-        "which this host is one",
+        help="which program starts the ranks of several hosts: mp: this command, on each host; ray: Ray, "
+        "on nodes of its cluster, one of which is this host",
     )
     nnodes: int = option(
         1,
         example="2",
         limits=(1, 64),
-        help="number of hosts that the ranks are dealt to; the same command runs on each, but for Ray (default: as "
-        "torchrun or LeaderWorkerSet says; on Ray one for each stage; else 1)",
+        help="number of hosts for the ranks; the same command runs on each, except with Ray (default: as "
+        "set by torchrun or LeaderWorkerSet; with Ray one per stage; otherwise 1)",
     )
     node_rank: int | None = option(
         None,
         example="1",
         limits=(0, 63),
-        help="number of this host; 0, the head node, serves HTTP (default: as torchrun or LeaderWorkerSet says)",
+        help="number of this host; 0, the head node, serves HTTP (default: as set by torchrun or LeaderWorkerSet)",
     )
     master_addr: str | None = option(
-        None, example="10.0.0.1", help="name or address of the head node (default: as torchrun or LeaderWorkerSet says)"
+        None,
+        example="10.0.0.1",
+        help="name or address of the head node (default: as set by torchrun or LeaderWorkerSet)",
     )
     master_port: int = option(
         MASTER_PORT,
         example="29600",
         limits=(1, 65535),
-        help="port of the store in which the hosts meet: the head node keeps it, or torchrun",
+        help="port of the store through which the hosts connect, run by the head node or by torchrun",
     )
     node_interface: str | None = option(
         None,
         example="eth1",
-        help="network interface of this host, or its address, for all that goes between hosts (default: the one that "
-        "leads to the head node)",
+        help="network interface of this host, or its address, for the traffic between hosts (default: the "
+        "route to the head node)",
     )
     node_timeout: float = option(
-        300.0, example="600", limits=(1, 86_400), help="seconds that the hosts wait for each other at the start"
+        300.0, example="600", limits=(1, 86_400), help="seconds that hosts wait for each other at start"
     )
 
 
@@ -426,28 +436,32 @@ class SchedulingSettings:
 
     GROUP = "Scheduling and memory"
 
-    max_num_seqs: int = option(64, example="32", limits=(1, 4096), help="sequences that run at the same time")
+    max_num_seqs: int = option(64, example="32", limits=(1, 4096), help="maximum number of running sequences")
     max_num_batched_tokens: int | None = option(
         None,
         example="4096",
         limits=(16, 2**20),
         is_count=True,
-        help="tokens of one step, prompts included; without it 2048, or fewer where such a step is measured to take "
-        "more than 3 seconds",
+        help="token limit of one step, prompts included (default: 2048, or fewer if such a step takes more than "
+        "3 seconds)",
     )
     max_step_ms: float | None = option(
         None,
         example="60",
         limits=(1, 600_000),
-        help="milliseconds of a step while answers are under way: prompts are computed in chunks that fit (default: "
-        "2.5 times a step without prompts, as measured)",
+        help="time limit in milliseconds of a step that decodes: prompts are computed in chunks that fit "
+        "(default: 2.5 times a step without prompts, as measured)",
     )
     async_scheduling: bool | None = option(
         None,
-        help="schedule each step while the one before runs (default: where the engine has a core besides the ranks')",
+        help="schedule each step while the previous one runs (default: if the engine has a core besides "
+        "those of the ranks)",
     )
     max_waiting_requests: int = option(
-        512, example="1024", limits=(1, 2**20), help="requests that may wait; beyond: 429 with Retry-After"
+        512,
+        example="1024",
+        limits=(1, 2**20),
+        help="maximum number of waiting requests; more are refused (429) with Retry-After",
     )
     block_size: int = option(32, example="16", limits=(1, 1024), help="tokens in one KV block")
     kv_cache_memory: int | None = option(
@@ -457,7 +471,7 @@ class SchedulingSettings:
         "auto",
         example="int8",
         choices=("auto", "int8", "fp8", "fp8_e4m3"),
-        help="round keys and values as they are stored: int8 or fp8 (e4m3), about half of bfloat16's memory",
+        help="quantize keys and values: int8 or fp8 (e4m3) take about half of bfloat16's memory",
     )
     kv_offload_memory: int | None = option(
         None,
@@ -472,34 +486,36 @@ class SchedulingSettings:
         None,
         is_path=True,
         example="/var/cache/oarlock/kv",
-        help="directory for files of KV blocks that the pool evicts: they outlive a restart, and replicas on this host "
-        "may share them. They hold what users' prompts were computed to (docs/replicas.md)",
+        help="directory for files of evicted KV blocks: they survive a restart, and replicas on this host "
+        "may share them. They contain the keys and values of users' prompts (docs/replicas.md)",
     )
     kv_offload_disk: int | None = option(
         None,
         example="200GiB",
         is_bytes=True,
         limits=(2**20, 2**60),
-        help="what all files in --kv-offload-path may take; those not used for the longest time are removed (default: "
-        "half of what is free)",
+        help="size limit of the files in --kv-offload-path; the least recently used are removed (default: "
+        "half of the free space)",
     )
     gpu_memory_utilization: float = option(
-        0.9, example="0.8", limits=(0.05, 0.99), help="share of a GPU's memory to use"
+        0.9, example="0.8", limits=(0.05, 0.99), help="fraction of GPU memory to use"
     )
-    enable_prefix_caching: bool = option(True, help="keep KV blocks of shared prompt beginnings")
+    enable_prefix_caching: bool = option(True, help="reuse the KV blocks of shared prompt prefixes")
     speculative_config: str | None = option(
         None,
         example=SPECULATIVE.example,
         is_json=True,
-        help="draft tokens by looking up the last ones in the request's own text; several are checked in one step; "
-        "keys: method (ngram), num_speculative_tokens, prompt_lookup_max, prompt_lookup_min (default: no drafts)",
+        help="draft tokens by looking up the last tokens in the request's own text; one step checks "
+        "several; keys: method (ngram), num_speculative_tokens, prompt_lookup_max, prompt_lookup_min "
+        "(default: no drafts)",
     )
     kv_events_config: str | None = option(
         None,
         example=KV_EVENTS.example,
         is_json=True,
-        help="publish what enters and leaves the prefix cache over ZMQ, as vLLM does; keys: enable_kv_cache_events, "
-        "publisher, endpoint, replay_endpoint, buffer_steps, hwm, max_queue_size, topic (default: nothing)",
+        help="publish the changes of the prefix cache over ZMQ, as vLLM does; keys: "
+        "enable_kv_cache_events, publisher, endpoint, replay_endpoint, buffer_steps, hwm, "
+        "max_queue_size, topic (default: nothing)",
     )
 
 
@@ -510,21 +526,21 @@ class LogSettings:
     GROUP = "Logs"
 
     log_level: str = option(
-        "info", example="debug", choices=("debug", "info", "warning", "error"), help="least severe shown"
+        "info", example="debug", choices=("debug", "info", "warning", "error"), help="least severe level that is logged"
     )
     log_format: str = option(
         "text",
         example="json",
         choices=("text", "json"),
-        help="one event a line, as key=value for people or as a JSON object for programs, of all processes",
+        help="format of the log of all processes: one key=value line or one JSON object per event",
     )
     enable_log_requests: bool = option(
-        False, help="one line per request that was generated: id, tokens, times, the label of its key; never its text"
+        False, help="log one line per generated response: id, tokens, times, the label of its API key; never its text"
     )
     access_log: bool = option(
         False,
-        help="one line per HTTP answer: client, method, path, status, bytes, seconds, the label of the key; without "
-        "probes and metrics that succeed",
+        help="log one line per HTTP response: client, method, path, status, bytes, seconds, the label of "
+        "the API key; successful probes and metrics are left out",
     )
     otlp_traces_endpoint: str | None = option(
         None,
@@ -535,12 +551,13 @@ class LogSettings:
         None,
         is_path=True,
         example="steps.rec",
-        help="write every step to this new file, for `oarlock replay`; it holds all prompts and answers as token ids",
+        help="record every step in this new file, for `oarlock replay`; it contains all prompts and "
+        "completions as token ids",
     )
     record_limit: int | None = option(
         2**30,
         example="8GiB",
         is_bytes=True,
         limits=(2**16, 2**50),
-        help="bytes after which recording stops, while serving goes on; none: no limit",
+        help="size after which recording stops, while serving continues; none: no limit",
     )

@@ -172,7 +172,7 @@ class Option:
         """Refuse a blank secret: it would leave the server open although the operator believes that it is protected."""
         if self.secret and not (values and all(value.strip() for value in values)):
             raise OptionError(
-                f"{self.env}, {self.flag} or {self.name} is given, but holds no key.",
+                f"{self.env}, {self.flag} or {self.name} is given, but contains no key.",
                 f"Give it a key, for example {self.usage}, or unset it.",
             )
         return values
@@ -191,7 +191,7 @@ class Option:
                 return _parse_bool(text)
             return self.kind(text)
         except ValueError:
-            wanted = "a whole number, such as 16000, 16k for the same or 16K for 16384"
+            wanted = "an integer, such as 16000, 16k for the same or 16K for 16384"
             raise self._wrong(text, wanted if self.is_count else f"of type {self.type_name}") from None
 
     def _wrong(self, value: Any, wanted: str) -> OptionError:

@@ -74,7 +74,7 @@ class Settings(LogSettings, SchedulingSettings, NodeSettings, DeviceSettings, Ht
         )
         if config is not None and not self.enable_prefix_caching:
             raise OptionError(
-                "--kv-events-config asks for events of the prefix cache, but --no-enable-prefix-caching turns it off.",
+                "--kv-events-config publishes events of the prefix cache, but --no-enable-prefix-caching turns it off.",
                 "Leave one of the two out.",
             )
         return config
@@ -173,7 +173,7 @@ def make_settings(values: Mapping[str, Any]) -> Settings:
 
 def as_markdown() -> str:
     """Return the table of options for the documentation."""
-    lines = ["| flag | type | default | effect |", "|---|---|---|---|"]
+    lines = ["| flag | type | default | meaning |", "|---|---|---|---|"]
     for described in OPTIONS.values():
         flags = f"`{described.flag}`" + (f", `{described.short}`" if described.short else "")
         kind = described.type_name.replace("|", " \\| ")

@@ -98,8 +98,8 @@ def _from_file(path: str | None) -> dict[str, Any]:
         name = key.replace("-", "_")
         if isinstance(value, dict) and not (name in OPTIONS and OPTIONS[name].is_json):
             raise OptionError(
-                f"{path} has a table [{key}], but options are not in tables.",
-                f"Write the keys below it at the beginning of the file, without [{key}].",
+                f"{path} has a table [{key}], but options must not be in tables.",
+                f"Move the keys below it to the beginning of the file, and remove [{key}].",
             )
         if name not in OPTIONS:
             raise unknown_name(f"key in {path}", key, OPTIONS)

@@ -40,26 +40,26 @@ FLAGS: dict[str, Flag] = {
     **_switches("tools are always enabled, and the model chooses unless the request does.", "enable-auto-tool-choice"),
     **_switches("reasoning is recognised by the markers in the model's chat template.", "enable-reasoning"),
     "trust-remote-code": Flag(
-        "code of a checkpoint is never run, and no model that is served needs any.", is_switch=True, is_either=True
+        "code in a checkpoint is never run, and no supported model needs any.", is_switch=True, is_either=True
     ),
     **_switches("prompts are always computed in chunks, together with running sequences.", "enable-chunked-prefill"),
-    **_values("CUDA graphs hold sequences of any length.", "max-seq-len-to-capture"),
-    **_values("preempted sequences are computed again, so no memory is set aside for swapping.", "swap-space"),
+    **_values("CUDA graphs support sequences of any length.", "max-seq-len-to-capture"),
+    **_values("preempted sequences are recomputed, so no swap space is used.", "swap-space"),
     **_switches("requests are not logged unless --enable-log-requests is given.", "disable-log-requests"),
     **_switches("statistics are not logged; /metrics has them.", "disable-log-stats"),
     **_switches("there is no access log unless --access-log is given.", "disable-uvicorn-access-log"),
     **_switches("usage always includes cached tokens.", "enable-prompt-tokens-details"),
     **_switches("every response carries X-Request-Id.", "enable-request-id-headers"),
-    **_switches("there is one KV cache manager.", "use-v2-block-manager"),
+    **_switches("there is only one KV cache manager.", "use-v2-block-manager"),
     **_switches("of several hosts only the head node, --node-rank 0, serves HTTP.", "headless"),
     **_values("grammars are compiled by llguidance.", "guided-decoding-backend", harmless=("auto", "guidance")),
     **_values(
-        "replicas are processes that are started on this host.",
+        "replicas run as processes on this host.",
         "data-parallel-backend",
         harmless=("mp",),
     ),
     **_refused(
-        "--data-parallel-size starts all replicas, on this host and behind one address.",
+        "--data-parallel-size starts all replicas on this host, behind one address.",
         "data-parallel-size-local",
         "data-parallel-rank",
         "data-parallel-start-rank",
@@ -71,31 +71,33 @@ FLAGS: dict[str, Flag] = {
     **_values("one process serves HTTP.", "api-server-count", harmless=("1",)),
     **_values("weights stay on the device.", "cpu-offload-gb", harmless=("0",)),
     **_values("requests may ask for up to 20 logprobs.", "max-logprobs", harmless=("20",)),
-    **_values("--runner says whether texts are generated.", "task", harmless=("auto", "generate")),
-    **_values("vectors are made as the checkpoint's files say.", "convert", harmless=("auto", "none", "embed")),
-    **_refused("vectors are made as modules.json and its folders say.", "pooler-config", "override-pooler-config"),
+    **_values("--runner chooses between text generation and pooling.", "task", harmless=("auto", "generate")),
+    **_values("the checkpoint's files define how vectors are computed.", "convert", harmless=("auto", "none", "embed")),
+    **_refused(
+        "modules.json and its folders define how vectors are computed.", "pooler-config", "override-pooler-config"
+    ),
     **_values("the checkpoint's own fast tokenizer is used.", "tokenizer-mode", harmless=("auto", "hf")),
-    **_values("config.json is read as transformers writes it.", "config-format", harmless=("auto", "hf")),
+    **_values("config.json is read in the format of transformers.", "config-format", harmless=("auto", "hf")),
     **_values(
-        "waiting requests run by priority and waiting time, so none starves.",
+        "waiting requests are ordered by priority and waiting time, so none starves.",
         "scheduling-policy",
         harmless=("priority",),
     ),
-    **_values("models take text only.", "limit-mm-per-prompt"),
-    **_refused("--tokenizer names a directory, or a hub id of which the newest is taken.", "tokenizer-revision"),
-    **_refused("texts are always tokenized here.", "skip-tokenizer-init"),
-    **_refused("config.json is used as it is; edit a copy of the checkpoint.", "hf-overrides", "rope-scaling"),
+    **_values("models accept only text.", "limit-mm-per-prompt"),
+    **_refused("--tokenizer names a directory, or a hub id whose newest revision is used.", "tokenizer-revision"),
+    **_refused("text is always tokenized by the server.", "skip-tokenizer-init"),
+    **_refused("config.json is used unchanged; edit a copy of the checkpoint.", "hf-overrides", "rope-scaling"),
     **_refused("adapters are not served; merge them into the checkpoint.", "enable-lora", "lora-modules"),
-    **_refused("--speculative-config has what there is of speculation.", "speculative-model", "num-speculative-tokens"),
-    **_refused("--kv-cache-memory sets the memory of the KV cache.", "num-gpu-blocks-override"),
+    **_refused("--speculative-config configures speculative decoding.", "speculative-model", "num-speculative-tokens"),
+    **_refused("--kv-cache-memory sets the size of the KV cache.", "num-gpu-blocks-override"),
     **_refused("sliding windows are used as the model defines them.", "disable-sliding-window"),
-    **_refused("nothing is compiled by torch.compile.", "compilation-config"),
-    **_refused("the log has one level for all: --log-level.", "uvicorn-log-level"),
-    **_switches("a renewed certificate is always taken over.", "enable-ssl-refresh"),
-    **_refused("clients are known by their API keys; certificates of theirs a proxy can ask for.", "ssl-ca-certs"),
-    **_values("clients are known by their API keys.", "ssl-cert-reqs", harmless=("0",)),
-    **_refused("OpenSSL's own choice of ciphers is used.", "ssl-ciphers"),
-    **_refused("requests carry a key in a header and never a cookie, so none needs them.", "allow-credentials"),
+    **_refused("torch.compile is not used.", "compilation-config"),
+    **_refused("--log-level sets one level for the whole log.", "uvicorn-log-level"),
+    **_switches("a renewed certificate is always reloaded.", "enable-ssl-refresh"),
+    **_refused("clients are identified by their API keys; a proxy can check client certificates.", "ssl-ca-certs"),
+    **_values("clients are identified by their API keys.", "ssl-cert-reqs", harmless=("0",)),
+    **_refused("OpenSSL's default ciphers are used.", "ssl-ciphers"),
+    **_refused("requests carry their key in a header and never in a cookie.", "allow-credentials"),
     **_values(
         "pages of --allowed-origins may use every method and header.",
         "allowed-methods",
@@ -103,7 +105,7 @@ FLAGS: dict[str, Flag] = {
         harmless=('["*"]', "*"),
     ),
     **_refused("no code is loaded by name.", "middleware", "tool-parser-plugin", "logits-processors"),
-    **_refused("the answer's role is assistant.", "response-role"),
+    **_refused("the response's role is assistant.", "response-role"),
 }
 
 
@@ -181,5 +183,5 @@ def as_markdown() -> str:
         values = "" if not flag.harmless else f" {' or '.join(flag.harmless)}"
         taken = "accepted with a note" if flag.is_switch or flag.harmless is not None else "refused"
         rows.setdefault(f"{taken} | {flag.holds}", []).append(f"`--{name}{values}`")
-    lines = ["| flag of vLLM | here it is | because |", "|---|---|---|"]
+    lines = ["| flag of vLLM | support | reason |", "|---|---|---|"]
     return "\n".join([*lines, *(f"| {', '.join(names)} | {rest} |" for rest, names in rows.items())]) + "\n"

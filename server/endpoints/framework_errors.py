@@ -62,7 +62,7 @@ class FrameworkErrors:
             return answer_of(not_served(path) or self._unknown(request.method, path), request.scope)
         if error.status_code == 405:
             allowed = (error.headers or {}).get("Allow", "")
-            message = f"{path} does not answer to {request.method}. Send {allowed.replace(', ', ' or ')}."
+            message = f"{path} does not support {request.method}. Send {allowed.replace(', ', ' or ')}."
             headers = {"Allow": "GET, HEAD" if allowed == "GET" else allowed}
             return answer_of(HttpError(405, message, code="method_not_allowed", headers=headers), request.scope)
         return answer_of(HttpError(error.status_code, str(error.detail), headers=error.headers), request.scope)
@@ -72,7 +72,7 @@ class FrameworkErrors:
         if meant is not None:
             methods = self._methods[meant]
             question = f" Did you mean {method if method in methods else min(methods)} {self._root_path}{meant}?"
-        message = f"There is no route {method} {path}.{question} GET /docs shows all routes."
+        message = f"The route {method} {path} does not exist.{question} GET /docs lists all routes."
         return HttpError(404, message, code="route_not_found")
 
     def nearest(self, path: str) -> str | None:
@@ -121,9 +121,9 @@ def not_served(path: str) -> HttpError | None:
         return None
     family = path.removeprefix("/v1/").split("/")[0]
     if family in _BATCHES:
-        message = f"{path} is not served here: start the server with --batch-dir DIR for /v1/files and /v1/batches."
+        message = f"{path} is not enabled: start the server with --batch-dir DIR for /v1/files and /v1/batches."
     elif family in _NOT_SERVED:
-        message = f"{path} is not served here: this server answers {_SERVED}."
+        message = f"{path} is not supported. This server supports {_SERVED}."
     else:
         return None
     return HttpError(404, message, code="route_not_supported")

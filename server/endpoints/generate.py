@@ -59,14 +59,14 @@ class OpenAIServingGenerate(OpenAIServing, ABC, Generic[_BodyT, _ProcessedT]):
         task = self.async_llm.pooler.task
         if task is not Task.GENERATE:
             instead = "/v1/embeddings, /v1/rerank and /v1/score" if task is Task.EMBED else "/v1/rerank and /v1/score"
-            message = f"This model writes no texts: it answers {instead}."
+            message = f"This model does not support text generation. Use {instead}."
             raise RequestError(message, "model", "unsupported_by_model")
         return found
 
     async def create(self, request: Request, body: _BodyT, headers: dict[str, str]) -> Response:
         """Start the generation, then stream or collect it. Every refusal comes before the first byte."""
         record = record_of(request.scope)
-        assert record is not None, "the middleware keeps a record of all that generates"
+        assert record is not None, "the middleware creates a record for every generating request"
         record.parsed_s = time.monotonic()
         model = self.check_model(body.model)
         body.timeout = self._time_limit(request.headers.get("x-request-timeout"), body.timeout)
@@ -122,7 +122,7 @@ class OpenAIServingGenerate(OpenAIServing, ABC, Generic[_BodyT, _ProcessedT]):
         """
         model = self.check_model(body.model)
         if body.stream:
-            raise RequestError("'stream' is true, but this answer is written whole. Leave it out.", "stream")
+            raise RequestError("'stream' is true, but this route does not stream. Leave it out.", "stream")
         body.cache_salt = salted(owner, body.cache_salt)
         processed, generation, pieces = await self.run(body, label)
         writer = self._writer(body, processed, generation, model, request_id)
@@ -181,8 +181,9 @@ class OpenAIServingGenerate(OpenAIServing, ABC, Generic[_BodyT, _ProcessedT]):
             answers.append(shared | {"text": text, "token_ids": numbers(ids), "num_tokens": len(ids)})
         if size > MOST_RENDERED:
             message = (
-                f"The rendering of {len(prompts)} prompts would have more than {MOST_RENDERED} characters. The "
-                f"parameters stand beside each prompt and have {shared_size} of them. Render fewer prompts at a time."
+                f"The rendered output of {len(prompts)} prompts would exceed {MOST_RENDERED} characters: "
+                f"each prompt repeats {shared_size} characters of parameters. Render fewer prompts at a "
+                "time."
             )
             raise RequestError(message, "prompt")
         return answers, processed.ignored

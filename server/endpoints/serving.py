@@ -185,7 +185,7 @@ def _rank(text: str | None, num_replicas: int) -> int | None:
     if text is None or (text.isascii() and text.isdigit() and len(text) < 10 and int(text) < num_replicas):
         return None if text is None else int(text)
     names = f"a number from 0 to {num_replicas - 1}" if num_replicas > 1 else "0, as there is one replica"
-    message = f"The header X-data-parallel-rank names a replica: it must be {names}. Or leave it out."
+    message = f"The header X-data-parallel-rank must be {names}. Correct it, or leave it out."
     raise RequestError(message, "X-data-parallel-rank")
 
 

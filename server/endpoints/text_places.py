@@ -42,7 +42,7 @@ class TextPlaces:
         owner = label_of(request.scope)
         if not self._open.fits(owner, 1):
             raise QueueFullError(
-                f"{self._open.total} requests for tokens or rendered prompts are open already (at most "
+                f"{self._open.total} requests for tokens or rendered prompts are open (at most "
                 f"{self._open.limit} may be).{self._open.rule} Retry later.",
                 _RETRY_S,
             )

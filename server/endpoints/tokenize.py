@@ -65,7 +65,7 @@ class OpenAIServingTokenization(OpenAIServing):
             # Until the response has been read, an array takes a tenth of the memory of a list.
             return array("i", await self.tokenizer.aencode(text, marks, most=MAX_PROMPT_IDS, param=param))
         except TooManyTokensError as error:
-            message = f"'{param}' has at least {error.at_least} tokens, at most {MAX_PROMPT_IDS} are listed. Send less."
+            message = f"'{param}' has at least {error.at_least} tokens; at most {MAX_PROMPT_IDS} are listed. Send less."
             raise RequestError(message, param) from None
 
 

@@ -57,7 +57,7 @@ def load_keys(given: Iterable[str], file: str | None) -> ApiKeys:
 def load_admin_key(given: str | None, others: ApiKeys) -> ApiKeys:
     """Return the admin key, or no key. Raises `StartupError` if it is also an API key."""
     if given is not None and others.find(b"Bearer " + given.encode()) is not None:
-        raise StartupError("The admin key is one of the API keys, too.", "Give --admin-api-key a key of its own.")
+        raise StartupError("The admin key is also one of the API keys.", "Give --admin-api-key a key of its own.")
     return ApiKeys([] if given is None else [("admin", given)])
 
 
@@ -82,5 +82,5 @@ def _read(path: Path, already: int) -> list[tuple[str, str]]:
             )
         keys.append((words[0] if len(words) == 2 else f"key-{already + len(keys) + 1}", words[-1]))
     if not keys:  # an empty file must not open the server to every client
-        raise StartupError(f"The file of API keys {path} holds no key.", "Write one key per line.")
+        raise StartupError(f"The file of API keys {path} contains no key.", "Write one key per line.")
     return keys

@@ -24,12 +24,12 @@ ANY_QUERY = "x-any-query"  # key of an OpenAPI operation: any query parameter is
 # Query parameters as they appear in the OpenAPI document.
 QUERY_PARAMETERS: dict[str, dict[str, Any]] = {
     "after": {
-        "description": "the id of the last entry that is known already: the list begins behind it",
+        "description": "id of the last entry of the previous page",
         "schema": {"type": "string"},
     },
-    "limit": {"description": "how many entries at most", "schema": {"type": "integer", "minimum": 1}},
+    "limit": {"description": "maximum number of entries", "schema": {"type": "integer", "minimum": 1}},
     "order": {
-        "description": "by time: the newest first, or the oldest",
+        "description": "order by time: newest first, or oldest first",
         "schema": {"type": "string", "enum": ["asc", "desc"], "default": "desc"},
     },
     "purpose": {
@@ -91,7 +91,7 @@ def check_query(query: QueryParams, names: Collection[str]) -> None:
     given = Counter(name for name, _ in query.multi_items())
     for name, count in given.items():
         if name not in names and name not in _VERSIONS:
-            there = f"there are {', '.join(sorted(names))}" if names else "it has none"
+            there = f"the parameters are {', '.join(sorted(names))}" if names else "there are none"
             message = f"This route has no query parameter '{name[:64]}': {there}. Leave it out."
             raise RequestError(message, name[:64], "unknown_parameter")
         if count > 1 and name in names:
@@ -112,7 +112,7 @@ class ListQuery:
         """Return the query for parameters whose names were checked. Raises `RequestError`."""
         text = given.get("limit", str(limit))
         if not (text.isascii() and text.isdigit() and len(text) < 7 and 1 <= int(text) <= max_limit):
-            raise RequestError(f"'limit' must be a whole number from 1 to {max_limit}.", "limit")
+            raise RequestError(f"'limit' must be an integer from 1 to {max_limit}.", "limit")
         order = given.get("order", "desc")
         if order not in ("asc", "desc"):
             raise RequestError("'order' must be asc or desc.", "order")

@@ -48,10 +48,10 @@ class HeldMemory:
         total = memory.num_bytes + num_bytes
         of_client = 0 if self._client is None else memory.by_client[self._client] + num_bytes
         if total > limit or of_client > _PART_LEFT * (memory.max_bytes - total):
-            whose = "this key" if total <= limit else "other requests"
+            whose = "your API key" if total <= limit else "other requests"
             message = (
-                f"The bodies of {whose} fill the memory for them ({memory.max_bytes} bytes, --body-memory). "
-                "Retry in a moment."
+                f"The bodies of {whose} use all the memory for request bodies ({memory.max_bytes} bytes, "
+                "--body-memory). Retry in a moment."
             )
             raise HttpError(503, message, code="body_memory_full", headers=retry_after(_RETRY_S))
 

@@ -97,7 +97,7 @@ class Connections(ServerState):
                 total -= num_bytes
                 num_dropped += 1
         if num_dropped:
-            _log.warning(event("unread_answers_dropped", connections=num_dropped, unread_bytes=total))
+            _log.warning(event("unread_responses_dropped", connections=num_dropped, unread_bytes=total))
 
     def _bound_unparsed(self) -> None:
         """Drop the connections with the most unparsed bytes until the total is within its limit."""

@@ -64,8 +64,8 @@ def refuse(names: Sequence[str]) -> None:
     if names:
         shown = [name[:_MAX_NAME] for name in names[:MAX_SHOWN]]
         message = (
-            f"Parameters that are unknown or without effect here: {', '.join(shown)}. This server refuses requests "
-            "that hold them (--strict-parameters). Leave them out."
+            f"These parameters are unknown or have no effect: {', '.join(shown)}. This server refuses them "
+            "(--strict-parameters). Leave them out."
         )
         raise RequestError(message, shown[0], "unknown_parameter")
 

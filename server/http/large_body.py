@@ -123,7 +123,7 @@ class LargeBodies:
             return self._pool.submit(self._read_line, line, number, name).result()
         except RequestError as error:
             cause = f"Line {number} of {name} cannot be read: {error.message}"
-            fix = "Divide it into several requests."
+            fix = "Split it into several requests."
             raise WrongBatchError(cause, fix, number, "line_too_complex") from None
 
     def close(self) -> None:
@@ -192,13 +192,13 @@ class LargeBodies:
                 self._lost(link, error, len(content))
             finally:
                 self._reading = None
-        raise UnavailableError("The process that reads large bodies was lost twice. Retry in a moment.", _LOST)
+        raise UnavailableError("The process that reads large bodies crashed twice. Retry in a moment.", _LOST)
 
     def _lost(self, link: "_Link", error: Exception, num_bytes: int) -> None:
         """Stop a process that does not respond. Raises `RequestError` if its body is the cause or no longer wanted."""
         with self._lock:
             if self._link is not link:  # it was stopped here because the client of this body left
-                raise RequestError("The client left.")
+                raise RequestError("The client disconnected.")
             self._link = None
         status = link.stop()
         _log.warning(
@@ -206,7 +206,7 @@ class LargeBodies:
         )
         if status in _REASONS:
             reason = _REASONS[status]
-            raise RequestError(f"The body {reason} to read: it has too many fields, objects or lists.") from None
+            raise RequestError(f"Parsing the body {reason}: it has too many fields, objects or lists.") from None
 
     def _stop(self) -> None:
         link, self._link = self._link, None
@@ -297,9 +297,9 @@ class _Link:
         if (used := times.user + times.system) > self._used_s:
             self._used_s, self._moved_s = used, now
         if now - self._moved_s > STALL_TIMEOUT_S:
-            raise _ProcessLostError(f"it has stood still for {STALL_TIMEOUT_S:.0f} s")
+            raise _ProcessLostError(f"it has not made progress for {STALL_TIMEOUT_S:.0f} s")
         if now - self._begun_s > READ_TIMEOUT_S:
-            raise _ProcessLostError(f"it has not answered for {READ_TIMEOUT_S:.0f} s")
+            raise _ProcessLostError(f"it has not responded for {READ_TIMEOUT_S:.0f} s")
 
     def _ended(self) -> "_ProcessLostError":
         """Return the error for a closed socket. Waits for the process, so that its exit status is known."""
@@ -333,7 +333,7 @@ def main(argv: Sequence[str]) -> int:
             except WrongBatchError as error:
                 _send(stream, wrong=[error.cause, error.fix, error.line, error.code])
             except MemoryError:
-                _send(stream, problem="The body has more objects and lists than this server reads.")
+                _send(stream, problem="The body has more objects and lists than the server accepts.")
             stream.flush()
             gc.collect()
     return 0
@@ -361,8 +361,8 @@ def _read(stream: io.BufferedIOBase, schemas: list[type[StrictModel]], body: byt
     rest = json.dumps(value, ensure_ascii=False).encode()
     if len(rest) > MAX_REST_BYTES:
         raise RequestError(
-            f"Without its texts and token ids the body has {len(rest)} bytes, at most {MAX_REST_BYTES} are read. "
-            "Send fewer messages, parts or tools."
+            f"Besides its text and token ids, the body has {len(rest)} bytes; at most {MAX_REST_BYTES} are "
+            "accepted. Send fewer messages, parts or tools."
         )
     described = [leaf.described() for leaf in leaves]
     names = [name[:_MAX_NAME] for name in ignored]

@@ -69,9 +69,7 @@ def _remove_left_behind(path: str) -> None:
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(mode):
-        raise StartupError(
-            f"{path} exists and is no socket.", "Move it away, or give --uds a path that nothing has yet."
-        )
+        raise StartupError(f"{path} exists and is not a socket.", "Move it away, or give --uds an unused path.")
     if not remove_unused(path):
         raise StartupError(
             f"Another process listens on {path}.", "Stop that process, or choose another path: --uds PATH"
@@ -101,17 +99,17 @@ def inherited(fds: int, first: int = 3) -> socket.socket:
     """
     fix = "Give the socket unit exactly one ListenStream=."
     if fds != 1:
-        raise StartupError(f"The service manager hands over {fds} sockets, but the server listens on one.", fix)
+        raise StartupError(f"The service manager passes {fds} sockets, but the server listens on one.", fix)
     os.set_inheritable(first, False)
     try:
         listener = socket.socket(fileno=first)
         listens = listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
     except OSError as error:
         raise StartupError(
-            f"Descriptor {first}, which the service manager hands over, is no socket: {error.strerror}.", fix
+            f"Descriptor {first}, passed by the service manager, is not a socket: {error.strerror}.", fix
         ) from None
     if listener.type != socket.SOCK_STREAM or not listens:
-        raise StartupError("The socket that the service manager hands over does not listen for streams.", fix)
+        raise StartupError("The socket that the service manager passes is not a listening stream socket.", fix)
     listener.setblocking(False)
     return listener
 
@@ -148,7 +146,7 @@ def _bind_error(host: str, port: int, error: OSError) -> StartupError:
             f"Stop that process, or choose another port: --port {port + 1 if port < 65535 else 8000}",
         )
     if error.errno == errno.EACCES:
-        return StartupError(f"Port {port} may not be opened by this user.", "Choose a port above 1023: --port 8000")
+        return StartupError(f"This user is not allowed to open port {port}.", "Choose a port above 1023: --port 8000")
     if error.errno == errno.EADDRNOTAVAIL:
         return StartupError(f"{host} is not an address of this machine.", "Use 127.0.0.1 or 0.0.0.0.")
     return StartupError(f"Cannot listen on {host} port {port}: {error.strerror}.", "Choose another --host or --port.")

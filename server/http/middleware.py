@@ -94,8 +94,8 @@ class Cors:
         allowed = shown if shown not in ("", "null") else "*"
         raise HttpError(
             403,
-            f"A web page of another origin ({shown or 'not named'}) sent this request, and it is not allowed to. If it "
-            f"should be, start the server with --allowed-origins '{allowed}'.",
+            f"A web page of another origin ({shown or 'not named'}) sent this request, which is not "
+            f"allowed. To allow it, start the server with --allowed-origins '{allowed}'.",
             code="origin_not_allowed",
         )
 
@@ -162,7 +162,7 @@ class ApiMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            raise RuntimeError(f"{scope['type']} connections are not served")
+            raise RuntimeError(f"{scope['type']} connections are not supported")
         headers = _first_headers(scope["headers"])
         request_id = _request_id(headers.get(b"x-request-id"))
         scope.setdefault("state", {}).update(request_id=request_id, key=None)
@@ -268,7 +268,9 @@ class ApiMiddleware:
     def _check_admin(self, authorization: bytes) -> None:
         """Raise `HttpError` unless the request has the admin key. If none is set, the admin routes are closed."""
         if not self._admin:
-            message = "No admin key is set, so the admin routes are closed. Start the server with --admin-api-key KEY."
+            message = (
+                "The admin routes are closed, because no admin key is set. Start the server with --admin-api-key KEY."
+            )
             raise HttpError(403, message, code="admin_disabled")
         if self._admin.find(authorization) is not None:
             return
@@ -296,21 +298,23 @@ class ApiMiddleware:
 
 def _crowded() -> HttpError:
     """Return the error for a connection above the limit, which may only send probes."""
-    message = "All connections of this server are in use. Try again in a moment, or reuse one connection for more."
+    message = (
+        "All connections of this server are in use. Retry in a moment, and reuse a connection for several requests."
+    )
     return HttpError(503, message, code="too_many_connections", headers={"Connection": "close", **retry_after(1)})
 
 
 def _check_one_host(headers: Iterable[tuple[bytes, bytes]]) -> None:
     """Raise `HttpError` for two Host headers: a proxy may have checked the other one (RFC 9112, 3.2)."""
     if sum(name == b"host" for name, _ in headers) > 1:
-        raise HttpError(400, "The request has more than one Host header. Send one.", code="invalid_host")
+        raise HttpError(400, "The request has more than one Host header. Send only one.", code="invalid_host")
 
 
 def _foreign_host(header: bytes) -> HttpError:
     shown = header.decode("latin-1").rpartition(":")[0] or header.decode("latin-1")
     message = (
-        f"The Host header names '{shown[:100]}', which is not a name of this server. Use its address, such as "
-        "http://127.0.0.1, or start it with --allowed-hosts NAME."
+        f"The Host header '{shown[:100]}' is not a name of this server. Use its address, such as "
+        "http://127.0.0.1, or start the server with --allowed-hosts NAME."
     )
     return HttpError(403, message, code="host_not_allowed")
 
@@ -346,8 +350,8 @@ class RootPath:
             fixed, parameter, _ = route.partition("{")
             if fixed == path or fixed.startswith(f"{path}/") or (parameter and path.startswith(fixed)):
                 raise StartupError(
-                    f"--root-path {path} is where the server's own route {route} is.",
-                    "Choose a path that no route begins with: --root-path /llm",
+                    f"--root-path {path} is the same as the server's own route {route}.",
+                    "Choose a path that no route of the server begins with: --root-path /llm",
                 )
         self._path = path
         self._app = app

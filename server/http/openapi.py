@@ -374,7 +374,7 @@ SCHEMAS: dict[str, Any] = {
             "flag": nullable(STRING),
             "seconds": {"type": "object", "additionalProperties": NUMBER},
             "timeline": list_of(object_of({"at_s": NUMBER, "event": STRING})),
-            "engine": list_of({"type": "object", "description": "what the engine knows of each of the first choices"}),
+            "engine": list_of({"type": "object", "description": "the engine's history of each of the first choices"}),
         }
     ),
     "Health": object_of(
@@ -450,22 +450,22 @@ BATCH_SCHEMAS: dict[str, Any] = {
 
 _REF = "#/components/schemas/"
 _ABOUT = (
-    "OpenAI's wire format over a tensor-parallel engine. Every error has one shape: `Error`; on the routes of messages "
-    "`MessageError`, as Anthropic's clients read it."
+    "OpenAI's API on a tensor-parallel engine. Errors have the form `Error`; on the routes of messages "
+    "`MessageError`, as Anthropic's clients expect."
 )
 # Errors that any route may return.
 _ERRORS = {
-    "400": "The request is wrong; `param` names the field.",
-    "401": "No API key, or a wrong one.",
-    "403": "The Host header is not a name of this server, a web page of an origin that is not allowed asks, or the "
-    "admin key is missing on a route that wants it.",
-    "404": "There is no such route or model.",
-    "408": "The time limit passed before anything was generated, or the body came too slowly.",
+    "400": "The request is invalid; `param` names the field.",
+    "401": "The API key is missing or wrong.",
+    "403": "The Host header is not a name of this server, a web page of another origin sent the request, "
+    "or the admin key is missing on a route that requires it.",
+    "404": "The route or model does not exist.",
+    "408": "The time limit passed before anything was generated, or the body arrived too slowly.",
     "413": "The body is too large.",
     "415": "The body is not JSON.",
     "429": "The queue is full; see Retry-After.",
     "500": "An internal error of the server.",
-    "503": "The server is loading, draining, dead, or out of connections; see Retry-After.",
+    "503": "The server is loading, draining, stopped, or out of connections; see Retry-After.",
 }
 
 
@@ -493,10 +493,10 @@ def describe(
     if example_answer is not None:
         content[media]["example"] = example_answer
     if streams:
-        content["text/event-stream"] = {"schema": {"description": "One chunk per event, `[DONE]` last."}}
+        content["text/event-stream"] = {"schema": {"description": "One chunk per event, then `[DONE]`."}}
     operation: dict[str, Any] = {
         "summary": summary,
-        "responses": {str(status): {"description": "The answer.", "content": content}},
+        "responses": {str(status): {"description": "The response.", "content": content}},
     }
     if query:
         operation["parameters"] = [{"name": name, "in": "query", **QUERY_PARAMETERS[name]} for name in query]

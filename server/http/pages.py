@@ -138,5 +138,5 @@ async def page(request: Request) -> Response:
 async def part(request: Request, name: str) -> Response:
     """Send a script, a style, the icon, or a library in `vendor/`."""
     if name not in _PARTS:
-        raise HttpError(404, f"The web page has no part '{name[:100]}'.", code="route_not_found")
+        raise HttpError(404, f"The web page has no file '{name[:100]}'.", code="route_not_found")
     return _PARTS[name].answer(request)

@@ -131,7 +131,7 @@ def _check_content_type(request: Request) -> None:
         raise HttpError(415, "The body must be encoded in UTF-8.")
     encoding = request.headers.get("content-encoding", "identity").lower()
     if encoding not in ("", "identity"):
-        raise HttpError(415, "Compressed bodies are not accepted: send the JSON as it is.")
+        raise HttpError(415, "Compressed bodies are not accepted: send the JSON uncompressed.")
 
 
 def parse(schema: type[_ParsedT], body: bytes | bytearray) -> _ParsedT:
@@ -168,7 +168,9 @@ def ignored_parameters(parsed: StrictModel, strict: bool) -> list[str]:
     neutral = NEUTRAL_VALUES.keys() - type(parsed).model_fields.keys()  # an undeclared field has a neutral value
     ignored = sorted({name for name in parsed.ignored_fields() if name not in neutral})
     if len(ignored) > _MAX_IGNORED:
-        raise RequestError(f"The body has {len(ignored)} fields that are ignored here, at most {_MAX_IGNORED} may be.")
+        raise RequestError(
+            f"The body has {len(ignored)} fields that would be ignored; at most {_MAX_IGNORED} are allowed."
+        )
     if strict:
         refuse(ignored)
     return ignored
@@ -179,7 +181,7 @@ def _refuse_unsupported(parsed: StrictModel) -> None:
     extra = parsed.model_extra or {}
     for name in sorted(NEUTRAL_VALUES.keys() & extra.keys()):
         if not any(_same(extra[name], neutral) for neutral in NEUTRAL_VALUES[name]):
-            message = f"'{name}' is not supported here. Leave it out."
+            message = f"'{name}' is not supported. Leave it out."
             raise RequestError(message, name, "unsupported_parameter")
 
 
@@ -190,7 +192,7 @@ def _no_field_twice(pairs: list[tuple[str, Any]]) -> None:
     if len(dict(pairs)) == len(pairs):
         return
     (name, _), *_ = Counter(name for name, _ in pairs).most_common(1)
-    message = f"The body is not valid JSON: '{name[:64]}' is given twice in one object."
+    message = f"The body is not valid JSON: '{name[:64]}' occurs twice in one object."
     raise RequestError(message, None, "invalid_json")
 
 
@@ -252,10 +254,10 @@ _KINDS = {
     "string_type": "must be a string",
     "bool_type": "must be true or false",
     "bool_parsing": "must be true or false",
-    "int_type": "must be a whole number",
-    "int_parsing": "must be a whole number",
-    "int_parsing_size": "must be a whole number of fewer digits",
-    "int_from_float": "must be a whole number",
+    "int_type": "must be an integer",
+    "int_parsing": "must be an integer",
+    "int_parsing_size": "must be an integer of fewer digits",
+    "int_from_float": "must be an integer",
     "float_type": "must be a number",
     "float_parsing": "must be a number",
     "finite_number": "must be a finite number",

@@ -21,7 +21,7 @@ def head_error(version: str, target: bytes, headers: Iterable[tuple[bytes, bytes
     fields are not refused here: `ApiMiddleware` does that for every server that it runs in.
     """
     if version not in _VERSIONS:
-        return f"HTTP/{version} is not served on this connection: send HTTP/1.1."
+        return f"HTTP/{version} is not supported on this connection: send HTTP/1.1."
     host = None
     codings = []
     for name, value in headers:
@@ -30,7 +30,7 @@ def head_error(version: str, target: bytes, headers: Iterable[tuple[bytes, bytes
         elif name == b"transfer-encoding":
             codings.append(value.strip(b" \t").lower())
     if codings and (version == "1.0" or codings != [b"chunked"]):  # RFC 9112, 6.1
-        return "The one Transfer-Encoding that is read is 'chunked', given once, in HTTP/1.1. Or send Content-Length."
+        return "Transfer-Encoding must be 'chunked', sent once, in HTTP/1.1. Or send Content-Length."
     if host is None:
         return "The request has no Host header, which HTTP/1.1 requires." if version == "1.1" else None
     if not _AUTHORITY.fullmatch(host):

@@ -118,7 +118,7 @@ class ServerState:
             detail = f" ({self.loading_detail})" if self.loading_detail else ""
             return f"The model is loading: {self.loading_step}, {self.loading_fraction:.0%}{detail}."
         if self.phase is Phase.DRAINING:
-            return "The server is shutting down; running requests are being finished."
+            return "The server is shutting down; it is finishing the running requests."
         heartbeat = self.heartbeat
         if self.phase is Phase.DEAD or heartbeat is None or not heartbeat.is_alive:
             return "The engine has stopped; the server is about to exit."

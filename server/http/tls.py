@@ -67,7 +67,9 @@ class ServerTls:
                 "Give --ssl-certfile and --ssl-keyfile a pair that `openssl s_server` accepts.",
             ) from None
         names, until = _names(chain[0]), chain[0].not_valid_after_utc
-        line = event("certificate", file=self._certificate, names=",".join(names), until=f"{until:%Y-%m-%dT%H:%M:%SZ}")
+        line = event(
+            "certificate_loaded", file=self._certificate, names=",".join(names), until=f"{until:%Y-%m-%dT%H:%M:%SZ}"
+        )
         if until < datetime.now(UTC):
             _log.warning(f"{line} warning={'it has expired: clients will refuse it'!r}")
         else:
@@ -100,8 +102,8 @@ def _parsed_chain(path: str) -> list[x509.Certificate]:
         return x509.load_pem_x509_certificates(data)
     except ValueError:
         raise StartupError(
-            f"--ssl-certfile {path} holds no certificate in PEM.",
-            "Give it the file that begins with -----BEGIN CERTIFICATE-----, with the issuers' certificates behind it.",
+            f"--ssl-certfile {path} contains no certificate in PEM.",
+            "Give the file that begins with -----BEGIN CERTIFICATE-----, followed by the certificates of the issuers.",
         ) from None
 
 
@@ -112,19 +114,21 @@ def _check_key(path: str, certificate: x509.Certificate, of: str) -> None:
         key = load_pem_private_key(data, None)
     except TypeError:
         raise StartupError(
-            f"--ssl-keyfile {path} is locked by a passphrase.",
-            f"Unlock it: openssl pkey -in {path} -out unlocked.pem; and give --ssl-keyfile that file, mode 0600.",
+            f"--ssl-keyfile {path} is protected by a passphrase.",
+            f"Remove the passphrase: openssl pkey -in {path} -out unlocked.pem; and give --ssl-keyfile that "
+            "file, mode 0600.",
         ) from None
     except (ValueError, UnsupportedAlgorithm):
         raise StartupError(
-            f"--ssl-keyfile {path} holds no private key in PEM.",
-            "Give it the file that begins with -----BEGIN PRIVATE KEY-----.",
+            f"--ssl-keyfile {path} contains no private key in PEM.",
+            "Give the file that begins with -----BEGIN PRIVATE KEY-----.",
         ) from None
     form = (Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
     if key.public_key().public_bytes(*form) != certificate.public_key().public_bytes(*form):
         raise StartupError(
-            f"The private key in {path} is not the one of the certificate in {of}.",
-            "Give --ssl-certfile and --ssl-keyfile two files of one renewal; the server's certificate comes first.",
+            f"The private key in {path} does not belong to the certificate in {of}.",
+            "Give --ssl-certfile and --ssl-keyfile two files of the same renewal; the server's certificate "
+            "must come first.",
         )
 
 

@@ -40,7 +40,7 @@ class RequestTracer:
         self._tracer = self._provider.get_tracer("oarlock", VERSION)
         self._model = model
         self._tasks: set[asyncio.Task[None]] = set()
-        _log.info(event("traces", endpoint=endpoint))
+        _log.info(event("tracing_enabled", endpoint=endpoint))
 
     def begin(self, record: RequestRecord, traceparent: bytes | None, tracestate: bytes | None) -> "RequestSpan":
         """Begin the span of a request that has arrived, as a child of the span named in its headers."""
@@ -108,7 +108,7 @@ class RequestTracer:
             async with asyncio.timeout(_CLOSE_S):
                 await asyncio.to_thread(self._provider.force_flush, int(_CLOSE_S * 1000))
         except TimeoutError:
-            _log.warning(event("traces_lost", cause="the collector does not answer"))
+            _log.warning(event("traces_dropped", cause="the collector does not respond"))
 
 
 class RequestSpan:

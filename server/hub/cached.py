@@ -62,7 +62,9 @@ def cached_models(cache: Path, config: EngineConfig) -> Iterator[CachedModel]:
             size = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
             yield CachedModel(name, directory.name, named, size, architecture, why_not, str(directory))
         if not snapshots and (partial := _size_of_partial(folder)):
-            yield CachedModel(name, "", (), partial, "", "Its download was interrupted: nothing is whole.", str(folder))
+            yield CachedModel(
+                name, "", (), partial, "", "Its download was interrupted, and no file is complete.", str(folder)
+            )
 
 
 def gguf_models() -> Iterator[CachedModel]:
@@ -121,5 +123,5 @@ def _verdict(directory: Path, config: EngineConfig, *, unfinished: bool) -> tupl
     except StartupError as error:
         return "", f"Its download was interrupted. {error.cause}" if unfinished else error.cause
     if names.isdisjoint(("tokenizer.json", *VOCABULARY_FILES)):
-        return "", "It has no tokenizer; --tokenizer names another."
+        return "", "It has no tokenizer; --tokenizer names another one."
     return architecture, ""

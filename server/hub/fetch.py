@@ -43,11 +43,11 @@ def explain(error: HTTPError | OSError, model: str, revision: str, cache: Path) 
     page = f"{constants.ENDPOINT}/{model}"
     if isinstance(error, GatedRepoError):
         return StartupError(
-            f"{model} is gated: the hub gives it only to accounts that have accepted its terms.",
+            f"{model} is gated: the hub provides it only to accounts that have accepted its terms.",
             f"Accept them at {page}, and set HF_TOKEN to a token of that account.",
         )
     if isinstance(error, DisabledRepoError):
-        return StartupError(f"The hub has disabled {model}.", "Name another model, or a directory.")
+        return StartupError(f"The hub has disabled {model}.", "Choose another model, or a directory.")
     if isinstance(error, RepositoryNotFoundError):
         return _unknown(model)
     if isinstance(error, RevisionNotFoundError):
@@ -64,7 +64,7 @@ def explain(error: HTTPError | OSError, model: str, revision: str, cache: Path) 
 
 def _unknown(model: str) -> StartupError:
     return StartupError(
-        f"{model} is neither a directory here nor a model on the hub ({constants.ENDPOINT}).",
+        f"{model} is neither a directory on this machine nor a model on the hub ({constants.ENDPOINT}).",
         f"Check the spelling; if it is private, {_TOKEN}.",
     )
 
@@ -83,8 +83,8 @@ def _refusal(error: HfHubHTTPError, model: str) -> StartupError:
             "Wait some minutes; a token in HF_TOKEN allows more.",
         )
     return StartupError(
-        f"The hub ({constants.ENDPOINT}) answers {status} when asked for {model}.",
-        "Try again later, or give a local directory. What has arrived is kept.",
+        f"The hub ({constants.ENDPOINT}) responds {status} to the request for {model}.",
+        "Try again later, or give a local directory. Files that have arrived are kept.",
     )
 
 
@@ -92,12 +92,12 @@ def _disk(error: OSError, cache: Path) -> StartupError:
     if error.errno == errno.ENOSPC:
         return StartupError(
             f"The disk of {cache} is full.",
-            "Free some space and start again, which goes on where this stopped, or name another folder with "
+            "Free some space and start again, which resumes the download, or choose another folder with "
             "--download-dir.",
         )
     return StartupError(
-        f"The files of the model cannot be kept in {cache}: {error.strerror or error}.",
-        "Name a folder that this user may write to with --download-dir.",
+        f"The files of the model cannot be stored in {cache}: {error.strerror or error}.",
+        "Choose a folder that this user can write to with --download-dir.",
     )
 
 
@@ -112,11 +112,13 @@ def _network(error: HTTPError, model: str) -> StartupError:
         shown = urlsplit(proxy if "//" in proxy else f"//{proxy}").netloc.rpartition("@")[2]
         return StartupError(
             f"The hub ({constants.ENDPOINT}) cannot be reached through the proxy {shown} to fetch {model} ({detail}).",
-            f"Correct {endpoint.scheme.upper()}_PROXY, or name the hub in NO_PROXY. What has arrived is kept.",
+            f"Correct {endpoint.scheme.upper()}_PROXY, or add the hub to NO_PROXY. Files that have arrived are kept.",
         )
     return StartupError(
-        f"{model} is no directory here, and the hub ({constants.ENDPOINT}) cannot be reached to fetch it ({detail}).",
-        "Check the network, or set HTTPS_PROXY behind a proxy; or give a local directory. What has arrived is kept.",
+        f"{model} is not a directory on this machine, and the hub ({constants.ENDPOINT}) cannot be reached "
+        f"to fetch it ({detail}).",
+        "Check the network, or set HTTPS_PROXY behind a proxy; or give a local directory. Files that have "
+        "arrived are kept.",
     )
 
 
@@ -138,7 +140,7 @@ def fetch(request: HubModel, report: Report, check_small_files: CheckFiles) -> s
         return _from_hub(request, cache, report, check_small_files)
     except HFValidationError as error:
         raise StartupError(
-            f"{request.model} is neither a directory here nor a hub id ({error}).",
+            f"{request.model} is neither a directory on this machine nor a hub id ({error}).",
             "Hub ids look like Qwen/Qwen2.5-0.5B-Instruct.",
         ) from None
     except (HTTPError, OSError) as error:
@@ -149,7 +151,7 @@ def fetch(request: HubModel, report: Report, check_small_files: CheckFiles) -> s
             directory = _from_cache(request, cache)
         except StartupError:  # the cache has no complete copy, so the outage is the cause
             raise failure from None
-        sys.stderr.write(f"warning: {failure.cause} What was fetched of it earlier is served.\n")
+        sys.stderr.write(f"warning: {failure.cause} The version that was fetched earlier is served.\n")
         return directory
 
 
@@ -161,12 +163,12 @@ def _from_cache(request: HubModel, cache: Path) -> str:
         return str(snapshot.directory)
     if snapshot is None:
         raise StartupError(
-            f"{request.model} is neither a directory here nor in the cache {cache} in revision {request.revision!r}, "
-            "and the network is not to be used.",
+            f"{request.model} is neither a directory on this machine nor in the cache {cache} in revision "
+            f"{request.revision!r}, and the network must not be used.",
             fix,
         )
     names = {path.name for path in snapshot.directory.iterdir() if path.exists()}
-    here = f"{request.model} is in the cache {cache} only in part"
+    here = f"{request.model} is only partly in the cache {cache}"
     try:
         wanted = ["config.json", *_weights(request, snapshot, names)]
     except StartupError as error:
@@ -208,8 +210,8 @@ def _from_hub(request: HubModel, cache: Path, report: Report, check_small_files:
     missing = [name for name in weights if name not in by_name]
     if missing:
         raise StartupError(
-            f"{request.model} lacks {missing[0]}, which its own index names.",
-            "Name a complete checkpoint, or revision.",
+            f"{request.model} lacks {missing[0]}, which its index lists.",
+            "Choose a complete checkpoint, or another revision.",
         )
     chosen = [by_name[name] for name in weights] + [file for file in files if is_of_module(file) and not is_small(file)]
     check_room(request.model, snapshot, chosen)
@@ -235,7 +237,7 @@ def _weights(request: HubModel, snapshot: Snapshot, names: Collection[str]) -> l
 def _no_config(model: str, files: list[HubFile]) -> StartupError:
     if any(file.name.endswith(".gguf") for file in files):
         return StartupError(
-            f"{model} holds GGUF files and no config.json; GGUF is served from this machine's files only.",
+            f"{model} has GGUF files and no config.json; GGUF models are served only from local files.",
             f"Download one of them (hf download {model} NAME.gguf --local-dir .), and serve that file.",
         )
-    return StartupError(f"{model} has no config.json.", "Name a model in the transformers format.")
+    return StartupError(f"{model} has no config.json.", "Choose a model in the transformers format.")

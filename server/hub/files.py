@@ -120,10 +120,10 @@ def look_up(model: str, revision: str) -> tuple[str, list[HubFile]]:
         if is_inside or sibling.rfilename.startswith(".") or sibling.size is None:
             continue  # other subfolders hold other formats of the same weights
         if etag is None or not _HASH.fullmatch(etag):
-            raise StartupError(f"The hub names no hash for {sibling.rfilename} of {model}.", "Check HF_ENDPOINT.")
+            raise StartupError(f"The hub gives no hash for {sibling.rfilename} of {model}.", "Check HF_ENDPOINT.")
         files.append(HubFile(sibling.rfilename, sibling.size, etag))
     if info.sha is None or not _HASH.fullmatch(info.sha):
-        raise StartupError(f"The hub names no commit for {model}.", "Check HF_ENDPOINT.")
+        raise StartupError(f"The hub gives no commit for {model}.", "Check HF_ENDPOINT.")
     return info.sha, files
 
 
@@ -146,10 +146,10 @@ def check_room(model: str, snapshot: Snapshot, files: Sequence[HubFile]) -> None
     if needed > free:
         total = sum(file.size for file in files)
         raise StartupError(
-            f"The weights of {model} do not fit the disk: {format_size(total)} in {len(files)} file(s), less "
-            f"{format_size(total - needed)} that is here, needs {format_size(needed)}, and {snapshot.folder} has "
-            f"{format_size(free)} free.",
-            f"Free {format_size(needed - free)} there, or name a folder on another disk with --download-dir.",
+            f"The weights of {model} do not fit on the disk: {format_size(total)} in {len(files)} file(s), "
+            f"minus {format_size(total - needed)} that is already here, needs {format_size(needed)}, and "
+            f"{snapshot.folder} has {format_size(free)} free.",
+            f"Free {format_size(needed - free)} there, or choose a folder on another disk with --download-dir.",
         )
 
 
@@ -175,7 +175,7 @@ class Download:
                 done, tasks = wait(tasks, _REPORT_S, FIRST_EXCEPTION)
                 for task in done:
                     task.result()
-                others = f", another process fetches {self._num_waiting} of the files" if self._num_waiting else ""
+                others = f", another process is fetching {self._num_waiting} of the files" if self._num_waiting else ""
                 self._report(f"fetching {self._model}", rate.fraction, rate.describe() + others)
         except BaseException:
             self._stopped.set()
@@ -220,7 +220,7 @@ class Download:
         while have < file.size:
             error = self._receive(url, file, have, out, rate)
             if self._stopped.is_set():
-                raise InterruptedError(f"{file.name} was left where it is, because another file failed")
+                raise InterruptedError(f"{file.name} was left incomplete, because another file failed")
             before, have = have, out.seek(0, os.SEEK_END)
             failures = 0 if have > before else failures + 1
             if error is not None and failures == _TRIES:
@@ -230,8 +230,8 @@ class Download:
         if not self._digests.pop(file.name).is_right:
             out.truncate(0)
             raise StartupError(
-                f"{file.name} of {self._model} is damaged: its digest is not what the hub says. It is removed.",
-                "Start again to fetch it anew.",
+                f"{file.name} of {self._model} is damaged: its digest differs from the hub's. It has been removed.",
+                "Start again to fetch it again.",
             )
 
     def _receive(self, url: str, file: HubFile, have: int, out: BufferedWriter, rate: TransferRate) -> HTTPError | None:
@@ -260,7 +260,7 @@ class Download:
             if isinstance(error, HfHubHTTPError) and error.response.status_code not in _RETRIED:
                 raise
             return error
-        return None if have == file.size else HTTPError(f"the answer ended after {have} of {file.size} bytes")
+        return None if have == file.size else HTTPError(f"the response ended after {have} of {file.size} bytes")
 
     def _digest_of(self, file: HubFile, path: str, size: int) -> Digest:
         """Return the digest of the `size` bytes that an earlier attempt left."""

@@ -158,7 +158,7 @@ def _kind(settings: GGUFSettings) -> str:
     kind = settings.text("tokenizer.ggml.model")
     if kind not in ("gpt2", "llama"):
         raise StartupError(
-            f"{settings.model.path}: a tokenizer of the kind {kind[:80]!r} is not supported.", "Supported: gpt2, llama."
+            f"{settings.model.path}: the tokenizer type {kind[:80]!r} is not supported.", "Supported: gpt2, llama."
         )
     return kind
 
@@ -167,8 +167,8 @@ def _pre_tokenizer(settings: GGUFSettings) -> PreTokenizer:
     name = settings.text("tokenizer.ggml.pre", "default")
     if name not in PRE_TOKENIZERS:
         raise StartupError(
-            f"{settings.model.path}: the pre-tokenizer {name[:80]!r} is not known here.",
-            f"Known: {', '.join(PRE_TOKENIZERS)}.",
+            f"{settings.model.path}: the pre-tokenizer {name[:80]!r} is not supported.",
+            f"Supported: {', '.join(PRE_TOKENIZERS)}.",
         )
     return PRE_TOKENIZERS[name]
 
@@ -200,7 +200,7 @@ def _byte_level(settings: GGUFSettings, vocabulary: Vocabulary) -> dict[str, Any
 def _sentencepiece(settings: GGUFSettings, vocabulary: Vocabulary) -> dict[str, Any]:
     if sum(len(token) ** 2 for token in vocabulary.tokens) > _MOST_MERGE_WORK:
         raise StartupError(
-            f"{settings.model.path} has too many long tokens to find the merges of its vocabulary.",
+            f"{settings.model.path} has too many long tokens to derive the merges of its vocabulary.",
             "Use a file that llama.cpp's converter wrote.",
         )
     scores = settings.numbers("tokenizer.ggml.scores", len(vocabulary.tokens))
@@ -313,8 +313,8 @@ def gguf_model(path: Path) -> Path | None:
     others = [name for name in names if name not in first]
     if others:
         raise StartupError(
-            f"{path} holds several GGUF models: {', '.join(name.name for name in (names[0], *others))[:300]}.",
-            "Name one of these files.",
+            f"{path} contains several GGUF models: {', '.join(name.name for name in (names[0], *others))[:300]}.",
+            "Give one of these files.",
         )
     return names[0]
 
@@ -372,7 +372,7 @@ def _write(directory: Path, files: dict[str, dict[str, Any]], links: tuple[Path,
     except OSError as error:
         raise StartupError(
             f"The description of the GGUF model cannot be written to {directory}: {error.strerror}.",
-            "Set XDG_CACHE_HOME to a directory with room that this user can write.",
+            "Set XDG_CACHE_HOME to a directory with free space that this user can write to.",
         ) from None
 
 

@@ -51,7 +51,7 @@ def check_local(path: Path, what: str = "MODEL") -> None:
     if not path.is_dir():
         if path.suffix == ".gguf" or begins_as_gguf(path):
             return
-        fix = "Give a GGUF file, or the directory of a checkpoint, not one of its files."
+        fix = "Give a GGUF file, or the directory of a checkpoint instead of one of its files."
         raise StartupError(f"{what} {path} is a file, but not a GGUF file.", fix)
     if os.path.lexists(path / "config.json"):  # a broken link is reported by the code that reads it
         return
@@ -59,7 +59,7 @@ def check_local(path: Path, what: str = "MODEL") -> None:
         return
     inside = [found.name for found in _entries(path) if (found / "config.json").exists()]
     fix = f"Did you mean {path / inside[0]}?" if inside else "Give a checkpoint in the Hugging Face layout."
-    raise StartupError(f"The directory {path} holds no config.json and no GGUF file.", fix)
+    raise StartupError(f"The directory {path} contains no config.json and no GGUF file.", fix)
 
 
 def check_names(settings: Settings) -> None:
@@ -208,9 +208,9 @@ def _not_found(name: str, path: Path, download_dir: str | None, what: str) -> St
         fix = f"Check the path: the directory {folder} does not exist."
     if name.endswith(".gguf"):
         has_folder = "has no such file" if _exists(folder) else "does not exist"
-        return StartupError(f"There is no GGUF file {shown}: the directory {folder} {has_folder}.", fix)
+        return StartupError(f"The GGUF file {shown} does not exist: the directory {folder} {has_folder}.", fix)
     if ":" in name and not name.startswith(("/", ".", "~")):
-        return StartupError(f"{shown} is no model of Ollama on this machine, and no hub id has a colon.", fix)
+        return StartupError(f"{shown} is not an Ollama model on this machine, and a hub id has no colon.", fix)
     return StartupError(f"{shown} is neither a directory, nor a GGUF file, nor a hub id.", fix)
 
 

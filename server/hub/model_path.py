@@ -73,7 +73,7 @@ async def pull(settings: Settings, on_progress: OnDetailedProgress) -> str:
     model = settings.model or ""
     if not model or find_local(model, settings.download_dir) is not None:
         raise StartupError(
-            f"{model or 'The demo model'} is on this machine, and not a model of the hub: there is nothing to pull.",
+            f"{model or 'The demo model'} is on this machine, and not a model of the hub: nothing needs to be pulled.",
             f"`oarlock serve{f' {model}' if model else ''}` serves it.",
         )
     wanted = _on_hub(settings, model, _checked_revision(settings))
@@ -99,7 +99,7 @@ async def resolve_tokenizer(settings: Settings, on_progress: OnDetailedProgress)
             return str(described(file))
         if path.is_dir():
             return str(path.resolve())
-        raise StartupError(f"--tokenizer {path} is a file.", "Give the directory that has the tokenizer.json.")
+        raise StartupError(f"--tokenizer {path} is a file.", "Give the directory that contains the tokenizer.json.")
     wanted = replace(_on_hub(settings, name, "main"), tokenizer_only=True)
     return await download(wanted, on_progress)
 
@@ -135,7 +135,7 @@ def _demo() -> Path:
             return candidate
     raise StartupError(
         f"The demo model is not installed (looked in {candidates[0]} and {candidates[1]}).",
-        "Name a model: oarlock serve Qwen/Qwen2.5-0.5B-Instruct",
+        "Give a model: oarlock serve Qwen/Qwen2.5-0.5B-Instruct",
     )
 
 
@@ -205,8 +205,8 @@ async def download(request: HubModel, on_progress: OnDetailedProgress) -> str:
 
 
 def _unexpected_end(model: str, status: int) -> StartupError:
-    how = f"exit code {status}" if status >= 0 else f"it was ended by {signal.Signals(-status).name}"
+    how = f"exit code {status}" if status >= 0 else f"it was killed by {signal.Signals(-status).name}"
     return StartupError(
         f"The process that fetches {model} ended unexpectedly ({how}).",
-        "The lines above say why, if any. Start again: what has arrived is kept.",
+        "See the lines above, if there are any. Start again: files that have arrived are kept.",
     )

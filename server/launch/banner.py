@@ -18,7 +18,7 @@ from oarlock.server.observability.logs import event, logger
 
 _log = logger("start")
 _TYPICAL_CONTEXT = 4096
-_ON_CUDA = "not measured on a GPU yet: `oarlock verify` checks the numbers on this one, `make gpu-check` times it too"
+_ON_CUDA = "not measured on a GPU yet: `oarlock verify` checks the values on this one, `make gpu-check` also times it"
 # First request to try: a path and a body, for a chat or for the model's task.
 _TRIALS: dict[str, tuple[str, dict[str, Any]]] = {
     "chat": (
@@ -152,11 +152,11 @@ def banner(
         f"  model    {', '.join(names)} ({info.architecture}, {_parameters(info)})",
         *(_wrapped("about", about) if about else []),
         f"  compute  {compute}, attention {info.attention_backend}, weights{form} {per_rank} per rank",
-        *([f"  numbers  {_rounding(info)}"] if info.input_rounding else []),
+        *([f"  values   {_rounding(info)}"] if info.input_rounding else []),
         f"  KV       {_kv_size(info)} = {users} at {label}, {_kv_form(info)}"
         if info.kv_bytes_per_token_per_rank
-        else f"  texts    of up to {max_len} tokens, each computed whole, without KV memory",
-        f"  steps    of up to {info.max_num_batched_tokens} tokens, called hung after {info.step_timeout_s:g} s",
+        else f"  texts    up to {max_len} tokens, each in one step, without KV memory",
+        f"  steps    up to {info.max_num_batched_tokens} tokens; a step counts as hung after {info.step_timeout_s:g} s",
         f"  started  in {total:.1f} s{f' ({phases})' if phases else ''}",
         *([f"  note     {_ON_CUDA}"] if info.device == "cuda" else []),
         "  try      " + _curl(url, "chat" if chat else task, key),
@@ -173,8 +173,8 @@ def _wrapped(label: str, text: str) -> list[str]:
 def _rounding(info: EngineInfo) -> str:
     """Return a text about the rounding of matmul inputs, and the cost of the alternative."""
     return (
-        f"inputs of products are rounded to {info.input_rounding}; --dequantize computes with all of {info.dtype}, and "
-        "keeps weights in it"
+        f"matmul inputs are rounded to {info.input_rounding}; --dequantize computes in {info.dtype}, and "
+        "stores the weights in it"
     )
 
 
@@ -195,7 +195,7 @@ def _kv_size(info: EngineInfo) -> str:
 
 def _kv_form(info: EngineInfo) -> str:
     """Return dtype and size of a token's keys and values on each rank, as text."""
-    return f"{info.kv_cache_dtype}, {format_size(info.kv_bytes_per_token_per_rank)} a token"
+    return f"{info.kv_cache_dtype}, {format_size(info.kv_bytes_per_token_per_rank)} per token"
 
 
 def _curl(url: str, form: str, key: bool) -> str:

@@ -60,7 +60,7 @@ def _stop_fd() -> Generator[int]:
 
     def stop(number: int, frame: FrameType | None) -> None:
         if stopped:
-            sys.stderr.write("stopped at once by a second signal\n")
+            sys.stderr.write("stopped immediately by a second signal\n")
             sys.stderr.flush()
             os._exit(128 + number)  # the ranks end with this process
         stopped.append(number)

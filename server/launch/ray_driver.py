@@ -124,8 +124,8 @@ class Driver:
     def _connect(self) -> None:
         address = os.environ.get("RAY_ADDRESS", "auto")
         fix = (
-            "Start `ray start --head` on one host and `ray start --address=HOST:6379` on the others, this one "
-            "included; RAY_ADDRESS names one of several clusters."
+            "Start `ray start --head` on one host and `ray start --address=HOST:6379` on the others, "
+            "including this one; if there are several clusters, set RAY_ADDRESS."
         )
         watchdog = threading.Timer(_CONNECT_S, self._give_up, [address, fix])
         watchdog.daemon = True
@@ -134,14 +134,14 @@ class Driver:
             _check_listens(address)
             self._ray.init(address=address, logging_level="ERROR", log_to_driver=True)
         except Exception as error:
-            raise FailedError(f"There is no Ray cluster to use at {address}: {_first_line(error)}", fix) from None
+            raise FailedError(f"No Ray cluster can be used at {address}: {_first_line(error)}", fix) from None
         watchdog.cancel()
         for number in (signal.SIGINT, signal.SIGTERM):  # the server decides; Ray has set handlers of its own
             signal.signal(number, signal.SIG_IGN)
 
     def _give_up(self, address: str, fix: str) -> None:
         """Give up a cluster that does not respond: Ray itself would keep trying for minutes."""
-        self._fail(f"There is no Ray cluster to use at {address}: it did not answer within {_CONNECT_S:g} s.", fix, 3)
+        self._fail(f"No Ray cluster can be used at {address}: it did not respond within {_CONNECT_S:g} s.", fix, 3)
         os._exit(1)
 
     def _own_node(self) -> dict[str, Any]:
@@ -163,7 +163,7 @@ class Driver:
                 raise FailedError("The server has ended.", "")
             if left < 0:
                 raise FailedError(
-                    f"Ray could not reserve {wanted} on each of {nnodes} hosts, this one among them, within "
+                    f"Ray could not reserve {wanted} on each of {nnodes} hosts, including this one, within "
                     f"{self._asked['timeout_s']:g} s; it has {self._sizes()}.",
                     "Free or add hosts (`ray status`), choose --nnodes and the number of ranks to fit, or raise "
                     "--node-timeout.",
@@ -207,7 +207,7 @@ class Driver:
         try:
             status, lines = self._ray.get(ended)
         except Exception as error:  # Ray's: the actor or its node is gone
-            self._fail(f"Ray's part on {host} is lost: {_first_line(error)}", "See `ray status` and Ray's logs.", 5)
+            self._fail(f"The Ray task on {host} was lost: {_first_line(error)}", "See `ray status` and Ray's logs.", 5)
             return
         if status:
             cause, fix = last_error(lines, status)
@@ -234,8 +234,8 @@ def last_error(lines: list[str], status: int) -> tuple[str, str]:
     fix = next((line.removeprefix("fix: ") for line in reversed(lines) if line.startswith("fix: ")), None)
     if cause is None:
         how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
-        cause = f"the part {how}. {lines[-1] if lines else 'It printed nothing.'}"
-    return cause, fix or "Ray's logs have all that it printed."
+        cause = f"the task {how}. {(lines[-1] if lines else 'It printed nothing.')}"
+    return cause, fix or "See Ray's logs for its whole output."
 
 
 def _check_listens(address: str) -> None:

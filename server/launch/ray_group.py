@@ -97,8 +97,8 @@ class RayGroup:
         line = self._channel.readline()
         if line.endswith(b"\n"):
             return json.loads(line)
-        cause = f"The program that asks Ray for hosts has left with status {self._driver.wait()}."
-        return {"kind": "failed", "cause": cause, "fix": "The lines above say why.", "exit_code": 5}
+        cause = f"The process that requests hosts from Ray exited with status {self._driver.wait()}."
+        return {"kind": "failed", "cause": cause, "fix": "See the lines above.", "exit_code": 5}
 
     def _hear(self) -> None:
         while (said := self._receive())["kind"] != "failed":

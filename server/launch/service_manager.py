@@ -51,10 +51,10 @@ class ServiceManager:
         if asked not in (None, address):
             listener.close()
             raise StartupError(
-                f"The service manager hands over a socket at {_shown(address)}, but the settings say {_shown(asked)}.",
-                "Leave --host, --port and --uds to the socket unit.",
+                f"The service manager passes a socket at {_shown(address)}, but the settings specify {_shown(asked)}.",
+                "Leave out --host, --port and --uds: the socket unit defines the address.",
             )
-        _log.info(event("socket_handed_over", address=_shown(address)))
+        _log.info(event("socket_inherited", address=_shown(address)))
         if isinstance(address, str):
             return listener, replace(settings, uds=address)
         return listener, replace(settings, host=address[0], port=address[1])
@@ -95,7 +95,7 @@ class ServiceManager:
                 channel.setblocking(False)
                 channel.sendto(text.encode(), address)
         except OSError as error:  # it serves all the same; the manager will report the missing notification
-            _log.warning(event("not_notified", address=name, cause=error.strerror or str(error)))
+            _log.warning(event("service_manager_not_notified", address=name, cause=error.strerror or str(error)))
 
 
 def _number(text: str) -> int:

@@ -224,7 +224,7 @@ class Supervisor:
             _log.info(logs.event("sampling_defaults", source=config.source, **config.sampling, **limit))
         exposed = warn_if_exposed(self.settings)
         if exposed:
-            _log.warning(logs.event("exposed", warning=exposed))
+            _log.warning(logs.event("listening_without_auth", warning=exposed))
         _log.info(
             logs.event(
                 "ready",
@@ -377,7 +377,7 @@ async def _start_engine(
         return await start_engine(config, on_progress, processes=processes)
     except OSError as error:  # its process ended in the middle of a message
         raise StartupError(
-            f"The engine process could not be started ({error}).", "The lines above say why.", EXIT_WORKER_DIED
+            f"The engine process could not be started ({error}).", "See the lines above.", EXIT_WORKER_DIED
         ) from None
 
 

@@ -72,8 +72,7 @@ class AdmissionQueue:
             if self._num_replicas > 1 or num_waiting < self._max_waiting // 2:
                 return
         raise QueueFullError(
-            f"{num_open - self._max_running} requests are waiting already (at most {self._max_waiting} may). "
-            "Retry later.",
+            f"{num_open - self._max_running} requests are waiting (at most {self._max_waiting} may wait). Retry later.",
             self._retry_after_s(),
         )
 

@@ -17,7 +17,7 @@ _MAX_BYTES = 8 << 20  # known tables have 300 KB
 def longest_replacement(written: object) -> int:
     """Return the length of the longest replacement in characters. Raises `ValueError` with the cause if damaged."""
     if not isinstance(written, str) or len(written) > _MAX_BYTES:
-        raise ValueError(f"it is no text of at most {_MAX_BYTES} characters")
+        raise ValueError(f"it is not a string of at most {_MAX_BYTES} characters")
     try:
         data = base64.b64decode(written, validate=True)
     except (binascii.Error, ValueError):
@@ -40,8 +40,8 @@ def _check_places(units: np.ndarray, texts: bytes) -> None:
     offsets = (units.astype(np.int64) >> 10) << ((units.astype(np.int64) & (1 << 9)) >> 6)
     children = (places ^ offsets)[~is_value]
     if len(units) % 256 or (children.size and int((children | 255).max()) >= len(units)):
-        raise ValueError("a place in it is outside of the table")
+        raise ValueError("an offset in it is outside of the table")
     starts = (units[is_value] & ~_VALUE).astype(np.int64)
     bounds = np.frombuffer(texts, np.uint8)
     if starts.size and (int(starts.max()) >= len(texts) or bool(((bounds[starts] & 0xC0) == 0x80).any())):
-        raise ValueError("a replacement in it is outside of the text")
+        raise ValueError("an offset of a replacement is outside of the text")

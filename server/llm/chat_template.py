@@ -19,7 +19,7 @@ _PAIR = ("query", "document")  # roles
 _MAX_TRIAL = 64 * 1024  # limit in characters for a rendered trial conversation
 _CONFIG = "in tokenizer_config.json"
 MOST_CHARACTERS = 8 << 20  # limit for a template's file
-_MEND = "Mend it, serve with --chat-template and a file of your own, or remove it to serve completions only."
+_MEND = "Correct it, serve with --chat-template and your own file, or remove it to serve completions only."
 
 
 class Rendering(NamedTuple):
@@ -119,7 +119,7 @@ class ChatTemplate:
         name = _TOOL_USE if tools and _TOOL_USE in self._sources else _DEFAULT
         if name not in self._sources:
             raise RequestError(
-                "This model has no chat template. Use /v1/completions with a prompt of your own.", "messages"
+                "This model has no chat template. Use /v1/completions with a complete prompt.", "messages"
             )
         given = {
             "messages": messages,
@@ -190,16 +190,18 @@ def text_parts(*texts: str) -> list[dict[str, str]]:
 def read_template(file: str | Path) -> str:
     """Return the chat template that the operator gave. Raises `StartupError` if it is unreadable or not a template."""
     path = Path(file)
-    fix = "Give --chat-template a file with a template in Jinja, such as a checkpoint's chat_template.jinja."
+    fix = "Give --chat-template a file with a Jinja template, such as a checkpoint's chat_template.jinja."
     try:
         source = read_text(path, MOST_CHARACTERS)
     except StartupError as error:
         raise StartupError(f"The chat template {error.cause}", fix) from None
     if "messages" not in source:  # also true of an empty file; every prompt would be the same
-        raise StartupError(f"The chat template {path} does not write the messages.", fix)
+        raise StartupError(f"The chat template {path} does not render the messages.", fix)
     renderers = TemplateRenderers({_DEFAULT: source}, {})
     try:
-        _compile(renderers, f"The chat template {path}", "Mend that line, or make the template smaller and flatter.")
+        _compile(
+            renderers, f"The chat template {path}", "Correct that line, or make the template smaller and less nested."
+        )
     finally:
         renderers.close()
     return source
@@ -212,7 +214,7 @@ def _compile(renderers: TemplateRenderers, what: str, fix: str) -> None:
     except TemplateLimitError as error:
         raise StartupError(f"{what} {error.did} to compile.", fix) from None
     except EngineError as error:
-        raise StartupError(f"{what} cannot be compiled: {error}", "See the log for what ended it.") from None
+        raise StartupError(f"{what} cannot be compiled: {error}", "See the log for the reason.") from None
     if kind is Kind.REFUSED:
         raise StartupError(f"{what} is not valid Jinja: {text}.", fix)
     if kind is not Kind.TEXT:
@@ -239,5 +241,5 @@ def with_template(config: Mapping[str, Any], name: str, source: str) -> list[dic
 
 
 def _not_a_template(value: Any) -> StartupError:
-    what = "neither a text nor a list of texts with names"
+    what = "neither a string nor a list of named strings"
     return StartupError(f"chat_template in tokenizer_config.json is {what}: {shown(value)}.", _MEND)

@@ -296,7 +296,7 @@ class Generation:
                             return
                         if part is not event:  # scores of a long prompt: let other tasks run in between
                             await turn()
-            raise EngineError("The engine's answer ended without a reason.")
+            raise EngineError("The engine ended this request without a finish reason.")
         except ENDS_TASK:
             raise
         except BaseException as error:  # any error is reported to this request's client
@@ -368,7 +368,7 @@ class PooledChoice:
         self.started, self.finish_reason = True, event.finish_reason.value
         delta = Delta(self.index, is_first=True, finish_reason=self.finish_reason)
         if event.finish_reason is not FinishReason.STOP:
-            delta.error, delta.error_param = event.error or "The engine gave this request up.", event.error_param
+            delta.error, delta.error_param = event.error or "The engine aborted this request.", event.error_param
             delta.error_code = event.error_code
         return delta
 
@@ -393,6 +393,6 @@ class Pooling(Generation):
             if delta.finish_reason == TIMEOUT:
                 raise DeadlineError(self._timeout_s or 0.0)
             if delta.finish_reason != FinishReason.STOP:
-                message = "An operator ended this request before it was complete. It can be sent again."
+                message = "An operator aborted this request before it was complete. It can be sent again."
                 raise UnavailableError(message, "aborted")
         return [choice.output for choice in self.choices]

@@ -54,8 +54,9 @@ class GenerationConfig:
         file = folder / FILE
         if choice not in (AUTO, NEUTRAL) and not is_there(file):
             raise StartupError(
-                f"--generation-config names {choice}, which is not a folder with a {FILE}.",
-                f"Give the folder of such a file, or `{AUTO}` for the model's own, or `{NEUTRAL}` for none.",
+                f"--generation-config is {choice}, which is not a folder with a {FILE}.",
+                f"Give a folder with such a file, `{AUTO}` for the model's own file, or `{NEUTRAL}` for "
+                "neutral values.",
             )
         values, config_file = read_json(file), Path(model) / "config.json"
         config = read_json(config_file)
@@ -83,7 +84,8 @@ def _sampling(file: Path, values: Mapping[str, Any]) -> dict[str, Any]:
         reason = first["msg"][:1].lower() + first["msg"][1:]
         raise StartupError(
             f"'{first['loc'][0]}' in {file} is {str(first['input'])[:64]!r}: {reason}.",
-            f"Correct that line, or start with --generation-config {NEUTRAL}, which leaves the file's sampling out.",
+            f"Correct that line, or start with --generation-config {NEUTRAL}, which ignores the file's "
+            "sampling parameters.",
         ) from None
     return {name: value for name in _fields if (value := getattr(checked, name)) is not None}
 
@@ -107,7 +109,7 @@ def _check_end_tokens(file: Path, ids: Sequence[int], config: Mapping[str, Any])
     size = vocab_size_of(config)
     if size is not None and ids and max(ids) >= size:
         raise StartupError(
-            f"'eos_token_id' in {file} is {max(ids)}, but the model's vocab_size is {size}: no answer would end.",
+            f"'eos_token_id' in {file} is {max(ids)}, but the model's vocab_size is {size}: no completion would end.",
             "Correct that line.",
         )
 
@@ -125,4 +127,4 @@ def _check_other_ids(file: Path, values: Mapping[str, Any]) -> None:
         value = values.get(name)
         ids = value if isinstance(value, list) else [] if value is None else [value]
         if len(ids) > _MAX_END_TOKENS or not all(type(one) is int and -1 <= one <= INT32_MAX for one in ids):
-            raise StartupError(f"'{name}' in {file} is {shown(value)}, which is no token id.", "Correct that line.")
+            raise StartupError(f"'{name}' in {file} is {shown(value)}, which is not a token id.", "Correct that line.")

@@ -233,7 +233,7 @@ class InputProcessor:
         else:
             ids = await self.encode(prompt, request, limit, "prompt", marks) if isinstance(prompt, str) else prompt
         if not ids:
-            raise RequestError("The prompt is empty and this model has no token to begin with.", "prompt")
+            raise RequestError("The prompt is empty, and this model has no token that could start one.", "prompt")
         await self.check_ids(ids, "prompt")
         return tuple(ids)
 
@@ -247,7 +247,7 @@ class InputProcessor:
         """
         marks = self.tokenizer.fim_token_ids
         if marks is None:
-            message = "'suffix' needs a model with fill-in-the-middle tokens, which this one is not. Leave it out."
+            message = "'suffix' needs a model with fill-in-the-middle tokens, and this model has none. Leave it out."
             raise RequestError(message, "suffix", "unsupported_parameter")
         before, between, after = marks
         limit = request.max_tokens or 0
@@ -272,8 +272,8 @@ class InputProcessor:
             size += len(echoes[-1]) * request.num_generated
             if size > MOST_DECODED:
                 message = (
-                    f"'echo' would repeat more than {MOST_DECODED} characters of prompts in the answer: each once "
-                    "for each of its choices. Ask for fewer prompts or choices, or leave 'echo' out."
+                    f"'echo' would return more than {MOST_DECODED} characters of prompts: each prompt once "
+                    "per choice. Request fewer prompts or choices, or leave 'echo' out."
                 )
                 raise RequestError(message, "echo")
         return echoes
@@ -305,9 +305,12 @@ class InputProcessor:
         """Return the maximum number of tokens to generate. Raises `RequestError` if limits are strict and exceeded."""
         room, most = self.max_len - num_prompt, self.generation_config.max_new_tokens
         if self._strict_max_tokens and (max_tokens or 0) > room:
-            raise self._too_long(str(num_prompt), f"ask for at most {room}", max_tokens, request.limit_field)
+            raise self._too_long(str(num_prompt), f"request at most {room}", max_tokens, request.limit_field)
         if self._strict_max_tokens and most is not None and (max_tokens or 0) > most:
-            message = f"'{request.limit_field}' is {max_tokens}, and no answer of this model may have more than {most}."
+            message = (
+                f"'{request.limit_field}' is {max_tokens}, and a completion of this model may have at "
+                f"most {most} tokens."
+            )
             raise RequestError(message, request.limit_field)
         return min(limit for limit in (room, most, max_tokens) if limit is not None)
 
@@ -320,10 +323,10 @@ class InputProcessor:
         return self._too_long(f"{about}{num_prompt}", fix, max_tokens, param)
 
     def _too_long(self, num_prompt: str, fix: str, max_tokens: int | None, param: str) -> ContextLengthError:
-        asks = "the answer needs at least 1" if max_tokens is None else f"max_tokens asks for {max_tokens}"
+        asks = "the completion needs at least 1" if max_tokens is None else f"max_tokens requests {max_tokens}"
         return ContextLengthError(
-            f"This model's context holds {self.max_len} tokens, prompt and answer together. The prompt has "
-            f"{num_prompt} tokens and {asks}; {fix}.",
+            f"This model's context holds {self.max_len} tokens, prompt and completion together. The prompt "
+            f"has {num_prompt} tokens and {asks}; {fix}.",
             param,
         )
 
@@ -379,7 +382,9 @@ def _checked(ids: Iterable[int], vocab_size: int, param: str) -> tuple[int, ...]
 
 def _check_ids(ids: Sequence[int], vocab_size: int, param: str) -> None:
     if max(ids, default=0) >= vocab_size:
-        message = f"{param} holds token id {max(ids)}, which is outside the vocabulary: ids are below {vocab_size}."
+        message = (
+            f"{param} contains token id {max(ids)}, which is outside the vocabulary: ids must be below {vocab_size}."
+        )
         raise RequestError(message, param)
 
 
@@ -405,8 +410,9 @@ def _check_scores(choices: Sequence[ChoiceOutput], top: int, param: str) -> None
     entries = num_tokens * (1 + top)
     if entries > MAX_SCORES:
         raise RequestError(
-            f"'{param}' would make {entries} log-probabilities of {num_tokens} prompt tokens, {len(choices)} choices; "
-            f"at most {MAX_SCORES} are allowed. Ask for fewer alternatives, prompts or choices.",
+            f"'{param}' would return {entries} log-probabilities of {num_tokens} prompt tokens, "
+            f"{len(choices)} choices; at most {MAX_SCORES} are allowed. Request fewer alternatives, prompts "
+            "or choices.",
             param,
         )
 
@@ -431,7 +437,8 @@ def constraint_of(request: SamplingFields) -> Grammar | None:
         first, wanted = found[0]
         if (grammar.kind, grammar.text) != (wanted.kind, wanted.text):
             message = (
-                f"'{first}' and '{name}' differ, and the whole answer matches one constraint. Leave one of them out."
+                f"'{first}' and '{name}' differ, and a completion can follow only one constraint. Leave one "
+                "of them out."
             )
             raise RequestError(message, grammar.param)
     return found[0][1] if found else None
@@ -485,7 +492,7 @@ def _of_structured_outputs(request: SamplingFields) -> Iterator[tuple[str, Gramm
         found.append((f"{name}.json_object", Grammar("json_object", "", name)))
     if not found:
         message = (
-            f"'{name}' holds no constraint. Give one of json, regex, choice, grammar, json_object, or leave it out."
+            f"'{name}' contains no constraint. Give one of json, regex, choice, grammar, json_object, or leave it out."
         )
         raise RequestError(message, name)
     yield from found

@@ -224,7 +224,7 @@ class ChoiceOutput:
                 return
         delta.text += rest
         if reason in (FinishReason.ERROR, FinishReason.ABORT):
-            delta.error, delta.error_param = event.error or "The engine gave this request up.", event.error_param
+            delta.error, delta.error_param = event.error or "The engine aborted this request.", event.error_param
             delta.error_code = event.error_code
             self._end(delta, FinishReason.ERROR, None)
             return

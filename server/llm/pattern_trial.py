@@ -32,7 +32,7 @@ def fault(pattern: str) -> str | None:
     if len(pattern) > MAX_CHARACTERS:
         return f"has more than {MAX_CHARACTERS} characters"
     if (found := _endless(pattern)) is not None:
-        return f"{found}, which can take endlessly long"
+        return f"{found}, which can take unlimited time"
     try:
         split = Split(Regex(pattern), "isolated")
     except Exception as error:  # the library raises bare Exception

@@ -59,28 +59,28 @@ class DenseConfig:
         """
         file = folder / "config.json"
         if not is_there(file):
-            raise StartupError(f"{file} is missing, which modules.json names.", "Fetch the whole checkpoint.")
+            raise StartupError(f"{file}, which modules.json lists, is missing.", "Fetch the whole checkpoint.")
         config = read_json(file)
         taken, made = config.get("in_features"), config.get("out_features")
         if type(taken) is not int or type(made) is not int or made < 1:
             raise StartupError(f"{file} has no in_features and out_features.", "Fetch that file again.")
         if taken != in_features:
             raise StartupError(
-                f"{file} takes vectors of {taken} numbers, and those before it have {in_features}.",
+                f"{file} expects vectors of {taken} values, but the previous module returns {in_features}.",
                 "Fetch the whole checkpoint again: its files do not belong together.",
             )
         name = str(config.get("activation_function", ""))
         activation = name.rpartition(".")[2]
         if not name.startswith("torch.nn.") or activation not in ACTIVATIONS:
             raise StartupError(
-                f"{file} asks for the activation {name[:80]!r}, which is not known here.",
-                f"Known are, of torch.nn: {', '.join(ACTIVATIONS)}.",
+                f"{file} has the activation {name[:80]!r}, which is not supported.",
+                f"Supported are, from torch.nn: {', '.join(ACTIVATIONS)}.",
             )
         for key in config.keys() - _READ:
             if config[key] not in _HARMLESS.get(key, ()):
                 raise StartupError(
-                    f"{file} has {key} {str(config[key])[:80]!r}, which is not served here.",
-                    "Serve a checkpoint without it.",
+                    f"{file} has {key} {str(config[key])[:80]!r}, which is not supported.",
+                    "Serve a checkpoint without this value.",
                 )
         return DenseConfig(folder, taken, made, config.get("bias", True) is not False, activation)
 
@@ -109,12 +109,12 @@ def _read(config: DenseConfig) -> tuple[np.ndarray, np.ndarray | None]:
     """Return weight [out, in] and bias [out] as float64. Raises `StartupError` if they contradict the configuration."""
     file = config.folder / _WEIGHTS
     if not is_there(file):
-        fix = "Weights in pickles (pytorch_model.bin) are not read: convert them to safetensors."
+        fix = "Weights in pickles (pytorch_model.bin) are not supported: convert them to safetensors."
         raise StartupError(f"{file} is missing.", fix)
     entries = read_header(file)
     if check_file(file) > _MAX_WEIGHTS_BYTES:
         raise StartupError(
-            f"{file} has {check_file(file)} bytes, and at most {_MAX_WEIGHTS_BYTES} are read of a Dense module.",
+            f"{file} has {check_file(file)} bytes; at most {_MAX_WEIGHTS_BYTES} are read for a Dense module.",
             "Fetch that folder of the checkpoint again.",
         )
     content = file.read_bytes()
@@ -123,7 +123,7 @@ def _read(config: DenseConfig) -> tuple[np.ndarray, np.ndarray | None]:
         wanted["linear.bias"] = (config.out_features,)
     if entries.keys() != wanted.keys():
         raise StartupError(
-            f"{file} holds {', '.join(sorted(entries)) or 'nothing'}, not {' and '.join(wanted)}.",
+            f"{file} contains {', '.join(sorted(entries)) or 'nothing'}, not {' and '.join(wanted)}.",
             "Fetch that folder of the checkpoint again.",
         )
     data, found = len(content) - max(entry.end for entry in entries.values()), []
@@ -138,7 +138,9 @@ def _read(config: DenseConfig) -> tuple[np.ndarray, np.ndarray | None]:
         if entry.dtype == "BF16":  # the upper half of a float32
             values = (values.astype(np.uint32) << 16).view(np.float32)
         if not np.isfinite(values).all():
-            raise StartupError(f"{name} in {file} holds NaN or infinity.", "Fetch that folder of the checkpoint again.")
+            raise StartupError(
+                f"{name} in {file} contains NaN or infinity.", "Fetch that folder of the checkpoint again."
+            )
         found.append(values.astype(np.float64).reshape(shape))
     return found[0], found[1] if config.bias else None
 
@@ -228,16 +230,16 @@ class PoolerConfig:
         """
         if self.kind == LABELS and tokenizer.pair_marks() is None:
             raise StartupError(
-                "The tokenizer does not say what stands between two texts, which this model reads side by side.",
-                "Put the checkpoint's own tokenizer.json beside its weights.",
+                "The tokenizer does not define the tokens between two texts, which this model reads together.",
+                "Put the checkpoint's own tokenizer.json next to its weights.",
             )
         ids = []
         for answer in self.answers:
             found = [answer] if isinstance(answer, int) else tokenizer.encode(answer, add_special_tokens=False)
             if len(found) != 1:
                 raise StartupError(
-                    f"The answer {answer!r:.80} has {len(found)} tokens; scores are the odds of single ones.",
-                    "Name answers that are one token each, for example: --classifier-from-token no yes",
+                    f"The label {answer!r:.80} has {len(found)} tokens; scores are the odds of single tokens.",
+                    "Give labels of one token each, for example: --classifier-from-token no yes",
                 )
             ids += found
         return replace(self, answers=tuple(ids), layers=DenseLayers(self.dense) if self.dense else None)
@@ -257,8 +259,8 @@ class PoolerConfig:
             if can_generate or not architecture:
                 return PoolerConfig()
             raise StartupError(
-                f"--runner {GENERATE} asks for texts, but the checkpoint is a {architecture}, which makes none.",
-                "Leave --runner out: such a model is served for embeddings or scores.",
+                f"--runner {GENERATE} needs a model that generates text, but the checkpoint is a {architecture}.",
+                "Leave --runner out: the model is then served for embeddings or scores.",
             )
         answers = answers or _own_answers(folder / "config.json", config)
         if answers:
@@ -282,14 +284,14 @@ def _of_classifier(file: Path, architecture: str, config: Mapping[str, Any]) -> 
     """
     if not is_encoder_model(file.parent):
         raise StartupError(
-            f"The checkpoint is a {architecture}: scores of a classification head are served of encoders alone.",
-            "Serve an encoder, or a reranker that is asked in words, such as one of the Qwen3 family.",
+            f"The checkpoint is a {architecture}: classification heads are supported only for encoders.",
+            "Serve an encoder, or a reranker that is prompted in words, such as one of the Qwen3 family.",
         )
     labels = config.get("id2label")
     count = len(labels) if isinstance(labels, dict) else config.get("num_labels", 2)
     if count != 1:
         raise StartupError(
-            f"The checkpoint is a {architecture} with {str(count)[:20]} labels; a score is one number.",
+            f"The checkpoint is a {architecture} with {str(count)[:20]} labels, but a score needs exactly one.",
             "Serve a reranker, whose head has one label, or an embedding model.",
         )
     own = config.get("sentence_transformers")
@@ -299,8 +301,8 @@ def _of_classifier(file: Path, architecture: str, config: Mapping[str, Any]) -> 
     function = str(name or "Sigmoid").rsplit(".", 1)[-1]
     if function not in ("Sigmoid", "Identity"):
         raise StartupError(
-            f"{file} asks for {function[:64]} as the final function of scores, which is not served.",
-            "Take it out of config.json: the score is then the sigmoid of the head's number.",
+            f"{file} has {function[:64]} as the final function of scores, which is not supported.",
+            "Remove it from config.json: the score is then the sigmoid of the head's output.",
         )
     return PoolerConfig(Task.SCORE, "config.json", LABELS, sigmoid=function == "Sigmoid")
 
@@ -317,11 +319,11 @@ def _of_modules(folder: Path, config: dict[str, Any]) -> PoolerConfig:
             found = _with_transformer(found, folder)
         elif name == "Pooling":
             if not is_there(folder / path / "config.json"):
-                cause = f"{folder / path / 'config.json'} is missing: it says how vectors are made."
-                raise StartupError(cause, "Fetch the whole checkpoint, with the folders that modules.json names.")
+                cause = f"{folder / path / 'config.json'} is missing, which defines how vectors are computed."
+                raise StartupError(cause, "Fetch the whole checkpoint, with the folders that modules.json lists.")
             kind = _kind(folder / path / "config.json", own)
             if own.get("include_prompt") is False and any(found.prompts.values()):
-                raise _not_followed("include_prompt: false in its Pooling module, which leaves prompts out of vectors")
+                raise _not_followed("include_prompt: false in its Pooling module, which excludes prompts from vectors")
             found = replace(found, task=Task.EMBED, kind=kind)
         elif name == "Dense":
             size = found.dense[-1].out_features if found.dense else _hidden_size(config)
@@ -344,9 +346,9 @@ def _of_modules(folder: Path, config: dict[str, Any]) -> PoolerConfig:
 
 def _not_followed(what: str) -> StartupError:
     return StartupError(
-        f"The checkpoint's modules.json asks for {what}: that is not served here.",
-        "Served are Transformer, then Pooling (cls, mean or last token), maybe Dense and Normalize, or LogitScore; or "
-        f"start with --runner {GENERATE} to serve its texts, if it makes any.",
+        f"The checkpoint's modules.json has {what}, which is not supported.",
+        "Supported are Transformer, then Pooling (cls, mean or last token), optionally Dense and "
+        f"Normalize, or LogitScore; or start with --runner {GENERATE}, if the model generates text.",
     )
 
 
@@ -357,14 +359,14 @@ def _modules(file: Path) -> list[dict[str, str]]:
     """
     value = read_any_json(file)
     if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
-        raise StartupError(f"{file} does not hold a list of modules.", _FETCH)
+        raise StartupError(f"{file} is not a list of modules.", _FETCH)
     found = [{"type": one.get("type", ""), "path": one.get("path", "")} for one in value]
     for module in found:
         path = module["path"]
         if not all(isinstance(text, str) for text in module.values()):
-            raise StartupError(f"{file} has a module whose type or path is no text: {shown(module)}.", _FETCH)
+            raise StartupError(f"{file} has a module whose type or path is not a string: {shown(module)}.", _FETCH)
         if not path.isprintable() or len(path) > _LONGEST_PATH or ".." in path or Path(path).is_absolute():
-            raise StartupError(f"{file} places a module in {shown(path)}, outside of the checkpoint.", _FETCH)
+            raise StartupError(f"{file} has a module in {shown(path)}, outside of the checkpoint.", _FETCH)
     return found
 
 
@@ -384,7 +386,7 @@ def _with_transformer(found: PoolerConfig, folder: Path) -> PoolerConfig:
     config = {} if file is None else read_json(file)
     length = config.get("max_seq_length")
     if length is not None and (type(length) is not int or length < 1):
-        raise StartupError(f"'max_seq_length' in {file} is {str(length)[:64]!r}, which is no length.", "Correct it.")
+        raise StartupError(f"'max_seq_length' in {file} is {str(length)[:64]!r}, which is not a length.", "Correct it.")
     return replace(found, max_len=length, lower_case=bool(config.get("do_lower_case")))
 
 
@@ -393,7 +395,7 @@ def _prompts(folder: Path) -> dict[str, Any]:
     config = read_json(file)
     prompts, default = config.get("prompts") or {}, config.get("default_prompt_name")
     if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
-        raise StartupError(f"'prompts' in {file} is not an object of texts.", "Correct that line.")
+        raise StartupError(f"'prompts' in {file} is not an object of strings.", "Correct that line.")
     if default is not None and (not isinstance(default, str) or default not in prompts):
         raise StartupError(f"'default_prompt_name' in {file} is {str(default)[:64]!r}, not in prompts.", "Correct it.")
     return {"prompts": prompts, "default_prompt": default}
@@ -422,7 +424,7 @@ def _own_answers(file: Path, config: Mapping[str, Any]) -> tuple[str, ...]:
     answers = config.get("classifier_from_token") or []
     if not isinstance(answers, list):
         raise StartupError(
-            f"'classifier_from_token' in {file} is {shown(answers)}, not a list of texts.", "Correct it."
+            f"'classifier_from_token' in {file} is {shown(answers)}, not a list of strings.", "Correct it."
         )
     return tuple(answers)
 
@@ -430,6 +432,6 @@ def _own_answers(file: Path, config: Mapping[str, Any]) -> tuple[str, ...]:
 def _check_answers(answers: tuple[Any, ...]) -> None:
     if len(answers) > 2 or not all(isinstance(one, str | int) and one != "" for one in answers):
         raise StartupError(
-            f"Scores are the odds of two answers, of one token each, not of {str(list(answers))[:80]}.",
-            "Name the wrong answer and the right one, for example: --classifier-from-token no yes",
+            f"Scores are the odds of two labels of one token each, not of {str(list(answers))[:80]}.",
+            "Give the wrong label, then the right one, for example: --classifier-from-token no yes",
         )

@@ -33,7 +33,7 @@ _READ_AT_ONCE = 1 << 18
 _MAX_BYTES_PER_CHARACTER = 4
 _MAX_OTHER_BYTES = 4096  # limit for an error
 _TOO_MUCH = f"takes more than {MEMORY_LIMIT_BYTES >> 20} MiB of memory, or nests too deeply,"
-_LOST = "The process that renders chat templates was lost or stopped, and so was the one after it. Send this again."
+_LOST = "The process that renders chat templates crashed twice. Send the request again."
 _LOST_CODE = "template_process_lost"
 # Signals by which a limit ends a renderer: the first for CPU time, the others for deep recursion and for libraries that
 # run out of memory.
@@ -49,8 +49,9 @@ class TemplateLimitError(RequestError):
 
     def __init__(self, did: str) -> None:
         super().__init__(
-            f"The model's chat template {did} on these messages, so it was stopped. Send fewer or shorter messages; "
-            "if short ones fail too, the operator can serve the model with --chat-template and a template that works.",
+            f"The model's chat template {did} on these messages, so it was stopped. Send fewer or shorter "
+            "messages; if short ones fail too, the operator can serve the model with a --chat-template "
+            "that works.",
             "messages",
         )
         self.did = did
@@ -111,7 +112,7 @@ class RendererProcesses:
             process = self._process
             if process is None or not any(map(_is_stopped, (process.pid, *_children(process.pid)))):
                 return False
-            _log.warning(event("chat_template_process_stopped", pid=process.pid, fix="none: it is started again"))
+            _log.warning(event("chat_template_process_stopped", pid=process.pid, fix="none: it is restarted"))
             self._stop()
             return True
 
@@ -198,7 +199,7 @@ class TemplateRenderers:
             connection.setblocking(False)
             self._idle.append(connection)
             return answer
-        raise EngineError("The process that renders chat templates ends before it has answered.")
+        raise EngineError("The process that renders chat templates ended before it responded.")
 
     async def render(self, job: bytes, max_characters: int) -> Answer:
         """Return the response to a rendering, at once or after its turn.

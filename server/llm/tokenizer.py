@@ -352,8 +352,9 @@ def _check_uncut(text: str) -> None:
     """Raise `TokenizerError` for a text that is too long to be tokenized at once."""
     if len(text) * 4 > MOST_UNCUT_BYTES and (size := len(text.encode(errors="replace"))) > MOST_UNCUT_BYTES:
         raise TokenizerError(
-            f"A part of the text has {size} bytes without a place where it can be divided, such as a space between "
-            f"words, and at most {MOST_UNCUT_BYTES} can be tokenized at once. Send less, or divide that part."
+            f"A part of the text has {size} bytes without a boundary at which it can be split, such as a "
+            f"space between words; at most {MOST_UNCUT_BYTES} can be tokenized at once. Shorten or split "
+            "that part."
         )
 
 
@@ -381,8 +382,8 @@ def _convert(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
     """
     if not any(is_there(path / name) for name in VOCABULARY_FILES):  # transformers would create an empty vocabulary
         raise StartupError(
-            f"{path} has no tokenizer.json, nor any other vocabulary of a tokenizer.",
-            "Put the checkpoint's tokenizer.json beside its weights.",
+            f"{path} has no tokenizer.json, nor any other tokenizer vocabulary.",
+            "Put the checkpoint's tokenizer.json next to its weights.",
         )
     check_vocabulary_files(path)
     from transformers import AutoTokenizer  # slow to import, and needed by few checkpoints
@@ -396,7 +397,7 @@ def _convert(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
         reason = " ".join(str(error).split())[:200]
         raise StartupError(
             f"{path} has no tokenizer.json and its tokenizer cannot be converted: {reason}.",
-            "Put the checkpoint's tokenizer.json beside its weights.",
+            "Put the checkpoint's tokenizer.json next to its weights.",
         ) from None
     described = json.loads(backend.to_str())
     tokenizer_file.check(path, described)
@@ -406,7 +407,7 @@ def _convert(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
 
 def _checked(backend: object) -> tokenizers.Tokenizer:
     if not isinstance(backend, tokenizers.Tokenizer):
-        raise TypeError("it has no fast form")
+        raise TypeError("it has no fast version")
     return backend
 
 

@@ -98,7 +98,7 @@ def check(file: Path, described: Mapping[str, Any]) -> None:
     for part, inner in _CHAINS.items():
         steps = list(_steps(described.get(part), inner))
         if len(steps) > _MAX_STEPS:
-            raise _fault(file, f"has {len(steps)} steps in its {part}, and at most {_MAX_STEPS} are followed")
+            raise _fault(file, f"has {len(steps)} steps in its {part}; at most {_MAX_STEPS} are allowed")
         for step in steps:
             _check_step(file, part, step)
         most = _MAX_GROWTH.get(part)
@@ -120,7 +120,7 @@ def _steps(step: object, inner: str) -> Iterator[dict[str, Any]]:
 def _check_step(file: Path, part: str, step: Mapping[str, Any]) -> None:
     kind = step.get("type")
     if kind == "FixedLength" and step.get("length") == 0:
-        raise _fault(file, f"has a {part} that cuts texts into pieces of 0 characters")
+        raise _fault(file, f"has a {part} that splits text into pieces of 0 characters")
     if kind == "Precompiled":
         try:
             longest_replacement(step.get("precompiled_charsmap"))
@@ -150,7 +150,7 @@ def _check_tokens(file: Path, described: Mapping[str, Any]) -> set[int]:
     _check_lengths(file, [token.get("content") for token in others], _MAX_TOKEN_CHARACTERS)
     ids += [token.get("id") for token in others]
     if len(ids) > _MAX_TOKENS:
-        raise _fault(file, f"has {len(ids)} tokens, and at most {_MAX_TOKENS} are read")
+        raise _fault(file, f"has {len(ids)} tokens; at most {_MAX_TOKENS} are allowed")
     if not ids and vocabulary is not None:  # otherwise the library reports the fault
         raise _fault(file, "has no tokens")
     wrong = next((one for one in ids if type(one) is not int or not 0 <= one <= _MAX_ID), None)
@@ -165,10 +165,10 @@ def _check_tokens(file: Path, described: Mapping[str, Any]) -> set[int]:
 def _check_lengths(file: Path, texts: list[Any], most: int) -> None:
     if not all(isinstance(text, str) for text in texts):
         wrong = next(text for text in texts if not isinstance(text, str))
-        raise _fault(file, f"has the token {shown(wrong)}, which is not a text")
+        raise _fault(file, f"has the token {shown(wrong)}, which is not a string")
     longest = max(texts, key=len, default="")
     if len(longest) > most:
-        raise _fault(file, f"has a token of {len(longest)} characters, and at most {most} are read of one")
+        raise _fault(file, f"has a token of {len(longest)} characters; at most {most} are allowed")
 
 
 def _check_added(file: Path, steps: list[dict[str, Any]], known: set[int]) -> None:
@@ -186,7 +186,9 @@ def _check_added(file: Path, steps: list[dict[str, Any]], known: set[int]) -> No
         ids = [one for token in special.values() for one in _ids_of(token)] if total <= _MAX_ADDED_IDS else []
         unknown = next((one for one in (*marks, *ids) if type(one) is not int or one not in known), None)
         if unknown is not None:
-            raise _fault(file, f"has a post_processor that adds the id {shown(unknown)}, which no token has")
+            raise _fault(
+                file, f"has a post_processor that adds the id {shown(unknown)}, which does not belong to a token"
+            )
     if total > _MAX_ADDED_IDS:
         raise _fault(file, f"has a post_processor that adds {total} tokens to a text, more than {_MAX_ADDED_IDS}")
 
@@ -203,7 +205,7 @@ def _count_added(file: Path, pieces: list[Any], special: Mapping[str, Any]) -> i
                 raise _fault(file, f"has a post_processor that adds {shown(name)}, which special_tokens does not have")
             count += len(_ids_of(special[name]))
     if len(set(texts)) != len(texts):
-        raise _fault(file, "has a post_processor that writes a text several times")
+        raise _fault(file, "has a post_processor that repeats a text")
     return count
 
 

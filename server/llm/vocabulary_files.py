@@ -44,7 +44,7 @@ def check_vocabulary_files(folder: Path) -> None:
 def _check_lines(file: Path) -> None:
     longest = max(map(len, read_text(file, MAX_BYTES).splitlines()), default=0)
     if longest > MAX_LINE and file.suffix != ".jinja":
-        raise StartupError(f"{file} has a line of {longest} characters, and at most {MAX_LINE} are read.", _FIX)
+        raise StartupError(f"{file} has a line of {longest} characters; at most {MAX_LINE} are allowed.", _FIX)
 
 
 def _check_pieces(file: Path) -> None:
@@ -52,7 +52,7 @@ def _check_pieces(file: Path) -> None:
     work = 0
     for length in _piece_lengths(file.read_bytes()):
         if length > MAX_PIECE_BYTES:
-            raise StartupError(f"{file} has a token of {length} bytes, and at most {MAX_PIECE_BYTES} are read.", _FIX)
+            raise StartupError(f"{file} has a token of {length} bytes; at most {MAX_PIECE_BYTES} are allowed.", _FIX)
         work += length * length
         if work > _MAX_WORK:
             raise StartupError(f"{file} has too many long tokens to convert it.", _FIX)

@@ -27,45 +27,51 @@ BATCH_STATUSES = (
 )  # fmt: skip
 _GAUGES = {
     "vllm:num_requests_running": ("num_requests_running", "Requests in the running batch."),
-    "vllm:num_requests_waiting": ("num_requests_waiting", "Requests waiting to be run."),
-    "vllm:kv_cache_usage_perc": ("kv_cache_usage", "Share of KV blocks in use, 0 to 1."),
-    "vllm:gpu_cache_usage_perc": ("kv_cache_usage", "The older name of vllm:kv_cache_usage_perc."),
-    "oarlock:num_waiting_tokens": ("num_waiting_tokens", "Prompt tokens waiting to be run."),
-    "oarlock:kv_blocks_total": ("num_blocks_total", "KV blocks that can be handed out."),
-    "oarlock:kv_blocks_free": ("num_blocks_free", "KV blocks that hold nothing worth keeping."),
-    "oarlock:kv_blocks_cached": ("num_blocks_cached", "KV blocks kept for a prefix hit."),
+    "vllm:num_requests_waiting": ("num_requests_waiting", "Requests waiting to run."),
+    "vllm:kv_cache_usage_perc": ("kv_cache_usage", "Fraction of KV blocks in use, 0 to 1."),
+    "vllm:gpu_cache_usage_perc": ("kv_cache_usage", "Former name of vllm:kv_cache_usage_perc."),
+    "oarlock:num_waiting_tokens": ("num_waiting_tokens", "Prompt tokens of waiting requests."),
+    "oarlock:kv_blocks_total": ("num_blocks_total", "KV blocks that can be allocated."),
+    "oarlock:kv_blocks_free": ("num_blocks_free", "KV blocks without cached content."),
+    "oarlock:kv_blocks_cached": ("num_blocks_cached", "KV blocks cached for prefix hits."),
     "oarlock:kv_blocks_held": ("num_blocks_held", "KV blocks of running requests."),
-    "oarlock:num_requests_loading": ("num_requests_loading", "Of the waiting requests, those whose KV is being read."),
-    "oarlock:kv_offload_host_blocks": ("kv_offload_host_blocks", "KV blocks in host memory, of those beyond the pool."),
-    "oarlock:kv_offload_host_blocks_limit": ("kv_offload_host_blocks_total", "KV blocks that host memory can hold."),
-    "oarlock:kv_offload_disk_blocks": ("kv_offload_disk_blocks", "Files of KV blocks, by all who share the directory."),
+    "oarlock:num_requests_loading": ("num_requests_loading", "Waiting requests whose KV blocks are being loaded."),
+    "oarlock:kv_offload_host_blocks": ("kv_offload_host_blocks", "KV blocks stored in host memory."),
+    "oarlock:kv_offload_host_blocks_limit": ("kv_offload_host_blocks_total", "Capacity of host memory in KV blocks."),
+    "oarlock:kv_offload_disk_blocks": ("kv_offload_disk_blocks", "Files of KV blocks, of all users of the directory."),
     "oarlock:kv_offload_disk_bytes": ("kv_offload_disk_bytes", "Bytes of these files."),
-    "oarlock:kv_offload_disk_bytes_limit": ("kv_offload_disk_bytes_total", "Bytes that these files may take."),
+    "oarlock:kv_offload_disk_bytes_limit": ("kv_offload_disk_bytes_total", "Limit of the bytes of these files."),
 }
 _COUNTERS = {
     "vllm:prefix_cache_queries": ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
     "vllm:prefix_cache_hits": ("prefix_cache_hits", "Prompt tokens found in the prefix cache."),
-    "vllm:gpu_prefix_cache_queries": ("prefix_cache_queries", "The older name of vllm:prefix_cache_queries."),
-    "vllm:gpu_prefix_cache_hits": ("prefix_cache_hits", "The older name of vllm:prefix_cache_hits."),
+    "vllm:gpu_prefix_cache_queries": ("prefix_cache_queries", "Former name of vllm:prefix_cache_queries."),
+    "vllm:gpu_prefix_cache_hits": ("prefix_cache_hits", "Former name of vllm:prefix_cache_hits."),
     "oarlock:kv_offload_saved_blocks": ("kv_offload_saved_blocks", "KV blocks copied to host memory."),
     "oarlock:kv_offload_loaded_blocks": ("kv_offload_loaded_blocks", "KV blocks copied back into the pool."),
-    "oarlock:kv_offload_hit_tokens": ("kv_offload_hit_tokens", "Tokens of these blocks, which were not computed."),
+    "oarlock:kv_offload_hit_tokens": ("kv_offload_hit_tokens", "Tokens of these blocks, which were not recomputed."),
     "oarlock:kv_offload_written_blocks": ("kv_offload_written_blocks", "KV blocks written to files."),
     "oarlock:kv_offload_read_blocks": ("kv_offload_read_blocks", "KV blocks read from files."),
-    "oarlock:kv_offload_failed_blocks": ("kv_offload_failed_blocks", "KV blocks not written, or not read."),
-    "oarlock:kv_offload_dropped_blocks": ("kv_offload_dropped_blocks", "KV blocks evicted faster than kept."),
+    "oarlock:kv_offload_failed_blocks": ("kv_offload_failed_blocks", "KV blocks whose reading or writing failed."),
+    "oarlock:kv_offload_dropped_blocks": ("kv_offload_dropped_blocks", "KV blocks evicted too fast to be stored."),
     "vllm:num_preemptions": ("num_preemptions", "Requests preempted and recomputed."),
-    "vllm:spec_decode_num_drafts": ("num_drafts", "Times that tokens were drafted."),
+    "vllm:spec_decode_num_drafts": ("num_drafts", "Number of times that tokens were drafted."),
     "vllm:spec_decode_num_draft_tokens": ("num_draft_tokens", "Tokens drafted."),
-    "vllm:spec_decode_num_accepted_tokens": ("num_accepted_draft_tokens", "Drafted tokens that the model sampled."),
-    "oarlock:engine_prompt_tokens": ("prompt_tokens", "Prompt tokens the engine was given, per choice."),
-    "oarlock:engine_generation_tokens": ("generation_tokens", "Tokens sampled, those past a stop string included."),
+    "vllm:spec_decode_num_accepted_tokens": ("num_accepted_draft_tokens", "Drafted tokens that were accepted."),
+    "oarlock:engine_prompt_tokens": ("prompt_tokens", "Prompt tokens sent to the engine, per choice."),
+    "oarlock:engine_generation_tokens": ("generation_tokens", "Tokens sampled, including those past a stop string."),
     "oarlock:requests_accepted": ("num_accepted", "Engine requests admitted."),
     "oarlock:requests_rejected": ("num_rejected", "Engine requests refused at admission."),
     "oarlock:refused_steps": ("num_refused_steps", "Steps that the ranks refused for lack of memory."),
     "oarlock:kv_event_batches": ("num_kv_event_batches", "Batches of KV events published."),
-    "oarlock:kv_event_batches_dropped": ("num_kv_event_batches_dropped", "Batches of KV events that nobody got."),
-    "oarlock:kv_event_overflows": ("num_kv_event_overflows", "Times that a subscriber fell behind and missed batches."),
+    "oarlock:kv_event_batches_dropped": (
+        "num_kv_event_batches_dropped",
+        "Batches of KV events that no subscriber received.",
+    ),
+    "oarlock:kv_event_overflows": (
+        "num_kv_event_overflows",
+        "Number of times that a subscriber fell behind and missed batches.",
+    ),
     "oarlock:nonfinite_logits": (
         "num_nonfinite",
         "Requests ended because the model's logits or vectors were not finite.",
@@ -76,24 +82,24 @@ _HISTOGRAMS = {
     "vllm:inter_token_latency_seconds": ("inter_token_latency_s", "Time between tokens."),
     "vllm:time_per_output_token_seconds": (
         "inter_token_latency_s",
-        "The older name of vllm:inter_token_latency_seconds.",
+        "Former name of vllm:inter_token_latency_seconds.",
     ),
     "vllm:request_time_per_output_token_seconds": ("time_per_output_token_s", "Mean time per token of a request."),
-    "vllm:e2e_request_latency_seconds": ("e2e_latency_s", "Whole time of a request."),
+    "vllm:e2e_request_latency_seconds": ("e2e_latency_s", "Total time of a request."),
     "vllm:request_queue_time_seconds": ("queue_time_s", "Time spent waiting."),
     "vllm:request_prefill_time_seconds": ("prefill_time_s", "Time spent on the prompt."),
-    "vllm:request_decode_time_seconds": ("decode_time_s", "Time spent on the answer."),
+    "vllm:request_decode_time_seconds": ("decode_time_s", "Time spent on the completion."),
     "vllm:request_prompt_tokens": ("request_prompt_tokens", "Prompt tokens per request."),
-    "vllm:request_generation_tokens": ("request_generation_tokens", "Answer tokens per request."),
+    "vllm:request_generation_tokens": ("request_generation_tokens", "Completion tokens per request."),
     "vllm:iteration_tokens_total": ("iteration_tokens", "Tokens of one step."),
     "oarlock:step_seconds": ("step_time_s", "Time of one step."),
 }
 
 
 _BY_KEY = {
-    "oarlock:key_requests": "Requests that began to be answered, by API key.",
+    "oarlock:key_requests": "Requests whose response began, by API key.",
     "oarlock:key_prompt_tokens": "Prompt tokens by API key, as usage reports them.",
-    "oarlock:key_generation_tokens": "Answer tokens by API key, as usage reports them.",
+    "oarlock:key_generation_tokens": "Completion tokens by API key, as usage reports them.",
 }
 
 
@@ -256,9 +262,11 @@ class _Snapshot(Collector):
             [getattr(replica, name) for replica in self._replicas] for name in ("prompt_tokens", "generation_tokens")
         ]
         yield self._counter("vllm:prompt_tokens", "Prompt tokens, as usage reports them.", *prompt)
-        yield self._counter("vllm:generation_tokens", "Answer tokens, as usage has them.", *answer)
+        yield self._counter("vllm:generation_tokens", "Completion tokens, as usage reports them.", *answer)
         most = [replica.most_generated for replica in self._replicas]
-        yield self._histogram("vllm:request_max_num_generation_tokens", "Tokens of a request's longest answer.", *most)
+        yield self._histogram(
+            "vllm:request_max_num_generation_tokens", "Tokens of a request's longest completion.", *most
+        )
         finished = CounterMetricFamily(
             "vllm:request_success", "Choices ended, by reason.", labels=[*_LABELS, "finished_reason"]
         )
@@ -266,23 +274,25 @@ class _Snapshot(Collector):
             for reason, number in replica.finished.items():
                 finished.add_metric([*labels, reason], number)
         yield finished
-        ignored = "Request parameters that are unknown or without effect here."
+        ignored = "Request parameters that are unknown or have no effect."
         yield self._counter("oarlock:ignored_parameters", ignored, self._http.ignored_parameters)
-        unread = "Requests that a full queue refused before their bodies were read."
+        unread = "Requests refused by a full queue before their bodies were read."
         yield self._counter("oarlock:requests_refused_unread", unread, self._http.refused_unread)
         yield from self._of_keys()
         up = [self._info is not None and stats.state == "ready" for stats in self._stats]
-        yield self._gauge("oarlock:engine_up", "1 while the engine of this replica serves, else 0.", *map(float, up))
+        yield self._gauge(
+            "oarlock:engine_up", "1 while the engine of this replica serves, otherwise 0.", *map(float, up)
+        )
         if self._info is not None:
             yield self._cache_config(self._info)
         answers = CounterMetricFamily(
-            "oarlock:http_responses", "HTTP answers.", labels=["model_name", "method", "route", "status"]
+            "oarlock:http_responses", "HTTP responses.", labels=["model_name", "method", "route", "status"]
         )
         for (method, route, status), number in sorted(self._http.responses.items()):
             answers.add_metric([self._values[0], method, route, str(status)], number)
         yield answers
         if self._http.certificate is not None:
-            until = "Unix time at which the certificate expires, where HTTPS is served."
+            until = "Unix time at which the certificate expires, if HTTPS is served."
             yield self._gauge("oarlock:certificate_expiry_timestamp_seconds", until, self._http.certificate.expires)
         if self._http.batches is not None:
             yield from self._of_batches(self._http.batches)
@@ -294,7 +304,9 @@ class _Snapshot(Collector):
             "cache_dtype": info.kv_cache_dtype,
             "bytes_per_token_per_rank": info.kv_bytes_per_token_per_rank,
         }
-        family = GaugeMetricFamily("vllm:cache_config_info", "The KV cache.", labels=[*_LABELS, *labels])
+        family = GaugeMetricFamily(
+            "vllm:cache_config_info", "Configuration of the KV cache.", labels=[*_LABELS, *labels]
+        )
         for own in self._labels:
             family.add_metric([*own, *map(str, labels.values())], 1)
         return family
@@ -309,12 +321,12 @@ class _Snapshot(Collector):
 
     def _of_batches(self, batches: Batches) -> Iterator[Metric]:
         by_status = batches.by_status()
-        gauge = GaugeMetricFamily("oarlock:batches", "Batches that are remembered.", labels=[*_LABELS, "status"])
+        gauge = GaugeMetricFamily("oarlock:batches", "Batches that are stored.", labels=[*_LABELS, "status"])
         for status in BATCH_STATUSES:
             gauge.add_metric([*self._values, status], by_status.get(status, 0))
         yield gauge
         ended = CounterMetricFamily(
-            "oarlock:batch_requests", "Requests of batches that have ended.", labels=[*_LABELS, "outcome"]
+            "oarlock:batch_requests", "Ended requests of batches.", labels=[*_LABELS, "outcome"]
         )
         for outcome, number in batches.ended_requests.items():
             ended.add_metric([*self._values, outcome], number)

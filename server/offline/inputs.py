@@ -81,7 +81,7 @@ def _read(given: Any) -> Prompt:
     found = [given[name] for name in _KEYS if given.get(name) is not None]
     if unknown or not found:
         what = f"has no key '{unknown[0]}'" if unknown else "is empty"
-        raise TypeError(f"a prompt that is a dictionary {what}: write one of {', '.join(_KEYS)}")
+        raise TypeError(f"a prompt that is a dictionary {what}: give one of {', '.join(_KEYS)}")
     return _read(found[-1])  # vLLM's own programs send the text along with its ids
 
 
@@ -100,5 +100,9 @@ def check_names(method: str, fields: Mapping[str, Any], known: type, of_sampling
     names = known.__annotations__
     for name in fields:
         if name not in names:
-            fix = of_sampling if of_sampling and name in SamplingParams.__slots__ else f"there are {', '.join(names)}"
+            fix = (
+                of_sampling
+                if of_sampling and name in SamplingParams.__slots__
+                else f"its arguments are {', '.join(names)}"
+            )
             raise TypeError(f"{method}() has no argument '{name}': {fix}")

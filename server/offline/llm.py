@@ -237,7 +237,7 @@ class LLM:
     async def _start(self, values: Mapping[str, Any]) -> None:
         foreign = SERVER_ONLY & values.keys()
         if foreign:
-            raise TypeError(f"{', '.join(sorted(foreign))}: these options are the HTTP server's")
+            raise TypeError(f"{', '.join(sorted(foreign))}: these options apply only to the HTTP server")
         try:
             settings = make_settings({"log_level": "warning", **vllm_flags.without_harmless(values)})
         except OptionError as error:

@@ -111,15 +111,15 @@ async def answer_all(engine: OfflineEngine, requests: RequestFile, answers: Answ
             await run.run()
     except EngineDeadError as error:
         raise StartupError(
-            f"The engine has stopped: {error}. {answers.num_done} of {len(requests)} requests are answered.",
-            "The lines above say why, if any. The same command goes on where this stopped.",
+            f"The engine has stopped: {error}. {answers.num_done} of {len(requests)} requests are complete.",
+            "See the lines above for the reason, if there is one. Repeat the command to continue.",
             _EXIT_WORKER_DIED,
         ) from None
     except OSError as error:
         raise StartupError(
-            f"The answers cannot be written: {error.strerror}. {answers.num_done} of {len(requests)} requests are "
-            "answered.",
-            "Make room; the same command goes on where this stopped.",
+            f"The responses cannot be written: {error.strerror}. {answers.num_done} of {len(requests)} "
+            "requests are complete.",
+            "Free some space, and repeat the command to continue.",
         ) from None
     finally:
         progress.cancel()

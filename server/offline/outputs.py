@@ -306,7 +306,9 @@ def scores(
     others = [second] if isinstance(second, str) else list(second)
     ones = [first] if isinstance(first, str) else list(first)
     if len(ones) not in (1, len(others)):
-        raise ValueError(f"there are {len(ones)} texts and {len(others)} to compare them with: give one, or as many")
+        raise ValueError(
+            f"there are {len(ones)} texts and {len(others)} to compare them with: give one text, or the same number"
+        )
     names = [next(request_ids) for _ in others]
 
     def answer(start: int) -> Answer[list[ScoringRequestOutput]]:

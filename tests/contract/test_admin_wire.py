@@ -57,7 +57,7 @@ def test_the_admin_key_opens_nothing_else_and_is_never_a_clients(make_stage, sta
     assert _post(stage, "/v1/completions", {"prompt": "x"}).status_code == 401
     assert _post(stage, "/admin/nope").status_code == 404
     assert _post(stage, "/admin/nope", headers={}).status_code == 401
-    with pytest.raises(StartupError, match="The admin key is one of the API keys"):
+    with pytest.raises(StartupError, match="The admin key is also one of the API keys"):
         make_stage(api_key=("a", "b"), admin_api_key="b")
 
 

@@ -328,7 +328,7 @@ def test_routes_and_methods_that_do_not_exist(make_stage):
             check_error(not_allowed, 405, None)
             assert not_allowed.headers["allow"] == "POST"
             message = not_allowed.json()["error"]["message"]
-            assert message == "/v1/completions does not answer to GET. Send POST."
+            assert message == "/v1/completions does not support GET. Send POST."
             check_error(await client.delete("/v1/models"), 405, None)
 
     anyio.run(send)

@@ -61,7 +61,7 @@ def test_answers_are_the_servers(batch, make_stage, capsys):
     }
     lines = [_line(custom_id, url, **body) for custom_id, (url, body) in bodies.items()]
     assert batch(lines, "--served-model-name", "demo") == 1
-    assert capsys.readouterr().out == "8 of 8 requests answered, 4 with an error\n"
+    assert capsys.readouterr().out == "8 of 8 requests completed, 4 with an error\n"
     config = GenerationConfig.load(DEMO)
     stage = make_stage(
         lambda request: list(request.prompt_token_ids), served_model_name=("demo",), generation_config=config
@@ -105,8 +105,8 @@ def test_a_killed_batch_goes_on(batch, capsys):
     capsys.readouterr()
     assert batch() == 1
     shown = capsys.readouterr()
-    assert "19 of 40 requests are answered already, and 2 are tried again" in shown.err
-    assert shown.out == "40 of 40 requests answered, 1 with an error\n"
+    assert "19 of 40 requests already have a response, and 2 are retried" in shown.err
+    assert shown.out == "40 of 40 requests completed, 1 with an error\n"
     assert len(batch.engine.requests) == 21, "what is answered is not asked again"
     assert [answer["custom_id"] for answer in batch.answers].count(busy["custom_id"]) == 1
     found = {answer["custom_id"]: answer["response"]["body"]["choices"] for answer in batch.answers}
@@ -150,7 +150,7 @@ def test_a_dead_engine_ends_the_batch_and_its_answers_stay(batch, capsys):
     batch.engine.generate = dies
     assert batch([_line(str(number)) for number in range(60)]) == 5
     shown = capsys.readouterr().err
-    assert "error: The engine has stopped: rank 1 was killed." in shown and "of 60 requests are answered" in shown
+    assert "error: The engine has stopped: rank 1 was killed." in shown and "of 60 requests are complete" in shown
     assert {answer["response"]["status_code"] for answer in batch.answers} <= {200}
     batch.engine.generate = generate
     assert batch() == 0 and len(batch.answers) == 60
@@ -188,7 +188,7 @@ def test_fields_that_this_model_cannot_follow_are_told_or_refused(batch, capsys)
         ([json.dumps(_line("a", url="/v1/rerank"))], "has url '/v1/rerank', which is not served"),
         ([json.dumps(_line("a") | {"body": []})], "has a body that is no JSON object"),
         ([json.dumps(_line("a")), json.dumps(_line("a"))], "Lines 1 and 2 of"),
-        (["", ""], "holds no request"),
+        (["", ""], "contains no request"),
     ],
 )
 def test_wrong_requests_are_named_before_a_model_is_loaded(batch, monkeypatch, capsys, lines, cause):
@@ -206,12 +206,12 @@ def test_files_that_do_not_fit_are_named(batch, capsys, tmp_path):
     lines = [_line("a")]
     batch.found.write_text('{"some": "file"}\n')
     assert batch(lines) == 3
-    assert "holds lines that are no answers" in capsys.readouterr().err
+    assert "contains lines that are not responses" in capsys.readouterr().err
     assert batch.found.read_text() == '{"some": "file"}\n'
     batch.found.unlink()
     assert batch(lines) == 0
     assert batch([_line("b")]) == 3
-    assert "holds an answer to 'a', which is no request of this batch" in capsys.readouterr().err
+    assert "contains a response to 'a', which is not a request of this batch" in capsys.readouterr().err
     with batch.found.open() as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         assert batch(lines) == 3
@@ -229,7 +229,7 @@ def test_what_is_streamed_is_refused(batch):
 def test_texts_are_embedded(batch, capsys):
     lines = [_line("vectors", "/v1/embeddings", input=["abc", "de"]), _line("text")]
     assert batch(lines, "--runner", "pooling") == 1
-    assert capsys.readouterr().out == "2 of 2 requests answered, 1 with an error\n"
+    assert capsys.readouterr().out == "2 of 2 requests completed, 1 with an error\n"
     found = {answer["custom_id"]: answer["response"]["body"] for answer in batch.answers}
     assert [item["index"] for item in found["vectors"]["data"]] == [0, 1]
     assert found["text"]["error"]["code"] == "unsupported_by_model"

@@ -76,12 +76,12 @@ def test_a_key_leaves_batches_files_and_bytes_to_others(serve, monkeypatch):
     with pytest.raises(openai.RateLimitError, match="4 of them yours; at most 8 may be") as refused:
         create(one, file.id)
     assert refused.value.code == "too_many_batches" and refused.value.response.headers["retry-after"] == "60"
-    with pytest.raises(openai.BadRequestError, match="Delete those that are not needed") as refused:
+    with pytest.raises(openai.BadRequestError, match="Delete files that you do not need") as refused:
         server.upload([request_line("c")])
     assert refused.value.code == "too_many_files" and refused.value.param == "file"
     server.client = two
     batches.append(server.batch([request_line("a")]))
-    with pytest.raises(openai.APIStatusError, match="may hold as much as it leaves free") as refused:
+    with pytest.raises(openai.APIStatusError, match="may use as much as it leaves free") as refused:
         server.upload(b"x" * 2**19)
     assert refused.value.status_code == 413 and refused.value.param == "file"
     server.stage.engine.pause_after = None

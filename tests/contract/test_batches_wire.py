@@ -142,7 +142,7 @@ def test_a_successor_serves_all_else_and_goes_on_when_the_server_before_it_has_e
         assert refused.value.response.headers["retry-after"] == "5"
     assert httpx.get(f"{second.url}/metrics").text.count("oarlock:batches{") == 8
     first.stop()
-    wait_for(lambda: "batch_dir_taken" in caplog.text)
+    wait_for(lambda: "batch_dir_acquired" in caplog.text)
     ended = second.ended(batch)
     assert ended.status == "completed"
     assert sorted(line["custom_id"] for line in second.lines(ended.output_file_id)) == sorted(
@@ -205,7 +205,7 @@ def test_a_cancelled_batch_keeps_what_is_answered(serve):
     engine = server.stage.engine
     batch = server.batch([request_line(f"r{number}") for number in range(20)])
     wait_for(lambda: len(engine.requests) == engine.info.max_num_seqs)
-    with pytest.raises(openai.ConflictError, match="reads the file"):
+    with pytest.raises(openai.ConflictError, match="is the input of a batch"):
         server.client.files.delete(batch.input_file_id)
     assert server.client.batches.cancel(batch.id).status == "cancelling"
     found = server.ended(batch)
@@ -215,7 +215,7 @@ def test_a_cancelled_batch_keeps_what_is_answered(serve):
     assert {line["custom_id"] for line in errors} == {f"r{number}" for number in range(20)}
     assert {(line["response"], line["error"]["code"]) for line in errors} == {(None, "batch_cancelled")}
     assert len(engine.aborted) == len(engine.requests) and found.output_file_id is None
-    with pytest.raises(openai.ConflictError, match="is cancelled: there is nothing to cancel"):
+    with pytest.raises(openai.ConflictError, match="is already cancelled"):
         server.client.batches.cancel(batch.id)
     server.client.files.delete(batch.input_file_id)
 

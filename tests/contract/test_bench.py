@@ -124,7 +124,7 @@ def test_the_whole_command_with_its_files(ours, tmp_path, capsys):
     assert printed.err == ""  # no bar where there is no terminal
     assert page.read_text().startswith("<!doctype html>")
     assert main(["bench", "compare", str(out), str(out), "--output", str(tmp_path / "c.json")]) == 0
-    assert "no difference shown" in capsys.readouterr().out
+    assert "no significant difference" in capsys.readouterr().out
     rows = json.loads((tmp_path / "c.json").read_text())["rows"]
     assert {row["ratio"] for row in rows} <= {1, None}
 
@@ -325,7 +325,7 @@ def test_a_server_without_usage_is_noted(failing, capsys):
     answer = whole(TEXT + TEXT + b"data: [DONE]\n\n")
     server = failing(lambda connection, n: connection.sendall(answer))
     assert main(["bench", "serve", server.url, "--num-requests", "2", "--output-tokens", "2"]) == 0
-    assert "counts no tokens" in capsys.readouterr().out
+    assert "does not report token counts" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -346,7 +346,7 @@ def test_token_ids_that_are_refused_become_words(failing):
         (refuses, MODELS, "the queue is full", "log"),
         (hangs, MODELS, "timed out", "--timeout"),
         (good, b"[]", "not the list", "URL"),
-        (good, b'{"data": []}', "has no model 'm'", "Load one"),
+        (good, b'{"data": []}', "has no model 'm'", "Load a model"),
         (good, b'{"data": [{"id": "other"}]}', "has no model 'm'", "other"),
         (lambda c: c.sendall(whole(b"no key", b"401 Unauthorized")), MODELS, "no key", "OPENAI_API_KEY"),
         (lambda c: c.sendall(whole(b"ignore_eos?", b"400 Bad Request")), MODELS, "ignore_eos?", "--no-ignore-eos"),
@@ -364,7 +364,7 @@ def test_a_server_that_cannot_be_measured_is_explained(failing, answer, models, 
 def test_no_server_at_all():
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
-        with pytest.raises(StartupError, match="No server answers"):
+        with pytest.raises(StartupError, match="No server responds"):
             measure(ServePlan(f"http://127.0.0.1:{closed.getsockname()[1]}"))
 
 

@@ -88,15 +88,15 @@ def test_a_conversation_at_a_terminal(make_server, tokenizer, tmp_path, wait_for
         engine.pause_after = None
         terminal.type("half a line")
         terminal.expect("half a line")
-        terminal.interrupt("Ctrl-D or /exit leaves")
+        terminal.interrupt("Ctrl-D or /exit quits")
         terminal.type("/st")
         terminal.expect("/st")
         terminal.type(TAB)
         terminal.expect("ats")
         terminal.type("\n")
-        terminal.expect("Last answer \\(chatcmpl-")
+        terminal.expect("Last response \\(chatcmpl-")
         terminal.expect("first token after [0-9]+ ms")
-        terminal.expect("This chat: 3 answers")
+        terminal.expect("This chat: 3 responses")
 
         type_commands(terminal, server, tokenizer, saved)
         terminal.expect("\n> ")  # a Ctrl-D before that is nobody's end of a line
@@ -118,7 +118,7 @@ def test_files_pastes_and_comparisons_and_what_is_kept_for_the_next_chat(make_se
     with Terminal(command("chat", server.url), chat_env(tmp_path)) as terminal:
         terminal.expect("> ")
         terminal.type(f"/attach {notes}\n")
-        terminal.expect("notes.txt, [0-9]+ tokens, goes with the next message")
+        terminal.expect("notes.txt, [0-9]+ tokens, is sent with the next message")
         terminal.type("\x1b[200~/one\ntwo\n\x1b[201~")  # as a terminal sends what is pasted
         terminal.expect("two")
         assert not requests, "a newline that is pasted sends nothing"
@@ -127,13 +127,13 @@ def test_files_pastes_and_comparisons_and_what_is_kept_for_the_next_chat(make_se
         terminal.expect("\n> ")
         assert "user\nnotes.txt:\n````\nfirst ```\nsecond\n````\n\n/one\ntwo\nassistant" in prompt_of(server, tokenizer)
         terminal.type("/attach\n/attach /nowhere\n/compare a b\n/compare sed=1 seed=2 x\n")
-        for shown in ("Nothing is attached", "is no file", "Name two settings", "Did you mean seed"):
+        for shown in ("No file is attached", "is not a file", "Name two settings", "Did you mean seed"):
             terminal.expect(shown)
         terminal.type("/compare seed=1 seed=2,temperature=0.5\n")
         terminal.expect("seed=1 +seed=2,temperature=0.5\n")
         terminal.expect("Hello bold ␛.+ Hello bold ␛")
         terminal.expect("seed=1: first token after .* tokens")
-        terminal.expect("Both are the same text. Neither is part")
+        terminal.expect("Both responses are the same. Neither is part")
         assert sorted((one.params.seed, one.params.temperature) for one in requests[1:]) == [(1, 1.0), (2, 0.5)]
         assert prompt_of(server, tokenizer).count("/one\ntwo") == 1, "the last question is asked again"
         terminal.type(f"/save {saved}\n")
@@ -257,16 +257,14 @@ def test_a_server_that_dies_and_a_wrong_key(make_server, tmp_path):
     with Terminal(command("chat", server.url), chat_env(tmp_path, OPENAI_API_KEY="right")) as terminal:
         terminal.expect("\n> |^> ")
         terminal.type("Hello?\n")
-        terminal.expect("The answer broke off: The engine has stopped")
+        terminal.expect("The response broke off: The engine has stopped")
         terminal.type("/save " + str(tmp_path / "none.json") + "\n")
         terminal.expect("0 messages are in")  # the failed one can be sent again
         terminal.type("/exit\n")
         assert terminal.wait() == 0
     wrong = piped("Hello?", server.url, env=chat_env(tmp_path, OPENAI_API_KEY="wrong"))
     assert wrong.returncode == 3
-    assert (
-        "HTTP 401" in wrong.stderr and "fix: Put the server's key into the environment: OPENAI_API_KEY" in wrong.stderr
-    )
+    assert "HTTP 401" in wrong.stderr and "fix: Set the environment variable OPENAI_API_KEY" in wrong.stderr
 
 
 def piped(text: str, *arguments: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
@@ -280,7 +278,7 @@ def test_a_question_in_a_pipe(make_server, tokenizer, tmp_path):
     assert "user\nLine one\nline two\nassistant" in prompt_of(server, tokenizer)
     cut = piped("Hello?", server.url, "--max-tokens", "3", env=chat_env(tmp_path))
     assert cut.returncode == 1
-    assert cut.stdout.startswith("# A") and "limit of tokens" in cut.stderr
+    assert cut.stdout.startswith("# A") and "token limit" in cut.stderr
     assert not os.path.exists(tmp_path / "oarlock")
 
 

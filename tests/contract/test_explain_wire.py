@@ -253,8 +253,8 @@ def test_a_command_whose_output_nobody_reads_ends_without_a_word(running):
         (["nobody"], "boss", "None of the last 1000"),
         (["one"], "other", "not the admin key"),
         (["one"], "", "The admin key is required"),
-        (["one", "http://127.0.0.1:1"], "boss", "No server answers at http://127.0.0.1:1 (Connection refused)"),
-        (["one", "ftp://x"], "boss", "ftp://x is no address of a server"),
+        (["one", "http://127.0.0.1:1"], "boss", "No server responds at http://127.0.0.1:1 (Connection refused)"),
+        (["one", "ftp://x"], "boss", "ftp://x is not the address of a server"),
     ],
 )
 def test_what_is_wrong_is_one_line_with_its_fix(running, monkeypatch, capsys, words, key, cause):

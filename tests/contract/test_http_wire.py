@@ -215,7 +215,7 @@ def test_an_address_that_is_like_none_suggests_none(make_server, path):
 def test_a_wrong_method_is_answered_with_the_right_one(make_server, method, path, allowed):
     status, error = _ask(make_server(), method, path)
     assert (status, error["code"]) == (405, "method_not_allowed")
-    assert f"does not answer to {method}. Send {allowed}" in error["message"]
+    assert f"does not support {method}. Send {allowed}" in error["message"]
 
 
 def test_a_suggestion_has_the_path_of_the_proxy(make_server):

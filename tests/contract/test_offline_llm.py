@@ -200,7 +200,7 @@ def test_chat_is_rendered_and_read_as_over_http(make_llm, make_stage):
     assert llm.chat([[*messages, output.message, result]] * 2)[1].text == call, "without tools it is a text"
     with pytest.raises(TypeError, match=r"'temperature': give it in SamplingParams"):
         llm.chat(messages, temperature=0)
-    with pytest.raises(TypeError, match=r"'tool': there are tools,"):
+    with pytest.raises(TypeError, match=r"'tool': its arguments are tools,"):
         llm.chat(messages, tool=[])
 
 
@@ -243,11 +243,11 @@ def test_vectors_are_those_of_the_route(make_llm, make_stage):
     assert llm.embed([]) == [] and len(llm.embed("one")) == 1
     with pytest.raises(oarlock.RequestError, match="'dimensions' is 9"):
         llm.embed("x", dimensions=9)
-    with pytest.raises(TypeError, match=r"embed\(\) has no argument 'promt_name': there are dimensions,"):
+    with pytest.raises(TypeError, match=r"embed\(\) has no argument 'promt_name': its arguments are dimensions,"):
         llm.embed("x", promt_name="query")
-    with pytest.raises(oarlock.RequestError, match="writes no texts: it answers /v1/embeddings"):
+    with pytest.raises(oarlock.RequestError, match=r"does not support text generation\. Use /v1/embeddings"):
         llm.generate("x")
-    with pytest.raises(oarlock.RequestError, match="writes no texts"):
+    with pytest.raises(oarlock.RequestError, match="does not support text generation"):
         llm.chat([{"role": "user", "content": "hi"}])
     assert llm._engine.async_llm.open == set()
 
@@ -273,7 +273,7 @@ def test_scores_are_those_of_the_route_however_many(make_llm, make_stage, tokeni
     if pooler is ASKS:
         llm.score("a", "b", instruction="Find lies")
         assert "<Instruct>: Find lies" in tokenizer.decode(engine.requests[-1].prompt_token_ids)
-        with pytest.raises(oarlock.RequestError, match="has no vector for one"):
+        with pytest.raises(oarlock.RequestError, match="has no vector for a single text"):
             llm.embed("x")
 
 

@@ -22,8 +22,8 @@ GOOD = [
     ("1.1", b"/", [HOST, (b"transfer-encoding", b" Chunked ")]),
 ]
 BAD = [
-    ("2.0", b"/", [HOST], "HTTP/2.0 is not served"),
-    ("0.9", b"/", [HOST], "HTTP/0.9 is not served"),
+    ("2.0", b"/", [HOST], "HTTP/2.0 is not supported"),
+    ("0.9", b"/", [HOST], "HTTP/0.9 is not supported"),
     ("1.1", b"/", [], "no Host header"),
     ("1.1", b"/", [(b"host", b"[::1].evil.example")], "not a name or an address"),
     ("1.1", b"/", [(b"host", b"localhost@evil.example")], "not a name or an address"),

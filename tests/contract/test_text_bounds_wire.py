@@ -104,7 +104,7 @@ def test_a_rendering_that_would_be_too_long_is_refused(make_stage, monkeypatch):
     refused = _post(stage, "/v1/completions/render", {"prompt": ["a"] * 10, "stop": stop})
     assert refused.status_code == 400
     assert refused.json()["error"]["param"] == "prompt"
-    assert "more than 10000 characters" in refused.json()["error"]["message"]
+    assert "exceed 10000 characters" in refused.json()["error"]["message"]
     fits = _post(stage, "/v1/completions/render", {"prompt": ["a"] * 3, "stop": stop})
     assert fits.status_code == 200 and 4000 < len(fits.content) < 10_000
 

@@ -244,8 +244,8 @@ def test_keys_from_a_file_beside_those_given(make_stage, tmp_path, caplog):
     ("content", "cause"),
     [
         (None, "cannot be read"),
-        (b"", "holds no key"),
-        (b"# only\n", "holds no key"),
+        (b"", "contains no key"),
+        (b"# only\n", "contains no key"),
         (b"a b c\n", "Line 1"),
         (b"\xff", "UTF-8"),
     ],

@@ -25,7 +25,7 @@ def test_at_a_terminal_until_q(make_server):
     with Terminal(command("top", server.url, "--interval", "0.2"), environment()) as terminal:
         terminal.expect(f"demo +{server.url} +ok")
         terminal.expect("0 running, 0 waiting")
-        terminal.expect("q leaves")
+        terminal.expect("q quits")
         server.stage.engine.die()
         terminal.expect("dead")
         terminal.type("q")
@@ -39,7 +39,7 @@ def test_ctrl_z_and_a_signal_give_the_terminal_back(make_server):
         terminal.expect("shell: ")
         terminal.type(shlex.join(command("top", server.url, "--interval", "0.2")) + "\n")
         for again in (False, True):
-            terminal.expect("q leaves")
+            terminal.expect("q quits")
             assert not terminal.is_echoing
             terminal.type(CTRL_Z)
             terminal.expect("(?s)Stopped.*shell: ")
@@ -48,7 +48,7 @@ def test_ctrl_z_and_a_signal_give_the_terminal_back(make_server):
             assert terminal.raw.rindex("\x1b[?25h") > terminal.raw.rindex("\x1b[?25l"), "the cursor is shown"
             terminal.type(f"echo typed {again}\nfg\n")
             terminal.expect(f"\ntyped {again}\n")
-        terminal.expect("q leaves")
+        terminal.expect("q quits")
         psutil.Process(terminal.process.pid).children()[0].terminate()
         terminal.expect("shell: ")
         assert terminal.is_echoing
@@ -82,4 +82,4 @@ def test_batches_of_a_server_that_keeps_them(make_stage, tmp_path):
 def test_a_server_that_is_not_there(capsys):
     gone = top("http://127.0.0.1:1", "--once")
     assert gone.returncode == 3
-    assert gone.stderr.startswith("error: No server answers at http://127.0.0.1:1")
+    assert gone.stderr.startswith("error: No server responds at http://127.0.0.1:1")

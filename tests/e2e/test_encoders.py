@@ -91,8 +91,8 @@ def test_bits_are_the_same_alone_and_in_company(scoring):
 @pytest.mark.parametrize(
     ("path", "body", "words"),
     [
-        ("/v1/embeddings", {"input": "x"}, "answers /v1/rerank and /v1/score"),
-        ("/v1/completions", {"prompt": "x"}, "writes no texts"),
+        ("/v1/embeddings", {"input": "x"}, "Use /v1/rerank or /v1/score"),
+        ("/v1/completions", {"prompt": "x"}, "does not support text generation"),
         ("/v1/rerank", {"query": QUERY, "documents": ["a b " * 150]}, "takes 256"),
         ("/v1/rerank", {"query": QUERY, "documents": ["x"], "instruction": "Find."}, "reads two texts at once"),
         ("/v1/rerank", {"query": QUERY, "documents": ["x"], "truncate_prompt_tokens": 4}, "leaves no token"),

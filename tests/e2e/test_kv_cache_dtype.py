@@ -31,7 +31,7 @@ def test_text_and_numbers_are_the_same_after_a_prefix_hit_and_after_preemption(t
         assert card["kv_cache_dtype"] == "int8"
         assert server.metric_label("vllm:cache_config_info", "cache_dtype") == "int8"
         assert server.metric_label("vllm:cache_config_info", "bytes_per_token_per_rank") == str(BYTES_PER_TOKEN)
-        assert ", int8, 2.1 KiB a token" in server.log
+        assert ", int8, 2.1 KiB per token" in server.log
         cold = answers(server, max_tokens=24, temperature=0)
         hits = server.metrics()["vllm:prefix_cache_hits_total"]
         assert answers(server, max_tokens=24, temperature=0) == cold

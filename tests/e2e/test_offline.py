@@ -73,7 +73,7 @@ def test_a_batch_that_was_killed_goes_on_and_answers_as_the_server(tmp_path):
             os.killpg(process.pid, signal.SIGKILL)
     result = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=240)
     assert result.returncode == 0, result.stderr
-    assert f"{killed_at} of 100 requests are answered already" in result.stderr
+    assert f"{killed_at} of 100 requests already have a response" in result.stderr
     answers = [json.loads(line) for line in found.read_text().splitlines()]
     assert sorted(answer["custom_id"] for answer in answers) == sorted(bodies)
     with RunningServer(DEMO, "--max-num-seqs", 4) as server:

@@ -109,7 +109,7 @@ BAD_INPUTS = (
         node="is not one of this host's|not an address of this host|not one of this host",
         node_flags=("--node-rank", 0),
     ),
-    BadInput("a number too high", head=None, node="of 2 hosts the last is 1", node_flags=("--node-rank", 2)),
+    BadInput("a number too high", head=None, node="with 2 hosts it is at most 1", node_flags=("--node-rank", 2)),
     # ------------------------------------------------------------------ sizes that cannot be
     of_both(
         "ranks that cannot be dealt", "1 tensor-parallel ranks .* cannot be divided equally among 2 nodes", flags=()

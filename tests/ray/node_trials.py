@@ -104,9 +104,9 @@ def starts_that_ray_cannot_place(cluster: Cluster) -> tuple[str, str, str]:
     many = refused(cluster, *ON_RAY, "-pp", 4, "--node-timeout", 3)
     assert "error: Ray could not reserve 1 CPU on each of 4 hosts" in many, many
     nobody = refused(cluster, *ON_RAY, "-pp", 2, RAY_AUTH_TOKEN_PATH="", RAY_AUTH_TOKEN="0" * 64)
-    assert "error: There is no Ray cluster to use" in nobody, nobody
+    assert "error: No Ray cluster can be used" in nobody, nobody
     alone = refused(cluster, *ON_RAY, "-pp", 2, RAY_ADDRESS="127.0.0.1:1")
-    assert "error: There is no Ray cluster to use at 127.0.0.1:1" in alone, alone
+    assert "error: No Ray cluster can be used at 127.0.0.1:1" in alone, alone
     without = refused(cluster, *ON_RAY, "-pp", 2, python=str(ROOT / ".venv" / "bin" / "python"))
     assert "needs the Python package ray, which is missing" in without, without
     return (

@@ -42,7 +42,7 @@ class SchemaGrammar:
         schema = resolved(self._root, self._root)
         choice = next((name for name in _CHOICES if name in schema), None)
         if choice is not None:
-            raise _refused(f"'{choice}' of all arguments together")
+            raise _refused(f"'{choice}' at the top level")
         self._object(rule, schema, 0)
 
     def _value(self, rule: str, given: Any, depth: int) -> None:
@@ -51,7 +51,7 @@ class SchemaGrammar:
         schema = resolved(given, self._root)
         schema = schema if isinstance(schema, Mapping) else {}
         if "$ref" in schema:
-            raise _refused("a '$ref' that leads nowhere")
+            raise _refused("a '$ref' that cannot be resolved")
         for name in ("anyOf", "oneOf"):
             if isinstance(schema.get(name), list):
                 shared = {key: value for key, value in schema.items() if key != name}
@@ -63,7 +63,7 @@ class SchemaGrammar:
             return
         types = admitted_types(schema, self._root)
         if not types:
-            raise _refused("a 'type' of no value")
+            raise _refused("a 'type' that no value can have")
         if types == {"string"}:
             self.rules.append(f"{rule}: {delimiter(self._quote, self._special_ids)} {rule}_text")
             self.rules += text_rules(f"{rule}_text", schema, "", self._quote, self._special_ids)
@@ -96,7 +96,7 @@ class SchemaGrammar:
         self._check(schema)
         least, most = schema.get("minItems", 0), schema.get("maxItems", 2**31)
         if not (isinstance(least, int) and isinstance(most, int) and 0 <= least <= most):
-            raise _refused("such numbers of items")
+            raise _refused("these 'minItems' and 'maxItems'")
         more = f"{max(least - 1, 0)},{'' if 'maxItems' not in schema else max(most - 1, 0)}"
         items = f'({rule}_item ("," {rule}_item){{{more}}}){"" if least else "?"}' if most else ""
         self.rules.append(f"{rule}: {literal('[')} {items} {literal(']')}")
@@ -126,8 +126,8 @@ class SchemaGrammar:
 
 def _refused(what: str) -> RequestError:
     message = (
-        f"This model writes arguments in a notation of its own, so a call cannot be bound to a schema with {what}. "
-        "Leave that out of 'parameters', or let the model choose."
+        "This model writes arguments in its own notation, so a forced call cannot follow a schema with "
+        f"{what}. Remove that from 'parameters', or let the model choose."
     )
     return RequestError(message, "tools")
 

@@ -94,7 +94,7 @@ HERMES = ToolFormat(
 GENERIC = replace(
     HERMES,
     name="generic",
-    models="templates that know nothing of tools: the prompt gets them as text",
+    models="templates without tools: the prompt describes them as text",
     marks=(),
     write_into_messages=write_into_messages,
 )

@@ -215,7 +215,7 @@ def _optional_calls(special_ids: SpecialIds) -> tuple[str, str]:
 
 PYTHONIC = ToolFormat(
     name="pythonic",
-    models="Llama 3.2 and 4, where their template asks for it",
+    models="Llama 3.2 and 4, if their template asks for it",
     example='[f(a="x"), g()]',
     aliases=("llama4_pythonic",),
     parser=PythonicToolParser,

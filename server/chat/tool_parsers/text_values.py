@@ -117,8 +117,9 @@ def argument_names(schema: Schema) -> list[tuple[str, bool]]:
     unbound = sorted(_UNBOUND & schema.keys())
     if unbound:
         message = (
-            f"This model writes each argument as a text of its own, so a call cannot be bound to '{unbound[0]}' of all "
-            "'parameters' together. Describe the arguments under 'properties', or let the model choose."
+            "This model writes each argument as separate text, so a forced call cannot follow "
+            f"'{unbound[0]}' at the top of 'parameters'. Describe the arguments under 'properties', or let "
+            "the model choose."
         )
         raise RequestError(message, "tools")
     required = schema.get("required")
@@ -127,7 +128,9 @@ def argument_names(schema: Schema) -> list[tuple[str, bool]]:
     names = [*(name for name in properties if properties[name] is not False), *required]
     unwritable = next((name for name in names if re.search(r"[<>\s]", name)), None)
     if unwritable is not None:
-        message = f"This model cannot write an argument's name with brackets or white space: '{unwritable[:64]}'."
+        message = (
+            f"This model cannot write an argument name that contains brackets or white space: '{unwritable[:64]}'."
+        )
         raise RequestError(message, "tools")
     return [(name, name in required) for name in dict.fromkeys(names)]
 
@@ -162,8 +165,8 @@ def text_rules(
     unbound = next((name for name in _UNBOUND_TEXTS if name in schema), None)
     if unbound is not None:
         message = (
-            f"This model writes a string as it is, so a forced one cannot be bound to '{unbound}'. Write the schema of "
-            "that argument without it, or let the model choose."
+            f"This model writes strings without quotes, so '{unbound}' cannot be enforced in a forced call. "
+            "Remove it from the schema of that argument, or let the model choose."
         )
         raise RequestError(message, "tools")
     # One terminal includes the end: no match is a prefix of another match, so it ends where the parser finds the end.

@@ -13,11 +13,15 @@ EXAMPLE = "oarlock bench serve http://127.0.0.1:8000 --concurrency 8"
 
 def _add_compare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("a", metavar="A.json", type=expand, help="a result of `bench serve`, `throughput` or `latency`")
-    parser.add_argument("b", metavar="B.json", type=expand, help="another of the same command; ratios are B / A")
+    parser.add_argument("b", metavar="B.json", type=expand, help="another result of the same command; ratios are B / A")
     parser.add_argument(
-        "--confidence", type=below_one, default=0.95, metavar="X", help="of the intervals (default 0.95)"
+        "--confidence",
+        type=below_one,
+        default=0.95,
+        metavar="X",
+        help="confidence level of the intervals (default 0.95)",
     )
-    parser.add_argument("--output", type=expand, metavar="FILE.json", help="write the rows there as well")
+    parser.add_argument("--output", type=expand, metavar="FILE.json", help="also write the rows to this file")
 
 
 def _compare(arguments: argparse.Namespace) -> int:
@@ -53,5 +57,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     if arguments.measure is None:
-        raise UsageError("oarlock bench needs a measure.", f"The measures are: {', '.join(MEASURES)}.")
+        raise UsageError("oarlock bench needs a benchmark.", f"The benchmarks are: {', '.join(MEASURES)}.")
     return MEASURES[arguments.measure].run(arguments)

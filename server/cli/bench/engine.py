@@ -40,7 +40,7 @@ class EngineMeasure:
         group = parser.add_argument_group("measurement")
         group.add_argument(
             *self.prompts, dest="prompts", type=whole(1), default=self.count, metavar="N",
-            help=f"per round (default {self.count})",
+            help=f"requests per round (default {self.count})",
         )  # fmt: skip
         for flag, alias, default in (
             ("--input-tokens", "--input-len", self.input_tokens),
@@ -49,14 +49,18 @@ class EngineMeasure:
             group.add_argument(flag, alias, type=whole(1), default=default, metavar="N", help=f"default {default}")
         group.add_argument(
             "--rounds", "--num-iters", type=whole(1), default=self.rounds, metavar="N",
-            help=f"each with new prompts (default {self.rounds})",
+            help=f"rounds, each with new prompts (default {self.rounds})",
         )  # fmt: skip
         group.add_argument(
             "--warmup", "--num-iters-warmup", type=whole(0), default=1, metavar="N",
-            help="rounds not counted (default 1)",
+            help="warm-up rounds, not counted (default 1)",
         )  # fmt: skip
         group.add_argument(
-            "--output", "--output-json", type=expand, metavar="FILE.json", help="every round, for `bench compare`"
+            "--output",
+            "--output-json",
+            type=expand,
+            metavar="FILE.json",
+            help="file for the figures of each round, for `bench compare`",
         )
         add_settings(parser, positional=True, without=_UNUSED)
 
@@ -137,7 +141,7 @@ def _summary(series: dict[str, list[float]]) -> dict[str, Any]:
 
 THROUGHPUT = EngineMeasure(
     kind="throughput",
-    HELP="tokens per second of the engine without HTTP, all prompts at once",
+    HELP="measure the engine without HTTP: tokens per second with all prompts at once",
     EXAMPLE="oarlock bench throughput Qwen/Qwen2.5-0.5B-Instruct --num-requests 64 --output-tokens 128",
     prompts=("--num-requests", "--num-prompts"),
     count=64, input_tokens=128, output_tokens=64, rounds=3,
@@ -148,7 +152,7 @@ THROUGHPUT = EngineMeasure(
 )  # fmt: skip
 LATENCY = EngineMeasure(  # the lengths and the batch of `vllm bench latency`
     kind="latency",
-    HELP="how long one batch takes in the engine without HTTP",
+    HELP="measure the engine without HTTP: the time of one batch",
     EXAMPLE="oarlock bench latency Qwen/Qwen2.5-0.5B-Instruct --batch-size 8",
     prompts=("--batch-size",),
     count=8, input_tokens=32, output_tokens=128, rounds=10,

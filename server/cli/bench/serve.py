@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # modules that measure are imported when they run, so that he
     from oarlock.server.bench.metrics import Sample
     from oarlock.server.bench.serve import ServePlan
 
-HELP = "drive any OpenAI-compatible server and measure what its clients see"
+HELP = "load an OpenAI-compatible server and measure it as its clients see it"
 EXAMPLE = "oarlock bench serve http://127.0.0.1:8000 --concurrency 8 --num-requests 200 --html report.html"
 _URL = "http://127.0.0.1:8000"
 _WORKLOADS = ("random", "shared-prefix", "multi-turn", "trace")
@@ -32,11 +32,11 @@ _OF_WORKLOAD = (
     ("--trace-speed", "trace_speed", "trace"),
 )
 _EXIT_CODES = """exit codes:
-  0  every request was answered        2  wrong command line
+  0  every request completed           2  wrong command line
   1  some requests failed              3  the server cannot be measured
-  130  stopped by Ctrl-C, after the figures up to then
+  130  stopped by Ctrl-C, after printing the figures up to then
 
-The server's key, if it wants one, is read from the environment: OPENAI_API_KEY."""
+If the server requires an API key, set OPENAI_API_KEY."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EXIT_CODES
     assert isinstance(parser, Parser)
     parser.rewrite = take_out
-    parser.add_argument("url", metavar="URL", nargs="?", default=_URL, help=f"of the server (default {_URL})")
+    parser.add_argument("url", metavar="URL", nargs="?", default=_URL, help=f"base URL of the server (default {_URL})")
     parser.add_argument("--model", metavar="NAME", help="default: the first that the server lists")
     parser.add_argument("--endpoint", choices=_ENDPOINTS, default=_ENDPOINTS[0], help="default completions")
     _add_load(parser)
@@ -52,24 +52,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("requests")
     group.add_argument(
         "--ignore-eos", action=argparse.BooleanOptionalAction, default=True,
-        help="ask for every token of the answer (default); with --no- answers may end early, and the field is left out",
+        help="generate exactly the requested tokens (default); --no- lets completions end early and does "
+        "not send the field",
     )  # fmt: skip
-    group.add_argument("--extra-body", metavar="JSON", help="more fields of every request, as a JSON object")
-    group.add_argument("--timeout", type=finite, default=600.0, metavar="S", help="per request (default 600)")
+    group.add_argument("--extra-body", metavar="JSON", help="additional fields of every request, as a JSON object")
+    group.add_argument(
+        "--timeout", type=finite, default=600.0, metavar="S", help="time limit of one request in seconds (default 600)"
+    )
     group.add_argument(
         "--warmup", type=whole(0), default=1, metavar="N",
-        help="requests before the run that are not counted (default 1)",
+        help="requests before the run, not counted (default 1)",
     )  # fmt: skip
     group = parser.add_argument_group("results")
     group.add_argument(
         "--goodput", nargs="+", action="extend", metavar="NAME:MS",
-        help="limits in ms, such as ttft:500 tpot:50 e2el:4000; goodput counts the requests that are within all",
+        help="limits in ms, such as ttft:500 tpot:50 e2el:4000; goodput counts the requests within all of them",
     )  # fmt: skip
     group.add_argument(
-        "--output", type=expand, metavar="FILE.json", help="figures and every request, for `bench compare`"
+        "--output", type=expand, metavar="FILE.json", help="file for the figures and every request, for `bench compare`"
     )
-    group.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
-    group.add_argument("--html", type=expand, metavar="FILE.html", help="one page with charts, which loads nothing")
+    group.add_argument("--disable-tqdm", action="store_true", help="show no progress bar")
+    group.add_argument(
+        "--html", type=expand, metavar="FILE.html", help="file for a page with charts, which needs no network"
+    )
 
 
 def _add_load(parser: argparse.ArgumentParser) -> None:
@@ -78,46 +83,54 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--request-rate", type=positive, metavar="R", help="open loop: arrivals per second; inf: all at once"
     )
-    group.add_argument("--ramp", metavar="R1:R2", help="open loop with a rate that goes from R1 to R2")
+    group.add_argument("--ramp", metavar="R1:R2", help="open loop whose rate changes from R1 to R2")
     group.add_argument(
         "--burstiness", type=positive, metavar="B",
-        help="shape of the gamma-distributed intervals: 1 (default) is Poisson, less comes in bursts, inf is even",
+        help="shape of the gamma-distributed intervals: 1 (default) is Poisson, lower is burstier, inf is even",
     )  # fmt: skip
     group.add_argument(
         "--num-requests", type=whole(1), metavar="N",
-        help="how many (default 100, or until --duration); of multi-turn, conversations",
+        help="number of requests, for multi-turn of conversations (default 100, or until --duration)",
     )  # fmt: skip
-    group.add_argument("--duration", type=finite, metavar="S", help="begin none after so many seconds")
-    group.add_argument("--seed", type=whole(0), default=0, metavar="N", help="of prompts and arrivals (default 0)")
+    group.add_argument("--duration", type=finite, metavar="S", help="seconds after which no request is started")
+    group.add_argument("--seed", type=whole(0), default=0, metavar="N", help="seed of prompts and arrivals (default 0)")
 
 
 def _add_prompts(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("prompts")
-    group.add_argument("--workload", choices=_WORKLOADS, default="random", help="default random")
-    group.add_argument("--input-tokens", type=whole(1), default=128, metavar="N", help="default 128")
-    group.add_argument("--output-tokens", type=whole(1), default=64, metavar="N", help="default 64")
+    group.add_argument("--workload", choices=_WORKLOADS, default="random", help="kind of prompts (default random)")
+    group.add_argument(
+        "--input-tokens", type=whole(1), default=128, metavar="N", help="tokens of a prompt (default 128)"
+    )
+    group.add_argument(
+        "--output-tokens", type=whole(1), default=64, metavar="N", help="tokens of a completion (default 64)"
+    )
     group.add_argument(
         "--length-spread", type=below_one, default=0.0, metavar="X",
         help="lengths are uniform within N * (1 - X) and N * (1 + X) (default 0)",
     )  # fmt: skip
     group.add_argument(
         "--prompt-form", choices=_FORMS, default="auto",
-        help="token ids, or words that are measured with the server first (default auto: ids where they can be used)",
+        help="token ids, or words that are measured with the server first (default auto: ids if the server "
+        "accepts them)",
     )  # fmt: skip
     group.add_argument(
-        "--vocab-size", type=whole(64), metavar="N", help="ids are below it (default: as the server says)"
+        "--vocab-size",
+        type=whole(64),
+        metavar="N",
+        help="vocabulary size, for random ids (default: as the server reports)",
     )
     group.add_argument(
-        "--prefix-tokens", type=whole(1), metavar="N", help="shared-prefix: tokens before the new ones (default 256)"
+        "--prefix-tokens", type=whole(1), metavar="N", help="shared-prefix: tokens of a prefix (default 256)"
     )
     group.add_argument(
-        "--num-prefixes", type=whole(1), metavar="N", help="shared-prefix: how many there are (default 1)"
+        "--num-prefixes", type=whole(1), metavar="N", help="shared-prefix: number of prefixes (default 1)"
     )
     group.add_argument("--turns", type=whole(1), metavar="N", help="multi-turn: turns in a conversation (default 4)")
     group.add_argument(
         "--trace", type=expand, metavar="FILE.jsonl", help="trace: lines with timestamp (ms) and lengths"
     )
-    group.add_argument("--trace-speed", type=finite, metavar="X", help="trace: replayed X times as fast (default 1)")
+    group.add_argument("--trace-speed", type=finite, metavar="X", help="trace: replay speed (default 1)")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -194,21 +207,25 @@ def _check_load(arguments: argparse.Namespace) -> None:
     if len(given) > 1:
         flags = " and ".join(f"--{name.replace('_', '-')}" for name in given)
         raise UsageError(
-            f"{flags} exclude one another: a closed loop has users, an open loop has a rate.", "Give one of them."
+            f"{flags} exclude one another: a closed loop has users, an open loop has a rate.", "Give only one of them."
         )
     is_open = given and given[0] != "concurrency"
     if arguments.burstiness is not None and not is_open:
         raise UsageError(
-            "--burstiness is of the open loop, and there is no rate.", "Add --request-rate or --ramp, or leave it out."
+            "--burstiness applies to an open loop, and no rate is given.",
+            "Add --request-rate or --ramp, or leave --burstiness out.",
         )
     if arguments.request_rate == math.inf and arguments.duration is not None:
-        raise UsageError("--duration needs a finite --request-rate.", "Give --num-requests in its place.")
+        raise UsageError("--duration needs a finite --request-rate.", "Give --num-requests instead.")
     if arguments.workload == "trace" and arguments.concurrency is None and arguments.duration is not None:
-        raise UsageError("--duration does not go with the times of a trace.", "Give --num-requests in its place.")
+        raise UsageError(
+            "--duration cannot be combined with the timestamps of a trace.", "Give --num-requests instead."
+        )
     if is_open and arguments.duration is not None and arguments.num_requests is not None:
         raise UsageError(
-            "--num-requests and --duration exclude one another in an open loop: either gives the other by the rate.",
-            "Give one of them.",
+            "--num-requests and --duration exclude one another in an open loop: with the rate, each "
+            "determines the other.",
+            "Give only one of them.",
         )
 
 
@@ -216,23 +233,28 @@ def _check_workload(arguments: argparse.Namespace) -> None:
     for flag, attribute, workload in _OF_WORKLOAD:
         if getattr(arguments, attribute) is not None and arguments.workload != workload:
             raise UsageError(
-                f"{flag} is of --workload {workload}, and this one is {arguments.workload}.",
-                f"Add --workload {workload}, or leave it out.",
+                f"{flag} applies to --workload {workload}, and this one is {arguments.workload}.",
+                f"Add --workload {workload}, or leave the flag out.",
             )
     if arguments.workload == "trace":
         if arguments.trace is None:
-            raise UsageError("--workload trace needs a file.", "Name it: --trace FILE.jsonl.")
+            raise UsageError("--workload trace needs a file.", "Give one: --trace FILE.jsonl.")
         for name in ("request_rate", "ramp"):
             if getattr(arguments, name) is not None:
                 flag = f"--{name.replace('_', '-')}"
                 raise UsageError(
-                    f"{flag} does not go with --workload trace, whose times are in the file.",
-                    "Leave it out; --trace-speed changes the pace, --concurrency replays in a closed loop.",
+                    f"{flag} cannot be combined with --workload trace, whose timestamps are in the file.",
+                    "Leave the flag out; --trace-speed changes the pace, --concurrency replays in a closed loop.",
                 )
     if arguments.workload == "multi-turn" and arguments.prompt_form == "ids":
-        raise UsageError("--prompt-form ids does not go with --workload multi-turn, which sends text.", "Leave it out.")
+        raise UsageError(
+            "--prompt-form ids cannot be combined with --workload multi-turn, which sends text.",
+            "Leave --prompt-form out.",
+        )
     if arguments.endpoint == "chat" and arguments.prompt_form == "ids":
-        raise UsageError("--prompt-form ids does not go with --endpoint chat, which sends text.", "Leave it out.")
+        raise UsageError(
+            "--prompt-form ids cannot be combined with --endpoint chat, which sends text.", "Leave --prompt-form out."
+        )
 
 
 def _slo(limits: list[str] | None) -> dict[str, float]:
@@ -241,7 +263,7 @@ def _slo(limits: list[str] | None) -> dict[str, float]:
         name, colon, limit = text.partition(":")
         fix = f"Write NAME:MILLISECONDS, such as ttft:500; the names are {', '.join(_SLO)}."
         if name not in _SLO or not colon:
-            raise UsageError(f"--goodput {text}: there is no such measure.", fix)
+            raise UsageError(f"--goodput {text}: the measure is not known.", fix)
         try:
             found[name] = positive(limit)
         except argparse.ArgumentTypeError as error:

@@ -85,7 +85,9 @@ class OwnServer:
         if cause and fix:
             return StartupError(cause[0], fix[0], code)
         last = " ".join(log.split()[-40:])
-        return StartupError(f"The server left with status {code}: {last}", "Try `oarlock serve` by itself.", 3)
+        return StartupError(
+            f"The server exited with status {code}: {last}", "Run `oarlock serve` by itself to see why.", 3
+        )
 
 
 def own_flag(flags: Sequence[str]) -> str | None:

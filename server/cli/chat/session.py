@@ -82,7 +82,9 @@ class _Reader:
                 try:
                     self._chunk(now, json.loads(data))
                 except (ValueError, TypeError, KeyError, AttributeError, IndexError):
-                    self.error = self.error or f"a chunk is not OpenAI's: {data[:200].decode('utf-8', 'replace')}"
+                    self.error = (
+                        self.error or f"a chunk is not in OpenAI's format: {data[:200].decode('utf-8', 'replace')}"
+                    )
 
     def _chunk(self, now: float, chunk: dict[str, Any]) -> None:
         if "error" in chunk:
@@ -124,9 +126,9 @@ async def ask(remote: Remote, fields: dict[str, Any], listener: Listener, answer
         answer.is_stopped = True
         return
     if reader.error is not None:
-        raise ServerError(f"The answer broke off: {reader.error}", 500)
+        raise ServerError(f"The response broke off: {reader.error}", 500)
     if answer.finish_reason is None:
-        raise ServerError("The answer broke off: its stream ended without a reason.", 500)
+        raise ServerError("The response broke off: its stream ended without a finish_reason.", 500)
 
 
 class ConversationError(Exception):
@@ -156,9 +158,9 @@ class Conversation:
         """
         path = _expanded(name) if name else self.file
         if path is None:
-            raise ConversationError("Name a file: /save FILE.json, or FILE.md for people")
+            raise ConversationError("Give a file: /save FILE.json, or FILE.md for a readable one")
         if path.exists() and path != self.file:
-            raise ConversationError(f"{path} is there already. Name another file, or remove it first.")
+            raise ConversationError(f"{path} exists already. Give another file, or remove it first.")
         messages = self.as_messages()
         if path.suffix == ".md":
             text = "\n\n".join(f"## {entry['role'].capitalize()}\n\n{entry['content'].strip()}" for entry in messages)
@@ -167,7 +169,7 @@ class Conversation:
         try:
             path.write_text(text + "\n", "utf-8")
         except OSError as error:
-            raise ConversationError(f"{path} cannot be written ({error.strerror}). Name another file.") from None
+            raise ConversationError(f"{path} cannot be written ({error.strerror}). Give another file.") from None
         self.file = path
         return path
 
@@ -177,14 +179,14 @@ class Conversation:
         The file is written by `save`, or has a list of messages as in a request, with text only.
         """
         if not name:
-            raise ConversationError("Name a file: /load FILE.json")
+            raise ConversationError("Give a file: /load FILE.json")
         path = _expanded(name)
         try:
             read = json.loads(path.read_text("utf-8"))
         except OSError as error:
-            raise ConversationError(f"{path} cannot be read ({error.strerror}). Name another file.") from None
+            raise ConversationError(f"{path} cannot be read ({error.strerror}). Give another file.") from None
         except ValueError as error:
-            raise ConversationError(f"{path} is not JSON ({error}). Name a file that /save wrote.") from None
+            raise ConversationError(f"{path} is not JSON ({error}). Give a file that /save wrote.") from None
         messages = _checked(path, read.get("messages") if isinstance(read, dict) else read)
         self.system = "\n\n".join(entry["content"] for entry in messages if entry["role"] in ("system", "developer"))
         self.messages = [entry for entry in messages if entry["role"] in ("user", "assistant")]
@@ -201,7 +203,7 @@ def _expanded(name: str) -> Path:
 
 def _checked(path: Path, messages: Any) -> list[dict[str, str]]:
     if not isinstance(messages, list):
-        raise ConversationError(f"{path} holds no list of messages. Name a file that /save wrote.")
+        raise ConversationError(f"{path} contains no list of messages. Give a file that /save wrote.")
     for number, entry in enumerate(messages):
         role = entry.get("role") if isinstance(entry, dict) else None
         if role not in _ROLES:
@@ -209,7 +211,7 @@ def _checked(path: Path, messages: Any) -> list[dict[str, str]]:
                 f"{path}: messages[{number}].role is {role!r}; it must be one of {', '.join(_ROLES)}."
             )
         if not isinstance(entry.get("content"), str):
-            raise ConversationError(f"{path}: messages[{number}].content is no text; only text can be loaded.")
+            raise ConversationError(f"{path}: messages[{number}].content is not text; only text can be loaded.")
     return [{"role": entry["role"], "content": entry["content"]} for entry in messages]
 
 
@@ -256,7 +258,7 @@ class Session:
             says_fix = problem.status in (None, 401, 403)
             self.screen.problem(f"{problem.cause} {problem.fix}" if says_fix else problem.cause)
             if self.attached:
-                self.screen.notice(f"{', '.join(self.attached)}: still attached; /attach alone takes it back.")
+                self.screen.notice(f"{', '.join(self.attached)}: still attached; /attach without a file removes it.")
             return None
         if answer.is_stopped and not answer.text:
             conversation.messages.pop()
@@ -280,7 +282,7 @@ class Session:
         while asked and asked[-1]["role"] != "user":
             asked.pop()
         if not asked:
-            raise ConversationError("There is no question yet. Write it behind the settings.")
+            raise ConversationError("There is no question yet. Write one after the settings.")
         bodies = [{"model": self.model, "messages": asked, **self.sampling, **each} for each in settings]
         answers = [Answer(), Answer()]
         try:
@@ -295,7 +297,7 @@ class Session:
         first, second = (answer.text for answer in answers)
         parted = next((at for at, pair in enumerate(zip(first, second, strict=False)) if pair[0] != pair[1]), None)
         parted = min(len(first), len(second)) if parted is None else parted
-        same = "Both are the same text" if first == second else f"They part after {parted} characters"
+        same = "Both responses are the same" if first == second else f"The responses differ after {parted} characters"
         self.screen.notice(f"{same}. Neither is part of the conversation.")
 
     async def _show_beside(
@@ -341,8 +343,8 @@ def read_settings(word: str) -> dict[str, Any]:
         name, _, value = part.partition("=")
         if name not in _SETTINGS:
             near = nearest(name, _SETTINGS)
-            hint = f"Did you mean {near}?" if near else f"There are: {', '.join(_SETTINGS)}."
-            raise ConversationError(f"{name} is no setting. {hint} For example: /compare seed=1 seed=2 QUESTION")
+            hint = f"Did you mean {near}?" if near else f"The settings are: {', '.join(_SETTINGS)}."
+            raise ConversationError(f"{name} is not a setting. {hint} For example: /compare seed=1 seed=2 QUESTION")
         try:
             found[name] = _SETTINGS[name](value)
         except ValueError:
@@ -354,11 +356,11 @@ def notices(answer: Answer) -> list[str]:
     """Return notices about how a response ended."""
     found = []
     if answer.is_stopped:
-        found.append("(stopped)" if answer.text else "(stopped before the first word; the message was taken back)")
+        found.append("(stopped)" if answer.text else "(stopped before the first token; your message was removed again)")
     if answer.finish_reason == "length":
-        found.append("(ended by the limit of tokens)")
+        found.append("(ended by the token limit)")
     if answer.tools:
-        found.append(f"(asks for tools, which a chat does not run: {', '.join(answer.tools)})")
+        found.append(f"(requests tool calls, which the chat does not run: {', '.join(answer.tools)})")
     return found
 
 
@@ -366,15 +368,15 @@ def figures(session: Session) -> str:
     """Return the figures that `/stats` shows."""
     last, totals = session.last, session.totals
     if last is None:
-        return f"No answer yet. Model {session.model} at {session.remote.url}."
+        return f"No response yet. Model {session.model} at {session.remote.url}."
     usage, parts = last.usage or {}, _speed(last)
     if usage.get("prompt_tokens"):
-        parts.append(f"of a prompt of {usage['prompt_tokens']} tokens {_cached(usage)} were cached")
+        parts.append(f"{_cached(usage)} of {usage['prompt_tokens']} prompt tokens were cached")
     return (
-        f"Last answer ({last.request_id}): {', '.join(parts)}.\n"
-        f"This chat: {totals.answers} answer{'' if totals.answers == 1 else 's'}, {totals.prompt_tokens} prompt tokens"
-        f", {totals.cached_tokens} of them cached, {totals.output_tokens} tokens generated. "
-        f"Model {session.model} at {session.remote.url}."
+        f"Last response ({last.request_id}): {', '.join(parts)}.\n"
+        f"This chat: {totals.answers} response{'' if totals.answers == 1 else 's'}, "
+        f"{totals.prompt_tokens} prompt tokens, {totals.cached_tokens} of them cached, "
+        f"{totals.output_tokens} tokens generated. Model {session.model} at {session.remote.url}."
     )
 
 
@@ -420,7 +422,7 @@ def _reset(session: Session, text: str) -> None:
     if text == "all":
         session.conversation.system = ""
     elif text:
-        raise ConversationError("/reset forgets the messages, /reset all the system prompt too.")
+        raise ConversationError("/reset removes the messages, /reset all also the system prompt.")
     session.conversation.reset()
     kept = " The system prompt stays." if session.conversation.system else ""
     session.screen.notice(f"A new conversation.{kept}")
@@ -433,32 +435,34 @@ def _save(session: Session, name: str) -> None:
 
 def _load(session: Session, name: str) -> None:
     count = session.conversation.load(name)
-    session.screen.notice(f"{count} messages are loaded; the next one goes on from there.")
+    session.screen.notice(f"{count} messages are loaded; the next message continues the conversation.")
 
 
 def _attach(session: Session, name: str) -> None:
     if not name:
         dropped = ", ".join(session.attached)
         session.attached.clear()
-        session.screen.notice(f"{dropped}: taken back." if dropped else "Nothing is attached. /attach FILE does it.")
+        session.screen.notice(
+            f"{dropped}: taken back." if dropped else "No file is attached. /attach FILE attaches one."
+        )
         return
     path = _expanded(name)
     try:
         if not path.is_file():
-            raise ConversationError(f"{path} is no file. Name a text file.")
+            raise ConversationError(f"{path} is not a file. Give a text file.")
         if path.stat().st_size > _MAX_ATTACHED:
             raise ConversationError(f"{path} has more than {_MAX_ATTACHED >> 20} MiB. Attach the part that matters.")
         content = path.read_text("utf-8")
     except OSError as error:
-        raise ConversationError(f"{path} cannot be read ({error.strerror}). Name another file.") from None
+        raise ConversationError(f"{path} cannot be read ({error.strerror}). Give another file.") from None
     except UnicodeDecodeError:
-        raise ConversationError(f"{path} is no text in UTF-8. Only text can be attached.") from None
+        raise ConversationError(f"{path} is not UTF-8 text. Only text can be attached.") from None
     session.attached[path.name] = content
     size = f"{len(content)} characters"
     with suppress(ServerError, KeyError, TypeError):  # another server has no such route
         count = session.runner.run(session.remote.post_json("/tokenize", {"model": session.model, "prompt": content}))
         size = f"{count['count']} tokens"
-    session.screen.notice(f"{path.name}, {size}, goes with the next message; /attach alone takes it back.")
+    session.screen.notice(f"{path.name}, {size}, is sent with the next message; /attach without a file removes it.")
 
 
 def _compare(session: Session, text: str) -> None:
@@ -485,7 +489,7 @@ def _help(session: Session, text: str) -> None:
     keys = [
         "",
         'Paste a message of several lines, or type it: a backslash at the end of a line, or """ before and after.',
-        "Ctrl-C stops an answer, Ctrl-D leaves.",
+        "Ctrl-C stops a response, Ctrl-D quits.",
     ]
     session.screen.notice("\n".join(lines + keys))
 
@@ -496,13 +500,13 @@ def _exit(session: Session, text: str) -> None:
 
 COMMANDS: dict[str, tuple[Callable[[Session, str], None], str]] = {
     "/system": (_system, "TEXT: set the system prompt; without TEXT, show it"),
-    "/reset": (_reset, "begin a new conversation; /reset all: without the system prompt too"),
-    "/attach": (_attach, "FILE: send a text file with the next message; without FILE, take back what is attached"),
-    "/compare": (_compare, "seed=1 seed=2 QUESTION: two answers side by side; without QUESTION, of the last one"),
+    "/reset": (_reset, "start a new conversation; /reset all: also remove the system prompt"),
+    "/attach": (_attach, "FILE: send a text file with the next message; without FILE, remove the attached files"),
+    "/compare": (_compare, "seed=1 seed=2 QUESTION: two responses to compare; without QUESTION, to the last question"),
     "/save": (_save, "FILE.json or FILE.md: write the conversation"),
-    "/load": (_load, "FILE.json: go on with one that was written, or with any list of messages"),
-    "/model": (_model, "NAME: ask another model of this server; without NAME, list them"),
-    "/stats": (_stats, "times and tokens of the last answer and of this chat"),
-    "/help": (_help, "this list"),
-    "/exit": (_exit, "leave"),
+    "/load": (_load, "FILE.json: continue a saved conversation, or any list of messages"),
+    "/model": (_model, "NAME: use another model of this server; without NAME, list them"),
+    "/stats": (_stats, "times and tokens of the last response and of this chat"),
+    "/help": (_help, "show this list"),
+    "/exit": (_exit, "quit"),
 }

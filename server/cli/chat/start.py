@@ -57,7 +57,7 @@ def _answer_once(session: Session, question: str) -> int:
 
 
 def _converse(session: Session, editor: LineEditor, own: OwnServer | None) -> int:
-    session.screen.notice(f"{session.model} at {session.remote.url}; /help lists the commands, Ctrl-D leaves")
+    session.screen.notice(f"{session.model} at {session.remote.url}; /help lists the commands, Ctrl-D quits")
     while True:
         try:
             text = editor.read()
@@ -69,9 +69,9 @@ def _converse(session: Session, editor: LineEditor, own: OwnServer | None) -> in
                     raise own.failure()
         except KeyboardInterrupt:
             sys.stdout.write("\n")
-            session.screen.notice("(Ctrl-D or /exit leaves)")
+            session.screen.notice("(Ctrl-D or /exit quits)")
         except UnicodeDecodeError:
-            session.screen.problem("What was typed is not UTF-8: set the terminal to it.")
+            session.screen.problem("The input is not UTF-8: set the terminal to UTF-8.")
         except EOFError:
             sys.stdout.write("\n")
             return 0
@@ -86,7 +86,7 @@ def _server(
     if target is not None and is_url(target):
         if flags:
             raise UsageError(
-                "--serve-flags are for a server that is started.", f"Leave them out, or leave out {target}."
+                "--serve-flags apply to a server that is started.", f"Leave them out, or leave out {target}."
             )
         return Remote(target, given_key()), None
     if target is None and not flags:
@@ -116,7 +116,7 @@ def _check_model(target: str) -> None:
         found = None
     if found is None:
         raise UsageError(
-            f"{target} is no model of this machine, and as the address of a server it lacks its scheme.",
+            f"{target} is not a model on this machine, and the address of a server needs a scheme.",
             f"Write http://{target}",
         )
 
@@ -148,10 +148,12 @@ def _serve_flags(arguments: argparse.Namespace) -> list[str]:
     try:
         flags = shlex.split(arguments.serve_flags)
     except ValueError as error:
-        raise UsageError(f"--serve-flags cannot be read: {error}.", "Close every quotation mark.") from None
+        raise UsageError(f"--serve-flags cannot be read: {error}.", "Close all quotation marks.") from None
     own = own_flag(flags)
     if own is not None:
-        raise UsageError(f"{own} in --serve-flags: a chat chooses it itself.", "Use `oarlock serve`, then chat URL.")
+        raise UsageError(
+            f"{own} in --serve-flags: the chat sets it itself.", "Use `oarlock serve`, then `oarlock chat URL`."
+        )
     return flags
 
 

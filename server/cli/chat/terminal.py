@@ -127,7 +127,7 @@ class LineEditor:
                     self._history.add(message)
             except OSError as problem:
                 self._history = None
-                sys.stderr.write(f"note: the history is not kept: {problem}\n")
+                sys.stderr.write(f"note: the history is not saved: {problem}\n")
         return message
 
     def _message(self) -> str:

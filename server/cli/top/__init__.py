@@ -6,27 +6,25 @@ from oarlock.server.cli.arguments import finite
 
 HELP = "watch a server: its requests, KV blocks, step times and latencies"
 EXAMPLE = "oarlock top http://127.0.0.1:8000"
-_EPILOG = """Reads GET /v1/state and /metrics, which need no key on loopback or with --open-metrics; else the server's
-key is read from the environment: OPENAI_API_KEY. Works over SSH. q leaves.
+_EPILOG = """Reads GET /v1/state and /metrics, which need no key on loopback or with --open-metrics; otherwise
+set OPENAI_API_KEY. Works over SSH. q quits.
 
 exit codes:
-  0  left                     3  the server does not answer, or has no live state
+  0  left                     3  the server does not respond, or has no live state
   2  wrong command line"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
-    parser.add_argument("url", nargs="?", metavar="URL", help="default http://127.0.0.1:8000")
+    parser.add_argument("url", nargs="?", metavar="URL", help="base URL of the server (default http://127.0.0.1:8000)")
     parser.add_argument(
-        "--once", action="store_true", help="one look, then leave; so too where the output is no terminal"
+        "--once", action="store_true", help="print the state once; also if standard output is not a terminal"
     )
     parser.add_argument(
-        "--json", action="store_true", help="for programs: an object, without --once one each time, on a line"
+        "--json", action="store_true", help="print JSON: one object with --once, otherwise one line per update"
     )
-    parser.add_argument(
-        "--interval", type=finite, default=1.0, metavar="S", help="seconds between two looks (default 1)"
-    )
+    parser.add_argument("--interval", type=finite, default=1.0, metavar="S", help="seconds between updates (default 1)")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -300,7 +300,7 @@ class Watcher:
             found = {**state, "latencies": between(self._before, now), "batches": await self._batches()}
             page(found, self._remote.url, 80, 1)  # checks that every member that is shown is there
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            cause = f"{self._remote.url} says something else of its state than this version knows ({error!r})."
+            cause = f"The state of {self._remote.url} does not have the format that this version reads ({error!r})."
             raise ServerError(cause, 200) from None
         self._before = now
         return found
@@ -390,14 +390,14 @@ class _Display:
         try:
             self._state, self._problem = await self._watcher.look(), ""
         except ServerError as error:  # it may come back
-            self._problem = f"{error.cause} Shown is the last state."
+            self._problem = f"{error.cause} The last state is shown."
 
     def _draw(self) -> None:
         console, num_engines = self._console, len(self._state["engines"])
         above = _ROWS_ABOVE + (num_engines + 2 if num_engines > 1 else 0)
         above += len(self._state["batches"]) + 2 if self._state["batches"] else 0
         rows = max(1, min(_MAX_REQUESTS, console.height - above))
-        keys = f"q leaves, 0 to {min(9, num_engines - 1)} choose a replica" if num_engines > 1 else "q leaves"
+        keys = f"q quits, 0 to {min(9, num_engines - 1)} choose a replica" if num_engines > 1 else "q quits"
         foot = Text(fit(self._problem), style="red") if self._problem else Text(keys, style="dim")
         shown = page(self._state, self._url, console.width, rows, self._replica)
         self._live.update(Group(shown, Text(""), foot), refresh=True)

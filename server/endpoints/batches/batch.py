@@ -32,8 +32,8 @@ from oarlock.server.schemas.strict_model import StrictModel
 OPEN = ("validating", "in_progress", "cancelling", "finalizing")
 # Final state of a batch -> the code and message written for its requests that have no response.
 UNANSWERED = {
-    "expired": ("batch_expired", "This request was not answered before the completion window ended."),
-    "cancelled": ("batch_cancelled", "The batch was cancelled before this request was answered."),
+    "expired": ("batch_expired", "This request did not complete before the completion window ended."),
+    "cancelled": ("batch_cancelled", "The batch was cancelled before this request completed."),
 }
 _OWN = ("owner", "label", "window_s", "output_expires_s", "outcome", "written", "counts")
 _PAUSES_S = (0.5, 2.0, 8.0)  # pauses before a request is tried again
@@ -146,7 +146,7 @@ class BatchRun:
             try:
                 return await self._on_disk(self._requests.read, number)
             except UnavailableError as error:
-                _log.warning(event("line_read_again", line=number, cause=error.message))
+                _log.warning(event("batch_line_reread", line=number, cause=error.message))
                 await asyncio.sleep(pause_s)
         return await self._on_disk(self._requests.read, number)
 
@@ -170,7 +170,7 @@ class BatchRun:
             except UnavailableError as error:
                 if error.code == "aborted":
                     raise
-                _log.warning(event("request_tried_again", custom_id=request.custom_id, cause=error.message))
+                _log.warning(event("batch_request_retried", custom_id=request.custom_id, cause=error.message))
                 await asyncio.sleep(pause_s)
         return await self._answer(request, request_id)
 

@@ -102,37 +102,37 @@ class RequestFile:
                 raise InterruptedError
             if self._max_line is not None and len(line) > self._max_line:
                 cause = f"Line {number} of {self._name} is longer than {self._max_line} bytes."
-                raise WrongBatchError(cause, "Send less, or raise --max-body-size.", number, "line_too_long")
+                raise WrongBatchError(cause, "Shorten it, or raise --max-body-size.", number, "line_too_long")
             if line.strip():
                 if len(self) == max_requests:
-                    cause = f"{self._name} holds more than {max_requests} requests."
-                    raise WrongBatchError(cause, "Divide them among several batches.", number, "too_many_requests")
+                    cause = f"{self._name} contains more than {max_requests} requests."
+                    raise WrongBatchError(cause, "Split them into several batches.", number, "too_many_requests")
                 self._add(self._read(line, number, self._name), number, url)
                 self._starts.append(start)
                 self._sizes.append(len(line))
                 self._lines.append(number)
             start += len(line)
         if not self._starts:
-            raise WrongBatchError(f"{self._name} holds no request.", SHAPE, code="empty_file")
+            raise WrongBatchError(f"{self._name} contains no request.", SHAPE, code="empty_file")
 
     def _add(self, request: BatchRequest, number: int, url: str | None) -> None:
         assert self._ids is not None
         if url is not None and request.url != url:
             cause = f"Line {number} of {self._name} has url {request.url!r}, but the batch is for {url!r}."
-            raise WrongBatchError(cause, "Put them into batches of their own.", number, "mismatched_url")
+            raise WrongBatchError(cause, "Send requests for other URLs in other batches.", number, "mismatched_url")
         first = self._ids.setdefault(_digest(request.custom_id), len(self))
         if first < len(self):
             raise WrongBatchError(
                 f"Lines {self._lines[first]} and {number} of {self._name} have the same custom_id "
                 f"{request.custom_id!r:.80}.",
-                "Give each request an id of its own.",
+                "Give each request its own custom_id.",
                 number,
                 "duplicate_custom_id",
             )
 
     def _unreadable(self, error: OSError) -> WrongBatchError:
-        cause = f"The requests {self._name} cannot be read: {error.strerror}."
-        return WrongBatchError(cause, "Name a file of JSON lines.", code="unreadable_file")
+        cause = f"The requests in {self._name} cannot be read: {error.strerror}."
+        return WrongBatchError(cause, "Give a file of JSON lines.", code="unreadable_file")
 
 
 def _digest(custom_id: str) -> bytes:
@@ -215,15 +215,15 @@ class AnswerFile:
         if answer is None:
             if line.endswith(b"\n") and line.strip():
                 raise StartupError(
-                    f"{path} holds lines that are no answers of a batch.", "Name another file of answers."
+                    f"{path} contains lines that are not responses of a batch.", "Give another output file."
                 )
             self.num_dropped += 1
             return False
         number = self._requests.find(answer["custom_id"])
         if number is None:
             raise StartupError(
-                f"{path} holds an answer to {answer['custom_id']!r:.80}, which is no request of this batch.",
-                "Name another file of answers, or the requests that these belong to.",
+                f"{path} contains a response to {answer['custom_id']!r:.80}, which is not a request of this batch.",
+                "Give another output file, or the requests that these responses belong to.",
             )
         status = 0 if answer["response"] is None else answer["response"]["status_code"]
         if not status or status in _PASSING or status >= 500:
@@ -251,7 +251,7 @@ class _Lines:
         except BlockingIOError:
             self._file.close()
             raise StartupError(
-                f"{path} is being written by another process.", "Wait for its end, or name another file of answers."
+                f"{path} is being written by another process.", "Wait until it ends, or give another output file."
             ) from None
 
     def mend(self, stays: Callable[[bytes, Path], bool]) -> None:
@@ -299,7 +299,7 @@ def _opened(path: Path, mode: int) -> BufferedRandom:
         return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, mode), "r+b")
     except OSError as error:
         raise StartupError(
-            f"The answers cannot be written to {path}: {error.strerror}.", "Name a file in a folder that exists."
+            f"The responses cannot be written to {path}: {error.strerror}.", "Give a file in an existing folder."
         ) from None
 
 

@@ -50,8 +50,8 @@ class BatchDirectory:
                 (path / folder).mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
-            cause = f"The directory of batches {path} cannot be used: {error.strerror}."
-            raise StartupError(cause, "Give --batch-dir a directory that this user may write to.") from None
+            cause = f"The batch directory {path} cannot be used: {error.strerror}."
+            raise StartupError(cause, "Give --batch-dir a directory that this user can write to.") from None
 
     def take(self) -> bool:
         """Lock the directory. Return False if another server holds it."""
@@ -76,7 +76,7 @@ class BatchDirectory:
             return path.read_bytes()
         except OSError as error:
             cause = f"{path} cannot be used: {error.strerror}."
-            raise StartupError(cause, "Give --batch-dir a directory that this user may write to.") from None
+            raise StartupError(cause, "Give --batch-dir a directory that this user can write to.") from None
 
     def close(self) -> None:
         """Release the directory for other servers. A second call changes nothing."""
@@ -93,7 +93,7 @@ class BatchDirectory:
         """Count `num_bytes` more for a key (or fewer, if below 0). Raises `OSError` (EDQUOT) beyond the limit."""
         with self._guard:
             if num_bytes > 0 and not self.bytes.fits(owner, num_bytes):
-                cause = f"no more fits into --batch-dir-size of {self.bytes.limit} bytes.{self.bytes.rule}"
+                cause = f"--batch-dir-size of {self.bytes.limit} bytes is used up.{self.bytes.rule}"
                 raise OSError(errno.EDQUOT, cause.rstrip("."))
             self.bytes.add(owner, num_bytes)
 
@@ -212,8 +212,9 @@ class FileStore:
         self._drop_expired()
         if not self._quota.fits(owner, 1):
             message = (
-                f"'file' would be one too many: there are {self._quota.total} files, {self._quota.held(owner)} of them "
-                f"yours, and at most {MAX_FILES} are kept.{self._quota.rule} Delete those that are not needed."
+                f"'file' exceeds the limit of {MAX_FILES} files: {self._quota.total} are stored, "
+                f"{self._quota.held(owner)} of them yours.{self._quota.rule} Delete files that you do not "
+                "need."
             )
             raise HttpError(400, message, param="file", code="too_many_files")
 
@@ -222,7 +223,7 @@ class FileStore:
         self._drop_expired()
         found = self._files.get(file_id)
         if found is None or found.owner != owner:
-            message = f"There is no file '{file_id[:64]}' here (any more)."
+            message = f"The file '{file_id[:64]}' does not exist, or was deleted."
             raise HttpError(404, message, param="file_id", code="file_not_found")
         return found
 
@@ -242,7 +243,10 @@ class FileStore:
         """Delete a file. Raises `HttpError`: 404 if there is no such file, 409 while a batch reads it."""
         file = self.get(owner, file_id)
         if self.is_used(file_id):
-            message = f"A batch that has not ended reads the file '{file_id}'. Cancel the batch, or wait for its end."
+            message = (
+                f"The file '{file_id}' is the input of a batch that has not ended. Cancel the batch, "
+                "or wait until it ends."
+            )
             raise HttpError(409, message, param="file_id", code="file_in_use")
         self._drop(file)
         loop = asyncio.get_running_loop()
@@ -294,7 +298,7 @@ def page(items: Sequence[Listed], query: ListQuery) -> dict[str, Any]:
     if query.after is not None:
         places = [place for place, item in enumerate(ordered) if item.id == query.after]
         if not places:
-            message = f"'after' is '{query.after[:64]}', which is nothing of this list."
+            message = f"'after' is '{query.after[:64]}', which is not in this list."
             raise HttpError(400, message, param="after")
         start = places[0] + 1
     shown = ordered[start : start + query.limit]

@@ -67,7 +67,7 @@ class KeyQuota:
     @property
     def rule(self) -> str:
         """Sentence about the share of one key, for errors."""
-        return " An API key may hold as much as it leaves free." if self.is_shared else ""
+        return " An API key may use as much as it leaves free." if self.is_shared else ""
 
 
 class FairLimiter:

@@ -155,7 +155,7 @@ class BatchRunner:
         """Return a batch. Raises `HttpError` (404), also for a batch of another key."""
         found = self._batches.get(batch_id)
         if found is None or found.owner != owner:
-            message = f"There is no batch '{batch_id[:64]}' here (any more)."
+            message = f"The batch '{batch_id[:64]}' does not exist, or was deleted."
             raise HttpError(404, message, param="batch_id", code="batch_not_found")
         return self._counted(found)
 
@@ -164,8 +164,8 @@ class BatchRunner:
         if not self._num_open.fits(batch.owner, 1):
             own = self._num_open.held(batch.owner)
             message = (
-                f"{self._num_open.total} batches are open already, {own} of them yours; at most {MAX_OPEN} may be."
-                f"{self._num_open.rule} Retry when one has ended."
+                f"{self._num_open.total} batches are open, {own} of them yours; at most {MAX_OPEN} may be "
+                f"open.{self._num_open.rule} Retry when one has ended."
             )
             raise HttpError(429, message, code="too_many_batches", headers=retry_after(60))
         self._num_open.add(batch.owner, 1)
@@ -183,7 +183,7 @@ class BatchRunner:
     async def cancel(self, batch: Batch) -> None:
         """Cancel a batch. Raises `HttpError` (409) if it has ended, and `OSError`."""
         if not batch.is_open:
-            message = f"The batch '{batch.id}' is {batch.status}: there is nothing to cancel."
+            message = f"The batch '{batch.id}' is already {batch.status}."
             raise HttpError(409, message, param="batch_id", code="batch_ended")
         job = self._jobs.get(batch.id)
         if job is None or batch.status == "finalizing":
@@ -218,12 +218,12 @@ class BatchRunner:
                 _log.warning(event("batch_interrupted", batch=batch.id))
             except OSError as error:
                 code = "disk_full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "disk_error"
-                await self._fail(job, code, f"The answers cannot be written: {error.strerror}.")
+                await self._fail(job, code, f"The responses cannot be written: {error.strerror}.")
             except ENDS_TASK:
                 raise
             except BaseException as error:  # any error ends this batch only
                 _log.error(event("batch_failed", batch=batch.id), exc_info=error)
-                await self._fail(job, "internal_error", "Internal error. The server's log has the details.")
+                await self._fail(job, "internal_error", "Internal error. See the server's log for details.")
         finally:
             await asyncio.shield(self._release(job))
 
@@ -351,7 +351,7 @@ class BatchRunner:
         except ENDS_TASK:
             raise
         except BaseException as error:  # even this failed; the next start tries again
-            _log.error(event("batch_not_kept", batch=batch.id), exc_info=error)
+            _log.error(event("batch_save_failed", batch=batch.id), exc_info=error)
             batch.enter("failed")
 
     async def _end(self, batch: Batch, status: str) -> None:
@@ -423,7 +423,7 @@ class DirectoryAdoption:
         """The runner. Raises `HttpError` (503) while another server has the directory."""
         if self._runner is not None:
             return self._runner
-        message = "Another server still has the directory of --batch-dir; this one waits for its end. Retry then."
+        message = "Another server uses the directory of --batch-dir; this one waits until that server ends. Retry then."
         raise HttpError(503, self._failure or message, code="batch_dir_in_use", headers=retry_after(_RETRY_S))
 
     @property
@@ -440,7 +440,7 @@ class DirectoryAdoption:
         if self._runner is not None:
             self._runner.start()
         else:
-            _log.warning(event("batch_dir_waiting", path=str(self._directory.path), cause="another server has it"))
+            _log.warning(event("batch_dir_waiting", path=str(self._directory.path), cause="another server uses it"))
             self._waiting = asyncio.create_task(self._wait())
 
     async def stop(self) -> None:
@@ -472,4 +472,4 @@ class DirectoryAdoption:
             return
         self._runner = runner
         runner.start()
-        _log.info(event("batch_dir_taken", path=str(self._directory.path), waited_s=time.monotonic() - begun))
+        _log.info(event("batch_dir_acquired", path=str(self._directory.path), waited_s=time.monotonic() - begun))

@@ -93,7 +93,7 @@ class MultipartReader:
                     return
                 mark = bytes(self._buffer[:2])
                 if mark not in (b"--", b"\r\n"):
-                    raise _wrong("a delimiter is followed by neither a part nor the end")
+                    raise _wrong("a delimiter is followed by neither a part nor the end of the form")
                 del self._buffer[:2]
                 self._state = "after" if mark == b"--" else "headers"
             elif self._state == "headers":
@@ -127,7 +127,7 @@ class MultipartReader:
         del self._buffer[: at + 4]
         headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
         if "content-transfer-encoding" in headers and headers["content-transfer-encoding"].lower() != "binary":
-            raise _wrong("a part has a Content-Transfer-Encoding; send its bytes as they are")
+            raise _wrong("a part has a Content-Transfer-Encoding; send its bytes without one")
         kind, _, rest = headers.get("content-disposition", "").partition(";")
         found = {name.lower(): re.sub(r"\\(.)", r"\1", value) for name, value in _PARAMETER.findall(rest)}
         if kind.strip().lower() != "form-data" or "name" not in found:
@@ -182,7 +182,9 @@ class OpenAIServingBatches(OpenAIServing):
         except BaseException as error:
             await upload.on_disk(upload.discard)
             if isinstance(error, TimeoutError):
-                message = f"The file took more than {UPLOAD_TIMEOUT_S:.0f} seconds, or stopped for {_IDLE_S:.0f}."
+                message = (
+                    f"The upload took more than {UPLOAD_TIMEOUT_S:.0f} seconds, or paused for more than {_IDLE_S:.0f}."
+                )
                 raise HttpError(408, message, headers={"Connection": "close"}) from None
             if isinstance(error, ClientDisconnect):
                 raise ClientGoneError from None
@@ -216,7 +218,7 @@ class OpenAIServingBatches(OpenAIServing):
         runner, owner = self._for(request)
         file = runner.files.get(owner, body.input_file_id)
         if file.purpose != "batch":
-            message = f"The file '{file.id}' holds answers, not requests."
+            message = f"The file '{file.id}' contains responses, not requests."
             raise RequestError(message, "input_file_id")
         now = int(time.time())
         batch = Batch(
@@ -267,11 +269,11 @@ class OpenAIServingBatches(OpenAIServing):
         if error.errno == errno.EDQUOT:
             rule = self.adoption.runner.files.directory.bytes.rule
             message = (
-                f"'file' would take more than is left of {self.settings.batch_dir_size} bytes for all files of this "
-                f"server.{rule} Delete files that are not needed, or raise --batch-dir-size."
+                f"'file' exceeds the free part of the {self.settings.batch_dir_size} bytes for all files of "
+                f"this server.{rule} Delete files that you do not need, or raise --batch-dir-size."
             )
             return HttpError(413, message, param="file", code="files_too_large", headers={"Connection": "close"})
-        message = f"The disk of --batch-dir does not take it: {error.strerror}."
+        message = f"The file cannot be written to --batch-dir: {error.strerror}."
         return HttpError(507, message, code="disk_full", headers={"x-should-retry": "false"})
 
 
@@ -353,19 +355,19 @@ class _Upload:
         if self.filename is None:
             raise RequestError("'file' is required.", "file")
         if not self.num_bytes:
-            raise RequestError("'file' is empty: send JSON lines, a request on each.", "file")
+            raise RequestError("'file' is empty: send JSON lines, one request per line.", "file")
         purpose = self.fields.get("purpose")
         if purpose is None:
             raise RequestError("'purpose' is required.", "purpose")
         if purpose != "batch":
-            raise RequestError("'purpose' must be batch: nothing else is done with files here.", "purpose")
+            raise RequestError("'purpose' must be batch: the server has no other use for files.", "purpose")
         anchor, seconds = (self.fields.get(name) for name in _EXPIRY)
         if anchor is None and seconds is None:
             return None
         if anchor != "created_at":
             raise RequestError("'expires_after[anchor]' must be created_at.", "expires_after")
         if seconds is None or not (seconds.isascii() and seconds.isdigit() and len(seconds) < 9):
-            raise RequestError("'expires_after[seconds]' must be a whole number.", "expires_after")
+            raise RequestError("'expires_after[seconds]' must be an integer.", "expires_after")
         if not MIN_EXPIRY_S <= int(seconds) <= MAX_EXPIRY_S:
             message = f"'expires_after[seconds]' must be from {MIN_EXPIRY_S} to {MAX_EXPIRY_S}."
             raise RequestError(message, "expires_after")
@@ -383,14 +385,16 @@ class _Upload:
         """Begin a part. Return the name of the field, or None for the file."""
         if part.name == "file" and part.filename is not None:
             if self.filename is not None:
-                raise RequestError("There is more than one 'file'. Send one at a time.", "file")
+                raise RequestError("There is more than one 'file'. Send one file per upload.", "file")
             self.filename = part.filename
             self._file = os.fdopen(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb", buffering=0)
             return None
         if part.name not in _FIELDS:
             known = ", ".join(("file", *_FIELDS))
             raise RequestError(
-                f"There is no field '{part.name[:64]}' here: {known}.", part.name[:64], "unknown_parameter"
+                f"The field '{part.name[:64]}' is not supported; the fields are {known}.",
+                part.name[:64],
+                "unknown_parameter",
             )
         if part.name in self.fields:
             raise RequestError(f"'{part.name}' is given twice.", part.name)
@@ -404,7 +408,7 @@ class _Upload:
 
     def _add(self, piece: bytes) -> None:
         if self.num_bytes + len(piece) > MAX_FILE_BYTES:
-            message = f"The file is larger than {MAX_FILE_BYTES} bytes. Divide it among several batches."
+            message = f"The file is larger than {MAX_FILE_BYTES} bytes. Split it into several batches."
             raise HttpError(413, message, param="file", code="file_too_large", headers={"Connection": "close"})
         self._reserve(len(piece))
         self.num_bytes += len(piece)

@@ -108,8 +108,9 @@ async def try_tool_format(template: ChatTemplate) -> None:
         _log.warning(
             logs.event(
                 "tool_calls_unknown",
-                cause="no known format reads the calls that the chat template writes: only forced ones can be read",
-                fix="name the format with --tool-call-parser, or give --chat-template one that writes a known format",
+                cause="the format of the tool calls that the chat template describes is not known: only "
+                "forced calls can be read",
+                fix="name the format with --tool-call-parser, or give a --chat-template that uses a known format",
             )
         )
 

@@ -50,7 +50,7 @@ def diagnose(found: Findings) -> Told:
         told = rule(found)
         if told is not None:
             return told
-    raise AssertionError("the last rule always holds")
+    raise AssertionError("the last rule always matches")
 
 
 def _refused(found: Findings) -> Told | None:
@@ -59,21 +59,21 @@ def _refused(found: Findings) -> Told | None:
     if status is None:
         return None
     if status == 429:
-        return "It was refused, because as many requests waited as may wait.", "--max-waiting-requests"
+        return "It was refused because the queue was full.", "--max-waiting-requests"
     if status == 408:
-        return "Nothing was generated within its time limit, so it was refused.", "--request-timeout"
+        return "It was refused because nothing was generated within its time limit.", "--request-timeout"
     if status == 413:
-        return "Its body was larger than bodies may be.", "--max-body-size"
+        return "Its body was larger than the limit.", "--max-body-size"
     if code == "context_length_exceeded":
-        return "Its prompt and answer do not fit the context.", "--max-model-len"
+        return "Its prompt and completion do not fit into the context.", "--max-model-len"
     if code == "out_of_memory":
-        return "The ranks had not enough memory for a step of it alone.", "--max-num-batched-tokens"
+        return "The ranks did not have enough memory for a step with only this request.", "--max-num-batched-tokens"
     if code == "replica_lost":
-        return "The engine that worked on it has stopped; the log says why. The same request may be sent again.", None
+        return "The engine that ran it has stopped; see the log for the reason. The request can be sent again.", None
     if status < 500:
         field = "" if param is None else f" in its field `{param}`"
-        return f"It was wrong{field}, and refused with status {status}; the answer says what to change.", None
-    return f"The server failed on it with status {status}; the log has the details under its id.", None
+        return f"It was invalid{field} and refused with status {status}; the error message gives the fix.", None
+    return f"The server failed on it with status {status}; see the log for details under its id.", None
 
 
 def _client_left(found: Findings) -> Told | None:
@@ -82,10 +82,13 @@ def _client_left(found: Findings) -> Told | None:
         return None
     after = f"after {found.seconds['total']:.1f} s"
     if not record.completion_tokens:
-        return f"It ended {after} without a token: its client left, or it was aborted, while it {_stage(found)}.", (
-            "--max-num-seqs" if found.share("queued") > 0.5 else None
-        )
-    return f"It ended {after} and {record.completion_tokens} tokens: its client left, or it was aborted.", None
+        return (
+            f"It ended {after} without a token: the client disconnected, or the request was aborted, "
+            f"while it {_stage(found)}."
+        ), ("--max-num-seqs" if found.share("queued") > 0.5 else None)
+    return (
+        f"It ended {after} and {record.completion_tokens} tokens: the client disconnected, or the request was aborted."
+    ), None
 
 
 def _was_aborted(record: RequestRecord) -> bool:
@@ -100,7 +103,7 @@ def _stage(found: Findings) -> str:
 
 def _timed_out(found: Findings) -> Told | None:
     if any(choice.finish_reason == "timeout" for choice in found.record.choices):
-        return "Its time limit cut its answer off.", "--request-timeout"
+        return "Its time limit ended the completion early.", "--request-timeout"
     return None
 
 
@@ -109,7 +112,7 @@ def _slow_client(found: Findings) -> Told | None:
         return None
     waited = found.seconds["client_did_not_read"]
     return (
-        f"Its client read slowly: {waited:.1f} s of {found.seconds['total']:.1f} s went by with a full connection.",
+        (f"Its client read slowly: {waited:.1f} s of {found.seconds['total']:.1f} s passed with a full connection."),
         None,
     )
 
@@ -121,11 +124,11 @@ def _preempted(found: Findings) -> Told | None:
     lost, times = found.seconds["preempted"], _times(history["num_preemptions"])
     if not any(one["is_short"] for one in history["preemptions"]):
         return (
-            f"It gave its place to clients with less than their share {times}, and waited {lost:.1f} s.",
+            f"It was preempted {times} for clients below their share, and waited {lost:.1f} s.",
             "--max-num-seqs",
         )
     return (
-        f"KV memory ran out: it lost its blocks {times}, waited {lost:.1f} s, and was computed again.",
+        f"KV memory ran out: it was preempted {times}, waited {lost:.1f} s, and was recomputed.",
         "--kv-cache-memory",
     )
 
@@ -139,11 +142,11 @@ def _stalled(found: Findings) -> Told | None:
     if longest["kind"] == "memory":
         return f"{waited}: the ranks refused steps for lack of memory.", "--max-num-batched-tokens"
     if longest["kind"] == "pause":
-        return f"{waited}: the engine stood still, most likely because the server did not take its events.", None
+        return f"{waited}: the engine paused, most likely because the server did not read its events.", None
     if longest["num_prompt_tokens"]:
         tokens = longest["num_prompt_tokens"]
-        return f"{waited}, the longest a step with {tokens} prompt tokens.", "--max-step-ms"
-    return f"{waited}, the longest a step with {longest['num_sequences']} sequences: the machine was busy.", None
+        return f"{waited}; the longest was a step with {tokens} prompt tokens.", "--max-step-ms"
+    return f"{waited}; the longest was a step with {longest['num_sequences']} sequences: the machine was busy.", None
 
 
 def _queued(found: Findings) -> Told | None:
@@ -151,14 +154,14 @@ def _queued(found: Findings) -> Told | None:
     if history is None or found.share("queued") < _LARGE or found.seconds["queued"] < _QUICK_S:
         return None
     waited = f"It waited {found.seconds['queued']:.1f} s of {found.seconds['total']:.1f} s"
-    others = f"when it came, {history['num_waiting']} waited and {history['num_running']} ran"
+    others = f"when it arrived, {history['num_waiting']} requests waited and {history['num_running']} ran"
     if history["without_blocks"] > history["without_row"]:
         return f"{waited} for KV memory: {others}.", "--kv-cache-memory"
     if history["without_row"]:
-        return f"{waited} for one of the places in a step: {others}.", "--max-num-seqs"
+        return f"{waited} for a row in the batch: {others}.", "--max-num-seqs"
     if any(choice.has_grammar for choice in found.record.choices) and not history["num_waiting"]:
-        return f"{waited} while its grammar was compiled, which is kept for the next requests.", None
-    return f"{waited} while the prompts of others were computed: {others}.", "--data-parallel-size"
+        return f"{waited} while its grammar was compiled; the grammar is cached for the next requests.", None
+    return f"{waited} while the prompts of other requests were computed: {others}.", "--data-parallel-size"
 
 
 def _prefill(found: Findings) -> Told | None:
@@ -168,9 +171,11 @@ def _prefill(found: Findings) -> Told | None:
     took = f"Its prompt of {history['prompt_tokens']} tokens took {found.seconds['prefill']:.1f} s"
     chunks, cached = history["num_chunks"], history["cached_tokens"]
     if not found.prefix_caching:
-        return f"{took}, and nothing of it could be cached.", "--enable-prefix-caching"
+        return f"{took}, and none of it was cached.", "--enable-prefix-caching"
     if chunks > 1 and any(chunk["beside"] for chunk in history["chunks"]):
-        return f"{took}, {cached} of them cached, in {chunks} steps kept short for answers beside it.", "--max-step-ms"
+        return (
+            f"{took}, {cached} of them cached, in {chunks} steps that were kept short for requests that decode."
+        ), "--max-step-ms"
     return f"{took}, {cached} of them cached, in {_steps(chunks)}.", "--tensor-parallel-size"
 
 
@@ -184,7 +189,7 @@ def _decode(found: Findings) -> Told | None:
     told = f"Its {history['output_tokens']} tokens took {found.seconds['decode']:.1f} s, {per_token:.0f} ms each"
     told += f", in steps with {batch:.1f} sequences on average"
     if decode["prompt_tokens"] > decode["steps"] * batch:
-        return f"{told} and {decode['prompt_tokens']} prompt tokens of others.", "--max-step-ms"
+        return f"{told} and {decode['prompt_tokens']} prompt tokens of other requests.", "--max-step-ms"
     return f"{told}.", "--data-parallel-size" if batch >= _FULL_BATCH else "--speculative-config"
 
 
@@ -193,7 +198,7 @@ def _before_engine(found: Findings) -> Told | None:
         return None
     took = found.seconds["before_engine"]
     return (
-        f"{took:.1f} s of {found.seconds['total']:.1f} s went by while its body was read and its prompt tokenized.",
+        (f"{took:.1f} s of {found.seconds['total']:.1f} s passed while its body was read and its prompt tokenized."),
         None,
     )
 
@@ -207,10 +212,13 @@ def _still_open(found: Findings) -> Told | None:
 def _nothing(found: Findings) -> Told:
     if found.history is None and found.record.started_s is not None:
         return (
-            "The engine does not know it any more: more than a thousand have ended since, or it was started anew.",
+            (
+                "The engine has no history of it: more than a thousand requests have ended since, or the "
+                "engine was restarted."
+            ),
             None,
         )
-    return f"Nothing stands out: it took {found.seconds['total']:.2f} s.", None
+    return f"No stage was slow: it took {found.seconds['total']:.2f} s.", None
 
 
 def _times(number: int) -> str:
@@ -316,7 +324,7 @@ def _timeline(record: RequestRecord, history: RequestHistory | None, ids: Mappin
             "code": record.error_code,
             "client_did_not_read_s": slow,
         }
-        events.append((record.ended_s, "answered" if record.status else "client left", details))
+        events.append((record.ended_s, "answered" if record.status else "client disconnected", details))
     events.sort(key=lambda event: event[0])
     start = record.received_s
     return [
@@ -410,7 +418,7 @@ class OpenAIServingExplain(OpenAIServing):
         """Return the report on a request. `given`: id of the request or its response. Raises `HttpError` (404)."""
         record = self.state.requests.find(given)
         if record is None:
-            message = f"None of the last {MAX_RECORDS} requests to generate has this id."
+            message = f"None of the last {MAX_RECORDS} generating requests has this id."
             raise HttpError(404, message, param="id", code="request_not_found")
         histories = [] if self.state.async_llm is None else await histories_of(self.state.async_llm, record)
         wanted = {one for history in histories for one in history["ahead"]}

@@ -327,7 +327,7 @@ async def abort(request: Request) -> Response:
     else:
         num_aborted = async_llm.abort(body.request_id)
         if not num_aborted:
-            message = "No open request has this id. It may have ended a moment ago."
+            message = "No open request has this id. It may have just ended."
             raise HttpError(404, message, param="request_id", code="request_not_found")
     _log.info(event("admin_abort", requests=num_aborted))
     return JSONResponse({"aborted": num_aborted}, 200, headers)

@@ -103,7 +103,7 @@ class OpenAIServingScoring(OpenAIServingPooling):
         """Raise `RequestError` if the request has an instruction."""
         if body.instruction is not None:
             does = "reads two texts at once" if self.pooler.kind == LABELS else "compares vectors"
-            message = f"'instruction' is for rerankers that are asked in words; this model {does}. Leave it out."
+            message = f"'instruction' is for rerankers that follow an instruction; this model {does}. Leave it out."
             raise RequestError(message, "instruction", "unsupported_by_model")
 
     async def _side_by_side(

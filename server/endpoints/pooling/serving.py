@@ -61,7 +61,7 @@ class TextIds:
             return prompts[self._config.default_prompt] if self._config.default_prompt is not None else ""
         if name not in prompts:
             known = f"its prompts are {', '.join(sorted(prompts))}" if prompts else "it has none; leave it out"
-            raise RequestError(f"'prompt_name' is no prompt of this model: {known}.", "prompt_name")
+            raise RequestError(f"'prompt_name' is not a prompt of this model: {known}.", "prompt_name")
         return prompts[name]
 
     def prompt_for(self, input_type: str | None) -> str:
@@ -98,7 +98,7 @@ class TextIds:
             ids = await self._beginning(text, most, marks, param)
         ids = [*ids, *behind]
         if not ids:
-            raise RequestError(f"'{param}' has an empty text, of which this model makes no token.", param)
+            raise RequestError(f"'{param}' contains an empty text, for which this model has no token.", param)
         return await self._checked(ids, param)
 
     async def of_pair(
@@ -134,7 +134,7 @@ class TextIds:
         """Return the ids of a text without special tokens; with `cut`, at most `room` ids. Raises `RequestError`."""
         if cut:
             if room < 2:
-                message = "'truncate_prompt_tokens' leaves no token of the texts. Raise it."
+                message = "'truncate_prompt_tokens' leaves no token of the text. Raise it."
                 raise RequestError(message, "truncate_prompt_tokens")
             return (await self._tokenizer.aencode(text, False, first=room, param=param))[:room]
         try:
@@ -168,8 +168,8 @@ class TextIds:
 
     def _too_long(self, number: str, param: str) -> ContextLengthError:
         return ContextLengthError(
-            f"A text of '{param}' has {number} tokens, and this model takes {self.max_len}. Send a shorter one, or cut "
-            "it with truncate_prompt_tokens: -1.",
+            f"A text of '{param}' has {number} tokens; this model accepts at most {self.max_len}. Send a "
+            "shorter text, or set truncate_prompt_tokens: -1.",
             param,
         )
 
@@ -201,11 +201,13 @@ class OpenAIServingPooling(OpenAIServing):
         if self.pooler.task in self.tasks:
             return found
         if self.pooler.task is Task.SCORE:
-            message = "This model scores pairs of texts and has no vector for one: it answers /v1/rerank and /v1/score."
+            message = (
+                "This model scores pairs of texts and has no vector for a single text. Use /v1/rerank or /v1/score."
+            )
         else:
             message = (
-                "This server writes texts with its model: it answers /v1/completions and /v1/chat/completions. For "
-                "vectors of a model that has them, start it with --runner pooling."
+                "This server generates text. Use /v1/completions or /v1/chat/completions, or start a model "
+                "that supports embeddings with --runner pooling."
             )
         raise RequestError(message, "model", "unsupported_by_model")
 
@@ -225,7 +227,7 @@ class OpenAIServingPooling(OpenAIServing):
         limit and a drain end the request as they end generations.
         """
         record = record_of(request.scope)
-        assert record is not None, "the middleware keeps a record of all that the engine computes"
+        assert record is not None, "the middleware creates a record for every request that the engine computes"
         record.parsed_s = begun = time.monotonic()
         limit = self._time_limit(request.headers.get("x-request-timeout"), body.timeout)
         rank = self._chosen_replica(request)
@@ -388,8 +390,9 @@ class OpenAIServingEmbedding(OpenAIServingPooling):
             if by_token and num_tokens * self.info.hidden_size > MAX_NUMBERS:
                 most = MAX_NUMBERS // self.info.hidden_size
                 message = (
-                    f"'input' has more than {most} tokens: an answer has at most so many vectors of "
-                    f"{self.info.hidden_size} numbers. Send less, or ask for one vector of each text with task: embed."
+                    f"'input' has more than {most} tokens, the limit of one response with vectors of "
+                    f"{self.info.hidden_size} values. Send less, or request one vector per text with task: "
+                    "embed."
                 )
                 raise RequestError(message, "input")
         return prompts
@@ -400,7 +403,7 @@ class OpenAIServingEmbedding(OpenAIServingPooling):
         if wanted is None or wanted == whole or (allowed is not None and wanted in (allowed or range(1, whole + 1))):
             return
         if allowed is None:
-            reason = f"this model's vectors have {whole} numbers and were not trained to be cut. Leave it out"
+            reason = f"this model's vectors have {whole} values and were not trained to be shortened. Leave it out"
         else:
             reason = f"it must be {' or '.join(map(str, allowed))}" if allowed else f"it must be at most {whole}"
         raise RequestError(f"'dimensions' is {wanted}, but {reason}.", "dimensions")

@@ -46,7 +46,7 @@ class SummaryTurn(ResponsesTurn):
 def summary_turn(body: CompactRequest, conversation: Sequence[Item], owner: str) -> SummaryTurn:
     """Return the chat turn that asks for a summary of `conversation`. Raises `RequestError`."""
     if not conversation:
-        message = "'input' holds nothing that this server reads: there is no conversation to compact."
+        message = "'input' contains nothing that this server reads, so there is no conversation to compact."
         raise RequestError(message, "input")
     request = ResponsesRequest(
         model=body.model,
@@ -70,8 +70,8 @@ def bounded(processed: ProcessedChat, max_len: int) -> ProcessedChat:
     num_prompt, least = len(request.prompt_token_ids), min(_LEAST_TOKENS, max_len // _LEAST_SHARE)
     if num_prompt + least > max_len:
         raise ContextLengthError(
-            f"This model's context holds {max_len} tokens. The conversation and the question for a summary have "
-            f"{num_prompt} tokens, and a summary needs room for {least}; remove at least "
+            f"This model's context holds {max_len} tokens. The conversation and the request for a summary "
+            f"have {num_prompt} tokens, and a summary needs at least {least}. Remove at least "
             f"{num_prompt + least - max_len} tokens from 'input'.",
             "input",
         )
@@ -96,7 +96,7 @@ class CompactionWriter(ResponsesWriter):
             message = "The summary was not complete within the time limit of the request."
             raise HttpError(408, message, param="timeout", code="timeout", headers={"x-should-retry": "false"})
         if reason == ABORT:
-            message = "An operator ended this request before it was complete. It can be sent again."
+            message = "An operator aborted this request before it was complete. It can be sent again."
             raise UnavailableError(message, "aborted")
         parts = [part for item in self._items.items if item["type"] == "message" for part in item["content"]]
         summary = "".join(part["text"] for part in parts).strip()

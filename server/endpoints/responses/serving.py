@@ -110,7 +110,7 @@ class OpenAIServingResponses(OpenAIServingChatCompletion):
         ids = [item["id"] for item in items]
         if query.after is not None:
             if query.after not in ids:
-                raise RequestError(f"'after' is '{query.after[:64]}', which is no item of this response.", "after")
+                raise RequestError(f"'after' is '{query.after[:64]}', which is not an item of this response.", "after")
             items = items[ids.index(query.after) + 1 :]
         shown = items[: query.limit]
         ends = (
@@ -131,13 +131,13 @@ class OpenAIServingResponses(OpenAIServingChatCompletion):
         if writer is not None and writer.abort():
             return _json(writer.response("cancelled"))
         if self._store.get(owner, response_id) is not None:
-            raise HttpError(400, f"The response '{response_id[:64]}' is complete: there is nothing to cancel.")
+            raise HttpError(400, f"The response '{response_id[:64]}' is complete and cannot be cancelled.")
         raise _not_found(response_id)
 
     async def _turn(self, owner: str, body: ResponsesRequest) -> ResponsesTurn:
         """Return the chat turn of a request. A long conversation is made in a thread. Raises `RequestError`."""
         if body.store and not self._store.is_on:
-            message = "'store' is true, and this server keeps no responses. Leave it out, or raise --response-store."
+            message = "'store' is true, but this server stores no responses. Leave it out, or raise --response-store."
             raise RequestError(message, "store", "unsupported_parameter")
         items = self._conversation(body, owner)
         return await self.made_in_turn(partial(turn_of, body, items, owner, ResponsesTurn), num_parts(items))
@@ -149,7 +149,7 @@ class OpenAIServingResponses(OpenAIServingChatCompletion):
             previous = self._store.get(owner, body.previous_response_id)
             if previous is None:
                 shown = body.previous_response_id[:64]
-                message = f"The previous response '{shown}' is not stored here (any more). Send its items as 'input'."
+                message = f"The previous response '{shown}' is not stored, or was deleted. Send its items as 'input'."
                 raise RequestError(message, "previous_response_id", "previous_response_not_found")
             found += previous.conversation
         if isinstance(body.input, str):
@@ -167,7 +167,8 @@ class OpenAIServingResponses(OpenAIServingChatCompletion):
         item = self._store.item(owner, reference.id)
         if item is None:
             message = (
-                f"'input[{position}]' refers to the item '{reference.id[:64]}', which is not stored here. Send it."
+                f"'input[{position}]' refers to the item '{reference.id[:64]}', which is not stored. Send "
+                "the item itself."
             )
             raise RequestError(message, f"input[{position}]", "item_not_found")
         return item
@@ -269,7 +270,7 @@ def _owner(request: Request) -> str:
 
 
 def _not_found(response_id: str) -> HttpError:
-    message = f"The response '{response_id[:64]}' is not stored here (any more)."
+    message = f"The response '{response_id[:64]}' is not stored, or was deleted."
     return HttpError(404, message, param="response_id", code="response_not_found")
 
 

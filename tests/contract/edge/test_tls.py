@@ -214,10 +214,10 @@ def _broken(authority, pair, how):
     [
         ("no certificate", r"--ssl-certfile .* cannot be read: No such file"),
         ("no key", r"--ssl-keyfile .* cannot be read: No such file"),
-        ("not a certificate", "holds no certificate in PEM"),
-        ("not a key", "holds no private key in PEM"),
-        ("locked", "locked by a passphrase"),
-        ("of another", "is not the one of the certificate"),
+        ("not a certificate", "contains no certificate in PEM"),
+        ("not a key", "contains no private key in PEM"),
+        ("locked", "protected by a passphrase"),
+        ("of another", "does not belong to the certificate"),
     ],
 )
 def test_files_that_cannot_be_used_end_the_start(authority, pair, how, cause):

@@ -207,5 +207,5 @@ def test_a_socket_at_another_address_than_the_settings_name_ends_the_start(tmp_p
             timeout=120,
         )
     assert done.returncode == 3, done.stderr
-    assert "error: The service manager hands over a socket" in done.stderr and "fix: Leave --host" in done.stderr
+    assert "error: The service manager passes a socket" in done.stderr and "fix: Leave out --host" in done.stderr
     assert "Traceback" not in done.stderr and not log.exists()

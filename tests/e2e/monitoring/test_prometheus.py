@@ -109,7 +109,7 @@ def test_every_query_of_the_dashboard_has_an_answer(prometheus):
             found = prometheus.query(expr)
             if not found:
                 empty.append(panel["title"])
-    assert empty == ["Answer tokens by key", "Batches", "Batches"]  # there are no keys, and no directory of batches
+    assert empty == ["Completion tokens by key", "Batches", "Batches"]  # there are no keys, and no directory of batches
     names = {
         name
         for panel in BOARD["panels"]

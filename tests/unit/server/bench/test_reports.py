@@ -123,7 +123,7 @@ def test_notes_say_what_makes_the_figures_doubtful():
     slow.samples[0].scheduled_s, slow.samples[0].sent_s = 0.0, 0.5
     slow.samples[1].output_tokens, slow.samples[2].counted_by, slow.is_interrupted = 3, "chunks", True
     said = " ".join(report.notes(slow))
-    for part in ("500 ms after their time", "1 of 60 answers have another number", "no tokens", "interrupted"):
+    for part in ("500 ms late", "1 of 60 completions do not have the requested number", "token counts", "interrupted"):
         assert part in said
 
 

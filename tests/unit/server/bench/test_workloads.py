@@ -99,7 +99,7 @@ def test_a_wrong_line_is_named(tmp_path, line, cause):
 
 
 def test_no_trace(tmp_path):
-    with pytest.raises(StartupError, match="no line"):
+    with pytest.raises(StartupError, match="is empty"):
         workload.read_trace(trace_file(tmp_path, ""))
     with pytest.raises(StartupError, match="cannot be read"):
         workload.read_trace(tmp_path / "none")

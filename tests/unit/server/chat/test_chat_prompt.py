@@ -62,7 +62,7 @@ def test_contents_are_lists_of_parts_where_the_template_writes_those_alone_or_th
     turns = [{"role": "user", "content": "a"}, {"role": "user", "content": [{"type": "text", "text": t} for t in "bc"]}]
     chosen = [{"chat_template_content_format": name} for name in ("string", "openai")]
     assert _prompt(PARTS, turns)[0] == "<a><b><c>"
-    with pytest.raises(RequestError, match=r"leaves out messages\[0\]"):  # jinja walks through the characters of a text
+    with pytest.raises(RequestError, match=r"omits messages\[0\]"):  # jinja walks through the characters of a text
         _prompt(PARTS, turns, chosen[0])
     assert '"content": "bc"' in _prompt(DUMP, turns)[0]
     text = _prompt(DUMP, turns, chosen[1])[0]

@@ -198,7 +198,7 @@ def test_a_turn_that_no_rewriting_keeps_is_refused_by_name():
     try:
         assert prompt(tokenizer, conversation("u").messages) == "word0end"
         assert "word0end" in prompt(tokenizer, conversation("u u").messages)  # both in one turn
-        with pytest.raises(RequestError, match=r"leaves out messages\[0\] \(role 'user'\)") as caught:
+        with pytest.raises(RequestError, match=r"omits messages\[0\] \(role 'user'\)") as caught:
             prompt(tokenizer, conversation("u a u").messages)
     finally:
         tokenizer.close()

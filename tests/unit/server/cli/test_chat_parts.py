@@ -95,12 +95,12 @@ def test_thoughts_stand_apart_from_the_answer():
 
 def test_what_is_saved_can_be_loaded(tmp_path):
     talk = Conversation("Be brief.", [{"role": "user", "content": "ä?"}, {"role": "assistant", "content": "ö."}])
-    with pytest.raises(ConversationError, match="Name a file"):
+    with pytest.raises(ConversationError, match="Give a file"):
         talk.save("", "demo")
     path = talk.save(str(tmp_path / "talk.json"), "demo")
     talk.messages.append({"role": "user", "content": "more"})
     assert talk.save("", "demo") == path  # its own file may be written again
-    with pytest.raises(ConversationError, match="is there already"):
+    with pytest.raises(ConversationError, match="exists already"):
         Conversation().save(str(path), "demo")
     again = Conversation()
     assert again.load(str(path)) == 3
@@ -133,7 +133,7 @@ def test_a_history_that_has_grown_is_cut(tmp_path):
         ('{"a": 1}', "no list of messages"),
         ('[{"role": "tool", "content": "x"}]', "messages[0].role is 'tool'"),
         ('["x"]', "messages[0].role is None"),
-        ('[{"role": "user", "content": [{"type": "text"}]}]', "messages[0].content is no text"),
+        ('[{"role": "user", "content": [{"type": "text"}]}]', "messages[0].content is not text"),
     ],
 )
 def test_a_file_that_is_no_conversation_changes_nothing(tmp_path, content, cause):
@@ -157,13 +157,13 @@ def test_the_address_of_a_server():
 @pytest.mark.parametrize(
     ("arguments", "code", "cause", "fix"),
     [
-        (["http://x:1/?q"], 2, "no address of a server", "http://127.0.0.1:8000"),
-        (["http://127.0.0.1:1", "--serve-flags=-tp 2"], 2, "for a server that is started", "Leave"),
+        (["http://x:1/?q"], 2, "not the address of a server", "http://127.0.0.1:8000"),
+        (["http://127.0.0.1:1", "--serve-flags=-tp 2"], 2, "apply to a server that is started", "Leave"),
         (["--serve-flags", "--port 1"], 2, "--port in --serve-flags", "oarlock serve"),
         (["--serve-flags", "'"], 2, "--serve-flags cannot be read", "quotation"),
         (["--temperature", "-1"], 2, "at least 0", "--help"),
         (["--load", "/nowhere.json"], 3, "--load: /nowhere.json cannot be read", "--load"),
-        (["http://127.0.0.1:1"], 3, "No server answers at http://127.0.0.1:1", "oarlock serve MODEL"),
+        (["http://127.0.0.1:1"], 3, "No server responds at http://127.0.0.1:1", "oarlock serve MODEL"),
     ],
 )
 def test_mistakes_are_one_line_of_cause_and_one_of_fix(monkeypatch, capsys, arguments, code, cause, fix):

@@ -78,13 +78,13 @@ def test_quick_commands_import_nothing_heavy(arguments):
         (["serve", "--prot=5"], 2, "--prot", "--port"),
         (["serve", "--port", "99999"], 2, "at most 65535", "--port"),
         (["serve", "--port"], 2, "--port", "--help"),
-        (["serve", "a", "b"], 2, "Unexpected argument: b", "One MODEL"),
+        (["serve", "a", "b"], 2, "Unexpected argument: b", "only one MODEL"),
         (["migrate", "llama-server", "-m", "m.gguf"], 2, "Unknown flag or argument: -m", "Quote the whole line"),
         (["models", "rm"], 2, "Unexpected argument: rm", "`oarlock models --help`"),
-        (["serve", "--api-key", "secret", "Qwen/Qwen2.5-7B-Instruct"], 2, "no MODEL", "MODEL --api-key"),
-        (["serve", "--api-key", str(ROOT)], 2, "no MODEL", "MODEL --api-key"),
+        (["serve", "--api-key", "secret", "Qwen/Qwen2.5-7B-Instruct"], 2, "MODEL is missing", "MODEL --api-key"),
+        (["serve", "--api-key", str(ROOT)], 2, "MODEL is missing", "MODEL --api-key"),
         (["serve", "--api-key", "one", "--api-key", "two", str(ROOT)], 2, "took 2 value(s)", "MODEL --api-key"),
-        (["serve", "--served-model-name", "a", "b", "--port", "1"], 2, "no MODEL", "MODEL --served-model-name"),
+        (["serve", "--served-model-name", "a", "b", "--port", "1"], 2, "MODEL is missing", "MODEL --served-model-name"),
         (["serve", "--api-key", " "], 2, "--api-key", "key"),
         (["serve", "--admin-api-key", ""], 2, "--admin-api-key", "key"),
         (["serve", "m", "--quantization", "awq"], 2, "--quantization", "int8"),
@@ -107,16 +107,16 @@ def test_quick_commands_import_nothing_heavy(arguments):
         ),
         (["serve", str(ROOT / "models" / "oarlok-demo")], 3, "oarlok-demo is neither", "models/oarlock-demo?"),
         (["serve", str(ROOT / "models")], 3, "no config.json", "Did you mean"),
-        (["serve", "model-Q4_K_M.gguf"], 3, "There is no GGUF file model-Q4_K_M.gguf", "`oarlock models`"),
+        (["serve", "model-Q4_K_M.gguf"], 3, "The GGUF file model-Q4_K_M.gguf", "`oarlock models`"),
         (["serve", "https://huggingface.co/Qwen/Qwen3-0.6B"], 3, "is an address", "Give the hub id: Qwen/Qwen3-0.6B"),
         (["serve", "--chat-template", "/nope.jinja"], 3, "--chat-template /nope.jinja cannot be read", "a file"),
         (["serve", "--ssl-certfile", "/nope", "--ssl-keyfile", "/nope"], 3, "--ssl-certfile /nope", "a file"),
-        (["verify", "model-Q4_K_M.gguf"], 3, "There is no GGUF file", "`oarlock models`"),
-        (["plan", "model-Q4_K_M.gguf"], 2, "There is no GGUF file", "`oarlock models`"),
-        (["pull", "model-Q4_K_M.gguf"], 3, "There is no GGUF file", "`oarlock models`"),
-        (["chat", "localhost:8000"], 2, "lacks its scheme", "Write http://localhost:8000"),
-        (["chat", "localhost"], 2, "lacks its scheme", "Write http://localhost"),
-        (["top", "127.0.0.1:8000/v1"], 2, "is no address of a server", "Write http://127.0.0.1:8000"),
+        (["verify", "model-Q4_K_M.gguf"], 3, "The GGUF file", "`oarlock models`"),
+        (["plan", "model-Q4_K_M.gguf"], 2, "The GGUF file", "`oarlock models`"),
+        (["pull", "model-Q4_K_M.gguf"], 3, "The GGUF file", "`oarlock models`"),
+        (["chat", "localhost:8000"], 2, "needs a scheme", "Write http://localhost:8000"),
+        (["chat", "localhost"], 2, "needs a scheme", "Write http://localhost"),
+        (["top", "127.0.0.1:8000/v1"], 2, "is not the address of a server", "Write http://127.0.0.1:8000"),
         (["snippets", "http://a:8000/v1/chat/completions"], 2, "address of a route", "Write http://a:8000"),
         (["explain", "http://127.0.0.1:8000"], 2, "REQUEST_ID comes first", "For example"),
         (["serve", str(ROOT / "pyproject.toml")], 3, "is a file", "directory"),
@@ -190,7 +190,7 @@ def test_a_model_that_cannot_be_fetched_is_explained(capsys, monkeypatch, tmp_pa
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert main(["serve", "nobody/has-this-model", "--port", "0"]) == 3
     error = capsys.readouterr().err
-    assert "nobody/has-this-model is neither a directory here nor in the cache" in error
+    assert "nobody/has-this-model is neither a directory on this machine nor in the cache" in error
     assert "Traceback" not in error
 
 

@@ -105,10 +105,10 @@ def test_why_the_others_are_not(cache, demo, capsys):
         ("mamba", "MambaForCausalLM"),
         ("words", "It has no config.json."),
         ("gguf/model.gguf", "model.gguf has only 4 bytes."),
-        ("bare", "It has no tokenizer; --tokenizer names another."),
+        ("bare", "It has no tokenizer; --tokenizer names another one."),
         ("cut", "model.safetensors"),
         ("begun", "Its download was interrupted."),
-        ("nothing", "Its download was interrupted: nothing is whole."),
+        ("nothing", "Its download was interrupted, and no file is complete."),
     ):
         assert reason in reasons.pop(f"owner/{name}")
     assert not reasons
@@ -218,11 +218,11 @@ def test_an_empty_cache_and_one_elsewhere(cache, demo, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "cause"),
     [
-        (["pull"], "There is no MODEL."),
+        (["pull"], "MODEL is missing."),
         (["pull", str(DEMO)], "and not a model of the hub"),
         (["pull", "owner/model", "--revision", "../x"], "is not a valid revision"),
         (["pull", "owner/model", "--port", "1"], "Unknown flag: --port"),
-        (["pull", "owner/model", "--offline"], "is neither a directory here nor in the cache"),
+        (["pull", "owner/model", "--offline"], "is neither a directory on this machine nor in the cache"),
     ],
 )
 def test_what_cannot_be_pulled(cache, capsys, words, cause):

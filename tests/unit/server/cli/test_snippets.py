@@ -62,7 +62,7 @@ def _quoted(text: str) -> list[str]:
     ("arguments", "code", "cause", "fix"),
     [
         (["--client", "langchian"], 2, "no snippet for langchian", "langchain"),
-        (["http://127.0.0.1:1"], 3, "No server answers", "oarlock serve"),
+        (["http://127.0.0.1:1"], 3, "No server responds", "oarlock serve"),
     ],
 )
 def test_mistakes(capsys, arguments, code, cause, fix):

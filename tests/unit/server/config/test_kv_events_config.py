@@ -78,7 +78,7 @@ def test_a_wildcard_is_bound_and_a_host_connected_to(endpoint, is_bound):
         ({"endpoint": "tcp://*:1"}, "enable_kv_cache_events None", "For example"),
         ({"enable_kv_cache_events": "yes"}, "must be true or false", "For example"),
         ({**ON, "end_point": "tcp://*:1"}, "'end_point', which is not known", "Did you mean endpoint?"),
-        ({**ON, "x": 1}, "'x', which is not known", "Its keys are enable_kv_cache_events"),
+        ({**ON, "x": 1}, "'x', which is not known", "The keys are enable_kv_cache_events"),
         ({**ON, "publisher": "kafka"}, "publisher 'kafka'", "For example"),
         ({**ON, "endpoint": 5557}, "endpoint 5557", "For example"),
         ({**ON, "endpoint": "5557"}, "must be an address", "For example"),

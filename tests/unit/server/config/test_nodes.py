@@ -48,8 +48,8 @@ def test_everything_said_reaches_the_engine():
 @pytest.mark.parametrize(
     ("values", "cause", "fix"),
     [
-        ({"node_rank": None}, "which of them this host is, is not known", "--node-rank, from 0 to 1"),
-        ({"node_rank": 2}, "--node-rank is 2, but of 2 hosts the last is 1", "from 0 to 1"),
+        ({"node_rank": None}, "the rank of this host is not known", "--node-rank, from 0 to 1"),
+        ({"node_rank": 2}, "--node-rank is 2, but with 2 hosts it is at most 1", "from 0 to 1"),
         ({"nnodes": 1, "node_rank": 1}, "--node-rank is 1, but --nnodes is 1", "--nnodes"),
         ({"data_parallel_size": 2}, "--data-parallel-size 2 with --nnodes 2", "behind a proxy"),
         ({"master_addr": None}, "the address of the head node is not known", "--master-addr"),
@@ -67,11 +67,15 @@ ON_RAY = {"distributed_executor_backend": "ray", "device": "cpu", "nnodes": 2, "
 @pytest.mark.parametrize(
     ("values", "cause", "fix"),
     [
-        ({"node_rank": 0}, "--node-rank is given beside --distributed-executor-backend ray", "Leave --node-rank out"),
-        ({"master_addr": "a"}, "--master-addr is given beside", "on one host alone"),
-        ({"data_parallel_size": 2}, "--data-parallel-size 2 beside", "Ray Serve"),
-        ({"device": "auto"}, "must know what a rank takes of a host", "--device cuda or --device cpu"),
-        ({"nnodes": 3}, "2 ranks cannot be dealt to 3 hosts in equal parts", "--nnodes"),
+        (
+            {"node_rank": 0},
+            "--node-rank is given together with --distributed-executor-backend ray",
+            "Leave --node-rank out",
+        ),
+        ({"master_addr": "a"}, "--master-addr is given together with", "on one host only"),
+        ({"data_parallel_size": 2}, "--data-parallel-size 2 is given together with", "Ray Serve"),
+        ({"device": "auto"}, "needs to know the device", "--device cuda or --device cpu"),
+        ({"nnodes": 3}, "2 ranks cannot be distributed evenly over 3 hosts", "--nnodes"),
         ({}, "needs the Python package ray, which is missing", "pip install 'oarlock[ray]'"),
     ],
 )
@@ -120,7 +124,7 @@ def test_a_part_gets_the_options_of_the_command_without_its_secrets_and_its_http
 def test_what_a_part_printed_last_is_why_it_failed():
     assert last_error(["x", "error: A.", "fix: B.", "y"], 3) == ("A.", "B.")
     cause, fix = last_error(["x"], -9)
-    assert cause == "the part was killed by signal 9. x" and "Ray's logs" in fix
+    assert cause == "the task was killed by signal 9. x" and "Ray's logs" in fix
 
 
 def test_parts_of_a_group_that_has_failed_are_not_waited_for_as_others_are():
@@ -142,14 +146,14 @@ def test_configurations_with_nodes_pass_the_engine_s_socket():
 @pytest.mark.parametrize("words", [["--node-secret-file", "x"], ["--node-secret=x"]])
 def test_a_secret_which_older_versions_had_is_refused_with_what_to_do(capsys, words):
     assert main(["serve", *words]) == 2
-    assert "keep the network between them private" in capsys.readouterr().err
+    assert "Keep the network between them private" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("arguments", "cause", "fix"),
     [
         (["--nnodes", "2", "--node-rank", "1"], "the address of the head node is not known", "--master-addr"),
-        (["--nnodes", "2", "--node-rank", "2", "--master-addr", "h"], "of 2 hosts the last is 1", "0 to 1"),
+        (["--nnodes", "2", "--node-rank", "2", "--master-addr", "h"], "with 2 hosts it is at most 1", "0 to 1"),
         (["--node-rank", "1"], "--nnodes is 1", "the same --nnodes"),
     ],
 )

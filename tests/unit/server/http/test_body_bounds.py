@@ -64,7 +64,7 @@ def test_a_key_leaves_memory_to_other_keys():
         while True:
             greedy.append(memory.open("a"))
             greedy[-1].add(50_000)
-    assert refused.value.status == 503 and "this key" in refused.value.message
+    assert refused.value.status == 503 and "your API key" in refused.value.message
     assert memory.num_bytes == 750_000
     other = memory.open("b")
     other.add(100_000)

@@ -35,7 +35,7 @@ def test_addresses():
 @pytest.mark.parametrize(
     ("number", "cause"),
     [
-        (errno.EACCES, "may not be opened by this user"),
+        (errno.EACCES, "not allowed to open port"),
         (errno.EADDRNOTAVAIL, "not an address of this machine"),
         (errno.EINVAL, "Cannot listen"),
     ],
@@ -73,7 +73,7 @@ def test_a_unix_socket_that_nobody_listens_on_is_replaced(tmp_path):
 def test_what_is_no_socket_is_not_replaced(tmp_path):
     path = tmp_path / "notes.txt"
     path.write_text("kept")
-    with pytest.raises(StartupError, match="is no socket"):
+    with pytest.raises(StartupError, match="is not a socket"):
         bind_unix(str(path))
     assert path.read_text() == "kept"
     with pytest.raises(StartupError, match="No such file") as caught:
@@ -82,14 +82,14 @@ def test_what_is_no_socket_is_not_replaced(tmp_path):
 
 
 def test_a_socket_that_is_handed_over_must_be_one_that_listens(tmp_path):
-    with pytest.raises(StartupError, match="hands over 2 sockets"):
+    with pytest.raises(StartupError, match="passes 2 sockets"):
         inherited(2)
     (tmp_path / "file").touch()
     descriptor = os.open(tmp_path / "file", os.O_RDONLY)
-    with pytest.raises(StartupError, match="is no socket"):
+    with pytest.raises(StartupError, match="is not a socket"):
         inherited(1, descriptor)
     os.close(descriptor)
-    with socket.socket() as unbound, pytest.raises(StartupError, match="does not listen"):
+    with socket.socket() as unbound, pytest.raises(StartupError, match="is not a listening"):
         inherited(1, os.dup(unbound.fileno()))
     with bind("127.0.0.1", 0) as listener:
         descriptor = os.dup(listener.fileno())

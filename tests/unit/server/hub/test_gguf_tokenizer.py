@@ -228,8 +228,8 @@ def test_chat_templates_and_end_tokens_are_those_of_the_file() -> None:
 @pytest.mark.parametrize(
     ("changes", "cause"),
     [
-        ({"pre": "brand-new"}, "pre-tokenizer 'brand-new' is not known"),
-        ({"model": "bert"}, "kind 'bert' is not supported"),
+        ({"pre": "brand-new"}, "pre-tokenizer 'brand-new' is not supported"),
+        ({"model": "bert"}, "type 'bert' is not supported"),
         ({"merges": None}, "no setting 'tokenizer.ggml.merges'"),
         ({"token_type": array("i", [1])}, "a list of 3 numbers"),
         ({"eos_token_id": 3}, "eos_token_id is 3, and there are 3 tokens"),

@@ -118,7 +118,7 @@ def test_a_tokenizer_alone_costs_no_weights_and_need_be_of_no_model(hub):
     directory = run(hub, tokenizer_only=True)
     assert hub.names_asked == hub.files.keys() - {"model.safetensors"}
     assert run(hub, tokenizer_only=True, offline=True) == directory
-    assert "only in part" in refused(hub, offline=True).cause
+    assert "only partly in the cache" in refused(hub, offline=True).cause
     hub.files["tokenizer.json"] = b"{}"
     other = str(directory.parents[2] / "other cache")
     assert "tokenizer.json cannot be read" in refused(hub, tokenizer_only=True, download_dir=other).cause
@@ -208,7 +208,7 @@ def test_two_servers_fetch_a_file_once(hub, tmp_path):
 
         def report(phase, fraction, detail):
             details.append(detail)
-            if "another process fetches 1 of the files" in detail:
+            if "another process is fetching 1 of the files" in detail:
                 waits.set()
 
         second = threading.Thread(
@@ -230,7 +230,7 @@ def test_the_disk_is_checked_first(hub, tmp_path, monkeypatch):
     monkeypatch.setattr(hub_files.shutil, "disk_usage", lambda path: usage._replace(free=50_000))
     error = refused(hub)
     assert "model.safetensors" not in hub.names_asked
-    assert "250.0 KiB in 1 file(s), less 103.5 KiB that is here, needs 146.5 KiB" in error.cause
+    assert "250.0 KiB in 1 file(s), minus 103.5 KiB that is already here, needs 146.5 KiB" in error.cause
     assert "48.8 KiB free" in error.cause
     assert "97.7 KiB" in error.fix and "--download-dir" in error.fix
 
@@ -246,7 +246,7 @@ def test_a_disk_that_fills_up_meanwhile(hub, tmp_path):
 def test_a_cache_that_cannot_be_written(hub, tmp_path):
     (tmp_path / "file").write_text("")
     error = refused(hub, download_dir=str(tmp_path / "file"))
-    assert "cannot be kept" in error.cause and "--download-dir" in error.fix
+    assert "cannot be stored" in error.cause and "--download-dir" in error.fix
 
 
 def test_the_download_dir_takes_the_place_of_the_cache(hub, tmp_path):
@@ -267,7 +267,7 @@ def test_offline_serves_the_cache_without_requests(hub, monkeypatch, by_variable
     assert run(hub, offline=not by_variable, revision=COMMIT) == directory
     (directory / "model.safetensors").unlink()
     error = refused(hub, offline=not by_variable)
-    assert "only in part: owner/model holds no weights" in error.cause
+    assert "only partly in the cache" in error.cause and "owner/model holds no weights" in error.cause
 
 
 def test_a_revision_is_fetched_and_remembered(hub):
@@ -284,7 +284,7 @@ def test_a_revision_is_fetched_and_remembered(hub):
     [
         (403, {"X-Error-Code": "GatedRepo"}, "is gated", "HF_TOKEN"),
         (401, {"X-Error-Code": "GatedRepo"}, "is gated", "HF_TOKEN"),
-        (401, {}, "neither a directory here nor a model on the hub", "HF_TOKEN"),
+        (401, {}, "neither a directory on this machine nor a model on the hub", "HF_TOKEN"),
         (401, {"X-Error-Message": "Invalid credentials in Authorization header"}, "(401)", "HF_TOKEN"),
         (404, {"X-Error-Code": "RepoNotFound"}, "nor a model on the hub", "spelling"),
         (403, {}, "(403)", "HF_TOKEN"),
@@ -351,7 +351,7 @@ def test_what_was_damaged_on_the_disk_is_found_and_fetched_again(hub):
     assert {path.name: path.read_bytes() for path in directory.iterdir()} == hub.files
     assert run(hub, check_digests=True, offline=True) == directory
     hub.refuse = (503, {})
-    assert "answers 503" in refused(hub, check_digests=True).cause, "to pull means to ask the hub"
+    assert "responds 503" in refused(hub, check_digests=True).cause, "to pull means to ask the hub"
 
 
 def test_an_outage_of_the_hub_does_not_stop_a_complete_cache(hub, capsys):
@@ -360,7 +360,7 @@ def test_an_outage_of_the_hub_does_not_stop_a_complete_cache(hub, capsys):
     assert run(hub) == directory
     assert "warning: " in capsys.readouterr().err
     (directory / "model.safetensors").unlink()
-    assert "answers 503" in refused(hub).cause
+    assert "responds 503" in refused(hub).cause
     hub.refuse = (404, {"X-Error-Code": "RepoNotFound"})
     assert "nor a model on the hub" in refused(hub).cause
 

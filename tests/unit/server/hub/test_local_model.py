@@ -67,13 +67,17 @@ def test_a_hub_id_is_not_on_this_machine(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "cause", "fix"),
     [
-        ("mine-Q4_K_N.gguf", "There is no GGUF file mine-Q4_K_N.gguf: the directory {here} has", "mine-Q4_K_M.gguf?"),
-        ("./mine-Q5_K_M.gguf", "There is no GGUF file ./mine-Q5_K_M.gguf", "Did you mean mine-Q4_K_M.gguf?"),
-        ("own-Q8_1.gguf", "There is no GGUF file own-Q8_1.gguf", "Did you mean own-Q8_0.gguf?"),
+        (
+            "mine-Q4_K_N.gguf",
+            "The GGUF file mine-Q4_K_N.gguf does not exist: the directory {here} has",
+            "mine-Q4_K_M.gguf?",
+        ),
+        ("./mine-Q5_K_M.gguf", "The GGUF file ./mine-Q5_K_M.gguf", "Did you mean mine-Q4_K_M.gguf?"),
+        ("own-Q8_1.gguf", "The GGUF file own-Q8_1.gguf", "Did you mean own-Q8_0.gguf?"),
         ("nowhere/x.gguf", "the directory {here}/nowhere does not exist", "Check the path"),
-        ("owner/gguf/model-Q4_K_S.gguf", "There is no GGUF file", "Did you mean owner/gguf/model-Q4_K_M.gguf?"),
-        ("llama3.2:1b", "llama3.2:1b is no model of Ollama", "Did you mean llama3.2:3b?"),
-        ("zzz:1", "zzz:1 is no model of Ollama", "`oarlock models`"),
+        ("owner/gguf/model-Q4_K_S.gguf", "The GGUF file", "Did you mean owner/gguf/model-Q4_K_M.gguf?"),
+        ("llama3.2:1b", "llama3.2:1b is not an Ollama model", "Did you mean llama3.2:3b?"),
+        ("zzz:1", "zzz:1 is not an Ollama model", "`oarlock models`"),
         ("./chekpoint", "./chekpoint is neither", "Did you mean checkpoint?"),
         ("/nowhere/at/all", "/nowhere/at/all is neither", "the directory /nowhere/at does not exist"),
         ("/nope", "/nope is neither", "`oarlock models` lists"),
@@ -98,9 +102,9 @@ def test_the_option_is_named() -> None:
     ("files", "name", "cause", "fix"),
     [
         (["notes.txt"], "notes.txt", "is a file, but not a GGUF file", "directory"),
-        (["notes.txt"], "", "holds no config.json and no GGUF file", "Hugging Face layout"),
-        (["model/config.json"], "", "holds no config.json", "model?"),
-        (["a.gguf", "a.safetensors"], "", "holds no config.json", "Hugging Face layout"),
+        (["notes.txt"], "", "contains no config.json and no GGUF file", "Hugging Face layout"),
+        (["model/config.json"], "", "contains no config.json", "model?"),
+        (["a.gguf", "a.safetensors"], "", "contains no config.json", "Hugging Face layout"),
     ],
 )
 def test_a_path_without_a_model(tmp_path: Path, files: list[str], name: str, cause: str, fix: str) -> None:

@@ -73,7 +73,7 @@ def test_a_template_of_its_own(other, tmp_path, monkeypatch):
     [
         (None, "cannot be read: No such file"),
         (b"\xff\xfe", "byte 0 is not UTF-8 text"),
-        (b"", "does not write the messages"),
+        (b"", "does not render the messages"),
         (b"{{ messages }}\n{% for %}", r"template\.jinja is not valid Jinja: line 2"),
     ],
 )

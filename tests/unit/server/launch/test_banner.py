@@ -46,7 +46,7 @@ def test_the_banner_has_everything_needed_to_use_the_server():
         "http://127.0.0.1:8000",
         "demo, alias (Qwen2ForCausalLM, 494.0M parameters)",
         "bfloat16 on cpu x 2",
-        "1024 blocks of 32 = 32768 tokens = 8 users at 4k, int8, 2.0 KiB a token",
+        "1024 blocks of 32 = 32768 tokens = 8 users at 4k, int8, 2.0 KiB per token",
         "in 1.2 s (loading 1.2 s)",
     ):
         assert part in text
@@ -56,7 +56,7 @@ def test_the_banner_says_what_products_do_to_their_inputs():
     info = replace(INFO, quantization="gptq (4 bits, groups of 128)", input_rounding="8 bits")
     text = banner.banner("http://127.0.0.1:8000", ("demo",), info, 8192, True, {}, False)
     assert "weights as gptq (4 bits, groups of 128) 471.1 MiB per rank" in text
-    assert "  numbers  inputs of products are rounded to 8 bits; --dequantize computes with all of bfloat16" in text
+    assert "  values   matmul inputs are rounded to 8 bits; --dequantize computes in bfloat16" in text
     exact = banner.banner("http://127.0.0.1:8000", ("demo",), replace(info, input_rounding=None), 8192, True, {}, False)
     assert "--dequantize" not in exact
 

@@ -88,7 +88,7 @@ def test_an_address_that_is_not_the_sockets_is_an_error(hand_over):
     with bind("127.0.0.1", 0) as listener:
         port = listener.getsockname()[1]
         for asked in (Settings(port=9), Settings(host="0.0.0.0", port=port), Settings(uds="/run/x")):
-            with pytest.raises(StartupError, match=f"127.0.0.1:{port}, but the settings say") as caught:
+            with pytest.raises(StartupError, match=f"127.0.0.1:{port}, but the settings specify") as caught:
                 hand_over(listener).listener(asked)
             assert "socket unit" in caught.value.fix
         taken, _ = hand_over(listener).listener(Settings(port=port))  # the same one may be named
@@ -138,4 +138,4 @@ def test_the_watchdog_is_fed_until_it_is_told_to_stop(told):
 
 def test_a_manager_that_does_not_listen_costs_a_line_of_the_log(tmp_path, caplog):
     ServiceManager({"NOTIFY_SOCKET": str(tmp_path / "gone")}).ready()
-    assert "event=not_notified" in caplog.text
+    assert "event=service_manager_not_notified" in caplog.text

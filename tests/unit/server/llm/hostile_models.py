@@ -235,7 +235,7 @@ FAULTS: dict[str, Case] = {
     ),
     "a text is written twice": Case(
         tokenizer(post_processor=adding() | {"single": [{"Sequence": {"id": "A", "type_id": 0}}] * 2}),
-        ("tokenizer.json", "several times"),
+        ("tokenizer.json", "repeats a text"),
     ),
     "an added token is missing": Case(tokenizer(post_processor=adding("x")), ("tokenizer.json", "'x'")),
     "an added token has an unknown id": Case(

@@ -144,7 +144,7 @@ def test_templates_are_stopped_and_take_nothing_from_the_server():
 
 def test_the_limit_and_the_fix_are_named():
     template = ChatTemplate(ATTACKS["loops"], {}, cpu_limit_s=0.1)
-    with pytest.raises(RequestError, match=r"chat template takes longer than 0\.1 s .* with --chat-template"):
+    with pytest.raises(RequestError, match=r"chat template takes longer than 0\.1 s .* with a --chat-template"):
         rendered(template, [USER], True, 100)
     with pytest.raises(RequestError, match=r"chat template takes more than \d+ MiB of memory"):
         rendered(ChatTemplate(ATTACKS["ljust"], {}), [USER], True, 100)

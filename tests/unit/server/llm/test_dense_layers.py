@@ -66,7 +66,7 @@ def test_damaged_weights_are_named(module):
     config, file = DenseConfig.load(folder, IN), folder / "model.safetensors"
     good = {"linear.weight": torch.ones(OUT, IN), "linear.bias": torch.ones(OUT)}
     for tensors, named in (
-        ({"linear.weight": good["linear.weight"]}, "holds linear.weight, not linear.weight and linear.bias"),
+        ({"linear.weight": good["linear.weight"]}, "contains linear.weight, not linear.weight and linear.bias"),
         (good | {"other": torch.ones(1)}, "other"),
         (good | {"linear.bias": torch.ones(3)}, r"linear.bias in .* is F32 \[3\], not of a float type and \[40\]"),
         (good | {"linear.bias": torch.ones(OUT, dtype=torch.int8)}, "linear.bias"),
@@ -80,7 +80,7 @@ def test_damaged_weights_are_named(module):
     with file.open("wb") as large:  # takes no room on the disk
         large.write(len(header).to_bytes(8, "little") + header)
         large.truncate(8 + len(header) + size)
-    with pytest.raises(StartupError, match=r"at most \d+ are read of a Dense module"):
+    with pytest.raises(StartupError, match=r"at most \d+ are read for a Dense module"):
         DenseLayers([config])
     file.write_bytes(b"no tensors")
     with pytest.raises(StartupError, match="header"):

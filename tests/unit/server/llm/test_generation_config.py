@@ -120,5 +120,5 @@ def test_end_tokens_are_ids(model, name, value):
 
 def test_a_folder_without_the_file_is_named(model, tmp_path):
     for wrong in (str(tmp_path), str(model / "generation_config.json"), "none"):
-        with pytest.raises(StartupError, match="--generation-config names"):
+        with pytest.raises(StartupError, match="--generation-config is"):
             GenerationConfig.load(model, wrong)

@@ -117,7 +117,10 @@ def test_rerankers_are_known_by_their_answers(checkpoint, tokenizer):
     [
         ({"modules": [TRANSFORMER, DENSE, POOLING], "pooling": {}, "dense": TANH, "config": SIZE}, "Dense"),
         ({"modules": [TRANSFORMER, POOLING, NORMALIZE, DENSE], "pooling": {}, "dense": TANH, "config": SIZE}, "Dense"),
-        ({"modules": [TRANSFORMER, POOLING, DENSE], "pooling": {}, "config": SIZE}, "2_Dense/config.json is missing"),
+        (
+            {"modules": [TRANSFORMER, POOLING, DENSE], "pooling": {}, "config": SIZE},
+            "2_Dense/config.json, which modules.json lists, is missing",
+        ),
         ({"modules": [TRANSFORMER, POOLING, DENSE], "pooling": {}, "dense": TANH}, "no hidden_size"),
         ({"modules": [TRANSFORMER, POOLING, DENSE], "pooling": {}, "dense": {}, "config": SIZE}, "no in_features"),
         (
@@ -127,7 +130,7 @@ def test_rerankers_are_known_by_their_answers(checkpoint, tokenizer):
                 "dense": TANH | {"in_features": 5},
                 "config": SIZE,
             },
-            "takes vectors of 5 numbers, and those before it have 4",
+            "expects vectors of 5 values, but the previous module returns 4",
         ),
         (
             {
@@ -173,7 +176,7 @@ def test_rerankers_are_known_by_their_answers(checkpoint, tokenizer):
         ({"modules": [TRANSFORMER, POOLING], "pooling": {}, "transformer": {"max_seq_length": "x"}}, "max_seq_length"),
         ({"modules": [TRANSFORMER, POOLING], "pooling": {}, "prompts": {"prompts": [1]}}, "prompts"),
         ({"modules": [TRANSFORMER, POOLING], "pooling": {}, "prompts": {"default_prompt_name": "q"}}, "default_prompt"),
-        ({"modules": [TRANSFORMER, SCORE], "score": {}}, "answers"),
+        ({"modules": [TRANSFORMER, SCORE], "score": {}}, "labels"),
         ({"architecture": "BertForSequenceClassification"}, "BertForSequenceClassification"),
         ({"config": {"classifier_from_token": ["a", "b", "c"]}}, "classifier-from-token"),
     ],
@@ -212,7 +215,7 @@ def test_a_cross_encoder_scores_by_its_head(checkpoint, config, sigmoid):
     [
         ("BertForSequenceClassification", {}, "2 labels"),
         ("BertForSequenceClassification", {"id2label": {"0": "a", "1": "b", "2": "c"}}, "3 labels"),
-        ("Qwen3ForSequenceClassification", ONE_LABEL, "of encoders alone"),
+        ("Qwen3ForSequenceClassification", ONE_LABEL, "only for encoders"),
         ("BertForSequenceClassification", ONE_LABEL | {"sentence_transformers": {"activation_fn": "x.Tanh"}}, "Tanh"),
     ],
 )
@@ -224,7 +227,7 @@ def test_heads_that_are_no_scores_are_refused(checkpoint, architecture, config, 
 def test_an_encoder_without_other_files_embeds_by_the_mean(checkpoint):
     found = PoolerConfig.load(checkpoint("ModernBertModel"))
     assert (found.task, found.kind, found.normalize) == (Task.EMBED, "mean", True)
-    with pytest.raises(StartupError, match="makes none"):
+    with pytest.raises(StartupError, match="needs a model that generates text"):
         PoolerConfig.load(checkpoint("ModernBertModel"), "generate")
 
 
@@ -232,5 +235,5 @@ def test_two_texts_need_a_tokenizer_that_says_how_they_stand_side_by_side(checkp
     pooler = PoolerConfig.load(checkpoint("BertForSequenceClassification", config=ONE_LABEL))
     assert tokenizer.pair_marks() is not None
     tokenizer.pair_marks = lambda: None
-    with pytest.raises(StartupError, match="side by side"):
+    with pytest.raises(StartupError, match="reads together"):
         pooler.loaded(tokenizer)
