@@ -50,25 +50,25 @@ def read_line(line: bytes, number: int, name: str) -> BatchRequest:
     except (ValueError, RecursionError) as error:
         raise WrongBatchError(f"{where} is not valid JSON: {error}.", SHAPE, number) from None
     if members is None:
-        raise WrongBatchError(f"{where} is no JSON object.", SHAPE, number)
+        raise WrongBatchError(f"{where} is not a JSON object.", SHAPE, number)
     missing = [member for member in _MEMBERS if member not in members]
     if missing:
         raise WrongBatchError(f"{where} has no '{missing[0]}'.", SHAPE, number, "missing_member")
     (custom_id, _), (method, _), (url, _), (body, written) = (members[member] for member in _MEMBERS)
     if not isinstance(custom_id, str) or not custom_id or not _is_encodable(custom_id):
-        cause = f"{where} has custom_id {custom_id!r:.80}, which is no text."
+        cause = f"{where} has custom_id {custom_id!r:.80}, which is not a string."
         raise WrongBatchError(cause, SHAPE, number, "invalid_custom_id")
     if len(custom_id) > MAX_CUSTOM_ID:
-        cause = f"{where} has a custom_id of {len(custom_id)} characters, at most {MAX_CUSTOM_ID} are read."
+        cause = f"{where} has a custom_id of {len(custom_id)} characters; at most {MAX_CUSTOM_ID} are allowed."
         raise WrongBatchError(cause, "Give the request a shorter custom_id.", number, "custom_id_too_long")
     if method != "POST":
-        cause = f"{where} has method {method!r:.80}, but only POST is known."
+        cause = f"{where} has method {method!r:.80}, but only POST is supported."
         raise WrongBatchError(cause, SHAPE, number, "invalid_method")
     if url not in URLS:
-        cause = f"{where} has url {url!r:.80}, which is not served."
-        raise WrongBatchError(cause, f"Served: {', '.join(URLS)}.", number, "invalid_url")
+        cause = f"{where} has url {url!r:.80}, which is not supported in batches."
+        raise WrongBatchError(cause, f"Supported: {', '.join(URLS)}.", number, "invalid_url")
     if not isinstance(body, dict):
-        raise WrongBatchError(f"{where} has a body that is no JSON object.", SHAPE, number, "invalid_body")
+        raise WrongBatchError(f"{where} has a body that is not a JSON object.", SHAPE, number, "invalid_body")
     return BatchRequest(custom_id, url, written.encode())
 
 
@@ -133,13 +133,14 @@ class CreateBatchRequest(StrictModel):
     """`POST /v1/batches`."""
 
     input_file_id: Annotated[str, Field(min_length=1, max_length=_ID_LENGTH)] = Field(
-        description="a file of requests, one JSON object on each line, from `/v1/files`"
+        description="id of a file of requests, one JSON object per line, from `/v1/files`"
     )
     endpoint: Literal["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings"] = Field(
         description="the `url` of every request in the file"
     )
     completion_window: Annotated[str, Field(pattern=r"^[1-9][0-9]{0,3}[smhd]$")] = Field(
-        description="`24h`, or another time in s, m, h or d: what has no answer by then is an error in the error file"
+        description="`24h`, or another time in s, m, h or d; a request that has no response by then "
+        "becomes an error in the error file"
     )
     metadata: (
         Annotated[
@@ -148,9 +149,9 @@ class CreateBatchRequest(StrictModel):
             at_most(MAX_METADATA),
         ]
         | None
-    ) = Field(None, description="in the batch again, used for nothing", json_schema_extra={"x-effect": "none"})
+    ) = Field(None, description="returned with the batch, otherwise unused", json_schema_extra={"x-effect": "none"})
     output_expires_after: ExpiresAfter | None = Field(
-        None, description="when the output and error files are deleted by themselves; without it they stay"
+        None, description="when the output and error files are deleted; without it they are kept"
     )
 
     @property

@@ -33,13 +33,13 @@ def content_form(value: Any) -> str | None:
 
 def _text_type(value: str) -> str:
     if value not in ("text", "refusal"):
-        raise FieldError("messages", f"holds a content part of type '{value}': this server reads parts of type 'text'")
+        raise FieldError("messages", f"contains a content part of type '{value}'; only type 'text' is supported")
     return value
 
 
 def _role(value: Any) -> Any:
     if value == "function":
-        raise FieldError("messages", "holds the role 'function', which is obsolete: use the role 'tool'")
+        raise FieldError("messages", "contains the role 'function', which is obsolete: use the role 'tool'")
     return value
 
 
@@ -50,7 +50,7 @@ def plain_json(value: dict[str, Any]) -> dict[str, Any]:
     except ValueError:
         raise ValueError("NaN and Infinity are not numbers in JSON") from None
     if size > MAX_SCHEMA_CHARACTERS:
-        raise ValueError(f"it has {size} characters as JSON, at most {MAX_SCHEMA_CHARACTERS} are accepted")
+        raise ValueError(f"it has {size} characters as JSON; at most {MAX_SCHEMA_CHARACTERS} are accepted")
     return value
 
 
@@ -75,7 +75,7 @@ class TextPart(StrictModel):
     @model_validator(mode="after")
     def _has_its_member(self) -> TextPart:
         if self.type not in self.model_fields_set:
-            raise FieldError("messages", f"holds a content part of type '{self.type}' without the key '{self.type}'")
+            raise FieldError("messages", f"contains a content part of type '{self.type}' without the key '{self.type}'")
         return self
 
 
@@ -121,13 +121,13 @@ class ChatMessage(StrictModel):
     @model_validator(mode="after")
     def _fits_its_role(self) -> ChatMessage:
         if self.tool_calls and self.role != "assistant":
-            raise FieldError("messages", f"holds tool_calls in a message of the role '{self.role}'")
+            raise FieldError("messages", f"contains tool_calls in a message of the role '{self.role}'")
         if self.role == "tool" and self.tool_call_id is None:
-            raise FieldError("messages", "holds a message of the role 'tool' without tool_call_id")
+            raise FieldError("messages", "contains a message of the role 'tool' without tool_call_id")
         # Histories hold messages of other servers, with an empty list of calls, or with only reasoning.
         is_answer = self.role == "assistant" and (self.tool_calls is not None or self.thoughts is not None)
         if self.content is None and self.refusal is None and not is_answer:
-            raise FieldError("messages", "holds a message without content")
+            raise FieldError("messages", "contains a message without content")
         return self
 
     @property
@@ -157,7 +157,7 @@ class FunctionDefinition(StrictModel):
     def _takes_an_object(self) -> FunctionDefinition:
         kind = (self.parameters or {}).get("type", "object")
         if kind != "object":
-            raise FieldError("tools", f"holds '{self.name}', whose parameters do not describe an object")
+            raise FieldError("tools", f"contains '{self.name}', whose parameters do not describe an object")
         return self
 
 
@@ -184,7 +184,7 @@ class HostedTool(StrictModel):
         members = (self.model_extra or {}).keys()
         is_function = bool(members & {"function", "input_schema", "tools"}) or members >= {"name", "parameters"}
         if is_function or self.type in ("function", "namespace"):
-            raise FieldError("tools", f"holds a function of type '{self.type}' in a form that is not read here")
+            raise FieldError("tools", f"contains a function of type '{self.type}' in an unsupported form")
         return self
 
     def ignored_fields(self, prefix: str = "") -> Iterator[str]:
@@ -270,10 +270,10 @@ class ChatRequest(SamplingFields):
         "that have no such role"
     )
     max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX), WHOLE] | None = Field(
-        None, description="the older name of `max_completion_tokens`, which wins"
+        None, description="former name of `max_completion_tokens`, which takes precedence"
     )
     max_completion_tokens: Annotated[int, Field(ge=1, le=INT32_MAX), WHOLE] | None = Field(
-        None, description="a ceiling, thoughts included; without one, what the context has room for"
+        None, description="token limit of the completion, including reasoning; without it, the rest of the context"
     )
     logprobs: bool | None = Field(
         False,
@@ -281,7 +281,7 @@ class ChatRequest(SamplingFields):
         "true bytes of every token",
     )
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS), WHOLE] | None = Field(
-        None, description="so many alternatives with every token; only with `logprobs`"
+        None, description="number of alternatives for each token; only with `logprobs`"
     )
     tools: (
         Annotated[
@@ -296,7 +296,7 @@ class ChatRequest(SamplingFields):
         | None
     ) = Field(
         None,
-        description="functions that may be called; other tools are ignored: the model is not offered them",
+        description="functions that may be called; other tools are ignored: they are not offered to the model",
     )
     tool_choice: ToolChoiceOption | None = Field(
         None,
@@ -305,29 +305,29 @@ class ChatRequest(SamplingFields):
     )
     parallel_tool_calls: bool | None = Field(True, description="false: at most one call")
     add_generation_prompt: bool | None = Field(
-        None, description="end the prompt with the assistant's opening; the default, unless a message is continued"
+        None,
+        description="end the prompt with the opening of an assistant message; the default, unless a "
+        "message is continued",
     )
     continue_final_message: bool | None = Field(
-        False, description="the answer goes on with the last message; not with `add_generation_prompt`"
+        False, description="the completion continues the last message; not with `add_generation_prompt`"
     )
-    chat_template: None = Field(None, description="refused: a template is code, and it comes with the model")
+    chat_template: None = Field(None, description="refused: a template is code, so only the model's own is used")
     chat_template_kwargs: JsonObject | None = Field(
         None, description="variables for the template, such as `enable_thinking`; 16 KiB at most"
     )
     reasoning_effort: ReasoningEffort | None = Field(
         None,
-        description="`none` switches thinking off, other values switch it on, at the nearest level that the template "
-        "knows; ignored by models that do not think",
+        description="`none` turns reasoning off, other values turn it on, at the nearest level that the "
+        "template supports; ignored by models without reasoning",
     )
-    verbosity: Verbosity | None = Field(
-        "medium", description="ignored: no template knows it", json_schema_extra=IGNORED
-    )
+    verbosity: Verbosity | None = Field("medium", description="ignored: no template uses it", json_schema_extra=IGNORED)
 
     @model_validator(mode="before")
     @classmethod
     def _no_template(cls, value: Any) -> Any:
         if isinstance(value, dict) and value.get("chat_template") is not None:
-            raise FieldError("chat_template", "is refused: a template is code, and only the model's own is run")
+            raise FieldError("chat_template", "is refused: a template is code, so only the model's own is used")
         return value
 
     @model_validator(mode="after")
@@ -349,18 +349,18 @@ class ChatRequest(SamplingFields):
         variables = self.chat_template_kwargs or {}
         size = len(json.dumps(variables))
         if size > MAX_VARIABLES_CHARACTERS:
-            problem = f"has {size} characters as JSON, at most {MAX_VARIABLES_CHARACTERS} are accepted"
+            problem = f"has {size} characters as JSON; at most {MAX_VARIABLES_CHARACTERS} are accepted"
             raise FieldError("chat_template_kwargs", problem)
         for name in variables:
             if name in _RESERVED or not _VARIABLE.fullmatch(name):
                 shown = name[:64]
-                raise FieldError("chat_template_kwargs", f"holds '{shown}', which is not a name for the caller to set")
+                raise FieldError("chat_template_kwargs", f"contains '{shown}', which a request cannot set")
 
     def _check_tools(self) -> None:
         names = [tool.function.name for tool in self.functions]
         twice = next((name for position, name in enumerate(names) if name in names[:position]), None)
         if twice is not None:
-            raise FieldError("tools", f"holds two functions with the name '{twice}'")
+            raise FieldError("tools", f"contains two functions with the name '{twice}'")
 
     @property
     def functions(self) -> tuple[Tool, ...]:
@@ -417,7 +417,7 @@ _PROMPT_FIELDS = (
 class TokenFields(StrictModel):
     """Fields that both kinds of input have in common."""
 
-    model: Annotated[str, Field(max_length=512)] | None = Field(None, description="one of the served names")
+    model: Annotated[str, Field(max_length=512)] | None = Field(None, description="one of the served model names")
     return_token_strs: bool | None = Field(False, description="`token_strs`: the text of each token")
 
 
@@ -441,7 +441,7 @@ TokenizeChatRequest = create_model(
 class DetokenizeRequest(StrictModel):
     """`POST /detokenize`."""
 
-    model: Annotated[str, Field(max_length=512)] | None = Field(None, description="one of the served names")
+    model: Annotated[str, Field(max_length=512)] | None = Field(None, description="one of the served model names")
     tokens: Annotated[list[TokenId], Field(max_length=MAX_PROMPT_IDS, fail_fast=True)] = Field(
         description="token ids; special tokens are written by name"
     )

@@ -91,7 +91,7 @@ def _within_limits(value: dict[str, Any] | bool) -> dict[str, Any] | bool:
 
 
 def _too_long(length: int) -> str:
-    return f"it has {length} characters as JSON, at most {MAX_SCHEMA_CHARACTERS} are accepted"
+    return f"it has {length} characters as JSON; at most {MAX_SCHEMA_CHARACTERS} are accepted"
 
 
 def _depth_reaches(value: Any, limit: int) -> bool:
@@ -135,24 +135,28 @@ class JsonSchemaFormat(_Closed):
     """A named schema, as the official clients send it."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")] | None = Field(
-        None, description="a name for the form; the model is not told", json_schema_extra={"x-effect": "none"}
+        None, description="a name for the format; not shown to the model", json_schema_extra={"x-effect": "none"}
     )
     description: Annotated[str, Field(max_length=16 * 1024)] | None = Field(
-        None, description="for people; the model is not told", json_schema_extra={"x-effect": "none"}
+        None, description="a description; not shown to the model", json_schema_extra={"x-effect": "none"}
     )
-    schema_: JsonSchema | None = Field(None, alias="schema", description="the answer matches it; without one, any JSON")
+    schema_: JsonSchema | None = Field(
+        None, alias="schema", description="the response matches it; without it, any JSON"
+    )
     strict: bool | None = Field(
-        None, description="always so here: the answer never leaves the schema", json_schema_extra={"x-effect": "none"}
+        None,
+        description="always in effect: the response always matches the schema",
+        json_schema_extra={"x-effect": "none"},
     )
 
 
 class ResponseFormat(_Closed):
     """`response_format`: plain text, a JSON object, or JSON that matches a schema."""
 
-    type: Literal["text", "json_object", "json_schema"] = Field(description="the form of the answer")
-    json_schema: JsonSchemaFormat | None = Field(None, description="with `type: json_schema` only")
+    type: Literal["text", "json_object", "json_schema"] = Field(description="the format of the response")
+    json_schema: JsonSchemaFormat | None = Field(None, description="only with `type: json_schema`")
     schema_: JsonSchema | None = Field(
-        None, alias="schema", description="the schema itself, as llama.cpp has it; with both JSON types"
+        None, alias="schema", description="the schema itself, as in llama.cpp; with both JSON types"
     )
 
     @model_validator(mode="after")
@@ -160,9 +164,9 @@ class ResponseFormat(_Closed):
         if self.type == "json_schema" and self.json_schema is None and self.schema_ is None:
             raise FieldError("response_format", "needs a json_schema with this type: {name, schema}")
         if self.type != "json_schema" and self.json_schema is not None:
-            raise FieldError("response_format", "has a json_schema, which only goes with type json_schema")
+            raise FieldError("response_format", "has a json_schema, which needs type json_schema")
         if self.type == "text" and self.schema_ is not None:
-            raise FieldError("response_format", "has a schema, which only goes with json_object and json_schema")
+            raise FieldError("response_format", "has a schema, which needs type json_object or json_schema")
         named = None if self.json_schema is None else self.json_schema.schema_
         if named is not None and self.schema_ is not None and named != self.schema_:
             raise FieldError("response_format", "has two schemas, 'schema' and 'json_schema.schema', which differ")
@@ -180,8 +184,8 @@ class StructuredOutputs(_Closed):
     """`structured_outputs`: one constraint that the whole response matches."""
 
     json_: JsonSchema | None = Field(None, alias="json", description="JSON that matches this schema")
-    regex: Pattern | None = Field(None, description="a regular expression without look-around and back-references")
-    choice: Alternatives | None = Field(None, description="one of these texts")
+    regex: Pattern | None = Field(None, description="a regular expression without look-around and backreferences")
+    choice: Alternatives | None = Field(None, description="one of these strings")
     grammar: GrammarText | None = Field(
         None, description="a context-free grammar, in Lark's notation or in EBNF (GBNF)"
     )
@@ -191,18 +195,18 @@ class StructuredOutputs(_Closed):
 class StreamOptions(StrictModel):
     """Options that only a stream has."""
 
-    include_usage: bool | None = Field(False, description="a last chunk without choices carries `usage`")
+    include_usage: bool | None = Field(False, description="a final chunk without choices contains `usage`")
     continuous_usage_stats: bool | None = Field(
-        False, description="every chunk carries the `usage` so far; none does with `include_usage: false`"
+        False, description="every chunk contains the `usage` so far, unless `include_usage` is false"
     )
     include_obfuscation: bool | None = Field(
-        None, description="chunks are never padded, whatever is asked", json_schema_extra=ACCEPTED
+        None, description="chunks are never padded, with any value", json_schema_extra=ACCEPTED
     )
 
 
 class _NamedModel(StrictModel):
     model: Annotated[str, Field(max_length=512)] | None = Field(
-        None, description="one of the served names, echoed in the answer; without it the first; unknown: 404"
+        None, description="one of the served model names, returned in the response; without it the first; unknown: 404"
     )
 
 
@@ -232,10 +236,10 @@ class SamplingFields(_ScalarFields):
             at_most(MAX_BIASES),
         ]
         | None
-    ) = Field(None, description="token id (as text) to a number added to its logit; -100 bans, 100 forces")
+    ) = Field(None, description="token id (as a string) to a number added to its logit; -100 bans, 100 forces")
     allowed_token_ids: (
         Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED_IDS, fail_fast=True)] | None
-    ) = Field(None, description="only these tokens may be generated")
+    ) = Field(None, description="only these tokens can be generated")
     bad_words: (
         Annotated[
             list[Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARACTERS)]],
@@ -244,71 +248,76 @@ class SamplingFields(_ScalarFields):
         | None
     ) = Field(None, description="their token sequences, with and without a leading space, are never completed")
     seed: Annotated[int, Field(ge=-INT64_MAX - 1, le=INT64_MAX), WHOLE] | None = Field(
-        None, description="same seed, same text, whatever else runs; without one, a fresh one for every choice"
+        None,
+        description="equal seeds give equal text, independent of other requests; without it, each "
+        "choice gets a random seed",
     )
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES), WHOLE] | None = Field(
-        1, description=f"choices per prompt, greedy ones too; n x prompts is at most {MAX_SEQUENCES}"
+        1, description=f"choices per prompt, also with greedy sampling; n x prompts is at most {MAX_SEQUENCES}"
     )
     stop: Stop | None = Field(
-        default_factory=list, description="the text ends before the earliest match; nothing of it is sent"
+        default_factory=list, description="the text ends before the earliest match, which is not returned"
     )
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_CHOICES, fail_fast=True)] | None = Field(
-        default_factory=list, description="tokens that end the answer"
+        default_factory=list, description="tokens that end the completion"
     )
     include_stop_str_in_output: bool | None = Field(
-        False, description="show the stop string or stop token that matched"
+        False, description="include the stop string or stop token that matched"
     )
     min_tokens: Annotated[int, Field(ge=0, le=INT32_MAX), WHOLE] | None = Field(
-        0, description="no end is considered before so many tokens; at most the token limit"
+        0, description="the completion cannot end before this many tokens; at most the token limit"
     )
-    ignore_eos: bool | None = Field(False, description="the end-of-sequence token does not end the answer")
-    skip_special_tokens: bool | None = Field(True, description="false: special tokens are shown in the text")
+    ignore_eos: bool | None = Field(False, description="the end-of-sequence token does not end the completion")
+    skip_special_tokens: bool | None = Field(True, description="false: special tokens are included in the text")
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS), WHOLE] | None = Field(
-        None, description="for every prompt token its log-probability, its rank and the so many best; the first is null"
+        None,
+        description="for every prompt token its log-probability, its rank and this many best "
+        "alternatives; the first is null",
     )
     return_token_ids: bool | None = Field(
         False,
-        description="`prompt_token_ids` and `token_ids` with each choice (the prompt's beside the choices in chat); in "
-        "streams the prompt's once",
+        description="return `prompt_token_ids` and `token_ids` with each choice (in chat the prompt's next "
+        "to the choices); in streams the prompt's once",
     )
     return_tokens_as_token_ids: bool | None = Field(
         False, description="tokens in logprobs are written `token_id:N` instead of as text"
     )
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=INT32_MAX), WHOLE] | None = Field(
         None,
-        description="keep only so many tokens from the prompt's end; -1: as many as fit beside the answer, "
-        "at least half of the context; 0 is refused",
+        description="keep only this many tokens from the prompt's end; -1: as many as fit next to the "
+        "completion, at least half of the context; 0 is refused",
     )
     truncation_side: Literal["left", "right"] | None = Field(
-        "left", description="where `truncate_prompt_tokens` cuts: `right` keeps the prompt's beginning"
+        "left", description="side at which `truncate_prompt_tokens` truncates: `right` keeps the start of the prompt"
     )
     response_format: ResponseFormat | None = Field(
-        None, description="the answer is JSON, any object or as a schema says"
+        None, description="the completion is JSON: any object, or as a schema specifies"
     )
     structured_outputs: StructuredOutputs | None = Field(
-        None, description="the whole answer matches it; constraints under several names must be equal"
+        None, description="the whole completion matches it; constraints under several names must be equal"
     )
     guided_json: JsonSchema | None = Field(None, description="the same as `structured_outputs.json`")
     guided_regex: Pattern | None = Field(None, description="the same as `structured_outputs.regex`")
     guided_choice: Alternatives | None = Field(None, description="the same as `structured_outputs.choice`")
     guided_grammar: GrammarText | None = Field(None, description="the same as `structured_outputs.grammar`")
-    json_schema: JsonSchema | None = Field(None, description="the same as `structured_outputs.json`; llama.cpp's name")
-    regex: Pattern | None = Field(None, description="the same as `structured_outputs.regex`; SGLang's name")
+    json_schema: JsonSchema | None = Field(None, description="llama.cpp's name of `structured_outputs.json`")
+    regex: Pattern | None = Field(None, description="SGLang's name of `structured_outputs.regex`")
     ebnf: GrammarText | None = Field(
-        None, description="the same as `structured_outputs.grammar`, always EBNF (GBNF); SGLang's name"
+        None, description="SGLang's name of `structured_outputs.grammar`, always EBNF (GBNF)"
     )
     grammar: Annotated[str, Field(max_length=MAX_GRAMMAR_CHARACTERS)] | None = Field(
-        None, description="the same as `structured_outputs.grammar`; llama.cpp's name, where an empty text is none"
+        None, description="llama.cpp's name of `structured_outputs.grammar`; an empty text is no constraint"
     )
     stream: bool | None = Field(False, description="server-sent events")
     stream_options: StreamOptions | None = Field(None, description="only with `stream`")
     return_progress: bool | None = Field(
-        False, description="only with `stream`: chunks with `prompt_progress` until the first prompt is done"
+        False, description="only with `stream`: chunks with `prompt_progress` until the first prompt is computed"
     )
     timeout: Timeout = Field(
         None,
-        description="seconds: a choice that runs then ends with finish_reason `timeout`; if none has begun, 408. "
-        "The header X-Request-Timeout says the same; the shorter counts",
+        description="time limit in seconds: a choice that runs then ends with finish_reason `timeout`; if "
+        "none has begun, 408. The header X-Request-Timeout has the same effect; the shorter "
+        "limit applies",
     )
     priority: Priority = 0
     cache_salt: CacheSalt = None
@@ -320,8 +329,8 @@ class SamplingFields(_ScalarFields):
             at_most(MAX_METADATA),
         ]
         | None
-    ) = Field(None, description="accepted, used for nothing", json_schema_extra=ACCEPTED)
-    store: bool | None = Field(None, description="accepted; nothing is ever stored", json_schema_extra=ACCEPTED)
+    ) = Field(None, description="accepted, but unused", json_schema_extra=ACCEPTED)
+    store: bool | None = Field(None, description="accepted; nothing is stored", json_schema_extra=ACCEPTED)
     service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = Field(
         None, description="accepted; there is one tier", json_schema_extra=ACCEPTED
     )
@@ -333,7 +342,7 @@ class SamplingFields(_ScalarFields):
         if self.return_progress and not self.stream:
             raise FieldError("return_progress", "is only allowed with stream: true")
         if self.truncate_prompt_tokens == 0:
-            raise FieldError("truncate_prompt_tokens", "is 0, which would leave nothing; use -1 for what fits")
+            raise FieldError("truncate_prompt_tokens", "is 0, which would leave no token; use -1 for as many as fit")
         return self
 
     @property
@@ -386,32 +395,35 @@ _INPUTS |= {"allowed_token_ids", "logit_bias", "bad_words", "stop", "metadata"}
 class CompletionRequest(SamplingFields):
     """`POST /v1/completions`."""
 
-    prompt: Prompt = Field(description="text, texts, token ids, or lists of token ids; choices go prompt by prompt")
+    prompt: Prompt = Field(
+        description="a text, a list of texts, token ids, or a list of lists of token ids; choices are "
+        "in order of the prompts"
+    )
     max_tokens: Annotated[int, Field(ge=0, le=INT32_MAX), WHOLE] | None = Field(
         16,
-        description="a ceiling: cut to what the context has room for; 0 scores the prompt, with `echo` or "
-        "`prompt_logprobs` only, and costs no decoding",
+        description="token limit, lowered to the rest of the context; 0 scores the prompt, only with "
+        "`echo` or `prompt_logprobs`, and decodes nothing",
     )
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES), WHOLE] | None = Field(
         None,
-        description="generate so many, answer with the `n` of the best mean log-probability; not with `stream`; "
-        "usage counts all",
+        description="generate this many, return the `n` with the best mean log-probability; not with "
+        "`stream`; usage counts all",
     )
-    echo: bool | None = Field(False, description="the text begins with the prompt, and so do the logprobs")
+    echo: bool | None = Field(False, description="the text and the logprobs include the prompt")
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS), WHOLE] | None = Field(
         None,
-        description="natural logarithms of the raw distribution, before temperature, penalties and filters: each "
-        "token's own and the so many best",
+        description="natural logarithms of the raw distribution, before temperature, penalties and "
+        "filters: of each token and of this many best alternatives",
     )
     suffix: str | None = Field(
-        None, description="text behind the answer; only for models with fill-in-the-middle tokens, not with `echo`"
+        None, description="text after the completion; only for models with fill-in-the-middle tokens, not with `echo`"
     )
     add_special_tokens: bool | None = Field(True, description="false: no beginning-of-sequence token before a text")
 
     @model_validator(mode="after")
     def _fields_agree(self) -> CompletionRequest:
         if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
-            raise FieldError("max_tokens", "may be 0 only with echo or prompt_logprobs, where the prompt is the answer")
+            raise FieldError("max_tokens", "may be 0 only with echo or prompt_logprobs, which return the prompt")
         if (self.min_tokens or 0) > (self.max_tokens or 0):
             raise FieldError("min_tokens", f"is {self.min_tokens}, more than max_tokens ({self.max_tokens})")
         if self.best_of is not None and self.best_of < (self.n or 1):
@@ -451,14 +463,14 @@ class AbortRequest(StrictModel):
     """`POST /admin/abort`."""
 
     request_id: Annotated[str, Field(min_length=1, max_length=128)] | None = Field(
-        None, description="the `X-Request-Id` of the requests to end, or the `id` of their answer"
+        None, description="the `X-Request-Id` of the requests to abort, or the `id` of their response"
     )
-    all: bool | None = Field(False, description="true: every open request; this or `request_id`, not both")
+    all: bool | None = Field(False, description="true: abort every open request; either this or `request_id`")
 
     @model_validator(mode="after")
     def _one_of_both(self) -> AbortRequest:
         if self.request_id is None and not self.all:
-            raise FieldError("request_id", "is missing: say which request to end, or all: true")
+            raise FieldError("request_id", "is missing: name the request to abort, or set all: true")
         if self.request_id is not None and self.all:
             raise FieldError("all", "cannot be combined with request_id")
         return self

@@ -44,7 +44,7 @@ class CacheControl(StrictModel):
 
 CacheControlField = Annotated[
     CacheControl | None,
-    Field(description="accepted; equal beginnings of prompts are found without it", json_schema_extra=ACCEPTED),
+    Field(description="accepted; equal prompt prefixes are found without it", json_schema_extra=ACCEPTED),
 ]
 
 
@@ -85,7 +85,7 @@ class ToolUseBlock(StrictModel):
 
 
 def _unread(kind: str) -> str:
-    problem = f"holds a block of type '{kind}'; this server reads text, thinking, tool_use and tool_result"
+    problem = f"contains a block of type '{kind}'; supported are text, thinking, tool_use and tool_result"
     raise FieldError("messages", problem)
 
 
@@ -157,7 +157,7 @@ class InputMessage(StrictModel):
     @model_validator(mode="after")
     def _says_something(self) -> InputMessage:
         if self.role != "assistant" and not self.content and isinstance(self.content, list):
-            raise FieldError("messages", f"holds a message of the role '{self.role}' without content")
+            raise FieldError("messages", f"contains a message of the role '{self.role}' without content")
         return self
 
     @property
@@ -178,7 +178,7 @@ def text_of(content: str | list[Any] | None) -> str:
 # Fields of the other endpoints, each with the value that has no effect and the field or route to use instead. A
 # response that ignored them would be wrong, or lack a requested part.
 _ELSEWHERE: dict[str, tuple[Any, str]] = {
-    "n": (1, "there is one answer; send several requests"),
+    "n": (1, "there is one completion; send several requests"),
     "stop": ([], "use 'stop_sequences'"),
     "response_format": (None, "use 'output_config.format'"),
     "prompt_logprobs": (None, "use /v1/completions"),
@@ -194,7 +194,7 @@ class MessagesTool(StrictModel):
     name: ToolName
     description: Annotated[str, Field(max_length=65_536)] | None = None
     input_schema: JsonObject
-    strict: bool | None = Field(None, description="calls that the model makes by itself match the schema too")
+    strict: bool | None = Field(None, description="calls that the model makes by itself also match the schema")
     cache_control: CacheControlField = None
     eager_input_streaming: bool | None = Field(None, json_schema_extra=ACCEPTED)
     defer_loading: bool | None = Field(None, json_schema_extra=IGNORED)  # the model sees the tool at once
@@ -205,7 +205,7 @@ class MessagesTool(StrictModel):
     def _model_may_call(self) -> MessagesTool:
         if self.allowed_callers and "direct" not in self.allowed_callers:
             raise FieldError(
-                "tools", f"holds '{self.name}', whose allowed_callers leave out 'direct': no code is run here"
+                "tools", f"contains '{self.name}', whose allowed_callers leave out 'direct': no code is run here"
             )
         return self
 
@@ -258,10 +258,10 @@ class Thinking(StrictModel):
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: Annotated[int, Field(ge=1, le=INT32_MAX), WHOLE] | None = Field(
-        None, description="no limit of its own: thoughts count towards `max_tokens`", json_schema_extra=ACCEPTED
+        None, description="no separate limit: reasoning counts towards `max_tokens`", json_schema_extra=ACCEPTED
     )
     display: Annotated[str, Field(max_length=64)] | None = Field(
-        None, description="`omitted` hides thoughts, any other value shows them as they are"
+        None, description="`omitted` hides reasoning, any other value shows it unchanged"
     )
 
     @property
@@ -305,7 +305,7 @@ def _known_edits(value: dict[str, Any]) -> dict[str, Any]:
         kind = edit.get("type") if isinstance(edit, dict) else None
         if not isinstance(kind, str) or not kind.startswith(_EDITS):
             known = ", ".join(f"{name}…" for name in _EDITS)
-            raise FieldError("context_management", f"holds an edit of type '{str(kind)[:64]}'; known here: {known}")
+            raise FieldError("context_management", f"contains an edit of type '{str(kind)[:64]}'; supported: {known}")
     return value
 
 
@@ -313,13 +313,14 @@ class _Conversation(SamplingFields):
     """Fields that both requests have: all parts of the prompt."""
 
     messages: Annotated[list[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] = Field(
-        description="the conversation; blocks are `text`, `thinking`, `tool_use` and `tool_result`. If an assistant's "
-        "text comes last, the answer goes on with it"
+        description="the conversation; blocks are `text`, `thinking`, `tool_use` and `tool_result`. If the "
+        "last block is an assistant's text, the completion continues it"
     )
     system: Text | None = Field(None, description="the system message, as text or as blocks of text")
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = Field(
         None,
-        description="tools that the client runs; tools of Anthropic's servers are ignored: the model does not see them",
+        description="tools that the client runs; tools of Anthropic's servers are ignored: they are not "
+        "offered to the model",
     )
     tool_choice: ToolChoiceField | None = Field(
         None,
@@ -327,17 +328,17 @@ class _Conversation(SamplingFields):
     )
     thinking: Thinking | None = Field(
         None,
-        description="off without it and without an `effort`, where the template has a switch; `display: omitted` "
-        "hides thoughts",
+        description="off without it and without an `effort`, if the template has a switch; `display: "
+        "omitted` hides reasoning",
     )
     output_config: OutputConfig | None = Field(
         None,
-        description="`format`: JSON that matches a schema; `effort`: as `reasoning_effort` of chat completions, where "
-        "`thinking` does not switch thinking off",
+        description="`format`: JSON that matches a schema; `effort`: as `reasoning_effort` of chat "
+        "completions, unless `thinking` turns reasoning off",
     )
     context_management: Annotated[JsonObject, AfterValidator(_known_edits)] | None = Field(
         None,
-        description="`edits` that clear or compact: nothing is left out of the prompt here",
+        description="`edits` that clear or compact: nothing is removed from the prompt",
         json_schema_extra=IGNORED,
     )
     cache_control: CacheControlField = None
@@ -355,14 +356,14 @@ class _Conversation(SamplingFields):
         None, description="there is one model", json_schema_extra=IGNORED
     )
     inference_geo: Annotated[str, Field(max_length=64)] | None = Field(
-        None, description="only `global`: where this server stands is not for the request to choose"
+        None, description="only `global`: a request cannot choose the server's region"
     )
     user_profile_id: Annotated[str, Field(max_length=256)] | None = Field(None, json_schema_extra=ACCEPTED)
     workspace_id: Annotated[str, Field(max_length=256)] | None = Field(None, json_schema_extra=ACCEPTED)
-    response_format: ResponseFormat | None = Field(None, description="refused: `output_config.format` says it")
-    n: Annotated[int, Field(ge=1, le=1), WHOLE] | None = Field(1, description="there is one answer")
+    response_format: ResponseFormat | None = Field(None, description="refused: use `output_config.format`")
+    n: Annotated[int, Field(ge=1, le=1), WHOLE] | None = Field(1, description="there is one completion")
     user: Annotated[str, Field(max_length=1024)] | None = Field(
-        None, description="the same as `metadata.user_id`, which wins", json_schema_extra=ACCEPTED
+        None, description="the same as `metadata.user_id`, which takes precedence", json_schema_extra=ACCEPTED
     )
 
     @model_validator(mode="before")
@@ -372,9 +373,9 @@ class _Conversation(SamplingFields):
             return value
         for name, (nothing, instead) in _ELSEWHERE.items():
             if value.get(name) is not None and value[name] != nothing:
-                raise FieldError(name, f"does not go with /v1/messages: {instead}")
+                raise FieldError(name, f"is not supported by /v1/messages: {instead}")
         if value.get("inference_geo") not in (None, "global"):
-            raise FieldError("inference_geo", "is not supported: the answer comes from this server; leave it out")
+            raise FieldError("inference_geo", "is not supported; leave it out")
         return value
 
     @model_validator(mode="after")
@@ -382,14 +383,12 @@ class _Conversation(SamplingFields):
         names = [tool.name for tool in self.own_tools]
         twice = next((name for position, name in enumerate(names) if name in names[:position]), None)
         if twice is not None:
-            raise FieldError("tools", f"holds two tools with the name '{twice}'")
+            raise FieldError("tools", f"contains two tools with the name '{twice}'")
         choice = self.tool_choice
         if isinstance(choice, NamedTool) and choice.name not in names:
-            raise FieldError(
-                "tool_choice", f"forces the tool '{choice.name[:64]}', which the model is not offered here"
-            )
+            raise FieldError("tool_choice", f"forces the tool '{choice.name[:64]}', which is not offered to the model")
         if isinstance(choice, ToolChoice) and choice.type == "any" and not names:
-            raise FieldError("tool_choice", "forces a call, and the model is offered no tools here")
+            raise FieldError("tool_choice", "forces a call, but no tools are offered to the model")
         return self
 
     def without_effect(self) -> Iterator[str]:
@@ -408,7 +407,7 @@ class MessagesRequest(_Conversation):
     """`POST /v1/messages`."""
 
     max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX), WHOLE] = Field(
-        description="a ceiling, thoughts included; required, as in Anthropic's API"
+        description="token limit of the completion, including reasoning; required, as in Anthropic's API"
     )
     stop_sequences: (
         Annotated[
@@ -416,7 +415,7 @@ class MessagesRequest(_Conversation):
             Field(max_length=MAX_STOPS, fail_fast=True),
         ]
         | None
-    ) = Field(None, description="the text ends before the earliest match; `stop_sequence` says which")
+    ) = Field(None, description="the text ends before the earliest match; `stop_sequence` names the match")
     metadata: Metadata | None = Field(  # ty: ignore[incompatible-attribute-override]
         None, description="`user_id`: a hash of it in the request log", json_schema_extra=ACCEPTED
     )
@@ -431,5 +430,5 @@ class CountTokensRequest(_Conversation):
     @model_validator(mode="after")
     def _is_an_answer_at_once(self) -> Self:
         if self.stream:
-            raise FieldError("stream", "does not go with counting: there is nothing to stream")
+            raise FieldError("stream", "cannot be used when counting tokens: there is nothing to stream")
         return self

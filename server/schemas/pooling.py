@@ -26,15 +26,15 @@ class PoolingFields(StrictModel):
     """Fields that every request for vectors or scores may have."""
 
     model: Annotated[str, Field(max_length=512)] | None = Field(
-        None, description="one of the served names, echoed in the answer; without it the first; unknown: 404"
+        None, description="one of the served model names, returned in the response; without it the first; unknown: 404"
     )
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=INT32_MAX), WHOLE] | None = Field(
         None,
-        description="keep only so many tokens from a text's beginning, those that the model puts around it included; "
-        "-1: as many as fit; without it a text that is too long is refused",
+        description="keep only this many tokens from the start of a text, including the model's special "
+        "tokens; -1: as many as fit; without it, a text that is too long is refused",
     )
     truncation_side: Literal["left", "right"] | None = Field(
-        "right", description="where a text is cut: only at its end; `left` is refused"
+        "right", description="side at which a text is truncated: only its end; `left` is refused"
     )
     timeout: Timeout = None
     priority: Priority = 0
@@ -44,9 +44,11 @@ class PoolingFields(StrictModel):
     @model_validator(mode="after")
     def _some_tokens_are_kept(self) -> PoolingFields:
         if self.truncate_prompt_tokens == 0:
-            raise FieldError("truncate_prompt_tokens", "is 0, which would leave nothing; use -1 for what fits")
+            raise FieldError("truncate_prompt_tokens", "is 0, which would leave no token; use -1 for as many as fit")
         if self.truncation_side == "left":
-            raise FieldError("truncation_side", "is 'left', and texts are cut at their end only; cut them yourself")
+            raise FieldError(
+                "truncation_side", "is 'left', but texts can only be truncated at their end; truncate them yourself"
+            )
         return self
 
 
@@ -66,34 +68,41 @@ Input = Annotated[
 class InputFields(PoolingFields):
     """Fields that both requests for vectors have in common."""
 
-    input: Input = Field(description="text, texts, token ids, or lists of token ids, which are taken as they are")
+    input: Input = Field(
+        description="a text, a list of texts, token ids, or a list of lists of token ids, which are used unchanged"
+    )
     encoding_format: Literal["float", "base64"] | None = Field(
-        "float", description="`base64`: the bytes of the numbers, little-endian float32"
+        "float", description="`base64`: the bytes of the values, little-endian float32"
     )
     dimensions: Annotated[int, Field(ge=1, le=65_536), WHOLE] | None = Field(
-        None, description="only the first so many numbers, normalised again; for models that were trained for it"
+        None, description="keep only this many values and normalize again; for models that were trained for it"
     )
-    normalize: bool | None = Field(None, description="to length 1, or not (default: as the model's files say)")
+    normalize: bool | None = Field(None, description="normalize to length 1 (default: as the model's files specify)")
     prompt_name: Annotated[str, Field(max_length=128)] | None = Field(
         None,
-        description="which of the model's prompts stands before each text: a name in `prompts` of "
-        "config_sentence_transformers.json, such as `query` (default: its `default_prompt_name`)",
+        description="name of the model's prompt that is put before each text: a name in `prompts` of "
+        "config_sentence_transformers.json, such as `query` (default: its "
+        "`default_prompt_name`)",
     )
     input_type: Annotated[str, Field(max_length=128)] | None = Field(
         None,
-        description="what the texts are for: `query` (also `search_query`) or `document` (also `passage`, "
-        "`search_document`) puts the model's prompt for it before them, if it has one: `query`, or the first of "
-        "`document`, `passage` and `corpus`; or the name of a prompt",
+        description="use of the texts: `query` (also `search_query`) or `document` (also `passage`, "
+        "`search_document`) puts the model's prompt for that use before them, if there is one: "
+        "`query`, or the first of `document`, `passage` and `corpus`; or the name of a prompt",
     )
-    add_special_tokens: bool | None = Field(True, description="false: no tokens of the model's own around a text")
+    add_special_tokens: bool | None = Field(
+        True, description="false: do not add the model's special tokens around a text"
+    )
 
     @model_validator(mode="after")
     def _prompts_go_before_texts(self) -> InputFields:
         if self.prompt_name is not None and self.input_type is not None:
-            raise FieldError("input_type", "and prompt_name both choose what stands before a text; give one of them")
+            raise FieldError(
+                "input_type", "and prompt_name both choose the prompt before a text; give only one of them"
+            )
         for name in ("prompt_name", "input_type"):
             if getattr(self, name) and not isinstance(self.inputs[0], str):
-                raise FieldError(name, "goes before texts, and input holds token ids; leave it out")
+                raise FieldError(name, "applies to texts, but input contains token ids; leave it out")
         return self
 
     @property
@@ -151,21 +160,21 @@ class ScoringFields(PoolingFields):
     """Fields that both requests for scores have in common."""
 
     instruction: Instruction | None = Field(
-        None, description="the task, for rerankers that are asked in words (default: that of the model)"
+        None, description="the task, for rerankers that follow an instruction (default: the model's)"
     )
 
 
 class RerankRequest(ScoringFields):
     """`POST /v1/rerank`, `/v2/rerank` and `/rerank`."""
 
-    query: str = Field(description="what is searched for")
+    query: str = Field(description="the query")
     documents: Annotated[list[AnyDocument], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)] = Field(
         description="texts, or objects with a `text`"
     )
     top_n: Annotated[int, Field(ge=1, le=INT32_MAX), WHOLE] | None = Field(
-        None, description="only the best so many (default: all)"
+        None, description="number of best results to return (default: all)"
     )
-    return_documents: bool | None = Field(True, description="`document` with each result")
+    return_documents: bool | None = Field(True, description="return the `document` with each result")
 
     @property
     def texts(self) -> list[str]:
@@ -176,7 +185,7 @@ class RerankRequest(ScoringFields):
 class ScoreRequest(ScoringFields):
     """`POST /v1/score` and `/score`."""
 
-    text_1: Texts = Field(description="a text, which is compared with each of `text_2`, or as many as there are there")
+    text_1: Texts = Field(description="a text, which is compared with each of `text_2`, or a list as long as `text_2`")
     text_2: Texts = Field(description="a text, or texts")
 
     @model_validator(mode="after")
@@ -184,7 +193,8 @@ class ScoreRequest(ScoringFields):
         num_first, num_second = len(_as_list(self.text_1)), len(_as_list(self.text_2))
         if num_first not in (1, num_second):
             raise FieldError(
-                "text_1", f"has {num_first} texts and text_2 {num_second}; give one, or as many as there are in text_2"
+                "text_1",
+                f"has {num_first} texts and text_2 {num_second}; give one text, or the same number as in text_2",
             )
         return self
 

@@ -22,7 +22,7 @@ def only(place: str, name: str, *neutral: Any) -> Callable[[Any], Any]:
 
     def check(value: Any) -> Any:
         if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in (None, *neutral)):
-            raise FieldError(place, f"has '{name}', which is not supported here; leave it out")
+            raise FieldError(place, f"has '{name}', which is not supported; leave it out")
         return value
 
     return check
@@ -39,7 +39,7 @@ _TEXT_PARTS = ("input_text", "output_text", "text")
 
 def _part_type(value: str) -> str:
     if value not in (*_TEXT_PARTS, "refusal"):
-        raise FieldError("input", f"holds a part of type '{value}': this server reads text only, type 'input_text'")
+        raise FieldError("input", f"contains a part of type '{value}'; only text is supported, type 'input_text'")
     return value
 
 
@@ -57,7 +57,7 @@ class ContentPart(StrictModel):
     def _has_its_member(self) -> ContentPart:
         member = "refusal" if self.type == "refusal" else "text"
         if member not in self.model_fields_set:
-            raise FieldError("input", f"holds a part of type '{self.type}' without the key '{member}'")
+            raise FieldError("input", f"contains a part of type '{self.type}' without the key '{member}'")
         return self
 
 
@@ -146,7 +146,7 @@ class OtherCallItem(StrictModel):
     @model_validator(mode="after")
     def _can_be_answered(self) -> OtherCallItem:
         if self.call_id is None and self.id is None:
-            raise FieldError("input", f"holds an item of type '{self.type}' without a call_id")
+            raise FieldError("input", f"contains an item of type '{self.type}' without a call_id")
         return self
 
     @property
@@ -194,7 +194,7 @@ class OtherCallOutputItem(StrictModel):
     @model_validator(mode="after")
     def _answers_a_call(self) -> OtherCallOutputItem:
         if self.call_id is None and self.id is None:
-            raise FieldError("input", f"holds an item of type '{self.type}' without a call_id")
+            raise FieldError("input", f"contains an item of type '{self.type}' without a call_id")
         return self
 
     @property
@@ -258,7 +258,7 @@ class ReasoningItem(StrictModel):
 def _own_summary(value: str) -> str:
     """Return `value` if this server wrote it, else raise `FieldError`: the summarised conversation would be missing."""
     if not value.startswith(SUMMARY):
-        problem = "holds a compaction that another server encrypted; send the conversation that it stands for"
+        problem = "contains a compaction that another server encrypted; send the original conversation"
         raise FieldError("input", problem)
     unsealed(value, SUMMARY)
     return value
@@ -292,7 +292,7 @@ _HOSTED_CALLS = get_args(HostedCallItem.model_fields["type"].annotation)
 
 
 def _unread(kind: str) -> str:
-    raise FieldError("input", f"holds an item of type '{kind}'; read here: {', '.join(_TYPES)}")
+    raise FieldError("input", f"contains an item of type '{kind}'; supported: {', '.join(_TYPES)}")
 
 
 class UnreadItem(StrictModel):
@@ -341,5 +341,5 @@ def unsealed(value: str, prefix: str) -> str:
     try:
         return base64.b64decode(value[len(prefix) :], validate=True).decode()
     except ValueError:
-        problem = "holds encrypted_content that was changed; send it as this server wrote it, or leave it out"
+        problem = "contains encrypted_content that was changed; send it unchanged, or leave it out"
         raise FieldError("input", problem) from None

@@ -49,7 +49,7 @@ REFUSED = ("moderation", "access_programs", "image")
 _INCLUDABLE = (LOGPROBS, ENCRYPTED)
 # Fields of the other endpoints that mean nothing for one response of items, with the values that have no effect.
 _ELSEWHERE: dict[str, tuple[Any, str]] = {
-    "n": (1, "there is one answer; send several requests"),
+    "n": (1, "there is one completion; send several requests"),
     "response_format": (None, "use 'text.format'"),
     "prompt_logprobs": (None, "use /v1/completions"),
     "return_token_ids": (False, "use /v1/completions"),
@@ -64,7 +64,7 @@ class FunctionTool(StrictModel):
     name: ToolName
     description: Annotated[str, Field(max_length=65_536)] | None = None
     parameters: JsonObject | None = None
-    strict: bool | None = Field(True, description="calls that the model makes of its own accord match the schema too")
+    strict: bool | None = Field(True, description="calls that the model makes by itself also match the schema")
     allowed_callers: Annotated[list[Word], Field(max_length=16)] | None = None
     defer_loading: bool | None = Field(None, json_schema_extra=IGNORED)  # the model sees the function at once
     output_schema: Any = Field(None, json_schema_extra=IGNORED)
@@ -73,7 +73,7 @@ class FunctionTool(StrictModel):
     @model_validator(mode="after")
     def _model_may_call(self) -> FunctionTool:
         if self.allowed_callers and "direct" not in self.allowed_callers:
-            problem = f"holds '{self.name}', whose allowed_callers leave out 'direct': no program is run here"
+            problem = f"contains '{self.name}', whose allowed_callers leave out 'direct': no program is run here"
             raise FieldError("tools", problem)
         return self
 
@@ -99,7 +99,10 @@ class NamespaceTool(StrictModel):
     def _names_fit(self) -> NamespaceTool:
         for tool in self.functions:
             if len(flat_name(self.name, tool.name)) > MAX_NAME:
-                problem = f"holds a namespace whose function '{tool.name}' has more than {MAX_NAME} characters with it"
+                problem = (
+                    f"contains a namespace with which the name of its function '{tool.name}' has more "
+                    f"than {MAX_NAME} characters"
+                )
                 raise FieldError("tools", problem)
         return self
 
@@ -142,7 +145,7 @@ class AllowedTool(StrictModel):
     @model_validator(mode="after")
     def _has_a_name(self) -> AllowedTool:
         if self.type == "function" and self.name is None:
-            raise FieldError("tool_choice", "holds a function without a name")
+            raise FieldError("tool_choice", "contains a function without a name")
         return self
 
     def ignored_fields(self, prefix: str = "") -> Iterator[str]:
@@ -203,9 +206,7 @@ class TextConfig(StrictModel):
     """`text`: the format of the response."""
 
     format: TextFormat | None = None
-    verbosity: Verbosity | None = Field(
-        "medium", description="ignored: no template knows it", json_schema_extra=IGNORED
-    )
+    verbosity: Verbosity | None = Field("medium", description="ignored: no template uses it", json_schema_extra=IGNORED)
 
 
 class Reasoning(StrictModel):
@@ -213,7 +214,7 @@ class Reasoning(StrictModel):
 
     effort: ReasoningEffort | None = Field(None, description="as `reasoning_effort` of chat completions")
     summary: Literal["auto", "concise", "detailed"] | None = Field(
-        None, description="thoughts are given whole, never summarised", json_schema_extra=ACCEPTED
+        None, description="reasoning is returned complete, never summarized", json_schema_extra=ACCEPTED
     )
     generate_summary: Literal["auto", "concise", "detailed"] | None = Field(None, json_schema_extra=ACCEPTED)
     # The chat template decides which reasoning is kept in context.
@@ -224,13 +225,13 @@ class Reasoning(StrictModel):
 def _known_edits(value: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for edit in value:
         if edit.get("type") != "compaction":
-            raise FieldError("context_management", f"holds '{str(edit.get('type'))[:64]}'; known here: compaction")
+            raise FieldError("context_management", f"contains '{str(edit.get('type'))[:64]}'; supported: compaction")
     return value
 
 
 def _no_prewarming(value: dict[str, Any]) -> dict[str, Any]:
     if value.get("prewarm"):
-        raise FieldError("prompt_cache_options", "asks to prewarm the cache without an answer; leave 'prewarm' out")
+        raise FieldError("prompt_cache_options", "requests a cache warm-up without a response; leave 'prewarm' out")
     return value
 
 
@@ -241,14 +242,14 @@ def _input_form(value: Any) -> str | None:
 def _refuse_by_name(value: dict[str, Any]) -> None:
     """Raise `FieldError` for fields without which any response would be wrong, with a remedy for each."""
     if value.get("background"):
-        raise FieldError("background", "is not supported: responses are not kept running; use stream: true")
+        raise FieldError("background", "is not supported: a response ends with its request; use stream: true")
     if value.get("conversation") is not None:
         raise FieldError("conversation", "is not supported: send its items, or previous_response_id")
     if value.get("prompt") is not None:
         raise FieldError("prompt", "is not supported: prompts are not stored; send 'input' and 'instructions'")
     for name in REFUSED:
         if value.get(name) is not None:
-            raise FieldError(name, "is not supported here; leave it out")
+            raise FieldError(name, "is not supported; leave it out")
 
 
 Input = Annotated[
@@ -267,46 +268,48 @@ class ResponsesRequest(SamplingFields):
         description="the conversation, or the user's one message; items: `message` with text, `function_call`, "
         "`function_call_output`, `reasoning`, `compaction`, `item_reference`"
     )
-    instructions: str | None = Field(None, description="the system message; not taken over by the next response")
+    instructions: str | None = Field(None, description="the system message; the next response does not inherit it")
     max_output_tokens: Annotated[int, Field(ge=1, le=INT32_MAX), WHOLE] | None = Field(
-        None, description="a ceiling, thoughts included; without one, what the context has room for"
+        None, description="token limit of the response, including reasoning; without it, the rest of the context"
     )
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = Field(
         None,
-        description="functions that may be called, also in a `namespace`; other tools are ignored: the model is not "
-        "offered them",
+        description="functions that may be called, also in a `namespace`; other tools are ignored: they "
+        "are not offered to the model",
     )
     tool_choice: ToolChoice | None = Field(
         None, description="`none`, `auto` (the default with tools), `required`, one by name, or `allowed_tools`"
     )
     parallel_tool_calls: bool | None = Field(True, description="false: at most one call")
     max_tool_calls: Annotated[int, Field(ge=1, le=INT32_MAX), WHOLE] | None = Field(
-        None, description="of tools that the server runs: there are none", json_schema_extra=ACCEPTED
+        None, description="limit for tools that the server runs: there are none", json_schema_extra=ACCEPTED
     )
     text: TextConfig | None = Field(None, description="`format`: plain text, JSON, or JSON that matches a schema")
-    reasoning: Reasoning | None = Field(None, description="how much is thought")
+    reasoning: Reasoning | None = Field(None, description="amount of reasoning")
     chat_template_kwargs: JsonObject | None = Field(
         None, description="variables for the template, such as `enable_thinking`; 16 KiB at most"
     )
     include: Annotated[list[Word], Field(max_length=16)] | None = Field(
         None,
-        description=f"`{LOGPROBS}`, of the visible text; `{ENCRYPTED}`, the thoughts in base64 for clients that send "
-        "them back; parts of hosted tools' calls are ignored",
+        description=f"`{LOGPROBS}`, for the visible text; `{ENCRYPTED}`, the reasoning in base64 for "
+        "clients that send it back; parts of hosted tools' calls are ignored",
     )
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS), WHOLE] | None = Field(
-        None, description=f"so many alternatives with every token; needs `{LOGPROBS}`"
+        None, description=f"number of alternatives for each token; needs `{LOGPROBS}`"
     )
     previous_response_id: ItemId | None = Field(
-        None, description="the conversation goes on from this response; an error if it is not stored any more"
+        None, description="continue the conversation after this response; an error if it is no longer stored"
     )
     store: bool | None = Field(
-        None, description="keep the response for `previous_response_id`: the default where storing is switched on"
+        None, description="store the response for `previous_response_id`: the default if storing is enabled"
     )
-    background: bool | None = Field(False, description="only false: a response is answered to the one who asks")
+    background: bool | None = Field(
+        False, description="only false: the response is always sent to the requesting client"
+    )
     truncation: Literal["disabled", "auto"] | None = Field(
         "disabled",
-        description="`auto` is ignored: a conversation that does not fit is refused, since the caller knows best which "
-        "items matter least",
+        description="`auto` is ignored: a conversation that does not fit is refused, since only the client "
+        "knows which items matter least",
         json_schema_extra=IGNORED,
     )
     context_management: Annotated[list[JsonObject], AfterValidator(_known_edits)] | None = Field(
@@ -315,15 +318,15 @@ class ResponsesRequest(SamplingFields):
         json_schema_extra=IGNORED,
     )
     prompt_cache_options: Annotated[JsonObject, AfterValidator(_no_prewarming)] | None = Field(
-        None, description="equal beginnings of prompts are found without it", json_schema_extra=IGNORED
+        None, description="equal prompt prefixes are found without it", json_schema_extra=IGNORED
     )
     conversation: None = Field(None, description="refused: send the items, or `previous_response_id`")
     prompt: None = Field(None, description="refused: there are no stored prompts")
-    n: Annotated[int, Field(ge=1, le=1), WHOLE] | None = Field(1, description="there is one answer")
-    response_format: ResponseFormat | None = Field(None, description="refused: `text.format` says it")
-    prompt_logprobs: int | None = Field(None, description="refused: /v1/completions has them")
-    return_token_ids: bool | None = Field(False, description="refused: /v1/completions has them")
-    return_tokens_as_token_ids: bool | None = Field(False, description="refused: /v1/completions has them")
+    n: Annotated[int, Field(ge=1, le=1), WHOLE] | None = Field(1, description="there is one completion")
+    response_format: ResponseFormat | None = Field(None, description="refused: use `text.format`")
+    prompt_logprobs: int | None = Field(None, description="refused: use /v1/completions")
+    return_token_ids: bool | None = Field(False, description="refused: use /v1/completions")
+    return_tokens_as_token_ids: bool | None = Field(False, description="refused: use /v1/completions")
     metadata: (
         Annotated[
             dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
@@ -331,10 +334,10 @@ class ResponsesRequest(SamplingFields):
             at_most(MAX_METADATA),
         ]
         | None
-    ) = Field(None, description="in the response again, used for nothing", json_schema_extra=ACCEPTED)
+    ) = Field(None, description="returned with the response, otherwise unused", json_schema_extra=ACCEPTED)
     safety_identifier: Annotated[str, Field(max_length=1024)] | None = Field(None, json_schema_extra=ACCEPTED)
     prompt_cache_key: Annotated[str, Field(max_length=1024)] | None = Field(
-        None, description="accepted; equal beginnings of prompts are found without it", json_schema_extra=ACCEPTED
+        None, description="accepted; equal prompt prefixes are found without it", json_schema_extra=ACCEPTED
     )
     prompt_cache_retention: Word | None = Field(None, json_schema_extra=ACCEPTED)
 
@@ -347,14 +350,14 @@ class ResponsesRequest(SamplingFields):
         _refuse_by_name(value)
         for name, (nothing, instead) in _ELSEWHERE.items():
             if value.get(name) is not None and value[name] != nothing:
-                raise FieldError(name, f"does not go with /v1/responses: {instead}")
+                raise FieldError(name, f"is not supported by /v1/responses: {instead}")
         return value
 
     @model_validator(mode="after")
     def _fields_agree(self) -> Self:
         choice = self.tool_choice
         if isinstance(choice, ResponsesAllowedTools) and choice.mode == "required" and not choice.names:
-            raise FieldError("tool_choice", "forces a call of tools that the model is not offered here")
+            raise FieldError("tool_choice", "forces a call of tools that are not offered to the model")
         if self.top_logprobs and not self.with_logprobs:
             raise FieldError("top_logprobs", f"needs include: ['{LOGPROBS}']")
         if not self.input and self.previous_response_id is None:
@@ -377,7 +380,7 @@ class ResponsesRequest(SamplingFields):
                 if isinstance(one, FunctionTool):
                     name = flat_name(space, one.name)
                     if name in found:
-                        raise FieldError("tools", f"holds two functions with the name '{name}'")
+                        raise FieldError("tools", f"contains two functions with the name '{name}'")
                     found[name] = (one, space)
         return found
 
@@ -394,16 +397,18 @@ class CompactRequest(StrictModel):
     """`POST /v1/responses/compact`."""
 
     model: Annotated[str, Field(max_length=512)] | None = Field(
-        None, description="one of the served names; without it the first; unknown: 404"
+        None, description="one of the served model names; without it the first; unknown: 404"
     )
     input: Input | None = Field(None, description="the conversation, in the items of /v1/responses")
-    instructions: str | None = Field(None, description="the system message; not part of what is answered")
-    previous_response_id: ItemId | None = Field(None, description="the conversation begins with that of this response")
+    instructions: str | None = Field(None, description="the system message; not part of the response")
+    previous_response_id: ItemId | None = Field(
+        None, description="the conversation begins with the items of this response"
+    )
     timeout: Timeout = None
     priority: Priority = 0
     cache_salt: CacheSalt = None
     user: User = None
-    stream: bool | None = Field(False, description="only false: the answer comes whole")
+    stream: bool | None = Field(False, description="only false: a compaction is not streamed")
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = Field(
         None, description="ignored: no tool is called for a summary", json_schema_extra=IGNORED
     )
@@ -411,7 +416,7 @@ class CompactRequest(StrictModel):
     parallel_tool_calls: bool | None = Field(True, json_schema_extra=ACCEPTED)
     reasoning: Reasoning | None = Field(
         None,
-        description="ignored: a summary is written without thoughts where they can be off",
+        description="ignored: a summary is written without reasoning, if it can be turned off",
         json_schema_extra=IGNORED,
     )
     text: TextConfig | None = Field(None, description="ignored: a summary is plain text", json_schema_extra=IGNORED)
@@ -432,7 +437,7 @@ class CompactRequest(StrictModel):
     @model_validator(mode="after")
     def _can_be_compacted(self) -> Self:
         if self.stream:
-            raise FieldError("stream", "is true, and a compacted conversation is answered whole; leave it out")
+            raise FieldError("stream", "is true, but a compaction is not streamed; leave it out")
         if not self.input and self.previous_response_id is None:
-            raise FieldError("input", "is empty; send the conversation that is to be compacted")
+            raise FieldError("input", "is empty; send the conversation to compact")
         return self

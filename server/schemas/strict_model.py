@@ -66,16 +66,17 @@ IGNORED: JsonDict = {"x-effect": "ignored"}
 Timeout = Annotated[
     Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None,
     Field(
-        description="seconds until the answer is 408. The header X-Request-Timeout says the same; the shorter counts"
+        description="time limit in seconds, after which the response is 408. The header X-Request-Timeout "
+        "has the same effect; the shorter limit applies"
     ),
 ]
 Priority = Annotated[
     Annotated[int, Field(ge=MIN_PRIORITY, le=MAX_PRIORITY), WHOLE] | None,
-    Field(description="lower runs earlier; waiting counts as well, so that none starves"),
+    Field(description="lower runs earlier; waiting time also counts, so that no request starves"),
 ]
 CacheSalt = Annotated[
     Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[!-~]*$")] | None,
-    Field(description="prompt beginnings are shared in the KV cache only between equal salts; printable ASCII"),
+    Field(description="prompt prefixes are shared in the KV cache only between equal salts; printable ASCII"),
 ]
 User = Annotated[
     Annotated[str, Field(max_length=1024)] | None,

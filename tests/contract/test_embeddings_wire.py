@@ -368,7 +368,7 @@ def test_kinds_of_texts_that_are_not_known_are_refused(embeds):
             "one of query, document, search_query, search_document, passage",
         ),
         ({"input": "a", "input_type": "image"}, "passage, code"),
-        ({"input": "a", "input_type": "query", "prompt_name": "query"}, "give one of them"),
+        ({"input": "a", "input_type": "query", "prompt_name": "query"}, "give only one of them"),
         ({"input": [1, 2], "input_type": "query"}, "token ids"),
     ):
         answer = post(stage, "/v1/embeddings", fields)

@@ -22,8 +22,8 @@ def _line(custom_id, **body):
 @pytest.mark.parametrize(
     ("line", "code", "problem"),
     [
-        (_line("x" * (MAX_CUSTOM_ID + 1)), "custom_id_too_long", "513 characters, at most 512 are read"),
-        (_line("\ud800"), "invalid_custom_id", "no text"),
+        (_line("x" * (MAX_CUSTOM_ID + 1)), "custom_id_too_long", "513 characters; at most 512 are allowed"),
+        (_line("\ud800"), "invalid_custom_id", "not a string"),
         ('{"custom_id": "a", "custom_id": "b"}', "invalid_json_line", "each name once"),
         (_line("a").rstrip() + "{}", "invalid_json_line", "Extra data"),
         ("{,}", "invalid_json_line", "name of a member"),
@@ -32,7 +32,7 @@ def _line(custom_id, **body):
         (_line("a").rstrip()[:-1] + ",}", "invalid_json_line", "not valid JSON"),
         ("{}", "missing_member", "no 'custom_id'"),
         ("[" * 100_000, "invalid_json_line", "not valid JSON"),
-        ('"text"', "invalid_json_line", "no JSON object"),
+        ('"text"', "invalid_json_line", "not a JSON object"),
     ],
 )
 def test_wrong_lines_are_named(line, code, problem):
