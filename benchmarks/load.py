@@ -17,7 +17,7 @@ from oarlock.server.bench import metrics
 from oarlock.server.bench.client import RequestForm
 from oarlock.server.bench.http_stream import HttpClient, Target
 from oarlock.server.bench.serve import LoadRun, Measured, Schedule, run_until_done
-from oarlock.server.bench.workload import Turn
+from oarlock.server.bench.workload import WorkloadTurn
 
 PERCENTILES = (50, 90, 99)
 
@@ -110,9 +110,9 @@ class GivenPrompts:
     prompts: list[list[int]]
     output_tokens: int
 
-    def conversation(self, number: int) -> Sequence[Turn]:
+    def conversation(self, number: int) -> Sequence[WorkloadTurn]:
         prompt = self.prompts[number]
-        return [Turn(prompt, len(prompt), self.output_tokens)]
+        return [WorkloadTurn(prompt, len(prompt), self.output_tokens)]
 
 
 def run(

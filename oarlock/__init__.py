@@ -34,7 +34,7 @@ __all__ = [
     "__version__",
 ]
 
-_HOMES = {
+_LAZY_IMPORTS = {
     "LLM": "oarlock.server.offline.llm",
     "CompletionOutput": "oarlock.server.offline.outputs",
     "RequestOutput": "oarlock.server.offline.outputs",
@@ -47,6 +47,6 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _LAZY_IMPORTS:
         raise AttributeError(f"module 'oarlock' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    return getattr(importlib.import_module(_LAZY_IMPORTS[name]), name)

@@ -104,7 +104,7 @@ def error_bytes(error: HttpError) -> bytes:
     return dumps({"error": error_object(error)}).encode("utf-8", "replace")
 
 
-def answer_of(error: HttpError, scope: Scope) -> Response:
+def error_response(error: HttpError, scope: Scope) -> Response:
     """Return the whole HTTP response to the request of `scope`."""
     body = error_bytes(error)
     if is_message_route(scope["path"]):

@@ -35,12 +35,12 @@ LONG_TEXT = 1 << 16  # characters of text that take about as long as one piece
 _PIECE_CHARACTERS = 1 << 12
 
 
-def numbers(items: Iterable[int]) -> "InPieces":
+def numbers(items: Iterable[int]) -> "StreamedList":
     """Return a long list of integers that is written in pieces."""
-    return InPieces(lambda number: number, items, lambda number: 1)
+    return StreamedList(lambda number: number, items, lambda number: 1)
 
 
-class InPieces:
+class StreamedList:
     """A list that is built while it is written, from `make(item)`. `size(item)`: the item's work, in logprobs."""
 
     def __init__(self, make: Callable[[Any], Any], items: Iterable[Any], size: Callable[[Any], int]) -> None:
@@ -62,7 +62,7 @@ class InPieces:
 
 
 def pieces_of(value: Any) -> Iterator[str]:
-    """Yield the JSON of `value` in pieces. Its objects and lists of objects may contain `InPieces`.
+    """Yield the JSON of `value` in pieces. Its objects and lists of objects may contain `StreamedList`.
 
     Only the last piece may be tiny.
     """
@@ -79,7 +79,7 @@ def pieces_of(value: Any) -> Iterator[str]:
 
 
 def _texts_of(value: Any) -> Iterator[str]:
-    if isinstance(value, InPieces):
+    if isinstance(value, StreamedList):
         yield from value
     elif isinstance(value, dict) and value:
         opening = "{"

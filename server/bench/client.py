@@ -54,7 +54,7 @@ class RequestForm:
 
 
 @dataclass(slots=True)
-class Asking:
+class OpenRequest:
     """A request in flight. `sample` is filled when it ends, in any way."""
 
     client: HttpClient
@@ -120,14 +120,14 @@ _PROBE_SEED = 1_000_003  # differs from the run's seed, so that no prompt of the
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
+class ListedModel:
     """Entry of a model in the server's list: its name, and its vocabulary size if the list has it."""
 
     model: str
     vocab_size: int | None
 
 
-async def listed(client: HttpClient, model: str | None) -> Listed:
+async def listed_model(client: HttpClient, model: str | None) -> ListedModel:
     """Return the entry of `/v1/models` with this name, by default the first. Raises `StartupError`."""
     try:
         entries = (await client.get_json("/v1/models"))["data"]
@@ -145,7 +145,7 @@ async def listed(client: HttpClient, model: str | None) -> Listed:
         cause = f"The server has no model {model!r}." if model else "The server lists no model."
         raise StartupError(cause, f"It lists: {', '.join(names)}." if names else "Load a model.")
     size = entry.get("vocab_size") or (entry.get("meta") or {}).get("n_vocab")  # ours; llama.cpp's
-    return Listed(entry["id"], size if isinstance(size, int) else None)
+    return ListedModel(entry["id"], size if isinstance(size, int) else None)
 
 
 async def choose_prompts(
@@ -196,7 +196,7 @@ async def _measured(client: HttpClient, form: RequestForm, seed: int) -> TextPro
 
 async def _ask(client: HttpClient, form: RequestForm, prompt: Piece | list[dict[str, str]]) -> Sample:
     """Send one short request."""
-    asking = Asking(client, form, Sample(0.0, 1), EventReader(is_chat=form.is_chat), time.perf_counter())
+    asking = OpenRequest(client, form, Sample(0.0, 1), EventReader(is_chat=form.is_chat), time.perf_counter())
     await asking.run(form.body(prompt, 1))
     return asking.sample
 

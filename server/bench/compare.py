@@ -19,7 +19,7 @@ from oarlock.server.bench.report import aligned
 
 Statistic = Callable[[np.ndarray], np.ndarray]  # indices of requests, shape [draws, n] -> a figure per draw: [draws]
 DRAWS = 2000
-_AT_ONCE = 250  # draws, so that the arrays of indices stay small
+_DRAWS_AT_ONCE = 250  # draws, so that the arrays of indices stay small
 
 
 def block_length(count: int, together: int) -> int:
@@ -37,7 +37,7 @@ def draw_blocks(count: int, length: int, draws: int, random: np.random.Generator
 
 def resampled(statistic: Statistic, count: int, length: int, random: np.random.Generator) -> np.ndarray:
     """Return the figure in each of `DRAWS` resampled runs: shape [DRAWS]."""
-    parts = [statistic(draw_blocks(count, length, _AT_ONCE, random)) for _ in range(DRAWS // _AT_ONCE)]
+    parts = [statistic(draw_blocks(count, length, _DRAWS_AT_ONCE, random)) for _ in range(DRAWS // _DRAWS_AT_ONCE)]
     return np.concatenate(parts)
 
 
@@ -96,7 +96,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class ResultComparison:
     rows: list[Row]
     notes: list[str]
     confidence: float
@@ -105,7 +105,7 @@ class Comparison:
         return asdict(self)
 
 
-def compare(a: Result, b: Result, confidence: float = 0.95) -> Comparison:
+def compare(a: Result, b: Result, confidence: float = 0.95) -> ResultComparison:
     """Compare B with A. Raises `StartupError` if they cannot be compared."""
     if a.kind != b.kind:
         raise StartupError(
@@ -114,10 +114,10 @@ def compare(a: Result, b: Result, confidence: float = 0.95) -> Comparison:
     rows = _serve_rows(a, b, confidence) if a.kind == "serve" else _series_rows(a, b, confidence)
     if not rows:
         raise StartupError("One of the results has no completed request.", "Measure again.")
-    return Comparison(rows, _notes(a, b), confidence)
+    return ResultComparison(rows, _notes(a, b), confidence)
 
 
-def as_text(comparison: Comparison) -> str:
+def as_text(comparison: ResultComparison) -> str:
     """Return the table and the notes."""
     percent = f"{comparison.confidence:.0%} interval"
     rows = [["", "A", "B", "B / A", percent, "B is"]]

@@ -220,7 +220,7 @@ class _Connection(asyncio.Protocol):
             self._done.set_exception(error)
 
 
-_SAID = ("content", "reasoning_content", "reasoning", "tool_calls", "refusal")
+_CONTENT_FIELDS = ("content", "reasoning_content", "reasoning", "tool_calls", "refusal")
 
 
 class EventReader:
@@ -274,7 +274,7 @@ class EventReader:
         self.is_complete = self.is_complete or ended
         if self._is_chat:
             delta = choice["delta"]
-            if not ended and not any(delta.get(name) for name in _SAID):
+            if not ended and not any(delta.get(name) for name in _CONTENT_FIELDS):
                 return
             text = delta.get("content")
         else:

@@ -83,7 +83,7 @@ def summarize(
         "peak_concurrency": peak_concurrency(done),
     }
     if slo_ms:
-        found["goodput"] = sum(meets(sample, slo_ms) for sample in done) / duration_s
+        found["goodput"] = sum(meets_slo(sample, slo_ms) for sample in done) / duration_s
     for name in LATENCIES:
         found[f"{name}_ms"] = statistics_of(latencies_ms(done, name))
     return found
@@ -105,7 +105,7 @@ def statistics_of(values: Sequence[float]) -> dict[str, float] | None:
     return found | {f"p{percent}": float(np.percentile(values, percent)) for percent in PERCENTILES}
 
 
-def meets(sample: Sample, slo_ms: Mapping[str, float]) -> bool:
+def meets_slo(sample: Sample, slo_ms: Mapping[str, float]) -> bool:
     """Return whether a completed request is within every limit. TPOT counts as 0 for a single token, as in vLLM."""
     return all(1e3 * (getattr(sample, f"{name}_s") or 0.0) <= limit for name, limit in slo_ms.items())
 
@@ -129,8 +129,8 @@ def tokens_per_second(done: Sequence[Sample], duration_s: float, at_least_s: flo
     times = np.concatenate([chunk_times(sample) for sample in done])
     chunks = [1 + len(sample.itl_s) for sample in done]
     weights = np.repeat([sample.output_tokens / count for sample, count in zip(done, chunks, strict=True)], chunks)
-    places = np.minimum((times / width_s).astype(np.int64), stretches - 1)  # the last chunk may end the run
-    return [float(tokens) / width_s for tokens in np.bincount(places, weights, stretches)]
+    bins = np.minimum((times / width_s).astype(np.int64), stretches - 1)  # the last chunk may end the run
+    return [float(tokens) / width_s for tokens in np.bincount(bins, weights, stretches)]
 
 
 def peak_concurrency(done: Sequence[Sample]) -> int:

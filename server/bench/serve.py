@@ -18,7 +18,7 @@ import numpy as np
 import uvloop
 
 from oarlock.server.bench import metrics, workload
-from oarlock.server.bench.client import Asking, RequestForm, choose_prompts, listed
+from oarlock.server.bench.client import OpenRequest, RequestForm, choose_prompts, listed_model
 from oarlock.server.bench.http_stream import EventReader, HttpClient, Target
 from oarlock.server.bench.metrics import Cause, Result, Sample
 from oarlock.server.bench.workload import (
@@ -31,8 +31,8 @@ from oarlock.server.bench.workload import (
     SharedPrefix,
     Traced,
     TracedPrompts,
-    Turn,
     Workload,
+    WorkloadTurn,
 )
 
 EVERY_S = 0.01
@@ -189,7 +189,7 @@ class LoadRun:
         for at, turn in enumerate(turns):
             sample = Sample(0.0, turn.output_tokens, due if at == 0 else None, input_tokens=turn.input_tokens)
             reader = EventReader(is_chat=self._form.is_chat, keep_text=len(turns) > 1)
-            asking = Asking(self._client, self._form, sample, reader, self._began)
+            asking = OpenRequest(self._client, self._form, sample, reader, self._began)
             try:
                 await asking.run(self._form.body(self._prompt(said, turn), turn.output_tokens))
             finally:
@@ -203,7 +203,7 @@ class LoadRun:
             said.append((turn.prompt, "".join(reader.texts)))
         return None
 
-    def _prompt(self, said: list[tuple[Piece, str]], turn: Turn) -> Piece | list[dict[str, str]]:
+    def _prompt(self, said: list[tuple[Piece, str]], turn: WorkloadTurn) -> Piece | list[dict[str, str]]:
         """Return the prompt of a turn: all messages of a chat, else the text so far."""
         if not self._form.is_chat:
             return "".join(f"{asked}{answer}" for asked, answer in said) + str(turn.prompt) if said else turn.prompt
@@ -360,13 +360,13 @@ def measure(plan: ServePlan, on_sample: OnSample | None = None) -> Result:
     `on_sample` is called as each request ends. The key of the server is the environment's OPENAI_API_KEY. Raises
     `StartupError` if the server cannot be measured, and `ValueError` for a wrong URL.
     """
-    return run_until_done(_measure(plan, on_sample or _nothing))
+    return run_until_done(_measure(plan, on_sample or _ignore_sample))
 
 
 async def _measure(plan: ServePlan, on_sample: OnSample) -> Result:
     client = HttpClient(Target.parse(plan.url), os.environ.get("OPENAI_API_KEY"))
     try:
-        found = await listed(client, plan.model)
+        found = await listed_model(client, plan.model)
         is_chat = plan.endpoint == "chat"
         form = RequestForm(found.model, is_chat, plan.ignore_eos, plan.timeout, plan.extra_body)
         needs_text = is_chat or plan.workload == "multi-turn"
@@ -374,7 +374,7 @@ async def _measure(plan: ServePlan, on_sample: OnSample) -> Result:
         prompts = await choose_prompts(client, form, plan.prompt_form, vocab_size, plan.seed, needs_text=needs_text)
         if plan.warmup:
             warm = Schedule(concurrency=plan.warmup, count=plan.warmup)
-            await LoadRun(client, form, RandomPrompts(prompts, plan.lengths, "warm"), warm, _nothing).measure()
+            await LoadRun(client, form, RandomPrompts(prompts, plan.lengths, "warm"), warm, _ignore_sample).measure()
         run = LoadRun(client, form, plan.make_workload(prompts), plan.make_schedule(), on_sample)
         measured = await run.measure()
     finally:
@@ -389,5 +389,5 @@ async def _measure(plan: ServePlan, on_sample: OnSample) -> Result:
     )
 
 
-def _nothing(sample: Sample) -> None:
+def _ignore_sample(sample: Sample) -> None:
     """Ignore the sample, for callers that do not follow the run, and for the warm-up."""

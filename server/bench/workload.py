@@ -145,27 +145,27 @@ def read_trace(file: Path) -> list[Traced]:
     return [Traced(each.at_s - begin, each.input_tokens, each.output_tokens, each.blocks) for each in found]
 
 
-def _request(line: str, place: str) -> Traced:
+def _request(line: str, location: str) -> Traced:
     fix = f"A line is such as {_FORM}; timestamps are in milliseconds."
     try:
         fields: Any = json.loads(line)
     except ValueError as error:
-        raise StartupError(f"{place} is not JSON: {error}.", fix) from None
+        raise StartupError(f"{location} is not JSON: {error}.", fix) from None
     if not isinstance(fields, dict):
-        raise StartupError(f"{place} is not a JSON object.", fix)
+        raise StartupError(f"{location} is not a JSON object.", fix)
     at = fields.get("timestamp")
     if isinstance(at, bool) or not isinstance(at, int | float) or not at >= 0:
-        raise StartupError(f"{place}: timestamp is {at!r}, not a number of at least 0.", fix)
+        raise StartupError(f"{location}: timestamp is {at!r}, not a number of at least 0.", fix)
     lengths = []
     for name in ("input_length", "output_length"):
         value = fields.get(name)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise StartupError(f"{place}: {name} is {value!r}, not an integer of at least 1.", fix)
+            raise StartupError(f"{location}: {name} is {value!r}, not an integer of at least 1.", fix)
         lengths.append(value)
     blocks = fields.get("hash_ids", [])
     if not isinstance(blocks, list) or not all(isinstance(block, int) for block in blocks):
         raise StartupError(
-            f"{place}: hash_ids is not a list of integers.", "Correct the line, or remove every hash_ids."
+            f"{location}: hash_ids is not a list of integers.", "Correct the line, or remove every hash_ids."
         )
     return Traced(at / 1e3, lengths[0], lengths[1], tuple(blocks))
 
@@ -174,7 +174,7 @@ NAMES = ("random", "shared-prefix", "multi-turn", "trace")
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class WorkloadTurn:
     """One request: the new part of its prompt, and the requested number of tokens."""
 
     prompt: Piece
@@ -185,7 +185,7 @@ class Turn:
 class Workload(Protocol):
     """Conversations by number; the same number gives the same conversation."""
 
-    def conversation(self, number: int) -> Sequence[Turn]: ...
+    def conversation(self, number: int) -> Sequence[WorkloadTurn]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,10 +210,10 @@ class RandomPrompts:
     lengths: Lengths
     label: str = "random"  # part of the key: other labels give other prompts
 
-    def conversation(self, number: int) -> Sequence[Turn]:
+    def conversation(self, number: int) -> Sequence[WorkloadTurn]:
         key = f"{self.label} {number}"
         input_tokens, output_tokens = self.lengths.drawn(self.prompts.seed, key)
-        return [Turn(self.prompts.piece(key, input_tokens, begins=True), input_tokens, output_tokens)]
+        return [WorkloadTurn(self.prompts.piece(key, input_tokens, begins=True), input_tokens, output_tokens)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,12 +225,12 @@ class SharedPrefix:
     prefix_tokens: int
     num_prefixes: int
 
-    def conversation(self, number: int) -> Sequence[Turn]:
+    def conversation(self, number: int) -> Sequence[WorkloadTurn]:
         key = f"suffix {number}"
         input_tokens, output_tokens = self.lengths.drawn(self.prompts.seed, key)
         prefix = self.prompts.piece(f"prefix {number % self.num_prefixes}", self.prefix_tokens, begins=True)
         prompt = joined([prefix, self.prompts.piece(key, input_tokens)])
-        return [Turn(prompt, self.prefix_tokens + input_tokens, output_tokens)]
+        return [WorkloadTurn(prompt, self.prefix_tokens + input_tokens, output_tokens)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,12 +241,14 @@ class MultiTurn:
     lengths: Lengths
     turns: int
 
-    def conversation(self, number: int) -> Sequence[Turn]:
+    def conversation(self, number: int) -> Sequence[WorkloadTurn]:
         found = []
         for turn in range(self.turns):
             key = f"turn {number} {turn}"
             input_tokens, output_tokens = self.lengths.drawn(self.prompts.seed, key)
-            found.append(Turn(self.prompts.piece(key, input_tokens, begins=turn == 0), input_tokens, output_tokens))
+            found.append(
+                WorkloadTurn(self.prompts.piece(key, input_tokens, begins=turn == 0), input_tokens, output_tokens)
+            )
         return found
 
 
@@ -255,7 +257,7 @@ class TracedPrompts:
     prompts: Prompts
     trace: Sequence[Traced]
 
-    def conversation(self, number: int) -> Sequence[Turn]:
+    def conversation(self, number: int) -> Sequence[WorkloadTurn]:
         request = self.trace[number]
         pieces: list[Piece] = []
         left = request.input_tokens
@@ -266,4 +268,4 @@ class TracedPrompts:
             left -= length
         if left:
             pieces.append(self.prompts.piece(f"traced {number}", left, begins=not pieces))
-        return [Turn(joined(pieces), request.input_tokens, request.output_tokens)]
+        return [WorkloadTurn(joined(pieces), request.input_tokens, request.output_tokens)]

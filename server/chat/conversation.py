@@ -62,8 +62,8 @@ def _messages(given: Sequence[ChatMessage], tool_format: ToolFormat, as_text: bo
         name = message.name or names.get(message.tool_call_id or "")
         if name is not None:
             written["name"] = name
-        if message.thoughts is not None and message.role == "assistant":
-            written |= dict.fromkeys(REASONING_KEYS, message.thoughts)
+        if message.reasoning_text is not None and message.role == "assistant":
+            written |= dict.fromkeys(REASONING_KEYS, message.reasoning_text)
         if message.tool_calls:
             names |= {call.id: call.function.name for call in message.tool_calls}
             written["tool_calls"] = [
@@ -82,10 +82,10 @@ def _messages(given: Sequence[ChatMessage], tool_format: ToolFormat, as_text: bo
 
 def _with_one_text(message: Mapping[str, Any]) -> dict[str, Any]:
     """Append the text before a call to the reasoning: Harmony's template accepts a single text, as reasoning."""
-    thoughts, text = message.get(REASONING_KEYS[0]), message["content"]
-    if not (message.get("tool_calls") and thoughts and text):
+    reasoning_text, text = message.get(REASONING_KEYS[0]), message["content"]
+    if not (message.get("tool_calls") and reasoning_text and text):
         return dict(message)
-    return {**message, "content": "", **dict.fromkeys(REASONING_KEYS, f"{thoughts}\n{text}")}
+    return {**message, "content": "", **dict.fromkeys(REASONING_KEYS, f"{reasoning_text}\n{text}")}
 
 
 def _arguments(text: str, as_text: bool) -> Any:

@@ -84,7 +84,7 @@ async def _detect(trial: "_Trial", shown: str | None) -> ToolFormat:
     for known in FORMATS:
         if known.write_into_messages is not None:
             continue
-        text = await trial.answer_with_call(known)
+        text = await trial.rendered_call(known)
         if text is None:
             continue
         writes_calls = writes_calls or _FUNCTION in text
@@ -130,7 +130,7 @@ class _Trial:
         before, _, behind = _behind(whole).partition(_ANSWER)
         return _Frame((_behind(prompt), before), behind)
 
-    async def answer_with_call(self, tool_format: ToolFormat) -> str | None:
+    async def rendered_call(self, tool_format: ToolFormat) -> str | None:
         """Return the text that the template writes after the user's turn for a call in the given format."""
         call_id = tool_format.call_id(_FUNCTION, 0) if tool_format.call_id is not None else _CALL_ID
         key = (tool_format.text_arguments, call_id)
@@ -166,7 +166,7 @@ def _reads(tool_format: ToolFormat, text: str, frame: _Frame) -> bool:
         head = _common(text, frame.before[-1])
     parser = tool_format.parser({_FUNCTION: _SCHEMA})
     events = [*parser.push(text[len(head) :]), *parser.flush()]
-    starts = [place for place, event in enumerate(events) if isinstance(event, ToolCallStart)]
+    starts = [index for index, event in enumerate(events) if isinstance(event, ToolCallStart)]
     if len(starts) != 1:
         return False
     arguments = "".join(event.text for event in events if isinstance(event, ArgumentsDelta))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from oarlock.engine.types import FinishReason
 from oarlock.server.chat.draft_calls import DraftCalls
-from oarlock.server.chat.tool_choice import ToolChoice
+from oarlock.server.chat.tool_choice import RequestTools
 from oarlock.server.chat.tool_parsers.call_parser import (
     ContentDelta,
     MessageEvent,
@@ -119,27 +119,27 @@ class ReasoningParser:
         if self._state != _INSIDE or not text:
             return text
         end = text.find(self._end)
-        thought = text[: end if end >= 0 else len(text) - _partial(text, self._end)]
-        self._think(thought, events)
+        reasoning = text[: end if end >= 0 else len(text) - _partial(text, self._end)]
+        self._push_reasoning(reasoning, events)
         if end < 0:
-            self._held = text[len(thought) :]
+            self._held = text[len(reasoning) :]
             return ""
         self._blank = []
         self._state = _BEHIND
         return text[end + len(self._end) :]
 
-    def _think(self, thought: str, events: list[MessageEvent]) -> None:
+    def _push_reasoning(self, reasoning: str, events: list[MessageEvent]) -> None:
         """Emit reasoning without leading and trailing line ends."""
         if not self._began:
-            thought = thought.lstrip("\n")
-        if not thought:
+            reasoning = reasoning.lstrip("\n")
+        if not reasoning:
             return
         self._began = True
-        words = thought.rstrip("\n")
+        words = reasoning.rstrip("\n")
         if words:
             events.append(ReasoningDelta("".join(self._blank) + words))
             self._blank = []
-        self._blank.append(thought[len(words) :])
+        self._blank.append(reasoning[len(words) :])
 
     def _behind(self, text: str, events: list[MessageEvent]) -> str:
         if self._state != _BEHIND:
@@ -174,12 +174,12 @@ def formats_as_markdown() -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerShape:
+class MessageShape:
     """Parts that a response may have besides plain text: reasoning, tool calls, Harmony messages."""
 
     may_think: bool = False
     is_thinking: bool = False
-    tool_choice: ToolChoice | None = None
+    tool_choice: RequestTools | None = None
     reasoning: ReasoningFormat = THINK
     harmony: str | None = None  # Harmony only: the part of the assistant message that the prompt contains
 
@@ -192,7 +192,7 @@ class AnswerShape:
 class MessageParser:
     """Incremental parser of one choice's message."""
 
-    def __init__(self, shape: AnswerShape, *, in_items: bool = False) -> None:
+    def __init__(self, shape: MessageShape, *, in_items: bool = False) -> None:
         """`in_items`: keep reasoning, texts and calls in the order of the output instead of one text per kind."""
         thinks = (shape.may_think or shape.is_thinking) and shape.harmony is None
         choice = shape.tool_choice
@@ -202,7 +202,7 @@ class MessageParser:
         self._thought_tokens = 0  # reasoning tokens not counted by the reasoning parser, and corrections of its count
         if shape.harmony is not None:
             messages = self._tool_parser if isinstance(self._tool_parser, HarmonyParser) else HarmonyParser({})
-            messages.thoughts = ReasoningDelta if shape.may_think else ContentDelta
+            messages.reasoning_type = ReasoningDelta if shape.may_think else ContentDelta
             messages.in_items = in_items
             messages.push(shape.harmony)
             self._tool_parser = messages
@@ -266,8 +266,8 @@ class MessageParser:
                 kept += [ReasoningDelta(drafts.close()), event]
         if is_last and reasoning.is_inside:
             self._thought_tokens -= drafts.held_tokens
-            thoughts, calls = drafts.end()
-            kept += [ReasoningDelta(thoughts), ContentDelta(calls)]
+            reasoning_text, calls = drafts.end()
+            kept += [ReasoningDelta(reasoning_text), ContentDelta(calls)]
         elif not reasoning.is_inside:
             kept.append(ReasoningDelta(drafts.close()))
         return merged(kept)

@@ -13,9 +13,9 @@ from oarlock.engine.errors import RequestError
 from oarlock.engine.types import Grammar
 from oarlock.server.chat.conversation import in_parts, template_messages
 from oarlock.server.chat.detection import tool_format_of
-from oarlock.server.chat.message_parser import REASONING_FORMATS, THINK, AnswerShape, ReasoningFormat
+from oarlock.server.chat.message_parser import REASONING_FORMATS, THINK, MessageShape, ReasoningFormat
 from oarlock.server.chat.thinking import thinking_of
-from oarlock.server.chat.tool_choice import ToolChoice, resolve_tool_choice
+from oarlock.server.chat.tool_choice import RequestTools, resolve_tool_choice
 from oarlock.server.chat.tool_parsers.base import ToolFormat
 from oarlock.server.chat.tool_parsers.grammar import (
     SpecialIds,
@@ -25,7 +25,7 @@ from oarlock.server.chat.tool_parsers.grammar import (
     pattern_text,
     schema_rule,
 )
-from oarlock.server.chat.tool_parsers.harmony import HARMONY, TURN, after_thoughts, final_head
+from oarlock.server.chat.tool_parsers.harmony import HARMONY, TURN, after_reasoning, final_head
 from oarlock.server.chat.turn_folding import Folding
 from oarlock.server.chat.turn_trial import Outline, TurnTrial
 from oarlock.server.llm.chat_template import ChatTemplate, Rendering
@@ -33,9 +33,9 @@ from oarlock.server.llm.tokenizer import Tokenizer
 from oarlock.server.schemas.chat import ChatRequest
 
 # appended to a message to be continued, to find the end of the prompt (private use area)
-_CUT_HERE = "\ue0c7\ue0f1\ue0c7"
+_CONTINUATION_MARK = "\ue0c7\ue0f1\ue0c7"
 _MAX_ADDED = 64 * 1024  # characters that a template may add to four times its input
-_AT_ONCE = 32 * 1024  # larger inputs (in characters) are prepared on a thread, not on the event loop
+_MAX_INLINE_CHARACTERS = 32 * 1024  # larger inputs (in characters) are prepared on a thread, not on the event loop
 _MESSAGE_SIZE = 256  # fixed cost of a message, as a number of text characters that take the same time
 _MAX_END = 256  # characters at the end of the prompt that are searched for `<think>`
 
@@ -45,7 +45,7 @@ class ChatPrompt:
     """The prompt, and the properties of the response that follow from it."""
 
     text: str
-    tool_choice: ToolChoice | None
+    tool_choice: RequestTools | None
     may_think: bool  # the response may begin with reasoning
     is_thinking: bool  # the prompt ends inside the reasoning
     reasoning: ReasoningFormat = THINK  # tags around the reasoning
@@ -61,9 +61,9 @@ class ChatPrompt:
         return (*calls, *self.reasoning.tokens) if self.may_think or self.is_thinking else calls
 
     @property
-    def shape(self) -> AnswerShape:
+    def shape(self) -> MessageShape:
         """Parts that the response may have, for its parser."""
-        return AnswerShape(self.may_think, self.is_thinking, self.tool_choice, self.reasoning, self.harmony)
+        return MessageShape(self.may_think, self.is_thinking, self.tool_choice, self.reasoning, self.harmony)
 
 
 async def render_prompt(tokenizer: Tokenizer, request: ChatRequest) -> ChatPrompt:
@@ -75,13 +75,13 @@ async def render_prompt(tokenizer: Tokenizer, request: ChatRequest) -> ChatPromp
     reasons = tool_format is HARMONY or _marks(tokenizer) is not None
     thinking = await thinking_of(template, request, reasons)
     size = sum(len(message.text) for message in request.messages)
-    is_small = size + len(request.messages) * _MESSAGE_SIZE <= _AT_ONCE
+    is_small = size + len(request.messages) * _MESSAGE_SIZE <= _MAX_INLINE_CHARACTERS
     folding = Folding()
     if template.exists:
         outline_of = partial(Outline.of, request.messages)
         outline = outline_of() if is_small else await tokenizer.run(outline_of, size)
         has_tools, variables = choice is not None, thinking.variables
-        trial = TurnTrial(template, tool_format, as_parts, has_tools, request.opens_answer, variables)
+        trial = TurnTrial(template, tool_format, as_parts, has_tools, request.opens_assistant_turn, variables)
         folding = await trial.folding(outline)
     prepare = partial(_prepare, template, request, tool_format, choice, folding, as_parts, thinking.variables)
     rendering = prepare() if is_small else await tokenizer.run(prepare, size)
@@ -92,14 +92,14 @@ async def render_prompt(tokenizer: Tokenizer, request: ChatRequest) -> ChatPromp
         thinks = tokenizer.template.parsers.get("reasoning_parser") != "none"
         begun = text.rpartition(TURN)[2] if TURN in text else ""
         return ChatPrompt(text, choice, thinks, False, ignored=thinking.ignored, harmony=begun)
-    return ChatPrompt(text, choice, *_thoughts(tokenizer, text, request), ignored=thinking.ignored)
+    return ChatPrompt(text, choice, *_reasoning_state(tokenizer, text, request), ignored=thinking.ignored)
 
 
 def _prepare(
     template: ChatTemplate,
     request: ChatRequest,
     tool_format: ToolFormat,
-    choice: ToolChoice | None,
+    choice: RequestTools | None,
     folding: Folding,
     as_parts: bool,
     variables: dict[str, Any],
@@ -109,12 +109,12 @@ def _prepare(
         request.messages, tools, tool_format, folding, has_developer="developer" in template.source
     )
     if request.continue_final_message:
-        messages[-1] = {**messages[-1], "content": messages[-1]["content"] + _CUT_HERE}
+        messages[-1] = {**messages[-1], "content": messages[-1]["content"] + _CONTINUATION_MARK}
     if as_parts:
         messages = in_parts(messages, request.messages)
     size = _size([messages, tools, variables])
     most = 4 * size + _MAX_ADDED
-    return template.prepare(messages, request.opens_answer, most, tools=tools, variables=variables)
+    return template.prepare(messages, request.opens_assistant_turn, most, tools=tools, variables=variables)
 
 
 def _size(value: Any) -> int:
@@ -127,7 +127,7 @@ def _size(value: Any) -> int:
 
 
 def _cut(text: str) -> str:
-    end = text.rfind(_CUT_HERE)
+    end = text.rfind(_CONTINUATION_MARK)
     if end < 0:
         message = (
             "This model's chat template does not render the last message unchanged, so that message "
@@ -137,7 +137,7 @@ def _cut(text: str) -> str:
     return text[:end]
 
 
-def _thoughts(tokenizer: Tokenizer, text: str, request: ChatRequest) -> tuple[bool, bool, ReasoningFormat]:
+def _reasoning_state(tokenizer: Tokenizer, text: str, request: ChatRequest) -> tuple[bool, bool, ReasoningFormat]:
     """Return (the response may begin with reasoning, the prompt ends inside reasoning, the tags around it)."""
     marks = _marks(tokenizer)
     if marks is None:
@@ -163,7 +163,7 @@ def _marks(tokenizer: Tokenizer) -> ReasoningFormat | None:
     )
 
 
-def answer_grammar(own: Grammar | None, prompt: ChatPrompt, special_ids: SpecialIds) -> Grammar | None:
+def response_grammar(own: Grammar | None, prompt: ChatPrompt, special_ids: SpecialIds) -> Grammar | None:
     """Return the grammar for the response, None if any text is allowed; `own` is the caller's constraint.
 
     Raises `RequestError` if the constraint cannot be combined with the tools or the reasoning.
@@ -180,31 +180,31 @@ def answer_grammar(own: Grammar | None, prompt: ChatPrompt, special_ids: Special
         return _whole(body, f"{rules}\n{tools.call_rules(special_ids)}", prompt, special_ids, "tools")
     if own is None or not (tools or prompt.may_think or prompt.is_thinking or prompt.harmony is not None):
         return own
-    rules = _rule("answer", own)
+    rules = _rule("response", own)
     if prompt.harmony:  # the response continues a message that the prompt contains
-        return Grammar("lark", f"start: answer\n{rules}", own.param)
+        return Grammar("lark", f"start: response\n{rules}", own.param)
     if prompt.harmony is not None:
-        rules = f"{_rule('text', own)}\nanswer: {final_head(special_ids)} text"
+        rules = f"{_rule('text', own)}\nresponse: {final_head(special_ids)} text"
     if tools is None or not tools.format.is_parsed:
-        return _whole("answer", rules, prompt, special_ids, own.param)
-    return _whole("(answer | calls)", f"{rules}\n{tools.call_rules(special_ids)}", prompt, special_ids, own.param)
+        return _whole("response", rules, prompt, special_ids, own.param)
+    return _whole("(response | calls)", f"{rules}\n{tools.call_rules(special_ids)}", prompt, special_ids, own.param)
 
 
 def _whole(body: str, rules: str, prompt: ChatPrompt, special_ids: SpecialIds, param: str) -> Grammar:
     """Return the grammar of a response `body`, preceded by optional reasoning if the model reasons."""
     if prompt.harmony is not None:
-        body, before = after_thoughts(body, special_ids)
+        body, before = after_reasoning(body, special_ids)
         return Grammar("lark", f"start: {body}\n{before}\n{rules}", param)
     if not (prompt.may_think or prompt.is_thinking):
         return Grammar("lark", f"start: {body}\n{rules}", param)
     marks = prompt.reasoning
     if marks.end in special_ids:  # a special token never occurs in plain text
-        thoughts = f"thoughts: THOUGHTS {delimiter(marks.end, special_ids)}\nTHOUGHTS: /(?s:.*)/"
+        reasoning = f"reasoning: REASONING {delimiter(marks.end, special_ids)}\nREASONING: /(?s:.*)/"
     else:
-        thoughts = f"thoughts[suffix={literal(marks.end)}]: /(?s:.*)/"
+        reasoning = f"reasoning[suffix={literal(marks.end)}]: /(?s:.*)/"
     opening = "" if prompt.is_thinking else f"{delimited(marks.start, marks.tokens, special_ids)} "
-    before = f"{opening}thoughts lines" if prompt.is_thinking else f"({opening}thoughts lines)?"
-    return Grammar("lark", f"start: {before} {body}\n{thoughts}\nlines: /\\n{{0,2}}/\n{rules}", param)
+    before = f"{opening}reasoning lines" if prompt.is_thinking else f"({opening}reasoning lines)?"
+    return Grammar("lark", f"start: {before} {body}\n{reasoning}\nlines: /\\n{{0,2}}/\n{rules}", param)
 
 
 def _rule(name: str, own: Grammar) -> str:

@@ -5,14 +5,14 @@ import asyncio
 from oarlock.engine.errors import EngineError, RequestError
 from oarlock.server.chat.detection import tool_format_of
 from oarlock.server.chat.turn_folding import Folding
-from oarlock.server.chat.turn_trial import Outline, Turn, TurnTrial
+from oarlock.server.chat.turn_trial import Outline, TrialTurn, TurnTrial
 from oarlock.server.llm.chat_template import ChatTemplate
 from oarlock.server.observability.logs import event, logger
 
-_SYSTEM, _DEVELOPER, _USER, _ANSWER = (Turn(role, True) for role in ("system", "developer", "user", "assistant"))
-_ONE_CALL, _TWO_CALLS = Turn("assistant", False, 1), Turn("assistant", False, 2)
-_CALL_WITH_TEXT = Turn("assistant", True, 1)
-_RESULT, _SECOND = Turn("tool", True, answers=(1, 0)), Turn("tool", True, answers=(2, 1))
+_SYSTEM, _DEVELOPER, _USER, _ANSWER = (TrialTurn(role, True) for role in ("system", "developer", "user", "assistant"))
+_ONE_CALL, _TWO_CALLS = TrialTurn("assistant", False, 1), TrialTurn("assistant", False, 2)
+_CALL_WITH_TEXT = TrialTurn("assistant", True, 1)
+_RESULT, _SECOND = TrialTurn("tool", True, call_ref=(1, 0)), TrialTurn("tool", True, call_ref=(2, 1))
 # Trial conversations, by their unusual property.
 _TRIALS = {
     "several_system_turns": (_SYSTEM, _SYSTEM, _USER),

@@ -24,13 +24,13 @@ _LEVEL_NAMES = ("reasoning_effort", "thinking_effort")
 _LEVELS = ("minimal", "low", "medium", "high", "xhigh", "max")
 _USUAL = frozenset({"low", "medium", "high"})  # levels of models whose template writes any given level
 _OFF = ("none", "no_think")  # level values that switch reasoning off
-_ALIKE = {"minimal": ("low",), "low": ("minimal",), "xhigh": ("max", "high"), "max": ("xhigh", "high")}
+_EQUIVALENT_LEVELS = {"minimal": ("low",), "low": ("minimal",), "xhigh": ("max", "high"), "max": ("xhigh", "high")}
 _NO_LEVEL = "qzx"  # a value that no template knows
 _MAX_TRIAL = 256 * 1024  # limit in characters for a rendered trial
 _found: WeakKeyDictionary[ChatTemplate, "ThinkingControls"] = WeakKeyDictionary()
 
 
-class Thinking(NamedTuple):
+class TemplateVariables(NamedTuple):
     """Variables for a template, and the request's fields that have no effect with it."""
 
     variables: dict[str, Any]
@@ -38,7 +38,7 @@ class Thinking(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Levels:
+class EffortLevels:
     """Values of one level variable."""
 
     accepted: frozenset[str]  # values that the template does not refuse
@@ -47,7 +47,7 @@ class Levels:
 
     def nearest(self, effort: str) -> str:
         """Return the value that is closest to `effort`, the higher of two equally close values."""
-        for level in (effort, *_ALIKE.get(effort, ())):
+        for level in (effort, *_EQUIVALENT_LEVELS.get(effort, ())):
             if level in self.known:
                 return level
         if effort in self.accepted:
@@ -61,7 +61,7 @@ class ThinkingControls:
     """Variables of one template that control reasoning."""
 
     switches: tuple[str, ...] = ()
-    levels: Mapping[str, Levels] = field(default_factory=dict)
+    levels: Mapping[str, EffortLevels] = field(default_factory=dict)
 
     def on(self, effort: str | None) -> dict[str, Any]:
         """Return the variables that switch reasoning on, at level `effort` if given; value None: omit the variable."""
@@ -85,7 +85,7 @@ class ThinkingControls:
         return ThinkingControls(switches, {name: level for name, level in self.levels.items() if name not in own})
 
 
-async def thinking_of(template: ChatTemplate, request: ChatRequest, reasons: bool) -> Thinking:
+async def thinking_of(template: ChatTemplate, request: ChatRequest, reasons: bool) -> TemplateVariables:
     """Return the template's variables for a request; variables that the caller sets by name take precedence.
 
     `reasons`: whether responses of this model contain reasoning at all.
@@ -93,7 +93,7 @@ async def thinking_of(template: ChatTemplate, request: ChatRequest, reasons: boo
     own = request.chat_template_kwargs or {}
     effort, switch = request.reasoning_effort, request.thinking_switch
     if effort is None and switch is None:
-        return Thinking(dict(own))
+        return TemplateVariables(dict(own))
     controls = (await _controls_of(template)).without(own)
     is_on = effort != "none" if switch is None else switch
     found = controls.on(effort if effort != "none" else None) if is_on else controls.off()
@@ -106,7 +106,7 @@ async def thinking_of(template: ChatTemplate, request: ChatRequest, reasons: boo
     if not found and (effort == "none" or request.sets_thinking):
         found = controls.least()
     values = {name: value for name, value in found.items() if value is not None}
-    return Thinking(values | own, tuple(ignored))
+    return TemplateVariables(values | own, tuple(ignored))
 
 
 async def _controls_of(template: ChatTemplate) -> ThinkingControls:
@@ -134,7 +134,7 @@ class _Trial:
         texts = [await self._written({} if value is None else {name: value}) for value in _SWITCHES[name]]
         return None not in texts and texts[0] != texts[1]
 
-    async def _levels(self, name: str, on: dict[str, Any]) -> Levels | None:
+    async def _levels(self, name: str, on: dict[str, Any]) -> EffortLevels | None:
         """Return the levels of the variable `name`, with reasoning switched on; None if it changes nothing."""
         plain = await self._written(on)
         unknown = await self._written({**on, name: _NO_LEVEL})
@@ -147,7 +147,7 @@ class _Trial:
             known = {level for level in accepted if texts[level] != unknown}
             off = next((word for word in _OFF if word in known), None)
         changes = off is not None or any(texts[level] not in (None, plain) for level in known)
-        return Levels(frozenset(accepted), frozenset(known.intersection(_LEVELS)), off) if changes else None
+        return EffortLevels(frozenset(accepted), frozenset(known.intersection(_LEVELS)), off) if changes else None
 
     def _names(self, value: str) -> bool:
         """Return whether the template's source contains this value as a literal."""

@@ -13,7 +13,7 @@ _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additiona
 
 
 @dataclass(frozen=True, slots=True)
-class ToolChoice:
+class RequestTools:
     """Tools of one request."""
 
     format: ToolFormat
@@ -55,7 +55,7 @@ class ToolChoice:
         return self.format.forced_calls(tools, most, special_ids)
 
 
-def resolve_tool_choice(request: ChatRequest, tool_format: ToolFormat) -> ToolChoice | None:
+def resolve_tool_choice(request: ChatRequest, tool_format: ToolFormat) -> RequestTools | None:
     """Resolve `tools` and `tool_choice`; None if nothing can be called. Raises `RequestError` if they contradict."""
     choice, tools = request.tool_choice, request.functions
     if not tools:
@@ -70,7 +70,7 @@ def resolve_tool_choice(request: ChatRequest, tool_format: ToolFormat) -> ToolCh
     if choice == "none":
         return None
     if isinstance(choice, NamedChoice):
-        return ToolChoice(tool_format, tools, _named(tools, choice), True, True, parallel, num_earlier)
+        return RequestTools(tool_format, tools, _named(tools, choice), True, True, parallel, num_earlier)
     must_call = choice == "required"
     if isinstance(choice, AllowedChoice):
         tools = tuple(tool for wanted in choice.allowed_tools.tools for tool in _named(tools, wanted))
@@ -82,7 +82,7 @@ def resolve_tool_choice(request: ChatRequest, tool_format: ToolFormat) -> ToolCh
             "name a format with --tool-call-parser."
         )
         raise RequestError(message, "tool_choice", "unsupported_parameter")
-    return ToolChoice(tool_format, tools, tools, must_call, False, parallel, num_earlier)
+    return RequestTools(tool_format, tools, tools, must_call, False, parallel, num_earlier)
 
 
 def _named(tools: tuple[Tool, ...], wanted: NamedChoice) -> tuple[Tool, ...]:

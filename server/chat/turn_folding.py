@@ -47,7 +47,7 @@ class CallText(IntEnum):
     TOGETHER = 3  # one turn per round: the response after the results or, if there is none yet, before the first call
 
 
-class Runs(IntEnum):
+class TurnRuns(IntEnum):
     """Rewrites of turns for a template that requires the user and the assistant to alternate."""
 
     KEPT = 0
@@ -62,7 +62,7 @@ class Folding:
     calls: CallTurns = CallTurns.KEPT
     call_text: CallText = CallText.KEPT
     system: SystemTurns = SystemTurns.KEPT
-    runs: Runs = Runs.KEPT
+    runs: TurnRuns = TurnRuns.KEPT
     developer_is_system: bool = False
     stray_is_text: bool = False  # results that do not follow their calls become user text
     other_arguments: bool = False  # pass arguments as text if the format of calls has objects, and vice versa
@@ -79,7 +79,7 @@ class Folding:
             messages = _order_results(messages, is_single=self.calls is CallTurns.SINGLE)
         if self.calls >= CallTurns.LAST_TEXT:
             assert write_calls is not None
-            chosen = _unanswered_calls(messages) if self.calls is CallTurns.LAST_TEXT else range(len(messages))
+            chosen = _open_calls(messages) if self.calls is CallTurns.LAST_TEXT else range(len(messages))
             messages = [_without_calls(m, write_calls) if i in chosen else m for i, m in enumerate(messages)]
         if self.calls >= CallTurns.ALL_TEXT:
             messages = [_result_as_text(m) for m in messages]
@@ -95,7 +95,7 @@ class Folding:
             messages = _fold_system(messages, self.system)
         if self.runs:
             messages = _join_turns(messages)
-        return _fill_turns(messages) if self.runs is Runs.FILLED else messages
+        return _fill_turns(messages) if self.runs is TurnRuns.FILLED else messages
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -176,7 +176,7 @@ def _one_call(message: Message, number: int) -> Message:
     )
 
 
-def _unanswered_calls(messages: Messages) -> set[int]:
+def _open_calls(messages: Messages) -> set[int]:
     """Return the last turn with calls in each round that continues with the user instead of a response."""
     found: set[int] = set()
     last: int | None = None  # last turn with calls that has no response so far
@@ -217,8 +217,8 @@ def _split_call_texts(messages: Messages, how: CallText) -> Messages:
     """Move the text of turns with calls into a turn of its own."""
     end = len(messages)
     if how is CallText.APART_IF_ANSWERED:
-        answers = (i for i, m in enumerate(messages) if m["role"] == "assistant" and not m.get("tool_calls"))
-        end = max(answers, default=0)
+        replies = (i for i, m in enumerate(messages) if m["role"] == "assistant" and not m.get("tool_calls"))
+        end = max(replies, default=0)
     written: Messages = []
     for position, message in enumerate(messages):
         if message.get("tool_calls") and message["content"] and position < end:
@@ -247,12 +247,12 @@ def _with_one_call_text(messages: Messages) -> Messages:
     if not texts:
         return messages
     written = [{**m, "content": ""} if m.get("tool_calls") else m for m in messages]
-    answers = (i for i in range(callers[-1] + 1, len(messages)) if messages[i]["role"] == "assistant")
-    answer = next(answers, None)
-    if answer is None:
+    replies = (i for i in range(callers[-1] + 1, len(messages)) if messages[i]["role"] == "assistant")
+    reply = next(replies, None)
+    if reply is None:
         written.insert(callers[0], {"role": "assistant", "content": joined(*texts)})
     else:
-        written[answer] = {**written[answer], "content": joined(*texts, written[answer]["content"])}
+        written[reply] = {**written[reply], "content": joined(*texts, written[reply]["content"])}
     return written
 
 

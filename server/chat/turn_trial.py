@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from oarlock.engine.errors import RequestError
 from oarlock.server.chat.conversation import Tools, in_parts, template_messages
 from oarlock.server.chat.tool_parsers.base import Messages, ToolFormat
-from oarlock.server.chat.turn_folding import INSTRUCTIONS, CallText, CallTurns, Folding, Runs, SystemTurns
+from oarlock.server.chat.turn_folding import INSTRUCTIONS, CallText, CallTurns, Folding, SystemTurns, TurnRuns
 from oarlock.server.llm.chat_template import ChatTemplate
 from oarlock.server.llm.template_renderers import TemplateLimitError
 from oarlock.server.schemas.chat import CalledFunction, ChatMessage, ToolCall
@@ -41,14 +41,14 @@ _TRIAL_TOOLS: Tools = [
 ]
 
 
-class Turn(NamedTuple):
+class TrialTurn(NamedTuple):
     """Shape of one message."""
 
     role: str
     has_text: bool
     num_calls: int = 0
-    has_thoughts: bool = False
-    answers: tuple[int, int] | None = None  # results only: (turns back to the call, index of the call in its turn)
+    has_reasoning: bool = False
+    call_ref: tuple[int, int] | None = None  # results only: (turns back to the call, index of the call in its turn)
 
 
 class Fault(NamedTuple):
@@ -62,7 +62,7 @@ class Fault(NamedTuple):
 class Outline:
     """Shape of a conversation, as it is tried."""
 
-    turns: tuple[Turn, ...]
+    turns: tuple[TrialTurn, ...]
     indices: tuple[int, ...]  # index of each turn in the conversation
 
     @staticmethod
@@ -70,32 +70,35 @@ class Outline:
         """Return the outline of a conversation."""
         shape = shape_of(messages)
         kept = kept_turns(shape)
-        places = {position: number for number, position in enumerate(kept)}
+        numbers = {position: number for number, position in enumerate(kept)}
         turns = []
         for number, position in enumerate(kept):
             turn = shape[position]
-            if turn.answers is not None:
-                place = places.get(position - turn.answers[0])
-                turn = turn._replace(answers=None if place is None else (number - place, turn.answers[1]))
+            if turn.call_ref is not None:
+                call_number = numbers.get(position - turn.call_ref[0])
+                turn = turn._replace(call_ref=None if call_number is None else (number - call_number, turn.call_ref[1]))
             turns.append(turn)
         return Outline(tuple(turns), tuple(kept))
 
 
-def shape_of(messages: Sequence[ChatMessage]) -> tuple[Turn, ...]:
+def shape_of(messages: Sequence[ChatMessage]) -> tuple[TrialTurn, ...]:
     """Return the shape of a conversation."""
     calls: dict[str, tuple[int, int]] = {}
     turns = []
     for position, message in enumerate(messages):
         found = calls.get(message.tool_call_id or "") if message.role == "tool" else None
-        answers = None if found is None else (position - found[0], found[1])
+        call_ref = None if found is None else (position - found[0], found[1])
         made = message.tool_calls or ()
         calls |= {call.id: (position, number) for number, call in enumerate(made)}
-        has_text, has_thoughts = bool(message.text.strip()), bool(message.thoughts) and message.role == "assistant"
-        turns.append(Turn(message.role, has_text, len(made), has_thoughts, answers))
+        has_text, has_reasoning = (
+            bool(message.text.strip()),
+            bool(message.reasoning_text) and message.role == "assistant",
+        )
+        turns.append(TrialTurn(message.role, has_text, len(made), has_reasoning, call_ref))
     return tuple(turns)
 
 
-def kept_turns(shape: Sequence[Turn]) -> list[int]:
+def kept_turns(shape: Sequence[TrialTurn]) -> list[int]:
     """Return the indices of the turns that a trial needs: without repeated rounds, and repeated steps in a round."""
     rounds: list[list[list[int]]] = [[]]
     for position, turn in enumerate(shape):
@@ -108,7 +111,7 @@ def kept_turns(shape: Sequence[Turn]) -> list[int]:
     return _without_repeats(shape, [_without_repeats(shape, steps) for steps in rounds])
 
 
-def _without_repeats(shape: Sequence[Turn], parts: Sequence[list[int]]) -> list[int]:
+def _without_repeats(shape: Sequence[TrialTurn], parts: Sequence[list[int]]) -> list[int]:
     """Return the turns of all parts except repeats: the same shape after the same shape. The last part always stays."""
     seen: set[tuple[Any, Any]] = set()
     before = None
@@ -123,7 +126,7 @@ def _without_repeats(shape: Sequence[Turn], parts: Sequence[list[int]]) -> list[
     return kept
 
 
-def trial_messages(shape: Sequence[Turn]) -> list[ChatMessage]:
+def trial_messages(shape: Sequence[TrialTurn]) -> list[ChatMessage]:
     """Return a conversation of this shape, with a marker in place of each text, name and argument."""
     messages = []
     for position, turn in enumerate(shape):
@@ -138,7 +141,7 @@ def trial_messages(shape: Sequence[Turn]) -> list[ChatMessage]:
         ]
         call_id = None
         if turn.role == "tool":
-            back, number = turn.answers or (position + 1, 0)
+            back, number = turn.call_ref or (position + 1, 0)
             call_id = _call_id(position - back, number)
         messages.append(
             ChatMessage.model_construct(
@@ -146,7 +149,7 @@ def trial_messages(shape: Sequence[Turn]) -> list[ChatMessage]:
                 content=_text(position) if turn.has_text else "",
                 tool_calls=calls or None,
                 tool_call_id=call_id,
-                reasoning_content=f"think{position}end" if turn.has_thoughts else None,
+                reasoning_content=f"think{position}end" if turn.has_reasoning else None,
             )
         )
     return messages
@@ -169,38 +172,38 @@ def _call_id(turn: int, call: int) -> str:
     return f"c{turn % 10000:05d}{call % 1000:03d}" if turn >= 0 else "unknown00"
 
 
-def fault_in(prompt: str, shape: Sequence[Turn], has_tools: bool) -> Fault | None:
+def fault_in(prompt: str, shape: Sequence[TrialTurn], has_tools: bool) -> Fault | None:
     """Return the first fault of a trial's prompt.
 
     Initial instructions may be anywhere, since many templates write them with the tools or into a user turn. The text
     before a call may be anywhere between the surrounding user turns.
     """
-    places = [[prompt.find(marker) for marker in _markers(turn, position)] for position, turn in enumerate(shape)]
-    lost = next((position for position, found in enumerate(places) if -1 in found), None)
+    offsets = [[prompt.find(marker) for marker in _markers(turn, position)] for position, turn in enumerate(shape)]
+    lost = next((position for position, found in enumerate(offsets) if -1 in found), None)
     if lost is not None:
         return Fault(lost)
     end = -1
     for task in _tasks(shape):
-        found = [place for group in task for position in group for place in places[position]]
+        found = [offset for group in task for position in group for offset in offsets[position]]
         if found and min(found) < end:
             return Fault(task[0][0], False)
         wrong = _disorder(prompt, shape, task)
         if wrong is not None:
             return Fault(wrong, False)
         end = max([end, *found])
-    wrong = _wrong_result(prompt, shape, places)
+    wrong = _wrong_result(prompt, shape, offsets)
     if wrong is not None:
         return Fault(wrong, False)
     return Fault(TOOLS) if has_tools and _TOOL not in prompt else None
 
 
-def _markers(turn: Turn, position: int) -> list[str]:
+def _markers(turn: TrialTurn, position: int) -> list[str]:
     calls = range(turn.num_calls)
     texts = [_text(position)] if turn.has_text else []
     return [*texts, *(_name(position, i) for i in calls), *(_argument(position, i) for i in calls)]
 
 
-def _groups(shape: Sequence[Turn]) -> list[list[int]]:
+def _groups(shape: Sequence[TrialTurn]) -> list[list[int]]:
     """Return the turns after the initial instructions: one by one, but calls together with their results."""
     opening = next((i for i, turn in enumerate(shape) if turn.role not in INSTRUCTIONS), len(shape))
     groups: list[list[int]] = []
@@ -212,7 +215,7 @@ def _groups(shape: Sequence[Turn]) -> list[list[int]]:
     return groups
 
 
-def _tasks(shape: Sequence[Turn]) -> list[list[list[int]]]:
+def _tasks(shape: Sequence[TrialTurn]) -> list[list[list[int]]]:
     """Return the groups of turns by task: calls together with the response after them."""
     tasks: list[list[list[int]]] = []
     for group in _groups(shape):
@@ -224,7 +227,7 @@ def _tasks(shape: Sequence[Turn]) -> list[list[list[int]]]:
     return tasks
 
 
-def _disorder(prompt: str, shape: Sequence[Turn], task: Sequence[Sequence[int]]) -> int | None:
+def _disorder(prompt: str, shape: Sequence[TrialTurn], task: Sequence[Sequence[int]]) -> int | None:
     """Return the first turn of a task whose call, result or response is out of order."""
     end = -1
     for group in task:
@@ -238,43 +241,43 @@ def _disorder(prompt: str, shape: Sequence[Turn], task: Sequence[Sequence[int]])
     return None
 
 
-def _has_stray(shape: Sequence[Turn]) -> bool:
+def _has_stray(shape: Sequence[TrialTurn]) -> bool:
     """Return whether some result does not follow the turn of its call."""
-    behind = {i for caller, *others in _groups(shape) for i in others if _is_answer(shape, i, caller)}
+    behind = {i for caller, *others in _groups(shape) for i in others if _is_response(shape, i, caller)}
     return any(turn.role == "tool" and position not in behind for position, turn in enumerate(shape))
 
 
-def _is_answer(shape: Sequence[Turn], position: int, caller: int) -> bool:
-    answers = shape[position].answers
-    return answers is not None and position - answers[0] == caller
+def _is_response(shape: Sequence[TrialTurn], position: int, caller: int) -> bool:
+    call_ref = shape[position].call_ref
+    return call_ref is not None and position - call_ref[0] == caller
 
 
-def _wrong_result(prompt: str, shape: Sequence[Turn], places: Sequence[Sequence[int]]) -> int | None:
+def _wrong_result(prompt: str, shape: Sequence[TrialTurn], offsets: Sequence[Sequence[int]]) -> int | None:
     """Return the first result that precedes its call, or follows the name of another call."""
-    known = sorted(place for found in places for place in found)
+    known = sorted(offset for found in offsets for offset in found)
     for position, turn in enumerate(shape):
         if turn.role != "tool" or not turn.has_text:
             continue
-        place = places[position][0]
-        caller = None if turn.answers is None else (position - turn.answers[0], turn.answers[1])
-        if caller is not None and place < prompt.find(_argument(*caller)):
+        offset = offsets[position][0]
+        caller = None if turn.call_ref is None else (position - turn.call_ref[0], turn.call_ref[1])
+        if caller is not None and offset < prompt.find(_argument(*caller)):
             return position
-        before = known[bisect_left(known, place) - 1] if place > known[0] else 0
-        names = _ANY_NAME.findall(prompt, before + 1, place)  # a name at `before` belongs to a call
+        before = known[bisect_left(known, offset) - 1] if offset > known[0] else 0
+        names = _ANY_NAME.findall(prompt, before + 1, offset)  # a name at `before` belongs to a call
         if names and (caller is None or names[-1] != _name(*caller)):
             return position
     return None
 
 
-def _in_order(shape: Sequence[Turn]) -> tuple[Turn, ...]:
+def _in_order(shape: Sequence[TrialTurn]) -> tuple[TrialTurn, ...]:
     """Return the shape that a template sees if it ignores ids: results belong to the first calls, in order."""
     turns = list(shape)
     for caller, *others in _groups(shape):
-        own = {i: shape[i].answers for i in others if _is_answer(shape, i, caller)}
-        answered = list(dict.fromkeys(answers[1] for answers in own.values() if answers))
-        for position, answers in own.items():
-            if answers is not None:
-                turns[position] = turns[position]._replace(answers=(position - caller, answered.index(answers[1])))
+        own = {i: shape[i].call_ref for i in others if _is_response(shape, i, caller)}
+        answered = list(dict.fromkeys(call_ref[1] for call_ref in own.values() if call_ref))
+        for position, call_ref in own.items():
+            if call_ref is not None:
+                turns[position] = turns[position]._replace(call_ref=(position - caller, answered.index(call_ref[1])))
     return tuple(turns)
 
 
@@ -286,7 +289,7 @@ class TurnTrial:
     tool_format: ToolFormat
     as_parts: bool
     has_tools: bool
-    opens_answer: bool
+    opens_assistant_turn: bool
     variables: Mapping[str, Any]
 
     async def folding(self, outline: Outline) -> Folding:
@@ -303,7 +306,7 @@ class TurnTrial:
     async def result(self, outline: Outline) -> Folding | Fault | None:
         """Return the folding, or the fault that no folding fixes; None if the template refuses all foldings."""
         known = self.template.trials
-        key = (outline.turns, self.has_tools, self.opens_answer, _kinds(self.variables))
+        key = (outline.turns, self.has_tools, self.opens_assistant_turn, _kinds(self.variables))
         if key not in known:
             found = await self._find(outline.turns)
             while len(known) >= _MAX_RESULTS:
@@ -311,7 +314,7 @@ class TurnTrial:
             known[key] = found
         return known[key]
 
-    async def _find(self, shape: tuple[Turn, ...]) -> Folding | Fault | None:
+    async def _find(self, shape: tuple[TrialTurn, ...]) -> Folding | Fault | None:
         conversation = trial_messages(shape)
         first: Fault | RequestError | None = None
         without_tools: Folding | None = None
@@ -323,7 +326,7 @@ class TurnTrial:
                 continue
             tried.add(form)
             outcome = await self._fault(messages, tools, shape)
-            if outcome is None and not await self._mixes_results_up(shape, folding):
+            if outcome is None and not await self._confuses_results(shape, folding):
                 return folding
             if isinstance(outcome, Fault) and outcome.turn == TOOLS:
                 without_tools = without_tools or folding
@@ -332,7 +335,7 @@ class TurnTrial:
             return without_tools  # the model knows its tools from elsewhere
         return first if isinstance(first, Fault) else None
 
-    def _foldings(self, shape: Sequence[Turn]) -> Iterator[Folding]:
+    def _foldings(self, shape: Sequence[TrialTurn]) -> Iterator[Folding]:
         """Yield the foldings that may change a conversation of this shape, in order of increasing change."""
         has_calls = any(turn.num_calls for turn in shape)
         has_results = any(turn.role == "tool" for turn in shape)
@@ -349,11 +352,11 @@ class TurnTrial:
             forms += [(False, False, CallText.KEPT, each) for each in CallTurns if each >= CallTurns.LAST_TEXT]
         systems = list(SystemTurns) if has_system else [SystemTurns.KEPT]
         developers = (False, True)[: 1 + any(turn.role == "developer" for turn in shape)]
-        for (stray, other, text, call), system, runs, developer in product(forms, systems, Runs, developers):
+        for (stray, other, text, call), system, runs, developer in product(forms, systems, TurnRuns, developers):
             yield Folding(call, text, system, runs, developer, stray, other)
 
     async def _fault(
-        self, messages: Messages, tools: Tools | None, shape: tuple[Turn, ...]
+        self, messages: Messages, tools: Tools | None, shape: tuple[TrialTurn, ...]
     ) -> Fault | RequestError | None:
         """Return the fault of a trial's prompt, the template's refusal, or None if the prompt is correct."""
         try:
@@ -364,7 +367,7 @@ class TurnTrial:
             return error
         return fault_in(prompt, shape, self.has_tools)
 
-    async def _mixes_results_up(self, shape: tuple[Turn, ...], folding: Folding) -> bool:
+    async def _confuses_results(self, shape: tuple[TrialTurn, ...], folding: Folding) -> bool:
         """Return whether results are not in the order of the first calls and the prompt does not show their calls."""
         ordered = _in_order(shape)
         if ordered == shape or folding.calls >= CallTurns.LAST_TEXT:
@@ -383,11 +386,11 @@ class TurnTrial:
 
     async def _render(self, messages: Messages, tools: Tools | None) -> str:
         return await self.template.render(
-            messages, self.opens_answer, MAX_PROMPT, tools=tools, variables=self.variables
+            messages, self.opens_assistant_turn, MAX_PROMPT, tools=tools, variables=self.variables
         )
 
 
-def _first_result(shape: Sequence[Turn]) -> int:
+def _first_result(shape: Sequence[TrialTurn]) -> int:
     return next(position for position, turn in enumerate(shape) if turn.role == "tool")
 
 

@@ -5,7 +5,7 @@ stop string has invalid arguments. So the text is parsed first, and only its con
 across reasoning or a call.
 """
 
-from oarlock.server.chat.message_parser import AnswerShape, MessageParser
+from oarlock.server.chat.message_parser import MessageParser, MessageShape
 from oarlock.server.chat.tool_parsers.call_parser import ContentDelta, MessageEvent
 from oarlock.server.llm.detokenizer import StopStringMatcher, StopStrings
 from oarlock.server.llm.output_processor import ReadText
@@ -14,7 +14,7 @@ from oarlock.server.llm.output_processor import ReadText
 class VisibleStops:
     """Parser of one choice's text that ends at a stop string (implements `StopFinder`)."""
 
-    def __init__(self, shape: AnswerShape, in_items: bool, stops: StopStrings, include: bool) -> None:
+    def __init__(self, shape: MessageShape, in_items: bool, stops: StopStrings, include: bool) -> None:
         """`in_items`: see `MessageParser`. `include`: the stop string is part of the response."""
         self._parser = MessageParser(shape, in_items=in_items)
         self._matcher = StopStringMatcher(stops, include)

@@ -6,7 +6,7 @@ format.
 
 from collections.abc import Iterable
 
-from oarlock.server.chat.message_parser import AnswerShape, MessageParser
+from oarlock.server.chat.message_parser import MessageParser, MessageShape
 from oarlock.server.chat.tool_parsers.call_parser import ContentDelta
 from oarlock.server.llm.detokenizer import Detokenizer
 from oarlock.server.llm.output_processor import Delta, TokenScore
@@ -15,7 +15,7 @@ from oarlock.server.llm.output_processor import Delta, TokenScore
 class VisibleTokens:
     """Incremental filter of the tokens of one response."""
 
-    def __init__(self, shape: AnswerShape, detokenizer: Detokenizer) -> None:
+    def __init__(self, shape: MessageShape, detokenizer: Detokenizer) -> None:
         self._parser = MessageParser(shape, in_items=True)
         self._detokenizer = detokenizer
         self._recent: list[tuple[TokenScore, str]] = []  # tokens since the last event, each with its text

@@ -28,7 +28,7 @@ _WIDTH = 100  # characters of a line
 _SHORT_WIDTH = 120  # characters of a line of the short help
 _MOST_VALUES = 70  # maximum characters of the values in the short help
 _COLON_AFTER = 20  # characters; text before an earlier colon is a value, not a sentence
-_OF_HELP = "show this help; --help=all: all options; --help=WORD: a group, an option, or options with the word"
+_HELP_HELP = "show this help; --help=all: all options; --help=WORD: a group, an option, or options with the word"
 
 KINDS_OF_MODEL = OPTIONS["model"].help.partition(";")[0]  # description of the kinds of MODEL
 
@@ -66,7 +66,7 @@ def short_help(parser: argparse.ArgumentParser) -> str:
 def _lines_of(start: str, action: argparse.Action) -> list[str]:
     """Return the lines of one option in the short help: its first sentence, then its default and allowed values."""
     if isinstance(action, argparse._HelpAction):
-        return [start + _OF_HELP]
+        return [start + _HELP_HELP]
     line = start + first_sentence(action.help or "")
     described = OPTIONS.get(action.dest)
     if described is None:
@@ -98,8 +98,10 @@ def help_about(parser: argparse.ArgumentParser, word: str) -> str | None:
     groups = _groups(parser)
     found = (
         [group for group in groups if group[0].lower().replace(" ", "-") == wanted.replace(" ", "-")]
-        or _those(groups, lambda action: wanted in _names(action))
-        or _those(groups, lambda action: any(wanted in text.lower() for text in (*_names(action), action.help or "")))
+        or _filtered(groups, lambda action: wanted in _names(action))
+        or _filtered(
+            groups, lambda action: any(wanted in text.lower() for text in (*_names(action), action.help or ""))
+        )
     )
     if not wanted or not found:
         return None
@@ -123,7 +125,7 @@ def _groups(parser: argparse.ArgumentParser) -> list[Group]:
     return [(group.title or "", group._group_actions) for group in parser._action_groups if group._group_actions]
 
 
-def _those(groups: Sequence[Group], is_wanted: Callable[[argparse.Action], bool]) -> list[Group]:
+def _filtered(groups: Sequence[Group], is_wanted: Callable[[argparse.Action], bool]) -> list[Group]:
     found = [(title, [action for action in actions if is_wanted(action)]) for title, actions in groups]
     return [(title, actions) for title, actions in found if actions]
 

@@ -14,7 +14,7 @@ from oarlock.server.hub.local_model import check_names
 
 if TYPE_CHECKING:
     from oarlock.server.config.settings import Settings
-    from oarlock.server.endpoints.batches.batch_file import AnswerFile, RequestFile
+    from oarlock.server.endpoints.batches.batch_file import OutputFile, RequestFile
 
 HELP = "run a file of requests in OpenAI's batch format"
 EXAMPLE = "oarlock batch requests.jsonl responses.jsonl --model Qwen/Qwen2.5-0.5B-Instruct"
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EXIT_CODES
     parser.add_argument("requests", metavar="IN.jsonl", type=expand, help="the requests, one per line")
     parser.add_argument(
-        "answers",
+        "results",
         metavar="OUT.jsonl",
         type=expand,
         help="the responses in order of completion; an existing file is continued",
@@ -61,32 +61,32 @@ def run(arguments: argparse.Namespace) -> int:
     import asyncio
 
     # Imported before a model is loaded.
-    from oarlock.server.endpoints.batches.batch_file import AnswerFile, RequestFile
+    from oarlock.server.endpoints.batches.batch_file import OutputFile, RequestFile
 
     requests = RequestFile(arguments.requests)
-    answers = AnswerFile(arguments.answers, requests)
+    results = OutputFile(arguments.results, requests)
     try:
-        if answers.num_done or answers.num_dropped:
-            again = f", and {answers.num_dropped} are retried" if answers.num_dropped else ""
-            sys.stderr.write(f"{answers.num_done} of {len(requests)} requests already have a response{again}\n")
-        if answers.num_done < len(requests):
-            asyncio.run(_answer_all(settings, requests, answers))
-        print(f"{answers.num_done} of {len(requests)} requests completed, {answers.num_failed} with an error")
+        if results.num_done or results.num_dropped:
+            again = f", and {results.num_dropped} are retried" if results.num_dropped else ""
+            sys.stderr.write(f"{results.num_done} of {len(requests)} requests already have a response{again}\n")
+        if results.num_done < len(requests):
+            asyncio.run(_run_all(settings, requests, results))
+        print(f"{results.num_done} of {len(requests)} requests completed, {results.num_failed} with an error")
     finally:
-        answers.close()
+        results.close()
         requests.close()
-    return 1 if answers.num_failed else 0
+    return 1 if results.num_failed else 0
 
 
-async def _answer_all(settings: Settings, requests: RequestFile, answers: AnswerFile) -> None:
+async def _run_all(settings: Settings, requests: RequestFile, results: OutputFile) -> None:
     from oarlock.server.launch.banner import Progress
-    from oarlock.server.offline.offline_engine import OfflineEngine, answer_all
+    from oarlock.server.offline.offline_engine import OfflineEngine, run_requests
 
     progress = Progress()
     try:
         engine = await OfflineEngine.start(settings, progress)
         try:
-            await answer_all(engine, requests, answers, progress)
+            await run_requests(engine, requests, results, progress)
             ignored = engine.endpoints.ignored
         finally:
             await engine.close()

@@ -43,30 +43,30 @@ def run(arguments: argparse.Namespace) -> int:
         )
     remote = Remote(arguments.url or DEFAULT_URL, arguments.admin_api_key or os.environ.get(_KEY) or None)
     try:
-        answer = asyncio.run(remote.get_json(f"/v1/requests/{quote(arguments.request_id, safe='')}"))
+        response = asyncio.run(remote.get_json(f"/v1/requests/{quote(arguments.request_id, safe='')}"))
     except ServerError as error:
         raise StartupError(error.cause, _FIXES.get(error.status or 0, error.fix)) from None
-    sys.stdout.write(json.dumps(answer, indent=1) + "\n" if arguments.json else text_of(answer))
+    sys.stdout.write(json.dumps(response, indent=1) + "\n" if arguments.json else text_of(response))
     return 0
 
 
-def text_of(answer: dict[str, Any]) -> str:
+def text_of(response: dict[str, Any]) -> str:
     """Return the response of `GET /v1/requests/{id}` as text for people."""
-    key = "" if answer["key"] is None else f", key {answer['key']}"
-    status = "" if answer["status"] is None else f" with status {answer['status']}"
+    key = "" if response["key"] is None else f", key {response['key']}"
+    status = "" if response["status"] is None else f" with status {response['status']}"
     lines = [
-        f"{answer['id']}  {answer['route']}, {answer['state']}{status}{key}",
-        f"{answer['prompt_tokens']} prompt tokens ({answer['cached_tokens']} cached), "
-        f"{answer['completion_tokens']} generated, choices: {answer['choices']}",
+        f"{response['id']}  {response['route']}, {response['state']}{status}{key}",
+        f"{response['prompt_tokens']} prompt tokens ({response['cached_tokens']} cached), "
+        f"{response['completion_tokens']} generated, choices: {response['choices']}",
         "",
     ]
-    for event in answer["timeline"]:
+    for event in response["timeline"]:
         details = ", ".join(f"{name} {_shown(value)}" for name, value in event.items() if name not in ("at_s", "event"))
         lines.append(f"{event['at_s']:9.3f} s  {event['event']:<20}{details}".rstrip())
-    lines += ["", "  ".join(f"{name} {value:.3f} s" for name, value in answer["seconds"].items()), ""]
-    lines.append(answer["diagnosis"])
-    if answer["flag"] is not None:
-        lines.append(f"Would help: {answer['flag']}")
+    lines += ["", "  ".join(f"{name} {value:.3f} s" for name, value in response["seconds"].items()), ""]
+    lines.append(response["diagnosis"])
+    if response["flag"] is not None:
+        lines.append(f"Would help: {response['flag']}")
     return "\n".join(lines) + "\n"
 
 

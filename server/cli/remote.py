@@ -165,13 +165,13 @@ def message_of(body: str) -> str:
 
 
 # Control characters (C0 and C1) except tab and newline, and characters that change the direction of text.
-_UNFIT = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+_UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 def fit(text: str) -> str:
     """Replace every control character in `text` by its picture (an escape as `␛`) or by `�`: a model must not move the
     cursor, or reverse the shown text."""
-    return _UNFIT.sub(_picture, text.replace("\r\n", "\n"))
+    return _UNPRINTABLE.sub(_picture, text.replace("\r\n", "\n"))
 
 
 def _picture(match: re.Match[str]) -> str:

@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     loaded = loaded_settings(arguments)
     settings = loaded.settings
-    _check_model_was_not_swallowed(arguments, settings)
+    _check_model_is_not_a_value(arguments, settings)
     for note in arguments.notes:
         sys.stderr.write(f"note: {note}\n")
     on_ray = settings.distributed_executor_backend == RAY
@@ -130,7 +130,7 @@ def _offered(settings: Settings) -> Settings:
     return replace(settings, model=chosen.argument, served_model_name=settings.served_model_name or named)
 
 
-def _check_model_was_not_swallowed(arguments: argparse.Namespace, settings: Settings) -> None:
+def _check_model_is_not_a_value(arguments: argparse.Namespace, settings: Settings) -> None:
     """Refuse a start if a flag may have taken MODEL: `--api-key KEY MODEL` reads both words as keys."""
     if settings.model is not None:
         return

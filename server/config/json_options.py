@@ -113,7 +113,7 @@ def parse_speculative_config(value: str | Mapping[str, Any]) -> SpeculativeConfi
 KV_EVENTS = ObjectOption("--kv-events-config", '{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}')
 _COUNTS = ("buffer_steps", "hwm", "max_queue_size")
 _KEYS = ("enable_kv_cache_events", "publisher", "endpoint", "replay_endpoint", *_COUNTS, "topic")
-_MOST = 10_000_000
+_MAX_COUNT = 10_000_000
 _ADDRESS = re.compile(r"tcp://(?:\[[^\[\]\s]+\]|[^\[\]:\s/]+):(?P<port>\d{1,5}|\*)|ipc:///[^\s]{1,90}")
 
 
@@ -144,7 +144,7 @@ def parse_kv_events_config(
         else _address(keys, "replay_endpoint", "", num_replicas),
         topic=topic,
         has_key_in_salts=has_api_keys,
-        **{name: KV_EVENTS.count(keys, name, getattr(defaults, name), _MOST) for name in _COUNTS},
+        **{name: KV_EVENTS.count(keys, name, getattr(defaults, name), _MAX_COUNT) for name in _COUNTS},
     )
     _check_distance(config, num_replicas)
     if not enabled or publisher == "null":

@@ -126,11 +126,11 @@ def check_kv_offload(settings: KVOffloadSettings) -> None:
         )
 
 
-_NO_SECRET = (
+_NODE_SECRET_FIX = (
     "Leave it out: hosts connect through torch's store, which has no authentication. Keep the network "
     "between them private, or use WireGuard."
 )
-_REMOVED = {"node_secret_file": _NO_SECRET, "node_secret": _NO_SECRET}
+_REMOVED = {"node_secret_file": _NODE_SECRET_FIX, "node_secret": _NODE_SECRET_FIX}
 
 
 def unknown_name(what: str, name: str, known: Iterable[str]) -> OptionError:

@@ -61,7 +61,7 @@ REASONING_PARSERS = (
     "gemma4",
     "openai_gptoss",
 )
-FITTING = -1  # a value of max_model_len, as `auto` in vLLM
+FIT_TO_MEMORY = -1  # a value of max_model_len, as `auto` in vLLM
 MASTER_PORT = 29550
 RAY = "ray"
 
@@ -180,8 +180,8 @@ class ModelSettings:
         example="4096",
         limits=(2, 2**24),
         is_count=True,
-        aliases={"auto": FITTING},
-        special=(FITTING,),
+        aliases={"auto": FIT_TO_MEMORY},
+        special=(FIT_TO_MEMORY,),
         help="context length: maximum tokens of prompt plus completion; 16k is 16,000, 16K 16,384; auto or "
         "-1: as much of the default as the KV memory holds (default: the model's context length)",
     )

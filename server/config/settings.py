@@ -23,7 +23,7 @@ from oarlock.server.config.option_checks import (
     unknown_name,
 )
 from oarlock.server.config.option_groups import (
-    FITTING,
+    FIT_TO_MEMORY,
     DeviceSettings,
     HttpSettings,
     LogSettings,
@@ -102,8 +102,8 @@ class Settings(LogSettings, SchedulingSettings, NodeSettings, DeviceSettings, Ht
             load_format=self.load_format,
             check_weights=self.check_weights,
             seed=self.seed,
-            max_model_len=None if self.max_model_len == FITTING else self.max_model_len,
-            fit_model_len=self.max_model_len == FITTING,
+            max_model_len=None if self.max_model_len == FIT_TO_MEMORY else self.max_model_len,
+            fit_model_len=self.max_model_len == FIT_TO_MEMORY,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens or max(MAX_NUM_BATCHED_TOKENS, self.max_num_seqs),
             num_speculative_tokens=0 if drafts is None else drafts.num_speculative_tokens,

@@ -24,13 +24,13 @@ from oarlock.server.endpoints.pooling.serving import OpenAIServingEmbedding
 from oarlock.server.endpoints.responses import serving as responses
 from oarlock.server.endpoints.responses.serving import OpenAIServingResponses
 from oarlock.server.endpoints.serving import OpenAIServing
-from oarlock.server.endpoints.text_places import TextPlaces
+from oarlock.server.endpoints.text_permits import TextPermits
 from oarlock.server.endpoints.tokenize import OpenAIServingTokenization
 from oarlock.server.http import pages
 from oarlock.server.http.api_keys import load_admin_key, load_keys
 from oarlock.server.http.middleware import METRICS, PROBES, ApiMiddleware, Cors, RootPath
 from oarlock.server.http.openapi import build, with_defaults
-from oarlock.server.http.pages import MadeOnce
+from oarlock.server.http.pages import CachedDocuments
 from oarlock.server.http.server_state import ServerState
 from oarlock.server.hub.model_path import served_names
 from oarlock.server.observability.logs import AccessLog
@@ -101,8 +101,8 @@ def application(settings: Settings, state: ServerState, counters: HttpCounters) 
     app.add_exception_handler(HTTPException, FrameworkErrors(routers, settings.root_path or ""))
     serving = OpenAIServing(settings, state, counters)
     app.state.serving = serving
-    app.state.documents = MadeOnce()
-    app.state.text_places = TextPlaces(settings)
+    app.state.documents = CachedDocuments()
+    app.state.text_permits = TextPermits(settings)
     for endpoint in (
         OpenAIServingCompletion,
         OpenAIServingChatCompletion,

@@ -11,7 +11,7 @@ from oarlock.server.endpoints.generate import OpenAIServingGenerate
 from oarlock.server.endpoints.response_writer import ResponseWriter, finite
 from oarlock.server.http.api_route import ErrorHandlingRoute
 from oarlock.server.http.openapi import describe
-from oarlock.server.http.server_sent_events import AnswerWriter
+from oarlock.server.http.server_sent_events import GenerationWriter
 from oarlock.server.json_text import json_text
 from oarlock.server.llm.generation import Generation
 from oarlock.server.llm.input_processor import ProcessedRequest
@@ -34,7 +34,7 @@ class OpenAIServingCompletion(OpenAIServingGenerate[CompletionRequest, Processed
         generation: Generation,
         model: str,
         request_id: str,
-    ) -> AnswerWriter:
+    ) -> GenerationWriter:
         head = self._head(f"cmpl-{request_id}", "text_completion", model)
         return CompletionWriter(head, self.tokenizer, generation, self._options(body, body.logprobs))
 

@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from oarlock.server.errors import HttpError, answer_of
+from oarlock.server.errors import HttpError, error_response
 
 # Paths of Ollama, llama.cpp's server, TGI, SGLang and older APIs, each with the route that does the same here.
 _ELSEWHERE = {
@@ -59,13 +59,13 @@ class FrameworkErrors:
         assert isinstance(error, HTTPException)
         path = request.url.path[:_MOST_SHOWN]
         if error.status_code == 404:
-            return answer_of(not_served(path) or self._unknown(request.method, path), request.scope)
+            return error_response(not_served(path) or self._unknown(request.method, path), request.scope)
         if error.status_code == 405:
             allowed = (error.headers or {}).get("Allow", "")
             message = f"{path} does not support {request.method}. Send {allowed.replace(', ', ' or ')}."
             headers = {"Allow": "GET, HEAD" if allowed == "GET" else allowed}
-            return answer_of(HttpError(405, message, code="method_not_allowed", headers=headers), request.scope)
-        return answer_of(HttpError(error.status_code, str(error.detail), headers=error.headers), request.scope)
+            return error_response(HttpError(405, message, code="method_not_allowed", headers=headers), request.scope)
+        return error_response(HttpError(error.status_code, str(error.detail), headers=error.headers), request.scope)
 
     def _unknown(self, method: str, path: str) -> HttpError:
         meant, question = self.nearest(path), ""

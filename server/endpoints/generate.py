@@ -14,7 +14,7 @@ from starlette.responses import Response
 from oarlock.engine.errors import RequestError
 from oarlock.server.endpoints.response_writer import ResponseHead, ResponseOptions
 from oarlock.server.endpoints.serving import OpenAIServing
-from oarlock.server.endpoints.text_places import TextPlaces
+from oarlock.server.endpoints.text_permits import TextPermits
 from oarlock.server.errors import DeadlineError
 from oarlock.server.http.body_memory import HeldMemory
 from oarlock.server.http.request_record import (
@@ -26,7 +26,7 @@ from oarlock.server.http.request_record import (
     salt_of,
     salted,
 )
-from oarlock.server.http.server_sent_events import AnswerWriter, EventStream, until_disconnect, whole_response
+from oarlock.server.http.server_sent_events import EventStream, GenerationWriter, until_disconnect, whole_response
 from oarlock.server.json_text import dumps, numbers, pieces_of
 from oarlock.server.llm.generation import Generation, collect
 from oarlock.server.llm.input_processor import ProcessedRequest, expected_bytes, waiting_bytes
@@ -50,7 +50,7 @@ class OpenAIServingGenerate(OpenAIServing, ABC, Generic[_BodyT, _ProcessedT]):
     @abstractmethod
     def _writer(
         self, body: _BodyT, processed: _ProcessedT, generation: Generation, model: str, request_id: str
-    ) -> AnswerWriter:
+    ) -> GenerationWriter:
         """Return the writer of the generation in this endpoint's JSON format."""
 
     def check_model(self, name: str | None) -> str:
@@ -137,9 +137,9 @@ class OpenAIServingGenerate(OpenAIServing, ABC, Generic[_BodyT, _ProcessedT]):
         model = self.check_model(body.model)
         held = self.held_by(request)
         render = partial(self._rendered, body, model, request_id_of(request.scope), held)
-        answers, ignored = await TextPlaces.of(request).run(request, render)
+        renderings, ignored = await TextPermits.of(request).run(request, render)
         headers = self.reported(request, ignored, headers)
-        return await whole_response(pieces_of(answers if each else answers[0]), headers)
+        return await whole_response(pieces_of(renderings if each else renderings[0]), headers)
 
     async def _rendered(
         self, body: _BodyT, model: str, request_id: str, held: HeldMemory
@@ -173,12 +173,12 @@ class OpenAIServingGenerate(OpenAIServing, ABC, Generic[_BodyT, _ProcessedT]):
         prompts = [array("i", choice.request.prompt_token_ids) for choice in processed.choices[::per_prompt]]
         shared_size = len(dumps(shared))
         size = len(prompts) * shared_size + sum(map(len, prompts)) * _CHARACTERS_PER_ID
-        answers: list[dict[str, Any]] = []
-        while size <= MOST_RENDERED and len(answers) < len(prompts):
-            ids = prompts[len(answers)]
+        renderings: list[dict[str, Any]] = []
+        while size <= MOST_RENDERED and len(renderings) < len(prompts):
+            ids = prompts[len(renderings)]
             text = await self.tokenizer.atext(ids, self.tokenizer.special_ids, "prompt")
             size += len(text)
-            answers.append(shared | {"text": text, "token_ids": numbers(ids), "num_tokens": len(ids)})
+            renderings.append(shared | {"text": text, "token_ids": numbers(ids), "num_tokens": len(ids)})
         if size > MOST_RENDERED:
             message = (
                 f"The rendered output of {len(prompts)} prompts would exceed {MOST_RENDERED} characters: "
@@ -186,7 +186,7 @@ class OpenAIServingGenerate(OpenAIServing, ABC, Generic[_BodyT, _ProcessedT]):
                 "time."
             )
             raise RequestError(message, "prompt")
-        return answers, processed.ignored
+        return renderings, processed.ignored
 
     async def _process_in_time(self, body: _BodyT) -> _ProcessedT:
         """Call `process` within the time limit, and record the time that it took. Raises `DeadlineError`."""
@@ -225,6 +225,6 @@ def _server_timing(record: RequestRecord, generation: Generation) -> dict[str, s
     Its spans end when the prompt is ready, at the first token, and at the end; a fourth is the total.
     """
     marks = (record.received_s, generation.arrival, generation.first_token_at or generation.arrival, time.monotonic())
-    spans = {name: marks[place + 1] - marks[place] for place, name in enumerate(("prompt", "first-token", "rest"))}
+    spans = {name: marks[index + 1] - marks[index] for index, name in enumerate(("prompt", "first-token", "rest"))}
     spans["total"] = marks[-1] - marks[0]
     return {"Server-Timing": ", ".join(f"{name};dur={1000 * seconds:.1f}" for name, seconds in spans.items())}

@@ -11,15 +11,15 @@ from itertools import chain
 from typing import Any
 
 from oarlock.server.errors import HttpError, error_bytes
-from oarlock.server.http.server_sent_events import AnswerWriter
-from oarlock.server.json_text import LONG_TEXT, InPieces, dumps, pieces_of
+from oarlock.server.http.server_sent_events import GenerationWriter
+from oarlock.server.json_text import LONG_TEXT, StreamedList, dumps, pieces_of
 from oarlock.server.llm.generation import Generation
 from oarlock.server.llm.output_processor import Delta, PromptProgress, PromptScores, Scores, TokenScore
 from oarlock.server.llm.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
 _WITH_ALTERNATIVES = frozenset({"top_logprobs", "content"})  # the lists of `logprobs` that include alternatives
-_FLOOR = -9999.0  # JSON has no -Infinity; OpenAI's convention for "impossible"
+_MIN_LOGPROB = -9999.0  # JSON has no -Infinity; OpenAI's convention for "impossible"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class ResponseOptions:
     keep: int | None = None  # number of best choices to keep for each prompt; None: all
 
 
-class ResponseWriter(AnswerWriter):
+class ResponseWriter(GenerationWriter):
     """Writer of the format of completions and chat completions: objects with `choices`."""
 
     end = DONE
@@ -149,11 +149,11 @@ class ResponseWriter(AnswerWriter):
         kept = list(deltas) if self._options.keep is None else best(deltas, generation.per_prompt, self._options.keep)
         choices = [self._whole_choice(index, pieces) for index, pieces in enumerate(kept)]
         beside = self._beside_choices(kept[0])
-        answer = {**self._head.fields(), "choices": choices, **beside, "usage": self._usage(generation)}
+        response = {**self._head.fields(), "choices": choices, **beside, "usage": self._usage(generation)}
         num_characters = sum(len(piece.text) for pieces in kept for piece in pieces)
         if self._with_logprobs or self._options.prompt_logprobs is not None or num_characters > LONG_TEXT:
-            return pieces_of(answer)
-        return iter((dumps(answer),))
+            return pieces_of(response)
+        return iter((dumps(response),))
 
     def _whole_choice(self, index: int, pieces: Sequence[Delta]) -> dict[str, Any]:
         return {
@@ -167,7 +167,7 @@ class ResponseWriter(AnswerWriter):
 
     def _whole_logprobs(self, pieces: Sequence[Delta]) -> dict[str, Any]:
         return {
-            name: InPieces(entry, _scores_of(pieces, name in _WITH_ALTERNATIVES), _num_logprobs)
+            name: StreamedList(entry, _scores_of(pieces, name in _WITH_ALTERNATIVES), _num_logprobs)
             for name, entry in self._columns.items()
         }
 
@@ -190,7 +190,7 @@ class ResponseWriter(AnswerWriter):
             found["prompt_token_ids"] = list(self._generation.choices[first.index].request.prompt_token_ids)
         parts = [piece.prompt_scores for piece in pieces if piece.prompt_scores]
         if parts and self._options.prompt_logprobs is not None:
-            found["prompt_logprobs"] = InPieces(self._prompt_entry, chain.from_iterable(parts), _num_logprobs)
+            found["prompt_logprobs"] = StreamedList(self._prompt_entry, chain.from_iterable(parts), _num_logprobs)
         return found
 
     def _prompt_entry(self, score: TokenScore) -> dict[str, Any] | None:
@@ -259,4 +259,4 @@ def _mean_logprob(pieces: Sequence[Delta]) -> float:
 
 
 def finite(logprob: float) -> float:
-    return logprob if math.isfinite(logprob) else _FLOOR
+    return logprob if math.isfinite(logprob) else _MIN_LOGPROB

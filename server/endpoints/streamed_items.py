@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum, auto
 from typing import Any, ClassVar
 
-from oarlock.server.chat.message_parser import AnswerShape, MessageParser
+from oarlock.server.chat.message_parser import MessageParser, MessageShape
 from oarlock.server.chat.tool_parsers.call_parser import ContentDelta, MessageEvent, ReasoningDelta, ToolCallStart
-from oarlock.server.http.server_sent_events import AnswerWriter
+from oarlock.server.http.server_sent_events import GenerationWriter
 from oarlock.server.json_text import dumps
 from oarlock.server.llm.generation import Generation
 from oarlock.server.llm.output_processor import Delta
@@ -21,11 +21,11 @@ from oarlock.server.llm.output_processor import Delta
 Event = tuple[str, dict[str, Any]]  # type, and the other members
 
 
-class Kind(Enum):
+class ItemKind(Enum):
     """The kinds of items."""
 
     TEXT = auto()
-    THOUGHTS = auto()
+    REASONING = auto()
     CALL = auto()
 
 
@@ -36,13 +36,13 @@ class StreamedItems(ABC):
 
     def __init__(self) -> None:
         self.items: list[dict[str, Any]] = []  # all ended items and the open item
-        self._open: Kind | None = None  # kind of the open item; None: no item is open
+        self._open: ItemKind | None = None  # kind of the open item; None: no item is open
         self._texts: list[str] = []  # pieces of the open item's text
         self._call_id = ""  # id of the open call, if the model's format has ids
         self._blank = ""  # white space that is text only if text follows, or if the response has nothing else
 
     @abstractmethod
-    def _begun(self, kind: Kind, name: str) -> Iterator[Event]:
+    def _begun(self, kind: ItemKind, name: str) -> Iterator[Event]:
         """Append an item of this kind. `name`: the called tool, for a call."""
 
     @abstractmethod
@@ -57,27 +57,27 @@ class StreamedItems(ABC):
         """Add a piece of the response. `logprobs`: log-probabilities of its tokens, if the response is plain text."""
         for event in events:
             if isinstance(event, ContentDelta):
-                if self._open is not Kind.TEXT and not event.text.strip() and not logprobs:
+                if self._open is not ItemKind.TEXT and not event.text.strip() and not logprobs:
                     self._blank += event.text
                     continue
-                yield from self._begin(Kind.TEXT)
+                yield from self._begin(ItemKind.TEXT)
                 text, self._blank = self._blank + event.text, ""
                 yield from self._grow(text, logprobs)
                 logprobs = ()
             elif isinstance(event, ReasoningDelta):
-                yield from self._begin(Kind.THOUGHTS)
+                yield from self._begin(ItemKind.REASONING)
                 yield from self._grow(event.text)
             elif isinstance(event, ToolCallStart):
                 self._blank = ""
                 self._call_id = event.id
-                yield from self._begin(Kind.CALL, event.name)
+                yield from self._begin(ItemKind.CALL, event.name)
             else:
                 yield from self._grow(event.text)
 
     def end(self, status: str = "completed") -> Iterator[Event]:
         """End the open item with this status. A response of only white space is text."""
         if not self.items and (self._blank or self.shows_nothing):
-            yield from self._begin(Kind.TEXT)
+            yield from self._begin(ItemKind.TEXT)
             if self._blank:
                 yield from self._grow(self._blank)
         yield from self._end_open(status)
@@ -87,8 +87,8 @@ class StreamedItems(ABC):
         """Index of the open item."""
         return len(self.items) - 1
 
-    def _begin(self, kind: Kind, name: str = "") -> Iterator[Event]:
-        if self._open is kind and kind is not Kind.CALL:
+    def _begin(self, kind: ItemKind, name: str = "") -> Iterator[Event]:
+        if self._open is kind and kind is not ItemKind.CALL:
             return
         yield from self._end_open("completed")
         self._open, self._texts = kind, []
@@ -104,10 +104,10 @@ class StreamedItems(ABC):
             self._open = None
 
 
-class ItemsWriter(AnswerWriter):
+class ItemsWriter(GenerationWriter):
     """Writer of a response made of items, whole or as events."""
 
-    def __init__(self, generation: Generation, shape: AnswerShape, items: StreamedItems) -> None:
+    def __init__(self, generation: Generation, shape: MessageShape, items: StreamedItems) -> None:
         self._generation = generation
         self._parser = MessageParser(shape, in_items=True)
         self._items = items

@@ -12,12 +12,12 @@ from starlette.responses import Response
 from oarlock.engine.errors import RequestError
 from oarlock.server.chat.prompt import render_prompt
 from oarlock.server.endpoints.serving import OpenAIServing
-from oarlock.server.endpoints.text_places import TextPlaces
+from oarlock.server.endpoints.text_permits import TextPermits
 from oarlock.server.http.api_route import ErrorHandlingRoute
 from oarlock.server.http.body_cost import BYTES_PER_VALUE
 from oarlock.server.http.openapi import describe
 from oarlock.server.http.server_sent_events import whole_response
-from oarlock.server.json_text import InPieces, numbers, pieces_of
+from oarlock.server.json_text import StreamedList, numbers, pieces_of
 from oarlock.server.llm.tokenizer import TooManyTokensError
 from oarlock.server.schemas.chat import DetokenizeRequest, TokenFields, TokenizeChatRequest, TokenizeRequest, as_chat
 from oarlock.server.schemas.strict_model import MAX_PROMPT_IDS
@@ -31,21 +31,21 @@ class OpenAIServingTokenization(OpenAIServing):
     async def tokenize(self, request: Request, body: TokenFields, headers: dict[str, str]) -> Response:
         """Return the ids of a text or of a conversation's prompt. Raises `RequestError`."""
         self.check_model(body.model)
-        ids, ignored = await TextPlaces.of(request).run(request, partial(self._ids, body))
+        ids, ignored = await TextPermits.of(request).run(request, partial(self._ids, body))
         self.held_by(request).add(BYTES_PER_VALUE * len(ids))
         headers = self.reported(request, ignored, headers)
-        answer: dict[str, Any] = {
+        response: dict[str, Any] = {
             "count": len(ids),
             "max_model_len": self.max_len,
             "tokens": numbers(ids),
-            "token_strs": InPieces(self.tokenizer.token_text, ids, lambda _: 1) if body.return_token_strs else None,
+            "token_strs": StreamedList(self.tokenizer.token_text, ids, lambda _: 1) if body.return_token_strs else None,
         }
-        return await whole_response(pieces_of(answer), headers)
+        return await whole_response(pieces_of(response), headers)
 
     async def detokenize(self, request: Request, body: DetokenizeRequest, headers: dict[str, str]) -> Response:
         """Return the text of ids, with special tokens by name. Raises `RequestError`."""
         self.check_model(body.model)
-        text = await TextPlaces.of(request).run(request, partial(self._text, body.tokens))
+        text = await TextPermits.of(request).run(request, partial(self._text, body.tokens))
         return await whole_response(pieces_of({"prompt": text}), headers)
 
     async def _text(self, ids: list[int]) -> str:
@@ -78,14 +78,14 @@ _TOKENIZE = describe(
         "text": {"prompt": "def add(a, b):", "return_token_strs": True},
         "conversation": {"messages": [{"role": "user", "content": "Hi"}]},
     },
-    example_answer={"count": 2, "max_model_len": 4096, "tokens": [17, 42], "token_strs": ["def", " add"]},
+    example_response={"count": 2, "max_model_len": 4096, "tokens": [17, 42], "token_strs": ["def", " add"]},
 )
 _DETOKENIZE = describe(
     "Detokenize token ids",
     "Text",
     bodies=("DetokenizeRequest",),
     examples={"ids": {"tokens": [17, 42]}},
-    example_answer={"prompt": "def add"},
+    example_response={"prompt": "def add"},
 )
 
 

@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from oarlock.engine.errors import RequestError
 from oarlock.engine.panics import ENDS_TASK
-from oarlock.server.errors import ClientGoneError, HttpError, answer_of, describe
+from oarlock.server.errors import ClientGoneError, HttpError, describe, error_response
 from oarlock.server.http.request_record import record_of, request_id_of
 from oarlock.server.observability.logs import event, logger
 
@@ -83,7 +83,7 @@ def _answer(request: Request, error: HttpError) -> Response:
     record = record_of(request.scope)
     if record is not None:
         record.failed(error)
-    return answer_of(error, request.scope)
+    return error_response(error, request.scope)
 
 
 def check_query(query: QueryParams, names: Collection[str]) -> None:

@@ -19,7 +19,7 @@ _BYTES_PER_MEMBER = 80
 BYTES_PER_VALUE = 40
 _BYTES_PER_LIST = 64
 _LONG = 2**20  # bytes; a single wide character in a string of this length makes all its characters wide
-_WIDEST = 4  # bytes of the widest character
+_MAX_CHARACTER_BYTES = 4  # bytes of the widest character
 # The repetitions are possessive (no backtracking), so the time is linear.
 _TOKEN = re.compile(rb'"(?:[^"\\]*+(?:\\.[^"\\]*+)*+)"|[{}\[\],]', re.DOTALL)
 _MOST_TOKENS = 2**18  # that are looked at to find the largest member
@@ -94,5 +94,5 @@ def _counted(body: bytes | bytearray, structure: bytes | bytearray) -> BodyCost:
         objects * _BYTES_PER_OBJECT + members * _BYTES_PER_MEMBER + lists * _BYTES_PER_LIST + values * BYTES_PER_VALUE
     )
     if len(body) > _LONG and not body.isascii():
-        num_bytes += (_WIDEST - 1) * len(body)
+        num_bytes += (_MAX_CHARACTER_BYTES - 1) * len(body)
     return BodyCost(milliseconds, num_bytes)

@@ -209,18 +209,18 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._lingering:
             self._drop(len(data))
             return
-        if self._held or self._is_answering_whole:
+        if self._held or self._is_responding_whole:
             self._hold(data)
         else:
             self._take(data)
 
     def _take(self, data: bytes) -> None:
         """Parse up to the end of a complete request, and hold the rest until it is answered."""
-        if self._in_head and not self._unframed and not self._is_answering:
+        if self._in_head and not self._unframed and not self._is_responding:
             self.deadline = min(self.deadline, self.loop.time() + HEAD_TIMEOUT_S)
         rest = data if len(data) <= MAX_HEAD_BYTES else memoryview(data)
         while rest:
-            if self._is_answering_whole:
+            if self._is_responding_whole:
                 self._hold(rest)
                 return
             piece = rest[: MAX_HEAD_BYTES + 1 - self._unframed]  # a head that is too large is never parsed completely
@@ -259,7 +259,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._take(held)
         if len(held) > _MAX_HELD_BYTES >= len(self._held):
             self.transport.resume_reading()
-        if not self._is_answering and self._in_head:  # it was an incomplete head
+        if not self._is_responding and self._in_head:  # it was an incomplete head
             self._await_head(HEAD_TIMEOUT_S)
 
     def _feed(self, piece: bytes | memoryview) -> int:
@@ -325,7 +325,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._upgrade_offered = self.parser.should_upgrade()
         self.server_state.waiting.pop(self, None)
         self.deadline = math.inf
-        self._response = _CycleTransport(self.transport, self._close_after_answer, self.loop, self._wrote)
+        self._response = _CycleTransport(self.transport, self._close_after_response, self.loop, self._wrote)
         self.cycle.transport = cast(asyncio.Transport, self._response)
 
     def _declared_length(self) -> int | None:
@@ -393,7 +393,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        if self._is_answering:
+        if self._is_responding:
             self.deadline = math.inf
 
     def expire(self, now: float) -> None:
@@ -433,13 +433,13 @@ class BoundedProtocol(HttpToolsProtocol):
         self.transport.abort()
 
     @property
-    def _is_answering(self) -> bool:
+    def _is_responding(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
     @property
-    def _is_answering_whole(self) -> bool:
+    def _is_responding_whole(self) -> bool:
         """Whether a request that was received completely is being answered."""
-        return self._is_answering and not self.cycle.more_body
+        return self._is_responding and not self.cycle.more_body
 
     def _await_head(self, seconds: float) -> None:
         self._in_head = True
@@ -453,7 +453,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._num_dropped > MAX_LINGER_BYTES:
             self.transport.abort()
 
-    def _close_after_answer(self) -> None:
+    def _close_after_response(self) -> None:
         if self.cycle.response_complete and self.cycle.more_body:
             self._linger()
         else:
@@ -495,7 +495,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refuse(400, f"The body has more than {MAX_HEAD_BYTES} bytes of trailers or chunk extensions.")
 
     def _refuse(self, status: int, message: str) -> None:
-        if self._is_answering:
+        if self._is_responding:
             if self._in_head or self.cycle.response_started or self.pipeline:
                 self._close()  # a refusal written now would be in the middle of another response
                 return

@@ -46,7 +46,7 @@ from oarlock.server.schemas.strict_model import StrictModel
 READ_TIMEOUT_S = 60.0  # limit for one body; 16 MiB of strings or ids take about a second
 STALL_TIMEOUT_S = 5.0  # longest time without CPU use; then the process was stopped, or hangs
 CPU_LIMIT_S = 20  # CPU time for one body
-_LOOK_S = 1.0  # interval of the checks of a process that does not respond
+_CHECK_INTERVAL_S = 1.0  # interval of the checks of a process that does not respond
 _END_S = 5.0  # wait for the exit of a process that has closed its socket
 _ATTEMPTS = 2
 _SENT_AT_ONCE = 1 << 20  # bytes
@@ -72,7 +72,7 @@ _MIN_CHARACTERS = 128
 _MIN_IDS = 32
 _DECODED_AT_ONCE = 2**20  # bytes
 
-Place = list[str | int]  # path of a value in a body
+ValuePath = list[str | int]  # path of a value in a body
 
 
 class _ProcessLostError(Exception):
@@ -136,13 +136,13 @@ class LargeBodies:
     ) -> tuple[Any, list[str], int]:
         """Do the work of `read` in the thread. `bodies`: a list with the one body."""
 
-        def received(link: _Link, answer: dict[str, Any]) -> tuple[bytes, list[tuple[Any, str, memoryview]]]:
-            rest = bytes(link.exactly(answer["rest"]))
-            return rest, [(path, kind, link.exactly(size)) for path, kind, size in answer["leaves"]]
+        def received(link: _Link, reply: dict[str, Any]) -> tuple[bytes, list[tuple[Any, str, memoryview]]]:
+            rest = bytes(link.exactly(reply["rest"]))
+            return rest, [(path, kind, link.exactly(size)) for path, kind, size in reply["leaves"]]
 
         header = {"schemas": [schema.__name__ for schema in schemas], "strict": is_strict}
-        answer, (rest, long) = self._exchange(work, header, bodies, received)
-        schema = next(schema for schema in schemas if schema.__name__ == answer["schema"])
+        reply, (rest, long) = self._exchange(work, header, bodies, received)
+        schema = next(schema for schema in schemas if schema.__name__ == reply["schema"])
         parsed = schema.model_validate_json(rest)
         num_bytes = len(rest) + cost_of(rest).num_bytes
         while long:
@@ -150,14 +150,14 @@ class LargeBodies:
             value = value_of(kind, data)
             num_bytes += sys.getsizeof(value) if isinstance(value, str) else BYTES_PER_VALUE * len(value)
             attach(parsed, path, value)
-        return parsed, answer["ignored"], num_bytes
+        return parsed, reply["ignored"], num_bytes
 
     def _read_line(self, line: bytes, number: int, name: str) -> BatchRequest:
-        def received(link: _Link, answer: dict[str, Any]) -> bytes:
-            return bytes(link.exactly(answer["body"]))
+        def received(link: _Link, reply: dict[str, Any]) -> bytes:
+            return bytes(link.exactly(reply["body"]))
 
-        answer, body = self._exchange(object(), {"line": number, "name": name}, [line], received)
-        return BatchRequest(answer["custom_id"], answer["url"], body)
+        reply, body = self._exchange(object(), {"line": number, "name": name}, [line], received)
+        return BatchRequest(reply["custom_id"], reply["url"], body)
 
     def _exchange(
         self,
@@ -182,12 +182,12 @@ class LargeBodies:
                 link.begin()
                 link.send(json.dumps({**header, "size": len(content)}).encode() + b"\n")
                 link.send(content)
-                answer = json.loads(link.line())
-                if "problem" in answer:
-                    raise RequestError(answer["problem"], answer.get("param"), answer.get("code"))
-                if "wrong" in answer:
-                    raise WrongBatchError(*answer["wrong"])
-                return answer, received(link, answer)
+                reply = json.loads(link.line())
+                if "problem" in reply:
+                    raise RequestError(reply["problem"], reply.get("param"), reply.get("code"))
+                if "wrong" in reply:
+                    raise WrongBatchError(*reply["wrong"])
+                return reply, received(link, reply)
             except (OSError, _ProcessLostError) as error:
                 self._lost(link, error, len(content))
             finally:
@@ -218,7 +218,7 @@ class _Link:
     """One process and the socket to it. A process that hangs or takes too long counts as lost."""
 
     def __init__(self, process: subprocess.Popen[bytes], sock: socket.socket) -> None:
-        sock.settimeout(_LOOK_S)
+        sock.settimeout(_CHECK_INTERVAL_S)
         self.process = process
         self._socket = sock
         self._begun_s = self._moved_s = 0.0
@@ -357,7 +357,7 @@ def _read(stream: io.BufferedIOBase, schemas: list[type[StrictModel]], body: byt
     ignored = ignored_parameters(parsed, is_strict)
     schema = type(parsed)
     value: dict[str, Any] = {name: item for name, item in from_json(body).items() if name in schema.model_fields}
-    leaves: list[Leaf] = detach(value, parsed)
+    leaves: list[LongValue] = detach(value, parsed)
     rest = json.dumps(value, ensure_ascii=False).encode()
     if len(rest) > MAX_REST_BYTES:
         raise RequestError(
@@ -391,39 +391,39 @@ def _limit_time() -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Leaf:
+class LongValue:
     """One long value: its path in the body, and its bytes (UTF-8, or int32 in the machine's byte order)."""
 
-    path: Place
+    path: ValuePath
     kind: str  # "text" or "ids"
     data: bytes
 
-    def described(self) -> tuple[Place, str, int]:
+    def described(self) -> tuple[ValuePath, str, int]:
         """Return path, kind and number of bytes."""
         return self.path, self.kind, len(self.data)
 
 
-def detach(value: dict[str, Any], parsed: StrictModel) -> list[Leaf]:
+def detach(value: dict[str, Any], parsed: StrictModel) -> list[LongValue]:
     """Take the long values out of the JSON of a checked body. A short value of the same kind replaces each."""
     return list(_of_fields(value, parsed, []))
 
 
-def _of_fields(value: dict[str, Any], parsed: StrictModel, path: Place) -> Iterator[Leaf]:
+def _of_fields(value: dict[str, Any], parsed: StrictModel, path: ValuePath) -> Iterator[LongValue]:
     for name in value.keys() & type(parsed).model_fields.keys():  # undeclared fields stay in the JSON
         yield from _detached(value, name, getattr(parsed, name), [*path, name], name)
 
 
-def _detached(container: Any, key: str | int, parsed: Any, path: Place, field: str) -> Iterator[Leaf]:
+def _detached(container: Any, key: str | int, parsed: Any, path: ValuePath, field: str) -> Iterator[LongValue]:
     """Take the long values out of `container[key]`, whose checked value is `parsed`."""
     value = container[key]
     if isinstance(parsed, str):
         if field in _TEXTS and len(parsed) >= _MIN_CHARACTERS:
             container[key] = "x"
-            yield Leaf(path, "text", parsed.encode())
+            yield LongValue(path, "text", parsed.encode())
     elif isinstance(parsed, list) and len(parsed) >= _MIN_IDS and isinstance(parsed[0], int):
         if field in _IDS:
             container[key] = parsed[:1]
-            yield Leaf(path, "ids", array("i", parsed).tobytes())
+            yield LongValue(path, "ids", array("i", parsed).tobytes())
     elif isinstance(parsed, list):
         for index, item in enumerate(parsed):
             yield from _detached(value, index, item, [*path, index], field)
@@ -431,7 +431,7 @@ def _detached(container: Any, key: str | int, parsed: Any, path: Place, field: s
         yield from _of_fields(value, parsed, path)
 
 
-def attach(parsed: Any, path: Place, value: str | list[int]) -> None:
+def attach(parsed: Any, path: ValuePath, value: str | list[int]) -> None:
     """Put the long value back at its path."""
     for key in path[:-1]:
         parsed = parsed[key] if isinstance(key, int) else getattr(parsed, key)
@@ -442,7 +442,7 @@ def attach(parsed: Any, path: Place, value: str | list[int]) -> None:
 
 
 def value_of(kind: str, data: memoryview) -> str | list[int]:
-    """Return the value of a `Leaf` without holding the GIL for long."""
+    """Return the value of a `LongValue` without holding the GIL for long."""
     if kind == "text":
         decode = codecs.getincrementaldecoder("utf-8")().decode
         return "".join(

@@ -12,7 +12,7 @@ from oarlock.base.errors import StartupError
 from oarlock.server.config.settings import Settings
 
 BACKLOG = 2048
-_ANYONE = 0o666  # any local user may connect, as on loopback; the folder's permissions can restrict that
+_SOCKET_MODE = 0o666  # any local user may connect, as on loopback; the folder's permissions can restrict that
 
 
 def listen(settings: Settings) -> socket.socket:
@@ -47,7 +47,7 @@ def bind_unix(path: str) -> socket.socket:
     try:
         _remove_left_behind(path)
         listener.bind(path)
-        os.chmod(path, _ANYONE)
+        os.chmod(path, _SOCKET_MODE)
         listener.listen(BACKLOG)
     except OSError as error:
         listener.close()

@@ -22,7 +22,7 @@ from oarlock.base.errors import StartupError
 from oarlock.engine.errors import QueueFullError
 from oarlock.engine.panics import ENDS_TASK
 from oarlock.server.config.option_checks import AllowedHosts
-from oarlock.server.errors import MESSAGES, HttpError, answer_of, describe, is_message_route, retry_after
+from oarlock.server.errors import MESSAGES, HttpError, describe, error_response, is_message_route, retry_after
 from oarlock.server.http.api_keys import ApiKeys, Key
 from oarlock.server.http.request_record import RequestRecord, label_of
 from oarlock.server.http.server_state import Phase, ServerState
@@ -33,7 +33,7 @@ _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})  # methods that change nothing
 _OWN_PAGES = (b"same-origin", b"none")  # values of Sec-Fetch-Site; none: caused by the user, such as a typed address
 _DEFAULT_PORTS = {b"http": b":80", b"https": b":443"}
 _METHODS = "GET, HEAD, POST"
-_EXPOSED = b"X-Request-Id, Retry-After, X-Ignored-Parameters, X-Should-Retry"
+_EXPOSED_HEADERS = b"X-Request-Id, Retry-After, X-Ignored-Parameters, X-Should-Retry"
 _MAX_AGE_S = "7200"  # browsers do not cache the response to a preflight for longer
 _NAMES = re.compile(rb"[A-Za-z0-9!#$%&'*+.^_`|~-]+(\s*,\s*[A-Za-z0-9!#$%&'*+.^_`|~-]+)*")
 _LONGEST_NAMES = 2048  # bytes
@@ -51,7 +51,7 @@ class Cors:
         if not self._origins:
             return []
         if b"*" in self._origins:
-            return [(b"access-control-allow-origin", b"*"), (b"access-control-expose-headers", _EXPOSED)]
+            return [(b"access-control-allow-origin", b"*"), (b"access-control-expose-headers", _EXPOSED_HEADERS)]
         vary = (b"vary", b"Origin")  # caches need it: without an origin the response has fewer headers
         origin = request.get(b"origin", b"")
         if origin not in self._origins:
@@ -59,7 +59,7 @@ class Cors:
         return [
             vary,
             (b"access-control-allow-origin", origin),
-            (b"access-control-expose-headers", _EXPOSED),
+            (b"access-control-expose-headers", _EXPOSED_HEADERS),
         ]
 
     def preflight(self, method: str, request: Mapping[bytes, bytes]) -> dict[str, str] | None:
@@ -69,12 +69,12 @@ class Cors:
             return None
         if b"*" not in self._origins and origin not in self._origins:
             return None
-        answer = {"Access-Control-Allow-Methods": _METHODS, "Access-Control-Max-Age": _MAX_AGE_S}
+        headers = {"Access-Control-Allow-Methods": _METHODS, "Access-Control-Max-Age": _MAX_AGE_S}
         names = request.get(b"access-control-request-headers", b"")
         # listed one by one, because `*` would leave out Authorization
         if len(names) <= _LONGEST_NAMES and _NAMES.fullmatch(names):
-            answer["Access-Control-Allow-Headers"] = names.decode("ascii")
-        return answer
+            headers["Access-Control-Allow-Headers"] = names.decode("ascii")
+        return headers
 
     def check(self, method: str, request: Mapping[bytes, bytes]) -> None:
         """Raise `HttpError` (403) if a page of a foreign origin that is not allowed sends a request that may change
@@ -210,10 +210,10 @@ class ApiMiddleware:
         except BaseException as error:
             if status:  # the response has begun, so no error can be sent; the server closes the connection
                 raise
-            answer = describe(error)
-            if answer.status == 500:
+            problem = describe(error)
+            if problem.status == 500:
                 _log.error(event("request_failed", request_id=request_id, path=scope["path"]), exc_info=error)
-            await answer_of(answer, scope)(scope, receive, send_with_id)
+            await error_response(problem, scope)(scope, receive, send_with_id)
         finally:
             if (held := scope["state"].get("held")) is not None:
                 held.close()

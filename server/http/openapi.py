@@ -471,12 +471,12 @@ _ERRORS = {
 
 def describe(
     summary: str,
-    answer: str,
+    response_schema: str,
     *,
     bodies: tuple[str, ...] = (),
     examples: dict[str, Any] | None = None,
     media: str = "application/json",
-    example_answer: Any = None,
+    example_response: Any = None,
     streams: bool = False,
     status: int = 200,
     query: tuple[str, ...] = (),
@@ -484,14 +484,16 @@ def describe(
 ) -> dict[str, Any]:
     """Return the OpenAPI fields of a route, for `openapi_extra`.
 
-    `answer` and `bodies` are names of schemas, `query` names of parameters.
+    `response_schema` and `bodies` are names of schemas, `query` names of parameters.
 
     `any_query`: the route accepts and ignores any query parameter, such as those added by links, caches and load
     balancers.
     """
-    content: dict[str, Any] = {media: {"schema": {"$ref": _REF + answer} if answer else {"type": "string"}}}
-    if example_answer is not None:
-        content[media]["example"] = example_answer
+    content: dict[str, Any] = {
+        media: {"schema": {"$ref": _REF + response_schema} if response_schema else {"type": "string"}}
+    }
+    if example_response is not None:
+        content[media]["example"] = example_response
     if streams:
         content["text/event-stream"] = {"schema": {"description": "One chunk per event, then `[DONE]`."}}
     operation: dict[str, Any] = {
@@ -531,11 +533,11 @@ def _document(app: FastAPI) -> dict[str, Any]:
     document = get_openapi(title=app.title, version=app.version, description=_ABOUT, routes=app.routes)
     has_batches = "/v1/batches" in document["paths"]
     bodies = [body for name, body in REQUEST_BODIES.items() if has_batches or name != "CreateBatchRequest"]
-    answers = SCHEMAS | (BATCH_SCHEMAS if has_batches else {})
+    schemas = SCHEMAS | (BATCH_SCHEMAS if has_batches else {})
     wanted: list[tuple[type[BaseModel], JsonSchemaMode]] = [(body, "validation") for body in bodies]
     _, definitions = models_json_schema(wanted, ref_template=_REF + "{model}")
     components = document.setdefault("components", {})
-    components["schemas"] = definitions["$defs"] | answers
+    components["schemas"] = definitions["$defs"] | schemas
     components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     document["security"] = [{}, {"key": []}]
     for path, operations in document["paths"].items():

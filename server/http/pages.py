@@ -19,7 +19,7 @@ from oarlock.server.errors import HttpError
 from oarlock.server.http.api_route import ErrorHandlingRoute
 
 # Content policy of an HTML page before its own sources are added: no markup from text, no frames around it.
-_LOCKED = {
+_BASE_POLICY = {
     "default-src": "'none'",
     "base-uri": "'none'",
     "form-action": "'none'",
@@ -32,7 +32,7 @@ _KEPT = ("Cache-Control", "ETag", "Vary")  # headers of a 304 response
 
 def page_headers(sources: Mapping[str, str]) -> dict[str, str]:
     """Return the headers of an HTML page, which restrict its rights. `sources`: extra directives, such as `img-src`."""
-    policy = _LOCKED | dict(sources)
+    policy = _BASE_POLICY | dict(sources)
     return {
         "Content-Security-Policy": "; ".join(f"{name} {value}" for name, value in policy.items()),
         "Cross-Origin-Opener-Policy": "same-origin",
@@ -72,7 +72,7 @@ class ConstantDocument:
         return Response(self.body, headers=self.headers)
 
 
-class MadeOnce:
+class CachedDocuments:
     """Documents that depend only on the model: built at the first request, and rebuilt only for another model."""
 
     def __init__(self) -> None:
@@ -93,7 +93,7 @@ _SOURCES = {"script-src": "'self'", "style-src": "'self'", "img-src": "'self'", 
 _HEADERS = page_headers(_SOURCES)  # only this server's own scripts, styles and responses
 # The page that compares servers may send requests to servers that its user names. It is a separate document, so the
 # chat may not.
-_COMPARING = page_headers(_SOURCES | {"connect-src": "'self' http: https:"})
+_COMPARE_HEADERS = page_headers(_SOURCES | {"connect-src": "'self' http: https:"})
 
 # Text that only readers of the source need. No text on the page spans lines or has braces, so none matches these.
 _COMMENTS = re.compile(r"^ *(?:/\*\*.*?\*/|//[^\n]*)\n", re.MULTILINE | re.DOTALL)
@@ -110,18 +110,18 @@ def _read(path: Path) -> ConstantDocument:
         elif path.suffix == ".css":
             text = _SPACES.sub("", text)
         text = _INDENTATION.sub("", text)
-    headers = _COMPARING if path.name == "compare.html" else _HEADERS
+    headers = _COMPARE_HEADERS if path.name == "compare.html" else _HEADERS
     return ConstantDocument.of(text.encode(), f"{_MEDIA[path.suffix]}; charset=utf-8", headers)
 
 
-_PARTS = {path.relative_to(_FOLDER).as_posix(): _read(path) for path in _FOLDER.rglob("*") if path.suffix in _MEDIA}
-_PAGES = {"/": _PARTS.pop("index.html"), "/compare": _PARTS.pop("compare.html")}
-PATHS = frozenset(f"/static/{name}" for name in _PARTS) | _PAGES.keys()
+_FILES = {path.relative_to(_FOLDER).as_posix(): _read(path) for path in _FOLDER.rglob("*") if path.suffix in _MEDIA}
+_PAGES = {"/": _FILES.pop("index.html"), "/compare": _FILES.pop("compare.html")}
+PATHS = frozenset(f"/static/{name}" for name in _FILES) | _PAGES.keys()
 
 
 def document_at(path: str) -> ConstantDocument | None:
     """Return the page, or the part of it, at this path of the server; None if there is none."""
-    return _PAGES.get(path) or _PARTS.get(path.removeprefix("/static/"))
+    return _PAGES.get(path) or _FILES.get(path.removeprefix("/static/"))
 
 
 router = APIRouter(route_class=ErrorHandlingRoute, include_in_schema=False)
@@ -137,6 +137,6 @@ async def page(request: Request) -> Response:
 @router.get("/static/{name:path}")
 async def part(request: Request, name: str) -> Response:
     """Send a script, a style, the icon, or a library in `vendor/`."""
-    if name not in _PARTS:
+    if name not in _FILES:
         raise HttpError(404, f"The web page has no file '{name[:100]}'.", code="route_not_found")
-    return _PARTS[name].answer(request)
+    return _FILES[name].answer(request)

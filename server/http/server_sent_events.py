@@ -1,6 +1,6 @@
 """Responses as server-sent events, and responses in one piece. Both stop when the client disconnects.
 
-The JSON inside comes from an `AnswerWriter`.
+The JSON inside comes from a `GenerationWriter`.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ _log = logger("streaming")
 AppStatus.disable_automatic_graceful_drain()
 
 
-class AnswerWriter(ABC):
+class GenerationWriter(ABC):
     """Serializer of one generation: events for a stream, one body for a plain response."""
 
     end: ClassVar[bytes] = b""  # the last bytes of every stream
@@ -72,7 +72,7 @@ class EventStream(EventSourceResponse):
     def __init__(
         self,
         generation: Generation,
-        writer: AnswerWriter,
+        writer: GenerationWriter,
         headers: Mapping[str, str],
         record: RequestRecord,
     ) -> None:
@@ -121,7 +121,7 @@ class EventStream(EventSourceResponse):
                 raise SendTimeoutError
 
 
-async def _events(generation: Generation, writer: AnswerWriter, record: RequestRecord) -> AsyncIterator[bytes]:
+async def _events(generation: Generation, writer: GenerationWriter, record: RequestRecord) -> AsyncIterator[bytes]:
     """Yield the writer's events for all pieces, then its end marker. An error is one event before the end marker."""
     for opening in writer.opening(len(generation.choices)):
         yield opening
@@ -137,12 +137,12 @@ async def _events(generation: Generation, writer: AnswerWriter, record: RequestR
     except ENDS_TASK:
         raise
     except BaseException as error:  # the status 200 is sent, so an error can only travel inside the stream
-        answer = describe(error)
-        record.failed(answer)
-        unexpected = answer.status == 500 and answer.code is None
-        line = event("stream_failed", request_id=record.request_id, status=answer.status, cause=type(error).__name__)
-        _log.log(logging.ERROR if answer.status >= 500 else logging.INFO, line, exc_info=unexpected)
-        yield writer.failure(answer)
+        problem = describe(error)
+        record.failed(problem)
+        unexpected = problem.status == 500 and problem.code is None
+        line = event("stream_failed", request_id=record.request_id, status=problem.status, cause=type(error).__name__)
+        _log.log(logging.ERROR if problem.status >= 500 else logging.INFO, line, exc_info=unexpected)
+        yield writer.failure(problem)
     if writer.end:
         yield writer.end
 

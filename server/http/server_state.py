@@ -53,7 +53,7 @@ class Heartbeat(Protocol):
     def replicas(self) -> Sequence[Liveness]: ...
 
 
-class Batches(Protocol):
+class BatchService(Protocol):
     """The runner of batches as the supervisor starts and stops it."""
 
     def start(self) -> None: ...
@@ -82,7 +82,7 @@ class ServerState:
     requests: RecentRequests = field(default_factory=RecentRequests)  # records of requests to generate
     ignored_parameters: IgnoredParameters = field(default_factory=IgnoredParameters)
     tracer: RequestTracer | None = None  # None: no traces are sent
-    batches: Batches | None = None  # None: there is no --batch-dir
+    batches: BatchService | None = None  # None: there is no --batch-dir
     num_in_flight: int = 0  # requests accepted and not yet answered to their last byte
     idle: asyncio.Event = field(default_factory=asyncio.Event)
     stop: asyncio.Event = field(default_factory=asyncio.Event)  # the supervisor waits for it

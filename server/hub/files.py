@@ -31,7 +31,7 @@ _SMALL = ("*.json", "*.jinja", "*.txt", "*.model")  # files next to the weights;
 _MODULE = re.compile(r"\d+_\w+/(config\.json|model\.safetensors)")
 # Additional chat templates, as transformers saves them.
 _TEMPLATE = re.compile(r"additional_chat_templates/[\w.-]+\.jinja")
-_AT_ONCE = 4  # connections; a single one seldom fills a fast line
+_NUM_CONNECTIONS = 4  # connections; a single one seldom fills a fast line
 _TRIES = 5  # failures in a row without a new byte
 _RETRY_S = 1.0
 _REPORT_S = 0.5
@@ -167,7 +167,7 @@ class Download:
     def fetch(self, files: Sequence[HubFile]) -> None:
         """Fetch all `files`, a few at a time. Received bytes of a file are kept if another file fails."""
         rate = TransferRate(sum(file.size for file in files))
-        pool = ThreadPoolExecutor(_AT_ONCE, "download")
+        pool = ThreadPoolExecutor(_NUM_CONNECTIONS, "download")
         largest_first = sorted(files, key=lambda file: -file.size)
         tasks = {pool.submit(self._fetch_one, file, rate) for file in largest_first}
         try:

@@ -27,7 +27,7 @@ from oarlock.server.hub.gguf_directory import described, gguf_model
 from oarlock.server.hub.local_model import check_local, check_revision, find_local, near_path
 
 DEMO_NAME = "oarlock-demo"
-_PART = re.compile(r"-\d{5}-of-\d{5}(?=\.gguf$)")  # part number in the names of a model in several GGUF files
+_PART_NUMBER = re.compile(r"-\d{5}-of-\d{5}(?=\.gguf$)")  # part number in the names of a model in several GGUF files
 _REVISION = re.compile(r"\w[\w./-]*")
 
 
@@ -36,7 +36,7 @@ def display_name(model: str | None) -> str:
     if model is None:
         return DEMO_NAME
     if model.endswith(".gguf"):
-        return Path(_PART.sub("", model)).stem
+        return Path(_PART_NUMBER.sub("", model)).stem
     return Path(model).resolve().name if os.path.isdir(model) else model
 
 

@@ -66,7 +66,7 @@ Report = Callable[[str, float, str], None]  # phase, fraction, detail
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _GIT = re.compile(r"[0-9a-f]{40}")
-_AT_ONCE = 4 << 20
+_CHUNK_BYTES = 4 << 20
 
 
 class Digest:
@@ -84,7 +84,7 @@ class Digest:
 
     def read(self, file: BinaryIO, size: int, on_bytes: Callable[[int], None] = lambda count: None) -> "Digest":
         """Add the next `size` bytes of a file, or all that are left."""
-        while size and (data := file.read(min(size, _AT_ONCE))):
+        while size and (data := file.read(min(size, _CHUNK_BYTES))):
             self._hash.update(data)
             size -= len(data)
             on_bytes(len(data))

@@ -32,7 +32,7 @@ _TRIALS: dict[str, tuple[str, dict[str, Any]]] = {
 _ROW_CHARACTERS = 100  # width of wrapped text
 _PLAIN_STEP = 0.25  # fraction between lines without a terminal
 _REDRAW_S = 0.1  # shortest interval between updates of a count
-_PLAIN_S = 30.0  # interval of lines about the cause of a wait, without a terminal
+_WAIT_REPORT_INTERVAL_S = 30.0  # interval of lines about the cause of a wait, without a terminal
 
 
 class Progress:
@@ -66,7 +66,7 @@ class Progress:
         self._stream.flush()
 
     def _is_shown(self, fraction: float, detail: str) -> bool:
-        if detail != self._detail and (self._tty or time.monotonic() - self._written >= _PLAIN_S):
+        if detail != self._detail and (self._tty or time.monotonic() - self._written >= _WAIT_REPORT_INTERVAL_S):
             return True
         if fraction <= self._shown:
             return False
@@ -88,7 +88,7 @@ class Progress:
         self._since = now
 
 
-class Counted:
+class CountedProgress:
     """Progress of a number of equal items: the number done, the rate, and the remaining time.
 
     As a context manager, it removes its line at the end. `total`: None if only the end of a time is known. `is_shown`:

@@ -21,7 +21,7 @@ from typing import Any, TextIO
 
 _REACH_S = 10.0
 _CONNECT_S = 60.0
-_LOOK_S = 1.0  # interval of checks of a reservation
+_CHECK_INTERVAL_S = 1.0  # interval of checks of a reservation
 _POLL_S = 0.2
 _END_S = 12.0  # time for parts to end after the server
 _KEPT_LINES = 40
@@ -44,7 +44,7 @@ class FailedError(Exception):
         self.cause, self.fix, self.exit_code = cause, fix, exit_code
 
 
-class Part:
+class HostActor:
     """An actor on one host. Ray sends its code there: Ray's processes import nothing of Oarlock."""
 
     def devices(self) -> str | None:
@@ -98,7 +98,7 @@ class Driver:
         scheduling = importlib.import_module("ray.util.scheduling_strategies").PlacementGroupSchedulingStrategy
         share = self._asked["resources"]
         parts = [
-            self._ray.remote(Part)
+            self._ray.remote(HostActor)
             .options(
                 num_cpus=share.get("CPU", 0),
                 num_gpus=share.get("GPU", 0),
@@ -109,7 +109,7 @@ class Driver:
         ]
         port = self._asked["port"] or _free_port(own["NodeManagerAddress"])
         devices = self._ray.get(parts[0].devices.remote())  # its actor holds the share of this host
-        self._say("reserved", address=own["NodeManagerAddress"], port=port, devices=devices)
+        self._send("reserved", address=own["NodeManagerAddress"], port=port, devices=devices)
         hosts = self._hosts(group)
         running = {}
         for number, part in enumerate(parts[1:], 1):
@@ -127,7 +127,7 @@ class Driver:
             "Start `ray start --head` on one host and `ray start --address=HOST:6379` on the others, "
             "including this one; if there are several clusters, set RAY_ADDRESS."
         )
-        watchdog = threading.Timer(_CONNECT_S, self._give_up, [address, fix])
+        watchdog = threading.Timer(_CONNECT_S, self._fail_connection, [address, fix])
         watchdog.daemon = True
         watchdog.start()
         try:
@@ -139,7 +139,7 @@ class Driver:
         for number in (signal.SIGINT, signal.SIGTERM):  # the server decides; Ray has set handlers of its own
             signal.signal(number, signal.SIG_IGN)
 
-    def _give_up(self, address: str, fix: str) -> None:
+    def _fail_connection(self, address: str, fix: str) -> None:
         """Give up a cluster that does not respond: Ray itself would keep trying for minutes."""
         self._fail(f"No Ray cluster can be used at {address}: it did not respond within {_CONNECT_S:g} s.", fix, 3)
         os._exit(1)
@@ -157,7 +157,7 @@ class Driver:
         group = groups.placement_group(bundles, strategy="STRICT_SPREAD" if nnodes > 1 else "PACK")
         deadline = time.monotonic() + self._asked["timeout_s"]
         wanted = " and ".join(f"{number:g} {name}" for name, number in share.items())
-        while not group.wait(_LOOK_S):
+        while not group.wait(_CHECK_INTERVAL_S):
             left = deadline - time.monotonic()
             if self._is_left.is_set():
                 raise FailedError("The server has ended.", "")
@@ -168,7 +168,7 @@ class Driver:
                     "Free or add hosts (`ray status`), choose --nnodes and the number of ranks to fit, or raise "
                     "--node-timeout.",
                 )
-            self._say("waiting", text=f"{wanted} on each of {nnodes} hosts, {left:.0f} s left")
+            self._send("waiting", text=f"{wanted} on each of {nnodes} hosts, {left:.0f} s left")
         return group
 
     def _sizes(self) -> str:
@@ -214,9 +214,9 @@ class Driver:
             self._fail(f"On {host}: {cause}", fix, status if status > 0 else 5)
 
     def _fail(self, cause: str, fix: str, exit_code: int) -> None:
-        self._say("failed", cause=cause, fix=fix, exit_code=exit_code)
+        self._send("failed", cause=cause, fix=fix, exit_code=exit_code)
 
-    def _say(self, kind: str, **fields: Any) -> None:
+    def _send(self, kind: str, **fields: Any) -> None:
         try:
             self._channel.write(json.dumps({"kind": kind, **fields}) + "\n")
             self._channel.flush()

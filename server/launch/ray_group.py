@@ -24,7 +24,7 @@ from oarlock.workers.config import NodesConfig
 _HEAD_ONLY = ("HTTP",)  # groups of options that parts do not need
 _PREFIXES = ("HF_", "HUGGING_FACE_", "NCCL_", "GLOO_", "UCX_")  # prefixes of variables that parts get from this process
 _VARIABLES = ("OARLOCK_CPU_LEVEL",)
-_LAST_WORDS_S = 3.0  # time for a failed group to report its own, more precise error, and to end
+_FAILURE_REPORT_TIMEOUT_S = 3.0  # time for a failed group to report its own, more precise error, and to end
 _CLOSE_S = 15.0
 
 
@@ -59,13 +59,13 @@ class RayGroup:
                 interface=settings.node_interface,
                 timeout_s=settings.node_timeout,
             )
-        threading.Thread(target=self._hear, name="ray-driver", daemon=True).start()
+        threading.Thread(target=self._read_messages, name="ray-driver", daemon=True).start()
 
     async def failed(self) -> StartupError:
         """Wait until a part has failed, and the group has had time to report its own error. Returns the part's
         error."""
         error = await asyncio.shield(asyncio.wrap_future(self._failure))
-        await asyncio.sleep(_LAST_WORDS_S)
+        await asyncio.sleep(_FAILURE_REPORT_TIMEOUT_S)
         return error
 
     def close(self, *, in_order: bool = False) -> None:
@@ -74,7 +74,7 @@ class RayGroup:
         assert self._driver.stdin is not None
         try:
             self._driver.stdin.close()
-            self._driver.wait(_CLOSE_S if in_order else _LAST_WORDS_S)
+            self._driver.wait(_CLOSE_S if in_order else _FAILURE_REPORT_TIMEOUT_S)
         except (OSError, subprocess.TimeoutExpired):
             self._driver.kill()
             self._driver.wait()
@@ -100,7 +100,7 @@ class RayGroup:
         cause = f"The process that requests hosts from Ray exited with status {self._driver.wait()}."
         return {"kind": "failed", "cause": cause, "fix": "See the lines above.", "exit_code": 5}
 
-    def _hear(self) -> None:
+    def _read_messages(self) -> None:
         while (said := self._receive())["kind"] != "failed":
             pass
         self._failure.set_result(_error(said))

@@ -26,19 +26,19 @@ def longest_replacement(written: object) -> int:
     if len(data) < 8 or size % 4 or not 4 <= size <= len(data) - 4:
         raise ValueError("its length is wrong")
     units, texts = np.frombuffer(data[4 : 4 + size], "<u4"), data[4 + size :]
-    _check_places(units, texts)
+    _check_offsets(units, texts)
     return max(len(text) for text in texts.decode("utf-8").split("\0"))  # a UnicodeDecodeError is a ValueError
 
 
-def _check_places(units: np.ndarray, texts: bytes) -> None:
+def _check_offsets(units: np.ndarray, texts: bytes) -> None:
     """Check the trie. `units`: uint32 [N].
 
     Raises `ValueError` if the search for any text would leave `units`, or would not end at a replacement in `texts`.
     """
     is_value = units & _VALUE != 0
-    places = np.arange(len(units), dtype=np.int64)
+    indices = np.arange(len(units), dtype=np.int64)
     offsets = (units.astype(np.int64) >> 10) << ((units.astype(np.int64) & (1 << 9)) >> 6)
-    children = (places ^ offsets)[~is_value]
+    children = (indices ^ offsets)[~is_value]
     if len(units) % 256 or (children.size and int((children | 255).max()) >= len(units)):
         raise ValueError("an offset in it is outside of the table")
     starts = (units[is_value] & ~_VALUE).astype(np.int64)

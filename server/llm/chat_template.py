@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from oarlock.base.errors import StartupError, shown
 from oarlock.base.json_files import read_text
 from oarlock.engine.errors import EngineError, RequestError
-from oarlock.server.llm.template_messages import CPU_LIMIT_S, Kind, request
+from oarlock.server.llm.template_messages import CPU_LIMIT_S, ReplyKind, request
 from oarlock.server.llm.template_renderers import TemplateLimitError, TemplateRenderers
 
 _DEFAULT, _TOOL_USE = "default", "tool_use"
@@ -19,7 +19,7 @@ _PAIR = ("query", "document")  # roles
 _MAX_TRIAL = 64 * 1024  # limit in characters for a rendered trial conversation
 _CONFIG = "in tokenizer_config.json"
 MOST_CHARACTERS = 8 << 20  # limit for a template's file
-_MEND = "Correct it, serve with --chat-template and your own file, or remove it to serve completions only."
+_FIX = "Correct it, serve with --chat-template and your own file, or remove it to serve completions only."
 
 
 class Rendering(NamedTuple):
@@ -53,7 +53,7 @@ class ChatTemplate:
         self._written: dict[tuple[tuple[str, ...], bool], bool] = {}
         self.trials: dict[Any, Any] = {}  # cached results of trials by other modules
         if self._sources:
-            _compile(self._renderers, f"The chat template {source_file}", _MEND)
+            _compile(self._renderers, f"The chat template {source_file}", _FIX)
 
     @staticmethod
     def from_config(config: dict[str, Any], names: dict[str, str], template_file: Path | None = None) -> "ChatTemplate":
@@ -138,9 +138,9 @@ class ChatTemplate:
         Raises `RequestError` if the template refuses, and the errors of `TemplateRenderers`.
         """
         kind, text = await self._renderers.render(*rendering)
-        if kind is Kind.REFUSED:
+        if kind is ReplyKind.REFUSED:
             raise RequestError(f"The chat template refuses these messages: {text}", "messages")
-        if kind is not Kind.TEXT:
+        if kind is not ReplyKind.TEXT:
             raise RequestError(f"The chat template fails on these messages ({text}).", "messages")
         return text
 
@@ -215,9 +215,9 @@ def _compile(renderers: TemplateRenderers, what: str, fix: str) -> None:
         raise StartupError(f"{what} {error.did} to compile.", fix) from None
     except EngineError as error:
         raise StartupError(f"{what} cannot be compiled: {error}", "See the log for the reason.") from None
-    if kind is Kind.REFUSED:
+    if kind is ReplyKind.REFUSED:
         raise StartupError(f"{what} is not valid Jinja: {text}.", fix)
-    if kind is not Kind.TEXT:
+    if kind is not ReplyKind.TEXT:
         raise StartupError(f"{what} cannot be compiled ({text}).", fix)
 
 
@@ -242,4 +242,4 @@ def with_template(config: Mapping[str, Any], name: str, source: str) -> list[dic
 
 def _not_a_template(value: Any) -> StartupError:
     what = "neither a string nor a list of named strings"
-    return StartupError(f"chat_template in tokenizer_config.json is {what}: {shown(value)}.", _MEND)
+    return StartupError(f"chat_template in tokenizer_config.json is {what}: {shown(value)}.", _FIX)

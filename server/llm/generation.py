@@ -219,11 +219,11 @@ class Generation:
             if choice.started:
                 return
             if history is not None:
-                cached, place = history["cached_tokens"], history["queue_position"]
+                cached, position = history["cached_tokens"], history["queue_position"]
                 # After a preemption, recomputed tokens count again.
                 done = min(cached + history["computed_tokens"], history["prompt_tokens"])
-                self._queue.put(self._progress(choice, cached, 0 if place is not None else done, place))
-                wait = PROGRESS_INTERVAL_S if place is None else QUEUED_INTERVAL_S
+                self._queue.put(self._progress(choice, cached, 0 if position is not None else done, position))
+                wait = PROGRESS_INTERVAL_S if position is None else QUEUED_INTERVAL_S
 
     async def _history_of(self, choice: Choice) -> RequestHistory | None:
         """Return a choice's history at its engine; None before it is there, or while its grammar is compiled."""

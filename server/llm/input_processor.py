@@ -30,7 +30,7 @@ _WHOLE_CONTEXT = -1  # a value of truncate_prompt_tokens
 # Sizes of a slice of work, a few milliseconds each; other tasks run between two slices.
 _IDS_AT_ONCE = 100_000
 _CHOICES_AT_ONCE = 16
-_MANY_IDS = 1000  # length from which a prompt counts as long; a request may have a thousand prompts
+_LONG_PROMPT_IDS = 1000  # length from which a prompt counts as long; a request may have a thousand prompts
 # Lark has `:` instead of `::=`
 _EBNF_RULE = re.compile(r"^[ \t]*[A-Za-z0-9_.-]+[ \t]*(?:\[[^\]\n]*\][ \t]*)?::=", re.MULTILINE)
 BYTES_PER_ID = 4  # bytes of a token id in an array
@@ -172,7 +172,7 @@ class InputProcessor:
                 shown=shown,
                 include_stop=bool(request.include_stop_str_in_output),
             )
-            limit = self._answer_limit(len(prompt_ids), request, max_tokens)
+            limit = self._completion_limit(len(prompt_ids), request, max_tokens)
             of_prompt = replace(common, max_tokens=limit, min_tokens=min(request.min_tokens or 0, limit))
             for number in range(request.num_generated):
                 params = replace(of_prompt, seed=_choice_seed(request.seed, number))
@@ -217,7 +217,7 @@ class InputProcessor:
         for start in range(0, len(ids), _IDS_AT_ONCE):
             if max(ids[start : start + _IDS_AT_ONCE]) >= vocab_size:
                 _check_ids(ids, vocab_size, param)
-            if len(ids) > _MANY_IDS:
+            if len(ids) > _LONG_PROMPT_IDS:
                 await turn()
 
     def check_length(self, num_prompt: int, max_tokens: int | None, param: str = "prompt") -> None:
@@ -301,7 +301,7 @@ class InputProcessor:
             return max(self.max_len - (1 if max_tokens is None else max_tokens), self.max_len // 2)
         return keep
 
-    def _answer_limit(self, num_prompt: int, request: SamplingFields, max_tokens: int | None) -> int:
+    def _completion_limit(self, num_prompt: int, request: SamplingFields, max_tokens: int | None) -> int:
         """Return the maximum number of tokens to generate. Raises `RequestError` if limits are strict and exceeded."""
         room, most = self.max_len - num_prompt, self.generation_config.max_new_tokens
         if self._strict_max_tokens and (max_tokens or 0) > room:

@@ -74,5 +74,5 @@ def _reason(error: Exception) -> str:
     if not isinstance(error, ValidationError):
         return str(error)
     first = error.errors(include_url=False)[0]
-    place = ".".join(map(str, first["loc"]))
-    return f"{place}: {first['msg']}" if place else first["msg"]
+    path = ".".join(map(str, first["loc"]))
+    return f"{path}: {first['msg']}" if path else first["msg"]

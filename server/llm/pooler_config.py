@@ -209,7 +209,7 @@ class PoolerConfig:
     default_prompt: str | None = None  # name of the prompt that is used if a request names none
     lower_case: bool = False  # convert texts to lower case before tokenization
     max_len: int | None = None  # limit in tokens of a text, if the files set one below the context length
-    answers: tuple[str | int, ...] = ()  # scores: the token of the wrong answer (optional), then of the right answer
+    label_tokens: tuple[str | int, ...] = ()  # scores: the token of the wrong label (optional), then of the right label
     sigmoid: bool = True  # scores of a classification head: whether to apply the sigmoid
     dense: tuple[DenseConfig, ...] = ()  # modules that transform a text's vector after pooling
     layers: DenseLayers | None = None  # the loaded weights of `dense`
@@ -223,9 +223,9 @@ class PoolerConfig:
         return self.dense[-1].out_features if self.dense else hidden_size
 
     def loaded(self, tokenizer: Tokenizer) -> PoolerConfig:
-        """Return a copy with the token ids of the answers and the weights of the Dense modules.
+        """Return a copy with the token ids of the labels and the weights of the Dense modules.
 
-        Raises `StartupError`, for example if an answer has several tokens, or if the tokenizer does not define how two
+        Raises `StartupError`, for example if a label has several tokens, or if the tokenizer does not define how two
         texts are joined.
         """
         if self.kind == LABELS and tokenizer.pair_marks() is None:
@@ -234,19 +234,19 @@ class PoolerConfig:
                 "Put the checkpoint's own tokenizer.json next to its weights.",
             )
         ids = []
-        for answer in self.answers:
-            found = [answer] if isinstance(answer, int) else tokenizer.encode(answer, add_special_tokens=False)
+        for label in self.label_tokens:
+            found = [label] if isinstance(label, int) else tokenizer.encode(label, add_special_tokens=False)
             if len(found) != 1:
                 raise StartupError(
-                    f"The label {answer!r:.80} has {len(found)} tokens; scores are the odds of single tokens.",
+                    f"The label {label!r:.80} has {len(found)} tokens; scores are the odds of single tokens.",
                     "Give labels of one token each, for example: --classifier-from-token no yes",
                 )
             ids += found
-        return replace(self, answers=tuple(ids), layers=DenseLayers(self.dense) if self.dense else None)
+        return replace(self, label_tokens=tuple(ids), layers=DenseLayers(self.dense) if self.dense else None)
 
     @staticmethod
-    def load(model: str | Path, runner: str = "auto", answers: tuple[str, ...] = ()) -> PoolerConfig:
-        """Return the configuration of a checkpoint. `runner`, `answers`: values of the options.
+    def load(model: str | Path, runner: str = "auto", label_tokens: tuple[str, ...] = ()) -> PoolerConfig:
+        """Return the configuration of a checkpoint. `runner`, `label_tokens`: values of the options.
 
         Raises `StartupError` if the checkpoint is unsupported.
         """
@@ -262,10 +262,10 @@ class PoolerConfig:
                 f"--runner {GENERATE} needs a model that generates text, but the checkpoint is a {architecture}.",
                 "Leave --runner out: the model is then served for embeddings or scores.",
             )
-        answers = answers or _own_answers(folder / "config.json", config)
-        if answers:
-            _check_answers(answers)
-            return PoolerConfig(Task.SCORE, "--classifier-from-token", "logits", answers=answers)
+        label_tokens = label_tokens or _own_label_tokens(folder / "config.json", config)
+        if label_tokens:
+            _check_label_tokens(label_tokens)
+            return PoolerConfig(Task.SCORE, "--classifier-from-token", "logits", label_tokens=label_tokens)
         if is_there(folder / "modules.json"):
             return replace(_of_modules(folder, config), dimensions=_dimensions(folder / "config.json", config))
         if architecture.endswith("ForSequenceClassification"):
@@ -334,9 +334,9 @@ def _of_modules(folder: Path, config: dict[str, Any]) -> PoolerConfig:
             found = replace(found, normalize=True)
         elif name == "LogitScore":
             wrong = own.get("false_token_id")
-            answers = (own.get("true_token_id"),) if wrong is None else (wrong, own.get("true_token_id"))
-            _check_answers(answers)
-            found = replace(found, task=Task.SCORE, kind="logits", answers=answers)
+            label_tokens = (own.get("true_token_id"),) if wrong is None else (wrong, own.get("true_token_id"))
+            _check_label_tokens(label_tokens)
+            found = replace(found, task=Task.SCORE, kind="logits", label_tokens=label_tokens)
         else:
             raise _not_followed(f"a module {name or 'without a type'} ({path or 'at its root'})")
     if not _ORDER.fullmatch(" ".join(steps)):
@@ -419,19 +419,19 @@ def _dimensions(file: Path, config: Mapping[str, Any]) -> tuple[int, ...] | None
     return tuple(sorted(sizes))
 
 
-def _own_answers(file: Path, config: Mapping[str, Any]) -> tuple[str, ...]:
+def _own_label_tokens(file: Path, config: Mapping[str, Any]) -> tuple[str, ...]:
     """Return `classifier_from_token` of `config.json`. Raises `StartupError` if it is not a list."""
-    answers = config.get("classifier_from_token") or []
-    if not isinstance(answers, list):
+    label_tokens = config.get("classifier_from_token") or []
+    if not isinstance(label_tokens, list):
         raise StartupError(
-            f"'classifier_from_token' in {file} is {shown(answers)}, not a list of strings.", "Correct it."
+            f"'classifier_from_token' in {file} is {shown(label_tokens)}, not a list of strings.", "Correct it."
         )
-    return tuple(answers)
+    return tuple(label_tokens)
 
 
-def _check_answers(answers: tuple[Any, ...]) -> None:
-    if len(answers) > 2 or not all(isinstance(one, str | int) and one != "" for one in answers):
+def _check_label_tokens(label_tokens: tuple[Any, ...]) -> None:
+    if len(label_tokens) > 2 or not all(isinstance(one, str | int) and one != "" for one in label_tokens):
         raise StartupError(
-            f"Scores are the odds of two labels of one token each, not of {str(list(answers))[:80]}.",
+            f"Scores are the odds of two labels of one token each, not of {str(list(label_tokens))[:80]}.",
             "Give the wrong label, then the right one, for example: --classifier-from-token no yes",
         )

@@ -16,10 +16,10 @@ MEMORY_PER_BYTE = 24  # additional for a large request: as Python objects, in pi
 MAX_ERROR = 300  # limit in characters
 
 LENGTH = struct.Struct("<I")
-ANSWER = struct.Struct("<BI")
+REPLY = struct.Struct("<BI")
 
 
-class Kind(IntEnum):
+class ReplyKind(IntEnum):
     """Kind of a response, which determines its text."""
 
     TEXT = 0  # the prompt; empty if templates were compiled
@@ -36,7 +36,7 @@ def request(*values: Any) -> bytes:
     return LENGTH.pack(len(data)) + data
 
 
-def answer(kind: Kind, text: str = "") -> bytes:
+def reply(kind: ReplyKind, text: str = "") -> bytes:
     """Return a packed response. Raises `UnicodeEncodeError` for a text with half a surrogate pair."""
     data = text.encode()
-    return ANSWER.pack(kind, len(data)) + data
+    return REPLY.pack(kind, len(data)) + data

@@ -32,8 +32,8 @@ from oarlock.server.llm.template_messages import (
     MAX_ERROR,
     MEMORY_LIMIT_BYTES,
     MEMORY_PER_BYTE,
-    Kind,
-    answer,
+    ReplyKind,
+    reply,
 )
 
 # Jinja's global helpers for web pages. Published chat templates use none of them.
@@ -187,7 +187,7 @@ class _Renderers:
                 number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
                 try:
                     self._poll.unregister(connection)
-                    connection.send(answer(Kind.KILLED, str(number)), socket.MSG_DONTWAIT)
+                    connection.send(reply(ReplyKind.KILLED, str(number)), socket.MSG_DONTWAIT)
                 except (KeyError, OSError):  # the server has closed it, and needs no response
                     continue
 
@@ -210,31 +210,31 @@ def _serve(connection: socket.socket) -> None:
             os.nice(niceness)
             renderer = Renderer(sources, names)
             continue
-        kind, data = _answer(renderer, request)
+        kind, data = _reply(renderer, request)
         del request
         signal.setitimer(signal.ITIMER_PROF, 0)
         connection.sendall(data)
-        if kind is Kind.OUT_OF_MEMORY:
+        if kind is ReplyKind.OUT_OF_MEMORY:
             return
 
 
-def _answer(renderer: Renderer, request: list) -> tuple[Kind, bytes]:
+def _reply(renderer: Renderer, request: list) -> tuple[ReplyKind, bytes]:
     try:
         if not request:
             renderer.compile()
-            return Kind.TEXT, answer(Kind.TEXT)
-        return Kind.TEXT, answer(Kind.TEXT, renderer.render(*request))
+            return ReplyKind.TEXT, reply(ReplyKind.TEXT)
+        return ReplyKind.TEXT, reply(ReplyKind.TEXT, renderer.render(*request))
     except TooLargeError:
-        kind, text = Kind.TOO_LARGE, ""
+        kind, text = ReplyKind.TOO_LARGE, ""
     except MemoryError:
-        kind, text = Kind.OUT_OF_MEMORY, ""
+        kind, text = ReplyKind.OUT_OF_MEMORY, ""
     except TemplateSyntaxError as error:
-        kind, text = Kind.REFUSED, f"line {error.lineno}: {error}"
+        kind, text = ReplyKind.REFUSED, f"line {error.lineno}: {error}"
     except TemplateError as error:
-        kind, text = Kind.REFUSED, str(error)
+        kind, text = ReplyKind.REFUSED, str(error)
     except Exception as error:  # the template is foreign code: any error in it concerns this input
-        kind, text = Kind.FAILED, type(error).__name__
-    return kind, answer(kind, text[:MAX_ERROR].encode("utf-8", "replace").decode())
+        kind, text = ReplyKind.FAILED, type(error).__name__
+    return kind, reply(kind, text[:MAX_ERROR].encode("utf-8", "replace").decode())
 
 
 if __name__ == "__main__":

@@ -20,11 +20,13 @@ from pathlib import Path
 
 from oarlock.base.python_child import start_python
 from oarlock.engine.errors import EngineError, RequestError, UnavailableError
-from oarlock.server.llm.template_messages import ANSWER, CPU_LIMIT_S, MEMORY_LIMIT_BYTES, Kind, request
+from oarlock.server.llm.template_messages import CPU_LIMIT_S, MEMORY_LIMIT_BYTES, REPLY, ReplyKind, request
 from oarlock.server.observability.logs import event, logger
 
 _QUICK_S = 0.25
-_PATIENCE_S = 10.0  # wall-clock limit of a rendering; exceeds the CPU limit, since other programs use the CPU too
+_WALL_TIME_LIMIT_S = (
+    10.0  # wall-clock limit of a rendering; exceeds the CPU limit, since other programs use the CPU too
+)
 _NUM_QUICK = 4  # concurrent renderings
 _NUM_SLOW = 2
 _NICENESS = 5  # niceness of slow renderings: running requests have priority
@@ -38,10 +40,10 @@ _LOST_CODE = "template_process_lost"
 # Signals by which a limit ends a renderer: the first for CPU time, the others for deep recursion and for libraries that
 # run out of memory.
 _LIMIT_SIGNALS = frozenset(str(int(one)) for one in (signal.SIGPROF, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS))
-_LEFT_ITSELF = "0"  # the process ended without a signal: memory ran out outside of a rendering
+_NO_SIGNAL = "0"  # the process ended without a signal: memory ran out outside of a rendering
 _log = logger("chat_template")
 
-Answer = tuple[Kind, str]
+Reply = tuple[ReplyKind, str]
 
 
 class TemplateLimitError(RequestError):
@@ -175,17 +177,17 @@ class TemplateRenderers:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._quick = self._slow = asyncio.Semaphore()
 
-    def compile(self) -> Answer:
+    def compile(self) -> Reply:
         """Compile all templates; blocks, so call it in a thread. Raises `TemplateLimitError` and `EngineError`."""
         for _ in range(_ATTEMPTS):
             connection = self._connect()
             try:
-                connection.settimeout(_PATIENCE_S)
+                connection.settimeout(_WALL_TIME_LIMIT_S)
                 connection.sendall(self._opening + request())
-                header = _received(connection, ANSWER.size)
-                kind, size = ANSWER.unpack(header)
-                answer = Kind(kind), _received(connection, min(size, _MAX_OTHER_BYTES)).decode("utf-8", "replace")
-                self._check(answer, 0)
+                header = _received(connection, REPLY.size)
+                kind, size = REPLY.unpack(header)
+                reply = ReplyKind(kind), _received(connection, min(size, _MAX_OTHER_BYTES)).decode("utf-8", "replace")
+                self._check(reply, 0)
             except TimeoutError:  # wall-clock limit: other programs may have used the CPU
                 connection.close()
                 processes.end(processes.generation)
@@ -198,10 +200,10 @@ class TemplateRenderers:
                 raise
             connection.setblocking(False)
             self._idle.append(connection)
-            return answer
+            return reply
         raise EngineError("The process that renders chat templates ended before it responded.")
 
-    async def render(self, job: bytes, max_characters: int) -> Answer:
+    async def render(self, job: bytes, max_characters: int) -> Reply:
         """Return the response to a rendering, at once or after its turn.
 
         Raises `TemplateLimitError` and `UnavailableError`.
@@ -236,7 +238,7 @@ class TemplateRenderers:
         except OSError as error:
             raise EngineError(f"The process that renders chat templates does not start: {error}.") from None
 
-    async def _ask(self, job: bytes, max_characters: int, *, is_slow: bool = False) -> Answer:
+    async def _ask(self, job: bytes, max_characters: int, *, is_slow: bool = False) -> Reply:
         """Send a job to a renderer. Raises `TimeoutError` unless `is_slow`, and `UnavailableError`.
 
         Any error ends the renderer, and so does a slow rendering. If a renderer was lost, the idle renderers may be
@@ -248,9 +250,9 @@ class TemplateRenderers:
             connection, opening = self._renderer(is_slow)
             generation = processes.generation
             try:
-                async with asyncio.timeout(_PATIENCE_S if is_slow else _QUICK_S):
-                    answer = await _exchange(connection, opening + job, most)
-                self._check(answer, max_characters)
+                async with asyncio.timeout(_WALL_TIME_LIMIT_S if is_slow else _QUICK_S):
+                    reply = await _exchange(connection, opening + job, most)
+                self._check(reply, max_characters)
             except TimeoutError:
                 connection.close()
                 if not processes.end_stopped() and not is_slow:
@@ -270,7 +272,7 @@ class TemplateRenderers:
                 connection.close()
             else:
                 self._idle.append(connection)
-            return answer
+            return reply
         if is_slow:
             processes.end(generation)  # regardless of their state: the next rendering starts them again
         raise UnavailableError(_LOST, _LOST_CODE)
@@ -283,19 +285,19 @@ class TemplateRenderers:
         connection.setblocking(False)
         return connection, self._slow_opening if is_slow else self._opening
 
-    def _check(self, answer: Answer, max_characters: int) -> None:
+    def _check(self, reply: Reply, max_characters: int) -> None:
         """Raise `TemplateLimitError` if the rendering was stopped, and log it for the operator.
 
         Raises `_LostError` if the renderer was killed for another reason.
         """
-        kind, text = answer
-        if kind is Kind.KILLED and text not in (*_LIMIT_SIGNALS, _LEFT_ITSELF):
+        kind, text = reply
+        if kind is ReplyKind.KILLED and text not in (*_LIMIT_SIGNALS, _NO_SIGNAL):
             raise _LostError
-        if kind is Kind.KILLED:
+        if kind is ReplyKind.KILLED:
             raise _stopped(self._too_long if text == str(int(signal.SIGPROF)) else _TOO_MUCH)
-        if kind is Kind.OUT_OF_MEMORY:
+        if kind is ReplyKind.OUT_OF_MEMORY:
             raise _stopped(_TOO_MUCH)
-        if kind is Kind.TOO_LARGE:
+        if kind is ReplyKind.TOO_LARGE:
             raise _stopped(f"writes more than {max_characters} characters")
 
 
@@ -310,25 +312,25 @@ def _stopped(did: str) -> TemplateLimitError:
     return TemplateLimitError(did)
 
 
-async def _exchange(connection: socket.socket, data: bytes, most: int) -> Answer:
+async def _exchange(connection: socket.socket, data: bytes, most: int) -> Reply:
     """Send a request and return its response, whose text has at most `most` bytes. Raises `_LostError`."""
     loop = asyncio.get_running_loop()
     await loop.sock_sendall(connection, data)
     received = bytearray()
-    size = ANSWER.size
+    size = REPLY.size
     kind = None
     while len(received) < size:
         part = await loop.sock_recv(connection, _READ_AT_ONCE)
         if not part:
             raise _LostError
         received += part
-        if kind is None and len(received) >= ANSWER.size:
-            kind, length = ANSWER.unpack_from(received)
+        if kind is None and len(received) >= REPLY.size:
+            kind, length = REPLY.unpack_from(received)
             size += length
             if length > most:
                 raise _LostError
     assert kind is not None
-    return Kind(kind), received[ANSWER.size : size].decode()
+    return ReplyKind(kind), received[REPLY.size : size].decode()
 
 
 def _received(connection: socket.socket, size: int) -> bytes:

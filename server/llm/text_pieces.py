@@ -107,9 +107,9 @@ class TextPieces:
         pattern = f"(?<={self.word})[{self.cuts}]" + (f"(?={self.word})" if self.drops_space else "")
         if self.cuts_marks:
             pattern += f"|(?<=[{_EAST_ASIAN}])[{_EAST_ASIAN_MARKS}]"
-        place = re.compile(pattern)
+        boundary = re.compile(pattern)
         for stride in range(start, len(text), _STRIDE):
-            found = place.search(text, stride, stride + _STRIDE)
+            found = boundary.search(text, stride, stride + _STRIDE)
             if found is not None:
                 return found.start()
         return None
@@ -135,7 +135,7 @@ def pieces_for(described: dict[str, Any]) -> TextPieces:
     if model.get("fuse_unk") and not _has_bytes(model):  # one unknown token may span any position
         cuts = ""
     longest = longest_word = 0
-    if _loses_nothing(model, splitters, in_bytes):
+    if _is_lossless(model, splitters, in_bytes):
         blank = re.compile("[ĠĊčĉ]" if in_bytes else f"[{_METASPACE}{''.join(_SPACES)}]")
         texts = [(len(word), len(blank.sub("", word))) for word in model["vocab"]]
         texts += [(size, size) for size in (_size(token["content"], in_bytes) for token in added)]
@@ -216,7 +216,7 @@ def _splits_locally(step: dict[str, Any], replaces_spaces: bool) -> bool:
     return step["type"] in ("Digits", "Metaspace")
 
 
-def _loses_nothing(model: dict[str, Any], splitters: list[dict[str, Any]], in_bytes: bool) -> bool:
+def _is_lossless(model: dict[str, Any], splitters: list[dict[str, Any]], in_bytes: bool) -> bool:
     """Return whether all characters of a text are in tokens, and no token represents unlimited characters."""
     for step in splitters:
         if step["type"] not in ("ByteLevel", "Digits", "Metaspace") and (

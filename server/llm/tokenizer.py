@@ -205,10 +205,10 @@ class Tokenizer:
         plain = self.backend.encode(_SAMPLE, add_special_tokens=False).ids
         both = self.backend.encode(_SAMPLE, _SAMPLE, add_special_tokens=True)
         ids, size = both.ids, len(plain)
-        places = [start for start in range(len(ids) - size + 1) if ids[start : start + size] == plain]
-        if not plain or len(places) != 2:
+        starts = [start for start in range(len(ids) - size + 1) if ids[start : start + size] == plain]
+        if not plain or len(starts) != 2:
             return None
-        first, second = places
+        first, second = starts
         between = tuple(ids[first + size : second])
         return PairMarks(tuple(ids[:first]), between, tuple(ids[second + size :]), both.type_ids[second] == 1)
 
@@ -247,12 +247,12 @@ class Tokenizer:
         least = 0 if most is None else await self.run(lambda: self._pieces.least_tokens(text), len(text))
         if most is not None and least > most:
             raise TooManyTokensError(least)
-        places = await self.run(lambda: list(self._pieces.pieces(text, _PIECE)), len(text))
+        pieces = await self.run(lambda: list(self._pieces.pieces(text, _PIECE)), len(text))
         if last is not None:
-            places.reverse()
+            pieces.reverse()
         parts: list[list[int]] = []
         count = 0
-        for start, end in places:  # one piece at a time: texts that share a thread take turns
+        for start, end in pieces:  # one piece at a time: texts that share a thread take turns
             piece = text[start:end]
             _check_uncut(piece)
             work = partial(self.encode, piece, add_special_tokens=False)
@@ -268,7 +268,7 @@ class Tokenizer:
         if not add_special_tokens:
             return ids
         before, behind = self._added_ids
-        if len(parts) < len(places):  # the start is not needed
+        if len(parts) < len(pieces):  # the start is not needed
             return [*ids, *behind]
         return self._with_bos([*before, *ids, *behind], text)
 

@@ -149,7 +149,7 @@ class Certificate(Protocol):
         ...
 
 
-class Batches(Protocol):
+class BatchFigures(Protocol):
     """Figures of the batches in `--batch-dir`."""
 
     @property
@@ -181,7 +181,7 @@ class HttpCounters:
         self.refused_unread = 0
         self.by_key: dict[str, list[int]] = {}  # label -> responses begun, prompt tokens, completion tokens
         self.certificate: Certificate | None = None
-        self.batches: Batches | None = None
+        self.batches: BatchFigures | None = None
 
     def count(self, method: str, path: str, status: int) -> None:
         """Count one response. Methods and paths outside the closed sets count as `other`."""
@@ -319,7 +319,7 @@ class _Snapshot(Collector):
                 family.add_metric([*self._values, label], numbers[position])
             yield family
 
-    def _of_batches(self, batches: Batches) -> Iterator[Metric]:
+    def _of_batches(self, batches: BatchFigures) -> Iterator[Metric]:
         by_status = batches.by_status()
         gauge = GaugeMetricFamily("oarlock:batches", "Batches that are stored.", labels=[*_LABELS, "status"])
         for status in BATCH_STATUSES:

@@ -24,7 +24,7 @@ from oarlock.server.config.options import OptionError
 from oarlock.server.config.settings import SERVER_ONLY, make_settings
 from oarlock.server.http.request_body import parse
 from oarlock.server.json_text import dumps
-from oarlock.server.launch.banner import Counted
+from oarlock.server.launch.banner import CountedProgress
 from oarlock.server.llm.tokenizer import Tokenizer
 from oarlock.server.offline import outputs
 from oarlock.server.offline.inputs import (
@@ -39,11 +39,11 @@ from oarlock.server.offline.inputs import (
 )
 from oarlock.server.offline.offline_engine import OfflineEngine
 from oarlock.server.offline.outputs import (
-    Answer,
-    Asked,
-    Done,
     EmbeddingRequestOutput,
     EmbedFields,
+    OutputGroup,
+    OutputGroupCall,
+    PromptInfo,
     RequestOutput,
     ScoreFields,
     ScoringRequestOutput,
@@ -257,14 +257,14 @@ class LLM:
         endpoint = self._engine.completions
         endpoint.check_model(None)
 
-        def answer(prompt: Prompt, chosen: SamplingParams) -> Answer[list[RequestOutput]]:
+        def answer(prompt: Prompt, chosen: SamplingParams) -> OutputGroupCall[list[RequestOutput]]:
             asked = self._asked(prompt if isinstance(prompt, str) else None, chosen)
 
-            async def complete() -> Done[list[RequestOutput]]:
+            async def complete() -> OutputGroup[list[RequestOutput]]:
                 fields = {"prompt": prompt, **own, **chosen.as_fields()}
                 _, generation, pieces = await endpoint.run(parse(CompletionRequest, dumps(fields).encode()))
                 output = outputs.completion(asked, self.tokenizer, generation, pieces)
-                return Done([output], output.num_tokens)
+                return OutputGroup([output], output.num_tokens)
 
             return complete
 
@@ -283,23 +283,23 @@ class LLM:
         endpoint = self._engine.chat_completions
         endpoint.check_model(None)
 
-        def answer(conversation: Sequence[Message], chosen: SamplingParams) -> Answer[list[RequestOutput]]:
+        def answer(conversation: Sequence[Message], chosen: SamplingParams) -> OutputGroupCall[list[RequestOutput]]:
             asked = self._asked(None, chosen)
 
-            async def complete() -> Done[list[RequestOutput]]:
+            async def complete() -> OutputGroup[list[RequestOutput]]:
                 body = {**chosen.as_chat_fields(), **fields, "messages": list(conversation)}
                 processed, generation, pieces = await endpoint.run(parse(ChatRequest, dumps(body).encode()))
                 of_text = replace(asked, prompt=processed.prompt)
                 output = outputs.chat_completion(of_text, self.tokenizer, processed, generation, pieces)
-                return Done([output], output.num_tokens)
+                return OutputGroup([output], output.num_tokens)
 
             return complete
 
         return await self._all(list(map(answer, given, params_for_each(params, len(given)))), len(given), use_tqdm)
 
-    def _asked(self, prompt: str | None, chosen: SamplingParams) -> Asked:
+    def _asked(self, prompt: str | None, chosen: SamplingParams) -> PromptInfo:
         wants = chosen.logprobs is not None, chosen.prompt_logprobs is not None
-        return Asked(next(self._request_ids), prompt, *wants)
+        return PromptInfo(next(self._request_ids), prompt, *wants)
 
     async def _embeddings(
         self, prompts: Prompts, fields: EmbedFields, use_tqdm: bool | None
@@ -317,13 +317,13 @@ class LLM:
         answers = outputs.scores(self._engine.scoring, first, second, fields, self._request_ids)
         return await self._all(answers, count, use_tqdm)
 
-    async def _all(self, answers: Sequence[Answer[list[_T]]], count: int, use_tqdm: bool | None) -> list[_T]:
+    async def _all(self, answers: Sequence[OutputGroupCall[list[_T]]], count: int, use_tqdm: bool | None) -> list[_T]:
         """Run `answers`, which return `count` outputs together. The first failure ends the others."""
         limit = asyncio.Semaphore(self._engine.num_at_once)
         is_shown = False if use_tqdm is None and count == 1 else use_tqdm
         num_tokens, began = 0, time.perf_counter()
 
-        async def one(answer: Answer[list[_T]]) -> list[_T]:
+        async def one(answer: OutputGroupCall[list[_T]]) -> list[_T]:
             nonlocal num_tokens
             async with limit:
                 done = await answer()
@@ -331,7 +331,7 @@ class LLM:
             bar.add(len(done.outputs), f"{num_tokens / (time.perf_counter() - began):.0f} tokens/s")
             return done.outputs
 
-        with Counted("prompts", count, is_shown=is_shown) as bar:
+        with CountedProgress("prompts", count, is_shown=is_shown) as bar:
             try:
                 async with asyncio.TaskGroup() as group:
                     tasks = [group.create_task(one(answer)) for answer in answers]

@@ -1,6 +1,6 @@
 """A running engine with the server's endpoints, without HTTP: it refuses and returns the same as the server.
 
-`answer_all` processes a file of requests with it.
+`run_requests` processes a file of requests with it.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from oarlock.engine.errors import EngineDeadError
 from oarlock.engine.replicas import start_engine
 from oarlock.server.config.settings import Settings
 from oarlock.server.endpoints.batches.batch import BatchEndpoints, BatchRun
-from oarlock.server.endpoints.batches.batch_file import AnswerFile, RequestFile
+from oarlock.server.endpoints.batches.batch_file import OutputFile, RequestFile
 from oarlock.server.endpoints.batches.key_shares import FairLimiter, KeyLimiter
 from oarlock.server.endpoints.chat.serving import OpenAIServingChatCompletion
 from oarlock.server.endpoints.completions import OpenAIServingCompletion
@@ -101,23 +101,23 @@ class OfflineEngine:
             self.tokenizer.close()
 
 
-async def answer_all(engine: OfflineEngine, requests: RequestFile, answers: AnswerFile, report: Report) -> None:
+async def run_requests(engine: OfflineEngine, requests: RequestFile, results: OutputFile, report: Report) -> None:
     """Process all requests. Raises `StartupError` if the engine dies or the disk is full; earlier results are kept."""
-    progress = asyncio.create_task(_report(engine, requests, answers, report))
+    progress = asyncio.create_task(_report(engine, requests, results, report))
     try:
         with ThreadPoolExecutor(1, "batch") as disk:
             limiter = KeyLimiter(FairLimiter(engine.num_at_once), None)
-            run = BatchRun(engine.endpoints.answer, requests, answers, disk, limiter)
+            run = BatchRun(engine.endpoints.respond, requests, results, disk, limiter)
             await run.run()
     except EngineDeadError as error:
         raise StartupError(
-            f"The engine has stopped: {error}. {answers.num_done} of {len(requests)} requests are complete.",
+            f"The engine has stopped: {error}. {results.num_done} of {len(requests)} requests are complete.",
             "See the lines above for the reason, if there is one. Repeat the command to continue.",
             _EXIT_WORKER_DIED,
         ) from None
     except OSError as error:
         raise StartupError(
-            f"The responses cannot be written: {error.strerror}. {answers.num_done} of {len(requests)} "
+            f"The responses cannot be written: {error.strerror}. {results.num_done} of {len(requests)} "
             "requests are complete.",
             "Free some space, and repeat the command to continue.",
         ) from None
@@ -125,15 +125,15 @@ async def answer_all(engine: OfflineEngine, requests: RequestFile, answers: Answ
         progress.cancel()
 
 
-async def _report(engine: OfflineEngine, requests: RequestFile, answers: AnswerFile, report: Report) -> None:
-    begun, done_before = time.monotonic(), answers.num_done
+async def _report(engine: OfflineEngine, requests: RequestFile, results: OutputFile, report: Report) -> None:
+    begun, done_before = time.monotonic(), results.num_done
     while True:
         await asyncio.sleep(_REPORT_S)
-        done, total = answers.num_done, len(requests)
+        done, total = results.num_done, len(requests)
         took = time.monotonic() - begun
         words = f"{done} of {total} requests"
-        if answers.num_failed:
-            words += f", {answers.num_failed} failed"
+        if results.num_failed:
+            words += f", {results.num_failed} failed"
         words += f", {engine.generation_tokens / took:.0f} tokens/s"
         if done > done_before:
             words += f", {in_words((total - done) * took / (done - done_before))} left"

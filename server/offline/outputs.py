@@ -30,14 +30,14 @@ _ListT = TypeVar("_ListT", bound=list[Any])
 _PAIRS = 32  # pairs per group; a text that is in all of them is embedded once for each group
 
 
-class Done(NamedTuple, Generic[_ListT]):
+class OutputGroup(NamedTuple, Generic[_ListT]):
     """Outputs of some prompts, and their contribution to the progress."""
 
     outputs: _ListT  # an output for each prompt
     num_tokens: int
 
 
-Answer = Callable[[], Awaitable[Done[_ListT]]]
+OutputGroupCall = Callable[[], Awaitable[OutputGroup[_ListT]]]
 
 
 class Logprob(NamedTuple):
@@ -114,7 +114,7 @@ class RequestOutput:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class PromptInfo:
     """Data about a prompt that is needed for its output."""
 
     request_id: str
@@ -124,7 +124,7 @@ class Asked:
 
 
 def completion(
-    asked: Asked, tokenizer: Tokenizer, generation: Generation, pieces: Sequence[Sequence[Delta]]
+    asked: PromptInfo, tokenizer: Tokenizer, generation: Generation, pieces: Sequence[Sequence[Delta]]
 ) -> RequestOutput:
     """Make the output of `/v1/completions`."""
     outputs = [
@@ -135,7 +135,7 @@ def completion(
 
 
 def chat_completion(
-    asked: Asked,
+    asked: PromptInfo,
     tokenizer: Tokenizer,
     processed: ProcessedChat,
     generation: Generation,
@@ -150,7 +150,7 @@ def chat_completion(
 
 
 def _output(
-    asked: Asked,
+    asked: PromptInfo,
     tokenizer: Tokenizer,
     index: int,
     text: str,
@@ -173,7 +173,7 @@ def _output(
 
 
 def _whole(
-    asked: Asked,
+    asked: PromptInfo,
     tokenizer: Tokenizer,
     generation: Generation,
     pieces: Sequence[Sequence[Delta]],
@@ -278,17 +278,17 @@ class ScoringRequestOutput:
 
 def embeddings(
     endpoint: OpenAIServingEmbedding, prompts: Sequence[Prompt], fields: EmbedFields, request_ids: Iterator[str]
-) -> list[Answer[list[EmbeddingRequestOutput]]]:
+) -> list[OutputGroupCall[list[EmbeddingRequestOutput]]]:
     """Make one group for each prompt."""
 
-    def answer(prompt: Prompt, request_id: str) -> Answer[list[EmbeddingRequestOutput]]:
-        async def embed() -> Done[list[EmbeddingRequestOutput]]:
+    def answer(prompt: Prompt, request_id: str) -> OutputGroupCall[list[EmbeddingRequestOutput]]:
+        async def embed() -> OutputGroup[list[EmbeddingRequestOutput]]:
             body = {**fields, "input": prompt}
             vectors, outputs = await endpoint.vectors(parse(EmbeddingRequest, dumps(body).encode()))
             (vector,), (output,) = vectors, outputs
             ids = list(output.prompt_token_ids)
             found = EmbeddingRequestOutput(request_id, EmbeddingOutput(vector), ids, output.cached_tokens)
-            return Done([found], output.prompt_tokens)
+            return OutputGroup([found], output.prompt_tokens)
 
         return embed
 
@@ -301,7 +301,7 @@ def scores(
     second: str | Sequence[str],
     fields: ScoreFields,
     request_ids: Iterator[str],
-) -> list[Answer[list[ScoringRequestOutput]]]:
+) -> list[OutputGroupCall[list[ScoringRequestOutput]]]:
     """Make groups of pairs. Raises `ValueError` if `first` is neither a single text nor as long as `second`."""
     others = [second] if isinstance(second, str) else list(second)
     ones = [first] if isinstance(first, str) else list(first)
@@ -311,8 +311,8 @@ def scores(
         )
     names = [next(request_ids) for _ in others]
 
-    def answer(start: int) -> Answer[list[ScoringRequestOutput]]:
-        async def score() -> Done[list[ScoringRequestOutput]]:
+    def answer(start: int) -> OutputGroupCall[list[ScoringRequestOutput]]:
+        async def score() -> OutputGroup[list[ScoringRequestOutput]]:
             texts = ones if len(ones) == 1 else ones[start : start + _PAIRS]
             body = {**fields, "text_1": texts, "text_2": others[start : start + _PAIRS]}
             found, made_of = await endpoint.scores(parse(ScoreRequest, dumps(body).encode()))
@@ -325,7 +325,7 @@ def scores(
                 )
                 for number, (one, parts) in enumerate(zip(found, made_of, strict=True))
             ]
-            return Done(outputs, sum(len(output.prompt_token_ids) for output in outputs))
+            return OutputGroup(outputs, sum(len(output.prompt_token_ids) for output in outputs))
 
         return score
 

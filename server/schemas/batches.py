@@ -77,33 +77,33 @@ def _members(text: str) -> dict[str, tuple[Any, str]] | None:
 
     The text of a body is kept, because re-encoding its value would hide a field that occurs twice.
     """
-    place = _after_space(text, 0)
-    if not text.startswith("{", place):
+    offset = _after_space(text, 0)
+    if not text.startswith("{", offset):
         json.loads(text)  # raises, unless the text is another JSON value
         return None
     members: dict[str, tuple[Any, str]] = {}
-    place += 1
-    mark = _END.match(text, place)
+    offset += 1
+    mark = _END.match(text, offset)
     while mark is None or mark[1] == ",":
-        found = _NAME.match(text, place)
+        found = _NAME.match(text, offset)
         if found is None:
-            raise JSONDecodeError("Expecting the name of a member", text, place)
+            raise JSONDecodeError("Expecting the name of a member", text, offset)
         name, start = json.loads(found[1]), found.end()
         if name in members:
-            raise JSONDecodeError("Expecting each name once", text, place)
+            raise JSONDecodeError("Expecting each name once", text, offset)
         value, end = _DECODER.raw_decode(text, start)
         members[name] = value, text[start:end]
         mark = _END.match(text, end)
         if mark is None:
             raise JSONDecodeError("Expecting ',' delimiter", text, end)
-        place = mark.end()
+        offset = mark.end()
     if _after_space(text, mark.end()) != len(text):
         raise JSONDecodeError("Extra data", text, mark.end())
     return members
 
 
-def _after_space(text: str, place: int) -> int:
-    match = _SPACE.match(text, place)
+def _after_space(text: str, offset: int) -> int:
+    match = _SPACE.match(text, offset)
     assert match is not None, "it matches nothing, too"
     return match.end()
 

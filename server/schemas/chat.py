@@ -73,7 +73,7 @@ class TextPart(StrictModel):
     refusal: str = ""
 
     @model_validator(mode="after")
-    def _has_its_member(self) -> TextPart:
+    def _has_type_member(self) -> TextPart:
         if self.type not in self.model_fields_set:
             raise FieldError("messages", f"contains a content part of type '{self.type}' without the key '{self.type}'")
         return self
@@ -125,7 +125,7 @@ class ChatMessage(StrictModel):
         if self.role == "tool" and self.tool_call_id is None:
             raise FieldError("messages", "contains a message of the role 'tool' without tool_call_id")
         # Histories hold messages of other servers, with an empty list of calls, or with only reasoning.
-        is_answer = self.role == "assistant" and (self.tool_calls is not None or self.thoughts is not None)
+        is_answer = self.role == "assistant" and (self.tool_calls is not None or self.reasoning_text is not None)
         if self.content is None and self.refusal is None and not is_answer:
             raise FieldError("messages", "contains a message without content")
         return self
@@ -140,7 +140,7 @@ class ChatMessage(StrictModel):
         return "".join(part.text or part.refusal for part in self.content)
 
     @property
-    def thoughts(self) -> str | None:
+    def reasoning_text(self) -> str | None:
         """The reasoning, from either of its fields."""
         return self.reasoning_content if self.reasoning_content is not None else self.reasoning
 
@@ -395,7 +395,7 @@ class ChatRequest(SamplingFields):
         return field
 
     @property
-    def opens_answer(self) -> bool:
+    def opens_assistant_turn(self) -> bool:
         """True if the prompt ends with the opening of the assistant's message."""
         return not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
 

@@ -155,7 +155,7 @@ class InputMessage(StrictModel):
     content: Content
 
     @model_validator(mode="after")
-    def _says_something(self) -> InputMessage:
+    def _has_content(self) -> InputMessage:
         if self.role != "assistant" and not self.content and isinstance(self.content, list):
             raise FieldError("messages", f"contains a message of the role '{self.role}' without content")
         return self
@@ -428,7 +428,7 @@ class CountTokensRequest(_Conversation):
     """`POST /v1/messages/count_tokens`."""
 
     @model_validator(mode="after")
-    def _is_an_answer_at_once(self) -> Self:
+    def _is_not_streamed(self) -> Self:
         if self.stream:
             raise FieldError("stream", "cannot be used when counting tokens: there is nothing to stream")
         return self

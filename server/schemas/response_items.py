@@ -17,20 +17,20 @@ from oarlock.server.schemas.chat import MAX_PARTS, JsonObject, ToolName, content
 from oarlock.server.schemas.strict_model import ACCEPTED, FieldError, StrictModel
 
 
-def only(place: str, name: str, *neutral: Any) -> Callable[[Any], Any]:
-    """Return a validator that accepts only None and `neutral` values. `place`: the parameter named in the error."""
+def accept_only(param: str, name: str, *neutral: Any) -> Callable[[Any], Any]:
+    """Return a validator that accepts only None and `neutral` values. `param`: the parameter named in the error."""
 
     def check(value: Any) -> Any:
         if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in (None, *neutral)):
-            raise FieldError(place, f"has '{name}', which is not supported; leave it out")
+            raise FieldError(param, f"has '{name}', which is not supported; leave it out")
         return value
 
     return check
 
 
 # Types of fields that calls and their results have.
-Caller = Annotated[Any, AfterValidator(only("input", "caller", {"type": "direct"}))]
-AsyncCall = Annotated[Any, AfterValidator(only("input", "async", False))]
+Caller = Annotated[Any, AfterValidator(accept_only("input", "caller", {"type": "direct"}))]
+AsyncCall = Annotated[Any, AfterValidator(accept_only("input", "async", False))]
 Word = Annotated[str, Field(max_length=64)]
 ItemId = Annotated[str, Field(min_length=1, max_length=256)]
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
@@ -54,7 +54,7 @@ class ContentPart(StrictModel):
     prompt_cache_breakpoint: Any = Field(None, json_schema_extra=ACCEPTED)  # equal prefixes are found without it
 
     @model_validator(mode="after")
-    def _has_its_member(self) -> ContentPart:
+    def _has_type_member(self) -> ContentPart:
         member = "refusal" if self.type == "refusal" else "text"
         if member not in self.model_fields_set:
             raise FieldError("input", f"contains a part of type '{self.type}' without the key '{member}'")
@@ -245,13 +245,13 @@ class ReasoningItem(StrictModel):
         """The reasoning, or its summary if another server encrypted the reasoning. Raises `FieldError`."""
         if self.content:
             return "".join(part.text for part in self.content)
-        if self.encrypted_content is not None and self.encrypted_content.startswith(THOUGHTS):
-            return unsealed(self.encrypted_content, THOUGHTS)
+        if self.encrypted_content is not None and self.encrypted_content.startswith(REASONING):
+            return unsealed(self.encrypted_content, REASONING)
         return "".join(part.text for part in self.summary or ())
 
     def without_effect(self) -> Iterator[str]:
         """Yield `encrypted_content` if another server encrypted it."""
-        if self.encrypted_content and not self.content and not self.encrypted_content.startswith(THOUGHTS):
+        if self.encrypted_content and not self.content and not self.encrypted_content.startswith(REASONING):
             yield "encrypted_content"
 
 
@@ -328,7 +328,7 @@ InputItem = Annotated[
 ]
 
 # Prefixes of texts that clients keep for this server. They differ, so that a text is only read as its own kind of item.
-THOUGHTS, SUMMARY = "oarlock-text:", "oarlock-summary:"
+REASONING, SUMMARY = "oarlock-text:", "oarlock-summary:"
 
 
 def sealed(text: str, prefix: str) -> str:

@@ -25,7 +25,7 @@ from oarlock.server.schemas.chat import (
     tool_form,
 )
 from oarlock.server.schemas.generation import JsonSchema, ResponseFormat, SamplingFields
-from oarlock.server.schemas.response_items import InputItem, ItemId, Word, flat_name, only
+from oarlock.server.schemas.response_items import InputItem, ItemId, Word, accept_only, flat_name
 from oarlock.server.schemas.strict_model import (
     ACCEPTED,
     IGNORED,
@@ -42,7 +42,7 @@ from oarlock.server.schemas.strict_model import (
     at_most,
 )
 
-AsyncTool = Annotated[Any, AfterValidator(only("tools", "async", False))]
+AsyncTool = Annotated[Any, AfterValidator(accept_only("tools", "async", False))]
 LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
 # Official fields without which a response would be wrong, or lack a requested part.
 REFUSED = ("moderation", "access_programs", "image")
@@ -198,7 +198,7 @@ class TextFormat(StrictModel):
         if is_schema and self.schema_ is None:
             raise FieldError("text", "has a format of type json_schema, which needs a schema")
         if not is_schema and self.schema_ is not None:
-            raise FieldError("text", "has a format with a schema, which only goes with type json_schema")
+            raise FieldError("text", "has a format with a schema, which needs type json_schema")
         return self
 
 

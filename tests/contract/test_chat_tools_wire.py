@@ -89,9 +89,9 @@ REPLIES = {
     "two calls": TWO,
     "call, then words": CALL + " Done.",
     "broken call": '<tool_call>{"name": "f", "arguments": [1]}</tool_call> <tool_ca',
-    "thoughts": "<think>\nHm 😀\n</think>\n\nHello",
-    "thoughts and calls": f"<think>\nHm\n</think>\n\n{TWO}",
-    "thoughts alone": "<think>\nHm </thi",
+    "reasoning": "<think>\nHm 😀\n</think>\n\nHello",
+    "reasoning and calls": f"<think>\nHm\n</think>\n\n{TWO}",
+    "reasoning alone": "<think>\nHm </thi",
 }
 REQUESTS = {
     "plain": {},
@@ -222,8 +222,8 @@ def test_an_answer_in_harmony_needs_no_tools_to_be_read(chat):
 
 
 def test_thoughts_have_both_names_and_are_counted(chat):
-    thoughts = "<think>\nHm 😀\n</think>"
-    stage = chat(f"{thoughts}\n\nHello")
+    reasoning = "<think>\nHm 😀\n</think>"
+    stage = chat(f"{reasoning}\n\nHello")
     body = _post(stage, {}).json()
     message = body["choices"][0]["message"]
     assert message == {
@@ -233,7 +233,7 @@ def test_thoughts_have_both_names_and_are_counted(chat):
         "reasoning_content": "Hm 😀",
         "reasoning": "Hm 😀",
     }
-    counted = len(stage.state.async_llm.input_processor.tokenizer.encode(thoughts, add_special_tokens=False))
+    counted = len(stage.state.async_llm.input_processor.tokenizer.encode(reasoning, add_special_tokens=False))
     assert body["usage"]["completion_tokens_details"] == {"reasoning_tokens": counted}
     open_already = chat("Hm 😀\n</think>\n\nHello", templates.THINKING)
     assert _post(open_already, {}).json()["choices"][0]["message"] == message
@@ -250,9 +250,9 @@ def test_the_form_of_the_answer_and_of_calls_together(chat):
     form = {"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}}}
     _post(stage, {**form, "tools": TOOLS, "chat_template_kwargs": {"enable_thinking": False}})
     text = stage.engine.requests[-1].params.grammar.text
-    assert text.startswith("start: (answer | calls)")
+    assert text.startswith("start: (response | calls)")
     _post(stage, {**form, "tools": TOOLS, "tool_choice": "required"})
-    assert "answer" not in stage.engine.requests[-1].params.grammar.text
+    assert "response" not in stage.engine.requests[-1].params.grammar.text
     response = _post(stage, {"guided_regex": "a", "tools": TOOLS, "tool_choice": "required"})
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "guided_regex"

@@ -13,7 +13,7 @@ import pytest
 from oarlock.server.endpoints.responses.compact import MAX_TOKENS
 from oarlock.server.llm.generation_config import GenerationConfig
 from oarlock.server.llm.pooler_config import PoolerConfig, Task
-from oarlock.server.schemas.response_items import SUMMARY, THOUGHTS, sealed
+from oarlock.server.schemas.response_items import REASONING, SUMMARY, sealed
 from tests.contract.conftest import INFO
 from tests.unit.server.llm import chat_templates as templates
 
@@ -119,8 +119,8 @@ def test_the_summary_comes_back_in_the_next_prompt(chat):
 
 @pytest.mark.parametrize("name", [name for name in vars(templates) if name.isupper() and name[0] != "_"])
 def test_every_template_shows_the_summary_wherever_it_stands(chat, name):
-    thoughts = "Hm.</think>" if name == "THINKING" else ""
-    stage = chat(thoughts + SUMMARY_TEXT, getattr(templates, name), info=LONG)
+    reasoning = "Hm.</think>" if name == "THINKING" else ""
+    stage = chat(reasoning + SUMMARY_TEXT, getattr(templates, name), info=LONG)
     compacted = _compact(stage, input=[TALK[1], TALK[5], TALK[6]])["output"]
     for more in ([], [{"role": "user", "content": "And now?"}]):
         answer = _send(stage, "POST", "/v1/responses", {"input": [*compacted, *more]})
@@ -198,7 +198,7 @@ def test_a_conversation_that_leaves_no_room_for_a_summary_is_refused(make_stage)
     ("value", "words"),
     [
         ("gAAAAABo", "another server encrypted"),
-        (sealed("thoughts", THOUGHTS), "another server encrypted"),
+        (sealed("reasoning", REASONING), "another server encrypted"),
         (f"{SUMMARY}?", "was changed"),
         (f"{SUMMARY}/w==", "was changed"),
     ],
@@ -231,7 +231,7 @@ def test_a_summary_is_not_read_as_thoughts(chat):
         ({"temperature": 1, "prompt_cache_options": {"mode": "explicit"}}, "prompt_cache_options, temperature"),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("template", [templates.QWEN, templates.LLAMA], ids=["with a switch", "without thoughts"])
+@pytest.mark.parametrize("template", [templates.QWEN, templates.LLAMA], ids=["with a switch", "without reasoning"])
 def test_fields_without_effect_are_reported(chat, template, body, ignored):
     answer = _send(chat("Yes.", template, info=LONG), "POST", COMPACT, {"input": TALK, **body})
     assert answer.status_code == 200, answer.text
@@ -243,8 +243,8 @@ def test_fields_without_effect_are_reported(chat, template, body, ignored):
 def test_no_answer_without_a_whole_summary(make_stage, chat):
     empty = _send(make_stage(" \n"), "POST", COMPACT, {"input": "x"})
     assert (empty.status_code, empty.json()["error"]["code"]) == (400, "no_summary")
-    thoughts = _send(chat("Hm.", templates.THINKING, info=LONG), "POST", COMPACT, {"input": TALK})
-    assert thoughts.json()["error"]["code"] == "no_summary"
+    reasoning = _send(chat("Hm.", templates.THINKING, info=LONG), "POST", COMPACT, {"input": TALK})
+    assert reasoning.json()["error"]["code"] == "no_summary"
     slow = make_stage("One two three four five", delay_s=0.1)
     late = _send(slow, "POST", COMPACT, {"input": "x", "timeout": 0.25})
     assert (late.status_code, late.json()["error"]["code"]) == (408, "timeout")

@@ -211,7 +211,7 @@ def test_what_is_wrong_is_refused_by_name(embeds, body, param):
 
 
 def test_models_refuse_what_they_do_not_make(embeds, make_stage):
-    generates, scores = make_stage(), make_stage(pooler=PoolerConfig(Task.SCORE, kind="logits", answers=(1, 2)))
+    generates, scores = make_stage(), make_stage(pooler=PoolerConfig(Task.SCORE, kind="logits", label_tokens=(1, 2)))
     pair, pairs = {"text_1": "a", "text_2": "b"}, {"query": "a", "documents": ["b"]}
     vectors = [("/v1/embeddings", {"input": "x"}), ("/pooling", {"input": "x"})]
     scoring = [(path, pair) for path in ("/v1/score", "/score")]

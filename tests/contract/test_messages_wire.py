@@ -290,7 +290,7 @@ def test_arguments_that_are_cut_or_broken_are_what_can_be_read_of_them():
     from oarlock.server.chat.tool_parsers.call_parser import ArgumentsDelta, ToolCallStart
 
     for text, value in (('{"a": [1, 2', {"a": [1, 2]}), ("[1]", {}), ("{broken", {}), ("", {}), ('{"a": 1}', {"a": 1})):
-        blocks = ContentBlocks(shows_thoughts=True)
+        blocks = ContentBlocks(shows_reasoning=True)
         list(blocks.push([ToolCallStart("f"), ArgumentsDelta(text)]))
         list(blocks.end())
         assert blocks.items[0]["input"] == value

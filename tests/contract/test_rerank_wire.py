@@ -13,7 +13,7 @@ from oarlock.server.llm.pooler_config import PoolerConfig, Task
 from tests.contract.conftest import INFO, chat_tokenizer, vectors_of
 
 EMBEDS = PoolerConfig(Task.EMBED, kind="mean", prompts={"query": "Find: ", "passage": "Text: "})
-ASKS = PoolerConfig(Task.SCORE, kind="logits", answers=(70, 71))
+ASKS = PoolerConfig(Task.SCORE, kind="logits", label_tokens=(70, 71))
 QUERY, DOCUMENTS = "What is blue?", ["Grass is green", "The sea is blue", "Grass is green", "Snow"]
 # The format of the model card of Qwen3-Reranker, written out.
 QWEN = (
@@ -108,7 +108,7 @@ def test_a_reranker_is_asked_in_the_format_of_qwen(make_stage, tokenizer):
 def test_a_chat_template_for_pairs_is_used(make_stage):
     loaded = chat_tokenizer(PAIRS)
     stage = make_stage(
-        pooler=PoolerConfig(Task.SCORE, kind="logits", answers=(70,), prompts={"web": "W"}, default_prompt="web")
+        pooler=PoolerConfig(Task.SCORE, kind="logits", label_tokens=(70,), prompts={"web": "W"}, default_prompt="web")
     )
     stage.state.async_llm.input_processor.tokenizer = loaded
     for instruction, shown in ((None, "W"), ("Judge", "Judge")):

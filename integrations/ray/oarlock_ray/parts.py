@@ -17,7 +17,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from oarlock_ray.arguments import ArgumentError, Replica
 from oarlock_ray.server_process import ServerProcess
 
-_LAST_WORDS_S = 3.0  # for the server of the first node, which says better why a group does not start
+_FAILURE_REPORT_TIMEOUT_S = 3.0  # for the server of the first node, which says better why a group does not start
 
 
 @ray.remote(max_restarts=0)
@@ -56,7 +56,7 @@ class Parts:
         starting = asyncio.create_task(server.start())
         await asyncio.wait((starting, *self._runs), return_when=asyncio.FIRST_COMPLETED)
         if not starting.done():
-            await asyncio.wait((starting,), timeout=_LAST_WORDS_S)
+            await asyncio.wait((starting,), timeout=_FAILURE_REPORT_TIMEOUT_S)
         if starting.done():
             return starting.result()
         starting.cancel()

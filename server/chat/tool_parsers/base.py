@@ -141,7 +141,7 @@ class ToolParser(ABC):
 
     def _on_character(self, character: str, events: list[MessageEvent]) -> bool:
         """Follow one character. Return False if it was not consumed and must be examined again."""
-        return self._give_up(events) if self._call is None else self._follow_call(self._call, character, events)
+        return self._abandon_call(events) if self._call is None else self._follow_call(self._call, character, events)
 
     def _search(self, text: str, position: int, events: list[MessageEvent]) -> int:
         """Look for the next delimiter; return the new position."""
@@ -183,7 +183,7 @@ class ToolParser(ABC):
         try:
             events += call.push(character)
         except NoCallError:
-            return self._give_up(events)
+            return self._abandon_call(events)
         if not call.announced:
             self._attempt.append(character)
             return True
@@ -196,7 +196,7 @@ class ToolParser(ABC):
             self._sink = ArgumentsDelta if call.broken else ContentDelta
         return True
 
-    def _give_up(self, events: list[MessageEvent]) -> bool:
+    def _abandon_call(self, events: list[MessageEvent]) -> bool:
         """Emit the failed attempt as content. The character at which it failed has not been consumed."""
         attempt = "".join(self._attempt)
         keep = self._partial(attempt, 1)

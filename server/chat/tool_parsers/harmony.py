@@ -36,12 +36,12 @@ class HarmonyParser(ToolParser):
 
     def __init__(self, tools: Tools, parallel: bool = True) -> None:
         super().__init__(tools, parallel)
-        self.thoughts: type[ReasoningDelta | ContentDelta] = ReasoningDelta  # event type of reasoning
+        self.reasoning_type: type[ReasoningDelta | ContentDelta] = ReasoningDelta  # event type of reasoning
         self.in_items = False  # the caller keeps messages separate; otherwise a line end separates messages of one type
         self._head = ""
         self._in_message = False
-        self._spoke: set[type[MessageEvent]] = set()  # event types emitted so far
-        self._last: type[MessageEvent] | None = None  # type of the most recent message
+        self._seen_types: set[type[MessageEvent]] = set()  # event types emitted so far
+        self._last_type: type[MessageEvent] | None = None  # type of the most recent message
         self._begin_head("")  # the prompt ends with `TURN`
 
     def flush(self, is_ended: bool = False) -> list[MessageEvent]:
@@ -70,7 +70,7 @@ class HarmonyParser(ToolParser):
         head = self._head + character
         begun = head.lstrip()
         if len(head) > _MAX_HEAD or not any(begun.startswith(text) or text.startswith(begun) for text in _HEAD_BEGINS):
-            return self._give_up(events)
+            return self._abandon_call(events)
         self._head = head
         self._attempt.append(character)
         if character == ">" and head.endswith(MESSAGE):
@@ -82,14 +82,14 @@ class HarmonyParser(ToolParser):
         self._in_message = self._searching = True
         recipient = _RECIPIENT.search(head)
         if recipient and recipient[1] in self._tools:
-            self._last = ToolCallStart
+            self._last_type = ToolCallStart
             self._begin_call("", CallParser(self._tools, recipient[1]))
             return
-        self._sink = self.thoughts if f"{CHANNEL}analysis" in head else ContentDelta
-        if self._sink is self._last or (self._sink in self._spoke and not self.in_items):
+        self._sink = self.reasoning_type if f"{CHANNEL}analysis" in head else ContentDelta
+        if self._sink is self._last_type or (self._sink in self._seen_types and not self.in_items):
             events.append(self._sink("\n"))
-        self._spoke.add(self._sink)
-        self._last = self._sink
+        self._seen_types.add(self._sink)
+        self._last_type = self._sink
 
 
 def _message(rule: str, channels: str, special_ids: SpecialIds) -> str:
@@ -102,9 +102,9 @@ def _message(rule: str, channels: str, special_ids: SpecialIds) -> str:
     return f"{rules}{rule}_text[suffix={literal(END)}]: /(?s:.*)/"
 
 
-def after_thoughts(body: str, special_ids: SpecialIds) -> tuple[str, str]:
+def after_reasoning(body: str, special_ids: SpecialIds) -> tuple[str, str]:
     """Return (`body` with an optional reasoning message before it, the rules that this needs)."""
-    return f"thoughts? {body}", _message("thoughts", literal("analysis"), special_ids)
+    return f"reasoning? {body}", _message("reasoning", literal("analysis"), special_ids)
 
 
 def final_head(special_ids: SpecialIds) -> str:
@@ -126,8 +126,8 @@ def _optional_calls(special_ids: SpecialIds) -> tuple[str, str]:
     """Return rules for any messages, followed by a response or a call."""
     if CHANNEL not in special_ids:  # tokenizer of another model: one text, optionally followed by a call
         return grammar.text_then_calls(CHANNEL, special_ids)
-    rules = _message("told", f"{literal('analysis')} | {literal('commentary')}", special_ids)
-    return f"told* (calls | {final_head(special_ids)} FINAL)", f"{rules}\nFINAL: /(?s:.*)/"
+    rules = _message("message", f"{literal('analysis')} | {literal('commentary')}", special_ids)
+    return f"message* (calls | {final_head(special_ids)} FINAL)", f"{rules}\nFINAL: /(?s:.*)/"
 
 
 HARMONY = ToolFormat(

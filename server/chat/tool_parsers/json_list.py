@@ -53,7 +53,7 @@ class JsonListToolParser(ToolParser):
                 self._searching = False
             return consumed
         if not self._accept(character):
-            return self._give_up(events)
+            return self._abandon_call(events)
         if self._call is not None:
             return False  # the brace is the call's first character
         self._attempt.append(character)

@@ -90,7 +90,7 @@ class EngineMeasure:
         """Load the model and run the rounds; Ctrl-C ends them early. Raises `StartupError` and `OptionError`."""
         from oarlock.server.bench.metrics import Result
         from oarlock.server.bench.workload import IdPrompts
-        from oarlock.server.launch.banner import Counted
+        from oarlock.server.launch.banner import CountedProgress
         from oarlock.server.offline.inputs import SamplingParams
         from oarlock.server.offline.llm import LLM
 
@@ -99,7 +99,7 @@ class EngineMeasure:
         series: dict[str, list[float]] = {}
         interrupted = False
         with (
-            Counted("rounds", arguments.warmup + arguments.rounds) as bar,
+            CountedProgress("rounds", arguments.warmup + arguments.rounds) as bar,
             LLM(**options) as llm,
         ):
             info = llm.info

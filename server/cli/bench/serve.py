@@ -141,11 +141,11 @@ def run(arguments: argparse.Namespace) -> int:
     from oarlock.server.bench.metrics import write, write_text
     from oarlock.server.bench.report import as_html
     from oarlock.server.bench.serve import measure
-    from oarlock.server.launch.banner import Counted
+    from oarlock.server.launch.banner import CountedProgress
 
     schedule = plan.make_schedule()
     count = schedule.count if schedule.times_s is None else len(schedule.times_s)
-    with Counted(
+    with CountedProgress(
         "requests", count and count * plan.turns_each, is_shown=False if arguments.disable_tqdm else None
     ) as bar:
         failed = 0

@@ -28,13 +28,13 @@ _SETTINGS: dict[str, Callable[[str], object]] = {
 class Listener(Protocol):
     """Receiver of the pieces of a response, in their order."""
 
-    def thought(self, text: str) -> None: ...
+    def add_reasoning(self, text: str) -> None: ...
 
-    def said(self, text: str) -> None: ...
+    def add_content(self, text: str) -> None: ...
 
 
 @dataclass(slots=True)
-class Answer:
+class ChatResponse:
     """Response to one request, complete or not."""
 
     request_id: str = ""
@@ -66,10 +66,10 @@ class Answer:
 
 
 class _Reader:
-    """Reader of a stream of server-sent events, whose content it adds to an `Answer`."""
+    """Reader of a stream of server-sent events, whose content it adds to a `ChatResponse`."""
 
-    def __init__(self, answer: Answer, listener: Listener) -> None:
-        self._answer = answer
+    def __init__(self, response: ChatResponse, listener: Listener) -> None:
+        self._response = response
         self._listener = listener
         self._rest = b""
         self.error: str | None = None
@@ -90,44 +90,44 @@ class _Reader:
         if "error" in chunk:
             self.error = self.error or str(chunk["error"].get("message") or chunk["error"])
             return
-        answer = self._answer
-        answer.request_id = chunk.get("id") or answer.request_id
-        answer.usage = chunk.get("usage") or answer.usage
+        response = self._response
+        response.request_id = chunk.get("id") or response.request_id
+        response.usage = chunk.get("usage") or response.usage
         for choice in chunk["choices"][:1]:
             delta = choice.get("delta") or {}
-            thought = delta.get("reasoning_content") or delta.get("reasoning")
-            said = delta.get("content")
-            answer.tools += [call["function"]["name"] for call in delta.get("tool_calls") or () if _begins(call)]
-            answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
-            if thought or said:
-                answer.chunks += 1
-                answer.first_at, answer.last_at = answer.first_at or now, now
-            if thought:
-                self._listener.thought(thought)
-            if said:
-                answer.text += said
-                self._listener.said(said)
+            reasoning = delta.get("reasoning_content") or delta.get("reasoning")
+            content = delta.get("content")
+            response.tools += [call["function"]["name"] for call in delta.get("tool_calls") or () if _begins(call)]
+            response.finish_reason = choice.get("finish_reason") or response.finish_reason
+            if reasoning or content:
+                response.chunks += 1
+                response.first_at, response.last_at = response.first_at or now, now
+            if reasoning:
+                self._listener.add_reasoning(reasoning)
+            if content:
+                response.text += content
+                self._listener.add_content(content)
 
 
 def _begins(call: dict[str, Any]) -> bool:
     return bool((call.get("function") or {}).get("name"))
 
 
-async def ask(remote: Remote, fields: dict[str, Any], listener: Listener, answer: Answer) -> None:
-    """Fill `answer`. If cancelled, it keeps the received part, and is marked. Raises `ServerError`.
+async def ask(remote: Remote, fields: dict[str, Any], listener: Listener, response: ChatResponse) -> None:
+    """Fill `response`. If cancelled, it keeps the received part, and is marked. Raises `ServerError`.
 
     `fields`: model, messages and sampling of the request.
     """
-    reader = _Reader(answer, listener)
+    reader = _Reader(response, listener)
     body = {**fields, "stream": True, "stream_options": {"include_usage": True}}
     try:
         await remote.stream(_PATH, body, reader.feed)
     except asyncio.CancelledError:  # Ctrl-C: the connection is closed by now, and the server stops computing
-        answer.is_stopped = True
+        response.is_stopped = True
         return
     if reader.error is not None:
         raise ServerError(f"The response broke off: {reader.error}", 500)
-    if answer.finish_reason is None:
+    if response.finish_reason is None:
         raise ServerError("The response broke off: its stream ended without a finish_reason.", 500)
 
 
@@ -219,7 +219,7 @@ def _checked(path: Path, messages: Any) -> list[dict[str, str]]:
 class Totals:
     """Totals over all responses of this chat."""
 
-    answers: int = 0
+    responses: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
@@ -236,16 +236,16 @@ class Session:
     sampling: dict[str, Any] = field(default_factory=dict)
     conversation: Conversation = field(default_factory=Conversation)
     attached: dict[str, str] = field(default_factory=dict)  # names of files -> contents to send with the next message
-    last: Answer | None = None
+    last: ChatResponse | None = None
     totals: Totals = field(default_factory=Totals)
 
-    def ask(self, text: str) -> Answer | None:
+    def ask(self, text: str) -> ChatResponse | None:
         """Send a message and show the response. Returns None if it failed; the conversation is then unchanged."""
-        conversation, answer, problem = self.conversation, Answer(), None
+        conversation, response, problem = self.conversation, ChatResponse(), None
         conversation.messages.append({"role": "user", "content": with_files(text, self.attached)})
         fields = {"model": self.model, "messages": conversation.as_messages(), **self.sampling}
         try:
-            self.runner.run(self._show(fields, answer))
+            self.runner.run(self._show(fields, response))
         except ServerError as error:
             problem = error
         except BaseException:  # a second Ctrl-C, or a signal that ends the chat
@@ -260,15 +260,15 @@ class Session:
             if self.attached:
                 self.screen.notice(f"{', '.join(self.attached)}: still attached; /attach without a file removes it.")
             return None
-        if answer.is_stopped and not answer.text:
+        if response.is_stopped and not response.text:
             conversation.messages.pop()
         else:
-            conversation.messages.append({"role": "assistant", "content": answer.text})
+            conversation.messages.append({"role": "assistant", "content": response.text})
             self.attached.clear()
-        self._count(answer)
-        for notice in notices(answer):
+        self._count(response)
+        for notice in notices(response):
             self.screen.notice(notice)
-        return answer
+        return response
 
     def compare(self, words: Sequence[str], question: str) -> None:
         """Ask with two settings at once, such as `seed=1` and `seed=2`: `question`, or the last question again.
@@ -284,47 +284,47 @@ class Session:
         if not asked:
             raise ConversationError("There is no question yet. Write one after the settings.")
         bodies = [{"model": self.model, "messages": asked, **self.sampling, **each} for each in settings]
-        answers = [Answer(), Answer()]
+        responses = [ChatResponse(), ChatResponse()]
         try:
-            problems = self.runner.run(self._show_beside(words, bodies, answers))
+            problems = self.runner.run(self._show_comparison(words, bodies, responses))
         finally:
             self.screen.end()
-        for word, answer, problem in zip(words, answers, problems, strict=True):
-            self._count(answer)
-            self.screen.notice(f"{word}: {', '.join([*_speed(answer), *notices(answer)])}")
+        for word, response, problem in zip(words, responses, problems, strict=True):
+            self._count(response)
+            self.screen.notice(f"{word}: {', '.join([*_speed(response), *notices(response)])}")
             if problem is not None:
                 self.screen.problem(f"{word}: {problem}")
-        first, second = (answer.text for answer in answers)
+        first, second = (response.text for response in responses)
         parted = next((at for at, pair in enumerate(zip(first, second, strict=False)) if pair[0] != pair[1]), None)
         parted = min(len(first), len(second)) if parted is None else parted
         same = "Both responses are the same" if first == second else f"The responses differ after {parted} characters"
         self.screen.notice(f"{same}. Neither is part of the conversation.")
 
-    async def _show_beside(
-        self, titles: Sequence[str], bodies: Sequence[dict[str, Any]], answers: Sequence[Answer]
+    async def _show_comparison(
+        self, titles: Sequence[str], bodies: Sequence[dict[str, Any]], responses: Sequence[ChatResponse]
     ) -> list[BaseException | None]:
         """Show responses next to each other. Return the error of each, or None if it is complete."""
-        sides = self.screen.begin_beside(titles)
-        streams = [ask(self.remote, *each) for each in zip(bodies, sides, answers, strict=True)]
+        sides = self.screen.begin_comparison(titles)
+        streams = [ask(self.remote, *each) for each in zip(bodies, sides, responses, strict=True)]
         with suppress(asyncio.CancelledError):  # Ctrl-C; each response reports itself that it was stopped
             return await asyncio.gather(*streams, return_exceptions=True)
-        return [None] * len(answers)
+        return [None] * len(responses)
 
-    async def _show(self, fields: dict[str, Any], answer: Answer) -> None:
+    async def _show(self, fields: dict[str, Any], response: ChatResponse) -> None:
         self.screen.begin()
-        await ask(self.remote, fields, self.screen, answer)
+        await ask(self.remote, fields, self.screen, response)
 
     def models(self) -> list[str]:
         """Return the names that the server lists now. Raises `ServerError`."""
         return self.runner.run(self.remote.models())
 
-    def _count(self, answer: Answer) -> None:
-        self.last = answer
-        totals, usage = self.totals, answer.usage or {}
-        totals.answers += 1
+    def _count(self, response: ChatResponse) -> None:
+        self.last = response
+        totals, usage = self.totals, response.usage or {}
+        totals.responses += 1
         totals.prompt_tokens += usage.get("prompt_tokens") or 0
         totals.cached_tokens += _cached(usage)
-        totals.output_tokens += answer.output_tokens
+        totals.output_tokens += response.output_tokens
 
 
 def with_files(text: str, attached: dict[str, str]) -> str:
@@ -352,15 +352,17 @@ def read_settings(word: str) -> dict[str, Any]:
     return found
 
 
-def notices(answer: Answer) -> list[str]:
+def notices(response: ChatResponse) -> list[str]:
     """Return notices about how a response ended."""
     found = []
-    if answer.is_stopped:
-        found.append("(stopped)" if answer.text else "(stopped before the first token; your message was removed again)")
-    if answer.finish_reason == "length":
+    if response.is_stopped:
+        found.append(
+            "(stopped)" if response.text else "(stopped before the first token; your message was removed again)"
+        )
+    if response.finish_reason == "length":
         found.append("(ended by the token limit)")
-    if answer.tools:
-        found.append(f"(requests tool calls, which the chat does not run: {', '.join(answer.tools)})")
+    if response.tools:
+        found.append(f"(requests tool calls, which the chat does not run: {', '.join(response.tools)})")
     return found
 
 
@@ -374,17 +376,17 @@ def figures(session: Session) -> str:
         parts.append(f"{_cached(usage)} of {usage['prompt_tokens']} prompt tokens were cached")
     return (
         f"Last response ({last.request_id}): {', '.join(parts)}.\n"
-        f"This chat: {totals.answers} response{'' if totals.answers == 1 else 's'}, "
+        f"This chat: {totals.responses} response{'' if totals.responses == 1 else 's'}, "
         f"{totals.prompt_tokens} prompt tokens, {totals.cached_tokens} of them cached, "
         f"{totals.output_tokens} tokens generated. Model {session.model} at {session.remote.url}."
     )
 
 
-def _speed(answer: Answer) -> list[str]:
-    speed = answer.tokens_per_s
-    parts = [] if answer.ttft_s is None else [f"first token after {1e3 * answer.ttft_s:.0f} ms"]
+def _speed(response: ChatResponse) -> list[str]:
+    speed = response.tokens_per_s
+    parts = [] if response.ttft_s is None else [f"first token after {1e3 * response.ttft_s:.0f} ms"]
     parts += [] if speed is None else [f"then {speed:.1f} tokens/s"]
-    return [*parts, f"{answer.output_tokens} tokens" + (", counted by chunks" if answer.usage is None else "")]
+    return [*parts, f"{response.output_tokens} tokens" + (", counted by chunks" if response.usage is None else "")]
 
 
 def _cached(usage: dict[str, Any]) -> int:

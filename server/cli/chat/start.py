@@ -43,17 +43,17 @@ def chat(arguments: argparse.Namespace) -> int:
         sampling = {name: value for name in _SAMPLING if (value := getattr(arguments, name)) is not None}
         session = Session(remote, model, make_screen(interactive=interactive), runner, sampling, conversation)
         if not interactive:
-            return _answer_once(session, question)
+            return _ask_once(session, question)
         kept = None if arguments.no_history else history_file()
         with LineEditor(list(COMMANDS), None if kept is None else History(kept)) as editor:
             return _converse(session, editor, own)
 
 
-def _answer_once(session: Session, question: str) -> int:
-    answer = session.ask(question)
-    if answer is None:
+def _ask_once(session: Session, question: str) -> int:
+    response = session.ask(question)
+    if response is None:
         return 1
-    return 130 if answer.is_stopped else 0 if answer.finish_reason == "stop" else 1
+    return 130 if response.is_stopped else 0 if response.finish_reason == "stop" else 1
 
 
 def _converse(session: Session, editor: LineEditor, own: OwnServer | None) -> int:
@@ -64,8 +64,8 @@ def _converse(session: Session, editor: LineEditor, own: OwnServer | None) -> in
             if text.startswith("/") and ("\n" not in text.strip() or text.split()[0] in COMMANDS):
                 run_command(session, text)
             elif text.strip():
-                answer = session.ask(text.strip())
-                if answer is None and own is not None and own.has_ended:
+                response = session.ask(text.strip())
+                if response is None and own is not None and own.has_ended:
                     raise own.failure()
         except KeyboardInterrupt:
             sys.stdout.write("\n")

@@ -286,19 +286,19 @@ class Side:
     title: str
     on_change: Callable[[], None]
     text: str = ""
-    thoughts: int = field(default=0)  # characters of reasoning; only whether there is any is shown
+    num_reasoning_characters: int = field(default=0)  # characters of reasoning; only whether there is any is shown
 
-    def thought(self, text: str) -> None:
-        self.thoughts += len(text)
+    def add_reasoning(self, text: str) -> None:
+        self.num_reasoning_characters += len(text)
         self.on_change()
 
-    def said(self, text: str) -> None:
+    def add_content(self, text: str) -> None:
         self.text += fit(text)
         self.on_change()
 
 
 class Screen:
-    """A response on a terminal: `begin`, then `thought` and `said`, all in a running event loop, then `end`.
+    """A response on a terminal: `begin`, `add_reasoning` and `add_content`, all in a running event loop, then `end`.
 
     Ctrl-Z in between restores the terminal, and takes it again when the chat continues.
     """
@@ -309,7 +309,7 @@ class Screen:
         self._until_end = ExitStack()  # restores the terminal after a response
         self._blocks = MarkdownBlocks()
         self._sides: list[Side] = []  # replaces the blocks while two responses are compared
-        self._thinks = False
+        self._in_reasoning = False
         self._drawn_at = 0.0
         self._redraw: asyncio.TimerHandle | None = None
 
@@ -318,24 +318,24 @@ class Screen:
         self._blocks = MarkdownBlocks()
         self._take_terminal()
 
-    def begin_beside(self, titles: Sequence[str]) -> list[Side]:
+    def begin_comparison(self, titles: Sequence[str]) -> list[Side]:
         """Begin responses next to each other, with a listener for each. `end` ends them."""
         self.begin()
         self._sides = [Side(title, self._redraw_soon) for title in titles]
         return self._sides
 
-    def thought(self, text: str) -> None:
+    def add_reasoning(self, text: str) -> None:
         """Show a piece of the reasoning before the response."""
-        if not self._thinks:
+        if not self._in_reasoning:
             self._end_block()
-            self._thinks = True
+            self._in_reasoning = True
         self._add(text)
 
-    def said(self, text: str) -> None:
+    def add_content(self, text: str) -> None:
         """Show a piece of the response."""
-        if self._thinks:
+        if self._in_reasoning:
             self._end_block()
-            self._thinks = False
+            self._in_reasoning = False
         self._add(text)
 
     def end(self) -> None:
@@ -346,11 +346,11 @@ class Screen:
         with self._until_end:
             if self._sides:
                 self._lines.erase()
-                self.console.print(self._beside(whole=True))
+                self.console.print(self._compared(whole=True))
                 self._sides = []
             else:
                 self._end_block()
-        self._thinks = False
+        self._in_reasoning = False
 
     def notice(self, text: str) -> None:
         """Show a line of the program itself."""
@@ -388,15 +388,18 @@ class Screen:
 
     def _draw_rest(self) -> None:
         self._redraw, self._drawn_at = None, time.monotonic()
-        self._lines.draw(self._beside() if self._sides else self._drawn(self._blocks.rest))
+        self._lines.draw(self._compared() if self._sides else self._drawn(self._blocks.rest))
 
-    def _beside(self, *, whole: bool = False) -> RenderableType:
+    def _compared(self, *, whole: bool = False) -> RenderableType:
         table = Table(box=None, expand=True, pad_edge=False, padding=(0, 2, 1, 0))
         for side in self._sides:
             table.add_column(Text(fit(side.title), style="bold"), ratio=1)
         thinking = Text("(thinks)", style="dim italic")
         table.add_row(
-            *(self._drawn(side.text, whole) if side.text or not side.thoughts else thinking for side in self._sides)
+            *(
+                self._drawn(side.text, whole) if side.text or not side.num_reasoning_characters else thinking
+                for side in self._sides
+            )
         )
         return table
 
@@ -413,7 +416,7 @@ class Screen:
             self.console.print()
 
     def _drawn(self, text: str, whole: bool = False) -> RenderableType:
-        if self._thinks:
+        if self._in_reasoning:
             return Text(text, style="dim italic")
         if len(text) > _LONG_BLOCK and not whole:
             return Text(text[-_LONG_BLOCK:])
@@ -431,22 +434,22 @@ class PlainScreen:
     def begin(self) -> None:
         self._ends_line = True
 
-    def begin_beside(self, titles: Sequence[str]) -> list[Side]:
+    def begin_comparison(self, titles: Sequence[str]) -> list[Side]:
         """Begin responses that `end` writes one below the other."""
         self._sides = [Side(title, lambda: None) for title in titles]
         return self._sides
 
-    def thought(self, text: str) -> None:
+    def add_reasoning(self, text: str) -> None:
         """Leave reasoning out: a program that reads this output wants the response."""
 
-    def said(self, text: str) -> None:
+    def add_content(self, text: str) -> None:
         self._stream.write(fit(text) if self._stream.isatty() else text)
         self._stream.flush()
         self._ends_line = text.endswith("\n")
 
     def end(self) -> None:
         for side in self._sides:
-            self.said(f"{side.title}:\n{side.text.rstrip()}\n")
+            self.add_content(f"{side.title}:\n{side.text.rstrip()}\n")
         self._sides = []
         if not self._ends_line:
             self._stream.write("\n")

@@ -223,14 +223,14 @@ def duration(seconds: float) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class MetricSums:
     """Sums since the server started, over all engines."""
 
     buckets: dict[str, dict[float, float]] = field(default_factory=dict)  # name -> upper limit (s) -> observations
     counters: dict[str, float] = field(default_factory=dict)
 
 
-def read_metrics(text: str) -> Reading:
+def read_metrics(text: str) -> MetricSums:
     """Read the text of `/metrics`. Raises `ValueError` for another text."""
     from prometheus_client.parser import text_string_to_metric_families
 
@@ -245,17 +245,17 @@ def read_metrics(text: str) -> Reading:
                 buckets[name][limit] = buckets[name].get(limit, 0.0) + sample.value
             elif (name := of_counter.get(sample.name)) is not None:
                 counters[name] += sample.value
-    return Reading(buckets, counters)
+    return MetricSums(buckets, counters)
 
 
-def between(before: Reading, now: Reading) -> dict[str, Any]:
+def between(before: MetricSums, now: MetricSums) -> dict[str, Any]:
     """Return percentiles in ms, the fraction of prompt tokens found in the prefix cache, and preemptions. A value is
     None if nothing happened.
 
     If the server was restarted in between, the figures are since that start.
     """
     if any(now.counters[name] < before.counters.get(name, 0.0) for name in now.counters):
-        before = Reading()
+        before = MetricSums()
     found: dict[str, Any] = {}
     for name, buckets in now.buckets.items():
         old = before.buckets.get(name, {})
@@ -289,7 +289,7 @@ class Watcher:
 
     def __init__(self, remote: Remote) -> None:
         self._remote = remote
-        self._before = Reading()
+        self._before = MetricSums()
         self._has_batches = True
 
     async def look(self) -> dict[str, Any]:

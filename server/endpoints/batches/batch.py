@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from oarlock.engine.errors import EngineDeadError, UnavailableError
 from oarlock.engine.panics import ENDS_TASK
-from oarlock.server.endpoints.batches.batch_file import AnswerFile, RequestFile
+from oarlock.server.endpoints.batches.batch_file import OutputFile, RequestFile
 from oarlock.server.endpoints.batches.key_shares import KeyLimiter
 from oarlock.server.endpoints.chat.serving import OpenAIServingChatCompletion
 from oarlock.server.endpoints.completions import OpenAIServingCompletion
@@ -35,11 +35,11 @@ UNANSWERED = {
     "expired": ("batch_expired", "This request did not complete before the completion window ended."),
     "cancelled": ("batch_cancelled", "The batch was cancelled before this request completed."),
 }
-_OWN = ("owner", "label", "window_s", "output_expires_s", "outcome", "written", "counts")
+_INTERNAL_FIELDS = ("owner", "label", "window_s", "output_expires_s", "outcome", "written", "counts")
 _PAUSES_S = (0.5, 2.0, 8.0)  # pauses before a request is tried again
 _log = logger("batch")
 _ResultT = TypeVar("_ResultT")
-Answer = Callable[[BatchRequest, str], Awaitable[str]]  # (request, its id) -> JSON of the response
+BatchResponder = Callable[[BatchRequest, str], Awaitable[str]]  # (request, its id) -> JSON of the response
 _BodyT = TypeVar("_BodyT", bound=StrictModel)
 _PriorityT = TypeVar("_PriorityT", SamplingFields, CompletionRequest, ChatRequest, ResponsesRequest, EmbeddingRequest)
 
@@ -92,7 +92,7 @@ class Batch:
 
     def wire(self) -> dict[str, Any]:
         """Return the API's object."""
-        members = {name: value for name, value in asdict(self).items() if name not in _OWN}
+        members = {name: value for name, value in asdict(self).items() if name not in _INTERNAL_FIELDS}
         total, completed, failed = self.counts
         members["errors"] = None if self.errors is None else {"object": "list", "data": self.errors}
         members["request_counts"] = {"total": total, "completed": completed, "failed": failed}
@@ -103,20 +103,25 @@ class BatchRun:
     """One run over a batch, until every request has a response."""
 
     def __init__(
-        self, answer: Answer, requests: RequestFile, answers: AnswerFile, disk: ThreadPoolExecutor, limiter: KeyLimiter
+        self,
+        respond: BatchResponder,
+        requests: RequestFile,
+        results: OutputFile,
+        disk: ThreadPoolExecutor,
+        limiter: KeyLimiter,
     ) -> None:
-        """Prepare a run over `requests` that writes into `answers`.
+        """Prepare a run over `requests` that writes into `results`.
 
         `disk`: executor with one thread, on which the files are read and written. `limiter`: each request holds a
         permit while it is read and answered.
         """
-        self._answer = answer
+        self._respond = respond
         self._requests = requests
-        self._answers = answers
+        self._results = results
         self._disk = disk
         self._limiter = limiter
         # Called with the HTTP status of each response after it is written.
-        self.on_answer: Callable[[int], None] = lambda status: None
+        self.on_result: Callable[[int], None] = lambda status: None
 
     async def run(self) -> None:
         """Run the batch. Raises `EngineDeadError`, `OSError` and `WrongBatchError`.
@@ -125,7 +130,7 @@ class BatchRun:
         """
         try:
             async with asyncio.TaskGroup() as group:
-                for number in self._answers.pending():
+                for number in self._results.pending():
                     num_bytes = self._requests.size_of(number)
                     await self._limiter.acquire(num_bytes)
                     task = group.create_task(self._work(number))
@@ -136,9 +141,9 @@ class BatchRun:
     async def _work(self, number: int) -> None:
         request = await self._read(number)
         request_id = secrets.token_hex(12)
-        status, body = await self._answered(request, request_id)
-        await self._on_disk(self._answers.write, number, request, request_id, status, body)
-        self.on_answer(status)
+        status, body = await self._run_to_end(request, request_id)
+        await self._on_disk(self._results.write, number, request, request_id, status, body)
+        self.on_result(status)
 
     async def _read(self, number: int) -> BatchRequest:
         """Return a request. If the process that reads long lines is lost, this tries again a few times."""
@@ -150,7 +155,7 @@ class BatchRun:
                 await asyncio.sleep(pause_s)
         return await self._on_disk(self._requests.read, number)
 
-    async def _answered(self, request: BatchRequest, request_id: str) -> tuple[int, str]:
+    async def _run_to_end(self, request: BatchRequest, request_id: str) -> tuple[int, str]:
         """Return the status and body of a response. Raises `EngineDeadError`."""
         try:
             return 200, await self._tried(request, request_id)
@@ -166,13 +171,13 @@ class BatchRun:
         """Return the response. If a replica is lost or lacks memory, the request is tried again a few times."""
         for pause_s in _PAUSES_S:
             try:
-                return await self._answer(request, request_id)
+                return await self._respond(request, request_id)
             except UnavailableError as error:
                 if error.code == "aborted":
                     raise
                 _log.warning(event("batch_request_retried", custom_id=request.custom_id, cause=error.message))
                 await asyncio.sleep(pause_s)
-        return await self._answer(request, request_id)
+        return await self._respond(request, request_id)
 
     async def _on_disk(self, function: Callable[..., _ResultT], *arguments: object) -> _ResultT:
         return await asyncio.get_running_loop().run_in_executor(self._disk, function, *arguments)
@@ -201,7 +206,7 @@ class BatchEndpoints:
         """Parameters that had no effect: name -> number of requests."""
         return self._completions.state.ignored_parameters.counts
 
-    async def answer(
+    async def respond(
         self,
         request: BatchRequest,
         request_id: str,

@@ -1,6 +1,6 @@
 """The two files of a batch, as in OpenAI's batch API: lines of requests, and lines of responses as they complete.
 
-All requests are checked first, then read line by line. Only the position of each line stays in memory, since a batch
+All requests are checked first, then read line by line. Only the position of each line is kept in memory, since a batch
 may have 50,000 lines, and many batches are open. A file of responses that a killed process left is repaired: a torn
 last line and responses that another try may change are removed, and all others count as done.
 """
@@ -22,7 +22,7 @@ from oarlock.server.json_text import dumps
 from oarlock.server.schemas.batches import SHAPE, BatchRequest, WrongBatchError, read_line
 
 ReadLine = Callable[[bytes, int, str], BatchRequest]
-_PASSING = (408, 429)  # another try may change these statuses, and all from 500
+_TRANSIENT_STATUSES = (408, 429)  # another try may change these statuses, and all from 500
 
 
 class RequestFile:
@@ -139,7 +139,7 @@ def _digest(custom_id: str) -> bytes:
     return blake2b(custom_id.encode("utf-8", "replace"), digest_size=16).digest()
 
 
-class AnswerFile:
+class OutputFile:
     """The file of responses, locked while it is open, so that two processes cannot process the same batch.
 
     If there is a second file, failed requests go there.
@@ -171,7 +171,7 @@ class AnswerFile:
                 if each is not None:
                     mode = 0o600 if is_private else 0o666
                     self._files.append(_Lines(each, reserve or (lambda num_bytes: None), mode))
-                    self._files[-1].mend(self._stays)
+                    self._files[-1].keep_lines(self._is_kept)
         except BaseException:
             for file in self._files:
                 file.abandon()
@@ -195,7 +195,7 @@ class AnswerFile:
         self._files[0 if status == 200 else -1].append(line.encode("utf-8", "replace"))
         self._count(number, is_failed=status != 200)
 
-    def write_unanswered(self, code: str, message: str) -> None:
+    def write_incomplete(self, code: str, message: str) -> None:
         """Write a line for each request that has no response and gets none. Raises `OSError` and `WrongBatchError`."""
         for number in self.pending():
             custom_id = self._requests.read(number).custom_id
@@ -209,24 +209,24 @@ class AnswerFile:
         for file in self._files:
             file.close()
 
-    def _stays(self, line: bytes, path: Path) -> bool:
+    def _is_kept(self, line: bytes, path: Path) -> bool:
         """Return whether the line is a response that another try would not change. Raises `StartupError`."""
-        answer = _answer(line)
-        if answer is None:
+        entry = _entry(line)
+        if entry is None:
             if line.endswith(b"\n") and line.strip():
                 raise StartupError(
                     f"{path} contains lines that are not responses of a batch.", "Give another output file."
                 )
             self.num_dropped += 1
             return False
-        number = self._requests.find(answer["custom_id"])
+        number = self._requests.find(entry["custom_id"])
         if number is None:
             raise StartupError(
-                f"{path} contains a response to {answer['custom_id']!r:.80}, which is not a request of this batch.",
+                f"{path} contains a response to {entry['custom_id']!r:.80}, which is not a request of this batch.",
                 "Give another output file, or the requests that these responses belong to.",
             )
-        status = 0 if answer["response"] is None else answer["response"]["status_code"]
-        if not status or status in _PASSING or status >= 500:
+        status = 0 if entry["response"] is None else entry["response"]["status_code"]
+        if not status or status in _TRANSIENT_STATUSES or status >= 500:
             self.num_dropped += 1
             return False
         self._count(number, is_failed=status != 200)
@@ -254,13 +254,13 @@ class _Lines:
                 f"{path} is being written by another process.", "Wait until it ends, or give another output file."
             ) from None
 
-    def mend(self, stays: Callable[[bytes, Path], bool]) -> None:
-        """Keep the lines for which `stays` is true, moved together in place, and cut off the rest."""
+    def keep_lines(self, is_kept: Callable[[bytes, Path], bool]) -> None:
+        """Keep the lines for which `is_kept` is true, moved together in place, and cut off the rest."""
         write_at = 0
         self._file.seek(0)
         while line := self._file.readline():
             next_at = self._file.tell()
-            if not stays(line, self._path):
+            if not is_kept(line, self._path):
                 continue
             if write_at + len(line) < next_at:  # never writes past the lines that were read
                 self._file.seek(write_at)
@@ -303,7 +303,7 @@ def _opened(path: Path, mode: int) -> BufferedRandom:
         ) from None
 
 
-def _answer(line: bytes) -> dict[str, Any] | None:
+def _entry(line: bytes) -> dict[str, Any] | None:
     """Return the response in a line, or None if the line is torn or is not a response."""
     try:
         value = json.loads(line)
@@ -317,7 +317,7 @@ def _answer(line: bytes) -> dict[str, Any] | None:
 
 def usage_of(path: Path) -> dict[str, Any]:
     """Return the tokens of all responses of a file, as the API counts them."""
-    prompt = cached = generated = thoughts = 0
+    prompt = cached = generated = reasoning = 0
     with path.open("rb") as file:
         for line in file:
             usage = json.loads(line)["response"]["body"]["usage"]
@@ -326,11 +326,11 @@ def usage_of(path: Path) -> dict[str, Any]:
             generated += usage.get("output_tokens" if new else "completion_tokens", 0)  # embeddings have none
             cached += usage["input_tokens_details" if new else "prompt_tokens_details"]["cached_tokens"]
             details = usage.get("output_tokens_details" if new else "completion_tokens_details") or {}
-            thoughts += details.get("reasoning_tokens", 0)
+            reasoning += details.get("reasoning_tokens", 0)
     return {
         "input_tokens": prompt,
         "input_tokens_details": {"cached_tokens": cached},
         "output_tokens": generated,
-        "output_tokens_details": {"reasoning_tokens": thoughts},
+        "output_tokens_details": {"reasoning_tokens": reasoning},
         "total_tokens": prompt + generated,
     }

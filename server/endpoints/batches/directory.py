@@ -165,7 +165,7 @@ def _sync(folder: Path) -> None:
         os.close(descriptor)
 
 
-class Listed(Protocol):
+class ListEntry(Protocol):
     """An entry of a list."""
 
     @property
@@ -288,7 +288,7 @@ def log_failure(done: Future[None]) -> None:
         _log.error(event("batch_disk_failed", cause=str(error)))
 
 
-def page(items: Sequence[Listed], query: ListQuery) -> dict[str, Any]:
+def page(items: Sequence[ListEntry], query: ListQuery) -> dict[str, Any]:
     """Return the part of `items` that `query` asks for. Ids sort by their time of creation.
 
     Raises `HttpError` if `after` is not an id of these items.
@@ -296,11 +296,11 @@ def page(items: Sequence[Listed], query: ListQuery) -> dict[str, Any]:
     ordered = sorted(items, key=lambda item: item.id, reverse=query.order == "desc")
     start = 0
     if query.after is not None:
-        places = [place for place, item in enumerate(ordered) if item.id == query.after]
-        if not places:
+        matches = [index for index, item in enumerate(ordered) if item.id == query.after]
+        if not matches:
             message = f"'after' is '{query.after[:64]}', which is not in this list."
             raise HttpError(400, message, param="after")
-        start = places[0] + 1
+        start = matches[0] + 1
     shown = ordered[start : start + query.limit]
     return {
         "object": "list",

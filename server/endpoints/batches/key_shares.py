@@ -82,25 +82,25 @@ class FairLimiter:
 
     async def acquire(self, owner: str | None, num_bytes: int = 0) -> None:
         """Wait for a permit. `num_bytes`: size of the request that it is for."""
-        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(owner, deque()).append((place, num_bytes))
-        self.hand_out()
+        permit: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(owner, deque()).append((permit, num_bytes))
+        self.grant()
         try:
-            await place
+            await permit
         except asyncio.CancelledError:
-            if place.done() and not place.cancelled():
+            if permit.done() and not permit.cancelled():
                 self.release(owner, num_bytes)
             else:
-                self._leave(owner, (place, num_bytes))
+                self._leave(owner, (permit, num_bytes))
             raise
 
     def release(self, owner: str | None, num_bytes: int = 0) -> None:
         """Return a permit, which goes to the next in line."""
         self._count(owner, -1, -num_bytes)
-        self.hand_out()
+        self.grant()
 
     @asynccontextmanager
-    async def place(self, owner: str | None) -> AsyncGenerator[None]:
+    async def permit(self, owner: str | None) -> AsyncGenerator[None]:
         """Hold a permit while the context lasts."""
         await self.acquire(owner)
         try:
@@ -108,29 +108,29 @@ class FairLimiter:
         finally:
             self.release(owner)
 
-    def hand_out(self) -> None:
+    def grant(self) -> None:
         """Hand out the free permits."""
         while self._waiting:
             owner = min(self._waiting, key=lambda one: self._held[one])  # ties: the key that has waited longest
-            place, num_bytes = self._waiting[owner][0]
-            if not self._has_place(owner, num_bytes):
+            permit, num_bytes = self._waiting[owner][0]
+            if not self._has_permit(owner, num_bytes):
                 return
             self._waiting[owner].popleft()
             if self._waiting[owner]:
                 self._waiting.move_to_end(owner)
             else:
                 del self._waiting[owner]
-            if not place.done():
+            if not permit.done():
                 self._count(owner, 1, num_bytes)
-                place.set_result(None)
+                permit.set_result(None)
 
-    def _has_place(self, owner: str | None, num_bytes: int) -> bool:
+    def _has_permit(self, owner: str | None, num_bytes: int) -> bool:
         """Return whether `owner`, the next in turn, can have a permit for a request of `num_bytes`."""
         return self.num_held < self.size
 
-    def _count(self, owner: str | None, num_places: int, num_bytes: int) -> None:
-        self.num_held += num_places
-        self._held[owner] += num_places
+    def _count(self, owner: str | None, num_permits: int, num_bytes: int) -> None:
+        self.num_held += num_permits
+        self._held[owner] += num_permits
         if not self._held[owner]:
             del self._held[owner]
 
@@ -142,7 +142,7 @@ class FairLimiter:
                 line.remove(waiting)
             if not line:
                 del self._waiting[owner]
-        self.hand_out()  # other requests may fit although this one did not
+        self.grant()  # other requests may fit although this one did not
 
 
 class BatchLimiter(FairLimiter):
@@ -155,7 +155,7 @@ class BatchLimiter(FairLimiter):
     def __init__(self, num_rows: int, state: ServerState, *, is_shared: bool = False) -> None:
         """Limit requests to `num_rows`, the engine's concurrent sequences. `is_shared`: there are several keys."""
         super().__init__(num_rows)
-        self._beside_others = max(1, num_rows // 2)
+        self._size_if_busy = max(1, num_rows // 2)
         self._state = state
         self._bytes = KeyQuota(MAX_BYTES, is_shared=is_shared)
         self._until_idle: asyncio.Task[None] | None = None
@@ -164,26 +164,26 @@ class BatchLimiter(FairLimiter):
         """Return the view of this limiter for one key."""
         return KeyLimiter(self, owner)
 
-    def _has_place(self, owner: str | None, num_bytes: int) -> bool:
+    def _has_permit(self, owner: str | None, num_bytes: int) -> bool:
         if self._bytes.total and not self._bytes.fits(owner, num_bytes):
             return False
         if not self._held[owner]:
             return True
-        if self._state.num_in_flight and self.num_held >= self._beside_others:
+        if self._state.num_in_flight and self.num_held >= self._size_if_busy:
             if self._until_idle is None and self.num_held < self.size:
                 self._until_idle = asyncio.create_task(self._follow())
             return False
-        return super()._has_place(owner, num_bytes)
+        return super()._has_permit(owner, num_bytes)
 
-    def _count(self, owner: str | None, num_places: int, num_bytes: int) -> None:
-        super()._count(owner, num_places, num_bytes)
+    def _count(self, owner: str | None, num_permits: int, num_bytes: int) -> None:
+        super()._count(owner, num_permits, num_bytes)
         self._bytes.add(owner, num_bytes)
 
     async def _follow(self) -> None:
         """Hand out the other half of the permits after the last other request has ended."""
         await self._state.idle.wait()
         self._until_idle = None
-        self.hand_out()
+        self.grant()
 
     def close(self) -> None:
         """Stop waiting for the end of other requests."""

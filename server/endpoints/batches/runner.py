@@ -22,7 +22,7 @@ from oarlock.engine.errors import EngineDeadError
 from oarlock.engine.panics import ENDS_TASK
 from oarlock.engine.types import MAX_PRIORITY
 from oarlock.server.endpoints.batches.batch import UNANSWERED, Batch, BatchEndpoints, BatchRun
-from oarlock.server.endpoints.batches.batch_file import AnswerFile, RequestFile, usage_of
+from oarlock.server.endpoints.batches.batch_file import OutputFile, RequestFile, usage_of
 from oarlock.server.endpoints.batches.directory import (
     BATCH_ID,
     BatchDirectory,
@@ -41,7 +41,7 @@ from oarlock.server.schemas.batches import BatchRequest, WrongBatchError
 MAX_REQUESTS = 50_000  # limit of one batch
 MAX_BATCHES = 10_000  # batches that are kept; the oldest ended batches are forgotten first
 MAX_OPEN = 256
-_AT_ONCE = 4  # batches of one key that run in parallel
+_MAX_PARALLEL_BATCHES = 4  # batches of one key that run in parallel
 _CHECKED_AT_ONCE = 1  # files that are read whole at the same time; reading takes the most memory
 _OUTPUT, _ERRORS = "output", "errors"
 _log = logger("batch")
@@ -59,15 +59,15 @@ class _Job:
     stop: asyncio.Event = field(default_factory=asyncio.Event)  # set if the batch was cancelled
     is_wanted: bool = True  # False after the server stops
     requests: RequestFile | None = None
-    answers: AnswerFile | None = None
+    results: OutputFile | None = None
 
     def close(self) -> None:
         """Close the files, on the disk's thread. All responses are on the disk when this returns."""
-        if self.answers is not None:
-            self.answers.close()
+        if self.results is not None:
+            self.results.close()
         if self.requests is not None:
             self.requests.close()
-        self.requests = self.answers = None
+        self.requests = self.results = None
 
     async def on_disk(self, function: Callable[..., _ResultT], *arguments: Any) -> _ResultT:
         return await asyncio.get_running_loop().run_in_executor(self.disk, function, *arguments)
@@ -105,7 +105,9 @@ class BatchRunner:
         self._jobs: dict[str, _Job] = {}
         self._num_open = KeyQuota(MAX_OPEN, is_shared=directory.bytes.is_shared)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._active: defaultdict[str | None, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(_AT_ONCE))
+        self._active: defaultdict[str | None, asyncio.Semaphore] = defaultdict(
+            lambda: asyncio.Semaphore(_MAX_PARALLEL_BATCHES)
+        )
         self._checks = FairLimiter(_CHECKED_AT_ONCE)
         self._is_stopping = False
         self.ended_requests = {"answered": 0, "failed": 0}  # requests since the start
@@ -207,7 +209,7 @@ class BatchRunner:
             try:
                 if batch.status != "finalizing":
                     outcome = await self._outcome(job)
-                    await self._finish_answers(job, outcome)
+                    await self._finish_results(job, outcome)
                 await self._publish(job)
             except WrongBatchError as error:
                 batch.errors = [
@@ -229,7 +231,7 @@ class BatchRunner:
 
     async def _outcome(self, job: _Job) -> str:
         """Process requests until the batch is complete, cancelled or expired. Return the new state."""
-        work = asyncio.create_task(self._answer_all(job))
+        work = asyncio.create_task(self._run_all(job))
         stopped = asyncio.create_task(job.stop.wait())
         left = max(0.0, job.batch.expires_at - time.time())
         try:
@@ -243,16 +245,16 @@ class BatchRunner:
             return "completed"
         return "cancelled" if job.stop.is_set() else "expired"
 
-    async def _answer_all(self, job: _Job) -> None:
+    async def _run_all(self, job: _Job) -> None:
         owner = job.batch.owner
         async with self._active[owner]:
-            requests, answers = await self._checked(job, self._opened, job)
+            requests, results = await self._checked(job, self._opened, job)
             if job.batch.status == "validating":
                 job.batch.enter("in_progress")
                 await self._save(job.batch)
-            answer = partial(self._answer, job.batch)
-            run = BatchRun(answer, requests, answers, job.disk, self._limiter.for_key(owner))
-            run.on_answer = self._count
+            respond = partial(self._respond, job.batch)
+            run = BatchRun(respond, requests, results, job.disk, self._limiter.for_key(owner))
+            run.on_result = self._count
             await run.run()
 
     async def _checked(self, job: _Job, function: Callable[..., _ResultT], *arguments: Any) -> _ResultT:
@@ -260,7 +262,7 @@ class BatchRunner:
 
         If this is cancelled, it still waits for the end of the function.
         """
-        async with self._checks.place(job.batch.owner):
+        async with self._checks.permit(job.batch.owner):
             work = asyncio.ensure_future(job.on_disk(function, *arguments))
             try:
                 return await asyncio.shield(work)
@@ -271,12 +273,12 @@ class BatchRunner:
     def _count(self, status: int) -> None:
         self.ended_requests["answered" if status == 200 else "failed"] += 1
 
-    async def _answer(self, batch: Batch, request: BatchRequest, request_id: str) -> str:
+    async def _respond(self, batch: Batch, request: BatchRequest, request_id: str) -> str:
         key = self.names.key_of(batch.owner)
         owner, label = (batch.owner, batch.label) if key is None else (key.salt, key.label)
-        return await self._endpoints.answer(request, request_id, owner=owner, label=label, priority=MAX_PRIORITY)
+        return await self._endpoints.respond(request, request_id, owner=owner, label=label, priority=MAX_PRIORITY)
 
-    def _opened(self, job: _Job) -> tuple[RequestFile, AnswerFile]:
+    def _opened(self, job: _Job) -> tuple[RequestFile, OutputFile]:
         """Open the batch's files, on the disk's thread. Raises `WrongBatchError`."""
         if job.requests is None:
             path = self._directory.content(job.batch.input_file_id)
@@ -289,17 +291,17 @@ class BatchRunner:
                 read=self._large_bodies.read_line,
                 is_wanted=lambda: job.is_wanted,
             )
-        if job.answers is None:
+        if job.results is None:
             output, errors = (self._directory.work(job.batch.id, kind) for kind in (_OUTPUT, _ERRORS))
             reserve = partial(self._directory.reserve, job.batch.owner)
-            job.answers = AnswerFile(output, job.requests, errors, reserve, is_private=True)
-        return job.requests, job.answers
+            job.results = OutputFile(output, job.requests, errors, reserve, is_private=True)
+        return job.requests, job.results
 
-    async def _finish_answers(self, job: _Job, outcome: str) -> None:
+    async def _finish_results(self, job: _Job, outcome: str) -> None:
         """Write a line for each request without a response. Afterwards the batch only needs to be published."""
         batch = job.batch
-        batch.counts, batch.usage, num_unanswered = await self._checked(job, self._completed, job, outcome)
-        self.ended_requests["failed"] += num_unanswered
+        batch.counts, batch.usage, num_incomplete = await self._checked(job, self._completed, job, outcome)
+        self.ended_requests["failed"] += num_incomplete
         batch.outcome = outcome
         batch.written = {kind: new_id("file-") for kind in (_OUTPUT, _ERRORS)}
         batch.enter("finalizing")
@@ -307,13 +309,13 @@ class BatchRunner:
 
     def _completed(self, job: _Job, outcome: str) -> tuple[tuple[int, int, int], dict[str, Any], int]:
         """Complete the files, on the disk's thread. Return the counts, the usage and the number of unanswered ones."""
-        requests, answers = self._opened(job)
-        num_done = answers.num_done
+        requests, results = self._opened(job)
+        num_done = results.num_done
         if outcome in UNANSWERED:
-            answers.write_unanswered(*UNANSWERED[outcome])
-        counts, num_unanswered = _counts(requests, answers), answers.num_done - num_done
+            results.write_incomplete(*UNANSWERED[outcome])
+        counts, num_incomplete = _counts(requests, results), results.num_done - num_done
         job.close()
-        return counts, usage_of(self._directory.work(job.batch.id, _OUTPUT)), num_unanswered
+        return counts, usage_of(self._directory.work(job.batch.id, _OUTPUT)), num_incomplete
 
     async def _publish(self, job: _Job) -> None:
         """Make the responses files of `/v1/files`, and end the batch. After a kill in the middle, it does the rest."""
@@ -345,7 +347,7 @@ class BatchRunner:
         batch.errors = [{"code": code, "line": None, "message": message, "param": None}]
         try:
             if batch.status != "finalizing":
-                await self._finish_answers(job, "failed")
+                await self._finish_results(job, "failed")
             batch.outcome = "failed"
             await self._publish(job)
         except ENDS_TASK:
@@ -387,13 +389,13 @@ class BatchRunner:
 
     def _counted(self, batch: Batch) -> Batch:
         job = self._jobs.get(batch.id)
-        if job is not None and job.requests is not None and job.answers is not None:
-            batch.counts = _counts(job.requests, job.answers)
+        if job is not None and job.requests is not None and job.results is not None:
+            batch.counts = _counts(job.requests, job.results)
         return batch
 
 
-def _counts(requests: RequestFile, answers: AnswerFile) -> tuple[int, int, int]:
-    return len(requests), answers.num_done - answers.num_failed, answers.num_failed
+def _counts(requests: RequestFile, results: OutputFile) -> tuple[int, int, int]:
+    return len(requests), results.num_done - results.num_failed, results.num_failed
 
 
 def _size(path: Path) -> int | None:

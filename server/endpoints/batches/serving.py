@@ -48,7 +48,7 @@ _PARAMETER = re.compile(r"""(?:^|;)\s*(name|filename)="((?:[^"\\]|\\.)*)\"""", r
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class FormPart:
     """The beginning of a part of a form."""
 
     name: str
@@ -77,8 +77,8 @@ class MultipartReader:
         """True if the last delimiter has arrived."""
         return self._state == "after"
 
-    def feed(self, data: bytes) -> Iterator[Part | bytes]:
-        """Yield a `Part` when one begins, and pieces of its content. Raises `RequestError`."""
+    def feed(self, data: bytes) -> Iterator[FormPart | bytes]:
+        """Yield a `FormPart` when one begins, and pieces of its content. Raises `RequestError`."""
         self._buffer += data
         while True:
             if self._state in ("before", "content"):
@@ -114,7 +114,7 @@ class MultipartReader:
         del self._buffer[: end + len(self._delimiter) if at >= 0 else end]
         return content, at >= 0
 
-    def _headers(self) -> Part | None:
+    def _headers(self) -> FormPart | None:
         at = self._buffer.find(b"\r\n\r\n")
         if (at if at >= 0 else len(self._buffer)) > MAX_HEADERS:
             raise _wrong(f"the headers of a part are longer than {MAX_HEADERS} bytes")
@@ -132,7 +132,7 @@ class MultipartReader:
         found = {name.lower(): re.sub(r"\\(.)", r"\1", value) for name, value in _PARAMETER.findall(rest)}
         if kind.strip().lower() != "form-data" or "name" not in found:
             raise _wrong("a part has no 'Content-Disposition: form-data; name=\"…\"'")
-        return Part(found["name"], found.get("filename"))
+        return FormPart(found["name"], found.get("filename"))
 
 
 def _wrong(problem: str) -> RequestError:
@@ -333,7 +333,7 @@ class _Upload:
             if data is None:
                 break
             for piece in reader.feed(data):
-                if isinstance(piece, Part):
+                if isinstance(piece, FormPart):
                     field = self._begin(piece)
                 elif field is None:
                     self._add(piece)
@@ -381,7 +381,7 @@ class _Upload:
             self.path.unlink()
             self._reserve(-self.num_bytes)
 
-    def _begin(self, part: Part) -> str | None:
+    def _begin(self, part: FormPart) -> str | None:
         """Begin a part. Return the name of the field, or None for the file."""
         if part.name == "file" and part.filename is not None:
             if self.filename is not None:

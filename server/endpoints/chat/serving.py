@@ -11,8 +11,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from oarlock.server.chat.detection import tool_format_of
-from oarlock.server.chat.message_parser import AnswerShape, MessageParser
-from oarlock.server.chat.prompt import answer_grammar, render_prompt
+from oarlock.server.chat.message_parser import MessageParser, MessageShape
+from oarlock.server.chat.prompt import render_prompt, response_grammar
 from oarlock.server.chat.tool_parsers.call_parser import (
     ArgumentsDelta,
     ContentDelta,
@@ -26,7 +26,7 @@ from oarlock.server.endpoints.generate import OpenAIServingGenerate
 from oarlock.server.endpoints.response_writer import ResponseHead, ResponseOptions, ResponseWriter, finite, usage
 from oarlock.server.http.api_route import ErrorHandlingRoute
 from oarlock.server.http.openapi import describe
-from oarlock.server.http.server_sent_events import AnswerWriter
+from oarlock.server.http.server_sent_events import GenerationWriter
 from oarlock.server.json_text import dumps, json_text
 from oarlock.server.llm.chat_template import ChatTemplate
 from oarlock.server.llm.detokenizer import StopStringMatcher
@@ -46,7 +46,7 @@ _log = logs.logger("chat")
 class ProcessedChat(ProcessedRequest):
     """The choices of one chat turn, ready to run, and the format of their text."""
 
-    shape: AnswerShape = field(default_factory=AnswerShape)
+    shape: MessageShape = field(default_factory=MessageShape)
     prompt: str = ""  # the text that the chat template wrote
 
 
@@ -60,7 +60,7 @@ class OpenAIServingChatCompletion(OpenAIServingGenerate[ChatRequest, ProcessedCh
     async def process(self, body: ChatRequest) -> ProcessedChat:
         prompt = await render_prompt(self.tokenizer, body)
         marks = _special_ids(self.tokenizer, prompt.delimiters)
-        grammar = answer_grammar(constraint_of(body), prompt, marks)
+        grammar = response_grammar(constraint_of(body), prompt, marks)
         processed = await self.async_llm.input_processor.process_text(
             body,
             prompt.text,
@@ -80,18 +80,18 @@ class OpenAIServingChatCompletion(OpenAIServingGenerate[ChatRequest, ProcessedCh
             prompt=prompt.text,
         )
 
-    async def made_in_turn(self, make: Callable[[], _TurnT], num_parts: int) -> _TurnT:
+    async def parse_in_turn(self, make: Callable[[], _TurnT], num_parts: int) -> _TurnT:
         """Return the chat turn that `make` makes of another API's request. A long conversation is made in a thread."""
         if num_parts <= _PARTS_AT_ONCE:
             return make()
         return await self.tokenizer.run(make, num_parts)
 
-    def _stop_finders(self, shape: AnswerShape) -> StopFinders:
+    def _stop_finders(self, shape: MessageShape) -> StopFinders:
         return StopStringMatcher if shape.is_plain else partial(VisibleStops, shape, self._in_items)
 
     def _writer(
         self, body: ChatRequest, processed: ProcessedChat, generation: Generation, model: str, request_id: str
-    ) -> AnswerWriter:
+    ) -> GenerationWriter:
         head = self._head(
             f"chatcmpl-{request_id}", "chat.completion.chunk" if body.stream else "chat.completion", model
         )
@@ -137,7 +137,7 @@ class ChatCompletionWriter(ResponseWriter):
         tokenizer: Tokenizer,
         generation: Generation,
         options: ResponseOptions,
-        shape: AnswerShape,
+        shape: MessageShape,
     ) -> None:
         super().__init__(head, tokenizer, generation, options)
         self._is_plain = shape.is_plain
@@ -197,8 +197,8 @@ class ChatCompletionWriter(ResponseWriter):
         return whole
 
     def _usage(self, generation: Generation) -> dict[str, Any]:
-        thoughts = sum(parser.reasoning_tokens for parser in self._parsers)
-        return {**usage(generation), "completion_tokens_details": {"reasoning_tokens": thoughts}}
+        reasoning = sum(parser.reasoning_tokens for parser in self._parsers)
+        return {**usage(generation), "completion_tokens_details": {"reasoning_tokens": reasoning}}
 
     def _make_columns(self) -> dict[str, Callable[[TokenScore], Any]]:
         return {"content": self._content}
@@ -240,7 +240,7 @@ def read_message(parser: MessageParser, pieces: Sequence[Delta]) -> tuple[dict[s
 def _message(events: Sequence[MessageEvent]) -> dict[str, Any]:
     """Return a whole message. `content` is null only if there are calls instead."""
     content = "".join(event.text for event in events if isinstance(event, ContentDelta))
-    thoughts = "".join(event.text for event in events if isinstance(event, ReasoningDelta))
+    reasoning = "".join(event.text for event in events if isinstance(event, ReasoningDelta))
     calls: list[dict[str, Any]] = []
     for event in events:
         if isinstance(event, ToolCallStart):
@@ -248,8 +248,8 @@ def _message(events: Sequence[MessageEvent]) -> dict[str, Any]:
         elif isinstance(event, ArgumentsDelta):
             calls[-1]["function"]["arguments"] += event.text
     message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else ""), "refusal": None}
-    if thoughts:
-        message |= {"reasoning_content": thoughts, "reasoning": thoughts}
+    if reasoning:
+        message |= {"reasoning_content": reasoning, "reasoning": reasoning}
     return message | ({"tool_calls": calls} if calls else {})
 
 

@@ -9,10 +9,10 @@ from starlette.responses import Response
 from oarlock.engine.errors import RequestError
 from oarlock.server.endpoints.chat.serving import OpenAIServingChatCompletion, ProcessedChat
 from oarlock.server.endpoints.messages.translate import MessagesTurn, MessagesWriter, Source, renamed, turn_of
-from oarlock.server.endpoints.text_places import TextPlaces
+from oarlock.server.endpoints.text_permits import TextPermits
 from oarlock.server.http.api_route import ErrorHandlingRoute
 from oarlock.server.http.openapi import describe
-from oarlock.server.http.server_sent_events import AnswerWriter
+from oarlock.server.http.server_sent_events import GenerationWriter
 from oarlock.server.json_text import dumps
 from oarlock.server.llm.generation import Generation
 from oarlock.server.schemas.chat import ChatRequest, num_parts
@@ -36,7 +36,7 @@ class AnthropicServingMessages(OpenAIServingChatCompletion):
         """Return the number of tokens in a request's prompt. Raises `RequestError`."""
         self.check_model(body.model)
         try:
-            processed = await TextPlaces.of(request).run(request, partial(self._processed, body))
+            processed = await TextPermits.of(request).run(request, partial(self._processed, body))
             headers = self.reported(request, processed.ignored, headers)
         except RequestError as error:
             raise renamed(error) from None
@@ -48,16 +48,16 @@ class AnthropicServingMessages(OpenAIServingChatCompletion):
 
     async def _turn(self, body: Source) -> MessagesTurn:
         """Return the chat turn of a request. A long conversation is made in a thread. Raises `RequestError`."""
-        return await self.made_in_turn(partial(turn_of, body), num_parts(body.messages))
+        return await self.parse_in_turn(partial(turn_of, body), num_parts(body.messages))
 
     def _writer(
         self, body: ChatRequest, processed: ProcessedChat, generation: Generation, model: str, request_id: str
-    ) -> AnswerWriter:
+    ) -> GenerationWriter:
         assert isinstance(body, MessagesTurn)
         thinking = body.source.thinking
-        shows_thoughts = thinking is None or thinking.display != "omitted"
+        shows_reasoning = thinking is None or thinking.display != "omitted"
         return MessagesWriter(
-            request_id, model, generation, processed.shape, context=self.max_len, shows_thoughts=shows_thoughts
+            request_id, model, generation, processed.shape, context=self.max_len, shows_reasoning=shows_reasoning
         )
 
 

@@ -12,8 +12,8 @@ from pydantic import PrivateAttr, ValidationError
 from pydantic_core import from_json
 
 from oarlock.engine.errors import RequestError
-from oarlock.server.chat.message_parser import AnswerShape
-from oarlock.server.endpoints.streamed_items import Event, ItemsWriter, Kind, StreamedItems
+from oarlock.server.chat.message_parser import MessageShape
+from oarlock.server.endpoints.streamed_items import Event, ItemKind, ItemsWriter, StreamedItems
 from oarlock.server.errors import HttpError, message_error
 from oarlock.server.http.request_body import request_error, with_fields_renamed
 from oarlock.server.json_text import dumps
@@ -153,15 +153,15 @@ def _messages(request: Source) -> list[ChatMessage]:
     messages = [_message("system", system)] if system else []
     for turn in request.messages:
         if turn.role == "system":
-            _say(messages, "system", _text(turn.blocks, "system"))
+            _append_message(messages, "system", _text(turn.blocks, "system"))
         elif turn.role == "assistant":
-            _add_answer(messages, turn)
+            _add_assistant_turn(messages, turn)
         else:
             results = [block for block in turn.blocks if isinstance(block, ToolResultBlock)]
             messages += [_result(block) for block in results]
             rest = [block for block in turn.blocks if not isinstance(block, ToolResultBlock)]
             if rest or not results:
-                _say(messages, "user", _text(rest, "user"))
+                _append_message(messages, "user", _text(rest, "user"))
     return messages
 
 
@@ -181,7 +181,7 @@ def _message(role: str, content: str | None) -> ChatMessage:
     return ChatMessage.model_construct(role=role, content=content)
 
 
-def _say(messages: list[ChatMessage], role: str, text: str) -> None:
+def _append_message(messages: list[ChatMessage], role: str, text: str) -> None:
     if messages and messages[-1].role == role:
         messages[-1] = _message(role, f"{messages[-1].text}\n\n{text}")
     else:
@@ -203,7 +203,7 @@ def _result(block: ToolResultBlock) -> ChatMessage:
     return ChatMessage.model_construct(role="tool", content=content, tool_call_id=block.tool_use_id)
 
 
-def _add_answer(messages: list[ChatMessage], turn: InputMessage) -> None:
+def _add_assistant_turn(messages: list[ChatMessage], turn: InputMessage) -> None:
     """Add an assistant's blocks as one message, or to the previous message if that is also the assistant's."""
     answer = messages[-1] if messages and messages[-1].role == "assistant" else None
     if answer is None:
@@ -233,19 +233,19 @@ class ContentBlocks(StreamedItems):
 
     shows_nothing = False
 
-    def __init__(self, *, shows_thoughts: bool) -> None:
-        """Show reasoning if `shows_thoughts` is true, else leave its blocks empty."""
+    def __init__(self, *, shows_reasoning: bool) -> None:
+        """Show reasoning if `shows_reasoning` is true, else leave its blocks empty."""
         super().__init__()
-        self._shows_thoughts = shows_thoughts
+        self._shows_reasoning = shows_reasoning
 
     @property
     def has_calls(self) -> bool:
         return any(block["type"] == "tool_use" for block in self.items)
 
-    def _begun(self, kind: Kind, name: str) -> Iterator[Event]:
-        if kind is Kind.TEXT:
+    def _begun(self, kind: ItemKind, name: str) -> Iterator[Event]:
+        if kind is ItemKind.TEXT:
             block: dict[str, Any] = {"type": "text", "text": ""}
-        elif kind is Kind.THOUGHTS:
+        elif kind is ItemKind.REASONING:
             block = {"type": "thinking", "thinking": "", "signature": ""}
         else:
             block = {"type": "tool_use", "id": f"toolu_{secrets.token_hex(12)}", "name": name, "input": {}}
@@ -253,11 +253,11 @@ class ContentBlocks(StreamedItems):
         yield "content_block_start", {"index": self._index, "content_block": dict(block)}
 
     def _grown(self, text: str, logprobs: Sequence[dict[str, Any]]) -> Iterator[Event]:
-        if self._open is Kind.TEXT:
+        if self._open is ItemKind.TEXT:
             delta = {"type": "text_delta", "text": text}
-        elif self._open is Kind.CALL:
+        elif self._open is ItemKind.CALL:
             delta = {"type": "input_json_delta", "partial_json": text}
-        elif self._shows_thoughts:
+        elif self._shows_reasoning:
             delta = {"type": "thinking_delta", "thinking": text}
         else:
             return
@@ -265,12 +265,12 @@ class ContentBlocks(StreamedItems):
 
     def _ended(self, text: str, status: str) -> Iterator[Event]:
         block = self.items[-1]
-        if self._open is Kind.TEXT:
+        if self._open is ItemKind.TEXT:
             block["text"] = text
-        elif self._open is Kind.CALL:
+        elif self._open is ItemKind.CALL:
             block["input"] = _object(text)
         else:
-            block["thinking"] = text if self._shows_thoughts else ""
+            block["thinking"] = text if self._shows_reasoning else ""
             block["signature"] = SIGNATURE
             delta = {"type": "signature_delta", "signature": SIGNATURE}
             yield "content_block_delta", {"index": self._index, "delta": delta}
@@ -297,13 +297,13 @@ class MessagesWriter(ItemsWriter):
         request_id: str,
         model: str,
         generation: Generation,
-        shape: AnswerShape,
+        shape: MessageShape,
         *,
         context: int,
-        shows_thoughts: bool,
+        shows_reasoning: bool,
     ) -> None:
         """Begin a message. `context`: largest number of tokens of prompt and response together."""
-        self._blocks = ContentBlocks(shows_thoughts=shows_thoughts)
+        self._blocks = ContentBlocks(shows_reasoning=shows_reasoning)
         self._request_id, self._model, self._context = request_id, model, context
         super().__init__(generation, shape, self._blocks)
 

@@ -14,7 +14,7 @@ from oarlock.server.endpoints.serving import OpenAIServing
 from oarlock.server.errors import HttpError
 from oarlock.server.http.request_record import MAX_RECORDS, RequestRecord, histories_of
 
-Told = tuple[str, str | None]  # (sentence, option that would help)
+Diagnosis = tuple[str, str | None]  # (sentence, option that would help)
 _LARGE = 0.3  # share of the total time above which a part is large
 _FULL_BATCH = 8.0  # sequences in a step; from here, another engine helps a request more than a faster engine
 _QUICK_S = 0.05  # shorter times need no explanation
@@ -44,16 +44,16 @@ class Findings:
         return self.seconds.get(name, 0.0) / max(self.seconds["total"], 1e-9)
 
 
-def diagnose(found: Findings) -> Told:
+def diagnose(found: Findings) -> Diagnosis:
     """Return the diagnosis, and the option that would help, or None."""
     for rule in _RULES:
-        told = rule(found)
-        if told is not None:
-            return told
+        diagnosis = rule(found)
+        if diagnosis is not None:
+            return diagnosis
     raise AssertionError("the last rule always matches")
 
 
-def _refused(found: Findings) -> Told | None:
+def _refused(found: Findings) -> Diagnosis | None:
     record = found.record
     status, code, param = record.error_status, record.error_code, record.error_param
     if status is None:
@@ -76,7 +76,7 @@ def _refused(found: Findings) -> Told | None:
     return f"The server failed on it with status {status}; see the log for details under its id.", None
 
 
-def _client_left(found: Findings) -> Told | None:
+def _client_left(found: Findings) -> Diagnosis | None:
     record = found.record
     if record.ended_s is None or (record.status and not _was_aborted(record)):
         return None
@@ -101,13 +101,13 @@ def _stage(found: Findings) -> str:
     return "was processed" if found.history is None else "ran"
 
 
-def _timed_out(found: Findings) -> Told | None:
+def _timed_out(found: Findings) -> Diagnosis | None:
     if any(choice.finish_reason == "timeout" for choice in found.record.choices):
         return "Its time limit ended the completion early.", "--request-timeout"
     return None
 
 
-def _slow_client(found: Findings) -> Told | None:
+def _slow_client(found: Findings) -> Diagnosis | None:
     if found.share("client_did_not_read") < _LARGE:
         return None
     waited = found.seconds["client_did_not_read"]
@@ -117,7 +117,7 @@ def _slow_client(found: Findings) -> Told | None:
     )
 
 
-def _preempted(found: Findings) -> Told | None:
+def _preempted(found: Findings) -> Diagnosis | None:
     history = found.history
     if history is None or found.share("preempted") < _LARGE / 3:
         return None
@@ -133,7 +133,7 @@ def _preempted(found: Findings) -> Told | None:
     )
 
 
-def _stalled(found: Findings) -> Told | None:
+def _stalled(found: Findings) -> Diagnosis | None:
     history = found.history
     if history is None or found.share("stalled") < _LARGE:
         return None
@@ -149,7 +149,7 @@ def _stalled(found: Findings) -> Told | None:
     return f"{waited}; the longest was a step with {longest['num_sequences']} sequences: the machine was busy.", None
 
 
-def _queued(found: Findings) -> Told | None:
+def _queued(found: Findings) -> Diagnosis | None:
     history = found.history
     if history is None or found.share("queued") < _LARGE or found.seconds["queued"] < _QUICK_S:
         return None
@@ -164,7 +164,7 @@ def _queued(found: Findings) -> Told | None:
     return f"{waited} while the prompts of other requests were computed: {others}.", "--data-parallel-size"
 
 
-def _prefill(found: Findings) -> Told | None:
+def _prefill(found: Findings) -> Diagnosis | None:
     history = found.history
     if history is None or found.share("prefill") < 0.5 or found.seconds["prefill"] < _QUICK_S:
         return None
@@ -179,21 +179,21 @@ def _prefill(found: Findings) -> Told | None:
     return f"{took}, {cached} of them cached, in {_steps(chunks)}.", "--tensor-parallel-size"
 
 
-def _decode(found: Findings) -> Told | None:
+def _decode(found: Findings) -> Diagnosis | None:
     history = found.history
     decode = None if history is None else history["decode"]
     if history is None or decode is None or found.share("decode") < 0.5 or not decode["steps"]:
         return None
     per_token = 1e3 * found.seconds["decode"] / max(1, history["output_tokens"] - 1)
     batch = decode["mean_sequences"]
-    told = f"Its {history['output_tokens']} tokens took {found.seconds['decode']:.1f} s, {per_token:.0f} ms each"
-    told += f", in steps with {batch:.1f} sequences on average"
+    text = f"Its {history['output_tokens']} tokens took {found.seconds['decode']:.1f} s, {per_token:.0f} ms each"
+    text += f", in steps with {batch:.1f} sequences on average"
     if decode["prompt_tokens"] > decode["steps"] * batch:
-        return f"{told} and {decode['prompt_tokens']} prompt tokens of other requests.", "--max-step-ms"
-    return f"{told}.", "--data-parallel-size" if batch >= _FULL_BATCH else "--speculative-config"
+        return f"{text} and {decode['prompt_tokens']} prompt tokens of other requests.", "--max-step-ms"
+    return f"{text}.", "--data-parallel-size" if batch >= _FULL_BATCH else "--speculative-config"
 
 
-def _before_engine(found: Findings) -> Told | None:
+def _before_engine(found: Findings) -> Diagnosis | None:
     if found.share("before_engine") < 0.5 or found.seconds["before_engine"] < _QUICK_S:
         return None
     took = found.seconds["before_engine"]
@@ -203,13 +203,13 @@ def _before_engine(found: Findings) -> Told | None:
     )
 
 
-def _still_open(found: Findings) -> Told | None:
+def _still_open(found: Findings) -> Diagnosis | None:
     if found.state == "ended":
         return None
     return f"It is {found.state}, for {found.seconds['total']:.1f} s now.", None
 
 
-def _nothing(found: Findings) -> Told:
+def _no_slow_stage(found: Findings) -> Diagnosis:
     if found.history is None and found.record.started_s is not None:
         return (
             (
@@ -241,7 +241,7 @@ _RULES: tuple[Callable[[Findings], Any], ...] = (
     _before_engine,
     _decode,
     _still_open,
-    _nothing,
+    _no_slow_stage,
 )
 
 

@@ -49,7 +49,7 @@ class OpenAIServingLiveState(OpenAIServing):
         ids = self._response_ids(states)
         engines = [_engine(one.number, found, ids) for one, found in zip(replicas, states, strict=True)]
         rates = [found["tokens_per_second"] for found in states if found is not None]
-        answer: dict[str, Any] = {
+        response: dict[str, Any] = {
             "model": self.model_names[0],
             "version": VERSION,
             "time": round(time.time(), 3),
@@ -59,8 +59,8 @@ class OpenAIServingLiveState(OpenAIServing):
                 "running": sum(engine["running"] for engine in engines),
                 "waiting": sum(engine["waiting"] for engine in engines),
                 "finished": sum(self.counters.finished.values()),
-                "refused": self._num_answered(_FULL),
-                "invalid": self._num_answered(_MISTAKES),
+                "refused": self._num_with_status(_FULL),
+                "invalid": self._num_with_status(_MISTAKES),
             },
             "tokens_per_second": {
                 "prompt": round(sum(rate["prompt"] for rate in rates), 1),
@@ -69,12 +69,12 @@ class OpenAIServingLiveState(OpenAIServing):
             "engines": engines,
         }
         if state.phase in (Phase.STARTING, Phase.LOADING):
-            answer["loading"] = {
+            response["loading"] = {
                 "step": state.loading_step,
                 "progress": round(state.loading_fraction, 4),
                 "detail": state.loading_detail,
             }
-        return answer
+        return response
 
     def _status(self) -> str:
         """Return `ok`, `degraded` while a replica is down, `stalled` if no rank makes progress, else the phase."""
@@ -87,7 +87,7 @@ class OpenAIServingLiveState(OpenAIServing):
             return "stalled"
         return "degraded" if "down" in state.replica_states() else "ok"
 
-    def _num_answered(self, statuses: Container[int]) -> int:
+    def _num_with_status(self, statuses: Container[int]) -> int:
         """Return the number of requests for the engine that were answered with a status in `statuses`."""
         return sum(
             number

@@ -22,7 +22,7 @@ from oarlock.server.errors import HttpError, retry_after
 from oarlock.server.http.api_route import ErrorHandlingRoute
 from oarlock.server.http.docs_page import STYLE_SOURCE, body_schemas, page, parameters
 from oarlock.server.http.openapi import describe
-from oarlock.server.http.pages import ConstantDocument, MadeOnce, page_headers
+from oarlock.server.http.pages import CachedDocuments, ConstantDocument, page_headers
 from oarlock.server.http.request_body import NEUTRAL_VALUES
 from oarlock.server.http.server_state import Phase
 from oarlock.server.observability.logs import event, logger
@@ -138,7 +138,7 @@ async def show_capabilities(request: Request) -> Response:
     openapi_extra=describe(
         "Show load",
         "Load",
-        example_answer={
+        example_response={
             "server_load": 3,
             "requests_running": 3,
             "requests_waiting": 0,
@@ -178,7 +178,7 @@ async def openapi_document(request: Request) -> Response:
 
 
 def _once(request: Request, name: str, make: Callable[[], ConstantDocument]) -> Response:
-    made: MadeOnce = request.app.state.documents
+    made: CachedDocuments = request.app.state.documents
     return made.get(name, OpenAIServing.of(request).state.async_llm, make).answer(request)
 
 
@@ -189,7 +189,7 @@ def _json(value: Any) -> ConstantDocument:
 _READY = describe(
     "Check readiness",
     "Health",
-    example_answer={"status": "ok", "state": "ready"},
+    example_response={"status": "ok", "state": "ready"},
     any_query=True,
 )
 
@@ -224,7 +224,7 @@ async def ready(request: Request) -> Response:
 
 
 @router.get(
-    "/version", openapi_extra=describe("Show version", "Version", example_answer={"version": VERSION}, any_query=True)
+    "/version", openapi_extra=describe("Show version", "Version", example_response={"version": VERSION}, any_query=True)
 )
 async def version(request: Request) -> Response:
     return JSONResponse({"version": VERSION})
@@ -283,7 +283,7 @@ _STATE_EXAMPLE = {
 }
 
 
-@router.get("/v1/state", openapi_extra=describe("Show live state", "State", example_answer=_STATE_EXAMPLE))
+@router.get("/v1/state", openapi_extra=describe("Show live state", "State", example_response=_STATE_EXAMPLE))
 async def show_state(request: Request) -> Response:
     """Show requests, KV blocks and step times of each engine at this moment, also while the model loads."""
     return JSONResponse(await OpenAIServingLiveState.of(request).show(), headers={"Cache-Control": "no-store"})
@@ -301,17 +301,17 @@ _ABORT = describe(
     "Aborted",
     bodies=("AbortRequest",),
     examples={"all": {"all": True}},
-    example_answer={"aborted": 3},
+    example_response={"aborted": 3},
 )
 _RESET = describe(
     "Reset prefix cache",
     "CacheReset",
-    example_answer={"reset": True, "blocks": 512},
+    example_response={"reset": True, "blocks": 512},
 )
 _DRAIN = describe(
     "Drain and stop the server",
     "Draining",
-    example_answer={"status": "draining", "open": 3},
+    example_response={"status": "draining", "open": 3},
     status=202,
 )
 

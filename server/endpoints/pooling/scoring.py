@@ -15,7 +15,7 @@ from oarlock.engine.types import PoolingParams
 from oarlock.server.endpoints.pooling.serving import DOCUMENT, QUERY, OpenAIServingPooling, Run, unit, usage
 from oarlock.server.http.request_record import request_id_of
 from oarlock.server.http.server_sent_events import whole_response
-from oarlock.server.json_text import InPieces, pieces_of
+from oarlock.server.json_text import StreamedList, pieces_of
 from oarlock.server.llm.chat_template import ChatTemplate
 from oarlock.server.llm.generation import PooledOutput
 from oarlock.server.llm.pooler_config import LABELS, PoolerConfig, Task
@@ -43,7 +43,7 @@ class OpenAIServingScoring(OpenAIServingPooling):
             document = {"document": {"text": pairs[index][1]}} if body.return_documents else {}
             return {"index": index, **document, "relevance_score": scores[index]}
 
-        results = InPieces(result, order, lambda index: 1 + len(pairs[index][1]))
+        results = StreamedList(result, order, lambda index: 1 + len(pairs[index][1]))
         answer = {"id": response_id, "model": model, "usage": usage(outputs), "results": results}
         return await whole_response(pieces_of(answer), headers)
 
@@ -83,7 +83,7 @@ class OpenAIServingScoring(OpenAIServingPooling):
             return scores, outputs, [(output,) for output in outputs]
         if self.pooler.task is Task.SCORE:
             prompts = partial(self._asked, body, pairs, params[1])
-            ids = tuple(answer for answer in self.pooler.answers if isinstance(answer, int))
+            ids = tuple(answer for answer in self.pooler.label_tokens if isinstance(answer, int))
             outputs = await run(prompts, PoolingParams("logits", ids))
             return [probability(output.vectors) for output in outputs], outputs, [(output,) for output in outputs]
         self._check_no_instruction(body)
@@ -91,10 +91,10 @@ class OpenAIServingScoring(OpenAIServingPooling):
         second = [text for _, text in pairs]
         prompts = partial(self._embedded, body, first, second, params)
         outputs = await run(prompts, PoolingParams(self.pooler.kind))
-        place = {text: number for number, text in enumerate(first)}
+        indices = {text: number for number, text in enumerate(first)}
         behind = outputs[len(first) :]
         made_of: list[tuple[PooledOutput, ...]] = [
-            (outputs[place[text]], other) for (text, _), other in zip(pairs, behind, strict=True)
+            (outputs[indices[text]], other) for (text, _), other in zip(pairs, behind, strict=True)
         ]
         scores = [cosine(one.vectors[0], other.vectors[0]) for one, other in made_of]
         return scores, outputs, made_of
@@ -116,7 +116,7 @@ class OpenAIServingScoring(OpenAIServingPooling):
         """Return one prompt for each pair, in the model's format for two texts. Fills `second_texts`."""
         prompts = []
         for query, document in pairs:
-            ids, second = await self.text_ids.of_pair(query, document, params, truncate=body.truncate_prompt_tokens)
+            ids, second = await self.text_ids.ids_of_pair(query, document, params, truncate=body.truncate_prompt_tokens)
             prompts.append(ids)
             second_texts.append(second)
         return prompts
@@ -129,10 +129,10 @@ class OpenAIServingScoring(OpenAIServingPooling):
         for query, document in pairs:
             text = await asking.text(query, document)
             if truncate is None:
-                ids = await self.text_ids.of_text(text, param, truncate=None, marks=False)
+                ids = await self.text_ids.ids_of_text(text, param, truncate=None, marks=False)
             else:  # cuts the end of the document, not the end of the question
                 text = text.removesuffix(asking.closing)
-                ids = await self.text_ids.of_text(text, param, truncate=truncate, marks=False, behind=closing)
+                ids = await self.text_ids.ids_of_text(text, param, truncate=truncate, marks=False, behind=closing)
             prompts.append(ids)
         return prompts
 
@@ -145,7 +145,9 @@ class OpenAIServingScoring(OpenAIServingPooling):
         for texts, kind, param in zip((first, second), kinds, params, strict=True):
             before = self.text_ids.prompt_for(kind)
             for text in texts:
-                prompts.append(await self.text_ids.of_text(before + text, param, truncate=body.truncate_prompt_tokens))
+                prompts.append(
+                    await self.text_ids.ids_of_text(before + text, param, truncate=body.truncate_prompt_tokens)
+                )
         return prompts
 
 

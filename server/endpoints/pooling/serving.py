@@ -23,7 +23,7 @@ from oarlock.server.endpoints.serving import OpenAIServing
 from oarlock.server.errors import DeadlineError
 from oarlock.server.http.request_record import client_of, label_of, record_of, request_id_of, salt_of, salted
 from oarlock.server.http.server_sent_events import until_disconnect, whole_response
-from oarlock.server.json_text import InPieces, pieces_of
+from oarlock.server.json_text import StreamedList, pieces_of
 from oarlock.server.llm.generation import PooledOutput
 from oarlock.server.llm.input_processor import BYTES_PER_ID, InputProcessor
 from oarlock.server.llm.pooler_config import PoolerConfig, Task
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 _BYTES_PER_PROMPT = 1500  # bytes of a prompt without its ids
-_ALL_THAT_FIT = -1  # a value of truncate_prompt_tokens
+_AS_MANY_AS_FIT = -1  # a value of truncate_prompt_tokens
 QUERY, DOCUMENT = "query", "document"
 # The prompts that sentence-transformers tries for each kind, in this order. A model that has none of them takes the
 # bare text.
@@ -76,7 +76,7 @@ class TextIds:
             raise RequestError(f"'input_type' is {input_type[:64]!r}, but it must be one of {names}.", "input_type")
         return next((known[name] for name in tried if name in known), "")
 
-    async def of_text(
+    async def ids_of_text(
         self, text: str, param: str, *, truncate: int | None, marks: bool = True, behind: Sequence[int] = ()
     ) -> tuple[int, ...]:
         """Return the ids of a text. `marks`: add the model's special tokens. `behind`: ids after the text, never cut.
@@ -101,7 +101,7 @@ class TextIds:
             raise RequestError(f"'{param}' contains an empty text, for which this model has no token.", param)
         return await self._checked(ids, param)
 
-    async def of_pair(
+    async def ids_of_pair(
         self, first: str, second: str, params: tuple[str, str], *, truncate: int | None
     ) -> tuple[tuple[int, ...], int]:
         """Return two texts as one prompt, and the index of the second text, or 0 if the model has no token types.
@@ -164,7 +164,7 @@ class TextIds:
         return tuple(ids)
 
     def _kept(self, truncate: int | None) -> int | None:
-        return self.max_len if truncate == _ALL_THAT_FIT else truncate
+        return self.max_len if truncate == _AS_MANY_AS_FIT else truncate
 
     def _too_long(self, number: str, param: str) -> ContextLengthError:
         return ContextLengthError(
@@ -325,9 +325,9 @@ class OpenAIServingEmbedding(OpenAIServingPooling):
 
     async def embed(self, request: Request, body: EmbeddingRequest, headers: dict[str, str]) -> Response:
         """Return the response of `/v1/embeddings`. Raises `RequestError`."""
-        outputs, answer = await self._run(request, body, PoolingParams(self.pooler.kind), "embd")
-        answer["data"] = self._items(body, outputs, "embedding", "embedding")
-        return await whole_response(pieces_of(answer), headers)
+        outputs, response = await self._run(request, body, PoolingParams(self.pooler.kind), "embd")
+        response["data"] = self._items(body, outputs, "embedding", "embedding")
+        return await whole_response(pieces_of(response), headers)
 
     async def complete(
         self, body: EmbeddingRequest, request_id: str, *, owner: str | None = None, label: str | None = None
@@ -335,9 +335,9 @@ class OpenAIServingEmbedding(OpenAIServingPooling):
         """Return the JSON of the response to a body that did not come over HTTP. `owner`, `label`: as in `run`."""
         model, prompts = self._checked(body)
         outputs = await self.run(body, prompts, PoolingParams(self.pooler.kind), owner, label)
-        answer = _answer(f"embd-{request_id}", model, outputs)
-        answer["data"] = self._items(body, outputs, "embedding", "embedding")
-        return "".join(pieces_of(answer))
+        response = _response_head(f"embd-{request_id}", model, outputs)
+        response["data"] = self._items(body, outputs, "embedding", "embedding")
+        return "".join(pieces_of(response))
 
     async def vectors(self, body: EmbeddingRequest) -> tuple[list[np.ndarray], list[PooledOutput]]:
         """Return the vector of each input, float32 [dimensions], and the outputs. The offline interface uses this."""
@@ -348,17 +348,17 @@ class OpenAIServingEmbedding(OpenAIServingPooling):
     async def pool_tokens(self, request: Request, body: PoolingRequest, headers: dict[str, str]) -> Response:
         """Return the response of `/pooling`. Raises `RequestError`."""
         by_token = _is_by_token(body)
-        outputs, answer = await self._run(
+        outputs, response = await self._run(
             request, body, PoolingParams("token" if by_token else self.pooler.kind), "pool"
         )
         if by_token:
-            answer["data"] = [
+            response["data"] = [
                 {"index": index, "object": "pooling", "data": self._rows(body, output)}
                 for index, output in enumerate(outputs)
             ]
         else:
-            answer["data"] = self._items(body, outputs, "pooling", "data")
-        return await whole_response(pieces_of(answer), headers)
+            response["data"] = self._items(body, outputs, "pooling", "data")
+        return await whole_response(pieces_of(response), headers)
 
     async def _run(
         self, request: Request, body: InputFields, pooling: PoolingParams, prefix: str
@@ -366,7 +366,7 @@ class OpenAIServingEmbedding(OpenAIServingPooling):
         model, prompts = self._checked(body)
         response_id = f"{prefix}-{request_id_of(request.scope)}"
         outputs = await self.pool(request, body, prompts, pooling, response_id)
-        return outputs, _answer(response_id, model, outputs)
+        return outputs, _response_head(response_id, model, outputs)
 
     def _checked(self, body: InputFields) -> tuple[str, Prompts]:
         """Return the model's name, and the function that makes the prompts. Raises `RequestError`."""
@@ -382,7 +382,7 @@ class OpenAIServingEmbedding(OpenAIServingPooling):
         marks = body.add_special_tokens is not False
         for given in body.inputs:
             if isinstance(given, str):
-                ids = await self.text_ids.of_text(before + given, "input", truncate=truncate, marks=marks)
+                ids = await self.text_ids.ids_of_text(before + given, "input", truncate=truncate, marks=marks)
             else:
                 ids = await self.text_ids.of_ids(given, "input", truncate=truncate)
             prompts.append(ids)
@@ -408,7 +408,7 @@ class OpenAIServingEmbedding(OpenAIServingPooling):
             reason = f"it must be {' or '.join(map(str, allowed))}" if allowed else f"it must be at most {whole}"
         raise RequestError(f"'dimensions' is {wanted}, but {reason}.", "dimensions")
 
-    def _items(self, body: InputFields, outputs: list[PooledOutput], kind: str, member: str) -> InPieces:
+    def _items(self, body: InputFields, outputs: list[PooledOutput], kind: str, member: str) -> StreamedList:
         """Return one object for each output, which is made while it is written."""
 
         def item(numbered: tuple[int, PooledOutput]) -> dict[str, Any]:
@@ -416,11 +416,11 @@ class OpenAIServingEmbedding(OpenAIServingPooling):
             vector = self._finished(body, output)[0]
             return {"object": kind, "index": index, member: encoded(vector, body.encoding_format or "float")}
 
-        return InPieces(item, list(enumerate(outputs)), lambda numbered: numbered[1].vectors.size)
+        return StreamedList(item, list(enumerate(outputs)), lambda numbered: numbered[1].vectors.size)
 
-    def _rows(self, body: InputFields, output: PooledOutput) -> InPieces:
+    def _rows(self, body: InputFields, output: PooledOutput) -> StreamedList:
         vectors = self._finished(body, output)
-        return InPieces(lambda row: encoded(row, body.encoding_format or "float"), vectors, lambda row: row.size)
+        return StreamedList(lambda row: encoded(row, body.encoding_format or "float"), vectors, lambda row: row.size)
 
     def _finished(self, body: InputFields, output: PooledOutput) -> np.ndarray:
         """Cut and normalise vectors: floats [n, size] -> float32 [n, dimensions]."""
@@ -433,7 +433,7 @@ def _is_by_token(body: InputFields) -> bool:
     return isinstance(body, PoolingRequest) and body.task == "token_embed"
 
 
-def _answer(response_id: str, model: str, outputs: list[PooledOutput]) -> dict[str, Any]:
+def _response_head(response_id: str, model: str, outputs: list[PooledOutput]) -> dict[str, Any]:
     """Return the response without `data`."""
     head = {"id": response_id, "object": "list", "created": int(time.time()), "model": model}
     return {**head, "usage": usage(outputs)}

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from oarlock.engine.errors import ContextLengthError, RequestError, UnavailableError
-from oarlock.server.chat.message_parser import AnswerShape
+from oarlock.server.chat.message_parser import MessageShape
 from oarlock.server.endpoints.chat.serving import ProcessedChat
 from oarlock.server.endpoints.responses.translate import Item, ResponsesTurn, ResponsesWriter, turn_of
 from oarlock.server.errors import HttpError
@@ -84,7 +84,7 @@ class CompactionWriter(ResponsesWriter):
     """Writer of the user's messages and the summary, as one `response.compaction`."""
 
     def __init__(
-        self, response_id: str, generation: Generation, shape: AnswerShape, conversation: Sequence[Item]
+        self, response_id: str, generation: Generation, shape: MessageShape, conversation: Sequence[Item]
     ) -> None:
         fields = {"id": response_id, "object": "response.compaction", "created_at": int(time.time())}
         super().__init__(fields, generation, shape, None, lambda response: None, {}, with_encrypted=False)
@@ -107,8 +107,8 @@ class CompactionWriter(ResponsesWriter):
         is_cut = status == "incomplete"
         sealed_summary = sealed(summary + _CUT if is_cut else summary, SUMMARY)
         item = {"id": f"cmp_{secrets.token_hex(12)}", "type": "compaction", "encrypted_content": sealed_summary}
-        answer = self._fields | {"output": [*_kept(self._conversation), item], "usage": self._usage()}
-        return answer | ({"incomplete_details": {"reason": why}} if is_cut else {})
+        response = self._fields | {"output": [*_kept(self._conversation), item], "usage": self._usage()}
+        return response | ({"incomplete_details": {"reason": why}} if is_cut else {})
 
 
 def _kept(conversation: Sequence[Item]) -> list[dict[str, Any]]:

@@ -15,12 +15,12 @@ from oarlock.server.endpoints.chat.serving import OpenAIServingChatCompletion, P
 from oarlock.server.endpoints.responses.compact import CompactionWriter, SummaryTurn, bounded, summary_turn
 from oarlock.server.endpoints.responses.store import ResponseStore, StoredResponse
 from oarlock.server.endpoints.responses.translate import Item, ResponsesTurn, ResponsesWriter, renamed, turn_of
-from oarlock.server.endpoints.text_places import TextPlaces
+from oarlock.server.endpoints.text_permits import TextPermits
 from oarlock.server.errors import HttpError
 from oarlock.server.http.api_route import ErrorHandlingRoute, ListQuery
 from oarlock.server.http.openapi import describe
 from oarlock.server.http.request_record import salt_of, salted
-from oarlock.server.http.server_sent_events import AnswerWriter
+from oarlock.server.http.server_sent_events import GenerationWriter
 from oarlock.server.json_text import dumps
 from oarlock.server.llm.generation import Generation
 from oarlock.server.schemas.chat import ChatRequest, HostedTool, num_parts
@@ -62,7 +62,7 @@ class OpenAIServingResponses(OpenAIServingChatCompletion):
         """Respond with the conversation as the user's messages and a summary. Raises `RequestError`, `HttpError`."""
         owner = _owner(request)
         items = self._conversation(body, owner)
-        turn = await self.made_in_turn(partial(summary_turn, body, items, owner), num_parts(items))
+        turn = await self.parse_in_turn(partial(summary_turn, body, items, owner), num_parts(items))
         try:
             return await self.create(request, turn, headers)
         except RequestError as error:
@@ -86,7 +86,7 @@ class OpenAIServingResponses(OpenAIServingChatCompletion):
         """Return the number of tokens in a request's prompt. Raises `RequestError`."""
         self.check_model(body.model)
         try:
-            processed = await TextPlaces.of(request).run(request, partial(self._processed, _owner(request), body))
+            processed = await TextPermits.of(request).run(request, partial(self._processed, _owner(request), body))
             headers = self.reported(request, processed.ignored, headers)
         except RequestError as error:
             raise renamed(error) from None
@@ -140,7 +140,7 @@ class OpenAIServingResponses(OpenAIServingChatCompletion):
             message = "'store' is true, but this server stores no responses. Leave it out, or raise --response-store."
             raise RequestError(message, "store", "unsupported_parameter")
         items = self._conversation(body, owner)
-        return await self.made_in_turn(partial(turn_of, body, items, owner, ResponsesTurn), num_parts(items))
+        return await self.parse_in_turn(partial(turn_of, body, items, owner, ResponsesTurn), num_parts(items))
 
     def _conversation(self, body: ResponsesRequest | CompactRequest, owner: str) -> list[Item]:
         """Return the conversation: the previous response's, then the new items. Raises `RequestError`."""
@@ -181,7 +181,7 @@ class OpenAIServingResponses(OpenAIServingChatCompletion):
 
     def _writer(
         self, body: ChatRequest, processed: ProcessedChat, generation: Generation, model: str, request_id: str
-    ) -> AnswerWriter:
+    ) -> GenerationWriter:
         if isinstance(body, SummaryTurn):
             return CompactionWriter(_PREFIX + request_id, generation, processed.shape, body.conversation)
         assert isinstance(body, ResponsesTurn)

@@ -67,7 +67,7 @@ class StoredResponse:
 
 
 @dataclass(slots=True)
-class _Shelf:
+class _OwnerResponses:
     """The responses of one owner, oldest first."""
 
     responses: OrderedDict[str, StoredResponse] = field(default_factory=OrderedDict)
@@ -90,7 +90,7 @@ class ResponseStore:
         """Limit the store to `max_bytes`; 0 stores nothing."""
         self._max_bytes = max_bytes
         self._bytes = 0
-        self._shelves: dict[str, _Shelf] = {}  # owner -> its responses; no entry is empty
+        self._by_owner: dict[str, _OwnerResponses] = {}  # owner -> its responses; no entry is empty
 
     @property
     def is_on(self) -> bool:
@@ -102,7 +102,7 @@ class ResponseStore:
         return self._bytes
 
     def __len__(self) -> int:
-        return sum(len(shelf.responses) for shelf in self._shelves.values())
+        return sum(len(stored.responses) for stored in self._by_owner.values())
 
     def put(self, owner: str, response: dict[str, Any], items: Iterable[Item]) -> None:
         """Keep a response that answers `items`. A response that is larger than the store is not kept."""
@@ -113,37 +113,37 @@ class ResponseStore:
         if size > self._max_bytes:
             return
         self.delete(owner, response["id"])
-        shelf = self._shelves.setdefault(owner, _Shelf())
-        shelf.responses[response["id"]] = StoredResponse(written, before, output, size)
-        shelf.items |= dict.fromkeys(output, response["id"])
-        shelf.num_bytes += size
+        stored = self._by_owner.setdefault(owner, _OwnerResponses())
+        stored.responses[response["id"]] = StoredResponse(written, before, output, size)
+        stored.items |= dict.fromkeys(output, response["id"])
+        stored.num_bytes += size
         self._bytes += size
         while self._bytes > self._max_bytes:
-            largest = max(self._shelves, key=lambda name: self._shelves[name].num_bytes)
-            self.delete(largest, next(iter(self._shelves[largest].responses)))
+            largest = max(self._by_owner, key=lambda name: self._by_owner[name].num_bytes)
+            self.delete(largest, next(iter(self._by_owner[largest].responses)))
 
     def get(self, owner: str, response_id: str) -> StoredResponse | None:
         """Return a response, which counts as the owner's latest from now on."""
-        shelf = self._shelves.get(owner)
-        if shelf is None or response_id not in shelf.responses:
+        stored = self._by_owner.get(owner)
+        if stored is None or response_id not in stored.responses:
             return None
-        shelf.responses.move_to_end(response_id)
-        return shelf.responses[response_id]
+        stored.responses.move_to_end(response_id)
+        return stored.responses[response_id]
 
     def item(self, owner: str, item_id: str) -> Item | None:
         """Return an output item of a stored response."""
-        shelf = self._shelves.get(owner)
-        found = None if shelf is None else self.get(owner, shelf.items.get(item_id, ""))
+        stored = self._by_owner.get(owner)
+        found = None if stored is None else self.get(owner, stored.items.get(item_id, ""))
         return None if found is None else _parsed(from_json(found.output[item_id]))
 
     def delete(self, owner: str, response_id: str) -> bool:
         """Remove a response. Return whether it was there."""
-        shelf = self._shelves.get(owner)
-        if shelf is None or response_id not in shelf.responses:
+        stored = self._by_owner.get(owner)
+        if stored is None or response_id not in stored.responses:
             return False
-        self._bytes -= shelf.remove(response_id).size
-        if not shelf.responses:
-            del self._shelves[owner]
+        self._bytes -= stored.remove(response_id).size
+        if not stored.responses:
+            del self._by_owner[owner]
         return True
 
 

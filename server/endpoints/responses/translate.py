@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 from pydantic import PrivateAttr, ValidationError
 
 from oarlock.engine.errors import RequestError
-from oarlock.server.chat.message_parser import AnswerShape
+from oarlock.server.chat.message_parser import MessageShape
 from oarlock.server.chat.visible_tokens import VisibleTokens
-from oarlock.server.endpoints.streamed_items import Event, ItemsWriter, Kind, StreamedItems
+from oarlock.server.endpoints.streamed_items import Event, ItemKind, ItemsWriter, StreamedItems
 from oarlock.server.errors import HttpError, error_object
 from oarlock.server.http.request_body import request_error, with_fields_renamed
 from oarlock.server.llm.generation import Generation
@@ -22,7 +22,7 @@ from oarlock.server.llm.output_processor import ABORT, TIMEOUT, Delta, TokenScor
 from oarlock.server.schemas.chat import CalledFunction, ChatMessage, ChatRequest, ToolCall
 from oarlock.server.schemas.generation import SamplingFields
 from oarlock.server.schemas.response_items import (
-    THOUGHTS,
+    REASONING,
     CompactionItem,
     FunctionCallItem,
     FunctionCallOutputItem,
@@ -164,11 +164,11 @@ def _messages(instructions: str | None, items: Iterable[Item]) -> list[ChatMessa
     follows them become one message, because templates accept no second system message.
     """
     messages = [] if instructions is None else [_message("system", instructions)]
-    answer: ChatMessage | None = None  # the assistant's message that items are still added to
+    assistant: ChatMessage | None = None  # the assistant's message that items are still added to
     for item in items:
         if isinstance(item, FunctionCallOutputItem):
             messages.append(ChatMessage.model_construct(role="tool", content=_text(item), tool_call_id=item.call_id))
-            answer = None
+            assistant = None
         elif isinstance(item, MessageItem) and item.role != "assistant":
             text = _text(item)
             only = messages[0] if len(messages) == 1 and instructions is not None else None
@@ -176,17 +176,17 @@ def _messages(instructions: str | None, items: Iterable[Item]) -> list[ChatMessa
                 messages[0] = _message("system", f"{only.text}\n\n{text}")
             else:
                 messages.append(_message(item.role, text))
-            answer = None
+            assistant = None
         elif isinstance(item, CompactionItem):
             # The summary is a user's turn, because every template shows one at any position, and the model responds to
             # it if it comes last.
             messages.append(_message("user", _SUMMARY_HEAD + item.text))
-            answer = None
+            assistant = None
         else:
-            if answer is None or not _goes_into(item, answer):
-                answer = _message("assistant", None)
-                messages.append(answer)
-            _add(item, answer)
+            if assistant is None or not _can_join(item, assistant):
+                assistant = _message("assistant", None)
+                messages.append(assistant)
+            _add(item, assistant)
     return messages
 
 
@@ -198,20 +198,20 @@ def _text(item: MessageItem | FunctionCallOutputItem) -> str:
     return text_of(item.content if isinstance(item, MessageItem) else item.output)
 
 
-def _goes_into(item: Item, answer: ChatMessage) -> bool:
+def _can_join(item: Item, assistant: ChatMessage) -> bool:
     """Return whether an assistant's item belongs to the message so far: reasoning, then text, then calls."""
-    return isinstance(item, FunctionCallItem) or (answer.content is None and not answer.tool_calls)
+    return isinstance(item, FunctionCallItem) or (assistant.content is None and not assistant.tool_calls)
 
 
-def _add(item: Item, answer: ChatMessage) -> None:
+def _add(item: Item, assistant: ChatMessage) -> None:
     if isinstance(item, FunctionCallItem):
         function = CalledFunction.model_construct(name=item.flat_name, arguments=item.arguments)
         call = ToolCall.model_construct(id=item.call_id, type="function", function=function)
-        answer.tool_calls = [*(answer.tool_calls or ()), call]
+        assistant.tool_calls = [*(assistant.tool_calls or ()), call]
     elif isinstance(item, ReasoningItem):
-        answer.reasoning_content = (answer.reasoning_content or "") + item.text
+        assistant.reasoning_content = (assistant.reasoning_content or "") + item.text
     elif isinstance(item, MessageItem):
-        answer.content = _text(item)
+        assistant.content = _text(item)
 
 
 class OutputItems(StreamedItems):
@@ -233,9 +233,9 @@ class OutputItems(StreamedItems):
         """The members that every event of the open item's content has."""
         return {"item_id": self.items[-1]["id"], "output_index": self._index}
 
-    def _begun(self, kind: Kind, name: str) -> Iterator[Event]:
+    def _begun(self, kind: ItemKind, name: str) -> Iterator[Event]:
         self._logprobs = []
-        if kind is Kind.TEXT:
+        if kind is ItemKind.TEXT:
             item = {
                 "id": _new_id("msg"),
                 "type": "message",
@@ -243,7 +243,7 @@ class OutputItems(StreamedItems):
                 "role": "assistant",
                 "content": [],
             }
-        elif kind is Kind.THOUGHTS:
+        elif kind is ItemKind.REASONING:
             item = {"id": _new_id("rs"), "type": "reasoning", "status": "in_progress", "summary": [], "content": []}
         else:
             tool, space = self._functions.get(name, (None, None))
@@ -252,41 +252,41 @@ class OutputItems(StreamedItems):
             item |= {"arguments": ""} if space is None else {"arguments": "", "namespace": space}
         self.items.append(item)
         yield "response.output_item.added", {"output_index": self._index, "item": dict(item)}
-        if kind is not Kind.CALL:
+        if kind is not ItemKind.CALL:
             yield "response.content_part.added", {**self._at, "content_index": 0, "part": self._part()}
 
     def _grown(self, text: str, logprobs: Sequence[dict[str, Any]]) -> Iterator[Event]:
         self._logprobs += logprobs
-        if self._open is Kind.TEXT:
+        if self._open is ItemKind.TEXT:
             members = {"content_index": 0, "delta": text, "logprobs": list(logprobs)}
             yield "response.output_text.delta", {**self._at, **members}
-        elif self._open is Kind.THOUGHTS:
+        elif self._open is ItemKind.REASONING:
             yield "response.reasoning_text.delta", {**self._at, "content_index": 0, "delta": text}
         else:
             yield "response.function_call_arguments.delta", {**self._at, "delta": text}
 
     def _ended(self, text: str, status: str) -> Iterator[Event]:
         item = self.items[-1]
-        if self._open is Kind.CALL:
+        if self._open is ItemKind.CALL:
             item["arguments"] = text
             done = {"name": item["name"], "arguments": text}
             yield "response.function_call_arguments.done", {**self._at, **done}
         else:
             part = self._part(text)
             item["content"] = [part]
-            if self._open is Kind.TEXT:
+            if self._open is ItemKind.TEXT:
                 done = {"text": text, "logprobs": self._logprobs}
                 yield "response.output_text.done", {**self._at, "content_index": 0, **done}
             else:
                 yield "response.reasoning_text.done", {**self._at, "content_index": 0, "text": text}
                 if self._with_encrypted:
-                    item["encrypted_content"] = sealed(text, THOUGHTS)
+                    item["encrypted_content"] = sealed(text, REASONING)
             yield "response.content_part.done", {**self._at, "content_index": 0, "part": part}
         item["status"] = status
         yield "response.output_item.done", {"output_index": self._index, "item": dict(item)}
 
     def _part(self, text: str = "") -> dict[str, Any]:
-        if self._open is Kind.THOUGHTS:
+        if self._open is ItemKind.REASONING:
             return {"type": "reasoning_text", "text": text}
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(self._logprobs)}
 
@@ -310,7 +310,7 @@ class ResponsesWriter(ItemsWriter):
         self,
         fields: dict[str, Any],
         generation: Generation,
-        shape: AnswerShape,
+        shape: MessageShape,
         entry: Callable[[TokenScore], dict[str, Any]] | None,
         on_end: Callable[[dict[str, Any]], None],
         functions: Functions,

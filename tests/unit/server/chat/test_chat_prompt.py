@@ -10,7 +10,7 @@ import tokenizers
 import transformers
 
 from oarlock.engine.errors import RequestError
-from oarlock.server.chat.message_parser import REASONING_FORMATS, AnswerShape
+from oarlock.server.chat.message_parser import REASONING_FORMATS, MessageShape
 from oarlock.server.chat.prompt import render_prompt
 from oarlock.server.llm.tokenizer import Tokenizer
 from oarlock.server.schemas.chat import ChatRequest
@@ -193,7 +193,7 @@ def test_how_thoughts_are_marked_is_found_out_or_named(marks):
         _, prompt = _prompt(templates.PLAIN, TURNS[:1], parsers={"reasoning_parser": name})
         assert (prompt.may_think, prompt.reasoning) == (True, marks)
     _, prompt = _prompt(templates.QWEN, TURNS[:1], parsers={"reasoning_parser": "none"})
-    assert prompt.shape == AnswerShape()
+    assert prompt.shape == MessageShape()
 
 
 @pytest.mark.parametrize(("parsers", "thinks"), [({}, True), ({"reasoning_parser": "none"}, False)])
@@ -203,7 +203,7 @@ def test_an_answer_in_harmony_goes_on_where_the_prompt_ends(parsers, thinks):
         "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
     )
     _, prompt = _prompt(source, TURNS[:1], parsers)
-    assert prompt.shape == AnswerShape(may_think=thinks, harmony="")
+    assert prompt.shape == MessageShape(may_think=thinks, harmony="")
     last = {"role": "assistant", "content": "Sure: "}
     _, prompt = _prompt(source, [TURNS[0], last], parsers, continue_final_message=True, add_generation_prompt=False)
     assert prompt.harmony == "<|channel|>final<|message|>Sure: "

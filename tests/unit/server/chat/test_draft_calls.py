@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oarlock.server.chat.message_parser import REASONING_FORMATS, AnswerShape, MessageParser
-from oarlock.server.chat.tool_choice import ToolChoice
+from oarlock.server.chat.message_parser import REASONING_FORMATS, MessageParser, MessageShape
+from oarlock.server.chat.tool_choice import RequestTools
 from oarlock.server.chat.tool_parsers.call_parser import (
     ArgumentsDelta,
     ContentDelta,
@@ -33,8 +33,8 @@ THINKERS = [known for known in FORMATS if known is not HARMONY and known is not 
 
 
 def _shape(tool_format=HERMES, *, parallel=True, marks=REASONING_FORMATS[0]):
-    choice = ToolChoice(tool_format, TOOLS, TOOLS, False, False, parallel)
-    return AnswerShape(may_think=True, is_thinking=True, tool_choice=choice, reasoning=marks)
+    choice = RequestTools(tool_format, TOOLS, TOOLS, False, False, parallel)
+    return MessageShape(may_think=True, is_thinking=True, tool_choice=choice, reasoning=marks)
 
 
 def _read(pieces, shape=None, finish_reason="stop"):

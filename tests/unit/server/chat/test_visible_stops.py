@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oarlock.server.chat.message_parser import AnswerShape, MessageParser
-from oarlock.server.chat.tool_choice import ToolChoice
+from oarlock.server.chat.message_parser import MessageParser, MessageShape
+from oarlock.server.chat.tool_choice import RequestTools
 from oarlock.server.chat.tool_parsers.call_parser import (
     ArgumentsDelta,
     ContentDelta,
@@ -24,9 +24,9 @@ from oarlock.server.schemas.chat import Tool
 R, C, F, A = ReasoningDelta, ContentDelta, ToolCallStart("f"), ArgumentsDelta
 TOOLS = (Tool.model_validate({"type": "function", "function": {"name": "f"}}),)
 CALL = '<tool_call>{"name": "f", "arguments": {"a": "STOP"}}</tool_call>'
-HERMES_SHAPE = AnswerShape(may_think=True, tool_choice=ToolChoice(HERMES, TOOLS, TOOLS, False, False, True))
-HARMONY_SHAPE = AnswerShape(
-    may_think=True, tool_choice=ToolChoice(HARMONY, TOOLS, TOOLS, False, False, True), harmony=""
+HERMES_SHAPE = MessageShape(may_think=True, tool_choice=RequestTools(HERMES, TOOLS, TOOLS, False, False, True))
+HARMONY_SHAPE = MessageShape(
+    may_think=True, tool_choice=RequestTools(HARMONY, TOOLS, TOOLS, False, False, True), harmony=""
 )
 THOUGHTS = "<|channel|>analysis<|message|>a STOP b<|end|><|start|>assistant"
 CALLED = '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": "STOP"}'

@@ -66,7 +66,7 @@ def test_a_long_answer_does_not_repeat_itself():
     async def feed() -> None:
         screen.begin()
         for at in range(0, len(text), 7):
-            screen.said(text[at : at + 7])
+            screen.add_content(text[at : at + 7])
         screen.end()
 
     asyncio.run(feed())
@@ -84,8 +84,8 @@ def test_thoughts_stand_apart_from_the_answer():
 
     async def feed() -> None:
         screen.begin()
-        screen.thought("Let me *think*.")
-        screen.said("It **is**.")
+        screen.add_reasoning("Let me *think*.")
+        screen.add_content("It **is**.")
         screen.end()
 
     asyncio.run(feed())

@@ -150,9 +150,9 @@ def test_percentiles_are_of_what_happened_in_between_on_all_engines():
     assert found["ttft_ms"] == {"p50": 55.0, "p90": 91.0}  # linear between 10 and 100 ms
     assert found["itl_ms"] == {"p50": None, "p90": None}
     assert found["prefix_hit_rate"] == 0.25
-    since_start = watch.between(watch.Reading(), now)
+    since_start = watch.between(watch.MetricSums(), now)
     assert since_start["ttft_ms"]["p50"] == pytest.approx(6.0)
-    restarted = watch.between(now, watch.Reading(before.buckets, before.counters))
+    restarted = watch.between(now, watch.MetricSums(before.buckets, before.counters))
     assert restarted["ttft_ms"]["p50"] == pytest.approx(5.0)
 
 

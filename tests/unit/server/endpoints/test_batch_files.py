@@ -8,7 +8,7 @@ import tracemalloc
 
 import pytest
 
-from oarlock.server.endpoints.batches.batch_file import AnswerFile, RequestFile
+from oarlock.server.endpoints.batches.batch_file import OutputFile, RequestFile
 from oarlock.server.http import large_body
 from oarlock.server.http.large_body import LargeBodies
 from oarlock.server.schemas.batches import MAX_CUSTOM_ID, WrongBatchError, read_line
@@ -80,11 +80,11 @@ def test_of_a_file_only_places_stay_in_memory(tmp_path):
     try:
         requests = RequestFile(given)
         assert tracemalloc.get_traced_memory()[1] < 400 * count, "a digest of each id"
-        answers = AnswerFile(tmp_path / "out.jsonl", requests, is_private=True)
+        answers = OutputFile(tmp_path / "out.jsonl", requests, is_private=True)
         tracemalloc.reset_peak()
         assert tracemalloc.get_traced_memory()[0] < 40 * count
         answers.write(3, requests.read(3), "r", 200, "{}")
-        answers.write_unanswered("batch_cancelled", "It was cancelled.")
+        answers.write_incomplete("batch_cancelled", "It was cancelled.")
         answers.close()
         assert tracemalloc.get_traced_memory()[1] < 40 * count + 2**20
     finally:

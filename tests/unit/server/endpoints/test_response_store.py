@@ -12,7 +12,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from oarlock.server.endpoints.responses.store import ResponseStore
-from oarlock.server.schemas.response_items import THOUGHTS, InputItem, sealed
+from oarlock.server.schemas.response_items import REASONING, InputItem, sealed
 
 _ITEM = TypeAdapter(InputItem)
 _SHARED = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
@@ -44,7 +44,7 @@ def random_item(rng):
             {"type": "message", "role": "assistant", "content": [part] * rng.randrange(4), "id": "m"},
             {"type": "function_call", "call_id": "c", "name": "f", "arguments": text},
             {"type": "function_call_output", "call_id": "c", "output": [part, part]},
-            {"type": "reasoning", "summary": [], "encrypted_content": sealed(text * 20, THOUGHTS)},
+            {"type": "reasoning", "summary": [], "encrypted_content": sealed(text * 20, REASONING)},
             {
                 "type": "reasoning",
                 "content": [{"type": "reasoning_text", "text": text}],
@@ -93,7 +93,7 @@ def test_it_never_holds_more_than_its_limit():
         assert store.num_bytes > limit // 2
         for name in stored:
             store.delete("a", name), store.delete("b", name)
-        assert len(store) == store.num_bytes == 0 and not store._shelves
+        assert len(store) == store.num_bytes == 0 and not store._by_owner
 
 
 def test_one_byte_too_many_is_not_kept():
@@ -113,9 +113,9 @@ def test_what_is_kept_goes_on_as_it_was():
         {"role": "user", "content": [{"type": "input_text", "text": "said", "annotations": [1]}]},
         {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", "id": "fc_1"},
         {"type": "function_call_output", "call_id": "c", "output": "found"},
-        {"type": "reasoning", "encrypted_content": sealed("thought", THOUGHTS)},
+        {"type": "reasoning", "encrypted_content": sealed("thought", REASONING)},
     ]
-    output = [{"id": "rs_1", "type": "reasoning", "summary": [], "encrypted_content": sealed("new thought", THOUGHTS)}]
+    output = [{"id": "rs_1", "type": "reasoning", "summary": [], "encrypted_content": sealed("new thought", REASONING)}]
     store = ResponseStore(2**20)
     store.put("a", {"id": "r", "output": output}, [_ITEM.validate_json(json.dumps(item)) for item in items])
     said, call, result, thought, new = store.get("a", "r").conversation

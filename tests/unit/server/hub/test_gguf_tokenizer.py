@@ -15,9 +15,10 @@ import tokenizers
 from tokenizers import models, pre_tokenizers, trainers
 
 from oarlock.base.errors import StartupError
+from oarlock.server.config.settings import Settings
 from oarlock.server.hub.gguf_directory import _generation_config, _tokenizer_config, read_vocabulary, tokenizer_json
 from oarlock.server.llm.tokenizer import Tokenizer
-from oarlock.workers.model_files.gguf_model import GGUFModel, Settings
+from oarlock.workers.model_files.gguf_model import GGUFModel
 from tests.unit.server.llm.chat_templates import rendered
 
 ROOT = Path(__file__).resolve().parents[4]

@@ -97,19 +97,19 @@ def test_rerankers_are_known_by_their_answers(checkpoint, tokenizer):
     module = PoolerConfig.load(
         checkpoint(modules=[TRANSFORMER, SCORE], score={"true_token_id": 5, "false_token_id": 6})
     )
-    assert (module.task, module.kind, module.answers) == (Task.SCORE, "logits", (6, 5))
+    assert (module.task, module.kind, module.label_tokens) == (Task.SCORE, "logits", (6, 5))
     one = PoolerConfig.load(checkpoint(modules=[TRANSFORMER, SCORE], score={"true_token_id": 5}))
-    assert one.answers == (5,)
+    assert one.label_tokens == (5,)
     for found in (
-        PoolerConfig.load(checkpoint(), answers=("a", "b")),
+        PoolerConfig.load(checkpoint(), label_tokens=("a", "b")),
         PoolerConfig.load(checkpoint(config={"classifier_from_token": ["a", "b"]})),
     ):
-        assert (found.task, found.answers) == (Task.SCORE, ("a", "b"))
-        assert found.loaded(tokenizer).answers == tuple(
+        assert (found.task, found.label_tokens) == (Task.SCORE, ("a", "b"))
+        assert found.loaded(tokenizer).label_tokens == tuple(
             tokenizer.encode(word, add_special_tokens=False)[0] for word in ("a", "b")
         )
     with pytest.raises(StartupError, match="tokens"):
-        PoolerConfig.load(checkpoint(), answers=("no", "a long answer")).loaded(tokenizer)
+        PoolerConfig.load(checkpoint(), label_tokens=("no", "a long answer")).loaded(tokenizer)
 
 
 @pytest.mark.parametrize(

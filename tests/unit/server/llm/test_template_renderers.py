@@ -13,7 +13,7 @@ from oarlock.engine.errors import UnavailableError
 from oarlock.server.errors import describe
 from oarlock.server.llm import template_renderers
 from oarlock.server.llm.chat_template import ChatTemplate
-from oarlock.server.llm.template_messages import Kind
+from oarlock.server.llm.template_messages import ReplyKind
 from oarlock.server.llm.template_renderers import TemplateLimitError, _children
 from tests.e2e.running import eventually
 
@@ -57,7 +57,7 @@ def test_renderings_go_on_in_other_processes(template, number, which):
         assert await _rendered(template, *contents) == contents
         return time.monotonic() - begun
 
-    assert asyncio.run(scenario()) < template_renderers._PATIENCE_S
+    assert asyncio.run(scenario()) < template_renderers._WALL_TIME_LIMIT_S
 
 
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL], ids=["stopped", "killed"])
@@ -74,7 +74,7 @@ def test_a_rendering_that_lost_its_process_is_done_once_more(template, number):
 
 def test_one_that_loses_two_is_refused_for_now_and_the_next_one_is_rendered(template, monkeypatch):
     async def is_killed(*_):
-        return Kind.KILLED, str(int(signal.SIGKILL))
+        return ReplyKind.KILLED, str(int(signal.SIGKILL))
 
     async def scenario():
         with monkeypatch.context() as patch:
@@ -93,7 +93,7 @@ def test_silence_by_the_clock_is_not_the_fault_of_the_template(template, monkeyp
         await asyncio.sleep(60)
 
     monkeypatch.setattr(template_renderers, "_exchange", is_silent)
-    monkeypatch.setattr(template_renderers, "_PATIENCE_S", 0.01)
+    monkeypatch.setattr(template_renderers, "_WALL_TIME_LIMIT_S", 0.01)
     with pytest.raises(UnavailableError):
         asyncio.run(_rendered(template, "text"))
 

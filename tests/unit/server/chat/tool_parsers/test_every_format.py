@@ -18,7 +18,7 @@ from oarlock.engine.errors import RequestError
 from oarlock.server.chat.detection import tool_format_of
 from oarlock.server.chat.message_parser import HARMONY as HARMONY_MARKS
 from oarlock.server.chat.message_parser import REASONING_FORMATS as MARKS
-from oarlock.server.chat.prompt import ChatPrompt, answer_grammar
+from oarlock.server.chat.prompt import ChatPrompt, response_grammar
 from oarlock.server.chat.tool_choice import resolve_tool_choice
 from oarlock.server.chat.tool_parsers.call_parser import ArgumentsDelta, ContentDelta, ToolCallStart, merged
 from oarlock.server.chat.tool_parsers.harmony import HARMONY
@@ -74,7 +74,7 @@ def _request(**fields):
 
 def _matcher(compiler, tool_format, special_ids=None, **fields):
     choice = resolve_tool_choice(_request(**fields), tool_format)
-    grammar = answer_grammar(None, ChatPrompt("x", choice, False, False), special_ids or {})
+    grammar = response_grammar(None, ChatPrompt("x", choice, False, False), special_ids or {})
     assert grammar is not None
     source = llguidance.LLMatcher.grammar_from_lark(grammar.text)
     assert llguidance.LLMatcher.validate_grammar(source, compiler) == ""
@@ -264,7 +264,7 @@ def test_arguments_that_cannot_be_written_are_refused(name):
         tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
         choice = resolve_tool_choice(_request(tools=tools), tool_format)
         with pytest.raises(RequestError, match=said) as caught:
-            answer_grammar(None, ChatPrompt("x", choice, False, False), {})
+            response_grammar(None, ChatPrompt("x", choice, False, False), {})
         assert caught.value.param == "tools"
 
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oarlock.engine.types import Grammar
-from oarlock.server.chat.message_parser import AnswerShape, MessageParser
-from oarlock.server.chat.prompt import ChatPrompt, answer_grammar
+from oarlock.server.chat.message_parser import MessageParser, MessageShape
+from oarlock.server.chat.prompt import ChatPrompt, response_grammar
 from oarlock.server.chat.tool_choice import resolve_tool_choice
 from oarlock.server.chat.tool_parsers.call_parser import (
     ArgumentsDelta,
@@ -83,15 +83,15 @@ def test_how_the_text_is_cut_never_matters(text, parallel, data):
 
 
 def test_a_message_of_an_answer_without_tools_and_its_tokens():
-    parser = MessageParser(AnswerShape(may_think=True, harmony=""))
+    parser = MessageParser(MessageShape(may_think=True, harmony=""))
     pieces = ["<|channel|>", "analysis", "<|message|>", "a", "b", "<|end|>", "<|start|>assistant", FINAL, "c"]
     events = [parser.push(Delta(0, text=piece, num_tokens=1)) for piece in pieces]
     assert merged([event for some in events for event in some]) == [R("ab"), C("c")]
     assert parser.reasoning_tokens == 2
-    unnamed = MessageParser(AnswerShape(harmony=""))
+    unnamed = MessageParser(MessageShape(harmony=""))
     assert unnamed.push(Delta(0, text=f"{THOUGHTS}{FINAL}c", num_tokens=9)) == [C("Hm.\nc")]
     assert unnamed.reasoning_tokens == 0
-    ongoing = MessageParser(AnswerShape(harmony=f"{FINAL}So"))
+    ongoing = MessageParser(MessageShape(harmony=f"{FINAL}So"))
     assert ongoing.push(Delta(0, text=": <|channel|", num_tokens=1, finish_reason="length")) == [C(": <|channel|")]
 
 
@@ -99,7 +99,7 @@ def _bound(own=None, harmony="", special_ids=None, **fields):
     tools = [{"type": "function", "function": {"name": "f", "parameters": TOOLS["f"], "strict": True}}]
     body = {"messages": [{"role": "user", "content": "x"}], "tools": tools, **fields}
     choice = resolve_tool_choice(ChatRequest.model_validate(body), HARMONY) if fields else None
-    grammar = answer_grammar(own, ChatPrompt("x", choice, False, False, harmony=harmony), special_ids or {})
+    grammar = response_grammar(own, ChatPrompt("x", choice, False, False, harmony=harmony), special_ids or {})
     assert grammar is not None
     return grammar
 

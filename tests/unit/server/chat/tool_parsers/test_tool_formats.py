@@ -12,7 +12,7 @@ import pytest
 from oarlock.engine.types import Grammar
 from oarlock.server.chat import detection
 from oarlock.server.chat.message_parser import REASONING_FORMATS as MARKS
-from oarlock.server.chat.prompt import ChatPrompt, answer_grammar
+from oarlock.server.chat.prompt import ChatPrompt, response_grammar
 from oarlock.server.chat.tool_choice import resolve_tool_choice
 from oarlock.server.chat.tool_parsers.base import ToolFormat, ToolParser
 from oarlock.server.chat.tool_parsers.call_parser import ArgumentsDelta, CallParser, ContentDelta, ToolCallStart, merged
@@ -57,7 +57,7 @@ def _admits(compiler, grammar: Grammar, text: str) -> bool:
 def _grammar(tool_format, own=None, think=(False, False), **fields) -> Grammar:
     messages = [{"role": "user", "content": "x"}]
     request = ChatRequest.model_validate({"messages": messages, "tools": TOOLS, "tool_choice": "required", **fields})
-    grammar = answer_grammar(own, ChatPrompt("x", resolve_tool_choice(request, tool_format), *think), {})
+    grammar = response_grammar(own, ChatPrompt("x", resolve_tool_choice(request, tool_format), *think), {})
     assert grammar is not None
     return grammar
 
@@ -81,7 +81,7 @@ def test_special_tokens_begin_calls(compiler):
         (HERMES, "<tool_call>"),
     ):
         prompt = ChatPrompt("x", resolve_tool_choice(request, tool_format), False, False)
-        grammar = answer_grammar(None, prompt, {delimiter: 1})
+        grammar = response_grammar(None, prompt, {delimiter: 1})
         assert grammar is not None
         assert "<[1]>" in grammar.text
         assert _admits(compiler, grammar, "Hello")
@@ -95,7 +95,7 @@ def test_every_kind_of_thoughts_comes_before_what_is_bound(compiler, marks, is_s
     prompt = ChatPrompt("x", resolve_tool_choice(request, HERMES), True, False, marks)
     # Any special token of this vocabulary stands for the marks.
     special = dict.fromkeys(marks.tokens, 1) if is_special else {}
-    grammar = answer_grammar(None, prompt, special)
+    grammar = response_grammar(None, prompt, special)
     assert grammar is not None
     if not is_special:
         assert _admits(compiler, grammar, f"{marks.start}so <tool_call>\n{marks.end}\n{_written(HERMES)}")
@@ -129,7 +129,7 @@ def test_the_callers_own_constraint_or_a_call(compiler, own, good, bad):
     for text in (good, _written(HERMES)):
         assert _admits(compiler, either, text)
     assert not _admits(compiler, either, bad)
-    thinking = answer_grammar(own, ChatPrompt("x", None, False, True), {})
+    thinking = response_grammar(own, ChatPrompt("x", None, False, True), {})
     assert thinking is not None
     assert _admits(compiler, thinking, "so</think>\n" + good)
     assert not _admits(compiler, thinking, good)
@@ -137,8 +137,8 @@ def test_the_callers_own_constraint_or_a_call(compiler, own, good, bad):
 
 def test_without_tools_or_thoughts_the_constraint_is_the_callers():
     own = Grammar("regex", "x", "guided_regex")
-    assert answer_grammar(own, ChatPrompt("x", None, False, False), {}) is own
-    assert answer_grammar(None, ChatPrompt("x", None, True, False), {}) is None
+    assert response_grammar(own, ChatPrompt("x", None, False, False), {}) is own
+    assert response_grammar(None, ChatPrompt("x", None, True, False), {}) is None
 
 
 class ToyToolParser(ToolParser):

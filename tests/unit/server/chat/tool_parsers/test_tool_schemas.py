@@ -6,7 +6,7 @@ import pytest
 from pydantic import BaseModel, Field
 
 from oarlock.engine.structured_output.compiler import Compiler
-from oarlock.server.chat.prompt import ChatPrompt, answer_grammar
+from oarlock.server.chat.prompt import ChatPrompt, response_grammar
 from oarlock.server.chat.tool_choice import resolve_tool_choice
 from oarlock.server.chat.tool_parsers.registry import FORMATS
 from oarlock.server.schemas.chat import ChatRequest
@@ -51,6 +51,6 @@ def test_calls_can_be_bound_to_schemas_of_clients(compiler, tool_format, name):
     tools = [{"type": "function", "function": {"name": "f", "parameters": PARAMETERS[name]}}]
     body = {"messages": [{"role": "user", "content": "x"}], "tools": tools, "tool_choice": "required"}
     choice = resolve_tool_choice(ChatRequest.model_validate(body), tool_format)
-    grammar = answer_grammar(None, ChatPrompt("x", choice, False, False), {})
+    grammar = response_grammar(None, ChatPrompt("x", choice, False, False), {})
     assert grammar is not None
     compiler.compile(grammar)

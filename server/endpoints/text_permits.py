@@ -22,7 +22,7 @@ _RETRY_S = 1.0
 _T = TypeVar("_T")
 
 
-class TextPlaces:
+class TextPermits:
     """Permits for the requests of one application, which are taken after a body has been read."""
 
     def __init__(self, settings: Settings) -> None:
@@ -30,9 +30,9 @@ class TextPlaces:
         self._large = FairLimiter(LARGE_AT_ONCE)
 
     @staticmethod
-    def of(request: Request) -> "TextPlaces":
+    def of(request: Request) -> "TextPermits":
         """Return the permits of the request's application."""
-        return request.app.state.text_places
+        return request.app.state.text_permits
 
     async def run(self, request: Request, work: Callable[[], Awaitable[_T]]) -> _T:
         """Return the result of `work`, or raise `ClientGoneError` as soon as the client has left.
@@ -55,7 +55,7 @@ class TextPlaces:
     async def _in_turn(self, request: Request, owner: str | None, work: Callable[[], Awaitable[_T]]) -> _T:
         if _is_small(request):
             return await work()
-        async with self._large.place(owner):
+        async with self._large.permit(owner):
             return await work()
 
 
