@@ -133,10 +133,11 @@ def why_not_triton(devices: int) -> tuple[str, str] | None:
     """Return cause and fix, as phrases, if Triton kernels cannot run on the first `devices` GPUs, which must exist;
     else None."""
     if importlib.util.find_spec("triton") is None:
-        return "it is not installed", "Install torch's build for CUDA, which brings it, or use --device cpu."
+        return "Triton is not installed", "Install torch's build for CUDA, which brings it, or use --device cpu."
     missing = missing_to_launch()
     if missing:
-        return f"it cannot launch them without {' and '.join(missing)}", "Install what is missing, or use --device cpu."
+        cause = f"Triton cannot launch them without {' and '.join(missing)}"
+        return cause, "Install what is missing, or use --device cpu."
     found = lowest_capability(devices)
     if found < LEAST_CAPABILITY:
         needed, there = (".".join(map(str, pair)) for pair in (LEAST_CAPABILITY, found))
