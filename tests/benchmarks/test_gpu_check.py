@@ -176,7 +176,7 @@ def test_a_server_or_rank_that_misses_a_package_leaves_its_part_out():
     assert states == ["failed", "broken"]
 
 
-def test_what_was_left_out_is_tried_again_by_the_next_run(session):
+def test_parts_left_out_are_tried_again_by_the_next_run(session):
     session.ends = {"load": ([{"left_out": "servers need fastapi"}], 3)}
     assert states(session.all(part("load"), part("fast"))) == {"load": "left out", "fast": "measured"}
     assert states(session.all(part("fast")))["load"] == "left out" and session.ran == []
@@ -223,7 +223,7 @@ def test_every_file_of_tests_of_device_kernels_is_a_part():
     assert all(f"all kernels {stem.removeprefix('test_')}" in PARTS for stem in files)
 
 
-def test_what_settles_most_comes_first():
+def test_the_most_important_parts_come_first():
     names = list(PARTS)
     assert names[:4] == ["float64", "kernels", "ceilings", "attention"] and names.index("load") > names.index(
         "sampling"
@@ -275,7 +275,7 @@ def test_servers_are_started_with_the_wheels(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(("shape", "billions", "inner"), [("0.6b", 0.596, 0.440), ("8b", 8.191, 6.946)])
-def test_shapes_are_those_of_the_published_models(shape, billions, inner):
+def test_shapes_match_the_published_models(shape, billions, inner):
     with models.described(shape, Where("cuda")) as folder:
         spec = models.read_spec(folder)
     assert spec.num_parameters / 1e9 == pytest.approx(billions, abs=6e-4)
@@ -288,7 +288,7 @@ def test_without_a_device_there_is_an_error_and_a_fix(capsys, monkeypatch):
     assert "fix: oarlock doctor" in capsys.readouterr().out
 
 
-def test_where_no_device_answers_parts_run_on_the_cpu_and_the_page_and_the_status_say_so(capsys, monkeypatch, tmp_path):
+def test_without_a_device_parts_run_on_the_cpu_and_report_and_status_name_it(capsys, monkeypatch, tmp_path):
     known = dict.fromkeys(("driver", "torch", "triton", "python", "commit"))
     monkeypatch.setattr(results, "machine", lambda device: known | {"device": device, "devices": []})
     monkeypatch.setattr(check, "_environment", lambda *arguments: None)

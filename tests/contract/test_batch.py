@@ -156,7 +156,7 @@ def test_a_dead_engine_ends_the_batch_and_its_answers_stay(batch, capsys):
     assert batch() == 0 and len(batch.answers) == 60
 
 
-def test_unknown_fields_are_told_or_refused(batch, capsys):
+def test_unknown_fields_are_reported_or_refused(batch, capsys):
     lines = [_line(name, prompt="x", max_tokens=2, colour="red") for name in "ab"]
     assert batch(lines) == 0
     assert "note: 'colour', a field of 2 request(s), has no effect here and was ignored" in capsys.readouterr().err
@@ -165,7 +165,7 @@ def test_unknown_fields_are_told_or_refused(batch, capsys):
     assert batch.answers[0]["response"]["body"]["error"]["code"] == "unknown_parameter"
 
 
-def test_fields_that_this_model_cannot_follow_are_told_or_refused(batch, capsys):
+def test_fields_that_this_model_cannot_follow_are_reported_or_refused(batch, capsys):
     chat = _line("a", CHAT, messages=[{"role": "user", "content": "x"}], max_tokens=2, reasoning_effort="high")
     response = _line("b", RESPONSE, input="x", max_output_tokens=2, reasoning={"effort": "high"}, store=False)
     assert batch([chat, response]) == 0
@@ -221,7 +221,7 @@ def test_files_that_do_not_fit_are_named(batch, capsys, tmp_path):
     assert "cannot be written" in capsys.readouterr().err
 
 
-def test_what_is_streamed_is_refused(batch):
+def test_streamed_lines_are_refused(batch):
     assert batch([_line("a", prompt="x", stream=True)]) == 1
     assert batch.answers[0]["response"]["body"]["error"]["param"] == "stream"
 

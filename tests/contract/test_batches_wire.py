@@ -74,7 +74,7 @@ def test_batches_are_listed_in_pages(serve):
 
 
 @pytest.mark.slow
-def test_what_is_wrong_with_the_file_is_told_by_line(serve):
+def test_faults_of_a_file_are_reported_by_line(serve):
     server = serve(max_body_size=2048)
     cases = {
         "invalid_json_line": (b'{"custom_id"\n', 1),
@@ -200,7 +200,7 @@ def test_a_kill_while_the_answers_are_published(serve, monkeypatch, step):
     assert not again.stage.engine.requests
 
 
-def test_a_cancelled_batch_keeps_what_is_answered(serve):
+def test_a_cancelled_batch_keeps_its_responses(serve):
     server = serve(pause_after=1)
     engine = server.stage.engine
     batch = server.batch([request_line(f"r{number}") for number in range(20)])
@@ -221,7 +221,7 @@ def test_a_cancelled_batch_keeps_what_is_answered(serve):
 
 
 @pytest.mark.slow
-def test_what_the_window_leaves_is_expired(serve):
+def test_requests_beyond_the_completion_window_expire(serve):
     server = serve(pause_after=1)
     batch = server.ended(server.batch([request_line("a"), request_line("b")], window="1s"))
     assert batch.status == "expired" and batch.expired_at >= batch.expires_at
@@ -369,7 +369,7 @@ def test_long_lines_are_read_beside_the_server(serve, monkeypatch):
     assert server.stage.state.large_bodies.pid is None, "others do not wait for the lines of batches"
 
 
-def test_what_was_lost_is_tried_again(serve, monkeypatch):
+def test_lost_requests_are_retried(serve, monkeypatch):
     monkeypatch.setattr("oarlock.server.endpoints.batches.batch._PAUSES_S", (0.01, 0.01, 0.01))
     server = serve(fail_after=1, missing="replica_lost", pause_after=0)
     engine = server.stage.engine

@@ -82,7 +82,7 @@ def test_an_open_loop_sends_at_its_times(ours):
 
 
 @pytest.mark.parametrize("endpoint", ["completions", "chat"])
-def test_turns_carry_what_was_said(ours, tokenizer, endpoint):
+def test_turns_carry_the_conversation(ours, tokenizer, endpoint):
     plan = ServePlan(
         ours.url, endpoint=endpoint, workload="multi-turn", turns=3, num_requests=2, input_tokens=40, output_tokens=4,
         concurrency=1, warmup=0,
@@ -370,7 +370,7 @@ def test_no_server_at_all():
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.slow
-def test_ctrl_c_prints_what_was_measured(failing, tmp_path, number):
+def test_ctrl_c_prints_the_figures_so_far(failing, tmp_path, number):
     def answer(connection, at):
         if at < 6:
             good(connection)

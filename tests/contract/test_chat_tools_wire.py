@@ -122,7 +122,7 @@ def test_a_stream_equals_a_plain_answer(chat, reply, fields):
         assert all(call_id.startswith("call_") for call_id in ids)
 
 
-def test_what_a_message_with_calls_looks_like(chat):
+def test_message_with_tool_calls(chat):
     body = _post(chat(TWO), {"tools": TOOLS}).json()
     choice = body["choices"][0]
     calls = choice["message"].pop("tool_calls")
@@ -221,7 +221,7 @@ def test_an_answer_in_harmony_needs_no_tools_to_be_read(chat):
     assert 0 < usage["completion_tokens_details"]["reasoning_tokens"] < usage["completion_tokens"] - 6
 
 
-def test_thoughts_have_both_names_and_are_counted(chat):
+def test_reasoning_has_both_names_and_are_counted(chat):
     reasoning = "<think>\nHm 😀\n</think>"
     stage = chat(f"{reasoning}\n\nHello")
     body = _post(stage, {}).json()
@@ -320,7 +320,7 @@ IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url":
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_is_wrong_is_named(chat, fields, param, words, stream):
+def test_faults_are_named(chat, fields, param, words, stream):
     stage = chat("x")
     response = _post(stage, {**fields, "stream": stream})
     assert response.status_code == 400

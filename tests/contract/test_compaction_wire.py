@@ -79,7 +79,7 @@ def test_the_answer_has_the_users_messages_and_the_summary(chat):
     assert places == sorted(places)
 
 
-def test_the_model_is_asked_without_thoughts_and_within_bounds(chat):
+def test_the_model_is_asked_without_reasoning_and_within_bounds(chat):
     huge = dataclasses.replace(INFO, max_model_len=16_384, max_num_batched_tokens=2048, num_blocks=1100)
     config = GenerationConfig(sampling={"temperature": 0.6, "top_k": 20})
     stage = chat("Yes.", info=huge, generation_config=config)
@@ -91,7 +91,7 @@ def test_the_model_is_asked_without_thoughts_and_within_bounds(chat):
     assert b"salt" in request.cache_salt
 
 
-def test_thoughts_are_no_part_of_the_summary(chat):
+def test_reasoning_is_no_part_of_the_summary(chat):
     answer = _compact(chat(f"Hm.</think>\n\n{SUMMARY_TEXT}", templates.THINKING, info=LONG))
     assert _unsealed(answer["output"][-1]) == SUMMARY_TEXT
     assert answer["usage"]["output_tokens_details"]["reasoning_tokens"] > 0
@@ -211,7 +211,7 @@ def test_only_an_own_summary_is_read(make_stage, path, value, words):
     assert (refused.status_code, error["param"]) == (400, "input[0].encrypted_content") and words in error["message"]
 
 
-def test_a_summary_is_not_read_as_thoughts(chat):
+def test_a_summary_is_not_read_as_reasoning(chat):
     stage = chat("Yes.", info=LONG)
     item = {"type": "reasoning", "summary": [], "encrypted_content": sealed(SUMMARY_TEXT, SUMMARY)}
     answer = _send(stage, "POST", "/v1/responses", {"input": [item, {"role": "user", "content": "x"}]})

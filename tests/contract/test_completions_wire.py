@@ -54,7 +54,7 @@ def test_a_plain_answer_has_exactly_the_documented_shape(make_stage):
     }
 
 
-def test_a_plain_answer_says_where_its_time_went(make_stage):
+def test_a_plain_answer_names_where_its_time_went(make_stage):
     header = _post(make_stage(delay_s=0.01), {"prompt": "x", "max_tokens": 4}).headers["Server-Timing"]
     spans = dict(part.split(";dur=") for part in header.split(", "))
     milliseconds = {name: float(duration) for name, duration in spans.items()}

@@ -107,7 +107,7 @@ def test_dimensions_are_cut_and_normalised_again_where_the_model_allows_it(embed
         assert post(embeds(PoolerConfig(Task.EMBED, dimensions=dimensions)), "/v1/embeddings", body).status_code == 200
 
 
-def test_prompts_of_the_model_stand_before_texts(embeds, tokenizer):
+def test_prompts_of_the_model_precede_texts(embeds, tokenizer):
     stage = embeds()
     post(stage, "/v1/embeddings", {"input": ["a", "b"], "prompt_name": "query"})
     assert [list(request.prompt_token_ids) for request in stage.engine.requests] == [
@@ -140,7 +140,7 @@ def test_long_texts_are_refused_or_cut_at_their_end(embeds, tokenizer):
     assert whole.json()["usage"]["prompt_tokens"] == len(tokenizer.encode("one two"))
 
 
-def test_what_the_model_puts_around_a_text_is_not_cut(embeds):
+def test_special_tokens_around_a_text_are_not_cut(embeds):
     loaded = chat_tokenizer(None)
     ids = [(name, loaded.backend.token_to_id(name)) for name in ("<|im_start|>", "<|im_end|>")]
     loaded.backend.post_processor = TemplateProcessing(single="<|im_start|> $A <|im_end|>", special_tokens=ids)
@@ -202,7 +202,7 @@ def test_an_answer_has_only_so_many_vectors_of_tokens(embeds, monkeypatch):
         ({"input": "x", "model": "nope"}, "model"),
     ],
 )
-def test_what_is_wrong_is_refused_by_name(embeds, body, param):
+def test_invalid_fields_are_refused_by_name(embeds, body, param):
     stage = embeds()
     answer = post(stage, "/v1/embeddings", body)
     assert answer.status_code in (400, 404)
@@ -210,7 +210,7 @@ def test_what_is_wrong_is_refused_by_name(embeds, body, param):
     assert not stage.engine.requests
 
 
-def test_models_refuse_what_they_do_not_make(embeds, make_stage):
+def test_models_refuse_unsupported_output(embeds, make_stage):
     generates, scores = make_stage(), make_stage(pooler=PoolerConfig(Task.SCORE, kind="logits", label_tokens=(1, 2)))
     pair, pairs = {"text_1": "a", "text_2": "b"}, {"query": "a", "documents": ["b"]}
     vectors = [("/v1/embeddings", {"input": "x"}), ("/pooling", {"input": "x"})]
@@ -229,7 +229,7 @@ def test_models_refuse_what_they_do_not_make(embeds, make_stage):
         assert not stage.engine.requests
 
 
-def test_models_and_capabilities_say_what_is_made(embeds, make_stage):
+def test_models_and_capabilities_describe_the_output(embeds, make_stage):
     async def ask(stage):
         async with stage.client() as client:
             return [(await client.get(path)).json() for path in ("/v1/models", "/v1/capabilities")]
@@ -354,7 +354,7 @@ def test_vectors_of_texts_go_through_dense_modules_and_those_of_tokens_do_not(em
         ({"other": "O: "}, "other", "other", "O: "),
     ],
 )
-def test_what_texts_are_for_chooses_their_prompt(embeds, tokenizer, prompts, default, input_type, before):
+def test_input_type_chooses_the_prompt(embeds, tokenizer, prompts, default, input_type, before):
     stage = embeds(dataclasses.replace(EMBEDS, prompts=prompts, default_prompt=default))
     assert post(stage, "/v1/embeddings", {"input": "abc", "input_type": input_type}).status_code == 200
     assert list(stage.engine.requests[-1].prompt_token_ids) == tokenizer.encode(f"{before}abc")

@@ -42,7 +42,7 @@ def _asked(stage, path, headers=None) -> httpx.Response:
     return asyncio.run(scenario())
 
 
-def test_what_ended_and_what_was_refused_is_found_without_any_text(make_stage):
+def test_ended_and_refused_requests_are_found_without_their_text(make_stage):
     stage = make_stage("a secret answer", admin_api_key="boss")
     good, wrong = _sent(
         stage, ("one", {"prompt": "my secret prompt"}), ("two", {"prompt": "my secret prompt", "top_p": 7})
@@ -235,7 +235,7 @@ def _without_reader(words: str, url: str) -> subprocess.Popen[bytes]:
 
 
 @pytest.mark.slow
-def test_a_command_whose_output_nobody_reads_ends_without_a_word(running):
+def test_a_command_whose_output_nobody_reads_ends_silently(running):
     """Commands run as before `| head -1`, side by side, since each takes a while to start."""
     httpx.post(f"{running.url}/v1/completions", json={"prompt": "x"}, headers={"x-request-id": "one"}, timeout=60)
     for at in range(0, len(UNREAD), 4):
@@ -257,7 +257,7 @@ def test_a_command_whose_output_nobody_reads_ends_without_a_word(running):
         (["one", "ftp://x"], "boss", "ftp://x is not the address of a server"),
     ],
 )
-def test_what_is_wrong_is_one_line_with_its_fix(running, monkeypatch, capsys, words, key, cause):
+def test_faults_are_one_line_with_a_fix(running, monkeypatch, capsys, words, key, cause):
     monkeypatch.setenv("OARLOCK_ADMIN_API_KEY", key)
     url = [] if len(words) == 2 else [running.url]
     assert cli.main(["explain", *words, *url]) in (2, 3)

@@ -104,7 +104,7 @@ def test_forms_in_any_pieces(make_stage, tmp_path, content, status, param):
 
 
 @pytest.mark.slow
-def test_what_is_asked_wrongly_is_refused_by_name(serve):
+def test_invalid_requests_are_refused_by_name(serve):
     server = serve()
     file = server.upload([request_line("a")])
     good = {"input_file_id": file.id, "endpoint": COMPLETION, "completion_window": "24h"}
@@ -171,7 +171,7 @@ def test_other_routes_of_the_api_are_refused_by_name(make_stage, path):
 
 
 @pytest.mark.slow
-def test_the_document_describes_what_is_answered(serve):
+def test_the_document_matches_responses(serve):
     server = serve()
     file = server.upload([request_line("a")])
     batch = server.ended(server.client.batches.create(**_GOOD, input_file_id=file.id))

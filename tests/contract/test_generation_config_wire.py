@@ -70,7 +70,7 @@ def test_the_tokenizers_end_token_counts_too(stage, make_stage):
     assert _params(alone, "/v1/completions", ignore_eos=True).eos_token_ids == ()
 
 
-def test_capabilities_show_what_is_in_force(stage, make_stage):
+def test_capabilities_show_the_values_in_force(stage, make_stage):
     reported = _send(stage, "GET", "/v1/capabilities").json()
     assert reported["generation_config"] == {
         "source": "/m/generation_config.json",

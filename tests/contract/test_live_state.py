@@ -134,7 +134,7 @@ def test_a_watcher_that_leaves_takes_the_answer_from_nobody(make_stage):
         ({"api_key": ("sk",), "host": "0.0.0.0", "open_metrics": True}, None, 200),
     ],
 )
-def test_it_is_open_to_those_to_whom_metrics_are_open(make_stage, options, key, status):
+def test_it_is_open_whenever_metrics_are_open(make_stage, options, key, status):
     stage = make_stage(live_state=STATE, **options)
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     for path in ("/v1/state", "/metrics"):

@@ -173,7 +173,7 @@ def test_a_queue_that_is_full_refuses_the_whole_request_at_once(small):
 
 
 @pytest.mark.parametrize("how", ["timeout", "abort"])
-def test_what_was_not_sent_yet_ends_with_the_rest(small, how):
+def test_unsent_sequences_end_with_their_request(small, how):
     async def scene(server):
         task = asyncio.create_task(server.complete([[5, 2]] * 700, timeout=3.0 if how == "timeout" else None))
         if how == "abort":

@@ -132,7 +132,7 @@ def test_a_stream_equals_the_plain_answer(chat, reply, body, types, reason):
     )
 
 
-def test_thoughts_can_be_hidden(chat):
+def test_reasoning_can_be_hidden(chat):
     stage = chat("<think>Secret.</think>\n\nYes.", templates.QWEN, (), info=INFO_LONG)
     body = {"thinking": {"type": "adaptive", "display": "omitted"}}
     for answer in (create(stage, **body), streamed(stage, **body)):
@@ -140,7 +140,7 @@ def test_thoughts_can_be_hidden(chat):
         assert "Secret" not in json.dumps(answer)
 
 
-def test_calls_results_and_thoughts_go_into_the_next_turn(chat):
+def test_calls_results_and_reasoning_go_into_the_next_turn(chat):
     stage = chat(f"<think>Hm.</think>\n\n{TWO}", templates.QWEN, (), info=INFO_LONG)
     first = create(stage, system="Be brief.", tools=TOOLS, **ON)
     calls = [block for block in first["content"] if block["type"] == "tool_use"]

@@ -122,7 +122,7 @@ def test_no_origin_is_ever_allowed(make_stage):
     assert not [name for name in response.headers if name.startswith("access-control")]
 
 
-def test_models_describe_what_is_served(make_stage):
+def test_models_describe_the_served_model(make_stage):
     stage = make_stage()
     body = _get(stage, "/v1/models").json()
     assert body["object"] == "list"

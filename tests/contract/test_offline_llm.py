@@ -204,7 +204,7 @@ def test_chat_is_rendered_and_read_as_over_http(make_llm, make_stage):
         llm.chat(messages, tool=[])
 
 
-def test_errors_are_those_of_the_server_and_the_rest_is_aborted(make_llm):
+def test_errors_match_the_server_and_the_rest_is_aborted(make_llm):
     llm, _ = make_llm("x")
     with pytest.raises(ContextLengthError):
         llm.generate(["fine", "word " * 1000])
@@ -224,7 +224,7 @@ def posted(stage, path, body):
     return anyio.run(post)
 
 
-def test_vectors_are_those_of_the_route(make_llm, make_stage):
+def test_vectors_match_the_route(make_llm, make_stage):
     llm, engine = make_llm(pooler=EMBEDS)
     texts = [f"text number {number}" for number in range(20)]
     found = llm.embed(texts, prompt_name="query", dimensions=3)
@@ -253,7 +253,7 @@ def test_vectors_are_those_of_the_route(make_llm, make_stage):
 
 
 @pytest.mark.parametrize("pooler", [EMBEDS, ASKS], ids=["by vectors", "asked in words"])
-def test_scores_are_those_of_the_route_however_many(make_llm, make_stage, tokenizer, pooler):
+def test_scores_match_the_route_however_many(make_llm, make_stage, tokenizer, pooler):
     llm, engine = make_llm(pooler=pooler)
     documents = [f"document {number} {'x' * (number % 7)}" for number in range(70)]
     found = llm.score("What is it?", documents)

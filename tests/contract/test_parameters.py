@@ -253,7 +253,7 @@ def test_a_prompt_that_is_too_long_even_when_cut_is_refused(make_stage):
     assert "290" in error["message"]
 
 
-def test_echo_shows_what_was_kept(make_stage, tokenizer):
+def test_echo_shows_the_kept_text(make_stage, tokenizer):
     ids = tokenizer.encode("one two three four", add_special_tokens=False)
     payload = {"prompt": "one two three four", "truncate_prompt_tokens": 2, "echo": True, "max_tokens": 0}
     assert _choice(make_stage(), payload)["text"] == tokenizer.decode(ids[-2:])
@@ -320,7 +320,7 @@ def test_a_text_with_a_suffix_has_the_tokens_that_transformers_gives_it(make_sta
 
 
 @pytest.mark.parametrize("opens", [{"add_bos_token": True}, {}, {"add_bos_token": False}])
-def test_what_opens_a_text_opens_one_with_a_suffix(make_stage, monkeypatch, opens):
+def test_special_tokens_before_a_text_also_precede_a_suffix_prompt(make_stage, monkeypatch, opens):
     backend = tokenizers.Tokenizer.from_file(str(DEMO / "tokenizer.json"))
     backend.add_special_tokens(["<s>", "<fim_prefix>", "<fim_suffix>", "<fim_middle>"])
     bos, *marks = (backend.token_to_id(name) for name in ("<s>", "<fim_prefix>", "<fim_suffix>", "<fim_middle>"))
@@ -377,7 +377,7 @@ def test_usage_so_far_in_every_chunk(make_stage):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_choice_whose_time_is_up_ends_with_what_it_has(make_stage, stream):
+def test_a_choice_whose_time_is_up_ends_with_its_text_so_far(make_stage, stream):
     stage = make_stage(TEXT, pause_after=4)
     response = _post(stage, {"prompt": "x", "timeout": 0.2, "stream": stream, "n": 2})
     assert response.status_code == 200

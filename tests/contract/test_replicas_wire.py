@@ -120,7 +120,7 @@ def test_a_header_names_the_replica(stage, path):
     assert [len(one.requests) for one in stage.engine.replicas] == [2, 6]
 
 
-def test_of_one_replica_the_header_can_only_name_the_first(make_stage):
+def test_the_header_can_only_name_the_first_of_one_replica(make_stage):
     stage = make_stage("one")
 
     async def scenario():
@@ -167,9 +167,7 @@ def test_health_is_degraded_while_a_replica_is_down_and_unavailable_without_any(
     assert asyncio.run(_get(stage, "/health")).status_code == 503
 
 
-def test_where_a_replica_is_lost_for_good_the_others_finish_and_the_server_ends_with_its_code(
-    make_replicas, monkeypatch
-):
+def test_other_replicas_finish_if_one_is_lost_and_the_server_exits_with_its_code(make_replicas, monkeypatch):
     left = []
     monkeypatch.setattr("oarlock.server.launch.supervisor._exit_now", left.append)
 

@@ -170,7 +170,7 @@ def test_the_document_is_cut_and_never_the_question(make_stage, tokenizer, sourc
         ("/v1/score", {"text_1": "x", "text_2": "x", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
     ],
 )
-def test_what_is_wrong_is_refused_by_name(make_stage, path, body, param):
+def test_invalid_fields_are_refused_by_name(make_stage, path, body, param):
     stage = make_stage(pooler=EMBEDS)
     answer = post(stage, path, body)
     assert answer.status_code == 400, answer.text

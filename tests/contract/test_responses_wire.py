@@ -137,7 +137,7 @@ def test_a_stream_equals_the_plain_answer(chat, reply, source, special, body, ty
     assert (plain["status"], plain["error"], plain["incomplete_details"]) == ("completed", None, None)
 
 
-def test_calls_and_thoughts_go_into_the_next_turn(chat):
+def test_calls_and_reasoning_go_into_the_next_turn(chat):
     stage = chat(f"<think>Hm.</think>\n\n{CALL}", templates.QWEN, ())
     first = _create(stage, input="What?", tools=TOOLS, instructions="Be brief.")
     call = first["output"][-1]
@@ -205,7 +205,7 @@ def test_logprobs(make_stage, chat):
         (CALL, {"tools": TOOLS}, ""),
     ],
 )
-def test_logprobs_are_those_of_the_visible_text(chat, reply, fields, text):
+def test_logprobs_match_the_visible_text(chat, reply, fields, text):
     stage = chat(reply, templates.QWEN, ())
     body = {"include": ["message.output_text.logprobs"], **fields}
     answer, events = _create(stage, **body), _streamed(stage, **body)
@@ -375,7 +375,7 @@ def test_every_field_of_the_official_types_is_known(theirs, ours):
         ({"tools": [TOOLS[0] | {"allowed_callers": ["programmatic"]}]}, "tools", "allowed_callers"),
     ],
 )
-def test_what_the_official_types_offer_and_this_server_does_not_is_named(make_stage, body, param, words):
+def test_unsupported_fields_of_the_official_types_are_named(make_stage, body, param, words):
     answer = _send(make_stage(), "POST", "/v1/responses", {"input": "x", **body})
     error = answer.json()["error"]
     assert answer.status_code == 400 and error["param"].startswith(param) and words in error["message"]

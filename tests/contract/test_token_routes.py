@@ -47,7 +47,7 @@ def test_text_to_tokens_and_back(make_stage, tokenizer, prefix):
     assert empty.json() == {"count": 0, "max_model_len": 256, "tokens": [], "token_strs": None}
 
 
-def test_a_conversation_to_tokens_is_what_chat_renders(make_stage):
+def test_a_conversation_to_tokens_matches_the_rendered_chat(make_stage):
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
     tokens, rendered = _send(
         make_stage(),

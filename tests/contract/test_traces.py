@@ -188,7 +188,7 @@ def test_without_the_option_no_context_is_sent(make_stage):
     assert stage.state.tracer is None
 
 
-def test_what_cannot_be_sent_is_refused_at_the_start(monkeypatch):
+def test_values_that_cannot_be_sent_are_refused_at_start(monkeypatch):
     with pytest.raises(OptionError, match="must be a URL"):
         make_settings({"otlp_traces_endpoint": "localhost:4317"})
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

@@ -158,7 +158,7 @@ def test_the_keyboard_reaches_the_alternatives(serve, window, expect):
     expect(page.get_by_role("tabpanel", name="State")).to_be_visible()
 
 
-def test_what_a_model_writes_never_runs(serve, window, expect):
+def test_output_of_the_model_never_runs_as_code(serve, window, expect):
     for thinking in ("", EVIL):
         server = serve(EVIL)
         page = window(server.url)
@@ -268,7 +268,7 @@ def test_an_answer_that_is_cut_off_can_go_on(serve, window, expect, tokenizer):
     assert prompts(server, tokenizer)[1].endswith(text_of(tokenizer, ids[: came[0]]))
 
 
-def test_an_engine_that_dies_leaves_what_it_wrote(serve, window, expect):
+def test_an_engine_that_dies_leaves_its_records(serve, window, expect):
     page = window(serve(TEXT, die_after=4).url)
     ask(page, "Hi")
     expect(answers(page).locator(".problem")).to_contain_text("The engine has stopped")
@@ -311,7 +311,7 @@ def test_errors_name_the_field_and_the_settings_are_sent(serve, window, expect, 
     assert "system\nBe brief." in prompts(server, tokenizer)[0]
 
 
-def test_thoughts_are_folded_and_calls_are_shown_and_answered(serve, window, expect):
+def test_reasoning_is_folded_and_calls_are_shown_and_answered(serve, window, expect):
     tokenizer = chat_tokenizer(templates.QWEN)
     call = '<tool_call>\n{"name": "f", "arguments": {"a": "<b>é</b>"}}\n</tool_call>'
     replies = [f"<think>\nI look it up.\n</think>\n\nOne moment.\n{call}", "<think>\nGood.\n</think>\n\nIt is **42**."]

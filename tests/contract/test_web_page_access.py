@@ -46,7 +46,7 @@ FAINT = """() => {
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_every_text_stands_out(serve, window, expect, scheme):
+def test_every_text_is_highlighted(serve, window, expect, scheme):
     page = window(serve(RICH).url, color_scheme=scheme)
     assert page.evaluate(FAINT) == []
     ask(page, RICH)

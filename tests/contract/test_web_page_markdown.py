@@ -75,7 +75,7 @@ LONG = (
 )
 
 
-def test_what_becomes_of_it(make_server, browser):
+def test_markdown_is_rendered_as_expected(make_server, browser):
     server = make_server("")
     window = browsers.Window(browser)
     page = window.open(server.url)

@@ -28,7 +28,7 @@ DROP = """([name, text]) => {
 }"""
 
 
-def test_what_is_shown_while_it_works(serve, window, expect, tokenizer):
+def test_progress_is_shown_while_a_response_is_generated(serve, window, expect, tokenizer):
     ids = tokenizer.encode(" one two three four five six" * 20, add_special_tokens=False)
     server = serve(lambda request: ids, delay_s=0.03, pause_after=0)
     engine = server.stage.engine

@@ -37,7 +37,7 @@ def panel_of(page):
     return page.get_by_role("complementary", name="Settings")
 
 
-def test_they_say_what_is_wrong_and_what_is_changed(serve, window, expect):
+def test_they_name_the_fault_and_what_is_changed(serve, window, expect):
     page = window(serve("x").url)
     expect(page.get_by_role("heading", name="demo")).to_be_visible()
     panel = panel_of(page)

@@ -102,7 +102,7 @@ def test_every_html_page_is_framed_by_none_and_runs_nothing(make_stage):
         assert not re.search(r"<script(?! type=\"module\" src=)|\son\w+=|\sstyle=", page.text)
 
 
-def test_libraries_are_what_was_published_with_their_licences(make_stage):
+def test_libraries_are_the_published_files_with_their_licences(make_stage):
     folder = Path(pages.__file__).parent / "static" / "vendor"
     files = {path.name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in folder.iterdir()}
     assert files == VENDORED
@@ -114,7 +114,7 @@ def test_libraries_are_what_was_published_with_their_licences(make_stage):
 
 
 @pytest.mark.parametrize("path", ["/static/style.css", "/openapi.json", "/docs", "/v1/capabilities"])
-def test_what_the_client_has_is_not_sent_again(make_stage, path):
+def test_data_that_the_client_has_is_not_sent_again(make_stage, path):
     stage = make_stage()
     first = get(stage, path)
     again = get(stage, path, **{"if-none-match": first.headers["etag"]})

@@ -67,7 +67,7 @@ def test_other_content_types_and_sizes(tp1):
         b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"A: " + b"b" * 100_000 + b"\r\n\r\n",
     ],
 )
-def test_what_is_not_even_http(tp1, raw):
+def test_bytes_that_are_not_http(tp1, raw):
     with socket.create_connection(("127.0.0.1", tp1.port), timeout=60) as connection:
         connection.sendall(raw)
         answer = connection.recv(65536)

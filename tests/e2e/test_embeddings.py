@@ -55,7 +55,7 @@ def unit(vector):
 
 
 @pytest.mark.parametrize("prompt", [None, "query"])
-def test_vectors_are_those_of_float64(server, hidden, prompt):
+def test_vectors_match_float64(server, hidden, prompt):
     """No further off than twice what transformers' own float32 is, and a few last places."""
     for text, vector in zip(TEXTS, vectors(server, TEXTS, prompt_name=prompt), strict=True):
         truth, theirs = (unit(state) for state in hidden(PROMPTS.get(prompt, "") + text))
@@ -67,7 +67,7 @@ def test_vectors_are_those_of_float64(server, hidden, prompt):
     assert np.abs(short - truth).max() <= 2 * np.abs(theirs - truth).max() + 1e-6 * np.abs(truth).max()
 
 
-def test_a_text_has_the_same_bits_alone_in_company_and_over_and_over(server):
+def test_a_text_has_the_same_bits_alone_in_a_batch_and_over_and_over(server):
     if not server.client.get("/v1/models").json()["data"][0]["batch_invariant"]:
         pytest.skip("this backend does not promise it")
     alone = [vectors(server, text)[0].tobytes() for text in TEXTS]

@@ -45,7 +45,7 @@ def pair_ids(path, query, document, most=256):
     return found.ids, found.type_ids.index(1)
 
 
-def test_scores_are_those_of_float64(scoring):
+def test_scores_match_float64(scoring):
     import torch
 
     exact = load_encoder(scoring.path, torch.float64)
@@ -74,7 +74,7 @@ def test_both_texts_may_be_cut(scoring):
         assert math.isclose(answer["data"][0]["score"], truth, rel_tol=1e-5)
 
 
-def test_bits_are_the_same_alone_and_in_company(scoring):
+def test_bits_are_the_same_alone_and_in_a_batch(scoring):
     info = scoring.client.get("/v1/models").json()["data"][0]
     assert info["task"] == "score" and info["architecture"] == "BertForSequenceClassification"
     if not info["batch_invariant"]:
@@ -98,13 +98,13 @@ def test_bits_are_the_same_alone_and_in_company(scoring):
         ("/v1/rerank", {"query": QUERY, "documents": ["x"], "truncate_prompt_tokens": 4}, "leaves no token"),
     ],
 )
-def test_what_a_cross_encoder_has_not_is_refused_by_name(scoring, path, body, words):
+def test_features_that_a_cross_encoder_lacks_are_refused_by_name(scoring, path, body, words):
     answer = scoring.client.post(path, json=body)
     assert answer.status_code == 400
     assert words in answer.json()["error"]["message"]
 
 
-def test_vectors_are_those_of_float64(embedding):
+def test_vectors_match_float64(embedding):
     import torch
     from tokenizers import Tokenizer
 

@@ -43,7 +43,7 @@ def post(server, **body):
     return answer.json()
 
 
-def test_what_a_coding_agent_sends(server):
+def test_requests_of_coding_agents(server):
     """Counting, parallel calls, an interrupted stream, the same turn again, results, an answer."""
     system = [{"type": "text", "text": "You read code.", "cache_control": {"type": "ephemeral"}}]
     messages = [{"role": "user", "content": [{"type": "text", "text": "What is in a.py and b.py?"}]}]

@@ -60,7 +60,7 @@ def test_it_does_so_without_cached_prefixes_and_on_four_ranks(ranks, caching, pr
 SEEDED = {"temperature": 1.5, "top_p": 0.95, "max_tokens": 24, "ignore_eos": True}
 
 
-def test_seeded_text_depends_on_the_seed_alone(tp1, tp2, prompts):
+def test_seeded_text_depends_only_on_the_seed(tp1, tp2, prompts):
     unlearned = prompts[-16:]  # a learned answer leaves chance nothing to decide
     alone = [tp1.text(prompt, seed=number, **SEEDED) for number, prompt in enumerate(unlearned)]
     assert len(set(alone)) == 16

@@ -49,7 +49,7 @@ def streamed(server: RunningServer) -> tuple[str, int]:
 
 
 @pytest.mark.soak
-def test_answers_are_those_without_drafts_and_the_recording_replays(tmp_path):
+def test_answers_are_the_same_without_drafts_and_the_recording_replays(tmp_path):
     file = tmp_path / "steps.rec"
     flags = ("--dtype", "float32", "--no-enable-prefix-caching")
     with RunningServer(DEMO, *flags) as server:

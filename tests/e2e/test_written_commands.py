@@ -275,7 +275,7 @@ def test_the_readmes_answer_is_the_answer(demo):
     assert text == real["choices"][0]["text"]
 
 
-def test_the_readmes_python_prints_what_is_shown(demo):
+def test_the_readmes_python_prints_the_shown_output(demo):
     code = SHOWN["python"].replace("127.0.0.1:8000", f"127.0.0.1:{demo.port}")
     result = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env=clean_environment(), capture_output=True, text=True, timeout=60

@@ -61,7 +61,7 @@ def hidden(encoder: Encoder, texts: list[Text]) -> list[Tensor]:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ENCODERS)
-def test_numbers_are_those_of_float64(path_of: Callable, name: str, dtype: torch.dtype) -> None:
+def test_numbers_match_float64(path_of: Callable, name: str, dtype: torch.dtype) -> None:
     """No further off than transformers in the same type, by a tenth, and a few last places."""
     path, texts = path_of(name, dtype), texts_of(name)
     exact, theirs = load_encoder(path, torch.float64), load_encoder(path, dtype)
@@ -84,7 +84,7 @@ def test_numbers_are_those_of_float64(path_of: Callable, name: str, dtype: torch
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ENCODERS)
-def test_bits_are_the_same_alone_in_company_and_on_every_number_of_ranks(
+def test_bits_are_the_same_alone_in_a_batch_and_on_every_number_of_ranks(
     path_of: Callable, name: str, dtype: torch.dtype
 ) -> None:
     if (reason := library.why_not(dtype)) is not None:

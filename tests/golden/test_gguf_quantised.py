@@ -223,9 +223,7 @@ def logits(folder: Path, size: int, *, dequantize: bool = False) -> Tensor:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_logits_are_those_of_the_files_numbers_at_every_number_of_ranks(
-    model_of: Callable[[str], Path], name: str
-) -> None:
+def test_logits_match_the_files_numbers_at_every_number_of_ranks(model_of: Callable[[str], Path], name: str) -> None:
     """Products round their inputs to 8 bits, a hundredth of the largest at most: that is the distance allowed."""
     folder = model_of(name)
     truth, _ = ExactReference(folder / "meaning", TOKENS).logits
@@ -251,7 +249,7 @@ def test_written_out_weights_are_multiplied_exactly(model_of: Callable[[str], Pa
     ("name", "size"),
     [("qwen2-mix-tied", 1)] + [pytest.param(name, size, marks=pytest.mark.soak) for name in CASES for size in SIZES],
 )
-def test_logits_are_those_of_the_files_numbers_on_devices(
+def test_logits_match_the_files_numbers_on_devices(
     model_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, name: str, size: int
 ) -> None:
     """There inputs are not rounded: what differs is the rounding of scales to float16."""
@@ -306,7 +304,7 @@ def test_a_wrong_scale_shows_in_the_logits(model_of: Callable[[str], Path], monk
 
     monkeypatch.setattr(GGUFReader, "take_groups", faulty)
     with pytest.raises(AssertionError, match=r"^\d\.\d+"):
-        test_logits_are_those_of_the_files_numbers_at_every_number_of_ranks(model_of, "llama-mix")
+        test_logits_match_the_files_numbers_at_every_number_of_ranks(model_of, "llama-mix")
 
 
 def test_weights_that_make_one_product_have_one_form(model_of: Callable[[str], Path]) -> None:

@@ -87,7 +87,7 @@ def test_a_scale_that_is_lost_shows(made_of: Callable[[str], Made], monkeypatch:
     assert found and found[0].tensor == "0.q"
 
 
-def test_products_are_those_of_the_device(made_of: Callable[[str], Made]) -> None:
+def test_products_match_the_device(made_of: Callable[[str], Made]) -> None:
     """Parts that a checkpoint leaves as they are stay dense, and the parts of one product may differ."""
     layer = load_decoder(made_of("gptq-4-64-sym-act-v2")[0].path, TensorParallel.solo()).layers[0]
     assert isinstance(layer.attention.output.matmul, WeightOnlyMatmul)

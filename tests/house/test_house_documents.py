@@ -45,7 +45,7 @@ def spans(page: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("page", "marker", "make"), documents.MADE)
-def test_what_is_made_from_the_code_is_up_to_date(page, marker, make):
+def test_generated_parts_are_up_to_date(page, marker, make):
     text = (ROOT / page).read_text()
     assert filled(text, marker, make()) == text, "run `make docs`"
 

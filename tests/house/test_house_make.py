@@ -146,7 +146,7 @@ def test_public_continuous_integration_runs_the_same_script():
     assert "for target in test test-long" in (ROOT / ".ci" / "run").read_text()
 
 
-def test_the_newest_changes_are_those_of_the_version():
+def test_the_newest_changes_match_the_version():
     (version,) = re.findall(r'^ *VERSION = "([\d.]+)"', (ROOT / "server" / "version.py").read_text(), re.MULTILINE)
     assert re.findall(r"^## ([\d.]+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[0] == version
     assert f'\nversion = "{version}"\n' in (ROOT / "pyproject.toml").read_text()

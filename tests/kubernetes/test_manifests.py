@@ -153,7 +153,7 @@ def test_pods_have_few_rights(name):
 
 
 @pytest.mark.parametrize("kind", ["Service", "PodDisruptionBudget", "PodMonitor"])
-def test_what_selects_pods_selects_some_that_serve(kind):
+def test_selectors_match_pods_that_serve(kind):
     labels = [PODS[name].get("metadata", {}).get("labels", {}) for name in LEADERS]
     for manifest in of_kind(kind):
         wanted = manifest["spec"]["selector"]

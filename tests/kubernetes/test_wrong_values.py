@@ -22,7 +22,7 @@ def _not_started(*arguments, **options):
         ([], {"OARLOCK_NODE_SECRET": "x" * 64}, 3),
     ],
 )
-def test_the_log_says_what_is_wrong_and_what_to_do(arguments, environment, status, monkeypatch, capsys):
+def test_the_log_names_the_fault_and_what_to_do(arguments, environment, status, monkeypatch, capsys):
     monkeypatch.setattr(serve, "engine_processes", _not_started)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)

@@ -37,7 +37,7 @@ def test_the_ceiling_of_the_client():
     assert result.stdout.count("tokens/s") == 2
 
 
-def test_what_a_paced_server_cannot_undercut_is_not_reported():
+def test_times_shorter_than_the_pace_of_the_server_are_not_reported():
     with PacedServer(0.05, 0.01) as server:
         found = measure(ServePlan(server.url, concurrency=3, num_requests=6, output_tokens=11)).summary
     assert found["completed"] == 6 and found["output_tokens"] == 66

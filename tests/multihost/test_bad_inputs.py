@@ -81,7 +81,7 @@ def listening(kind, host, port):
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_the_start_fails_and_says_why(hosts, row: BadInput, tmp_path):
+def test_the_start_fails_and_names_the_reason(hosts, row: BadInput, tmp_path):
     own = {"head_env": row.head_env, "head_flags": row.head_flags}
     model = other_model(row.node_model, tmp_path) if row.node_model else None
     node_env = dict(row.node_env)

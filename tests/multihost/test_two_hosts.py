@@ -47,7 +47,7 @@ def expected():
         ("TP 2 x PP 2", "switch", "torchrun per rank"),
     ],
 )
-def test_the_answers_are_those_of_one_host(expected, size, kind, launcher):
+def test_the_answers_match_one_host(expected, size, kind, launcher):
     with hosts_for_test(kind) as hosts, Group(hosts, DEMO, *FLAGS, *SIZES[size], launcher=launcher) as group:
         assert answers(group.head) == expected
         if launcher == "flags":

@@ -404,7 +404,7 @@ def run(executor: ThreadExecutor, requests: list[Request], depth: int) -> dict:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("size", [1, 2])
-def test_captured_steps_are_those_of_the_host(
+def test_captured_steps_match_the_host(
     size: int, model: Path, cuda: MadeUpCuda, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "oarlock.runner")
@@ -565,7 +565,7 @@ def test_two_ranks_sample_from_their_shards_what_they_do_from_whole_rows(model: 
 
 
 @pytest.mark.slow
-def test_launches_of_a_graph_are_those_that_the_arithmetic_counts(model: Path, cuda: MadeUpCuda) -> None:
+def test_launches_of_a_graph_match_the_arithmetic(model: Path, cuda: MadeUpCuda) -> None:
     (_, steps), before = runner_of(model, max_num_seqs=1), len(cuda.graphs)
     steps.capture(CudaGraphs(), [1])
     nothing = ("empty", "fill_")  # memory, and rows of padding, of which there are none

@@ -54,7 +54,7 @@ def on_nodes(nodes: int, each: int, work: Callable[[TensorParallel, Votes], None
 
 @pytest.mark.skipif(not SharedMemoryGroup.supported(), reason="ranks of this processor sum by gloo")
 @pytest.mark.parametrize(("nodes", "each"), [(2, 1), (2, 2), (2, 3), (4, 1), (3, 1)])
-def test_sums_and_votes_are_those_of_one_host(nodes: int, each: int) -> None:
+def test_sums_and_votes_match_one_host(nodes: int, each: int) -> None:
     def work(tp: TensorParallel, votes: Votes) -> None:
         assert tp.all_reduce_method == "shared memory, and gloo between nodes" and tp.group_for_kernels is None
         for dtype in (torch.float32, torch.bfloat16):

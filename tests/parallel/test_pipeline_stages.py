@@ -254,7 +254,7 @@ def expected(checkpoints: dict[str, Path]) -> dict[int, Answer]:
 
 
 @pytest.mark.parametrize(("ranks", "stage"), [(1, 0), (1, 1), (1, 2), pytest.param(2, 1, marks=pytest.mark.soak)])
-def test_what_one_stage_refuses_all_refuse_and_no_answer_changes(
+def test_steps_refused_by_one_stage_are_refused_by_all_and_tokens_stay_the_same(
     checkpoints: dict[str, Path], expected: dict[int, Answer], stage: int, ranks: int
 ) -> None:
     """Every fifth step has no memory in one stage; the others run it or not, and forget it."""

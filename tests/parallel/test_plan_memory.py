@@ -29,7 +29,7 @@ def within(planned: float, real: float) -> bool:
         ("qwen3", {"pipeline_parallel_size": 3, "kv_cache_dtype": "fp8", "dtype": "bfloat16"}),
     ],
 )
-def test_ranks_take_what_was_planned(tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
+def test_ranks_match_the_plan(tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
     model = str(make_tiny(tmp_path, family))
     config = WorkerConfig(model, **{"device": "cpu", "dtype": "float32", "max_model_len": 256, **changes})
     config = config.with_(num_threads=1, kv_cache_bytes=4 << 20, block_size=16)

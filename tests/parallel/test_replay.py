@@ -188,7 +188,7 @@ def failed(capsys, *arguments: str | Path) -> str:
     return lines[0]
 
 
-def test_what_cannot_be_replayed_says_why(recorded: Path, checkpoint: Path, tmp_path: Path, capsys) -> None:
+def test_refused_replays_name_the_reason(recorded: Path, checkpoint: Path, tmp_path: Path, capsys) -> None:
     assert "config.json" in failed(capsys, checkpoint / "config.json")
     assert "No such file" in failed(capsys, tmp_path / "nothing")
     assert "does not exist" in failed(capsys, recorded, "--model", tmp_path / "gone")

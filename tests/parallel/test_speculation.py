@@ -86,7 +86,7 @@ def answers(
 
 
 @pytest.mark.parametrize("num_blocks", [100, 20])
-def test_every_answer_has_the_bits_of_those_without_drafts(executor: ThreadExecutor, num_blocks: int) -> None:
+def test_every_answer_has_the_bits_as_without_drafts(executor: ThreadExecutor, num_blocks: int) -> None:
     if not executor.info.batch_invariant:
         pytest.skip(f"steps are put together otherwise, which shows here: {executor.info.batch_invariant_reason}")
     requests = make_requests(20)

@@ -34,7 +34,7 @@ def test_the_yaml_of_the_repository_is_a_replica_of_two_gpus():
     assert list(replica.command[1:]) == command.split()[1:]
 
 
-def test_the_yaml_names_what_is_there():
+def test_the_yaml_names_existing_parts():
     module, name = APPLICATION["import_path"].split(":")
     source = ast.parse((FOLDER / f"{module.replace('.', '/')}.py").read_text())  # importing it would import Ray
     assert name in [node.name for node in source.body if isinstance(node, ast.FunctionDef)]
@@ -45,7 +45,7 @@ def test_the_yaml_names_what_is_there():
     getattr(importlib.import_module(module), name)(**policy["policy_kwargs"])
 
 
-def test_the_page_names_what_is_there():
+def test_the_page_names_existing_parts():
     page = (ROOT / "docs" / "replicas.md").read_text()
     module, name = re.search(r"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=([\w.]+)\.(\w+)", page).groups()
     layers = getattr(importlib.import_module(module), name)()
@@ -82,7 +82,7 @@ def test_the_pins_of_the_tests_are_the_version_of_the_requirements():
         ("--device cuda --tensor-parallel-size 2 --pipeline-parallel-size 2 --num-threads 3", 4, 4, 64),
     ],
 )
-def test_a_replica_takes_what_its_ranks_need(flags, cpus, gpus, slots):
+def test_a_replica_takes_the_memory_of_its_ranks(flags, cpus, gpus, slots):
     replica = read(flags)
     assert (replica.num_cpus, replica.num_gpus, replica.slots) == (cpus, gpus, slots)
 
@@ -146,5 +146,5 @@ def test_each_part_is_told_where_it_is():
         ("", ("It ended.", "The log of the replica has all that it printed.")),
     ],
 )
-def test_the_last_error_is_what_the_server_printed(printed, error):
+def test_the_last_error_is_the_last_line_of_the_server(printed, error):
     assert arguments.last_error(printed, "It ended.") == error

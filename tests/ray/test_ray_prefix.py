@@ -39,7 +39,7 @@ def test_the_order_of_fields_and_other_parameters_change_nothing():
     "text",
     [b"", b"{", b"[1]", b"null", b'{"name": "x"}', b"[" * 100_000, b'"\\ud800"', body(prompt="short"), b"\xff" * 999],
 )
-def test_what_has_no_long_prompt_has_no_chain(text):
+def test_requests_without_a_long_prompt_have_no_hash_chain(text):
     assert chain_of(text) == []
 
 
@@ -80,7 +80,7 @@ def test_a_body_over_the_bound_passes_without_a_chain():
     assert headers == [] and [one.get("body") for one in messages] == [*pieces, None]
 
 
-def test_a_client_that_leaves_within_its_body_is_told_as_it_is():
+def test_a_client_that_leaves_within_its_body_is_reported_as_it_is():
     gone = {"type": "http.disconnect"}
     seen = []
 
@@ -114,7 +114,7 @@ def test_new_beginnings_are_spread_and_every_proxy_chooses_alike():
     assert all(fewer[chain] == replica for chain, replica in first.items() if replica != "d")
 
 
-def test_what_is_remembered_is_bounded_and_leaves_with_its_replica():
+def test_remembered_prefixes_are_bounded_and_removed_with_their_replica():
     sent = SentPrefixes(max_hashes=4)
     sent.add(["1", "2", "3"], "a")
     sent.add(["1", "5", "6"], "b")

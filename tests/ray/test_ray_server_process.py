@@ -76,7 +76,7 @@ def test_a_server_that_does_not_end_is_killed(monkeypatch):
     ],
     ids=["as printed", "without a word", "killed", "not there"],
 )
-def test_a_start_that_fails_says_why(command, error, capfd):
+def test_a_start_that_fails_names_the_reason(command, error, capfd):
     async def run():
         await ServerProcess(command, 1).start()
 

@@ -44,7 +44,7 @@ def through(*messages, scope="http", path="/v1/completions"):
     [(START, EVENT, END), (JSON_START, END), (JSON_START, EVENT)],
     ids=["events", "plain", "plain, broken off"],
 )
-def test_what_is_complete_or_plain_passes_as_it_is(messages):
+def test_complete_streams_and_plain_bodies_pass_unchanged(messages):
     assert through(*messages) == list(messages)
 
 
@@ -77,7 +77,7 @@ def own_error(status, text, *headers):
         (503, [], "server_error", "no_replica", b"1"),
     ],
 )
-def test_what_ray_says_in_plain_text_gets_the_shape_of_the_server(status, headers, kind, code, wait):
+def test_plain_text_errors_of_ray_get_the_error_format(status, headers, kind, code, wait):
     start, body = through(*own_error(status, b"Words of Ray's.", *headers))
     found = dict(start["headers"])
     assert start["status"] == status and found.get(b"retry-after") == wait
@@ -86,14 +86,14 @@ def test_what_ray_says_in_plain_text_gets_the_shape_of_the_server(status, header
     assert json.loads(body["body"]) == {"error": error}
 
 
-def test_rays_own_routes_and_json_errors_of_replicas_are_left_alone():
+def test_rays_own_routes_and_json_errors_of_replicas_are_not_changed():
     draining = own_error(503, b"This node is being drained.")
     assert through(*draining, path="/-/healthz") == list(draining)
     refused = {**JSON_START, "status": 429}
     assert through(refused, END) == [refused, END]
 
 
-def test_other_protocols_are_left_alone():
+def test_other_protocols_are_not_changed():
     assert through(scope="websocket") == []
 
 

@@ -44,7 +44,7 @@ def test_the_document_names_the_path(make_stage):
     assert "servers" not in _get(make_stage(), "/openapi.json").json()
 
 
-def test_what_guards_a_route_sees_its_one_name(make_stage):
+def test_guards_see_routes_by_their_canonical_path(make_stage):
     stage = make_stage(root_path="/llm", api_key=("k",), admin_api_key="boss")
     key = {"Authorization": "Bearer k"}
     for path in (

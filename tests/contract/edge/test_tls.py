@@ -112,7 +112,7 @@ def test_a_refusal_reaches_a_client_that_is_still_writing(serve, authority, pair
     assert received.startswith(b"HTTP/1.1 413 ") and b"connection: close" in received.lower()
 
 
-def test_what_does_not_speak_tls_is_closed_and_the_next_is_served(serve, authority, pair):
+def test_connections_without_tls_are_closed_and_others_served(serve, authority, pair):
     serial = authority.write(pair, "localhost")
     port, stage = serve(pair)
     for data in (b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n", os.urandom(100), b""):

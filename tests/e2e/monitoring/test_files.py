@@ -21,7 +21,7 @@ CASES = Path(__file__).with_name("alert_cases.yml")
 needs_promtool = pytest.mark.skipif(shutil.which("promtool") is None, reason="no promtool (Debian: prometheus)")
 
 
-def test_the_dashboard_is_what_grafana_reads():
+def test_the_dashboard_is_readable_by_grafana():
     jsonschema.validate(BOARD, SCHEMA)
     panels = BOARD["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)

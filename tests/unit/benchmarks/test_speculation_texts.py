@@ -19,7 +19,7 @@ def steps_for(text: Text, num_drafts: int) -> int:
     return steps
 
 
-def test_the_sets_are_what_they_are_called():
+def test_the_sets_match_their_names():
     ids: dict[str, int] = {}
     sets = {name: read_texts(pattern, ids) for name, pattern in SETS.items()}
     assert {name: len(texts) for name, texts in sets.items()} == {"edits": 3, "chat": 3}

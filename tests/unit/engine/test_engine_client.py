@@ -347,7 +347,7 @@ def test_time_in_which_the_frontend_was_stopped_does_not_count(
     run(scene)
 
 
-def test_what_was_computed_before_the_death_is_delivered_before_the_error() -> None:
+def test_tokens_computed_before_a_death_are_delivered_before_the_error() -> None:
     async def scene() -> None:
         async with started(scenario_config(die_at_step=4)) as client:
             request = make_request(1, [1, 2], max_tokens=30)

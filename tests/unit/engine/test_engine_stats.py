@@ -14,7 +14,7 @@ def test_a_histogram_counts_up_to_its_bounds() -> None:
     assert histogram.counts == [2, 1, 1] and histogram.count == 4 and histogram.sum == 12.0
 
 
-def test_stats_that_were_sent_stand_still() -> None:
+def test_stats_that_were_sent_are_immutable() -> None:
     driver = Driver(make_config())
     driver.add(make_request(1, range(9), max_tokens=5))
     driver.run()
@@ -27,7 +27,7 @@ def test_stats_that_were_sent_stand_still() -> None:
     assert copy != driver.scheduler.refresh_gauges()
 
 
-def test_what_a_run_counts() -> None:
+def test_gauges_and_counters_of_a_run() -> None:
     driver = Driver(make_config(max_num_seqs=2))
     for number in (1, 2, 3):
         driver.add(make_request(number, range(number * 10, number * 10 + 6), max_tokens=4))

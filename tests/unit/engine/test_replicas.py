@@ -150,7 +150,7 @@ def test_a_prompt_goes_where_its_beginning_is_cached_and_finds_as_much_there_as_
     run(scene)
 
 
-def test_what_a_replica_has_to_do_is_known_from_its_requests() -> None:
+def test_the_load_of_a_replica_follows_from_its_requests() -> None:
     """Requests of one prompt stay together; it counts once, until a first event; a full replica is skipped."""
 
     async def scene() -> None:

@@ -48,7 +48,7 @@ def wait_for_compiler() -> bool:
 
 
 @pytest.mark.skipif(LEVEL is None, reason="there are no kernels for this processor")
-def test_what_is_not_there_is_compiled_and_what_is_there_is_not(empty_cache: Path) -> None:
+def test_only_missing_kernels_are_compiled(empty_cache: Path) -> None:
     assert LEVEL is not None
     float16 = build.of_one_type(LEVEL, "float16")
     assert build.existing(float16) is None
@@ -64,7 +64,7 @@ def test_what_is_not_there_is_compiled_and_what_is_there_is_not(empty_cache: Pat
 
 @pytest.mark.skipif(LEVEL is None, reason="there are no kernels for this processor")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_whoever_ends_it_ends_the_compilers_and_what_they_have_started(
+def test_ending_the_process_ends_its_compilers_and_their_children(
     empty_cache: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
     (empty_cache / "compiler").write_text(SLOW_COMPILER)

@@ -130,7 +130,7 @@ def test_refusals_name_their_reason() -> None:
     assert harness.ends().keys() == {1, 3}
 
 
-def test_subscribers_know_what_is_cached(harness: Harness) -> None:
+def test_subscribers_know_the_cached_blocks(harness: Harness) -> None:
     """Also after a reset that comes without a step, and on a pool in which blocks are evicted."""
     subscribers = [ReplayedBlocks(harness.loop.scheduler.kv_cache_manager.block_size) for _ in range(2)]
     for one in subscribers:

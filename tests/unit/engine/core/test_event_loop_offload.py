@@ -90,7 +90,7 @@ class WritingRanks(PipedRanks):
 
 
 @pytest.mark.parametrize("answers", [True, False], ids=["a disk", "a disk that does not answer"])
-def test_a_loop_that_is_stopped_writes_what_is_cached(monkeypatch: pytest.MonkeyPatch, *, answers: bool) -> None:
+def test_a_loop_that_is_stopped_writes_cached_blocks(monkeypatch: pytest.MonkeyPatch, *, answers: bool) -> None:
     if not answers:
         monkeypatch.setattr(event_loop, "FLUSH_S", 0.2)
     files, pipe = Files(), os.pipe()

@@ -49,5 +49,5 @@ def test_tables_of_random_scenes(depth: int) -> None:
     assert entries < compared / 3
 
 
-def test_what_leaves_a_step_leaves_nothing_out_of_the_tables() -> None:
+def test_withdrawn_sequences_leave_block_tables_complete() -> None:
     assert run_withdrawing(make_scene(104), ComparingDriver).num_compared > 50

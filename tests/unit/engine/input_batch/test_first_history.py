@@ -28,7 +28,7 @@ def sections_of(seqs: list[Sequence]) -> dict:
 
 @settings(max_examples=60, deadline=None)
 @given(_TOKENS, _TOKENS, st.booleans())
-def test_counts_are_those_of_all_tokens(prompt, generated, with_prompt) -> None:
+def test_counts_match_all_tokens(prompt, generated, with_prompt) -> None:
     params = SamplingParams(repetition_penalty=1.1) if with_prompt else SamplingParams(presence_penalty=1.0)
     seq = sequence(3, tuple(prompt), params)
     seq.token_ids.extend(generated)

@@ -199,7 +199,7 @@ def test_scored_rows_have_no_constraints() -> None:
     assert set(step.bias_rows.tolist()) == set(step.penalty_rows.tolist()) == set(step.mask_rows.tolist()) == {3}
 
 
-def test_a_grammar_narrows_what_is_allowed() -> None:
+def test_a_grammar_narrows_the_allowed_tokens() -> None:
     seq = running(0, [1], [5], allowed_token_ids=(3, 4, 5, 6))
     seq.grammar_matcher = CountingGrammar(Grammar("lark", "9"))
     assert bits(input_batch().build(output_of(ScheduledTokens(seq, 0, 1, True))).mask_bits[0]) == [3, 6]
@@ -241,7 +241,7 @@ def test_a_step_keeps_its_numbers_when_the_tables_move_on() -> None:
     assert step.table_blocks.tolist() == [6] and step.temperature.tolist() == [0.25]
 
 
-def test_of_two_writes_to_an_entry_the_last_one_is_sent() -> None:
+def test_the_last_of_two_writes_to_an_entry_is_sent() -> None:
     """A sequence that fails while it is admitted gives its row to the next one."""
     seq = running(1, range(8), [6, 7])
     output = output_of(ScheduledTokens(seq, 0, 8, True))

@@ -39,7 +39,7 @@ def test_choices_are_the_same_alone_in_a_batch_and_after_preemption(params) -> N
     assert {end.finish_reason for end in driver.ends.values()} <= {FinishReason.LENGTH, FinishReason.STOP}
 
 
-def test_bad_words_are_those_of_the_output_alone() -> None:
+def test_bad_words_match_the_output_alone() -> None:
     driver = Driver(make_config())
     first = expected_tokens(make_request(1, [1, 2], max_tokens=1))[0]
     driver.add(make_request(1, [1, 2], max_tokens=1, bad_words=((2, first),)))
@@ -59,7 +59,7 @@ def test_a_complete_grammar_ends_the_sequence() -> None:
     assert driver.ends[1].stop_token_id is None
 
 
-def test_where_no_token_is_left_the_request_fails_alone_and_names_the_field() -> None:
+def test_a_request_without_a_possible_token_fails_alone_and_names_the_field() -> None:
     driver = Driver(make_config())
     driver.add(make_request(1, [1, 2], max_tokens=5, allowed_token_ids=(4,), bad_words=((4, 4),)))
     driver.add(make_request(2, [1, 2], max_tokens=5))

@@ -83,9 +83,7 @@ def draw_drafts(draw: random.Random, compiler: Compiler, compiled: Compiled, ids
 
 @pytest.mark.parametrize("num_matchers", [1, 7])
 @pytest.mark.slow
-def test_masks_and_drafts_are_those_of_a_fresh_matcher(
-    compiler: Compiler, kinds: list[Compiled], num_matchers: int
-) -> None:
+def test_masks_and_drafts_match_a_fresh_matcher(compiler: Compiler, kinds: list[Compiled], num_matchers: int) -> None:
     """Batches of one grammar and of several; then some of the drafts are accepted at once."""
     completed = accepted = wrong = 0
     for seed in range(len(kinds) if num_matchers == 1 else 4):
@@ -128,7 +126,7 @@ def test_masks_and_drafts_are_those_of_a_fresh_matcher(
     assert completed > 10 and accepted > 200 and wrong > 10
 
 
-def test_where_the_text_may_end_is_where_the_library_accepts(compiler: Compiler, kinds: list[Compiled]) -> None:
+def test_text_may_end_exactly_if_the_library_accepts(compiler: Compiler, kinds: list[Compiled]) -> None:
     """So a mask tells all that is needed to know that only the end is left."""
     for seed, compiled in enumerate(kinds):
         draw, matcher = random.Random(seed), after(compiler, compiled, [])

@@ -15,7 +15,7 @@ _PAYLOADS = st.lists(st.binary(max_size=200), max_size=6)
 @pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(_PAYLOADS, st.integers(1, 50))
-def test_what_goes_in_comes_out_however_the_stream_is_cut(payloads: list[bytes], cut: int) -> None:
+def test_frames_survive_any_division_of_the_stream(payloads: list[bytes], cut: int) -> None:
     stream = b"".join(map(as_frame, payloads))
     reader = FrameReader()
     got = [payload for start in range(0, len(stream), cut) for payload in reader.feed(stream[start : start + cut])]

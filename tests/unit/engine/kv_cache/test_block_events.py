@@ -78,7 +78,7 @@ def test_replayed_events_are_the_pools_content(way: str, seeds: Sequence[int]) -
     assert stored > removed > 10 * len(seeds) and preemptions
 
 
-def test_what_leaves_a_step_is_removed() -> None:
+def test_blocks_of_withdrawn_steps_are_reported_as_removed() -> None:
     assert run_withdrawing(make_scene(31), Listening).replayed.num_removed
 
 

@@ -178,7 +178,7 @@ def test_a_subscriber_that_never_reads_loses_batches_and_nobody_else_does(tmp_pa
             assert publisher.num_overflows > 0
 
 
-def test_what_the_thread_cannot_keep_up_with_is_dropped_counted_and_seen(tmp_path: Path) -> None:
+def test_batches_beyond_the_queue_are_dropped_and_counted(tmp_path: Path) -> None:
     with publishing(tmp_path, max_queue_size=2) as publisher:
         for number in range(5):
             publisher.publish([block(number)])  # no thread runs yet
@@ -221,7 +221,7 @@ def test_each_replica_has_its_own_port() -> None:
     assert of_rank("ipc:///run/kv", 0) == "ipc:///run/kv" and of_rank("ipc:///run/kv", 2) == "ipc:///run/kv_dp2"
 
 
-def test_messages_are_those_of_vllm() -> None:
+def test_messages_match_vllm() -> None:
     """Blocks that follow each other are one message; a salt is told with the first block of a sequence."""
     events: list[BlockEvent] = [block(1, salt=b"a|b"), block(2, 1, b"a|b"), block(7), BlockRemoved(name(1))]
     events += [BlockRemoved(name(2)), AllBlocksCleared(), block(3, 2)]

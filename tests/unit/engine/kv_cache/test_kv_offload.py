@@ -182,7 +182,7 @@ def files_of(prompt: tuple[int, ...], salt: bytes = b"") -> Files:
 
 
 @pytest.mark.parametrize("speed", [None, FAST], ids=["memory", "memory and files"])
-def test_what_the_pool_evicts_comes_back_from_memory(speed: float | None) -> None:
+def test_evicted_blocks_are_loaded_from_host_memory(speed: float | None) -> None:
     run = run_with(KVOffloadInfo(60, 64, speed))
     first = ask(run, 1, prompt_of(1))
     for number in (2, 3):
@@ -195,7 +195,7 @@ def test_what_the_pool_evicts_comes_back_from_memory(speed: float | None) -> Non
     assert run.scheduler.stats.kv_offload_hit_tokens == 40
 
 
-def test_what_several_prompts_begin_with_is_in_files_though_it_was_never_evicted() -> None:
+def test_shared_prefixes_are_written_to_files_without_eviction() -> None:
     run = run_with(KVOffloadInfo(60, 64, FAST), files := {}, num_blocks=40)
     ask(run, 1, prompt_of(1))
     settle(run)
@@ -217,7 +217,7 @@ def test_another_engine_finds_the_files() -> None:
 
 
 @pytest.mark.parametrize("num_slots", [2, 5, 60])
-def test_what_is_cached_at_the_end_is_found_by_the_next_start(num_slots: int) -> None:
+def test_blocks_cached_at_shutdown_are_found_by_the_next_start(num_slots: int) -> None:
     """Asked for once and never evicted; also where slots are few, and some hold what no file has."""
     requests = [Request(number, prompt_of(number), SamplingParams(max_tokens=3)) for number in range(1, 4)]
     wanted, files = texts_without(requests), Files()

@@ -64,7 +64,7 @@ def test_eight_choices_of_a_long_prompt_in_one_step() -> None:
     driver.check_outputs()
 
 
-def test_what_a_sequence_in_flight_computes_is_shared_even_if_it_is_aborted() -> None:
+def test_blocks_of_an_aborted_sequence_in_flight_are_shared() -> None:
     driver = Driver(make_config(max_num_batched_tokens=16))
     driver.add(make_request(1, range(30), max_tokens=4))
     output = driver.begin()

@@ -51,7 +51,7 @@ def write(path: Path, contents: list[bytes], end: str | None = "done") -> bytes:
     return path.read_bytes()
 
 
-def test_what_was_written_is_read(tmp_path: Path) -> None:
+def test_written_files_are_read_back(tmp_path: Path) -> None:
     contents = [b"one", b"", b"\xff" * 100_000, b"four"]
     write(tmp_path / "r", contents)
     recording = Recording(str(tmp_path / "r"))
@@ -64,7 +64,7 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_file_torn_at_any_byte_gives_what_is_whole(tmp_path: Path) -> None:
+def test_a_file_torn_at_any_byte_gives_its_whole_records(tmp_path: Path) -> None:
     contents = [b"first", b"second!", b"third"]
     whole = write(tmp_path / "whole", contents, end=None)
     ends = [len(whole)]
@@ -95,7 +95,7 @@ def test_a_damaged_record_ends_the_reading(tmp_path: Path) -> None:
     assert recording.torn is not None and "checksum" in recording.torn
 
 
-def test_a_length_that_lies_asks_for_no_memory(tmp_path: Path) -> None:
+def test_a_length_beyond_the_file_asks_for_no_memory(tmp_path: Path) -> None:
     whole = write(tmp_path / "r", [], end=None)
     (tmp_path / "r").write_bytes(whole + STEP + (1 << 60).to_bytes(8, "little") + bytes(4))
     recording = Recording(str(tmp_path / "r"))
@@ -277,7 +277,7 @@ def test_a_recording_says_how_its_engine_ended(tmp_path: Path, scenario: dict, e
     asyncio.run(asyncio.wait_for(scene(), 100))
 
 
-def test_a_file_that_cannot_grow_says_so_and_holds_whole_records(tmp_path: Path) -> None:
+def test_a_file_that_cannot_grow_is_reported_and_holds_whole_records(tmp_path: Path) -> None:
     """The system itself refuses, after a part of a record: as on a full disk."""
     scene = Scene(tmp_path / "r")
     scene.serve(count=2)

@@ -132,7 +132,7 @@ def one_by_one(patch: pytest.MonkeyPatch) -> None:
 )
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.slow
-def test_arrays_do_what_is_done_one_by_one(depth: int, seeds: range, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arrays_match_one_by_one_operations(depth: int, seeds: range, monkeypatch: pytest.MonkeyPatch) -> None:
     num_plain = num_others = preemptions = 0
     for seed in seeds:
         scene = scene_of(seed)

@@ -27,7 +27,7 @@ LIMITS = Limits(VOCAB, 64, 8)
         (PoolingParams("logits", (1,) * (MAX_POOLED_IDS + 1)), "token_ids", f"at most {MAX_POOLED_IDS}"),
     ],
 )
-def test_what_cannot_be_pooled_is_refused_by_name(pooling: PoolingParams, field: str, words: str) -> None:
+def test_invalid_pooling_requests_are_refused_by_name(pooling: PoolingParams, field: str, words: str) -> None:
     with pytest.raises(RequestError, match=words) as caught:
         check(Request(1, PROMPT, POOLS, pooling=pooling), LIMITS)
     assert caught.value.param == field
@@ -66,7 +66,7 @@ def test_only_prefixes_without_wanted_vectors_come_from_the_cache(kind: str) -> 
     assert driver.ends[2].finish_reason is FinishReason.STOP and not driver.ends[2].token_ids
 
 
-def test_what_it_computes_is_cached_for_others() -> None:
+def test_pooling_requests_fill_the_prefix_cache() -> None:
     driver = Driver(make_config())
     driver.add(make_pooling_request(1, PROMPT, "mean"))
     driver.run()

@@ -196,7 +196,7 @@ def test_steps_of_other_sizes_are_remembered_beside_the_last_ones():
     assert costs.seconds(90) == pytest.approx(0.11)
 
 
-def test_what_was_learnt_holds_for_long_without_other_steps_but_not_for_ever():
+def test_learnt_costs_fade_slowly_without_other_steps():
     costs = StepCosts(None)
     for rows in [1, 6] * 10:
         costs.observe(rows, 0, rows * 0.01)

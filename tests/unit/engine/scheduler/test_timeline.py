@@ -94,7 +94,7 @@ def test_open_requests_are_shown_too_and_of_those_that_ended_the_last_thousand()
     assert of(driver, 2)["reason"] == "abort" and len(driver.scheduler.requests.log.ended) == MAX_ENDED
 
 
-def test_what_a_request_has_met_of_the_steps_is_the_difference_of_two_readings() -> None:
+def test_steps_met_by_a_request_are_the_difference_of_two_readings() -> None:
     steps = StepLog()
     steps.observe(0.0, 0.01, 9, 500)
     first = steps.read()

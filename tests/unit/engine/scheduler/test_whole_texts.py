@@ -26,7 +26,9 @@ ENCODER = Limits(VOCAB, 64, 8, is_encoder=True)
         (Limits(VOCAB, 64, 8), PoolingParams("labels"), "pooling", "has no labels"),
     ],
 )
-def test_what_a_model_has_not_is_refused(limits: Limits, pooling: PoolingParams, field: str, words: str) -> None:
+def test_features_that_a_model_lacks_are_refused(
+    limits: Limits, pooling: PoolingParams, field: str, words: str
+) -> None:
     with pytest.raises(RequestError, match=words) as caught:
         check(Request(1, (1, 2, 3), POOLS, pooling=pooling), limits)
     assert caught.value.param == field

@@ -32,7 +32,7 @@ def searched(token_ids: list[int], shortest: int, longest: int, most: int) -> li
     st.integers(1, 40),
 )
 @pytest.mark.slow
-def test_drafts_are_those_of_the_search(tokens, growth, shortest, more, most, fold):
+def test_drafts_match_the_search(tokens, growth, shortest, more, most, fold):
     """`growth`: how many tokens come between two drafts; `fold`: how many are kept in dicts."""
     index = NgramIndex(shortest, shortest + more)
     length = max(1, len(tokens) - sum(growth))
@@ -67,7 +67,7 @@ def test_a_loop_is_drafted_for_as_long_as_is_asked():
     assert NgramIndex(2, 3).propose([4, 4, 4], 3) == [4, 4, 4]
 
 
-def test_what_was_not_there_before_gives_no_draft():
+def test_unseen_text_gives_no_draft():
     assert NgramIndex(1, 3).propose([5], 4) == []
     assert NgramIndex(2, 3).propose([1, 2, 3, 4], 4) == []
     assert NgramIndex(3, 3).propose([1, 2, 1, 2], 4) == []

@@ -149,7 +149,7 @@ def test_an_object_is_not_nested_without_end(matcher_for):
     assert encode("[")[0] not in allowed(matcher) and encode("1")[0] in allowed(matcher)
 
 
-def test_ends_are_those_of_the_sequence(matcher_for):
+def test_ends_match_the_sequence(matcher_for):
     assert allowed(matcher_for(Grammar("regex", "a*"), (7, 9))) >= {7, 9}
     assert END not in allowed(matcher_for(Grammar("regex", "a*"), (7, 9)))
     matcher = matcher_for(Grammar("regex", "a{2}"), ())
@@ -160,7 +160,7 @@ def test_ends_are_those_of_the_sequence(matcher_for):
     assert not late.accept((a,)), "more may follow, so it goes on"
 
 
-def test_where_only_the_end_is_left_the_sequence_ends_without_an_end_token(matcher_for):
+def test_a_sequence_ends_without_an_end_token_if_its_grammar_allows_only_the_end(matcher_for):
     """A bare number ends at its last digit, whether or not the caller lets it end sooner."""
     for end_ids in ((), (END,)):
         matcher = matcher_for(schema({"type": "integer"}), end_ids)

@@ -232,7 +232,7 @@ WRITTEN: list[tuple[str, list[Any], list[Any]]] = [
 
 
 @pytest.mark.parametrize(("name", "good", "bad"), WRITTEN, ids=[name for name, _, _ in WRITTEN])
-def test_rewritten_schemas_allow_what_they_are_for(matcher_of, name, good, bad):
+def test_rewritten_schemas_allow_their_intended_values(matcher_of, name, good, bad):
     for value in good:
         jsonschema.validate(value, SCHEMAS[name])
     assert [value for value in (*good, *bad) if can_write(matcher_of(SCHEMAS[name]), value)] == good

@@ -188,7 +188,7 @@ def test_other_forms_of_vllm_bench_become_a_plan():
     assert str(output) == "r.json"
 
 
-def test_the_choices_of_the_command_line_are_those_of_the_code():
+def test_the_choices_of_the_command_line_match_the_code():
     from oarlock.server.bench.client import FORMS
     from oarlock.server.bench.metrics import LATENCIES, PERCENTILES, SLO_METRICS
     from oarlock.server.bench.workload import NAMES

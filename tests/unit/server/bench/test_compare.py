@@ -127,7 +127,7 @@ def test_an_open_loops_throughput_is_not_judged():
 
 
 @pytest.mark.slow
-def test_what_differs_and_what_failed_is_said():
+def test_differences_of_settings_and_failures_are_reported():
     failed = [Sample(0.0, 5, failure="timed out", detail="x")]
     other = run(11, failed=failed, prompts="shared-prefix", url="http://y")
     text = as_text(compare(run(12), other))

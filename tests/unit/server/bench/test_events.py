@@ -69,7 +69,7 @@ def test_an_error_event(chunk):
 @pytest.mark.parametrize(
     "piece", [b"data: {\n\n", b"data: 5\n\n", b"data: {}\n\n", b'data: {"choices": [3]}\n\n', b"data: \xff\n\n"]
 )
-def test_what_is_no_chunk_is_kept_as_malformed(piece):
+def test_invalid_chunks_are_recorded_as_malformed(piece):
     reader = EventReader(is_chat=False)
     reader.feed(1.0, piece)
     assert reader.malformed is not None

@@ -24,7 +24,7 @@ def result(count=60, **more):
     return closed_loop(noisy(RANDOM, count), noisy(RANDOM, count, 0.1), users=4, failed=FAILED, model=EVIL, **more)
 
 
-def test_a_file_gives_back_what_was_written(tmp_path):
+def test_a_file_returns_the_written_data(tmp_path):
     wrote, file = result(), tmp_path / "r.json"
     results.write(wrote, file)
     read = results.read(file)
@@ -101,7 +101,7 @@ def test_charts_of_equal_values_and_of_one_value():
     assert "<polyline" in report.over_time("x", [], 1.0, "n")
 
 
-def test_what_lies_beyond_the_picture_is_counted():
+def test_values_beyond_the_chart_are_counted():
     assert "beyond the right edge" in report.distribution("TTFT", [1.0] * 999 + [900.0], [])
 
 

@@ -77,7 +77,7 @@ def test_no_tools_and_tools_that_must_not_be_called_are_not_shown():
     assert _prompt(DUMP, TURNS[:1], tools=[TOOL], tool_choice="none")[0].endswith("tools=null")
 
 
-def test_broken_arguments_stay_what_they_are():
+def test_broken_arguments_stay_unchanged():
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"x": '}}
     text, _ = _prompt(DUMP, [TURNS[0], {"role": "assistant", "content": "t", "tool_calls": [call]}])
     assert '"arguments": "{\\"x\\": "' in text
@@ -184,7 +184,7 @@ def test_whether_the_model_thinks(source, fields, expected):
 
 
 @pytest.mark.parametrize("marks", REASONING_FORMATS, ids=lambda marks: marks.name)
-def test_how_thoughts_are_marked_is_found_out_or_named(marks):
+def test_how_reasoning_is_marked_is_found_out_or_named(marks):
     _, prompt = _prompt(f"{{{{ messages }}}} {marks.start}..{marks.end} so", TURNS[:1])
     assert (prompt.may_think, prompt.is_thinking, prompt.reasoning) == (True, False, marks)
     _, prompt = _prompt(f"{{{{ messages[0].content }}}}{marks.start}", TURNS[:1])

@@ -62,7 +62,7 @@ def _read(pieces, shape=None, finish_reason="stop"):
             R('So <tool_call>{"name": "f", "arguments": {"a": 1 2}} x')]),
     ],
 )  # fmt: skip
-def test_what_becomes_of_a_call_in_the_thoughts(text, expected):
+def test_calls_inside_reasoning(text, expected):
     for pieces in ([text], list(text)):
         assert _read(pieces)[0] == expected
 

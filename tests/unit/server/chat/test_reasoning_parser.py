@@ -36,7 +36,7 @@ def _split(is_open, pieces):
         (False, "", []),
     ],
 )
-def test_what_is_split(is_open, text, expected):
+def test_text_is_split_into_reasoning_and_content(is_open, text, expected):
     assert _split(is_open, [text])[0] == expected
     assert _split(is_open, list(text))[0] == expected
 

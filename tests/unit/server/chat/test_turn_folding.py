@@ -254,7 +254,7 @@ def test_a_trial_has_a_limit():
         ("llama", {"several_calls": "calls:single", "call_with_text": "call_text:apart_if_answered"}),
     ],
 )
-def test_the_start_says_which_rewritings_a_template_needs(kind, needed):
+def test_the_start_names_the_rewritings_a_template_needs(kind, needed):
     tokenizer = load(KINDS[kind])
     try:
         assert asyncio.run(foldings_needed(tokenizer.template)) == needed

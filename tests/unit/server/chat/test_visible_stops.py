@@ -62,7 +62,7 @@ def _read(shape, pieces, stops, include=False):
         (HARMONY_SHAPE, f"{THOUGHTS}<|channel|>commentary<|message|>c STOP", [R("a STOP b"), C("c ")], "STOP"),
     ],
 )
-def test_where_a_stop_string_counts(shape, text, expected, found):
+def test_stop_strings_count_in_visible_text_only(shape, text, expected, found):
     for pieces in ([text], list(text)):
         assert _read(shape, pieces, ["STOP"]) == (expected, found)
 

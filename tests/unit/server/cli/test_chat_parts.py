@@ -47,7 +47,7 @@ def test_blocks_are_the_text_however_it_is_cut(text, at):
         ("\n\n\none", 1),
     ],
 )
-def test_where_blocks_end(text, count):
+def test_markdown_is_divided_into_blocks(text, count):
     assert len([block for block in blocks_of(text + "\n") if block]) == count
 
 
@@ -76,7 +76,7 @@ def test_a_long_answer_does_not_repeat_itself():
     assert len(printed) < 400  # each once for good, and a few while they were written
 
 
-def test_thoughts_stand_apart_from_the_answer():
+def test_reasoning_is_separate_from_the_content():
     import asyncio
 
     shown = io.StringIO()
@@ -93,7 +93,7 @@ def test_thoughts_stand_apart_from_the_answer():
     assert "\x1b[1mis\x1b[0m" in shown.getvalue()
 
 
-def test_what_is_saved_can_be_loaded(tmp_path):
+def test_saved_conversations_can_be_loaded(tmp_path):
     talk = Conversation("Be brief.", [{"role": "user", "content": "ä?"}, {"role": "assistant", "content": "ö."}])
     with pytest.raises(ConversationError, match="Give a file"):
         talk.save("", "demo")

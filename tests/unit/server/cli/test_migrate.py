@@ -235,7 +235,7 @@ def test_no_flag_is_dropped_in_silence():
             assert (less.command(), less.notes, less.lost) != (whole.command(), whole.notes, whole.lost), (line, word)
 
 
-def test_every_flag_of_vllm_that_is_known_is_told_about():
+def test_every_flag_of_vllm_that_is_known_is_explained():
     for name, flag in FLAGS.items():
         found = translate(f"vllm serve m --{name} 7 --host h")
         assert found.command() == "oarlock serve m --host h", name

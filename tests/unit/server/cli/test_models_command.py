@@ -122,7 +122,7 @@ def _is_resolved(name):
 
 
 @pytest.mark.slow
-def test_what_ollama_and_llama_cpp_have(cache, tmp_path, capsys):
+def test_models_of_ollama_and_llama_cpp_are_listed(cache, tmp_path, capsys):
     models, own = tmp_path / "ollama", tmp_path / "llama.cpp"
     (models / "blobs").mkdir(parents=True)
     own.mkdir()
@@ -225,7 +225,7 @@ def test_an_empty_cache_and_one_elsewhere(cache, demo, tmp_path, capsys):
         (["pull", "owner/model", "--offline"], "is neither a directory on this machine nor in the cache"),
     ],
 )
-def test_what_cannot_be_pulled(cache, capsys, words, cause):
+def test_invalid_pulls_are_refused(cache, capsys, words, cause):
     assert cli.main([*words, "--download-dir", str(cache.folder)]) in (2, 3)
     error, fix = capsys.readouterr().err.splitlines()
     assert cause in error and fix.startswith("fix: ")

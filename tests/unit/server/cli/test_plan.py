@@ -155,7 +155,7 @@ def open_model_of(model: str) -> Any:
 
 
 @pytest.mark.slow
-def test_of_a_model_on_the_hub_only_the_description_is_fetched(
+def test_only_the_description_of_a_hub_model_is_fetched(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     files = {"config.json": json.dumps(QWEN_7B).encode(), "model.safetensors": b"weights", "tokenizer.json": b"{}"}

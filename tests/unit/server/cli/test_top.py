@@ -101,7 +101,7 @@ def test_a_replica_that_is_down_and_a_model_that_loads():
     assert "loading: weights 50% x" in shown(loads)
 
 
-def test_batches_stand_at_the_end():
+def test_batches_come_last():
     counts = {"completed": 7, "failed": 1, "total": 20}
     batch = {"id": "batch_1", "status": "in_progress", "created_at": 1767225500, "request_counts": counts}
     table = ["batches  state               age  done  failed  of", "batch_1  in_progress  1 min 40 s     7       1  20"]
@@ -121,7 +121,7 @@ def test_a_map_is_never_larger_than_asked_and_keeps_its_order(runs, cells):
         assert part.count(letter) == max(map(part.count, "hcf"))
 
 
-def test_what_is_no_map_is_an_error():
+def test_invalid_block_maps_are_errors():
     with pytest.raises(ValueError, match="not a map"):
         shrink("h12x3", 10)
 

@@ -42,7 +42,7 @@ def _without(variables: dict[str, str], *names: str) -> dict[str, str]:
     return {name: value for name, value in variables.items() if name not in names}
 
 
-def test_torchrun_says_which_host_this_is():
+def test_torchrun_names_this_host():
     loaded = load_settings({}, BY_TORCHRUN)
     settings = loaded.settings
     assert (settings.nnodes, settings.node_rank, settings.master_addr) == (2, 1, "10.0.0.1")
@@ -51,7 +51,7 @@ def test_torchrun_says_which_host_this_is():
     assert origins == {TORCHRUN}
 
 
-def test_leader_worker_set_says_which_host_this_is():
+def test_leader_worker_set_names_this_host():
     loaded = load_settings({}, BY_LWS)
     settings = loaded.settings
     assert (settings.nnodes, settings.node_rank, settings.master_addr) == (4, 3, "model-0.model.default")
@@ -70,7 +70,7 @@ def test_torchrun_in_a_leader_worker_set_counts_alone():
     assert load_settings({}, BY_LWS | BY_TORCHRUN).settings.nnodes == 2
 
 
-def test_what_the_operator_says_comes_first(tmp_path):
+def test_settings_of_the_operator_precede_launcher_variables(tmp_path):
     path = tmp_path / "oarlock.toml"
     path.write_text('node_interface = "eth1"\nmaster_port = 7')
     loaded = load_settings({"master_addr": "a"}, BY_TORCHRUN | {"OARLOCK_NNODES": "8"}, str(path))
@@ -105,7 +105,7 @@ def test_one_host_under_torchrun_is_one_host():
         (BY_LWS | {"LWS_GROUP_SIZE": "two"}, "LWS_GROUP_SIZE, a variable of LeaderWorkerSet, is 'two'"),
     ],
 )
-def test_what_is_missing_or_wrong_is_named_with_a_fix(environment, cause):
+def test_missing_or_wrong_variables_are_named_with_a_fix(environment, cause):
     with pytest.raises(OptionError) as caught:
         load_settings({}, environment)
     assert cause in caught.value.cause
@@ -131,7 +131,7 @@ def test_ranks_meet_in_the_store_of_torchrun_unless_another_port_is_named():
     assert nodes is not None and nodes.launcher_store is None
 
 
-def test_of_a_process_for_each_rank_the_first_on_each_host_serves():
+def test_the_first_torchrun_process_of_each_host_starts_its_ranks():
     of_four = BY_TORCHRUN | {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4"}
     assert first_on_host(of_four, 4) and not first_on_host(of_four | {"LOCAL_RANK": "1"}, 4)
     assert first_on_host(BY_TORCHRUN, 4) and first_on_host({"LOCAL_RANK": "1"}, 1)

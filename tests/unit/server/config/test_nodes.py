@@ -55,7 +55,7 @@ def test_everything_said_reaches_the_engine():
         ({"master_addr": None}, "the address of the head node is not known", "--master-addr"),
     ],
 )
-def test_what_is_missing_is_named(values, cause, fix):
+def test_missing_values_are_named(values, cause, fix):
     with pytest.raises(StartupError) as caught:
         nodes_config(make_settings(TWO | values), {})
     assert cause in caught.value.cause and fix in caught.value.fix and caught.value.exit_code == 3
@@ -79,7 +79,7 @@ ON_RAY = {"distributed_executor_backend": "ray", "device": "cpu", "nnodes": 2, "
         ({}, "needs the Python package ray, which is missing", "pip install 'oarlock[ray]'"),
     ],
 )
-def test_what_ray_cannot_place_is_named_before_it_is_asked(monkeypatch, values, cause, fix):
+def test_groups_that_ray_cannot_place_are_refused_before_it_is_asked(monkeypatch, values, cause, fix):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(StartupError) as caught:
         nodes_config(make_settings(ON_RAY | values), {})
@@ -121,7 +121,7 @@ def test_a_part_gets_the_options_of_the_command_without_its_secrets_and_its_http
     assert asked["port"] == 0, "a free one: several groups may have their heads on one host"
 
 
-def test_what_a_part_printed_last_is_why_it_failed():
+def test_the_last_output_of_a_part_is_the_reason_of_its_failure():
     assert last_error(["x", "error: A.", "fix: B.", "y"], 3) == ("A.", "B.")
     cause, fix = last_error(["x"], -9)
     assert cause == "the task was killed by signal 9. x" and "Ray's logs" in fix
@@ -144,7 +144,7 @@ def test_configurations_with_nodes_pass_the_engine_s_socket():
 
 
 @pytest.mark.parametrize("words", [["--node-secret-file", "x"], ["--node-secret=x"]])
-def test_a_secret_which_older_versions_had_is_refused_with_what_to_do(capsys, words):
+def test_a_secret_of_older_versions_is_refused_with_a_fix(capsys, words):
     assert main(["serve", *words]) == 2
     assert "Keep the network between them private" in capsys.readouterr().err
 
@@ -157,7 +157,7 @@ def test_a_secret_which_older_versions_had_is_refused_with_what_to_do(capsys, wo
         (["--node-rank", "1"], "--nnodes is 1", "the same --nnodes"),
     ],
 )
-def test_serve_says_what_is_wrong_before_it_starts_anything(capsys, arguments, cause, fix):
+def test_serve_names_the_fault_before_it_starts_anything(capsys, arguments, cause, fix):
     assert main(["serve", "--port", "0", *arguments]) == 3
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].startswith("error: ") and cause in lines[0]

@@ -39,6 +39,6 @@ def test_a_port_of_ones_own_beside_links_counts():
     "environment",
     [{"OARLOCK_PORT": "tcp://10.96.0.7:8000"}, links("oarlock") | {"OARLOCK_PROT": "1"}, {"OARLOCK_SERVICE_PORT": "1"}],
 )
-def test_what_is_no_link_of_a_service_is_checked_as_ever(environment):
+def test_variables_that_are_no_service_links_are_checked_as_usual(environment):
     with pytest.raises(OptionError):
         load_settings({}, environment)

@@ -152,7 +152,7 @@ def test_sizes(text, size):
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "2XB", "-1", "1e3", "2 GiB please"])
-def test_what_is_not_a_size(text):
+def test_invalid_sizes_are_refused(text):
     with pytest.raises(ValueError):
         parse_size(text)
 
@@ -171,7 +171,7 @@ def test_lengths_are_written_as_vllm_writes_them(tmp_path, text, tokens):
 
 
 @pytest.mark.parametrize("text", ["16.5K", "1e3", "k", "16 k", "-2", "1", "none of it", "16kk", "16,000", "17000000"])
-def test_what_is_no_length(text):
+def test_invalid_lengths_are_refused(text):
     with pytest.raises(OptionError, match="--max-model-len is"):
         OPTIONS["max_model_len"].from_text(text)
 

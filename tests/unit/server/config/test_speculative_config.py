@@ -55,7 +55,7 @@ def test_it_reaches_the_engine_from_every_source(tmp_path, source):
         ({"prompt_lookup_min": 1}, (5, 4, 1)),
     ],
 )
-def test_what_is_not_given_fits_what_is(keys, meant):
+def test_missing_keys_get_defaults_that_fit_the_given_keys(keys, meant):
     assert parse_speculative_config(json.dumps(keys)) == SpeculativeConfig(*meant)
 
 

@@ -72,7 +72,7 @@ def test_long_lines_are_parsed_by_the_process(monkeypatch):
 
 
 @pytest.mark.slow
-def test_of_a_file_only_places_stay_in_memory(tmp_path):
+def test_only_offsets_of_a_file_stay_in_memory(tmp_path):
     count = 2500
     given = tmp_path / "in.jsonl"
     given.write_text("".join(_line(f"{number:08d}" + "x" * 500, prompt="y" * 500) for number in range(count)))

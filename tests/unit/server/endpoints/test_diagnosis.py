@@ -116,7 +116,7 @@ REFUSED = {"choices": [], "started_s": None, "completion_tokens": 0}
          "No stage was slow", None),
     ],
 )  # fmt: skip
-def test_what_stands_out_is_told_with_the_option_that_would_help(one, history, words, flag) -> None:
+def test_the_diagnosis_names_the_option_that_would_help(one, history, words, flag) -> None:
     sentence, option = told(one, history)
     assert words in sentence
     assert option == flag
@@ -126,7 +126,7 @@ def test_without_a_prefix_cache_it_is_named() -> None:
     assert told(record(), engine(prefill=7.0), prefix_caching=False)[1] == "--enable-prefix-caching"
 
 
-def test_a_request_that_has_not_ended_is_told_as_such() -> None:
+def test_a_request_that_has_not_ended_is_reported_as_such() -> None:
     one = record(ended_s=None, completion_tokens=0, status=0)
     one.received_s = one.received_s + 0.0
     found = Findings(one, None, {"total": 2.0, "before_engine": 0.1}, prefix_caching=True)

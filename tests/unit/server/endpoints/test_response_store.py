@@ -107,7 +107,7 @@ def test_one_byte_too_many_is_not_kept():
     assert len(short) == 0 == short.num_bytes
 
 
-def test_what_is_kept_goes_on_as_it_was():
+def test_stored_responses_continue_unchanged():
     texts = {"message": "said", "function_call": "{}", "function_call_output": "found", "reasoning": "thought"}
     items = [
         {"role": "user", "content": [{"type": "input_text", "text": "said", "annotations": [1]}]},

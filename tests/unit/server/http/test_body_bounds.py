@@ -109,7 +109,7 @@ def test_bodies_take_turns_with_everything_else_and_short_ones_go_first():
     asyncio.run(scenario())
 
 
-def test_who_leaves_before_the_turn_holds_up_nobody():
+def test_a_waiting_request_that_leaves_delays_nobody():
     async def scenario():
         turns = ParsingTurns()
         await turns.run(0, lambda: time.sleep(2 * TURN_S))

@@ -58,6 +58,6 @@ def test_every_kind_of_error_is_said_plainly(body: str, words: str) -> None:
     assert problem_of(error["type"], error.get("ctx", {}), error["msg"]) == words
 
 
-def test_what_is_not_known_keeps_its_words() -> None:
+def test_unknown_errors_keep_their_message() -> None:
     assert problem_of("custom", {}, "must be either, not both") == "must be either, not both"
     assert problem_of("another", {}, "Value is odd") == "is wrong: value is odd"

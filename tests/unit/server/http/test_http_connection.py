@@ -209,7 +209,7 @@ def test_trailers_are_read_and_are_not_fields_of_the_request():
         (POST + b"Transfer-Encoding: gzip\r\n\r\n{}", 400),
     ],
 )
-def test_what_is_too_large_is_refused_before_the_parser_has_read_it_all(data, status, monkeypatch):
+def test_large_bodies_are_refused_before_they_are_fully_parsed(data, status, monkeypatch):
     async def scenario():
         client = Client()
         parsed = []

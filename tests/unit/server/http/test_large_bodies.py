@@ -117,7 +117,7 @@ def test_the_process_knows_every_body():
 
 
 @pytest.mark.slow
-def test_what_remains_without_texts_and_ids_is_bounded(bodies):
+def test_values_other_than_texts_and_ids_are_bounded(bodies):
     parts = [{"type": "text", "text": "x"}] * 1000
     content = json.dumps({"messages": [{"role": "user", "content": parts}] * 45}).encode()
     with pytest.raises(RequestError, match="at most 1048576 are accepted"):
@@ -175,7 +175,7 @@ def test_a_body_that_takes_too_long_is_refused_by_name(monkeypatch):
 
 
 @pytest.mark.slow
-def test_who_leaves_frees_the_process(bodies):
+def test_a_request_that_leaves_frees_the_process(bodies):
     async def scenario():
         good = b'{"prompt":"x"}'
         await bodies.read([CompletionRequest], good, False)

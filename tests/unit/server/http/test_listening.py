@@ -49,7 +49,7 @@ def test_a_port_that_cannot_be_opened_is_explained(monkeypatch, number, cause):
         bind("127.0.0.1", 80)
 
 
-def test_a_unix_socket_is_open_to_whoever_can_reach_its_folder(tmp_path):
+def test_a_unix_socket_is_open_to_anyone_who_can_reach_its_folder(tmp_path):
     path = tmp_path / "http.sock"
     with listen(Settings(uds=str(path))) as listener:
         assert url_of(listener) == f"unix:{path}"
@@ -70,7 +70,7 @@ def test_a_unix_socket_that_nobody_listens_on_is_replaced(tmp_path):
     assert remove_unused(str(path))
 
 
-def test_what_is_no_socket_is_not_replaced(tmp_path):
+def test_files_that_are_no_sockets_are_not_replaced(tmp_path):
     path = tmp_path / "notes.txt"
     path.write_text("kept")
     with pytest.raises(StartupError, match="is not a socket"):
@@ -115,13 +115,13 @@ def test_a_socket_that_is_handed_over_must_be_one_that_listens(tmp_path):
         ({"allowed_origins": ("https://A.example",)}, "--allowed-origins"),
     ],
 )
-def test_what_cannot_be_listened_on_or_matched_is_refused(options, words):
+def test_addresses_that_cannot_be_bound_or_matched_are_refused(options, words):
     with pytest.raises(OptionError, match=words) as caught:
         make_settings(options)
     assert "--" in caught.value.fix
 
 
-def test_what_browsers_send_as_an_origin_is_accepted():
+def test_origins_in_the_form_that_browsers_send_are_accepted():
     origins = (
         "https://chat.example.org",
         "http://localhost:3000",

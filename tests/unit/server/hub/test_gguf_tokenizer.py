@@ -209,7 +209,7 @@ def test_user_defined_pieces_are_found_first_and_phi3s_special_tokens_take_the_s
         assert "".join(map(str, tokens)) == f"<|user|>{rest}a  b"
 
 
-def test_chat_templates_and_end_tokens_are_those_of_the_file() -> None:
+def test_chat_templates_and_end_tokens_match_the_file() -> None:
     tokens = ["a", "<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     kinds = array("i", [NORMAL, CONTROL, CONTROL, CONTROL])
     values = {"model": "gpt2", "pre": "qwen2", "tokens": tokens, "token_type": kinds, "merges": [], "eos_token_id": 3}
@@ -238,7 +238,7 @@ def test_chat_templates_and_end_tokens_are_those_of_the_file() -> None:
         ({"model": "llama", "tokens": ["a" * 4000] * 5, "scores": array("f", [0.0] * 5)}, "many long tokens"),
     ],
 )
-def test_what_cannot_be_a_tokenizer_is_refused(changes: dict[str, Any], cause: str) -> None:
+def test_invalid_tokenizers_are_refused(changes: dict[str, Any], cause: str) -> None:
     values = {"model": "gpt2", "pre": "qwen2", "tokens": ["a", "b", "ab"], "merges": ["a b"]}
     with pytest.raises(StartupError, match=cause):
         converted(settings_of(values | changes))

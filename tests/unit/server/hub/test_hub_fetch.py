@@ -124,7 +124,7 @@ def test_a_tokenizer_alone_costs_no_weights_and_need_be_of_no_model(hub):
     assert "tokenizer.json cannot be read" in refused(hub, tokenizer_only=True, download_dir=other).cause
 
 
-def test_of_several_copies_of_the_weights_one_is_fetched(hub):
+def test_one_of_several_copies_of_the_weights_is_fetched(hub):
     others = [
         "consolidated.safetensors",
         "pytorch_model.bin",
@@ -322,7 +322,7 @@ def test_a_proxy_on_the_way_is_named_without_its_password(hub, monkeypatch):
     assert "HTTP_PROXY" in error.fix
 
 
-def test_what_a_hub_sends_must_be_what_it_names(hub, monkeypatch):
+def test_hub_downloads_must_match_their_digest(hub, monkeypatch):
     described = hub.description()
     hub.files["tokenizer_config.json"] = SMALL["tokenizer_config.json"].replace(b"{", b"[", 1)
     monkeypatch.setattr(hub, "description", lambda: described)
@@ -335,7 +335,7 @@ def test_what_a_hub_sends_must_be_what_it_names(hub, monkeypatch):
 
 
 @pytest.mark.slow
-def test_what_was_damaged_on_the_disk_is_found_and_fetched_again(hub):
+def test_files_damaged_on_disk_are_found_and_downloaded_again(hub):
     directory = run(hub, check_digests=True)
     hub.asked.clear()
     reports = []

@@ -44,7 +44,7 @@ def test_a_directory_is_served_under_its_name(monkeypatch, tmp_path):
     ],
     ids=str,
 )
-def test_what_is_no_hub_id_never_reaches_the_network(monkeypatch, values):
+def test_invalid_hub_ids_never_reach_the_network(monkeypatch, values):
     async def forbidden(*args):
         raise AssertionError("asked the network")
 

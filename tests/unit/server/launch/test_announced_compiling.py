@@ -12,7 +12,7 @@ from oarlock.server.launch.child_process import announce_compiling
 
 
 @pytest.mark.parametrize("log_format", ["text", "json"])
-def test_a_line_says_what_is_compiled_and_how_long_that_takes(capfd, log_format):
+def test_a_line_names_the_compiled_kernels_and_how_long_that_takes(capfd, log_format):
     settings = make_settings({"log_format": log_format})
     announce_compiling(settings, [SimpleNamespace(is_compiling=False)])
     assert capfd.readouterr().err == ""

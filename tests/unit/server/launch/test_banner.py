@@ -72,7 +72,7 @@ def test_the_banner_counts_the_users_of_all_replicas():
     ("stages", "nodes", "shown"),
     [(1, 1, "cpu x 2, attention"), (1, 2, "cpu x 2 on 2 hosts,"), (3, 2, "cpu x 2 x 3 stages on 2 hosts,")],
 )
-def test_the_banner_says_where_the_ranks_are(stages, nodes, shown):
+def test_the_banner_names_where_the_ranks_are(stages, nodes, shown):
     info = replace(INFO, pipeline_parallel_size=stages, nnodes=nodes)
     assert shown in banner.banner("http://127.0.0.1:8000", ("demo",), info, 8192, True, {}, False)
 

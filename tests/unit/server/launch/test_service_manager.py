@@ -95,7 +95,7 @@ def test_an_address_that_is_not_the_sockets_is_an_error(hand_over):
         taken.close()
 
 
-def test_phases_are_told_each_once(told):
+def test_phases_are_reported_once(told):
     address, receive = told
     manager = ServiceManager({"NOTIFY_SOCKET": address})
     for fraction in (0.1, 0.1, 0.1001, 0.2):

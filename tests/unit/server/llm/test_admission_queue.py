@@ -89,7 +89,7 @@ def test_a_prompt_of_any_length_goes_when_nothing_else_of_its_request_is_there(e
     assert engine.admission_queue.is_idle
 
 
-def test_what_is_closed_sends_nothing_more(engine):
+def test_closed_groups_send_nothing_more(engine):
     many = engine.ask("many", *[1] * 10)
     many.close()
     for index in range(4):
@@ -106,7 +106,7 @@ def test_a_queue_of_no_length_is_enough():
         many.ended(index)
 
 
-def test_what_yields_has_one_sequence_beside_others_and_goes_on_when_they_end(engine):
+def test_low_priority_groups_run_one_sequence_until_other_requests_end(engine):
     others = [True]
     engine.admission_queue.others_are_open = lambda: others[0]
     batch = engine.admission_queue.open([1] * 6, lambda *what: engine.sent.append(("batch", *what)), yields=True)
@@ -130,7 +130,7 @@ def test_what_yields_has_one_sequence_beside_others_and_goes_on_when_they_end(en
     assert engine.indices("batch") == list(range(6)) and engine.admission_queue.is_idle
 
 
-def test_what_is_refused_before_it_is_read_the_engine_would_refuse():
+def test_requests_refused_before_reading_would_be_refused_by_the_engine():
     """Random scenes of clients beside the engine's own queue, which decides what is not certain."""
     refused = {True: 0, False: 0}
     for seed in range(300):

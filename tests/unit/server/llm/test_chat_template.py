@@ -40,7 +40,7 @@ TURNS = [
 @pytest.mark.parametrize("name", ["QWEN", "THINKING", "LLAMA", "MISTRAL", "PLAIN"])
 @pytest.mark.parametrize("messages", [[USER], TURNS[:2], TURNS], ids=["user", "system", "calls"])
 @pytest.mark.parametrize("tools", [None, [TOOL, TOOL]], ids=["bare", "tools"])
-def test_it_renders_what_transformers_renders(name, messages, tools):
+def test_it_renders_like_transformers(name, messages, tools):
     from transformers.utils.chat_template_utils import render_jinja_template
 
     source, more = getattr(templates, name), {"date_string": "26 Jul 2024"}

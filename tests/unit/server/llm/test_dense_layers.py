@@ -41,7 +41,7 @@ def vectors(count=5):
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
-def test_vectors_are_those_of_torch(module, activation, dtype):
+def test_vectors_match_torch(module, activation, dtype):
     folder, layer = module(activation, dtype)
     given = vectors()
     found = DenseLayers([DenseConfig.load(folder, IN)])(given)

@@ -41,7 +41,7 @@ def test_vllm_means_neutral_sampling_with_the_models_end_tokens(model):
     assert found.eos_token_ids == (151645, 151643)
 
 
-def test_a_folder_stands_in_for_the_models_file(model, tmp_path):
+def test_a_folder_replaces_the_models_file(model, tmp_path):
     (tmp_path / "generation_config.json").write_text('{"max_new_tokens": 50, "top_k": -1, "temperature": 0}')
     (model / "config.json").write_text('{"eos_token_id": 7, "temperature": 0.1}')
     found = GenerationConfig.load(model, str(tmp_path))
@@ -103,7 +103,7 @@ def test_a_value_that_no_request_may_have_is_refused(model, value):
         {"max_new_tokens": 0},
     ],
 )
-def test_ranges_are_those_of_requests(model, values):
+def test_ranges_match_requests(model, values):
     (model / "generation_config.json").write_text(json.dumps(values))
     with pytest.raises(StartupError, match=next(iter(values))):
         GenerationConfig.load(model)

@@ -181,7 +181,7 @@ def test_rerankers_are_known_by_their_answers(checkpoint, tokenizer):
         ({"config": {"classifier_from_token": ["a", "b", "c"]}}, "classifier-from-token"),
     ],
 )
-def test_what_cannot_be_followed_is_refused_by_name(checkpoint, options, named):
+def test_unsupported_parameters_are_refused_by_name(checkpoint, options, named):
     with pytest.raises(StartupError) as caught:
         PoolerConfig.load(checkpoint(**options))
     assert named in f"{caught.value.cause} {caught.value.fix}"

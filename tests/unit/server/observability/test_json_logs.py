@@ -90,7 +90,7 @@ def test_a_format_that_is_unknown_is_refused():
         make_settings({"log_format": "xml"})
 
 
-def test_progress_of_a_start_is_told_in_the_log(written):
+def test_progress_of_a_start_is_logged(written):
     logs.configure("info", "json")
     progress = Progress(as_events=True)
     for fraction in (0.0, 0.1, 0.5, 1.0):

@@ -146,7 +146,7 @@ def test_a_number_that_is_not_finite_is_not_hidden(backend: type, cache: str) ->
 
 @pytest.mark.parametrize("backend", [TorchBackend, *CPP])
 @pytest.mark.parametrize("cache", ROUNDED)
-def test_what_a_page_held_before_changes_nothing(backend: type, cache: str) -> None:
+def test_earlier_content_of_a_page_changes_nothing(backend: type, cache: str) -> None:
     """A page of NaN is written again from its first slot on, some of it."""
     kv = KVSpec(1, 2, 64, 32, torch.bfloat16, CPU, cache)
     case = Case(kv, AttentionSpec(0, 4, 2, 64, 0.125), [Seq(1, 21)])

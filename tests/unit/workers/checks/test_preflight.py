@@ -66,7 +66,7 @@ def test_everything_is_resolved(model: Path, with_bfloat16: None) -> None:
     assert preflight(found) == found, "a resolved configuration stays as it is"
 
 
-def test_what_was_asked_for_is_kept(model: Path) -> None:
+def test_explicit_settings_are_kept(model: Path) -> None:
     asked = config(
         model,
         dtype="float32",
@@ -139,7 +139,7 @@ def test_an_emulated_type_that_is_asked_for_is_used_with_a_warning(
     assert f"event=slow_dtype dtype={dtype}" in caplog.text and "emulated" in caplog.text
 
 
-def test_where_bfloat16_is_multiplied_it_stays_and_nothing_is_said(
+def test_bfloat16_stays_silently_if_the_processor_multiplies_it(
     model: Path, with_bfloat16: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
@@ -436,7 +436,7 @@ def test_fused_tensors_are_recognised(model: Path) -> None:
         ("auto", 1, 2, "tensor_parallel_size 2 needs as many CUDA devices; 1 found"),
     ],
 )
-def test_the_device_is_what_answers(
+def test_the_device_is_the_one_in_use(
     model: Path, monkeypatch: pytest.MonkeyPatch, asked: str, devices: int, ranks: int, outcome: str
 ) -> None:
     monkeypatch.setattr(cuda_driver, "device_count", lambda: devices)
@@ -479,7 +479,7 @@ def test_the_major_version_decides_whether_a_driver_suffices(driver: str, built:
         assert fix in found[1] and driver in found[0] and built in found[0]
 
 
-def test_what_torch_was_built_for_is_what_torch_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_cuda_version_of_torch_is_its_own_report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert cuda_driver.built_for() == torch.version.cuda
     spec = importlib.machinery.ModuleSpec("torch", None, is_package=True)
     spec.submodule_search_locations = [str(tmp_path)]
@@ -555,9 +555,7 @@ def test_the_lowest_capability_of_the_devices_that_serve_counts(monkeypatch: pyt
     assert [cuda_driver.lowest_capability(count) for count in (1, 2, 3)] == [(9, 0), (8, 9), (7, 5)]
 
 
-def test_where_torch_is_built_for_rocm_nothing_asks_for_the_driver_of_cuda(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_torch_for_rocm_needs_no_cuda_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     spec = importlib.machinery.ModuleSpec("torch", None, is_package=True)
     spec.submodule_search_locations = [str(tmp_path)]
     monkeypatch.setattr(cuda_driver.importlib.util, "find_spec", lambda name: spec)

@@ -61,7 +61,7 @@ def test_each_host_needs_devices_for_its_own_ranks(model: Path, monkeypatch: pyt
     assert "more hosts" in caught.value.fix
 
 
-def test_of_several_hosts_each_needs_memory_for_its_part(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_host_needs_memory_for_its_part(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole model in float32 is 4 bytes for each parameter, of which there is room for 3."""
     parameters = read_spec(str(model)).num_parameters
     monkeypatch.setattr(build, "chosen", lambda: None)

@@ -42,7 +42,7 @@ def test_each_size_takes_the_way_that_was_fastest_at_the_next_larger_one() -> No
         assert {name: way.sizes for name, way in ways.items() if way.sizes} == {name: [size]}
 
 
-def test_what_symmetric_memory_does_not_hold_goes_to_nccl() -> None:
+def test_sizes_beyond_symmetric_memory_use_nccl() -> None:
     nccl = Way((3, 4, 5, 6, 7, 8))
     add, _ = chosen(nccl, one=Way((1, 1, 1, 1, 1, 1)))
     nccl.sizes.clear()

@@ -48,7 +48,7 @@ def test_every_reader_gets_every_message_in_order() -> None:
     assert received == [expected] * 3
 
 
-def test_where_stores_may_be_reordered_a_fence_stands_between_slot_and_counter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fence_separates_slot_and_counter_if_stores_may_be_reordered(monkeypatch: pytest.MonkeyPatch) -> None:
     writer, (reader,) = make()
     fences: list[tuple[bytes, int]] = []  # what the slot and the counter held at each
 

@@ -28,7 +28,7 @@ def test_every_rank_has_one_place(sizes: tuple[int, int, int]) -> None:
     assert where.tensor_rank(where.output_rank) == 0
 
 
-def test_what_cannot_be_dealt_is_refused() -> None:
+def test_layers_that_cannot_be_divided_are_refused() -> None:
     with pytest.raises(StartupError, match=r"--nnodes 2: 3 tensor-parallel ranks x 1 pipeline stages cannot be"):
         Topology(3, 1, 2).check()
     with pytest.raises(StartupError, match="3 ranks would belong to two stages"):

@@ -88,7 +88,7 @@ def _other_block(path: Path) -> None:
 
 
 @pytest.mark.parametrize("harm", [_cut, _empty, _flip, _foreign, _other_block])
-def test_what_is_not_the_block_is_not_taken(files: BlockDirectory, harm) -> None:
+def test_files_of_other_blocks_are_not_used(files: BlockDirectory, harm) -> None:
     harm(write(files, 1))
     with pytest.raises(DamagedFileError):
         read(files, 1)
@@ -104,7 +104,7 @@ def test_a_failed_write_leaves_nothing(files: BlockDirectory, monkeypatch: pytes
     assert [path for path in files.path.rglob("*") if path.is_file()] == []
 
 
-def test_changes_are_told_once(files: BlockDirectory, tmp_path: Path) -> None:
+def test_changes_are_reported_once(files: BlockDirectory, tmp_path: Path) -> None:
     other = BlockDirectory(str(tmp_path), "model", 0, 1 << 30)  # another process with the same model
     write(other, 1)
     write(other, 300)
@@ -138,7 +138,7 @@ def test_room_is_made_of_what_was_not_used_for_longest(tmp_path: Path) -> None:
     assert files.make_room() == (9 * each, 9)
 
 
-def test_what_the_dead_were_writing_is_removed(files: BlockDirectory) -> None:
+def test_unfinished_files_of_dead_processes_are_removed(files: BlockDirectory) -> None:
     dead, alive = files.path / "tmp" / "1-0", files.path / "tmp" / "2-0"
     for path in (dead, alive):
         path.write_bytes(b"half a block")
@@ -214,7 +214,7 @@ def test_threads_write_read_and_report(threads: Threads) -> None:
     assert np.array_equal(threads.slots[0], content_of(1))
 
 
-def test_what_fails_is_logged_once_and_the_rest_goes_on(
+def test_failures_are_logged_once_and_other_blocks_continue(
     files: BlockDirectory, threads: Threads, caplog: pytest.LogCaptureFixture
 ) -> None:
     for number in (1, 2):

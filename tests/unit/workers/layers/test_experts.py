@@ -28,7 +28,7 @@ SPEC = ExpertsSpec(
 )
 
 
-def test_of_equally_good_experts_the_lower_ids_are_chosen_and_ids_ascend() -> None:
+def test_lower_expert_ids_win_ties_and_ids_ascend() -> None:
     logits = torch.tensor([[1.0, 3.0, 1.0, 3.0, 1.0], [2.0] * 5, [0.0, 0.0, 0.0, 9.0, 5.0]])
     ids, weights = route(logits, RouterSpec(3, normalised=True), None)
     assert ids.tolist() == [[0, 1, 3], [0, 1, 2], [0, 3, 4]] and ids.dtype == torch.int32

@@ -114,7 +114,7 @@ def test_rotation_is_computed_in_float32_and_rounded_once() -> None:
 
 @pytest.mark.parametrize("kind", ["default", "dynamic"])
 @pytest.mark.parametrize("size", [8, 24, 128])
-def test_an_angle_depends_on_its_position_alone(kind: str, size: int) -> None:
+def test_an_angle_depends_only_on_its_position(kind: str, size: int) -> None:
     """Not on how many tokens share the step, nor on how the table grew."""
     spec = RopeSpec(kind, 1e4, size, factor=2.0, original_max_positions=700)
     at_once, grown = RotaryTable(spec, torch.device("cpu")), RotaryTable(spec, torch.device("cpu"))

@@ -95,7 +95,7 @@ NAMES: list[object] = [
 
 
 @pytest.mark.parametrize("place", ["index", "map", "file"])
-def test_whatever_an_index_says_is_refused_by_name(tmp_path: Path, place: str) -> None:
+def test_invalid_indexes_are_refused_by_name(tmp_path: Path, place: str) -> None:
     (tmp_path / "folder.safetensors").mkdir()
     good_file(tmp_path / "m.safetensors")
     for name in NAMES:

@@ -155,7 +155,7 @@ def test_missing_parts_and_wrong_architectures_are_named(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("value", [1e-5, 1e-6, 10000.0, 5e5, 0.1, 1.1902380714238083, 8.0, 1e300, 0.0])
-def test_a_number_of_32_bits_becomes_what_it_was(value: float) -> None:
+def test_a_number_of_32_bits_round_trips(value: float) -> None:
     try:
         stored = struct.unpack("<f", struct.pack("<f", value))[0]
     except OverflowError:

@@ -102,7 +102,7 @@ def test_harmless_leftovers_load(tmp_path: Path) -> None:
     ("family", "ahead"),
     [("glm4_moe", "model.layers.3.eh_proj.weight"), ("ernie4_5_moe", "model.mtp_block.0.norm.weight")],
 )
-def test_what_predicts_tokens_further_ahead_stays_unused(tmp_path: Path, family: str, ahead: str) -> None:
+def test_multi_token_prediction_weights_stay_unused(tmp_path: Path, family: str, ahead: str) -> None:
     """GLM-4.5 has it as layers beyond its own, which the configuration counts."""
     path = make_tiny(tmp_path, family)
     edit(path, **{ahead: torch.zeros(4)})
@@ -138,7 +138,7 @@ def test_fused_and_sharded_files_load_like_separate_ones(tmp_path: Path, family:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_reported_sizes_are_what_is_held(tmp_path: Path, tied: bool) -> None:
+def test_reported_sizes_match_the_memory_in_use(tmp_path: Path, tied: bool) -> None:
     path = make_tiny(tmp_path, "qwen2", tie_word_embeddings=tied)
     spec = read_spec(str(path))
     one = load_decoder(path, TensorParallel.solo())

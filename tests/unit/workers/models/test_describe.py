@@ -59,7 +59,7 @@ def test_tensor_names_and_shapes_are_transformers_own(family: str, tied: bool) -
      ("Qwen3ForCausalLM", "qwen3"), ("Gemma2ForCausalLM", "gemma2"), ("Gemma3ForCausalLM", "gemma3_text"),
      ("Phi3ForCausalLM", "phi3")],
 )  # fmt: skip
-def test_what_a_config_leaves_out_is_what_transformers_assumes(architecture: str, family: str) -> None:
+def test_missing_config_values_are_the_defaults_of_transformers(architecture: str, family: str) -> None:
     sparse = {**BASE, "architectures": [architecture], "num_attention_heads": 32, "hidden_size": 128}
     theirs = AutoConfig.for_model(family, **sparse)
     ours = describe(sparse)
@@ -234,7 +234,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_would_change_the_mathematics_is_refused_by_name(what: str) -> None:
+def test_settings_that_would_change_results_are_refused_by_name(what: str) -> None:
     change, message = REFUSED[what]
     with pytest.raises(StartupError, match=message) as error:
         describe({**BASE, **change})

@@ -48,7 +48,7 @@ def test_tensor_names_and_shapes_are_transformers_own(paths: dict[str, Path], na
 
 
 @pytest.mark.parametrize("name", ENCODERS)
-def test_what_a_rank_holds_is_what_it_says(paths: dict[str, Path], name: str) -> None:
+def test_reported_weights_equal_the_weights_of_a_rank(paths: dict[str, Path], name: str) -> None:
     check_without_weights(config_of(paths[name]))
     config = preflight(config_of(paths[name], num_threads=1))
     assert config.whole_texts and config.dtype == "float32" and config.max_num_batched_tokens >= config.max_model_len

@@ -189,7 +189,7 @@ def test_so_are_several_at_once(architecture: str, outer: dict, kind: str, inner
         ({"rope_scaling": {"type": "yarn", "factor": 4, "truncate": "false"}}, "truncate must be true or false"),
     ],
 )
-def test_what_used_to_be_an_exception_or_a_wrong_number(config: dict[str, Any], message: str) -> None:
+def test_invalid_values_are_startup_errors(config: dict[str, Any], message: str) -> None:
     with pytest.raises(StartupError, match=message):
         describe({**base("LlamaForCausalLM"), **config})
 

@@ -167,7 +167,7 @@ def inputs(tokens: int, dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("tokens", [1, 3, 17, 130])
 @pytest.mark.parametrize(("form", "dtype"), FORMS)
 @pytest.mark.slow
-def test_results_are_those_of_a_loop_in_float64(kind: str, tokens: int, form: str, dtype: torch.dtype) -> None:
+def test_results_match_a_loop_in_float64(kind: str, tokens: int, form: str, dtype: torch.dtype) -> None:
     skip_what_is_not_interpreted(kind, dtype)
     experts, x = Experts(form, dtype), inputs(tokens, dtype)
     product = experts.rank(kind)
@@ -228,7 +228,7 @@ def test_whole_experts_dealt_to_ranks_add_up_to_the_same_bits(kind: str) -> None
 
 @pytest.mark.parametrize("kind", PRODUCTS)
 @pytest.mark.parametrize(("form", "dtype"), FORMS)
-def test_bits_of_a_token_depend_on_that_token_alone(kind: str, form: str, dtype: torch.dtype) -> None:
+def test_bits_of_a_token_depend_only_on_that_token(kind: str, form: str, dtype: torch.dtype) -> None:
     skip_what_is_not_interpreted(kind, dtype)
     if kind == "triton" and dtype != torch.float32:
         pytest.skip("blocks of pairs, which differ with their number, add up in another order on devices")

@@ -27,7 +27,7 @@ def dense(values: Tensor, scales: Tensor, group: int) -> Tensor:
 
 
 @pytest.mark.parametrize(("inputs", "group", "slices"), [(256, 128, 1), (300, 128, 1), (320, 320, 4), (512, 128, 8)])
-def test_products_are_those_of_the_dequantised_weight(inputs: int, group: int, slices: int) -> None:
+def test_products_match_the_dequantised_weight(inputs: int, group: int, slices: int) -> None:
     torch.manual_seed(0)
     values, scales = made(24, inputs, group)
     truth = dense(values, scales, group)

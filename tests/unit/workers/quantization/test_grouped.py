@@ -97,7 +97,7 @@ def test_groups_begin_anew_at_each_slice_wherever_a_rank_begins() -> None:
 
 @pytest.mark.parametrize(("bits", "offsets"), [(4, False), (4, True), (8, False), (8, True), (FLOATS, False)])
 @pytest.mark.parametrize(("inputs", "group"), [(256, 32), (100, 16), (256, 128), (192, 192)])
-def test_products_are_those_of_the_dequantised_weight(bits: Bits, offsets: bool, inputs: int, group: int) -> None:
+def test_products_match_the_dequantised_weight(bits: Bits, offsets: bool, inputs: int, group: int) -> None:
     torch.manual_seed(0)
     parts = made(24, inputs, group, bits, offsets=offsets)
     truth = dense(*parts, group)
@@ -329,7 +329,7 @@ def test_rows_come_back_out_of_the_packed_weight(
 
 @each_level
 @pytest.mark.parametrize("broken", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_not_finite_stays_in_its_own_row(level: ISALevel, broken: float) -> None:
+def test_values_that_are_not_finite_stay_in_their_row(level: ISALevel, broken: float) -> None:
     weight = weight_of(64, 100, 32, torch.float32, 4, True)
     for kind in kinds(level):
         with using(level):

@@ -22,7 +22,7 @@ def test_rounding_is_to_the_nearest_of_16_numbers() -> None:
     assert (error <= torch.where(values == 7, 1.05, 0.55)).all()  # a scale has 8 bits: 8 steps of it err by 0.03
 
 
-def test_a_product_keeps_what_was_rounded() -> None:
+def test_a_product_keeps_rounded_weights() -> None:
     torch.manual_seed(0)
     weight = torch.randn(300, 100) * torch.logspace(-3, 3, 300).unsqueeze(1)
     assert torch.equal(rounded(weight).weight.dequantised(), dequantised(*round_groups(weight)))

@@ -142,7 +142,7 @@ def test_rows_come_back_out_of_the_packed_weight(level: ISALevel, dtype: torch.d
 
 @each_level
 @pytest.mark.parametrize("broken", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_not_finite_stays_in_its_own_row(level: ISALevel, broken: float) -> None:
+def test_values_that_are_not_finite_stay_in_their_row(level: ISALevel, broken: float) -> None:
     values, scales = rounded(64, 100, torch.float32)
     for kind in kinds(level):
         with using(level):

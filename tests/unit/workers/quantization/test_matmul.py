@@ -259,7 +259,7 @@ def test_rows_come_back_out_of_the_packed_weight(level, dtype, rows: int, inputs
 
 @each_level
 @each_dtype
-def test_nan_and_infinity_stay_what_they_are_in_their_own_row(level, dtype) -> None:
+def test_nan_and_infinity_stay_unchanged_in_their_own_row(level, dtype) -> None:
     weight = torch.randn(64, 32).to(dtype)
     product = at(level, CppGatedMatmul)(weight, None, "silu")
     for rows in (3, 30):
@@ -292,7 +292,7 @@ def test_splitting_over_inputs_changes_no_bit(level, dtype) -> None:
 
 
 @each_level
-def test_a_view_of_rows_is_read_where_it_lies(level) -> None:
+def test_a_view_of_rows_is_read_in_place(level) -> None:
     whole = torch.randn(9, 300)
     weight = torch.randn(40, 300)
     part, cut = whole[:, 100:164], weight[:, 100:164]

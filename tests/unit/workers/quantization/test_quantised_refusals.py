@@ -101,7 +101,7 @@ def test_settings_are_refused_from_config_json_alone(dense: Path, what: str) -> 
 
 
 @pytest.mark.parametrize("settings", [GPTQ, AWQ, FP8, NF4, compressed(INT4), compressed(INT8)], ids=str)
-def test_whatever_stands_in_settings_is_understood_or_refused(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_any_settings_are_understood_or_refused(settings: dict[str, Any], tmp_path: Path) -> None:
     draw = random.Random(0)
     values = [
         None,
@@ -197,7 +197,7 @@ def test_a_tensor_that_is_not_as_it_should_be_is_named(
 
 
 @pytest.mark.parametrize("case", ["gptq-4-32-sym", "fp8-tensor"])
-def test_what_products_do_to_inputs_is_reported_and_can_be_left_out(stored: Callable[[str], Path], case: str) -> None:
+def test_rounding_of_inputs_is_reported_and_can_be_avoided(stored: Callable[[str], Path], case: str) -> None:
     config = WorkerConfig(str(stored(case)), device="cpu", max_model_len=64, num_kv_blocks=8, num_threads=1)
     rounds = case.startswith("gptq")
     if not rounds:
@@ -304,7 +304,7 @@ def test_a_bias_that_the_model_has_not_must_be_zero(
         preflight(config)
 
 
-def test_what_contradicts_the_checkpoint_is_refused(
+def test_settings_that_contradict_the_checkpoint_are_refused(
     stored: Callable[[str], Path], dense: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = WorkerConfig(str(stored("awq-32")), device="cpu")

@@ -57,7 +57,7 @@ def test_ranks_go_where_their_share_is_largest(tmp_path: Path) -> None:
         (1, 2, 3, 2, "a CPU quota allows 3 of 16 cores, which other programs use as well"),
     ],
 )
-def test_where_pinning_would_hurt_threads_run_anywhere(
+def test_threads_are_not_pinned_if_it_would_hurt(
     tmp_path: Path, ranks: int, num_threads: int | None, paid: int | None, threads: int, reason: str
 ) -> None:
     cores = physical_cores(range(32), make_system(tmp_path, SOCKETS, nodes=NODES))
@@ -114,7 +114,7 @@ def test_auto_is_decided_for_this_machine() -> None:
     assert with_cpus(config("auto"), "cuda").cpu_affinity == "none"
 
 
-def test_what_openmp_binds_itself_is_left_to_it(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+def test_threads_bound_by_openmp_are_left_alone(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
     monkeypatch.setenv("OMP_PLACES", "cores")
     with caplog.at_level("INFO", "oarlock"):
         assert with_cpus(config("auto"), "cpu").cpu_affinity == "none"

@@ -79,13 +79,13 @@ def test_versions_are_named_before_what_follows_from_them(checkpoint, monkeypatc
     )
 
 
-def test_what_only_the_other_node_knows_is_a_difference():
+def test_keys_of_only_one_node_are_a_difference():
     assert (
         difference({"a": {}}, {"a": {"b": None}}) == "The nodes differ in the a b: nothing on node 0, null on node 1."
     )
     assert difference({}, {"new": {"thing": 1}}) == "The nodes differ in the new thing: nothing on node 0, 1 on node 1."
 
 
-def test_what_another_node_says_is_safe_to_show():
+def test_texts_of_other_nodes_are_safe_to_show():
     named = difference({"a": {}}, {"a": {"b\x1b[31m": "x" * 1000 + "\n"}})
     assert named is not None and named.isprintable() and len(named) < 400

@@ -96,7 +96,7 @@ def test_a_host_that_left_while_others_were_awaited_may_come_again() -> None:
 
 
 @pytest.mark.slow
-def test_of_two_hosts_with_one_number_the_later_stays() -> None:
+def test_the_later_of_two_hosts_with_one_number_stays() -> None:
     head, node, _ = nodes_of(3, timeout_s=8.0)
     with ThreadPoolExecutor(3) as threads:
         start = joined(threads, head)

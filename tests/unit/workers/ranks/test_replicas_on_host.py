@@ -38,7 +38,7 @@ def replica(model: Path, rank: int = 0, size: int = 2, **changes: Any) -> Worker
         (8, {"size": 0}, "data_parallel_size is 0", "at least 1"),
     ],
 )
-def test_what_a_host_cannot_run_is_refused_before_weights_are_read(
+def test_unsupported_devices_are_refused_before_weights_are_read(
     model: Path, monkeypatch: pytest.MonkeyPatch, cores: int, changes: dict[str, Any], cause: str, fix: str
 ) -> None:
     monkeypatch.setattr(devices, "available_cores", lambda: cores)

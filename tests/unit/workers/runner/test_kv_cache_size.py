@@ -79,7 +79,7 @@ def test_too_little_memory_is_refused_with_arithmetic_and_a_fix_that_works(chang
     assert memory_needs.blocks_that_fit(spec.shape, config(max_model_len=shorter), room(10 * spec.bytes_per_block)) >= 2
 
 
-def test_a_length_that_may_be_fitted_takes_what_there_is():
+def test_a_length_that_may_be_fitted_takes_the_available_memory():
     fitted = config(fit_model_len=True)
     blocks = memory_needs.blocks_that_fit(QWEN.shape, fitted, room(10 * QWEN.bytes_per_block))
     assert blocks == 10 - memory_needs.RESERVED_BLOCKS + 1

@@ -49,7 +49,9 @@ def refuse(*_: object) -> None:
     raise RuntimeError(CPU_SAYS)
 
 
-def test_weights_that_do_not_fit_are_told_with_the_sums(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_do_not_fit_are_reported_with_the_sums(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("oarlock.workers.layers.placement.Placement.empty", refuse)
     with pytest.raises(
         StartupError, match=r"while reading the weights: .*KiB of weights \(float32\).*is free"

@@ -76,7 +76,7 @@ def inputs_of(num_rows: int = 8, width: int = 8) -> tuple[StepInputs, BlockTable
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_staged_steps_are_what_was_copied_array_by_array(seed: int) -> None:
+def test_staged_steps_match_steps_copied_array_by_array(seed: int) -> None:
     """Steps of any kind, one after the other through the same memory."""
     draw = np.random.default_rng(seed)
     inputs, tables = inputs_of()
@@ -128,7 +128,7 @@ def test_padding_is_a_token_in_the_null_block(many_blocks: bool) -> None:
 @pytest.mark.parametrize(
     ("room", "left"), [(16, [1] * 6 + [3]), (8, [1, 0, 0, 0, 0, 0, 0]), (7, [0] * 7), (40, [1] * 6 + [27])]
 )
-def test_tokens_of_padding_are_those_of_sequences_of_padding(room: int, left: list[int]) -> None:
+def test_tokens_of_padding_match_sequences_of_padding(room: int, left: list[int]) -> None:
     """Two prompts in steps of `room` tokens and nine sequences: at addresses that rows of logits do not move."""
     inputs, tables = inputs_of()
     step = greedy_step([SequenceChunk([5, 6, 7], 2, [1, 2]), SequenceChunk([1, 2, 3, 4], 0, [3])], BLOCK, [6])

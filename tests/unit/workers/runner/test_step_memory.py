@@ -102,7 +102,7 @@ def test_the_largest_step_has_as_many_tokens_as_the_limits_allow(checkpoint: Pat
     assert step.num_tokens == 256
 
 
-def test_too_little_memory_is_told_with_what_was_measured(checkpoint: Path) -> None:
+def test_too_little_memory_is_reported_with_the_measured_values(checkpoint: Path) -> None:
     with pytest.raises(StartupError, match="Out of memory while trying the largest step: each rank needs") as refused:
         runner_on(checkpoint, MadeUpDevice(TOTAL, 100_000)).num_blocks_that_fit()
     assert refused.value.exit_code == 4 and "--max-num-batched-tokens" in refused.value.fix

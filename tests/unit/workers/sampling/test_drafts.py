@@ -85,7 +85,7 @@ def columns(output: StepOutput, rows: slice) -> tuple:
     ids=str,
 )
 @pytest.mark.parametrize("family", ["qwen2", "gemma2"])
-def test_answers_with_drafts_are_those_without(tmp_path: Path, family: str, changes: dict, seeded: bool) -> None:
+def test_answers_with_drafts_are_the_same_without(tmp_path: Path, family: str, changes: dict, seeded: bool) -> None:
     """Every row's logprobs too, beside other sequences, with drafts of which none, some or all are right."""
     runner = runner_of(make_tiny(tmp_path, family, head_dim=32, seed=3), **changes)
     prompt, blocks, count = list(range(3, 30)), [7, 2, 5, 4, 6], 24

@@ -87,7 +87,7 @@ def test_every_logit_is_the_naive_one_to_the_bit(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_logprobs_and_ranks_stay_those_of_the_raw_logits(size: int) -> None:
+def test_logprobs_and_ranks_stay_equal_to_the_raw_logits(size: int) -> None:
     logits = logits_of(5)
     step = adjusted_step(5, logits, temperature=0.0, num_logprobs=[-1, 3, 20, -1, 4, 5, 2])
     out = sample_with(logits, step, size)  # which also checks that reporting rows are as they were
@@ -100,7 +100,7 @@ def test_logprobs_and_ranks_stay_those_of_the_raw_logits(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_mask_without_ids_is_told_and_disturbs_no_other(size: int) -> None:
+def test_a_mask_without_ids_is_reported_and_disturbs_no_other(size: int) -> None:
     logits = logits_of(1)
     masks = {2: mask_of([], VOCAB), 3: mask_of([7], VOCAB)}
     out = sample_with(logits, step_of(ROWS, [(3, 9, 50.0)], masks=masks, temperature=0.0), size)
@@ -143,7 +143,7 @@ def test_both_ways_to_spread_bits_agree(words: int) -> None:
 
 @pytest.mark.usefixtures("level")
 @pytest.mark.parametrize(("first_id", "width"), [(0, 320), (160, 160), (37, 101), (300, 90)])
-def test_the_mask_kernel_does_what_the_plain_mask_does(first_id: int, width: int) -> None:
+def test_the_mask_kernel_matches_the_plain_mask(first_id: int, width: int) -> None:
     """Shards that begin within a word, and one that reaches beyond the vocabulary of 333 ids."""
     rng = np.random.default_rng(5)
     masks = {row: mask_of(rng.choice(333, 60, replace=False).tolist(), 333) for row in (0, 2, 5)}

@@ -269,7 +269,7 @@ def test_keys_order_by_value_then_lowest_id():
 
 @pytest.mark.usefixtures("level")
 @pytest.mark.parametrize("scale", [0.3, 4.0])
-def test_kernels_choose_what_torch_chooses(scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_choose_like_torch(scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Random combinations of parameters over a larger vocabulary, on one rank and on two.
 
     It has more blocks than there are candidates, so that flat rows are drawn without a search for candidates.

@@ -71,7 +71,7 @@ def requests_with(params: SamplingParams) -> list[Request]:
     return [Request(number, tuple(prompt), params) for number, prompt in enumerate(PROMPTS)]
 
 
-def test_greedy_tokens_equal_those_of_transformers(checkpoint: Path, ample: Executor) -> None:
+def test_greedy_tokens_equal_transformers(checkpoint: Path, ample: Executor) -> None:
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
 
     def generate(**options) -> list[list[int]]:
@@ -129,7 +129,7 @@ def test_preemption_changes_no_token(params: dict, ample: Executor, narrow: Exec
 
 
 @pytest.mark.parametrize("top", [0, 20])
-def test_prefill_only_scores_are_those_of_transformers(checkpoint: Path, ample: Executor, top: int) -> None:
+def test_prefill_only_scores_match_transformers(checkpoint: Path, ample: Executor, top: int) -> None:
     params = SamplingParams(max_tokens=0, prompt_logprobs=top, presence_penalty=2.0, logit_bias=((3, 50.0),))
     events, stepper = run(ample, requests_with(params))
     assert stepper.scheduler.stats.step_id == 1, "one step for all of them, and none to decode"

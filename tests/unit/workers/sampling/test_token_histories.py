@@ -94,7 +94,7 @@ def tokens_for(scene: Scene, step: StepMetadata, drafts: list[list[int]]) -> lis
 @pytest.mark.parametrize("shards", [1, 3])
 @pytest.mark.parametrize("make", [sparse, dense])
 @pytest.mark.slow
-def test_kept_histories_are_those_counted_anew(make: Callable[..., Histories], shards: int) -> None:
+def test_kept_histories_match_fresh_counts(make: Callable[..., Histories], shards: int) -> None:
     scene, width = Scene(0), -(-VOCAB // shards)
     kept = [make(ROWS, first, width) for first in range(0, width * shards, width)]
     for _ in range(150):

@@ -61,7 +61,7 @@ def test_written_out_weights_are_right(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.slow
-def test_what_rounding_costs_is_told_by_layer(cases: Callable[..., VerifyCase], form: str) -> None:
+def test_the_cost_of_rounding_is_reported_by_layer(cases: Callable[..., VerifyCase], form: str) -> None:
     case = cases("qwen2", form)
     loss = RoundingLoss.read(case.folder)
     assert loss is not None

@@ -59,7 +59,7 @@ def test_a_result_depends_on_every_error(ratio: float, rms: float, head: float, 
     assert measured.wrong_ranks == (() if result == "ok" else (1,))
 
 
-def test_the_limits_are_those_of_the_document() -> None:
+def test_the_limits_match_the_document() -> None:
     page = (ROOT / "docs" / "accuracy.md").read_text()
     assert (LIMIT, LARGEST_LIMIT) == (2.0, 4.0)
     assert "at most twice theirs" in page and "at most four times" in page

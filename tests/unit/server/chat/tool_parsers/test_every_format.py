@@ -129,7 +129,7 @@ def test_every_format_has_a_writer_and_a_template():
 @every_format
 @settings(max_examples=12, deadline=None)
 @given(st.lists(st.tuples(st.just("f"), _ARGUMENTS) | st.just(("now", {})), min_size=1, max_size=3), st.data())
-def test_what_is_written_is_read_and_admitted(compiler, tool_format, calls, data):
+def test_written_calls_are_parsed_and_admitted_by_the_grammar(compiler, tool_format, calls, data):
     calls = [
         (name, {key: arguments[key] for key in TOOLS[name]["properties"] if key in arguments})
         for name, arguments in calls
@@ -144,7 +144,7 @@ def test_what_is_written_is_read_and_admitted(compiler, tool_format, calls, data
 
 
 @every_format
-def test_what_is_forced_is_bound(compiler, tool_format):
+def test_forced_calls_match_their_schema(compiler, tool_format):
     write, good = WRITERS[tool_format.name], {"s": "5", "n": 3}
     bound = _matcher(compiler, tool_format)
     assert _admits(bound, compiler, write([("f", good)]))
@@ -216,7 +216,7 @@ def test_how_the_text_is_cut_never_matters(tool_format, data):
 
 
 @every_format
-def test_what_is_no_call_is_content_to_the_character(tool_format):
+def test_text_that_is_no_call_stays_content_exactly(tool_format):
     write = WRITERS[tool_format.name]
     if tool_format is HARMONY:  # each message has a head, which is packing
         assert _parse(HARMONY.parser(TOOLS), [write([("unknown", {})])]) == [ContentDelta("{}")]

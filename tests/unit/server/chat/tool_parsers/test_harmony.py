@@ -61,7 +61,7 @@ def _parse(pieces, **options):
         ("", []),
     ],
 )  # fmt: skip
-def test_what_is_parsed(text, expected):
+def test_output_is_parsed_as_expected(text, expected):
     assert _parse([text]) == expected
     assert _parse(list(text)) == expected
 
@@ -107,7 +107,7 @@ def _bound(own=None, harmony="", special_ids=None, **fields):
 OWN = Grammar("json_schema", json.dumps(TOOLS["f"]), "response_format")
 
 
-def test_thoughts_may_come_before_what_is_bound(compiler):  # noqa: F811
+def test_reasoning_may_come_before_the_grammar(compiler):  # noqa: F811
     for before in ("", THOUGHTS):
         forced = _bound(tool_choice="required")
         assert _admits(_matcher(compiler, forced), compiler, before + CALL)

@@ -80,7 +80,7 @@ def test_a_value(tool_format, written, value):
         (GEMMA_4, "<|tool_call>.f{a:1}<tool_call|>", None),
     ],
 )
-def test_what_is_parsed(tool_format, text, expected):
+def test_output_is_parsed_as_expected(tool_format, text, expected):
     events = _parse(tool_format, text)
     if text.endswith("[["):  # too deep: broken, and no more is kept than what came
         assert events[0] == F
@@ -119,7 +119,7 @@ _SHARED = {"$defs": {"point": {"type": "object", "properties": {"x": {"type": "n
         (True, ["7"], ["{}"]),
     ],
 )  # fmt: skip
-def test_what_a_schema_admits(compiler, schema, good, bad):  # noqa: F811
+def test_the_grammar_admits_values_of_the_schema_only(compiler, schema, good, bad):  # noqa: F811
     matcher = _matcher(compiler, {**_SHARED, "properties": {"a": schema, "o": {"type": "null"}}, "required": ["a"]})
     for text in good:
         assert _admits(matcher, compiler, f"{{a:{text}}}"), text
@@ -143,6 +143,6 @@ def test_what_a_schema_admits(compiler, schema, good, bad):  # noqa: F811
         ({"properties": {"a": {"anyOf": [{"$ref": "#/properties/a"}] * 9}}}, "levels"),
     ],
 )
-def test_what_cannot_be_bound_is_refused_by_name(schema, said):
+def test_schemas_that_cannot_be_enforced_are_refused_by_name(schema, said):
     with pytest.raises(RequestError, match=said):
         SchemaGrammar({"type": "object", **schema}, "<escape>", {}).arguments("start")

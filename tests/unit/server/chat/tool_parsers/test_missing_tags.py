@@ -128,7 +128,7 @@ SECTION, CALL, ARGUMENTS, END, SECTION_END = (
 
 @pytest.mark.parametrize("head", ["functions.f:0", "f:0", "functions.f", "f", " functions.f:12 ", "\nf:0\n"])
 @pytest.mark.parametrize("before", ["", " ", "\n"])
-def test_what_kimi_writes_around_its_arguments(head, before):
+def test_ids_around_the_arguments_of_kimi(head, before):
     text = f'{SECTION}{CALL}{head}{ARGUMENTS}{before}{{"a": "x"}}{END}{SECTION_END}'
     assert _read(KIMI_K2, text) == ([("f", {"a": "x"})], "")
     unknown = text.replace("f:", "h:").replace(f"f{ARGUMENTS}", f"h{ARGUMENTS}")

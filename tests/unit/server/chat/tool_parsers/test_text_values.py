@@ -54,7 +54,7 @@ STRING_OR_NULL = {"anyOf": [{"type": "string"}, {"type": "null"}]}
         ({"type": "array"}, "[" * 100_000, json.dumps("[" * 100_000)),
     ],
 )
-def test_what_a_text_means(schema, text, expected):
+def test_text_arguments_become_json_values(schema, text, expected):
     root = {**ROOT, "properties": {"a": schema}}
     found = property_schema(root, "a")
     assert json_value(text, found, root) == expected

@@ -89,7 +89,7 @@ def test_special_tokens_begin_calls(compiler):
 
 @pytest.mark.parametrize("marks", MARKS, ids=lambda marks: marks.name)
 @pytest.mark.parametrize("is_special", [False, True])
-def test_every_kind_of_thoughts_comes_before_what_is_bound(compiler, marks, is_special):
+def test_every_kind_of_reasoning_comes_before_the_grammar(compiler, marks, is_special):
     messages = [{"role": "user", "content": "x"}]
     request = ChatRequest.model_validate({"messages": messages, "tools": TOOLS, "tool_choice": "required"})
     prompt = ChatPrompt("x", resolve_tool_choice(request, HERMES), True, False, marks)
@@ -103,7 +103,7 @@ def test_every_kind_of_thoughts_comes_before_what_is_bound(compiler, marks, is_s
     assert _admits(compiler, grammar, _written(HERMES))
 
 
-def test_thoughts_come_before_what_is_bound(compiler):
+def test_reasoning_comes_before_the_grammar(compiler):
     call = _written(HERMES)
     inside = _grammar(HERMES, think=(False, True))
     assert _admits(compiler, inside, "so <tool_call> or {\n</think>\n\n" + call)
@@ -135,7 +135,7 @@ def test_the_callers_own_constraint_or_a_call(compiler, own, good, bad):
     assert not _admits(compiler, thinking, good)
 
 
-def test_without_tools_or_thoughts_the_constraint_is_the_callers():
+def test_without_tools_or_reasoning_the_constraint_is_the_callers():
     own = Grammar("regex", "x", "guided_regex")
     assert response_grammar(own, ChatPrompt("x", None, False, False), {}) is own
     assert response_grammar(None, ChatPrompt("x", None, True, False), {}) is None

@@ -112,7 +112,7 @@ def _parse(parser, pieces):
 
 
 @pytest.mark.parametrize(("parser", "text", "expected"), CASES)
-def test_what_is_parse(parser, text, expected):
+def test_output_is_parsed_as_expected(parser, text, expected):
     expected = merged([ContentDelta(text)]) if expected is None else expected
     assert _parse(parser(NAMES), [text]) == expected
     assert _parse(parser(NAMES), list(text)) == expected

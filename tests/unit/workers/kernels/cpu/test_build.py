@@ -158,7 +158,7 @@ def test_sources_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("fake_compiler")
-def test_who_only_waits_for_another_process_does_not_say_that_it_compiled(
+def test_waiting_for_another_process_is_not_reported_as_compiling(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -252,7 +252,7 @@ def test_a_library_of_one_type_gives_the_bits_of_that_with_all(dtype: torch.dtyp
 
 
 @needs_kernels
-def test_what_is_asked_for_first_decides_how_many_types_are_compiled(
+def test_the_first_dtype_decides_how_many_are_compiled(
     quick_compiler: str, nothing_loaded: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def files(*dtypes: torch.dtype | None) -> list[str]:
@@ -284,7 +284,7 @@ def test_the_fingerprint_follows_sources_flags_and_compiler(tmp_path: Path, monk
     assert build.fingerprint(one, ("a compiler",)) != before
 
 
-def test_what_came_with_the_sources_is_used_without_a_compiler_and_only_with_them(
+def test_prebuilt_kernels_need_no_compiler_and_must_match_the_sources(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     level = LEVELS[0]
@@ -322,7 +322,7 @@ def test_without_permission_for_tiles_the_next_level_is_chosen(monkeypatch: pyte
     assert may_use_tiles() in (True, False)
 
 
-def test_what_failed_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_compilation_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[ISALevel] = []
 
     def fail(level: ISALevel) -> Path:

@@ -102,7 +102,7 @@ def test_attention_computes_tiles_in_parts_where_there_is_little_memory(monkeypa
     assert max(launched) == 2 and len(launched) > 2
 
 
-def test_a_span_depends_on_the_longest_sequence_alone() -> None:
+def test_a_span_depends_only_on_the_longest_sequence() -> None:
     assert [fixed_span(tokens) for tokens in (1, 4096, 5000, 40_960, 131_072)] == [256, 256, 512, 4096, 8192]
 
 

@@ -162,7 +162,7 @@ def test_a_sum_over_ranks_meets_the_residual_in_the_kernel_of_the_norm(
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma2"])
 @pytest.mark.slow
-def test_fused_layers_do_what_layers_do(tmp_path: Path, family: str, as_on_cuda: None) -> None:
+def test_fused_layers_match_separate_layers(tmp_path: Path, family: str, as_on_cuda: None) -> None:
     """All kernels of a layer on CUDA, with attention, against torch's operations one after the other."""
     model = load_decoder(make_tiny(tmp_path, family, num_hidden_layers=2), TensorParallel.solo())
     assert model.joins_layers and model.norm.triton is not None

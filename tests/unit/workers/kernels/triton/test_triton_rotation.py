@@ -37,7 +37,7 @@ def batch_of(slots: torch.Tensor) -> ForwardBatch:
         (1, 1, 256, 256, 16, True),
     ],
 )
-def test_one_kernel_does_what_three_operations_do(heads, kv_heads, width, rotary, block, normed, dtype):
+def test_one_kernel_matches_three_operations(heads, kv_heads, width, rotary, block, normed, dtype):
     rows, blocks = 5, 4
     draw = torch.Generator().manual_seed(width + rotary)
     wide = torch.randn(rows, heads + 2 * kv_heads + 1, width, generator=draw).to(DEVICE, dtype)

@@ -133,7 +133,7 @@ def test_ties_and_steep_temperatures_are_decided_as_by_the_judge() -> None:
     agree(sampled(logits, step), sample_with(logits, step))
 
 
-def test_logprobs_are_those_of_the_judge() -> None:
+def test_logprobs_match_the_judge() -> None:
     logits = tied(2)
     bias = [(1, 3, 50.0), (2, int(logits[2].argmax()), -np.inf)]
     step = step_of(ROWS, bias, temperature=0.0, num_logprobs=[-1, 0, 3, 20, -1, 5], target_ids=[-1, -1, -1, 40, 41, -1])
@@ -254,7 +254,7 @@ def test_rows_that_ranks_divide_have_the_bits_of_one_rank(ranks: int, monkeypatc
             np.testing.assert_array_equal(getattr(found, name), getattr(whole, name), name)
 
 
-def test_kept_histories_penalise_as_those_counted_anew() -> None:
+def test_kept_histories_penalise_like_fresh_counts() -> None:
     """Greedy, so that the token tells the largest adjusted logit; drafts are counted up to the first wrong one."""
     scene, draw = Scene(3), torch.Generator().manual_seed(0)
     histories = DenseHistories(SCENE_ROWS, 0, SCENE_VOCAB, DEVICE)

@@ -160,7 +160,7 @@ def test_many_rows_are_multiplied_in_float8_where_the_device_can(dtype, monkeypa
     agree(Fp8Weight(values, scales, 96, dtype), truth, dtype, MOST_ROWS + 1)  # a checkpoint that rounds weights alone
 
 
-def test_what_torch_refuses_to_multiply_in_float8_is_multiplied_otherwise(monkeypatch):
+def test_matmuls_that_torch_refuses_in_float8_use_another_kernel(monkeypatch):
     values = torch.zeros((32, 48), dtype=torch.float8_e4m3fn)
     assert scaled_float8.why_not(values[:, :40], torch.float32) == "outputs and inputs are not multiples of 16"
 
@@ -306,7 +306,7 @@ def test_all_of_a_weight_is_on_the_device(weight):
     assert all(part.is_meta for part in parts if part is not None)
 
 
-def test_what_is_stored_takes_its_bits_and_no_more():
+def test_stored_weights_keep_their_number_of_bits():
     weight = grouped(64, 256, 128, 4, offsets=True, ordered=False, dtype=torch.float16)[0].on(DEVICE)
     assert isinstance(weight, WeightOnly)
     stored = weight.stored
