@@ -58,5 +58,5 @@ def check_sums_of_ranks(model: Encoder) -> RankInvariance:
     layers = {layer.attention.reach: layer for layer in model.layers}.values()  # one layer of each kind
     outputs = [output for layer in layers for output in (layer.attention.output, layer.mlp.output)]
     by_kernels = all(isinstance(output.matmul, CppMatmul) for output in outputs)
-    why_not = None if by_kernels else "products are computed by torch, in an order that depends on their shape"
+    why_not = None if by_kernels else "matmuls are computed by torch, in an order that depends on their shape"
     return check_sums(outputs, model.placement, why_not)

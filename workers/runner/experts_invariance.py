@@ -74,7 +74,7 @@ def _difference(name: str, compute: Callable[[Tensor], Tensor], x: Tensor) -> st
     together = compute(x)
     for row in (0, 1, 2, len(x) // 2, len(x) - 1):
         if not torch.equal(compute(x[row : row + 1])[0], together[row]):
-            return f"{name} is not what it is alone"
+            return f"{name} differs from its result without other rows"
     return None
 
 
@@ -83,7 +83,7 @@ def _sums_fault(name: str, stack: ExpertStack, x: Tensor, ids: Tensor, weights: 
     for row in (0, len(x) // 2, len(x) - 1):
         one = slice(row, row + 1)
         if not torch.equal(stack(x[one], ids[one], weights[one])[0], together[row]):
-            return f"{name} is not what it is alone"
+            return f"{name} differs from its result without other rows"
     return None
 
 
@@ -98,7 +98,7 @@ def _order_fault(name: str, stack: ExpertStack, x: Tensor, ids: Tensor, weights:
         if not torch.equal(total, parts[-1]):
             return f"{name} are not added up by their ids"
     same = torch.equal(stack(x, ids, weights), tree_sum(parts))
-    return None if same else f"{name}: parts of the sum do not add up to the sum of all"
+    return None if same else f"{name}: the partial sums do not add up to the total"
 
 
 def _parts(stack: ExpertStack) -> list[Sum]:

@@ -150,15 +150,13 @@ def check_batch_invariance(
         reason = f"on {device.type} the libraries choose kernels by the shape of the batch, without --batch-invariant"
         return InvarianceResult(False, reason)
     if isinstance(backend, ReferenceBackend):
-        return InvarianceResult(
-            False, "reference attention adds up in an order that torch chooses by shape, and promises nothing"
-        )
+        return InvarianceResult(False, "reference attention adds up in an order that torch chooses by shape")
     started = time.monotonic()
     length = min(PROMPT + span, max_len, (num_blocks - 1) * block_size)
     trial = _InvarianceTest(model, kv, backend, block_size, length)
     whole = trial.whole()
     ways = {
-        "a prompt beside others": trial.beside_others,
+        "a prompt batched with others": trial.beside_others,
         "a prompt in chunks": trial.in_chunks,
         "tokens decoded alone": lambda: trial.decoded(4, 0),
         f"a token decoded among {OTHERS} others": lambda: trial.decoded(1, OTHERS),
@@ -200,14 +198,18 @@ def _difference(name: str, expected: Tensor, found: Tensor) -> str | None:
     if torch.equal(expected, found):
         return None
     gaps = (expected.double() - found.double()).nan_to_num(posinf=0.0, neginf=0.0).abs()
-    share = f"{int((expected != found).sum())} of {expected.numel()} numbers"
+    share = f"{int((expected != found).sum())} of {expected.numel()} values"
     return f"{name}: {share} differ from those of the prompt alone, by {float(gaps.max()):.1e} at most"
 
 
 def _attention(backend: AttentionBackend) -> str:
     """Return the backend's name, and on the CPU the reason why the batch-invariant kernel is not used."""
     reason = CppBackend.why_not(backend.spec) if backend.spec.device.type == "cpu" else None
-    return f"{backend.name} attention" if reason is None else f"{backend.name} attention (of the C++ kernel: {reason})"
+    return (
+        f"{backend.name} attention"
+        if reason is None
+        else f"{backend.name} attention (not the C++ kernel, since {reason})"
+    )
 
 
 def _name(model: Decoder) -> str:
@@ -258,7 +260,7 @@ def check_sums(outputs: Sequence[RowParallelLinear], place: Placement, why_not: 
     named = " and ".join(filter(None, (", ".join(map(str, sizes[:-1])), str(sizes[-1]))))
     ranks = "1 rank" if sizes == [1] else f"{named} ranks"
     spent = time.monotonic() - started
-    return RankInvariance(True, f"the same bits with {ranks}: parts of sums add up in one tree ({spent:.2f} s)")
+    return RankInvariance(True, f"the same bits with {ranks}: partial sums are added in one tree ({spent:.2f} s)")
 
 
 def _why_not(model: Decoder, kv: list[LayerKV], backend: AttentionBackend) -> str | None:
@@ -281,7 +283,7 @@ def _fault(outputs: Sequence[RowParallelLinear], place: Placement) -> str | None
         if not _adds_up(output, place.local_slices, draw):
             found = f"{output.name}: slices of the inputs do not add up to the product of all"
     if not _ranks_add_up(tp, draw):
-        found = f"the sum over {tp.size} ranks is not that of the tree"
+        found = f"the all-reduce over {tp.size} ranks is not added in the order of the tree"
     return found
 
 

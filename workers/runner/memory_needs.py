@@ -367,7 +367,7 @@ def room_on_device(config: WorkerConfig, total: int, used: int, step_bytes: int,
     share = config.gpu_memory_utilization
     graphs = f", {human_bytes(graph_bytes)} for graphs" if graph_bytes else ""
     source = (
-        f"--gpu-memory-utilization {share} of {human_bytes(total)} leaves, beside {human_bytes(used)} in use"
+        f"--gpu-memory-utilization {share} of {human_bytes(total)} leaves, in addition to {human_bytes(used)} in use"
         f"{graphs} and {human_bytes(step_bytes)} for a step of {config.max_num_batched_tokens} tokens,"
     )
     # The rest of the device is for libraries and other processes.

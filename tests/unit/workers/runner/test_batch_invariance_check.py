@@ -57,7 +57,7 @@ def test_sixteen_bits_are_batch_invariant(runner: ModelRunner) -> None:
 @pytest.mark.parametrize(
     ("is_odd", "said"),
     [
-        (lambda rows: rows > 70, "a prompt beside others"),
+        (lambda rows: rows > 70, "a prompt batched with others"),
         (lambda rows: rows == 17, "a prompt in chunks"),
         (lambda rows: rows <= 2, "tokens decoded alone"),
         (lambda rows: rows == 32, "a token decoded among 31 others"),
@@ -114,13 +114,18 @@ def last_of_equal(logits: Tensor) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize(
     ("owner", "name", "planted", "said"),
     [
-        ("router", "logits", lambda real, x: real(x) + (len(x) == 1), "a row's logits of experts is not what it is"),
+        (
+            "router",
+            "logits",
+            lambda real, x: real(x) + (len(x) == 1),
+            "a row's logits of experts differs from its result",
+        ),
         ("router", "choose", lambda real, x: last_of_equal(x), "of experts that are equally good others than"),
         (
             "router",
             "choose",
             lambda real, x: (real(x)[0], real(x)[1] * (1.01 if len(x) == 1 else 1)),
-            "the weights of a row's experts is not what it is alone",
+            "the weights of a row's experts differs from its result without other rows",
         ),
         ("routed", "matmul", lambda real, x, *rest: real(x, *rest) * (1.01 if len(x) < 67 else 1), "an expert that"),
         ("shared", "matmul", lambda real, x, *rest: real(x, *rest) * (1.01 if len(x) == 1 else 1), "the shared exp"),
@@ -142,11 +147,11 @@ def test_experts_whose_rows_depend_on_others_are_found(
 @pytest.mark.slow
 def test_a_head_size_without_a_kernel_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = loaded(make_tiny(tmp_path, "qwen2", head_dim=8), dtype="bfloat16")
-    cause = "of the C++ kernel: it needs heads of at most 256 elements in multiples of 16, not 8"
+    cause = "it needs heads of at most 256 elements in multiples of 16, not 8"
     assert cause in runner.rank_invariance.reason
     real = runner.model.head.matmul
     monkeypatch.setattr(runner.model.head, "matmul", lambda x: real(x) * (1.01 if len(x) > 2 else 1))
-    assert result_of(runner).reason.endswith(f"with torch attention ({cause}) in bfloat16")
+    assert result_of(runner).reason.endswith(f"with torch attention (not the C++ kernel, since {cause}) in bfloat16")
 
 
 def test_reference_attention_is_not_batch_invariant(tmp_path: Path) -> None:

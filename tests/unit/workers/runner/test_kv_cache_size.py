@@ -59,7 +59,7 @@ def test_blocks_never_cost_more_than_there_is():
         (
             {},
             "cuda",
-            "--gpu-memory-utilization 0.9 of 1.0 GiB leaves, beside 920.6 MiB in use and 100 B for a step of 2048",
+            "0.9 of 1.0 GiB leaves, in addition to 920.6 MiB in use and 100 B for a step of 2048",
         ),
     ],
 )

@@ -65,7 +65,7 @@ def test_a_product_that_adds_in_another_order_is_found(checkpoint: Path, monkeyp
 def test_ranks_that_add_in_another_order_are_found(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paged_run, "tree_sum", lambda parts: torch.stack(list(parts)).flip(0).sum(0))
     is_invariant, reason = found(checkpoint, tensor_parallel_size=4)
-    assert not is_invariant and reason == "the sum over 4 ranks is not that of the tree"
+    assert not is_invariant and reason == "the all-reduce over 4 ranks is not added in the order of the tree"
     monkeypatch.setattr(paged_run, "tree_sum", tree_sum)
     assert found(checkpoint, tensor_parallel_size=4)[0]
 
@@ -87,8 +87,8 @@ def test_sums_of_experts_are_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with monkeypatch.context() as patch:
         patch.setattr(CppExpertMatmul, "__call__", other_order)
         is_invariant, reason = found(path, enable_expert_parallel=deals)
-        said = ": parts of the sum do not add up to the sum of all" if deals else " are not added up by their ids"
+        said = ": the partial sums do not add up to the total" if deals else " are not added up by their ids"
         assert not is_invariant and reason == f"model.layers.0.mlp: experts{said}"  # dealt in groups of one
     monkeypatch.setattr(experts_invariance, "tree_sum", lambda parts: torch.stack(list(parts)).flip(0).sum(0) * 1.001)
     is_invariant, reason = found(path, enable_expert_parallel=deals)
-    assert not is_invariant and reason.endswith("parts of the sum do not add up to the sum of all")
+    assert not is_invariant and reason.endswith("the partial sums do not add up to the total")
