@@ -148,7 +148,7 @@ def test_requests_refused_before_reading_would_be_refused_by_the_engine():
                 refused[is_early] += 1
             else:
                 assert yields or not list(early(server, client)), seed
-                request = SimpleNamespace(client=client, yields=yields)
+                request = SimpleNamespace(client=client, is_low_priority=yields)
                 timeline = SimpleNamespace(first_scheduled_s=None)
                 seq = SimpleNamespace(key=(0.0, number), request=request, num_prompt_tokens=1, timeline=timeline)
                 queue.push(seq)
