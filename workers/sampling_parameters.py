@@ -74,36 +74,36 @@ def _row(
 class ScalarParams:
     """The table, as the fields of one request."""
 
-    temperature: float = _row(1.0, 0, 2, 0.0, "temperature", "0: greedy, exactly", of_model=True)
+    temperature: float = _row(1.0, 0, 2, 0.0, "temperature", "0: greedy decoding", of_model=True)
     top_p: float = _row(
-        1.0, 0, 1, 1.0, "top-p", "keep the most likely tokens that hold this much probability; 0: greedy",
+        1.0, 0, 1, 1.0, "top-p", "keep the most likely tokens whose probabilities add up to this value; 0: greedy",
         needs="vocabulary", of_model=True,
     )  # fmt: skip
     top_k: int = _row(
-        0, -1, _INT32_MAX, 0, "top-k", "keep so many tokens; -1, 0, or more than the vocabulary: off",
+        0, -1, _INT32_MAX, 0, "top-k", "number of most likely tokens to keep; -1, 0, or more than the vocabulary: off",
         needs="vocabulary", of_model=True,
     )  # fmt: skip
     min_p: float = _row(
-        0.0, 0, 1, 0.0, "floors", "keep tokens at least so likely, relative to the most likely one",
+        0.0, 0, 1, 0.0, "floors", "keep tokens with at least this probability, relative to the most likely token",
         needs="largest", of_model=True,
     )  # fmt: skip
     top_n_sigma: float = _row(
         0.0, -1, 100, 0.0, "floors",
-        "keep tokens whose logit is at most so many standard deviations of all logits below the largest; "
+        "keep tokens whose logit is at most this many standard deviations of all logits below the largest; "
         "0 and below: off",
         needs="vocabulary",
     )  # fmt: skip
     presence_penalty: float = _row(
-        0.0, -2, 2, 0.0, "penalties", "subtracted once from the logit of every token the answer has",
+        0.0, -2, 2, 0.0, "penalties", "subtracted once from the logit of each token that the completion contains",
         needs="history", column="presence",
     )  # fmt: skip
     frequency_penalty: float = _row(
-        0.0, -2, 2, 0.0, "penalties", "subtracted from a token's logit as often as the answer has it",
+        0.0, -2, 2, 0.0, "penalties", "subtracted from a token's logit for each time that the completion contains it",
         needs="history", column="frequency",
     )  # fmt: skip
     repetition_penalty: float = _row(
         1.0, 0.01, 100, 1.0, "penalties",
-        "divides positive logits of tokens in prompt or answer, multiplies negative ones",
+        "divides positive logits of tokens in the prompt or completion, multiplies negative logits",
         needs="history", column="repetition", of_model=True,
     )  # fmt: skip
 

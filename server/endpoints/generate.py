@@ -107,7 +107,7 @@ class OpenAIServingGenerate(OpenAIServing, ABC, Generic[_BodyT, _ProcessedT]):
         async with self.async_llm.one_prompt:
             processed = await self._process_in_time(body)
         self.report(processed.ignored, label)
-        generation = self.async_llm.start(processed, label, has_place=True)
+        generation = self.async_llm.start(processed, label, is_background=True)
         try:
             return processed, generation, await collect(generation)
         finally:

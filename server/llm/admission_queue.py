@@ -46,10 +46,10 @@ class AdmissionQueue:
         self.others_are_open: Callable[[], bool] = lambda: False  # whether requests that do not yield are open
 
     def open(
-        self, num_prompt_tokens: Sequence[int], send: Send, *, yields: bool = False, client: str = ""
+        self, num_prompt_tokens: Sequence[int], send: Send, *, is_low_priority: bool = False, client: str = ""
     ) -> Submission:
         """Add a request, with the prompt length of each sequence. Sends its first sequences before it returns."""
-        submission = Submission(self, num_prompt_tokens, send, yields=yields, client=client)
+        submission = Submission(self, num_prompt_tokens, send, is_low_priority=is_low_priority, client=client)
         submission.send_next()
         if submission.num_unsent:
             self._unsent.append(submission)
@@ -103,15 +103,18 @@ class AdmissionQueue:
         self._begun_s.append(time.monotonic())
         self.count(client, 0, -num_tokens)
 
-    def has_room(self, submission: Submission, *, has_place: bool = False) -> bool:
-        """Return whether the next sequence may be sent. `has_place`: a sequence of the same request has just ended."""
+    def has_room(self, submission: Submission, *, is_admitted: bool = False) -> bool:
+        """Return whether the next sequence may be sent.
+
+        `is_admitted`: a sequence of the same request has just ended.
+        """
         if not submission.num_open:
             return True  # otherwise it could wait forever behind other requests
-        if submission.yields and self.others_are_open():
+        if submission.is_low_priority and self.others_are_open():
             return False
         if self._num_tokens + submission.next_tokens > self._max_tokens:
             return False
-        return has_place or (submission.num_open < self._max_of_one and self._num_open < self._max_open)
+        return is_admitted or (submission.num_open < self._max_of_one and self._num_open < self._max_open)
 
     def advance(self) -> None:
         """Send sequences while there is room; requests take turns."""
@@ -141,15 +144,15 @@ class Submission:
         num_prompt_tokens: Sequence[int],
         send: Send,
         *,
-        yields: bool,
+        is_low_priority: bool,
         client: str,
     ) -> None:
         self._queue = queue
         self._num_prompt_tokens = num_prompt_tokens
         self._send = send
-        self._client = None if yields else client
+        self._client = None if is_low_priority else client
         self._num_sent = 0
-        self.yields = yields
+        self.is_low_priority = is_low_priority
         self._silent: set[int] = set()  # indices of sequences at the engine without an event so far
         self.num_open = 0  # number of sequences at the engine
         self.num_unsent = len(num_prompt_tokens)
@@ -181,7 +184,7 @@ class Submission:
         self._silent.discard(index)
         self.num_open -= 1
         self._queue.count(self._client, -1, -tokens)
-        if self.num_unsent and self._queue.has_room(self, has_place=True):
+        if self.num_unsent and self._queue.has_room(self, is_admitted=True):
             self.send_next()
         if not self.num_unsent:
             self._queue.forget(self)

@@ -47,13 +47,13 @@ class AsyncLLM:
         processed: ProcessedRequest,
         key_label: str | None = None,
         *,
-        has_place: bool = False,
+        is_background: bool = False,
         data_parallel_rank: int | None = None,
     ) -> Generation:
         """Run a request's choices. `key_label`: label of its API key, which determines its share of the engine.
 
-        `has_place`: a full queue must accept it, because the caller limits the number of such requests; it yields to
-        all other requests. `data_parallel_rank`: the replica that generates it; None: the best replica.
+        `is_background`: all other requests go first, and a full queue must accept it, because the caller limits the
+        number of such requests. `data_parallel_rank`: the replica that generates it; None: the best replica.
         """
         generation = Generation(
             self.engine,
@@ -64,7 +64,7 @@ class AsyncLLM:
             processed.timeout_s,
             processed.spent_s,
             key_label,
-            has_place=has_place,
+            is_background=is_background,
             data_parallel_rank=data_parallel_rank,
         )
         self.open.add(generation)
@@ -80,7 +80,7 @@ class AsyncLLM:
         cache_salt: bytes = b"",
         timeout_s: float | None = None,
         spent_s: float = 0.0,
-        has_place: bool = False,
+        is_background: bool = False,
         data_parallel_rank: int | None = None,
         second_texts: Sequence[int] = (),
     ) -> Pooling:
@@ -106,7 +106,7 @@ class AsyncLLM:
             timeout_s,
             spent_s,
             key_label,
-            has_place=has_place,
+            is_background=is_background,
             data_parallel_rank=data_parallel_rank,
         )
         self.open.add(running)

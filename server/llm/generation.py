@@ -105,7 +105,7 @@ class Generation:
         spent_s: float = 0.0,
         key_label: str | None = None,
         *,
-        has_place: bool = False,
+        is_background: bool = False,
         data_parallel_rank: int | None = None,
     ) -> None:
         self.choices = choices
@@ -118,7 +118,7 @@ class Generation:
         self.key_label = key_label  # for the counters and the engine's shares
         self._engine = engine
         self._data_parallel_rank = data_parallel_rank  # replica that the caller has chosen
-        self._has_place = has_place  # a full queue must accept its first choice too; it yields
+        self._is_background = is_background  # a full queue must accept its first choice too; it yields
         self.per_prompt = len(choices) // num_prompts
         self._on_close = on_close
         self._timeout_s = timeout_s
@@ -128,7 +128,7 @@ class Generation:
         self._reporter: asyncio.Task[None] | None = None  # reports the prompt's progress
         self._handles: dict[int, ReplicaHandle] = {}  # prompt index -> its replica
         lens = [len(choice.request.prompt_token_ids) for choice in choices]
-        self._submission = admission_queue.open(lens, self._send, yields=has_place, client=key_label or "")
+        self._submission = admission_queue.open(lens, self._send, is_low_priority=is_background, client=key_label or "")
         loop = asyncio.get_running_loop()
         self._alarm = None if timeout_s is None else loop.call_later(max(0.0, timeout_s - spent_s), self._expire)
 
@@ -253,12 +253,14 @@ class Generation:
             self._queue.put(choice.cut(reason))
         return bool(running)
 
-    def _send(self, index: int, has_place: bool) -> None:
+    def _send(self, index: int, is_admitted: bool) -> None:
         def ended(_: asyncio.Task[None]) -> None:
             del self._tasks[index]
             self._submission.ended(index)
 
-        task = self._tasks[index] = asyncio.create_task(self._pump(self.choices[index], has_place or self._has_place))
+        task = self._tasks[index] = asyncio.create_task(
+            self._pump(self.choices[index], is_admitted or self._is_background)
+        )
         task.add_done_callback(ended)  # also called if the task is cancelled before it has started
 
     def _handle_of(self, choice: Choice) -> ReplicaHandle:
@@ -268,15 +270,15 @@ class Generation:
             self._handles[prompt] = self._engine.choose(choice.request, self._data_parallel_rank)
         return self._handles[prompt]
 
-    async def _pump(self, choice: Choice, has_place: bool) -> None:
+    async def _pump(self, choice: Choice, is_admitted: bool) -> None:
         try:
             if isinstance(choice, ChoiceOutput) and choice.only_echoes:
                 self._queue.put(choice.echo_only())
                 return
             request = choice.request
-            if has_place or self.key_label is not None:
+            if is_admitted or self.key_label is not None:
                 client = self.key_label or ""
-                request = replace(request, is_admitted=has_place, is_low_priority=self._has_place, client=client)
+                request = replace(request, is_admitted=is_admitted, is_low_priority=self._is_background, client=client)
             is_awaited = self._reporter is not None and choice.index == 0
             async with aclosing(self._handle_of(choice).generate(request)) as events:
                 async for event in events:

@@ -280,7 +280,7 @@ class OpenAIServingPooling(OpenAIServing):
             cache_salt=(salted(owner, body.cache_salt) or "").encode(),
             timeout_s=limit,
             spent_s=time.monotonic() - begun,
-            has_place=True,
+            is_background=True,
             second_texts=second_texts,
         )
         try:

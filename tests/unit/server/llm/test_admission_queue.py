@@ -17,7 +17,7 @@ class Engine:
 
     def __init__(self, **limits):
         self.admission_queue = AdmissionQueue(2, **{"max_waiting_requests": 4, "max_waiting_tokens": 100, **limits})
-        self.sent = []  # (request, index, has_place)
+        self.sent = []  # (request, index, is_admitted)
 
     def ask(self, name, *tokens):
         return self.admission_queue.open(tokens, lambda *what: self.sent.append((name, *what)))
@@ -109,7 +109,9 @@ def test_a_queue_of_no_length_is_enough():
 def test_low_priority_groups_run_one_sequence_until_other_requests_end(engine):
     others = [True]
     engine.admission_queue.others_are_open = lambda: others[0]
-    batch = engine.admission_queue.open([1] * 6, lambda *what: engine.sent.append(("batch", *what)), yields=True)
+    batch = engine.admission_queue.open(
+        [1] * 6, lambda *what: engine.sent.append(("batch", *what)), is_low_priority=True
+    )
     assert engine.indices("batch") == [0]
     batch.begun(0)
     batch.ended(0)
@@ -139,20 +141,20 @@ def test_requests_refused_before_reading_would_be_refused_by_the_engine():
         queue, running = RequestQueue(places, 1000), []
         server = AdmissionQueue(rows, places, 1000)
         for number in range(60):
-            client, yields = draw.choice("aaaab"), draw.random() < 0.1
+            client, is_low_priority = draw.choice("aaaab"), draw.random() < 0.1
             try:
-                if not yields:  # those that yield have their place
+                if not is_low_priority:  # those that yield have their place
                     queue.check(1, rows - len(running), 0.0, client)
             except QueueFullError:
                 is_early = bool(list(early(server, client)))
                 refused[is_early] += 1
             else:
-                assert yields or not list(early(server, client)), seed
-                request = SimpleNamespace(client=client, is_low_priority=yields)
+                assert is_low_priority or not list(early(server, client)), seed
+                request = SimpleNamespace(client=client, is_low_priority=is_low_priority)
                 timeline = SimpleNamespace(first_scheduled_s=None)
                 seq = SimpleNamespace(key=(0.0, number), request=request, num_prompt_tokens=1, timeline=timeline)
                 queue.push(seq)
-                seq.submission = server.open([1], lambda *what: None, yields=yields, client=client)
+                seq.submission = server.open([1], lambda *what: None, is_low_priority=is_low_priority, client=client)
             while len(queue) and len(running) < rows and draw.random() < 0.9:
                 running.append(queue[0])
                 queue.admit(queue[0], 0.0)
