@@ -59,7 +59,7 @@ SETTINGS: dict[str, tuple[Any, str]] = {
     "fp8 static": (FP8 | {"activation_scheme": "static"}, r"activation_scheme = 'static'.*Supported: dynamic"),
     "fp8 e5m2": (FP8 | {"fmt": "e5m2"}, r"fmt = 'e5m2'"),
     "fp8 block": (FP8 | {"weight_block_size": [128]}, r"weight_block_size = \[128\]"),
-    "8 bits of bitsandbytes": (NF4 | {"load_in_4bit": False, "load_in_8bit": True}, r"load_in_4bit = False.*4 bits"),
+    "8 bits of bitsandbytes": (NF4 | {"load_in_4bit": False, "load_in_8bit": True}, r"load_in_4bit = False.*4-bit"),
     "storage of bitsandbytes": (NF4 | {"bnb_4bit_quant_storage": "bfloat16"}, r"bnb_4bit_quant_storage = 'bfloat16'"),
     "nvfp4": (compressed(FLOAT8, format="nvfp4-pack-quantized"), r"format = 'nvfp4-pack-quantized'"),
     "2 bits": (compressed(INT4 | {"num_bits": 2}), r"config_groups\.a\.weights\.num_bits = 2"),
@@ -317,7 +317,7 @@ def test_settings_that_contradict_the_checkpoint_are_refused(
     monkeypatch.setattr(cuda_driver, "device_count", lambda: 1)
     monkeypatch.setattr(cuda_driver, "lowest_capability", lambda devices: (7, 0))
     monkeypatch.setattr(cuda_driver, "missing_to_launch", list)
-    with pytest.raises(StartupError, match=r"quantization awq on CUDA needs Triton kernels: they want.*8\.0"):
+    with pytest.raises(StartupError, match=r"quantization awq on CUDA needs Triton kernels: they need.*8\.0"):
         check_without_weights(config.with_(device="cuda"))
 
 
