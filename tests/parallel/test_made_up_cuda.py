@@ -208,9 +208,9 @@ def test_sums_of_two_devices_are_captured_whatever_way_they_take(thread_ranks: M
         assert "one-shot" in real.all_reduce_method and "two-shot" in real.all_reduce_method
         found = []
         chosen = real._device_all_reduce
-        assert isinstance(chosen, DeviceAllReduce) and set(chosen._ways) == {"NCCL", "one-shot", "two-shot"}
-        for way in chosen._ways:
-            chosen._fastest = [way]
+        assert isinstance(chosen, DeviceAllReduce) and set(chosen._algorithms) == {"NCCL", "one-shot", "two-shot"}
+        for algorithm in chosen._algorithms:
+            chosen._fastest = [algorithm]
             x, out = torch.zeros(64, device=device).half(), torch.zeros(64, device=device).half()
             graph = CudaGraphs().capture(lambda x=x, out=out: out.copy_(real.all_reduce(x.clone())))
             x.fill_(float(tp.rank + 1))
