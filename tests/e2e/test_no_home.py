@@ -81,7 +81,7 @@ def test_a_server_names_the_directory_that_it_needs(folder):
 @pytest.mark.parametrize("command", ["doctor", "plan", "verify", "pull", "serve"])
 def test_a_tilde_without_a_home_is_named(folder, command):
     cause, fix = fault(run(folder, command, "~nosuchuser/x"))
-    assert "~nosuchuser/x cannot be found: there is no user nosuchuser" in cause and "whole path" in fix
+    assert "~nosuchuser/x cannot be found: there is no user nosuchuser" in cause and "full path" in fix
     if command == "plan":
         assert f"~/x cannot be found: user {UNKNOWN} has no home directory" in fault(run(folder, command, "~/x"))[0]
 

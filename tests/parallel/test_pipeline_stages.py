@@ -195,7 +195,7 @@ def test_each_stage_holds_its_part(checkpoints: dict[str, Path]) -> None:
     assert [list(part.stage) for part in models] == [[0, 1], [2, 3], [4]]
     assert sum(part.weight_bytes for part in models) == model.weight_bytes
     for part, rank in zip(models, staged.ranks, strict=True):
-        needed = rank_weight_bytes(staged.config, rank.spec, rank.description.forms, rank.stage.number)
+        needed = rank_weight_bytes(staged.config, rank.spec, rank.description.formats, rank.stage.number)
         assert needed == pytest.approx(part.weight_bytes, rel=0.01)
     assert [len(rank.kv) for rank in staged.ranks] == [2, 2, 1]
     assert staged.info.kv_bytes_per_token_per_rank * 5 == whole.info.kv_bytes_per_token_per_rank * 2

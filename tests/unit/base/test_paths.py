@@ -121,7 +121,7 @@ def test_a_temporary_directory_that_others_can_change_holds_no_code(homeless, te
     else:
         temporary.mkdir()
         temporary.chmod(0o770)
-    with pytest.raises(StartupError, match="caches") as raised:
+    with pytest.raises(StartupError, match="cache") as raised:
         paths.cache_home()
     assert "XDG_CACHE_HOME" in raised.value.fix
     assert paths.library_caches({}) == {}

@@ -21,8 +21,6 @@ from oarlock.engine.types import FinishReason, TokenEvent
 from tests.unit.engine.engine_fakes import FakeExecutor, Faults, expected_tokens, make_config, make_info, make_request
 from tests.unit.engine.kv_cache.replayed_blocks import ReplayedBlocks
 
-TERMINAL = (FinishReason.STOP, FinishReason.LENGTH)
-
 
 class Harness:
     """An `EngineLoop` on one end of a socket; the test is the frontend on the other."""
@@ -105,15 +103,6 @@ def test_requests_are_answered_in_one_frame_per_step(harness: Harness) -> None:
     harness.check_idle()
 
 
-def test_rank_processes_compute_while_events_are_sent() -> None:
-    harness = Harness()
-    harness.loop._sends_during_step = True
-    request = make_request(1, [1, 2], max_tokens=4)
-    harness.ask(request)
-    harness.run_until_idle()
-    assert harness.tokens(1) == expected_tokens(request) and harness.ends()[1].finish_reason in TERMINAL
-
-
 def test_a_step_without_events_sends_a_heartbeat() -> None:
     harness = Harness(max_num_batched_tokens=4)
     harness.ask(make_request(1, range(10), max_tokens=1))
@@ -186,10 +175,8 @@ def test_stats_and_an_orderly_stop(harness: Harness) -> None:
 @pytest.mark.parametrize(
     "faults, code", [(Faults(die_at_step=3), EXIT_RANK_DIED), (Faults(hang_at_step=3), EXIT_RANK_HUNG)]
 )
-@pytest.mark.parametrize("overlapping", [False, True])
-def test_a_lost_rank_ends_every_request_with_one_event(faults: Faults, code: int, overlapping: bool) -> None:
+def test_a_lost_rank_ends_every_request_with_one_event(faults: Faults, code: int) -> None:
     harness = Harness(faults, max_num_seqs=2)
-    harness.loop._sends_during_step = overlapping
     harness.ask(*(make_request(number, [number], max_tokens=9) for number in range(1, 6)))
     assert harness.loop.run() == code
     ends = harness.ends()

@@ -90,7 +90,7 @@ URL = "http://127.0.0.1:9"
         (["serve", "--plot-timeline"], 2, "--plot-timeline, a flag of vllm bench", "--html"),
         (["serve", "--temperature", "warm"], 2, "--temperature is 'warm'", "number"),
         (["serve", "--num-prompts"], 2, "--num-prompts needs a value", "after"),
-        (["throughput", "a", "b"], 2, "Unexpected argument: b", "One MODEL"),
+        (["throughput", "a", "b"], 2, "Unexpected argument: b", "only one MODEL"),
         (["throughput", "--num-request", "5"], 2, "--num-request", "--num-requests"),
         (["throughput", "--port", "5"], 2, "--port", "--help"),
         (["latency", "--batch-size", "0"], 2, "--batch-size: 0 is out of range", "--help"),

@@ -15,10 +15,9 @@ import tokenizers
 from tokenizers import models, pre_tokenizers, trainers
 
 from oarlock.base.errors import StartupError
-from oarlock.server.config.settings import Settings
 from oarlock.server.hub.gguf_directory import _generation_config, _tokenizer_config, read_vocabulary, tokenizer_json
 from oarlock.server.llm.tokenizer import Tokenizer
-from oarlock.workers.model_files.gguf_model import GGUFModel
+from oarlock.workers.model_files.gguf_model import GGUFModel, GGUFSettings
 from tests.unit.server.llm.chat_templates import rendered
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -79,18 +78,18 @@ def texts(count: int) -> list[str]:
     return nasty
 
 
-def settings_of(values: dict[str, Any], architecture: str = "llama") -> Settings:
+def settings_of(values: dict[str, Any], architecture: str = "llama") -> GGUFSettings:
     named = {f"tokenizer.ggml.{key}": value for key, value in values.items() if value is not None}
-    return Settings(GGUFModel((Path("model.gguf"),), named | {"general.architecture": architecture}, {}))
+    return GGUFSettings(GGUFModel((Path("model.gguf"),), named | {"general.architecture": architecture}, {}))
 
 
-def converted(settings: Settings) -> Tokenizer:
+def converted(settings: GGUFSettings) -> Tokenizer:
     vocabulary = read_vocabulary(settings)
     described = json.dumps(tokenizer_json(settings, vocabulary))
     return Tokenizer(tokenizers.Tokenizer.from_str(described), _tokenizer_config(settings, vocabulary))
 
 
-def byte_level_settings(original: tokenizers.Tokenizer, pre: str, **others: Any) -> Settings:
+def byte_level_settings(original: tokenizers.Tokenizer, pre: str, **others: Any) -> GGUFSettings:
     """Settings that llama.cpp's converter writes for a byte-level tokenizer."""
     described = json.loads(original.to_str())
     added = {token["id"]: token for token in described["added_tokens"]}

@@ -108,7 +108,7 @@ def test_a_span_depends_only_on_the_longest_sequence() -> None:
 
 def test_pages_of_int8_are_refused_in_float16() -> None:
     spec = KVSpec(1, 1, 32, 16, torch.float16, DEVICE, "int8", fixed_span=256)
-    assert "int8 in float16" in (TritonBackend.why_not(spec) or "")
+    assert "int8 pages with float16" in (TritonBackend.why_not(spec) or "")
     for served in (replace(spec, fixed_span=None), replace(spec, dtype=torch.bfloat16)):
         assert TritonBackend.why_not(served) is None
 

@@ -92,7 +92,7 @@ class Exact(ReferenceBackend):
     ) -> Tensor:
         out = torch.empty(q.shape, dtype=torch.float64, device=q.device)
         for seq in plan:
-            k, v = (dequantized(self.spec.form, pages.flatten(0, 1)[seq.slots]).double() for pages in (kv.k, kv.v))
+            k, v = (dequantized(self.spec.kv_format, pages.flatten(0, 1)[seq.slots]).double() for pages in (kv.k, kv.v))
             out[seq.start : seq.stop] = attend_one(q[seq.start : seq.stop].double(), k, v, layer, *sinks)
         return out.flatten(1)
 
@@ -122,7 +122,7 @@ def test_a_key_alone_gives_its_value_back() -> None:
     spec = KVSpec(1, 1, 32, 16, torch.float32, DEVICE, "int8")
     case = Case(spec, AttentionSpec(0, 1, 1, 32, 0.2, sliding_window=1), [Seq(40, 40)])
     (found,) = case.run(backend_of(spec, 1))
-    assert torch.equal(found, dequantized(spec.form, spec.form.rounded(case.v[0][:, 0])))
+    assert torch.equal(found, dequantized(spec.kv_format, spec.kv_format.rounded(case.v[0][:, 0])))
 
 
 def test_values_that_are_small_keep_their_digits_in_float16() -> None:
