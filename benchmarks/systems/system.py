@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import tempfile
 import time
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -17,6 +19,7 @@ import httpx
 import psutil
 
 from benchmarks import load
+from oarlock.base.python_child import die_with_parent
 
 SERVED_NAME = "load"
 READY_WITHIN_S = 900.0
@@ -58,9 +61,12 @@ class Process:
         pipe = subprocess.PIPE if jobs else None
         output = subprocess.PIPE if jobs else self._log
         self.started = time.perf_counter()
+        # It ends with this program even if that is killed, for example by `timeout`.
+        ends = partial(die_with_parent, os.getpid(), signal.SIGTERM)
         self.child = subprocess.Popen(
-            command, cwd=cwd, env=env, stdin=pipe, stdout=output, stderr=self._log, text=True, start_new_session=True
-        )
+            command, cwd=cwd, env=env, stdin=pipe, stdout=output, stderr=self._log, text=True,
+            start_new_session=True, preexec_fn=ends,
+        )  # fmt: skip
 
     def fail(self, what: str) -> RuntimeError:
         """An error with the end of the log."""
