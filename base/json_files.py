@@ -16,8 +16,9 @@ from typing import Any, NoReturn
 from oarlock.base.errors import StartupError, shown
 
 MOST_BYTES = 64 << 20  # maximum bytes of a JSON file; the longest known, an index of 100,000 tensors, has 20 MB
-# Values take far more memory as Python objects than as text: a million of them up to 500 MB.
-MOST_VALUES = 1_000_000
+# Values take far more memory as Python objects than as text: this many take up to 250 MB. An index of 100,000 tensors
+# has as many values.
+MOST_VALUES = 500_000
 _FIX = "Fetch that file of the checkpoint again."
 
 

@@ -21,8 +21,8 @@ from oarlock.server.llm.text_growth import greatest_growth
 
 MAX_BYTES = 64 << 20  # the largest known, Gemma's, has 34 MB
 MAX_VALUES = 3_000_000  # Gemma's has 1.9 million
-MAX_NAMES = 1_500_000  # keys of objects: one per token, and seven per added token. Gemma's has 0.3 million
-_MAX_TOKENS = 1_000_000  # the largest known vocabularies have 262,144
+MAX_NAMES = 800_000  # keys of objects: one per token, and seven per added token. Gemma's has 0.3 million
+_MAX_TOKENS = 524_288  # the largest known vocabularies have 262,144
 _MAX_ID = 2**31 - 2  # ids are sent as int32, and one more is counted
 _MAX_TOKEN_CHARACTERS = 4096  # the longest known tokens are 512 spaces
 # Unigram tries every token that begins at each position of a text. Its longest known tokens have 64 characters.

@@ -93,7 +93,7 @@ def test_bits_are_the_same_alone_and_in_a_batch(scoring):
     [
         ("/v1/embeddings", {"input": "x"}, "Use /v1/rerank or /v1/score"),
         ("/v1/completions", {"prompt": "x"}, "does not support text generation"),
-        ("/v1/rerank", {"query": QUERY, "documents": ["a b " * 150]}, "takes 256"),
+        ("/v1/rerank", {"query": QUERY, "documents": ["a b " * 150]}, "accepts at most 256"),
         ("/v1/rerank", {"query": QUERY, "documents": ["x"], "instruction": "Find."}, "reads two texts at once"),
         ("/v1/rerank", {"query": QUERY, "documents": ["x"], "truncate_prompt_tokens": 4}, "leaves no token"),
     ],

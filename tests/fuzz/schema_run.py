@@ -42,4 +42,4 @@ def run_schemathesis(url: str, seed: int, examples: int) -> list[str]:
     output = done.stdout + done.stderr
     print("".join(f"    | {line}\n" for line in output.splitlines() if line.strip()), flush=True)
     kinds = [line.strip() for line in output.splitlines() if line.startswith("- ")]
-    return [f"schemathesis: {kind}" for kind in kinds] or [f"schemathesis left with status {done.returncode}"]
+    return [f"schemathesis: {kind}" for kind in kinds] or [f"schemathesis exited with status {done.returncode}"]

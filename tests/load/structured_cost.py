@@ -50,7 +50,7 @@ def vocabulary(size: int) -> list[str]:
         word = "".join(draw.choices(syllables, k=draw.choice((1, 2, 2, 3, 3, 4))))
         word = draw.choice((word, word, word.capitalize()))
         pieces[draw.choice(("", "Ġ")) + word] = None
-    return list(pieces)
+    return list(pieces)[:size]
 
 
 def with_words(model: Path, into: Path) -> Path:
@@ -61,6 +61,7 @@ def with_words(model: Path, into: Path) -> Path:
     described = json.loads((model / "tokenizer.json").read_text())
     size = json.loads((model / "config.json").read_text())["vocab_size"]
     described["model"]["vocab"] = {piece: number for number, piece in enumerate(vocabulary(size))}
+    described["added_tokens"] = [token for token in described["added_tokens"] if token["id"] < size]
     (into / "tokenizer.json").write_text(json.dumps(described))
     return into
 

@@ -101,7 +101,11 @@ def test_a_replica_takes_the_memory_of_its_ranks(flags, cpus, gpus, slots):
         ({"command": f"{HERE} serve --tensor-paralel-size 2"}, "Unknown flag", "Did you mean --tensor-parallel-size?"),
         ({"command": f"{HERE} serve"}, "leaves the device open", "--device cpu"),
         ({"command": "oarlock serve --node-rank 0"}, "--node-rank, which each replica sets for itself", "Leave it out"),
-        ({"command": f"{HERE} serve --device cpu -tp 4 --nnodes 3"}, "4 ranks, which cannot be dealt to 3", "--nnodes"),
+        (
+            {"command": f"{HERE} serve --device cpu -tp 4 --nnodes 3"},
+            "4 ranks, which cannot be divided equally among 3",
+            "--nnodes",
+        ),
         ({"command": f"{HERE} serve --device cpu -tp 2 -dp 2 --nnodes 2"}, "share one node", "num_replicas"),
     ],
 )
@@ -134,16 +138,16 @@ def test_each_part_is_told_where_it_is():
         ("a line\nerror: No memory.\nfix: Buy some.\nlast", ("No memory.", "Buy some.")),
         (
             "a line\nlast one\n",
-            ("It ended. Its last line: last one", "The log of the replica has all that it printed."),
+            ("It ended. Its last line: last one", "The log of the replica has all of its output."),
         ),
         (
             "a level=ERROR event=engine_dead\nlast one\n",
             (
                 "It ended. Its last error: a level=ERROR event=engine_dead",
-                "The log of the replica has all that it printed.",
+                "The log of the replica has all of its output.",
             ),
         ),
-        ("", ("It ended.", "The log of the replica has all that it printed.")),
+        ("", ("It ended.", "The log of the replica has all of its output.")),
     ],
 )
 def test_the_last_error_is_the_last_line_of_the_server(printed, error):

@@ -61,12 +61,12 @@ def test_a_server_that_does_not_end_is_killed(monkeypatch):
         ([sys.executable, "-c", "print('error: Bad.\\nfix: Mend.'); exit(3)"], "error: Bad.\nfix: Mend."),
         (
             [sys.executable, "-c", "print('one'); exit(7)"],
-            "error: The server left with status 7. Its last line: one\n"
-            "fix: The log of the replica has all that it printed.",
+            "error: The server exited with status 7. Its last line: one\n"
+            "fix: The log of the replica has all of its output.",
         ),
         (
             [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"],
-            "error: The server was killed by signal 9.\nfix: The log of the replica has all that it printed.",
+            "error: The server was killed by signal 9.\nfix: The log of the replica has all of its output.",
         ),
         (
             ["/nowhere/oarlock"],

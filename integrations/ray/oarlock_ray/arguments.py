@@ -116,7 +116,7 @@ def describe(words: tuple[str, ...], settings: Mapping[str, str]) -> Replica:
     ranks = engines * int(settings["tensor_parallel_size"]) * int(settings["pipeline_parallel_size"])
     if ranks % nnodes:
         raise ArgumentError(
-            f"args.{COMMAND} has {ranks} ranks, which cannot be dealt to {nnodes} nodes in equal parts.",
+            f"args.{COMMAND} has {ranks} ranks, which cannot be divided equally among {nnodes} nodes.",
             "Choose --nnodes so that it divides --tensor-parallel-size times --pipeline-parallel-size.",
         )
     if engines > 1 and nnodes > 1:
@@ -144,4 +144,4 @@ def last_error(printed: str, otherwise: str) -> tuple[str, str]:
     fix = next((line.removeprefix("fix: ") for line in reversed(lines) if line.startswith("fix: ")), None)
     logged = next((f" Its last error: {line}" for line in reversed(lines) if _LOGGED_ERROR.search(line)), "")
     last = logged or f" Its last line: {lines[-1]}" if lines and cause is None else ""
-    return f"{cause or otherwise}{last}", fix or "The log of the replica has all that it printed."
+    return f"{cause or otherwise}{last}", fix or "The log of the replica has all of its output."

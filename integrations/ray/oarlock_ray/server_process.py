@@ -45,7 +45,7 @@ class ServerProcess:
     def error(self) -> ArgumentError:
         """The cause and the fix that it printed, once it has ended."""
         status = self._ended.result()
-        how = f"was killed by signal {-status}" if status < 0 else f"left with status {status}"
+        how = f"was killed by signal {-status}" if status < 0 else f"exited with status {status}"
         return ArgumentError(*last_error("\n".join(self._printed), f"The server {how}."))
 
     def launch(self) -> None:
