@@ -112,8 +112,15 @@ def test_a_library_keeps_the_cache_that_it_was_given(homeless, variable):
     assert paths.library_caches({variable: "/c"}) == {}
 
 
-@pytest.mark.parametrize("kind", ["open to others", "a link", "a file"])
-def test_a_temporary_directory_that_others_can_change_holds_no_code(homeless, temporary, kind, tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "cause"),
+    [
+        ("open to others", "cannot hold caches"),
+        ("a link", "cannot hold caches"),
+        ("a file", "No cache directory can be used"),
+    ],
+)
+def test_a_temporary_directory_that_others_can_change_holds_no_code(homeless, temporary, kind, cause, tmp_path):
     if kind == "a link":
         temporary.symlink_to(tmp_path)
     elif kind == "a file":
@@ -121,7 +128,7 @@ def test_a_temporary_directory_that_others_can_change_holds_no_code(homeless, te
     else:
         temporary.mkdir()
         temporary.chmod(0o770)
-    with pytest.raises(StartupError, match="cache") as raised:
+    with pytest.raises(StartupError, match=cause) as raised:
         paths.cache_home()
     assert "XDG_CACHE_HOME" in raised.value.fix
     assert paths.library_caches({}) == {}
