@@ -28,7 +28,7 @@ def _graph() -> grimp.ImportGraph:
 
 
 def imports_inside(package: str) -> dict[str, set[str]]:
-    """Return the folders and files at the root of a package, from the top down, each with the ones that it imports."""
+    """Return the folders and files at the root of a package, from the top down, each with its imports."""
     graph, root = _graph(), f"oarlock.{package}"
     names = sorted(graph.find_children(root))
     for name in names:

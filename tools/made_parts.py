@@ -16,5 +16,5 @@ def filled(page: str, marker: str, content: str) -> str:
 
 
 def hand_written(page: str) -> str:
-    """Return `page` without what is made from the code."""
+    """Return `page` without its generated parts."""
     return MADE_PART.sub("", page)

@@ -11,7 +11,7 @@ Steps = list[tuple[str, str]]  # instructions and their texts
 
 
 def stages() -> dict[str, Steps]:
-    """Return the instructions of each stage of the Dockerfile, after those of the stages that it starts from."""
+    """Return each stage of the Dockerfile with its instructions, which follow the instructions of its base stages."""
     text = re.sub(r"^\s*#.*\n", "", (ROOT / "Dockerfile").read_text(), flags=re.MULTILINE).replace("\\\n", " ")
     found: dict[str, Steps] = {}
     current: Steps = []  # before the first stage: arguments of the build

@@ -40,7 +40,7 @@ FILE_LINK = re.compile(r"\[`?([\w./-]*\w\.\w+|[\w./-]+/)`?\]\((?!https?:)([^)#\s
 
 
 def spans(page: str) -> list[str]:
-    """Return the text of every code span, without fenced blocks and what is made from the code."""
+    """Return the text of every code span, without fenced blocks and generated parts."""
     return CODE_SPAN.findall(FENCED.sub("", hand_written(page)))
 
 
