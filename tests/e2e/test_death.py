@@ -43,7 +43,9 @@ def nothing_left(server):
     eventually(lambda: shared_memory() <= server.shared_before, 60, "no shared-memory segment is left")
 
 
-@pytest.mark.parametrize("victim", [pytest.param("rank 0", marks=pytest.mark.soak), "rank 1", "engine"])
+@pytest.mark.parametrize(
+    "victim", [pytest.param("rank 0", marks=pytest.mark.soak), "rank 1", pytest.param("engine", marks=pytest.mark.soak)]
+)
 def test_a_killed_child_fails_every_open_request_and_ends_the_server(model, victim):
     with RunningServer(model, "-tp", 2) as server:
         engine, ranks = family(server)
