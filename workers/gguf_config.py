@@ -25,6 +25,7 @@ from oarlock.workers.model_files.gguf_model import (
     shortest,
 )
 from oarlock.workers.model_files.located import LocatedTensor
+from oarlock.workers.model_files.tensor_names import NO_NAMES, TensorNames
 from oarlock.workers.models.registry import GGUF_FAMILIES, describe
 
 _MAX_ROPE_FACTORS = 4096  # the widest known heads have 512 elements
@@ -73,12 +74,13 @@ def hf_config(model: GGUFModel) -> dict[str, Any]:
     return config | used | own
 
 
-def open_checkpoint(directory: Path) -> Checkpoint:
-    """Read and check every header. Raise `StartupError` naming the file, and the tensor if a tensor is at fault."""
+def open_checkpoint(directory: Path, names: TensorNames = NO_NAMES) -> Checkpoint:
+    """Read and check every header. `names`: of the model's family. Raise `StartupError` naming the file, and the tensor
+    if a tensor is at fault."""
     path = gguf_file(directory)
     if path is not None and not any(directory.glob("*.safetensors*")):
         return gguf_checkpoint(directory, GGUFModel.open(path))
-    return Checkpoint.open(directory)
+    return Checkpoint.open(directory, names)
 
 
 def gguf_checkpoint(directory: Path, model: GGUFModel) -> GGUFCheckpoint:

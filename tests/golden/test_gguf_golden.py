@@ -143,7 +143,7 @@ def test_experts_that_a_file_holds_in_one_tensor(tmp_path: Path, family: str, sp
     spec, checkpoint = opened(write_gguf(directory, tmp_path / "model.gguf", all_of("F32")))
     original = read_spec(str(directory))
     assert replace(spec, dtype=None) == replace(original, dtype=None)
-    stored = Checkpoint.open(directory)
+    stored = Checkpoint.open(directory, original.names)
     tensors = tensor_shapes(spec)
     assert checkpoint.tensors.keys() == tensors.keys() == stored.tensors.keys()
     with GGUFReader(checkpoint) as ours, WeightReader(stored) as theirs:

@@ -45,7 +45,7 @@ def missing(reason: str) -> Finding:
 def _model(config: WorkerConfig) -> Finding:
     directory = Path(config.model_path)
     spec = read_spec(config.model_path, config.max_model_len, tied=config.tie_word_embeddings)
-    checkpoint = None if config.load_format == "dummy" else open_checkpoint(directory)
+    checkpoint = None if config.load_format == "dummy" else open_checkpoint(directory, spec.names)
     formats = weight_formats(config.quantization, stored_quantization(directory, read_config(directory)), checkpoint)
     formats = served_formats(formats, config.device, dequantize=config.dequantize)
     size = weight_bytes(spec, config.dtype, formats)

@@ -15,6 +15,7 @@ from oarlock.workers.layers.experts_spec import ExpertsSpec
 from oarlock.workers.layers.gated_mlp_spec import GatedMLPSpec
 from oarlock.workers.layers.sharding import LARGEST_TP, SLICES
 from oarlock.workers.layers.tensor_spec import NormSpec, RankDtype, Sharding, Tap, TensorSpec
+from oarlock.workers.model_files.tensor_names import NO_NAMES, TensorNames
 from oarlock.workers.quantization.formats.weight_format import WeightFormats
 from oarlock.workers.quantization.registry import Quantization
 
@@ -125,7 +126,7 @@ class DecoderSpec:
     embedding_scale: float = 1.0  # rounded to the dtype in which it is applied
     logit_scale: float = 1.0
     logit_softcap: float | None = None  # final logits become cap * tanh(logits / cap)
-    unserved: tuple[str, ...] = ()  # name prefixes of tensors that no layer uses; they are ignored
+    names: TensorNames = NO_NAMES  # differences between the names in checkpoints and the names here
 
     @property
     def num_layers(self) -> int:
@@ -266,7 +267,7 @@ def is_ignorable(spec: DecoderSpec, name: str) -> bool:
     """Return whether a checkpoint tensor may stay unused because its content is known already or not served."""
     if name.endswith("rotary_emb.inv_freq"):  # a buffer in old checkpoints; computed from config.json here
         return True
-    return name.startswith(spec.unserved) or (spec.tie_word_embeddings and name == f"{_HEAD}weight")
+    return spec.names.rename(name) is None or (spec.tie_word_embeddings and name == f"{_HEAD}weight")
 
 
 # Fused module of a layer -> the modules that it contains.

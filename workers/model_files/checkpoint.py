@@ -5,7 +5,7 @@ stored output head, to compare it with the embedding.
 """
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from oarlock.base.errors import StartupError, shown
 from oarlock.base.json_files import check_file, is_there, num_values, read_json, with_unique_names
 from oarlock.workers.model_files.expert_tensors import split_experts
 from oarlock.workers.model_files.located import LocatedTensor, TensorEntry
+from oarlock.workers.model_files.tensor_names import NO_NAMES, TensorNames
 
 # The format's own limit. A longer header means a damaged length field, not a big model.
 MAX_HEADER_BYTES = 100_000_000
@@ -139,21 +140,45 @@ _LONGEST_NAME = 255  # bytes of a file's name, on all usual file systems
 class Checkpoint:
     """The tensors of one model directory. Files are found like in transformers: first a single file, then an index."""
 
-    def __init__(self, directory: Path, tensors: dict[str, LocatedTensor]) -> None:
+    def __init__(
+        self, directory: Path, tensors: dict[str, LocatedTensor], stored_names: Mapping[str, str] | None = None
+    ) -> None:
+        """`tensors`: by our names. `stored_names`: names in the files of tensors that we name differently, by our
+        names."""
         self.directory = directory
         self.tensors = tensors
+        self._stored_names = stored_names or {}
 
     @staticmethod
-    def open(directory: Path) -> "Checkpoint":
-        """Read and check every header. Raise `StartupError` naming the file, and the tensor if a tensor is at fault."""
+    def open(directory: Path, names: TensorNames = NO_NAMES) -> "Checkpoint":
+        """Read and check every header. `names`: of the family that config.json names.
+
+        Raise `StartupError` naming the file, and the tensor if a tensor is at fault.
+        """
         single = directory / SINGLE_FILE
         if is_there(single):
-            return Checkpoint(
-                directory, split_experts({name: LocatedTensor(single, e) for name, e in read_header(single).items()})
-            )
-        if is_there(directory / INDEX_FILE):
-            return Checkpoint(directory, split_experts(_open_sharded(directory)))
-        raise _no_weights(str(directory), {entry.name for entry in directory.iterdir()})
+            stored = {name: LocatedTensor(single, entry) for name, entry in read_header(single).items()}
+        elif is_there(directory / INDEX_FILE):
+            stored = _open_sharded(directory)
+        else:
+            raise _no_weights(str(directory), {entry.name for entry in directory.iterdir()})
+        tensors: dict[str, LocatedTensor] = {}
+        renamed: dict[str, str] = {}
+        for name, ours, located in names.tensors(stored):
+            if ours in tensors:
+                raise StartupError(
+                    f"tensor {ours!r} is stored twice, the second time as {name!r} in {located.path.name}.",
+                    "Use a checkpoint that holds each tensor once.",
+                )
+            tensors[ours] = located
+            if ours != name:
+                renamed[ours] = name
+        return Checkpoint(directory, split_experts(tensors), renamed)
+
+    def stored_module(self, module: str) -> str:
+        """Return the name that the checkpoint has for one of our modules."""
+        stored = self._stored_names.get(f"{module}.weight")
+        return module if stored is None else stored.removesuffix(".weight")
 
     def find(self, name: str) -> LocatedTensor | None:
         return self.tensors.get(name)

@@ -12,20 +12,6 @@ from collections.abc import Iterator
 from oarlock.base.errors import StartupError, shown
 from oarlock.workers.model_files.located import LocatedTensor
 
-# Equivalent names as (pattern of a prefix, its replacement).
-_RENAMED = (
-    # Mixtral numbers the matrices of an expert.
-    (re.compile(r"(.*\.)block_sparse_moe\.(experts\.\d+\.)w1\."), r"\1mlp.\2gate_proj."),
-    (re.compile(r"(.*\.)block_sparse_moe\.(experts\.\d+\.)w2\."), r"\1mlp.\2down_proj."),
-    (re.compile(r"(.*\.)block_sparse_moe\.(experts\.\d+\.)w3\."), r"\1mlp.\2up_proj."),
-    (re.compile(r"(.*\.)block_sparse_moe\.gate\."), r"\1mlp.gate."),
-    # Granite has modules that hold a tensor of all experts, and a separate shared expert.
-    (re.compile(r"(.*\.)input_linear\.weight$"), r"\1experts.gate_up_proj"),
-    (re.compile(r"(.*\.)output_linear\.weight$"), r"\1experts.down_proj"),
-    (re.compile(r"(.*\.)block_sparse_moe\.router\.layer\."), r"\1block_sparse_moe.router."),
-    # Ernie: transformers keeps the correction in the router.
-    (re.compile(r"(.*\.)gate\.moe_statics\."), r"\1moe_statics."),
-)
 _OF_ALL = re.compile(r"(?P<module>.*\.)experts\.(?P<part>gate_up_proj|down_proj)(\.weight)?")
 # gpt-oss alternates rows of gate and up. Matrices are transposed in floating point but not in MXFP4.
 _INTERLEAVED = re.compile(r"(?P<module>.*\.experts)\.(?P<part>gate_up_proj|down_proj)(_(?P<kind>blocks|scales|bias))?")
@@ -37,13 +23,13 @@ _MOST_EXPERTS = 4096  # experts of one layer; the largest known model has 1,024
 
 def split_experts(tensors: dict[str, LocatedTensor]) -> dict[str, LocatedTensor]:
     """Return `tensors` under the names of a checkpoint that stores experts separately."""
-    if not any("experts" in name or "input_linear" in name for name in tensors):
+    if not any("experts" in name for name in tensors):
         return tensors
     found: dict[str, LocatedTensor] = {}
     for stored, located in tensors.items():
         match = _INTERLEAVED.fullmatch(stored)
         is_interleaved = match is not None and f"{match['module']}.{match['part']}_bias" in tensors
-        parts = _interleaved_experts(match, located) if match and is_interleaved else _split(_renamed(stored), located)
+        parts = _interleaved_experts(match, located) if match and is_interleaved else _split(stored, located)
         for name, one in parts:
             if name in found:
                 raise StartupError(
@@ -54,22 +40,11 @@ def split_experts(tensors: dict[str, LocatedTensor]) -> dict[str, LocatedTensor]
     return found
 
 
-def _renamed(name: str) -> str:
-    for pattern, replacement in _RENAMED:
-        name = pattern.sub(replacement, name)
-    return name
-
-
 def _split(name: str, located: LocatedTensor) -> Iterator[tuple[str, LocatedTensor]]:
     match, shape = _OF_ALL.fullmatch(name), located.entry.shape
     if name.endswith("e_score_correction_bias") and len(shape) == 2 and shape[0] == 1:
         yield name, located.part(0)
-    elif match is None:
-        yield name, located
-    elif len(shape) == 2 and match["module"].endswith("shared_mlp."):
-        inside = match["module"].removesuffix("shared_mlp.") + "block_sparse_moe.shared_mlp"
-        yield from _halves(inside, match["part"], located)
-    elif len(shape) != 3:
+    elif match is None or len(shape) != 3:
         yield name, located
     else:
         for expert in _experts(name, located):

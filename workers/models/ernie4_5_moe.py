@@ -7,11 +7,17 @@ from oarlock.base.errors import StartupError
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec, RouterSpec, SharedSpec
 from oarlock.workers.model_files.gguf_model import GGUFFamily, GGUFSettings
+from oarlock.workers.model_files.tensor_names import TensorNames
 from oarlock.workers.models.hf_config import activation_name, decoder_spec, expert_counts, head_width
 from oarlock.workers.models.hf_fields import Fields, unsupported
 from oarlock.workers.models.hf_rope import rope_spec, rope_table
 
 _POSITIONS = 131072
+_NAMES = TensorNames(
+    # transformers keeps the correction in the router.
+    modules={"model.layers.*.mlp.gate.moe_statics": "model.layers.*.mlp.moe_statics"},
+    ignored=tuple(f"model.mtp_{part}" for part in ("block", "emb_norm", "hidden_norm", "linear_proj")),
+)
 
 
 def describe_ernie4_5_moe(fields: Fields) -> DecoderSpec:
@@ -55,7 +61,7 @@ def describe_ernie4_5_moe(fields: Fields) -> DecoderSpec:
         tied=True,
         eps=1e-5,
     )
-    return replace(spec, unserved=("model.mtp_",))  # multi-token prediction
+    return replace(spec, names=_NAMES)
 
 
 def _own(settings: GGUFSettings, config: dict[str, Any]) -> dict[str, Any]:

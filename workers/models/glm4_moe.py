@@ -7,6 +7,7 @@ from oarlock.base.errors import StartupError
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec, RouterSpec, SharedSpec
 from oarlock.workers.model_files.gguf_model import GGUFFamily, GGUFSettings
+from oarlock.workers.model_files.tensor_names import TensorNames
 from oarlock.workers.models.hf_config import activation_name, decoder_spec, expert_counts, head_width
 from oarlock.workers.models.hf_fields import Fields, positive_number
 from oarlock.workers.models.hf_rope import rope_spec, rope_table
@@ -41,7 +42,8 @@ def describe_glm4_moe(fields: Fields) -> DecoderSpec:
         activation=activation,
         eps=1e-5,
     )
-    return replace(spec, unserved=tuple(f"{of}{layers + n}." for n in range(ahead) for of in ("model.layers.", "blk.")))
+    ignored = tuple(f"{of}.{layers + n}" for n in range(ahead) for of in ("model.layers", "blk"))
+    return replace(spec, names=TensorNames(ignored=ignored))
 
 
 def _experts(fields: Fields, activation: str) -> ExpertsSpec:

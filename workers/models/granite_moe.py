@@ -8,8 +8,12 @@ from oarlock.workers.layers.attention_spec import SelfAttentionSpec
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec, RouterSpec, SharedSpec
 from oarlock.workers.model_files.gguf_model import GGUFFamily, GGUFSettings
+from oarlock.workers.model_files.tensor_names import Blocks, TensorNames
 from oarlock.workers.models.hf_config import activation_name, decoder_spec, expert_counts
 from oarlock.workers.models.hf_fields import Fields
+
+_MODULE = "model.layers.*.block_sparse_moe"
+_SHARED = "model.layers.*.shared_mlp"
 
 
 def describe_granite_moe(fields: Fields) -> DecoderSpec:
@@ -43,7 +47,23 @@ def _described(fields: Fields, shared: SharedSpec | None) -> DecoderSpec:
         embedding_scale=fields.number("embedding_multiplier", 1.0),
         logit_scale=1.0 / fields.number("logits_scaling", 1.0),
     )
-    return spec.with_sublayers(lambda one: replace(one, scale=scale) if isinstance(one, SelfAttentionSpec) else one)
+    scaled = spec.with_sublayers(lambda one: replace(one, scale=scale) if isinstance(one, SelfAttentionSpec) else one)
+    return replace(scaled, names=granite_names(shared))
+
+
+def granite_names(shared: SharedSpec | None) -> TensorNames:
+    """Return the names of modules that hold one tensor of all experts, and of a shared expert next to them."""
+    names = {
+        f"{_MODULE}.input_linear.weight": f"{_MODULE}.experts.gate_up_proj",
+        f"{_MODULE}.output_linear.weight": f"{_MODULE}.experts.down_proj",
+        f"{_MODULE}.router.layer": f"{_MODULE}.router",
+    }
+    if shared is None:
+        return TensorNames(modules=names)
+    inside = f"{_MODULE}.shared_mlp"
+    of_shared = {f"{_SHARED}.input_linear": f"{inside}.gate_up_proj", f"{_SHARED}.output_linear": f"{inside}.down_proj"}
+    halves = Blocks(("gate_proj", "up_proj"), (shared.width, shared.width), 1)
+    return TensorNames(modules=names | of_shared, blocks={f"{inside}.gate_up_proj": halves})
 
 
 def _own(settings: GGUFSettings, config: dict[str, Any]) -> dict[str, Any]:

@@ -1,11 +1,25 @@
 """Mistral, and Mixtral, which has experts instead of an MLP: Llama's layer with one sliding window. Torch-free."""
 
+from dataclasses import replace
+
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec, RouterSpec
+from oarlock.workers.model_files.tensor_names import TensorNames
 from oarlock.workers.models.hf_config import activation_name, decoder_spec, expert_counts
 from oarlock.workers.models.hf_fields import Fields, unsupported
 
 _DEFAULT_WINDOW = 4096  # used if config.json does not mention it; an explicit null switches the window off
+# Mixtral numbers the matrices of an expert.
+_PARTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+MIXTRAL_NAMES = TensorNames(
+    modules={
+        "model.layers.*.block_sparse_moe": "model.layers.*.mlp",
+        **{
+            f"model.layers.*.block_sparse_moe.experts.*.{stored}": f"model.layers.*.mlp.experts.*.{part}"
+            for stored, part in _PARTS.items()
+        },
+    }
+)
 
 
 def describe_mistral(fields: Fields) -> DecoderSpec:
@@ -30,7 +44,7 @@ def describe_mixtral(fields: Fields) -> DecoderSpec:
     activation = activation_name(fields, "hidden_act", "silu")
     router = RouterSpec(top_k, normalised=True)
     mixture = ExpertsSpec(experts, fields.count("intermediate_size"), router, activation)
-    return decoder_spec(
+    spec = decoder_spec(
         fields,
         kv_heads=8,
         head_dim=None,
@@ -40,3 +54,4 @@ def describe_mixtral(fields: Fields) -> DecoderSpec:
         activation=activation,
         eps=1e-5,
     )
+    return replace(spec, names=MIXTRAL_NAMES)

@@ -80,5 +80,5 @@ def read_spec(model_path: str, max_model_len: int | None = None, *, tied: bool |
     spec = describe(read_config(directory))
     if tied is None:
         stored = any((directory / name).exists() for name in (SINGLE_FILE, INDEX_FILE))
-        tied = spec.tie_word_embeddings and not (stored and head_differs(Checkpoint.open(directory)))
+        tied = spec.tie_word_embeddings and not (stored and head_differs(Checkpoint.open(directory, spec.names)))
     return replace(spec, tie_word_embeddings=tied).for_length(max_model_len or spec.default_length)

@@ -5,7 +5,7 @@ checkpoints, or applied to weights at load, or the dtype of the checkpoint.
 """
 
 import json
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -283,7 +283,7 @@ class DequantisedModel:
         for parameter, data in weights.items():
             parameter.data = data
 
-    def errors(self, layers: nn.ModuleList) -> Iterator[float]:
+    def errors(self, layers: Iterable[nn.Module]) -> Iterator[float]:
         """Yield the distance by which rounding moved the weights of each layer, relative to their size."""
         for layer in layers:
             moved = size = 0.0

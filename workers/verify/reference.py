@@ -31,6 +31,7 @@ from oarlock.workers.layers.decoder_spec import DecoderSpec, SublayerSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec
 from oarlock.workers.layers.tensor_spec import Computation, Tap
 from oarlock.workers.model_files.gguf_model import gguf_file
+from oarlock.workers.model_files.tensor_names import Blocks, TensorNames
 from oarlock.workers.models.registry import read_spec
 from oarlock.workers.quantization.registry import QUANTIZATIONS
 from oarlock.workers.verify.compare import dense_routing, file_of, taps_of
@@ -70,7 +71,9 @@ def record_reference(request: VerifyRequest, folder: Path, report_line: ReportLi
             report_line("every layer in float64, with the weights as they are stored")
             with quantised.as_it_was(), in_float64(model):
                 before = _run(model, spec, text, torch.float64)
-            _loss(quantised.errors(model.model.layers), truth, before).write(folder)
+            modules = modules_by_name(model, spec.names)
+            layers = [modules[f"model.layers.{index}"] for index in range(spec.num_layers)]
+            _loss(quantised.errors(layers), truth, before).write(folder)
     return text
 
 
@@ -183,6 +186,12 @@ def _run(model: PreTrainedModel, spec: DecoderSpec, text: Text, keep: torch.dtyp
         recorder.close()
 
 
+def modules_by_name(model: nn.Module, names: TensorNames) -> dict[str, nn.Module]:
+    """Return the modules of a transformers model by the names that our modules have."""
+    renamed = ((names.rename(name), module) for name, module in model.named_modules())
+    return {name: module for name, module in renamed if name is not None}
+
+
 class TransformersRecorder:
     """Hooks on a transformers model that keep all tensors of `compare.taps_of`, and the tensors before and after the
     layers, as [T, columns].
@@ -199,11 +208,11 @@ class TransformersRecorder:
         self._parts: dict[str, list[Tensor]] = {}
         self._handles: list[Any] = []
         self._usual_attention = usual = model.config._attn_implementation
-        inner: Any = model.model  # the decoder inside a model with a head
-        self._after(inner.norm, "final_norm")
-        self._before(inner.layers[0], "embedding")
-        for index, layer in enumerate(inner.layers):
-            self._hook_layer(index, layer)
+        self._modules = modules_by_name(model, spec.names)
+        self._after(self._modules["model.norm"], "final_norm")
+        self._before(self._modules["model.layers.0"], "embedding")
+        for index in range(spec.num_layers):
+            self._hook_layer(index)
         name = f"oarlock_{usual}"
         AttentionInterface.register(name, self._attend)
         AttentionMaskInterface.register(name, sdpa_mask if usual == "sdpa" else eager_mask)
@@ -226,50 +235,50 @@ class TransformersRecorder:
         rows = value.detach() if value.dim() == 2 else value.detach()[0]
         self._parts.setdefault(name, []).append(rows.reshape(rows.shape[0], -1).to(self._keep, copy=True).cpu())
 
-    def _hook_layer(self, index: int, layer: Any) -> None:
-        shape = self._spec.layers[index]
+    def _hook_layer(self, index: int) -> None:
+        shape, layer = self._spec.layers[index], f"model.layers.{index}"
         for number, one in enumerate(taps := taps_of(shape)):
             name, branch = f"{index}.{one.tap.name}", one.branch
             if one.tap.computation is Computation.NORM:
-                self._after(getattr(layer, one.tap.module), name)
+                self._after(self._modules[f"{layer}.{one.tap.module}"], name)
             elif one.tap.computation is Computation.RESIDUAL:
                 if number == len(taps) - 1:
-                    self._after(layer, name)
+                    self._after(self._modules[layer], name)
                 else:
                     following = taps[number + 1].branch
-                    self._before(getattr(layer, following.norm or following.sublayer.module), name)
+                    self._before(self._modules[f"{layer}.{following.norm or following.sublayer.module}"], name)
             elif isinstance(branch.sublayer, ExpertsSpec):
                 self._hook_experts(name, layer, branch.sublayer, one.tap)
             elif (
                 one.tap.computation is not Computation.ROTATION
             ):  # rotated tensors are arguments of the attention function
-                self._hook_sublayer(index, getattr(layer, branch.sublayer.module), branch.sublayer, one.tap)
+                self._hook_sublayer(name, f"{layer}.{branch.sublayer.module}", branch.sublayer, one.tap)
 
-    def _hook_sublayer(self, index: int, module: Any, spec: SublayerSpec, tap: Tap) -> None:
-        """Register a hook for a tensor of `module`, the sublayer in transformers, whose matmuls may be fused."""
-        name = f"{index}.{tap.name}"
-        if hasattr(module, tap.module):
+    def _hook_sublayer(self, name: str, module: str, spec: SublayerSpec, tap: Tap) -> None:
+        """Register a hook for a tensor of the sublayer `module`, whose matmuls may be fused in transformers."""
+        if f"{module}.{tap.module}" in self._modules:
             hook = self._before if tap.is_input else self._after
-            hook(getattr(module, tap.module), name)
+            hook(self._modules[f"{module}.{tap.module}"], name)
             return
         fused = next(whole for whole, parts in spec.fused.items() if tap.module in parts)
-        rows = {tensor.name: tensor.shape[0] for tensor in spec.tensors(self._spec.hidden_size)}
-        start = 0
-        for part in spec.fused[fused]:
-            if part == tap.module:
-                break
-            start += rows[f"{part}.weight"]
-        self._after(getattr(module, fused), name, slice(start, start + rows[f"{tap.module}.weight"]))
+        blocks = self._spec.names.blocks_of(f"{module}.{fused}")
+        if blocks is None:
+            rows = {tensor.name: tensor.shape[0] for tensor in spec.tensors(self._spec.hidden_size)}
+            parts = spec.fused[fused]
+            blocks = Blocks(parts, tuple(rows[f"{part}.weight"] for part in parts), 1)
+        self._after(self._modules[f"{module}.{fused}"], name, blocks.rows_of(tap.module))
 
-    def _hook_experts(self, name: str, layer: Any, spec: ExpertsSpec, tap: Tap) -> None:
+    def _hook_experts(self, name: str, layer: str, spec: ExpertsSpec, tap: Tap) -> None:
         """Register a hook for a tensor of the experts of `layer`, which may have a shared expert next to the others."""
-        sublayer = getattr(layer, spec.module)
-        part = getattr(sublayer, tap.module, None) or getattr(layer, tap.module)
+        inside = f"{layer}.{spec.module}"
+        part = self._modules.get(f"{inside}.{tap.module}") or self._modules[f"{layer}.{tap.module}"]
         if tap.computation is not Computation.ROUTING:
             self._after(part, name)
             gate = spec.shared.gate if spec.shared is not None and tap.name == "shared" else None
             if gate is not None:  # called after the expert that it scales
-                self._handles.append(getattr(sublayer, gate).register_forward_hook(partial(self._scale, name)))
+                self._handles.append(
+                    self._modules[f"{inside}.{gate}"].register_forward_hook(partial(self._scale, name))
+                )
             return
 
         def hook(module: nn.Module, args: tuple[Any, ...], result: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -288,7 +297,7 @@ class TransformersRecorder:
 
         self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
 
-    def _after(self, module: nn.Module, name: str, columns: slice = slice(None)) -> None:
+    def _after(self, module: nn.Module, name: str, columns: list[int] | slice = slice(None)) -> None:
         def hook(module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
             self.record(name, (result[0] if isinstance(result, tuple) else result)[..., columns])
 
