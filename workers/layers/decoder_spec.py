@@ -1,7 +1,7 @@
 """Specification of a decoder model: the sublayers of every layer, the norms around them, the embedding and the head.
 
 It holds shapes and order; each kind of sublayer is defined in its own file (`attention_spec.py`, `gated_mlp_spec.py`,
-`experts_spec.py`). Torch-free. Knows no Hugging Face key names (`models/hf_*.py` do).
+`mlp_spec.py`, `experts_spec.py`). Torch-free. Knows no Hugging Face key names (`models/hf_*.py` do).
 """
 
 import math
@@ -13,6 +13,7 @@ from oarlock.base.errors import StartupError
 from oarlock.workers.layers.attention_spec import SelfAttentionSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec
 from oarlock.workers.layers.gated_mlp_spec import GatedMLPSpec
+from oarlock.workers.layers.mlp_spec import MLPSpec
 from oarlock.workers.layers.sharding import LARGEST_TP, SLICES
 from oarlock.workers.layers.tensor_spec import NormSpec, RankDtype, Sharding, Tap, TensorSpec
 from oarlock.workers.model_files.tensor_names import NO_NAMES, TensorNames
@@ -106,8 +107,8 @@ class LayerSpec:
         return next(one.sublayer for one in self.branches if isinstance(one.sublayer, SelfAttentionSpec))
 
     @property
-    def mlp(self) -> GatedMLPSpec:
-        return next(one.sublayer for one in self.branches if isinstance(one.sublayer, GatedMLPSpec))
+    def mlp(self) -> GatedMLPSpec | MLPSpec:
+        return next(one.sublayer for one in self.branches if isinstance(one.sublayer, GatedMLPSpec | MLPSpec))
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,7 +274,7 @@ def is_ignorable(spec: DecoderSpec, name: str) -> bool:
 # Fused module of a layer -> the modules that it contains.
 FUSED_MODULES = {
     f"{kind.module}.{whole}": tuple(f"{kind.module}.{part}" for part in parts)
-    for kind in (SelfAttentionSpec, GatedMLPSpec)
+    for kind in (SelfAttentionSpec, GatedMLPSpec, MLPSpec)
     for whole, parts in kind.fused.items()
 }
 _LAYERS, _EMBEDDING, _NORM, _HEAD = "model.layers.", "model.embed_tokens.", "model.norm.", "lm_head."

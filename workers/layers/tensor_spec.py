@@ -72,6 +72,7 @@ class Computation(Enum):
     ROTATION = auto()  # rotary embedding of a projection, which may be normed first
     ATTENTION = auto()
     GATED = auto()  # activation(gate) * up
+    ACTIVATED = auto()  # activation(up)
     SUM = auto()  # a matmul whose inputs are split among ranks, after the all-reduce
     LOGITS = auto()  # the router's logits, which every rank computes
     ROUTING = auto()  # the weight of each expert for a token; 0 for experts that were not chosen

@@ -25,6 +25,8 @@ from oarlock.workers.layers.fused_layer import CannotPrepare, PreparedLayers
 from oarlock.workers.layers.gated_mlp import GatedMLP
 from oarlock.workers.layers.gated_mlp_spec import GatedMLPSpec
 from oarlock.workers.layers.linear import RowParallelLinear
+from oarlock.workers.layers.mlp import MLP
+from oarlock.workers.layers.mlp_spec import MLPSpec
 from oarlock.workers.layers.norm import Norm, RMSNorm, make_norm
 from oarlock.workers.layers.placement import Placement
 from oarlock.workers.layers.rotary import RotaryTable
@@ -61,7 +63,7 @@ class Sublayer(Protocol):
 
 # Class of each kind of sublayer.
 _SUBLAYERS: dict[type, Callable[..., Sublayer]] = {
-    SelfAttentionSpec: Attention, GatedMLPSpec: GatedMLP, ExpertsSpec: Experts,
+    SelfAttentionSpec: Attention, GatedMLPSpec: GatedMLP, MLPSpec: MLP, ExpertsSpec: Experts,
 }  # fmt: skip
 
 
@@ -108,8 +110,8 @@ class DecoderLayer:
         return next(branch.sublayer for branch in self.branches if isinstance(branch.sublayer, Attention))
 
     @property
-    def mlp(self) -> GatedMLP:
-        return next(branch.sublayer for branch in self.branches if isinstance(branch.sublayer, GatedMLP))
+    def mlp(self) -> GatedMLP | MLP:
+        return next(branch.sublayer for branch in self.branches if isinstance(branch.sublayer, GatedMLP | MLP))
 
     @property
     def parts(self) -> list[_Part]:

@@ -13,13 +13,16 @@ from oarlock.workers.layers.attention_spec import RopeSpec, SelfAttentionSpec
 from oarlock.workers.layers.decoder_spec import BranchSpec, DecoderSpec, LayerSpec, SublayerSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec
 from oarlock.workers.layers.gated_mlp_spec import GatedMLPSpec
+from oarlock.workers.layers.mlp_spec import MLPSpec
 from oarlock.workers.layers.tensor_spec import NormSpec
 from oarlock.workers.models.hf_fields import Fields, unsupported
 from oarlock.workers.models.hf_rope import rope_spec, rope_table
 from oarlock.workers.platform.dtypes import ITEM_BYTES
 
+# transformers' names of the activations of a gate, of gelu, and of the activations of an MLP without a gate.
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
-
+GELUS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh"}
+PLAIN_ACTIVATIONS = {**GELUS, "relu": "relu", "relu2": "relu2"}
 
 # Names of the norms before and after each branch of a layer: attention, then the MLP.
 BEFORE = (("input_layernorm", None), ("post_attention_layernorm", None))
@@ -47,6 +50,7 @@ def decoder_spec(
     o_bias: bool = False,
     mlp_bias: bool = False,
     qk_norm: str | None = None,
+    gated_mlp: bool = True,
     activation: str | None = None,
     experts: Sequence[ExpertsSpec | None] = (),
     norm: NormSpec | None = None,
@@ -59,21 +63,24 @@ def decoder_spec(
     tied: bool = False,
     eps: float = 1e-6,
 ) -> DecoderSpec:
-    """Return a decoder with attention and a gated MLP or experts in each layer, from the keys that families share.
+    """Return a decoder with attention and an MLP or experts in each layer, from the keys that families share.
 
     The keyword arguments are the family's defaults and own settings. `rope`, `activation` and `norm` are given if a
     family does not use the usual keys for them. `ropes`: one per layer, if not all layers use `rope`. `query_scalar`:
     scores are divided by its root; None: by the root of a head's width. `qk_norm`: over each `head`, or over a whole
-    `row`. `experts`: one per layer, None for a layer with an MLP; empty: all layers have an MLP.
+    `row`. `gated_mlp`: whether the MLP has a gate; without a gate, `activation` must be given. `experts`: one per
+    layer, None for a layer with an MLP; empty: all layers have an MLP.
     """
     fields.refuse_the_rest()
     (heads, kv_heads), head_dim = _head_counts(fields, kv_heads), head_width(fields, head_dim)
     positions = fields.count("max_position_embeddings", max_positions)
     norm = norm or NormSpec(eps=fields.number("rms_norm_eps", eps))
     rope = rope or _usual_rope(fields, head_dim, positions)
+    assert gated_mlp or activation is not None, "an MLP without a gate has no usual activation"
     activation = activation or activation_name(fields, "hidden_act", "silu")
     mlps: Sequence[SublayerSpec | None] = experts or [None] * len(windows)
-    dense = GatedMLPSpec(fields.count("intermediate_size"), activation, mlp_bias) if None in mlps else None
+    kind = GatedMLPSpec if gated_mlp else MLPSpec
+    dense = kind(fields.count("intermediate_size"), activation, mlp_bias) if None in mlps else None
     plain = SelfAttentionSpec(
         *(heads, kv_heads, head_dim, (query_scalar or head_dim) ** -0.5, rope),
         softcap=attention_softcap,
@@ -154,8 +161,9 @@ def head_width(fields: Fields, default: int | None) -> int:
     return fields.count("head_dim", default or max(1, fields.count("hidden_size") // heads))
 
 
-def activation_name(fields: Fields, key: str, default: str) -> str:
-    return fields.choice(key, default, _ACTIVATIONS)
+def activation_name(fields: Fields, key: str, default: str, *, gated: bool = True) -> str:
+    """Return our name of an activation. `gated`: whether the MLP has a gate."""
+    return fields.choice(key, default, _ACTIVATIONS if gated else PLAIN_ACTIVATIONS)
 
 
 def declared_dtype(config: dict[str, Any]) -> str | None:

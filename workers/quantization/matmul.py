@@ -106,14 +106,17 @@ class Activation:
     """An activation function in torch, and oneDNN's names of it for a matmul that applies it before rounding."""
 
     function: Callable[[Tensor], Tensor]
-    attribute: str  # attribute of oneDNN's post-op
+    attribute: str = ""  # attribute of oneDNN's post-op; only for activations of a gate
     algorithm: str = ""
 
 
-# Keys are the names that `DecoderSpec.activation` uses.
+# Keys are the names in `GatedMLPSpec.activation` and `MLPSpec.activation`. Only silu and gelu_tanh are used for gates.
 ACTIVATIONS = {
     "silu": Activation(F.silu, "swish"),
     "gelu_tanh": Activation(partial(F.gelu, approximate="tanh"), "gelu", "tanh"),
+    "gelu": Activation(F.gelu, "gelu", "none"),
+    "relu": Activation(F.relu, "relu"),
+    "relu2": Activation(lambda x: F.relu(x).square()),
 }
 
 
@@ -204,6 +207,22 @@ class SlicedMatmul:
             if addend is not None:
                 y = y + addend.float()
         return y.to(self.dtype)
+
+
+class ActivatedMatmul:
+    """`activation(x @ weight.T + bias)`: [T, K] -> [T, N], rounded once if the matmul returns float32."""
+
+    def __init__(self, multiply: Matmul, activation: str) -> None:
+        self.multiply = multiply
+        self.activation = activation
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = self.multiply(x)
+        # torch computes the last few elements of an array with another function, whose last bits would make a row
+        # depend on its position and on the number of ranks. Computing in float64 and rounding to float32 hides the
+        # difference.
+        wide = y.double() if y.device.type == "cpu" else y.float()
+        return ACTIVATIONS[self.activation].function(wide).float().to(x.dtype)
 
 
 class ReferenceMatmul(ABC):
@@ -321,6 +340,11 @@ def gated_matmul(weight: Tensor, bias: Tensor | None, activation: str) -> GatedM
     multiply = kind(weight, bias, activation)
     gate = weight[: weight.shape[0] // 2]
     return PairedRows(multiply) if _needs_pairs(multiply, gate, kind, bias is None, activation) else multiply
+
+
+def activated(multiply: Matmul, activation: str) -> Callable[[Tensor], Tensor]:
+    """Return `multiply`, whose results should be float32, followed by an activation: [T, K] -> [T, N], in x's dtype."""
+    return ActivatedMatmul(multiply, activation)
 
 
 def holds_weight(multiply: Matmul) -> bool:

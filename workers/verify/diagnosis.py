@@ -18,9 +18,11 @@ from oarlock.workers.layers.attention_spec import SelfAttentionSpec
 from oarlock.workers.layers.decoder_spec import BranchSpec, DecoderSpec, SublayerSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec
 from oarlock.workers.layers.gated_mlp_spec import GatedMLPSpec
+from oarlock.workers.layers.mlp_spec import MLPSpec
 from oarlock.workers.layers.sharding import shard_vocab
 from oarlock.workers.layers.tensor_spec import Computation, Tap
 from oarlock.workers.quantization.formats.weight_format import Arithmetic
+from oarlock.workers.quantization.matmul import ACTIVATIONS
 from oarlock.workers.verify.compare import (
     ColumnRange,
     Recorded,
@@ -202,6 +204,8 @@ def _cause(fault: _Fault) -> str:
             return _attention(fault, branch.sublayer)
         case Computation.GATED:
             return _gated(fault, branch.sublayer)
+        case Computation.ACTIVATED:
+            return _activated(fault, branch.sublayer)
         case Computation.SUM:
             return _row_parallel(fault, branch, tap)
         case Computation.LOGITS:
@@ -434,6 +438,26 @@ def _gated(fault: _Fault, mlp: SublayerSpec) -> str:
     if all(_gate_is_right(fault, rank, mlp.activation) for rank in fault.row.wrong_ranks):
         return f"{prefix}.up_proj.weight: {rows}"
     return f"{prefix}.gate_proj.weight: {rows}, or the activation ({mlp.activation})"
+
+
+def _activated(fault: _Fault, mlp: SublayerSpec) -> str:
+    """Describe a wrong result of an MLP's first linear layer and its activation. Another activation of the right
+    projection is recognised by its values."""
+    assert isinstance(mlp, MLPSpec)
+    name = f"{fault.module}.{mlp.module}.up_proj"
+    projected = f"{fault.row.layer}.{next(tap.name for tap in mlp.taps if tap.module == 'up_proj')}"
+
+    def distance(activation: str) -> float:
+        """Return the largest distance, over the wrong ranks, from this activation of the right projection."""
+        function = ACTIVATIONS[activation].function
+        ranks = fault.row.wrong_ranks
+        return max(_distance(fault.ours(rank), function(fault.truth(rank, projected))) for rank in ranks)
+
+    nearest = min(ACTIVATIONS, key=distance)
+    if nearest != mlp.activation and distance(nearest) < _CLOSE * distance(mlp.activation):
+        return f"{name}: the activation on {fault.ranks} is {nearest}, not {mlp.activation}"
+    parameters = "weight or bias" if mlp.bias else "weight"
+    return f"{name}.{parameters}: the rows of {fault.ranks}, or the activation ({mlp.activation})"
 
 
 def _gate_is_right(fault: _Fault, rank: int, activation: str) -> bool:

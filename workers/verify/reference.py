@@ -362,8 +362,8 @@ class _WithoutHooks(nn.Module):
         return type(self.inner).forward(self.inner, x)
 
 
-def _exact_router(module: nn.Module, x: Tensor) -> Any:
-    """Call the router's own forward, on its weights in float64."""
+def _own_forward(module: nn.Module, x: Tensor) -> Any:
+    """Call the module's own forward, on its weights in float64."""
     plain = _WithoutHooks(module)
     with _Widened():
         return functional_call(plain, {name: each.double() for name, each in plain.named_parameters()}, (x,))
@@ -398,11 +398,11 @@ def _exact_forward(module: nn.Module) -> Callable[..., Any] | None:
             scale = torch.as_tensor(module.embed_scale).to(module.weight.dtype).item()
         return lambda ids: F.embedding(ids, module.weight).double() * scale
     if type(module).__name__.endswith("Router"):
-        return partial(_exact_router, module)
+        return partial(_own_forward, module)
     if is_experts(module):
         return partial(_exact_experts, module)
-    if type(module).__name__.endswith("LayerNorm"):
-        return lambda x: _norm(module, x - x.mean(-1, keepdim=True), 0.0)
+    if "LayerNorm" in type(module).__name__:
+        return partial(_own_forward, module)
     if type(module).__name__.endswith("RMSNorm"):
         weight: Any = module.weight
         scaled = module(
