@@ -29,7 +29,10 @@ from oarlock.workers.model_files.tensor_names import NO_NAMES, TensorNames
 from oarlock.workers.models.registry import GGUF_FAMILIES, describe
 
 _MAX_ROPE_FACTORS = 4096  # the widest known heads have 512 elements
-_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_TOP = {
+    "token_embd": "model.embed_tokens", "position_embd": "model.embed_positions", "output_norm": "model.norm",
+    "output": "lm_head",
+}  # fmt: skip
 
 
 def hf_config(model: GGUFModel) -> dict[str, Any]:

@@ -112,6 +112,7 @@ CONCERNS: dict[str, tuple[str, ...]] = {
         "tests/unit/workers/layers/test_stage_layers.py",
     ),
     "layers": ("tests/unit/workers/layers/test_rotary.py", "tests/unit/workers/layers/test_norm.py"),
+    "positions": ("tests/unit/workers/layers/test_positions.py",),
     "weights": ("tests/unit/workers/model_files", "tests/unit/workers/weights"),
     "tool-formats": (
         "tests/unit/server/chat/tool_parsers/test_tool_parsers.py",

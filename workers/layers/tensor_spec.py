@@ -39,10 +39,11 @@ class TensorSpec:
     expert: int | None = None  # index of the routed expert that it belongs to
     experts: int = 0  # number of routed experts
     used: float = 1.0  # fraction of all tokens that use it
+    is_table: bool = False  # its rows are looked up; it is never multiplied, and never quantized
 
     @property
     def is_matrix(self) -> bool:
-        return len(self.shape) == 2
+        return len(self.shape) == 2 and not self.is_table
 
     def local_shape(self, size: int, slices: int = 1, unit: int = 1) -> tuple[int, ...]:
         """Return the shape of the part that each of `size` ranks holds; `slices` and `unit` are passed to

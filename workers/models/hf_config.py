@@ -10,7 +10,7 @@ from typing import Any
 
 from oarlock.base.errors import StartupError
 from oarlock.workers.layers.attention_spec import RopeSpec, SelfAttentionSpec
-from oarlock.workers.layers.decoder_spec import BranchSpec, DecoderSpec, LayerSpec, SublayerSpec
+from oarlock.workers.layers.decoder_spec import BranchSpec, DecoderSpec, LayerSpec, PositionTable, SublayerSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec
 from oarlock.workers.layers.gated_mlp_spec import GatedMLPSpec
 from oarlock.workers.layers.mlp_spec import MLPSpec
@@ -108,6 +108,28 @@ def decoder_spec(
         logit_scale=logit_scale,
         logit_softcap=logit_softcap,
     )
+
+
+def whole_heads(fields: Fields) -> int:
+    """Return the width of heads that divide the hidden size equally. Refuse any other `head_dim`."""
+    hidden, heads = fields.count("hidden_size"), fields.count("num_attention_heads")
+    if hidden % heads:
+        raise StartupError(
+            f"config.json: hidden_size {hidden} is not a multiple of num_attention_heads {heads}.",
+            "Repair one of them.",
+        )
+    fields.check_value("head_dim", hidden // heads)
+    return hidden // heads
+
+
+def with_learned_positions(spec: DecoderSpec, length: int, first: int = 0) -> DecoderSpec:
+    """Return the model with a learned table of `length` positions instead of rotary embedding.
+
+    `first`: row of position 0.
+    """
+    plain = spec.with_sublayers(lambda one: replace(one, rope=None) if isinstance(one, SelfAttentionSpec) else one)
+    table = PositionTable(length + first, first)
+    return replace(plain, positions=table, default_length=length, longest_length=length)
 
 
 @cache

@@ -3,6 +3,7 @@
 A key that changes the forward pass and that a family does not read is refused, never ignored. Torch-free.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,26 @@ class Fields:
         if value > most:
             raise wrong(key, f"at most {most}", value)
         return value
+
+    def renamed(self, keys: Mapping[str, tuple[str, int]]) -> "Fields":
+        """Return the config with the counts at `keys`, this config's key -> (usual key, default), at the usual keys.
+
+        A config may have the usual keys as well, as in transformers; then both must agree.
+        """
+        usual = {}
+        for key, (name, default) in keys.items():
+            given = self.raw.get(name)
+            usual[name] = self.count(key) if self._get(key) is not None else self.count(name, default)
+            if given is not None and given != usual[name]:
+                raise StartupError(f"config.json: {key} and {name} differ.", "Repair one of them.")
+        found = Fields({**self.raw, **usual})
+        found._read = set(self._read)
+        return found
+
+    def check_value(self, key: str, value: Any) -> None:
+        """Raise `StartupError` if `key` is given with a value other than `value`, the only one that is served."""
+        if self._get(key) not in (None, value):
+            raise unsupported(key, self.raw[key], f"Supported: {shown(value)}.")
 
     def layers(self) -> int:
         return self.count("num_hidden_layers", most=MOST_LAYERS)

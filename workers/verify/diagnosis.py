@@ -218,10 +218,21 @@ def _cause(fault: _Fault) -> str:
 
 def _embedding(fault: _Fault) -> str:
     """Find the wrong rows of the table, and so the ranks, from the ids of the wrong tokens."""
+    if fault.spec.positions is not None and _is_by_position(fault):
+        return "model.embed_positions.weight: its rows, the row of position 0, or their addition to the embedding"
     tokens = [token for sequence in Text.read(fault.folder).inputs() for token in sequence]
     local = shard_vocab(fault.spec.vocab_size, 0, fault.size)[1]
     owners = {token // local for token, wrong in zip(tokens, fault.wrong_tokens().tolist(), strict=True) if wrong}
     return f"model.embed_tokens.weight: the rows of {_ranks(tuple(sorted(owners)))}, or the all-reduce after it"
+
+
+def _is_by_position(fault: _Fault) -> bool:
+    """Return whether different tokens at one position have the same error, of positions that several prompts have."""
+    positions, _ = _positions(fault.folder)
+    error, counts = fault.error(fault.row.wrong_ranks[0]), positions.bincount()
+    sums = error.new_zeros(len(counts), error.shape[1]).index_add_(0, positions, error)
+    means, is_shared = (sums / counts.unsqueeze(1))[positions], counts[positions] > 1
+    return bool((error - means)[is_shared].norm() < _CLOSE * means[is_shared].norm())
 
 
 def _projection(fault: _Fault, branch: BranchSpec, tap: Tap) -> str:
@@ -478,6 +489,8 @@ _ODD: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def _logits(fault: _Fault) -> str:
+    if fault.spec.head_bias and fault.is_constant():
+        return f"lm_head.bias: the rows of {fault.ranks} (the error is the same for every token)"
     head = "model.embed_tokens.weight (tied head)" if fault.spec.tie_word_embeddings else "lm_head.weight"
     text = f"{head}: the rows of {fault.ranks}"
     shards = [fault.truth(rank) for rank in range(fault.size)]
