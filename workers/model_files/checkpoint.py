@@ -147,7 +147,12 @@ class Checkpoint:
         names."""
         self.directory = directory
         self.tensors = tensors
-        self._stored_names = stored_names or {}
+        # Our modules -> names of the stored modules, for modules whose tensors keep the last part of their names.
+        self._stored_modules: dict[str, str] = {}
+        for ours, stored in (stored_names or {}).items():
+            (module, _, kind), (whole, _, stored_kind) = ours.rpartition("."), stored.rpartition(".")
+            if kind == stored_kind:
+                self._stored_modules[module] = whole
 
     @staticmethod
     def open(directory: Path, names: TensorNames = NO_NAMES) -> "Checkpoint":
@@ -177,8 +182,7 @@ class Checkpoint:
 
     def stored_module(self, module: str) -> str:
         """Return the name that the checkpoint has for one of our modules."""
-        stored = self._stored_names.get(f"{module}.weight")
-        return module if stored is None else stored.removesuffix(".weight")
+        return self._stored_modules.get(module, module)
 
     def find(self, name: str) -> LocatedTensor | None:
         return self.tensors.get(name)
