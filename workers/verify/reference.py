@@ -41,11 +41,13 @@ from oarlock.workers.verify.dequantised_reference import (
     RoundingLoss,
     WrittenOut,
     dequantised_weights,
+    is_conv1d,
     is_experts,
+    is_product,
 )
 from oarlock.workers.verify.request import Text, VerifyRequest
+from oarlock.workers.verify.transformers_layout import TransformersLayout
 
-_PRODUCTS = (nn.Linear, nn.Embedding)
 _ROWS = 8192  # rows of a weight that are widened to float64 at once
 
 ReportLine = Callable[[str], None]
@@ -86,17 +88,18 @@ def load_for(request: VerifyRequest, dtype: torch.dtype) -> tuple[PreTrainedMode
     dequantised = dequantised_weights(path, request.quantization, dtype)
     if request.dequantize:
         dequantised = WrittenOut(dequantised, dtype)
+    layout = TransformersLayout(dequantised, read_spec(request.model).names)
     if is_dense:
         model = load_model(request.model, request.dtype, request.device)
     else:
         model = _unfilled_model(request.model, dtype)
-        linear_layers = {f"{name}.weight" for name, part in model.named_modules() if isinstance(part, _PRODUCTS)}
+        linear_layers = {f"{name}.weight" for name, part in model.named_modules() if is_product(part)}
         experts = [name for name, part in model.named_modules() if is_experts(part)]
         linear_layers |= {f"{name}.{part}_proj" for name in experts for part in ("gate_up", "down")}
         for name, parameter in model.named_parameters():
             if name not in linear_layers:
-                parameter.data = dequantised.other(name).to(dtype)
-    return model, DequantisedModel(model, dequantised, dtype, was_dense=is_dense, device=request.device)
+                parameter.data = layout.other(name).to(dtype)
+    return model, DequantisedModel(model, layout, dtype, was_dense=is_dense, device=request.device)
 
 
 def _unfilled_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
@@ -307,7 +310,10 @@ class TransformersRecorder:
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **named: Any
     ) -> tuple[Tensor, None]:
         """Call the model's usual attention, or `exact_attention` in float64; `query` [1, H, T, D]."""
-        self.record(f"{module.layer_idx}.q_rope", query.transpose(1, 2))
+        rows = query.transpose(1, 2)
+        if named.get("scaling") == 1.0:  # OPT has scaled its queries already
+            rows = rows / self._spec.layers[module.layer_idx].attention.scale
+        self.record(f"{module.layer_idx}.q_rope", rows)
         self.record(f"{module.layer_idx}.k_rope", key.transpose(1, 2))
         if query.dtype == torch.float64:
             scale = named.get("scaling") or query.shape[-1] ** -0.5
@@ -390,8 +396,10 @@ def _exact_experts(module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tens
 def _exact_forward(module: nn.Module) -> Callable[..., Any] | None:
     """Return the float64 version of a module with weights; None for a module without weights, which computes in the
     dtype of its inputs."""
-    if isinstance(module, nn.Linear):
+    if isinstance(module, nn.Linear) or is_conv1d(module):
         return lambda x: _linear(module, x)
+    if isinstance(module, nn.Embedding) and type(module).__name__.endswith("PositionalEmbedding"):
+        return lambda *args, **named: type(module).forward(module, *args, **named).double()
     if isinstance(module, nn.Embedding):
         scale = 1.0
         if hasattr(module, "embed_scale"):  # Gemma rounds its scale to the dtype, as part of the model's definition
@@ -417,9 +425,9 @@ def _exact_forward(module: nn.Module) -> Callable[..., Any] | None:
     return None
 
 
-def _linear(module: nn.Linear, x: Tensor) -> Tensor:
+def _linear(module: Any, x: Tensor) -> Tensor:
     bias = None if module.bias is None else module.bias.double().split(_ROWS)
-    blocks = module.weight.split(_ROWS)
+    blocks = (module.weight.T if is_conv1d(module) else module.weight).split(_ROWS)
     parts = [F.linear(x, block.double(), None if bias is None else bias[i]) for i, block in enumerate(blocks)]
     return torch.cat(parts, dim=-1)
 
