@@ -102,6 +102,22 @@ CASES: dict[str, Case] = {
     "glm4-moe": Case("glm4_moe", {}, (1, 2, 4)),
     "ernie-moe": Case("ernie4_5_moe", {}, (1, 2, 4)),
     "gpt-oss": Case("gpt_oss", {}, (1, 2, 4)),
+    "gpt2": Case("gpt2", {}, (1, 2, 4, 8)),
+    "gpt2-untied-scaled-by-layer": Case("gpt2", {"tie_word_embeddings": False, "vocab_size": 311, "scale_attn_weights":
+                                                 False, "scale_attn_by_inverse_layer_idx": True,
+                                                 "activation_function": "relu"}, (2,), torch.bfloat16),
+    "starcoder": Case("gpt_bigcode", {}, (1, 2, 4)),  # all query heads share one key-value head
+    "starcoder-multi-head": Case("gpt_bigcode", {"multi_query": False, "activation_function": "gelu",
+                                                 "vocab_size": 309}, (1, 4), max_shard_size="60KB"),
+    "opt": Case("opt", {}, (1, 2, 4)),
+    "opt-untied-unbiased-gelu": Case("opt", {"tie_word_embeddings": False, "enable_bias": False,
+                                             "activation_function": "gelu", "vocab_size": 303}, (2,), torch.float16),
+    "phi": Case("phi", {}, (1, 2, 4)),
+    "phi-tied-odd-vocab": Case("phi", {"tie_word_embeddings": True, "vocab_size": 313, "num_key_value_heads": 1,
+                                       "hidden_size": 128, "partial_rotary_factor": 0.25}, (2,)),
+    "pythia": Case("gpt_neox", {}, (1, 2, 4)),
+    "gpt-neox-sequential": Case("gpt_neox", {"use_parallel_residual": False, "hidden_act": "gelu_fast",
+                                             "attention_bias": False, "vocab_size": 307}, (2,), torch.float16),
 }  # fmt: skip
 # One case per family and size, for tests that need not run on every shape.
 FAMILY_CASES = (

@@ -18,6 +18,10 @@ from safetensors.torch import load_file
 from tests.golden.gguf_blocks import quantized
 
 _ARCHITECTURES = {
+    "GPT2LMHeadModel": gguf.MODEL_ARCH.GPT2,
+    "GPTBigCodeForCausalLM": gguf.MODEL_ARCH.STARCODER,
+    "PhiForCausalLM": gguf.MODEL_ARCH.PHI2,
+    "GPTNeoXForCausalLM": gguf.MODEL_ARCH.GPTNEOX,
     "LlamaForCausalLM": gguf.MODEL_ARCH.LLAMA,
     "MistralForCausalLM": gguf.MODEL_ARCH.LLAMA,
     "Qwen2ForCausalLM": gguf.MODEL_ARCH.QWEN2,
@@ -68,6 +72,10 @@ _ADDED = (
     ("topk_group", "add_expert_group_used_count"),
 )
 _PERMUTED = (gguf.MODEL_ARCH.LLAMA, gguf.MODEL_ARCH.GRANITE_MOE)
+_OWN_KEYS = {
+    "n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads", "n_inner":
+    "intermediate_size", "n_positions": "max_position_embeddings", "layer_norm_epsilon": "layer_norm_eps",
+}  # fmt: skip
 _EXPERT = re.compile(r"(.*\.)(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight")
 _NUMBERED = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}  # Mixtral's names
 KindOf = Callable[[str, tuple[int, ...]], str]
@@ -93,7 +101,7 @@ def write_gguf(directory: Path, path: Path, kind_of: KindOf, *, part_bytes: int 
 
     `settings` are written last, under names in which `__` is a dot; None leaves one out.
     """
-    config = json.loads((directory / "config.json").read_text())
+    config = _with_usual_keys(json.loads((directory / "config.json").read_text()))
     arch = _ARCHITECTURES[config["architectures"][0]]
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch], split_max_size=part_bytes)
     _add_settings(writer, config, arch)
@@ -158,6 +166,13 @@ def _with_joined_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Te
     return found | {name: torch.stack([of[index] for index in sorted(of)]) for name, of in apart.items()}
 
 
+def _with_usual_keys(config: dict[str, Any]) -> dict[str, Any]:
+    """The settings of GPT-2 and GPT-BigCode under the keys that others have."""
+    found = {ours: config[theirs] for theirs, ours in _OWN_KEYS.items() if config.get(theirs) is not None}
+    config = {**config, **found}
+    return {**config, "num_key_value_heads": config.get("num_key_value_heads") or config["num_attention_heads"]}
+
+
 def _set(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
     settings = writer.kv_data[0]
     settings.pop(key, None)
@@ -211,6 +226,11 @@ def _add_settings(writer: gguf.GGUFWriter, config: dict[str, Any], arch: gguf.MO
         writer.add_rope_scaling_orig_ctx_len(original)
         scale = config["max_position_embeddings"] / original
         writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 else 1.0)
+    if arch is gguf.MODEL_ARCH.GPTNEOX:
+        writer.add_parallel_residual(config["use_parallel_residual"])
+    if config.get("multi_query"):
+        writer.kv_data[0].pop("starcoder.attention.head_count_kv")
+        writer.add_head_count_kv(1)
     for key, method in _ADDED:
         if config.get(key):
             getattr(writer, method)(config[key])
@@ -256,6 +276,11 @@ def _as_stored(name: str, tensor: torch.Tensor, config: dict[str, Any], arch: gg
         heads = config["num_attention_heads" if ".q_proj." in name else "num_key_value_heads"]
         halves = tensor.reshape(heads, 2, tensor.shape[0] // heads // 2, *tensor.shape[1:])
         return halves.swapaxes(1, 2).reshape(tensor.shape)
+    if arch is gguf.MODEL_ARCH.GPT2 and name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight")):
+        return tensor.T.contiguous()
+    if arch is gguf.MODEL_ARCH.GPTNEOX and ".query_key_value." in name:
+        of_heads = tensor.unflatten(0, (config["num_attention_heads"], 3, -1))
+        return of_heads.swapaxes(0, 1).reshape(tensor.shape)
     return tensor
 
 

@@ -18,11 +18,12 @@ from oarlock.workers.layers import attention, embedding, experts, linear
 from oarlock.workers.layers.attention import Attention, Sinks
 from oarlock.workers.layers.attention_spec import SelfAttentionSpec
 from oarlock.workers.layers.decoder_spec import DecoderSpec
-from oarlock.workers.layers.embedding import VocabParallelEmbedding, VocabParallelHead
+from oarlock.workers.layers.embedding import PositionEmbedding, VocabParallelEmbedding, VocabParallelHead
 from oarlock.workers.layers.experts import Experts, ExpertStack, Router
 from oarlock.workers.layers.linear import RowParallelLinear
 from oarlock.workers.layers.norm import RMSNorm
 from oarlock.workers.layers.rotary import RotaryTable, rotate
+from oarlock.workers.model_files.tensor_names import Blocks, TensorNames
 from oarlock.workers.models.decoder import Branch
 from oarlock.workers.quantization.method import DenseWeight, WeightShard
 from oarlock.workers.weights.reader import WeightReader
@@ -413,6 +414,61 @@ def embedding_adds_foreign_rows(patch: MonkeyPatch) -> None:
         return self.placement.tp.all_reduce(self.look_up((ids - self.start).clamp(0, self.local - 1)))
 
     patch.setattr(VocabParallelEmbedding, "_rows", rows)
+
+
+def positions_one_row_late(patch: MonkeyPatch) -> None:
+    call = PositionEmbedding.__call__
+    patch.setattr(PositionEmbedding, "__call__", lambda self, x, positions: call(self, x, positions + 1))
+
+
+def positions_added_before_the_sum_over_ranks(patch: MonkeyPatch) -> None:
+    """Every rank adds the row of the position to its part of the embedding."""
+    call = PositionEmbedding.__call__
+    patch.setattr(
+        PositionEmbedding,
+        "__call__",
+        lambda self, x, positions: call(self, x, positions) + (self.placement.tp.size - 1) * self.weight[positions],
+    )
+
+
+def bias_of_the_head_dropped(patch: MonkeyPatch) -> None:
+    original = VocabParallelHead.load_bias
+
+    def patched(self: VocabParallelHead, weights: Any) -> None:
+        original(self, weights)
+        self.bias = None
+
+    patch.setattr(VocabParallelHead, "load_bias", patched)
+
+
+def bias_of_the_head_of_the_first_rank(patch: MonkeyPatch) -> None:
+    original = VocabParallelHead.load_bias
+
+    def patched(self: VocabParallelHead, weights: Any) -> None:
+        here, self.start = self.start, 0
+        original(self, weights)
+        self.start = here
+
+    patch.setattr(VocabParallelHead, "load_bias", patched)
+
+
+def conv1d_read_as_other_matrices(patch: MonkeyPatch) -> None:
+    """A square matrix, whose shape does not show that it is transposed."""
+    original = TensorNames.is_transposed
+    patch.setattr(
+        TensorNames, "is_transposed", lambda self, module: original(self, module) and not module.endswith("o_proj")
+    )
+
+
+def parts_of_heads_taken_as_parts_of_all(patch: MonkeyPatch) -> None:
+    """All of q, then all of k, then all of v."""
+    original = TensorNames.blocks_of
+
+    def patched(self: TensorNames, module: str) -> Blocks | None:
+        found = original(self, module)
+        return found and replace(found, rows=tuple(rows * found.groups for rows in found.rows), groups=1)
+
+    patch.setattr(TensorNames, "blocks_of", patched)
 
 
 def _with_init(patch: MonkeyPatch, layer: type, attribute: str, value: Any) -> None:

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-FAMILIES = ("cohere", "cohere2", "gemma2", "gemma3_text", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3")
+FAMILIES = ("cohere", "cohere2", "gemma2", "gemma3_text", "gpt2", "gpt_bigcode", "gpt_neox", "llama", "mistral",
+            "olmo2", "opt", "phi", "phi3", "qwen2", "qwen3")  # fmt: skip
 MIXTURES = ("ernie4_5_moe", "glm4_moe", "gpt_oss", "granitemoe", "granitemoeshared", "mixtral", "olmoe", "qwen2_moe",
             "qwen3_moe")  # fmt: skip
 # Small and odd on purpose: heads share KV heads, and no size is a power of two by accident of the family's defaults.
@@ -42,6 +43,12 @@ _FAMILY: dict[str, dict[str, Any]] = {
     "phi3": {},
     "qwen2": {},
     "qwen3": {"head_dim": 24},
+    # Some have their own names for sizes, and no key-value heads to choose.
+    "gpt2": {"n_inner": 96, "num_key_value_heads": None},
+    "gpt_bigcode": {"n_inner": 96, "num_key_value_heads": None},
+    "gpt_neox": {"num_key_value_heads": None, "rotary_pct": 0.5},
+    "opt": {"ffn_dim": 96, "num_key_value_heads": None},
+    "phi": {},
     # Widths that 8 ranks cannot cut into equal slices.
     "ernie4_5_moe": {"moe_intermediate_size": 36, "moe_num_experts": 6, "moe_k": 3},
     "glm4_moe": {"moe_intermediate_size": 36, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4,
@@ -101,12 +108,12 @@ def _random_model(config: Any, seed: int, std: float) -> PreTrainedModel:
             for name, parameter in model.named_parameters():
                 if name.endswith(("bias", "sinks")):
                     parameter.normal_(std=0.1 if name.endswith("bias") else 1.0)
-                elif name.endswith("norm.weight"):
+                elif name.endswith(("norm.weight", "ln_1.weight", "ln_2.weight", "ln_f.weight")):
                     parameter.normal_(mean=0.0 if config.model_type.startswith("gemma") else 1.0, std=0.1)
                 elif std > 0:
                     parameter.normal_(std=std)
             for name, buffer in model.named_buffers():
-                if name.endswith("bias"):
+                if name.endswith("bias") and buffer.is_floating_point():  # others are masks
                     buffer.normal_(std=0.1)
     return model.eval()
 

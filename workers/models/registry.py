@@ -13,12 +13,16 @@ from oarlock.workers.models.encoders.registry import ENCODERS
 from oarlock.workers.models.ernie4_5_moe import GGUF_ERNIE4_5_MOE, describe_ernie4_5_moe
 from oarlock.workers.models.gemma import GGUF_GEMMA2, GGUF_GEMMA3, describe_gemma2, describe_gemma3
 from oarlock.workers.models.glm4_moe import GGUF_GLM4_MOE, describe_glm4_moe
+from oarlock.workers.models.gpt2 import GGUF_GPT2, GGUF_STARCODER, describe_gpt2, describe_gpt_bigcode
+from oarlock.workers.models.gpt_neox import GGUF_GPT_NEOX, describe_gpt_neox
 from oarlock.workers.models.gpt_oss import GGUF_GPT_OSS, describe_gpt_oss
 from oarlock.workers.models.granite_moe import GGUF_GRANITE_MOE, describe_granite_moe, describe_granite_moe_shared
 from oarlock.workers.models.hf_fields import Fields, read_config
 from oarlock.workers.models.llama import GGUF_LLAMA, describe_llama
 from oarlock.workers.models.mistral import describe_mistral, describe_mixtral
 from oarlock.workers.models.olmo import GGUF_OLMO2, GGUF_OLMOE, describe_olmo2, describe_olmoe
+from oarlock.workers.models.opt import describe_opt
+from oarlock.workers.models.phi import GGUF_PHI2, describe_phi
 from oarlock.workers.models.phi3 import GGUF_PHI3, describe_phi3
 from oarlock.workers.models.qwen import GGUF_QWEN2, GGUF_QWEN3, describe_qwen2, describe_qwen3
 from oarlock.workers.models.qwen_moe import GGUF_QWEN2_MOE, GGUF_QWEN3_MOE, describe_qwen2_moe, describe_qwen3_moe
@@ -30,6 +34,9 @@ FAMILIES: dict[str, Callable[[Fields], DecoderSpec]] = {
     "Gemma2ForCausalLM": describe_gemma2,
     "Gemma3ForCausalLM": describe_gemma3,
     "Glm4MoeForCausalLM": describe_glm4_moe,
+    "GPT2LMHeadModel": describe_gpt2,
+    "GPTBigCodeForCausalLM": describe_gpt_bigcode,
+    "GPTNeoXForCausalLM": describe_gpt_neox,
     "GptOssForCausalLM": describe_gpt_oss,
     "GraniteMoeForCausalLM": describe_granite_moe,
     "GraniteMoeSharedForCausalLM": describe_granite_moe_shared,
@@ -38,6 +45,8 @@ FAMILIES: dict[str, Callable[[Fields], DecoderSpec]] = {
     "MixtralForCausalLM": describe_mixtral,
     "Olmo2ForCausalLM": describe_olmo2,
     "OlmoeForCausalLM": describe_olmoe,
+    "OPTForCausalLM": describe_opt,
+    "PhiForCausalLM": describe_phi,
     "Phi3ForCausalLM": describe_phi3,
     "Qwen2ForCausalLM": describe_qwen2,
     "Qwen2MoeForCausalLM": describe_qwen2_moe,
@@ -47,6 +56,7 @@ FAMILIES: dict[str, Callable[[Fields], DecoderSpec]] = {
 _GGUF = (
     GGUF_LLAMA, GGUF_QWEN2, GGUF_QWEN3, GGUF_PHI3, GGUF_GEMMA2, GGUF_GEMMA3, GGUF_OLMO2, GGUF_COHERE, GGUF_COHERE2,
     GGUF_GRANITE_MOE, GGUF_OLMOE, GGUF_QWEN2_MOE, GGUF_QWEN3_MOE, GGUF_GLM4_MOE, GGUF_ERNIE4_5_MOE, GGUF_GPT_OSS,
+    GGUF_GPT2, GGUF_STARCODER, GGUF_PHI2, GGUF_GPT_NEOX,
 )  # fmt: skip
 GGUF_FAMILIES = {family.name: family for family in _GGUF}
 

@@ -39,6 +39,10 @@ _KEYS = {
     "original_max_position_embeddings", "partial_rotary_factor", "query_pre_attn_scalar", "attn_logit_softcapping",
     "final_logit_softcapping", "quantization_config", "num_experts", "logits_scaling", "layer_norm_eps",
     "logit_scale", "use_qk_norm", "use_parallel_block", "num_experts_per_tok", "mlp_only_layers", "decoder_sparse_step",
+    "n_embd", "n_layer", "n_head", "n_positions", "n_inner", "activation_function", "layer_norm_epsilon", "multi_query",
+    "scale_attn_weights", "scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn", "add_cross_attention",
+    "do_layer_norm_before", "word_embed_proj_dim", "ffn_dim", "enable_bias", "layer_norm_elementwise_affine",
+    "qk_layernorm", "rotary_pct", "rotary_emb_base", "use_parallel_residual",
     "n_group", "topk_group", "routed_scaling_factor", "moe_layer_end_index", "moe_norm_min", "residual_multiplier",
 }  # fmt: skip
 _ROPES: dict[str, dict[str, Any]] = {
@@ -54,6 +58,7 @@ _ROPE_KEYS = {
     "unknown", *(key for table in _ROPES.values() for key in table),
 }  # fmt: skip
 _MIXTURES = ("Moe", "MoeShared", "Mixtral", "Olmoe", "GptOss")
+_OLDER = ("GPT2LMHeadModel", "GPTBigCodeForCausalLM", "GPTNeoXForCausalLM", "OPTForCausalLM")
 # Keys whose invalid value may be reported under another key, which is derived from it.
 _FOLLOWS = {
     "hidden_size": "head_dim",
@@ -63,6 +68,7 @@ _FOLLOWS = {
     "partial_rotary_factor": "short_factor",
     "use_sliding_window": "sliding_window",
     "low_freq_factor": "high_freq_factor",
+    "rotary_pct": "partial_rotary_factor",
     "rope_scaling": "rope",
     "rope_parameters": "rope",
     "rope_type": "rope type",
@@ -74,6 +80,9 @@ _FOLLOWS = {
 def base(architecture: str) -> dict[str, Any]:
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_k": 2, "partial_rotary_factor": 1.0}
     own = experts if architecture.removesuffix("ForCausalLM").endswith(_MIXTURES) else {}
+    if architecture in _OLDER:  # all heads have keys of their own, or one for all
+        own |= {"num_key_value_heads": None, "head_dim": None, "rotary_pct": 1.0, "rotary_emb_base": 5e5}
+    own |= {"partial_rotary_factor": 1.0} if architecture == "PhiForCausalLM" else {}
     return {**_SHAPE, **own, "architectures": [architecture], "sliding_window": 16, "use_sliding_window": True}
 
 

@@ -81,6 +81,18 @@ WEIGHTS = [
     ("cohere2", f"{L1}.input_layernorm.weight", rows(0, 8), f"{L1}.input_layernorm"),
     ("cohere2", f"{L1}.mlp.up_proj.weight", rows(48, 96), f"{L1}.mlp.up_proj.weight: the rows of rank 1"),
     ("cohere2", f"{L1}.mlp.down_proj.weight", columns(0, 48), f"{L1}.mlp.down_proj.weight: the columns of rank 0"),
+    # GPT-2 stores matrices as [inputs, outputs], and GPT-NeoX q, k and v of a head together: rank 1 begins at row 96.
+    ("gpt2", "transformer.wpe.weight", rows(0, 3), "model.embed_positions.weight: its rows"),
+    ("gpt2", "transformer.wte.weight", rows(160, 320), "model.embed_tokens.weight: the rows of rank 1"),
+    ("gpt2", "transformer.h.1.mlp.c_proj.weight", rows(48, 96), f"{L1}.mlp.down_proj.weight: the columns of rank 1"),
+    ("phi", "lm_head.bias", rows(160, 320, 0.0), "lm_head.bias: the rows of rank 1"),
+    ("phi", f"{L1}.self_attn.dense.bias", rows(0, 64, 2.0), f"{L1}.self_attn.o_proj.bias"),
+    (
+        "gpt_neox",
+        "gpt_neox.layers.1.attention.query_key_value.weight",
+        rows(96, 104),
+        f"{L1}.self_attn.q_proj.weight: the rows of rank 1",
+    ),
     ("qwen2_moe", f"{L1}.mlp.gate.weight", rows(2, 3), f"{L1}.mlp.gate.weight: the rows of expert 2"),
     ("qwen2_moe", f"{L1}.mlp.experts.3.down_proj.weight", rows(0, 64), "expert 3 (its result is 0.5 times the right"),
     ("qwen2_moe", f"{L1}.mlp.experts.1.gate_proj.weight", rows(0, 8), f"{L1}.mlp.experts: expert 1"),

@@ -32,7 +32,10 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], VerifyCas
         "olmo2": ("olmo2", {}),
         "cohere2": ("cohere2", {"layer_types": ["sliding_attention", "full_attention"]}),
         "qwen2_moe": ("qwen2_moe", {}),
+        "gpt2": ("gpt2", {}),
+        "gpt_neox": ("gpt_neox", {}),
         "gpt_oss": ("gpt_oss", {}),
+        "phi": ("phi", {}),
     }
 
     def case(name: str) -> VerifyCase:
