@@ -50,6 +50,7 @@ CppPlainMatmul = CppMatmul | CppPackedMatmul
 CppAnyGatedMatmul = CppGatedMatmul | CppPackedGatedMatmul
 MATMULS = (CppMatmul, CppPackedMatmul)
 GATED_MATMULS = (CppGatedMatmul, CppPackedGatedMatmul)
+MLP_ROWS = 960  # size of the row chunks between the two matmuls of an MLP
 _DENSE = 0  # `WeightKind` of a packed weight in the model's dtype, csrc/gemm/int8.h
 
 

@@ -22,7 +22,7 @@ from oarlock.workers.platform.dtypes import ITEM_BYTES
 # transformers' names of the activations of a gate, of gelu, and of the activations of an MLP without a gate.
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 GELUS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh"}
-PLAIN_ACTIVATIONS = {**GELUS, "relu": "relu", "relu2": "relu2"}
+_PLAIN_ACTIVATIONS = {**GELUS, "relu": "relu", "relu2": "relu2"}
 
 # Names of the norms before and after each branch of a layer: attention, then the MLP.
 BEFORE = (("input_layernorm", None), ("post_attention_layernorm", None))
@@ -163,7 +163,7 @@ def head_width(fields: Fields, default: int | None) -> int:
 
 def activation_name(fields: Fields, key: str, default: str, *, gated: bool = True) -> str:
     """Return our name of an activation. `gated`: whether the MLP has a gate."""
-    return fields.choice(key, default, _ACTIVATIONS if gated else PLAIN_ACTIVATIONS)
+    return fields.choice(key, default, _ACTIVATIONS if gated else _PLAIN_ACTIVATIONS)
 
 
 def declared_dtype(config: dict[str, Any]) -> str | None:

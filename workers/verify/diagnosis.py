@@ -22,7 +22,7 @@ from oarlock.workers.layers.mlp_spec import MLPSpec
 from oarlock.workers.layers.sharding import shard_vocab
 from oarlock.workers.layers.tensor_spec import Computation, Tap
 from oarlock.workers.quantization.formats.weight_format import Arithmetic
-from oarlock.workers.quantization.matmul import ACTIVATIONS
+from oarlock.workers.quantization.matmul import PLAIN_ACTIVATIONS
 from oarlock.workers.verify.compare import (
     ColumnRange,
     Recorded,
@@ -449,11 +449,11 @@ def _activated(fault: _Fault, mlp: SublayerSpec) -> str:
 
     def distance(activation: str) -> float:
         """Return the largest distance, over the wrong ranks, from this activation of the right projection."""
-        function = ACTIVATIONS[activation].function
+        function = PLAIN_ACTIVATIONS[activation]
         ranks = fault.row.wrong_ranks
         return max(_distance(fault.ours(rank), function(fault.truth(rank, projected))) for rank in ranks)
 
-    nearest = min(ACTIVATIONS, key=distance)
+    nearest = min(PLAIN_ACTIVATIONS, key=distance)
     if nearest != mlp.activation and distance(nearest) < _CLOSE * distance(mlp.activation):
         return f"{name}: the activation on {fault.ranks} is {nearest}, not {mlp.activation}"
     parameters = "weight or bias" if mlp.bias else "weight"

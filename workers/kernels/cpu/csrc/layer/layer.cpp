@@ -40,8 +40,7 @@ void norm_rows(const RowChunk<T> &chunk, const Operation &op) {
 template <class T>
 void multiply(const RowChunk<T> &chunk, const Operation &op) {
   const PackedWeight &w = *static_cast<const PackedWeight *>(op.parameters);
-  const bool gated = w.epilogue == gemm::kSiluGate || w.epilogue == gemm::kGeluTanhGate;
-  const long y_stride = gated ? w.columns / 2 : w.columns;
+  const long y_stride = gemm::is_gate(w.epilogue) ? w.columns / 2 : w.columns;
   gemm::MatmulArgs p{chunk.at(op.source), w.weight, w.bias, nullptr, nullptr, chunk.rows, w.columns, w.inputs, w.inputs,
                   y_stride, w.epilogue, w.slices};
   if (op.target == kPartial) {
