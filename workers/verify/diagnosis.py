@@ -187,13 +187,14 @@ def _cause(fault: _Fault) -> str:
             case "embedding":
                 return _embedding(fault)
             case "final_norm":
-                return "model.norm.weight, or the final norm itself"
+                return "model.norm.weight, or the final norm itself" if fault.spec.norm.weight else "the final norm"
             case _:
                 return _logits(fault)
     tap, branch = found.tap, found.branch
     match tap.computation:
         case Computation.NORM:
-            return f"{fault.module}.{tap.module}: its weight, or the norm itself"
+            parts = "its weight, or the norm itself" if fault.spec.norm.weight else "the norm itself"
+            return f"{fault.module}.{tap.module}: {parts}"
         case Computation.RESIDUAL:
             return _residual(fault, branch)
         case Computation.PROJECTION:

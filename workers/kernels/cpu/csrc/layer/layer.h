@@ -21,7 +21,7 @@ struct PackedWeight {
 };
 
 struct Norm {
-  const float *scale, *shift;  // [width]   `shift` of a LayerNorm, or null
+  const float *scale, *shift;  // [width]   of a LayerNorm each may be null, and `shift` of an RMSNorm is null
   long width;
   float eps;
   int is_layer_norm;  // otherwise RMSNorm
