@@ -48,6 +48,7 @@ def decoder_spec(
     attention_softcap: float | None = None,
     qkv_bias: bool = False,
     o_bias: bool = False,
+    clip_qkv: float | None = None,
     mlp_bias: bool = False,
     qk_norm: str | None = None,
     gated_mlp: bool = True,
@@ -88,6 +89,7 @@ def decoder_spec(
         o_bias=o_bias,
         qk_norm=norm if qk_norm else None,
         norms_rows=qk_norm == "row",
+        clip_qkv=clip_qkv,
     )
     window_ropes = zip(windows, ropes or [rope] * len(windows), strict=True)
     attentions = [replace(plain, window=window, rope=angles) for window, angles in window_ropes]

@@ -278,6 +278,9 @@ def _rotation(fault: _Fault, attention: SublayerSpec, tap: Tap) -> str:
     if tap.module and at_start:
         normed = "rows" if attention.norms_rows else "heads"
         return f"{fault.module}.{attention.module}.{tap.module}: its weight, or the norm of {normed} itself"
+    if attention.clip_qkv is not None and at_start:
+        limit = f"its limit of {attention.clip_qkv:g}, or the rotary embedding"
+        return f"{letter} of layer {fault.row.layer} on {fault.ranks}: {limit}"
     if attention.rope is None:
         return f"{letter} of layer {fault.row.layer} on {fault.ranks}: rotated, in a layer without rotary embedding"
     but = "even at position 0" if at_start else "position 0, which is not rotated, is right"

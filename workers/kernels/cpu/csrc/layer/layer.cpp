@@ -60,6 +60,21 @@ void multiply(const RowChunk<T> &chunk, const Operation &op) {
 }
 
 template <class T>
+void clamp_rows(const RowChunk<T> &chunk, const Operation &op) {
+  using namespace simd;
+  const Clamp &clamp = *static_cast<const Clamp *>(op.parameters);
+  const long width = clamp.width;
+  const Vec most = broadcast(clamp.limit), least = broadcast(-clamp.limit);
+  T *x = chunk.at(op.target);
+#pragma omp parallel for if (chunk.rows * width > kSerial)
+  for (long row = 0; row < chunk.rows; row++) {
+    T *to = x + row * width;
+    for (long d = 0; d < width; d += kLanes)  // NaN stays NaN, as the second operand
+      store(to + d, max(least, min(most, load(to + d, width - d))), width - d);
+  }
+}
+
+template <class T>
 int apply_rope(const RowChunk<T> &chunk, const Operation &op) {
   const HeadsAndPages &layer = *static_cast<const HeadsAndPages *>(op.parameters);
   const AttentionLayer &a = *layer.attention;
@@ -207,6 +222,7 @@ int run_operation(const RowChunk<T> &chunk, const Operation &op) {
     case kFinishMatmul: finish_matmul(chunk, op); break;
     case kRunExperts: run_experts(chunk, op); break;
     case kFinishExperts: finish_experts(chunk, op); break;
+    case kClampRows: clamp_rows(chunk, op); break;
     case kAddRows: add_rows(chunk, op); break;
   }
   return kAllArrived;
