@@ -109,7 +109,7 @@ def gguf_checkpoint(directory: Path, model: GGUFModel) -> GGUFCheckpoint:
         if name.endswith(".ffn_gate_inp_shexp.weight"):  # a row, which the converter stores as a vector
             found = found.shaped(1, found.entry.shape[-1])
         tensors[module if module in bare else f"{module}.{kind}"] = found
-        if module in layouts:
+        if module in layouts and (kind == "weight" or not layouts[module].added):  # biases of norms are not shifted
             placed[f"{module}.{kind}"] = layouts[module]
     return GGUFCheckpoint(directory, tensors, placed)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 _AVX2 = ("-k", "avx2")
 CONCERNS: dict[str, tuple[str, ...]] = {
     "attention": ("tests/unit/workers/attention/test_attention.py", *_AVX2),
+    "layer-layouts": ("tests/unit/workers/layers/test_layer_layouts.py", "-k", "limited and rms"),
     "attention-forms": ("tests/unit/workers/attention/test_attention.py", "-k", "backends_agree"),
     "decoded-alone": ("tests/unit/workers/layers/test_halves.py", "-k", "alone"),
     "elementwise": ("tests/unit/workers/kernels/cpu/test_elementwise.py", *_AVX2),

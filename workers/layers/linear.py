@@ -66,7 +66,7 @@ class ColumnParallelLinear:
         placement: Placement,
         activation: str | None = None,
     ) -> None:
-        """Describe this rank's shard. `activation`: a key of `oarlock.workers.quantization.matmul.ACTIVATIONS`."""
+        """Describe this rank's shard. `activation`: a key of `PLAIN_ACTIVATIONS` in `quantization/matmul.py`."""
         self.placement = placement
         self.has_bias = bias
         self.activation = activation

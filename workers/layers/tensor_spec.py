@@ -100,11 +100,12 @@ class NormSpec:
 
     kind: str = "rms"  # rms | layer
     eps: float = 1e-6
-    offset: float = 0.0  # rms: multiplies by offset + weight
+    offset: float = 0.0  # multiplies by offset + weight
     bias: bool = False  # layer: has a bias vector
+    weight: bool = True  # False, only for layer: multiplies by no weight
 
     def tensors(self, name: str, size: int) -> list[TensorSpec]:
         """Return the tensors of a norm over rows of `size` values. `name` ends with a dot or is empty."""
         rank_dtype = RankDtype.FLOAT32 if self.offset or self.kind == "layer" else RankDtype.FOR_KERNELS
-        weight = TensorSpec(f"{name}weight", (size,), rank_dtype=rank_dtype)
-        return [weight, TensorSpec(f"{name}bias", (size,), rank_dtype=rank_dtype)] if self.bias else [weight]
+        kinds = [kind for kind, is_there in (("weight", self.weight), ("bias", self.bias)) if is_there]
+        return [TensorSpec(f"{name}{kind}", (size,), rank_dtype=rank_dtype) for kind in kinds]

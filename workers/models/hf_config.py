@@ -22,7 +22,7 @@ from oarlock.workers.platform.dtypes import ITEM_BYTES
 # transformers' names of the activations of a gate, of gelu, and of the activations of an MLP without a gate.
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 GELUS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh"}
-PLAIN_ACTIVATIONS = {**GELUS, "relu": "relu", "relu2": "relu2"}
+_PLAIN_ACTIVATIONS = {**GELUS, "relu": "relu", "relu2": "relu2"}
 
 # Names of the norms before and after each branch of a layer: attention, then the MLP.
 BEFORE = (("input_layernorm", None), ("post_attention_layernorm", None))
@@ -48,6 +48,7 @@ def decoder_spec(
     attention_softcap: float | None = None,
     qkv_bias: bool = False,
     o_bias: bool = False,
+    clip_qkv: float | None = None,
     mlp_bias: bool = False,
     qk_norm: str | None = None,
     gated_mlp: bool = True,
@@ -88,6 +89,7 @@ def decoder_spec(
         o_bias=o_bias,
         qk_norm=norm if qk_norm else None,
         norms_rows=qk_norm == "row",
+        clip_qkv=clip_qkv,
     )
     window_ropes = zip(windows, ropes or [rope] * len(windows), strict=True)
     attentions = [replace(plain, window=window, rope=angles) for window, angles in window_ropes]
@@ -185,7 +187,7 @@ def head_width(fields: Fields, default: int | None) -> int:
 
 def activation_name(fields: Fields, key: str, default: str, *, gated: bool = True) -> str:
     """Return our name of an activation. `gated`: whether the MLP has a gate."""
-    return fields.choice(key, default, _ACTIVATIONS if gated else PLAIN_ACTIVATIONS)
+    return fields.choice(key, default, _ACTIVATIONS if gated else _PLAIN_ACTIVATIONS)
 
 
 def declared_dtype(config: dict[str, Any]) -> str | None:

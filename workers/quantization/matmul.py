@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from oarlock.workers.distributed.all_reduce import tree_sum
-from oarlock.workers.kernels.cpu.gemm import CppGatedMatmul, CppMatmul, can_serve
+from oarlock.workers.kernels.cpu.gemm import CppGatedMatmul, CppMatmul, CppPackedMatmul, can_serve
 from oarlock.workers.kernels.triton import availability
 
 _ROWS = 8
@@ -106,17 +106,21 @@ class Activation:
     """An activation function in torch, and oneDNN's names of it for a matmul that applies it before rounding."""
 
     function: Callable[[Tensor], Tensor]
-    attribute: str = ""  # attribute of oneDNN's post-op; only for activations of a gate
+    attribute: str  # attribute of oneDNN's post-op
     algorithm: str = ""
 
 
-# Keys are the names in `GatedMLPSpec.activation` and `MLPSpec.activation`. Only silu and gelu_tanh are used for gates.
+# Activations of a gate. Keys are the names that `GatedMLPSpec.activation` uses.
 ACTIVATIONS = {
     "silu": Activation(F.silu, "swish"),
     "gelu_tanh": Activation(partial(F.gelu, approximate="tanh"), "gelu", "tanh"),
-    "gelu": Activation(F.gelu, "gelu", "none"),
-    "relu": Activation(F.relu, "relu"),
-    "relu2": Activation(lambda x: F.relu(x).square()),
+}
+# Activations of an MLP without a gate. Keys are the names that `MLPSpec.activation` uses.
+PLAIN_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": ACTIVATIONS["gelu_tanh"].function,
+    "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
 }
 
 
@@ -217,12 +221,7 @@ class ActivatedMatmul:
         self.activation = activation
 
     def __call__(self, x: Tensor) -> Tensor:
-        y = self.multiply(x)
-        # torch computes the last few elements of an array with another function, whose last bits would make a row
-        # depend on its position and on the number of ranks. Computing in float64 and rounding to float32 hides the
-        # difference.
-        wide = y.double() if y.device.type == "cpu" else y.float()
-        return ACTIVATIONS[self.activation].function(wide).float().to(x.dtype)
+        return activated_rows(self.multiply(x), self.activation, x.dtype)
 
 
 class ReferenceMatmul(ABC):
@@ -344,7 +343,28 @@ def gated_matmul(weight: Tensor, bias: Tensor | None, activation: str) -> GatedM
 
 def activated(multiply: Matmul, activation: str) -> Callable[[Tensor], Tensor]:
     """Return `multiply`, whose results should be float32, followed by an activation: [T, K] -> [T, N], in x's dtype."""
+    if isinstance(multiply, CppMatmul | CppPackedMatmul):
+        return multiply.activated(activation)
     return ActivatedMatmul(multiply, activation)
+
+
+def activated_rows(y: Tensor, activation: str, dtype: torch.dtype) -> Tensor:
+    """Apply an activation to `y` [T, N] of `dtype` or float32 -> `dtype` [T, N]: a Triton kernel if it can run."""
+    if availability.can_serve(y.device):
+        from oarlock.workers.kernels.triton.elementwise import activated as one_kernel
+
+        return one_kernel(y, activation, dtype)
+    return activated_with_torch(y, activation, dtype)
+
+
+def activated_with_torch(y: Tensor, activation: str, dtype: torch.dtype) -> Tensor:
+    """Compute `activated_rows` with torch's operations; tests compare the kernel with it.
+
+    torch computes the last few elements of an array with another exponential function, whose last bits would make a row
+    depend on its position and on the number of ranks. Computing in float64 and rounding to float32 hides the
+    difference.
+    """
+    return PLAIN_ACTIVATIONS[activation](y.double()).float().to(dtype)
 
 
 def holds_weight(multiply: Matmul) -> bool:

@@ -22,7 +22,7 @@ from oarlock.workers.layers.mlp_spec import MLPSpec
 from oarlock.workers.layers.sharding import shard_vocab
 from oarlock.workers.layers.tensor_spec import Computation, Tap
 from oarlock.workers.quantization.formats.weight_format import Arithmetic
-from oarlock.workers.quantization.matmul import ACTIVATIONS
+from oarlock.workers.quantization.matmul import PLAIN_ACTIVATIONS
 from oarlock.workers.verify.compare import (
     ColumnRange,
     Recorded,
@@ -187,13 +187,14 @@ def _cause(fault: _Fault) -> str:
             case "embedding":
                 return _embedding(fault)
             case "final_norm":
-                return "model.norm.weight, or the final norm itself"
+                return "model.norm.weight, or the final norm itself" if fault.spec.norm.weight else "the final norm"
             case _:
                 return _logits(fault)
     tap, branch = found.tap, found.branch
     match tap.computation:
         case Computation.NORM:
-            return f"{fault.module}.{tap.module}: its weight, or the norm itself"
+            parts = "its weight, or the norm itself" if fault.spec.norm.weight else "the norm itself"
+            return f"{fault.module}.{tap.module}: {parts}"
         case Computation.RESIDUAL:
             return _residual(fault, branch)
         case Computation.PROJECTION:
@@ -288,6 +289,9 @@ def _rotation(fault: _Fault, attention: SublayerSpec, tap: Tap) -> str:
     if tap.module and at_start:
         normed = "rows" if attention.norms_rows else "heads"
         return f"{fault.module}.{attention.module}.{tap.module}: its weight, or the norm of {normed} itself"
+    if attention.clip_qkv is not None and at_start:
+        limit = f"its limit of {attention.clip_qkv:g}, or the rotary embedding"
+        return f"{letter} of layer {fault.row.layer} on {fault.ranks}: {limit}"
     if attention.rope is None:
         return f"{letter} of layer {fault.row.layer} on {fault.ranks}: rotated, in a layer without rotary embedding"
     but = "even at position 0" if at_start else "position 0, which is not rotated, is right"
@@ -460,11 +464,11 @@ def _activated(fault: _Fault, mlp: SublayerSpec) -> str:
 
     def distance(activation: str) -> float:
         """Return the largest distance, over the wrong ranks, from this activation of the right projection."""
-        function = ACTIVATIONS[activation].function
+        function = PLAIN_ACTIVATIONS[activation]
         ranks = fault.row.wrong_ranks
         return max(_distance(fault.ours(rank), function(fault.truth(rank, projected))) for rank in ranks)
 
-    nearest = min(ACTIVATIONS, key=distance)
+    nearest = min(PLAIN_ACTIVATIONS, key=distance)
     if nearest != mlp.activation and distance(nearest) < _CLOSE * distance(mlp.activation):
         return f"{name}: the activation on {fault.ranks} is {nearest}, not {mlp.activation}"
     parameters = "weight or bias" if mlp.bias else "weight"

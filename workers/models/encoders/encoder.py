@@ -23,7 +23,7 @@ from oarlock.workers.layers.sharding import shard_evenly, slices_for
 from oarlock.workers.models.encoders.encoder_spec import ClassifierSpec, EncoderSpec
 from oarlock.workers.models.encoders.registry import is_ignorable
 from oarlock.workers.platform import processor
-from oarlock.workers.quantization.matmul import ACTIVATIONS
+from oarlock.workers.quantization.matmul import PLAIN_ACTIVATIONS
 from oarlock.workers.quantization.method import StoredRows
 from oarlock.workers.weights.source import WeightSource
 
@@ -89,7 +89,7 @@ def gelu(x: Tensor, activation: str, dtype: torch.dtype, *, gated: bool = False)
 def gelu_with_torch(x: Tensor, activation: str, dtype: torch.dtype, *, gated: bool = False) -> Tensor:
     """Compute `gelu` with torch operations, for every device; tests compare the kernel with it."""
     gate, up = x.float().chunk(2, 1) if gated else (x.float(), None)
-    y = ACTIVATIONS[activation].function(gate)
+    y = PLAIN_ACTIVATIONS[activation](gate)
     return (y if up is None else y * up).to(dtype)
 
 

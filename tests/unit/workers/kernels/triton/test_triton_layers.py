@@ -16,14 +16,14 @@ from oarlock.workers.attention.backend import AttentionBackend
 from oarlock.workers.attention.reference import ReferenceBackend
 from oarlock.workers.attention.triton_backend import TritonBackend
 from oarlock.workers.distributed.parallel_state import TensorParallel
-from oarlock.workers.kernels.triton.elementwise import add_and_norm, gated, rms_norm
+from oarlock.workers.kernels.triton.elementwise import activated, add_and_norm, gated, rms_norm
 from oarlock.workers.layers import fused_layer, placement
 from oarlock.workers.layers.linear import RowParallelLinear
 from oarlock.workers.layers.norm import RMSNorm
 from oarlock.workers.layers.placement import Placement
 from oarlock.workers.models.decoder import Decoder
 from oarlock.workers.quantization.fixed_order import FIXED_ORDER
-from oarlock.workers.quantization.matmul import gated_with_torch
+from oarlock.workers.quantization.matmul import PLAIN_ACTIVATIONS, activated_with_torch, gated_with_torch
 from oarlock.workers.quantization.registry import QUANTIZATIONS
 from oarlock.workers.verify.rank import RecordingDecoder
 from tests.golden.paged_run import PagedRun, load_decoder
@@ -120,6 +120,22 @@ def test_activation(width: int, activation: str, dtype: torch.dtype) -> None:
 
 
 def logits(model: Decoder, backend: type[AttentionBackend] = ReferenceBackend) -> Tensor:
+@each_dtype
+@pytest.mark.parametrize("activation", PLAIN_ACTIVATIONS)
+@pytest.mark.parametrize("sums", ["float32 sums", "rounded sums"])
+@pytest.mark.parametrize("width", [48, 1500])
+def test_activation_without_a_gate(width: int, sums: str, activation: str, dtype: torch.dtype) -> None:
+    y = noise(3, width, dtype=torch.float32 if sums == "float32 sums" else dtype) * 4
+    y[0, :4] = torch.tensor([60.0, -60.0, 0.0, float("nan")])
+    found = activated(y, activation, dtype)
+    assert found.dtype == dtype
+    torch.testing.assert_close(
+        found.float(), activated_with_torch(y, activation, torch.float32), atol=4e-6, rtol=ROUNDING[dtype],
+        equal_nan=True,
+    )  # fmt: skip
+    assert torch.equal(activated(y[1:2], activation, dtype), found[1:2])
+
+
     """Logits of a prompt in two chunks, beside another sequence."""
     run = PagedRun(model, backend)
     steps = [run.step({0: [3, 4, 5], 1: [5]}), run.step({0: [7, 8], 1: [6]})]
