@@ -111,7 +111,8 @@ CASES: dict[str, Case] = {
                                                  "vocab_size": 309}, (1, 4), max_shard_size="60KB"),
     "opt": Case("opt", {}, (1, 2, 4)),
     "opt-untied-unbiased-gelu": Case("opt", {"tie_word_embeddings": False, "enable_bias": False,
-                                             "activation_function": "gelu", "vocab_size": 303}, (2,), torch.float16),
+                                             "activation_function": "gelu", "vocab_size": 303,
+                                             "layer_norm_elementwise_affine": False}, (2,), torch.float16),
     "phi": Case("phi", {}, (1, 2, 4)),
     "phi-tied-odd-vocab": Case("phi", {"tie_word_embeddings": True, "vocab_size": 313, "num_key_value_heads": 1,
                                        "hidden_size": 128, "partial_rotary_factor": 0.25}, (2,)),
@@ -122,6 +123,7 @@ CASES: dict[str, Case] = {
 # One case per family and size, for tests that need not run on every shape.
 FAMILY_CASES = (
     "qwen2", "qwen3", "llama", "mistral-window", "gemma2", "gemma3", "olmo2", "cohere", "cohere2", "phi3", "phi4",
+    "gpt2", "starcoder", "opt", "phi", "pythia",
 )  # fmt: skip
 RUNS = [(name, size) for name, case in CASES.items() for size in case.sizes]
 # One size of each case, in turn the smallest, the next and so on: the others are for `make test-long`.

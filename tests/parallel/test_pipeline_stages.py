@@ -61,8 +61,15 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "qwen2_moe": {"decoder_sparse_step": 1},
     # Its table of positions ends with the context.
-    "gpt2": {"n_inner": 128, "num_key_value_heads": None, "max_position_embeddings": 128, "tie_word_embeddings": True},
-    "phi": {},
+    "gpt2": {
+        "hidden_size": 128,
+        "head_dim": None,
+        "n_inner": 128,
+        "num_key_value_heads": None,
+        "max_position_embeddings": 128,
+        "tie_word_embeddings": True,
+    },
+    "phi": {"hidden_size": 128},
 }
 WIDE = SHAPE | {"hidden_size": 256, "intermediate_size": 512, "tie_word_embeddings": False}  # in whole blocks
 STORED = ("gptq-4-64-asym", "integers-channel", "fp8-block", "gguf")  # as other programs round weights

@@ -33,9 +33,7 @@ def describe_opt(fields: Fields) -> DecoderSpec:
     hidden, heads = fields.count("hidden_size"), fields.count("num_attention_heads")
     fields.check_value("word_embed_proj_dim", hidden)
     fields.check_value("num_key_value_heads", heads)
-    bias, has_scales = fields.flag("enable_bias", True), fields.flag("layer_norm_elementwise_affine", True)
-    if not has_scales:
-        raise unsupported("layer_norm_elementwise_affine", False, "Use a model whose norms have weights.")
+    bias, is_affine = fields.flag("enable_bias", True), fields.flag("layer_norm_elementwise_affine", True)
     spec = decoder_spec(
         fields,
         kv_heads=None,
@@ -47,7 +45,7 @@ def describe_opt(fields: Fields) -> DecoderSpec:
         mlp_bias=bias,
         gated_mlp=False,
         activation=activation_name(fields, "activation_function", "relu", gated=False),
-        norm=NormSpec("layer", 1e-5, bias=True),
+        norm=NormSpec("layer", 1e-5, bias=is_affine, weight=is_affine),
         tied=True,
     )
     length = fields.count("max_position_embeddings", 2048)
