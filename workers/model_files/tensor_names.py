@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 from oarlock.base.errors import StartupError
 from oarlock.workers.model_files.located import LocatedTensor
-from oarlock.workers.platform.dtypes import SAFETENSORS_DTYPES
+
+_FLOATS = ("BF16", "F16", "F32", "F64")  # names of dtypes in safetensors files of weights that are not quantised
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,7 @@ class Blocks:
         """Yield each part of `whole`, a tensor of the stored module with a row for each output, under its own name."""
         shape, step = located.entry.shape, sum(self.rows)
         if not shape or shape[0] != step * self.groups:
-            if located.entry.dtype not in SAFETENSORS_DTYPES or whole.rpartition(".")[2] not in ("weight", "bias"):
+            if located.entry.dtype not in _FLOATS or whole.rpartition(".")[2] not in ("weight", "bias"):
                 raise StartupError(
                     f"{located.path}: tensor {whole!r} is of a quantised matrix whose rows are those of "
                     f"{', '.join(self.parts)} in turn, which is not supported.",
@@ -91,7 +92,7 @@ class TensorNames:
                 continue
             module, _, kind = ours.rpartition(".")
             # Tools that quantise transpose such a matrix, so that theirs are stored as those of other families.
-            is_plain = kind == "weight" and located.entry.dtype in SAFETENSORS_DTYPES
+            is_plain = kind == "weight" and located.entry.dtype in _FLOATS
             if is_plain and self.is_transposed(module):
                 located = located.transpose()
             blocks = self.blocks_of(module)
