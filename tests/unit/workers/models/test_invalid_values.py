@@ -40,6 +40,7 @@ _KEYS = {
     "final_logit_softcapping", "quantization_config", "num_experts", "logits_scaling", "layer_norm_eps",
     "logit_scale", "use_qk_norm", "use_parallel_block", "num_experts_per_tok", "mlp_only_layers", "decoder_sparse_step",
     "n_group", "topk_group", "routed_scaling_factor", "moe_layer_end_index", "moe_norm_min", "residual_multiplier",
+    "norm_eps", "norm_epsilon", "use_bias", "clip_qkv",
 }  # fmt: skip
 _ROPES: dict[str, dict[str, Any]] = {
     "default": {},
@@ -72,8 +73,10 @@ _FOLLOWS = {
 
 
 def base(architecture: str) -> dict[str, Any]:
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_k": 2, "partial_rotary_factor": 1.0}
+    whole = {"partial_rotary_factor": 1.0}  # the tables of LongRoPE are those of whole heads
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_k": 2, **whole}
     own = experts if architecture.removesuffix("ForCausalLM").endswith(_MIXTURES) else {}
+    own |= whole if architecture == "NemotronForCausalLM" else {}
     return {**_SHAPE, **own, "architectures": [architecture], "sliding_window": 16, "use_sliding_window": True}
 
 
@@ -110,7 +113,7 @@ def assert_usable(spec: DecoderSpec) -> None:
     assert spec.tp_sizes[0] == 1
     if spec.num_layers < 100:
         assert spec.num_parameters > 0 and tensor_shapes(spec)
-    optional = (spec.attention.softcap, spec.logit_softcap)
+    optional = (spec.attention.softcap, spec.attention.clip_qkv, spec.logit_softcap)
     numbers = [spec.norm.eps, spec.attention.scale, *(number for number in optional if number is not None)]
     assert all(type(number) is float and 0 < number < math.inf for number in numbers), numbers
     for rope in {kind.rope for kind in kinds}:
