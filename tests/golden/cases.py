@@ -92,6 +92,19 @@ CASES: dict[str, Case] = {
     "phi4": Case("phi3", {"hidden_size": 128, "tie_word_embeddings": True, "vocab_size": 307,
                           "num_key_value_heads": 2, **_longrope(6, 16, share=0.75)}, (1, 2, 4),
                  max_shard_size="120KB", max_model_len=512),
+    "arcee": Case("arcee", {}, (1, 2, 4)),
+    "arcee-gelu-biased-tied": Case("arcee", {"hidden_act": "gelu", "attention_bias": True, "tie_word_embeddings": True,
+                                             "mlp_bias": False, "vocab_size": 303}, (2,), torch.bfloat16),
+    "nemotron": Case("nemotron", {}, (1, 2, 4)),
+    "nemotron-relu-biased": Case("nemotron", {"hidden_act": "relu", "attention_bias": True, "mlp_bias": True,
+                                              "partial_rotary_factor": 0.25, "num_key_value_heads": 1}, (4,)),
+    "jais2": Case("jais2", {}, (1, 2, 4)),
+    "starcoder2": Case("starcoder2", {}, (1, 2, 4)),
+    "starcoder2-unbiased-untied": Case("starcoder2", {"use_bias": False, "tie_word_embeddings": False,
+                                                      "sliding_window": None, "vocab_size": 311}, (2,), torch.float16),
+    "olmo": Case("olmo", {}, (1, 2, 4)),
+    "olmo-unclipped-biased-tied": Case("olmo", {"clip_qkv": None, "attention_bias": True,
+                                                "tie_word_embeddings": True}, (2,)),
     "mixtral": Case("mixtral", {}, (1, 2, 4)),
     "qwen3-moe": Case("qwen3_moe", {}, (1, 2, 4, 8)),
     "qwen3-moe-dense-layers": Case("qwen3_moe", {"mlp_only_layers": [1], "norm_topk_prob": False}, (2,)),
@@ -124,6 +137,7 @@ CASES: dict[str, Case] = {
 FAMILY_CASES = (
     "qwen2", "qwen3", "llama", "mistral-window", "gemma2", "gemma3", "olmo2", "cohere", "cohere2", "phi3", "phi4",
     "gpt2", "starcoder", "opt", "phi", "pythia",
+    "nemotron", "starcoder2", "olmo",
 )  # fmt: skip
 RUNS = [(name, size) for name, case in CASES.items() for size in case.sizes]
 # One size of each case, in turn the smallest, the next and so on: the others are for `make test-long`.

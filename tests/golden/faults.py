@@ -110,6 +110,12 @@ FAULTS = [
     Fault("S13", "attention sinks dropped", mutations.attention_sinks_dropped, "gpt-oss", 2, "0.attention"),
     Fault("S13", "limit of activations ignored", mutations.limit_of_activations_ignored, "gpt-oss", 4, "0.experts"),
     Fault("S13", "shared expert dropped", mutations.shared_expert_dropped, "granite-moe-shared", 2, "0.residual"),
+    Fault("S13", "relu not squared", mutations.relu_not_squared, "arcee", 2, "0.up"),
+    Fault("S13", "gelu without the tanh", mutations.exact_gelu_for_its_approximation, "starcoder2", 1, "0.up"),
+    Fault("S6", "up_proj of the first rank", mutations.up_of_the_first_rank, "jais2", 2, "0.up"),
+    Fault("S13", "offset of LayerNorm forgotten", mutations.layer_norm_offset_forgotten, "nemotron", 1, "0.input_norm"),
+    Fault("S13", "LayerNorm without its mean", mutations.layer_norm_without_its_mean, "olmo", 2, "0.input_norm"),
+    Fault("S13", "q, k, v not limited", mutations.queries_keys_and_values_not_limited, "olmo", 1, "0.q_rope"),
     Fault("S13", "logit softcap skipped", mutations.logit_softcap_skipped, "gemma2", 2, "logits"),
 ]
 

@@ -41,6 +41,11 @@ _ARCHITECTURES = {
     "Glm4MoeForCausalLM": gguf.MODEL_ARCH.GLM4_MOE,
     "Ernie4_5_MoeForCausalLM": gguf.MODEL_ARCH.ERNIE4_5_MOE,
     "GptOssForCausalLM": gguf.MODEL_ARCH.GPT_OSS,
+    "ArceeForCausalLM": gguf.MODEL_ARCH.ARCEE,
+    "NemotronForCausalLM": gguf.MODEL_ARCH.NEMOTRON,
+    "Jais2ForCausalLM": gguf.MODEL_ARCH.JAIS2,
+    "Starcoder2ForCausalLM": gguf.MODEL_ARCH.STARCODER2,
+    "OlmoForCausalLM": gguf.MODEL_ARCH.OLMO,
 }
 # Settings of config.json, and the writer's method for each.
 _ADDED = (
@@ -70,8 +75,11 @@ _ADDED = (
     ("norm_topk_prob", "add_expert_weights_norm"),
     ("n_group", "add_expert_group_count"),
     ("topk_group", "add_expert_group_used_count"),
+    ("clip_qkv", "add_clamp_kqv"),
 )
-_PERMUTED = (gguf.MODEL_ARCH.LLAMA, gguf.MODEL_ARCH.GRANITE_MOE)
+_PERMUTED = (gguf.MODEL_ARCH.LLAMA, gguf.MODEL_ARCH.GRANITE_MOE, gguf.MODEL_ARCH.ARCEE, gguf.MODEL_ARCH.OLMO)
+_LAYER_NORMS = ("layer_norm_eps", "norm_epsilon", "norm_eps")
+_ONE_ADDED = (gguf.MODEL_ARCH.GEMMA2, gguf.MODEL_ARCH.GEMMA3, gguf.MODEL_ARCH.NEMOTRON)  # to the weights of norms
 _OWN_KEYS = {
     "n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads", "n_inner":
     "intermediate_size", "n_positions": "max_position_embeddings", "layer_norm_epsilon": "layer_norm_eps",
@@ -201,8 +209,10 @@ def _add_settings(writer: gguf.GGUFWriter, config: dict[str, Any], arch: gguf.MO
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(heads)
     writer.add_head_count_kv(config["num_key_value_heads"])
-    if "layer_norm_eps" in config:
-        writer.add_layer_norm_eps(config["layer_norm_eps"])
+    if key := next((key for key in _LAYER_NORMS if key in config), None):
+        writer.add_layer_norm_eps(config[key])
+    elif arch is gguf.MODEL_ARCH.OLMO:
+        writer.add_layer_norm_eps(1e-5)
     else:
         writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     if config.get("head_dim"):
@@ -236,7 +246,7 @@ def _add_settings(writer: gguf.GGUFWriter, config: dict[str, Any], arch: gguf.MO
             getattr(writer, method)(config[key])
     if arch is gguf.MODEL_ARCH.GPT_OSS:
         writer.add_expert_feed_forward_length(config["intermediate_size"])
-    if arch is gguf.MODEL_ARCH.PHI3 and not config.get("sliding_window"):
+    if arch in (gguf.MODEL_ARCH.PHI3, gguf.MODEL_ARCH.STARCODER2) and not config.get("sliding_window"):
         writer.add_sliding_window(0)
 
 
@@ -270,7 +280,7 @@ def add_tokenizer(writer: gguf.GGUFWriter, directory: Path, vocab_size: int) -> 
 
 
 def _as_stored(name: str, tensor: torch.Tensor, config: dict[str, Any], arch: gguf.MODEL_ARCH) -> torch.Tensor:
-    if arch in (gguf.MODEL_ARCH.GEMMA2, gguf.MODEL_ARCH.GEMMA3) and name.endswith("norm.weight"):
+    if arch in _ONE_ADDED and name.endswith("norm.weight"):
         return tensor + 1
     if arch in _PERMUTED and (".q_proj." in name or ".k_proj." in name):
         heads = config["num_attention_heads" if ".q_proj." in name else "num_key_value_heads"]

@@ -20,8 +20,8 @@ from oarlock.workers.layers.attention_spec import SelfAttentionSpec
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.layers.embedding import PositionEmbedding, VocabParallelEmbedding, VocabParallelHead
 from oarlock.workers.layers.experts import Experts, ExpertStack, Router
-from oarlock.workers.layers.linear import RowParallelLinear
-from oarlock.workers.layers.norm import RMSNorm
+from oarlock.workers.layers.linear import ColumnParallelLinear, RowParallelLinear
+from oarlock.workers.layers.norm import LayerNorm, RMSNorm
 from oarlock.workers.layers.rotary import RotaryTable, rotate
 from oarlock.workers.model_files.tensor_names import Blocks, TensorNames
 from oarlock.workers.models.decoder import Branch
@@ -498,3 +498,43 @@ def norm_offset_forgotten(patch: MonkeyPatch) -> None:
 
 def norms_after_half_blocks_left_out(patch: MonkeyPatch) -> None:
     _with_init(patch, Branch, "post_norm", None)
+
+
+def layer_norm_offset_forgotten(patch: MonkeyPatch) -> None:
+    _with_init(patch, LayerNorm, "offset", 0.0)
+
+
+def layer_norm_without_its_mean(patch: MonkeyPatch) -> None:
+    def call(self: LayerNorm, x: Tensor) -> Tensor:
+        return torch.nn.functional.rms_norm(x.float(), (self.size,), self.weight, self.eps).to(x.dtype)
+
+    patch.setattr(LayerNorm, "__call__", call)
+
+
+# -- an MLP without a gate, and values that are limited
+
+
+def _with_activation(patch: MonkeyPatch, name: str) -> None:
+    original = linear.activated
+    patch.setattr(linear, "activated", lambda multiply, activation: original(multiply, name))
+
+
+def relu_not_squared(patch: MonkeyPatch) -> None:
+    _with_activation(patch, "relu")
+
+
+def exact_gelu_for_its_approximation(patch: MonkeyPatch) -> None:
+    _with_activation(patch, "gelu")
+
+
+def up_of_the_first_rank(patch: MonkeyPatch) -> None:
+    original = ColumnParallelLinear.__init__
+
+    def patched(self: ColumnParallelLinear, parts: tuple, *arguments: Any) -> None:
+        original(self, tuple(replace(part, first=0) for part in parts), *arguments)
+
+    patch.setattr(ColumnParallelLinear, "__init__", patched)
+
+
+def queries_keys_and_values_not_limited(patch: MonkeyPatch) -> None:
+    _with_init(patch, Attention, "clip_qkv", None)

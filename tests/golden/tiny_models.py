@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-FAMILIES = ("cohere", "cohere2", "gemma2", "gemma3_text", "gpt2", "gpt_bigcode", "gpt_neox", "llama", "mistral",
-            "olmo2", "opt", "phi", "phi3", "qwen2", "qwen3")  # fmt: skip
+FAMILIES = ("arcee", "cohere", "cohere2", "gemma2", "gemma3_text", "gpt2", "gpt_bigcode", "gpt_neox", "jais2", "llama",
+            "mistral", "nemotron", "olmo", "olmo2", "opt", "phi", "phi3", "qwen2", "qwen3", "starcoder2")  # fmt: skip
 MIXTURES = ("ernie4_5_moe", "glm4_moe", "gpt_oss", "granitemoe", "granitemoeshared", "mixtral", "olmoe", "qwen2_moe",
             "qwen3_moe")  # fmt: skip
 # Small and odd on purpose: heads share KV heads, and no size is a power of two by accident of the family's defaults.
@@ -30,6 +30,7 @@ _SHAPE: dict[str, Any] = {
 }
 # What sets a family apart. Windows are shorter than the tests' prompts, softcaps low enough to bend the scores.
 _FAMILY: dict[str, dict[str, Any]] = {
+    "arcee": {"mlp_bias": True},
     "cohere": {"logit_scale": 0.25},
     "cohere2": {"sliding_window": 12, "logit_scale": 0.25, "layer_types": ["sliding_attention", "full_attention",
                                                                            "sliding_attention"]},
@@ -37,8 +38,11 @@ _FAMILY: dict[str, dict[str, Any]] = {
                "final_logit_softcapping": 2.5},
     "gemma3_text": {"sliding_window": 12, "head_dim": 24, "query_pre_attn_scalar": 20, "layer_types":
                     ["sliding_attention", "full_attention", "sliding_attention"]},
+    "jais2": {},
     "llama": {},
     "mistral": {"sliding_window": 24, "head_dim": None},
+    "nemotron": {"head_dim": 24},  # half of each head is rotated
+    "olmo": {"clip_qkv": 0.5},  # which most queries, keys and values reach
     "olmo2": {},
     "phi3": {},
     "qwen2": {},
@@ -49,6 +53,7 @@ _FAMILY: dict[str, dict[str, Any]] = {
     "gpt_neox": {"num_key_value_heads": None, "rotary_pct": 0.5},
     "opt": {"ffn_dim": 96, "num_key_value_heads": None},
     "phi": {},
+    "starcoder2": {"sliding_window": 12},
     # Widths that 8 ranks cannot cut into equal slices.
     "ernie4_5_moe": {"moe_intermediate_size": 36, "moe_num_experts": 6, "moe_k": 3},
     "glm4_moe": {"moe_intermediate_size": 36, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4,
@@ -109,7 +114,8 @@ def _random_model(config: Any, seed: int, std: float) -> PreTrainedModel:
                 if name.endswith(("bias", "sinks")):
                     parameter.normal_(std=0.1 if name.endswith("bias") else 1.0)
                 elif name.endswith(("norm.weight", "ln_1.weight", "ln_2.weight", "ln_f.weight")):
-                    parameter.normal_(mean=0.0 if config.model_type.startswith("gemma") else 1.0, std=0.1)
+                    is_offset = config.model_type.startswith(("gemma", "nemotron"))
+                    parameter.normal_(mean=0.0 if is_offset else 1.0, std=0.1)
                 elif std > 0:
                     parameter.normal_(std=std)
             for name, buffer in model.named_buffers():

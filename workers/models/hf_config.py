@@ -48,7 +48,6 @@ def decoder_spec(
     attention_softcap: float | None = None,
     qkv_bias: bool = False,
     o_bias: bool = False,
-    clip_qkv: float | None = None,
     mlp_bias: bool = False,
     qk_norm: str | None = None,
     gated_mlp: bool = True,
@@ -77,11 +76,7 @@ def decoder_spec(
     positions = fields.count("max_position_embeddings", max_positions)
     norm = norm or NormSpec(eps=fields.number("rms_norm_eps", eps))
     rope = rope or _usual_rope(fields, head_dim, positions)
-    assert gated_mlp or activation is not None, "an MLP without a gate has no usual activation"
-    activation = activation or activation_name(fields, "hidden_act", "silu")
-    mlps: Sequence[SublayerSpec | None] = experts or [None] * len(windows)
-    kind = GatedMLPSpec if gated_mlp else MLPSpec
-    dense = kind(fields.count("intermediate_size"), activation, mlp_bias) if None in mlps else None
+    mlps = [one or _mlp(fields, activation, gated_mlp, mlp_bias) for one in experts or [None] * len(windows)]
     plain = SelfAttentionSpec(
         *(heads, kv_heads, head_dim, (query_scalar or head_dim) ** -0.5, rope),
         softcap=attention_softcap,
@@ -89,7 +84,6 @@ def decoder_spec(
         o_bias=o_bias,
         qk_norm=norm if qk_norm else None,
         norms_rows=qk_norm == "row",
-        clip_qkv=clip_qkv,
     )
     window_ropes = zip(windows, ropes or [rope] * len(windows), strict=True)
     attentions = [replace(plain, window=window, rope=angles) for window, angles in window_ropes]
@@ -97,10 +91,7 @@ def decoder_spec(
         architecture=fields.raw["architectures"][0],
         vocab_size=fields.count("vocab_size"),
         hidden_size=fields.count("hidden_size"),
-        layers=tuple(
-            _layer(pair, norms, residual_scale, parallel)
-            for pair in zip(attentions, [mlp or dense for mlp in mlps], strict=True)
-        ),
+        layers=tuple(_layer(pair, norms, residual_scale, parallel) for pair in zip(attentions, mlps, strict=True)),
         norm=norm,
         default_length=rope.default_length(positions),
         longest_length=rope.longest_length(positions),
@@ -132,6 +123,14 @@ def with_learned_positions(spec: DecoderSpec, length: int, first: int = 0) -> De
     plain = spec.with_sublayers(lambda one: replace(one, rope=None) if isinstance(one, SelfAttentionSpec) else one)
     table = PositionTable(length + first, first)
     return replace(plain, positions=table, default_length=length, longest_length=length)
+
+
+def _mlp(fields: Fields, activation: str | None, gated: bool, bias: bool) -> GatedMLPSpec | MLPSpec:
+    """Return the MLP. `activation`: None for that of `hidden_act`, which must be given without a gate."""
+    assert gated or activation is not None, "an MLP without a gate has no usual activation"
+    activation = activation or activation_name(fields, "hidden_act", "silu")
+    kind = GatedMLPSpec if gated else MLPSpec
+    return kind(fields.count("intermediate_size"), activation, bias)
 
 
 @cache

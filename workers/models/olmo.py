@@ -1,16 +1,45 @@
-"""OLMo 2 and OLMoE, an MoE model: both norm q and k over all heads. Torch-free.
+"""OLMo 1 and 2, and OLMoE, an MoE model. Torch-free.
 
-OLMo 2 only norms the results of attention and MLP. OLMoE norms the inputs of attention and experts.
+OLMo 1 has LayerNorms without weights, and limits the size of queries, keys and values. OLMo 2 and OLMoE norm q and k
+over all heads. OLMo 2 only norms the results of attention and MLP. OLMoE norms the inputs of attention and experts.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from oarlock.base.errors import StartupError
+from oarlock.workers.layers.attention_spec import SelfAttentionSpec
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec, RouterSpec
+from oarlock.workers.layers.tensor_spec import NormSpec
 from oarlock.workers.model_files.gguf_model import GGUFFamily, GGUFSettings
 from oarlock.workers.models.hf_config import activation_name, decoder_spec, expert_counts
 from oarlock.workers.models.hf_fields import Fields
+
+_CLAMP = ".attention.clamp_kqv"  # setting of GGUF files
+
+
+def describe_olmo(fields: Fields) -> DecoderSpec:
+    bias, limit = fields.flag("attention_bias", False), fields.number_or_none("clip_qkv", None)
+    spec = decoder_spec(
+        fields,
+        kv_heads=None,
+        head_dim=None,
+        max_positions=2048,
+        windows=(None,) * fields.layers(),
+        qkv_bias=bias,
+        o_bias=bias,
+        norm=NormSpec("layer", 1e-5, weight=False),
+    )
+    return spec.with_sublayers(lambda one: replace(one, clip_qkv=limit) if isinstance(one, SelfAttentionSpec) else one)
+
+
+def _own_olmo(settings: GGUFSettings, config: dict[str, Any]) -> dict[str, Any]:
+    settings.check_whole_heads(config["head_dim"])
+    return {"clip_qkv": settings.number(_CLAMP) if settings.has(_CLAMP) else None}
+
+
+GGUF_OLMO = GGUFFamily("olmo", "OlmoForCausalLM", _own_olmo, pairs_neighbours=True)
 
 
 def describe_olmo2(fields: Fields) -> DecoderSpec:
@@ -62,7 +91,7 @@ def describe_olmoe(fields: Fields) -> DecoderSpec:
 
 def _own_olmoe(settings: GGUFSettings, config: dict[str, Any]) -> dict[str, Any]:
     settings.check_whole_heads(config["head_dim"])
-    clamp = {"clip_qkv": settings.number(".attention.clamp_kqv")} if settings.has(".attention.clamp_kqv") else {}
+    clamp = {"clip_qkv": settings.number(_CLAMP)} if settings.has(_CLAMP) else {}
     return {"norm_topk_prob": False, **clamp}
 
 

@@ -20,14 +20,31 @@ from oarlock.workers.models.granite_moe import GGUF_GRANITE_MOE, describe_granit
 from oarlock.workers.models.hf_fields import Fields, read_config
 from oarlock.workers.models.llama import GGUF_LLAMA, describe_llama
 from oarlock.workers.models.mistral import describe_mistral, describe_mixtral
-from oarlock.workers.models.olmo import GGUF_OLMO2, GGUF_OLMOE, describe_olmo2, describe_olmoe
+from oarlock.workers.models.nemotron import (
+    GGUF_ARCEE,
+    GGUF_JAIS2,
+    GGUF_NEMOTRON,
+    describe_arcee,
+    describe_jais2,
+    describe_nemotron,
+)
+from oarlock.workers.models.olmo import (
+    GGUF_OLMO,
+    GGUF_OLMO2,
+    GGUF_OLMOE,
+    describe_olmo,
+    describe_olmo2,
+    describe_olmoe,
+)
 from oarlock.workers.models.opt import describe_opt
 from oarlock.workers.models.phi import GGUF_PHI2, describe_phi
 from oarlock.workers.models.phi3 import GGUF_PHI3, describe_phi3
 from oarlock.workers.models.qwen import GGUF_QWEN2, GGUF_QWEN3, describe_qwen2, describe_qwen3
 from oarlock.workers.models.qwen_moe import GGUF_QWEN2_MOE, GGUF_QWEN3_MOE, describe_qwen2_moe, describe_qwen3_moe
+from oarlock.workers.models.starcoder2 import GGUF_STARCODER2, describe_starcoder2
 
 FAMILIES: dict[str, Callable[[Fields], DecoderSpec]] = {
+    "ArceeForCausalLM": describe_arcee,
     "Cohere2ForCausalLM": describe_cohere2,
     "CohereForCausalLM": describe_cohere,
     "Ernie4_5_MoeForCausalLM": describe_ernie4_5_moe,
@@ -40,10 +57,13 @@ FAMILIES: dict[str, Callable[[Fields], DecoderSpec]] = {
     "GptOssForCausalLM": describe_gpt_oss,
     "GraniteMoeForCausalLM": describe_granite_moe,
     "GraniteMoeSharedForCausalLM": describe_granite_moe_shared,
+    "Jais2ForCausalLM": describe_jais2,
     "LlamaForCausalLM": describe_llama,
     "MistralForCausalLM": describe_mistral,
     "MixtralForCausalLM": describe_mixtral,
+    "NemotronForCausalLM": describe_nemotron,
     "Olmo2ForCausalLM": describe_olmo2,
+    "OlmoForCausalLM": describe_olmo,
     "OlmoeForCausalLM": describe_olmoe,
     "OPTForCausalLM": describe_opt,
     "PhiForCausalLM": describe_phi,
@@ -52,11 +72,13 @@ FAMILIES: dict[str, Callable[[Fields], DecoderSpec]] = {
     "Qwen2MoeForCausalLM": describe_qwen2_moe,
     "Qwen3ForCausalLM": describe_qwen3,
     "Qwen3MoeForCausalLM": describe_qwen3_moe,
+    "Starcoder2ForCausalLM": describe_starcoder2,
 }
 _GGUF = (
     GGUF_LLAMA, GGUF_QWEN2, GGUF_QWEN3, GGUF_PHI3, GGUF_GEMMA2, GGUF_GEMMA3, GGUF_OLMO2, GGUF_COHERE, GGUF_COHERE2,
     GGUF_GRANITE_MOE, GGUF_OLMOE, GGUF_QWEN2_MOE, GGUF_QWEN3_MOE, GGUF_GLM4_MOE, GGUF_ERNIE4_5_MOE, GGUF_GPT_OSS,
     GGUF_GPT2, GGUF_STARCODER, GGUF_PHI2, GGUF_GPT_NEOX,
+    GGUF_ARCEE, GGUF_NEMOTRON, GGUF_JAIS2, GGUF_STARCODER2, GGUF_OLMO,
 )  # fmt: skip
 GGUF_FAMILIES = {family.name: family for family in _GGUF}
 

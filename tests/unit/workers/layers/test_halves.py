@@ -103,18 +103,18 @@ def test_both_forms_give_the_same_bits(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("family", [family for family in CHECKPOINTS if not family.startswith("olmo")])
+@pytest.mark.parametrize("family", [family for family in CHECKPOINTS if family not in ("olmo2", "olmoe")])
 @pytest.mark.slow
 def test_both_forms_give_the_same_bits_on_two_ranks(
     checkpoints: dict[str, Path], family: str, dtype: torch.dtype
 ) -> None:
-    """The other sum of OLMo is inside the kernels, or the layers are not prepared."""
+    """The other sum of OLMo 2 is inside the kernels, or the layers are not prepared."""
     check_equal(checkpoints[family], 2, dtype)
 
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "nemotron", "starcoder2", "olmo"])
 @pytest.mark.parametrize("quantization", [name for name in QUANTIZATIONS if name != "none"])
 def test_both_forms_give_the_same_bits_with_rounded_weights(
     tmp_path: Path, family: str, dtype: torch.dtype, size: int, quantization: str

@@ -51,7 +51,9 @@ def stored_shapes(model: PreTrainedModel, spec: DecoderSpec) -> dict[str, tuple[
 def test_tensor_names_and_shapes_are_transformers_own(family: str, tied: bool) -> None:
     extra = {"llama": {"attention_bias": True, "mlp_bias": True}, "qwen3": {"attention_bias": True},
              "gemma2": {"attention_bias": True}, "gemma3_text": {"attention_bias": True},
-             "olmo2": {"attention_bias": True}, "cohere2": {"attention_bias": True}}.get(family, {})  # fmt: skip
+             "arcee": {"attention_bias": True}, "nemotron": {"attention_bias": True, "mlp_bias": True},
+             "olmo": {"attention_bias": True}, "olmo2": {"attention_bias": True},
+             "cohere2": {"attention_bias": True}}.get(family, {})  # fmt: skip
     model = tiny_model(family, tie_word_embeddings=tied, **extra)
     spec = describe({**model.config.to_dict(), "architectures": [type(model).__name__]})
     state = stored_shapes(model, spec)
@@ -86,6 +88,31 @@ def test_missing_config_values_are_the_defaults_of_transformers(architecture: st
     assert ours.attention.softcap == getattr(theirs, "attn_logit_softcapping", None)
     assert ours.logit_softcap == getattr(theirs, "final_logit_softcapping", None)
     assert ours.layers[0].mlp.activation == ("gelu_tanh" if family.startswith("gemma") else "silu")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "family", "eps", "activation"),
+    [("ArceeForCausalLM", "arcee", "rms_norm_eps", "relu2"), ("NemotronForCausalLM", "nemotron", "norm_eps", "relu2"),
+     ("Jais2ForCausalLM", "jais2", "layer_norm_eps", "relu2"),
+     ("Starcoder2ForCausalLM", "starcoder2", "norm_epsilon", "gelu_tanh"), ("OlmoForCausalLM", "olmo", None, "silu")],
+)  # fmt: skip
+def test_missing_values_of_models_with_other_norms_and_mlps(
+    architecture: str, family: str, eps: str | None, activation: str
+) -> None:
+    sparse = {**BASE, "architectures": [architecture], "num_attention_heads": 16, "hidden_size": 128}
+    theirs, ours = AutoConfig.for_model(family, **sparse), describe(sparse)
+    assert ours.attention.num_kv_heads == (theirs.num_key_value_heads or 16)
+    assert ours.norm.eps == (1e-5 if eps is None else getattr(theirs, eps))
+    assert ours.default_length == theirs.max_position_embeddings
+    assert ours.tie_word_embeddings == theirs.tie_word_embeddings
+    rope = ours.attention.rope
+    assert rope.theta == theirs.rope_parameters["rope_theta"]
+    assert rope.rotary_dim == 8 * theirs.rope_parameters.get("partial_rotary_factor", 1.0)
+    has_bias = getattr(theirs, "use_bias", False) or theirs.to_dict().get("attention_bias", False)
+    assert ours.attention.qkv_bias == ours.attention.o_bias == has_bias
+    assert ours.layers[0].mlp.bias == (getattr(theirs, "use_bias", False) or theirs.to_dict().get("mlp_bias", False))
+    assert ours.layers[0].mlp.activation == activation and windows_of(ours) == [None] * 3
+    assert ours.attention.clip_qkv is None
 
 
 def windows_of(spec: DecoderSpec) -> list[int | None]:
@@ -170,7 +197,7 @@ _GEMMA3 = {"architectures": ["Gemma3ForCausalLM"], "num_key_value_heads": 4}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "unknown architecture": (
         {"architectures": ["BloomForCausalLM"]},
-        "BloomForCausalLM.*Supported: Cohere2.*Gemma2.*Llama.*Phi3.*Qwen3",
+        "BloomForCausalLM.*Supported: .*Cohere2.*Gemma2.*Llama.*Phi3.*Qwen3",
     ),
     "no architecture": ({"architectures": None}, "names no architecture"),
     "architecture of another type": ({"architectures": [["x"]]}, "not supported"),
@@ -194,7 +221,16 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a norm for each head": ({"architectures": ["CohereForCausalLM"], "use_qk_norm": True}, "use_qk_norm = True"),
     "queries that are clipped": ({"architectures": ["Olmo2ForCausalLM"], "clip_qkv": 8.0}, "clip_qkv = 8.0"),
+    "limit of zero": ({"architectures": ["OlmoForCausalLM"], "clip_qkv": 0.0}, "clip_qkv must be a positive number"),
+    "windows of StarCoder 2": (
+        {"architectures": ["Starcoder2ForCausalLM"], "num_key_value_heads": 4, "layer_types": ["full_attention"] * 3},
+        "layer_types",
+    ),
     "activation": ({"hidden_act": "relu"}, "hidden_act = 'relu'.*silu"),
+    "activation without a gate": (
+        {"architectures": ["ArceeForCausalLM"], "hidden_act": "silu"},
+        "hidden_act = 'silu'.*gelu.*relu2",
+    ),
     "flag as text": ({"attention_bias": "yes"}, "attention_bias must be true or false"),
     "eps": ({"rms_norm_eps": 0}, "rms_norm_eps must be a positive number"),
     "theta": ({"rope_theta": float("nan")}, "rope_theta must be a finite number"),

@@ -44,6 +44,7 @@ _KEYS = {
     "do_layer_norm_before", "word_embed_proj_dim", "ffn_dim", "enable_bias", "layer_norm_elementwise_affine",
     "qk_layernorm", "rotary_pct", "rotary_emb_base", "use_parallel_residual",
     "n_group", "topk_group", "routed_scaling_factor", "moe_layer_end_index", "moe_norm_min", "residual_multiplier",
+    "norm_eps", "norm_epsilon", "use_bias", "clip_qkv",
 }  # fmt: skip
 _ROPES: dict[str, dict[str, Any]] = {
     "default": {},
@@ -78,11 +79,12 @@ _FOLLOWS = {
 
 
 def base(architecture: str) -> dict[str, Any]:
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_k": 2, "partial_rotary_factor": 1.0}
+    whole = {"partial_rotary_factor": 1.0}  # the tables of LongRoPE are those of whole heads
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_k": 2, **whole}
     own = experts if architecture.removesuffix("ForCausalLM").endswith(_MIXTURES) else {}
     if architecture in _OLDER:  # all heads have keys of their own, or one for all
         own |= {"num_key_value_heads": None, "head_dim": None, "rotary_pct": 1.0, "rotary_emb_base": 5e5}
-    own |= {"partial_rotary_factor": 1.0} if architecture == "PhiForCausalLM" else {}
+    own |= whole if architecture in ("NemotronForCausalLM", "PhiForCausalLM") else {}
     return {**_SHAPE, **own, "architectures": [architecture], "sliding_window": 16, "use_sliding_window": True}
 
 
@@ -119,7 +121,7 @@ def assert_usable(spec: DecoderSpec) -> None:
     assert spec.tp_sizes[0] == 1
     if spec.num_layers < 100:
         assert spec.num_parameters > 0 and tensor_shapes(spec)
-    optional = (spec.attention.softcap, spec.logit_softcap)
+    optional = (spec.attention.softcap, spec.attention.clip_qkv, spec.logit_softcap)
     numbers = [spec.norm.eps, spec.attention.scale, *(number for number in optional if number is not None)]
     assert all(type(number) is float and 0 < number < math.inf for number in numbers), numbers
     for rope in {kind.rope for kind in kinds}:

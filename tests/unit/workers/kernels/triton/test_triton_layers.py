@@ -22,6 +22,7 @@ from oarlock.workers.layers.linear import RowParallelLinear
 from oarlock.workers.layers.norm import RMSNorm
 from oarlock.workers.layers.placement import Placement
 from oarlock.workers.models.decoder import Decoder
+from oarlock.workers.quantization import matmul
 from oarlock.workers.quantization.fixed_order import FIXED_ORDER
 from oarlock.workers.quantization.matmul import PLAIN_ACTIVATIONS, activated_with_torch, gated_with_torch
 from oarlock.workers.quantization.registry import QUANTIZATIONS
@@ -119,7 +120,6 @@ def test_activation(width: int, activation: str, dtype: torch.dtype) -> None:
     assert torch.equal(gated(y[1:2], activation), found[1:2])
 
 
-def logits(model: Decoder, backend: type[AttentionBackend] = ReferenceBackend) -> Tensor:
 @each_dtype
 @pytest.mark.parametrize("activation", PLAIN_ACTIVATIONS)
 @pytest.mark.parametrize("sums", ["float32 sums", "rounded sums"])
@@ -136,6 +136,7 @@ def test_activation_without_a_gate(width: int, sums: str, activation: str, dtype
     assert torch.equal(activated(y[1:2], activation, dtype), found[1:2])
 
 
+def logits(model: Decoder, backend: type[AttentionBackend] = ReferenceBackend) -> Tensor:
     """Logits of a prompt in two chunks, beside another sequence."""
     run = PagedRun(model, backend)
     steps = [run.step({0: [3, 4, 5], 1: [5]}), run.step({0: [7, 8], 1: [6]})]
@@ -189,6 +190,18 @@ def test_fused_layers_match_separate_layers(tmp_path: Path, family: str, as_on_c
     model.joins_layers = False
     torch.testing.assert_close(joined, logits(model), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(found, joined, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("family", ["arcee", "starcoder2", "olmo"])
+@pytest.mark.slow
+def test_layers_without_a_gate_and_with_limits_match_separate_layers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, as_on_cuda: None
+) -> None:
+    """The kernels of activations, rotation and attention against torch's operations. LayerNorm has no kernel."""
+    model = load_decoder(make_tiny(tmp_path, family, num_hidden_layers=2), TensorParallel.solo())
+    found = logits(model, TritonBackend)
+    monkeypatch.setattr(matmul.availability, "can_serve", lambda device: False)
+    torch.testing.assert_close(found, logits(model), atol=2e-5, rtol=2e-5)
 
 
 def test_recorded_layers_are_not_joined(tmp_path: Path, as_on_cuda: None) -> None:
