@@ -92,6 +92,36 @@ CASES: dict[str, Case] = {
     "phi4": Case("phi3", {"hidden_size": 128, "tie_word_embeddings": True, "vocab_size": 307,
                           "num_key_value_heads": 2, **_longrope(6, 16, share=0.75)}, (1, 2, 4),
                  max_shard_size="120KB", max_model_len=512),
+    "cohere-compass": Case("cohere_compass_text", {}, (1, 2, 4)),
+    "cwm": Case("cwm", {"mlp_bias": True}, (1, 2, 4)),
+    "emu3": Case("emu3", {}, (1, 2, 4)),
+    "ernie4-5": Case("ernie4_5", {}, (1, 2, 4)),
+    "ernie4-5-biased-untied": Case("ernie4_5", {"use_bias": True, "tie_word_embeddings": False}, (2,)),
+    "exaone4": Case("exaone4", {}, (1, 2, 4)),
+    "exaone4-no-windows": Case("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}, (2,)),
+    "gemma": Case("gemma", {}, (1, 2, 4)),
+    "gemma-one-kv-head": Case("gemma", {"num_key_value_heads": 1, "hidden_act": "gelu"}, (4,), torch.bfloat16),
+    "glm": Case("glm", {}, (1, 2, 4)),
+    "glm4": Case("glm4", {}, (1, 2, 4)),
+    "granite": Case("granite", {}, (1, 2, 4)),
+    "granite-biased-tied": Case("granite", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+                                (2,)),
+    "granite-swa": Case("granite_swa", {}, (1, 2, 4)),
+    "helium": Case("helium", {"attention_bias": True}, (1, 2, 4)),
+    "hyperclovax": Case("hyperclovax", {}, (1, 2, 4)),
+    "hyperclovax-no-post-norm": Case("hyperclovax", {"use_post_norm": False, "attention_multiplier": None}, (2,)),
+    "internlm3": Case("internlm3", {}, (1, 2, 4), claims={"architectures": ["InternLM3ForCausalLM"]}),
+    "ministral": Case("ministral", {}, (1, 2, 4)),
+    "olmo3": Case("olmo3", {}, (1, 2, 4)),
+    "phi4-multimodal": Case("phi4_multimodal", {
+        "hidden_size": 128, "tie_word_embeddings": True, **_longrope(6, 16, share=0.75)}, (1, 2, 4),
+        max_model_len=512),
+    "seed-oss": Case("seed_oss", {"attention_out_bias": True}, (1, 2, 4)),
+    "smollm3": Case("smollm3", {}, (1, 2, 4)),
+    "smollm3-windows": Case("smollm3", {"use_sliding_window": True, "sliding_window": 12}, (2,)),
+    "stablelm": Case("stablelm", {}, (1, 2, 4)),
+    "stablelm-parallel": Case("stablelm", {"use_parallel_residual": True, "use_qkv_bias": False}, (2,)),
+    "vaultgemma": Case("vaultgemma", {}, (1, 2, 4)),
     "mixtral": Case("mixtral", {}, (1, 2, 4)),
     "qwen3-moe": Case("qwen3_moe", {}, (1, 2, 4, 8)),
     "qwen3-moe-dense-layers": Case("qwen3_moe", {"mlp_only_layers": [1], "norm_topk_prob": False}, (2,)),
@@ -106,6 +136,8 @@ CASES: dict[str, Case] = {
 # One case per family and size, for tests that need not run on every shape.
 FAMILY_CASES = (
     "qwen2", "qwen3", "llama", "mistral-window", "gemma2", "gemma3", "olmo2", "cohere", "cohere2", "phi3", "phi4",
+    # What the families above do not have together.
+    "glm4", "granite-swa", "hyperclovax", "olmo3", "exaone4", "stablelm",
 )  # fmt: skip
 RUNS = [(name, size) for name, case in CASES.items() for size in case.sizes]
 # One size of each case, in turn the smallest, the next and so on: the others are for `make test-long`.

@@ -37,6 +37,16 @@ _ARCHITECTURES = {
     "Glm4MoeForCausalLM": gguf.MODEL_ARCH.GLM4_MOE,
     "Ernie4_5_MoeForCausalLM": gguf.MODEL_ARCH.ERNIE4_5_MOE,
     "GptOssForCausalLM": gguf.MODEL_ARCH.GPT_OSS,
+    "Ernie4_5ForCausalLM": gguf.MODEL_ARCH.ERNIE4_5,
+    "Exaone4ForCausalLM": gguf.MODEL_ARCH.EXAONE4,
+    "GemmaForCausalLM": gguf.MODEL_ARCH.GEMMA,
+    "GlmForCausalLM": gguf.MODEL_ARCH.CHATGLM,
+    "Glm4ForCausalLM": gguf.MODEL_ARCH.GLM4,
+    "GraniteForCausalLM": gguf.MODEL_ARCH.GRANITE,
+    "Olmo3ForCausalLM": gguf.MODEL_ARCH.OLMO2,
+    "SeedOssForCausalLM": gguf.MODEL_ARCH.SEED_OSS,
+    "SmolLM3ForCausalLM": gguf.MODEL_ARCH.SMOLLM3,
+    "StableLmForCausalLM": gguf.MODEL_ARCH.STABLELM,
 }
 # Settings of config.json, and the writer's method for each.
 _ADDED = (
@@ -67,7 +77,14 @@ _ADDED = (
     ("n_group", "add_expert_group_count"),
     ("topk_group", "add_expert_group_used_count"),
 )
-_PERMUTED = (gguf.MODEL_ARCH.LLAMA, gguf.MODEL_ARCH.GRANITE_MOE)
+_PERMUTED = (
+    gguf.MODEL_ARCH.LLAMA,
+    gguf.MODEL_ARCH.GRANITE,
+    gguf.MODEL_ARCH.GRANITE_MOE,
+    gguf.MODEL_ARCH.SMOLLM3,
+)
+_WITH_PATTERN = (gguf.MODEL_ARCH.EXAONE4, gguf.MODEL_ARCH.OLMO2)  # of windows
+_SHIFTED = (gguf.MODEL_ARCH.GEMMA, gguf.MODEL_ARCH.GEMMA2, gguf.MODEL_ARCH.GEMMA3)
 _EXPERT = re.compile(r"(.*\.)(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight")
 _NUMBERED = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}  # Mixtral's names
 KindOf = Callable[[str, tuple[int, ...]], str]
@@ -214,6 +231,10 @@ def _add_settings(writer: gguf.GGUFWriter, config: dict[str, Any], arch: gguf.MO
     for key, method in _ADDED:
         if config.get(key):
             getattr(writer, method)(config[key])
+    if arch in _WITH_PATTERN and config.get("sliding_window"):
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
+    if arch is gguf.MODEL_ARCH.STABLELM:
+        writer.add_parallel_residual(config["use_parallel_residual"])
     if arch is gguf.MODEL_ARCH.GPT_OSS:
         writer.add_expert_feed_forward_length(config["intermediate_size"])
     if arch is gguf.MODEL_ARCH.PHI3 and not config.get("sliding_window"):
@@ -250,7 +271,7 @@ def add_tokenizer(writer: gguf.GGUFWriter, directory: Path, vocab_size: int) -> 
 
 
 def _as_stored(name: str, tensor: torch.Tensor, config: dict[str, Any], arch: gguf.MODEL_ARCH) -> torch.Tensor:
-    if arch in (gguf.MODEL_ARCH.GEMMA2, gguf.MODEL_ARCH.GEMMA3) and name.endswith("norm.weight"):
+    if arch in _SHIFTED and name.endswith("norm.weight"):
         return tensor + 1
     if arch in _PERMUTED and (".q_proj." in name or ".k_proj." in name):
         heads = config["num_attention_heads" if ".q_proj." in name else "num_key_value_heads"]

@@ -40,6 +40,9 @@ _KEYS = {
     "final_logit_softcapping", "quantization_config", "num_experts", "logits_scaling", "layer_norm_eps",
     "logit_scale", "use_qk_norm", "use_parallel_block", "num_experts_per_tok", "mlp_only_layers", "decoder_sparse_step",
     "n_group", "topk_group", "routed_scaling_factor", "moe_layer_end_index", "moe_norm_min", "residual_multiplier",
+    "attention_multiplier", "embedding_multiplier", "attention_out_bias", "use_bias", "qkv_bias", "bias",
+    "no_rope_layers", "no_rope_layer_interval", "layer_rope_theta", "use_qkv_bias", "qk_layernorm",
+    "use_parallel_residual", "use_post_norm",
 }  # fmt: skip
 _ROPES: dict[str, dict[str, Any]] = {
     "default": {},
@@ -72,9 +75,12 @@ _FOLLOWS = {
 
 
 def base(architecture: str) -> dict[str, Any]:
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_k": 2, "partial_rotary_factor": 1.0}
-    own = experts if architecture.removesuffix("ForCausalLM").endswith(_MIXTURES) else {}
-    return {**_SHAPE, **own, "architectures": [architecture], "sliding_window": 16, "use_sliding_window": True}
+    name = architecture.removesuffix("ForCausalLM")
+    own: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_k": 2} if name.endswith(_MIXTURES) else {}
+    if name == "CohereCompass":  # which has a table for each kind of layer
+        own = {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}
+    own |= {"partial_rotary_factor": 1.0, "use_sliding_window": name != "IQuestCoder"}
+    return {**_SHAPE, **own, "architectures": [architecture], "sliding_window": 16}
 
 
 def check(config: dict[str, Any]) -> StartupError | None:
@@ -129,8 +135,11 @@ def odd_configs(architecture: str) -> Iterator[tuple[str, dict[str, Any]]]:
     Of rotations, which are read in one place, each family has two kinds in turn, and of odd values every second one.
     """
     kinds, turn = list(_ROPES), list(FAMILIES).index(architecture)
-    # Phi-3 has no others, whatever else is said.
-    kinds = ["default", "longrope"] if architecture == "Phi3ForCausalLM" else kinds[turn % 3 :: 3]
+    kinds = kinds[turn % 3 :: 3]
+    if architecture.startswith("Phi"):  # it has no others, whatever else is said
+        kinds = ["default", "longrope"]
+    elif architecture.startswith("CohereCompass"):  # without `rope_scaling`
+        kinds = []
     for value in ODD[turn % 2 :: 2]:
         for key in sorted(_KEYS):
             yield key, {**base(architecture), key: value}
