@@ -149,6 +149,10 @@ def _names(spec: DecoderSpec, model: GGUFModel, family: GGUFFamily) -> Iterator[
 def _layouts(spec: DecoderSpec, family: GGUFFamily) -> Iterator[tuple[str, GGUFTransform]]:
     """Yield modules whose values are permuted or shifted in the file, with their layouts."""
     added = GGUFTransform(added=spec.norm.offset)
+    # Rows of layers without rotation are permuted as well.
+    is_permuted = family.pairs_neighbours and not any(
+        layer.attention.rope is not None and layer.attention.rope.interleaved for layer in spec.layers
+    )
     if spec.norm.offset:
         yield "model.norm", added
     for index, layer in enumerate(spec.layers):
@@ -159,13 +163,13 @@ def _layouts(spec: DecoderSpec, family: GGUFFamily) -> Iterator[tuple[str, GGUFT
             sublayer = branch.sublayer
             if not isinstance(sublayer, SelfAttentionSpec):
                 continue
-            heads, kv_heads, rope = sublayer.num_heads, sublayer.num_kv_heads, sublayer.rope
+            heads, kv_heads = sublayer.num_heads, sublayer.num_kv_heads
             inside = f"{here}{sublayer.module}."
             if sublayer.qk_norm is not None and sublayer.qk_norm.offset:
                 yield from (
                     (f"{inside}{norm}", GGUFTransform(added=sublayer.qk_norm.offset)) for norm in ("q_norm", "k_norm")
                 )
-            if family.pairs_neighbours and rope is not None and not rope.interleaved:
+            if is_permuted:
                 for part, count in (("q_proj", heads), ("k_proj", kv_heads), ("qkv_proj", heads + kv_heads)):
                     yield inside + part, GGUFTransform(count, sublayer.head_dim)
 

@@ -46,6 +46,16 @@ _ARCHITECTURES = {
     "Jais2ForCausalLM": gguf.MODEL_ARCH.JAIS2,
     "Starcoder2ForCausalLM": gguf.MODEL_ARCH.STARCODER2,
     "OlmoForCausalLM": gguf.MODEL_ARCH.OLMO,
+    "Ernie4_5ForCausalLM": gguf.MODEL_ARCH.ERNIE4_5,
+    "Exaone4ForCausalLM": gguf.MODEL_ARCH.EXAONE4,
+    "GemmaForCausalLM": gguf.MODEL_ARCH.GEMMA,
+    "GlmForCausalLM": gguf.MODEL_ARCH.CHATGLM,
+    "Glm4ForCausalLM": gguf.MODEL_ARCH.GLM4,
+    "GraniteForCausalLM": gguf.MODEL_ARCH.GRANITE,
+    "Olmo3ForCausalLM": gguf.MODEL_ARCH.OLMO2,
+    "SeedOssForCausalLM": gguf.MODEL_ARCH.SEED_OSS,
+    "SmolLM3ForCausalLM": gguf.MODEL_ARCH.SMOLLM3,
+    "StableLmForCausalLM": gguf.MODEL_ARCH.STABLELM,
 }
 # Settings of config.json, and the writer's method for each.
 _ADDED = (
@@ -77,13 +87,26 @@ _ADDED = (
     ("topk_group", "add_expert_group_used_count"),
     ("clip_qkv", "add_clamp_kqv"),
 )
-_PERMUTED = (gguf.MODEL_ARCH.LLAMA, gguf.MODEL_ARCH.GRANITE_MOE, gguf.MODEL_ARCH.ARCEE, gguf.MODEL_ARCH.OLMO)
 _LAYER_NORMS = ("layer_norm_eps", "norm_epsilon", "norm_eps")
-_ONE_ADDED = (gguf.MODEL_ARCH.GEMMA2, gguf.MODEL_ARCH.GEMMA3, gguf.MODEL_ARCH.NEMOTRON)  # to the weights of norms
+_ONE_ADDED = (  # to the weights of norms
+    gguf.MODEL_ARCH.GEMMA,
+    gguf.MODEL_ARCH.GEMMA2,
+    gguf.MODEL_ARCH.GEMMA3,
+    gguf.MODEL_ARCH.NEMOTRON,
+)
 _OWN_KEYS = {
     "n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads", "n_inner":
     "intermediate_size", "n_positions": "max_position_embeddings", "layer_norm_epsilon": "layer_norm_eps",
 }  # fmt: skip
+_PERMUTED = (
+    gguf.MODEL_ARCH.LLAMA,
+    gguf.MODEL_ARCH.GRANITE,
+    gguf.MODEL_ARCH.GRANITE_MOE,
+    gguf.MODEL_ARCH.SMOLLM3,
+    gguf.MODEL_ARCH.ARCEE,
+    gguf.MODEL_ARCH.OLMO,
+)
+_WITH_PATTERN = (gguf.MODEL_ARCH.EXAONE4, gguf.MODEL_ARCH.OLMO2)  # of windows
 _EXPERT = re.compile(r"(.*\.)(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight")
 _NUMBERED = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}  # Mixtral's names
 KindOf = Callable[[str, tuple[int, ...]], str]
@@ -244,6 +267,10 @@ def _add_settings(writer: gguf.GGUFWriter, config: dict[str, Any], arch: gguf.MO
     for key, method in _ADDED:
         if config.get(key):
             getattr(writer, method)(config[key])
+    if arch in _WITH_PATTERN and config.get("sliding_window"):
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
+    if arch is gguf.MODEL_ARCH.STABLELM:
+        writer.add_parallel_residual(config["use_parallel_residual"])
     if arch is gguf.MODEL_ARCH.GPT_OSS:
         writer.add_expert_feed_forward_length(config["intermediate_size"])
     if arch in (gguf.MODEL_ARCH.PHI3, gguf.MODEL_ARCH.STARCODER2) and not config.get("sliding_window"):

@@ -24,7 +24,7 @@ from oarlock.workers.layers.linear import ColumnParallelLinear, RowParallelLinea
 from oarlock.workers.layers.norm import LayerNorm, RMSNorm
 from oarlock.workers.layers.rotary import RotaryTable, rotate
 from oarlock.workers.model_files.tensor_names import Blocks, TensorNames
-from oarlock.workers.models.decoder import Branch
+from oarlock.workers.models.decoder import Branch, DecoderLayer
 from oarlock.workers.quantization.method import DenseWeight, WeightShard
 from oarlock.workers.weights.reader import WeightReader
 
@@ -389,6 +389,24 @@ def one_rotary_table_for_all_layers(patch: MonkeyPatch) -> None:
     patch.setattr(DecoderSpec, "for_length", patched)
 
 
+def every_layer_rotated(patch: MonkeyPatch) -> None:
+    original = DecoderSpec.for_length
+
+    def patched(self: DecoderSpec, length: int) -> DecoderSpec:
+        found = original(self, length)
+        rope = next(layer.attention.rope for layer in found.layers if layer.attention.rope is not None)
+        return found.with_sublayers(
+            lambda one: replace(one, rope=one.rope or rope) if isinstance(one, SelfAttentionSpec) else one
+        )
+
+    patch.setattr(DecoderSpec, "for_length", patched)
+
+
+def rotation_of_halves(patch: MonkeyPatch) -> None:
+    """Element i turns with i + D / 2, not 2i with 2i + 1."""
+    patch.setattr(attention, "rotate_neighbours", rotate)
+
+
 # -- the vocabulary
 
 
@@ -489,6 +507,10 @@ def logit_softcap_skipped(patch: MonkeyPatch) -> None:
     _with_init(patch, VocabParallelHead, "softcap", None)
 
 
+def logit_scale_forgotten(patch: MonkeyPatch) -> None:
+    _with_init(patch, VocabParallelHead, "scale", 1.0)
+
+
 # -- norms
 
 
@@ -538,3 +560,31 @@ def up_of_the_first_rank(patch: MonkeyPatch) -> None:
 
 def queries_keys_and_values_not_limited(patch: MonkeyPatch) -> None:
     _with_init(patch, Attention, "clip_qkv", None)
+
+
+# -- norms and multipliers of dense families
+
+
+def norms_after_half_blocks_change_places(patch: MonkeyPatch) -> None:
+    original = DecoderLayer.__init__
+
+    def patched(self: DecoderLayer, *arguments: Any) -> None:
+        original(self, *arguments)
+        first, second = self.branches
+        first.post_norm, second.post_norm = second.post_norm, first.post_norm
+
+    patch.setattr(DecoderLayer, "__init__", patched)
+
+
+def residual_scale_forgotten(patch: MonkeyPatch) -> None:
+    _with_init(patch, Branch, "scale", 1.0)
+
+
+def biases_of_norms_dropped(patch: MonkeyPatch) -> None:
+    taken = LayerNorm._taken
+
+    def patched(self: LayerNorm, weights: Any, kind: str) -> Tensor:
+        found = taken(self, weights, kind)
+        return found.zero_() if kind == "bias" else found
+
+    patch.setattr(LayerNorm, "_taken", patched)

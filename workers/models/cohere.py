@@ -1,15 +1,13 @@
 """Cohere's Command models: parallel attention and MLP after one LayerNorm, interleaved rotary embedding. Torch-free."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.layers.tensor_spec import NormSpec
 from oarlock.workers.model_files.gguf_model import GGUFFamily, GGUFSettings
-from oarlock.workers.models.hf_config import decoder_spec, head_width, layer_kinds
+from oarlock.workers.models.hf_config import decoder_spec, layer_kinds, sliding_windows, usual_rope
 from oarlock.workers.models.hf_fields import Fields, unsupported
-from oarlock.workers.models.hf_rope import rope_spec, rope_table
 
 _POSITIONS = 8192
 # Fields of early configs that describe the architecture, with the only value that its models have.
@@ -29,7 +27,7 @@ def describe_cohere(fields: Fields) -> DecoderSpec:
     """
     if fields.flag("use_qk_norm", False):
         raise unsupported("use_qk_norm", True, "Use a model without norms of heads, such as Command R or Cohere 2.")
-    return _cohere_spec(fields, (None,) * fields.layers(), [True] * fields.layers())
+    return _cohere_spec(fields, (None,) * fields.layers(), [True] * fields.layers(), 500_000.0)
 
 
 def describe_cohere2(fields: Fields) -> DecoderSpec:
@@ -44,23 +42,18 @@ def describe_cohere2(fields: Fields) -> DecoderSpec:
     kinds = layer_kinds(fields)
     if kinds is None:
         kinds = ["sliding_attention" if (index + 1) % pattern else "full_attention" for index in range(layers)]
-    if "sliding_attention" in kinds and fields.raw.get("sliding_window", 4096) is None:
-        raise unsupported("sliding_window", None, "Its layers of sliding_attention need a length.")
-    window = fields.count("sliding_window", 4096)
-    windows = tuple(window if kind == "sliding_attention" else None for kind in kinds)
-    return _cohere_spec(fields, windows, [window is not None for window in windows])
+    windows = sliding_windows(fields, kinds, 4096)
+    return _cohere_spec(fields, windows, [window is not None for window in windows], 10_000.0)
 
 
-def _cohere_spec(fields: Fields, windows: tuple[int | None, ...], rotated: Sequence[bool]) -> DecoderSpec:
-    """Return the description that both share. `rotated`: whether each layer has rotary embedding."""
+def _cohere_spec(fields: Fields, windows: tuple[int | None, ...], rotated: Sequence[bool], theta: float) -> DecoderSpec:
+    """Return the description that both share. `rotated`: whether each layer has rotary embedding. `theta`: its base by
+    default."""
     for key, value in _ALWAYS.items():
         if fields.raw.get(key, value) not in (value, None):
             raise unsupported(key, fields.raw[key], f"Supported: {value}.")
     bias = fields.flag("attention_bias", False)
-    positions = fields.count("max_position_embeddings", _POSITIONS)
-    original = fields.raw.get("original_max_position_embeddings")
-    halves = rope_spec(rope_table(fields), head_width(fields, None), positions, original=original)
-    rope = replace(halves, interleaved=True)
+    rope = usual_rope(fields, None, _POSITIONS, theta=theta, interleaved=True)
     return decoder_spec(
         fields,
         kv_heads=None,

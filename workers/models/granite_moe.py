@@ -4,11 +4,11 @@ Torch-free."""
 from dataclasses import replace
 from typing import Any
 
-from oarlock.workers.layers.attention_spec import SelfAttentionSpec
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec, RouterSpec, SharedSpec
 from oarlock.workers.model_files.gguf_model import GGUFFamily, GGUFSettings
 from oarlock.workers.model_files.tensor_names import Blocks, TensorNames
+from oarlock.workers.models.granite import multipliers
 from oarlock.workers.models.hf_config import activation_name, decoder_spec, expert_counts
 from oarlock.workers.models.hf_fields import Fields
 
@@ -32,13 +32,13 @@ def _described(fields: Fields, shared: SharedSpec | None) -> DecoderSpec:
     router = RouterSpec(top_k, normalised=True, name="router")
     width = fields.count("intermediate_size", 11008)
     mixture = ExpertsSpec(experts, width, router, activation, shared=shared, module="block_sparse_moe")
-    scale = fields.number("attention_multiplier", 1.0)
     spec = decoder_spec(
         fields,
         kv_heads=None,
         head_dim=None,
         max_positions=2048,
         windows=(None,) * fields.layers(),
+        attention_scale=fields.number("attention_multiplier", 1.0),
         qkv_bias=bias,
         o_bias=bias,
         experts=(mixture,) * fields.layers(),
@@ -47,8 +47,7 @@ def _described(fields: Fields, shared: SharedSpec | None) -> DecoderSpec:
         embedding_scale=fields.number("embedding_multiplier", 1.0),
         logit_scale=1.0 / fields.number("logits_scaling", 1.0),
     )
-    scaled = spec.with_sublayers(lambda one: replace(one, scale=scale) if isinstance(one, SelfAttentionSpec) else one)
-    return replace(scaled, names=granite_names(shared))
+    return replace(spec, names=granite_names(shared))
 
 
 def granite_names(shared: SharedSpec | None) -> TensorNames:
@@ -68,9 +67,7 @@ def granite_names(shared: SharedSpec | None) -> TensorNames:
 
 def _own(settings: GGUFSettings, config: dict[str, Any]) -> dict[str, Any]:
     settings.check_whole_heads(config["head_dim"])
-    names = {"attention": ".attention.scale", "embedding": ".embedding_scale", "residual": ".residual_scale"}
-    own: dict[str, Any] = {f"{of}_multiplier": settings.number(name, 1.0) for of, name in names.items()}
-    own |= {"logits_scaling": settings.number(".logit_scale", 1.0)}
+    own = multipliers(settings)
     if width := settings.count(".expert_shared_feed_forward_length", 0):
         shared = {"architectures": ["GraniteMoeSharedForCausalLM"], "model_type": "granitemoeshared"}
         own |= {**shared, "shared_intermediate_size": width}

@@ -15,7 +15,7 @@ from oarlock.workers.layers.experts_spec import ExpertsSpec
 from oarlock.workers.layers.gated_mlp_spec import GatedMLPSpec
 from oarlock.workers.layers.mlp_spec import MLPSpec
 from oarlock.workers.layers.tensor_spec import NormSpec
-from oarlock.workers.models.hf_fields import Fields, unsupported
+from oarlock.workers.models.hf_fields import Fields, positive_number, unsupported
 from oarlock.workers.models.hf_rope import rope_spec, rope_table
 from oarlock.workers.platform.dtypes import ITEM_BYTES
 
@@ -45,6 +45,7 @@ def decoder_spec(
     rope: RopeSpec | None = None,
     ropes: Sequence[RopeSpec | None] | None = None,
     query_scalar: float | None = None,
+    attention_scale: float | None = None,
     attention_softcap: float | None = None,
     qkv_bias: bool = False,
     o_bias: bool = False,
@@ -62,36 +63,38 @@ def decoder_spec(
     logit_softcap: float | None = None,
     tied: bool = False,
     eps: float = 1e-6,
+    theta: float | None = None,
 ) -> DecoderSpec:
     """Return a decoder with attention and an MLP or experts in each layer, from the keys that families share.
 
     The keyword arguments are the family's defaults and own settings. `rope`, `activation` and `norm` are given if a
-    family does not use the usual keys for them. `ropes`: one per layer, if not all layers use `rope`. `query_scalar`:
-    scores are divided by its root; None: by the root of a head's width. `qk_norm`: over each `head`, or over a whole
-    `row`. `gated_mlp`: whether the MLP has a gate; without a gate, `activation` must be given. `experts`: one per
-    layer, None for a layer with an MLP; empty: all layers have an MLP.
+    family does not use the usual keys for them. `ropes`: one per layer, if not all layers use `rope`.
+    `attention_scale`: factor of scores; None: 1 / root of `query_scalar`, or of a head's width. `qk_norm`: over each
+    `head`, or over a whole `row`. `gated_mlp`: whether the MLP has a gate; without a gate, `activation` must be given.
+    `experts`: one per layer, None for a layer with an MLP; empty: all layers have an MLP. `theta`: default of
+    `rope_theta`.
     """
     fields.refuse_the_rest()
     (heads, kv_heads), head_dim = _head_counts(fields, kv_heads), head_width(fields, head_dim)
     positions = fields.count("max_position_embeddings", max_positions)
     norm = norm or NormSpec(eps=fields.number("rms_norm_eps", eps))
-    rope = rope or _usual_rope(fields, head_dim, positions)
+    rope = rope or usual_rope(fields, head_dim, max_positions, theta)
     mlps = [one or _mlp(fields, activation, gated_mlp, mlp_bias) for one in experts or [None] * len(windows)]
     plain = SelfAttentionSpec(
-        *(heads, kv_heads, head_dim, (query_scalar or head_dim) ** -0.5, rope),
+        *(heads, kv_heads, head_dim, attention_scale or (query_scalar or head_dim) ** -0.5, rope),
         softcap=attention_softcap,
         qkv_bias=qkv_bias,
         o_bias=o_bias,
         qk_norm=norm if qk_norm else None,
         norms_rows=qk_norm == "row",
     )
-    window_ropes = zip(windows, ropes or [rope] * len(windows), strict=True)
-    attentions = [replace(plain, window=window, rope=angles) for window, angles in window_ropes]
+    attentions = _attentions(plain, windows, ropes or [rope] * len(windows))
+    pairs = zip(attentions, mlps, strict=True)
     return DecoderSpec(
         architecture=fields.raw["architectures"][0],
         vocab_size=fields.count("vocab_size"),
         hidden_size=fields.count("hidden_size"),
-        layers=tuple(_layer(pair, norms, residual_scale, parallel) for pair in zip(attentions, mlps, strict=True)),
+        layers=tuple(_layer(pair, norms, residual_scale, parallel) for pair in pairs),
         norm=norm,
         default_length=rope.default_length(positions),
         longest_length=rope.longest_length(positions),
@@ -133,6 +136,12 @@ def _mlp(fields: Fields, activation: str | None, gated: bool, bias: bool) -> Gat
     return kind(fields.count("intermediate_size"), activation, bias)
 
 
+def _attentions(
+    plain: SelfAttentionSpec, windows: Sequence[int | None], ropes: Sequence[RopeSpec | None]
+) -> list[SelfAttentionSpec]:
+    return [replace(plain, window=window, rope=rope) for window, rope in zip(windows, ropes, strict=True)]
+
+
 @cache
 def _layer(sublayers: tuple[SublayerSpec, ...], norms: Norms, scale: float, parallel: bool) -> LayerSpec:
     branches = [BranchSpec(one, *names, scale) for one, names in zip(sublayers, norms, strict=True)]
@@ -152,9 +161,25 @@ def _head_counts(fields: Fields, default: int | None) -> tuple[int, int]:
     return heads, kv_heads
 
 
-def _usual_rope(fields: Fields, head_dim: int, positions: int) -> RopeSpec:
-    trained = fields.raw.get("original_max_position_embeddings")
-    return rope_spec(rope_table(fields), head_dim, positions, original=trained)
+def usual_rope(
+    fields: Fields,
+    head_dim: int | None,
+    max_positions: int,
+    theta: float | None = None,
+    share: float | None = None,
+    *,
+    interleaved: bool = False,
+) -> RopeSpec:
+    """Return the rotary settings from the keys that families share. The arguments are the family's defaults.
+
+    `share`: the part of each head that is rotated; None: the family rotates whole heads.
+    """
+    table, trained = rope_table(fields, theta), fields.raw.get("original_max_position_embeddings")
+    positions, width = fields.count("max_position_embeddings", max_positions), head_width(fields, head_dim)
+    if share is not None:
+        outer = fields.number("partial_rotary_factor", share)
+        share = positive_number("partial_rotary_factor", table.get("partial_rotary_factor"), outer)
+    return replace(rope_spec(table, width, positions, original=trained, share=share), interleaved=interleaved)
 
 
 def expert_counts(
@@ -220,3 +245,13 @@ def layer_kinds(fields: Fields) -> list[str] | None:
     ):
         raise unsupported("layer_types", kinds, f"One of {' or '.join(known)} for each of the {layers} layers.")
     return kinds
+
+
+def sliding_windows(fields: Fields, kinds: list[str], default: int | None) -> tuple[int | None, ...]:
+    """Return the window of each layer of `kinds`: `sliding_window`, or the family's `default`, if the layer slides."""
+    if "sliding_attention" not in kinds:
+        return (None,) * len(kinds)
+    if fields.raw.get("sliding_window", default) is None:
+        raise unsupported("sliding_window", None, "Its layers of sliding_attention need a length.")
+    window = fields.count("sliding_window", default)
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)

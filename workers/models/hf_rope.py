@@ -33,13 +33,13 @@ _LENGTH = "original_max_position_embeddings"
 _LONGROPE_KEYS = {"short_factor", "long_factor"}
 
 
-def rope_table(fields: Fields) -> dict[str, Any]:
-    """Return the rotary settings of a family with one table.
+def rope_table(fields: Fields, theta: float | None = None) -> dict[str, Any]:
+    """Return the rotary settings of a family with one table. `theta`: the family's default of `rope_theta`.
 
     As in transformers, `rope_scaling` has precedence over `rope_parameters`, and an inner `rope_theta` over the outer.
     """
-    inner = fields.table("rope_scaling") or fields.table("rope_parameters")
-    return {"rope_theta": fields.raw.get("rope_theta"), **inner}
+    inner, outer = fields.table("rope_scaling") or fields.table("rope_parameters"), fields.raw.get("rope_theta")
+    return {"rope_theta": theta if outer is None else outer, **inner}
 
 
 def rope_kind(table: dict[str, Any]) -> str:
@@ -72,7 +72,9 @@ def rope_spec(
     rotary_dim = head_dim if share is None else int(head_dim * share)
     if head_dim % 2 or rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         what, value = ("head_dim", head_dim) if rotary_dim == head_dim else ("partial_rotary_factor", share)
-        raise unsupported(what, value, "Rotary embedding needs an even number of elements of a head.")
+        raise unsupported(
+            what, value, f"It must rotate an even number of the {head_dim} elements of a head (head_dim)."
+        )
 
     def given(key: str, default: float | None = None) -> float:
         return positive_number(f"rope setting {key}", table.get(key), default)

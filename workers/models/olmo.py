@@ -1,21 +1,30 @@
-"""OLMo 1 and 2, and OLMoE, an MoE model. Torch-free.
+"""OLMo 1, 2 and 3, and OLMoE, an MoE model. Torch-free.
 
-OLMo 1 has LayerNorms without weights, and limits the size of queries, keys and values. OLMo 2 and OLMoE norm q and k
-over all heads. OLMo 2 only norms the results of attention and MLP. OLMoE norms the inputs of attention and experts.
+OLMo 1 has LayerNorms without weights, and limits the size of queries, keys and values. The others norm q and k over all
+heads. OLMo 2 and 3 only norm the results of attention and MLP. OLMoE norms the inputs of attention and experts.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from oarlock.base.errors import StartupError
-from oarlock.workers.layers.attention_spec import SelfAttentionSpec
+from oarlock.workers.layers.attention_spec import RopeSpec, SelfAttentionSpec
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec, RouterSpec
 from oarlock.workers.layers.tensor_spec import NormSpec
 from oarlock.workers.model_files.gguf_model import GGUFFamily, GGUFSettings
-from oarlock.workers.models.hf_config import activation_name, decoder_spec, expert_counts
-from oarlock.workers.models.hf_fields import Fields
+from oarlock.workers.models.hf_config import (
+    activation_name,
+    decoder_spec,
+    expert_counts,
+    head_width,
+    layer_kinds,
+    sliding_windows,
+)
+from oarlock.workers.models.hf_fields import Fields, unsupported
+from oarlock.workers.models.hf_rope import rope_spec
 
+_POSITIONS, _THETA = 2048, 500_000.0
 _CLAMP = ".attention.clamp_kqv"  # setting of GGUF files
 
 
@@ -43,13 +52,50 @@ GGUF_OLMO = GGUFFamily("olmo", "OlmoForCausalLM", _own_olmo, pairs_neighbours=Tr
 
 
 def describe_olmo2(fields: Fields) -> DecoderSpec:
+    return _olmo_spec(fields, (None,) * fields.layers())
+
+
+def describe_olmo3(fields: Fields) -> DecoderSpec:
+    """Describe OLMo 3, with windows in three of four layers, and another rotary table for these."""
+    kinds = layer_kinds(fields)
+    if kinds is None:
+        kinds = ["sliding_attention" if (index + 1) % 4 else "full_attention" for index in range(fields.layers())]
+    head_dim, positions = head_width(fields, None), fields.count("max_position_embeddings", _POSITIONS)
+    of_kind = {kind: rope_spec(table, head_dim, positions) for kind, table in _rope_tables(fields).items()}
+    ropes = [of_kind[kind] for kind in kinds]
+    return _olmo_spec(fields, sliding_windows(fields, kinds, 4096), of_kind["full_attention"], ropes)
+
+
+def _rope_tables(fields: Fields) -> dict[str, dict[str, Any]]:
+    """Return the rotary settings of full and of sliding layers. An old config's `rope_scaling` is only for full
+    layers."""
+    tables, scaling, outer = fields.table("rope_parameters"), fields.table("rope_scaling"), fields.raw.get("rope_theta")
+    kinds = ("full_attention", "sliding_attention")
+    if any(key not in kinds for key in tables):
+        raise unsupported("rope_parameters", tables, f"OLMo 3 has one table each for {' and '.join(kinds)}.")
+    if outer not in (None, _THETA):  # transformers gives it to full layers only
+        raise unsupported("rope_theta", outer, "Write it into the tables of rope_parameters.")
+    inner = Fields(tables)
+    full, sliding = ({"rope_theta": _THETA, **inner.table(kind)} for kind in kinds)
+    return {"full_attention": full | scaling, "sliding_attention": sliding}
+
+
+def _olmo_spec(
+    fields: Fields,
+    windows: tuple[int | None, ...],
+    rope: RopeSpec | None = None,
+    ropes: Sequence[RopeSpec] | None = None,
+) -> DecoderSpec:
+    """Return the description that OLMo 2 and 3 share."""
     bias = fields.flag("attention_bias", False)
     return decoder_spec(
         fields,
         kv_heads=None,
         head_dim=None,
-        max_positions=2048,
-        windows=(None,) * fields.layers(),
+        max_positions=_POSITIONS,
+        windows=windows,
+        rope=rope,
+        ropes=ropes,
         qkv_bias=bias,
         o_bias=bias,
         qk_norm="row",
@@ -59,10 +105,26 @@ def describe_olmo2(fields: Fields) -> DecoderSpec:
 
 
 def _own_olmo2(settings: GGUFSettings, config: dict[str, Any]) -> dict[str, Any]:
+    """Return OLMo's settings. The converter has one name for OLMo 2 and OLMo 3, which has windows."""
     settings.check_whole_heads(config["head_dim"])
-    if settings.has(".attention.sliding_window"):  # OLMo 3, for which the converter uses the same name
-        raise StartupError(f"{settings.model.path} has windows, which olmo2 models do not.", "Use a model of OLMo 2.")
-    return {"attention_bias": "blk.0.attn_q.bias" in settings.model.tensors}
+    own: dict[str, Any] = {"attention_bias": "blk.0.attn_q.bias" in settings.model.tensors}
+    window = settings.count(".attention.sliding_window", 0)
+    if not window:
+        return own
+    theta = config["rope_theta"]
+    full, sliding = {"rope_theta": theta}, {"rope_theta": settings.number(".rope.freq_base_swa", theta)}
+    return own | {
+        "architectures": ["Olmo3ForCausalLM"],
+        "model_type": "olmo3",
+        "sliding_window": window,
+        "layer_types": settings.layer_kinds(config["num_hidden_layers"], 4),
+        "rope_theta": None,
+        "rope_scaling": None,
+        "rope_parameters": {
+            "full_attention": full | (config["rope_scaling"] or {}),
+            "sliding_attention": sliding,
+        },
+    }
 
 
 GGUF_OLMO2 = GGUFFamily("olmo2", "Olmo2ForCausalLM", _own_olmo2)

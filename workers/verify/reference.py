@@ -21,7 +21,14 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    Emu3ForCausalLM,
+    Emu3TextConfig,
+    PreTrainedModel,
+)
 from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
 from transformers.utils import logging as transformers_logging
 
@@ -31,7 +38,7 @@ from oarlock.workers.layers.decoder_spec import DecoderSpec, SublayerSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec
 from oarlock.workers.layers.tensor_spec import Computation, Tap
 from oarlock.workers.model_files.gguf_model import gguf_file
-from oarlock.workers.model_files.tensor_names import Blocks, TensorNames
+from oarlock.workers.model_files.tensor_names import NO_NAMES, Blocks, TensorNames
 from oarlock.workers.models.registry import read_spec
 from oarlock.workers.quantization.registry import QUANTIZATIONS
 from oarlock.workers.verify.compare import dense_routing, file_of, taps_of
@@ -48,6 +55,8 @@ from oarlock.workers.verify.dequantised_reference import (
 from oarlock.workers.verify.request import Text, VerifyRequest
 from oarlock.workers.verify.transformers_layout import TransformersLayout
 
+# A text model that transformers saves with settings that its automatic class does not know.
+AutoModelForCausalLM.register(Emu3TextConfig, Emu3ForCausalLM, exist_ok=True)
 _ROWS = 8192  # rows of a weight that are widened to float64 at once
 
 ReportLine = Callable[[str], None]
@@ -71,7 +80,7 @@ def record_reference(request: VerifyRequest, folder: Path, report_line: ReportLi
         truth = _record(model, spec, text, theirs, request, folder, report_line)
         if quantised and quantised.was_dense:
             report_line("every layer in float64, with the weights as they are stored")
-            with quantised.as_it_was(), in_float64(model):
+            with quantised.as_it_was(), in_float64(model, spec.names):
                 before = _run(model, spec, text, torch.float64)
             modules = modules_by_name(model, spec.names)
             layers = [modules[f"model.layers.{index}"] for index in range(spec.num_layers)]
@@ -148,7 +157,7 @@ def _record(
     """Run the text in float64, write the result and the errors of `theirs`, and return the result."""
     truth_dtype = torch.float64 if request.dtype == "float32" else torch.float32
     report_line("every layer in float64")
-    with in_float64(model):
+    with in_float64(model, spec.names):
         truth = _run(model, spec, text, truth_dtype)
     report_line("writing its tensors")
     files: dict[str, list[str]] = {}
@@ -327,16 +336,18 @@ class TransformersRecorder:
 
 
 @contextmanager
-def in_float64(model: nn.Module) -> Generator[None]:
+def in_float64(model: nn.Module, names: TensorNames = NO_NAMES) -> Generator[None]:
     """Make `model` compute in float64 on its own weights, within the context. Attention needs `exact_attention` too.
+
+    `names`: its modules by name; those that are ignored, such as a tower for images, stay as they are.
 
     Each module widens its weight while it computes, a block of rows at a time, so that no second copy of the model has
     to fit. Norms, which transformers computes in float32 for any dtype of the model, are written out. Only cos and sin
     stay in float32: they are part of the model's definition.
     """
     changed = []
-    for module in model.modules():
-        forward = _exact_forward(module)
+    for name, module in model.named_modules():
+        forward = None if names.rename(name) is None else _exact_forward(module)
         if forward is not None:
             module.forward = forward
             changed.append(module)

@@ -47,6 +47,11 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "glm4_moe": {"head_dim": 32},
     "gpt_oss": {"head_dim": 32},
     "qwen3_moe": {"head_dim": 32},
+    "exaone4": {"hidden_size": 256},
+    "glm4": {"head_dim": 32},
+    "granite_swa": {"hidden_size": 256},
+    "hyperclovax": {"head_dim": 32},
+    "stablelm": {"hidden_size": 256},
     "llama": {"head_dim": 48, "attention_bias": True, "mlp_bias": True, "num_key_value_heads": 2},
 }
 

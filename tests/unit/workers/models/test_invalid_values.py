@@ -42,9 +42,12 @@ _KEYS = {
     "n_embd", "n_layer", "n_head", "n_positions", "n_inner", "activation_function", "layer_norm_epsilon", "multi_query",
     "scale_attn_weights", "scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn", "add_cross_attention",
     "do_layer_norm_before", "word_embed_proj_dim", "ffn_dim", "enable_bias", "layer_norm_elementwise_affine",
-    "qk_layernorm", "rotary_pct", "rotary_emb_base", "use_parallel_residual",
+    "rotary_pct", "rotary_emb_base",
     "n_group", "topk_group", "routed_scaling_factor", "moe_layer_end_index", "moe_norm_min", "residual_multiplier",
-    "norm_eps", "norm_epsilon", "use_bias", "clip_qkv",
+    "norm_eps", "norm_epsilon", "clip_qkv",
+    "attention_multiplier", "embedding_multiplier", "attention_out_bias", "use_bias", "qkv_bias", "bias",
+    "no_rope_layers", "no_rope_layer_interval", "layer_rope_theta", "use_qkv_bias", "qk_layernorm",
+    "use_parallel_residual", "use_post_norm",
 }  # fmt: skip
 _ROPES: dict[str, dict[str, Any]] = {
     "default": {},
@@ -79,13 +82,15 @@ _FOLLOWS = {
 
 
 def base(architecture: str) -> dict[str, Any]:
-    whole = {"partial_rotary_factor": 1.0}  # the tables of LongRoPE are those of whole heads
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_k": 2, **whole}
-    own = experts if architecture.removesuffix("ForCausalLM").endswith(_MIXTURES) else {}
+    name = architecture.removesuffix("ForCausalLM")
+    own: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_k": 2} if name.endswith(_MIXTURES) else {}
+    if name == "CohereCompass":  # which has a table for each kind of layer
+        own = {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}
+    # The tables of LongRoPE are those of whole heads.
+    own |= {"partial_rotary_factor": 1.0, "use_sliding_window": name != "IQuestCoder"}
     if architecture in _OLDER:  # all heads have keys of their own, or one for all
         own |= {"num_key_value_heads": None, "head_dim": None, "rotary_pct": 1.0, "rotary_emb_base": 5e5}
-    own |= whole if architecture in ("NemotronForCausalLM", "PhiForCausalLM") else {}
-    return {**_SHAPE, **own, "architectures": [architecture], "sliding_window": 16, "use_sliding_window": True}
+    return {**_SHAPE, **own, "architectures": [architecture], "sliding_window": 16}
 
 
 def check(config: dict[str, Any]) -> StartupError | None:
@@ -140,8 +145,11 @@ def odd_configs(architecture: str) -> Iterator[tuple[str, dict[str, Any]]]:
     Of rotations, which are read in one place, each family has two kinds in turn, and of odd values every second one.
     """
     kinds, turn = list(_ROPES), list(FAMILIES).index(architecture)
-    # Phi-3 has no others, whatever else is said.
-    kinds = ["default", "longrope"] if architecture == "Phi3ForCausalLM" else kinds[turn % 3 :: 3]
+    kinds = kinds[turn % 3 :: 3]
+    if architecture.startswith("Phi"):  # it has no others, whatever else is said
+        kinds = ["default", "longrope"]
+    elif architecture.startswith("CohereCompass"):  # without `rope_scaling`
+        kinds = []
     for value in ODD[turn % 2 :: 2]:
         for key in sorted(_KEYS):
             yield key, {**base(architecture), key: value}
