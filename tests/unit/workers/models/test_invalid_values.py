@@ -17,7 +17,7 @@ from oarlock.base.errors import StartupError
 from oarlock.workers.layers.decoder_spec import DecoderSpec, tensor_shapes
 from oarlock.workers.layers.experts_spec import ExpertsSpec
 from oarlock.workers.layers.rotary import RotaryTable
-from oarlock.workers.models.hf_fields import MOST, MOST_LAYERS
+from oarlock.workers.models.hf_fields import _NEUTRAL, MOST, MOST_LAYERS, Fields
 from oarlock.workers.models.registry import FAMILIES, describe
 
 ODD: list[Any] = [
@@ -143,7 +143,11 @@ def odd_configs(architecture: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Configurations with odd values, each with its odd key.
 
     Of rotations, which are read in one place, each family has two kinds in turn, and of odd values every second one.
+    A key that neither the family nor the check of all other keys reads cannot change anything.
     """
+    fields = Fields(base(architecture))
+    FAMILIES[architecture](fields)
+    keys = sorted(_KEYS & (fields._read | _NEUTRAL.keys() | {"architectures", "layer_types", "rope_scaling"}))
     kinds, turn = list(_ROPES), list(FAMILIES).index(architecture)
     kinds = kinds[turn % 3 :: 3]
     if architecture.startswith("Phi"):  # it has no others, whatever else is said
@@ -151,7 +155,7 @@ def odd_configs(architecture: str) -> Iterator[tuple[str, dict[str, Any]]]:
     elif architecture.startswith("CohereCompass"):  # without `rope_scaling`
         kinds = []
     for value in ODD[turn % 2 :: 2]:
-        for key in sorted(_KEYS):
+        for key in keys:
             yield key, {**base(architecture), key: value}
         for kind in kinds:
             table = _ROPES[kind]
