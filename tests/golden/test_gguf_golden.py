@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
+from oarlock.base.errors import StartupError
 from oarlock.workers.gguf_config import gguf_checkpoint, hf_config
 from oarlock.workers.layers.attention_spec import SelfAttentionSpec
 from oarlock.workers.layers.decoder_spec import DecoderSpec, tensor_shapes
@@ -261,3 +262,50 @@ def _check_groups(reader: GGUFReader, name: str, truth: torch.Tensor, form: Grou
         faults = ["scales of the next group", "the next input", *(["no offsets"] if form.has_offsets else [])]
         for fault in faults:
             assert not judged(faulty(found, fault).dequantised(), here), f"{fault} is not noticed"
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "message"),
+    [
+        ("granite", {"granite__rope__scaling__finetuned": False}, "no rotary embedding"),
+        ("granite", {"granite__attention__scale": None}, "no setting 'granite.attention.scale'"),
+        ("glm4", {"glm4__rope__dimension_sections": [8, 12, 12, 0]}, "vision model"),
+        ("olmo3", {"olmo2__attention__sliding_window_pattern": [True, False]}, "a list of 3 flags"),
+        ("smollm3", {"smollm3__rope__dimension_count": 4}, "rotates 4 of 8 elements"),
+    ],
+)
+def test_a_file_that_means_another_model_is_refused(
+    tmp_path: Path, family: str, settings: dict[str, Any], message: str
+) -> None:
+    directory = make_tiny(tmp_path, family)
+    path = write_gguf(directory, tmp_path / "model.gguf", all_of("F32"), **settings)
+    with pytest.raises(StartupError, match=message):
+        opened(path)
+
+
+@pytest.mark.parametrize("pattern", [2, None])
+def test_a_period_of_windows_is_a_pattern_of_layers(tmp_path: Path, pattern: int | None) -> None:
+    """Without either, every fourth layer has full attention, as in llama.cpp."""
+    directory = make_tiny(tmp_path, "exaone4", num_hidden_layers=5, layer_types=None)
+    changed = {"exaone4__attention__sliding_window_pattern": pattern}
+    spec, _ = opened(write_gguf(directory, tmp_path / "model.gguf", all_of("F32"), **changed))
+    is_full = [layer.attention.window is None for layer in spec.layers]
+    assert is_full == [(index + 1) % (pattern or 4) == 0 for index in range(5)]
+    assert [layer.attention.rope is None for layer in spec.layers] == is_full
+
+
+def test_chatglm_files_hold_q_k_and_v_in_one_tensor(tmp_path: Path) -> None:
+    """ChatGLM's own checkpoints, which llama.cpp converts to the architecture of `GlmForCausalLM`."""
+    directory = make_tiny(tmp_path, "glm", seed=5)
+    file = directory / "model.safetensors"
+    apart, fused = load_file(file), {}
+    for name, tensor in apart.items():
+        parts = [name.replace("q_proj", f"{part}_proj") for part in "qkv"]
+        if "q_proj" in name:
+            fused[name.replace("q_proj", "qkv_proj")] = torch.cat([apart[part] for part in parts])
+        elif "k_proj" not in name and "v_proj" not in name:
+            fused[name] = tensor
+    save_file(fused, file)
+    spec, checkpoint = opened(write_gguf(directory, tmp_path / "model.gguf", all_of("F32")))
+    assert replace(spec, dtype=None) == replace(read_spec(str(directory)), dtype=None) and spec.attention.qkv_bias
+    assert checkpoint.tensors.keys() == fused.keys()
