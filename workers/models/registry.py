@@ -36,7 +36,7 @@ from oarlock.workers.models.olmo import (
     describe_olmo2,
     describe_olmoe,
 )
-from oarlock.workers.models.opt import describe_opt
+from oarlock.workers.models.opt import describe_biogpt, describe_opt
 from oarlock.workers.models.phi import GGUF_PHI2, describe_phi
 from oarlock.workers.models.phi3 import GGUF_PHI3, describe_phi3
 from oarlock.workers.models.qwen import GGUF_QWEN2, GGUF_QWEN3, describe_qwen2, describe_qwen3
@@ -45,6 +45,7 @@ from oarlock.workers.models.starcoder2 import GGUF_STARCODER2, describe_starcode
 
 FAMILIES: dict[str, Callable[[Fields], DecoderSpec]] = {
     "ArceeForCausalLM": describe_arcee,
+    "BioGptForCausalLM": describe_biogpt,
     "Cohere2ForCausalLM": describe_cohere2,
     "CohereForCausalLM": describe_cohere,
     "Ernie4_5_MoeForCausalLM": describe_ernie4_5_moe,
