@@ -156,6 +156,7 @@ CASES: dict[str, Case] = {
     "opt-untied-unbiased-gelu": Case("opt", {"tie_word_embeddings": False, "enable_bias": False,
                                              "activation_function": "gelu", "vocab_size": 303,
                                              "layer_norm_elementwise_affine": False}, (2,), torch.float16),
+    "biogpt": Case("biogpt", {}, (1, 2, 4)),  # its embedding is scaled before a position is added
     "phi": Case("phi", {}, (1, 2, 4)),
     "phi-tied-odd-vocab": Case("phi", {"tie_word_embeddings": True, "vocab_size": 313, "num_key_value_heads": 1,
                                        "hidden_size": 128, "partial_rotary_factor": 0.25}, (2,)),

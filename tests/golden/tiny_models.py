@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-FAMILIES = ("arcee", "cohere", "cohere2", "gemma2", "gemma3_text", "gpt2", "gpt_bigcode", "gpt_neox", "jais2", "llama",
-            "mistral", "nemotron", "olmo", "olmo2", "opt", "phi", "phi3", "qwen2", "qwen3", "starcoder2")  # fmt: skip
+FAMILIES = ("arcee", "biogpt", "cohere", "cohere2", "gemma2", "gemma3_text", "gpt2", "gpt_bigcode", "gpt_neox", "jais2",
+            "llama", "mistral", "nemotron", "olmo", "olmo2", "opt", "phi", "phi3", "qwen2", "qwen3",
+            "starcoder2")  # fmt: skip
 MIXTURES = ("ernie4_5_moe", "glm4_moe", "gpt_oss", "granitemoe", "granitemoeshared", "mixtral", "olmoe", "qwen2_moe",
             "qwen3_moe")  # fmt: skip
 # Families that need only values: a description on their page, and no code of their own.
@@ -56,6 +57,7 @@ _FAMILY: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "qwen3": {"head_dim": 24},
     # Some have their own names for sizes, and no key-value heads to choose.
+    "biogpt": {"num_key_value_heads": None},
     "gpt2": {"n_inner": 96, "num_key_value_heads": None},
     "gpt_bigcode": {"n_inner": 96, "num_key_value_heads": None},
     "gpt_neox": {"num_key_value_heads": None, "rotary_pct": 0.5},

@@ -59,7 +59,7 @@ from oarlock.workers.models.olmo import (
     describe_olmo3,
     describe_olmoe,
 )
-from oarlock.workers.models.opt import describe_opt
+from oarlock.workers.models.opt import describe_biogpt, describe_opt
 from oarlock.workers.models.phi import GGUF_PHI2, describe_phi
 from oarlock.workers.models.phi3 import GGUF_PHI3, describe_phi3, describe_phi4_multimodal, describe_phi4mm
 from oarlock.workers.models.qwen import GGUF_QWEN2, GGUF_QWEN3, describe_qwen2, describe_qwen3
@@ -71,6 +71,7 @@ from oarlock.workers.models.starcoder2 import GGUF_STARCODER2, describe_starcode
 
 FAMILIES: dict[str, Callable[[Fields], DecoderSpec]] = {
     "ArceeForCausalLM": describe_arcee,
+    "BioGptForCausalLM": describe_biogpt,
     "Cohere2ForCausalLM": describe_cohere2,
     "CohereCompassForCausalLM": describe_cohere_compass,
     "CohereForCausalLM": describe_cohere,

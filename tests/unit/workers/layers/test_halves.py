@@ -36,7 +36,7 @@ pytestmark = pytest.mark.skipif(NO_KERNELS is not None, reason=f"no kernels here
 BUFFER_BYTES = 8192  # small, so that the sum over a prompt goes through in pieces
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 # Families whose heads divide the hidden size.
-WHOLE_HEADS = ("cohere", "cohere2", "gpt2", "gpt_bigcode", "gpt_neox", "opt", "phi", "phi3")
+WHOLE_HEADS = ("biogpt", "cohere", "cohere2", "gpt2", "gpt_bigcode", "gpt_neox", "opt", "phi", "phi3")
 # Heads that the kernel supports, and what the families do not have by default.
 CHECKPOINTS: dict[str, dict[str, Any]] = {
     **{family: {"head_dim": 32} for family in FAMILIES if family not in WHOLE_HEADS},

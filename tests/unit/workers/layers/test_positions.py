@@ -24,8 +24,9 @@ from oarlock.workers.layers.tensor_spec import NormSpec
 from oarlock.workers.models.decoder import Decoder
 from oarlock.workers.quantization.registry import QUANTIZATIONS
 from oarlock.workers.runner.memory_needs import rank_weight_bytes
+from oarlock.workers.weights.source import DummyWeights
 from tests.golden.paged_run import PagedRun, on_ranks
-from tests.unit.workers.weights_in_memory import MemoryWeights, placement, random_weights
+from tests.unit.workers.weights_in_memory import MemoryWeights, RecordingRank, placement, random_weights
 
 VOCAB, HIDDEN, LENGTH, FIRST = 53, 128, 40, 2
 LAYER = LayerSpec(
@@ -99,6 +100,19 @@ def test_the_bits_are_the_same_on_any_number_of_ranks(dtype: torch.dtype, quanti
     for size in (2, 4):
         for found in on_ranks(size, lambda tp: run(tp, dtype, quantization, tied=tied)):
             assert torch.equal(found, alone)
+
+
+def test_random_weights_have_a_table_and_a_bias() -> None:
+    """As `--load-format dummy` draws them, in every rank's part of the same model."""
+    parts = []
+    for rank in range(2):
+        decoder = Decoder(SPEC, RecordingRank(rank, 2), torch.float32, torch.device("cpu"))
+        decoder.load(DummyWeights(0), lambda share: None)
+        assert decoder.positions is not None and decoder.head.bias is not None
+        parts.append((decoder.positions.weight, decoder.head.bias[: decoder.head.real]))
+    (first, bias), (second, more) = parts
+    assert torch.equal(first, second) and len(first.unique()) > LENGTH
+    assert len(torch.cat((bias, more)).unique()) == VOCAB
 
 
 def test_the_table_is_on_the_first_stage_and_the_bias_on_the_last() -> None:

@@ -62,7 +62,7 @@ _ROPE_KEYS = {
     "unknown", *(key for table in _ROPES.values() for key in table),
 }  # fmt: skip
 _MIXTURES = ("Moe", "MoeShared", "Mixtral", "Olmoe", "GptOss")
-_OLDER = ("GPT2LMHeadModel", "GPTBigCodeForCausalLM", "GPTNeoXForCausalLM", "OPTForCausalLM")
+_OLDER = ("BioGptForCausalLM", "GPT2LMHeadModel", "GPTBigCodeForCausalLM", "GPTNeoXForCausalLM", "OPTForCausalLM")
 # Keys whose invalid value may be reported under another key, which is derived from it.
 _FOLLOWS = {
     "hidden_size": "head_dim",

@@ -21,7 +21,7 @@ from tests.golden.tiny_models import make_tiny
 
 ARCHITECTURES = {
     "GPT2LMHeadModel": "gpt2", "GPTBigCodeForCausalLM": "gpt_bigcode", "OPTForCausalLM": "opt",
-    "PhiForCausalLM": "phi", "GPTNeoXForCausalLM": "gpt_neox",
+    "PhiForCausalLM": "phi", "GPTNeoXForCausalLM": "gpt_neox", "BioGptForCausalLM": "biogpt",
 }  # fmt: skip
 Tensors = dict[str, Tensor]
 
@@ -34,7 +34,7 @@ def test_missing_values_are_the_defaults_of_transformers(architecture: str) -> N
         "num_hidden_layers": 2, "num_attention_heads": theirs.num_attention_heads,
     }  # fmt: skip
     inner = {"OPTForCausalLM": "ffn_dim", "GPTNeoXForCausalLM": "intermediate_size", "PhiForCausalLM":
-             "intermediate_size"}.get(architecture)  # fmt: skip
+             "intermediate_size", "BioGptForCausalLM": "intermediate_size"}.get(architecture)  # fmt: skip
     width = 4 * theirs.hidden_size if inner is None else getattr(theirs, inner)
     ours = describe(config if inner in (None, "ffn_dim") else {**config, "intermediate_size": width})
     attention, mlp = ours.attention, ours.layers[0].mlp
@@ -45,6 +45,7 @@ def test_missing_values_are_the_defaults_of_transformers(architecture: str) -> N
     act = getattr(theirs, "hidden_act", None) or theirs.activation_function
     assert mlp.activation == {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}.get(act, act)
     eps = next((getattr(theirs, key) for key in ("layer_norm_eps", "layer_norm_epsilon") if hasattr(theirs, key)), 1e-5)
+    eps = 1e-5 if architecture == "BioGptForCausalLM" else eps  # its norms do not use the setting
     assert (ours.norm.kind, ours.norm.eps, ours.norm.bias) == ("layer", eps, True)
     assert ours.default_length == ours.longest_length == theirs.max_position_embeddings
     assert ours.tie_word_embeddings == theirs.tie_word_embeddings
