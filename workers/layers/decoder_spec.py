@@ -127,6 +127,7 @@ class DecoderSpec:
     logit_scale: float = 1.0
     logit_softcap: float | None = None  # final logits become cap * tanh(logits / cap)
     names: TensorNames = NO_NAMES  # differences between the names in checkpoints and the names here
+    wrapper: str | None = None  # class of the multimodal model of which this is the text part; None: no such model
 
     @property
     def num_layers(self) -> int:

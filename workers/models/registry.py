@@ -22,6 +22,7 @@ from oarlock.workers.models.olmo import GGUF_OLMO2, GGUF_OLMOE, describe_olmo2, 
 from oarlock.workers.models.phi3 import GGUF_PHI3, describe_phi3
 from oarlock.workers.models.qwen import GGUF_QWEN2, GGUF_QWEN3, describe_qwen2, describe_qwen3
 from oarlock.workers.models.qwen_moe import GGUF_QWEN2_MOE, GGUF_QWEN3_MOE, describe_qwen2_moe, describe_qwen3_moe
+from oarlock.workers.models.wrappers import describe_text_part, is_wrapper, served_wrappers
 
 FAMILIES: dict[str, Callable[[Fields], DecoderSpec]] = {
     "Cohere2ForCausalLM": describe_cohere2,
@@ -56,12 +57,14 @@ def describe(hf_config: dict[str, Any]) -> DecoderSpec:
     names = hf_config.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
     family = FAMILIES.get(name) if isinstance(name, str) else None
-    supported = ", ".join((*FAMILIES, *ENCODERS))
+    supported = ", ".join((*FAMILIES, *served_wrappers(FAMILIES), *ENCODERS))
     if isinstance(name, str) and name in ENCODERS:
         raise StartupError(
             f"{name} is an encoder, which this command does not know.",
             "Serve it: `oarlock serve` answers /v1/embeddings, /v1/rerank and /v1/score with it.",
         )
+    if isinstance(name, str) and is_wrapper(name):
+        return describe_text_part(name, hf_config, FAMILIES)
     if family is None:
         what = f"architecture {shown(name)} is not supported" if name else "it names no architecture"
         code = ", and the checkpoint's own code (auto_map) never runs" if hf_config.get("auto_map") else ""
