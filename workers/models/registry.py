@@ -20,8 +20,21 @@ from oarlock.workers.models.llama import GGUF_LLAMA, describe_llama
 from oarlock.workers.models.mistral import describe_mistral, describe_mixtral
 from oarlock.workers.models.olmo import GGUF_OLMO2, GGUF_OLMOE, describe_olmo2, describe_olmoe
 from oarlock.workers.models.phi3 import GGUF_PHI3, describe_phi3
-from oarlock.workers.models.qwen import GGUF_QWEN2, GGUF_QWEN3, describe_qwen2, describe_qwen3
-from oarlock.workers.models.qwen_moe import GGUF_QWEN2_MOE, GGUF_QWEN3_MOE, describe_qwen2_moe, describe_qwen3_moe
+from oarlock.workers.models.qwen import (
+    GGUF_QWEN2,
+    GGUF_QWEN2_VL,
+    GGUF_QWEN3,
+    GGUF_QWEN3_VL,
+    describe_qwen2,
+    describe_qwen3,
+)
+from oarlock.workers.models.qwen_moe import (
+    GGUF_QWEN2_MOE,
+    GGUF_QWEN3_MOE,
+    GGUF_QWEN3_VL_MOE,
+    describe_qwen2_moe,
+    describe_qwen3_moe,
+)
 from oarlock.workers.models.wrappers import describe_text_part, is_wrapper, served_wrappers
 
 FAMILIES: dict[str, Callable[[Fields], DecoderSpec]] = {
@@ -48,6 +61,7 @@ FAMILIES: dict[str, Callable[[Fields], DecoderSpec]] = {
 _GGUF = (
     GGUF_LLAMA, GGUF_QWEN2, GGUF_QWEN3, GGUF_PHI3, GGUF_GEMMA2, GGUF_GEMMA3, GGUF_OLMO2, GGUF_COHERE, GGUF_COHERE2,
     GGUF_GRANITE_MOE, GGUF_OLMOE, GGUF_QWEN2_MOE, GGUF_QWEN3_MOE, GGUF_GLM4_MOE, GGUF_ERNIE4_5_MOE, GGUF_GPT_OSS,
+    GGUF_QWEN2_VL, GGUF_QWEN3_VL, GGUF_QWEN3_VL_MOE,
 )  # fmt: skip
 GGUF_FAMILIES = {family.name: family for family in _GGUF}
 

@@ -15,7 +15,7 @@ class TextPart:
     architecture: str  # class that the registry describes
     defaults: Mapping[str, Any]  # settings that `text_config` may omit
     fixed: Mapping[str, Any] = field(default_factory=dict)  # settings that `text_config` does not decide
-    # Other names of settings -> the settings that have that value, unless `text_config` has them as well.
+    # Other names of settings -> the usual names of the settings that have that value.
     aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     refused: tuple[str, ...] = ()  # settings that the class would use, and the described class does not
     is_own: bool = False  # its class is a part of one wrapper, and is not chosen by `model_type`
@@ -74,6 +74,7 @@ TEXT_PARTS: dict[str, TextPart] = {
             moe_intermediate_size=1408, num_experts_per_tok=4, num_experts=60,
         ),
         {"norm_topk_prob": True, "use_sliding_window": False},
+        aliases={"num_local_experts": ("num_experts",)},
         is_own=True,
         has_mrope=True,
         stores_inputs_first=True,
@@ -120,7 +121,9 @@ TEXT_PARTS: dict[str, TextPart] = {
         has_mrope=True,
     ),
     "llama4_text": TextPart("Llama4ForCausalLM", _sizes(202048, 5120, 8192, 48, 40), is_own=True),
-    "step3p5": TextPart("Step3p5ForCausalLM", _sizes(128815, 4096, 11264, 45, 64), is_own=True),
+    # Its layers have experts for text and others for images, which are stored as one list.
+    "ernie4_5_vl_moe_text": TextPart("Ernie4_5_VLMoeTextModel", {}, is_own=True),
+    "step3p5": TextPart("Step3p5ForCausalLM", {}, is_own=True),
 }  # fmt: skip
 
 
@@ -149,6 +152,7 @@ WRAPPERS: dict[str, Wrapper] = {
     "DeepseekVLForConditionalGeneration": Wrapper(
         "llama", _INSIDE, ("model.vision_model", "model.aligner"), is_tied=True
     ),
+    "Ernie4_5_VLMoeForConditionalGeneration": Wrapper("ernie4_5_vl_moe_text", {}, ()),
     "Gemma3ForConditionalGeneration": Wrapper(
         "gemma3_text", _LLAVA_NAMES, _LLAVA_OTHERS, is_tied=True
     ),
@@ -194,5 +198,6 @@ WRAPPERS: dict[str, Wrapper] = {
 
 # Wrappers that would be wrong as text models, and why.
 REFUSED = {
+    "MiniMaxM3SparseForConditionalGeneration": "its layers attend only to blocks of tokens that an indexer chooses",
     "PaliGemmaForConditionalGeneration": "its prompt is attended to in both directions",
 }

@@ -48,7 +48,7 @@ def describe_text_part(
     if architecture in REFUSED:
         raise StartupError(
             f"config.json: {architecture} cannot be served as a text model: {REFUSED[architecture]}.",
-            "Serve a model whose text part predicts one token after the other.",
+            "Serve a text model, or another multimodal model.",
         )
     wrapper = WRAPPERS[architecture]
     given = _given_settings(architecture, wrapper, config)
@@ -100,8 +100,7 @@ def _settings(wrapper: Wrapper, part: TextPart, config: dict[str, Any], given: d
     for key in part.refused:
         if given.get(key) is not None:
             raise unsupported(key, given[key], "This architecture is served only without it.")
-    others = {name: given[key] for key, names in part.aliases.items() if key in given for name in names}
-    text = {**part.defaults, **others, **given, **part.fixed}
+    text = {**part.defaults, **_under_usual_names(part, given), **part.fixed}
     if part.has_mrope:
         text |= {key: _plain_rope(text[key], key) for key in ("rope_scaling", "rope_parameters") if text.get(key)}
     tied = config.get("tie_word_embeddings")
@@ -117,6 +116,16 @@ def _settings(wrapper: Wrapper, part: TextPart, config: dict[str, Any], given: d
         if config.get(key) is not None and config[key] != text.get(key):
             raise wrong(key, f"{shown(text.get(key))}, as in text_config", config[key])
     return {**text, "tie_word_embeddings": tied, "architectures": [part.architecture]}
+
+
+def _under_usual_names(part: TextPart, given: dict[str, Any]) -> dict[str, Any]:
+    """Return settings without the other names that the config class of a text part has for some of them."""
+    found = {key: value for key, value in given.items() if key not in part.aliases}
+    for key in part.aliases.keys() & given.keys():
+        for name in part.aliases[key]:
+            if found.setdefault(name, given[key]) != given[key]:
+                raise wrong(key, f"{shown(found[name])}, as {name}", given[key])
+    return found
 
 
 def _plain_rope(table: Any, key: str) -> Any:

@@ -218,6 +218,13 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"architectures": ["Ovis2ForConditionalGeneration"], "text_config": {"vocab_size": 100}, "vocab_size": 90},
         "vocab_size must be 100, as in text_config",
     ),
+    "two numbers of experts": (
+        {
+            "architectures": ["Qwen3VLMoeForConditionalGeneration"],
+            "text_config": {"num_experts": 8, "num_local_experts": 16},
+        },
+        "num_local_experts must be 8, as num_experts",
+    ),
     "prompt attended both ways": (
         {"architectures": [GEMMA], "text_config": {"use_bidirectional_attention": True}},
         "use_bidirectional_attention",
@@ -236,6 +243,19 @@ def test_wrong_settings_are_refused_by_name(case: str) -> None:
     with pytest.raises(StartupError) as caught:
         describe(config)
     assert names in caught.value.cause
+
+
+@pytest.mark.parametrize(
+    ("architecture", "text"),
+    [
+        ("Ernie4_5_VLMoeForConditionalGeneration", "Ernie4_5_VLMoeTextModel"),
+        ("Step3p7ForConditionalGeneration", "Step3p5ForCausalLM"),
+    ],
+)
+def test_text_parts_that_no_family_describes_are_refused_by_name(architecture: str, text: str) -> None:
+    assert architecture not in SERVED
+    with pytest.raises(StartupError, match=f"the text part of {architecture} is {text}, which is not supported"):
+        spec_of(architecture)
 
 
 def test_a_text_part_that_is_not_described_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
