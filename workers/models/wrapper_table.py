@@ -19,6 +19,7 @@ class TextPart:
     aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     refused: tuple[str, ...] = ()  # settings that the class would use, and the described class does not
     is_own: bool = False  # its class is a part of one wrapper, and is not chosen by `model_type`
+    has_usual_heads: bool = False  # heads have hidden_size / num_attention_heads elements, whatever `head_dim` is
     has_mrope: bool = False  # rotary positions have several axes, which are equal for text
     stores_inputs_first: bool = False  # checkpoints may hold experts as [experts, inputs, outputs]
 
@@ -42,8 +43,12 @@ def _sizes(vocabulary: int, hidden: int, intermediate: int, layers: int, heads: 
     return sizes | {"num_hidden_layers": layers, "num_attention_heads": heads, **others}
 
 
-_QWEN2_VL = _sizes(
-    152064, 8192, 29568, 80, 64, num_key_value_heads=8, rms_norm_eps=1e-5, rope_theta=1e6, max_window_layers=80
+_QWEN2_VL = TextPart(
+    "Qwen2ForCausalLM",
+    _sizes(152064, 8192, 29568, 80, 64, num_key_value_heads=8, rms_norm_eps=1e-5, rope_theta=1e6, max_window_layers=80),
+    is_own=True,
+    has_usual_heads=True,
+    has_mrope=True,
 )
 # Wrappers have a plain head: transformers does not apply the factor or the limit of logits that some text models have.
 TEXT_PARTS: dict[str, TextPart] = {
@@ -58,8 +63,8 @@ TEXT_PARTS: dict[str, TextPart] = {
     "gemma3_text": TextPart(
         "Gemma3ForCausalLM", _sizes(262208, 2304, 9216, 26, 8), {"final_logit_softcapping": None}, is_own=True
     ),
-    "qwen2_vl_text": TextPart("Qwen2ForCausalLM", _QWEN2_VL, is_own=True, has_mrope=True),
-    "qwen2_5_vl_text": TextPart("Qwen2ForCausalLM", _QWEN2_VL, is_own=True, has_mrope=True),
+    "qwen2_vl_text": _QWEN2_VL,
+    "qwen2_5_vl_text": _QWEN2_VL,
     "qwen3_vl_text": TextPart(
         "Qwen3ForCausalLM",
         _sizes(151936, 4096, 22016, 32, 32, max_position_embeddings=128000, rope_theta=5e5),
@@ -83,10 +88,11 @@ TEXT_PARTS: dict[str, TextPart] = {
         "Glm4ForCausalLM",
         _sizes(
             151552, 4096, 13696, 40, 32, num_key_value_heads=2, max_position_embeddings=32768, rms_norm_eps=1e-5,
-            partial_rotary_factor=1.0, head_dim=None,
+            partial_rotary_factor=1.0,
         ),
         {"attention_bias": True},
         is_own=True,
+        has_usual_heads=True,
         has_mrope=True,
     ),
     "glm4v_moe_text": TextPart(

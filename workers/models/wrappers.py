@@ -101,6 +101,12 @@ def _settings(wrapper: Wrapper, part: TextPart, config: dict[str, Any], given: d
         if given.get(key) is not None:
             raise unsupported(key, given[key], "This architecture is served only without it.")
     text = {**part.defaults, **_under_usual_names(part, given), **part.fixed}
+    if part.has_usual_heads:
+        fields = Fields(text)
+        width = max(1, fields.count("hidden_size") // fields.count("num_attention_heads"))
+        if text.setdefault("head_dim", width) not in (None, width):
+            raise unsupported("head_dim", text["head_dim"], f"Heads of this architecture have {width} elements.")
+        text["head_dim"] = width
     if part.has_mrope:
         text |= {key: _plain_rope(text[key], key) for key in ("rope_scaling", "rope_parameters") if text.get(key)}
     tied = config.get("tie_word_embeddings")

@@ -24,8 +24,11 @@ GEMMA = "Gemma3ForConditionalGeneration"
 QWEN = "Qwen2_5_VLForConditionalGeneration"
 LLAVA = "LlavaForConditionalGeneration"
 SERVED = served_wrappers(FAMILIES)
-# The defaults of some classes make no model: heads of 42 elements, of which half are rotated.
-POSSIBLE = {"glm4v_moe_text": {"num_attention_heads": 32}}
+# The defaults of some classes make no model, such as heads of 42 elements, of which half are rotated.
+POSSIBLE: dict[str, dict[str, Any]] = {
+    "glm4v_moe_text": {"num_attention_heads": 32},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 5e4}}},
+}
 # Tensors that belong to no text part, with the stored names of each kind of checkpoint.
 OTHERS = {
     "HunYuanVLForConditionalGeneration": ("vit.layers.0.x", "model.vision_tower.layers.0.x"),
@@ -217,6 +220,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "two vocabularies": (
         {"architectures": ["Ovis2ForConditionalGeneration"], "text_config": {"vocab_size": 100}, "vocab_size": 90},
         "vocab_size must be 100, as in text_config",
+    ),
+    "heads of another width": (
+        {"architectures": [QWEN], "text_config": {"head_dim": 64}},
+        "head_dim = 64 is not supported",
     ),
     "two numbers of experts": (
         {
