@@ -16,6 +16,11 @@ _ROPE_LONG = {"original_max_position_embeddings": 32, "factor": 4.0}
 _SPREAD = [1.0, 1.1, 1.3, 1.7, 2.2, 2.9, 3.7, 4.6]
 
 
+# Names that checkpoints of LLaVA's kind have since transformers 5, which writes the older ones.
+_NEWER = {"language_model.model.": "model.language_model.", "language_model.lm_head.": "lm_head.",
+          "vision_tower.": "model.vision_tower.", "multi_modal_projector.": "model.multi_modal_projector."}  # fmt: skip
+
+
 def _longrope(pairs: int, original: int, share: float = 1.0) -> dict[str, Any]:
     table = {
         "rope_type": "longrope", "rope_theta": 1e4, "short_factor": _SPREAD[:pairs],
@@ -35,6 +40,8 @@ class Case:
     max_shard_size: str = "50GB"
     max_model_len: int | None = None  # as served; None: the model's default
     claims: dict[str, Any] = field(default_factory=dict)  # written into config.json afterwards, true or not
+    renamed: dict[str, str] = field(default_factory=dict)  # prefixes of stored names, and those written instead
+    flat: bool = False  # the settings of a multimodal model's text part are written next to its own
 
 
 CASES: dict[str, Case] = {
@@ -102,6 +109,31 @@ CASES: dict[str, Case] = {
     "glm4-moe": Case("glm4_moe", {}, (1, 2, 4)),
     "ernie-moe": Case("ernie4_5_moe", {}, (1, 2, 4)),
     "gpt-oss": Case("gpt_oss", {}, (1, 2, 4)),
+    # Multimodal models, whose text part is served.
+    "gemma3-wrapper": Case("gemma3", {}, (1, 2, 4)),
+    "gemma3-wrapper-new-names": Case("gemma3", {}, (1, 2), renamed=_NEWER),
+    "mistral3-wrapper": Case("mistral3", {}, (1, 2, 4)),
+    "llava-wrapper": Case("llava", {}, (1, 2, 4)),
+    "llava-wrapper-new-names-tied": Case("llava", {"text_config": {"tie_word_embeddings": True}}, (1, 2),
+                                         renamed=_NEWER),
+    "llava-next-wrapper": Case("llava_next", {}, (1, 2)),
+    "llava-onevision-wrapper": Case("llava_onevision", {}, (1, 2)),
+    "internvl-wrapper": Case("internvl", {}, (1, 2, 4)),
+    "aya-vision-wrapper": Case("aya_vision", {}, (1, 2, 4)),
+    "got-ocr2-wrapper": Case("got_ocr2", {}, (1, 2)),
+    "ovis2-wrapper": Case("ovis2", {}, (1, 2)),
+    "deepseek-vl-wrapper": Case("deepseek_vl", {}, (1, 2)),
+    "idefics3-wrapper": Case("idefics3", {}, (1, 2)),
+    "smolvlm-wrapper": Case("smolvlm", {}, (1, 2, 4)),
+    "paddleocr-vl-wrapper": Case("paddleocr_vl", {}, (1, 2, 4)),
+    "qwen2-vl-wrapper": Case("qwen2_vl", {}, (1, 2, 4)),
+    "qwen2-vl-wrapper-flat": Case("qwen2_vl", {}, (1, 2), flat=True),
+    "qwen2-vl-wrapper-new-names": Case("qwen2_vl", {}, (1, 2), renamed={
+        "visual.": "model.visual.", "model.": "model.language_model."}),
+    "qwen2-5-vl-wrapper": Case("qwen2_5_vl", {}, (1, 2, 4)),
+    "qwen3-vl-wrapper": Case("qwen3_vl", {}, (1, 2, 4)),
+    "qwen3-vl-moe-wrapper": Case("qwen3_vl_moe", {}, (1, 2, 4)),
+    "glm4v-moe-wrapper": Case("glm4v_moe", {}, (1, 2, 4)),
 }  # fmt: skip
 # One case per family and size, for tests that need not run on every shape.
 FAMILY_CASES = (

@@ -154,6 +154,17 @@ def test_experts_that_a_file_holds_in_one_tensor(tmp_path: Path, family: str, sp
             assert torch.equal(found, wanted), name
 
 
+@pytest.mark.parametrize(("family", "name"), [("qwen2", "qwen2vl"), ("qwen3", "qwen3vl"), ("qwen3_moe", "qwen3vlmoe")])
+def test_the_text_part_of_a_multimodal_file_is_a_text_model(tmp_path: Path, family: str, name: str) -> None:
+    """The file has the sections of its positions, and the number of layers that images are added in."""
+    directory = make_tiny(tmp_path, family, seed=5)
+    own = {f"{name}__rope__dimension_sections": [2, 1, 1, 0], f"{name}__n_deepstack_layers": 1}
+    spec, checkpoint = opened(write_gguf(directory, tmp_path / "model.gguf", all_of("F32"), named=name, **own))
+    text, stored = opened(write_gguf(directory, tmp_path / "text.gguf", all_of("F32")))
+    assert spec == text == replace(read_spec(str(directory)), dtype=spec.dtype)
+    assert checkpoint.tensors.keys() == stored.tensors.keys() == tensor_shapes(spec).keys()
+
+
 def with_rope(spec: DecoderSpec, change: Callable[[Any], Any]) -> DecoderSpec:
     """The model with another rotary embedding in each layer."""
     return spec.with_sublayers(

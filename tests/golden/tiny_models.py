@@ -5,11 +5,15 @@ from tests.golden.tiny_models import make_tiny
 path = make_tiny(tmp_path, "qwen2", num_key_value_heads=1, tokenizer=True)
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from tests.golden.tiny_wrappers import WRAPPERS, wrapper_settings
 
 FAMILIES = ("cohere", "cohere2", "gemma2", "gemma3_text", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3")
 MIXTURES = ("ernie4_5_moe", "glm4_moe", "gpt_oss", "granitemoe", "granitemoeshared", "mixtral", "olmoe", "qwen2_moe",
@@ -83,20 +87,27 @@ def make_tiny(
     model = tiny_model(family, seed=seed, **overrides)
     model.to(dtype).save_pretrained(path, max_shard_size=max_shard_size)
     if tokenizer:
-        write_byte_tokenizer(path, model.config.vocab_size)
+        write_byte_tokenizer(path, model.config.get_text_config().vocab_size)
     return path
 
 
 def tiny_model(family: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """The model itself, float32, in evaluation mode."""
+    if family in WRAPPERS:
+        like = WRAPPERS[family]["like"]
+        name, settings = wrapper_settings(family, {**_SHAPE, **_FAMILY[like]}, **overrides)
+        config = AutoConfig.for_model(family, **settings)
+        return _random_model(config, seed, std=0.08, make=getattr(transformers, name)._from_config)
     config = AutoConfig.for_model(family, **{**_SHAPE, **_FAMILY[family], **overrides})
     return _random_model(config, seed, std=0.08)
 
 
-def _random_model(config: Any, seed: int, std: float) -> PreTrainedModel:
+def _random_model(
+    config: Any, seed: int, std: float, make: Callable[..., Any] = AutoModelForCausalLM.from_config
+) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        model = make(config, attn_implementation="eager")
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if name.endswith(("bias", "sinks")):

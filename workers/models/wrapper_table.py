@@ -34,7 +34,7 @@ class Wrapper:
     is_tied: bool = False  # default of `tie_word_embeddings`
     adopts_tied: bool = False  # the head is also the embedding if only `text_config` has it so
     is_flat: bool = False  # older checkpoints have no `text_config`, but its settings next to the others
-    same: tuple[str, ...] = ()  # settings of the wrapper that must agree with those of the text part
+    of_head: tuple[str, ...] = ()  # its own settings of a head that is not the embedding; they must be the text part's
 
 
 def _sizes(vocabulary: int, hidden: int, intermediate: int, layers: int, heads: int, **others: Any) -> dict[str, Any]:
@@ -59,7 +59,9 @@ TEXT_PARTS: dict[str, TextPart] = {
     "qwen3": TextPart("Qwen3ForCausalLM", _sizes(151936, 4096, 22016, 32, 32)),
     "qwen3_moe": TextPart("Qwen3MoeForCausalLM", _sizes(151936, 2048, 6144, 24, 32)),
     "gpt_oss": TextPart("GptOssForCausalLM", _sizes(201088, 2880, 2880, 36, 64)),
-    "cohere2": TextPart("Cohere2ForCausalLM", _sizes(256000, 8192, 22528, 40, 64), {"logit_scale": 1.0}),
+    "cohere2": TextPart(
+        "Cohere2ForCausalLM", _sizes(256000, 8192, 22528, 40, 64, tie_word_embeddings=True), {"logit_scale": 1.0}
+    ),
     "gemma3_text": TextPart(
         "Gemma3ForCausalLM", _sizes(262208, 2304, 9216, 26, 8), {"final_logit_softcapping": None}, is_own=True
     ),
@@ -184,7 +186,7 @@ WRAPPERS: dict[str, Wrapper] = {
     "Mistral3ForConditionalGeneration": Wrapper("mistral", _LLAVA_NAMES, _LLAVA_OTHERS, is_tied=True),
     "Ovis2ForConditionalGeneration": Wrapper(
         "qwen2", _INSIDE, ("model.vision_tower", "model.visual_embeddings_table"),
-        is_tied=True, same=("vocab_size", "hidden_size"),
+        is_tied=True, of_head=("vocab_size", "hidden_size"),
     ),
     "PaddleOCRVLForConditionalGeneration": Wrapper(
         "paddleocr_vl_text", _INSIDE, (*_QWEN_OTHERS, "mlp_AR", "model.projector"),

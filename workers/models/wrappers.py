@@ -118,7 +118,7 @@ def _settings(wrapper: Wrapper, part: TextPart, config: dict[str, Any], given: d
             text = {name: value for name, value in text.items() if name not in ("dtype", "torch_dtype")}
             text[key] = config[key]
             break
-    for key in wrapper.same:
+    for key in () if tied else wrapper.of_head:
         if config.get(key) is not None and config[key] != text.get(key):
             raise wrong(key, f"{shown(text.get(key))}, as in text_config", config[key])
     return {**text, "tie_word_embeddings": tied, "architectures": [part.architecture]}

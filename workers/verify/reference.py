@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import transformers
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -31,7 +32,7 @@ from oarlock.workers.layers.decoder_spec import DecoderSpec, SublayerSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec
 from oarlock.workers.layers.tensor_spec import Computation, Tap
 from oarlock.workers.model_files.gguf_model import gguf_file
-from oarlock.workers.model_files.tensor_names import Blocks, TensorNames
+from oarlock.workers.model_files.tensor_names import NO_NAMES, Blocks, TensorNames
 from oarlock.workers.models.registry import read_spec
 from oarlock.workers.quantization.registry import QUANTIZATIONS
 from oarlock.workers.verify.compare import dense_routing, file_of, taps_of
@@ -69,7 +70,7 @@ def record_reference(request: VerifyRequest, folder: Path, report_line: ReportLi
         truth = _record(model, spec, text, theirs, request, folder, report_line)
         if quantised and quantised.was_dense:
             report_line("every layer in float64, with the weights as they are stored")
-            with quantised.as_it_was(), in_float64(model):
+            with quantised.as_it_was(), in_float64(model, spec.names):
                 before = _run(model, spec, text, torch.float64)
             modules = modules_by_name(model, spec.names)
             layers = [modules[f"model.layers.{index}"] for index in range(spec.num_layers)]
@@ -79,17 +80,17 @@ def record_reference(request: VerifyRequest, folder: Path, report_line: ReportLi
 
 def load_for(request: VerifyRequest, dtype: torch.dtype) -> tuple[PreTrainedModel, DequantisedModel | None]:
     """Return the model, and its `DequantisedModel`; None if weights are served in the dtype of the model."""
-    path = Path(request.model)
+    path, spec = Path(request.model), read_spec(request.model)
     is_dense = gguf_file(path) is None and request.quantization in QUANTIZATIONS
     if is_dense and request.quantization == "none":
-        return load_model(request.model, request.dtype, request.device), None
+        return load_model(request.model, spec, request.dtype, request.device), None
     dequantised = dequantised_weights(path, request.quantization, dtype)
     if request.dequantize:
         dequantised = WrittenOut(dequantised, dtype)
     if is_dense:
-        model = load_model(request.model, request.dtype, request.device)
+        model = load_model(request.model, spec, request.dtype, request.device)
     else:
-        model = _unfilled_model(request.model, dtype)
+        model = _unfilled_model(request.model, spec, dtype)
         linear_layers = {f"{name}.weight" for name, part in model.named_modules() if isinstance(part, _PRODUCTS)}
         experts = [name for name, part in model.named_modules() if is_experts(part)]
         linear_layers |= {f"{name}.{part}_proj" for name in experts for part in ("gate_up", "down")}
@@ -99,20 +100,27 @@ def load_for(request: VerifyRequest, dtype: torch.dtype) -> tuple[PreTrainedMode
     return model, DequantisedModel(model, dequantised, dtype, was_dense=is_dense, device=request.device)
 
 
-def _unfilled_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
+def model_class(spec: DecoderSpec) -> Any:
+    """Return transformers' class of the model: for a multimodal model the whole of it, which computes text alike."""
+    return AutoModelForCausalLM if spec.wrapper is None else getattr(transformers, spec.wrapper)
+
+
+def _unfilled_model(path: str, spec: DecoderSpec, dtype: torch.dtype) -> PreTrainedModel:
     """Return the architecture that config.json describes, without its weights."""
     config = AutoConfig.from_pretrained(path, local_files_only=True)
     for key in ("quantization_config", "compression_config"):
         if hasattr(config, key):
             delattr(config, key)
+    if spec.wrapper is not None:
+        return model_class(spec)._from_config(config, dtype=dtype).eval()
     return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
-def load_model(path: str, dtype: str, device: str) -> PreTrainedModel:
+def load_model(path: str, spec: DecoderSpec, dtype: str, device: str) -> PreTrainedModel:
     """Return the model as a user of transformers gets it, in evaluation mode."""
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), local_files_only=True)
+    model = model_class(spec).from_pretrained(path, dtype=getattr(torch, dtype), local_files_only=True)
     return model.to("cuda:0" if device == "cuda" else "cpu").eval()
 
 
@@ -145,7 +153,7 @@ def _record(
     """Run the text in float64, write the result and the errors of `theirs`, and return the result."""
     truth_dtype = torch.float64 if request.dtype == "float32" else torch.float32
     report_line("every layer in float64")
-    with in_float64(model):
+    with in_float64(model, spec.names):
         truth = _run(model, spec, text, truth_dtype)
     report_line("writing its tensors")
     files: dict[str, list[str]] = {}
@@ -321,15 +329,20 @@ class TransformersRecorder:
 
 
 @contextmanager
-def in_float64(model: nn.Module) -> Generator[None]:
+def in_float64(model: nn.Module, names: TensorNames = NO_NAMES) -> Generator[None]:
     """Make `model` compute in float64 on its own weights, within the context. Attention needs `exact_attention` too.
+
+    `names`: of its modules and parameters; modules with ignored ones, such as a tower for images, stay as they are.
 
     Each module widens its weight while it computes, a block of rows at a time, so that no second copy of the model has
     to fit. Norms, which transformers computes in float32 for any dtype of the model, are written out. Only cos and sin
     stay in float32: they are part of the model's definition.
     """
     changed = []
-    for module in model.modules():
+    for name, module in model.named_modules():
+        own = [f"{name}.{parameter}" for parameter, _ in module.named_parameters(recurse=False)]
+        if any(names.rename(one) is None for one in (name, *own)):
+            continue
         forward = _exact_forward(module)
         if forward is not None:
             module.forward = forward

@@ -218,7 +218,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "tied by another type": ({"architectures": [GEMMA], "text_config": {}, "tie_word_embeddings": 1}, "true or false"),
     "two vocabularies": (
-        {"architectures": ["Ovis2ForConditionalGeneration"], "text_config": {"vocab_size": 100}, "vocab_size": 90},
+        {"architectures": ["Ovis2ForConditionalGeneration"], "text_config": {"vocab_size": 100}, "vocab_size": 90,
+         "tie_word_embeddings": False},
         "vocab_size must be 100, as in text_config",
     ),
     "heads of another width": (
