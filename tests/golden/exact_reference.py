@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from oarlock.workers.models.registry import read_spec
-from oarlock.workers.verify.reference import TransformersRecorder, in_float64, model_class
+from oarlock.workers.verify.reference import TransformersRecorder, in_float64, model_class, text_part
 from tests.golden.cases import PROMPT
 
 GREEDY = 5
@@ -42,7 +42,8 @@ class ExactReference:
         without = ("Gemma2ForCausalLM", "GotOcr2ForConditionalGeneration")
         has_sdpa = not self.spec.attention.sinks and not {self.spec.architecture, self.spec.wrapper} & {*without}
         kind = "sdpa" if has_sdpa else "eager"
-        model = model_class(self.spec).from_pretrained(self.path, dtype=self.dtype, attn_implementation=kind).eval()
+        model = model_class(self.spec).from_pretrained(self.path, dtype=self.dtype, attn_implementation=kind)
+        model = text_part(model, self.spec.names).eval()
         embedding = model.get_input_embeddings()
         if hasattr(embedding, "scalar_embed_scale"):
             embedding.scalar_embed_scale = embedding.embed_scale.to(self.dtype).item()
@@ -76,7 +77,7 @@ class ExactReference:
         with torch.inference_mode():
             with self._recording() as recording:
                 theirs = ask(recording)
-            with in_float64(self.model, self.spec.names), self._recording() as recording:
+            with in_float64(self.model), self._recording() as recording:
                 truth = ask(recording)
         return truth, theirs
 

@@ -32,7 +32,7 @@ from oarlock.workers.layers.decoder_spec import DecoderSpec, SublayerSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec
 from oarlock.workers.layers.tensor_spec import Computation, Tap
 from oarlock.workers.model_files.gguf_model import gguf_file
-from oarlock.workers.model_files.tensor_names import NO_NAMES, Blocks, TensorNames
+from oarlock.workers.model_files.tensor_names import Blocks, TensorNames
 from oarlock.workers.models.registry import read_spec
 from oarlock.workers.quantization.registry import QUANTIZATIONS
 from oarlock.workers.verify.compare import dense_routing, file_of, taps_of
@@ -70,7 +70,7 @@ def record_reference(request: VerifyRequest, folder: Path, report_line: ReportLi
         truth = _record(model, spec, text, theirs, request, folder, report_line)
         if quantised and quantised.was_dense:
             report_line("every layer in float64, with the weights as they are stored")
-            with quantised.as_it_was(), in_float64(model, spec.names):
+            with quantised.as_it_was(), in_float64(model):
                 before = _run(model, spec, text, torch.float64)
             modules = modules_by_name(model, spec.names)
             layers = [modules[f"model.layers.{index}"] for index in range(spec.num_layers)]
@@ -105,6 +105,16 @@ def model_class(spec: DecoderSpec) -> Any:
     return AutoModelForCausalLM if spec.wrapper is None else getattr(transformers, spec.wrapper)
 
 
+def text_part(model: PreTrainedModel, names: TensorNames) -> PreTrainedModel:
+    """Remove the modules and parameters of `model` that `names` ignores: those for images, which text does not use."""
+    everything = [name for of in (model.named_modules(), model.named_parameters()) for name, _ in of]
+    for name in (one for one in everything if names.rename(one) is None):
+        above, _, last = name.rpartition(".")
+        if names.rename(above) is not None:  # otherwise it is removed with the module around it
+            delattr(model.get_submodule(above), last)
+    return model
+
+
 def _unfilled_model(path: str, spec: DecoderSpec, dtype: torch.dtype) -> PreTrainedModel:
     """Return the architecture that config.json describes, without its weights."""
     config = AutoConfig.from_pretrained(path, local_files_only=True)
@@ -112,7 +122,7 @@ def _unfilled_model(path: str, spec: DecoderSpec, dtype: torch.dtype) -> PreTrai
         if hasattr(config, key):
             delattr(config, key)
     if spec.wrapper is not None:
-        return model_class(spec)._from_config(config, dtype=dtype).eval()
+        return text_part(model_class(spec)._from_config(config, dtype=dtype), spec.names).eval()
     return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
@@ -121,7 +131,7 @@ def load_model(path: str, spec: DecoderSpec, dtype: str, device: str) -> PreTrai
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     model = model_class(spec).from_pretrained(path, dtype=getattr(torch, dtype), local_files_only=True)
-    return model.to("cuda:0" if device == "cuda" else "cpu").eval()
+    return text_part(model, spec.names).to("cuda:0" if device == "cuda" else "cpu").eval()
 
 
 def generate(model: PreTrainedModel, request: VerifyRequest, report_line: ReportLine) -> Text:
@@ -153,7 +163,7 @@ def _record(
     """Run the text in float64, write the result and the errors of `theirs`, and return the result."""
     truth_dtype = torch.float64 if request.dtype == "float32" else torch.float32
     report_line("every layer in float64")
-    with in_float64(model, spec.names):
+    with in_float64(model):
         truth = _run(model, spec, text, truth_dtype)
     report_line("writing its tensors")
     files: dict[str, list[str]] = {}
@@ -329,20 +339,15 @@ class TransformersRecorder:
 
 
 @contextmanager
-def in_float64(model: nn.Module, names: TensorNames = NO_NAMES) -> Generator[None]:
+def in_float64(model: nn.Module) -> Generator[None]:
     """Make `model` compute in float64 on its own weights, within the context. Attention needs `exact_attention` too.
-
-    `names`: of its modules and parameters; modules with ignored ones, such as a tower for images, stay as they are.
 
     Each module widens its weight while it computes, a block of rows at a time, so that no second copy of the model has
     to fit. Norms, which transformers computes in float32 for any dtype of the model, are written out. Only cos and sin
     stay in float32: they are part of the model's definition.
     """
     changed = []
-    for name, module in model.named_modules():
-        own = [f"{name}.{parameter}" for parameter, _ in module.named_parameters(recurse=False)]
-        if any(names.rename(one) is None for one in (name, *own)):
-            continue
+    for module in model.modules():
         forward = _exact_forward(module)
         if forward is not None:
             module.forward = forward
