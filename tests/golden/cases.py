@@ -72,6 +72,31 @@ CASES: dict[str, Case] = {
         (2,)),
     "llama-dynamic": Case("llama", {"max_position_embeddings": 32, "rope_parameters": {
         "rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, (1,)),
+    # Multimodal models, whose text part is served.
+    "gemma3-wrapper": Case("gemma3", {}, (1, 2, 4)),
+    "gemma3-wrapper-new-names": Case("gemma3", {}, (1, 2), renamed=_NEWER),
+    "mistral3-wrapper": Case("mistral3", {}, (1, 2, 4)),
+    "llava-wrapper": Case("llava", {}, (1, 2, 4)),
+    "llava-wrapper-new-names-tied": Case("llava", {"text_config": {"tie_word_embeddings": True}}, (1, 2),
+                                         renamed=_NEWER),
+    "llava-next-wrapper": Case("llava_next", {}, (1, 2)),
+    "llava-onevision-wrapper": Case("llava_onevision", {}, (1, 2)),
+    "internvl-wrapper": Case("internvl", {}, (1, 2, 4)),
+    "aya-vision-wrapper": Case("aya_vision", {}, (1, 2, 4)),
+    "got-ocr2-wrapper": Case("got_ocr2", {}, (1, 2)),
+    "ovis2-wrapper": Case("ovis2", {}, (1, 2)),
+    "deepseek-vl-wrapper": Case("deepseek_vl", {}, (1, 2)),
+    "idefics3-wrapper": Case("idefics3", {}, (1, 2)),
+    "smolvlm-wrapper": Case("smolvlm", {}, (1, 2, 4)),
+    "paddleocr-vl-wrapper": Case("paddleocr_vl", {}, (1, 2, 4)),
+    "qwen2-vl-wrapper": Case("qwen2_vl", {}, (1, 2, 4)),
+    "qwen2-vl-wrapper-flat": Case("qwen2_vl", {}, (1, 2), flat=True),
+    "qwen2-vl-wrapper-new-names": Case("qwen2_vl", {}, (1, 2), renamed={
+        "visual.": "model.visual.", "model.": "model.language_model."}),
+    "qwen2-5-vl-wrapper": Case("qwen2_5_vl", {}, (1, 2, 4)),
+    "qwen3-vl-wrapper": Case("qwen3_vl", {}, (1, 2, 4)),
+    "qwen3-vl-moe-wrapper": Case("qwen3_vl_moe", {}, (1, 2, 4)),
+    "glm4v-moe-wrapper": Case("glm4v_moe", {}, (1, 2, 4)),
     "qwen2-yarn": Case("qwen2", {"hidden_size": 128, "rope_parameters": {
         "rope_type": "yarn", "rope_theta": 1e6, **_ROPE_LONG}}, (2,)),
     "qwen3-yarn-mscale": Case("qwen3", {"head_dim": 32, "rope_parameters": {
@@ -109,31 +134,6 @@ CASES: dict[str, Case] = {
     "glm4-moe": Case("glm4_moe", {}, (1, 2, 4)),
     "ernie-moe": Case("ernie4_5_moe", {}, (1, 2, 4)),
     "gpt-oss": Case("gpt_oss", {}, (1, 2, 4)),
-    # Multimodal models, whose text part is served.
-    "gemma3-wrapper": Case("gemma3", {}, (1, 2, 4)),
-    "gemma3-wrapper-new-names": Case("gemma3", {}, (1, 2), renamed=_NEWER),
-    "mistral3-wrapper": Case("mistral3", {}, (1, 2, 4)),
-    "llava-wrapper": Case("llava", {}, (1, 2, 4)),
-    "llava-wrapper-new-names-tied": Case("llava", {"text_config": {"tie_word_embeddings": True}}, (1, 2),
-                                         renamed=_NEWER),
-    "llava-next-wrapper": Case("llava_next", {}, (1, 2)),
-    "llava-onevision-wrapper": Case("llava_onevision", {}, (1, 2)),
-    "internvl-wrapper": Case("internvl", {}, (1, 2, 4)),
-    "aya-vision-wrapper": Case("aya_vision", {}, (1, 2, 4)),
-    "got-ocr2-wrapper": Case("got_ocr2", {}, (1, 2)),
-    "ovis2-wrapper": Case("ovis2", {}, (1, 2)),
-    "deepseek-vl-wrapper": Case("deepseek_vl", {}, (1, 2)),
-    "idefics3-wrapper": Case("idefics3", {}, (1, 2)),
-    "smolvlm-wrapper": Case("smolvlm", {}, (1, 2, 4)),
-    "paddleocr-vl-wrapper": Case("paddleocr_vl", {}, (1, 2, 4)),
-    "qwen2-vl-wrapper": Case("qwen2_vl", {}, (1, 2, 4)),
-    "qwen2-vl-wrapper-flat": Case("qwen2_vl", {}, (1, 2), flat=True),
-    "qwen2-vl-wrapper-new-names": Case("qwen2_vl", {}, (1, 2), renamed={
-        "visual.": "model.visual.", "model.": "model.language_model."}),
-    "qwen2-5-vl-wrapper": Case("qwen2_5_vl", {}, (1, 2, 4)),
-    "qwen3-vl-wrapper": Case("qwen3_vl", {}, (1, 2, 4)),
-    "qwen3-vl-moe-wrapper": Case("qwen3_vl_moe", {}, (1, 2, 4)),
-    "glm4v-moe-wrapper": Case("glm4v_moe", {}, (1, 2, 4)),
 }  # fmt: skip
 # One case per family and size, for tests that need not run on every shape.
 FAMILY_CASES = (

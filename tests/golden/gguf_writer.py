@@ -88,17 +88,13 @@ def q4_k_m(name: str, shape: tuple[int, ...]) -> str:
     return "Q6_K" if better else "Q4_K"
 
 
-def write_gguf(
-    directory: Path, path: Path, kind_of: KindOf, *, part_bytes: int = 0, named: str | None = None, **settings: Any
-) -> Path:
+def write_gguf(directory: Path, path: Path, kind_of: KindOf, *, part_bytes: int = 0, **settings: Any) -> Path:
     """The checkpoint in `directory` as the file `path`, or with `part_bytes` in parts of about so many bytes.
 
-    `named`: the architecture, if it is not that of the checkpoint's class.
     `settings` are written last, under names in which `__` is a dot; None leaves one out.
     """
     config = json.loads((directory / "config.json").read_text())
-    known = {one: arch for arch, one in gguf.MODEL_ARCH_NAMES.items()}
-    arch = _ARCHITECTURES[config["architectures"][0]] if named is None else known[named]
+    arch = _ARCHITECTURES[config["architectures"][0]]
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch], split_max_size=part_bytes)
     _add_settings(writer, config, arch)
     if (directory / "tokenizer.json").exists():

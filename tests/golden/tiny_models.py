@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tests.golden.tiny_wrappers import WRAPPERS, wrapper_settings
@@ -95,9 +94,8 @@ def tiny_model(family: str, *, seed: int = 0, **overrides: Any) -> PreTrainedMod
     """The model itself, float32, in evaluation mode."""
     if family in WRAPPERS:
         like = WRAPPERS[family]["like"]
-        name, settings = wrapper_settings(family, {**_SHAPE, **_FAMILY[like]}, **overrides)
-        config = AutoConfig.for_model(family, **settings)
-        return _random_model(config, seed, std=0.08, make=getattr(transformers, name)._from_config)
+        class_, settings = wrapper_settings(family, {**_SHAPE, **_FAMILY[like]}, **overrides)
+        return _random_model(AutoConfig.for_model(family, **settings), seed, std=0.08, make=class_._from_config)
     config = AutoConfig.for_model(family, **{**_SHAPE, **_FAMILY[family], **overrides})
     return _random_model(config, seed, std=0.08)
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import transformers
 from safetensors.torch import load_file, save_file
 
 _SMALL = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
@@ -59,13 +60,13 @@ WRAPPERS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def wrapper_settings(family: str, text: Mapping[str, Any], **overrides: Any) -> tuple[str, dict[str, Any]]:
+def wrapper_settings(family: str, text: Mapping[str, Any], **overrides: Any) -> tuple[Any, dict[str, Any]]:
     """The class of a family, and the arguments of its config class. `text`: of the text model that its part is like."""
     given = {**WRAPPERS[family], **overrides}
     chosen = {"model_type": given["like"]} if family in _CHOOSING else {}
     own = {**text, **chosen, **WRAPPERS[family].get("text_config", {}), **overrides.get("text_config", {})}
     others = {name: value for name, value in given.items() if name not in ("class", "like", "text_config")}
-    return given["class"], {**others, "text_config": own}
+    return getattr(transformers, given["class"]), {**others, "text_config": own}
 
 
 def rename_stored(path: Path, prefixes: Mapping[str, str]) -> None:
