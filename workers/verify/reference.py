@@ -80,17 +80,17 @@ def record_reference(request: VerifyRequest, folder: Path, report_line: ReportLi
 
 def load_for(request: VerifyRequest, dtype: torch.dtype) -> tuple[PreTrainedModel, DequantisedModel | None]:
     """Return the model, and its `DequantisedModel`; None if weights are served in the dtype of the model."""
-    path, spec = Path(request.model), read_spec(request.model)
+    path = Path(request.model)
     is_dense = gguf_file(path) is None and request.quantization in QUANTIZATIONS
     if is_dense and request.quantization == "none":
-        return load_model(request.model, spec, request.dtype, request.device), None
+        return load_model(request.model, request.dtype, request.device), None
     dequantised = dequantised_weights(path, request.quantization, dtype)
     if request.dequantize:
         dequantised = WrittenOut(dequantised, dtype)
     if is_dense:
-        model = load_model(request.model, spec, request.dtype, request.device)
+        model = load_model(request.model, request.dtype, request.device)
     else:
-        model = _unfilled_model(request.model, spec, dtype)
+        model = _unfilled_model(request.model, dtype)
         linear_layers = {f"{name}.weight" for name, part in model.named_modules() if isinstance(part, _PRODUCTS)}
         experts = [name for name, part in model.named_modules() if is_experts(part)]
         linear_layers |= {f"{name}.{part}_proj" for name in experts for part in ("gate_up", "down")}
@@ -115,21 +115,23 @@ def text_part(model: PreTrainedModel, names: TensorNames) -> PreTrainedModel:
     return model
 
 
-def _unfilled_model(path: str, spec: DecoderSpec, dtype: torch.dtype) -> PreTrainedModel:
+def _unfilled_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
     """Return the architecture that config.json describes, without its weights."""
     config = AutoConfig.from_pretrained(path, local_files_only=True)
     for key in ("quantization_config", "compression_config"):
         if hasattr(config, key):
             delattr(config, key)
+    spec = read_spec(path)
     if spec.wrapper is not None:
         return text_part(model_class(spec)._from_config(config, dtype=dtype), spec.names).eval()
     return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
-def load_model(path: str, spec: DecoderSpec, dtype: str, device: str) -> PreTrainedModel:
+def load_model(path: str, dtype: str, device: str) -> PreTrainedModel:
     """Return the model as a user of transformers gets it, in evaluation mode."""
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
+    spec = read_spec(path)
     model = model_class(spec).from_pretrained(path, dtype=getattr(torch, dtype), local_files_only=True)
     return text_part(model, spec.names).to("cuda:0" if device == "cuda" else "cpu").eval()
 
