@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from oarlock.workers.models.registry import FAMILIES
+
 PROMPT, TOTAL = 31, 36  # tokens fed as a prompt, and with those that follow one by one
 
 _ROPE_LONG = {"original_max_position_embeddings": 32, "factor": 4.0}
@@ -72,31 +74,6 @@ CASES: dict[str, Case] = {
         (2,)),
     "llama-dynamic": Case("llama", {"max_position_embeddings": 32, "rope_parameters": {
         "rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, (1,)),
-    # Multimodal models, whose text part is served.
-    "gemma3-wrapper": Case("gemma3", {}, (1, 2, 4)),
-    "gemma3-wrapper-new-names": Case("gemma3", {}, (1, 2), renamed=_NEWER),
-    "mistral3-wrapper": Case("mistral3", {}, (1, 2, 4)),
-    "llava-wrapper": Case("llava", {}, (1, 2, 4)),
-    "llava-wrapper-new-names-tied": Case("llava", {"text_config": {"tie_word_embeddings": True}}, (1, 2),
-                                         renamed=_NEWER),
-    "llava-next-wrapper": Case("llava_next", {}, (1, 2)),
-    "llava-onevision-wrapper": Case("llava_onevision", {}, (1, 2)),
-    "internvl-wrapper": Case("internvl", {}, (1, 2, 4)),
-    "aya-vision-wrapper": Case("aya_vision", {}, (1, 2, 4)),
-    "got-ocr2-wrapper": Case("got_ocr2", {}, (1, 2)),
-    "ovis2-wrapper": Case("ovis2", {}, (1, 2)),
-    "deepseek-vl-wrapper": Case("deepseek_vl", {}, (1, 2)),
-    "idefics3-wrapper": Case("idefics3", {}, (1, 2)),
-    "smolvlm-wrapper": Case("smolvlm", {}, (1, 2, 4)),
-    "paddleocr-vl-wrapper": Case("paddleocr_vl", {}, (1, 2, 4)),
-    "qwen2-vl-wrapper": Case("qwen2_vl", {}, (1, 2, 4)),
-    "qwen2-vl-wrapper-flat": Case("qwen2_vl", {}, (1, 2), flat=True),
-    "qwen2-vl-wrapper-new-names": Case("qwen2_vl", {}, (1, 2), renamed={
-        "visual.": "model.visual.", "model.": "model.language_model."}),
-    "qwen2-5-vl-wrapper": Case("qwen2_5_vl", {}, (1, 2, 4)),
-    "qwen3-vl-wrapper": Case("qwen3_vl", {}, (1, 2, 4)),
-    "qwen3-vl-moe-wrapper": Case("qwen3_vl_moe", {}, (1, 2, 4)),
-    "glm4v-moe-wrapper": Case("glm4v_moe", {}, (1, 2, 4)),
     "qwen2-yarn": Case("qwen2", {"hidden_size": 128, "rope_parameters": {
         "rope_type": "yarn", "rope_theta": 1e6, **_ROPE_LONG}}, (2,)),
     "qwen3-yarn-mscale": Case("qwen3", {"head_dim": 32, "rope_parameters": {
@@ -139,6 +116,52 @@ CASES: dict[str, Case] = {
 FAMILY_CASES = (
     "qwen2", "qwen3", "llama", "mistral-window", "gemma2", "gemma3", "olmo2", "cohere", "cohere2", "phi3", "phi4",
 )  # fmt: skip
+# Multimodal models, by the class of their text part, which is served if a family describes it.
+_WRAPPERS: dict[str, dict[str, Case]] = {
+    "Cohere2ForCausalLM": {"aya-vision-wrapper": Case("aya_vision", {}, (1, 2, 4))},
+    "CohereCompassForCausalLM": {"cohere-compass-wrapper": Case("cohere_compass", {}, (1, 2, 4))},
+    "Gemma3ForCausalLM": {
+        "gemma3-wrapper": Case("gemma3", {}, (1, 2, 4)),
+        "gemma3-wrapper-new-names": Case("gemma3", {}, (1, 2), renamed=_NEWER),
+    },
+    "Glm4ForCausalLM": {"glm4v-wrapper": Case("glm4v", {}, (1, 2, 4))},
+    "Glm4MoeForCausalLM": {"glm4v-moe-wrapper": Case("glm4v_moe", {}, (1, 2, 4))},
+    "HunYuanDenseV1ForCausalLM": {"hunyuan-vl-wrapper": Case("hunyuan_vl", {}, (1, 2, 4))},
+    "Llama4ForCausalLM": {"llama4-wrapper": Case("llama4", {}, (1, 2, 4))},
+    "LlamaForCausalLM": {
+        "deepseek-vl-wrapper": Case("deepseek_vl", {}, (1, 2)),
+        "idefics3-wrapper": Case("idefics3", {}, (1, 2)),
+        "llava-wrapper": Case("llava", {}, (1, 2, 4)),
+        "llava-wrapper-new-names-tied": Case(
+            "llava", {"text_config": {"tie_word_embeddings": True}}, (1, 2), renamed=_NEWER
+        ),
+        "paddleocr-vl-wrapper": Case("paddleocr_vl", {}, (1, 2, 4)),
+        "smolvlm-wrapper": Case("smolvlm", {}, (1, 2, 4)),
+    },
+    "Ministral3ForCausalLM": {"mistral3-wrapper-of-ministral3": Case("mistral3", {"like": "ministral3"}, (1, 2, 4))},
+    "MistralForCausalLM": {
+        "llava-next-wrapper": Case("llava_next", {}, (1, 2)),
+        "mistral3-wrapper": Case("mistral3", {}, (1, 2, 4)),
+    },
+    "Qwen2ForCausalLM": {
+        "got-ocr2-wrapper": Case("got_ocr2", {}, (1, 2)),
+        "llava-onevision-wrapper": Case("llava_onevision", {}, (1, 2)),
+        "ovis2-wrapper": Case("ovis2", {}, (1, 2)),
+        "qwen2-vl-wrapper": Case("qwen2_vl", {}, (1, 2, 4)),
+        "qwen2-vl-wrapper-flat": Case("qwen2_vl", {}, (1, 2), flat=True),
+        "qwen2-vl-wrapper-new-names": Case(
+            "qwen2_vl", {}, (1, 2), renamed={"visual.": "model.visual.", "model.": "model.language_model."}
+        ),
+        "qwen2-5-vl-wrapper": Case("qwen2_5_vl", {}, (1, 2, 4)),
+    },
+    "Qwen3ForCausalLM": {
+        "internvl-wrapper": Case("internvl", {}, (1, 2, 4)),
+        "qwen3-vl-wrapper": Case("qwen3_vl", {}, (1, 2, 4)),
+    },
+    "Qwen3MoeForCausalLM": {"qwen3-vl-moe-wrapper": Case("qwen3_vl_moe", {}, (1, 2, 4))},
+}
+for _text_class, _cases in _WRAPPERS.items():
+    CASES |= _cases if _text_class in FAMILIES else {}
 RUNS = [(name, size) for name, case in CASES.items() for size in case.sizes]
 # One size of each case, in turn the smallest, the next and so on: the others are for `make test-long`.
 SHORT_RUNS = {(name, case.sizes[number % len(case.sizes)]) for number, (name, case) in enumerate(CASES.items())}

@@ -93,7 +93,7 @@ def make_tiny(
 def tiny_model(family: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """The model itself, float32, in evaluation mode."""
     if family in WRAPPERS:
-        like = WRAPPERS[family]["like"]
+        like = overrides.get("like", WRAPPERS[family]["like"])
         class_, settings = wrapper_settings(family, {**_SHAPE, **_FAMILY[like]}, **overrides)
         return _random_model(AutoConfig.for_model(family, **settings), seed, std=0.08, make=class_._from_config)
     config = AutoConfig.for_model(family, **{**_SHAPE, **_FAMILY[family], **overrides})

@@ -26,17 +26,27 @@ _CHOOSING = ("aya_vision", "deepseek_vl", "got_ocr2", "idefics3", "internvl", "l
 # Family -> its class, the family of its text part in `tiny_models.py`, and settings of its parts and of itself.
 WRAPPERS: dict[str, dict[str, Any]] = {
     "aya_vision": {"class": "AyaVisionForConditionalGeneration", "like": "cohere2", "vision_config": _SIGLIP},
+    "cohere_compass": {"class": "CohereCompassForConditionalGeneration", "like": "cohere_compass_text",
+                       "vision_config": _DEEPSTACK},
     "deepseek_vl": {"class": "DeepseekVLForConditionalGeneration", "like": "llama", "vision_config": _SIGLIP},
     "gemma3": {"class": "Gemma3ForConditionalGeneration", "like": "gemma3_text", "vision_config": _SIGLIP,
                "mm_tokens_per_image": 4, "image_token_index": 310},
+    "glm4v": {"class": "Glm4vForConditionalGeneration", "like": "glm4", "vision_config": {**_DEEP, "image_size": 16},
+              "text_config": {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "rope_parameters": {
+                  "rope_type": "default", "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}}},
     "glm4v_moe": {"class": "Glm4vMoeForConditionalGeneration", "like": "glm4_moe", "vision_config": {
         **_DEEP, "image_size": 16}, "text_config": {
             "rope_parameters": {"rope_type": "default", "mrope_section": [2, 2, 2], "partial_rotary_factor": 0.5}}},
     "got_ocr2": {"class": "GotOcr2ForConditionalGeneration", "like": "qwen2", "vision_config": {
         **_SMALL, "output_channels": 8, "window_size": 2, "global_attn_indexes": [0], "mlp_dim": 16}},
+    "hunyuan_vl": {"class": "HunYuanVLForConditionalGeneration", "like": "hunyuan_v1_dense", "vision_config": {
+        **_SMALL, "out_hidden_size": 64, "max_vit_seq_len": 64}, "text_config": {"rope_parameters": {
+            "rope_type": "dynamic", "alpha": 50.0, "rope_theta": 1e4, "mrope_section": [1, 1, 1, 1]}}},
     "idefics3": {"class": "Idefics3ForConditionalGeneration", "like": "llama", "vision_config": _SMALL},
     "internvl": {"class": "InternVLForConditionalGeneration", "like": "qwen3", "vision_config": {
         **_SMALL, "image_size": [16, 16], "patch_size": [8, 8]}},
+    "llama4": {"class": "Llama4ForConditionalGeneration", "like": "llama4_text", "vision_config": {
+        **_SMALL, "vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16}},
     "llava": {"class": "LlavaForConditionalGeneration", "like": "llama", "vision_config": _CLIP},
     "llava_next": {"class": "LlavaNextForConditionalGeneration", "like": "mistral", "vision_config": _CLIP},
     "llava_onevision": {"class": "LlavaOnevisionForConditionalGeneration", "like": "qwen2", "vision_config": _SIGLIP},

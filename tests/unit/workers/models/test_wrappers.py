@@ -320,6 +320,14 @@ def test_quantization_settings_name_modules_as_they_are_stored(tmp_path: Path, m
 
 
 @pytest.mark.slow
+def test_every_served_wrapper_is_compared_with_transformers() -> None:
+    from tests.golden import cases, tiny_wrappers
+
+    compared = {tiny_wrappers.WRAPPERS.get(case.family, {}).get("class") for case in cases.CASES.values()}
+    assert compared - {None} == SERVED.keys()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "kind"),
     [
