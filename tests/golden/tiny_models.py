@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from tests.golden.tiny_wrappers import WRAPPERS, wrapper_settings
-
 FAMILIES = ("cohere", "cohere2", "gemma2", "gemma3_text", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3")
 MIXTURES = ("ernie4_5_moe", "glm4_moe", "gpt_oss", "granitemoe", "granitemoeshared", "mixtral", "olmoe", "qwen2_moe",
             "qwen3_moe")  # fmt: skip
@@ -92,6 +90,8 @@ def make_tiny(
 
 def tiny_model(family: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """The model itself, float32, in evaluation mode."""
+    from tests.golden.tiny_wrappers import WRAPPERS, wrapper_settings
+
     if family in WRAPPERS:
         like = overrides.get("like", WRAPPERS[family]["like"])
         class_, settings = wrapper_settings(family, {**_SHAPE, **_FAMILY[like]}, **overrides)
