@@ -41,7 +41,7 @@ WRAPPERS: dict[str, dict[str, Any]] = {
         **_SMALL, "output_channels": 8, "window_size": 2, "global_attn_indexes": [0], "mlp_dim": 16}},
     "hunyuan_vl": {"class": "HunYuanVLForConditionalGeneration", "like": "hunyuan_v1_dense", "vision_config": {
         **_SMALL, "out_hidden_size": 64, "max_vit_seq_len": 64}, "text_config": {"rope_parameters": {
-            "rope_type": "dynamic", "alpha": 50.0, "rope_theta": 1e4, "mrope_section": [3, 3, 3, 3]}}},
+            "rope_type": "dynamic", "factor": 1.0, "alpha": 50.0, "rope_theta": 1e4, "mrope_section": [3, 3, 3, 3]}}},
     "idefics3": {"class": "Idefics3ForConditionalGeneration", "like": "llama", "vision_config": _SMALL},
     "internvl": {"class": "InternVLForConditionalGeneration", "like": "qwen3", "vision_config": {
         **_SMALL, "image_size": [16, 16], "patch_size": [8, 8]}},

@@ -17,7 +17,7 @@ from oarlock.workers.model_files.tensor_names import NO_NAMES
 from oarlock.workers.models.hf_quantization import stored_quantization
 from oarlock.workers.models.registry import FAMILIES, describe
 from oarlock.workers.models.wrapper_table import REFUSED, TEXT_PARTS, WRAPPERS
-from oarlock.workers.models.wrappers import served_wrappers
+from oarlock.workers.models.wrappers import _plain_rope, served_wrappers
 from oarlock.workers.quantization.formats.checkpoint_formats import CheckpointFormats
 
 GEMMA = "Gemma3ForConditionalGeneration"
@@ -110,6 +110,14 @@ def test_yarn_keeps_its_settings_without_the_sections() -> None:
     with_sections = spec_of(QWEN, {"rope_scaling": yarn | {"mrope_section": [16, 24, 24]}})
     assert with_sections == spec_of(QWEN, {"rope_scaling": yarn})
     assert with_sections.attention.rope.kind == "yarn" and with_sections.attention.rope.factor == 4.0
+
+
+def test_rotary_tables_lose_only_their_sections() -> None:
+    """As HunyuanOCR has them, and Cohere Compass for each kind of layer."""
+    old = {"type": "xdrope", "xdrope_section": [16, 16, 16, 16], "alpha": 1000.0, "factor": 1.0}
+    assert _plain_rope(old, "rope_scaling") == {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}
+    kinds = {"full_attention": None, "sliding_attention": {"rope_theta": 5e4, "mrope_section": [24, 20, 20]}}
+    assert _plain_rope(kinds, "rope_parameters") == {"full_attention": None, "sliding_attention": {"rope_theta": 5e4}}
 
 
 def test_the_class_of_the_text_part_follows_its_model_type() -> None:
