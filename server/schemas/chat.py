@@ -15,6 +15,7 @@ from oarlock.server.schemas.strict_model import (
     INT32_MAX,
     MAX_LOGPROBS,
     MAX_PROMPT_IDS,
+    MEDIA_CODES,
     WHOLE,
     FieldError,
     StrictModel,
@@ -33,7 +34,8 @@ def content_form(value: Any) -> str | None:
 
 def _text_type(value: str) -> str:
     if value not in ("text", "refusal"):
-        raise FieldError("messages", f"contains a content part of type '{value}'; only type 'text' is supported")
+        problem = f"contains a content part of type '{value}'; only type 'text' is supported"
+        raise FieldError("messages", problem, MEDIA_CODES.get(value))
     return value
 
 

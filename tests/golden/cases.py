@@ -10,10 +10,17 @@ from typing import Any
 
 import torch
 
+from oarlock.workers.models.registry import FAMILIES
+
 PROMPT, TOTAL = 31, 36  # tokens fed as a prompt, and with those that follow one by one
 
 _ROPE_LONG = {"original_max_position_embeddings": 32, "factor": 4.0}
 _SPREAD = [1.0, 1.1, 1.3, 1.7, 2.2, 2.9, 3.7, 4.6]
+
+
+# Names that checkpoints of LLaVA's kind have since transformers 5, which writes the older ones.
+_NEWER = {"language_model.model.": "model.language_model.", "language_model.lm_head.": "lm_head.",
+          "vision_tower.": "model.vision_tower.", "multi_modal_projector.": "model.multi_modal_projector."}  # fmt: skip
 
 
 def _longrope(pairs: int, original: int, share: float = 1.0) -> dict[str, Any]:
@@ -35,6 +42,8 @@ class Case:
     max_shard_size: str = "50GB"
     max_model_len: int | None = None  # as served; None: the model's default
     claims: dict[str, Any] = field(default_factory=dict)  # written into config.json afterwards, true or not
+    renamed: dict[str, str] = field(default_factory=dict)  # prefixes of stored names, and those written instead
+    flat: bool = False  # the settings of a multimodal model's text part are written next to its own
 
 
 CASES: dict[str, Case] = {
@@ -172,6 +181,52 @@ FAMILY_CASES = (
     # What the families above do not have together.
     "glm4", "granite-swa", "hyperclovax", "olmo3", "exaone4", "stablelm",
 )  # fmt: skip
+# Multimodal models, by the class of their text part, which is served if a family describes it.
+_WRAPPERS: dict[str, dict[str, Case]] = {
+    "Cohere2ForCausalLM": {"aya-vision-wrapper": Case("aya_vision", {}, (1, 2, 4))},
+    "CohereCompassForCausalLM": {"cohere-compass-wrapper": Case("cohere_compass", {}, (1, 2, 4))},
+    "Gemma3ForCausalLM": {
+        "gemma3-wrapper": Case("gemma3", {}, (1, 2, 4)),
+        "gemma3-wrapper-new-names": Case("gemma3", {}, (1, 2), renamed=_NEWER),
+    },
+    "Glm4ForCausalLM": {"glm4v-wrapper": Case("glm4v", {}, (1, 2, 4))},
+    "Glm4MoeForCausalLM": {"glm4v-moe-wrapper": Case("glm4v_moe", {}, (1, 2, 4))},
+    "HunYuanDenseV1ForCausalLM": {"hunyuan-vl-wrapper": Case("hunyuan_vl", {}, (1, 2, 4))},
+    "Llama4ForCausalLM": {"llama4-wrapper": Case("llama4", {}, (1, 2, 4))},
+    "LlamaForCausalLM": {
+        "deepseek-vl-wrapper": Case("deepseek_vl", {}, (1, 2)),
+        "idefics3-wrapper": Case("idefics3", {}, (1, 2)),
+        "llava-wrapper": Case("llava", {}, (1, 2, 4)),
+        "llava-wrapper-new-names-tied": Case(
+            "llava", {"text_config": {"tie_word_embeddings": True}}, (1, 2), renamed=_NEWER
+        ),
+        "paddleocr-vl-wrapper": Case("paddleocr_vl", {}, (1, 2, 4)),
+        "smolvlm-wrapper": Case("smolvlm", {}, (1, 2, 4)),
+    },
+    "Ministral3ForCausalLM": {"mistral3-wrapper-of-ministral3": Case("mistral3", {"like": "ministral3"}, (1, 2, 4))},
+    "MistralForCausalLM": {
+        "llava-next-wrapper": Case("llava_next", {}, (1, 2)),
+        "mistral3-wrapper": Case("mistral3", {}, (1, 2, 4)),
+    },
+    "Qwen2ForCausalLM": {
+        "got-ocr2-wrapper": Case("got_ocr2", {}, (1, 2)),
+        "llava-onevision-wrapper": Case("llava_onevision", {}, (1, 2)),
+        "ovis2-wrapper": Case("ovis2", {}, (1, 2)),
+        "qwen2-vl-wrapper": Case("qwen2_vl", {}, (1, 2, 4)),
+        "qwen2-vl-wrapper-flat": Case("qwen2_vl", {}, (1, 2), flat=True),
+        "qwen2-vl-wrapper-new-names": Case(
+            "qwen2_vl", {}, (1, 2), renamed={"visual.": "model.visual.", "model.": "model.language_model."}
+        ),
+        "qwen2-5-vl-wrapper": Case("qwen2_5_vl", {}, (1, 2, 4)),
+    },
+    "Qwen3ForCausalLM": {
+        "internvl-wrapper": Case("internvl", {}, (1, 2, 4)),
+        "qwen3-vl-wrapper": Case("qwen3_vl", {}, (1, 2, 4)),
+    },
+    "Qwen3MoeForCausalLM": {"qwen3-vl-moe-wrapper": Case("qwen3_vl_moe", {}, (1, 2, 4))},
+}
+for _text_class, _cases in _WRAPPERS.items():
+    CASES |= _cases if _text_class in FAMILIES else {}
 RUNS = [(name, size) for name, case in CASES.items() for size in case.sizes]
 # One size of each case, in turn the smallest, the next and so on: the others are for `make test-long`.
 SHORT_RUNS = {(name, case.sizes[number % len(case.sizes)]) for number, (name, case) in enumerate(CASES.items())}

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -28,6 +29,7 @@ from oarlock.workers.models.registry import describe, read_spec
 from oarlock.workers.verify.dequantise import dequantised_gguf
 from oarlock.workers.weights.gguf_reader import GGUFReader, Groups
 from oarlock.workers.weights.reader import WeightReader
+from tests.golden import gguf_writer
 from tests.golden.cases import CASES
 from tests.golden.gguf_blocks import dequantized, quantized
 from tests.golden.gguf_writer import all_of, write_gguf
@@ -179,6 +181,28 @@ def test_experts_that_a_file_holds_in_one_tensor(tmp_path: Path, family: str, sp
             ours.take(name, found, shape=shape)
             theirs.take(name, wanted, shape=shape)
             assert torch.equal(found, wanted), name
+
+
+@pytest.mark.parametrize(
+    ("family", "architecture", "arch"),
+    [
+        ("qwen2", "Qwen2ForCausalLM", gguf.MODEL_ARCH.QWEN2VL),
+        ("qwen3", "Qwen3ForCausalLM", gguf.MODEL_ARCH.QWEN3VL),
+        ("qwen3_moe", "Qwen3MoeForCausalLM", gguf.MODEL_ARCH.QWEN3VLMOE),
+    ],
+)
+def test_the_text_part_of_a_multimodal_file_is_a_text_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, architecture: str, arch: gguf.MODEL_ARCH
+) -> None:
+    """The file has the sections of its positions, and the number of layers that images are added in."""
+    directory = make_tiny(tmp_path, family, seed=5)
+    text, stored = opened(write_gguf(directory, tmp_path / "text.gguf", all_of("F32")))
+    monkeypatch.setitem(gguf_writer._ARCHITECTURES, architecture, arch)
+    name = gguf.MODEL_ARCH_NAMES[arch]
+    own = {f"{name}__rope__dimension_sections": [2, 1, 1, 0], f"{name}__n_deepstack_layers": 1}
+    spec, checkpoint = opened(write_gguf(directory, tmp_path / "model.gguf", all_of("F32"), **own))
+    assert spec == text == replace(read_spec(str(directory)), dtype=spec.dtype)
+    assert checkpoint.tensors.keys() == stored.tensors.keys() == tensor_shapes(spec).keys()
 
 
 def with_rope(spec: DecoderSpec, change: Callable[[Any], Any]) -> DecoderSpec:

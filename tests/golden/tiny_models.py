@@ -6,6 +6,7 @@ path = make_tiny(tmp_path, "qwen2", num_key_value_heads=1, tokenizer=True)
 """
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -138,22 +139,30 @@ def make_tiny(
     model = tiny_model(family, seed=seed, **overrides)
     model.to(dtype).save_pretrained(path, max_shard_size=max_shard_size)
     if tokenizer:
-        write_byte_tokenizer(path, model.config.vocab_size)
+        write_byte_tokenizer(path, model.config.get_text_config().vocab_size)
     return path
 
 
 def tiny_model(family: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """The model itself, float32, in evaluation mode."""
+    from tests.golden.tiny_wrappers import WRAPPERS, wrapper_settings
+
+    if family in WRAPPERS:
+        like = overrides.get("like", WRAPPERS[family]["like"])
+        class_, settings = wrapper_settings(family, {**_SHAPE, **_FAMILY[like]}, **overrides)
+        return _random_model(AutoConfig.for_model(family, **settings), seed, std=0.08, make=class_._from_config)
     fields = {**_SHAPE, **_FAMILY[family], **overrides}
     if family == "emu3":  # whose own settings are those of its text model
         fields = {"text_config": fields}
     return _random_model(AutoConfig.for_model(family, **fields), seed, std=0.08)
 
 
-def _random_model(config: Any, seed: int, std: float) -> PreTrainedModel:
+def _random_model(
+    config: Any, seed: int, std: float, make: Callable[..., Any] = AutoModelForCausalLM.from_config
+) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        model = make(config, attn_implementation="eager")
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if name.endswith(("bias", "sinks")):

@@ -121,6 +121,7 @@ CONCERNS: dict[str, tuple[str, ...]] = {
     "layers": ("tests/unit/workers/layers/test_rotary.py", "tests/unit/workers/layers/test_norm.py"),
     "positions": ("tests/unit/workers/layers/test_positions.py",),
     "weights": ("tests/unit/workers/model_files", "tests/unit/workers/weights"),
+    "wrappers": ("tests/unit/workers/models/test_wrappers.py",),
     "tool-formats": (
         "tests/unit/server/chat/tool_parsers/test_tool_parsers.py",
         "tests/unit/server/chat/test_reasoning_parser.py",

@@ -143,6 +143,7 @@ class DecoderSpec:
     positions: PositionTable | None = None
     head_bias: bool = False
     names: TensorNames = NO_NAMES  # differences between the names in checkpoints and the names here
+    wrapper: str | None = None  # class of the multimodal model of which this is the text part; None: no such model
 
     @property
     def num_layers(self) -> int:

@@ -6,6 +6,7 @@ stored output head, to compare it with the embedding.
 
 import json
 from collections.abc import Collection, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -143,16 +144,10 @@ class Checkpoint:
     def __init__(
         self, directory: Path, tensors: dict[str, LocatedTensor], stored_names: Mapping[str, str] | None = None
     ) -> None:
-        """`tensors`: by our names. `stored_names`: names in the files of tensors that we name differently, by our
-        names."""
+        """`tensors`: by our names. `stored_names`: the names in the files, by our names, if some of them differ."""
         self.directory = directory
         self.tensors = tensors
-        # Our modules -> names of the stored modules, for modules whose tensors keep the last part of their names.
-        self._stored_modules: dict[str, str] = {}
-        for ours, stored in (stored_names or {}).items():
-            (module, _, kind), (whole, _, stored_kind) = ours.rpartition("."), stored.rpartition(".")
-            if kind == stored_kind:
-                self._stored_modules[module] = whole
+        self._stored_names = stored_names or {}
 
     @staticmethod
     def open(directory: Path, names: TensorNames = NO_NAMES) -> "Checkpoint":
@@ -168,7 +163,7 @@ class Checkpoint:
         else:
             raise _no_weights(str(directory), {entry.name for entry in directory.iterdir()})
         tensors: dict[str, LocatedTensor] = {}
-        renamed: dict[str, str] = {}
+        stored_names: dict[str, str] = {}
         for name, ours, located in names.tensors(stored):
             if ours in tensors:
                 raise StartupError(
@@ -176,13 +171,35 @@ class Checkpoint:
                     "Use a checkpoint that holds each tensor once.",
                 )
             tensors[ours] = located
-            if ours != name:
-                renamed[ours] = name
-        return Checkpoint(directory, split_experts(tensors), renamed)
+            stored_names[ours] = name
+        is_renamed = any(ours != name for ours, name in stored_names.items())
+        return Checkpoint(directory, split_experts(tensors), stored_names if is_renamed else None)
 
     def stored_module(self, module: str) -> str:
-        """Return the name that the checkpoint has for one of our modules."""
-        return self._stored_modules.get(module, module)
+        """Return the name that the checkpoint has for one of our modules.
+
+        A module without tensors of its own, such as an expert that is part of a larger tensor, has the name of the
+        nearest module around it, and its own name inside.
+        """
+        inside: list[str] = []
+        around = module
+        while around:
+            if around in self._stored_modules:
+                return ".".join([self._stored_modules[around], *reversed(inside)])
+            around, _, last = around.rpartition(".")
+            inside.append(last)
+        return module
+
+    @cached_property
+    def _stored_modules(self) -> dict[str, str]:
+        """Names in the files of our modules and of the modules around them, for as long as the two names end alike."""
+        found: dict[str, str] = {}
+        for ours, stored in self._stored_names.items():
+            mine, theirs = ours.rpartition("."), stored.rpartition(".")
+            while mine[2] == theirs[2] and mine[0] and theirs[0] and mine[0] not in found:
+                found[mine[0]] = theirs[0]
+                mine, theirs = mine[0].rpartition("."), theirs[0].rpartition(".")
+        return found
 
     def find(self, name: str) -> LocatedTensor | None:
         return self.tensors.get(name)

@@ -51,6 +51,28 @@ def _split(name: str, located: LocatedTensor) -> Iterator[tuple[str, LocatedTens
             yield from _halves(f"{match['module']}experts.{expert}", match["part"], located.part(expert))
 
 
+def experts_by_inputs(
+    name: str, located: LocatedTensor, hidden: int, width: int
+) -> Iterator[tuple[str, LocatedTensor]]:
+    """Yield the experts of a tensor [experts, inputs, outputs], or `located` itself if it is another tensor.
+
+    A tensor [experts, outputs, inputs] is another one, even if both are of the same shape, as in transformers.
+    """
+    match, shape = _OF_ALL.fullmatch(name), located.entry.shape
+    outputs_inputs = {"gate_up_proj": (2 * width, hidden), "down_proj": (hidden, width)}
+    usual = outputs_inputs[match["part"]] if match is not None else ()
+    if match is None or shape[1:] != tuple(reversed(usual)) or shape[1:] == usual:
+        yield name, located
+        return
+    for expert in _experts(name, located):
+        one, module = located.part(expert).transpose(), f"{match['module']}experts.{expert}"
+        if match["part"] == "down_proj":
+            yield f"{module}.down_proj.weight", one
+            continue
+        for first, part in ((0, "gate_proj"), (width, "up_proj")):
+            yield f"{module}.{part}.weight", one.every(2 * width, first, width)
+
+
 def _experts(name: str, located: LocatedTensor) -> range:
     """Return the numbers of the experts in a tensor of all experts.
 

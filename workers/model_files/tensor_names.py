@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from oarlock.base.errors import StartupError
+from oarlock.workers.model_files.expert_tensors import experts_by_inputs
 from oarlock.workers.model_files.located import LocatedTensor
 
 _FLOATS = ("BF16", "F16", "F32", "F64")  # names of dtypes in safetensors files of weights that are not quantised
@@ -68,6 +69,8 @@ class TensorNames:
     # Our name of a stored module -> the modules whose rows it holds.
     blocks: Mapping[str, Blocks] = field(default_factory=dict, hash=False)
     ignored: tuple[str, ...] = ()  # entries of tensors that nothing reads, by their stored names
+    # Hidden size and width of experts that may be stored as [experts, inputs, outputs]; None: they never are.
+    experts_inputs_first: tuple[int, int] | None = None
 
     def rename(self, name: str) -> str | None:
         """Return our name of the stored tensor or module `name`; None if nothing reads it."""
@@ -96,7 +99,10 @@ class TensorNames:
             if is_plain and self.is_transposed(module):
                 located = located.transpose()
             blocks = self.blocks_of(module)
-            if blocks is None:
+            if self.experts_inputs_first is not None:
+                experts = experts_by_inputs(ours, located, *self.experts_inputs_first)
+                yield from ((name, part, one) for part, one in experts)
+            elif blocks is None:
                 yield name, ours, located
             else:
                 yield from ((name, part, one) for part, one in blocks.split(ours, located))

@@ -87,7 +87,7 @@ def _own(settings: GGUFSettings, config: dict[str, Any]) -> dict[str, Any]:
     own: dict[str, Any] = {
         "use_sliding_window": False,
         "moe_intermediate_size": settings.count(".expert_feed_forward_length"),
-        "norm_topk_prob": settings.architecture == "qwen3moe",
+        "norm_topk_prob": settings.architecture != "qwen2moe",
     }
     if settings.architecture == "qwen2moe":
         own["shared_expert_intermediate_size"] = settings.count(".expert_shared_feed_forward_length")
@@ -96,3 +96,4 @@ def _own(settings: GGUFSettings, config: dict[str, Any]) -> dict[str, Any]:
 
 GGUF_QWEN2_MOE = GGUFFamily("qwen2moe", "Qwen2MoeForCausalLM", _own, "qwen2_moe", has_experts=True)
 GGUF_QWEN3_MOE = GGUFFamily("qwen3moe", "Qwen3MoeForCausalLM", _own, "qwen3_moe", has_experts=True)
+GGUF_QWEN3_VL_MOE = GGUFFamily("qwen3vlmoe", "Qwen3MoeForCausalLM", _own, "qwen3_moe", has_experts=True)

@@ -62,12 +62,26 @@ from oarlock.workers.models.olmo import (
 from oarlock.workers.models.opt import describe_biogpt, describe_opt
 from oarlock.workers.models.phi import GGUF_PHI2, describe_phi
 from oarlock.workers.models.phi3 import GGUF_PHI3, describe_phi3, describe_phi4_multimodal, describe_phi4mm
-from oarlock.workers.models.qwen import GGUF_QWEN2, GGUF_QWEN3, describe_qwen2, describe_qwen3
-from oarlock.workers.models.qwen_moe import GGUF_QWEN2_MOE, GGUF_QWEN3_MOE, describe_qwen2_moe, describe_qwen3_moe
+from oarlock.workers.models.qwen import (
+    GGUF_QWEN2,
+    GGUF_QWEN2_VL,
+    GGUF_QWEN3,
+    GGUF_QWEN3_VL,
+    describe_qwen2,
+    describe_qwen3,
+)
+from oarlock.workers.models.qwen_moe import (
+    GGUF_QWEN2_MOE,
+    GGUF_QWEN3_MOE,
+    GGUF_QWEN3_VL_MOE,
+    describe_qwen2_moe,
+    describe_qwen3_moe,
+)
 from oarlock.workers.models.seed_oss import GGUF_SEED_OSS, describe_seed_oss
 from oarlock.workers.models.smollm3 import GGUF_SMOLLM3, describe_smollm3
 from oarlock.workers.models.stablelm import GGUF_STABLELM, describe_stablelm
 from oarlock.workers.models.starcoder2 import GGUF_STARCODER2, describe_starcoder2
+from oarlock.workers.models.wrappers import describe_text_part, is_wrapper, served_wrappers
 
 FAMILIES: dict[str, Callable[[Fields], DecoderSpec]] = {
     "ArceeForCausalLM": describe_arcee,
@@ -125,6 +139,7 @@ FAMILIES: dict[str, Callable[[Fields], DecoderSpec]] = {
     "VaultGemmaForCausalLM": describe_vaultgemma,
 }
 _GGUF = (
+    GGUF_QWEN2_VL, GGUF_QWEN3_VL, GGUF_QWEN3_VL_MOE,
     GGUF_LLAMA, GGUF_QWEN2, GGUF_QWEN3, GGUF_PHI3, GGUF_GEMMA2, GGUF_GEMMA3, GGUF_OLMO2, GGUF_COHERE, GGUF_COHERE2,
     GGUF_GRANITE_MOE, GGUF_OLMOE, GGUF_QWEN2_MOE, GGUF_QWEN3_MOE, GGUF_GLM4_MOE, GGUF_ERNIE4_5_MOE, GGUF_GPT_OSS,
     GGUF_GPT2, GGUF_STARCODER, GGUF_PHI2, GGUF_GPT_NEOX,
@@ -140,12 +155,14 @@ def describe(hf_config: dict[str, Any]) -> DecoderSpec:
     names = hf_config.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
     family = FAMILIES.get(name) if isinstance(name, str) else None
-    supported = ", ".join((*FAMILIES, *ENCODERS))
+    supported = ", ".join((*FAMILIES, *served_wrappers(FAMILIES), *ENCODERS))
     if isinstance(name, str) and name in ENCODERS:
         raise StartupError(
             f"{name} is an encoder, which this command does not know.",
             "Serve it: `oarlock serve` answers /v1/embeddings, /v1/rerank and /v1/score with it.",
         )
+    if isinstance(name, str) and is_wrapper(name):
+        return describe_text_part(name, hf_config, FAMILIES)
     if family is None:
         what = f"architecture {shown(name)} is not supported" if name else "it names no architecture"
         code = ", and the checkpoint's own code (auto_map) never runs" if hf_config.get("auto_map") else ""

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import transformers
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -111,12 +112,30 @@ def load_for(request: VerifyRequest, dtype: torch.dtype) -> tuple[PreTrainedMode
     return model, DequantisedModel(model, layout, dtype, was_dense=is_dense, device=request.device)
 
 
+def model_class(spec: DecoderSpec) -> Any:
+    """Return transformers' class of the model: for a multimodal model the whole of it, which computes text alike."""
+    return AutoModelForCausalLM if spec.wrapper is None else getattr(transformers, spec.wrapper)
+
+
+def text_part(model: PreTrainedModel, names: TensorNames) -> PreTrainedModel:
+    """Remove the modules and parameters of `model` that `names` ignores: those for images, which text does not use."""
+    everything = [name for of in (model.named_modules(), model.named_parameters()) for name, _ in of]
+    for name in (one for one in everything if names.rename(one) is None):
+        above, _, last = name.rpartition(".")
+        if names.rename(above) is not None:  # otherwise it is removed with the module around it
+            delattr(model.get_submodule(above), last)
+    return model
+
+
 def _unfilled_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
     """Return the architecture that config.json describes, without its weights."""
     config = AutoConfig.from_pretrained(path, local_files_only=True)
     for key in ("quantization_config", "compression_config"):
         if hasattr(config, key):
             delattr(config, key)
+    spec = read_spec(path)
+    if spec.wrapper is not None:
+        return text_part(model_class(spec)._from_config(config, dtype=dtype), spec.names).eval()
     return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
@@ -124,8 +143,9 @@ def load_model(path: str, dtype: str, device: str) -> PreTrainedModel:
     """Return the model as a user of transformers gets it, in evaluation mode."""
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), local_files_only=True)
-    return model.to("cuda:0" if device == "cuda" else "cpu").eval()
+    spec = read_spec(path)
+    model = model_class(spec).from_pretrained(path, dtype=getattr(torch, dtype), local_files_only=True)
+    return text_part(model, spec.names).to("cuda:0" if device == "cuda" else "cpu").eval()
 
 
 def generate(model: PreTrainedModel, request: VerifyRequest, report_line: ReportLine) -> Text:

@@ -123,3 +123,48 @@ def test_a_quantised_module_keeps_its_stored_name_for_the_settings(tmp_path: Pat
     assert checkpoint.stored_module("model.layers.2.self_attn.qkv_proj") == "h.2.attn.qkv"
     assert checkpoint.stored_module("model.layers.3.self_attn.qkv_proj") == "h.3.attn.qkv"
     assert checkpoint.stored_module("model.layers.2.mlp.up_proj") == "model.layers.2.mlp.up_proj"
+
+
+PREFIXED = TensorNames(prefixes={"model.language_model.": "model."}, ignored=("model.visual",))
+
+
+def stored(module: str, *kinds: str) -> dict[str, torch.Tensor]:
+    return {f"model.language_model.{module}.{kind}": torch.zeros(2, 2, 4) for kind in kinds}
+
+
+def test_modules_without_a_weight_of_their_own_keep_their_stored_names_too(tmp_path: Path) -> None:
+    """GPTQ's tensors have other kinds, and experts may be parts of one tensor."""
+    tensors = stored("layers.0.mlp.up_proj", "qweight", "scales") | stored("layers.0.mlp.gate", "weight")
+    tensors |= {"model.language_model.layers.0.mlp.experts.down_proj": torch.zeros(2, 3, 4)}
+    save_file(tensors | {"lm_head.weight": torch.zeros(2, 2)}, tmp_path / SINGLE_FILE)
+    checkpoint = Checkpoint.open(tmp_path, PREFIXED)
+    for module in ("layers.0.mlp.up_proj", "layers.0.mlp.experts.1.down_proj", "layers.0.self_attn.q_proj"):
+        assert checkpoint.stored_module(f"model.{module}") == f"model.language_model.{module}"
+    assert checkpoint.stored_module("lm_head") == "lm_head"
+
+
+@pytest.mark.parametrize("width", [3, 4])
+@pytest.mark.parametrize("inputs_first", [True, False])
+def test_experts_are_read_in_either_layout(tmp_path: Path, width: int, *, inputs_first: bool) -> None:
+    """With 8 inputs and a width of 4 both layouts of gate and up have the same shape, which is the usual one."""
+    hidden = 8
+    up, down = torch.randn(2, 2 * width, hidden), torch.randn(2, hidden, width)
+    is_swapped = inputs_first and (2 * width, hidden) != (hidden, 2 * width)
+    experts = {
+        "model.layers.0.mlp.experts.gate_up_proj": up.transpose(1, 2).contiguous() if is_swapped else up,
+        "model.layers.0.mlp.experts.down_proj": down.transpose(1, 2).contiguous() if inputs_first else down,
+    }
+    save_file(experts, tmp_path / SINGLE_FILE)
+    names = TensorNames(experts_inputs_first=(hidden, width))
+    with WeightReader(Checkpoint.open(tmp_path, names)) as weights:
+        for expert in range(2):
+            wanted = {"gate_proj": up[expert, :width], "up_proj": up[expert, width:], "down_proj": down[expert]}
+            for part, exact in wanted.items():
+                for dim, start, length in ((0, 0, len(exact)), (0, 1, 2), (1, 1, 2)):
+                    shape = list(exact.shape)
+                    shape[dim] = length
+                    into = torch.empty(shape)
+                    name = f"model.layers.0.mlp.experts.{expert}.{part}.weight"
+                    weights.take(name, into, shape=exact.shape, dim=dim, start=start)
+                    assert torch.equal(into, exact.narrow(dim, start, length))
+        weights.finish(lambda name: False)
