@@ -10,7 +10,7 @@ from oarlock.base.errors import StartupError
 from oarlock.workers.attention.cpp import CppBackend
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.distributed.parallel_state import TensorParallel
-from oarlock.workers.layers.attention_spec import RopeSpec, SelfAttentionSpec
+from oarlock.workers.layers.attention_spec import QueryScale, RopeSpec, SelfAttentionSpec
 from oarlock.workers.layers.decoder_spec import BranchSpec, DecoderSpec, LayerSpec, tensor_shapes
 from oarlock.workers.layers.gated_mlp_spec import GatedMLPSpec
 from oarlock.workers.layers.tensor_spec import NormSpec
@@ -27,6 +27,11 @@ HALVES = RopeSpec("default", 1e4, 16)
 ATTENTION = SelfAttentionSpec(4, 2, 32, 32**-0.5, HALVES)
 UNROTATED = replace(ATTENTION, rope=None, window=5, sinks=True)
 NEIGHBOURS = replace(ATTENTION, rope=replace(HALVES, interleaved=True), o_bias=True)
+SCALE = QueryScale(0.3, 3, 1)
+NORMS_LAST = replace(ATTENTION, qk_norm=NormSpec(), norms_after_rotation=True)
+ALL = replace(
+    NEIGHBOURS, qk_norm=NormSpec(weight=False), norms_after_rotation=True, query_scale=SCALE, chunk=6, output_gate=True
+)
 MLP = GatedMLPSpec(64, bias=True)
 
 
@@ -51,6 +56,16 @@ LAYOUTS = {
     "scaled residuals and norms after": layer(norms=(("a", "b"), ("c", "d")), scale=0.25),
     "no rotation, with sinks": layer(UNROTATED),
     "neighbours rotated": layer(NEIGHBOURS),
+    "a gate on attention": layer(replace(ATTENTION, output_gate=True)),
+    "a gate behind a shared norm": layer(
+        replace(ATTENTION, output_gate=True), norms=(("a", None), ("a", None)), parallel=True
+    ),
+    "scaled queries": layer(replace(ATTENTION, query_scale=SCALE)),
+    "scaled queries without rotation": layer(replace(UNROTATED, query_scale=SCALE)),
+    "scaled queries after norms": layer(replace(ATTENTION, qk_norm=NormSpec(), query_scale=SCALE)),
+    "chunks": layer(replace(ATTENTION, chunk=7)),
+    "norms after the rotation": layer(NORMS_LAST),
+    "everything at once": layer(ALL),
 }
 NORMS = {"rms": NormSpec(), "layer": NormSpec("layer", 1e-5), "layer with a shift": NormSpec("layer", 1e-5, bias=True)}
 
