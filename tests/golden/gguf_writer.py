@@ -37,6 +37,11 @@ _ARCHITECTURES = {
     "Glm4MoeForCausalLM": gguf.MODEL_ARCH.GLM4_MOE,
     "Ernie4_5_MoeForCausalLM": gguf.MODEL_ARCH.ERNIE4_5_MOE,
     "GptOssForCausalLM": gguf.MODEL_ARCH.GPT_OSS,
+    "Ministral3ForCausalLM": gguf.MODEL_ARCH.MISTRAL3,
+    "HunYuanDenseV1ForCausalLM": gguf.MODEL_ARCH.HUNYUAN_DENSE,
+    "HunYuanMoEV1ForCausalLM": gguf.MODEL_ARCH.HUNYUAN_MOE,
+    "AfmoeForCausalLM": gguf.MODEL_ARCH.AFMOE,
+    "Llama4ForCausalLM": gguf.MODEL_ARCH.LLAMA4,
 }
 # Settings of config.json, and the writer's method for each.
 _ADDED = (
@@ -66,8 +71,13 @@ _ADDED = (
     ("norm_topk_prob", "add_expert_weights_norm"),
     ("n_group", "add_expert_group_count"),
     ("topk_group", "add_expert_group_used_count"),
+    ("moe_topk", "add_expert_used_count"),
+    ("num_shared_experts", "add_expert_shared_count"),
+    ("num_dense_layers", "add_leading_dense_block_count"),
+    ("route_scale", "add_expert_weights_scale"),
+    ("interleave_moe_layer_step", "add_interleave_moe_layer_step"),
 )
-_PERMUTED = (gguf.MODEL_ARCH.LLAMA, gguf.MODEL_ARCH.GRANITE_MOE)
+_PERMUTED = (gguf.MODEL_ARCH.LLAMA, gguf.MODEL_ARCH.GRANITE_MOE, gguf.MODEL_ARCH.MISTRAL3)
 _EXPERT = re.compile(r"(.*\.)(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight")
 _NUMBERED = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}  # Mixtral's names
 KindOf = Callable[[str, tuple[int, ...]], str]
@@ -113,6 +123,8 @@ def write_gguf(directory: Path, path: Path, kind_of: KindOf, *, part_bytes: int 
             stored = f"blk.{name.split('.')[2]}.exp_probs_b.bias"
         elif name.endswith("sinks"):
             stored = f"{stored}.weight"
+        elif name.endswith("expert_bias"):
+            stored = f"{stored}.bias"
         assert stored is not None, name
         numbers = _as_stored(name, tensor.float(), config, arch).numpy()
         kind = kind_of(stored, numbers.shape)
@@ -141,6 +153,9 @@ def _with_joined_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Te
                 found[f"{layer}{inside}{part}_proj.weight"] = half
         elif module == "output_linear.weight":
             found[f"{layer}{inside}down_proj.weight"] = tensor
+        elif name.endswith("feed_forward.experts.gate_up_proj"):  # Llama 4: transposed, gate before up
+            for part, half in zip(("gate", "up"), tensor.transpose(1, 2).chunk(2, 1), strict=True):
+                found[f"{name[: -len('gate_up_proj')]}{part}_proj.weight"] = half
         elif name.endswith("experts.down_proj"):  # gpt-oss: transposed, and rows of gate and up take turns
             found[f"{name}.weight"] = tensor.transpose(1, 2)
         elif name.endswith("experts.gate_up_proj"):
@@ -183,7 +198,7 @@ def _add_settings(writer: gguf.GGUFWriter, config: dict[str, Any], arch: gguf.MO
     writer.add_block_count(config["num_hidden_layers"] + ahead)
     if ahead:
         writer.add_nextn_predict_layers(ahead)
-    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_feed_forward_length(config.get("intermediate_size_mlp", config["intermediate_size"]))
     writer.add_head_count(heads)
     writer.add_head_count_kv(config["num_key_value_heads"])
     if "layer_norm_eps" in config:
@@ -214,8 +229,13 @@ def _add_settings(writer: gguf.GGUFWriter, config: dict[str, Any], arch: gguf.MO
     for key, method in _ADDED:
         if config.get(key):
             getattr(writer, method)(config[key])
-    if arch is gguf.MODEL_ARCH.GPT_OSS:
+    if arch in (gguf.MODEL_ARCH.GPT_OSS, gguf.MODEL_ARCH.HUNYUAN_MOE, gguf.MODEL_ARCH.LLAMA4):
         writer.add_expert_feed_forward_length(config["intermediate_size"])
+    if arch is gguf.MODEL_ARCH.HUNYUAN_MOE:
+        writer.add_expert_shared_feed_forward_length(config["intermediate_size"])
+    if "llama_4_scaling_beta" in rope:
+        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
+        writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
     if arch is gguf.MODEL_ARCH.PHI3 and not config.get("sliding_window"):
         writer.add_sliding_window(0)
 

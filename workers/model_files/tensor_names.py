@@ -55,7 +55,8 @@ class TensorNames:
     # Whole beginnings, replaced before the table is used.
     prefixes: Mapping[str, str] = field(default_factory=dict, hash=False)
     modules: Mapping[str, str] = field(default_factory=dict, hash=False)
-    transposed: tuple[str, ...] = ()  # our modules whose matrices are stored as [inputs, outputs]
+    # Our modules whose matrices are stored as [inputs, outputs], and our names of tensors that stack such matrices.
+    transposed: tuple[str, ...] = ()
     # Our name of a stored module -> the modules whose rows it holds.
     blocks: Mapping[str, Blocks] = field(default_factory=dict, hash=False)
     ignored: tuple[str, ...] = ()  # entries of tensors that nothing reads, by their stored names
@@ -82,7 +83,8 @@ class TensorNames:
             if ours is None:
                 continue
             module = ours.rpartition(".")[0]
-            if len(located.entry.shape) == 2 and _longest(self.transposed, module) is not None:
+            dimensions = len(located.entry.shape)
+            if dimensions in (2, 3) and _longest(self.transposed, module if dimensions == 2 else ours) is not None:
                 located = located.transpose()
             blocks = self.blocks_of(module)
             if blocks is None:

@@ -8,6 +8,7 @@ from typing import Any
 from oarlock.base.errors import StartupError, shown
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.model_files.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, head_differs
+from oarlock.workers.models.afmoe import GGUF_AFMOE, describe_afmoe
 from oarlock.workers.models.cohere import GGUF_COHERE, GGUF_COHERE2, describe_cohere, describe_cohere2
 from oarlock.workers.models.encoders.registry import ENCODERS
 from oarlock.workers.models.ernie4_5_moe import GGUF_ERNIE4_5_MOE, describe_ernie4_5_moe
@@ -16,7 +17,15 @@ from oarlock.workers.models.glm4_moe import GGUF_GLM4_MOE, describe_glm4_moe
 from oarlock.workers.models.gpt_oss import GGUF_GPT_OSS, describe_gpt_oss
 from oarlock.workers.models.granite_moe import GGUF_GRANITE_MOE, describe_granite_moe, describe_granite_moe_shared
 from oarlock.workers.models.hf_fields import Fields, read_config
+from oarlock.workers.models.hunyuan import (
+    GGUF_HUNYUAN_DENSE,
+    GGUF_HUNYUAN_MOE,
+    describe_hunyuan_dense,
+    describe_hunyuan_moe,
+)
 from oarlock.workers.models.llama import GGUF_LLAMA, describe_llama
+from oarlock.workers.models.llama4 import GGUF_LLAMA4, describe_llama4
+from oarlock.workers.models.ministral3 import GGUF_MISTRAL3, describe_ministral3
 from oarlock.workers.models.mistral import describe_mistral, describe_mixtral
 from oarlock.workers.models.olmo import GGUF_OLMO2, GGUF_OLMOE, describe_olmo2, describe_olmoe
 from oarlock.workers.models.phi3 import GGUF_PHI3, describe_phi3
@@ -24,6 +33,7 @@ from oarlock.workers.models.qwen import GGUF_QWEN2, GGUF_QWEN3, describe_qwen2, 
 from oarlock.workers.models.qwen_moe import GGUF_QWEN2_MOE, GGUF_QWEN3_MOE, describe_qwen2_moe, describe_qwen3_moe
 
 FAMILIES: dict[str, Callable[[Fields], DecoderSpec]] = {
+    "AfmoeForCausalLM": describe_afmoe,
     "Cohere2ForCausalLM": describe_cohere2,
     "CohereForCausalLM": describe_cohere,
     "Ernie4_5_MoeForCausalLM": describe_ernie4_5_moe,
@@ -33,7 +43,11 @@ FAMILIES: dict[str, Callable[[Fields], DecoderSpec]] = {
     "GptOssForCausalLM": describe_gpt_oss,
     "GraniteMoeForCausalLM": describe_granite_moe,
     "GraniteMoeSharedForCausalLM": describe_granite_moe_shared,
+    "HunYuanDenseV1ForCausalLM": describe_hunyuan_dense,
+    "HunYuanMoEV1ForCausalLM": describe_hunyuan_moe,
+    "Llama4ForCausalLM": describe_llama4,
     "LlamaForCausalLM": describe_llama,
+    "Ministral3ForCausalLM": describe_ministral3,
     "MistralForCausalLM": describe_mistral,
     "MixtralForCausalLM": describe_mixtral,
     "Olmo2ForCausalLM": describe_olmo2,
@@ -47,6 +61,7 @@ FAMILIES: dict[str, Callable[[Fields], DecoderSpec]] = {
 _GGUF = (
     GGUF_LLAMA, GGUF_QWEN2, GGUF_QWEN3, GGUF_PHI3, GGUF_GEMMA2, GGUF_GEMMA3, GGUF_OLMO2, GGUF_COHERE, GGUF_COHERE2,
     GGUF_GRANITE_MOE, GGUF_OLMOE, GGUF_QWEN2_MOE, GGUF_QWEN3_MOE, GGUF_GLM4_MOE, GGUF_ERNIE4_5_MOE, GGUF_GPT_OSS,
+    GGUF_AFMOE, GGUF_HUNYUAN_DENSE, GGUF_HUNYUAN_MOE, GGUF_LLAMA4, GGUF_MISTRAL3,
 )  # fmt: skip
 GGUF_FAMILIES = {family.name: family for family in _GGUF}
 

@@ -40,6 +40,9 @@ _KEYS = {
     "final_logit_softcapping", "quantization_config", "num_experts", "logits_scaling", "layer_norm_eps",
     "logit_scale", "use_qk_norm", "use_parallel_block", "num_experts_per_tok", "mlp_only_layers", "decoder_sparse_step",
     "n_group", "topk_group", "routed_scaling_factor", "moe_layer_end_index", "moe_norm_min", "residual_multiplier",
+    "moe_topk", "num_shared_expert", "route_scale", "num_dense_layers", "num_shared_experts", "mup_enabled",
+    "global_attn_every_n_layers", "attention_chunk_size", "no_rope_layers", "no_rope_layer_interval", "floor_scale",
+    "attn_scale", "attn_temperature_tuning", "moe_layers", "interleave_moe_layer_step", "intermediate_size_mlp",
 }  # fmt: skip
 _ROPES: dict[str, dict[str, Any]] = {
     "default": {},
@@ -51,9 +54,9 @@ _ROPES: dict[str, dict[str, Any]] = {
 }
 _ROPE_KEYS = {
     "rope_theta", "original_max_position_embeddings", "attention_factor", "partial_rotary_factor", "rope_type", "type",
-    "unknown", *(key for table in _ROPES.values() for key in table),
+    "unknown", "alpha", "llama_4_scaling_beta", *(key for table in _ROPES.values() for key in table),
 }  # fmt: skip
-_MIXTURES = ("Moe", "MoeShared", "Mixtral", "Olmoe", "GptOss")
+_MIXTURES = ("Moe", "MoeShared", "Mixtral", "Olmoe", "GptOss", "Afmoe", "HunYuanMoEV1", "Llama4")
 # Keys whose invalid value may be reported under another key, which is derived from it.
 _FOLLOWS = {
     "hidden_size": "head_dim",
@@ -106,7 +109,10 @@ def assert_usable(spec: DecoderSpec) -> None:
     assert spec.num_layers <= MOST_LAYERS
     kinds = list(dict.fromkeys(layer.attention for layer in spec.layers))
     windows = [kind.window for kind in kinds]
+    windows += [kind.chunk for kind in kinds]
+    windows += [None if kind.query_scale is None else kind.query_scale.period for kind in kinds]
     assert all(window is None or (type(window) is int and 0 < window <= MOST) for window in windows)
+    assert all(kind.query_scale is None or 0 < kind.query_scale.beta < math.inf for kind in kinds)
     assert spec.tp_sizes[0] == 1
     if spec.num_layers < 100:
         assert spec.num_parameters > 0 and tensor_shapes(spec)
