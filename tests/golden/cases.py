@@ -172,6 +172,18 @@ CASES: dict[str, Case] = {
     "pythia": Case("gpt_neox", {}, (1, 2, 4)),
     "gpt-neox-sequential": Case("gpt_neox", {"use_parallel_residual": False, "hidden_act": "gelu_fast",
                                              "attention_bias": False, "vocab_size": 307}, (2,), torch.float16),
+    "ministral3": Case("ministral3", {}, (1, 2, 4)),
+    "hunyuan-dense": Case("hunyuan_v1_dense", {}, (1, 2, 4)),
+    "hunyuan-dense-dynamic-biased": Case("hunyuan_v1_dense", {"attention_bias": True, "max_position_embeddings": 32,
+        "tie_word_embeddings": True, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+        (2,)),
+    "hunyuan-moe": Case("hunyuan_v1_moe", {}, (1, 2, 4)),
+    "afmoe": Case("afmoe", {}, (1, 2, 4)),
+    "llama4": Case("llama4_text", {}, (1, 2, 4)),
+    "llama4-plain": Case("llama4_text", {"use_qk_norm": False, "attn_temperature_tuning": False, "attention_bias": True,
+        "num_experts_per_tok": 1, "moe_layers": [0, 2], "no_rope_layers": [1, 1, 1], "rope_parameters": {
+            "rope_type": "llama3", "rope_theta": 5e5, "low_freq_factor": 1.0, "high_freq_factor": 1.0, **_ROPE_LONG}},
+        (2,)),
 }  # fmt: skip
 # One case per family and size, for tests that need not run on every shape.
 FAMILY_CASES = (

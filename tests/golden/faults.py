@@ -39,6 +39,8 @@ FAULTS = [
     Fault("S5", "mask by 0 * -inf", mutations.mask_by_zero_times_infinity, "qwen2", 1, "0.attention"),
     Fault("S5", "a token sees the one after it", mutations.future_visible, "qwen2", 1, "0.attention"),
     Fault("S5", "window one token too long", mutations.window_one_too_long, "mistral-window", 1, "0.attention"),
+    Fault("S5", "chunks one token longer", mutations.chunks_one_token_longer, "llama4", 1, "0.attention"),
+    Fault("S5", "chunks as a window", mutations.chunks_as_a_window, "llama4", 2, "0.attention"),
     Fault("S6", "q, k, v biases skipped", mutations.bias_skipped, "qwen2", 2, "0.q"),
     Fault("S6", "q_proj cut along the input", mutations.column_parallel_cut_along_the_input, "qwen2", 2, "0.q"),
     Fault("S6", "o_proj cut along the output", mutations.row_parallel_cut_along_the_output, "qwen2", 2, "0.o_proj"),
@@ -52,6 +54,7 @@ FAULTS = [
         2,
         "0.o_proj",
     ),
+    Fault("S8", "attention's gate of the first rank", mutations.gate_of_the_first_rank, "afmoe", 2, "0.attention_gate"),
     Fault("S8", "replicated KV heads dealt in turn", mutations.replicated_kv_heads_dealt_in_turn, "qwen2", 8, "0.k"),
     Fault("S8", "partitioned KV heads of the next rank", mutations.partitioned_kv_heads_shifted, "qwen2", 2, "0.k"),
     Fault(
@@ -77,6 +80,10 @@ FAULTS = [
     Fault("S9", "layers without window rotated", mutations.every_layer_rotated, "exaone4", 1, "1.q_rope"),
     Fault("S9", "rotation of halves of a part", mutations.rotation_of_halves, "glm4", 2, "0.q_rope"),
     Fault("S9", "one base for all layers", mutations.one_rotary_table_for_all_layers, "olmo3", 1, "0.q_rope"),
+    Fault("S9", "norms before the rotation", mutations.norms_before_the_rotation, "hunyuan-dense", 2, "0.q_rope"),
+    Fault("S9", "query scale left out", mutations.query_scale_left_out, "ministral3", 1, "0.q_rope"),
+    Fault("S9", "query scale one token late", mutations.query_scale_one_token_late, "ministral3", 2, "0.q_rope"),
+    Fault("S9", "keys scaled like queries", mutations.keys_scaled_too, "ministral3", 4, "0.k_rope"),
     Fault("S10", "vocabulary head of the next rank", mutations.head_of_the_next_rank, "qwen2", 4, "logits"),
     Fault("S10", "embedding adds foreign rows", mutations.embedding_adds_foreign_rows, "qwen2", 2, "embedding"),
     Fault("S10", "positions begin one row late", mutations.positions_one_row_late, "opt", 2, "embedding"),
@@ -95,6 +102,9 @@ FAULTS = [
     Fault("S13", "embedding scale forgotten", mutations.embedding_scale_forgotten, "gemma2", 2, "embedding"),
     Fault("S13", "norm offset forgotten", mutations.norm_offset_forgotten, "gemma3", 1, "0.input_norm"),
     Fault("S13", "scale from head_dim", mutations.scale_from_head_dim, "gemma2", 1, "0.attention"),
+    Fault("S13", "gate on attention left out", mutations.gate_on_attention_left_out, "afmoe", 1, "0.attention"),
+    Fault("S13", "gate without its sigmoid", mutations.gate_without_its_sigmoid, "afmoe", 4, "0.attention"),
+    Fault("S13", "norms of heads left out", mutations.norms_of_heads_left_out, "llama4", 1, "0.q_rope"),
     Fault("S13", "attention softcap skipped", mutations.attention_softcap_skipped, "gemma2", 2, "0.attention"),
     Fault(
         "S13",
@@ -132,6 +142,14 @@ FAULTS = [
     Fault("S13", "offset of LayerNorm forgotten", mutations.layer_norm_offset_forgotten, "nemotron", 1, "0.input_norm"),
     Fault("S13", "LayerNorm without its mean", mutations.layer_norm_without_its_mean, "olmo", 2, "0.input_norm"),
     Fault("S13", "q, k, v not limited", mutations.queries_keys_and_values_not_limited, "olmo", 1, "0.q_rope"),
+    Fault(
+        "S13",
+        "weights of experts on their results",
+        mutations.weights_of_experts_on_their_results,
+        "llama4",
+        2,
+        "1.experts",
+    ),
     Fault("S13", "logit softcap skipped", mutations.logit_softcap_skipped, "gemma2", 2, "logits"),
 ]
 

@@ -56,6 +56,11 @@ _ARCHITECTURES = {
     "SeedOssForCausalLM": gguf.MODEL_ARCH.SEED_OSS,
     "SmolLM3ForCausalLM": gguf.MODEL_ARCH.SMOLLM3,
     "StableLmForCausalLM": gguf.MODEL_ARCH.STABLELM,
+    "Ministral3ForCausalLM": gguf.MODEL_ARCH.MISTRAL3,
+    "HunYuanDenseV1ForCausalLM": gguf.MODEL_ARCH.HUNYUAN_DENSE,
+    "HunYuanMoEV1ForCausalLM": gguf.MODEL_ARCH.HUNYUAN_MOE,
+    "AfmoeForCausalLM": gguf.MODEL_ARCH.AFMOE,
+    "Llama4ForCausalLM": gguf.MODEL_ARCH.LLAMA4,
 }
 # Settings of config.json, and the writer's method for each.
 _ADDED = (
@@ -86,6 +91,11 @@ _ADDED = (
     ("n_group", "add_expert_group_count"),
     ("topk_group", "add_expert_group_used_count"),
     ("clip_qkv", "add_clamp_kqv"),
+    ("moe_topk", "add_expert_used_count"),
+    ("num_shared_experts", "add_expert_shared_count"),
+    ("num_dense_layers", "add_leading_dense_block_count"),
+    ("route_scale", "add_expert_weights_scale"),
+    ("interleave_moe_layer_step", "add_interleave_moe_layer_step"),
 )
 _LAYER_NORMS = ("layer_norm_eps", "norm_epsilon", "norm_eps")
 _ONE_ADDED = (  # to the weights of norms
@@ -105,6 +115,7 @@ _PERMUTED = (
     gguf.MODEL_ARCH.SMOLLM3,
     gguf.MODEL_ARCH.ARCEE,
     gguf.MODEL_ARCH.OLMO,
+    gguf.MODEL_ARCH.MISTRAL3,
 )
 _WITH_PATTERN = (gguf.MODEL_ARCH.EXAONE4, gguf.MODEL_ARCH.OLMO2)  # of windows
 _EXPERT = re.compile(r"(.*\.)(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight")
@@ -152,6 +163,8 @@ def write_gguf(directory: Path, path: Path, kind_of: KindOf, *, part_bytes: int 
             stored = f"blk.{name.split('.')[2]}.exp_probs_b.bias"
         elif name.endswith("sinks"):
             stored = f"{stored}.weight"
+        elif name.endswith("expert_bias"):
+            stored = f"{stored}.bias"
         assert stored is not None, name
         numbers = _as_stored(name, tensor.float(), config, arch).numpy()
         kind = kind_of(stored, numbers.shape)
@@ -180,6 +193,9 @@ def _with_joined_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Te
                 found[f"{layer}{inside}{part}_proj.weight"] = half
         elif module == "output_linear.weight":
             found[f"{layer}{inside}down_proj.weight"] = tensor
+        elif name.endswith("feed_forward.experts.gate_up_proj"):  # Llama 4: transposed, gate before up
+            for part, half in zip(("gate", "up"), tensor.transpose(1, 2).chunk(2, 1), strict=True):
+                found[f"{name[: -len('gate_up_proj')]}{part}_proj.weight"] = half
         elif name.endswith("experts.down_proj"):  # gpt-oss: transposed, and rows of gate and up take turns
             found[f"{name}.weight"] = tensor.transpose(1, 2)
         elif name.endswith("experts.gate_up_proj"):
@@ -229,7 +245,7 @@ def _add_settings(writer: gguf.GGUFWriter, config: dict[str, Any], arch: gguf.MO
     writer.add_block_count(config["num_hidden_layers"] + ahead)
     if ahead:
         writer.add_nextn_predict_layers(ahead)
-    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_feed_forward_length(config.get("intermediate_size_mlp", config["intermediate_size"]))
     writer.add_head_count(heads)
     writer.add_head_count_kv(config["num_key_value_heads"])
     if key := next((key for key in _LAYER_NORMS if key in config), None):
@@ -271,8 +287,13 @@ def _add_settings(writer: gguf.GGUFWriter, config: dict[str, Any], arch: gguf.MO
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
     if arch is gguf.MODEL_ARCH.STABLELM:
         writer.add_parallel_residual(config["use_parallel_residual"])
-    if arch is gguf.MODEL_ARCH.GPT_OSS:
+    if arch in (gguf.MODEL_ARCH.GPT_OSS, gguf.MODEL_ARCH.HUNYUAN_MOE, gguf.MODEL_ARCH.LLAMA4):
         writer.add_expert_feed_forward_length(config["intermediate_size"])
+    if arch is gguf.MODEL_ARCH.HUNYUAN_MOE:
+        writer.add_expert_shared_feed_forward_length(config["intermediate_size"])
+    if "llama_4_scaling_beta" in rope:
+        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
+        writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
     if arch in (gguf.MODEL_ARCH.PHI3, gguf.MODEL_ARCH.STARCODER2) and not config.get("sliding_window"):
         writer.add_sliding_window(0)
 

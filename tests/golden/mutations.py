@@ -20,9 +20,9 @@ from oarlock.workers.layers.attention_spec import SelfAttentionSpec
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.layers.embedding import PositionEmbedding, VocabParallelEmbedding, VocabParallelHead
 from oarlock.workers.layers.experts import Experts, ExpertStack, Router
-from oarlock.workers.layers.linear import ColumnParallelLinear, RowParallelLinear
+from oarlock.workers.layers.linear import ColumnParallelLinear, HeadsParallelLinear, RowParallelLinear
 from oarlock.workers.layers.norm import LayerNorm, RMSNorm
-from oarlock.workers.layers.rotary import RotaryTable, rotate
+from oarlock.workers.layers.rotary import QueryScaleTable, RotaryTable, rotate
 from oarlock.workers.model_files.tensor_names import Blocks, TensorNames
 from oarlock.workers.models.decoder import Branch, DecoderLayer
 from oarlock.workers.quantization.method import DenseWeight, WeightShard
@@ -101,6 +101,37 @@ def window_one_too_long(patch: MonkeyPatch) -> None:
             layer if layer.sliding_window is None else replace(layer, sliding_window=layer.sliding_window + 1)
         ),
     )
+
+
+def chunks_one_token_longer(patch: MonkeyPatch) -> None:
+    _with_init(
+        patch,
+        Attention,
+        "spec",
+        lambda layer: layer.spec if layer.spec.chunk is None else replace(layer.spec, chunk=layer.spec.chunk + 1),
+    )
+
+
+def chunks_as_a_window(patch: MonkeyPatch) -> None:
+    _with_init(patch, Attention, "spec", lambda layer: replace(layer.spec, chunk=None, sliding_window=layer.spec.chunk))
+
+
+def gate_on_attention_left_out(patch: MonkeyPatch) -> None:
+    patch.setattr(attention, "gate_rows", lambda x, gate: x)
+
+
+def gate_without_its_sigmoid(patch: MonkeyPatch) -> None:
+    patch.setattr(attention, "gate_rows", lambda x, gate: x * gate)
+
+
+def gate_of_the_first_rank(patch: MonkeyPatch) -> None:
+    original = HeadsParallelLinear.__init__
+
+    def patched(self: HeadsParallelLinear, *arguments: Any) -> None:
+        *before, shard, placement = arguments
+        original(self, *before, replace(shard, first_head=0), placement)
+
+    patch.setattr(HeadsParallelLinear, "__init__", patched)
 
 
 def attention_softcap_skipped(patch: MonkeyPatch) -> None:
@@ -332,6 +363,39 @@ def rotation_of_neighbours(patch: MonkeyPatch) -> None:
         return rotate(apart, cos, sin, dtype).view(*x.shape[:-1], 2, size // 2).transpose(-1, -2).flatten(-2)
 
     patch.setattr(attention, "rotate", patched)
+
+
+def _with_query_scale(patch: MonkeyPatch, change: Callable[[Tensor], Tensor]) -> None:
+    """Scale queries as at other positions."""
+    original = QueryScaleTable.__call__
+    patch.setattr(
+        QueryScaleTable, "__call__", lambda self, positions, longest: original(self, change(positions), longest)
+    )
+
+
+def query_scale_left_out(patch: MonkeyPatch) -> None:
+    _with_query_scale(patch, torch.zeros_like)
+
+
+def query_scale_one_token_late(patch: MonkeyPatch) -> None:
+    _with_query_scale(patch, lambda positions: (positions - 1).clamp(min=0))
+
+
+def keys_scaled_too(patch: MonkeyPatch) -> None:
+    original = attention.finish_heads
+
+    def patched(x: Tensor, angles: Any, norm: Any, scale: Any, scaled: int, dtype: torch.dtype, **how: Any) -> Tensor:
+        return original(x, angles, norm, scale, x.shape[1], dtype, **how)
+
+    patch.setattr(attention, "finish_heads", patched)
+
+
+def norms_before_the_rotation(patch: MonkeyPatch) -> None:
+    _with_init(patch, Attention, "norms_last", False)
+
+
+def norms_of_heads_left_out(patch: MonkeyPatch) -> None:
+    _with_init(patch, Attention, "norm", None)
 
 
 def positions_begin_anew_in_each_chunk(patch: MonkeyPatch) -> None:
@@ -588,3 +652,7 @@ def biases_of_norms_dropped(patch: MonkeyPatch) -> None:
         return found.zero_() if kind == "bias" else found
 
     patch.setattr(LayerNorm, "_taken", patched)
+
+
+def weights_of_experts_on_their_results(patch: MonkeyPatch) -> None:
+    _with_init(patch, ExpertStack, "shape", lambda stack: replace(stack.shape, weighs_inputs=False))

@@ -88,7 +88,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("smollm3", {"no_rope_layers": None, "num_hidden_layers": 5}),
     "stablelm": ("stablelm", {}),
     "stablelm-parallel": ("stablelm", CASES["stablelm-parallel"].special),
+    "ministral3": ("ministral3", {}),
 }  # fmt: skip
+_LLAMA4 = {"attention_chunk_size": 8192, "no_rope_layer_interval": 4, "floor_scale": 8192, "attn_scale": 0.1,
+           "num_hidden_layers": 4}  # fmt: skip
 PARTS = (1, 2, 4)  # into which tensors are cut
 
 
@@ -165,6 +168,11 @@ def test_a_file_describes_the_same_model_and_holds_the_same_numbers(tmp_path: Pa
         ("glm4_moe", {"use_qk_norm": False, "attention_bias": True}),
         ("ernie4_5_moe", {}),
         ("gpt_oss", {"swiglu_limit": 7.0}),
+        ("hunyuan_v1_dense", {"attention_bias": True, "rope_parameters": {"rope_type": "default", "rope_theta": 1e5}}),
+        ("hunyuan_v1_moe", {"tie_word_embeddings": True}),
+        ("afmoe", {"layer_types": None, "num_hidden_layers": 5}),
+        ("llama4_text", _LLAMA4),
+        ("llama4_text", _LLAMA4 | {"num_local_experts": 128, "use_qk_norm": False, "attention_bias": True}),
     ],
 )
 def test_experts_that_a_file_holds_in_one_tensor(tmp_path: Path, family: str, special: dict[str, Any]) -> None:
@@ -210,6 +218,26 @@ def with_rope(spec: DecoderSpec, change: Callable[[Any], Any]) -> DecoderSpec:
     return spec.with_sublayers(
         lambda one: replace(one, rope=change(one.rope)) if isinstance(one, SelfAttentionSpec) and one.rope else one
     )
+
+
+def test_a_mistral_in_the_architecture_of_ministral_has_no_query_scale(tmp_path: Path) -> None:
+    directory = make_tiny(tmp_path, "ministral3", seed=5, rope_parameters={"rope_type": "default", "rope_theta": 1e5})
+    spec, _ = opened(write_gguf(directory, tmp_path / "model.gguf", all_of("F32")))
+    original = read_spec(str(directory))
+    assert original.attention.query_scale is None
+    assert replace(spec, dtype=None) == replace(original, dtype=None, architecture="MistralForCausalLM")
+
+
+def test_a_stretched_base_of_hunyuan_is_the_one_in_the_file(tmp_path: Path) -> None:
+    directory = make_tiny(tmp_path, "hunyuan_v1_dense", seed=5)
+    original = read_spec(str(directory))
+    theta = original.attention.rope.theta
+    assert theta > 1e5
+    file = write_gguf(directory, tmp_path / "model.gguf", all_of("F32"), **{"hunyuan-dense__rope__freq_base": theta})
+    spec, _ = opened(file)
+    assert spec.attention.rope.theta == pytest.approx(theta, rel=2**-23)
+    same = with_rope(spec, lambda rope: original.attention.rope)
+    assert replace(same, dtype=None) == replace(original, dtype=None)
 
 
 @pytest.mark.parametrize("family", ["llama", "exaone4"])

@@ -22,6 +22,10 @@ MIXTURES = ("ernie4_5_moe", "glm4_moe", "gpt_oss", "granitemoe", "granitemoeshar
 DESCRIBED = ("cohere_compass_text", "cwm", "emu3", "ernie4_5", "exaone4", "gemma", "glm", "glm4", "granite",
              "granite_swa", "helium", "hyperclovax", "internlm3", "ministral", "olmo3", "phi4_multimodal", "seed_oss",
              "smollm3", "stablelm", "vaultgemma")  # fmt: skip
+FAMILIES = ("cohere", "cohere2", "gemma2", "gemma3_text", "hunyuan_v1_dense", "llama", "ministral3", "mistral", "olmo2",
+            "phi3", "qwen2", "qwen3")  # fmt: skip
+MIXTURES = ("afmoe", "ernie4_5_moe", "glm4_moe", "gpt_oss", "granitemoe", "granitemoeshared", "hunyuan_v1_moe",
+            "llama4_text", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")  # fmt: skip
 # Small and odd on purpose: heads share KV heads, and no size is a power of two by accident of the family's defaults.
 _SHAPE: dict[str, Any] = {
     "vocab_size": 320,
@@ -49,7 +53,13 @@ _FAMILY: dict[str, dict[str, Any]] = {
     "gemma3_text": {"sliding_window": 12, "head_dim": 24, "query_pre_attn_scalar": 20, "layer_types":
                     ["sliding_attention", "full_attention", "sliding_attention"]},
     "jais2": {},
+    "hunyuan_v1_dense": {"head_dim": 24, "rope_parameters": {
+        "rope_type": "dynamic", "rope_theta": 1e4, "alpha": 50.0, "factor": 1.0}},
     "llama": {},
+    # The query scale changes several times within the tests' prompts.
+    "ministral3": {"head_dim": 24, "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 7, "mscale": 1.0,
+        "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.4}},
     "mistral": {"sliding_window": 24, "head_dim": None},
     "nemotron": {"head_dim": 24},  # half of each head is rotated
     "olmo": {"clip_qkv": 0.5},  # which most queries, keys and values reach
@@ -99,6 +109,14 @@ _FAMILY: dict[str, dict[str, Any]] = {
     "vaultgemma": {"sliding_window": 12, "head_dim": 24, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 3.0,
                    "final_logit_softcapping": 2.5},
     # Widths that 8 ranks cannot cut into equal slices.
+    "afmoe": {"moe_intermediate_size": 36, "num_experts": 7, "num_experts_per_tok": 3, "num_shared_experts": 2,
+              "num_dense_layers": 1, "head_dim": 24, "sliding_window": 12, "route_scale": 1.7, "mup_enabled": True,
+              "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    "hunyuan_v1_moe": {"intermediate_size": 36, "num_experts": 6, "moe_topk": 3, "head_dim": 24},
+    # Chunks that neither blocks nor the cuts of the tests' prompts fit, and two experts of a token.
+    "llama4_text": {"intermediate_size": 36, "intermediate_size_mlp": 52, "num_local_experts": 5,
+                    "num_experts_per_tok": 2, "head_dim": 24, "interleave_moe_layer_step": 2,
+                    "attention_chunk_size": 11, "no_rope_layer_interval": 3, "floor_scale": 5, "attn_scale": 0.4},
     "ernie4_5_moe": {"moe_intermediate_size": 36, "moe_num_experts": 6, "moe_k": 3},
     "glm4_moe": {"moe_intermediate_size": 36, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4,
                  "topk_group": 2, "routed_scaling_factor": 1.7, "head_dim": 24, "use_qk_norm": True},

@@ -21,7 +21,11 @@ CONCERNS: dict[str, tuple[str, ...]] = {
         "tests/unit/workers/quantization/test_grouped.py",
         *_AVX2,
     ),
-    "experts": ("tests/unit/workers/quantization/test_expert_matmul.py", "-k", "separate_products and float32"),
+    "experts": (
+        "tests/unit/workers/quantization/test_expert_matmul.py",
+        "-k",
+        "(separate_products and float32) or multiply_inputs",
+    ),
     "sampling-kernels": (
         "tests/unit/workers/sampling/test_sampling.py",
         *_AVX2,

@@ -190,8 +190,8 @@ class DecoderSpec:
 
     @property
     def longest_window(self) -> int | None:
-        """The longest sliding window, in tokens; None if a layer has full attention."""
-        windows = [window for layer in self.layers if (window := layer.attention.window) is not None]
+        """The longest sliding window or chunk, in tokens; None if a layer has full attention."""
+        windows = [span for layer in self.layers if (span := layer.attention.span) is not None]
         return max(windows) if len(windows) == len(self.layers) else None
 
     @property

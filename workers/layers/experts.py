@@ -5,6 +5,7 @@ The shared expert is one expert that every token uses; it is always sharded alon
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -131,7 +132,7 @@ class ExpertStack:
         self.hidden, self.bias, self.placement = hidden, bias, placement
         self.shape = ExpertsShape(
             held.first, held.count, hidden, shard.count, placement.dtype, shard.slices, held.groups, held.group,
-            spec.activation, spec.alpha, spec.limit,
+            spec.activation, spec.alpha, spec.limit, spec.weighs_inputs,
         )  # fmt: skip
 
     def _shards(self, name: str) -> tuple[WeightShard, WeightShard]:
@@ -186,6 +187,7 @@ class Experts:
     output = None  # no single linear layer has the partial sums that are all-reduced
 
     def __init__(self, name: str, spec: ExpertsSpec, layer: int, hidden: int, placement: Placement) -> None:
+        assert not (spec.weighs_inputs and spec.bias), "no kernel adds a bias to a scaled input"
         self.placement = placement
         self.router = Router(name, spec, hidden, placement)
         names = [f"{name}.experts.{expert}" for expert in range(spec.experts)]
@@ -198,7 +200,8 @@ class Experts:
         self.shared_gate: _SharedGate | None = None
         if spec.shared is not None:
             shared = spec.shared
-            self.shared = ExpertStack([f"{name}.{shared.name}"], spec, shared.width, hidden, False, placement)
+            plain = replace(spec, weighs_inputs=False)
+            self.shared = ExpertStack([f"{name}.{shared.name}"], plain, shared.width, hidden, False, placement)
             if shared.gate is not None:
                 self.shared_gate = _SharedGate(f"{name}.{shared.gate}", hidden, placement)
 

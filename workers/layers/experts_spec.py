@@ -39,7 +39,10 @@ class SharedSpec:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsSpec:
-    """The sum of `weight * down(activation(gate(x)) * up(x))` over a token's experts, plus the shared expert."""
+    """The sum of `weight * down(activation(gate(x)) * up(x))` over a token's experts, plus the shared expert.
+
+    With `weighs_inputs`, the sum of `down(activation(gate(weight * x)) * up(weight * x))`.
+    """
 
     experts: int
     width: int  # intermediate size of each expert
@@ -48,6 +51,7 @@ class ExpertsSpec:
     alpha: float = 1.702  # clamped_swiglu: `g * sigmoid(alpha * g) * (u + 1)`
     limit: float = 7.0  # clamped_swiglu: g = min(gate, limit), u = clamp(up, -limit, limit)
     bias: bool = False  # gate, up and down have biases
+    weighs_inputs: bool = False  # a routed expert's weight multiplies its input instead of its result
     shared: SharedSpec | None = None
     module: str = "mlp"
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict, hash=False, compare=False)

@@ -108,7 +108,8 @@ class LayerNorm:
 class HeadNorm:
     """Norm of each query and key head (Qwen3, Gemma 3), for all heads of the rank at once.
 
-    [T, heads + kv_heads, head_dim] -> the same shape in float32, for the rotation that follows.
+    [T, heads + kv_heads, head_dim] -> the same shape in float32, for the rotation that follows. A norm after the
+    rotation is computed by `rotary.finish_heads`, from `weight` and `eps`.
     """
 
     def __init__(
@@ -120,22 +121,30 @@ class HeadNorm:
         eps: float,
         placement: Placement,
         offset: float = 0.0,
+        *,
+        is_stored: bool = True,
     ) -> None:
-        """Prepare the norm. `name` is the attention module's name."""
+        """Prepare the norm. `name` is the attention module's name. `is_stored`: the checkpoint has its scale; False:
+        the norm does not scale its results."""
         self.name = name
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         self.eps = eps
         self.offset = offset
+        self.is_stored = is_stored
         self.placement = placement
         self.has_kernel = elementwise.can_serve(placement.dtype, placement.device)
 
     @property
     def weight_bytes(self) -> int:
-        return 4 * (self.num_heads + self.num_kv_heads) * self.head_dim
+        return 4 * (self.num_heads + self.num_kv_heads) * self.head_dim if self.is_stored else 0
 
     def load(self, weights: WeightSource) -> None:
+        if not self.is_stored:
+            heads = self.num_heads + self.num_kv_heads
+            self.weight = torch.ones((heads, self.head_dim), device=self.placement.device)
+            return
         both = self.placement.empty(2, self.head_dim)
         for index, part in enumerate(("q_norm", "k_norm")):
             weights.take(f"{self.name}.{part}.weight", both[index], shape=(self.head_dim,))

@@ -102,7 +102,7 @@ class NormSpec:
     eps: float = 1e-6
     offset: float = 0.0  # multiplies by offset + weight
     bias: bool = False  # layer: has a bias vector
-    weight: bool = True  # False, only for layer: multiplies by no weight
+    weight: bool = True  # False: the norm does not scale its results
 
     def tensors(self, name: str, size: int) -> list[TensorSpec]:
         """Return the tensors of a norm over rows of `size` values. `name` ends with a dot or is empty."""

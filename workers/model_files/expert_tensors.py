@@ -118,6 +118,10 @@ def _halves(module: str, part: str, located: LocatedTensor) -> Iterator[tuple[st
     if part == "down_proj" or rows % 2:
         yield f"{module}.{part}.weight", located
         return
+    if located.transposed:
+        for first, name in enumerate(("gate_proj", "up_proj")):
+            yield f"{module}.{name}.weight", located.every(rows, first * (rows // 2), rows // 2)
+        return
     both = located.shaped(2, rows // 2, *rest)
     yield f"{module}.gate_proj.weight", both.part(0)
     yield f"{module}.up_proj.weight", both.part(1)

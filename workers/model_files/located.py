@@ -37,16 +37,18 @@ class LocatedTensor:
         """Shape of the bytes from `begin` to `end`."""
         rows, *rest = self.entry.shape or (1,)  # a scalar is a row of one
         shape = (rows // self.block * self.step, *rest)
-        return tuple(reversed(shape)) if self.transposed else shape
+        return (*shape[:-2], shape[-1], shape[-2]) if self.transposed else shape
 
     def shaped(self, *shape: int) -> "LocatedTensor":
         """Return a tensor of the same bytes with another shape."""
         return replace(self, entry=replace(self.entry, shape=shape))
 
     def transpose(self) -> "LocatedTensor":
-        """Return the transposed matrix."""
+        """Return the transposed matrix, or each matrix of a stack transposed; then `part` gives a matrix of the
+        stack."""
         assert self.is_plain
-        return replace(self.shaped(*reversed(self.entry.shape)), transposed=True)
+        *stack, rows, columns = self.entry.shape
+        return replace(self.shaped(*stack, columns, rows), transposed=True)
 
     def every(self, step: int, first: int, block: int = 1) -> "LocatedTensor":
         """Return `block` rows, from row `first` on, of each group of `step` rows of the tensor."""

@@ -64,7 +64,8 @@ class TensorNames:
     # Whole beginnings, replaced before the table is used.
     prefixes: Mapping[str, str] = field(default_factory=dict, hash=False)
     modules: Mapping[str, str] = field(default_factory=dict, hash=False)
-    # Our modules whose matrices are stored as [inputs, outputs] if they are in floating point of 16 bits or more.
+    # Our modules whose matrices are stored as [inputs, outputs] if they are in floating point of 16 bits or more, and
+    # our names of tensors that stack such matrices.
     transposed: tuple[str, ...] = ()
     # Our name of a stored module -> the modules whose rows it holds.
     blocks: Mapping[str, Blocks] = field(default_factory=dict, hash=False)
@@ -95,8 +96,10 @@ class TensorNames:
                 continue
             module, _, kind = ours.rpartition(".")
             # Tools that quantise transpose such a matrix, so that theirs are stored as those of other families.
-            is_plain = kind == "weight" and located.entry.dtype in _FLOATS
-            if is_plain and self.is_transposed(module):
+            dimensions = len(located.entry.shape)
+            is_matrix = dimensions == 2 and kind == "weight" and self.is_transposed(module)
+            is_stack = dimensions == 3 and self.is_transposed(ours)
+            if located.entry.dtype in _FLOATS and (is_matrix or is_stack):
                 located = located.transpose()
             blocks = self.blocks_of(module)
             if self.experts_inputs_first is not None:

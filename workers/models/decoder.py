@@ -29,7 +29,7 @@ from oarlock.workers.layers.mlp import MLP
 from oarlock.workers.layers.mlp_spec import MLPSpec
 from oarlock.workers.layers.norm import Norm, RMSNorm, make_norm
 from oarlock.workers.layers.placement import Placement
-from oarlock.workers.layers.rotary import RotaryTable
+from oarlock.workers.layers.rotary import QueryScaleTable, RotaryTable
 from oarlock.workers.quantization.formats.weight_format import WeightFormats
 from oarlock.workers.quantization.registry import NONE
 from oarlock.workers.weights.source import WeightSource
@@ -169,6 +169,9 @@ class Decoder:
         ropes = [spec.layers[i].attention.rope for i in stage]
         self.rotary = {rope: RotaryTable(rope, device) for rope in ropes if rope is not None}  # usually only one
         self.rotary_of = [-1 if rope is None else list(self.rotary).index(rope) for rope in ropes]
+        scales = [spec.layers[i].attention.query_scale for i in stage]
+        self.query_scales = {scale: QueryScaleTable(scale, device) for scale in scales if scale is not None}
+        self.scale_of = [-1 if scale is None else list(self.query_scales).index(scale) for scale in scales]
         moe_layers = moe_layers_of(self.layers)
         self._remote_experts = {
             name for layer in moe_layers for name in layer.routed.remote_experts
@@ -184,6 +187,7 @@ class Decoder:
         other = copy.copy(self)
         other.layers = [self.layers[layer] for layer in layers]
         other.rotary_of = [self.rotary_of[layer] for layer in layers]
+        other.scale_of = [self.scale_of[layer] for layer in layers]
         return other
 
     @property
@@ -280,13 +284,16 @@ class Decoder:
             if self.positions is not None:
                 hidden = self.positions(hidden, batch.positions)
         prepared = self.prepared_for(kv, backend)
+        scales = [table(batch.positions, longest) for table in self.query_scales.values()]
         if prepared is not None:
-            prepared(hidden, batch, [table.up_to(longest) for table in self.rotary.values()], plan)
+            prepared(hidden, batch, [table.up_to(longest) for table in self.rotary.values()], plan, scales)
             return self.norm(hidden) if self.is_last and not prepared.norms_last else hidden
         angles = [table(batch.positions, longest) for table in self.rotary.values()]  # once per step for all layers
         steps = [
-            LayerStep(None if which < 0 else angles[which], batch, pages, backend, plan)
-            for which, pages in zip(self.rotary_of, kv, strict=True)
+            LayerStep(
+                None if which < 0 else angles[which], batch, pages, backend, plan, None if scale < 0 else scales[scale]
+            )
+            for which, scale, pages in zip(self.rotary_of, self.scale_of, kv, strict=True)
         ]
         if self.joins_layers and isinstance(self.norm, RMSNorm) and self.is_last and fused_layer.can_join(self.layers):
             return fused_layer.run_joined(self.layers, self.norm, hidden, steps)
@@ -303,8 +310,9 @@ class Decoder:
         if self._prepared is None or not self._prepared.serves(self.layers, last_norm, kv, backend):
             try:
                 self._prepared = PreparedLayers(
-                    self.layers, last_norm, self.rotary_of, self.spec.hidden_size, self.placement.tp, kv, backend
-                )
+                    self.layers, last_norm, self.rotary_of, self.scale_of, self.spec.hidden_size, self.placement.tp,
+                    kv, backend,
+                )  # fmt: skip
                 self.why_not_prepared = None
             except CannotPrepare as reason:
                 self._prepared, self.why_not_prepared = None, str(reason)

@@ -235,11 +235,11 @@ def layer_windows(fields: Fields, window: int | None, first_sliding: int) -> tup
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
-def layer_kinds(fields: Fields) -> list[str] | None:
-    """Return the checked `layer_types`, or None if the config has none."""
+def layer_kinds(fields: Fields, windowed: str = "sliding_attention") -> list[str] | None:
+    """Return the checked `layer_types`, or None if the config has none. `windowed`: the kind besides full attention."""
     layers = fields.layers()
     kinds = fields.raw.get("layer_types")
-    known = ("full_attention", "sliding_attention")
+    known = ("full_attention", windowed)
     if kinds is not None and (
         not isinstance(kinds, list) or len(kinds) != layers or any(kind not in known for kind in kinds)
     ):

@@ -138,6 +138,13 @@ class Fields:
             raise unsupported(key, value, f"Supported: {', '.join(choices)}.")
         return choices[value]
 
+    def serve_only(self, neutral: Mapping[str, tuple[Any, ...]]) -> None:
+        """Raise `StartupError` for a key whose value is none of those that this family serves, null included."""
+        for key, values in neutral.items():
+            value = self._get(key)
+            if value is not None and value not in values:
+                raise unsupported(key, value, f"Supported: {', '.join(map(str, values))}.")
+
     def refuse_the_rest(self) -> None:
         """Raise `StartupError` for an unread key that changes the forward pass."""
         for key, neutral in _NEUTRAL.items():

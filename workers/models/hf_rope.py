@@ -29,7 +29,7 @@ _KEYS = {
     "partial_rotary_factor",
     "finetuned",  # a note of old YaRN checkpoints, without effect
 }
-_LENGTH = "original_max_position_embeddings"
+LENGTH = "original_max_position_embeddings"
 _LONGROPE_KEYS = {"short_factor", "long_factor"}
 
 
@@ -92,22 +92,22 @@ def rope_spec(
             factor=_reach(given("factor"), "max_position_embeddings", max_positions),
             original_max_positions=max_positions,
         )
-    length = _trained_length(original if original is not None else table.get(_LENGTH), max_positions)
+    length = trained_length(original if original is not None else table.get(LENGTH), max_positions)
     plain = replace(plain, original_max_positions=length)
     if kind == "llama3":
         low, high = given("low_freq_factor"), given("high_freq_factor")
-        if high <= low:
-            raise wrong("rope setting high_freq_factor", f"more than low_freq_factor {low:g}", high)
+        if high < low:
+            raise wrong("rope setting high_freq_factor", f"at least low_freq_factor {low:g}", high)
         return replace(plain, factor=given("factor"), low_freq_factor=low, high_freq_factor=high)
-    factor = _reach(given("factor", max_positions / length), _LENGTH, length)
+    factor = _reach(given("factor", max_positions / length), LENGTH, length)
     return _longrope(plain, table, factor) if kind == "longrope" else _yarn(plain, table, factor)
 
 
-def _trained_length(value: Any, max_positions: int) -> int:
+def trained_length(value: Any, max_positions: int) -> int:
     """Return the length that frequencies were trained for. Some checkpoints write it as 8192.0."""
     value = max_positions if value is None else value
     if type(value) not in (int, float) or not 2 <= value <= MOST or value != int(value):
-        raise wrong(f"rope setting {_LENGTH}", f"an integer between 2 and {MOST}", value)
+        raise wrong(f"rope setting {LENGTH}", f"an integer between 2 and {MOST}", value)
     return int(value)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from oarlock.base.errors import StartupError, shown
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.model_files.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, head_differs
+from oarlock.workers.models.afmoe import GGUF_AFMOE, describe_afmoe
 from oarlock.workers.models.cohere import GGUF_COHERE, GGUF_COHERE2, describe_cohere, describe_cohere2
 from oarlock.workers.models.cohere_compass import describe_cohere_compass
 from oarlock.workers.models.cwm import describe_cwm
@@ -33,6 +34,12 @@ from oarlock.workers.models.granite import GGUF_GRANITE, describe_granite, descr
 from oarlock.workers.models.granite_moe import GGUF_GRANITE_MOE, describe_granite_moe, describe_granite_moe_shared
 from oarlock.workers.models.helium import describe_helium
 from oarlock.workers.models.hf_fields import Fields, read_config
+from oarlock.workers.models.hunyuan import (
+    GGUF_HUNYUAN_DENSE,
+    GGUF_HUNYUAN_MOE,
+    describe_hunyuan_dense,
+    describe_hunyuan_moe,
+)
 from oarlock.workers.models.hyperclovax import describe_hyperclovax
 from oarlock.workers.models.llama import (
     GGUF_LLAMA,
@@ -41,6 +48,8 @@ from oarlock.workers.models.llama import (
     describe_iquest_coder,
     describe_llama,
 )
+from oarlock.workers.models.llama4 import GGUF_LLAMA4, describe_llama4
+from oarlock.workers.models.ministral3 import GGUF_MISTRAL3, describe_ministral3
 from oarlock.workers.models.mistral import describe_ministral, describe_mistral, describe_mixtral
 from oarlock.workers.models.nemotron import (
     GGUF_ARCEE,
@@ -84,6 +93,7 @@ from oarlock.workers.models.starcoder2 import GGUF_STARCODER2, describe_starcode
 from oarlock.workers.models.wrappers import describe_text_part, is_wrapper, served_wrappers
 
 FAMILIES: dict[str, Callable[[Fields], DecoderSpec]] = {
+    "AfmoeForCausalLM": describe_afmoe,
     "ArceeForCausalLM": describe_arcee,
     "BioGptForCausalLM": describe_biogpt,
     "Cohere2ForCausalLM": describe_cohere2,
@@ -116,6 +126,10 @@ FAMILIES: dict[str, Callable[[Fields], DecoderSpec]] = {
     "InternLM3ForCausalLM": describe_internlm3,
     "LlamaForCausalLM": describe_llama,
     "MinistralForCausalLM": describe_ministral,
+    "HunYuanDenseV1ForCausalLM": describe_hunyuan_dense,
+    "HunYuanMoEV1ForCausalLM": describe_hunyuan_moe,
+    "Llama4ForCausalLM": describe_llama4,
+    "Ministral3ForCausalLM": describe_ministral3,
     "MistralForCausalLM": describe_mistral,
     "MixtralForCausalLM": describe_mixtral,
     "NemotronForCausalLM": describe_nemotron,
@@ -146,6 +160,7 @@ _GGUF = (
     GGUF_ARCEE, GGUF_NEMOTRON, GGUF_JAIS2, GGUF_STARCODER2, GGUF_OLMO,
     GGUF_ERNIE4_5, GGUF_EXAONE4, GGUF_GEMMA, GGUF_GLM, GGUF_GLM4, GGUF_GRANITE, GGUF_SEED_OSS, GGUF_SMOLLM3,
     GGUF_STABLELM,
+    GGUF_AFMOE, GGUF_HUNYUAN_DENSE, GGUF_HUNYUAN_MOE, GGUF_LLAMA4, GGUF_MISTRAL3,
 )  # fmt: skip
 GGUF_FAMILIES = {family.name: family for family in _GGUF}
 

@@ -286,6 +286,8 @@ def _rotation(fault: _Fault, attention: SublayerSpec, tap: Tap) -> str:
     letter = fault.row.tensor[0]
     positions, _ = _positions(fault.folder)
     at_start = bool(fault.wrong_tokens()[positions == 0].any())
+    if letter == "q" and attention.query_scale is not None and (factors := _wrong_query_scale(fault)):
+        return f"query scale of layer {fault.row.layer} on {fault.ranks} (queries are {factors} times the right ones)"
     if tap.module and at_start:
         normed = "rows" if attention.norms_rows else "heads"
         return f"{fault.module}.{attention.module}.{tap.module}: its weight, or the norm of {normed} itself"
@@ -298,13 +300,31 @@ def _rotation(fault: _Fault, attention: SublayerSpec, tap: Tap) -> str:
     return f"rotary embedding of {letter} in layer {fault.row.layer} on {fault.ranks} ({but})"
 
 
+def _wrong_query_scale(fault: _Fault) -> str:
+    """Return the range of factors if every wrong query is a multiple of the right one, which a wrong query scale would
+    cause; else an empty text."""
+    factors = []
+    for rank in fault.row.wrong_ranks:
+        truth = fault.truth(rank)
+        ours = fault.ours(rank)[:, : truth.shape[1]]
+        factor = (ours * truth).sum(1, keepdim=True) / truth.square().sum(1, keepdim=True)  # [T, 1]
+        if not (ours - factor * truth).norm() < _CLOSE * (ours - truth).norm():
+            return ""
+        factors.append(factor)
+    found = torch.cat(factors)
+    return f"{found.min():.2g} to {found.max():.2g}"
+
+
 def _attention(fault: _Fault, attention: SublayerSpec) -> str:
     assert isinstance(attention, SelfAttentionSpec)
     where = f"attention of layer {fault.row.layer} on {fault.ranks}"
     positions, generated = _positions(fault.folder)
-    wrong, window = fault.wrong_tokens(), attention.window
+    wrong, window = fault.wrong_tokens(), attention.span
+    if attention.output_gate and (gate := _wrong_gate(fault)):
+        return f"{where}: the gate on its result {gate}"
     if window is not None and not bool(wrong[positions < window].any()):
-        return f"{where}: the sliding window of {window} tokens (only later tokens are wrong)"
+        what = "sliding window" if attention.chunk is None else "chunks"
+        return f"{where}: the {what} of {window} tokens (only later tokens are wrong)"
     if bool(generated.any()) and not bool(wrong[~generated].any()):
         return f"{where}: reading KV pages back (prompts are right, the tokens generated after them are not)"
     if attention.sinks and (heads := _heads_of_wrong_sinks(fault)):
@@ -317,6 +337,16 @@ def _attention(fault: _Fault, attention: SublayerSpec) -> str:
             f"{where}: scale, softcap, mask or the order of KV pages (a first token, which sees itself only, is right)"
         )
     return f"{where}: which KV head a query head reads, or the values in the KV pages"
+
+
+def _wrong_gate(fault: _Fault) -> str:
+    """Describe a gate that is left out or not a sigmoid; an empty text if neither explains the values."""
+    rank = fault.row.wrong_ranks[0]
+    truth, gate = fault.truth(rank), fault.truth(rank, f"{fault.row.layer}.attention_gate")
+    ours, ungated = fault.ours(rank)[:, : truth.shape[1]], truth / torch.sigmoid(gate)
+    if _distance(ours, ungated) < _CLOSE:
+        return "is left out"
+    return "is not a sigmoid of the projection" if _distance(ours, ungated * gate) < _CLOSE else ""
 
 
 def _heads_of_wrong_sinks(fault: _Fault) -> list[int]:
@@ -431,12 +461,13 @@ def _expert(fault: _Fault, branch: BranchSpec, spec: ExpertsSpec, expert: int, t
             fault.dequantised.weight(f"{module}.{other}.{part}_proj").double() for part in ("gate", "up", "down")
         )
         act = F.silu if spec.activation == "silu" else partial(F.gelu, approximate="tanh")
-        return (act(x @ gate.T) * (x @ up.T)) @ down.T
+        rows = x * weight if spec.weighs_inputs else x
+        return (act(rows @ gate.T) * (rows @ up.T)) @ down.T
 
     if spec.bias or spec.activation == "clamped_swiglu":
         return f"{expert}"
     right = result(expert)
-    found = fault.error(rank)[tokens] / weight + right
+    found = fault.error(rank)[tokens] / (1.0 if spec.weighs_inputs else weight) + right
     for other in range(spec.experts):
         if other != expert and _distance(found, result(other)) < _CLOSE:
             return f"{expert} (it has the values of expert {other})"

@@ -58,6 +58,9 @@ from oarlock.workers.verify.transformers_layout import TransformersLayout
 
 # A text model that transformers saves with settings that its automatic class does not know.
 AutoModelForCausalLM.register(Emu3TextConfig, Emu3ForCausalLM, exist_ok=True)
+# Modules that convert their inputs to float32, whatever their dtype is.
+_COMPUTE_IN_FLOAT32 = ("Llama4TextAttention",)
+_WIDENED_ELSEWHERE = {"sinks", "expert_bias"}  # parameters that `exact_attention` and routers widen
 _ROWS = 8192  # rows of a weight that are widened to float64 at once
 
 ReportLine = Callable[[str], None]
@@ -304,6 +307,9 @@ class TransformersRecorder:
         """Register a hook for a tensor of the experts of `layer`, which may have a shared expert next to the others."""
         inside = f"{layer}.{spec.module}"
         part = self._modules.get(f"{inside}.{tap.module}") or self._modules[f"{layer}.{tap.module}"]
+        if spec.weighs_inputs and tap.name != "shared":
+            self._hook_weighing_experts(name, part, spec, tap)
+            return
         if tap.computation is not Computation.ROUTING:
             self._after(part, name)
             gate = spec.shared.gate if spec.shared is not None and tap.name == "shared" else None
@@ -315,6 +321,18 @@ class TransformersRecorder:
 
         def hook(module: nn.Module, args: tuple[Any, ...], result: tuple[Tensor, Tensor, Tensor]) -> None:
             self.record(name, dense_routing(result[2], result[1], spec.experts))
+
+        self._handles.append(part.register_forward_hook(hook))
+
+    def _hook_weighing_experts(self, name: str, part: nn.Module, spec: ExpertsSpec, tap: Tap) -> None:
+        """Register a hook for experts that get every token times its weight (Llama 4), or for their router, which
+        returns the weights of all experts, then the logits."""
+
+        def hook(module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
+            if tap.computation is Computation.EXPERTS:
+                self.record(name, result.view(spec.experts, -1, result.shape[-1]).sum(0))
+            else:
+                self.record(name, result[tap.computation is Computation.LOGITS])
 
         self._handles.append(part.register_forward_hook(hook))
 
@@ -395,15 +413,30 @@ class _WithoutHooks(nn.Module):
         super().__init__()
         self.inner = inner
 
-    def forward(self, x: Tensor) -> Any:
-        return type(self.inner).forward(self.inner, x)
+    def forward(self, *args: Any) -> Any:
+        return type(self.inner).forward(self.inner, *args)
 
 
-def _own_forward(module: nn.Module, x: Tensor) -> Any:
+def _own_forward(module: nn.Module, *args: Any) -> Any:
     """Call the module's own forward, on its weights in float64."""
     plain = _WithoutHooks(module)
     with _Widened():
-        return functional_call(plain, {name: each.double() for name, each in plain.named_parameters()}, (x,))
+        return functional_call(plain, {name: each.double() for name, each in plain.named_parameters()}, args)
+
+
+def _widened(module: nn.Module, *args: Any, **named: Any) -> Any:
+    """Call the module's own forward with float64 in place of float32."""
+    with _Widened():
+        return type(module).forward(module, *args, **named)
+
+
+def _exact_weighing_experts(module: Any, x: Tensor) -> Tensor:
+    """Compute experts that each get all tokens: `x` [E * T, hidden], in the order of experts -> the same shape."""
+    results = []
+    for expert, rows in enumerate(x.view(len(module.gate_up_proj), -1, x.shape[-1])):
+        gate, up = (rows @ module.gate_up_proj[expert].double()).chunk(2, dim=-1)
+        results.append((module.act_fn(gate) * up) @ module.down_proj[expert].double())
+    return torch.cat(results)
 
 
 def _exact_experts(module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
@@ -427,6 +460,10 @@ def _exact_experts(module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tens
 def _exact_forward(module: nn.Module) -> Callable[..., Any] | None:
     """Return the float64 version of a module with weights; None for a module without weights, which computes in the
     dtype of its inputs."""
+    if type(module).__name__.endswith(("Router", "Gate")):
+        return partial(_own_forward, module)
+    if type(module).__name__ in _COMPUTE_IN_FLOAT32:
+        return partial(_widened, module)
     if isinstance(module, nn.Linear) or is_conv1d(module):
         return lambda x: _linear(module, x)
     if isinstance(module, nn.Embedding) and type(module).__name__.endswith("PositionalEmbedding"):
@@ -436,12 +473,10 @@ def _exact_forward(module: nn.Module) -> Callable[..., Any] | None:
         if hasattr(module, "embed_scale"):  # Gemma rounds its scale to the dtype, as part of the model's definition
             scale = torch.as_tensor(module.embed_scale).to(module.weight.dtype).item()
         return lambda ids: F.embedding(ids, module.weight).double() * scale
-    if type(module).__name__.endswith("Router"):
-        return partial(_own_forward, module)
-    if is_experts(module):
-        return partial(_exact_experts, module)
     if "LayerNorm" in type(module).__name__:
         return partial(_own_forward, module)
+    if is_experts(module):
+        return partial(_exact_experts if hasattr(module, "is_transposed") else _exact_weighing_experts, module)
     if type(module).__name__.endswith("RMSNorm"):
         weight: Any = module.weight
         scaled = module(
@@ -451,7 +486,7 @@ def _exact_forward(module: nn.Module) -> Callable[..., Any] | None:
         return lambda x: _norm(module, x, offset)
     if type(module).__name__.endswith("MoeStatics"):  # part of a router, which widens it
         return None
-    if {name for name, _ in module.named_parameters(recurse=False)} - {"sinks"}:  # `exact_attention` widens the sinks
+    if {name for name, _ in module.named_parameters(recurse=False)} - _WIDENED_ELSEWHERE:
         raise NotImplementedError(f"no float64 form of {type(module).__name__} is known")
     return None
 
@@ -495,7 +530,7 @@ def exact_attention(
     if sinks is not None:
         of_heads = sinks.double()[None, :, None, None].expand(*scores.shape[:3], 1)
         scores = torch.cat((scores, of_heads), dim=-1)  # [1, H, T, N + 1]
-    return (scores.softmax(dim=-1)[..., : value.shape[2]] @ value).transpose(1, 2)
+    return (scores.softmax(dim=-1)[..., : value.shape[2]] @ value).transpose(1, 2).contiguous()
 
 
 def main(argv: list[str]) -> int:

@@ -136,6 +136,8 @@ class Shape(Protocol):
     def alpha(self) -> float: ...
     @property
     def limit(self) -> float: ...
+    @property
+    def weighs_inputs(self) -> bool: ...
 
 
 def can_stack(gated: object, matmul: object) -> bool:
@@ -192,7 +194,7 @@ class CppExpertMatmul:
         self.structure = CExperts(
             ctypes.addressof(self._experts), shape.first, shape.count, shape.hidden, shape.width, shape.slices,
             shape.groups, shape.group or max(1, shape.count), -1, _ACTIVATIONS[shape.activation], shape.alpha,
-            shape.limit,
+            shape.limit, shape.weighs_inputs,
         )  # fmt: skip
 
     @property

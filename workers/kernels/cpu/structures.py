@@ -12,7 +12,7 @@ from itertools import zip_longest
 from oarlock.base.errors import StartupError
 from oarlock.workers.sampling_parameters import PENALTY_NAMES, ROW_NAMES
 
-MOST_ROTARIES = 4  # `kMostRotaries` in csrc/layer/layer.h
+MOST_ROTARIES, MOST_QUERY_SCALES = 4, 4  # `kMostRotaries`, `kMostQueryScales` in csrc/layer/layer.h
 
 
 class CAttentionStep(ctypes.Structure):
@@ -33,6 +33,7 @@ class CAttentionLayer(ctypes.Structure):
         ("head_dim", c_long),
         ("block_size", c_long),
         ("window", c_long),
+        ("chunk", c_long),
         ("scale", c_float),
         ("softcap", c_float),
         ("pages", c_int),
@@ -111,6 +112,7 @@ class CExperts(ctypes.Structure):
         ("activation", c_int),
         ("alpha", c_float),
         ("limit", c_float),
+        ("weighs_inputs", c_int),
     )
 
 
@@ -169,6 +171,8 @@ class CHeadsAndPages(ctypes.Structure):
         ("eps", c_float),
         ("row_norm", c_void_p),
         ("sinks", c_void_p),
+        ("norms_last", c_int),
+        ("query_scale", c_int),
     )
 
 
@@ -194,7 +198,7 @@ class CBranch(ctypes.Structure):
         ("count", c_long),
         ("before_all_reduce", c_long),
         ("rows_at_once", c_long),
-        ("widths", c_long * 2),
+        ("widths", c_long * 3),
         ("sums", c_long),
     )
 
@@ -214,6 +218,7 @@ class CLayerStep(ctypes.Structure):
         ("positions", c_void_p),
         ("slots", c_void_p),
         ("rotary", CRotaryRows * MOST_ROTARIES),
+        ("query_scales", c_void_p * MOST_QUERY_SCALES),
         ("attention", c_void_p),
         ("group", c_void_p),
     )

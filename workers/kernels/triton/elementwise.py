@@ -131,6 +131,27 @@ def gate_row(
     tl.store(out + row * WIDTH + column, result.to(out.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def gate_values(x, gate, count, BLOCK: tl.constexpr):
+    """Multiply some of the `count` values at `x` by the sigmoid of those at `gate`."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    value *= tl.sigmoid(tl.load(gate + at, mask=inside, other=0.0).to(tl.float32))
+    tl.store(x + at, value.to(x.dtype.element_ty), mask=inside)
+
+
+_gate_values: Any = gate_values
+
+
+def gate_rows(x: Tensor, gate: Tensor) -> Tensor:
+    """Multiply `x` [T, columns] by the sigmoid of `gate` [T, columns], both contiguous, in place. Return `x`."""
+    assert x.is_contiguous() and gate.is_contiguous() and x.shape == gate.shape
+    if x.numel():
+        _gate_values[(triton.cdiv(x.numel(), _BLOCK),)](x, gate, x.numel(), BLOCK=_BLOCK, num_warps=_WARPS)
+    return x
+
+
 _gate: Any = gate_row  # Any, because calling a kernel compiles it: no annotation describes its arguments
 
 

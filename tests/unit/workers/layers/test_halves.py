@@ -44,14 +44,13 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "cohere2": {"hidden_size": 256, "num_key_value_heads": 2},
     "phi3": {"hidden_size": 128, "partial_rotary_factor": 0.5},
     **{family: {"num_attention_heads": 4, "num_key_value_heads": 2} for family in MIXTURES},
-    "glm4_moe": {"head_dim": 32},
-    "gpt_oss": {"head_dim": 32},
-    "qwen3_moe": {"head_dim": 32},
     "exaone4": {"hidden_size": 256},
     "glm4": {"head_dim": 32},
     "granite_swa": {"hidden_size": 256},
     "hyperclovax": {"head_dim": 32},
     "stablelm": {"hidden_size": 256},
+    **{family: {"head_dim": 32} for family in ("glm4_moe", "gpt_oss", "qwen3_moe", "afmoe", "hunyuan_v1_moe")},
+    "llama4_text": {"head_dim": 32},
     "llama": {"head_dim": 48, "attention_bias": True, "mlp_bias": True, "num_key_value_heads": 2},
 }
 
@@ -128,6 +127,18 @@ def test_both_forms_give_the_same_bits_with_rounded_weights(
         tmp_path, family, **{**CHECKPOINTS[family], "intermediate_size": 128}
     )  # every rank has whole groups of inputs
     check_equal(path, size, dtype, quantization)
+
+
+@pytest.mark.parametrize("family", ["afmoe", "hunyuan_v1_moe", "llama4_text", "ministral3"])
+@pytest.mark.parametrize("quantization", [name for name in QUANTIZATIONS if name != "none"])
+@pytest.mark.slow
+def test_both_forms_give_the_same_bits_with_rounded_weights_of_new_families(
+    tmp_path: Path, family: str, quantization: str
+) -> None:
+    widths = {"intermediate_size": 128, **({"intermediate_size_mlp": 128} if family == "llama4_text" else {})}
+    path = make_tiny(tmp_path, family, **{**CHECKPOINTS[family], **widths})
+    for size in (1, 2):
+        check_equal(path, size, torch.bfloat16, quantization)
 
 
 def as_stored_in_fp8(weight: Tensor) -> LinearWeight:

@@ -10,7 +10,7 @@ from oarlock.base.errors import StartupError
 from oarlock.workers.attention.cpp import CppBackend
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.distributed.parallel_state import TensorParallel
-from oarlock.workers.layers.attention_spec import RopeSpec, SelfAttentionSpec
+from oarlock.workers.layers.attention_spec import QueryScale, RopeSpec, SelfAttentionSpec
 from oarlock.workers.layers.decoder_spec import BranchSpec, DecoderSpec, LayerSpec, tensor_shapes
 from oarlock.workers.layers.gated_mlp_spec import GatedMLPSpec
 from oarlock.workers.layers.mlp_spec import MLPSpec
@@ -30,6 +30,11 @@ ATTENTION = SelfAttentionSpec(4, 2, 32, 32**-0.5, HALVES)
 UNROTATED = replace(ATTENTION, rope=None, window=5, sinks=True)
 NEIGHBOURS = replace(ATTENTION, rope=replace(HALVES, interleaved=True), o_bias=True)
 CLIPPED = replace(ATTENTION, clip_qkv=0.4, qkv_bias=True)
+SCALE = QueryScale(0.3, 3, 1)
+NORMS_LAST = replace(ATTENTION, qk_norm=NormSpec(), norms_after_rotation=True)
+ALL = replace(
+    NEIGHBOURS, qk_norm=NormSpec(weight=False), norms_after_rotation=True, query_scale=SCALE, chunk=6, output_gate=True
+)
 MLP = GatedMLPSpec(64, bias=True)
 
 
@@ -56,6 +61,16 @@ LAYOUTS = {
     "no rotation, with sinks": layer(UNROTATED),
     "neighbours rotated": layer(NEIGHBOURS),
     "queries, keys and values limited": layer(CLIPPED),
+    "a gate on attention": layer(replace(ATTENTION, output_gate=True)),
+    "a gate behind a shared norm": layer(
+        replace(ATTENTION, output_gate=True), norms=(("a", None), ("a", None)), parallel=True
+    ),
+    "scaled queries": layer(replace(ATTENTION, query_scale=SCALE)),
+    "scaled queries without rotation": layer(replace(UNROTATED, query_scale=SCALE)),
+    "scaled queries after norms": layer(replace(ATTENTION, qk_norm=NormSpec(), query_scale=SCALE)),
+    "chunks": layer(replace(ATTENTION, chunk=7)),
+    "norms after the rotation": layer(NORMS_LAST),
+    "everything at once": layer(ALL),
     **{f"no gate, {name}": layer(mlp=MLPSpec(64, name, bias=name != "relu2")) for name in PLAIN_ACTIVATIONS},
     "no gate, side by side": layer(parallel=True, mlp=MLPSpec(64, "gelu")),
 }

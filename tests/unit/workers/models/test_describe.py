@@ -8,8 +8,9 @@ import pytest
 from transformers import AutoConfig, PreTrainedModel
 
 from oarlock.base.errors import StartupError
-from oarlock.workers.layers.attention_spec import RopeSpec
+from oarlock.workers.layers.attention_spec import QueryScale, RopeSpec
 from oarlock.workers.layers.decoder_spec import FUSED_MODULES, DecoderSpec, is_ignorable, tensor_shapes
+from oarlock.workers.layers.experts_spec import ExpertsSpec
 from oarlock.workers.model_files.located import LocatedTensor, TensorEntry
 from oarlock.workers.models.registry import describe
 from tests.golden.tiny_models import DESCRIBED, FAMILIES, tiny_model
@@ -255,6 +256,9 @@ def test_the_declared_dtype_is_kept() -> None:
 
 
 _GEMMA3 = {"architectures": ["Gemma3ForCausalLM"], "num_key_value_heads": 4}
+_HUNYUAN: dict[str, Any] = {**BASE, "architectures": ["HunYuanDenseV1ForCausalLM"]}
+_HUNYUAN_MOE: dict[str, Any] = {**BASE, "architectures": ["HunYuanMoEV1ForCausalLM"], "num_experts": 4}
+_LLAMA4: dict[str, Any] = {**BASE, "architectures": ["Llama4ForCausalLM"], "num_key_value_heads": 4}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "unknown architecture": (
         {"architectures": ["BloomForCausalLM"]},
@@ -377,6 +381,28 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": ["x"] * 4}},
         "long_factor must be a positive number, got 'x'",
     ),
+    "ministral 3 layer types": (
+        {"architectures": ["Ministral3ForCausalLM"], "layer_types": ["full_attention"] * 3},
+        "layer_types = ",
+    ),
+    "ministral 3 query scale without a period": (
+        {"architectures": ["Ministral3ForCausalLM"], "rope_parameters": {"llama_4_scaling_beta": 0.1}},
+        "rope setting llama_4_scaling_beta = 0.1 .*",
+    ),
+    "hunyuan without norms": ({**_HUNYUAN, "use_qk_norm": False}, "use_qk_norm = False"),
+    "hunyuan with other widths": ({**_HUNYUAN_MOE, "moe_intermediate_size": [32] * 3}, "moe_intermediate_size = 32"),
+    "hunyuan with layers that differ": ({**_HUNYUAN_MOE, "moe_topk": [2, 2, 3]}, r"moe_topk = \[2, 2, 3\]"),
+    "hunyuan alpha of another kind": (
+        {**_HUNYUAN, "rope_scaling": {"type": "linear", "factor": 2.0, "alpha": 50.0}},
+        "rope setting alpha = 50.0",
+    ),
+    "afmoe with groups": ({"architectures": ["AfmoeForCausalLM"], "n_group": 4}, "n_group = 4"),
+    "afmoe with softmax": ({"architectures": ["AfmoeForCausalLM"], "score_func": "softmax"}, "score_func = 'softmax'"),
+    "afmoe without window": ({"architectures": ["AfmoeForCausalLM"], "sliding_window": None}, "sliding_window = None"),
+    "llama 4 without chunks": ({**_LLAMA4, "attention_chunk_size": None}, "attention_chunk_size = None"),
+    "llama 4 with windows": ({**_LLAMA4, "layer_types": ["sliding_attention"] * 3}, "layer_types = "),
+    "llama 4 rotated in part": ({**_LLAMA4, "no_rope_layers": [1, 0]}, r"no_rope_layers = \[1, 0\]"),
+    "llama 4 layers with experts": ({**_LLAMA4, "moe_layers": ["1"]}, "moe_layers = "),
     "longrope factors elsewhere": ({"rope_scaling": {"type": "default", "long_factor": [1.0]}}, "long_factor"),
 }
 
@@ -394,6 +420,55 @@ def test_foreign_layer_types_are_refused() -> None:
         config = {**BASE, "architectures": [architecture], "num_key_value_heads": 4}
         with pytest.raises(StartupError, match="layer_types"):
             describe({**config, "layer_types": ["chunked_attention"] * 3})
+
+
+def test_llama_4_rotates_chunked_layers_and_scales_the_queries_of_the_others() -> None:
+    config = {**_LLAMA4, "num_hidden_layers": 5, "num_local_experts": 4, "interleave_moe_layer_step": 2}
+    spec = describe({**config, "attention_chunk_size": 100, "floor_scale": 9, "attn_scale": 0.2})
+    kinds = [layer.attention for layer in spec.layers]
+    assert [kind.chunk for kind in kinds] == [100, 100, 100, None, 100] and spec.longest_window is None
+    assert [kind.rope is not None and kind.rope.interleaved for kind in kinds] == [True, True, True, False, True]
+    assert [kind.query_scale for kind in kinds] == [None, None, None, QueryScale(0.2, 9, 1), None]
+    assert [kind.qk_norm is not None and kind.norms_after_rotation for kind in kinds] == [
+        kind.rope is not None for kind in kinds
+    ]
+    assert not any("norm" in name for name in tensor_shapes(spec) if "self_attn" in name)
+    experts = [layer.branches[1].sublayer for layer in spec.layers]
+    assert [isinstance(one, ExpertsSpec) and one.weighs_inputs for one in experts] == [False, True, False, True, False]
+    assert spec.layers[0].mlp.intermediate_size == 16384
+    everywhere = describe({**config, "no_rope_layers": [1] * 5, "attention_chunk_size": 100})
+    assert everywhere.longest_window == 100
+    plain = describe({**config, "attn_temperature_tuning": False, "use_qk_norm": False})
+    assert all(layer.attention.query_scale is layer.attention.qk_norm is None for layer in plain.layers)
+
+
+def test_hunyuan_stretches_its_base_and_may_list_a_number_for_each_layer() -> None:
+    rope = {"type": "dynamic", "alpha": 50.0, "factor": 1.0, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0}
+    spec = describe({**_HUNYUAN, "head_dim": 32, "rope_scaling": rope})
+    assert spec.attention.rope == RopeSpec("default", 10000.0 * 50.0 ** (32 / 30), 32)
+    assert spec.attention.norms_after_rotation and describe(_HUNYUAN).attention.rope == RopeSpec("default", 1e4, 8)
+    listed = {"moe_topk": [2] * 3, "num_experts": [4] * 3, "num_shared_expert": [1] * 3}
+    moe = describe({**_HUNYUAN_MOE, **listed, "moe_intermediate_size": [96] * 3})
+    assert moe == describe({**_HUNYUAN_MOE, "moe_topk": 2, "num_experts": 4})
+    assert moe.layers[0].branches[1].sublayer.router.top_k == 2
+
+
+def test_afmoe_rotates_and_windows_the_same_layers() -> None:
+    config = {**BASE, "architectures": ["AfmoeForCausalLM"], "num_hidden_layers": 5, "mup_enabled": True}
+    spec = describe({**config, "sliding_window": 9, "num_dense_layers": 2})
+    assert windows_of(spec) == [9, 9, 9, None, 9] and spec.embedding_scale == 8.0
+    assert [layer.attention.rope is None for layer in spec.layers] == [False, False, False, True, False]
+    assert all(layer.attention.output_gate for layer in spec.layers)
+    assert [isinstance(layer.branches[1].sublayer, ExpertsSpec) for layer in spec.layers] == [False] * 2 + [True] * 3
+
+
+def test_ministral_3_scales_queries_unless_its_factor_is_zero() -> None:
+    config = {**BASE, "architectures": ["Ministral3ForCausalLM"]}
+    assert describe(config).attention.query_scale == QueryScale(0.1, 16384)
+    rope = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64, "max_position_embeddings": 128}
+    for beta, scale in ((0.3, QueryScale(0.3, 64)), (0.0, None), (None, None)):
+        found = describe({**config, "rope_parameters": {**rope, "llama_4_scaling_beta": beta}})
+        assert found.attention.query_scale == scale and found.attention.rope.kind == "yarn"
 
 
 def test_harmless_keys_are_no_obstacle() -> None:

@@ -48,6 +48,9 @@ _KEYS = {
     "attention_multiplier", "embedding_multiplier", "attention_out_bias", "use_bias", "qkv_bias", "bias",
     "no_rope_layers", "no_rope_layer_interval", "layer_rope_theta", "use_qkv_bias", "qk_layernorm",
     "use_parallel_residual", "use_post_norm",
+    "moe_topk", "num_shared_expert", "route_scale", "num_dense_layers", "num_shared_experts", "mup_enabled",
+    "global_attn_every_n_layers", "attention_chunk_size", "floor_scale",
+    "attn_scale", "attn_temperature_tuning", "moe_layers", "interleave_moe_layer_step", "intermediate_size_mlp",
 }  # fmt: skip
 _ROPES: dict[str, dict[str, Any]] = {
     "default": {},
@@ -59,10 +62,10 @@ _ROPES: dict[str, dict[str, Any]] = {
 }
 _ROPE_KEYS = {
     "rope_theta", "original_max_position_embeddings", "attention_factor", "partial_rotary_factor", "rope_type", "type",
-    "unknown", *(key for table in _ROPES.values() for key in table),
+    "unknown", "alpha", "llama_4_scaling_beta", *(key for table in _ROPES.values() for key in table),
 }  # fmt: skip
-_MIXTURES = ("Moe", "MoeShared", "Mixtral", "Olmoe", "GptOss")
 _OLDER = ("BioGptForCausalLM", "GPT2LMHeadModel", "GPTBigCodeForCausalLM", "GPTNeoXForCausalLM", "OPTForCausalLM")
+_MIXTURES = ("Moe", "MoeShared", "Mixtral", "Olmoe", "GptOss", "Afmoe", "HunYuanMoEV1", "Llama4")
 # Keys whose invalid value may be reported under another key, which is derived from it.
 _FOLLOWS = {
     "hidden_size": "head_dim",
@@ -122,7 +125,10 @@ def assert_usable(spec: DecoderSpec) -> None:
     assert spec.num_layers <= MOST_LAYERS
     kinds = list(dict.fromkeys(layer.attention for layer in spec.layers))
     windows = [kind.window for kind in kinds]
+    windows += [kind.chunk for kind in kinds]
+    windows += [None if kind.query_scale is None else kind.query_scale.period for kind in kinds]
     assert all(window is None or (type(window) is int and 0 < window <= MOST) for window in windows)
+    assert all(kind.query_scale is None or 0 < kind.query_scale.beta < math.inf for kind in kinds)
     assert spec.tp_sizes[0] == 1
     if spec.num_layers < 100:
         assert spec.num_parameters > 0 and tensor_shapes(spec)

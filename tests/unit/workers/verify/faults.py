@@ -102,6 +102,14 @@ WEIGHTS = [
     ("qwen2_moe", f"{L1}.mlp.experts.1.gate_proj.weight", rows(0, 8), f"{L1}.mlp.experts: expert 1"),
     ("qwen2_moe", f"{L1}.mlp.shared_expert.up_proj.weight", rows(0, 8), f"{L1}.mlp.shared_expert: its weights"),
     ("gpt_oss", f"{L1}.self_attn.sinks", rows(4, 5, 0.0), f"{L1}.self_attn.sinks: head 4 (its results are multiples"),
+    (
+        "afmoe",
+        f"{L1}.self_attn.gate_proj.weight",
+        rows(96, 192),
+        f"{L1}.self_attn.gate_proj.weight: the rows of rank 1",
+    ),
+    ("afmoe", f"{L1}.mlp.expert_bias", rows(0, 3, 0.0), "other experts are chosen (mlp.expert_bias, how many"),
+    ("hunyuan_v1_dense", f"{L1}.self_attn.key_layernorm.weight", rows(0, 24), f"{L1}.self_attn.k_norm: its weight"),
     # gpt-oss stores all experts as one tensor [E, K, N].
     ("gpt_oss", f"{L1}.mlp.router.bias", rows(1, 2, 0.0), f"{L1}.mlp.router.weight or bias: the rows of expert 1"),
     ("gpt_oss", f"{L1}.mlp.experts.down_proj", rows(3, 4), f"{L1}.mlp.experts: expert 3"),

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from oarlock.workers.distributed.parallel_state import TensorParallel
-from oarlock.workers.layers import linear
+from oarlock.workers.layers import attention, linear
 from oarlock.workers.layers.experts import Experts
 from oarlock.workers.models.registry import read_spec
 from tests.golden import mutations
@@ -41,6 +41,11 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], VerifyCas
         "nemotron": ("nemotron", {}),
         "starcoder2": ("starcoder2", {}),
         "olmo": ("olmo", {}),
+        "afmoe": ("afmoe", {"layer_types": ["sliding_attention", "full_attention"]}),
+        "hunyuan_v1_dense": ("hunyuan_v1_dense", {}),
+        "hunyuan_v1_moe": ("hunyuan_v1_moe", {}),
+        "llama4_text": ("llama4_text", {"no_rope_layer_interval": 2}),
+        "ministral3": ("ministral3", {}),
     }
 
     def case(name: str) -> VerifyCase:
@@ -184,6 +189,30 @@ def test_a_wrong_window_is_named(cases, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_wrong_chunks_are_named(cases, tmp_path: Path) -> None:
+    copy = reconfigured(cases("llama4_text").model, tmp_path / "copy", attention_chunk_size=16)
+    causes = cases("llama4_text").run(SIZE, copy)[1]
+    assert "attention of layer 0 on ranks 0, 1: the chunks of 11 tokens (only later tokens are wrong)" in causes[0]
+
+
+@pytest.mark.slow
+def test_a_wrong_query_scale_is_named(cases, tmp_path: Path) -> None:
+    """Its period is within the prompt, so that the factors of earlier tokens are right."""
+    case = cases("ministral3")
+    rope = json.loads((case.model / "config.json").read_text())["rope_parameters"]
+    copy = reconfigured(case.model, tmp_path / "copy", rope_parameters=rope | {"llama_4_scaling_beta": 3.0})
+    (cause,) = case.run(SIZE, copy)[1]
+    assert cause.startswith("query scale of layer 0 on ranks 0, 1 (queries are 1 to ")
+
+
+@pytest.mark.slow
+def test_a_gate_that_is_left_out_is_named(cases, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "gate_rows", lambda x, gate: x)
+    causes = cases("afmoe").run(SIZE)[1]
+    assert causes == ["attention of layer 0 on ranks 0, 1: the gate on its result is left out"]
+
+
+@pytest.mark.slow
 def test_a_sum_that_forgets_a_rank_is_found_by_comparing_ranks(cases) -> None:
     """Rank 1 keeps its own share in place of one sum, each time the text is run."""
     case = cases("qwen2")
@@ -209,9 +238,19 @@ def test_a_sum_that_forgets_a_rank_is_found_by_comparing_ranks(cases) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 8])
-@pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama", "mistral", "olmo2", "cohere2"])
+@pytest.mark.parametrize(
+    "name", ["qwen2", "qwen3", "llama", "mistral", "olmo2", "cohere2", "hunyuan_v1_dense", "ministral3"]
+)
 @pytest.mark.slow
 def test_nothing_is_found_where_nothing_is_wrong(cases, name: str, size: int) -> None:
     comparison, causes = cases(name).run(size)
+    assert comparison.ok, comparison.first_fault
+    assert causes == []
+
+
+@pytest.mark.parametrize("name", ["afmoe", "hunyuan_v1_moe", "llama4_text"])
+@pytest.mark.slow
+def test_nothing_is_found_in_experts_where_nothing_is_wrong(cases, name: str) -> None:
+    comparison, causes = cases(name).run(SIZE)
     assert comparison.ok, comparison.first_fault
     assert causes == []

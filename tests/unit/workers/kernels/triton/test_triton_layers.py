@@ -16,7 +16,7 @@ from oarlock.workers.attention.backend import AttentionBackend
 from oarlock.workers.attention.reference import ReferenceBackend
 from oarlock.workers.attention.triton_backend import TritonBackend
 from oarlock.workers.distributed.parallel_state import TensorParallel
-from oarlock.workers.kernels.triton.elementwise import activated, add_and_norm, gated, rms_norm
+from oarlock.workers.kernels.triton.elementwise import activated, add_and_norm, gate_rows, gated, rms_norm
 from oarlock.workers.layers import fused_layer, placement
 from oarlock.workers.layers.linear import RowParallelLinear
 from oarlock.workers.layers.norm import RMSNorm
@@ -50,6 +50,14 @@ def normed(x: Tensor, weight: Tensor, eps: float = EPS) -> Tensor:
 
 def close(found: Tensor, wanted: Tensor) -> None:
     torch.testing.assert_close(found.float(), wanted.float(), atol=4e-6, rtol=ROUNDING[found.dtype])
+
+
+@each_dtype
+@pytest.mark.parametrize(("rows", "width"), [(1, 64), (3, 1000), (5, 1024), (0, 64)])
+def test_a_gate_multiplies_by_its_sigmoid(rows: int, width: int, dtype: torch.dtype) -> None:
+    x, gate = noise(rows, width, dtype=dtype), noise(rows, width, dtype=dtype, seed=1) * 4
+    wanted = x.float() * torch.sigmoid(gate.float())
+    close(gate_rows(x.clone(), gate), wanted)
 
 
 def theirs(x: Tensor, weight: Tensor) -> Tensor:

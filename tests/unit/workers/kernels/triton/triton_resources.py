@@ -71,7 +71,7 @@ def attention(
     constants = {
         "KV_HEADS": 8, "GROUP": 4, "HEAD_DIM": head_dim, "BLOCK_SIZE": 16, "BLOCK_M": shape.rows,
         "BLOCK_N": shape.keys, "BLOCK_D": power_of_2(head_dim), "SOFTCAP": has_all, "WINDOW": has_all,
-        "SINKS": has_all, "FIXED": False, "FORMAT": form, "NATIVE_FP8": kind in WITH_FLOAT8,
+        "CHUNKED": has_all, "SINKS": has_all, "FIXED": False, "FORMAT": form, "NATIVE_FP8": kind in WITH_FLOAT8,
         "PRECISION": availability.float32_precision(amd),
     }  # fmt: skip
     types = dict.fromkeys(("q", "out"), _TYPES[dtype]) | dict.fromkeys(
@@ -90,10 +90,11 @@ def _pages(dtype: torch.dtype, form: str) -> dict[str, str]:
 def rotation(kind: str, dtype: torch.dtype, head_dim: int, form: str = "") -> dict[str, int]:
     constants = {
         "HEADS": 32, "KV_HEADS": 8, "HEAD_DIM": head_dim, "ROTARY": head_dim, "BLOCK_SIZE": 16,
-        "BLOCK_D": power_of_2(head_dim), "NORM": True, "FORMAT": form,
+        "BLOCK_D": power_of_2(head_dim), "NORM": True, "NORMS_LAST": True, "NEIGHBOURS": True, "SCALED": True,
+        "FORMAT": form,
     }  # fmt: skip
     types = dict.fromkeys(("qkv", "q"), _TYPES[dtype]) | {"slot_mapping": "*i64"} | _pages(dtype, form)
-    types |= dict.fromkeys(("cos", "sin", "weight"), "*fp32")
+    types |= dict.fromkeys(("cos", "sin", "weight", "query_scale"), "*fp32")
     return resources(rotate_and_write, kind, constants, types, {"num_warps": 1})
 
 
