@@ -13,19 +13,15 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-FAMILIES = ("arcee", "biogpt", "cohere", "cohere2", "gemma2", "gemma3_text", "gpt2", "gpt_bigcode", "gpt_neox", "jais2",
-            "llama", "mistral", "nemotron", "olmo", "olmo2", "opt", "phi", "phi3", "qwen2", "qwen3",
-            "starcoder2")  # fmt: skip
-MIXTURES = ("ernie4_5_moe", "glm4_moe", "gpt_oss", "granitemoe", "granitemoeshared", "mixtral", "olmoe", "qwen2_moe",
-            "qwen3_moe")  # fmt: skip
+FAMILIES = ("arcee", "biogpt", "cohere", "cohere2", "gemma2", "gemma3_text", "gpt2", "gpt_bigcode", "gpt_neox",
+            "hunyuan_v1_dense", "jais2", "llama", "ministral3", "mistral", "nemotron", "olmo", "olmo2", "opt", "phi",
+            "phi3", "qwen2", "qwen3", "starcoder2")  # fmt: skip
+MIXTURES = ("afmoe", "ernie4_5_moe", "glm4_moe", "gpt_oss", "granitemoe", "granitemoeshared", "hunyuan_v1_moe",
+            "llama4_text", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")  # fmt: skip
 # Families that need only values: a description on their page, and no code of their own.
 DESCRIBED = ("cohere_compass_text", "cwm", "emu3", "ernie4_5", "exaone4", "gemma", "glm", "glm4", "granite",
              "granite_swa", "helium", "hyperclovax", "internlm3", "ministral", "olmo3", "phi4_multimodal", "seed_oss",
              "smollm3", "stablelm", "vaultgemma")  # fmt: skip
-FAMILIES = ("cohere", "cohere2", "gemma2", "gemma3_text", "hunyuan_v1_dense", "llama", "ministral3", "mistral", "olmo2",
-            "phi3", "qwen2", "qwen3")  # fmt: skip
-MIXTURES = ("afmoe", "ernie4_5_moe", "glm4_moe", "gpt_oss", "granitemoe", "granitemoeshared", "hunyuan_v1_moe",
-            "llama4_text", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")  # fmt: skip
 # Small and odd on purpose: heads share KV heads, and no size is a power of two by accident of the family's defaults.
 _SHAPE: dict[str, Any] = {
     "vocab_size": 320,
