@@ -115,9 +115,9 @@ class OpenAIServing:
         try:
             return await self._read(request, *schemas)
         except RequestError as error:
-            raise self._with_reason(error) from None
+            raise self.with_reason(error) from None
 
-    def _with_reason(self, error: RequestError) -> RequestError:
+    def with_reason(self, error: RequestError) -> RequestError:
         """Return `error`; if it is about media, for which the model has a part that is not served, with that reason."""
         async_llm = self.state.async_llm
         words, _ = MEDIA.get(error.code or "", (None, ()))

@@ -44,6 +44,7 @@ class Case:
     claims: dict[str, Any] = field(default_factory=dict)  # written into config.json afterwards, true or not
     renamed: dict[str, str] = field(default_factory=dict)  # prefixes of stored names, and those written instead
     flat: bool = False  # the settings of a multimodal model's text part are written next to its own
+    inputs_first: bool = False  # the tensors of all experts are written as [experts, inputs, outputs]
 
 
 CASES: dict[str, Case] = {
@@ -235,7 +236,10 @@ _WRAPPERS: dict[str, dict[str, Case]] = {
         "internvl-wrapper": Case("internvl", {}, (1, 2, 4)),
         "qwen3-vl-wrapper": Case("qwen3_vl", {}, (1, 2, 4)),
     },
-    "Qwen3MoeForCausalLM": {"qwen3-vl-moe-wrapper": Case("qwen3_vl_moe", {}, (1, 2, 4))},
+    "Qwen3MoeForCausalLM": {
+        "qwen3-vl-moe-wrapper": Case("qwen3_vl_moe", {}, (1, 2, 4)),
+        "qwen3-vl-moe-wrapper-as-published": Case("qwen3_vl_moe", {}, (1, 2, 4), inputs_first=True),
+    },
 }
 for _text_class, _cases in _WRAPPERS.items():
     CASES |= _cases if _text_class in FAMILIES else {}

@@ -25,7 +25,7 @@ def reference_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Exac
     from tests.golden.cases import CASES, TOTAL
     from tests.golden.exact_reference import ExactReference
     from tests.golden.tiny_models import make_tiny
-    from tests.golden.tiny_wrappers import flatten_config, rename_stored
+    from tests.golden.tiny_wrappers import flatten_config, rename_stored, store_inputs_first
 
     tokens = random.Random(3).choices(range(300), k=TOTAL)
 
@@ -38,6 +38,8 @@ def reference_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Exac
         )
         if case.renamed:
             rename_stored(path, case.renamed)
+        if case.inputs_first:
+            store_inputs_first(path)
         if case.flat:
             flatten_config(path)
         config = path / "config.json"

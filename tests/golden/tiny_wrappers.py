@@ -89,6 +89,15 @@ def rename_stored(path: Path, prefixes: Mapping[str, str]) -> None:
     save_file(found, file, {"format": "pt"})
 
 
+def store_inputs_first(path: Path) -> None:
+    """Transpose the matrices of all experts, as Qwen3-VL's checkpoints have them; transformers writes the others."""
+    file = path / "model.safetensors"
+    found = load_file(file)
+    experts = {name: one.transpose(1, 2).contiguous() for name, one in found.items() if ".experts." in name}
+    assert experts
+    save_file(found | experts, file, {"format": "pt"})
+
+
 def flatten_config(path: Path) -> None:
     """Write the settings of the text part next to the wrapper's own, as the first Qwen2-VL had them."""
     file = path / "config.json"

@@ -1,5 +1,6 @@
 """Multimodal models as text models: settings as published, defaults of transformers, names of tensors, refusals."""
 
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from oarlock.workers.models.registry import FAMILIES, describe
 from oarlock.workers.models.wrapper_table import REFUSED, TEXT_PARTS, WRAPPERS
 from oarlock.workers.models.wrappers import _plain_rope, served_wrappers
 from oarlock.workers.quantization.formats.checkpoint_formats import CheckpointFormats
+from tests.unit.workers.models.test_invalid_values import ODD
 
 GEMMA = "Gemma3ForConditionalGeneration"
 QWEN = "Qwen2_5_VLForConditionalGeneration"
@@ -272,6 +274,31 @@ def test_text_parts_that_no_family_describes_are_refused_by_name(architecture: s
     assert architecture not in SERVED
     with pytest.raises(StartupError, match=f"the text part of {architecture} is {text}, which is not supported"):
         spec_of(architecture)
+
+
+KEYS = ("head_dim", "hidden_size", "layer_types", "model_type", "mrope_section", "num_attention_heads", "num_experts",
+        "num_local_experts", "rope_parameters", "rope_scaling", "tie_word_embeddings", "use_bias", "vocab_size",
+        "dtype", "torch_dtype")  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "architecture", [GEMMA, LLAVA, QWEN, "PaddleOCRVLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"]
+)
+def test_any_value_is_refused_or_described(architecture: str) -> None:
+    """In text_config, in its rotary table, and next to it."""
+    small = {"num_hidden_layers": 1}
+    for key, value in itertools.product(KEYS, ODD):
+        for config in (
+            {"text_config": {**small, key: value}},
+            {"text_config": {**small, "rope_scaling": {"type": "mrope", key: value}}},
+            {"text_config": small, key: value},
+            {"text_config": value},
+        ):
+            try:
+                assert isinstance(describe({"architectures": [architecture], **config}), DecoderSpec)
+            except StartupError as error:
+                assert error.cause.startswith("config.json: ") and error.fix and len(error.cause) < 600
 
 
 def test_a_text_part_that_is_not_described_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
