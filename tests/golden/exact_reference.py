@@ -43,7 +43,7 @@ class ExactReference:
         has_sdpa = not self.spec.attention.sinks and not {self.spec.architecture, self.spec.wrapper} & {*_WITHOUT_SDPA}
         kind = "sdpa" if has_sdpa else "eager"
         model = model_class(self.spec).from_pretrained(self.path, dtype=self.dtype, attn_implementation=kind)
-        model = text_part(model, self.spec.names).eval()
+        model = text_part(model, self.spec).eval()
         embedding = model.get_input_embeddings()
         if hasattr(embedding, "scalar_embed_scale"):
             embedding.scalar_embed_scale = embedding.embed_scale.to(self.dtype).item()

@@ -120,8 +120,11 @@ def model_class(spec: DecoderSpec) -> Any:
     return AutoModelForCausalLM if spec.wrapper is None else getattr(transformers, spec.wrapper)
 
 
-def text_part(model: PreTrainedModel, names: TensorNames) -> PreTrainedModel:
-    """Remove the modules and parameters of `model` that `names` ignores: those for images, which text does not use."""
+def text_part(model: PreTrainedModel, spec: DecoderSpec) -> PreTrainedModel:
+    """Remove the modules and parameters of a wrapper that text does not use, such as those for images."""
+    if spec.wrapper is None:
+        return model
+    names = spec.names
     everything = [name for of in (model.named_modules(), model.named_parameters()) for name, _ in of]
     for name in (one for one in everything if names.rename(one) is None):
         above, _, last = name.rpartition(".")
@@ -138,7 +141,7 @@ def _unfilled_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
             delattr(config, key)
     spec = read_spec(path)
     if spec.wrapper is not None:
-        return text_part(model_class(spec)._from_config(config, dtype=dtype), spec.names).eval()
+        return text_part(model_class(spec)._from_config(config, dtype=dtype), spec).eval()
     return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
@@ -148,7 +151,7 @@ def load_model(path: str, dtype: str, device: str) -> PreTrainedModel:
     transformers_logging.disable_progress_bar()
     spec = read_spec(path)
     model = model_class(spec).from_pretrained(path, dtype=getattr(torch, dtype), local_files_only=True)
-    return text_part(model, spec.names).to("cuda:0" if device == "cuda" else "cpu").eval()
+    return text_part(model, spec).to("cuda:0" if device == "cuda" else "cpu").eval()
 
 
 def generate(model: PreTrainedModel, request: VerifyRequest, report_line: ReportLine) -> Text:
