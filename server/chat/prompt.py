@@ -13,6 +13,7 @@ from oarlock.engine.errors import RequestError
 from oarlock.engine.types import Grammar
 from oarlock.server.chat.conversation import in_parts, template_messages
 from oarlock.server.chat.detection import tool_format_of
+from oarlock.server.chat.documents import check_documents
 from oarlock.server.chat.message_parser import REASONING_FORMATS, THINK, MessageShape, ReasoningFormat
 from oarlock.server.chat.thinking import thinking_of
 from oarlock.server.chat.tool_choice import RequestTools, resolve_tool_choice
@@ -86,6 +87,8 @@ async def render_prompt(tokenizer: Tokenizer, request: ChatRequest) -> ChatPromp
     prepare = partial(_prepare, template, request, tool_format, choice, folding, as_parts, thinking.variables)
     rendering = prepare() if is_small else await tokenizer.run(prepare, size)
     text = await template.write(rendering)
+    if request.documents:
+        check_documents(request.documents, text)
     if request.continue_final_message:
         text = _cut(text)
     if tool_format is HARMONY:
@@ -112,9 +115,16 @@ def _prepare(
         messages[-1] = {**messages[-1], "content": messages[-1]["content"] + _CONTINUATION_MARK}
     if as_parts:
         messages = in_parts(messages, request.messages)
-    size = _size([messages, tools, variables])
+    size = _size([messages, tools, request.documents, variables])
     most = 4 * size + _MAX_ADDED
-    return template.prepare(messages, request.opens_assistant_turn, most, tools=tools, variables=variables)
+    return template.prepare(
+        messages,
+        request.opens_assistant_turn,
+        most,
+        tools=tools,
+        documents=request.documents or None,
+        variables=variables,
+    )
 
 
 def _size(value: Any) -> int:

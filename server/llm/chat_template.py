@@ -109,6 +109,7 @@ class ChatTemplate:
         max_characters: int,
         *,
         tools: list[dict[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> Rendering:
         """Return a conversation prepared for `write`. Takes a while for a long conversation.
@@ -124,7 +125,7 @@ class ChatTemplate:
         given = {
             "messages": messages,
             "tools": tools,
-            "documents": None,
+            "documents": documents,
             "add_generation_prompt": add_generation_prompt,
         }
         try:
