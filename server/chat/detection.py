@@ -36,7 +36,7 @@ _TOOLS = [
 ]
 _MAX_CHARACTERS = 64 * 1024  # limit for one rendered trial
 _CALL_ID = "abc123def"  # an id that every template accepts
-_MARKS = re.compile("|".join(re.escape(mark) for known in REASONING_FORMATS for mark in (known.start, known.end)))
+_MARKS = re.compile("|".join(re.escape(tag) for known in REASONING_FORMATS for tag in known.tags))
 # special tokens that end a turn, not the tags of a call that is written as text
 _TOKENS = re.compile(r"(?:<[|\uff5c][^<>|\uff5c]*[|\uff5c]>)+")
 _known: WeakKeyDictionary[ChatTemplate, ToolFormat] = WeakKeyDictionary()

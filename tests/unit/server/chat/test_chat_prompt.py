@@ -185,9 +185,10 @@ def test_whether_the_model_thinks(source, fields, expected):
 
 @pytest.mark.parametrize("marks", REASONING_FORMATS, ids=lambda marks: marks.name)
 def test_how_reasoning_is_marked_is_found_out_or_named(marks):
-    _, prompt = _prompt(f"{{{{ messages }}}} {marks.start}..{marks.end} so", TURNS[:1])
+    sign = f"{{# {marks.signs[0]} #}}" if marks.signs else ""  # an equal format without it comes later
+    _, prompt = _prompt(f"{sign}{{{{ messages }}}} {marks.start}..{marks.end} so", TURNS[:1])
     assert (prompt.may_think, prompt.is_thinking, prompt.reasoning) == (True, False, marks)
-    _, prompt = _prompt(f"{{{{ messages[0].content }}}}{marks.start}", TURNS[:1])
+    _, prompt = _prompt(f"{sign}{{{{ messages[0].content }}}}{marks.start}", TURNS[:1])
     assert (prompt.may_think, prompt.is_thinking, prompt.reasoning) == (False, True, marks)
     for name in (marks.name, *marks.aliases):
         _, prompt = _prompt(templates.PLAIN, TURNS[:1], parsers={"reasoning_parser": name})
