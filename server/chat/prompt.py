@@ -124,6 +124,7 @@ def _prepare(
         request.opens_assistant_turn,
         most,
         tools=tools,
+        tools_variable=tool_format.tools_variable,
         documents=request.documents or None,
         variables=variables,
     )
