@@ -65,6 +65,7 @@ class ChatFields(TypedDict, total=False):
     add_generation_prompt: bool
     continue_final_message: bool
     chat_template_kwargs: Mapping[str, Any]
+    documents: Sequence[Mapping[str, Any]]
     reasoning_effort: str
 
 
