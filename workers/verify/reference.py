@@ -42,6 +42,8 @@ from oarlock.workers.verify.dequantised_reference import (
     WrittenOut,
     dequantised_weights,
     is_experts,
+    is_router,
+    weighs_inputs,
 )
 from oarlock.workers.verify.request import Text, VerifyRequest
 
@@ -423,7 +425,7 @@ def _exact_experts(module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tens
 def _exact_forward(module: nn.Module) -> Callable[..., Any] | None:
     """Return the float64 version of a module with weights; None for a module without weights, which computes in the
     dtype of its inputs."""
-    if type(module).__name__.endswith(("Router", "Gate")):
+    if is_router(module):
         return partial(_exact_router, module)
     if type(module).__name__ in _COMPUTE_IN_FLOAT32:
         return partial(_widened, module)
@@ -435,7 +437,7 @@ def _exact_forward(module: nn.Module) -> Callable[..., Any] | None:
             scale = torch.as_tensor(module.embed_scale).to(module.weight.dtype).item()
         return lambda ids: F.embedding(ids, module.weight).double() * scale
     if is_experts(module):
-        return partial(_exact_experts if hasattr(module, "is_transposed") else _exact_weighing_experts, module)
+        return partial(_exact_weighing_experts if weighs_inputs(module) else _exact_experts, module)
     if type(module).__name__.endswith("LayerNorm"):
         return lambda x: _norm(module, x - x.mean(-1, keepdim=True), 0.0)
     if type(module).__name__.endswith("RMSNorm"):
