@@ -226,11 +226,14 @@ class DequantisedModel:
         self._dequantised: dict[Tensor, Tensor] = {}
         self._rounds: dict[Tensor, RoundRows | None] = {}  # rounding of the matmul's inputs
         seen: set[Tensor] = set()
+        # Ranks keep the weights of routers in float32.
+        of_routers = {part for module in model.modules() if is_router(module) for part in module.modules()}
         for name, module in model.named_modules():
             if not is_product(module) or module.weight in seen:
                 continue
             seen.add(module.weight)  # a head may be the embedding, and not be stored by itself
-            arithmetic, weight = dequantised.arithmetic(name), module.weight
+            weight = module.weight
+            arithmetic = Arithmetic.DENSE if module in of_routers else dequantised.arithmetic(name)
             if arithmetic is Arithmetic.DENSE:
                 if not was_dense:
                     weight.data = _stored_as(module, dequantised.weight(name)).to(weight.device, dtype)
@@ -259,8 +262,10 @@ class DequantisedModel:
                 torch.stack([dequantised.weight(f"{name}.{expert}.{part}_proj").float() for expert in experts])
                 for part in parts
             ]  # each [E, N, K]
-            rows = torch.cat(of_parts, 1) if module.is_concatenated else torch.stack(of_parts, 2).flatten(1, 2)
-            data = (rows.transpose(1, 2) if module.is_transposed else rows).contiguous().to(parameter.device)
+            is_plain = weighs_inputs(module) or module.is_concatenated
+            rows = torch.cat(of_parts, 1) if is_plain else torch.stack(of_parts, 2).flatten(1, 2)
+            is_transposed = weighs_inputs(module) or module.is_transposed
+            data = (rows.transpose(1, 2) if is_transposed else rows).contiguous().to(parameter.device)
             if arithmetic is Arithmetic.DENSE:
                 parameter.data = data.to(self._dtype)
                 continue
@@ -305,7 +310,7 @@ class DequantisedModel:
                 changed.append(module)
             elif is_experts(module) and module.gate_up_proj in self._dequantised:
                 rounds = self._rounds[module.gate_up_proj]  # ty: ignore[invalid-argument-type]
-                module.forward = partial(_experts, module, rounds)
+                module.forward = partial(_weighing_experts if weighs_inputs(module) else _experts, module, rounds)
                 changed.append(module)
         try:
             yield
@@ -340,6 +345,26 @@ def is_experts(module: nn.Module) -> bool:
     """Return whether `module` has the experts of a MoE layer, whose weights transformers stores in one tensor for
     all."""
     return type(module).__name__.endswith("Experts")
+
+
+def weighs_inputs(experts: nn.Module) -> bool:
+    """Return whether these experts get every token times its weight, as Llama 4's. Others have transformers' switch
+    between implementations."""
+    return not hasattr(experts, "is_transposed")
+
+
+def is_router(module: nn.Module) -> bool:
+    return type(module).__name__.endswith(("Router", "Gate"))
+
+
+def _weighing_experts(module: Any, rounds: RoundRows | None, x: Tensor) -> Tensor:
+    """Compute experts that each get all tokens: `x` [E * T, hidden], in the order of experts -> the same shape."""
+    results = []
+    for expert, rows in enumerate(x.view(len(module.gate_up_proj), -1, x.shape[-1])):
+        gate, up = (_rounded_rows(rows, rounds) @ module.gate_up_proj[expert]).chunk(2, dim=-1)
+        inner = (module.act_fn(gate) * up).to(x.dtype)
+        results.append(_rounded_rows(inner, rounds) @ module.down_proj[expert])
+    return torch.cat(results).to(x.dtype)
 
 
 def _experts(module: Any, rounds: RoundRows | None, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:

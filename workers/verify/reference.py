@@ -52,6 +52,8 @@ from oarlock.workers.verify.dequantised_reference import (
     is_conv1d,
     is_experts,
     is_product,
+    is_router,
+    weighs_inputs,
 )
 from oarlock.workers.verify.request import Text, VerifyRequest
 from oarlock.workers.verify.transformers_layout import TransformersLayout
@@ -463,7 +465,7 @@ def _exact_experts(module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tens
 def _exact_forward(module: nn.Module) -> Callable[..., Any] | None:
     """Return the float64 version of a module with weights; None for a module without weights, which computes in the
     dtype of its inputs."""
-    if type(module).__name__.endswith(("Router", "Gate")):
+    if is_router(module):
         return partial(_own_forward, module)
     if type(module).__name__ in _COMPUTE_IN_FLOAT32:
         return partial(_widened, module)
@@ -479,7 +481,7 @@ def _exact_forward(module: nn.Module) -> Callable[..., Any] | None:
     if "LayerNorm" in type(module).__name__:
         return partial(_own_forward, module)
     if is_experts(module):
-        return partial(_exact_experts if hasattr(module, "is_transposed") else _exact_weighing_experts, module)
+        return partial(_exact_weighing_experts if weighs_inputs(module) else _exact_experts, module)
     if type(module).__name__.endswith("RMSNorm"):
         weight: Any = module.weight
         scaled = module(
