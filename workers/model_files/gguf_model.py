@@ -114,6 +114,7 @@ class GGUFTransform:
 PLAIN = GGUFTransform()
 
 
+_SIGMOID = 2  # the number of sigmoid scores, `LLAMA_EXPERT_GATING_FUNC_TYPE_SIGMOID`
 _FIX = "Use a file that llama.cpp's converter wrote."
 
 
@@ -183,6 +184,19 @@ class GGUFSettings:
             raise StartupError(
                 f"{self.model.path} rotates {rotated} of {head_dim} elements of a head, which "
                 f"{self.architecture} models do not.",
+                "Use the model's safetensors checkpoint.",
+            )
+
+    def layer_kinds(self, layers: int) -> list[str]:
+        """Return the kind of attention of each layer, from the list of layers that have a window."""
+        windowed = self.numbers(".attention.sliding_window_pattern", layers)
+        return ["sliding_attention" if has_window else "full_attention" for has_window in windowed]
+
+    def check_sigmoid_router(self) -> None:
+        """Raise `StartupError` if the scores of experts are not sigmoids, as they are in this architecture."""
+        if self.count(".expert_gating_func", _SIGMOID) != _SIGMOID:
+            raise StartupError(
+                f"{self.model.path} has a router without sigmoid scores, which {self.architecture} models do not.",
                 "Use the model's safetensors checkpoint.",
             )
 

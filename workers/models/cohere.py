@@ -7,19 +7,19 @@ from typing import Any
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.layers.tensor_spec import NormSpec
 from oarlock.workers.model_files.gguf_model import GGUFFamily, GGUFSettings
-from oarlock.workers.models.hf_config import decoder_spec, head_width, layer_kinds
+from oarlock.workers.models.hf_config import Norms, decoder_spec, layer_kinds, sliding_windows, usual_rope
 from oarlock.workers.models.hf_fields import Fields, unsupported
-from oarlock.workers.models.hf_rope import rope_spec, rope_table
 
 _POSITIONS = 8192
 # Fields of early configs that describe the architecture, with the only value that its models have.
-_ALWAYS: dict[str, Any] = {
+ALWAYS: dict[str, Any] = {
     "use_parallel_block": True,
     "use_gated_activation": True,
     "rotary_pct": 1.0,
     "position_embedding_type": "rope_gptj",
     "order_of_interleaved_layers": "local_attn_first",
 }
+PARALLEL_NORMS: Norms = (("input_layernorm", None), ("input_layernorm", None))
 
 
 def describe_cohere(fields: Fields) -> DecoderSpec:
@@ -44,23 +44,16 @@ def describe_cohere2(fields: Fields) -> DecoderSpec:
     kinds = layer_kinds(fields)
     if kinds is None:
         kinds = ["sliding_attention" if (index + 1) % pattern else "full_attention" for index in range(layers)]
-    if "sliding_attention" in kinds and fields.raw.get("sliding_window", 4096) is None:
-        raise unsupported("sliding_window", None, "Its layers of sliding_attention need a length.")
-    window = fields.count("sliding_window", 4096)
-    windows = tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    windows = sliding_windows(fields, kinds, 4096)
     return _cohere_spec(fields, windows, [window is not None for window in windows])
 
 
 def _cohere_spec(fields: Fields, windows: tuple[int | None, ...], rotated: Sequence[bool]) -> DecoderSpec:
     """Return the description that both share. `rotated`: whether each layer has rotary embedding."""
-    for key, value in _ALWAYS.items():
-        if fields.raw.get(key, value) not in (value, None):
-            raise unsupported(key, fields.raw[key], f"Supported: {value}.")
+    for key, value in ALWAYS.items():
+        fields.fixed(key, value)
     bias = fields.flag("attention_bias", False)
-    positions = fields.count("max_position_embeddings", _POSITIONS)
-    original = fields.raw.get("original_max_position_embeddings")
-    halves = rope_spec(rope_table(fields), head_width(fields, None), positions, original=original)
-    rope = replace(halves, interleaved=True)
+    rope = replace(usual_rope(fields, None, _POSITIONS), interleaved=True)
     return decoder_spec(
         fields,
         kv_heads=None,
@@ -72,7 +65,7 @@ def _cohere_spec(fields: Fields, windows: tuple[int | None, ...], rotated: Seque
         qkv_bias=bias,
         o_bias=bias,
         norm=NormSpec("layer", fields.number("layer_norm_eps", 1e-5)),
-        norms=(("input_layernorm", None), ("input_layernorm", None)),
+        norms=PARALLEL_NORMS,
         parallel=True,
         logit_scale=fields.number("logit_scale", 0.0625),
         tied=True,

@@ -6,7 +6,14 @@ from oarlock.workers.layers.attention_spec import RopeSpec
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.layers.tensor_spec import NormSpec
 from oarlock.workers.model_files.gguf_model import GGUFFamily, GGUFSettings
-from oarlock.workers.models.hf_config import BEFORE_AND_AFTER, activation_name, decoder_spec, head_width, layer_kinds
+from oarlock.workers.models.hf_config import (
+    BEFORE_AND_AFTER,
+    activation_name,
+    decoder_spec,
+    head_width,
+    layer_kinds,
+    sliding_windows,
+)
 from oarlock.workers.models.hf_fields import Fields, unsupported
 from oarlock.workers.models.hf_rope import rope_spec
 
@@ -89,10 +96,7 @@ def _windows(fields: Fields, full_every: int) -> tuple[int | None, ...]:
     if kinds is None:
         layers = fields.layers()
         kinds = ["sliding_attention" if (index + 1) % full_every else "full_attention" for index in range(layers)]
-    if "sliding_attention" in kinds and fields.raw.get("sliding_window", 4096) is None:
-        raise unsupported("sliding_window", None, "Its layers of sliding_attention need a length.")
-    window = fields.count("sliding_window", 4096)
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    return sliding_windows(fields, kinds, 4096)
 
 
 def _rope_tables(fields: Fields) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -11,7 +11,6 @@ from typing import Any
 from oarlock.base.errors import StartupError
 from oarlock.workers.layers.attention_spec import RopeSpec, SelfAttentionSpec
 from oarlock.workers.layers.decoder_spec import BranchSpec, DecoderSpec, LayerSpec, SublayerSpec
-from oarlock.workers.layers.experts_spec import ExpertsSpec
 from oarlock.workers.layers.gated_mlp_spec import GatedMLPSpec
 from oarlock.workers.layers.tensor_spec import NormSpec
 from oarlock.workers.models.hf_fields import Fields, unsupported
@@ -48,7 +47,7 @@ def decoder_spec(
     mlp_bias: bool = False,
     qk_norm: str | None = None,
     activation: str | None = None,
-    experts: Sequence[ExpertsSpec | None] = (),
+    experts: Sequence[SublayerSpec | None] = (),
     norm: NormSpec | None = None,
     norms: Norms = BEFORE,
     parallel: bool = False,
@@ -58,19 +57,21 @@ def decoder_spec(
     logit_softcap: float | None = None,
     tied: bool = False,
     eps: float = 1e-6,
+    theta: float | None = None,
 ) -> DecoderSpec:
     """Return a decoder with attention and a gated MLP or experts in each layer, from the keys that families share.
 
     The keyword arguments are the family's defaults and own settings. `rope`, `activation` and `norm` are given if a
     family does not use the usual keys for them. `ropes`: one per layer, if not all layers use `rope`. `query_scalar`:
     scores are divided by its root; None: by the root of a head's width. `qk_norm`: over each `head`, or over a whole
-    `row`. `experts`: one per layer, None for a layer with an MLP; empty: all layers have an MLP.
+    `row`. `experts`: one per layer, None for a layer with the usual MLP; empty: all layers have it. `theta`: default of
+    `rope_theta`.
     """
     fields.refuse_the_rest()
     (heads, kv_heads), head_dim = _head_counts(fields, kv_heads), head_width(fields, head_dim)
     positions = fields.count("max_position_embeddings", max_positions)
     norm = norm or NormSpec(eps=fields.number("rms_norm_eps", eps))
-    rope = rope or _usual_rope(fields, head_dim, positions)
+    rope = rope or usual_rope(fields, head_dim, max_positions, theta)
     activation = activation or activation_name(fields, "hidden_act", "silu")
     mlps: Sequence[SublayerSpec | None] = experts or [None] * len(windows)
     dense = GatedMLPSpec(fields.count("intermediate_size"), activation, mlp_bias) if None in mlps else None
@@ -122,9 +123,15 @@ def _head_counts(fields: Fields, default: int | None) -> tuple[int, int]:
     return heads, kv_heads
 
 
-def _usual_rope(fields: Fields, head_dim: int, positions: int) -> RopeSpec:
+def usual_rope(
+    fields: Fields, head_dim: int | None, max_positions: int, theta: float | None = None, share: float | None = None
+) -> RopeSpec:
+    """Return the rotary settings from the keys that families share. The arguments are the family's defaults; `share`:
+    see `rope_spec`."""
+    positions = fields.count("max_position_embeddings", max_positions)
     trained = fields.raw.get("original_max_position_embeddings")
-    return rope_spec(rope_table(fields), head_dim, positions, original=trained)
+    table = rope_table(fields, theta)
+    return rope_spec(table, head_width(fields, head_dim), positions, original=trained, share=share)
 
 
 def expert_counts(
@@ -189,3 +196,11 @@ def layer_kinds(fields: Fields) -> list[str] | None:
     ):
         raise unsupported("layer_types", kinds, f"One of {' or '.join(known)} for each of the {layers} layers.")
     return kinds
+
+
+def sliding_windows(fields: Fields, kinds: Sequence[str], default: int) -> tuple[int | None, ...]:
+    """Return one window per layer, given the kind of each. An explicit null is refused if a layer needs a length."""
+    if "sliding_attention" in kinds and fields.raw.get("sliding_window", default) is None:
+        raise unsupported("sliding_window", None, "Its layers of sliding_attention need a length.")
+    window = fields.count("sliding_window", default)
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)

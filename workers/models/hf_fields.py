@@ -117,6 +117,12 @@ class Fields:
             raise unsupported(key, value, f"Supported: {', '.join(choices)}.")
         return choices[value]
 
+    def fixed(self, key: str, *values: Any) -> None:
+        """Raise `StartupError` if the key has a value that is not among `values`; null means not given."""
+        value = self._get(key)
+        if value is not None and value not in values:
+            raise unsupported(key, value, f"Supported: {', '.join(map(str, values)) or 'none'}.")
+
     def refuse_the_rest(self) -> None:
         """Raise `StartupError` for an unread key that changes the forward pass."""
         for key, neutral in _NEUTRAL.items():

@@ -33,13 +33,13 @@ _LENGTH = "original_max_position_embeddings"
 _LONGROPE_KEYS = {"short_factor", "long_factor"}
 
 
-def rope_table(fields: Fields) -> dict[str, Any]:
-    """Return the rotary settings of a family with one table.
+def rope_table(fields: Fields, theta: float | None = None) -> dict[str, Any]:
+    """Return the rotary settings of a family with one table. `theta`: the family's default of `rope_theta`.
 
     As in transformers, `rope_scaling` has precedence over `rope_parameters`, and an inner `rope_theta` over the outer.
     """
-    inner = fields.table("rope_scaling") or fields.table("rope_parameters")
-    return {"rope_theta": fields.raw.get("rope_theta"), **inner}
+    inner, outer = fields.table("rope_scaling") or fields.table("rope_parameters"), fields.raw.get("rope_theta")
+    return {"rope_theta": theta if outer is None else outer, **inner}
 
 
 def rope_kind(table: dict[str, Any]) -> str:
