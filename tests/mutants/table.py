@@ -21,6 +21,7 @@ CONCERNS: dict[str, tuple[str, ...]] = {
         *_AVX2,
     ),
     "experts": ("tests/unit/workers/quantization/test_expert_matmul.py", "-k", "separate_products and float32"),
+    "router": ("tests/unit/workers/layers/test_router.py", *_AVX2),
     "sampling-kernels": (
         "tests/unit/workers/sampling/test_sampling.py",
         *_AVX2,
