@@ -358,15 +358,22 @@ class _WithoutHooks(nn.Module):
         super().__init__()
         self.inner = inner
 
-    def forward(self, x: Tensor) -> Any:
-        return type(self.inner).forward(self.inner, x)
+    def forward(self, *args: Tensor) -> Any:
+        return type(self.inner).forward(self.inner, *args)
 
 
-def _exact_router(module: nn.Module, x: Tensor) -> Any:
-    """Call the router's own forward, on its weights in float64."""
+def _exact_router(module: nn.Module, *args: Tensor) -> Any:
+    """Call the router's own forward on its weights in float64. `args`: [T, hidden], and a correction that another
+    module holds."""
     plain = _WithoutHooks(module)
     with _Widened():
-        return functional_call(plain, {name: each.double() for name, each in plain.named_parameters()}, (x,))
+        return functional_call(plain, {name: each.double() for name, each in plain.named_parameters()}, args)
+
+
+def _widened(module: nn.Module, *args: Any) -> Any:
+    """Call the own forward of a module without weights, which would convert the results of others to float32."""
+    with _Widened():
+        return type(module).forward(module, *args)
 
 
 def _exact_experts(module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
@@ -390,6 +397,10 @@ def _exact_experts(module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tens
 def _exact_forward(module: nn.Module) -> Callable[..., Any] | None:
     """Return the float64 version of a module with weights; None for a module without weights, which computes in the
     dtype of its inputs."""
+    if type(module).__name__.endswith("Router"):
+        return partial(_exact_router, module)
+    if hasattr(module, "enable_moe_fp32_combine"):
+        return partial(_widened, module)
     if isinstance(module, nn.Linear):
         return lambda x: _linear(module, x)
     if isinstance(module, nn.Embedding):
@@ -397,8 +408,6 @@ def _exact_forward(module: nn.Module) -> Callable[..., Any] | None:
         if hasattr(module, "embed_scale"):  # Gemma rounds its scale to the dtype, as part of the model's definition
             scale = torch.as_tensor(module.embed_scale).to(module.weight.dtype).item()
         return lambda ids: F.embedding(ids, module.weight).double() * scale
-    if type(module).__name__.endswith("Router"):
-        return partial(_exact_router, module)
     if is_experts(module):
         return partial(_exact_experts, module)
     if type(module).__name__.endswith("LayerNorm"):
