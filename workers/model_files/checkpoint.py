@@ -141,13 +141,13 @@ class Checkpoint:
     """The tensors of one model directory. Files are found like in transformers: first a single file, then an index."""
 
     def __init__(
-        self, directory: Path, tensors: dict[str, LocatedTensor], stored_names: Mapping[str, str] | None = None
+        self, directory: Path, tensors: dict[str, LocatedTensor], stored_modules: Mapping[str, str] | None = None
     ) -> None:
-        """`tensors`: by our names. `stored_names`: names in the files of tensors that we name differently, by our
+        """`tensors`: by our names. `stored_modules`: names in the files of modules that we name differently, by our
         names."""
         self.directory = directory
         self.tensors = tensors
-        self._stored_names = stored_names or {}
+        self._stored_modules = stored_modules or {}
 
     @staticmethod
     def open(directory: Path, names: TensorNames = NO_NAMES) -> "Checkpoint":
@@ -171,14 +171,14 @@ class Checkpoint:
                     "Use a checkpoint that holds each tensor once.",
                 )
             tensors[ours] = located
-            if ours != name:
-                renamed[ours] = name
+            module, kind = ours.rpartition(".")[0], ours.rpartition(".")[2]
+            if ours != name and name.endswith(f".{kind}"):
+                renamed[module] = name.removesuffix(f".{kind}")
         return Checkpoint(directory, split_experts(tensors), renamed)
 
     def stored_module(self, module: str) -> str:
         """Return the name that the checkpoint has for one of our modules."""
-        stored = self._stored_names.get(f"{module}.weight")
-        return module if stored is None else stored.removesuffix(".weight")
+        return self._stored_modules.get(module, module)
 
     def find(self, name: str) -> LocatedTensor | None:
         return self.tensors.get(name)
