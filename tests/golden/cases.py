@@ -102,6 +102,23 @@ CASES: dict[str, Case] = {
     "glm4-moe": Case("glm4_moe", {}, (1, 2, 4)),
     "ernie-moe": Case("ernie4_5_moe", {}, (1, 2, 4)),
     "gpt-oss": Case("gpt_oss", {}, (1, 2, 4)),
+    "dots1": Case("dots1", {"attention_bias": True}, (1, 2, 4)),
+    "exaone-moe": Case("exaone_moe", {}, (1, 2, 4)),
+    "solar-open": Case("solar_open", {"attention_bias": True}, (1, 2, 4)),
+    "flex-olmo": Case("flex_olmo", {}, (1, 2, 4)),
+    "hy-v3": Case("hy_v3", {}, (1, 2, 4)),
+    "minimax-m2": Case("minimax_m2", {}, (1, 2, 4)),
+    "mellum": Case("mellum", {}, (1, 2, 4)),
+    "flint": Case("flint", {}, (1, 2, 4)),
+    "kolibri1": Case("kolibri1", {}, (1, 2, 4)),
+    "phimoe": Case("phimoe", {}, (1, 2, 4)),
+    "phimoe-longrope": Case("phimoe", {"sliding_window": None, "rope_parameters": {
+        "rope_type": "longrope", "rope_theta": 1e4, "short_factor": _SPREAD[:4], "long_factor": _SPREAD[4:],
+        "short_mscale": 1.3, "long_mscale": 1.3, "original_max_position_embeddings": 64}}, (1,)),
+    "granite-moe-swa": Case("granitemoe_swa", {}, (1, 2, 4)),
+    "cohere2-moe": Case("cohere2_moe", {}, (1, 2, 4)),
+    "cohere2-moe-rms-sigmoid": Case("cohere2_moe", {"rms_norm_eps": 1e-6, "expert_selection_fn": "sigmoid",
+                                                    "shared_expert_combination_strategy": "sum"}, (1, 2)),
 }  # fmt: skip
 # One case per family and size, for tests that need not run on every shape.
 FAMILY_CASES = (

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from tests.golden.gguf_blocks import quantized
 
+_NEWER = {"Cohere2MoeForCausalLM": "cohere2moe", "HYV3ForCausalLM": "hy_v3", "MellumForCausalLM": "mellum"}
 _ARCHITECTURES = {
     "LlamaForCausalLM": gguf.MODEL_ARCH.LLAMA,
     "MistralForCausalLM": gguf.MODEL_ARCH.LLAMA,
@@ -37,6 +38,13 @@ _ARCHITECTURES = {
     "Glm4MoeForCausalLM": gguf.MODEL_ARCH.GLM4_MOE,
     "Ernie4_5_MoeForCausalLM": gguf.MODEL_ARCH.ERNIE4_5_MOE,
     "GptOssForCausalLM": gguf.MODEL_ARCH.GPT_OSS,
+    "Dots1ForCausalLM": gguf.MODEL_ARCH.DOTS1,
+    "ExaoneMoeForCausalLM": gguf.MODEL_ARCH.EXAONE_MOE,
+    "SolarOpenForCausalLM": gguf.MODEL_ARCH.GLM4_MOE,
+    "MiniMaxM2ForCausalLM": gguf.MODEL_ARCH.MINIMAXM2,
+    "PhimoeForCausalLM": gguf.MODEL_ARCH.PHIMOE,
+    # Newer than the package: names of tensors are those of dots.llm1.
+    **dict.fromkeys(_NEWER, gguf.MODEL_ARCH.DOTS1),
 }
 # Settings of config.json, and the writer's method for each.
 _ADDED = (
@@ -63,6 +71,8 @@ _ADDED = (
     ("moe_layer_start_index", "add_leading_dense_block_count"),
     ("moe_layer_interval", "add_interleave_moe_layer_step"),
     ("routed_scaling_factor", "add_expert_weights_scale"),
+    ("router_scaling_factor", "add_expert_weights_scale"),
+    ("num_shared_experts", "add_expert_shared_count"),
     ("norm_topk_prob", "add_expert_weights_norm"),
     ("n_group", "add_expert_group_count"),
     ("topk_group", "add_expert_group_used_count"),
@@ -95,7 +105,8 @@ def write_gguf(directory: Path, path: Path, kind_of: KindOf, *, part_bytes: int 
     """
     config = json.loads((directory / "config.json").read_text())
     arch = _ARCHITECTURES[config["architectures"][0]]
-    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch], split_max_size=part_bytes)
+    known_as = _NEWER.get(config["architectures"][0], gguf.MODEL_ARCH_NAMES[arch])
+    writer = gguf.GGUFWriter(path, known_as, split_max_size=part_bytes)
     _add_settings(writer, config, arch)
     if (directory / "tokenizer.json").exists():
         add_tokenizer(writer, directory, config["vocab_size"])
@@ -179,7 +190,7 @@ def _add_settings(writer: gguf.GGUFWriter, config: dict[str, Any], arch: gguf.MO
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
-    ahead = config.get("num_nextn_predict_layers", 0)  # layers, which are counted among the others
+    ahead = config.get("num_nextn_predict_layers") or 0  # layers, which are counted among the others
     writer.add_block_count(config["num_hidden_layers"] + ahead)
     if ahead:
         writer.add_nextn_predict_layers(ahead)
@@ -188,7 +199,7 @@ def _add_settings(writer: gguf.GGUFWriter, config: dict[str, Any], arch: gguf.MO
     writer.add_head_count_kv(config["num_key_value_heads"])
     if "layer_norm_eps" in config:
         writer.add_layer_norm_eps(config["layer_norm_eps"])
-    else:
+    if config.get("rms_norm_eps"):
         writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     if config.get("head_dim"):
         writer.add_key_length(head_dim)
@@ -214,8 +225,17 @@ def _add_settings(writer: gguf.GGUFWriter, config: dict[str, Any], arch: gguf.MO
     for key, method in _ADDED:
         if config.get(key):
             getattr(writer, method)(config[key])
-    if arch is gguf.MODEL_ARCH.GPT_OSS:
+    if arch in (gguf.MODEL_ARCH.GPT_OSS, gguf.MODEL_ARCH.MINIMAXM2) or config["model_type"] == "cohere2_moe":
         writer.add_expert_feed_forward_length(config["intermediate_size"])
+    if config["model_type"] in ("exaone_moe", "mellum", "cohere2_moe"):
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
+    if config["model_type"] in ("exaone_moe", "hy_v3"):
+        width = config["moe_intermediate_size"] * config["num_shared_experts"]
+        writer.add_expert_shared_feed_forward_length(width)
+    if config["model_type"] in ("dots1", "minimax_m2", "hy_v3", "cohere2_moe"):
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if config["model_type"] == "cohere2_moe":
+        writer.add_leading_dense_block_count(config["mlp_layer_types"].count("dense"))
     if arch is gguf.MODEL_ARCH.PHI3 and not config.get("sliding_window"):
         writer.add_sliding_window(0)
 

@@ -12,8 +12,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 FAMILIES = ("cohere", "cohere2", "gemma2", "gemma3_text", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3")
-MIXTURES = ("ernie4_5_moe", "glm4_moe", "gpt_oss", "granitemoe", "granitemoeshared", "mixtral", "olmoe", "qwen2_moe",
-            "qwen3_moe")  # fmt: skip
+MIXTURES = ("cohere2_moe", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "flint", "glm4_moe", "gpt_oss",
+            "granitemoe", "granitemoe_swa", "granitemoeshared", "hy_v3", "kolibri1", "mellum", "minimax_m2", "mixtral",
+            "olmoe", "phimoe", "qwen2_moe", "qwen3_moe", "solar_open")  # fmt: skip
 # Small and odd on purpose: heads share KV heads, and no size is a power of two by accident of the family's defaults.
 _SHAPE: dict[str, Any] = {
     "vocab_size": 320,
@@ -27,6 +28,12 @@ _SHAPE: dict[str, Any] = {
     "eos_token_id": 1,
     "pad_token_id": None,
 }
+_SLIDING = {"sliding_window": 12, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+_SEVEN = {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 36, "head_dim": 24}
+_GROUPS = {"num_experts_per_tok": 3, "moe_intermediate_size": 36, "n_group": 4, "topk_group": 2,
+           "routed_scaling_factor": 1.7}  # fmt: skip
+_SCALED = {"num_local_experts": 5, "attention_multiplier": 0.4, "embedding_multiplier": 6.0, "residual_multiplier": 0.6,
+           "logits_scaling": 3.0}  # fmt: skip
 # What sets a family apart. Windows are shorter than the tests' prompts, softcaps low enough to bend the scores.
 _FAMILY: dict[str, dict[str, Any]] = {
     "cohere": {"logit_scale": 0.25},
@@ -51,16 +58,37 @@ _FAMILY: dict[str, dict[str, Any]] = {
                 "sliding_window": 12, "swiglu_limit": 0.8, "rope_parameters": {
                     "rope_type": "yarn", "rope_theta": 150000.0, "factor": 4.0, "truncate": False,
                     "original_max_position_embeddings": 16}},
-    "granitemoe": {"num_local_experts": 5, "attention_multiplier": 0.4, "embedding_multiplier": 6.0,
-                   "residual_multiplier": 0.6, "logits_scaling": 3.0},
-    "granitemoeshared": {"num_local_experts": 5, "shared_intermediate_size": 52, "attention_multiplier": 0.4,
-                         "embedding_multiplier": 6.0, "residual_multiplier": 0.6, "logits_scaling": 3.0},
+    "granitemoe": _SCALED,
+    "granitemoeshared": {**_SCALED, "shared_intermediate_size": 52},
+    "granitemoe_swa": {**_SCALED, **_SLIDING, "shared_intermediate_size": 52, "layer_rope_theta": [1e4, 0, 5e3]},
     "mixtral": {"num_local_experts": 5, "intermediate_size": 72},
     "olmoe": {"num_experts": 9, "num_experts_per_tok": 4},
     "qwen2_moe": {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 36,
                   "shared_expert_intermediate_size": 52, "decoder_sparse_step": 2},
-    "qwen3_moe": {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 36, "head_dim": 24,
-                  "norm_topk_prob": True},
+    "qwen3_moe": {**_SEVEN, "norm_topk_prob": True},
+    "dots1": {**_GROUPS, "n_routed_experts": 8, "n_shared_experts": 2, "first_k_dense_replace": 1,
+              "norm_topk_prob": True, "sliding_window": 12, "max_window_layers": 2},
+    "exaone_moe": {**_GROUPS, **_SLIDING, "num_experts": 8, "num_shared_experts": 2},
+    "solar_open": {**_GROUPS, "n_routed_experts": 8, "n_shared_experts": 2, "head_dim": 24},
+    "flex_olmo": {"num_experts": 5, "num_experts_per_tok": 3, "intermediate_size": 72},
+    "hy_v3": {**_SEVEN, "num_shared_experts": 2, "router_scaling_factor": 1.7},
+    "minimax_m2": {"num_local_experts": 7, "num_experts_per_tok": 3, "intermediate_size": 36, "head_dim": 24,
+                   "rotary_dim": 12},
+    # Rotation that YaRN changes within the tests' prompts, in one layer.
+    "mellum": {**_SEVEN, **_SLIDING, "mlp_layer_types": ["sparse", "sparse", "dense"], "rope_parameters": {
+        "full_attention": {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0,
+                           "original_max_position_embeddings": 16},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+    "flint": {**_SEVEN, **_SLIDING, "shared_expert_intermediate_size": 52, "mlp_only_layers": [0]},
+    "kolibri1": {**_SEVEN, **_SLIDING, "shared_expert_intermediate_size": 52},
+    # A tolerance that is wide enough for other experts to take a share of a weight.
+    "phimoe": {"num_local_experts": 7, "num_experts_per_tok": 2, "intermediate_size": 36, "router_jitter_noise": 0.3,
+               "attention_bias": True, "sliding_window": 24},
+    # A dense layer that is rotated without a window, and one with experts that is not.
+    "cohere2_moe": {"num_experts": 5, "num_experts_per_tok": 3, "num_shared_experts": 2, "intermediate_size": 36,
+                    "prefix_dense_intermediate_size": 52, "head_dim": 24, "logit_scale": 0.25, "sliding_window": 12,
+                    "mlp_layer_types": ["dense", "sparse", "sparse"],
+                    "layer_types": ["full_attention", "sliding_attention", "full_attention"]},
 }  # fmt: skip
 
 

@@ -4,13 +4,23 @@ Torch-free."""
 from dataclasses import replace
 from typing import Any
 
-from oarlock.workers.layers.attention_spec import SelfAttentionSpec
+from oarlock.workers.layers.attention_spec import RopeSpec, SelfAttentionSpec
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec, RouterSpec, SharedSpec
 from oarlock.workers.model_files.gguf_model import GGUFFamily, GGUFSettings
 from oarlock.workers.model_files.tensor_names import Blocks, TensorNames
-from oarlock.workers.models.hf_config import activation_name, decoder_spec, expert_counts
-from oarlock.workers.models.hf_fields import Fields
+from oarlock.workers.models.hf_config import (
+    activation_name,
+    decoder_spec,
+    expert_counts,
+    head_width,
+    layer_kinds,
+    sliding_windows,
+)
+from oarlock.workers.models.hf_fields import Fields, positive_number, unsupported
+from oarlock.workers.models.hf_rope import rope_spec, rope_table
+
+_POSITIONS = 2048
 
 _MODULE = "model.layers.*.block_sparse_moe"
 _SHARED = "model.layers.*.shared_mlp"
@@ -21,11 +31,45 @@ def describe_granite_moe(fields: Fields) -> DecoderSpec:
 
 
 def describe_granite_moe_shared(fields: Fields) -> DecoderSpec:
+    return _described(fields, _shared(fields))
+
+
+def _shared(fields: Fields) -> SharedSpec | None:
     width = fields.count("shared_intermediate_size", 0, least=0)
-    return _described(fields, SharedSpec(width, "shared_mlp") if width else None)
+    return SharedSpec(width, "shared_mlp") if width else None
 
 
-def _described(fields: Fields, shared: SharedSpec | None) -> DecoderSpec:
+def describe_granite_moe_swa(fields: Fields) -> DecoderSpec:
+    """Describe Granite Swash: a sink in every head, and for each layer a window or none, and its own `rope_theta`."""
+    layers = fields.layers()
+    kinds = layer_kinds(fields) or ["sliding_attention" if index % 4 else "full_attention" for index in range(layers)]
+    spec = _described(fields, _shared(fields), sliding_windows(fields, kinds, 128), _ropes(fields))
+    return spec.with_sublayers(lambda one: replace(one, sinks=True) if isinstance(one, SelfAttentionSpec) else one)
+
+
+def _ropes(fields: Fields) -> list[RopeSpec | None] | None:
+    """Return the rotary settings of each layer, None for a theta of 0; or None if all layers have the usual ones."""
+    thetas, layers = fields.raw.get("layer_rope_theta"), fields.layers()
+    if thetas is None:
+        return None
+    if not isinstance(thetas, list) or len(thetas) != layers:
+        raise unsupported("layer_rope_theta", thetas, f"One number for each of the {layers} layers.")
+    return [None if type(theta) in (int, float) and theta == 0 else _rope(fields, theta) for theta in thetas]
+
+
+def _rope(fields: Fields, theta: Any) -> RopeSpec:
+    table = rope_table(fields) | {"rope_theta": positive_number("layer_rope_theta", theta, None)}
+    positions = fields.count("max_position_embeddings", _POSITIONS)
+    trained = fields.raw.get("original_max_position_embeddings")
+    return rope_spec(table, head_width(fields, None), positions, original=trained)
+
+
+def _described(
+    fields: Fields,
+    shared: SharedSpec | None,
+    windows: tuple[int | None, ...] | None = None,
+    ropes: list[RopeSpec | None] | None = None,
+) -> DecoderSpec:
     bias = fields.flag("attention_bias", False)
     experts, top_k = expert_counts(fields, 8, 2)
     activation = activation_name(fields, "hidden_act", "silu")
@@ -37,8 +81,9 @@ def _described(fields: Fields, shared: SharedSpec | None) -> DecoderSpec:
         fields,
         kv_heads=None,
         head_dim=None,
-        max_positions=2048,
-        windows=(None,) * fields.layers(),
+        max_positions=_POSITIONS,
+        windows=windows or (None,) * fields.layers(),
+        ropes=ropes,
         qkv_bias=bias,
         o_bias=bias,
         experts=(mixture,) * fields.layers(),

@@ -1,6 +1,6 @@
-"""OLMo 2 and OLMoE, an MoE model: both norm q and k over all heads. Torch-free.
+"""OLMo 2, and the MoE models OLMoE and FlexOlmo: all norm q and k over all heads. Torch-free.
 
-OLMo 2 only norms the results of attention and MLP. OLMoE norms the inputs of attention and experts.
+OLMo 2 and FlexOlmo only norm the results of attention and MLP or experts. OLMoE norms their inputs.
 """
 
 from typing import Any
@@ -9,8 +9,10 @@ from oarlock.base.errors import StartupError
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec, RouterSpec
 from oarlock.workers.model_files.gguf_model import GGUFFamily, GGUFSettings
-from oarlock.workers.models.hf_config import activation_name, decoder_spec, expert_counts
+from oarlock.workers.models.hf_config import BEFORE, Norms, activation_name, decoder_spec, expert_counts
 from oarlock.workers.models.hf_fields import Fields
+
+_AFTER: Norms = ((None, "post_attention_layernorm"), (None, "post_feedforward_layernorm"))
 
 
 def describe_olmo2(fields: Fields) -> DecoderSpec:
@@ -24,7 +26,7 @@ def describe_olmo2(fields: Fields) -> DecoderSpec:
         qkv_bias=bias,
         o_bias=bias,
         qk_norm="row",
-        norms=((None, "post_attention_layernorm"), (None, "post_feedforward_layernorm")),
+        norms=_AFTER,
         eps=1e-5,
     )
 
@@ -40,11 +42,23 @@ GGUF_OLMO2 = GGUFFamily("olmo2", "Olmo2ForCausalLM", _own_olmo2)
 
 
 def describe_olmoe(fields: Fields) -> DecoderSpec:
+    return _moe_spec(fields, (64, 8), 2048, BEFORE, eps=1e-5)
+
+
+def describe_flex_olmo(fields: Fields) -> DecoderSpec:
+    return _moe_spec(fields, (7, 5), 11008, _AFTER, theta=500_000.0)
+
+
+def _moe_spec(
+    fields: Fields, counts: tuple[int, int], width: int, norms: Norms, *, eps: float = 1e-6, theta: float | None = None
+) -> DecoderSpec:
+    """Return the description that MoE models share. `counts` (experts, experts per token), `width`, `eps` and `theta`
+    are the family's defaults."""
     bias = fields.flag("attention_bias", False)
-    experts, top_k = expert_counts(fields, 64, 8)
+    experts, top_k = expert_counts(fields, *counts)
     activation = activation_name(fields, "hidden_act", "silu")
     router = RouterSpec(top_k, normalised=fields.flag("norm_topk_prob", False))
-    mixture = ExpertsSpec(experts, fields.count("intermediate_size", 2048), router, activation)
+    mixture = ExpertsSpec(experts, fields.count("intermediate_size", width), router, activation)
     return decoder_spec(
         fields,
         kv_heads=None,
@@ -56,7 +70,9 @@ def describe_olmoe(fields: Fields) -> DecoderSpec:
         qk_norm="row",
         experts=(mixture,) * fields.layers(),
         activation=activation,
-        eps=1e-5,
+        norms=norms,
+        eps=eps,
+        theta=theta,
     )
 
 

@@ -53,7 +53,14 @@ _ROPE_KEYS = {
     "rope_theta", "original_max_position_embeddings", "attention_factor", "partial_rotary_factor", "rope_type", "type",
     "unknown", *(key for table in _ROPES.values() for key in table),
 }  # fmt: skip
-_MIXTURES = ("Moe", "MoeShared", "Mixtral", "Olmoe", "GptOss")
+_MIXTURES = ("Moe", "MoeShared", "MoeSWA", "Mixtral", "Olmoe", "GptOss", "Dots1", "SolarOpen", "FlexOlmo", "HYV3",
+             "MiniMaxM2", "Mellum", "Flint", "Kolibri1", "Phimoe")  # fmt: skip
+# Keys of experts, and of layers that some MoE families have.
+_MOE_KEYS = {
+    "first_k_dense_replace", "mlp_layer_types", "moe_intermediate_size", "norm_topk_prob", "n_shared_experts",
+    "num_shared_experts", "shared_expert_intermediate_size", "router_scaling_factor", "rotary_dim", "layer_rope_theta",
+    "prefix_dense_intermediate_size", "expert_selection_fn", "num_nextn_predict_layers", "attn_type_list",
+}  # fmt: skip
 # Keys whose invalid value may be reported under another key, which is derived from it.
 _FOLLOWS = {
     "hidden_size": "head_dim",
@@ -71,9 +78,13 @@ _FOLLOWS = {
 }
 
 
+def has_experts(architecture: str) -> bool:
+    return architecture.removesuffix("ForCausalLM").endswith(_MIXTURES)
+
+
 def base(architecture: str) -> dict[str, Any]:
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_k": 2, "partial_rotary_factor": 1.0}
-    own = experts if architecture.removesuffix("ForCausalLM").endswith(_MIXTURES) else {}
+    own = experts | {"n_shared_experts": 1} if has_experts(architecture) else {}
     return {**_SHAPE, **own, "architectures": [architecture], "sliding_window": 16, "use_sliding_window": True}
 
 
@@ -132,7 +143,7 @@ def odd_configs(architecture: str) -> Iterator[tuple[str, dict[str, Any]]]:
     # Phi-3 has no others, whatever else is said.
     kinds = ["default", "longrope"] if architecture == "Phi3ForCausalLM" else kinds[turn % 3 :: 3]
     for value in ODD[turn % 2 :: 2]:
-        for key in sorted(_KEYS):
+        for key in sorted(_KEYS | (_MOE_KEYS if has_experts(architecture) else set())):
             yield key, {**base(architecture), key: value}
         for kind in kinds:
             table = _ROPES[kind]
