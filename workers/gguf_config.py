@@ -29,7 +29,10 @@ from oarlock.workers.model_files.tensor_names import NO_NAMES, TensorNames
 from oarlock.workers.models.registry import GGUF_FAMILIES, describe
 
 _MAX_ROPE_FACTORS = 4096  # the widest known heads have 512 elements
-_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_TOP = {
+    "token_embd": "model.embed_tokens", "position_embd": "model.embed_positions", "output_norm": "model.norm",
+    "output": "lm_head",
+}  # fmt: skip
 
 
 def hf_config(model: GGUFModel) -> dict[str, Any]:
@@ -109,7 +112,7 @@ def gguf_checkpoint(directory: Path, model: GGUFModel) -> GGUFCheckpoint:
         if name.endswith(".ffn_gate_inp_shexp.weight"):  # a row, which the converter stores as a vector
             found = found.shaped(1, found.entry.shape[-1])
         tensors[module if module in bare else f"{module}.{kind}"] = found
-        if module in layouts:
+        if module in layouts and (kind == "weight" or not layouts[module].added):  # biases of norms are not shifted
             placed[f"{module}.{kind}"] = layouts[module]
     return GGUFCheckpoint(directory, tensors, placed)
 
@@ -149,6 +152,10 @@ def _names(spec: DecoderSpec, model: GGUFModel, family: GGUFFamily) -> Iterator[
 def _layouts(spec: DecoderSpec, family: GGUFFamily) -> Iterator[tuple[str, GGUFTransform]]:
     """Yield modules whose values are permuted or shifted in the file, with their layouts."""
     added = GGUFTransform(added=spec.norm.offset)
+    # Rows of layers without rotation are permuted as well.
+    is_permuted = family.pairs_neighbours and not any(
+        layer.attention.rope is not None and layer.attention.rope.interleaved for layer in spec.layers
+    )
     if spec.norm.offset:
         yield "model.norm", added
     for index, layer in enumerate(spec.layers):
@@ -159,13 +166,13 @@ def _layouts(spec: DecoderSpec, family: GGUFFamily) -> Iterator[tuple[str, GGUFT
             sublayer = branch.sublayer
             if not isinstance(sublayer, SelfAttentionSpec):
                 continue
-            heads, kv_heads, rope = sublayer.num_heads, sublayer.num_kv_heads, sublayer.rope
+            heads, kv_heads = sublayer.num_heads, sublayer.num_kv_heads
             inside = f"{here}{sublayer.module}."
             if sublayer.qk_norm is not None and sublayer.qk_norm.offset:
                 yield from (
                     (f"{inside}{norm}", GGUFTransform(added=sublayer.qk_norm.offset)) for norm in ("q_norm", "k_norm")
                 )
-            if family.pairs_neighbours and rope is not None and not rope.interleaved:
+            if is_permuted:
                 for part, count in (("q_proj", heads), ("k_proj", kv_heads), ("qkv_proj", heads + kv_heads)):
                     yield inside + part, GGUFTransform(count, sublayer.head_dim)
 

@@ -21,6 +21,7 @@ from oarlock.workers.verify.reference import TransformersRecorder, in_float64
 from tests.golden.cases import PROMPT
 
 GREEDY = 5
+_WITHOUT_SDPA = ("Gemma2ForCausalLM", "VaultGemmaForCausalLM")
 
 Result = TypeVar("Result")
 
@@ -39,7 +40,7 @@ class ExactReference:
 
     @cached_property
     def model(self) -> PreTrainedModel:
-        has_sdpa = self.spec.architecture != "Gemma2ForCausalLM" and not self.spec.attention.sinks
+        has_sdpa = self.spec.architecture not in _WITHOUT_SDPA and not self.spec.attention.sinks
         kind = "sdpa" if has_sdpa else "eager"
         model = AutoModelForCausalLM.from_pretrained(self.path, dtype=self.dtype, attn_implementation=kind).eval()
         embedding = model.get_input_embeddings()
@@ -75,7 +76,7 @@ class ExactReference:
         with torch.inference_mode():
             with self._recording() as recording:
                 theirs = ask(recording)
-            with in_float64(self.model), self._recording() as recording:
+            with in_float64(self.model, self.spec.names), self._recording() as recording:
                 truth = ask(recording)
         return truth, theirs
 

@@ -18,12 +18,13 @@ from oarlock.workers.layers import attention, embedding, experts, linear
 from oarlock.workers.layers.attention import Attention, Sinks
 from oarlock.workers.layers.attention_spec import SelfAttentionSpec
 from oarlock.workers.layers.decoder_spec import DecoderSpec
-from oarlock.workers.layers.embedding import VocabParallelEmbedding, VocabParallelHead
+from oarlock.workers.layers.embedding import PositionEmbedding, VocabParallelEmbedding, VocabParallelHead
 from oarlock.workers.layers.experts import Experts, ExpertStack, Router
-from oarlock.workers.layers.linear import RowParallelLinear
-from oarlock.workers.layers.norm import RMSNorm
+from oarlock.workers.layers.linear import ColumnParallelLinear, RowParallelLinear
+from oarlock.workers.layers.norm import LayerNorm, RMSNorm
 from oarlock.workers.layers.rotary import RotaryTable, rotate
-from oarlock.workers.models.decoder import Branch
+from oarlock.workers.model_files.tensor_names import Blocks, TensorNames
+from oarlock.workers.models.decoder import Branch, DecoderLayer
 from oarlock.workers.quantization.method import DenseWeight, WeightShard
 from oarlock.workers.weights.reader import WeightReader
 
@@ -396,6 +397,24 @@ def one_rotary_table_for_all_layers(patch: MonkeyPatch) -> None:
     patch.setattr(DecoderSpec, "for_length", patched)
 
 
+def every_layer_rotated(patch: MonkeyPatch) -> None:
+    original = DecoderSpec.for_length
+
+    def patched(self: DecoderSpec, length: int) -> DecoderSpec:
+        found = original(self, length)
+        rope = next(layer.attention.rope for layer in found.layers if layer.attention.rope is not None)
+        return found.with_sublayers(
+            lambda one: replace(one, rope=one.rope or rope) if isinstance(one, SelfAttentionSpec) else one
+        )
+
+    patch.setattr(DecoderSpec, "for_length", patched)
+
+
+def rotation_of_halves(patch: MonkeyPatch) -> None:
+    """Element i turns with i + D / 2, not 2i with 2i + 1."""
+    patch.setattr(attention, "rotate_neighbours", rotate)
+
+
 # -- the vocabulary
 
 
@@ -423,6 +442,61 @@ def embedding_adds_foreign_rows(patch: MonkeyPatch) -> None:
     patch.setattr(VocabParallelEmbedding, "_rows", rows)
 
 
+def positions_one_row_late(patch: MonkeyPatch) -> None:
+    call = PositionEmbedding.__call__
+    patch.setattr(PositionEmbedding, "__call__", lambda self, x, positions: call(self, x, positions + 1))
+
+
+def positions_added_before_the_sum_over_ranks(patch: MonkeyPatch) -> None:
+    """Every rank adds the row of the position to its part of the embedding."""
+    call = PositionEmbedding.__call__
+    patch.setattr(
+        PositionEmbedding,
+        "__call__",
+        lambda self, x, positions: call(self, x, positions) + (self.placement.tp.size - 1) * self.weight[positions],
+    )
+
+
+def bias_of_the_head_dropped(patch: MonkeyPatch) -> None:
+    original = VocabParallelHead.load_bias
+
+    def patched(self: VocabParallelHead, weights: Any) -> None:
+        original(self, weights)
+        self.bias = None
+
+    patch.setattr(VocabParallelHead, "load_bias", patched)
+
+
+def bias_of_the_head_of_the_first_rank(patch: MonkeyPatch) -> None:
+    original = VocabParallelHead.load_bias
+
+    def patched(self: VocabParallelHead, weights: Any) -> None:
+        here, self.start = self.start, 0
+        original(self, weights)
+        self.start = here
+
+    patch.setattr(VocabParallelHead, "load_bias", patched)
+
+
+def conv1d_read_as_other_matrices(patch: MonkeyPatch) -> None:
+    """A square matrix, whose shape does not show that it is transposed."""
+    original = TensorNames.is_transposed
+    patch.setattr(
+        TensorNames, "is_transposed", lambda self, module: original(self, module) and not module.endswith("o_proj")
+    )
+
+
+def parts_of_heads_taken_as_parts_of_all(patch: MonkeyPatch) -> None:
+    """All of q, then all of k, then all of v."""
+    original = TensorNames.blocks_of
+
+    def patched(self: TensorNames, module: str) -> Blocks | None:
+        found = original(self, module)
+        return found and replace(found, rows=tuple(rows * found.groups for rows in found.rows), groups=1)
+
+    patch.setattr(TensorNames, "blocks_of", patched)
+
+
 def _with_init(patch: MonkeyPatch, layer: type, attribute: str, value: Any) -> None:
     original = layer.__init__
 
@@ -441,6 +515,10 @@ def logit_softcap_skipped(patch: MonkeyPatch) -> None:
     _with_init(patch, VocabParallelHead, "softcap", None)
 
 
+def logit_scale_forgotten(patch: MonkeyPatch) -> None:
+    _with_init(patch, VocabParallelHead, "scale", 1.0)
+
+
 # -- norms
 
 
@@ -450,3 +528,71 @@ def norm_offset_forgotten(patch: MonkeyPatch) -> None:
 
 def norms_after_half_blocks_left_out(patch: MonkeyPatch) -> None:
     _with_init(patch, Branch, "post_norm", None)
+
+
+def layer_norm_offset_forgotten(patch: MonkeyPatch) -> None:
+    _with_init(patch, LayerNorm, "offset", 0.0)
+
+
+def layer_norm_without_its_mean(patch: MonkeyPatch) -> None:
+    def call(self: LayerNorm, x: Tensor) -> Tensor:
+        return torch.nn.functional.rms_norm(x.float(), (self.size,), self.weight, self.eps).to(x.dtype)
+
+    patch.setattr(LayerNorm, "__call__", call)
+
+
+# -- an MLP without a gate, and values that are limited
+
+
+def _with_activation(patch: MonkeyPatch, name: str) -> None:
+    original = linear.activated
+    patch.setattr(linear, "activated", lambda multiply, activation: original(multiply, name))
+
+
+def relu_not_squared(patch: MonkeyPatch) -> None:
+    _with_activation(patch, "relu")
+
+
+def exact_gelu_for_its_approximation(patch: MonkeyPatch) -> None:
+    _with_activation(patch, "gelu")
+
+
+def up_of_the_first_rank(patch: MonkeyPatch) -> None:
+    original = ColumnParallelLinear.__init__
+
+    def patched(self: ColumnParallelLinear, parts: tuple, *arguments: Any) -> None:
+        original(self, tuple(replace(part, first=0) for part in parts), *arguments)
+
+    patch.setattr(ColumnParallelLinear, "__init__", patched)
+
+
+def queries_keys_and_values_not_limited(patch: MonkeyPatch) -> None:
+    _with_init(patch, Attention, "clip_qkv", None)
+
+
+# -- norms and multipliers of dense families
+
+
+def norms_after_half_blocks_change_places(patch: MonkeyPatch) -> None:
+    original = DecoderLayer.__init__
+
+    def patched(self: DecoderLayer, *arguments: Any) -> None:
+        original(self, *arguments)
+        first, second = self.branches
+        first.post_norm, second.post_norm = second.post_norm, first.post_norm
+
+    patch.setattr(DecoderLayer, "__init__", patched)
+
+
+def residual_scale_forgotten(patch: MonkeyPatch) -> None:
+    _with_init(patch, Branch, "scale", 1.0)
+
+
+def biases_of_norms_dropped(patch: MonkeyPatch) -> None:
+    taken = LayerNorm._taken
+
+    def patched(self: LayerNorm, weights: Any, kind: str) -> Tensor:
+        found = taken(self, weights, kind)
+        return found.zero_() if kind == "bias" else found
+
+    patch.setattr(LayerNorm, "_taken", patched)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from oarlock.workers.attention.backend import AttentionSpec, FusedBackend, LayerKV, LayerStep
 from oarlock.workers.kernels.cpu.fused_layer import OperationKind, Rows
-from oarlock.workers.kernels.cpu.structures import CHeadsAndPages
+from oarlock.workers.kernels.cpu.structures import CClamp, CHeadsAndPages
 from oarlock.workers.layers.attention_spec import SelfAttentionSpec
 from oarlock.workers.layers.fused_layer import MATMULS, CannotPrepare, Program
 from oarlock.workers.layers.linear import QKVParallelLinear, RowParallelLinear
@@ -53,6 +53,7 @@ class Attention:
         self.placement = placement
         self.head_dim = spec.head_dim
         self.rope = spec.rope
+        self.clip_qkv = spec.clip_qkv
         self.qkv = QKVParallelLinear(
             name, hidden, spec.head_dim, spec.num_heads, spec.num_kv_heads, spec.qkv_bias, placement
         )
@@ -101,6 +102,8 @@ class Attention:
         """Return the attention output of the rank's heads, before the output projection: [T, H * D]."""
         heads, kv_heads, backend = self.spec.num_heads, self.spec.num_kv_heads, step.backend
         qkv = self.qkv(x).view(x.shape[0], heads + 2 * kv_heads, self.head_dim)
+        if self.clip_qkv is not None:
+            qkv.clamp_(-self.clip_qkv, self.clip_qkv)
         is_usual = self.rope is not None and not self.rope.interleaved and not isinstance(self.norm, RowNorm)
         if is_usual and step.angles is not None and isinstance(backend, FusedBackend):
             norm = None if self.norm is None else (self.norm.weight, self.norm.eps)
@@ -122,6 +125,9 @@ class Attention:
         """Add the operations on `source` before the output projection; return the projection and its input rows."""
         qkv, mixed = Rows.SCRATCH_1, Rows.SCRATCH_0
         program.multiply(program.take(self, "qkv", QKVParallelLinear), source, qkv, *MATMULS)
+        if self.clip_qkv is not None:
+            width = (self.spec.num_heads + 2 * self.spec.num_kv_heads) * self.head_dim
+            program.add(OperationKind.CLAMP_ROWS, qkv, qkv, CClamp(width, self.clip_qkv), width)
         norm = program.take_optional(self, "norm", HeadNorm, RowNorm)
         if norm is not None and not norm.has_kernel:
             raise CannotPrepare("norms of heads are computed by torch")

@@ -77,6 +77,7 @@ class SelfAttentionSpec:
     norms_rows: bool = False  # True: q and k are normed over all heads of a row; False: each head is normed by itself
     # each query head has a learned extra score that belongs to no key and takes its share of the softmax
     sinks: bool = False
+    clip_qkv: float | None = None  # queries, keys and values are limited to this size after their projection
 
     module: ClassVar[str] = "self_attn"
     title: ClassVar[str] = "attention"

@@ -50,6 +50,7 @@ CppPlainMatmul = CppMatmul | CppPackedMatmul
 CppAnyGatedMatmul = CppGatedMatmul | CppPackedGatedMatmul
 MATMULS = (CppMatmul, CppPackedMatmul)
 GATED_MATMULS = (CppGatedMatmul, CppPackedGatedMatmul)
+MLP_ROWS = 960  # size of the row chunks between the two matmuls of an MLP
 _DENSE = 0  # `WeightKind` of a packed weight in the model's dtype, csrc/gemm/int8.h
 
 
@@ -133,10 +134,10 @@ class Program:
         """Return the norm's structure. Raises `CannotPrepare` if no kernel computes it."""
         if not norm.has_kernel:
             raise CannotPrepare("norms are computed by torch")
+        scale = self.take_optional(norm, "weight", Tensor)
         shift = self.take_optional(norm, "bias", Tensor) if isinstance(norm, LayerNorm) else None
-        scale = self.take(norm, "weight", Tensor)
-        at = None if shift is None else shift.data_ptr()
-        return CNorm(scale.data_ptr(), at, norm.size, norm.eps, isinstance(norm, LayerNorm))
+        at = [None if vector is None else vector.data_ptr() for vector in (scale, shift)]
+        return CNorm(*at, norm.size, norm.eps, isinstance(norm, LayerNorm))
 
     def moe_layer(self, router: object, routed: object, shared: object, shared_gate: object) -> CMoELayer:
         """Return the structure of an MoE layer with these parts; the last two may be None.

@@ -63,23 +63,35 @@ class RMSNorm:
 class LayerNorm:
     """LayerNorm (Ba et al., 2016): [T, size] of the model's dtype or float32 -> [T, size] of the model's dtype.
 
-    Scale and shift are kept in float32, which the C++ kernel reads.
+    It is multiplied by `offset + weight` if there is a weight. Scale and shift are kept in float32, which the C++
+    kernel reads.
     """
 
-    def __init__(self, name: str, size: int, eps: float, bias: bool, placement: Placement) -> None:
+    def __init__(
+        self,
+        name: str,
+        size: int,
+        eps: float,
+        bias: bool,
+        placement: Placement,
+        *,
+        has_weight: bool = True,
+        offset: float = 0.0,
+    ) -> None:
         self.name = name
         self.size = size
         self.eps = eps
-        self.has_bias = bias
+        self.has_weight, self.has_bias = has_weight, bias
+        self.offset = offset
         self.placement = placement
         self.has_kernel = elementwise.can_serve(placement.dtype, placement.device)
 
     @property
     def weight_bytes(self) -> int:
-        return 4 * self.size * (2 if self.has_bias else 1)
+        return 4 * self.size * (self.has_weight + self.has_bias)
 
     def load(self, weights: WeightSource) -> None:
-        self.weight = self._taken(weights, "weight")
+        self.weight = self._taken(weights, "weight") + self.offset if self.has_weight else None
         self.bias = self._taken(weights, "bias") if self.has_bias else None
 
     def _taken(self, weights: WeightSource, kind: str) -> Tensor:
@@ -212,7 +224,8 @@ Norm = RMSNorm | LayerNorm
 def make_norm(name: str, size: int, spec: NormSpec, placement: Placement) -> Norm:
     """Return the norm called `name` for rows of `size` values."""
     if spec.kind == "layer":
-        return LayerNorm(name, size, spec.eps, spec.bias, placement)
+        return LayerNorm(name, size, spec.eps, spec.bias, placement, has_weight=spec.weight, offset=spec.offset)
+    assert spec.weight, "an RMSNorm without a weight is not supported"
     return RMSNorm(name, size, spec.eps, placement, spec.offset)
 
 

@@ -141,13 +141,18 @@ class Checkpoint:
     """The tensors of one model directory. Files are found like in transformers: first a single file, then an index."""
 
     def __init__(
-        self, directory: Path, tensors: dict[str, LocatedTensor], stored_modules: Mapping[str, str] | None = None
+        self, directory: Path, tensors: dict[str, LocatedTensor], stored_names: Mapping[str, str] | None = None
     ) -> None:
-        """`tensors`: by our names. `stored_modules`: names in the files of modules that we name differently, by our
+        """`tensors`: by our names. `stored_names`: names in the files of tensors that we name differently, by our
         names."""
         self.directory = directory
         self.tensors = tensors
-        self._stored_modules = stored_modules or {}
+        # Our modules -> names of the stored modules, for modules whose tensors keep the last part of their names.
+        self._stored_modules: dict[str, str] = {}
+        for ours, stored in (stored_names or {}).items():
+            (module, _, kind), (whole, _, stored_kind) = ours.rpartition("."), stored.rpartition(".")
+            if kind == stored_kind:
+                self._stored_modules[module] = whole
 
     @staticmethod
     def open(directory: Path, names: TensorNames = NO_NAMES) -> "Checkpoint":
@@ -171,9 +176,8 @@ class Checkpoint:
                     "Use a checkpoint that holds each tensor once.",
                 )
             tensors[ours] = located
-            module, kind = ours.rpartition(".")[0], ours.rpartition(".")[2]
-            if ours != name and name.endswith(f".{kind}"):
-                renamed[module] = name.removesuffix(f".{kind}")
+            if ours != name:
+                renamed[ours] = name
         return Checkpoint(directory, split_experts(tensors), renamed)
 
     def stored_module(self, module: str) -> str:

@@ -177,6 +177,19 @@ class GGUFSettings:
             raise self._wrong(key, f"a list of {length} numbers")
         return value
 
+    def layer_kinds(self, layers: int, period: int | None = None) -> list[str]:
+        """Return the kind of attention of each layer, from the list of layers that have a window.
+
+        One number instead means that every such layer has none. `period`: this number if the file has neither.
+        """
+        key = ".attention.sliding_window_pattern"
+        value = self._value(key, period)
+        if type(value) is int and value > 0:
+            value = [(index + 1) % value for index in range(layers)]
+        elif not isinstance(value, array) or len(value) != layers:
+            raise self._wrong(key, f"a positive integer, or a list of {layers} flags")
+        return ["sliding_attention" if slides else "full_attention" for slides in value]
+
     def check_whole_heads(self, head_dim: int) -> None:
         """Raise `StartupError` if only a part of each head is rotated, which no model of this architecture does."""
         rotated = self.count(".rope.dimension_count", head_dim)
@@ -186,11 +199,6 @@ class GGUFSettings:
                 f"{self.architecture} models do not.",
                 "Use the model's safetensors checkpoint.",
             )
-
-    def layer_kinds(self, layers: int) -> list[str]:
-        """Return the kind of attention of each layer, from the list of layers that have a window."""
-        windowed = self.numbers(".attention.sliding_window_pattern", layers)
-        return ["sliding_attention" if has_window else "full_attention" for has_window in windowed]
 
     def check_sigmoid_router(self) -> None:
         """Raise `StartupError` if the scores of experts are not sigmoids, as they are in this architecture."""

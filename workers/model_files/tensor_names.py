@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from oarlock.base.errors import StartupError
 from oarlock.workers.model_files.located import LocatedTensor
 
+_FLOATS = ("BF16", "F16", "F32", "F64")  # names of dtypes in safetensors files of weights that are not quantised
+
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
@@ -29,9 +31,15 @@ class Blocks:
         return [group * step + first + row for group in range(self.groups) for row in range(self.rows[place])]
 
     def split(self, whole: str, located: LocatedTensor) -> Iterator[tuple[str, LocatedTensor]]:
-        """Yield each part of `whole`, the matrix or the bias of the stored module, under its own name."""
+        """Yield each part of `whole`, a tensor of the stored module with a row for each output, under its own name."""
         shape, step = located.entry.shape, sum(self.rows)
         if not shape or shape[0] != step * self.groups:
+            if located.entry.dtype not in _FLOATS or whole.rpartition(".")[2] not in ("weight", "bias"):
+                raise StartupError(
+                    f"{located.path}: tensor {whole!r} is of a quantised matrix whose rows are those of "
+                    f"{', '.join(self.parts)} in turn, which is not supported.",
+                    "Use the model's unquantised checkpoint, and --quantization int8 or int4.",
+                )
             wanted = f"{self.groups} groups of {step}"
             raise StartupError(
                 f"{located.path}: tensor {whole!r} has shape {list(shape)}, but config.json implies {wanted} rows.",
@@ -55,7 +63,8 @@ class TensorNames:
     # Whole beginnings, replaced before the table is used.
     prefixes: Mapping[str, str] = field(default_factory=dict, hash=False)
     modules: Mapping[str, str] = field(default_factory=dict, hash=False)
-    transposed: tuple[str, ...] = ()  # our modules whose matrices are stored as [inputs, outputs]
+    # Our modules whose matrices are stored as [inputs, outputs] if they are in floating point of 16 bits or more.
+    transposed: tuple[str, ...] = ()
     # Our name of a stored module -> the modules whose rows it holds.
     blocks: Mapping[str, Blocks] = field(default_factory=dict, hash=False)
     ignored: tuple[str, ...] = ()  # entries of tensors that nothing reads, by their stored names
@@ -81,14 +90,20 @@ class TensorNames:
             ours = self.rename(name)
             if ours is None:
                 continue
-            module = ours.rpartition(".")[0]
-            if len(located.entry.shape) == 2 and _longest(self.transposed, module) is not None:
+            module, _, kind = ours.rpartition(".")
+            # Tools that quantise transpose such a matrix, so that theirs are stored as those of other families.
+            is_plain = kind == "weight" and located.entry.dtype in _FLOATS
+            if is_plain and self.is_transposed(module):
                 located = located.transpose()
             blocks = self.blocks_of(module)
             if blocks is None:
                 yield name, ours, located
             else:
                 yield from ((name, part, one) for part, one in blocks.split(ours, located))
+
+    def is_transposed(self, module: str) -> bool:
+        """Return whether a matrix of our module `module` is stored as [inputs, outputs]."""
+        return _longest(self.transposed, module) is not None
 
     def blocks_of(self, module: str) -> Blocks | None:
         """Return the order of the rows of our module `module`; None if it is not stored in blocks."""

@@ -1,7 +1,6 @@
 """Cohere's Command models: parallel attention and MLP after one LayerNorm, interleaved rotary embedding. Torch-free."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from oarlock.workers.layers.decoder_spec import DecoderSpec
@@ -29,7 +28,7 @@ def describe_cohere(fields: Fields) -> DecoderSpec:
     """
     if fields.flag("use_qk_norm", False):
         raise unsupported("use_qk_norm", True, "Use a model without norms of heads, such as Command R or Cohere 2.")
-    return _cohere_spec(fields, (None,) * fields.layers(), [True] * fields.layers())
+    return _cohere_spec(fields, (None,) * fields.layers(), [True] * fields.layers(), 500_000.0)
 
 
 def describe_cohere2(fields: Fields) -> DecoderSpec:
@@ -45,15 +44,16 @@ def describe_cohere2(fields: Fields) -> DecoderSpec:
     if kinds is None:
         kinds = ["sliding_attention" if (index + 1) % pattern else "full_attention" for index in range(layers)]
     windows = sliding_windows(fields, kinds, 4096)
-    return _cohere_spec(fields, windows, [window is not None for window in windows])
+    return _cohere_spec(fields, windows, [window is not None for window in windows], 10_000.0)
 
 
-def _cohere_spec(fields: Fields, windows: tuple[int | None, ...], rotated: Sequence[bool]) -> DecoderSpec:
-    """Return the description that both share. `rotated`: whether each layer has rotary embedding."""
+def _cohere_spec(fields: Fields, windows: tuple[int | None, ...], rotated: Sequence[bool], theta: float) -> DecoderSpec:
+    """Return the description that both share. `rotated`: whether each layer has rotary embedding. `theta`: its base by
+    default."""
     for key, value in ALWAYS.items():
-        fields.fixed(key, value)
+        fields.check_value(key, value)
     bias = fields.flag("attention_bias", False)
-    rope = replace(usual_rope(fields, None, _POSITIONS), interleaved=True)
+    rope = usual_rope(fields, None, _POSITIONS, theta=theta, interleaved=True)
     return decoder_spec(
         fields,
         kv_heads=None,

@@ -28,13 +28,13 @@ def describe_cohere2_moe(fields: Fields) -> DecoderSpec:
     """Describe Cohere 2 with experts. Rotary embedding is in layers with a window, and in the dense first layers if
     all of them have full attention. The shared experts count as much as all others of a token together."""
     for key in ("use_parallel_block", "use_gated_activation", "rotary_pct", "position_embedding_type"):
-        fields.fixed(key, ALWAYS[key])
-    fields.fixed("use_qk_norm", False)
+        fields.check_value(key, ALWAYS[key])
+    fields.check_value("use_qk_norm", False)
     sparse, bias = sparse_layers(fields, 0), fields.flag("attention_bias", False)
     prefix = fields.count("prefix_dense_sliding_window_pattern", 1)
     windows = sliding_windows(fields, layer_kinds(fields) or _kinds(fields, sparse, prefix), 4096)
     is_rotated = [one is not None or (prefix == 1 and not has) for one, has in zip(windows, sparse, strict=True)]
-    rope = replace(usual_rope(fields, _HEAD, _POSITIONS), interleaved=True)
+    rope = usual_rope(fields, _HEAD, _POSITIONS, interleaved=True)
     eps = fields.number_or_none("rms_norm_eps", None)
     mixture, is_averaged = _experts(fields)
     dense = fields.count("prefix_dense_intermediate_size", mixture.width)

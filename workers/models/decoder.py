@@ -18,13 +18,15 @@ from oarlock.workers.layers import fused_layer
 from oarlock.workers.layers.attention import Attention
 from oarlock.workers.layers.attention_spec import SelfAttentionSpec
 from oarlock.workers.layers.decoder_spec import BranchSpec, DecoderSpec, is_ignorable, is_in_stage, slices_of
-from oarlock.workers.layers.embedding import VocabParallelEmbedding, VocabParallelHead
+from oarlock.workers.layers.embedding import PositionEmbedding, VocabParallelEmbedding, VocabParallelHead
 from oarlock.workers.layers.experts import Experts
 from oarlock.workers.layers.experts_spec import ExpertsSpec
 from oarlock.workers.layers.fused_layer import CannotPrepare, PreparedLayers
 from oarlock.workers.layers.gated_mlp import GatedMLP
 from oarlock.workers.layers.gated_mlp_spec import GatedMLPSpec
 from oarlock.workers.layers.linear import RowParallelLinear
+from oarlock.workers.layers.mlp import MLP
+from oarlock.workers.layers.mlp_spec import MLPSpec
 from oarlock.workers.layers.norm import Norm, RMSNorm, make_norm
 from oarlock.workers.layers.placement import Placement
 from oarlock.workers.layers.rotary import RotaryTable
@@ -61,7 +63,7 @@ class Sublayer(Protocol):
 
 # Class of each kind of sublayer.
 _SUBLAYERS: dict[type, Callable[..., Sublayer]] = {
-    SelfAttentionSpec: Attention, GatedMLPSpec: GatedMLP, ExpertsSpec: Experts,
+    SelfAttentionSpec: Attention, GatedMLPSpec: GatedMLP, MLPSpec: MLP, ExpertsSpec: Experts,
 }  # fmt: skip
 
 
@@ -108,8 +110,8 @@ class DecoderLayer:
         return next(branch.sublayer for branch in self.branches if isinstance(branch.sublayer, Attention))
 
     @property
-    def mlp(self) -> GatedMLP:
-        return next(branch.sublayer for branch in self.branches if isinstance(branch.sublayer, GatedMLP))
+    def mlp(self) -> GatedMLP | MLP:
+        return next(branch.sublayer for branch in self.branches if isinstance(branch.sublayer, GatedMLP | MLP))
 
     @property
     def parts(self) -> list[_Part]:
@@ -155,6 +157,11 @@ class Decoder:
         vocab_placement = replace(placement, quantization=quantization.of_head)
         self.embedding = VocabParallelEmbedding(
             "model.embed_tokens", vocab, hidden, vocab_placement, spec.embedding_scale
+        )
+        self.positions = (
+            PositionEmbedding("model.embed_positions", spec.positions, hidden, placement)
+            if spec.positions is not None and self.is_first
+            else None
         )
         self.layers = [DecoderLayer(f"model.layers.{i}", spec, i, placement) for i in stage]
         self.norm = make_norm("model.norm", hidden, spec.norm, placement)
@@ -215,6 +222,7 @@ class Decoder:
             on_progress(min(done / total, 0.999))
         if self.is_last and self.spec.tie_word_embeddings:
             self.head.tie(self.embedding)
+            self.head.load_bias(weights)
         elif self.is_last:
             self.head.load(weights)
         weights.finish(self._may_stay_unused)
@@ -234,6 +242,8 @@ class Decoder:
         """Yield all layers that load weights, except the output head, which may share the embedding's."""
         if self.is_first or (self.is_last and self.spec.tie_word_embeddings):
             yield self.embedding
+        if self.positions is not None:
+            yield self.positions
         for layer in self.layers:
             yield from layer.parts
         if self.is_last:
@@ -267,6 +277,8 @@ class Decoder:
         longest = max(batch.context_lens)
         if hidden is None:
             hidden = self.embedding(batch.token_ids)  # [T, hidden]
+            if self.positions is not None:
+                hidden = self.positions(hidden, batch.positions)
         prepared = self.prepared_for(kv, backend)
         if prepared is not None:
             prepared(hidden, batch, [table.up_to(longest) for table in self.rotary.values()], plan)

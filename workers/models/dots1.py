@@ -12,8 +12,8 @@ from oarlock.workers.models.hf_fields import Fields, unsupported
 
 def describe_dots1(fields: Fields) -> DecoderSpec:
     """Describe dots.llm1: norms of heads, dense first layers, and a window from layer `max_window_layers` on."""
-    fields.fixed("scoring_func", "noaux_tc", "sigmoid")
-    fields.fixed("moe_layer_freq", 1)
+    fields.check_value("scoring_func", "noaux_tc", "sigmoid")
+    fields.check_value("moe_layer_freq", 1)
     layers, bias = fields.layers(), fields.flag("attention_bias", False)
     most = fields.count("max_window_layers", 62, least=0)
     if fields.raw.get("sliding_window", 4096) is None:
@@ -22,7 +22,7 @@ def describe_dots1(fields: Fields) -> DecoderSpec:
         "full_attention" if index < most else "sliding_attention" for index in range(layers)
     ]
     if all(fields.raw.get(key) is None for key in ("n_routed_experts", "num_local_experts", "num_experts")):
-        raise unsupported("n_routed_experts", None, "dots.llm1 has no default for it: repair config.json.")
+        raise unsupported("n_routed_experts", None, "It needs n_routed_experts, or num_experts.")
     counts = expert_counts(fields, 1, fields.count("num_experts_per_tok"))
     experts = _experts(fields, counts, 1408, None, normalised=False)
     return decoder_spec(
@@ -41,8 +41,8 @@ def describe_dots1(fields: Fields) -> DecoderSpec:
 
 def describe_solar_open(fields: Fields) -> DecoderSpec:
     """Describe Solar Open: every layer has experts, and q, k and v may have biases."""
-    fields.fixed("first_k_dense_replace", 0)
-    fields.fixed("use_qk_norm", False)
+    fields.check_value("first_k_dense_replace", 0)
+    fields.check_value("use_qk_norm", False)
     experts = _experts(fields, expert_counts(fields, 128, 8), 1280, 1, normalised=True)
     return decoder_spec(
         fields,

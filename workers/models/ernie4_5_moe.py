@@ -8,9 +8,8 @@ from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec, RouterSpec, SharedSpec
 from oarlock.workers.model_files.gguf_model import GGUFFamily, GGUFSettings
 from oarlock.workers.model_files.tensor_names import TensorNames
-from oarlock.workers.models.hf_config import activation_name, decoder_spec, expert_counts, head_width
+from oarlock.workers.models.hf_config import activation_name, decoder_spec, expert_counts, usual_rope
 from oarlock.workers.models.hf_fields import Fields, unsupported
-from oarlock.workers.models.hf_rope import rope_spec, rope_table
 
 _POSITIONS = 131072
 _NAMES = TensorNames(
@@ -46,8 +45,6 @@ def describe_ernie4_5_moe(fields: Fields) -> DecoderSpec:
         least_sum=fields.number("moe_norm_min", 1e-12),
         correction="moe_statics.e_score_correction_bias",
     )
-    positions = fields.count("max_position_embeddings", _POSITIONS)
-    rope = rope_spec(rope_table(fields), head_width(fields, None), positions)
     mixture = ExpertsSpec(experts, width, router, activation, shared=SharedSpec(shared * width) if shared else None)
     spec = decoder_spec(
         fields,
@@ -55,7 +52,7 @@ def describe_ernie4_5_moe(fields: Fields) -> DecoderSpec:
         head_dim=None,
         max_positions=_POSITIONS,
         windows=(None,) * layers,
-        rope=replace(rope, interleaved=True),
+        rope=usual_rope(fields, None, _POSITIONS, theta=500_000.0, interleaved=True),
         experts=[mixture if sparse else None for sparse in is_sparse],
         activation=activation,
         tied=True,

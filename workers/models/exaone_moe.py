@@ -23,7 +23,7 @@ _POSITIONS = 2048
 
 def describe_exaone_moe(fields: Fields) -> DecoderSpec:
     """Describe K-EXAONE. Layers that predict further ahead (`mtp`) are not served."""
-    fields.fixed("scoring_func", "sigmoid")
+    fields.check_value("scoring_func", "sigmoid")
     layers, kinds = fields.layers(), layer_kinds(fields)
     if kinds is None:
         every = fields.count("sliding_window_pattern", 4)

@@ -53,7 +53,7 @@ def describe_flint(fields: Fields) -> DecoderSpec:
 
 def describe_kolibri1(fields: Fields) -> DecoderSpec:
     """Describe Kolibri, with norms after attention and experts, and logits that are corrected to choose experts."""
-    fields.fixed("attention_bias", False)
+    fields.check_value("attention_bias", False)
     layers, (experts, top_k) = fields.layers(), expert_counts(fields, 384, 6)
     kinds = layer_kinds(fields) or [
         "sliding_attention" if (index + 1) % 5 else "full_attention" for index in range(layers)

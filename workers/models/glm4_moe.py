@@ -7,10 +7,9 @@ from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec, SharedSpec
 from oarlock.workers.model_files.gguf_model import GGUFFamily, GGUFSettings
 from oarlock.workers.model_files.tensor_names import TensorNames
-from oarlock.workers.models.hf_config import activation_name, decoder_spec, expert_counts, head_width
+from oarlock.workers.models.hf_config import activation_name, decoder_spec, expert_counts, usual_rope
 from oarlock.workers.models.hf_experts import gguf_grouped, grouped_router, layers_ahead, sparse_layers
-from oarlock.workers.models.hf_fields import Fields, positive_number
-from oarlock.workers.models.hf_rope import rope_spec, rope_table
+from oarlock.workers.models.hf_fields import Fields
 
 _POSITIONS = 131072
 
@@ -18,10 +17,6 @@ _POSITIONS = 131072
 def describe_glm4_moe(fields: Fields) -> DecoderSpec:
     """Describe GLM-4.5. Layers beyond `num_hidden_layers`, which predict tokens further ahead, are not served."""
     layers, sparse = fields.layers(), sparse_layers(fields, 1)
-    table, head_dim = rope_table(fields), head_width(fields, None)
-    outer = fields.number("partial_rotary_factor", 0.5)
-    share = positive_number("partial_rotary_factor", table.get("partial_rotary_factor"), outer)
-    positions = fields.count("max_position_embeddings", _POSITIONS)
     activation = activation_name(fields, "hidden_act", "silu")
     experts = _experts(fields, activation)
     spec = decoder_spec(
@@ -30,7 +25,7 @@ def describe_glm4_moe(fields: Fields) -> DecoderSpec:
         head_dim=None,
         max_positions=_POSITIONS,
         windows=(None,) * layers,
-        rope=rope_spec(table, head_dim, positions, share=share),
+        rope=usual_rope(fields, None, _POSITIONS, share=0.5),
         qkv_bias=fields.flag("attention_bias", False),
         qk_norm="head" if fields.flag("use_qk_norm", False) else None,
         experts=[experts if is_sparse else None for is_sparse in sparse],

@@ -9,16 +9,9 @@ from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec, RouterSpec, SharedSpec
 from oarlock.workers.model_files.gguf_model import GGUFFamily, GGUFSettings
 from oarlock.workers.model_files.tensor_names import Blocks, TensorNames
-from oarlock.workers.models.hf_config import (
-    activation_name,
-    decoder_spec,
-    expert_counts,
-    head_width,
-    layer_kinds,
-    sliding_windows,
-)
-from oarlock.workers.models.hf_fields import Fields, positive_number, unsupported
-from oarlock.workers.models.hf_rope import rope_spec, rope_table
+from oarlock.workers.models.granite import layer_ropes, multipliers
+from oarlock.workers.models.hf_config import activation_name, decoder_spec, expert_counts, layer_kinds, sliding_windows
+from oarlock.workers.models.hf_fields import Fields
 
 _POSITIONS = 2048
 
@@ -34,34 +27,18 @@ def describe_granite_moe_shared(fields: Fields) -> DecoderSpec:
     return _described(fields, _shared(fields))
 
 
-def _shared(fields: Fields) -> SharedSpec | None:
-    width = fields.count("shared_intermediate_size", 0, least=0)
-    return SharedSpec(width, "shared_mlp") if width else None
-
-
 def describe_granite_moe_swa(fields: Fields) -> DecoderSpec:
     """Describe Granite Swash: a sink in every head, and for each layer a window or none, and its own `rope_theta`."""
     layers = fields.layers()
     kinds = layer_kinds(fields) or ["sliding_attention" if index % 4 else "full_attention" for index in range(layers)]
-    spec = _described(fields, _shared(fields), sliding_windows(fields, kinds, 128), _ropes(fields))
+    windows = sliding_windows(fields, kinds, 128)
+    spec = _described(fields, _shared(fields), windows, layer_ropes(fields, _POSITIONS))
     return spec.with_sublayers(lambda one: replace(one, sinks=True) if isinstance(one, SelfAttentionSpec) else one)
 
 
-def _ropes(fields: Fields) -> list[RopeSpec | None] | None:
-    """Return the rotary settings of each layer, None for a theta of 0; or None if all layers have the usual ones."""
-    thetas, layers = fields.raw.get("layer_rope_theta"), fields.layers()
-    if thetas is None:
-        return None
-    if not isinstance(thetas, list) or len(thetas) != layers:
-        raise unsupported("layer_rope_theta", thetas, f"One number for each of the {layers} layers.")
-    return [None if type(theta) in (int, float) and theta == 0 else _rope(fields, theta) for theta in thetas]
-
-
-def _rope(fields: Fields, theta: Any) -> RopeSpec:
-    table = rope_table(fields) | {"rope_theta": positive_number("layer_rope_theta", theta, None)}
-    positions = fields.count("max_position_embeddings", _POSITIONS)
-    trained = fields.raw.get("original_max_position_embeddings")
-    return rope_spec(table, head_width(fields, None), positions, original=trained)
+def _shared(fields: Fields) -> SharedSpec | None:
+    width = fields.count("shared_intermediate_size", 0, least=0)
+    return SharedSpec(width, "shared_mlp") if width else None
 
 
 def _described(
@@ -76,7 +53,6 @@ def _described(
     router = RouterSpec(top_k, normalised=True, name="router")
     width = fields.count("intermediate_size", 11008)
     mixture = ExpertsSpec(experts, width, router, activation, shared=shared, module="block_sparse_moe")
-    scale = fields.number("attention_multiplier", 1.0)
     spec = decoder_spec(
         fields,
         kv_heads=None,
@@ -84,6 +60,7 @@ def _described(
         max_positions=_POSITIONS,
         windows=windows or (None,) * fields.layers(),
         ropes=ropes,
+        attention_scale=fields.number("attention_multiplier", 1.0),
         qkv_bias=bias,
         o_bias=bias,
         experts=(mixture,) * fields.layers(),
@@ -92,8 +69,7 @@ def _described(
         embedding_scale=fields.number("embedding_multiplier", 1.0),
         logit_scale=1.0 / fields.number("logits_scaling", 1.0),
     )
-    scaled = spec.with_sublayers(lambda one: replace(one, scale=scale) if isinstance(one, SelfAttentionSpec) else one)
-    return replace(scaled, names=granite_names(shared))
+    return replace(spec, names=granite_names(shared))
 
 
 def granite_names(shared: SharedSpec | None) -> TensorNames:
@@ -113,9 +89,7 @@ def granite_names(shared: SharedSpec | None) -> TensorNames:
 
 def _own(settings: GGUFSettings, config: dict[str, Any]) -> dict[str, Any]:
     settings.check_whole_heads(config["head_dim"])
-    names = {"attention": ".attention.scale", "embedding": ".embedding_scale", "residual": ".residual_scale"}
-    own: dict[str, Any] = {f"{of}_multiplier": settings.number(name, 1.0) for of, name in names.items()}
-    own |= {"logits_scaling": settings.number(".logit_scale", 1.0)}
+    own = multipliers(settings)
     if width := settings.count(".expert_shared_feed_forward_length", 0):
         shared = {"architectures": ["GraniteMoeSharedForCausalLM"], "model_type": "granitemoeshared"}
         own |= {**shared, "shared_intermediate_size": width}

@@ -3,6 +3,7 @@
 A key that changes the forward pass and that a family does not read is refused, never ignored. Torch-free.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,26 @@ class Fields:
             raise wrong(key, f"at most {most}", value)
         return value
 
+    def renamed(self, keys: Mapping[str, tuple[str, int]]) -> "Fields":
+        """Return the config with the counts at `keys`, this config's key -> (usual key, default), at the usual keys.
+
+        A config may have the usual keys as well, as in transformers; then both must agree.
+        """
+        usual = {}
+        for key, (name, default) in keys.items():
+            given = self.raw.get(name)
+            usual[name] = self.count(key) if self._get(key) is not None else self.count(name, default)
+            if given is not None and given != usual[name]:
+                raise StartupError(f"config.json: {key} and {name} differ.", "Repair one of them.")
+        found = Fields({**self.raw, **usual})
+        found._read = set(self._read)
+        return found
+
+    def check_value(self, key: str, *values: Any) -> None:
+        """Raise `StartupError` if `key` is given with a value that is not among `values`, which are served."""
+        if self._get(key) not in (None, *values):
+            raise unsupported(key, self.raw[key], f"Supported: {', '.join(map(shown, values))}.")
+
     def layers(self) -> int:
         return self.count("num_hidden_layers", most=MOST_LAYERS)
 
@@ -116,12 +137,6 @@ class Fields:
         if not isinstance(value, str) or value not in choices:
             raise unsupported(key, value, f"Supported: {', '.join(choices)}.")
         return choices[value]
-
-    def fixed(self, key: str, *values: Any) -> None:
-        """Raise `StartupError` if the key has a value that is not among `values`; null means not given."""
-        value = self._get(key)
-        if value is not None and value not in values:
-            raise unsupported(key, value, f"Supported: {', '.join(map(str, values)) or 'none'}.")
 
     def refuse_the_rest(self) -> None:
         """Raise `StartupError` for an unread key that changes the forward pass."""

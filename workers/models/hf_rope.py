@@ -72,7 +72,9 @@ def rope_spec(
     rotary_dim = head_dim if share is None else int(head_dim * share)
     if head_dim % 2 or rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         what, value = ("head_dim", head_dim) if rotary_dim == head_dim else ("partial_rotary_factor", share)
-        raise unsupported(what, value, "Rotary embedding needs an even number of elements of a head.")
+        raise unsupported(
+            what, value, f"It must rotate an even number of the {head_dim} elements of a head (head_dim)."
+        )
 
     def given(key: str, default: float | None = None) -> float:
         return positive_number(f"rope setting {key}", table.get(key), default)

@@ -25,8 +25,8 @@ _NAMES = {
 def describe_hy_v3(fields: Fields) -> DecoderSpec:
     """Describe Hunyuan 3. Layers beyond `num_hidden_layers`, which predict tokens further ahead, are not served."""
     for key in _ALWAYS:
-        fields.fixed(key, True)
-    fields.fixed("mlp_bias", False)
+        fields.check_value(key, True)
+    fields.check_value("mlp_bias", False)
     bias = fields.flag("attention_bias", False)
     activation = activation_name(fields, "hidden_act", "silu")
     experts, top_k = expert_counts(fields, 192, 8)

@@ -27,7 +27,7 @@ _THETA = {"full_attention": 500_000.0, "sliding_attention": 10_000.0}
 
 def describe_mellum(fields: Fields) -> DecoderSpec:
     """Describe Mellum 2. The layer that predicts further ahead (`mtp`) is not served."""
-    fields.fixed("use_sliding_window", True)
+    fields.check_value("use_sliding_window", True)
     kinds = layer_kinds(fields) or ["full_attention"] * fields.layers()
     ropes, bias = _ropes(fields), fields.flag("attention_bias", False)
     experts, top_k = expert_counts(fields, 64, 8)

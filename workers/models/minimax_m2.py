@@ -7,8 +7,7 @@ from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec, RouterSpec
 from oarlock.workers.model_files.gguf_model import GGUFFamily, GGUFSettings
 from oarlock.workers.models.hf_config import activation_name, decoder_spec, expert_counts, head_width, usual_rope
-from oarlock.workers.models.hf_fields import Fields, positive_number, unsupported
-from oarlock.workers.models.hf_rope import rope_table
+from oarlock.workers.models.hf_fields import Fields, unsupported
 from oarlock.workers.models.mistral import MIXTRAL_NAMES
 
 _POSITIONS, _THETA, _HEAD = 196608, 5e6, 128
@@ -26,7 +25,7 @@ _ALWAYS: dict[str, Any] = {
 def describe_minimax_m2(fields: Fields) -> DecoderSpec:
     """Describe MiniMax M2. First configs give the rotated part of a head as `rotary_dim`."""
     for key, value in _ALWAYS.items():
-        fields.fixed(key, value)
+        fields.check_value(key, value)
     kinds = fields.raw.get("attn_type_list") or [1]
     if not isinstance(kinds, list) or any(kind != 1 for kind in kinds):
         raise unsupported("attn_type_list", kinds, "Every layer of MiniMax M2 has full attention (1).")
@@ -34,8 +33,6 @@ def describe_minimax_m2(fields: Fields) -> DecoderSpec:
     rotated = fields.count("rotary_dim", head_dim)
     if rotated > head_dim or rotated % 2:
         raise unsupported("rotary_dim", rotated, f"An even number of at most {head_dim} elements of a head is rotated.")
-    outer = fields.number("partial_rotary_factor", rotated / head_dim)
-    share = positive_number("partial_rotary_factor", rope_table(fields).get("partial_rotary_factor"), outer)
     experts, top_k = expert_counts(fields, 256, 8)
     activation = activation_name(fields, "hidden_act", "silu")
     router = RouterSpec(top_k, "sigmoid", normalised=True, correction="e_score_correction_bias")
@@ -46,7 +43,7 @@ def describe_minimax_m2(fields: Fields) -> DecoderSpec:
         head_dim=_HEAD,
         max_positions=_POSITIONS,
         windows=(None,) * fields.layers(),
-        rope=usual_rope(fields, _HEAD, _POSITIONS, _THETA, share),
+        rope=usual_rope(fields, _HEAD, _POSITIONS, _THETA, rotated / head_dim),
         qk_norm="row",
         experts=(mixture,) * fields.layers(),
         activation=activation,

@@ -26,7 +26,6 @@ def describe_phimoe(fields: Fields) -> DecoderSpec:
     experts, top_k = expert_counts(fields, 16, 2)
     if top_k != 2:
         raise unsupported("num_experts_per_tok", top_k, "SparseMixer chooses two experts for each token.")
-    fields.fixed("lm_head_bias", False)
     window = None if fields.raw.get("sliding_window") is None else fields.count("sliding_window")
     bias, activation = fields.flag("attention_bias", False), activation_name(fields, "hidden_act", "silu")
     router = RouterSpec(top_k, "sparsemixer", tolerance=2 * fields.number("router_jitter_noise", 0.01))
@@ -44,7 +43,7 @@ def describe_phimoe(fields: Fields) -> DecoderSpec:
         activation=activation,
         norm=NormSpec("layer", fields.number("rms_norm_eps", 1e-5), bias=True),
     )
-    return replace(spec, names=_NAMES)
+    return replace(spec, head_bias=fields.flag("lm_head_bias", False), names=_NAMES)
 
 
 def _rope(fields: Fields) -> RopeSpec:

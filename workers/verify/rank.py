@@ -40,6 +40,7 @@ from oarlock.workers.verify.halves import RecordedHalves
 from oarlock.workers.verify.request import Text, VerifyRequest
 
 _STEPS_PER_LINE = 16  # steps per line of progress
+_BEFORE_DOWN = (Computation.GATED, Computation.ACTIVATED)  # computations of the inputs of an MLP's down projection
 
 
 def run_rank(
@@ -161,6 +162,7 @@ class RecordingDecoder:
         {i}.mid_residual     [T, hidden]     after the attention half, unless the MLP is parallel to it
         {i}.mlp_norm         [T, hidden]     input of the MLP, if it has its own norm
         {i}.gate_up          [T, I]          activation(gate) * up
+        {i}.up               [T, I]          activation(up) of an MLP without a gate
         {i}.mlp              [T, hidden]     down_proj, as o_proj
         {i}.router           [T, E]          logits of a MoE layer's router, for E experts
         {i}.routing          [T, E]          weight of each expert, 0 for experts that a token does not use
@@ -275,7 +277,7 @@ class RecordingDecoder:
         for tap in taps:
             if tap.computation is Computation.SUM:
                 inputs = next(one for one in taps if one.is_input and one.module == tap.module)
-                taken = f"{layer}.{inputs.name}" if inputs.computation is Computation.GATED else None
+                taken = f"{layer}.{inputs.name}" if inputs.computation in _BEFORE_DOWN else None
                 self._hook_row_parallel(sublayer, sublayer.linear_layers[tap.module], f"{layer}.{tap.name}", taken)
             elif tap.computation is Computation.GATED and self._diagnostics:
                 (whole,) = spec.fused

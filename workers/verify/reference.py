@@ -21,7 +21,14 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    Emu3ForCausalLM,
+    Emu3TextConfig,
+    PreTrainedModel,
+)
 from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
 from transformers.utils import logging as transformers_logging
 
@@ -31,7 +38,7 @@ from oarlock.workers.layers.decoder_spec import DecoderSpec, SublayerSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec
 from oarlock.workers.layers.tensor_spec import Computation, Tap
 from oarlock.workers.model_files.gguf_model import gguf_file
-from oarlock.workers.model_files.tensor_names import Blocks, TensorNames
+from oarlock.workers.model_files.tensor_names import NO_NAMES, Blocks, TensorNames
 from oarlock.workers.models.registry import read_spec
 from oarlock.workers.quantization.registry import QUANTIZATIONS
 from oarlock.workers.verify.compare import dense_routing, file_of, taps_of
@@ -41,11 +48,15 @@ from oarlock.workers.verify.dequantised_reference import (
     RoundingLoss,
     WrittenOut,
     dequantised_weights,
+    is_conv1d,
     is_experts,
+    is_product,
 )
 from oarlock.workers.verify.request import Text, VerifyRequest
+from oarlock.workers.verify.transformers_layout import TransformersLayout
 
-_PRODUCTS = (nn.Linear, nn.Embedding)
+# A text model that transformers saves with settings that its automatic class does not know.
+AutoModelForCausalLM.register(Emu3TextConfig, Emu3ForCausalLM, exist_ok=True)
 _ROWS = 8192  # rows of a weight that are widened to float64 at once
 
 ReportLine = Callable[[str], None]
@@ -69,7 +80,7 @@ def record_reference(request: VerifyRequest, folder: Path, report_line: ReportLi
         truth = _record(model, spec, text, theirs, request, folder, report_line)
         if quantised and quantised.was_dense:
             report_line("every layer in float64, with the weights as they are stored")
-            with quantised.as_it_was(), in_float64(model):
+            with quantised.as_it_was(), in_float64(model, spec.names):
                 before = _run(model, spec, text, torch.float64)
             modules = modules_by_name(model, spec.names)
             layers = [modules[f"model.layers.{index}"] for index in range(spec.num_layers)]
@@ -86,17 +97,18 @@ def load_for(request: VerifyRequest, dtype: torch.dtype) -> tuple[PreTrainedMode
     dequantised = dequantised_weights(path, request.quantization, dtype)
     if request.dequantize:
         dequantised = WrittenOut(dequantised, dtype)
+    layout = TransformersLayout(dequantised, read_spec(request.model).names)
     if is_dense:
         model = load_model(request.model, request.dtype, request.device)
     else:
         model = _unfilled_model(request.model, dtype)
-        linear_layers = {f"{name}.weight" for name, part in model.named_modules() if isinstance(part, _PRODUCTS)}
+        linear_layers = {f"{name}.weight" for name, part in model.named_modules() if is_product(part)}
         experts = [name for name, part in model.named_modules() if is_experts(part)]
         linear_layers |= {f"{name}.{part}_proj" for name in experts for part in ("gate_up", "down")}
         for name, parameter in model.named_parameters():
             if name not in linear_layers:
-                parameter.data = dequantised.other(name).to(dtype)
-    return model, DequantisedModel(model, dequantised, dtype, was_dense=is_dense, device=request.device)
+                parameter.data = layout.other(name).to(dtype)
+    return model, DequantisedModel(model, layout, dtype, was_dense=is_dense, device=request.device)
 
 
 def _unfilled_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
@@ -145,7 +157,7 @@ def _record(
     """Run the text in float64, write the result and the errors of `theirs`, and return the result."""
     truth_dtype = torch.float64 if request.dtype == "float32" else torch.float32
     report_line("every layer in float64")
-    with in_float64(model):
+    with in_float64(model, spec.names):
         truth = _run(model, spec, text, truth_dtype)
     report_line("writing its tensors")
     files: dict[str, list[str]] = {}
@@ -307,7 +319,10 @@ class TransformersRecorder:
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **named: Any
     ) -> tuple[Tensor, None]:
         """Call the model's usual attention, or `exact_attention` in float64; `query` [1, H, T, D]."""
-        self.record(f"{module.layer_idx}.q_rope", query.transpose(1, 2))
+        rows = query.transpose(1, 2)
+        if named.get("scaling") == 1.0:  # OPT has scaled its queries already
+            rows = rows / self._spec.layers[module.layer_idx].attention.scale
+        self.record(f"{module.layer_idx}.q_rope", rows)
         self.record(f"{module.layer_idx}.k_rope", key.transpose(1, 2))
         if query.dtype == torch.float64:
             scale = named.get("scaling") or query.shape[-1] ** -0.5
@@ -321,16 +336,18 @@ class TransformersRecorder:
 
 
 @contextmanager
-def in_float64(model: nn.Module) -> Generator[None]:
+def in_float64(model: nn.Module, names: TensorNames = NO_NAMES) -> Generator[None]:
     """Make `model` compute in float64 on its own weights, within the context. Attention needs `exact_attention` too.
+
+    `names`: its modules by name; those that are ignored, such as a tower for images, stay as they are.
 
     Each module widens its weight while it computes, a block of rows at a time, so that no second copy of the model has
     to fit. Norms, which transformers computes in float32 for any dtype of the model, are written out. Only cos and sin
     stay in float32: they are part of the model's definition.
     """
     changed = []
-    for module in model.modules():
-        forward = _exact_forward(module)
+    for name, module in model.named_modules():
+        forward = None if names.rename(name) is None else _exact_forward(module)
         if forward is not None:
             module.forward = forward
             changed.append(module)
@@ -362,9 +379,8 @@ class _WithoutHooks(nn.Module):
         return type(self.inner).forward(self.inner, *args)
 
 
-def _exact_router(module: nn.Module, *args: Tensor) -> Any:
-    """Call the router's own forward on its weights in float64. `args`: [T, hidden], and a correction that another
-    module holds."""
+def _own_forward(module: nn.Module, *args: Tensor) -> Any:
+    """Call the module's own forward, on its weights in float64."""
     plain = _WithoutHooks(module)
     with _Widened():
         return functional_call(plain, {name: each.double() for name, each in plain.named_parameters()}, args)
@@ -397,12 +413,14 @@ def _exact_experts(module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tens
 def _exact_forward(module: nn.Module) -> Callable[..., Any] | None:
     """Return the float64 version of a module with weights; None for a module without weights, which computes in the
     dtype of its inputs."""
-    if type(module).__name__.endswith("Router"):
-        return partial(_exact_router, module)
+    if type(module).__name__.endswith("Router"):  # some are linear layers with a forward of their own
+        return partial(_own_forward, module)
     if hasattr(module, "enable_moe_fp32_combine"):
         return partial(_widened, module)
-    if isinstance(module, nn.Linear):
+    if isinstance(module, nn.Linear) or is_conv1d(module):
         return lambda x: _linear(module, x)
+    if isinstance(module, nn.Embedding) and type(module).__name__.endswith("PositionalEmbedding"):
+        return lambda *args, **named: type(module).forward(module, *args, **named).double()
     if isinstance(module, nn.Embedding):
         scale = 1.0
         if hasattr(module, "embed_scale"):  # Gemma rounds its scale to the dtype, as part of the model's definition
@@ -410,8 +428,8 @@ def _exact_forward(module: nn.Module) -> Callable[..., Any] | None:
         return lambda ids: F.embedding(ids, module.weight).double() * scale
     if is_experts(module):
         return partial(_exact_experts, module)
-    if type(module).__name__.endswith("LayerNorm"):
-        return lambda x: _norm(module, x - x.mean(-1, keepdim=True), 0.0)
+    if "LayerNorm" in type(module).__name__:
+        return partial(_own_forward, module)
     if type(module).__name__.endswith("RMSNorm"):
         weight: Any = module.weight
         scaled = module(
@@ -426,9 +444,9 @@ def _exact_forward(module: nn.Module) -> Callable[..., Any] | None:
     return None
 
 
-def _linear(module: nn.Linear, x: Tensor) -> Tensor:
+def _linear(module: Any, x: Tensor) -> Tensor:
     bias = None if module.bias is None else module.bias.double().split(_ROWS)
-    blocks = module.weight.split(_ROWS)
+    blocks = (module.weight.T if is_conv1d(module) else module.weight).split(_ROWS)
     parts = [F.linear(x, block.double(), None if bias is None else bias[i]) for i, block in enumerate(blocks)]
     return torch.cat(parts, dim=-1)
 

@@ -80,17 +80,17 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
     return y
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype) -> Tensor:
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dtype: torch.dtype) -> Tensor:
     """Apply LayerNorm to `x` [T, D] of `dtype` or float32, contiguous -> `dtype` [T, D].
 
-    `weight`, `bias`: float32 [D].
+    `weight`, `bias`: float32 [D], or None.
     """
     assert x.is_contiguous() and x.dtype in (dtype, torch.float32)
     assert all(one is None or (one.dtype == torch.float32 and one.is_contiguous()) for one in (weight, bias))
     y = torch.empty(x.shape, dtype=dtype)
     _function(library.library(dtype), "oarlock_layer_norm")(
-        x.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr(),
-        *x.shape, eps, x.dtype == torch.float32, _TYPES[dtype],
+        x.data_ptr(), None if weight is None else weight.data_ptr(), None if bias is None else bias.data_ptr(),
+        y.data_ptr(), *x.shape, eps, x.dtype == torch.float32, _TYPES[dtype],
     )  # fmt: skip
     return y
 

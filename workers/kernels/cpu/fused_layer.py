@@ -30,6 +30,7 @@ class OperationKind(IntEnum):
     ADD_ROWS = 5
     RUN_EXPERTS = 6
     FINISH_EXPERTS = 7
+    CLAMP_ROWS = 8
 
 
 @cache

@@ -179,6 +179,10 @@ class CAddition(ctypes.Structure):
     _fields_ = (("norm", c_void_p), ("width", c_long), ("scale", c_float))
 
 
+class CClamp(ctypes.Structure):
+    _fields_ = (("width", c_long), ("limit", c_float))
+
+
 class CMoELayer(ctypes.Structure):
     _fields_ = (("router", c_void_p), ("routed", c_void_p), ("shared", c_void_p), ("shared_gate", c_void_p))
 
@@ -256,7 +260,7 @@ class CSamplingOutput(ctypes.Structure):
 # In the order of the report.
 STRUCTURES: tuple[type[ctypes.Structure], ...] = (
     CAttentionStep, CAttentionLayer, CRankGroup, CHeadsOfRank, CRouter, CExpert, CExperts, CGroupedSource,
-    CPackedWeight, CNorm, CHeadsAndPages, CAddition, CMoELayer, COperation, CBranch, CRotaryRows, CLayerStep,
+    CPackedWeight, CNorm, CHeadsAndPages, CAddition, CClamp, CMoELayer, COperation, CBranch, CRotaryRows, CLayerStep,
     CLogitsChanges, CSamplingStep, CSamplingOutput,
 )  # fmt: skip
 

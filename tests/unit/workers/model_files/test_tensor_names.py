@@ -91,6 +91,24 @@ def test_a_matrix_without_whole_groups_is_refused(tmp_path: Path) -> None:
         Checkpoint.open(tmp_path, names)
 
 
+def test_only_matrices_in_floating_point_are_transposed(tmp_path: Path) -> None:
+    """Tools that quantise store them as those of other families."""
+    inside = "h.1.attn.out.weight"
+    stored = {inside: torch.zeros(3, 5), "h.2.attn.out.weight": torch.zeros(4, 6, dtype=torch.int8)}
+    save_file(stored, tmp_path / SINGLE_FILE)
+    tensors = Checkpoint.open(tmp_path, NAMES).tensors
+    found = {name: located.entry.shape for name, located in tensors.items()}
+    assert found == {f"model.layers.{n}.self_attn.o_proj.weight": shape for n, shape in ((1, (5, 3)), (2, (4, 6)))}
+
+
+@pytest.mark.parametrize("kind", ["qweight", "weight"])
+def test_a_quantised_matrix_that_cannot_be_split_is_refused(tmp_path: Path, kind: str) -> None:
+    names = TensorNames(blocks={"qkv": Blocks(("q", "k"), (2, 2), 3)})
+    save_file({f"qkv.{kind}": torch.zeros(24, 1, dtype=torch.uint8)}, tmp_path / SINGLE_FILE)
+    with pytest.raises(StartupError, match=rf"'qkv.{kind}' is of a quantised matrix .* q, k in turn"):
+        Checkpoint.open(tmp_path, names)
+
+
 def test_two_tensors_of_one_name_are_refused(tmp_path: Path) -> None:
     names = TensorNames(prefixes={"transformer.": ""})
     save_file({"transformer.a.weight": torch.zeros(2), "a.weight": torch.zeros(2)}, tmp_path / SINGLE_FILE)
@@ -99,7 +117,9 @@ def test_two_tensors_of_one_name_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_quantised_module_keeps_its_stored_name_for_the_settings(tmp_path: Path) -> None:
-    save_file({"h.2.attn.qkv.weight": torch.zeros(2, 2)}, tmp_path / SINGLE_FILE)
+    words = torch.zeros(2, 2, dtype=torch.int32)
+    save_file({"h.2.attn.qkv.weight": torch.zeros(2, 2), "h.3.attn.qkv.qweight": words}, tmp_path / SINGLE_FILE)
     checkpoint = Checkpoint.open(tmp_path, NAMES)
     assert checkpoint.stored_module("model.layers.2.self_attn.qkv_proj") == "h.2.attn.qkv"
+    assert checkpoint.stored_module("model.layers.3.self_attn.qkv_proj") == "h.3.attn.qkv"
     assert checkpoint.stored_module("model.layers.2.mlp.up_proj") == "model.layers.2.mlp.up_proj"

@@ -9,12 +9,15 @@ from oarlock.workers.kernels.cpu.gemm import CppGatedMatmul, CppMatmul
 from oarlock.workers.quantization.matmul import (
     ACTIVATIONS,
     FLOAT32_BLOCK,
+    PLAIN_ACTIVATIONS,
+    ActivatedMatmul,
     Float32Matmul,
     PackedGatedMatmul,
     PackedMatmul,
     PairedRows,
     PlainGatedMatmul,
     PlainMatmul,
+    activated,
     can_pack,
     gated_matmul,
     matmul,
@@ -115,6 +118,33 @@ def test_packed_gate_equals_plain(level, dtype, activation, inputs, with_bias) -
         limit = 3 * tolerance(dtype, max(1.0, truth.abs().max().item()))
         for product in (packed, plain):
             assert (product(x).double() - truth).abs().max() <= limit
+
+
+@each_form
+@each_dtype
+@pytest.mark.parametrize("activation", PLAIN_ACTIVATIONS)
+@pytest.mark.parametrize(("outputs", "inputs"), [(40, 64), (33, 50), (96, 2 * FLOAT32_BLOCK + 8)])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_an_activation_follows_the_sums_and_is_rounded_once(
+    level, dtype, activation, outputs, inputs, with_bias
+) -> None:
+    linear, _, fewest = fast_forms(level, dtype)
+    torch.manual_seed(0)
+    weight = (2 * torch.randn(outputs, inputs) / inputs**0.5).to(dtype)
+    bias = torch.randn(outputs).to(dtype) if with_bias else None
+    product = activated(linear(weight.clone(), bias, **({} if level is None else {"float32_output": True})), activation)
+    assert isinstance(product, ActivatedMatmul) == (level is None)
+    x = torch.randn(300, inputs).to(dtype)
+    truth = PLAIN_ACTIVATIONS[activation](
+        F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    )
+    whole = product(x)
+    limit = (2.0 if level is None else 1.0) * tolerance(dtype, 2 * truth.abs().max().item())
+    assert whole.dtype == dtype and (whole.double() - truth).abs().max() <= limit
+    for rows in (fewest, 3, 17, 64):
+        assert torch.equal(product(x[300 - rows :]), whole[300 - rows :]) or level is None
+    x[0, 0] = float("nan")
+    assert product(x)[0].isnan().all()
 
 
 @each_form

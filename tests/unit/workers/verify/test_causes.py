@@ -11,8 +11,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from oarlock.workers.distributed.parallel_state import TensorParallel
+from oarlock.workers.layers import linear
 from oarlock.workers.layers.experts import Experts
 from oarlock.workers.models.registry import read_spec
+from tests.golden import mutations
 from tests.golden.tiny_models import make_tiny
 from tests.unit.workers.verify.cases import PROMPTS, VerifyCase, altered, reconfigured
 from tests.unit.workers.verify.faults import SIZE, WEIGHTS, rows
@@ -32,7 +34,13 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], VerifyCas
         "olmo2": ("olmo2", {}),
         "cohere2": ("cohere2", {"layer_types": ["sliding_attention", "full_attention"]}),
         "qwen2_moe": ("qwen2_moe", {}),
+        "gpt2": ("gpt2", {}),
+        "gpt_neox": ("gpt_neox", {}),
         "gpt_oss": ("gpt_oss", {}),
+        "phi": ("phi", {}),
+        "nemotron": ("nemotron", {}),
+        "starcoder2": ("starcoder2", {}),
+        "olmo": ("olmo", {}),
     }
 
     def case(name: str) -> VerifyCase:
@@ -53,6 +61,38 @@ def test_a_damaged_tensor_is_named(cases, tmp_path: Path, name: str, tensor: str
     assert not comparison.ok
     assert len(causes) == 1
     assert cause in causes[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "found"), [("nemotron", "relu"), ("starcoder2", "gelu")])
+def test_another_activation_is_named(cases, monkeypatch: pytest.MonkeyPatch, name: str, found: str) -> None:
+    case, original = cases(name), linear.activated
+    right = read_spec(str(case.model)).layers[0].mlp.activation
+    monkeypatch.setattr(linear, "activated", lambda multiply, activation: original(multiply, found))
+    _, causes = case.run(SIZE)
+    assert causes == [f"model.layers.0.mlp.up_proj: the activation on ranks 0, 1 is {found}, not {right}"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("plant", "found"),
+    [
+        (
+            mutations.queries_keys_and_values_not_limited,
+            [f"{letter} of layer 0 on ranks 0, 1: its limit of 0.5" for letter in "qk"],
+        ),
+        (mutations.layer_norm_without_its_mean, ["model.layers.0.input_layernorm: the norm itself"]),
+    ],
+    ids=["limit", "norm"],
+)
+def test_a_lost_limit_and_a_norm_without_a_weight_are_named(
+    cases, monkeypatch: pytest.MonkeyPatch, plant: Callable[[pytest.MonkeyPatch], None], found: list[str]
+) -> None:
+    case = cases("olmo")
+    plant(monkeypatch)
+    _, causes = case.run(SIZE)
+    assert len(causes) == len(found)
+    assert all(cause.startswith(expected) for cause, expected in zip(causes, found, strict=True)), causes
 
 
 @pytest.mark.slow

@@ -32,7 +32,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., VerifyCase]
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("family", ["qwen2", "gemma2", "phi3"])
+@pytest.mark.parametrize("family", ["qwen2", "gemma2", "phi3", "nemotron", "starcoder2", "olmo"])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.slow
 def test_a_right_model_is_right(cases: Callable[..., VerifyCase], form: str, family: str, size: int) -> None:

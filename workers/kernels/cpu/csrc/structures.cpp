@@ -80,6 +80,7 @@ extern "C" const char *oarlock_structures() {
   STRUCTURE(HeadsAndPages, FIELD(attention), FIELD(head_norm), FIELD(k_pages), FIELD(v_pages), FIELD(rotary),
             FIELD(interleaved), FIELD(eps), FIELD(row_norm), FIELD(sinks))
   STRUCTURE(Addition, FIELD(norm), FIELD(width), FIELD(scale))
+  STRUCTURE(Clamp, FIELD(width), FIELD(limit))
   STRUCTURE(MoELayer, FIELD(router), FIELD(routed), FIELD(shared), FIELD(shared_gate))
   STRUCTURE(Operation, FIELD(kind), FIELD(source), FIELD(target), FIELD(parameters))
   STRUCTURE(Branch, FIELD(operations), FIELD(count), FIELD(before_all_reduce), FIELD(rows_at_once), FIELD(widths),

@@ -57,16 +57,16 @@ def test_rotation_is_right_to_its_rounding(dtype: torch.dtype, wide: bool, width
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("wide", [False, True], ids=["same", "float32"])
 @pytest.mark.parametrize(("rows", "width"), [(1, 768), (5, 100), (300, 128), (2, 3)])
+@pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("shifted", [False, True])
 def test_layer_norm_is_right_to_its_rounding(
-    dtype: torch.dtype, wide: bool, rows: int, width: int, shifted: bool
+    dtype: torch.dtype, wide: bool, rows: int, width: int, shifted: bool, scaled: bool
 ) -> None:
     torch.manual_seed(0)
     x = (torch.randn(rows, width) * 3 + 5).to(torch.float32 if wide else dtype)
-    weight, bias = torch.randn(width), torch.randn(width) if shifted else None
-    exact = torch.nn.functional.layer_norm(
-        x.double(), (width,), weight.double(), bias if bias is None else bias.double(), 1e-6
-    )
+    weight, bias = torch.randn(width) if scaled else None, torch.randn(width) if shifted else None
+    vectors = [None if vector is None else vector.double() for vector in (weight, bias)]
+    exact = torch.nn.functional.layer_norm(x.double(), (width,), *vectors, 1e-6)
     ours = elementwise.layer_norm(x, weight, bias, 1e-6, dtype)
     assert ours.dtype == dtype
     torch.testing.assert_close(ours.double(), exact, atol=2e-6, rtol=max(1e-6, torch.finfo(dtype).eps / 2 * 1.01))

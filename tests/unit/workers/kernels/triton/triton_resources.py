@@ -24,7 +24,7 @@ from triton.compiler import ASTSource
 
 from oarlock.workers.attention.triton_backend import power_of_2, tile_shapes
 from oarlock.workers.kernels.triton import availability
-from oarlock.workers.kernels.triton.elementwise import add_and_norm_row, gate_row, warps
+from oarlock.workers.kernels.triton.elementwise import activate_row, add_and_norm_row, gate_row, warps
 from oarlock.workers.kernels.triton.kv_pages import rotate_and_write
 from oarlock.workers.kernels.triton.paged_attention import attend
 
@@ -110,6 +110,11 @@ def activation(kind: str) -> dict[str, int]:
     return resources(gate_row, kind, constants, dict.fromkeys(("y", "out"), "*bf16"), {"num_warps": 4})
 
 
+def plain_activation(kind: str) -> dict[str, int]:
+    constants = {"WIDTH": 24576, "BLOCK": 1024, "ACTIVATION": "gelu"}
+    return resources(activate_row, kind, constants, {"y": "*fp32", "out": "*bf16"}, {"num_warps": 4})
+
+
 def resources(
     kernel: Any,
     kind: str,
@@ -168,6 +173,7 @@ def in_the_models_type(kind: str) -> dict[str, dict[str, int]]:
     found[f"{kind} 256 rotation"] = rotation(kind, torch.bfloat16, 256)  # the most registers
     found |= {f"{kind} norm of {size}": norm(kind, size) for size in (896, 4096, 16384)}
     found[f"{kind} activation"] = activation(kind)
+    found[f"{kind} activation without a gate"] = plain_activation(kind)
     return found
 
 

@@ -62,8 +62,8 @@ extern "C" void oarlock_rotate(const void *x, const float *cos, const float *sin
   });
 }
 
-// Apply LayerNorm: x [rows, width] of type `out`, or float32 with `float32_input`; weight and bias float [width], bias
-// may be null -> y [rows, width] of type `out`.
+// Apply LayerNorm: x [rows, width] of type `out`, or float32 with `float32_input`; weight and bias float [width], or
+// null -> y [rows, width] of type `out`.
 extern "C" void oarlock_layer_norm(const void *x, const float *weight, const float *bias, void *y, long rows, long width,
                                    float eps, int float32_input, int out) {
   with_type(out, [&](auto *of) {

@@ -40,8 +40,7 @@ void norm_rows(const RowChunk<T> &chunk, const Operation &op) {
 template <class T>
 void multiply(const RowChunk<T> &chunk, const Operation &op) {
   const PackedWeight &w = *static_cast<const PackedWeight *>(op.parameters);
-  const bool gated = w.epilogue == gemm::kSiluGate || w.epilogue == gemm::kGeluTanhGate;
-  const long y_stride = gated ? w.columns / 2 : w.columns;
+  const long y_stride = gemm::is_gate(w.epilogue) ? w.columns / 2 : w.columns;
   gemm::MatmulArgs p{chunk.at(op.source), w.weight, w.bias, nullptr, nullptr, chunk.rows, w.columns, w.inputs, w.inputs,
                   y_stride, w.epilogue, w.slices};
   if (op.target == kPartial) {
@@ -58,6 +57,21 @@ void multiply(const RowChunk<T> &chunk, const Operation &op) {
   else if (w.kind == gemm::kInt8 || w.kind == gemm::kInt8Dot) gemm::multiply_int8<T>(p, w.kind);
   else if (w.kind == gemm::kFloat8) gemm::multiply_fp8<T>(p);
   else gemm::multiply_grouped<T>(p, w.kind);
+}
+
+template <class T>
+void clamp_rows(const RowChunk<T> &chunk, const Operation &op) {
+  using namespace simd;
+  const Clamp &clamp = *static_cast<const Clamp *>(op.parameters);
+  const long width = clamp.width;
+  const Vec most = broadcast(clamp.limit), least = broadcast(-clamp.limit);
+  T *x = chunk.at(op.target);
+#pragma omp parallel for if (chunk.rows * width > kSerial)
+  for (long row = 0; row < chunk.rows; row++) {
+    T *to = x + row * width;
+    for (long d = 0; d < width; d += kLanes)  // NaN stays NaN, as the second operand
+      store(to + d, max(least, min(most, load(to + d, width - d))), width - d);
+  }
 }
 
 template <class T>
@@ -208,6 +222,7 @@ int run_operation(const RowChunk<T> &chunk, const Operation &op) {
     case kFinishMatmul: finish_matmul(chunk, op); break;
     case kRunExperts: run_experts(chunk, op); break;
     case kFinishExperts: finish_experts(chunk, op); break;
+    case kClampRows: clamp_rows(chunk, op); break;
     case kAddRows: add_rows(chunk, op); break;
   }
   return kAllArrived;

@@ -21,7 +21,7 @@ struct PackedWeight {
 };
 
 struct Norm {
-  const float *scale, *shift;  // [width]   `shift` of a LayerNorm, or null
+  const float *scale, *shift;  // [width]   of a LayerNorm each may be null, and `shift` of an RMSNorm is null
   long width;
   float eps;
   int is_layer_norm;  // otherwise RMSNorm
@@ -45,6 +45,11 @@ struct Addition {
   float scale;
 };
 
+struct Clamp {
+  long width;
+  float limit;
+};
+
 // An MoE layer. The sums over a row's routed experts and the shared expert's result are all-reduced together.
 struct MoELayer {
   const Router *router;
@@ -66,6 +71,7 @@ enum OperationKind {
   kAddRows = 5,        // residual += scale * norm(source), which is overwritten                     Addition
   kRunExperts = 6,     // partial = the experts' results of source; all rows at once                 MoELayer
   kFinishExperts = 7,  // target = the sums in `partial`; added to a residual                        MoELayer
+  kClampRows = 8,      // limits the size of the values in target                                    Clamp
 };
 
 struct Operation {
