@@ -72,7 +72,7 @@ def describe_kolibri1(fields: Fields) -> DecoderSpec:
 
 def _described(
     fields: Fields,
-    kinds: Sequence[str],
+    kinds: list[str],
     experts: int,
     router: RouterSpec,
     shared: SharedSpec,

@@ -11,6 +11,7 @@ from typing import Any
 from oarlock.base.errors import StartupError
 from oarlock.workers.layers.attention_spec import RopeSpec, SelfAttentionSpec
 from oarlock.workers.layers.decoder_spec import BranchSpec, DecoderSpec, LayerSpec, PositionTable, SublayerSpec
+from oarlock.workers.layers.experts_spec import ExpertsSpec
 from oarlock.workers.layers.gated_mlp_spec import GatedMLPSpec
 from oarlock.workers.layers.mlp_spec import MLPSpec
 from oarlock.workers.layers.tensor_spec import NormSpec
@@ -52,7 +53,7 @@ def decoder_spec(
     qk_norm: str | None = None,
     gated_mlp: bool = True,
     activation: str | None = None,
-    experts: Sequence[SublayerSpec | None] = (),
+    experts: Sequence[ExpertsSpec | GatedMLPSpec | None] = (),
     norm: NormSpec | None = None,
     norms: Norms = BEFORE,
     parallel: bool = False,
@@ -70,7 +71,7 @@ def decoder_spec(
     family does not use the usual keys for them. `ropes`: one per layer, if not all layers use `rope`.
     `attention_scale`: factor of scores; None: 1 / root of `query_scalar`, or of a head's width. `qk_norm`: over each
     `head`, or over a whole `row`. `gated_mlp`: whether the MLP has a gate; without a gate, `activation` must be given.
-    `experts`: one per layer, None for a layer with an MLP; empty: all layers have an MLP. `theta`: default of
+    `experts`: one per layer, None for the usual MLP; empty: all layers have it. `theta`: default of
     `rope_theta`.
     """
     fields.refuse_the_rest()
