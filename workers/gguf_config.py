@@ -100,6 +100,9 @@ def gguf_checkpoint(directory: Path, model: GGUFModel) -> GGUFCheckpoint:
     for name, found in model.tensors.items():
         if name in ROPE_FACTORS or name.endswith(".attn_rot_embd"):  # part of the description
             continue
+        if name in names:  # a tensor that the converter writes without a kind
+            tensors[names[name]] = found
+            continue
         module, _, kind = name.rpartition(".")
         module = names.get(module, module)
         if "*" in module:

@@ -130,6 +130,8 @@ FAULTS = [
     Fault("S13", "weights not normalised", mutations.weights_of_experts_not_normalised, "qwen3-moe", 2, "0.routing"),
     Fault("S13", "experts of all groups", mutations.experts_of_all_groups, "glm4-moe", 1, "1.routing"),
     Fault("S13", "correction in the weights", mutations.correction_in_the_weights, "ernie-moe", 1, "1.routing"),
+    Fault("S13", "logits not corrected", mutations.correction_after_the_scores, "kolibri1", 1, "0.routing"),
+    Fault("S13", "close experts left out", mutations.close_experts_left_out, "phimoe", 1, "0.routing"),
     Fault("S13", "gate and up of experts swapped", mutations.gate_and_up_of_experts_swapped, "gpt-oss", 2, "0.experts"),
     Fault("S13", "bias of the router dropped", mutations.bias_of_the_router_dropped, "gpt-oss", 1, "0.router"),
     Fault("S8", "attention sinks of the first rank", mutations.sinks_of_the_first_rank, "gpt-oss", 4, "0.attention"),

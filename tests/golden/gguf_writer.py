@@ -17,6 +17,8 @@ from safetensors.torch import load_file
 
 from tests.golden.gguf_blocks import quantized
 
+_WITH_EXPERTS_AND_PATTERN = ("exaone_moe", "mellum", "cohere2_moe")
+_NEWER = {"Cohere2MoeForCausalLM": "cohere2moe", "HYV3ForCausalLM": "hy_v3", "MellumForCausalLM": "mellum"}
 _ARCHITECTURES = {
     "GPT2LMHeadModel": gguf.MODEL_ARCH.GPT2,
     "GPTBigCodeForCausalLM": gguf.MODEL_ARCH.STARCODER,
@@ -41,6 +43,13 @@ _ARCHITECTURES = {
     "Glm4MoeForCausalLM": gguf.MODEL_ARCH.GLM4_MOE,
     "Ernie4_5_MoeForCausalLM": gguf.MODEL_ARCH.ERNIE4_5_MOE,
     "GptOssForCausalLM": gguf.MODEL_ARCH.GPT_OSS,
+    "Dots1ForCausalLM": gguf.MODEL_ARCH.DOTS1,
+    "ExaoneMoeForCausalLM": gguf.MODEL_ARCH.EXAONE_MOE,
+    "SolarOpenForCausalLM": gguf.MODEL_ARCH.GLM4_MOE,
+    "MiniMaxM2ForCausalLM": gguf.MODEL_ARCH.MINIMAXM2,
+    "PhimoeForCausalLM": gguf.MODEL_ARCH.PHIMOE,
+    # Newer than the package: names of tensors are those of dots.llm1.
+    **dict.fromkeys(_NEWER, gguf.MODEL_ARCH.DOTS1),
     "ArceeForCausalLM": gguf.MODEL_ARCH.ARCEE,
     "NemotronForCausalLM": gguf.MODEL_ARCH.NEMOTRON,
     "Jais2ForCausalLM": gguf.MODEL_ARCH.JAIS2,
@@ -87,6 +96,8 @@ _ADDED = (
     ("moe_layer_start_index", "add_leading_dense_block_count"),
     ("moe_layer_interval", "add_interleave_moe_layer_step"),
     ("routed_scaling_factor", "add_expert_weights_scale"),
+    ("router_scaling_factor", "add_expert_weights_scale"),
+    ("num_shared_experts", "add_expert_shared_count"),
     ("norm_topk_prob", "add_expert_weights_norm"),
     ("n_group", "add_expert_group_count"),
     ("topk_group", "add_expert_group_used_count"),
@@ -145,7 +156,8 @@ def write_gguf(directory: Path, path: Path, kind_of: KindOf, *, part_bytes: int 
     """
     config = _with_usual_keys(json.loads((directory / "config.json").read_text()))
     arch = _ARCHITECTURES[config["architectures"][0]]
-    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch], split_max_size=part_bytes)
+    known_as = _NEWER.get(config["architectures"][0], gguf.MODEL_ARCH_NAMES[arch])
+    writer = gguf.GGUFWriter(path, known_as, split_max_size=part_bytes)
     _add_settings(writer, config, arch)
     if (directory / "tokenizer.json").exists():
         add_tokenizer(writer, directory, config["vocab_size"])
@@ -241,7 +253,7 @@ def _add_settings(writer: gguf.GGUFWriter, config: dict[str, Any], arch: gguf.MO
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
-    ahead = config.get("num_nextn_predict_layers", 0)  # layers, which are counted among the others
+    ahead = config.get("num_nextn_predict_layers") or 0  # layers, which are counted among the others
     writer.add_block_count(config["num_hidden_layers"] + ahead)
     if ahead:
         writer.add_nextn_predict_layers(ahead)
@@ -252,7 +264,7 @@ def _add_settings(writer: gguf.GGUFWriter, config: dict[str, Any], arch: gguf.MO
         writer.add_layer_norm_eps(config[key])
     elif arch is gguf.MODEL_ARCH.OLMO:
         writer.add_layer_norm_eps(1e-5)
-    else:
+    if config.get("rms_norm_eps"):
         writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     if config.get("head_dim"):
         writer.add_key_length(head_dim)
@@ -283,19 +295,31 @@ def _add_settings(writer: gguf.GGUFWriter, config: dict[str, Any], arch: gguf.MO
     for key, method in _ADDED:
         if config.get(key):
             getattr(writer, method)(config[key])
-    if arch in _WITH_PATTERN and config.get("sliding_window"):
+    if (arch in _WITH_PATTERN or config["model_type"] in _WITH_EXPERTS_AND_PATTERN) and config.get("sliding_window"):
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
     if arch is gguf.MODEL_ARCH.STABLELM:
         writer.add_parallel_residual(config["use_parallel_residual"])
-    if arch in (gguf.MODEL_ARCH.GPT_OSS, gguf.MODEL_ARCH.HUNYUAN_MOE, gguf.MODEL_ARCH.LLAMA4):
-        writer.add_expert_feed_forward_length(config["intermediate_size"])
-    if arch is gguf.MODEL_ARCH.HUNYUAN_MOE:
-        writer.add_expert_shared_feed_forward_length(config["intermediate_size"])
     if "llama_4_scaling_beta" in rope:
         writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
         writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+    _add_experts(writer, config)
     if arch in (gguf.MODEL_ARCH.PHI3, gguf.MODEL_ARCH.STARCODER2) and not config.get("sliding_window"):
         writer.add_sliding_window(0)
+
+
+def _add_experts(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    family = config["model_type"]
+    if family in ("gpt_oss", "minimax_m2", "cohere2_moe", "hunyuan_v1_moe", "llama4_text"):
+        writer.add_expert_feed_forward_length(config["intermediate_size"])
+    if family == "hunyuan_v1_moe":
+        writer.add_expert_shared_feed_forward_length(config["intermediate_size"])
+    if family in ("exaone_moe", "hy_v3"):
+        width = config["moe_intermediate_size"] * config["num_shared_experts"]
+        writer.add_expert_shared_feed_forward_length(width)
+    if family in ("dots1", "minimax_m2", "hy_v3", "cohere2_moe"):
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if family == "cohere2_moe":
+        writer.add_leading_dense_block_count(config["mlp_layer_types"].count("dense"))
 
 
 def add_tokenizer(writer: gguf.GGUFWriter, directory: Path, vocab_size: int) -> None:

@@ -273,6 +273,14 @@ def correction_in_the_weights(patch: MonkeyPatch) -> None:
     _with_route(patch, patched)
 
 
+def correction_after_the_scores(patch: MonkeyPatch) -> None:
+    _with_router(patch, corrects_logits=False)
+
+
+def close_experts_left_out(patch: MonkeyPatch) -> None:
+    _with_router(patch, tolerance=0.0)
+
+
 def gate_and_up_of_experts_swapped(patch: MonkeyPatch) -> None:
     original = ExpertStack._shards
 

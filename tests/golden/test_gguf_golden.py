@@ -173,6 +173,16 @@ def test_a_file_describes_the_same_model_and_holds_the_same_numbers(tmp_path: Pa
         ("afmoe", {"layer_types": None, "num_hidden_layers": 5}),
         ("llama4_text", _LLAMA4),
         ("llama4_text", _LLAMA4 | {"num_local_experts": 128, "use_qk_norm": False, "attention_bias": True}),
+        # The files of dots.llm1 have no window.
+        ("dots1", {"sliding_window": None, "attention_bias": True}),
+        ("exaone_moe", {}),
+        ("solar_open", {"routed_scaling_factor": 1.0}),
+        ("minimax_m2", {}),
+        ("hy_v3", {"attention_bias": True}),
+        ("mellum", {"mlp_layer_types": None}),
+        ("phimoe", {"router_jitter_noise": 0.01}),
+        ("cohere2_moe", {"expert_selection_fn": "sigmoid"}),
+        ("cohere2_moe", {"expert_selection_fn": "sigmoid", "rms_norm_eps": 1e-6, "norm_topk_prob": False}),
     ],
 )
 def test_experts_that_a_file_holds_in_one_tensor(tmp_path: Path, family: str, special: dict[str, Any]) -> None:

@@ -38,6 +38,10 @@ _SHAPE: dict[str, Any] = {
 _MULTIPLIERS = {"attention_multiplier": 0.4, "embedding_multiplier": 6.0, "residual_multiplier": 0.6,
                 "logits_scaling": 3.0}  # fmt: skip
 _AROUND = ["sliding_attention", "full_attention", "sliding_attention"]
+_SLIDING = {"sliding_window": 12, "layer_types": _AROUND}
+_SEVEN = {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 36, "head_dim": 24}
+_GROUPS = {"num_experts_per_tok": 3, "moe_intermediate_size": 36, "n_group": 4, "topk_group": 2,
+           "routed_scaling_factor": 1.7}  # fmt: skip
 # What sets a family apart. Windows are shorter than the tests' prompts, softcaps low enough to bend the scores.
 _FAMILY: dict[str, dict[str, Any]] = {
     "arcee": {"mlp_bias": True},
@@ -123,12 +127,36 @@ _FAMILY: dict[str, dict[str, Any]] = {
                     "original_max_position_embeddings": 16}},
     "granitemoe": {"num_local_experts": 5, **_MULTIPLIERS},
     "granitemoeshared": {"num_local_experts": 5, "shared_intermediate_size": 52, **_MULTIPLIERS},
+    "granitemoe_swa": {"num_local_experts": 5, "shared_intermediate_size": 52, **_MULTIPLIERS, **_SLIDING,
+                       "layer_rope_theta": [1e4, 0, 5e3]},
     "mixtral": {"num_local_experts": 5, "intermediate_size": 72},
     "olmoe": {"num_experts": 9, "num_experts_per_tok": 4},
     "qwen2_moe": {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 36,
                   "shared_expert_intermediate_size": 52, "decoder_sparse_step": 2},
-    "qwen3_moe": {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 36, "head_dim": 24,
-                  "norm_topk_prob": True},
+    "qwen3_moe": {**_SEVEN, "norm_topk_prob": True},
+    "dots1": {**_GROUPS, "n_routed_experts": 8, "n_shared_experts": 2, "first_k_dense_replace": 1,
+              "norm_topk_prob": True, "sliding_window": 12, "max_window_layers": 2},
+    "exaone_moe": {**_GROUPS, **_SLIDING, "num_experts": 8, "num_shared_experts": 2},
+    "solar_open": {**_GROUPS, "n_routed_experts": 8, "n_shared_experts": 2, "head_dim": 24},
+    "flex_olmo": {"num_experts": 5, "num_experts_per_tok": 3, "intermediate_size": 72},
+    "hy_v3": {**_SEVEN, "num_shared_experts": 2, "router_scaling_factor": 1.7},
+    "minimax_m2": {"num_local_experts": 7, "num_experts_per_tok": 3, "intermediate_size": 36, "head_dim": 24,
+                   "rotary_dim": 12},
+    # Rotation that YaRN changes within the tests' prompts, in one layer.
+    "mellum": {**_SEVEN, **_SLIDING, "mlp_layer_types": ["sparse", "sparse", "dense"], "rope_parameters": {
+        "full_attention": {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0,
+                           "original_max_position_embeddings": 16},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+    "flint": {**_SEVEN, **_SLIDING, "shared_expert_intermediate_size": 52, "mlp_only_layers": [0]},
+    "kolibri1": {**_SEVEN, **_SLIDING, "shared_expert_intermediate_size": 52},
+    # A tolerance that is wide enough for other experts to take a share of a weight.
+    "phimoe": {"num_local_experts": 7, "num_experts_per_tok": 2, "intermediate_size": 36, "router_jitter_noise": 0.3,
+               "attention_bias": True, "lm_head_bias": True, "sliding_window": 24},
+    # A dense layer that is rotated without a window, and one with experts that is not.
+    "cohere2_moe": {"num_experts": 5, "num_experts_per_tok": 3, "num_shared_experts": 2, "intermediate_size": 36,
+                    "prefix_dense_intermediate_size": 52, "head_dim": 24, "logit_scale": 0.25, "sliding_window": 12,
+                    "mlp_layer_types": ["dense", "sparse", "sparse"],
+                    "layer_types": ["full_attention", "sliding_attention", "full_attention"]},
 }  # fmt: skip
 
 _NORM = re.compile(r"(norm\d?|ln_[12f])\.weight$")

@@ -88,9 +88,11 @@ def route(logits: Tensor, spec: RouterSpec, correction: Tensor | None) -> tuple[
     If experts have equal scores, the lower id is chosen. The ids of a row ascend, and experts are added up in this
     order. Softmax keeps the order of logits, so without a correction the logits are compared, which avoids rounding.
     """
+    if spec.scores == "sparsemixer":
+        return _mix(logits, spec)
     exact = logits.double()
     scores = torch.sigmoid(exact) if spec.scores == "sigmoid" else torch.softmax(exact, 1)
-    key = logits if correction is None else scores.float() + correction
+    key = logits if correction is None else (logits if spec.corrects_logits else scores.float()) + correction
     if spec.groups > 1:
         of_group = key.unflatten(1, (spec.groups, -1))  # [T, groups, E / groups]
         best = of_group.topk(2, dim=2).values.sum(2)
@@ -105,6 +107,22 @@ def route(logits: Tensor, spec: RouterSpec, correction: Tensor | None) -> tuple[
         if spec.normalised:
             weights = weights / weights.sum(1, keepdim=True).clamp(min=spec.least_sum)
     return ids.int(), (weights * spec.scale).float()
+
+
+def _mix(logits: Tensor, spec: RouterSpec) -> tuple[Tensor, Tensor]:
+    """Choose experts one after the other, each with its softmax over the experts that are left and close to it."""
+    left = exact = logits.double()
+    ids, weights = [], []
+    for _ in range(spec.top_k):
+        chosen = left.sort(dim=1, descending=True, stable=True).indices[:, :1]
+        best = exact.gather(1, chosen)
+        is_far = (best - exact) / torch.maximum(exact.abs(), best) > spec.tolerance
+        close = left.masked_fill(is_far, float("-inf"))
+        weights.append(torch.softmax(close, 1).gather(1, chosen))
+        ids.append(chosen)
+        left = left.scatter(1, chosen, float("-inf"))
+    order = torch.cat(ids, 1).sort(dim=1)
+    return order.values.int(), (torch.cat(weights, 1).gather(1, order.indices) * spec.scale).float()
 
 
 class ExpertStack:

@@ -16,7 +16,7 @@ class RouterSpec:
     """The choice of experts for each token and the weight of each expert, from one logit per expert."""
 
     top_k: int
-    scores: str = "softmax"  # softmax | sigmoid, applied to the logits
+    scores: str = "softmax"  # softmax | sigmoid | sparsemixer, applied to the logits; see `tolerance`
     normalised: bool = False  # the weights of a token add up to 1 before `scale` is applied
     least_sum: float = 1e-20  # lower bound of the sum that weights are divided by, if `normalised`
     scale: float = 1.0
@@ -26,6 +26,10 @@ class RouterSpec:
     name: str = "gate"  # name of the router's module
     # Full name of a tensor with one value per expert, added to its score to choose experts but not to its weight.
     correction: str | None = None
+    corrects_logits: bool = False  # the correction is added to the logits instead of the scores
+    # sparsemixer: an expert's weight is its softmax over the experts that were not chosen before it, and whose logits
+    # are less than the expert's by at most this part of the larger absolute value.
+    tolerance: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

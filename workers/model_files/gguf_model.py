@@ -114,6 +114,7 @@ class GGUFTransform:
 PLAIN = GGUFTransform()
 
 
+_SIGMOID = 2  # the number of sigmoid scores, `LLAMA_EXPERT_GATING_FUNC_TYPE_SIGMOID`
 _FIX = "Use a file that llama.cpp's converter wrote."
 
 
@@ -196,6 +197,14 @@ class GGUFSettings:
             raise StartupError(
                 f"{self.model.path} rotates {rotated} of {head_dim} elements of a head, which "
                 f"{self.architecture} models do not.",
+                "Use the model's safetensors checkpoint.",
+            )
+
+    def check_sigmoid_router(self) -> None:
+        """Raise `StartupError` if the scores of experts are not sigmoids, as they are in this architecture."""
+        if self.count(".expert_gating_func", _SIGMOID) != _SIGMOID:
+            raise StartupError(
+                f"{self.model.path} has a router without sigmoid scores, which {self.architecture} models do not.",
                 "Use the model's safetensors checkpoint.",
             )
 

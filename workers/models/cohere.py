@@ -6,18 +6,19 @@ from typing import Any
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.layers.tensor_spec import NormSpec
 from oarlock.workers.model_files.gguf_model import GGUFFamily, GGUFSettings
-from oarlock.workers.models.hf_config import decoder_spec, layer_kinds, sliding_windows, usual_rope
+from oarlock.workers.models.hf_config import Norms, decoder_spec, layer_kinds, sliding_windows, usual_rope
 from oarlock.workers.models.hf_fields import Fields, unsupported
 
 _POSITIONS = 8192
 # Fields of early configs that describe the architecture, with the only value that its models have.
-_ALWAYS: dict[str, Any] = {
+ALWAYS: dict[str, Any] = {
     "use_parallel_block": True,
     "use_gated_activation": True,
     "rotary_pct": 1.0,
     "position_embedding_type": "rope_gptj",
     "order_of_interleaved_layers": "local_attn_first",
 }
+PARALLEL_NORMS: Norms = (("input_layernorm", None), ("input_layernorm", None))
 
 
 def describe_cohere(fields: Fields) -> DecoderSpec:
@@ -49,9 +50,8 @@ def describe_cohere2(fields: Fields) -> DecoderSpec:
 def _cohere_spec(fields: Fields, windows: tuple[int | None, ...], rotated: Sequence[bool], theta: float) -> DecoderSpec:
     """Return the description that both share. `rotated`: whether each layer has rotary embedding. `theta`: its base by
     default."""
-    for key, value in _ALWAYS.items():
-        if fields.raw.get(key, value) not in (value, None):
-            raise unsupported(key, fields.raw[key], f"Supported: {value}.")
+    for key, value in ALWAYS.items():
+        fields.check_value(key, value)
     bias = fields.flag("attention_bias", False)
     rope = usual_rope(fields, None, _POSITIONS, theta=theta, interleaved=True)
     return decoder_spec(
@@ -65,7 +65,7 @@ def _cohere_spec(fields: Fields, windows: tuple[int | None, ...], rotated: Seque
         qkv_bias=bias,
         o_bias=bias,
         norm=NormSpec("layer", fields.number("layer_norm_eps", 1e-5)),
-        norms=(("input_layernorm", None), ("input_layernorm", None)),
+        norms=PARALLEL_NORMS,
         parallel=True,
         logit_scale=fields.number("logit_scale", 0.0625),
         tied=True,

@@ -4,13 +4,16 @@ Torch-free."""
 from dataclasses import replace
 from typing import Any
 
+from oarlock.workers.layers.attention_spec import RopeSpec, SelfAttentionSpec
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec, RouterSpec, SharedSpec
 from oarlock.workers.model_files.gguf_model import GGUFFamily, GGUFSettings
 from oarlock.workers.model_files.tensor_names import Blocks, TensorNames
-from oarlock.workers.models.granite import multipliers
-from oarlock.workers.models.hf_config import activation_name, decoder_spec, expert_counts
+from oarlock.workers.models.granite import layer_ropes, multipliers
+from oarlock.workers.models.hf_config import activation_name, decoder_spec, expert_counts, layer_kinds, sliding_windows
 from oarlock.workers.models.hf_fields import Fields
+
+_POSITIONS = 2048
 
 _MODULE = "model.layers.*.block_sparse_moe"
 _SHARED = "model.layers.*.shared_mlp"
@@ -21,11 +24,29 @@ def describe_granite_moe(fields: Fields) -> DecoderSpec:
 
 
 def describe_granite_moe_shared(fields: Fields) -> DecoderSpec:
+    return _described(fields, _shared(fields))
+
+
+def describe_granite_moe_swa(fields: Fields) -> DecoderSpec:
+    """Describe Granite Swash: a sink in every head, and for each layer a window or none, and its own `rope_theta`."""
+    layers = fields.layers()
+    kinds = layer_kinds(fields) or ["sliding_attention" if index % 4 else "full_attention" for index in range(layers)]
+    windows = sliding_windows(fields, kinds, 128)
+    spec = _described(fields, _shared(fields), windows, layer_ropes(fields, _POSITIONS))
+    return spec.with_sublayers(lambda one: replace(one, sinks=True) if isinstance(one, SelfAttentionSpec) else one)
+
+
+def _shared(fields: Fields) -> SharedSpec | None:
     width = fields.count("shared_intermediate_size", 0, least=0)
-    return _described(fields, SharedSpec(width, "shared_mlp") if width else None)
+    return SharedSpec(width, "shared_mlp") if width else None
 
 
-def _described(fields: Fields, shared: SharedSpec | None) -> DecoderSpec:
+def _described(
+    fields: Fields,
+    shared: SharedSpec | None,
+    windows: tuple[int | None, ...] | None = None,
+    ropes: list[RopeSpec | None] | None = None,
+) -> DecoderSpec:
     bias = fields.flag("attention_bias", False)
     experts, top_k = expert_counts(fields, 8, 2)
     activation = activation_name(fields, "hidden_act", "silu")
@@ -36,8 +57,9 @@ def _described(fields: Fields, shared: SharedSpec | None) -> DecoderSpec:
         fields,
         kv_heads=None,
         head_dim=None,
-        max_positions=2048,
-        windows=(None,) * fields.layers(),
+        max_positions=_POSITIONS,
+        windows=windows or (None,) * fields.layers(),
+        ropes=ropes,
         attention_scale=fields.number("attention_multiplier", 1.0),
         qkv_bias=bias,
         o_bias=bias,

@@ -53,7 +53,7 @@ def decoder_spec(
     qk_norm: str | None = None,
     gated_mlp: bool = True,
     activation: str | None = None,
-    experts: Sequence[ExpertsSpec | None] = (),
+    experts: Sequence[ExpertsSpec | GatedMLPSpec | None] = (),
     norm: NormSpec | None = None,
     norms: Norms = BEFORE,
     parallel: bool = False,
@@ -71,7 +71,7 @@ def decoder_spec(
     family does not use the usual keys for them. `ropes`: one per layer, if not all layers use `rope`.
     `attention_scale`: factor of scores; None: 1 / root of `query_scalar`, or of a head's width. `qk_norm`: over each
     `head`, or over a whole `row`. `gated_mlp`: whether the MLP has a gate; without a gate, `activation` must be given.
-    `experts`: one per layer, None for a layer with an MLP; empty: all layers have an MLP. `theta`: default of
+    `experts`: one per layer, None for the usual MLP; empty: all layers have it. `theta`: default of
     `rope_theta`.
     """
     fields.refuse_the_rest()

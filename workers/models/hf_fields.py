@@ -99,10 +99,10 @@ class Fields:
         found._read = set(self._read)
         return found
 
-    def check_value(self, key: str, value: Any) -> None:
-        """Raise `StartupError` if `key` is given with a value other than `value`, the only one that is served."""
-        if self._get(key) not in (None, value):
-            raise unsupported(key, self.raw[key], f"Supported: {shown(value)}.")
+    def check_value(self, key: str, *values: Any) -> None:
+        """Raise `StartupError` if `key` is given with a value that is not among `values`, which are served."""
+        if self._get(key) not in (None, *values):
+            raise unsupported(key, self.raw[key], f"Supported: {', '.join(map(shown, values))}.")
 
     def layers(self) -> int:
         return self.count("num_hidden_layers", most=MOST_LAYERS)

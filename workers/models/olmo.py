@@ -1,7 +1,7 @@
-"""OLMo 1, 2 and 3, and OLMoE, an MoE model. Torch-free.
+"""OLMo 1, 2 and 3, and the MoE models OLMoE and FlexOlmo. Torch-free.
 
 OLMo 1 has LayerNorms without weights, and limits the size of queries, keys and values. The others norm q and k over all
-heads. OLMo 2 and 3 only norm the results of attention and MLP. OLMoE norms the inputs of attention and experts.
+heads. OLMo 2 and 3 and FlexOlmo only norm the results of attention and MLP. OLMoE norms the inputs.
 """
 
 from collections.abc import Sequence
@@ -14,6 +14,8 @@ from oarlock.workers.layers.experts_spec import ExpertsSpec, RouterSpec
 from oarlock.workers.layers.tensor_spec import NormSpec
 from oarlock.workers.model_files.gguf_model import GGUFFamily, GGUFSettings
 from oarlock.workers.models.hf_config import (
+    BEFORE,
+    Norms,
     activation_name,
     decoder_spec,
     expert_counts,
@@ -25,6 +27,7 @@ from oarlock.workers.models.hf_fields import Fields, unsupported
 from oarlock.workers.models.hf_rope import rope_spec
 
 _POSITIONS, _THETA = 2048, 500_000.0
+_AFTER: Norms = ((None, "post_attention_layernorm"), (None, "post_feedforward_layernorm"))
 _CLAMP = ".attention.clamp_kqv"  # setting of GGUF files
 
 
@@ -99,7 +102,7 @@ def _olmo_spec(
         qkv_bias=bias,
         o_bias=bias,
         qk_norm="row",
-        norms=((None, "post_attention_layernorm"), (None, "post_feedforward_layernorm")),
+        norms=_AFTER,
         eps=1e-5,
     )
 
@@ -131,11 +134,23 @@ GGUF_OLMO2 = GGUFFamily("olmo2", "Olmo2ForCausalLM", _own_olmo2)
 
 
 def describe_olmoe(fields: Fields) -> DecoderSpec:
+    return _moe_spec(fields, (64, 8), 2048, BEFORE, eps=1e-5)
+
+
+def describe_flex_olmo(fields: Fields) -> DecoderSpec:
+    return _moe_spec(fields, (7, 5), 11008, _AFTER, theta=_THETA)
+
+
+def _moe_spec(
+    fields: Fields, counts: tuple[int, int], width: int, norms: Norms, *, eps: float = 1e-6, theta: float | None = None
+) -> DecoderSpec:
+    """Return the description that MoE models share. `counts` (experts, experts per token), `width`, `eps` and `theta`
+    are the family's defaults."""
     bias = fields.flag("attention_bias", False)
-    experts, top_k = expert_counts(fields, 64, 8)
+    experts, top_k = expert_counts(fields, *counts)
     activation = activation_name(fields, "hidden_act", "silu")
     router = RouterSpec(top_k, normalised=fields.flag("norm_topk_prob", False))
-    mixture = ExpertsSpec(experts, fields.count("intermediate_size", 2048), router, activation)
+    mixture = ExpertsSpec(experts, fields.count("intermediate_size", width), router, activation)
     return decoder_spec(
         fields,
         kv_heads=None,
@@ -147,7 +162,9 @@ def describe_olmoe(fields: Fields) -> DecoderSpec:
         qk_norm="row",
         experts=(mixture,) * fields.layers(),
         activation=activation,
-        eps=1e-5,
+        norms=norms,
+        eps=eps,
+        theta=theta,
     )
 
 

@@ -465,9 +465,9 @@ def _exact_experts(module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tens
 def _exact_forward(module: nn.Module) -> Callable[..., Any] | None:
     """Return the float64 version of a module with weights; None for a module without weights, which computes in the
     dtype of its inputs."""
-    if is_router(module):
+    if is_router(module):  # some are linear layers with a forward of their own
         return partial(_own_forward, module)
-    if type(module).__name__ in _COMPUTE_IN_FLOAT32:
+    if type(module).__name__ in _COMPUTE_IN_FLOAT32 or hasattr(module, "enable_moe_fp32_combine"):
         return partial(_widened, module)
     if isinstance(module, nn.Linear) or is_conv1d(module):
         return lambda x: _linear(module, x)
@@ -478,10 +478,10 @@ def _exact_forward(module: nn.Module) -> Callable[..., Any] | None:
         if hasattr(module, "embed_scale"):  # Gemma rounds its scale to the dtype, as part of the model's definition
             scale = torch.as_tensor(module.embed_scale).to(module.weight.dtype).item()
         return lambda ids: F.embedding(ids, module.weight).double() * scale
-    if "LayerNorm" in type(module).__name__:
-        return partial(_own_forward, module)
     if is_experts(module):
         return partial(_exact_weighing_experts if weighs_inputs(module) else _exact_experts, module)
+    if "LayerNorm" in type(module).__name__:
+        return partial(_own_forward, module)
     if type(module).__name__.endswith("RMSNorm"):
         weight: Any = module.weight
         scaled = module(

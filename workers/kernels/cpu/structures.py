@@ -82,8 +82,11 @@ class CRouter(ctypes.Structure):
         ("top_groups", c_long),
         ("is_sigmoid", c_int),
         ("is_normalised", c_int),
+        ("corrects_logits", c_int),
+        ("is_mixer", c_int),
         ("least_sum", c_double),
         ("scale", c_double),
+        ("tolerance", c_double),
     )
 
 

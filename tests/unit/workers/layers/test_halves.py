@@ -44,6 +44,8 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "cohere2": {"hidden_size": 256, "num_key_value_heads": 2},
     "phi3": {"hidden_size": 128, "partial_rotary_factor": 0.5},
     **{family: {"num_attention_heads": 4, "num_key_value_heads": 2} for family in MIXTURES},
+    **{family: {"head_dim": 32} for family in ("cohere2_moe", "kolibri1", "minimax_m2")},
+    **{family: {"num_attention_heads": 4, "num_key_value_heads": 2} for family in ("granitemoe_swa", "phimoe")},
     "exaone4": {"hidden_size": 256},
     "glm4": {"head_dim": 32},
     "granite_swa": {"hidden_size": 256},
@@ -107,12 +109,12 @@ def test_both_forms_give_the_same_bits(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("family", [family for family in CHECKPOINTS if family not in ("olmo2", "olmoe")])
+@pytest.mark.parametrize("family", [family for family in CHECKPOINTS if family not in ("minimax_m2", "olmo2", "olmoe")])
 @pytest.mark.slow
 def test_both_forms_give_the_same_bits_on_two_ranks(
     checkpoints: dict[str, Path], family: str, dtype: torch.dtype
 ) -> None:
-    """The other sum of OLMo 2 is inside the kernels, or the layers are not prepared."""
+    """The other sum of OLMo 2 and others is inside the kernels, or the layers are not prepared."""
     check_equal(checkpoints[family], 2, dtype)
 
 

@@ -51,6 +51,10 @@ _KEYS = {
     "moe_topk", "num_shared_expert", "route_scale", "num_dense_layers", "num_shared_experts", "mup_enabled",
     "global_attn_every_n_layers", "attention_chunk_size", "floor_scale",
     "attn_scale", "attn_temperature_tuning", "moe_layers", "interleave_moe_layer_step", "intermediate_size_mlp",
+    "first_k_dense_replace", "mlp_layer_types", "moe_intermediate_size", "norm_topk_prob", "n_shared_experts",
+    "shared_expert_intermediate_size", "router_scaling_factor", "rotary_dim",
+    "prefix_dense_intermediate_size", "expert_selection_fn", "num_nextn_predict_layers", "attn_type_list",
+    "router_jitter_noise",
 }  # fmt: skip
 _ROPES: dict[str, dict[str, Any]] = {
     "default": {},
@@ -65,7 +69,11 @@ _ROPE_KEYS = {
     "unknown", "alpha", "llama_4_scaling_beta", *(key for table in _ROPES.values() for key in table),
 }  # fmt: skip
 _OLDER = ("BioGptForCausalLM", "GPT2LMHeadModel", "GPTBigCodeForCausalLM", "GPTNeoXForCausalLM", "OPTForCausalLM")
-_MIXTURES = ("Moe", "MoeShared", "Mixtral", "Olmoe", "GptOss", "Afmoe", "HunYuanMoEV1", "Llama4")
+_MIXTURES = ("Moe", "MoeShared", "MoeSWA", "Mixtral", "Olmoe", "GptOss", "Dots1", "SolarOpen", "FlexOlmo", "HYV3",
+             "MiniMaxM2", "Mellum", "Flint", "Kolibri1", "Phimoe")  # fmt: skip
+# Keys that are read without a method of `Fields`.
+_RAW = {"architectures", "layer_types", "rope_scaling"}
+_RAW_OF_EXPERTS = {"attn_type_list", "layer_rope_theta", "mlp_layer_types", "mlp_only_layers"}
 # Keys whose invalid value may be reported under another key, which is derived from it.
 _FOLLOWS = {
     "hidden_size": "head_dim",
@@ -84,9 +92,14 @@ _FOLLOWS = {
 }
 
 
+def has_experts(architecture: str) -> bool:
+    return architecture.removesuffix("ForCausalLM").endswith(_MIXTURES)
+
+
 def base(architecture: str) -> dict[str, Any]:
     name = architecture.removesuffix("ForCausalLM")
-    own: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_k": 2} if name.endswith(_MIXTURES) else {}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_k": 2, "n_shared_experts": 1}
+    own: dict[str, Any] = experts if has_experts(architecture) else {}
     if name == "CohereCompass":  # which has a table for each kind of layer
         own = {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}
     # The tables of LongRoPE are those of whole heads.
@@ -153,7 +166,8 @@ def odd_configs(architecture: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """
     fields = Fields(base(architecture))
     FAMILIES[architecture](fields)
-    keys = sorted(_KEYS & (fields._read | _NEUTRAL.keys() | {"architectures", "layer_types", "rope_scaling"}))
+    raw = _RAW | (_RAW_OF_EXPERTS if has_experts(architecture) else set())
+    keys = sorted(_KEYS & (fields._read | _NEUTRAL.keys() | raw))
     kinds, turn = list(_ROPES), list(FAMILIES).index(architecture)
     kinds = kinds[turn % 3 :: 3]
     if architecture.startswith("Phi"):  # it has no others, whatever else is said
@@ -165,6 +179,8 @@ def odd_configs(architecture: str) -> Iterator[tuple[str, dict[str, Any]]]:
             yield key, {**base(architecture), key: value}
         for kind in kinds:
             table = _ROPES[kind]
+            if architecture == "PhimoeForCausalLM" and kind == "longrope":
+                table = table | {"short_mscale": 1.2, "long_mscale": 1.2}
             for key in sorted(_ROPE_KEYS):
                 yield (
                     key,
