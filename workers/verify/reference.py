@@ -51,6 +51,7 @@ from oarlock.workers.verify.dequantised_reference import (
     is_conv1d,
     is_experts,
     is_product,
+    is_router,
 )
 from oarlock.workers.verify.request import Text, VerifyRequest
 from oarlock.workers.verify.transformers_layout import TransformersLayout
@@ -108,6 +109,10 @@ def load_for(request: VerifyRequest, dtype: torch.dtype) -> tuple[PreTrainedMode
         for name, parameter in model.named_parameters():
             if name not in linear_layers:
                 parameter.data = layout.other(name).to(dtype)
+        stored = model.state_dict().keys()
+        for name, buffer in model.named_buffers():
+            if name in stored:  # corrections of routers
+                buffer.copy_(layout.other(name).view_as(buffer))
     return model, DequantisedModel(model, layout, dtype, was_dense=is_dense, device=request.device)
 
 
@@ -413,7 +418,7 @@ def _exact_experts(module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tens
 def _exact_forward(module: nn.Module) -> Callable[..., Any] | None:
     """Return the float64 version of a module with weights; None for a module without weights, which computes in the
     dtype of its inputs."""
-    if type(module).__name__.endswith("Router"):  # some are linear layers with a forward of their own
+    if is_router(module):
         return partial(_own_forward, module)
     if hasattr(module, "enable_moe_fp32_combine"):
         return partial(_widened, module)
