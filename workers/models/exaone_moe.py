@@ -19,6 +19,8 @@ from oarlock.workers.models.hf_experts import gguf_grouped, grouped_router, laye
 from oarlock.workers.models.hf_fields import Fields
 
 _POSITIONS = 2048
+_CORRECTION = "e_score_correction_bias"
+_NAMES = {f"model.layers.*.mlp.{_CORRECTION}": f"model.layers.*.mlp.gate.{_CORRECTION}"}
 
 
 def describe_exaone_moe(fields: Fields) -> DecoderSpec:
@@ -32,7 +34,7 @@ def describe_exaone_moe(fields: Fields) -> DecoderSpec:
     activation = activation_name(fields, "hidden_act", "silu")
     experts, top_k = expert_counts(fields, 64, 8)
     width, shared = fields.count("moe_intermediate_size", 1024), fields.count("num_shared_experts", 1)
-    router = grouped_router(fields, experts, top_k, scale=2.5, correction="e_score_correction_bias")
+    router = grouped_router(fields, experts, top_k, scale=2.5)
     mixture = ExpertsSpec(experts, width, router, activation, shared=SharedSpec(shared * width))
     spec = decoder_spec(
         fields,
@@ -47,8 +49,7 @@ def describe_exaone_moe(fields: Fields) -> DecoderSpec:
         activation=activation,
         eps=1e-5,
     )
-    # transformers keeps the correction in the router.
-    return replace(spec, names=TensorNames(ignored=("mtp", *layers_ahead(fields))))
+    return replace(spec, names=TensorNames(modules=_NAMES, ignored=("mtp", *layers_ahead(fields))))
 
 
 def _own(settings: GGUFSettings, config: dict[str, Any]) -> dict[str, Any]:

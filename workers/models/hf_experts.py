@@ -45,13 +45,7 @@ def _checked(is_sparse: list[bool], keys: str) -> list[bool]:
 
 
 def grouped_router(
-    fields: Fields,
-    experts: int,
-    top_k: int,
-    *,
-    normalised: bool = True,
-    scale: float = 1.0,
-    correction: str = "gate.e_score_correction_bias",
+    fields: Fields, experts: int, top_k: int, *, normalised: bool = True, scale: float = 1.0
 ) -> RouterSpec:
     """Return DeepSeek's router: corrected sigmoid scores choose groups of experts, then experts of these groups.
 
@@ -71,7 +65,7 @@ def grouped_router(
         scale=fields.number("routed_scaling_factor", scale),
         groups=groups,
         top_groups=top_groups,
-        correction=correction,
+        correction="gate.e_score_correction_bias",
     )
 
 

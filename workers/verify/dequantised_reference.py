@@ -327,8 +327,13 @@ class DequantisedModel:
 
 
 def is_product(module: Any) -> bool:
-    """Return whether `module` multiplies by a weight, or looks up its rows."""
-    return isinstance(module, nn.Linear | nn.Embedding) or is_conv1d(module)
+    """Return whether `module` multiplies by a weight, or looks up its rows. A router's weight is never rounded."""
+    return (isinstance(module, nn.Linear | nn.Embedding) and not is_router(module)) or is_conv1d(module)
+
+
+def is_router(module: nn.Module) -> bool:
+    """Return whether `module` chooses experts; some routers are linear layers with a forward of their own."""
+    return type(module).__name__.endswith("Router")
 
 
 def is_conv1d(module: nn.Module) -> bool:

@@ -114,6 +114,10 @@ def load_for(request: VerifyRequest, dtype: torch.dtype) -> tuple[PreTrainedMode
         for name, parameter in model.named_parameters():
             if name not in linear_layers:
                 parameter.data = layout.other(name).to(dtype)
+        stored = model.state_dict().keys()
+        for name, buffer in model.named_buffers():
+            if name in stored:  # corrections of routers
+                buffer.copy_(layout.other(name).view_as(buffer))
     return model, DequantisedModel(model, layout, dtype, was_dense=is_dense, device=request.device)
 
 
