@@ -33,7 +33,7 @@ from oarlock.workers.models.gpt_oss import GGUF_GPT_OSS, describe_gpt_oss
 from oarlock.workers.models.granite import GGUF_GRANITE, describe_granite, describe_granite_swa
 from oarlock.workers.models.granite_moe import GGUF_GRANITE_MOE, describe_granite_moe, describe_granite_moe_shared
 from oarlock.workers.models.helium import describe_helium
-from oarlock.workers.models.hf_fields import Fields, read_config
+from oarlock.workers.models.hf_fields import Fields, others_like, read_config
 from oarlock.workers.models.hunyuan import (
     GGUF_HUNYUAN_DENSE,
     GGUF_HUNYUAN_MOE,
@@ -165,12 +165,16 @@ _GGUF = (
 GGUF_FAMILIES = {family.name: family for family in _GGUF}
 
 
+def architectures() -> tuple[str, ...]:
+    """Return the names of all classes that are served."""
+    return (*FAMILIES, *served_wrappers(FAMILIES), *ENCODERS)
+
+
 def describe(hf_config: dict[str, Any]) -> DecoderSpec:
     """Return the decoder that a parsed `config.json` describes. Raise `StartupError` if it is not supported."""
     names = hf_config.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
     family = FAMILIES.get(name) if isinstance(name, str) else None
-    supported = ", ".join((*FAMILIES, *served_wrappers(FAMILIES), *ENCODERS))
     if isinstance(name, str) and name in ENCODERS:
         raise StartupError(
             f"{name} is an encoder, which this command does not know.",
@@ -181,7 +185,7 @@ def describe(hf_config: dict[str, Any]) -> DecoderSpec:
     if family is None:
         what = f"architecture {shown(name)} is not supported" if name else "it names no architecture"
         code = ", and the checkpoint's own code (auto_map) never runs" if hf_config.get("auto_map") else ""
-        raise StartupError(f"config.json: {what}{code}.", f"Supported: {supported}.")
+        raise StartupError(f"config.json: {what}{code}.", others_like(name, architectures()))
     return family(Fields(hf_config))
 
 
