@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 FAMILIES = ("arcee", "biogpt", "cohere", "cohere2", "gemma2", "gemma3_text", "gpt2", "gpt_bigcode", "gpt_neox",
             "hunyuan_v1_dense", "jais2", "llama", "ministral3", "mistral", "nemotron", "olmo", "olmo2", "opt", "phi",
@@ -165,10 +165,15 @@ def tiny_model(family: str, *, seed: int = 0, **overrides: Any) -> PreTrainedMod
         like = overrides.get("like", WRAPPERS[family]["like"])
         class_, settings = wrapper_settings(family, {**_SHAPE, **_FAMILY[like]}, **overrides)
         return _random_model(AutoConfig.for_model(family, **settings), seed, std=0.08, make=class_._from_config)
+    return _random_model(tiny_config(family, **overrides), seed, std=0.08)
+
+
+def tiny_config(family: str, **overrides: Any) -> PreTrainedConfig:
+    """The settings of a tiny model."""
     fields = {**_SHAPE, **_FAMILY[family], **overrides}
     if family == "emu3":  # whose own settings are those of its text model
         fields = {"text_config": fields}
-    return _random_model(AutoConfig.for_model(family, **fields), seed, std=0.08)
+    return AutoConfig.for_model(family, **fields)
 
 
 def _random_model(
