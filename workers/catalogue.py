@@ -58,6 +58,8 @@ _KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
     "GPT": {
         "GptOssForCausalLM": ("openai/gpt-oss-20b", EXPERTS, WINDOW),
         "GPT2LMHeadModel": ("openai-community/gpt2", BASE),
+        "GPTNeoForCausalLM": ("EleutherAI/gpt-neo-1.3B", BASE, WINDOW),
+        "GPTJForCausalLM": ("EleutherAI/gpt-j-6b", BASE, BIN),
         "GPTNeoXForCausalLM": ("EleutherAI/pythia-1.4b", BASE),
         "OPTForCausalLM": ("facebook/opt-1.3b", BASE, BIN),
     },

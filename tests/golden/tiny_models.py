@@ -19,9 +19,9 @@ FAMILIES = ("arcee", "biogpt", "cohere", "cohere2", "gemma2", "gemma3_text", "gp
 MIXTURES = ("afmoe", "ernie4_5_moe", "glm4_moe", "gpt_oss", "granitemoe", "granitemoeshared", "hunyuan_v1_moe",
             "llama4_text", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")  # fmt: skip
 # Families that need only values: a description on their page, and no code of their own.
-DESCRIBED = ("cohere_compass_text", "cwm", "emu3", "ernie4_5", "exaone4", "gemma", "glm", "glm4", "granite",
-             "granite_swa", "helium", "hyperclovax", "internlm3", "ministral", "olmo3", "phi4_multimodal", "seed_oss",
-             "smollm3", "stablelm", "vaultgemma")  # fmt: skip
+DESCRIBED = ("cohere_compass_text", "cwm", "emu3", "ernie4_5", "exaone4", "gemma", "glm", "glm4", "gpt_neo", "gptj",
+             "granite", "granite_swa", "helium", "hyperclovax", "internlm3", "ministral", "olmo3", "phi4_multimodal",
+             "seed_oss", "smollm3", "stablelm", "vaultgemma")  # fmt: skip
 # Small and odd on purpose: heads share KV heads, and no size is a power of two by accident of the family's defaults.
 _SHAPE: dict[str, Any] = {
     "vocab_size": 320,
@@ -67,6 +67,9 @@ _FAMILY: dict[str, dict[str, Any]] = {
     "biogpt": {"num_key_value_heads": None},
     "gpt2": {"n_inner": 96, "num_key_value_heads": None},
     "gpt_bigcode": {"n_inner": 96, "num_key_value_heads": None},
+    "gpt_neo": {"intermediate_size": 96, "window_size": 12, "num_key_value_heads": None,
+                "attention_types": [[["local", "global"], 1], [["local"], 1]]},
+    "gptj": {"n_inner": 96, "rotary_dim": 4, "num_key_value_heads": None},
     "gpt_neox": {"num_key_value_heads": None, "rotary_pct": 0.5},
     "opt": {"ffn_dim": 96, "num_key_value_heads": None},
     "phi": {},

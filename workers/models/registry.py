@@ -28,8 +28,10 @@ from oarlock.workers.models.gemma import (
 from oarlock.workers.models.glm4 import GGUF_GLM, GGUF_GLM4, describe_glm, describe_glm4
 from oarlock.workers.models.glm4_moe import GGUF_GLM4_MOE, describe_glm4_moe
 from oarlock.workers.models.gpt2 import GGUF_GPT2, GGUF_STARCODER, describe_gpt2, describe_gpt_bigcode
+from oarlock.workers.models.gpt_neo import describe_gpt_neo
 from oarlock.workers.models.gpt_neox import GGUF_GPT_NEOX, describe_gpt_neox
 from oarlock.workers.models.gpt_oss import GGUF_GPT_OSS, describe_gpt_oss
+from oarlock.workers.models.gptj import describe_gptj
 from oarlock.workers.models.granite import GGUF_GRANITE, describe_granite, describe_granite_swa
 from oarlock.workers.models.granite_moe import GGUF_GRANITE_MOE, describe_granite_moe, describe_granite_moe_shared
 from oarlock.workers.models.helium import describe_helium
@@ -112,6 +114,8 @@ FAMILIES: dict[str, Callable[[Fields], DecoderSpec]] = {
     "Glm4MoeForCausalLM": describe_glm4_moe,
     "GPT2LMHeadModel": describe_gpt2,
     "GPTBigCodeForCausalLM": describe_gpt_bigcode,
+    "GPTJForCausalLM": describe_gptj,
+    "GPTNeoForCausalLM": describe_gpt_neo,
     "GPTNeoXForCausalLM": describe_gpt_neox,
     "GlmForCausalLM": describe_glm,
     "GptOssForCausalLM": describe_gpt_oss,
