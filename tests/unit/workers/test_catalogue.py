@@ -28,11 +28,34 @@ from tests.golden.gguf_writer import _ARCHITECTURES
 from tests.golden.tiny_models import tiny_config
 from tests.golden.tiny_wrappers import WRAPPERS
 
+# The classes that people serve most, in order, by downloads of their checkpoints.
+MOST_SERVED = (
+    "Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM", "Qwen3_5MoeForConditionalGeneration",
+    "Qwen3_5ForConditionalGeneration", "Gemma4ForConditionalGeneration", "Qwen3VLForConditionalGeneration",
+    "GptOssForCausalLM", "Gemma3ForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration", "Qwen3MoeForCausalLM",
+    "MistralForCausalLM", "DeepseekV3ForCausalLM", "GPT2LMHeadModel", "Gemma3ForCausalLM", "OPTForCausalLM",
+    "Mistral3ForConditionalGeneration", "Phi3ForCausalLM", "MiniMaxM2ForCausalLM", "DeepseekV4ForCausalLM",
+    "GlmMoeDsaForCausalLM", "Kimi_K25ForConditionalGeneration", "NemotronHForCausalLM", "Glm4MoeForCausalLM",
+    "Glm4MoeLiteForCausalLM", "Gemma2ForCausalLM", "Qwen3NextForCausalLM", "Lfm2ForCausalLM",
+    "GraniteMoeHybridForCausalLM", "Gemma3nForConditionalGeneration", "DeepseekV32ForCausalLM", "SmolLM3ForCausalLM",
+    "HYV3ForCausalLM", "MiMoV2FlashForCausalLM", "Llama4ForConditionalGeneration", "InternVLForConditionalGeneration",
+    "MixtralForCausalLM", "GraniteForCausalLM", "Olmo3ForCausalLM", "Qwen3VLMoeForConditionalGeneration",
+)  # fmt: skip
+LEAST_CAUSAL, LEAST_MOST_SERVED = 68, 25
+
 
 def test_it_has_every_class_of_the_registry_and_no_other():
     assert CATALOGUE.keys() == set(architectures())
     assert len(CATALOGUE) == len(architectures())
     assert FAMILIES.keys() | ENCODERS.keys() <= CATALOGUE.keys()
+
+
+def test_most_classes_that_people_serve_are_served():
+    causal = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+    assert len(causal) == 181 and len(set(MOST_SERVED)) == 40
+    served = {name for name, entry in CATALOGUE.items() if entry.task == "text"}
+    assert len(served & causal) >= LEAST_CAUSAL
+    assert len(served & set(MOST_SERVED)) >= LEAST_MOST_SERVED
 
 
 def test_every_class_has_a_checkpoint_of_the_hub_and_known_notes():
