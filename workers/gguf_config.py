@@ -26,6 +26,7 @@ from oarlock.workers.model_files.gguf_model import (
 )
 from oarlock.workers.model_files.located import LocatedTensor
 from oarlock.workers.model_files.tensor_names import NO_NAMES, TensorNames
+from oarlock.workers.models.hf_fields import others_like
 from oarlock.workers.models.registry import GGUF_FAMILIES, describe
 
 _MAX_ROPE_FACTORS = 4096  # the widest known heads have 512 elements
@@ -122,7 +123,7 @@ def _family(settings: GGUFSettings) -> GGUFFamily:
     if found is None:
         raise StartupError(
             f"{settings.model.path}: architecture {settings.architecture[:80]!r} is not supported.",
-            f"Supported in GGUF: {', '.join(GGUF_FAMILIES)}.",
+            others_like(settings.architecture, GGUF_FAMILIES),
         )
     return found
 

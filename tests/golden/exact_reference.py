@@ -21,7 +21,10 @@ from oarlock.workers.verify.reference import TransformersRecorder, in_float64, m
 from tests.golden.cases import PROMPT
 
 GREEDY = 5
-_WITHOUT_SDPA = ("Gemma2ForCausalLM", "VaultGemmaForCausalLM", "GotOcr2ForConditionalGeneration")
+_WITHOUT_SDPA = (
+    "GPTJForCausalLM", "GPTNeoForCausalLM", "Gemma2ForCausalLM", "GotOcr2ForConditionalGeneration",
+    "VaultGemmaForCausalLM",
+)  # fmt: skip
 
 Result = TypeVar("Result")
 

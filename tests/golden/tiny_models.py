@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 FAMILIES = ("arcee", "biogpt", "cohere", "cohere2", "gemma2", "gemma3_text", "gpt2", "gpt_bigcode", "gpt_neox",
             "hunyuan_v1_dense", "jais2", "llama", "ministral3", "mistral", "nemotron", "olmo", "olmo2", "opt", "phi",
@@ -19,9 +19,9 @@ FAMILIES = ("arcee", "biogpt", "cohere", "cohere2", "gemma2", "gemma3_text", "gp
 MIXTURES = ("afmoe", "ernie4_5_moe", "glm4_moe", "gpt_oss", "granitemoe", "granitemoeshared", "hunyuan_v1_moe",
             "llama4_text", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")  # fmt: skip
 # Families that need only values: a description on their page, and no code of their own.
-DESCRIBED = ("cohere_compass_text", "cwm", "emu3", "ernie4_5", "exaone4", "gemma", "glm", "glm4", "granite",
-             "granite_swa", "helium", "hyperclovax", "internlm3", "ministral", "olmo3", "phi4_multimodal", "seed_oss",
-             "smollm3", "stablelm", "vaultgemma")  # fmt: skip
+DESCRIBED = ("cohere_compass_text", "cwm", "emu3", "ernie4_5", "exaone4", "gemma", "glm", "glm4", "gpt_neo", "gptj",
+             "granite", "granite_swa", "helium", "hyperclovax", "internlm3", "ministral", "olmo3", "phi4_multimodal",
+             "seed_oss", "smollm3", "stablelm", "vaultgemma")  # fmt: skip
 # Small and odd on purpose: heads share KV heads, and no size is a power of two by accident of the family's defaults.
 _SHAPE: dict[str, Any] = {
     "vocab_size": 320,
@@ -71,6 +71,9 @@ _FAMILY: dict[str, dict[str, Any]] = {
     "biogpt": {"num_key_value_heads": None},
     "gpt2": {"n_inner": 96, "num_key_value_heads": None},
     "gpt_bigcode": {"n_inner": 96, "num_key_value_heads": None},
+    "gpt_neo": {"intermediate_size": 96, "window_size": 12, "num_key_value_heads": None,
+                "attention_types": [[["local", "global"], 1], [["local"], 1]]},
+    "gptj": {"n_inner": 96, "rotary_dim": 4, "num_key_value_heads": None},
     "gpt_neox": {"num_key_value_heads": None, "rotary_pct": 0.5},
     "opt": {"ffn_dim": 96, "num_key_value_heads": None},
     "phi": {},
@@ -193,10 +196,15 @@ def tiny_model(family: str, *, seed: int = 0, **overrides: Any) -> PreTrainedMod
         like = overrides.get("like", WRAPPERS[family]["like"])
         class_, settings = wrapper_settings(family, {**_SHAPE, **_FAMILY[like]}, **overrides)
         return _random_model(AutoConfig.for_model(family, **settings), seed, std=0.08, make=class_._from_config)
+    return _random_model(tiny_config(family, **overrides), seed, std=0.08)
+
+
+def tiny_config(family: str, **overrides: Any) -> PreTrainedConfig:
+    """The settings of a tiny model."""
     fields = {**_SHAPE, **_FAMILY[family], **overrides}
     if family == "emu3":  # whose own settings are those of its text model
         fields = {"text_config": fields}
-    return _random_model(AutoConfig.for_model(family, **fields), seed, std=0.08)
+    return AutoConfig.for_model(family, **fields)
 
 
 def _random_model(

@@ -9,7 +9,7 @@ from oarlock.base.host_memory import human_bytes
 from oarlock.workers.attention.backend import KVSpec
 from oarlock.workers.attention.selector import BACKENDS
 from oarlock.workers.config import WorkerConfig
-from oarlock.workers.doctor.finding import ERROR, NOTE, Finding
+from oarlock.workers.doctor.finding import ERROR, NOTE, OK, Finding
 from oarlock.workers.gguf_config import open_checkpoint
 from oarlock.workers.models.encoders.registry import read_encoder
 from oarlock.workers.models.hf_fields import read_config
@@ -30,6 +30,11 @@ def findings(config: WorkerConfig) -> list[Finding]:
     if resolved.whole_texts:
         return [_encoder(resolved), _threads(resolved)]
     return [_model(resolved), _threads(resolved), _attention(resolved)]
+
+
+def described(text: str, fix: str) -> Finding:
+    """Report the class that describes the model, or with a `fix` why no class does."""
+    return Finding("description", text, ERROR if fix else OK, fix)
 
 
 def wrong(cause: str, fix: str) -> Finding:

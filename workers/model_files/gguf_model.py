@@ -237,6 +237,12 @@ class GGUFFamily:
     has_experts: bool = False  # True if models may have experts
     mlp_norm: str | None = None  # norm before the MLP or experts; None: the sublayers' name
     pairs_neighbours: bool = False  # True if it rotates neighbours, so that rows of q and k are permuted
+    # Further classes whose files have this name: `own` returns them for some models, or it is their text part.
+    others: tuple[str, ...] = ()
+
+    @property
+    def architectures(self) -> tuple[str, ...]:
+        return (self.architecture, *self.others)
 
 
 def shortest(value: float) -> float:

@@ -171,4 +171,6 @@ def _own(settings: GGUFSettings, config: dict[str, Any]) -> dict[str, Any]:
 _FIRST_FILES = {"heads": 8, "kv_heads": 4, "positions": _MAX_POSITIONS, "theta": 1_000_000}
 GGUF_GEMMA = GGUFFamily("gemma", "GemmaForCausalLM", _own_gemma)
 GGUF_GEMMA2 = GGUFFamily("gemma2", "Gemma2ForCausalLM", _own)
-GGUF_GEMMA3 = GGUFFamily("gemma3", "Gemma3ForCausalLM", _own, "gemma3_text", _FIRST_FILES)
+GGUF_GEMMA3 = GGUFFamily(
+    *("gemma3", "Gemma3ForCausalLM", _own, "gemma3_text", _FIRST_FILES), others=("Gemma3ForConditionalGeneration",)
+)

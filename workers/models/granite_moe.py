@@ -96,4 +96,9 @@ def _own(settings: GGUFSettings, config: dict[str, Any]) -> dict[str, Any]:
     return own
 
 
-GGUF_GRANITE_MOE = GGUFFamily("granitemoe", "GraniteMoeForCausalLM", _own, has_experts=True, pairs_neighbours=True)
+GGUF_GRANITE_MOE = GGUFFamily(
+    *("granitemoe", "GraniteMoeForCausalLM", _own),
+    has_experts=True,
+    pairs_neighbours=True,
+    others=("GraniteMoeSharedForCausalLM",),
+)

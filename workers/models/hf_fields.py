@@ -3,7 +3,9 @@
 A key that changes the forward pass and that a family does not read is refused, never ignored. Torch-free.
 """
 
-from collections.abc import Mapping
+import difflib
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,9 @@ LEAST_NUMBER, MOST_NUMBER = 1e-12, 1e15
 MOST_LAYERS = 10_000
 MOST_LABELS = 64  # values that fit into a step, however small the model is
 
+_HEAD = re.compile(r"For[A-Z]\w+$|LM\w*$|Model$")  # end of the name of a class, which many classes share
+_SIMILAR = 0.7  # ratio of `difflib` between names that belong to one family
+
 
 def unsupported(key: str, value: Any, fix: str) -> StartupError:
     return StartupError(f"config.json: {key} = {shown(value)} is not supported.", fix)
@@ -47,6 +52,20 @@ def unsupported(key: str, value: Any, fix: str) -> StartupError:
 
 def wrong(key: str, what: str, value: Any) -> StartupError:
     return StartupError(f"config.json: {key} must be {what}, got {shown(value)}.", "Repair config.json.")
+
+
+def others_like(name: Any, known: Iterable[str]) -> str:
+    """Return the fix for an architecture that is not supported: the `known` ones with similar names, and the command
+    that lists all."""
+    listed = "`oarlock models --supported` lists all architectures."
+    if not isinstance(name, str):
+        return listed
+    stems: dict[str, list[str]] = {}
+    for one in known:
+        stems.setdefault(_HEAD.sub("", one).lower(), []).append(one)
+    near = difflib.get_close_matches(_HEAD.sub("", name).lower(), stems, cutoff=_SIMILAR)
+    names = ", ".join(one for stem in near for one in stems[stem])
+    return f"Supported, with a similar name: {names}. {listed}" if near else listed
 
 
 def positive_number(key: str, value: Any, default: float | None) -> float:

@@ -73,4 +73,9 @@ def _own(settings: GGUFSettings, config: dict[str, Any]) -> dict[str, Any]:
     return own | ({"architectures": ["MistralForCausalLM"], "sliding_window": window} if window else {})
 
 
-GGUF_LLAMA = GGUFFamily("llama", "LlamaForCausalLM", _own, has_experts=True, pairs_neighbours=True)
+GGUF_LLAMA = GGUFFamily(
+    *("llama", "LlamaForCausalLM", _own),
+    has_experts=True,
+    pairs_neighbours=True,
+    others=("MistralForCausalLM", "MixtralForCausalLM"),
+)

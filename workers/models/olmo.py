@@ -130,7 +130,7 @@ def _own_olmo2(settings: GGUFSettings, config: dict[str, Any]) -> dict[str, Any]
     }
 
 
-GGUF_OLMO2 = GGUFFamily("olmo2", "Olmo2ForCausalLM", _own_olmo2)
+GGUF_OLMO2 = GGUFFamily("olmo2", "Olmo2ForCausalLM", _own_olmo2, others=("Olmo3ForCausalLM",))
 
 
 def describe_olmoe(fields: Fields) -> DecoderSpec:

@@ -48,5 +48,6 @@ def _own(settings: GGUFSettings, config: dict[str, Any]) -> dict[str, Any]:
 GGUF_QWEN2 = GGUFFamily("qwen2", "Qwen2ForCausalLM", _own)
 GGUF_QWEN3 = GGUFFamily("qwen3", "Qwen3ForCausalLM", _own)
 # The text parts of Qwen2-VL, Qwen2.5-VL and Qwen3-VL: positions of text are the same in all sections of the angles.
-GGUF_QWEN2_VL = GGUFFamily("qwen2vl", "Qwen2ForCausalLM", _own, "qwen2")
-GGUF_QWEN3_VL = GGUFFamily("qwen3vl", "Qwen3ForCausalLM", _own, "qwen3")
+_QWEN2_VL = ("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration")
+GGUF_QWEN2_VL = GGUFFamily("qwen2vl", "Qwen2ForCausalLM", _own, "qwen2", others=_QWEN2_VL)
+GGUF_QWEN3_VL = GGUFFamily(*("qwen3vl", "Qwen3ForCausalLM", _own, "qwen3"), others=("Qwen3VLForConditionalGeneration",))

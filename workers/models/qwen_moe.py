@@ -80,4 +80,8 @@ def _own(settings: GGUFSettings, config: dict[str, Any]) -> dict[str, Any]:
 
 GGUF_QWEN2_MOE = GGUFFamily("qwen2moe", "Qwen2MoeForCausalLM", _own, "qwen2_moe", has_experts=True)
 GGUF_QWEN3_MOE = GGUFFamily("qwen3moe", "Qwen3MoeForCausalLM", _own, "qwen3_moe", has_experts=True)
-GGUF_QWEN3_VL_MOE = GGUFFamily("qwen3vlmoe", "Qwen3MoeForCausalLM", _own, "qwen3_moe", has_experts=True)
+GGUF_QWEN3_VL_MOE = GGUFFamily(
+    *("qwen3vlmoe", "Qwen3MoeForCausalLM", _own, "qwen3_moe"),
+    has_experts=True,
+    others=("Qwen3VLMoeForConditionalGeneration",),
+)

@@ -32,8 +32,10 @@ from oarlock.workers.models.gemma import (
 from oarlock.workers.models.glm4 import GGUF_GLM, GGUF_GLM4, describe_glm, describe_glm4
 from oarlock.workers.models.glm4_moe import GGUF_GLM4_MOE, describe_glm4_moe
 from oarlock.workers.models.gpt2 import GGUF_GPT2, GGUF_STARCODER, describe_gpt2, describe_gpt_bigcode
+from oarlock.workers.models.gpt_neo import describe_gpt_neo
 from oarlock.workers.models.gpt_neox import GGUF_GPT_NEOX, describe_gpt_neox
 from oarlock.workers.models.gpt_oss import GGUF_GPT_OSS, describe_gpt_oss
+from oarlock.workers.models.gptj import describe_gptj
 from oarlock.workers.models.granite import GGUF_GRANITE, describe_granite, describe_granite_swa
 from oarlock.workers.models.granite_moe import (
     GGUF_GRANITE_MOE,
@@ -42,7 +44,7 @@ from oarlock.workers.models.granite_moe import (
     describe_granite_moe_swa,
 )
 from oarlock.workers.models.helium import describe_helium
-from oarlock.workers.models.hf_fields import Fields, read_config
+from oarlock.workers.models.hf_fields import Fields, others_like, read_config
 from oarlock.workers.models.hunyuan import (
     GGUF_HUNYUAN_DENSE,
     GGUF_HUNYUAN_MOE,
@@ -131,6 +133,8 @@ FAMILIES: dict[str, Callable[[Fields], DecoderSpec]] = {
     "Glm4MoeForCausalLM": describe_glm4_moe,
     "GPT2LMHeadModel": describe_gpt2,
     "GPTBigCodeForCausalLM": describe_gpt_bigcode,
+    "GPTJForCausalLM": describe_gptj,
+    "GPTNeoForCausalLM": describe_gpt_neo,
     "GPTNeoXForCausalLM": describe_gpt_neox,
     "GlmForCausalLM": describe_glm,
     "GptOssForCausalLM": describe_gpt_oss,
@@ -192,12 +196,16 @@ _GGUF = (
 GGUF_FAMILIES = {family.name: family for family in _GGUF}
 
 
+def architectures() -> tuple[str, ...]:
+    """Return the names of all classes that are served."""
+    return (*FAMILIES, *served_wrappers(FAMILIES), *ENCODERS)
+
+
 def describe(hf_config: dict[str, Any]) -> DecoderSpec:
     """Return the decoder that a parsed `config.json` describes. Raise `StartupError` if it is not supported."""
     names = hf_config.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
     family = FAMILIES.get(name) if isinstance(name, str) else None
-    supported = ", ".join((*FAMILIES, *served_wrappers(FAMILIES), *ENCODERS))
     if isinstance(name, str) and name in ENCODERS:
         raise StartupError(
             f"{name} is an encoder, which this command does not know.",
@@ -208,7 +216,7 @@ def describe(hf_config: dict[str, Any]) -> DecoderSpec:
     if family is None:
         what = f"architecture {shown(name)} is not supported" if name else "it names no architecture"
         code = ", and the checkpoint's own code (auto_map) never runs" if hf_config.get("auto_map") else ""
-        raise StartupError(f"config.json: {what}{code}.", f"Supported: {supported}.")
+        raise StartupError(f"config.json: {what}{code}.", others_like(name, architectures()))
     return family(Fields(hf_config))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from oarlock.base.errors import StartupError, shown
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.model_files.tensor_names import TensorNames
-from oarlock.workers.models.hf_fields import Fields, unsupported, wrong
+from oarlock.workers.models.hf_fields import Fields, others_like, unsupported, wrong
 from oarlock.workers.models.wrapper_table import REFUSED, TEXT_PARTS, WRAPPERS, TextPart, Wrapper
 
 _SECTION, _INTERLEAVED = "mrope_section", "mrope_interleaved"
@@ -56,7 +56,7 @@ def describe_text_part(
     if part.architecture not in families:
         raise StartupError(
             f"config.json: the text part of {architecture} is {part.architecture}, which is not supported.",
-            f"Supported: {', '.join(families)}.",
+            others_like(part.architecture, families),
         )
     text = _settings(wrapper, part, config, given)
     spec = families[part.architecture](Fields(text))

@@ -333,7 +333,7 @@ def is_product(module: Any) -> bool:
 
 def is_router(module: nn.Module) -> bool:
     """Return whether `module` chooses experts; some routers are linear layers with a forward of their own."""
-    return type(module).__name__.endswith("Router")
+    return type(module).__name__.endswith(("Router", "Gate"))
 
 
 def is_conv1d(module: nn.Module) -> bool:
@@ -356,10 +356,6 @@ def weighs_inputs(experts: nn.Module) -> bool:
     """Return whether these experts get every token times its weight, as Llama 4's. Others have transformers' switch
     between implementations."""
     return not hasattr(experts, "is_transposed")
-
-
-def is_router(module: nn.Module) -> bool:
-    return type(module).__name__.endswith(("Router", "Gate"))
 
 
 def _weighing_experts(module: Any, rounds: RoundRows | None, x: Tensor) -> Tensor:

@@ -251,12 +251,14 @@ class TransformersRecorder:
         self._keep = keep
         self._parts: dict[str, list[Tensor]] = {}
         self._handles: list[Any] = []
+        self._replaced: list[Any] = []  # modules of attention with a function of their own
         self._usual_attention = usual = model.config._attn_implementation
         self._modules = modules_by_name(model, spec.names)
         self._after(self._modules["model.norm"], "final_norm")
         self._before(self._modules["model.layers.0"], "embedding")
         for index in range(spec.num_layers):
             self._hook_layer(index)
+            self._replace_own_attention(index)
         name = f"oarlock_{usual}"
         AttentionInterface.register(name, self._attend)
         AttentionMaskInterface.register(name, sdpa_mask if usual == "sdpa" else eager_mask)
@@ -272,6 +274,8 @@ class TransformersRecorder:
         """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
+        for module in self._replaced:
+            del module._attn
         self._model.set_attn_implementation(self._usual_attention)
 
     def record(self, name: str, value: Tensor) -> None:
@@ -361,6 +365,23 @@ class TransformersRecorder:
             self.record(name, (result[0] if isinstance(result, tuple) else result)[..., columns])
 
         self._handles.append(module.register_forward_hook(hook))
+
+    def _replace_own_attention(self, index: int) -> None:
+        """Record the queries and keys of a layer that computes attention in its own method `_attn`, in float32: older
+        families of transformers call no attention function. In float64 the method computes in float64."""
+        module: Any = self._modules[f"model.layers.{index}.self_attn"]
+        usual = getattr(module, "_attn", None)
+        if usual is None:
+            return
+
+        def attend(query: Tensor, key: Tensor, *others: Any, **named: Any) -> Any:
+            self.record(f"{index}.q_rope", query.transpose(1, 2))
+            self.record(f"{index}.k_rope", key.transpose(1, 2))
+            with _Widened() if query.dtype == torch.float64 else nullcontext():
+                return usual(query, key, *others, **named)
+
+        module._attn = attend
+        self._replaced.append(module)
 
     def _attend(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **named: Any

@@ -261,8 +261,12 @@ _HUNYUAN_MOE: dict[str, Any] = {**BASE, "architectures": ["HunYuanMoEV1ForCausal
 _LLAMA4: dict[str, Any] = {**BASE, "architectures": ["Llama4ForCausalLM"], "num_key_value_heads": 4}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "unknown architecture": (
-        {"architectures": ["BloomForCausalLM"]},
-        "BloomForCausalLM.*Supported: .*Cohere2.*Gemma2.*Llama.*Phi3.*Qwen3",
+        {"architectures": ["MambaForCausalLM"]},
+        "'MambaForCausalLM' is not supported. `oarlock models --supported` lists",
+    ),
+    "architecture with a similar name": (
+        {"architectures": ["QWEN3ForTokenClassification"]},
+        "'QWEN3ForTokenClassification' is not supported. Supported, with a similar name: Qwen3ForCausalLM, ",
     ),
     "no architecture": ({"architectures": None}, "names no architecture"),
     "architecture of another type": ({"architectures": [["x"]]}, "not supported"),

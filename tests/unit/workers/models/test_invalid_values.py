@@ -42,7 +42,8 @@ _KEYS = {
     "n_embd", "n_layer", "n_head", "n_positions", "n_inner", "activation_function", "layer_norm_epsilon", "multi_query",
     "scale_attn_weights", "scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn", "add_cross_attention",
     "do_layer_norm_before", "word_embed_proj_dim", "ffn_dim", "enable_bias", "layer_norm_elementwise_affine",
-    "rotary_pct", "rotary_emb_base",
+    "rotary_pct", "rotary_emb_base", "rotary_dim", "num_layers", "num_heads", "window_size", "attention_layers",
+    "attention_types",
     "n_group", "topk_group", "routed_scaling_factor", "moe_layer_end_index", "moe_norm_min", "residual_multiplier",
     "norm_eps", "norm_epsilon", "clip_qkv",
     "attention_multiplier", "embedding_multiplier", "attention_out_bias", "use_bias", "qkv_bias", "bias",
@@ -52,8 +53,7 @@ _KEYS = {
     "global_attn_every_n_layers", "attention_chunk_size", "floor_scale",
     "attn_scale", "attn_temperature_tuning", "moe_layers", "interleave_moe_layer_step", "intermediate_size_mlp",
     "first_k_dense_replace", "mlp_layer_types", "moe_intermediate_size", "norm_topk_prob", "n_shared_experts",
-    "shared_expert_intermediate_size", "router_scaling_factor", "rotary_dim",
-    "prefix_dense_intermediate_size", "expert_selection_fn", "num_nextn_predict_layers", "attn_type_list",
+    "shared_expert_intermediate_size", "router_scaling_factor", "prefix_dense_intermediate_size", "expert_selection_fn", "num_nextn_predict_layers", "attn_type_list",
     "router_jitter_noise",
 }  # fmt: skip
 _ROPES: dict[str, dict[str, Any]] = {
@@ -68,9 +68,12 @@ _ROPE_KEYS = {
     "rope_theta", "original_max_position_embeddings", "attention_factor", "partial_rotary_factor", "rope_type", "type",
     "unknown", "alpha", "llama_4_scaling_beta", *(key for table in _ROPES.values() for key in table),
 }  # fmt: skip
-_OLDER = ("BioGptForCausalLM", "GPT2LMHeadModel", "GPTBigCodeForCausalLM", "GPTNeoXForCausalLM", "OPTForCausalLM")
+_OLDER = (
+    "BioGptForCausalLM", "GPT2LMHeadModel", "GPTBigCodeForCausalLM", "GPTJForCausalLM", "GPTNeoForCausalLM",
+    "GPTNeoXForCausalLM", "OPTForCausalLM",
+)  # fmt: skip
 _MIXTURES = ("Moe", "MoeShared", "MoeSWA", "Mixtral", "Olmoe", "GptOss", "Dots1", "SolarOpen", "FlexOlmo", "HYV3",
-             "MiniMaxM2", "Mellum", "Flint", "Kolibri1", "Phimoe")  # fmt: skip
+             "MiniMaxM2", "Mellum", "Flint", "Kolibri1", "Phimoe", "Afmoe", "HunYuanMoEV1", "Llama4")  # fmt: skip
 # Keys that are read without a method of `Fields`.
 _RAW = {"architectures", "layer_types", "rope_scaling"}
 _RAW_OF_EXPERTS = {"attn_type_list", "layer_rope_theta", "mlp_layer_types", "mlp_only_layers"}
@@ -106,6 +109,7 @@ def base(architecture: str) -> dict[str, Any]:
     own |= {"partial_rotary_factor": 1.0, "use_sliding_window": name != "IQuestCoder"}
     if architecture in _OLDER:  # all heads have keys of their own, or one for all
         own |= {"num_key_value_heads": None, "head_dim": None, "rotary_pct": 1.0, "rotary_emb_base": 5e5}
+        own |= {"rotary_dim": 4, "attention_layers": ["global", "local", "global"]}
     return {**_SHAPE, **own, "architectures": [architecture], "sliding_window": 16}
 
 
