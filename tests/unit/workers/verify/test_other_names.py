@@ -1,6 +1,8 @@
 """Verification of quantised and GGUF models whose checkpoints have other names and layouts than ours."""
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +118,23 @@ def test_a_quantised_checkpoint_with_other_names_is_right(tmp_path: Path) -> Non
     stored = load_file(path / SINGLE_FILE)
     for long in modules.values():
         stored = {name.replace(long, long.removesuffix("_proj")): tensor for name, tensor in stored.items()}
+    save_file(stored, path / SINGLE_FILE, {"format": "pt"})
+    right(VerifyCase(path, tmp_path / "verify", "bfloat16"), 2)
+
+
+def test_experts_stored_in_blocks_of_fp8_are_right(tmp_path: Path) -> None:
+    """MiniMax M2 as published: the experts' matrices are w1, w2 and w3, and the router is left as it is by name."""
+    dense = make_tiny(tmp_path, "minimax_m2", seed=5, hidden_size=128, num_hidden_layers=2, **EXPERTS["minimax_m2"])
+    tensors = load_file(dense / SINGLE_FILE)
+    experts = re.compile(r"(block_sparse_moe\.experts\.\d+\.w[123])(_proj)?\.")
+    assert sum(experts.search(name) is not None for name in tensors) == 2 * 3 * 3
+    named = {experts.sub(r"\1_proj.", name): tensor for name, tensor in tensors.items()}
+    save_file(named, dense / SINGLE_FILE, {"format": "pt"})  # `write` rounds the modules whose names end so
+    case = CASES["fp8-block"]
+    left = {"fmt": "float8_e4m3fn", "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"]}
+    path = write(dense, tmp_path, replace(case, settings=case.settings | left)).path
+    stored = {experts.sub(r"\1.", name): tensor for name, tensor in load_file(path / SINGLE_FILE).items()}
+    assert sum(name.endswith("weight_scale_inv") for name in stored) == 2 * (3 * 3 + 4)
     save_file(stored, path / SINGLE_FILE, {"format": "pt"})
     right(VerifyCase(path, tmp_path / "verify", "bfloat16"), 2)
 
