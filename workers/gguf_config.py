@@ -74,6 +74,12 @@ def hf_config(model: GGUFModel) -> dict[str, Any]:
         raise StartupError(
             f"{model.path} is a mixture of {experts} experts, which {family.name} models are not.", "Use another model."
         )
+    for limits in (".swiglu_clamp_exp", ".swiglu_clamp_shexp"):
+        if any(settings.numbers(limits, config["num_hidden_layers"]) if settings.has(limits) else ()):
+            raise StartupError(
+                f"{model.path} clamps its experts' activations, which {family.name} models do not.",
+                "Use another model.",
+            )
     used = {"num_experts": experts, "num_experts_per_tok": settings.count(".expert_used_count")} if experts else {}
     return config | used | own
 

@@ -334,6 +334,8 @@ def _check_groups(reader: GGUFReader, name: str, truth: torch.Tensor, form: Grou
         ("glm4", {"glm4__rope__dimension_sections": [8, 12, 12, 0]}, "vision model"),
         ("olmo3", {"olmo2__attention__sliding_window_pattern": [True, False]}, "a list of 3 flags"),
         ("smollm3", {"smollm3__rope__dimension_count": 4}, "rotates 4 of 8 elements"),
+        ("minimax_m2", {"minimax-m2__expert_gating_func": 1}, "without sigmoid scores"),
+        ("exaone_moe", {"exaone-moe__swiglu_clamp_exp": [0.0, 0.0, 7.0]}, "clamps its experts' activations"),
     ],
 )
 def test_a_file_that_means_another_model_is_refused(

@@ -32,6 +32,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_bidirectional_attention": (None, False),
     "is_decoder": (None, True, False),
     "add_cross_attention": (None, False),
+    "swiglu_limit": (None,),
+    "swiglu_limits": (None,),  # K-EXAONE 2.0, with the class of K-EXAONE
+    "sliding_windows": (None,),
 }
 
 

@@ -90,6 +90,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "groups": ("SolarOpen", {"n_group": 3}, "cannot be chosen from 1 of 3 groups"),
     "dense layers of Solar": ("SolarOpen", {"first_k_dense_replace": 1}, "first_k_dense_replace = 1"),
     "window of Exaone": ("ExaoneMoe", {"sliding_window": None}, "sliding_window = None"),
+    "limits of K-EXAONE 2.0": ("ExaoneMoe", {"swiglu_limits": [None, 7.0]}, "swiglu_limits = "),
+    "windows of K-EXAONE 2.0": ("ExaoneMoe", {"sliding_windows": [128, 4096]}, "sliding_windows = "),
     "no layer with experts": ("HYV3", {"mlp_layer_types": ["dense"] * 6}, "none has experts"),
     "kinds of MLPs": ("Mellum", {"mlp_layer_types": ["dense"]}, "mlp_layer_types = "),
     "one rotary table": ("Mellum", {"rope_parameters": {"rope_theta": 1e4}}, "rope_parameters = "),
