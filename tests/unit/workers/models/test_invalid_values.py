@@ -33,6 +33,7 @@ _SHAPE = {
     "num_key_value_heads": 4, "head_dim": 8, "max_position_embeddings": 1024, "rms_norm_eps": 1e-6,
 }  # fmt: skip
 _KEYS = {
+    *_SHAPE,
     "architectures", "dtype", "torch_dtype", "hidden_act", "hidden_activation", "tie_word_embeddings", "attention_bias",
     "mlp_bias", "sliding_window", "use_sliding_window", "max_window_layers", "layer_types", "sliding_window_pattern",
     "rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq", "original_max_position_embeddings",
