@@ -14,6 +14,7 @@ from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.layers import attention, linear
 from oarlock.workers.layers.experts import Experts
 from oarlock.workers.models.registry import read_spec
+from tests.golden import mutations_of_values as of_values
 from tests.golden.tiny_models import make_tiny
 from tests.unit.workers.verify.cases import PROMPTS, VerifyCase, altered, reconfigured
 from tests.unit.workers.verify.faults import SIZE, WEIGHTS, rows
