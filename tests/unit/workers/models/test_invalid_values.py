@@ -71,8 +71,10 @@ _OLDER = (
     "BioGptForCausalLM", "GPT2LMHeadModel", "GPTBigCodeForCausalLM", "GPTJForCausalLM", "GPTNeoForCausalLM",
     "GPTNeoXForCausalLM", "OPTForCausalLM",
 )  # fmt: skip
-_MIXTURES = ("Moe", "MoeShared", "MoeSWA", "Mixtral", "Olmoe", "GptOss", "Dots1", "SolarOpen", "FlexOlmo", "HYV3",
-             "MiniMaxM2", "Mellum", "Flint", "Kolibri1", "Phimoe", "Afmoe", "HunYuanMoEV1", "Llama4")  # fmt: skip
+_MIXTURES = (
+    "Moe", "MoE", "MoeShared", "MoeSWA", "Mixtral", "Olmoe", "GptOss", "Dots1", "SolarOpen", "FlexOlmo", "HYV3",
+    "MiniMaxM2", "Mellum", "Flint", "Kolibri1", "Phimoe", "Afmoe", "HunYuanMoEV1", "Llama4",
+)  # fmt: skip
 # Keys that are read without a method of `Fields`.
 _RAW = {"architectures", "layer_types", "rope_scaling"}
 _RAW_OF_EXPERTS = {"attn_type_list", "layer_rope_theta", "mlp_layer_types", "mlp_only_layers"}
@@ -182,7 +184,7 @@ def odd_configs(architecture: str) -> Iterator[tuple[str, dict[str, Any]]]:
             yield key, {**base(architecture), key: value}
         for kind in kinds:
             table = _ROPES[kind]
-            if architecture == "PhimoeForCausalLM" and kind == "longrope":
+            if architecture in ("PhiMoEForCausalLM", "PhimoeForCausalLM") and kind == "longrope":
                 table = table | {"short_mscale": 1.2, "long_mscale": 1.2}
             for key in sorted(_ROPE_KEYS):
                 yield (
