@@ -136,8 +136,8 @@ class HeadNorm:
         both = self.placement.empty(2, self.head_dim)
         for index, part in enumerate(("q_norm", "k_norm")):
             weights.take(f"{self.name}.{part}.weight", both[index], shape=(self.head_dim,))
-        counts = both.new_tensor([self.num_heads, self.num_kv_heads]).long()
-        self.weight = (both.float() + self.offset).repeat_interleave(counts, dim=0)  # [heads + kv_heads, head_dim]
+        of_each = zip(both.float() + self.offset, (self.num_heads, self.num_kv_heads), strict=True)
+        self.weight = torch.cat([one.expand(count, -1) for one, count in of_each])  # [heads + kv_heads, head_dim]
 
     def __call__(self, qk: Tensor) -> Tensor:
         if self.has_kernel:
