@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pytest import MonkeyPatch
 
 from tests.golden import mutations
+from tests.golden import mutations_of_values as of_values
 from tests.golden.cases import run_id
 
 FILE = "tests/golden/test_layers_golden.py"
@@ -100,7 +101,7 @@ FAULTS = [
     Fault("S6", "Conv1D not transposed", mutations.conv1d_read_as_other_matrices, "gpt2", 2, "0.o_proj"),
     Fault("S6", "q, k, v of heads as of all", mutations.parts_of_heads_taken_as_parts_of_all, "pythia", 2, "0.q"),
     Fault("S13", "embedding scale forgotten", mutations.embedding_scale_forgotten, "gemma2", 2, "embedding"),
-    Fault("S13", "norm offset forgotten", mutations.norm_offset_forgotten, "gemma3", 1, "0.input_norm"),
+    Fault("S13", "norm offset forgotten", of_values.norm_offset_forgotten, "gemma3", 1, "0.input_norm"),
     Fault("S13", "scale from head_dim", mutations.scale_from_head_dim, "gemma2", 1, "0.attention"),
     Fault("S13", "gate on attention left out", mutations.gate_on_attention_left_out, "afmoe", 1, "0.attention"),
     Fault("S13", "gate without its sigmoid", mutations.gate_without_its_sigmoid, "afmoe", 4, "0.attention"),
@@ -109,23 +110,30 @@ FAULTS = [
     Fault(
         "S13",
         "norms after half-blocks left out",
-        mutations.norms_after_half_blocks_left_out,
+        of_values.norms_after_half_blocks_left_out,
         "gemma2",
         1,
         "0.mid_residual",
     ),
     Fault("S13", "attention multiplier ignored", mutations.scale_from_head_dim, "granite", 2, "0.attention"),
-    Fault("S13", "residual multiplier forgotten", mutations.residual_scale_forgotten, "granite", 1, "0.mid_residual"),
+    Fault(
+        "S13",
+        "residual multiplier forgotten",
+        of_values.residual_scale_forgotten,
+        "granite",
+        1,
+        "0.mid_residual",
+    ),
     Fault("S13", "logit scale forgotten", mutations.logit_scale_forgotten, "hyperclovax", 2, "logits"),
     Fault(
         "S13",
         "norms after half-blocks change places",
-        mutations.norms_after_half_blocks_change_places,
+        of_values.norms_after_half_blocks_change_places,
         "hyperclovax",
         1,
         "0.mid_residual",
     ),
-    Fault("S13", "biases of LayerNorm dropped", mutations.biases_of_norms_dropped, "stablelm", 2, "0.input_norm"),
+    Fault("S13", "biases of LayerNorm dropped", of_values.biases_of_norms_dropped, "stablelm", 2, "0.input_norm"),
     Fault("S13", "two experts change places", mutations.two_experts_change_places, "mixtral", 2, "0.experts"),
     Fault("S13", "weights not normalised", mutations.weights_of_experts_not_normalised, "qwen3-moe", 2, "0.routing"),
     Fault("S13", "experts of all groups", mutations.experts_of_all_groups, "glm4-moe", 1, "1.routing"),
@@ -138,16 +146,23 @@ FAULTS = [
     Fault("S13", "attention sinks dropped", mutations.attention_sinks_dropped, "gpt-oss", 2, "0.attention"),
     Fault("S13", "limit of activations ignored", mutations.limit_of_activations_ignored, "gpt-oss", 4, "0.experts"),
     Fault("S13", "shared expert dropped", mutations.shared_expert_dropped, "granite-moe-shared", 2, "0.residual"),
-    Fault("S13", "relu not squared", mutations.relu_not_squared, "arcee", 2, "0.up"),
-    Fault("S13", "gelu without the tanh", mutations.exact_gelu_for_its_approximation, "starcoder2", 1, "0.up"),
-    Fault("S6", "up_proj of the first rank", mutations.up_of_the_first_rank, "jais2", 2, "0.up"),
-    Fault("S13", "offset of LayerNorm forgotten", mutations.layer_norm_offset_forgotten, "nemotron", 1, "0.input_norm"),
-    Fault("S13", "LayerNorm without its mean", mutations.layer_norm_without_its_mean, "olmo", 2, "0.input_norm"),
-    Fault("S13", "q, k, v not limited", mutations.queries_keys_and_values_not_limited, "olmo", 1, "0.q_rope"),
+    Fault("S13", "relu not squared", of_values.relu_not_squared, "arcee", 2, "0.up"),
+    Fault("S13", "gelu without the tanh", of_values.exact_gelu_for_its_approximation, "starcoder2", 1, "0.up"),
+    Fault("S6", "up_proj of the first rank", of_values.up_of_the_first_rank, "jais2", 2, "0.up"),
+    Fault(
+        "S13",
+        "offset of LayerNorm forgotten",
+        of_values.layer_norm_offset_forgotten,
+        "nemotron",
+        1,
+        "0.input_norm",
+    ),
+    Fault("S13", "LayerNorm without its mean", of_values.layer_norm_without_its_mean, "olmo", 2, "0.input_norm"),
+    Fault("S13", "q, k, v not limited", of_values.queries_keys_and_values_not_limited, "olmo", 1, "0.q_rope"),
     Fault(
         "S13",
         "weights of experts on their results",
-        mutations.weights_of_experts_on_their_results,
+        of_values.weights_of_experts_on_their_results,
         "llama4",
         2,
         "1.experts",

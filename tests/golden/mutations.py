@@ -20,11 +20,9 @@ from oarlock.workers.layers.attention_spec import SelfAttentionSpec
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.layers.embedding import PositionEmbedding, VocabParallelEmbedding, VocabParallelHead
 from oarlock.workers.layers.experts import Experts, ExpertStack, Router
-from oarlock.workers.layers.linear import ColumnParallelLinear, HeadsParallelLinear, RowParallelLinear
-from oarlock.workers.layers.norm import LayerNorm, RMSNorm
+from oarlock.workers.layers.linear import HeadsParallelLinear, RowParallelLinear
 from oarlock.workers.layers.rotary import QueryScaleTable, RotaryTable, rotate
 from oarlock.workers.model_files.tensor_names import Blocks, TensorNames
-from oarlock.workers.models.decoder import Branch, DecoderLayer
 from oarlock.workers.quantization.method import DenseWeight, WeightShard
 from oarlock.workers.weights.reader import WeightReader
 
@@ -104,7 +102,7 @@ def window_one_too_long(patch: MonkeyPatch) -> None:
 
 
 def chunks_one_token_longer(patch: MonkeyPatch) -> None:
-    _with_init(
+    with_init(
         patch,
         Attention,
         "spec",
@@ -113,7 +111,7 @@ def chunks_one_token_longer(patch: MonkeyPatch) -> None:
 
 
 def chunks_as_a_window(patch: MonkeyPatch) -> None:
-    _with_init(patch, Attention, "spec", lambda layer: replace(layer.spec, chunk=None, sliding_window=layer.spec.chunk))
+    with_init(patch, Attention, "spec", lambda layer: replace(layer.spec, chunk=None, sliding_window=layer.spec.chunk))
 
 
 def gate_on_attention_left_out(patch: MonkeyPatch) -> None:
@@ -154,7 +152,7 @@ def sinks_of_the_first_rank(patch: MonkeyPatch) -> None:
 
 
 def scale_from_head_dim(patch: MonkeyPatch) -> None:
-    _with_init(patch, Attention, "spec", lambda layer: replace(layer.spec, scale=layer.head_dim**-0.5))
+    with_init(patch, Attention, "spec", lambda layer: replace(layer.spec, scale=layer.head_dim**-0.5))
 
 
 # -- weights and their cuts
@@ -399,11 +397,11 @@ def keys_scaled_too(patch: MonkeyPatch) -> None:
 
 
 def norms_before_the_rotation(patch: MonkeyPatch) -> None:
-    _with_init(patch, Attention, "norms_last", False)
+    with_init(patch, Attention, "norms_last", False)
 
 
 def norms_of_heads_left_out(patch: MonkeyPatch) -> None:
-    _with_init(patch, Attention, "norm", None)
+    with_init(patch, Attention, "norm", None)
 
 
 def positions_begin_anew_in_each_chunk(patch: MonkeyPatch) -> None:
@@ -561,7 +559,7 @@ def parts_of_heads_taken_as_parts_of_all(patch: MonkeyPatch) -> None:
     patch.setattr(TensorNames, "blocks_of", patched)
 
 
-def _with_init(patch: MonkeyPatch, layer: type, attribute: str, value: Any) -> None:
+def with_init(patch: MonkeyPatch, layer: type, attribute: str, value: Any) -> None:
     original = layer.__init__
 
     def patched(self: Any, *arguments: Any, **named: Any) -> None:
@@ -572,95 +570,12 @@ def _with_init(patch: MonkeyPatch, layer: type, attribute: str, value: Any) -> N
 
 
 def embedding_scale_forgotten(patch: MonkeyPatch) -> None:
-    _with_init(patch, VocabParallelEmbedding, "scale", 1.0)
+    with_init(patch, VocabParallelEmbedding, "scale", 1.0)
 
 
 def logit_softcap_skipped(patch: MonkeyPatch) -> None:
-    _with_init(patch, VocabParallelHead, "softcap", None)
+    with_init(patch, VocabParallelHead, "softcap", None)
 
 
 def logit_scale_forgotten(patch: MonkeyPatch) -> None:
-    _with_init(patch, VocabParallelHead, "scale", 1.0)
-
-
-# -- norms
-
-
-def norm_offset_forgotten(patch: MonkeyPatch) -> None:
-    _with_init(patch, RMSNorm, "offset", 0.0)
-
-
-def norms_after_half_blocks_left_out(patch: MonkeyPatch) -> None:
-    _with_init(patch, Branch, "post_norm", None)
-
-
-def layer_norm_offset_forgotten(patch: MonkeyPatch) -> None:
-    _with_init(patch, LayerNorm, "offset", 0.0)
-
-
-def layer_norm_without_its_mean(patch: MonkeyPatch) -> None:
-    def call(self: LayerNorm, x: Tensor) -> Tensor:
-        return torch.nn.functional.rms_norm(x.float(), (self.size,), self.weight, self.eps).to(x.dtype)
-
-    patch.setattr(LayerNorm, "__call__", call)
-
-
-# -- an MLP without a gate, and values that are limited
-
-
-def _with_activation(patch: MonkeyPatch, name: str) -> None:
-    original = linear.activated
-    patch.setattr(linear, "activated", lambda multiply, activation: original(multiply, name))
-
-
-def relu_not_squared(patch: MonkeyPatch) -> None:
-    _with_activation(patch, "relu")
-
-
-def exact_gelu_for_its_approximation(patch: MonkeyPatch) -> None:
-    _with_activation(patch, "gelu")
-
-
-def up_of_the_first_rank(patch: MonkeyPatch) -> None:
-    original = ColumnParallelLinear.__init__
-
-    def patched(self: ColumnParallelLinear, parts: tuple, *arguments: Any) -> None:
-        original(self, tuple(replace(part, first=0) for part in parts), *arguments)
-
-    patch.setattr(ColumnParallelLinear, "__init__", patched)
-
-
-def queries_keys_and_values_not_limited(patch: MonkeyPatch) -> None:
-    _with_init(patch, Attention, "clip_qkv", None)
-
-
-# -- norms and multipliers of dense families
-
-
-def norms_after_half_blocks_change_places(patch: MonkeyPatch) -> None:
-    original = DecoderLayer.__init__
-
-    def patched(self: DecoderLayer, *arguments: Any) -> None:
-        original(self, *arguments)
-        first, second = self.branches
-        first.post_norm, second.post_norm = second.post_norm, first.post_norm
-
-    patch.setattr(DecoderLayer, "__init__", patched)
-
-
-def residual_scale_forgotten(patch: MonkeyPatch) -> None:
-    _with_init(patch, Branch, "scale", 1.0)
-
-
-def biases_of_norms_dropped(patch: MonkeyPatch) -> None:
-    taken = LayerNorm._taken
-
-    def patched(self: LayerNorm, weights: Any, kind: str) -> Tensor:
-        found = taken(self, weights, kind)
-        return found.zero_() if kind == "bias" else found
-
-    patch.setattr(LayerNorm, "_taken", patched)
-
-
-def weights_of_experts_on_their_results(patch: MonkeyPatch) -> None:
-    _with_init(patch, ExpertStack, "shape", lambda stack: replace(stack.shape, weighs_inputs=False))
+    with_init(patch, VocabParallelHead, "scale", 1.0)

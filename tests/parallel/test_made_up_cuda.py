@@ -430,31 +430,6 @@ def test_captured_steps_match_the_host(
             assert ours.logprob == pytest.approx(wanted.logprob, abs=1e-4)
 
 
-# What the interpreter need not compute twice is left out. Queries cross chunks, windows and periods within 20 tokens.
-_FORMS: dict[str, dict[str, Any]] = {
-    "afmoe": {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 7},
-    "hunyuan_v1_dense": {"num_hidden_layers": 1},
-    "llama4_text": {"num_hidden_layers": 2, "no_rope_layer_interval": 2, "attention_chunk_size": 5},
-    "ministral3": {"num_hidden_layers": 1},
-}
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("family", _FORMS)
-def test_captured_steps_of_other_forms_of_attention_match_the_host(
-    family: str, tmp_path: Path, cuda: MadeUpCuda
-) -> None:
-    """A gate, norms after the rotation, chunks, scaled queries, and experts with weighted inputs."""
-    path = make_tiny(tmp_path, family, num_attention_heads=4, num_key_value_heads=2, **_FORMS[family])
-    config, requests = config_of(path), requests_of(KINDS[:1], 2, 12)
-    executor = ThreadExecutor(config, DeviceRunner)
-    got, _ = answers(executor, requests, 2, 20)
-    executor.close()
-    assert sum(graph.num_replays > 0 for graph in cuda.graphs) > 1
-    judge = run(ThreadExecutor(config.with_(device="cpu", attention_backend="reference")), requests, 1)
-    assert [got[number].token_ids for number in judge] == [answer.token_ids for answer in judge.values()]
-
-
 def steps_in_flight_do_not_touch_each_others_buffers(runner: ModelRunner) -> None:
     """Three decodes that follow from the one before, the next always launched before the output is awaited."""
 

@@ -58,5 +58,8 @@ def _own(settings: GGUFSettings, config: dict[str, Any]) -> dict[str, Any]:
 
 
 GGUF_GLM4_MOE = GGUFFamily(
-    "glm4moe", "Glm4MoeForCausalLM", _own, "glm4_moe", has_experts=True, mlp_norm="post_attention_norm"
+    *("glm4moe", "Glm4MoeForCausalLM", _own, "glm4_moe"),
+    has_experts=True,
+    mlp_norm="post_attention_norm",
+    others=("SolarOpenForCausalLM",),
 )

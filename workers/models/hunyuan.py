@@ -21,19 +21,26 @@ _NORMS = {
 _NAMES = TensorNames(modules=_NORMS)
 _MOE_NAMES = TensorNames(modules=_NORMS | {"model.layers.*.mlp.gate.wg.weight": "model.layers.*.mlp.gate.weight"})
 # Settings of the authors' code that transformers does not have.
-_FIXED: dict[str, tuple[Any, ...]] = {"use_qk_norm": (True,), "use_cla": (False,), "mlp_bias": (False,)}
-_MOE_FIXED: dict[str, tuple[Any, ...]] = {"num_shared_expert": (1,), "moe_layer_num_skipped": (0,)}
+_FIXED: dict[str, tuple[Any, ...]] = {
+    "use_qk_norm": (True,), "use_cla": (False,), "use_mla": (False,), "mlp_bias": (False,),
+    "position_embedding_xpos": (False,),
+}  # fmt: skip
+_MOE_FIXED: dict[str, tuple[Any, ...]] = {
+    "num_shared_expert": (1,), "moe_layer_num_skipped": (0,), "use_mixed_mlp_moe": (True,), "norm_topk_prob": (True,),
+    "routed_scaling_factor": (1,), "group_limited_greedy": (False,),
+}  # fmt: skip
 _OF_LAYERS = ("moe_topk", "num_experts", "num_shared_expert", "moe_intermediate_size")
 
 
 def describe_hunyuan_dense(fields: Fields) -> DecoderSpec:
+    fields = _without_latent_attention(fields)
     fields.serve_only({"num_experts": (0, 1)})
     return replace(_described(fields), names=_NAMES)
 
 
 def describe_hunyuan_moe(fields: Fields) -> DecoderSpec:
     """Describe Hunyuan with experts in every layer, each as wide as the shared expert."""
-    fields = Fields({**fields.raw, **{key: _common(fields, key) for key in _OF_LAYERS}})
+    fields = _without_latent_attention(Fields({**fields.raw, **{key: _common(fields, key) for key in _OF_LAYERS}}))
     width = fields.count("intermediate_size", 11008)
     fields.serve_only({**_MOE_FIXED, "moe_intermediate_size": (width,)})
     experts, top_k = expert_counts(fields, 1, 1, _chosen_key(fields))
@@ -41,6 +48,11 @@ def describe_hunyuan_moe(fields: Fields) -> DecoderSpec:
     router = RouterSpec(top_k, normalised=True)
     mixture = ExpertsSpec(experts, width, router, activation, shared=SharedSpec(width, "shared_mlp"))
     return replace(_described(fields, mixture), names=_MOE_NAMES)
+
+
+def _without_latent_attention(fields: Fields) -> Fields:
+    """Return the settings without the ranks of latent attention, if they are given but not used."""
+    return Fields({**fields.raw, "kv_lora_rank": None}) if fields.raw.get("use_mla") is False else fields
 
 
 def _chosen_key(fields: Fields) -> str:

@@ -123,6 +123,7 @@ FAMILIES: dict[str, Callable[[Fields], DecoderSpec]] = {
     "Ernie4_5_ForCausalLM": describe_ernie4_5,  # Baidu's own name
     "Ernie4_5_MoeForCausalLM": describe_ernie4_5_moe,
     "Exaone4ForCausalLM": describe_exaone4,
+    "ExaoneMoEForCausalLM": describe_exaone_moe,  # the name in published checkpoints
     "ExaoneMoeForCausalLM": describe_exaone_moe,
     "FlexOlmoForCausalLM": describe_flex_olmo,
     "FlintForCausalLM": describe_flint,
@@ -170,6 +171,7 @@ FAMILIES: dict[str, Callable[[Fields], DecoderSpec]] = {
     "Phi3ForCausalLM": describe_phi3,
     "Phi4MMForCausalLM": describe_phi4mm,
     "Phi4MultimodalForCausalLM": describe_phi4_multimodal,
+    "PhiMoEForCausalLM": describe_phimoe,  # the name in published checkpoints
     "PhimoeForCausalLM": describe_phimoe,
     "Qwen2ForCausalLM": describe_qwen2,
     "Qwen2MoeForCausalLM": describe_qwen2_moe,

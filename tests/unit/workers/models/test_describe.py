@@ -394,6 +394,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "rope setting llama_4_scaling_beta = 0.1 .*",
     ),
     "hunyuan without norms": ({**_HUNYUAN, "use_qk_norm": False}, "use_qk_norm = False"),
+    "hunyuan with latent attention": ({**_HUNYUAN, "use_mla": True, "kv_lora_rank": 512}, "use_mla = True"),
+    "hunyuan with scaled experts": ({**_HUNYUAN_MOE, "routed_scaling_factor": 2.5}, "routed_scaling_factor = 2.5"),
     "hunyuan with other widths": ({**_HUNYUAN_MOE, "moe_intermediate_size": [32] * 3}, "moe_intermediate_size = 32"),
     "hunyuan with layers that differ": ({**_HUNYUAN_MOE, "moe_topk": [2, 2, 3]}, r"moe_topk = \[2, 2, 3\]"),
     "hunyuan alpha of another kind": (
@@ -442,6 +444,7 @@ def test_llama_4_rotates_chunked_layers_and_scales_the_queries_of_the_others() -
     assert spec.layers[0].mlp.intermediate_size == 16384
     everywhere = describe({**config, "no_rope_layers": [1] * 5, "attention_chunk_size": 100})
     assert everywhere.longest_window == 100
+    assert describe({**config, "attn_temperature_tuning": 4}) == describe(config)
     plain = describe({**config, "attn_temperature_tuning": False, "use_qk_norm": False})
     assert all(layer.attention.query_scale is layer.attention.qk_norm is None for layer in plain.layers)
 
@@ -453,7 +456,7 @@ def test_hunyuan_stretches_its_base_and_may_list_a_number_for_each_layer() -> No
     assert spec.attention.norms_after_rotation and describe(_HUNYUAN).attention.rope == RopeSpec("default", 1e4, 8)
     listed = {"moe_topk": [2] * 3, "num_experts": [4] * 3, "num_shared_expert": [1] * 3}
     moe = describe({**_HUNYUAN_MOE, **listed, "moe_intermediate_size": [96] * 3})
-    assert moe == describe({**_HUNYUAN_MOE, "moe_topk": 2, "num_experts": 4})
+    assert moe == describe({**_HUNYUAN_MOE, "moe_topk": 2, "num_experts": 4, "use_mla": False, "kv_lora_rank": 512})
     assert moe.layers[0].branches[1].sublayer.router.top_k == 2
 
 

@@ -33,28 +33,27 @@ _SHAPE = {
     "num_key_value_heads": 4, "head_dim": 8, "max_position_embeddings": 1024, "rms_norm_eps": 1e-6,
 }  # fmt: skip
 _KEYS = {
-    *_SHAPE, "architectures", "dtype", "torch_dtype", "hidden_act", "hidden_activation", "tie_word_embeddings",
-    "attention_bias", "mlp_bias", "sliding_window", "use_sliding_window", "max_window_layers", "layer_types",
-    "sliding_window_pattern", "rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq",
-    "original_max_position_embeddings", "partial_rotary_factor", "query_pre_attn_scalar", "attn_logit_softcapping",
-    "final_logit_softcapping", "quantization_config", "num_experts", "logits_scaling", "layer_norm_eps",
-    "logit_scale", "use_qk_norm", "use_parallel_block", "num_experts_per_tok", "mlp_only_layers", "decoder_sparse_step",
-    "n_embd", "n_layer", "n_head", "n_positions", "n_inner", "activation_function", "layer_norm_epsilon", "multi_query",
+    *_SHAPE,
+    "architectures", "dtype", "torch_dtype", "hidden_act", "hidden_activation", "tie_word_embeddings", "attention_bias",
+    "mlp_bias", "sliding_window", "use_sliding_window", "max_window_layers", "layer_types", "sliding_window_pattern",
+    "rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq", "original_max_position_embeddings",
+    "partial_rotary_factor", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping",
+    "quantization_config", "num_experts", "logits_scaling", "layer_norm_eps", "logit_scale", "use_qk_norm",
+    "use_parallel_block", "num_experts_per_tok", "mlp_only_layers", "decoder_sparse_step", "n_embd", "n_layer",
+    "n_head", "n_positions", "n_inner", "activation_function", "layer_norm_epsilon", "multi_query",
     "scale_attn_weights", "scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn", "add_cross_attention",
     "do_layer_norm_before", "word_embed_proj_dim", "ffn_dim", "enable_bias", "layer_norm_elementwise_affine",
     "rotary_pct", "rotary_emb_base", "rotary_dim", "num_layers", "num_heads", "window_size", "attention_layers",
-    "attention_types",
-    "n_group", "topk_group", "routed_scaling_factor", "moe_layer_end_index", "moe_norm_min", "residual_multiplier",
-    "norm_eps", "norm_epsilon", "clip_qkv",
-    "attention_multiplier", "embedding_multiplier", "attention_out_bias", "use_bias", "qkv_bias", "bias",
-    "no_rope_layers", "no_rope_layer_interval", "layer_rope_theta", "use_qkv_bias", "qk_layernorm",
-    "use_parallel_residual", "use_post_norm",
-    "moe_topk", "num_shared_expert", "route_scale", "num_dense_layers", "num_shared_experts", "mup_enabled",
-    "global_attn_every_n_layers", "attention_chunk_size", "floor_scale",
-    "attn_scale", "attn_temperature_tuning", "moe_layers", "interleave_moe_layer_step", "intermediate_size_mlp",
-    "first_k_dense_replace", "mlp_layer_types", "moe_intermediate_size", "norm_topk_prob", "n_shared_experts",
-    "shared_expert_intermediate_size", "router_scaling_factor", "prefix_dense_intermediate_size", "expert_selection_fn", "num_nextn_predict_layers", "attn_type_list",
-    "router_jitter_noise",
+    "attention_types", "n_group", "topk_group", "routed_scaling_factor", "moe_layer_end_index", "moe_norm_min",
+    "residual_multiplier", "norm_eps", "norm_epsilon", "clip_qkv", "attention_multiplier", "embedding_multiplier",
+    "attention_out_bias", "use_bias", "qkv_bias", "bias", "no_rope_layers", "no_rope_layer_interval",
+    "layer_rope_theta", "use_qkv_bias", "qk_layernorm", "use_parallel_residual", "use_post_norm", "moe_topk",
+    "num_shared_expert", "route_scale", "num_dense_layers", "num_shared_experts", "mup_enabled",
+    "global_attn_every_n_layers", "attention_chunk_size", "floor_scale", "attn_scale", "attn_temperature_tuning",
+    "moe_layers", "interleave_moe_layer_step", "intermediate_size_mlp", "first_k_dense_replace", "mlp_layer_types",
+    "moe_intermediate_size", "norm_topk_prob", "n_shared_experts", "shared_expert_intermediate_size",
+    "router_scaling_factor", "prefix_dense_intermediate_size", "expert_selection_fn", "num_nextn_predict_layers",
+    "attn_type_list", "router_jitter_noise",
 }  # fmt: skip
 _ROPES: dict[str, dict[str, Any]] = {
     "default": {},
@@ -72,8 +71,10 @@ _OLDER = (
     "BioGptForCausalLM", "GPT2LMHeadModel", "GPTBigCodeForCausalLM", "GPTJForCausalLM", "GPTNeoForCausalLM",
     "GPTNeoXForCausalLM", "OPTForCausalLM",
 )  # fmt: skip
-_MIXTURES = ("Moe", "MoeShared", "MoeSWA", "Mixtral", "Olmoe", "GptOss", "Dots1", "SolarOpen", "FlexOlmo", "HYV3",
-             "MiniMaxM2", "Mellum", "Flint", "Kolibri1", "Phimoe", "Afmoe", "HunYuanMoEV1", "Llama4")  # fmt: skip
+_MIXTURES = (
+    "Moe", "MoE", "MoeShared", "MoeSWA", "Mixtral", "Olmoe", "GptOss", "Dots1", "SolarOpen", "FlexOlmo", "HYV3",
+    "MiniMaxM2", "Mellum", "Flint", "Kolibri1", "Phimoe", "Afmoe", "HunYuanMoEV1", "Llama4",
+)  # fmt: skip
 # Keys that are read without a method of `Fields`.
 _RAW = {"architectures", "layer_types", "rope_scaling"}
 _RAW_OF_EXPERTS = {"attn_type_list", "layer_rope_theta", "mlp_layer_types", "mlp_only_layers"}
@@ -183,7 +184,7 @@ def odd_configs(architecture: str) -> Iterator[tuple[str, dict[str, Any]]]:
             yield key, {**base(architecture), key: value}
         for kind in kinds:
             table = _ROPES[kind]
-            if architecture == "PhimoeForCausalLM" and kind == "longrope":
+            if architecture in ("PhiMoEForCausalLM", "PhimoeForCausalLM") and kind == "longrope":
                 table = table | {"short_mscale": 1.2, "long_mscale": 1.2}
             for key in sorted(_ROPE_KEYS):
                 yield (

@@ -14,7 +14,7 @@ from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.layers import attention, linear
 from oarlock.workers.layers.experts import Experts
 from oarlock.workers.models.registry import read_spec
-from tests.golden import mutations
+from tests.golden import mutations_of_values as of_values
 from tests.golden.tiny_models import make_tiny
 from tests.unit.workers.verify.cases import PROMPTS, VerifyCase, altered, reconfigured
 from tests.unit.workers.verify.faults import SIZE, WEIGHTS, rows
@@ -83,10 +83,10 @@ def test_another_activation_is_named(cases, monkeypatch: pytest.MonkeyPatch, nam
     ("plant", "found"),
     [
         (
-            mutations.queries_keys_and_values_not_limited,
+            of_values.queries_keys_and_values_not_limited,
             [f"{letter} of layer 0 on ranks 0, 1: its limit of 0.5" for letter in "qk"],
         ),
-        (mutations.layer_norm_without_its_mean, ["model.layers.0.input_layernorm: the norm itself"]),
+        (of_values.layer_norm_without_its_mean, ["model.layers.0.input_layernorm: the norm itself"]),
     ],
     ids=["limit", "norm"],
 )
