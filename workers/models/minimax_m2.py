@@ -32,7 +32,7 @@ def describe_minimax_m2(fields: Fields) -> DecoderSpec:
     head_dim = head_width(fields, _HEAD)
     rotated = fields.count("rotary_dim", head_dim)
     if rotated > head_dim or rotated % 2:
-        raise unsupported("rotary_dim", rotated, f"An even number of at most {head_dim} elements of a head is rotated.")
+        raise unsupported("rotary_dim", rotated, f"It must be even, and at most head_dim, which is {head_dim}.")
     experts, top_k = expert_counts(fields, 256, 8)
     activation = activation_name(fields, "hidden_act", "silu")
     router = RouterSpec(top_k, "sigmoid", normalised=True, correction="e_score_correction_bias")
