@@ -10,7 +10,7 @@ from oarlock.workers.layers.experts_spec import ExpertsSpec, RouterSpec, SharedS
 from oarlock.workers.model_files.gguf_model import GGUFFamily, GGUFSettings
 from oarlock.workers.model_files.tensor_names import TensorNames
 from oarlock.workers.models.hf_config import activation_name, decoder_spec, expert_counts, head_width, layer_kinds
-from oarlock.workers.models.hf_fields import Fields, unsupported
+from oarlock.workers.models.hf_fields import Describe, Fields, unsupported
 from oarlock.workers.models.hf_rope import rope_spec, rope_table
 
 _POSITIONS, _HEAD = 16384, 128
@@ -89,3 +89,9 @@ def _own(settings: GGUFSettings, config: dict[str, Any]) -> dict[str, Any]:
 
 
 GGUF_AFMOE = GGUFFamily("afmoe", "AfmoeForCausalLM", _own, has_experts=True)
+
+
+FAMILIES: dict[str, Describe] = {
+    "AfmoeForCausalLM": describe_afmoe,
+}
+GGUF_FAMILIES = (GGUF_AFMOE,)

@@ -7,7 +7,7 @@ from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.layers.tensor_spec import NormSpec
 from oarlock.workers.model_files.gguf_model import GGUFFamily, GGUFSettings
 from oarlock.workers.models.hf_config import Norms, decoder_spec, layer_kinds, sliding_windows, usual_rope
-from oarlock.workers.models.hf_fields import Fields, unsupported
+from oarlock.workers.models.hf_fields import Describe, Fields, unsupported
 
 _POSITIONS = 8192
 # Fields of early configs that describe the architecture, with the only value that its models have.
@@ -86,3 +86,13 @@ def _own(settings: GGUFSettings, config: dict[str, Any]) -> dict[str, Any]:
 
 GGUF_COHERE = GGUFFamily("command-r", "CohereForCausalLM", _own, "cohere", pairs_neighbours=True)
 GGUF_COHERE2 = GGUFFamily("cohere2", "Cohere2ForCausalLM", _own, pairs_neighbours=True)
+
+
+FAMILIES: dict[str, Describe] = {
+    "Cohere2ForCausalLM": describe_cohere2,
+    "CohereForCausalLM": describe_cohere,
+}
+GGUF_FAMILIES = (
+    GGUF_COHERE,
+    GGUF_COHERE2,
+)

@@ -19,7 +19,7 @@ from oarlock.workers.models.hf_config import (
     usual_rope,
 )
 from oarlock.workers.models.hf_experts import gguf_layers_ahead, layers_ahead, sparse_layers
-from oarlock.workers.models.hf_fields import Fields
+from oarlock.workers.models.hf_fields import Describe, Fields
 
 _POSITIONS, _HEAD = 8192, 128
 
@@ -109,3 +109,9 @@ def _own(settings: GGUFSettings, config: dict[str, Any]) -> dict[str, Any]:
 
 
 GGUF_COHERE2_MOE = GGUFFamily("cohere2moe", "Cohere2MoeForCausalLM", _own, "cohere2_moe", has_experts=True)
+
+
+FAMILIES: dict[str, Describe] = {
+    "Cohere2MoeForCausalLM": describe_cohere2_moe,
+}
+GGUF_FAMILIES = (GGUF_COHERE2_MOE,)

@@ -7,7 +7,7 @@ from typing import Any
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.layers.tensor_spec import NormSpec
 from oarlock.workers.models.hf_config import decoder_spec, layer_kinds, sliding_windows
-from oarlock.workers.models.hf_fields import Fields, unsupported
+from oarlock.workers.models.hf_fields import Describe, Fields, unsupported
 from oarlock.workers.models.hf_rope import rope_spec
 
 _POSITIONS = 8192
@@ -57,3 +57,8 @@ def _rope_tables(fields: Fields, kinds: Iterable[str]) -> dict[str, dict[str, An
             raise unsupported("rope_parameters", given, f"It must have a table with rope_theta, or null, for {kind}.")
         found[kind] = table if table is None else {key: table[key] for key in table if key not in _SECTIONS}
     return found
+
+
+FAMILIES: dict[str, Describe] = {
+    "CohereCompassForCausalLM": describe_cohere_compass,
+}

@@ -5,7 +5,7 @@ from typing import Any
 
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.models.hf_config import decoder_spec, head_width, layer_kinds, sliding_windows, usual_rope
-from oarlock.workers.models.hf_fields import Fields
+from oarlock.workers.models.hf_fields import Describe, Fields
 from oarlock.workers.models.hf_rope import rope_spec
 
 _POSITIONS, _HEAD, _THETA = 131072, 128, 1_000_000.0
@@ -35,3 +35,8 @@ def describe_cwm(fields: Fields) -> DecoderSpec:
         mlp_bias=fields.flag("mlp_bias", False),
         eps=1e-5,
     )
+
+
+FAMILIES: dict[str, Describe] = {
+    "CwmForCausalLM": describe_cwm,
+}

@@ -7,7 +7,7 @@ from oarlock.workers.layers.experts_spec import ExpertsSpec, SharedSpec
 from oarlock.workers.model_files.gguf_model import GGUFFamily, GGUFSettings
 from oarlock.workers.models.hf_config import activation_name, decoder_spec, expert_counts, layer_kinds, sliding_windows
 from oarlock.workers.models.hf_experts import gguf_grouped, grouped_router, sparse_layers
-from oarlock.workers.models.hf_fields import Fields, unsupported
+from oarlock.workers.models.hf_fields import Describe, Fields, unsupported
 
 
 def describe_dots1(fields: Fields) -> DecoderSpec:
@@ -79,3 +79,10 @@ def _own(settings: GGUFSettings, config: dict[str, Any]) -> dict[str, Any]:
 
 
 GGUF_DOTS1 = GGUFFamily("dots1", "Dots1ForCausalLM", _own, has_experts=True)
+
+
+FAMILIES: dict[str, Describe] = {
+    "Dots1ForCausalLM": describe_dots1,
+    "SolarOpenForCausalLM": describe_solar_open,
+}
+GGUF_FAMILIES = (GGUF_DOTS1,)

@@ -5,7 +5,7 @@ from typing import Any
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.model_files.gguf_model import GGUFFamily, GGUFSettings
 from oarlock.workers.models.hf_config import decoder_spec, usual_rope
-from oarlock.workers.models.hf_fields import Fields, unsupported
+from oarlock.workers.models.hf_fields import Describe, Fields, unsupported
 
 _POSITIONS, _HEAD = 131072, 128
 
@@ -37,3 +37,10 @@ def _own(settings: GGUFSettings, config: dict[str, Any]) -> dict[str, Any]:
 
 
 GGUF_ERNIE4_5 = GGUFFamily("ernie4_5", "Ernie4_5ForCausalLM", _own)
+
+
+FAMILIES: dict[str, Describe] = {
+    "Ernie4_5ForCausalLM": describe_ernie4_5,
+    "Ernie4_5_ForCausalLM": describe_ernie4_5,  # Baidu's own name
+}
+GGUF_FAMILIES = (GGUF_ERNIE4_5,)

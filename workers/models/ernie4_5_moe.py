@@ -9,7 +9,7 @@ from oarlock.workers.layers.experts_spec import ExpertsSpec, RouterSpec, SharedS
 from oarlock.workers.model_files.gguf_model import GGUFFamily, GGUFSettings
 from oarlock.workers.model_files.tensor_names import TensorNames
 from oarlock.workers.models.hf_config import activation_name, decoder_spec, expert_counts, usual_rope
-from oarlock.workers.models.hf_fields import Fields, unsupported
+from oarlock.workers.models.hf_fields import Describe, Fields, unsupported
 
 _POSITIONS = 131072
 _NAMES = TensorNames(
@@ -77,3 +77,9 @@ def _own(settings: GGUFSettings, config: dict[str, Any]) -> dict[str, Any]:
 
 
 GGUF_ERNIE4_5_MOE = GGUFFamily("ernie4_5-moe", "Ernie4_5_MoeForCausalLM", _own, "ernie4_5_moe", has_experts=True)
+
+
+FAMILIES: dict[str, Describe] = {
+    "Ernie4_5_MoeForCausalLM": describe_ernie4_5_moe,
+}
+GGUF_FAMILIES = (GGUF_ERNIE4_5_MOE,)

@@ -5,7 +5,7 @@ from typing import Any
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.model_files.gguf_model import GGUFFamily, GGUFSettings
 from oarlock.workers.models.hf_config import decoder_spec, layer_kinds, sliding_windows, usual_rope
-from oarlock.workers.models.hf_fields import Fields
+from oarlock.workers.models.hf_fields import Describe, Fields
 
 _POSITIONS = 2048
 
@@ -42,3 +42,9 @@ def _own(settings: GGUFSettings, config: dict[str, Any]) -> dict[str, Any]:
 
 
 GGUF_EXAONE4 = GGUFFamily("exaone4", "Exaone4ForCausalLM", _own)
+
+
+FAMILIES: dict[str, Describe] = {
+    "Exaone4ForCausalLM": describe_exaone4,
+}
+GGUF_FAMILIES = (GGUF_EXAONE4,)

@@ -16,7 +16,7 @@ from oarlock.workers.models.hf_config import (
     usual_rope,
 )
 from oarlock.workers.models.hf_experts import gguf_grouped, grouped_router, layers_ahead, sparse_layers
-from oarlock.workers.models.hf_fields import Fields
+from oarlock.workers.models.hf_fields import Describe, Fields
 
 _POSITIONS = 2048
 _CORRECTION = "e_score_correction_bias"
@@ -63,3 +63,10 @@ def _own(settings: GGUFSettings, config: dict[str, Any]) -> dict[str, Any]:
 
 
 GGUF_EXAONE_MOE = GGUFFamily("exaone-moe", "ExaoneMoeForCausalLM", _own, "exaone_moe", has_experts=True)
+
+
+FAMILIES: dict[str, Describe] = {
+    "ExaoneMoEForCausalLM": describe_exaone_moe,  # the name in published checkpoints
+    "ExaoneMoeForCausalLM": describe_exaone_moe,
+}
+GGUF_FAMILIES = (GGUF_EXAONE_MOE,)

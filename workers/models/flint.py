@@ -18,7 +18,7 @@ from oarlock.workers.models.hf_config import (
     usual_rope,
 )
 from oarlock.workers.models.hf_experts import sparse_by_step
-from oarlock.workers.models.hf_fields import Fields
+from oarlock.workers.models.hf_fields import Describe, Fields
 
 _POSITIONS, _HEAD = 262144, 128
 _LAYER = "model.layers.*"
@@ -100,3 +100,9 @@ def _described(
         activation=activation,
         norms=norms,
     )
+
+
+FAMILIES: dict[str, Describe] = {
+    "FlintForCausalLM": describe_flint,
+    "Kolibri1ForCausalLM": describe_kolibri1,
+}

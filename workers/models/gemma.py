@@ -19,7 +19,7 @@ from oarlock.workers.models.hf_config import (
     layer_kinds,
     sliding_windows,
 )
-from oarlock.workers.models.hf_fields import Fields, unsupported
+from oarlock.workers.models.hf_fields import Describe, Fields, unsupported
 from oarlock.workers.models.hf_rope import rope_spec
 
 _MAX_POSITIONS = 131_072
@@ -173,4 +173,17 @@ GGUF_GEMMA = GGUFFamily("gemma", "GemmaForCausalLM", _own_gemma)
 GGUF_GEMMA2 = GGUFFamily("gemma2", "Gemma2ForCausalLM", _own)
 GGUF_GEMMA3 = GGUFFamily(
     *("gemma3", "Gemma3ForCausalLM", _own, "gemma3_text", _FIRST_FILES), others=("Gemma3ForConditionalGeneration",)
+)
+
+
+FAMILIES: dict[str, Describe] = {
+    "Gemma2ForCausalLM": describe_gemma2,
+    "Gemma3ForCausalLM": describe_gemma3,
+    "GemmaForCausalLM": describe_gemma,
+    "VaultGemmaForCausalLM": describe_vaultgemma,
+}
+GGUF_FAMILIES = (
+    GGUF_GEMMA2,
+    GGUF_GEMMA3,
+    GGUF_GEMMA,
 )

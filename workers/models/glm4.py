@@ -7,7 +7,7 @@ from oarlock.base.errors import StartupError
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.model_files.gguf_model import GGUFFamily, GGUFSettings
 from oarlock.workers.models.hf_config import BEFORE, Norms, decoder_spec, usual_rope
-from oarlock.workers.models.hf_fields import Fields
+from oarlock.workers.models.hf_fields import Describe, Fields
 
 _POSITIONS, _HEAD = 131072, 128
 _BEFORE_AND_AFTER = (
@@ -52,3 +52,13 @@ def _own(settings: GGUFSettings, config: dict[str, Any]) -> dict[str, Any]:
 # llama.cpp has one architecture for `GlmForCausalLM` and for its predecessors, which have other names in checkpoints.
 GGUF_GLM = GGUFFamily("chatglm", "GlmForCausalLM", _own, "glm")
 GGUF_GLM4 = GGUFFamily("glm4", "Glm4ForCausalLM", _own)
+
+
+FAMILIES: dict[str, Describe] = {
+    "Glm4ForCausalLM": describe_glm4,
+    "GlmForCausalLM": describe_glm,
+}
+GGUF_FAMILIES = (
+    GGUF_GLM,
+    GGUF_GLM4,
+)

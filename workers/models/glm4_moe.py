@@ -9,7 +9,7 @@ from oarlock.workers.model_files.gguf_model import GGUFFamily, GGUFSettings
 from oarlock.workers.model_files.tensor_names import TensorNames
 from oarlock.workers.models.hf_config import activation_name, decoder_spec, expert_counts, usual_rope
 from oarlock.workers.models.hf_experts import gguf_grouped, grouped_router, layers_ahead, sparse_layers
-from oarlock.workers.models.hf_fields import Fields
+from oarlock.workers.models.hf_fields import Describe, Fields
 
 _POSITIONS = 131072
 
@@ -63,3 +63,9 @@ GGUF_GLM4_MOE = GGUFFamily(
     mlp_norm="post_attention_norm",
     others=("SolarOpenForCausalLM",),
 )
+
+
+FAMILIES: dict[str, Describe] = {
+    "Glm4MoeForCausalLM": describe_glm4_moe,
+}
+GGUF_FAMILIES = (GGUF_GLM4_MOE,)

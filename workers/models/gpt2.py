@@ -9,7 +9,7 @@ from oarlock.workers.layers.tensor_spec import NormSpec
 from oarlock.workers.model_files.gguf_model import GGUFFamily, GGUFSettings
 from oarlock.workers.model_files.tensor_names import Blocks, TensorNames
 from oarlock.workers.models.hf_config import activation_name, decoder_spec, whole_heads, with_learned_positions
-from oarlock.workers.models.hf_fields import Fields, unsupported
+from oarlock.workers.models.hf_fields import Describe, Fields, unsupported
 
 _KEYS = {
     "n_embd": ("hidden_size", 768), "n_layer": ("num_hidden_layers", 12), "n_head": ("num_attention_heads", 12),
@@ -98,3 +98,13 @@ def _own(settings: GGUFSettings, config: dict[str, Any]) -> dict[str, Any]:
 
 GGUF_GPT2 = GGUFFamily("gpt2", "GPT2LMHeadModel", _own)
 GGUF_STARCODER = GGUFFamily("starcoder", "GPTBigCodeForCausalLM", _own, "gpt_bigcode")
+
+
+FAMILIES: dict[str, Describe] = {
+    "GPT2LMHeadModel": describe_gpt2,
+    "GPTBigCodeForCausalLM": describe_gpt_bigcode,
+}
+GGUF_FAMILIES = (
+    GGUF_GPT2,
+    GGUF_STARCODER,
+)

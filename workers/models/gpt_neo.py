@@ -6,7 +6,7 @@ from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.layers.tensor_spec import NormSpec
 from oarlock.workers.model_files.tensor_names import TensorNames
 from oarlock.workers.models.hf_config import activation_name, decoder_spec, whole_heads, with_learned_positions
-from oarlock.workers.models.hf_fields import Fields, unsupported
+from oarlock.workers.models.hf_fields import Describe, Fields, unsupported
 
 _LAYER = "model.layers.*"
 _TOP = {"wte": "model.embed_tokens", "wpe": "model.embed_positions", "ln_f": "model.norm", "h.*": _LAYER}
@@ -55,3 +55,8 @@ def _kinds(fields: Fields) -> list[str]:
     if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in _USUAL for kind in kinds):
         raise unsupported("attention_layers", kinds, f"{' or '.join(_USUAL)} for each of {layers} num_hidden_layers.")
     return kinds
+
+
+FAMILIES: dict[str, Describe] = {
+    "GPTNeoForCausalLM": describe_gpt_neo,
+}

@@ -9,7 +9,7 @@ from oarlock.workers.layers.tensor_spec import NormSpec
 from oarlock.workers.model_files.gguf_model import GGUFFamily, GGUFSettings
 from oarlock.workers.model_files.tensor_names import Blocks, TensorNames
 from oarlock.workers.models.hf_config import activation_name, decoder_spec, whole_heads
-from oarlock.workers.models.hf_fields import Fields, positive_number
+from oarlock.workers.models.hf_fields import Describe, Fields, positive_number
 from oarlock.workers.models.hf_rope import rope_spec
 
 _LAYER = "model.layers.*"
@@ -68,3 +68,9 @@ def _own(settings: GGUFSettings, config: dict[str, Any]) -> dict[str, Any]:
 
 
 GGUF_GPT_NEOX = GGUFFamily("gptneox", "GPTNeoXForCausalLM", _own, "gpt_neox")
+
+
+FAMILIES: dict[str, Describe] = {
+    "GPTNeoXForCausalLM": describe_gpt_neox,
+}
+GGUF_FAMILIES = (GGUF_GPT_NEOX,)

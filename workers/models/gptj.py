@@ -6,7 +6,7 @@ from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.layers.tensor_spec import NormSpec
 from oarlock.workers.model_files.tensor_names import TensorNames
 from oarlock.workers.models.hf_config import activation_name, decoder_spec, whole_heads
-from oarlock.workers.models.hf_fields import Fields, unsupported
+from oarlock.workers.models.hf_fields import Describe, Fields, unsupported
 from oarlock.workers.models.hf_rope import rope_spec
 
 _KEYS = {
@@ -56,3 +56,8 @@ def describe_gptj(fields: Fields) -> DecoderSpec:
         parallel=True,
     )
     return replace(spec, head_bias=True, names=_NAMES)
+
+
+FAMILIES: dict[str, Describe] = {
+    "GPTJForCausalLM": describe_gptj,
+}

@@ -8,7 +8,7 @@ from oarlock.workers.layers.attention_spec import RopeSpec, SelfAttentionSpec
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.model_files.gguf_model import GGUFFamily, GGUFSettings
 from oarlock.workers.models.hf_config import decoder_spec, head_width, layer_kinds, sliding_windows
-from oarlock.workers.models.hf_fields import Fields, positive_number, unsupported
+from oarlock.workers.models.hf_fields import Describe, Fields, positive_number, unsupported
 from oarlock.workers.models.hf_rope import rope_spec, rope_table
 
 
@@ -98,3 +98,10 @@ def _own(settings: GGUFSettings, config: dict[str, Any]) -> dict[str, Any]:
 
 
 GGUF_GRANITE = GGUFFamily("granite", "GraniteForCausalLM", _own, pairs_neighbours=True)
+
+
+FAMILIES: dict[str, Describe] = {
+    "GraniteForCausalLM": describe_granite,
+    "GraniteSWAForCausalLM": describe_granite_swa,
+}
+GGUF_FAMILIES = (GGUF_GRANITE,)

@@ -11,7 +11,7 @@ from oarlock.workers.model_files.gguf_model import GGUFFamily, GGUFSettings
 from oarlock.workers.model_files.tensor_names import Blocks, TensorNames
 from oarlock.workers.models.granite import layer_ropes, multipliers
 from oarlock.workers.models.hf_config import activation_name, decoder_spec, expert_counts, layer_kinds, sliding_windows
-from oarlock.workers.models.hf_fields import Fields
+from oarlock.workers.models.hf_fields import Describe, Fields
 
 _POSITIONS = 2048
 
@@ -102,3 +102,11 @@ GGUF_GRANITE_MOE = GGUFFamily(
     pairs_neighbours=True,
     others=("GraniteMoeSharedForCausalLM",),
 )
+
+
+FAMILIES: dict[str, Describe] = {
+    "GraniteMoeForCausalLM": describe_granite_moe,
+    "GraniteMoeSWAForCausalLM": describe_granite_moe_swa,
+    "GraniteMoeSharedForCausalLM": describe_granite_moe_shared,
+}
+GGUF_FAMILIES = (GGUF_GRANITE_MOE,)

@@ -2,7 +2,7 @@
 
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.models.hf_config import decoder_spec, head_width, usual_rope
-from oarlock.workers.models.hf_fields import Fields, unsupported
+from oarlock.workers.models.hf_fields import Describe, Fields, unsupported
 
 _POSITIONS, _HEAD = 4096, 128
 
@@ -22,3 +22,8 @@ def describe_helium(fields: Fields) -> DecoderSpec:
         mlp_bias=fields.flag("mlp_bias", False),
         eps=1e-8,
     )
+
+
+FAMILIES: dict[str, Describe] = {
+    "HeliumForCausalLM": describe_helium,
+}

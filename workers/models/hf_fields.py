@@ -5,12 +5,13 @@ A key that changes the forward pass and that a family does not read is refused, 
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from oarlock.base.errors import StartupError, shown
 from oarlock.base.json_files import is_there, read_table
+from oarlock.workers.layers.decoder_spec import DecoderSpec
 
 # Keys of other architectures that change the forward pass, and the values that change nothing. Any other value is
 # refused, unless the family's file reads the key.
@@ -176,3 +177,6 @@ class Fields:
     def _get(self, key: str) -> Any:
         self._read.add(key)
         return self.raw.get(key)
+
+
+Describe = Callable[[Fields], DecoderSpec]  # returns the decoder that the fields of a family describe

@@ -11,7 +11,15 @@ from oarlock.workers.layers.experts_spec import ExpertsSpec, RouterSpec, SharedS
 from oarlock.workers.model_files.gguf_model import GGUFFamily, GGUFSettings
 from oarlock.workers.model_files.tensor_names import TensorNames
 from oarlock.workers.models.hf_config import activation_name, decoder_spec, expert_counts, head_width
-from oarlock.workers.models.hf_fields import LEAST_NUMBER, MOST_NUMBER, Fields, positive_number, unsupported, wrong
+from oarlock.workers.models.hf_fields import (
+    LEAST_NUMBER,
+    MOST_NUMBER,
+    Describe,
+    Fields,
+    positive_number,
+    unsupported,
+    wrong,
+)
 from oarlock.workers.models.hf_rope import rope_spec, rope_table
 
 _POSITIONS = 2048
@@ -124,4 +132,14 @@ def _own_of_experts(settings: GGUFSettings, config: dict[str, Any]) -> dict[str,
 GGUF_HUNYUAN_DENSE = GGUFFamily("hunyuan-dense", "HunYuanDenseV1ForCausalLM", _own, "hunyuan_v1_dense")
 GGUF_HUNYUAN_MOE = GGUFFamily(
     "hunyuan-moe", "HunYuanMoEV1ForCausalLM", _own_of_experts, "hunyuan_v1_moe", has_experts=True
+)
+
+
+FAMILIES: dict[str, Describe] = {
+    "HunYuanDenseV1ForCausalLM": describe_hunyuan_dense,
+    "HunYuanMoEV1ForCausalLM": describe_hunyuan_moe,
+}
+GGUF_FAMILIES = (
+    GGUF_HUNYUAN_DENSE,
+    GGUF_HUNYUAN_MOE,
 )

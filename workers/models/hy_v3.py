@@ -9,7 +9,7 @@ from oarlock.workers.model_files.gguf_model import GGUFFamily, GGUFSettings
 from oarlock.workers.model_files.tensor_names import TensorNames
 from oarlock.workers.models.hf_config import activation_name, decoder_spec, expert_counts
 from oarlock.workers.models.hf_experts import gguf_layers_ahead, layers_ahead, sparse_layers
-from oarlock.workers.models.hf_fields import Fields
+from oarlock.workers.models.hf_fields import Describe, Fields
 
 # Fields of published configs that describe the architecture, with the only value that its models have. An MLP with
 # biases would have them in the shared expert too.
@@ -74,3 +74,9 @@ def _own(settings: GGUFSettings, config: dict[str, Any]) -> dict[str, Any]:
 
 
 GGUF_HY_V3 = GGUFFamily("hy_v3", "HYV3ForCausalLM", _own, has_experts=True)
+
+
+FAMILIES: dict[str, Describe] = {
+    "HYV3ForCausalLM": describe_hy_v3,
+}
+GGUF_FAMILIES = (GGUF_HY_V3,)

@@ -2,7 +2,7 @@
 
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.models.hf_config import BEFORE, decoder_spec
-from oarlock.workers.models.hf_fields import Fields
+from oarlock.workers.models.hf_fields import Describe, Fields
 
 _BEFORE_AND_AFTER = (("input_layernorm", "post_norm1"), ("post_attention_layernorm", "post_norm2"))
 
@@ -25,3 +25,8 @@ def describe_hyperclovax(fields: Fields) -> DecoderSpec:
         embedding_scale=fields.number("embedding_multiplier", 1.0),
         logit_scale=fields.number("logits_scaling", 1.0),
     )
+
+
+FAMILIES: dict[str, Describe] = {
+    "HyperCLOVAXForCausalLM": describe_hyperclovax,
+}

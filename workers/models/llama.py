@@ -5,7 +5,7 @@ from typing import Any
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.model_files.gguf_model import GGUFFamily, GGUFSettings
 from oarlock.workers.models.hf_config import decoder_spec
-from oarlock.workers.models.hf_fields import Fields, unsupported
+from oarlock.workers.models.hf_fields import Describe, Fields, unsupported
 
 
 def describe_llama(fields: Fields) -> DecoderSpec:
@@ -79,3 +79,12 @@ GGUF_LLAMA = GGUFFamily(
     pairs_neighbours=True,
     others=("MistralForCausalLM", "MixtralForCausalLM"),
 )
+
+
+FAMILIES: dict[str, Describe] = {
+    "Emu3ForCausalLM": describe_emu3,
+    "IQuestCoderForCausalLM": describe_iquest_coder,
+    "InternLM3ForCausalLM": describe_internlm3,
+    "LlamaForCausalLM": describe_llama,
+}
+GGUF_FAMILIES = (GGUF_LLAMA,)

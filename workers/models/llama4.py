@@ -12,7 +12,7 @@ from oarlock.workers.layers.tensor_spec import NormSpec
 from oarlock.workers.model_files.gguf_model import GGUFFamily, GGUFSettings
 from oarlock.workers.model_files.tensor_names import TensorNames
 from oarlock.workers.models.hf_config import activation_name, decoder_spec, expert_counts, head_width, layer_kinds
-from oarlock.workers.models.hf_fields import Fields, unsupported
+from oarlock.workers.models.hf_fields import Describe, Fields, unsupported
 from oarlock.workers.models.hf_rope import rope_spec, rope_table
 
 _POSITIONS, _HEAD, _CHUNK, _PERIOD = 131_072, 128, 8192, 8192
@@ -114,3 +114,9 @@ def _own(settings: GGUFSettings, config: dict[str, Any]) -> dict[str, Any]:
 
 
 GGUF_LLAMA4 = GGUFFamily("llama4", "Llama4ForCausalLM", _own, "llama4_text", has_experts=True)
+
+
+FAMILIES: dict[str, Describe] = {
+    "Llama4ForCausalLM": describe_llama4,
+}
+GGUF_FAMILIES = (GGUF_LLAMA4,)

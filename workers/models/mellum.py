@@ -18,7 +18,7 @@ from oarlock.workers.models.hf_config import (
     sliding_windows,
 )
 from oarlock.workers.models.hf_experts import sparse_layers
-from oarlock.workers.models.hf_fields import Fields, unsupported
+from oarlock.workers.models.hf_fields import Describe, Fields, unsupported
 from oarlock.workers.models.hf_rope import rope_spec
 
 _POSITIONS, _HEAD = 131072, 128
@@ -88,3 +88,9 @@ def _own(settings: GGUFSettings, config: dict[str, Any]) -> dict[str, Any]:
 
 
 GGUF_MELLUM = GGUFFamily("mellum", "MellumForCausalLM", _own, has_experts=True)
+
+
+FAMILIES: dict[str, Describe] = {
+    "MellumForCausalLM": describe_mellum,
+}
+GGUF_FAMILIES = (GGUF_MELLUM,)

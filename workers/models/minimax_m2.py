@@ -7,7 +7,7 @@ from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec, RouterSpec
 from oarlock.workers.model_files.gguf_model import GGUFFamily, GGUFSettings
 from oarlock.workers.models.hf_config import activation_name, decoder_spec, expert_counts, head_width, usual_rope
-from oarlock.workers.models.hf_fields import Fields, unsupported
+from oarlock.workers.models.hf_fields import Describe, Fields, unsupported
 from oarlock.workers.models.mistral import MIXTRAL_NAMES
 
 _POSITIONS, _THETA, _HEAD = 196608, 5e6, 128
@@ -60,3 +60,9 @@ def _own(settings: GGUFSettings, config: dict[str, Any]) -> dict[str, Any]:
 
 
 GGUF_MINIMAX_M2 = GGUFFamily("minimax-m2", "MiniMaxM2ForCausalLM", _own, "minimax_m2", has_experts=True)
+
+
+FAMILIES: dict[str, Describe] = {
+    "MiniMaxM2ForCausalLM": describe_minimax_m2,
+}
+GGUF_FAMILIES = (GGUF_MINIMAX_M2,)

@@ -7,7 +7,7 @@ from oarlock.workers.layers.attention_spec import QueryScale, SelfAttentionSpec
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.model_files.gguf_model import GGUFFamily, GGUFSettings
 from oarlock.workers.models.hf_config import decoder_spec, head_width
-from oarlock.workers.models.hf_fields import Fields, positive_number, unsupported
+from oarlock.workers.models.hf_fields import Describe, Fields, positive_number, unsupported
 from oarlock.workers.models.hf_rope import LENGTH, rope_spec, rope_table, trained_length
 
 _POSITIONS, _HEAD, _BETA = 262_144, 128, "llama_4_scaling_beta"
@@ -55,3 +55,9 @@ def _own(settings: GGUFSettings, config: dict[str, Any]) -> dict[str, Any]:
 
 
 GGUF_MISTRAL3 = GGUFFamily("mistral3", "Ministral3ForCausalLM", _own, "ministral3", pairs_neighbours=True)
+
+
+FAMILIES: dict[str, Describe] = {
+    "Ministral3ForCausalLM": describe_ministral3,
+}
+GGUF_FAMILIES = (GGUF_MISTRAL3,)

@@ -12,7 +12,7 @@ from oarlock.workers.models.hf_config import (
     layer_kinds,
     sliding_windows,
 )
-from oarlock.workers.models.hf_fields import Fields, unsupported
+from oarlock.workers.models.hf_fields import Describe, Fields, unsupported
 
 _DEFAULT_WINDOW = 4096  # used if config.json does not mention it; an explicit null switches the window off
 # Mixtral numbers the matrices of an expert.
@@ -77,3 +77,10 @@ def describe_mixtral(fields: Fields) -> DecoderSpec:
         theta=1_000_000.0,
     )
     return replace(spec, names=MIXTRAL_NAMES)
+
+
+FAMILIES: dict[str, Describe] = {
+    "MinistralForCausalLM": describe_ministral,
+    "MistralForCausalLM": describe_mistral,
+    "MixtralForCausalLM": describe_mixtral,
+}

@@ -11,7 +11,7 @@ from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.layers.tensor_spec import NormSpec
 from oarlock.workers.model_files.gguf_model import GGUFFamily, GGUFSettings
 from oarlock.workers.models.hf_config import activation_name, decoder_spec, head_width
-from oarlock.workers.models.hf_fields import Fields, positive_number
+from oarlock.workers.models.hf_fields import Describe, Fields, positive_number
 from oarlock.workers.models.hf_rope import rope_spec, rope_table
 
 _POSITIONS = 4096
@@ -78,3 +78,15 @@ def _own(settings: GGUFSettings, config: dict[str, Any]) -> dict[str, Any]:
 GGUF_ARCEE = GGUFFamily("arcee", "ArceeForCausalLM", _own, pairs_neighbours=True)
 GGUF_NEMOTRON = GGUFFamily("nemotron", "NemotronForCausalLM", _own)
 GGUF_JAIS2 = GGUFFamily("jais2", "Jais2ForCausalLM", _own)
+
+
+FAMILIES: dict[str, Describe] = {
+    "ArceeForCausalLM": describe_arcee,
+    "Jais2ForCausalLM": describe_jais2,
+    "NemotronForCausalLM": describe_nemotron,
+}
+GGUF_FAMILIES = (
+    GGUF_ARCEE,
+    GGUF_NEMOTRON,
+    GGUF_JAIS2,
+)

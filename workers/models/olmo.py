@@ -23,7 +23,7 @@ from oarlock.workers.models.hf_config import (
     layer_kinds,
     sliding_windows,
 )
-from oarlock.workers.models.hf_fields import Fields, unsupported
+from oarlock.workers.models.hf_fields import Describe, Fields, unsupported
 from oarlock.workers.models.hf_rope import rope_spec
 
 _POSITIONS, _THETA = 2048, 500_000.0
@@ -175,3 +175,17 @@ def _own_olmoe(settings: GGUFSettings, config: dict[str, Any]) -> dict[str, Any]
 
 
 GGUF_OLMOE = GGUFFamily("olmoe", "OlmoeForCausalLM", _own_olmoe, has_experts=True)
+
+
+FAMILIES: dict[str, Describe] = {
+    "FlexOlmoForCausalLM": describe_flex_olmo,
+    "Olmo2ForCausalLM": describe_olmo2,
+    "Olmo3ForCausalLM": describe_olmo3,
+    "OlmoForCausalLM": describe_olmo,
+    "OlmoeForCausalLM": describe_olmoe,
+}
+GGUF_FAMILIES = (
+    GGUF_OLMO2,
+    GGUF_OLMOE,
+    GGUF_OLMO,
+)

@@ -6,7 +6,7 @@ from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.layers.tensor_spec import NormSpec
 from oarlock.workers.model_files.tensor_names import TensorNames
 from oarlock.workers.models.hf_config import activation_name, decoder_spec, whole_heads, with_learned_positions
-from oarlock.workers.models.hf_fields import Fields, unsupported
+from oarlock.workers.models.hf_fields import Describe, Fields, unsupported
 
 _LAYER = "model.layers.*"
 _IN_LAYER = {
@@ -67,3 +67,9 @@ def _described(fields: Fields, activation: str, norm: NormSpec, *, bias: bool, l
         tied=True,
     )
     return with_learned_positions(spec, fields.count("max_position_embeddings", length), _FIRST_ROW)
+
+
+FAMILIES: dict[str, Describe] = {
+    "BioGptForCausalLM": describe_biogpt,
+    "OPTForCausalLM": describe_opt,
+}

@@ -9,7 +9,7 @@ from oarlock.workers.layers.tensor_spec import NormSpec
 from oarlock.workers.model_files.gguf_model import GGUFFamily, GGUFSettings
 from oarlock.workers.model_files.tensor_names import TensorNames
 from oarlock.workers.models.hf_config import activation_name, decoder_spec, head_width
-from oarlock.workers.models.hf_fields import Fields, positive_number, unsupported
+from oarlock.workers.models.hf_fields import Describe, Fields, positive_number, unsupported
 from oarlock.workers.models.hf_rope import rope_spec, rope_table
 
 _LAYER = "model.layers.*"
@@ -59,3 +59,9 @@ def _own(settings: GGUFSettings, config: dict[str, Any]) -> dict[str, Any]:
 
 
 GGUF_PHI2 = GGUFFamily("phi2", "PhiForCausalLM", _own, "phi")
+
+
+FAMILIES: dict[str, Describe] = {
+    "PhiForCausalLM": describe_phi,
+}
+GGUF_FAMILIES = (GGUF_PHI2,)

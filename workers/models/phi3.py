@@ -9,7 +9,7 @@ from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.model_files.gguf_model import GGUFFamily, GGUFSettings
 from oarlock.workers.model_files.tensor_names import TensorNames
 from oarlock.workers.models.hf_config import decoder_spec, head_width
-from oarlock.workers.models.hf_fields import Fields, positive_number, unsupported
+from oarlock.workers.models.hf_fields import Describe, Fields, positive_number, unsupported
 from oarlock.workers.models.hf_rope import rope_kind, rope_spec, rope_table
 
 _POSITIONS = _TRAINED = 4096
@@ -92,3 +92,11 @@ def _own(settings: GGUFSettings, config: dict[str, Any]) -> dict[str, Any]:
 
 
 GGUF_PHI3 = GGUFFamily("phi3", "Phi3ForCausalLM", _own)
+
+
+FAMILIES: dict[str, Describe] = {
+    "Phi3ForCausalLM": describe_phi3,
+    "Phi4MMForCausalLM": describe_phi4mm,
+    "Phi4MultimodalForCausalLM": describe_phi4_multimodal,
+}
+GGUF_FAMILIES = (GGUF_PHI3,)

@@ -10,7 +10,7 @@ from oarlock.workers.layers.tensor_spec import NormSpec
 from oarlock.workers.model_files.gguf_model import GGUFFamily, GGUFSettings
 from oarlock.workers.model_files.tensor_names import TensorNames
 from oarlock.workers.models.hf_config import activation_name, decoder_spec, expert_counts, head_width
-from oarlock.workers.models.hf_fields import Fields, positive_number, unsupported
+from oarlock.workers.models.hf_fields import Describe, Fields, positive_number, unsupported
 from oarlock.workers.models.hf_rope import rope_kind, rope_spec, rope_table
 from oarlock.workers.models.mistral import MIXTRAL_NAMES
 
@@ -86,3 +86,10 @@ def _own(settings: GGUFSettings, config: dict[str, Any]) -> dict[str, Any]:
 
 
 GGUF_PHIMOE = GGUFFamily("phimoe", "PhimoeForCausalLM", _own, has_experts=True)
+
+
+FAMILIES: dict[str, Describe] = {
+    "PhiMoEForCausalLM": describe_phimoe,  # the name in published checkpoints
+    "PhimoeForCausalLM": describe_phimoe,
+}
+GGUF_FAMILIES = (GGUF_PHIMOE,)

@@ -5,7 +5,7 @@ from typing import Any
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.model_files.gguf_model import GGUFFamily, GGUFSettings
 from oarlock.workers.models.hf_config import decoder_spec, layer_windows
-from oarlock.workers.models.hf_fields import Fields
+from oarlock.workers.models.hf_fields import Describe, Fields
 
 
 def describe_qwen2(fields: Fields) -> DecoderSpec:
@@ -51,3 +51,15 @@ GGUF_QWEN3 = GGUFFamily("qwen3", "Qwen3ForCausalLM", _own)
 _QWEN2_VL = ("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration")
 GGUF_QWEN2_VL = GGUFFamily("qwen2vl", "Qwen2ForCausalLM", _own, "qwen2", others=_QWEN2_VL)
 GGUF_QWEN3_VL = GGUFFamily(*("qwen3vl", "Qwen3ForCausalLM", _own, "qwen3"), others=("Qwen3VLForConditionalGeneration",))
+
+
+FAMILIES: dict[str, Describe] = {
+    "Qwen2ForCausalLM": describe_qwen2,
+    "Qwen3ForCausalLM": describe_qwen3,
+}
+GGUF_FAMILIES = (
+    GGUF_QWEN2_VL,
+    GGUF_QWEN3_VL,
+    GGUF_QWEN2,
+    GGUF_QWEN3,
+)

@@ -7,7 +7,7 @@ from oarlock.workers.layers.experts_spec import ExpertsSpec, RouterSpec, SharedS
 from oarlock.workers.model_files.gguf_model import GGUFFamily, GGUFSettings
 from oarlock.workers.models.hf_config import activation_name, decoder_spec, expert_counts, layer_kinds
 from oarlock.workers.models.hf_experts import sparse_by_step
-from oarlock.workers.models.hf_fields import Fields
+from oarlock.workers.models.hf_fields import Describe, Fields
 
 
 def describe_qwen2_moe(fields: Fields) -> DecoderSpec:
@@ -84,4 +84,15 @@ GGUF_QWEN3_VL_MOE = GGUFFamily(
     *("qwen3vlmoe", "Qwen3MoeForCausalLM", _own, "qwen3_moe"),
     has_experts=True,
     others=("Qwen3VLMoeForConditionalGeneration",),
+)
+
+
+FAMILIES: dict[str, Describe] = {
+    "Qwen2MoeForCausalLM": describe_qwen2_moe,
+    "Qwen3MoeForCausalLM": describe_qwen3_moe,
+}
+GGUF_FAMILIES = (
+    GGUF_QWEN3_VL_MOE,
+    GGUF_QWEN2_MOE,
+    GGUF_QWEN3_MOE,
 )

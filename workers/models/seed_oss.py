@@ -5,7 +5,7 @@ from typing import Any
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.model_files.gguf_model import GGUFFamily, GGUFSettings
 from oarlock.workers.models.hf_config import decoder_spec
-from oarlock.workers.models.hf_fields import Fields
+from oarlock.workers.models.hf_fields import Describe, Fields
 
 
 def describe_seed_oss(fields: Fields) -> DecoderSpec:
@@ -28,3 +28,9 @@ def _own(settings: GGUFSettings, config: dict[str, Any]) -> dict[str, Any]:
 
 
 GGUF_SEED_OSS = GGUFFamily("seed_oss", "SeedOssForCausalLM", _own, mlp_norm="post_attention_norm")
+
+
+FAMILIES: dict[str, Describe] = {
+    "SeedOssForCausalLM": describe_seed_oss,
+}
+GGUF_FAMILIES = (GGUF_SEED_OSS,)

@@ -5,7 +5,7 @@ from typing import Any
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.model_files.gguf_model import GGUFFamily, GGUFSettings
 from oarlock.workers.models.hf_config import decoder_spec, layer_kinds, sliding_windows, usual_rope
-from oarlock.workers.models.hf_fields import Fields, unsupported
+from oarlock.workers.models.hf_fields import Describe, Fields, unsupported
 
 _POSITIONS = 32768
 
@@ -54,3 +54,9 @@ def _own(settings: GGUFSettings, config: dict[str, Any]) -> dict[str, Any]:
 
 
 GGUF_SMOLLM3 = GGUFFamily("smollm3", "SmolLM3ForCausalLM", _own, pairs_neighbours=True)
+
+
+FAMILIES: dict[str, Describe] = {
+    "SmolLM3ForCausalLM": describe_smollm3,
+}
+GGUF_FAMILIES = (GGUF_SMOLLM3,)

@@ -6,7 +6,7 @@ from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.layers.tensor_spec import NormSpec
 from oarlock.workers.model_files.gguf_model import GGUFFamily, GGUFSettings
 from oarlock.workers.models.hf_config import BEFORE, decoder_spec, usual_rope
-from oarlock.workers.models.hf_fields import Fields, unsupported
+from oarlock.workers.models.hf_fields import Describe, Fields, unsupported
 
 _POSITIONS = 4096
 
@@ -46,3 +46,9 @@ def _own(settings: GGUFSettings, config: dict[str, Any]) -> dict[str, Any]:
 
 
 GGUF_STABLELM = GGUFFamily("stablelm", "StableLmForCausalLM", _own)
+
+
+FAMILIES: dict[str, Describe] = {
+    "StableLmForCausalLM": describe_stablelm,
+}
+GGUF_FAMILIES = (GGUF_STABLELM,)

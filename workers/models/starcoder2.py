@@ -8,7 +8,7 @@ from oarlock.workers.layers.tensor_spec import NormSpec
 from oarlock.workers.model_files.gguf_model import GGUFFamily, GGUFSettings
 from oarlock.workers.model_files.tensor_names import TensorNames
 from oarlock.workers.models.hf_config import activation_name, decoder_spec
-from oarlock.workers.models.hf_fields import Fields, unsupported
+from oarlock.workers.models.hf_fields import Describe, Fields, unsupported
 
 _NAMES = TensorNames(
     modules={
@@ -52,3 +52,9 @@ def _own(settings: GGUFSettings, config: dict[str, Any]) -> dict[str, Any]:
 
 
 GGUF_STARCODER2 = GGUFFamily("starcoder2", "Starcoder2ForCausalLM", _own)
+
+
+FAMILIES: dict[str, Describe] = {
+    "Starcoder2ForCausalLM": describe_starcoder2,
+}
+GGUF_FAMILIES = (GGUF_STARCODER2,)
