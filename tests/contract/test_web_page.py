@@ -94,6 +94,7 @@ def test_stop_ends_the_answer_and_go_on_continues_it(serve, window, expect, toke
     assert answers(page).locator(".prose").last.text_content().startswith(shown)
 
 
+@pytest.mark.soak
 def test_an_edited_question_and_another_answer_are_branches(serve, window, expect, tokenizer):
     replies = iter([" first", " second", " third"])
     server = serve(lambda request: tokenizer.encode(next(replies), add_special_tokens=False))
@@ -116,6 +117,7 @@ def test_an_edited_question_and_another_answer_are_branches(serve, window, expec
     expect(answers(page)).to_contain_text("first")
 
 
+@pytest.mark.soak
 def test_a_word_shows_its_alternatives_and_one_of_them_goes_on(serve, window, expect, tokenizer):
     ids = tokenizer.encode(TEXT, add_special_tokens=False)
     server = serve(lambda request: ids if len(server.stage.engine.requests) == 1 else ids[-3:])
@@ -139,6 +141,7 @@ def test_a_word_shows_its_alternatives_and_one_of_them_goes_on(serve, window, ex
     expect(page.locator(".word.chosen")).to_have_count(1)
 
 
+@pytest.mark.soak
 def test_the_keyboard_reaches_the_alternatives(serve, window, expect):
     page = window(serve(TEXT).url)
     ask(page, "Hi")
@@ -211,6 +214,7 @@ def test_a_key_is_asked_for_and_kept_in_the_tab_alone(serve, window, expect):
     expect(answers(again)).to_contain_text("Join two")  # the question was not lost
 
 
+@pytest.mark.soak
 def test_a_server_that_goes_and_comes_back(serve, window, expect):
     server = serve(TEXT)
     page = window(server.url)
@@ -268,6 +272,7 @@ def test_an_answer_that_is_cut_off_can_go_on(serve, window, expect, tokenizer):
     assert prompts(server, tokenizer)[1].endswith(text_of(tokenizer, ids[: came[0]]))
 
 
+@pytest.mark.soak
 def test_an_engine_that_dies_leaves_its_records(serve, window, expect):
     page = window(serve(TEXT, die_after=4).url)
     ask(page, "Hi")
@@ -311,6 +316,7 @@ def test_errors_name_the_field_and_the_settings_are_sent(serve, window, expect, 
     assert "system\nBe brief." in prompts(server, tokenizer)[0]
 
 
+@pytest.mark.soak
 def test_reasoning_is_folded_and_calls_are_shown_and_answered(serve, window, expect):
     tokenizer = chat_tokenizer(templates.QWEN)
     call = '<tool_call>\n{"name": "f", "arguments": {"a": "<b>é</b>"}}\n</tool_call>'
@@ -341,6 +347,7 @@ def test_reasoning_is_folded_and_calls_are_shown_and_answered(serve, window, exp
     tokenizer.close()
 
 
+@pytest.mark.soak
 def test_it_works_below_a_path_of_a_proxy(serve, window, expect):
     def below(app):
         async def strip(scope, receive, send):
@@ -364,6 +371,7 @@ def test_the_model_and_its_limits(serve, window, expect):
         expect(panel.get_by_text(text).first).to_be_visible()
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("width", [340, 1200])
 def test_it_fits_its_window_and_everything_has_a_name(serve, window, expect, width):
     page = window(serve(f"{TEXT}\n\n```\n{'x' * 400}\n```\n").url, viewport={"width": width, "height": 700})
@@ -384,6 +392,7 @@ def test_it_fits_its_window_and_everything_has_a_name(serve, window, expect, wid
     assert [control for control in controls if not re.search(r'[a-z] "[^"]', control)] == []
 
 
+@pytest.mark.soak
 def test_dark_and_light(serve, window):
     url = serve(TEXT).url
     shade = "getComputedStyle(document.documentElement).backgroundColor"

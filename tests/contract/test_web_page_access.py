@@ -6,7 +6,7 @@ import pytest
 
 from tests.contract.browsers import answers, ask, read
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.soak
 
 RICH = 'Some *text* with `code`, a [link](https://example.org) and\n\n```python\ndef f(): return "a"  # why\n```\n'
 # Every visible text with its contrast to what is behind it, where that is below what WCAG 2.2 AA asks.

@@ -6,7 +6,7 @@ import pytest
 
 from tests.contract.browsers import answers, ask
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.soak
 
 TEXT = "Join two or more pathname components."
 

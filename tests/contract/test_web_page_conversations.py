@@ -7,7 +7,7 @@ import pytest
 
 from tests.contract.browsers import answers, ask, read, saved
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.soak
 
 TEXT = "Join two or more pathname components, inserting '/' as needed."
 EVIL = (

@@ -5,7 +5,7 @@ import pytest
 from oarlock.engine.scheduler.timeline import RequestTimeline
 from tests.contract.browsers import answers, ask
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.soak
 
 RICH = r"""Euler: $e^{i\pi} = -1$ in \(\mathbb{C}\), and it costs $5 or $6.
 

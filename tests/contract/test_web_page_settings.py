@@ -9,7 +9,7 @@ import pytest
 
 from tests.contract.browsers import answers, ask
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.soak
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 WRONG = {  # label -> what is typed, the reason, what is right, and what it becomes in the request

@@ -9,7 +9,7 @@ from oarlock.server.llm.introduction import Introduction
 from tests.contract.browsers import answers, ask, read
 from tests.contract.test_web_page_state import STATE
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.soak
 
 TEXT = "Join two or more pathname components."
 # Buttons and fields that can be used and not be seen, or that something else covers: at the middle of each is itself.

@@ -9,7 +9,7 @@ from tests.contract.batch_server import request_line, serving
 from tests.contract.browsers import ask
 from tests.contract.conftest import FakeEngine
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.soak
 
 TEXT = "Join two or more."
 STATE = {

@@ -45,6 +45,7 @@ def test_a_server_starts_there(folder, tmp_path_factory):
         assert server.text("Once upon", max_tokens=4)
 
 
+@pytest.mark.soak
 def test_a_script_there_uses_the_python_interface(folder):
     (folder / "script.py").write_text(SCRIPT)
     done = subprocess.run(

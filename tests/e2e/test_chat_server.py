@@ -19,6 +19,7 @@ def below(process: subprocess.Popen) -> list[psutil.Process]:
     return psutil.Process(process.pid).children(recursive=True)
 
 
+@pytest.mark.soak
 def test_it_answers_and_ends_with_a_chat_that_is_killed(tmp_path):
     env = environment(XDG_STATE_HOME=str(tmp_path))
     with Terminal(command("chat", DEMO, "--temperature", "0"), env) as terminal:

@@ -12,7 +12,7 @@ from tests.clients.run import HERE, MARK, environment
 from tests.e2e.running import DEMO
 
 
-@pytest.mark.parametrize(("name", "at_least"), [("openai-3", 19), ("curl", 7)])
+@pytest.mark.parametrize(("name", "at_least"), [pytest.param("openai-3", 19, marks=pytest.mark.soak), ("curl", 7)])
 def test_a_client_that_needs_no_environment(tp1, name, at_least):
     if shutil.which("curl") is None and name == "curl":
         pytest.skip("curl is not installed")

@@ -89,7 +89,8 @@ def namespaces():
         pytest.skip(f"namespaces are not permitted here: {tried.stderr.strip()[-200:]}")
 
 
-@pytest.mark.parametrize("kernels", ["found", pytest.param("compiled", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("kernels", ["found", "compiled"])
 def test_the_command_of_the_image_serves_and_writes_only_to_cache_and_tmp(kernels):
     image = recipes.stages()["cpu"]
     command = [json.loads(recipes.last(image, word)) for word in ("ENTRYPOINT", "CMD")]

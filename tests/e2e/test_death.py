@@ -43,7 +43,9 @@ def nothing_left(server):
     eventually(lambda: shared_memory() <= server.shared_before, 60, "no shared-memory segment is left")
 
 
-@pytest.mark.parametrize("victim", [pytest.param("rank 0", marks=pytest.mark.soak), "rank 1", "engine"])
+@pytest.mark.parametrize(
+    "victim", [pytest.param("rank 0", marks=pytest.mark.soak), "rank 1", pytest.param("engine", marks=pytest.mark.soak)]
+)
 def test_a_killed_child_fails_every_open_request_and_ends_the_server(model, victim):
     with RunningServer(model, "-tp", 2) as server:
         engine, ranks = family(server)
@@ -74,7 +76,8 @@ def test_a_killed_parent_takes_its_children_along(model):
 
 
 # What a terminal does, and a service manager or torchrun: parent and children all get it.
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.soak)])
+@pytest.mark.soak  # within one process: tests/contract/test_lifecycle.py
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_open_requests_finish_while_new_ones_are_refused_after_a_signal_to_the_whole_group(model, number):
     with RunningServer(model, *PATIENT) as server:
         (stream,) = open_streams(server, 1, SHORT)

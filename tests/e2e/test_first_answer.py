@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 
+import pytest
+
 from tests.e2e.running import DEMO, ROOT, RunningServer
 
 TIMES = 20
@@ -33,6 +35,7 @@ def test_the_request_of_the_readme_is_answered_rightly_each_time(tp1):
     assert [text.strip().startswith(RIGHT["What does os.path.join do?"]) for text in texts] == [True]
 
 
+@pytest.mark.soak
 def test_every_question_that_the_page_offers_is_answered_rightly_each_time(tp1):
     introduction = tp1.client.get("/v1/capabilities").json()["introduction"]
     assert introduction == json.loads((DEMO / "introduction.json").read_text())

@@ -18,7 +18,8 @@ def hub():
         yield found
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_signal_in_the_middle_of_a_download_ends_the_server_and_keeps_partial_files(hub, tmp_path, number):
     server = RunningServer(hub.model, env=hub.environment(tmp_path))
     try:

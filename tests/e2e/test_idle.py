@@ -11,7 +11,7 @@ def cpu_seconds(server):
     return sum(sum(process.cpu_times()[:2]) for process in server.processes())
 
 
-@pytest.mark.parametrize("name", ["tp1", "tp2"])
+@pytest.mark.parametrize("name", ["tp1", pytest.param("tp2", marks=pytest.mark.soak)])
 def test_an_idle_server_uses_under_two_percent_of_a_core(name, request):
     server = request.getfixturevalue(name)
     server.text("import ", max_tokens=4)

@@ -1,6 +1,7 @@
 """No child process has the server's keys, since an attack on one of them could reveal its environment."""
 
 import psutil
+import pytest
 
 from tests.e2e.running import DEMO, RunningServer
 
@@ -8,6 +9,7 @@ KEYS = {"OARLOCK_API_KEY": "key-of-a-client", "OARLOCK_ADMIN_API_KEY": "key-of-t
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}}}
 
 
+@pytest.mark.soak
 def test_no_child_process_has_a_key_in_its_environment():
     with RunningServer(DEMO, "-tp", 2, env=KEYS) as server:
         server.client.headers["Authorization"] = f"Bearer {KEYS['OARLOCK_API_KEY']}"

@@ -61,7 +61,9 @@ def give_tokens(model: Path, template: str, special: list[str], ends: list[str])
     (model / "generation_config.json").write_text(json.dumps({"eos_token_id": described["eos_token_id"]}))
 
 
-@pytest.fixture(scope="module", params=[gpt_oss, qwen3_moe], ids=["gpt-oss", "qwen3-moe"])
+@pytest.fixture(
+    scope="module", params=[pytest.param(gpt_oss, marks=pytest.mark.soak), qwen3_moe], ids=["gpt-oss", "qwen3-moe"]
+)
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     model = request.param(tmp_path_factory.mktemp("mixture"))
     # Noise that is taken for thoughts has no end, where the template has a mark of that.

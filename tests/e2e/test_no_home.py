@@ -86,6 +86,7 @@ def test_a_tilde_without_a_home_is_named(folder, command):
         assert f"~/x cannot be found: user {UNKNOWN} has no home directory" in fault(run(folder, command, "~/x"))[0]
 
 
+@pytest.mark.soak
 def test_doctor_shows_where_caches_are(folder):
     done = run(folder, "doctor")
     assert done.returncode == 0, done.stdout + done.stderr

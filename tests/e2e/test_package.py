@@ -44,7 +44,7 @@ def sdist(folder: Path) -> Path:
 
 @pytest.fixture(
     scope="module",
-    params=[archive, pytest.param(checkout, marks=pytest.mark.more), pytest.param(sdist, marks=pytest.mark.more)],
+    params=[archive, pytest.param(checkout, marks=pytest.mark.soak), pytest.param(sdist, marks=pytest.mark.soak)],
 )
 def installed(request, tmp_path_factory) -> Path:
     """The content of a wheel that was built from these sources."""

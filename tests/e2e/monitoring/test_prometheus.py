@@ -100,6 +100,7 @@ def _names(prometheus):
     return set(prometheus.get("/label/__name__/values"))
 
 
+@pytest.mark.soak
 def test_every_query_of_the_dashboard_has_an_answer(prometheus):
     empty = []
     for panel in BOARD["panels"]:
