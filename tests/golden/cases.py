@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from oarlock.workers.models.registry import FAMILIES
+from tests.golden.tiny_models import MIXTURES
 
 PROMPT, TOTAL = 31, 36  # tokens fed as a prompt, and with those that follow one by one
 
@@ -217,58 +217,52 @@ FAMILY_CASES = (
     # What the families above do not have together.
     "glm4", "granite-swa", "hyperclovax", "olmo3", "exaone4", "stablelm",
 )  # fmt: skip
-# Multimodal models, by the class of their text part, which is served if a family describes it.
-_WRAPPERS: dict[str, dict[str, Case]] = {
-    "Cohere2ForCausalLM": {"aya-vision-wrapper": Case("aya_vision", {}, (1, 2, 4))},
-    "CohereCompassForCausalLM": {"cohere-compass-wrapper": Case("cohere_compass", {}, (1, 2, 4))},
-    "Gemma3ForCausalLM": {
-        "gemma3-wrapper": Case("gemma3", {}, (1, 2, 4)),
-        "gemma3-wrapper-new-names": Case("gemma3", {}, (1, 2), renamed=_NEWER),
-    },
-    "Glm4ForCausalLM": {"glm4v-wrapper": Case("glm4v", {}, (1, 2, 4))},
-    "Glm4MoeForCausalLM": {"glm4v-moe-wrapper": Case("glm4v_moe", {}, (1, 2, 4))},
-    "HunYuanDenseV1ForCausalLM": {"hunyuan-vl-wrapper": Case("hunyuan_vl", {}, (1, 2, 4))},
-    "Llama4ForCausalLM": {"llama4-wrapper": Case("llama4", {}, (1, 2, 4))},
-    "LlamaForCausalLM": {
-        "deepseek-vl-wrapper": Case("deepseek_vl", {}, (1, 2)),
-        "idefics3-wrapper": Case("idefics3", {}, (1, 2)),
-        "llava-wrapper": Case("llava", {}, (1, 2, 4)),
-        "llava-wrapper-new-names-tied": Case(
-            "llava", {"text_config": {"tie_word_embeddings": True}}, (1, 2), renamed=_NEWER
-        ),
-        "paddleocr-vl-wrapper": Case("paddleocr_vl", {}, (1, 2, 4)),
-        "smolvlm-wrapper": Case("smolvlm", {}, (1, 2, 4)),
-    },
-    "Ministral3ForCausalLM": {"mistral3-wrapper-of-ministral3": Case("mistral3", {"like": "ministral3"}, (1, 2, 4))},
-    "MistralForCausalLM": {
-        "llava-next-wrapper": Case("llava_next", {}, (1, 2)),
-        "mistral3-wrapper": Case("mistral3", {}, (1, 2, 4)),
-    },
-    "Qwen2ForCausalLM": {
-        "got-ocr2-wrapper": Case("got_ocr2", {}, (1, 2)),
-        "llava-onevision-wrapper": Case("llava_onevision", {}, (1, 2)),
-        "ovis2-wrapper": Case("ovis2", {}, (1, 2)),
-        "qwen2-vl-wrapper": Case("qwen2_vl", {}, (1, 2, 4)),
-        "qwen2-vl-wrapper-flat": Case("qwen2_vl", {}, (1, 2), flat=True),
-        "qwen2-vl-wrapper-new-names": Case(
-            "qwen2_vl", {}, (1, 2), renamed={"visual.": "model.visual.", "model.": "model.language_model."}
-        ),
-        "qwen2-5-vl-wrapper": Case("qwen2_5_vl", {}, (1, 2, 4)),
-    },
-    "Qwen3ForCausalLM": {
-        "internvl-wrapper": Case("internvl", {}, (1, 2, 4)),
-        "qwen3-vl-wrapper": Case("qwen3_vl", {}, (1, 2, 4)),
-    },
-    "Qwen3MoeForCausalLM": {
-        "qwen3-vl-moe-wrapper": Case("qwen3_vl_moe", {}, (1, 2, 4)),
-        "qwen3-vl-moe-wrapper-as-published": Case("qwen3_vl_moe", {}, (1, 2, 4), inputs_first=True),
-    },
-}
-for _text_class, _cases in _WRAPPERS.items():
-    CASES |= _cases if _text_class in FAMILIES else {}
+# Multimodal models, whose text part is served.
+_WRAPPERS: dict[str, Case] = {
+    "aya-vision-wrapper": Case("aya_vision", {}, (1, 2, 4)),
+    "cohere-compass-wrapper": Case("cohere_compass", {}, (1, 2, 4)),
+    "gemma3-wrapper": Case("gemma3", {}, (1, 2, 4)),
+    "gemma3-wrapper-new-names": Case("gemma3", {}, (1, 2), renamed=_NEWER),
+    "glm4v-wrapper": Case("glm4v", {}, (1, 2, 4)),
+    "glm4v-moe-wrapper": Case("glm4v_moe", {}, (1, 2, 4)),
+    "hunyuan-vl-wrapper": Case("hunyuan_vl", {}, (1, 2, 4)),
+    "llama4-wrapper": Case("llama4", {}, (1, 2, 4)),
+    "deepseek-vl-wrapper": Case("deepseek_vl", {}, (1, 2)),
+    "idefics3-wrapper": Case("idefics3", {}, (1, 2)),
+    "llava-wrapper": Case("llava", {}, (1, 2, 4)),
+    "llava-wrapper-new-names-tied": Case("llava", {"text_config": {"tie_word_embeddings": True}}, (1, 2),
+                                         renamed=_NEWER),
+    "paddleocr-vl-wrapper": Case("paddleocr_vl", {}, (1, 2, 4)),
+    "smolvlm-wrapper": Case("smolvlm", {}, (1, 2, 4)),
+    "mistral3-wrapper-of-ministral3": Case("mistral3", {"like": "ministral3"}, (1, 2, 4)),
+    "llava-next-wrapper": Case("llava_next", {}, (1, 2)),
+    "mistral3-wrapper": Case("mistral3", {}, (1, 2, 4)),
+    "got-ocr2-wrapper": Case("got_ocr2", {}, (1, 2)),
+    "llava-onevision-wrapper": Case("llava_onevision", {}, (1, 2)),
+    "ovis2-wrapper": Case("ovis2", {}, (1, 2)),
+    "qwen2-vl-wrapper": Case("qwen2_vl", {}, (1, 2, 4)),
+    "qwen2-vl-wrapper-flat": Case("qwen2_vl", {}, (1, 2), flat=True),
+    "qwen2-vl-wrapper-new-names": Case("qwen2_vl", {}, (1, 2), renamed={
+        "visual.": "model.visual.", "model.": "model.language_model."}),
+    "qwen2-5-vl-wrapper": Case("qwen2_5_vl", {}, (1, 2, 4)),
+    "internvl-wrapper": Case("internvl", {}, (1, 2, 4)),
+    "qwen3-vl-wrapper": Case("qwen3_vl", {}, (1, 2, 4)),
+    "qwen3-vl-moe-wrapper": Case("qwen3_vl_moe", {}, (1, 2, 4)),
+    "qwen3-vl-moe-wrapper-as-published": Case("qwen3_vl_moe", {}, (1, 2, 4), inputs_first=True),
+}  # fmt: skip
+CASES |= _WRAPPERS
 RUNS = [(name, size) for name, case in CASES.items() for size in case.sizes]
+# Multimodal models compute as their text models do: of those, one for each kind of names.
+_SHORT_WRAPPERS = ("gemma3-wrapper", "gemma3-wrapper-new-names", "qwen2-vl-wrapper-flat",
+                   "qwen3-vl-moe-wrapper-as-published")  # fmt: skip
 # One size of each case, in turn the smallest, the next and so on: the others are for `make test-long`.
-SHORT_RUNS = {(name, case.sizes[number % len(case.sizes)]) for number, (name, case) in enumerate(CASES.items())}
+SHORT_RUNS = {
+    (name, case.sizes[number % len(case.sizes)])
+    for number, (name, case) in enumerate(CASES.items())
+    if name not in _WRAPPERS or name in _SHORT_WRAPPERS
+}
+# Cases whose every tensor is compared in `make test`: what is wrong in the others shows in the logits.
+SHORT_LAYERS = {name for name, case in CASES.items() if name in FAMILY_CASES or case.family in MIXTURES}
 
 
 def run_id(name: str, size: int) -> str:
