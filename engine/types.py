@@ -293,4 +293,5 @@ class EngineInfo:
     nnodes: int = 1  # hosts
     data_parallel_size: int = 1  # replicas; all other values are for one replica
     hidden_size: int = 0  # size of the vectors that requests may ask for
+    text_part_of: str | None = None  # class of the multimodal model whose text part is served; None: a text model
     max_silence_s: float = math.inf  # the longest time without a frame from a working engine

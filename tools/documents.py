@@ -15,6 +15,7 @@ from oarlock.server.cli.bench import vllm_names
 from oarlock.server.cli.migrate import dialects, rows
 from oarlock.server.config import vllm_flags
 from oarlock.server.config.settings import as_markdown
+from oarlock.workers import catalogue
 from tests.house.rules import PACKAGES, ROOT
 from tools import architecture
 from tools import parameter_table as api_table
@@ -62,6 +63,8 @@ MADE: list[tuple[str, str, Callable[[], str]]] = [
     ("docs/chat.md", "reasoning-formats", message_parser.formats_as_markdown),
     *(("docs/architecture.md", f"{package}-picture", partial(architecture.picture, package)) for package in PACKAGES),
     ("docs/api.md", "parameters", api_table.as_markdown),
+    ("docs/models.md", "models-text", partial(catalogue.as_markdown, encoders=False)),
+    ("docs/models.md", "models-encoders", partial(catalogue.as_markdown, encoders=True)),
     ("docs/accuracy.md", "golden-faults", golden_faults),
     ("docs/scaling.md", "node-faults", node_faults),
     *(("docs/performance.md", f"benchmarks-{what}", partial(measured, what)) for what in ("peers", "forms", "scaling")),

@@ -209,6 +209,7 @@ class WorkerInfo:
     hidden_size: int = 0  # size of the vectors that requests may ask for
     whole_texts: bool = False  # an encoder: a step computes each text whole, and returns vectors, no tokens
     num_labels: int = 0  # labels of its classification head; 0: it has none
+    text_part_of: str | None = None  # class of the multimodal model whose text part is served; None: a text model
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -25,10 +25,15 @@ from oarlock.workers.model_files.gguf_model import (
     shortest,
 )
 from oarlock.workers.model_files.located import LocatedTensor
+from oarlock.workers.model_files.tensor_names import NO_NAMES, TensorNames
+from oarlock.workers.models.hf_fields import others_like
 from oarlock.workers.models.registry import GGUF_FAMILIES, describe
 
 _MAX_ROPE_FACTORS = 4096  # the widest known heads have 512 elements
-_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_TOP = {
+    "token_embd": "model.embed_tokens", "position_embd": "model.embed_positions", "output_norm": "model.norm",
+    "output": "lm_head",
+}  # fmt: skip
 
 
 def hf_config(model: GGUFModel) -> dict[str, Any]:
@@ -69,16 +74,23 @@ def hf_config(model: GGUFModel) -> dict[str, Any]:
         raise StartupError(
             f"{model.path} is a mixture of {experts} experts, which {family.name} models are not.", "Use another model."
         )
+    for limits in (".swiglu_clamp_exp", ".swiglu_clamp_shexp"):
+        if any(settings.numbers(limits, config["num_hidden_layers"]) if settings.has(limits) else ()):
+            raise StartupError(
+                f"{model.path} clamps its experts' activations, which {family.name} models do not.",
+                "Use another model.",
+            )
     used = {"num_experts": experts, "num_experts_per_tok": settings.count(".expert_used_count")} if experts else {}
     return config | used | own
 
 
-def open_checkpoint(directory: Path) -> Checkpoint:
-    """Read and check every header. Raise `StartupError` naming the file, and the tensor if a tensor is at fault."""
+def open_checkpoint(directory: Path, names: TensorNames = NO_NAMES) -> Checkpoint:
+    """Read and check every header. `names`: of the model's family. Raise `StartupError` naming the file, and the tensor
+    if a tensor is at fault."""
     path = gguf_file(directory)
     if path is not None and not any(directory.glob("*.safetensors*")):
         return gguf_checkpoint(directory, GGUFModel.open(path))
-    return Checkpoint.open(directory)
+    return Checkpoint.open(directory, names)
 
 
 def gguf_checkpoint(directory: Path, model: GGUFModel) -> GGUFCheckpoint:
@@ -95,6 +107,9 @@ def gguf_checkpoint(directory: Path, model: GGUFModel) -> GGUFCheckpoint:
     for name, found in model.tensors.items():
         if name in ROPE_FACTORS or name.endswith(".attn_rot_embd"):  # part of the description
             continue
+        if name in names:  # a tensor that the converter writes without a kind
+            tensors[names[name]] = found
+            continue
         module, _, kind = name.rpartition(".")
         module = names.get(module, module)
         if "*" in module:
@@ -104,7 +119,7 @@ def gguf_checkpoint(directory: Path, model: GGUFModel) -> GGUFCheckpoint:
         if name.endswith(".ffn_gate_inp_shexp.weight"):  # a row, which the converter stores as a vector
             found = found.shaped(1, found.entry.shape[-1])
         tensors[module if module in bare else f"{module}.{kind}"] = found
-        if module in layouts:
+        if module in layouts and (kind == "weight" or not layouts[module].added):  # biases of norms are not shifted
             placed[f"{module}.{kind}"] = layouts[module]
     return GGUFCheckpoint(directory, tensors, placed)
 
@@ -114,7 +129,7 @@ def _family(settings: GGUFSettings) -> GGUFFamily:
     if found is None:
         raise StartupError(
             f"{settings.model.path}: architecture {settings.architecture[:80]!r} is not supported.",
-            f"Supported in GGUF: {', '.join(GGUF_FAMILIES)}.",
+            others_like(settings.architecture, GGUF_FAMILIES),
         )
     return found
 
@@ -144,6 +159,10 @@ def _names(spec: DecoderSpec, model: GGUFModel, family: GGUFFamily) -> Iterator[
 def _layouts(spec: DecoderSpec, family: GGUFFamily) -> Iterator[tuple[str, GGUFTransform]]:
     """Yield modules whose values are permuted or shifted in the file, with their layouts."""
     added = GGUFTransform(added=spec.norm.offset)
+    # Rows of layers without rotation are permuted as well.
+    is_permuted = family.pairs_neighbours and not any(
+        layer.attention.rope is not None and layer.attention.rope.interleaved for layer in spec.layers
+    )
     if spec.norm.offset:
         yield "model.norm", added
     for index, layer in enumerate(spec.layers):
@@ -154,13 +173,13 @@ def _layouts(spec: DecoderSpec, family: GGUFFamily) -> Iterator[tuple[str, GGUFT
             sublayer = branch.sublayer
             if not isinstance(sublayer, SelfAttentionSpec):
                 continue
-            heads, kv_heads, rope = sublayer.num_heads, sublayer.num_kv_heads, sublayer.rope
+            heads, kv_heads = sublayer.num_heads, sublayer.num_kv_heads
             inside = f"{here}{sublayer.module}."
             if sublayer.qk_norm is not None and sublayer.qk_norm.offset:
                 yield from (
                     (f"{inside}{norm}", GGUFTransform(added=sublayer.qk_norm.offset)) for norm in ("q_norm", "k_norm")
                 )
-            if family.pairs_neighbours and rope is not None and not rope.interleaved:
+            if is_permuted:
                 for part, count in (("q_proj", heads), ("k_proj", kv_heads), ("qkv_proj", heads + kv_heads)):
                     yield inside + part, GGUFTransform(count, sublayer.head_dim)
 

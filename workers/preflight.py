@@ -134,7 +134,7 @@ def open_model(config: WorkerConfig) -> OpenModel:
     if is_encoder_model(Path(config.model_path)):
         raise encoder_is_not_planned(config)
     config, spec, quantized = _described(config)
-    checkpoint = None if config.load_format == "dummy" else open_checkpoint(Path(config.model_path))
+    checkpoint = None if config.load_format == "dummy" else open_checkpoint(Path(config.model_path), spec.names)
     if isinstance(checkpoint, GGUFCheckpoint) and checkpoint.has_blocks:
         config = _with_gguf_formats(config)
     elif config.quantization == GGUF:

@@ -210,6 +210,7 @@ def engine_info(config: EngineConfig, executor: "Executor") -> EngineInfo:
         pipeline_parallel_size=worker.pipeline_parallel_size,
         nnodes=worker.nnodes,
         hidden_size=info.hidden_size,
+        text_part_of=info.text_part_of,
         max_silence_s=config.heartbeat_interval_s + worker.step_timeout_s,
     )
 

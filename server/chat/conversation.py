@@ -25,16 +25,17 @@ def template_messages(
     *,
     has_developer: bool,
 ) -> tuple[Messages, Tools | None]:
-    """Return the messages and the tools to pass to the template.
+    """Return the messages and the value of the template's variable for the tools.
 
     `has_developer`: the template knows the role `developer`; otherwise such turns become system turns.
     """
     as_text = tool_format.text_arguments != folding.other_arguments
     messages = _messages(given, tool_format, as_text, has_developer)
     messages = folding.fold_calls(messages, tool_format.calls_as_text)
-    if tool_format.write_into_messages is not None:
-        messages, tools = tool_format.write_into_messages(messages, tools), None
+    messages, tools = tool_format.passed(messages, tools)
     messages = folding.fold_turns(messages)
+    if tool_format.own_turns is not None:
+        messages = tool_format.own_turns(messages)
     if tool_format is HARMONY:
         messages = [_with_one_text(message) for message in messages]
     return messages, tools

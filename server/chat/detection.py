@@ -13,16 +13,17 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from oarlock.server.chat.message_parser import REASONING_FORMATS
-from oarlock.server.chat.tool_parsers.base import ToolFormat
+from oarlock.server.chat.tool_parsers.base import Messages, ToolFormat
 from oarlock.server.chat.tool_parsers.call_parser import ArgumentsDelta, ContentDelta, MessageEvent, ToolCallStart
 from oarlock.server.chat.tool_parsers.harmony import FINAL, HARMONY
-from oarlock.server.chat.tool_parsers.hermes import GENERIC, HERMES, UNKNOWN
+from oarlock.server.chat.tool_parsers.hermes import GENERIC, HERMES, SMOLLM3, UNKNOWN
 from oarlock.server.chat.tool_parsers.registry import FORMATS, by_name
 from oarlock.server.llm.chat_template import ChatTemplate, text_parts
 from oarlock.server.llm.template_renderers import TemplateLimitError
 
 _QUESTION, _ANSWER, _FUNCTION = "trial4question", "trial4answer", "trial4function"
 _ARGUMENTS: dict[str, Any] = {"city": "Zurich", "days": 3}
+_QUOTED = {name: str(value) for name, value in _ARGUMENTS.items()}  # some templates put quotes around all values
 _SCHEMA = {
     "type": "object",
     "properties": {
@@ -34,9 +35,10 @@ _SCHEMA = {
 _TOOLS = [
     {"type": "function", "function": {"name": _FUNCTION, "description": "a function", "parameters": _SCHEMA}},
 ]
+_USER = {"role": "user", "content": _QUESTION}
 _MAX_CHARACTERS = 64 * 1024  # limit for one rendered trial
 _CALL_ID = "abc123def"  # an id that every template accepts
-_MARKS = re.compile("|".join(re.escape(mark) for known in REASONING_FORMATS for mark in (known.start, known.end)))
+_MARKS = re.compile("|".join(re.escape(tag) for known in REASONING_FORMATS for tag in known.tags))
 # special tokens that end a turn, not the tags of a call that is written as text
 _TOKENS = re.compile(r"(?:<[|\uff5c][^<>|\uff5c]*[|\uff5c]>)+")
 _known: WeakKeyDictionary[ChatTemplate, ToolFormat] = WeakKeyDictionary()
@@ -56,14 +58,15 @@ async def _choose(template: ChatTemplate) -> ToolFormat:
     name = template.parsers.get("tool_call_parser")
     if template.parsers.get("reasoning_parser") == "openai_gptoss":
         return HARMONY
-    if name is not None and name != HERMES.name:
+    if name is not None and name not in (HERMES.name, *HERMES.aliases):
         return by_name(name)
     if not template.exists:
         return HERMES if name else GENERIC
     trial = _Trial(template, await template.reads_parts())
     shown = await trial.prompt_with_tools()
-    if name is not None:  # calls are the same in both formats; they differ in whether the template shows the tools
-        return GENERIC if shown is not None and _FUNCTION not in shown else HERMES
+    if name is not None:  # calls are the same in these formats; they differ in how the template gets the tools
+        hides_tools = shown is not None and _FUNCTION not in shown
+        return await _passing_tools(trial, [SMOLLM3]) if hides_tools else HERMES
     return await _detect(trial, shown)
 
 
@@ -73,26 +76,32 @@ async def _detect(trial: "_Trial", shown: str | None) -> ToolFormat:
     if frame is not None and FINAL in frame.before[-1]:  # all responses are in Harmony, with or without tools
         return HARMONY
     if shown is not None and _FUNCTION not in shown:
-        writers = [known for known in FORMATS if known.write_into_messages is not None and known is not GENERIC]
-        for known in writers:
-            if _FUNCTION in (await trial.prompt_with_tools(known) or ""):
-                return known
-        return GENERIC
+        return await _passing_tools(trial, [known for known in FORMATS if known.passes_tools])
     if frame is None:
         return UNKNOWN
     writes_calls = False
     for known in FORMATS:
-        if known.write_into_messages is not None:
+        if known.passes_tools:
             continue
         text = await trial.rendered_call(known)
         if text is None:
             continue
-        writes_calls = writes_calls or _FUNCTION in text
+        writes_calls = writes_calls or (_FUNCTION in text and known.own_turns is None)
         if known.needs in text and _reads(known, text, frame):
             return known
     if writes_calls or shown is None:
         return UNKNOWN
     return next((known for known in FORMATS if known.marks and all(mark in shown for mark in known.marks)), UNKNOWN)
+
+
+async def _passing_tools(trial: "_Trial", formats: list[ToolFormat]) -> ToolFormat:
+    """Return the format in whose way the template gets the tools, else `GENERIC`, which every template can show."""
+    for known in formats:
+        if known is GENERIC or _FUNCTION not in (await trial.prompt_with_tools(known) or ""):
+            continue
+        if known.own_turns is None or _reads(known, await trial.rendered_call(known) or "", await trial.frame()):
+            return known
+    return GENERIC
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,21 +119,16 @@ class _Trial:
         self._template = template
         self._as_parts = as_parts
         self._is_stopped = False  # the template has reached a limit: nothing more is tried
-        self._answers: dict[tuple[bool, str], str | None] = {}  # (arguments as text, call id) -> rendered turn
+        self._answers: dict[tuple[str, bool, str], str | None] = {}  # properties of formats -> rendered turn
 
-    async def prompt_with_tools(self, tool_format: ToolFormat | None = None) -> str | None:
-        """Return a prompt with the tools, passed to the template or written into the messages by `tool_format`."""
-        turns = [self._turn("user", _QUESTION)]
-        if tool_format is None or tool_format.write_into_messages is None:
-            return await self._render(turns, True, _TOOLS)
-        turns = tool_format.write_into_messages([{"role": "user", "content": _QUESTION}], _TOOLS)
-        return await self._render(turns, True, None)
+    async def prompt_with_tools(self, tool_format: ToolFormat = HERMES) -> str | None:
+        """Return a prompt with the tools, passed as this format passes them."""
+        return await self._render([_USER], True, tool_format)
 
     async def frame(self) -> _Frame | None:
         """Return the text around an assistant message."""
-        user = self._turn("user", _QUESTION)
-        prompt = await self._render([user], True, _TOOLS)
-        whole = await self._render([user, self._turn("assistant", _ANSWER)], False, _TOOLS)
+        prompt = await self._render([_USER], True)
+        whole = await self._render([_USER, {"role": "assistant", "content": _ANSWER}], False)
         if prompt is None or whole is None or _QUESTION not in prompt or _ANSWER not in whole:
             return None
         before, _, behind = _behind(whole).partition(_ANSWER)
@@ -133,23 +137,28 @@ class _Trial:
     async def rendered_call(self, tool_format: ToolFormat) -> str | None:
         """Return the text that the template writes after the user's turn for a call in the given format."""
         call_id = tool_format.call_id(_FUNCTION, 0) if tool_format.call_id is not None else _CALL_ID
-        key = (tool_format.text_arguments, call_id)
+        is_unusual = tool_format.own_turns is not None or tool_format.passes_tools
+        key = (tool_format.name if is_unusual else "", tool_format.text_arguments, call_id)
         if key not in self._answers:
             arguments = json.dumps(_ARGUMENTS) if tool_format.text_arguments else _ARGUMENTS
             call = {"id": call_id, "type": "function", "function": {"name": _FUNCTION, "arguments": arguments}}
-            turns = [self._turn("user", _QUESTION), {**self._turn("assistant", ""), "tool_calls": [call]}]
-            text = await self._render(turns, False, _TOOLS)
+            turns = [_USER, {"role": "assistant", "content": "", "tool_calls": [call]}]
+            text = await self._render(turns, False, tool_format)
             self._answers[key] = None if text is None else _behind(text)
         return self._answers[key]
 
-    def _turn(self, role: str, text: str) -> dict[str, Any]:
-        return {"role": role, "content": text_parts(*filter(None, [text])) if self._as_parts else text}
-
-    async def _render(self, turns: list[dict[str, Any]], opens: bool, tools: list[dict[str, Any]] | None) -> str | None:
+    async def _render(self, turns: Messages, opens: bool, tool_format: ToolFormat = HERMES) -> str | None:
         if self._is_stopped:
             return None
+        turns, tools = tool_format.passed(turns, _TOOLS)
+        if tool_format.own_turns is not None:
+            turns = tool_format.own_turns(turns)
+        if self._as_parts:
+            turns = [{**turn, "content": text_parts(*filter(None, [turn["content"]]))} for turn in turns]
         try:
-            return await self._template.try_render(turns, opens, _MAX_CHARACTERS, tools=tools)
+            return await self._template.try_render(
+                turns, opens, _MAX_CHARACTERS, tools=tools, tools_variable=tool_format.tools_variable
+            )
         except TemplateLimitError:
             self._is_stopped = True
             return None
@@ -159,8 +168,10 @@ def _behind(text: str) -> str:
     return text.rpartition(_QUESTION)[2]
 
 
-def _reads(tool_format: ToolFormat, text: str, frame: _Frame) -> bool:
+def _reads(tool_format: ToolFormat, text: str, frame: _Frame | None) -> bool:
     """Return whether the format parses exactly the trial call from the text after the user's turn."""
+    if frame is None:
+        return False
     head = max((head for head in frame.before if text.startswith(head)), key=len, default=None)
     if head is None:
         head = _common(text, frame.before[-1])
@@ -171,7 +182,7 @@ def _reads(tool_format: ToolFormat, text: str, frame: _Frame) -> bool:
         return False
     arguments = "".join(event.text for event in events if isinstance(event, ArgumentsDelta))
     try:
-        is_equal = json.loads(arguments) == _ARGUMENTS
+        is_equal = json.loads(arguments) in (_ARGUMENTS, _QUOTED)
     except ValueError:
         return False
     before, behind = _content(events[: starts[0]]), _content(events[starts[0] :])

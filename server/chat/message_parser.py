@@ -2,12 +2,14 @@
 
 Streams and complete responses use the same parser, so they cannot differ. Line ends next to the reasoning tags
 (`<think>…</think>`) belong to the tags, as templates write them. `<think>` is plain text unless it is at the start.
-Some models use other tags (`REASONING_FORMATS`). `prompt.py` determines whether and how a model reasons.
+Some models use other tags (`REASONING_FORMATS`), and some write tags around the response after it. `prompt.py`
+determines whether a model reasons, and `reasoning_detection.py` how.
 """
 
 from dataclasses import dataclass
 
 from oarlock.engine.types import FinishReason
+from oarlock.server.chat.answer_parser import AnswerParser, AnswerTags
 from oarlock.server.chat.draft_calls import DraftCalls
 from oarlock.server.chat.tool_choice import RequestTools
 from oarlock.server.chat.tool_parsers.call_parser import (
@@ -34,10 +36,22 @@ class ReasoningFormat:
     end: str
     special: tuple[str, ...] = ()  # special tokens inside the tags; empty: each tag is one token
     aliases: tuple[str, ...] = ()
+    answer: AnswerTags | None = None
+    signs: tuple[str, ...] = ()  # texts, one of which distinguishes its templates from those of an equal format
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """All tags, of the reasoning and of the response."""
+        return (self.start, self.end, *self.answer_tokens)
+
+    @property
+    def answer_tokens(self) -> tuple[str, ...]:
+        """Tokens of the tags around the response, if there are any."""
+        return (self.answer.start, self.answer.end) if self.answer is not None else ()
 
     @property
     def tokens(self) -> tuple[str, ...]:
-        """Tokens of the tags; they stay in the output text even if they are special tokens."""
+        """Tokens of the reasoning tags; they stay in the output text even if they are special tokens."""
         return self.special or (self.start, self.end)
 
 
@@ -45,10 +59,31 @@ HARMONY = ReasoningFormat(
     "openai_gptoss", "gpt-oss; reads tool calls and reasoning together", "<|channel|>analysis<|message|>", "<|end|>"
 )  # Harmony's calls and reasoning share one parser
 THINK = ReasoningFormat(
-    "deepseek_r1", "DeepSeek, Qwen 3, GLM, Kimi and most others", "<think>", "</think>", aliases=("qwen3", "glm45")
+    "deepseek_r1",
+    "DeepSeek, Qwen 3, GLM, Kimi, SmolLM3, OLMo 3, EXAONE 4, MiniMax-M2 and most others",
+    "<think>",
+    "</think>",
+    aliases=("qwen3", "glm45", "olmo3", "minimax_m2"),
 )
 REASONING_FORMATS: list[ReasoningFormat] = [
+    ReasoningFormat(
+        "hunyuan_a13b",
+        "Hunyuan",
+        "<think>",
+        "</think>",
+        answer=AnswerTags("<answer>", "</answer>", speaker="\u52a9\u624b\uff1a"),
+        signs=("<answer>", "<|extra_0|>"),
+    ),
+    ReasoningFormat(
+        "ernie45",
+        "Ernie 4.5 Thinking, Granite 3.3",
+        "<think>",
+        "</think>",
+        answer=AnswerTags("<response>", "</response>"),
+        signs=("<response></response>",),
+    ),
     THINK,
+    ReasoningFormat("hy_v3", "Hunyuan 3", "<think:opensource>", "</think:opensource>"),
     ReasoningFormat("mistral", "Magistral", "[THINK]", "[/THINK]"),
     ReasoningFormat("seed_oss", "Seed-OSS", "<seed:think>", "</seed:think>"),
     ReasoningFormat("cohere", "Command A and R7B", "<|START_THINKING|>", "<|END_THINKING|>"),
@@ -168,7 +203,8 @@ def formats_as_markdown() -> str:
     rows = ["| `--reasoning-parser` | models | reasoning |", "|---|---|---|"]
     for known in [*REASONING_FORMATS, HARMONY]:
         names = ", ".join(f"`{name}`" for name in (known.name, *known.aliases))
-        written = f"{known.start}…{known.end}".replace("|", "\\|").replace("\n", "↵")
+        response = "…".join(known.answer_tokens)
+        written = f"{known.start}…{known.end}{response}".replace("|", "\\|").replace("\n", "↵")
         rows.append(f"| {names} | {known.models} | `{written}` |")
     return "\n".join(rows) + "\n"
 
@@ -186,7 +222,8 @@ class MessageShape:
     @property
     def is_plain(self) -> bool:
         """Whether the text of the output is its content, with nothing to parse."""
-        return not (self.may_think or self.is_thinking or self.tool_choice or self.harmony is not None)
+        has_tags = self.may_think or self.is_thinking or self.reasoning.answer is not None
+        return not (has_tags or self.tool_choice or self.harmony is not None)
 
 
 class MessageParser:
@@ -197,6 +234,8 @@ class MessageParser:
         thinks = (shape.may_think or shape.is_thinking) and shape.harmony is None
         choice = shape.tool_choice
         self._reasoning_parser = ReasoningParser(shape.is_thinking, shape.reasoning) if thinks else None
+        answer = shape.reasoning.answer if shape.harmony is None else None
+        self._answer_parser = AnswerParser(answer) if answer is not None else None
         self._tool_parser = choice.parser() if choice else None
         self._drafts = DraftCalls(choice.parser(parallel=True)) if choice and thinks else None
         self._thought_tokens = 0  # reasoning tokens not counted by the reasoning parser, and corrections of its count
@@ -237,6 +276,11 @@ class MessageParser:
                 events = merged([*events, *self._reasoning_parser.flush()])
             if self._drafts is not None:
                 events = self._without_drafts(self._reasoning_parser, self._drafts, events, num_tokens, is_last)
+        if self._answer_parser is not None:
+            answer = self._answer_parser
+            events = [ContentDelta(answer.push(e.text)) if isinstance(e, ContentDelta) else e for e in events]
+            if is_last:
+                events.append(ContentDelta(answer.flush()))
         if self._tool_parser is not None:
             parsed: list[MessageEvent] = []
             for event in events:

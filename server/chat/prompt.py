@@ -13,7 +13,9 @@ from oarlock.engine.errors import RequestError
 from oarlock.engine.types import Grammar
 from oarlock.server.chat.conversation import in_parts, template_messages
 from oarlock.server.chat.detection import tool_format_of
-from oarlock.server.chat.message_parser import REASONING_FORMATS, THINK, MessageShape, ReasoningFormat
+from oarlock.server.chat.documents import check_documents
+from oarlock.server.chat.message_parser import THINK, MessageShape, ReasoningFormat
+from oarlock.server.chat.reasoning_detection import reasoning_format_of
 from oarlock.server.chat.thinking import thinking_of
 from oarlock.server.chat.tool_choice import RequestTools, resolve_tool_choice
 from oarlock.server.chat.tool_parsers.base import ToolFormat
@@ -58,7 +60,8 @@ class ChatPrompt:
         if self.harmony is not None:
             return HARMONY.delimiters
         calls = self.tool_choice.format.delimiters if self.tool_choice else ()
-        return (*calls, *self.reasoning.tokens) if self.may_think or self.is_thinking else calls
+        thinks = self.may_think or self.is_thinking
+        return (*calls, *self.reasoning.answer_tokens, *(self.reasoning.tokens if thinks else ()))
 
     @property
     def shape(self) -> MessageShape:
@@ -72,8 +75,8 @@ async def render_prompt(tokenizer: Tokenizer, request: ChatRequest) -> ChatPromp
     tool_format = await tool_format_of(template)
     choice = resolve_tool_choice(request, tool_format)
     as_parts = template.exists and await template.reads_parts()
-    reasons = tool_format is HARMONY or _marks(tokenizer) is not None
-    thinking = await thinking_of(template, request, reasons)
+    marks = await reasoning_format_of(tokenizer)
+    thinking = await thinking_of(template, request, tool_format is HARMONY or marks is not None)
     size = sum(len(message.text) for message in request.messages)
     is_small = size + len(request.messages) * _MESSAGE_SIZE <= _MAX_INLINE_CHARACTERS
     folding = Folding()
@@ -86,13 +89,15 @@ async def render_prompt(tokenizer: Tokenizer, request: ChatRequest) -> ChatPromp
     prepare = partial(_prepare, template, request, tool_format, choice, folding, as_parts, thinking.variables)
     rendering = prepare() if is_small else await tokenizer.run(prepare, size)
     text = await template.write(rendering)
+    if request.documents:
+        check_documents(request.documents, text)
     if request.continue_final_message:
         text = _cut(text)
     if tool_format is HARMONY:
         thinks = tokenizer.template.parsers.get("reasoning_parser") != "none"
         begun = text.rpartition(TURN)[2] if TURN in text else ""
         return ChatPrompt(text, choice, thinks, False, ignored=thinking.ignored, harmony=begun)
-    return ChatPrompt(text, choice, *_reasoning_state(tokenizer, text, request), ignored=thinking.ignored)
+    return ChatPrompt(text, choice, *_reasoning_state(marks, text, request), ignored=thinking.ignored)
 
 
 def _prepare(
@@ -112,9 +117,17 @@ def _prepare(
         messages[-1] = {**messages[-1], "content": messages[-1]["content"] + _CONTINUATION_MARK}
     if as_parts:
         messages = in_parts(messages, request.messages)
-    size = _size([messages, tools, variables])
+    size = _size([messages, tools, request.documents, variables])
     most = 4 * size + _MAX_ADDED
-    return template.prepare(messages, request.opens_assistant_turn, most, tools=tools, variables=variables)
+    return template.prepare(
+        messages,
+        request.opens_assistant_turn,
+        most,
+        tools=tools,
+        tools_variable=tool_format.tools_variable,
+        documents=request.documents or None,
+        variables=variables,
+    )
 
 
 def _size(value: Any) -> int:
@@ -137,9 +150,10 @@ def _cut(text: str) -> str:
     return text[:end]
 
 
-def _reasoning_state(tokenizer: Tokenizer, text: str, request: ChatRequest) -> tuple[bool, bool, ReasoningFormat]:
+def _reasoning_state(
+    marks: ReasoningFormat | None, text: str, request: ChatRequest
+) -> tuple[bool, bool, ReasoningFormat]:
     """Return (the response may begin with reasoning, the prompt ends inside reasoning, the tags around it)."""
-    marks = _marks(tokenizer)
     if marks is None:
         return False, False, THINK
     if request.continue_final_message:
@@ -147,20 +161,6 @@ def _reasoning_state(tokenizer: Tokenizer, text: str, request: ChatRequest) -> t
         return not last.strip(), last.rfind(marks.start) > last.rfind(marks.end), marks
     end = text[-_MAX_END:].rstrip()
     return not end.endswith((marks.start.rstrip(), marks.end)), end.endswith(marks.start.rstrip()), marks
-
-
-def _marks(tokenizer: Tokenizer) -> ReasoningFormat | None:
-    """Return the model's reasoning tags: the operator's choice, else from its template, else from its vocabulary."""
-    template, token_to_id = tokenizer.template, tokenizer.backend.token_to_id
-    name = template.parsers.get("reasoning_parser")
-    if name is not None:
-        return next((known for known in REASONING_FORMATS if name in (known.name, *known.aliases)), None)
-    for known in REASONING_FORMATS:
-        if known.start in template.source or known.end in template.source:
-            return known
-    return next(
-        (known for known in REASONING_FORMATS if all(token_to_id(token) is not None for token in known.tokens)), None
-    )
 
 
 def response_grammar(own: Grammar | None, prompt: ChatPrompt, special_ids: SpecialIds) -> Grammar | None:
@@ -198,6 +198,9 @@ def _whole(body: str, rules: str, prompt: ChatPrompt, special_ids: SpecialIds, p
     if not (prompt.may_think or prompt.is_thinking):
         return Grammar("lark", f"start: {body}\n{rules}", param)
     marks = prompt.reasoning
+    if marks.answer is not None:
+        start, end = (delimiter(tag, special_ids) for tag in marks.answer_tokens)
+        body = f"({start} lines {body} lines {end} | {body})"
     if marks.end in special_ids:  # a special token never occurs in plain text
         reasoning = f"reasoning: REASONING {delimiter(marks.end, special_ids)}\nREASONING: /(?s:.*)/"
     else:

@@ -386,7 +386,12 @@ class TurnTrial:
 
     async def _render(self, messages: Messages, tools: Tools | None) -> str:
         return await self.template.render(
-            messages, self.opens_assistant_turn, MAX_PROMPT, tools=tools, variables=self.variables
+            messages,
+            self.opens_assistant_turn,
+            MAX_PROMPT,
+            tools=tools,
+            tools_variable=self.tool_format.tools_variable,
+            variables=self.variables,
         )
 
 

@@ -20,7 +20,8 @@ EXAMPLE = "oarlock doctor Qwen/Qwen2.5-0.5B-Instruct --tensor-parallel-size 2"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Check this machine for `serve` with the same flags. Loads no weights and fetches nothing. "
+        "Check this machine and MODEL for `serve` with the same flags. The first line shows whether this version "
+        "serves the model, and as which known checkpoint. Loads no weights and fetches nothing. "
         "Exit code 0 if a server can start, 1 if not."
     )
     parser.add_argument("--memory", action="store_true", help="measure the memory bandwidth (takes seconds)")
@@ -30,13 +31,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from oarlock.server.hub.description import description
+
     settings = loaded_settings(arguments).settings
     for note in arguments.notes:
         sys.stderr.write(f"note: {note}\n")
+    found = description(settings)
+    if found is not None and not arguments.json:
+        print(found.line, flush=True)
     model, reason = _find(settings)
     words = [f"--config={settings.engine_config(model).worker.to_json()}", *reason]
     words += _nodes(settings)
     words += [f"--host={settings.host}", f"--port={settings.port}"]
+    if found is not None and arguments.json:
+        words.append(f"--description={json.dumps(asdict(found))}")
     words += [f"--{name.replace('_', '-')}" for name in ("memory", "all_reduce", "json") if getattr(arguments, name)]
     return run_program("oarlock.workers.doctor", words)
 

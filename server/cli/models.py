@@ -1,12 +1,16 @@
-"""`oarlock models` and `oarlock pull MODEL`: list the models on this machine that can be served, and fetch another."""
+"""`oarlock models`: list the models on this machine, or the classes that are served. `oarlock pull`: fetch a model."""
 
 import argparse
 import json
 import shlex
 import sys
+from typing import TYPE_CHECKING
 
 from oarlock.server.cli.arguments import OneCommand, UsageError, add_settings, loaded_settings
 from oarlock.server.config.settings import OPTIONS
+
+if TYPE_CHECKING:
+    from oarlock.workers.catalogue import Entry
 
 _PULLED_SETTINGS = {"model", "revision", "download_dir", "offline", "load_format", "runner"}
 _NAME_SIZE = 48  # characters of a name to which others are aligned
@@ -19,11 +23,18 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
         "and whether this version can serve it, judged by config.json and the headers of the weights. "
         "Loads nothing and fetches nothing."
     )
+    parser.add_argument(
+        "--supported",
+        action="store_true",
+        help="list the classes of models that this version serves instead, each with a known checkpoint",
+    )
     parser.add_argument("--json", action="store_true", help="print a JSON object")
     add_settings(parser, positional=False, without=OPTIONS.keys() - {"download_dir"})
 
 
 def _list_models(arguments: argparse.Namespace) -> int:
+    if arguments.supported:
+        return _list_supported(arguments)
     from dataclasses import asdict
 
     from oarlock.base.paths import hub_cache
@@ -50,6 +61,34 @@ def _list_models(arguments: argparse.Namespace) -> int:
         if model.is_served and model.argument != model.name:
             print(f"oarlock serve {shlex.quote(model.argument)}  # {model.name}")
     return 0
+
+
+def _list_supported(arguments: argparse.Namespace) -> int:
+    """Print every class that the registry serves, by families."""
+    for name in ("config", "download_dir"):
+        if getattr(arguments, name) is not None:
+            raise UsageError(f"--{name.replace('_', '-')} has no effect on --supported.", "Leave one of the two out.")
+    from oarlock.workers.catalogue import CATALOGUE, by_family
+
+    entries = list(CATALOGUE.values())
+    if arguments.json:
+        print(json.dumps({"supported": [entry.as_json() for entry in entries]}, indent=1))
+        return 0
+    widths = [max(len(row[column]) for row in map(_cells, entries)) for column in range(3)]
+    for family, members in by_family(entries).items():
+        print(family)
+        for row in map(_cells, members):
+            cells = [f"{cell:<{width}}" for cell, width in zip(row, widths, strict=False)]
+            print("  " + "  ".join([*cells, row[-1]]).rstrip())
+    print(f"{len(entries)} classes. `oarlock doctor MODEL` shows the class of a model on this machine.")
+    return 0
+
+
+def _cells(entry: "Entry") -> tuple[str, ...]:
+    """Return the texts of one line: class, checkpoint, names in GGUF files, notes."""
+    task = () if entry.task == "text" else (entry.task,)
+    gguf = f"GGUF {', '.join(entry.gguf)}" if entry.gguf else ""
+    return entry.architecture, entry.checkpoint, gguf, ", ".join((*task, *entry.notes))
 
 
 def _add_pull(parser: argparse.ArgumentParser) -> None:
@@ -87,7 +126,7 @@ def _pull(arguments: argparse.Namespace) -> int:
 
 
 MODELS = OneCommand(
-    "list the models on this machine, and which of them can be served", "oarlock models", _add_models, _list_models
+    "list the models on this machine, or all classes that are served", "oarlock models", _add_models, _list_models
 )
 PULL = OneCommand(
     "fetch a model from the hub, and check the files that are here already",

@@ -41,6 +41,7 @@ def _card(serving: OpenAIServing, name: str) -> dict[str, Any]:
         "parent": None,
         "max_model_len": serving.max_len,
         "architecture": info.architecture,
+        "text_part_of": info.text_part_of,  # class of the multimodal model; None: a text model
         "num_parameters": info.num_parameters,
         "vocab_size": info.vocab_size,
         "dtype": info.dtype,

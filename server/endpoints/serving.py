@@ -28,7 +28,7 @@ from oarlock.server.llm.pooler_config import PoolerConfig
 from oarlock.server.llm.tokenizer import Tokenizer
 from oarlock.server.observability.logs import event, logger
 from oarlock.server.observability.metrics import HttpCounters, exposition
-from oarlock.server.schemas.strict_model import MAX_TIMEOUT_S, StrictModel
+from oarlock.server.schemas.strict_model import MAX_TIMEOUT_S, MEDIA, StrictModel
 from oarlock.server.version import VERSION
 
 STATS_TIMEOUT_S = 2.0
@@ -112,6 +112,21 @@ class OpenAIServing:
 
         If there are two schemas, the second is for conversations. Raises `RequestError`.
         """
+        try:
+            return await self._read(request, *schemas)
+        except RequestError as error:
+            raise self.with_reason(error) from None
+
+    def with_reason(self, error: RequestError) -> RequestError:
+        """Return `error`; if it is about media, for which the model has a part that is not served, with that reason."""
+        async_llm = self.state.async_llm
+        words, _ = MEDIA.get(error.code or "", (None, ()))
+        if words is None or async_llm is None or async_llm.engine.info.text_part_of is None:
+            return error
+        reason = f"This server serves the text part of {self.model_names[0]}; {words} not supported."
+        return RequestError(f"{error.message} {reason}", error.param, error.code)
+
+    async def _read(self, request: Request, *schemas: type[_BodyT]) -> tuple[_BodyT, dict[str, str]]:
         is_strict = self.settings.strict_parameters
         held = self.held_by(request)
         content = await read_json(request, self.settings.max_body_size, held)

@@ -221,7 +221,7 @@ def request_error(error: ValidationError) -> RequestError:
     where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)[1:]
     own = first.get("ctx", {}).get("error")
     if isinstance(own, FieldError):  # inside a conversation, the path is more precise than the field
-        return RequestError(str(own), where if path and path[0] == own.param in _NESTED else own.param)
+        return RequestError(str(own), where if path and path[0] == own.param in _NESTED else own.param, own.code)
     if first["type"] == "json_invalid":
         return RequestError(f"The body is not valid JSON: {first['ctx']['error']}.", None, "invalid_json")
     if not path:

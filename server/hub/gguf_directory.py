@@ -73,7 +73,7 @@ _BY_KIND = {
     _LIKE_LLAMA3: "dbrx smaug-bpe",
     replace(_LIKE_QWEN2, normal_form="NFC"): "qwen2 megrez",
     _LIKE_QWEN2: "deepseek-r1-qwen kormo hunyuan",
-    PreTokenizer((_GPT4O,)): "gpt-4o kanana2",
+    PreTokenizer((_GPT4O,)): "gpt-4o kanana2 minimax-m2",
     PreTokenizer((_TEKKEN,), ignores_merges=True, adds_bos=True): "tekken",
     PreTokenizer((_SEED_CODER,)): "seed-coder",
     PreTokenizer(_DEEPSEEK_CODER): "deepseek-coder",

@@ -128,6 +128,15 @@ def hub_name(folder: Path) -> str:
     return folder.name.removeprefix(_HUB_PREFIX).replace(_HUB_SEPARATOR, "/")
 
 
+def cached_snapshot(model: str, revision: str, download_dir: str | None = None) -> Path | None:
+    """Return the directory of a revision of a hub id in the hub's cache, which may be incomplete; None if it is not
+    there."""
+    folder = hub_cache(download_dir) / f"{_HUB_PREFIX}{model.replace('/', _HUB_SEPARATOR)}"
+    reference = folder / "refs" / revision
+    found = folder / "snapshots" / (read_reference(reference) if reference.is_file() else revision)
+    return found if found.is_dir() else None
+
+
 def hub_files(repository: str, directory: Path) -> list[tuple[str, Path]]:
     """Return the (name, first file) of each GGUF model in a snapshot of a repository of the hub."""
     return [(f"{repository}/{file.relative_to(directory)}", file) for file in _first_files(directory)]

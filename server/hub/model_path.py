@@ -52,7 +52,7 @@ async def resolve(settings: Settings, on_progress: OnDetailedProgress, tokenizer
     """
     model = settings.model
     if model is None:
-        return str(_demo())
+        return str(demo_directory())
     path = find_local(model, settings.download_dir)
     if path is None:
         wanted = _on_hub(settings, model, _checked_revision(settings), tokenizer)
@@ -124,7 +124,7 @@ def _checked(path: Path) -> str:
     return str(path.resolve()) if file is None else str(described(file))
 
 
-def _demo() -> Path:
+def demo_directory() -> Path:
     """Return the model shipped with Oarlock: next to the packages in a checkout, under `share` in an installation."""
     candidates = [
         Path(__file__).resolve().parents[2] / "models" / DEMO_NAME,

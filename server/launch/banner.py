@@ -149,7 +149,7 @@ def banner(
     lines = [
         f"  URL      {url}",
         *([f"  page     {url}/ in a browser"] if page else []),
-        f"  model    {', '.join(names)} ({info.architecture}, {_parameters(info)})",
+        f"  model    {', '.join(names)} ({info.architecture}{_whole(info)}, {_parameters(info)})",
         *(_wrapped("about", about) if about else []),
         f"  compute  {compute}, attention {info.attention_backend}, weights{form} {per_rank} per rank",
         *([f"  values   {_rounding(info)}"] if info.input_rounding else []),
@@ -168,6 +168,11 @@ def _wrapped(label: str, text: str) -> list[str]:
     """Return the lines of a row whose text is longer than a line."""
     lines = textwrap.wrap(text, _ROW_CHARACTERS)
     return [f"  {name:<8} {line}" for name, line in zip([label, *[""] * len(lines)], lines, strict=False)]
+
+
+def _whole(info: EngineInfo) -> str:
+    """Return the multimodal model whose text part is served, as text; empty for a text model."""
+    return "" if info.text_part_of is None else f", the text part of {info.text_part_of}"
 
 
 def _rounding(info: EngineInfo) -> str:

@@ -15,6 +15,7 @@ from oarlock.server.llm.template_messages import CPU_LIMIT_S, ReplyKind, request
 from oarlock.server.llm.template_renderers import TemplateLimitError, TemplateRenderers
 
 _DEFAULT, _TOOL_USE = "default", "tool_use"
+_TOOLS = "tools"
 _PAIR = ("query", "document")  # roles
 _MAX_TRIAL = 64 * 1024  # limit in characters for a rendered trial conversation
 _CONFIG = "in tokenizer_config.json"
@@ -109,12 +110,15 @@ class ChatTemplate:
         max_characters: int,
         *,
         tools: list[dict[str, Any]] | None = None,
+        tools_variable: str = _TOOLS,
+        documents: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> Rendering:
         """Return a conversation prepared for `write`. Takes a while for a long conversation.
 
-        `variables` are the caller's, such as `enable_thinking`; they never replace the variables set here. Raises
-        `RequestError` if there is no template or the input is nested too deeply.
+        `variables` are the caller's, such as `enable_thinking`; they never replace the variables set here.
+        `tools_variable`: the template's variable for the tools. Raises `RequestError` if there is no template or the
+        input is nested too deeply.
         """
         name = _TOOL_USE if tools and _TOOL_USE in self._sources else _DEFAULT
         if name not in self._sources:
@@ -123,10 +127,12 @@ class ChatTemplate:
             )
         given = {
             "messages": messages,
-            "tools": tools,
-            "documents": None,
+            _TOOLS: None,
+            "documents": documents,
             "add_generation_prompt": add_generation_prompt,
         }
+        if tools is not None:
+            given[tools_variable] = tools
         try:
             return Rendering(request(name, {**(variables or {}), **given}, max_characters), max_characters)
         except RecursionError:
@@ -151,10 +157,18 @@ class ChatTemplate:
         max_characters: int,
         *,
         tools: list[dict[str, Any]] | None = None,
+        tools_variable: str = _TOOLS,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
         """Render a short conversation: `prepare` and `write` in one call."""
-        rendering = self.prepare(messages, add_generation_prompt, max_characters, tools=tools, variables=variables)
+        rendering = self.prepare(
+            messages,
+            add_generation_prompt,
+            max_characters,
+            tools=tools,
+            tools_variable=tools_variable,
+            variables=variables,
+        )
         return await self.write(rendering)
 
     async def try_render(
@@ -164,6 +178,7 @@ class ChatTemplate:
         max_characters: int,
         *,
         tools: list[dict[str, Any]] | None = None,
+        tools_variable: str = _TOOLS,
         variables: Mapping[str, Any] | None = None,
     ) -> str | None:
         """Render a trial conversation, or return None if the template refuses it.
@@ -171,7 +186,14 @@ class ChatTemplate:
         Raises `TemplateLimitError`: a limit is no information about the conversation.
         """
         try:
-            return await self.render(messages, add_generation_prompt, max_characters, tools=tools, variables=variables)
+            return await self.render(
+                messages,
+                add_generation_prompt,
+                max_characters,
+                tools=tools,
+                tools_variable=tools_variable,
+                variables=variables,
+            )
         except TemplateLimitError:
             raise
         except RequestError:

@@ -59,7 +59,7 @@ class GenerationConfig:
                 "neutral values.",
             )
         values, config_file = read_json(file), Path(model) / "config.json"
-        config = read_json(config_file)
+        config = with_text_config(read_json(config_file))
         ends, others = _end_tokens(file, values), _end_tokens(config_file, config)
         for path, described in ((file, values), (config_file, config)):
             _check_other_ids(path, described)
@@ -112,6 +112,13 @@ def _check_end_tokens(file: Path, ids: Sequence[int], config: Mapping[str, Any])
             f"'eos_token_id' in {file} is {max(ids)}, but the model's vocab_size is {size}: no completion would end.",
             "Correct that line.",
         )
+
+
+def with_text_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a `config.json` with the special tokens of its `text_config`, if it does not give them itself."""
+    inner = config.get("text_config")
+    ids = {} if not isinstance(inner, dict) else {name: inner[name] for name in inner if name.endswith("_token_id")}
+    return ids | {name: value for name, value in config.items() if value is not None or name not in ids}
 
 
 def vocab_size_of(config: Mapping[str, Any]) -> int | None:

@@ -74,6 +74,8 @@ class PairMarks(NamedTuple):
     has_types: bool
 
 
+# Files of a multimodal model's processor, in which it has its chat template; the first that has one counts.
+_PROCESSOR_FILES = ("chat_template.json", "processor_config.json")
 _TEMPLATE_FOR_TOOLS = "additional_chat_templates/tool_use.jinja"  # path that transformers' save_pretrained uses
 
 
@@ -135,7 +137,7 @@ class Tokenizer:
         elif is_there(template_file):
             config["chat_template"] = read_text(template_file, MOST_CHARACTERS)
         else:
-            template_file = None
+            template_file = _add_template_of_processor(path, config)
         if chat_template is None and is_there(for_tools := path / _TEMPLATE_FOR_TOOLS):
             config["chat_template"] = with_template(config, "tool_use", read_text(for_tools, MOST_CHARACTERS))
         backend, described = _read_backend(path)
@@ -362,6 +364,22 @@ def _read_backend(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
     """Return the tokenizer in a folder and the JSON object that describes it. Raises `StartupError` if unusable."""
     file = path / "tokenizer.json"
     return tokenizer_file.load(file) if is_there(file) else _convert(path)
+
+
+def _add_template_of_processor(folder: Path, config: dict[str, Any]) -> Path | None:
+    """Replace the chat template in `config` by that of the model's processor, and return its file. None: it has
+    none."""
+    for name in _PROCESSOR_FILES:
+        template = read_json(folder / name).get("chat_template")
+        if template is not None:
+            if not isinstance(template, str):
+                raise StartupError(
+                    f"chat_template in {folder / name} is {shown(template)}, which is not a template.",
+                    "Correct it, or serve with --chat-template and your own file.",
+                )
+            config["chat_template"] = template
+            return folder / name
+    return None
 
 
 def _check_config(file: Path, config: Mapping[str, Any]) -> None:

@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any, Self, TypedDict, TypeVar, Unpack
 
 from oarlock.base.errors import StartupError
+from oarlock.engine.errors import RequestError
 from oarlock.engine.types import EngineInfo
 from oarlock.server.config import vllm_flags
 from oarlock.server.config.options import OptionError
@@ -64,6 +65,7 @@ class ChatFields(TypedDict, total=False):
     add_generation_prompt: bool
     continue_final_message: bool
     chat_template_kwargs: Mapping[str, Any]
+    documents: Sequence[Mapping[str, Any]]
     reasoning_effort: str
 
 
@@ -288,7 +290,11 @@ class LLM:
 
             async def complete() -> OutputGroup[list[RequestOutput]]:
                 body = {**chosen.as_chat_fields(), **fields, "messages": list(conversation)}
-                processed, generation, pieces = await endpoint.run(parse(ChatRequest, dumps(body).encode()))
+                try:
+                    request = parse(ChatRequest, dumps(body).encode())
+                except RequestError as error:
+                    raise endpoint.with_reason(error) from None
+                processed, generation, pieces = await endpoint.run(request)
                 of_text = replace(asked, prompt=processed.prompt)
                 output = outputs.chat_completion(of_text, self.tokenizer, processed, generation, pieces)
                 return OutputGroup([output], output.num_tokens)

@@ -15,6 +15,7 @@ from oarlock.server.schemas.strict_model import (
     INT32_MAX,
     MAX_LOGPROBS,
     MAX_PROMPT_IDS,
+    MEDIA_CODES,
     WHOLE,
     FieldError,
     StrictModel,
@@ -33,7 +34,8 @@ def content_form(value: Any) -> str | None:
 
 def _text_type(value: str) -> str:
     if value not in ("text", "refusal"):
-        raise FieldError("messages", f"contains a content part of type '{value}'; only type 'text' is supported")
+        problem = f"contains a content part of type '{value}'; only type 'text' is supported"
+        raise FieldError("messages", problem, MEDIA_CODES.get(value))
     return value
 
 
@@ -251,6 +253,7 @@ ToolChoiceOption = Annotated[
 
 MAX_MESSAGES = 4096
 MAX_TOOLS = 128
+MAX_DOCUMENTS = 256
 MAX_VARIABLES_CHARACTERS = 16 * 1024
 _LONG_BODY = 1 << 20  # bytes; shorter bodies have tools of about the usual size
 _BYTES_PER_TOOL = 2048
@@ -315,6 +318,11 @@ class ChatRequest(SamplingFields):
     chat_template: None = Field(None, description="refused: a template is code, so only the model's own is used")
     chat_template_kwargs: JsonObject | None = Field(
         None, description="variables for the template, such as `enable_thinking`; 16 KiB at most"
+    )
+    documents: Annotated[list[JsonObject], Field(max_length=MAX_DOCUMENTS, fail_fast=True)] | None = Field(
+        None,
+        description="texts for the response, for templates that show documents; each an object such as `doc_id`, "
+        "`title` and `text`, with the keys that the template reads",
     )
     reasoning_effort: ReasoningEffort | None = Field(
         None,

@@ -388,7 +388,7 @@ class SamplingFields(_ScalarFields):
             self.__dict__[name] = None
 
 
-_INPUTS = frozenset({"prompt", "suffix", "messages", "tools", "chat_template_kwargs"})
+_INPUTS = frozenset({"prompt", "suffix", "messages", "tools", "documents", "chat_template_kwargs"})
 _INPUTS |= {"allowed_token_ids", "logit_bias", "bad_words", "stop", "metadata"}
 
 

@@ -27,6 +27,7 @@ from oarlock.server.schemas.strict_model import (
     INT32_MAX,
     MAX_STOP_CHARACTERS,
     MAX_STOPS,
+    MEDIA_CODES,
     WHOLE,
     FieldError,
     StrictModel,
@@ -86,7 +87,7 @@ class ToolUseBlock(StrictModel):
 
 def _unread(kind: str) -> str:
     problem = f"contains a block of type '{kind}'; supported are text, thinking, tool_use and tool_result"
-    raise FieldError("messages", problem)
+    raise FieldError("messages", problem, MEDIA_CODES.get(kind))
 
 
 class UnreadBlock(StrictModel):

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
 from oarlock.server.schemas.chat import MAX_PARTS, JsonObject, ToolName, content_form
-from oarlock.server.schemas.strict_model import ACCEPTED, FieldError, StrictModel
+from oarlock.server.schemas.strict_model import ACCEPTED, MEDIA_CODES, FieldError, StrictModel
 
 
 def accept_only(param: str, name: str, *neutral: Any) -> Callable[[Any], Any]:
@@ -39,7 +39,8 @@ _TEXT_PARTS = ("input_text", "output_text", "text")
 
 def _part_type(value: str) -> str:
     if value not in (*_TEXT_PARTS, "refusal"):
-        raise FieldError("input", f"contains a part of type '{value}'; only text is supported, type 'input_text'")
+        problem = f"contains a part of type '{value}'; only text is supported, type 'input_text'"
+        raise FieldError("input", problem, MEDIA_CODES.get(value))
     return value
 
 
@@ -292,7 +293,8 @@ _HOSTED_CALLS = get_args(HostedCallItem.model_fields["type"].annotation)
 
 
 def _unread(kind: str) -> str:
-    raise FieldError("input", f"contains an item of type '{kind}'; supported: {', '.join(_TYPES)}")
+    problem = f"contains an item of type '{kind}'; supported: {', '.join(_TYPES)}"
+    raise FieldError("input", problem, MEDIA_CODES.get(kind))
 
 
 class UnreadItem(StrictModel):

@@ -85,11 +85,22 @@ User = Annotated[
 
 
 class FieldError(ValueError):
-    """Two fields that do not go together. `param` is the field to change."""
+    """Two fields that do not go together. `param` is the field to change, `code` the code of the error."""
 
-    def __init__(self, param: str, problem: str) -> None:
+    def __init__(self, param: str, problem: str, code: str | None = None) -> None:
         super().__init__(f"'{param}' {problem}.")
         self.param = param
+        self.code = code
+
+
+# Code of an error about a part of a message that is not text -> the parts in words, and their types in the APIs.
+MEDIA = {
+    "images_not_supported": ("images are", ("image", "image_url", "input_image", "image_file")),
+    "audio_not_supported": ("audio is", ("audio", "audio_url", "input_audio")),
+    "videos_not_supported": ("videos are", ("video", "video_url", "input_video")),
+    "files_not_supported": ("files are", ("file", "file_url", "input_file", "document")),
+}
+MEDIA_CODES = {kind: code for code, (_, kinds) in MEDIA.items() for kind in kinds}
 
 
 class StrictModel(BaseModel):

@@ -239,6 +239,26 @@ def test_reasoning_has_both_names_and_are_counted(chat):
     assert _post(open_already, {}).json()["choices"][0]["message"] == message
 
 
+@pytest.mark.parametrize("is_special", [False, True], ids=["text", "special tokens"])
+def test_tags_around_the_response_do_not_reach_the_client(chat, is_special):
+    tags = ("<think>", "</think>", "<response>", "</response>")
+    source = templates.QWEN + "{# <response></response> #}"
+    stage = chat(
+        "<think>Hm</think>\n\n<response>\nHello\n\nyou\n</response>\n",
+        source,
+        special=tags if is_special else (),
+        info=dataclasses.replace(INFO_LONG, vocab_size=4200),  # with the tags
+    )
+    for choice in (_post(stage, {}).json()["choices"][0], _streamed(stage, {})[0][0]):
+        assert choice["message"]["reasoning_content"] == "Hm"
+        assert choice["message"]["content"] == "Hello\n\nyou"
+    off = chat("<response>Hello</response>", source)
+    message = _post(off, {"reasoning_effort": "none"}).json()["choices"][0]["message"]
+    assert message["content"] == "Hello"
+    stopped = _post(off, {"stop": ["lo"], "reasoning_effort": "none"}).json()["choices"][0]
+    assert (stopped["message"]["content"], stopped["finish_reason"]) == ("Hel", "stop")
+
+
 def test_a_model_that_does_not_think_may_write_the_mark(chat):
     body = _post(chat("<think>x</think>y", templates.PLAIN), {}).json()
     assert body["choices"][0]["message"]["content"] == "<think>x</think>y"
@@ -309,7 +329,9 @@ IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url":
         ({"chat_template_kwargs": {"_x": 1}}, "chat_template_kwargs", "'_x'"),
         ({"chat_template_kwargs": {"x": "y" * 20_000}}, "chat_template_kwargs", "16384"),
         ({"add_generation_prompt": True, "continue_final_message": True}, "continue_final_message", "combined"),
-        ({"documents": [{"text": "x"}]}, "documents", "not supported"),
+        ({"documents": [{"text": "It rained."}]}, "documents", "does not show documents[0]"),
+        ({"documents": [{"number": 5}]}, "documents", "does not show documents[0]"),
+        ({"documents": [{"text": "x"}] * 300}, "documents", "256"),
         ({"modalities": ["text", "audio"]}, "modalities", "not supported"),
         ({"audio": {"voice": "x"}}, "audio", "not supported"),
         ({"functions": [{"name": "f"}]}, "functions", "not supported"),

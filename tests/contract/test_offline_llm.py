@@ -20,7 +20,7 @@ from oarlock.server.llm.generation_config import GenerationConfig
 from oarlock.server.offline.llm import ChatFields
 from oarlock.server.schemas.chat import ChatRequest
 from oarlock.server.schemas.generation import SamplingFields
-from tests.contract.conftest import DEMO
+from tests.contract.conftest import DEMO, INFO
 from tests.contract.test_embeddings_wire import EMBEDS
 from tests.contract.test_rerank_wire import ASKS
 from tests.unit.server.hub.fake_hub import FakeHub
@@ -386,3 +386,11 @@ def test_ctrl_c_while_a_model_is_fetched_leaves_no_process(monkeypatch, tmp_path
             interrupting.join()
             signal.signal(signal.SIGINT, handler)
         assert {child.pid for child in psutil.Process().children()} <= before
+
+
+def test_an_image_for_the_text_part_of_a_model_is_refused_with_the_reason(make_llm):
+    llm, engine = make_llm("x", info=dataclasses.replace(INFO, text_part_of="Gemma3ForConditionalGeneration"))
+    parts = [{"type": "image_url", "image_url": {"url": "http://x/y"}}]
+    with pytest.raises(oarlock.RequestError, match=r"serves the text part of .*; images are not supported\."):
+        llm.chat([{"role": "user", "content": parts}])
+    assert not engine.requests

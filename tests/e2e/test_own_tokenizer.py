@@ -40,4 +40,5 @@ def test_doctor_takes_it_as_serve_does(tmp_path):
     for flags, problem in (((), "tokenizer.json"), (("--tokenizer", DEMO), "")):
         doctor = command("doctor", bare, *flags, "--port", free_port(), "--json")
         done = subprocess.run(doctor, env=environment(), capture_output=True, text=True, timeout=120)
-        assert problem in done.stdout and ("Qwen2ForCausalLM" in done.stdout) == (not problem), done.stdout
+        (found,) = [one for one in json.loads(done.stdout)["findings"] if one["check"] == "model"]
+        assert problem in found["text"] and ("Qwen2ForCausalLM" in found["text"]) == (not problem), done.stdout

@@ -227,6 +227,7 @@ _SHARED: list[tuple[str, list[Any], bool]] = [
     ("parallel_tool_calls", ["no", 1], True),
     ("chat_template", ["{{ messages }}", 5], True),
     ("chat_template_kwargs", [{"messages": []}, {"a b": 1}, [], {"x": "y" * 100_000}], True),
+    ("documents", [[{}], [{"text": "d" * 100_000}], ["x"], 5], True),
     ("continue_final_message", _SWITCH, True),
     ("return_token_strs", _SWITCH, True),
 ]

@@ -25,6 +25,7 @@ def reference_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Exac
     from tests.golden.cases import CASES, TOTAL
     from tests.golden.exact_reference import ExactReference
     from tests.golden.tiny_models import make_tiny
+    from tests.golden.tiny_wrappers import flatten_config, rename_stored, store_inputs_first
 
     tokens = random.Random(3).choices(range(300), k=TOTAL)
 
@@ -35,6 +36,12 @@ def reference_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Exac
         path = make_tiny(
             folder, case.family, seed=7, dtype=case.files, max_shard_size=case.max_shard_size, **case.special
         )
+        if case.renamed:
+            rename_stored(path, case.renamed)
+        if case.inputs_first:
+            store_inputs_first(path)
+        if case.flat:
+            flatten_config(path)
         config = path / "config.json"
         config.write_text(json.dumps(json.loads(config.read_text()) | case.claims))
         return path

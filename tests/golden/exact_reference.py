@@ -14,13 +14,17 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from oarlock.workers.models.registry import read_spec
-from oarlock.workers.verify.reference import TransformersRecorder, in_float64
+from oarlock.workers.verify.reference import TransformersRecorder, in_float64, model_class, text_part
 from tests.golden.cases import PROMPT
 
 GREEDY = 5
+_WITHOUT_SDPA = (
+    "GPTJForCausalLM", "GPTNeoForCausalLM", "Gemma2ForCausalLM", "GotOcr2ForConditionalGeneration",
+    "VaultGemmaForCausalLM",
+)  # fmt: skip
 
 Result = TypeVar("Result")
 
@@ -39,9 +43,10 @@ class ExactReference:
 
     @cached_property
     def model(self) -> PreTrainedModel:
-        has_sdpa = self.spec.architecture != "Gemma2ForCausalLM" and not self.spec.attention.sinks
+        has_sdpa = not self.spec.attention.sinks and not {self.spec.architecture, self.spec.wrapper} & {*_WITHOUT_SDPA}
         kind = "sdpa" if has_sdpa else "eager"
-        model = AutoModelForCausalLM.from_pretrained(self.path, dtype=self.dtype, attn_implementation=kind).eval()
+        model = model_class(self.spec).from_pretrained(self.path, dtype=self.dtype, attn_implementation=kind)
+        model = text_part(model, self.spec).eval()
         embedding = model.get_input_embeddings()
         if hasattr(embedding, "scalar_embed_scale"):
             embedding.scalar_embed_scale = embedding.embed_scale.to(self.dtype).item()
@@ -75,7 +80,7 @@ class ExactReference:
         with torch.inference_mode():
             with self._recording() as recording:
                 theirs = ask(recording)
-            with in_float64(self.model), self._recording() as recording:
+            with in_float64(self.model, self.spec.names), self._recording() as recording:
                 truth = ask(recording)
         return truth, theirs
 

@@ -17,7 +17,13 @@ from safetensors.torch import load_file
 
 from tests.golden.gguf_blocks import quantized
 
+_WITH_EXPERTS_AND_PATTERN = ("exaone_moe", "mellum", "cohere2_moe")
+_NEWER = {"Cohere2MoeForCausalLM": "cohere2moe", "HYV3ForCausalLM": "hy_v3", "MellumForCausalLM": "mellum"}
 _ARCHITECTURES = {
+    "GPT2LMHeadModel": gguf.MODEL_ARCH.GPT2,
+    "GPTBigCodeForCausalLM": gguf.MODEL_ARCH.STARCODER,
+    "PhiForCausalLM": gguf.MODEL_ARCH.PHI2,
+    "GPTNeoXForCausalLM": gguf.MODEL_ARCH.GPTNEOX,
     "LlamaForCausalLM": gguf.MODEL_ARCH.LLAMA,
     "MistralForCausalLM": gguf.MODEL_ARCH.LLAMA,
     "Qwen2ForCausalLM": gguf.MODEL_ARCH.QWEN2,
@@ -37,6 +43,33 @@ _ARCHITECTURES = {
     "Glm4MoeForCausalLM": gguf.MODEL_ARCH.GLM4_MOE,
     "Ernie4_5_MoeForCausalLM": gguf.MODEL_ARCH.ERNIE4_5_MOE,
     "GptOssForCausalLM": gguf.MODEL_ARCH.GPT_OSS,
+    "Dots1ForCausalLM": gguf.MODEL_ARCH.DOTS1,
+    "ExaoneMoeForCausalLM": gguf.MODEL_ARCH.EXAONE_MOE,
+    "SolarOpenForCausalLM": gguf.MODEL_ARCH.GLM4_MOE,
+    "MiniMaxM2ForCausalLM": gguf.MODEL_ARCH.MINIMAXM2,
+    "PhimoeForCausalLM": gguf.MODEL_ARCH.PHIMOE,
+    # Newer than the package: names of tensors are those of dots.llm1.
+    **dict.fromkeys(_NEWER, gguf.MODEL_ARCH.DOTS1),
+    "ArceeForCausalLM": gguf.MODEL_ARCH.ARCEE,
+    "NemotronForCausalLM": gguf.MODEL_ARCH.NEMOTRON,
+    "Jais2ForCausalLM": gguf.MODEL_ARCH.JAIS2,
+    "Starcoder2ForCausalLM": gguf.MODEL_ARCH.STARCODER2,
+    "OlmoForCausalLM": gguf.MODEL_ARCH.OLMO,
+    "Ernie4_5ForCausalLM": gguf.MODEL_ARCH.ERNIE4_5,
+    "Exaone4ForCausalLM": gguf.MODEL_ARCH.EXAONE4,
+    "GemmaForCausalLM": gguf.MODEL_ARCH.GEMMA,
+    "GlmForCausalLM": gguf.MODEL_ARCH.CHATGLM,
+    "Glm4ForCausalLM": gguf.MODEL_ARCH.GLM4,
+    "GraniteForCausalLM": gguf.MODEL_ARCH.GRANITE,
+    "Olmo3ForCausalLM": gguf.MODEL_ARCH.OLMO2,
+    "SeedOssForCausalLM": gguf.MODEL_ARCH.SEED_OSS,
+    "SmolLM3ForCausalLM": gguf.MODEL_ARCH.SMOLLM3,
+    "StableLmForCausalLM": gguf.MODEL_ARCH.STABLELM,
+    "Ministral3ForCausalLM": gguf.MODEL_ARCH.MISTRAL3,
+    "HunYuanDenseV1ForCausalLM": gguf.MODEL_ARCH.HUNYUAN_DENSE,
+    "HunYuanMoEV1ForCausalLM": gguf.MODEL_ARCH.HUNYUAN_MOE,
+    "AfmoeForCausalLM": gguf.MODEL_ARCH.AFMOE,
+    "Llama4ForCausalLM": gguf.MODEL_ARCH.LLAMA4,
 }
 # Settings of config.json, and the writer's method for each.
 _ADDED = (
@@ -63,11 +96,39 @@ _ADDED = (
     ("moe_layer_start_index", "add_leading_dense_block_count"),
     ("moe_layer_interval", "add_interleave_moe_layer_step"),
     ("routed_scaling_factor", "add_expert_weights_scale"),
+    ("router_scaling_factor", "add_expert_weights_scale"),
+    ("num_shared_experts", "add_expert_shared_count"),
     ("norm_topk_prob", "add_expert_weights_norm"),
     ("n_group", "add_expert_group_count"),
     ("topk_group", "add_expert_group_used_count"),
+    ("clip_qkv", "add_clamp_kqv"),
+    ("moe_topk", "add_expert_used_count"),
+    ("num_shared_experts", "add_expert_shared_count"),
+    ("num_dense_layers", "add_leading_dense_block_count"),
+    ("route_scale", "add_expert_weights_scale"),
+    ("interleave_moe_layer_step", "add_interleave_moe_layer_step"),
 )
-_PERMUTED = (gguf.MODEL_ARCH.LLAMA, gguf.MODEL_ARCH.GRANITE_MOE)
+_LAYER_NORMS = ("layer_norm_eps", "norm_epsilon", "norm_eps")
+_ONE_ADDED = (  # to the weights of norms
+    gguf.MODEL_ARCH.GEMMA,
+    gguf.MODEL_ARCH.GEMMA2,
+    gguf.MODEL_ARCH.GEMMA3,
+    gguf.MODEL_ARCH.NEMOTRON,
+)
+_OWN_KEYS = {
+    "n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads", "n_inner":
+    "intermediate_size", "n_positions": "max_position_embeddings", "layer_norm_epsilon": "layer_norm_eps",
+}  # fmt: skip
+_PERMUTED = (
+    gguf.MODEL_ARCH.LLAMA,
+    gguf.MODEL_ARCH.GRANITE,
+    gguf.MODEL_ARCH.GRANITE_MOE,
+    gguf.MODEL_ARCH.SMOLLM3,
+    gguf.MODEL_ARCH.ARCEE,
+    gguf.MODEL_ARCH.OLMO,
+    gguf.MODEL_ARCH.MISTRAL3,
+)
+_WITH_PATTERN = (gguf.MODEL_ARCH.EXAONE4, gguf.MODEL_ARCH.OLMO2)  # of windows
 _EXPERT = re.compile(r"(.*\.)(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight")
 _NUMBERED = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}  # Mixtral's names
 KindOf = Callable[[str, tuple[int, ...]], str]
@@ -93,9 +154,10 @@ def write_gguf(directory: Path, path: Path, kind_of: KindOf, *, part_bytes: int 
 
     `settings` are written last, under names in which `__` is a dot; None leaves one out.
     """
-    config = json.loads((directory / "config.json").read_text())
+    config = _with_usual_keys(json.loads((directory / "config.json").read_text()))
     arch = _ARCHITECTURES[config["architectures"][0]]
-    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch], split_max_size=part_bytes)
+    known_as = _NEWER.get(config["architectures"][0], gguf.MODEL_ARCH_NAMES[arch])
+    writer = gguf.GGUFWriter(path, known_as, split_max_size=part_bytes)
     _add_settings(writer, config, arch)
     if (directory / "tokenizer.json").exists():
         add_tokenizer(writer, directory, config["vocab_size"])
@@ -113,6 +175,8 @@ def write_gguf(directory: Path, path: Path, kind_of: KindOf, *, part_bytes: int 
             stored = f"blk.{name.split('.')[2]}.exp_probs_b.bias"
         elif name.endswith("sinks"):
             stored = f"{stored}.weight"
+        elif name.endswith("expert_bias"):
+            stored = f"{stored}.bias"
         assert stored is not None, name
         numbers = _as_stored(name, tensor.float(), config, arch).numpy()
         kind = kind_of(stored, numbers.shape)
@@ -141,6 +205,9 @@ def _with_joined_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Te
                 found[f"{layer}{inside}{part}_proj.weight"] = half
         elif module == "output_linear.weight":
             found[f"{layer}{inside}down_proj.weight"] = tensor
+        elif name.endswith("feed_forward.experts.gate_up_proj"):  # Llama 4: transposed, gate before up
+            for part, half in zip(("gate", "up"), tensor.transpose(1, 2).chunk(2, 1), strict=True):
+                found[f"{name[: -len('gate_up_proj')]}{part}_proj.weight"] = half
         elif name.endswith("experts.down_proj"):  # gpt-oss: transposed, and rows of gate and up take turns
             found[f"{name}.weight"] = tensor.transpose(1, 2)
         elif name.endswith("experts.gate_up_proj"):
@@ -156,6 +223,13 @@ def _with_joined_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Te
         else:
             found[name] = tensor.squeeze(0) if name.endswith("shared_expert_gate.weight") else tensor
     return found | {name: torch.stack([of[index] for index in sorted(of)]) for name, of in apart.items()}
+
+
+def _with_usual_keys(config: dict[str, Any]) -> dict[str, Any]:
+    """The settings of GPT-2 and GPT-BigCode under the keys that others have."""
+    found = {ours: config[theirs] for theirs, ours in _OWN_KEYS.items() if config.get(theirs) is not None}
+    config = {**config, **found}
+    return {**config, "num_key_value_heads": config.get("num_key_value_heads") or config["num_attention_heads"]}
 
 
 def _set(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
@@ -179,16 +253,18 @@ def _add_settings(writer: gguf.GGUFWriter, config: dict[str, Any], arch: gguf.MO
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
-    ahead = config.get("num_nextn_predict_layers", 0)  # layers, which are counted among the others
+    ahead = config.get("num_nextn_predict_layers") or 0  # layers, which are counted among the others
     writer.add_block_count(config["num_hidden_layers"] + ahead)
     if ahead:
         writer.add_nextn_predict_layers(ahead)
-    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_feed_forward_length(config.get("intermediate_size_mlp", config["intermediate_size"]))
     writer.add_head_count(heads)
     writer.add_head_count_kv(config["num_key_value_heads"])
-    if "layer_norm_eps" in config:
-        writer.add_layer_norm_eps(config["layer_norm_eps"])
-    else:
+    if key := next((key for key in _LAYER_NORMS if key in config), None):
+        writer.add_layer_norm_eps(config[key])
+    elif arch is gguf.MODEL_ARCH.OLMO:
+        writer.add_layer_norm_eps(1e-5)
+    if config.get("rms_norm_eps"):
         writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     if config.get("head_dim"):
         writer.add_key_length(head_dim)
@@ -211,13 +287,39 @@ def _add_settings(writer: gguf.GGUFWriter, config: dict[str, Any], arch: gguf.MO
         writer.add_rope_scaling_orig_ctx_len(original)
         scale = config["max_position_embeddings"] / original
         writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 else 1.0)
+    if arch is gguf.MODEL_ARCH.GPTNEOX:
+        writer.add_parallel_residual(config["use_parallel_residual"])
+    if config.get("multi_query"):
+        writer.kv_data[0].pop("starcoder.attention.head_count_kv")
+        writer.add_head_count_kv(1)
     for key, method in _ADDED:
         if config.get(key):
             getattr(writer, method)(config[key])
-    if arch is gguf.MODEL_ARCH.GPT_OSS:
-        writer.add_expert_feed_forward_length(config["intermediate_size"])
-    if arch is gguf.MODEL_ARCH.PHI3 and not config.get("sliding_window"):
+    if (arch in _WITH_PATTERN or config["model_type"] in _WITH_EXPERTS_AND_PATTERN) and config.get("sliding_window"):
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
+    if arch is gguf.MODEL_ARCH.STABLELM:
+        writer.add_parallel_residual(config["use_parallel_residual"])
+    if "llama_4_scaling_beta" in rope:
+        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
+        writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+    _add_experts(writer, config)
+    if arch in (gguf.MODEL_ARCH.PHI3, gguf.MODEL_ARCH.STARCODER2) and not config.get("sliding_window"):
         writer.add_sliding_window(0)
+
+
+def _add_experts(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    family = config["model_type"]
+    if family in ("gpt_oss", "minimax_m2", "cohere2_moe", "hunyuan_v1_moe", "llama4_text"):
+        writer.add_expert_feed_forward_length(config["intermediate_size"])
+    if family == "hunyuan_v1_moe":
+        writer.add_expert_shared_feed_forward_length(config["intermediate_size"])
+    if family in ("exaone_moe", "hy_v3"):
+        width = config["moe_intermediate_size"] * config["num_shared_experts"]
+        writer.add_expert_shared_feed_forward_length(width)
+    if family in ("dots1", "minimax_m2", "hy_v3", "cohere2_moe"):
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if family == "cohere2_moe":
+        writer.add_leading_dense_block_count(config["mlp_layer_types"].count("dense"))
 
 
 def add_tokenizer(writer: gguf.GGUFWriter, directory: Path, vocab_size: int) -> None:
@@ -250,12 +352,17 @@ def add_tokenizer(writer: gguf.GGUFWriter, directory: Path, vocab_size: int) -> 
 
 
 def _as_stored(name: str, tensor: torch.Tensor, config: dict[str, Any], arch: gguf.MODEL_ARCH) -> torch.Tensor:
-    if arch in (gguf.MODEL_ARCH.GEMMA2, gguf.MODEL_ARCH.GEMMA3) and name.endswith("norm.weight"):
+    if arch in _ONE_ADDED and name.endswith("norm.weight"):
         return tensor + 1
     if arch in _PERMUTED and (".q_proj." in name or ".k_proj." in name):
         heads = config["num_attention_heads" if ".q_proj." in name else "num_key_value_heads"]
         halves = tensor.reshape(heads, 2, tensor.shape[0] // heads // 2, *tensor.shape[1:])
         return halves.swapaxes(1, 2).reshape(tensor.shape)
+    if arch is gguf.MODEL_ARCH.GPT2 and name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight")):
+        return tensor.T.contiguous()
+    if arch is gguf.MODEL_ARCH.GPTNEOX and ".query_key_value." in name:
+        of_heads = tensor.unflatten(0, (config["num_attention_heads"], 3, -1))
+        return of_heads.swapaxes(0, 1).reshape(tensor.shape)
     return tensor
 
 

@@ -18,15 +18,16 @@ from torch import Tensor
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec
+from oarlock.workers.layers.mlp_spec import MLPSpec
 from oarlock.workers.verify.rank import RecordingDecoder
 from tests.golden.cases import PROMPT
 from tests.golden.exact_reference import ExactReference
 from tests.golden.paged_run import BLOCK_SIZE, NUM_BLOCKS, PagedRun, load_decoder, on_ranks
 
 # In the order of computation. `pages`: the bytes of KV memory, which must be those of KV heads stored once.
-LAYER = ("input_norm", "q", "k", "v", "q_rope", "k_rope", "attention", "o_proj", "mid_residual", "mlp_norm", "gate_up",
-         "mlp", "router", "routing", "experts", "shared", "residual")  # fmt: skip
-_DENSE, _EXPERTS, _SHARED = {"gate_up", "mlp"}, {"router", "routing", "experts"}, {"shared"}
+_DENSE, _EXPERTS, _SHARED = {"gate_up", "up", "mlp"}, {"router", "routing", "experts"}, {"shared"}
+LAYER = ("input_norm", "q", "k", "v", "attention_gate", "q_rope", "k_rope", "attention", "o_proj", "mid_residual",
+         "mlp_norm", "gate_up", "up", "mlp", "router", "routing", "experts", "shared", "residual")  # fmt: skip
 _FIRST_CHUNK = 20
 _ROUNDING = {torch.float32: 2.0**-25, torch.float16: 2.0**-12, torch.bfloat16: 2.0**-9}
 
@@ -45,13 +46,15 @@ def names_of(spec: DecoderSpec) -> list[str]:
     layers = []
     for index, layer in enumerate(spec.layers):
         mlp = layer.branches[-1].sublayer
-        without = _EXPERTS | _SHARED
+        without = _EXPERTS | _SHARED | {"gate_up" if isinstance(mlp, MLPSpec) else "up"}
         if isinstance(mlp, ExpertsSpec):
             without = _DENSE | (_SHARED if mlp.shared is None else set())
+        without = without if layer.attention.output_gate else without | {"attention_gate"}
         if layer.branches[0].norm is None:
             without |= {"input_norm", "mlp_norm"}
         if layer.parallel:
-            without |= {"mlp_norm", "mid_residual"}
+            shares_norm = layer.branches[0].norm == layer.branches[-1].norm
+            without |= {"mid_residual", "mlp_norm"} if shares_norm else {"mid_residual"}
         layers += [f"{index}.{name}" for name in LAYER if name not in without]
     return ["embedding", *layers, "final_norm", "logits"]
 
@@ -114,7 +117,7 @@ def page_bytes(spec: DecoderSpec, size: int, dtype: torch.dtype) -> int:
 def joined(tensor: str, ranks: list[Tensor], spec: DecoderSpec) -> Tensor:
     """Join the ranks' parts of one tensor: [T, columns of the whole]. NaN everywhere if copies disagree."""
     kind = tensor.rpartition(".")[2]
-    if kind in ("q", "q_rope", "attention", "gate_up"):
+    if kind in ("q", "attention_gate", "q_rope", "attention", "gate_up", "up"):
         return torch.cat([rank.flatten(1) for rank in ranks], 1)
     if kind == "logits":
         return torch.cat(ranks, 1)[:, : spec.vocab_size]

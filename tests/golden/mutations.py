@@ -18,12 +18,11 @@ from oarlock.workers.layers import attention, embedding, experts, linear
 from oarlock.workers.layers.attention import Attention, Sinks
 from oarlock.workers.layers.attention_spec import SelfAttentionSpec
 from oarlock.workers.layers.decoder_spec import DecoderSpec
-from oarlock.workers.layers.embedding import VocabParallelEmbedding, VocabParallelHead
+from oarlock.workers.layers.embedding import PositionEmbedding, VocabParallelEmbedding, VocabParallelHead
 from oarlock.workers.layers.experts import Experts, ExpertStack, Router
-from oarlock.workers.layers.linear import RowParallelLinear
-from oarlock.workers.layers.norm import RMSNorm
-from oarlock.workers.layers.rotary import RotaryTable, rotate
-from oarlock.workers.models.decoder import Branch
+from oarlock.workers.layers.linear import HeadsParallelLinear, RowParallelLinear
+from oarlock.workers.layers.rotary import QueryScaleTable, RotaryTable, rotate
+from oarlock.workers.model_files.tensor_names import Blocks, TensorNames
 from oarlock.workers.quantization.method import DenseWeight, WeightShard
 from oarlock.workers.weights.reader import WeightReader
 
@@ -102,6 +101,37 @@ def window_one_too_long(patch: MonkeyPatch) -> None:
     )
 
 
+def chunks_one_token_longer(patch: MonkeyPatch) -> None:
+    with_init(
+        patch,
+        Attention,
+        "spec",
+        lambda layer: layer.spec if layer.spec.chunk is None else replace(layer.spec, chunk=layer.spec.chunk + 1),
+    )
+
+
+def chunks_as_a_window(patch: MonkeyPatch) -> None:
+    with_init(patch, Attention, "spec", lambda layer: replace(layer.spec, chunk=None, sliding_window=layer.spec.chunk))
+
+
+def gate_on_attention_left_out(patch: MonkeyPatch) -> None:
+    patch.setattr(attention, "gate_rows", lambda x, gate: x)
+
+
+def gate_without_its_sigmoid(patch: MonkeyPatch) -> None:
+    patch.setattr(attention, "gate_rows", lambda x, gate: x * gate)
+
+
+def gate_of_the_first_rank(patch: MonkeyPatch) -> None:
+    original = HeadsParallelLinear.__init__
+
+    def patched(self: HeadsParallelLinear, *arguments: Any) -> None:
+        *before, shard, placement = arguments
+        original(self, *before, replace(shard, first_head=0), placement)
+
+    patch.setattr(HeadsParallelLinear, "__init__", patched)
+
+
 def attention_softcap_skipped(patch: MonkeyPatch) -> None:
     _with_attention(patch, lambda layer: replace(layer, softcap=None))
 
@@ -122,7 +152,7 @@ def sinks_of_the_first_rank(patch: MonkeyPatch) -> None:
 
 
 def scale_from_head_dim(patch: MonkeyPatch) -> None:
-    _with_init(patch, Attention, "spec", lambda layer: replace(layer.spec, scale=layer.head_dim**-0.5))
+    with_init(patch, Attention, "spec", lambda layer: replace(layer.spec, scale=layer.head_dim**-0.5))
 
 
 # -- weights and their cuts
@@ -241,6 +271,14 @@ def correction_in_the_weights(patch: MonkeyPatch) -> None:
     _with_route(patch, patched)
 
 
+def correction_after_the_scores(patch: MonkeyPatch) -> None:
+    _with_router(patch, corrects_logits=False)
+
+
+def close_experts_left_out(patch: MonkeyPatch) -> None:
+    _with_router(patch, tolerance=0.0)
+
+
 def gate_and_up_of_experts_swapped(patch: MonkeyPatch) -> None:
     original = ExpertStack._shards
 
@@ -333,6 +371,39 @@ def rotation_of_neighbours(patch: MonkeyPatch) -> None:
     patch.setattr(attention, "rotate", patched)
 
 
+def _with_query_scale(patch: MonkeyPatch, change: Callable[[Tensor], Tensor]) -> None:
+    """Scale queries as at other positions."""
+    original = QueryScaleTable.__call__
+    patch.setattr(
+        QueryScaleTable, "__call__", lambda self, positions, longest: original(self, change(positions), longest)
+    )
+
+
+def query_scale_left_out(patch: MonkeyPatch) -> None:
+    _with_query_scale(patch, torch.zeros_like)
+
+
+def query_scale_one_token_late(patch: MonkeyPatch) -> None:
+    _with_query_scale(patch, lambda positions: (positions - 1).clamp(min=0))
+
+
+def keys_scaled_too(patch: MonkeyPatch) -> None:
+    original = attention.finish_heads
+
+    def patched(x: Tensor, angles: Any, norm: Any, scale: Any, scaled: int, dtype: torch.dtype, **how: Any) -> Tensor:
+        return original(x, angles, norm, scale, x.shape[1], dtype, **how)
+
+    patch.setattr(attention, "finish_heads", patched)
+
+
+def norms_before_the_rotation(patch: MonkeyPatch) -> None:
+    with_init(patch, Attention, "norms_last", False)
+
+
+def norms_of_heads_left_out(patch: MonkeyPatch) -> None:
+    with_init(patch, Attention, "norm", None)
+
+
 def positions_begin_anew_in_each_chunk(patch: MonkeyPatch) -> None:
     _with_angles(patch, lambda positions, longest: (positions - positions.min(), longest))
 
@@ -388,6 +459,24 @@ def one_rotary_table_for_all_layers(patch: MonkeyPatch) -> None:
     patch.setattr(DecoderSpec, "for_length", patched)
 
 
+def every_layer_rotated(patch: MonkeyPatch) -> None:
+    original = DecoderSpec.for_length
+
+    def patched(self: DecoderSpec, length: int) -> DecoderSpec:
+        found = original(self, length)
+        rope = next(layer.attention.rope for layer in found.layers if layer.attention.rope is not None)
+        return found.with_sublayers(
+            lambda one: replace(one, rope=one.rope or rope) if isinstance(one, SelfAttentionSpec) else one
+        )
+
+    patch.setattr(DecoderSpec, "for_length", patched)
+
+
+def rotation_of_halves(patch: MonkeyPatch) -> None:
+    """Element i turns with i + D / 2, not 2i with 2i + 1."""
+    patch.setattr(attention, "rotate_neighbours", rotate)
+
+
 # -- the vocabulary
 
 
@@ -415,7 +504,62 @@ def embedding_adds_foreign_rows(patch: MonkeyPatch) -> None:
     patch.setattr(VocabParallelEmbedding, "_rows", rows)
 
 
-def _with_init(patch: MonkeyPatch, layer: type, attribute: str, value: Any) -> None:
+def positions_one_row_late(patch: MonkeyPatch) -> None:
+    call = PositionEmbedding.__call__
+    patch.setattr(PositionEmbedding, "__call__", lambda self, x, positions: call(self, x, positions + 1))
+
+
+def positions_added_before_the_sum_over_ranks(patch: MonkeyPatch) -> None:
+    """Every rank adds the row of the position to its part of the embedding."""
+    call = PositionEmbedding.__call__
+    patch.setattr(
+        PositionEmbedding,
+        "__call__",
+        lambda self, x, positions: call(self, x, positions) + (self.placement.tp.size - 1) * self.weight[positions],
+    )
+
+
+def bias_of_the_head_dropped(patch: MonkeyPatch) -> None:
+    original = VocabParallelHead.load_bias
+
+    def patched(self: VocabParallelHead, weights: Any) -> None:
+        original(self, weights)
+        self.bias = None
+
+    patch.setattr(VocabParallelHead, "load_bias", patched)
+
+
+def bias_of_the_head_of_the_first_rank(patch: MonkeyPatch) -> None:
+    original = VocabParallelHead.load_bias
+
+    def patched(self: VocabParallelHead, weights: Any) -> None:
+        here, self.start = self.start, 0
+        original(self, weights)
+        self.start = here
+
+    patch.setattr(VocabParallelHead, "load_bias", patched)
+
+
+def conv1d_read_as_other_matrices(patch: MonkeyPatch) -> None:
+    """A square matrix, whose shape does not show that it is transposed."""
+    original = TensorNames.is_transposed
+    patch.setattr(
+        TensorNames, "is_transposed", lambda self, module: original(self, module) and not module.endswith("o_proj")
+    )
+
+
+def parts_of_heads_taken_as_parts_of_all(patch: MonkeyPatch) -> None:
+    """All of q, then all of k, then all of v."""
+    original = TensorNames.blocks_of
+
+    def patched(self: TensorNames, module: str) -> Blocks | None:
+        found = original(self, module)
+        return found and replace(found, rows=tuple(rows * found.groups for rows in found.rows), groups=1)
+
+    patch.setattr(TensorNames, "blocks_of", patched)
+
+
+def with_init(patch: MonkeyPatch, layer: type, attribute: str, value: Any) -> None:
     original = layer.__init__
 
     def patched(self: Any, *arguments: Any, **named: Any) -> None:
@@ -426,19 +570,12 @@ def _with_init(patch: MonkeyPatch, layer: type, attribute: str, value: Any) -> N
 
 
 def embedding_scale_forgotten(patch: MonkeyPatch) -> None:
-    _with_init(patch, VocabParallelEmbedding, "scale", 1.0)
+    with_init(patch, VocabParallelEmbedding, "scale", 1.0)
 
 
 def logit_softcap_skipped(patch: MonkeyPatch) -> None:
-    _with_init(patch, VocabParallelHead, "softcap", None)
+    with_init(patch, VocabParallelHead, "softcap", None)
 
 
-# -- norms
-
-
-def norm_offset_forgotten(patch: MonkeyPatch) -> None:
-    _with_init(patch, RMSNorm, "offset", 0.0)
-
-
-def norms_after_half_blocks_left_out(patch: MonkeyPatch) -> None:
-    _with_init(patch, Branch, "post_norm", None)
+def logit_scale_forgotten(patch: MonkeyPatch) -> None:
+    with_init(patch, VocabParallelHead, "scale", 1.0)

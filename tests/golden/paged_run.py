@@ -105,10 +105,10 @@ def load_decoder(
     dequantize: bool = False,
     distributes_experts: bool = False,
 ) -> Decoder:
-    checkpoint = open_checkpoint(path)
+    spec = read_spec(str(path), max_model_len)
+    checkpoint = open_checkpoint(path, spec.names)
     formats = weight_formats(quantization, stored_quantization(path, read_config(path)), checkpoint)
     formats = served_formats(formats, "cpu", dequantize=dequantize)
-    spec = read_spec(str(path), max_model_len)
     decoder = Decoder(spec, tp, dtype, torch.device("cpu"), formats, distributes_experts=distributes_experts)
     with weight_source(checkpoint, check_finite=True, on_read=lambda: None) as weights:
         decoder.load(weights, lambda share: None)

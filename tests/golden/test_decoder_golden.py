@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from oarlock.workers.distributed.parallel_state import TensorParallel
-from tests.golden.cases import CASES, PROMPT, RUNS, SHORT_RUNS, TOTAL, run_id
+from tests.golden.cases import FAMILY_CASES, PROMPT, RUNS, SHORT_RUNS, TOTAL, run_id
 from tests.golden.exact_reference import GREEDY, ExactReference
 from tests.golden.paged_run import PagedRun, greedy, load_decoder, on_ranks
 
@@ -22,8 +22,7 @@ CUTS = {
     "chunked": [7, 8, 20, 24, PROMPT, TOTAL],
     "token-by-token": [*range(1, 14), TOTAL],
 }
-_FEW = ("chunked",)  # with many ranks, each a thread of this process, and for a family's further shapes
-_FIRST_SHAPES = {case.family: name for name, case in reversed(CASES.items())}
+_FEW = ("chunked",)  # with many ranks, each a thread of this process, and for shapes that compute as others do
 
 
 def feed(run: PagedRun, tokens: list[int], cuts: list[int]) -> Tensor:
@@ -48,7 +47,7 @@ def test_logits_are_within_twice_transformers_own_error_and_greedy_text_is_equal
     theirs = (own - truth).abs().max().item()
     assert theirs < 1e-4 * truth.abs().max().item(), "the reference does not agree with itself"
     bound = 2 * theirs + 1e-6 * truth.abs().max().item()
-    ways = list(CUTS) if size <= 2 and name in _FIRST_SHAPES.values() else _FEW
+    ways = list(CUTS) if size <= 2 and name in FAMILY_CASES else _FEW
 
     def run_all_ways(tp: TensorParallel) -> tuple[Tensor, list[list[int]]]:
         """([ways, n, vocab], the ids of each greedy text). Pages of one way are not those of another."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tests.golden.cases import CASES, FAMILY_CASES, RUNS, run_id
+from tests.golden.cases import CASES, FAMILY_CASES, RUNS, SHORT_LAYERS, run_id
 from tests.golden.exact_reference import ExactReference
 from tests.golden.layer_compare import findings
 
@@ -17,7 +17,11 @@ from tests.golden.layer_compare import findings
 # At the most ranks of each shape; what is wrong at fewer alone shows in the logits (test_decoder_golden.py).
 @pytest.mark.parametrize(
     ("name", "size"),
-    [pytest.param(name, size, id=run_id(name, size)) for name, size in RUNS if size == max(CASES[name].sizes)],
+    [
+        pytest.param(name, size, id=run_id(name, size), marks=() if name in SHORT_LAYERS else pytest.mark.product)
+        for name, size in RUNS
+        if size == max(CASES[name].sizes)
+    ],
 )
 @pytest.mark.slow
 def test_every_tensor_is_within_twice_transformers_own_error(

@@ -7,6 +7,7 @@ from pathlib import Path
 _AVX2 = ("-k", "avx2")
 CONCERNS: dict[str, tuple[str, ...]] = {
     "attention": ("tests/unit/workers/attention/test_attention.py", *_AVX2),
+    "layer-layouts": ("tests/unit/workers/layers/test_layer_layouts.py", "-k", "limited and rms"),
     "attention-forms": ("tests/unit/workers/attention/test_attention.py", "-k", "backends_agree"),
     "decoded-alone": ("tests/unit/workers/layers/test_halves.py", "-k", "alone"),
     "elementwise": ("tests/unit/workers/kernels/cpu/test_elementwise.py", *_AVX2),
@@ -20,7 +21,12 @@ CONCERNS: dict[str, tuple[str, ...]] = {
         "tests/unit/workers/quantization/test_grouped.py",
         *_AVX2,
     ),
-    "experts": ("tests/unit/workers/quantization/test_expert_matmul.py", "-k", "separate_products and float32"),
+    "experts": (
+        "tests/unit/workers/quantization/test_expert_matmul.py",
+        "-k",
+        "(separate_products and float32) or multiply_inputs",
+    ),
+    "router": ("tests/unit/workers/layers/test_router.py", *_AVX2),
     "sampling-kernels": (
         "tests/unit/workers/sampling/test_sampling.py",
         *_AVX2,
@@ -111,8 +117,16 @@ CONCERNS: dict[str, tuple[str, ...]] = {
         "tests/unit/workers/distributed/test_pipeline_stage.py",
         "tests/unit/workers/layers/test_stage_layers.py",
     ),
+    "models": (
+        "tests/unit/workers/models/test_describe.py",
+        "tests/golden/test_layers_golden.py",
+        "-k",
+        "defaults or familys_rule or stretches or hyperclovax-tp or glm4-tp or granite-swa-tp",
+    ),
     "layers": ("tests/unit/workers/layers/test_rotary.py", "tests/unit/workers/layers/test_norm.py"),
+    "positions": ("tests/unit/workers/layers/test_positions.py",),
     "weights": ("tests/unit/workers/model_files", "tests/unit/workers/weights"),
+    "wrappers": ("tests/unit/workers/models/test_wrappers.py",),
     "tool-formats": (
         "tests/unit/server/chat/tool_parsers/test_tool_parsers.py",
         "tests/unit/server/chat/test_reasoning_parser.py",

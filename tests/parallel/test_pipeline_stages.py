@@ -60,6 +60,16 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "phi3": {"hidden_size": 128},
     "qwen3": {},
     "qwen2_moe": {"decoder_sparse_step": 1},
+    # Its table of positions ends with the context.
+    "gpt2": {
+        "hidden_size": 128,
+        "head_dim": None,
+        "n_inner": 128,
+        "num_key_value_heads": None,
+        "max_position_embeddings": 128,
+        "tie_word_embeddings": True,
+    },
+    "phi": {"hidden_size": 128},
 }
 WIDE = SHAPE | {"hidden_size": 256, "intermediate_size": 512, "tie_word_embeddings": False}  # in whole blocks
 STORED = ("gptq-4-64-asym", "integers-channel", "fp8-block", "gguf")  # as other programs round weights
@@ -73,7 +83,9 @@ CASES = [
     ("mistral", "bfloat16", "none", "auto", 1, (2,)),
     ("gemma3_text", "bfloat16", "int4", "auto", 1, (5,)),
     ("qwen2_moe", "bfloat16", "none", "auto", 1, (2,)),
+    ("gpt2", "bfloat16", "none", "auto", 1, (3,)),
     pytest.param("gemma2", "float32", "none", "auto", 1, (3,), marks=pytest.mark.soak),
+    pytest.param("phi", "bfloat16", "int8", "auto", 2, (2,), marks=pytest.mark.soak),
     pytest.param("phi3", "bfloat16", "none", "auto", 1, (2,), marks=pytest.mark.soak),
     pytest.param("qwen3", "bfloat16", "none", "auto", 1, (3,), marks=pytest.mark.soak),
     *(pytest.param(name, "bfloat16", "none", "auto", 1, (2,), marks=pytest.mark.soak) for name in STORED),

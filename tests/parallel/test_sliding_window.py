@@ -1,7 +1,8 @@
-"""A model whose layers all have a window keeps only the blocks in it, with the same results as with all blocks."""
+"""A model whose layers all have a window or chunks keeps only the blocks in it, with the same results as with all."""
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -13,12 +14,19 @@ from tests.parallel.direct_engine import Answer, DirectEngine
 from tests.parallel.rank_threads import ThreadExecutor
 
 WINDOW, BLOCK = 24, 8
+# Models, and their attention backends.
+MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "window, reference": ("mistral", {"sliding_window": WINDOW}, "reference"),
+    "window, torch": ("mistral", {"sliding_window": WINDOW}, "torch"),
+    "chunks, torch": ("llama4_text", {"attention_chunk_size": WINDOW, "no_rope_layers": [1, 1, 1]}, "torch"),
+}
 
 
-@pytest.fixture(scope="module", params=["reference", "torch"])
+@pytest.fixture(scope="module", params=MODELS)
 def executor(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Executor]:
+    family, special, backend = MODELS[request.param]
     config = WorkerConfig(
-        str(make_tiny(tmp_path_factory.mktemp("model"), "mistral", sliding_window=WINDOW)),
+        str(make_tiny(tmp_path_factory.mktemp("model"), family, **special)),
         device="cpu",
         dtype="float32",
         max_model_len=256,
@@ -27,7 +35,7 @@ def executor(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         block_size=BLOCK,
         num_kv_blocks=200,
         num_threads=1,
-        attention_backend=request.param,
+        attention_backend=backend,
     )
     started = ThreadExecutor(config)
     yield started

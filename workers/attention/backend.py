@@ -59,6 +59,16 @@ class AttentionSpec:
     scale: float
     sliding_window: int | None = None  # a query sees itself and the window - 1 tokens before it
     softcap: float | None = None
+    chunk: int | None = None  # a query sees the tokens of its own chunk of this many tokens, up to itself
+
+    def first_visible(self, position: Any) -> Any:
+        """Return the first position that a query at `position` sees: an integer, or an array or tensor of them."""
+        if self.chunk is not None:
+            return position - position % self.chunk
+        if self.sliding_window is None:
+            return position * 0
+        first = position - self.sliding_window + 1
+        return first * (first > 0)
 
 
 @dataclass(slots=True)
@@ -100,8 +110,8 @@ class AttentionBackend(Protocol):
         has no value vector, so it only takes a share of the softmax.
 
         Called after `write` for the whole step: a sequence may read blocks that another sequence fills in this step. If
-        a layer has a window, block tables hold the null block in place of blocks before the window, which may have been
-        freed; the contents of the null block must not change any result.
+        a layer has a window or chunks, block tables hold the null block in place of blocks before the first visible
+        key, which may have been freed; the contents of the null block must not change any result.
         """
 
 
@@ -110,12 +120,24 @@ class FusedBackend(AttentionBackend, Protocol):
     """A backend with one kernel for the operations between the projection and `attend`."""
 
     def rotate_and_write(
-        self, kv: LayerKV, qkv: Tensor, norm: tuple[Tensor, float] | None, cos: Tensor, sin: Tensor, batch: ForwardBatch
+        self,
+        kv: LayerKV,
+        qkv: Tensor,
+        norm: tuple[Tensor, float] | None,
+        cos: Tensor,
+        sin: Tensor,
+        batch: ForwardBatch,
+        *,
+        norms_last: bool = False,
+        pairs_neighbours: bool = False,
+        query_scale: Tensor | None = None,
     ) -> Tensor:
         """Rotate queries and keys, and write keys and values to the cache; return the queries, [T, heads, head_dim].
 
         `qkv`: [T, heads + 2 kv_heads, head_dim]. `norm`: scale of the head norm, float32 [heads + kv_heads, head_dim],
         and its epsilon. `cos`, `sin`: float32 [T, 1, rotary_dim], for the rotated elements; see `RotaryTable`.
+        `norms_last`: heads are normed after the rotation. `pairs_neighbours`: neighbouring elements are rotated.
+        `query_scale`: float32 [T], factors of the queries.
         """
         ...
 
@@ -142,3 +164,4 @@ class LayerStep:
     kv: LayerKV
     backend: AttentionBackend
     plan: Any  # result of the backend's `prepare` for this step
+    query_scale: Tensor | None = None  # float32 [T]: factors of the queries (`QueryScaleTable`); None: none

@@ -43,7 +43,7 @@ class CppBackend:
         self._layers: dict[AttentionSpec, CAttentionLayer] = {}
         self.pages = _ROUNDED.get(spec.cache_dtype, 0)
         heads = spec.num_kv_heads
-        self._pages = CAttentionLayer(heads, heads, spec.head_dim, spec.block_size, 0, 1.0, 0.0, self.pages)
+        self._pages = CAttentionLayer(heads, heads, spec.head_dim, spec.block_size, 0, 0, 1.0, 0.0, self.pages)
         self.kernels = kernels = library.library(spec.dtype)
         pointer, number = ctypes.c_void_p, ctypes.c_long
         self._attend = kernels.oarlock_attend
@@ -88,7 +88,7 @@ class CppBackend:
         if made is None:
             made = self._layers[layer] = CAttentionLayer(
                 layer.num_heads, self.spec.num_kv_heads, layer.head_dim, self.spec.block_size,
-                layer.sliding_window or 0, layer.scale, layer.softcap or 0.0, self.pages,
+                layer.sliding_window or 0, layer.chunk or 0, layer.scale, layer.softcap or 0.0, self.pages,
             )  # fmt: skip
         return made
 

@@ -67,24 +67,23 @@ class ReferenceBackend:
     ) -> Tensor:
         out, kv_format = torch.empty_like(q), self.spec.kv_format
         for seq in plan:
-            slots = seq.slots[_first_seen(seq, layer.sliding_window) :]
+            slots = seq.slots[_first_seen(seq, layer) :]
             k = dequantized(kv_format, kv.k.flatten(0, 1)[slots])  # [C, kv_heads, D]
             v = dequantized(kv_format, kv.v.flatten(0, 1)[slots])
             out[seq.start : seq.stop] = attend_one(q[seq.start : seq.stop].float(), k, v, layer, sinks).to(q.dtype)
         return out.flatten(1)
 
 
-def _first_seen(seq: Sequence, window: int | None) -> int:
+def _first_seen(seq: Sequence, layer: AttentionSpec) -> int:
     """Return the first position that a query of `seq` attends to: blocks before it may have been freed and reused."""
-    first_query = len(seq.slots) - (seq.stop - seq.start)
-    return 0 if window is None else max(0, first_query - window + 1)
+    return layer.first_visible(len(seq.slots) - (seq.stop - seq.start))
 
 
 def attend_one(q: Tensor, k: Tensor, v: Tensor, layer: AttentionSpec, sinks: Tensor | None = None) -> Tensor:
     """Return the attention of `q` [Q, heads, D], at the last Q positions of a context `k`, `v` [C, kv_heads, D].
 
     The result is [Q, heads, D]. All tensors have the same dtype, here float32. `sinks` [heads]: see
-    `AttentionBackend.attend`.
+    `AttentionBackend.attend`. With chunks, the first key begins a chunk.
     """
     num_queries_per_kv = layer.num_heads // layer.num_kv_heads
     k = k.repeat_interleave(num_queries_per_kv, dim=1)  # [C, heads, D]   copied for clarity
@@ -94,9 +93,7 @@ def attend_one(q: Tensor, k: Tensor, v: Tensor, layer: AttentionSpec, sinks: Ten
         scores = layer.softcap * torch.tanh(scores / layer.softcap)
     key = torch.arange(len(k), device=q.device)
     query = key[len(k) - len(q) :, None]
-    hidden = key > query
-    if layer.sliding_window is not None:
-        hidden |= key <= query - layer.sliding_window
+    hidden = (key > query) | (key < layer.first_visible(query))
     scores = scores.masked_fill(hidden, float("-inf"))
     if sinks is not None:
         scores = torch.cat((scores, sinks.view(-1, 1, 1).expand(-1, len(q), 1)), dim=-1)  # [heads, Q, C + 1]

@@ -83,13 +83,13 @@ class _Prefill:
 
 @dataclass(slots=True)
 class _Plan:
-    """Work units of a step: one list for each window length, built by the first layer that has this window."""
+    """Work units of a step: one list for each window or chunk, built by the first layer that has it."""
 
     tables: np.ndarray  # int32 [R, B]
     rows: np.ndarray  # int32 [S]   rows of `tables`
     query_lens: list[int]
     context_lens: list[int]
-    units: dict[tuple[int | None, int], tuple[list[_Decode], list[_Prefill]]] = field(default_factory=dict)
+    units: dict[tuple[int | None, ...], tuple[list[_Decode], list[_Prefill]]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -181,7 +181,7 @@ class TorchBackend:
     # -- planning --------------------------------------------------------------------------------------------------
 
     def _units(self, plan: _Plan, layer: AttentionSpec) -> tuple[list[_Decode], list[_Prefill]]:
-        key = (layer.sliding_window, layer.num_heads)
+        key = (layer.sliding_window, layer.chunk, layer.num_heads)
         units = plan.units.get(key)
         if units is None:
             units = plan.units[key] = self._make_units(plan, layer)
@@ -191,7 +191,7 @@ class TorchBackend:
         starts = np.cumsum([0, *plan.query_lens])
         query_lens = np.array(plan.query_lens)
         contexts = np.array(plan.context_lens)
-        firsts = self._first_columns(contexts - query_lens, layer.sliding_window)  # [S]   position of column 0
+        firsts = self._first_columns(contexts - query_lens, layer)  # [S]   position of column 0
         columns = self._padded(contexts - firsts)
         single = np.flatnonzero(query_lens == 1)
         decodes = [
@@ -208,12 +208,10 @@ class TorchBackend:
             prefills.append(_Prefill(self._pages(plan, one, contexts[one], firsts[one], count), blocks))
         return decodes, prefills
 
-    def _first_columns(self, first_queries: np.ndarray, window: int | None) -> np.ndarray:
+    def _first_columns(self, first_queries: np.ndarray, layer: AttentionSpec) -> np.ndarray:
         """Return the position of the first column to read, for sequences whose first query is at `first_queries`."""
-        if window is None:
-            return np.zeros_like(first_queries)
         step = lcm(_WINDOW_STEP, self._column_step)
-        return np.maximum(first_queries - window + 1, 0) // step * step
+        return layer.first_visible(first_queries) // step * step
 
     def _padded(self, lengths):
         """Round `lengths`, in tokens, up to valid numbers of columns."""
@@ -260,7 +258,8 @@ class TorchBackend:
     ) -> _Decode:
         count = int(columns.max())
         query = contexts - 1 - firsts  # [n]   the column of each sequence's query
-        masks = _masks(query[:, None, None, None], count, layer.sliding_window)
+        seen_from = layer.first_visible(contexts - 1) - firsts
+        masks = _masks(query[:, None, None, None], seen_from[:, None, None, None], count)
         consecutive = rows[-1] - rows[0] == len(rows) - 1
         where = slice(int(rows[0]), int(rows[-1]) + 1) if consecutive else torch.from_numpy(rows)
         return _Decode(where, len(rows), self._pages(plan, seqs, contexts, firsts, count), masks)
@@ -270,13 +269,13 @@ class TorchBackend:
         blocks = []
         begin = context - query_len  # position of the next row
         while begin < context:
-            low = int(self._first_columns(np.array(begin), layer.sliding_window))
+            low = int(self._first_columns(np.array(begin), layer))
             most = int(self._padded(np.array(context - low)))
             count = min(max(16, _MAX_SCORES // (layer.num_heads * most)), context - begin)
             columns = int(self._padded(np.array(begin + count - low)))
-            query = np.arange(begin, begin + count)[None, :, None, None] - low
+            query = np.arange(begin, begin + count)[None, :, None, None]
             row = start + begin - (context - query_len)
-            masks = _masks(query, columns, layer.sliding_window)
+            masks = _masks(query - low, layer.first_visible(query) - low, columns)
             blocks.append(_Rows(row, row + count, low - first, low - first + columns, masks))
             begin += count
         return blocks
@@ -383,15 +382,16 @@ def _cut(numbers: _Numbers, columns: slice) -> _Numbers:
     return values[:, columns], None if scales is None else scales[:, columns]
 
 
-def _masks(query: np.ndarray, columns: int, window: int | None) -> list[_Mask]:
-    """Return the causal and window masks of queries at columns `query` (any shape ending in 1) over `columns` columns.
+def _masks(query: np.ndarray, seen_from: np.ndarray, columns: int) -> list[_Mask]:
+    """Return the masks of queries at columns `query` (any shape ending in 1) over `columns` columns.
 
-    They cover only columns that at least one query must not attend to.
+    `seen_from`: of the same shape, the first column that each query sees. The masks cover only columns that at least
+    one query must not attend to.
     """
     masks = []
     start = int(query.min()) + 1
     if start < columns:
         masks.append(_Mask(start, columns, torch.from_numpy(np.arange(start, columns) > query)))
-    if window is not None and (stop := int(query.max()) - window + 1) > 0:
-        masks.append(_Mask(0, stop, torch.from_numpy(np.arange(stop) <= query - window)))
+    if (stop := int(seen_from.max())) > 0:
+        masks.append(_Mask(0, stop, torch.from_numpy(np.arange(stop) < seen_from)))
     return masks

@@ -101,7 +101,7 @@ class Shares:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """Division of one launch on the device, with scratch memory. All layers with the same window share it."""
+    """Division of one launch on the device, with scratch memory. All layers with the same window or chunk share it."""
 
     tiles: Tiles
     shares: Shares
@@ -119,7 +119,8 @@ class TritonPlan:
     tiles: list[Tiles]
     is_live: bool = False  # context lengths change; the batch has upper bounds
     prompts: int = 0  # upper bound of queries longer than one token, if query lengths change too; 0: they do not
-    planned: dict[int, list[Planned]] = field(default_factory=dict)  # plans by window length
+    # plans by the length of a window or chunk, and whether it is a chunk's
+    planned: dict[tuple[int, bool], list[Planned]] = field(default_factory=dict)
 
 
 class TritonBackend:
@@ -205,7 +206,17 @@ class TritonBackend:
         )  # fmt: skip
 
     def rotate_and_write(
-        self, kv: LayerKV, qkv: Tensor, norm: tuple[Tensor, float] | None, cos: Tensor, sin: Tensor, batch: ForwardBatch
+        self,
+        kv: LayerKV,
+        qkv: Tensor,
+        norm: tuple[Tensor, float] | None,
+        cos: Tensor,
+        sin: Tensor,
+        batch: ForwardBatch,
+        *,
+        norms_last: bool = False,
+        pairs_neighbours: bool = False,
+        query_scale: Tensor | None = None,
     ) -> Tensor:
         """Rotate queries and keys, and write keys and values, as `FusedBackend` describes."""
         spec = self.spec
@@ -214,9 +225,11 @@ class TritonBackend:
         q = torch.empty((rows, heads, width), dtype=qkv.dtype, device=qkv.device)
         weight, eps = norm or (cos, 0.0)
         self._fused.rotate_and_write[(rows, heads + 2 * spec.num_kv_heads)](
-            qkv, q, *self._pages(kv), batch.slot_mapping, cos, sin, weight, eps, qkv.stride(0),
+            qkv, q, *self._pages(kv), batch.slot_mapping, cos, sin, weight,
+            cos if query_scale is None else query_scale, eps, qkv.stride(0),
             HEADS=heads, KV_HEADS=spec.num_kv_heads, HEAD_DIM=width, ROTARY=cos.shape[-1], BLOCK_SIZE=spec.block_size,
-            BLOCK_D=power_of_2(width), NORM=norm is not None, num_warps=1, FORMAT=self._kv_format,
+            BLOCK_D=power_of_2(width), NORM=norm is not None, NORMS_LAST=norms_last, NEIGHBOURS=pairs_neighbours,
+            SCALED=query_scale is not None, num_warps=1, FORMAT=self._kv_format,
         )  # fmt: skip
         return q
 
@@ -229,14 +242,16 @@ class TritonBackend:
         out[plan.batch.num_tokens :] = 0.0  # padding rows
         if not plan.tiles:
             plan.tiles = self._tiles(plan, heads // self.spec.num_kv_heads)
-        window = layer.sliding_window or NO_WINDOW
-        if window not in plan.planned:
-            plan.planned[window] = [part for tiles in plan.tiles for part in self._planned(plan, tiles, window, layer)]
-        for part in plan.planned[window]:
+        window = layer.chunk or layer.sliding_window or NO_WINDOW
+        is_chunk = layer.chunk is not None
+        if (window, is_chunk) not in plan.planned:
+            parts = [part for tiles in plan.tiles for part in self._planned(plan, tiles, window, layer)]
+            plan.planned[window, is_chunk] = parts
+        for part in plan.planned[window, is_chunk]:
             if part.layer == layer.layer:
                 if part.tiles.queries is not None:
                     _find(plan.batch, part.tiles, part.tiles.shape.rows // (heads // self.spec.num_kv_heads))
-                self._divide(plan.batch, part, window, heads // self.spec.num_kv_heads)
+                self._divide(plan.batch, part, window, heads // self.spec.num_kv_heads, is_chunk=is_chunk)
             self._compute(q, kv, plan.batch, layer, part, out, sinks)
         return out
 
@@ -290,7 +305,7 @@ class TritonBackend:
         found = []
         for first in range(0, len(tiles.ends), at_once):
             part = tiles.some(slice(first, first + at_once))
-            shares = self.shares(part, window, is_live=plan.is_live)
+            shares = self.shares(part, window, is_live=plan.is_live, is_chunk=layer.chunk is not None)
             numbers, device = self._kernels.PLANNED, tiles.seqs.device
             found.append(
                 Planned(
@@ -304,7 +319,7 @@ class TritonBackend:
             )
         return found
 
-    def shares(self, tiles: Tiles, window: int, *, is_live: bool) -> Shares:
+    def shares(self, tiles: Tiles, window: int, *, is_live: bool, is_chunk: bool = False) -> Shares:
         """Divide the keys of `tiles` by the number of programs that occupy the device.
 
         The division is based on all keys of all tiles, so that many programs share a long context among short ones. If
@@ -312,7 +327,9 @@ class TritonBackend:
         """
         keys, count = tiles.shape.keys, len(tiles.ends)
         first = np.maximum(tiles.first_positions - window + 1, 0) // keys * keys
-        if is_live:  # the first key of a window may be anywhere in a block of keys
+        if is_chunk:
+            first = (tiles.first_positions - tiles.first_positions % window) // keys * keys
+        if is_live:  # the first key of a window may be anywhere in a block of keys, and of a chunk nearer
             first = np.maximum(tiles.ends - (window + tiles.shape.rows + keys), 0)
         seen = tiles.ends - first  # [tiles]
         if self.spec.fixed_span is not None:
@@ -329,12 +346,12 @@ class TritonBackend:
         parts = -(-seen // span)
         return Shares(least, extra, int(parts.sum()), bool((parts > 1).any()))
 
-    def _divide(self, batch: ForwardBatch, part: Planned, window: int, group: int) -> None:
+    def _divide(self, batch: ForwardBatch, part: Planned, window: int, group: int, *, is_chunk: bool = False) -> None:
         self._kernels.plan_spans[(1,)](
             part.tiles.seqs, part.tiles.first_rows, batch.query_start_loc, batch.seq_lens, batch.rows, part.programs,
             part.of_tiles, window, part.shares.least, part.shares.extra, len(part.tiles.ends), part.shares.num_programs,
             part.tiles.shape.rows // group, part.tiles.shape.keys, FIXED=self.spec.fixed_span is not None,
-            SIZE=_PLANNED_AT_ONCE,
+            CHUNKED=is_chunk, SIZE=_PLANNED_AT_ONCE,
         )  # fmt: skip
 
     def _compute(
@@ -361,9 +378,10 @@ class TritonBackend:
         tables = batch.block_tables
         self._kernels.attend[(num_programs, spec.num_kv_heads)](
             q, *self._pages(kv), out, partial_out, partial_stats, of_heads, tables, part.programs, q.stride(0),
-            tables.stride(0), layer.scale, layer.softcap or 0.0, layer.sliding_window or 0, num_programs,
+            tables.stride(0), layer.scale, layer.softcap or 0.0, layer.chunk or layer.sliding_window or 0, num_programs,
             BLOCK_SIZE=spec.block_size, BLOCK_M=shape.rows, BLOCK_N=shape.keys, SOFTCAP=layer.softcap is not None,
-            WINDOW=layer.sliding_window is not None, FIXED=spec.fixed_span is not None, NATIVE_FP8=self.native_fp8,
+            WINDOW=layer.sliding_window is not None, CHUNKED=layer.chunk is not None,
+            FIXED=spec.fixed_span is not None, NATIVE_FP8=self.native_fp8,
             FORMAT=self._kv_format, PRECISION=availability.float32_precision(self._amd),
             **availability.options(shape.warps, shape.stages, self._amd), **sizes,
         )  # fmt: skip

@@ -119,8 +119,8 @@ def with_kv_offload(config: WorkerConfig, spec: DecoderSpec) -> WorkerConfig:
         )
     if spec.longest_window is not None:
         raise StartupError(
-            f"Every layer of this model has a sliding window, of up to {spec.longest_window} tokens. Blocks before it "
-            "are dropped, so --kv-offload-memory and --kv-offload-path would have no effect.",
+            f"Every layer of this model has a sliding window or chunks, of up to {spec.longest_window} tokens. Blocks "
+            "before it are dropped, so --kv-offload-memory and --kv-offload-path would have no effect.",
             "Leave them out.",
         )
     memory, disk = config.kv_offload_bytes, config.kv_offload_disk_bytes

@@ -30,6 +30,8 @@ def main(argv: list[str]) -> int:
         found.append(machine.reachable(NodesConfig(**json.loads(arguments.nodes))))
     if arguments.nodes_wrong is not None:
         found.append(machine.wrong_nodes(*json.loads(arguments.nodes_wrong)))
+    if arguments.description is not None:
+        found.append(model.described(**json.loads(arguments.description)))
     if arguments.model_wrong is not None:
         found.append(model.wrong(*json.loads(arguments.model_wrong)))
     else:
@@ -109,6 +111,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--config", required=True, help="the WorkerConfig, as JSON")
     parser.add_argument("--missing", default="", help="why there is no model")
     parser.add_argument("--model-wrong", help="cause and fix, as JSON, if the model that is here cannot be served")
+    parser.add_argument("--description", help="text and fix, as JSON, of the model's description")
     parser.add_argument("--host", required=True)
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--nodes", help="the NodesConfig, as JSON, of several hosts")

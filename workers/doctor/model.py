@@ -9,7 +9,7 @@ from oarlock.base.host_memory import human_bytes
 from oarlock.workers.attention.backend import KVSpec
 from oarlock.workers.attention.selector import BACKENDS
 from oarlock.workers.config import WorkerConfig
-from oarlock.workers.doctor.finding import ERROR, NOTE, Finding
+from oarlock.workers.doctor.finding import ERROR, NOTE, OK, Finding
 from oarlock.workers.gguf_config import open_checkpoint
 from oarlock.workers.models.encoders.registry import read_encoder
 from oarlock.workers.models.hf_fields import read_config
@@ -32,6 +32,11 @@ def findings(config: WorkerConfig) -> list[Finding]:
     return [_model(resolved), _threads(resolved), _attention(resolved)]
 
 
+def described(text: str, fix: str) -> Finding:
+    """Report the class that describes the model, or with a `fix` why no class does."""
+    return Finding("description", text, ERROR if fix else OK, fix)
+
+
 def wrong(cause: str, fix: str) -> Finding:
     """Report that the model is on this machine, but its files for the server are damaged or do not belong together."""
     return Finding("model", cause, ERROR, fix)
@@ -45,7 +50,7 @@ def missing(reason: str) -> Finding:
 def _model(config: WorkerConfig) -> Finding:
     directory = Path(config.model_path)
     spec = read_spec(config.model_path, config.max_model_len, tied=config.tie_word_embeddings)
-    checkpoint = None if config.load_format == "dummy" else open_checkpoint(directory)
+    checkpoint = None if config.load_format == "dummy" else open_checkpoint(directory, spec.names)
     formats = weight_formats(config.quantization, stored_quantization(directory, read_config(directory)), checkpoint)
     formats = served_formats(formats, config.device, dequantize=config.dequantize)
     size = weight_bytes(spec, config.dtype, formats)

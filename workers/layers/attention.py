@@ -11,14 +11,16 @@ import torch
 from torch import Tensor
 
 from oarlock.workers.attention.backend import AttentionSpec, FusedBackend, LayerKV, LayerStep
+from oarlock.workers.kernels.cpu import elementwise
 from oarlock.workers.kernels.cpu.fused_layer import OperationKind, Rows
-from oarlock.workers.kernels.cpu.structures import CHeadsAndPages
+from oarlock.workers.kernels.cpu.structures import CClamp, CHeadsAndPages
+from oarlock.workers.kernels.triton import availability
 from oarlock.workers.layers.attention_spec import SelfAttentionSpec
 from oarlock.workers.layers.fused_layer import MATMULS, CannotPrepare, Program
-from oarlock.workers.layers.linear import QKVParallelLinear, RowParallelLinear
-from oarlock.workers.layers.norm import HeadNorm, RowNorm
+from oarlock.workers.layers.linear import HeadsParallelLinear, QKVParallelLinear, RowParallelLinear
+from oarlock.workers.layers.norm import HeadNorm, RowNorm, triton_kernels
 from oarlock.workers.layers.placement import Placement
-from oarlock.workers.layers.rotary import rotate, rotate_neighbours
+from oarlock.workers.layers.rotary import finish_heads, rotate, rotate_neighbours
 from oarlock.workers.layers.sharding import HeadShard
 from oarlock.workers.weights.source import WeightSource
 
@@ -47,12 +49,13 @@ class Attention:
     """Projections, head norm, rotary embedding, KV write, attention, output projection; any mix of query lengths."""
 
     # module in a checkpoint -> attribute
-    linear_layers: ClassVar[Mapping[str, str]] = {"qkv_proj": "qkv", "o_proj": "output"}
+    linear_layers: ClassVar[Mapping[str, str]] = {"qkv_proj": "qkv", "gate_proj": "gate", "o_proj": "output"}
 
     def __init__(self, name: str, spec: SelfAttentionSpec, layer: int, hidden: int, placement: Placement) -> None:
         self.placement = placement
         self.head_dim = spec.head_dim
         self.rope = spec.rope
+        self.clip_qkv = spec.clip_qkv
         self.qkv = QKVParallelLinear(
             name, hidden, spec.head_dim, spec.num_heads, spec.num_kv_heads, spec.qkv_bias, placement
         )
@@ -73,6 +76,15 @@ class Attention:
                 spec.qk_norm.eps,
                 placement,
                 spec.qk_norm.offset,
+                is_stored=spec.qk_norm.weight,
+            )
+        assert not (spec.norms_rows and spec.norms_after_rotation), "no kernel norms rows after the rotation"
+        self.norms_last = spec.norms_after_rotation
+        self.pairs_neighbours = spec.rope is not None and spec.rope.interleaved
+        self.gate: HeadsParallelLinear | None = None
+        if spec.output_gate:
+            self.gate = HeadsParallelLinear(
+                f"{name}.gate_proj", hidden, spec.head_dim, spec.num_heads, shard, placement
             )
         self.sinks = Sinks(name, spec.num_heads, shard, placement) if spec.sinks else None
         self.spec = AttentionSpec(
@@ -83,11 +95,12 @@ class Attention:
             scale=spec.scale,
             sliding_window=spec.window,
             softcap=spec.softcap,
+            chunk=spec.chunk,
         )
 
     @property
-    def parts(self) -> list[QKVParallelLinear | RowParallelLinear | HeadNorm | RowNorm | Sinks]:
-        return [part for part in (self.qkv, self.norm, self.sinks, self.output) if part is not None]
+    def parts(self) -> list[QKVParallelLinear | HeadsParallelLinear | RowParallelLinear | HeadNorm | RowNorm | Sinks]:
+        return [part for part in (self.qkv, self.norm, self.gate, self.sinks, self.output) if part is not None]
 
     def __call__(self, x: Tensor, residual: Tensor | None, step: LayerStep) -> Tensor:
         """Return the output for `x` [T, hidden] (normed), plus `residual` if there is one: [T, hidden]."""
@@ -101,27 +114,49 @@ class Attention:
         """Return the attention output of the rank's heads, before the output projection: [T, H * D]."""
         heads, kv_heads, backend = self.spec.num_heads, self.spec.num_kv_heads, step.backend
         qkv = self.qkv(x).view(x.shape[0], heads + 2 * kv_heads, self.head_dim)
-        is_usual = self.rope is not None and not self.rope.interleaved and not isinstance(self.norm, RowNorm)
-        if is_usual and step.angles is not None and isinstance(backend, FusedBackend):
+        if self.clip_qkv is not None:
+            qkv.clamp_(-self.clip_qkv, self.clip_qkv)
+        angles = None if self.rope is None else step.angles
+        if not isinstance(self.norm, RowNorm) and angles is not None and isinstance(backend, FusedBackend):
             norm = None if self.norm is None else (self.norm.weight, self.norm.eps)
-            q = backend.rotate_and_write(step.kv, qkv, norm, *step.angles, step.batch)  # [T, H, D]
+            q = backend.rotate_and_write(  # [T, H, D]
+                step.kv, qkv, norm, *angles, step.batch, norms_last=self.norms_last,
+                pairs_neighbours=self.pairs_neighbours, query_scale=step.query_scale,
+            )  # fmt: skip
         else:
             qk, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
-            if self.norm is not None:
-                qk = self.norm(qk)
-            if self.rope is None or step.angles is None:
-                qk = qk.to(x.dtype)
-            else:
-                apply_rope = rotate_neighbours if self.rope.interleaved else rotate
-                qk = apply_rope(qk, *step.angles, x.dtype)  # [T, H + K, D]
+            qk = self._prepared(qk, angles, step.query_scale, x.dtype)  # [T, H + K, D]
             backend.write(step.kv, qk[:, heads:], v, step.batch)
             q = qk[:, :heads]
-        return backend.attend(q, step.kv, step.plan, self.spec, None if self.sinks is None else self.sinks.weight)
+        mixed = backend.attend(q, step.kv, step.plan, self.spec, None if self.sinks is None else self.sinks.weight)
+        return mixed if self.gate is None else gate_rows(mixed, self.gate(x))
+
+    def _prepared(
+        self, qk: Tensor, angles: tuple[Tensor, Tensor] | None, scale: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
+        """Return queries and keys [T, H + K, D] as attention reads them: normed, rotated and scaled, in `dtype`."""
+        last = None
+        if isinstance(self.norm, HeadNorm) and self.norms_last:
+            last = (self.norm.weight, self.norm.eps)
+        elif self.norm is not None:
+            qk = self.norm(qk)
+        if last is not None or scale is not None:
+            heads = self.spec.num_heads
+            return finish_heads(qk, angles, last, scale, heads, dtype, pairs_neighbours=self.pairs_neighbours)
+        if angles is None:
+            return qk.to(dtype)
+        return (rotate_neighbours if self.pairs_neighbours else rotate)(qk, *angles, dtype)
 
     def fuse(self, program: Program, source: Rows, rotary: int, pages: LayerKV) -> tuple[RowParallelLinear, Rows]:
         """Add the operations on `source` before the output projection; return the projection and its input rows."""
-        qkv, mixed = Rows.SCRATCH_1, Rows.SCRATCH_0
+        qkv, mixed, gate = Rows.SCRATCH_1, Rows.SCRATCH_0, Rows.SCRATCH_2
         program.multiply(program.take(self, "qkv", QKVParallelLinear), source, qkv, *MATMULS)
+        if self.clip_qkv is not None:
+            width = (self.spec.num_heads + 2 * self.spec.num_kv_heads) * self.head_dim
+            program.add(OperationKind.CLAMP_ROWS, qkv, qkv, CClamp(width, self.clip_qkv), width)
+        gate_proj = program.take_optional(self, "gate", HeadsParallelLinear)
+        if gate_proj is not None:
+            program.multiply(gate_proj, source, gate, *MATMULS)
         norm = program.take_optional(self, "norm", HeadNorm, RowNorm)
         if norm is not None and not norm.has_kernel:
             raise CannotPrepare("norms of heads are computed by torch")
@@ -135,12 +170,26 @@ class Attention:
             pages.k.data_ptr(),
             pages.v.data_ptr(),
             rotary,
-            self.rope is not None and self.rope.interleaved,
+            self.pairs_neighbours,
             0.0 if norm is None else norm.eps,
             None if row_heads is None else program.keep(row_heads),
             None if sinks is None else program.take(sinks, "weight", Tensor).data_ptr(),
+            self.norms_last,
+            program.query_scale,
         )
-        if norm is not None or rotary >= 0:
+        width = self.spec.num_heads * self.head_dim
+        if norm is not None or rotary >= 0 or program.query_scale >= 0:
             program.add(OperationKind.APPLY_ROPE, qkv, qkv, heads, 0)
-        program.add(OperationKind.ATTEND, qkv, mixed, heads, self.spec.num_heads * self.head_dim)
+        program.add(OperationKind.ATTEND, qkv, mixed, heads, width)
+        if gate_proj is not None:
+            program.add(OperationKind.GATE_ROWS, gate, mixed, heads, width)
         return program.take(self, "output", RowParallelLinear), mixed
+
+
+def gate_rows(x: Tensor, gate: Tensor) -> Tensor:
+    """Return `x` times the sigmoid of `gate`, both [T, columns], in the dtype of `x`. May overwrite `x`."""
+    if elementwise.can_serve(x.dtype, x.device):
+        return elementwise.gate_rows(x, gate)
+    if availability.can_serve(x.device):
+        return triton_kernels().gate_rows(x, gate)
+    return (x.float() * torch.sigmoid(gate.double()).float()).to(x.dtype)

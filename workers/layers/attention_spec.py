@@ -61,6 +61,18 @@ class RopeSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class QueryScale:
+    """A factor of the rotated queries that grows with the position: `1 + beta * log(1 + level)`.
+
+    The level is the integer `(position + shift) // period`, so that a factor holds for `period` positions.
+    """
+
+    beta: float
+    period: int  # tokens
+    shift: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class SelfAttentionSpec:
     """Causal grouped-query attention, from the q, k and v projections to the output projection."""
 
@@ -73,10 +85,15 @@ class SelfAttentionSpec:
     softcap: float | None = None  # scores become cap * tanh(scores / cap)
     qkv_bias: bool = False
     o_bias: bool = False
-    qk_norm: NormSpec | None = None  # norm of q and k before the rotation
+    qk_norm: NormSpec | None = None  # norm of q and k, before the rotation unless `norms_after_rotation`
     norms_rows: bool = False  # True: q and k are normed over all heads of a row; False: each head is normed by itself
     # each query head has a learned extra score that belongs to no key and takes its share of the softmax
     sinks: bool = False
+    clip_qkv: float | None = None  # queries, keys and values are limited to this size after their projection
+    norms_after_rotation: bool = False  # True: each head of q and k is normed after the rotation
+    query_scale: QueryScale | None = None  # None: queries are not scaled by their position
+    chunk: int | None = None  # a query sees the tokens of its own chunk of this many tokens, up to itself
+    output_gate: bool = False  # each value of the result is multiplied by the sigmoid of a projection of the input
 
     module: ClassVar[str] = "self_attn"
     title: ClassVar[str] = "attention"
@@ -86,11 +103,20 @@ class SelfAttentionSpec:
     # GGUF names of the modules, and of the norms before and after the sublayer.
     gguf: ClassVar[Mapping[str, str]] = {
         "q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "qkv_proj": "attn_qkv", "q_norm": "attn_q_norm",
-        "k_norm": "attn_k_norm", "sinks": "attn_sinks", "o_proj": "attn_output",
+        "k_norm": "attn_k_norm", "sinks": "attn_sinks", "o_proj": "attn_output", "gate_proj": "attn_gate",
     }  # fmt: skip
     gguf_norms: ClassVar[tuple[str, str]] = ("attn_norm", "post_attention_norm")
     # A checkpoint may store these modules as one tensor, concatenated by rows.
     fused: ClassVar[Mapping[str, tuple[str, ...]]] = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
+
+    @property
+    def span(self) -> int | None:
+        """The number of latest tokens that hold all keys which a query sees; None: it may see any token before it."""
+        return self.window if self.chunk is None else self.chunk
+
+    @property
+    def has_norm_weights(self) -> bool:
+        return self.qk_norm is not None and self.qk_norm.weight
 
     def tensors(self, hidden: int) -> list[TensorSpec]:
         """Return the tensors of an ordinary checkpoint with hidden size `hidden`, with names relative to `module`."""
@@ -104,10 +130,13 @@ class SelfAttentionSpec:
             found.append(TensorSpec(f"{part}_proj.weight", (rows, hidden), Sharding.OUTPUTS, heads))
             if bias:
                 found.append(TensorSpec(f"{part}_proj.bias", (rows,), Sharding.OUTPUTS, heads))
-            if self.qk_norm is not None and part != "v":
+            if self.has_norm_weights and part != "v":
                 shape = (rows,) if self.norms_rows else (self.head_dim,)
                 cut = Sharding.OUTPUTS if self.norms_rows else Sharding.COPIES
                 found.append(TensorSpec(f"{part}_norm.weight", shape, cut, heads, RankDtype.FLOAT32))
+        if self.output_gate:
+            rows = self.num_heads * self.head_dim
+            found.append(TensorSpec("gate_proj.weight", (rows, hidden), Sharding.OUTPUTS, self.num_heads))
         if self.sinks:
             found.append(TensorSpec("sinks", (self.num_heads,), Sharding.OUTPUTS, self.num_heads, RankDtype.FLOAT32))
         found.append(
@@ -119,11 +148,13 @@ class SelfAttentionSpec:
     def taps(self) -> list[Tap]:
         """The tensors that a verification compares, in the order of their computation."""
         q, k = (self.num_heads * self.head_dim, self.num_heads), (self.num_kv_heads * self.head_dim, self.num_kv_heads)
-        norms = ("", "") if self.qk_norm is None else ("q_norm", "k_norm")
+        norms = ("q_norm", "k_norm") if self.has_norm_weights else ("", "")
+        gate = [Tap("attention_gate", Computation.PROJECTION, "gate_proj", False, *q)] if self.output_gate else []
         return [
             Tap("q", Computation.PROJECTION, "q_proj", False, *q),
             Tap("k", Computation.PROJECTION, "k_proj", False, *k),
             Tap("v", Computation.PROJECTION, "v_proj", False, *k),
+            *gate,
             Tap("q_rope", Computation.ROTATION, norms[0], False, *q),
             Tap("k_rope", Computation.ROTATION, norms[1], False, *k),
             Tap("attention", Computation.ATTENTION, "o_proj", True, *q),
@@ -159,8 +190,8 @@ class SelfAttentionSpec:
 
     @property
     def step_values(self) -> int:
-        """Values per token of q, k and v together, which exist at the same time, over all ranks."""
-        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        """Values per token of q, k, v and the gate together, which exist at the same time, over all ranks."""
+        return (self.num_heads * (2 if self.output_gate else 1) + 2 * self.num_kv_heads) * self.head_dim
 
     @property
     def pair_ops(self) -> int:

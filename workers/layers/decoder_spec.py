@@ -1,7 +1,7 @@
 """Specification of a decoder model: the sublayers of every layer, the norms around them, the embedding and the head.
 
 It holds shapes and order; each kind of sublayer is defined in its own file (`attention_spec.py`, `gated_mlp_spec.py`,
-`experts_spec.py`). Torch-free. Knows no Hugging Face key names (`models/hf_*.py` do).
+`mlp_spec.py`, `experts_spec.py`). Torch-free. Knows no Hugging Face key names (`models/hf_*.py` do).
 """
 
 import math
@@ -13,8 +13,10 @@ from oarlock.base.errors import StartupError
 from oarlock.workers.layers.attention_spec import SelfAttentionSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec
 from oarlock.workers.layers.gated_mlp_spec import GatedMLPSpec
+from oarlock.workers.layers.mlp_spec import MLPSpec
 from oarlock.workers.layers.sharding import LARGEST_TP, SLICES
 from oarlock.workers.layers.tensor_spec import NormSpec, RankDtype, Sharding, Tap, TensorSpec
+from oarlock.workers.model_files.tensor_names import NO_NAMES, TensorNames
 from oarlock.workers.quantization.formats.weight_format import WeightFormats
 from oarlock.workers.quantization.registry import Quantization
 
@@ -105,8 +107,21 @@ class LayerSpec:
         return next(one.sublayer for one in self.branches if isinstance(one.sublayer, SelfAttentionSpec))
 
     @property
-    def mlp(self) -> GatedMLPSpec:
-        return next(one.sublayer for one in self.branches if isinstance(one.sublayer, GatedMLPSpec))
+    def mlp(self) -> GatedMLPSpec | MLPSpec:
+        return next(one.sublayer for one in self.branches if isinstance(one.sublayer, GatedMLPSpec | MLPSpec))
+
+
+@dataclass(frozen=True, slots=True)
+class PositionTable:
+    """A learned table with one row for each position, which is added to the embedding."""
+
+    rows: int
+    first: int = 0  # row of position 0
+
+    @property
+    def positions(self) -> int:
+        """Number of positions that have a row."""
+        return self.rows - self.first
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,13 +134,16 @@ class DecoderSpec:
     layers: tuple[LayerSpec, ...]
     norm: NormSpec
     default_length: int  # context length in tokens, unless the user asks for more
-    longest_length: int  # largest context, in tokens, that the rotary angles support
+    longest_length: int  # largest context, in tokens, that the rotary angles or the table of positions support
     tie_word_embeddings: bool = False
     dtype: str | None = None  # dtype of the checkpoint: bfloat16 | float16 | float32
     embedding_scale: float = 1.0  # rounded to the dtype in which it is applied
     logit_scale: float = 1.0
     logit_softcap: float | None = None  # final logits become cap * tanh(logits / cap)
-    unserved: tuple[str, ...] = ()  # name prefixes of tensors that no layer uses; they are ignored
+    positions: PositionTable | None = None
+    head_bias: bool = False
+    names: TensorNames = NO_NAMES  # differences between the names in checkpoints and the names here
+    wrapper: str | None = None  # class of the multimodal model of which this is the text part; None: no such model
 
     @property
     def num_layers(self) -> int:
@@ -172,8 +190,8 @@ class DecoderSpec:
 
     @property
     def longest_window(self) -> int | None:
-        """The longest sliding window, in tokens; None if a layer has full attention."""
-        windows = [window for layer in self.layers if (window := layer.attention.window) is not None]
+        """The longest sliding window or chunk, in tokens; None if a layer has full attention."""
+        windows = [span for layer in self.layers if (span := layer.attention.span) is not None]
         return max(windows) if len(windows) == len(self.layers) else None
 
     @property
@@ -238,6 +256,9 @@ def tensors_of(spec: DecoderSpec, layers: range | None = None) -> Iterator[Tenso
     table = spec.vocab_size, spec.hidden_size
     if is_first or (is_last and spec.tie_word_embeddings):
         yield TensorSpec(f"{_EMBEDDING}weight", table, Sharding.VOCABULARY)
+    if is_first and spec.positions is not None:
+        rows = spec.positions.rows, spec.hidden_size
+        yield TensorSpec(f"{_POSITIONS}weight", rows, is_table=True)
     if is_last:
         yield from spec.norm.tensors(_NORM, spec.hidden_size)
     of_layer = {layer: layer.tensors(spec.hidden_size, spec.norm) for layer in dict.fromkeys(spec.layers)}
@@ -246,6 +267,8 @@ def tensors_of(spec: DecoderSpec, layers: range | None = None) -> Iterator[Tenso
             yield replace(tensor, name=f"{_LAYERS}{index}.{tensor.name}")
     if is_last and not spec.tie_word_embeddings:
         yield TensorSpec(f"{_HEAD}weight", table, Sharding.VOCABULARY)
+    if is_last and spec.head_bias:
+        yield TensorSpec(f"{_HEAD}bias", table[:1], Sharding.VOCABULARY, rank_dtype=RankDtype.FLOAT32)
 
 
 def tensor_shapes(spec: DecoderSpec, layers: range | None = None) -> dict[str, tuple[int, ...]]:
@@ -266,16 +289,17 @@ def is_ignorable(spec: DecoderSpec, name: str) -> bool:
     """Return whether a checkpoint tensor may stay unused because its content is known already or not served."""
     if name.endswith("rotary_emb.inv_freq"):  # a buffer in old checkpoints; computed from config.json here
         return True
-    return name.startswith(spec.unserved) or (spec.tie_word_embeddings and name == f"{_HEAD}weight")
+    return spec.names.rename(name) is None or (spec.tie_word_embeddings and name == f"{_HEAD}weight")
 
 
 # Fused module of a layer -> the modules that it contains.
 FUSED_MODULES = {
     f"{kind.module}.{whole}": tuple(f"{kind.module}.{part}" for part in parts)
-    for kind in (SelfAttentionSpec, GatedMLPSpec)
+    for kind in (SelfAttentionSpec, GatedMLPSpec, MLPSpec)
     for whole, parts in kind.fused.items()
 }
 _LAYERS, _EMBEDDING, _NORM, _HEAD = "model.layers.", "model.embed_tokens.", "model.norm.", "lm_head."
+_POSITIONS = "model.embed_positions."
 
 
 def layers_of_stage(num_layers: int, stage: int, num_stages: int) -> range:
@@ -298,4 +322,6 @@ def is_in_stage(spec: DecoderSpec, name: str, layers: range) -> bool:
         return not number.isdigit() or int(number) >= spec.num_layers or int(number) in layers
     if name.startswith(_EMBEDDING):
         return is_first or (is_last and spec.tie_word_embeddings)
+    if name.startswith(_POSITIONS):
+        return is_first
     return is_last or not name.startswith((_NORM, _HEAD))

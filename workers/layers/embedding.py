@@ -1,11 +1,15 @@
-"""Embedding and output head, split by token id. Shards have equal sizes; ids beyond the vocabulary are padding."""
+"""Embedding and output head, split by token id, and the table of positions.
+
+Shards have equal sizes; ids beyond the vocabulary are padding.
+"""
 
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from oarlock.workers.layers.decoder_spec import DecoderSpec
+from oarlock.workers.layers.decoder_spec import DecoderSpec, PositionTable
 from oarlock.workers.layers.placement import Placement
 from oarlock.workers.layers.sharding import shard_vocab
 from oarlock.workers.quantization.matmul import ReadableMatmul, holds_weight
@@ -55,6 +59,33 @@ class VocabParallelEmbedding:
         return self.placement.tp.all_reduce(rows.masked_fill_(elsewhere.unsqueeze(1), -0.0))
 
 
+class PositionEmbedding:
+    """Learned table of positions: adds the row of each token's position to its embedding [T, hidden].
+
+    Every rank has the whole table, so the addition is the same on all of them: it follows the all-reduce of the
+    embedding, and is rounded once, to the weights' dtype.
+    """
+
+    def __init__(self, name: str, table: PositionTable, hidden: int, placement: Placement) -> None:
+        self.name = name
+        self.table = table
+        self.hidden = hidden
+        self.placement = placement
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.table.rows * self.hidden * self.placement.dtype.itemsize
+
+    def load(self, weights: WeightSource) -> None:
+        shape = self.table.rows, self.hidden
+        self.weight = self.placement.empty(*shape)
+        weights.take(f"{self.name}.weight", self.weight, shape=shape)
+
+    def __call__(self, embedded: Tensor, positions: Tensor) -> Tensor:
+        """Return the sum [T, hidden]. `positions`: int64 [T]."""
+        return embedded + F.embedding(positions + self.table.first, self.weight)
+
+
 class VocabParallelHead:
     """Output head: hidden [L, hidden] -> float32 logits [L, local] of this rank's shard; padding ids get -inf."""
 
@@ -66,6 +97,8 @@ class VocabParallelHead:
         placement: Placement,
         softcap: float | None = None,
         scale: float = 1.0,
+        *,
+        has_bias: bool = False,
     ) -> None:
         self.name = name
         self.vocab_size = vocab_size
@@ -75,19 +108,29 @@ class VocabParallelHead:
         self.softcap = softcap
         self.scale = scale
         self.shares_memory = False
+        self.has_bias = has_bias
+        self.bias: Tensor | None = None  # float32 [local]
 
     @staticmethod
     def of(spec: DecoderSpec, placement: Placement) -> "VocabParallelHead":
-        """Return the output head of a model, with the model's scaling and softcap of logits."""
+        """Return the output head of a model, with the model's bias, scaling and softcap of logits."""
         changes = spec.logit_softcap, spec.logit_scale
-        return VocabParallelHead("lm_head", spec.vocab_size, spec.hidden_size, placement, *changes)
+        shape = spec.vocab_size, spec.hidden_size
+        return VocabParallelHead("lm_head", *shape, placement, *changes, has_bias=spec.head_bias)
 
     @property
     def weight_bytes(self) -> int:
-        return 0 if self.shares_memory else self.placement.weight_bytes(vocab_shard(self), bias=False)
+        bias = 4 * self.local if self.has_bias else 0
+        return bias + (0 if self.shares_memory else self.placement.weight_bytes(vocab_shard(self), bias=False))
 
     def load(self, weights: WeightSource) -> None:
         self.matmul = self.placement.load(vocab_shard(self), weights).matmul(float32_output=True)
+        self.load_bias(weights)
+
+    def load_bias(self, weights: WeightSource) -> None:
+        """Read the bias, which a tied head has as well."""
+        if self.has_bias:
+            self.bias = vocab_shard(self).take_bias(weights, self.placement.empty).float()
 
     def tie(self, embedding: VocabParallelEmbedding) -> None:
         """Use the embedding's weight.
@@ -103,6 +146,8 @@ class VocabParallelHead:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         logits = self.matmul(hidden).float()  # [L, local]
+        if self.bias is not None:
+            logits.add_(self.bias)
         if self.scale != 1.0:
             logits.mul_(self.scale)
         if self.softcap is not None:

@@ -5,6 +5,7 @@ The shared expert is one expert that every token uses; it is always sharded alon
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -87,9 +88,11 @@ def route(logits: Tensor, spec: RouterSpec, correction: Tensor | None) -> tuple[
     If experts have equal scores, the lower id is chosen. The ids of a row ascend, and experts are added up in this
     order. Softmax keeps the order of logits, so without a correction the logits are compared, which avoids rounding.
     """
+    if spec.scores == "sparsemixer":
+        return _mix(logits, spec)
     exact = logits.double()
     scores = torch.sigmoid(exact) if spec.scores == "sigmoid" else torch.softmax(exact, 1)
-    key = logits if correction is None else scores.float() + correction
+    key = logits if correction is None else (logits if spec.corrects_logits else scores.float()) + correction
     if spec.groups > 1:
         of_group = key.unflatten(1, (spec.groups, -1))  # [T, groups, E / groups]
         best = of_group.topk(2, dim=2).values.sum(2)
@@ -104,6 +107,22 @@ def route(logits: Tensor, spec: RouterSpec, correction: Tensor | None) -> tuple[
         if spec.normalised:
             weights = weights / weights.sum(1, keepdim=True).clamp(min=spec.least_sum)
     return ids.int(), (weights * spec.scale).float()
+
+
+def _mix(logits: Tensor, spec: RouterSpec) -> tuple[Tensor, Tensor]:
+    """Choose experts one after the other, each with its softmax over the experts that are left and close to it."""
+    left = exact = logits.double()
+    ids, weights = [], []
+    for _ in range(spec.top_k):
+        chosen = left.sort(dim=1, descending=True, stable=True).indices[:, :1]
+        best = exact.gather(1, chosen)
+        is_far = (best - exact) / torch.maximum(exact.abs(), best) > spec.tolerance
+        close = left.masked_fill(is_far, float("-inf"))
+        weights.append(torch.softmax(close, 1).gather(1, chosen))
+        ids.append(chosen)
+        left = left.scatter(1, chosen, float("-inf"))
+    order = torch.cat(ids, 1).sort(dim=1)
+    return order.values.int(), (torch.cat(weights, 1).gather(1, order.indices) * spec.scale).float()
 
 
 class ExpertStack:
@@ -131,7 +150,7 @@ class ExpertStack:
         self.hidden, self.bias, self.placement = hidden, bias, placement
         self.shape = ExpertsShape(
             held.first, held.count, hidden, shard.count, placement.dtype, shard.slices, held.groups, held.group,
-            spec.activation, spec.alpha, spec.limit,
+            spec.activation, spec.alpha, spec.limit, spec.weighs_inputs,
         )  # fmt: skip
 
     def _shards(self, name: str) -> tuple[WeightShard, WeightShard]:
@@ -186,6 +205,7 @@ class Experts:
     output = None  # no single linear layer has the partial sums that are all-reduced
 
     def __init__(self, name: str, spec: ExpertsSpec, layer: int, hidden: int, placement: Placement) -> None:
+        assert not (spec.weighs_inputs and spec.bias), "no kernel adds a bias to a scaled input"
         self.placement = placement
         self.router = Router(name, spec, hidden, placement)
         names = [f"{name}.experts.{expert}" for expert in range(spec.experts)]
@@ -198,7 +218,8 @@ class Experts:
         self.shared_gate: _SharedGate | None = None
         if spec.shared is not None:
             shared = spec.shared
-            self.shared = ExpertStack([f"{name}.{shared.name}"], spec, shared.width, hidden, False, placement)
+            plain = replace(spec, weighs_inputs=False)
+            self.shared = ExpertStack([f"{name}.{shared.name}"], plain, shared.width, hidden, False, placement)
             if shared.gate is not None:
                 self.shared_gate = _SharedGate(f"{name}.{shared.gate}", hidden, placement)
 

@@ -16,7 +16,7 @@ class RouterSpec:
     """The choice of experts for each token and the weight of each expert, from one logit per expert."""
 
     top_k: int
-    scores: str = "softmax"  # softmax | sigmoid, applied to the logits
+    scores: str = "softmax"  # softmax | sigmoid | sparsemixer, applied to the logits; see `tolerance`
     normalised: bool = False  # the weights of a token add up to 1 before `scale` is applied
     least_sum: float = 1e-20  # lower bound of the sum that weights are divided by, if `normalised`
     scale: float = 1.0
@@ -26,6 +26,10 @@ class RouterSpec:
     name: str = "gate"  # name of the router's module
     # Full name of a tensor with one value per expert, added to its score to choose experts but not to its weight.
     correction: str | None = None
+    corrects_logits: bool = False  # the correction is added to the logits instead of the scores
+    # sparsemixer: an expert's weight is its softmax over the experts that were not chosen before it, and whose logits
+    # are less than the expert's by at most this part of the larger absolute value.
+    tolerance: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +43,10 @@ class SharedSpec:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsSpec:
-    """The sum of `weight * down(activation(gate(x)) * up(x))` over a token's experts, plus the shared expert."""
+    """The sum of `weight * down(activation(gate(x)) * up(x))` over a token's experts, plus the shared expert.
+
+    With `weighs_inputs`, the sum of `down(activation(gate(weight * x)) * up(weight * x))`.
+    """
 
     experts: int
     width: int  # intermediate size of each expert
@@ -48,6 +55,7 @@ class ExpertsSpec:
     alpha: float = 1.702  # clamped_swiglu: `g * sigmoid(alpha * g) * (u + 1)`
     limit: float = 7.0  # clamped_swiglu: g = min(gate, limit), u = clamp(up, -limit, limit)
     bias: bool = False  # gate, up and down have biases
+    weighs_inputs: bool = False  # a routed expert's weight multiplies its input instead of its result
     shared: SharedSpec | None = None
     module: str = "mlp"
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict, hash=False, compare=False)

@@ -22,7 +22,7 @@ from oarlock.workers.attention.cpp import CppBackend, CppPlan
 from oarlock.workers.attention.forward_batch import ForwardBatch
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.kernels.cpu.experts import CppExpertMatmul, CppRouter
-from oarlock.workers.kernels.cpu.fused_layer import ALL_ARRIVED, OperationKind, Rows, bound
+from oarlock.workers.kernels.cpu.fused_layer import ALL_ARRIVED, NUM_SCRATCH, OperationKind, Rows, bound
 from oarlock.workers.kernels.cpu.gemm import (
     ELEMENT_TYPES,
     CppGatedMatmul,
@@ -32,6 +32,7 @@ from oarlock.workers.kernels.cpu.gemm import (
 )
 from oarlock.workers.kernels.cpu.quantized_gemm import PackedFp8, PackedGrouped, PackedInt8
 from oarlock.workers.kernels.cpu.structures import (
+    MOST_QUERY_SCALES,
     MOST_ROTARIES,
     CAddition,
     CBranch,
@@ -50,6 +51,7 @@ CppPlainMatmul = CppMatmul | CppPackedMatmul
 CppAnyGatedMatmul = CppGatedMatmul | CppPackedGatedMatmul
 MATMULS = (CppMatmul, CppPackedMatmul)
 GATED_MATMULS = (CppGatedMatmul, CppPackedGatedMatmul)
+MLP_ROWS = 960  # size of the row chunks between the two matmuls of an MLP
 _DENSE = 0  # `WeightKind` of a packed weight in the model's dtype, csrc/gemm/int8.h
 
 
@@ -89,6 +91,7 @@ class Program:
         self.dtype = backend.spec.dtype
         self.hidden = hidden
         self.branches: list[CBranch] = []
+        self.query_scale = -1  # index of the current layer's query scale in a step, or -1
         self._alive: list[object] = []  # parts, and structures that are pointed to
         self._begin()
 
@@ -133,10 +136,10 @@ class Program:
         """Return the norm's structure. Raises `CannotPrepare` if no kernel computes it."""
         if not norm.has_kernel:
             raise CannotPrepare("norms are computed by torch")
+        scale = self.take_optional(norm, "weight", Tensor)
         shift = self.take_optional(norm, "bias", Tensor) if isinstance(norm, LayerNorm) else None
-        scale = self.take(norm, "weight", Tensor)
-        at = None if shift is None else shift.data_ptr()
-        return CNorm(scale.data_ptr(), at, norm.size, norm.eps, isinstance(norm, LayerNorm))
+        at = [None if vector is None else vector.data_ptr() for vector in (scale, shift)]
+        return CNorm(*at, norm.size, norm.eps, isinstance(norm, LayerNorm))
 
     def moe_layer(self, router: object, routed: object, shared: object, shared_gate: object) -> CMoELayer:
         """Return the structure of an MoE layer with these parts; the last two may be None.
@@ -202,7 +205,7 @@ class Program:
         count = len(self._operations)
         operations = (COperation * count)(*self._operations)
         self._alive.append(operations)
-        widths = (ctypes.c_long * 2)(*self._widths)
+        widths = (ctypes.c_long * NUM_SCRATCH)(*self._widths)
         before = count if before_all_reduce is None else before_all_reduce
         self.branches.append(
             CBranch(ctypes.addressof(operations), count, before, self.rows_at_once, widths, self._sums)
@@ -211,7 +214,7 @@ class Program:
 
     def _begin(self) -> None:
         self._operations: list[COperation] = []
-        self._widths = [0, 0]
+        self._widths = [0] * NUM_SCRATCH
         self._sums = 0  # partial outputs per row in `partial`
         self.rows_at_once = 0  # rows per chunk, to keep scratch memory small; 0: all rows
 
@@ -241,6 +244,7 @@ class PreparedLayers:
         layers: Sequence[Layer],
         last_norm: Norm | None,
         rotary_of: Sequence[int],
+        scale_of: Sequence[int],
         hidden: int,
         tp: TensorParallel,
         kv: list[LayerKV],
@@ -248,8 +252,8 @@ class PreparedLayers:
     ) -> None:
         """Build the program.
 
-        `last_norm`: norm after the last layer, or None. `rotary_of`: index of each layer's rotary table in a step, or
-        -1. `hidden`: values per row. `kv`: pages that `backend` allocated.
+        `last_norm`: norm after the last layer, or None. `rotary_of`, `scale_of`: index of each layer's rotary table
+        and of its query scale in a step, or -1. `hidden`: values per row. `kv`: pages that `backend` allocated.
 
         Raises `CannotPrepare` if the layers cannot run in one call.
         """
@@ -257,6 +261,8 @@ class PreparedLayers:
             raise CannotPrepare(_other_attention(backend))
         if max(rotary_of, default=0) >= MOST_ROTARIES:
             raise CannotPrepare(f"layers have more than {MOST_ROTARIES} kinds of rotary embedding")
+        if max(scale_of, default=0) >= MOST_QUERY_SCALES:
+            raise CannotPrepare(f"layers have more than {MOST_QUERY_SCALES} kinds of query scale")
         self.tp = tp
         self._layers, self._last_norm = list(layers), last_norm
         self._kv, self._backend = kv, backend
@@ -265,7 +271,8 @@ class PreparedLayers:
         self._is_shared = tp.size > 1
         self._num_normed = 0  # number of buffers for normed rows that branches of a layer share
         self._adding: list[int] = []  # indices of the branches that add to `hidden`; others compute shared norms
-        for layer, rotary, pages in zip(layers, rotary_of, kv, strict=True):
+        for layer, rotary, scale, pages in zip(layers, rotary_of, scale_of, kv, strict=True):
+            program.query_scale = scale
             self._add_layer(layer, rotary, pages)
         # True if the program applies the final norm. A wrapped norm (e.g. one that records its output) is called
         # separately.
@@ -292,10 +299,13 @@ class PreparedLayers:
         same = kv is self._kv and backend is self._backend and last_norm is self._last_norm
         return same and layers == self._layers
 
-    def __call__(self, hidden: Tensor, batch: ForwardBatch, tables: list[Tensor], plan: CppPlan) -> None:
+    def __call__(
+        self, hidden: Tensor, batch: ForwardBatch, tables: list[Tensor], plan: CppPlan, scales: Sequence[Tensor] = ()
+    ) -> None:
         """Replace `hidden` [T, hidden size] by the last layer's result, normed if `norms_last`.
 
-        `tables`: rows of all positions of each `RotaryTable`. `plan`: the result of the backend's `prepare`.
+        `tables`: rows of all positions of each `RotaryTable`. `plan`: the result of the backend's `prepare`. `scales`:
+        float32 [T] of each `QueryScaleTable`.
         """
         program = self._program
         assert hidden.is_contiguous() and hidden.dtype == program.dtype and hidden.shape[1] == program.hidden
@@ -307,7 +317,8 @@ class PreparedLayers:
             hidden.data_ptr(), tuple([buffer.data_ptr() for buffer in normed]),
             None if partial is None else partial.data_ptr(), rows, program.hidden,
             ELEMENT_TYPES[program.dtype], batch.positions.data_ptr(), batch.slot_mapping.data_ptr(),
-            tuple([(table.data_ptr(), table.shape[1]) for table in tables]), ctypes.addressof(plan.step),
+            tuple([(table.data_ptr(), table.shape[1]) for table in tables]),
+            tuple([scale.data_ptr() for scale in scales]), ctypes.addressof(plan.step),
             None if group is None else group.address,
         )  # fmt: skip
         if self.after_branch is None and (group is not None or not self._is_shared):

@@ -7,12 +7,10 @@ from torch import Tensor
 
 from oarlock.workers.attention.backend import LayerKV, LayerStep
 from oarlock.workers.kernels.cpu.fused_layer import Rows
-from oarlock.workers.layers.fused_layer import GATED_MATMULS, Program
+from oarlock.workers.layers.fused_layer import GATED_MATMULS, MLP_ROWS, Program
 from oarlock.workers.layers.gated_mlp_spec import GatedMLPSpec
 from oarlock.workers.layers.linear import GatedParallelLinear, RowParallelLinear
 from oarlock.workers.layers.placement import Placement
-
-_ROWS_AT_ONCE = 960  # size of the row chunks between the two matmuls
 
 
 class GatedMLP:
@@ -46,5 +44,5 @@ class GatedMLP:
         """Add the operations on `source` that precede the down projection; return the down projection and its input
         rows."""
         program.multiply(program.take(self, "gate_up", GatedParallelLinear), source, Rows.SCRATCH_1, *GATED_MATMULS)
-        program.rows_at_once = _ROWS_AT_ONCE
+        program.rows_at_once = MLP_ROWS
         return program.take(self, "down", RowParallelLinear), Rows.SCRATCH_1

@@ -63,23 +63,35 @@ class RMSNorm:
 class LayerNorm:
     """LayerNorm (Ba et al., 2016): [T, size] of the model's dtype or float32 -> [T, size] of the model's dtype.
 
-    Scale and shift are kept in float32, which the C++ kernel reads.
+    It is multiplied by `offset + weight` if there is a weight. Scale and shift are kept in float32, which the C++
+    kernel reads.
     """
 
-    def __init__(self, name: str, size: int, eps: float, bias: bool, placement: Placement) -> None:
+    def __init__(
+        self,
+        name: str,
+        size: int,
+        eps: float,
+        bias: bool,
+        placement: Placement,
+        *,
+        has_weight: bool = True,
+        offset: float = 0.0,
+    ) -> None:
         self.name = name
         self.size = size
         self.eps = eps
-        self.has_bias = bias
+        self.has_weight, self.has_bias = has_weight, bias
+        self.offset = offset
         self.placement = placement
         self.has_kernel = elementwise.can_serve(placement.dtype, placement.device)
 
     @property
     def weight_bytes(self) -> int:
-        return 4 * self.size * (2 if self.has_bias else 1)
+        return 4 * self.size * (self.has_weight + self.has_bias)
 
     def load(self, weights: WeightSource) -> None:
-        self.weight = self._taken(weights, "weight")
+        self.weight = self._taken(weights, "weight") + self.offset if self.has_weight else None
         self.bias = self._taken(weights, "bias") if self.has_bias else None
 
     def _taken(self, weights: WeightSource, kind: str) -> Tensor:
@@ -96,7 +108,8 @@ class LayerNorm:
 class HeadNorm:
     """Norm of each query and key head (Qwen3, Gemma 3), for all heads of the rank at once.
 
-    [T, heads + kv_heads, head_dim] -> the same shape in float32, for the rotation that follows.
+    [T, heads + kv_heads, head_dim] -> the same shape in float32, for the rotation that follows. A norm after the
+    rotation is computed by `rotary.finish_heads`, from `weight` and `eps`.
     """
 
     def __init__(
@@ -108,27 +121,35 @@ class HeadNorm:
         eps: float,
         placement: Placement,
         offset: float = 0.0,
+        *,
+        is_stored: bool = True,
     ) -> None:
-        """Prepare the norm. `name` is the attention module's name."""
+        """Prepare the norm. `name` is the attention module's name. `is_stored`: the checkpoint has its scale; False:
+        the norm does not scale its results."""
         self.name = name
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         self.eps = eps
         self.offset = offset
+        self.is_stored = is_stored
         self.placement = placement
         self.has_kernel = elementwise.can_serve(placement.dtype, placement.device)
 
     @property
     def weight_bytes(self) -> int:
-        return 4 * (self.num_heads + self.num_kv_heads) * self.head_dim
+        return 4 * (self.num_heads + self.num_kv_heads) * self.head_dim if self.is_stored else 0
 
     def load(self, weights: WeightSource) -> None:
+        if not self.is_stored:
+            heads = self.num_heads + self.num_kv_heads
+            self.weight = torch.ones((heads, self.head_dim), device=self.placement.device)
+            return
         both = self.placement.empty(2, self.head_dim)
         for index, part in enumerate(("q_norm", "k_norm")):
             weights.take(f"{self.name}.{part}.weight", both[index], shape=(self.head_dim,))
-        counts = both.new_tensor([self.num_heads, self.num_kv_heads]).long()
-        self.weight = (both.float() + self.offset).repeat_interleave(counts, dim=0)  # [heads + kv_heads, head_dim]
+        of_each = zip(both.float() + self.offset, (self.num_heads, self.num_kv_heads), strict=True)
+        self.weight = torch.cat([one.expand(count, -1) for one, count in of_each])  # [heads + kv_heads, head_dim]
 
     def __call__(self, qk: Tensor) -> Tensor:
         if self.has_kernel:
@@ -212,7 +233,8 @@ Norm = RMSNorm | LayerNorm
 def make_norm(name: str, size: int, spec: NormSpec, placement: Placement) -> Norm:
     """Return the norm called `name` for rows of `size` values."""
     if spec.kind == "layer":
-        return LayerNorm(name, size, spec.eps, spec.bias, placement)
+        return LayerNorm(name, size, spec.eps, spec.bias, placement, has_weight=spec.weight, offset=spec.offset)
+    assert spec.weight, "an RMSNorm without a weight is not supported"
     return RMSNorm(name, size, spec.eps, placement, spec.offset)
 
 

@@ -16,12 +16,14 @@ Positions beyond the reach of the short factors raise an error.
 """
 
 import math
+from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from oarlock.workers.kernels.cpu import elementwise
-from oarlock.workers.layers.attention_spec import RopeSpec
+from oarlock.workers.layers.attention_spec import QueryScale, RopeSpec
 
 # Angles are computed for this many positions at a time. torch computes the last few elements of an array differently,
 # so with blocks of equal size the bits of an angle depend only on its position.
@@ -84,11 +86,68 @@ class RotaryTable:
         return 1.0 / (theta.unsqueeze(1) ** self.exponents)
 
 
+class QueryScaleTable:
+    """Table of the factors of queries: positions [T] -> float32 [T]. Factors are computed in double precision when a
+    sequence first reaches their level, and kept."""
+
+    def __init__(self, spec: QueryScale, device: torch.device) -> None:
+        self.spec = spec
+        self.device = device
+        self.levels = torch.empty(0, dtype=torch.float32, device=device)
+
+    def __call__(self, positions: Tensor, longest: int) -> Tensor:
+        """Return the factors of `positions`. `longest`: a Python integer larger than every position."""
+        spec = self.spec
+        count = (longest + spec.shift) // spec.period + 1
+        if count > len(self.levels):
+            made = [1.0 + spec.beta * math.log1p(level) for level in range(max(count, _BLOCK, 2 * len(self.levels)))]
+            self.levels = torch.tensor(made, dtype=torch.float32, device=self.device)
+        return self.levels.index_select(0, torch.div(positions + spec.shift, spec.period, rounding_mode="floor"))
+
+
+def finish_heads(
+    x: Tensor,
+    angles: tuple[Tensor, Tensor] | None,
+    norm: tuple[Tensor, float] | None,
+    scale: Tensor | None,
+    num_scaled: int,
+    dtype: torch.dtype,
+    *,
+    pairs_neighbours: bool = False,
+) -> Tensor:
+    """Rotate the heads of `x` [T, H, head_dim] of `dtype` or float32, norm each, and scale the first `num_scaled`.
+
+    The result has `dtype` and is contiguous. All steps are in float32, and are rounded once. `angles`: cos and sin, as
+    for `rotate`; None: no rotation. `norm`: scale of the norm, float32 [H, head_dim], and its epsilon; None: no norm.
+    `scale`: float32 [T], factors of the first heads; None: 1. `pairs_neighbours`: as in `rotate_neighbours`.
+    """
+    if elementwise.can_serve(dtype, x.device):
+        return elementwise.finish_heads(x, angles, norm, scale, num_scaled, dtype, pairs_neighbours=pairs_neighbours)
+    y = x.float()
+    if angles is not None:
+        y = (neighbours_with_torch if pairs_neighbours else rotate_with_torch)(y, *angles, torch.float32)
+    if norm is not None:
+        weight, eps = norm
+        y = F.rms_norm(y, (y.shape[-1],), None, eps) * weight
+    if scale is not None:
+        y = torch.cat((y[:, :num_scaled] * scale.view(-1, 1, 1), y[:, num_scaled:]), 1)
+    return y.to(dtype)
+
+
+def neighbours_with_torch(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rotate like `rotate_neighbours` with torch operations, for every dtype and device."""
+    return _neighbours(rotate_with_torch, x, cos, sin, dtype)
+
+
 def rotate_neighbours(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
     """Rotate pairs of neighbouring elements, 2 i and 2 i + 1; otherwise like `rotate`."""
+    return _neighbours(rotate, x, cos, sin, dtype)
+
+
+def _neighbours(apply_rope: Callable[..., Tensor], x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
     size = cos.shape[-1]
     apart = torch.cat((x[..., 0:size:2], x[..., 1:size:2], x[..., size:]), -1)
-    rotated = rotate(apart, cos, sin, dtype)
+    rotated = apply_rope(apart, cos, sin, dtype)
     pairs = torch.stack((rotated[..., : size // 2], rotated[..., size // 2 : size]), -1).flatten(-2)
     return torch.cat((pairs, rotated[..., size:]), -1)
 

@@ -39,10 +39,11 @@ class TensorSpec:
     expert: int | None = None  # index of the routed expert that it belongs to
     experts: int = 0  # number of routed experts
     used: float = 1.0  # fraction of all tokens that use it
+    is_table: bool = False  # its rows are looked up; it is never multiplied, and never quantized
 
     @property
     def is_matrix(self) -> bool:
-        return len(self.shape) == 2
+        return len(self.shape) == 2 and not self.is_table
 
     def local_shape(self, size: int, slices: int = 1, unit: int = 1) -> tuple[int, ...]:
         """Return the shape of the part that each of `size` ranks holds; `slices` and `unit` are passed to
@@ -72,6 +73,7 @@ class Computation(Enum):
     ROTATION = auto()  # rotary embedding of a projection, which may be normed first
     ATTENTION = auto()
     GATED = auto()  # activation(gate) * up
+    ACTIVATED = auto()  # activation(up)
     SUM = auto()  # a matmul whose inputs are split among ranks, after the all-reduce
     LOGITS = auto()  # the router's logits, which every rank computes
     ROUTING = auto()  # the weight of each expert for a token; 0 for experts that were not chosen
@@ -98,11 +100,12 @@ class NormSpec:
 
     kind: str = "rms"  # rms | layer
     eps: float = 1e-6
-    offset: float = 0.0  # rms: multiplies by offset + weight
+    offset: float = 0.0  # multiplies by offset + weight
     bias: bool = False  # layer: has a bias vector
+    weight: bool = True  # False: the norm does not scale its results
 
     def tensors(self, name: str, size: int) -> list[TensorSpec]:
         """Return the tensors of a norm over rows of `size` values. `name` ends with a dot or is empty."""
         rank_dtype = RankDtype.FLOAT32 if self.offset or self.kind == "layer" else RankDtype.FOR_KERNELS
-        weight = TensorSpec(f"{name}weight", (size,), rank_dtype=rank_dtype)
-        return [weight, TensorSpec(f"{name}bias", (size,), rank_dtype=rank_dtype)] if self.bias else [weight]
+        kinds = [kind for kind, is_there in (("weight", self.weight), ("bias", self.bias)) if is_there]
+        return [TensorSpec(f"{name}{kind}", (size,), rank_dtype=rank_dtype) for kind in kinds]

@@ -5,7 +5,8 @@ stored output head, to compare it with the embedding.
 """
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from oarlock.base.errors import StartupError, shown
 from oarlock.base.json_files import check_file, is_there, num_values, read_json, with_unique_names
 from oarlock.workers.model_files.expert_tensors import split_experts
 from oarlock.workers.model_files.located import LocatedTensor, TensorEntry
+from oarlock.workers.model_files.tensor_names import NO_NAMES, TensorNames
 
 # The format's own limit. A longer header means a damaged length field, not a big model.
 MAX_HEADER_BYTES = 100_000_000
@@ -139,21 +141,65 @@ _LONGEST_NAME = 255  # bytes of a file's name, on all usual file systems
 class Checkpoint:
     """The tensors of one model directory. Files are found like in transformers: first a single file, then an index."""
 
-    def __init__(self, directory: Path, tensors: dict[str, LocatedTensor]) -> None:
+    def __init__(
+        self, directory: Path, tensors: dict[str, LocatedTensor], stored_names: Mapping[str, str] | None = None
+    ) -> None:
+        """`tensors`: by our names. `stored_names`: the names in the files, by our names, if some of them differ."""
         self.directory = directory
         self.tensors = tensors
+        self._stored_names = stored_names or {}
 
     @staticmethod
-    def open(directory: Path) -> "Checkpoint":
-        """Read and check every header. Raise `StartupError` naming the file, and the tensor if a tensor is at fault."""
+    def open(directory: Path, names: TensorNames = NO_NAMES) -> "Checkpoint":
+        """Read and check every header. `names`: of the family that config.json names.
+
+        Raise `StartupError` naming the file, and the tensor if a tensor is at fault.
+        """
         single = directory / SINGLE_FILE
         if is_there(single):
-            return Checkpoint(
-                directory, split_experts({name: LocatedTensor(single, e) for name, e in read_header(single).items()})
-            )
-        if is_there(directory / INDEX_FILE):
-            return Checkpoint(directory, split_experts(_open_sharded(directory)))
-        raise _no_weights(str(directory), {entry.name for entry in directory.iterdir()})
+            stored = {name: LocatedTensor(single, entry) for name, entry in read_header(single).items()}
+        elif is_there(directory / INDEX_FILE):
+            stored = _open_sharded(directory)
+        else:
+            raise _no_weights(str(directory), {entry.name for entry in directory.iterdir()})
+        tensors: dict[str, LocatedTensor] = {}
+        stored_names: dict[str, str] = {}
+        for name, ours, located in names.tensors(stored):
+            if ours in tensors:
+                raise StartupError(
+                    f"tensor {ours!r} is stored twice, the second time as {name!r} in {located.path.name}.",
+                    "Use a checkpoint that holds each tensor once.",
+                )
+            tensors[ours] = located
+            stored_names[ours] = name
+        is_renamed = any(ours != name for ours, name in stored_names.items())
+        return Checkpoint(directory, split_experts(tensors), stored_names if is_renamed else None)
+
+    def stored_module(self, module: str) -> str:
+        """Return the name that the checkpoint has for one of our modules.
+
+        A module without tensors of its own, such as an expert that is part of a larger tensor, has the name of the
+        nearest module around it, and its own name inside.
+        """
+        inside: list[str] = []
+        around = module
+        while around:
+            if around in self._stored_modules:
+                return ".".join([self._stored_modules[around], *reversed(inside)])
+            around, _, last = around.rpartition(".")
+            inside.append(last)
+        return module
+
+    @cached_property
+    def _stored_modules(self) -> dict[str, str]:
+        """Names in the files of our modules and of the modules around them, for as long as the two names end alike."""
+        found: dict[str, str] = {}
+        for ours, stored in self._stored_names.items():
+            mine, theirs = ours.rpartition("."), stored.rpartition(".")
+            while mine[2] == theirs[2] and mine[0] and theirs[0] and mine[0] not in found:
+                found[mine[0]] = theirs[0]
+                mine, theirs = mine[0].rpartition("."), theirs[0].rpartition(".")
+        return found
 
     def find(self, name: str) -> LocatedTensor | None:
         return self.tensors.get(name)

@@ -12,20 +12,6 @@ from collections.abc import Iterator
 from oarlock.base.errors import StartupError, shown
 from oarlock.workers.model_files.located import LocatedTensor
 
-# Equivalent names as (pattern of a prefix, its replacement).
-_RENAMED = (
-    # Mixtral numbers the matrices of an expert.
-    (re.compile(r"(.*\.)block_sparse_moe\.(experts\.\d+\.)w1\."), r"\1mlp.\2gate_proj."),
-    (re.compile(r"(.*\.)block_sparse_moe\.(experts\.\d+\.)w2\."), r"\1mlp.\2down_proj."),
-    (re.compile(r"(.*\.)block_sparse_moe\.(experts\.\d+\.)w3\."), r"\1mlp.\2up_proj."),
-    (re.compile(r"(.*\.)block_sparse_moe\.gate\."), r"\1mlp.gate."),
-    # Granite has modules that hold a tensor of all experts, and a separate shared expert.
-    (re.compile(r"(.*\.)input_linear\.weight$"), r"\1experts.gate_up_proj"),
-    (re.compile(r"(.*\.)output_linear\.weight$"), r"\1experts.down_proj"),
-    (re.compile(r"(.*\.)block_sparse_moe\.router\.layer\."), r"\1block_sparse_moe.router."),
-    # Ernie: transformers keeps the correction in the router.
-    (re.compile(r"(.*\.)gate\.moe_statics\."), r"\1moe_statics."),
-)
 _OF_ALL = re.compile(r"(?P<module>.*\.)experts\.(?P<part>gate_up_proj|down_proj)(\.weight)?")
 # gpt-oss alternates rows of gate and up. Matrices are transposed in floating point but not in MXFP4.
 _INTERLEAVED = re.compile(r"(?P<module>.*\.experts)\.(?P<part>gate_up_proj|down_proj)(_(?P<kind>blocks|scales|bias))?")
@@ -37,13 +23,13 @@ _MOST_EXPERTS = 4096  # experts of one layer; the largest known model has 1,024
 
 def split_experts(tensors: dict[str, LocatedTensor]) -> dict[str, LocatedTensor]:
     """Return `tensors` under the names of a checkpoint that stores experts separately."""
-    if not any("experts" in name or "input_linear" in name for name in tensors):
+    if not any("experts" in name for name in tensors):
         return tensors
     found: dict[str, LocatedTensor] = {}
     for stored, located in tensors.items():
         match = _INTERLEAVED.fullmatch(stored)
         is_interleaved = match is not None and f"{match['module']}.{match['part']}_bias" in tensors
-        parts = _interleaved_experts(match, located) if match and is_interleaved else _split(_renamed(stored), located)
+        parts = _interleaved_experts(match, located) if match and is_interleaved else _split(stored, located)
         for name, one in parts:
             if name in found:
                 raise StartupError(
@@ -54,26 +40,37 @@ def split_experts(tensors: dict[str, LocatedTensor]) -> dict[str, LocatedTensor]
     return found
 
 
-def _renamed(name: str) -> str:
-    for pattern, replacement in _RENAMED:
-        name = pattern.sub(replacement, name)
-    return name
-
-
 def _split(name: str, located: LocatedTensor) -> Iterator[tuple[str, LocatedTensor]]:
     match, shape = _OF_ALL.fullmatch(name), located.entry.shape
     if name.endswith("e_score_correction_bias") and len(shape) == 2 and shape[0] == 1:
         yield name, located.part(0)
-    elif match is None:
-        yield name, located
-    elif len(shape) == 2 and match["module"].endswith("shared_mlp."):
-        inside = match["module"].removesuffix("shared_mlp.") + "block_sparse_moe.shared_mlp"
-        yield from _halves(inside, match["part"], located)
-    elif len(shape) != 3:
+    elif match is None or len(shape) != 3:
         yield name, located
     else:
         for expert in _experts(name, located):
             yield from _halves(f"{match['module']}experts.{expert}", match["part"], located.part(expert))
+
+
+def experts_by_inputs(
+    name: str, located: LocatedTensor, hidden: int, width: int
+) -> Iterator[tuple[str, LocatedTensor]]:
+    """Yield the experts of a tensor [experts, inputs, outputs], or `located` itself if it is another tensor.
+
+    A tensor [experts, outputs, inputs] is another one, even if both are of the same shape, as in transformers.
+    """
+    match, shape = _OF_ALL.fullmatch(name), located.entry.shape
+    outputs_inputs = {"gate_up_proj": (2 * width, hidden), "down_proj": (hidden, width)}
+    usual = outputs_inputs[match["part"]] if match is not None else ()
+    if match is None or shape[1:] != tuple(reversed(usual)) or shape[1:] == usual:
+        yield name, located
+        return
+    for expert in _experts(name, located):
+        one, module = located.part(expert).transpose(), f"{match['module']}experts.{expert}"
+        if match["part"] == "down_proj":
+            yield f"{module}.down_proj.weight", one
+            continue
+        for first, part in ((0, "gate_proj"), (width, "up_proj")):
+            yield f"{module}.{part}.weight", one.every(2 * width, first, width)
 
 
 def _experts(name: str, located: LocatedTensor) -> range:
@@ -120,6 +117,10 @@ def _halves(module: str, part: str, located: LocatedTensor) -> Iterator[tuple[st
     rows, *rest = located.entry.shape
     if part == "down_proj" or rows % 2:
         yield f"{module}.{part}.weight", located
+        return
+    if located.transposed:
+        for first, name in enumerate(("gate_proj", "up_proj")):
+            yield f"{module}.{name}.weight", located.every(rows, first * (rows // 2), rows // 2)
         return
     both = located.shaped(2, rows // 2, *rest)
     yield f"{module}.gate_proj.weight", both.part(0)

@@ -114,6 +114,7 @@ class GGUFTransform:
 PLAIN = GGUFTransform()
 
 
+_SIGMOID = 2  # the number of sigmoid scores, `LLAMA_EXPERT_GATING_FUNC_TYPE_SIGMOID`
 _FIX = "Use a file that llama.cpp's converter wrote."
 
 
@@ -176,6 +177,19 @@ class GGUFSettings:
             raise self._wrong(key, f"a list of {length} numbers")
         return value
 
+    def layer_kinds(self, layers: int, period: int | None = None) -> list[str]:
+        """Return the kind of attention of each layer, from the list of layers that have a window.
+
+        One number instead means that every such layer has none. `period`: this number if the file has neither.
+        """
+        key = ".attention.sliding_window_pattern"
+        value = self._value(key, period)
+        if type(value) is int and value > 0:
+            value = [(index + 1) % value for index in range(layers)]
+        elif not isinstance(value, array) or len(value) != layers:
+            raise self._wrong(key, f"a positive integer, or a list of {layers} flags")
+        return ["sliding_attention" if slides else "full_attention" for slides in value]
+
     def check_whole_heads(self, head_dim: int) -> None:
         """Raise `StartupError` if only a part of each head is rotated, which no model of this architecture does."""
         rotated = self.count(".rope.dimension_count", head_dim)
@@ -183,6 +197,14 @@ class GGUFSettings:
             raise StartupError(
                 f"{self.model.path} rotates {rotated} of {head_dim} elements of a head, which "
                 f"{self.architecture} models do not.",
+                "Use the model's safetensors checkpoint.",
+            )
+
+    def check_sigmoid_router(self) -> None:
+        """Raise `StartupError` if the scores of experts are not sigmoids, as they are in this architecture."""
+        if self.count(".expert_gating_func", _SIGMOID) != _SIGMOID:
+            raise StartupError(
+                f"{self.model.path} has a router without sigmoid scores, which {self.architecture} models do not.",
                 "Use the model's safetensors checkpoint.",
             )
 
@@ -215,6 +237,12 @@ class GGUFFamily:
     has_experts: bool = False  # True if models may have experts
     mlp_norm: str | None = None  # norm before the MLP or experts; None: the sublayers' name
     pairs_neighbours: bool = False  # True if it rotates neighbours, so that rows of q and k are permuted
+    # Further classes whose files have this name: `own` returns them for some models, or it is their text part.
+    others: tuple[str, ...] = ()
+
+    @property
+    def architectures(self) -> tuple[str, ...]:
+        return (self.architecture, *self.others)
 
 
 def shortest(value: float) -> float:

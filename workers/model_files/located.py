@@ -20,10 +20,11 @@ class LocatedTensor:
 
     path: Path
     entry: TensorEntry
-    # The bytes from `begin` to `end` may be a larger matrix: the tensor is every `step`-th row of it, or of its
-    # transpose, from row `first` on.
+    # The bytes from `begin` to `end` may be a larger matrix: of each group of `step` rows of it, or of its transpose,
+    # the tensor has `block` rows, from row `first` of the group on.
     step: int = 1
     first: int = 0
+    block: int = 1
     transposed: bool = False
 
     @property
@@ -35,23 +36,25 @@ class LocatedTensor:
     def stored_shape(self) -> tuple[int, ...]:
         """Shape of the bytes from `begin` to `end`."""
         rows, *rest = self.entry.shape or (1,)  # a scalar is a row of one
-        shape = (rows * self.step, *rest)
-        return tuple(reversed(shape)) if self.transposed else shape
+        shape = (rows // self.block * self.step, *rest)
+        return (*shape[:-2], shape[-1], shape[-2]) if self.transposed else shape
 
     def shaped(self, *shape: int) -> "LocatedTensor":
         """Return a tensor of the same bytes with another shape."""
         return replace(self, entry=replace(self.entry, shape=shape))
 
     def transpose(self) -> "LocatedTensor":
-        """Return the transposed matrix."""
+        """Return the transposed matrix, or each matrix of a stack transposed; then `part` gives a matrix of the
+        stack."""
         assert self.is_plain
-        return replace(self.shaped(*reversed(self.entry.shape)), transposed=True)
+        *stack, rows, columns = self.entry.shape
+        return replace(self.shaped(*stack, columns, rows), transposed=True)
 
-    def every(self, step: int, first: int) -> "LocatedTensor":
-        """Return rows `first`, `first + step`, … of the tensor."""
+    def every(self, step: int, first: int, block: int = 1) -> "LocatedTensor":
+        """Return `block` rows, from row `first` on, of each group of `step` rows of the tensor."""
         rows, *rest = self.entry.shape
-        assert self.step == 1 and rows % step == 0
-        return replace(self.shaped(rows // step, *rest), step=step, first=first)
+        assert self.step == 1 and rows % step == 0 and first + block <= step
+        return replace(self.shaped(rows // step * block, *rest), step=step, first=first, block=block)
 
     def part(self, number: int) -> "LocatedTensor":
         """Return the tensor at index `number` of the first dimension, without that dimension."""

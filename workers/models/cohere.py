@@ -1,25 +1,24 @@
 """Cohere's Command models: parallel attention and MLP after one LayerNorm, interleaved rotary embedding. Torch-free."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.layers.tensor_spec import NormSpec
 from oarlock.workers.model_files.gguf_model import GGUFFamily, GGUFSettings
-from oarlock.workers.models.hf_config import decoder_spec, head_width, layer_kinds
-from oarlock.workers.models.hf_fields import Fields, unsupported
-from oarlock.workers.models.hf_rope import rope_spec, rope_table
+from oarlock.workers.models.hf_config import Norms, decoder_spec, layer_kinds, sliding_windows, usual_rope
+from oarlock.workers.models.hf_fields import Describe, Fields, unsupported
 
 _POSITIONS = 8192
 # Fields of early configs that describe the architecture, with the only value that its models have.
-_ALWAYS: dict[str, Any] = {
+ALWAYS: dict[str, Any] = {
     "use_parallel_block": True,
     "use_gated_activation": True,
     "rotary_pct": 1.0,
     "position_embedding_type": "rope_gptj",
     "order_of_interleaved_layers": "local_attn_first",
 }
+PARALLEL_NORMS: Norms = (("input_layernorm", None), ("input_layernorm", None))
 
 
 def describe_cohere(fields: Fields) -> DecoderSpec:
@@ -29,7 +28,7 @@ def describe_cohere(fields: Fields) -> DecoderSpec:
     """
     if fields.flag("use_qk_norm", False):
         raise unsupported("use_qk_norm", True, "Use a model without norms of heads, such as Command R or Cohere 2.")
-    return _cohere_spec(fields, (None,) * fields.layers(), [True] * fields.layers())
+    return _cohere_spec(fields, (None,) * fields.layers(), [True] * fields.layers(), 500_000.0)
 
 
 def describe_cohere2(fields: Fields) -> DecoderSpec:
@@ -44,23 +43,17 @@ def describe_cohere2(fields: Fields) -> DecoderSpec:
     kinds = layer_kinds(fields)
     if kinds is None:
         kinds = ["sliding_attention" if (index + 1) % pattern else "full_attention" for index in range(layers)]
-    if "sliding_attention" in kinds and fields.raw.get("sliding_window", 4096) is None:
-        raise unsupported("sliding_window", None, "Its layers of sliding_attention need a length.")
-    window = fields.count("sliding_window", 4096)
-    windows = tuple(window if kind == "sliding_attention" else None for kind in kinds)
-    return _cohere_spec(fields, windows, [window is not None for window in windows])
+    windows = sliding_windows(fields, kinds, 4096)
+    return _cohere_spec(fields, windows, [window is not None for window in windows], 10_000.0)
 
 
-def _cohere_spec(fields: Fields, windows: tuple[int | None, ...], rotated: Sequence[bool]) -> DecoderSpec:
-    """Return the description that both share. `rotated`: whether each layer has rotary embedding."""
-    for key, value in _ALWAYS.items():
-        if fields.raw.get(key, value) not in (value, None):
-            raise unsupported(key, fields.raw[key], f"Supported: {value}.")
+def _cohere_spec(fields: Fields, windows: tuple[int | None, ...], rotated: Sequence[bool], theta: float) -> DecoderSpec:
+    """Return the description that both share. `rotated`: whether each layer has rotary embedding. `theta`: its base by
+    default."""
+    for key, value in ALWAYS.items():
+        fields.check_value(key, value)
     bias = fields.flag("attention_bias", False)
-    positions = fields.count("max_position_embeddings", _POSITIONS)
-    original = fields.raw.get("original_max_position_embeddings")
-    halves = rope_spec(rope_table(fields), head_width(fields, None), positions, original=original)
-    rope = replace(halves, interleaved=True)
+    rope = usual_rope(fields, None, _POSITIONS, theta=theta, interleaved=True)
     return decoder_spec(
         fields,
         kv_heads=None,
@@ -72,7 +65,7 @@ def _cohere_spec(fields: Fields, windows: tuple[int | None, ...], rotated: Seque
         qkv_bias=bias,
         o_bias=bias,
         norm=NormSpec("layer", fields.number("layer_norm_eps", 1e-5)),
-        norms=(("input_layernorm", None), ("input_layernorm", None)),
+        norms=PARALLEL_NORMS,
         parallel=True,
         logit_scale=fields.number("logit_scale", 0.0625),
         tied=True,
@@ -93,3 +86,13 @@ def _own(settings: GGUFSettings, config: dict[str, Any]) -> dict[str, Any]:
 
 GGUF_COHERE = GGUFFamily("command-r", "CohereForCausalLM", _own, "cohere", pairs_neighbours=True)
 GGUF_COHERE2 = GGUFFamily("cohere2", "Cohere2ForCausalLM", _own, pairs_neighbours=True)
+
+
+FAMILIES: dict[str, Describe] = {
+    "Cohere2ForCausalLM": describe_cohere2,
+    "CohereForCausalLM": describe_cohere,
+}
+GGUF_FAMILIES = (
+    GGUF_COHERE,
+    GGUF_COHERE2,
+)

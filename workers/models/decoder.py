@@ -18,16 +18,18 @@ from oarlock.workers.layers import fused_layer
 from oarlock.workers.layers.attention import Attention
 from oarlock.workers.layers.attention_spec import SelfAttentionSpec
 from oarlock.workers.layers.decoder_spec import BranchSpec, DecoderSpec, is_ignorable, is_in_stage, slices_of
-from oarlock.workers.layers.embedding import VocabParallelEmbedding, VocabParallelHead
+from oarlock.workers.layers.embedding import PositionEmbedding, VocabParallelEmbedding, VocabParallelHead
 from oarlock.workers.layers.experts import Experts
 from oarlock.workers.layers.experts_spec import ExpertsSpec
 from oarlock.workers.layers.fused_layer import CannotPrepare, PreparedLayers
 from oarlock.workers.layers.gated_mlp import GatedMLP
 from oarlock.workers.layers.gated_mlp_spec import GatedMLPSpec
 from oarlock.workers.layers.linear import RowParallelLinear
+from oarlock.workers.layers.mlp import MLP
+from oarlock.workers.layers.mlp_spec import MLPSpec
 from oarlock.workers.layers.norm import Norm, RMSNorm, make_norm
 from oarlock.workers.layers.placement import Placement
-from oarlock.workers.layers.rotary import RotaryTable
+from oarlock.workers.layers.rotary import QueryScaleTable, RotaryTable
 from oarlock.workers.quantization.formats.weight_format import WeightFormats
 from oarlock.workers.quantization.registry import NONE
 from oarlock.workers.weights.source import WeightSource
@@ -61,7 +63,7 @@ class Sublayer(Protocol):
 
 # Class of each kind of sublayer.
 _SUBLAYERS: dict[type, Callable[..., Sublayer]] = {
-    SelfAttentionSpec: Attention, GatedMLPSpec: GatedMLP, ExpertsSpec: Experts,
+    SelfAttentionSpec: Attention, GatedMLPSpec: GatedMLP, MLPSpec: MLP, ExpertsSpec: Experts,
 }  # fmt: skip
 
 
@@ -108,8 +110,8 @@ class DecoderLayer:
         return next(branch.sublayer for branch in self.branches if isinstance(branch.sublayer, Attention))
 
     @property
-    def mlp(self) -> GatedMLP:
-        return next(branch.sublayer for branch in self.branches if isinstance(branch.sublayer, GatedMLP))
+    def mlp(self) -> GatedMLP | MLP:
+        return next(branch.sublayer for branch in self.branches if isinstance(branch.sublayer, GatedMLP | MLP))
 
     @property
     def parts(self) -> list[_Part]:
@@ -156,12 +158,20 @@ class Decoder:
         self.embedding = VocabParallelEmbedding(
             "model.embed_tokens", vocab, hidden, vocab_placement, spec.embedding_scale
         )
+        self.positions = (
+            PositionEmbedding("model.embed_positions", spec.positions, hidden, placement)
+            if spec.positions is not None and self.is_first
+            else None
+        )
         self.layers = [DecoderLayer(f"model.layers.{i}", spec, i, placement) for i in stage]
         self.norm = make_norm("model.norm", hidden, spec.norm, placement)
         self.head = VocabParallelHead.of(spec, vocab_placement)
         ropes = [spec.layers[i].attention.rope for i in stage]
         self.rotary = {rope: RotaryTable(rope, device) for rope in ropes if rope is not None}  # usually only one
         self.rotary_of = [-1 if rope is None else list(self.rotary).index(rope) for rope in ropes]
+        scales = [spec.layers[i].attention.query_scale for i in stage]
+        self.query_scales = {scale: QueryScaleTable(scale, device) for scale in scales if scale is not None}
+        self.scale_of = [-1 if scale is None else list(self.query_scales).index(scale) for scale in scales]
         moe_layers = moe_layers_of(self.layers)
         self._remote_experts = {
             name for layer in moe_layers for name in layer.routed.remote_experts
@@ -177,6 +187,7 @@ class Decoder:
         other = copy.copy(self)
         other.layers = [self.layers[layer] for layer in layers]
         other.rotary_of = [self.rotary_of[layer] for layer in layers]
+        other.scale_of = [self.scale_of[layer] for layer in layers]
         return other
 
     @property
@@ -215,6 +226,7 @@ class Decoder:
             on_progress(min(done / total, 0.999))
         if self.is_last and self.spec.tie_word_embeddings:
             self.head.tie(self.embedding)
+            self.head.load_bias(weights)
         elif self.is_last:
             self.head.load(weights)
         weights.finish(self._may_stay_unused)
@@ -234,6 +246,8 @@ class Decoder:
         """Yield all layers that load weights, except the output head, which may share the embedding's."""
         if self.is_first or (self.is_last and self.spec.tie_word_embeddings):
             yield self.embedding
+        if self.positions is not None:
+            yield self.positions
         for layer in self.layers:
             yield from layer.parts
         if self.is_last:
@@ -267,14 +281,19 @@ class Decoder:
         longest = max(batch.context_lens)
         if hidden is None:
             hidden = self.embedding(batch.token_ids)  # [T, hidden]
+            if self.positions is not None:
+                hidden = self.positions(hidden, batch.positions)
         prepared = self.prepared_for(kv, backend)
+        scales = [table(batch.positions, longest) for table in self.query_scales.values()]
         if prepared is not None:
-            prepared(hidden, batch, [table.up_to(longest) for table in self.rotary.values()], plan)
+            prepared(hidden, batch, [table.up_to(longest) for table in self.rotary.values()], plan, scales)
             return self.norm(hidden) if self.is_last and not prepared.norms_last else hidden
         angles = [table(batch.positions, longest) for table in self.rotary.values()]  # once per step for all layers
         steps = [
-            LayerStep(None if which < 0 else angles[which], batch, pages, backend, plan)
-            for which, pages in zip(self.rotary_of, kv, strict=True)
+            LayerStep(
+                None if which < 0 else angles[which], batch, pages, backend, plan, None if scale < 0 else scales[scale]
+            )
+            for which, scale, pages in zip(self.rotary_of, self.scale_of, kv, strict=True)
         ]
         if self.joins_layers and isinstance(self.norm, RMSNorm) and self.is_last and fused_layer.can_join(self.layers):
             return fused_layer.run_joined(self.layers, self.norm, hidden, steps)
@@ -291,8 +310,9 @@ class Decoder:
         if self._prepared is None or not self._prepared.serves(self.layers, last_norm, kv, backend):
             try:
                 self._prepared = PreparedLayers(
-                    self.layers, last_norm, self.rotary_of, self.spec.hidden_size, self.placement.tp, kv, backend
-                )
+                    self.layers, last_norm, self.rotary_of, self.scale_of, self.spec.hidden_size, self.placement.tp,
+                    kv, backend,
+                )  # fmt: skip
                 self.why_not_prepared = None
             except CannotPrepare as reason:
                 self._prepared, self.why_not_prepared = None, str(reason)

@@ -7,11 +7,16 @@ from oarlock.base.errors import StartupError
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec, RouterSpec, SharedSpec
 from oarlock.workers.model_files.gguf_model import GGUFFamily, GGUFSettings
-from oarlock.workers.models.hf_config import activation_name, decoder_spec, expert_counts, head_width
-from oarlock.workers.models.hf_fields import Fields, unsupported
-from oarlock.workers.models.hf_rope import rope_spec, rope_table
+from oarlock.workers.model_files.tensor_names import TensorNames
+from oarlock.workers.models.hf_config import activation_name, decoder_spec, expert_counts, usual_rope
+from oarlock.workers.models.hf_fields import Describe, Fields, unsupported
 
 _POSITIONS = 131072
+_NAMES = TensorNames(
+    # transformers keeps the correction in the router.
+    modules={"model.layers.*.mlp.gate.moe_statics": "model.layers.*.mlp.moe_statics"},
+    ignored=tuple(f"model.mtp_{part}" for part in ("block", "emb_norm", "hidden_norm", "linear_proj")),
+)
 
 
 def describe_ernie4_5_moe(fields: Fields) -> DecoderSpec:
@@ -40,8 +45,6 @@ def describe_ernie4_5_moe(fields: Fields) -> DecoderSpec:
         least_sum=fields.number("moe_norm_min", 1e-12),
         correction="moe_statics.e_score_correction_bias",
     )
-    positions = fields.count("max_position_embeddings", _POSITIONS)
-    rope = rope_spec(rope_table(fields), head_width(fields, None), positions)
     mixture = ExpertsSpec(experts, width, router, activation, shared=SharedSpec(shared * width) if shared else None)
     spec = decoder_spec(
         fields,
@@ -49,13 +52,13 @@ def describe_ernie4_5_moe(fields: Fields) -> DecoderSpec:
         head_dim=None,
         max_positions=_POSITIONS,
         windows=(None,) * layers,
-        rope=replace(rope, interleaved=True),
+        rope=usual_rope(fields, None, _POSITIONS, theta=500_000.0, interleaved=True),
         experts=[mixture if sparse else None for sparse in is_sparse],
         activation=activation,
         tied=True,
         eps=1e-5,
     )
-    return replace(spec, unserved=("model.mtp_",))  # multi-token prediction
+    return replace(spec, names=_NAMES)
 
 
 def _own(settings: GGUFSettings, config: dict[str, Any]) -> dict[str, Any]:
@@ -74,3 +77,9 @@ def _own(settings: GGUFSettings, config: dict[str, Any]) -> dict[str, Any]:
 
 
 GGUF_ERNIE4_5_MOE = GGUFFamily("ernie4_5-moe", "Ernie4_5_MoeForCausalLM", _own, "ernie4_5_moe", has_experts=True)
+
+
+FAMILIES: dict[str, Describe] = {
+    "Ernie4_5_MoeForCausalLM": describe_ernie4_5_moe,
+}
+GGUF_FAMILIES = (GGUF_ERNIE4_5_MOE,)

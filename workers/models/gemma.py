@@ -1,4 +1,7 @@
-"""Gemma 2 and 3, the text models: norms before and after attention and MLP, windows in most layers. Torch-free."""
+"""Gemma, the text models, and VaultGemma: norms that scale by 1 + weight, and a scaled embedding. Torch-free.
+
+Gemma 2 and 3 norm the results of attention and MLP as well, and most of their layers have windows.
+"""
 
 from typing import Any
 
@@ -6,8 +9,17 @@ from oarlock.workers.layers.attention_spec import RopeSpec
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.layers.tensor_spec import NormSpec
 from oarlock.workers.model_files.gguf_model import GGUFFamily, GGUFSettings
-from oarlock.workers.models.hf_config import BEFORE_AND_AFTER, activation_name, decoder_spec, head_width, layer_kinds
-from oarlock.workers.models.hf_fields import Fields, unsupported
+from oarlock.workers.models.hf_config import (
+    BEFORE,
+    BEFORE_AND_AFTER,
+    Norms,
+    activation_name,
+    decoder_spec,
+    head_width,
+    layer_kinds,
+    sliding_windows,
+)
+from oarlock.workers.models.hf_fields import Describe, Fields, unsupported
 from oarlock.workers.models.hf_rope import rope_spec
 
 _MAX_POSITIONS = 131_072
@@ -16,12 +28,35 @@ _MAX_POSITIONS = 131_072
 _LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
 
 
+def describe_gemma(fields: Fields) -> DecoderSpec:
+    """Describe the first Gemma. Its published configs say `gelu` and mean the approximation by tanh."""
+    if fields.raw.get("hidden_activation") not in (None, "gelu_pytorch_tanh"):
+        raise unsupported("hidden_activation", fields.raw["hidden_activation"], "Gemma reads hidden_act.")
+    activation = "gelu_tanh"
+    if fields.raw.get("hidden_act") != "gelu":
+        activation = activation_name(fields, "hidden_act", "gelu_pytorch_tanh")
+    return _gemma_spec(
+        fields, kv_heads=16, max_positions=8192, windows=(None,) * fields.layers(), norms=BEFORE, activation=activation
+    )
+
+
 def describe_gemma2(fields: Fields) -> DecoderSpec:
     """Describe Gemma 2, with softcaps, and a window in every other layer."""
+    return _with_softcaps(fields, BEFORE_AND_AFTER)
+
+
+def describe_vaultgemma(fields: Fields) -> DecoderSpec:
+    """Describe VaultGemma: Gemma 2 without the norms of results."""
+    return _with_softcaps(fields, (("input_layernorm", None), ("pre_feedforward_layernorm", None)))
+
+
+def _with_softcaps(fields: Fields, norms: Norms) -> DecoderSpec:
     return _gemma_spec(
         fields,
         max_positions=8192,
         windows=_windows(fields, 2),
+        norms=norms,
+        query_scalar=fields.number("query_pre_attn_scalar", 256.0),
         attention_softcap=fields.number_or_none("attn_logit_softcapping", 50.0),
         logit_softcap=fields.number_or_none("final_logit_softcapping", 30.0),
     )
@@ -43,6 +78,7 @@ def describe_gemma3(fields: Fields) -> DecoderSpec:
         windows=windows,
         rope=everywhere,
         ropes=[everywhere if window is None else local for window in windows],
+        query_scalar=fields.number("query_pre_attn_scalar", 256.0),
         qk_norm="head",
         logit_softcap=logit_softcap,
     )
@@ -53,30 +89,34 @@ def _gemma_spec(
     *,
     max_positions: int,
     windows: tuple[int | None, ...],
+    kv_heads: int = 4,
+    norms: Norms = BEFORE_AND_AFTER,
+    activation: str | None = None,
+    query_scalar: float | None = None,
     rope: RopeSpec | None = None,
     ropes: list[RopeSpec | None] | None = None,
     qk_norm: str | None = None,
     attention_softcap: float | None = None,
     logit_softcap: float | None = None,
 ) -> DecoderSpec:
-    """Return the description that Gemma 2 and 3 share."""
+    """Return the description that all share."""
     bias = fields.flag("attention_bias", False)
     return decoder_spec(
         fields,
-        kv_heads=4,
+        kv_heads=kv_heads,
         head_dim=256,
         max_positions=max_positions,
         windows=windows,
         rope=rope,
         ropes=ropes,
-        query_scalar=fields.number("query_pre_attn_scalar", 256.0),
+        query_scalar=query_scalar,
         attention_softcap=attention_softcap,
         qkv_bias=bias,
         o_bias=bias,
         qk_norm=qk_norm,
-        activation=activation_name(fields, "hidden_activation", "gelu_pytorch_tanh"),
+        activation=activation or activation_name(fields, "hidden_activation", "gelu_pytorch_tanh"),
         norm=NormSpec(eps=fields.number("rms_norm_eps", 1e-6), offset=1.0),
-        norms=BEFORE_AND_AFTER,
+        norms=norms,
         embedding_scale=fields.count("hidden_size") ** 0.5,
         logit_softcap=logit_softcap,
         tied=True,
@@ -89,10 +129,7 @@ def _windows(fields: Fields, full_every: int) -> tuple[int | None, ...]:
     if kinds is None:
         layers = fields.layers()
         kinds = ["sliding_attention" if (index + 1) % full_every else "full_attention" for index in range(layers)]
-    if "sliding_attention" in kinds and fields.raw.get("sliding_window", 4096) is None:
-        raise unsupported("sliding_window", None, "Its layers of sliding_attention need a length.")
-    window = fields.count("sliding_window", 4096)
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    return sliding_windows(fields, kinds, 4096)
 
 
 def _rope_tables(fields: Fields) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -107,6 +144,11 @@ def _rope_tables(fields: Fields) -> tuple[dict[str, Any], dict[str, Any]]:
     full = {"rope_theta": fields.number("rope_theta", 1_000_000.0), **full, **scaling}
     sliding = {"rope_theta": fields.number("rope_local_base_freq", 10_000.0), **sliding}
     return full, sliding
+
+
+def _own_gemma(settings: GGUFSettings, config: dict[str, Any]) -> dict[str, Any]:
+    settings.check_whole_heads(config["head_dim"])
+    return {"attention_bias": "blk.0.attn_q.bias" in settings.model.tensors}
 
 
 def _own(settings: GGUFSettings, config: dict[str, Any]) -> dict[str, Any]:
@@ -127,5 +169,21 @@ def _own(settings: GGUFSettings, config: dict[str, Any]) -> dict[str, Any]:
 
 
 _FIRST_FILES = {"heads": 8, "kv_heads": 4, "positions": _MAX_POSITIONS, "theta": 1_000_000}
+GGUF_GEMMA = GGUFFamily("gemma", "GemmaForCausalLM", _own_gemma)
 GGUF_GEMMA2 = GGUFFamily("gemma2", "Gemma2ForCausalLM", _own)
-GGUF_GEMMA3 = GGUFFamily("gemma3", "Gemma3ForCausalLM", _own, "gemma3_text", _FIRST_FILES)
+GGUF_GEMMA3 = GGUFFamily(
+    *("gemma3", "Gemma3ForCausalLM", _own, "gemma3_text", _FIRST_FILES), others=("Gemma3ForConditionalGeneration",)
+)
+
+
+FAMILIES: dict[str, Describe] = {
+    "Gemma2ForCausalLM": describe_gemma2,
+    "Gemma3ForCausalLM": describe_gemma3,
+    "GemmaForCausalLM": describe_gemma,
+    "VaultGemmaForCausalLM": describe_vaultgemma,
+}
+GGUF_FAMILIES = (
+    GGUF_GEMMA2,
+    GGUF_GEMMA3,
+    GGUF_GEMMA,
+)

@@ -11,7 +11,7 @@ from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec, RouterSpec
 from oarlock.workers.model_files.gguf_model import GGUFFamily, GGUFSettings
 from oarlock.workers.models.hf_config import decoder_spec, expert_counts, layer_kinds
-from oarlock.workers.models.hf_fields import Fields
+from oarlock.workers.models.hf_fields import Describe, Fields
 from oarlock.workers.models.hf_rope import rope_spec, rope_table
 
 _POSITIONS, _HEAD = 131072, 64
@@ -75,3 +75,9 @@ def _own(settings: GGUFSettings, config: dict[str, Any]) -> dict[str, Any]:
 GGUF_GPT_OSS = GGUFFamily(
     "gpt-oss", "GptOssForCausalLM", _own, "gpt_oss", has_experts=True, mlp_norm="post_attention_norm"
 )
+
+
+FAMILIES: dict[str, Describe] = {
+    "GptOssForCausalLM": describe_gpt_oss,
+}
+GGUF_FAMILIES = (GGUF_GPT_OSS,)

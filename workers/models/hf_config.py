@@ -10,16 +10,19 @@ from typing import Any
 
 from oarlock.base.errors import StartupError
 from oarlock.workers.layers.attention_spec import RopeSpec, SelfAttentionSpec
-from oarlock.workers.layers.decoder_spec import BranchSpec, DecoderSpec, LayerSpec, SublayerSpec
+from oarlock.workers.layers.decoder_spec import BranchSpec, DecoderSpec, LayerSpec, PositionTable, SublayerSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec
 from oarlock.workers.layers.gated_mlp_spec import GatedMLPSpec
+from oarlock.workers.layers.mlp_spec import MLPSpec
 from oarlock.workers.layers.tensor_spec import NormSpec
-from oarlock.workers.models.hf_fields import Fields, unsupported
+from oarlock.workers.models.hf_fields import Fields, positive_number, unsupported
 from oarlock.workers.models.hf_rope import rope_spec, rope_table
 from oarlock.workers.platform.dtypes import ITEM_BYTES
 
+# transformers' names of the activations of a gate, of gelu, and of the activations of an MLP without a gate.
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
-
+GELUS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh"}
+_PLAIN_ACTIVATIONS = {**GELUS, "relu": "relu", "relu2": "relu2"}
 
 # Names of the norms before and after each branch of a layer: attention, then the MLP.
 BEFORE = (("input_layernorm", None), ("post_attention_layernorm", None))
@@ -42,13 +45,15 @@ def decoder_spec(
     rope: RopeSpec | None = None,
     ropes: Sequence[RopeSpec | None] | None = None,
     query_scalar: float | None = None,
+    attention_scale: float | None = None,
     attention_softcap: float | None = None,
     qkv_bias: bool = False,
     o_bias: bool = False,
     mlp_bias: bool = False,
     qk_norm: str | None = None,
+    gated_mlp: bool = True,
     activation: str | None = None,
-    experts: Sequence[ExpertsSpec | None] = (),
+    experts: Sequence[ExpertsSpec | GatedMLPSpec | None] = (),
     norm: NormSpec | None = None,
     norms: Norms = BEFORE,
     parallel: bool = False,
@@ -58,40 +63,38 @@ def decoder_spec(
     logit_softcap: float | None = None,
     tied: bool = False,
     eps: float = 1e-6,
+    theta: float | None = None,
 ) -> DecoderSpec:
-    """Return a decoder with attention and a gated MLP or experts in each layer, from the keys that families share.
+    """Return a decoder with attention and an MLP or experts in each layer, from the keys that families share.
 
     The keyword arguments are the family's defaults and own settings. `rope`, `activation` and `norm` are given if a
-    family does not use the usual keys for them. `ropes`: one per layer, if not all layers use `rope`. `query_scalar`:
-    scores are divided by its root; None: by the root of a head's width. `qk_norm`: over each `head`, or over a whole
-    `row`. `experts`: one per layer, None for a layer with an MLP; empty: all layers have an MLP.
+    family does not use the usual keys for them. `ropes`: one per layer, if not all layers use `rope`.
+    `attention_scale`: factor of scores; None: 1 / root of `query_scalar`, or of a head's width. `qk_norm`: over each
+    `head`, or over a whole `row`. `gated_mlp`: whether the MLP has a gate; without a gate, `activation` must be given.
+    `experts`: one per layer, None for the usual MLP; empty: all layers have it. `theta`: default of
+    `rope_theta`.
     """
     fields.refuse_the_rest()
     (heads, kv_heads), head_dim = _head_counts(fields, kv_heads), head_width(fields, head_dim)
     positions = fields.count("max_position_embeddings", max_positions)
     norm = norm or NormSpec(eps=fields.number("rms_norm_eps", eps))
-    rope = rope or _usual_rope(fields, head_dim, positions)
-    activation = activation or activation_name(fields, "hidden_act", "silu")
-    mlps: Sequence[SublayerSpec | None] = experts or [None] * len(windows)
-    dense = GatedMLPSpec(fields.count("intermediate_size"), activation, mlp_bias) if None in mlps else None
+    rope = rope or usual_rope(fields, head_dim, max_positions, theta)
+    mlps = [one or _mlp(fields, activation, gated_mlp, mlp_bias) for one in experts or [None] * len(windows)]
     plain = SelfAttentionSpec(
-        *(heads, kv_heads, head_dim, (query_scalar or head_dim) ** -0.5, rope),
+        *(heads, kv_heads, head_dim, attention_scale or (query_scalar or head_dim) ** -0.5, rope),
         softcap=attention_softcap,
         qkv_bias=qkv_bias,
         o_bias=o_bias,
         qk_norm=norm if qk_norm else None,
         norms_rows=qk_norm == "row",
     )
-    window_ropes = zip(windows, ropes or [rope] * len(windows), strict=True)
-    attentions = [replace(plain, window=window, rope=angles) for window, angles in window_ropes]
+    attentions = _attentions(plain, windows, ropes or [rope] * len(windows))
+    pairs = zip(attentions, mlps, strict=True)
     return DecoderSpec(
         architecture=fields.raw["architectures"][0],
         vocab_size=fields.count("vocab_size"),
         hidden_size=fields.count("hidden_size"),
-        layers=tuple(
-            _layer(pair, norms, residual_scale, parallel)
-            for pair in zip(attentions, [mlp or dense for mlp in mlps], strict=True)
-        ),
+        layers=tuple(_layer(pair, norms, residual_scale, parallel) for pair in pairs),
         norm=norm,
         default_length=rope.default_length(positions),
         longest_length=rope.longest_length(positions),
@@ -101,6 +104,42 @@ def decoder_spec(
         logit_scale=logit_scale,
         logit_softcap=logit_softcap,
     )
+
+
+def whole_heads(fields: Fields) -> int:
+    """Return the width of heads that divide the hidden size equally. Refuse any other `head_dim`."""
+    hidden, heads = fields.count("hidden_size"), fields.count("num_attention_heads")
+    if hidden % heads:
+        raise StartupError(
+            f"config.json: hidden_size {hidden} is not a multiple of num_attention_heads {heads}.",
+            "Repair one of them.",
+        )
+    fields.check_value("head_dim", hidden // heads)
+    return hidden // heads
+
+
+def with_learned_positions(spec: DecoderSpec, length: int, first: int = 0) -> DecoderSpec:
+    """Return the model with a learned table of `length` positions instead of rotary embedding.
+
+    `first`: row of position 0.
+    """
+    plain = spec.with_sublayers(lambda one: replace(one, rope=None) if isinstance(one, SelfAttentionSpec) else one)
+    table = PositionTable(length + first, first)
+    return replace(plain, positions=table, default_length=length, longest_length=length)
+
+
+def _mlp(fields: Fields, activation: str | None, gated: bool, bias: bool) -> GatedMLPSpec | MLPSpec:
+    """Return the MLP. `activation`: None for that of `hidden_act`, which must be given without a gate."""
+    assert gated or activation is not None, "an MLP without a gate has no usual activation"
+    activation = activation or activation_name(fields, "hidden_act", "silu")
+    kind = GatedMLPSpec if gated else MLPSpec
+    return kind(fields.count("intermediate_size"), activation, bias)
+
+
+def _attentions(
+    plain: SelfAttentionSpec, windows: Sequence[int | None], ropes: Sequence[RopeSpec | None]
+) -> list[SelfAttentionSpec]:
+    return [replace(plain, window=window, rope=rope) for window, rope in zip(windows, ropes, strict=True)]
 
 
 @cache
@@ -122,9 +161,25 @@ def _head_counts(fields: Fields, default: int | None) -> tuple[int, int]:
     return heads, kv_heads
 
 
-def _usual_rope(fields: Fields, head_dim: int, positions: int) -> RopeSpec:
-    trained = fields.raw.get("original_max_position_embeddings")
-    return rope_spec(rope_table(fields), head_dim, positions, original=trained)
+def usual_rope(
+    fields: Fields,
+    head_dim: int | None,
+    max_positions: int,
+    theta: float | None = None,
+    share: float | None = None,
+    *,
+    interleaved: bool = False,
+) -> RopeSpec:
+    """Return the rotary settings from the keys that families share. The arguments are the family's defaults.
+
+    `share`: the part of each head that is rotated; None: the family rotates whole heads.
+    """
+    table, trained = rope_table(fields, theta), fields.raw.get("original_max_position_embeddings")
+    positions, width = fields.count("max_position_embeddings", max_positions), head_width(fields, head_dim)
+    if share is not None:
+        outer = fields.number("partial_rotary_factor", share)
+        share = positive_number("partial_rotary_factor", table.get("partial_rotary_factor"), outer)
+    return replace(rope_spec(table, width, positions, original=trained, share=share), interleaved=interleaved)
 
 
 def expert_counts(
@@ -154,8 +209,9 @@ def head_width(fields: Fields, default: int | None) -> int:
     return fields.count("head_dim", default or max(1, fields.count("hidden_size") // heads))
 
 
-def activation_name(fields: Fields, key: str, default: str) -> str:
-    return fields.choice(key, default, _ACTIVATIONS)
+def activation_name(fields: Fields, key: str, default: str, *, gated: bool = True) -> str:
+    """Return our name of an activation. `gated`: whether the MLP has a gate."""
+    return fields.choice(key, default, _ACTIVATIONS if gated else _PLAIN_ACTIVATIONS)
 
 
 def declared_dtype(config: dict[str, Any]) -> str | None:
@@ -179,13 +235,23 @@ def layer_windows(fields: Fields, window: int | None, first_sliding: int) -> tup
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
-def layer_kinds(fields: Fields) -> list[str] | None:
-    """Return the checked `layer_types`, or None if the config has none."""
+def layer_kinds(fields: Fields, windowed: str = "sliding_attention") -> list[str] | None:
+    """Return the checked `layer_types`, or None if the config has none. `windowed`: the kind besides full attention."""
     layers = fields.layers()
     kinds = fields.raw.get("layer_types")
-    known = ("full_attention", "sliding_attention")
+    known = ("full_attention", windowed)
     if kinds is not None and (
         not isinstance(kinds, list) or len(kinds) != layers or any(kind not in known for kind in kinds)
     ):
         raise unsupported("layer_types", kinds, f"One of {' or '.join(known)} for each of the {layers} layers.")
     return kinds
+
+
+def sliding_windows(fields: Fields, kinds: list[str], default: int | None) -> tuple[int | None, ...]:
+    """Return the window of each layer of `kinds`: `sliding_window`, or the family's `default`, if the layer slides."""
+    if "sliding_attention" not in kinds:
+        return (None,) * len(kinds)
+    if fields.raw.get("sliding_window", default) is None:
+        raise unsupported("sliding_window", None, "Its layers of sliding_attention need a length.")
+    window = fields.count("sliding_window", default)
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)

@@ -3,11 +3,15 @@
 A key that changes the forward pass and that a family does not read is refused, never ignored. Torch-free.
 """
 
+import difflib
+import re
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from oarlock.base.errors import StartupError, shown
 from oarlock.base.json_files import is_there, read_table
+from oarlock.workers.layers.decoder_spec import DecoderSpec
 
 # Keys of other architectures that change the forward pass, and the values that change nothing. Any other value is
 # refused, unless the family's file reads the key.
@@ -29,6 +33,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_bidirectional_attention": (None, False),
     "is_decoder": (None, True, False),
     "add_cross_attention": (None, False),
+    "swiglu_limit": (None,),
+    "swiglu_limits": (None,),  # K-EXAONE 2.0, with the class of K-EXAONE
+    "sliding_windows": (None,),
 }
 
 
@@ -39,6 +46,9 @@ LEAST_NUMBER, MOST_NUMBER = 1e-12, 1e15
 MOST_LAYERS = 10_000
 MOST_LABELS = 64  # values that fit into a step, however small the model is
 
+_HEAD = re.compile(r"For[A-Z]\w+$|LM\w*$|Model$")  # end of the name of a class, which many classes share
+_SIMILAR = 0.7  # ratio of `difflib` between names that belong to one family
+
 
 def unsupported(key: str, value: Any, fix: str) -> StartupError:
     return StartupError(f"config.json: {key} = {shown(value)} is not supported.", fix)
@@ -46,6 +56,20 @@ def unsupported(key: str, value: Any, fix: str) -> StartupError:
 
 def wrong(key: str, what: str, value: Any) -> StartupError:
     return StartupError(f"config.json: {key} must be {what}, got {shown(value)}.", "Repair config.json.")
+
+
+def others_like(name: Any, known: Iterable[str]) -> str:
+    """Return the fix for an architecture that is not supported: the `known` ones with similar names, and the command
+    that lists all."""
+    listed = "`oarlock models --supported` lists all architectures."
+    if not isinstance(name, str):
+        return listed
+    stems: dict[str, list[str]] = {}
+    for one in known:
+        stems.setdefault(_HEAD.sub("", one).lower(), []).append(one)
+    near = difflib.get_close_matches(_HEAD.sub("", name).lower(), stems, cutoff=_SIMILAR)
+    names = ", ".join(one for stem in near for one in stems[stem])
+    return f"Supported, with a similar name: {names}. {listed}" if near else listed
 
 
 def positive_number(key: str, value: Any, default: float | None) -> float:
@@ -83,6 +107,26 @@ class Fields:
             raise wrong(key, f"at most {most}", value)
         return value
 
+    def renamed(self, keys: Mapping[str, tuple[str, int]]) -> "Fields":
+        """Return the config with the counts at `keys`, this config's key -> (usual key, default), at the usual keys.
+
+        A config may have the usual keys as well, as in transformers; then both must agree.
+        """
+        usual = {}
+        for key, (name, default) in keys.items():
+            given = self.raw.get(name)
+            usual[name] = self.count(key) if self._get(key) is not None else self.count(name, default)
+            if given is not None and given != usual[name]:
+                raise StartupError(f"config.json: {key} and {name} differ.", "Repair one of them.")
+        found = Fields({**self.raw, **usual})
+        found._read = set(self._read)
+        return found
+
+    def check_value(self, key: str, *values: Any) -> None:
+        """Raise `StartupError` if `key` is given with a value that is not among `values`, which are served."""
+        if self._get(key) not in (None, *values):
+            raise unsupported(key, self.raw[key], f"Supported: {', '.join(map(shown, values))}.")
+
     def layers(self) -> int:
         return self.count("num_hidden_layers", most=MOST_LAYERS)
 
@@ -117,6 +161,13 @@ class Fields:
             raise unsupported(key, value, f"Supported: {', '.join(choices)}.")
         return choices[value]
 
+    def serve_only(self, neutral: Mapping[str, tuple[Any, ...]]) -> None:
+        """Raise `StartupError` for a key whose value is none of those that this family serves, null included."""
+        for key, values in neutral.items():
+            value = self._get(key)
+            if value is not None and value not in values:
+                raise unsupported(key, value, f"Supported: {', '.join(map(str, values))}.")
+
     def refuse_the_rest(self) -> None:
         """Raise `StartupError` for an unread key that changes the forward pass."""
         for key, neutral in _NEUTRAL.items():
@@ -126,3 +177,6 @@ class Fields:
     def _get(self, key: str) -> Any:
         self._read.add(key)
         return self.raw.get(key)
+
+
+Describe = Callable[[Fields], DecoderSpec]  # returns the decoder that the fields of a family describe

@@ -30,11 +30,16 @@ class StoredQuantization:
 
 def stored_quantization(directory: Path, hf_config: dict[str, Any]) -> StoredQuantization | None:
     """Read a model's quantization; return None if it has none. Raise `StartupError` if the quantization is not
-    supported."""
-    for key, usual in _KEYS.items():
-        settings = hf_config.get(key)
-        if settings is not None:
-            return _parsed(settings, key, usual)
+    supported.
+
+    Some multimodal models have the settings in `text_config`.
+    """
+    text = hf_config.get("text_config")
+    for config in (hf_config, text if isinstance(text, dict) else {}):
+        for key, usual in _KEYS.items():
+            settings = config.get(key)
+            if settings is not None:
+                return _parsed(settings, key, usual)
     for name, usual in QUANTISATION_FILES.items():
         path = directory / name
         if is_there(path):

@@ -29,17 +29,17 @@ _KEYS = {
     "partial_rotary_factor",
     "finetuned",  # a note of old YaRN checkpoints, without effect
 }
-_LENGTH = "original_max_position_embeddings"
+LENGTH = "original_max_position_embeddings"
 _LONGROPE_KEYS = {"short_factor", "long_factor"}
 
 
-def rope_table(fields: Fields) -> dict[str, Any]:
-    """Return the rotary settings of a family with one table.
+def rope_table(fields: Fields, theta: float | None = None) -> dict[str, Any]:
+    """Return the rotary settings of a family with one table. `theta`: the family's default of `rope_theta`.
 
     As in transformers, `rope_scaling` has precedence over `rope_parameters`, and an inner `rope_theta` over the outer.
     """
-    inner = fields.table("rope_scaling") or fields.table("rope_parameters")
-    return {"rope_theta": fields.raw.get("rope_theta"), **inner}
+    inner, outer = fields.table("rope_scaling") or fields.table("rope_parameters"), fields.raw.get("rope_theta")
+    return {"rope_theta": theta if outer is None else outer, **inner}
 
 
 def rope_kind(table: dict[str, Any]) -> str:
@@ -72,7 +72,9 @@ def rope_spec(
     rotary_dim = head_dim if share is None else int(head_dim * share)
     if head_dim % 2 or rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         what, value = ("head_dim", head_dim) if rotary_dim == head_dim else ("partial_rotary_factor", share)
-        raise unsupported(what, value, "Rotary embedding needs an even number of elements of a head.")
+        raise unsupported(
+            what, value, f"It must rotate an even number of the {head_dim} elements of a head (head_dim)."
+        )
 
     def given(key: str, default: float | None = None) -> float:
         return positive_number(f"rope setting {key}", table.get(key), default)
@@ -90,22 +92,22 @@ def rope_spec(
             factor=_reach(given("factor"), "max_position_embeddings", max_positions),
             original_max_positions=max_positions,
         )
-    length = _trained_length(original if original is not None else table.get(_LENGTH), max_positions)
+    length = trained_length(original if original is not None else table.get(LENGTH), max_positions)
     plain = replace(plain, original_max_positions=length)
     if kind == "llama3":
         low, high = given("low_freq_factor"), given("high_freq_factor")
-        if high <= low:
-            raise wrong("rope setting high_freq_factor", f"more than low_freq_factor {low:g}", high)
+        if high < low:
+            raise wrong("rope setting high_freq_factor", f"at least low_freq_factor {low:g}", high)
         return replace(plain, factor=given("factor"), low_freq_factor=low, high_freq_factor=high)
-    factor = _reach(given("factor", max_positions / length), _LENGTH, length)
+    factor = _reach(given("factor", max_positions / length), LENGTH, length)
     return _longrope(plain, table, factor) if kind == "longrope" else _yarn(plain, table, factor)
 
 
-def _trained_length(value: Any, max_positions: int) -> int:
+def trained_length(value: Any, max_positions: int) -> int:
     """Return the length that frequencies were trained for. Some checkpoints write it as 8192.0."""
     value = max_positions if value is None else value
     if type(value) not in (int, float) or not 2 <= value <= MOST or value != int(value):
-        raise wrong(f"rope setting {_LENGTH}", f"an integer between 2 and {MOST}", value)
+        raise wrong(f"rope setting {LENGTH}", f"an integer between 2 and {MOST}", value)
     return int(value)
 
 

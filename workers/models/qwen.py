@@ -5,7 +5,7 @@ from typing import Any
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.model_files.gguf_model import GGUFFamily, GGUFSettings
 from oarlock.workers.models.hf_config import decoder_spec, layer_windows
-from oarlock.workers.models.hf_fields import Fields
+from oarlock.workers.models.hf_fields import Describe, Fields
 
 
 def describe_qwen2(fields: Fields) -> DecoderSpec:
@@ -40,10 +40,26 @@ def _windows(fields: Fields) -> tuple[int | None, ...]:
 def _own(settings: GGUFSettings, config: dict[str, Any]) -> dict[str, Any]:
     settings.check_whole_heads(config["head_dim"])
     own: dict[str, Any] = {"use_sliding_window": False}
-    if settings.architecture == "qwen3":
+    if settings.architecture.startswith("qwen3"):
         own["attention_bias"] = "blk.0.attn_q.bias" in settings.model.tensors
     return own
 
 
 GGUF_QWEN2 = GGUFFamily("qwen2", "Qwen2ForCausalLM", _own)
 GGUF_QWEN3 = GGUFFamily("qwen3", "Qwen3ForCausalLM", _own)
+# The text parts of Qwen2-VL, Qwen2.5-VL and Qwen3-VL: positions of text are the same in all sections of the angles.
+_QWEN2_VL = ("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration")
+GGUF_QWEN2_VL = GGUFFamily("qwen2vl", "Qwen2ForCausalLM", _own, "qwen2", others=_QWEN2_VL)
+GGUF_QWEN3_VL = GGUFFamily(*("qwen3vl", "Qwen3ForCausalLM", _own, "qwen3"), others=("Qwen3VLForConditionalGeneration",))
+
+
+FAMILIES: dict[str, Describe] = {
+    "Qwen2ForCausalLM": describe_qwen2,
+    "Qwen3ForCausalLM": describe_qwen3,
+}
+GGUF_FAMILIES = (
+    GGUF_QWEN2_VL,
+    GGUF_QWEN3_VL,
+    GGUF_QWEN2,
+    GGUF_QWEN3,
+)

@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from oarlock.base.errors import StartupError
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec, RouterSpec, SharedSpec
 from oarlock.workers.model_files.gguf_model import GGUFFamily, GGUFSettings
 from oarlock.workers.models.hf_config import activation_name, decoder_spec, expert_counts, layer_kinds
-from oarlock.workers.models.hf_fields import Fields, unsupported
+from oarlock.workers.models.hf_experts import sparse_by_step
+from oarlock.workers.models.hf_fields import Describe, Fields
 
 
 def describe_qwen2_moe(fields: Fields) -> DecoderSpec:
@@ -25,7 +25,7 @@ def describe_qwen2_moe(fields: Fields) -> DecoderSpec:
         max_positions=32768,
         windows=tuple(window if kind == "sliding_attention" else None for kind in kinds),
         qkv_bias=fields.flag("qkv_bias", True),
-        experts=[experts if sparse else None for sparse in _is_sparse(fields)],
+        experts=[experts if sparse else None for sparse in sparse_by_step(fields)],
         activation=activation,
     )
 
@@ -43,7 +43,7 @@ def describe_qwen3_moe(fields: Fields) -> DecoderSpec:
         qkv_bias=bias,
         o_bias=bias,
         qk_norm="head",
-        experts=[experts if sparse else None for sparse in _is_sparse(fields)],
+        experts=[experts if sparse else None for sparse in sparse_by_step(fields)],
         activation=activation,
     )
 
@@ -55,22 +55,6 @@ def _experts(fields: Fields, count: int, chosen: int, width: int, shared: Shared
     router = RouterSpec(top_k, normalised=fields.flag("norm_topk_prob", False))
     width = fields.count("moe_intermediate_size", width)
     return ExpertsSpec(experts, width, router, activation, shared=shared), activation
-
-
-def _is_sparse(fields: Fields) -> list[bool]:
-    """Return whether each layer has experts: every `decoder_sparse_step`-th, except the dense layers that the config
-    lists."""
-    layers, step = fields.layers(), fields.count("decoder_sparse_step", 1)
-    dense = fields.raw.get("mlp_only_layers") or []
-    if not isinstance(dense, list) or not all(type(index) is int and 0 <= index < layers for index in dense):
-        raise unsupported("mlp_only_layers", dense, f"A list of numbers of its {layers} layers.")
-    found = [index not in dense and (index + 1) % step == 0 for index in range(layers)]
-    if not any(found):
-        raise StartupError(
-            f"config.json: of num_hidden_layers = {layers} none has experts.",
-            "Repair mlp_only_layers or decoder_sparse_step.",
-        )
-    return found
 
 
 def _window(fields: Fields) -> int | None:
@@ -87,7 +71,7 @@ def _own(settings: GGUFSettings, config: dict[str, Any]) -> dict[str, Any]:
     own: dict[str, Any] = {
         "use_sliding_window": False,
         "moe_intermediate_size": settings.count(".expert_feed_forward_length"),
-        "norm_topk_prob": settings.architecture == "qwen3moe",
+        "norm_topk_prob": settings.architecture != "qwen2moe",
     }
     if settings.architecture == "qwen2moe":
         own["shared_expert_intermediate_size"] = settings.count(".expert_shared_feed_forward_length")
@@ -96,3 +80,19 @@ def _own(settings: GGUFSettings, config: dict[str, Any]) -> dict[str, Any]:
 
 GGUF_QWEN2_MOE = GGUFFamily("qwen2moe", "Qwen2MoeForCausalLM", _own, "qwen2_moe", has_experts=True)
 GGUF_QWEN3_MOE = GGUFFamily("qwen3moe", "Qwen3MoeForCausalLM", _own, "qwen3_moe", has_experts=True)
+GGUF_QWEN3_VL_MOE = GGUFFamily(
+    *("qwen3vlmoe", "Qwen3MoeForCausalLM", _own, "qwen3_moe"),
+    has_experts=True,
+    others=("Qwen3VLMoeForConditionalGeneration",),
+)
+
+
+FAMILIES: dict[str, Describe] = {
+    "Qwen2MoeForCausalLM": describe_qwen2_moe,
+    "Qwen3MoeForCausalLM": describe_qwen3_moe,
+}
+GGUF_FAMILIES = (
+    GGUF_QWEN3_VL_MOE,
+    GGUF_QWEN2_MOE,
+    GGUF_QWEN3_MOE,
+)

@@ -1,6 +1,5 @@
 """Registry of architectures, and the `DecoderSpec` of a `config.json` or a model directory. Torch-free."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,47 +7,73 @@ from typing import Any
 from oarlock.base.errors import StartupError, shown
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.model_files.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, head_differs
-from oarlock.workers.models.cohere import GGUF_COHERE, GGUF_COHERE2, describe_cohere, describe_cohere2
+from oarlock.workers.model_files.gguf_model import GGUFFamily
+from oarlock.workers.models import (
+    afmoe,
+    cohere,
+    cohere2_moe,
+    cohere_compass,
+    cwm,
+    dots1,
+    ernie4_5,
+    ernie4_5_moe,
+    exaone4,
+    exaone_moe,
+    flint,
+    gemma,
+    glm4,
+    glm4_moe,
+    gpt2,
+    gpt_neo,
+    gpt_neox,
+    gpt_oss,
+    gptj,
+    granite,
+    granite_moe,
+    helium,
+    hunyuan,
+    hy_v3,
+    hyperclovax,
+    llama,
+    llama4,
+    mellum,
+    minimax_m2,
+    ministral3,
+    mistral,
+    nemotron,
+    olmo,
+    opt,
+    phi,
+    phi3,
+    phimoe,
+    qwen,
+    qwen_moe,
+    seed_oss,
+    smollm3,
+    stablelm,
+    starcoder2,
+)
 from oarlock.workers.models.encoders.registry import ENCODERS
-from oarlock.workers.models.ernie4_5_moe import GGUF_ERNIE4_5_MOE, describe_ernie4_5_moe
-from oarlock.workers.models.gemma import GGUF_GEMMA2, GGUF_GEMMA3, describe_gemma2, describe_gemma3
-from oarlock.workers.models.glm4_moe import GGUF_GLM4_MOE, describe_glm4_moe
-from oarlock.workers.models.gpt_oss import GGUF_GPT_OSS, describe_gpt_oss
-from oarlock.workers.models.granite_moe import GGUF_GRANITE_MOE, describe_granite_moe, describe_granite_moe_shared
-from oarlock.workers.models.hf_fields import Fields, read_config
-from oarlock.workers.models.llama import GGUF_LLAMA, describe_llama
-from oarlock.workers.models.mistral import describe_mistral, describe_mixtral
-from oarlock.workers.models.olmo import GGUF_OLMO2, GGUF_OLMOE, describe_olmo2, describe_olmoe
-from oarlock.workers.models.phi3 import GGUF_PHI3, describe_phi3
-from oarlock.workers.models.qwen import GGUF_QWEN2, GGUF_QWEN3, describe_qwen2, describe_qwen3
-from oarlock.workers.models.qwen_moe import GGUF_QWEN2_MOE, GGUF_QWEN3_MOE, describe_qwen2_moe, describe_qwen3_moe
+from oarlock.workers.models.hf_fields import Describe, Fields, others_like, read_config
+from oarlock.workers.models.wrappers import describe_text_part, is_wrapper, served_wrappers
 
-FAMILIES: dict[str, Callable[[Fields], DecoderSpec]] = {
-    "Cohere2ForCausalLM": describe_cohere2,
-    "CohereForCausalLM": describe_cohere,
-    "Ernie4_5_MoeForCausalLM": describe_ernie4_5_moe,
-    "Gemma2ForCausalLM": describe_gemma2,
-    "Gemma3ForCausalLM": describe_gemma3,
-    "Glm4MoeForCausalLM": describe_glm4_moe,
-    "GptOssForCausalLM": describe_gpt_oss,
-    "GraniteMoeForCausalLM": describe_granite_moe,
-    "GraniteMoeSharedForCausalLM": describe_granite_moe_shared,
-    "LlamaForCausalLM": describe_llama,
-    "MistralForCausalLM": describe_mistral,
-    "MixtralForCausalLM": describe_mixtral,
-    "Olmo2ForCausalLM": describe_olmo2,
-    "OlmoeForCausalLM": describe_olmoe,
-    "Phi3ForCausalLM": describe_phi3,
-    "Qwen2ForCausalLM": describe_qwen2,
-    "Qwen2MoeForCausalLM": describe_qwen2_moe,
-    "Qwen3ForCausalLM": describe_qwen3,
-    "Qwen3MoeForCausalLM": describe_qwen3_moe,
-}
-_GGUF = (
-    GGUF_LLAMA, GGUF_QWEN2, GGUF_QWEN3, GGUF_PHI3, GGUF_GEMMA2, GGUF_GEMMA3, GGUF_OLMO2, GGUF_COHERE, GGUF_COHERE2,
-    GGUF_GRANITE_MOE, GGUF_OLMOE, GGUF_QWEN2_MOE, GGUF_QWEN3_MOE, GGUF_GLM4_MOE, GGUF_ERNIE4_5_MOE, GGUF_GPT_OSS,
+# One page for each family, or for several that are alike.
+_PAGES = (
+    afmoe, cohere, cohere2_moe, cohere_compass, cwm, dots1, ernie4_5, ernie4_5_moe, exaone4, exaone_moe, flint, gemma,
+    glm4, glm4_moe, gpt2, gpt_neo, gpt_neox, gpt_oss, gptj, granite, granite_moe, helium, hunyuan, hy_v3, hyperclovax,
+    llama, llama4, mellum, minimax_m2, ministral3, mistral, nemotron, olmo, opt, phi, phi3, phimoe, qwen, qwen_moe,
+    seed_oss, smollm3, stablelm, starcoder2,
 )  # fmt: skip
-GGUF_FAMILIES = {family.name: family for family in _GGUF}
+FAMILIES: dict[str, Describe] = {name: describe for page in _PAGES for name, describe in page.FAMILIES.items()}
+# Some families are not in llama.cpp, and their pages have none.
+GGUF_FAMILIES: dict[str, GGUFFamily] = {
+    family.name: family for page in _PAGES for family in vars(page).get("GGUF_FAMILIES", ())
+}
+
+
+def architectures() -> tuple[str, ...]:
+    """Return the names of all classes that are served."""
+    return (*FAMILIES, *served_wrappers(FAMILIES), *ENCODERS)
 
 
 def describe(hf_config: dict[str, Any]) -> DecoderSpec:
@@ -56,16 +81,17 @@ def describe(hf_config: dict[str, Any]) -> DecoderSpec:
     names = hf_config.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
     family = FAMILIES.get(name) if isinstance(name, str) else None
-    supported = ", ".join((*FAMILIES, *ENCODERS))
     if isinstance(name, str) and name in ENCODERS:
         raise StartupError(
             f"{name} is an encoder, which this command does not know.",
             "Serve it: `oarlock serve` answers /v1/embeddings, /v1/rerank and /v1/score with it.",
         )
+    if isinstance(name, str) and is_wrapper(name):
+        return describe_text_part(name, hf_config, FAMILIES)
     if family is None:
         what = f"architecture {shown(name)} is not supported" if name else "it names no architecture"
         code = ", and the checkpoint's own code (auto_map) never runs" if hf_config.get("auto_map") else ""
-        raise StartupError(f"config.json: {what}{code}.", f"Supported: {supported}.")
+        raise StartupError(f"config.json: {what}{code}.", others_like(name, architectures()))
     return family(Fields(hf_config))
 
 
@@ -80,5 +106,5 @@ def read_spec(model_path: str, max_model_len: int | None = None, *, tied: bool |
     spec = describe(read_config(directory))
     if tied is None:
         stored = any((directory / name).exists() for name in (SINGLE_FILE, INDEX_FILE))
-        tied = spec.tie_word_embeddings and not (stored and head_differs(Checkpoint.open(directory)))
+        tied = spec.tie_word_embeddings and not (stored and head_differs(Checkpoint.open(directory, spec.names)))
     return replace(spec, tie_word_embeddings=tied).for_length(max_model_len or spec.default_length)

@@ -48,14 +48,20 @@ class TorchExpertMatmul:
             rows, choices = (ids == expert).nonzero(as_tuple=True)  # a token has an expert once
             if len(rows):
                 lane = expert // shape.group if shape.group else 0
-                for number, result in enumerate(self._slices(expert, x[rows])):
-                    lanes[lane + number, rows] += weights[rows, choices, None] * result
+                weight = weights[rows, choices, None]  # [rows, 1]
+                after = 1.0 if shape.weighs_inputs else weight
+                for number, result in enumerate(self._slices(expert, x[rows], weight)):
+                    lanes[lane + number, rows] += after * result
         return tree_sum(list(lanes))
 
-    def _slices(self, expert: int, x: Tensor) -> list[Tensor]:
-        """Return the expert's results for `x` [T, hidden], float32 [T, hidden] for each slice of its width."""
+    def _slices(self, expert: int, x: Tensor, weight: Tensor) -> list[Tensor]:
+        """Return the expert's results for `x` [T, hidden], float32 [T, hidden] for each slice of its width. `weight`:
+        of the expert, float32 [T, 1]."""
         gate_up, down, bias = self.matmuls[expert]
-        inner = gate_of(gate_up(x), self.shape).to(self.shape.dtype)  # [T, width]
+        both = gate_up(x)
+        if self.shape.weighs_inputs:  # gate and up are linear: the result is as if the input was scaled
+            both = both * weight
+        inner = gate_of(both, self.shape).to(self.shape.dtype)  # [T, width]
         length = self.shape.width // self.shape.slices
         found = []
         for number in range(self.shape.slices):

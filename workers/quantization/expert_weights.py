@@ -25,6 +25,7 @@ class ExpertsShape:
     activation: str = "silu"  # see `ExpertsSpec`
     alpha: float = 1.702
     limit: float = 7.0
+    weighs_inputs: bool = False  # an expert's weight multiplies its input instead of its result; then without biases
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from oarlock.workers.distributed.all_reduce import tree_sum
-from oarlock.workers.kernels.cpu.gemm import CppGatedMatmul, CppMatmul, can_serve
+from oarlock.workers.kernels.cpu.gemm import CppGatedMatmul, CppMatmul, CppPackedMatmul, can_serve
 from oarlock.workers.kernels.triton import availability
 
 _ROWS = 8
@@ -110,10 +110,17 @@ class Activation:
     algorithm: str = ""
 
 
-# Keys are the names that `DecoderSpec.activation` uses.
+# Activations of a gate. Keys are the names that `GatedMLPSpec.activation` uses.
 ACTIVATIONS = {
     "silu": Activation(F.silu, "swish"),
     "gelu_tanh": Activation(partial(F.gelu, approximate="tanh"), "gelu", "tanh"),
+}
+# Activations of an MLP without a gate. Keys are the names that `MLPSpec.activation` uses.
+PLAIN_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": ACTIVATIONS["gelu_tanh"].function,
+    "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
 }
 
 
@@ -204,6 +211,17 @@ class SlicedMatmul:
             if addend is not None:
                 y = y + addend.float()
         return y.to(self.dtype)
+
+
+class ActivatedMatmul:
+    """`activation(x @ weight.T + bias)`: [T, K] -> [T, N], rounded once if the matmul returns float32."""
+
+    def __init__(self, multiply: Matmul, activation: str) -> None:
+        self.multiply = multiply
+        self.activation = activation
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return activated_rows(self.multiply(x), self.activation, x.dtype)
 
 
 class ReferenceMatmul(ABC):
@@ -321,6 +339,32 @@ def gated_matmul(weight: Tensor, bias: Tensor | None, activation: str) -> GatedM
     multiply = kind(weight, bias, activation)
     gate = weight[: weight.shape[0] // 2]
     return PairedRows(multiply) if _needs_pairs(multiply, gate, kind, bias is None, activation) else multiply
+
+
+def activated(multiply: Matmul, activation: str) -> Callable[[Tensor], Tensor]:
+    """Return `multiply`, whose results should be float32, followed by an activation: [T, K] -> [T, N], in x's dtype."""
+    if isinstance(multiply, CppMatmul | CppPackedMatmul):
+        return multiply.activated(activation)
+    return ActivatedMatmul(multiply, activation)
+
+
+def activated_rows(y: Tensor, activation: str, dtype: torch.dtype) -> Tensor:
+    """Apply an activation to `y` [T, N] of `dtype` or float32 -> `dtype` [T, N]: a Triton kernel if it can run."""
+    if availability.can_serve(y.device):
+        from oarlock.workers.kernels.triton.elementwise import activated as one_kernel
+
+        return one_kernel(y, activation, dtype)
+    return activated_with_torch(y, activation, dtype)
+
+
+def activated_with_torch(y: Tensor, activation: str, dtype: torch.dtype) -> Tensor:
+    """Compute `activated_rows` with torch's operations; tests compare the kernel with it.
+
+    torch computes the last few elements of an array with another exponential function, whose last bits would make a row
+    depend on its position and on the number of ranks. Computing in float64 and rounding to float32 hides the
+    difference.
+    """
+    return PLAIN_ACTIVATIONS[activation](y.double()).float().to(dtype)
 
 
 def holds_weight(multiply: Matmul) -> bool:

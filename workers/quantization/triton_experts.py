@@ -142,13 +142,14 @@ class TritonExpertMatmul:
             inner = torch.empty((pairs, shape.width), dtype=shape.dtype, device=device)
             partial = torch.empty((shape.slices, pairs, shape.hidden), dtype=torch.float32, device=device)
             sorted_pairs, kernel = (pairs_of, table, block, top_k), kernels.multiply_experts
-            self._multiply(kernel, x, self.gate_up, inner, *sorted_pairs, shape.activation)
+            factors = weights if shape.weighs_inputs else None
+            self._multiply(kernel, x, self.gate_up, inner, *sorted_pairs, shape.activation, factors)
             self._multiply(kernel, inner, self.down, partial, *sorted_pairs, "")
         lanes = shape.slices * shape.groups
         out = torch.empty((lanes, tokens, shape.hidden), dtype=torch.float32, device=device)
         kernels.add_experts[(tokens, -(-shape.hidden // _ADDED), lanes)](
             partial, ids, weights, out, tokens, shape.hidden, shape.first, EXPERTS=shape.count, TOP_K=top_k,
-            GROUP=shape.group if shape.groups > 1 else 0, BLOCK=_ADDED, num_warps=4,
+            GROUP=shape.group if shape.groups > 1 else 0, WEIGHTED=not shape.weighs_inputs, BLOCK=_ADDED, num_warps=4,
         )  # fmt: skip
         return tree_sum(list(out))
 
@@ -163,7 +164,9 @@ class TritonExpertMatmul:
         block: int,
         top_k: int,
         activation: str,
+        pair_factors: Tensor | None = None,
     ) -> None:
+        """Multiply sorted pairs by `weight`. `pair_factors`: float32 [T, k], factors of their inputs; None: 1."""
         assert weight is not None and x.stride(1) == 1 and x.shape[1] == weight.inputs
         shape, slices = self.shape, 1 if activation else self.shape.slices
         chosen = options(block, x.dtype, availability.amd_architecture(), is_packed=weight.stored is not None)
@@ -172,10 +175,11 @@ class TritonExpertMatmul:
         values, scales, zeros, factors = weight.arguments()
         groups = 0 if weight.stored is None or weight.stored.scales is None else scales.shape[1]
         kernel[(-(-outputs // rows), table.shape[1], slices)](
-            x, values, scales, zeros, factors, values if weight.bias is None else weight.bias, out, pairs_of, table,
-            table.shape[1], len(pairs_of), weight.columns, weight.inputs, weight.inputs // slices, groups, shape.alpha,
-            shape.limit, x.stride(0), values.stride(1), TOP_K=top_k, ACTIVATION=activation,
-            BIAS=weight.bias is not None, BLOCK_M=block, **chosen, **weight.constants(x.dtype),
+            x, values, scales, zeros, factors, values if weight.bias is None else weight.bias,
+            values if pair_factors is None else pair_factors, out, pairs_of, table, table.shape[1], len(pairs_of),
+            weight.columns, weight.inputs, weight.inputs // slices, groups, shape.alpha, shape.limit, x.stride(0),
+            values.stride(1), TOP_K=top_k, ACTIVATION=activation, BIAS=weight.bias is not None,
+            FACTORS=pair_factors is not None, BLOCK_M=block, **chosen, **weight.constants(x.dtype),
         )  # fmt: skip
 
     def _grouped(self, x: Tensor, pairs_of: Tensor, ends: Tensor, top_k: int) -> Tensor:
@@ -216,6 +220,8 @@ class TritonExpertMatmul:
     def why_not_grouped(self) -> str | None:
         """Return the reason why torch's grouped matmuls cannot be used, or None if they can."""
         shape, gate_up = self.shape, self.gate_up
+        if shape.weighs_inputs:
+            return "an expert's weight multiplies its input"
         if shape.dtype != torch.bfloat16 or gate_up is None or gate_up.stored is not None:
             return "weights are not bfloat16"
         if gate_up.bias is not None or shape.slices > 1:

@@ -49,7 +49,7 @@ def describe(config: WorkerConfig, device: torch.device, stage: PipelineStage) -
     spec = read_spec(config.model_path, config.max_model_len, tied=config.tie_word_embeddings)
     layers = layers_of_stage(spec.num_layers, stage.number, stage.size)
     directory = Path(config.model_path)
-    checkpoint = None if config.load_format == "dummy" else open_checkpoint(directory)
+    checkpoint = None if config.load_format == "dummy" else open_checkpoint(directory, spec.names)
     stored = stored_quantization(directory, read_config(directory))
     stored_formats = weight_formats(config.quantization, stored, checkpoint)
     formats = served_formats(stored_formats, config.device, dequantize=config.dequantize)

@@ -107,6 +107,8 @@ class _InvarianceTest:
         return SequenceChunk(self.prompt[start:stop], start, self.table)
 
     def _other(self, count: int, context: int) -> SequenceChunk:
+        context = min(context, self.model.spec.longest_length)  # a table of positions may be short
+        count = min(count, context)
         blocks = [NULL_BLOCK] * -(-context // self.block_size)
         return SequenceChunk(self._tokens(count), context - count, blocks)
 

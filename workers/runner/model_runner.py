@@ -156,6 +156,7 @@ class ModelRunner(StepRunner[DecoderSteps]):
             weight_bytes_per_rank=self.model.weight_bytes,
             kv_bytes_per_token_per_rank=self.backend.spec.bytes_per_token,
             sliding_window=spec.longest_window,
+            text_part_of=spec.wrapper,
             step_cost=self.step_cost,
             kv_offload=None if self.kv_offload is None else self.kv_offload.info,
         )

@@ -1,7 +1,7 @@
 """Dequantisation of a quantised checkpoint or of a GGUF file, to check the ranks' weights and results.
 
 Written from the formats' descriptions, over whole tensors, one operation after the other. It shares no code with the
-readers in `workers/quantization/` and `workers/weights/`, except for headers, settings and names of GGUF, so that
+readers in `workers/quantization/` and `workers/weights/`, except for headers, settings and tables of names, so that
 mistakes in the readers show. The source for GGUF is ggml-quants.c and llama.cpp's converter.
 
     GPTQ                W = (q - z) * scale, words of 32 bits packed along the inputs, zeros along the outputs
@@ -28,42 +28,78 @@ from oarlock.base.errors import StartupError
 from oarlock.workers.gguf_config import gguf_checkpoint
 from oarlock.workers.model_files.checkpoint import Checkpoint
 from oarlock.workers.model_files.gguf_model import GGUFModel, GGUFTransform
+from oarlock.workers.model_files.tensor_names import NO_NAMES, TensorNames
 
+_PLAIN = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # column of each group of four bits in a word, the lowest first
 
 
-def dequantised(directory: Path, name: str) -> Tensor:
+class StoredTensors:
+    """The tensors of a checkpoint under our names. Each is read whole, and then rearranged."""
+
+    def __init__(self, directory: Path, names: TensorNames = NO_NAMES) -> None:
+        """Find the tensors. `names`: of the model's family."""
+        self.directory = directory
+        self._names = names
+        self._places: dict[str, tuple[Path, str]] = {}  # our name -> file, and the name there
+        for path in sorted({found.path for found in Checkpoint.open(directory, names).tensors.values()}):
+            with safe_open(path, "pt") as file:
+                for stored in file.keys():  # noqa: SIM118
+                    self._places |= dict.fromkeys(self._named(stored), (path, stored))
+
+    def has(self, name: str) -> bool:
+        return name in self._places
+
+    def get(self, name: str) -> Tensor:
+        """Return a tensor by our name. Raise `StartupError` if it is missing."""
+        if name not in self._places:
+            raise StartupError(f"{self.directory} holds no tensor {name!r}.", "Use a complete checkpoint.")
+        path, stored = self._places[name]
+        with safe_open(path, "pt") as file:
+            tensor = file.get_tensor(stored)
+        module, _, kind = (self._names.rename(stored) or stored).rpartition(".")
+        if kind == "weight" and tensor.dtype in _PLAIN and self._names.is_transposed(module):
+            tensor = tensor.T.contiguous()
+        blocks = self._names.blocks_of(module)
+        return tensor if blocks is None else tensor[blocks.rows_of(name.split(".")[-2])]
+
+    def _named(self, stored: str) -> list[str]:
+        """Return our names of a stored tensor, which may hold the rows of several modules."""
+        ours = self._names.rename(stored)
+        if ours is None:
+            return []
+        module, _, kind = ours.rpartition(".")
+        blocks = self._names.blocks_of(module)
+        return [ours] if blocks is None else [f"{module.rpartition('.')[0]}.{part}.{kind}" for part in blocks.parts]
+
+
+def dequantised(stored: StoredTensors, name: str) -> Tensor:
     """Return the weight of a linear module, e.g. `model.layers.0.mlp.up_proj`, as it is stored: float64 [N, K].
 
     Works for a module that the checkpoint does not quantise, too. Raises `StartupError` if the weight is missing.
     """
-    module = _Module(directory, name)
+    module = _Module(stored, name)
     for kind, values in _KINDS.items():
         if module.has(kind):
             return values(module)
-    raise StartupError(f"{directory} holds no weight of {name!r}.", "Use a complete checkpoint.")
+    raise StartupError(f"{stored.directory} holds no weight of {name!r}.", "Use a complete checkpoint.")
 
 
 class _Module:
     """The tensors of one module, and the quantization settings of the checkpoint."""
 
-    def __init__(self, directory: Path, name: str) -> None:
+    def __init__(self, stored: StoredTensors, name: str) -> None:
         self.name = name
-        self.directory = directory
-        self.settings = _settings(directory)
-        self._checkpoint = Checkpoint.open(directory)
+        self.stored = stored
+        self.settings = _settings(stored.directory)
 
     def has(self, kind: str) -> bool:
-        return self._checkpoint.find(f"{self.name}.{kind}") is not None
+        if kind == "blocks":
+            return _EXPERT.fullmatch(self.name) is not None and self.stored.has(_mxfp4_name(self.name, "blocks"))
+        return self.stored.has(f"{self.name}.{kind}")
 
     def get(self, kind: str) -> Tensor:
-        found = self._checkpoint.find(f"{self.name}.{kind}")
-        if found is None:
-            raise StartupError(
-                f"{self._checkpoint.directory} holds no tensor '{self.name}.{kind}'.", "Use a complete checkpoint."
-            )
-        with safe_open(found.path, "pt") as file:
-            return file.get_tensor(f"{self.name}.{kind}")
+        return self.stored.get(f"{self.name}.{kind}")
 
 
 def _settings(directory: Path) -> dict[str, Any]:
@@ -188,23 +224,19 @@ def _mxfp4(module: _Module) -> Tensor:
     and up alternate."""
     found = _EXPERT.fullmatch(module.name)
     assert found is not None, f"{module.name} is no expert"
-    part = "down_proj" if found["part"] == "down" else "gate_up_proj"
     rows = {"gate": slice(0, None, 2), "up": slice(1, None, 2), "down": slice(None)}[found["part"]]
     blocks, scales = (
-        stored_tensor(module.directory, f"{found['before']}.{part}_{kind}")[int(found["number"]), rows]
-        for kind in ("blocks", "scales")
+        module.stored.get(_mxfp4_name(module.name, kind))[int(found["number"]), rows] for kind in ("blocks", "scales")
     )  # uint8 [N, K / 32, 16], [N, K / 32]
     pairs = np.stack((blocks.numpy() & 15, blocks.numpy() >> 4), -1).reshape(*scales.shape, 32)
     return torch.from_numpy(_e2m1(pairs) * np.exp2(scales.numpy()[:, :, None].astype(np.float64) - 127)).flatten(1)
 
 
-def stored_tensor(directory: Path, name: str) -> Tensor:
-    """Return a tensor by its name in the file."""
-    for path in sorted(directory.glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
-            if name in file.keys():  # noqa: SIM118
-                return file.get_tensor(name)
-    raise StartupError(f"{directory} holds no tensor {name!r}.", "Use a complete checkpoint.")
+def _mxfp4_name(module: str, kind: str) -> str:
+    """Return the name of the tensor of all experts that contains the `kind` of an expert's `module`."""
+    found = _EXPERT.fullmatch(module)
+    assert found is not None, f"{module} is no expert"
+    return f"{found['before']}.{'down_proj' if found['part'] == 'down' else 'gate_up_proj'}_{kind}"
 
 
 # The tensor by which each format is recognised, the most specific one first.

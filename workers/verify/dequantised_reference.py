@@ -5,7 +5,7 @@ checkpoints, or applied to weights at load, or the dtype of the checkpoint.
 """
 
 import json
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -14,27 +14,28 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from oarlock.workers.gguf_config import open_checkpoint
 from oarlock.workers.layers.decoder_spec import FUSED_MODULES
 from oarlock.workers.model_files.checkpoint import Checkpoint
 from oarlock.workers.model_files.gguf_model import gguf_file
+from oarlock.workers.model_files.tensor_names import TensorNames
 from oarlock.workers.models.hf_fields import read_config
 from oarlock.workers.models.hf_quantization import stored_quantization, weight_formats
+from oarlock.workers.models.registry import read_spec
 from oarlock.workers.quantization import block_float8, int4, int8, scaled_float8
 from oarlock.workers.quantization.formats.checkpoint_formats import CheckpointFormats
 from oarlock.workers.quantization.formats.weight_format import Arithmetic
 from oarlock.workers.quantization.registry import QUANTIZATIONS
-from oarlock.workers.verify.dequantise import dequantised, dequantised_gguf, stored_tensor
+from oarlock.workers.verify.dequantise import StoredTensors, dequantised, dequantised_gguf
 from oarlock.workers.weights.reader import WeightReader
 
 _ROWS = 8192  # rows of a weight that are rounded at once
 
 
 class DequantisedWeights(Protocol):
-    """Dequantised weights by module, named as in transformers' models."""
+    """Dequantised weights by our names of modules; `transformers_layout.py` has them by transformers' names."""
 
     def has(self, module: str) -> bool:
         """Return whether the module's weight is stored by itself, and not fused with others."""
@@ -54,9 +55,10 @@ def dequantised_weights(model: Path, quantization: str, dtype: torch.dtype | Non
     dtype."""
     if gguf_file(model) is not None:
         return _OfGGUF(model, quantization)
+    names = read_spec(str(model)).names
     if quantization in QUANTIZATIONS:
-        return _AtLoad(model, quantization, dtype)
-    return _Stored(model)
+        return _AtLoad(model, names, quantization, dtype)
+    return _Stored(model, names)
 
 
 class WrittenOut:
@@ -82,9 +84,10 @@ class WrittenOut:
 class _AtLoad:
     """`DequantisedWeights` that are rounded at load, or not quantised."""
 
-    def __init__(self, model: Path, quantization: str, dtype: torch.dtype | None) -> None:
+    def __init__(self, model: Path, names: TensorNames, quantization: str, dtype: torch.dtype | None) -> None:
         self._dtype = dtype
-        self._checkpoint = Checkpoint.open(model)
+        self._checkpoint = Checkpoint.open(model, names)
+        self._stored = StoredTensors(model, names)
         weight_format = QUANTIZATIONS[quantization]
         head = next(name for name, other in QUANTIZATIONS.items() if other is weight_format.of_head)
         self._of_layers, self._of_head = quantization, head
@@ -93,39 +96,47 @@ class _AtLoad:
         return self._checkpoint.find(f"{module}.weight") is not None
 
     def weight(self, module: str) -> Tensor:
-        return rounded(_tensor(self._checkpoint, f"{module}.weight").to(self._dtype), self._format_of(module))
+        return rounded(self.other(f"{module}.weight").to(self._dtype), self._format_of(module))
 
     def arithmetic(self, module: str) -> Arithmetic:
         return QUANTIZATIONS[self._format_of(module)].arithmetic
 
     def other(self, name: str) -> Tensor:
-        return _tensor(self._checkpoint, name)
+        if self._stored.has(name):
+            return self._stored.get(name)
+        found = self._checkpoint.find(name)
+        assert found is not None, f"{name}: the ranks have loaded it"
+        with WeightReader(self._checkpoint) as weights:  # part of a tensor of all experts
+            into = torch.empty(found.entry.shape)
+            weights.take(name, into, shape=found.entry.shape)
+            return into
 
     def _format_of(self, module: str) -> str:
+        if module == "model.embed_positions":
+            return "none"
         return self._of_head if module in ("lm_head", "model.embed_tokens") else self._of_layers
 
 
 class _Stored:
     """`DequantisedWeights` of a quantised checkpoint in safetensors files."""
 
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model: Path, names: TensorNames) -> None:
         stored = stored_quantization(model, read_config(model))
         assert stored is not None, "preflight has resolved a stored format"
-        self._model = model
-        self._checkpoint = Checkpoint.open(model)
-        self._formats = CheckpointFormats(stored.scheme, self._checkpoint, FUSED_MODULES)
+        self._stored = StoredTensors(model, names)
+        self._formats = CheckpointFormats(stored.scheme, Checkpoint.open(model, names), FUSED_MODULES)
 
     def has(self, module: str) -> bool:
         return self._formats.has(module)
 
     def weight(self, module: str) -> Tensor:
-        return dequantised(self._model, module)
+        return dequantised(self._stored, module)
 
     def arithmetic(self, module: str) -> Arithmetic:
         return self._formats.format_of(module).arithmetic
 
     def other(self, name: str) -> Tensor:
-        return stored_tensor(self._model, name)
+        return self._stored.get(name)
 
 
 class _OfGGUF:
@@ -158,18 +169,6 @@ def rounded(weight: Tensor, weight_format: str) -> Tensor:
         values_and_scales = map(int8.round_rows, rows)
         return torch.cat([values.float() * scales.unsqueeze(1) for values, scales in values_and_scales])
     return torch.cat([int4.dequantised(*int4.round_groups(some)) for some in rows])
-
-
-def _tensor(checkpoint: Checkpoint, name: str) -> Tensor:
-    found = checkpoint.find(name)
-    assert found is not None, f"{name}: the ranks have loaded it"
-    with safe_open(found.path, "pt") as file:
-        if name in file.keys():  # noqa: SIM118
-            return file.get_tensor(name)
-    with WeightReader(checkpoint) as weights:  # part of a tensor of all experts
-        into = torch.empty(found.entry.shape)
-        weights.take(name, into, shape=found.entry.shape)
-        return into
 
 
 RoundRows = Callable[[Tensor], tuple[Tensor, Tensor]]  # [T, K] -> values [T, K], and scales [T] or [T, groups]
@@ -227,18 +226,22 @@ class DequantisedModel:
         self._dequantised: dict[Tensor, Tensor] = {}
         self._rounds: dict[Tensor, RoundRows | None] = {}  # rounding of the matmul's inputs
         seen: set[Tensor] = set()
+        # Ranks keep the weights of routers in float32.
+        of_routers = {part for module in model.modules() if is_router(module) for part in module.modules()}
         for name, module in model.named_modules():
-            if not isinstance(module, nn.Linear | nn.Embedding) or module.weight in seen:
+            if not is_product(module) or module.weight in seen:
                 continue
             seen.add(module.weight)  # a head may be the embedding, and not be stored by itself
-            arithmetic, weight = dequantised.arithmetic(name), module.weight
+            weight = module.weight
+            arithmetic = Arithmetic.DENSE if module in of_routers else dequantised.arithmetic(name)
             if arithmetic is Arithmetic.DENSE:
                 if not was_dense:
-                    weight.data = dequantised.weight(name).to(weight.device, dtype)
+                    weight.data = _stored_as(module, dequantised.weight(name)).to(weight.device, dtype)
                 continue
             if was_dense:
                 self._was[weight] = weight.data
-            self._dequantised[weight] = weight.data = dequantised.weight(name).to(weight.device, torch.float32)
+            found = _stored_as(module, dequantised.weight(name)).to(weight.device, torch.float32)
+            self._dequantised[weight] = weight.data = found
             self._rounds[weight] = _ROUNDED.get((device, arithmetic))
         for name, module in model.named_modules():
             if is_experts(module):
@@ -259,8 +262,10 @@ class DequantisedModel:
                 torch.stack([dequantised.weight(f"{name}.{expert}.{part}_proj").float() for expert in experts])
                 for part in parts
             ]  # each [E, N, K]
-            rows = torch.cat(of_parts, 1) if module.is_concatenated else torch.stack(of_parts, 2).flatten(1, 2)
-            data = (rows.transpose(1, 2) if module.is_transposed else rows).contiguous().to(parameter.device)
+            is_plain = weighs_inputs(module) or module.is_concatenated
+            rows = torch.cat(of_parts, 1) if is_plain else torch.stack(of_parts, 2).flatten(1, 2)
+            is_transposed = weighs_inputs(module) or module.is_transposed
+            data = (rows.transpose(1, 2) if is_transposed else rows).contiguous().to(parameter.device)
             if arithmetic is Arithmetic.DENSE:
                 parameter.data = data.to(self._dtype)
                 continue
@@ -283,7 +288,7 @@ class DequantisedModel:
         for parameter, data in weights.items():
             parameter.data = data
 
-    def errors(self, layers: nn.ModuleList) -> Iterator[float]:
+    def errors(self, layers: Iterable[nn.Module]) -> Iterator[float]:
         """Yield the distance by which rounding moved the weights of each layer, relative to their size."""
         for layer in layers:
             moved = size = 0.0
@@ -300,12 +305,12 @@ class DequantisedModel:
         context."""
         changed = []
         for module in self._model.modules():
-            if isinstance(module, nn.Linear | nn.Embedding) and module.weight in self._dequantised:
-                module.forward = self._forward(module)  # ty: ignore[invalid-assignment]
+            if is_product(module) and module.weight in self._dequantised:
+                module.forward = self._forward(module)
                 changed.append(module)
             elif is_experts(module) and module.gate_up_proj in self._dequantised:
                 rounds = self._rounds[module.gate_up_proj]  # ty: ignore[invalid-argument-type]
-                module.forward = partial(_experts, module, rounds)
+                module.forward = partial(_weighing_experts if weighs_inputs(module) else _experts, module, rounds)
                 changed.append(module)
         try:
             yield
@@ -313,7 +318,7 @@ class DequantisedModel:
             for module in changed:
                 del module.forward
 
-    def _forward(self, module: nn.Linear | nn.Embedding) -> Callable[[Tensor], Tensor]:
+    def _forward(self, module: Any) -> Callable[[Tensor], Tensor]:
         if isinstance(module, nn.Embedding):
             scale = getattr(module, "embed_scale", 1.0)
             return lambda ids: F.embedding(ids, module.weight).to(self._dtype) * scale
@@ -321,10 +326,46 @@ class DequantisedModel:
         return lambda x: _matmul(module, x, rounds)
 
 
+def is_product(module: Any) -> bool:
+    """Return whether `module` multiplies by a weight, or looks up its rows. A router's weight is never rounded."""
+    return (isinstance(module, nn.Linear | nn.Embedding) and not is_router(module)) or is_conv1d(module)
+
+
+def is_router(module: nn.Module) -> bool:
+    """Return whether `module` chooses experts; some routers are linear layers with a forward of their own."""
+    return type(module).__name__.endswith(("Router", "Gate"))
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Return whether `module` is GPT-2's linear layer, whose weight is [inputs, outputs]."""
+    return type(module).__name__ == "Conv1D"
+
+
+def _stored_as(module: nn.Module, weight: Tensor) -> Tensor:
+    """Return `weight` [N, K] as `module` has it."""
+    return weight.T.contiguous() if is_conv1d(module) else weight
+
+
 def is_experts(module: nn.Module) -> bool:
     """Return whether `module` has the experts of a MoE layer, whose weights transformers stores in one tensor for
     all."""
     return type(module).__name__.endswith("Experts")
+
+
+def weighs_inputs(experts: nn.Module) -> bool:
+    """Return whether these experts get every token times its weight, as Llama 4's. Others have transformers' switch
+    between implementations."""
+    return not hasattr(experts, "is_transposed")
+
+
+def _weighing_experts(module: Any, rounds: RoundRows | None, x: Tensor) -> Tensor:
+    """Compute experts that each get all tokens: `x` [E * T, hidden], in the order of experts -> the same shape."""
+    results = []
+    for expert, rows in enumerate(x.view(len(module.gate_up_proj), -1, x.shape[-1])):
+        gate, up = (_rounded_rows(rows, rounds) @ module.gate_up_proj[expert]).chunk(2, dim=-1)
+        inner = (module.act_fn(gate) * up).to(x.dtype)
+        results.append(_rounded_rows(inner, rounds) @ module.down_proj[expert])
+    return torch.cat(results).to(x.dtype)
 
 
 def _experts(module: Any, rounds: RoundRows | None, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
@@ -353,9 +394,9 @@ def _rounded_rows(rows: Tensor, rounds: RoundRows | None) -> Tensor:
     return values.float() * scales.view(len(rows), -1)
 
 
-def _matmul(module: nn.Linear, x: Tensor, rounds: RoundRows | None) -> Tensor:
+def _matmul(module: Any, x: Tensor, rounds: RoundRows | None) -> Tensor:
     rows = _rounded_rows(x.flatten(0, -2), rounds)
-    y = rows @ module.weight.T
+    y = rows @ (module.weight if is_conv1d(module) else module.weight.T)
     if module.bias is not None:
         y = y + module.bias.float()
     return y.unflatten(0, x.shape[:-1]).to(x.dtype)

@@ -18,9 +18,11 @@ from oarlock.workers.layers.attention_spec import SelfAttentionSpec
 from oarlock.workers.layers.decoder_spec import BranchSpec, DecoderSpec, SublayerSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec
 from oarlock.workers.layers.gated_mlp_spec import GatedMLPSpec
+from oarlock.workers.layers.mlp_spec import MLPSpec
 from oarlock.workers.layers.sharding import shard_vocab
 from oarlock.workers.layers.tensor_spec import Computation, Tap
 from oarlock.workers.quantization.formats.weight_format import Arithmetic
+from oarlock.workers.quantization.matmul import PLAIN_ACTIVATIONS
 from oarlock.workers.verify.compare import (
     ColumnRange,
     Recorded,
@@ -185,13 +187,14 @@ def _cause(fault: _Fault) -> str:
             case "embedding":
                 return _embedding(fault)
             case "final_norm":
-                return "model.norm.weight, or the final norm itself"
+                return "model.norm.weight, or the final norm itself" if fault.spec.norm.weight else "the final norm"
             case _:
                 return _logits(fault)
     tap, branch = found.tap, found.branch
     match tap.computation:
         case Computation.NORM:
-            return f"{fault.module}.{tap.module}: its weight, or the norm itself"
+            parts = "its weight, or the norm itself" if fault.spec.norm.weight else "the norm itself"
+            return f"{fault.module}.{tap.module}: {parts}"
         case Computation.RESIDUAL:
             return _residual(fault, branch)
         case Computation.PROJECTION:
@@ -202,6 +205,8 @@ def _cause(fault: _Fault) -> str:
             return _attention(fault, branch.sublayer)
         case Computation.GATED:
             return _gated(fault, branch.sublayer)
+        case Computation.ACTIVATED:
+            return _activated(fault, branch.sublayer)
         case Computation.SUM:
             return _row_parallel(fault, branch, tap)
         case Computation.LOGITS:
@@ -214,10 +219,21 @@ def _cause(fault: _Fault) -> str:
 
 def _embedding(fault: _Fault) -> str:
     """Find the wrong rows of the table, and so the ranks, from the ids of the wrong tokens."""
+    if fault.spec.positions is not None and _is_by_position(fault):
+        return "model.embed_positions.weight: its rows, the row of position 0, or their addition to the embedding"
     tokens = [token for sequence in Text.read(fault.folder).inputs() for token in sequence]
     local = shard_vocab(fault.spec.vocab_size, 0, fault.size)[1]
     owners = {token // local for token, wrong in zip(tokens, fault.wrong_tokens().tolist(), strict=True) if wrong}
     return f"model.embed_tokens.weight: the rows of {_ranks(tuple(sorted(owners)))}, or the all-reduce after it"
+
+
+def _is_by_position(fault: _Fault) -> bool:
+    """Return whether different tokens at one position have the same error, of positions that several prompts have."""
+    positions, _ = _positions(fault.folder)
+    error, counts = fault.error(fault.row.wrong_ranks[0]), positions.bincount()
+    sums = error.new_zeros(len(counts), error.shape[1]).index_add_(0, positions, error)
+    means, is_shared = (sums / counts.unsqueeze(1))[positions], counts[positions] > 1
+    return bool((error - means)[is_shared].norm() < _CLOSE * means[is_shared].norm())
 
 
 def _projection(fault: _Fault, branch: BranchSpec, tap: Tap) -> str:
@@ -270,22 +286,45 @@ def _rotation(fault: _Fault, attention: SublayerSpec, tap: Tap) -> str:
     letter = fault.row.tensor[0]
     positions, _ = _positions(fault.folder)
     at_start = bool(fault.wrong_tokens()[positions == 0].any())
+    if letter == "q" and attention.query_scale is not None and (factors := _wrong_query_scale(fault)):
+        return f"query scale of layer {fault.row.layer} on {fault.ranks} (queries are {factors} times the right ones)"
     if tap.module and at_start:
         normed = "rows" if attention.norms_rows else "heads"
         return f"{fault.module}.{attention.module}.{tap.module}: its weight, or the norm of {normed} itself"
+    if attention.clip_qkv is not None and at_start:
+        limit = f"its limit of {attention.clip_qkv:g}, or the rotary embedding"
+        return f"{letter} of layer {fault.row.layer} on {fault.ranks}: {limit}"
     if attention.rope is None:
         return f"{letter} of layer {fault.row.layer} on {fault.ranks}: rotated, in a layer without rotary embedding"
     but = "even at position 0" if at_start else "position 0, which is not rotated, is right"
     return f"rotary embedding of {letter} in layer {fault.row.layer} on {fault.ranks} ({but})"
 
 
+def _wrong_query_scale(fault: _Fault) -> str:
+    """Return the range of factors if every wrong query is a multiple of the right one, which a wrong query scale would
+    cause; else an empty text."""
+    factors = []
+    for rank in fault.row.wrong_ranks:
+        truth = fault.truth(rank)
+        ours = fault.ours(rank)[:, : truth.shape[1]]
+        factor = (ours * truth).sum(1, keepdim=True) / truth.square().sum(1, keepdim=True)  # [T, 1]
+        if not (ours - factor * truth).norm() < _CLOSE * (ours - truth).norm():
+            return ""
+        factors.append(factor)
+    found = torch.cat(factors)
+    return f"{found.min():.2g} to {found.max():.2g}"
+
+
 def _attention(fault: _Fault, attention: SublayerSpec) -> str:
     assert isinstance(attention, SelfAttentionSpec)
     where = f"attention of layer {fault.row.layer} on {fault.ranks}"
     positions, generated = _positions(fault.folder)
-    wrong, window = fault.wrong_tokens(), attention.window
+    wrong, window = fault.wrong_tokens(), attention.span
+    if attention.output_gate and (gate := _wrong_gate(fault)):
+        return f"{where}: the gate on its result {gate}"
     if window is not None and not bool(wrong[positions < window].any()):
-        return f"{where}: the sliding window of {window} tokens (only later tokens are wrong)"
+        what = "sliding window" if attention.chunk is None else "chunks"
+        return f"{where}: the {what} of {window} tokens (only later tokens are wrong)"
     if bool(generated.any()) and not bool(wrong[~generated].any()):
         return f"{where}: reading KV pages back (prompts are right, the tokens generated after them are not)"
     if attention.sinks and (heads := _heads_of_wrong_sinks(fault)):
@@ -298,6 +337,16 @@ def _attention(fault: _Fault, attention: SublayerSpec) -> str:
             f"{where}: scale, softcap, mask or the order of KV pages (a first token, which sees itself only, is right)"
         )
     return f"{where}: which KV head a query head reads, or the values in the KV pages"
+
+
+def _wrong_gate(fault: _Fault) -> str:
+    """Describe a gate that is left out or not a sigmoid; an empty text if neither explains the values."""
+    rank = fault.row.wrong_ranks[0]
+    truth, gate = fault.truth(rank), fault.truth(rank, f"{fault.row.layer}.attention_gate")
+    ours, ungated = fault.ours(rank)[:, : truth.shape[1]], truth / torch.sigmoid(gate)
+    if _distance(ours, ungated) < _CLOSE:
+        return "is left out"
+    return "is not a sigmoid of the projection" if _distance(ours, ungated * gate) < _CLOSE else ""
 
 
 def _heads_of_wrong_sinks(fault: _Fault) -> list[int]:
@@ -412,12 +461,13 @@ def _expert(fault: _Fault, branch: BranchSpec, spec: ExpertsSpec, expert: int, t
             fault.dequantised.weight(f"{module}.{other}.{part}_proj").double() for part in ("gate", "up", "down")
         )
         act = F.silu if spec.activation == "silu" else partial(F.gelu, approximate="tanh")
-        return (act(x @ gate.T) * (x @ up.T)) @ down.T
+        rows = x * weight if spec.weighs_inputs else x
+        return (act(rows @ gate.T) * (rows @ up.T)) @ down.T
 
     if spec.bias or spec.activation == "clamped_swiglu":
         return f"{expert}"
     right = result(expert)
-    found = fault.error(rank)[tokens] / weight + right
+    found = fault.error(rank)[tokens] / (1.0 if spec.weighs_inputs else weight) + right
     for other in range(spec.experts):
         if other != expert and _distance(found, result(other)) < _CLOSE:
             return f"{expert} (it has the values of expert {other})"
@@ -434,6 +484,26 @@ def _gated(fault: _Fault, mlp: SublayerSpec) -> str:
     if all(_gate_is_right(fault, rank, mlp.activation) for rank in fault.row.wrong_ranks):
         return f"{prefix}.up_proj.weight: {rows}"
     return f"{prefix}.gate_proj.weight: {rows}, or the activation ({mlp.activation})"
+
+
+def _activated(fault: _Fault, mlp: SublayerSpec) -> str:
+    """Describe a wrong result of an MLP's first linear layer and its activation. Another activation of the right
+    projection is recognised by its values."""
+    assert isinstance(mlp, MLPSpec)
+    name = f"{fault.module}.{mlp.module}.up_proj"
+    projected = f"{fault.row.layer}.{next(tap.name for tap in mlp.taps if tap.module == 'up_proj')}"
+
+    def distance(activation: str) -> float:
+        """Return the largest distance, over the wrong ranks, from this activation of the right projection."""
+        function = PLAIN_ACTIVATIONS[activation]
+        ranks = fault.row.wrong_ranks
+        return max(_distance(fault.ours(rank), function(fault.truth(rank, projected))) for rank in ranks)
+
+    nearest = min(PLAIN_ACTIVATIONS, key=distance)
+    if nearest != mlp.activation and distance(nearest) < _CLOSE * distance(mlp.activation):
+        return f"{name}: the activation on {fault.ranks} is {nearest}, not {mlp.activation}"
+    parameters = "weight or bias" if mlp.bias else "weight"
+    return f"{name}.{parameters}: the rows of {fault.ranks}, or the activation ({mlp.activation})"
 
 
 def _gate_is_right(fault: _Fault, rank: int, activation: str) -> bool:
@@ -454,6 +524,8 @@ _ODD: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def _logits(fault: _Fault) -> str:
+    if fault.spec.head_bias and fault.is_constant():
+        return f"lm_head.bias: the rows of {fault.ranks} (the error is the same for every token)"
     head = "model.embed_tokens.weight (tied head)" if fault.spec.tie_word_embeddings else "lm_head.weight"
     text = f"{head}: the rows of {fault.ranks}"
     shards = [fault.truth(rank) for rank in range(fault.size)]

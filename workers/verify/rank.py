@@ -155,12 +155,14 @@ class RecordingDecoder:
         embedding            [T, hidden]     input of the first layer: summed over ranks, and scaled (Gemma)
         {i}.input_norm       [T, hidden]     input of the projections, if there is a norm before them
         {i}.q {i}.k {i}.v    [T, H or K, D]  after the projection, bias included
-        {i}.q_rope {i}.k_rope                after the norm of heads or rows, and rotation: as attended, as cached
-        {i}.attention        [T, H, D]       input of o_proj
+        {i}.attention_gate   [T, H, D]       projection whose sigmoid multiplies attention's result
+        {i}.q_rope {i}.k_rope                after norms, rotation and query scale: as attended, as cached
+        {i}.attention        [T, H, D]       input of o_proj, after the gate if there is one
         {i}.o_proj           [T, hidden]     summed over ranks, before any norm and before the residual is added
         {i}.mid_residual     [T, hidden]     after the attention half, unless the MLP is parallel to it
         {i}.mlp_norm         [T, hidden]     input of the MLP, if it has its own norm
         {i}.gate_up          [T, I]          activation(gate) * up
+        {i}.up               [T, I]          activation(up) of an MLP without a gate
         {i}.mlp              [T, hidden]     down_proj, as o_proj
         {i}.router           [T, E]          logits of a MoE layer's router, for E experts
         {i}.routing          [T, E]          weight of each expert, 0 for experts that a token does not use
@@ -266,6 +268,11 @@ class RecordingDecoder:
             self._hook_experts(sublayer, spec, layer)
             return
         taps = [tap for tap in spec.taps if tap.is_compared]
+        fused = {part for parts in spec.fused.values() for part in parts}
+        for tap in taps:
+            if tap.computation is Computation.PROJECTION and tap.module not in fused:
+                record = partial(self._record_parts, layer, [tap])
+                self._hook(sublayer, sublayer.linear_layers[tap.module], after=record)
         for whole, parts in spec.fused.items():
             projections = [tap for tap in taps if tap.computation is Computation.PROJECTION and tap.module in parts]
             if projections:
@@ -275,7 +282,9 @@ class RecordingDecoder:
         for tap in taps:
             if tap.computation is Computation.SUM:
                 inputs = next(one for one in taps if one.is_input and one.module == tap.module)
-                taken = f"{layer}.{inputs.name}" if inputs.computation is Computation.GATED else None
+                # The attention backend records the input of the output projection, unless a gate changes it.
+                is_recorded = inputs.computation is Computation.ATTENTION and sublayer.gate is None
+                taken = None if is_recorded else f"{layer}.{inputs.name}"
                 self._hook_row_parallel(sublayer, sublayer.linear_layers[tap.module], f"{layer}.{tap.name}", taken)
             elif tap.computation is Computation.GATED and self._diagnostics:
                 (whole,) = spec.fused

@@ -17,11 +17,19 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import transformers
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    Emu3ForCausalLM,
+    Emu3TextConfig,
+    PreTrainedModel,
+)
 from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
 from transformers.utils import logging as transformers_logging
 
@@ -31,6 +39,7 @@ from oarlock.workers.layers.decoder_spec import DecoderSpec, SublayerSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec
 from oarlock.workers.layers.tensor_spec import Computation, Tap
 from oarlock.workers.model_files.gguf_model import gguf_file
+from oarlock.workers.model_files.tensor_names import NO_NAMES, Blocks, TensorNames
 from oarlock.workers.models.registry import read_spec
 from oarlock.workers.quantization.registry import QUANTIZATIONS
 from oarlock.workers.verify.compare import dense_routing, file_of, taps_of
@@ -40,11 +49,20 @@ from oarlock.workers.verify.dequantised_reference import (
     RoundingLoss,
     WrittenOut,
     dequantised_weights,
+    is_conv1d,
     is_experts,
+    is_product,
+    is_router,
+    weighs_inputs,
 )
 from oarlock.workers.verify.request import Text, VerifyRequest
+from oarlock.workers.verify.transformers_layout import TransformersLayout
 
-_PRODUCTS = (nn.Linear, nn.Embedding)
+# A text model that transformers saves with settings that its automatic class does not know.
+AutoModelForCausalLM.register(Emu3TextConfig, Emu3ForCausalLM, exist_ok=True)
+# Modules that convert their inputs to float32, whatever their dtype is.
+_COMPUTE_IN_FLOAT32 = ("Llama4TextAttention",)
+_WIDENED_ELSEWHERE = {"sinks", "expert_bias"}  # parameters that `exact_attention` and routers widen
 _ROWS = 8192  # rows of a weight that are widened to float64 at once
 
 ReportLine = Callable[[str], None]
@@ -68,9 +86,11 @@ def record_reference(request: VerifyRequest, folder: Path, report_line: ReportLi
         truth = _record(model, spec, text, theirs, request, folder, report_line)
         if quantised and quantised.was_dense:
             report_line("every layer in float64, with the weights as they are stored")
-            with quantised.as_it_was(), in_float64(model):
+            with quantised.as_it_was(), in_float64(model, spec.names):
                 before = _run(model, spec, text, torch.float64)
-            _loss(quantised.errors(model.model.layers), truth, before).write(folder)
+            modules = modules_by_name(model, spec.names)
+            layers = [modules[f"model.layers.{index}"] for index in range(spec.num_layers)]
+            _loss(quantised.errors(layers), truth, before).write(folder)
     return text
 
 
@@ -83,17 +103,40 @@ def load_for(request: VerifyRequest, dtype: torch.dtype) -> tuple[PreTrainedMode
     dequantised = dequantised_weights(path, request.quantization, dtype)
     if request.dequantize:
         dequantised = WrittenOut(dequantised, dtype)
+    layout = TransformersLayout(dequantised, read_spec(request.model).names)
     if is_dense:
         model = load_model(request.model, request.dtype, request.device)
     else:
         model = _unfilled_model(request.model, dtype)
-        linear_layers = {f"{name}.weight" for name, part in model.named_modules() if isinstance(part, _PRODUCTS)}
+        linear_layers = {f"{name}.weight" for name, part in model.named_modules() if is_product(part)}
         experts = [name for name, part in model.named_modules() if is_experts(part)]
         linear_layers |= {f"{name}.{part}_proj" for name in experts for part in ("gate_up", "down")}
         for name, parameter in model.named_parameters():
             if name not in linear_layers:
-                parameter.data = dequantised.other(name).to(dtype)
-    return model, DequantisedModel(model, dequantised, dtype, was_dense=is_dense, device=request.device)
+                parameter.data = layout.other(name).to(dtype)
+        stored = model.state_dict().keys()
+        for name, buffer in model.named_buffers():
+            if name in stored:  # corrections of routers
+                buffer.copy_(layout.other(name).view_as(buffer))
+    return model, DequantisedModel(model, layout, dtype, was_dense=is_dense, device=request.device)
+
+
+def model_class(spec: DecoderSpec) -> Any:
+    """Return transformers' class of the model: for a multimodal model the whole of it, which computes text alike."""
+    return AutoModelForCausalLM if spec.wrapper is None else getattr(transformers, spec.wrapper)
+
+
+def text_part(model: PreTrainedModel, spec: DecoderSpec) -> PreTrainedModel:
+    """Remove the modules and parameters of a wrapper that text does not use, such as those for images."""
+    if spec.wrapper is None:
+        return model
+    names = spec.names
+    everything = [name for of in (model.named_modules(), model.named_parameters()) for name, _ in of]
+    for name in (one for one in everything if names.rename(one) is None):
+        above, _, last = name.rpartition(".")
+        if names.rename(above) is not None:  # otherwise it is removed with the module around it
+            delattr(model.get_submodule(above), last)
+    return model
 
 
 def _unfilled_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
@@ -102,6 +145,9 @@ def _unfilled_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
     for key in ("quantization_config", "compression_config"):
         if hasattr(config, key):
             delattr(config, key)
+    spec = read_spec(path)
+    if spec.wrapper is not None:
+        return text_part(model_class(spec)._from_config(config, dtype=dtype), spec).eval()
     return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
@@ -109,8 +155,9 @@ def load_model(path: str, dtype: str, device: str) -> PreTrainedModel:
     """Return the model as a user of transformers gets it, in evaluation mode."""
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), local_files_only=True)
-    return model.to("cuda:0" if device == "cuda" else "cpu").eval()
+    spec = read_spec(path)
+    model = model_class(spec).from_pretrained(path, dtype=getattr(torch, dtype), local_files_only=True)
+    return text_part(model, spec).to("cuda:0" if device == "cuda" else "cpu").eval()
 
 
 def generate(model: PreTrainedModel, request: VerifyRequest, report_line: ReportLine) -> Text:
@@ -142,7 +189,7 @@ def _record(
     """Run the text in float64, write the result and the errors of `theirs`, and return the result."""
     truth_dtype = torch.float64 if request.dtype == "float32" else torch.float32
     report_line("every layer in float64")
-    with in_float64(model):
+    with in_float64(model, spec.names):
         truth = _run(model, spec, text, truth_dtype)
     report_line("writing its tensors")
     files: dict[str, list[str]] = {}
@@ -183,6 +230,12 @@ def _run(model: PreTrainedModel, spec: DecoderSpec, text: Text, keep: torch.dtyp
         recorder.close()
 
 
+def modules_by_name(model: nn.Module, names: TensorNames) -> dict[str, nn.Module]:
+    """Return the modules of a transformers model by the names that our modules have."""
+    renamed = ((names.rename(name), module) for name, module in model.named_modules())
+    return {name: module for name, module in renamed if name is not None}
+
+
 class TransformersRecorder:
     """Hooks on a transformers model that keep all tensors of `compare.taps_of`, and the tensors before and after the
     layers, as [T, columns].
@@ -198,12 +251,14 @@ class TransformersRecorder:
         self._keep = keep
         self._parts: dict[str, list[Tensor]] = {}
         self._handles: list[Any] = []
+        self._replaced: list[Any] = []  # modules of attention with a function of their own
         self._usual_attention = usual = model.config._attn_implementation
-        inner: Any = model.model  # the decoder inside a model with a head
-        self._after(inner.norm, "final_norm")
-        self._before(inner.layers[0], "embedding")
-        for index, layer in enumerate(inner.layers):
-            self._hook_layer(index, layer)
+        self._modules = modules_by_name(model, spec.names)
+        self._after(self._modules["model.norm"], "final_norm")
+        self._before(self._modules["model.layers.0"], "embedding")
+        for index in range(spec.num_layers):
+            self._hook_layer(index)
+            self._replace_own_attention(index)
         name = f"oarlock_{usual}"
         AttentionInterface.register(name, self._attend)
         AttentionMaskInterface.register(name, sdpa_mask if usual == "sdpa" else eager_mask)
@@ -219,6 +274,8 @@ class TransformersRecorder:
         """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
+        for module in self._replaced:
+            del module._attn
         self._model.set_attn_implementation(self._usual_attention)
 
     def record(self, name: str, value: Tensor) -> None:
@@ -226,54 +283,69 @@ class TransformersRecorder:
         rows = value.detach() if value.dim() == 2 else value.detach()[0]
         self._parts.setdefault(name, []).append(rows.reshape(rows.shape[0], -1).to(self._keep, copy=True).cpu())
 
-    def _hook_layer(self, index: int, layer: Any) -> None:
-        shape = self._spec.layers[index]
+    def _hook_layer(self, index: int) -> None:
+        shape, layer = self._spec.layers[index], f"model.layers.{index}"
         for number, one in enumerate(taps := taps_of(shape)):
             name, branch = f"{index}.{one.tap.name}", one.branch
             if one.tap.computation is Computation.NORM:
-                self._after(getattr(layer, one.tap.module), name)
+                self._after(self._modules[f"{layer}.{one.tap.module}"], name)
             elif one.tap.computation is Computation.RESIDUAL:
                 if number == len(taps) - 1:
-                    self._after(layer, name)
+                    self._after(self._modules[layer], name)
                 else:
                     following = taps[number + 1].branch
-                    self._before(getattr(layer, following.norm or following.sublayer.module), name)
+                    self._before(self._modules[f"{layer}.{following.norm or following.sublayer.module}"], name)
             elif isinstance(branch.sublayer, ExpertsSpec):
                 self._hook_experts(name, layer, branch.sublayer, one.tap)
             elif (
                 one.tap.computation is not Computation.ROTATION
             ):  # rotated tensors are arguments of the attention function
-                self._hook_sublayer(index, getattr(layer, branch.sublayer.module), branch.sublayer, one.tap)
+                self._hook_sublayer(name, f"{layer}.{branch.sublayer.module}", branch.sublayer, one.tap)
 
-    def _hook_sublayer(self, index: int, module: Any, spec: SublayerSpec, tap: Tap) -> None:
-        """Register a hook for a tensor of `module`, the sublayer in transformers, whose matmuls may be fused."""
-        name = f"{index}.{tap.name}"
-        if hasattr(module, tap.module):
+    def _hook_sublayer(self, name: str, module: str, spec: SublayerSpec, tap: Tap) -> None:
+        """Register a hook for a tensor of the sublayer `module`, whose matmuls may be fused in transformers."""
+        if f"{module}.{tap.module}" in self._modules:
             hook = self._before if tap.is_input else self._after
-            hook(getattr(module, tap.module), name)
+            hook(self._modules[f"{module}.{tap.module}"], name)
             return
         fused = next(whole for whole, parts in spec.fused.items() if tap.module in parts)
-        rows = {tensor.name: tensor.shape[0] for tensor in spec.tensors(self._spec.hidden_size)}
-        start = 0
-        for part in spec.fused[fused]:
-            if part == tap.module:
-                break
-            start += rows[f"{part}.weight"]
-        self._after(getattr(module, fused), name, slice(start, start + rows[f"{tap.module}.weight"]))
+        blocks = self._spec.names.blocks_of(f"{module}.{fused}")
+        if blocks is None:
+            rows = {tensor.name: tensor.shape[0] for tensor in spec.tensors(self._spec.hidden_size)}
+            parts = spec.fused[fused]
+            blocks = Blocks(parts, tuple(rows[f"{part}.weight"] for part in parts), 1)
+        self._after(self._modules[f"{module}.{fused}"], name, blocks.rows_of(tap.module))
 
-    def _hook_experts(self, name: str, layer: Any, spec: ExpertsSpec, tap: Tap) -> None:
+    def _hook_experts(self, name: str, layer: str, spec: ExpertsSpec, tap: Tap) -> None:
         """Register a hook for a tensor of the experts of `layer`, which may have a shared expert next to the others."""
-        sublayer = getattr(layer, spec.module)
-        part = getattr(sublayer, tap.module, None) or getattr(layer, tap.module)
+        inside = f"{layer}.{spec.module}"
+        part = self._modules.get(f"{inside}.{tap.module}") or self._modules[f"{layer}.{tap.module}"]
+        if spec.weighs_inputs and tap.name != "shared":
+            self._hook_weighing_experts(name, part, spec, tap)
+            return
         if tap.computation is not Computation.ROUTING:
             self._after(part, name)
             gate = spec.shared.gate if spec.shared is not None and tap.name == "shared" else None
             if gate is not None:  # called after the expert that it scales
-                self._handles.append(getattr(sublayer, gate).register_forward_hook(partial(self._scale, name)))
+                self._handles.append(
+                    self._modules[f"{inside}.{gate}"].register_forward_hook(partial(self._scale, name))
+                )
             return
 
         def hook(module: nn.Module, args: tuple[Any, ...], result: tuple[Tensor, Tensor, Tensor]) -> None:
             self.record(name, dense_routing(result[2], result[1], spec.experts))
+
+        self._handles.append(part.register_forward_hook(hook))
+
+    def _hook_weighing_experts(self, name: str, part: nn.Module, spec: ExpertsSpec, tap: Tap) -> None:
+        """Register a hook for experts that get every token times its weight (Llama 4), or for their router, which
+        returns the weights of all experts, then the logits."""
+
+        def hook(module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
+            if tap.computation is Computation.EXPERTS:
+                self.record(name, result.view(spec.experts, -1, result.shape[-1]).sum(0))
+            else:
+                self.record(name, result[tap.computation is Computation.LOGITS])
 
         self._handles.append(part.register_forward_hook(hook))
 
@@ -288,17 +360,37 @@ class TransformersRecorder:
 
         self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
 
-    def _after(self, module: nn.Module, name: str, columns: slice = slice(None)) -> None:
+    def _after(self, module: nn.Module, name: str, columns: list[int] | slice = slice(None)) -> None:
         def hook(module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
             self.record(name, (result[0] if isinstance(result, tuple) else result)[..., columns])
 
         self._handles.append(module.register_forward_hook(hook))
 
+    def _replace_own_attention(self, index: int) -> None:
+        """Record the queries and keys of a layer that computes attention in its own method `_attn`, in float32: older
+        families of transformers call no attention function. In float64 the method computes in float64."""
+        module: Any = self._modules[f"model.layers.{index}.self_attn"]
+        usual = getattr(module, "_attn", None)
+        if usual is None:
+            return
+
+        def attend(query: Tensor, key: Tensor, *others: Any, **named: Any) -> Any:
+            self.record(f"{index}.q_rope", query.transpose(1, 2))
+            self.record(f"{index}.k_rope", key.transpose(1, 2))
+            with _Widened() if query.dtype == torch.float64 else nullcontext():
+                return usual(query, key, *others, **named)
+
+        module._attn = attend
+        self._replaced.append(module)
+
     def _attend(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **named: Any
     ) -> tuple[Tensor, None]:
         """Call the model's usual attention, or `exact_attention` in float64; `query` [1, H, T, D]."""
-        self.record(f"{module.layer_idx}.q_rope", query.transpose(1, 2))
+        rows = query.transpose(1, 2)
+        if named.get("scaling") == 1.0:  # OPT has scaled its queries already
+            rows = rows / self._spec.layers[module.layer_idx].attention.scale
+        self.record(f"{module.layer_idx}.q_rope", rows)
         self.record(f"{module.layer_idx}.k_rope", key.transpose(1, 2))
         if query.dtype == torch.float64:
             scale = named.get("scaling") or query.shape[-1] ** -0.5
@@ -312,16 +404,18 @@ class TransformersRecorder:
 
 
 @contextmanager
-def in_float64(model: nn.Module) -> Generator[None]:
+def in_float64(model: nn.Module, names: TensorNames = NO_NAMES) -> Generator[None]:
     """Make `model` compute in float64 on its own weights, within the context. Attention needs `exact_attention` too.
+
+    `names`: its modules by name; those that are ignored, such as a tower for images, stay as they are.
 
     Each module widens its weight while it computes, a block of rows at a time, so that no second copy of the model has
     to fit. Norms, which transformers computes in float32 for any dtype of the model, are written out. Only cos and sin
     stay in float32: they are part of the model's definition.
     """
     changed = []
-    for module in model.modules():
-        forward = _exact_forward(module)
+    for name, module in model.named_modules():
+        forward = None if names.rename(name) is None else _exact_forward(module)
         if forward is not None:
             module.forward = forward
             changed.append(module)
@@ -349,15 +443,30 @@ class _WithoutHooks(nn.Module):
         super().__init__()
         self.inner = inner
 
-    def forward(self, x: Tensor) -> Any:
-        return type(self.inner).forward(self.inner, x)
+    def forward(self, *args: Any) -> Any:
+        return type(self.inner).forward(self.inner, *args)
 
 
-def _exact_router(module: nn.Module, x: Tensor) -> Any:
-    """Call the router's own forward, on its weights in float64."""
+def _own_forward(module: nn.Module, *args: Any) -> Any:
+    """Call the module's own forward, on its weights in float64."""
     plain = _WithoutHooks(module)
     with _Widened():
-        return functional_call(plain, {name: each.double() for name, each in plain.named_parameters()}, (x,))
+        return functional_call(plain, {name: each.double() for name, each in plain.named_parameters()}, args)
+
+
+def _widened(module: nn.Module, *args: Any, **named: Any) -> Any:
+    """Call the module's own forward with float64 in place of float32."""
+    with _Widened():
+        return type(module).forward(module, *args, **named)
+
+
+def _exact_weighing_experts(module: Any, x: Tensor) -> Tensor:
+    """Compute experts that each get all tokens: `x` [E * T, hidden], in the order of experts -> the same shape."""
+    results = []
+    for expert, rows in enumerate(x.view(len(module.gate_up_proj), -1, x.shape[-1])):
+        gate, up = (rows @ module.gate_up_proj[expert].double()).chunk(2, dim=-1)
+        results.append((module.act_fn(gate) * up) @ module.down_proj[expert].double())
+    return torch.cat(results)
 
 
 def _exact_experts(module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
@@ -381,19 +490,23 @@ def _exact_experts(module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tens
 def _exact_forward(module: nn.Module) -> Callable[..., Any] | None:
     """Return the float64 version of a module with weights; None for a module without weights, which computes in the
     dtype of its inputs."""
-    if isinstance(module, nn.Linear):
+    if is_router(module):  # some are linear layers with a forward of their own
+        return partial(_own_forward, module)
+    if type(module).__name__ in _COMPUTE_IN_FLOAT32 or hasattr(module, "enable_moe_fp32_combine"):
+        return partial(_widened, module)
+    if isinstance(module, nn.Linear) or is_conv1d(module):
         return lambda x: _linear(module, x)
+    if isinstance(module, nn.Embedding) and type(module).__name__.endswith("PositionalEmbedding"):
+        return lambda *args, **named: type(module).forward(module, *args, **named).double()
     if isinstance(module, nn.Embedding):
         scale = 1.0
         if hasattr(module, "embed_scale"):  # Gemma rounds its scale to the dtype, as part of the model's definition
             scale = torch.as_tensor(module.embed_scale).to(module.weight.dtype).item()
         return lambda ids: F.embedding(ids, module.weight).double() * scale
-    if type(module).__name__.endswith("Router"):
-        return partial(_exact_router, module)
     if is_experts(module):
-        return partial(_exact_experts, module)
-    if type(module).__name__.endswith("LayerNorm"):
-        return lambda x: _norm(module, x - x.mean(-1, keepdim=True), 0.0)
+        return partial(_exact_weighing_experts if weighs_inputs(module) else _exact_experts, module)
+    if "LayerNorm" in type(module).__name__:
+        return partial(_own_forward, module)
     if type(module).__name__.endswith("RMSNorm"):
         weight: Any = module.weight
         scaled = module(
@@ -403,14 +516,14 @@ def _exact_forward(module: nn.Module) -> Callable[..., Any] | None:
         return lambda x: _norm(module, x, offset)
     if type(module).__name__.endswith("MoeStatics"):  # part of a router, which widens it
         return None
-    if {name for name, _ in module.named_parameters(recurse=False)} - {"sinks"}:  # `exact_attention` widens the sinks
+    if {name for name, _ in module.named_parameters(recurse=False)} - _WIDENED_ELSEWHERE:
         raise NotImplementedError(f"no float64 form of {type(module).__name__} is known")
     return None
 
 
-def _linear(module: nn.Linear, x: Tensor) -> Tensor:
+def _linear(module: Any, x: Tensor) -> Tensor:
     bias = None if module.bias is None else module.bias.double().split(_ROWS)
-    blocks = module.weight.split(_ROWS)
+    blocks = (module.weight.T if is_conv1d(module) else module.weight).split(_ROWS)
     parts = [F.linear(x, block.double(), None if bias is None else bias[i]) for i, block in enumerate(blocks)]
     return torch.cat(parts, dim=-1)
 
@@ -447,7 +560,7 @@ def exact_attention(
     if sinks is not None:
         of_heads = sinks.double()[None, :, None, None].expand(*scores.shape[:3], 1)
         scores = torch.cat((scores, of_heads), dim=-1)  # [1, H, T, N + 1]
-    return (scores.softmax(dim=-1)[..., : value.shape[2]] @ value).transpose(1, 2)
+    return (scores.softmax(dim=-1)[..., : value.shape[2]] @ value).transpose(1, 2).contiguous()
 
 
 def main(argv: list[str]) -> int:

@@ -12,6 +12,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -118,10 +119,11 @@ _DTYPES = {
 class _Piece:
     """Rows of a tensor's slice that a thread is reading."""
 
-    def __init__(self, first_row: int, part: Tensor, stored: Tensor, done: "Future[None]") -> None:
+    def __init__(self, first_row: int, part: Tensor, stored: Callable[[], Tensor] | None, done: "Future[None]") -> None:
         self.first_row = first_row  # index in the whole tensor, of the first column if it is stored transposed
         self.part = part  # destination in the rank's memory
-        self.stored = stored  # the same elements as in the file; `part` itself if nothing is converted
+        # Returns the same elements as in the file, after `done`; None if `part` has them because nothing is converted.
+        self.stored = stored
         self.done = done
 
 
@@ -215,23 +217,28 @@ class WeightReader(CheckpointReader):
                 f"{found.path}: tensor {name!r} is {found.entry.dtype}, which is not supported.",
                 "Use the model's bfloat16, float16 or float32 checkpoint.",
             )
-        along, step = (1, 1) if found.transposed else (0, found.step)  # dimension of the file's rows in the tensor
+        # Dimension of the file's rows in the tensor; rows that are read together, and rows of the tensor among them.
+        along, step, block = (1, 1, 1) if found.transposed else (0, found.step, found.block)
         is_whole_rows = dim == along or into.shape[dim] == found.entry.shape[dim]
         # A copy to another device, to another dtype, of partial rows or in another order passes through a buffer.
         is_as_stored = is_whole_rows and found.is_plain and into.dtype == dtype
         is_direct = is_as_stored and into.device.type == "cpu" and into.is_contiguous()
-        row_bytes = (found.entry.end - begin) // shape[0] * step
-        rows_at_once = max(1, CHUNK_BYTES // row_bytes)
-        first, count = (start, into.shape[dim]) if dim == along else (0, shape[0] // step)
-        for number, offset in enumerate(range(0, count, rows_at_once)):
-            rows = min(rows_at_once, count - offset)
-            part = target = into.narrow(along, offset, rows)
+        group_bytes = (found.entry.end - begin) // shape[0] * step
+        groups_at_once = max(1, CHUNK_BYTES // group_bytes)
+        first, count = (start, into.shape[dim]) if dim == along else (0, shape[0] // step * block)
+        # Groups of which at least one row is wanted: those at the ends may be read for a part of their rows.
+        groups = range(first // block, -(-(first + count) // block))
+        for number, group in enumerate(groups[::groups_at_once]):
+            held = min(groups_at_once, groups.stop - group)
+            rows = range(max(first, group * block), min(first + count, (group + held) * block))
+            part = target = into.narrow(along, rows.start - first, len(rows))
             if not is_direct:
-                target = self._buffer(number, rows * row_bytes).view(dtype).view(rows * step, *shape[1:])
-            stored = (target.T if found.transposed else target)[found.first :: found.step]
-            stored = stored if is_whole_rows else stored.narrow(dim, start, into.shape[dim])
-            done = self._files.read(found.path, begin + (first + offset) * row_bytes, target, name)
-            yield _Piece(first + offset, part, part if is_direct else stored, done)
+                target = self._buffer(number, held * group_bytes).view(dtype).view(held * step, *shape[1:])
+            wanted = slice(rows.start - group * block, rows.stop - group * block)
+            columns = None if is_whole_rows else (dim, start, into.shape[dim])
+            stored = None if is_direct else partial(_elements, target, found, wanted, columns)
+            done = self._files.read(found.path, begin + group * group_bytes, target, name)
+            yield _Piece(rows.start, part, stored, done)
 
     def _buffer(self, number: int, size: int) -> Tensor:
         """Return the buffer, uint8 [size], of piece `number` of a tensor, whose first piece is the largest."""
@@ -242,15 +249,31 @@ class WeightReader(CheckpointReader):
     def _finish(self, name: str, found: LocatedTensor, piece: _Piece, dim: int, start: int) -> None:
         """Wait for a piece, convert it if needed, and check it."""
         piece.done.result()
-        if piece.stored is not piece.part:
-            piece.part.copy_(piece.stored)
+        stored = piece.part if piece.stored is None else piece.stored()
+        if stored is not piece.part:
+            piece.part.copy_(stored)
         if self._check_finite and (found_at := first_not_finite(piece.part)) is not None:
             first_index = [0] * piece.part.dim()
             first_index[dim] = start
             first_index[1 if found.transposed else 0] = piece.first_row
             where = [first + index for first, index in zip(first_index, found_at, strict=True)]
-            raise not_finite(name, found, float(piece.stored[found_at]), piece.part.dtype, f" at {where}")
+            raise not_finite(name, found, float(stored[found_at]), piece.part.dtype, f" at {where}")
         self._on_read()
+
+
+def _elements(read: Tensor, found: LocatedTensor, wanted: slice, narrowed: tuple[int, int, int] | None) -> Tensor:
+    """Return the tensor's elements among `read`, some rows of its file.
+
+    `wanted`: of the tensor's rows among them, unless the file has it transposed. `narrowed`: arguments of
+    `Tensor.narrow`, if only a part along the other dimension is wanted.
+    """
+    rows = read.T if found.transposed else read
+    if found.block == 1:
+        rows = rows[found.first :: found.step]
+    else:
+        rows = rows.unflatten(0, (-1, found.step))[:, found.first : found.first + found.block].flatten(0, 1)
+    rows = rows if found.transposed else rows[wanted]
+    return rows if narrowed is None else rows.narrow(*narrowed)
 
 
 def not_finite(name: str, found: LocatedTensor, value: float, dtype: torch.dtype, where: str = "") -> StartupError:

@@ -25,6 +25,7 @@ from oarlock.server.chat.tool_parsers.call_parser import (
 from oarlock.server.chat.tool_parsers.grammar import SpecialIds, ToolSchema
 
 Messages = list[dict[str, Any]]
+TOOLS_VARIABLE = "tools"  # the usual variable of a template for the tools
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,22 @@ class ToolFormat:
     calls_as_text: Callable[[str, list[dict[str, Any]]], str] | None = None
     # (messages, tools) -> messages that contain the tools and calls as text, for templates without tool support.
     write_into_messages: Callable[[Messages, list[dict[str, Any]] | None], Messages] | None = None
+    # messages -> messages with the roles and keys that its templates have instead of `tool_calls` and role `tool`.
+    own_turns: Callable[[Messages], Messages] | None = None
+    tools_variable: str = TOOLS_VARIABLE  # a template variable with another name contains bare functions
+
+    @property
+    def passes_tools(self) -> bool:
+        """Whether its templates get the tools in another way than in the usual variable."""
+        return self.write_into_messages is not None or self.tools_variable != TOOLS_VARIABLE
+
+    def passed(self, messages: Messages, tools: list[dict[str, Any]] | None) -> tuple[Messages, Any]:
+        """Return the messages, and the tools for the template's variable, as its templates get them."""
+        if self.write_into_messages is not None:
+            return self.write_into_messages(messages, tools), None
+        if tools and self.tools_variable != TOOLS_VARIABLE:
+            return messages, [tool["function"] for tool in tools]
+        return messages, tools
 
 
 class ToolParser(ABC):

@@ -1,7 +1,8 @@
 """The Hermes format, of Qwen and others: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`.
 
-`GENERIC` is the format for templates without tool support: the tools, earlier calls and their results are written into
-the text of the messages. `UNKNOWN` is for templates in an unknown format, for which calls can only be forced.
+`SMOLLM3` is the format for templates that get the tools in the variable `xml_tools`. `GENERIC` is the format for
+templates without tool support: the tools, earlier calls and their results are written into the text of the messages.
+`UNKNOWN` is for templates in an unknown format, for which calls can only be forced.
 """
 
 import json
@@ -82,7 +83,8 @@ def _plain(message: dict[str, Any]) -> dict[str, Any]:
 
 HERMES = ToolFormat(
     name="hermes",
-    models="Qwen 2.5 and 3, Hermes, Granite 4 and others",
+    models="Qwen 2.5 and 3, Hermes, Granite 4, EXAONE 4, Ernie 4.5 Thinking and others",
+    aliases=("granite4", "ernie45"),
     example='<tool_call>\n{"name": "f", "arguments": {"a": "x"}}\n</tool_call>',
     parser=HermesToolParser,
     delimiters=(START, END),
@@ -91,11 +93,13 @@ HERMES = ToolFormat(
     optional_calls=partial(grammar.text_then_calls, START),
     calls_as_text=calls_as_text,
 )
+SMOLLM3 = replace(HERMES, name="smollm3", models="SmolLM3", marks=(), aliases=(), tools_variable="xml_tools")
 GENERIC = replace(
     HERMES,
     name="generic",
     models="templates without tools: the prompt describes them as text",
     marks=(),
+    aliases=(),
     write_into_messages=write_into_messages,
 )
-UNKNOWN = replace(HERMES, name="unknown", models="all others", delimiters=(), marks=(), is_parsed=False)
+UNKNOWN = replace(HERMES, name="unknown", models="all others", delimiters=(), marks=(), aliases=(), is_parsed=False)

@@ -122,9 +122,24 @@ def _calls_as_text(content: str, calls: list[dict[str, Any]]) -> str:
     return content + TOOL_CALL + json.dumps([call["function"] for call in calls], ensure_ascii=False)
 
 
+def _granite_turns(messages: Messages) -> Messages:
+    """Return the messages with the roles of Granite 3.0's template: its own role for calls, and one for results."""
+    written: Messages = []
+    for message in messages:
+        calls = message.get("tool_calls")
+        if calls:
+            if message["content"]:
+                written.append({"role": "assistant", "content": message["content"]})
+            text = json.dumps([call["function"] for call in calls], ensure_ascii=False)
+            written.append({"role": "assistant_tool_call", "content": text})
+        else:
+            written.append({**message, "role": "tool_response"} if message["role"] == "tool" else message)
+    return written
+
+
 GRANITE = ToolFormat(
     name="granite",
-    models="Granite 3",
+    models="Granite 3.1 to 3.3",
     example='<|tool_call|>[{"name": "f", "arguments": {"a": "x"}}]',
     parser=GraniteToolParser,
     delimiters=(TOOL_CALL,),
@@ -132,6 +147,9 @@ GRANITE = ToolFormat(
     forced_calls=partial(forced_list, TOOL_CALL),
     optional_calls=partial(grammar.text_then_calls, TOOL_CALL),
     calls_as_text=_calls_as_text,
+)
+GRANITE_3_0 = replace(
+    GRANITE, name="granite_3_0", models="Granite 3.0", marks=(), calls_as_text=None, own_turns=_granite_turns
 )
 PHI4_MINI = ToolFormat(
     name="phi4_mini",

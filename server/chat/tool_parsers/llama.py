@@ -25,11 +25,22 @@ _KEYS = ("name", "parameters", "arguments", "type", "id")
 class LlamaCall(CallParser):
     """Reader of an object that may be a call. Any other object is read to its end without searching inside it."""
 
-    def __init__(self, tools: Tools, is_tagged: bool) -> None:
-        """`is_tagged`: a tag marks it as a call; without a tag, a call must have arguments."""
+    def __init__(self, tools: Tools, delimiter: str) -> None:
+        """`delimiter`: text before the object. With a tag it is a call; without a tag, a call must have arguments."""
         super().__init__(tools)
-        self._is_tagged = is_tagged
+        self._is_tagged = delimiter != _BRACE
+        self._skips = END if delimiter == START else ""  # Llama 4 may write an empty pair of tags before the object
+        self._skipped = ""
         self.is_text = False  # it is not a call
+
+    def push(self, character: str) -> list[MessageEvent]:
+        """Return the events that one character completes. Raises `NoCallError` if the text is not a call."""
+        if self._skipped != self._skips and self._skips.startswith(self._skipped + character):
+            self._skipped += character
+            return []
+        if self._skipped not in ("", self._skips):
+            raise NoCallError
+        return super().push(character)
 
     def _in_object(self, character: str) -> list[MessageEvent]:
         scanner = self._scanner
@@ -57,7 +68,7 @@ class LlamaToolParser(ToolParser):
     CLOSING = (END, _SEPARATOR)
 
     def _reader(self, delimiter: str) -> CallReader:
-        reader = LlamaCall(self._tools, delimiter != _BRACE)
+        reader = LlamaCall(self._tools, delimiter)
         if delimiter == _BRACE:
             reader.push(delimiter)
         return reader

@@ -2,7 +2,7 @@
 
 import json
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -191,9 +191,18 @@ class PythonicToolParser(JsonListToolParser):
 
 
 def _forced_calls(tools: Sequence[ToolSchema], most: int, special_ids: SpecialIds) -> str:
-    """Return rules for forced calls, with values as JSON. Raises `RequestError` if a schema cannot be enforced."""
-    more = f' (", " call){{0,{most - 1}}}' if most > 1 else ""
-    rules = [f'calls: "[" call{more} "]"', grammar.one_of_calls(tools)]
+    """Return rules for forced calls as a list. Raises `RequestError` if a schema cannot be enforced."""
+    return "\n".join([f'calls: "[" {repeated_calls(most, ", ")} "]"', *call_rules(tools)])
+
+
+def repeated_calls(most: int, separator: str) -> str:
+    """Return the part of a rule for one to `most` calls."""
+    return f"call ({literal(separator)} call){{0,{most - 1}}}" if most > 1 else "call"
+
+
+def call_rules(tools: Sequence[ToolSchema]) -> list[str]:
+    """Return rules for `call`, with values as JSON. Raises `RequestError` if a schema cannot be enforced."""
+    rules = [grammar.one_of_calls(tools)]
     for index, (name, schema) in enumerate(tools):
         pairs = []
         for number, (key, is_required) in enumerate(argument_names(schema)):
@@ -204,7 +213,7 @@ def _forced_calls(tools: Sequence[ToolSchema], most: int, special_ids: SpecialId
             pairs.append((f"{literal(key + '=')} v_{index}_{number}", is_required))
         rules += grammar.pairs(f"pairs_{index}", pairs, ", ")
         rules.append(f"call_{index}: {literal(name + '(')} pairs_{index} {literal(')')}")
-    return "\n".join(rules)
+    return rules
 
 
 def _optional_calls(special_ids: SpecialIds) -> tuple[str, str]:
@@ -244,6 +253,14 @@ def _forced_between_tokens(tools: Sequence[ToolSchema], most: int, special_ids: 
     return f"calls: {start} tail\ntail: {head.removeprefix('calls: ')} {end}\n{rest}"
 
 
+def call_text(call: dict[str, Any], write: Callable[[Any], str]) -> str:
+    """Return an earlier call as text, with values from `write`; arguments that are no object stay unchanged."""
+    name, arguments = call["function"]["name"], call["function"]["arguments"]
+    if isinstance(arguments, dict):
+        arguments = ", ".join(f"{key}={write(value)}" for key, value in arguments.items())
+    return f"{name}({arguments})"
+
+
 def _literal(value: Any) -> str:
     """Return a JSON value in Python's notation, with strings in double quotes."""
     if isinstance(value, str):
@@ -254,15 +271,9 @@ def _literal(value: Any) -> str:
 
 
 def _calls_as_text(content: str, calls: list[dict[str, Any]]) -> str:
-    """Return a text and the calls after it in LFM 2's notation. Arguments that are not an object stay unchanged."""
-    written = []
-    for call in calls:
-        name, arguments = call["function"]["name"], call["function"]["arguments"]
-        if isinstance(arguments, dict):
-            arguments = ", ".join(f"{key}={_literal(value)}" for key, value in arguments.items())
-        written.append(f"{name}({arguments})")
+    """Return a text and the calls after it in LFM 2's notation."""
     opening, closing = Lfm2ToolParser.DELIMITERS
-    return f"{content}{opening}[{', '.join(written)}]{closing}"
+    return f"{content}{opening}[{', '.join(call_text(call, _literal) for call in calls)}]{closing}"
 
 
 LFM2 = ToolFormat(

@@ -9,12 +9,21 @@ from oarlock.server.chat.tool_parsers.base import ToolFormat
 from oarlock.server.chat.tool_parsers.dsml import DEEPSEEK_V4, DEEPSEEK_V32
 from oarlock.server.chat.tool_parsers.functionary import FUNCTIONARY
 from oarlock.server.chat.tool_parsers.gemma import FUNCTIONGEMMA, GEMMA_4
+from oarlock.server.chat.tool_parsers.glm4 import GLM4, GLM4_9B
 from oarlock.server.chat.tool_parsers.harmony import HARMONY
-from oarlock.server.chat.tool_parsers.hermes import GENERIC, HERMES
-from oarlock.server.chat.tool_parsers.json_list import GRANITE, MISTRAL, MISTRAL_NAMED, PHI4_MINI, PHI4_MINI_JSON
+from oarlock.server.chat.tool_parsers.hermes import GENERIC, HERMES, SMOLLM3
+from oarlock.server.chat.tool_parsers.json_list import (
+    GRANITE,
+    GRANITE_3_0,
+    MISTRAL,
+    MISTRAL_NAMED,
+    PHI4_MINI,
+    PHI4_MINI_JSON,
+)
 from oarlock.server.chat.tool_parsers.llama import LLAMA
 from oarlock.server.chat.tool_parsers.minimax_m3 import MINIMAX_M3
 from oarlock.server.chat.tool_parsers.named import DEEPSEEK_V3, DEEPSEEK_V31, KIMI_K2
+from oarlock.server.chat.tool_parsers.olmo3 import OLMO3, OLMO3_FUNCTIONS
 from oarlock.server.chat.tool_parsers.pythonic import LFM2, PYTHONIC
 from oarlock.server.chat.tool_parsers.tagged_list import (
     APERTUS,
@@ -25,7 +34,7 @@ from oarlock.server.chat.tool_parsers.tagged_list import (
     MINIMAX,
     NEMOTRON,
 )
-from oarlock.server.chat.tool_parsers.xml import GLM45, MINIMAX_M2, QWEN3_CODER, SEED_OSS
+from oarlock.server.chat.tool_parsers.xml import GLM45, HUNYUAN_3, MINIMAX_M2, QWEN3_CODER, SEED_OSS
 
 FORMATS: list[ToolFormat] = [
     HARMONY,
@@ -37,16 +46,23 @@ FORMATS: list[ToolFormat] = [
     DEEPSEEK_V4,
     KIMI_K2,
     GENERIC,
+    SMOLLM3,
     FUNCTIONGEMMA,
     GEMMA_4,
     PYTHONIC,
     LFM2,
+    OLMO3,
+    OLMO3_FUNCTIONS,
     PHI4_MINI,
     PHI4_MINI_JSON,
     GRANITE,
+    GRANITE_3_0,
+    GLM4,
+    GLM4_9B,
     QWEN3_CODER,
     SEED_OSS,
     GLM45,
+    HUNYUAN_3,
     MINIMAX_M2,
     MINIMAX_M3,
     APRIEL,

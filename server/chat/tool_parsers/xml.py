@@ -1,7 +1,8 @@
 """Calls between tags, with a text for each argument: `<function=f><parameter=a>…` and `<arg_key>a</arg_key>…`.
 
-Qwen3-Coder and GLM models write them. The argument's schema determines the meaning of a text (`text_values.py`). Models
-sometimes omit closing tags, so the next tag of the format, opening or closing, ends a value as well.
+Qwen3-Coder, GLM and Hunyuan models write them. The argument's schema determines the meaning of a text
+(`text_values.py`). Models sometimes omit closing tags, so the next tag of the format, opening or closing, ends a value
+as well.
 """
 
 import json
@@ -80,6 +81,18 @@ MINIMAX = Tags(
     "",
     "</invoke>",
     "</minimax:tool_call>",
+)
+HUNYUAN = Tags(
+    "<tool_calls:opensource>",
+    "<tool_call:opensource>",
+    "<tool_sep:opensource>",
+    "<arg_key:opensource>",
+    "</arg_key:opensource>",
+    "<arg_value:opensource>",
+    "</arg_value:opensource>",
+    "",
+    "</tool_call:opensource>",
+    "</tool_calls:opensource>",
 )
 GLM = Tags("<tool_call>", "", "", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "", "", "</tool_call>")
 
@@ -230,6 +243,14 @@ class MiniMaxToolParser(QwenCoderToolParser):
     CLOSING = (MINIMAX.call_end, MINIMAX.end)
 
 
+class HunyuanToolParser(QwenCoderToolParser):
+    """Parser of Hunyuan 3's calls: GLM's keys and values in tokens, several calls per outer tag."""
+
+    TAGS = HUNYUAN
+    DELIMITERS = (HUNYUAN.start, HUNYUAN.before_name, HUNYUAN.call_end, HUNYUAN.end)
+    CLOSING = (HUNYUAN.call_end, HUNYUAN.end)
+
+
 class GlmToolParser(QwenCoderToolParser):
     """Parser of GLM's format: the name, then alternating keys and values."""
 
@@ -269,7 +290,8 @@ def forced_calls(
             behind = tags.after_key if after_key is None else after_key(property_schema(schema, key), schema)
             head = [mark(tags.before_key), grammar.literal(key), mark(behind), *value]
             parts.append(f"({' '.join([*head, rule, line])})" + ("" if is_required else "?"))
-        head = f"{before}{grammar.literal(name + tags.after_name)} {line}"
+        after = f" {mark(tags.after_name)}" if tags.after_name in special_ids else ""
+        head = f"{before}{grammar.literal(name if after else name + tags.after_name)}{after} {line}"
         rules.append(f"call_{index}: {' '.join([head, *parts])}{end}")
     return "\n".join([*rules, grammar.one_of_calls(tools)])
 
@@ -279,6 +301,7 @@ def _format(name: str, models: str, parser: type[QwenCoderToolParser], *, aliase
     line = "\n" if tags.before_name else ""
     argument = f"{tags.before_key}a{tags.after_key}{tags.wrap}{tags.before_value}x{tags.wrap}{tags.value_end}"
     names = (tags.start, tags.before_key, tags.after_key, tags.before_value, tags.value_end, tags.call_end, tags.end)
+    names += tuple(text for text in (tags.before_name, tags.after_name) if text.endswith(">"))
     return ToolFormat(
         name=name,
         models=models,
@@ -294,4 +317,5 @@ def _format(name: str, models: str, parser: type[QwenCoderToolParser], *, aliase
 QWEN3_CODER = _format("qwen3_coder", "Qwen3-Coder, Qwen 3.5", QwenCoderToolParser, aliases=("qwen3_xml",))
 SEED_OSS = _format("seed_oss", "Seed-OSS", SeedToolParser)
 MINIMAX_M2 = _format("minimax_m2", "MiniMax-M2", MiniMaxToolParser)
+HUNYUAN_3 = _format("hy_v3", "Hunyuan 3", HunyuanToolParser)
 GLM45 = _format("glm45", "GLM 4.5 and later", GlmToolParser, aliases=("glm47",))

@@ -130,11 +130,16 @@ class Case:
 
     def _freed(self, backend: AttentionBackend, kv: LayerKV, step: list[Seq]) -> np.ndarray:
         """The tables without the blocks that no query of `step` sees."""
-        window = self.layer.sliding_window
-        assert window is not None
+        window, chunk = self.layer.sliding_window, self.layer.chunk
         tables = self.tables.copy()
         for row, seq in enumerate(step):
-            tables[row, : max(0, seq.context - seq.query - window + 1) // self.spec.block_size] = NULL_BLOCK
+            first = seq.context - seq.query
+            if chunk is not None:
+                seen_from = first // chunk * chunk
+            else:
+                assert window is not None
+                seen_from = max(0, first - window + 1)
+            tables[row, : seen_from // self.spec.block_size] = NULL_BLOCK
         self._fill([NULL_BLOCK, *self.tables[tables != self.tables].tolist()], float("nan"), kv, backend)
         return tables
 

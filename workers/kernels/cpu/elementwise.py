@@ -1,4 +1,4 @@
-"""Norms, rotary embedding and gelu of rows with the C++ kernels, one call each instead of several operations.
+"""Norms, rotary embedding, gelu and gates of rows with the C++ kernels, one call each instead of several operations.
 
 The kernels are in `elementwise.cpp`, for bfloat16, float16 and float32; tests compare them with float64 and with the
 torch versions in `layers/`.
@@ -14,6 +14,7 @@ from torch import Tensor
 from oarlock.workers.kernels.cpu import library
 from oarlock.workers.kernels.cpu.structures import CHeadsOfRank
 
+_WIDEST_HEAD = 256  # `kWidestHead` in elementwise/heads.h
 _TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # same numbers as in `element_types.h`
 
 
@@ -80,17 +81,49 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
     return y
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype) -> Tensor:
+def finish_heads(
+    x: Tensor,
+    angles: tuple[Tensor, Tensor] | None,
+    norm: tuple[Tensor, float] | None,
+    scale: Tensor | None,
+    num_scaled: int,
+    dtype: torch.dtype,
+    *,
+    pairs_neighbours: bool,
+) -> Tensor:
+    """Rotate, norm and scale the heads of `x`, as `finish_heads` in layers/rotary.py describes."""
+    rows, heads, width = x.shape
+    assert x.dtype in (dtype, torch.float32) and x.stride(2) == 1 and x.stride(1) == width <= _WIDEST_HEAD
+    cos, sin = angles or (None, None)
+    weight, eps = norm or (None, 0.0)
+    assert all(one is None or (one.is_contiguous() and one.dtype == torch.float32) for one in (cos, sin, weight, scale))
+    y = torch.empty((rows, heads, width), dtype=dtype)
+    _function(library.library(dtype), "oarlock_finish_heads")(
+        x.data_ptr(), *[None if one is None else one.data_ptr() for one in (cos, sin, weight, scale)], y.data_ptr(),
+        rows, heads, width, 0 if cos is None else cos.shape[-1] // 2, x.stride(0), num_scaled, eps, pairs_neighbours,
+        x.dtype == torch.float32, _TYPES[dtype],
+    )  # fmt: skip
+    return y
+
+
+def gate_rows(x: Tensor, gate: Tensor) -> Tensor:
+    """Multiply `x` [T, D] by the sigmoid of `gate` [T, D], both contiguous and of one dtype, in place. Return `x`."""
+    assert x.is_contiguous() and gate.is_contiguous() and x.dtype == gate.dtype and x.shape == gate.shape
+    _function(library.library(x.dtype), "oarlock_gate_rows")(x.data_ptr(), gate.data_ptr(), *x.shape, _TYPES[x.dtype])
+    return x
+
+
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dtype: torch.dtype) -> Tensor:
     """Apply LayerNorm to `x` [T, D] of `dtype` or float32, contiguous -> `dtype` [T, D].
 
-    `weight`, `bias`: float32 [D].
+    `weight`, `bias`: float32 [D], or None.
     """
     assert x.is_contiguous() and x.dtype in (dtype, torch.float32)
     assert all(one is None or (one.dtype == torch.float32 and one.is_contiguous()) for one in (weight, bias))
     y = torch.empty(x.shape, dtype=dtype)
     _function(library.library(dtype), "oarlock_layer_norm")(
-        x.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr(),
-        *x.shape, eps, x.dtype == torch.float32, _TYPES[dtype],
+        x.data_ptr(), None if weight is None else weight.data_ptr(), None if bias is None else bias.data_ptr(),
+        y.data_ptr(), *x.shape, eps, x.dtype == torch.float32, _TYPES[dtype],
     )  # fmt: skip
     return y
 
@@ -117,6 +150,8 @@ def _function(kernels: ctypes.CDLL, name: str) -> Callable[..., None]:
         "oarlock_squares_of_heads": [*[pointer] * 3, *[number] * 3, switch],
         "oarlock_norm_of_rows": [*[pointer] * 5, *[number] * 3, ctypes.c_float, switch],
         "oarlock_rotate": [*[pointer] * 4, *[number] * 5, switch, switch],
+        "oarlock_finish_heads": [*[pointer] * 6, *[number] * 6, ctypes.c_float, *[switch] * 3],
+        "oarlock_gate_rows": [*[pointer] * 2, *[number] * 2, switch],
         "oarlock_layer_norm": [*[pointer] * 4, *[number] * 2, ctypes.c_float, switch, switch],
         "oarlock_gelu": [*[pointer] * 2, *[number] * 2, *[switch] * 4],
     }

@@ -48,6 +48,10 @@ class Routing(Protocol):
     def groups(self) -> int: ...
     @property
     def top_groups(self) -> int: ...
+    @property
+    def corrects_logits(self) -> bool: ...
+    @property
+    def tolerance(self) -> float: ...
 
 
 class CppRouter:
@@ -75,11 +79,11 @@ class CppRouter:
         filled_up[: self.outputs] = weight
         packed = filled_up.view(-1, panel, hidden).transpose(1, 2).contiguous()  # [panels, hidden, panel]
         self._alive = (packed, bias, correction)
-        how = (1, 1, 1, False, False, 1.0, 1.0)
+        how = (1, 1, 1, False, False, False, False, 1.0, 1.0, 0.0)
         if spec is not None:
             how = (
-                spec.top_k, spec.groups, spec.top_groups, spec.scores == "sigmoid", spec.normalised, spec.least_sum,
-                spec.scale,
+                spec.top_k, spec.groups, spec.top_groups, spec.scores == "sigmoid", spec.normalised,
+                spec.corrects_logits, spec.scores == "sparsemixer", spec.least_sum, spec.scale, spec.tolerance,
             )  # fmt: skip
         self.structure = CRouter(packed.data_ptr(), _at(bias), _at(correction), self.outputs, hidden, *how)
 
@@ -136,6 +140,8 @@ class Shape(Protocol):
     def alpha(self) -> float: ...
     @property
     def limit(self) -> float: ...
+    @property
+    def weighs_inputs(self) -> bool: ...
 
 
 def can_stack(gated: object, matmul: object) -> bool:
@@ -192,7 +198,7 @@ class CppExpertMatmul:
         self.structure = CExperts(
             ctypes.addressof(self._experts), shape.first, shape.count, shape.hidden, shape.width, shape.slices,
             shape.groups, shape.group or max(1, shape.count), -1, _ACTIVATIONS[shape.activation], shape.alpha,
-            shape.limit,
+            shape.limit, shape.weighs_inputs,
         )  # fmt: skip
 
     @property

@@ -17,6 +17,10 @@ class Rows(IntEnum):
     PARTIAL = 3
     SCRATCH_0 = 4
     SCRATCH_1 = 5
+    SCRATCH_2 = 6
+
+
+NUM_SCRATCH = 3  # scratch buffers of a branch: `kScratchBuffers` in layer.h
 
 
 class OperationKind(IntEnum):
@@ -30,6 +34,8 @@ class OperationKind(IntEnum):
     ADD_ROWS = 5
     RUN_EXPERTS = 6
     FINISH_EXPERTS = 7
+    CLAMP_ROWS = 8
+    GATE_ROWS = 9
 
 
 @cache

@@ -27,9 +27,16 @@ class Epilogue(IntEnum):
     SILU_GATE = 3
     GELU_TANH_GATE = 4
     CLAMPED_GATE = 5
+    GELU = 6
+    GELU_TANH = 7
+    RELU = 8
+    RELU_SQUARED = 9
 
 
 GATES = {"silu": Epilogue.SILU_GATE, "gelu_tanh": Epilogue.GELU_TANH_GATE}
+_ACTIVATIONS = {
+    "gelu": Epilogue.GELU, "gelu_tanh": Epilogue.GELU_TANH, "relu": Epilogue.RELU, "relu2": Epilogue.RELU_SQUARED,
+}  # fmt: skip
 
 
 def can_serve(weight: Tensor) -> bool:
@@ -76,6 +83,12 @@ class CppMatmul:
         share.bias, share._bias_at = None, None
         share.epilogue, share.output_dtype = Epilogue.FLOAT, torch.float32
         return share
+
+    def activated(self, activation: str) -> "CppMatmul":
+        """Return this matmul followed by an activation, with results in the dtype of x, rounded once."""
+        other = copy(self)
+        other.epilogue, other.output_dtype = _ACTIVATIONS[activation], self.dtype
+        return other
 
     def rows(self, ids: Tensor) -> Tensor:
         """Return rows `ids` int64 [T] of the weight before packing: [T, inputs]. The weight must not have slices."""
@@ -151,6 +164,12 @@ class CppPackedMatmul:
     def as_share(self) -> "CppPackedMatmul":
         """Return this matmul without bias and rounding, for a rank's share of an all-reduce."""
         return CppPackedMatmul(self.weight, self.dtype, None, float32_output=True)
+
+    def activated(self, activation: str) -> "CppPackedMatmul":
+        """Return this matmul followed by an activation, with results in the dtype of x, rounded once."""
+        other = copy(self)
+        other.epilogue, other.output_dtype = _ACTIVATIONS[activation], self.dtype
+        return other
 
     def rows(self, ids: Tensor) -> Tensor:
         """Return rows `ids` int64 [T] of the weight, times their scales: [T, inputs]."""

@@ -12,7 +12,7 @@ from itertools import zip_longest
 from oarlock.base.errors import StartupError
 from oarlock.workers.sampling_parameters import PENALTY_NAMES, ROW_NAMES
 
-MOST_ROTARIES = 4  # `kMostRotaries` in csrc/layer/layer.h
+MOST_ROTARIES, MOST_QUERY_SCALES = 4, 4  # `kMostRotaries`, `kMostQueryScales` in csrc/layer/layer.h
 
 
 class CAttentionStep(ctypes.Structure):
@@ -33,6 +33,7 @@ class CAttentionLayer(ctypes.Structure):
         ("head_dim", c_long),
         ("block_size", c_long),
         ("window", c_long),
+        ("chunk", c_long),
         ("scale", c_float),
         ("softcap", c_float),
         ("pages", c_int),
@@ -81,8 +82,11 @@ class CRouter(ctypes.Structure):
         ("top_groups", c_long),
         ("is_sigmoid", c_int),
         ("is_normalised", c_int),
+        ("corrects_logits", c_int),
+        ("is_mixer", c_int),
         ("least_sum", c_double),
         ("scale", c_double),
+        ("tolerance", c_double),
     )
 
 
@@ -111,6 +115,7 @@ class CExperts(ctypes.Structure):
         ("activation", c_int),
         ("alpha", c_float),
         ("limit", c_float),
+        ("weighs_inputs", c_int),
     )
 
 
@@ -169,11 +174,17 @@ class CHeadsAndPages(ctypes.Structure):
         ("eps", c_float),
         ("row_norm", c_void_p),
         ("sinks", c_void_p),
+        ("norms_last", c_int),
+        ("query_scale", c_int),
     )
 
 
 class CAddition(ctypes.Structure):
     _fields_ = (("norm", c_void_p), ("width", c_long), ("scale", c_float))
+
+
+class CClamp(ctypes.Structure):
+    _fields_ = (("width", c_long), ("limit", c_float))
 
 
 class CMoELayer(ctypes.Structure):
@@ -190,7 +201,7 @@ class CBranch(ctypes.Structure):
         ("count", c_long),
         ("before_all_reduce", c_long),
         ("rows_at_once", c_long),
-        ("widths", c_long * 2),
+        ("widths", c_long * 3),
         ("sums", c_long),
     )
 
@@ -210,6 +221,7 @@ class CLayerStep(ctypes.Structure):
         ("positions", c_void_p),
         ("slots", c_void_p),
         ("rotary", CRotaryRows * MOST_ROTARIES),
+        ("query_scales", c_void_p * MOST_QUERY_SCALES),
         ("attention", c_void_p),
         ("group", c_void_p),
     )
@@ -253,7 +265,7 @@ class CSamplingOutput(ctypes.Structure):
 # In the order of the report.
 STRUCTURES: tuple[type[ctypes.Structure], ...] = (
     CAttentionStep, CAttentionLayer, CRankGroup, CHeadsOfRank, CRouter, CExpert, CExperts, CGroupedSource,
-    CPackedWeight, CNorm, CHeadsAndPages, CAddition, CMoELayer, COperation, CBranch, CRotaryRows, CLayerStep,
+    CPackedWeight, CNorm, CHeadsAndPages, CAddition, CClamp, CMoELayer, COperation, CBranch, CRotaryRows, CLayerStep,
     CLogitsChanges, CSamplingStep, CSamplingOutput,
 )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""RMSNorm of rows (arXiv 1910.07467), with or without a residual addition before it, and the activation of a gated MLP.
+"""RMSNorm of rows (arXiv 1910.07467), with or without a residual addition before it, and the activation of an MLP.
 
 One program reads a row once, sums it in float32 and rounds once. The order of additions does not depend on the row's
 index or the number of rows. `layers/norm.py` and `quantization/matmul.py` do the same with separate torch operations.
@@ -131,6 +131,27 @@ def gate_row(
     tl.store(out + row * WIDTH + column, result.to(out.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def gate_values(x, gate, count, BLOCK: tl.constexpr):
+    """Multiply some of the `count` values at `x` by the sigmoid of those at `gate`."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    value *= tl.sigmoid(tl.load(gate + at, mask=inside, other=0.0).to(tl.float32))
+    tl.store(x + at, value.to(x.dtype.element_ty), mask=inside)
+
+
+_gate_values: Any = gate_values
+
+
+def gate_rows(x: Tensor, gate: Tensor) -> Tensor:
+    """Multiply `x` [T, columns] by the sigmoid of `gate` [T, columns], both contiguous, in place. Return `x`."""
+    assert x.is_contiguous() and gate.is_contiguous() and x.shape == gate.shape
+    if x.numel():
+        _gate_values[(triton.cdiv(x.numel(), _BLOCK),)](x, gate, x.numel(), BLOCK=_BLOCK, num_warps=_WARPS)
+    return x
+
+
 _gate: Any = gate_row  # Any, because calling a kernel compiles it: no annotation describes its arguments
 
 
@@ -141,5 +162,44 @@ def gated(y: Tensor, activation: str) -> Tensor:
     out = torch.empty((rows, width), dtype=y.dtype, device=y.device)
     _gate[(rows, triton.cdiv(width, _BLOCK))](
         y, out, WIDTH=width, BLOCK=_BLOCK, GELU=activation == "gelu_tanh", num_warps=_WARPS
+    )
+    return out
+
+
+@triton.jit
+def activate_row(
+    y,  # [T, WIDTH]
+    out,  # [T, WIDTH]
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+):
+    """Compute some columns of one row of `out`."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    x = tl.load(y + row * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+    if ACTIVATION == "gelu":
+        result = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif ACTIVATION == "gelu_tanh":  # as in `gate_row`
+        result = x * tl.sigmoid(1.5957691216057308 * x * (1.0 + 0.044715 * x * x))
+    else:
+        result = tl.where(x < 0.0, 0.0, x)  # NaN stays NaN
+        if ACTIVATION == "relu2":
+            result = result * result
+    tl.store(out + row * WIDTH + column, result.to(out.dtype.element_ty), mask=inside)
+
+
+_activate: Any = activate_row  # Any, because calling a kernel compiles it: no annotation describes its arguments
+
+
+def activated(y: Tensor, activation: str, dtype: torch.dtype) -> Tensor:
+    """Apply an activation: `y` [T, N] of `dtype` or float32 -> `dtype` [T, N]. `activation`: gelu, gelu_tanh, relu or
+    relu2."""
+    rows, width = y.shape
+    assert y.is_contiguous() and activation in ("gelu", "gelu_tanh", "relu", "relu2")
+    out = torch.empty((rows, width), dtype=dtype, device=y.device)
+    _activate[(rows, triton.cdiv(width, _BLOCK))](
+        y, out, WIDTH=width, BLOCK=_BLOCK, ACTIVATION=activation, num_warps=_WARPS
     )
     return out

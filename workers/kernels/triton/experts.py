@@ -107,18 +107,17 @@ def _step(
 def multiply_experts(
     x,  # [T, K]; without ACTIVATION [T * k, K]
     values,  # [E, N, K], or uint8 [E, N, row_bytes]
-    scales,  # [E, groups, N]; unused without groups
-    zeros,  # [E, groups, N]; unused without ZEROS
+    scales, zeros,  # [E, groups, N]; unused without groups; the second also without ZEROS
     factors,  # float32 [E, N]; unused with dense weights
     bias,  # [E, N]; unused without BIAS
+    pair_factors,  # float32 [T * k]   factors of the inputs of pairs; unused without FACTORS
     out,  # [T * k, width]; without ACTIVATION float32 [slices, T * k, N]
     pairs_of, table,  # results of `sort_pairs`
     blocks, pairs,
     columns,  # N: with ACTIVATION 2 * width, gate above up
     inputs, slice_inputs,  # K, and the number of inputs that one program adds up
-    groups, alpha, limit, x_stride,
-    row_bytes,  # bytes of a row; elements of a dense row
-    TOP_K: tl.constexpr, BIAS: tl.constexpr,
+    groups, alpha, limit, x_stride, row_bytes,  # the last: bytes of a row; elements of a dense row
+    TOP_K: tl.constexpr, BIAS: tl.constexpr, FACTORS: tl.constexpr,
     ACTIVATION: tl.constexpr,  # "": none
     BITS: tl.constexpr,  # 16: dense
     FLOAT: tl.constexpr, UNIT: tl.constexpr, GROUP_UNITS: tl.constexpr, ZEROS: tl.constexpr,
@@ -132,8 +131,7 @@ def multiply_experts(
     if count == 0:
         return
     expert = tl.load(table + block).to(tl.int64)
-    lane, local = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
-    is_row = lane < count
+    lane, local, is_row = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_M) < count
     pair = tl.load(pairs_of + tl.load(table + blocks + block) + lane, mask=is_row, other=0)
     if ACTIVATION != "":
         HALF: tl.constexpr = BLOCK_N // 2
@@ -161,6 +159,8 @@ def multiply_experts(
         )  # fmt: skip
     if BITS != 16 and GROUP_UNITS == 0:
         sums *= factor[:, None]
+    if FACTORS:  # scaling sums rounds less than scaling inputs
+        sums *= tl.load(pair_factors + pair, mask=is_row, other=0.0)[None, :]
     if BIAS:
         added = tl.load(bias + expert * columns + column, mask=is_column, other=0.0).to(tl.float32)
         sums += tl.where(part == 0, added, 0.0)[:, None]
@@ -187,6 +187,7 @@ def add_experts(
     EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
     GROUP: tl.constexpr,  # experts per lane; 0: lanes are slices
+    WEIGHTED: tl.constexpr,  # results are multiplied by `weights`
     BLOCK: tl.constexpr,
 ):
     """Add up one token's results, each times its weight, in the order of its ids."""
@@ -204,5 +205,7 @@ def add_experts(
         else:
             row += lane * tokens * TOP_K
         found = tl.load(partial + row.to(tl.int64) * columns + column, mask=inside & is_here, other=0.0)
-        total += tl.where(is_here, tl.load(weights + pair) * found, 0.0)
+        if WEIGHTED:
+            found = tl.load(weights + pair) * found
+        total += tl.where(is_here, found, 0.0)
     tl.store(out + (lane * tokens + token).to(tl.int64) * columns + column, total, mask=inside)

@@ -105,6 +105,38 @@ def store_rows(
 
 
 @triton.jit
+def _rotated_head(
+    row,  # [D]   a query or key head of one token
+    column, inside,
+    cos, sin,  # float32 [ROTARY], of the token
+    weight,  # float32 [D], of the head; unused without NORM
+    eps, HEAD_DIM: tl.constexpr, ROTARY: tl.constexpr, NORM: tl.constexpr, NORMS_LAST: tl.constexpr,
+    NEIGHBOURS: tl.constexpr,
+):  # fmt: skip
+    """Return the head, normed before or after its rotation: float32, zero if `inside` is not set."""
+    rotated = column < ROTARY
+    if NEIGHBOURS:
+        partner = tl.where(rotated, column ^ 1, column)
+        angle = column // 2 + column % 2 * (ROTARY // 2)
+    else:
+        partner = tl.where(rotated, (column + ROTARY // 2) % ROTARY, column)
+        angle = column
+    x = tl.load(row + column, mask=inside, other=0.0).to(tl.float32)
+    y = tl.load(row + partner, mask=inside, other=0.0).to(tl.float32)
+    if NORM and not NORMS_LAST:
+        scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / HEAD_DIM + eps)
+        x = x * scale * tl.load(weight + column, mask=inside, other=0.0)
+        y = y * scale * tl.load(weight + partner, mask=inside, other=0.0)
+    c = tl.load(cos + angle, mask=rotated, other=1.0)
+    s = tl.load(sin + angle, mask=rotated, other=0.0)
+    result = x * c + y * s
+    if NORM and NORMS_LAST:
+        scale = 1.0 / tl.sqrt(tl.sum(result * result, 0) / HEAD_DIM + eps)
+        result = result * scale * tl.load(weight + column, mask=inside, other=0.0)
+    return result
+
+
+@triton.jit
 def rotate_and_write(
     qkv,  # [T, HEADS + 2 * KV_HEADS, D], tokens `qkv_stride` elements apart
     q,  # [T, HEADS, D]   rotated queries
@@ -116,6 +148,7 @@ def rotate_and_write(
     cos,  # float32 [T, ROTARY]
     sin,  # float32 [T, ROTARY]   the first half negated
     weight,  # float32 [HEADS + KV_HEADS, D]   scale of the head norm; unused without NORM
+    query_scale,  # float32 [T]   factors of the queries; unused without SCALED
     eps,
     qkv_stride,
     HEADS: tl.constexpr,
@@ -125,9 +158,12 @@ def rotate_and_write(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_D: tl.constexpr,  # HEAD_DIM rounded up to a power of 2
     NORM: tl.constexpr,
+    NORMS_LAST: tl.constexpr,  # the norm follows the rotation
+    NEIGHBOURS: tl.constexpr,  # elements 2 i and 2 i + 1 are rotated, not those that are ROTARY / 2 apart
+    SCALED: tl.constexpr,
     FORMAT: tl.constexpr,
 ):
-    """Normalise, rotate and store one head of one token, in float32, rounded once.
+    """Normalise, rotate, scale and store one head of one token, in float32, rounded once.
 
     This is the work between the QKV projection and attention: head norm, rotation, and the write of keys and values.
     One pass over the projection's rows replaces three operations, so intermediate values stay in registers. T query
@@ -147,17 +183,12 @@ def rotate_and_write(
             v_pages, v_scales, v, page + one, slot, column, inside[None, :], is_row, HEAD_DIM, BLOCK_SIZE, FORMAT
         )
         return
-    rotated = column < ROTARY
-    partner = tl.where(rotated, (column + ROTARY // 2) % ROTARY, column)
-    x = tl.load(row + column, mask=inside, other=0.0).to(tl.float32)
-    y = tl.load(row + partner, mask=inside, other=0.0).to(tl.float32)
-    if NORM:
-        scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / HEAD_DIM + eps)
-        x = x * scale * tl.load(weight + head * HEAD_DIM + column, mask=inside, other=0.0)
-        y = y * scale * tl.load(weight + head * HEAD_DIM + partner, mask=inside, other=0.0)
-    c = tl.load(cos + token * ROTARY + column, mask=rotated, other=1.0)
-    s = tl.load(sin + token * ROTARY + column, mask=rotated, other=0.0)
-    result = x * c + y * s
+    result = _rotated_head(
+        row, column, inside, cos + token * ROTARY, sin + token * ROTARY, weight + head * HEAD_DIM, eps, HEAD_DIM,
+        ROTARY, NORM, NORMS_LAST, NEIGHBOURS,
+    )  # fmt: skip
+    if SCALED:
+        result *= tl.where(head < HEADS, tl.load(query_scale + token), 1.0)
     result = result.to(q.dtype.element_ty)
     if head < HEADS:
         tl.store(q + (token * HEADS + head) * HEAD_DIM + column, result, mask=inside)

@@ -63,8 +63,18 @@ PLANNED = 7  # number of rows
 
 
 @triton.jit
+def _first_visible(position, window, CHUNKED: tl.constexpr):
+    """Return the first key that a query at `position` sees. `window`: its length in keys, or a chunk's."""
+    first = tl.maximum(position - window + 1, 0)
+    if CHUNKED:
+        first = position - position % window
+    return first
+
+
+@triton.jit
 def _tiles(
-    at, tile_seqs, tile_rows, query_start_loc, seq_lens, window, tiles, QUERIES, BLOCK_N, SIZE: tl.constexpr
+    at, tile_seqs, tile_rows, query_start_loc, seq_lens, window, tiles, QUERIES, BLOCK_N, CHUNKED: tl.constexpr,
+    SIZE: tl.constexpr,
 ):  # fmt: skip
     """Return some tiles from index `at` on.
 
@@ -79,7 +89,7 @@ def _tiles(
     length = tl.load(query_start_loc + seq + 1) - start
     position = tl.load(seq_lens + seq) - length + row
     count = tl.where(is_tile, tl.maximum(tl.minimum(length - row, QUERIES), 0), 0)
-    first = tl.maximum(position - window + 1, 0) // BLOCK_N * BLOCK_N
+    first = _first_visible(position, window, CHUNKED) // BLOCK_N * BLOCK_N
     end = tl.where(count > 0, position + count, first)
     return seq, start + row, count, position, first, end
 
@@ -97,7 +107,7 @@ def plan_spans(
     table_rows,  # int32 [S]   rows of `block_tables`
     planned,  # int32 [PLANNED, num_programs]
     of_tiles,  # int32 [2, tiles]   a tile's first program, and its number of programs
-    window,  # larger than the number of keys: no window
+    window,  # larger than the number of keys: no window; with CHUNKED the length of chunks
     least,  # minimum number of keys of a program; a multiple of BLOCK_N
     extra,  # additional programs, besides one for each tile
     tiles,
@@ -105,6 +115,7 @@ def plan_spans(
     QUERIES,  # tokens of a tile
     BLOCK_N,
     FIXED: tl.constexpr,  # spans have `least` keys and begin at multiples of it
+    CHUNKED: tl.constexpr,
     SIZE: tl.constexpr,
 ):
     """Divide the keys of all tiles evenly among programs, for any lengths.
@@ -117,14 +128,14 @@ def plan_spans(
         keys = tl.zeros([SIZE], tl.int32)
         for at in range(0, tiles, SIZE):
             _, _, _, _, first, end = _tiles(
-                at, tile_seqs, tile_rows, query_start_loc, seq_lens, window, tiles, QUERIES, BLOCK_N, SIZE
+                at, tile_seqs, tile_rows, query_start_loc, seq_lens, window, tiles, QUERIES, BLOCK_N, CHUNKED, SIZE
             )
             keys += (end - first + extra - 1) // extra  # divided before the sum, which could overflow
         span = tl.maximum(least, (tl.sum(keys, 0) + BLOCK_N - 1) // BLOCK_N * BLOCK_N)
     program = 0
     for at in range(0, tiles, SIZE):
         seq, token, count, position, first, end = _tiles(
-            at, tile_seqs, tile_rows, query_start_loc, seq_lens, window, tiles, QUERIES, BLOCK_N, SIZE
+            at, tile_seqs, tile_rows, query_start_loc, seq_lens, window, tiles, QUERIES, BLOCK_N, CHUNKED, SIZE
         )
         tile, origin = at + tl.arange(0, SIZE), first
         if FIXED:
@@ -152,10 +163,12 @@ def plan_spans(
 
 
 @triton.jit
-def _is_seen(key, position, window, WINDOW: tl.constexpr):
+def _is_seen(key, position, window, WINDOW: tl.constexpr, CHUNKED: tl.constexpr):
     """Return whether a query at `position` attends to `key`."""
     seen = key <= position
-    if WINDOW:
+    if CHUNKED:
+        seen &= key >= position - position % window
+    elif WINDOW:
         seen &= key > position - window
     return seen
 
@@ -253,8 +266,8 @@ def _block(
     at, queries, position, first_key, stop, k_pages, v_pages, k_scales, v_scales, table, kv_head, columns,
     scale, softcap, window, largest, weights, sums,
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
-    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, FORMAT: tl.constexpr, NATIVE_FP8: tl.constexpr,
-    PRECISION: tl.constexpr, MASKED: tl.constexpr,
+    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr, FORMAT: tl.constexpr,
+    NATIVE_FP8: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Process one block of keys from `at` on, limited to the range `first_key` to `stop`.
 
@@ -269,7 +282,7 @@ def _block(
     scores = tl.dot(queries, keys, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
     if FORMAT == "int8":
         scores *= key_scales[None, :]
-    visible = is_key[None, :] & _is_seen(key[None, :], position[:, None], window, WINDOW)
+    visible = is_key[None, :] & _is_seen(key[None, :], position[:, None], window, WINDOW, CHUNKED)
     return _add_keys(
         scores, visible, values, value_scales, scale, softcap, largest, weights, sums, SOFTCAP, FORMAT == "int8",
         MASKED, PRECISION,
@@ -302,9 +315,9 @@ def attend(
     GROUP: tl.constexpr,  # query heads of one KV head
     HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,  # HEAD_DIM rounded up to a power of 2
-    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, FORMAT: tl.constexpr, NATIVE_FP8: tl.constexpr,
+    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr, SINKS: tl.constexpr, FORMAT: tl.constexpr,
     FIXED: tl.constexpr,  # compute all blocks of keys with masks
-    PRECISION: tl.constexpr,  # precision of float32 matmuls: depends on the device
+    NATIVE_FP8: tl.constexpr, PRECISION: tl.constexpr,  # of float32 matmuls: depends on the device
 ):  # fmt: skip
     """Compute one tile for one KV head and one span of keys. Blocks of keys that all rows see need no mask."""
     plan, kv_head = planned + tl.program_id(0), tl.program_id(1)
@@ -324,9 +337,10 @@ def attend(
     sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     # All rows see the keys from `full` to `edge`: none is after the first row, or outside the last row's window.
     first_key, full = begin * 0, begin
-    if WINDOW:
-        first_key = tl.maximum(first_position - window + 1, 0)
-        full = tl.minimum(tl.maximum(begin, tl.cdiv(first_position + count - window, BLOCK_N) * BLOCK_N), stop)
+    if WINDOW or CHUNKED:
+        first_key = _first_visible(first_position, window, CHUNKED)
+        last_key = _first_visible(first_position + count - 1, window, CHUNKED)
+        full = tl.minimum(tl.maximum(begin, tl.cdiv(last_key, BLOCK_N) * BLOCK_N), stop)
     edge = tl.maximum(full, tl.minimum(first_position + 1, stop) // BLOCK_N * BLOCK_N)
     if FIXED:
         full, edge = begin, begin
@@ -334,7 +348,7 @@ def attend(
         largest, weights, sums = _block(
             at, queries, position, first_key, edge, k_pages, v_pages, k_scales, v_scales, table, kv_head, columns,
             scale, softcap, window, largest, weights, sums, KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_N, SOFTCAP, WINDOW,
-            FORMAT, NATIVE_FP8, PRECISION, False,
+            CHUNKED, FORMAT, NATIVE_FP8, PRECISION, False,
         )  # fmt: skip
     before = full - begin  # the masked blocks: first those before `full`, then those after `edge`
     for done in range(0, before + stop - edge, BLOCK_N):
@@ -342,7 +356,7 @@ def attend(
         largest, weights, sums = _block(
             at, queries, position, first_key, stop, k_pages, v_pages, k_scales, v_scales, table, kv_head, columns,
             scale, softcap, window, largest, weights, sums, KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_N, SOFTCAP, WINDOW,
-            FORMAT, NATIVE_FP8, PRECISION, True,
+            CHUNKED, FORMAT, NATIVE_FP8, PRECISION, True,
         )  # fmt: skip
     if parts > 1:
         spot = (tl.program_id(0).to(tl.int64) * KV_HEADS + kv_head) * BLOCK_M

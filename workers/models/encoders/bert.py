@@ -2,7 +2,6 @@
 
 from oarlock.base.errors import StartupError
 from oarlock.workers.models.encoders.encoder_spec import (
-    ACTIVATIONS,
     ClassifierSpec,
     EncoderNames,
     EncoderSpec,
@@ -10,6 +9,7 @@ from oarlock.workers.models.encoders.encoder_spec import (
     num_labels,
     shape_of,
 )
+from oarlock.workers.models.hf_config import GELUS
 from oarlock.workers.models.hf_fields import Fields
 
 _NAMES = EncoderNames(
@@ -60,7 +60,7 @@ def _describe(fields: Fields, prefix: str, first_position: int, classifier: Clas
         **shape_of(fields),
         norm_eps=fields.number("layer_norm_eps", 1e-12),
         max_positions=rows - first_position,
-        activation=fields.choice("hidden_act", "gelu", ACTIVATIONS),
+        activation=fields.choice("hidden_act", "gelu", GELUS),
         names=_NAMES,
         prefix=prefix,
         first_position=first_position,

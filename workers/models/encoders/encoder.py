@@ -15,7 +15,7 @@ from torch import Tensor
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.kernels.cpu import elementwise
 from oarlock.workers.layers.embedding import VocabParallelEmbedding
-from oarlock.workers.layers.linear import RowParallelLinear
+from oarlock.workers.layers.linear import ColumnParallelLinear, RowParallelLinear
 from oarlock.workers.layers.norm import LayerNorm
 from oarlock.workers.layers.placement import Placement
 from oarlock.workers.layers.rotary import RotaryTable, rotate
@@ -23,7 +23,8 @@ from oarlock.workers.layers.sharding import shard_evenly, slices_for
 from oarlock.workers.models.encoders.encoder_spec import ClassifierSpec, EncoderSpec
 from oarlock.workers.models.encoders.registry import is_ignorable
 from oarlock.workers.platform import processor
-from oarlock.workers.quantization.method import StoredRows, WeightShard
+from oarlock.workers.quantization.matmul import PLAIN_ACTIVATIONS
+from oarlock.workers.quantization.method import StoredRows
 from oarlock.workers.weights.source import WeightSource
 
 _BLOCK = 512  # queries per block in layers with local attention
@@ -88,35 +89,11 @@ def gelu(x: Tensor, activation: str, dtype: torch.dtype, *, gated: bool = False)
 def gelu_with_torch(x: Tensor, activation: str, dtype: torch.dtype, *, gated: bool = False) -> Tensor:
     """Compute `gelu` with torch operations, for every device; tests compare the kernel with it."""
     gate, up = x.float().chunk(2, 1) if gated else (x.float(), None)
-    y = F.gelu(gate, approximate="tanh" if activation == TANH_GELU else "none")
+    y = PLAIN_ACTIVATIONS[activation](gate)
     return (y if up is None else y * up).to(dtype)
 
 
 Angles = tuple[Tensor, Tensor]  # cos, sin: see `RotaryTable`
-
-
-class ColumnParallelLinear:
-    """Column-parallel linear layer with rows of one or several matrices: [T, inputs] -> [T, local outputs].
-
-    The output is float32 if the matmul sums in float32.
-    """
-
-    def __init__(self, parts: tuple[StoredRows, ...], inputs: int, bias: bool, placement: Placement) -> None:
-        self.placement = placement
-        self.has_bias = bias
-        self.weight_shard = WeightShard(parts, inputs, 0, inputs)
-
-    @property
-    def weight_bytes(self) -> int:
-        return self.placement.weight_bytes(self.weight_shard, self.has_bias)
-
-    def load(self, weights: WeightSource) -> None:
-        weight = self.placement.load(self.weight_shard, weights)
-        bias = self.weight_shard.take_bias(weights, self.placement.empty) if self.has_bias else None
-        self.matmul = weight.matmul(bias, float32_output=True)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.matmul(x)
 
 
 class EncoderAttention:

@@ -151,9 +151,6 @@ class EncoderSpec:
         return found
 
 
-ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
-
-
 def shape_of(fields: Fields) -> dict[str, Any]:
     """Return the fields of `EncoderSpec` that all families share."""
     fields.refuse_the_rest()

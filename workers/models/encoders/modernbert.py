@@ -5,7 +5,6 @@ from typing import Any
 
 from oarlock.workers.layers.attention_spec import RopeSpec
 from oarlock.workers.models.encoders.encoder_spec import (
-    ACTIVATIONS,
     ClassifierSpec,
     EncoderNames,
     EncoderSpec,
@@ -13,7 +12,7 @@ from oarlock.workers.models.encoders.encoder_spec import (
     num_labels,
     shape_of,
 )
-from oarlock.workers.models.hf_config import layer_kinds
+from oarlock.workers.models.hf_config import GELUS, layer_kinds
 from oarlock.workers.models.hf_fields import Fields, unsupported
 from oarlock.workers.models.hf_rope import rope_spec
 
@@ -52,7 +51,7 @@ def describe_modernbert(fields: Fields, *, scores: bool) -> EncoderSpec:
             "head.dense",
             "classifier",
             num_labels(fields),
-            fields.choice("classifier_activation", "gelu", ACTIVATIONS),
+            fields.choice("classifier_activation", "gelu", GELUS),
             mean=fields.choice("classifier_pooling", "cls", {"cls": "cls", "mean": "mean"}) == "mean",
             dense_bias=fields.flag("classifier_bias", False),
             norm="head.norm",
@@ -62,7 +61,7 @@ def describe_modernbert(fields: Fields, *, scores: bool) -> EncoderSpec:
         **shape,
         norm_eps=fields.number("norm_eps", 1e-5),
         max_positions=positions,
-        activation=fields.choice("hidden_activation", "gelu", ACTIVATIONS),
+        activation=fields.choice("hidden_activation", "gelu", GELUS),
         names=_NAMES,
         prefix="model.",
         ropes=tuple(ropes[kind] for kind in kinds),

@@ -26,6 +26,11 @@ _ENDS = ("Model", "ForMaskedLM", _SCORES)  # suffixes: bare encoder, or with a h
 ENCODERS = {f"{family}{end}": family for family in _FAMILIES for end in _ENDS}
 
 
+def is_scored(architecture: str) -> bool:
+    """Return whether an encoder with this name of its class has a head that scores text."""
+    return architecture.endswith(_SCORES)
+
+
 def is_encoder(hf_config: dict[str, Any]) -> bool:
     """Return whether a parsed `config.json` describes a supported encoder."""
     names = hf_config.get("architectures")
@@ -35,7 +40,7 @@ def is_encoder(hf_config: dict[str, Any]) -> bool:
 def describe_encoder(hf_config: dict[str, Any]) -> EncoderSpec:
     """Describe the encoder of a `config.json` that passes `is_encoder`. Raise `StartupError` if it is not supported."""
     name = hf_config["architectures"][0]
-    return _FAMILIES[ENCODERS[name]](Fields(hf_config), scores=name.endswith(_SCORES))
+    return _FAMILIES[ENCODERS[name]](Fields(hf_config), scores=is_scored(name))
 
 
 def read_encoder(model_path: str, checkpoint: Checkpoint | None) -> EncoderSpec:

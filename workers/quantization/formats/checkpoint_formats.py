@@ -77,7 +77,7 @@ class CheckpointFormats:
         weight = self._checkpoint.find(f"{stored}.weight")
         if (weight is not None and weight.entry.dtype in SAFETENSORS_DTYPES) or not self.has(stored):
             return None
-        return self._scheme.format_of(stored)
+        return self._scheme.format_of(self._checkpoint.stored_module(stored))
 
     def ignores(self, name: str) -> bool:
         if name.endswith(_OF_THE_KV_CACHE):

@@ -185,9 +185,10 @@ def test_whether_the_model_thinks(source, fields, expected):
 
 @pytest.mark.parametrize("marks", REASONING_FORMATS, ids=lambda marks: marks.name)
 def test_how_reasoning_is_marked_is_found_out_or_named(marks):
-    _, prompt = _prompt(f"{{{{ messages }}}} {marks.start}..{marks.end} so", TURNS[:1])
+    sign = f"{{# {marks.signs[0]} #}}" if marks.signs else ""  # an equal format without it comes later
+    _, prompt = _prompt(f"{sign}{{{{ messages }}}} {marks.start}..{marks.end} so", TURNS[:1])
     assert (prompt.may_think, prompt.is_thinking, prompt.reasoning) == (True, False, marks)
-    _, prompt = _prompt(f"{{{{ messages[0].content }}}}{marks.start}", TURNS[:1])
+    _, prompt = _prompt(f"{sign}{{{{ messages[0].content }}}}{marks.start}", TURNS[:1])
     assert (prompt.may_think, prompt.is_thinking, prompt.reasoning) == (False, True, marks)
     for name in (marks.name, *marks.aliases):
         _, prompt = _prompt(templates.PLAIN, TURNS[:1], parsers={"reasoning_parser": name})
@@ -233,3 +234,27 @@ def test_the_tools_of_phi_4_mini_are_a_text_of_the_system_message():
         '<|system|><|tool|>[{"name": "f", "parameters": {"type": "object"}}]<|/tool|><|end|><|user|>a<|end|>'
         '<|assistant|><|tool_call|>[{"name": "f", "arguments": {"x": [1]}}]<|/tool_call|><|end|><|tool|>b<|end|>'
     )
+
+
+SHOWS_DOCUMENTS = DUMP + "{% for d in documents or [] %}<doc {{ d.doc_id }}>{{ d.text }}{% endfor %}"
+
+
+def test_documents_reach_templates_that_show_them():
+    documents = [{"doc_id": 1, "text": "It rained."}, {"doc_id": 2, "text": ' "Wet"\n'}]
+    text, _ = _prompt(SHOWS_DOCUMENTS, TURNS[:1], documents=documents)
+    assert text.endswith('<doc 1>It rained.<doc 2> "Wet"\n')
+    assert _prompt(SHOWS_DOCUMENTS, TURNS[:1], documents=[])[0] == _prompt(SHOWS_DOCUMENTS, TURNS[:1])[0]
+    as_json = DUMP + "{{ documents | tojson }}"
+    assert '{"doc_id": 2, "text": " \\"Wet\\"\\n"}' in _prompt(as_json, TURNS[:1], documents=documents)[0]
+
+
+@pytest.mark.parametrize(
+    ("source", "document"),
+    [(DUMP, {"text": "It rained."}), (SHOWS_DOCUMENTS, {"contents": "It rained."}), (SHOWS_DOCUMENTS, {"text": " "})],
+)
+def test_documents_that_a_template_does_not_show_are_refused(source, document):
+    shown = {"doc_id": 1, "text": "Wet."}
+    documents = [shown, document] if source is SHOWS_DOCUMENTS else [document]
+    with pytest.raises(RequestError, match=rf"does not show documents\[{len(documents) - 1}\]") as caught:
+        _prompt(source, TURNS[:1], documents=documents)
+    assert caught.value.param == "documents"

@@ -55,9 +55,17 @@ def test_only_a_call_that_comes_back_as_it_was_tells_a_format(call, name):
 
 
 def test_tools_that_a_template_does_not_write_get_into_the_messages():
-    """Also where it has words of a format, or takes the tools under another name."""
+    """Also where it has words of a format, or takes the tools under a name that no format knows."""
     without = _calling(f"<tool_call>{OBJECT}</tool_call>").replace("{% if tools %}{{ tools | tojson }}{% endif %}", "")
-    assert _detected(without) == _detected("{% if xml_tools %}{{ xml_tools }}{% endif %}" + without) == "generic"
+    assert _detected(without) == _detected("{% if my_tools %}{{ my_tools }}{% endif %}" + without) == "generic"
+
+
+@pytest.mark.parametrize("parsers", [None, {"tool_call_parser": "hermes"}, {"tool_call_parser": "granite4"}])
+def test_tools_get_into_the_variable_that_the_template_reads(parsers):
+    calling = _calling(f"<tool_call>{OBJECT}</tool_call>")
+    assert _detected(calling, parsers) == "hermes"
+    assert _detected(calling.replace("tools", "xml_tools"), parsers) == "smollm3"
+    assert _detected(calling.replace("tools", "my_tools"), parsers) == "generic"
 
 
 def test_content_in_parts():
@@ -94,7 +102,7 @@ PUBLISHED = {
     "llama-cpp-rwkv": "generic", "meetkai-functionary-medium-v3.1": "functionary_v3_1",
     "meetkai-functionary-medium-v3.2": "unknown", "meta-llama": "llama3", "microsoft-Phi-3.5": "generic",
     "mistralai-Ministral": "mistral_named", "mistralai-Mistral-Nemo": "mistral", "moonshotai-Kimi-K2": "kimi_k2",
-    "muse": "unknown", "openai-gpt-oss": "openai", "openbmb": "unknown", "poolside": "glm45", "tencent": "unknown",
+    "muse": "unknown", "openai-gpt-oss": "openai", "openbmb": "unknown", "poolside": "glm45", "tencent": "hy_v3",
     "unsloth-mistral-Devstral": "mistral_named", "upstage": "unknown",
 }  # fmt: skip
 

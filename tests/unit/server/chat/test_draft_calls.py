@@ -71,9 +71,10 @@ def test_calls_inside_reasoning(text, expected):
 @pytest.mark.parametrize("tool_format", THINKERS, ids=lambda tool_format: tool_format.name)
 def test_every_format_and_every_kind_of_marks(tool_format, marks):
     call = WRITERS[tool_format.name]([("f", {"a": "x", "n": 1})])
-    call = {"llama3": f"<|python_tag|>{call}", "pythonic": f"<|python_start|>{call}<|python_end|>"}.get(
-        tool_format.name, call
-    )
+    if tool_format.name in WHOLE_ANSWER:  # elsewhere such a call follows a tag
+        call = {"llama3": f"<|python_tag|>{call}", "pythonic": f"<|python_start|>{call}<|python_end|>"}.get(
+            tool_format.name, f"<|assistant|>{call}"
+        )
     shape = _shape(tool_format, marks=marks)
     for pieces in ([f"So. {call}"], list(f"So. {call}")):
         events, parser = _read(pieces, shape)

@@ -41,6 +41,7 @@ def _clean_environment(monkeypatch):
         ["serve", "--help"],
         ["--version"],
         ["config", "show"],
+        ["models", "--supported"],
         # Mistakes that are found before anything is started.
         ["serve", "/nope"],
         ["serve", "nope-Q4_K_M.gguf"],
@@ -80,6 +81,14 @@ def test_quick_commands_import_nothing_heavy(arguments):
         (["serve", "--port"], 2, "--port", "--help"),
         (["serve", "a", "b"], 2, "Unexpected argument: b", "only one MODEL"),
         (["migrate", "llama-server", "-m", "m.gguf"], 2, "Unknown flag or argument: -m", "Quote the whole line"),
+        (
+            ["models", "--supported", "--download-dir", "x"],
+            2,
+            "--download-dir has no effect on --supported",
+            "of the two",
+        ),
+        (["models", "--supported", "--config", "x"], 2, "--config has no effect on --supported", "of the two"),
+        (["models", "--suported"], 2, "--suported", "--supported"),
         (["models", "rm"], 2, "Unexpected argument: rm", "`oarlock models --help`"),
         (["serve", "--api-key", "secret", "Qwen/Qwen2.5-7B-Instruct"], 2, "MODEL is missing", "MODEL --api-key"),
         (["serve", "--api-key", str(ROOT)], 2, "MODEL is missing", "MODEL --api-key"),

@@ -16,6 +16,7 @@ from oarlock.server.cli import main as cli
 from oarlock.server.cli import serve
 from oarlock.server.config.settings import make_settings
 from oarlock.server.hub.model_path import resolve
+from oarlock.workers.catalogue import CATALOGUE
 from tests.golden.gguf_writer import all_of, write_gguf
 from tests.golden.tiny_encoders import make_encoder
 from tests.house.rules import ROOT
@@ -102,7 +103,7 @@ def test_why_the_others_are_not(cache, demo, capsys):
     reasons = {name: model["why_not"] for (name, _), model in models.items()}
     assert not any(model["is_served"] for model in models.values())
     for name, reason in (
-        ("mamba", "MambaForCausalLM"),
+        ("mamba", "config.json: architecture 'MambaForCausalLM' is not supported."),
         ("words", "It has no config.json."),
         ("gguf/model.gguf", "model.gguf has only 4 bytes."),
         ("bare", "It has no tokenizer; --tokenizer names another one."),
@@ -196,6 +197,24 @@ def test_a_model_is_offered_only_where_somebody_can_answer(cache, demo, monkeypa
     shown += os.read(terminal, 10_000)
     assert shown.count(b"1  owner/a") == shown.count(b"Press a digit") == 1
     assert (b"oarlock serve owner/b" in shown) == (chosen is not None)
+
+
+def test_all_classes_that_are_served_are_listed_by_families(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))  # the models on this machine do not matter
+    assert cli.main(["models", "--supported"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    llama = lines.index("Llama")
+    assert lines[llama + 1].split() == [
+        *("LlamaForCausalLM", "meta-llama/Llama-3.1-8B-Instruct", "GGUF", "llama", "gated", "download")
+    ]
+    listed = {line.split()[0]: line.split()[1] for line in lines if line.startswith("  ")}
+    assert listed == {name: entry.checkpoint for name, entry in CATALOGUE.items()}
+    assert lines[-1].startswith(f"{len(CATALOGUE)} classes. `oarlock doctor MODEL` shows")
+    assert any(line.endswith("  scores") for line in lines)
+    assert cli.main(["models", "--supported", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["supported"]
+    assert [one["architecture"] for one in found] == list(CATALOGUE)
+    assert found[0].keys() == {"architecture", "family", "checkpoint", "task", "gguf", "notes"}
 
 
 def test_two_commits_of_one_model_share_files(cache, demo, capsys):

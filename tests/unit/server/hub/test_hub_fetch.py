@@ -403,3 +403,23 @@ def test_folders_of_modules_are_fetched_and_no_other_ones(hub):
     left = {"2_Dense/pytorch_model.bin", "onnx/config.json", "onnx/model.safetensors"}
     assert hub.files.keys() - fetched == left | {"additional_chat_templates/tool_use.py"}
     assert run(hub, offline=True) == directory
+
+
+def test_a_multimodal_model_comes_with_the_template_of_its_processor(hub):
+    """Its config.json is accepted before the rest is fetched, as the text part is checked."""
+    text = json.loads(hub.files["config.json"])
+    wrapper = {"architectures": ["LlavaOnevisionForConditionalGeneration"], "text_config": text}
+    hub.files |= {
+        "config.json": json.dumps(wrapper).encode(),
+        "chat_template.json": b'{"chat_template": "{{ messages }}"}',
+        "processor_config.json": b"{}",
+    }
+    directory = run(hub)
+    assert (directory / "chat_template.json").read_bytes() == hub.files["chat_template.json"]
+    assert (directory / "processor_config.json").exists() and (directory / "model.safetensors").exists()
+
+
+def test_a_multimodal_model_that_is_no_text_model_is_refused_before_its_weights(hub):
+    hub.files["config.json"] = json.dumps({"architectures": ["PaliGemmaForConditionalGeneration"]}).encode()
+    with pytest.raises(StartupError, match="its prompt is attended to in both directions"):
+        run(hub)

@@ -52,6 +52,12 @@ def test_the_banner_has_everything_needed_to_use_the_server():
         assert part in text
 
 
+def test_the_banner_says_that_the_text_part_is_served():
+    info = replace(INFO, text_part_of="Qwen2_5_VLForConditionalGeneration")
+    text = banner.banner("http://127.0.0.1:8000", ("demo",), info, 8192, True, {}, False)
+    assert "demo (Qwen2ForCausalLM, the text part of Qwen2_5_VLForConditionalGeneration, 494.0M parameters)" in text
+
+
 def test_the_banner_says_what_products_do_to_their_inputs():
     info = replace(INFO, quantization="gptq (4 bits, groups of 128)", input_rounding="8 bits")
     text = banner.banner("http://127.0.0.1:8000", ("demo",), info, 8192, True, {}, False)

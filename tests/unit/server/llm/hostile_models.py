@@ -327,7 +327,7 @@ FAULTS: dict[str, Case] = {
         weights('{"a":{"dtype":"F32","data_offsets":[0,8],"shape":[' + "1," * 2_000_000 + "2]}}"), (WEIGHTS, "values")
     ),
     "a billion experts have no bytes": Case(
-        weights({f"{EXPERTS}input_linear.weight": tensor([10**9, 0, 2], [0, 0])}), (WEIGHTS, "[1000000000, 0, 2]")
+        weights({f"{EXPERTS}experts.gate_up_proj": tensor([10**9, 0, 2], [0, 0])}), (WEIGHTS, "[1000000000, 0, 2]")
     ),
     "gpt-oss has a billion experts": Case(
         weights({f"{EXPERTS}experts.gate_up_proj_bias": tensor([10**9, 0], [0, 0]), **ONE}, bytes(8)),

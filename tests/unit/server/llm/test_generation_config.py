@@ -55,6 +55,16 @@ def test_without_a_file_sampling_is_neutral(model):
     assert GenerationConfig.load(model) == GenerationConfig(eos_token_ids=(3, 4))
 
 
+@pytest.mark.parametrize(("own", "ends"), [("", (5,)), ('"eos_token_id": null, ', (5,)), ('"eos_token_id": 6, ', (6,))])
+def test_the_text_config_of_a_multimodal_model_names_end_tokens(model, own, ends):
+    (model / "generation_config.json").unlink()
+    (model / "config.json").write_text(f'{{{own}"text_config": {{"eos_token_id": 5, "vocab_size": 7}}}}')
+    assert GenerationConfig.load(model).eos_token_ids == ends
+    (model / "config.json").write_text(f'{{{own}"text_config": {{"eos_token_id": 5, "vocab_size": 5}}}}')
+    with pytest.raises(StartupError, match="no completion would end"):
+        GenerationConfig.load(model)
+
+
 @pytest.mark.parametrize(
     ("values", "expected"),
     [

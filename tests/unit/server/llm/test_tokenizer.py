@@ -112,6 +112,27 @@ def test_a_template_for_tools_is_found_where_transformers_saves_it(folder, tmp_p
     given.close()
 
 
+@pytest.mark.parametrize("file", ["chat_template.json", "processor_config.json"])
+def test_the_template_of_a_multimodal_models_processor_is_used(folder, file):
+    (folder / "chat_template.jinja").unlink()
+    (folder / "tokenizer_config.json").write_text('{"chat_template": "tokenizer {{ messages[0].content }}"}')
+    (folder / "processor_config.json").write_text('{"processor_class": "Gemma3Processor"}')
+    (folder / file).write_text('{"chat_template": "processor {{ messages[0].content }}"}')
+    loaded = Tokenizer.load(folder)
+    assert rendered(loaded.template, USER, True, 1000) == "processor hi"
+    loaded.close()
+    (folder / file).write_text('{"chat_template": "{% for %}"}')
+    with pytest.raises(StartupError, match=rf"{file} is not valid Jinja"):
+        Tokenizer.load(folder)
+    (folder / file).write_text('{"chat_template": 5}')
+    with pytest.raises(StartupError, match=rf"chat_template in .*{file} is 5, which is not a template"):
+        Tokenizer.load(folder)
+    (folder / "chat_template.jinja").write_text("newer {{ messages[0].content }}")
+    newer = Tokenizer.load(folder)
+    assert rendered(newer.template, USER, True, 1000) == "newer hi"
+    newer.close()
+
+
 @pytest.mark.slow
 def test_it_needs_neither_torch_nor_transformers():
     code = (

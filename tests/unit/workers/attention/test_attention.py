@@ -44,10 +44,19 @@ def one_thread():
 
 
 def specs(
-    dtype=torch.float32, block=16, group=4, heads=2, width=64, window=None, softcap=None, device=CPU, cache="auto"
+    dtype=torch.float32,
+    block=16,
+    group=4,
+    heads=2,
+    width=64,
+    window=None,
+    softcap=None,
+    device=CPU,
+    cache="auto",
+    chunk=None,
 ):
     kv = KVSpec(1, heads, width, block, dtype, device, cache)
-    return kv, AttentionSpec(0, heads * group, heads, width, width**-0.5, window, softcap)
+    return kv, AttentionSpec(0, heads * group, heads, width, width**-0.5, window, softcap, chunk)
 
 
 def case_of(seqs: list[Seq], sinks: bool = False, **options) -> Case:
@@ -68,6 +77,9 @@ def case_of(seqs: list[Seq], sinks: bool = False, **options) -> Case:
         {"block": 16, "group": 2, "window": 40},
         {"block": 128, "group": 5, "window": 200, "softcap": 30.0, "sinks": True},
         {"block": 32, "group": 6, "softcap": 5.0},
+        {"block": 16, "group": 2, "heads": 4, "width": 32, "chunk": 1},
+        {"block": 16, "group": 5, "chunk": 37, "softcap": 5.0},
+        {"block": 128, "group": 3, "chunk": 64, "sinks": True},
     ],
     ids=str,
 )
@@ -96,6 +108,9 @@ def test_backends_agree_with_the_reference(options, dtype, device, cache):
         {"window": 40, "sinks": True},
         {"block": 32, "window": 33, "group": 7},
         {"block": 128, "window": 200},
+        {"chunk": 1},
+        {"chunk": 40, "sinks": True},
+        {"block": 32, "chunk": 96, "group": 7},
     ],
 )
 @pytest.mark.slow
@@ -111,12 +126,14 @@ def test_blocks_outside_the_window_are_never_read(options, backend, dtype, cache
         assert torch.cat(freed).isfinite().all()
 
 
-@pytest.mark.parametrize(("window", "sinks"), [(None, False), (3, False), (3, True)])
+@pytest.mark.parametrize(
+    ("window", "chunk", "sinks"), [(None, None, False), (3, None, False), (3, None, True), (None, 6, False)]
+)
 @each_cache
-def test_reference_agrees_with_torch(window, sinks, cache):
+def test_reference_agrees_with_torch(window, chunk, sinks, cache):
     """The reference itself is compared with torch's attention over whole sequences in float64: over the numbers that
     pages stand for. A sink is a key of zeros whose mask is its score, with a value of zeros."""
-    case = case_of([Seq(20, 20), Seq(7, 50)], window=window, group=2, cache=cache, sinks=sinks)
+    case = case_of([Seq(20, 20), Seq(7, 50)], window=window, chunk=chunk, group=2, cache=cache, sinks=sinks)
     kv = case.spec
     for i, ours in enumerate(case.run(ReferenceBackend(kv))):
         held = (dequantized(kv.kv_format, kv.kv_format.rounded(x[i])) for x in (case.k, case.v))
@@ -124,6 +141,9 @@ def test_reference_agrees_with_torch(window, sinks, cache):
         visible = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool).tril()
         if window:
             visible &= ~torch.ones_like(visible).tril(-window)
+        if chunk:
+            of_chunk = torch.arange(len(visible)) // chunk
+            visible &= of_chunk == of_chunk[:, None]
         mask = torch.zeros(visible.shape, dtype=torch.double).masked_fill(~visible, float("-inf"))
         if case.sinks is not None:
             k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
@@ -173,6 +193,7 @@ def test_scores_survive_large_key_biases(backend, cache):
         {"group": 1, "block": 32},
         {"group": 2, "width": 32, "heads": 4, "sinks": True},
         {"group": 4, "window": 50, "sinks": True},
+        {"group": 4, "chunk": 75},
     ],
     ids=str,
 )

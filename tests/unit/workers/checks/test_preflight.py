@@ -376,7 +376,7 @@ MODELS: dict[str, tuple[Callable[[Path], object], str]] = {
     "broken config": (lambda m: (m / "config.json").write_text("{"), "config.json cannot be read"),
     "config a list": (lambda m: (m / "config.json").write_text("[]"), "does not hold a JSON object"),
     "config not text": (lambda m: (m / "config.json").write_bytes(b"\xff\xfe{"), "config.json cannot be read"),
-    "architecture": (lambda m: edit_config(m, architectures=["GPT2Model"]), "'GPT2Model'.*Qwen3ForCausalLM"),
+    "architecture": (lambda m: edit_config(m, architectures=["GPT2Model"]), "'GPT2Model'.*GPT2LMHeadModel.*--supp"),
     "quantised, by a file of its own": (
         lambda m: (m / "quantize_config.json").write_text('{"bits": 3, "group_size": 128}'),
         r"quantize_config\.json\.bits = 3",

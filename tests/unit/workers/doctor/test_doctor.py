@@ -195,6 +195,11 @@ def test_a_model_that_cannot_be_served_is_said_as_serve_says_it(tmp_path):
     assert named["attention"].state == ERROR
 
 
+def test_a_model_that_no_class_describes_keeps_a_server_from_starting():
+    assert model.described("described as a class", "") == Finding("description", "described as a class")
+    assert model.described("It is not supported.", "Use another.").state == ERROR
+
+
 def test_one_of_several_hosts(taken_port):
     head = NodesConfig(0, 2, "127.0.0.1", taken_port, None)
     other = NodesConfig(1, 2, "127.0.0.1", taken_port, None)
@@ -221,10 +226,12 @@ def test_text_and_json():
 def test_the_whole_of_it(capsys, taken_port):
     config = WorkerConfig(str(DEMO), device="cpu", tensor_parallel_size=2).to_json()
     words = [f"--config={config}", "--host=127.0.0.1", "--port=0", "--all-reduce", "--json"]
+    words.append(f"--description={json.dumps({'text': 'described as a class', 'fix': ''})}")
     assert doctor.main(words) == 0
     report = json.loads(capsys.readouterr().out)
     by_name = {finding["check"]: finding for finding in report["findings"]}
-    assert report["ok"] and {"cores", "kernels", "model", "attention", "all-reduce"} <= set(by_name)
+    assert report["ok"] and by_name["description"]["text"] == "described as a class"
+    assert {"cores", "kernels", "model", "attention", "all-reduce"} <= set(by_name)
     if by_name["all-reduce"]["state"] == OK:
         assert min(by_name["all-reduce"]["facts"]["seconds_by_bytes"].values()) > 0
     nothing = WorkerConfig("", device="cpu").to_json()

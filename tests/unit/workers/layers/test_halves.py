@@ -35,16 +35,24 @@ pytestmark = pytest.mark.skipif(NO_KERNELS is not None, reason=f"no kernels here
 
 BUFFER_BYTES = 8192  # small, so that the sum over a prompt goes through in pieces
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+# Families whose heads divide the hidden size.
+WHOLE_HEADS = ("biogpt", "cohere", "cohere2", "gpt2", "gpt_bigcode", "gpt_neox", "opt", "phi", "phi3")
 # Heads that the kernel supports, and what the families do not have by default.
 CHECKPOINTS: dict[str, dict[str, Any]] = {
-    **{family: {"head_dim": 32} for family in FAMILIES if family not in ("cohere", "cohere2", "phi3")},
-    "cohere": {"hidden_size": 256},
+    **{family: {"head_dim": 32} for family in FAMILIES if family not in WHOLE_HEADS},
+    **{family: {"hidden_size": 256} for family in WHOLE_HEADS},
     "cohere2": {"hidden_size": 256, "num_key_value_heads": 2},
     "phi3": {"hidden_size": 128, "partial_rotary_factor": 0.5},
     **{family: {"num_attention_heads": 4, "num_key_value_heads": 2} for family in MIXTURES},
-    "glm4_moe": {"head_dim": 32},
-    "gpt_oss": {"head_dim": 32},
-    "qwen3_moe": {"head_dim": 32},
+    **{family: {"head_dim": 32} for family in ("cohere2_moe", "kolibri1", "minimax_m2")},
+    **{family: {"num_attention_heads": 4, "num_key_value_heads": 2} for family in ("granitemoe_swa", "phimoe")},
+    "exaone4": {"hidden_size": 256},
+    "glm4": {"head_dim": 32},
+    "granite_swa": {"hidden_size": 256},
+    "hyperclovax": {"head_dim": 32},
+    "stablelm": {"hidden_size": 256},
+    **{family: {"head_dim": 32} for family in ("glm4_moe", "gpt_oss", "qwen3_moe", "afmoe", "hunyuan_v1_moe")},
+    "llama4_text": {"head_dim": 32},
     "llama": {"head_dim": 48, "attention_bias": True, "mlp_bias": True, "num_key_value_heads": 2},
 }
 
@@ -101,18 +109,18 @@ def test_both_forms_give_the_same_bits(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("family", [family for family in CHECKPOINTS if not family.startswith("olmo")])
+@pytest.mark.parametrize("family", [family for family in CHECKPOINTS if family not in ("minimax_m2", "olmo2", "olmoe")])
 @pytest.mark.slow
 def test_both_forms_give_the_same_bits_on_two_ranks(
     checkpoints: dict[str, Path], family: str, dtype: torch.dtype
 ) -> None:
-    """The other sum of OLMo is inside the kernels, or the layers are not prepared."""
+    """The other sum of OLMo 2 and others is inside the kernels, or the layers are not prepared."""
     check_equal(checkpoints[family], 2, dtype)
 
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "nemotron", "starcoder2", "olmo"])
 @pytest.mark.parametrize("quantization", [name for name in QUANTIZATIONS if name != "none"])
 def test_both_forms_give_the_same_bits_with_rounded_weights(
     tmp_path: Path, family: str, dtype: torch.dtype, size: int, quantization: str
@@ -121,6 +129,18 @@ def test_both_forms_give_the_same_bits_with_rounded_weights(
         tmp_path, family, **{**CHECKPOINTS[family], "intermediate_size": 128}
     )  # every rank has whole groups of inputs
     check_equal(path, size, dtype, quantization)
+
+
+@pytest.mark.parametrize("family", ["afmoe", "hunyuan_v1_moe", "llama4_text", "ministral3"])
+@pytest.mark.parametrize("quantization", [name for name in QUANTIZATIONS if name != "none"])
+@pytest.mark.slow
+def test_both_forms_give_the_same_bits_with_rounded_weights_of_new_families(
+    tmp_path: Path, family: str, quantization: str
+) -> None:
+    widths = {"intermediate_size": 128, **({"intermediate_size_mlp": 128} if family == "llama4_text" else {})}
+    path = make_tiny(tmp_path, family, **{**CHECKPOINTS[family], **widths})
+    for size in (1, 2):
+        check_equal(path, size, torch.bfloat16, quantization)
 
 
 def as_stored_in_fp8(weight: Tensor) -> LinearWeight:

@@ -10,11 +10,13 @@ from oarlock.base.errors import StartupError
 from oarlock.workers.attention.cpp import CppBackend
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.distributed.parallel_state import TensorParallel
-from oarlock.workers.layers.attention_spec import RopeSpec, SelfAttentionSpec
+from oarlock.workers.layers.attention_spec import QueryScale, RopeSpec, SelfAttentionSpec
 from oarlock.workers.layers.decoder_spec import BranchSpec, DecoderSpec, LayerSpec, tensor_shapes
 from oarlock.workers.layers.gated_mlp_spec import GatedMLPSpec
+from oarlock.workers.layers.mlp_spec import MLPSpec
 from oarlock.workers.layers.tensor_spec import NormSpec
 from oarlock.workers.models.decoder import Decoder
+from oarlock.workers.quantization.matmul import PLAIN_ACTIVATIONS
 from oarlock.workers.runner.memory_needs import kv_shape, rank_weight_bytes
 from tests.golden import paged_run
 from tests.golden.paged_run import PagedRun, on_ranks
@@ -27,6 +29,12 @@ HALVES = RopeSpec("default", 1e4, 16)
 ATTENTION = SelfAttentionSpec(4, 2, 32, 32**-0.5, HALVES)
 UNROTATED = replace(ATTENTION, rope=None, window=5, sinks=True)
 NEIGHBOURS = replace(ATTENTION, rope=replace(HALVES, interleaved=True), o_bias=True)
+CLIPPED = replace(ATTENTION, clip_qkv=0.4, qkv_bias=True)
+SCALE = QueryScale(0.3, 3, 1)
+NORMS_LAST = replace(ATTENTION, qk_norm=NormSpec(), norms_after_rotation=True)
+ALL = replace(
+    NEIGHBOURS, qk_norm=NormSpec(weight=False), norms_after_rotation=True, query_scale=SCALE, chunk=6, output_gate=True
+)
 MLP = GatedMLPSpec(64, bias=True)
 
 
@@ -35,9 +43,10 @@ def layer(
     norms: tuple[tuple[str | None, str | None], ...] = (("a", None), ("b", None)),
     scale: float = 1.0,
     *,
+    mlp: GatedMLPSpec | MLPSpec = MLP,
     parallel: bool = False,
 ) -> LayerSpec:
-    pairs = zip((attention, MLP), norms, strict=True)
+    pairs = zip((attention, mlp), norms, strict=True)
     return LayerSpec(tuple(BranchSpec(one, *names, scale) for one, names in pairs), parallel)
 
 
@@ -51,8 +60,27 @@ LAYOUTS = {
     "scaled residuals and norms after": layer(norms=(("a", "b"), ("c", "d")), scale=0.25),
     "no rotation, with sinks": layer(UNROTATED),
     "neighbours rotated": layer(NEIGHBOURS),
+    "queries, keys and values limited": layer(CLIPPED),
+    "a gate on attention": layer(replace(ATTENTION, output_gate=True)),
+    "a gate behind a shared norm": layer(
+        replace(ATTENTION, output_gate=True), norms=(("a", None), ("a", None)), parallel=True
+    ),
+    "scaled queries": layer(replace(ATTENTION, query_scale=SCALE)),
+    "scaled queries without rotation": layer(replace(UNROTATED, query_scale=SCALE)),
+    "scaled queries after norms": layer(replace(ATTENTION, qk_norm=NormSpec(), query_scale=SCALE)),
+    "chunks": layer(replace(ATTENTION, chunk=7)),
+    "norms after the rotation": layer(NORMS_LAST),
+    "everything at once": layer(ALL),
+    **{f"no gate, {name}": layer(mlp=MLPSpec(64, name, bias=name != "relu2")) for name in PLAIN_ACTIVATIONS},
+    "no gate, side by side": layer(parallel=True, mlp=MLPSpec(64, "gelu")),
 }
-NORMS = {"rms": NormSpec(), "layer": NormSpec("layer", 1e-5), "layer with a shift": NormSpec("layer", 1e-5, bias=True)}
+NORMS = {
+    "rms": NormSpec(),
+    "layer": NormSpec("layer", 1e-5),
+    "layer with a shift": NormSpec("layer", 1e-5, bias=True),
+    "layer with an offset": NormSpec("layer", 1e-5, offset=1.0, bias=True),
+    "layer without a weight": NormSpec("layer", 1e-5, weight=False),
+}
 
 
 class SeparateOperations(CppBackend):

@@ -6,11 +6,19 @@ import pytest
 import torch
 from transformers import LlamaConfig, Phi3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.ministral3.modeling_ministral3 import get_llama_4_attn_scale
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb as apply_partial
 
-from oarlock.workers.layers.attention_spec import RopeSpec
-from oarlock.workers.layers.rotary import RotaryTable, rotate
+from oarlock.workers.layers.attention_spec import QueryScale, RopeSpec
+from oarlock.workers.layers.rotary import (
+    QueryScaleTable,
+    RotaryTable,
+    finish_heads,
+    neighbours_with_torch,
+    rotate,
+    rotate_with_torch,
+)
 from oarlock.workers.models.registry import describe
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -19,6 +27,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "dynamic": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
     "llama3": {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0,
                "high_freq_factor": 4.0, "original_max_position_embeddings": 64},
+    "llama3-without-blend": {"rope_type": "llama3", "rope_theta": 5e5, "factor": 16.0, "low_freq_factor": 1.0,
+                             "high_freq_factor": 1.0, "original_max_position_embeddings": 64},
     "yarn": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 64},
     "yarn-given-attention": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "attention_factor": 1.25,
                              "beta_fast": 16.0, "beta_slow": 2.0, "original_max_position_embeddings": 128},
@@ -110,6 +120,38 @@ def test_rotation_is_computed_in_float32_and_rounded_once() -> None:
     x = torch.randn(2, 3, 64).bfloat16()
     ours = rotate(x, cos, sin, torch.bfloat16)
     assert torch.equal(ours, rotate(x.float(), cos, sin, torch.float32).bfloat16())
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+def test_query_scales_are_transformers_and_depend_only_on_the_position(shift: int) -> None:
+    """Ministral 3 counts from 0, Llama 4 from 1."""
+    at_once, grown = (QueryScaleTable(QueryScale(0.1, 7, shift), torch.device("cpu")) for _ in range(2))
+    positions = torch.arange(9000)
+    ours = at_once(positions, 9000)
+    if shift:
+        theirs = torch.log1p(torch.floor((positions.float() + 1.0) / 7)) * 0.1 + 1.0
+    else:
+        theirs = get_llama_4_attn_scale(positions[None], 0.1, 7).flatten()
+    torch.testing.assert_close(ours, theirs, rtol=3e-7, atol=0)
+    assert len(ours.unique()) == 9000 // 7 + 1
+    for longest in (1, 700, 7169, 9000):
+        some = torch.tensor([longest - 1, longest // 2, 0])
+        assert torch.equal(grown(some, longest), ours[some])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("pairs_neighbours", [False, True])
+@pytest.mark.usefixtures("form")
+def test_heads_are_finished_in_float32_and_rounded_once(dtype: torch.dtype, pairs_neighbours: bool) -> None:
+    table = RotaryTable(RopeSpec("default", 1e4, 32), torch.device("cpu"))
+    angles = table(torch.tensor([300, 7, 0]), 301)
+    x, weight, scale = torch.randn(3, 6, 48).to(dtype), torch.randn(6, 48), torch.tensor([1.0, 1.5, 0.7])
+    ours = finish_heads(x, angles, (weight, 1e-5), scale, 4, dtype, pairs_neighbours=pairs_neighbours)
+    apply_rope = neighbours_with_torch if pairs_neighbours else rotate_with_torch
+    exact = apply_rope(x.double(), *(part.double() for part in angles), torch.float64)
+    exact = exact / (exact.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+    exact[:, :4] *= scale.double().view(-1, 1, 1)
+    torch.testing.assert_close(ours.double(), exact, atol=2e-6, rtol=torch.finfo(dtype).eps)
 
 
 @pytest.mark.parametrize("kind", ["default", "dynamic"])

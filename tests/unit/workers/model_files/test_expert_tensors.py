@@ -9,26 +9,31 @@ from torch import Tensor
 
 from oarlock.base.errors import StartupError
 from oarlock.workers.model_files.checkpoint import SINGLE_FILE, Checkpoint
+from oarlock.workers.model_files.tensor_names import NO_NAMES, TensorNames
+from oarlock.workers.models.granite_moe import granite_names
+from oarlock.workers.models.mistral import MIXTRAL_NAMES
 from oarlock.workers.weights.reader import WeightReader
 
 EXPERTS, WIDTH, HIDDEN = 3, 4, 6
 LAYER = "model.layers.0."
 
 
-def opened(folder: Path, tensors: dict[str, Tensor]) -> Checkpoint:
+def opened(folder: Path, tensors: dict[str, Tensor], names: TensorNames = NO_NAMES) -> Checkpoint:
     save_file({f"{LAYER}{name}": tensor.contiguous() for name, tensor in tensors.items()}, folder / SINGLE_FILE)
-    return Checkpoint.open(folder)
+    return Checkpoint.open(folder, names)
 
 
 GATE_UP = torch.randn(EXPERTS, 2 * WIDTH, HIDDEN)
 DOWN = torch.randn(EXPERTS, HIDDEN, WIDTH)
 STORED = {
-    "joined": ("mlp", {"mlp.experts.gate_up_proj": GATE_UP, "mlp.experts.down_proj": DOWN}),
+    "joined": (NO_NAMES, "mlp", {"mlp.experts.gate_up_proj": GATE_UP, "mlp.experts.down_proj": DOWN}),
     "granite": (
+        granite_names(None),
         "block_sparse_moe",
         {"block_sparse_moe.input_linear.weight": GATE_UP, "block_sparse_moe.output_linear.weight": DOWN},
     ),
     "mixtral": (
+        MIXTRAL_NAMES,
         "mlp",
         {
             f"block_sparse_moe.experts.{expert}.{name}.weight": part
@@ -43,8 +48,8 @@ STORED = {
 
 @pytest.mark.parametrize("way", STORED)
 def test_each_expert_is_read_by_its_own_name(tmp_path: Path, way: str) -> None:
-    module, tensors = STORED[way]
-    with WeightReader(opened(tmp_path, tensors)) as weights:
+    names, module, tensors = STORED[way]
+    with WeightReader(opened(tmp_path, tensors, names)) as weights:
         for expert in range(EXPERTS):
             wanted = {"gate": GATE_UP[expert, :WIDTH], "up": GATE_UP[expert, WIDTH:], "down": DOWN[expert]}
             for part, exact in wanted.items():
@@ -58,7 +63,7 @@ def test_each_expert_is_read_by_its_own_name(tmp_path: Path, way: str) -> None:
 def test_an_expert_that_is_stored_twice_is_refused(tmp_path: Path) -> None:
     one = {"mlp.experts.1.down_proj.weight": DOWN[1].clone()}
     with pytest.raises(StartupError, match=r"'model\.layers\.0\.mlp\.experts\.1\.down_proj\.weight' is stored twice"):
-        opened(tmp_path, {**STORED["joined"][1], **one})
+        opened(tmp_path, {**STORED["joined"][2], **one})
 
 
 def _turns(gate: Tensor, up: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """The whole shard: the weights it reads, its reports, and that a token's numbers do not depend on others."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,29 @@ def test_fused_and_sharded_files_load_like_separate_ones(tmp_path: Path, family:
         for path in (plain, shards, fused)
     ]
     assert torch.equal(texts[0], texts[1]) and torch.equal(texts[0], texts[2])
+
+
+def test_adapters_and_encoders_inside_a_checkpoint_stay_unread(tmp_path: Path) -> None:
+    """Phi-4 multimodal as Microsoft stores it."""
+    plain = make_tiny(tmp_path, "phi4_multimodal")
+    other = make_tiny(tmp_path, "phi4_multimodal")
+    tensors, stored = load_file(plain / SINGLE_FILE), {}
+    for name, tensor in tensors.items():
+        module, _, kind = name.rpartition(".")
+        if ".layers." in name and module.endswith("_proj") and "extend" not in name:
+            stored[f"{module}.base_layer.{kind}"] = tensor
+            for part, shape in (("A", (4, tensor.shape[1])), ("B", (tensor.shape[0], 4))):
+                stored[f"{module}.lora_{part}.vision.weight"] = torch.ones(shape)
+        else:
+            stored[name] = tensor
+    save_file(stored, other / SINGLE_FILE)
+    config = json.loads((other / "config.json").read_text()) | {"architectures": ["Phi4MMForCausalLM"]}
+    (other / "config.json").write_text(json.dumps(config))
+    texts = [
+        on_ranks(2, lambda tp, path=path: PagedRun(load_decoder(path, tp)).step({0: list(range(20))})[0])[0]
+        for path in (plain, other)
+    ]
+    assert torch.equal(*texts)
 
 
 @pytest.mark.parametrize("tied", [False, True])

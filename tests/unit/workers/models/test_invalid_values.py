@@ -17,7 +17,7 @@ from oarlock.base.errors import StartupError
 from oarlock.workers.layers.decoder_spec import DecoderSpec, tensor_shapes
 from oarlock.workers.layers.experts_spec import ExpertsSpec
 from oarlock.workers.layers.rotary import RotaryTable
-from oarlock.workers.models.hf_fields import MOST, MOST_LAYERS
+from oarlock.workers.models.hf_fields import _NEUTRAL, MOST, MOST_LAYERS, Fields
 from oarlock.workers.models.registry import FAMILIES, describe
 
 ODD: list[Any] = [
@@ -33,13 +33,27 @@ _SHAPE = {
     "num_key_value_heads": 4, "head_dim": 8, "max_position_embeddings": 1024, "rms_norm_eps": 1e-6,
 }  # fmt: skip
 _KEYS = {
-    *_SHAPE, "architectures", "dtype", "torch_dtype", "hidden_act", "hidden_activation", "tie_word_embeddings",
-    "attention_bias", "mlp_bias", "sliding_window", "use_sliding_window", "max_window_layers", "layer_types",
-    "sliding_window_pattern", "rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq",
-    "original_max_position_embeddings", "partial_rotary_factor", "query_pre_attn_scalar", "attn_logit_softcapping",
-    "final_logit_softcapping", "quantization_config", "num_experts", "logits_scaling", "layer_norm_eps",
-    "logit_scale", "use_qk_norm", "use_parallel_block", "num_experts_per_tok", "mlp_only_layers", "decoder_sparse_step",
-    "n_group", "topk_group", "routed_scaling_factor", "moe_layer_end_index", "moe_norm_min", "residual_multiplier",
+    *_SHAPE,
+    "architectures", "dtype", "torch_dtype", "hidden_act", "hidden_activation", "tie_word_embeddings", "attention_bias",
+    "mlp_bias", "sliding_window", "use_sliding_window", "max_window_layers", "layer_types", "sliding_window_pattern",
+    "rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq", "original_max_position_embeddings",
+    "partial_rotary_factor", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping",
+    "quantization_config", "num_experts", "logits_scaling", "layer_norm_eps", "logit_scale", "use_qk_norm",
+    "use_parallel_block", "num_experts_per_tok", "mlp_only_layers", "decoder_sparse_step", "n_embd", "n_layer",
+    "n_head", "n_positions", "n_inner", "activation_function", "layer_norm_epsilon", "multi_query",
+    "scale_attn_weights", "scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn", "add_cross_attention",
+    "do_layer_norm_before", "word_embed_proj_dim", "ffn_dim", "enable_bias", "layer_norm_elementwise_affine",
+    "rotary_pct", "rotary_emb_base", "rotary_dim", "num_layers", "num_heads", "window_size", "attention_layers",
+    "attention_types", "n_group", "topk_group", "routed_scaling_factor", "moe_layer_end_index", "moe_norm_min",
+    "residual_multiplier", "norm_eps", "norm_epsilon", "clip_qkv", "attention_multiplier", "embedding_multiplier",
+    "attention_out_bias", "use_bias", "qkv_bias", "bias", "no_rope_layers", "no_rope_layer_interval",
+    "layer_rope_theta", "use_qkv_bias", "qk_layernorm", "use_parallel_residual", "use_post_norm", "moe_topk",
+    "num_shared_expert", "route_scale", "num_dense_layers", "num_shared_experts", "mup_enabled",
+    "global_attn_every_n_layers", "attention_chunk_size", "floor_scale", "attn_scale", "attn_temperature_tuning",
+    "moe_layers", "interleave_moe_layer_step", "intermediate_size_mlp", "first_k_dense_replace", "mlp_layer_types",
+    "moe_intermediate_size", "norm_topk_prob", "n_shared_experts", "shared_expert_intermediate_size",
+    "router_scaling_factor", "prefix_dense_intermediate_size", "expert_selection_fn", "num_nextn_predict_layers",
+    "attn_type_list", "router_jitter_noise",
 }  # fmt: skip
 _ROPES: dict[str, dict[str, Any]] = {
     "default": {},
@@ -51,9 +65,19 @@ _ROPES: dict[str, dict[str, Any]] = {
 }
 _ROPE_KEYS = {
     "rope_theta", "original_max_position_embeddings", "attention_factor", "partial_rotary_factor", "rope_type", "type",
-    "unknown", *(key for table in _ROPES.values() for key in table),
+    "unknown", "alpha", "llama_4_scaling_beta", *(key for table in _ROPES.values() for key in table),
 }  # fmt: skip
-_MIXTURES = ("Moe", "MoeShared", "Mixtral", "Olmoe", "GptOss")
+_OLDER = (
+    "BioGptForCausalLM", "GPT2LMHeadModel", "GPTBigCodeForCausalLM", "GPTJForCausalLM", "GPTNeoForCausalLM",
+    "GPTNeoXForCausalLM", "OPTForCausalLM",
+)  # fmt: skip
+_MIXTURES = (
+    "Moe", "MoE", "MoeShared", "MoeSWA", "Mixtral", "Olmoe", "GptOss", "Dots1", "SolarOpen", "FlexOlmo", "HYV3",
+    "MiniMaxM2", "Mellum", "Flint", "Kolibri1", "Phimoe", "Afmoe", "HunYuanMoEV1", "Llama4",
+)  # fmt: skip
+# Keys that are read without a method of `Fields`.
+_RAW = {"architectures", "layer_types", "rope_scaling"}
+_RAW_OF_EXPERTS = {"attn_type_list", "layer_rope_theta", "mlp_layer_types", "mlp_only_layers"}
 # Keys whose invalid value may be reported under another key, which is derived from it.
 _FOLLOWS = {
     "hidden_size": "head_dim",
@@ -63,6 +87,7 @@ _FOLLOWS = {
     "partial_rotary_factor": "short_factor",
     "use_sliding_window": "sliding_window",
     "low_freq_factor": "high_freq_factor",
+    "rotary_pct": "partial_rotary_factor",
     "rope_scaling": "rope",
     "rope_parameters": "rope",
     "rope_type": "rope type",
@@ -71,10 +96,22 @@ _FOLLOWS = {
 }
 
 
+def has_experts(architecture: str) -> bool:
+    return architecture.removesuffix("ForCausalLM").endswith(_MIXTURES)
+
+
 def base(architecture: str) -> dict[str, Any]:
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_k": 2, "partial_rotary_factor": 1.0}
-    own = experts if architecture.removesuffix("ForCausalLM").endswith(_MIXTURES) else {}
-    return {**_SHAPE, **own, "architectures": [architecture], "sliding_window": 16, "use_sliding_window": True}
+    name = architecture.removesuffix("ForCausalLM")
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_k": 2, "n_shared_experts": 1}
+    own: dict[str, Any] = experts if has_experts(architecture) else {}
+    if name == "CohereCompass":  # which has a table for each kind of layer
+        own = {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}
+    # The tables of LongRoPE are those of whole heads.
+    own |= {"partial_rotary_factor": 1.0, "use_sliding_window": name != "IQuestCoder"}
+    if architecture in _OLDER:  # all heads have keys of their own, or one for all
+        own |= {"num_key_value_heads": None, "head_dim": None, "rotary_pct": 1.0, "rotary_emb_base": 5e5}
+        own |= {"rotary_dim": 4, "attention_layers": ["global", "local", "global"]}
+    return {**_SHAPE, **own, "architectures": [architecture], "sliding_window": 16}
 
 
 def check(config: dict[str, Any]) -> StartupError | None:
@@ -106,11 +143,14 @@ def assert_usable(spec: DecoderSpec) -> None:
     assert spec.num_layers <= MOST_LAYERS
     kinds = list(dict.fromkeys(layer.attention for layer in spec.layers))
     windows = [kind.window for kind in kinds]
+    windows += [kind.chunk for kind in kinds]
+    windows += [None if kind.query_scale is None else kind.query_scale.period for kind in kinds]
     assert all(window is None or (type(window) is int and 0 < window <= MOST) for window in windows)
+    assert all(kind.query_scale is None or 0 < kind.query_scale.beta < math.inf for kind in kinds)
     assert spec.tp_sizes[0] == 1
     if spec.num_layers < 100:
         assert spec.num_parameters > 0 and tensor_shapes(spec)
-    optional = (spec.attention.softcap, spec.logit_softcap)
+    optional = (spec.attention.softcap, spec.attention.clip_qkv, spec.logit_softcap)
     numbers = [spec.norm.eps, spec.attention.scale, *(number for number in optional if number is not None)]
     assert all(type(number) is float and 0 < number < math.inf for number in numbers), numbers
     for rope in {kind.rope for kind in kinds}:
@@ -127,15 +167,25 @@ def odd_configs(architecture: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Configurations with odd values, each with its odd key.
 
     Of rotations, which are read in one place, each family has two kinds in turn, and of odd values every second one.
+    A key that neither the family nor the check of all other keys reads cannot change anything.
     """
+    fields = Fields(base(architecture))
+    FAMILIES[architecture](fields)
+    raw = _RAW | (_RAW_OF_EXPERTS if has_experts(architecture) else set())
+    keys = sorted(_KEYS & (fields._read | _NEUTRAL.keys() | raw))
     kinds, turn = list(_ROPES), list(FAMILIES).index(architecture)
-    # Phi-3 has no others, whatever else is said.
-    kinds = ["default", "longrope"] if architecture == "Phi3ForCausalLM" else kinds[turn % 3 :: 3]
+    kinds = kinds[turn % 3 :: 3]
+    if architecture.startswith("Phi"):  # it has no others, whatever else is said
+        kinds = ["default", "longrope"]
+    elif architecture.startswith("CohereCompass"):  # without `rope_scaling`
+        kinds = []
     for value in ODD[turn % 2 :: 2]:
-        for key in sorted(_KEYS):
+        for key in keys:
             yield key, {**base(architecture), key: value}
         for kind in kinds:
             table = _ROPES[kind]
+            if architecture in ("PhiMoEForCausalLM", "PhimoeForCausalLM") and kind == "longrope":
+                table = table | {"short_mscale": 1.2, "long_mscale": 1.2}
             for key in sorted(_ROPE_KEYS):
                 yield (
                     key,

@@ -139,14 +139,14 @@ class Experts:
         for token in range(len(x)):
             for expert, weight in zip(ids[token].tolist(), weights[token].double(), strict=True):
                 gate, up, down = (self.tensors[f"{expert}.{part}.weight"].double() for part in ("gate", "up", "down"))
-                row = x[token : token + 1].double()
+                row = x[token : token + 1].double() * (weight if shape.weighs_inputs else 1.0)
                 both = torch.cat((row @ gate.T, row @ up.T), 1)
                 if self.bias:
                     both += torch.cat([self.tensors[f"{expert}.{part}.bias"].double() for part in ("gate", "up")])
                 result = gate_of(both, shape).double() @ down.T
                 if self.bias:
                     result += self.tensors[f"{expert}.down.bias"].double()
-                out[token] += weight * result[0]
+                out[token] += result[0] * (1.0 if shape.weighs_inputs else weight)
         return out
 
 
@@ -198,6 +198,17 @@ def test_activations_and_biases(kind: str, shape: dict[str, object]) -> None:
     experts, x, chosen = Experts("none", torch.float32, bias=True, **shape), inputs(9, torch.float32), routed(9)
     exact = experts.exact(x, *chosen)
     assert (experts.rank(kind)(x, *chosen) - exact).norm() <= 1e-6 * exact.norm()
+
+
+@pytest.mark.parametrize("kind", PRODUCTS)
+@pytest.mark.parametrize(("form", "dtype"), FORMS)
+def test_weights_that_multiply_inputs(kind: str, form: str, dtype: torch.dtype) -> None:
+    skip_what_is_not_interpreted(kind, dtype)
+    experts, x, chosen = Experts(form, dtype, weighs_inputs=True), inputs(9, dtype), routed(9, 3)
+    exact, found = experts.exact(x, *chosen), experts.rank(kind)(x, *chosen)
+    assert (found - exact).norm() <= FORMS[form, dtype] * exact.norm()
+    alone = experts.rank(kind, slices=4)(x, *chosen)
+    assert torch.equal(alone, tree_sum([experts.rank(kind, rank, 2, 4)(x, *chosen) for rank in range(2)]))
 
 
 @pytest.mark.parametrize("kind", PRODUCTS)

@@ -8,7 +8,7 @@ from oarlock.workers.kernels.cpu.build import ISALevel
 from oarlock.workers.kernels.cpu.gemm import CppPackedGatedMatmul, CppPackedMatmul
 from oarlock.workers.kernels.cpu.quantized_gemm import INT8, INT8_DOT, MOST_INPUTS, PackedInt8, int8_kind
 from oarlock.workers.quantization.int8 import Int8Matmul, Int8Weight, round_rows
-from oarlock.workers.quantization.matmul import ACTIVATIONS, ReferenceGatedMatmul
+from oarlock.workers.quantization.matmul import ACTIVATIONS, PLAIN_ACTIVATIONS, ReferenceGatedMatmul, activated
 from tests.house.rules import ROOT
 from tests.unit.workers.kernel_levels import PARAMETERS, is_here, threads, using
 
@@ -96,6 +96,25 @@ def test_the_gate_equals_the_reference(level: ISALevel, dtype: torch.dtype, acti
                     assert torch.equal(product(x[300 - rows :]), whole[0][300 - rows :])
     assert all(torch.equal(y, whole[0]) for y in whole)
     assert (whole[0] - truth).abs().max() <= limit
+
+
+@each_level
+@each_dtype
+@pytest.mark.parametrize("activation", PLAIN_ACTIVATIONS)
+def test_an_activation_equals_the_reference(level: ISALevel, dtype: torch.dtype, activation: str) -> None:
+    """Up to the last bits of exp and of gelu's polynomials."""
+    torch.manual_seed(0)
+    values, scales = rounded(70, 1100, dtype)
+    bias, x = torch.randn(70).to(dtype), 2 * torch.randn(40, 1100).to(dtype)
+    truth = activated(Int8Matmul(values, scales, dtype, bias, float32_output=True), activation)(x)
+    limit = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-9}[dtype] * truth.abs().max()
+    for kind in kinds(level):
+        with using(level):
+            packed = CppPackedMatmul(PackedInt8(values, scales, kind=kind), dtype, bias, float32_output=True)
+            product = activated(packed, activation)
+        assert isinstance(product, CppPackedMatmul) and product(x).dtype == dtype
+        assert (product(x) - truth).abs().max() <= limit
+        assert torch.equal(product(x[3:5]), product(x)[3:5])
 
 
 @each_level

@@ -9,12 +9,15 @@ from oarlock.workers.kernels.cpu.gemm import CppGatedMatmul, CppMatmul
 from oarlock.workers.quantization.matmul import (
     ACTIVATIONS,
     FLOAT32_BLOCK,
+    PLAIN_ACTIVATIONS,
+    ActivatedMatmul,
     Float32Matmul,
     PackedGatedMatmul,
     PackedMatmul,
     PairedRows,
     PlainGatedMatmul,
     PlainMatmul,
+    activated,
     can_pack,
     gated_matmul,
     matmul,
@@ -115,6 +118,35 @@ def test_packed_gate_equals_plain(level, dtype, activation, inputs, with_bias) -
         limit = 3 * tolerance(dtype, max(1.0, truth.abs().max().item()))
         for product in (packed, plain):
             assert (product(x).double() - truth).abs().max() <= limit
+
+
+@each_form
+@each_dtype
+@pytest.mark.parametrize(("outputs", "inputs"), [(40, 64), (33, 50), (96, 2 * FLOAT32_BLOCK + 8)])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_an_activation_follows_the_sums_and_is_rounded_once(level, dtype, outputs, inputs, with_bias) -> None:
+    """oneDNN's sums are rounded before it, so only the kernels are near in every element."""
+    linear, _, fewest = fast_forms(level, dtype)
+    torch.manual_seed(0)
+    weight = (2 * torch.randn(outputs, inputs) / inputs**0.5).to(dtype)
+    bias = torch.randn(outputs).to(dtype) if with_bias else None
+    multiply = linear(weight.clone(), bias, **({} if level is None else {"float32_output": True}))
+    x = torch.randn(300, inputs).to(dtype)
+    sums = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    for name, function in PLAIN_ACTIVATIONS.items():
+        product, truth = activated(multiply, name), function(sums)
+        assert isinstance(product, ActivatedMatmul) == (level is None)
+        whole = product(x)
+        assert whole.dtype == dtype
+        if level is None:
+            assert (whole.double() - truth).abs().max() <= 4 * tolerance(dtype, truth.abs().max().item())
+        else:
+            torch.testing.assert_close(whole.double(), truth, rtol=max(4e-6, torch.finfo(dtype).eps), atol=2e-5)
+        for rows in (fewest, 3, 17, 64):
+            assert torch.equal(product(x[300 - rows :]), whole[300 - rows :]) or level is None
+        with_nan = x.clone()
+        with_nan[0, 0] = float("nan")
+        assert product(with_nan)[0].isnan().all()
 
 
 @each_form

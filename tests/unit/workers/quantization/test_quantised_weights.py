@@ -24,7 +24,7 @@ from oarlock.workers.quantization.int8 import Int8Weight
 from oarlock.workers.quantization.method import DenseWeight, LinearWeight, StackedWeight, WeightShard
 from oarlock.workers.quantization.packed_integers import regroup
 from oarlock.workers.quantization.weight_only import WeightOnly
-from oarlock.workers.verify.dequantise import dequantised
+from oarlock.workers.verify.dequantise import StoredTensors, dequantised
 from oarlock.workers.weights.reader import WeightReader
 from tests.golden.quantised import CASES, Quantised, write
 from tests.golden.tiny_models import make_tiny
@@ -137,12 +137,13 @@ def test_written_out_weights_are_the_stored_numbers(
 @pytest.mark.parametrize("name", OF_PRODUCTS)
 def test_the_plain_reader_has_them_too(quantised: Callable[[str], Quantised], name: str) -> None:
     made = quantised(name)
+    stored = StoredTensors(made.path)
     for module, weight in made.weights.items():
-        found = dequantised(made.path, module)
+        found = dequantised(stored, module)
         assert found.dtype == torch.float64 and torch.equal(found, weight), module
     for left in CASES[name].left:
         module = next(m for m in (f"model.layers.{left}", f"model.{left}") if m not in made.weights)
-        assert dequantised(made.path, module).dim() == 2
+        assert dequantised(stored, module).dim() == 2
 
 
 def tensors_of(weight: LinearWeight) -> list[Tensor]:

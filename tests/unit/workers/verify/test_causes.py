@@ -11,8 +11,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from oarlock.workers.distributed.parallel_state import TensorParallel
+from oarlock.workers.layers import attention, linear
 from oarlock.workers.layers.experts import Experts
 from oarlock.workers.models.registry import read_spec
+from tests.golden import mutations_of_values as of_values
 from tests.golden.tiny_models import make_tiny
 from tests.unit.workers.verify.cases import PROMPTS, VerifyCase, altered, reconfigured
 from tests.unit.workers.verify.faults import SIZE, WEIGHTS, rows
@@ -32,7 +34,18 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], VerifyCas
         "olmo2": ("olmo2", {}),
         "cohere2": ("cohere2", {"layer_types": ["sliding_attention", "full_attention"]}),
         "qwen2_moe": ("qwen2_moe", {}),
+        "gpt2": ("gpt2", {}),
+        "gpt_neox": ("gpt_neox", {}),
         "gpt_oss": ("gpt_oss", {}),
+        "phi": ("phi", {}),
+        "nemotron": ("nemotron", {}),
+        "starcoder2": ("starcoder2", {}),
+        "olmo": ("olmo", {}),
+        "afmoe": ("afmoe", {"layer_types": ["sliding_attention", "full_attention"]}),
+        "hunyuan_v1_dense": ("hunyuan_v1_dense", {}),
+        "hunyuan_v1_moe": ("hunyuan_v1_moe", {}),
+        "llama4_text": ("llama4_text", {"no_rope_layer_interval": 2}),
+        "ministral3": ("ministral3", {}),
     }
 
     def case(name: str) -> VerifyCase:
@@ -53,6 +66,38 @@ def test_a_damaged_tensor_is_named(cases, tmp_path: Path, name: str, tensor: str
     assert not comparison.ok
     assert len(causes) == 1
     assert cause in causes[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "found"), [("nemotron", "relu"), ("starcoder2", "gelu")])
+def test_another_activation_is_named(cases, monkeypatch: pytest.MonkeyPatch, name: str, found: str) -> None:
+    case, original = cases(name), linear.activated
+    right = read_spec(str(case.model)).layers[0].mlp.activation
+    monkeypatch.setattr(linear, "activated", lambda multiply, activation: original(multiply, found))
+    _, causes = case.run(SIZE)
+    assert causes == [f"model.layers.0.mlp.up_proj: the activation on ranks 0, 1 is {found}, not {right}"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("plant", "found"),
+    [
+        (
+            of_values.queries_keys_and_values_not_limited,
+            [f"{letter} of layer 0 on ranks 0, 1: its limit of 0.5" for letter in "qk"],
+        ),
+        (of_values.layer_norm_without_its_mean, ["model.layers.0.input_layernorm: the norm itself"]),
+    ],
+    ids=["limit", "norm"],
+)
+def test_a_lost_limit_and_a_norm_without_a_weight_are_named(
+    cases, monkeypatch: pytest.MonkeyPatch, plant: Callable[[pytest.MonkeyPatch], None], found: list[str]
+) -> None:
+    case = cases("olmo")
+    plant(monkeypatch)
+    _, causes = case.run(SIZE)
+    assert len(causes) == len(found)
+    assert all(cause.startswith(expected) for cause, expected in zip(causes, found, strict=True)), causes
 
 
 @pytest.mark.slow
@@ -144,6 +189,30 @@ def test_a_wrong_window_is_named(cases, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_wrong_chunks_are_named(cases, tmp_path: Path) -> None:
+    copy = reconfigured(cases("llama4_text").model, tmp_path / "copy", attention_chunk_size=16)
+    causes = cases("llama4_text").run(SIZE, copy)[1]
+    assert "attention of layer 0 on ranks 0, 1: the chunks of 11 tokens (only later tokens are wrong)" in causes[0]
+
+
+@pytest.mark.slow
+def test_a_wrong_query_scale_is_named(cases, tmp_path: Path) -> None:
+    """Its period is within the prompt, so that the factors of earlier tokens are right."""
+    case = cases("ministral3")
+    rope = json.loads((case.model / "config.json").read_text())["rope_parameters"]
+    copy = reconfigured(case.model, tmp_path / "copy", rope_parameters=rope | {"llama_4_scaling_beta": 3.0})
+    (cause,) = case.run(SIZE, copy)[1]
+    assert cause.startswith("query scale of layer 0 on ranks 0, 1 (queries are 1 to ")
+
+
+@pytest.mark.slow
+def test_a_gate_that_is_left_out_is_named(cases, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "gate_rows", lambda x, gate: x)
+    causes = cases("afmoe").run(SIZE)[1]
+    assert causes == ["attention of layer 0 on ranks 0, 1: the gate on its result is left out"]
+
+
+@pytest.mark.slow
 def test_a_sum_that_forgets_a_rank_is_found_by_comparing_ranks(cases) -> None:
     """Rank 1 keeps its own share in place of one sum, each time the text is run."""
     case = cases("qwen2")
@@ -169,9 +238,19 @@ def test_a_sum_that_forgets_a_rank_is_found_by_comparing_ranks(cases) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 8])
-@pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama", "mistral", "olmo2", "cohere2"])
+@pytest.mark.parametrize(
+    "name", ["qwen2", "qwen3", "llama", "mistral", "olmo2", "cohere2", "hunyuan_v1_dense", "ministral3"]
+)
 @pytest.mark.slow
 def test_nothing_is_found_where_nothing_is_wrong(cases, name: str, size: int) -> None:
     comparison, causes = cases(name).run(size)
+    assert comparison.ok, comparison.first_fault
+    assert causes == []
+
+
+@pytest.mark.parametrize("name", ["afmoe", "hunyuan_v1_moe", "llama4_text"])
+@pytest.mark.slow
+def test_nothing_is_found_in_experts_where_nothing_is_wrong(cases, name: str) -> None:
+    comparison, causes = cases(name).run(SIZE)
     assert comparison.ok, comparison.first_fault
     assert causes == []

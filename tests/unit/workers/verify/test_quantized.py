@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., VerifyCase]
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("family", ["qwen2", "gemma2", "phi3"])
+@pytest.mark.parametrize("family", ["qwen2", "gemma2", "phi3", "nemotron", "starcoder2", "olmo"])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.slow
 def test_a_right_model_is_right(cases: Callable[..., VerifyCase], form: str, family: str, size: int) -> None:
@@ -48,6 +49,28 @@ def test_experts_are_right(tmp_path: Path, family: str) -> None:
     counts = {"num_experts" if family == "qwen3_moe" else "num_local_experts": 3, "num_experts_per_tok": 3}
     model = make_tiny(tmp_path, family, seed=5, hidden_size=128, head_dim=16, **counts)
     comparison, causes = VerifyCase(model, tmp_path / "verify", quantization="int8").run(2)
+    assert comparison.ok and causes == [], comparison.first_fault
+
+
+# Families with a gate on attention, norms after the rotation, scaled queries, chunks, and weights on experts' inputs;
+# every token has all experts.
+_FAMILIES: dict[str, dict[str, Any]] = {
+    "ministral3": {},
+    "hunyuan_v1_moe": {"num_experts": 3, "moe_topk": 3},
+    "afmoe": {"num_experts": 3, "num_experts_per_tok": 3, "moe_intermediate_size": 64,
+              "layer_types": ["sliding_attention", "full_attention"]},
+    "llama4_text": {"num_local_experts": 3, "num_experts_per_tok": 3, "intermediate_size_mlp": 128,
+                    "no_rope_layer_interval": 2},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", ["none", *FORMS])
+@pytest.mark.parametrize("family", _FAMILIES)
+@pytest.mark.slow
+def test_other_forms_of_attention_and_experts_are_right_in_bfloat16(tmp_path: Path, family: str, form: str) -> None:
+    shape = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2}
+    model = make_tiny(tmp_path, family, seed=5, dtype=torch.bfloat16, **shape, **_FAMILIES[family])
+    comparison, causes = VerifyCase(model, tmp_path / "verify", "bfloat16", quantization=form).run(2)
     assert comparison.ok and causes == [], comparison.first_fault
 
 

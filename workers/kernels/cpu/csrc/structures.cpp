@@ -59,17 +59,19 @@ extern "C" const char *oarlock_structures() {
   STRUCTURE(AttentionStep, FIELD(tables), FIELD(rows), FIELD(query_start_loc), FIELD(seq_lens), FIELD(seqs),
             FIELD(table_width))
   STRUCTURE(AttentionLayer, FIELD(heads), FIELD(kv_heads), FIELD(head_dim), FIELD(block_size), FIELD(window),
-            FIELD(scale), FIELD(softcap), FIELD(pages))
+            FIELD(chunk), FIELD(scale), FIELD(softcap), FIELD(pages))
   STRUCTURE(RankGroup, FIELD(flags), FIELD(inputs), FIELD(buffer_bytes), FIELD(rank), FIELD(size), FIELD(collective),
             FIELD(spin_s), FIELD(yields), FIELD(timeout_s))
   STRUCTURE(HeadsOfRank, FIELD(heads), FIELD(kv_heads), FIELD(all_heads), FIELD(all_kv_heads), FIELD(first_head),
             FIELD(first_kv_head), FIELD(sums_keys))
   STRUCTURE(Router, FIELD(weight), FIELD(bias), FIELD(correction), FIELD(outputs), FIELD(hidden), FIELD(top_k),
-            FIELD(groups), FIELD(top_groups), FIELD(is_sigmoid), FIELD(is_normalised), FIELD(least_sum), FIELD(scale))
+            FIELD(groups), FIELD(top_groups), FIELD(is_sigmoid), FIELD(is_normalised), FIELD(corrects_logits),
+            FIELD(is_mixer), FIELD(least_sum), FIELD(scale), FIELD(tolerance))
   STRUCTURE(Expert, FIELD(gate_up), FIELD(down), FIELD(gate_up_bias), FIELD(down_bias), FIELD(gate_up_kind),
             FIELD(down_kind))
   STRUCTURE(Experts, FIELD(experts), FIELD(first), FIELD(count), FIELD(hidden), FIELD(width), FIELD(slices),
-            FIELD(groups), FIELD(group), FIELD(only_slice), FIELD(activation), FIELD(alpha), FIELD(limit))
+            FIELD(groups), FIELD(group), FIELD(only_slice), FIELD(activation), FIELD(alpha), FIELD(limit),
+            FIELD(weighs_inputs))
   STRUCTURE(GroupedSource, FIELD(values), FIELD(scales), FIELD(zeros), FIELD(factors), FIELD(value_indices),
             FIELD(input_order), FIELD(columns), FIELD(stride), FIELD(scales_per_row), FIELD(stored_group),
             FIELD(slices), FIELD(length), FIELD(bits), FIELD(group), FIELD(is_gated), FIELD(is_float), FIELD(kind))
@@ -77,15 +79,16 @@ extern "C" const char *oarlock_structures() {
             FIELD(slices))
   STRUCTURE(Norm, FIELD(scale), FIELD(shift), FIELD(width), FIELD(eps), FIELD(is_layer_norm))
   STRUCTURE(HeadsAndPages, FIELD(attention), FIELD(head_norm), FIELD(k_pages), FIELD(v_pages), FIELD(rotary),
-            FIELD(interleaved), FIELD(eps), FIELD(row_norm), FIELD(sinks))
+            FIELD(interleaved), FIELD(eps), FIELD(row_norm), FIELD(sinks), FIELD(norms_last), FIELD(query_scale))
   STRUCTURE(Addition, FIELD(norm), FIELD(width), FIELD(scale))
+  STRUCTURE(Clamp, FIELD(width), FIELD(limit))
   STRUCTURE(MoELayer, FIELD(router), FIELD(routed), FIELD(shared), FIELD(shared_gate))
   STRUCTURE(Operation, FIELD(kind), FIELD(source), FIELD(target), FIELD(parameters))
   STRUCTURE(Branch, FIELD(operations), FIELD(count), FIELD(before_all_reduce), FIELD(rows_at_once), FIELD(widths),
             FIELD(sums))
   STRUCTURE(RotaryRows, FIELD(rows), FIELD(width))
   STRUCTURE(LayerStep, FIELD(hidden), FIELD(normed), FIELD(partial), FIELD(rows), FIELD(width), FIELD(type),
-            FIELD(positions), FIELD(slots), FIELD(rotary), FIELD(attention), FIELD(group))
+            FIELD(positions), FIELD(slots), FIELD(rotary), FIELD(query_scales), FIELD(attention), FIELD(group))
   STRUCTURE(LogitsChanges, FIELD(num_bias), FIELD(bias_rows), FIELD(bias_ids), FIELD(bias_values), FIELD(num_penalties),
             FIELD(penalty_rows), FIELD(repetition), FIELD(frequency), FIELD(presence), FIELD(history_firsts),
             FIELD(history_lengths), FIELD(history_ids), FIELD(history_counts), FIELD(num_masks), FIELD(mask_words),

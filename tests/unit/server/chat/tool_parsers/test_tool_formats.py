@@ -103,6 +103,20 @@ def test_every_kind_of_reasoning_comes_before_the_grammar(compiler, marks, is_sp
     assert _admits(compiler, grammar, _written(HERMES))
 
 
+@pytest.mark.parametrize("marks", [marks for marks in MARKS if marks.answer], ids=lambda marks: marks.name)
+def test_a_grammar_admits_the_tags_around_a_response(compiler, marks):
+    messages = [{"role": "user", "content": "x"}]
+    request = ChatRequest.model_validate({"messages": messages, "tools": TOOLS, "tool_choice": "required"})
+    prompt = ChatPrompt("x", resolve_tool_choice(request, HERMES), True, False, marks)
+    grammar = response_grammar(None, prompt, {})
+    assert grammar is not None
+    call, (start, end) = _written(HERMES), marks.answer_tokens
+    for before in ("", f"{marks.start}so{marks.end}\n"):
+        assert _admits(compiler, grammar, f"{before}{start}\n{call}\n{end}")
+        assert _admits(compiler, grammar, before + call)
+        assert not _admits(compiler, grammar, f"{before}{start}\n{call}")
+
+
 def test_reasoning_comes_before_the_grammar(compiler):
     call = _written(HERMES)
     inside = _grammar(HERMES, think=(False, True))

@@ -50,6 +50,17 @@ def _glm(calls: Calls) -> str:
     return "\n".join(lines)
 
 
+def _hunyuan(calls: Calls) -> str:
+    blocks = []
+    for name, arguments in calls:
+        pairs = [
+            f"<arg_key@>{key}</arg_key@>\n<arg_value@>{_plain(value)}</arg_value@>\n"
+            for key, value in arguments.items()
+        ]
+        blocks.append(f"<tool_calls@>\n<tool_call@>{name}<tool_sep@>\n{''.join(pairs)}</tool_call@>\n</tool_calls@>")
+    return "\n".join(blocks).replace("@>", ":opensource>")
+
+
 def deepseek(words: str) -> str:
     """A token of DeepSeek by its words."""
     return "<\uff5c" + words.replace(" ", "\u2581") + "\uff5c>"
@@ -92,6 +103,14 @@ def _pythonic(calls: Calls) -> str:
     return "[" + ", ".join(written) + "]"
 
 
+def _olmo(calls: Calls) -> str:
+    return f"<function_calls>{_pythonic(calls)[1:-1].replace('), ', f'){chr(10)}')}</function_calls>"
+
+
+def _lines(calls: Calls) -> str:
+    return "<|assistant|>".join(f"{name}\n{_json(arguments)}" for name, arguments in calls)
+
+
 def _action(call: tuple[str, dict]) -> str:
     return f'{{"tool_name": "{call[0]}", "parameters": {_json(call[1])}}}'
 
@@ -132,12 +151,18 @@ def _harmony(calls: Calls) -> str:
 
 WRITERS: dict[str, Callable[[Calls], str]] = {
     "hermes": _hermes,
+    "smollm3": _hermes,
     "generic": _hermes,
     "unknown": _hermes,
     "llama3": lambda calls: ";".join(_object(*call, key="parameters") for call in calls),
     "mistral": lambda calls: "[TOOL_CALLS]" + _list(calls),
     "mistral_named": lambda calls: "".join(f"[TOOL_CALLS]{name}[ARGS]{_json(value)}" for name, value in calls),
     "granite": lambda calls: "<|tool_call|>" + _list(calls),
+    "granite_3_0": lambda calls: "<|tool_call|>" + _list(calls),
+    "olmo3": _olmo,
+    "olmo3_functions": _olmo,
+    "glm4": _lines,
+    "glm4_9b": _lines,
     "phi4_mini": lambda calls: f"<|tool_call|>{_list(calls)}<|/tool_call|>",
     "phi4_mini_json": lambda calls: "functools" + _list(calls),
     "deepseek_v3": lambda calls: _deepseek("function", ("\n```json\n", "\n```"), "\n", calls),
@@ -146,6 +171,7 @@ WRITERS: dict[str, Callable[[Calls], str]] = {
     "qwen3_coder": lambda calls: _qwen("<tool_call>", "</tool_call>", "\n", calls),
     "seed_oss": lambda calls: _qwen("<seed:tool_call>", "</seed:tool_call>", "", calls),
     "glm45": _glm,
+    "hy_v3": _hunyuan,
     "openai": _harmony,
     "functiongemma": partial(_gemma, "<start_function_call>", "<end_function_call>", "<escape>"),
     "gemma4": partial(_gemma, "<|tool_call>", "<tool_call|>", '<|"|>'),
@@ -171,8 +197,17 @@ WRITERS: dict[str, Callable[[Calls], str]] = {
     ),
 }
 ONE_CALL = ("llama3", "openai", "gigachat3")  # models that were not trained to write several
-WHOLE_ANSWER = ("llama3", "pythonic")  # calls begin the answer
-ARGUMENTS_AS_TEXT = ("qwen3_coder", "seed_oss", "glm45", "minimax_m2", "minimax_m3", "deepseek_v32", "deepseek_v4")
+WHOLE_ANSWER = ("llama3", "pythonic", "glm4", "glm4_9b")  # calls begin the answer
+ARGUMENTS_AS_TEXT = (
+    "qwen3_coder",
+    "seed_oss",
+    "glm45",
+    "hy_v3",
+    "minimax_m2",
+    "minimax_m3",
+    "deepseek_v32",
+    "deepseek_v4",
+)
 
 
 def _template(call: str, before: str = "", between: str = "", after: str = "") -> str:
@@ -201,6 +236,12 @@ def _without_calls(instructions: str) -> str:
         f"{{% if tools %}}<|im_start|>system\n{instructions}{{{{ tools | tojson }}}}{{% endif %}}"
         "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
     )
+
+
+def _turns(before: str, **turns: str) -> str:
+    """A template that writes turns of these roles only, each in its way."""
+    branches = "".join(f"{{% elif m.role == '{role}' %}}{turn}<|end|>" for role, turn in turns.items())
+    return f"{before}{{% for m in messages %}}{{% if false %}}{branches}{{% endif %}}{{% endfor %}}<|assistant|>"
 
 
 _OBJECT = '{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}'
@@ -241,12 +282,41 @@ TEMPLATES = {
     "lfm2": _without_calls("List of tools: "),
     "openai": "{{ tools | tojson if tools }}" + HARMONY,
     "hermes": _template(f"\n<tool_call>\n{_OBJECT}\n</tool_call>"),
+    "smollm3": "{% for tool in xml_tools %}{{ tool.name ~ tool }}{% endfor %}" + PLAIN,
     "generic": PLAIN,
     "unknown": _template("<call>{{ f.name }}</call>"),
     "llama3": _template(_OBJECT.replace('arguments"', 'parameters"')),
     "mistral": _template(_OBJECT, "[TOOL_CALLS] [", ", ", "]"),
     "mistral_named": _template("[TOOL_CALLS]{{ f.name }}[ARGS]{{ f.arguments | tojson }}"),
     "granite": _without_calls("Answer with <|tool_call|> and a list: "),
+    "granite_3_0": _turns(
+        "{{ tools | tojson }}",
+        user="<|user|>{{ m.content }}",
+        assistant="<|assistant|>{{ m.content }}",
+        assistant_tool_call="<|assistant|><|tool_call|>{{ m.content }}",
+        tool_response="<|tool_response|>{{ m.content }}",
+    ),
+    "glm4": _turns(
+        "{{ tools | tojson }}",
+        user="<|user|>\n{{ m.content }}",
+        assistant="<|assistant|>{{ m.metadata }}\n{{ m.content }}",
+        observation="<|observation|>\n{{ m.content }}",
+    ),
+    "glm4_9b": (
+        "{% for m in messages %}{% for t in m.tools %}{{ t.function | tojson }}{% endfor %}"
+        "{% if m.content %}<|{{ m.role }}|>{{ m.metadata }}\n{{ m.content }}{% endif %}{% endfor %}<|assistant|>"
+    ),
+    "olmo3": _template(
+        "{{ f.name }}(" + _each("{{ k }}={{ j }}", ", ") + ")", "<function_calls>", "\n", "</function_calls>"
+    ),
+    "olmo3_functions": _turns(
+        "",
+        system="<|system|>{{ m.content ~ m.functions }}",
+        user="<|user|>{{ m.content }}",
+        assistant="<|assistant|>{{ m.content }}"
+        "{% if m.function_calls %}<function_calls>{{ m.function_calls }}</function_calls>{% endif %}",
+        environment="<|environment|>{{ m.content }}",
+    ),
     "phi4_mini": (
         "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
         "{% if m.tools %}<|tool|>{{ m.tools }}<|/tool|>{% endif %}<|end|>{% endfor %}<|assistant|>"
@@ -276,6 +346,14 @@ TEMPLATES = {
         + _each("<arg_key>{{ k }}</arg_key>\n<arg_value>{{ v }}</arg_value>\n")
         + "</tool_call>",
     ),
+    "hy_v3": _template(
+        "<tool_call@>{{ f.name }}<tool_sep@>\n"
+        + _each("<arg_key@>{{ k }}</arg_key@>\n<arg_value@>{{ v }}</arg_value@>\n")
+        + "</tool_call@>\n",
+        "<tool_calls@>\n",
+        "",
+        "</tool_calls@>",
+    ).replace("@>", ":opensource>"),
     "apriel": _template(_OBJECT, "<tool_calls>[", ", ", "]</tool_calls>"),
     "minimax": _template(_OBJECT, "<tool_calls>\n", "\n", "\n</tool_calls>"),
     "nemotron_json": _template(_OBJECT, "<TOOLCALL>[", ", ", "]</TOOLCALL>"),

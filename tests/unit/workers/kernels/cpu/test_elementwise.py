@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from oarlock.workers.kernels.cpu import elementwise
-from oarlock.workers.layers.rotary import rotate_with_torch
+from oarlock.workers.layers.rotary import neighbours_with_torch, rotate_with_torch
 
 pytestmark = pytest.mark.usefixtures("level")
 
@@ -56,17 +56,62 @@ def test_rotation_is_right_to_its_rounding(dtype: torch.dtype, wide: bool, width
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("wide", [False, True], ids=["same", "float32"])
+@pytest.mark.parametrize("pairs_neighbours", [False, True], ids=["halves", "neighbours"])
+@pytest.mark.parametrize("without", ["nothing", "rotation", "norm", "scale"])
+@pytest.mark.parametrize(("width", "turned"), [(64, 64), (128, 32), (80, 72), (6, 2)])
+def test_heads_are_rotated_normed_and_scaled_in_this_order(
+    dtype: torch.dtype, wide: bool, pairs_neighbours: bool, without: str, width: int, turned: int
+) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(37, 6, width).to(torch.float32 if wide else dtype)[:, :5]
+    angles = torch.randn(37, 1, turned // 2) * 9
+    cos, sin = torch.cat([angles.cos()] * 2, -1), torch.cat([-angles.sin(), angles.sin()], -1)
+    weight, scale = torch.randn(5, width), torch.rand(37) + 0.5
+    ours = elementwise.finish_heads(
+        x,
+        None if without == "rotation" else (cos, sin),
+        None if without == "norm" else (weight, 1e-6),
+        None if without == "scale" else scale,
+        3,
+        dtype,
+        pairs_neighbours=pairs_neighbours,
+    )
+    exact = x.double()
+    if without != "rotation":
+        apply_rope = neighbours_with_torch if pairs_neighbours else rotate_with_torch
+        exact = apply_rope(exact, cos.double(), sin.double(), torch.float64)
+    if without != "norm":
+        exact = exact / (exact.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
+    if without != "scale":
+        exact = torch.cat((exact[:, :3] * scale.double().view(-1, 1, 1), exact[:, 3:]), 1)
+    assert ours.is_contiguous() and ours.dtype == dtype
+    torch.testing.assert_close(ours.double(), exact, atol=2e-6, rtol=torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("rows", "width"), [(1, 768), (5, 100), (300, 128), (2, 3)])
+def test_a_gate_multiplies_by_its_sigmoid(dtype: torch.dtype, rows: int, width: int) -> None:
+    torch.manual_seed(0)
+    x, gate = torch.randn(rows, width).to(dtype), (torch.randn(rows, width) * 4).to(dtype)
+    exact = x.double() * torch.sigmoid(gate.double())
+    ours = elementwise.gate_rows(x.clone(), gate)
+    torch.testing.assert_close(ours.double(), exact, atol=1e-6, rtol=torch.finfo(dtype).eps)
+    assert torch.equal(elementwise.gate_rows(x[:1].clone(), gate[:1]), ours[:1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("wide", [False, True], ids=["same", "float32"])
+@pytest.mark.parametrize(("rows", "width"), [(1, 768), (5, 100), (300, 128), (2, 3)])
+@pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("shifted", [False, True])
 def test_layer_norm_is_right_to_its_rounding(
-    dtype: torch.dtype, wide: bool, rows: int, width: int, shifted: bool
+    dtype: torch.dtype, wide: bool, rows: int, width: int, shifted: bool, scaled: bool
 ) -> None:
     torch.manual_seed(0)
     x = (torch.randn(rows, width) * 3 + 5).to(torch.float32 if wide else dtype)
-    weight, bias = torch.randn(width), torch.randn(width) if shifted else None
-    exact = torch.nn.functional.layer_norm(
-        x.double(), (width,), weight.double(), bias if bias is None else bias.double(), 1e-6
-    )
+    weight, bias = torch.randn(width) if scaled else None, torch.randn(width) if shifted else None
+    vectors = [None if vector is None else vector.double() for vector in (weight, bias)]
+    exact = torch.nn.functional.layer_norm(x.double(), (width,), *vectors, 1e-6)
     ours = elementwise.layer_norm(x, weight, bias, 1e-6, dtype)
     assert ours.dtype == dtype
     torch.testing.assert_close(ours.double(), exact, atol=2e-6, rtol=max(1e-6, torch.finfo(dtype).eps / 2 * 1.01))

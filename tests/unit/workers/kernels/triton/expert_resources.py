@@ -30,6 +30,7 @@ _NUMBERS = (
 )
 _TYPES = dict.fromkeys(_NUMBERS, "i32") | dict.fromkeys(("alpha", "limit"), "fp32")
 _TYPES |= {"x": "*bf16", "bias": "*bf16", "factors": "*fp32", "zeros": "*fp16", "partial": "*fp32", "weights": "*fp32"}
+_TYPES |= {"pair_factors": "*fp32"}
 _DIVISIBLE = ("columns", "inputs", "slice_inputs", "x_stride", "row_bytes")
 _DENSE = {"BITS": 16, "FLOAT": False, "UNIT": 32, "GROUP_UNITS": 0, "ZEROS": False, "UNITS": 2}
 
@@ -57,14 +58,14 @@ def main(formats: str, kinds: list[str]) -> None:
             for block in BLOCKS if formats == "all" else BLOCKS[-1:]:
                 chosen = options(block, torch.bfloat16, amd_of(kind), is_packed=name != "bfloat16")
                 for activation, out in (("clamped_swiglu", "*bf16"), ("", "*fp32")):
-                    settings = {"TOP_K": 8, "ACTIVATION": activation, "BIAS": True, "BLOCK_M": block}
+                    settings = {"TOP_K": 8, "ACTIVATION": activation, "BIAS": True, "FACTORS": True, "BLOCK_M": block}
                     found[f"{kind} {name}, {block} pairs {activation}"] = resources(
                         multiply_experts, kind, constants | settings, types | {"out": out}, chosen, _DIVISIBLE
                    
                     )  # fmt: skip
         sizes = {"EXPERTS": 128, "E_POW": 256, "BLOCK_M": 16, "SIZE": 1024}
         found[f"{kind} sort"] = resources(sort_pairs, kind, sizes, _TYPES, {"num_warps": 8})
-        sizes = {"EXPERTS": 128, "TOP_K": 8, "GROUP": 0, "BLOCK": 1024}
+        sizes = {"EXPERTS": 128, "TOP_K": 8, "GROUP": 0, "WEIGHTED": True, "BLOCK": 1024}
         found[f"{kind} sum"] = resources(add_experts, kind, sizes, _TYPES | {"out": "*fp32"}, {"num_warps": 4})
     print(json.dumps(found))
 

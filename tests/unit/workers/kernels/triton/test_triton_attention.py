@@ -75,6 +75,26 @@ def test_it_agrees_with_the_reference(heads, group, width, block, window, softca
         agree(KVSpec(1, heads, width, block, dtype, DEVICE), layer, MIXED, processors, sinks=sinks)
 
 
+@pytest.mark.parametrize(
+    ("group", "width", "block", "chunk", "softcap", "sinks", "run"),
+    [(2, 32, 16, 1, None, False, 0), (4, 64, 16, 40, None, True, 0), (5, 64, 32, 64, 30.0, False, 1)],
+)
+def test_chunks_agree_with_the_reference(group, width, block, chunk, softcap, sinks, run):
+    for dtype, processors in [RUNS[run]] if DEVICE.type == "cpu" else RUNS:
+        layer = AttentionSpec(0, group, 1, width, width**-0.5, None, softcap, chunk)
+        agree(KVSpec(1, 1, width, block, dtype, DEVICE), layer, MIXED, processors, sinks=sinks)
+
+
+@pytest.mark.parametrize(("chunk", "processors"), [(1, 16), (40, 1)])
+def test_blocks_before_the_chunk_are_never_read(chunk, processors):
+    spec, layer = KVSpec(1, 1, 32, 16, torch.float32, DEVICE), AttentionSpec(0, 2, 1, 32, 0.125, chunk=chunk)
+    case = Case(spec, layer, [Seq(1, 150), Seq(30, 170), Seq(1, 41), Seq(5, 5)])
+    kept = case.run(backend_of(spec, processors), attends_earlier=False)
+    freed = case.run(backend_of(spec, processors), frees=True, attends_earlier=False)
+    assert all(torch.equal(one, other) for one, other in zip(kept, freed, strict=True))
+    assert torch.cat(freed).isfinite().all()
+
+
 def random_case(seed: int) -> tuple[KVSpec, AttentionSpec, list[Seq], int]:
     draw = random.Random(seed)
     heads, group = draw.choice([1, 2, 3]), draw.choice([1, 2, 3, 4, 5, 7, 8])

@@ -16,14 +16,15 @@ from oarlock.workers.attention.backend import AttentionBackend
 from oarlock.workers.attention.reference import ReferenceBackend
 from oarlock.workers.attention.triton_backend import TritonBackend
 from oarlock.workers.distributed.parallel_state import TensorParallel
-from oarlock.workers.kernels.triton.elementwise import add_and_norm, gated, rms_norm
+from oarlock.workers.kernels.triton.elementwise import activated, add_and_norm, gate_rows, gated, rms_norm
 from oarlock.workers.layers import fused_layer, placement
 from oarlock.workers.layers.linear import RowParallelLinear
 from oarlock.workers.layers.norm import RMSNorm
 from oarlock.workers.layers.placement import Placement
 from oarlock.workers.models.decoder import Decoder
+from oarlock.workers.quantization import matmul
 from oarlock.workers.quantization.fixed_order import FIXED_ORDER
-from oarlock.workers.quantization.matmul import gated_with_torch
+from oarlock.workers.quantization.matmul import PLAIN_ACTIVATIONS, activated_with_torch, gated_with_torch
 from oarlock.workers.quantization.registry import QUANTIZATIONS
 from oarlock.workers.verify.rank import RecordingDecoder
 from tests.golden.paged_run import PagedRun, load_decoder
@@ -49,6 +50,14 @@ def normed(x: Tensor, weight: Tensor, eps: float = EPS) -> Tensor:
 
 def close(found: Tensor, wanted: Tensor) -> None:
     torch.testing.assert_close(found.float(), wanted.float(), atol=4e-6, rtol=ROUNDING[found.dtype])
+
+
+@each_dtype
+@pytest.mark.parametrize(("rows", "width"), [(1, 64), (3, 1000), (5, 1024), (0, 64)])
+def test_a_gate_multiplies_by_its_sigmoid(rows: int, width: int, dtype: torch.dtype) -> None:
+    x, gate = noise(rows, width, dtype=dtype), noise(rows, width, dtype=dtype, seed=1) * 4
+    wanted = x.float() * torch.sigmoid(gate.float())
+    close(gate_rows(x.clone(), gate), wanted)
 
 
 def theirs(x: Tensor, weight: Tensor) -> Tensor:
@@ -119,6 +128,22 @@ def test_activation(width: int, activation: str, dtype: torch.dtype) -> None:
     assert torch.equal(gated(y[1:2], activation), found[1:2])
 
 
+@each_dtype
+@pytest.mark.parametrize("activation", PLAIN_ACTIVATIONS)
+@pytest.mark.parametrize("sums", ["float32 sums", "rounded sums"])
+@pytest.mark.parametrize("width", [48, 1500])
+def test_activation_without_a_gate(width: int, sums: str, activation: str, dtype: torch.dtype) -> None:
+    y = noise(3, width, dtype=torch.float32 if sums == "float32 sums" else dtype) * 4
+    y[0, :4] = torch.tensor([60.0, -60.0, 0.0, float("nan")])
+    found = activated(y, activation, dtype)
+    assert found.dtype == dtype
+    torch.testing.assert_close(
+        found.float(), activated_with_torch(y, activation, torch.float32), atol=4e-6, rtol=ROUNDING[dtype],
+        equal_nan=True,
+    )  # fmt: skip
+    assert torch.equal(activated(y[1:2], activation, dtype), found[1:2])
+
+
 def logits(model: Decoder, backend: type[AttentionBackend] = ReferenceBackend) -> Tensor:
     """Logits of a prompt in two chunks, beside another sequence."""
     run = PagedRun(model, backend)
@@ -173,6 +198,18 @@ def test_fused_layers_match_separate_layers(tmp_path: Path, family: str, as_on_c
     model.joins_layers = False
     torch.testing.assert_close(joined, logits(model), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(found, joined, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("family", ["arcee", "starcoder2", "olmo"])
+@pytest.mark.slow
+def test_layers_without_a_gate_and_with_limits_match_separate_layers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, as_on_cuda: None
+) -> None:
+    """The kernels of activations, rotation and attention against torch's operations. LayerNorm has no kernel."""
+    model = load_decoder(make_tiny(tmp_path, family, num_hidden_layers=2), TensorParallel.solo())
+    found = logits(model, TritonBackend)
+    monkeypatch.setattr(matmul.availability, "can_serve", lambda device: False)
+    torch.testing.assert_close(found, logits(model), atol=2e-5, rtol=2e-5)
 
 
 def test_recorded_layers_are_not_joined(tmp_path: Path, as_on_cuda: None) -> None:

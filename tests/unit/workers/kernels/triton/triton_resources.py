@@ -24,7 +24,7 @@ from triton.compiler import ASTSource
 
 from oarlock.workers.attention.triton_backend import power_of_2, tile_shapes
 from oarlock.workers.kernels.triton import availability
-from oarlock.workers.kernels.triton.elementwise import add_and_norm_row, gate_row, warps
+from oarlock.workers.kernels.triton.elementwise import activate_row, add_and_norm_row, gate_row, warps
 from oarlock.workers.kernels.triton.kv_pages import rotate_and_write
 from oarlock.workers.kernels.triton.paged_attention import attend
 
@@ -71,7 +71,7 @@ def attention(
     constants = {
         "KV_HEADS": 8, "GROUP": 4, "HEAD_DIM": head_dim, "BLOCK_SIZE": 16, "BLOCK_M": shape.rows,
         "BLOCK_N": shape.keys, "BLOCK_D": power_of_2(head_dim), "SOFTCAP": has_all, "WINDOW": has_all,
-        "SINKS": has_all, "FIXED": False, "FORMAT": form, "NATIVE_FP8": kind in WITH_FLOAT8,
+        "CHUNKED": has_all, "SINKS": has_all, "FIXED": False, "FORMAT": form, "NATIVE_FP8": kind in WITH_FLOAT8,
         "PRECISION": availability.float32_precision(amd),
     }  # fmt: skip
     types = dict.fromkeys(("q", "out"), _TYPES[dtype]) | dict.fromkeys(
@@ -90,10 +90,11 @@ def _pages(dtype: torch.dtype, form: str) -> dict[str, str]:
 def rotation(kind: str, dtype: torch.dtype, head_dim: int, form: str = "") -> dict[str, int]:
     constants = {
         "HEADS": 32, "KV_HEADS": 8, "HEAD_DIM": head_dim, "ROTARY": head_dim, "BLOCK_SIZE": 16,
-        "BLOCK_D": power_of_2(head_dim), "NORM": True, "FORMAT": form,
+        "BLOCK_D": power_of_2(head_dim), "NORM": True, "NORMS_LAST": True, "NEIGHBOURS": True, "SCALED": True,
+        "FORMAT": form,
     }  # fmt: skip
     types = dict.fromkeys(("qkv", "q"), _TYPES[dtype]) | {"slot_mapping": "*i64"} | _pages(dtype, form)
-    types |= dict.fromkeys(("cos", "sin", "weight"), "*fp32")
+    types |= dict.fromkeys(("cos", "sin", "weight", "query_scale"), "*fp32")
     return resources(rotate_and_write, kind, constants, types, {"num_warps": 1})
 
 
@@ -108,6 +109,11 @@ def norm(kind: str, size: int) -> dict[str, int]:
 def activation(kind: str) -> dict[str, int]:
     constants = {"WIDTH": 14336, "BLOCK": 1024, "GELU": True}
     return resources(gate_row, kind, constants, dict.fromkeys(("y", "out"), "*bf16"), {"num_warps": 4})
+
+
+def plain_activation(kind: str) -> dict[str, int]:
+    constants = {"WIDTH": 24576, "BLOCK": 1024, "ACTIVATION": "gelu"}
+    return resources(activate_row, kind, constants, {"y": "*fp32", "out": "*bf16"}, {"num_warps": 4})
 
 
 def resources(
@@ -168,6 +174,7 @@ def in_the_models_type(kind: str) -> dict[str, dict[str, int]]:
     found[f"{kind} 256 rotation"] = rotation(kind, torch.bfloat16, 256)  # the most registers
     found |= {f"{kind} norm of {size}": norm(kind, size) for size in (896, 4096, 16384)}
     found[f"{kind} activation"] = activation(kind)
+    found[f"{kind} activation without a gate"] = plain_activation(kind)
     return found
 
 

@@ -48,9 +48,10 @@ struct Task {
   float *partials;
 };
 
-// Return the first position of the first group that a query at `position` sees.
-long first_position(const AttentionLayer &layer, long position) {
-  return layer.window && position >= layer.window ? (position - layer.window + 1) / kGroup * kGroup : 0;
+// Return the first position that a query at `position` sees.
+long first_visible(const AttentionLayer &layer, long position) {
+  if (layer.chunk) return position - position % layer.chunk;
+  return layer.window && position >= layer.window ? position - layer.window + 1 : 0;
 }
 
 // The range of positions that a task's tile sees.
@@ -62,7 +63,8 @@ Seen seen_by(const AttentionStep &step, const AttentionLayer &layer, const Task 
   const long num_queries_per_kv = layer.heads / layer.kv_heads;
   const long tokens = step.query_start_loc[task.seq + 1] - step.query_start_loc[task.seq];
   const long before = step.seq_lens[task.seq] - tokens;
-  return {first_position(layer, before + task.row / num_queries_per_kv),
+  // The range begins with the group of the first visible position.
+  return {first_visible(layer, before + task.row / num_queries_per_kv) / kGroup * kGroup,
           before + (task.row + task.rows - 1) / num_queries_per_kv + 1};
 }
 
@@ -306,7 +308,7 @@ __attribute__((noinline)) void compute(const Call<T> &call, const Task &task, co
     score_span(call, here, blocks, space);
     for (long r = 0; r < rows; r++) {
       const long last = space.last[r], high = last - here.first + 1, most = here.count * kGroup;
-      const long low = layer.window && last - layer.window + 1 > here.first ? last - layer.window + 1 - here.first : 0;
+      const long seen_from = first_visible(layer, last), low = seen_from > here.first ? seen_from - here.first : 0;
       float *scores = space.scores + r * kSpan;
       if (has_scales)
         for (long i = 0; i < most; i += kLanes)

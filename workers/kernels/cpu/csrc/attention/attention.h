@@ -25,6 +25,7 @@ struct AttentionLayer {
   long head_dim;         // D: a multiple of 16, at most 256
   long block_size;       // positions per page, a multiple of 16
   long window;           // a query sees itself and the window - 1 positions before it; 0: all
+  long chunk;            // a query sees the positions of its own chunk of this many, up to itself; 0: no chunks
   float scale;
   float softcap;  // if positive, scores become softcap * tanh(score / softcap)
   int pages;      // a Pages value: the format of the KV cache

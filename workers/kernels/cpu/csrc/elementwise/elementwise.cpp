@@ -1,8 +1,9 @@
-// Norms, rotary embedding and gelu of rows. Each row is computed separately in a fixed order, so its bits do not depend
+// Norms, rotary embedding, gelu and gates of rows. Each row is computed separately in a fixed order, so its bits do not depend
 // on the rest of the batch.
 #include <type_traits>
 
 #include "elementwise/gelu.h"
+#include "elementwise/heads.h"
 #include "elementwise/layer_norm.h"
 #include "elementwise/norm.h"
 #include "elementwise/rotary.h"
@@ -62,8 +63,42 @@ extern "C" void oarlock_rotate(const void *x, const float *cos, const float *sin
   });
 }
 
-// Apply LayerNorm: x [rows, width] of type `out`, or float32 with `float32_input`; weight and bias float [width], bias
-// may be null -> y [rows, width] of type `out`.
+// Rotate, norm and scale heads: x [rows, heads, width] of type `out`, or float32 with `float32_input` (rows `x_stride`
+// apart) -> y [rows, heads, width] of type `out`. cos, sin as for oarlock_rotate, or null. norm float [heads, width], or
+// null. scales float [rows], factors of the first `scaled` heads; or null.
+extern "C" void oarlock_finish_heads(const void *x, const float *cos, const float *sin, const float *norm,
+                                     const float *scales, void *y, long rows, long heads, long width, long half,
+                                     long x_stride, long scaled, float eps, int interleaved, int float32_input,
+                                     int out) {
+  with_type(out, [&](auto *of) {
+    using Out = std::remove_pointer_t<decltype(of)>;
+    const auto run = [&](auto *from) {
+#pragma omp parallel for if (rows * heads * width > kSerial)
+      for (long row = 0; row < rows; row++)
+        for (long head = 0; head < heads; head++) {
+          const long angle = row * 2 * half + half;
+          const HeadFinish how{cos ? cos + angle : nullptr, cos ? sin + angle : nullptr, half, interleaved,
+                               norm ? norm + head * width : nullptr, eps,
+                               scales && head < scaled ? scales[row] : 1.0f};
+          finish_head(how, from + row * x_stride + head * width, static_cast<Out *>(y) + (row * heads + head) * width,
+                      width);
+        }
+    };
+    if (float32_input) run(static_cast<const float *>(x));
+    else run(static_cast<const Out *>(x));
+  });
+}
+
+// Multiply x by the sigmoid of gate: both [rows, width] of type `in`, contiguous.
+extern "C" void oarlock_gate_rows(void *x, const void *gate, long rows, long width, int in) {
+  with_type(in, [&](auto *of) {
+    using In = std::remove_pointer_t<decltype(of)>;
+    gate_rows(static_cast<In *>(x), static_cast<const In *>(gate), rows, width);
+  });
+}
+
+// Apply LayerNorm: x [rows, width] of type `out`, or float32 with `float32_input`; weight and bias float [width], or
+// null -> y [rows, width] of type `out`.
 extern "C" void oarlock_layer_norm(const void *x, const float *weight, const float *bias, void *y, long rows, long width,
                                    float eps, int float32_input, int out) {
   with_type(out, [&](auto *of) {

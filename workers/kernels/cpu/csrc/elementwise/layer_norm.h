@@ -3,8 +3,8 @@
 #include "runtime/parallel.h"
 #include "simd/element_types.h"
 
-// Compute y[d] = (x[d] - mean(x)) / sqrt(mean((x - mean(x))^2) + eps) * weight[d] + bias[d] for d < width. `bias` may
-// be null.
+// Compute y[d] = (x[d] - mean(x)) / sqrt(mean((x - mean(x))^2) + eps) * weight[d] + bias[d] for d < width. `weight` and
+// `bias` may be null.
 template <class In, class Out>
 inline void layer_norm_row(const In *x, const float *weight, const float *bias, Out *y, long width, float eps) {
   using namespace simd;
@@ -24,8 +24,8 @@ inline void layer_norm_row(const In *x, const float *weight, const float *bias, 
   const Vec inverse = broadcast(static_cast<float>(1.0 / __builtin_sqrt(variance + eps)));
   for (long d = 0; d < width; d += kLanes) {
     const long count = width - d;
-    const Vec shift = bias ? load(bias + d, count) : zero();
-    store(y + d, fma((load(x + d, count) - mean) * inverse, load(weight + d, count), shift), count);
+    const Vec scale = weight ? load(weight + d, count) : broadcast(1.0f), shift = bias ? load(bias + d, count) : zero();
+    store(y + d, fma((load(x + d, count) - mean) * inverse, scale, shift), count);
   }
 }
 

@@ -9,11 +9,19 @@ namespace gemm {
 
 using namespace simd;
 
+// Return the activation of an MLP without a gate. A function of its own, to keep `finish` short.
+[[gnu::noinline]] inline Vec activated(int epilogue, Vec x) {
+  if (epilogue == kGelu) return gelu(x);
+  if (epilogue == kGeluTanh) return gelu_tanh(x);
+  const Vec positive = max(zero(), x);  // NaN stays NaN, as the second operand
+  return epilogue == kRelu ? positive : positive * positive;
+}
+
 // Apply the epilogue to one row's sums of a panel: add the bias, apply `epilogue`, round and store.
 template <class T>
 inline void finish(const MatmulArgs &p, long row, long panel, Vec low, Vec high) {
   const long column = panel * kPanel;
-  const bool gated = p.epilogue >= kSiluGate;
+  const bool gated = is_gate(p.epilogue);
   const long count = gated ? kPanel : p.columns - column;  // gated biases, like weights, are padded to whole panels
   const long left = std::min<long>(count, kLanes), right = std::max<long>(std::min<long>(count - kLanes, kLanes), 0);
   if (p.bias) {
@@ -45,6 +53,9 @@ inline void finish(const MatmulArgs &p, long row, long panel, Vec low, Vec high)
     const T *residual = static_cast<const T *>(p.residual) + at;
     low = low + load(residual, left);
     if (right) high = high + load(residual + kLanes, right);
+  } else if (p.epilogue >= kGelu) {
+    low = activated(p.epilogue, low);
+    if (right) high = activated(p.epilogue, high);
   }
   store(static_cast<T *>(p.y) + at, low, left);
   if (right) store(static_cast<T *>(p.y) + at + kLanes, high, right);

@@ -49,6 +49,7 @@ struct Sorted {
   Block *blocks;
   int32_t *row_of, *own;  // [pairs]   the row of x; the index of the pair itself
   float *weight_of;       // [pairs]
+  float *factor_of;       // [pairs]   factors of results: the weights, or ones if weights multiply inputs
 
   Sorted(const Experts &e, const int32_t *ids, const float *weights, long rows, long per_row) : count(0), pairs(0) {
     long *next = arena().take<long>(e.count + 1);
@@ -68,7 +69,11 @@ struct Sorted {
     }
     row_of = arena().take<int32_t>(pairs);
     own = arena().take<int32_t>(pairs);
-    weight_of = arena().take<float>(pairs);
+    weight_of = factor_of = arena().take<float>(pairs);
+    if (e.weighs_inputs) {
+      factor_of = arena().take<float>(pairs);
+      std::fill(factor_of, factor_of + pairs, 1.0f);
+    }
     for (long i = 0; i < rows * per_row; i++)
       if (const long expert = ids[i] - e.first; expert >= 0 && expert < e.count) {
         const long pair = next[expert]++;
@@ -136,8 +141,14 @@ struct Step {
     p.epilogue = e.activation;
     p.alpha = e.alpha;
     p.limit = e.limit;
-    for (long r = 0; r < of.rows; r++)
-      finish<T>(p, of.begin + r, panel, load(sums + r * kPanel), load(sums + r * kPanel + kLanes));
+    for (long r = 0; r < of.rows; r++) {
+      Vec low = load(sums + r * kPanel), high = load(sums + r * kPanel + kLanes);
+      if (e.weighs_inputs) {  // gate and up are linear, so their sums are scaled, which rounds less than scaling x
+        const Vec weight = broadcast(sorted.weight_of[of.begin + r]);
+        low = low * weight, high = high * weight;
+      }
+      finish<T>(p, of.begin + r, panel, low, high);
+    }
   }
 
   long parts() const { return e.slices * e.groups; }
@@ -152,7 +163,7 @@ struct Step {
       const T *bias = static_cast<const T *>(e.experts[of.expert].down_bias);
       for (long panel = begin; panel < end; panel++) {
         const long left = e.hidden - panel * kPanel;
-        const WeightedTotals to{sorted.row_of + of.begin, sorted.weight_of + of.begin,
+        const WeightedTotals to{sorted.row_of + of.begin, sorted.factor_of + of.begin,
                                 totals + (panel - begin) * of_panel + of.expert / e.group * size, size, bias != nullptr,
                                 bias ? load(bias + panel * kPanel, left) : zero(),
                                 bias ? load(bias + panel * kPanel + kLanes, left - kLanes) : zero()};

@@ -20,10 +20,12 @@ struct Experts {
   long only_slice;             // the only slice to add up, all others count as 0; -1: all slices
   int activation;              // the Epilogue of a gated matmul
   float alpha, limit;          // parameters of kClampedGate
+  int weighs_inputs;           // an expert's weight multiplies its input instead of its result; then without biases
 };
 
 // Compute y [rows, hidden]: for each row, the sum over its experts, in ascending order, of weight *
-// down(activation(gate) * up). `ids`, `weights` [rows, per_row]. If an id belongs to an expert of another rank, it is
+// down(activation(gate) * up), or of down(activation(weight * gate) * (weight * up)) with `weighs_inputs`. `ids`,
+// `weights` [rows, per_row]. If an id belongs to an expert of another rank, it is
 // skipped. T is the type of x and of the values between the two matmuls.
 template <class T>
 void multiply_experts(const Experts &experts, const T *x, long x_stride, const int32_t *ids, const float *weights,

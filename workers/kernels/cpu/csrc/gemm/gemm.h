@@ -4,7 +4,13 @@
 
 namespace gemm {
 
-enum Epilogue { kPlain = 0, kAdd = 1, kFloat = 2, kSiluGate = 3, kGeluTanhGate = 4, kClampedGate = 5 };
+enum Epilogue {
+  kPlain = 0, kAdd = 1, kFloat = 2,                          // the sums, plus a residual, or unrounded
+  kSiluGate = 3, kGeluTanhGate = 4, kClampedGate = 5,        // an activation of the gate times the other half
+  kGelu = 6, kGeluTanh = 7, kRelu = 8, kReluSquared = 9,     // an activation of the sums
+};
+
+inline bool is_gate(int epilogue) { return epilogue >= kSiluGate && epilogue <= kClampedGate; }
 
 // Arguments of a matmul. T is the type of x, weight, bias and residual, and of y unless the epilogue is kFloat.
 struct MatmulArgs {

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "elementwise/heads.h"
 #include "elementwise/layer_norm.h"
 #include "elementwise/norm.h"
 #include "elementwise/rotary.h"
@@ -12,13 +13,11 @@
 
 namespace {
 
-constexpr long kWidestHead = 256;
-
 // A chunk of rows of a step, and the scratch memory of the branch that runs on them.
 template <class T>
 struct RowChunk {
   const LayerStep &step;
-  T *scratch[2];
+  T *scratch[kScratchBuffers];
   long first, rows;
 
   T *at(int rows_kind) const {  // Rows except kPartial
@@ -40,8 +39,7 @@ void norm_rows(const RowChunk<T> &chunk, const Operation &op) {
 template <class T>
 void multiply(const RowChunk<T> &chunk, const Operation &op) {
   const PackedWeight &w = *static_cast<const PackedWeight *>(op.parameters);
-  const bool gated = w.epilogue == gemm::kSiluGate || w.epilogue == gemm::kGeluTanhGate;
-  const long y_stride = gated ? w.columns / 2 : w.columns;
+  const long y_stride = gemm::is_gate(w.epilogue) ? w.columns / 2 : w.columns;
   gemm::MatmulArgs p{chunk.at(op.source), w.weight, w.bias, nullptr, nullptr, chunk.rows, w.columns, w.inputs, w.inputs,
                   y_stride, w.epilogue, w.slices};
   if (op.target == kPartial) {
@@ -61,6 +59,21 @@ void multiply(const RowChunk<T> &chunk, const Operation &op) {
 }
 
 template <class T>
+void clamp_rows(const RowChunk<T> &chunk, const Operation &op) {
+  using namespace simd;
+  const Clamp &clamp = *static_cast<const Clamp *>(op.parameters);
+  const long width = clamp.width;
+  const Vec most = broadcast(clamp.limit), least = broadcast(-clamp.limit);
+  T *x = chunk.at(op.target);
+#pragma omp parallel for if (chunk.rows * width > kSerial)
+  for (long row = 0; row < chunk.rows; row++) {
+    T *to = x + row * width;
+    for (long d = 0; d < width; d += kLanes)  // NaN stays NaN, as the second operand
+      store(to + d, max(least, min(most, load(to + d, width - d))), width - d);
+  }
+}
+
+template <class T>
 int apply_rope(const RowChunk<T> &chunk, const Operation &op) {
   const HeadsAndPages &layer = *static_cast<const HeadsAndPages *>(op.parameters);
   const AttentionLayer &a = *layer.attention;
@@ -68,6 +81,8 @@ int apply_rope(const RowChunk<T> &chunk, const Operation &op) {
   const RotaryRows none{nullptr, 0};
   const RotaryRows &rotary = layer.rotary < 0 ? none : chunk.step.rotary[layer.rotary];
   const long half = rotary.width / 2;
+  const float *scales = layer.query_scale < 0 ? nullptr : chunk.step.query_scales[layer.query_scale] + chunk.first;
+  const bool finishes = scales || (layer.head_norm && layer.norms_last);
   T *qkv = chunk.at(op.target);
   const Arena::Mark mark = arena().mark();
   float *squares = nullptr;
@@ -88,15 +103,19 @@ int apply_rope(const RowChunk<T> &chunk, const Operation &op) {
     if (squares) row_factors(*layer.row_norm, squares + row * layer.row_norm->all(), width, layer.eps, factors);
     for (long head = 0; head < heads; head++) {
       T *x = qkv + row * stride + head * width;
-      if (!layer.head_norm) {
-        rotated(x, x);
+      const float *norm = layer.head_norm ? layer.head_norm + head * width : nullptr;
+      const HeadFinish finish{half ? cos : nullptr, sin, half, layer.interleaved, layer.norms_last ? norm : nullptr,
+                              layer.eps, scales && head < a.heads ? scales[row] : 1.0f};
+      if (!norm || layer.norms_last) {
+        if (finishes) finish_head(finish, x, x, width);
+        else rotated(x, x);
         continue;
       }
       alignas(64) float normed[kWidestHead];
-      const float *scale = layer.head_norm + head * width;
-      if (squares) scale_row(x, factors[head >= a.heads], scale, normed, width);
-      else rms_norm_row(x, scale, normed, width, layer.eps);
-      rotated(normed, x);
+      if (squares) scale_row(x, factors[head >= a.heads], norm, normed, width);
+      else rms_norm_row(x, norm, normed, width, layer.eps);
+      if (finishes) finish_head(finish, normed, x, width);
+      else rotated(normed, x);
     }
   }
   arena().release(mark);
@@ -112,6 +131,12 @@ void attend_rows(const RowChunk<T> &chunk, const Operation &op) {
   const NewRows<T> rows{k, stride, v, stride, chunk.step.slots, chunk.rows};
   attend<T>(*chunk.step.attention, a, qkv, stride, chunk.at(op.target), mixed_width, layer.k_pages, layer.v_pages,
             layer.sinks, &rows);
+}
+
+template <class T>
+void gate(const RowChunk<T> &chunk, const Operation &op) {
+  const AttentionLayer &a = *static_cast<const HeadsAndPages *>(op.parameters)->attention;
+  gate_rows(chunk.at(op.target), chunk.at(op.source), chunk.rows, a.heads * a.head_dim);
 }
 
 template <class T>
@@ -208,7 +233,9 @@ int run_operation(const RowChunk<T> &chunk, const Operation &op) {
     case kFinishMatmul: finish_matmul(chunk, op); break;
     case kRunExperts: run_experts(chunk, op); break;
     case kFinishExperts: finish_experts(chunk, op); break;
+    case kClampRows: clamp_rows(chunk, op); break;
     case kAddRows: add_rows(chunk, op); break;
+    case kGateRows: gate(chunk, op); break;
   }
   return kAllArrived;
 }
@@ -218,11 +245,12 @@ template <class T>
 int run(const Branch &branch, const LayerStep &step, long first, long last) {
   const long most = branch.rows_at_once ? std::min(branch.rows_at_once, step.rows) : step.rows;
   const Arena::Mark mark = arena().mark();
-  T *scratch[2];
-  for (int i = 0; i < 2; i++) scratch[i] = branch.widths[i] ? arena().take<T>(most * branch.widths[i]) : nullptr;
+  T *scratch[kScratchBuffers];
+  for (int i = 0; i < kScratchBuffers; i++)
+    scratch[i] = branch.widths[i] ? arena().take<T>(most * branch.widths[i]) : nullptr;
   int missing = kAllArrived;
   for (long row = 0; row < step.rows; row += most) {
-    const RowChunk<T> chunk{step, {scratch[0], scratch[1]}, row, std::min(most, step.rows - row)};
+    const RowChunk<T> chunk{step, {scratch[0], scratch[1], scratch[2]}, row, std::min(most, step.rows - row)};
     for (long i = first; i < last && missing == kAllArrived; i++) missing = run_operation(chunk, branch.operations[i]);
   }
   arena().release(mark);

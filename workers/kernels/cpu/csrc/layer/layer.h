@@ -21,7 +21,7 @@ struct PackedWeight {
 };
 
 struct Norm {
-  const float *scale, *shift;  // [width]   `shift` of a LayerNorm, or null
+  const float *scale, *shift;  // [width]   of a LayerNorm each may be null, and `shift` of an RMSNorm is null
   long width;
   float eps;
   int is_layer_norm;  // otherwise RMSNorm
@@ -37,12 +37,19 @@ struct HeadsAndPages {
   float eps;        // epsilon of `head_norm`
   const HeadsOfRank *row_norm;  // norm over all heads of a row; null: each head has its own norm
   const float *sinks;           // the argument of `attend`; or null
+  int norms_last;   // heads are normed after the rotation
+  int query_scale;  // index of the step's query scale; -1: queries are not scaled
 };
 
 struct Addition {
   const Norm *norm;  // norm of the added rows; or null
   long width;
   float scale;
+};
+
+struct Clamp {
+  long width;
+  float limit;
 };
 
 // An MoE layer. The sums over a row's routed experts and the shared expert's result are all-reduced together.
@@ -54,18 +61,22 @@ struct MoELayer {
 
 // Sources and destinations of an operation's rows. Scratch rows are in the arena; their number is the number of rows
 // that the branch processes at once.
-enum Rows { kResidual = 0, kNormed0 = 1, kNormed1 = 2, kPartial = 3, kScratch0 = 4, kScratch1 = 5 };
+enum Rows { kResidual = 0, kNormed0 = 1, kNormed1 = 2, kPartial = 3, kScratch0 = 4, kScratch1 = 5, kScratch2 = 6 };
+
+constexpr int kScratchBuffers = 3;
 
 enum OperationKind {
   // kind              computation                                                            type of `parameters`
   kNormRows = 0,       // target = norm(source)                                                      Norm
   kMultiply = 1,       // target = source w; added to a residual; to `partial` without its bias      PackedWeight
-  kApplyRope = 2,      // normalises and rotates queries and keys in target                          HeadsAndPages
+  kApplyRope = 2,      // normalises, rotates and scales queries and keys in target                  HeadsAndPages
   kAttend = 3,         // writes keys and values, target = attention of source; all rows at once     HeadsAndPages
   kFinishMatmul = 4,   // target = all-reduced `partial`, and the bias; added to a residual          PackedWeight
   kAddRows = 5,        // residual += scale * norm(source), which is overwritten                     Addition
   kRunExperts = 6,     // partial = the experts' results of source; all rows at once                 MoELayer
   kFinishExperts = 7,  // target = the sums in `partial`; added to a residual                        MoELayer
+  kClampRows = 8,      // limits the size of the values in target                                    Clamp
+  kGateRows = 9,       // target *= sigmoid(source), for the values of all query heads               HeadsAndPages
 };
 
 struct Operation {
@@ -77,7 +88,7 @@ struct Branch {
   const Operation *operations;
   long count, before_all_reduce;  // number of operations; number of them before the all-reduce of `partial`
   long rows_at_once;  // limits scratch memory; 0: all
-  long widths[2];     // elements of a row of each scratch buffer
+  long widths[kScratchBuffers];  // elements of a row of each scratch buffer
   long sums;          // number of sums in `partial`, one after the other
 };
 
@@ -86,7 +97,7 @@ struct RotaryRows {
   long width;         // elements of a head that are rotated
 };
 
-constexpr int kMostRotaries = 4;
+constexpr int kMostRotaries = 4, kMostQueryScales = 4;
 
 // Inputs shared by all layers of a step. T rows.
 struct LayerStep {
@@ -99,6 +110,7 @@ struct LayerStep {
   const int64_t *positions;   // [T]
   const int64_t *slots;       // [T]   see write_kv
   RotaryRows rotary[kMostRotaries];
+  const float *query_scales[kMostQueryScales];  // [T]   factors of the queries
   const AttentionStep *attention;
   RankGroup *group;           // group for the all-reduce of `partial`; null with one rank, or if the caller does it
 };

@@ -54,15 +54,38 @@ void leave_out_groups(const Router &of, const RowOfScores &row) {
     std::fill_n(row.keys + row.order[i] * size, size, -std::numeric_limits<float>::infinity());
 }
 
+// Choose experts one after the other, each with its softmax over the experts that are left and close to it.
+void mix_row(const Router &of, const float *logits, const RowOfScores &row, int32_t *ids, float *weights) {
+  best_first(logits, of.outputs, of.top_k, row.order);
+  for (long i = 0; i < of.outputs; i++) row.scores[i] = logits[i];
+  for (long n = 0; n < of.top_k; n++) {
+    const double best = logits[row.order[n]];
+    double sum = 0.0;
+    for (long i = 0; i < of.outputs; i++) {
+      const double logit = logits[i];
+      const bool is_far = (best - logit) / std::max(std::abs(logit), best) > of.tolerance;
+      if (!is_far) sum += std::exp(row.scores[i] - best);
+    }
+    row.chosen[row.order[n]] = std::exp(row.scores[row.order[n]] - best) / sum;
+    row.scores[row.order[n]] = -std::numeric_limits<double>::infinity();
+  }
+  std::copy_n(row.order, of.top_k, ids);
+  std::sort(ids, ids + of.top_k);
+  for (long n = 0; n < of.top_k; n++) weights[n] = static_cast<float>(row.chosen[ids[n]] * of.scale);
+}
+
 void route_row(const Router &of, const float *logits, const RowOfScores &row, int32_t *ids, float *weights) {
+  if (of.is_mixer) return mix_row(of, logits, row, ids, weights);
   // If true, scores of other experts are not needed.
   const bool of_chosen = of.is_normalised && !of.is_sigmoid && !of.correction;
   if (of.is_sigmoid)
     for (long i = 0; i < of.outputs; i++) row.scores[i] = 1.0 / (1.0 + std::exp(-static_cast<double>(logits[i])));
   else if (!of_chosen)
     softmax(logits, nullptr, of.outputs, row.scores);
-  for (long i = 0; i < of.outputs; i++)
-    row.keys[i] = of.correction ? static_cast<float>(row.scores[i]) + of.correction[i] : logits[i];
+  for (long i = 0; i < of.outputs; i++) {
+    row.keys[i] = of.correction && !of.corrects_logits ? static_cast<float>(row.scores[i]) : logits[i];
+    if (of.correction) row.keys[i] += of.correction[i];
+  }
   if (of.groups > 1) leave_out_groups(of, row);
   best_first(row.keys, of.outputs, of.top_k, row.order);
   std::copy_n(row.order, of.top_k, ids);

@@ -12,9 +12,12 @@ struct Router {
   const float *correction;  // [outputs]  added to scores when experts are chosen, but not to their weights; or null
   long outputs, hidden;
   long top_k, groups, top_groups;
-  int is_sigmoid;     // scores are sigmoids of logits, otherwise softmax
-  int is_normalised;  // the weights of a row add up to 1, before `scale`
+  int is_sigmoid;       // scores are sigmoids of logits, otherwise softmax
+  int is_normalised;    // the weights of a row add up to 1, before `scale`
+  int corrects_logits;  // the correction is added to logits instead of scores
+  int is_mixer;         // an expert's weight is its softmax over the experts that are left and close to it
   double least_sum, scale;
+  double tolerance;  // is_mixer: largest difference of close logits, as a part of the larger absolute value
 };
 
 // Compute logits [rows, outputs] of x [rows, hidden], rows `stride` elements apart.

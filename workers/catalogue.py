@@ -1,0 +1,268 @@
+"""Known checkpoints of every class that the registry serves, for `oarlock models --supported`, `oarlock doctor` and the
+documentation. Torch-free; the registry alone decides which classes are served.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from oarlock.workers.gguf_config import hf_config
+from oarlock.workers.model_files.gguf_model import GGUFModel
+from oarlock.workers.models.encoders.registry import ENCODERS, describe_encoder, is_encoder, is_scored
+from oarlock.workers.models.hf_fields import read_config
+from oarlock.workers.models.hf_quantization import stored_quantization
+from oarlock.workers.models.registry import GGUF_FAMILIES, describe
+
+# Notes: the needs and the limits of a class or of its known checkpoint.
+GATED = "gated download"  # the hub asks for acceptance of its licence
+BASE = "no chat template"  # completes text, and is not trained for conversations
+EXPERTS = "experts"
+WINDOW = "sliding window"  # in some or all layers
+TEXT = "text part only"
+BIN = "stored as .bin"  # must be converted to safetensors
+
+# Family -> class -> its known checkpoint, and notes.
+_KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
+    "Llama": {
+        "LlamaForCausalLM": ("meta-llama/Llama-3.1-8B-Instruct", GATED),
+        "Llama4ForCausalLM": ("meta-llama/Llama-4-Scout-17B-16E-Instruct", GATED, EXPERTS, WINDOW, TEXT),
+        "Llama4ForConditionalGeneration": ("meta-llama/Llama-4-Scout-17B-16E-Instruct", GATED, EXPERTS, WINDOW, TEXT),
+        "CwmForCausalLM": ("facebook/cwm", GATED, WINDOW),
+        "InternLM3ForCausalLM": ("internlm/internlm3-8b-instruct",),
+        "IQuestCoderForCausalLM": ("IQuestLab/IQuest-Coder-V1-40B-Instruct",),
+    },
+    "Qwen": {
+        "Qwen2ForCausalLM": ("Qwen/Qwen2.5-7B-Instruct",),
+        "Qwen2MoeForCausalLM": ("Qwen/Qwen1.5-MoE-A2.7B-Chat", EXPERTS),
+        "Qwen3ForCausalLM": ("Qwen/Qwen3-8B",),
+        "Qwen3MoeForCausalLM": ("Qwen/Qwen3-30B-A3B-Instruct-2507", EXPERTS),
+        "Qwen2VLForConditionalGeneration": ("Qwen/Qwen2-VL-7B-Instruct", TEXT),
+        "Qwen2_5_VLForConditionalGeneration": ("Qwen/Qwen2.5-VL-7B-Instruct", TEXT),
+        "Qwen3VLForConditionalGeneration": ("Qwen/Qwen3-VL-8B-Instruct", TEXT),
+        "Qwen3VLMoeForConditionalGeneration": ("Qwen/Qwen3-VL-30B-A3B-Instruct", EXPERTS, TEXT),
+    },
+    "Mistral": {
+        "MistralForCausalLM": ("mistralai/Mistral-7B-Instruct-v0.3",),
+        "MixtralForCausalLM": ("mistralai/Mixtral-8x7B-Instruct-v0.1", EXPERTS),
+        "MinistralForCausalLM": ("mistralai/Ministral-8B-Instruct-2410", GATED, WINDOW),
+        "Ministral3ForCausalLM": ("mistralai/Devstral-2-123B-Instruct-2512",),
+        "Mistral3ForConditionalGeneration": ("mistralai/Mistral-Small-3.1-24B-Instruct-2503", TEXT),
+    },
+    "Gemma": {
+        "GemmaForCausalLM": ("google/gemma-7b-it", GATED),
+        "Gemma2ForCausalLM": ("google/gemma-2-9b-it", GATED, WINDOW),
+        "Gemma3ForCausalLM": ("google/gemma-3-1b-it", GATED, WINDOW),
+        "Gemma3ForConditionalGeneration": ("google/gemma-3-4b-it", GATED, WINDOW, TEXT),
+        "VaultGemmaForCausalLM": ("google/vaultgemma-1b", GATED, WINDOW, BASE),
+    },
+    "GPT": {
+        "GptOssForCausalLM": ("openai/gpt-oss-20b", EXPERTS, WINDOW),
+        "GPT2LMHeadModel": ("openai-community/gpt2", BASE),
+        "GPTNeoForCausalLM": ("EleutherAI/gpt-neo-1.3B", BASE, WINDOW),
+        "GPTJForCausalLM": ("EleutherAI/gpt-j-6b", BASE, BIN),
+        "GPTNeoXForCausalLM": ("EleutherAI/pythia-1.4b", BASE),
+        "OPTForCausalLM": ("facebook/opt-1.3b", BASE, BIN),
+    },
+    "StarCoder": {
+        "GPTBigCodeForCausalLM": ("bigcode/starcoder", GATED, BASE),
+        "Starcoder2ForCausalLM": ("bigcode/starcoder2-7b", BASE, WINDOW),
+    },
+    "Phi": {
+        "PhiForCausalLM": ("microsoft/phi-2", BASE),
+        "Phi3ForCausalLM": ("microsoft/Phi-4-mini-instruct",),
+        "PhimoeForCausalLM": ("microsoft/Phi-3.5-MoE-instruct", EXPERTS),
+        "PhiMoEForCausalLM": ("microsoft/Phi-3.5-MoE-instruct", EXPERTS),
+        "Phi4MMForCausalLM": ("microsoft/Phi-4-multimodal-instruct", TEXT),
+        "Phi4MultimodalForCausalLM": ("microsoft/Phi-4-multimodal-instruct", TEXT),
+    },
+    "GLM": {
+        "GlmForCausalLM": ("zai-org/glm-4-9b-chat-hf",),
+        "Glm4ForCausalLM": ("zai-org/GLM-4-9B-0414",),
+        "Glm4MoeForCausalLM": ("zai-org/GLM-4.5-Air", EXPERTS),
+        "Glm4vForConditionalGeneration": ("zai-org/GLM-4.1V-9B-Thinking", TEXT),
+        "Glm4vMoeForConditionalGeneration": ("zai-org/GLM-4.5V", EXPERTS, TEXT),
+    },
+    "Granite": {
+        "GraniteForCausalLM": ("ibm-granite/granite-3.3-8b-instruct",),
+        "GraniteSWAForCausalLM": ("ibm-granite/granite-swash-2b", WINDOW),
+        "GraniteMoeForCausalLM": ("ibm-granite/granite-3.1-3b-a800m-instruct", EXPERTS),
+        "GraniteMoeSharedForCausalLM": ("ibm-research/moe-7b-1b-active-shared-experts", EXPERTS, BASE),
+        "GraniteMoeSWAForCausalLM": ("ibm-granite/granite-swash-3b-a600m", EXPERTS, WINDOW),
+    },
+    "OLMo": {
+        "OlmoForCausalLM": ("allenai/OLMo-7B-0724-Instruct-hf",),
+        "Olmo2ForCausalLM": ("allenai/OLMo-2-1124-7B-Instruct",),
+        "Olmo3ForCausalLM": ("allenai/Olmo-3-7B-Instruct", WINDOW),
+        "OlmoeForCausalLM": ("allenai/OLMoE-1B-7B-0924-Instruct", EXPERTS),
+        "FlexOlmoForCausalLM": ("allenai/FlexOlmo-7x7B-1T", EXPERTS, BASE),
+    },
+    "Command": {
+        "CohereForCausalLM": ("CohereLabs/c4ai-command-r-v01", GATED),
+        "Cohere2ForCausalLM": ("CohereLabs/c4ai-command-r7b-12-2024", GATED, WINDOW),
+        "Cohere2MoeForCausalLM": ("CohereLabs/command-a-plus-05-2026", EXPERTS, WINDOW),
+        "CohereCompassForCausalLM": ("CohereLabs/North-Micro-Vision-Instruct", WINDOW, TEXT),
+        "CohereCompassForConditionalGeneration": ("CohereLabs/North-Micro-Vision-Instruct", WINDOW, TEXT),
+        "AyaVisionForConditionalGeneration": ("CohereLabs/aya-vision-8b", GATED, WINDOW, TEXT),
+    },
+    "Ernie": {
+        "Ernie4_5ForCausalLM": ("baidu/ERNIE-4.5-0.3B-PT",),
+        "Ernie4_5_ForCausalLM": ("baidu/ERNIE-4.5-0.3B-PT",),
+        "Ernie4_5_MoeForCausalLM": ("baidu/ERNIE-4.5-21B-A3B-PT", EXPERTS),
+        "PaddleOCRVLForConditionalGeneration": ("PaddlePaddle/PaddleOCR-VL", TEXT),
+    },
+    "EXAONE": {
+        "Exaone4ForCausalLM": ("LGAI-EXAONE/EXAONE-4.0-32B", WINDOW),
+        "ExaoneMoeForCausalLM": ("LGAI-EXAONE/K-EXAONE-236B-A23B", EXPERTS, WINDOW),
+        "ExaoneMoEForCausalLM": ("LGAI-EXAONE/K-EXAONE-236B-A23B", EXPERTS, WINDOW),
+    },
+    "Hunyuan": {
+        "HunYuanDenseV1ForCausalLM": ("tencent/Hunyuan-7B-Instruct",),
+        "HunYuanMoEV1ForCausalLM": ("tencent/Hunyuan-A13B-Instruct", EXPERTS),
+        "HYV3ForCausalLM": ("tencent/Hy3-preview", EXPERTS),
+        "HunYuanVLForConditionalGeneration": ("tencent/HunyuanOCR", TEXT),
+    },
+    "Arcee": {
+        "ArceeForCausalLM": ("arcee-ai/AFM-4.5B",),
+        "AfmoeForCausalLM": ("arcee-ai/Trinity-Mini", EXPERTS, WINDOW),
+    },
+    "SmolLM": {
+        "SmolLM3ForCausalLM": ("HuggingFaceTB/SmolLM3-3B",),
+        "SmolVLMForConditionalGeneration": ("HuggingFaceTB/SmolVLM2-2.2B-Instruct", TEXT),
+        "Idefics3ForConditionalGeneration": ("HuggingFaceM4/Idefics3-8B-Llama3", TEXT),
+    },
+    "LLaVA": {
+        "LlavaForConditionalGeneration": ("llava-hf/llava-1.5-7b-hf", TEXT),
+        "LlavaNextForConditionalGeneration": ("llava-hf/llava-v1.6-mistral-7b-hf", TEXT),
+        "LlavaOnevisionForConditionalGeneration": ("llava-hf/llava-onevision-qwen2-7b-ov-hf", TEXT),
+    },
+    "Others": {
+        "BioGptForCausalLM": ("microsoft/biogpt", BASE, BIN),
+        "DeepseekVLForConditionalGeneration": ("deepseek-community/deepseek-vl-1.3b-chat", TEXT),
+        "Dots1ForCausalLM": ("rednote-hilab/dots.llm1.inst", EXPERTS),
+        "Emu3ForCausalLM": ("BAAI/Emu3-Chat-hf", TEXT),
+        "FlintForCausalLM": ("RecursiveSI/flint", EXPERTS, WINDOW),
+        "GotOcr2ForConditionalGeneration": ("stepfun-ai/GOT-OCR-2.0-hf", TEXT),
+        "HeliumForCausalLM": ("kyutai/helium-1-preview-2b", BASE),
+        "HyperCLOVAXForCausalLM": ("naver-hyperclovax/HyperCLOVAX-SEED-Think-14B",),
+        "InternVLForConditionalGeneration": ("OpenGVLab/InternVL3-8B-hf", TEXT),
+        "Jais2ForCausalLM": ("inceptionai/Jais-2-8B-Chat",),
+        "Kolibri1ForCausalLM": ("Aleph-Alpha/Kolibri-1", EXPERTS, WINDOW),
+        "MellumForCausalLM": ("JetBrains/Mellum2-12B-A2.5B-Base", EXPERTS, WINDOW, BASE),
+        "MiniMaxM2ForCausalLM": ("MiniMaxAI/MiniMax-M2", EXPERTS),
+        "NemotronForCausalLM": ("nvidia/Nemotron-Mini-4B-Instruct",),
+        "Ovis2ForConditionalGeneration": ("thisisiron/Ovis2-2B-hf", TEXT),
+        "SeedOssForCausalLM": ("ByteDance-Seed/Seed-OSS-36B-Instruct",),
+        "SolarOpenForCausalLM": ("upstage/Solar-Open-100B", EXPERTS),
+        "StableLmForCausalLM": ("stabilityai/stablelm-2-zephyr-1_6b",),
+    },
+    "BERT": {
+        "BertModel": ("sentence-transformers/all-MiniLM-L6-v2",),
+        "BertForMaskedLM": ("google-bert/bert-base-uncased",),
+        "BertForSequenceClassification": ("cross-encoder/ms-marco-MiniLM-L6-v2",),
+    },
+    "RoBERTa": {
+        "RobertaModel": ("sentence-transformers/stsb-roberta-base-v2",),
+        "RobertaForMaskedLM": ("sentence-transformers/all-roberta-large-v1",),
+        "RobertaForSequenceClassification": ("cross-encoder/quora-roberta-base",),
+    },
+    "XLM-RoBERTa": {
+        "XLMRobertaModel": ("intfloat/multilingual-e5-small",),
+        "XLMRobertaForMaskedLM": ("FacebookAI/xlm-roberta-base",),
+        "XLMRobertaForSequenceClassification": ("BAAI/bge-reranker-v2-m3",),
+    },
+    "CamemBERT": {
+        "CamembertModel": ("dangvantuan/sentence-camembert-base",),
+        "CamembertForMaskedLM": ("almanach/camembert-base",),
+        "CamembertForSequenceClassification": ("antoinelouis/crossencoder-camembert-base-mmarcoFR",),
+    },
+    "ModernBERT": {
+        "ModernBertModel": ("Alibaba-NLP/gte-modernbert-base",),
+        "ModernBertForMaskedLM": ("answerdotai/ModernBERT-base",),
+        "ModernBertForSequenceClassification": ("Alibaba-NLP/gte-reranker-modernbert-base",),
+    },
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One class that is served."""
+
+    architecture: str  # name of the class in `architectures` of config.json
+    family: str
+    checkpoint: str  # hub id of a known checkpoint
+    task: str  # text, embeddings or scores
+    gguf: tuple[str, ...]  # architectures of GGUF files with such a model
+    notes: tuple[str, ...]
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "architecture": self.architecture,
+            "family": self.family,
+            "checkpoint": self.checkpoint,
+            "task": self.task,
+            "gguf": list(self.gguf),
+            "notes": list(self.notes),
+        }
+
+
+def _entry(family: str, architecture: str, checkpoint: str, *notes: str) -> Entry:
+    gguf = tuple(name for name, known in GGUF_FAMILIES.items() if architecture in known.architectures)
+    task = "text" if architecture not in ENCODERS else "scores" if is_scored(architecture) else "embeddings"
+    return Entry(architecture, family, checkpoint, task, gguf, notes)
+
+
+CATALOGUE = {
+    architecture: _entry(family, architecture, *facts)
+    for family, classes in _KNOWN.items()
+    for architecture, facts in classes.items()
+}
+
+
+def served_as(directory: Path, gguf: Path | None = None) -> str:
+    """Return a clause about a model: the class that describes it, and a known checkpoint of that class.
+
+    Reads `config.json` in `directory`, or the settings of the GGUF file `gguf`; neither weights nor tokenizer. Raises
+    `StartupError` if no class describes the model.
+    """
+    config = read_config(directory) if gguf is None else hf_config(GGUFModel.open(gguf))
+    if is_encoder(config):
+        describe_encoder(config)
+    else:
+        describe(config)
+    if gguf is None:
+        stored_quantization(directory, config)
+    return clause(config["architectures"][0])
+
+
+def clause(architecture: str) -> str:
+    """Return the clause about a class that is served."""
+    entry = CATALOGUE[architecture]
+    limit = f", {TEXT}" if TEXT in entry.notes else ""
+    return f"described as {architecture}, as {entry.checkpoint}{limit}"
+
+
+def by_family(entries: Iterable[Entry]) -> dict[str, list[Entry]]:
+    """Return the entries of each family, in the order of the catalogue."""
+    found: dict[str, list[Entry]] = {}
+    for entry in entries:
+        found.setdefault(entry.family, []).append(entry)
+    return found
+
+
+def as_markdown(*, encoders: bool) -> str:
+    """Return the table of the encoders, or of all other classes, for the documentation."""
+    entries = [entry for entry in CATALOGUE.values() if (entry.architecture in ENCODERS) == encoders]
+    head = ("family", "class", "checkpoint", *(("task",) if encoders else ("GGUF", "notes")))
+    rows = [
+        (
+            family if number == 0 else "",
+            f"`{entry.architecture}`",
+            f"`{entry.checkpoint}`",
+            *((entry.task,) if encoders else (", ".join(f"`{name}`" for name in entry.gguf), ", ".join(entry.notes))),
+        )
+        for family, members in by_family(entries).items()
+        for number, entry in enumerate(members)
+    ]
+    lines = [f"| {' | '.join(cells)} |".replace("  ", " ") for cells in (head, *rows)]
+    lines.insert(1, f"{'|---' * len(head)}|")
+    return "\n".join([*lines, "", f"{len(entries)} classes."])
