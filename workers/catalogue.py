@@ -45,7 +45,7 @@ _KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
         "MistralForCausalLM": ("mistralai/Mistral-7B-Instruct-v0.3",),
         "MixtralForCausalLM": ("mistralai/Mixtral-8x7B-Instruct-v0.1", EXPERTS),
         "MinistralForCausalLM": ("mistralai/Ministral-8B-Instruct-2410", GATED, WINDOW),
-        "Ministral3ForCausalLM": ("mistralai/Devstral-2-123B-Instruct-2512",),
+        "Ministral3ForCausalLM": ("mistralai/Ministral-3-8B-Instruct-2512-GGUF",),
         "Mistral3ForConditionalGeneration": ("mistralai/Mistral-Small-3.1-24B-Instruct-2503", TEXT),
     },
     "Gemma": {

@@ -55,7 +55,7 @@ FAULTS = [
         2,
         "0.o_proj",
     ),
-    Fault("S8", "attention's gate of the first rank", mutations.gate_of_the_first_rank, "afmoe", 2, "0.attention_gate"),
+    Fault("S8", "attention's gate of the first rank", of_values.rows_of_the_first_rank, "afmoe", 2, "0.attention_gate"),
     Fault("S8", "replicated KV heads dealt in turn", mutations.replicated_kv_heads_dealt_in_turn, "qwen2", 8, "0.k"),
     Fault("S8", "partitioned KV heads of the next rank", mutations.partitioned_kv_heads_shifted, "qwen2", 2, "0.k"),
     Fault(
@@ -148,7 +148,7 @@ FAULTS = [
     Fault("S13", "shared expert dropped", mutations.shared_expert_dropped, "granite-moe-shared", 2, "0.residual"),
     Fault("S13", "relu not squared", of_values.relu_not_squared, "arcee", 2, "0.up"),
     Fault("S13", "gelu without the tanh", of_values.exact_gelu_for_its_approximation, "starcoder2", 1, "0.up"),
-    Fault("S6", "up_proj of the first rank", of_values.up_of_the_first_rank, "jais2", 2, "0.up"),
+    Fault("S6", "up_proj of the first rank", of_values.rows_of_the_first_rank, "jais2", 2, "0.up"),
     Fault(
         "S13",
         "offset of LayerNorm forgotten",

@@ -20,7 +20,7 @@ from oarlock.workers.layers.attention_spec import SelfAttentionSpec
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.layers.embedding import PositionEmbedding, VocabParallelEmbedding, VocabParallelHead
 from oarlock.workers.layers.experts import Experts, ExpertStack, Router
-from oarlock.workers.layers.linear import HeadsParallelLinear, RowParallelLinear
+from oarlock.workers.layers.linear import RowParallelLinear
 from oarlock.workers.layers.rotary import QueryScaleTable, RotaryTable, rotate
 from oarlock.workers.model_files.tensor_names import Blocks, TensorNames
 from oarlock.workers.quantization.method import DenseWeight, WeightShard
@@ -120,16 +120,6 @@ def gate_on_attention_left_out(patch: MonkeyPatch) -> None:
 
 def gate_without_its_sigmoid(patch: MonkeyPatch) -> None:
     patch.setattr(attention, "gate_rows", lambda x, gate: x * gate)
-
-
-def gate_of_the_first_rank(patch: MonkeyPatch) -> None:
-    original = HeadsParallelLinear.__init__
-
-    def patched(self: HeadsParallelLinear, *arguments: Any) -> None:
-        *before, shard, placement = arguments
-        original(self, *before, replace(shard, first_head=0), placement)
-
-    patch.setattr(HeadsParallelLinear, "__init__", patched)
 
 
 def attention_softcap_skipped(patch: MonkeyPatch) -> None:

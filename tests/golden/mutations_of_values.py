@@ -53,11 +53,11 @@ def exact_gelu_for_its_approximation(patch: MonkeyPatch) -> None:
     _with_activation(patch, "gelu")
 
 
-def up_of_the_first_rank(patch: MonkeyPatch) -> None:
+def rows_of_the_first_rank(patch: MonkeyPatch) -> None:
     original = ColumnParallelLinear.__init__
 
-    def patched(self: ColumnParallelLinear, parts: tuple, *arguments: Any) -> None:
-        original(self, tuple(replace(part, first=0) for part in parts), *arguments)
+    def patched(self: ColumnParallelLinear, parts: tuple, *arguments: Any, **options: Any) -> None:
+        original(self, tuple(replace(part, first=0) for part in parts), *arguments, **options)
 
     patch.setattr(ColumnParallelLinear, "__init__", patched)
 

@@ -17,11 +17,12 @@ from oarlock.workers.kernels.cpu.structures import CClamp, CHeadsAndPages
 from oarlock.workers.kernels.triton import availability
 from oarlock.workers.layers.attention_spec import SelfAttentionSpec
 from oarlock.workers.layers.fused_layer import MATMULS, CannotPrepare, Program
-from oarlock.workers.layers.linear import HeadsParallelLinear, QKVParallelLinear, RowParallelLinear
+from oarlock.workers.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from oarlock.workers.layers.norm import HeadNorm, RowNorm, triton_kernels
 from oarlock.workers.layers.placement import Placement
 from oarlock.workers.layers.rotary import finish_heads, rotate, rotate_neighbours
 from oarlock.workers.layers.sharding import HeadShard
+from oarlock.workers.quantization.method import StoredRows
 from oarlock.workers.weights.source import WeightSource
 
 
@@ -81,11 +82,11 @@ class Attention:
         assert not (spec.norms_rows and spec.norms_after_rotation), "no kernel norms rows after the rotation"
         self.norms_last = spec.norms_after_rotation
         self.pairs_neighbours = spec.rope is not None and spec.rope.interleaved
-        self.gate: HeadsParallelLinear | None = None
+        self.gate: ColumnParallelLinear | None = None
         if spec.output_gate:
-            self.gate = HeadsParallelLinear(
-                f"{name}.gate_proj", hidden, spec.head_dim, spec.num_heads, shard, placement
-            )
+            bounds = spec.num_heads, shard.first_head, shard.num_heads
+            rows = StoredRows(f"{name}.gate_proj", *(heads * spec.head_dim for heads in bounds))
+            self.gate = ColumnParallelLinear((rows,), hidden, False, placement, float32_output=False)
         self.sinks = Sinks(name, spec.num_heads, shard, placement) if spec.sinks else None
         self.spec = AttentionSpec(
             layer=layer,
@@ -99,7 +100,7 @@ class Attention:
         )
 
     @property
-    def parts(self) -> list[QKVParallelLinear | HeadsParallelLinear | RowParallelLinear | HeadNorm | RowNorm | Sinks]:
+    def parts(self) -> list[QKVParallelLinear | ColumnParallelLinear | RowParallelLinear | HeadNorm | RowNorm | Sinks]:
         return [part for part in (self.qkv, self.norm, self.gate, self.sinks, self.output) if part is not None]
 
     def __call__(self, x: Tensor, residual: Tensor | None, step: LayerStep) -> Tensor:
@@ -154,7 +155,7 @@ class Attention:
         if self.clip_qkv is not None:
             width = (self.spec.num_heads + 2 * self.spec.num_kv_heads) * self.head_dim
             program.add(OperationKind.CLAMP_ROWS, qkv, qkv, CClamp(width, self.clip_qkv), width)
-        gate_proj = program.take_optional(self, "gate", HeadsParallelLinear)
+        gate_proj = program.take_optional(self, "gate", ColumnParallelLinear)
         if gate_proj is not None:
             program.multiply(gate_proj, source, gate, *MATMULS)
         norm = program.take_optional(self, "norm", HeadNorm, RowNorm)

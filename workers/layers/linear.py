@@ -8,7 +8,7 @@ format of the weights (`quantization/`).
 from torch import Tensor
 
 from oarlock.workers.layers.placement import Placement
-from oarlock.workers.layers.sharding import HeadShard, shard_evenly, shard_heads
+from oarlock.workers.layers.sharding import shard_evenly, shard_heads
 from oarlock.workers.quantization.matmul import activated
 from oarlock.workers.quantization.method import StoredRows, WeightShard
 from oarlock.workers.weights.source import WeightSource
@@ -54,8 +54,6 @@ class QKVParallelLinear:
 class ColumnParallelLinear:
     """Rows of one or several matrices as one local matmul, with an activation if one is given: [T, inputs] -> [T, local
     outputs].
-
-    Without an activation, the output is float32 if the matmul sums in float32.
     """
 
     def __init__(
@@ -65,11 +63,18 @@ class ColumnParallelLinear:
         bias: bool,
         placement: Placement,
         activation: str | None = None,
+        *,
+        float32_output: bool = True,
     ) -> None:
-        """Describe this rank's shard. `activation`: a key of `PLAIN_ACTIVATIONS` in `quantization/matmul.py`."""
+        """Describe this rank's shard.
+
+        `activation`: a key of `PLAIN_ACTIVATIONS` in `quantization/matmul.py`. `float32_output`: without an activation,
+        the output is float32 if the matmul sums in float32.
+        """
         self.placement = placement
         self.has_bias = bias
         self.activation = activation
+        self.float32_output = float32_output or activation is not None
         self.weight_shard = WeightShard(parts, inputs, 0, inputs)
 
     @property
@@ -79,29 +84,8 @@ class ColumnParallelLinear:
     def load(self, weights: WeightSource) -> None:
         weight = self.placement.load(self.weight_shard, weights)
         bias = self.weight_shard.take_bias(weights, self.placement.empty) if self.has_bias else None
-        multiply = weight.matmul(bias, float32_output=True)
+        multiply = weight.matmul(bias, float32_output=self.float32_output)
         self.matmul = multiply if self.activation is None else activated(multiply, self.activation)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.matmul(x)
-
-
-class HeadsParallelLinear:
-    """A projection whose outputs are those of the query heads: [T, hidden] -> [T, local heads * head_dim]."""
-
-    def __init__(self, name: str, hidden: int, head_dim: int, num_heads: int, shard: HeadShard, placement: Placement):
-        """Describe this rank's shard: the rows of the query heads of `shard`."""
-        self.placement = placement
-        first, local = shard.first_head * head_dim, shard.num_heads * head_dim
-        rows = (StoredRows(name, num_heads * head_dim, first, local),)
-        self.weight_shard = WeightShard(rows, hidden, 0, hidden)
-
-    @property
-    def weight_bytes(self) -> int:
-        return self.placement.weight_bytes(self.weight_shard, False)
-
-    def load(self, weights: WeightSource) -> None:
-        self.matmul = self.placement.load(self.weight_shard, weights).matmul(None)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.matmul(x)
