@@ -318,7 +318,7 @@ class PreparedLayers:
             None if partial is None else partial.data_ptr(), rows, program.hidden,
             ELEMENT_TYPES[program.dtype], batch.positions.data_ptr(), batch.slot_mapping.data_ptr(),
             tuple([(table.data_ptr(), table.shape[1]) for table in tables]),
-            tuple([scale.data_ptr() for scale in scales]), ctypes.addressof(plan.step),
+            tuple(map(Tensor.data_ptr, scales)), ctypes.addressof(plan.step),
             None if group is None else group.address,
         )  # fmt: skip
         if self.after_branch is None and (group is not None or not self._is_shared):

@@ -284,7 +284,8 @@ class Decoder:
             if self.positions is not None:
                 hidden = self.positions(hidden, batch.positions)
         prepared = self.prepared_for(kv, backend)
-        scales = [table(batch.positions, longest) for table in self.query_scales.values()]
+        # Nearly all models have no such table, and this is computed for every token.
+        scales = [table(batch.positions, longest) for table in self.query_scales.values()] if self.query_scales else []
         if prepared is not None:
             prepared(hidden, batch, [table.up_to(longest) for table in self.rotary.values()], plan, scales)
             return self.norm(hidden) if self.is_last and not prepared.norms_last else hidden
