@@ -238,7 +238,7 @@ def clause(architecture: str) -> str:
     """Return the clause about a class that is served."""
     entry = CATALOGUE[architecture]
     limit = f", {TEXT}" if TEXT in entry.notes else ""
-    return f"described as {architecture}, as {entry.checkpoint}{limit}"
+    return f"described as {architecture}, the class of {entry.checkpoint}{limit}"
 
 
 def by_family(entries: Iterable[Entry]) -> dict[str, list[Entry]]:

@@ -88,9 +88,10 @@ def model_line(model: OpenModel, best: Layout) -> str:
     form += ", dequantised" if config.dequantize else ""
     kv = "" if config.kv_cache_dtype == config.dtype else f", keys and values in {config.kv_cache_dtype}"
     active = f" ({parameters(model.spec.active_parameters)} active)" if model.spec.has_experts else ""
+    wrapper = "" if model.spec.wrapper is None else f", the text part of {model.spec.wrapper}"
     return (
-        f"{model.spec.architecture}, {parameters(model.spec.num_parameters)} parameters{active} in {form}{kv}, "
-        f"context {config.max_model_len:,} tokens"
+        f"{model.spec.architecture}{wrapper}, {parameters(model.spec.num_parameters)} parameters{active} "
+        f"in {form}{kv}, context {config.max_model_len:,} tokens"
     )
 
 

@@ -95,7 +95,7 @@ def test_the_text_part_of_a_multimodal_class_has_the_note_and_its_class_decides_
 
 
 def test_one_clause_about_a_class():
-    assert clause("LlamaForCausalLM") == "described as LlamaForCausalLM, as meta-llama/Llama-3.1-8B-Instruct"
+    assert clause("LlamaForCausalLM") == "described as LlamaForCausalLM, the class of meta-llama/Llama-3.1-8B-Instruct"
     for name, entry in CATALOGUE.items():
         assert clause(name).endswith(f", {TEXT}") == (TEXT in entry.notes)
 

@@ -19,7 +19,7 @@ from tests.house.rules import ROOT
 
 DEMO = ROOT / "models" / "oarlock-demo"
 COMMIT = "c0ffee" + "0" * 34
-SERVED = "described as Qwen2ForCausalLM, as Qwen/Qwen2.5-7B-Instruct"
+SERVED = "described as Qwen2ForCausalLM, the class of Qwen/Qwen2.5-7B-Instruct"
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def test_a_gguf_file(tmp_path):
 @pytest.mark.slow
 def test_an_encoder(tmp_path):
     found = answer(make_encoder(tmp_path, "bert"))
-    assert found is not None and found.text.startswith("described as BertModel, as ") and not found.fix
+    assert found is not None and found.text.startswith("described as BertModel, the class of ") and not found.fix
 
 
 def test_a_hub_id_in_the_cache(cache):

@@ -185,6 +185,17 @@ def test_text_names_the_machine_the_users_and_the_command(model, capsys) -> None
     assert "give --bandwidth, or a GPU by its name" in text and f"oarlock serve {model}" in text
 
 
+def test_a_multimodal_model_is_named_beside_its_text_part(tmp_path, capsys) -> None:
+    wrapper = {
+        "architectures": ["LlavaOnevisionForConditionalGeneration"],
+        "text_config": {**QWEN_7B, "model_type": "qwen2"},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(wrapper))
+    assert main(["plan", str(tmp_path), "--gpus", "2xL4"]) == 0
+    first = "Qwen2ForCausalLM, the text part of LlavaOnevisionForConditionalGeneration, 7.62 billion parameters"
+    assert capsys.readouterr().out.startswith(first)
+
+
 @pytest.mark.parametrize(
     ("longest", "flags", "heads"),
     [
