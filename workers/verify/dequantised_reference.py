@@ -5,7 +5,7 @@ checkpoints, or applied to weights at load, or the dtype of the checkpoint.
 """
 
 import json
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Container, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -212,12 +212,20 @@ class DequantisedModel:
     """A transformers model whose quantised weights are replaced, in float32, by their dequantised values."""
 
     def __init__(
-        self, model: nn.Module, dequantised: DequantisedWeights, dtype: torch.dtype, *, was_dense: bool, device: str
+        self,
+        model: nn.Module,
+        dequantised: DequantisedWeights,
+        dtype: torch.dtype,
+        *,
+        was_dense: bool,
+        device: str,
+        unread: Container[str] = (),
     ) -> None:
         """Replace the weights of `model`. `dtype`: of the model's computations. `was_dense`: the model has the weights
         that it was stored with, in that dtype.
 
-        `device`: of the ranks, on which the rounding of matmul inputs depends.
+        `device`: of the ranks, on which the rounding of matmul inputs depends. `unread`: names of modules that ranks do
+        not have, such as those for images.
         """
         self.was_dense = was_dense
         self._model = model
@@ -229,7 +237,7 @@ class DequantisedModel:
         # Ranks keep the weights of routers in float32.
         of_routers = {part for module in model.modules() if is_router(module) for part in module.modules()}
         for name, module in model.named_modules():
-            if not is_product(module) or module.weight in seen:
+            if not is_product(module) or module.weight in seen or name in unread:
                 continue
             seen.add(module.weight)  # a head may be the embedding, and not be stored by itself
             weight = module.weight

@@ -103,22 +103,24 @@ def load_for(request: VerifyRequest, dtype: torch.dtype) -> tuple[PreTrainedMode
     dequantised = dequantised_weights(path, request.quantization, dtype)
     if request.dequantize:
         dequantised = WrittenOut(dequantised, dtype)
-    layout = TransformersLayout(dequantised, read_spec(request.model).names)
-    if is_dense:
-        model = load_model(request.model, request.dtype, request.device)
-    else:
-        model = _unfilled_model(request.model, dtype)
+    names = read_spec(request.model).names
+    layout = TransformersLayout(dequantised, names)
+    model = (
+        load_model(request.model, request.dtype, request.device) if is_dense else _unfilled_model(request.model, dtype)
+    )
+    unread = {name for name in names_in(model) if names.rename(name) is None}
+    if not is_dense:
         linear_layers = {f"{name}.weight" for name, part in model.named_modules() if is_product(part)}
         experts = [name for name, part in model.named_modules() if is_experts(part)]
         linear_layers |= {f"{name}.{part}_proj" for name in experts for part in ("gate_up", "down")}
         for name, parameter in model.named_parameters():
-            if name not in linear_layers:
+            if name not in linear_layers and name not in unread:
                 parameter.data = layout.other(name).to(dtype)
         stored = model.state_dict().keys()
         for name, buffer in model.named_buffers():
             if name in stored:  # corrections of routers
                 buffer.copy_(layout.other(name).view_as(buffer))
-    return model, DequantisedModel(model, layout, dtype, was_dense=is_dense, device=request.device)
+    return model, DequantisedModel(model, layout, dtype, was_dense=is_dense, device=request.device, unread=unread)
 
 
 def model_class(spec: DecoderSpec) -> Any:
@@ -126,13 +128,17 @@ def model_class(spec: DecoderSpec) -> Any:
     return AutoModelForCausalLM if spec.wrapper is None else getattr(transformers, spec.wrapper)
 
 
+def names_in(model: PreTrainedModel) -> list[str]:
+    """Return the names of all modules and parameters."""
+    return [name for of in (model.named_modules(), model.named_parameters()) for name, _ in of]
+
+
 def text_part(model: PreTrainedModel, spec: DecoderSpec) -> PreTrainedModel:
     """Remove the modules and parameters of a wrapper that text does not use, such as those for images."""
     if spec.wrapper is None:
         return model
     names = spec.names
-    everything = [name for of in (model.named_modules(), model.named_parameters()) for name, _ in of]
-    for name in (one for one in everything if names.rename(one) is None):
+    for name in (one for one in names_in(model) if names.rename(one) is None):
         above, _, last = name.rpartition(".")
         if names.rename(above) is not None:  # otherwise it is removed with the module around it
             delattr(model.get_submodule(above), last)

@@ -60,6 +60,11 @@ def test_experts_rounded_at_load_are_right(tmp_path: Path, family: str) -> None:
     right(VerifyCase(model, tmp_path / "verify", quantization="int8"), 2)
 
 
+def test_parts_for_images_are_not_looked_for(tmp_path: Path) -> None:
+    model = make_tiny(tmp_path, "phi4_multimodal", seed=5, hidden_size=128)
+    right(VerifyCase(model, tmp_path / "verify", quantization="int8"), 2)
+
+
 @pytest.mark.parametrize("family", ["gpt2", "gpt_bigcode", "phi", "gpt_neox"])
 @pytest.mark.parametrize("kind", ["Q8_0", "BF16"])
 def test_a_gguf_model_is_right(tmp_path: Path, family: str, kind: str) -> None:
