@@ -13,21 +13,20 @@ from pathlib import Path
 
 import torch
 
-from oarlock.workers.models.registry import read_spec
 from oarlock.workers.verify.compare import VerifyResults
 from tests.golden.cases import CASES, FAMILY_CASES
-from tests.golden.tiny_models import make_tiny
-from tests.golden.tiny_wrappers import WRAPPERS
+from tests.golden.tiny_models import DESCRIBED, FAMILIES, make_tiny
 from tests.house.rules import ROOT
 from tests.unit.workers.verify.cases import VerifyCase
 from tools.made_parts import filled
 
 PAGE = "docs/accuracy.md"
 DTYPES = ("float32", "bfloat16", "float16")
-SIZES = (1, 2, 4, 8)
 _LENGTHS = (31, 24, 18)  # all beyond the length that the LongRoPE case was trained for
-# The first case of each family; multimodal models compute as their text models do.
-_FIRST = {case.family: name for name, case in reversed(CASES.items()) if case.family not in WRAPPERS}
+# The first case of each family without experts: transformers' matmul in 16 bits refuses experts as narrow as tiny ones.
+# InternLM 3's rotation changes with the length of the text, which grows here.
+_FIRST = {case.family: name for name, case in reversed(CASES.items()) if case.family in (*FAMILIES, *DESCRIBED)}
+del _FIRST["internlm3"]
 ROWS = tuple(dict.fromkeys([*FAMILY_CASES, *reversed(_FIRST.values())]))
 
 
@@ -42,12 +41,9 @@ def family_row(name: str, folder: Path) -> tuple[str, bool]:
     prompts = [[draw.randrange(300) for _ in range(length)] for length in _LENGTHS]
     for dtype in DTYPES:
         model = make_tiny(folder, case.family, seed=7, dtype=getattr(torch, dtype), **case.special)
-        spec = read_spec(str(model))
         verify_case = VerifyCase(model, folder / f"{dtype}-verify", dtype, 6, prompts, case.max_model_len or 64)
         logits, worst = 0.0, 0.0
-        for size in SIZES:
-            if size not in spec.tp_sizes:
-                continue
+        for size in case.sizes:
             comparison, causes = verify_case.run(size)
             ours, theirs = logit_errors(comparison)
             logits = max(logits, ours / theirs)
