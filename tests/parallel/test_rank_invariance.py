@@ -42,6 +42,14 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "cohere2": {"hidden_size": 256, "layer_types": ["sliding_attention", "full_attention"]},
     "qwen2_moe": {},
 }
+NEW_VALUES: dict[str, dict[str, Any]] = {
+    **{family: {"num_hidden_layers": 3} for family in ("afmoe", "kolibri1")},
+    "llama4_text": {"num_hidden_layers": 3, "intermediate_size_mlp": 256},
+    **{family: {} for family in ("hunyuan_v1_dense", "jais2", "ministral3")},
+    **{family: {"hidden_size": 256} for family in ("granite", "olmo", "phi", "phimoe", "starcoder2")},
+    **{family: {"hidden_size": 256, "n_inner": 256, "num_key_value_heads": 8} for family in ("gpt2", "gptj")},
+}
+IN_SHORT = {"afmoe", "gpt2"}  # the others run in `make test-long`
 # dtype, quantisation, KV cache
 FORMS = ("bfloat16", "float16", "float32", "bfloat16-int8", "bfloat16-int4", "bfloat16-none-int8", "float32-int8-fp8")
 
@@ -126,17 +134,27 @@ def test_prompts_have_the_same_bits_at_every_number_of_ranks(checkpoints: dict[s
         ranks.close()
 
 
-@pytest.mark.parametrize("family", ["qwen2", "gemma3_text", "olmo2", "cohere2", "qwen2_moe"])
-def test_other_families(checkpoints: dict[str, Path], family: str) -> None:
-    """Without biases after the sums, with norms after them, with a norm over the heads of all ranks, side by side, and
-    with sums over experts."""
+@pytest.mark.parametrize(
+    "family",
+    [
+        *(name for name in CHECKPOINTS if name != "llama"),
+        *(name if name in IN_SHORT else pytest.param(name, marks=pytest.mark.soak) for name in NEW_VALUES),
+    ],
+)
+def test_other_families(tmp_path: Path, family: str) -> None:
+    """Among others: without biases after the all-reduce, with norms after it or over the heads of all ranks, with
+    attention and MLP in parallel, with experts, learned positions, a gate on attention, and an MLP without a gate."""
+    checkpoint = make_tiny(tmp_path, family, **SHAPE | {**CHECKPOINTS, **NEW_VALUES}[family])
     requests = make_requests(16)
     answers = []
     for size, num_threads in ((1, 1), (1, 4), (2, 2), (4, 1), (8, 1)):
-        executor = start(checkpoints[family], "bfloat16", size, num_threads)
+        executor = start(checkpoint, "bfloat16", size, num_threads)
         answers.append(run(executor, requests))
         executor.close()
     assert all(differences(other, answers[0]) == [] for other in answers)
+    executor = start(checkpoint, "bfloat16", 2)
+    assert differences(run(executor, requests[::4], alone=True), answers[0]) == []
+    executor.close()
 
 
 @pytest.mark.soak
