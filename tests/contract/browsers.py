@@ -82,7 +82,7 @@ class Window:
         return self.page
 
 
-@pytest.fixture(scope="module", params=["chromium", pytest.param("firefox", marks=pytest.mark.soak)])
+@pytest.fixture(scope="module")
 def browser(request: pytest.FixtureRequest) -> Iterator[Any]:
     with running(request.param) as found:
         yield found

@@ -56,6 +56,17 @@ INFO = EngineInfo(
 )
 
 
+# Files of the page's tests that also run in Firefox in `make test-long`; the others do in `pytest -m every`.
+IN_FIREFOX = ("test_web_page.py", "test_web_page_conversations.py", "test_web_page_markdown.py")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "browser" in metafunc.fixturenames:
+        mark = pytest.mark.soak if metafunc.definition.path.name in IN_FIREFOX else pytest.mark.every
+        browsers = ["chromium", pytest.param("firefox", marks=mark)]
+        metafunc.parametrize("browser", browsers, indirect=True, scope="module")
+
+
 @dataclass
 class FakeEngine:
     """Answers every request with `reply`'s ids, one token per event, and records how each request ended."""
