@@ -70,6 +70,9 @@ def _conversations(route: Route, base: dict[str, Any]) -> Iterator[Case]:
         yield Case(f"messages {number}: {_short(messages)}", encode({**base, "messages": messages}), True, "messages")
     for name, content in (("special tokens", _SPECIAL), ("blanks", " \n\t")):
         yield Case(f"{name} as content", encode({**base, "messages": [{"role": "user", "content": content}]}), False)
+    for documents in ([{"text": "d" * 100_000}], ["x"]) if "documents" in route.fields else ():
+        # good ones where they are ranked, and refused where the template does not show them
+        yield Case(f"documents {_short(documents)}", encode({**base, "documents": documents}), True, "documents")
     long = Raw(f'[{{"role": "user", "content": {_long_text()}}}]')
     yield _too_long(route, "messages", {**base, "messages": long})
 
@@ -227,7 +230,7 @@ _SHARED: list[tuple[str, list[Any], bool]] = [
     ("parallel_tool_calls", ["no", 1], True),
     ("chat_template", ["{{ messages }}", 5], True),
     ("chat_template_kwargs", [{"messages": []}, {"a b": 1}, [], {"x": "y" * 100_000}], True),
-    ("documents", [[{}], [{"text": "d" * 100_000}], ["x"], 5], True),
+    ("documents", [[{}], 5], True),
     ("continue_final_message", _SWITCH, True),
     ("return_token_strs", _SWITCH, True),
 ]
