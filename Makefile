@@ -157,7 +157,7 @@ test-long: $(TOOLS)
 
 .PHONY: short-fuzz short-clients
 short-fuzz:
-	@$(BIN)/python -m tests.fuzz.run --requests 1200 --examples 8
+	@$(BIN)/python -m tests.fuzz.run --requests 1000 --examples 6
 	@$(BIN)/python -m tests.fuzz.run --requests 600 --encoder modernbert
 	@$(BIN)/python -m tests.fuzz.run --requests 600 --encoder bert-score
 

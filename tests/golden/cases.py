@@ -8,6 +8,7 @@ pattern, both softcaps.
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 
 from tests.golden.tiny_models import MIXTURES
@@ -267,3 +268,10 @@ SHORT_LAYERS = {name for name, case in CASES.items() if name in FAMILY_CASES or 
 
 def run_id(name: str, size: int) -> str:
     return f"{name}-tp{size}"
+
+
+def marks_of(name: str, size: int) -> list[pytest.MarkDecorator]:
+    """The marks of a run. Multimodal models at all sizes compute as their text models do, which `product` covers."""
+    if (name, size) in SHORT_RUNS:
+        return []
+    return [pytest.mark.every if name in _WRAPPERS else pytest.mark.product]

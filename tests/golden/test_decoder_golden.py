@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from oarlock.workers.distributed.parallel_state import TensorParallel
-from tests.golden.cases import FAMILY_CASES, PROMPT, RUNS, SHORT_RUNS, TOTAL, run_id
+from tests.golden.cases import FAMILY_CASES, PROMPT, RUNS, TOTAL, marks_of, run_id
 from tests.golden.exact_reference import GREEDY, ExactReference
 from tests.golden.paged_run import PagedRun, greedy, load_decoder, on_ranks
 
@@ -37,7 +37,7 @@ def feed(run: PagedRun, tokens: list[int], cuts: list[int]) -> Tensor:
 
 @pytest.mark.parametrize(
     ("name", "size"),
-    [pytest.param(*run, id=run_id(*run), marks=() if run in SHORT_RUNS else pytest.mark.product) for run in RUNS],
+    [pytest.param(*run, id=run_id(*run), marks=marks_of(*run)) for run in RUNS],
 )
 def test_logits_are_within_twice_transformers_own_error_and_greedy_text_is_equal(
     reference_of: Callable[..., ExactReference], name: str, size: int
