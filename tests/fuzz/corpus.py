@@ -70,9 +70,10 @@ def _conversations(route: Route, base: dict[str, Any]) -> Iterator[Case]:
         yield Case(f"messages {number}: {_short(messages)}", encode({**base, "messages": messages}), True, "messages")
     for name, content in (("special tokens", _SPECIAL), ("blanks", " \n\t")):
         yield Case(f"{name} as content", encode({**base, "messages": [{"role": "user", "content": content}]}), False)
+    body = {**base, "messages": [MESSAGE]}
     for documents in ([{"text": "d" * 100_000}], ["x"]) if "documents" in route.fields else ():
-        # good ones where they are ranked, and refused where the template does not show them
-        yield Case(f"documents {_short(documents)}", encode({**base, "documents": documents}), True, "documents")
+        # The same values are good where documents are ranked.
+        yield Case(f"documents {_short(documents)}", encode({**body, "documents": documents}), True, "documents")
     long = Raw(f'[{{"role": "user", "content": {_long_text()}}}]')
     yield _too_long(route, "messages", {**base, "messages": long})
 
