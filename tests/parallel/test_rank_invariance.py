@@ -57,7 +57,7 @@ FORMS = ("bfloat16", "float16", "float32", "bfloat16-int8", "bfloat16-int4", "bf
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("checkpoints")
-    return {family: make_tiny(folder, family, **SHAPE | changes) for family, changes in CHECKPOINTS.items()}
+    return {family: make_tiny(folder, family, **SHAPE | CHECKPOINTS[family]) for family in ("llama", "qwen2_moe")}
 
 
 def start(path: Path, form: str, size: int, num_threads: int = 1) -> ThreadExecutor:
@@ -144,7 +144,7 @@ def test_prompts_have_the_same_bits_at_every_number_of_ranks(checkpoints: dict[s
 def test_other_families(tmp_path: Path, family: str) -> None:
     """Among others: without biases after the all-reduce, with norms after it or over the heads of all ranks, with
     attention and MLP in parallel, with experts, learned positions, a gate on attention, and an MLP without a gate."""
-    checkpoint = make_tiny(tmp_path, family, **SHAPE | {**CHECKPOINTS, **NEW_VALUES}[family])
+    checkpoint = make_tiny(tmp_path, family, **SHAPE | (CHECKPOINTS | NEW_VALUES)[family])
     requests = make_requests(16)
     answers = []
     for size, num_threads in ((1, 1), (1, 4), (2, 2), (4, 1), (8, 1)):

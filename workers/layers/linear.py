@@ -68,13 +68,13 @@ class ColumnParallelLinear:
     ) -> None:
         """Describe this rank's shard.
 
-        `activation`: a key of `PLAIN_ACTIVATIONS` in `quantization/matmul.py`. `float32_output`: without an activation,
-        the output is float32 if the matmul sums in float32.
+        `activation`: a key of `PLAIN_ACTIVATIONS` in `quantization/matmul.py`. `float32_output`: the output, or the
+        input of the activation, is float32 if the matmul sums in float32.
         """
         self.placement = placement
         self.has_bias = bias
         self.activation = activation
-        self.float32_output = float32_output or activation is not None
+        self.float32_output = float32_output
         self.weight_shard = WeightShard(parts, inputs, 0, inputs)
 
     @property

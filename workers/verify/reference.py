@@ -118,7 +118,7 @@ def load_for(request: VerifyRequest, dtype: torch.dtype) -> tuple[PreTrainedMode
                 parameter.data = layout.other(name).to(dtype)
         stored = model.state_dict().keys()
         for name, buffer in model.named_buffers():
-            if name in stored:  # corrections of routers
+            if name in stored and names.rename(name) is not None:  # corrections of routers
                 buffer.copy_(layout.other(name).view_as(buffer))
     return model, DequantisedModel(model, layout, dtype, was_dense=is_dense, device=request.device, unread=unread)
 
