@@ -157,11 +157,11 @@ export class Chat {
     this.ended = this.fill(node, prefix);
     await this.ended;
     clearInterval(saving);
-    node.busy = false;
     node.took = node.live.took();
-    this.running = null;
     this.tree.unsaved.add(node.id);
-    this.save();
+    await this.save(); // first stored, then shown as ended
+    node.busy = false;
+    this.running = null;
     this.views.get(node.id)?.render();
     this.controls();
     announce(saidOf(node));
@@ -254,10 +254,10 @@ export class Chat {
     const records = await Promise.all(gone.map((each) => this.store.delete(`${tree.id} ${each.id}`)));
     notice(gone.length > 1 ? "The message and what follows it are deleted." : "The message is deleted.", "Undo", async () => {
       tree.restore(gone);
-      for (const { tokens } of records) if (tokens.length) await this.store.put({ conversations: [tree.head], nodes: [], tokens });
-      if (this.tree === tree) this.draw();
       const changes = tree.changes();
-      if (changes) await this.store.put(changes);
+      changes.tokens.push(...records.flatMap(({ tokens }) => tokens));
+      await this.store.put(changes); // first stored, then shown: a reload loses nothing that was visible
+      if (this.tree === tree) this.draw();
       this.saved(tree.id);
     });
   }
