@@ -150,16 +150,21 @@ export class Chat {
     this.running = new AbortController();
     this.draw();
     announce("The answer begins.");
+    this.ended = this.complete(node, prefix);
+    await this.ended;
+  }
+
+  /** Receive the response, and store it before it is shown as ended. */
+  async complete(node, prefix) {
     const saving = setInterval(() => {
       this.tree.unsaved.add(node.id);
       this.save();
     }, SAVE_EVERY_MS);
-    this.ended = this.fill(node, prefix);
-    await this.ended;
+    await this.fill(node, prefix);
     clearInterval(saving);
     node.took = node.live.took();
     this.tree.unsaved.add(node.id);
-    await this.save(); // first stored, then shown as ended
+    await this.save();
     node.busy = false;
     this.running = null;
     this.views.get(node.id)?.render();
