@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from oarlock.base.errors import StartupError, shown
-from oarlock.base.json_files import check_file, is_there, num_values, read_json, with_unique_names
+from oarlock.base.json_files import check_file, gc_paused, is_there, num_values, read_json, with_unique_names
 from oarlock.workers.model_files.expert_tensors import split_experts
 from oarlock.workers.model_files.located import LocatedTensor, TensorEntry
 from oarlock.workers.model_files.tensor_names import NO_NAMES, TensorNames
@@ -39,6 +39,7 @@ ITEM_BYTES = {
     "F64": 8,
     "C64": 8,
 }
+_FIELDS = frozenset(("dtype", "shape", "data_offsets"))
 _LFS_MARK = b"version https://git-lfs"
 _DOWNLOAD_AGAIN = "Download the file again; it is damaged or incomplete."
 
@@ -91,7 +92,7 @@ def _parse(path: Path, data: bytes) -> dict[str, Any]:
 
 
 def _entry(path: Path, name: str, fields: Any) -> TensorEntry:
-    if not isinstance(fields, dict) or not {"dtype", "shape", "data_offsets"} <= fields.keys():
+    if not isinstance(fields, dict) or not fields.keys() >= _FIELDS:
         raise _damaged(path, f"describes tensor {shown(name)} without dtype, shape and data_offsets")
     dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
@@ -150,6 +151,7 @@ class Checkpoint:
         self._stored_names = stored_names or {}
 
     @staticmethod
+    @gc_paused()
     def open(directory: Path, names: TensorNames = NO_NAMES) -> "Checkpoint":
         """Read and check every header. `names`: of the family that config.json names.
 
