@@ -34,7 +34,9 @@ logger = logging.getLogger("oarlock.nodes")
 class GroupRanks(HostRanks):
     """Ranks of several hosts."""
 
-    failure_report_s = 1.0  # the loss of a node may be known later than the failures that follow from it
+    # On loaded hosts, the loss of a node may be known seconds after the failures that follow from it. The other nodes
+    # hear nothing meanwhile, so this is shorter than `host_link.SILENCE_S`.
+    failure_report_s = 4.0
 
     def __init__(
         self,

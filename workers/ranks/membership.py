@@ -128,13 +128,21 @@ class Membership:
 
     def _end_start(self, error: StartupError) -> None:
         """Publish to the others why the group does not start, unless they know already, and raise the error."""
-        ending = self.end(Ending.of(error))
-        self.store.set(f"left/{self.node}", "")
+        try:
+            ending = self.end(Ending.of(error))
+            self.store.set(f"left/{self.node}", "")
+            if self.node == 0:
+                self._await_leaving()
+        except dist.DistError:  # node 0 no longer waits for this node
+            raise error from None
+        raise _error(ending)
+
+    def _await_leaving(self) -> None:
+        """Wait until all nodes that have joined know why the group ends: the store ends with this process."""
         deadline = time.monotonic() + _LEAVE_S
         keys = [f"left/{number}" for number in range(self.nnodes) if self.store.check([f"hosts/{number}"])]
-        while self.node == 0 and not self.store.check(keys) and time.monotonic() < deadline:
-            time.sleep(_LOOK_S)  # the store ends with this process
-        raise _error(ending)
+        while not self.store.check(keys) and time.monotonic() < deadline:
+            time.sleep(_LOOK_S)
 
 
 def join(nodes: NodesConfig, facts: Facts, on_waiting: Callable[[str], None]) -> Membership:

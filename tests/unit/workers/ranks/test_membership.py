@@ -1,17 +1,22 @@
 """Hosts meet in torch's store: all are there and agree, or each ends with the same cause. Hosts are threads here."""
 
+import json
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from oarlock.base.errors import StartupError
 from oarlock.workers.config import NodesConfig
+from oarlock.workers.distributed.topology import StoreAddress
+from oarlock.workers.ranks import membership as module
 from oarlock.workers.ranks.membership import Membership, join
-from oarlock.workers.ranks.nodes import Ending
+from oarlock.workers.ranks.nodes import Ending, first_difference, own_interface
 from tests.e2e.running import eventually, free_port
 
 FACTS = {"setting": {"dtype": "float32"}}
@@ -112,3 +117,24 @@ def test_the_later_of_two_hosts_with_one_number_stays() -> None:
         for other in (start, second):
             with pytest.raises(StartupError, match="node 2 of 3 did not join"):
                 other.result(60)
+
+
+def test_a_node_names_the_difference_even_if_the_head_has_gone_meanwhile(monkeypatch) -> None:
+    """A loaded host may take longer to compare the facts than the head waits for it."""
+    head, node, _ = nodes_of(3)
+    host = {"host": "head", "address": "127.0.0.1", "start": "a", "facts": {"number of": {"nodes": 3}, **FACTS}}
+    heads = [dist.TCPStore("127.0.0.1", head.port, is_master=True, wait_for_workers=False)]
+    dist.PrefixStore("oarlock", heads[0]).set("hosts/0", json.dumps(host))
+
+    def client() -> dist.TCPStore:
+        return dist.TCPStore("127.0.0.1", head.port, is_master=False, wait_for_workers=False)
+
+    def compare_late(*facts: Any) -> StartupError | None:
+        heads.clear()  # the store ends with its last reference
+        return first_difference(*facts)
+
+    monkeypatch.setattr(module, "first_difference", compare_late)
+    member = Membership(node, own_interface(node), client, StoreAddress("127.0.0.1", head.port, "oarlock"))
+    with pytest.raises(StartupError, match="differ in the setting dtype"):
+        member.agree({"setting": {"dtype": "bfloat16"}}, time.monotonic() + 60, silent)
+    assert not heads
