@@ -35,7 +35,7 @@ class GroupRanks(HostRanks):
     """Ranks of several hosts."""
 
     # On loaded hosts, the loss of a node may be known seconds after the failures that follow from it. The other nodes
-    # hear nothing meanwhile, so this is shorter than `host_link.SILENCE_S`.
+    # get no message in this time, so it is shorter than `host_link.SILENCE_S`, after which they consider node 0 lost.
     failure_report_s = 4.0
 
     def __init__(

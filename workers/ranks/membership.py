@@ -133,7 +133,7 @@ class Membership:
             self.store.set(f"left/{self.node}", "")
             if self.node == 0:
                 self._await_leaving()
-        except dist.DistError:  # node 0 no longer waits for this node
+        except dist.DistError:  # the store has ended: node 0 no longer waits for this node
             raise error from None
         raise _error(ending)
 
