@@ -177,6 +177,16 @@ class NodesConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupInfo:
+    """Memory group of a model as the engine knows it: blocks of pages, or slots of recurrent state."""
+
+    num_blocks: int  # blocks or slots, including number 0, which is never handed out
+    bytes_per_block: int  # of a block or slot, on the rank with the most
+    is_recurrent: bool = False  # slots
+    span: int | None = None  # of pages: latest tokens that hold all keys which a query sees; None: all tokens
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerInfo:
     """Report of the ranks after loading, from which the engine sizes its KV block pool."""
 
@@ -210,6 +220,7 @@ class WorkerInfo:
     whole_texts: bool = False  # an encoder: a step computes each text whole, and returns vectors, no tokens
     num_labels: int = 0  # labels of its classification head; 0: it has none
     text_part_of: str | None = None  # class of the multimodal model whose text part is served; None: a text model
+    groups: tuple[GroupInfo, ...] = ()  # memory groups, in the order of `table_groups`; (): one group of all blocks
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -218,8 +229,10 @@ class WorkerInfo:
     def from_json(text: str | bytes) -> "WorkerInfo":
         fields = json.loads(text)
         cost, offload = fields.pop("step_cost", None), fields.pop("kv_offload", None)
+        groups = tuple(GroupInfo(**group) for group in fields.pop("groups", ()))
         return WorkerInfo(
             **fields,
             step_cost=None if cost is None else StepCost(**cost),
             kv_offload=None if offload is None else KVOffloadInfo(**offload),
+            groups=groups,
         )

@@ -10,6 +10,7 @@ torch. Sizes in the shapes below:
     G  rows with a mask             W  32-bit words of one mask       D  S if there are drafts, else 0
     P  rows with penalties          F  histories of earlier ids       H  distinct ids, all histories together
     C  copies of KV blocks between pages, host memory and files
+    R  S if the model has recurrent layers, else 0                   V  saved recurrent states
     Q  sequences that need vectors, not tokens                        X  ids whose logits they name; returned values
 """
 
@@ -48,6 +49,7 @@ _no_history = partial(np.zeros, 1, "<i4")
 _no_bits = partial(np.zeros, (0, 0), "<u4")
 _no_copies = partial(np.zeros, (0, 3), "<i4")
 _no_digests = partial(np.zeros, (0, DIGEST_BYTES), "|u1")
+_no_bytes = partial(np.zeros, 0, "|u1")
 
 
 @dataclass(slots=True)
@@ -80,6 +82,7 @@ class StepMetadata(RowColumns[np.ndarray]):
     bias_values: np.ndarray  # float32 [M]
     # Entries of the block tables to write before any is read; none twice. The step in which a sequence gets a row
     # writes all entries of the row.
+    table_groups: np.ndarray = field(default_factory=_no_bytes)  # uint8 [N]   group of pages, see `WorkerInfo.groups`
     table_rows: np.ndarray = field(default_factory=_no_ints)  # int32 [N]
     table_columns: np.ndarray = field(default_factory=_no_ints)  # int32 [N]   position // block_size
     table_blocks: np.ndarray = field(default_factory=_no_ints)  # int32 [N]
@@ -110,6 +113,12 @@ class StepMetadata(RowColumns[np.ndarray]):
     pool_second: np.ndarray = field(default_factory=_no_ints)  # int32 [Q]   offset of its second text; 0: it has one
     pool_num_ids: np.ndarray = field(default_factory=_no_ints)  # int32 [Q]   number of `pool_ids` of each sequence
     pool_ids: np.ndarray = field(default_factory=_no_ints)  # int32 [X]   vocabulary ids for LOGITS
+
+    # Slots of recurrent state: see `oarlock.workers.recurrent.states`. A slot that is read is not written in this step.
+    state_reads: np.ndarray = field(default_factory=_no_ints)  # int32 [R]   slot of the state before the step
+    state_writes: np.ndarray = field(default_factory=_no_ints)  # int32 [R]   slot for the state after the step
+    # Sorted: index into S, number of the sequence's tokens in this step after which the state is saved, slot.
+    state_saves: np.ndarray = field(default_factory=_no_copies)  # int32 [V, 3]
 
     # Copies of KV blocks, made in this order before the rest of the step, even if the step is refused; see
     # `oarlock.workers.kv_offload`.
@@ -194,6 +203,8 @@ class StepShape(NamedTuple):
     num_copies: int = 0  # C
     num_pooled: int = 0  # Q
     num_pooled_values: int = 0  # X
+    num_states: int = 0  # R
+    num_saves: int = 0  # V
 
 
 # Magic, step id, the shape, the largest number of top logprobs of an output, a flag; then a checksum of these.
@@ -298,6 +309,7 @@ def _step_arrays(shape: StepShape) -> list[_Array]:
         ("slot_mapping", _I8, (shape.num_tokens,)),
         *_ints("query_start_loc", shape.num_seqs + 1),
         *_ints("seq_lens rows", shape.num_seqs),
+        ("table_groups", _U1, (shape.num_table_entries,)),
         *_ints("table_rows table_columns table_blocks", shape.num_table_entries),
         *_ints("logits_indices target_ids sample_positions", rows),
         *((row.column, np.dtype(row.dtype), (rows,)) for row in ROWS),
@@ -315,6 +327,8 @@ def _step_arrays(shape: StepShape) -> list[_Array]:
         *_ints("num_drafts", shape.num_drafting),
         *_ints("pool_seqs pool_kinds pool_lens pool_second pool_num_ids", shape.num_pooled),
         *_ints("pool_ids", shape.num_pooled_values),
+        *_ints("state_reads state_writes", shape.num_states),
+        ("state_saves", _I4, (shape.num_saves, 3)),
         ("kv_copies", _I4, (shape.num_copies, 3)),
         ("kv_digests", _U1, (shape.num_copies, DIGEST_BYTES)),
     ]
@@ -350,6 +364,8 @@ def _shape_of(step: StepMetadata) -> StepShape:
         num_copies=len(step.kv_copies),
         num_pooled=len(step.pool_seqs),
         num_pooled_values=len(step.pool_ids),
+        num_states=len(step.state_reads),
+        num_saves=len(step.state_saves),
     )
 
 
@@ -409,6 +425,8 @@ def max_step_bytes(config: WorkerConfig) -> int:
         num_copies=copies,
         num_pooled=s,
         num_pooled_values=ids,
+        num_states=s,
+        num_saves=2 * s + t // config.block_size,
     )
     return step_layout(largest).num_bytes
 

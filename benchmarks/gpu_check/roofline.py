@@ -141,7 +141,9 @@ def step_seconds(runner: ModelRunner, step: StepMetadata, where: Where) -> tuple
     """
     runner.execute(step)
     empty = step.table_rows[:0]
-    again = models.replaced(step, table_rows=empty, table_columns=empty, table_blocks=empty)
+    again = models.replaced(
+        step, table_groups=empty.astype(np.uint8), table_rows=empty, table_columns=empty, table_blocks=empty
+    )
     runner.execute(again)
     count = 2 if where.is_tiny else STEPS
     waiting, ahead = [], []

@@ -173,6 +173,7 @@ class InputBatch:
         blocks = np.array(list(written.values()), np.int32)
         self._tables[rows, columns] = blocks
         return {
+            "table_groups": np.zeros(len(blocks), np.uint8),
             "table_rows": rows.astype(np.int32),
             "table_columns": columns.astype(np.int32),
             "table_blocks": blocks,

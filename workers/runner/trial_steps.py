@@ -59,6 +59,7 @@ def greedy_step(
         bias_rows=np.empty(0, np.int32),
         bias_ids=np.empty(0, np.int32),
         bias_values=np.empty(0, np.float32),
+        table_groups=np.zeros(tables.size, np.uint8),
         table_rows=table_rows,
         table_columns=table_columns,
         table_blocks=tables.ravel(),

@@ -58,6 +58,7 @@ def random_step(
         query_start_loc=(np.arange(num_seqs + 1) * per_seq).astype(np.int32),
         seq_lens=ints(num_seqs),
         rows=ints(num_seqs),
+        table_groups=ints(entries).astype(np.uint8),
         table_rows=ints(entries),
         table_columns=ints(entries),
         table_blocks=ints(entries),
@@ -91,6 +92,9 @@ def random_step(
         pool_second=ints(num_seqs),
         pool_num_ids=ints(num_seqs),
         pool_ids=ints(num_seqs * MAX_POOLED_IDS),
+        state_reads=ints(num_seqs * (rows % 2)),
+        state_writes=ints(num_seqs * (rows % 2)),
+        state_saves=ints(num_seqs * (rows % 2), 3),
     )
 
 

@@ -1,0 +1,78 @@
+"""Memory that a sublayer needs for each sequence: pages of keys and values, or slots of recurrent state. Torch-free.
+
+A memory group is the set of sublayers of a model whose memory has the same shape. Pages grow with the sequence; a slot
+has one size and holds the state after some number of tokens.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from oarlock.workers.platform.dtypes import ITEM_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class PagesSpec:
+    """Keys and values of each token. Counts are over all ranks."""
+
+    kv_heads: int
+    key_width: int  # values of one head's key
+    value_width: int  # values of one head's value
+    span: int | None = None  # latest tokens that hold all keys which a query sees; None: it may see any token before it
+    of_layer: int | None = None  # layer whose pages are read, by a sublayer that has no own keys and values
+
+
+@dataclass(frozen=True, slots=True)
+class StatePart:
+    """One tensor of a slot: [rows, *row_shape]. Counts are over all ranks."""
+
+    name: str
+    rows: int  # heads or channels that are divided among ranks
+    row_shape: tuple[int, ...]
+    copied_rows: int = 0  # further rows, of which each rank has a copy
+    is_float32: bool = True  # otherwise it has the dtype of the model
+
+    def shape_of_rank(self, size: int) -> tuple[int, ...]:
+        """Return the shape on each of `size` ranks."""
+        return (self.rows // size + self.copied_rows, *self.row_shape)
+
+    def bytes_of_rank(self, size: int, dtype: str) -> int:
+        """Return the bytes on each of `size` ranks for a model of `dtype`."""
+        return math.prod(self.shape_of_rank(size)) * ITEM_BYTES["float32" if self.is_float32 else dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class SlotsSpec:
+    """Recurrent state of a sequence after some number of its tokens."""
+
+    parts: tuple[StatePart, ...]
+
+    def bytes_of_rank(self, size: int, dtype: str) -> int:
+        """Return the bytes of one slot in one layer, on each of `size` ranks."""
+        return sum(part.bytes_of_rank(size, dtype) for part in self.parts)
+
+
+MemorySpec = PagesSpec | SlotsSpec
+
+
+class MemoryGroup(NamedTuple):
+    """The layers of a model whose memory has one shape."""
+
+    memory: MemorySpec  # `of_layer` is None
+    layers: tuple[int, ...]  # layers with own memory, in ascending order
+
+
+def memory_groups(needs: Iterable[tuple[int, MemorySpec]]) -> tuple[MemoryGroup, ...]:
+    """Return the groups of `needs`, pairs of a layer and its memory, in the order of their first use.
+
+    A layer may have one sublayer with pages and one with slots. A sublayer that reads another layer's pages adds none.
+    """
+    found: dict[MemorySpec, list[int]] = {}
+    for layer, memory in needs:
+        shared = isinstance(memory, PagesSpec) and memory.of_layer is not None
+        key = replace(memory, of_layer=None) if isinstance(memory, PagesSpec) else memory
+        layers = found.setdefault(key, [])
+        if not shared:
+            layers.append(layer)
+    return tuple(MemoryGroup(memory, tuple(layers)) for memory, layers in found.items())

@@ -1,0 +1,1 @@
+"""Recurrent layers: states in slots, and the operations on them."""

@@ -1,0 +1,116 @@
+"""Recurrent operations in torch, one token after the other: the judge of every kernel.
+
+All of them compute in the dtype of `states` or wider, and keep one order of operations for each token, so that results
+do not depend on how a prompt is divided into steps.
+
+T  tokens      S  sequences      C  slots      Hk  key heads      Hv  value heads      G  groups of Mamba heads
+"""
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from oarlock.workers.recurrent.states import StateStep
+
+KEY_EPSILON = 1e-6  # of the normalisation of queries and keys
+
+
+def run_rule(states: Tensor, step: StateStep, rule: Callable[[Tensor, int], tuple[Tensor, Tensor]]) -> Tensor:
+    """Apply `rule(state, token)`, which returns the next state and the token's result, to all tokens of a step.
+
+    `states` [C + 1, ...] gets the states of the step's slots. Returns the results, [T, ...].
+    """
+    starts, reads, writes = step.starts.tolist(), step.reads.tolist(), step.writes.tolist()
+    first_saves, lens, slots = step.save_starts.tolist(), step.save_lens.tolist(), step.save_slots.tolist()
+    results, written = [], []
+    for s, (first, last) in enumerate(pairwise(starts)):
+        saves = dict(
+            zip(lens[first_saves[s] : first_saves[s + 1]], slots[first_saves[s] : first_saves[s + 1]], strict=True)
+        )
+        state = states[reads[s]]
+        for token in range(first, last):
+            state, result = rule(state, token)
+            results.append(result)
+            if (slot := saves.get(token + 1 - first)) is not None:
+                written.append((slot, state))
+        written.append((writes[s], state))
+    for slot, state in written:
+        states[slot] = state
+    return torch.stack(results)
+
+
+def causal_convolution(
+    x: Tensor, states: Tensor, weight: Tensor, bias: Tensor | None, step: StateStep, *, silu: bool
+) -> Tensor:
+    """Return the depthwise convolution of `x` [T, channels] over a token and the tokens before it, in the dtype of `x`.
+
+    `weight` float32 [channels, taps], whose last tap is the token's own; `bias` float32 [channels]; `states` [C + 1,
+    channels, taps - 1] in the dtype of `x`: inputs of the latest tokens, oldest first. `silu`: results pass through
+    SiLU.
+    """
+
+    def rule(state: Tensor, token: int) -> tuple[Tensor, Tensor]:
+        window = torch.cat([state, x[token, :, None]], 1)  # [channels, taps]
+        total = window[:, 0].to(weight.dtype) * weight[:, 0]
+        for tap in range(1, weight.shape[1]):
+            total = total + window[:, tap].to(weight.dtype) * weight[:, tap]
+        total = total if bias is None else total + bias
+        return window[:, 1:], (total * torch.sigmoid(total) if silu else total).to(x.dtype)
+
+    return run_rule(states, step, rule)
+
+
+def gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, states: Tensor, step: StateStep
+) -> Tensor:
+    """Return the results of the gated delta rule [T, Hv, value width], in the dtype of `v`.
+
+    `q`, `k` [T, Hk, key width], each key head for Hv // Hk consecutive value heads; they are divided by their length,
+    and queries by the square root of the width. `v` [T, Hv, value width]. `log_decay`, `beta` float32 [T, Hv].
+    `states` float32 [C + 1, Hv, key width, value width]. See Yang et al., "Gated Delta Networks" (2024), equation 10.
+    """
+    each, wide = v.shape[1] // k.shape[1], states.dtype
+
+    def unit(rows: Tensor) -> Tensor:
+        rows = rows.to(wide)
+        return rows * torch.rsqrt((rows * rows).sum(-1, keepdim=True) + KEY_EPSILON)
+
+    queries = (unit(q) * k.shape[2] ** -0.5).repeat_interleave(each, 1)  # [T, Hv, key width]
+    keys = unit(k).repeat_interleave(each, 1)
+
+    def rule(state: Tensor, token: int) -> tuple[Tensor, Tensor]:
+        decay, key = torch.exp(log_decay[token].to(wide))[:, None, None], keys[token][:, :, None]
+        decayed = state * decay
+        found = (decayed * key).sum(1)  # [Hv, value width]
+        delta = (v[token].to(wide) - found) * beta[token].to(wide)[:, None]
+        state = decayed + key * delta[:, None, :]
+        return state, (state * queries[token][:, :, None]).sum(1).to(v.dtype)
+
+    return run_rule(states, step, rule)
+
+
+def mamba2(
+    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None, states: Tensor, step: StateStep
+) -> Tensor:
+    """Return the results of Mamba 2's recurrence [T, heads, head width], in the dtype of `x`.
+
+    `x` [T, heads, head width]; `dt` float32 [T, heads], after softplus and limits; `a` float32 [heads], negative; `b`,
+    `c` [T, G, state width], each group for heads // G consecutive heads; `d` float32 [heads], or None. `states` float32
+    [C + 1, heads, head width, state width]. See Dao and Gu, "Transformers are SSMs" (2024), equation 1.
+    """
+    each, wide = x.shape[1] // b.shape[1], states.dtype
+    inputs, outputs = (rows.to(wide).repeat_interleave(each, 1) for rows in (b, c))  # [T, heads, state width]
+
+    def rule(state: Tensor, token: int) -> tuple[Tensor, Tensor]:
+        now = dt[token].to(wide)
+        decay = torch.exp(now * a.to(wide))[:, None, None]
+        added = (x[token].to(wide) * now[:, None])[:, :, None] * inputs[token][:, None, :]
+        state = state * decay + added
+        result = (state * outputs[token][:, None, :]).sum(2)
+        if d is not None:
+            result = result + x[token].to(wide) * d.to(wide)[:, None]
+        return state, result.to(x.dtype)
+
+    return run_rule(states, step, rule)
