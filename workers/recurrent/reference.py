@@ -114,3 +114,16 @@ def mamba2(
         return state, result.to(x.dtype)
 
     return run_rule(states, step, rule)
+
+
+def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, gates_first: bool) -> Tensor:
+    """Return the RMS norm of `x` [T, groups, width] over each group, times the SiLU of `gate`, in the dtype of `x`.
+
+    `gate` as `x`; `weight` float32 [groups, width]. `gates_first`: the gate is applied before the norm, as in Mamba 2;
+    else after it, as in the gated delta net.
+    """
+    wide = weight.dtype
+    factor = gate.to(wide) * torch.sigmoid(gate.to(wide))
+    rows = x.to(wide) * factor if gates_first else x.to(wide)
+    normed = rows * torch.rsqrt((rows * rows).mean(-1, keepdim=True) + eps) * weight
+    return (normed if gates_first else normed * factor).to(x.dtype)
