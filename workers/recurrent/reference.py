@@ -41,6 +41,12 @@ def run_rule(states: Tensor, step: StateStep, rule: Callable[[Tensor, int], tupl
     return torch.stack(results)
 
 
+def _sigmoid(x: Tensor) -> Tensor:
+    """Return the sigmoid of `x` in its dtype. It is computed in float64, because torch computes the last few elements
+    of an array with another exponential function."""
+    return torch.sigmoid(x.double()).to(x.dtype)
+
+
 def causal_convolution(
     x: Tensor, states: Tensor, weight: Tensor, bias: Tensor | None, step: StateStep, *, silu: bool
 ) -> Tensor:
@@ -57,7 +63,7 @@ def causal_convolution(
         for tap in range(1, weight.shape[1]):
             total = total + window[:, tap].to(weight.dtype) * weight[:, tap]
         total = total if bias is None else total + bias
-        return window[:, 1:], (total * torch.sigmoid(total) if silu else total).to(x.dtype)
+        return window[:, 1:], (total * _sigmoid(total) if silu else total).to(x.dtype)
 
     return run_rule(states, step, rule)
 
@@ -123,7 +129,7 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, gates_fir
     else after it, as in the gated delta net.
     """
     wide = weight.dtype
-    factor = gate.to(wide) * torch.sigmoid(gate.to(wide))
+    factor = gate.to(wide) * _sigmoid(gate.to(wide))
     rows = x.to(wide) * factor if gates_first else x.to(wide)
     normed = rows * torch.rsqrt((rows * rows).mean(-1, keepdim=True) + eps) * weight
     return (normed if gates_first else normed * factor).to(x.dtype)

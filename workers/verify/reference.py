@@ -62,6 +62,7 @@ from oarlock.workers.verify.transformers_layout import TransformersLayout
 AutoModelForCausalLM.register(Emu3TextConfig, Emu3ForCausalLM, exist_ok=True)
 # Modules that convert their inputs to float32, whatever their dtype is.
 _COMPUTE_IN_FLOAT32 = ("Llama4TextAttention",)
+_RECURRENT = ("GatedDeltaNet",)  # ends of the names of modules with a recurrent state
 _WIDENED_ELSEWHERE = {"sinks", "expert_bias"}  # parameters that `exact_attention` and routers widen
 _ROWS = 8192  # rows of a weight that are widened to float64 at once
 
@@ -449,15 +450,30 @@ class _WithoutHooks(nn.Module):
         super().__init__()
         self.inner = inner
 
-    def forward(self, *args: Any) -> Any:
-        return type(self.inner).forward(self.inner, *args)
+    def forward(self, *args: Any, **named: Any) -> Any:
+        return type(self.inner).forward(self.inner, *args, **named)
 
 
-def _own_forward(module: nn.Module, *args: Any) -> Any:
+def _own_forward(module: nn.Module, *args: Any, **named: Any) -> Any:
     """Call the module's own forward, on its weights in float64."""
     plain = _WithoutHooks(module)
     with _Widened():
-        return functional_call(plain, {name: each.double() for name, each in plain.named_parameters()}, args)
+        return functional_call(plain, {name: each.double() for name, each in plain.named_parameters()}, args, named)
+
+
+def _recurrent_forward(module: nn.Module, *args: Any, **named: Any) -> Any:
+    """Call the own forward of a recurrent module on its own weights and its convolution's in float64. The modules
+    inside, such as linear layers, have their own float64 forms."""
+    plain = _WithoutHooks(module)
+    own = {name: each.double() for name, each in plain.inner.named_parameters(recurse=False)}
+    own |= {
+        f"{name}.{kind}": each.double()
+        for name, inside in plain.inner.named_children()
+        if isinstance(inside, nn.Conv1d)
+        for kind, each in inside.named_parameters()
+    }
+    with _Widened():
+        return functional_call(plain, {f"inner.{name}": each for name, each in own.items()}, args, named)
 
 
 def _widened(module: nn.Module, *args: Any, **named: Any) -> Any:
@@ -500,6 +516,8 @@ def _exact_forward(module: nn.Module) -> Callable[..., Any] | None:
         return partial(_own_forward, module)
     if type(module).__name__ in _COMPUTE_IN_FLOAT32 or hasattr(module, "enable_moe_fp32_combine"):
         return partial(_widened, module)
+    if type(module).__name__.endswith(_RECURRENT):
+        return partial(_recurrent_forward, module)
     if isinstance(module, nn.Linear) or is_conv1d(module):
         return lambda x: _linear(module, x)
     if isinstance(module, nn.Embedding) and type(module).__name__.endswith("PositionalEmbedding"):
@@ -511,7 +529,7 @@ def _exact_forward(module: nn.Module) -> Callable[..., Any] | None:
         return lambda ids: F.embedding(ids, module.weight).double() * scale
     if is_experts(module):
         return partial(_exact_weighing_experts if weighs_inputs(module) else _exact_experts, module)
-    if "LayerNorm" in type(module).__name__:
+    if "LayerNorm" in type(module).__name__ or type(module).__name__.endswith("RMSNormGated"):
         return partial(_own_forward, module)
     if type(module).__name__.endswith("RMSNorm"):
         weight: Any = module.weight
@@ -521,6 +539,8 @@ def _exact_forward(module: nn.Module) -> Callable[..., Any] | None:
         offset = round((scaled - weight).double().mean().item())
         return lambda x: _norm(module, x, offset)
     if type(module).__name__.endswith("MoeStatics"):  # part of a router, which widens it
+        return None
+    if isinstance(module, nn.Conv1d):  # part of a recurrent module, which widens it
         return None
     if {name for name, _ in module.named_parameters(recurse=False)} - _WIDENED_ELSEWHERE:
         raise NotImplementedError(f"no float64 form of {type(module).__name__} is known")
