@@ -80,7 +80,7 @@ class GatedDelta:
 
     # module in a checkpoint -> attribute
     linear_layers: ClassVar[Mapping[str, str]] = {
-        "in_proj_qkv": "qkv", "in_proj_z": "z", "in_proj_b": "b_and_a", "in_proj_a": "b_and_a", "out_proj": "output",
+        "in_proj_qkv": "qkv", "in_proj_z": "z", "in_proj_ba": "b_and_a", "out_proj": "output",
     }  # fmt: skip
 
     def __init__(self, name: str, spec: GatedDeltaSpec, layer: int, hidden: int, placement: Placement) -> None:
@@ -107,7 +107,7 @@ class GatedDelta:
         # Rounding these few rows would change the decay of the whole state.
         exact = replace(placement, quantization=placement.quantization.of_gates)
         gates = part("in_proj_b", self.num_value_heads), part("in_proj_a", self.num_value_heads)
-        self.b_and_a = ColumnParallelLinear(gates, hidden, False, exact)
+        self.b_and_a = ColumnParallelLinear(gates, hidden, False, exact, fused=f"{name}.in_proj_ba")
         self.convolution = ConvolutionWeights(convolutions, spec.taps_of_convolution, placement, fused=f"{name}.conv1d")
         self.gates = DeltaGates(name, part("A_log", self.num_value_heads), placement, doubles_beta=spec.doubles_beta)
         self.norm = DeltaNorm(f"{name}.norm", self.num_value_heads, spec.value_width, spec.eps, placement)

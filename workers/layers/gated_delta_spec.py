@@ -41,6 +41,7 @@ class GatedDeltaSpec:
     # A checkpoint may store these modules as one tensor, concatenated by rows.
     fused: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "in_proj_qkv": ("in_proj_q", "in_proj_k", "in_proj_v"),
+        "in_proj_ba": ("in_proj_b", "in_proj_a"),
         "conv1d": ("q_conv1d", "k_conv1d", "v_conv1d"),
     }
 

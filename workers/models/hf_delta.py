@@ -18,7 +18,9 @@ def delta_layers(fields: Fields, every: int) -> list[bool]:
 
     Raise `StartupError` if no layer has attention.
     """
-    kinds = layer_kinds(fields, LINEAR) or [FULL if (index + 1) % every == 0 else LINEAR for index in range(fields.layers())]
+    kinds = layer_kinds(fields, LINEAR) or [
+        FULL if (index + 1) % every == 0 else LINEAR for index in range(fields.layers())
+    ]
     if FULL not in kinds:
         raise unsupported("layer_types", kinds, f"At least one layer must have {FULL}.")
     return [kind == LINEAR for kind in kinds]

@@ -51,9 +51,7 @@ def describe_olmo_hybrid(fields: Fields) -> DecoderSpec:
         norms=_AFTER,
     )
     if not _is_rotated(fields):
-        spec = spec.with_sublayers(
-            lambda one: replace(one, rope=None) if isinstance(one, SelfAttentionSpec) else one
-        )
+        spec = spec.with_sublayers(lambda one: replace(one, rope=None) if isinstance(one, SelfAttentionSpec) else one)
     return replace(with_delta(spec, delta, is_delta, _BEFORE), names=_NAMES)
 
 

@@ -93,7 +93,9 @@ def _experts(fields: Fields, count: int, chosen: int, *, normalised: bool) -> tu
 def _with_plain_rope(fields: Fields) -> Fields:
     """Return the config without the sections of multimodal positions, which are equal for text."""
     tables: Mapping[str, object] = {
-        key: without_sections(fields.raw[key], key) for key in ("rope_scaling", "rope_parameters") if fields.raw.get(key)
+        key: without_sections(fields.raw[key], key)
+        for key in ("rope_scaling", "rope_parameters")
+        if fields.raw.get(key)
     }
     return Fields({**fields.raw, **tables})
 
