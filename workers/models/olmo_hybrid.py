@@ -1,4 +1,5 @@
-"""OLMo Hybrid: a gated delta net in most layers, with norms before its sublayers; others are as in OLMo 3. Torch-free."""
+"""OLMo Hybrid: a gated delta net in most layers, whose sublayers have norms before them; others are as in OLMo 3.
+Torch-free."""
 
 from dataclasses import replace
 
