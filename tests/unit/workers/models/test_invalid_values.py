@@ -53,7 +53,9 @@ _KEYS = {
     "moe_layers", "interleave_moe_layer_step", "intermediate_size_mlp", "first_k_dense_replace", "mlp_layer_types",
     "moe_intermediate_size", "norm_topk_prob", "n_shared_experts", "shared_expert_intermediate_size",
     "router_scaling_factor", "prefix_dense_intermediate_size", "expert_selection_fn", "num_nextn_predict_layers",
-    "attn_type_list", "router_jitter_noise",
+    "attn_type_list", "router_jitter_noise", "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim",
+    "linear_value_head_dim", "linear_conv_kernel_dim", "linear_allow_neg_eigval", "full_attention_interval",
+    "attn_output_gate",
 }  # fmt: skip
 _ROPES: dict[str, dict[str, Any]] = {
     "default": {},
@@ -73,7 +75,7 @@ _OLDER = (
 )  # fmt: skip
 _MIXTURES = (
     "Moe", "MoE", "MoeShared", "MoeSWA", "Mixtral", "Olmoe", "GptOss", "Dots1", "SolarOpen", "FlexOlmo", "HYV3",
-    "MiniMaxM2", "Mellum", "Flint", "Kolibri1", "Phimoe", "Afmoe", "HunYuanMoEV1", "Llama4",
+    "MiniMaxM2", "Mellum", "Flint", "Kolibri1", "Phimoe", "Afmoe", "HunYuanMoEV1", "Llama4", "Qwen3Next",
 )  # fmt: skip
 # Keys that are read without a method of `Fields`.
 _RAW = {"architectures", "layer_types", "rope_scaling"}
@@ -93,6 +95,7 @@ _FOLLOWS = {
     "rope_type": "rope type",
     "type": "rope type",
     "factor": "factor",
+    "linear_key_head_dim": "linear_value_head_dim",
 }
 
 
@@ -106,6 +109,8 @@ def base(architecture: str) -> dict[str, Any]:
     own: dict[str, Any] = experts if has_experts(architecture) else {}
     if name == "CohereCompass":  # which has a table for each kind of layer
         own = {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}
+    if name.startswith("Qwen3") and ("Next" in name or "_5" in name):
+        own["full_attention_interval"] = 2
     # The tables of LongRoPE are those of whole heads.
     own |= {"partial_rotary_factor": 1.0, "use_sliding_window": name != "IQuestCoder"}
     if architecture in _OLDER:  # all heads have keys of their own, or one for all
@@ -128,20 +133,15 @@ def check(config: dict[str, Any]) -> StartupError | None:
 
 @cache
 def assert_usable(spec: DecoderSpec) -> None:
-    counts = (
-        spec.vocab_size,
-        spec.hidden_size,
-        spec.attention.num_heads,
-        spec.attention.num_kv_heads,
-        spec.attention.head_dim,
-    )
+    kinds = list(dict.fromkeys(layer.attention for layer in spec.layers if layer.attention is not None))
+    heads = kinds[0].num_heads, kinds[0].num_kv_heads, kinds[0].head_dim
+    counts = spec.vocab_size, spec.hidden_size, *heads
     mlp = spec.layers[-1].branches[-1].sublayer
     width = mlp.width if isinstance(mlp, ExpertsSpec) else spec.layers[-1].mlp.intermediate_size
     for count in (*counts, width, spec.default_length, spec.longest_length):
         assert type(count) is int and 0 < count <= MOST
     assert spec.longest_length >= spec.default_length
     assert spec.num_layers <= MOST_LAYERS
-    kinds = list(dict.fromkeys(layer.attention for layer in spec.layers))
     windows = [kind.window for kind in kinds]
     windows += [kind.chunk for kind in kinds]
     windows += [None if kind.query_scale is None else kind.query_scale.period for kind in kinds]
@@ -150,8 +150,8 @@ def assert_usable(spec: DecoderSpec) -> None:
     assert spec.tp_sizes[0] == 1
     if spec.num_layers < 100:
         assert spec.num_parameters > 0 and tensor_shapes(spec)
-    optional = (spec.attention.softcap, spec.attention.clip_qkv, spec.logit_softcap)
-    numbers = [spec.norm.eps, spec.attention.scale, *(number for number in optional if number is not None)]
+    optional = (kinds[0].softcap, kinds[0].clip_qkv, spec.logit_softcap)
+    numbers = [spec.norm.eps, kinds[0].scale, *(number for number in optional if number is not None)]
     assert all(type(number) is float and 0 < number < math.inf for number in numbers), numbers
     for rope in {kind.rope for kind in kinds}:
         if rope is None or rope.rotary_dim > 1024:
@@ -244,8 +244,14 @@ def test_invalid_values_are_startup_errors(config: dict[str, Any], message: str)
         describe({**base("LlamaForCausalLM"), **config})
 
 
+def theta(config: dict[str, Any]) -> float:
+    attention = describe(config).layers[0].attention
+    assert attention is not None and attention.rope is not None
+    return attention.rope.theta
+
+
 def test_a_null_inside_is_as_if_it_were_not_there() -> None:
     config = {**base("LlamaForCausalLM"), "rope_theta": 5e5}
-    assert describe({**config, "rope_scaling": {"rope_theta": None, "type": "default"}}).attention.rope.theta == 5e5
+    assert theta({**config, "rope_scaling": {"rope_theta": None, "type": "default"}}) == 5e5
     gemma = {**base("Gemma3ForCausalLM"), "rope_theta": None, "layer_types": ["full_attention"] * 3}
-    assert describe({**gemma, "rope_parameters": {"full_attention": {"rope_theta": None}}}).attention.rope.theta == 1e6
+    assert theta({**gemma, "rope_parameters": {"full_attention": {"rope_theta": None}}}) == 1e6
