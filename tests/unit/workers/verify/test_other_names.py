@@ -32,6 +32,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "phi": {"hidden_size": 128, "intermediate_size": 256},
     "gpt_neox": {"hidden_size": 128, "intermediate_size": 256},
 }
+# Gates of recurrent layers, which stay as they are stored, may be one matrix for both.
+_DELTA = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "linear_key_head_dim": 16,
+          "linear_value_head_dim": 32}  # fmt: skip
+RECURRENT: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": _DELTA,
+    "olmo_hybrid": {"hidden_size": 128, "linear_key_head_dim": 32, "linear_value_head_dim": 32},
+}
 # The families whose experts have other names in checkpoints; every token has all experts.
 EXPERTS = {
     "mixtral": {"num_local_experts": 3, "num_experts_per_tok": 3},
@@ -51,6 +58,14 @@ def right(case: VerifyCase, size: int) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_weights_rounded_at_load_are_right(tmp_path: Path, family: str, form: str) -> None:
     model = make_tiny(tmp_path, family, seed=5, num_hidden_layers=2, **FAMILIES[family])
+    right(VerifyCase(model, tmp_path / "verify", quantization=form), 2)
+
+
+@pytest.mark.parametrize(
+    ("family", "form"), [("qwen3_5_text", "int8"), ("qwen3_5_text", "int4"), ("olmo_hybrid", "int8")]
+)
+def test_recurrent_layers_rounded_at_load_are_right(tmp_path: Path, family: str, form: str) -> None:
+    model = make_tiny(tmp_path, family, seed=5, **RECURRENT[family])
     right(VerifyCase(model, tmp_path / "verify", quantization=form), 2)
 
 
