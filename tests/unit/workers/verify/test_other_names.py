@@ -142,6 +142,15 @@ def test_a_quantised_checkpoint_with_other_names_is_right(tmp_path: Path) -> Non
     right(VerifyCase(path, tmp_path / "verify", "bfloat16"), 2)
 
 
+@pytest.mark.parametrize("name", ["fp8-block", "floats-channel"])
+def test_a_query_projection_with_its_gate_in_fp8_is_right(tmp_path: Path, name: str) -> None:
+    """Qwen3.5 as published in float8: the projections to the gates of recurrent layers stay as they are."""
+    special = RECURRENT["qwen3_5_text"] | {"head_dim": 64, "linear_value_head_dim": 64, "linear_key_head_dim": 64}
+    dense = make_tiny(tmp_path, "qwen3_5_text", seed=5, **special)
+    path = write(dense, tmp_path, CASES[name]).path
+    right(VerifyCase(path, tmp_path / "verify", "bfloat16"), 2)
+
+
 def test_experts_stored_in_blocks_of_fp8_are_right(tmp_path: Path) -> None:
     """MiniMax M2 as published: the experts' matrices are w1, w2 and w3, and the router is left as it is by name."""
     dense = make_tiny(tmp_path, "minimax_m2", seed=5, hidden_size=128, num_hidden_layers=2, **EXPERTS["minimax_m2"])
