@@ -72,16 +72,21 @@ def group_size(config: WorkerConfig, group: MemoryGroup, layers: range) -> Group
 class GroupSizes:
     """The memory groups of one rank, and the division of room among them."""
 
-    def __init__(self, config: WorkerConfig, spec: DecoderSpec, stage: int = 0) -> None:
-        """Describe the groups of a rank of `stage`. `config` must have a resolved dtype and resolved lengths."""
+    def __init__(self, config: WorkerConfig, groups: Sequence[GroupSize]) -> None:
+        """Describe a rank with `groups`. `config` must have resolved lengths."""
         assert config.max_model_len is not None, "preflight resolves the context length"
         self._config, self._length = config, config.max_model_len
-        layers = layers_of_stage(spec.num_layers, stage, config.pipeline_parallel_size)
-        self.groups = [group_size(config, group, layers) for group in spec.groups]
+        self.groups = list(groups)
         self.pages = [group for group in self.groups if not group.is_recurrent]
         self.slot_bytes = sum(group.bytes_per_block for group in self.groups if group.is_recurrent)
         self.has_slots = len(self.pages) < len(self.groups)
         self._is_plain = len(self.groups) == len(self.pages) == 1
+
+    @staticmethod
+    def of(config: WorkerConfig, spec: DecoderSpec, stage: int = 0) -> GroupSizes:
+        """Describe a rank of `stage`. `config` must have a resolved dtype and resolved lengths."""
+        layers = layers_of_stage(spec.num_layers, stage, config.pipeline_parallel_size)
+        return GroupSizes(config, [group_size(config, group, layers) for group in spec.groups])
 
     # -- needs of sequences
 
@@ -305,7 +310,7 @@ def with_sequences_that_fit(config: WorkerConfig, spec: DecoderSpec, room: KVRoo
     their share of `room`."""
     lowest = config.max_num_seqs
     for stage in range(config.pipeline_parallel_size):
-        sizes = GroupSizes(config, spec, stage)
+        sizes = GroupSizes.of(config, spec, stage)
         if sizes.slot_bytes:
             share = int(room.available * (SLOTS_SHARE if sizes.pages else 1.0))
             fitting = share // sizes.slot_bytes - RESERVED_BLOCKS
