@@ -104,7 +104,7 @@ def loaded(folder: str, where: Where, sequences: int, tokens: int, prompt: int, 
     runner = ModelRunner(config, TensorParallel.solo())
     with torch.inference_mode():
         runner.load(lambda share: None)
-        runner.allocate(blocks)
+        runner.allocate(runner.num_blocks_that_fit())
     return runner
 
 

@@ -116,7 +116,7 @@ def decode(shape: str, where: Where, **options: bool) -> Iterator[Row]:
     context = 40 if where.is_tiny else CONTEXT
     batches = (1, 3) if where.is_tiny else models.that_fit(shape, where, BATCHES, context + 1)
     runner = models.runner_of(shape, where, sequences=max(batches), tokens=context + 1, **options)
-    yield Row(f"attention by {runner.backend.name}")
+    yield Row(f"attention by {runner.attention_names}")
     for batch in batches:
         step = decode_step(runner, batch, context)
         waiting, ahead = step_seconds(runner, step, where)
