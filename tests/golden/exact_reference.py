@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from oarlock.workers.layers.attention_spec import SelfAttentionSpec
 from oarlock.workers.models.registry import read_spec
 from oarlock.workers.verify.reference import TransformersRecorder, in_float64, model_class, text_part
 from tests.golden.cases import PROMPT
@@ -44,8 +43,8 @@ class ExactReference:
 
     @cached_property
     def model(self) -> PreTrainedModel:
-        has_sinks = any(one.sinks for one in self._attentions)
-        has_sdpa = not has_sinks and not {self.spec.architecture, self.spec.wrapper} & {*_WITHOUT_SDPA}
+        named = {self.spec.architecture, self.spec.wrapper}
+        has_sdpa = not self.spec.attentions[0].sinks and not named & {*_WITHOUT_SDPA}
         kind = "sdpa" if has_sdpa else "eager"
         model = model_class(self.spec).from_pretrained(self.path, dtype=self.dtype, attn_implementation=kind)
         model = text_part(model, self.spec).eval()
@@ -74,14 +73,9 @@ class ExactReference:
         """Sequence -> prompt, of very different lengths. A model served beyond the length its LongRoPE was trained for
         uses the long factors for all sequences; transformers uses them for sequences that are themselves longer."""
         prompts = {0: self.tokens[:PROMPT], 1: self.tokens[3:20], 2: self.tokens[20:22]}
-        rope = self._attentions[0].rope
+        rope = self.spec.attentions[0].rope
         beyond = rope.original_max_positions if rope is not None and rope.stretched else 0
         return {seq: prompt for seq, prompt in prompts.items() if len(prompt) > beyond}
-
-    @property
-    def _attentions(self) -> list[SelfAttentionSpec]:
-        """The attention of each layer that has it."""
-        return [layer.attention for layer in self.spec.layers if layer.attention is not None]
 
     def _both(self, ask: Callable[[TransformersRecorder], Result]) -> tuple[Result, Result]:
         with torch.inference_mode():

@@ -133,7 +133,7 @@ def check(config: dict[str, Any]) -> StartupError | None:
 
 @cache
 def assert_usable(spec: DecoderSpec) -> None:
-    kinds = list(dict.fromkeys(layer.attention for layer in spec.layers if layer.attention is not None))
+    kinds = list(dict.fromkeys(spec.attentions))
     heads = kinds[0].num_heads, kinds[0].num_kv_heads, kinds[0].head_dim
     counts = spec.vocab_size, spec.hidden_size, *heads
     mlp = spec.layers[-1].branches[-1].sublayer
