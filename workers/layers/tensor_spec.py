@@ -74,6 +74,9 @@ class Computation(Enum):
     ATTENTION = auto()
     GATED = auto()  # activation(gate) * up
     ACTIVATED = auto()  # activation(up)
+    CONVOLUTION = auto()  # the causal convolution of projections, with its activation
+    RECURRENCE = auto()  # the result of a recurrence over a state
+    GATED_NORM = auto()  # the gated norm of a recurrence's result
     SUM = auto()  # a matmul whose inputs are split among ranks, after the all-reduce
     LOGITS = auto()  # the router's logits, which every rank computes
     ROUTING = auto()  # the weight of each expert for a token; 0 for experts that were not chosen
