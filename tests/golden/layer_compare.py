@@ -52,7 +52,7 @@ def names_of(spec: DecoderSpec) -> list[str]:
         without = without if layer.attention.output_gate else without | {"attention_gate"}
         if layer.branches[0].norm is None:
             without |= {"input_norm", "mlp_norm"}
-        if layer.parallel:
+        if len(layer.stages) == 1 < len(layer.branches):
             shares_norm = layer.branches[0].norm == layer.branches[-1].norm
             without |= {"mid_residual", "mlp_norm"} if shares_norm else {"mid_residual"}
         layers += [f"{index}.{name}" for name in LAYER if name not in without]

@@ -1,18 +1,20 @@
 """Specification of a decoder model: the sublayers of every layer, the norms around them, the embedding and the head.
 
 It holds shapes and order; each kind of sublayer is defined in its own file (`attention_spec.py`, `gated_mlp_spec.py`,
-`mlp_spec.py`, `experts_spec.py`). Torch-free. Knows no Hugging Face key names (`models/hf_*.py` do).
+`mlp_spec.py`, `mamba2_spec.py`, `experts_spec.py`). Torch-free. Knows no Hugging Face key names (`models/hf_*.py` do).
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from itertools import accumulate
+from typing import Any, Protocol
 
 from oarlock.base.errors import StartupError
 from oarlock.workers.layers.attention_spec import SelfAttentionSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec
 from oarlock.workers.layers.gated_mlp_spec import GatedMLPSpec
+from oarlock.workers.layers.mamba2_spec import Mamba2Spec
 from oarlock.workers.layers.mlp_spec import MLPSpec
 from oarlock.workers.layers.sharding import LARGEST_TP, SLICES
 from oarlock.workers.layers.tensor_spec import NormSpec, RankDtype, Sharding, Tap, TensorSpec
@@ -84,14 +86,23 @@ class BranchSpec:
     norm: str | None  # None: the sublayer reads the residual without a norm
     post_norm: str | None = None
     scale: float = 1.0
+    input_scale: float = 1.0  # factor of the norm's result, which the sublayer reads
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """The branches of one layer: one after the other, or all on the layer's input if `parallel`."""
+    """The branches of one layer, in stages: the branches of a stage all read the residual that enters it.
+
+    Branches of a stage whose norms have the same name share that norm.
+    """
 
     branches: tuple[BranchSpec, ...]
-    parallel: bool = False  # branches whose norms have the same name share that norm
+    lengths: tuple[int, ...] = ()  # number of branches in each stage; empty: one in each
+
+    @property
+    def stages(self) -> tuple[tuple[BranchSpec, ...], ...]:
+        """The branches of each stage, in the order of the stages."""
+        return tuple(in_stages(self.branches, self.lengths))
 
     def tensors(self, hidden: int, norm: NormSpec) -> list[TensorSpec]:
         """Return the tensors of the layer, with names relative to the layer."""
@@ -109,6 +120,14 @@ class LayerSpec:
     @property
     def mlp(self) -> GatedMLPSpec | MLPSpec:
         return next(one.sublayer for one in self.branches if isinstance(one.sublayer, GatedMLPSpec | MLPSpec))
+
+
+def in_stages(branches: Sequence[Any], lengths: tuple[int, ...]) -> list[tuple[Any, ...]]:
+    """Return `branches` in stages of `lengths`, as in `LayerSpec`."""
+    lengths = lengths or (1,) * len(branches)
+    assert sum(lengths) == len(branches), "each branch is in a stage"
+    ends = list(accumulate(lengths))
+    return [tuple(branches[end - length : end]) for end, length in zip(ends, lengths, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,7 +314,7 @@ def is_ignorable(spec: DecoderSpec, name: str) -> bool:
 # Fused module of a layer -> the modules that it contains.
 FUSED_MODULES = {
     f"{kind.module}.{whole}": tuple(f"{kind.module}.{part}" for part in parts)
-    for kind in (SelfAttentionSpec, GatedMLPSpec, MLPSpec)
+    for kind in (SelfAttentionSpec, GatedMLPSpec, Mamba2Spec, MLPSpec)
     for whole, parts in kind.fused.items()
 }
 _LAYERS, _EMBEDDING, _NORM, _HEAD = "model.layers.", "model.embed_tokens.", "model.norm.", "lm_head."

@@ -47,7 +47,7 @@ def layer(
     parallel: bool = False,
 ) -> LayerSpec:
     pairs = zip((attention, mlp), norms, strict=True)
-    return LayerSpec(tuple(BranchSpec(one, *names, scale) for one, names in pairs), parallel)
+    return LayerSpec(tuple(BranchSpec(one, *names, scale) for one, names in pairs), (2,) if parallel else ())
 
 
 LAYOUTS = {
