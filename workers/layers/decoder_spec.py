@@ -106,8 +106,14 @@ class LayerSpec:
 
     def tensors(self, hidden: int, norm: NormSpec) -> list[TensorSpec]:
         """Return the tensors of the layer, with names relative to the layer."""
-        names = [name for branch in self.branches for name in (branch.norm, branch.post_norm) if name is not None]
-        found = [tensor for name in dict.fromkeys(names) for tensor in norm.tensors(f"{name}.", hidden)]
+        norms = [
+            pair
+            for branch in self.branches
+            for pair in ((branch.norm, branch.input_scale), (branch.post_norm, 1.0))
+            if pair[0] is not None
+        ]
+        # Branches that scale a norm differently hold it twice.
+        found = [tensor for name, _ in dict.fromkeys(norms) for tensor in norm.tensors(f"{name}.", hidden)]
         for branch in self.branches:
             module = branch.sublayer.module
             found += [replace(tensor, name=f"{module}.{tensor.name}") for tensor in branch.sublayer.tensors(hidden)]
@@ -231,7 +237,8 @@ class DecoderSpec:
     @property
     def active_parameters(self) -> int:
         """Number of parameters used for one token: only the chosen experts count."""
-        return round(sum(math.prod(tensor.shape) * tensor.used for tensor in tensors_of(self)))
+        tensors = {tensor.name: tensor for tensor in tensors_of(self)}
+        return round(sum(math.prod(tensor.shape) * tensor.used for tensor in tensors.values()))
 
     def for_length(self, length: int) -> "DecoderSpec":
         """Return the model as it serves sequences of up to `length` tokens."""
