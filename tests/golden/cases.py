@@ -204,6 +204,15 @@ CASES: dict[str, Case] = {
         (2,)),
     "hunyuan-moe": Case("hunyuan_v1_moe", {}, (1, 2, 4)),
     "afmoe": Case("afmoe", {}, (1, 2, 4)),
+    "qwen3-next": Case("qwen3_next", {}, (1, 2, 4)),
+    "qwen3-5": Case("qwen3_5_text", {}, (1, 2, 4)),
+    "qwen3-5-one-key-head-each-tied": Case("qwen3_5_text", {
+        "linear_num_value_heads": 4, "tie_word_embeddings": True, "num_key_value_heads": 1, "vocab_size": 309,
+        "linear_conv_kernel_dim": 3}, (4,), torch.bfloat16),
+    "qwen3-5-moe": Case("qwen3_5_moe_text", {}, (1, 2, 4)),
+    "olmo-hybrid": Case("olmo_hybrid", {}, (1, 2, 4)),
+    "olmo-hybrid-unrotated": Case("olmo_hybrid", {"linear_allow_neg_eigval": False}, (2,),
+                                  claims={"rope_parameters": None}),
     "llama4": Case("llama4_text", {}, (1, 2, 4)),
     "llama4-plain": Case("llama4_text", {"use_qk_norm": False, "attn_temperature_tuning": False, "attention_bias": True,
         "num_experts_per_tok": 1, "moe_layers": [0, 2], "no_rope_layers": [1, 1, 1], "rope_parameters": {
@@ -249,6 +258,8 @@ _WRAPPERS: dict[str, Case] = {
     "internvl-wrapper": Case("internvl", {}, (1, 2, 4)),
     "qwen3-vl-wrapper": Case("qwen3_vl", {}, (1, 2, 4)),
     "qwen3-vl-moe-wrapper": Case("qwen3_vl_moe", {}, (1, 2, 4)),
+    "qwen3-5-wrapper": Case("qwen3_5", {}, (1, 2, 4)),
+    "qwen3-5-moe-wrapper": Case("qwen3_5_moe", {}, (1, 2, 4)),
     "qwen3-vl-moe-wrapper-as-published": Case("qwen3_vl_moe", {}, (1, 2, 4), inputs_first=True),
 }  # fmt: skip
 CASES |= _WRAPPERS

@@ -70,7 +70,8 @@ class ColumnParallelLinear:
         """Describe this rank's shard.
 
         `activation`: a key of `PLAIN_ACTIVATIONS` in `quantization/matmul.py`. `float32_output`: the output, or the
-        input of the activation, is float32 if the matmul sums in float32. `fused`: as in `WeightShard`.
+        input of the activation, is float32 if the matmul sums in float32. `fused`: name under which a checkpoint may
+        store all parts as one matrix.
         """
         self.placement = placement
         self.has_bias = bias

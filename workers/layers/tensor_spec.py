@@ -24,6 +24,7 @@ class RankDtype(Enum):
     AS_MODEL = auto()  # the model's dtype, or the format that the weights are quantized to
     FOR_KERNELS = auto()  # float32 if the CPU kernels read the tensor, else the model's dtype
     FLOAT32 = auto()
+    UNQUANTIZED = auto()  # the model's dtype, also if weights are quantized at load
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,8 +43,9 @@ def run_rule(states: Tensor, step: StateStep, rule: Callable[[Tensor, int], tupl
 
 
 def _sigmoid(x: Tensor) -> Tensor:
-    """Return the sigmoid of `x` in its dtype, or float32 if that is wider."""
-    return torch.sigmoid(x.double()).to(torch.promote_types(x.dtype, torch.float32))
+    """Return the sigmoid of `x` in its dtype. It is computed in float64, because torch computes the last few elements
+    of an array with another exponential function."""
+    return torch.sigmoid(x.double()).to(x.dtype)
 
 
 def causal_convolution(
@@ -140,7 +141,7 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, gates_fir
     else after it, as in the gated delta net.
     """
     wide = weight.dtype
-    factor = gate.to(wide) * _sigmoid(gate).to(wide)
+    factor = gate.to(wide) * _sigmoid(gate.to(wide))
     rows = x.to(wide) * factor if gates_first else x.to(wide)
     normed = rows * torch.rsqrt((rows * rows).mean(-1, keepdim=True) + eps) * weight
     return (normed if gates_first else normed * factor).to(x.dtype)
