@@ -10,6 +10,7 @@ from collections.abc import Callable
 from itertools import pairwise
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from oarlock.workers.recurrent.states import StateStep
@@ -114,6 +115,26 @@ def mamba2(
         return state, result.to(x.dtype)
 
     return run_rule(states, step, rule)
+
+
+def delta_gates(
+    a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, *, beta_scale: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Return the logarithm of the decay and beta of the gated delta rule: [T, Hv] twice, in the dtype of `a_log`.
+
+    `a`, `b` [T, Hv]: projections of the layer's input. `a_log`, `dt_bias` float32 [Hv].
+    """
+    wide = a_log.dtype
+    return -torch.exp(a_log) * F.softplus(a.to(wide) + dt_bias), torch.sigmoid(b.to(wide)) * beta_scale
+
+
+def mamba_steps(dt: Tensor, bias: Tensor | None, least: float, most: float) -> Tensor:
+    """Return the step sizes of Mamba 2: the softplus of `dt` [T, heads] plus `bias`, limited to a range.
+
+    `bias` float32 [heads], or None. The result has the dtype of `bias`, or float32.
+    """
+    wide = dt.to(torch.float32 if bias is None else bias.dtype)
+    return F.softplus(wide if bias is None else wide + bias).clamp(least, most)
 
 
 def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, gates_first: bool) -> Tensor:
