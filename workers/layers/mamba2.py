@@ -103,9 +103,8 @@ class Recurrence:
     def __call__(self, x: Tensor, dt: Tensor, b: Tensor, c: Tensor, states: Tensor, step: StateStep) -> Tensor:
         """Return the results. `dt` [T, heads] as projected; `b`, `c` [T, groups, state width]."""
         spec = self.spec
-        steps = operations.time_steps(
-            dt, self.step_bias, scale=spec.scales[4], least=spec.least_step, most=spec.most_step
-        )
+        dt = dt if spec.scales[4] == 1.0 else dt.float() * spec.scales[4]
+        steps = operations.mamba_steps(dt, self.step_bias, spec.least_step, spec.most_step)
         return operations.mamba2(x, steps, self.decay, b, c, self.skip, states, step)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from itertools import pairwise
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from oarlock.workers.recurrent.states import StateStep
@@ -124,14 +125,24 @@ def mamba2(
     return run_rule(states, step, rule)
 
 
-def time_steps(dt: Tensor, bias: Tensor, *, scale: float, least: float, most: float) -> Tensor:
-    """Return the time steps of Mamba 2, `softplus(scale * dt + bias)` within limits, in the dtype of `bias`.
+def delta_gates(
+    a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, *, beta_scale: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Return the logarithm of the decay and beta of the gated delta rule: [T, Hv] twice, in the dtype of `a_log`.
 
-    `dt` [T, heads]; `bias` float32 [heads]. float64 hides that torch computes the last few elements of an array with
-    another exponential function.
+    `a`, `b` [T, Hv]: projections of the layer's input. `a_log`, `dt_bias` float32 [Hv].
     """
-    steps = torch.nn.functional.softplus(dt.double() * scale + bias.double())
-    return steps.to(bias.dtype).clamp(least, most)
+    wide = a_log.dtype
+    return -torch.exp(a_log) * F.softplus(a.to(wide) + dt_bias), torch.sigmoid(b.to(wide)) * beta_scale
+
+
+def mamba_steps(dt: Tensor, bias: Tensor | None, least: float, most: float) -> Tensor:
+    """Return the step sizes of Mamba 2: the softplus of `dt` [T, heads] plus `bias`, limited to a range.
+
+    `bias` float32 [heads], or None. The result has the dtype of `bias`, or float32.
+    """
+    wide = torch.float32 if bias is None else bias.dtype
+    return F.softplus(dt.double() if bias is None else dt.double() + bias).to(wide).clamp(least, most)
 
 
 def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, gates_first: bool) -> Tensor:
