@@ -18,7 +18,6 @@ from oarlock.workers.layers.placement import Placement
 from oarlock.workers.layers.sharding import HeadShard, shard_heads
 from oarlock.workers.quantization.method import StoredRows
 from oarlock.workers.recurrent import operations
-from oarlock.workers.recurrent.states import StateStep
 from oarlock.workers.weights.source import WeightSource
 
 
@@ -36,7 +35,7 @@ def rows_of_rank(name: str, names: tuple[str, ...], cuts: list[tuple[int, int]],
 
 
 class Convolution:
-    """Causal convolution of x, B and C with SiLU: [T, channels] -> the same, and the states of the sequences."""
+    """Weight and bias of the rank's channels: float32 [channels, taps] and [channels]."""
 
     def __init__(self, name: str, spec: Mamba2Spec, parts: list[StoredRows], placement: Placement) -> None:
         """Prepare the convolution. `parts`: the rank's channels of each module of `CHANNELS`."""
@@ -76,12 +75,9 @@ class Convolution:
             weights.take(stored, here, shape=(rows, *into.shape[1:]), start=first + part.first)
             above += part.rows
 
-    def __call__(self, x: Tensor, states: Tensor, step: StateStep) -> Tensor:
-        return operations.causal_convolution(x, states, self.weight, self.bias, step, silu=True)
-
 
 class Recurrence:
-    """Mamba 2's recurrence with its time steps: x [T, heads, head width] -> the same, and the states."""
+    """Bias of the time steps, decay and factor of the input of each head of the rank: float32 [heads]."""
 
     def __init__(self, name: str, spec: Mamba2Spec, shard: HeadShard, placement: Placement) -> None:
         self.name, self.spec = name, spec
@@ -99,13 +95,6 @@ class Recurrence:
         into = torch.empty(self.shard.num_heads, dtype=torch.float32, device=self.placement.device)
         weights.take(f"{self.name}.{name}", into, shape=(self.spec.num_heads,), start=self.shard.first_head)
         return into
-
-    def __call__(self, x: Tensor, dt: Tensor, b: Tensor, c: Tensor, states: Tensor, step: StateStep) -> Tensor:
-        """Return the results. `dt` [T, heads] as projected; `b`, `c` [T, groups, state width]."""
-        spec = self.spec
-        dt = dt if spec.scales[4] == 1.0 else dt.float() * spec.scales[4]
-        steps = operations.mamba_steps(dt, self.step_bias, spec.least_step, spec.most_step)
-        return operations.mamba2(x, steps, self.decay, b, c, self.skip, states, step)
 
 
 class Mamba2:
@@ -143,18 +132,35 @@ class Mamba2:
 
     def _mixed(self, x: Tensor, step: LayerStep) -> Tensor:
         """Return the gated result of the rank's heads, before the output projection: [T, heads * head width]."""
-        assert step.states is not None and step.state_step is not None, "a layer with Mamba has slots"
-        conv, states = step.states.parts
-        heads, groups = self.shard.num_heads, self.shard.num_kv_heads
-        gate, *_, dt = projected = self.projection(x).split(self.widths, 1)
-        rows = torch.cat(projected[1:4], 1)  # [T, channels]
-        inner, b, c = self.convolution(rows, conv, step.state_step).split(self.widths[1:4], 1)
-        mixed = self.recurrence(
-            inner.unflatten(1, (heads, -1)), dt, b.unflatten(1, (groups, -1)), c.unflatten(1, (groups, -1)), states,
-            step.state_step,
-        )  # fmt: skip
-        gate = gate.unflatten(1, (heads, -1))
+        gate, *rows, dt = self.projection(x).split(self.widths, 1)
+        mixed = self.recur(self.convolve(torch.cat(rows, 1), step), dt, step)  # [T, heads, head width]
+        gate = gate.unflatten(1, (self.shard.num_heads, -1))
         if self.spec.scales[0] != 1.0:
             gate = (gate.float() * self.spec.scales[0]).to(x.dtype)
         gated = operations.silu_gate(mixed, gate) if self.norm is None else self.norm(mixed, gate)
         return gated.flatten(1)
+
+    def convolve(self, rows: Tensor, step: LayerStep) -> Tensor:
+        """Return the convolution of x, B and C, `rows` [T, channels], and write its state: [T, channels]."""
+        assert step.states is not None and step.state_step is not None
+        inputs, _ = step.states.parts
+        convolution = self.convolution
+        return operations.causal_convolution(
+            rows, inputs, convolution.weight, convolution.bias, step.state_step, silu=True
+        )
+
+    def recur(self, rows: Tensor, dt: Tensor, step: LayerStep) -> Tensor:
+        """Return the results of the recurrence on x, B and C, and write its state: [T, heads, head width].
+
+        `rows` [T, channels], convolved; `dt` [T, heads], as projected.
+        """
+        assert step.states is not None and step.state_step is not None
+        _, states = step.states.parts
+        x, b, c = rows.split(self.widths[1:4], 1)
+        b, c = (part.unflatten(1, (self.shard.num_kv_heads, -1)) for part in (b, c))
+        own, scale = self.recurrence, self.spec.scales[4]
+        steps = operations.mamba_steps(
+            dt if scale == 1.0 else dt.float() * scale, own.step_bias, self.spec.least_step, self.spec.most_step
+        )
+        x = x.unflatten(1, (self.shard.num_heads, -1))
+        return operations.mamba2(x, steps, own.decay, b, c, own.skip, states, step.state_step)

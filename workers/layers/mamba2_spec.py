@@ -109,9 +109,9 @@ class Mamba2Spec:
         convolved = zip(CHANNELS, self.rows[1:4], strict=True)
         return [
             *(Tap(name, Computation.PROJECTION, module, False, *cut) for name, module, cut in projected),
-            *(Tap(name, Computation.CONVOLUTION, "conv1d", False, *cut) for name, cut in convolved),
-            Tap("recurrence", Computation.RECURRENCE, "", False, *heads),
-            Tap("gated", Computation.GATED_NORM, "out_proj", True, *heads),
+            *(Tap(name, Computation.CONVOLUTION, name, False, *cut) for name, cut in convolved),
+            *([] if self.eps is None else [Tap("recurrence", Computation.RECURRENCE, "norm", True, *heads)]),
+            Tap("gated_norm", Computation.GATED_NORM, "out_proj", True, *heads),
             Tap("mamba", Computation.SUM, "out_proj"),
         ]
 

@@ -115,9 +115,7 @@ class DecoderLayer:
     def __init__(self, name: str, spec: DecoderSpec, layer: int, placement: Placement) -> None:
         shape = spec.layers[layer]
         pairs = [
-            pair
-            for branch in shape.branches
-            for pair in ((branch.norm, branch.input_scale), (branch.post_norm, 1.0))
+            pair for branch in shape.branches for pair in ((branch.norm, branch.input_scale), (branch.post_norm, 1.0))
         ]
         norms = {
             (norm, scale): make_norm(f"{name}.{norm}", spec.hidden_size, spec.norm, placement, scale)

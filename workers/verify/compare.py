@@ -38,8 +38,11 @@ class Tapped:
 
 def taps_of(layer: LayerSpec) -> list[Tapped]:
     """Return all recorded tensors of a layer, in the order in which they are computed: input, inner tensors and output
-    of each sublayer. A norm that branches of a stage share, and the residual that a stage leaves, come once. A norm whose
-    results are scaled is not compared: transformers scales them after the norm."""
+    of each sublayer.
+
+    A norm that branches of a stage share, and the residual that a stage leaves, come once. A norm whose results are
+    scaled is not compared: transformers scales them after the norm.
+    """
     found: list[Tapped] = []
     for stage in layer.stages:
         norms: set[str | None] = {None}
