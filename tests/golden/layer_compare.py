@@ -105,7 +105,9 @@ def our_layers(
     run.step({0: reference.tokens[_FIRST_CHUNK:PROMPT]})
     recording.close()
     tensors = {name: torch.cat([step[name] for step in recording.steps]).double() for name in recording.last}
-    held = sum(t.numel() * t.element_size() for page in run.pages for t in (page.k, page.v))
+    held = sum(
+        t.numel() * t.element_size() for one in run.memory if (page := one.kv) is not None for t in (page.k, page.v)
+    )
     return tensors | {"pages": torch.tensor(held)}
 
 

@@ -6,10 +6,10 @@ The MLPs and the experts have no gate, and square a relu. Torch-free.
 from dataclasses import replace
 from typing import Any
 
+from oarlock.workers.layers.attention_spec import SelfAttentionSpec
 from oarlock.workers.layers.decoder_spec import BranchSpec, DecoderSpec, LayerSpec, SublayerSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec, SharedSpec
 from oarlock.workers.layers.mamba2_spec import Mamba2Spec
-from oarlock.workers.layers.mlp_spec import MLPSpec
 from oarlock.workers.layers.tensor_spec import NormSpec
 from oarlock.workers.model_files.tensor_names import TensorNames
 from oarlock.workers.models.hf_config import activation_name, decoder_spec, expert_counts
@@ -53,16 +53,14 @@ def describe_nemotron_h(fields: Fields) -> DecoderSpec:
         norm=norm,
     )
     attention, mlp = (branch.sublayer for branch in spec.layers[0].branches)
-    assert isinstance(mlp, MLPSpec)
-    attention = replace(spec.layers[0].attention, rope=None)
+    assert isinstance(attention, SelfAttentionSpec)
     of_kind: dict[str, SublayerSpec | None] = {
-        MAMBA: _mixer(fields, norm.eps), ATTENTION: attention, "mlp": mlp, "moe": sparse,
+        MAMBA: _mixer(fields, norm.eps), ATTENTION: replace(attention, rope=None), "mlp": mlp, "moe": sparse,
     }  # fmt: skip
     layers = {kind: LayerSpec((BranchSpec(one, "norm"),)) for kind, one in of_kind.items() if one is not None}
     return replace(
         spec,
         layers=tuple(layers[kind] for kind in kinds),
-        longest_length=max(spec.longest_length, spec.default_length),
         names=_names(kinds),
     )
 
