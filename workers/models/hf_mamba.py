@@ -14,6 +14,7 @@ MAMBA, ATTENTION = "linear_attention", "full_attention"
 _OLDER = {"mamba": MAMBA, "attention": ATTENTION}  # names of kinds in older configs
 _MOST_TAPS = 8  # tokens of a convolution that the kernels support; known models have 4
 _SILU = ("silu", "swish")
+_INFINITY = {"__float__": "Infinity"}  # as transformers writes it
 
 
 def kinds_of_layers(fields: Fields, key: str, default: list[str], others: Sequence[str] = ()) -> list[str]:
@@ -87,16 +88,15 @@ def checked(mamba: Mamba2Spec, width: int, keys: tuple[str, str, str]) -> Mamba2
 
 def step_limits(fields: Fields) -> tuple[float, float]:
     """Return the limits of time steps at `time_step_limit`; by default there are none."""
-    found: Any = fields.raw.get("time_step_limit", [0.0, math.inf])
+    found: Any = fields.raw.get("time_step_limit")
     if found is None:
         return 0.0, math.inf
-    is_pair = isinstance(found, list | tuple) and len(found) == 2
-    if not is_pair or not all(isinstance(one, int | float) and not isinstance(one, bool) for one in found):
+    if not isinstance(found, list) or len(found) != 2:
         raise wrong("time_step_limit", "a list of two numbers", found)
-    least, most = float(found[0]), float(found[1])
-    if not 0 <= least <= most or math.isinf(least):
-        raise wrong("time_step_limit", "a list of two numbers in ascending order, not below 0", found)
-    return least, most
+    least, most = (math.inf if one == _INFINITY else one for one in found)
+    if not all(type(one) in (int, float) for one in (least, most)) or not 0 <= least <= most or least == math.inf:
+        raise wrong("time_step_limit", "two numbers in ascending order, not below 0", found)
+    return float(least), float(most)
 
 
 def with_first(spec: DecoderSpec, sublayer: SublayerSpec, is_replaced: Sequence[bool]) -> DecoderSpec:

@@ -62,7 +62,7 @@ from oarlock.workers.verify.transformers_layout import TransformersLayout
 AutoModelForCausalLM.register(Emu3TextConfig, Emu3ForCausalLM, exist_ok=True)
 # Modules that convert their inputs to float32, whatever their dtype is.
 _COMPUTE_IN_FLOAT32 = ("Llama4TextAttention",)
-_RECURRENT = ("GatedDeltaNet",)  # ends of the names of modules with a recurrent state
+_RECURRENT = ("GatedDeltaNet", "BambaMixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer", "Mamba2Mixer")  # ends of the names of modules with a recurrent state
 _WIDENED_ELSEWHERE = {"sinks", "expert_bias"}  # parameters that `exact_attention` and routers widen
 _ROWS = 8192  # rows of a weight that are widened to float64 at once
 
