@@ -24,7 +24,7 @@ from tests.golden.cases import PROMPT
 GREEDY = 5
 _WITHOUT_SDPA = (
     "GPTJForCausalLM", "GPTNeoForCausalLM", "Gemma2ForCausalLM", "GotOcr2ForConditionalGeneration",
-    "VaultGemmaForCausalLM",
+    "Mamba2ForCausalLM", "VaultGemmaForCausalLM",
 )  # fmt: skip
 
 Result = TypeVar("Result")

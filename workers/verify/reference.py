@@ -543,6 +543,11 @@ def _exact_experts(module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tens
     total = torch.zeros_like(x)
     for expert in ids.unique().tolist():
         rows, choices = (ids == expert).nonzero(as_tuple=True)
+        if not module.has_gate:
+            up, down = (weight[expert].double() for weight in (module.up_proj, module.down_proj))
+            result = module.act_fn(x[rows] @ up.T) @ down.T
+            total.index_add_(0, rows, weights[rows, choices, None] * result)
+            continue
         gate_up, down = (weight[expert].double() for weight in (module.gate_up_proj, module.down_proj))
         if not module.is_transposed:
             gate_up, down = gate_up.T, down.T
