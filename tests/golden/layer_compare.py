@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from oarlock.workers.distributed.parallel_state import TensorParallel
+from oarlock.workers.layers.attention_spec import SelfAttentionSpec
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec
+from oarlock.workers.layers.gated_delta_spec import GatedDeltaSpec
 from oarlock.workers.layers.memory_spec import PagesSpec
 from oarlock.workers.layers.mlp_spec import MLPSpec
 from oarlock.workers.verify.rank import RecordingDecoder
@@ -27,7 +29,10 @@ from tests.golden.paged_run import BLOCK_SIZE, NUM_BLOCKS, PagedRun, load_decode
 
 # In the order of computation. `pages`: the bytes of KV memory, which must be those of KV heads stored once.
 _DENSE, _EXPERTS, _SHARED = {"gate_up", "up", "mlp"}, {"router", "routing", "experts"}, {"shared"}
-LAYER = ("input_norm", "q", "k", "v", "attention_gate", "q_rope", "k_rope", "attention", "o_proj", "mid_residual",
+_ATTENTION = ("q", "k", "v", "attention_gate", "q_rope", "k_rope", "attention", "o_proj")
+_DELTA_HEADS = ("delta_q", "delta_k", "delta_v", "delta_z", "delta_b", "delta_a", "q_conv", "k_conv", "v_conv",
+                "recurrence", "gated_norm")  # fmt: skip
+LAYER = ("input_norm", *_ATTENTION, *_DELTA_HEADS, "delta", "mid_residual",
          "mlp_norm", "gate_up", "up", "mlp", "router", "routing", "experts", "shared", "residual")  # fmt: skip
 _FIRST_CHUNK = 20
 _ROUNDING = {torch.float32: 2.0**-25, torch.float16: 2.0**-12, torch.bfloat16: 2.0**-9}
@@ -50,7 +55,12 @@ def names_of(spec: DecoderSpec) -> list[str]:
         without = _EXPERTS | _SHARED | {"gate_up" if isinstance(mlp, MLPSpec) else "up"}
         if isinstance(mlp, ExpertsSpec):
             without = _DENSE | (_SHARED if mlp.shared is None else set())
-        without = without if layer.attention.output_gate else without | {"attention_gate"}
+        first = layer.branches[0].sublayer
+        if isinstance(first, GatedDeltaSpec):
+            without |= {*_ATTENTION}
+        else:
+            assert isinstance(first, SelfAttentionSpec)
+            without |= {*_DELTA_HEADS, "delta"} | (set() if first.output_gate else {"attention_gate"})
         if layer.branches[0].norm is None:
             without |= {"input_norm", "mlp_norm"}
         if len(layer.stages) == 1 < len(layer.branches):
@@ -123,7 +133,7 @@ def page_bytes(spec: DecoderSpec, size: int, dtype: torch.dtype) -> int:
 def joined(tensor: str, ranks: list[Tensor], spec: DecoderSpec) -> Tensor:
     """Join the ranks' parts of one tensor: [T, columns of the whole]. NaN everywhere if copies disagree."""
     kind = tensor.rpartition(".")[2]
-    if kind in ("q", "attention_gate", "q_rope", "attention", "gate_up", "up"):
+    if kind in ("q", "attention_gate", "q_rope", "attention", "gate_up", "up", *_DELTA_HEADS):
         return torch.cat([rank.flatten(1) for rank in ranks], 1)
     if kind == "logits":
         return torch.cat(ranks, 1)[:, : spec.vocab_size]
