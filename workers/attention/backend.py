@@ -9,6 +9,7 @@ from torch import Tensor
 from oarlock.workers.attention.forward_batch import ForwardBatch
 from oarlock.workers.attention.kv_format import FORMATS, ROUNDED, KVFormat
 from oarlock.workers.platform.dtypes import KVShape
+from oarlock.workers.recurrent.states import LayerStates, StateStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,3 +166,5 @@ class LayerStep:
     backend: AttentionBackend
     plan: Any  # result of the backend's `prepare` for this step
     query_scale: Tensor | None = None  # float32 [T]: factors of the queries (`QueryScaleTable`); None: none
+    states: LayerStates | None = None
+    state_step: StateStep | None = None

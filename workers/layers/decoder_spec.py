@@ -15,6 +15,7 @@ from oarlock.workers.layers.experts_spec import ExpertsSpec
 from oarlock.workers.layers.gated_mlp_spec import GatedMLPSpec
 from oarlock.workers.layers.mlp_spec import MLPSpec
 from oarlock.workers.layers.sharding import LARGEST_TP, SLICES
+from oarlock.workers.layers.short_convolution_spec import ShortConvolutionSpec
 from oarlock.workers.layers.tensor_spec import NormSpec, RankDtype, Sharding, Tap, TensorSpec
 from oarlock.workers.model_files.tensor_names import NO_NAMES, TensorNames
 from oarlock.workers.quantization.formats.weight_format import WeightFormats
@@ -295,7 +296,7 @@ def is_ignorable(spec: DecoderSpec, name: str) -> bool:
 # Fused module of a layer -> the modules that it contains.
 FUSED_MODULES = {
     f"{kind.module}.{whole}": tuple(f"{kind.module}.{part}" for part in parts)
-    for kind in (SelfAttentionSpec, GatedMLPSpec, MLPSpec)
+    for kind in (SelfAttentionSpec, GatedMLPSpec, MLPSpec, ShortConvolutionSpec)
     for whole, parts in kind.fused.items()
 }
 _LAYERS, _EMBEDDING, _NORM, _HEAD = "model.layers.", "model.embed_tokens.", "model.norm.", "lm_head."

@@ -65,17 +65,19 @@ class ColumnParallelLinear:
         activation: str | None = None,
         *,
         float32_output: bool = True,
+        fused: str | None = None,
     ) -> None:
         """Describe this rank's shard.
 
         `activation`: a key of `PLAIN_ACTIVATIONS` in `quantization/matmul.py`. `float32_output`: the output, or the
-        input of the activation, is float32 if the matmul sums in float32.
+        input of the activation, is float32 if the matmul sums in float32. `fused`: name under which a checkpoint may
+        store all parts as one matrix.
         """
         self.placement = placement
         self.has_bias = bias
         self.activation = activation
         self.float32_output = float32_output
-        self.weight_shard = WeightShard(parts, inputs, 0, inputs)
+        self.weight_shard = WeightShard(parts, inputs, 0, inputs, fused=fused)
 
     @property
     def weight_bytes(self) -> int:

@@ -30,6 +30,8 @@ from oarlock.workers.layers.mlp_spec import MLPSpec
 from oarlock.workers.layers.norm import Norm, RMSNorm, make_norm
 from oarlock.workers.layers.placement import Placement
 from oarlock.workers.layers.rotary import QueryScaleTable, RotaryTable
+from oarlock.workers.layers.short_convolution import ShortConvolution
+from oarlock.workers.layers.short_convolution_spec import ShortConvolutionSpec
 from oarlock.workers.quantization.formats.weight_format import WeightFormats
 from oarlock.workers.quantization.registry import NONE
 from oarlock.workers.weights.source import WeightSource
@@ -64,6 +66,7 @@ class Sublayer(Protocol):
 # Class of each kind of sublayer.
 _SUBLAYERS: dict[type, Callable[..., Sublayer]] = {
     SelfAttentionSpec: Attention, GatedMLPSpec: GatedMLP, MLPSpec: MLP, ExpertsSpec: Experts,
+    ShortConvolutionSpec: ShortConvolution,
 }  # fmt: skip
 
 
