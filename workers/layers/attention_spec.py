@@ -15,7 +15,7 @@ from oarlock.workers.layers.tensor_spec import Computation, NormSpec, RankDtype,
 class RopeSpec:
     """Rotary embedding with every optional value resolved. Fields that a `kind` does not use keep their defaults."""
 
-    kind: str  # default | linear | dynamic | llama3 | yarn | longrope
+    kind: str  # default | linear | dynamic | llama3 | yarn | longrope | proportional
     theta: float
     rotary_dim: int  # leading elements of a head that are rotated; the rest are not changed
     factor: float = 1.0
@@ -29,6 +29,7 @@ class RopeSpec:
     short_factors: tuple[float, ...] = ()  # longrope: factor of each pair of elements, up to original_max_positions
     long_factors: tuple[float, ...] = ()  # longrope: the same for longer sequences
     stretched: bool = False  # longrope: the long factors apply to every token; see `for_length`
+    rotated_pairs: int = 0  # proportional: leading pairs of elements that are rotated; the others are not changed
     interleaved: bool = False  # rotates elements 2i and 2i + 1, not elements that are rotary_dim / 2 apart
 
     def for_length(self, length: int) -> "RopeSpec":
