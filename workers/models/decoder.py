@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from oarlock.base.errors import StartupError
 from oarlock.workers.attention.backend import AttentionBackend, AttentionSpec, KVSpec, LayerKV, LayerStep
 from oarlock.workers.attention.forward_batch import ForwardBatch
 from oarlock.workers.distributed.parallel_state import TensorParallel
@@ -24,6 +25,8 @@ from oarlock.workers.layers.experts_spec import ExpertsSpec
 from oarlock.workers.layers.fused_layer import CannotPrepare, PreparedLayers
 from oarlock.workers.layers.gated_mlp import GatedMLP
 from oarlock.workers.layers.gated_mlp_spec import GatedMLPSpec
+from oarlock.workers.layers.layer_input import LayerInput, LayerInputs
+from oarlock.workers.layers.layer_input_spec import LayerInputSpec
 from oarlock.workers.layers.linear import RowParallelLinear
 from oarlock.workers.layers.mlp import MLP
 from oarlock.workers.layers.mlp_spec import MLPSpec
@@ -66,7 +69,7 @@ class Sublayer(Protocol):
 # Class of each kind of sublayer.
 _SUBLAYERS: dict[type, Callable[..., Sublayer]] = {
     SelfAttentionSpec: Attention, GatedMLPSpec: GatedMLP, MLPSpec: MLP, ExpertsSpec: Experts,
-    ShortConvolutionSpec: ShortConvolution,
+    ShortConvolutionSpec: ShortConvolution, LayerInputSpec: LayerInput,
 }  # fmt: skip
 
 
@@ -97,6 +100,22 @@ class Branch:
         return (residual.float() + result.float() * self.scale).to(residual.dtype)  # `add` would round the scale
 
 
+class LayerScalar:
+    """A stored factor of a layer's result: [T, hidden] -> [T, hidden]."""
+
+    weight_bytes = 4
+
+    def __init__(self, name: str, placement: Placement) -> None:
+        self.name = name
+        self.weight = torch.empty(1, dtype=torch.float32, device=placement.device)
+
+    def load(self, weights: WeightSource) -> None:
+        weights.take(self.name, self.weight, shape=(1,))
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        return (hidden.float() * self.weight).to(hidden.dtype)
+
+
 class DecoderLayer:
     """A decoder layer, [T, hidden] -> [T, hidden]: the branches of a `LayerSpec`."""
 
@@ -107,6 +126,7 @@ class DecoderLayer:
         self.norms = list(norms.values())
         self.branches = [Branch(name, branch, layer, spec.hidden_size, placement, norms) for branch in shape.branches]
         self.parallel = shape.parallel
+        self.scalar = None if shape.scalar is None else LayerScalar(f"{name}.{shape.scalar}", placement)
 
     @property
     def attention(self) -> Attention:
@@ -118,13 +138,14 @@ class DecoderLayer:
 
     @property
     def parts(self) -> list[_Part]:
-        return [*self.norms, *(part for branch in self.branches for part in branch.sublayer.parts)]
+        scalars = [] if self.scalar is None else [self.scalar]
+        return [*self.norms, *(part for branch in self.branches for part in branch.sublayer.parts), *scalars]
 
     def __call__(self, hidden: Tensor, step: LayerStep) -> Tensor:
         entering = hidden
         for branch in self.branches:
             hidden = branch(entering if self.parallel else hidden, hidden, step)
-        return hidden
+        return hidden if self.scalar is None else self.scalar(hidden)
 
 
 def moe_layers_of(layers: Sequence[DecoderLayer]) -> list[Experts]:
@@ -166,6 +187,14 @@ class Decoder:
             if spec.positions is not None and self.is_first
             else None
         )
+        self.layer_inputs: LayerInputs | None = None
+        if spec.layer_inputs is not None:
+            if not (self.is_first and self.is_last):
+                raise StartupError(
+                    f"{spec.architecture}: the inputs of its layers cannot be sent to other pipeline stages.",
+                    "Use --pipeline-parallel-size 1.",
+                )
+            self.layer_inputs = LayerInputs(spec.layer_inputs, spec.num_layers, hidden, placement, vocab_placement)
         self.layers = [DecoderLayer(f"model.layers.{i}", spec, i, placement) for i in stage]
         self.norm = make_norm("model.norm", hidden, spec.norm, placement)
         self.head = VocabParallelHead.of(spec, vocab_placement)
@@ -251,6 +280,8 @@ class Decoder:
             yield self.embedding
         if self.positions is not None:
             yield self.positions
+        if self.layer_inputs is not None:
+            yield from self.layer_inputs.parts
         for layer in self.layers:
             yield from layer.parts
         if self.is_last:

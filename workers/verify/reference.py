@@ -35,7 +35,7 @@ from transformers.utils import logging as transformers_logging
 
 from oarlock.base.python_child import die_with_parent
 from oarlock.workers.distributed.control_channel import Control
-from oarlock.workers.layers.decoder_spec import DecoderSpec, SublayerSpec
+from oarlock.workers.layers.decoder_spec import BranchSpec, DecoderSpec, SublayerSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec
 from oarlock.workers.layers.tensor_spec import Computation, Tap
 from oarlock.workers.model_files.gguf_model import gguf_file
@@ -299,14 +299,21 @@ class TransformersRecorder:
                 if number == len(taps) - 1:
                     self._after(self._modules[layer], name)
                 else:
-                    following = taps[number + 1].branch
-                    self._before(self._modules[f"{layer}.{following.norm or following.sublayer.module}"], name)
+                    self._before(self._first_module(layer, taps[number + 1].branch), name)
             elif isinstance(branch.sublayer, ExpertsSpec):
                 self._hook_experts(name, layer, branch.sublayer, one.tap)
             elif (
                 one.tap.computation is not Computation.ROTATION
             ):  # rotated tensors are arguments of the attention function
                 self._hook_sublayer(name, f"{layer}.{branch.sublayer.module}", branch.sublayer, one.tap)
+
+    def _first_module(self, layer: str, branch: BranchSpec) -> nn.Module:
+        """Return the module of `layer` that reads the residual first in `branch`."""
+        start = f"{layer}.{branch.norm or branch.sublayer.module}"
+        if start in self._modules:
+            return self._modules[start]
+        of_sublayer = branch.sublayer.tensors(self._spec.hidden_size)[0].name.removesuffix(".weight")
+        return self._modules[f"{start}.{of_sublayer}"]  # transformers has no module for the whole sublayer
 
     def _hook_sublayer(self, name: str, module: str, spec: SublayerSpec, tap: Tap) -> None:
         """Register a hook for a tensor of the sublayer `module`, whose matmuls may be fused in transformers."""
@@ -449,15 +456,15 @@ class _WithoutHooks(nn.Module):
         super().__init__()
         self.inner = inner
 
-    def forward(self, *args: Any) -> Any:
-        return type(self.inner).forward(self.inner, *args)
+    def forward(self, *args: Any, **named: Any) -> Any:
+        return type(self.inner).forward(self.inner, *args, **named)
 
 
-def _own_forward(module: nn.Module, *args: Any) -> Any:
+def _own_forward(module: nn.Module, *args: Any, **named: Any) -> Any:
     """Call the module's own forward, on its weights in float64."""
     plain = _WithoutHooks(module)
     with _Widened():
-        return functional_call(plain, {name: each.double() for name, each in plain.named_parameters()}, args)
+        return functional_call(plain, {name: each.double() for name, each in plain.named_parameters()}, args, named)
 
 
 def _widened(module: nn.Module, *args: Any, **named: Any) -> Any:
@@ -500,6 +507,10 @@ def _exact_forward(module: nn.Module) -> Callable[..., Any] | None:
         return partial(_own_forward, module)
     if type(module).__name__ in _COMPUTE_IN_FLOAT32 or hasattr(module, "enable_moe_fp32_combine"):
         return partial(_widened, module)
+    if type(module).__name__.endswith("ShortConv"):
+        return partial(_own_forward, module)
+    if isinstance(module, nn.Conv1d):  # its weight is used, and widened, by the module around it
+        return None
     if isinstance(module, nn.Linear) or is_conv1d(module):
         return lambda x: _linear(module, x)
     if isinstance(module, nn.Embedding) and type(module).__name__.endswith("PositionalEmbedding"):
@@ -513,6 +524,8 @@ def _exact_forward(module: nn.Module) -> Callable[..., Any] | None:
         return partial(_exact_weighing_experts if weighs_inputs(module) else _exact_experts, module)
     if "LayerNorm" in type(module).__name__:
         return partial(_own_forward, module)
+    if type(module).__name__.endswith("RMSNorm") and not getattr(module, "with_scale", True):
+        return lambda x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + module.eps)
     if type(module).__name__.endswith("RMSNorm"):
         weight: Any = module.weight
         scaled = module(
