@@ -79,6 +79,9 @@ class Layer(Protocol):
     @property
     def parallel(self) -> bool: ...
 
+    @property
+    def scalar(self) -> object: ...
+
 
 class Program:
     """The operations of layers. It keeps the parts that they point to alive.
@@ -377,6 +380,8 @@ class PreparedLayers:
 
     def _add_layer(self, layer: Layer, rotary: int, memory: LayerMemory) -> None:
         program = self._program
+        if layer.scalar is not None:
+            raise CannotPrepare("layers scale their results")
         norms = [program.take_optional(branch, "norm", RMSNorm, LayerNorm) for branch in layer.branches]
         normed: dict[int, Rows] = {}
         if layer.parallel:  # all branches read the layer's input, which the first branch changes
@@ -424,6 +429,8 @@ def can_join(layers: Sequence[Layer]) -> bool:
     output)."""
     branches = [branch for layer in layers for branch in layer.branches]
     plain = all(type(branch.norm) is RMSNorm and type(branch.post_norm) in (RMSNorm, type(None)) for branch in branches)
+    if any(layer.scalar is not None for layer in layers):
+        return False
     return plain and not any(layer.parallel for layer in layers) and all(branch.scale == 1.0 for branch in branches)
 
 

@@ -215,6 +215,7 @@ class Decoder:
         self._prepared: PreparedLayers | None = None
         self.why_not_prepared: str | None = None  # reason in the most recent step
         self.joins_layers = fused_layer.has_join_kernels(device)
+        self.numbers = list(stage)  # of the layers in the whole model
         self.groups = spec.groups  # memory groups of the whole model
         groups = [spec.group_of(i, PagesSpec) for i in stage]
         self.pages_of = [-1 if group is None else group for group in groups]  # number of each layer's group of pages
@@ -230,6 +231,7 @@ class Decoder:
         other.rotary_of = [self.rotary_of[layer] for layer in layers]
         other.scale_of = [self.scale_of[layer] for layer in layers]
         other.pages_of = [self.pages_of[layer] for layer in layers]
+        other.numbers = [self.numbers[layer] for layer in layers]
         return other
 
     @property
@@ -337,6 +339,7 @@ class Decoder:
             hidden = self.embedding(batch.token_ids)  # [T, hidden]
             if self.positions is not None:
                 hidden = self.positions(hidden, batch.positions)
+        inputs = None if self.layer_inputs is None else self.layer_inputs(batch.token_ids, hidden)  # [T, layers, width]
         prepared = self.prepared_for(memory, backends)
         # Nearly all models have no such table, and this is computed for every token.
         scales = [table(batch.positions, longest) for table in self.query_scales.values()] if self.query_scales else []
@@ -347,9 +350,11 @@ class Decoder:
         steps = [
             LayerStep(
                 None if which < 0 else angles[which], batch, own.kv, backends.get(pages), plans.get(pages),
-                None if scale < 0 else scales[scale], own.states,
+                None if scale < 0 else scales[scale], own.states, None if inputs is None else inputs[:, number],
             )
-            for which, scale, pages, own in zip(self.rotary_of, self.scale_of, self.pages_of, memory, strict=True)
+            for which, scale, pages, own, number in zip(
+                self.rotary_of, self.scale_of, self.pages_of, memory, self.numbers, strict=True
+            )
         ]  # fmt: skip
         if self.joins_layers and isinstance(self.norm, RMSNorm) and self.is_last and fused_layer.can_join(self.layers):
             return fused_layer.run_joined(self.layers, self.norm, hidden, steps)

@@ -382,7 +382,7 @@ class TransformersRecorder:
     def _replace_own_attention(self, index: int) -> None:
         """Record the queries and keys of a layer that computes attention in its own method `_attn`, in float32: older
         families of transformers call no attention function. In float64 the method computes in float64."""
-        module: Any = self._modules[f"model.layers.{index}.self_attn"]
+        module: Any = self._modules.get(f"model.layers.{index}.self_attn")  # None: the layer has no attention
         usual = getattr(module, "_attn", None)
         if usual is None:
             return
