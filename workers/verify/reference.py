@@ -62,6 +62,8 @@ from oarlock.workers.verify.transformers_layout import TransformersLayout
 AutoModelForCausalLM.register(Emu3TextConfig, Emu3ForCausalLM, exist_ok=True)
 # Modules that convert their inputs to float32, whatever their dtype is.
 _COMPUTE_IN_FLOAT32 = ("Llama4TextAttention",)
+# MoE layers that scale the sum of a token's experts, where others, and we, scale the weights of experts.
+_SCALE_EXPERTS = ("LagunaSparseMoeBlock",)
 _WIDENED_ELSEWHERE = {"sinks", "expert_bias"}  # parameters that `exact_attention` and routers widen
 _ROWS = 8192  # rows of a weight that are widened to float64 at once
 
@@ -336,8 +338,10 @@ class TransformersRecorder:
         if spec.weighs_inputs and tap.name != "shared":
             self._hook_weighing_experts(name, part, spec, tap)
             return
+        block: Any = self._modules.get(inside)
+        factor = block.routed_scaling_factor if type(block).__name__ in _SCALE_EXPERTS else 1.0
         if tap.computation is not Computation.ROUTING:
-            self._after(part, name)
+            self._after(part, name, factor=factor if tap.name == "experts" else 1.0)
             gate = spec.shared.gate if spec.shared is not None and tap.name == "shared" else None
             if gate is not None:  # called after the expert that it scales
                 self._handles.append(
@@ -346,7 +350,7 @@ class TransformersRecorder:
             return
 
         def hook(module: nn.Module, args: tuple[Any, ...], result: tuple[Tensor, Tensor, Tensor]) -> None:
-            self.record(name, dense_routing(result[2], result[1], spec.experts))
+            self.record(name, dense_routing(result[2], result[1], spec.experts) * factor)
 
         self._handles.append(part.register_forward_hook(hook))
 
@@ -373,9 +377,12 @@ class TransformersRecorder:
 
         self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
 
-    def _after(self, module: nn.Module, name: str, columns: list[int] | slice = slice(None)) -> None:
+    def _after(
+        self, module: nn.Module, name: str, columns: list[int] | slice = slice(None), factor: float = 1.0
+    ) -> None:
         def hook(module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
-            self.record(name, (result[0] if isinstance(result, tuple) else result)[..., columns])
+            found = (result[0] if isinstance(result, tuple) else result)[..., columns]
+            self.record(name, found if factor == 1.0 else found * factor)
 
         self._handles.append(module.register_forward_hook(hook))
 
