@@ -43,7 +43,10 @@ class ExactReference:
 
     @cached_property
     def model(self) -> PreTrainedModel:
-        has_sdpa = not any(one.sinks for one in self.spec.attentions) and not {self.spec.architecture, self.spec.wrapper} & {*_WITHOUT_SDPA}
+        has_sdpa = not any(one.sinks for one in self.spec.attentions) and not {
+            self.spec.architecture,
+            self.spec.wrapper,
+        } & {*_WITHOUT_SDPA}
         kind = "sdpa" if has_sdpa else "eager"
         model = model_class(self.spec).from_pretrained(self.path, dtype=self.dtype, attn_implementation=kind)
         model = text_part(model, self.spec).eval()

@@ -236,7 +236,9 @@ def _random_model(
                 if name.endswith(("bias", "sinks")):
                     parameter.normal_(std=0.1 if name.endswith("bias") else 1.0)
                 elif _NORM.search(name):
-                    has_offset = re.fullmatch("(vault)?gemma[23]?(_text)?", config.model_type) or config.model_type == "nemotron"
+                    has_offset = (
+                        re.fullmatch("(vault)?gemma[23]?(_text)?", config.model_type) or config.model_type == "nemotron"
+                    )
                     parameter.normal_(mean=0.0 if has_offset else 1.0, std=0.1)
                 elif name.endswith("conv.weight"):
                     parameter.normal_(std=0.5)

@@ -31,7 +31,8 @@ WRAPPERS: dict[str, dict[str, Any]] = {
     "deepseek_vl": {"class": "DeepseekVLForConditionalGeneration", "like": "llama", "vision_config": _SIGLIP},
     "gemma3": {"class": "Gemma3ForConditionalGeneration", "like": "gemma3_text", "vision_config": _SIGLIP,
                "mm_tokens_per_image": 4, "image_token_index": 310},
-    "gemma4": {"class": "Gemma4ForConditionalGeneration", "like": "gemma4_text", "audio_config": None, "vision_config": {
+    "gemma4": {"class": "Gemma4ForConditionalGeneration", "like": "gemma4_text", "audio_config": None,
+               "vision_config": {
         **_SMALL, "num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 16}},
     "gemma4_unified": {"class": "Gemma4UnifiedForConditionalGeneration", "like": "gemma4_unified_text",
                        "audio_config": {"audio_embed_dim": 16}, "vision_config": {

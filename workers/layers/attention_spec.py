@@ -188,7 +188,9 @@ class SelfAttentionSpec:
             found.append(Tap("k", Computation.PROJECTION, "k_proj", False, *k))
             found.append(Tap("v", Computation.PROJECTION, self.value_module, False, *v))
         if self.output_gate:
-            found.append(Tap("attention_gate", Computation.PROJECTION, "gate_proj", False, self.num_gates, self.num_heads))
+            found.append(
+                Tap("attention_gate", Computation.PROJECTION, "gate_proj", False, self.num_gates, self.num_heads)
+            )
         found.append(Tap("q_rope", Computation.ROTATION, norms[0], False, *q))
         if self.has_keys:
             found.append(Tap("k_rope", Computation.ROTATION, norms[1], False, *k))

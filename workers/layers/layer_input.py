@@ -28,9 +28,7 @@ class LayerInputs:
         """Prepare the table of a model of `layers` layers. `vocab_placement`: of its embedding."""
         values = layers * spec.width
         self.layers, self.width = layers, spec.width
-        self.table = VocabParallelEmbedding(
-            spec.table, spec.vocab_size, values, vocab_placement, spec.width**0.5
-        )
+        self.table = VocabParallelEmbedding(spec.table, spec.vocab_size, values, vocab_placement, spec.width**0.5)
         rows = (StoredRows(spec.projection, values, 0, values),)
         self.projection = ColumnParallelLinear(rows, hidden, False, placement, float32_output=False)
         # The projection is divided by the square root of the hidden size before its norm. The norm undoes this, except

@@ -15,7 +15,7 @@ _PARTS = ("b", "c", "x")  # the inputs' gate, the results' gate and the inputs, 
 
 @dataclass(frozen=True, slots=True)
 class ShortConvolutionSpec:
-    """The gated short convolution of LFM2: `out(c * convolution(b * x))`, where b, c and x are projections of the input.
+    """The gated short convolution of LFM2: `out(c * convolution(b * x))`, with projections b, c and x of the input.
 
     The convolution is depthwise: a channel's result depends on its own latest `kernel_size` values.
     """

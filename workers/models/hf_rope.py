@@ -110,7 +110,11 @@ def _proportional(table: dict[str, Any], head_dim: int) -> RopeSpec:
     share = positive_number("partial_rotary_factor", table.get("partial_rotary_factor"), 1.0)
     pairs = int(share * head_dim // 2)
     if head_dim % 2 or not 0 < pairs <= head_dim // 2:
-        raise unsupported("partial_rotary_factor", share, f"It must rotate some of the {head_dim} elements of a head.")
+        raise unsupported(
+            "partial_rotary_factor",
+            share,
+            f"It must rotate some of the {head_dim} elements of a head (head_dim or global_head_dim), an even number.",
+        )
     theta = positive_number("rope_theta", table.get("rope_theta"), 10000.0)
     factor = positive_number("rope setting factor", table.get("factor"), 1.0)
     return RopeSpec("proportional", theta, head_dim, factor=factor, rotated_pairs=pairs)

@@ -63,10 +63,10 @@ from oarlock.workers.models.wrappers import describe_text_part, is_wrapper, serv
 
 # One page for each family, or for several that are alike.
 _PAGES = (
-    afmoe, cohere, cohere2_moe, cohere_compass, cwm, dots1, ernie4_5, ernie4_5_moe, exaone4, exaone_moe, flint, gemma, gemma4,
-    glm4, glm4_moe, gpt2, gpt_neo, gpt_neox, gpt_oss, gptj, granite, granite_moe, helium, hunyuan, hy_v3, hyperclovax,
-    laguna, lfm2, llama, llama4, mellum, mimo_v2, minimax_m2, ministral3, mistral, nemotron, olmo, opt, phi, phi3, phimoe, qwen, qwen_moe,
-    seed_oss, smollm3, stablelm, starcoder2,
+    afmoe, cohere, cohere2_moe, cohere_compass, cwm, dots1, ernie4_5, ernie4_5_moe, exaone4, exaone_moe, flint, gemma,
+    gemma4, glm4, glm4_moe, gpt2, gpt_neo, gpt_neox, gpt_oss, gptj, granite, granite_moe, helium, hunyuan, hy_v3,
+    hyperclovax, laguna, lfm2, llama, llama4, mellum, mimo_v2, minimax_m2, ministral3, mistral, nemotron, olmo, opt,
+    phi, phi3, phimoe, qwen, qwen_moe, seed_oss, smollm3, stablelm, starcoder2,
 )  # fmt: skip
 FAMILIES: dict[str, Describe] = {name: describe for page in _PAGES for name, describe in page.FAMILIES.items()}
 # Some families are not in llama.cpp, and their pages have none.

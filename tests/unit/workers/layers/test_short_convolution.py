@@ -2,6 +2,7 @@
 ranks."""
 
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -53,7 +54,8 @@ def layer_step(
     step = StateStep(
         *(torch.tensor(part, dtype=torch.int32) for part in (starts, reads, writes, save_starts, lens, saved))
     )
-    return LayerStep(None, None, None, None, None, states=LayerStates((states,)), state_step=step)  # ty: ignore[invalid-argument-type]
+    batch = SimpleNamespace(state=step)
+    return LayerStep(None, batch, None, None, None, states=LayerStates((states,)))  # ty: ignore[invalid-argument-type]
 
 
 def fed(module: ShortConvolution, x: Tensor, cuts: list[int]) -> Tensor:
