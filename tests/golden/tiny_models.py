@@ -49,6 +49,8 @@ _DELTA = {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_he
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_state": 16, "mamba_chunk_size": 8}
 _GROUPS = {"num_experts_per_tok": 3, "moe_intermediate_size": 36, "n_group": 4, "topk_group": 2,
            "routed_scaling_factor": 1.7}  # fmt: skip
+_GEMMA4 = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 12,
+           "head_dim": 16, "global_head_dim": 32}  # fmt: skip
 # What sets a family apart. Windows are shorter than the tests' prompts, softcaps low enough to bend the scores.
 _FAMILY: dict[str, dict[str, Any]] = {
     "arcee": {"mlp_bias": True},
@@ -190,9 +192,25 @@ _FAMILY: dict[str, dict[str, Any]] = {
                     "prefix_dense_intermediate_size": 52, "head_dim": 24, "logit_scale": 0.25, "sliding_window": 12,
                     "mlp_layer_types": ["dense", "sparse", "sparse"],
                     "layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+    # Convolutions around attention, whose states outlive the chunks of the tests' prompts.
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 16,
+             "block_ffn_dim_multiplier": 1.3},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1, "num_experts": 5,
+                 "num_experts_per_tok": 3, "moe_intermediate_size": 36, "routed_scaling_factor": 1.7},
+    "lfm3": {"layer_types": ["conv", "sliding_attention", "full_attention"], "sliding_window": 12, "head_dim": 24},
+    # The last two layers read the keys and values of the first two.
+    "gemma4_text": {**_GEMMA4, "vocab_size_per_layer_input": 330, "hidden_size_per_layer_input": 16,
+                    "num_kv_shared_layers": 2, "use_double_wide_mlp": True},
+    "gemma4_unified_text": {**_GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 2,
+                            "final_logit_softcapping": 2.5},
+    "laguna": {**_SEVEN, **_SLIDING, "shared_expert_intermediate_size": 52, "moe_routed_scaling_factor": 1.7,
+               "num_attention_heads_per_layer": [8, 16, 4]},
+    "mimo_v2_flash": {"head_dim": 24, "v_head_dim": 16, "num_key_value_heads": 2, "n_routed_experts": 8,
+                      "num_experts_per_tok": 3, "moe_intermediate_size": 36, "routed_scaling_factor": 1.7,
+                      **_SLIDING},
 }  # fmt: skip
 
-_NORM = re.compile(r"(norm\d?|ln_[12f])\.weight$")
+_NORM = re.compile(r"(norm(_?\d)?|ln_[12f])\.weight$")
 
 
 def make_tiny(
@@ -253,11 +271,15 @@ def _random_model(
                     has_offset = re.search("gemma|nemotron$|qwen3_(next|5)", config.model_type) is not None
                     has_offset = has_offset and "linear_attn" not in name
                     parameter.normal_(mean=0.0 if has_offset else 1.0, std=0.1)
+                elif name.endswith("conv.weight"):
+                    parameter.normal_(std=0.5)
                 elif std > 0:
                     parameter.normal_(std=std)
             for name, buffer in model.named_buffers():
                 if name.endswith("bias") and buffer.is_floating_point():  # others are masks
                     buffer.normal_(std=0.1)
+                elif name.endswith("layer_scalar"):
+                    buffer.uniform_(0.6, 1.4)
     return model.eval()
 
 

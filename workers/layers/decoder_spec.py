@@ -14,10 +14,12 @@ from oarlock.workers.layers.attention_spec import SelfAttentionSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec
 from oarlock.workers.layers.gated_delta_spec import GatedDeltaSpec
 from oarlock.workers.layers.gated_mlp_spec import GatedMLPSpec
+from oarlock.workers.layers.layer_input_spec import LayerInputTable
 from oarlock.workers.layers.mamba2_spec import Mamba2Spec
 from oarlock.workers.layers.memory_spec import MemoryGroup, MemorySpec, PagesSpec, SlotsSpec, memory_groups
 from oarlock.workers.layers.mlp_spec import MLPSpec
 from oarlock.workers.layers.sharding import LARGEST_TP, SLICES
+from oarlock.workers.layers.short_convolution_spec import ShortConvolutionSpec
 from oarlock.workers.layers.tensor_spec import NormSpec, RankDtype, Sharding, Tap, TensorSpec
 from oarlock.workers.model_files.tensor_names import NO_NAMES, TensorNames
 from oarlock.workers.quantization.formats.weight_format import WeightFormats
@@ -103,6 +105,7 @@ class LayerSpec:
 
     branches: tuple[BranchSpec, ...]
     lengths: tuple[int, ...] = ()  # number of branches in each stage; empty: one in each
+    scalar: str | None = None  # name of a stored factor of the layer's result; None: it is not scaled
 
     @property
     def stages(self) -> tuple[tuple[BranchSpec, ...], ...]:
@@ -122,6 +125,8 @@ class LayerSpec:
         for branch in self.branches:
             module = branch.sublayer.module
             found += [replace(tensor, name=f"{module}.{tensor.name}") for tensor in branch.sublayer.tensors(hidden)]
+        if self.scalar is not None:
+            found.append(TensorSpec(self.scalar, (1,), rank_dtype=RankDtype.FLOAT32))
         return found
 
     @property
@@ -178,6 +183,7 @@ class DecoderSpec:
     logit_scale: float = 1.0
     logit_softcap: float | None = None  # final logits become cap * tanh(logits / cap)
     positions: PositionTable | None = None
+    layer_inputs: LayerInputTable | None = None  # table of inputs that each layer gets from the tokens
     head_bias: bool = False
     names: TensorNames = NO_NAMES  # differences between the names in checkpoints and the names here
     wrapper: str | None = None  # class of the multimodal model of which this is the text part; None: no such model
@@ -295,6 +301,8 @@ def tensors_of(spec: DecoderSpec, layers: range | None = None) -> Iterator[Tenso
         yield TensorSpec(f"{_POSITIONS}weight", rows, is_table=True)
     if is_last:
         yield from spec.norm.tensors(_NORM, spec.hidden_size)
+    if is_first and spec.layer_inputs is not None:
+        yield from spec.layer_inputs.tensors(spec.hidden_size, spec.num_layers)
     of_layer = {layer: layer.tensors(spec.hidden_size, spec.norm) for layer in dict.fromkeys(spec.layers)}
     for index in layers:
         for tensor in of_layer[spec.layers[index]]:
@@ -329,7 +337,7 @@ def is_ignorable(spec: DecoderSpec, name: str) -> bool:
 # Fused module of a layer -> the modules that it contains.
 FUSED_MODULES = {
     f"{kind.module}.{whole}": tuple(f"{kind.module}.{part}" for part in parts)
-    for kind in (SelfAttentionSpec, GatedMLPSpec, MLPSpec, GatedDeltaSpec, Mamba2Spec)
+    for kind in (SelfAttentionSpec, GatedMLPSpec, MLPSpec, GatedDeltaSpec, Mamba2Spec, ShortConvolutionSpec)
     for whole, parts in kind.fused.items()
 }
 _LAYERS, _EMBEDDING, _NORM, _HEAD = "model.layers.", "model.embed_tokens.", "model.norm.", "lm_head."
@@ -356,6 +364,6 @@ def is_in_stage(spec: DecoderSpec, name: str, layers: range) -> bool:
         return not number.isdigit() or int(number) >= spec.num_layers or int(number) in layers
     if name.startswith(_EMBEDDING):
         return is_first or (is_last and spec.tie_word_embeddings)
-    if name.startswith(_POSITIONS):
+    if name.startswith((_POSITIONS, *LayerInputTable.modules)):
         return is_first
     return is_last or not name.startswith((_NORM, _HEAD))

@@ -105,7 +105,7 @@ def route(logits: Tensor, spec: RouterSpec, correction: Tensor | None) -> tuple[
     else:
         weights = scores.gather(1, ids)
         if spec.normalised:
-            weights = weights / weights.sum(1, keepdim=True).clamp(min=spec.least_sum)
+            weights = weights / (weights.sum(1, keepdim=True).clamp(min=spec.least_sum) + spec.added_to_sum)
     return ids.int(), (weights * spec.scale).float()
 
 

@@ -19,6 +19,7 @@ class RouterSpec:
     scores: str = "softmax"  # softmax | sigmoid | sparsemixer, applied to the logits; see `tolerance`
     normalised: bool = False  # the weights of a token add up to 1 before `scale` is applied
     least_sum: float = 1e-20  # lower bound of the sum that weights are divided by, if `normalised`
+    added_to_sum: float = 0.0  # added to the sum before weights are divided by it, if `normalised`
     scale: float = 1.0
     groups: int = 1  # number of equal groups of consecutive experts; experts are chosen from `top_groups` groups
     top_groups: int = 1  # number of groups that are kept, chosen by the sum of their two best scores

@@ -79,6 +79,9 @@ class Layer(Protocol):
     @property
     def stages(self) -> Sequence[Sequence[Branch]]: ...
 
+    @property
+    def scalar(self) -> object: ...
+
 
 class Program:
     """The operations of layers. It keeps the parts that they point to alive.
@@ -376,6 +379,8 @@ class PreparedLayers:
             raise group.lost(missing)
 
     def _add_layer(self, layer: Layer, rotary: int, memory: LayerMemory) -> None:
+        if layer.scalar is not None:
+            raise CannotPrepare("layers scale their results")
         for stage in layer.stages:
             self._add_stage(stage, rotary, memory)
 
@@ -428,6 +433,8 @@ def can_join(layers: Sequence[Layer]) -> bool:
     output)."""
     branches = [branch for layer in layers for branch in layer.branches]
     plain = all(type(branch.norm) is RMSNorm and type(branch.post_norm) in (RMSNorm, type(None)) for branch in branches)
+    if any(layer.scalar is not None for layer in layers):
+        return False
     in_turn = all(len(stage) == 1 for layer in layers for stage in layer.stages)
     return plain and in_turn and all(branch.scale == 1.0 for branch in branches)
 

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from oarlock.base.errors import StartupError
 from oarlock.workers.attention.backend import AttentionBackend, AttentionSpec, KVSpec, LayerMemory, LayerStep
 from oarlock.workers.attention.forward_batch import ForwardBatch
 from oarlock.workers.distributed.parallel_state import TensorParallel
@@ -33,6 +34,8 @@ from oarlock.workers.layers.gated_delta import GatedDelta
 from oarlock.workers.layers.gated_delta_spec import GatedDeltaSpec
 from oarlock.workers.layers.gated_mlp import GatedMLP
 from oarlock.workers.layers.gated_mlp_spec import GatedMLPSpec
+from oarlock.workers.layers.layer_input import LayerInput, LayerInputs
+from oarlock.workers.layers.layer_input_spec import LayerInputSpec
 from oarlock.workers.layers.linear import RowParallelLinear
 from oarlock.workers.layers.mamba2 import Mamba2
 from oarlock.workers.layers.mamba2_spec import Mamba2Spec
@@ -43,6 +46,8 @@ from oarlock.workers.layers.norm import Norm, RMSNorm, make_norm
 from oarlock.workers.layers.placement import Placement
 from oarlock.workers.layers.rotary import QueryScaleTable, RotaryTable
 from oarlock.workers.layers.sharding import kv_heads_of_rank
+from oarlock.workers.layers.short_convolution import ShortConvolution
+from oarlock.workers.layers.short_convolution_spec import ShortConvolutionSpec
 from oarlock.workers.quantization.formats.weight_format import WeightFormats
 from oarlock.workers.quantization.registry import NONE
 from oarlock.workers.weights.source import WeightSource
@@ -78,6 +83,7 @@ class Sublayer(Protocol):
 _SUBLAYERS: dict[type, Callable[..., Sublayer]] = {
     SelfAttentionSpec: Attention, GatedMLPSpec: GatedMLP, MLPSpec: MLP, ExpertsSpec: Experts,
     GatedDeltaSpec: GatedDelta, Mamba2Spec: Mamba2,
+    ShortConvolutionSpec: ShortConvolution, LayerInputSpec: LayerInput,
 }  # fmt: skip
 
 
@@ -114,6 +120,22 @@ class Branch:
         return (residual.float() + result.float() * self.scale).to(residual.dtype)  # `add` would round the scale
 
 
+class LayerScalar:
+    """A stored factor of a layer's result: [T, hidden] -> [T, hidden]."""
+
+    weight_bytes = 4
+
+    def __init__(self, name: str, placement: Placement) -> None:
+        self.name = name
+        self.weight = torch.empty(1, dtype=torch.float32, device=placement.device)
+
+    def load(self, weights: WeightSource) -> None:
+        weights.take(self.name, self.weight, shape=(1,))
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        return (hidden.float() * self.weight).to(hidden.dtype)
+
+
 class DecoderLayer:
     """A decoder layer, [T, hidden] -> [T, hidden]: the branches of a `LayerSpec`."""
 
@@ -130,6 +152,7 @@ class DecoderLayer:
         self.norms = list(norms.values())
         self.branches = [Branch(name, branch, layer, spec.hidden_size, placement, norms) for branch in shape.branches]
         self.stages: list[tuple[Branch, ...]] = in_stages(self.branches, shape.lengths)
+        self.scalar = None if shape.scalar is None else LayerScalar(f"{name}.{shape.scalar}", placement)
 
     @property
     def attention(self) -> Attention | None:
@@ -142,14 +165,15 @@ class DecoderLayer:
 
     @property
     def parts(self) -> list[_Part]:
-        return [*self.norms, *(part for branch in self.branches for part in branch.sublayer.parts)]
+        scalars = [] if self.scalar is None else [self.scalar]
+        return [*self.norms, *(part for branch in self.branches for part in branch.sublayer.parts), *scalars]
 
     def __call__(self, hidden: Tensor, step: LayerStep) -> Tensor:
         for stage in self.stages:
             entering = hidden
             for branch in stage:
                 hidden = branch(entering, hidden, step)
-        return hidden
+        return hidden if self.scalar is None else self.scalar(hidden)
 
 
 def moe_layers_of(layers: Sequence[DecoderLayer]) -> list[Experts]:
@@ -191,6 +215,14 @@ class Decoder:
             if spec.positions is not None and self.is_first
             else None
         )
+        self.layer_inputs: LayerInputs | None = None
+        if spec.layer_inputs is not None:
+            if not (self.is_first and self.is_last):
+                raise StartupError(
+                    f"{spec.architecture}: the inputs of its layers cannot be sent to other pipeline stages.",
+                    "Use --pipeline-parallel-size 1.",
+                )
+            self.layer_inputs = LayerInputs(spec.layer_inputs, spec.num_layers, hidden, placement, vocab_placement)
         self.layers = [DecoderLayer(f"model.layers.{i}", spec, i, placement) for i in stage]
         self.norm = make_norm("model.norm", hidden, spec.norm, placement)
         self.head = VocabParallelHead.of(spec, vocab_placement)
@@ -208,6 +240,7 @@ class Decoder:
         self._prepared: PreparedLayers | None = None
         self.why_not_prepared: str | None = None  # reason in the most recent step
         self.joins_layers = fused_layer.has_join_kernels(device)
+        self.numbers = list(stage)  # of the layers in the whole model
         self.groups = spec.groups  # memory groups of the whole model
         groups = [spec.group_of(i, PagesSpec) for i in stage]
         self.pages_of = [-1 if group is None else group for group in groups]  # number of each layer's group of pages
@@ -223,6 +256,7 @@ class Decoder:
         other.rotary_of = [self.rotary_of[layer] for layer in layers]
         other.scale_of = [self.scale_of[layer] for layer in layers]
         other.pages_of = [self.pages_of[layer] for layer in layers]
+        other.numbers = [self.numbers[layer] for layer in layers]
         return other
 
     @property
@@ -292,6 +326,8 @@ class Decoder:
             yield self.embedding
         if self.positions is not None:
             yield self.positions
+        if self.layer_inputs is not None:
+            yield from self.layer_inputs.parts
         for layer in self.layers:
             yield from layer.parts
         if self.is_last:
@@ -328,6 +364,7 @@ class Decoder:
             hidden = self.embedding(batch.token_ids)  # [T, hidden]
             if self.positions is not None:
                 hidden = self.positions(hidden, batch.positions)
+        inputs = None if self.layer_inputs is None else self.layer_inputs(batch.token_ids, hidden)  # [T, layers, width]
         prepared = self.prepared_for(memory, backends)
         # Nearly all models have no such table, and this is computed for every token.
         scales = [table(batch.positions, longest) for table in self.query_scales.values()] if self.query_scales else []
@@ -338,9 +375,11 @@ class Decoder:
         steps = [
             LayerStep(
                 None if which < 0 else angles[which], batch, own.kv, backends.get(pages), plans.get(pages),
-                None if scale < 0 else scales[scale], own.states,
+                None if scale < 0 else scales[scale], own.states, None if inputs is None else inputs[:, number],
             )
-            for which, scale, pages, own in zip(self.rotary_of, self.scale_of, self.pages_of, memory, strict=True)
+            for which, scale, pages, own, number in zip(
+                self.rotary_of, self.scale_of, self.pages_of, memory, self.numbers, strict=True
+            )
         ]  # fmt: skip
         if self.joins_layers and isinstance(self.norm, RMSNorm) and self.is_last and fused_layer.can_join(self.layers):
             return fused_layer.run_joined(self.layers, self.norm, hidden, steps)

@@ -86,6 +86,7 @@ class CRouter(ctypes.Structure):
         ("corrects_logits", c_int),
         ("is_mixer", c_int),
         ("least_sum", c_double),
+        ("added_to_sum", c_double),
         ("scale", c_double),
         ("tolerance", c_double),
     )
