@@ -187,6 +187,21 @@ CASES: dict[str, Case] = {
     "laguna": Case("laguna", {}, (1, 2, 4)),
     "laguna-gated-values": Case("laguna", {"gating": "per-element", "attention_bias": True}, (2,)),
     "mimo-v2-flash": Case("mimo_v2_flash", {}, (1, 2, 4)),
+    "bamba": Case("bamba", {}, (1, 2, 4)),
+    "bamba-one-group-biased-tied": Case("bamba", {"mamba_n_groups": 1, "mamba_proj_bias": True, "mlp_bias": True,
+                                                  "mamba_conv_bias": False, "attention_bias": True,
+                                                  "tie_word_embeddings": True}, (2,)),
+    "falcon-h1": Case("falcon_h1", {}, (1, 2, 4)),
+    "falcon-h1-normed": Case("falcon_h1", {"mamba_rms_norm": True, "projectors_bias": True}, (1, 2)),
+    "granite-hybrid": Case("granitemoehybrid", {}, (1, 2, 4)),
+    "granite-hybrid-dense-rotated": Case("granitemoehybrid", {"num_local_experts": 0, "position_embedding_type": "rope",
+                                                              "tie_word_embeddings": True}, (1, 2)),
+    "mamba2": Case("mamba2", {}, (1, 2, 4)),
+    "mamba2-one-group-biased-tied": Case("mamba2", {"n_groups": 1, "use_bias": True, "use_conv_bias": False,
+                                                    "tie_word_embeddings": True}, (2,)),
+    "nemotron-h": Case("nemotron_h", {}, (1, 2, 4)),
+    "nemotron-h-dense-eight-groups": Case("nemotron_h", {"n_groups": 8, "layers_block_type": [
+        "linear_attention", "mlp", "full_attention", "linear_attention"], "use_bias": True, "mlp_bias": True}, (2, 8)),
     "gpt2": Case("gpt2", {}, (1, 2, 4, 8)),
     "gpt2-untied-scaled-by-layer": Case("gpt2", {"tie_word_embeddings": False, "vocab_size": 311, "scale_attn_weights":
                                                  False, "scale_attn_by_inverse_layer_idx": True,
@@ -218,6 +233,15 @@ CASES: dict[str, Case] = {
         (2,)),
     "hunyuan-moe": Case("hunyuan_v1_moe", {}, (1, 2, 4)),
     "afmoe": Case("afmoe", {}, (1, 2, 4)),
+    "qwen3-next": Case("qwen3_next", {}, (1, 2, 4)),
+    "qwen3-5": Case("qwen3_5_text", {}, (1, 2, 4)),
+    "qwen3-5-one-key-head-each-tied": Case("qwen3_5_text", {
+        "linear_num_value_heads": 4, "tie_word_embeddings": True, "num_key_value_heads": 1, "vocab_size": 309,
+        "linear_conv_kernel_dim": 3}, (4,), torch.bfloat16),
+    "qwen3-5-moe": Case("qwen3_5_moe_text", {}, (1, 2, 4)),
+    "olmo-hybrid": Case("olmo_hybrid", {}, (1, 2, 4)),
+    "olmo-hybrid-unrotated": Case("olmo_hybrid", {"linear_allow_neg_eigval": False}, (2,),
+                                  claims={"rope_parameters": None}),
     "llama4": Case("llama4_text", {}, (1, 2, 4)),
     "llama4-plain": Case("llama4_text", {"use_qk_norm": False, "attn_temperature_tuning": False, "attention_bias": True,
         "num_experts_per_tok": 1, "moe_layers": [0, 2], "no_rope_layers": [1, 1, 1], "rope_parameters": {
@@ -268,6 +292,8 @@ _WRAPPERS: dict[str, Case] = {
     "internvl-wrapper": Case("internvl", {}, (1, 2, 4)),
     "qwen3-vl-wrapper": Case("qwen3_vl", {}, (1, 2, 4)),
     "qwen3-vl-moe-wrapper": Case("qwen3_vl_moe", {}, (1, 2, 4)),
+    "qwen3-5-wrapper": Case("qwen3_5", {}, (1, 2, 4)),
+    "qwen3-5-moe-wrapper": Case("qwen3_5_moe", {}, (1, 2, 4)),
     "qwen3-vl-moe-wrapper-as-published": Case("qwen3_vl_moe", {}, (1, 2, 4), inputs_first=True),
 }  # fmt: skip
 CASES |= _WRAPPERS

@@ -48,16 +48,19 @@ def names_of(spec: DecoderSpec) -> list[str]:
     residual. `pages` are the bytes of KV memory, which must be those of KV heads stored once."""
     layers = []
     for index, layer in enumerate(spec.layers):
-        names, norms = [], set()
-        for number, branch in enumerate(layer.branches):
-            if branch.norm is not None and not (layer.parallel and branch.norm in norms):
-                names.append("mlp_norm" if number else "input_norm")
-            norms.add(branch.norm)
-            names += _inside(branch.sublayer)
-            if branch is layer.branches[-1]:
+        names, number = [], 0
+        for stage in layer.stages:
+            norms: set[str | None] = {None}
+            for branch in stage:
+                if branch.norm not in norms:
+                    names.append("mlp_norm" if number else "input_norm")
+                norms.add(branch.norm)
+                names += _inside(branch.sublayer)
+                number += 1
+            if stage is layer.stages[-1]:
                 names.append("residual")
-            elif not layer.parallel:
-                names.append("mlp_residual" if number else "mid_residual")
+            else:
+                names.append("mlp_residual" if number > len(layer.stages[0]) else "mid_residual")
         layers += [f"{index}.{name}" for name in names]
     return ["embedding", *layers, "final_norm", "logits"]
 

@@ -16,6 +16,7 @@ _SMALL = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "n
 _SIGLIP = {**_SMALL, "model_type": "siglip_vision_model", "vision_use_head": False}
 _CLIP = {**_SMALL, "model_type": "clip_vision_model", "projection_dim": 16}
 _DEEP = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "patch_size": 8, "out_hidden_size": 64}
+_DEEP_POSITIONS = {**_DEEP, "num_position_embeddings": 16}
 _DEEPSTACK = {**_DEEP, "deepstack_visual_indexes": [0], "num_position_embeddings": 16}
 _SECTIONS = {"rope_type": "default", "mrope_section": [2, 1, 1]}  # of heads with 8 rotated elements
 _INTERLEAVED = {"rope_type": "default", "mrope_section": [4, 4, 4], "mrope_interleaved": True}
@@ -76,6 +77,9 @@ WRAPPERS: dict[str, dict[str, Any]] = {
                  "text_config": {"rope_parameters": _INTERLEAVED}},
     "qwen3_vl_moe": {"class": "Qwen3VLMoeForConditionalGeneration", "like": "qwen3_moe", "vision_config": _DEEPSTACK,
                      "text_config": {"rope_parameters": _INTERLEAVED}},
+    "qwen3_5": {"class": "Qwen3_5ForConditionalGeneration", "like": "qwen3_5_text", "vision_config": _DEEP_POSITIONS},
+    "qwen3_5_moe": {"class": "Qwen3_5MoeForConditionalGeneration", "like": "qwen3_5_moe_text",
+                    "vision_config": _DEEP_POSITIONS},
     "smolvlm": {"class": "SmolVLMForConditionalGeneration", "like": "llama", "vision_config": _SMALL},
 }  # fmt: skip
 

@@ -112,7 +112,7 @@ class Attention:
             num_heads=shard.num_heads,
             num_kv_heads=shard.num_kv_heads,
             head_dim=spec.head_dim,
-            scale=spec.scale,
+            scale=spec.scale * spec.key_scale,
             sliding_window=spec.window,
             softcap=spec.softcap,
             chunk=spec.chunk,

@@ -95,6 +95,7 @@ class SelfAttentionSpec:
     norms_after_rotation: bool = False  # True: each head of q and k is normed after the rotation
     query_scale: QueryScale | None = None  # None: queries are not scaled by their position
     chunk: int | None = None  # a query sees the tokens of its own chunk of this many tokens, up to itself
+    key_scale: float = 1.0  # factor of the rotated keys, which scores get instead
     output_gate: bool = False  # each value of the result is multiplied by the sigmoid of a projection of the input
     value_dim: int | None = None  # values of one head's value; None: `head_dim`, as of queries and keys
     of_layer: int | None = None  # layer whose keys and values are read; then there are no projections of own ones

@@ -18,16 +18,27 @@ from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.layers import fused_layer
 from oarlock.workers.layers.attention import Attention
 from oarlock.workers.layers.attention_spec import SelfAttentionSpec
-from oarlock.workers.layers.decoder_spec import BranchSpec, DecoderSpec, is_ignorable, is_in_stage, slices_of
+from oarlock.workers.layers.decoder_spec import (
+    BranchSpec,
+    DecoderSpec,
+    in_stages,
+    is_ignorable,
+    is_in_stage,
+    slices_of,
+)
 from oarlock.workers.layers.embedding import PositionEmbedding, VocabParallelEmbedding, VocabParallelHead
 from oarlock.workers.layers.experts import Experts
 from oarlock.workers.layers.experts_spec import ExpertsSpec
 from oarlock.workers.layers.fused_layer import CannotPrepare, PreparedLayers
+from oarlock.workers.layers.gated_delta import GatedDelta
+from oarlock.workers.layers.gated_delta_spec import GatedDeltaSpec
 from oarlock.workers.layers.gated_mlp import GatedMLP
 from oarlock.workers.layers.gated_mlp_spec import GatedMLPSpec
 from oarlock.workers.layers.layer_input import LayerInput, LayerInputs
 from oarlock.workers.layers.layer_input_spec import LayerInputSpec
 from oarlock.workers.layers.linear import RowParallelLinear
+from oarlock.workers.layers.mamba2 import Mamba2
+from oarlock.workers.layers.mamba2_spec import Mamba2Spec
 from oarlock.workers.layers.memory_spec import PagesSpec
 from oarlock.workers.layers.mlp import MLP
 from oarlock.workers.layers.mlp_spec import MLPSpec
@@ -71,7 +82,8 @@ class Sublayer(Protocol):
 # Class of each kind of sublayer.
 _SUBLAYERS: dict[type, Callable[..., Sublayer]] = {
     SelfAttentionSpec: Attention, GatedMLPSpec: GatedMLP, MLPSpec: MLP, ExpertsSpec: Experts,
-    ShortConvolutionSpec: ShortConvolution, LayerInputSpec: LayerInput,
+    GatedDeltaSpec: GatedDelta, Mamba2Spec: Mamba2, ShortConvolutionSpec: ShortConvolution,
+    LayerInputSpec: LayerInput,
 }  # fmt: skip
 
 
@@ -79,14 +91,20 @@ class Branch:
     """A sublayer, with the norms around it, whose result is added to the residual."""
 
     def __init__(
-        self, name: str, spec: BranchSpec, layer: int, hidden: int, placement: Placement, norms: dict[str, Norm]
+        self,
+        name: str,
+        spec: BranchSpec,
+        layer: int,
+        hidden: int,
+        placement: Placement,
+        norms: dict[tuple[str, float], Norm],
     ) -> None:
-        """Build the sublayer of the layer called `name`. `norms`: the layer's norms by name."""
-        self.norm = None if spec.norm is None else norms[spec.norm]
+        """Build the sublayer of the layer called `name`. `norms`: the layer's norms by name and factor."""
+        self.norm = None if spec.norm is None else norms[spec.norm, spec.input_scale]
         self.sublayer = _SUBLAYERS[type(spec.sublayer)](
             f"{name}.{spec.sublayer.module}", spec.sublayer, layer, hidden, placement
         )
-        self.post_norm = None if spec.post_norm is None else norms[spec.post_norm]
+        self.post_norm = None if spec.post_norm is None else norms[spec.post_norm, 1.0]
         self.scale = spec.scale
 
     def __call__(self, x: Tensor, residual: Tensor, step: LayerStep) -> Tensor:
@@ -123,11 +141,17 @@ class DecoderLayer:
 
     def __init__(self, name: str, spec: DecoderSpec, layer: int, placement: Placement) -> None:
         shape = spec.layers[layer]
-        names = [norm for branch in shape.branches for norm in (branch.norm, branch.post_norm) if norm is not None]
-        norms = {norm: make_norm(f"{name}.{norm}", spec.hidden_size, spec.norm, placement) for norm in names}
+        pairs = [
+            pair for branch in shape.branches for pair in ((branch.norm, branch.input_scale), (branch.post_norm, 1.0))
+        ]
+        norms = {
+            (norm, scale): make_norm(f"{name}.{norm}", spec.hidden_size, spec.norm, placement, scale)
+            for norm, scale in pairs
+            if norm is not None
+        }
         self.norms = list(norms.values())
         self.branches = [Branch(name, branch, layer, spec.hidden_size, placement, norms) for branch in shape.branches]
-        self.parallel = shape.parallel
+        self.stages: list[tuple[Branch, ...]] = in_stages(self.branches, shape.lengths)
         self.scalar = None if shape.scalar is None else LayerScalar(f"{name}.{shape.scalar}", placement)
 
     @property
@@ -145,9 +169,10 @@ class DecoderLayer:
         return [*self.norms, *(part for branch in self.branches for part in branch.sublayer.parts), *scalars]
 
     def __call__(self, hidden: Tensor, step: LayerStep) -> Tensor:
-        entering = hidden
-        for branch in self.branches:
-            hidden = branch(entering if self.parallel else hidden, hidden, step)
+        for stage in self.stages:
+            entering = hidden
+            for branch in stage:
+                hidden = branch(entering, hidden, step)
         return hidden if self.scalar is None else self.scalar(hidden)
 
 

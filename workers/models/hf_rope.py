@@ -31,6 +31,10 @@ _KEYS = {
 }
 LENGTH = "original_max_position_embeddings"
 _LONGROPE_KEYS = {"short_factor", "long_factor"}
+# Settings of multimodal positions.
+_SECTION, _INTERLEAVED = "mrope_section", "mrope_interleaved"
+_SECTIONS = (_SECTION, "xdrope_section")
+_ROPE_TYPES = {"mrope": "default", "xdrope": "dynamic"}  # types that differ from the others only by the sections
 
 
 def rope_table(fields: Fields, theta: float | None = None) -> dict[str, Any]:
@@ -40,6 +44,24 @@ def rope_table(fields: Fields, theta: float | None = None) -> dict[str, Any]:
     """
     inner, outer = fields.table("rope_scaling") or fields.table("rope_parameters"), fields.raw.get("rope_theta")
     return {"rope_theta": theta if outer is None else outer, **inner}
+
+
+def without_sections(table: Any, key: str) -> Any:
+    """Return a rotary table without the sections of multimodal positions.
+
+    A section is the part of the frequencies that follows time, height or width. Tokens of text have the same position
+    in each, so the sections change nothing.
+    """
+    if not isinstance(table, dict):
+        return table
+    found = {name: value for name, value in table.items() if name not in (*_SECTIONS, _INTERLEAVED)}
+    for section in (table[name] for name in _SECTIONS if table.get(name) is not None):
+        if not isinstance(section, list) or any(type(size) not in (int, float) or size <= 0 for size in section):
+            raise unsupported(f"{key}: {_SECTION}", section, "It must be a list of positive numbers.")
+    for name in ("type", "rope_type"):
+        if isinstance(found.get(name), str):
+            found[name] = _ROPE_TYPES.get(found[name], found[name])
+    return {name: without_sections(value, key) if isinstance(value, dict) else value for name, value in found.items()}
 
 
 def rope_kind(table: dict[str, Any]) -> str:

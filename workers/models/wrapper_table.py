@@ -92,6 +92,16 @@ TEXT_PARTS: dict[str, TextPart] = {
         has_mrope=True,
         stores_inputs_first=True,
     ),
+    "qwen3_5_text": TextPart(
+        "Qwen3_5ForCausalLM", _sizes(248320, 4096, 12288, 32, 16), is_own=True, has_mrope=True
+    ),
+    "qwen3_5_moe_text": TextPart(
+        "Qwen3_5MoeForCausalLM",
+        # It has experts in every layer, and so no `intermediate_size`.
+        {"vocab_size": 248320, "hidden_size": 2048, "num_hidden_layers": 40, "num_attention_heads": 16},
+        is_own=True,
+        has_mrope=True,
+    ),
     "glm4v_text": TextPart(
         "Glm4ForCausalLM",
         _sizes(
@@ -213,6 +223,8 @@ WRAPPERS: dict[str, Wrapper] = {
     ),
     "Qwen3VLForConditionalGeneration": Wrapper("qwen3_vl_text", _INSIDE, _QWEN_OTHERS),
     "Qwen3VLMoeForConditionalGeneration": Wrapper("qwen3_vl_moe_text", _INSIDE, _QWEN_OTHERS),
+    "Qwen3_5ForConditionalGeneration": Wrapper("qwen3_5_text", _INSIDE, _QWEN_OTHERS),
+    "Qwen3_5MoeForConditionalGeneration": Wrapper("qwen3_5_moe_text", _INSIDE, _QWEN_OTHERS),
     "SmolVLMForConditionalGeneration": Wrapper("llama", _TEXT_MODEL, _IDEFICS_OTHERS),
     "Step3p7ForConditionalGeneration": Wrapper("step3p5", {}, ()),
 }  # fmt: skip

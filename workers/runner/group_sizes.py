@@ -106,6 +106,11 @@ class GroupSizes:
         return sum(group.pages.bytes_per_token for group in self.groups if group.pages is not None)
 
     @property
+    def is_rounded(self) -> bool:
+        """Whether all keys and values are rounded when they are stored in pages."""
+        return all(group.pages is None or group.pages.is_rounded for group in self.groups)
+
+    @property
     def longest_span(self) -> int | None:
         """The longest window or chunk, in tokens, if every group of pages has one; else None."""
         spans = [group.span for group in self.pages if group.span is not None]
@@ -227,8 +232,7 @@ class GroupSizes:
             f"Not enough KV memory for one sequence of {self._length} tokens: it needs {human_bytes(need)} per rank "
             f"({' + '.join(parts)}), and {room.source} {human_bytes(room.available)}."
         )
-        is_rounded = all(group.pages is None or group.pages.is_rounded for group in self.groups)
-        eight = "use --kv-cache-dtype int8, " if not is_rounded and config.device != "cuda" else ""
+        eight = "use --kv-cache-dtype int8, " if not self.is_rounded and config.device != "cuda" else ""
         shorter = f"lower --max-model-len to {largest} or less" if largest else "free memory or use a smaller model"
         if config.device == "cuda" and config.kv_cache_bytes is None:
             fix = (
