@@ -19,6 +19,7 @@ from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.layers.attention_spec import SelfAttentionSpec
 from oarlock.workers.layers.decoder_spec import DecoderSpec, SublayerSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec
+from oarlock.workers.layers.gated_mlp_spec import GatedMLPSpec
 from oarlock.workers.layers.layer_input_spec import LayerInputSpec
 from oarlock.workers.layers.mlp_spec import MLPSpec
 from oarlock.workers.layers.short_convolution_spec import ShortConvolutionSpec
@@ -48,8 +49,8 @@ def names_of(spec: DecoderSpec) -> list[str]:
     residual. `pages` are the bytes of KV memory, which must be those of KV heads stored once."""
     layers = []
     for index, layer in enumerate(spec.layers):
-        names, number = [], 0
-        for stage in layer.stages:
+        names, number, stages = [], 0, layer.stages
+        for stage in stages:
             norms: set[str | None] = {None}
             for branch in stage:
                 if branch.norm not in norms:
@@ -57,10 +58,10 @@ def names_of(spec: DecoderSpec) -> list[str]:
                 norms.add(branch.norm)
                 names += _inside(branch.sublayer)
                 number += 1
-            if stage is layer.stages[-1]:
+            if stage is stages[-1]:
                 names.append("residual")
             else:
-                names.append("mlp_residual" if number > len(layer.stages[0]) else "mid_residual")
+                names.append("mlp_residual" if number > len(stages[0]) else "mid_residual")
         layers += [f"{index}.{name}" for name in names]
     return ["embedding", *layers, "final_norm", "logits"]
 
@@ -76,7 +77,9 @@ def _inside(sublayer: SublayerSpec) -> list[str]:
         return ["router", "routing", "experts", *([] if sublayer.shared is None else ["shared"])]
     if isinstance(sublayer, LayerInputSpec):
         return ["input_gated", "input_added"]
-    return ["up" if isinstance(sublayer, MLPSpec) else "gate_up", "mlp"]
+    if isinstance(sublayer, GatedMLPSpec | MLPSpec):
+        return ["up" if isinstance(sublayer, MLPSpec) else "gate_up", "mlp"]
+    return [tap.name for tap in sublayer.taps if tap.is_compared]
 
 
 def findings(
