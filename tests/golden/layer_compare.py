@@ -19,6 +19,7 @@ from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.layers.attention_spec import SelfAttentionSpec
 from oarlock.workers.layers.decoder_spec import DecoderSpec, SublayerSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec
+from oarlock.workers.layers.gated_delta_spec import GatedDeltaSpec
 from oarlock.workers.layers.gated_mlp_spec import GatedMLPSpec
 from oarlock.workers.layers.layer_input_spec import LayerInputSpec
 from oarlock.workers.layers.mlp_spec import MLPSpec
@@ -28,9 +29,11 @@ from tests.golden.cases import PROMPT
 from tests.golden.exact_reference import ExactReference
 from tests.golden.paged_run import BLOCK_SIZE, NUM_BLOCKS, PagedRun, load_decoder, on_ranks
 
+_DELTA_HEADS = ("delta_q", "delta_k", "delta_v", "delta_z", "delta_b", "delta_a", "q_conv", "k_conv", "v_conv",
+                "recurrence", "gated_norm")  # fmt: skip
 # Tensors of which each rank has some columns.
 _CUT = ("q", "attention_gate", "q_rope", "attention", "gate_up", "up", "conv_b", "conv_c", "conv_x", "convolution",
-        "input_gated")  # fmt: skip
+        "input_gated", *_DELTA_HEADS)  # fmt: skip
 _FIRST_CHUNK = 20
 _ROUNDING = {torch.float32: 2.0**-25, torch.float16: 2.0**-12, torch.bfloat16: 2.0**-9}
 
@@ -73,6 +76,8 @@ def _inside(sublayer: SublayerSpec) -> list[str]:
         return ["q", *(["k", "v"] if own else []), *gate, "q_rope", *keys, "attention", "o_proj"]
     if isinstance(sublayer, ShortConvolutionSpec):
         return ["conv_b", "conv_c", "conv_x", "convolution", "out_proj"]
+    if isinstance(sublayer, GatedDeltaSpec):
+        return [*_DELTA_HEADS, "delta"]
     if isinstance(sublayer, ExpertsSpec):
         return ["router", "routing", "experts", *([] if sublayer.shared is None else ["shared"])]
     if isinstance(sublayer, LayerInputSpec):
