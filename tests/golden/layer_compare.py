@@ -85,7 +85,9 @@ def _inside(sublayer: SublayerSpec) -> list[str]:
         return ["router", "routing", "experts", *([] if sublayer.shared is None else ["shared"])]
     if isinstance(sublayer, LayerInputSpec):
         return ["input_gated", "input_added"]
-    return ["up" if isinstance(sublayer, MLPSpec) else "gate_up", "mlp"]
+    if isinstance(sublayer, GatedMLPSpec | MLPSpec):
+        return ["up" if isinstance(sublayer, MLPSpec) else "gate_up", "mlp"]
+    return [tap.name for tap in sublayer.taps if tap.is_compared]
 
 
 def findings(

@@ -433,9 +433,8 @@ def can_join(layers: Sequence[Layer]) -> bool:
     output)."""
     branches = [branch for layer in layers for branch in layer.branches]
     plain = all(type(branch.norm) is RMSNorm and type(branch.post_norm) in (RMSNorm, type(None)) for branch in branches)
-    if any(layer.scalar is not None for layer in layers):
-        return False
     in_turn = all(len(stage) == 1 for layer in layers for stage in layer.stages)
+    in_turn = in_turn and not any(layer.scalar is not None for layer in layers)
     return plain and in_turn and all(branch.scale == 1.0 for branch in branches)
 
 

@@ -82,8 +82,8 @@ class Sublayer(Protocol):
 # Class of each kind of sublayer.
 _SUBLAYERS: dict[type, Callable[..., Sublayer]] = {
     SelfAttentionSpec: Attention, GatedMLPSpec: GatedMLP, MLPSpec: MLP, ExpertsSpec: Experts,
-    GatedDeltaSpec: GatedDelta, Mamba2Spec: Mamba2,
-    ShortConvolutionSpec: ShortConvolution, LayerInputSpec: LayerInput,
+    GatedDeltaSpec: GatedDelta, Mamba2Spec: Mamba2, ShortConvolutionSpec: ShortConvolution,
+    LayerInputSpec: LayerInput,
 }  # fmt: skip
 
 

@@ -62,10 +62,12 @@ from oarlock.workers.verify.transformers_layout import TransformersLayout
 AutoModelForCausalLM.register(Emu3TextConfig, Emu3ForCausalLM, exist_ok=True)
 # Modules that convert their inputs to float32, whatever their dtype is.
 _COMPUTE_IN_FLOAT32 = ("Llama4TextAttention", "Mamba2Block", "Mamba2ForCausalLM", "NemotronHBlock")
-# Ends of the names of modules with a recurrent state.
-_RECURRENT = ("GatedDeltaNet", "BambaMixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer", "Mamba2Mixer")
 # MoE layers that scale the sum of a token's experts, where others, and we, scale the weights of experts.
 _SCALE_EXPERTS = ("LagunaSparseMoeBlock",)
+# Ends of the names of modules with a recurrent state.
+_RECURRENT = (
+    "GatedDeltaNet", "BambaMixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer", "Mamba2Mixer", "ShortConv",
+)  # fmt: skip
 _WIDENED_ELSEWHERE = {"sinks", "expert_bias"}  # parameters that `exact_attention` and routers widen
 _ROWS = 8192  # rows of a weight that are widened to float64 at once
 
@@ -438,7 +440,7 @@ class TransformersRecorder:
     def _replace_own_attention(self, index: int) -> None:
         """Record the queries and keys of a layer that computes attention in its own method `_attn`, in float32: older
         families of transformers call no attention function. In float64 the method computes in float64."""
-        module: Any = self._modules.get(f"model.layers.{index}.self_attn")
+        module: Any = self._modules.get(f"model.layers.{index}.self_attn")  # None: the layer has no attention
         usual = getattr(module, "_attn", None)
         if usual is None:
             return
@@ -587,10 +589,6 @@ def _exact_forward(module: nn.Module) -> Callable[..., Any] | None:
         return partial(_widened, module)
     if type(module).__name__.endswith(_RECURRENT):
         return partial(_recurrent_forward, module)
-    if type(module).__name__.endswith("ShortConv"):
-        return partial(_own_forward, module)
-    if isinstance(module, nn.Conv1d):  # its weight is used, and widened, by the module around it
-        return None
     if isinstance(module, nn.Linear) or is_conv1d(module):
         return lambda x: _linear(module, x)
     if isinstance(module, nn.Embedding) and type(module).__name__.endswith("PositionalEmbedding"):

@@ -60,7 +60,9 @@ _KEYS = {
     "use_sandwich_norm", "use_attention_gate", "hidden_size_per_layer_input", "vocab_size_per_layer_input",
     "num_kv_shared_layers", "attention_k_eq_v", "num_global_key_value_heads", "global_head_dim", "per_layer_config",
     "use_double_wide_mlp", "gating", "num_attention_heads_per_layer", "moe_routed_scaling_factor", "v_head_dim",
-    "attention_value_scale", "sliding_window_size", "hybrid_layer_pattern",
+    "attention_value_scale", "sliding_window_size", "hybrid_layer_pattern", "linear_num_key_heads",
+    "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim",
+    "linear_allow_neg_eigval", "full_attention_interval", "attn_output_gate",
 }  # fmt: skip
 _ROPES: dict[str, dict[str, Any]] = {
     "default": {},
@@ -79,30 +81,12 @@ _OLDER = (
     "GPTNeoXForCausalLM", "OPTForCausalLM",
 )  # fmt: skip
 _MIXTURES = (
-    "Moe",
-    "MoE",
-    "MoeShared",
-    "MoeSWA",
-    "Mixtral",
-    "Olmoe",
-    "GptOss",
-    "Dots1",
-    "SolarOpen",
-    "FlexOlmo",
-    "HYV3",
-    "MiniMaxM2",
-    "Mellum",
-    "Flint",
-    "Kolibri1",
-    "Phimoe",
-    "Afmoe",
-    "HunYuanMoEV1",
-    "Llama4",
-    "Laguna",
+    "Moe", "MoE", "MoeShared", "MoeSWA", "Mixtral", "Olmoe", "GptOss", "Dots1", "SolarOpen", "FlexOlmo", "HYV3",
+    "MiniMaxM2", "Mellum", "Flint", "Kolibri1", "Phimoe", "Afmoe", "HunYuanMoEV1", "Llama4", "Qwen3Next", "Laguna",
     "MiMoV2Flash",
-)
+)  # fmt: skip
 # Families with a rotary table for each kind of layer, and without `rope_scaling`.
-_TABLES = ("CohereCompass", "Gemma4", "Laguna", "Lfm3", "MiMoV2Flash")  # fmt: skip
+_TABLES = ("CohereCompass", "Gemma4", "Laguna", "Lfm3", "MiMoV2Flash")
 # Keys that are read without a method of `Fields`.
 _RAW = {"architectures", "layer_types", "rope_scaling"}
 _RAW_OF_LAYERS = {
@@ -127,6 +111,7 @@ _FOLLOWS = {
     "rope_type": "rope type",
     "type": "rope type",
     "factor": "factor",
+    "linear_key_head_dim": "linear_value_head_dim",
 }
 
 
@@ -144,6 +129,8 @@ def base(architecture: str) -> dict[str, Any]:
         own |= {"layer_types": ["conv", "full_attention", "conv"]}
     elif name == "MiMoV2Flash":
         own |= {"n_shared_experts": None}
+    if name.startswith("Qwen3") and ("Next" in name or "_5" in name):
+        own["full_attention_interval"] = 2
     # The tables of LongRoPE are those of whole heads.
     own |= {"partial_rotary_factor": 1.0, "use_sliding_window": name != "IQuestCoder"}
     if architecture in _OLDER:  # all heads have keys of their own, or one for all
@@ -281,10 +268,14 @@ def test_invalid_values_are_startup_errors(config: dict[str, Any], message: str)
         describe({**base("LlamaForCausalLM"), **config})
 
 
+def theta(config: dict[str, Any]) -> float:
+    attention = describe(config).layers[0].attention
+    assert attention is not None and attention.rope is not None
+    return attention.rope.theta
+
+
 def test_a_null_inside_is_as_if_it_were_not_there() -> None:
     config = {**base("LlamaForCausalLM"), "rope_theta": 5e5}
-    assert describe({**config, "rope_scaling": {"rope_theta": None, "type": "default"}}).attentions[0].rope.theta == 5e5
+    assert theta({**config, "rope_scaling": {"rope_theta": None, "type": "default"}}) == 5e5
     gemma = {**base("Gemma3ForCausalLM"), "rope_theta": None, "layer_types": ["full_attention"] * 3}
-    assert (
-        describe({**gemma, "rope_parameters": {"full_attention": {"rope_theta": None}}}).attentions[0].rope.theta == 1e6
-    )
+    assert theta({**gemma, "rope_parameters": {"full_attention": {"rope_theta": None}}}) == 1e6
