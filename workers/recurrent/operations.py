@@ -11,7 +11,7 @@ def causal_convolution(
     x: Tensor, states: Tensor, weight: Tensor, bias: Tensor | None, step: StateStep, *, silu: bool
 ) -> Tensor:
     """Return the depthwise convolution of `x` [T, channels] over a token and the tokens before it."""
-    kernels = cpu if cpu.can_serve(x.dtype, x.device) else reference
+    kernels = cpu if cpu.can_serve(x.dtype, x.device) and weight.shape[1] in cpu.TAPS else reference
     return kernels.causal_convolution(x, states, weight, bias, step, silu=silu)
 
 

@@ -16,7 +16,7 @@ from oarlock.workers.kernels.cpu.gemm import ELEMENT_TYPES
 from oarlock.workers.kernels.cpu.structures import CConvolution, CDeltaHeads, CGatedNorm, CMambaHeads, CStateStep
 from oarlock.workers.recurrent.states import StateStep
 
-MOST_TAPS = 8  # `kMostTaps` in csrc/recurrent/convolution.h
+TAPS = (2, 3, 4)  # of the convolution: the cases of `convolve` in csrc/recurrent/convolution.cpp
 
 
 def can_serve(dtype: torch.dtype, device: torch.device) -> bool:
@@ -36,7 +36,7 @@ def causal_convolution(
 ) -> Tensor:
     """Convolve `x` [T, channels], as the reference describes."""
     channels, taps = weight.shape
-    assert x.stride(1) == 1 and x.shape[1] == channels and 2 <= taps <= MOST_TAPS
+    assert x.stride(1) == 1 and x.shape[1] == channels and taps in TAPS
     assert states.dtype == x.dtype and states.shape[1:] == (channels, taps - 1) and states.is_contiguous()
     slots = state_step(step)
     layer = CConvolution(_vector(weight), None if bias is None else _vector(bias), channels, taps, silu)

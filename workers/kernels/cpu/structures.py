@@ -309,7 +309,8 @@ class CSamplingOutput(ctypes.Structure):
 STRUCTURES: tuple[type[ctypes.Structure], ...] = (
     CAttentionStep, CAttentionLayer, CRankGroup, CHeadsOfRank, CRouter, CExpert, CExperts, CGroupedSource,
     CPackedWeight, CNorm, CHeadsAndPages, CAddition, CClamp, CMoELayer, CStateStep, CConvolution, CDeltaHeads,
-    CMambaHeads, CGatedNorm, COperation, CBranch, CRotaryRows, CLayerStep, CLogitsChanges, CSamplingStep, CSamplingOutput,
+    CMambaHeads, CGatedNorm, COperation, CBranch, CRotaryRows, CLayerStep, CLogitsChanges, CSamplingStep,
+    CSamplingOutput,
 )  # fmt: skip
 
 
