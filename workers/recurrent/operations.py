@@ -49,3 +49,20 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, gates_fir
     """Return the RMS norm of `x` [T, groups, width] over each group, times the SiLU of `gate`."""
     kernels = cpu if cpu.can_serve(x.dtype, x.device) else reference
     return kernels.gated_norm(x, gate, weight, eps, gates_first=gates_first)
+
+
+def gated_squares(x: Tensor, gate: Tensor, *, gates_first: bool) -> Tensor:
+    """Return the sum of squares of each head for a gated norm over several heads: float32 [T, heads]."""
+    return reference.gated_squares(x, gate, gates_first=gates_first)
+
+
+def gated_norm_of_heads(
+    x: Tensor, gate: Tensor, squares: Tensor, weight: Tensor, eps: float, *, gates_first: bool
+) -> Tensor:
+    """Return the gated norm of `x` [T, heads, width] over groups of heads whose `squares` are known."""
+    return reference.gated_norm_of_heads(x, gate, squares, weight, eps, gates_first=gates_first)
+
+
+def silu_gate(x: Tensor, gate: Tensor) -> Tensor:
+    """Return `x` times the SiLU of `gate`, both of one shape."""
+    return reference.silu_gate(x, gate)
