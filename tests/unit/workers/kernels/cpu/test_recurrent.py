@@ -199,6 +199,42 @@ def test_a_gated_norm_is_right_to_its_rounding(
 
 
 @each_dtype
+@pytest.mark.parametrize("gates_first", [False, True])
+@pytest.mark.parametrize("here", [2, 8])
+def test_a_gated_norm_of_several_heads_is_right_to_its_rounding(
+    here: int, gates_first: bool, dtype: torch.dtype
+) -> None:
+    """Of 8 heads in groups of 4, this rank has all or some of one group."""
+    torch.manual_seed(0)
+    x, weight = (torch.randn(5, 8, 20) * 3).to(dtype), torch.randn(8, 20)
+    gate = (torch.randn(5, 8, 20) * 3).to(dtype)
+    own = slice(4, 4 + here) if here < 4 else slice(0, 8)
+    squares = recurrent.gated_squares(x, gate, gates_first=gates_first)
+    exact = reference.gated_squares(x.double(), gate.double(), gates_first=gates_first)
+    torch.testing.assert_close(squares.double(), exact, atol=0, rtol=1e-6)
+    assert torch.equal(
+        recurrent.gated_squares(x[:, own].contiguous(), gate[:, own], gates_first=gates_first), squares[:, own]
+    )
+    grouped = squares.unflatten(1, (2, 4))[:, own.start // 4 : (own.stop + 3) // 4]
+    ours = recurrent.gated_norm_of_heads(
+        x[:, own].contiguous(), gate[:, own], grouped, weight[own], 1e-5, gates_first=gates_first
+    )
+    exact = reference.gated_norm(
+        *(rows.double().view(5, 2, 80) for rows in (x, gate)), weight.double().view(2, 80), 1e-5, gates_first=gates_first
+    ).view(5, 8, 20)[:, own]  # fmt: skip
+    torch.testing.assert_close(ours.double(), exact, atol=1e-6, rtol=max(2e-6, torch.finfo(dtype).eps))
+
+
+@each_dtype
+def test_rows_are_gated_by_silu(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, gate = ((torch.randn(5, 3, 21) * 4).to(dtype) for _ in range(2))
+    exact = reference.silu_gate(x.double(), gate.double())
+    ours = recurrent.silu_gate(x, gate)
+    torch.testing.assert_close(ours.double(), exact, atol=1e-6, rtol=max(1e-6, torch.finfo(dtype).eps))
+
+
+@each_dtype
 def test_gates_of_heads_are_right(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     both, a_log, bias = (torch.randn(41, 26) * 20).to(dtype), torch.randn(13), torch.randn(13)
