@@ -51,8 +51,10 @@ class Finding:
 
 
 def names_of(spec: DecoderSpec) -> list[str]:
-    """In the order of computation. Without a norm before them, sublayers read the residual; the branches of a stage leave
-    one residual. `pages` are the bytes of KV memory, which must be those of KV heads stored once."""
+    """In the order of computation. Without a norm, sublayers read the residual; a stage leaves one residual.
+
+    `pages` are the bytes of KV memory, which must be those of KV heads stored once.
+    """
     layers = []
     for index, layer in enumerate(spec.layers):
         names: list[str] = []

@@ -73,10 +73,9 @@ class Computation(Enum):
     PROJECTION = auto()  # a matmul whose outputs are split among ranks
     ROTATION = auto()  # rotary embedding of a projection, which may be normed first
     ATTENTION = auto()
-    CONVOLUTION = auto()  # a convolution over tokens, with the gates before and after it
     GATED = auto()  # activation(gate) * up
     ACTIVATED = auto()  # activation(up)
-    CONVOLUTION = auto()  # the causal convolution of projections, with its activation
+    CONVOLUTION = auto()  # the causal convolution of projections, with its activation or its gates
     RECURRENCE = auto()  # the result of a recurrence over a state
     GATED_NORM = auto()  # the gated norm of a recurrence's result
     SUM = auto()  # a matmul whose inputs are split among ranks, after the all-reduce

@@ -61,7 +61,7 @@ from oarlock.workers.verify.transformers_layout import TransformersLayout
 # A text model that transformers saves with settings that its automatic class does not know.
 AutoModelForCausalLM.register(Emu3TextConfig, Emu3ForCausalLM, exist_ok=True)
 # Modules that convert their inputs to float32, whatever their dtype is.
-_COMPUTE_IN_FLOAT32 = ("Llama4TextAttention",)
+_COMPUTE_IN_FLOAT32 = ("Llama4TextAttention", "Mamba2Block", "Mamba2ForCausalLM", "NemotronHBlock")
 # Ends of the names of modules with a recurrent state.
 _RECURRENT = ("GatedDeltaNet", "BambaMixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer", "Mamba2Mixer")
 # MoE layers that scale the sum of a token's experts, where others, and we, scale the weights of experts.
