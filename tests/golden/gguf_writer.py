@@ -133,7 +133,7 @@ _PERMUTED = (
     gguf.MODEL_ARCH.MISTRAL3,
 )
 _WITH_PATTERN = (gguf.MODEL_ARCH.EXAONE4, gguf.MODEL_ARCH.OLMO2)  # of windows
-_EXPERT = re.compile(r"(.*\.)(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight")
+_EXPERT = re.compile(r"(.*\.)(?:mlp|block_sparse_moe|feed_forward)\.experts\.(\d+)\.(\w+)\.weight")
 _NUMBERED = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}  # Mixtral's names
 KindOf = Callable[[str, tuple[int, ...]], str]
 

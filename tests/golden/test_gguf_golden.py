@@ -90,6 +90,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "stablelm-parallel": ("stablelm", CASES["stablelm-parallel"].special),
     "ministral3": ("ministral3", {}),
     "lfm2": ("lfm2", {}),
+    "lfm2-moe": ("lfm2_moe", {}),
     "lfm2-biased": ("lfm2", {"conv_bias": True, "layer_types": ["full_attention", "conv", "conv"]}),
     "gemma4": ("gemma4_text", {"rope_parameters": None}),
     "gemma4-keys-as-values": ("gemma4_text", {
@@ -114,7 +115,9 @@ def stored(directory: Path) -> dict[str, torch.Tensor]:
     for file in directory.glob("*.safetensors"):
         tensors |= {str(names.rename(name)): tensor for name, tensor in load_file(file).items()}
     # Weights of convolutions are matrices in GGUF.
-    tensors = {name: tensor.squeeze(1) if name.endswith("conv.conv.weight") else tensor for name, tensor in tensors.items()}
+    tensors = {
+        name: tensor.squeeze(1) if name.endswith("conv.conv.weight") else tensor for name, tensor in tensors.items()
+    }
     if json.loads((directory / "config.json").read_text()).get("tie_word_embeddings"):
         tensors.pop("lm_head.weight", None)
     return tensors

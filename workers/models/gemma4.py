@@ -241,8 +241,10 @@ def _share(settings: GGUFSettings, config: dict[str, Any]) -> dict[str, float]:
     """Return the part of each head that full attention rotates: frequencies of the rest are divided by 1e30."""
     factors = (config["rope_scaling"] or {}).get("short_factor") or []
     rotated = sum(factor == 1.0 for factor in factors)
-    if not rotated or len(factors) != config["head_dim"] // 2 or sum(factor > 1e20 for factor in factors) < len(
-        factors[rotated:]
+    if (
+        not rotated
+        or len(factors) != config["head_dim"] // 2
+        or sum(factor > 1e20 for factor in factors) < len(factors[rotated:])
     ):
         raise StartupError(
             f"{settings.model.path}: tensor 'rope_freqs.weight' is not that of Gemma 4.",
