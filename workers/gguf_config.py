@@ -48,6 +48,7 @@ def hf_config(model: GGUFModel) -> dict[str, Any]:
     head_dim = settings.count(".attention.key_length", hidden // heads)
     if settings.count(".attention.value_length", head_dim) != head_dim:
         raise StartupError(f"{model.path} has heads of keys and of values that differ in width.", "Use another model.")
+    count = settings.of_layer if family.layers_differ else settings.count
     config = {
         "architectures": [family.architecture],
         "model_type": family.model_type or family.name,
@@ -55,9 +56,9 @@ def hf_config(model: GGUFModel) -> dict[str, Any]:
         "hidden_size": hidden,
         "num_hidden_layers": settings.count(".block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": settings.count(".attention.head_count_kv", missing.get("kv_heads", heads)),
+        "num_key_value_heads": count(".attention.head_count_kv", missing.get("kv_heads", heads)),
         "head_dim": head_dim,
-        "intermediate_size": settings.count(".feed_forward_length"),
+        "intermediate_size": count(".feed_forward_length"),
         "max_position_embeddings": settings.count(".context_length", missing.get("positions", 0)),
         "rms_norm_eps": settings.number(".attention.layer_norm_rms_epsilon", 1e-6),
         "rope_theta": settings.number(".rope.freq_base", float(missing.get("theta", 10_000))),
@@ -136,10 +137,12 @@ def _family(settings: GGUFSettings) -> GGUFFamily:
 
 def _names(spec: DecoderSpec, model: GGUFModel, family: GGUFFamily) -> Iterator[tuple[str, str]]:
     """Yield (name in the file, Hugging Face's name) of each module."""
-    yield from _TOP.items()
+    yield from (_TOP | family.others_on_top).items()
     stored = {name.split(".")[2] for name in model.tensors if name.startswith("blk.") and name.count(".") > 2}
     for index, layer in enumerate(spec.layers):
         there, here = f"blk.{index}.", f"model.layers.{index}."
+        if layer.scalar is not None:
+            yield f"{there}layer_output_scale", here + layer.scalar
         for branch in layer.branches:
             sublayer = branch.sublayer
             before, after = sublayer.gguf_norms
@@ -151,7 +154,7 @@ def _names(spec: DecoderSpec, model: GGUFModel, family: GGUFFamily) -> Iterator[
             for part, name in sublayer.gguf.items():
                 # A fused module may have the same name in the file as one of its parts. It is fused only if no other
                 # part is stored.
-                others = {sublayer.gguf[one] for one in sublayer.fused.get(part, ())} - {name}
+                others = {sublayer.gguf[one] for one in sublayer.fused.get(part, ()) if one in sublayer.gguf} - {name}
                 if not others & stored:
                     yield there + name, f"{here}{sublayer.module}.{part}"
 

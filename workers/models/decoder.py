@@ -11,7 +11,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from oarlock.base.errors import StartupError
 from oarlock.workers.attention.backend import AttentionBackend, AttentionSpec, KVSpec, LayerMemory, LayerStep
 from oarlock.workers.attention.forward_batch import ForwardBatch
 from oarlock.workers.distributed.parallel_state import TensorParallel
@@ -217,11 +216,7 @@ class Decoder:
         )
         self.layer_inputs: LayerInputs | None = None
         if spec.layer_inputs is not None:
-            if not (self.is_first and self.is_last):
-                raise StartupError(
-                    f"{spec.architecture}: the inputs of its layers cannot be sent to other pipeline stages.",
-                    "Use --pipeline-parallel-size 1.",
-                )
+            assert self.is_first and self.is_last, "inputs of layers are not sent to other stages"
             self.layer_inputs = LayerInputs(spec.layer_inputs, spec.num_layers, hidden, placement, vocab_placement)
         self.layers = [DecoderLayer(f"model.layers.{i}", spec, i, placement) for i in stage]
         self.norm = make_norm("model.norm", hidden, spec.norm, placement)

@@ -13,6 +13,7 @@ from oarlock.workers.layers.attention_spec import RopeSpec, SelfAttentionSpec
 from oarlock.workers.layers.decoder_spec import BranchSpec, DecoderSpec, LayerSpec
 from oarlock.workers.layers.gated_mlp_spec import GatedMLPSpec
 from oarlock.workers.layers.layer_input_spec import LayerInputSpec, LayerInputTable
+from oarlock.workers.model_files.gguf_model import GGUFFamily, GGUFSettings
 from oarlock.workers.model_files.tensor_names import TensorNames
 from oarlock.workers.models.hf_config import (
     BEFORE_AND_AFTER,
@@ -192,7 +193,84 @@ def _rows_of_table(fields: Fields) -> int:
     return rows
 
 
+def _own(settings: GGUFSettings, config: dict[str, Any]) -> dict[str, Any]:
+    """Return Gemma 4's settings. The file has the heads of full attention under the usual keys."""
+    tensors, layers = settings.model.tensors, config["num_hidden_layers"]
+    kinds, width = settings.layer_kinds(layers), settings.count(".attention.key_length_swa")
+    for key, needed in (("attention.value_length_swa", width), ("rope.dimension_count_swa", width)):
+        if settings.count(f".{key}", needed) != needed:
+            raise StartupError(
+                f"{settings.model.path}: {key} is not attention.key_length_swa {width}.", "Use another file."
+            )
+    kv_heads = _of_layers(settings, ".attention.head_count_kv", layers)
+    widths = _of_layers(settings, ".feed_forward_length", layers)
+    table, first = tensors.get("per_layer_token_embd.weight"), kinds.index(_FULL)
+    return {
+        "head_dim": width,
+        "per_layer_config": {
+            str(index): {"head_dim": config["head_dim"] if kind == _FULL else width, "num_key_value_heads": count}
+            for index, (kind, count) in enumerate(zip(kinds, kv_heads, strict=True))
+        },
+        "layer_types": kinds,
+        "sliding_window": settings.count(".attention.sliding_window"),
+        "num_kv_shared_layers": settings.count(".attention.shared_kv_layers", 0),
+        "attention_k_eq_v": f"blk.{first}.attn_v.weight" not in tensors,
+        "attention_bias": "blk.0.attn_q.bias" in tensors,
+        "use_double_wide_mlp": widths[-1] == 2 * widths[0],
+        "hidden_size_per_layer_input": settings.count(".embedding_length_per_layer_input", 0),
+        "vocab_size_per_layer_input": None if table is None else table.entry.shape[0],
+        "final_logit_softcapping": settings.number(".final_logit_softcapping", 0.0) or None,
+        "rope_theta": None,
+        "rope_scaling": None,
+        "rope_parameters": {
+            _FULL: {"rope_type": "proportional", "rope_theta": config["rope_theta"], **_share(settings, config)},
+            _SLIDING: {"rope_type": "default", "rope_theta": settings.number(".rope.freq_base_swa", 10_000.0)},
+        },
+    }
+
+
+def _of_layers(settings: GGUFSettings, key: str, layers: int) -> list[int]:
+    """Return an integer of each layer, which the file has as a list or once for all."""
+    try:
+        return [settings.count(key)] * layers
+    except StartupError:
+        return [int(one) for one in settings.numbers(key, layers)]
+
+
+def _share(settings: GGUFSettings, config: dict[str, Any]) -> dict[str, float]:
+    """Return the part of each head that full attention rotates: frequencies of the rest are divided by 1e30."""
+    factors = (config["rope_scaling"] or {}).get("short_factor") or []
+    rotated = sum(factor == 1.0 for factor in factors)
+    if (
+        not rotated
+        or len(factors) != config["head_dim"] // 2
+        or sum(factor > 1e20 for factor in factors) < len(factors[rotated:])
+    ):
+        raise StartupError(
+            f"{settings.model.path}: tensor 'rope_freqs.weight' is not that of Gemma 4.",
+            "Use a file that llama.cpp's converter wrote.",
+        )
+    return {"partial_rotary_factor": rotated / len(factors)}
+
+
+GGUF_GEMMA4 = GGUFFamily(
+    *("gemma4", "Gemma4ForCausalLM", _own, "gemma4_text"),
+    layers_differ=True,
+    others_on_top={
+        "per_layer_token_embd": LayerInputTable.table,
+        "per_layer_model_proj": LayerInputTable.projection,
+        "per_layer_proj_norm": LayerInputTable.projection_norm,
+    },
+    others=(
+        "Gemma4ForConditionalGeneration",
+        "Gemma4UnifiedForCausalLM",
+        "Gemma4UnifiedForConditionalGeneration",
+    ),
+)
+
+
 FAMILIES: dict[str, Describe] = {
     "Gemma4ForCausalLM": describe_gemma4,
     "Gemma4UnifiedForCausalLM": describe_gemma4_unified,
 }
+GGUF_FAMILIES = (GGUF_GEMMA4,)
