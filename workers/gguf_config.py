@@ -4,6 +4,7 @@ The inverse of llama.cpp's converter (conversion/*.py); settings of a single arc
 Torch-free.
 """
 
+import math
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 from oarlock.base.errors import StartupError
 from oarlock.workers.layers.attention_spec import SelfAttentionSpec
 from oarlock.workers.layers.decoder_spec import DecoderSpec, tensors_of
+from oarlock.workers.layers.mamba2_spec import Mamba2Spec
 from oarlock.workers.model_files.checkpoint import Checkpoint
 from oarlock.workers.model_files.gguf_header import FLOATS
 from oarlock.workers.model_files.gguf_model import (
@@ -43,9 +45,9 @@ def hf_config(model: GGUFModel) -> dict[str, Any]:
     missing = family.missing
     heads = settings.count(".attention.head_count", missing.get("heads"))
     hidden = settings.count(".embedding_length")
-    if not heads:
+    if not heads and family.has_attention:
         raise StartupError(f"{model.path} has no attention heads.", "Use a dense decoder model.")
-    head_dim = settings.count(".attention.key_length", hidden // heads)
+    head_dim = settings.count(".attention.key_length", hidden // max(1, heads))
     if settings.count(".attention.value_length", head_dim) != head_dim:
         raise StartupError(f"{model.path} has heads of keys and of values that differ in width.", "Use another model.")
     count = settings.of_layer if family.layers_differ else settings.count
@@ -108,8 +110,11 @@ def gguf_checkpoint(directory: Path, model: GGUFModel) -> GGUFCheckpoint:
     for name, found in model.tensors.items():
         if name in ROPE_FACTORS or name.endswith(".attn_rot_embd"):  # part of the description
             continue
+        found = _in_its_shape(name, found)
         if name in names:  # a tensor that the converter writes without a kind
             tensors[names[name]] = found
+            if names[name] in layouts:
+                placed[names[name]] = layouts[names[name]]
             continue
         module, _, kind = name.rpartition(".")
         module = names.get(module, module)
@@ -123,6 +128,15 @@ def gguf_checkpoint(directory: Path, model: GGUFModel) -> GGUFCheckpoint:
         if module in layouts and (kind == "weight" or not layouts[module].added):  # biases of norms are not shifted
             placed[f"{module}.{kind}"] = layouts[module]
     return GGUFCheckpoint(directory, tensors, placed)
+
+
+def _in_its_shape(name: str, found: LocatedTensor) -> LocatedTensor:
+    """Return a tensor of Mamba 2 in the shape of Hugging Face's: its vectors are matrices in the file, and its
+    convolution has no dimension of 1."""
+    kind, shape = name.rpartition(".ssm_")[2], found.entry.shape
+    if kind in ("a", "d", "norm.weight"):
+        return found.shaped(math.prod(shape))
+    return found.shaped(shape[0], 1, shape[1]) if kind == "conv1d.weight" and len(shape) == 2 else found
 
 
 def _family(settings: GGUFSettings) -> GGUFFamily:
@@ -174,6 +188,8 @@ def _layouts(spec: DecoderSpec, family: GGUFFamily) -> Iterator[tuple[str, GGUFT
             if spec.norm.offset:
                 yield from ((here + norm, added) for norm in (branch.norm, branch.post_norm) if norm is not None)
             sublayer = branch.sublayer
+            if isinstance(sublayer, Mamba2Spec):
+                yield f"{here}{sublayer.module}.A_log", GGUFTransform(is_decay=True)
             if not isinstance(sublayer, SelfAttentionSpec):
                 continue
             heads, kv_heads = sublayer.num_heads, sublayer.num_kv_heads

@@ -109,6 +109,7 @@ class GGUFTransform:
     interleaved_heads: int = 0
     head_dim: int = 0
     added: float = 0.0  # added to every stored value: Gemma's norms scale by 1 + weight
+    is_decay: bool = False  # the stored values are minus the exponentials of the values
 
 
 PLAIN = GGUFTransform()
@@ -245,6 +246,7 @@ class GGUFFamily:
     missing: Mapping[str, int] = field(default_factory=dict)
     has_experts: bool = False  # True if models may have experts
     mlp_norm: str | None = None  # norm before the MLP or experts; None: the sublayers' name
+    has_attention: bool = True  # False: its models have no attention
     layers_differ: bool = False  # True if layers may differ in their key-value heads and widths, which `own` resolves
     others_on_top: Mapping[str, str] = field(default_factory=dict)  # names in the file of modules outside the layers
     pairs_neighbours: bool = False  # True if it rotates neighbours, so that rows of q and k are permuted

@@ -273,6 +273,8 @@ def dequantised_gguf(path: Path, hf_name: str) -> Tensor:
     entry, layout = found.entry, checkpoint.layout(hf_name)
     raw = np.fromfile(found.path, np.uint8, entry.end - entry.begin, offset=entry.begin)
     numbers = _NUMBERS[entry.dtype](raw).reshape(entry.shape) - layout.added
+    if layout.is_decay:
+        numbers = np.log(-numbers)
     return torch.from_numpy(np.ascontiguousarray(numbers[_halves_of_heads(layout, len(numbers))]))
 
 

@@ -183,7 +183,7 @@ class GGUFReader(CheckpointReader):
         check_slice(name, into, shape, dim, start)
         rows = (start, into.shape[0]) if dim == 0 else (0, shape[0])
         columns = slice(start, start + into.shape[1]) if dim == 1 else slice(None)
-        kind, added = found.entry.dtype, self._checkpoint.layout(name).added
+        kind, layout = found.entry.dtype, self._checkpoint.layout(name)
         for first, raw in self._rows(name, found, *rows):
             stored = raw.view(_DTYPES[kind]) if kind in FLOATS else unpacked(kind, raw).dequantised()
             if len(shape) == 1:
@@ -191,7 +191,11 @@ class GGUFReader(CheckpointReader):
             elif dim == 1:
                 stored = stored[:, columns]
             part = into[first : first + len(stored)]
-            part.copy_(stored.float() - added if added else stored)
+            if layout.added:
+                stored = stored.float() - layout.added
+            elif layout.is_decay:
+                stored = torch.log(-stored.float())
+            part.copy_(stored.view(part.shape))
             if self._check_finite and (index := first_not_finite(part)) is not None:
                 raise not_finite(name, found, stored[index].item(), part.dtype)
             self._on_read()
