@@ -112,9 +112,10 @@ def gguf_checkpoint(directory: Path, model: GGUFModel) -> GGUFCheckpoint:
             continue
         found = _in_its_shape(name, found)
         if name in names:  # a tensor that the converter writes without a kind
-            tensors[names[name]] = found
-            if names[name] in layouts:
-                placed[names[name]] = layouts[names[name]]
+            ours = names[name] if names[name] in bare else f"{names[name]}.weight"  # the norms of Falcon-H1
+            tensors[ours] = found
+            if ours in layouts:
+                placed[ours] = layouts[ours]
             continue
         module, _, kind = name.rpartition(".")
         module = names.get(module, module)

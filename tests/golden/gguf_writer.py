@@ -177,9 +177,7 @@ def write_gguf(directory: Path, path: Path, kind_of: KindOf, *, part_bytes: int 
         stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if name.endswith("e_score_correction_bias"):
             stored = f"blk.{name.split('.')[2]}.exp_probs_b.bias"
-        elif name.endswith("layer_scalar"):
-            stored = f"{stored}.weight"
-        elif name.endswith("sinks"):
+        elif name.endswith("layer_scalar") or name.endswith("sinks"):
             stored = f"{stored}.weight"
         elif name.endswith("expert_bias"):
             stored = f"{stored}.bias"
