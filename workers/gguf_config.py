@@ -4,6 +4,7 @@ The inverse of llama.cpp's converter (conversion/*.py); settings of a single arc
 Torch-free.
 """
 
+import math
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from oarlock.workers.layers.attention_spec import SelfAttentionSpec
 from oarlock.workers.layers.decoder_spec import DecoderSpec, tensors_of
 from oarlock.workers.layers.gated_delta_spec import GatedDeltaSpec
 from oarlock.workers.layers.gated_mlp_spec import GatedMLPSpec
+from oarlock.workers.layers.mamba2_spec import Mamba2Spec
 from oarlock.workers.model_files.checkpoint import Checkpoint
 from oarlock.workers.model_files.gguf_header import FLOATS
 from oarlock.workers.model_files.gguf_model import (
@@ -46,11 +48,12 @@ def hf_config(model: GGUFModel) -> dict[str, Any]:
     missing = family.missing
     heads = settings.count(".attention.head_count", missing.get("heads"))
     hidden = settings.count(".embedding_length")
-    if not heads:
+    if not heads and family.has_attention:
         raise StartupError(f"{model.path} has no attention heads.", "Use a dense decoder model.")
-    head_dim = settings.count(".attention.key_length", hidden // heads)
+    head_dim = settings.count(".attention.key_length", hidden // max(1, heads))
     if settings.count(".attention.value_length", head_dim) != head_dim:
         raise StartupError(f"{model.path} has heads of keys and of values that differ in width.", "Use another model.")
+    count = settings.of_layer if family.layers_differ else settings.count
     config = {
         "architectures": [family.architecture],
         "model_type": family.model_type or family.name,
@@ -58,9 +61,9 @@ def hf_config(model: GGUFModel) -> dict[str, Any]:
         "hidden_size": hidden,
         "num_hidden_layers": settings.count(".block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": settings.count(".attention.head_count_kv", missing.get("kv_heads", heads)),
+        "num_key_value_heads": count(".attention.head_count_kv", missing.get("kv_heads", heads)),
         "head_dim": head_dim,
-        "intermediate_size": settings.count(".feed_forward_length", missing.get("width")),
+        "intermediate_size": count(".feed_forward_length", missing.get("width")),
         "max_position_embeddings": settings.count(".context_length", missing.get("positions", 0)),
         "rms_norm_eps": settings.number(".attention.layer_norm_rms_epsilon", 1e-6),
         "rope_theta": settings.number(".rope.freq_base", float(missing.get("theta", 10_000))),
@@ -110,10 +113,12 @@ def gguf_checkpoint(directory: Path, model: GGUFModel) -> GGUFCheckpoint:
     for name, found in model.tensors.items():
         if name in ROPE_FACTORS or name.endswith(".attn_rot_embd"):  # part of the description
             continue
+        found = _in_its_shape(name, found)
         if name in names:  # a tensor that the converter writes without a kind
-            tensors[names[name]] = found
-            if names[name] in layouts:
-                placed[names[name]] = layouts[names[name]]
+            ours = names[name] if names[name] in bare else f"{names[name]}.weight"  # the norms of Falcon-H1
+            tensors[ours] = found
+            if ours in layouts:
+                placed[ours] = layouts[ours]
             continue
         module, _, kind = name.rpartition(".")
         module = names.get(module, module)
@@ -123,8 +128,6 @@ def gguf_checkpoint(directory: Path, model: GGUFModel) -> GGUFCheckpoint:
             continue
         if name.endswith(".ffn_gate_inp_shexp.weight"):  # a row, which the converter stores as a vector
             found = found.shaped(1, found.entry.shape[-1])
-        if name.endswith(".ssm_conv1d.weight"):  # a matrix, which Hugging Face has with a dimension more
-            found = found.shaped(found.entry.shape[0], 1, found.entry.shape[-1])
         if family.stores_blocks and (blocks := spec.names.blocks_of(module)) is not None:
             tensors |= blocks.split(f"{module}.{kind}", found)
             continue
@@ -132,6 +135,15 @@ def gguf_checkpoint(directory: Path, model: GGUFModel) -> GGUFCheckpoint:
         if module in layouts and (kind == "weight" or not layouts[module].added):  # biases of norms are not shifted
             placed[f"{module}.{kind}"] = layouts[module]
     return GGUFCheckpoint(directory, tensors, placed)
+
+
+def _in_its_shape(name: str, found: LocatedTensor) -> LocatedTensor:
+    """Return a tensor of a recurrent layer in Hugging Face's shape: vectors may be matrices in the file, and its
+    convolution has no dimension of 1."""
+    kind, shape = name.rpartition(".ssm_")[2], found.entry.shape
+    if kind in ("a", "d", "norm.weight"):
+        return found.shaped(math.prod(shape))
+    return found.shaped(shape[0], 1, shape[1]) if kind == "conv1d.weight" and len(shape) == 2 else found
 
 
 def _family(settings: GGUFSettings) -> GGUFFamily:
@@ -146,10 +158,12 @@ def _family(settings: GGUFSettings) -> GGUFFamily:
 
 def _names(spec: DecoderSpec, model: GGUFModel, family: GGUFFamily) -> Iterator[tuple[str, str]]:
     """Yield (name in the file, Hugging Face's name) of each module."""
-    yield from _TOP.items()
+    yield from (_TOP | family.others_on_top).items()
     stored = {name.split(".")[2] for name in model.tensors if name.startswith("blk.") and name.count(".") > 2}
     for index, layer in enumerate(spec.layers):
         there, here = f"blk.{index}.", f"model.layers.{index}."
+        if layer.scalar is not None:
+            yield f"{there}layer_output_scale", here + layer.scalar
         for branch in layer.branches:
             sublayer = branch.sublayer
             before, after = sublayer.gguf_norms
@@ -184,6 +198,8 @@ def _layouts(spec: DecoderSpec, family: GGUFFamily) -> Iterator[tuple[str, GGUFT
             sublayer = branch.sublayer
             if isinstance(sublayer, GatedDeltaSpec):
                 yield from _delta_layouts(f"{here}{sublayer.module}.", sublayer, family)
+            if isinstance(sublayer, Mamba2Spec):
+                yield f"{here}{sublayer.module}.A_log", GGUFTransform(is_decay=True)
             if not isinstance(sublayer, SelfAttentionSpec):
                 continue
             heads, kv_heads = sublayer.num_heads, sublayer.num_kv_heads

@@ -69,6 +69,10 @@ _ARCHITECTURES = {
     "HunYuanDenseV1ForCausalLM": gguf.MODEL_ARCH.HUNYUAN_DENSE,
     "HunYuanMoEV1ForCausalLM": gguf.MODEL_ARCH.HUNYUAN_MOE,
     "AfmoeForCausalLM": gguf.MODEL_ARCH.AFMOE,
+    "Gemma4ForCausalLM": gguf.MODEL_ARCH.GEMMA4,
+    "Gemma4UnifiedForCausalLM": gguf.MODEL_ARCH.GEMMA4,
+    "Lfm2ForCausalLM": gguf.MODEL_ARCH.LFM2,
+    "Lfm2MoeForCausalLM": gguf.MODEL_ARCH.LFM2MOE,
     "Llama4ForCausalLM": gguf.MODEL_ARCH.LLAMA4,
     "Qwen3NextForCausalLM": gguf.MODEL_ARCH.QWEN3NEXT,
     "Qwen3_5ForCausalLM": gguf.MODEL_ARCH.QWEN35,
@@ -135,7 +139,7 @@ _PERMUTED = (
     gguf.MODEL_ARCH.MISTRAL3,
 )
 _WITH_PATTERN = (gguf.MODEL_ARCH.EXAONE4, gguf.MODEL_ARCH.OLMO2)  # of windows
-_EXPERT = re.compile(r"(.*\.)(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight")
+_EXPERT = re.compile(r"(.*\.)(?:mlp|block_sparse_moe|feed_forward)\.experts\.(\d+)\.(\w+)\.weight")
 _NUMBERED = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}  # Mixtral's names
 KindOf = Callable[[str, tuple[int, ...]], str]
 
@@ -179,7 +183,7 @@ def write_gguf(directory: Path, path: Path, kind_of: KindOf, *, part_bytes: int 
         stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if name.endswith("e_score_correction_bias"):
             stored = f"blk.{name.split('.')[2]}.exp_probs_b.bias"
-        elif name.endswith("sinks"):
+        elif name.endswith("layer_scalar") or name.endswith("sinks"):
             stored = f"{stored}.weight"
         elif name.endswith("expert_bias"):
             stored = f"{stored}.bias"
@@ -332,8 +336,47 @@ def _add_settings(writer: gguf.GGUFWriter, config: dict[str, Any], arch: gguf.MO
         writer.add_ssm_group_count(config["linear_num_key_heads"])
         writer.add_ssm_time_step_rank(config["linear_num_value_heads"])
         writer.add_ssm_inner_size(width)
+    if "conv_L_cache" in config:
+        _add_convolutions(writer, config)
+    if arch is gguf.MODEL_ARCH.GEMMA4:
+        _add_gemma4(writer, config)
     if arch in (gguf.MODEL_ARCH.PHI3, gguf.MODEL_ARCH.STARCODER2) and not config.get("sliding_window"):
         writer.add_sliding_window(0)
+
+
+def _add_convolutions(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    name, width = writer.arch, config["intermediate_size"]
+    if config.get("block_auto_adjust_ff_dim"):
+        width, unit = int(config["block_ffn_dim_multiplier"] * (2 * width // 3)), config["block_multiple_of"]
+        width = -(-width // unit) * unit
+    heads = [config["num_key_value_heads"] if kind != "conv" else 0 for kind in config["layer_types"]]
+    _set(writer, f"{name}.attention.head_count_kv", heads)
+    _set(writer, f"{name}.feed_forward_length", width)
+    _set(writer, f"{name}.attention.layer_norm_epsilon", None)
+    writer.add_layer_norm_rms_eps(config["norm_eps"])
+    writer.add_shortconv_l_cache(config["conv_L_cache"])
+    if name == "lfm2moe":
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+
+
+def _add_gemma4(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    slides, shared = [kind == "sliding_attention" for kind in config["layer_types"]], config["num_kv_shared_layers"]
+    own = config["per_layer_config"]
+    full = next(iter(own.values()))
+    writer.add_shared_kv_layers(shared)
+    writer.add_embedding_length_per_layer_input(config.get("hidden_size_per_layer_input") or 0)
+    writer.add_sliding_window_pattern(slides)
+    for key, value in (("key_length", full["head_dim"]), ("value_length", full["head_dim"])):
+        _set(writer, f"gemma4.attention.{key}", value)
+        _set(writer, f"gemma4.attention.{key}_swa", config["head_dim"])
+    _set(writer, "gemma4.rope.dimension_count", full["head_dim"])
+    writer.add_rope_dimension_count_swa(config["head_dim"])
+    width, first = config["intermediate_size"], len(slides) - shared
+    if config["use_double_wide_mlp"]:
+        _set(writer, "gemma4.feed_forward_length", [width * (1 + (index >= first)) for index in range(len(slides))])
+    if "num_key_value_heads" in full:
+        heads = [config["num_key_value_heads"] if slide else full["num_key_value_heads"] for slide in slides]
+        _set(writer, "gemma4.attention.head_count_kv", heads)
 
 
 def _add_experts(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
@@ -381,6 +424,8 @@ def add_tokenizer(writer: gguf.GGUFWriter, directory: Path, vocab_size: int) -> 
 
 
 def _as_stored(name: str, tensor: torch.Tensor, config: dict[str, Any], arch: gguf.MODEL_ARCH) -> torch.Tensor:
+    if name.endswith("conv.conv.weight"):
+        return tensor.squeeze(1)
     if arch in _ONE_ADDED and name.endswith("norm.weight") and "linear_attn" not in name:
         return tensor + 1
     if "linear_attn" in name:
@@ -416,6 +461,10 @@ def _delta_as_stored(name: str, tensor: torch.Tensor, config: dict[str, Any], ar
 def _rope_factors(config: dict[str, Any], arch: gguf.MODEL_ARCH) -> dict[str, list[float]]:
     """Llama 3's and Phi-3's factors, which are tensors in GGUF."""
     rope = config.get("rope_parameters") or {}
+    if arch is gguf.MODEL_ARCH.GEMMA4:
+        width = next(iter(config["per_layer_config"].values()))["head_dim"]
+        rotated = int(width * rope["full_attention"]["partial_rotary_factor"] / 2)
+        return {"rope_freqs.weight": [1.0] * rotated + [1e30] * (width // 2 - rotated)}
     if rope.get("rope_type") == "longrope":
         return {f"rope_factors_{name}.weight": rope[f"{name}_factor"] for name in ("long", "short")}
     if rope.get("rope_type") != "llama3":

@@ -91,6 +91,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "ministral3": ("ministral3", {}),
     "qwen3-5": ("qwen3_5_text", {}),
     "qwen3-5-equal-heads": ("qwen3_5_text", {"linear_num_value_heads": 4, "tie_word_embeddings": True}),
+    "lfm2": ("lfm2", {}),
+    "lfm2-moe": ("lfm2_moe", {}),
+    "lfm2-biased": ("lfm2", {"conv_bias": True, "layer_types": ["full_attention", "conv", "conv"]}),
+    "gemma4": ("gemma4_text", {"rope_parameters": None}),
+    "gemma4-keys-as-values": ("gemma4_text", {
+        "num_kv_shared_layers": 0, "use_double_wide_mlp": False, "hidden_size_per_layer_input": 0, "rope_parameters": {
+            "full_attention": {"rope_type": "proportional", "rope_theta": 1e5, "partial_rotary_factor": 0.5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 5e3}},
+        "attention_k_eq_v": True, "num_global_key_value_heads": 2, "final_logit_softcapping": 2.5}),
 }  # fmt: skip
 _LLAMA4 = {"attention_chunk_size": 8192, "no_rope_layer_interval": 4, "floor_scale": 8192, "attn_scale": 0.1,
            "num_hidden_layers": 4}  # fmt: skip
@@ -112,6 +121,10 @@ def stored(directory: Path) -> dict[str, torch.Tensor]:
         if (blocks := names.blocks_of(name.removesuffix(".weight"))) is not None and "q_proj" in blocks.parts:
             whole = tensors[name]
             tensors |= {name.replace("q_proj", part): whole[blocks.rows_of(part)] for part in blocks.parts}
+    # Weights of convolutions are matrices in GGUF.
+    tensors = {
+        name: tensor.squeeze(1) if name.endswith("conv.conv.weight") else tensor for name, tensor in tensors.items()
+    }
     if json.loads((directory / "config.json").read_text()).get("tie_word_embeddings"):
         tensors.pop("lm_head.weight", None)
     return tensors

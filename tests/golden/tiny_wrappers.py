@@ -23,7 +23,7 @@ _INTERLEAVED = {"rope_type": "default", "mrope_section": [4, 4, 4], "mrope_inter
 
 # Families whose text part is of any class, which `model_type` names.
 _CHOOSING = ("aya_vision", "deepseek_vl", "got_ocr2", "idefics3", "internvl", "llava", "llava_next", "llava_onevision",
-             "mistral3", "ovis2", "smolvlm")  # fmt: skip
+             "lfm2_vl", "lfm3_vl", "mistral3", "ovis2", "smolvlm")  # fmt: skip
 # Family -> its class, the family of its text part in `tiny_models.py`, and settings of its parts and of itself.
 WRAPPERS: dict[str, dict[str, Any]] = {
     "aya_vision": {"class": "AyaVisionForConditionalGeneration", "like": "cohere2", "vision_config": _SIGLIP},
@@ -32,6 +32,12 @@ WRAPPERS: dict[str, dict[str, Any]] = {
     "deepseek_vl": {"class": "DeepseekVLForConditionalGeneration", "like": "llama", "vision_config": _SIGLIP},
     "gemma3": {"class": "Gemma3ForConditionalGeneration", "like": "gemma3_text", "vision_config": _SIGLIP,
                "mm_tokens_per_image": 4, "image_token_index": 310},
+    "gemma4": {"class": "Gemma4ForConditionalGeneration", "like": "gemma4_text", "audio_config": None,
+               "text_config": {"pad_token_id": 0}, "vision_config": {
+        **_SMALL, "num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 16}},
+    "gemma4_unified": {"class": "Gemma4UnifiedForConditionalGeneration", "like": "gemma4_unified_text",
+                       "text_config": {"pad_token_id": 0}, "audio_config": {"audio_embed_dim": 16}, "vision_config": {
+                           "mm_embed_dim": 16, "mm_posemb_size": 16, "patch_size": 2, "output_proj_dims": 16}},
     "glm4v": {"class": "Glm4vForConditionalGeneration", "like": "glm4", "vision_config": {**_DEEP, "image_size": 16},
               "text_config": {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "rope_parameters": {
                   "rope_type": "default", "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}}},
@@ -46,6 +52,10 @@ WRAPPERS: dict[str, dict[str, Any]] = {
     "idefics3": {"class": "Idefics3ForConditionalGeneration", "like": "llama", "vision_config": _SMALL},
     "internvl": {"class": "InternVLForConditionalGeneration", "like": "qwen3", "vision_config": {
         **_SMALL, "image_size": [16, 16], "patch_size": [8, 8]}},
+    "lfm2_vl": {"class": "Lfm2VlForConditionalGeneration", "like": "lfm2", "vision_config": {
+        **_SMALL, "num_patches": 16}, "projector_hidden_size": 16},
+    "lfm3_vl": {"class": "Lfm3VlForConditionalGeneration", "like": "lfm3", "projector_hidden_size": 16,
+                "vision_config": {**_SMALL, "num_key_value_heads": 2}},
     "llama4": {"class": "Llama4ForConditionalGeneration", "like": "llama4_text", "vision_config": {
         **_SMALL, "vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16}},
     "llava": {"class": "LlavaForConditionalGeneration", "like": "llama", "vision_config": _CLIP},

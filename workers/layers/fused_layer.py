@@ -77,7 +77,10 @@ class Layer(Protocol):
     def branches(self) -> Sequence[Branch]: ...
 
     @property
-    def parallel(self) -> bool: ...
+    def stages(self) -> Sequence[Sequence[Branch]]: ...
+
+    @property
+    def scalar(self) -> object: ...
 
 
 class Program:
@@ -289,7 +292,7 @@ class PreparedLayers:
         of_groups = [backend for backend in backends.values() if isinstance(backend, CppBackend)]
         self._program = program = Program(of_groups, library.library(dtype), dtype, hidden)
         self._is_shared = self.tp.size > 1
-        self._num_normed = 0  # number of buffers for normed rows that branches of a layer share
+        self._num_normed = 0  # number of buffers for normed rows that branches of a stage share
         self._adding: list[int] = []  # indices of the branches that add to `hidden`; others compute shared norms
         for layer, rotary, scale, pages, own in zip(layers, rotary_of, scale_of, pages_of, memory, strict=True):
             program.query_scale = scale
@@ -376,10 +379,16 @@ class PreparedLayers:
             raise group.lost(missing)
 
     def _add_layer(self, layer: Layer, rotary: int, memory: LayerMemory) -> None:
+        if layer.scalar is not None:
+            raise CannotPrepare("layers scale their results")
+        for stage in layer.stages:
+            self._add_stage(stage, rotary, memory)
+
+    def _add_stage(self, stage: Sequence[Branch], rotary: int, memory: LayerMemory) -> None:
         program = self._program
-        norms = [program.take_optional(branch, "norm", RMSNorm, LayerNorm) for branch in layer.branches]
+        norms = [program.take_optional(branch, "norm", RMSNorm, LayerNorm) for branch in stage]
         normed: dict[int, Rows] = {}
-        if layer.parallel:  # all branches read the layer's input, which the first branch changes
+        if len(stage) > 1:  # all branches read what enters the stage, which the first branch changes
             for norm in {id(norm): norm for norm in norms}.values():
                 if norm is None or len(normed) == 2:
                     raise CannotPrepare("parallel branches must read one or two norms")
@@ -387,7 +396,7 @@ class PreparedLayers:
                 program.norm_rows(norm, Rows.RESIDUAL, normed[id(norm)])
             program.end()
             self._num_normed = max(self._num_normed, len(normed))
-        for branch, norm in zip(layer.branches, norms, strict=True):
+        for branch, norm in zip(stage, norms, strict=True):
             source = Rows.RESIDUAL if norm is None else normed.get(id(norm), Rows.SCRATCH_0)
             if source is Rows.SCRATCH_0 and norm is not None:
                 program.norm_rows(norm, Rows.RESIDUAL, source)
@@ -424,7 +433,9 @@ def can_join(layers: Sequence[Layer]) -> bool:
     output)."""
     branches = [branch for layer in layers for branch in layer.branches]
     plain = all(type(branch.norm) is RMSNorm and type(branch.post_norm) in (RMSNorm, type(None)) for branch in branches)
-    return plain and not any(layer.parallel for layer in layers) and all(branch.scale == 1.0 for branch in branches)
+    in_turn = all(len(stage) == 1 for layer in layers for stage in layer.stages)
+    in_turn = in_turn and not any(layer.scalar is not None for layer in layers)
+    return plain and in_turn and all(branch.scale == 1.0 for branch in branches)
 
 
 def run_joined(layers: Sequence[Layer], last_norm: RMSNorm, hidden: Tensor, steps: Sequence[LayerStep]) -> Tensor:

@@ -167,6 +167,15 @@ class GGUFSettings:
             raise self._wrong(key, "an integer")
         return value
 
+    def of_layer(self, key: str, default: int | None = None) -> int:
+        """Return an integer, or the first that is not 0 of a list with one integer for each layer."""
+        value = self._value(key, default)
+        if isinstance(value, array):
+            value = next((one for one in value if one != 0), 0)
+        if type(value) is not int or value < 0:
+            raise self._wrong(key, "an integer")
+        return value
+
     @overload
     def number(self, key: str, default: None = None) -> float: ...
     @overload
@@ -262,6 +271,9 @@ class GGUFFamily:
     missing: Mapping[str, int] = field(default_factory=dict)
     has_experts: bool = False  # True if models may have experts
     mlp_norm: str | None = None  # norm before the MLP or experts; None: the sublayers' name
+    has_attention: bool = True  # False: its models have no attention
+    layers_differ: bool = False  # True if layers may differ in their key-value heads and widths, which `own` resolves
+    others_on_top: Mapping[str, str] = field(default_factory=dict)  # names in the file of modules outside the layers
     pairs_neighbours: bool = False  # True if it rotates neighbours, so that rows of q and k are permuted
     stores_blocks: bool = False  # True if rows of several modules alternate as in Hugging Face's checkpoints
     tiles_values: bool = False  # True if the value heads of a gated delta net are in the order of `Tiles`

@@ -11,7 +11,7 @@ from oarlock.base.errors import StartupError, shown
 from oarlock.workers.layers.attention_spec import RopeSpec
 from oarlock.workers.models.hf_fields import MOST, Fields, positive_number, unsupported, wrong
 
-_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 _KEYS = {
     "type",
     "rope_type",
@@ -89,6 +89,8 @@ def rope_spec(
     another share is refused.
     """
     kind = rope_kind(table)
+    if kind == "proportional":
+        return _proportional(table, head_dim)
     if share is None and table.get("partial_rotary_factor") not in (None, 1, 1.0):
         raise unsupported("partial_rotary_factor", table["partial_rotary_factor"], "This family rotates whole heads.")
     rotary_dim = head_dim if share is None else int(head_dim * share)
@@ -123,6 +125,21 @@ def rope_spec(
         return replace(plain, factor=given("factor"), low_freq_factor=low, high_freq_factor=high)
     factor = _reach(given("factor", max_positions / length), LENGTH, length)
     return _longrope(plain, table, factor) if kind == "longrope" else _yarn(plain, table, factor)
+
+
+def _proportional(table: dict[str, Any], head_dim: int) -> RopeSpec:
+    """Return rotary settings with frequencies as of whole heads, of which only the leading pairs are rotated."""
+    share = positive_number("partial_rotary_factor", table.get("partial_rotary_factor"), 1.0)
+    pairs = int(share * head_dim // 2)
+    if head_dim % 2 or not 0 < pairs <= head_dim // 2:
+        raise unsupported(
+            "partial_rotary_factor",
+            share,
+            f"It must rotate some of the {head_dim} elements of a head (head_dim or global_head_dim), an even number.",
+        )
+    theta = positive_number("rope_theta", table.get("rope_theta"), 10000.0)
+    factor = positive_number("rope setting factor", table.get("factor"), 1.0)
+    return RopeSpec("proportional", theta, head_dim, factor=factor, rotated_pairs=pairs)
 
 
 def trained_length(value: Any, max_positions: int) -> int:

@@ -417,7 +417,7 @@ def _row_parallel(fault: _Fault, branch: BranchSpec, tap: Tap) -> str:
 
 def _residual(fault: _Fault, branch: BranchSpec) -> str:
     layer = fault.spec.layers[fault.row.layer or 0]
-    added = layer.branches if layer.parallel else (branch,)
+    added = next(stage for stage in layer.stages if branch in stage)
     norms = "".join(f"{one.post_norm}, or " for one in added if one.post_norm is not None)
     sums = (Computation.SUM, Computation.EXPERTS)
     linear_layers = " and ".join(tap.module for one in added for tap in one.sublayer.taps if tap.computation in sums)

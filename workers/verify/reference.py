@@ -35,7 +35,7 @@ from transformers.utils import logging as transformers_logging
 
 from oarlock.base.python_child import die_with_parent
 from oarlock.workers.distributed.control_channel import Control
-from oarlock.workers.layers.decoder_spec import DecoderSpec, SublayerSpec
+from oarlock.workers.layers.decoder_spec import BranchSpec, DecoderSpec, SublayerSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec
 from oarlock.workers.layers.tensor_spec import Computation, Tap
 from oarlock.workers.model_files.gguf_model import gguf_file
@@ -61,8 +61,13 @@ from oarlock.workers.verify.transformers_layout import TransformersLayout
 # A text model that transformers saves with settings that its automatic class does not know.
 AutoModelForCausalLM.register(Emu3TextConfig, Emu3ForCausalLM, exist_ok=True)
 # Modules that convert their inputs to float32, whatever their dtype is.
-_COMPUTE_IN_FLOAT32 = ("Llama4TextAttention",)
-_RECURRENT = ("GatedDeltaNet",)  # ends of the names of modules with a recurrent state
+_COMPUTE_IN_FLOAT32 = ("Llama4TextAttention", "Mamba2Block", "Mamba2ForCausalLM", "NemotronHBlock")
+# MoE layers that scale the sum of a token's experts, where others, and we, scale the weights of experts.
+_SCALE_EXPERTS = ("LagunaSparseMoeBlock",)
+# Ends of the names of modules with a recurrent state.
+_RECURRENT = (
+    "GatedDeltaNet", "BambaMixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer", "Mamba2Mixer", "ShortConv",
+)  # fmt: skip
 _WIDENED_ELSEWHERE = {"sinks", "expert_bias"}  # parameters that `exact_attention` and routers widen
 _ROWS = 8192  # rows of a weight that are widened to float64 at once
 
@@ -309,8 +314,7 @@ class TransformersRecorder:
                 if number == len(taps) - 1:
                     self._after(self._modules[layer], name)
                 else:
-                    following = taps[number + 1].branch
-                    self._before(self._modules[f"{layer}.{following.norm or following.sublayer.module}"], name)
+                    self._before(self._first_module(layer, taps[number + 1].branch), name)
             elif isinstance(branch.sublayer, ExpertsSpec):
                 self._hook_experts(name, layer, branch.sublayer, one.tap)
             elif not _is_of_function(one.tap):
@@ -320,6 +324,14 @@ class TransformersRecorder:
             if taps:
                 parts = [(f"{index}.{tap.name}", tap.width) for tap in taps]
                 self._hook_convolution(self._modules[f"{layer}.{sublayer.module}"], parts)
+
+    def _first_module(self, layer: str, branch: BranchSpec) -> nn.Module:
+        """Return the module of `layer` that reads the residual first in `branch`."""
+        start = f"{layer}.{branch.norm or branch.sublayer.module}"
+        if start in self._modules:
+            return self._modules[start]
+        of_sublayer = branch.sublayer.tensors(self._spec.hidden_size)[0].name.removesuffix(".weight")
+        return self._modules[f"{start}.{of_sublayer}"]  # transformers has no module for the whole sublayer
 
     def _hook_sublayer(self, name: str, module: str, spec: SublayerSpec, tap: Tap) -> None:
         """Register a hook for a tensor of the sublayer `module`, whose matmuls may be fused in transformers."""
@@ -374,8 +386,10 @@ class TransformersRecorder:
         if spec.weighs_inputs and tap.name != "shared":
             self._hook_weighing_experts(name, part, spec, tap)
             return
+        block: Any = self._modules.get(inside)
+        factor = block.routed_scaling_factor if type(block).__name__ in _SCALE_EXPERTS else 1.0
         if tap.computation is not Computation.ROUTING:
-            self._after(part, name)
+            self._after(part, name, factor=factor if tap.name == "experts" else 1.0)
             gate = spec.shared.gate if spec.shared is not None and tap.name == "shared" else None
             if gate is not None:  # called after the expert that it scales
                 self._handles.append(
@@ -384,7 +398,7 @@ class TransformersRecorder:
             return
 
         def hook(module: nn.Module, args: tuple[Any, ...], result: tuple[Tensor, Tensor, Tensor]) -> None:
-            self.record(name, dense_routing(result[2], result[1], spec.experts))
+            self.record(name, dense_routing(result[2], result[1], spec.experts) * factor)
 
         self._handles.append(part.register_forward_hook(hook))
 
@@ -414,16 +428,19 @@ class TransformersRecorder:
 
         self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
 
-    def _after(self, module: nn.Module, name: str, columns: list[int] | slice = slice(None)) -> None:
+    def _after(
+        self, module: nn.Module, name: str, columns: list[int] | slice = slice(None), factor: float = 1.0
+    ) -> None:
         def hook(module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
-            self.record(name, (result[0] if isinstance(result, tuple) else result)[..., columns])
+            found = (result[0] if isinstance(result, tuple) else result)[..., columns]
+            self.record(name, found if factor == 1.0 else found * factor)
 
         self._handles.append(module.register_forward_hook(hook))
 
     def _replace_own_attention(self, index: int) -> None:
         """Record the queries and keys of a layer that computes attention in its own method `_attn`, in float32: older
         families of transformers call no attention function. In float64 the method computes in float64."""
-        module: Any = self._modules.get(f"model.layers.{index}.self_attn")
+        module: Any = self._modules.get(f"model.layers.{index}.self_attn")  # None: the layer has no attention
         usual = getattr(module, "_attn", None)
         if usual is None:
             return
@@ -445,7 +462,9 @@ class TransformersRecorder:
         if named.get("scaling") == 1.0:  # OPT has scaled its queries already
             rows = rows / self._spec.layers[module.layer_idx].attention.scale
         self.record(f"{module.layer_idx}.q_rope", rows)
-        self.record(f"{module.layer_idx}.k_rope", key.transpose(1, 2))
+        attention = self._spec.layers[module.layer_idx].attention
+        key_scale = 1.0 if attention is None else attention.key_scale  # which scores get in our layers
+        self.record(f"{module.layer_idx}.k_rope", key.transpose(1, 2) / key_scale)
         if query.dtype == torch.float64:
             scale = named.get("scaling") or query.shape[-1] ** -0.5
             exact = exact_attention(query, key, value, attention_mask, scale, named.get("softcap"), named.get("s_aux"))
@@ -543,6 +562,11 @@ def _exact_experts(module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tens
     total = torch.zeros_like(x)
     for expert in ids.unique().tolist():
         rows, choices = (ids == expert).nonzero(as_tuple=True)
+        if not module.has_gate:
+            up, down = (weight[expert].double() for weight in (module.up_proj, module.down_proj))
+            result = module.act_fn(x[rows] @ up.T) @ down.T
+            total.index_add_(0, rows, weights[rows, choices, None] * result)
+            continue
         gate_up, down = (weight[expert].double() for weight in (module.gate_up_proj, module.down_proj))
         if not module.is_transposed:
             gate_up, down = gate_up.T, down.T
@@ -578,6 +602,8 @@ def _exact_forward(module: nn.Module) -> Callable[..., Any] | None:
         return partial(_exact_weighing_experts if weighs_inputs(module) else _exact_experts, module)
     if "LayerNorm" in type(module).__name__ or type(module).__name__.endswith("RMSNormGated"):
         return partial(_own_forward, module)
+    if type(module).__name__.endswith("RMSNorm") and not getattr(module, "with_scale", True):
+        return lambda x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + module.eps)
     if type(module).__name__.endswith("RMSNorm"):
         weight: Any = module.weight
         scaled = module(

@@ -86,6 +86,7 @@ class CRouter(ctypes.Structure):
         ("corrects_logits", c_int),
         ("is_mixer", c_int),
         ("least_sum", c_double),
+        ("added_to_sum", c_double),
         ("scale", c_double),
         ("tolerance", c_double),
     )
@@ -193,6 +194,52 @@ class CMoELayer(ctypes.Structure):
     _fields_ = (("router", c_void_p), ("routed", c_void_p), ("shared", c_void_p), ("shared_gate", c_void_p))
 
 
+class CStateStep(ctypes.Structure):
+    """The arrays of a `StateStep`."""
+
+    _fields_ = (
+        ("starts", c_void_p),
+        ("reads", c_void_p),
+        ("writes", c_void_p),
+        ("save_starts", c_void_p),
+        ("save_lens", c_void_p),
+        ("save_slots", c_void_p),
+        ("seqs", c_long),
+    )
+
+
+class CConvolution(ctypes.Structure):
+    _fields_ = (("weight", c_void_p), ("bias", c_void_p), ("channels", c_long), ("taps", c_long), ("silu", c_int))
+
+
+class CDeltaHeads(ctypes.Structure):
+    _fields_ = (("key_heads", c_long), ("value_heads", c_long), ("key_width", c_long), ("value_width", c_long))
+
+
+class CMambaHeads(ctypes.Structure):
+    _fields_ = (
+        ("a", c_void_p),
+        ("d", c_void_p),
+        ("heads", c_long),
+        ("groups", c_long),
+        ("head_width", c_long),
+        ("state_width", c_long),
+    )
+
+
+class CGatedNorm(ctypes.Structure):
+    _fields_ = (
+        ("weight", c_void_p),
+        ("heads", c_long),
+        ("width", c_long),
+        ("eps", c_float),
+        ("gates_first", c_int),
+        ("group_heads", c_long),
+        ("all_heads", c_long),
+        ("first_head", c_long),
+    )
+
+
 class COperation(ctypes.Structure):
     _fields_ = (("kind", c_int), ("source", c_int), ("target", c_int), ("parameters", c_void_p))
 
@@ -267,8 +314,9 @@ class CSamplingOutput(ctypes.Structure):
 # In the order of the report.
 STRUCTURES: tuple[type[ctypes.Structure], ...] = (
     CAttentionStep, CAttentionLayer, CRankGroup, CHeadsOfRank, CRouter, CExpert, CExperts, CGroupedSource,
-    CPackedWeight, CNorm, CHeadsAndPages, CAddition, CClamp, CMoELayer, COperation, CBranch, CRotaryRows, CLayerStep,
-    CLogitsChanges, CSamplingStep, CSamplingOutput,
+    CPackedWeight, CNorm, CHeadsAndPages, CAddition, CClamp, CMoELayer, CStateStep, CConvolution, CDeltaHeads,
+    CMambaHeads, CGatedNorm, COperation, CBranch, CRotaryRows, CLayerStep, CLogitsChanges, CSamplingStep,
+    CSamplingOutput,
 )  # fmt: skip
 
 
