@@ -14,7 +14,7 @@ class ComparingDriver(Driver):
 
     def __init__(self, *arguments) -> None:
         super().__init__(*arguments)
-        rows, width = self.executor._tables.shape
+        rows, width = self.executor._tables[0].shape
         self.kept = BlockTables(rows, width, torch.device("cpu"))
         self.num_entries = 0
         self.num_compared = 0

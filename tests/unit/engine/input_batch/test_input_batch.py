@@ -32,7 +32,7 @@ def running(row: int, prompt, blocks, *, generated=(), **params) -> Sequence:
 
 def output_of(*scheduled: ScheduledTokens, step_id: int = 1, new: bool = True) -> SchedulerOutput:
     seqs = [item.seq for item in scheduled] if new else []
-    blocks = [(seq.row, column, block) for seq in seqs for column, block in enumerate(seq.block_ids)]
+    blocks = [(0, seq.row, column, block) for seq in seqs for column, block in enumerate(seq.block_ids)]
     return SchedulerOutput(step_id, list(scheduled), blocks, seqs)
 
 
@@ -226,7 +226,7 @@ def test_only_new_entries_are_written_and_building_twice_is_harmless() -> None:
     made.build(output_of(ScheduledTokens(seq, 0, 4, True)))
     seq.token_ids.append(50)
     seq.block_ids.append(3)
-    output = SchedulerOutput(2, [ScheduledTokens(seq, 4, 1, True)], [(0, 1, 3)])
+    output = SchedulerOutput(2, [ScheduledTokens(seq, 4, 1, True)], [(0, 0, 1, 3)])
     first, second = made.build(output), made.build(output)
     for step in (first, second):
         assert (step.table_rows.tolist(), step.table_columns.tolist(), step.table_blocks.tolist()) == ([0], [1], [3])
@@ -245,7 +245,7 @@ def test_the_last_of_two_writes_to_an_entry_is_sent() -> None:
     """A sequence that fails while it is admitted gives its row to the next one."""
     seq = running(1, range(8), [6, 7])
     output = output_of(ScheduledTokens(seq, 0, 8, True))
-    output.new_blocks[:0] = [(1, 2, 9), (1, 0, 8), (3, 0, 5)]
+    output.new_blocks[:0] = [(0, 1, 2, 9), (0, 1, 0, 8), (0, 3, 0, 5)]
     made = input_batch()
     step = made.build(output)
     entries = zip(step.table_rows.tolist(), step.table_columns.tolist(), step.table_blocks.tolist(), strict=True)

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from oarlock.engine.errors import QueueFullError, RequestError
-from oarlock.engine.kv_cache.manager import BlockEventLog
+from oarlock.engine.kv_cache.block_events import BlockEventLog
 from oarlock.engine.types import KINDS, FinishReason
 from tests.unit.engine.engine_fakes import EOS, Driver, make_config, make_request
 from tests.unit.engine.kv_cache.replayed_blocks import ReplayedBlocks
@@ -69,7 +69,7 @@ class EngineMachine(RuleBasedStateMachine):
             pipeline_depth=depth,
         )
         self.driver = Driver(config, num_blocks, sliding_window=window)
-        self.log = self.driver.scheduler.kv_cache_manager.event_log = BlockEventLog()
+        self.log = self.driver.scheduler.memory.leader.pool.event_log = BlockEventLog()
         self.replayed = ReplayedBlocks(block_size)
         self.next_id = 1
         self.num_withdrawn = 0
@@ -163,15 +163,15 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule()
     def reset_cache(self) -> None:
-        self.driver.scheduler.kv_cache_manager.reset_prefix_cache()
-        assert self.driver.scheduler.kv_cache_manager.num_cached == 0
+        self.driver.scheduler.memory.reset_prefix_cache()
+        assert self.driver.scheduler.memory.num_cached == 0
 
     @invariant()
     def books_balance(self) -> None:
         if hasattr(self, "driver"):
             self.driver.scheduler.audit()
             self.replayed.replay(self.log.take())
-            self.replayed.check(self.driver.scheduler.kv_cache_manager)
+            self.replayed.check(self.driver.scheduler.memory)
 
     def teardown(self) -> None:
         if not hasattr(self, "driver"):
