@@ -8,6 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from oarlock.engine.errors import QueueFullError, RequestError
 from oarlock.engine.kv_cache.block_events import BlockEventLog
 from oarlock.engine.types import KINDS, FinishReason
+from oarlock.workers.config import GroupInfo
 from tests.unit.engine.engine_fakes import EOS, Driver, make_config, make_request
 from tests.unit.engine.kv_cache.replayed_blocks import ReplayedBlocks
 from tests.unit.engine.pooling_fakes import make_pooling_request
@@ -46,6 +47,7 @@ class EngineMachine(RuleBasedStateMachine):
         block_size=st.integers(1, 5),
         caching=st.booleans(),
         window=st.sampled_from([None, None, 2, 5, 9, 30]),
+        num_in_window=st.none() | st.integers(0, 20),
         depth=st.sampled_from([1, 2]),
     )
     def start(
@@ -56,8 +58,10 @@ class EngineMachine(RuleBasedStateMachine):
         block_size: int,
         caching: bool,
         window: int | None,
+        num_in_window: int | None,
         depth: int,
     ) -> None:
+        """`num_in_window`: spare blocks of a second memory group, with a window; None: there is one group."""
         config = make_config(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
@@ -68,7 +72,11 @@ class EngineMachine(RuleBasedStateMachine):
             enable_prefix_caching=caching,
             pipeline_depth=depth,
         )
-        self.driver = Driver(config, num_blocks, sliding_window=window)
+        groups = ()
+        if num_in_window is not None:
+            least = -(-((window or 1) + budget) // block_size) + 2
+            groups = (GroupInfo(num_blocks, 0), GroupInfo(least + num_in_window, 0, span=window or 1))
+        self.driver = Driver(config, num_blocks, sliding_window=window, groups=groups)
         self.log = self.driver.scheduler.memory.leader.pool.event_log = BlockEventLog()
         self.replayed = ReplayedBlocks(block_size)
         self.next_id = 1
