@@ -74,8 +74,8 @@ class EngineMachine(RuleBasedStateMachine):
         )
         groups = ()
         if num_in_window is not None:
-            least = -(-((window or 1) + budget) // block_size) + 2
-            groups = (GroupInfo(num_blocks, 0), GroupInfo(least + num_in_window, 0, span=window or 1))
+            least = -(-((window or 2) + budget) // block_size) + 2
+            groups = (GroupInfo(num_blocks, 0), GroupInfo(least + num_in_window, 0, span=window or 2))
         self.driver = Driver(config, num_blocks, sliding_window=window, groups=groups)
         self.log = self.driver.scheduler.memory.leader.pool.event_log = BlockEventLog()
         self.replayed = ReplayedBlocks(block_size)
