@@ -43,7 +43,8 @@ class ExactReference:
 
     @cached_property
     def model(self) -> PreTrainedModel:
-        has_sdpa = not self.spec.attention.sinks and not {self.spec.architecture, self.spec.wrapper} & {*_WITHOUT_SDPA}
+        named = {self.spec.architecture, self.spec.wrapper}
+        has_sdpa = not self.spec.attentions[0].sinks and not named & {*_WITHOUT_SDPA}
         kind = "sdpa" if has_sdpa else "eager"
         model = model_class(self.spec).from_pretrained(self.path, dtype=self.dtype, attn_implementation=kind)
         model = text_part(model, self.spec).eval()
@@ -72,7 +73,7 @@ class ExactReference:
         """Sequence -> prompt, of very different lengths. A model served beyond the length its LongRoPE was trained for
         uses the long factors for all sequences; transformers uses them for sequences that are themselves longer."""
         prompts = {0: self.tokens[:PROMPT], 1: self.tokens[3:20], 2: self.tokens[20:22]}
-        rope = self.spec.attention.rope
+        rope = self.spec.attentions[0].rope
         beyond = rope.original_max_positions if rope is not None and rope.stretched else 0
         return {seq: prompt for seq, prompt in prompts.items() if len(prompt) > beyond}
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec
+from oarlock.workers.layers.memory_spec import PagesSpec
 from oarlock.workers.layers.mlp_spec import MLPSpec
 from oarlock.workers.verify.rank import RecordingDecoder
 from tests.golden.cases import PROMPT
@@ -105,13 +106,18 @@ def our_layers(
     run.step({0: reference.tokens[_FIRST_CHUNK:PROMPT]})
     recording.close()
     tensors = {name: torch.cat([step[name] for step in recording.steps]).double() for name in recording.last}
-    held = sum(t.numel() * t.element_size() for page in run.pages for t in (page.k, page.v))
+    pages = [one.kv for one in run.memory if one.kv is not None]
+    held = sum(t.numel() * t.element_size() for page in pages for t in (page.k, page.v))
     return tensors | {"pages": torch.tensor(held)}
 
 
 def page_bytes(spec: DecoderSpec, size: int, dtype: torch.dtype) -> int:
-    local_kv_heads = max(1, spec.attention.num_kv_heads // size)
-    return 2 * spec.num_layers * local_kv_heads * spec.attention.head_dim * dtype.itemsize * BLOCK_SIZE * NUM_BLOCKS
+    total = 0
+    for memory, layers in spec.groups:
+        if isinstance(memory, PagesSpec):
+            heads = max(1, memory.kv_heads // size)
+            total += len(layers) * heads * (memory.key_width + memory.value_width)
+    return total * dtype.itemsize * BLOCK_SIZE * NUM_BLOCKS
 
 
 def joined(tensor: str, ranks: list[Tensor], spec: DecoderSpec) -> Tensor:
@@ -123,7 +129,7 @@ def joined(tensor: str, ranks: list[Tensor], spec: DecoderSpec) -> Tensor:
         return torch.cat(ranks, 1)[:, : spec.vocab_size]
     copies = 1
     if kind in ("k", "v", "k_rope"):
-        copies = max(1, len(ranks) // spec.attention.num_kv_heads)  # neighbours hold the same KV head
+        copies = max(1, len(ranks) // spec.attentions[0].num_kv_heads)  # neighbours hold the same KV head
         whole = torch.cat([rank.flatten(1) for rank in ranks[::copies]], 1)
     else:
         copies, whole = len(ranks), ranks[0]

@@ -116,11 +116,12 @@ class TritonPlan:
     """A step's tiles, and the data that its layers share."""
 
     batch: ForwardBatch
-    tiles: list[Tiles]
+    # tiles by the number of query heads for each KV head, in which layers of a group may differ
+    tiles: dict[int, list[Tiles]] = field(default_factory=dict)
     is_live: bool = False  # context lengths change; the batch has upper bounds
     prompts: int = 0  # upper bound of queries longer than one token, if query lengths change too; 0: they do not
-    # plans by the length of a window or chunk, and whether it is a chunk's
-    planned: dict[tuple[int, bool], list[Planned]] = field(default_factory=dict)
+    # plans by the length of a window or chunk, whether it is a chunk's, and the query heads for each KV head
+    planned: dict[tuple[int, bool, int], list[Planned]] = field(default_factory=dict)
 
 
 class TritonBackend:
@@ -155,6 +156,8 @@ class TritonBackend:
             return reason
         if spec.dtype not in _TYPES:
             return f"it supports float32, float16 and bfloat16, not {spec.dtype}"
+        if spec.value_width != spec.head_dim:
+            return f"it needs keys and values of one width, not {spec.head_dim} and {spec.value_width}"
         if spec.head_dim > _MAX_HEAD:
             return f"it needs heads of at most {_MAX_HEAD} elements, not {spec.head_dim}"
         if spec.fixed_span is not None and spec.cache_dtype == "int8" and spec.dtype == torch.float16:
@@ -178,7 +181,7 @@ class TritonBackend:
         return kv.k, kv.v, kv.k.view(torch.int16), kv.v.view(torch.int16)
 
     def prepare(self, batch: ForwardBatch) -> TritonPlan:
-        return TritonPlan(batch, [])
+        return TritonPlan(batch)
 
     def prepare_decode(self, batch: ForwardBatch) -> TritonPlan:
         """Plan all steps of one token per sequence in the tensors of `batch`, with contexts of up to `context_lens`.
@@ -186,7 +189,7 @@ class TritonBackend:
         The number of programs that share a sequence's keys follows from these bounds. On the device each program finds
         its part of the keys.
         """
-        return TritonPlan(batch, [], is_live=True)
+        return TritonPlan(batch, is_live=True)
 
     def prepare_prompts(self, batch: ForwardBatch, most: int) -> TritonPlan:
         """Plan all steps in the tensors of `batch`, with queries of any length and contexts of up to `context_lens`.
@@ -194,13 +197,13 @@ class TritonBackend:
         At most `most` queries are longer than one token. The tiles are computed on the device.
         """
         assert self.spec.fixed_span is None, "its tiles have one shape"
-        return TritonPlan(batch, [], is_live=True, prompts=most)
+        return TritonPlan(batch, is_live=True, prompts=most)
 
     def write(self, kv: LayerKV, k: Tensor, v: Tensor, batch: ForwardBatch) -> None:
         spec = self.spec
         assert k.stride(2) == v.stride(2) == 1 and k.stride(1) == v.stride(1) == spec.head_dim
         self._kernels.write_kv[(-(-batch.num_tokens // _WRITTEN), spec.num_kv_heads)](
-            k, v, *self._pages(kv), batch.slot_mapping, batch.num_tokens, k.stride(0), v.stride(0),
+            k, v, *self._pages(kv), batch.slots[spec.group], batch.num_tokens, k.stride(0), v.stride(0),
             KV_HEADS=spec.num_kv_heads, HEAD_DIM=spec.head_dim, BLOCK_SIZE=spec.block_size,
             BLOCK_T=_WRITTEN, BLOCK_D=power_of_2(spec.head_dim), FORMAT=self._kv_format,
         )  # fmt: skip
@@ -225,7 +228,7 @@ class TritonBackend:
         q = torch.empty((rows, heads, width), dtype=qkv.dtype, device=qkv.device)
         weight, eps = norm or (cos, 0.0)
         self._fused.rotate_and_write[(rows, heads + 2 * spec.num_kv_heads)](
-            qkv, q, *self._pages(kv), batch.slot_mapping, cos, sin, weight,
+            qkv, q, *self._pages(kv), batch.slots[spec.group], cos, sin, weight,
             cos if query_scale is None else query_scale, eps, qkv.stride(0),
             HEADS=heads, KV_HEADS=spec.num_kv_heads, HEAD_DIM=width, ROTARY=cos.shape[-1], BLOCK_SIZE=spec.block_size,
             BLOCK_D=power_of_2(width), NORM=norm is not None, NORMS_LAST=norms_last, NEIGHBOURS=pairs_neighbours,
@@ -240,18 +243,18 @@ class TritonBackend:
         assert q.stride(2) == 1 and q.stride(1) == width and layer.scale > 0
         out = torch.empty((rows, heads * width), dtype=q.dtype, device=q.device)
         out[plan.batch.num_tokens :] = 0.0  # padding rows
-        if not plan.tiles:
-            plan.tiles = self._tiles(plan, heads // self.spec.num_kv_heads)
+        group = heads // self.spec.num_kv_heads
+        if group not in plan.tiles:
+            plan.tiles[group] = self._tiles(plan, group)
         window = layer.chunk or layer.sliding_window or NO_WINDOW
-        is_chunk = layer.chunk is not None
-        if (window, is_chunk) not in plan.planned:
-            parts = [part for tiles in plan.tiles for part in self._planned(plan, tiles, window, layer)]
-            plan.planned[window, is_chunk] = parts
-        for part in plan.planned[window, is_chunk]:
+        key = window, layer.chunk is not None, group
+        if key not in plan.planned:
+            plan.planned[key] = [part for one in plan.tiles[group] for part in self._planned(plan, one, window, layer)]
+        for part in plan.planned[key]:
             if part.layer == layer.layer:
                 if part.tiles.queries is not None:
-                    _find(plan.batch, part.tiles, part.tiles.shape.rows // (heads // self.spec.num_kv_heads))
-                self._divide(plan.batch, part, window, heads // self.spec.num_kv_heads, is_chunk=is_chunk)
+                    _find(plan.batch, part.tiles, part.tiles.shape.rows // group)
+                self._divide(plan.batch, part, window, group, is_chunk=layer.chunk is not None)
             self._compute(q, kv, plan.batch, layer, part, out, sinks)
         return out
 
@@ -375,7 +378,7 @@ class TritonBackend:
             "BLOCK_D": max(16, power_of_2(spec.head_dim)),
             "SINKS": sinks is not None,
         }
-        tables = batch.block_tables
+        tables = batch.block_tables[spec.group]
         self._kernels.attend[(num_programs, spec.num_kv_heads)](
             q, *self._pages(kv), out, partial_out, partial_stats, of_heads, tables, part.programs, q.stride(0),
             tables.stride(0), layer.scale, layer.softcap or 0.0, layer.chunk or layer.sliding_window or 0, num_programs,

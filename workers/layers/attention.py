@@ -10,7 +10,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from oarlock.workers.attention.backend import AttentionSpec, FusedBackend, LayerKV, LayerStep
+from oarlock.workers.attention.backend import (
+    AttentionBackend,
+    AttentionSpec,
+    FusedBackend,
+    LayerKV,
+    LayerMemory,
+    LayerStep,
+)
 from oarlock.workers.kernels.cpu import elementwise
 from oarlock.workers.kernels.cpu.fused_layer import OperationKind, Rows
 from oarlock.workers.kernels.cpu.structures import CClamp, CHeadsAndPages
@@ -57,13 +64,14 @@ class Attention:
         self.head_dim = spec.head_dim
         self.rope = spec.rope
         self.clip_qkv = spec.clip_qkv
+        self.value_width = spec.value_width
+        self.has_keys = spec.has_keys  # False: another layer's keys and values are read
         self.qkv = QKVParallelLinear(
-            name, hidden, spec.head_dim, spec.num_heads, spec.num_kv_heads, spec.qkv_bias, placement
-        )
+            name, hidden, spec.head_dim, spec.num_heads, spec.num_kv_heads, spec.qkv_bias, placement,
+            value_dim=spec.value_dim, has_keys=spec.has_keys,
+        )  # fmt: skip
         shard = self.qkv.shard
-        self.output = RowParallelLinear(
-            f"{name}.o_proj", spec.num_heads * spec.head_dim, hidden, spec.o_bias, placement
-        )
+        self.output = RowParallelLinear(f"{name}.o_proj", spec.shared_inputs, hidden, spec.o_bias, placement)
         self.norm: HeadNorm | RowNorm | None = None
         if spec.qk_norm is not None and spec.norms_rows:
             heads = spec.num_heads, spec.num_kv_heads
@@ -72,7 +80,7 @@ class Attention:
             self.norm = HeadNorm(
                 name,
                 shard.num_heads,
-                shard.num_kv_heads,
+                shard.num_kv_heads if spec.has_keys else 0,
                 spec.head_dim,
                 spec.qk_norm.eps,
                 placement,
@@ -80,12 +88,13 @@ class Attention:
                 is_stored=spec.qk_norm.weight,
             )
         assert not (spec.norms_rows and spec.norms_after_rotation), "no kernel norms rows after the rotation"
+        assert spec.has_keys or not spec.norms_rows, "no kernel norms rows of queries only"
         self.norms_last = spec.norms_after_rotation
         self.pairs_neighbours = spec.rope is not None and spec.rope.interleaved
         self.gate: ColumnParallelLinear | None = None
         if spec.output_gate:
             bounds = spec.num_heads, shard.first_head, shard.num_heads
-            rows = StoredRows(f"{name}.gate_proj", *(heads * spec.head_dim for heads in bounds))
+            rows = StoredRows(f"{name}.gate_proj", *(heads * spec.value_width for heads in bounds))
             self.gate = ColumnParallelLinear((rows,), hidden, False, placement, float32_output=False)
         self.sinks = Sinks(name, spec.num_heads, shard, placement) if spec.sinks else None
         self.spec = AttentionSpec(
@@ -112,25 +121,39 @@ class Attention:
         return self.output.unrounded(self._mixed(x, step))
 
     def _mixed(self, x: Tensor, step: LayerStep) -> Tensor:
-        """Return the attention output of the rank's heads, before the output projection: [T, H * D]."""
-        heads, kv_heads, backend = self.spec.num_heads, self.spec.num_kv_heads, step.backend
-        qkv = self.qkv(x).view(x.shape[0], heads + 2 * kv_heads, self.head_dim)
+        """Return the attention output of the rank's heads, before the output projection: [T, H * value width]."""
+        backend, kv = step.backend, step.kv
+        assert backend is not None and kv is not None
+        qkv = self.qkv(x)
         if self.clip_qkv is not None:
             qkv.clamp_(-self.clip_qkv, self.clip_qkv)
+        q = self._written(qkv, step, backend, kv)  # [T, H, D]
+        mixed = backend.attend(q, kv, step.plan, self.spec, None if self.sinks is None else self.sinks.weight)
+        return mixed if self.gate is None else gate_rows(mixed, self.gate(x))
+
+    def _written(self, qkv: Tensor, step: LayerStep, backend: AttentionBackend, kv: LayerKV) -> Tensor:
+        """Return the queries [T, H, D] of the projections `qkv`, and write the keys and values, if there are any."""
+        heads, kv_heads = self.spec.num_heads, self.spec.num_kv_heads if self.has_keys else 0
         angles = None if self.rope is None else step.angles
-        if not isinstance(self.norm, RowNorm) and angles is not None and isinstance(backend, FusedBackend):
+        is_fused = not isinstance(self.norm, RowNorm) and angles is not None and isinstance(backend, FusedBackend)
+        if self.has_keys and self.value_width == self.head_dim:
+            qkv = qkv.view(len(qkv), heads + 2 * kv_heads, self.head_dim)
+        if is_fused and self.has_keys:
             norm = None if self.norm is None else (self.norm.weight, self.norm.eps)
-            q = backend.rotate_and_write(  # [T, H, D]
-                step.kv, qkv, norm, *angles, step.batch, norms_last=self.norms_last,
+            return backend.rotate_and_write(
+                kv, qkv, norm, *angles, step.batch, norms_last=self.norms_last,
                 pairs_neighbours=self.pairs_neighbours, query_scale=step.query_scale,
             )  # fmt: skip
-        else:
+        columns = (heads + kv_heads) * self.head_dim
+        if qkv.dim() == 3:
             qk, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
-            qk = self._prepared(qk, angles, step.query_scale, x.dtype)  # [T, H + K, D]
-            backend.write(step.kv, qk[:, heads:], v, step.batch)
-            q = qk[:, :heads]
-        mixed = backend.attend(q, step.kv, step.plan, self.spec, None if self.sinks is None else self.sinks.weight)
-        return mixed if self.gate is None else gate_rows(mixed, self.gate(x))
+        else:
+            qk = qkv[:, :columns].unflatten(1, (heads + kv_heads, self.head_dim))
+            v = qkv[:, columns:].unflatten(1, (-1, self.value_width)) if self.has_keys else None
+        qk = self._prepared(qk, angles, step.query_scale, qkv.dtype)  # [T, H + K, D]
+        if v is not None:
+            backend.write(kv, qk[:, heads:], v, step.batch)
+        return qk[:, :heads]
 
     def _prepared(
         self, qk: Tensor, angles: tuple[Tensor, Tensor] | None, scale: Tensor | None, dtype: torch.dtype
@@ -148,8 +171,12 @@ class Attention:
             return qk.to(dtype)
         return (rotate_neighbours if self.pairs_neighbours else rotate)(qk, *angles, dtype)
 
-    def fuse(self, program: Program, source: Rows, rotary: int, pages: LayerKV) -> tuple[RowParallelLinear, Rows]:
+    def fuse(self, program: Program, source: Rows, rotary: int, memory: LayerMemory) -> tuple[RowParallelLinear, Rows]:
         """Add the operations on `source` before the output projection; return the projection and its input rows."""
+        if not self.has_keys or self.value_width != self.head_dim:
+            raise CannotPrepare("queries have keys of another layer, or keys and values have different widths")
+        pages = memory.kv
+        assert pages is not None
         qkv, mixed, gate = Rows.SCRATCH_1, Rows.SCRATCH_0, Rows.SCRATCH_2
         program.multiply(program.take(self, "qkv", QKVParallelLinear), source, qkv, *MATMULS)
         if self.clip_qkv is not None:
@@ -177,6 +204,7 @@ class Attention:
             None if sinks is None else program.take(sinks, "weight", Tensor).data_ptr(),
             self.norms_last,
             program.query_scale,
+            program.pages,
         )
         width = self.spec.num_heads * self.head_dim
         if norm is not None or rotary >= 0 or program.query_scale >= 0:

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from oarlock.base.errors import StartupError
 from oarlock.workers.layers.attention_spec import SelfAttentionSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec
 from oarlock.workers.layers.gated_mlp_spec import GatedMLPSpec
+from oarlock.workers.layers.memory_spec import MemoryGroup, MemorySpec, PagesSpec, SlotsSpec, memory_groups
 from oarlock.workers.layers.mlp_spec import MLPSpec
 from oarlock.workers.layers.sharding import LARGEST_TP, SLICES
 from oarlock.workers.layers.tensor_spec import NormSpec, RankDtype, Sharding, Tap, TensorSpec
@@ -33,6 +33,10 @@ class SublayerSpec(Protocol):
         """Fused tensor name -> the tensors that it contains, e.g. `qkv_proj` -> (`q_proj`, `k_proj`, `v_proj`)."""
 
     def tensors(self, hidden: int) -> list[TensorSpec]: ...
+
+    @property
+    def memory(self) -> MemorySpec | None:
+        """The memory that the sublayer needs for each sequence; None: none."""
 
     @property
     def taps(self) -> list[Tap]: ...
@@ -103,8 +107,15 @@ class LayerSpec:
         return found
 
     @property
-    def attention(self) -> SelfAttentionSpec:
-        return next(one.sublayer for one in self.branches if isinstance(one.sublayer, SelfAttentionSpec))
+    def memories(self) -> list[MemorySpec]:
+        """The memory of its sublayers: at most one has pages, and at most one has slots."""
+        return [memory for branch in self.branches if (memory := branch.sublayer.memory) is not None]
+
+    @property
+    def attention(self) -> SelfAttentionSpec | None:
+        """Its attention; None if it has none."""
+        found = (one.sublayer for one in self.branches if isinstance(one.sublayer, SelfAttentionSpec))
+        return next(found, None)
 
     @property
     def mlp(self) -> GatedMLPSpec | MLPSpec:
@@ -172,27 +183,29 @@ class DecoderSpec:
         return next(count for count in SLICES if count in sizes)
 
     @property
-    def attention(self) -> SelfAttentionSpec:
-        """The attention of the first layer, whose numbers of heads and head size hold for all layers of the KV cache.
+    def groups(self) -> tuple[MemoryGroup, ...]:
+        """The memory groups of all layers. A group's number is its index."""
+        needs = [(index, memory) for index, layer in enumerate(self.layers) for memory in layer.memories]
+        return memory_groups(needs)
 
-        Raises `StartupError` naming the field if one of them differs between layers.
-        """
-        of_all = [layer.attention for layer in self.layers]
-        for field in ("num_heads", "num_kv_heads", "head_dim"):
-            found = sorted({getattr(one, field) for one in of_all})
-            if len(found) > 1:
-                raise StartupError(
-                    f"{self.architecture}: {field} differs between layers ({', '.join(map(str, found))}), and pages of "
-                    "keys and values have one size for all layers.",
-                    "Use a model whose layers have the same value.",
-                )
-        return of_all[0]
+    def group_of(self, layer: int, kind: type[PagesSpec] | type[SlotsSpec]) -> int | None:
+        """Return the number of the group with the pages, or the slots, of `layer`; None if it has none."""
+        for memory in self.layers[layer].memories:
+            if isinstance(memory, kind):
+                key = replace(memory, of_layer=None) if isinstance(memory, PagesSpec) else memory
+                return next(number for number, group in enumerate(self.groups) if group.memory == key)
+        return None
 
     @property
-    def longest_window(self) -> int | None:
-        """The longest sliding window or chunk, in tokens; None if a layer has full attention."""
-        windows = [span for layer in self.layers if (span := layer.attention.span) is not None]
-        return max(windows) if len(windows) == len(self.layers) else None
+    def cached_values(self) -> int:
+        """Number of values in the keys and values of one token, in all layers and over all ranks."""
+        pages = [(group.memory, len(group.layers)) for group in self.groups if isinstance(group.memory, PagesSpec)]
+        return sum(count * one.kv_heads * (one.key_width + one.value_width) for one, count in pages)
+
+    @property
+    def attentions(self) -> list[SelfAttentionSpec]:
+        """The different kinds of attention of all layers, in the order of their first use."""
+        return [one for one in self.sublayers if isinstance(one, SelfAttentionSpec)]
 
     @property
     def num_parameters(self) -> int:

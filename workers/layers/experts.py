@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from oarlock.workers.attention.backend import LayerKV, LayerStep
+from oarlock.workers.attention.backend import LayerMemory, LayerStep
 from oarlock.workers.kernels.cpu import library
 from oarlock.workers.kernels.cpu.experts import CppRouter
 from oarlock.workers.kernels.cpu.fused_layer import Rows
@@ -264,7 +264,7 @@ class Experts:
         scale = torch.ones((len(x), 1), device=x.device) if self.shared_gate is None else self.shared_gate(x)
         return self.shared(x, ids, scale)
 
-    def fuse(self, program: Program, source: Rows, rotary: int, pages: LayerKV) -> tuple[CMoELayer, Rows]:
+    def fuse(self, program: Program, source: Rows, rotary: int, memory: LayerMemory) -> tuple[CMoELayer, Rows]:
         """Describe the MoE layer on `source` as one operation; return it and its input rows."""
         moe_layer = program.moe_layer(
             program.take(self, "router", Router),

@@ -106,6 +106,10 @@ class ExpertsSpec:
         return found if self.shared is None else [*found, Tap("shared", Computation.EXPERTS, self.shared.name)]
 
     @property
+    def memory(self) -> None:
+        """Nothing is kept of a sequence."""
+
+    @property
     def most_ranks(self) -> int:
         return self.width
 

@@ -51,6 +51,10 @@ class GatedMLPSpec:
         ]
 
     @property
+    def memory(self) -> None:
+        """Nothing is kept of a sequence."""
+
+    @property
     def most_ranks(self) -> int:
         return self.intermediate_size
 

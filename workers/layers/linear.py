@@ -15,28 +15,42 @@ from oarlock.workers.weights.source import WeightSource
 
 
 class QKVParallelLinear:
-    """Query, key and value projections as one local matmul: [T, hidden] -> [T, (heads + 2 * kv_heads) * head_dim]."""
+    """Query, key and value projections as one local matmul: [T, hidden] -> [T, (heads + kv_heads) * head_dim + kv_heads
+    * value_dim], or [T, heads * head_dim] without keys and values."""
 
     def __init__(
-        self, name: str, hidden: int, head_dim: int, num_heads: int, num_kv_heads: int, bias: bool, placement: Placement
+        self,
+        name: str,
+        hidden: int,
+        head_dim: int,
+        num_heads: int,
+        num_kv_heads: int,
+        bias: bool,
+        placement: Placement,
+        *,
+        value_dim: int | None = None,
+        has_keys: bool = True,
     ) -> None:
-        """Describe this rank's shard. `name` is the attention module's name, e.g. `model.layers.0.self_attn`."""
+        """Describe this rank's shard. `name` is the attention module's name, e.g. `model.layers.0.self_attn`.
+
+        `value_dim`: values of one head's value; None: `head_dim`. `has_keys`: whether there are keys and values.
+        """
         self.bias = bias
         self.placement = placement
         self.shard = shard = shard_heads(
             f"{name}.qkv_proj", num_heads, num_kv_heads, placement.tp.rank, placement.tp.size
         )
-        kv_rows, first_kv, local_kv = (
-            heads * head_dim for heads in (num_kv_heads, shard.first_kv_head, shard.num_kv_heads)
-        )
-        # The parts are in the order of their rows in the local matmul.
-        q_rows, first, local = num_heads * head_dim, shard.first_head * head_dim, shard.num_heads * head_dim
-        parts = (
-            StoredRows(f"{name}.q_proj", q_rows, first, local),
-            StoredRows(f"{name}.k_proj", kv_rows, first_kv, local_kv),
-            StoredRows(f"{name}.v_proj", kv_rows, first_kv, local_kv),
-        )
-        self.weight_shard = WeightShard(parts, hidden, 0, hidden, fused=f"{name}.qkv_proj")
+        q_heads = num_heads, shard.first_head, shard.num_heads
+        kv_heads = num_kv_heads, shard.first_kv_head, shard.num_kv_heads
+
+        def rows(part: str, heads: tuple[int, int, int], width: int) -> StoredRows:
+            return StoredRows(f"{name}.{part}", *(count * width for count in heads))
+
+        parts = [rows("q_proj", q_heads, head_dim)]  # in the order of their rows in the local matmul
+        if has_keys:
+            parts += [rows("k_proj", kv_heads, head_dim), rows("v_proj", kv_heads, value_dim or head_dim)]
+        fused = f"{name}.qkv_proj" if has_keys else None
+        self.weight_shard = WeightShard(tuple(parts), hidden, 0, hidden, fused=fused)
 
     @property
     def weight_bytes(self) -> int:

@@ -124,8 +124,8 @@ class HeadNorm:
         *,
         is_stored: bool = True,
     ) -> None:
-        """Prepare the norm. `name` is the attention module's name. `is_stored`: the checkpoint has its scale; False:
-        the norm does not scale its results."""
+        """Prepare the norm. `name` is the attention module's name. `num_kv_heads`: 0 if there are no own keys.
+        `is_stored`: the checkpoint has its scale; False: the norm does not scale its results."""
         self.name = name
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
@@ -145,10 +145,12 @@ class HeadNorm:
             heads = self.num_heads + self.num_kv_heads
             self.weight = torch.ones((heads, self.head_dim), device=self.placement.device)
             return
-        both = self.placement.empty(2, self.head_dim)
-        for index, part in enumerate(("q_norm", "k_norm")):
+        counts = {"q_norm": self.num_heads, "k_norm": self.num_kv_heads}
+        counts = {part: count for part, count in counts.items() if count}
+        both = self.placement.empty(len(counts), self.head_dim)
+        for index, part in enumerate(counts):
             weights.take(f"{self.name}.{part}.weight", both[index], shape=(self.head_dim,))
-        of_each = zip(both.float() + self.offset, (self.num_heads, self.num_kv_heads), strict=True)
+        of_each = zip(both.float() + self.offset, counts.values(), strict=True)
         self.weight = torch.cat([one.expand(count, -1) for one, count in of_each])  # [heads + kv_heads, head_dim]
 
     def __call__(self, qk: Tensor) -> Tensor:

@@ -12,7 +12,8 @@ from itertools import zip_longest
 from oarlock.base.errors import StartupError
 from oarlock.workers.sampling_parameters import PENALTY_NAMES, ROW_NAMES
 
-MOST_ROTARIES, MOST_QUERY_SCALES = 4, 4  # `kMostRotaries`, `kMostQueryScales` in csrc/layer/layer.h
+# `kMostRotaries`, `kMostQueryScales`, `kMostPagesGroups` in csrc/layer/layer.h
+MOST_ROTARIES, MOST_QUERY_SCALES, MOST_PAGES_GROUPS = 4, 4, 4
 
 
 class CAttentionStep(ctypes.Structure):
@@ -176,6 +177,7 @@ class CHeadsAndPages(ctypes.Structure):
         ("sinks", c_void_p),
         ("norms_last", c_int),
         ("query_scale", c_int),
+        ("pages", c_int),
     )
 
 
@@ -219,10 +221,10 @@ class CLayerStep(ctypes.Structure):
         ("width", c_long),
         ("type", c_int),
         ("positions", c_void_p),
-        ("slots", c_void_p),
+        ("slots", c_void_p * MOST_PAGES_GROUPS),
         ("rotary", CRotaryRows * MOST_ROTARIES),
         ("query_scales", c_void_p * MOST_QUERY_SCALES),
-        ("attention", c_void_p),
+        ("attention", c_void_p * MOST_PAGES_GROUPS),
         ("group", c_void_p),
     )
 

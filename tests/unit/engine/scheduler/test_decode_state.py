@@ -80,7 +80,6 @@ class Recorder(Driver):
             # A token that the step before samples is named by its request: rows of logits may be in another order.
             [token if token >= 0 else ("of", self._asked[-1 - token]) for token in token_ids],
             step.positions[first:last].tolist(),
-            step.slot_mapping[first:last].tolist(),
             int(step.seq_lens[s]),
             (step.logits_indices[rows] - first).tolist(),
             [getattr(step, name)[rows].tolist() for name in of_logits],

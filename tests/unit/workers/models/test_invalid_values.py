@@ -131,9 +131,9 @@ def assert_usable(spec: DecoderSpec) -> None:
     counts = (
         spec.vocab_size,
         spec.hidden_size,
-        spec.attention.num_heads,
-        spec.attention.num_kv_heads,
-        spec.attention.head_dim,
+        spec.attentions[0].num_heads,
+        spec.attentions[0].num_kv_heads,
+        spec.attentions[0].head_dim,
     )
     mlp = spec.layers[-1].branches[-1].sublayer
     width = mlp.width if isinstance(mlp, ExpertsSpec) else spec.layers[-1].mlp.intermediate_size
@@ -150,8 +150,8 @@ def assert_usable(spec: DecoderSpec) -> None:
     assert spec.tp_sizes[0] == 1
     if spec.num_layers < 100:
         assert spec.num_parameters > 0 and tensor_shapes(spec)
-    optional = (spec.attention.softcap, spec.attention.clip_qkv, spec.logit_softcap)
-    numbers = [spec.norm.eps, spec.attention.scale, *(number for number in optional if number is not None)]
+    optional = (spec.attentions[0].softcap, spec.attentions[0].clip_qkv, spec.logit_softcap)
+    numbers = [spec.norm.eps, spec.attentions[0].scale, *(number for number in optional if number is not None)]
     assert all(type(number) is float and 0 < number < math.inf for number in numbers), numbers
     for rope in {kind.rope for kind in kinds}:
         if rope is None or rope.rotary_dim > 1024:
@@ -246,6 +246,8 @@ def test_invalid_values_are_startup_errors(config: dict[str, Any], message: str)
 
 def test_a_null_inside_is_as_if_it_were_not_there() -> None:
     config = {**base("LlamaForCausalLM"), "rope_theta": 5e5}
-    assert describe({**config, "rope_scaling": {"rope_theta": None, "type": "default"}}).attention.rope.theta == 5e5
+    assert describe({**config, "rope_scaling": {"rope_theta": None, "type": "default"}}).attentions[0].rope.theta == 5e5
     gemma = {**base("Gemma3ForCausalLM"), "rope_theta": None, "layer_types": ["full_attention"] * 3}
-    assert describe({**gemma, "rope_parameters": {"full_attention": {"rope_theta": None}}}).attention.rope.theta == 1e6
+    assert (
+        describe({**gemma, "rope_parameters": {"full_attention": {"rope_theta": None}}}).attentions[0].rope.theta == 1e6
+    )
