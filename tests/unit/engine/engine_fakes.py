@@ -341,12 +341,7 @@ class Driver:
         self.info = make_info(config, num_blocks, sliding_window, groups)
         self.scheduler = Scheduler(config, self.info)
         self.executor = FakeExecutor(config, self.info, faults)
-        self.input_batch = InputBatch(
-            max_num_seqs=self.scheduler.max_num_seqs,
-            max_model_len=self.info.max_model_len,
-            block_size=self.info.block_size,
-            vocab_size=VOCAB,
-        )
+        self.input_batch = InputBatch(max_num_seqs=self.scheduler.max_num_seqs, vocab_size=VOCAB)
         self.now = 0.0
         self.in_flight: deque[SchedulerOutput] = deque()
         self.items: list[ScheduledTokens] = []  # of the step that was begun last
