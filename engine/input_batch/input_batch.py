@@ -96,6 +96,8 @@ class InputBatch:
             sections["num_drafts"] = _num_drafts(output)
         if output.kv_copies is not None:
             sections |= _kv_copies(output.kv_copies)
+        if output.states is not None:
+            sections |= output.states.fields()
         blocks = self._tables[tokens.rows, tokens.positions // self.block_size].astype(np.int64)  # [T]; group 0
         token_ids, columns = tokens.token_ids, tokens.columns
         unknown = (token_ids == NOT_KNOWN).nonzero()[0]

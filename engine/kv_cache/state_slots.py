@@ -20,6 +20,8 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 NULL_SLOT = 0
+CHECKPOINT_TOKENS = 2048  # distance of checkpoints within a long prompt
+NUM_OWN_SLOTS = 2  # of a running sequence
 _MIN_SLOTS = 4  # the null slot, two of a sequence, and the checkpoint from which it starts
 
 
@@ -29,6 +31,18 @@ class HeldSlots(NamedTuple):
     start: int  # read by its first step: a pinned checkpoint or the null slot
     first: int  # written by its first step
     second: int
+
+
+def checkpoint_lengths(num_tokens: int, num_cached: int, num_found: int, block_size: int) -> list[int]:
+    """Return the lengths in tokens, ascending, after which the state is saved while a prompt is computed.
+
+    `num_tokens`: known tokens. `num_cached`: leading tokens that need not be computed. `num_found`: leading tokens with
+    cached keys and values, at least `num_cached`. Other prompts probably share them, and differ after them.
+    """
+    distance = max(1, CHECKPOINT_TOKENS // block_size) * block_size
+    last = (num_tokens - 1) // block_size * block_size  # a hit leaves at least one token to compute
+    lengths = {num_found, last, *range(num_cached // distance * distance, last, distance)}
+    return sorted(length for length in lengths if num_cached < length <= last)
 
 
 class StateSlots:
@@ -92,7 +106,7 @@ class StateSlots:
         Return None, without a change, if too few slots are available.
         """
         start = NULL_SLOT if checkpoint is None else self._slot_of_hash[checkpoint]
-        if self.num_available - (start in self._evictable) < 2:
+        if self.num_available - (start in self._evictable) < NUM_OWN_SLOTS:
             return None
         if start != NULL_SLOT:
             self._evictable.pop(start, None)

@@ -17,8 +17,8 @@ from itertools import islice
 from typing import NamedTuple
 
 from oarlock.engine.errors import QueueFullError
-from oarlock.engine.kv_cache.sequence_memory import SequenceMemory
 from oarlock.engine.kv_cache.offload import KVOffload
+from oarlock.engine.kv_cache.sequence_memory import SequenceMemory
 from oarlock.engine.scheduler.sequence import Sequence
 
 MAX_READ_AHEAD = 8  # sequences at the head of the queue that may begin to read files
