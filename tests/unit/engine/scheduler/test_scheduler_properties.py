@@ -8,6 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from oarlock.engine.errors import QueueFullError, RequestError
 from oarlock.engine.kv_cache.block_events import BlockEventLog
 from oarlock.engine.types import KINDS, FinishReason
+from oarlock.workers.config import GroupInfo
 from tests.unit.engine.engine_fakes import EOS, Driver, make_config, make_request
 from tests.unit.engine.kv_cache.replayed_blocks import ReplayedBlocks
 from tests.unit.engine.pooling_fakes import make_pooling_request
@@ -47,6 +48,7 @@ class EngineMachine(RuleBasedStateMachine):
         caching=st.booleans(),
         window=st.sampled_from([None, None, 2, 5, 9, 30]),
         depth=st.sampled_from([1, 2]),
+        num_slots=st.sampled_from([None, 4, 9, 30]),
     )
     def start(
         self,
@@ -57,6 +59,7 @@ class EngineMachine(RuleBasedStateMachine):
         caching: bool,
         window: int | None,
         depth: int,
+        num_slots: int | None,
     ) -> None:
         config = make_config(
             max_num_seqs=max_num_seqs,
@@ -68,7 +71,10 @@ class EngineMachine(RuleBasedStateMachine):
             enable_prefix_caching=caching,
             pipeline_depth=depth,
         )
-        self.driver = Driver(config, num_blocks, sliding_window=window)
+        groups: tuple[GroupInfo, ...] = ()
+        if num_slots is not None:
+            groups = GroupInfo(num_blocks, 0, span=window), GroupInfo(num_slots, 0, is_recurrent=True)
+        self.driver = Driver(config, num_blocks, sliding_window=window, groups=groups)
         self.log = self.driver.scheduler.memory.leader.pool.event_log = BlockEventLog()
         self.replayed = ReplayedBlocks(block_size)
         self.next_id = 1
