@@ -6,11 +6,13 @@ another sequence, a stale slot, and a slot that is written in the step that read
 
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 
-from oarlock.engine.config import EngineConfig
+from oarlock.base.errors import StartupError
+from oarlock.engine.config import EngineConfig, SpeculativeConfig
 from oarlock.engine.kv_cache.state_slots import NULL_SLOT, StateSlots
 from oarlock.engine.scheduler.sequence import Decodes, SchedulerOutput
 from oarlock.engine.scheduler.state_steps import StateRows
@@ -34,7 +36,7 @@ def only_recurrent(num_slots: int, num_blocks: int, window: int | None) -> tuple
 
 def make_driver(*, num_slots: int = 20, num_blocks: int = 200, window: int | None = None, **config) -> Driver:
     """Driver of a server whose prompts can be long."""
-    sizes = {"max_model_len": 6000, "block_size": 32, "max_num_batched_tokens": 512, **config}
+    sizes: dict[str, Any] = {"max_model_len": 6000, "block_size": 32, "max_num_batched_tokens": 512, **config}
     return Driver(make_config(**sizes), num_blocks, groups=make_groups(num_slots, num_blocks, window))
 
 
@@ -221,6 +223,12 @@ def test_sequences_wait_for_slots() -> None:
     stats = driver.scheduler.refresh_gauges()
     assert most == 1 and stats.num_state_slots_total == 3 and stats.num_state_slots_held == 0
     assert stats.num_state_checkpoints > 0 and stats.prefix_cache_hits > 0
+
+
+def test_drafts_are_refused_by_name() -> None:
+    drafts = SpeculativeConfig(num_speculative_tokens=2, prompt_lookup_max=3, prompt_lookup_min=1)
+    with pytest.raises(StartupError, match="--speculative-config does not support models with recurrent layers"):
+        make_driver(speculative=drafts)
 
 
 # -- faults that must be found
