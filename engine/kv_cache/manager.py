@@ -46,7 +46,8 @@ class BlockHolder(Protocol):
     num_cached_blocks: int  # leading columns that were offered to the prefix cache, in all groups
     shortage: Shortage | None
     slots: HeldSlots | None  # of recurrent state; None: the model has none, or the sequence does not run
-    checkpoints_at: list[int]  # numbers of prompt tokens after which its recurrent state is saved
+    checkpoints_at: dict[int, bytes]  # planned checkpoints of its recurrent state: number of tokens -> hash
+    awaits_checkpoint: bool
 
     @property
     def token_ids(self) -> list[int]: ...

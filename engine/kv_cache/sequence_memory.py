@@ -29,6 +29,7 @@ from oarlock.workers.config import GroupInfo, WorkerInfo
 
 UNSENT = -1  # number of a group that ranks do not have: its table entries are not sent
 _MOST_COUNTED = 1 << 18  # blocks of a group that only counts tokens
+LEAST_AWAITED_TOKENS = 128  # tokens that a checkpoint must save for a sequence that waits for it
 _ALWAYS = -(1 << 62)  # floor of a shortage that may end at any time
 
 
@@ -234,15 +235,20 @@ class SequenceMemory:
         number of blocks that the sequence can hold at once must be available.
 
         A refusal is remembered in `seq.shortage`. Returns None also if host memory has more of the prefix than one step
-        may load. The next step then loads a part into the prefix cache, and the caller should try again.
+        may load. The next step then loads a part into the prefix cache, and the caller should try again. So it should
+        if `seq` awaits a checkpoint.
         """
         assert not seq.tables[0].block_ids
+        seq.awaits_checkpoint = False
         if not self.can_allocate(seq, reserve):
             return None
         found = self.find_prefix(seq, max_tokens)
         num_shared = len(found[0])
         if self.slots is not None:
             found = self._up_to_checkpoint(seq, found, self.slots)
+            if self._expects_longer(seq, len(found[0]), max_tokens, self.slots):
+                seq.awaits_checkpoint, seq.shortage = True, None
+                return None
         num_columns, num_found = self.blocks_for(seq.num_tokens), len(found[0])
         for manager in self.managers:
             needed = manager.num_needed(found[manager.index], num_columns)
@@ -303,6 +309,17 @@ class SequenceMemory:
             found = self.find_prefix(seq, length * self.block_size)
         return found
 
+    def _expects_longer(self, seq: BlockHolder, num_found: int, max_tokens: int, slots: StateSlots) -> bool:
+        """Return whether a running sequence will leave a checkpoint that is worth waiting for: with it, `seq` has many
+        tokens less to compute than with its prefix of `num_found` columns."""
+        if not slots.expected:
+            return False
+        columns = range(min(max_tokens, seq.num_tokens - 1) // self.block_size, num_found, -1)
+        least = num_found * self.block_size + LEAST_AWAITED_TOKENS
+        return any(
+            column * self.block_size >= least and self._hash_at(seq, column - 1) in slots.expected for column in columns
+        )
+
     def _take_slots(self, seq: BlockHolder, num_found: int, num_shared: int, slots: StateSlots) -> bool:
         """Give `seq` its slots of recurrent state, and plan the checkpoints of its prompt. Return False, without a
         change, if there are too few slots.
@@ -314,7 +331,9 @@ class SequenceMemory:
             return False
         if self.enable_prefix_caching:
             lengths = seq.num_tokens, num_found * self.block_size, num_shared * self.block_size
-            seq.checkpoints_at = checkpoint_lengths(*lengths, self.block_size)
+            planned = checkpoint_lengths(*lengths, self.block_size)
+            seq.checkpoints_at = {length: self._hash_at(seq, length // self.block_size - 1) for length in planned}
+            slots.expected.update(seq.checkpoints_at.values())
         return True
 
     def _load_some(self, offload: KVOffload, seq: BlockHolder, found: list[int], slots: list[int]) -> None:
@@ -416,7 +435,8 @@ class SequenceMemory:
         """Free all blocks of `seq`, and its slots if it has never run."""
         if self.slots is not None and seq.slots is not None:
             self.slots.give_back(seq.slots, has_started=False)
-            seq.slots, seq.checkpoints_at = None, []
+            self.slots.expect_no_more(seq.checkpoints_at, list(seq.checkpoints_at))
+            seq.slots = None
         for manager in self.managers:
             manager.free(seq.tables[manager.index])
         seq.num_cached_blocks = 0

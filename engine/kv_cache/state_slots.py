@@ -63,6 +63,7 @@ class StateSlots:
         self._evictable: OrderedDict[int, None] = OrderedDict()  # checkpoints without pins, least recently used first
         self._pins: Counter[int] = Counter()  # a pinned slot may have lost its name
         self._read: list[int] = []  # pinned slots that the last scheduled step reads
+        self.expected: Counter[bytes] = Counter()  # hashes of checkpoints that running sequences will leave
         self._rolling: set[int] = set()  # checkpoints that the next one of their sequence may replace
 
     @property
@@ -136,6 +137,15 @@ class StateSlots:
         self._read.append(slot)
 
     # -- checkpoints
+
+    def expect_no_more(self, planned: dict[int, bytes], lengths: Iterable[int]) -> None:
+        """Remove `lengths` from the `planned` checkpoints of a sequence, because it has left them or will not leave
+        them."""
+        for length in lengths:
+            block_hash = planned.pop(length)
+            self.expected[block_hash] -= 1
+            if not self.expected[block_hash]:
+                del self.expected[block_hash]
 
     def allocate_save(self, replaces: bytes | None = None) -> int | None:
         """Return a slot for a checkpoint that the step being scheduled writes, or None if no slot is available.

@@ -97,6 +97,7 @@ class Sequence:
         "_last_token_s",
         "_num_computed_tokens",
         "_token_ids",
+        "awaits_checkpoint",
         "block_hashes",
         "block_ids",
         "checkpoints_at",
@@ -163,7 +164,9 @@ class Sequence:
         self.block_hashes: list[bytes] = []  # chained hashes of the full blocks, as far as they were needed
         self.num_cached_blocks = 0  # leading columns that were offered to the prefix cache, in all groups
         self.slots: HeldSlots | None = None  # of recurrent state; None while the sequence does not run
-        self.checkpoints_at: list[int] = []  # numbers of prompt tokens after which the recurrent state is saved
+        # Checkpoints that its prompt will leave, ascending: number of tokens -> hash of the last block of them.
+        self.checkpoints_at: dict[int, bytes] = {}
+        self.awaits_checkpoint = False  # whether it waits for a checkpoint that another sequence will leave
         self.rolling_checkpoint: bytes | None = None  # hash of the last checkpoint of its decodes
         self.shortage: Shortage | None = None  # most recent failed allocation of blocks
         self.has_searched_files = False  # whether KV files were searched for its prefix since it last began to wait

@@ -6,6 +6,7 @@ lengths that were planned when its prompt was admitted, and at the ends of block
 Knows sequences, positions and slots. Does not know policy, blocks or tensors.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Outputs
 
@@ -55,7 +56,8 @@ class StateRows:
         """Give back the slots of `seq`, which stops running and still has its row."""
         assert seq.slots is not None
         self.slots.give_back(seq.slots, has_started=self.has_started(seq))
-        seq.slots, seq.checkpoints_at, seq.rolling_checkpoint = None, [], None
+        self.slots.expect_no_more(seq.checkpoints_at, list(seq.checkpoints_at))
+        seq.slots = seq.rolling_checkpoint = None
 
     # -- one step
 
@@ -93,13 +95,14 @@ class StateRows:
         saves = []
         for index, item in reversed([*enumerate(output.scheduled, len(output.decodes.rows))]):
             seq, end = item.seq, item.start + item.num_tokens
-            for length in reversed(seq.checkpoints_at):
+            for length, block_hash in reversed([*seq.checkpoints_at.items()]):
                 if not item.start < length <= end:
                     continue
-                column = length // self._block_size - 1
-                if self.slots.has(self._hash_at(seq, column)) or (slot := self.slots.allocate_save()) is None:
+                if self.slots.has(block_hash) or (slot := self.slots.allocate_save()) is None:
+                    self.slots.expect_no_more(seq.checkpoints_at, [length])
                     continue
-                saves.append(StateSave(index, length - item.start, slot, seq, column + 1, is_rolling=False))
+                num_blocks = length // self._block_size
+                saves.append(StateSave(index, length - item.start, slot, seq, num_blocks, is_rolling=False))
         return saves[::-1]
 
     def name_saves(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
@@ -117,6 +120,8 @@ class StateRows:
             self.slots.name(save.slot, block_hash, is_rolling=save.is_rolling)
             if save.is_rolling:
                 seq.rolling_checkpoint = block_hash
+            else:
+                self.slots.expect_no_more(seq.checkpoints_at, [save.num_blocks * self._block_size])
 
     def _hash_at(self, seq: Sequence, column: int) -> bytes:
         if len(seq.block_hashes) <= column:
@@ -175,6 +180,8 @@ class StateRows:
             assert started or self._reads[row] == start, f"row {row} starts from another slot"
             holders.append((seq.slots, started))
         self.slots.audit(holders)
+        expected = Counter(name for seq in running for name in seq.checkpoints_at.values())
+        assert expected == self.slots.expected, "a checkpoint is expected that no sequence will leave"
 
 
 def _rows(output: SchedulerOutput) -> np.ndarray:

@@ -106,6 +106,7 @@ def test_every_answer_is_that_of_a_model_without_recurrent_layers(
 ) -> None:
     """Chunks of prompts, shared prefixes, windows, preemptions, aborts, grammars and refused steps among them."""
     monkeypatch.setattr("oarlock.engine.scheduler.refused_steps.GROW_AFTER_STEPS", 3)
+    monkeypatch.setattr("oarlock.engine.kv_cache.sequence_memory.LEAST_AWAITED_TOKENS", 4)
     saved = resumed = 0
     for seed in seeds:
         scene, num_slots = make_scene(seed), (60, 14, 24, 4)[seed % 4]
@@ -144,6 +145,31 @@ def test_prompts_with_the_same_beginning_meet_where_they_part() -> None:
     assert num_computed(driver, 1, first) == 740
     assert num_computed(driver, 2, second) == 740
     assert num_computed(driver, 3, third) == 100
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_equal_prompts_wait_for_the_first_of_them(depth: int) -> None:
+    """Eight choices of one request compute the prompt once; a short request behind them does not wait."""
+    driver, prompt = make_driver(num_blocks=800, num_slots=40, pipeline_depth=depth, max_num_seqs=10), random_ids(2000)
+    for number in range(1, 9):
+        driver.add(make_request(number, prompt, max_tokens=4))
+    driver.add(make_request(9, random_ids(20, 9)))
+    driver.step()
+    driver.step()
+    assert [seq.request_id for seq in driver.scheduler.requests.running] == [1, 9]
+    driver.run().check_outputs()
+    stats = driver.scheduler.stats
+    assert stats.prefix_cache_queries - stats.prefix_cache_hits == 2020 + 7 * (2000 % 32)
+
+
+def test_a_prompt_does_not_wait_for_one_that_ends() -> None:
+    driver, prompt = make_driver(), random_ids(2000)
+    for number in (1, 2):
+        driver.add(make_request(number, prompt))
+    driver.step()
+    driver.abort(1)
+    driver.run().check_outputs()
+    driver.check_idle()
 
 
 def test_a_conversation_goes_on_from_its_last_full_block() -> None:
