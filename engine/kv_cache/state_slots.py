@@ -8,8 +8,8 @@ last block of its tokens, or *free*. Slot 0 is the null slot: it always holds th
 
 A step reads one slot of a sequence and writes its other slot, so a written state never changes in place, and a refused
 step can be sent again. No slot is written in a step that reads it. A sequence that starts from a checkpoint therefore
-pins it until the step after its first step is scheduled. All other slots can be reused at once, even while a step in
-flight reads or writes them, because ranks run steps in the order in which they were scheduled.
+pins it until the step after its first step is scheduled, or takes it over. All other slots can be reused at once, even
+while a step in flight reads or writes them, because ranks run steps in the order in which they were scheduled.
 
 A checkpoint gets its name when the result of the step that wrote it is known. So there is never a name for a state that
 was not computed, whatever happens to the step. If logits turn out not to be finite later, `forget` removes the names.
@@ -22,15 +22,20 @@ from typing import NamedTuple
 NULL_SLOT = 0
 CHECKPOINT_TOKENS = 2048  # distance of checkpoints within a long prompt
 NUM_OWN_SLOTS = 2  # of a running sequence
-_MIN_SLOTS = 4  # the null slot, two of a sequence, and the checkpoint from which it starts
+_MIN_SLOTS = 1 + NUM_OWN_SLOTS
 
 
 class HeldSlots(NamedTuple):
     """Slots of one running sequence."""
 
-    start: int  # read by its first step: a pinned checkpoint or the null slot
+    start: int  # read by its first step: the null slot, a pinned checkpoint, or `second`
     first: int  # written by its first step
-    second: int
+    second: int  # written by its second step
+
+    @property
+    def pinned(self) -> int:
+        """The checkpoint that is pinned until the first step has read it, or the null slot."""
+        return NULL_SLOT if self.start == self.second else self.start
 
 
 def checkpoint_lengths(num_tokens: int, num_cached: int, num_found: int, block_size: int) -> list[int]:
@@ -104,11 +109,18 @@ class StateSlots:
     def take(self, checkpoint: bytes | None) -> HeldSlots | None:
         """Give a sequence two slots and pin the `checkpoint` from which it starts; None: it starts at its first token.
 
-        Return None, without a change, if too few slots are available.
+        If only one other slot is available, the checkpoint is removed and its slot becomes one of the two: the first
+        step reads it, and the second step writes it. Return None, without a change, if too few slots are available.
         """
-        start = NULL_SLOT if checkpoint is None else self._slot_of_hash[checkpoint]
-        if self.num_available - (start in self._evictable) < NUM_OWN_SLOTS:
+        if self.num_available < NUM_OWN_SLOTS:
             return None
+        start = NULL_SLOT if checkpoint is None else self._slot_of_hash[checkpoint]
+        if start in self._evictable and self.num_available == NUM_OWN_SLOTS:
+            self._unname(start)
+            del self._evictable[start]
+            slots = HeldSlots(start, self._allocate(), start)
+            self._held.update(slots[1:])
+            return slots
         if start != NULL_SLOT:
             self._evictable.pop(start, None)
             self._pins[start] += 1
@@ -122,8 +134,8 @@ class StateSlots:
         for slot in slots[1:]:
             self._held.remove(slot)
             self._free[slot] = None
-        if slots.start != NULL_SLOT and not has_started:
-            self._unpin(slots.start)
+        if slots.pinned != NULL_SLOT and not has_started:
+            self._unpin(slots.pinned)
 
     def begin_step(self) -> None:
         """Unpin the checkpoints that the previous step reads: the step that is now scheduled may write them."""
@@ -207,7 +219,7 @@ class StateSlots:
         own, pins = Counter[int](), Counter(self._read)
         for slots, has_started in holders:
             own.update(slots[1:])
-            pins[slots.start] += slots.start != NULL_SLOT and not has_started
+            pins[slots.pinned] += slots.pinned != NULL_SLOT and not has_started
         assert own == Counter(self._held), "a slot is held by no sequence, or by two"
         assert +pins == +self._pins, "pins are counted wrongly"
         groups = self._free, self._held, self._unsaved, self._evictable, +self._pins

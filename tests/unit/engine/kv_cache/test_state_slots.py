@@ -58,13 +58,26 @@ def test_a_checkpoint_is_not_written_in_the_step_that_reads_it() -> None:
     (checkpoint,) = saved(slots, b"a")
     slots.begin_step()
     held = slots.take(b"a")
-    assert held is not None and held.start == checkpoint and slots.num_available == 0
+    assert held is not None and held.pinned == checkpoint and slots.num_available == 0
     slots.start(checkpoint)
     assert slots.allocate_save() is None and slots.take(None) is None
     slots.audit([(held, True)])
     slots.begin_step()
     assert slots.allocate_save() == checkpoint and not slots.has(b"a")
     slots.audit([(held, True)])
+
+
+def test_the_last_slots_are_a_checkpoint_and_another() -> None:
+    """The sequence takes its checkpoint over: it reads it in its first step, and writes it in its second."""
+    slots = StateSlots(3)
+    (checkpoint,) = saved(slots, b"a")
+    held = slots.take(b"a")
+    assert held is not None and held.start == held.second == checkpoint != held.first
+    assert not slots.has(b"a") and slots.num_available == 0
+    slots.audit([(held, False)])
+    slots.give_back(held, has_started=False)
+    assert slots.num_available == 2
+    slots.audit([])
 
 
 def test_a_checkpoint_stays_until_all_have_read_it() -> None:
@@ -136,8 +149,8 @@ def test_forgotten_checkpoints_cannot_be_found_and_are_free_when_read() -> None:
 
 
 def test_a_pool_too_small_for_a_sequence_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least 4"):
-        StateSlots(3)
+    with pytest.raises(ValueError, match="at least 3"):
+        StateSlots(2)
 
 
 @pytest.mark.parametrize(
@@ -178,8 +191,8 @@ def test_random_operations_keep_every_slot_in_one_state() -> None:
                 held = slots.take(name if slots.has(name) else None)
                 if held is not None:
                     assert held.start == NULL_SLOT or content[held.start] == name
-                    assert not read_now & {*held[1:]}, "a slot is read and written"
-                    content.update(dict.fromkeys(held[1:], b"of a sequence"))
+                    assert not read_now & {held.first, held.second}, "a slot is read and written"
+                    content.update(dict.fromkeys({*held[1:]} - {held.start}, b"of a sequence"))
                     running.append([held, False, None])
             case 2 if running:
                 held, has_started, _ = running.pop(draw.randrange(len(running)))
@@ -189,9 +202,9 @@ def test_random_operations_keep_every_slot_in_one_state() -> None:
                 read_now.clear()
             case 4 if running:
                 one = draw.choice(running)
-                if not one[1] and one[0].start != NULL_SLOT:
-                    slots.start(one[0].start)
-                    read_now.add(one[0].start)
+                if not one[1] and one[0].pinned != NULL_SLOT:
+                    slots.start(one[0].pinned)
+                    read_now.add(one[0].pinned)
                 one[1] = True
             case 5 if running:
                 one = draw.choice(running)

@@ -109,7 +109,7 @@ def test_every_answer_is_that_of_a_model_without_recurrent_layers(
     monkeypatch.setattr("oarlock.engine.kv_cache.sequence_memory.LEAST_AWAITED_TOKENS", 4)
     saved = resumed = 0
     for seed in seeds:
-        scene, num_slots = make_scene(seed), (60, 14, 24, 4)[seed % 4]
+        scene, num_slots = make_scene(seed), (60, 14, 24, 3)[seed % 4]
         got = run(scene, depth, refuses, num_slots, groups, stages=stages)
         check_equal(scene, run_scene(scene, 1), got)
         assert got.executor.states is not None

@@ -48,7 +48,7 @@ class EngineMachine(RuleBasedStateMachine):
         caching=st.booleans(),
         window=st.sampled_from([None, None, 2, 5, 9, 30]),
         depth=st.sampled_from([1, 2]),
-        num_slots=st.sampled_from([None, 4, 9, 30]),
+        num_slots=st.sampled_from([None, 3, 4, 9, 30]),
     )
     def start(
         self,
