@@ -226,13 +226,13 @@ def test_without_a_prefix_cache_nothing_is_saved() -> None:
 def test_states_that_may_not_be_finite_are_forgotten() -> None:
     driver = make_driver()
     driver.executor.faults.poisoned_seeds = (1,)
-    prompt = random_ids(600)
+    prompt = random_ids(2600)  # its first checkpoint is named before the step that shows the fault
     driver.add(make_request(1, prompt))
     driver.run()
     assert driver.ends[1].finish_reason is FinishReason.ERROR
     slots = driver.scheduler.memory.slots
     assert slots is not None and slots.num_checkpoints == 0
-    assert num_computed(driver, 2, prompt) == 600
+    assert num_computed(driver, 2, prompt) == 2600
 
 
 def test_sequences_wait_for_slots() -> None:
@@ -249,6 +249,19 @@ def test_sequences_wait_for_slots() -> None:
     stats = driver.scheduler.refresh_gauges()
     assert most == 1 and stats.num_state_slots_total == 3 and stats.num_state_slots_held == 0
     assert stats.num_state_checkpoints > 0 and stats.prefix_cache_hits > 0
+
+
+def test_chunks_that_a_later_stage_refuses_start_again_from_a_checkpoint() -> None:
+    """Three chunks of a prompt are in flight when the last stage refuses the first: others have run them all."""
+    driver = make_driver(stages=3, block_size=4, max_num_batched_tokens=16)
+    prompt = random_ids(200)
+    assert num_computed(driver, 1, prompt[:40]) == 40
+    driver.executor.faults.refuses = lambda step: step.positions[0] > 60 and driver.executor.num_refused < 3
+    driver.add(make_request(2, prompt, max_tokens=8))
+    driver.run().check_outputs()
+    driver.check_idle()
+    assert driver.executor.num_refused == 3 and driver.executor.states is not None
+    assert driver.executor.states.num_resumed >= 2
 
 
 def test_drafts_are_refused_by_name() -> None:
