@@ -9,9 +9,10 @@ A prefix hit is the longest prefix on which all groups agree: a group without a 
 a span only the blocks that the next token reads.
 
 Events and shares follow one group, the *leader*: the smallest group without a span, or else the one with the longest
-span. Groups without a span hold the same columns, so the leader is the first of them to lose a block. Groups with a span
-lose early blocks all the time, without harm to the blocks after them, so nothing is announced for them. With several
-groups, the events therefore bound a hit from above.
+span. Groups without a span hold the same columns, and those of equal size lose the same blocks. Groups with a span lose
+early blocks all the time, without harm to the blocks after them, so nothing is announced for them. With several groups,
+a hit may therefore be shorter than the events promise, but not longer than the leader's blocks. Numbers of blocks are totals over all groups, and the usage
+is that of the scarcest group.
 
 Knows block ids and token ids. Does not know tensors, bytes, or when a sequence runs.
 """
@@ -167,8 +168,9 @@ class SequenceMemory:
     # -- prefixes
 
     def find_prefix(self, seq: BlockHolder, max_tokens: int) -> list[list[int]]:
-        """Return the blocks, in each group, of the longest cached prefix of at most `max_tokens` tokens: as many in each
-        group, with null blocks for those that are not read. Changes nothing.
+        """Return the blocks of the longest cached prefix of at most `max_tokens` tokens. Changes nothing.
+
+        Each group has an entry for each column; the null block stands for those that are not read.
 
         At least one token is always left to compute: a step must produce the logits that follow the prompt.
         """

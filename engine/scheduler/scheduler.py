@@ -470,6 +470,8 @@ class Scheduler:
             budget = self._admit_in_order(output, budget, now, normal_only=normal_only)
         if budget == whole:  # otherwise keep the step short for the waiting sequences
             budget = self._share_among_prompts(output, last, budget, now)
+        if self.memory.has_spans and not output.num_seqs and not output.is_ahead:
+            budget = self._make_room(output, first + last, budget, now)
         output.num_prompt_tokens = whole - budget
 
     def _share_among_prompts(self, output: SchedulerOutput, under_way: list[Sequence], budget: int, now: float) -> int:
@@ -563,6 +565,21 @@ class Scheduler:
         self.memory.free_unread(seq, output.new_blocks)
         start = seq.num_computed_tokens
         return self.memory.grow_up_to(seq, start + num_tokens, len(self._running) - 1, output.new_blocks) - start
+
+    def _make_room(self, output: SchedulerOutput, under_way: list[Sequence], budget: int, now: float) -> int:
+        """Preempt the newest sequences until a prompt `under_way` gets blocks, since each waits for blocks of the
+        others; return the rest of the budget.
+
+        Sequences that were admitted in this step come first, so that they do not get the blocks of others.
+        """
+        while not output.num_seqs and len(self._running) > 1:
+            new = [seq for seq in output.new_rows if seq.status is Status.RUNNING]
+            self.requests.preempt(policy.choose_victim(new or self._running), now)
+            output.num_preempted += 1
+            for seq in under_way:
+                if seq.status is Status.RUNNING and not output.num_seqs:
+                    budget -= self._schedule_prompt(seq, output, budget, now)
+        return budget
 
     def _fail_scheduling(self, seq: Sequence, now: float) -> None:
         """End one sequence after an exception while handling it. Must be called in an `except` block."""

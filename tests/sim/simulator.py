@@ -70,10 +70,10 @@ class SimulationConfig:
 
     engine: EngineConfig
     num_blocks: int = 1024
+    groups: tuple[GroupInfo, ...] = ()  # memory groups; (): one of `num_blocks` blocks
     vocab_size: int = 32_000
     cost: CostModel = field(default_factory=CostModel)  # of each pipeline stage
     stages: tuple[CostModel, ...] = ()  # the cost of each, where they differ
-    groups: tuple[GroupInfo, ...] = ()  # memory groups; (): one of `num_blocks` blocks
     ranks: Callable[..., SimulatedExecutor] = SimulatedExecutor
 
 

@@ -68,7 +68,9 @@ def run(
         started.append(RecurrentRanks(*arguments))
         return started[0]
 
-    report = simulate(trace, SimulationConfig(engine, num_blocks, VOCAB, groups=groups, ranks=start))
+    report = simulate(
+        trace, SimulationConfig(engine, num_blocks=num_blocks, vocab_size=VOCAB, groups=groups, ranks=start)
+    )
     check_histories(trace, started[0])
     return report, started[0]
 

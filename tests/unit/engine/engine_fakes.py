@@ -15,7 +15,7 @@ from oarlock.engine.input_batch.input_batch import InputBatch
 from oarlock.engine.input_batch.sampling_metadata import GrammarBitmask, fill_one_by_one
 from oarlock.engine.kv_cache.sequence_memory import UNSENT, num_state_slots, page_groups
 from oarlock.engine.scheduler.scheduler import Scheduler
-from oarlock.engine.scheduler.sequence import ModelRunnerOutput, ScheduledTokens, SchedulerOutput
+from oarlock.engine.scheduler.sequence import ModelRunnerOutput, ScheduledTokens, SchedulerOutput, Status
 from oarlock.engine.simulated_ranks import replica_info
 from oarlock.engine.types import FinishReason, Request, SamplingParams, TokenEvent, TokenLogprobs
 from oarlock.workers.config import GroupInfo, WorkerConfig, WorkerInfo
@@ -520,7 +520,8 @@ class Driver:
         """`cached`: the prefix cache before this step was decided."""
         scheduler = self.scheduler
         allocated = {(group, block) for group, _, _, block in output.new_blocks}
-        assert not (output.num_preempted and output.new_rows), "blocks freed by preemption are given to a new sequence"
+        new = [seq for seq in output.new_rows if seq.status is Status.RUNNING]
+        assert not (output.num_preempted and new), "blocks freed by preemption are given to a new sequence"
         assert not (output.num_preempted and self.in_flight), "a sequence whose token is to come is preempted"
         assert output.num_seqs <= scheduler.max_num_seqs
         assert sum(item.num_tokens for item in output.items()) <= scheduler.max_num_batched_tokens

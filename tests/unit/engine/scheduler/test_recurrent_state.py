@@ -6,6 +6,7 @@ another sequence, a stale slot, and a slot that is written in the step that read
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -55,20 +56,17 @@ def num_computed(driver: Driver, request_id: int, prompt, **params) -> int:
 # -- random scenes
 
 
-def run(
-    scene: Scene,
-    depth: int | None,
-    refuses: Callable[[StepMetadata], bool] | None,
-    num_slots: int,
-    groups: Callable[..., tuple[GroupInfo, ...]] = make_groups,
-    **options,
-) -> Driver:
-    def make(config: EngineConfig, num_blocks: int, faults: Faults, window: int | None) -> Driver:
+def with_states(scene: Scene, num_slots: int, groups: Callable[..., tuple[GroupInfo, ...]] = make_groups) -> Scene:
+    return replace(scene, groups=groups(num_slots, scene.num_blocks, scene.window))
+
+
+def run(scene: Scene, depth: int | None, stages: int, refuses: Callable[[StepMetadata], bool] | None) -> Driver:
+    def make(config: EngineConfig, num_blocks: int, faults: Faults, *others) -> Driver:
         if refuses is not None:
             faults.refuses = refuses
-        return Driver(config, num_blocks, faults, groups=groups(num_slots, num_blocks, window))
+        return Driver(config, num_blocks, faults, *others)
 
-    return run_scene(scene, depth, make, **options)
+    return run_scene(scene, depth, make, stages=stages)
 
 
 def check_equal(scene: Scene, expected: Driver, got: Driver) -> None:
@@ -110,7 +108,7 @@ def test_every_answer_is_that_of_a_model_without_recurrent_layers(
     saved = resumed = 0
     for seed in seeds:
         scene, num_slots = make_scene(seed), (60, 14, 24, 3)[seed % 4]
-        got = run(scene, depth, refuses, num_slots, groups, stages=stages)
+        got = run(with_states(scene, num_slots, groups), depth, stages, refuses)
         check_equal(scene, run_scene(scene, 1), got)
         assert got.executor.states is not None
         saved, resumed = saved + got.executor.states.num_saved, resumed + got.executor.states.num_resumed
@@ -120,10 +118,7 @@ def test_every_answer_is_that_of_a_model_without_recurrent_layers(
 @pytest.mark.slow
 def test_sequences_that_leave_a_step_before_it_is_sent_leave_no_slot() -> None:
     for seed in range(3):
-        scene = make_scene(seed)
-        config, num_blocks, faults, window = scene.arguments(depth=1)
-        groups = make_groups(14, num_blocks, window)
-        run_withdrawing(scene, lambda *_, of=(config, num_blocks, faults), groups=groups: Driver(*of, groups=groups))
+        run_withdrawing(with_states(make_scene(seed), 14), Driver)
 
 
 # -- prefix hits

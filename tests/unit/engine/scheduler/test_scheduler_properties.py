@@ -47,6 +47,7 @@ class EngineMachine(RuleBasedStateMachine):
         block_size=st.integers(1, 5),
         caching=st.booleans(),
         window=st.sampled_from([None, None, 2, 5, 9, 30]),
+        num_in_window=st.none() | st.integers(0, 20),
         depth=st.sampled_from([1, 2]),
         num_slots=st.sampled_from([None, 3, 4, 9, 30]),
     )
@@ -58,9 +59,11 @@ class EngineMachine(RuleBasedStateMachine):
         block_size: int,
         caching: bool,
         window: int | None,
+        num_in_window: int | None,
         depth: int,
         num_slots: int | None,
     ) -> None:
+        """`num_in_window`: spare blocks of a second memory group, with a window; None: there is one group."""
         config = make_config(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
@@ -72,8 +75,12 @@ class EngineMachine(RuleBasedStateMachine):
             pipeline_depth=depth,
         )
         groups: tuple[GroupInfo, ...] = ()
+        if num_in_window is not None:
+            least = -(-((window or 1) + budget) // block_size) + 2
+            groups = (GroupInfo(num_blocks, 0), GroupInfo(least + num_in_window, 0, span=window or 1))
         if num_slots is not None:
-            groups = GroupInfo(num_blocks, 0, span=window), GroupInfo(num_slots, 0, is_recurrent=True)
+            groups = groups or (GroupInfo(num_blocks, 0, span=window),)
+            groups += (GroupInfo(num_slots, 0, is_recurrent=True),)
         self.driver = Driver(config, num_blocks, sliding_window=window, groups=groups)
         self.log = self.driver.scheduler.memory.leader.pool.event_log = BlockEventLog()
         self.replayed = ReplayedBlocks(block_size)
