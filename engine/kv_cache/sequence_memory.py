@@ -11,8 +11,8 @@ a span only the blocks that the next token reads.
 Events and shares follow one group, the *leader*: the smallest group without a span, or else the one with the longest
 span. Groups without a span hold the same columns, and those of equal size lose the same blocks. Groups with a span lose
 early blocks all the time, without harm to the blocks after them, so nothing is announced for them. With several groups,
-a hit may therefore be shorter than the events promise, but not longer than the leader's blocks. Numbers of blocks are totals over all groups, and the usage
-is that of the scarcest group.
+a hit may therefore be shorter than the events promise, but not longer than the leader's blocks. Numbers of blocks are
+totals over all groups, and the usage is that of the scarcest group.
 
 Knows block ids and token ids. Does not know tensors, bytes, or when a sequence runs.
 """

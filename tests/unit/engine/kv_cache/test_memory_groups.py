@@ -176,6 +176,9 @@ def test_prompts_that_wait_for_each_others_blocks_go_on_one_after_the_other(dept
     driver.check_idle()
 
 
+_MORE = [pytest.param(seed, marks=pytest.mark.soak) for seed in range(304, 330)]
+
+
 def grouped(seed: int) -> Scene:
     """A random scene with two or three groups, of pools that are sometimes as small as possible."""
     scene, draw = replace(make_scene(seed), window=None), random.Random(seed)

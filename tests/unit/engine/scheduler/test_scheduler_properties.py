@@ -76,8 +76,8 @@ class EngineMachine(RuleBasedStateMachine):
         )
         groups: tuple[GroupInfo, ...] = ()
         if num_in_window is not None:
-            least = -(-((window or 1) + budget) // block_size) + 2
-            groups = (GroupInfo(num_blocks, 0), GroupInfo(least + num_in_window, 0, span=window or 1))
+            least = -(-((window or 2) + budget) // block_size) + 2
+            groups = (GroupInfo(num_blocks, 0), GroupInfo(least + num_in_window, 0, span=window or 2))
         if num_slots is not None:
             groups = groups or (GroupInfo(num_blocks, 0, span=window),)
             groups += (GroupInfo(num_slots, 0, is_recurrent=True),)
