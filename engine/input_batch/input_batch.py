@@ -94,6 +94,8 @@ class InputBatch:
             sections["num_drafts"] = _num_drafts(output)
         if output.kv_copies is not None:
             sections |= _kv_copies(output.kv_copies)
+        if output.states is not None:
+            sections |= output.states.fields()
         token_ids, columns = tokens.token_ids, tokens.columns
         unknown = (token_ids == NOT_KNOWN).nonzero()[0]
         if len(unknown) == len(token_ids):
