@@ -78,9 +78,9 @@ class BlockTables:
 
         The entries that change with the step must be written already.
         """
-        size, rows = self.block_size, step.rows
+        size, rows, starts = self.block_size, step.rows, step.query_start_loc
         if len(step.token_ids) != len(rows):
-            rows = np.repeat(rows, np.diff(step.query_start_loc))  # [T]
+            rows = rows.repeat(starts[1:] - starts[:-1])  # [T]
         columns = step.positions // size
         offsets = step.positions - columns * size
         for tables, slots in zip(self._host, out, strict=False):
