@@ -375,7 +375,7 @@ NEMOTRON_3 = Model(
 {%- endfor %}
 {%- if tools %}
     {{- '\\n</tools>\\n\\nIf you choose to call a function ONLY reply in the following format with NO suffix:\\n\\n' }}
-    {{- '<tool_call>\\n<function=example_function_name>\\n<parameter=example_parameter_1>\\nvalue_1\\n</parameter>\\n' }}
+    {{- '<tool_call>\\n<function=example_function_name>\\n<parameter=example_1>\\nvalue_1\\n</parameter>\\n' }}
     {{- '</function>\\n</tool_call>' }}
 {%- endif %}
 {{- '<|im_end|>\\n' }}
