@@ -79,6 +79,7 @@ CONCERNS: dict[str, tuple[str, ...]] = {
     "kv-cache": (
         "tests/unit/engine/kv_cache/test_kv_cache_manager.py",
         "tests/unit/engine/kv_cache/test_sliding_window.py",
+        "tests/unit/engine/kv_cache/test_memory_groups.py",
         "tests/unit/engine/kv_cache/test_prefix_sharing.py",
         "tests/unit/engine/kv_cache/test_block_events.py",
     ),

@@ -89,6 +89,18 @@ def test_a_gguf_model_is_right(tmp_path: Path, family: str, kind: str) -> None:
     right(VerifyCase(described_gguf(tmp_path, dense, kind), tmp_path / "verify", "bfloat16"), 2)
 
 
+@pytest.mark.parametrize(
+    ("family", "kind"), [("qwen3_5_text", "Q8_0"), ("qwen3_next", "Q8_0"), ("qwen3_5_moe_text", "BF16")]
+)
+def test_a_gguf_model_with_recurrent_layers_is_right(tmp_path: Path, family: str, kind: str) -> None:
+    """Value heads of Qwen3.5 are in another order than key heads; Qwen3-Next's are not."""
+    experts = {"num_experts": 3, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "mlp_only_layers": [],
+               "shared_expert_intermediate_size": 64}  # fmt: skip
+    special = RECURRENT["qwen3_5_text"] | ({} if family == "qwen3_5_text" else experts)
+    dense = make_tiny(tmp_path, family, seed=5, **special)
+    right(VerifyCase(described_gguf(tmp_path, dense, kind), tmp_path / "verify", "bfloat16"), 2)
+
+
 @pytest.mark.parametrize("family", ["minimax_m2", "hy_v3", "exaone_moe"])
 def test_a_gguf_model_with_corrected_scores_is_right(tmp_path: Path, family: str) -> None:
     """The correction is a buffer of transformers' router, or of the module around it."""
