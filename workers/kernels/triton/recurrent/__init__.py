@@ -2,7 +2,7 @@
 
 from oarlock.workers.kernels.triton.recurrent.convolution import causal_convolution
 from oarlock.workers.kernels.triton.recurrent.delta_rule import gated_delta_rule
-from oarlock.workers.kernels.triton.recurrent.norm import gated_norm
 from oarlock.workers.kernels.triton.recurrent.mamba import mamba2
+from oarlock.workers.kernels.triton.recurrent.norm import gated_norm
 
 __all__ = ["causal_convolution", "gated_delta_rule", "gated_norm", "mamba2"]

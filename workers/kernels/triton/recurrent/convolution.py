@@ -12,11 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from oarlock.workers.kernels.triton.recurrent.state_slots import StepSlots, rows_of
+from oarlock.workers.kernels.triton.recurrent.state_slots import StepSlots, rows_of, segment
 from oarlock.workers.recurrent.states import StateStep
 
-_BLOCK = 512  # channels of a program
-_WARPS = 4
+_BLOCK = 256  # channels of a program, one for each thread
+_WARPS = 8
 
 
 @triton.jit
@@ -52,7 +52,7 @@ def _input(
 @triton.jit
 def _keep(states, slot, newest, old, count, channel, inside, x_stride, CHANNELS: tl.constexpr, KEPT: tl.constexpr):
     """Write the latest KEPT inputs to a slot."""
-    into = states + slot.to(tl.int64) * (CHANNELS * KEPT) + channel * KEPT
+    into = states + slot * (CHANNELS * KEPT) + channel * KEPT
     for place in tl.static_range(KEPT):
         value = _input(newest, old, KEPT - 1 - place, count, channel, inside, x_stride, KEPT)
         tl.store(into + place, value, mask=inside)
@@ -84,7 +84,8 @@ def convolve(
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < CHANNELS
     sequence = _sequence_of(token, starts, sequences)
-    count = token + 1 - tl.load(starts + sequence)
+    first, stop = tl.load(starts + sequence), tl.load(starts + sequence + 1)
+    count, last = token + 1 - first, tl.load(save_starts + sequence + 1)
     newest = x + token.to(tl.int64) * x_stride
     old = states + tl.load(reads + sequence).to(tl.int64) * (CHANNELS * KEPT)
     total = tl.zeros([BLOCK], tl.float32)
@@ -96,13 +97,10 @@ def convolve(
     if SILU:
         total *= tl.sigmoid(total)
     tl.store(out + token.to(tl.int64) * CHANNELS + channel, total.to(out.dtype.element_ty), mask=inside)
-    for number in range(tl.load(save_starts + sequence), tl.load(save_starts + sequence + 1)):
-        if tl.load(save_lens + number) == count:
-            slot = tl.load(save_slots + number)
+    for number in range(tl.load(save_starts + sequence), last + 1):
+        end, slot = segment(number, last, first, stop, tl.load(writes + sequence), save_lens, save_slots)
+        if end == token + 1:
             _keep(states, slot, newest, old, count, channel, inside, x_stride, CHANNELS, KEPT)
-    if token + 1 == tl.load(starts + sequence + 1):
-        slot = tl.load(writes + sequence)
-        _keep(states, slot, newest, old, count, channel, inside, x_stride, CHANNELS, KEPT)
 
 
 _convolve: Any = convolve  # Any, because calling a kernel compiles it: no annotation describes its arguments

@@ -76,7 +76,7 @@ def apply_delta_rule(
     into = out + (token.to(tl.int64) * HEADS + head) * VALUE
     while number <= last:
         end, slot = segment(number, last, first, stop, write, save_lens, save_slots)
-        for _ in range(token, end):
+        for _ in tl.range(token, end, num_stages=3):
             query = _unit_row(q_row, key_column, is_key, eps) * scale
             key = _unit_row(k_row, key_column, is_key, eps)
             value = tl.load(v_row + value_column, mask=is_value, other=0.0).to(tl.float32)

@@ -68,7 +68,7 @@ def apply_mamba(
     into = out + (token.to(tl.int64) * HEADS + head) * WIDTH
     while number <= last:
         end, slot = segment(number, last, first, stop, write, save_lens, save_slots)
-        for _ in range(token, end):
+        for _ in tl.range(token, end, num_stages=3):
             value = tl.load(x_row + column, mask=is_column, other=0.0).to(tl.float32)
             inputs = tl.load(b_row + entry, mask=is_entry, other=0.0).to(tl.float32)
             outputs = tl.load(c_row + entry, mask=is_entry, other=0.0).to(tl.float32)

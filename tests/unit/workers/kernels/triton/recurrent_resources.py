@@ -32,9 +32,7 @@ LARGEST = ("keys of 256", "state of 256", "4 taps", "group of 8192")
 def recurrent(kind: str, names: tuple[str, ...]) -> dict[str, dict[str, int]]:
     """Return the resources of the shapes called `names` on one kind of device."""
     launches = {name: (apply_delta_rule, delta_constants(*shape), {}) for name, shape in DELTA.items()}
-    launches |= {
-        name: (apply_mamba, mamba_constants(*shape) | {"SKIP": True}, {}) for name, shape in MAMBA.items()
-    }
+    launches |= {name: (apply_mamba, mamba_constants(*shape) | {"SKIP": True}, {}) for name, shape in MAMBA.items()}
     launches |= {
         name: (convolve, convolution_constants(*shape) | {"BIAS": True, "SILU": True}, {"states": "*bf16"})
         for name, shape in TAPS.items()
