@@ -14,9 +14,9 @@ __all__ = ["causal_convolution", "gated_delta_rule", "gated_norm", "mamba2"]
 def _kernels(x: Tensor) -> ModuleType:
     """Return the module whose functions serve the device of `x`."""
     if availability.can_serve(x.device):
-        from oarlock.workers.kernels.triton import recurrent  # Triton is only installed on some machines
+        from oarlock.workers.recurrent import triton_operations  # Triton is only installed on some machines
 
-        return recurrent
+        return triton_operations
     return reference
 
 

@@ -5,15 +5,10 @@ but its own inputs, so it has the same bits in every batch and for every divisio
 `recurrent/reference.py` does the same in torch.
 """
 
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from oarlock.workers.kernels.triton.recurrent.state_slots import StepSlots, rows_of, segment
-from oarlock.workers.recurrent.states import StateStep
+from oarlock.workers.kernels.triton.recurrent.state_slots import segment
 
 _BLOCK = 256  # channels of a program, one for each thread
 _WARPS = 8
@@ -103,30 +98,7 @@ def convolve(
             _keep(states, slot, newest, old, count, channel, inside, x_stride, CHANNELS, KEPT)
 
 
-_convolve: Any = convolve  # Any, because calling a kernel compiles it: no annotation describes its arguments
-
-
 def convolution_constants(channels: int, taps: int) -> dict[str, int]:
     """Return the constants of the kernel, except BIAS and SILU."""
     block = min(_BLOCK, triton.next_power_of_2(channels))
     return {"CHANNELS": channels, "KEPT": taps - 1, "BLOCK": block, "num_warps": _WARPS}
-
-
-def causal_convolution(
-    x: Tensor, states: Tensor, weight: Tensor, bias: Tensor | None, step: StateStep, *, silu: bool
-) -> Tensor:
-    """Return the convolution of `x` [T, channels]. Arguments as in `recurrent/reference.py`.
-
-    Sequences without tokens leave their slots as they are.
-    """
-    (tokens, channels), taps = x.shape, weight.shape[1]
-    assert states.is_contiguous() and states.dtype == x.dtype and states.shape[1:] == (channels, taps - 1)
-    assert weight.is_contiguous() and weight.dtype == torch.float32
-    x = rows_of(x)
-    out = torch.empty((tokens, channels), dtype=x.dtype, device=x.device)
-    constants = convolution_constants(channels, taps)
-    _convolve[(tokens, triton.cdiv(channels, constants["BLOCK"]))](
-        x, states, weight, weight if bias is None else bias, out, *StepSlots.of(step), len(step.reads), x.stride(0),
-        **constants, BIAS=bias is not None, SILU=silu,
-    )  # fmt: skip
-    return out

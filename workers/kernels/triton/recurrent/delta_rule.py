@@ -5,16 +5,10 @@ that it computes depends on other sequences or on the number of tokens, so a row
 for every division of a prompt into steps. `recurrent/reference.py` does the same in torch.
 """
 
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from oarlock.workers.kernels.triton.recurrent.state_slots import StepSlots, rows_of, segment
-from oarlock.workers.recurrent.reference import KEY_EPSILON
-from oarlock.workers.recurrent.states import StateStep
+from oarlock.workers.kernels.triton.recurrent.state_slots import segment
 
 _ELEMENTS = 2048  # elements of the state in one program: 64 registers of each thread
 _WARPS = 1  # sums over a key stay inside a warp
@@ -96,9 +90,6 @@ def apply_delta_rule(
         number += 1
 
 
-_apply: Any = apply_delta_rule  # Any, because calling a kernel compiles it: no annotation describes its arguments
-
-
 def delta_constants(heads: int, key_heads: int, key: int, value: int) -> dict[str, int]:
     """Return the constants of the kernel for heads of the widths `key` and `value`."""
     block_k = triton.next_power_of_2(key)
@@ -107,20 +98,3 @@ def delta_constants(heads: int, key_heads: int, key: int, value: int) -> dict[st
         "HEADS": heads, "KEY_HEADS": key_heads, "KEY": key, "VALUE": value, "BLOCK_K": block_k, "BLOCK_V": block_v,
         "num_warps": _WARPS,
     }  # fmt: skip
-
-
-def gated_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, states: Tensor, step: StateStep
-) -> Tensor:
-    """Return the results of the gated delta rule, [T, Hv, value width]. Arguments as in `recurrent/reference.py`."""
-    (tokens, heads, value), (_, key_heads, key) = v.shape, k.shape
-    assert states.is_contiguous() and states.dtype == torch.float32 and heads % key_heads == 0
-    assert log_decay.dtype == beta.dtype == torch.float32
-    q, k, v, log_decay, beta = (rows_of(x) for x in (q, k, v, log_decay, beta))
-    out = torch.empty((tokens, heads, value), dtype=v.dtype, device=v.device)
-    constants = delta_constants(heads, key_heads, key, value)
-    strides = (x.stride(0) for x in (q, k, v, log_decay, beta))
-    _apply[(triton.cdiv(value, constants["BLOCK_V"]), heads, len(step.reads))](
-        q, k, v, log_decay, beta, states, out, *StepSlots.of(step), *strides, KEY_EPSILON, key**-0.5, **constants
-    )
-    return out

@@ -5,15 +5,10 @@ computes depends on other sequences or on the number of tokens, so a row has the
 division of a prompt into steps. `recurrent/reference.py` does the same in torch.
 """
 
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from oarlock.workers.kernels.triton.recurrent.state_slots import StepSlots, rows_of, segment
-from oarlock.workers.recurrent.states import StateStep
+from oarlock.workers.kernels.triton.recurrent.state_slots import segment
 
 _ELEMENTS = 2048  # elements of the state in one program: 64 registers of each thread
 _WARPS = 1  # sums over a row of the state stay inside a warp
@@ -88,9 +83,6 @@ def apply_mamba(
         number += 1
 
 
-_apply: Any = apply_mamba  # Any, because calling a kernel compiles it: no annotation describes its arguments
-
-
 def mamba_constants(heads: int, groups: int, width: int, state: int) -> dict[str, int]:
     """Return the constants of the kernel for heads of `width` columns and `state` entries of the state for each."""
     block_n = triton.next_power_of_2(state)
@@ -99,21 +91,3 @@ def mamba_constants(heads: int, groups: int, width: int, state: int) -> dict[str
         "HEADS": heads, "GROUPS": groups, "WIDTH": width, "STATE": state, "BLOCK_W": block_w, "BLOCK_N": block_n,
         "num_warps": _WARPS,
     }  # fmt: skip
-
-
-def mamba2(
-    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None, states: Tensor, step: StateStep
-) -> Tensor:
-    """Return the results of Mamba 2's recurrence, [T, heads, head width]. Arguments as in `recurrent/reference.py`."""
-    (tokens, heads, width), (_, groups, state) = x.shape, b.shape
-    assert states.is_contiguous() and states.dtype == torch.float32 and heads % groups == 0
-    assert dt.dtype == a.dtype == torch.float32 and a.is_contiguous()
-    x, dt, b, c = (rows_of(each) for each in (x, dt, b, c))
-    out = torch.empty((tokens, heads, width), dtype=x.dtype, device=x.device)
-    constants = mamba_constants(heads, groups, width, state)
-    strides = (each.stride(0) for each in (x, dt, b, c))
-    _apply[(triton.cdiv(width, constants["BLOCK_W"]), heads, len(step.reads))](
-        x, dt, a, b, c, a if d is None else d, states, out, *StepSlots.of(step), *strides, **constants,
-        SKIP=d is not None,
-    )  # fmt: skip
-    return out

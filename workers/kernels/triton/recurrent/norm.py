@@ -4,15 +4,10 @@ One program reads one group of one row once, computes in float32 and rounds once
 same in torch.
 """
 
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from oarlock.workers.kernels.triton.elementwise import warps
-from oarlock.workers.kernels.triton.recurrent.state_slots import rows_of
 
 
 @triton.jit
@@ -45,18 +40,7 @@ def norm_group(
     tl.store(out + row * (GROUPS * WIDTH) + at, values.to(out.dtype.element_ty), mask=inside)
 
 
-_norm_group: Any = norm_group  # Any, because calling a kernel compiles it: no annotation describes its arguments
-
-
-def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, gates_first: bool) -> Tensor:
-    """Return the gated norm of `x` [T, groups, width]. Arguments as in `recurrent/reference.py`."""
-    tokens, groups, width = x.shape
-    assert weight.is_contiguous() and weight.dtype == torch.float32 and gate.shape == x.shape
-    x, gate = rows_of(x), rows_of(gate)
-    out = torch.empty((tokens, groups, width), dtype=x.dtype, device=x.device)
+def norm_constants(groups: int, width: int) -> dict[str, int]:
+    """Return the constants of the kernel, except GATES_FIRST."""
     block = triton.next_power_of_2(width)
-    _norm_group[(tokens, groups)](
-        x, gate, weight, out, eps, x.stride(0), gate.stride(0), GROUPS=groups, WIDTH=width, BLOCK=block,
-        GATES_FIRST=gates_first, num_warps=warps(block),
-    )  # fmt: skip
-    return out
+    return {"GROUPS": groups, "WIDTH": width, "BLOCK": block, "num_warps": warps(block)}

@@ -4,38 +4,8 @@ All of this is read on the device from a `StateStep`, so a captured launch serve
 that is read is not written in the same step, so programs need no order.
 """
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
-from torch import Tensor
-
-from oarlock.workers.recurrent.states import StateStep
-
-
-class StepSlots(NamedTuple):
-    """Tensors of a `StateStep` in the order of the kernels' arguments."""
-
-    starts: Tensor
-    reads: Tensor
-    writes: Tensor
-    save_starts: Tensor
-    save_lens: Tensor
-    save_slots: Tensor
-
-    @staticmethod
-    def of(step: StateStep) -> "StepSlots":
-        return StepSlots(step.starts, step.reads, step.writes, step.save_starts, step.save_lens, step.save_slots)
-
-
-def rows_of(x: Tensor) -> Tensor:
-    """Return `x` [T, ...], copied if a row's elements are not next to each other. Rows may be any distance apart."""
-    stride = 1
-    for size, found in zip(reversed(x.shape[1:]), reversed(x.stride()[1:]), strict=True):
-        if size > 1 and found != stride:
-            return x.contiguous()
-        stride *= size
-    return x
 
 
 @triton.jit

@@ -8,11 +8,10 @@ One line of JSON, as of `triton_resources`: of the shapes that take the most, or
 import json
 import sys
 
-from oarlock.workers.kernels.triton.elementwise import warps
 from oarlock.workers.kernels.triton.recurrent.convolution import convolution_constants, convolve
 from oarlock.workers.kernels.triton.recurrent.delta_rule import apply_delta_rule, delta_constants
 from oarlock.workers.kernels.triton.recurrent.mamba import apply_mamba, mamba_constants
-from oarlock.workers.kernels.triton.recurrent.norm import norm_group
+from oarlock.workers.kernels.triton.recurrent.norm import norm_constants, norm_group
 from tests.unit.workers.kernels.triton.triton_resources import resources
 
 _ROWS = dict.fromkeys(("q", "k", "v", "x", "b", "c", "gate", "out"), "*bf16")
@@ -37,9 +36,9 @@ def recurrent(kind: str, names: tuple[str, ...]) -> dict[str, dict[str, int]]:
         name: (convolve, convolution_constants(*shape) | {"BIAS": True, "SILU": True}, {"states": "*bf16"})
         for name, shape in TAPS.items()
     }
-    for name, (groups, width) in GROUPS.items():
-        constants = {"GROUPS": groups, "WIDTH": width, "BLOCK": width, "GATES_FIRST": True, "num_warps": warps(width)}
-        launches[name] = (norm_group, constants, {})
+    launches |= {
+        name: (norm_group, norm_constants(*shape) | {"GATES_FIRST": True}, {}) for name, shape in GROUPS.items()
+    }
     found = {}
     for name in names or tuple(launches):
         kernel, constants, types = launches[name]

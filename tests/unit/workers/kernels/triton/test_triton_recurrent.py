@@ -16,8 +16,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from triton.runtime.interpreter import InterpretedFunction
 
-from oarlock.workers.kernels.triton import recurrent
-from oarlock.workers.recurrent import operations, reference
+from oarlock.workers.recurrent import operations, reference, triton_operations
 from oarlock.workers.recurrent.states import StateStep
 from tests.unit.workers.kernels.triton.test_triton_attention import DEVICE, SOAK, TYPES
 from tests.unit.workers.kernels.triton.test_triton_variants import variant
@@ -135,11 +134,11 @@ def test_results_and_states_are_those_of_the_reference(case: str, dtype: torch.d
 @each_case
 def test_bits_do_not_depend_on_the_batch_or_on_cuts(case: str) -> None:
     """Each sequence token by token, from one slot to the other, against all of them at once."""
-    rule, states = made(case, recurrent, torch.float32)
+    rule, states = made(case, triton_operations, torch.float32)
     wanted = rule(states, step_of(LENS, READS, WRITES, SAVES), slice(TOKENS))
     start = 0
     for length, read, write, saves in zip(LENS, READS, WRITES, SAVES, strict=True):
-        slots, kept = made(case, recurrent, torch.float32)[1], dict(saves)
+        slots, kept = made(case, triton_operations, torch.float32)[1], dict(saves)
         for n in range(1, length + 1):
             token = slice(start + n - 1, start + n)
             found = rule(slots, step_of([1], [read], [next_read := 3 + n % 2]), token)
@@ -164,7 +163,7 @@ def test_gated_norm(groups: int, width: int, gates_first: bool, dtype: torch.dty
     )
     assert found.dtype == dtype
     torch.testing.assert_close(found, wanted, atol=4e-6, rtol=ROUNDING[dtype])
-    alone = recurrent.gated_norm(x[2:3], gate[2:3], weight, 1e-5, gates_first=gates_first)
+    alone = triton_operations.gated_norm(x[2:3], gate[2:3], weight, 1e-5, gates_first=gates_first)
     assert torch.equal(alone, found[2:3])
 
 
@@ -179,7 +178,7 @@ def test_launches_depend_on_shapes_alone(case: str, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(InterpretedFunction, "run", run)
     monkeypatch.setattr(f"{__name__}.DEVICE", torch.device("meta"))
-    rule, states = made(case, recurrent, torch.float16)
+    rule, states = made(case, triton_operations, torch.float16)
     for tokens, sequences in [(1, 1), (2, 2), (7, 1), (7, 2), (7, 7)]:
         step = StateStep(*(torch.empty(size, dtype=torch.int32, device="meta") for size in (
             sequences + 1, sequences, sequences, sequences + 1, 0, 0)))  # fmt: skip
