@@ -3,13 +3,14 @@
 Needs Triton. Nothing is read back from the device, and the launches depend on shapes only, so graphs can hold them.
 """
 
+import math
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from oarlock.workers.kernels.triton.recurrent import convolution, delta_rule, mamba, norm
+from oarlock.workers.kernels.triton.recurrent import convolution, delta_rule, gates, mamba, norm
 from oarlock.workers.recurrent.reference import KEY_EPSILON
 from oarlock.workers.recurrent.states import StateStep
 
@@ -17,7 +18,12 @@ from oarlock.workers.recurrent.states import StateStep
 _convolve: Any = convolution.convolve
 _apply_delta_rule: Any = delta_rule.apply_delta_rule
 _apply_mamba: Any = mamba.apply_mamba
+_compute_delta_gates: Any = gates.compute_delta_gates
+_compute_mamba_steps: Any = gates.compute_mamba_steps
+_apply_silu_gate: Any = gates.apply_silu_gate
 _norm_group: Any = norm.norm_group
+_sum_squares: Any = norm.sum_squares
+_norm_head: Any = norm.norm_head
 
 
 def causal_convolution(
@@ -75,6 +81,42 @@ def mamba2(
     return out
 
 
+def delta_gates(
+    a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, *, beta_scale: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Return the logarithm of the decay and the rate of writes, float32 [T, Hv] twice, for projections [T, Hv]."""
+    a, b = _rows(a), _rows(b)
+    log_decay, beta = torch.empty((2, *a.shape), dtype=torch.float32, device=a.device)
+    assert a_log.is_contiguous() and dt_bias.is_contiguous() and a.shape == b.shape
+    _compute_delta_gates[(triton.cdiv(a.numel(), gates.BLOCK),)](
+        a, b, a_log, dt_bias, log_decay, beta, a.numel(), a.stride(0), b.stride(0), beta_scale, HEADS=a.shape[1],
+        BLOCK=gates.BLOCK,
+    )  # fmt: skip
+    return log_decay, beta
+
+
+def mamba_steps(dt: Tensor, bias: Tensor | None, least: float, most: float) -> Tensor:
+    """Return the step sizes of Mamba 2, float32 [T, heads], for `dt` [T, heads]."""
+    dt = _rows(dt)
+    steps = torch.empty(dt.shape, dtype=torch.float32, device=dt.device)
+    _compute_mamba_steps[(triton.cdiv(dt.numel(), gates.BLOCK),)](
+        dt, steps if bias is None else bias, steps, dt.numel(), dt.stride(0), least, most, HEADS=dt.shape[1],
+        BLOCK=gates.BLOCK, BIAS=bias is not None,
+    )  # fmt: skip
+    return steps
+
+
+def silu_gate(x: Tensor, gate: Tensor) -> Tensor:
+    """Return `x` [T, ...] times the SiLU of `gate`, both of one shape."""
+    x, gate = _rows(x), _rows(gate)
+    width = math.prod(x.shape[1:])
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _apply_silu_gate[(len(x), triton.cdiv(width, gates.BLOCK))](
+        x, gate, out, x.stride(0), gate.stride(0), WIDTH=width, BLOCK=gates.BLOCK
+    )
+    return out
+
+
 def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, gates_first: bool) -> Tensor:
     """Return the gated norm of `x` [T, groups, width]. Arguments as in `reference.py`."""
     tokens, groups, width = x.shape
@@ -85,6 +127,37 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, gates_fir
     _norm_group[(tokens, groups)](
         x, gate, weight, out, eps, x.stride(0), gate.stride(0), **constants, GATES_FIRST=gates_first
     )
+    return out
+
+
+def gated_squares(x: Tensor, gate: Tensor, *, gates_first: bool) -> Tensor:
+    """Return the sum of squares of each head of `x` [T, heads, width], for a gated norm over several heads."""
+    tokens, heads, width = x.shape
+    x, gate = _rows(x), _rows(gate)
+    squares = torch.empty((tokens, heads), dtype=torch.float32, device=x.device)
+    _sum_squares[(tokens, heads)](
+        x, gate, squares, x.stride(0), gate.stride(0), **norm.norm_constants(heads, width), GATES_FIRST=gates_first
+    )
+    return squares
+
+
+def gated_norm_of_heads(
+    x: Tensor, gate: Tensor, squares: Tensor, weight: Tensor, eps: float, *, gates_first: bool
+) -> Tensor:
+    """Return the gated norm of `x` [T, heads, width] over groups of several heads, whose `squares` are known.
+
+    `squares` float32 [T, groups, heads of a group]: also of heads that other ranks hold.
+    """
+    tokens, heads, width = x.shape
+    (_, groups, members), squares = squares.shape, squares.contiguous()
+    assert weight.is_contiguous() and weight.dtype == squares.dtype == torch.float32 and heads % groups == 0
+    x, gate = _rows(x), _rows(gate)
+    out = torch.empty((tokens, heads, width), dtype=x.dtype, device=x.device)
+    constants = norm.norm_constants(heads, width) | {"NORMS": groups, "MEMBERS": members}
+    _norm_head[(tokens, heads)](
+        x, gate, squares, weight, out, eps, x.stride(0), gate.stride(0), **constants,
+        BLOCK_M=triton.next_power_of_2(members), GATES_FIRST=gates_first,
+    )  # fmt: skip
     return out
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -167,6 +168,46 @@ def test_gated_norm(groups: int, width: int, gates_first: bool, dtype: torch.dty
     assert torch.equal(alone, found[2:3])
 
 
+@pytest.mark.parametrize("gates_first", [True, False])
+@each_dtype
+def test_a_norm_over_heads_is_that_of_their_groups(gates_first: bool, dtype: torch.dtype) -> None:
+    """Six heads of 40 values in two norms of three heads each."""
+    x, gate = (noise(3, 6 * 40 + 8, seed=seed, dtype=dtype)[:, :240].view(3, 6, 40) for seed in (1, 2))
+    weight = noise(6, 40, seed=3)
+    squares = triton_operations.gated_squares(x, gate, gates_first=gates_first)
+    parts = squares.view(3, 2, 3)
+    found = triton_operations.gated_norm_of_heads(x, gate, parts, weight, 1e-5, gates_first=gates_first)
+    grouped = (rows.reshape(3, 2, 120) for rows in (x, gate))
+    wanted = reference.gated_norm(*grouped, weight.view(2, 120), 1e-5, gates_first=gates_first)
+    assert squares.dtype == torch.float32 and found.dtype == dtype
+    torch.testing.assert_close(found, wanted.view_as(found), atol=4e-6, rtol=ROUNDING[dtype])
+    # A rank with the last norm's heads needs the squares of no others.
+    own = x[:, 3:], gate[:, 3:], parts[:, 1:], weight[3:]
+    assert torch.equal(triton_operations.gated_norm_of_heads(*own, 1e-5, gates_first=gates_first), found[:, 3:])
+
+
+@each_dtype
+def test_gates_have_the_values_of_float64(dtype: torch.dtype) -> None:
+    """Decays near 1, whose logarithm is small, keep their digits."""
+    both = noise(70, 10, seed=1, dtype=dtype) * 8
+    b, a = both.chunk(2, 1)
+    a_log, bias = noise(5, seed=2), noise(5, seed=3)
+    decay, beta = triton_operations.delta_gates(a, b, a_log, bias, beta_scale=2.0)
+    steps = triton_operations.mamba_steps(a, bias, 1e-3, 9.0)
+    plain = triton_operations.mamba_steps(a, None, 0.0, math.inf)
+    softplus = F.softplus(a.double() + bias.double())
+    exact = {
+        "decay": (decay, -torch.exp(a_log.double()) * softplus), "beta": (beta, 2.0 * torch.sigmoid(b.double())),
+        "steps": (steps, softplus.clamp(1e-3, 9.0)), "plain": (plain, F.softplus(a.double())),
+    }  # fmt: skip
+    assert softplus.min() < 1e-4 and softplus.max() > 9.0
+    for found, wanted in exact.values():
+        torch.testing.assert_close(found, wanted.float(), atol=1e-12, rtol=1e-6)
+    gated, wide = triton_operations.silu_gate(a, b), a.double() * F.silu(b.double())
+    assert gated.dtype == dtype
+    torch.testing.assert_close(gated, wide.to(dtype), atol=1e-6, rtol=ROUNDING[dtype])
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="launches are noted in Triton's interpreter")
 @each_case
 def test_launches_depend_on_shapes_alone(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,6 +233,6 @@ def test_launches_depend_on_shapes_alone(case: str, monkeypatch: pytest.MonkeyPa
 def test_kernels_fit_every_kind_of_device(kinds: list[str]) -> None:
     """Compiled for each, without a device: nothing is spilled, and the next token's inputs are copied ahead."""
     found = of_program("recurrent_resources", "largest", *kinds)
-    assert len(found) == 4 * len(kinds)
+    assert len(found) == 5 * len(kinds)
     assert not any(taken["stack"] for taken in found.values())
     assert not any(taken["waits"] for name, taken in found.items() if " of 256" in name)
