@@ -21,23 +21,18 @@ from oarlock.workers.layers.experts_spec import ExpertsSpec
 from oarlock.workers.layers.sharding import shard_experts
 from oarlock.workers.layers.tensor_spec import Sharding
 from oarlock.workers.model_files.checkpoint import EMBEDDING
-from oarlock.workers.platform.dtypes import ITEM_BYTES, KVShape
+from oarlock.workers.platform.dtypes import ITEM_BYTES
 from oarlock.workers.platform.processor import features
 from oarlock.workers.preflight import OpenModel, formats_on, with_lengths_and_types
 from oarlock.workers.quantization.formats.weight_format import WeightFormats
 from oarlock.workers.ranks.cpu_affinity import with_cpus
+from oarlock.workers.runner.group_sizes import GroupSizes, with_sequences_that_fit
+from oarlock.workers.runner.kv_room import KVRoom, room_given, room_on_device, room_on_host
 from oarlock.workers.runner.memory_needs import (
-    RESERVED_BLOCKS,
-    KVRoom,
-    blocks_that_fit,
-    fitted_length,
-    kv_shape,
+    CUDA_BYTES,
     largest_step_bytes,
     rank_tensors,
     rank_weight_bytes,
-    room_given,
-    room_on_device,
-    room_on_host,
     sampling_bytes,
     weight_bytes_of_node,
 )
@@ -51,8 +46,6 @@ _NARROW = {
 _CYCLES_PER_S = 2.5e9  # used if the system does not report a frequency
 
 
-# Memory of each CUDA device for CUDA's context, NCCL, workspaces and graphs, estimated generously.
-CUDA_BYTES = 1 << 30
 # Host memory for a rank's process, and for a server's other processes: Python, torch and their first allocations.
 CPU_RANK_BYTES, CPU_SERVER_BYTES = 320 << 20, 400 << 20
 
@@ -71,8 +64,8 @@ class Capacity:
     """KV blocks and memory of one replica. The pipeline stage with the least room limits its blocks."""
 
     config: WorkerConfig  # all values resolved
-    kv: KVShape  # KV shape of the limiting rank
-    num_blocks: int  # KV blocks of a replica, including the null block; 0: the model does not fit
+    groups: GroupSizes  # memory groups of the limiting rank
+    counts: tuple[int, ...]  # KV blocks and slots of each group, including number 0; (): the model does not fit
     refusal: StartupError | None = None  # why it does not fit
     missing_bytes: int = 0  # bytes that the device or the host lacks
     weight_bytes: tuple[int, ...] = ()  # bytes of a rank, by stage
@@ -81,20 +74,24 @@ class Capacity:
     vector_bytes: int = 0  # bytes of the host's shared memory for the outputs of steps
 
     @property
+    def num_blocks(self) -> int:
+        """KV blocks that limit whole sequences, including the null block; 0: the model does not fit."""
+        return self.groups.joint_blocks(self.counts) if self.refusal is None else 0
+
+    @property
     def kv_tokens(self) -> int:
-        return max(0, self.num_blocks - 1) * self.kv.block_size
+        return max(0, self.num_blocks - 1) * self.config.block_size
 
     @property
     def kv_bytes(self) -> int:
-        """KV memory of the limiting rank, in bytes."""
-        return self.num_blocks * self.kv.bytes_per_block
+        """Memory of keys, values and recurrent state of the limiting rank, in bytes."""
+        return self.groups.bytes_of(self.counts) if self.refusal is None else 0
 
     @property
     def least_kv_mib(self) -> int:
-        """KV memory of one sequence of the longest context on the limiting rank, in MiB, rounded up."""
+        """Memory of one sequence of the longest context on the limiting rank, in MiB, rounded up."""
         assert self.config.max_model_len is not None
-        blocks = -(-self.config.max_model_len // self.kv.block_size) + RESERVED_BLOCKS
-        return -(-blocks * self.kv.bytes_per_block // 2**20)
+        return -(-self.groups.bytes_of_sequence(self.config.max_model_len) // 2**20)
 
     def users(self, context: int) -> int:
         """Return the number of sequences of `context` tokens that fit at once; 0 if `context` exceeds the longest
@@ -102,7 +99,7 @@ class Capacity:
         assert self.config.max_model_len is not None
         if context > self.config.max_model_len:
             return 0
-        return max(0, self.num_blocks - 1) // -(-context // self.kv.block_size)
+        return self.groups.sequences(self.counts, context) if self.refusal is None else 0
 
 
 def tensor_parallel_sizes(model: OpenModel) -> list[int]:
@@ -129,7 +126,7 @@ def capacity(model: OpenModel, changes: Mapping[str, Any], memory: Memory) -> Ca
     stages = range(config.pipeline_parallel_size)
     weights = tuple(rank_weight_bytes(config, spec, formats, stage) for stage in stages)
     steps = tuple(largest_step_bytes(config, spec, has_head=stage == stages[-1]) for stage in stages)
-    shapes, given = [kv_shape(config, spec, stage) for stage in stages], config.kv_cache_bytes or 0
+    given = config.kv_cache_bytes or 0
     vectors = _vector_bytes(config, spec) if memory.has_vectors else 0
     if memory.device == "cuda":
         total, others = memory.total_bytes, [CUDA_BYTES] * len(stages)
@@ -139,14 +136,21 @@ def capacity(model: OpenModel, changes: Mapping[str, Any], memory: Memory) -> Ca
         rooms = [room_on_device(config, total, each, step) for each, step in zip(used, steps, strict=True)]
         short = [max(0, each + step + given - usable) for each, step in zip(used, steps, strict=True)]
     else:
-        others, shapes = [CPU_RANK_BYTES], shapes[:1]
+        others, stages = [CPU_RANK_BYTES], stages[:1]
         left = memory.total_bytes - CPU_SERVER_BYTES - config.ranks_on_host * CPU_RANK_BYTES
         left -= config.data_parallel_size * (weight_bytes_of_node(config, spec, config.dtype, formats) + vectors)
         rooms, short = [room_on_host(config, max(0, left))], [max(0, given * config.ranks_on_host - left)]
     if given:
         rooms = [room_given(config)] * len(rooms)
-    each = [_held(config, shape, room, lack) for shape, room, lack in zip(shapes, rooms, short, strict=True)]
+    config = with_sequences_that_fit(config, spec, min(rooms))
+    each = [
+        _held(config, GroupSizes(config, spec, stage), room, lack)
+        for stage, room, lack in zip(stages, rooms, short, strict=True)
+    ]
     least = min(each, key=lambda held: (held.num_blocks, -held.missing_bytes))
+    if all(held.counts for held in each):  # stages agree on the fewest blocks of each group
+        counts = tuple(min(of_group) for of_group in zip(*(held.counts for held in each), strict=True))
+        least = replace(least, counts=counts)
     return replace(least, weight_bytes=weights, step_bytes=max(steps), other_bytes=max(others), vector_bytes=vectors)
 
 
@@ -156,10 +160,10 @@ def _vector_bytes(config: WorkerConfig, spec: DecoderSpec) -> int:
     return RingLayout.holding(values, 1, config.pipeline_parallel_size).num_slots * values
 
 
-def _held(config: WorkerConfig, shape: KVShape, room: KVRoom, short: int) -> Capacity:
+def _held(config: WorkerConfig, groups: GroupSizes, room: KVRoom, short: int) -> Capacity:
     """Return the capacity of one rank with `room` for pages. `short`: bytes lacking before there is any room."""
     assert config.max_model_len is not None
-    least = (-(-config.max_model_len // config.block_size) + RESERVED_BLOCKS) * shape.bytes_per_block
+    least = groups.bytes_of_sequence(config.max_model_len)
     if short:
         what = "The weights and --kv-cache-memory need" if config.kv_cache_bytes else "The weights need"
         refusal = StartupError(
@@ -167,12 +171,12 @@ def _held(config: WorkerConfig, shape: KVShape, room: KVRoom, short: int) -> Cap
             "Use more or larger devices, or smaller weights.",
             EXIT_OUT_OF_MEMORY,
         )
-        return Capacity(config, shape, 0, refusal, short + (0 if config.kv_cache_bytes else least))
+        return Capacity(config, groups, (), refusal, short + (0 if config.kv_cache_bytes else least))
     try:
-        blocks = blocks_that_fit(shape, config, room)
-        return Capacity(config.with_(max_model_len=fitted_length(config, blocks)), shape, blocks)
+        counts = groups.counts_that_fit(room)
+        return Capacity(config.with_(max_model_len=groups.fitted_length(counts)), groups, tuple(counts))
     except StartupError as error:
-        return Capacity(config, shape, 0, error, least - room.available)
+        return Capacity(config, groups, (), error, least - room.available)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +223,7 @@ def _work(spec: DecoderSpec, formats: WeightFormats, config: WorkerConfig, stage
         weight_bytes=read,
         expert_bytes=expert_bytes,
         expert_share=max((used for used, _ in experts), default=0.0),
-        kv_bytes=kv_shape(config, spec, stage).bytes_per_token,
+        kv_bytes=GroupSizes(config, spec, stage).bytes_per_token,
         token_ops=2 * matrices / size,
         row_ops=2 * head / size if is_last else 0.0,
         pair_ops=sum(branch.sublayer.pair_ops for branch in branches) / size,

@@ -161,7 +161,7 @@ def _layouts(spec: DecoderSpec, family: GGUFFamily) -> Iterator[tuple[str, GGUFT
     added = GGUFTransform(added=spec.norm.offset)
     # Rows of layers without rotation are permuted as well.
     is_permuted = family.pairs_neighbours and not any(
-        layer.attention.rope is not None and layer.attention.rope.interleaved for layer in spec.layers
+        attention.rope is not None and attention.rope.interleaved for attention in spec.attentions
     )
     if spec.norm.offset:
         yield "model.norm", added

@@ -26,6 +26,7 @@ from oarlock.workers.checks.tensors import check_tensors
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.gguf_config import open_checkpoint
 from oarlock.workers.layers.decoder_spec import DecoderSpec, matrices_of
+from oarlock.workers.layers.memory_spec import SlotsSpec
 from oarlock.workers.model_files.checkpoint import HEAD, Checkpoint, head_differs
 from oarlock.workers.model_files.gguf_model import GGUFCheckpoint
 from oarlock.workers.models.encoders.registry import is_encoder
@@ -43,12 +44,20 @@ from oarlock.workers.quantization.formats.checkpoint_formats import input_roundi
 from oarlock.workers.quantization.formats.weight_format import WeightFormats
 from oarlock.workers.quantization.registry import NONE, QUANTIZATIONS, STORED
 from oarlock.workers.ranks.cpu_affinity import with_cpus
+from oarlock.workers.runner.group_sizes import with_sequences_that_fit
+from oarlock.workers.runner.kv_room import KVRoom, room_for_kv, room_given, room_on_device
 from oarlock.workers.runner.memory_needs import (
+    CUDA_BYTES,
     check_given_size,
     check_given_size_fits_device,
     check_given_sizes_fit_host,
     check_kv_fits,
     check_weights_fit,
+    free_before_load,
+    largest_step_bytes,
+    rank_weight_bytes,
+    sampling_bytes,
+    weight_bytes_of_node,
 )
 
 logger = logging.getLogger("oarlock.preflight")
@@ -100,6 +109,7 @@ def preflight(config: WorkerConfig) -> WorkerConfig:
     else:
         check_weights_fit(config, spec, config.dtype, formats)
     config = with_kv_offload(with_cpus(config, device), spec)
+    config = _with_fewer_sequences(config, spec, formats)
     if device != "cuda":
         check_kv_fits(config, spec, formats)
     return config.with_(
@@ -118,6 +128,48 @@ def _check_device_memory(config: WorkerConfig, spec: DecoderSpec, formats: Weigh
     smallest = cuda_driver.smallest_memory(devices)
     if smallest is not None:
         check_given_size_fits_device(config, spec, formats, smallest, -(-ranks_here(config) // devices))
+
+
+def _with_fewer_sequences(config: WorkerConfig, spec: DecoderSpec, formats: WeightFormats) -> WorkerConfig:
+    """Lower `max_num_seqs` to the sequences whose recurrent state fits, and log it."""
+    if not any(isinstance(group.memory, SlotsSpec) for group in spec.groups):
+        return config
+    if config.num_speculative_tokens:
+        raise StartupError(
+            f"--speculative-config: the state of recurrent layers, which {spec.architecture} has, cannot go back to a "
+            "token before rejected drafts.",
+            "Leave it out.",
+        )
+    room = _estimated_room(config, spec, formats)
+    if room is None:
+        return config
+    lowered = with_sequences_that_fit(config, spec, room)
+    if lowered.max_num_seqs < config.max_num_seqs:
+        logger.warning(
+            "event=max_num_seqs_lowered from=%d to=%d reason=%r",
+            config.max_num_seqs,
+            lowered.max_num_seqs,
+            "the recurrent state of more sequences would leave too little memory for the rest",
+        )
+    return lowered
+
+
+def _estimated_room(config: WorkerConfig, spec: DecoderSpec, formats: WeightFormats) -> KVRoom | None:
+    """Return the room for keys, values and recurrent state, estimated before weights are read; None: not known."""
+    if config.kv_cache_bytes is not None:
+        return room_given(config)
+    if config.device != "cuda":
+        loading = config.with_(host_free_bytes=free_before_load(config))
+        weights = weight_bytes_of_node(config, spec, config.dtype, formats)
+        return room_for_kv(loading, None, 0, weight_bytes=weights)
+    devices = min(cuda_driver.device_count(), ranks_here(config))
+    smallest = cuda_driver.smallest_memory(devices)
+    if smallest is None:
+        return None
+    stages = range(config.pipeline_parallel_size)
+    weights = max(rank_weight_bytes(config, spec, formats, stage) for stage in stages)
+    used = weights + CUDA_BYTES + sampling_bytes(config, spec)
+    return room_on_device(config, smallest, used, largest_step_bytes(config, spec))
 
 
 class OpenModel(NamedTuple):

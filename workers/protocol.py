@@ -66,7 +66,6 @@ class StepMetadata(RowColumns[np.ndarray]):
     # int32 [T]   negative only in a look-ahead step: -1 - r is the token that the previous step sampled in its row r
     token_ids: np.ndarray
     positions: np.ndarray  # int32 [T]
-    slot_mapping: np.ndarray  # int64 [T]   block_id * block_size + offset of the token's K and V
     query_start_loc: np.ndarray  # int32 [S + 1]
     seq_lens: np.ndarray  # int32 [S]
     rows: np.ndarray  # int32 [S]   each sequence's row of the ranks' block tables
@@ -306,7 +305,6 @@ def _step_arrays(shape: StepShape) -> list[_Array]:
     rows = shape.num_rows
     return [
         *_ints("token_ids positions", shape.num_tokens),
-        ("slot_mapping", _I8, (shape.num_tokens,)),
         *_ints("query_start_loc", shape.num_seqs + 1),
         *_ints("seq_lens rows", shape.num_seqs),
         ("table_groups", _U1, (shape.num_table_entries,)),

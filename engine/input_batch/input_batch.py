@@ -94,7 +94,6 @@ class InputBatch:
             sections["num_drafts"] = _num_drafts(output)
         if output.kv_copies is not None:
             sections |= _kv_copies(output.kv_copies)
-        blocks = self._tables[tokens.rows, tokens.positions // self.block_size].astype(np.int64)  # [T]
         token_ids, columns = tokens.token_ids, tokens.columns
         unknown = (token_ids == NOT_KNOWN).nonzero()[0]
         if len(unknown) == len(token_ids):
@@ -114,7 +113,6 @@ class InputBatch:
             is_ahead=output.is_ahead,
             token_ids=token_ids,
             positions=tokens.positions.astype(np.int32),
-            slot_mapping=blocks * self.block_size + tokens.positions % self.block_size,
             query_start_loc=tokens.query_start_loc,
             seq_lens=tokens.seq_lens,
             rows=tokens.rows_of_seqs,

@@ -25,7 +25,9 @@ from oarlock.workers.models.hf_quantization import stored_quantization, weight_f
 from oarlock.workers.models.registry import read_spec
 from oarlock.workers.protocol import StepMetadata
 from oarlock.workers.quantization.formats.checkpoint_formats import served_formats
-from oarlock.workers.runner.trial_steps import SequenceChunk, greedy_step
+from oarlock.workers.recurrent.states import NULL_SLOT
+from oarlock.workers.runner.layer_memory import allocate_memory
+from oarlock.workers.runner.trial_steps import SequenceChunk, TrialMemory, greedy_step
 from oarlock.workers.weights.gguf_reader import weight_source
 
 BLOCK_SIZE = 8
@@ -120,19 +122,22 @@ class PagedRun:
 
     def __init__(self, decoder: Decoder, backend: Callable[[KVSpec], AttentionBackend] = ReferenceBackend) -> None:
         self.decoder = decoder
-        spec = decoder.kv_spec(BLOCK_SIZE, torch.device("cpu"))
-        self.backend = backend(spec)
-        self.pages = self.backend.allocate(NUM_BLOCKS)
+        self.backends = {spec.group: backend(spec) for spec in decoder.kv_specs(BLOCK_SIZE)}
+        self.memory = allocate_memory(decoder, self.backends, [NUM_BLOCKS] * len(decoder.groups))
+        self.kinds = TrialMemory.of(decoder.spec)
         self.free = list(range(1, NUM_BLOCKS))
         random.Random(0).shuffle(self.free)
         self.blocks: dict[int, list[int]] = {}
         self.lengths: dict[int, int] = {}
+        self.slots: dict[int, int] = {}  # slot of each sequence's newest recurrent state
 
     def step(self, work: dict[int, Sequence[int]]) -> dict[int, Tensor]:
         """Feed each sequence its next tokens -> the logits of all of them, whole vocabulary: float32 [n, vocab]."""
         step = self._metadata(work)
-        batch = ForwardBatch.from_step(step, BlockTables.of_step(step, torch.device("cpu")))
-        hidden = self.decoder(batch, self.pages, self.backend, self.backend.prepare(batch))
+        tables = BlockTables.of_step(step, BLOCK_SIZE, torch.device("cpu"), self.kinds.pages_groups)
+        batch = ForwardBatch.from_step(step, tables)
+        plans = {group: backend.prepare(batch) for group, backend in self.backends.items()}
+        hidden = self.decoder(batch, self.memory, self.backends, plans)
         local = self.decoder.compute_logits(hidden)[: step.num_tokens]  # [T, vocab_local]
         gathered = self.decoder.placement.tp.all_gather(local)  # [ranks, T, vocab_local]
         logits = gathered.transpose(0, 1).flatten(1)  # [T, padded vocabulary]
@@ -148,8 +153,12 @@ class PagedRun:
             blocks = self.blocks.setdefault(seq, [])
             while len(blocks) * BLOCK_SIZE < self.lengths[seq]:
                 blocks.append(self.free.pop())
-            chunks.append(SequenceChunk(tokens, start, blocks))
-        return greedy_step(chunks, BLOCK_SIZE, range(sum(map(len, work.values()))), step_id=1)
+            # Two slots for each sequence, which are read and written in turn.
+            before, slots = self.slots.get(seq, NULL_SLOT), (1 + 2 * seq, 2 + 2 * seq)
+            self.slots[seq] = slots[before == slots[0]]
+            chunks.append(SequenceChunk(tokens, start, blocks, 0, before, self.slots[seq]))
+        rows = range(sum(map(len, work.values())))
+        return greedy_step(chunks, BLOCK_SIZE, rows, step_id=1, memory=self.kinds)
 
 
 def greedy(run: PagedRun, prompts: dict[int, list[int]], count: int) -> dict[int, list[int]]:

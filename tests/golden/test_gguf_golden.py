@@ -128,8 +128,10 @@ def test_a_file_describes_the_same_model_and_holds_the_same_numbers(tmp_path: Pa
     spec, checkpoint = opened(write_gguf(directory, tmp_path / "model.gguf", all_of("F32")))
     original = read_spec(str(directory))
     # A number that the file has in float32.
-    assert spec.attention.rope.attention_factor == pytest.approx(original.attention.rope.attention_factor, rel=2**-23)
-    factor = original.attention.rope.attention_factor
+    assert spec.attentions[0].rope.attention_factor == pytest.approx(
+        original.attentions[0].rope.attention_factor, rel=2**-23
+    )
+    factor = original.attentions[0].rope.attention_factor
     same = with_rope(spec, lambda rope: replace(rope, attention_factor=factor) if rope.kind == "longrope" else rope)
     assert replace(same, dtype=None) == replace(original, dtype=None)
     tensors = stored(directory)
@@ -141,7 +143,7 @@ def test_a_file_describes_the_same_model_and_holds_the_same_numbers(tmp_path: Pa
             # Layers beyond the fourth are as those before, and taken whole.
             is_deep = layer is not None and int(layer[1]) > 3
             for dim, parts in itertools.product(range(len(shape)), (1,) if is_deep else PARTS):
-                unit = spec.attention.head_dim if "self_attn" in tensor_name else 1  # ranks hold whole heads
+                unit = spec.attentions[0].head_dim if "self_attn" in tensor_name else 1  # ranks hold whole heads
                 if parts > 1 and shape[dim] // parts % unit:
                     continue
                 cut = assembled(reader, tensor_name, shape, dim, parts)
@@ -234,19 +236,19 @@ def test_a_mistral_in_the_architecture_of_ministral_has_no_query_scale(tmp_path:
     directory = make_tiny(tmp_path, "ministral3", seed=5, rope_parameters={"rope_type": "default", "rope_theta": 1e5})
     spec, _ = opened(write_gguf(directory, tmp_path / "model.gguf", all_of("F32")))
     original = read_spec(str(directory))
-    assert original.attention.query_scale is None
+    assert original.attentions[0].query_scale is None
     assert replace(spec, dtype=None) == replace(original, dtype=None, architecture="MistralForCausalLM")
 
 
 def test_a_stretched_base_of_hunyuan_is_the_one_in_the_file(tmp_path: Path) -> None:
     directory = make_tiny(tmp_path, "hunyuan_v1_dense", seed=5)
     original = read_spec(str(directory))
-    theta = original.attention.rope.theta
+    theta = original.attentions[0].rope.theta
     assert theta > 1e5
     file = write_gguf(directory, tmp_path / "model.gguf", all_of("F32"), **{"hunyuan-dense__rope__freq_base": theta})
     spec, _ = opened(file)
-    assert spec.attention.rope.theta == pytest.approx(theta, rel=2**-23)
-    same = with_rope(spec, lambda rope: original.attention.rope)
+    assert spec.attentions[0].rope.theta == pytest.approx(theta, rel=2**-23)
+    same = with_rope(spec, lambda rope: original.attentions[0].rope)
     assert replace(same, dtype=None) == replace(original, dtype=None)
 
 
@@ -255,13 +257,13 @@ def test_llama3_factors_give_the_same_angles(tmp_path: Path, family: str) -> Non
     directory = make_tiny(tmp_path, family, seed=5, **CASES["llama-llama3"].special)
     spec, _ = opened(write_gguf(directory, tmp_path / "model.gguf", all_of("F32")))
     original = read_spec(str(directory))
-    assert original.attention.rope.kind == "llama3" and len(set(spec.attention.rope.short_factors)) > 2
-    same = with_rope(spec, lambda rope: original.attention.rope)
+    assert original.attentions[0].rope.kind == "llama3" and len(set(spec.attentions[0].rope.short_factors)) > 2
+    same = with_rope(spec, lambda rope: original.attentions[0].rope)
     assert replace(same, dtype=None) == replace(original, dtype=None)
     positions = torch.arange(0, spec.longest_length)
     tables = [
         RotaryTable(rope, torch.device("cpu"))(positions, len(positions))
-        for rope in (spec.attention.rope, original.attention.rope)
+        for rope in (spec.attentions[0].rope, original.attentions[0].rope)
     ]
     for ours, theirs in zip(*tables, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5)
@@ -296,7 +298,7 @@ def test_every_type_is_what_the_gguf_package_makes_of_it(wide: Path, tmp_path: P
     q, down = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.down_proj.weight"
     originals = stored(wide)
     with GGUFReader(checkpoint) as reader:
-        for name, heads in ((q, spec.attention.num_heads), (down, 0)):
+        for name, heads in ((q, spec.attentions[0].num_heads), (down, 0)):
             numbers = originals[name]
             if heads:  # blocks lie along the inputs, so they do not care in which order rows are
                 numbers = numbers.view(heads, 2, -1, numbers.shape[1]).transpose(1, 2).reshape(numbers.shape)
@@ -371,5 +373,5 @@ def test_chatglm_files_hold_q_k_and_v_in_one_tensor(tmp_path: Path) -> None:
             fused[name] = tensor
     save_file(fused, file)
     spec, checkpoint = opened(write_gguf(directory, tmp_path / "model.gguf", all_of("F32")))
-    assert replace(spec, dtype=None) == replace(read_spec(str(directory)), dtype=None) and spec.attention.qkv_bias
+    assert replace(spec, dtype=None) == replace(read_spec(str(directory)), dtype=None) and spec.attentions[0].qkv_bias
     assert checkpoint.tensors.keys() == fused.keys()

@@ -1,5 +1,6 @@
 """Interface of attention backends, and the descriptions of the KV cache and of a layer that backends work from."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -9,20 +10,29 @@ from torch import Tensor
 from oarlock.workers.attention.forward_batch import ForwardBatch
 from oarlock.workers.attention.kv_format import FORMATS, ROUNDED, KVFormat
 from oarlock.workers.platform.dtypes import KVShape
+from oarlock.workers.recurrent.states import LayerStates, StateStep
 
 
 @dataclass(frozen=True, slots=True)
 class KVSpec:
-    """The KV cache of one rank. Its KV heads are the rank's own, and are not repeated for each query head."""
+    """The pages of one memory group on one rank. Its KV heads are the rank's own, and are not repeated for each query
+    head."""
 
-    num_layers: int
+    num_layers: int  # layers with own pages
     num_kv_heads: int  # local to the rank
-    head_dim: int
+    head_dim: int  # values of one head's key
     block_size: int
     dtype: torch.dtype  # dtype of the model
     device: torch.device
     cache_dtype: str = "auto"  # a name of `FORMATS`; auto: `dtype`
     fixed_span: int | None = None  # keys per program if rows must not depend on the batch; None: chosen for each step
+    value_dim: int | None = None  # values of one head's value; None: `head_dim`
+    group: int = 0  # number of the memory group, a key of `ForwardBatch.slots` and `ForwardBatch.block_tables`
+
+    @property
+    def value_width(self) -> int:
+        """Values of one head's value, and of its result."""
+        return self.head_dim if self.value_dim is None else self.value_dim
 
     @property
     def kv_format(self) -> KVFormat:
@@ -37,7 +47,8 @@ class KVSpec:
     def shape(self) -> KVShape:
         """Sizes that determine the bytes of this KV cache."""
         item = self.dtype.itemsize
-        return KVShape(self.num_layers, self.num_kv_heads, self.head_dim, self.block_size, item, self.cache_dtype)
+        sizes = self.num_layers, self.num_kv_heads, self.head_dim, self.block_size
+        return KVShape(*sizes, item, self.cache_dtype, self.value_dim)
 
     @property
     def bytes_per_token(self) -> int:
@@ -79,8 +90,17 @@ class LayerKV:
     v: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class LayerMemory:
+    """One layer's memory of sequences: pages, perhaps of another layer, and states in slots."""
+
+    kv: LayerKV | None = None
+    states: LayerStates | None = None
+
+
 class AttentionBackend(Protocol):
-    """Causal attention over pages. One call accepts any mix of query lengths: prefill, chunked prefill and decode."""
+    """Causal attention over the pages of one memory group. One call accepts any mix of query lengths: prefill, chunked
+    prefill and decode."""
 
     name: ClassVar[str]
     spec: KVSpec
@@ -92,19 +112,19 @@ class AttentionBackend(Protocol):
         """Return None if this backend supports `spec` here, else the reason as a phrase for the log."""
 
     def allocate(self, num_blocks: int) -> list[LayerKV]:
-        """Return zeroed pages for every layer, including block 0 (the null block)."""
+        """Return zeroed pages for every layer with own pages, including block 0 (the null block)."""
 
     def prepare(self, batch: ForwardBatch) -> Any:
         """Compute everything that does not depend on the layer. Called once per step, before the layers."""
 
     def write(self, kv: LayerKV, k: Tensor, v: Tensor, batch: ForwardBatch) -> None:
-        """Store `k`, `v` [T, num_kv_heads, head_dim] at `batch.slot_mapping`.
+        """Store `k` [T, num_kv_heads, head_dim] and `v` [T, num_kv_heads, value_width] at the group's `batch.slots`.
 
         A block is filled from its first slot on, so a write to this slot invalidates the previous content of the block.
         """
 
     def attend(self, q: Tensor, kv: LayerKV, plan: Any, layer: AttentionSpec, sinks: Tensor | None = None) -> Tensor:
-        """Return the attention of `q` [T, num_heads, head_dim]: [T, num_heads * head_dim].
+        """Return the attention of `q` [T, num_heads, head_dim]: [T, num_heads * value_width].
 
         `sinks`: float32 [num_heads], one extra score per head that joins the scores of the keys after the softcap. It
         has no value vector, so it only takes a share of the softmax.
@@ -155,13 +175,25 @@ class CapturableBackend(AttentionBackend, Protocol):
         them are longer than one token."""
 
 
+def is_capturable(backends: Mapping[int, AttentionBackend]) -> bool:
+    """Return whether all attention of a model can run in graphs, whose lengths the host does not know."""
+    return all(isinstance(backend, CapturableBackend) for backend in backends.values())
+
+
 @dataclass(frozen=True, slots=True)
 class LayerStep:
     """One layer's part of a step."""
 
     angles: tuple[Tensor, Tensor] | None  # cos and sin of its positions (`RotaryTable`); None: no rotation
     batch: ForwardBatch
-    kv: LayerKV
-    backend: AttentionBackend
+    kv: LayerKV | None  # None, as the next two: the layer has no attention
+    backend: AttentionBackend | None
     plan: Any  # result of the backend's `prepare` for this step
     query_scale: Tensor | None = None  # float32 [T]: factors of the queries (`QueryScaleTable`); None: none
+    states: LayerStates | None = None  # None: the layer has no recurrent state
+    layer_input: Tensor | None = None  # [T, width]: the layer's own input of each token (`LayerInputs`); None: none
+
+    @property
+    def state_step(self) -> StateStep | None:
+        """The slots that the step reads and writes; None if the model has no recurrent layers."""
+        return self.batch.state

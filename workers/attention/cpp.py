@@ -65,6 +65,8 @@ class CppBackend:
             return f"it supports float32, bfloat16 and float16, not {spec.dtype}"
         if spec.block_size % _GROUP:
             return f"it needs a block size that is a multiple of {_GROUP}, not {spec.block_size}"
+        if spec.value_width != spec.head_dim:
+            return f"it needs keys and values of one width, not {spec.head_dim} and {spec.value_width}"
         if spec.head_dim % _GROUP or spec.head_dim > _MAX_HEAD:
             return f"it needs heads of at most {_MAX_HEAD} elements in multiples of {_GROUP}, not {spec.head_dim}"
         return None if library.why_not(spec.dtype) is None else "the C++ kernels are not loaded"
@@ -76,7 +78,7 @@ class CppBackend:
         return [LayerKV(huge_page_empty(shape, dtype), huge_page_empty(shape, dtype)) for _ in range(spec.num_layers)]
 
     def prepare(self, batch: ForwardBatch) -> CppPlan:
-        tables, rows = batch.block_tables.contiguous(), batch.rows.contiguous()
+        tables, rows = batch.block_tables[self.spec.group].contiguous(), batch.rows.contiguous()
         starts, lens = batch.query_start_loc.contiguous(), batch.seq_lens.contiguous()
         assert tables.dtype == rows.dtype == starts.dtype == lens.dtype == torch.int32
         addresses = tables.data_ptr(), rows.data_ptr(), starts.data_ptr(), lens.data_ptr()
@@ -94,7 +96,7 @@ class CppBackend:
 
     def write(self, kv: LayerKV, k: Tensor, v: Tensor, batch: ForwardBatch) -> None:
         spec = self.spec
-        slots = batch.slot_mapping
+        slots = batch.slots[spec.group]
         assert k.stride(2) == v.stride(2) == 1 and k.stride(1) == v.stride(1) == spec.head_dim and slots.is_contiguous()
         self._write(
             ctypes.byref(self._pages), k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0), kv.k.data_ptr(),

@@ -39,37 +39,37 @@ class ReferenceBackend:
 
     def allocate(self, num_blocks: int) -> list[LayerKV]:
         spec = self.spec
-        shape = (num_blocks, spec.block_size, spec.num_kv_heads, spec.kv_format.elements(spec.head_dim))
 
-        def pages() -> Tensor:
+        def pages(width: int) -> Tensor:
+            shape = (num_blocks, spec.block_size, spec.num_kv_heads, spec.kv_format.elements(width))
             return torch.zeros(shape, dtype=spec.kv_format.dtype(spec.dtype), device=spec.device)
 
-        return [LayerKV(pages(), pages()) for _ in range(spec.num_layers)]
+        return [LayerKV(pages(spec.head_dim), pages(spec.value_width)) for _ in range(spec.num_layers)]
 
     def prepare(self, batch: ForwardBatch) -> list[Sequence]:
-        size = self.spec.block_size
+        size, tables = self.spec.block_size, batch.block_tables[self.spec.group]
         plan = []
         start = 0
         for seq, (query_len, context_len) in enumerate(zip(batch.query_lens, batch.context_lens, strict=True)):
-            token = torch.arange(context_len, device=batch.block_tables.device)
-            blocks = batch.block_tables[batch.rows[seq], token // size].long()
+            token = torch.arange(context_len, device=tables.device)
+            blocks = tables[batch.rows[seq], token // size].long()
             plan.append(Sequence(start, start + query_len, blocks * size + token % size))
             start += query_len
         return plan
 
     def write(self, kv: LayerKV, k: Tensor, v: Tensor, batch: ForwardBatch) -> None:
-        kv_format = self.spec.kv_format
-        kv.k.flatten(0, 1).index_copy_(0, batch.slot_mapping, kv_format.rounded(k))
-        kv.v.flatten(0, 1).index_copy_(0, batch.slot_mapping, kv_format.rounded(v))
+        kv_format, slots = self.spec.kv_format, batch.slots[self.spec.group]
+        kv.k.flatten(0, 1).index_copy_(0, slots, kv_format.rounded(k))
+        kv.v.flatten(0, 1).index_copy_(0, slots, kv_format.rounded(v))
 
     def attend(
         self, q: Tensor, kv: LayerKV, plan: list[Sequence], layer: AttentionSpec, sinks: Tensor | None = None
     ) -> Tensor:
-        out, kv_format = torch.empty_like(q), self.spec.kv_format
+        out, kv_format = q.new_empty((*q.shape[:2], self.spec.value_width)), self.spec.kv_format
         for seq in plan:
             slots = seq.slots[_first_seen(seq, layer) :]
             k = dequantized(kv_format, kv.k.flatten(0, 1)[slots])  # [C, kv_heads, D]
-            v = dequantized(kv_format, kv.v.flatten(0, 1)[slots])
+            v = dequantized(kv_format, kv.v.flatten(0, 1)[slots])  # [C, kv_heads, value width]
             out[seq.start : seq.stop] = attend_one(q[seq.start : seq.stop].float(), k, v, layer, sinks).to(q.dtype)
         return out.flatten(1)
 
@@ -80,10 +80,10 @@ def _first_seen(seq: Sequence, layer: AttentionSpec) -> int:
 
 
 def attend_one(q: Tensor, k: Tensor, v: Tensor, layer: AttentionSpec, sinks: Tensor | None = None) -> Tensor:
-    """Return the attention of `q` [Q, heads, D], at the last Q positions of a context `k`, `v` [C, kv_heads, D].
+    """Return the attention of `q` [Q, heads, D], at the last Q positions of a context.
 
-    The result is [Q, heads, D]. All tensors have the same dtype, here float32. `sinks` [heads]: see
-    `AttentionBackend.attend`. With chunks, the first key begins a chunk.
+    `k` [C, kv_heads, D], `v` [C, kv_heads, V]; the result is [Q, heads, V]. All tensors have the same dtype, here
+    float32. `sinks` [heads]: see `AttentionBackend.attend`. With chunks, the first key begins a chunk.
     """
     num_queries_per_kv = layer.num_heads // layer.num_kv_heads
     k = k.repeat_interleave(num_queries_per_kv, dim=1)  # [C, heads, D]   copied for clarity

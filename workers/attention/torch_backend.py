@@ -127,15 +127,15 @@ class _Scratch:
 
 class TorchBackend:
     """Torch backend. Pages have the shape [blocks + 1, kv_heads, block_size, elements of a row]; the last page stays
-    zero."""
+    zero. Rows of keys and of values may have different widths."""
 
     name: ClassVar[str] = "torch"
 
     def __init__(self, spec: KVSpec) -> None:
         self.spec = spec
-        self._row = spec.kv_format.elements(spec.head_dim)
+        self._key_row, self._value_row = (spec.kv_format.elements(width) for width in (spec.head_dim, spec.value_width))
         self._column_step = lcm(_COLUMNS, spec.block_size)
-        self._min_columns = _SMALL_MATMUL // spec.head_dim + 1
+        self._min_columns = _SMALL_MATMUL // min(spec.head_dim, spec.value_width) + 1
         self._scratch = _Scratch()
         self._zero_page = -1
         self._writes: _Writes | None = None
@@ -151,27 +151,30 @@ class TorchBackend:
     def allocate(self, num_blocks: int) -> list[LayerKV]:
         spec = self.spec
         self._zero_page = num_blocks
-        shape, dtype = (num_blocks + 1, spec.num_kv_heads, spec.block_size, self._row), spec.kv_format.dtype(spec.dtype)
-        return [LayerKV(huge_page_empty(shape, dtype), huge_page_empty(shape, dtype)) for _ in range(spec.num_layers)]
+        pages, dtype = (num_blocks + 1, spec.num_kv_heads, spec.block_size), spec.kv_format.dtype(spec.dtype)
+        keys, values = (*pages, self._key_row), (*pages, self._value_row)
+        return [LayerKV(huge_page_empty(keys, dtype), huge_page_empty(values, dtype)) for _ in range(spec.num_layers)]
 
     def prepare(self, batch: ForwardBatch) -> _Plan:
-        return _Plan(batch.block_tables.numpy(), batch.rows.numpy(), batch.query_lens, batch.context_lens)
+        return _Plan(
+            batch.block_tables[self.spec.group].numpy(), batch.rows.numpy(), batch.query_lens, batch.context_lens
+        )
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
     def write(self, kv: LayerKV, k: Tensor, v: Tensor, batch: ForwardBatch) -> None:
         writes = self._writes
-        if writes is None or writes.slots is not batch.slot_mapping:
+        if writes is None or writes.slots is not batch.slots[self.spec.group]:
             writes = self._writes = self._writes_of(batch)
-        row, kv_format = self._row, self.spec.kv_format
+        key_row, value_row, kv_format = self._key_row, self._value_row, self.spec.kv_format
         if len(writes.fresh):
-            kv.v.view(-1, self.spec.block_size * row).index_fill_(0, writes.fresh, 0)
-        kv.k.view(-1, row).index_copy_(0, writes.rows, kv_format.rounded(k).reshape(-1, row))
-        kv.v.view(-1, row).index_copy_(0, writes.rows, kv_format.rounded(v).reshape(-1, row))
+            kv.v.view(-1, self.spec.block_size * value_row).index_fill_(0, writes.fresh, 0)
+        kv.k.view(-1, key_row).index_copy_(0, writes.rows, kv_format.rounded(k).reshape(-1, key_row))
+        kv.v.view(-1, value_row).index_copy_(0, writes.rows, kv_format.rounded(v).reshape(-1, value_row))
 
     def _writes_of(self, batch: ForwardBatch) -> _Writes:
         size, heads = self.spec.block_size, self.spec.num_kv_heads
-        slots = batch.slot_mapping
+        slots = batch.slots[self.spec.group]
         head = torch.arange(heads)
         pages = (slots // size).unsqueeze(1) * heads + head  # [T, kv_heads]
         rows = pages * size + (slots % size).unsqueeze(1)
@@ -284,9 +287,9 @@ class TorchBackend:
 
     def attend(self, q: Tensor, kv: LayerKV, plan: _Plan, layer: AttentionSpec, sinks: Tensor | None = None) -> Tensor:
         rows, heads, width = q.shape
-        kv_heads = self.spec.num_kv_heads
+        kv_heads, value_width = self.spec.num_kv_heads, self.spec.value_width
         num_queries_per_kv = heads // kv_heads
-        out = torch.empty((rows, kv_heads, num_queries_per_kv, width), dtype=q.dtype)
+        out = torch.empty((rows, kv_heads, num_queries_per_kv, value_width), dtype=q.dtype)
         grouped = q.reshape(rows, kv_heads, num_queries_per_kv, width)
         of_heads = None if sinks is None else sinks.view(kv_heads, num_queries_per_kv, 1)
         of_rows = None if of_heads is None else of_heads.unsqueeze(1)
@@ -295,13 +298,13 @@ class TorchBackend:
             k, v = self._gather(kv, unit.pages, unit.size * kv_heads)  # [n * H, N, D]
             shape = (unit.size, kv_heads, num_queries_per_kv, k[0].shape[1])
             if isinstance(unit.rows, slice):
-                into = out[unit.rows].view(-1, num_queries_per_kv, width)
+                into = out[unit.rows].view(-1, num_queries_per_kv, value_width)
                 some = grouped[unit.rows].reshape(-1, num_queries_per_kv, width)
                 self._attend(some, k, v, layer, shape, unit.masks, of_heads, into)
             else:
                 some = grouped.index_select(0, unit.rows)
-                result = torch.empty_like(some)
-                flat, into = (x.view(-1, num_queries_per_kv, width) for x in (some, result))
+                result = some.new_empty((*some.shape[:3], value_width))
+                flat, into = (x.view(-1, *x.shape[2:]) for x in (some, result))
                 self._attend(flat, k, v, layer, shape, unit.masks, of_heads, into)
                 out.index_copy_(0, unit.rows, result)
         for unit in prefills:
@@ -314,21 +317,23 @@ class TorchBackend:
                     .transpose(0, 1)
                     .reshape(kv_heads, count * num_queries_per_kv, width)
                 )
-                result = torch.empty_like(some)
+                result = some.new_empty((*some.shape[:2], value_width))
                 shape = (kv_heads, count, num_queries_per_kv, block.last_column - block.first_column)
                 self._attend(some, _cut(k, columns), _cut(v, columns), layer, shape, block.masks, of_rows, result)
-                out[block.start : block.stop] = result.view(kv_heads, count, num_queries_per_kv, width).transpose(0, 1)
-        return out.view(rows, heads * width)
+                result = result.view(kv_heads, count, num_queries_per_kv, value_width)
+                out[block.start : block.stop] = result.transpose(0, 1)
+        return out.view(rows, heads * value_width)
 
     def _gather(self, kv: LayerKV, pages: Tensor, pairs: int) -> tuple[_Numbers, _Numbers]:
         """Copy keys and values of `pages` in order. The copies are valid until the next call."""
-        return self._gathered("k", kv.k, pages, pairs), self._gathered("v", kv.v, pages, pairs)
+        keys = self._gathered("k", kv.k, pages, pairs, self._key_row)
+        return keys, self._gathered("v", kv.v, pages, pairs, self._value_row)
 
-    def _gathered(self, name: str, source: Tensor, pages: Tensor, pairs: int) -> _Numbers:
-        size = self.spec.block_size * self._row
+    def _gathered(self, name: str, source: Tensor, pages: Tensor, pairs: int, row: int) -> _Numbers:
+        size = self.spec.block_size * row
         rows = self._scratch.take(name, (len(pages), size), source.dtype)
         torch.index_select(source.view(-1, size), 0, pages, out=rows)
-        return self.spec.kv_format.values_and_scales(rows.view(pairs, -1, self._row), self.spec.dtype)
+        return self.spec.kv_format.values_and_scales(rows.view(pairs, -1, row), self.spec.dtype)
 
     def _attend(
         self,
@@ -339,7 +344,7 @@ class TorchBackend:
         shape: tuple[int, int, int, int],  # view of the scores [pairs, M, N] that the masks are broadcast to
         masks: list[_Mask],
         sinks: Tensor | None,  # broadcastable to `shape` with one column
-        out: Tensor,  # [pairs, M, D]
+        out: Tensor,  # [pairs, M, value width]
     ) -> None:
         pairs, rows, _ = q.shape
         (keys, key_scales), (values, value_scales) = k, v

@@ -155,6 +155,8 @@ class TritonBackend:
             return reason
         if spec.dtype not in _TYPES:
             return f"it supports float32, float16 and bfloat16, not {spec.dtype}"
+        if spec.value_width != spec.head_dim:
+            return f"it needs keys and values of one width, not {spec.head_dim} and {spec.value_width}"
         if spec.head_dim > _MAX_HEAD:
             return f"it needs heads of at most {_MAX_HEAD} elements, not {spec.head_dim}"
         if spec.fixed_span is not None and spec.cache_dtype == "int8" and spec.dtype == torch.float16:
@@ -200,7 +202,7 @@ class TritonBackend:
         spec = self.spec
         assert k.stride(2) == v.stride(2) == 1 and k.stride(1) == v.stride(1) == spec.head_dim
         self._kernels.write_kv[(-(-batch.num_tokens // _WRITTEN), spec.num_kv_heads)](
-            k, v, *self._pages(kv), batch.slot_mapping, batch.num_tokens, k.stride(0), v.stride(0),
+            k, v, *self._pages(kv), batch.slots[spec.group], batch.num_tokens, k.stride(0), v.stride(0),
             KV_HEADS=spec.num_kv_heads, HEAD_DIM=spec.head_dim, BLOCK_SIZE=spec.block_size,
             BLOCK_T=_WRITTEN, BLOCK_D=power_of_2(spec.head_dim), FORMAT=self._kv_format,
         )  # fmt: skip
@@ -225,7 +227,7 @@ class TritonBackend:
         q = torch.empty((rows, heads, width), dtype=qkv.dtype, device=qkv.device)
         weight, eps = norm or (cos, 0.0)
         self._fused.rotate_and_write[(rows, heads + 2 * spec.num_kv_heads)](
-            qkv, q, *self._pages(kv), batch.slot_mapping, cos, sin, weight,
+            qkv, q, *self._pages(kv), batch.slots[spec.group], cos, sin, weight,
             cos if query_scale is None else query_scale, eps, qkv.stride(0),
             HEADS=heads, KV_HEADS=spec.num_kv_heads, HEAD_DIM=width, ROTARY=cos.shape[-1], BLOCK_SIZE=spec.block_size,
             BLOCK_D=power_of_2(width), NORM=norm is not None, NORMS_LAST=norms_last, NEIGHBOURS=pairs_neighbours,
@@ -375,7 +377,7 @@ class TritonBackend:
             "BLOCK_D": max(16, power_of_2(spec.head_dim)),
             "SINKS": sinks is not None,
         }
-        tables = batch.block_tables
+        tables = batch.block_tables[spec.group]
         self._kernels.attend[(num_programs, spec.num_kv_heads)](
             q, *self._pages(kv), out, partial_out, partial_stats, of_heads, tables, part.programs, q.stride(0),
             tables.stride(0), layer.scale, layer.softcap or 0.0, layer.chunk or layer.sliding_window or 0, num_programs,

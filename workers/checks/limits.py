@@ -6,7 +6,8 @@ from oarlock.workers.config import WorkerConfig
 from oarlock.workers.distributed.topology import Topology
 from oarlock.workers.kv_offload import DEFAULT_SLOT_BYTES
 from oarlock.workers.kv_tiers.directory import check_directory, disk_limit, room_on_disk
-from oarlock.workers.layers.decoder_spec import DecoderSpec
+from oarlock.workers.layers.decoder_spec import DecoderSpec, layers_of_stage
+from oarlock.workers.layers.memory_spec import PagesSpec, SlotsSpec
 from oarlock.workers.models.hf_quantization import GGUF
 from oarlock.workers.platform.dtypes import ITEM_BYTES, KV_CACHE_DTYPES
 from oarlock.workers.quantization.registry import NONE, QUANTIZATIONS, STORED
@@ -84,6 +85,8 @@ def check_parallel(config: WorkerConfig, spec: DecoderSpec) -> None:
             f"--enable-expert-parallel distributes experts over ranks, but {spec.architecture} has none.",
             "Leave it out.",
         )
+    if stages > 1:
+        _check_shared_pages(stages, spec)
     size = config.tensor_parallel_size
     working, sublayers = spec.tp_sizes, spec.sublayers
     if size not in working:
@@ -105,6 +108,20 @@ def check_parallel(config: WorkerConfig, spec: DecoderSpec) -> None:
         )
 
 
+def _check_shared_pages(stages: int, spec: DecoderSpec) -> None:
+    """Check that layers which read another layer's pages are in the stage of that layer. Raises `StartupError`."""
+    for stage in range(stages):
+        layers = layers_of_stage(spec.num_layers, stage, stages)
+        for layer in layers:
+            for memory in spec.layers[layer].memories:
+                if isinstance(memory, PagesSpec) and memory.of_layer is not None and memory.of_layer not in layers:
+                    raise StartupError(
+                        f"pipeline_parallel_size {stages} does not fit this model: layer {layer} reads the keys and "
+                        f"values of layer {memory.of_layer}, which is in another stage.",
+                        "Use fewer stages, or --tensor-parallel-size.",
+                    )
+
+
 _LEAST_DISK_BYTES = 1 << 20
 
 
@@ -117,10 +134,24 @@ def with_kv_offload(config: WorkerConfig, spec: DecoderSpec) -> WorkerConfig:
             f"--kv-offload-memory and --kv-offload-path need all ranks on one host, and --nnodes is {config.nnodes}.",
             "Leave them out, or run a replica on each host.",
         )
-    if spec.longest_window is not None:
+    memories = [group.memory for group in spec.groups]
+    if any(isinstance(memory, SlotsSpec) for memory in memories):
         raise StartupError(
-            f"Every layer of this model has a sliding window or chunks, of up to {spec.longest_window} tokens. Blocks "
+            f"--kv-offload-memory and --kv-offload-path keep keys and values, and {spec.architecture} has recurrent "
+            "layers, whose state they do not keep.",
+            "Leave them out.",
+        )
+    spans = [memory.span for memory in memories if isinstance(memory, PagesSpec) and memory.span is not None]
+    if len(spans) == len(memories):
+        raise StartupError(
+            f"Every layer of this model has a sliding window or chunks, of up to {max(spans)} tokens. Blocks "
             "before it are dropped, so --kv-offload-memory and --kv-offload-path would have no effect.",
+            "Leave them out.",
+        )
+    if len(memories) > 1:
+        raise StartupError(
+            f"--kv-offload-memory and --kv-offload-path need layers whose keys and values have one shape, and "
+            f"{spec.architecture} has {len(memories)} memory groups.",
             "Leave them out.",
         )
     memory, disk = config.kv_offload_bytes, config.kv_offload_disk_bytes

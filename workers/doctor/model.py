@@ -11,6 +11,8 @@ from oarlock.workers.attention.selector import BACKENDS
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.doctor.finding import ERROR, NOTE, OK, Finding
 from oarlock.workers.gguf_config import open_checkpoint
+from oarlock.workers.layers.memory_spec import MemoryGroup, PagesSpec, SlotsSpec
+from oarlock.workers.layers.sharding import kv_heads_of_rank
 from oarlock.workers.models.encoders.registry import read_encoder
 from oarlock.workers.models.hf_fields import read_config
 from oarlock.workers.models.hf_quantization import stored_quantization, weight_formats
@@ -79,24 +81,40 @@ def _threads(config: WorkerConfig) -> Finding:
 def _attention(config: WorkerConfig) -> Finding:
     """Report the chosen attention backend, and why better ones are refused."""
     spec = read_spec(config.model_path, config.max_model_len)
+    refused: dict[str, str] = {}
+    chosen: list[str] = []
+    for group in spec.groups:
+        if isinstance(group.memory, SlotsSpec):
+            continue
+        name = _backend(config, group, refused)
+        if name is None:
+            text = "; ".join(f"{name}: {why}" for name, why in refused.items())
+            return Finding("attention", f"no backend can be used: {text}", ERROR, "Leave --attention-backend out.")
+        chosen.append(name)
+    names = ", ".join(dict.fromkeys(chosen)) or "none"
+    text = "; ".join([names, *(f"not {name}: {why}" for name, why in refused.items())])
+    return Finding("attention", text, NOTE if refused else "ok", facts={"backend": names, "refused": refused})
+
+
+def _backend(config: WorkerConfig, group: MemoryGroup, refused: dict[str, str]) -> str | None:
+    """Return the backend of a group of pages, or None if there is none. Adds the backends that are refused, with the
+    reason."""
+    memory = group.memory
+    assert isinstance(memory, PagesSpec)
     kv = KVSpec(
-        num_layers=spec.num_layers,
-        num_kv_heads=spec.attention.kv_heads_of_rank(config.tensor_parallel_size),
-        head_dim=spec.attention.head_dim,
+        num_layers=len(group.layers),
+        num_kv_heads=kv_heads_of_rank(memory.kv_heads, config.tensor_parallel_size),
+        head_dim=memory.key_width,
         block_size=config.block_size,
         dtype=getattr(torch, config.dtype),
         device=torch.device(config.device),
         cache_dtype=config.kv_cache_dtype,
+        value_dim=memory.value_width,
     )
-    refused: dict[str, str] = {}
     for backend in BACKENDS:
-        if config.attention_backend not in ("auto", backend.name):
-            continue
-        reason = backend.why_not(kv)
-        if reason is None:
-            text = "; ".join([backend.name, *(f"not {name}: {why}" for name, why in refused.items())])
-            state = NOTE if refused else "ok"
-            return Finding("attention", text, state, facts={"backend": backend.name, "refused": refused})
-        refused[backend.name] = reason
-    text = "; ".join(f"{name}: {why}" for name, why in refused.items())
-    return Finding("attention", f"no backend can be used: {text}", ERROR, "Leave --attention-backend out.")
+        if config.attention_backend in ("auto", backend.name):
+            reason = backend.why_not(kv)
+            if reason is None:
+                return backend.name
+            refused[backend.name] = reason
+    return None

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from oarlock.workers.layers.sharding import heads_divide, shard_heads
+from oarlock.workers.layers.memory_spec import PagesSpec
+from oarlock.workers.layers.sharding import heads_divide
 from oarlock.workers.layers.tensor_spec import Computation, NormSpec, RankDtype, Sharding, Tap, TensorSpec
 
 
@@ -15,7 +16,7 @@ from oarlock.workers.layers.tensor_spec import Computation, NormSpec, RankDtype,
 class RopeSpec:
     """Rotary embedding with every optional value resolved. Fields that a `kind` does not use keep their defaults."""
 
-    kind: str  # default | linear | dynamic | llama3 | yarn | longrope
+    kind: str  # default | linear | dynamic | llama3 | yarn | longrope | proportional
     theta: float
     rotary_dim: int  # leading elements of a head that are rotated; the rest are not changed
     factor: float = 1.0
@@ -29,6 +30,7 @@ class RopeSpec:
     short_factors: tuple[float, ...] = ()  # longrope: factor of each pair of elements, up to original_max_positions
     long_factors: tuple[float, ...] = ()  # longrope: the same for longer sequences
     stretched: bool = False  # longrope: the long factors apply to every token; see `for_length`
+    rotated_pairs: int = 0  # proportional: leading pairs of elements that are rotated; the others are not changed
     interleaved: bool = False  # rotates elements 2i and 2i + 1, not elements that are rotary_dim / 2 apart
 
     def for_length(self, length: int) -> "RopeSpec":
@@ -93,7 +95,15 @@ class SelfAttentionSpec:
     norms_after_rotation: bool = False  # True: each head of q and k is normed after the rotation
     query_scale: QueryScale | None = None  # None: queries are not scaled by their position
     chunk: int | None = None  # a query sees the tokens of its own chunk of this many tokens, up to itself
+    key_scale: float = 1.0  # factor of the rotated keys, which scores get instead
     output_gate: bool = False  # each value of the result is multiplied by the sigmoid of a projection of the input
+    value_dim: int | None = None  # values of one head's value; None: `head_dim`, as of queries and keys
+    of_layer: int | None = None  # layer whose keys and values are read; then there are no projections of own ones
+    keys_are_values: bool = False  # values are the projected keys, before their norm and rotation
+    norms_values: bool = False  # each head's value is divided by its root mean square, with the epsilon of `qk_norm`
+    value_scale: float = 1.0  # factor of the values
+    gate_activation: str = "sigmoid"  # sigmoid | softplus, if there is an output gate
+    gate_per_head: bool = False  # True: the output gate has one value for each head
 
     module: ClassVar[str] = "self_attn"
     title: ClassVar[str] = "attention"
@@ -115,51 +125,78 @@ class SelfAttentionSpec:
         return self.window if self.chunk is None else self.chunk
 
     @property
+    def value_width(self) -> int:
+        """Values of one head's value, and of its result."""
+        return self.head_dim if self.value_dim is None else self.value_dim
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether there are projections of keys and values."""
+        return self.of_layer is None
+
+    @property
+    def value_module(self) -> str:
+        """The module that projects the values."""
+        return "k_proj" if self.keys_are_values else "v_proj"
+
+    @property
+    def num_gates(self) -> int:
+        """Values of the output gate, if there is one, over all ranks."""
+        return self.num_heads if self.gate_per_head else self.shared_inputs
+
+    @property
+    def memory(self) -> PagesSpec:
+        """The keys and values of each token that must be kept."""
+        return PagesSpec(self.num_kv_heads, self.head_dim, self.value_width, self.span, self.of_layer)
+
+    @property
     def has_norm_weights(self) -> bool:
         return self.qk_norm is not None and self.qk_norm.weight
 
     def tensors(self, hidden: int) -> list[TensorSpec]:
         """Return the tensors of an ordinary checkpoint with hidden size `hidden`, with names relative to `module`."""
         found: list[TensorSpec] = []
-        for part, heads, bias in (
-            ("q", self.num_heads, self.qkv_bias),
-            ("k", self.num_kv_heads, self.qkv_bias),
-            ("v", self.num_kv_heads, self.qkv_bias),
-        ):
-            rows = heads * self.head_dim
+        parts = [("q", self.num_heads, self.head_dim)]
+        if self.has_keys:
+            parts.append(("k", self.num_kv_heads, self.head_dim))
+        if self.has_keys and not self.keys_are_values:
+            parts.append(("v", self.num_kv_heads, self.value_width))
+        for part, heads, width in parts:
+            rows = heads * width
             found.append(TensorSpec(f"{part}_proj.weight", (rows, hidden), Sharding.OUTPUTS, heads))
-            if bias:
+            if self.qkv_bias:
                 found.append(TensorSpec(f"{part}_proj.bias", (rows,), Sharding.OUTPUTS, heads))
             if self.has_norm_weights and part != "v":
                 shape = (rows,) if self.norms_rows else (self.head_dim,)
                 cut = Sharding.OUTPUTS if self.norms_rows else Sharding.COPIES
                 found.append(TensorSpec(f"{part}_norm.weight", shape, cut, heads, RankDtype.FLOAT32))
         if self.output_gate:
-            rows = self.num_heads * self.head_dim
-            found.append(TensorSpec("gate_proj.weight", (rows, hidden), Sharding.OUTPUTS, self.num_heads))
+            found.append(TensorSpec("gate_proj.weight", (self.num_gates, hidden), Sharding.OUTPUTS, self.num_heads))
         if self.sinks:
             found.append(TensorSpec("sinks", (self.num_heads,), Sharding.OUTPUTS, self.num_heads, RankDtype.FLOAT32))
-        found.append(
-            TensorSpec("o_proj.weight", (hidden, self.num_heads * self.head_dim), Sharding.INPUTS, self.num_heads)
-        )
+        found.append(TensorSpec("o_proj.weight", (hidden, self.shared_inputs), Sharding.INPUTS, self.num_heads))
         return [*found, TensorSpec("o_proj.bias", (hidden,))] if self.o_bias else found
 
     @property
     def taps(self) -> list[Tap]:
         """The tensors that a verification compares, in the order of their computation."""
         q, k = (self.num_heads * self.head_dim, self.num_heads), (self.num_kv_heads * self.head_dim, self.num_kv_heads)
+        v = self.num_kv_heads * self.value_width, self.num_kv_heads
+        mixed = self.shared_inputs, self.num_heads
         norms = ("q_norm", "k_norm") if self.has_norm_weights else ("", "")
-        gate = [Tap("attention_gate", Computation.PROJECTION, "gate_proj", False, *q)] if self.output_gate else []
-        return [
-            Tap("q", Computation.PROJECTION, "q_proj", False, *q),
-            Tap("k", Computation.PROJECTION, "k_proj", False, *k),
-            Tap("v", Computation.PROJECTION, "v_proj", False, *k),
-            *gate,
-            Tap("q_rope", Computation.ROTATION, norms[0], False, *q),
-            Tap("k_rope", Computation.ROTATION, norms[1], False, *k),
-            Tap("attention", Computation.ATTENTION, "o_proj", True, *q),
-            Tap("o_proj", Computation.SUM, "o_proj"),
-        ]
+        found = [Tap("q", Computation.PROJECTION, "q_proj", False, *q)]
+        if self.has_keys:
+            found.append(Tap("k", Computation.PROJECTION, "k_proj", False, *k))
+            found.append(Tap("v", Computation.PROJECTION, self.value_module, False, *v))
+        if self.output_gate:
+            found.append(
+                Tap("attention_gate", Computation.PROJECTION, "gate_proj", False, self.num_gates, self.num_heads)
+            )
+        found.append(Tap("q_rope", Computation.ROTATION, norms[0], False, *q))
+        if self.has_keys:
+            found.append(Tap("k_rope", Computation.ROTATION, norms[1], False, *k))
+        found.append(Tap("attention", Computation.ATTENTION, "o_proj", True, *mixed))
+        return [*found, Tap("o_proj", Computation.SUM, "o_proj")]
 
     @property
     def most_ranks(self) -> int:
@@ -177,26 +214,24 @@ class SelfAttentionSpec:
     @property
     def shared_inputs(self) -> int:
         """Number of inputs of the output projection, which are divided among ranks."""
-        return self.num_heads * self.head_dim
+        return self.num_heads * self.value_width
 
     @property
     def shared_inputs_name(self) -> str:
         """`shared_inputs` for messages."""
         return f"{self.shared_inputs} inputs of attention's output"
 
-    def kv_heads_of_rank(self, size: int) -> int:
-        """Return the number of key-value heads whose keys and values each of `size` ranks stores."""
-        return shard_heads("attention", self.num_heads, self.num_kv_heads, 0, size).num_kv_heads
-
     @property
     def step_values(self) -> int:
         """Values per token of q, k, v and the gate together, which exist at the same time, over all ranks."""
-        return (self.num_heads * (2 if self.output_gate else 1) + 2 * self.num_kv_heads) * self.head_dim
+        gate = self.num_gates if self.output_gate else 0
+        keys = self.num_kv_heads * (self.head_dim + self.value_width) if self.has_keys else 0
+        return self.num_heads * self.head_dim + keys + gate
 
     @property
     def pair_ops(self) -> int:
         """Multiplications and additions of a token for each token of its context, over all ranks."""
-        return 4 * self.num_heads * self.head_dim
+        return 2 * self.num_heads * (self.head_dim + self.value_width)
 
     def for_length(self, length: int) -> "SelfAttentionSpec":
         """Return the attention as it serves sequences of up to `length` tokens."""

@@ -1,20 +1,25 @@
 """Specification of a decoder model: the sublayers of every layer, the norms around them, the embedding and the head.
 
 It holds shapes and order; each kind of sublayer is defined in its own file (`attention_spec.py`, `gated_mlp_spec.py`,
-`mlp_spec.py`, `experts_spec.py`). Torch-free. Knows no Hugging Face key names (`models/hf_*.py` do).
+`mlp_spec.py`, `mamba2_spec.py`, `experts_spec.py`). Torch-free. Knows no Hugging Face key names (`models/hf_*.py` do).
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from itertools import accumulate
+from typing import Any, Protocol
 
-from oarlock.base.errors import StartupError
 from oarlock.workers.layers.attention_spec import SelfAttentionSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec
+from oarlock.workers.layers.gated_delta_spec import GatedDeltaSpec
 from oarlock.workers.layers.gated_mlp_spec import GatedMLPSpec
+from oarlock.workers.layers.layer_input_spec import LayerInputTable
+from oarlock.workers.layers.mamba2_spec import Mamba2Spec
+from oarlock.workers.layers.memory_spec import MemoryGroup, MemorySpec, PagesSpec, SlotsSpec, memory_groups
 from oarlock.workers.layers.mlp_spec import MLPSpec
 from oarlock.workers.layers.sharding import LARGEST_TP, SLICES
+from oarlock.workers.layers.short_convolution_spec import ShortConvolutionSpec
 from oarlock.workers.layers.tensor_spec import NormSpec, RankDtype, Sharding, Tap, TensorSpec
 from oarlock.workers.model_files.tensor_names import NO_NAMES, TensorNames
 from oarlock.workers.quantization.formats.weight_format import WeightFormats
@@ -33,6 +38,10 @@ class SublayerSpec(Protocol):
         """Fused tensor name -> the tensors that it contains, e.g. `qkv_proj` -> (`q_proj`, `k_proj`, `v_proj`)."""
 
     def tensors(self, hidden: int) -> list[TensorSpec]: ...
+
+    @property
+    def memory(self) -> MemorySpec | None:
+        """The memory that the sublayer needs for each sequence; None: none."""
 
     @property
     def taps(self) -> list[Tap]: ...
@@ -84,31 +93,64 @@ class BranchSpec:
     norm: str | None  # None: the sublayer reads the residual without a norm
     post_norm: str | None = None
     scale: float = 1.0
+    input_scale: float = 1.0  # factor of the norm's result, which the sublayer reads
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """The branches of one layer: one after the other, or all on the layer's input if `parallel`."""
+    """The branches of one layer, in stages: the branches of a stage all read the residual that enters it.
+
+    Branches of a stage whose norms have the same name share that norm.
+    """
 
     branches: tuple[BranchSpec, ...]
-    parallel: bool = False  # branches whose norms have the same name share that norm
+    lengths: tuple[int, ...] = ()  # number of branches in each stage; empty: one in each
+    scalar: str | None = None  # name of a stored factor of the layer's result; None: it is not scaled
+
+    @property
+    def stages(self) -> tuple[tuple[BranchSpec, ...], ...]:
+        """The branches of each stage, in the order of the stages."""
+        return tuple(in_stages(self.branches, self.lengths))
 
     def tensors(self, hidden: int, norm: NormSpec) -> list[TensorSpec]:
         """Return the tensors of the layer, with names relative to the layer."""
-        names = [name for branch in self.branches for name in (branch.norm, branch.post_norm) if name is not None]
-        found = [tensor for name in dict.fromkeys(names) for tensor in norm.tensors(f"{name}.", hidden)]
+        norms = [
+            pair
+            for branch in self.branches
+            for pair in ((branch.norm, branch.input_scale), (branch.post_norm, 1.0))
+            if pair[0] is not None
+        ]
+        # Branches that scale a norm differently hold it twice.
+        found = [tensor for name, _ in dict.fromkeys(norms) for tensor in norm.tensors(f"{name}.", hidden)]
         for branch in self.branches:
             module = branch.sublayer.module
             found += [replace(tensor, name=f"{module}.{tensor.name}") for tensor in branch.sublayer.tensors(hidden)]
+        if self.scalar is not None:
+            found.append(TensorSpec(self.scalar, (1,), rank_dtype=RankDtype.FLOAT32))
         return found
 
     @property
-    def attention(self) -> SelfAttentionSpec:
-        return next(one.sublayer for one in self.branches if isinstance(one.sublayer, SelfAttentionSpec))
+    def memories(self) -> list[MemorySpec]:
+        """The memory of its sublayers: at most one has pages, and at most one has slots."""
+        return [memory for branch in self.branches if (memory := branch.sublayer.memory) is not None]
+
+    @property
+    def attention(self) -> SelfAttentionSpec | None:
+        """Its attention; None if it has none."""
+        found = (one.sublayer for one in self.branches if isinstance(one.sublayer, SelfAttentionSpec))
+        return next(found, None)
 
     @property
     def mlp(self) -> GatedMLPSpec | MLPSpec:
         return next(one.sublayer for one in self.branches if isinstance(one.sublayer, GatedMLPSpec | MLPSpec))
+
+
+def in_stages(branches: Sequence[Any], lengths: tuple[int, ...]) -> list[tuple[Any, ...]]:
+    """Return `branches` in stages of `lengths`, as in `LayerSpec`."""
+    lengths = lengths or (1,) * len(branches)
+    assert sum(lengths) == len(branches), "each branch is in a stage"
+    ends = list(accumulate(lengths))
+    return [tuple(branches[end - length : end]) for end, length in zip(ends, lengths, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +183,7 @@ class DecoderSpec:
     logit_scale: float = 1.0
     logit_softcap: float | None = None  # final logits become cap * tanh(logits / cap)
     positions: PositionTable | None = None
+    layer_inputs: LayerInputTable | None = None  # table of inputs that each layer gets from the tokens
     head_bias: bool = False
     names: TensorNames = NO_NAMES  # differences between the names in checkpoints and the names here
     wrapper: str | None = None  # class of the multimodal model of which this is the text part; None: no such model
@@ -172,27 +215,23 @@ class DecoderSpec:
         return next(count for count in SLICES if count in sizes)
 
     @property
-    def attention(self) -> SelfAttentionSpec:
-        """The attention of the first layer, whose numbers of heads and head size hold for all layers of the KV cache.
+    def groups(self) -> tuple[MemoryGroup, ...]:
+        """The memory groups of all layers. A group's number is its index."""
+        needs = [(index, memory) for index, layer in enumerate(self.layers) for memory in layer.memories]
+        return memory_groups(needs)
 
-        Raises `StartupError` naming the field if one of them differs between layers.
-        """
-        of_all = [layer.attention for layer in self.layers]
-        for field in ("num_heads", "num_kv_heads", "head_dim"):
-            found = sorted({getattr(one, field) for one in of_all})
-            if len(found) > 1:
-                raise StartupError(
-                    f"{self.architecture}: {field} differs between layers ({', '.join(map(str, found))}), and pages of "
-                    "keys and values have one size for all layers.",
-                    "Use a model whose layers have the same value.",
-                )
-        return of_all[0]
+    def group_of(self, layer: int, kind: type[PagesSpec] | type[SlotsSpec]) -> int | None:
+        """Return the number of the group with the pages, or the slots, of `layer`; None if it has none."""
+        for memory in self.layers[layer].memories:
+            if isinstance(memory, kind):
+                key = replace(memory, of_layer=None) if isinstance(memory, PagesSpec) else memory
+                return next(number for number, group in enumerate(self.groups) if group.memory == key)
+        return None
 
     @property
-    def longest_window(self) -> int | None:
-        """The longest sliding window or chunk, in tokens; None if a layer has full attention."""
-        windows = [span for layer in self.layers if (span := layer.attention.span) is not None]
-        return max(windows) if len(windows) == len(self.layers) else None
+    def attentions(self) -> list[SelfAttentionSpec]:
+        """The different kinds of attention of all layers, in the order of their first use."""
+        return [one for one in self.sublayers if isinstance(one, SelfAttentionSpec)]
 
     @property
     def num_parameters(self) -> int:
@@ -212,7 +251,8 @@ class DecoderSpec:
     @property
     def active_parameters(self) -> int:
         """Number of parameters used for one token: only the chosen experts count."""
-        return round(sum(math.prod(tensor.shape) * tensor.used for tensor in tensors_of(self)))
+        tensors = {tensor.name: tensor for tensor in tensors_of(self)}
+        return round(sum(math.prod(tensor.shape) * tensor.used for tensor in tensors.values()))
 
     def for_length(self, length: int) -> "DecoderSpec":
         """Return the model as it serves sequences of up to `length` tokens."""
@@ -242,7 +282,7 @@ def matrices_of(spec: DecoderSpec) -> list[str]:
     return [
         tensor.name.removesuffix(".weight")
         for tensor in tensors_of(spec)
-        if tensor.is_matrix and tensor.rank_dtype is not RankDtype.FLOAT32
+        if tensor.is_matrix and tensor.rank_dtype not in (RankDtype.FLOAT32, RankDtype.UNQUANTIZED)
     ]
 
 
@@ -261,6 +301,8 @@ def tensors_of(spec: DecoderSpec, layers: range | None = None) -> Iterator[Tenso
         yield TensorSpec(f"{_POSITIONS}weight", rows, is_table=True)
     if is_last:
         yield from spec.norm.tensors(_NORM, spec.hidden_size)
+    if is_first and spec.layer_inputs is not None:
+        yield from spec.layer_inputs.tensors(spec.hidden_size, spec.num_layers)
     of_layer = {layer: layer.tensors(spec.hidden_size, spec.norm) for layer in dict.fromkeys(spec.layers)}
     for index in layers:
         for tensor in of_layer[spec.layers[index]]:
@@ -295,7 +337,7 @@ def is_ignorable(spec: DecoderSpec, name: str) -> bool:
 # Fused module of a layer -> the modules that it contains.
 FUSED_MODULES = {
     f"{kind.module}.{whole}": tuple(f"{kind.module}.{part}" for part in parts)
-    for kind in (SelfAttentionSpec, GatedMLPSpec, MLPSpec)
+    for kind in (SelfAttentionSpec, GatedMLPSpec, MLPSpec, GatedDeltaSpec, Mamba2Spec, ShortConvolutionSpec)
     for whole, parts in kind.fused.items()
 }
 _LAYERS, _EMBEDDING, _NORM, _HEAD = "model.layers.", "model.embed_tokens.", "model.norm.", "lm_head."
@@ -322,6 +364,6 @@ def is_in_stage(spec: DecoderSpec, name: str, layers: range) -> bool:
         return not number.isdigit() or int(number) >= spec.num_layers or int(number) in layers
     if name.startswith(_EMBEDDING):
         return is_first or (is_last and spec.tie_word_embeddings)
-    if name.startswith(_POSITIONS):
+    if name.startswith((_POSITIONS, *LayerInputTable.modules)):
         return is_first
     return is_last or not name.startswith((_NORM, _HEAD))

@@ -11,16 +11,16 @@ output is float32, and is rounded once, together with the residual.
 """
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from oarlock.workers.attention.backend import AttentionBackend, LayerKV, LayerStep
+from oarlock.workers.attention.backend import AttentionBackend, LayerMemory, LayerStep
 from oarlock.workers.attention.cpp import CppBackend, CppPlan
 from oarlock.workers.attention.forward_batch import ForwardBatch
-from oarlock.workers.distributed.parallel_state import TensorParallel
+from oarlock.workers.kernels.cpu import library
 from oarlock.workers.kernels.cpu.experts import CppExpertMatmul, CppRouter
 from oarlock.workers.kernels.cpu.fused_layer import ALL_ARRIVED, NUM_SCRATCH, OperationKind, Rows, bound
 from oarlock.workers.kernels.cpu.gemm import (
@@ -32,6 +32,7 @@ from oarlock.workers.kernels.cpu.gemm import (
 )
 from oarlock.workers.kernels.cpu.quantized_gemm import PackedFp8, PackedGrouped, PackedInt8
 from oarlock.workers.kernels.cpu.structures import (
+    MOST_PAGES_GROUPS,
     MOST_QUERY_SCALES,
     MOST_ROTARIES,
     CAddition,
@@ -45,6 +46,7 @@ from oarlock.workers.kernels.cpu.structures import (
 from oarlock.workers.kernels.triton import availability
 from oarlock.workers.layers.linear import RowParallelLinear
 from oarlock.workers.layers.norm import LayerNorm, Norm, RMSNorm
+from oarlock.workers.layers.placement import Placement
 
 Part = TypeVar("Part")
 CppPlainMatmul = CppMatmul | CppPackedMatmul
@@ -75,7 +77,10 @@ class Layer(Protocol):
     def branches(self) -> Sequence[Branch]: ...
 
     @property
-    def parallel(self) -> bool: ...
+    def stages(self) -> Sequence[Sequence[Branch]]: ...
+
+    @property
+    def scalar(self) -> object: ...
 
 
 class Program:
@@ -84,16 +89,25 @@ class Program:
     Private attributes describe the branch that is being built.
     """
 
-    def __init__(self, backend: CppBackend, hidden: int) -> None:
-        """Start an empty program. All weights must be packed for the kernels and the element type of `backend`."""
-        self.backend = backend
-        self.kernels = backend.kernels
-        self.dtype = backend.spec.dtype
+    def __init__(self, backends: Sequence[CppBackend], kernels: ctypes.CDLL, dtype: torch.dtype, hidden: int) -> None:
+        """Start an empty program. All weights must be packed for `kernels` and `dtype`.
+
+        `backends`: of the groups of pages, in the order of the step's arrays.
+        """
+        self.backends = backends
+        self.kernels = kernels
+        self.dtype = dtype
         self.hidden = hidden
         self.branches: list[CBranch] = []
         self.query_scale = -1  # index of the current layer's query scale in a step, or -1
+        self.pages = -1  # index of the current layer's group of pages in a step, or -1
         self._alive: list[object] = []  # parts, and structures that are pointed to
         self._begin()
+
+    @property
+    def backend(self) -> CppBackend:
+        """The attention backend of the current layer."""
+        return self.backends[self.pages]
 
     def take(self, owner: object, name: str, *kinds: type[Part]) -> Part:
         """Return the attribute, whose exact type must be in `kinds`: a subclass may compute something else.
@@ -245,35 +259,45 @@ class PreparedLayers:
         last_norm: Norm | None,
         rotary_of: Sequence[int],
         scale_of: Sequence[int],
+        pages_of: Sequence[int],
         hidden: int,
-        tp: TensorParallel,
-        kv: list[LayerKV],
-        backend: AttentionBackend,
+        placement: Placement,
+        memory: list[LayerMemory],
+        backends: Mapping[int, AttentionBackend],
     ) -> None:
         """Build the program.
 
         `last_norm`: norm after the last layer, or None. `rotary_of`, `scale_of`: index of each layer's rotary table
-        and of its query scale in a step, or -1. `hidden`: values per row. `kv`: pages that `backend` allocated.
+        and of its query scale in a step, or -1. `pages_of`: number of its group of pages, or -1. `hidden`: values per
+        row. `memory`: memory of each layer, with pages that `backends` allocated, by the number of the group.
 
         Raises `CannotPrepare` if the layers cannot run in one call.
         """
-        if type(backend) is not CppBackend:
-            raise CannotPrepare(_other_attention(backend))
+        for backend in backends.values():
+            if type(backend) is not CppBackend:
+                raise CannotPrepare(_other_attention(backend))
+        if (reason := _no_kernels(placement)) is not None:
+            raise CannotPrepare(f"the C++ kernels are not used: {reason}")
+        if len(backends) > MOST_PAGES_GROUPS:
+            raise CannotPrepare(f"layers have more than {MOST_PAGES_GROUPS} groups of pages")
         if max(rotary_of, default=0) >= MOST_ROTARIES:
             raise CannotPrepare(f"layers have more than {MOST_ROTARIES} kinds of rotary embedding")
         if max(scale_of, default=0) >= MOST_QUERY_SCALES:
             raise CannotPrepare(f"layers have more than {MOST_QUERY_SCALES} kinds of query scale")
-        self.tp = tp
+        self.tp, dtype = placement.tp, placement.dtype
         self._layers, self._last_norm = list(layers), last_norm
-        self._kv, self._backend = kv, backend
-        self._pages = [(pages.k, pages.v) for pages in kv]
-        self._program = program = Program(backend, hidden)
-        self._is_shared = tp.size > 1
-        self._num_normed = 0  # number of buffers for normed rows that branches of a layer share
+        self._memory, self._backends = memory, backends
+        self._groups = list(backends)  # numbers of groups in the order of the step's arrays
+        self._kept = [(pages.k, pages.v) for one in memory if (pages := one.kv) is not None]
+        of_groups = [backend for backend in backends.values() if isinstance(backend, CppBackend)]
+        self._program = program = Program(of_groups, library.library(dtype), dtype, hidden)
+        self._is_shared = self.tp.size > 1
+        self._num_normed = 0  # number of buffers for normed rows that branches of a stage share
         self._adding: list[int] = []  # indices of the branches that add to `hidden`; others compute shared norms
-        for layer, rotary, scale, pages in zip(layers, rotary_of, scale_of, kv, strict=True):
+        for layer, rotary, scale, pages, own in zip(layers, rotary_of, scale_of, pages_of, memory, strict=True):
             program.query_scale = scale
-            self._add_layer(layer, rotary, pages)
+            program.pages = -1 if pages < 0 else self._groups.index(pages)
+            self._add_layer(layer, rotary, own)
         # True if the program applies the final norm. A wrapped norm (e.g. one that records its output) is called
         # separately.
         self.norms_last = type(last_norm) in (RMSNorm, LayerNorm)
@@ -289,23 +313,32 @@ class PreparedLayers:
         self.after_branch: Callable[[int, Tensor], None] | None = None
 
     def serves(
-        self, layers: Sequence[Layer], last_norm: Norm | None, kv: list[LayerKV], backend: AttentionBackend
+        self,
+        layers: Sequence[Layer],
+        last_norm: Norm | None,
+        memory: list[LayerMemory],
+        backends: Mapping[int, AttentionBackend],
     ) -> bool:
-        """Return whether these are the layers, norm, pages and backend that were prepared.
+        """Return whether these are the layers, norm, memory and backends that were prepared.
 
         The parts of the layers are not compared: there are twenty per layer, and comparing them costs measurable time
         in every step. See `Decoder.parts_were_replaced`.
         """
-        same = kv is self._kv and backend is self._backend and last_norm is self._last_norm
+        same = memory is self._memory and backends is self._backends and last_norm is self._last_norm
         return same and layers == self._layers
 
     def __call__(
-        self, hidden: Tensor, batch: ForwardBatch, tables: list[Tensor], plan: CppPlan, scales: Sequence[Tensor] = ()
+        self,
+        hidden: Tensor,
+        batch: ForwardBatch,
+        tables: list[Tensor],
+        plans: Mapping[int, CppPlan],
+        scales: Sequence[Tensor] = (),
     ) -> None:
         """Replace `hidden` [T, hidden size] by the last layer's result, normed if `norms_last`.
 
-        `tables`: rows of all positions of each `RotaryTable`. `plan`: the result of the backend's `prepare`. `scales`:
-        float32 [T] of each `QueryScaleTable`.
+        `tables`: rows of all positions of each `RotaryTable`. `plans`: results of the backends' `prepare`.
+        `scales`: float32 [T] of each `QueryScaleTable`.
         """
         program = self._program
         assert hidden.is_contiguous() and hidden.dtype == program.dtype and hidden.shape[1] == program.hidden
@@ -316,9 +349,11 @@ class PreparedLayers:
         step = CLayerStep(
             hidden.data_ptr(), tuple([buffer.data_ptr() for buffer in normed]),
             None if partial is None else partial.data_ptr(), rows, program.hidden,
-            ELEMENT_TYPES[program.dtype], batch.positions.data_ptr(), batch.slot_mapping.data_ptr(),
+            ELEMENT_TYPES[program.dtype], batch.positions.data_ptr(),
+            tuple([batch.slots[group].data_ptr() for group in self._groups]),
             tuple([(table.data_ptr(), table.shape[1]) for table in tables]),
-            tuple(map(Tensor.data_ptr, scales)), ctypes.addressof(plan.step),
+            tuple(map(Tensor.data_ptr, scales)),
+            tuple([ctypes.addressof(plans[group].step) for group in self._groups]),
             None if group is None else group.address,
         )  # fmt: skip
         if self.after_branch is None and (group is not None or not self._is_shared):
@@ -343,11 +378,17 @@ class PreparedLayers:
             assert group is not None
             raise group.lost(missing)
 
-    def _add_layer(self, layer: Layer, rotary: int, pages: LayerKV) -> None:
+    def _add_layer(self, layer: Layer, rotary: int, memory: LayerMemory) -> None:
+        if layer.scalar is not None:
+            raise CannotPrepare("layers scale their results")
+        for stage in layer.stages:
+            self._add_stage(stage, rotary, memory)
+
+    def _add_stage(self, stage: Sequence[Branch], rotary: int, memory: LayerMemory) -> None:
         program = self._program
-        norms = [program.take_optional(branch, "norm", RMSNorm, LayerNorm) for branch in layer.branches]
+        norms = [program.take_optional(branch, "norm", RMSNorm, LayerNorm) for branch in stage]
         normed: dict[int, Rows] = {}
-        if layer.parallel:  # all branches read the layer's input, which the first branch changes
+        if len(stage) > 1:  # all branches read what enters the stage, which the first branch changes
             for norm in {id(norm): norm for norm in norms}.values():
                 if norm is None or len(normed) == 2:
                     raise CannotPrepare("parallel branches must read one or two norms")
@@ -355,7 +396,7 @@ class PreparedLayers:
                 program.norm_rows(norm, Rows.RESIDUAL, normed[id(norm)])
             program.end()
             self._num_normed = max(self._num_normed, len(normed))
-        for branch, norm in zip(layer.branches, norms, strict=True):
+        for branch, norm in zip(stage, norms, strict=True):
             source = Rows.RESIDUAL if norm is None else normed.get(id(norm), Rows.SCRATCH_0)
             if source is Rows.SCRATCH_0 and norm is not None:
                 program.norm_rows(norm, Rows.RESIDUAL, source)
@@ -364,9 +405,16 @@ class PreparedLayers:
             if "fuse" not in vars(type(sublayer)):  # a wrapper with hooks delegates unknown attributes to the sublayer
                 raise CannotPrepare(f"a sublayer is a {type(sublayer).__name__}")
             program.take(branch, "sublayer", type(sublayer))
-            output, mixed = sublayer.fuse(program, source, rotary, pages)
+            output, mixed = sublayer.fuse(program, source, rotary, memory)
             program.finish(output, mixed, post_norm, branch.scale, is_shared=self._is_shared)
             self._adding.append(len(program.branches) - 1)
+
+
+def _no_kernels(placement: Placement) -> str | None:
+    """Return the reason why there are no C++ kernels for the layers, or None if there are."""
+    if placement.device.type != "cpu" or placement.dtype not in ELEMENT_TYPES:
+        return f"the model is in {placement.dtype} on {placement.device.type}"
+    return library.why_not(placement.dtype)
 
 
 def _other_attention(backend: AttentionBackend) -> str:
@@ -385,7 +433,9 @@ def can_join(layers: Sequence[Layer]) -> bool:
     output)."""
     branches = [branch for layer in layers for branch in layer.branches]
     plain = all(type(branch.norm) is RMSNorm and type(branch.post_norm) in (RMSNorm, type(None)) for branch in branches)
-    return plain and not any(layer.parallel for layer in layers) and all(branch.scale == 1.0 for branch in branches)
+    in_turn = all(len(stage) == 1 for layer in layers for stage in layer.stages)
+    in_turn = in_turn and not any(layer.scalar is not None for layer in layers)
+    return plain and in_turn and all(branch.scale == 1.0 for branch in branches)
 
 
 def run_joined(layers: Sequence[Layer], last_norm: RMSNorm, hidden: Tensor, steps: Sequence[LayerStep]) -> Tensor:

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from oarlock.workers.attention.backend import LayerKV, LayerStep
+from oarlock.workers.attention.backend import LayerMemory, LayerStep
 from oarlock.workers.kernels.cpu.fused_layer import Rows
 from oarlock.workers.layers.fused_layer import GATED_MATMULS, MLP_ROWS, Program
 from oarlock.workers.layers.gated_mlp_spec import GatedMLPSpec
@@ -21,7 +21,7 @@ class GatedMLP:
 
     def __init__(self, name: str, spec: GatedMLPSpec, layer: int, hidden: int, placement: Placement) -> None:
         width = spec.intermediate_size
-        self.gate_up = GatedParallelLinear(name, hidden, width, spec.bias, spec.activation, placement)
+        self.gate_up = GatedParallelLinear(name, hidden, width, spec.bias, spec.activation, placement, spec.gate_scale)
         self.down = RowParallelLinear(f"{name}.down_proj", width, hidden, spec.bias, placement)
 
     @property
@@ -40,7 +40,7 @@ class GatedMLP:
         """Return the output without a residual, as `RowParallelLinear.unrounded` returns it."""
         return self.down.unrounded(self.gate_up(x))
 
-    def fuse(self, program: Program, source: Rows, rotary: int, pages: LayerKV) -> tuple[RowParallelLinear, Rows]:
+    def fuse(self, program: Program, source: Rows, rotary: int, memory: LayerMemory) -> tuple[RowParallelLinear, Rows]:
         """Add the operations on `source` that precede the down projection; return the down projection and its input
         rows."""
         program.multiply(program.take(self, "gate_up", GatedParallelLinear), source, Rows.SCRATCH_1, *GATED_MATMULS)

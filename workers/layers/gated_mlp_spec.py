@@ -17,6 +17,7 @@ class GatedMLPSpec:
     intermediate_size: int
     activation: str = "silu"  # silu | gelu_tanh
     bias: bool = False  # gate, up and down have biases
+    gate_scale: float = 1.0  # factor of the gate before its activation
 
     module: ClassVar[str] = "mlp"
     title: ClassVar[str] = "mlp"
@@ -49,6 +50,10 @@ class GatedMLPSpec:
             Tap("gate_up", Computation.GATED, "down_proj", True, width, width),
             Tap("mlp", Computation.SUM, "down_proj"),
         ]
+
+    @property
+    def memory(self) -> None:
+        """Nothing is kept of a sequence."""
 
     @property
     def most_ranks(self) -> int:

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from oarlock.workers.attention.backend import LayerKV, LayerStep
+from oarlock.workers.attention.backend import LayerMemory, LayerStep
 from oarlock.workers.kernels.cpu.fused_layer import Rows
 from oarlock.workers.layers.fused_layer import MATMULS, MLP_ROWS, Program
 from oarlock.workers.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -45,7 +45,7 @@ class MLP:
         """Return the output without a residual, as `RowParallelLinear.unrounded` returns it."""
         return self.down.unrounded(self.up(x))
 
-    def fuse(self, program: Program, source: Rows, rotary: int, pages: LayerKV) -> tuple[RowParallelLinear, Rows]:
+    def fuse(self, program: Program, source: Rows, rotary: int, memory: LayerMemory) -> tuple[RowParallelLinear, Rows]:
         """Add the operations on `source` that precede the down projection; return the down projection and its input
         rows."""
         program.multiply(program.take(self, "up", ColumnParallelLinear), source, Rows.SCRATCH_1, *MATMULS)

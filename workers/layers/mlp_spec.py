@@ -47,6 +47,10 @@ class MLPSpec:
         ]
 
     @property
+    def memory(self) -> None:
+        """Nothing is kept of a sequence."""
+
+    @property
     def most_ranks(self) -> int:
         return self.intermediate_size
 

@@ -58,6 +58,11 @@ def shard_heads(layer: str, num_heads: int, num_kv_heads: int, rank: int, size: 
     return HeadShard(local_heads, local_kv_heads, rank * local_heads, rank * num_kv_heads // size)
 
 
+def kv_heads_of_rank(num_kv_heads: int, size: int) -> int:
+    """Return the number of key-value heads whose keys and values each of `size` ranks stores."""
+    return max(1, num_kv_heads // size)
+
+
 def shard_evenly(layer: str, what: str, total: int, size: int) -> int:
     """Return `total / size`. Raises `StartupError` naming the layer and both numbers if there is a remainder."""
     if total % size:

@@ -4,32 +4,50 @@ Keeps no state between calls: the step and the KV memory are arguments. Does not
 """
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from oarlock.workers.attention.backend import AttentionBackend, AttentionSpec, KVSpec, LayerKV, LayerStep
+from oarlock.base.errors import StartupError
+from oarlock.workers.attention.backend import AttentionBackend, AttentionSpec, KVSpec, LayerMemory, LayerStep
 from oarlock.workers.attention.forward_batch import ForwardBatch
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.layers import fused_layer
 from oarlock.workers.layers.attention import Attention
 from oarlock.workers.layers.attention_spec import SelfAttentionSpec
-from oarlock.workers.layers.decoder_spec import BranchSpec, DecoderSpec, is_ignorable, is_in_stage, slices_of
+from oarlock.workers.layers.decoder_spec import (
+    BranchSpec,
+    DecoderSpec,
+    in_stages,
+    is_ignorable,
+    is_in_stage,
+    slices_of,
+)
 from oarlock.workers.layers.embedding import PositionEmbedding, VocabParallelEmbedding, VocabParallelHead
 from oarlock.workers.layers.experts import Experts
 from oarlock.workers.layers.experts_spec import ExpertsSpec
 from oarlock.workers.layers.fused_layer import CannotPrepare, PreparedLayers
+from oarlock.workers.layers.gated_delta import GatedDelta
+from oarlock.workers.layers.gated_delta_spec import GatedDeltaSpec
 from oarlock.workers.layers.gated_mlp import GatedMLP
 from oarlock.workers.layers.gated_mlp_spec import GatedMLPSpec
+from oarlock.workers.layers.layer_input import LayerInput, LayerInputs
+from oarlock.workers.layers.layer_input_spec import LayerInputSpec
 from oarlock.workers.layers.linear import RowParallelLinear
+from oarlock.workers.layers.mamba2 import Mamba2
+from oarlock.workers.layers.mamba2_spec import Mamba2Spec
+from oarlock.workers.layers.memory_spec import PagesSpec
 from oarlock.workers.layers.mlp import MLP
 from oarlock.workers.layers.mlp_spec import MLPSpec
 from oarlock.workers.layers.norm import Norm, RMSNorm, make_norm
 from oarlock.workers.layers.placement import Placement
 from oarlock.workers.layers.rotary import QueryScaleTable, RotaryTable
+from oarlock.workers.layers.sharding import kv_heads_of_rank
+from oarlock.workers.layers.short_convolution import ShortConvolution
+from oarlock.workers.layers.short_convolution_spec import ShortConvolutionSpec
 from oarlock.workers.quantization.formats.weight_format import WeightFormats
 from oarlock.workers.quantization.registry import NONE
 from oarlock.workers.weights.source import WeightSource
@@ -64,6 +82,8 @@ class Sublayer(Protocol):
 # Class of each kind of sublayer.
 _SUBLAYERS: dict[type, Callable[..., Sublayer]] = {
     SelfAttentionSpec: Attention, GatedMLPSpec: GatedMLP, MLPSpec: MLP, ExpertsSpec: Experts,
+    GatedDeltaSpec: GatedDelta, Mamba2Spec: Mamba2, ShortConvolutionSpec: ShortConvolution,
+    LayerInputSpec: LayerInput,
 }  # fmt: skip
 
 
@@ -71,14 +91,20 @@ class Branch:
     """A sublayer, with the norms around it, whose result is added to the residual."""
 
     def __init__(
-        self, name: str, spec: BranchSpec, layer: int, hidden: int, placement: Placement, norms: dict[str, Norm]
+        self,
+        name: str,
+        spec: BranchSpec,
+        layer: int,
+        hidden: int,
+        placement: Placement,
+        norms: dict[tuple[str, float], Norm],
     ) -> None:
-        """Build the sublayer of the layer called `name`. `norms`: the layer's norms by name."""
-        self.norm = None if spec.norm is None else norms[spec.norm]
+        """Build the sublayer of the layer called `name`. `norms`: the layer's norms by name and factor."""
+        self.norm = None if spec.norm is None else norms[spec.norm, spec.input_scale]
         self.sublayer = _SUBLAYERS[type(spec.sublayer)](
             f"{name}.{spec.sublayer.module}", spec.sublayer, layer, hidden, placement
         )
-        self.post_norm = None if spec.post_norm is None else norms[spec.post_norm]
+        self.post_norm = None if spec.post_norm is None else norms[spec.post_norm, 1.0]
         self.scale = spec.scale
 
     def __call__(self, x: Tensor, residual: Tensor, step: LayerStep) -> Tensor:
@@ -94,20 +120,44 @@ class Branch:
         return (residual.float() + result.float() * self.scale).to(residual.dtype)  # `add` would round the scale
 
 
+class LayerScalar:
+    """A stored factor of a layer's result: [T, hidden] -> [T, hidden]."""
+
+    weight_bytes = 4
+
+    def __init__(self, name: str, placement: Placement) -> None:
+        self.name = name
+        self.weight = torch.empty(1, dtype=torch.float32, device=placement.device)
+
+    def load(self, weights: WeightSource) -> None:
+        weights.take(self.name, self.weight, shape=(1,))
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        return (hidden.float() * self.weight).to(hidden.dtype)
+
+
 class DecoderLayer:
     """A decoder layer, [T, hidden] -> [T, hidden]: the branches of a `LayerSpec`."""
 
     def __init__(self, name: str, spec: DecoderSpec, layer: int, placement: Placement) -> None:
         shape = spec.layers[layer]
-        names = [norm for branch in shape.branches for norm in (branch.norm, branch.post_norm) if norm is not None]
-        norms = {norm: make_norm(f"{name}.{norm}", spec.hidden_size, spec.norm, placement) for norm in names}
+        pairs = [
+            pair for branch in shape.branches for pair in ((branch.norm, branch.input_scale), (branch.post_norm, 1.0))
+        ]
+        norms = {
+            (norm, scale): make_norm(f"{name}.{norm}", spec.hidden_size, spec.norm, placement, scale)
+            for norm, scale in pairs
+            if norm is not None
+        }
         self.norms = list(norms.values())
         self.branches = [Branch(name, branch, layer, spec.hidden_size, placement, norms) for branch in shape.branches]
-        self.parallel = shape.parallel
+        self.stages: list[tuple[Branch, ...]] = in_stages(self.branches, shape.lengths)
+        self.scalar = None if shape.scalar is None else LayerScalar(f"{name}.{shape.scalar}", placement)
 
     @property
-    def attention(self) -> Attention:
-        return next(branch.sublayer for branch in self.branches if isinstance(branch.sublayer, Attention))
+    def attention(self) -> Attention | None:
+        """Its attention; None if it has none."""
+        return next((branch.sublayer for branch in self.branches if isinstance(branch.sublayer, Attention)), None)
 
     @property
     def mlp(self) -> GatedMLP | MLP:
@@ -115,13 +165,15 @@ class DecoderLayer:
 
     @property
     def parts(self) -> list[_Part]:
-        return [*self.norms, *(part for branch in self.branches for part in branch.sublayer.parts)]
+        scalars = [] if self.scalar is None else [self.scalar]
+        return [*self.norms, *(part for branch in self.branches for part in branch.sublayer.parts), *scalars]
 
     def __call__(self, hidden: Tensor, step: LayerStep) -> Tensor:
-        entering = hidden
-        for branch in self.branches:
-            hidden = branch(entering if self.parallel else hidden, hidden, step)
-        return hidden
+        for stage in self.stages:
+            entering = hidden
+            for branch in stage:
+                hidden = branch(entering, hidden, step)
+        return hidden if self.scalar is None else self.scalar(hidden)
 
 
 def moe_layers_of(layers: Sequence[DecoderLayer]) -> list[Experts]:
@@ -163,13 +215,22 @@ class Decoder:
             if spec.positions is not None and self.is_first
             else None
         )
+        self.layer_inputs: LayerInputs | None = None
+        if spec.layer_inputs is not None:
+            if not (self.is_first and self.is_last):
+                raise StartupError(
+                    f"{spec.architecture}: the inputs of its layers cannot be sent to other pipeline stages.",
+                    "Use --pipeline-parallel-size 1.",
+                )
+            self.layer_inputs = LayerInputs(spec.layer_inputs, spec.num_layers, hidden, placement, vocab_placement)
         self.layers = [DecoderLayer(f"model.layers.{i}", spec, i, placement) for i in stage]
         self.norm = make_norm("model.norm", hidden, spec.norm, placement)
         self.head = VocabParallelHead.of(spec, vocab_placement)
-        ropes = [spec.layers[i].attention.rope for i in stage]
+        attentions = [spec.layers[i].attention for i in stage]
+        ropes = [None if one is None else one.rope for one in attentions]
         self.rotary = {rope: RotaryTable(rope, device) for rope in ropes if rope is not None}  # usually only one
         self.rotary_of = [-1 if rope is None else list(self.rotary).index(rope) for rope in ropes]
-        scales = [spec.layers[i].attention.query_scale for i in stage]
+        scales = [None if one is None else one.query_scale for one in attentions]
         self.query_scales = {scale: QueryScaleTable(scale, device) for scale in scales if scale is not None}
         self.scale_of = [-1 if scale is None else list(self.query_scales).index(scale) for scale in scales]
         moe_layers = moe_layers_of(self.layers)
@@ -179,7 +240,13 @@ class Decoder:
         self._prepared: PreparedLayers | None = None
         self.why_not_prepared: str | None = None  # reason in the most recent step
         self.joins_layers = fused_layer.has_join_kernels(device)
-        self.attention_specs: list[AttentionSpec] = [layer.attention.spec for layer in self.layers]
+        self.numbers = list(stage)  # of the layers in the whole model
+        self.groups = spec.groups  # memory groups of the whole model
+        groups = [spec.group_of(i, PagesSpec) for i in stage]
+        self.pages_of = [-1 if group is None else group for group in groups]  # number of each layer's group of pages
+        self.attention_specs: list[AttentionSpec] = [
+            layer.attention.spec for layer in self.layers if layer.attention is not None
+        ]
 
     def with_layers(self, layers: list[int]) -> "Decoder":
         """Return a decoder of only these layers that shares this decoder's weights: faster, with the same kernels and
@@ -188,6 +255,8 @@ class Decoder:
         other.layers = [self.layers[layer] for layer in layers]
         other.rotary_of = [self.rotary_of[layer] for layer in layers]
         other.scale_of = [self.scale_of[layer] for layer in layers]
+        other.pages_of = [self.pages_of[layer] for layer in layers]
+        other.numbers = [self.numbers[layer] for layer in layers]
         return other
 
     @property
@@ -210,11 +279,20 @@ class Decoder:
         """Bytes of weights on this rank, including a tied head's packed copy."""
         return sum(part.weight_bytes for part in self._parts()) + (self.head.weight_bytes if self.is_last else 0)
 
-    def kv_spec(self, block_size: int, device: torch.device, cache_dtype: str = "auto") -> KVSpec:
-        """Return the shape of this rank's KV memory. `cache_dtype`: a key of
-        `oarlock.workers.attention.kv_format.FORMATS`."""
-        heads, width = self.spec.attention.kv_heads_of_rank(self.placement.tp.size), self.spec.attention.head_dim
-        return KVSpec(len(self.layers), heads, width, block_size, self.placement.dtype, device, cache_dtype)
+    def kv_specs(self, block_size: int, cache_dtype: str = "auto") -> list[KVSpec]:
+        """Return the shapes of this rank's pages, of each group of pages that a layer of the stage reads.
+
+        `cache_dtype`: a key of `oarlock.workers.attention.kv_format.FORMATS`.
+        """
+        place, found = self.placement, []
+        for number in sorted({group for group in self.pages_of if group >= 0}):
+            memory, layers = self.groups[number]
+            assert isinstance(memory, PagesSpec)
+            own = sum(layer in self.stage for layer in layers)
+            sizes = own, kv_heads_of_rank(memory.kv_heads, place.tp.size), memory.key_width, block_size
+            values = {"value_dim": memory.value_width, "group": number}
+            found.append(KVSpec(*sizes, place.dtype, place.device, cache_dtype, **values))
+        return found
 
     def load(self, weights: WeightSource, on_progress: Callable[[float], None]) -> None:
         """Read this rank's slices, layer by layer. `on_progress` is called with the share of bytes read, ending with
@@ -248,6 +326,8 @@ class Decoder:
             yield self.embedding
         if self.positions is not None:
             yield self.positions
+        if self.layer_inputs is not None:
+            yield from self.layer_inputs.parts
         for layer in self.layers:
             yield from layer.parts
         if self.is_last:
@@ -267,14 +347,15 @@ class Decoder:
     def __call__(
         self,
         batch: ForwardBatch,
-        kv: list[LayerKV],
-        backend: AttentionBackend,
-        plan: Any,
+        memory: list[LayerMemory],
+        backends: Mapping[int, AttentionBackend],
+        plans: Mapping[int, Any],
         hidden: Tensor | None = None,
     ) -> Tensor:
         """Run one step; return [T, hidden] after the final norm, or the hidden states for the next stage.
 
-        `plan`: the result of `backend.prepare(batch)`. `hidden`: from the previous stage, may be overwritten; None on
+        `memory`: of each layer. `backends`: attention backend of each group of pages, by its number; `plans`: the
+        results of their `prepare(batch)`. `hidden`: from the previous stage, may be overwritten; None on
         the first stage.
         """
         assert (hidden is None) == self.is_first, "the first stage embeds, the others get hidden states"
@@ -283,36 +364,42 @@ class Decoder:
             hidden = self.embedding(batch.token_ids)  # [T, hidden]
             if self.positions is not None:
                 hidden = self.positions(hidden, batch.positions)
-        prepared = self.prepared_for(kv, backend)
+        inputs = None if self.layer_inputs is None else self.layer_inputs(batch.token_ids, hidden)  # [T, layers, width]
+        prepared = self.prepared_for(memory, backends)
         # Nearly all models have no such table, and this is computed for every token.
         scales = [table(batch.positions, longest) for table in self.query_scales.values()] if self.query_scales else []
         if prepared is not None:
-            prepared(hidden, batch, [table.up_to(longest) for table in self.rotary.values()], plan, scales)
+            prepared(hidden, batch, [table.up_to(longest) for table in self.rotary.values()], plans, scales)
             return self.norm(hidden) if self.is_last and not prepared.norms_last else hidden
         angles = [table(batch.positions, longest) for table in self.rotary.values()]  # once per step for all layers
         steps = [
             LayerStep(
-                None if which < 0 else angles[which], batch, pages, backend, plan, None if scale < 0 else scales[scale]
+                None if which < 0 else angles[which], batch, own.kv, backends.get(pages), plans.get(pages),
+                None if scale < 0 else scales[scale], own.states, None if inputs is None else inputs[:, number],
             )
-            for which, scale, pages in zip(self.rotary_of, self.scale_of, kv, strict=True)
-        ]
+            for which, scale, pages, own, number in zip(
+                self.rotary_of, self.scale_of, self.pages_of, memory, self.numbers, strict=True
+            )
+        ]  # fmt: skip
         if self.joins_layers and isinstance(self.norm, RMSNorm) and self.is_last and fused_layer.can_join(self.layers):
             return fused_layer.run_joined(self.layers, self.norm, hidden, steps)
         for layer, step in zip(self.layers, steps, strict=True):
             hidden = layer(hidden, step)
         return self.norm(hidden) if self.is_last else hidden
 
-    def prepared_for(self, kv: list[LayerKV], backend: AttentionBackend) -> PreparedLayers | None:
+    def prepared_for(
+        self, memory: list[LayerMemory], backends: Mapping[int, AttentionBackend]
+    ) -> PreparedLayers | None:
         """Return the layers as one kernel call, or None if this is not possible.
 
         They are prepared again if other layers are given or if parts of them were replaced.
         """
         last_norm = self.norm if self.is_last else None
-        if self._prepared is None or not self._prepared.serves(self.layers, last_norm, kv, backend):
+        if self._prepared is None or not self._prepared.serves(self.layers, last_norm, memory, backends):
             try:
                 self._prepared = PreparedLayers(
-                    self.layers, last_norm, self.rotary_of, self.scale_of, self.spec.hidden_size, self.placement.tp,
-                    kv, backend,
+                    self.layers, last_norm, self.rotary_of, self.scale_of, self.pages_of, self.spec.hidden_size,
+                    self.placement, memory, backends,
                 )  # fmt: skip
                 self.why_not_prepared = None
             except CannotPrepare as reason:

@@ -47,7 +47,7 @@ def describe_gpt_bigcode(fields: Fields) -> DecoderSpec:
     heads, is_shared = fields.count("num_attention_heads"), fields.flag("multi_query", True)
     spec = _described(fields, 1 if is_shared else heads, "gelu_pytorch_tanh")
     of_heads = (
-        {} if is_shared else {_QKV: Blocks(("q_proj", "k_proj", "v_proj"), (spec.attention.head_dim,) * 3, heads)}
+        {} if is_shared else {_QKV: Blocks(("q_proj", "k_proj", "v_proj"), (spec.attentions[0].head_dim,) * 3, heads)}
     )
     return replace(spec, names=replace(_NAMES, blocks=of_heads))
 

@@ -24,14 +24,15 @@ def row_bytes(cache_dtype: str, head_dim: int, item_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """Dimensions of one rank's KV memory that determine its size."""
+    """Dimensions of one rank's pages of one memory group that determine their size."""
 
     num_layers: int
     num_kv_heads: int  # local to the rank
-    head_dim: int
+    head_dim: int  # values of one head's key
     block_size: int
     item_bytes: int  # bytes of a value in the model's dtype
     cache_dtype: str = "auto"  # a name of `oarlock.workers.attention.kv_format.FORMATS`
+    value_dim: int | None = None  # values of one head's value; None: `head_dim`
 
     @property
     def is_rounded(self) -> bool:
@@ -39,13 +40,22 @@ class KVShape:
         return self.cache_dtype in EIGHT_BIT_SCALES
 
     @property
-    def bytes_per_row(self) -> int:
-        """Bytes of one KV head's key, or value, of one token in one layer."""
+    def value_width(self) -> int:
+        return self.head_dim if self.value_dim is None else self.value_dim
+
+    @property
+    def key_bytes(self) -> int:
+        """Bytes of one KV head's key of one token in one layer."""
         return row_bytes(self.cache_dtype, self.head_dim, self.item_bytes)
 
     @property
+    def value_bytes(self) -> int:
+        """Bytes of one KV head's value of one token in one layer."""
+        return row_bytes(self.cache_dtype, self.value_width, self.item_bytes)
+
+    @property
     def bytes_per_token(self) -> int:
-        return 2 * self.num_layers * self.num_kv_heads * self.bytes_per_row
+        return self.num_layers * self.num_kv_heads * (self.key_bytes + self.value_bytes)
 
     @property
     def bytes_per_block(self) -> int:

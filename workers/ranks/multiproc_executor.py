@@ -13,7 +13,7 @@ from typing import NoReturn
 import numpy as np
 
 from oarlock.base.errors import StartupError
-from oarlock.workers.config import LOADING_TIMEOUT_S, OnProgress, StepCost, WorkerConfig, WorkerInfo
+from oarlock.workers.config import LOADING_TIMEOUT_S, GroupInfo, OnProgress, StepCost, WorkerConfig, WorkerInfo
 from oarlock.workers.distributed.shm_layout import last_of
 from oarlock.workers.distributed.shm_ring import ChannelClosedError
 from oarlock.workers.errors import WorkerError
@@ -43,7 +43,7 @@ class LoadProgress:
     def __init__(self, size: int) -> None:
         self._phases = ["starting"] * size
         self._fractions = [0.0] * size
-        self._blocks: dict[int, int] = {}
+        self._blocks: dict[int, list[int]] = {}
         self.infos: dict[int, WorkerInfo] = {}
 
     def handle(self, rank: int, message: dict) -> None:
@@ -63,7 +63,7 @@ class LoadProgress:
             self._fractions[rank] = float(message["fraction"])
         elif kind == "loaded":
             self._phases[rank] = kind
-            self._blocks[rank] = int(message["num_blocks"])
+            self._blocks[rank] = [int(count) for count in message["num_blocks"]]
         elif kind == "ready":
             self._phases[rank] = kind
             self.infos[rank] = WorkerInfo.from_json(message["info"])
@@ -74,9 +74,12 @@ class LoadProgress:
         return min(self._fractions)
 
     @property
-    def num_blocks(self) -> int | None:
-        """The smallest number of KV blocks that any rank has memory for; None until all have reported."""
-        return min(self._blocks.values()) if len(self._blocks) == len(self._phases) else None
+    def num_blocks(self) -> list[int] | None:
+        """The smallest numbers of KV blocks and slots of each group that any rank has memory for; None until all have
+        reported."""
+        if len(self._blocks) < len(self._phases):
+            return None
+        return [min(counts) for counts in zip(*self._blocks.values(), strict=True)]
 
     @property
     def is_done(self) -> bool:
@@ -112,11 +115,24 @@ def joint_info(infos: Mapping[int, WorkerInfo]) -> WorkerInfo:
     return replace(
         joint,
         num_blocks=min(info.num_blocks for info in everyone),
+        groups=_joint_groups([info.groups for info in everyone]),
         weight_bytes_per_rank=max(info.weight_bytes_per_rank for info in everyone),
         kv_bytes_per_token_per_rank=max(info.kv_bytes_per_token_per_rank for info in everyone),
         load_seconds=max(info.load_seconds for info in everyone),
         kv_offload=_smallest([info.kv_offload for info in everyone]),
         step_cost=_through_all([info.step_cost for info in everyone[:: joint.tensor_parallel_size]]),
+    )
+
+
+def _joint_groups(of_ranks: Sequence[tuple[GroupInfo, ...]]) -> tuple[GroupInfo, ...]:
+    """Return the groups with the blocks that every rank has, and the bytes of the rank with the most."""
+    return tuple(
+        replace(
+            groups[0],
+            num_blocks=min(group.num_blocks for group in groups),
+            bytes_per_block=max(group.bytes_per_block for group in groups),
+        )
+        for groups in zip(*of_ranks, strict=True)
     )
 
 

@@ -98,9 +98,10 @@ def load_decoder(
     return model
 
 
-def attention_backend(model: Decoder, config: WorkerConfig, *, fixes_order: bool) -> AttentionBackend:
-    """Return the attention backend of `model`, which describes the rank's KV memory."""
+def attention_backends(model: Decoder, config: WorkerConfig, *, fixes_order: bool) -> dict[int, AttentionBackend]:
+    """Return the attention backend of each group of pages of `model`, by its number. They describe the rank's pages."""
     assert config.max_model_len is not None, "preflight resolves the context length"
-    spec = model.kv_spec(config.block_size, model.placement.device, config.kv_cache_dtype)
-    span = fixed_span(config.max_model_len) if fixes_order else None
-    return choose(replace(spec, fixed_span=span), config.attention_backend, logger.info)
+    span, chosen = fixed_span(config.max_model_len) if fixes_order else None, {}
+    for spec in model.kv_specs(config.block_size, config.kv_cache_dtype):
+        chosen[spec.group] = choose(replace(spec, fixed_span=span), config.attention_backend, logger.info)
+    return chosen

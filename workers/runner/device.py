@@ -11,7 +11,7 @@ import torch
 
 from oarlock.base.host_memory import free_host_bytes
 from oarlock.workers.config import WorkerConfig
-from oarlock.workers.runner.memory_needs import MemoryMeter
+from oarlock.workers.runner.kv_room import MemoryMeter
 
 
 def device_of(config: WorkerConfig, rank: int) -> torch.device:

@@ -9,7 +9,7 @@ know requests or processes.
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Self
@@ -17,7 +17,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from oarlock.workers.attention.backend import AttentionBackend, CapturableBackend, LayerKV
+from oarlock.workers.attention.backend import AttentionBackend, CapturableBackend, LayerMemory, is_capturable
 from oarlock.workers.attention.forward_batch import ForwardBatch
 from oarlock.workers.models.decoder import Decoder
 from oarlock.workers.protocol import StepMetadata, empty_step
@@ -32,24 +32,26 @@ from oarlock.workers.sampling.columns import Variant
 class DeviceSteps:
     """`ModelSteps` of a decoder on a CUDA device.
 
-    Set `kv`, optionally call `capture`, then run any number of steps, then call `release`.
+    Set `memory`, optionally call `capture`, then run any number of steps, then call `release`.
     """
 
     def __init__(
         self,
         model: Decoder,
-        backend: AttentionBackend,
+        backends: Mapping[int, AttentionBackend],
         inputs: StepInputs,
         sampling: StepSampling,
         *,
         rows_at_once: int,
         max_model_len: int,
     ) -> None:
-        """Allocate the logits. `rows_at_once`: rows of logits that are computed together, at least the largest
-        bucket."""
+        """Allocate the logits. `backends`: of each group of pages, by its number. `rows_at_once`: rows of logits that
+        are computed together, at least the largest bucket."""
         self.model = model
-        self.kv: list[LayerKV] = []  # pages of the layers, after they are allocated
-        self._backend, self._inputs, self._sampling = backend, inputs, sampling
+        self._memory: list[LayerMemory] = []
+        self._backends, self._inputs, self._sampling = backends, inputs, sampling
+        # Whether plans of graphs stay valid while lengths change; without attention there is nothing to plan.
+        self._is_capturable = is_capturable(backends)
         self._max_model_len = max_model_len
         device = sampling.sampled.device
         self._logits = torch.empty((rows_at_once, model.vocab_local), dtype=torch.float32, device=device)
@@ -61,6 +63,18 @@ class DeviceSteps:
         self._sizes: list[int] = []  # sizes of the graphs, ascending
         self._prompt_sizes: list[int] = []
         self._maker: GraphMaker | None = None
+
+    @property
+    def memory(self) -> list[LayerMemory]:
+        """Memory of the layers, after it is allocated."""
+        return self._memory
+
+    @memory.setter
+    def memory(self, memory: list[LayerMemory]) -> None:
+        self._memory = memory
+        states = next((one.states for one in memory if one.states is not None), None)
+        if states is not None:
+            self._inputs.sink = len(states.parts[0]) - 1
 
     @torch.inference_mode()
     def capture(self, maker: GraphMaker, sizes: Sequence[int], prompts: Sequence[int] = ()) -> int:
@@ -86,11 +100,11 @@ class DeviceSteps:
         self._sizes = sorted(self._graphs)
         return len(self._graphs) + len(self._sampling_graphs) + len(self._prompt_graphs)
 
-    def with_layers(self, model: Decoder, kv: list[LayerKV]) -> Self:
-        """Return steps of only the layers of `model` on the pages `kv`, without graphs. They share the buffers and the
+    def with_layers(self, model: Decoder, memory: list[LayerMemory]) -> Self:
+        """Return steps of only the layers of `model` on their `memory`, without graphs. They share the buffers and the
         sampler with this object."""
         other = copy.copy(self)
-        other.model, other.kv, other._sizes, other._prompt_sizes = model, kv, [], []
+        other.model, other.memory, other._sizes, other._prompt_sizes = model, memory, [], []
         return other
 
     def forward(self, step: StepMetadata) -> tuple[InputPlace, Tensor | None]:
@@ -139,37 +153,36 @@ class DeviceSteps:
         """Return the work of a plain decode, from the step in `place` to its logits."""
         size = place.shape.seqs
         ones, bounds = [1] * size, [self._max_model_len] * size
-        plan = None
-        if isinstance(self._backend, CapturableBackend):
-            plan = self._backend.prepare_decode(place.batch(ones, bounds, self._sampling.sampled))
+        plans = None
+        if self._is_capturable:
+            batch = place.batch(ones, bounds, self._sampling.sampled)
+            plans = {group: backend.prepare_decode(batch) for group, backend in self._capturable()}
 
         def work() -> None:
-            if plan is None:  # a host device, whose lengths can be read
-                batch = place.batch(ones, place.tensors["seq_lens"].tolist(), self._sampling.sampled)
-                hidden = self.model(batch, self.kv, self._backend, self._backend.prepare(batch))
+            if plans is None:  # a host device, whose lengths can be read
+                hidden = self._run(place.batch(ones, place.tensors["seq_lens"].tolist(), self._sampling.sampled))
             else:
                 batch = place.batch(ones, bounds, self._sampling.sampled)
-                hidden = self.model(batch, self.kv, self._backend, plan)
+                hidden = self.model(batch, self.memory, self._backends, plans)
             self._logits[:size].copy_(self.model.compute_logits(hidden))
 
         return work
 
     def _prompts(self, place: InputPlace) -> Callable[[], None]:
         """Return the work of any step with the number of tokens of `place`, up to its hidden states."""
-        tokens, seqs, _, _ = place.shape
-        bounds, plan = [self._max_model_len] * seqs, None
-        if isinstance(self._backend, CapturableBackend):
+        tokens, seqs = place.shape[:2]
+        bounds, plans = [self._max_model_len] * seqs, None
+        if self._is_capturable:
             most = min(MOST_PROMPTS + 1, seqs)  # padding may be one more long query
             batch = place.batch([tokens] + [0] * (seqs - 1), bounds, self._sampling.sampled)
-            plan = self._backend.prepare_prompts(batch, most)
+            plans = {group: backend.prepare_prompts(batch, most) for group, backend in self._capturable()}
 
         def work() -> None:
-            if plan is None:  # a host device, whose lengths can be read
-                batch = _without_padding(place, self._sampling.sampled)
-                hidden = self.model(batch, self.kv, self._backend, self._backend.prepare(batch))
+            if plans is None:  # a host device, whose lengths can be read
+                hidden = self._run(_without_padding(place, self._sampling.sampled))
             else:
                 batch = place.batch([tokens] + [0] * (seqs - 1), bounds, self._sampling.sampled)
-                hidden = self.model(batch, self.kv, self._backend, plan)
+                hidden = self.model(batch, self.memory, self._backends, plans)
             self._hidden[:tokens].copy_(hidden)
 
         return work
@@ -186,8 +199,19 @@ class DeviceSteps:
     def _compute(self, step: StepMetadata, place: InputPlace) -> Tensor:
         """Return the hidden states of a step of any kind, computed operation by operation: [T, hidden_size]."""
         starts = step.query_start_loc
-        batch = place.batch((starts[1:] - starts[:-1]).tolist(), step.seq_lens.tolist(), self._sampling.sampled)
-        return self.model(batch, self.kv, self._backend, self._backend.prepare(batch))
+        return self._run(
+            place.batch((starts[1:] - starts[:-1]).tolist(), step.seq_lens.tolist(), self._sampling.sampled)
+        )
+
+    def _run(self, batch: ForwardBatch) -> Tensor:
+        """Return the hidden states of `batch`, whose lengths are known on the host: [T, hidden_size]."""
+        plans = {group: backend.prepare(batch) for group, backend in self._backends.items()}
+        return self.model(batch, self.memory, self._backends, plans)
+
+    def _capturable(self) -> list[tuple[int, CapturableBackend]]:
+        """Return the backends by group, if plans can stay valid while lengths change."""
+        found = self._backends.items()
+        return [(group, backend) for group, backend in found if isinstance(backend, CapturableBackend)]
 
     def _sample_rows(
         self, step: StepMetadata, place: InputPlace, await_masks: Callable[[], None] | None, hidden: Tensor

@@ -4,13 +4,13 @@ A row of logits is computed only if the step asks for it, and at most `MAX_LOGIT
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Self
 
 import torch
 from torch import Tensor
 
-from oarlock.workers.attention.backend import AttentionBackend, LayerKV
+from oarlock.workers.attention.backend import AttentionBackend, LayerMemory
 from oarlock.workers.attention.forward_batch import BlockTables, ForwardBatch, with_sampled
 from oarlock.workers.distributed.pipeline_stage import PipelineStage
 from oarlock.workers.models.decoder import Decoder
@@ -21,32 +21,32 @@ from oarlock.workers.sampling.sampler import Sampler, num_accepted
 
 
 class EagerSteps:
-    """`ModelSteps` of a decoder. Set `kv` before the first step."""
+    """`ModelSteps` of a decoder. Set `memory` before the first step."""
 
     def __init__(
         self,
         model: Decoder,
-        backend: AttentionBackend,
+        backends: Mapping[int, AttentionBackend],
         tables: BlockTables,
         stage: PipelineStage,
         sampler: Sampler | None,
         *,
         answers: bool,
     ) -> None:
-        """Set the rank's role. `sampler`: None on all stages but the last. `answers`: whether this rank returns the
-        outputs."""
+        """Set the rank's role. `backends`: of each group of pages, by its number. `sampler`: None on all stages but
+        the last. `answers`: whether this rank returns the outputs."""
         self.model, self.sampler = model, sampler
-        self.kv: list[LayerKV] = []  # pages of the layers, after they are allocated
-        self._backend, self._tables, self._answers = backend, tables, answers
+        self.memory: list[LayerMemory] = []  # memory of the layers, after it is allocated
+        self._backends, self._tables, self._answers = backends, tables, answers
         self._stage: PipelineStage | None = stage  # None if no other stage takes part, as in trials
         # Integers [L], sampled by the last step.
         self._sampled = torch.empty(0, dtype=torch.int64, device=tables.tables.device)
 
-    def with_layers(self, model: Decoder, kv: list[LayerKV]) -> Self:
-        """Return steps of only the layers of `model` on the pages `kv`, in which no other stage takes part. They share
+    def with_layers(self, model: Decoder, memory: list[LayerMemory]) -> Self:
+        """Return steps of only the layers of `model` on their `memory`, in which no other stage takes part. They share
         everything else with this object."""
         other = copy.copy(self)
-        other.model, other.kv, other._stage = model, kv, None
+        other.model, other.memory, other._stage = model, memory, None
         return other
 
     def forward(self, step: StepMetadata) -> tuple[ForwardBatch, Tensor]:
@@ -57,7 +57,7 @@ class EagerSteps:
         batch = ForwardBatch.from_step(step, self._tables)
         if step.is_ahead and (step.token_ids < 0).any():
             batch.token_ids = with_sampled(batch.token_ids, self._sampled)
-        plan = self._backend.prepare(batch)
+        plans = {group: backend.prepare(batch) for group, backend in self._backends.items()}
         if model.is_first:
             hidden = None
         elif self._stage is None:
@@ -65,7 +65,7 @@ class EagerSteps:
         else:
             place = model.placement
             hidden = self._stage.receive(batch.num_tokens, model.spec.hidden_size, place.dtype, place.device)
-        return batch, model(batch, self.kv, self._backend, plan, hidden)
+        return batch, model(batch, self.memory, self._backends, plans, hidden)
 
     def sample(
         self, step: StepMetadata, batch: ForwardBatch, hidden: Tensor | None, await_masks: Callable[[], None] | None

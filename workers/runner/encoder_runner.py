@@ -1,7 +1,7 @@
 """The start and the end of an encoder on one rank: load it, and test that texts do not affect each other."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -62,13 +62,13 @@ class EncoderRunner(StepRunner[EncoderSteps]):
         self.pooler = Pooler(self.tp, answers=self.answers, classify=classify)
         self._load_seconds = time.monotonic() - started
 
-    def num_blocks_that_fit(self) -> int:
+    def num_blocks_that_fit(self) -> list[int]:
         """Return the blocks for `max_num_seqs` texts of the greatest length, and the null block."""
-        return self.config.max_num_seqs * table_width(self.config) + 1
+        return [self.config.max_num_seqs * table_width(self.config) + 1]
 
-    def allocate(self, num_blocks: int) -> None:
+    def allocate(self, num_blocks: Sequence[int]) -> None:
         """Compare a text by itself and in a batch with others. Every rank must call this at the same point."""
-        self._num_blocks = num_blocks
+        (self._num_blocks,) = num_blocks
         assert self.config.max_model_len is not None
         with self._memory_for("running trial steps"):
             self.invariance = check_alone_and_in_batch(

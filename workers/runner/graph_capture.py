@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from oarlock.workers.attention.backend import AttentionBackend, CapturableBackend
@@ -11,10 +11,12 @@ from oarlock.workers.protocol import StepMetadata
 from oarlock.workers.runner.buckets import graph_sizes, prompt_sizes
 from oarlock.workers.runner.cuda_graphs import GraphMaker
 from oarlock.workers.runner.device_steps import DeviceSteps
-from oarlock.workers.runner.memory_needs import MemoryMeter
-from oarlock.workers.runner.trial_steps import null_step
+from oarlock.workers.runner.kv_room import MemoryMeter
+from oarlock.workers.runner.trial_steps import TrialMemory, null_step
 
 logger = logging.getLogger("oarlock.runner")
+
+Backends = Mapping[int, AttentionBackend]  # by the number of the group of pages
 
 
 def warm_up_sizes(most: int) -> list[int]:
@@ -23,17 +25,17 @@ def warm_up_sizes(most: int) -> list[int]:
     return [*(size for size in (2**power for power in range(1, 32)) if size < most), most]
 
 
-def warm_up(execute: Callable[[StepMetadata], object], config: WorkerConfig) -> None:
+def warm_up(execute: Callable[[StepMetadata], object], config: WorkerConfig, memory: TrialMemory) -> None:
     """Execute steps before graphs are captured, so that no kernel is compiled while requests wait. Every rank must call
     this at the same point."""
     assert config.max_model_len is not None
     for tokens in warm_up_sizes(min(config.max_num_batched_tokens, config.max_model_len)):
-        execute(null_step(tokens, tokens, 1, config.block_size))
+        execute(null_step(tokens, tokens, 1, config.block_size, memory=memory))
 
 
-def capture(steps: DeviceSteps, maker: GraphMaker, config: WorkerConfig, backend: AttentionBackend) -> int:
+def capture(steps: DeviceSteps, maker: GraphMaker, config: WorkerConfig, backends: Backends) -> int:
     """Capture the graphs of a rank if it can and may have graphs. Return their number."""
-    reason, sizes, begun = _why_none(config, backend), graph_sizes(config), time.monotonic()
+    reason, sizes, begun = _why_none(config, backends), graph_sizes(config), time.monotonic()
     if reason is not None:
         logger.info("event=no_graphs reason=%r", reason)
         return 0
@@ -48,13 +50,13 @@ def capture(steps: DeviceSteps, maker: GraphMaker, config: WorkerConfig, backend
 
 
 def bytes_of_graphs(
-    steps: DeviceSteps, maker: GraphMaker, config: WorkerConfig, backend: AttentionBackend, meter: MemoryMeter
+    steps: DeviceSteps, maker: GraphMaker, config: WorkerConfig, backends: Backends, meter: MemoryMeter
 ) -> int:
     """Return the bytes that `capture` will take from the device.
 
     Captures some graphs and destroys them, so every rank must call this at the same point.
     """
-    if _why_none(config, backend) is not None:
+    if _why_none(config, backends) is not None:
         return 0
     kinds = [
         [partial(steps.capture, maker, (), [size]) for size in reversed(prompt_sizes(config))],
@@ -87,10 +89,11 @@ def graph_bytes(
     return max(0, meter.free_bytes() - free) + others
 
 
-def _why_none(config: WorkerConfig, backend: AttentionBackend) -> str | None:
+def _why_none(config: WorkerConfig, backends: Backends) -> str | None:
     """Return the reason why a rank has no graphs, or None if it has."""
     if config.enforce_eager:
         return "--enforce-eager"
-    if not isinstance(backend, CapturableBackend):
-        return f"attention backend {backend.name} reads lengths on the host"
+    for backend in backends.values():
+        if not isinstance(backend, CapturableBackend):
+            return f"attention backend {backend.name} reads lengths on the host"
     return None

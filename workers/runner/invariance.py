@@ -7,7 +7,7 @@ each multiplied separately, must add up to the matmul of a rank, and the all-red
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from oarlock.base.errors import StartupError
-from oarlock.workers.attention.backend import AttentionBackend, CapturableBackend, LayerKV
+from oarlock.workers.attention.backend import AttentionBackend, CapturableBackend, LayerMemory, is_capturable
 from oarlock.workers.attention.cpp import CppBackend
 from oarlock.workers.attention.forward_batch import BlockTables, ForwardBatch
 from oarlock.workers.attention.reference import ReferenceBackend
@@ -30,9 +30,12 @@ from oarlock.workers.layers.linear import RowParallelLinear
 from oarlock.workers.layers.placement import Placement
 from oarlock.workers.models.decoder import Decoder, moe_layers_of
 from oarlock.workers.protocol import NULL_BLOCK
+from oarlock.workers.recurrent.states import NULL_SLOT
 from oarlock.workers.runner.experts_invariance import batch_fault, order_fault
-from oarlock.workers.runner.trial_steps import SequenceChunk, greedy_step
+from oarlock.workers.runner.trial_steps import SequenceChunk, TrialMemory, greedy_step
 
+# Slots of the prompt's state, which are used in turn; of all others; and of a checkpoint.
+_SLOTS, _OTHERS_SLOT, _SAVED = (1, 2), 3, 4
 PROMPT = 67  # tokens; odd, and more than two blocks of key columns
 OTHERS = 31  # number of other sequences
 
@@ -57,12 +60,19 @@ class _InvarianceTest:
     """One prompt in its own KV blocks, and steps that compute parts of it."""
 
     def __init__(
-        self, model: Decoder, kv: list[LayerKV], backend: AttentionBackend, block_size: int, length: int
+        self,
+        model: Decoder,
+        memory: list[LayerMemory],
+        backends: Mapping[int, AttentionBackend],
+        block_size: int,
+        length: int,
     ) -> None:
         layers = one_of_each_kind(model)
         self.model = model.with_layers(layers)
-        self.kv = [kv[layer] for layer in layers]
-        self.backend = backend
+        self.memory = [memory[layer] for layer in layers]
+        self.backends = backends
+        self.kinds = TrialMemory.of(model.spec)
+        self.slot = _SLOTS[0]  # of the prompt's newest state
         self.block_size = block_size
         self.random = random.Random(0)
         self.prompt = self._tokens(length)
@@ -72,6 +82,14 @@ class _InvarianceTest:
     def whole(self) -> Tensor:
         """Return the prompt's hidden states, computed in one step by itself: [length, hidden]."""
         return self._run([self._own(0, len(self.prompt))])[0]
+
+    def from_checkpoint(self) -> Tensor:
+        """Compute the prompt's begin, of which a state is saved, and then the rest from this state."""
+        begin, cut = 23, 16
+        first = self._run([self._own(0, begin)._replace(saves=[(cut, _SAVED)])])[0]
+        self._run([self._own(begin, len(self.prompt))])
+        rest = self._run([self._own(cut, len(self.prompt))._replace(read_slot=_SAVED)])[0]
+        return torch.cat([first[:cut], rest])
 
     def beside_others(self) -> Tensor:
         before = [self._other(1, context) for context in (1, 5, 40)]
@@ -104,37 +122,42 @@ class _InvarianceTest:
         )
 
     def _own(self, start: int, stop: int) -> SequenceChunk:
-        return SequenceChunk(self.prompt[start:stop], start, self.table)
+        """Return a part of the prompt. It reads the slot that the part before it has written."""
+        before = NULL_SLOT if start == 0 else self.slot
+        self.slot = _SLOTS[self.slot == _SLOTS[0]]
+        return SequenceChunk(self.prompt[start:stop], start, self.table, 0, before, self.slot)
 
     def _other(self, count: int, context: int) -> SequenceChunk:
         context = min(context, self.model.spec.longest_length)  # a table of positions may be short
         count = min(count, context)
         blocks = [NULL_BLOCK] * -(-context // self.block_size)
-        return SequenceChunk(self._tokens(count), context - count, blocks)
+        return SequenceChunk(self._tokens(count), context - count, blocks, write_slot=_OTHERS_SLOT)
 
     def _tokens(self, count: int) -> list[int]:
         return [self.random.randrange(self.model.spec.vocab_size) for _ in range(count)]
 
     def _run(self, parts: list[SequenceChunk], *, as_captured: bool = False) -> list[Tensor]:
         """Return the hidden states of one step for each part: [tokens, hidden]."""
-        step = greedy_step(parts, self.block_size)
-        batch = ForwardBatch.from_step(step, BlockTables.of_step(step, self.model.placement.device))
-        if as_captured:
-            assert isinstance(self.backend, CapturableBackend)
-            plan = self.backend.prepare_decode(replace(batch, context_lens=[self.longest] * batch.num_seqs))
-        else:
-            plan = self.backend.prepare(batch)
+        step, device = greedy_step(parts, self.block_size, memory=self.kinds), self.model.placement.device
+        tables = BlockTables.of_step(step, self.block_size, device, self.kinds.pages_groups)
+        batch, plans = ForwardBatch.from_step(step, tables), {}
+        for group, backend in self.backends.items():
+            if as_captured:
+                assert isinstance(backend, CapturableBackend)
+                plans[group] = backend.prepare_decode(replace(batch, context_lens=[self.longest] * batch.num_seqs))
+            else:
+                plans[group] = backend.prepare(batch)
         hidden = self.model.stand_in(batch.token_ids)
-        hidden = self.model(batch, self.kv, self.backend, plan, hidden)  # [T, hidden]
+        hidden = self.model(batch, self.memory, self.backends, plans, hidden)  # [T, hidden]
         return list(hidden.split([len(part.token_ids) for part in parts]))
 
 
 def check_batch_invariance(
     model: Decoder,
-    kv: list[LayerKV],
-    backend: AttentionBackend,
+    memory: list[LayerMemory],
+    backends: Mapping[int, AttentionBackend],
     *,
-    num_blocks: int,
+    num_blocks: Sequence[int],
     block_size: int,
     max_len: int,
     span: int = 0,
@@ -142,20 +165,21 @@ def check_batch_invariance(
 ) -> InvarianceResult:
     """Compute the prompt in different batches, chunks and steps, and compare the results.
 
-    Every rank must call this at the same point: layers all-reduce. It overwrites the first blocks of `kv`, before any
-    request uses them. `max_len`: tokens of one sequence. `span`: keys that one program reads, if fixed; the prompt is
-    longer. `is_asked`: the model uses the kernels of `--batch-invariant`; without them nothing is tried on a CUDA
-    device.
+    Every rank must call this at the same point: layers all-reduce. It overwrites the first blocks and slots of
+    `memory`, before any request uses them. `num_blocks`: of each group. `max_len`: tokens of one sequence. `span`: keys
+    that one program reads, if fixed; the prompt is longer. `is_asked`: the model uses the kernels of
+    `--batch-invariant`; without them nothing is tried on a CUDA device.
     """
     device = model.placement.device
     if device.type != "cpu" and not is_asked:
         reason = f"on {device.type} the libraries choose kernels by the shape of the batch, without --batch-invariant"
         return InvarianceResult(False, reason)
-    if isinstance(backend, ReferenceBackend):
+    if any(isinstance(backend, ReferenceBackend) for backend in backends.values()):
         return InvarianceResult(False, "reference attention adds up in an order that torch chooses by shape")
     started = time.monotonic()
-    length = min(PROMPT + span, max_len, (num_blocks - 1) * block_size)
-    trial = _InvarianceTest(model, kv, backend, block_size, length)
+    kinds = TrialMemory.of(model.spec)
+    length = min([PROMPT + span, max_len, *((num_blocks[group] - 1) * block_size for group in kinds.pages_groups)])
+    trial = _InvarianceTest(model, memory, backends, block_size, length)
     whole = trial.whole()
     ways = {
         "a prompt batched with others": trial.beside_others,
@@ -164,7 +188,9 @@ def check_batch_invariance(
         f"a token decoded among {OTHERS} others": lambda: trial.decoded(1, OTHERS),
         f"a token and drafts among {OTHERS} others": lambda: trial.behind_drafts(5, OTHERS),
     }
-    if is_asked and isinstance(backend, CapturableBackend):
+    if kinds.has_states and length == PROMPT + span:
+        ways["a prompt from a saved state"] = trial.from_checkpoint
+    if is_asked and is_capturable(backends):
         name = f"a token decoded among {OTHERS} others by a graph's plan"
         ways[name] = lambda: trial.decoded(1, OTHERS, as_captured=True)
     faults = [_difference(name, whole, way()) for name, way in ways.items()]
@@ -174,7 +200,7 @@ def check_batch_invariance(
     faults += [batch_fault(experts) for experts in mixtures]
     found = [fault for fault in faults if fault is not None]
     if found:
-        return InvarianceResult(False, f"{found[0]}, with {_attention(backend)} in {_name(model)}")
+        return InvarianceResult(False, f"{found[0]}, with {_attention(backends)} in {_name(model)}")
     spent = time.monotonic() - started
     experts = ", and so did rows that crowd at an expert or choose among equally good ones" if mixtures else ""
     return InvarianceResult(
@@ -204,8 +230,12 @@ def _difference(name: str, expected: Tensor, found: Tensor) -> str | None:
     return f"{name}: {share} differ from those of the prompt alone, by {float(gaps.max()):.1e} at most"
 
 
-def _attention(backend: AttentionBackend) -> str:
-    """Return the backend's name, and on the CPU the reason why the batch-invariant kernel is not used."""
+def _attention(backends: Mapping[int, AttentionBackend]) -> str:
+    """Return the backends' names, and on the CPU the reason why the batch-invariant kernel is not used."""
+    return ", ".join(dict.fromkeys(map(_attention_of, backends.values()))) or "no attention"
+
+
+def _attention_of(backend: AttentionBackend) -> str:
     reason = CppBackend.why_not(backend.spec) if backend.spec.device.type == "cpu" else None
     return (
         f"{backend.name} attention"
@@ -229,12 +259,14 @@ class RankInvariance:
     reason: str
 
 
-def check_rank_invariance(model: Decoder, kv: list[LayerKV], backend: AttentionBackend) -> RankInvariance:
+def check_rank_invariance(
+    model: Decoder, memory: list[LayerMemory], backends: Mapping[int, AttentionBackend]
+) -> RankInvariance:
     """Check the kernels in use, and try them. Every rank must call this at the same point: it all-reduces."""
     blocks = [model.layers[layer] for layer in one_of_each_kind(model)]
     sublayers = [branch.sublayer for block in blocks for branch in block.branches]
     outputs = [sublayer.output for sublayer in sublayers if sublayer.output is not None]
-    result = check_sums(outputs, model.placement, _why_not(model, kv, backend))
+    result = check_sums(outputs, model.placement, _why_not(model, memory, backends))
     faults = [order_fault(experts) for experts in moe_layers_of(blocks)] if result.rank_invariant else []
     fault = next((fault for fault in faults if fault is not None), None)
     return result if fault is None else RankInvariance(False, fault)
@@ -265,12 +297,12 @@ def check_sums(outputs: Sequence[RowParallelLinear], place: Placement, why_not: 
     return RankInvariance(True, f"the same bits with {ranks}: partial sums are added in one tree ({spent:.2f} s)")
 
 
-def _why_not(model: Decoder, kv: list[LayerKV], backend: AttentionBackend) -> str | None:
+def _why_not(model: Decoder, memory: list[LayerMemory], backends: Mapping[int, AttentionBackend]) -> str | None:
     """Return the reason why this rank's kernels guarantee nothing, or None if they do."""
     device = model.placement.device
     if device.type != "cpu":
         return None
-    if model.prepared_for(kv, backend) is None:
+    if model.prepared_for(memory, backends) is None:
         return f"not everything is computed by kernels that add up in one order: {model.why_not_prepared}"
     if model.is_last and not (isinstance(model.head.matmul, CppMatmul | CppPackedMatmul) and can_serve(device)):
         return "logits or samples are computed by torch, in an order that depends on the shape of a rank's vocabulary"

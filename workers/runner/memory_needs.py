@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING
 
 from oarlock.base.errors import EXIT_OUT_OF_MEMORY, StartupError
 from oarlock.base.host_memory import free_host_bytes, human_bytes
@@ -20,10 +20,12 @@ from oarlock.workers.layers.decoder_spec import DecoderSpec, layers_of_stage, sl
 from oarlock.workers.layers.sharding import shard_experts
 from oarlock.workers.layers.tensor_spec import RankDtype, Sharding, TensorSpec
 from oarlock.workers.models.encoders.encoder_spec import EncoderSpec
-from oarlock.workers.platform.dtypes import ITEM_BYTES, KV_CACHE_DTYPES, KVShape
+from oarlock.workers.platform.dtypes import ITEM_BYTES
 from oarlock.workers.quantization.formats.weight_format import unit_of_width
 from oarlock.workers.quantization.registry import NONE
 from oarlock.workers.runner.buckets import logits_rows_at_once
+from oarlock.workers.runner.group_sizes import GroupSizes
+from oarlock.workers.runner.kv_room import room_for_kv, room_given
 
 if TYPE_CHECKING:
     from oarlock.workers.quantization.formats.weight_format import WeightFormats
@@ -31,12 +33,10 @@ if TYPE_CHECKING:
 _FLOAT32 = 4
 # Rows of logits computed at once. Scoring a prompt may need thousands of rows, 600 KB each with 152,000 ids.
 MAX_LOGITS_ROWS = 128
+# Memory of each CUDA device for CUDA's context, NCCL, workspaces and graphs, estimated generously.
+CUDA_BYTES = 1 << 30
 # Parts of out-of-memory messages of torch's CPU and CUDA allocators and of the system.
 _MESSAGES = ("can't allocate memory", "not enough memory", "out of memory", "cannot allocate memory", "bad_alloc")
-# Share of the memory that is free after loading; the rest is for other processes and the page cache.
-CPU_SHARE = 0.25
-# Block 0 is the null block, and a backend may keep one page that is never written.
-RESERVED_BLOCKS = 2
 
 
 def encoder_weight_bytes(spec: EncoderSpec, dtype: str) -> int:
@@ -98,6 +98,7 @@ def _matrix_bytes(tensor: TensorSpec, shape: tuple[int, ...], formats: WeightFor
     if tensor.rank_dtype is RankDtype.FLOAT32:
         return math.prod(shape) * _FLOAT32
     own = formats.of_head if tensor.sharding is Sharding.VOCABULARY else formats
+    own = own.of_gates if tensor.rank_dtype is RankDtype.UNQUANTIZED else own
     weight_format = own.format_of(tensor.name.removesuffix(".weight"))
     return weight_format.weight_bytes(
         *shape, item, slices if tensor.sharding in (Sharding.INPUTS, Sharding.WIDTH_INPUTS) else 1
@@ -178,7 +179,7 @@ def check_kv_fits(config: WorkerConfig, spec: DecoderSpec, formats: WeightFormat
     """
     loading = config.with_(host_free_bytes=free_before_load(config))
     weights = weight_bytes_of_node(config, spec, config.dtype, formats)
-    blocks_that_fit(kv_shape(config, spec), config, room_for_kv(loading, None, 0, weight_bytes=weights))
+    GroupSizes(config, spec).counts_that_fit(room_for_kv(loading, None, 0, weight_bytes=weights))
     check_given_sizes_fit_host(config, weights * config.data_parallel_size)
 
 
@@ -316,142 +317,6 @@ def out_of_memory_as(error_of: Callable[[Exception], StartupError]) -> Generator
         raise error_of(error) from error
 
 
-class MemoryMeter(Protocol):
-    """Memory of one device, in bytes."""
-
-    def total_bytes(self) -> int:
-        """Return the bytes of the whole device."""
-
-    def free_bytes(self) -> int:
-        """Return the bytes that no process holds, after this process has freed its unused memory."""
-
-    def peak_of(self, run: Callable[[], object]) -> int:
-        """Return the most memory that `run` took in addition to the memory held before; it is freed afterwards."""
-
-
-class KVRoom(NamedTuple):
-    """Bytes that this rank may use for KV memory, and the source of this number: a phrase that precedes it in
-    messages."""
-
-    available: int
-    source: str
-
-
-def room_for_kv(
-    config: WorkerConfig, meter: MemoryMeter | None, step_bytes: int, graph_bytes: int = 0, weight_bytes: int = 0
-) -> KVRoom:
-    """Return the memory for KV blocks: the given size, or a measurement after loading and running the largest step.
-
-    `step_bytes`: bytes that the largest step took. `graph_bytes`: bytes of all graphs. `meter`: meter of the device, or
-    None for host memory. If replicas load at the same time, the host's free memory was measured before they loaded, and
-    each of them takes `weight_bytes` of it.
-    """
-    if config.kv_cache_bytes is not None:
-        return room_given(config)
-    if meter is not None:
-        total = meter.total_bytes()
-        return room_on_device(config, total, total - meter.free_bytes(), step_bytes, graph_bytes)
-    if config.host_free_bytes is None:
-        return room_on_host(config, free_host_bytes())
-    return room_on_host(config, max(0, config.host_free_bytes - config.data_parallel_size * weight_bytes))
-
-
-def room_given(config: WorkerConfig) -> KVRoom:
-    """Return the memory for KV blocks that `--kv-cache-memory` sets."""
-    assert config.kv_cache_bytes is not None
-    return KVRoom(config.kv_cache_bytes, "--kv-cache-memory gives")
-
-
-def room_on_device(config: WorkerConfig, total: int, used: int, step_bytes: int, graph_bytes: int = 0) -> KVRoom:
-    """Return the memory for KV blocks on a device of `total` bytes, of which `used` are in use after loading."""
-    share = config.gpu_memory_utilization
-    graphs = f", {human_bytes(graph_bytes)} for graphs" if graph_bytes else ""
-    source = (
-        f"--gpu-memory-utilization {share} of {human_bytes(total)} leaves, in addition to {human_bytes(used)} in use"
-        f"{graphs} and {human_bytes(step_bytes)} for a step of {config.max_num_batched_tokens} tokens,"
-    )
-    # The rest of the device is for libraries and other processes.
-    return KVRoom(max(0, int(share * total) - used - step_bytes - graph_bytes), source)
-
-
-def room_on_host(config: WorkerConfig, free: int) -> KVRoom:
-    """Return the memory for a rank's KV blocks on a host with `free` bytes after all its ranks have loaded."""
-    ranks = config.ranks_on_host
-    free = max(0, free - (config.kv_offload_bytes or 0) * ranks)
-    return KVRoom(int(free * CPU_SHARE) // ranks, f"{CPU_SHARE:.0%} of free memory shared by {ranks} rank(s) is")
-
-
-def kv_shape(config: WorkerConfig, spec: DecoderSpec, stage: int = 0) -> KVShape:
-    """Return the KV shape of a rank of `stage`; the first stage has the most layers. `config` must have a resolved
-    dtype and resolved lengths."""
-    attention = spec.attention
-    return KVShape(
-        num_layers=len(layers_of_stage(spec.num_layers, stage, config.pipeline_parallel_size)),
-        num_kv_heads=attention.kv_heads_of_rank(config.tensor_parallel_size),
-        head_dim=attention.head_dim,
-        block_size=config.block_size,
-        item_bytes=ITEM_BYTES[config.dtype],
-        cache_dtype=KV_CACHE_DTYPES.get(config.kv_cache_dtype, config.kv_cache_dtype),
-    )
-
-
-def blocks_that_fit(spec: KVShape, config: WorkerConfig, room: KVRoom) -> int:
-    """Return the number of blocks to allocate, including the null block.
-
-    Raises `StartupError` (exit code 4) if a full sequence does not fit; if the context length is fitted to the memory,
-    one block is enough. Measured host memory is used up to the need of `max_num_seqs` full sequences. A given size and
-    device memory are used completely, because spare blocks keep cached prefixes for later requests.
-    """
-    assert config.max_model_len is not None, "preflight resolves the context length"
-    per_sequence = -(-config.max_model_len // spec.block_size)
-    fitting = room.available // spec.bytes_per_block
-    least = 1 if config.fit_model_len else per_sequence
-    if fitting < least + RESERVED_BLOCKS:
-        raise _too_small(spec, config, room, per_sequence)
-    blocks = fitting - RESERVED_BLOCKS + 1
-    if config.kv_cache_bytes is None and config.device != "cuda":
-        blocks = min(blocks, config.max_num_seqs * per_sequence + 1)
-    return blocks
-
-
-def fitted_length(config: WorkerConfig, num_blocks: int) -> int:
-    """Return the longest sequence for a pool of `num_blocks`, which include the null block.
-
-    It is `max_model_len`, unless the length may be fitted to the pool.
-    """
-    assert config.max_model_len is not None, "preflight resolves the context length"
-    if not config.fit_model_len:
-        return config.max_model_len
-    return min(config.max_model_len, (num_blocks - 1) * config.block_size)
-
-
 def check_given_size(config: WorkerConfig, spec: DecoderSpec) -> None:
     """Check that `--kv-cache-memory` holds one sequence, as far as this is known before a rank starts."""
-    blocks_that_fit(kv_shape(config, spec), config, room_given(config))
-
-
-def _too_small(spec: KVShape, config: WorkerConfig, room: KVRoom, per_sequence: int) -> StartupError:
-    available, need = room.available, (per_sequence + RESERVED_BLOCKS) * spec.bytes_per_block
-    largest = max(0, (available // spec.bytes_per_block - RESERVED_BLOCKS) * spec.block_size)
-    cause = (
-        f"Not enough KV memory for one sequence of {config.max_model_len} tokens: it needs {human_bytes(need)} per "
-        f"rank ({per_sequence} + {RESERVED_BLOCKS} blocks x {spec.block_size} tokens x {spec.bytes_per_token} bytes = "
-        f"2 x {spec.num_layers} layers x {spec.num_kv_heads} KV heads x {_row(spec)} bytes a token), and {room.source} "
-        f"{human_bytes(available)}."
-    )
-    eight = "use --kv-cache-dtype int8, " if not spec.is_rounded and config.device != "cuda" else ""
-    shorter = f"lower --max-model-len to {largest} or less" if largest else "free memory or use a smaller model"
-    if config.device == "cuda" and config.kv_cache_bytes is None:
-        fix = (
-            "Lower --max-num-batched-tokens, raise --gpu-memory-utilization, use more ranks (--tensor-parallel-size), "
-            f"or {shorter}."
-        )
-    else:
-        fix = f"Raise --kv-cache-memory to {-(-need // 2**20)}MiB, {eight}or {shorter}."
-    return StartupError(cause, fix, EXIT_OUT_OF_MEMORY)
-
-
-def _row(spec: KVShape) -> str:
-    """Return the bytes of one KV head's key or value of one token, as a multiplication for messages."""
-    item, scale = divmod(spec.bytes_per_row, spec.head_dim)
-    return f"({spec.head_dim} x {item} + {scale})" if scale else f"{spec.head_dim} x {item}"
+    GroupSizes(config, spec).counts_that_fit(room_given(config))

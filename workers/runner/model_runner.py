@@ -4,10 +4,10 @@ Knows tensors. Does not know processes, channels or requests.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
-from oarlock.workers.attention.backend import LayerKV
+from oarlock.workers.attention.backend import LayerMemory
 from oarlock.workers.config import StepCost, WorkerConfig, WorkerInfo
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.distributed.pipeline_stage import PipelineStage
@@ -16,11 +16,13 @@ from oarlock.workers.kv_tiers.rank_offload import RankOffload
 from oarlock.workers.models.decoder import Decoder
 from oarlock.workers.protocol import StepMetadata
 from oarlock.workers.runner.cuda_graphs import graph_maker
-from oarlock.workers.runner.decoder_loading import attention_backend, describe, load_decoder
+from oarlock.workers.runner.decoder_loading import attention_backends, describe, load_decoder
 from oarlock.workers.runner.device import use_device
 from oarlock.workers.runner.device_steps import DeviceSteps
 from oarlock.workers.runner.graph_capture import bytes_of_graphs, capture, warm_up
-from oarlock.workers.runner.memory_needs import RESERVED_BLOCKS, MemoryMeter, fitted_length
+from oarlock.workers.runner.group_sizes import LEAST_COUNTS
+from oarlock.workers.runner.kv_room import MemoryMeter
+from oarlock.workers.runner.layer_memory import allocate_memory
 from oarlock.workers.runner.pooler import Pooler
 from oarlock.workers.runner.rank_memory import RankMemory
 from oarlock.workers.runner.reporting import log_device, worker_info
@@ -28,7 +30,7 @@ from oarlock.workers.runner.self_tests import try_out
 from oarlock.workers.runner.step import StepRunner
 from oarlock.workers.runner.step_building import DecoderSteps, build_steps
 from oarlock.workers.runner.step_timing import time_model
-from oarlock.workers.runner.trial_steps import largest_step
+from oarlock.workers.runner.trial_steps import TrialMemory, largest_step
 
 
 class ModelRunner(StepRunner[DecoderSteps]):
@@ -66,16 +68,17 @@ class ModelRunner(StepRunner[DecoderSteps]):
         started, config, description = time.monotonic(), self.config, self.description
         with self.memory.needed_for("reading the weights"):
             self.model = model = load_decoder(description, config, self.tp, self.device, on_progress)
-            self.backend = attention_backend(model, config, fixes_order=description.fixes_order)
-            self.steps = build_steps(config, model, self.backend, self.stage, answers=self.answers)
+            self.backends = attention_backends(model, config, fixes_order=description.fixes_order)
+            self.steps = build_steps(config, model, self.backends, self.stage, answers=self.answers)
         if self.stage.is_last:
             self.pooler = Pooler(
                 self.tp, answers=self.answers, compute_logits=model.compute_logits, vocab_start=model.vocab_start
             )
         self._load_seconds = time.monotonic() - started
 
-    def num_blocks_that_fit(self) -> int:
-        """Return the number of KV blocks that fit. Raises `StartupError` if one sequence would not fit.
+    def num_blocks_that_fit(self) -> list[int]:
+        """Return the numbers of KV blocks and slots of each memory group that fit. Raises `StartupError` if one
+        sequence would not fit.
 
         If the device's memory can be measured, the largest step runs first: every rank must call this at the same
         point.
@@ -83,42 +86,45 @@ class ModelRunner(StepRunner[DecoderSteps]):
         memory, steps = self.memory, self.steps
         if memory.meter is not None:
             with memory.needed_for("trying the largest step"):
-                kv = self.backend.allocate(RESERVED_BLOCKS)
-                memory.measure_step(partial(self._with_layers(self.model, kv).execute, largest_step(self.config)))
+                least = allocate_memory(self.model, self.backends, [LEAST_COUNTS] * len(self.model.groups))
+                step = largest_step(self.config, self._kinds)
+                memory.measure_step(partial(self._with_layers(self.model, least).execute, step))
             if isinstance(steps, DeviceSteps):
                 with memory.needed_for("trying graphs"):
-                    steps.kv, maker = kv, self._graph_maker
-                    memory.graph_bytes = bytes_of_graphs(steps, maker, self.config, self.backend, memory.meter)
-        return memory.num_blocks_that_fit(self.backend.spec)
+                    steps.memory, maker = least, self._graph_maker
+                    memory.graph_bytes = bytes_of_graphs(steps, maker, self.config, self.backends, memory.meter)
+        return memory.num_blocks_that_fit()
 
-    def allocate(self, num_blocks: int) -> None:
-        """Allocate the pages, test the model, allocate host memory for KV blocks, and capture graphs.
+    def allocate(self, num_blocks: Sequence[int]) -> None:
+        """Allocate the pages and slots, test the model, allocate host memory for KV blocks, and capture graphs.
 
-        Every rank must call this at the same point.
+        `num_blocks`: blocks or slots of each memory group. Every rank must call this at the same point.
         """
-        config, memory, self.num_blocks = self.config, self.memory, num_blocks
-        memory.kv_bytes = num_blocks * self.backend.spec.bytes_per_block
+        config, memory, self.num_blocks = self.config, self.memory, list(num_blocks)
+        memory.kv_bytes = memory.groups.bytes_of(self.num_blocks)
         with memory.needed_for("allocating KV memory"):
-            self.kv = self.steps.kv = self.backend.allocate(num_blocks)
+            self.layer_memory = allocate_memory(self.model, self.backends, self.num_blocks)
+            self.steps.memory = self.layer_memory
         memory.check_room_left()
         with memory.needed_for("running trial steps"):
-            runner = self._with_layers(self.model, self.kv)
+            runner = self._with_layers(self.model, self.layer_memory)
             self.invariance, self.rank_invariance = try_out(
-                runner, self.model, self.kv, self.backend, config, num_blocks
+                runner, self.model, self.layer_memory, self.backends, config, self.num_blocks
             )
         if config.offloads_kv:
             with memory.needed_for("taking host memory for KV blocks"):
-                kernels, kv = describe_kernels(self.device), str(self.backend.spec)
-                facts = {"backend": self.backend.name, "kernels": kernels, "kv": kv}
+                (backend,) = self.backends.values()  # preflight refuses several groups
+                facts = {"backend": backend.name, "kernels": describe_kernels(self.device), "kv": str(backend.spec)}
                 rank = self.stage.number * self.tp.size + self.tp.rank
-                self.kv_offload = RankOffload(config, self.kv, facts, rank)
+                pages = [one.kv for one in self.layer_memory if one.kv is not None]
+                self.kv_offload = RankOffload(config, pages, facts, rank)
         graphs = 0
         if isinstance(self.steps, DeviceSteps):
             with memory.needed_for("capturing graphs"):
-                warm_up(self.execute, config)
-                graphs = capture(self.steps, self._graph_maker, config, self.backend)
+                warm_up(self.execute, config, self._kinds)
+                graphs = capture(self.steps, self._graph_maker, config, self.backends)
         if self.device.type == "cuda":
-            log_device(self.device, self.tp, attention=self.backend.name, graphs=graphs)
+            log_device(self.device, self.tp, attention=self.attention_names, graphs=graphs)
 
     def time_steps(self) -> StepCost:
         """Measure the cost of steps in this stage.
@@ -126,18 +132,27 @@ class ModelRunner(StepRunner[DecoderSteps]):
         Every rank of the stage must call this at the same point, after `allocate` and before any request.
         """
         with self.memory.needed_for("timing a few steps"):
-            self.step_cost = time_model(self._with_layers, self.model, self.kv, self.config)
+            self.step_cost = time_model(self._with_layers, self.model, self.layer_memory, self.config)
         return self.step_cost
 
-    def _with_layers(self, model: Decoder, kv: list[LayerKV]) -> StepRunner[DecoderSteps]:
-        """Return a runner of only the layers of `model` on the pages `kv`, in which no other stage takes part."""
+    @property
+    def _kinds(self) -> TrialMemory:
+        return TrialMemory.of(self.spec)
+
+    @property
+    def attention_names(self) -> str:
+        """The names of the attention backends in use."""
+        return ", ".join(dict.fromkeys(backend.name for backend in self.backends.values())) or "none"
+
+    def _with_layers(self, model: Decoder, memory: list[LayerMemory]) -> StepRunner[DecoderSteps]:
+        """Return a runner of only the layers of `model` with their `memory`, in which no other stage takes part."""
         runner: StepRunner[DecoderSteps] = StepRunner(answers=self.answers)
-        runner.steps = self.steps.with_layers(model, kv)
+        runner.steps = self.steps.with_layers(model, memory)
         return runner
 
     def info(self) -> WorkerInfo:
         """Return this rank's report to the engine. Valid after `allocate`."""
-        description, spec = self.description, self.spec
+        description, spec, groups = self.description, self.spec, self.memory.groups
         return worker_info(
             self.config,
             spec,
@@ -146,16 +161,17 @@ class ModelRunner(StepRunner[DecoderSteps]):
             self.invariance,
             self.rank_invariance,
             self._load_seconds,
-            num_blocks=self.num_blocks,
-            max_model_len=fitted_length(self.config, self.num_blocks),
+            num_blocks=groups.joint_blocks(self.num_blocks),
+            max_model_len=groups.fitted_length(self.num_blocks),
+            groups=groups.infos(self.num_blocks),
             pipeline_parallel_size=self.stage.size,
             quantization=description.quantization,
             input_rounding=description.input_rounding,
-            attention_backend=self.backend.name,
+            attention_backend=self.attention_names,
             active_parameters=spec.active_parameters if spec.has_experts else None,
             weight_bytes_per_rank=self.model.weight_bytes,
-            kv_bytes_per_token_per_rank=self.backend.spec.bytes_per_token,
-            sliding_window=spec.longest_window,
+            kv_bytes_per_token_per_rank=groups.bytes_per_token,
+            sliding_window=groups.longest_span,
             text_part_of=spec.wrapper,
             step_cost=self.step_cost,
             kv_offload=None if self.kv_offload is None else self.kv_offload.info,

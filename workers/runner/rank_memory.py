@@ -15,21 +15,19 @@ import torch
 
 from oarlock.base.errors import StartupError
 from oarlock.base.host_memory import human_bytes
-from oarlock.workers.attention.backend import KVSpec
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.distributed.pipeline_stage import PipelineStage
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.protocol import LOGITS, StepMetadata
 from oarlock.workers.quantization.formats.weight_format import WeightFormats
 from oarlock.workers.runner.device import free_bytes, meter_of
+from oarlock.workers.runner.group_sizes import GroupSizes
+from oarlock.workers.runner.kv_room import MemoryMeter, room_for_kv
 from oarlock.workers.runner.memory_needs import (
-    MemoryMeter,
-    blocks_that_fit,
     largest_step_bytes,
     out_of_memory,
     out_of_memory_as,
     rank_weight_bytes,
-    room_for_kv,
     step_bytes,
     weight_bytes_of_node,
 )
@@ -83,6 +81,7 @@ class RankMemory:
         self._config, self._spec, self._formats, self._stage, self._device = config, spec, formats, stage, device
         self.meter = meter or meter_of(device)
         self.step = StepMemory(config, spec, has_head=stage.is_last)
+        self.groups = GroupSizes(config, spec, stage.number)
         self.graph_bytes = 0  # known before KV memory is allocated
         self.kv_bytes: int | None = None  # None: not known yet
 
@@ -97,20 +96,21 @@ class RankMemory:
         peak = self.meter.peak_of(run)
         self.step = StepMemory(self._config, self._spec, peak, has_head=self._stage.is_last)
 
-    def num_blocks_that_fit(self, kv: KVSpec) -> int:
-        """Return the number of KV blocks that fit. Raises `StartupError` if one sequence would not fit."""
+    def num_blocks_that_fit(self) -> list[int]:
+        """Return the numbers of KV blocks and slots of each memory group that fit. Raises `StartupError` if one
+        sequence would not fit."""
         config = self._config
         if config.num_kv_blocks is not None:
-            return config.num_kv_blocks
+            return self.groups.given_counts(config.num_kv_blocks)
         weights = weight_bytes_of_node(config, self._spec, config.dtype, self._formats)
         room = room_for_kv(config, self.meter, self.step.largest, self.graph_bytes, weights)
-        num_blocks = blocks_that_fit(kv.shape, config, room)
+        num_blocks = self.groups.counts_that_fit(room)
         logger.info(
             "event=memory step_bytes=%d measured=%s graph_bytes=%d kv_bytes=%d room=%r",
             self.step.largest,
             self.meter is not None,
             self.graph_bytes,
-            num_blocks * kv.bytes_per_block,
+            self.groups.bytes_of(num_blocks),
             f"{room.source} {human_bytes(room.available)}",
         )
         return num_blocks

@@ -1,10 +1,11 @@
 """Self-tests of a decoder at start: a first small step, then the checks of batch invariance and rank invariance."""
 
 import logging
+from collections.abc import Mapping, Sequence
 
 import torch
 
-from oarlock.workers.attention.backend import AttentionBackend, LayerKV
+from oarlock.workers.attention.backend import AttentionBackend, LayerMemory
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.models.decoder import Decoder
 from oarlock.workers.runner.invariance import (
@@ -14,7 +15,7 @@ from oarlock.workers.runner.invariance import (
     check_rank_invariance,
 )
 from oarlock.workers.runner.step import StepRunner
-from oarlock.workers.runner.trial_steps import null_step
+from oarlock.workers.runner.trial_steps import TrialMemory, null_step
 
 logger = logging.getLogger("oarlock.runner")
 
@@ -23,35 +24,37 @@ logger = logging.getLogger("oarlock.runner")
 def try_out(
     runner: StepRunner,
     model: Decoder,
-    kv: list[LayerKV],
-    backend: AttentionBackend,
+    memory: list[LayerMemory],
+    backends: Mapping[int, AttentionBackend],
     config: WorkerConfig,
-    num_blocks: int,
+    num_blocks: Sequence[int],
 ) -> tuple[InvarianceResult, RankInvariance]:
     """Run one step of `model` by `runner`, so that lazy initialisation does not delay the first request, then check
     whether results depend on the batch or on the number of ranks.
 
-    Every rank must call this at the same point. It overwrites the first of the `num_blocks` blocks of `kv`. Raises
+    Every rank must call this at the same point. It overwrites the first blocks and slots of
+    `memory`, which has `num_blocks` of each group. Raises
     `StartupError` if `--batch-invariant` is set and results depend on the batch.
     """
     assert config.max_model_len is not None, "preflight resolves the context length"
-    runner.execute(null_step(2, 2, 1, config.block_size))
+    runner.execute(null_step(2, 2, 1, config.block_size, memory=TrialMemory.of(model.spec)))
     if model.placement.tp.rank == 0:
         reason = model.why_not_prepared
         if reason is None:
             logger.info("event=fused_decoder_on")
         else:
             logger.info("event=fused_decoder_off reason=%r", reason)
+    span = max((backend.spec.fixed_span or 0 for backend in backends.values()), default=0)
     invariance = check_batch_invariance(
         model,
-        kv,
-        backend,
+        memory,
+        backends,
         num_blocks=num_blocks,
         block_size=config.block_size,
         max_len=config.max_model_len,
-        span=min(backend.spec.fixed_span or 0, config.max_num_batched_tokens),
+        span=min(span, config.max_num_batched_tokens),
         is_asked=config.batch_invariant,
     )
     if config.batch_invariant:
         invariance.require()
-    return invariance, check_rank_invariance(model, kv, backend)
+    return invariance, check_rank_invariance(model, memory, backends)

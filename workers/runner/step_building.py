@@ -4,6 +4,7 @@ All buffers and samplers are allocated here, before the free memory is measured.
 """
 
 import logging
+from collections.abc import Mapping
 
 from oarlock.workers.attention.backend import AttentionBackend
 from oarlock.workers.attention.forward_batch import BlockTables
@@ -17,6 +18,7 @@ from oarlock.workers.runner.device_sampling import DeviceSampling
 from oarlock.workers.runner.device_steps import DeviceSteps
 from oarlock.workers.runner.eager_steps import EagerSteps
 from oarlock.workers.runner.step_inputs import Shape, StepInputs
+from oarlock.workers.runner.trial_steps import TrialMemory
 from oarlock.workers.sampling.device_sampler import DeviceSampler
 from oarlock.workers.sampling.sampler import Sampler
 from oarlock.workers.sampling.sharded_sampler import RowSampler, ShardSampler
@@ -24,11 +26,13 @@ from oarlock.workers.sampling.token_histories import DenseHistories, make_histor
 
 logger = logging.getLogger("oarlock.runner")
 
+Backends = Mapping[int, AttentionBackend]  # by the number of the group of pages
+
 DecoderSteps = EagerSteps | DeviceSteps
 
 
 def build_steps(
-    config: WorkerConfig, model: Decoder, backend: AttentionBackend, stage: PipelineStage, *, answers: bool
+    config: WorkerConfig, model: Decoder, backends: Backends, stage: PipelineStage, *, answers: bool
 ) -> DecoderSteps:
     """Return the steps of a rank of `stage`. `answers`: whether this rank returns the outputs."""
     device = model.placement.device
@@ -37,16 +41,17 @@ def build_steps(
         logger.info("event=stage number=%d of=%d layers=%s", stage.number, stage.size, layers)
         if device.type == "cuda":
             logger.info("event=no_graphs reason=%r", "with pipeline stages every step is launched by itself")
-    tables = BlockTables(config.max_num_seqs, table_width(config), device)
+    groups = TrialMemory.of(model.spec).pages_groups
+    tables = BlockTables(config.max_num_seqs, table_width(config), config.block_size, device, groups)
     if availability.can_serve(device) and stage.size == 1:
-        return device_steps(config, model, backend, tables)
-    return eager_steps(config, model, backend, tables, stage, answers=answers)
+        return device_steps(config, model, backends, tables)
+    return eager_steps(config, model, backends, tables, stage, answers=answers)
 
 
 def eager_steps(
     config: WorkerConfig,
     model: Decoder,
-    backend: AttentionBackend,
+    backends: Backends,
     tables: BlockTables,
     stage: PipelineStage,
     *,
@@ -59,13 +64,13 @@ def eager_steps(
         shard = model.vocab_start, model.vocab_local, model.spec.vocab_size
         histories = make_histories(model.placement.device, config.max_num_seqs, config.max_model_len, *shard)
         sampler = Sampler(model.placement.tp, *shard, histories)
-    return EagerSteps(model, backend, tables, stage, sampler, answers=answers)
+    return EagerSteps(model, backends, tables, stage, sampler, answers=answers)
 
 
 def device_steps(
     config: WorkerConfig,
     model: Decoder,
-    backend: AttentionBackend,
+    backends: Backends,
     tables: BlockTables,
 ) -> DeviceSteps:
     """Allocate all memory that steps and graphs share, so that the rest of the device's memory can be measured."""
@@ -87,10 +92,13 @@ def device_steps(
         own = max(0, min(local, vocab_size - model.vocab_start))  # ids of this rank's shard that are in the vocabulary
         shards = ShardSampler(model.vocab_start, own, at_once, histories, device, tp.all_gather)
         shards.warm_up(local)
+    memory, entries = TrialMemory.of(model.spec), len(tables.tables) * seqs * table_width(config)
+    saves = rows if memory.has_states else 0
+    largest = Shape(rows, seqs, rows, entries, len(memory.pages_groups), seqs if memory.has_states else 0, saves)
     return DeviceSteps(
         model,
-        backend,
-        StepInputs(tables, Shape(rows, seqs, rows, seqs * table_width(config)), sampled, vocab_size),
+        backends,
+        StepInputs(tables, largest, sampled, vocab_size),
         DeviceSampling(sampler, histories, rows, tp, shards),
         rows_at_once=at_once,
         max_model_len=config.max_model_len,

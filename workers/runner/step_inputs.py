@@ -14,11 +14,14 @@ from torch import Tensor
 
 from oarlock.workers.attention.forward_batch import BlockTables, ForwardBatch, with_sampled
 from oarlock.workers.protocol import MAX_BIAS_PER_ROW, NULL_BLOCK, StepMetadata, mask_words
+from oarlock.workers.recurrent.states import NULL_SLOT, StateStep
 from oarlock.workers.sampling.columns import SamplingColumns, bias_entries, write_rows
 from oarlock.workers.sampling.columns import sections as sampling_sections
 
 _ALIGN = 64  # bytes; the widest access of a kernel, and a cache line of the host
 _TORCH = {"<i4": torch.int32, "<i8": torch.int64, "<f4": torch.float32, "|u1": torch.uint8}
+
+_STATES = ("state_reads", "state_writes", "save_starts", "save_lens", "save_slots")  # `StateStep` after its starts
 
 Section = tuple[str, str, tuple[int, ...]]  # name, dtype in numpy's notation, shape
 
@@ -108,33 +111,47 @@ class Shape(NamedTuple):
     seqs: int
     logits: int
     entries: int  # changed entries of block tables
+    groups: int = 1  # groups of pages of the model
+    states: int = 0  # sequences, if the model has recurrent layers, else 0
+    saves: int = 0  # saved states
 
-    @staticmethod
-    def of(step: StepMetadata) -> "Shape":
-        return Shape(step.num_tokens, step.num_seqs, len(step.logits_indices), len(step.table_blocks))
+    def of(self, step: StepMetadata) -> "Shape":
+        """Return the shape of `step` of the same model."""
+        sizes = step.num_tokens, step.num_seqs, len(step.logits_indices), len(step.table_blocks)
+        return Shape(*sizes, self.groups, step.num_seqs if self.states else 0, len(step.state_saves))
 
-    @staticmethod
-    def bucket(size: int) -> "Shape":
-        """Return the shape of `size` plain decodes: one token each, and at most one new block."""
-        return Shape(size, size, size, size)
+    def bucket(self, size: int) -> "Shape":
+        """Return the shape of `size` plain decodes of the same model: one token each, and at most one new block of each
+        group."""
+        saves = size if self.states else 0
+        return Shape(size, size, size, size * self.groups, self.groups, saves, saves)
 
     def prompts(self, size: int, seqs: int) -> "Shape":
         """Return the shape of steps of up to `size` tokens and fewer than `seqs` sequences, with this shape's logits
         rows."""
-        return Shape(size, seqs, self.logits, size)
+        states, saves = (seqs, size) if self.states else (0, 0)
+        return Shape(size, seqs, self.logits, size * self.groups, self.groups, states, saves)
 
     def sections(self) -> list[Section]:
         """Return the sections that the model reads, then the sections that depend on the number of rows of logits."""
-        tokens, seqs, logits, entries = self
+        tokens, seqs, logits, entries, groups, states, saves = self
+        of_states = [
+            ("state_reads", "<i4", (states,)),
+            ("state_writes", "<i4", (states,)),
+            ("save_starts", "<i4", (states + 1,)),
+            ("save_lens", "<i4", (saves,)),
+            ("save_slots", "<i4", (saves,)),
+        ]
         return [
             ("token_ids", "<i8", (tokens,)),
             ("positions", "<i8", (tokens,)),
-            ("slot_mapping", "<i8", (tokens,)),
+            ("slots", "<i8", (groups, tokens)),
             ("query_start_loc", "<i4", (seqs + 1,)),
             ("seq_lens", "<i4", (seqs,)),
             ("rows", "<i4", (seqs,)),
             ("table_places", "<i8", (entries,)),
             ("table_blocks", "<i4", (entries,)),
+            *(of_states if states else ()),
             ("logits_indices", "<i8", (logits,)),
             *sampling_sections(logits),
         ]
@@ -168,13 +185,18 @@ class InputPlace:
             context_lens=list(context_lens),
             token_ids=with_sampled(on_device["token_ids"], sampled),
             positions=on_device["positions"],
-            slot_mapping=on_device["slot_mapping"],
+            slots=dict(zip(self._tables.groups, on_device["slots"], strict=True)),
             query_start_loc=on_device["query_start_loc"],
             seq_lens=on_device["seq_lens"],
             rows=on_device["rows"],
-            block_tables=self._tables.tables,
+            block_tables=self._tables.of_group,
             logits_indices=on_device["logits_indices"],
+            state=self._state() if self.shape.states else None,
         )
+
+    def _state(self) -> StateStep:
+        """Return the slots of recurrent state that the step in this memory reads and writes."""
+        return StateStep(self.tensors["query_start_loc"], *(self.tensors[name] for name in _STATES))
 
 
 class StepInputs:
@@ -184,9 +206,12 @@ class StepInputs:
         """Allocate the buffers. `largest`: shape of the largest step. `sampled_rows`: most rows of a step that are
         sampled, not only scored."""
         device, words = tables.tables.device, mask_words(vocab_size)
-        self._tables = tables
+        self._tables, self._largest = tables, largest
+        self.sink = NULL_SLOT  # slot that padding sequences write; set when the slots are allocated
         self._padded_seqs = largest.seqs + 1  # sequences of steps with prompts; one more for the padding tokens
-        room = Shape(largest.tokens, self._padded_seqs, largest.logits, max(largest.entries, largest.tokens))
+        entries = max(largest.entries, largest.tokens * largest.groups)
+        states, saves = (self._padded_seqs, largest.tokens) if largest.states else (0, 0)
+        room = Shape(largest.tokens, self._padded_seqs, largest.logits, entries, largest.groups, states, saves)
         self._staging = StagingBuffer(Layout(room.sections()).num_bytes, device)
         self._bias = StagingBuffer(sampled_rows * MAX_BIAS_PER_ROW * 8, device)
         self._masks = StagingBuffer(sampled_rows * words * 4, device)
@@ -197,7 +222,7 @@ class StepInputs:
     def bucket(self, size: int) -> InputPlace:
         """Return the memory for padded steps of `size` sequences: always the same."""
         if size not in self._buckets:
-            self._buckets[size] = self._place(Shape.bucket(size))
+            self._buckets[size] = self._place(self._largest.bucket(size))
         return self._buckets[size]
 
     def stage(self, step: StepMetadata, bucket: int | None = None, prompts: int | None = None) -> InputPlace:
@@ -205,16 +230,20 @@ class StepInputs:
 
         Does not wait until the device has finished its work.
         """
-        shape = Shape.of(step)
+        shape = self._largest.of(step)
         if bucket is not None:
             place = self.bucket(bucket)
         else:
             place = self._place(shape if prompts is None else shape.prompts(prompts, self._padded_seqs))
         if len(step.table_blocks) > place.shape.entries:
             self._tables.write(step)
+        else:
+            self._tables.write_on_host(step)
         self._staging.turn()
         arrays = place.layout.arrays(self._staging.on_host)
         write_step(arrays, step, self._tables)
+        if place.shape.states:
+            write_states(arrays, step, self.sink)
         write_rows(step, arrays)
         self._staging.to_device(place.layout.num_bytes)
         if len(step.bias_rows):
@@ -242,8 +271,10 @@ def write_step(into: dict[str, np.ndarray], step: StepMetadata, tables: BlockTab
 
     Block table entries are not written if they exceed the shape.
     """
-    for name in ("token_ids", "positions", "slot_mapping"):
+    for name in ("token_ids", "positions"):
         _fill(into[name], getattr(step, name), 0)
+    tables.slots(step, into["slots"][:, : step.num_tokens])
+    into["slots"][:, step.num_tokens :] = 0
     _fill(into["rows"], step.rows, tables.null_row)
     starts, known = into["query_start_loc"], len(step.query_start_loc)
     # Padding sequences have one token each while there are tokens, and the last sequence has the rest.
@@ -261,6 +292,17 @@ def write_step(into: dict[str, np.ndarray], step: StepMetadata, tables: BlockTab
     else:
         into["table_places"][:] = tables.null_index
         into["table_blocks"][:] = NULL_BLOCK
+
+
+def write_states(into: dict[str, np.ndarray], step: StepMetadata, sink: int) -> None:
+    """Write the slots of `step` into the sections of a `Shape`. Padding sequences read the null slot and write `sink`;
+    padding saves belong to no sequence."""
+    _fill(into["state_reads"], step.state_reads, NULL_SLOT)
+    _fill(into["state_writes"], step.state_writes, sink)
+    starts = into["save_starts"]
+    starts[:] = np.searchsorted(step.state_saves[:, 0], np.arange(len(starts)))
+    _fill(into["save_lens"], step.state_saves[:, 1], 0)
+    _fill(into["save_slots"], step.state_saves[:, 2], sink)
 
 
 def _fill(into: np.ndarray, array: np.ndarray, padding: int) -> None:

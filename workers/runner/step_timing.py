@@ -10,13 +10,13 @@ from dataclasses import replace
 
 import torch
 
-from oarlock.workers.attention.backend import LayerKV
+from oarlock.workers.attention.backend import LayerMemory
 from oarlock.workers.config import StepCost, WorkerConfig
 from oarlock.workers.models.decoder import Decoder
 from oarlock.workers.protocol import StepMetadata
 from oarlock.workers.runner.invariance import one_of_each_kind
 from oarlock.workers.runner.step import StepRunner
-from oarlock.workers.runner.trial_steps import null_step
+from oarlock.workers.runner.trial_steps import ONE_GROUP, TrialMemory, null_step
 
 _COUNTS = (16, 64, 256)  # tokens
 _GROWTH_S = 0.4  # a size is not tried if it is likely to take longer
@@ -37,17 +37,18 @@ def time_steps(
     block_size: int,
     vocab_size: int = 1,
     expert_share: float = 0.0,
+    memory: TrialMemory = ONE_GROUP,
 ) -> StepCost:
     """Measure the cost of steps. Every rank must call this at the same point.
 
     `agree` returns the maximum of a value over all ranks, so that all ranks time the same steps. `execute_part` runs a
     step on `share` of the layers, with the whole embedding and head. `max_tokens`: largest step. `expert_share`: share
     of an MoE layer's experts that one token uses; if it is not 0, tokens must differ, so that they choose several
-    experts. Reads and writes only the null block.
+    experts. Reads and writes only the null block, and writes slot 1.
     """
 
     def seconds(run: Execute, tokens: int, context: int, rows: int = 0) -> float:
-        step = null_step(tokens, context, rows, block_size, vocab_size)
+        step = null_step(tokens, context, rows, block_size, vocab_size, memory)
         times = []
         for _ in range(_TRIES):
             begun = time.perf_counter()
@@ -104,14 +105,14 @@ def _with_experts(counts: tuple[int, int, int], more_s: tuple[float, float], sha
 
 
 def time_model(
-    runner_of: Callable[[Decoder, list[LayerKV]], StepRunner],
+    runner_of: Callable[[Decoder, list[LayerMemory]], StepRunner],
     model: Decoder,
-    kv: list[LayerKV],
+    memory: list[LayerMemory],
     config: WorkerConfig,
 ) -> StepCost:
-    """Measure the cost of steps of `model` on the pages `kv`. Every rank of a stage must call this at the same point.
+    """Measure the cost of steps of `model` with its `memory`. Every rank of a stage must call this at the same point.
 
-    `runner_of` returns a runner of some layers on their pages.
+    `runner_of` returns a runner of some layers with their memory.
     """
     assert config.max_model_len is not None, "preflight resolves the context length"
     place = model.placement
@@ -121,8 +122,8 @@ def time_model(
 
     layers = one_of_each_kind(model)
     return time_steps(
-        runner_of(model, kv).execute,
-        runner_of(model.with_layers(layers), [kv[layer] for layer in layers]).execute,
+        runner_of(model, memory).execute,
+        runner_of(model.with_layers(layers), [memory[layer] for layer in layers]).execute,
         len(layers) / len(model.layers),
         largest_of_all,
         max_tokens=config.max_num_batched_tokens,
@@ -130,4 +131,5 @@ def time_model(
         block_size=config.block_size,
         vocab_size=model.spec.vocab_size,
         expert_share=model.spec.expert_share,
+        memory=TrialMemory.of(model.spec),
     )

@@ -150,7 +150,7 @@ def start(arguments: RankArguments, control: Control) -> tuple[ModelRunner | Enc
 
     runner.load(on_progress)
     control.send("loaded", num_blocks=runner.num_blocks_that_fit())
-    num_blocks = int(control.recv()["num_blocks"])
+    num_blocks = [int(count) for count in control.recv()["num_blocks"]]
     control.send("phase", name="allocating")
     runner.allocate(num_blocks)
     control.send("phase", name="timing")

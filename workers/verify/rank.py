@@ -10,7 +10,7 @@ import json
 import os
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from oarlock.base.errors import StartupError
-from oarlock.workers.attention.backend import AttentionBackend, AttentionSpec, LayerKV
+from oarlock.workers.attention.backend import AttentionBackend, AttentionSpec, LayerKV, LayerMemory
 from oarlock.workers.attention.forward_batch import ForwardBatch
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.distributed.parallel_state import TensorParallel
@@ -32,8 +32,9 @@ from oarlock.workers.layers.tensor_spec import Computation, Tap
 from oarlock.workers.models.decoder import Decoder
 from oarlock.workers.protocol import StepMetadata
 from oarlock.workers.ranks.spawn_ranks import RankArguments, begin
+from oarlock.workers.recurrent.states import NULL_SLOT
 from oarlock.workers.runner.model_runner import ModelRunner
-from oarlock.workers.runner.trial_steps import SequenceChunk, greedy_step
+from oarlock.workers.runner.trial_steps import ONE_GROUP, SequenceChunk, TrialMemory, greedy_step
 from oarlock.workers.runner.worker_process import join, log_to_stderr
 from oarlock.workers.verify.compare import columns_of, dense_routing, file_of, halves_of, taps_of
 from oarlock.workers.verify.halves import RecordedHalves
@@ -58,12 +59,13 @@ def run_rank(
     runner = ModelRunner(config, tp, stage=stage)
     runner.load(lambda fraction: on_progress("reading the weights"))
     on_progress("allocating KV memory")
-    runner.allocate(blocks_needed(text, config.block_size))
-    prepared = runner.model.prepared_for(runner.kv, runner.backend) if request.record else None
+    runner.allocate([max(blocks_needed(text, config.block_size), slots_needed(text))] * len(runner.model.groups))
+    prepared = runner.model.prepared_for(runner.layer_memory, runner.backends) if request.record else None
     halves = RecordedHalves(prepared, runner.model.why_not_prepared)
+    memory = TrialMemory.of(runner.spec)
     rows: list[tuple[int, int]] = []
     chosen: dict[tuple[int, int], int] = {}
-    for number, (step, here) in enumerate(steps_of(text, config.block_size)):
+    for number, (step, here) in enumerate(steps_of(text, config.block_size, memory)):
         on_progress(f"step {number // _STEPS_PER_LINE * _STEPS_PER_LINE + 1}")
         output = runner.execute(step)
         rows += here
@@ -76,7 +78,7 @@ def run_rank(
         runner.close()  # destroys graphs, which would not call the recording decoder
         recording = RecordingDecoder(runner.model, diagnostics=True)
         runner.steps.model = recording  # ty: ignore[invalid-assignment]
-        for step, _ in steps_of(text, config.block_size):
+        for step, _ in steps_of(text, config.block_size, memory):
             on_progress("recording the tensors")
             runner.execute(step)
         recording.close()
@@ -105,10 +107,13 @@ def _files(steps: list[dict[str, Tensor]], order: Tensor) -> Iterator[tuple[str,
         yield file, {name: torch.cat([step.pop(name).flatten(1) for step in steps]).cpu()[order] for name in names}
 
 
-def steps_of(text: Text, block_size: int) -> Iterator[tuple[StepMetadata, list[tuple[int, int]]]]:
+def steps_of(
+    text: Text, block_size: int, memory: TrialMemory = ONE_GROUP
+) -> Iterator[tuple[StepMetadata, list[tuple[int, int]]]]:
     """Yield steps: all prompts in one, then one token of each sequence per step. Every row asks for logits.
 
-    With each step comes the (sequence, position) of its rows.
+    With each step comes the (sequence, position) of its rows. A sequence has two slots of recurrent state, which are
+    read and written in turn.
     """
     sequences = text.inputs()
     tables = _block_tables([len(sequence) for sequence in sequences], block_size)
@@ -119,13 +124,25 @@ def steps_of(text: Text, block_size: int) -> Iterator[tuple[StepMetadata, list[t
         number += 1
         rows = [(seq, position) for seq in range(len(ends)) for position in range(starts[seq], ends[seq])]
         chunks = [
-            SequenceChunk(sequence[start:end], start, table)
-            for sequence, table, start, end in zip(sequences, tables, starts, ends, strict=True)
+            SequenceChunk(sequence[start:end], start, table, 0, *_slots(seq, number))
+            for seq, (sequence, table, start, end) in enumerate(zip(sequences, tables, starts, ends, strict=True))
             if start < end
         ]
-        yield greedy_step(chunks, block_size, range(len(rows)), step_id=number), rows
+        yield greedy_step(chunks, block_size, range(len(rows)), step_id=number, memory=memory), rows
         starts = ends
         ends = [min(end + 1, len(sequence)) for end, sequence in zip(ends, sequences, strict=True)]
+
+
+def _slots(seq: int, step: int) -> tuple[int, int]:
+    """Return the slots that sequence `seq` reads and writes in step `step`, counted from 1. It is in all of them up to
+    its last."""
+    own = 1 + 2 * seq, 2 + 2 * seq
+    return NULL_SLOT if step == 1 else own[step % 2], own[1 - step % 2]
+
+
+def slots_needed(text: Text) -> int:
+    """Return the number of slots of recurrent state that the text and the self-tests need, including the null slot."""
+    return max(5, 1 + 2 * len(text.prompts))
 
 
 def blocks_needed(text: Text, block_size: int) -> int:
@@ -145,7 +162,7 @@ class RecordingDecoder:
     """A decoder that keeps a copy of every tensor it computes: hooks replace its parts.
 
         recording = RecordingDecoder(decoder)         # used in place of the decoder until `recording.close()`
-        hidden = recording(batch, pages, backend, plan)
+        hidden = recording(batch, memory, backends, plans)
         logits = recording.compute_logits(hidden)
         recording.last["2.k_rope"]                    # [T, K, D] of layer 2, this rank's heads
 
@@ -159,6 +176,13 @@ class RecordingDecoder:
         {i}.q_rope {i}.k_rope                after norms, rotation and query scale: as attended, as cached
         {i}.attention        [T, H, D]       input of o_proj, after the gate if there is one
         {i}.o_proj           [T, hidden]     summed over ranks, before any norm and before the residual is added
+        {i}.delta_q, _k      [T, K, D]       projections of a gated delta net: queries and keys of its key heads,
+        {i}.delta_v, _z      [T, H, D]       values and gates of its value heads,
+        {i}.delta_b, _a      [T, H]          rate of writes and decay, before their functions
+        {i}.q_conv, k_conv, v_conv           after the convolution
+        {i}.recurrence       [T, H, D]       result of the gated delta rule
+        {i}.gated_norm       [T, H * D]      input of out_proj
+        {i}.delta            [T, hidden]     out_proj, as o_proj
         {i}.mid_residual     [T, hidden]     after the attention half, unless the MLP is parallel to it
         {i}.mlp_norm         [T, hidden]     input of the MLP, if it has its own norm
         {i}.gate_up          [T, I]          activation(gate) * up
@@ -204,14 +228,14 @@ class RecordingDecoder:
     def __call__(
         self,
         batch: ForwardBatch,
-        kv: list[LayerKV],
-        backend: AttentionBackend,
-        plan: Any,
+        memory: list[LayerMemory],
+        backends: Mapping[int, AttentionBackend],
+        plans: Mapping[int, Any],
         hidden: Tensor | None = None,
     ) -> Tensor:
         self.steps.append({})
-        recording = _RecordingBackend(backend, self._record)
-        return self.decoder(batch, kv, recording, plan, hidden)  # ty: ignore[invalid-argument-type]
+        recording = {group: _RecordingBackend(backend, self._record) for group, backend in backends.items()}
+        return self.decoder(batch, memory, recording, plans, hidden)  # ty: ignore[invalid-argument-type]
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Compute logits as the decoder does, and record them."""
@@ -279,8 +303,13 @@ class RecordingDecoder:
                 self._hook(
                     sublayer, sublayer.linear_layers[whole], after=partial(self._record_parts, layer, projections)
                 )
+        convolved = [tap for tap in taps if tap.computation is Computation.CONVOLUTION and not tap.is_input]
+        if convolved:
+            self._hook(sublayer, "convolve", after=partial(self._record_parts, layer, convolved))
         for tap in taps:
-            if tap.computation is Computation.SUM:
+            if tap.computation is Computation.RECURRENCE:
+                self._hook(sublayer, "recur", after=partial(self._record, f"{layer}.{tap.name}"))
+            elif tap.computation is Computation.SUM:
                 inputs = next(one for one in taps if one.is_input and one.module == tap.module)
                 # The attention backend records the input of the output projection, unless a gate changes it.
                 is_recorded = inputs.computation is Computation.ATTENTION and sublayer.gate is None
@@ -388,11 +417,12 @@ class _RecordingBackend:
         self._inner.write(kv, k, v, batch)
 
     def attend(self, q: Tensor, kv: LayerKV, plan: Any, layer: AttentionSpec, sinks: Tensor | None = None) -> Tensor:
-        assert self._written is not None, "attend without write"
-        self._record(f"{layer.layer}.k_rope", self._written)
+        if self._written is not None:  # otherwise the layer reads keys that another has written
+            self._record(f"{layer.layer}.k_rope", self._written)
+            self._written = None
         self._record(f"{layer.layer}.q_rope", q)
         attended = self._inner.attend(q, kv, plan, layer, sinks)
-        self._record(f"{layer.layer}.attention", attended.view(attended.shape[0], layer.num_heads, layer.head_dim))
+        self._record(f"{layer.layer}.attention", attended.view(attended.shape[0], layer.num_heads, -1))
         return attended
 
 

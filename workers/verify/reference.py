@@ -35,7 +35,7 @@ from transformers.utils import logging as transformers_logging
 
 from oarlock.base.python_child import die_with_parent
 from oarlock.workers.distributed.control_channel import Control
-from oarlock.workers.layers.decoder_spec import DecoderSpec, SublayerSpec
+from oarlock.workers.layers.decoder_spec import BranchSpec, DecoderSpec, SublayerSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec
 from oarlock.workers.layers.tensor_spec import Computation, Tap
 from oarlock.workers.model_files.gguf_model import gguf_file
@@ -62,6 +62,12 @@ from oarlock.workers.verify.transformers_layout import TransformersLayout
 AutoModelForCausalLM.register(Emu3TextConfig, Emu3ForCausalLM, exist_ok=True)
 # Modules that convert their inputs to float32, whatever their dtype is.
 _COMPUTE_IN_FLOAT32 = ("Llama4TextAttention",)
+# MoE layers that scale the sum of a token's experts, where others, and we, scale the weights of experts.
+_SCALE_EXPERTS = ("LagunaSparseMoeBlock",)
+# Ends of the names of modules with a recurrent state.
+_RECURRENT = (
+    "GatedDeltaNet", "BambaMixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer", "Mamba2Mixer", "ShortConv",
+)  # fmt: skip
 _WIDENED_ELSEWHERE = {"sinks", "expert_bias"}  # parameters that `exact_attention` and routers widen
 _ROWS = 8192  # rows of a weight that are widened to float64 at once
 
@@ -236,6 +242,11 @@ def _run(model: PreTrainedModel, spec: DecoderSpec, text: Text, keep: torch.dtyp
         recorder.close()
 
 
+def _is_of_function(tap: Tap) -> bool:
+    """Return whether `tap` is an argument or a result of a function in transformers, instead of a module's."""
+    return tap.computation is Computation.ROTATION or (tap.computation is Computation.CONVOLUTION and not tap.is_input)
+
+
 def modules_by_name(model: nn.Module, names: TensorNames) -> dict[str, nn.Module]:
     """Return the modules of a transformers model by the names that our modules have."""
     renamed = ((names.rename(name), module) for name, module in model.named_modules())
@@ -258,6 +269,8 @@ class TransformersRecorder:
         self._parts: dict[str, list[Tensor]] = {}
         self._handles: list[Any] = []
         self._replaced: list[Any] = []  # modules of attention with a function of their own
+        self._convolving: list[tuple[str, int]] = []  # tensors of the running module's convolution, and their widths
+        self._convolutions: dict[Any, Any] = {}  # Python module -> its function `causal_conv1d_fn`
         self._usual_attention = usual = model.config._attn_implementation
         self._modules = modules_by_name(model, spec.names)
         self._after(self._modules["model.norm"], "final_norm")
@@ -282,6 +295,8 @@ class TransformersRecorder:
             handle.remove()
         for module in self._replaced:
             del module._attn
+        for home, usual in self._convolutions.items():
+            home.causal_conv1d_fn = usual
         self._model.set_attn_implementation(self._usual_attention)
 
     def record(self, name: str, value: Tensor) -> None:
@@ -299,28 +314,70 @@ class TransformersRecorder:
                 if number == len(taps) - 1:
                     self._after(self._modules[layer], name)
                 else:
-                    following = taps[number + 1].branch
-                    self._before(self._modules[f"{layer}.{following.norm or following.sublayer.module}"], name)
+                    self._before(self._first_module(layer, taps[number + 1].branch), name)
             elif isinstance(branch.sublayer, ExpertsSpec):
                 self._hook_experts(name, layer, branch.sublayer, one.tap)
-            elif (
-                one.tap.computation is not Computation.ROTATION
-            ):  # rotated tensors are arguments of the attention function
+            elif not _is_of_function(one.tap):
                 self._hook_sublayer(name, f"{layer}.{branch.sublayer.module}", branch.sublayer, one.tap)
+        for sublayer in (branch.sublayer for branch in shape.branches):
+            taps = [tap for tap in sublayer.taps if tap.computation is Computation.CONVOLUTION and _is_of_function(tap)]
+            if taps:
+                parts = [(f"{index}.{tap.name}", tap.width) for tap in taps]
+                self._hook_convolution(self._modules[f"{layer}.{sublayer.module}"], parts)
+
+    def _first_module(self, layer: str, branch: BranchSpec) -> nn.Module:
+        """Return the module of `layer` that reads the residual first in `branch`."""
+        start = f"{layer}.{branch.norm or branch.sublayer.module}"
+        if start in self._modules:
+            return self._modules[start]
+        of_sublayer = branch.sublayer.tensors(self._spec.hidden_size)[0].name.removesuffix(".weight")
+        return self._modules[f"{start}.{of_sublayer}"]  # transformers has no module for the whole sublayer
 
     def _hook_sublayer(self, name: str, module: str, spec: SublayerSpec, tap: Tap) -> None:
         """Register a hook for a tensor of the sublayer `module`, whose matmuls may be fused in transformers."""
-        if f"{module}.{tap.module}" in self._modules:
-            hook = self._before if tap.is_input else self._after
-            hook(self._modules[f"{module}.{tap.module}"], name)
-            return
+        whole, blocks = self._stored_with(module, spec, tap)
+        if blocks is not None:
+            self._after(self._modules[f"{module}.{whole}"], name, blocks.rows_of(tap.module))
+        elif tap.is_input:
+            self._before(self._modules[f"{module}.{whole}"], name, tap.width)
+        else:
+            self._after(self._modules[f"{module}.{whole}"], name)
+
+    def _stored_with(self, module: str, spec: SublayerSpec, tap: Tap) -> tuple[str, Blocks | None]:
+        """Return transformers' module in the sublayer `module` that computes `tap`, and the order of its outputs if it
+        computes others as well."""
+        inside = [name.removeprefix(f"{module}.") for name in self._modules if name.startswith(f"{module}.")]
+        for whole in inside:
+            blocks = self._spec.names.blocks_of(f"{module}.{whole}")
+            if blocks is not None and tap.module in blocks.parts and not tap.is_input:
+                return whole, blocks
+        if tap.module in inside:
+            return tap.module, None
         fused = next(whole for whole, parts in spec.fused.items() if tap.module in parts)
-        blocks = self._spec.names.blocks_of(f"{module}.{fused}")
-        if blocks is None:
-            rows = {tensor.name: tensor.shape[0] for tensor in spec.tensors(self._spec.hidden_size)}
-            parts = spec.fused[fused]
-            blocks = Blocks(parts, tuple(rows[f"{part}.weight"] for part in parts), 1)
-        self._after(self._modules[f"{module}.{fused}"], name, blocks.rows_of(tap.module))
+        rows = {tensor.name: tensor.shape[0] for tensor in spec.tensors(self._spec.hidden_size)}
+        parts = spec.fused[fused]
+        return fused, Blocks(parts, tuple(rows[f"{part}.weight"] for part in parts), 1)
+
+    def _hook_convolution(self, module: nn.Module, parts: list[tuple[str, int]]) -> None:
+        """Record the convolution of a recurrent module, which calls a function of its Python module. `parts`: tensors
+        in the order of its channels, and their widths."""
+        home: Any = sys.modules[type(module).__module__]
+        if home not in self._convolutions:
+            self._convolutions[home] = usual = home.causal_conv1d_fn
+
+            def convolve(*args: Any, **named: Any) -> Tensor:
+                result = usual(*args, **named)  # [1, channels, T]
+                columns = result.transpose(1, 2).split([width for _, width in self._convolving], 2)
+                for (name, _), found in zip(self._convolving, columns, strict=True):
+                    self.record(name, found)
+                return result
+
+            home.causal_conv1d_fn = convolve
+
+        def begin(module: nn.Module, args: tuple[Any, ...]) -> None:
+            self._convolving = parts
+
+        self._handles.append(module.register_forward_pre_hook(begin))
 
     def _hook_experts(self, name: str, layer: str, spec: ExpertsSpec, tap: Tap) -> None:
         """Register a hook for a tensor of the experts of `layer`, which may have a shared expert next to the others."""
@@ -329,8 +386,10 @@ class TransformersRecorder:
         if spec.weighs_inputs and tap.name != "shared":
             self._hook_weighing_experts(name, part, spec, tap)
             return
+        block: Any = self._modules.get(inside)
+        factor = block.routed_scaling_factor if type(block).__name__ in _SCALE_EXPERTS else 1.0
         if tap.computation is not Computation.ROUTING:
-            self._after(part, name)
+            self._after(part, name, factor=factor if tap.name == "experts" else 1.0)
             gate = spec.shared.gate if spec.shared is not None and tap.name == "shared" else None
             if gate is not None:  # called after the expert that it scales
                 self._handles.append(
@@ -339,7 +398,7 @@ class TransformersRecorder:
             return
 
         def hook(module: nn.Module, args: tuple[Any, ...], result: tuple[Tensor, Tensor, Tensor]) -> None:
-            self.record(name, dense_routing(result[2], result[1], spec.experts))
+            self.record(name, dense_routing(result[2], result[1], spec.experts) * factor)
 
         self._handles.append(part.register_forward_hook(hook))
 
@@ -360,22 +419,28 @@ class TransformersRecorder:
         newest = self._parts[name].pop()
         self.record(name, newest.to(result.device) * torch.sigmoid(result.to(newest.dtype)))
 
-    def _before(self, module: nn.Module, name: str) -> None:
+    def _before(self, module: nn.Module, name: str, width: int = 0) -> None:
+        """Record the first argument of `module`. `width`: values per token, if it may have a row for each head."""
+
         def hook(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-            self.record(name, args[0] if args else named["hidden_states"])
+            value = args[0] if args else named["hidden_states"]
+            self.record(name, value.reshape(-1, width) if width and value.shape[-1] != width else value)
 
         self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
 
-    def _after(self, module: nn.Module, name: str, columns: list[int] | slice = slice(None)) -> None:
+    def _after(
+        self, module: nn.Module, name: str, columns: list[int] | slice = slice(None), factor: float = 1.0
+    ) -> None:
         def hook(module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
-            self.record(name, (result[0] if isinstance(result, tuple) else result)[..., columns])
+            found = (result[0] if isinstance(result, tuple) else result)[..., columns]
+            self.record(name, found if factor == 1.0 else found * factor)
 
         self._handles.append(module.register_forward_hook(hook))
 
     def _replace_own_attention(self, index: int) -> None:
         """Record the queries and keys of a layer that computes attention in its own method `_attn`, in float32: older
         families of transformers call no attention function. In float64 the method computes in float64."""
-        module: Any = self._modules[f"model.layers.{index}.self_attn"]
+        module: Any = self._modules.get(f"model.layers.{index}.self_attn")  # None: the layer has no attention
         usual = getattr(module, "_attn", None)
         if usual is None:
             return
@@ -449,15 +514,30 @@ class _WithoutHooks(nn.Module):
         super().__init__()
         self.inner = inner
 
-    def forward(self, *args: Any) -> Any:
-        return type(self.inner).forward(self.inner, *args)
+    def forward(self, *args: Any, **named: Any) -> Any:
+        return type(self.inner).forward(self.inner, *args, **named)
 
 
-def _own_forward(module: nn.Module, *args: Any) -> Any:
+def _own_forward(module: nn.Module, *args: Any, **named: Any) -> Any:
     """Call the module's own forward, on its weights in float64."""
     plain = _WithoutHooks(module)
     with _Widened():
-        return functional_call(plain, {name: each.double() for name, each in plain.named_parameters()}, args)
+        return functional_call(plain, {name: each.double() for name, each in plain.named_parameters()}, args, named)
+
+
+def _recurrent_forward(module: nn.Module, *args: Any, **named: Any) -> Any:
+    """Call the own forward of a recurrent module on its own weights and its convolution's in float64. The modules
+    inside, such as linear layers, have their own float64 forms."""
+    plain = _WithoutHooks(module)
+    own = {name: each.double() for name, each in plain.inner.named_parameters(recurse=False)}
+    own |= {
+        f"{name}.{kind}": each.double()
+        for name, inside in plain.inner.named_children()
+        if isinstance(inside, nn.Conv1d)
+        for kind, each in inside.named_parameters()
+    }
+    with _Widened():
+        return functional_call(plain, {f"inner.{name}": each for name, each in own.items()}, args, named)
 
 
 def _widened(module: nn.Module, *args: Any, **named: Any) -> Any:
@@ -480,6 +560,11 @@ def _exact_experts(module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tens
     total = torch.zeros_like(x)
     for expert in ids.unique().tolist():
         rows, choices = (ids == expert).nonzero(as_tuple=True)
+        if not module.has_gate:
+            up, down = (weight[expert].double() for weight in (module.up_proj, module.down_proj))
+            result = module.act_fn(x[rows] @ up.T) @ down.T
+            total.index_add_(0, rows, weights[rows, choices, None] * result)
+            continue
         gate_up, down = (weight[expert].double() for weight in (module.gate_up_proj, module.down_proj))
         if not module.is_transposed:
             gate_up, down = gate_up.T, down.T
@@ -500,6 +585,8 @@ def _exact_forward(module: nn.Module) -> Callable[..., Any] | None:
         return partial(_own_forward, module)
     if type(module).__name__ in _COMPUTE_IN_FLOAT32 or hasattr(module, "enable_moe_fp32_combine"):
         return partial(_widened, module)
+    if type(module).__name__.endswith(_RECURRENT):
+        return partial(_recurrent_forward, module)
     if isinstance(module, nn.Linear) or is_conv1d(module):
         return lambda x: _linear(module, x)
     if isinstance(module, nn.Embedding) and type(module).__name__.endswith("PositionalEmbedding"):
@@ -511,8 +598,10 @@ def _exact_forward(module: nn.Module) -> Callable[..., Any] | None:
         return lambda ids: F.embedding(ids, module.weight).double() * scale
     if is_experts(module):
         return partial(_exact_weighing_experts if weighs_inputs(module) else _exact_experts, module)
-    if "LayerNorm" in type(module).__name__:
+    if "LayerNorm" in type(module).__name__ or type(module).__name__.endswith("RMSNormGated"):
         return partial(_own_forward, module)
+    if type(module).__name__.endswith("RMSNorm") and not getattr(module, "with_scale", True):
+        return lambda x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + module.eps)
     if type(module).__name__.endswith("RMSNorm"):
         weight: Any = module.weight
         scaled = module(
@@ -521,6 +610,8 @@ def _exact_forward(module: nn.Module) -> Callable[..., Any] | None:
         offset = round((scaled - weight).double().mean().item())
         return lambda x: _norm(module, x, offset)
     if type(module).__name__.endswith("MoeStatics"):  # part of a router, which widens it
+        return None
+    if isinstance(module, nn.Conv1d):  # part of a recurrent module, which widens it
         return None
     if {name for name, _ in module.named_parameters(recurse=False)} - _WIDENED_ELSEWHERE:
         raise NotImplementedError(f"no float64 form of {type(module).__name__} is known")

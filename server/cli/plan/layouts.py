@@ -202,7 +202,7 @@ def remedies(model: OpenModel, machine: Machine, nearest: Layout) -> list[Remedy
     changes: list[tuple[str, dict[str, Any]]] = []
     if model.config.quantization == "none":
         changes += [(f"--quantization {form}", {"quantization": form}) for form in ("int8", "int4")]
-    if not nearest.capacity.kv.is_rounded:
+    if not nearest.capacity.groups.is_rounded:
         changes += [(f"--kv-cache-dtype {form}", {"kv_cache_dtype": form}) for form in ("fp8", "int8")]
     found = []
     if machine.memory.device == "cpu" and model.config.kv_cache_bytes is None:

@@ -59,7 +59,7 @@ def _layout(one: Layout) -> dict[str, Any]:
         "other_bytes": held.other_bytes,
         "vector_bytes": held.vector_bytes,
         "kv_bytes": held.kv_bytes,
-        "kv_bytes_per_token": held.kv.bytes_per_token,
+        "kv_bytes_per_token": held.groups.bytes_per_token,
         "num_blocks": held.num_blocks,
         "kv_tokens": one.kv_tokens,
         "users": {str(context): one.users(context) for context in CONTEXTS} if one.fits else {},

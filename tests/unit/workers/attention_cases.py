@@ -71,7 +71,7 @@ def batch_of(tables: np.ndarray, seqs: list[Seq], block_size: int, device: torch
         for seq, table in zip(seqs, tables, strict=True)
     ]
     step = greedy_step(chunks, block_size, step_id=1)
-    return ForwardBatch.from_step(step, BlockTables.of_step(step, device))
+    return ForwardBatch.from_step(step, BlockTables.of_step(step, block_size, device))
 
 
 class Case:
@@ -90,12 +90,12 @@ class Case:
         random = torch.Generator().manual_seed(seed)
         heads, width = spec.num_kv_heads, spec.head_dim
 
-        def noise(rows: int, count: int) -> Tensor:
+        def noise(rows: int, count: int, width: int = width) -> Tensor:
             return torch.randn(rows, count, width, generator=random).to(spec.device, spec.dtype)
 
         bias = torch.full((width,), key_bias, dtype=spec.dtype, device=spec.device)
         self.k = [noise(seq.context, heads) + bias for seq in seqs]  # one [context, kv_heads, D] per sequence
-        self.v = [noise(seq.context, heads) for seq in seqs]
+        self.v = [noise(seq.context, heads, spec.value_width) for seq in seqs]
         self.q = [noise(seq.context, layer.num_heads) for seq in seqs]
         drawn = torch.randn(layer.num_heads, generator=random) * 3 if sinks else None
         self.sinks = None if drawn is None else drawn.to(spec.device)
@@ -164,7 +164,7 @@ class Case:
             return []
         plan = backend.prepare(batch)
         out = backend.attend(cut(self.q), kv, plan, self.layer, self.sinks)
-        assert out.shape == (batch.num_tokens + pad, self.layer.num_heads * self.spec.head_dim)
+        assert out.shape == (batch.num_tokens + pad, self.layer.num_heads * self.spec.value_width)
         assert out[batch.num_tokens :].isfinite().all()
         return list(out[: batch.num_tokens].split([seq.query for seq in seqs]))
 
@@ -177,6 +177,7 @@ class Case:
         tables = np.array([list(blocks)], np.int32)
         slots = tables.size * self.spec.block_size
         batch = batch_of(tables, [Seq(slots, slots)], self.spec.block_size, self.spec.device)
-        shape = (len(batch.slot_mapping), self.spec.num_kv_heads, self.spec.head_dim)
-        values = torch.full(shape, value, dtype=self.spec.dtype, device=self.spec.device)
-        backend.write(kv, values, values, batch)
+        widths = self.spec.head_dim, self.spec.value_width
+        shapes = [(len(batch.slots[0]), self.spec.num_kv_heads, width) for width in widths]
+        k, v = (torch.full(shape, value, dtype=self.spec.dtype, device=self.spec.device) for shape in shapes)
+        backend.write(kv, k, v, batch)

@@ -12,7 +12,8 @@ from itertools import zip_longest
 from oarlock.base.errors import StartupError
 from oarlock.workers.sampling_parameters import PENALTY_NAMES, ROW_NAMES
 
-MOST_ROTARIES, MOST_QUERY_SCALES = 4, 4  # `kMostRotaries`, `kMostQueryScales` in csrc/layer/layer.h
+# `kMostRotaries`, `kMostQueryScales`, `kMostPagesGroups` in csrc/layer/layer.h
+MOST_ROTARIES, MOST_QUERY_SCALES, MOST_PAGES_GROUPS = 4, 4, 4
 
 
 class CAttentionStep(ctypes.Structure):
@@ -85,6 +86,7 @@ class CRouter(ctypes.Structure):
         ("corrects_logits", c_int),
         ("is_mixer", c_int),
         ("least_sum", c_double),
+        ("added_to_sum", c_double),
         ("scale", c_double),
         ("tolerance", c_double),
     )
@@ -176,6 +178,7 @@ class CHeadsAndPages(ctypes.Structure):
         ("sinks", c_void_p),
         ("norms_last", c_int),
         ("query_scale", c_int),
+        ("pages", c_int),
     )
 
 
@@ -189,6 +192,49 @@ class CClamp(ctypes.Structure):
 
 class CMoELayer(ctypes.Structure):
     _fields_ = (("router", c_void_p), ("routed", c_void_p), ("shared", c_void_p), ("shared_gate", c_void_p))
+
+
+class CStateStep(ctypes.Structure):
+    """The arrays of a `StateStep`."""
+
+    _fields_ = (
+        ("starts", c_void_p),
+        ("reads", c_void_p),
+        ("writes", c_void_p),
+        ("save_starts", c_void_p),
+        ("save_lens", c_void_p),
+        ("save_slots", c_void_p),
+        ("seqs", c_long),
+    )
+
+
+class CConvolution(ctypes.Structure):
+    _fields_ = (("weight", c_void_p), ("bias", c_void_p), ("channels", c_long), ("taps", c_long), ("silu", c_int))
+
+
+class CDeltaHeads(ctypes.Structure):
+    _fields_ = (("key_heads", c_long), ("value_heads", c_long), ("key_width", c_long), ("value_width", c_long))
+
+
+class CMambaHeads(ctypes.Structure):
+    _fields_ = (
+        ("a", c_void_p),
+        ("d", c_void_p),
+        ("heads", c_long),
+        ("groups", c_long),
+        ("head_width", c_long),
+        ("state_width", c_long),
+    )
+
+
+class CGatedNorm(ctypes.Structure):
+    _fields_ = (
+        ("weight", c_void_p),
+        ("groups", c_long),
+        ("width", c_long),
+        ("eps", c_float),
+        ("gates_first", c_int),
+    )
 
 
 class COperation(ctypes.Structure):
@@ -219,10 +265,10 @@ class CLayerStep(ctypes.Structure):
         ("width", c_long),
         ("type", c_int),
         ("positions", c_void_p),
-        ("slots", c_void_p),
+        ("slots", c_void_p * MOST_PAGES_GROUPS),
         ("rotary", CRotaryRows * MOST_ROTARIES),
         ("query_scales", c_void_p * MOST_QUERY_SCALES),
-        ("attention", c_void_p),
+        ("attention", c_void_p * MOST_PAGES_GROUPS),
         ("group", c_void_p),
     )
 
@@ -265,8 +311,9 @@ class CSamplingOutput(ctypes.Structure):
 # In the order of the report.
 STRUCTURES: tuple[type[ctypes.Structure], ...] = (
     CAttentionStep, CAttentionLayer, CRankGroup, CHeadsOfRank, CRouter, CExpert, CExperts, CGroupedSource,
-    CPackedWeight, CNorm, CHeadsAndPages, CAddition, CClamp, CMoELayer, COperation, CBranch, CRotaryRows, CLayerStep,
-    CLogitsChanges, CSamplingStep, CSamplingOutput,
+    CPackedWeight, CNorm, CHeadsAndPages, CAddition, CClamp, CMoELayer, CStateStep, CConvolution, CDeltaHeads,
+    CMambaHeads, CGatedNorm, COperation, CBranch, CRotaryRows, CLayerStep, CLogitsChanges, CSamplingStep,
+    CSamplingOutput,
 )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from oarlock.workers.config import WorkerConfig
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.layers.attention_spec import QueryScale, RopeSpec, SelfAttentionSpec
 from oarlock.workers.layers.decoder_spec import BranchSpec, DecoderSpec, LayerSpec, tensor_shapes
+from oarlock.workers.layers.experts_spec import ExpertsSpec, RouterSpec
 from oarlock.workers.layers.gated_mlp_spec import GatedMLPSpec
 from oarlock.workers.layers.mlp_spec import MLPSpec
 from oarlock.workers.layers.tensor_spec import NormSpec
@@ -47,7 +48,7 @@ def layer(
     parallel: bool = False,
 ) -> LayerSpec:
     pairs = zip((attention, mlp), norms, strict=True)
-    return LayerSpec(tuple(BranchSpec(one, *names, scale) for one, names in pairs), parallel)
+    return LayerSpec(tuple(BranchSpec(one, *names, scale) for one, names in pairs), (2,) if parallel else ())
 
 
 LAYOUTS = {
@@ -115,7 +116,18 @@ def logits(decoder: Decoder, backend: type[CppBackend]) -> Tensor:
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_both_forms_give_the_same_bits_at_any_number_of_ranks(layout: str, norm: str, dtype: torch.dtype) -> None:
-    spec = model((LAYOUTS[layout], layer()), NORMS[norm])
+    check_both_forms(model((LAYOUTS[layout], layer()), NORMS[norm]), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_stages_of_branches_with_scaled_inputs_are_the_same_in_both_forms(dtype: torch.dtype) -> None:
+    experts = ExpertsSpec(3, 32, RouterSpec(2), module="moe")
+    branches = (BranchSpec(ATTENTION, "a"), BranchSpec(experts, "a", None, 0.5, 0.7), BranchSpec(MLP, "b", "c"))
+    check_both_forms(model((LayerSpec(branches, (2, 1)), layer())), dtype)
+
+
+def check_both_forms(spec: DecoderSpec, dtype: torch.dtype) -> None:
+    """Compare separate operations with the fused kernel, on one rank and on two."""
 
     def both_forms(tp: TensorParallel) -> list[Tensor]:
         decoder = loaded(spec, tp, dtype)
@@ -137,6 +149,19 @@ def test_parallel_branches_read_what_enters_the_layer_and_results_are_scaled() -
         attention.sublayer = mlp.sublayer
         x = torch.randn(3, 48)
         expected = x + 0.25 * mlp.sublayer(attention.norm(x), None, None) + 0.25 * mlp.sublayer(mlp.norm(x), None, None)
+        torch.testing.assert_close(decoder.layers[0](x.clone(), None), expected)  # ty: ignore[invalid-argument-type]
+
+
+def test_a_stage_reads_what_the_stage_before_it_leaves() -> None:
+    branches = (BranchSpec(ATTENTION, "a"), BranchSpec(MLP, "a", input_scale=0.5), BranchSpec(MLP, "b"))
+    with torch.inference_mode():
+        decoder = loaded(model((LayerSpec(branches, (2, 1)),)), TensorParallel.solo(), torch.float32)
+        attention, *mlps = decoder.layers[0].branches
+        attention.sublayer = mlps[0].sublayer
+        x = torch.randn(3, 48)
+        normed = attention.norm(x)
+        between = x + mlps[0].sublayer(normed, None, None) + mlps[0].sublayer(0.5 * normed, None, None)
+        expected = between + mlps[1].sublayer(mlps[1].norm(between), None, None)
         torch.testing.assert_close(decoder.layers[0](x.clone(), None), expected)  # ty: ignore[invalid-argument-type]
 
 

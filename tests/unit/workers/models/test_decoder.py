@@ -87,7 +87,7 @@ def test_longrope_is_loaded_for_the_length_it_serves(tmp_path: Path) -> None:
     assert preflight(config).max_model_len == 64
     for length, stretched in ((64, False), (65, True), (512, True)):
         runner = ModelRunner(preflight(config.with_(max_model_len=length)), TensorParallel.solo())
-        assert runner.spec.attention.rope.stretched is stretched
+        assert runner.spec.attentions[0].rope.stretched is stretched
     with pytest.raises(StartupError, match="513 is more than the model's 512 positions"):
         preflight(config.with_(max_model_len=513))
 
@@ -174,10 +174,10 @@ def test_reported_sizes_match_the_memory_in_use(tmp_path: Path, tied: bool) -> N
     head = spec.vocab_size * spec.hidden_size if tied else 0  # counted until it is known to share its memory
     assert halves[0].weight_bytes < 0.55 * 2 * (spec.num_parameters + head)
     assert [half.vocab_start for half in halves] == [0, 160] and halves[1].vocab_local == 160
-    kv = halves[1].kv_spec(16, CPU)
+    (kv,) = halves[1].kv_specs(16)
     assert (kv.num_layers, kv.num_kv_heads, kv.head_dim, kv.block_size, kv.dtype) == (3, 2, 8, 16, torch.bfloat16)
     eighth = Decoder(spec, TensorParallel(7, 8), torch.float32, CPU)  # more ranks than KV heads
-    assert eighth.kv_spec(16, CPU).num_kv_heads == 1
+    assert eighth.kv_specs(16)[0].num_kv_heads == 1
 
 
 def test_progress_rises_to_one(tmp_path: Path) -> None:
@@ -208,7 +208,7 @@ class SelfBackend(ReferenceBackend):
     """A token attends only to itself, without arithmetic, so that differences come from the rest of the model."""
 
     def attend(self, q: Tensor, kv: LayerKV, plan: Any, layer: AttentionSpec, sinks: Tensor | None = None) -> Tensor:
-        own = kv.v.flatten(0, 1)[self.batch.slot_mapping]
+        own = kv.v.flatten(0, 1)[self.batch.slots[self.spec.group]]
         return own.repeat_interleave(layer.num_heads // layer.num_kv_heads, dim=1).flatten(1)
 
     def prepare(self, batch: ForwardBatch) -> list:

@@ -6,11 +6,16 @@
 
 #include "gemm/grouped_source.h"
 #include "layer/layer.h"
+#include "recurrent/convolution.h"
+#include "recurrent/gated_delta.h"
+#include "recurrent/gates.h"
+#include "recurrent/mamba2.h"
 #include "sampling/step.h"
 
 namespace {
 
 using gemm::Expert, gemm::Experts;
+using recurrent::Convolution, recurrent::DeltaHeads, recurrent::GatedNorm, recurrent::MambaHeads, recurrent::StateStep;
 using sampling::LogitsChanges, sampling::SamplingOutput, sampling::SamplingStep;
 
 struct FieldLayout {
@@ -66,7 +71,7 @@ extern "C" const char *oarlock_structures() {
             FIELD(first_kv_head), FIELD(sums_keys))
   STRUCTURE(Router, FIELD(weight), FIELD(bias), FIELD(correction), FIELD(outputs), FIELD(hidden), FIELD(top_k),
             FIELD(groups), FIELD(top_groups), FIELD(is_sigmoid), FIELD(is_normalised), FIELD(corrects_logits),
-            FIELD(is_mixer), FIELD(least_sum), FIELD(scale), FIELD(tolerance))
+            FIELD(is_mixer), FIELD(least_sum), FIELD(added_to_sum), FIELD(scale), FIELD(tolerance))
   STRUCTURE(Expert, FIELD(gate_up), FIELD(down), FIELD(gate_up_bias), FIELD(down_bias), FIELD(gate_up_kind),
             FIELD(down_kind))
   STRUCTURE(Experts, FIELD(experts), FIELD(first), FIELD(count), FIELD(hidden), FIELD(width), FIELD(slices),
@@ -79,10 +84,17 @@ extern "C" const char *oarlock_structures() {
             FIELD(slices))
   STRUCTURE(Norm, FIELD(scale), FIELD(shift), FIELD(width), FIELD(eps), FIELD(is_layer_norm))
   STRUCTURE(HeadsAndPages, FIELD(attention), FIELD(head_norm), FIELD(k_pages), FIELD(v_pages), FIELD(rotary),
-            FIELD(interleaved), FIELD(eps), FIELD(row_norm), FIELD(sinks), FIELD(norms_last), FIELD(query_scale))
+            FIELD(interleaved), FIELD(eps), FIELD(row_norm), FIELD(sinks), FIELD(norms_last), FIELD(query_scale),
+            FIELD(pages))
   STRUCTURE(Addition, FIELD(norm), FIELD(width), FIELD(scale))
   STRUCTURE(Clamp, FIELD(width), FIELD(limit))
   STRUCTURE(MoELayer, FIELD(router), FIELD(routed), FIELD(shared), FIELD(shared_gate))
+  STRUCTURE(StateStep, FIELD(starts), FIELD(reads), FIELD(writes), FIELD(save_starts), FIELD(save_lens),
+            FIELD(save_slots), FIELD(seqs))
+  STRUCTURE(Convolution, FIELD(weight), FIELD(bias), FIELD(channels), FIELD(taps), FIELD(silu))
+  STRUCTURE(DeltaHeads, FIELD(key_heads), FIELD(value_heads), FIELD(key_width), FIELD(value_width))
+  STRUCTURE(MambaHeads, FIELD(a), FIELD(d), FIELD(heads), FIELD(groups), FIELD(head_width), FIELD(state_width))
+  STRUCTURE(GatedNorm, FIELD(weight), FIELD(groups), FIELD(width), FIELD(eps), FIELD(gates_first))
   STRUCTURE(Operation, FIELD(kind), FIELD(source), FIELD(target), FIELD(parameters))
   STRUCTURE(Branch, FIELD(operations), FIELD(count), FIELD(before_all_reduce), FIELD(rows_at_once), FIELD(widths),
             FIELD(sums))

@@ -128,9 +128,9 @@ void attend_rows(const RowChunk<T> &chunk, const Operation &op) {
   const AttentionLayer &a = *layer.attention;
   const long mixed_width = a.heads * a.head_dim, kv_width = a.kv_heads * a.head_dim, stride = mixed_width + 2 * kv_width;
   const T *qkv = chunk.at(op.source), *k = qkv + mixed_width, *v = k + kv_width;
-  const NewRows<T> rows{k, stride, v, stride, chunk.step.slots, chunk.rows};
-  attend<T>(*chunk.step.attention, a, qkv, stride, chunk.at(op.target), mixed_width, layer.k_pages, layer.v_pages,
-            layer.sinks, &rows);
+  const NewRows<T> rows{k, stride, v, stride, chunk.step.slots[layer.pages], chunk.rows};
+  attend<T>(*chunk.step.attention[layer.pages], a, qkv, stride, chunk.at(op.target), mixed_width, layer.k_pages,
+            layer.v_pages, layer.sinks, &rows);
 }
 
 template <class T>

@@ -39,6 +39,7 @@ struct HeadsAndPages {
   const float *sinks;           // the argument of `attend`; or null
   int norms_last;   // heads are normed after the rotation
   int query_scale;  // index of the step's query scale; -1: queries are not scaled
+  int pages;        // index of the step's slots and attention of the layer's group of pages
 };
 
 struct Addition {
@@ -97,7 +98,7 @@ struct RotaryRows {
   long width;         // elements of a head that are rotated
 };
 
-constexpr int kMostRotaries = 4, kMostQueryScales = 4;
+constexpr int kMostRotaries = 4, kMostQueryScales = 4, kMostPagesGroups = 4;
 
 // Inputs shared by all layers of a step. T rows.
 struct LayerStep {
@@ -108,10 +109,10 @@ struct LayerStep {
   long width;                 // hidden size
   int type;                   // an ElementType: dtype of weights, pages and `hidden`
   const int64_t *positions;   // [T]
-  const int64_t *slots;       // [T]   see write_kv
+  const int64_t *slots[kMostPagesGroups];  // [T] each   see write_kv
   RotaryRows rotary[kMostRotaries];
   const float *query_scales[kMostQueryScales];  // [T]   factors of the queries
-  const AttentionStep *attention;
+  const AttentionStep *attention[kMostPagesGroups];
   RankGroup *group;           // group for the all-reduce of `partial`; null with one rank, or if the caller does it
 };
 
