@@ -73,7 +73,6 @@ class Computation(Enum):
     PROJECTION = auto()  # a matmul whose outputs are split among ranks
     ROTATION = auto()  # rotary embedding of a projection, which may be normed first
     ATTENTION = auto()
-    CONVOLUTION = auto()  # a convolution over tokens, with the gates before and after it
     GATED = auto()  # activation(gate) * up
     ACTIVATED = auto()  # activation(up)
     CONVOLUTION = auto()  # the causal convolution of projections, with its activation
