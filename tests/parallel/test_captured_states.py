@@ -29,10 +29,13 @@ NUM_BLOCKS, NUM_SLOTS = 4, 8
 _HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 FAMILIES: dict[str, dict[str, Any]] = {
     "lfm2": {**_HEADS, "num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
-    "qwen3_5_text": {**_HEADS, "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
+    "qwen3_5_text": {
+        **_HEADS, "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 1, "linear_num_value_heads": 2,
+    },
     "falcon_h1": {**_HEADS, "num_hidden_layers": 1},
     "mamba2": {"num_hidden_layers": 1},
-}
+}  # fmt: skip
 
 ALIKE = ("lfm2", "falcon_h1")  # a convolution precedes the other recurrences as well
 
