@@ -36,7 +36,7 @@ def steps(shape: tuple[int, int, int], seqs: list[Seq], form: str, dtype: torch.
     layer, backend = AttentionSpec(0, heads, kv_heads, width, width**-0.5), CppBackend(spec)
     pages = backend.allocate(blocks)
     whole = batch_of(tables, [Seq(seq.context, seq.context) for seq in seqs], BLOCK, spec.device)
-    k, v = (torch.randn(len(whole.slot_mapping), kv_heads, width).to(dtype) for _ in range(2))
+    k, v = (torch.randn(len(whole.slots[0]), kv_heads, width).to(dtype) for _ in range(2))
     for kv in pages:
         backend.write(kv, k, v, whole)
     batch = batch_of(tables, seqs, BLOCK, spec.device)

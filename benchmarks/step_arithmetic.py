@@ -66,8 +66,7 @@ class Step:
 def step_of(spec: DecoderSpec, batch: int, context: int, ranks: int) -> Step:
     """Return a step of one token for each of `batch` sequences of `context` tokens."""
     inner, head = models.inner_parameters(spec), spec.vocab_size * spec.hidden_size
-    heads, width = spec.attention, spec.attention.head_dim
-    cached = batch * context * 2 * spec.num_layers * heads.num_kv_heads * width * 2
+    cached = batch * context * spec.cached_values * 2
     several = ranks > 1
     return Step(
         launches=spec.num_layers * (OF_LAYER + OF_SUMS * several)

@@ -8,11 +8,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from oarlock.server.config.settings import Settings
 from oarlock.server.config.sources import load_settings
-from oarlock.workers.attention.backend import KVSpec
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.models.registry import read_spec
@@ -76,17 +73,10 @@ def column(model: str, name: str) -> list[str]:
     """The figures of one model under `configs/NAME.toml`, of each card."""
     settings, spec = load_settings({}, {}, f"{ROOT}/configs/{name}.toml").settings, spec_of(model)
     ranks, share = settings.tensor_parallel_size, settings.gpu_memory_utilization
-    kv = KVSpec(
-        spec.num_layers,
-        spec.attention.kv_heads_of_rank(ranks),
-        spec.attention.head_dim,
-        32,
-        torch.bfloat16,
-        torch.device("cuda"),
-    )
+    of_token = 2 * spec.cached_values // ranks  # bytes of a token's keys and values in bfloat16
     weights, step = weight_bytes(spec, "bfloat16") / ranks / GIB, step_bytes_of(model, settings) / GIB
     left = CARD * share - weights - step - LIBRARIES
-    fitting = int(left * GIB / kv.bytes_per_token)
+    fitting = int(left * GIB / of_token)
     return [
         model,
         f"{CARD * share:.2f} GiB",
@@ -94,7 +84,7 @@ def column(model: str, name: str) -> list[str]:
         f"-{step:.2f} GiB",
         f"-{LIBRARIES:.2f} GiB",
         f"{left:.2f} GiB",
-        f"{kv.bytes_per_token / 1024:.0f} KiB",
+        f"{of_token / 1024:.0f} KiB",
         f"{fitting // 1000 * 1000:,}",
         f"{fitting // 1024}",
     ]

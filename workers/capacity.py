@@ -144,7 +144,7 @@ def capacity(model: OpenModel, changes: Mapping[str, Any], memory: Memory) -> Ca
         rooms = [room_given(config)] * len(rooms)
     config = with_sequences_that_fit(config, spec, min(rooms))
     each = [
-        _held(config, GroupSizes(config, spec, stage), room, lack)
+        _held(config, GroupSizes.of(config, spec, stage), room, lack)
         for stage, room, lack in zip(stages, rooms, short, strict=True)
     ]
     least = min(each, key=lambda held: (held.num_blocks, -held.missing_bytes))
@@ -223,7 +223,7 @@ def _work(spec: DecoderSpec, formats: WeightFormats, config: WorkerConfig, stage
         weight_bytes=read,
         expert_bytes=expert_bytes,
         expert_share=max((used for used, _ in experts), default=0.0),
-        kv_bytes=GroupSizes(config, spec, stage).bytes_per_token,
+        kv_bytes=GroupSizes.of(config, spec, stage).bytes_per_token,
         token_ops=2 * matrices / size,
         row_ops=2 * head / size if is_last else 0.0,
         pair_ops=sum(branch.sublayer.pair_ops for branch in branches) / size,

@@ -114,6 +114,7 @@ class WorkerConfig:
     step_timeout_s: float = 120.0  # a step that takes longer is a hung rank
     raise_step_timeout: bool = False  # whether it may be raised after timing
     hidden_size: int = 0  # resolved: the model's; outputs may contain a vector of this size for each token
+    pages_groups: int = 1  # resolved: memory groups of pages, each with its own block tables
     whole_texts: bool = False  # resolved: the model is an encoder, which computes each text within one step
     log_level: str = "INFO"  # level name of the logging module, for the engine and the ranks
     log_format: str = "text"  # text | json, for the same logs

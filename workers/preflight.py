@@ -26,7 +26,7 @@ from oarlock.workers.checks.tensors import check_tensors
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.gguf_config import open_checkpoint
 from oarlock.workers.layers.decoder_spec import DecoderSpec, matrices_of
-from oarlock.workers.layers.memory_spec import SlotsSpec
+from oarlock.workers.layers.memory_spec import PagesSpec, SlotsSpec
 from oarlock.workers.model_files.checkpoint import HEAD, Checkpoint, head_differs
 from oarlock.workers.model_files.gguf_model import GGUFCheckpoint
 from oarlock.workers.models.encoders.registry import is_encoder
@@ -117,6 +117,7 @@ def preflight(config: WorkerConfig) -> WorkerConfig:
         load_format="safetensors" if config.load_format == "auto" else config.load_format,
         tie_word_embeddings=spec.tie_word_embeddings,
         hidden_size=spec.hidden_size,
+        pages_groups=sum(isinstance(group.memory, PagesSpec) for group in spec.groups),
     )
 
 

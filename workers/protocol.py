@@ -407,7 +407,7 @@ def max_step_bytes(config: WorkerConfig) -> int:
     sampled = s * (1 + config.num_speculative_tokens)  # rows
     bias = sampled * MAX_BIAS_PER_ROW
     copies = MAX_COPIES if config.offloads_kv else 0
-    entries, ids = s * table_width(config), s * MAX_POOLED_IDS
+    entries, ids = s * table_width(config) * config.pages_groups, s * MAX_POOLED_IDS
     largest = StepShape(
         num_seqs=s,
         num_tokens=t,

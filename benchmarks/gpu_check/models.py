@@ -65,7 +65,7 @@ def that_fit(shape: str, where: Where, batches: Sequence[int], tokens: int) -> l
     """Numbers of sequences of `tokens` tokens for which the device has room. Raises `NotHere` if there are none."""
     with described(shape, where) as folder:
         spec = read_spec(folder)
-    of_a_token = 2 * spec.num_layers * spec.attention.num_kv_heads * spec.attention.head_dim * 2
+    of_a_token = 2 * spec.cached_values
     free = torch.cuda.mem_get_info()[0] - weight_bytes(spec, "bfloat16") - REST if where.device == "cuda" else 0
     found = [batch for batch in batches if batch * (tokens + 32) * of_a_token <= free or where.is_tiny]
     if not found:
@@ -104,7 +104,7 @@ def loaded(folder: str, where: Where, sequences: int, tokens: int, prompt: int, 
     runner = ModelRunner(config, TensorParallel.solo())
     with torch.inference_mode():
         runner.load(lambda share: None)
-        runner.allocate(blocks)
+        runner.allocate(runner.num_blocks_that_fit())
     return runner
 
 

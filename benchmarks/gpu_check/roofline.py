@@ -107,7 +107,7 @@ def _decode_batch(batch: int, context: int, spec: KVSpec) -> ForwardBatch:
     width = -(-context // spec.block_size)
     chunks = [SequenceChunk([0], context - 1, range(1 + n * width, 1 + (n + 1) * width)) for n in range(batch)]
     step = greedy_step(chunks, spec.block_size, range(batch), step_id=1)
-    return ForwardBatch.from_step(step, BlockTables.of_step(step, spec.device))
+    return ForwardBatch.from_step(step, BlockTables.of_step(step, spec.block_size, spec.device))
 
 
 def decode(shape: str, where: Where, **options: bool) -> Iterator[Row]:
@@ -116,7 +116,7 @@ def decode(shape: str, where: Where, **options: bool) -> Iterator[Row]:
     context = 40 if where.is_tiny else CONTEXT
     batches = (1, 3) if where.is_tiny else models.that_fit(shape, where, BATCHES, context + 1)
     runner = models.runner_of(shape, where, sequences=max(batches), tokens=context + 1, **options)
-    yield Row(f"attention by {runner.backend.name}")
+    yield Row(f"attention by {runner.attention_names}")
     for batch in batches:
         step = decode_step(runner, batch, context)
         waiting, ahead = step_seconds(runner, step, where)
@@ -174,9 +174,8 @@ def prefill(shape: str, where: Where) -> Iterator[Row]:
         blocks = range(1, 2 + length // runner.config.block_size)
         step = greedy_step([SequenceChunk([7] * length, 0, blocks)], runner.config.block_size, [length - 1], step_id=1)
         took, _ = step_seconds(runner, step, where)
-        of_attention = (
-            2.0 * length * length * spec.attention.num_heads * spec.attention.head_dim * spec.num_layers
-        )  # half of it is masked
+        pair_ops = sum(branch.sublayer.pair_ops for layer in spec.layers for branch in layer.branches)
+        of_attention = length * length * pair_ops / 2  # half of it is masked
         operations = 2.0 * models.inner_parameters(spec) * length + of_attention
         rate = operations / took
         figures = {"ms": took * 1e3, "TFLOP/s": rate / 1e12, "share of products": rate / limits.product_flop_s}
@@ -186,7 +185,7 @@ def prefill(shape: str, where: Where) -> Iterator[Row]:
 def _floor(runner: ModelRunner, limits: Ceilings, rows: int, cached: int) -> float:
     """Seconds that a decode step of `rows` tokens takes at least, over `cached` tokens of KV memory."""
     weights = models.streamed_bytes(runner)
-    read = weights + cached * runner.backend.spec.bytes_per_token
+    read = weights + cached * runner.memory.groups.bytes_per_token
     return max(read / limits.bytes_s, weights * rows / limits.product_flop_s)  # 2 bytes of a weight, 2 operations
 
 

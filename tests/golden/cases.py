@@ -241,7 +241,7 @@ CASES: dict[str, Case] = {
     "qwen3-5-moe": Case("qwen3_5_moe_text", {}, (1, 2, 4)),
     "olmo-hybrid": Case("olmo_hybrid", {}, (1, 2, 4)),
     "olmo-hybrid-unrotated": Case("olmo_hybrid", {"linear_allow_neg_eigval": False}, (2,),
-                                  claims={"rope_parameters": None}),
+                                  claims={"rope_parameters": {"rope_theta": None, "rope_type": "default"}}),
     "llama4": Case("llama4_text", {}, (1, 2, 4)),
     "llama4-plain": Case("llama4_text", {"use_qk_norm": False, "attn_temperature_tuning": False, "attention_bias": True,
         "num_experts_per_tok": 1, "moe_layers": [0, 2], "no_rope_layers": [1, 1, 1], "rope_parameters": {

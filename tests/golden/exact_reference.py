@@ -56,8 +56,10 @@ class ExactReference:
 
     @cached_property
     def logits(self) -> tuple[Tensor, Tensor]:
-        """(truth, theirs), after each token [n, vocab]: the prompt in one call, the others one by one with a cache. Of a
-        model with recurrent states all in one call: Bamba computes something else with a cache."""
+        """(truth, theirs), after each token [n, vocab]: the prompt in one call, the others one by one with a cache.
+
+        A model with recurrent states gets all in one call: Bamba computes something else with a cache.
+        """
         return self._both(lambda recording: self._all_logits())
 
     @cached_property

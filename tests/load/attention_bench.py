@@ -83,7 +83,7 @@ def sdpa_variant(batch: ForwardBatch, blocks: int, layer: AttentionSpec, q: Tens
             if uniform:
                 one(
                     q[: batch.num_tokens],
-                    batch.block_tables[: len(batch.query_lens)],
+                    batch.block_tables[0][: len(batch.query_lens)],
                     batch.query_lens[0],
                     batch.context_lens[0],
                 )
@@ -91,7 +91,7 @@ def sdpa_variant(batch: ForwardBatch, blocks: int, layer: AttentionSpec, q: Tens
             start = 0
             for seq, (query, context) in enumerate(zip(batch.query_lens, batch.context_lens, strict=True)):
                 used = -(-context // BLOCK)
-                one(q[start : start + query], batch.block_tables[seq : seq + 1, :used], query, context)
+                one(q[start : start + query], batch.block_tables[0][seq : seq + 1, :used], query, context)
                 start += query
 
     return run

@@ -3,6 +3,8 @@
 A graph's replay is a call of the work that was captured. Sampling is torch's, which reads steps as they come.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -16,6 +18,7 @@ from oarlock.workers.runner.device_steps import DeviceSteps
 from oarlock.workers.runner.eager_steps import EagerSteps
 from oarlock.workers.runner.model_runner import ModelRunner
 from oarlock.workers.runner.step_inputs import InputPlace, Shape, StepInputs
+from oarlock.workers.runner.trial_steps import TrialMemory
 from oarlock.workers.sampling.columns import Variant
 from oarlock.workers.sampling.row_chunks import concatenate_outputs, empty_output, logits_rows
 from oarlock.workers.sampling.sampler import Sampler, num_accepted
@@ -102,7 +105,7 @@ class CountedCalls(Calls):
 class GraphRunner(ModelRunner):
     """A `ModelRunner` of the CPU with graphs."""
 
-    def allocate(self, num_blocks: int) -> None:
+    def allocate(self, num_blocks: Sequence[int]) -> None:
         super().allocate(num_blocks)
         config = self.config
         seqs, tokens = config.max_num_seqs, config.max_num_batched_tokens
@@ -110,18 +113,20 @@ class GraphRunner(ModelRunner):
         self.sizes, self.prompt_sizes = bucket_sizes(seqs), prompt_sizes(config)
         self.maker = CountedCalls()
         sampled = seqs * (1 + config.num_speculative_tokens)
+        memory = TrialMemory.of(self.spec)
+        groups, states = len(memory.pages_groups), seqs if memory.has_states else 0
         self.inputs = RecordedInputs(
-            BlockTables(seqs, table_width(config), self.device),
-            Shape(rows, seqs, rows, seqs * table_width(config)),
+            BlockTables(seqs, table_width(config), config.block_size, self.device, memory.pages_groups),
+            Shape(rows, seqs, rows, groups * seqs * table_width(config), groups, states, rows if states else 0),
             sampled,
             self.spec.vocab_size,
         )
         assert config.max_model_len is not None
         self.steps = DeviceSteps(
-            self.model, self.backend, self.inputs, TorchSampling(self, rows),
+            self.model, self.backends, self.inputs, TorchSampling(self, rows),
             rows_at_once=max(self.sizes), max_model_len=config.max_model_len,
         )  # fmt: skip
-        self.steps.kv = self.kv
+        self.steps.memory = self.layer_memory
         self.steps.capture(self.maker, self.sizes, self.prompt_sizes)
 
     def execute(self, step: StepMetadata, await_masks=None) -> StepOutput | None:

@@ -72,7 +72,8 @@ class ThreadExecutor:
         # One thread for each rank: with several, the barrier holds each until all have work.
         self._threads = ThreadPoolExecutor(size * stages, "rank", torch.set_num_threads, (config.num_threads or 1,))
 
-        fitting, all_loaded = [0] * (size * stages), Barrier(size * stages, timeout=120)
+        fitting: list[list[int]] = [[]] * (size * stages)
+        all_loaded = Barrier(size * stages, timeout=120)
 
         def start(place: int) -> ModelRunner | EncoderRunner:
             number, rank = divmod(place, size)
@@ -87,7 +88,7 @@ class ThreadExecutor:
             runner.load(lambda fraction: None)
             fitting[place] = runner.num_blocks_that_fit()
             all_loaded.wait()
-            runner.allocate(min(fitting))
+            runner.allocate([min(counts) for counts in zip(*fitting, strict=True)])
             return runner
 
         level = logging.getLogger("oarlock").level

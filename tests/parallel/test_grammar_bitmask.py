@@ -140,7 +140,7 @@ def test_grammars_through_the_engine_and_one_that_breaks(executor: Executor, dep
 def test_ranks_are_at_work_before_the_masks(executor: Executor) -> None:
     """The last test of these ranks, which end in it."""
     broken = masked_step(executor, 4)
-    broken.slot_mapping[0] = 10**9  # the model fails on it: its report shows that the model has begun
+    broken.rows[0] = 10**9  # the model fails on it: its report shows that the model has begun
     executor.submit(broken, masks_follow=True)
     assert select.select(executor.fileno_for_death(), [], [], 60)[0]
     with pytest.raises(WorkerError, match="failed at step 4"):

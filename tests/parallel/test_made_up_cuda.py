@@ -47,6 +47,7 @@ from oarlock.workers.runner import expert_kernel_selection, worker_process
 from oarlock.workers.runner.cuda_graphs import CudaGraph, CudaGraphs
 from oarlock.workers.runner.device import use_device
 from oarlock.workers.runner.device_steps import DeviceSteps
+from oarlock.workers.runner.layer_memory import allocate_memory
 from oarlock.workers.runner.model_runner import ModelRunner
 from oarlock.workers.runner.pending_output import AnsweringThread, wait_for
 from oarlock.workers.runner.step_inputs import StagingBuffer
@@ -482,7 +483,7 @@ def runner_of(model: Path, tp: TensorParallel | None = None, **options: Any) -> 
     with torch.inference_mode():
         runner.load(lambda share: None)
     assert isinstance(runner.steps, DeviceSteps)
-    runner.steps.kv = runner.backend.allocate(4)
+    runner.steps.memory = allocate_memory(runner.model, runner.backends, [4] * len(runner.model.groups))
     return runner, runner.steps
 
 

@@ -79,10 +79,10 @@ def test_kv_bytes_per_token_are_exact(shapes: dict[int, Path], kv_heads: int, si
     """Bytes of the tensors themselves: the cost of one more block, so that a spare page of a backend does not count."""
     spec = read_spec(str(shapes[kv_heads]))
     local = max(1, kv_heads // size)  # held once per rank; replicated only when there are more ranks than heads
-    expected = 2 * spec.num_layers * local * spec.attention.head_dim * dtype.itemsize
+    expected = 2 * spec.num_layers * local * spec.attentions[0].head_dim * dtype.itemsize
     for rank in (0, size - 1):
         decoder = Decoder(spec, TensorParallel(rank, size), dtype, torch.device("cpu"))
-        kv_spec = decoder.kv_spec(16, torch.device("cpu"))
+        (kv_spec,) = decoder.kv_specs(16)
         assert kv_spec.bytes_per_token == expected
         for backend in BACKENDS:
             if backend.why_not(kv_spec) is None:

@@ -209,7 +209,7 @@ def test_each_stage_holds_its_part(checkpoints: dict[str, Path]) -> None:
     for part, rank in zip(models, staged.ranks, strict=True):
         needed = rank_weight_bytes(staged.config, rank.spec, rank.description.formats, rank.stage.number)
         assert needed == pytest.approx(part.weight_bytes, rel=0.01)
-    assert [len(rank.kv) for rank in staged.ranks] == [2, 2, 1]
+    assert [len(rank.layer_memory) for rank in staged.ranks] == [2, 2, 1]
     assert staged.info.kv_bytes_per_token_per_rank * 5 == whole.info.kv_bytes_per_token_per_rank * 2
     assert staged.info.weight_bytes_per_rank == max(part.weight_bytes for part in models)
     assert (staged.info.pipeline_parallel_size, staged.info.tensor_parallel_size) == (3, 1)

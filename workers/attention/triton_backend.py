@@ -116,11 +116,12 @@ class TritonPlan:
     """A step's tiles, and the data that its layers share."""
 
     batch: ForwardBatch
-    tiles: list[Tiles]
+    # tiles by the number of query heads for each KV head, in which layers of a group may differ
+    tiles: dict[int, list[Tiles]] = field(default_factory=dict)
     is_live: bool = False  # context lengths change; the batch has upper bounds
     prompts: int = 0  # upper bound of queries longer than one token, if query lengths change too; 0: they do not
-    # plans by the length of a window or chunk, and whether it is a chunk's
-    planned: dict[tuple[int, bool], list[Planned]] = field(default_factory=dict)
+    # plans by the length of a window or chunk, whether it is a chunk's, and the query heads for each KV head
+    planned: dict[tuple[int, bool, int], list[Planned]] = field(default_factory=dict)
 
 
 class TritonBackend:
@@ -180,7 +181,7 @@ class TritonBackend:
         return kv.k, kv.v, kv.k.view(torch.int16), kv.v.view(torch.int16)
 
     def prepare(self, batch: ForwardBatch) -> TritonPlan:
-        return TritonPlan(batch, [])
+        return TritonPlan(batch)
 
     def prepare_decode(self, batch: ForwardBatch) -> TritonPlan:
         """Plan all steps of one token per sequence in the tensors of `batch`, with contexts of up to `context_lens`.
@@ -188,7 +189,7 @@ class TritonBackend:
         The number of programs that share a sequence's keys follows from these bounds. On the device each program finds
         its part of the keys.
         """
-        return TritonPlan(batch, [], is_live=True)
+        return TritonPlan(batch, is_live=True)
 
     def prepare_prompts(self, batch: ForwardBatch, most: int) -> TritonPlan:
         """Plan all steps in the tensors of `batch`, with queries of any length and contexts of up to `context_lens`.
@@ -196,7 +197,7 @@ class TritonBackend:
         At most `most` queries are longer than one token. The tiles are computed on the device.
         """
         assert self.spec.fixed_span is None, "its tiles have one shape"
-        return TritonPlan(batch, [], is_live=True, prompts=most)
+        return TritonPlan(batch, is_live=True, prompts=most)
 
     def write(self, kv: LayerKV, k: Tensor, v: Tensor, batch: ForwardBatch) -> None:
         spec = self.spec
@@ -242,18 +243,18 @@ class TritonBackend:
         assert q.stride(2) == 1 and q.stride(1) == width and layer.scale > 0
         out = torch.empty((rows, heads * width), dtype=q.dtype, device=q.device)
         out[plan.batch.num_tokens :] = 0.0  # padding rows
-        if not plan.tiles:
-            plan.tiles = self._tiles(plan, heads // self.spec.num_kv_heads)
+        group = heads // self.spec.num_kv_heads
+        if group not in plan.tiles:
+            plan.tiles[group] = self._tiles(plan, group)
         window = layer.chunk or layer.sliding_window or NO_WINDOW
-        is_chunk = layer.chunk is not None
-        if (window, is_chunk) not in plan.planned:
-            parts = [part for tiles in plan.tiles for part in self._planned(plan, tiles, window, layer)]
-            plan.planned[window, is_chunk] = parts
-        for part in plan.planned[window, is_chunk]:
+        key = window, layer.chunk is not None, group
+        if key not in plan.planned:
+            plan.planned[key] = [part for one in plan.tiles[group] for part in self._planned(plan, one, window, layer)]
+        for part in plan.planned[key]:
             if part.layer == layer.layer:
                 if part.tiles.queries is not None:
-                    _find(plan.batch, part.tiles, part.tiles.shape.rows // (heads // self.spec.num_kv_heads))
-                self._divide(plan.batch, part, window, heads // self.spec.num_kv_heads, is_chunk=is_chunk)
+                    _find(plan.batch, part.tiles, part.tiles.shape.rows // group)
+                self._divide(plan.batch, part, window, group, is_chunk=layer.chunk is not None)
             self._compute(q, kv, plan.batch, layer, part, out, sinks)
         return out
 

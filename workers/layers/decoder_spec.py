@@ -229,6 +229,12 @@ class DecoderSpec:
         return None
 
     @property
+    def cached_values(self) -> int:
+        """Number of values in the keys and values of one token, in all layers and over all ranks."""
+        pages = [(group.memory, len(group.layers)) for group in self.groups if isinstance(group.memory, PagesSpec)]
+        return sum(count * one.kv_heads * (one.key_width + one.value_width) for one, count in pages)
+
+    @property
     def attentions(self) -> list[SelfAttentionSpec]:
         """The different kinds of attention of all layers, in the order of their first use."""
         return [one for one in self.sublayers if isinstance(one, SelfAttentionSpec)]

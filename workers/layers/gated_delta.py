@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from oarlock.workers.attention.backend import LayerStep
@@ -30,7 +29,7 @@ class DeltaGates:
         self.name = name
         self.heads = heads
         self.placement = placement
-        self.doubles_beta = doubles_beta
+        self.beta_scale = 2.0 if doubles_beta else 1.0
 
     @property
     def weight_bytes(self) -> int:
@@ -45,11 +44,8 @@ class DeltaGates:
 
     def __call__(self, b_and_a: Tensor) -> tuple[Tensor, Tensor]:
         """Return (logarithm of the decay, rate of writes) for `b_and_a` [T, 2 * heads]: each float32 [T, heads]."""
-        # In float64, because torch computes the last few elements of an array with another exponential function.
-        b, a = b_and_a.double().chunk(2, 1)
-        log_decay = -torch.exp(self.a_log.double()) * F.softplus(a + self.dt_bias.double())
-        beta = torch.sigmoid(b) * (2.0 if self.doubles_beta else 1.0)
-        return log_decay.float(), beta.float()
+        b, a = b_and_a.chunk(2, 1)
+        return operations.delta_gates(a, b, self.a_log, self.dt_bias, beta_scale=self.beta_scale)
 
 
 class DeltaNorm:

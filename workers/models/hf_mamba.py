@@ -23,15 +23,15 @@ def kinds_of_layers(fields: Fields, key: str, default: list[str], others: Sequen
     `default`: the kinds if there is no list. `others`: further kinds that the family has.
     """
     names = dict.fromkeys((key, "layer_types", "layers_block_type"))
-    found = [fields.raw[name] for name in names if fields.raw.get(name) is not None]
-    if not found:
+    given = next((name for name in names if fields.raw.get(name) is not None), None)
+    if given is None:
         return default
-    known = (MAMBA, ATTENTION, *others)
-    if not isinstance(found[0], list) or not found[0]:
-        raise unsupported(key, found[0], "It must be a list with the kind of each layer.")
-    kinds = [_OLDER.get(kind, kind) if isinstance(kind, str) else kind for kind in found[0]]
+    found, known = fields.raw[given], (MAMBA, ATTENTION, *others)
+    if not isinstance(found, list) or not found:
+        raise unsupported(given, found, "It must be a list with the kind of each layer.")
+    kinds = [_OLDER.get(kind, kind) if isinstance(kind, str) else kind for kind in found]
     if any(kind not in known for kind in kinds):
-        raise unsupported(key, found[0], f"Each layer must be one of {', '.join(known)}.")
+        raise unsupported(given, found, f"Each layer must be one of {', '.join(known)}.")
     return kinds
 
 
@@ -65,18 +65,18 @@ def bamba_mixer(
             most_step=most,
         ),
         width,
-        ("mamba_n_heads", "mamba_d_head", "mamba_n_groups"),
+        ("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_expand, mamba_d_ssm or hidden_size"),
     )
 
 
-def checked(mamba: Mamba2Spec, width: int, keys: tuple[str, str, str]) -> Mamba2Spec:
-    """Return `mamba` if its heads fill `width` and its groups have equally many heads. `keys`: of heads, their width
-    and groups, for errors."""
-    heads, head_dim, groups = keys
+def checked(mamba: Mamba2Spec, width: int, keys: tuple[str, str, str, str]) -> Mamba2Spec:
+    """Return `mamba` if its heads fill `width` and its groups have equally many heads. `keys`: of heads, their width,
+    groups and `width`, for errors."""
+    heads, head_dim, groups, whole = keys
     if mamba.width != width:
         raise StartupError(
             f"config.json: {mamba.num_heads} heads of {mamba.head_dim} do not fill the {width} values of Mamba.",
-            f"Repair {heads}, {head_dim} or the setting of the width.",
+            f"Repair {heads}, {head_dim}, {whole}.",
         )
     if mamba.num_heads % mamba.groups:
         raise StartupError(

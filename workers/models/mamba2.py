@@ -41,7 +41,7 @@ def describe_mamba2(fields: Fields) -> DecoderSpec:
         least_step=least,
         most_step=most,
     )
-    checked(mamba, fields.count("expand", 2) * hidden, ("num_heads", "head_dim", "n_groups"))
+    checked(mamba, fields.count("expand", 2) * hidden, ("num_heads", "head_dim", "n_groups", "expand or hidden_size"))
     layer = LayerSpec((BranchSpec(mamba, "norm"),))
     return DecoderSpec(
         architecture=fields.raw["architectures"][0],

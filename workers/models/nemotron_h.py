@@ -6,13 +6,13 @@ The MLPs and the experts have no gate, and square a relu. Torch-free.
 from dataclasses import replace
 from typing import Any
 
-from oarlock.workers.layers.attention_spec import SelfAttentionSpec
+from oarlock.workers.layers.attention_spec import RopeSpec, SelfAttentionSpec
 from oarlock.workers.layers.decoder_spec import BranchSpec, DecoderSpec, LayerSpec, SublayerSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec, SharedSpec
 from oarlock.workers.layers.mamba2_spec import Mamba2Spec
 from oarlock.workers.layers.tensor_spec import NormSpec
 from oarlock.workers.model_files.tensor_names import TensorNames
-from oarlock.workers.models.hf_config import activation_name, decoder_spec, expert_counts
+from oarlock.workers.models.hf_config import activation_name, decoder_spec, expert_counts, head_width
 from oarlock.workers.models.hf_experts import grouped_router
 from oarlock.workers.models.hf_fields import MOST_LAYERS, Describe, Fields, unsupported
 from oarlock.workers.models.hf_mamba import ATTENTION, MAMBA, kinds_of_layers
@@ -46,6 +46,7 @@ def describe_nemotron_h(fields: Fields) -> DecoderSpec:
         kv_heads=8,
         head_dim=128,
         max_positions=4096,
+        rope=RopeSpec("default", 1e4, head_width(fields, 128)),  # which no layer has
         windows=(None,) * len(kinds),
         mlp_bias=fields.flag("mlp_bias", False),
         gated_mlp=False,

@@ -29,7 +29,7 @@ _NAMES = TensorNames(
 
 
 def describe_olmo_hybrid(fields: Fields) -> DecoderSpec:
-    """Describe OLMo Hybrid. Its attention is not rotated if the config has no `rope_theta`."""
+    """Describe OLMo Hybrid. Published models have null as `rope_theta`: their attention is not rotated."""
     bias, heads = fields.flag("attention_bias", False), fields.count("num_attention_heads")
     keys = fields.count("linear_num_key_heads", heads)
     width = max(1, int(0.75 * fields.count("hidden_size") / keys))
@@ -57,9 +57,12 @@ def describe_olmo_hybrid(fields: Fields) -> DecoderSpec:
 
 
 def _is_rotated(fields: Fields) -> bool:
-    """Return whether attention is rotated, as in transformers: if a table has a `rope_theta`."""
-    table = fields.table("rope_scaling") or fields.table("rope_parameters")
-    return table.get("rope_theta", fields.raw.get("rope_theta")) is not None
+    """Return whether attention is rotated, as in transformers: it is not if `rope_theta` is null."""
+    inner = fields.raw.get("rope_scaling") or fields.raw.get("rope_parameters")
+    for table in (inner if isinstance(inner, dict) else {}, fields.raw):
+        if "rope_theta" in table:
+            return table["rope_theta"] is not None
+    return True
 
 
 FAMILIES: dict[str, Describe] = {

@@ -32,7 +32,7 @@ RESERVED_BLOCKS = 2
 LEAST_COUNTS = 2  # blocks or slots of each group for a trial, including number 0
 RUNNING_SLOTS, CHECKPOINT_SLOTS = 2, 2  # slots for each running sequence, and for its checkpoints
 _UNLIMITED = 1 << 40  # blocks of a group without layers on the rank
-_LEAST_SLOTS = 5  # including the null slot: the self-tests need these
+_LEAST_SLOTS = 5  # including the null slot, for one sequence and the self-tests
 _TYPICAL_SHARE = 8  # `max_model_len` divided by this is the length of a typical sequence
 SLOTS_SHARE = 0.5  # share of the room for slots, if there are pages, to which `max_num_seqs` is lowered
 
@@ -72,16 +72,21 @@ def group_size(config: WorkerConfig, group: MemoryGroup, layers: range) -> Group
 class GroupSizes:
     """The memory groups of one rank, and the division of room among them."""
 
-    def __init__(self, config: WorkerConfig, spec: DecoderSpec, stage: int = 0) -> None:
-        """Describe the groups of a rank of `stage`. `config` must have a resolved dtype and resolved lengths."""
+    def __init__(self, config: WorkerConfig, groups: Sequence[GroupSize]) -> None:
+        """Describe a rank with `groups`. `config` must have resolved lengths."""
         assert config.max_model_len is not None, "preflight resolves the context length"
         self._config, self._length = config, config.max_model_len
-        layers = layers_of_stage(spec.num_layers, stage, config.pipeline_parallel_size)
-        self.groups = [group_size(config, group, layers) for group in spec.groups]
+        self.groups = list(groups)
         self.pages = [group for group in self.groups if not group.is_recurrent]
         self.slot_bytes = sum(group.bytes_per_block for group in self.groups if group.is_recurrent)
         self.has_slots = len(self.pages) < len(self.groups)
         self._is_plain = len(self.groups) == len(self.pages) == 1
+
+    @staticmethod
+    def of(config: WorkerConfig, spec: DecoderSpec, stage: int = 0) -> GroupSizes:
+        """Describe a rank of `stage`. `config` must have a resolved dtype and resolved lengths."""
+        layers = layers_of_stage(spec.num_layers, stage, config.pipeline_parallel_size)
+        return GroupSizes(config, [group_size(config, group, layers) for group in spec.groups])
 
     # -- needs of sequences
 
@@ -94,11 +99,11 @@ class GroupSizes:
         return min(blocks, -(-most // self._config.block_size) + 1)
 
     def bytes_of_sequence(self, length: int) -> int:
-        """Return the bytes of the blocks and running slots of one sequence of `length` tokens, with the reserve."""
+        """Return the bytes of the blocks and slots of one sequence of `length` tokens, with the reserve."""
         blocks = sum(
             (self.blocks_of_sequence(one, length) + RESERVED_BLOCKS) * one.bytes_per_block for one in self.pages
         )
-        return blocks + (RUNNING_SLOTS + RESERVED_BLOCKS) * self.slot_bytes
+        return blocks + (_LEAST_SLOTS + 1) * self.slot_bytes
 
     @property
     def bytes_per_token(self) -> int:
@@ -134,19 +139,29 @@ class GroupSizes:
         `max_num_seqs` full sequences. A given size and device memory are used completely, because spare blocks keep
         cached prefixes for later requests.
         """
-        length = self._length
+        available, length = room.available, self._length
+        of_more = (self._least_slots - _LEAST_SLOTS) * self.slot_bytes  # slots of more sequences than one
         if self._config.fit_model_len:
-            length = self._longest_that_fits(room.available)
-        if not length or self.bytes_of_sequence(length) > room.available:
+            length = self._longest_that_fits(available - of_more)
+        if not length or self.bytes_of_sequence(length) > available:
             raise self._too_small(room)
-        slots = self._slots_that_fit(room.available, length) if self.has_slots else 0
-        left = room.available - (slots + 1) * self.slot_bytes if slots else room.available
-        blocks = iter(self._blocks_that_fit(left, length))
+        if self.bytes_of_sequence(length) + of_more > available:
+            raise self._too_few_slots(available - self.bytes_of_sequence(length) + (_LEAST_SLOTS + 1) * self.slot_bytes)
+        slots = self._wanted_slots
+        if self.slot_bytes:
+            fitting = (available - self.bytes_of_sequence(length)) // self.slot_bytes + _LEAST_SLOTS
+            slots = min(slots, fitting)
+            available -= (slots + 1) * self.slot_bytes
+        blocks = iter(self._blocks_that_fit(available, length))
         return [slots if group.is_recurrent else next(blocks) for group in self.groups]
 
     def given_counts(self, num_blocks: int) -> list[int]:
         """Return `num_blocks` of every group of pages, and the slots that all sequences need."""
         return [self._wanted_slots if group.is_recurrent else num_blocks for group in self.groups]
+
+    @property
+    def _least_slots(self) -> int:
+        return max(_LEAST_SLOTS, self._config.max_num_seqs * RUNNING_SLOTS + 1)
 
     @property
     def _wanted_slots(self) -> int:
@@ -161,16 +176,6 @@ class GroupSizes:
             fits = self.bytes_of_sequence(middle * size) <= available
             low, high = (middle, high) if fits else (low, middle - 1)
         return min(self._length, low * size)
-
-    def _slots_that_fit(self, available: int, length: int) -> int:
-        least = max(_LEAST_SLOTS, RUNNING_SLOTS * self._config.max_num_seqs + 1)
-        if not self.slot_bytes:
-            return self._wanted_slots
-        of_pages = self.bytes_of_sequence(length) - (RUNNING_SLOTS + RESERVED_BLOCKS) * self.slot_bytes
-        fitting = (available - of_pages) // self.slot_bytes - 1  # one more is for padding sequences
-        if fitting < least:
-            raise self._too_few_slots(available - of_pages)
-        return min(self._wanted_slots, fitting)
 
     def _blocks_that_fit(self, available: int, length: int) -> list[int]:
         """Return the blocks of each group of pages, including the null block."""
@@ -247,8 +252,8 @@ class GroupSizes:
         """Return the bytes of one sequence in `group` as a multiplication for messages."""
         if group.pages is None:
             return (
-                f"{RUNNING_SLOTS} + {RESERVED_BLOCKS} slots x {human_bytes(group.bytes_per_block)} of recurrent state "
-                f"in {group.num_layers} layers"
+                f"{_LEAST_SLOTS + 1} slots x {human_bytes(group.bytes_per_block)} of recurrent state in "
+                f"{group.num_layers} layers"
             )
         pages, blocks = group.pages, self.blocks_of_sequence(group, self._length)
         window = "" if group.span is None or self._is_plain else f" of a window of {group.span} tokens and a step"
@@ -262,12 +267,12 @@ class GroupSizes:
         )
 
     def _too_few_slots(self, available: int) -> StartupError:
-        config, least = self._config, RUNNING_SLOTS * self._config.max_num_seqs + RESERVED_BLOCKS
+        config, least = self._config, self._least_slots + 1
         most = (available // self.slot_bytes - RESERVED_BLOCKS) // RUNNING_SLOTS
         return StartupError(
             f"Not enough memory for the recurrent state of {config.max_num_seqs} sequences: {RUNNING_SLOTS} slots for "
-            f"each and {RESERVED_BLOCKS} more x {human_bytes(self.slot_bytes)} take "
-            f"{human_bytes(least * self.slot_bytes)} per rank, and {human_bytes(max(0, available))} is left.",
+            f"each and {RESERVED_BLOCKS} more, {least} x {human_bytes(self.slot_bytes)}, take "
+            f"{human_bytes(least * self.slot_bytes)} per rank, and {human_bytes(available)} is left.",
             f"Lower --max-num-seqs to {most} or less." if most > 0 else "Free memory or use a smaller model.",
             EXIT_OUT_OF_MEMORY,
         )
@@ -305,7 +310,7 @@ def with_sequences_that_fit(config: WorkerConfig, spec: DecoderSpec, room: KVRoo
     their share of `room`."""
     lowest = config.max_num_seqs
     for stage in range(config.pipeline_parallel_size):
-        sizes = GroupSizes(config, spec, stage)
+        sizes = GroupSizes.of(config, spec, stage)
         if sizes.slot_bytes:
             share = int(room.available * (SLOTS_SHARE if sizes.pages else 1.0))
             fitting = share // sizes.slot_bytes - RESERVED_BLOCKS

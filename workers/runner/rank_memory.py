@@ -81,7 +81,7 @@ class RankMemory:
         self._config, self._spec, self._formats, self._stage, self._device = config, spec, formats, stage, device
         self.meter = meter or meter_of(device)
         self.step = StepMemory(config, spec, has_head=stage.is_last)
-        self.groups = GroupSizes(config, spec, stage.number)
+        self.groups = GroupSizes.of(config, spec, stage.number)
         self.graph_bytes = 0  # known before KV memory is allocated
         self.kv_bytes: int | None = None  # None: not known yet
 

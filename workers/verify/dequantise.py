@@ -61,7 +61,10 @@ class StoredTensors:
         if kind == "weight" and tensor.dtype in _PLAIN and self._names.is_transposed(module):
             tensor = tensor.T.contiguous()
         blocks = self._names.blocks_of(module)
-        return tensor if blocks is None else tensor[blocks.rows_of(name.split(".")[-2])]
+        if blocks is None or tensor.numel() == 1:
+            return tensor
+        block = sum(blocks.rows) * blocks.groups // len(tensor)  # outputs that share a row, as in scales of blocks
+        return tensor[[row // block for row in blocks.rows_of(name.split(".")[-2])[::block]]]
 
     def _named(self, stored: str) -> list[str]:
         """Return our names of a stored tensor, which may hold the rows of several modules."""

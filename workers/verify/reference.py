@@ -61,7 +61,7 @@ from oarlock.workers.verify.transformers_layout import TransformersLayout
 # A text model that transformers saves with settings that its automatic class does not know.
 AutoModelForCausalLM.register(Emu3TextConfig, Emu3ForCausalLM, exist_ok=True)
 # Modules that convert their inputs to float32, whatever their dtype is.
-_COMPUTE_IN_FLOAT32 = ("Llama4TextAttention",)
+_COMPUTE_IN_FLOAT32 = ("Llama4TextAttention", "Mamba2Block", "Mamba2ForCausalLM", "NemotronHBlock")
 # MoE layers that scale the sum of a token's experts, where others, and we, scale the weights of experts.
 _SCALE_EXPERTS = ("LagunaSparseMoeBlock",)
 # Ends of the names of modules with a recurrent state.
@@ -462,7 +462,9 @@ class TransformersRecorder:
         if named.get("scaling") == 1.0:  # OPT has scaled its queries already
             rows = rows / self._spec.layers[module.layer_idx].attention.scale
         self.record(f"{module.layer_idx}.q_rope", rows)
-        self.record(f"{module.layer_idx}.k_rope", key.transpose(1, 2))
+        attention = self._spec.layers[module.layer_idx].attention
+        key_scale = 1.0 if attention is None else attention.key_scale  # which scores get in our layers
+        self.record(f"{module.layer_idx}.k_rope", key.transpose(1, 2) / key_scale)
         if query.dtype == torch.float64:
             scale = named.get("scaling") or query.shape[-1] ** -0.5
             exact = exact_attention(query, key, value, attention_mask, scale, named.get("softcap"), named.get("s_aux"))

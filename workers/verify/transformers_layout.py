@@ -50,7 +50,8 @@ class TransformersLayout:
         """Return the rows of `module` in the order of transformers' module. `rows_of`: reads those of a module that is
         stored."""
         blocks = self._names.blocks_of(module)
-        if self._dequantised.has(module):
+        is_part = blocks is not None and module.rpartition(".")[2] in blocks.parts  # one part may have the whole's name
+        if self._dequantised.has(module) and not is_part:
             whole = rows_of(module)
             if blocks is None:
                 return whole

@@ -54,8 +54,8 @@ def scores(pieces: list[list[int]], quantization: str, kv_cache_dtype: str, dtyp
     total, count, best = 0.0, 0, []
     for piece in pieces:
         step = greedy_step([SequenceChunk(piece, 0, blocks)], BLOCK_SIZE, range(len(piece)), step_id=1)
-        batch = ForwardBatch.from_step(step, BlockTables.of_step(step, runner.device))
-        hidden = runner.model(batch, runner.kv, runner.backend, runner.backend.prepare(batch))
+        batch = ForwardBatch.from_step(step, BlockTables.of_step(step, runner.config.block_size, runner.device))
+        hidden = runner.model(batch, runner.layer_memory, runner.backends, {0: runner.backends[0].prepare(batch)})
         logits = runner.model.compute_logits(hidden)  # [tokens, vocabulary]
         chosen = torch.log_softmax(logits[:-1], 1).gather(1, torch.tensor(piece[1:]).unsqueeze(1))
         total -= chosen.double().sum().item()

@@ -104,7 +104,7 @@ def test_the_cost_is_found_from_a_few_small_steps(clock: Clock) -> None:
     assert (
         clock.now < 15 and len(agreed) == len(clock.steps) // step_timing._TRIES
     )  # ranks agree on every number they go by
-    assert all(set(step.table_blocks) == {0} and max(step.slot_mapping) < 16 for step in clock.steps)
+    assert all(set(step.table_blocks) == {0} for step in clock.steps)
     assert all(len(set(step.token_ids)) == step.num_tokens and max(step.token_ids) < 1000 for step in clock.steps)
 
 

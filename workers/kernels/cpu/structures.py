@@ -230,10 +230,13 @@ class CMambaHeads(ctypes.Structure):
 class CGatedNorm(ctypes.Structure):
     _fields_ = (
         ("weight", c_void_p),
-        ("groups", c_long),
+        ("heads", c_long),
         ("width", c_long),
         ("eps", c_float),
         ("gates_first", c_int),
+        ("group_heads", c_long),
+        ("all_heads", c_long),
+        ("first_head", c_long),
     )
 
 

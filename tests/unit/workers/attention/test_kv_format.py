@@ -68,14 +68,14 @@ def test_fp8_is_the_nearest_number_that_there_is_and_saturates() -> None:
 def keys_of(kv: KVSpec, pages: Tensor) -> Tensor:
     """The keys in pages of the C++ backend, as the reference stores them: [blocks, block_size, heads, row]."""
     step = 2 if kv.dtype == torch.bfloat16 else 1
-    groups = pages.view(len(pages), kv.num_kv_heads, -1, GROUP * kv.shape.bytes_per_row)
+    groups = pages.view(len(pages), kv.num_kv_heads, -1, GROUP * kv.shape.key_bytes)
     numbers = groups[..., : GROUP * kv.head_dim].unflatten(-1, (-1, GROUP, step)).transpose(3, 4)
     return _rows(kv, numbers.flatten(4), groups)
 
 
 def values_of(kv: KVSpec, pages: Tensor) -> Tensor:
     step = 2 if kv.dtype == torch.bfloat16 else 1
-    groups = pages.view(len(pages), kv.num_kv_heads, -1, GROUP * kv.shape.bytes_per_row)
+    groups = pages.view(len(pages), kv.num_kv_heads, -1, GROUP * kv.shape.key_bytes)
     numbers = groups[..., : GROUP * kv.head_dim].unflatten(-1, (-1, kv.head_dim, step)).transpose(4, 5)
     return _rows(kv, numbers.flatten(3, 4), groups)
 
@@ -99,7 +99,7 @@ def test_pages_hold_the_bits_of_the_reference(
     v = torch.stack([rows.roll(7, 0), rows.roll(-9, 0)], 1)
     blocks = [3, 1, 4, 2][: -(-len(rows) // 32)]
     batch = batch_of(torch.tensor([blocks], dtype=torch.int32).numpy(), [Seq(len(rows), len(rows))], 32, CPU)
-    padding = torch.zeros(len(batch.slot_mapping) - len(rows), 2, width, dtype=dtype)
+    padding = torch.zeros(len(batch.slots[0]) - len(rows), 2, width, dtype=dtype)
     k, v = torch.cat([k, padding]), torch.cat([v, padding])
     expected, found = (each.allocate(6)[0] for each in (ReferenceBackend(kv), backend(kv)))
     ReferenceBackend(kv).write(expected, k, v, batch)

@@ -2,6 +2,7 @@
 
 from functools import cache
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -78,7 +79,8 @@ def layer_step(
     step = StateStep(
         *(torch.tensor(part, dtype=torch.int32) for part in (starts, reads, writes, save_starts, lens, saved))
     )
-    return LayerStep(None, None, None, None, None, states=states, state_step=step)  # ty: ignore[invalid-argument-type]
+    batch: Any = SimpleNamespace(state=step)
+    return LayerStep(None, batch, None, None, None, states=states)
 
 
 def empty_states(module: GatedDelta, dtype: torch.dtype) -> LayerStates:

@@ -76,7 +76,7 @@ def run(decoder: Decoder, backend: type[CppBackend], *works: dict[int, list[int]
     """The logits of all tokens of the steps `works`, and the pages they leave, in one row of numbers."""
     steps = PagedRun(decoder, backend)
     logits = [rows for work in works for rows in steps.step(work).values()]
-    pages = [part.flatten().float() for layer in steps.pages for part in (layer.k, layer.v)]
+    pages = [part.flatten().float() for layer in steps.memory if layer.kv for part in (layer.kv.k, layer.kv.v)]
     expected = None if backend is CppBackend else "attention is computed by SeparateOperations"
     assert decoder.why_not_prepared == expected
     return torch.cat([*(rows.flatten() for rows in logits), *pages])
@@ -237,7 +237,7 @@ def decoded(decoder: Decoder, backend: type[CppBackend], cache_dtype: str) -> tu
     """The logits of tokens that one or two sequences decode, across the ends of pages and of a long context, and the
     bytes of all pages, which held NaN before."""
     steps = PagedRun(decoder, lambda spec: backend(replace(spec, cache_dtype=cache_dtype)))
-    parts = [part.view(torch.uint8) for layer in steps.pages for part in (layer.k, layer.v)]
+    parts = [part.view(torch.uint8) for layer in steps.memory if layer.kv for part in (layer.kv.k, layer.kv.v)]
     for part in parts:
         part.fill_(0xFF)
     steps.step({0: list(range(3, 33)), 1: list(range(13))})

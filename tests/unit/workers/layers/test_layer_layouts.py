@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from oarlock.base.errors import StartupError
 from oarlock.workers.attention.cpp import CppBackend
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.distributed.parallel_state import TensorParallel
@@ -18,7 +17,7 @@ from oarlock.workers.layers.mlp_spec import MLPSpec
 from oarlock.workers.layers.tensor_spec import NormSpec
 from oarlock.workers.models.decoder import Decoder
 from oarlock.workers.quantization.matmul import PLAIN_ACTIVATIONS
-from oarlock.workers.runner.memory_needs import kv_shape, rank_weight_bytes
+from oarlock.workers.runner.memory_needs import rank_weight_bytes
 from tests.golden import paged_run
 from tests.golden.paged_run import PagedRun, on_ranks
 from tests.unit.workers.kernel_levels import NO_KERNELS
@@ -163,12 +162,3 @@ def test_a_stage_reads_what_the_stage_before_it_leaves() -> None:
         between = x + mlps[0].sublayer(normed, None, None) + mlps[0].sublayer(0.5 * normed, None, None)
         expected = between + mlps[1].sublayer(mlps[1].norm(between), None, None)
         torch.testing.assert_close(decoder.layers[0](x.clone(), None), expected)  # ty: ignore[invalid-argument-type]
-
-
-@pytest.mark.parametrize("field", ["num_heads", "num_kv_heads", "head_dim"])
-def test_layers_that_differ_in_what_pages_hold_are_refused_by_name(field: str) -> None:
-    other = replace(ATTENTION, **{field: {"num_heads": 8, "num_kv_heads": 4, "head_dim": 16}[field]})
-    spec = model((layer(), layer(other)))
-    assert len(tensor_shapes(spec)) == len(tensor_shapes(model((layer(), layer()))))
-    with pytest.raises(StartupError, match=f"Tiny: {field} differs between layers"):
-        kv_shape(WorkerConfig("x", device="cpu", dtype="float32"), spec)

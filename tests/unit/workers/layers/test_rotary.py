@@ -62,7 +62,7 @@ def theirs_for(config: dict[str, Any]) -> LlamaRotaryEmbedding:
 @pytest.mark.parametrize("head_dim", [8, 64, 128])
 def test_cos_sin_and_rotation_equal_transformers(kind: str, head_dim: int) -> None:
     config = llama_config(KINDS[kind], head_dim)
-    spec = describe(config).attention.rope
+    spec = describe(config).attentions[0].rope
     theirs = theirs_for(config)
     positions = torch.tensor([0, 1, 2, 31, 63, 64, 65, 130, 255])
     q, k = torch.randn(1, 4, 9, head_dim), torch.randn(1, 2, 9, head_dim)
@@ -84,7 +84,7 @@ def test_old_and_new_config_forms_mean_the_same() -> None:
         old = {key: value for key, value in new.items() if key != "rope_parameters"}
         inner = {key: value for key, value in rope.items() if key not in ("rope_theta", "rope_type")}
         old |= {"rope_theta": rope["rope_theta"], "rope_scaling": {"type": rope["rope_type"], **inner}}
-        assert describe(old).attention.rope == describe(new).attention.rope
+        assert describe(old).attentions[0].rope == describe(new).attentions[0].rope
 
 
 @pytest.mark.usefixtures("form")
@@ -106,7 +106,7 @@ def test_dynamic_angles_equal_transformers_for_a_growing_sequence() -> None:
     """Token after token beyond the trained length: each call of theirs sees one more, each position of ours its own."""
     config = llama_config(KINDS["dynamic"], 64) | {"max_position_embeddings": 32}
     theirs = theirs_for(config)
-    ours_cos, _ = RotaryTable(describe(config).attention.rope, torch.device("cpu"))(torch.arange(80), 80)
+    ours_cos, _ = RotaryTable(describe(config).attentions[0].rope, torch.device("cpu"))(torch.arange(80), 80)
     x = torch.zeros(1)
     theirs(x, torch.arange(20)[None])  # the prompt, within the trained length
     for position in range(20, 80):
@@ -180,10 +180,10 @@ def test_longrope_equals_transformers_at_the_length_it_is_served_for(share: floa
                         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
                         original_max_position_embeddings=64, rope_parameters=rope, pad_token_id=0)  # fmt: skip
     spec = describe({**config.to_dict(), "architectures": ["Phi3ForCausalLM"]})
-    assert spec.default_length == 64 and spec.attention.rope.attention_factor > 1
+    assert spec.default_length == 64 and spec.attentions[0].rope.attention_factor > 1
     positions = torch.arange(served)
     cos, sin = Phi3RotaryEmbedding(config)(torch.zeros(1), positions[None])
-    ours_cos, ours_sin = RotaryTable(spec.for_length(served).attention.rope, torch.device("cpu"))(positions, served)
+    ours_cos, ours_sin = RotaryTable(spec.for_length(served).attentions[0].rope, torch.device("cpu"))(positions, served)
     half = ours_cos.shape[-1] // 2
     assert torch.equal(ours_cos[:, 0], cos[0]) and torch.equal(ours_sin[:, 0, half:], sin[0][:, half:])
 

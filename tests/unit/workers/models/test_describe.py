@@ -90,8 +90,8 @@ def test_missing_config_values_are_the_defaults_of_transformers(architecture: st
     theirs = AutoConfig.for_model(family, **sparse)
     ours = describe(sparse)
     head_dim = getattr(theirs, "head_dim", None) or 256 // 32
-    assert ours.attention.num_kv_heads == theirs.num_key_value_heads
-    assert ours.attention.head_dim == head_dim
+    assert ours.attentions[0].num_kv_heads == theirs.num_key_value_heads
+    assert ours.attentions[0].head_dim == head_dim
     assert ours.norm.eps == (getattr(theirs, "rms_norm_eps", None) or theirs.layer_norm_eps)
     assert ours.default_length == ours.longest_length == theirs.max_position_embeddings
     assert ours.tie_word_embeddings == theirs.tie_word_embeddings
@@ -107,11 +107,11 @@ def test_missing_config_values_are_the_defaults_of_transformers(architecture: st
         assert rope is None or (rope.kind, rope.theta) == (table["rope_type"], table["rope_theta"])
         assert rope is None or rope.rotary_dim == int(head_dim * table.get("partial_rotary_factor", 1.0))
     usual = (getattr(theirs, "query_pre_attn_scalar", None) or head_dim) ** -0.5
-    assert ours.attention.scale == getattr(theirs, "attention_multiplier", usual)
-    assert ours.attention.softcap == getattr(theirs, "attn_logit_softcapping", None)
+    assert ours.attentions[0].scale == getattr(theirs, "attention_multiplier", usual)
+    assert ours.attentions[0].softcap == getattr(theirs, "attn_logit_softcapping", None)
     assert ours.logit_softcap == getattr(theirs, "final_logit_softcapping", None)
     assert ours.logit_scale == getattr(theirs, "logit_scale", 1.0)
-    assert ours.attention.qkv_bias == getattr(theirs, "attention_bias", family == "qwen2")
+    assert ours.attentions[0].qkv_bias == getattr(theirs, "attention_bias", family == "qwen2")
     mlp: Any = ours.layers[0].branches[-1].sublayer
     assert mlp.activation == ("gelu_tanh" if "gemma" in family else "silu")
 
@@ -127,18 +127,18 @@ def test_missing_values_of_models_with_other_norms_and_mlps(
 ) -> None:
     sparse = {**BASE, "architectures": [architecture], "num_attention_heads": 16, "hidden_size": 128}
     theirs, ours = AutoConfig.for_model(family, **sparse), describe(sparse)
-    assert ours.attention.num_kv_heads == (theirs.num_key_value_heads or 16)
+    assert ours.attentions[0].num_kv_heads == (theirs.num_key_value_heads or 16)
     assert ours.norm.eps == (1e-5 if eps is None else getattr(theirs, eps))
     assert ours.default_length == theirs.max_position_embeddings
     assert ours.tie_word_embeddings == theirs.tie_word_embeddings
-    rope = ours.attention.rope
+    rope = ours.attentions[0].rope
     assert rope.theta == theirs.rope_parameters["rope_theta"]
     assert rope.rotary_dim == 8 * theirs.rope_parameters.get("partial_rotary_factor", 1.0)
     has_bias = getattr(theirs, "use_bias", False) or theirs.to_dict().get("attention_bias", False)
-    assert ours.attention.qkv_bias == ours.attention.o_bias == has_bias
+    assert ours.attentions[0].qkv_bias == ours.attentions[0].o_bias == has_bias
     assert ours.layers[0].mlp.bias == (getattr(theirs, "use_bias", False) or theirs.to_dict().get("mlp_bias", False))
     assert ours.layers[0].mlp.activation == activation and windows_of(ours) == [None] * 3
-    assert ours.attention.clip_qkv is None
+    assert ours.attentions[0].clip_qkv is None
 
 
 def windows_of(spec: DecoderSpec) -> list[int | None]:
@@ -176,7 +176,7 @@ def test_gemma_alternates_and_says_so_in_either_form() -> None:
     assert new == old
     assert [(rope.theta, rope.factor) for rope in ropes_of(old)[:3]] == [(2e4, 1.0), (2e4, 1.0), (5e5, 8.0)]
     off = {"attn_logit_softcapping": None, "final_logit_softcapping": None, "architectures": ["Gemma2ForCausalLM"]}
-    assert (describe(gemma | off).attention.softcap, describe(gemma | off).logit_softcap) == (None, None)
+    assert (describe(gemma | off).attentions[0].softcap, describe(gemma | off).logit_softcap) == (None, None)
 
 
 PHI: dict[str, Any] = {**BASE, "architectures": ["Phi3ForCausalLM"], "max_position_embeddings": 1024,
@@ -196,9 +196,9 @@ def test_phi_rotates_in_part_and_by_the_length_it_serves() -> None:
     # Phi-3's own key, or its default of 4096, stands above what the table says.
     inner = {key: value for key, value in PHI.items() if key != "original_max_position_embeddings"}
     table = LONGROPE | {"original_max_position_embeddings": 256}
-    assert describe({**inner, "rope_scaling": table}).attention.rope.original_max_positions == 4096
+    assert describe({**inner, "rope_scaling": table}).attentions[0].rope.original_max_positions == 4096
     # Every other family reads LongRoPE too, from the table.
-    assert describe({**BASE, "rope_scaling": table}).attention.rope.long_factors == (2.0,) * 4
+    assert describe({**BASE, "rope_scaling": table}).attentions[0].rope.long_factors == (2.0,) * 4
 
 
 def test_lengths_a_model_reaches() -> None:
@@ -432,7 +432,8 @@ def test_llama_4_rotates_chunked_layers_and_scales_the_queries_of_the_others() -
     config = {**_LLAMA4, "num_hidden_layers": 5, "num_local_experts": 4, "interleave_moe_layer_step": 2}
     spec = describe({**config, "attention_chunk_size": 100, "floor_scale": 9, "attn_scale": 0.2})
     kinds = [layer.attention for layer in spec.layers]
-    assert [kind.chunk for kind in kinds] == [100, 100, 100, None, 100] and spec.longest_window is None
+    assert [kind.chunk for kind in kinds] == [100, 100, 100, None, 100]
+    assert [group.memory.span for group in spec.groups] == [100, None]
     assert [kind.rope is not None and kind.rope.interleaved for kind in kinds] == [True, True, True, False, True]
     assert [kind.query_scale for kind in kinds] == [None, None, None, QueryScale(0.2, 9, 1), None]
     assert [kind.qk_norm is not None and kind.norms_after_rotation for kind in kinds] == [
@@ -443,7 +444,7 @@ def test_llama_4_rotates_chunked_layers_and_scales_the_queries_of_the_others() -
     assert [isinstance(one, ExpertsSpec) and one.weighs_inputs for one in experts] == [False, True, False, True, False]
     assert spec.layers[0].mlp.intermediate_size == 16384
     everywhere = describe({**config, "no_rope_layers": [1] * 5, "attention_chunk_size": 100})
-    assert everywhere.longest_window == 100
+    assert [group.memory.span for group in everywhere.groups] == [100]
     assert describe({**config, "attn_temperature_tuning": 4}) == describe(config)
     plain = describe({**config, "attn_temperature_tuning": False, "use_qk_norm": False})
     assert all(layer.attention.query_scale is layer.attention.qk_norm is None for layer in plain.layers)
@@ -452,8 +453,9 @@ def test_llama_4_rotates_chunked_layers_and_scales_the_queries_of_the_others() -
 def test_hunyuan_stretches_its_base_and_may_list_a_number_for_each_layer() -> None:
     rope = {"type": "dynamic", "alpha": 50.0, "factor": 1.0, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0}
     spec = describe({**_HUNYUAN, "head_dim": 32, "rope_scaling": rope})
-    assert spec.attention.rope == RopeSpec("default", 10000.0 * 50.0 ** (32 / 30), 32)
-    assert spec.attention.norms_after_rotation and describe(_HUNYUAN).attention.rope == RopeSpec("default", 1e4, 8)
+    assert spec.attentions[0].rope == RopeSpec("default", 10000.0 * 50.0 ** (32 / 30), 32)
+    assert spec.attentions[0].norms_after_rotation
+    assert describe(_HUNYUAN).attentions[0].rope == RopeSpec("default", 1e4, 8)
     listed = {"moe_topk": [2] * 3, "num_experts": [4] * 3, "num_shared_expert": [1] * 3}
     moe = describe({**_HUNYUAN_MOE, **listed, "moe_intermediate_size": [96] * 3})
     assert moe == describe({**_HUNYUAN_MOE, "moe_topk": 2, "num_experts": 4, "use_mla": False, "kv_lora_rank": 512})
@@ -471,11 +473,11 @@ def test_afmoe_rotates_and_windows_the_same_layers() -> None:
 
 def test_ministral_3_scales_queries_unless_its_factor_is_zero() -> None:
     config = {**BASE, "architectures": ["Ministral3ForCausalLM"]}
-    assert describe(config).attention.query_scale == QueryScale(0.1, 16384)
+    assert describe(config).attentions[0].query_scale == QueryScale(0.1, 16384)
     rope = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64, "max_position_embeddings": 128}
     for beta, scale in ((0.3, QueryScale(0.3, 64)), (0.0, None), (None, None)):
         found = describe({**config, "rope_parameters": {**rope, "llama_4_scaling_beta": beta}})
-        assert found.attention.query_scale == scale and found.attention.rope.kind == "yarn"
+        assert found.attentions[0].query_scale == scale and found.attentions[0].rope.kind == "yarn"
 
 
 def test_harmless_keys_are_no_obstacle() -> None:

@@ -50,8 +50,8 @@ def test_missing_values_are_the_defaults_of_transformers(architecture: str) -> N
     family, own = FAMILIES[architecture]
     theirs = AutoConfig.for_model(family, **BASE, **own)
     spec = describe({**BASE, **own, "architectures": [architecture]})
-    assert spec.attention.num_kv_heads == theirs.num_key_value_heads
-    assert spec.attention.head_dim == getattr(theirs, "head_dim", 128 // 32)
+    assert spec.attentions[0].num_kv_heads == theirs.num_key_value_heads
+    assert spec.attentions[0].head_dim == getattr(theirs, "head_dim", 128 // 32)
     assert spec.norm.eps == first_of(theirs, "rms_norm_eps", "layer_norm_eps")
     assert spec.default_length == spec.longest_length == theirs.max_position_embeddings
     assert spec.tie_word_embeddings == theirs.tie_word_embeddings

@@ -89,7 +89,7 @@ def test_values_that_differ_by_layer_or_model() -> None:
     gpt2 = {**BASE, "architectures": ["GPT2LMHeadModel"], "reorder_and_upcast_attn": True}
     by_layer = describe({**gpt2, "scale_attn_by_inverse_layer_idx": True})
     assert [layer.attention.scale for layer in by_layer.layers] == [8**-0.5 / number for number in (1, 2, 3)]
-    assert describe({**gpt2, "scale_attn_weights": False}).attention.scale == 1.0
+    assert describe({**gpt2, "scale_attn_weights": False}).attentions[0].scale == 1.0
     opt = describe({**BASE, "architectures": ["OPTForCausalLM"], "enable_bias": False, "max_position_embeddings": 50})
     assert not (opt.attention.qkv_bias or opt.attention.o_bias or opt.layers[0].mlp.bias)
     assert opt.positions is not None and (opt.positions.rows, opt.positions.first, opt.longest_length) == (52, 2, 50)

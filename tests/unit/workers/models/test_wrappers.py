@@ -77,7 +77,7 @@ def test_gemma_3_as_published() -> None:
     assert without_names(found) == text_spec("Gemma3ForCausalLM", **whole)
     assert found.wrapper == GEMMA and found.architecture == "Gemma3ForCausalLM"
     assert found.tie_word_embeddings and found.dtype == "bfloat16"
-    assert (found.attention.num_heads, found.attention.num_kv_heads, found.vocab_size) == (8, 4, 262208)
+    assert (found.attentions[0].num_heads, found.attentions[0].num_kv_heads, found.vocab_size) == (8, 4, 262208)
 
 
 def test_qwen_2_5_vl_as_published_without_text_config() -> None:
@@ -91,7 +91,7 @@ def test_qwen_2_5_vl_as_published_without_text_config() -> None:
     }  # fmt: skip
     same = {key: value for key, value in config.items() if key not in ("architectures", "rope_scaling")}
     assert without_names(describe(config)) == text_spec("Qwen2ForCausalLM", **same)
-    assert describe(config).attention.rope == RopeSpec("default", 1e6, 128)
+    assert describe(config).attentions[0].rope == RopeSpec("default", 1e6, 128)
     nested = {key: same.pop(key) for key in list(same) if key not in ("vision_config", "torch_dtype")}
     moved = spec_of(QWEN, nested | {"rope_scaling": config["rope_scaling"]}, **same)
     assert moved == describe(config)
@@ -102,7 +102,7 @@ def test_qwen_3_vl_has_the_defaults_of_its_own_class() -> None:
             "num_key_value_heads": 8, "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20],
                                                        "rope_type": "default"}}  # fmt: skip
     found = spec_of("Qwen3VLForConditionalGeneration", text, tie_word_embeddings=True)
-    assert found.attention.rope == RopeSpec("default", 5e5, 128) and found.default_length == 128000
+    assert found.attentions[0].rope == RopeSpec("default", 5e5, 128) and found.default_length == 128000
     assert found.tie_word_embeddings
     assert not spec_of("Qwen3VLForConditionalGeneration", text | {"tie_word_embeddings": True}).tie_word_embeddings
 
@@ -111,7 +111,7 @@ def test_yarn_keeps_its_settings_without_the_sections() -> None:
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
     with_sections = spec_of(QWEN, {"rope_scaling": yarn | {"mrope_section": [16, 24, 24]}})
     assert with_sections == spec_of(QWEN, {"rope_scaling": yarn})
-    assert with_sections.attention.rope.kind == "yarn" and with_sections.attention.rope.factor == 4.0
+    assert with_sections.attentions[0].rope.kind == "yarn" and with_sections.attentions[0].rope.factor == 4.0
 
 
 def test_rotary_tables_lose_only_their_sections() -> None:
@@ -128,7 +128,7 @@ def test_the_class_of_the_text_part_follows_its_model_type() -> None:
     mistral = spec_of(LLAVA, {"model_type": "mistral"})
     assert mistral.architecture == "MistralForCausalLM" and mistral.layers[0].mlp.intermediate_size == 14336
     assert spec_of("InternVLForConditionalGeneration", {}).architecture == "Qwen2ForCausalLM"
-    assert spec_of("InternVLForConditionalGeneration", {"model_type": "qwen3"}).attention.qk_norm is not None
+    assert spec_of("InternVLForConditionalGeneration", {"model_type": "qwen3"}).attentions[0].qk_norm is not None
     assert spec_of("InternVLForConditionalGeneration", {"model_type": "gpt_oss"}).has_experts
 
 
@@ -173,7 +173,7 @@ def test_a_wrapper_has_a_plain_head() -> None:
 def test_paddleocr_switches_all_biases_by_one_setting() -> None:
     for use_bias in (False, True):
         spec = spec_of("PaddleOCRVLForConditionalGeneration", {"use_bias": use_bias})
-        attention, mlp = spec.attention, spec.layers[0].mlp
+        attention, mlp = spec.attentions[0], spec.layers[0].mlp
         assert (attention.qkv_bias, attention.o_bias, mlp.bias) == (use_bias,) * 3
 
 

@@ -206,7 +206,7 @@ def test_rounding_of_inputs_is_reported_and_can_be_avoided(stored: Callable[[str
     for dequantize in (False, True)[: 1 + rounds]:
         runner = ModelRunner(preflight(config.with_(dequantize=dequantize)), TensorParallel.solo())
         runner.load(lambda fraction: None)
-        runner.allocate(8)
+        runner.allocate([8])
         info = runner.info()
         assert info.input_rounding == ("8 bits" if rounds and not dequantize else None)
         assert info.quantization.endswith(", dequantised at load") == dequantize

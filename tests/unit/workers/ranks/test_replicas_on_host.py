@@ -13,7 +13,7 @@ from oarlock.workers.models.registry import read_spec
 from oarlock.workers.platform import cuda_driver
 from oarlock.workers.preflight import check_without_weights, preflight
 from oarlock.workers.ranks.cpu_affinity import check_affinity, with_cpus
-from oarlock.workers.runner import memory_needs
+from oarlock.workers.runner import kv_room, memory_needs
 from oarlock.workers.runner.device import device_of
 from oarlock.workers.runner.memory_needs import weight_bytes_of_node
 from tests.golden.tiny_models import make_tiny
@@ -104,7 +104,7 @@ def test_all_replicas_get_equal_shares_of_kv_memory_whenever_they_measure(
     weights = weight_bytes_of_node(config, spec, "float32", memory_needs.NONE)
     shares = set()
     for rank, free_now in ((0, 9 * 10**8), (1, 10**7)):
-        monkeypatch.setattr(memory_needs, "free_host_bytes", lambda free=free_now: free)
-        room = memory_needs.room_for_kv(config.with_(data_parallel_rank=rank), None, 0, 0, weights)
+        monkeypatch.setattr(kv_room, "free_host_bytes", lambda free=free_now: free)
+        room = kv_room.room_for_kv(config.with_(data_parallel_rank=rank), None, 0, 0, weights)
         shares.add(room.available)
-    assert shares == {int((10**9 - 2 * weights) * memory_needs.CPU_SHARE) // 4}
+    assert shares == {int((10**9 - 2 * weights) * kv_room.CPU_SHARE) // 4}

@@ -39,8 +39,8 @@ def loaded(path: Path, **changes: Any) -> ModelRunner:
 def result_of(runner: ModelRunner) -> InvarianceResult:
     return check_batch_invariance(
         runner.model,
-        runner.kv,
-        runner.backend,
+        runner.layer_memory,
+        runner.backends,
         num_blocks=runner.num_blocks,
         block_size=runner.config.block_size,
         max_len=128,
@@ -79,11 +79,11 @@ def test_a_product_that_rounds_by_its_rows_is_found(
 def test_attention_that_differs_when_decoding_is_found(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     """A backend of another type: layers are not prepared for it, and call it."""
 
-    class Differing(type(runner.backend)):
+    class Differing(type(runner.backends[0])):
         def attend(self, q: Tensor, kv: LayerKV, plan: Any, layer: AttentionSpec, *sinks: Any) -> Tensor:
             return super().attend(q, kv, plan, layer, *sinks) * (1.01 if len(q) <= 2 else 1)
 
-    monkeypatch.setattr(runner, "backend", Differing(runner.backend.spec))
+    monkeypatch.setattr(runner, "backends", {0: Differing(runner.backends[0].spec)})
     result = result_of(runner)
     assert not result.batch_invariant and "decoded alone" in result.reason
 
@@ -172,9 +172,9 @@ def test_small_pools_and_short_contexts_are_tested_too(runner: ModelRunner, max_
     with torch.inference_mode():
         result = check_batch_invariance(
             runner.model,
-            runner.kv,
-            runner.backend,
-            num_blocks=num_blocks,
+            runner.layer_memory,
+            runner.backends,
+            num_blocks=[num_blocks],
             block_size=runner.config.block_size,
             max_len=max_len,
         )

@@ -9,18 +9,26 @@ from oarlock.base.errors import StartupError
 from oarlock.workers.attention.backend import KVSpec
 from oarlock.workers.attention.selector import BACKENDS
 from oarlock.workers.config import WorkerConfig
-from oarlock.workers.runner import memory_needs
+from oarlock.workers.runner import kv_room
+from oarlock.workers.runner.group_sizes import RESERVED_BLOCKS, GroupSize, GroupSizes
+from oarlock.workers.runner.kv_room import KVRoom, room_for_kv
 from tests.unit.workers.made_up_device import MadeUpDevice
 
 QWEN = KVSpec(24, 2, 64, 32, torch.bfloat16, torch.device("cpu"))
 
 
-def room(available: int) -> memory_needs.KVRoom:
-    return memory_needs.KVRoom(available, "there is")
+def room(available: int) -> KVRoom:
+    return KVRoom(available, "there is")
 
 
 def config(**changes) -> WorkerConfig:
-    return WorkerConfig("model", max_model_len=4096, max_num_seqs=4).with_(**changes)
+    return WorkerConfig("model", max_model_len=4096, max_num_seqs=4, block_size=32).with_(**changes)
+
+
+def blocks_that_fit(kv: KVSpec, changed: WorkerConfig, available: KVRoom) -> int:
+    """The blocks of a model with one group of pages."""
+    (blocks,) = GroupSizes(changed, [GroupSize(kv.num_layers, kv.bytes_per_block, kv.shape)]).counts_that_fit(available)
+    return blocks
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
@@ -29,24 +37,21 @@ def test_bytes_of_a_token_are_exact(backend):
         pytest.skip(reason)
     assert QWEN.bytes_per_token == 2 * 24 * 2 * 64 * 2 == 12_288
     pages = sum(t.numel() * t.itemsize for kv in backend(QWEN).allocate(9) for t in (kv.k, kv.v))
-    assert 9 * QWEN.bytes_per_block <= pages <= (9 + memory_needs.RESERVED_BLOCKS - 1) * QWEN.bytes_per_block
+    assert 9 * QWEN.bytes_per_block <= pages <= (9 + RESERVED_BLOCKS - 1) * QWEN.bytes_per_block
 
 
 def test_measured_host_memory_is_capped_by_what_sequences_can_use():
     plenty = 10**12
-    assert memory_needs.blocks_that_fit(QWEN.shape, config(), room(plenty)) == 4 * 128 + 1
-    assert (
-        memory_needs.blocks_that_fit(QWEN.shape, config(kv_cache_bytes=plenty), room(plenty))
-        == plenty // QWEN.bytes_per_block - 1
-    )
+    assert blocks_that_fit(QWEN, config(), room(plenty)) == 4 * 128 + 1
+    assert blocks_that_fit(QWEN, config(kv_cache_bytes=plenty), room(plenty)) == plenty // QWEN.bytes_per_block - 1
     cuda = config(device="cuda")
-    assert memory_needs.blocks_that_fit(QWEN.shape, cuda, room(plenty)) == plenty // QWEN.bytes_per_block - 1
+    assert blocks_that_fit(QWEN, cuda, room(plenty)) == plenty // QWEN.bytes_per_block - 1
 
 
 def test_blocks_never_cost_more_than_there_is():
     for extra in range(0, 5 * QWEN.bytes_per_block, QWEN.bytes_per_block // 3):
-        available = (128 + memory_needs.RESERVED_BLOCKS) * QWEN.bytes_per_block + extra
-        blocks = memory_needs.blocks_that_fit(QWEN.shape, config(), room(available))
+        available = (128 + RESERVED_BLOCKS) * QWEN.bytes_per_block + extra
+        blocks = blocks_that_fit(QWEN, config(), room(available))
         assert (blocks + 1) * QWEN.bytes_per_block <= available, "the backend's spare page is paid for"
         assert blocks - 1 >= 128, "one full sequence"
 
@@ -66,45 +71,47 @@ def test_blocks_never_cost_more_than_there_is():
 def test_too_little_memory_is_refused_with_arithmetic_and_a_fix_that_works(changes, device, words):
     spec, changes = QWEN, {**changes, "device": device}
     meter = MadeUpDevice(1 << 30, (1 << 30) // 10 + (1 << 20) + 100) if device == "cuda" else None
-    given = memory_needs.room_for_kv(config(**changes), meter, 100)._replace(available=1 << 20)
+    given = room_for_kv(config(**changes), meter, 100)._replace(available=1 << 20)
     with pytest.raises(StartupError) as refused:
-        memory_needs.blocks_that_fit(spec.shape, config(**changes), given)
+        blocks_that_fit(spec, config(**changes), given)
     assert refused.value.exit_code == 4
     assert words in refused.value.cause
     assert "12288 bytes" in refused.value.cause
     assert "--max-model-len" in refused.value.fix or "smaller model" in refused.value.fix
     with pytest.raises(StartupError) as refused:
-        memory_needs.blocks_that_fit(spec.shape, config(**changes), room(10 * spec.bytes_per_block))
+        blocks_that_fit(spec, config(**changes), room(10 * spec.bytes_per_block))
     shorter = int(refused.value.fix.split("--max-model-len to ")[1].split()[0])
-    assert memory_needs.blocks_that_fit(spec.shape, config(max_model_len=shorter), room(10 * spec.bytes_per_block)) >= 2
+    assert blocks_that_fit(spec, config(max_model_len=shorter), room(10 * spec.bytes_per_block)) >= 2
 
 
 def test_a_length_that_may_be_fitted_takes_the_available_memory():
     fitted = config(fit_model_len=True)
-    blocks = memory_needs.blocks_that_fit(QWEN.shape, fitted, room(10 * QWEN.bytes_per_block))
-    assert blocks == 10 - memory_needs.RESERVED_BLOCKS + 1
-    assert memory_needs.fitted_length(fitted, blocks) == 8 * fitted.block_size
-    assert memory_needs.fitted_length(fitted, 10**6) == memory_needs.fitted_length(config(), blocks) == 4096
+    blocks = blocks_that_fit(QWEN, fitted, room(10 * QWEN.bytes_per_block))
+    assert blocks == 10 - RESERVED_BLOCKS + 1
+    of_kv = [GroupSize(QWEN.num_layers, QWEN.bytes_per_block, QWEN.shape)]
+    assert GroupSizes(fitted, of_kv).fitted_length([blocks]) == 8 * fitted.block_size
+    assert GroupSizes(fitted, of_kv).fitted_length([10**6]) == 4096
+    assert GroupSizes(config(), of_kv).fitted_length([blocks]) == 4096
     with pytest.raises(StartupError, match="Not enough KV memory"):
-        memory_needs.blocks_that_fit(QWEN.shape, fitted, room(2 * QWEN.bytes_per_block))
+        blocks_that_fit(QWEN, fitted, room(2 * QWEN.bytes_per_block))
 
 
 def test_explicit_size_wins_and_ranks_share_the_host(monkeypatch):
     def available(**changes) -> int:
-        return memory_needs.room_for_kv(config(**changes), None, 1 << 30).available
+        return room_for_kv(config(**changes), None, 1 << 30).available
 
     assert available(kv_cache_bytes=123) == 123
-    assert memory_needs.room_for_kv(config(kv_cache_bytes=123), MadeUpDevice(1000, 700), 50).available == 123
-    monkeypatch.setattr(memory_needs, "free_host_bytes", lambda: 8_000)
+    assert room_for_kv(config(kv_cache_bytes=123), MadeUpDevice(1000, 700), 50).available == 123
+    monkeypatch.setattr(kv_room, "free_host_bytes", lambda: 8_000)
     assert available() == 2_000
     assert available(tensor_parallel_size=4) == 500
 
 
 def test_device_memory_is_utilisation_minus_what_is_used_and_a_step():
     meter = MadeUpDevice(1000, 700)
-    assert memory_needs.room_for_kv(config(gpu_memory_utilization=0.5), meter, 0).available == 200
-    assert memory_needs.room_for_kv(config(gpu_memory_utilization=0.5), meter, 60).available == 140
-    assert memory_needs.room_for_kv(config(gpu_memory_utilization=0.25), meter, 0).available == 0
+    assert room_for_kv(config(gpu_memory_utilization=0.5), meter, 0).available == 200
+    assert room_for_kv(config(gpu_memory_utilization=0.5), meter, 60).available == 140
+    assert room_for_kv(config(gpu_memory_utilization=0.25), meter, 0).available == 0
 
 
 @pytest.mark.parametrize(("cache", "row"), [("int8", "(64 x 1 + 2)"), ("fp8", "64 x 1")])
@@ -117,7 +124,7 @@ def test_pages_in_8_bits_are_counted_to_the_byte(cache, row):
             pages = sum(t.nbytes for kv in backend(spec).allocate(9) for t in (kv.k, kv.v))
             assert pages in (9 * spec.bytes_per_block, 10 * spec.bytes_per_block), "one spare page at most"
     with pytest.raises(StartupError) as refused:
-        memory_needs.blocks_that_fit(spec.shape, config(), room(1 << 20))
+        blocks_that_fit(spec, config(), room(1 << 20))
     assert f"{spec.bytes_per_token} bytes = 2 x 24 layers x 2 KV heads x {row} bytes" in refused.value.cause
     with pytest.raises(StartupError, match="use --kv-cache-dtype int8, or "):
-        memory_needs.blocks_that_fit(QWEN.shape, config(), room(1 << 20))
+        blocks_that_fit(QWEN, config(), room(1 << 20))

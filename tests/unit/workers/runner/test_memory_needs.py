@@ -65,16 +65,16 @@ def test_weights_that_do_not_fit_are_reported_with_the_sums(
 def test_so_are_pages_and_the_first_steps(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     runner.load(lambda fraction: None)
     with monkeypatch.context() as patch:
-        patch.setattr(runner.backend, "allocate", refuse)
+        patch.setattr(runner.backends[0], "allocate", refuse)
         with pytest.raises(StartupError, match=r"while allocating KV memory: .* of KV memory, and") as error:
-            runner.allocate(8)
+            runner.allocate([8])
         assert error.value.exit_code == 4 and "--kv-cache-memory" in error.value.fix
     with monkeypatch.context() as patch:
-        patch.setattr(runner.backend, "attend", refuse)
+        patch.setattr(runner.backends[0], "attend", refuse)
         with pytest.raises(StartupError, match="while running trial steps"):
-            runner.allocate(8)
-    runner.allocate(8)
-    monkeypatch.setattr(runner.backend, "attend", refuse)
+            runner.allocate([8])
+    runner.allocate([8])
+    monkeypatch.setattr(runner.backends[0], "attend", refuse)
     with pytest.raises(StartupError, match="while timing a few steps"):
         runner.time_steps()
 
@@ -82,7 +82,7 @@ def test_so_are_pages_and_the_first_steps(runner: ModelRunner, monkeypatch: pyte
 def test_a_real_allocator_is_understood(runner: ModelRunner) -> None:
     runner.load(lambda fraction: None)
     with pytest.raises(StartupError, match="while allocating KV memory") as error:
-        runner.allocate(2**40)
+        runner.allocate([2**40])
     assert error.value.exit_code == 4
 
 

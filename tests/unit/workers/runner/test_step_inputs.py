@@ -1,6 +1,6 @@
 """Steps in the persistent inputs of graphs: the same tensors as without, and behind them padding that goes nowhere."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -8,14 +8,15 @@ import torch
 
 from oarlock.workers.attention.forward_batch import BlockTables, ForwardBatch
 from oarlock.workers.protocol import NULL_BLOCK, StepMetadata, empty_step
+from oarlock.workers.recurrent.states import NULL_SLOT, StateStep
 from oarlock.workers.runner.buckets import MOST_PROMPTS, bucket_of, bucket_sizes, prompt_bucket_of
 from oarlock.workers.runner.step_inputs import Layout, Shape, StagingBuffer, StepInputs
-from oarlock.workers.runner.trial_steps import SequenceChunk, greedy_step
+from oarlock.workers.runner.trial_steps import ONE_GROUP, SequenceChunk, TrialMemory, greedy_step
 from oarlock.workers.sampling.columns import SamplingColumns
 
 CPU = torch.device("cpu")
 BLOCK = 4
-NAMES = ("token_ids", "positions", "slot_mapping", "query_start_loc", "seq_lens", "rows", "logits_indices")
+NAMES = ("token_ids", "positions", "query_start_loc", "seq_lens", "rows", "logits_indices")
 
 
 @pytest.mark.parametrize(
@@ -70,32 +71,54 @@ def test_steps_of_any_kind_take_the_smallest_bucket_of_tokens() -> None:
     assert prompt_bucket_of(decodes([3] * 65), sizes) is None and prompt_bucket_of(decodes([3]), []) is None
 
 
-def inputs_of(num_rows: int = 8, width: int = 8) -> tuple[StepInputs, BlockTables]:
-    tables = BlockTables(num_rows, width, CPU)
-    return StepInputs(tables, Shape(64, num_rows, 64, num_rows * width), num_rows, 100), tables
+def inputs_of(num_rows: int = 8, width: int = 8, memory: TrialMemory = ONE_GROUP) -> tuple[StepInputs, BlockTables]:
+    tables = BlockTables(num_rows, width, BLOCK, CPU, memory.pages_groups)
+    groups, seqs = len(memory.pages_groups), num_rows if memory.has_states else 0
+    largest = Shape(64, num_rows, 64, groups * num_rows * width, groups, seqs, 64 if seqs else 0)
+    return StepInputs(tables, largest, num_rows, 100), tables
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_staged_steps_match_steps_copied_array_by_array(seed: int) -> None:
+MEMORIES = {"one group": ONE_GROUP, "two groups": TrialMemory((0, 2)), "with states": TrialMemory((1,), True),
+            "only states": TrialMemory((), True)}  # fmt: skip
+
+
+@pytest.mark.parametrize("memory", MEMORIES.values(), ids=MEMORIES)
+@pytest.mark.parametrize("seed", range(3))
+def test_staged_steps_match_steps_copied_array_by_array(seed: int, memory: TrialMemory) -> None:
     """Steps of any kind, one after the other through the same memory."""
     draw = np.random.default_rng(seed)
-    inputs, tables = inputs_of()
-    judged = BlockTables(8, 8, CPU)
+    inputs, tables = inputs_of(memory=memory)
+    judged = BlockTables(8, 8, BLOCK, CPU, memory.pages_groups)
     for _ in range(6):
         chunks, block = [], 1
         for _ in range(draw.integers(1, 6)):
             start, count = int(draw.integers(0, 12)), int(draw.integers(1, 9))
             blocks = range(block, block + -(-(start + count) // BLOCK))
-            chunks.append(SequenceChunk(draw.integers(0, 99, count).tolist(), start, blocks))
+            saves = [(int(draw.integers(1, count + 1)), int(draw.integers(9)))] if draw.integers(2) else []
+            slots = draw.integers(0, 9, 2).tolist()
+            chunks.append(SequenceChunk(draw.integers(0, 99, count).tolist(), start, blocks, 0, *slots, saves))
             block = blocks.stop
         tokens = sum(len(chunk.token_ids) for chunk in chunks)
-        step = greedy_step(chunks, BLOCK, sorted(draw.choice(tokens, draw.integers(1, tokens + 1), replace=False)))
+        rows = sorted(draw.choice(tokens, draw.integers(1, tokens + 1), replace=False))
+        step = greedy_step(chunks, BLOCK, rows, memory=memory)
+        if len(memory.pages_groups) == 2:  # the groups have different blocks
+            step.table_blocks[len(step.table_blocks) // 2 :] += 3
         judged.write(step)
         expected = ForwardBatch.from_step(step, judged)
         got = inputs.stage(step).batch(expected.query_lens, expected.context_lens, torch.zeros(1, dtype=torch.int64))
         for name in NAMES:
             assert torch.equal(getattr(got, name), getattr(expected, name)), name
             assert getattr(got, name).dtype == getattr(expected, name).dtype, name
+        assert got.slots.keys() == got.block_tables.keys() == set(memory.pages_groups)
+        for group, slots in expected.slots.items():
+            assert torch.equal(got.slots[group], slots)
+            rows_of_tokens = torch.repeat_interleave(got.rows.long(), torch.tensor(got.query_lens))
+            held = tables.of_group[group][rows_of_tokens, got.positions // BLOCK]
+            assert torch.equal(slots, held.long() * BLOCK + got.positions % BLOCK)
+        assert (got.state is None) is (expected.state is None) is not memory.has_states
+        if got.state is not None and expected.state is not None:
+            for field in fields(StateStep):
+                assert torch.equal(getattr(got.state, field.name), getattr(expected.state, field.name)), field.name
         assert (got.num_tokens, got.num_logits) == (expected.num_tokens, expected.num_logits)
         assert torch.equal(tables.tables, judged.tables)
 
@@ -106,9 +129,13 @@ def test_padding_is_a_token_in_the_null_block(many_blocks: bool) -> None:
     step = decodes([9, 2, 17])  # 3 + 1 + 5 blocks
     if not many_blocks:
         step = replace(
-            step, **{name: getattr(step, name)[:2] for name in ("table_rows", "table_columns", "table_blocks")}
+            step,
+            **{
+                name: getattr(step, name)[:2]
+                for name in ("table_groups", "table_rows", "table_columns", "table_blocks")
+            },
         )
-    judged = BlockTables(8, 8, CPU)
+    judged = BlockTables(8, 8, BLOCK, CPU)
     judged.write(step)
     expected = ForwardBatch.from_step(step, judged)
     before = inputs.bucket(8).batch([1] * 8, [1] * 8, torch.zeros(1, dtype=torch.int64))
@@ -119,9 +146,11 @@ def test_padding_is_a_token_in_the_null_block(many_blocks: bool) -> None:
         if name != "token_ids":  # made anew, as references are replaced
             assert here.data_ptr() == getattr(before, name).data_ptr(), name
     assert batch.seq_lens.tolist() == [9, 2, 17, 1, 1, 1, 1, 1]
-    assert batch.slot_mapping[3:].tolist() == [NULL_BLOCK * BLOCK] * 5
+    assert torch.equal(batch.slots[0][:3], expected.slots[0])
+    assert batch.slots[0].data_ptr() == before.slots[0].data_ptr()
+    assert batch.slots[0][3:].tolist() == [NULL_BLOCK * BLOCK] * 5
     assert batch.query_start_loc.tolist() == [*range(9)] and batch.logits_indices.tolist() == [*range(8)]
-    assert (tables.tables[batch.rows[3:].long()] == NULL_BLOCK).all()
+    assert (tables.of_group[0][batch.rows[3:].long()] == NULL_BLOCK).all()
     assert torch.equal(tables.tables, judged.tables)
 
 
@@ -140,7 +169,7 @@ def test_tokens_of_padding_match_sequences_of_padding(room: int, left: list[int]
     assert place.tensors["query_start_loc"].diff().tolist() == [3, 4, *left]
     assert place.tensors["seq_lens"].tolist() == [5, 4, *(max(1, count) for count in left)]
     assert place.tensors["rows"].tolist() == [0, 1] + [tables.null_row] * 7
-    assert place.tensors["slot_mapping"][7:].tolist() == [NULL_BLOCK * BLOCK] * (room - 7)
+    assert place.tensors["slots"][0, 7:].tolist() == [NULL_BLOCK * BLOCK] * (room - 7)
     assert place.tensors["logits_indices"].tolist() == [6]
 
 
@@ -191,3 +220,17 @@ def test_a_half_that_is_being_copied_is_not_written_again() -> None:
     second = staging.on_host
     staging.turn()
     assert not np.shares_memory(first, second) and np.shares_memory(first, staging.on_host)
+
+
+def test_padding_sequences_read_the_null_slot_and_write_the_sink() -> None:
+    inputs, _ = inputs_of(memory=TrialMemory((0,), True))
+    inputs.sink = 7
+    chunks = [SequenceChunk([5], 7, [1, 2], 0, 3, 4, [(1, 5)]), SequenceChunk([6], 0, [3], 0, NULL_SLOT, 6)]
+    step = greedy_step(chunks, BLOCK, [0, 1], memory=TrialMemory((0,), True))
+    addresses = [tensor.data_ptr() for tensor in inputs.bucket(4).tensors.values()]
+    place = inputs.stage(step, 4)
+    state = place.batch([1] * 4, [8] * 4, torch.zeros(1, dtype=torch.int64)).state
+    assert state is not None and [tensor.data_ptr() for tensor in place.tensors.values()] == addresses
+    assert (state.reads.tolist(), state.writes.tolist()) == ([3, 0, 0, 0], [4, 6, 7, 7])
+    assert state.starts.tolist() == [0, 1, 2, 3, 4] and state.save_starts.tolist() == [0, 1, 1, 1, 1]
+    assert (state.save_lens.tolist(), state.save_slots.tolist()) == ([1, 0, 0, 0], [5, 7, 7, 7])

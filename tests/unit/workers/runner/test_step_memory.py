@@ -15,7 +15,7 @@ from torch import Tensor
 
 from oarlock.base.errors import StartupError
 from oarlock.base.host_memory import human_bytes
-from oarlock.workers.attention.backend import LayerKV
+from oarlock.workers.attention.backend import LayerMemory
 from oarlock.workers.attention.forward_batch import BlockTables
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.distributed.parallel_state import TensorParallel
@@ -61,12 +61,12 @@ def runner_on(checkpoint: Path, device: MadeUpDevice, **changes) -> ModelRunner:
 def test_kv_memory_is_what_the_largest_step_leaves(checkpoint: Path) -> None:
     device = MadeUpDevice(TOTAL, TOTAL // 2)
     runner = runner_on(checkpoint, device)
-    num_blocks = runner.num_blocks_that_fit()
+    (num_blocks,) = runner.num_blocks_that_fit()
     (peak,) = device.peaks
     assert peak > 300 * 2 * 4 * runner.spec.layers[0].mlp.intermediate_size, "the largest step has run"
     assert runner.memory.step.largest >= peak
     left = int(0.9 * TOTAL) - TOTAL // 2 - runner.memory.step.largest
-    assert num_blocks == min(left // runner.backend.spec.bytes_per_block - 1, 4 * 8 + 1)
+    assert num_blocks == min(left // runner.backends[0].spec.bytes_per_block - 1, 4 * 8 + 1)
     smaller = runner_on(checkpoint, MadeUpDevice(TOTAL, TOTAL // 2), max_num_batched_tokens=100)
     smaller.num_blocks_that_fit()
     assert smaller.memory.step.largest < runner.memory.step.largest
@@ -108,11 +108,11 @@ def test_too_little_memory_is_reported_with_the_measured_values(checkpoint: Path
     assert refused.value.exit_code == 4 and "--max-num-batched-tokens" in refused.value.fix
     device = MadeUpDevice(TOTAL, TOTAL)
     runner = runner_on(checkpoint, device, num_kv_blocks=10)
-    assert runner.num_blocks_that_fit() == 10
+    assert runner.num_blocks_that_fit() == [10]
     device._free = 100_000  # as after KV memory of the operator's own size
     with pytest.raises(StartupError, match="Out of memory while leaving room for a step") as refused:
-        runner.allocate(10)
-    for size in (runner.memory.step.largest, 10 * runner.backend.spec.bytes_per_block, 100_000):
+        runner.allocate([10])
+    for size in (runner.memory.step.largest, 10 * runner.backends[0].spec.bytes_per_block, 100_000):
         assert human_bytes(size) in refused.value.cause
     assert "--kv-cache-memory" in refused.value.fix
 
@@ -126,11 +126,11 @@ class MadeUpGraphs(DeviceSteps):
     """Steps of a made-up device whose graphs take memory."""
 
     def __init__(self, device: MadeUpDevice) -> None:
-        self.kv: list[LayerKV] = []
+        self._memory: list[LayerMemory] = []
         self.sizes: list[int] = []
         self._device, self._before = device, device.free_bytes() - KEPT
 
-    def with_layers(self, model: Decoder, kv: list[LayerKV]) -> "MadeUpGraphs":
+    def with_layers(self, model: Decoder, memory: list[LayerMemory]) -> "MadeUpGraphs":
         return self
 
     def forward(self, step: StepMetadata) -> tuple[Any, Tensor]:
@@ -171,24 +171,24 @@ def test_kv_memory_leaves_room_for_graphs(checkpoint: Path, monkeypatch: pytest.
     device = MadeUpDevice(TOTAL, TOTAL)
     runner = runner_on(checkpoint, device, enforce_eager=eager)
     for name in ("prepare_decode", "prepare_prompts"):
-        monkeypatch.setattr(runner.backend, name, lambda *_: None, raising=False)
+        monkeypatch.setattr(runner.backends[0], name, lambda *_: None, raising=False)
     count = 3 + len(prompt_sizes(runner.config))
-    graphs, block = 0 if eager else GRAPHS + count * EACH, runner.backend.spec.bytes_per_block
+    graphs, block = 0 if eager else GRAPHS + count * EACH, runner.backends[0].spec.bytes_per_block
     kept = 0 if eager else KEPT
     device._free = TOTAL - int(0.9 * TOTAL) + runner.memory.step.largest + graphs + kept + 21 * block
     monkeypatch.setattr(runner, "steps", MadeUpGraphs(device))
-    assert runner.num_blocks_that_fit() == 20, "and one that the backend keeps"
+    assert runner.num_blocks_that_fit() == [20], "and one that the backend keeps"
     device._free = runner.memory.step.largest + GRAPHS
     if not eager:
         with pytest.raises(StartupError, match="while leaving room for a step and graphs") as refused:
-            runner.allocate(10)
+            runner.allocate([10])
         assert f"{human_bytes(graphs)} for graphs" in refused.value.cause
 
 
 def test_memory_to_sample_from_is_counted(checkpoint: Path) -> None:
     runner = runner_on(checkpoint, MadeUpDevice(TOTAL, TOTAL))
-    tables = BlockTables(runner.config.max_num_seqs, table_width(runner.config), CPU)
-    steps = device_steps(runner.config, runner.model, runner.backend, tables)
+    tables = BlockTables(runner.config.max_num_seqs, table_width(runner.config), runner.config.block_size, CPU)
+    steps = device_steps(runner.config, runner.model, runner.backends, tables)
     held = steps._logits.nbytes + DenseHistories(4, 0, runner.spec.vocab_size, CPU).seen.nbytes
     held += steps._sampling._sampler._scratch.adjusted.nbytes
     assert held == sampling_bytes(runner.config, runner.spec)

@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from oarlock.workers.attention.forward_batch import BlockTables, ForwardBatch
 from oarlock.workers.models.registry import read_spec
+from oarlock.workers.runner.trial_steps import TrialMemory
 from oarlock.workers.verify import __main__ as command
 from oarlock.workers.verify.compare import (
     LARGEST_LIMIT,
@@ -101,8 +103,14 @@ def test_known_text_is_fed_as_prompts_and_then_token_by_token() -> None:
     assert [step.token_ids.tolist() for step, _ in steps] == [[1, 2, 3, 4], [5, 8], [6]]
     assert [rows for _, rows in steps][1:] == [[(0, 3), (1, 1)], [(0, 4)]]
     assert steps[1][0].seq_lens.tolist() == [4, 2]
-    slots = [slot for step, _ in steps for slot in step.slot_mapping.tolist()]
+    slots = []
+    for step, _ in steps:
+        batch = ForwardBatch.from_step(step, BlockTables.of_step(step, 2, torch.device("cpu")))
+        slots += batch.slots[0].tolist()
     assert len(set(slots)) == len(slots) and min(slots) >= 2 and max(slots) < 2 * blocks_needed(text, 2)
+    states = [step for step, _ in steps_of(text, 2, TrialMemory((0,), True))]
+    assert [step.state_reads.tolist() for step in states] == [[0, 0], [1, 3], [2]]
+    assert [step.state_writes.tolist() for step in states] == [[1, 3], [2, 4], [1]]
 
 
 @pytest.fixture(scope="module")

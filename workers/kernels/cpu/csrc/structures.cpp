@@ -94,7 +94,8 @@ extern "C" const char *oarlock_structures() {
   STRUCTURE(Convolution, FIELD(weight), FIELD(bias), FIELD(channels), FIELD(taps), FIELD(silu))
   STRUCTURE(DeltaHeads, FIELD(key_heads), FIELD(value_heads), FIELD(key_width), FIELD(value_width))
   STRUCTURE(MambaHeads, FIELD(a), FIELD(d), FIELD(heads), FIELD(groups), FIELD(head_width), FIELD(state_width))
-  STRUCTURE(GatedNorm, FIELD(weight), FIELD(groups), FIELD(width), FIELD(eps), FIELD(gates_first))
+  STRUCTURE(GatedNorm, FIELD(weight), FIELD(heads), FIELD(width), FIELD(eps), FIELD(gates_first), FIELD(group_heads),
+            FIELD(all_heads), FIELD(first_head))
   STRUCTURE(Operation, FIELD(kind), FIELD(source), FIELD(target), FIELD(parameters))
   STRUCTURE(Branch, FIELD(operations), FIELD(count), FIELD(before_all_reduce), FIELD(rows_at_once), FIELD(widths),
             FIELD(sums))

@@ -168,9 +168,9 @@ def test_one_long_context_among_short_ones_is_shared_by_many_programs(bounds):
     batch = ForwardBatch(
         4, 0, lengths, host, *[nothing] * 3, starts, lens, torch.arange(5, dtype=torch.int32), nothing, nothing
     )
-    plan = TritonPlan(batch, [], is_live=bounds is not None)
-    plan.tiles = backend._tiles(plan, 1)
-    (part,) = backend._planned(plan, plan.tiles[0], 1 << 30, AttentionSpec(0, 1, 1, 32, 1.0))
+    plan = TritonPlan(batch, is_live=bounds is not None)
+    plan.tiles[1] = backend._tiles(plan, 1)
+    (part,) = backend._planned(plan, plan.tiles[1][0], 1 << 30, AttentionSpec(0, 1, 1, 32, 1.0))
     backend._divide(batch, part, 1 << 30, 1)
     table = part.programs.cpu().numpy()
     begins, stops = table[3], table[4]
