@@ -105,7 +105,7 @@ def route(logits: Tensor, spec: RouterSpec, correction: Tensor | None) -> tuple[
     else:
         weights = scores.gather(1, ids)
         if spec.normalised:
-            weights = weights / weights.sum(1, keepdim=True).clamp(min=spec.least_sum)
+            weights = weights / (weights.sum(1, keepdim=True).clamp(min=spec.least_sum) + spec.added_to_sum)
     return ids.int(), (weights * spec.scale).float()
 
 
@@ -150,7 +150,7 @@ class ExpertStack:
         self.hidden, self.bias, self.placement = hidden, bias, placement
         self.shape = ExpertsShape(
             held.first, held.count, hidden, shard.count, placement.dtype, shard.slices, held.groups, held.group,
-            spec.activation, spec.alpha, spec.limit, spec.weighs_inputs,
+            spec.activation, spec.alpha, spec.limit, spec.is_gated, spec.weighs_inputs,
         )  # fmt: skip
 
     def _shards(self, name: str) -> tuple[WeightShard, WeightShard]:
@@ -158,7 +158,7 @@ class ExpertStack:
         shard, hidden = self.width_shard, self.hidden
         rows = tuple(
             StoredRows(f"{name}.{part}", shard.padded_width, shard.first, shard.count)
-            for part in ("gate_proj", "up_proj")
+            for part in (("gate_proj", "up_proj") if self.shape.is_gated else ("up_proj",))
         )
         down = (StoredRows(f"{name}.down_proj", hidden, 0, hidden),)
         return (

@@ -19,6 +19,7 @@ class RouterSpec:
     scores: str = "softmax"  # softmax | sigmoid | sparsemixer, applied to the logits; see `tolerance`
     normalised: bool = False  # the weights of a token add up to 1 before `scale` is applied
     least_sum: float = 1e-20  # lower bound of the sum that weights are divided by, if `normalised`
+    added_to_sum: float = 0.0  # added to the sum before weights are divided by it, if `normalised`
     scale: float = 1.0
     groups: int = 1  # number of equal groups of consecutive experts; experts are chosen from `top_groups` groups
     top_groups: int = 1  # number of groups that are kept, chosen by the sum of their two best scores
@@ -45,17 +46,20 @@ class SharedSpec:
 class ExpertsSpec:
     """The sum of `weight * down(activation(gate(x)) * up(x))` over a token's experts, plus the shared expert.
 
+    Without a gate (`is_gated`), the sum of `weight * down(activation(up(x)))`.
+
     With `weighs_inputs`, the sum of `down(activation(gate(weight * x)) * up(weight * x))`.
     """
 
     experts: int
     width: int  # intermediate size of each expert
     router: RouterSpec
-    activation: str = "silu"  # silu | gelu_tanh | clamped_swiglu
+    activation: str = "silu"  # silu | gelu_tanh | clamped_swiglu; without a gate as in `MLPSpec`
     alpha: float = 1.702  # clamped_swiglu: `g * sigmoid(alpha * g) * (u + 1)`
     limit: float = 7.0  # clamped_swiglu: g = min(gate, limit), u = clamp(up, -limit, limit)
     bias: bool = False  # gate, up and down have biases
     weighs_inputs: bool = False  # a routed expert's weight multiplies its input instead of its result
+    is_gated: bool = True  # False: experts and the shared expert have no gate
     shared: SharedSpec | None = None
     module: str = "mlp"
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict, hash=False, compare=False)
@@ -76,10 +80,10 @@ class ExpertsSpec:
             found.append(TensorSpec(router.correction, (self.experts,), rank_dtype=RankDtype.FLOAT32))
         for expert in range(self.experts):
             used = self.router.top_k / self.experts
-            one = _mlp(f"experts.{expert}", self.width, hidden, self.bias)
+            one = self._mlp(f"experts.{expert}", self.width, hidden, self.bias)
             found += [replace(tensor, expert=expert, experts=self.experts, used=used) for tensor in one]
         if self.shared is not None:
-            found += _mlp(self.shared.name, self.shared.width, hidden, False)
+            found += self._mlp(self.shared.name, self.shared.width, hidden, False)
             if self.shared.gate is not None:
                 found.append(TensorSpec(f"{self.shared.gate}.weight", (1, hidden), rank_dtype=RankDtype.FLOAT32))
         return found
@@ -87,7 +91,7 @@ class ExpertsSpec:
     @property
     def gguf(self) -> Mapping[str, str]:
         """GGUF names of the modules. A star is any expert index: the file has one tensor for all experts."""
-        parts = ("gate", "up", "down")
+        parts = ("gate", "up", "down") if self.is_gated else ("up", "down")
         found = {f"experts.*.{part}_proj": f"ffn_{part}_exps" for part in parts} | {self.router.name: "ffn_gate_inp"}
         if self.shared is not None:
             found |= {f"{self.shared.name}.{part}_proj": f"ffn_{part}_shexp" for part in parts}
@@ -146,12 +150,11 @@ class ExpertsSpec:
         """Return the same specification: it does not depend on `length`."""
         return self
 
-
-def _mlp(name: str, width: int, hidden: int, bias: bool) -> list[TensorSpec]:
-    found: list[TensorSpec] = []
-    for part in ("gate", "up"):
-        found.append(TensorSpec(f"{name}.{part}_proj.weight", (width, hidden), Sharding.WIDTH_OUTPUTS))
-        if bias:
-            found.append(TensorSpec(f"{name}.{part}_proj.bias", (width,), Sharding.WIDTH_OUTPUTS))
-    found.append(TensorSpec(f"{name}.down_proj.weight", (hidden, width), Sharding.WIDTH_INPUTS))
-    return [*found, TensorSpec(f"{name}.down_proj.bias", (hidden,))] if bias else found
+    def _mlp(self, name: str, width: int, hidden: int, bias: bool) -> list[TensorSpec]:
+        found: list[TensorSpec] = []
+        for part in ("gate", "up") if self.is_gated else ("up",):
+            found.append(TensorSpec(f"{name}.{part}_proj.weight", (width, hidden), Sharding.WIDTH_OUTPUTS))
+            if bias:
+                found.append(TensorSpec(f"{name}.{part}_proj.bias", (width,), Sharding.WIDTH_OUTPUTS))
+        found.append(TensorSpec(f"{name}.down_proj.weight", (hidden, width), Sharding.WIDTH_INPUTS))
+        return [*found, TensorSpec(f"{name}.down_proj.bias", (hidden,))] if bias else found

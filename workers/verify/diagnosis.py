@@ -17,6 +17,7 @@ from torch import Tensor
 from oarlock.workers.layers.attention_spec import SelfAttentionSpec
 from oarlock.workers.layers.decoder_spec import BranchSpec, DecoderSpec, SublayerSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec
+from oarlock.workers.layers.gated_delta_spec import GatedDeltaSpec
 from oarlock.workers.layers.gated_mlp_spec import GatedMLPSpec
 from oarlock.workers.layers.mlp_spec import MLPSpec
 from oarlock.workers.layers.sharding import shard_vocab
@@ -36,6 +37,7 @@ from oarlock.workers.verify.compare import (
 )
 from oarlock.workers.verify.dequantised_reference import DequantisedWeights, dequantised_weights
 from oarlock.workers.verify.halves import same_bits
+from oarlock.workers.verify.recurrent_diagnosis import WrongPart, slot_cause
 from oarlock.workers.verify.request import Text
 
 _WRONG = 0.1  # a scale is wrong if its relative error is above this
@@ -207,6 +209,10 @@ def _cause(fault: _Fault) -> str:
             return _gated(fault, branch.sublayer)
         case Computation.ACTIVATED:
             return _activated(fault, branch.sublayer)
+        case Computation.CONVOLUTION | Computation.RECURRENCE:
+            return _recurrent(fault, branch.sublayer)
+        case Computation.GATED_NORM:
+            return f"{fault.module}.{branch.sublayer.module}.norm: its weight, the norm itself, or the gate after it"
         case Computation.SUM:
             return _row_parallel(fault, branch, tap)
         case Computation.LOGITS:
@@ -366,6 +372,21 @@ def _heads_of_wrong_sinks(fault: _Fault) -> list[int]:
     return wrong
 
 
+def _recurrent(fault: _Fault, sublayer: SublayerSpec) -> str:
+    """Describe a wrong convolution or recurrence: a slot of another state if that explains it."""
+    rank, layer = fault.row.wrong_ranks[0], fault.row.layer or 0
+    is_convolution = fault.tapped is not None and fault.tapped.tap.computation is Computation.CONVOLUTION
+    where = f"{'convolution' if is_convolution else 'recurrence'} of layer {layer} on {fault.ranks}"
+    if isinstance(sublayer, GatedDeltaSpec):
+        part = fault.part(rank)
+        columns = slice(part.start, part.stop)
+        wrong = WrongPart(layer, fault.row.tensor, columns, fault.ours(rank), fault.wrong_tokens())
+        if cause := slot_cause(wrong, sublayer, fault.folder, fault.dequantised):
+            return f"{where}: {cause}"
+    inside = f"{fault.module}.{sublayer.module}."
+    return f"{where}: {inside}{'conv1d.weight' if is_convolution else 'A_log or dt_bias'}, or the kernel itself"
+
+
 def _positions(folder: Path) -> tuple[Tensor, Tensor]:
     """Return the position of every recorded token in its sequence [T], and whether it follows the prompt, bool [T]."""
     text = Text.read(folder)
@@ -396,7 +417,7 @@ def _row_parallel(fault: _Fault, branch: BranchSpec, tap: Tap) -> str:
 
 def _residual(fault: _Fault, branch: BranchSpec) -> str:
     layer = fault.spec.layers[fault.row.layer or 0]
-    added = layer.branches if layer.parallel else (branch,)
+    added = next(stage for stage in layer.stages if branch in stage)
     norms = "".join(f"{one.post_norm}, or " for one in added if one.post_norm is not None)
     sums = (Computation.SUM, Computation.EXPERTS)
     linear_layers = " and ".join(tap.module for one in added for tap in one.sublayer.taps if tap.computation in sums)
