@@ -60,14 +60,14 @@ def published(scheduler: Any, address: str | None) -> Generator[Callable[[], Non
         yield lambda: None
         return
     from oarlock.engine.config import KvEventsConfig
-    from oarlock.engine.kv_cache.manager import BlockEventLog
+    from oarlock.engine.kv_cache.block_events import BlockEventLog
     from oarlock.engine.kv_cache.publisher import KvEventPublisher
 
     def tell() -> None:
         if events := log.take():
             publisher.publish(events)
 
-    log = scheduler.kv_cache_manager.event_log = BlockEventLog()
+    log = scheduler.memory.leader.pool.event_log = BlockEventLog()
     publisher = KvEventPublisher(KvEventsConfig(address))
     publisher.start(BLOCK_SIZE)
     with closing(publisher):

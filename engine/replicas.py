@@ -27,7 +27,7 @@ from oarlock.engine.config import EngineConfig
 from oarlock.engine.engine_process import EngineProcess
 from oarlock.engine.errors import EngineDeadError, UnavailableError
 from oarlock.engine.ipc.frames import FrameError
-from oarlock.engine.kv_cache.manager import BlockChanges, extend_hashes
+from oarlock.engine.kv_cache.block_events import BlockChanges, extend_hashes
 from oarlock.engine.stats import EngineState, EngineStats, RequestHistory
 from oarlock.engine.types import EngineInfo, Request, TokenEvent
 from oarlock.workers.config import OnProgress

@@ -155,10 +155,10 @@ def _loop(
 ) -> tuple[int, str]:
     """Run the loop. Return the exit code and the reason of its end."""
     info = executor.info
-    if kv_events is not None:
-        kv_events.start(info.block_size, info.sliding_window)
     sock.sendall(messages.encode(messages.Ready(engine_info(config, executor))))
     loop = EngineLoop(config, executor, FrameSocket(sock), structured_output=structured_output, kv_events=kv_events)
+    if kv_events is not None:
+        kv_events.start(info.block_size, loop.scheduler.memory.leader.span)
     # Objects created while loading are kept for good: garbage collections during steps need not scan them.
     gc.collect()
     gc.freeze()

@@ -18,7 +18,9 @@ from oarlock.engine.input_batch.sampling_metadata import (
     constrained_until,
     history_sections,
 )
+from oarlock.engine.kv_cache.manager import TableEntry
 from oarlock.engine.kv_cache.offload import Copies
+from oarlock.engine.kv_cache.sequence_memory import UNSENT
 from oarlock.engine.scheduler.sequence import NOT_KNOWN, Decodes, ScheduledTokens, SchedulerOutput, Sequence
 from oarlock.engine.types import KINDS, penalises
 from oarlock.workers.kv_offload import DIGEST_BYTES
@@ -164,14 +166,17 @@ class InputBatch:
         of_seqs = (some.astype(np.int32) for some in (rows, seq_lens, query_start_loc))
         return _Tokens(*of_seqs, row_of_token, token_ids, positions, rows_of_logits, columns)
 
-    def _write_tables(self, new_blocks: list[tuple[int, int, int]]) -> dict[str, np.ndarray]:
+    def _write_tables(self, new_blocks: list[TableEntry]) -> dict[str, np.ndarray]:
         """Return the step's fields for block tables: each changed entry once, with the block of the last write."""
-        written = {(row, column): block for row, column, block in new_blocks}
-        rows, columns = np.array(list(written), np.int64).T  # [n]
+        written = {(group, row, column): block for group, row, column, block in new_blocks if group != UNSENT}
+        if not written:
+            return {}
+        groups, rows, columns = np.array(list(written), np.int64).T  # [n]
         blocks = np.array(list(written.values()), np.int32)
-        self._tables[rows, columns] = blocks
+        is_first = groups == 0
+        self._tables[rows[is_first], columns[is_first]] = blocks[is_first]
         return {
-            "table_groups": np.zeros(len(blocks), np.uint8),
+            "table_groups": groups.astype(np.uint8),
             "table_rows": rows.astype(np.int32),
             "table_columns": columns.astype(np.int32),
             "table_blocks": blocks,

@@ -158,12 +158,16 @@ def _with_tokens(step: StepMetadata, before: StepOutput | None) -> StepMetadata:
 def _count(recording: Recording) -> RecordingCounts:
     counts = RecordingCounts()
     worker = WorkerConfig(**recording.header.worker)
-    written = np.zeros((worker.max_num_seqs, table_width(worker)), bool)  # entries of the block tables
+    written: dict[int, np.ndarray] = {}  # by memory group: entries of its block tables
     try:
         for step, output in _steps(recording):
-            written[step.table_rows, step.table_columns] = True
+            for group in np.unique(step.table_groups).tolist():
+                table = written.setdefault(group, np.zeros((worker.max_num_seqs, table_width(worker)), bool))
+                is_own = step.table_groups == group
+                table[step.table_rows[is_own], step.table_columns[is_own]] = True
             for row, length in zip(step.rows, step.seq_lens, strict=True):
-                if not written[row, : -(-length // worker.block_size)].all():
+                has_pages = bool(written) or not len(step.state_reads)
+                if has_pages and not _has_entries(written, row, -(-length // worker.block_size)):
                     raise StartupError(
                         f"{recording.path} does not begin with the first step: step {step.step_id} reads blocks that "
                         "no step in it has assigned.",
@@ -180,6 +184,11 @@ def _count(recording: Recording) -> RecordingCounts:
             "Replay it with the version that wrote it.",
         ) from None
     return counts
+
+
+def _has_entries(written: dict[int, np.ndarray], row: int, num_columns: int) -> bool:
+    """Return whether every memory group has the first `num_columns` entries of a row."""
+    return bool(written) and all(table[row, :num_columns].all() for table in written.values())
 
 
 def _check_layout(recording: Recording) -> None:

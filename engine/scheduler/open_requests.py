@@ -11,8 +11,8 @@ from itertools import islice
 
 from oarlock.engine.config import EngineConfig
 from oarlock.engine.errors import INTERNAL, BrokenGrammarError
-from oarlock.engine.kv_cache.manager import KVCacheManager
 from oarlock.engine.kv_cache.offload import KVOffload
+from oarlock.engine.kv_cache.sequence_memory import SequenceMemory, check_offload, page_groups
 from oarlock.engine.scheduler.decode_state import DecodeState
 from oarlock.engine.scheduler.policy import reserved_blocks
 from oarlock.engine.scheduler.request_queue import LoadingSequences, RequestQueue
@@ -34,24 +34,26 @@ class OpenRequests:
         worker, caches_blocks = config.worker, config.enable_prefix_caching and not info.whole_texts
         self.stats = EngineStats()
         self.log = RequestLog(self.stats)
-        self.kv_cache_manager = KVCacheManager(
-            info.num_blocks,
-            info.block_size,
-            enable_prefix_caching=caches_blocks,
-            sliding_window=info.sliding_window,
-            max_step_tokens=worker.max_num_batched_tokens,
-        )
+        check_offload(info)
         # Every running sequence must be able to get its one token, or decodes would starve each other.
         self.num_rows = min(worker.max_num_seqs, worker.max_num_batched_tokens)
+        self.memory = SequenceMemory(
+            page_groups(info, self.num_rows),
+            info.block_size,
+            enable_prefix_caching=caches_blocks,
+            max_step_tokens=worker.max_num_batched_tokens,
+        )
         self.waiting = RequestQueue(config.max_waiting_requests, config.max_waiting_tokens)
         self.running: list[Sequence] = []  # ordered by admission
         self.free_rows = list(range(self.num_rows - 1, -1, -1))
         tiers = info.kv_offload if caches_blocks else None
         offload = None if tiers is None else KVOffload(tiers, info.block_size, info.step_cost, self.stats)
-        self.kv_offload = self.kv_cache_manager.offload = offload
+        self.kv_offload = offload
+        if offload is not None:
+            self.memory.attach(offload)
         self.loading: LoadingSequences | None = None  # None: no KV is kept in files
         if offload is not None and offload.has_disk:
-            self.loading = LoadingSequences(offload, self.waiting, self.kv_cache_manager)
+            self.loading = LoadingSequences(offload, self.waiting, self.memory)
         self.decode_state = DecodeState(self.num_rows, info.block_size, caches_blocks=caches_blocks)
         self._by_id: dict[int, Sequence] = {}
         self.ended: list[TokenEvent] = []  # pending terminal events of requests that failed outside a result
@@ -75,7 +77,7 @@ class OpenRequests:
             self.log.steps.without_row += 1
             return False
         reserve = reserved_blocks(len(self.running), seq.num_preemptions)
-        num_cached = self.kv_cache_manager.allocate(seq, seq.num_skippable_tokens, reserve)
+        num_cached = self.memory.allocate(seq, seq.num_skippable_tokens, reserve)
         if num_cached is None:
             self.log.steps.without_blocks += 1
             return False
@@ -89,7 +91,7 @@ class OpenRequests:
         seq.num_computed_tokens = num_cached
         self.decode_state.take(seq)
         output.new_rows.append(seq)
-        output.add_blocks(seq, 0)
+        output.new_blocks += self.memory.all_entries(seq)
         return True
 
     def preempt(self, seq: Sequence, now: float, *, is_short: bool = True) -> None:
@@ -115,7 +117,7 @@ class OpenRequests:
                 self.waiting.remove(seq)
             else:
                 self.loading.remove(seq)
-            self.kv_cache_manager.free(seq)  # it holds none, unless it failed while it was admitted
+            self.memory.free(seq)  # it holds none, unless it failed while it was admitted
         seq.status = Status.FINISHED
         del self._by_id[seq.request_id]
         seq.timeline.ended(now, reason, seq.num_generated_tokens, is_pooled=seq.pooling is not None)
@@ -143,7 +145,7 @@ class OpenRequests:
         is_broken = isinstance(error, BrokenGrammarError) and seq.request_id in self._by_id
         if not is_broken:
             logger.exception("event=request_failed request_id=%d stage=%s", seq.request_id, stage)
-        self.kv_cache_manager.evict_blocks(seq)  # it may have cached blocks that are not computed now
+        self.memory.evict_blocks(seq)  # it may have cached blocks that are not computed now
         if isinstance(error, BrokenGrammarError) and is_broken:
             return self.fail_by_grammar(seq, error, now)
         if seq.request_id not in self._by_id:
@@ -159,7 +161,7 @@ class OpenRequests:
     def _stop(self, seq: Sequence) -> None:
         self.running.remove(seq)
         self.decode_state.release(seq)
-        self.kv_cache_manager.free(seq)
+        self.memory.free(seq)
         self.free_rows.append(seq.row)
         seq.row = -1
         seq.status = Status.WAITING
@@ -168,18 +170,18 @@ class OpenRequests:
 
     def refresh_gauges(self) -> EngineStats:
         """Update the gauges and return the stats."""
-        stats, waiting, manager = self.stats, self.waiting, self.kv_cache_manager
+        stats, waiting, memory = self.stats, self.waiting, self.memory
         loading = [] if self.loading is None else list(self.loading)
         stats.num_requests_running = len(self.running)
         stats.num_requests_loading = len(loading)
         stats.num_requests_waiting = len(waiting) + waiting.num_pending + len(loading)
         num_loading_tokens = sum(seq.num_prompt_tokens for seq in loading)
         stats.num_waiting_tokens = waiting.num_tokens + waiting.num_pending_tokens + num_loading_tokens
-        stats.num_blocks_total = manager.num_total
-        stats.num_blocks_free = manager.num_free
-        stats.num_blocks_cached = manager.num_cached
-        stats.num_blocks_held = manager.num_held
-        stats.kv_cache_usage = manager.num_held / manager.num_total
+        stats.num_blocks_total = memory.num_total
+        stats.num_blocks_free = memory.num_free
+        stats.num_blocks_cached = memory.num_cached
+        stats.num_blocks_held = memory.num_held
+        stats.kv_cache_usage = memory.usage
         if self.kv_offload is not None:
             stats.kv_offload_host_blocks = self.kv_offload.host.num_blocks
         return stats
@@ -187,11 +189,13 @@ class OpenRequests:
     def audit(self) -> None:
         """Raise AssertionError if rows, decode state, blocks, queue and open requests disagree."""
         self.decode_state.audit(self.running)
-        self.kv_cache_manager.audit(self._by_id.values())
+        self.memory.audit(self._by_id.values())
         rows = sorted([seq.row for seq in self.running] + self.free_rows)
         assert rows == list(range(self.num_rows)), "rows are lost or shared"
         waiting = [*self.waiting, *(self.loading or ())]
         assert sorted(self._by_id) == sorted(seq.request_id for seq in [*self.running, *waiting])
         for seq in waiting:
-            assert not seq.block_ids and not seq.num_computed_tokens, "a waiting sequence holds something"
+            assert not seq.num_computed_tokens and not any(table.block_ids for table in seq.tables), (
+                "a waiting sequence holds something"
+            )
         assert self.waiting.num_tokens == sum(seq.num_prompt_tokens for seq in self.waiting)

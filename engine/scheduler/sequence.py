@@ -1,6 +1,7 @@
 """State of one request from arrival to end, the decision of which tokens run in a step, and the ranks' output.
 
-Knows token ids and block ids. Does not know policy (`scheduler.py`), free blocks (`kv_cache/manager.py`) or arrays.
+Knows token ids and block ids. Does not know policy (`scheduler.py`), free blocks (`kv_cache/sequence_memory.py`) or
+arrays.
 """
 
 from array import array
@@ -14,7 +15,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from oarlock.engine.kv_cache.manager import Shortage
+from oarlock.engine.kv_cache.manager import BlockTable, Shortage, TableEntry
 from oarlock.engine.kv_cache.offload import Copies
 from oarlock.engine.scheduler.timeline import RequestTimeline
 from oarlock.engine.spec_decode.drafter import DraftState
@@ -106,7 +107,6 @@ class Sequence:
         "inspects_each_token",
         "key",
         "num_cached_blocks",
-        "num_freed_blocks",
         "num_passed",
         "num_preemptions",
         "num_prompt_tokens",
@@ -122,6 +122,7 @@ class Sequence:
         "shortage",
         "status",
         "stop_ids",
+        "tables",
         "timeline",
     )
 
@@ -133,7 +134,9 @@ class Sequence:
         max_len: int,
         arrival_s: float,
         grammar_matcher: GrammarMatcherProtocol | None = None,
+        tables: tuple[BlockTable, ...] | None = None,
     ) -> None:
+        """Take the request and its empty block tables, `SequenceMemory.new_tables`; None: the table of one group."""
         params = request.params
         self.request = request
         self.request_id = request.request_id
@@ -151,10 +154,10 @@ class Sequence:
         self.decodes_individually = not self.samples  # its decode steps are scheduled as `ScheduledTokens`
         # True if each of its tokens needs more work than appending it.
         self.inspects_each_token = grammar_matcher is not None
-        self.block_ids: list[int] = []
-        self.num_freed_blocks = 0  # leading entries of `block_ids` that are the null block: outside the sliding window
+        self.tables = (BlockTable(),) if tables is None else tables  # one for each group of pages
+        self.block_ids = self.tables[0].block_ids  # the shortest table: all have blocks for its tokens
         self.block_hashes: list[bytes] = []  # chained hashes of the full blocks, as far as they were needed
-        self.num_cached_blocks = 0  # leading blocks that were offered to the prefix cache
+        self.num_cached_blocks = 0  # leading columns that were offered to the prefix cache, in all groups
         self.shortage: Shortage | None = None  # most recent failed allocation of blocks
         self.has_searched_files = False  # whether KV files were searched for its prefix since it last began to wait
         self.row = -1  # index into the engine's tables; stable while the sequence runs
@@ -305,7 +308,7 @@ class SchedulerOutput:
 
     step_id: int
     scheduled: list[ScheduledTokens]
-    new_blocks: list[tuple[int, int, int]] = field(default_factory=list)  # (row, column of its table, block id)
+    new_blocks: list[TableEntry] = field(default_factory=list)  # (memory group, row, column of its table, block id)
     new_rows: list[Sequence] = field(default_factory=list)  # sequences that got their row in this step
     num_preempted: int = 0
     num_decodes: int = 0  # running sequences that get one token
@@ -332,12 +335,6 @@ class SchedulerOutput:
             end = first + item.num_rows
             yield item, first, end
             first = end
-
-    def add_blocks(self, seq: Sequence, first_column: int) -> None:
-        """Add the blocks of `seq` from `first_column` on to the step's new table entries."""
-        self.new_blocks += [
-            (seq.row, column, block) for column, block in enumerate(seq.block_ids[first_column:], first_column)
-        ]
 
 
 class ModelRunnerOutput:

@@ -18,7 +18,8 @@ from transformers import PreTrainedModel
 
 from oarlock.workers.layers.memory_spec import SlotsSpec
 from oarlock.workers.models.registry import read_spec
-from oarlock.workers.verify.reference import TransformersRecorder, in_float64, model_class, text_part
+from oarlock.workers.verify.exact_modules import in_float64
+from oarlock.workers.verify.reference import TransformersRecorder, model_class, text_part
 from tests.golden.cases import PROMPT
 
 GREEDY = 5
@@ -56,8 +57,10 @@ class ExactReference:
 
     @cached_property
     def logits(self) -> tuple[Tensor, Tensor]:
-        """(truth, theirs), after each token [n, vocab]: the prompt in one call, the others one by one with a cache. Of
-        a model with recurrent states all in one call: Bamba computes something else with a cache."""
+        """(truth, theirs), after each token [n, vocab]: the prompt in one call, the others one by one with a cache.
+
+        A model with recurrent states gets all in one call: Bamba computes something else with a cache.
+        """
         return self._both(lambda recording: self._all_logits())
 
     @cached_property

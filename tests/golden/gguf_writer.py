@@ -74,7 +74,11 @@ _ARCHITECTURES = {
     "Lfm2ForCausalLM": gguf.MODEL_ARCH.LFM2,
     "Lfm2MoeForCausalLM": gguf.MODEL_ARCH.LFM2MOE,
     "Llama4ForCausalLM": gguf.MODEL_ARCH.LLAMA4,
+    "Qwen3NextForCausalLM": gguf.MODEL_ARCH.QWEN3NEXT,
+    "Qwen3_5ForCausalLM": gguf.MODEL_ARCH.QWEN35,
+    "Qwen3_5MoeForCausalLM": gguf.MODEL_ARCH.QWEN35MOE,
 }
+_TILED = (gguf.MODEL_ARCH.QWEN35, gguf.MODEL_ARCH.QWEN35MOE)  # value heads of gated delta nets
 # Settings of config.json, and the writer's method for each.
 _ADDED = (
     ("attn_logit_softcapping", "add_attn_logit_softcapping"),
@@ -118,6 +122,8 @@ _ONE_ADDED = (  # to the weights of norms
     gguf.MODEL_ARCH.GEMMA2,
     gguf.MODEL_ARCH.GEMMA3,
     gguf.MODEL_ARCH.NEMOTRON,
+    gguf.MODEL_ARCH.QWEN3NEXT,
+    *_TILED,
 )
 _OWN_KEYS = {
     "n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads", "n_inner":
@@ -173,19 +179,17 @@ def write_gguf(directory: Path, path: Path, kind_of: KindOf, *, part_bytes: int 
         tensors |= load_file(file)
     if config.get("tie_word_embeddings"):
         tensors.pop("lm_head.weight", None)
-    for name, tensor in _with_joined_experts(tensors).items():
+    for name, tensor in _with_split_projections(_with_joined_experts(tensors), config).items():
         stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if name.endswith("e_score_correction_bias"):
             stored = f"blk.{name.split('.')[2]}.exp_probs_b.bias"
-        elif name.endswith("layer_scalar"):
-            stored = f"{stored}.weight"
-        elif name.endswith("sinks"):
+        elif name.endswith("layer_scalar") or name.endswith("sinks"):
             stored = f"{stored}.weight"
         elif name.endswith("expert_bias"):
             stored = f"{stored}.bias"
         assert stored is not None, name
         numbers = _as_stored(name, tensor.float(), config, arch).numpy()
-        kind = kind_of(stored, numbers.shape)
+        kind = "F32" if "ssm_conv1d" in stored else kind_of(stored, numbers.shape)
         writer.add_tensor(stored, quantized(numbers, kind), raw_dtype=gguf.GGMLQuantizationType[kind])
     for name, factors in _rope_factors(config, arch).items():
         writer.add_tensor(name, np.array(factors, np.float32))
@@ -231,6 +235,21 @@ def _with_joined_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Te
     return found | {name: torch.stack([of[index] for index in sorted(of)]) for name, of in apart.items()}
 
 
+def _with_split_projections(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Qwen3-Next's projections one after another instead of by key heads, and the names of biases of time steps."""
+    found = {}
+    for name, tensor in tensors.items():
+        if name.endswith("in_proj_qkvz.weight"):
+            each = config["linear_num_value_heads"] // config["linear_num_key_heads"]
+            key, value = config["linear_key_head_dim"], each * config["linear_value_head_dim"]
+            of_heads = tensor.unflatten(0, (config["linear_num_key_heads"], -1)).split([key, key, value, value], 1)
+            q, k, v, z = (part.flatten(0, 1) for part in of_heads)
+            found |= {name.replace("qkvz", "qkv"): torch.cat((q, k, v)), name.replace("qkvz", "z"): z}
+        else:
+            found[name.replace("dt_bias", "dt_proj.bias")] = tensor
+    return found
+
+
 def _with_usual_keys(config: dict[str, Any]) -> dict[str, Any]:
     """The settings of GPT-2 and GPT-BigCode under the keys that others have."""
     found = {ours: config[theirs] for theirs, ours in _OWN_KEYS.items() if config.get(theirs) is not None}
@@ -263,7 +282,8 @@ def _add_settings(writer: gguf.GGUFWriter, config: dict[str, Any], arch: gguf.MO
     writer.add_block_count(config["num_hidden_layers"] + ahead)
     if ahead:
         writer.add_nextn_predict_layers(ahead)
-    writer.add_feed_forward_length(config.get("intermediate_size_mlp", config["intermediate_size"]))
+    if "moe_intermediate_size" not in config or config["model_type"] != "qwen3_5_moe_text":  # which has experts only
+        writer.add_feed_forward_length(config.get("intermediate_size_mlp", config["intermediate_size"]))
     writer.add_head_count(heads)
     writer.add_head_count_kv(config["num_key_value_heads"])
     if key := next((key for key in _LAYER_NORMS if key in config), None):
@@ -309,6 +329,13 @@ def _add_settings(writer: gguf.GGUFWriter, config: dict[str, Any], arch: gguf.MO
         writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
         writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
     _add_experts(writer, config)
+    if "linear_num_key_heads" in config:
+        width = config["linear_value_head_dim"] * config["linear_num_value_heads"]
+        writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+        writer.add_ssm_state_size(config["linear_key_head_dim"])
+        writer.add_ssm_group_count(config["linear_num_key_heads"])
+        writer.add_ssm_time_step_rank(config["linear_num_value_heads"])
+        writer.add_ssm_inner_size(width)
     if "conv_L_cache" in config:
         _add_convolutions(writer, config)
     if arch is gguf.MODEL_ARCH.GEMMA4:
@@ -399,8 +426,10 @@ def add_tokenizer(writer: gguf.GGUFWriter, directory: Path, vocab_size: int) -> 
 def _as_stored(name: str, tensor: torch.Tensor, config: dict[str, Any], arch: gguf.MODEL_ARCH) -> torch.Tensor:
     if name.endswith("conv.conv.weight"):
         return tensor.squeeze(1)
-    if arch in _ONE_ADDED and name.endswith("norm.weight"):
+    if arch in _ONE_ADDED and name.endswith("norm.weight") and "linear_attn" not in name:
         return tensor + 1
+    if "linear_attn" in name:
+        return _delta_as_stored(name, tensor, config, arch)
     if arch in _PERMUTED and (".q_proj." in name or ".k_proj." in name):
         heads = config["num_attention_heads" if ".q_proj." in name else "num_key_value_heads"]
         halves = tensor.reshape(heads, 2, tensor.shape[0] // heads // 2, *tensor.shape[1:])
@@ -411,6 +440,22 @@ def _as_stored(name: str, tensor: torch.Tensor, config: dict[str, Any], arch: gg
         of_heads = tensor.unflatten(0, (config["num_attention_heads"], 3, -1))
         return of_heads.swapaxes(0, 1).reshape(tensor.shape)
     return tensor
+
+
+def _delta_as_stored(name: str, tensor: torch.Tensor, config: dict[str, Any], arch: gguf.MODEL_ARCH) -> torch.Tensor:
+    """Decays in place of their logarithms, taps as a matrix, and value heads in turn for all key heads."""
+    keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    width = 1 if name.endswith(("A_log", "dt_proj.bias", "in_proj_a.weight", "in_proj_b.weight")) else (
+        config["linear_value_head_dim"])  # fmt: skip
+    tensor = -torch.exp(tensor) if name.endswith("A_log") else tensor
+    tensor = tensor.squeeze(1) if "conv1d" in name else tensor
+    if arch not in _TILED or name.endswith("norm.weight"):
+        return tensor
+    if "out_proj" in name:
+        return tensor.unflatten(1, (keys, values // keys, width)).transpose(1, 2).flatten(1).contiguous()
+    rows = values * width
+    of_heads = tensor[len(tensor) - rows :].unflatten(0, (keys, values // keys, width))
+    return torch.cat((tensor[: len(tensor) - rows], of_heads.transpose(0, 1).flatten(0, 2)))
 
 
 def _rope_factors(config: dict[str, Any], arch: gguf.MODEL_ARCH) -> dict[str, list[float]]:

@@ -22,6 +22,7 @@ from oarlock.workers.layers.experts_spec import ExpertsSpec
 from oarlock.workers.layers.gated_delta_spec import GatedDeltaSpec
 from oarlock.workers.layers.gated_mlp_spec import GatedMLPSpec
 from oarlock.workers.layers.layer_input_spec import LayerInputSpec
+from oarlock.workers.layers.mamba2_spec import Mamba2Spec
 from oarlock.workers.layers.mlp_spec import MLPSpec
 from oarlock.workers.layers.short_convolution_spec import ShortConvolutionSpec
 from oarlock.workers.verify.rank import RecordingDecoder
@@ -29,11 +30,14 @@ from tests.golden.cases import PROMPT
 from tests.golden.exact_reference import ExactReference
 from tests.golden.paged_run import BLOCK_SIZE, NUM_BLOCKS, PagedRun, load_decoder, on_ranks
 
-_DELTA_HEADS = ("delta_q", "delta_k", "delta_v", "delta_z", "delta_b", "delta_a", "q_conv", "k_conv", "v_conv",
-                "recurrence", "gated_norm")  # fmt: skip
 # Tensors of which each rank has some columns.
-_CUT = ("q", "attention_gate", "q_rope", "attention", "gate_up", "up", "conv_b", "conv_c", "conv_x", "convolution",
-        "input_gated", *_DELTA_HEADS)  # fmt: skip
+_DELTA = ("delta_q", "delta_k", "delta_v", "delta_z", "delta_b", "delta_a", "q_conv", "k_conv", "v_conv", "recurrence",
+          "gated_norm")  # fmt: skip
+_MAMBA = ("mamba_gate", "mamba_x", "mamba_b", "mamba_c", "mamba_dt", "x_conv", "b_conv", "c_conv", "recurrence",
+          "gated_norm")  # fmt: skip
+_OF_GROUPS = ("mamba_b", "mamba_c", "b_conv", "c_conv")  # ranks that share a group hold copies
+_CUT = {"q", "attention_gate", "q_rope", "attention", "gate_up", "up", "conv_b", "conv_c", "conv_x", "convolution",
+        "input_gated", *_DELTA, *_MAMBA} - {*_OF_GROUPS}  # fmt: skip
 _FIRST_CHUNK = 20
 _ROUNDING = {torch.float32: 2.0**-25, torch.float16: 2.0**-12, torch.bfloat16: 2.0**-9}
 
@@ -48,23 +52,21 @@ class Finding:
 
 
 def names_of(spec: DecoderSpec) -> list[str]:
-    """In the order of computation. Without a norm before them, sublayers read the residual; parallel ones leave one
-    residual. `pages` are the bytes of KV memory, which must be those of KV heads stored once."""
+    """In the order of computation. Without a norm, sublayers read the residual; a stage leaves one residual.
+
+    `pages` are the bytes of KV memory, which must be those of KV heads stored once.
+    """
     layers = []
     for index, layer in enumerate(spec.layers):
-        names, number, stages = [], 0, layer.stages
-        for stage in stages:
+        names: list[str] = []
+        for stage in layer.stages:
             norms: set[str | None] = {None}
             for branch in stage:
-                if branch.norm not in norms:
-                    names.append("mlp_norm" if number else "input_norm")
-                norms.add(branch.norm)
+                if branch.norm not in norms and branch.input_scale == 1.0:
+                    names.append(branch.sublayer.reads)
+                    norms.add(branch.norm)
                 names += _inside(branch.sublayer)
-                number += 1
-            if stage is stages[-1]:
-                names.append("residual")
-            else:
-                names.append("mlp_residual" if number > len(stages[0]) else "mid_residual")
+            names.append("residual" if stage[-1] is layer.branches[-1] else stage[-1].sublayer.leaves)
         layers += [f"{index}.{name}" for name in names]
     return ["embedding", *layers, "final_norm", "logits"]
 
@@ -77,7 +79,9 @@ def _inside(sublayer: SublayerSpec) -> list[str]:
     if isinstance(sublayer, ShortConvolutionSpec):
         return ["conv_b", "conv_c", "conv_x", "convolution", "out_proj"]
     if isinstance(sublayer, GatedDeltaSpec):
-        return [*_DELTA_HEADS, "delta"]
+        return [*_DELTA, "delta"]
+    if isinstance(sublayer, Mamba2Spec):
+        return [*(name for name in _MAMBA if name != "recurrence" or sublayer.eps is not None), "mamba"]
     if isinstance(sublayer, ExpertsSpec):
         return ["router", "routing", "experts", *([] if sublayer.shared is None else ["shared"])]
     if isinstance(sublayer, LayerInputSpec):
@@ -153,7 +157,12 @@ def joined(tensor: str, ranks: list[Tensor], spec: DecoderSpec) -> Tensor:
     if kind == "logits":
         return torch.cat(ranks, 1)[:, : spec.vocab_size]
     copies = 1
-    if kind in ("k", "v", "k_rope"):
+    if kind in _OF_GROUPS:
+        branches = spec.layers[int(tensor.partition(".")[0])].branches
+        groups = next(one.sublayer.groups for one in branches if isinstance(one.sublayer, Mamba2Spec))
+        copies = max(1, len(ranks) // groups)  # neighbours hold the same group
+        whole = torch.cat([rank.flatten(1) for rank in ranks[::copies]], 1)
+    elif kind in ("k", "v", "k_rope"):
         attention = spec.layers[int(tensor.partition(".")[0])].attention
         assert attention is not None
         copies = max(1, len(ranks) // attention.num_kv_heads)  # neighbours hold the same KV head

@@ -138,7 +138,7 @@ class DirectEngine:
             assert self._executor.kv_reports is not None
             assert select.select([self._executor.kv_reports], [], [], 60)[0], "files are not read"
             self.now -= 0.01
-        self.most_blocks_held = max(self.most_blocks_held, self.scheduler.kv_cache_manager.num_held)
+        self.most_blocks_held = max(self.most_blocks_held, self.scheduler.memory.num_held)
         events = self._engine_core.take_events()
         if output is not None:
             self.num_steps += 1

@@ -45,9 +45,9 @@ class Mamba2Spec:
     # names, in a verification, of the sublayer's input and of the residual after it
     reads: ClassVar[str] = "input_norm"
     leaves: ClassVar[str] = "mid_residual"
-    # GGUF names of the modules, and of the norms before and after the sublayer. `A` is the negative decay itself.
+    # GGUF names of the modules, and of the norms before and after the sublayer.
     gguf: ClassVar[Mapping[str, str]] = {
-        "in_proj": "ssm_in", "conv1d": "ssm_conv1d", "dt_bias": "ssm_dt.bias", "A": "ssm_a", "D": "ssm_d",
+        "in_proj": "ssm_in", "conv1d": "ssm_conv1d", "dt_bias": "ssm_dt.bias", "A_log": "ssm_a", "D": "ssm_d",
         "norm": "ssm_norm", "out_proj": "ssm_out",
     }  # fmt: skip
     gguf_norms: ClassVar[tuple[str, str]] = ("attn_norm", "post_attention_norm")
@@ -106,10 +106,10 @@ class Mamba2Spec:
         heads = self.width, self.num_heads
         names = ("mamba_gate", "mamba_x", "mamba_b", "mamba_c", "mamba_dt")
         projected = zip(names, PROJECTIONS, self.rows, strict=True)
-        convolved = zip(CHANNELS, self.rows[1:4], strict=True)
+        convolved = zip(("x_conv", "b_conv", "c_conv"), CHANNELS, self.rows[1:4], strict=True)
         return [
             *(Tap(name, Computation.PROJECTION, module, False, *cut) for name, module, cut in projected),
-            *(Tap(name, Computation.CONVOLUTION, name, False, *cut) for name, cut in convolved),
+            *(Tap(name, Computation.CONVOLUTION, module, False, *cut) for name, module, cut in convolved),
             *([] if self.eps is None else [Tap("recurrence", Computation.RECURRENCE, "norm", True, *heads)]),
             Tap("gated_norm", Computation.GATED_NORM, "out_proj", True, *heads),
             Tap("mamba", Computation.SUM, "out_proj"),

@@ -75,7 +75,7 @@ class Computation(Enum):
     ATTENTION = auto()
     GATED = auto()  # activation(gate) * up
     ACTIVATED = auto()  # activation(up)
-    CONVOLUTION = auto()  # the causal convolution of projections, with its activation
+    CONVOLUTION = auto()  # the causal convolution of projections, with its activation or its gates
     RECURRENCE = auto()  # the result of a recurrence over a state
     GATED_NORM = auto()  # the gated norm of a recurrence's result
     SUM = auto()  # a matmul whose inputs are split among ranks, after the all-reduce

@@ -133,7 +133,8 @@ def delta_gates(
     `a`, `b` [T, Hv]: projections of the layer's input. `a_log`, `dt_bias` float32 [Hv].
     """
     wide = a_log.dtype
-    return -torch.exp(a_log) * F.softplus(a.to(wide) + dt_bias), torch.sigmoid(b.to(wide)) * beta_scale
+    log_decay = -torch.exp(a_log.double()) * F.softplus(a.double() + dt_bias.double())
+    return log_decay.to(wide), (torch.sigmoid(b.double()) * beta_scale).to(wide)
 
 
 def mamba_steps(dt: Tensor, bias: Tensor | None, least: float, most: float) -> Tensor:
@@ -166,7 +167,7 @@ def gated_squares(x: Tensor, gate: Tensor, *, gates_first: bool) -> Tensor:
     wide = torch.promote_types(x.dtype, torch.float32)
     rows = x.to(wide)
     if gates_first:
-        rows = rows * (gate.to(wide) * _sigmoid(gate).to(wide))
+        rows = rows * (gate.to(wide) * _sigmoid(gate.to(wide)))
     return (rows * rows).sum(-1)
 
 
@@ -181,7 +182,7 @@ def gated_norm_of_heads(
     wide, width = weight.dtype, x.shape[2]
     means = squares.double().sum(2) / (squares.shape[2] * width)
     factors = (means + eps).rsqrt().to(wide).repeat_interleave(x.shape[1] // squares.shape[1], 1)  # [T, heads]
-    silu = gate.to(wide) * _sigmoid(gate).to(wide)
+    silu = gate.to(wide) * _sigmoid(gate.to(wide))
     rows = x.to(wide) * silu if gates_first else x.to(wide)
     normed = rows * factors.unsqueeze(2) * weight
     return (normed if gates_first else normed * silu).to(x.dtype)
@@ -190,4 +191,4 @@ def gated_norm_of_heads(
 def silu_gate(x: Tensor, gate: Tensor) -> Tensor:
     """Return `x` times the SiLU of `gate`, both of one shape, in the dtype of `x`."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    return (x.to(wide) * (gate.to(wide) * _sigmoid(gate).to(wide))).to(x.dtype)
+    return (x.to(wide) * (gate.to(wide) * _sigmoid(gate.to(wide)))).to(x.dtype)

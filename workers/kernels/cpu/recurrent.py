@@ -7,6 +7,7 @@ or on the number of threads. States of the gated delta rule and of Mamba 2 are f
 import ctypes
 from collections.abc import Callable
 from functools import cache
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,14 +15,40 @@ from torch import Tensor
 from oarlock.workers.kernels.cpu import library
 from oarlock.workers.kernels.cpu.gemm import ELEMENT_TYPES
 from oarlock.workers.kernels.cpu.structures import CConvolution, CDeltaHeads, CGatedNorm, CMambaHeads, CStateStep
-from oarlock.workers.recurrent.states import StateStep
 
-MOST_TAPS = 8  # `kMostTaps` in csrc/recurrent/convolution.h
+TAPS = (2, 3, 4)  # of the convolution: the cases of `convolve` in csrc/recurrent/convolution.cpp
+
+
+class StateStep(Protocol):
+    """A `StateStep` of `workers/recurrent/states.py`."""
+
+    @property
+    def starts(self) -> Tensor: ...
+
+    @property
+    def reads(self) -> Tensor: ...
+
+    @property
+    def writes(self) -> Tensor: ...
+
+    @property
+    def save_starts(self) -> Tensor: ...
+
+    @property
+    def save_lens(self) -> Tensor: ...
+
+    @property
+    def save_slots(self) -> Tensor: ...
 
 
 def can_serve(dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether the kernels support rows of `dtype` on `device`, and could be built here."""
     return dtype in ELEMENT_TYPES and device.type == "cpu" and library.provides("oarlock_mamba2", dtype)
+
+
+def computes_gates(device: torch.device) -> bool:
+    """Return whether `delta_gates` and `mamba_steps`, which do not depend on an element type, can be used."""
+    return device.type == "cpu" and library.provides("oarlock_delta_gates")
 
 
 def state_step(step: StateStep) -> CStateStep:
@@ -36,7 +63,7 @@ def causal_convolution(
 ) -> Tensor:
     """Convolve `x` [T, channels], as the reference describes."""
     channels, taps = weight.shape
-    assert x.stride(1) == 1 and x.shape[1] == channels and 2 <= taps <= MOST_TAPS
+    assert x.stride(1) == 1 and x.shape[1] == channels and taps in TAPS
     assert states.dtype == x.dtype and states.shape[1:] == (channels, taps - 1) and states.is_contiguous()
     slots = state_step(step)
     layer = CConvolution(_vector(weight), None if bias is None else _vector(bias), channels, taps, silu)
@@ -87,34 +114,70 @@ def delta_gates(
     a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, *, beta_scale: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """Return the decay and beta of the gated delta rule, as the reference describes."""
-    assert a.shape == b.shape and a.dtype == b.dtype and a.stride(1) == b.stride(1) == 1
+    a, b = a.float(), b.float()
+    assert a.shape == b.shape and a.stride() == b.stride() and a.stride(1) == 1
     log_decay, beta = (torch.empty(a.shape, dtype=torch.float32) for _ in range(2))
-    _function(library.library(a.dtype), "oarlock_delta_gates")(
-        a.data_ptr(), a.stride(0), b.data_ptr(), b.stride(0), _vector(a_log), _vector(dt_bias), beta_scale,
-        log_decay.data_ptr(), beta.data_ptr(), *a.shape, ELEMENT_TYPES[a.dtype],
+    _function(library.library(), "oarlock_delta_gates")(
+        a.data_ptr(), b.data_ptr(), a.stride(0), _vector(a_log), _vector(dt_bias), beta_scale,
+        log_decay.data_ptr(), beta.data_ptr(), *a.shape,
     )  # fmt: skip
     return log_decay, beta
 
 
 def mamba_steps(dt: Tensor, bias: Tensor | None, least: float, most: float) -> Tensor:
     """Return the step sizes of Mamba 2, as the reference describes."""
+    dt = dt.float()
     assert dt.stride(1) == 1
     y = torch.empty(dt.shape, dtype=torch.float32)
-    _function(library.library(dt.dtype), "oarlock_mamba_steps")(
-        dt.data_ptr(), dt.stride(0), None if bias is None else _vector(bias), least, most, y.data_ptr(),
-        *dt.shape, ELEMENT_TYPES[dt.dtype],
-    )  # fmt: skip
+    _function(library.library(), "oarlock_mamba_steps")(
+        dt.data_ptr(), dt.stride(0), None if bias is None else _vector(bias), least, most, y.data_ptr(), *dt.shape
+    )
     return y
 
 
 def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, gates_first: bool) -> Tensor:
     """Norm and gate `x` [T, groups, width], as the reference describes."""
-    rows, groups, width = x.shape
+    return _normed(_norm(x, weight, eps, gates_first=gates_first), x, gate)
+
+
+def silu_gate(x: Tensor, gate: Tensor) -> Tensor:
+    """Return `x` [T, heads, width] times the SiLU of `gate`, as the reference describes."""
+    return _normed(_norm(x, None, 0.0), x, gate)
+
+
+def gated_squares(x: Tensor, gate: Tensor, *, gates_first: bool) -> Tensor:
+    """Return the sums of squares of the heads of `x` [T, heads, width], as the reference describes."""
     assert x.is_contiguous() and gate.shape == x.shape and gate.dtype == x.dtype
-    norm = CGatedNorm(_vector(weight), groups, width, eps, gates_first)
+    squares = torch.empty(x.shape[:2], dtype=torch.float32)
+    norm = _norm(x, None, 0.0, gates_first=gates_first)
+    _function(library.library(x.dtype), "oarlock_gated_squares")(
+        ctypes.addressof(norm), x.data_ptr(), *_heads(gate), squares.data_ptr(), len(x), ELEMENT_TYPES[x.dtype]
+    )
+    return squares
+
+
+def gated_norm_of_heads(
+    x: Tensor, gate: Tensor, squares: Tensor, weight: Tensor, eps: float, *, gates_first: bool
+) -> Tensor:
+    """Norm and gate groups of heads of `x` [T, heads, width], as the reference describes."""
+    assert squares.dtype == torch.float32 and len(squares) == len(x)
+    norm = _norm(x, weight, eps, gates_first=gates_first, group_heads=squares.shape[2])
+    return _normed(norm, x, gate, _heads(squares))
+
+
+def _norm(
+    x: Tensor, weight: Tensor | None, eps: float, *, gates_first: bool = False, group_heads: int = 1
+) -> CGatedNorm:
+    heads, width = x.shape[1:]
+    at = None if weight is None else _vector(weight)
+    return CGatedNorm(at, heads, width, eps, gates_first, group_heads, heads, 0)
+
+
+def _normed(norm: CGatedNorm, x: Tensor, gate: Tensor, squares: tuple[int | None, int] = (None, 0)) -> Tensor:
+    assert x.is_contiguous() and gate.shape == x.shape and gate.dtype == x.dtype
     y = torch.empty(x.shape, dtype=x.dtype)
     _function(library.library(x.dtype), "oarlock_gated_norm")(
-        ctypes.addressof(norm), x.data_ptr(), *_heads(gate), y.data_ptr(), rows, ELEMENT_TYPES[x.dtype]
+        ctypes.addressof(norm), x.data_ptr(), *_heads(gate), *squares, y.data_ptr(), len(x), ELEMENT_TYPES[x.dtype]
     )
     return y
 
@@ -139,9 +202,10 @@ def _function(kernels: ctypes.CDLL, name: str) -> Callable[..., None]:
         "oarlock_convolve": [pointer, *rows, *[pointer] * 3, switch],
         "oarlock_gated_delta_rule": [pointer, *rows * 3, *[pointer] * 5, switch],
         "oarlock_mamba2": [pointer, *rows * 3, *[pointer] * 4, switch],
-        "oarlock_delta_gates": [*rows * 2, *[pointer] * 2, real, *[pointer] * 2, *[number] * 2, switch],
-        "oarlock_mamba_steps": [*rows, pointer, real, real, pointer, *[number] * 2, switch],
-        "oarlock_gated_norm": [pointer, pointer, *rows, pointer, number, switch],
+        "oarlock_delta_gates": [pointer, *rows, *[pointer] * 2, real, *[pointer] * 2, *[number] * 2],
+        "oarlock_mamba_steps": [*rows, pointer, real, real, pointer, *[number] * 2],
+        "oarlock_gated_norm": [pointer, pointer, *rows, *rows, pointer, number, switch],
+        "oarlock_gated_squares": [pointer, pointer, *rows, pointer, number, switch],
     }
     function = getattr(kernels, name)
     function.argtypes, function.restype = arguments[name], None

@@ -85,13 +85,29 @@ _MIXTURES = (
     "MiniMaxM2", "Mellum", "Flint", "Kolibri1", "Phimoe", "Afmoe", "HunYuanMoEV1", "Llama4", "Qwen3Next", "Laguna",
     "MiMoV2Flash",
 )  # fmt: skip
-# Families with a rotary table for each kind of layer, and without `rope_scaling`.
-_TABLES = ("CohereCompass", "Gemma4", "Laguna", "Lfm3", "MiMoV2Flash")
+# Families with a rotary table for each kind of layer or without rotation, and without `rope_scaling`.
+_TABLES = ("CohereCompass", "Gemma4", "Laguna", "Lfm3", "Mamba2", "MiMoV2Flash", "NemotronH")
 # Keys that are read without a method of `Fields`.
 _RAW = {"architectures", "layer_types", "rope_scaling"}
 _RAW_OF_LAYERS = {
     "Lfm2": {"full_attn_idxs"}, "Gemma4": {"per_layer_config"}, "Laguna": {"gating", "num_attention_heads_per_layer"},
-    "MiMoV2Flash": {"hybrid_layer_pattern"},
+    "MiMoV2Flash": {"hybrid_layer_pattern"}, "Bamba": {"attn_layer_indices", "mamba_d_head", "time_step_limit"},
+    "FalconH1": {"mlp_multipliers", "ssm_multipliers", "mamba_d_ssm", "time_step_limit"},
+    "GraniteMoeHybrid": {"mamba_d_head", "time_step_limit"}, "Mamba2": {"time_step_limit"},
+    "NemotronH": {
+        "layers_block_type", "hybrid_override_pattern", "mamba_num_heads", "mamba_head_dim", "n_groups", "conv_kernel",
+        "ssm_state_size", "mlp_hidden_act", "time_step_min", "moe_shared_expert_intermediate_size", "use_bias",
+        "use_conv_bias", "mlp_bias", "mamba_proj_bias", "moe_intermediate_size", "layer_norm_epsilon",
+    },
+}  # fmt: skip
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_state": 16}
+_OF_MAMBA: dict[str, dict[str, Any]] = {
+    "Bamba": {**_MAMBA, "attn_layer_indices": [1]},
+    "FalconH1": {**_MAMBA, "mamba_d_ssm": 128, "time_step_limit": [0.1, 2.0]},
+    "GraniteMoeHybrid": {**_MAMBA, "num_local_experts": 0},
+    "Mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2},
+    "NemotronH": {"mamba_num_heads": 8, "ssm_state_size": 16, "n_groups": 2, "n_routed_experts": 8,
+                  "num_experts_per_tok": 2, "sliding_window": None},
 }  # fmt: skip
 _RAW_OF_EXPERTS = {"attn_type_list", "layer_rope_theta", "mlp_layer_types", "mlp_only_layers"}
 # Keys whose invalid value may be reported under another key, which is derived from it.
@@ -129,6 +145,7 @@ def base(architecture: str) -> dict[str, Any]:
         own |= {"layer_types": ["conv", "full_attention", "conv"]}
     elif name == "MiMoV2Flash":
         own |= {"n_shared_experts": None}
+    own |= _OF_MAMBA.get(name, {})
     if name.startswith("Qwen3") and ("Next" in name or "_5" in name):
         own["full_attention_interval"] = 2
     # The tables of LongRoPE are those of whole heads.
@@ -136,7 +153,7 @@ def base(architecture: str) -> dict[str, Any]:
     if architecture in _OLDER:  # all heads have keys of their own, or one for all
         own |= {"num_key_value_heads": None, "head_dim": None, "rotary_pct": 1.0, "rotary_emb_base": 5e5}
         own |= {"rotary_dim": 4, "attention_layers": ["global", "local", "global"]}
-    return {**_SHAPE, **own, "architectures": [architecture], "sliding_window": 16}
+    return {**_SHAPE, **own, "architectures": [architecture], "sliding_window": own.get("sliding_window", 16)}
 
 
 def check(config: dict[str, Any]) -> StartupError | None:

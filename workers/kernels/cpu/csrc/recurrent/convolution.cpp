@@ -11,63 +11,60 @@ namespace convolution {
 
 constexpr long kBlock = 64;  // channels of a task: its rows of all taps stay in the first-level cache
 
-// Some channels of the convolution, and their weights by tap.
-template <class T>
+// Some channels of a convolution with kTaps taps, and their weights by tap.
+template <class T, long kTaps>
 struct ChannelBlock {
+  static constexpr long kKept = kTaps - 1;
   const Convolution &layer;
   long first, count;
-  alignas(64) float weight[kMostTaps][kBlock];
-  alignas(64) T before[kMostTaps - 1][kBlock];  // inputs of the tokens before the step, oldest first
+  alignas(64) float weight[kTaps][kBlock];
+  alignas(64) T before[kKept][kBlock];  // inputs of the tokens before the step, oldest first
 
   ChannelBlock(const Convolution &layer, long first)
       : layer(layer), first(first), count(std::min(kBlock, layer.channels - first)) {
     for (long c = 0; c < count; c++)
-      for (long tap = 0; tap < layer.taps; tap++) weight[tap][c] = layer.weight[(first + c) * layer.taps + tap];
+      for (long tap = 0; tap < kTaps; tap++) weight[tap][c] = layer.weight[(first + c) * kTaps + tap];
   }
 
-  T *state(T *states, long slot) const { return states + (slot * layer.channels + first) * (layer.taps - 1); }
+  T *state(T *states, long slot) const { return states + (slot * layer.channels + first) * kKept; }
 
   void read(const T *state) {
-    const long kept = layer.taps - 1;
     for (long c = 0; c < count; c++)
-      for (long i = 0; i < kept; i++) before[i][c] = state[c * kept + i];
+      for (long i = 0; i < kKept; i++) before[i][c] = state[c * kKept + i];
   }
 
   // Return the input of token `token` of the sequence, whose tokens have the rows x. Earlier tokens are negative.
   const T *row(const T *x, long stride, long token) const {
-    return token < 0 ? before[layer.taps - 1 + token] : x + token * stride;
+    return token < 0 ? before[kKept + token] : x + token * stride;
   }
 
   // Store the state after `tokens` tokens.
   void write(const T *x, long stride, long tokens, T *state) const {
-    const long kept = layer.taps - 1;
-    for (long i = 0; i < kept; i++) {
-      const T *from = row(x, stride, tokens - kept + i);
-      for (long c = 0; c < count; c++) state[c * kept + i] = from[c];
+    for (long i = 0; i < kKept; i++) {
+      const T *from = row(x, stride, tokens - kKept + i);
+      for (long c = 0; c < count; c++) state[c * kKept + i] = from[c];
     }
   }
 
   void convolve_token(const T *x, long stride, long token, T *y) const {
     using namespace simd;
-    const T *rows[kMostTaps];
-    for (long tap = 0; tap < layer.taps; tap++) rows[tap] = row(x, stride, token - layer.taps + 1 + tap);
+    const T *rows[kTaps];
+    for (long tap = 0; tap < kTaps; tap++) rows[tap] = row(x, stride, token - kKept + tap);
     for (long c = 0; c < count; c += kLanes) {
       const long lanes = count - c;
       Vec total = load(rows[0] + c, lanes) * load(weight[0] + c);
-      for (long tap = 1; tap < layer.taps; tap++) total = fma(load(rows[tap] + c, lanes), load(weight[tap] + c), total);
+      for (long tap = 1; tap < kTaps; tap++) total = fma(load(rows[tap] + c, lanes), load(weight[tap] + c), total);
       if (layer.bias) total = total + load(layer.bias + first + c, lanes);
       store(y + c, layer.silu ? simd::silu(total) : total, lanes);
     }
   }
 };
 
-}  // namespace convolution
-
-template <class T>
-void convolve(const Convolution &layer, const T *x, long stride, T *states, T *y, const StateStep &step) {
+template <class T, long kTaps>
+void convolve_with(const Convolution &layer, const T *x, long stride, T *states, T *y, const StateStep &step) {
 #pragma omp parallel for schedule(dynamic, 1)
-  for (long first = 0; first < layer.channels; first += convolution::kBlock) {
-    convolution::ChannelBlock<T> block(layer, first);
+  for (long first = 0; first < layer.channels; first += kBlock) {
+    ChannelBlock<T, kTaps> block(layer, first);
     for (long seq = 0; seq < step.seqs; seq++) {
       const long start = step.starts[seq], tokens = step.starts[seq + 1] - start;
       const T *rows = x + start * stride + first;
@@ -78,6 +75,17 @@ void convolve(const Convolution &layer, const T *x, long stride, T *states, T *y
       for (long v = step.save_starts[seq]; v < step.save_starts[seq + 1]; v++) save(step.save_lens[v], step.save_slots[v]);
       save(tokens, step.writes[seq]);
     }
+  }
+}
+
+}  // namespace convolution
+
+template <class T>
+void convolve(const Convolution &layer, const T *x, long stride, T *states, T *y, const StateStep &step) {
+  switch (layer.taps) {
+    case 2: return convolution::convolve_with<T, 2>(layer, x, stride, states, y, step);
+    case 3: return convolution::convolve_with<T, 3>(layer, x, stride, states, y, step);
+    case 4: return convolution::convolve_with<T, 4>(layer, x, stride, states, y, step);
   }
 }
 

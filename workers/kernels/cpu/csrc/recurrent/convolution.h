@@ -5,12 +5,10 @@
 
 namespace recurrent {
 
-constexpr long kMostTaps = 8;
-
 struct Convolution {
   const float *weight;  // [channels, taps]   the last tap is the token's own
   const float *bias;    // [channels]   or null
-  long channels, taps;  // from 2 to kMostTaps taps
+  long channels, taps;  // 2, 3 or 4 taps
   int silu;             // results pass through SiLU
 };
 

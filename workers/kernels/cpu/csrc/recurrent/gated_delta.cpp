@@ -14,7 +14,7 @@ namespace delta {
 using namespace simd;
 
 constexpr float kKeyEpsilon = 1e-6f;
-constexpr long kVectors = kLanes == 4 ? 4 : 2;
+constexpr long kVectors = 4;
 constexpr long kTile = kVectors * kLanes;  // columns of the state that are computed together, in the first-level cache
 
 // Inputs of a head for up to kTokensAtOnce tokens.
@@ -64,15 +64,17 @@ inline void pass(float *tile, long rows, float decay, const float *key, const Co
   const Vec factor = broadcast(decay);
   for (long row = 0; row < rows; row++) {
     float *at = tile + row * kTile;
+    const Vec k = kUpdates ? broadcast(key[row]) : zero();
+    const Vec next_k = kReads ? broadcast(next_key[row]) : zero(), next_q = kReads ? broadcast(next_query[row]) : zero();
     for (long i = 0; i < kVectors; i++) {
       Vec s = load(at + i * kLanes);
       if (kUpdates) {
-        s = fma(broadcast(key[row]), delta.at[i], s * factor);
+        s = fma(k, delta.at[i], s * factor);
         store(at + i * kLanes, s);
       }
       if (kReads) {
-        products_k.at[i] = fma(broadcast(next_key[row]), s, products_k.at[i]);
-        products_q.at[i] = fma(broadcast(next_query[row]), s, products_q.at[i]);
+        products_k.at[i] = fma(next_k, s, products_k.at[i]);
+        products_q.at[i] = fma(next_q, s, products_q.at[i]);
       }
     }
   }
@@ -125,6 +127,11 @@ void run_head(const DeltaHeads &layer, const DeltaRows<T> &rows, float *states, 
   inputs.keys = arena().take<float>(std::min(tokens, kTokensAtOnce) * layer.key_width);
   inputs.queries = arena().take<float>(std::min(tokens, kTokensAtOnce) * layer.key_width);
   float *tile = arena().take<float>(layer.key_width * kTile);
+  const float *from = state(step.reads[seq]);
+  if (last_tile - first_tile > 1) {  // copying a whole state first is faster than reading it by columns
+    memcpy(state(step.writes[seq]), from, size * sizeof *from);
+    from = state(step.writes[seq]);
+  }
   for (long done = 0; done < tokens || done == 0; done += kTokensAtOnce) {
     const long count = std::min(kTokensAtOnce, tokens - done);
     prepare(layer, rows, head, start + done, count, inputs);
@@ -132,7 +139,7 @@ void run_head(const DeltaHeads &layer, const DeltaRows<T> &rows, float *states, 
       const long columns = std::min(kTile, width - column), at = head * width + column;
       const auto keep = [&](long slot) { store_tile(tile, width, layer.key_width, columns, state(slot) + column); };
       Saves saves(step, seq);
-      load_tile(state(done ? step.writes[seq] : step.reads[seq]) + column, width, layer.key_width, columns, tile);
+      load_tile((done ? state(step.writes[seq]) : from) + column, width, layer.key_width, columns, tile);
       if (count > 0)
         run_tile(inputs, tile, layer.key_width, columns, count, rows.v + (start + done) * rows.v_stride + at,
                  rows.v_stride, y + (start + done) * y_stride + at, y_stride,

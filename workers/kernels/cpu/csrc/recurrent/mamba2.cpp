@@ -38,18 +38,18 @@ void prepare(const MambaHeads &layer, const MambaRows<T> &rows, long head, long 
   }
 }
 
-// Compute kRows rows of the next state and their products with c. `from` may be `to`.
+// Update kRows rows of the state, and compute their products with c.
 template <long kRows>
-inline void run_rows(const float *from, float *to, float decay, const float *added, const float *b, const float *c,
-                     long width, float *products) {
+inline void run_rows(float *state, float decay, const float *added, const float *b, const float *c, long width,
+                     float *products) {
   Vec sums[kRows], x[kRows];
   for (long r = 0; r < kRows; r++) sums[r] = zero(), x[r] = broadcast(added[r]);
   const Vec factor = broadcast(decay);
   const auto step = [&](long d, long count) {
     const Vec in = load(b + d, count), out = load(c + d, count);
     for (long r = 0; r < kRows; r++) {
-      const Vec s = fma(x[r], in, load(from + r * width + d, count) * factor);
-      store(to + r * width + d, s, count);
+      const Vec s = fma(x[r], in, load(state + r * width + d, count) * factor);
+      store(state + r * width + d, s, count);
       sums[r] = fma(s, out, sums[r]);
     }
   };
@@ -59,13 +59,13 @@ inline void run_rows(const float *from, float *to, float decay, const float *add
   for (long r = 0; r < kRows; r++) products[r] = sum(sums[r]);
 }
 
-inline void run_block(const float *from, float *to, float decay, const float *added, const float *b, const float *c,
-                      long width, long rows, float *products) {
+inline void run_block(float *state, float decay, const float *added, const float *b, const float *c, long width,
+                      long rows, float *products) {
   long row = 0;
   for (; row + 4 <= rows; row += 4)
-    run_rows<4>(from + row * width, to + row * width, decay, added + row, b, c, width, products + row);
+    run_rows<4>(state + row * width, decay, added + row, b, c, width, products + row);
   for (; row < rows; row++)
-    run_rows<1>(from + row * width, to + row * width, decay, added + row, b, c, width, products + row);
+    run_rows<1>(state + row * width, decay, added + row, b, c, width, products + row);
 }
 
 // Compute the blocks `first_block` to `last_block` of a head of a sequence.
@@ -85,20 +85,19 @@ void run_head(const MambaHeads &layer, const MambaRows<T> &rows, float *states, 
     for (long row = first_block * kBlock; row < std::min(x_width, last_block * kBlock); row += kBlock) {
       const long height = std::min(kBlock, x_width - row), bytes = height * width * sizeof(float);
       const auto state = [&](long slot) { return states + (slot * layer.heads + head) * size + row * width; };
-      float *to = state(step.writes[seq]);
-      const float *from = done ? to : state(step.reads[seq]);
+      float *now = state(step.writes[seq]);
       Saves saves(step, seq);
-      if (count == 0) memcpy(to, from, bytes);
-      for (long t = 0; t < count; t++, from = to) {
+      if (!done) memcpy(now, state(step.reads[seq]), bytes);  // faster than reading and writing in one pass
+      for (long t = 0; t < count; t++) {
         alignas(64) float products[kBlock];
-        run_block(from, to, inputs.decay[t], inputs.added + t * x_width + row, inputs.b + t * width,
-                  inputs.c + t * width, width, height, products);
+        run_block(now, inputs.decay[t], inputs.added + t * x_width + row, inputs.b + t * width, inputs.c + t * width,
+                  width, height, products);
         const long token = start + done + t, at = head * x_width + row;
         const T *x = rows.x + token * rows.x_stride + at;
         T *result = y + token * layer.heads * x_width + at;
         for (long d = 0; d < height; d += kLanes)
           store(result + d, fma(through, load(x + d, height - d), load(products + d)), height - d);
-        saves.after(done + t + 1, [&](long slot) { memcpy(state(slot), to, bytes); });
+        saves.after(done + t + 1, [&](long slot) { memcpy(state(slot), now, bytes); });
       }
     }
   }

@@ -1,6 +1,8 @@
 // Slots of recurrent state that the sequences of a step read and write (`workers/recurrent/states.py`), and how the
 // work on them is divided among threads.
 #pragma once
+#include <omp.h>
+
 #include <cstdint>
 #include <cstring>
 
@@ -34,13 +36,12 @@ class Saves {
 };
 
 constexpr long kTokensAtOnce = 64;  // tokens whose inputs are prepared together; their number does not affect results
-constexpr long kFewTasks = 64;      // with fewer heads of sequences, the parts of a head are tasks of their own
 
 // Run `work(seq, head, first part, last part)` for all parts of all heads of all sequences, in parallel. Parts of a head
-// share the preparation of inputs, so they are only divided if there are few heads.
+// share the preparation of inputs, so they are only divided if there are fewer heads than threads need.
 template <class Work>
 inline void for_each_head(const StateStep &step, long heads, long parts, const Work &work) {
-  const long each = step.seqs * heads < kFewTasks ? 1 : parts, shares = parts / each;
+  const long each = step.seqs * heads < 2 * omp_get_max_threads() ? 1 : parts, shares = parts / each;
 #pragma omp parallel for schedule(dynamic, 1)
   for (long task = 0; task < step.seqs * heads * shares; task++) {
     const long share = task % shares, head = task / shares % heads, seq = task / shares / heads;
