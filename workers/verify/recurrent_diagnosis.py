@@ -1,4 +1,5 @@
-"""Causes of wrong tensors in gated delta nets and short convolutions: weights, or a slot that has another state than the sequence's latest.
+"""Causes of wrong tensors in gated delta nets and short convolutions: weights, or a slot with another state than the
+sequence's latest.
 
 A verification computes each prompt in one step, and then one token of each sequence in a step. So a generated token
 reads the state of the tokens before it from a slot, and a token of a prompt reads none.
