@@ -88,6 +88,9 @@ class Layer(Protocol):
     @property
     def scalar(self) -> object: ...
 
+    @property
+    def sum_norms(self) -> Sequence[object]: ...
+
 
 class Program:
     """The operations of layers. It keeps the parts that they point to alive.
@@ -407,6 +410,8 @@ class PreparedLayers:
     def _add_layer(self, layer: Layer, rotary: int, memory: LayerMemory) -> None:
         if layer.scalar is not None:
             raise CannotPrepare("layers scale their results")
+        if any(norm is not None for norm in layer.sum_norms):
+            raise CannotPrepare("the sum of several results is normed")
         for stage in layer.stages:
             self._add_stage(stage, rotary, memory)
 
@@ -460,7 +465,7 @@ def can_join(layers: Sequence[Layer]) -> bool:
     branches = [branch for layer in layers for branch in layer.branches]
     plain = all(type(branch.norm) is RMSNorm and type(branch.post_norm) in (RMSNorm, type(None)) for branch in branches)
     in_turn = all(len(stage) == 1 for layer in layers for stage in layer.stages)
-    in_turn = in_turn and not any(layer.scalar is not None for layer in layers)
+    in_turn = in_turn and not any(layer.scalar is not None or any(layer.sum_norms) for layer in layers)
     return plain and in_turn and all(branch.scale == 1.0 for branch in branches)
 
 
