@@ -49,12 +49,13 @@ from oarlock.workers.verify.dequantised_reference import (
     is_experts,
     is_product,
 )
-from oarlock.workers.verify.exact_forms import Widened, exact_attention, in_float64
+from oarlock.workers.verify.exact_modules import Widened, exact_attention, in_float64
 from oarlock.workers.verify.request import Text, VerifyRequest
 from oarlock.workers.verify.transformers_layout import TransformersLayout
 
 # A text model that transformers saves with settings that its automatic class does not know.
 AutoModelForCausalLM.register(Emu3TextConfig, Emu3ForCausalLM, exist_ok=True)
+
 # MoE layers that scale the sum of a token's experts, where others, and we, scale the weights of experts.
 _SCALE_EXPERTS = ("LagunaSparseMoeBlock",)
 
