@@ -45,7 +45,8 @@ OTHERS = {
         (
             "CohereCompassForConditionalGeneration", "Glm4vForConditionalGeneration",
             "Glm4vMoeForConditionalGeneration", "Qwen3VLForConditionalGeneration",
-            "Qwen3VLMoeForConditionalGeneration",
+            "Qwen3VLMoeForConditionalGeneration", "Qwen3_5ForConditionalGeneration",
+            "Qwen3_5MoeForConditionalGeneration",
         ),
         ("model.visual.blocks.0.x",),
     ),
