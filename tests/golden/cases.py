@@ -173,6 +173,39 @@ CASES: dict[str, Case] = {
     "cohere2-moe": Case("cohere2_moe", {}, (1, 2, 4)),
     "cohere2-moe-rms-sigmoid": Case("cohere2_moe", {"rms_norm_eps": 1e-6, "expert_selection_fn": "sigmoid",
                                                     "shared_expert_combination_strategy": "sum"}, (1, 2)),
+    "lfm2": Case("lfm2", {}, (1, 2, 4)),
+    "lfm2-biased-untied-wide-kernel": Case("lfm2", {"conv_bias": True, "tie_word_embeddings": False, "conv_L_cache": 5,
+                                                    "block_auto_adjust_ff_dim": False}, (2,), torch.bfloat16),
+    "lfm2-moe": Case("lfm2_moe", {}, (1, 2, 4)),
+    "lfm3": Case("lfm3", {}, (1, 2, 4)),
+    "lfm3-ungated-biased": Case("lfm3", {"use_attention_gate": False, "use_sandwich_norm": False,
+                                         "attention_bias": True}, (2,)),
+    "gemma4": Case("gemma4_text", {}, (1, 2, 4)),
+    "gemma4-without-inputs": Case("gemma4_text", {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0,
+                                                  "attention_bias": True}, (2,)),
+    "gemma4-experts": Case("gemma4_text", {
+        "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "enable_moe_block": True, "num_experts": 7,
+        "top_k_experts": 3, "moe_intermediate_size": 36, "attention_k_eq_v": True, "num_global_key_value_heads": 2},
+        (1, 2, 4)),
+    "gemma4-unified": Case("gemma4_unified_text", {}, (1, 2, 4)),
+    "laguna": Case("laguna", {}, (1, 2, 4)),
+    "laguna-gated-values": Case("laguna", {"gating": "per-element", "attention_bias": True}, (2,)),
+    "mimo-v2-flash": Case("mimo_v2_flash", {}, (1, 2, 4)),
+    "bamba": Case("bamba", {}, (1, 2, 4)),
+    "bamba-one-group-biased-tied": Case("bamba", {"mamba_n_groups": 1, "mamba_proj_bias": True, "mlp_bias": True,
+                                                  "mamba_conv_bias": False, "attention_bias": True,
+                                                  "tie_word_embeddings": True}, (2,)),
+    "falcon-h1": Case("falcon_h1", {}, (1, 2, 4)),
+    "falcon-h1-normed": Case("falcon_h1", {"mamba_rms_norm": True, "projectors_bias": True}, (1, 2)),
+    "granite-hybrid": Case("granitemoehybrid", {}, (1, 2, 4)),
+    "granite-hybrid-dense-rotated": Case("granitemoehybrid", {"num_local_experts": 0, "position_embedding_type": "rope",
+                                                              "tie_word_embeddings": True}, (1, 2)),
+    "mamba2": Case("mamba2", {}, (1, 2, 4)),
+    "mamba2-one-group-biased-tied": Case("mamba2", {"n_groups": 1, "use_bias": True, "use_conv_bias": False,
+                                                    "tie_word_embeddings": True}, (2,)),
+    "nemotron-h": Case("nemotron_h", {}, (1, 2, 4)),
+    "nemotron-h-dense-eight-groups": Case("nemotron_h", {"n_groups": 8, "layers_block_type": [
+        "linear_attention", "mlp", "full_attention", "linear_attention"], "use_bias": True, "mlp_bias": True}, (2, 8)),
     "gpt2": Case("gpt2", {}, (1, 2, 4, 8)),
     "gpt2-untied-scaled-by-layer": Case("gpt2", {"tie_word_embeddings": False, "vocab_size": 311, "scale_attn_weights":
                                                  False, "scale_attn_by_inverse_layer_idx": True,
@@ -204,6 +237,15 @@ CASES: dict[str, Case] = {
         (2,)),
     "hunyuan-moe": Case("hunyuan_v1_moe", {}, (1, 2, 4)),
     "afmoe": Case("afmoe", {}, (1, 2, 4)),
+    "qwen3-next": Case("qwen3_next", {}, (1, 2, 4)),
+    "qwen3-5": Case("qwen3_5_text", {}, (1, 2, 4)),
+    "qwen3-5-one-key-head-each-tied": Case("qwen3_5_text", {
+        "linear_num_value_heads": 4, "tie_word_embeddings": True, "num_key_value_heads": 1, "vocab_size": 309,
+        "linear_conv_kernel_dim": 3}, (4,), torch.bfloat16),
+    "qwen3-5-moe": Case("qwen3_5_moe_text", {}, (1, 2, 4)),
+    "olmo-hybrid": Case("olmo_hybrid", {}, (1, 2, 4)),
+    "olmo-hybrid-unrotated": Case("olmo_hybrid", {"linear_allow_neg_eigval": False}, (2,),
+                                  claims={"rope_parameters": {"rope_theta": None, "rope_type": "default"}}),
     "llama4": Case("llama4_text", {}, (1, 2, 4)),
     "llama4-plain": Case("llama4_text", {"use_qk_norm": False, "attn_temperature_tuning": False, "attention_bias": True,
         "num_experts_per_tok": 1, "moe_layers": [0, 2], "no_rope_layers": [1, 1, 1], "rope_parameters": {
@@ -215,6 +257,7 @@ FAMILY_CASES = (
     "qwen2", "qwen3", "llama", "mistral-window", "gemma2", "gemma3", "olmo2", "cohere", "cohere2", "phi3", "phi4",
     "gpt2", "starcoder", "opt", "phi", "pythia",
     "nemotron", "starcoder2", "olmo",
+    "lfm2", "gemma4",
     # What the families above do not have together.
     "glm4", "granite-swa", "hyperclovax", "olmo3", "exaone4", "stablelm",
 )  # fmt: skip
@@ -224,6 +267,10 @@ _WRAPPERS: dict[str, Case] = {
     "cohere-compass-wrapper": Case("cohere_compass", {}, (1, 2, 4)),
     "gemma3-wrapper": Case("gemma3", {}, (1, 2, 4)),
     "gemma3-wrapper-new-names": Case("gemma3", {}, (1, 2), renamed=_NEWER),
+    "gemma4-wrapper": Case("gemma4", {}, (1, 2)),
+    "gemma4-unified-wrapper": Case("gemma4_unified", {}, (1, 2)),
+    "lfm2-vl-wrapper": Case("lfm2_vl", {}, (1, 2)),
+    "lfm3-vl-wrapper": Case("lfm3_vl", {}, (1, 2)),
     "glm4v-wrapper": Case("glm4v", {}, (1, 2, 4)),
     "glm4v-moe-wrapper": Case("glm4v_moe", {}, (1, 2, 4)),
     "hunyuan-vl-wrapper": Case("hunyuan_vl", {}, (1, 2, 4)),
@@ -249,6 +296,8 @@ _WRAPPERS: dict[str, Case] = {
     "internvl-wrapper": Case("internvl", {}, (1, 2, 4)),
     "qwen3-vl-wrapper": Case("qwen3_vl", {}, (1, 2, 4)),
     "qwen3-vl-moe-wrapper": Case("qwen3_vl_moe", {}, (1, 2, 4)),
+    "qwen3-5-wrapper": Case("qwen3_5", {}, (1, 2, 4)),
+    "qwen3-5-moe-wrapper": Case("qwen3_5_moe", {}, (1, 2, 4)),
     "qwen3-vl-moe-wrapper-as-published": Case("qwen3_vl_moe", {}, (1, 2, 4), inputs_first=True),
 }  # fmt: skip
 CASES |= _WRAPPERS
@@ -264,6 +313,7 @@ SHORT_RUNS = {
 }
 # Cases whose every tensor is compared in `make test`: what is wrong in the others shows in the logits.
 SHORT_LAYERS = {name for name, case in CASES.items() if name in FAMILY_CASES or case.family in MIXTURES}
+SHORT_LAYERS |= {"olmo-hybrid", "qwen3-5"}
 
 
 def run_id(name: str, size: int) -> str:

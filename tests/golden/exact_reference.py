@@ -16,14 +16,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from oarlock.workers.layers.memory_spec import SlotsSpec
 from oarlock.workers.models.registry import read_spec
-from oarlock.workers.verify.reference import TransformersRecorder, in_float64, model_class, text_part
+from oarlock.workers.verify.exact_modules import in_float64
+from oarlock.workers.verify.reference import TransformersRecorder, model_class, text_part
 from tests.golden.cases import PROMPT
 
 GREEDY = 5
 _WITHOUT_SDPA = (
     "GPTJForCausalLM", "GPTNeoForCausalLM", "Gemma2ForCausalLM", "GotOcr2ForConditionalGeneration",
-    "VaultGemmaForCausalLM",
+    "Mamba2ForCausalLM", "VaultGemmaForCausalLM",
 )  # fmt: skip
 
 Result = TypeVar("Result")
@@ -43,8 +45,8 @@ class ExactReference:
 
     @cached_property
     def model(self) -> PreTrainedModel:
-        named = {self.spec.architecture, self.spec.wrapper}
-        has_sdpa = not self.spec.attentions[0].sinks and not named & {*_WITHOUT_SDPA}
+        has_sinks = any(attention.sinks for attention in self.spec.attentions)
+        has_sdpa = not has_sinks and not {self.spec.architecture, self.spec.wrapper} & {*_WITHOUT_SDPA}
         kind = "sdpa" if has_sdpa else "eager"
         model = model_class(self.spec).from_pretrained(self.path, dtype=self.dtype, attn_implementation=kind)
         model = text_part(model, self.spec).eval()
@@ -55,7 +57,10 @@ class ExactReference:
 
     @cached_property
     def logits(self) -> tuple[Tensor, Tensor]:
-        """(truth, theirs), after each token [n, vocab]: the prompt in one call, the others one by one with a cache."""
+        """(truth, theirs), after each token [n, vocab]: the prompt in one call, the others one by one with a cache.
+
+        A model with recurrent states gets all in one call: Bamba computes something else with a cache.
+        """
         return self._both(lambda recording: self._all_logits())
 
     @cached_property
@@ -66,15 +71,21 @@ class ExactReference:
     @cached_property
     def text(self) -> list[list[int]]:
         """Greedy tokens after each of `prompts`."""
-        return [generate(self.model, prompt, GREEDY) for prompt in self.prompts.values()]
+        complete = generate_without_cache if self.is_recurrent else generate
+        return [complete(self.model, prompt, GREEDY) for prompt in self.prompts.values()]
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether layers have recurrent states."""
+        return any(isinstance(group.memory, SlotsSpec) for group in self.spec.groups)
 
     @property
     def prompts(self) -> dict[int, list[int]]:
         """Sequence -> prompt, of very different lengths. A model served beyond the length its LongRoPE was trained for
         uses the long factors for all sequences; transformers uses them for sequences that are themselves longer."""
         prompts = {0: self.tokens[:PROMPT], 1: self.tokens[3:20], 2: self.tokens[20:22]}
-        rope = self.spec.attentions[0].rope
-        beyond = rope.original_max_positions if rope is not None and rope.stretched else 0
+        ropes = [attention.rope for attention in self.spec.attentions]
+        beyond = max((rope.original_max_positions for rope in ropes if rope is not None and rope.stretched), default=0)
         return {seq: prompt for seq, prompt in prompts.items() if len(prompt) > beyond}
 
     def _both(self, ask: Callable[[TransformersRecorder], Result]) -> tuple[Result, Result]:
@@ -99,6 +110,8 @@ class ExactReference:
         return recording.tensors()
 
     def _all_logits(self) -> Tensor:
+        if self.is_recurrent:
+            return self.model(torch.tensor([self.tokens]), use_cache=False).logits[0].double()
         out = self.model(torch.tensor([self.tokens[:PROMPT]]), use_cache=True)
         rows = [out.logits[0]]
         for token in self.tokens[PROMPT:]:
@@ -116,3 +129,12 @@ def generate(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]
             pad_token_id=0, eos_token_id=None,
         )  # fmt: skip
     return out[0, len(prompt) :].tolist()
+
+
+def generate_without_cache(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:
+    """`count` greedy tokens, each after a call with all tokens before it."""
+    tokens = list(prompt)
+    with torch.inference_mode():
+        for _ in range(count):
+            tokens.append(int(model(torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
+    return tokens[len(prompt) :]

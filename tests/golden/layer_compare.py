@@ -16,19 +16,28 @@ import torch
 from torch import Tensor
 
 from oarlock.workers.distributed.parallel_state import TensorParallel
-from oarlock.workers.layers.decoder_spec import DecoderSpec
+from oarlock.workers.layers.attention_spec import SelfAttentionSpec
+from oarlock.workers.layers.decoder_spec import DecoderSpec, SublayerSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec
-from oarlock.workers.layers.memory_spec import PagesSpec
+from oarlock.workers.layers.gated_delta_spec import GatedDeltaSpec
+from oarlock.workers.layers.gated_mlp_spec import GatedMLPSpec
+from oarlock.workers.layers.layer_input_spec import LayerInputSpec
+from oarlock.workers.layers.mamba2_spec import Mamba2Spec
 from oarlock.workers.layers.mlp_spec import MLPSpec
+from oarlock.workers.layers.short_convolution_spec import ShortConvolutionSpec
 from oarlock.workers.verify.rank import RecordingDecoder
 from tests.golden.cases import PROMPT
 from tests.golden.exact_reference import ExactReference
 from tests.golden.paged_run import BLOCK_SIZE, NUM_BLOCKS, PagedRun, load_decoder, on_ranks
 
-# In the order of computation. `pages`: the bytes of KV memory, which must be those of KV heads stored once.
-_DENSE, _EXPERTS, _SHARED = {"gate_up", "up", "mlp"}, {"router", "routing", "experts"}, {"shared"}
-LAYER = ("input_norm", "q", "k", "v", "attention_gate", "q_rope", "k_rope", "attention", "o_proj", "mid_residual",
-         "mlp_norm", "gate_up", "up", "mlp", "router", "routing", "experts", "shared", "residual")  # fmt: skip
+# Tensors of which each rank has some columns.
+_DELTA = ("delta_q", "delta_k", "delta_v", "delta_z", "delta_b", "delta_a", "q_conv", "k_conv", "v_conv", "recurrence",
+          "gated_norm")  # fmt: skip
+_MAMBA = ("mamba_gate", "mamba_x", "mamba_b", "mamba_c", "mamba_dt", "x_conv", "b_conv", "c_conv", "recurrence",
+          "gated_norm")  # fmt: skip
+_OF_GROUPS = ("mamba_b", "mamba_c", "b_conv", "c_conv")  # ranks that share a group hold copies
+_CUT = {"q", "attention_gate", "q_rope", "attention", "gate_up", "up", "conv_b", "conv_c", "conv_x", "convolution",
+        "input_gated", *_DELTA, *_MAMBA} - {*_OF_GROUPS}  # fmt: skip
 _FIRST_CHUNK = 20
 _ROUNDING = {torch.float32: 2.0**-25, torch.float16: 2.0**-12, torch.bfloat16: 2.0**-9}
 
@@ -43,21 +52,43 @@ class Finding:
 
 
 def names_of(spec: DecoderSpec) -> list[str]:
-    """Without a norm before them, sublayers read the residual; parallel ones leave one residual."""
+    """In the order of computation. Without a norm, sublayers read the residual; a stage leaves one residual.
+
+    `pages` are the bytes of KV memory, which must be those of KV heads stored once.
+    """
     layers = []
     for index, layer in enumerate(spec.layers):
-        mlp = layer.branches[-1].sublayer
-        without = _EXPERTS | _SHARED | {"gate_up" if isinstance(mlp, MLPSpec) else "up"}
-        if isinstance(mlp, ExpertsSpec):
-            without = _DENSE | (_SHARED if mlp.shared is None else set())
-        without = without if layer.attention.output_gate else without | {"attention_gate"}
-        if layer.branches[0].norm is None:
-            without |= {"input_norm", "mlp_norm"}
-        if layer.parallel:
-            shares_norm = layer.branches[0].norm == layer.branches[-1].norm
-            without |= {"mid_residual", "mlp_norm"} if shares_norm else {"mid_residual"}
-        layers += [f"{index}.{name}" for name in LAYER if name not in without]
+        names: list[str] = []
+        for stage in layer.stages:
+            norms: set[str | None] = {None}
+            for branch in stage:
+                if branch.norm not in norms and branch.input_scale == 1.0:
+                    names.append(branch.sublayer.reads)
+                    norms.add(branch.norm)
+                names += _inside(branch.sublayer)
+            names.append("residual" if stage[-1] is layer.branches[-1] else stage[-1].sublayer.leaves)
+        layers += [f"{index}.{name}" for name in names]
     return ["embedding", *layers, "final_norm", "logits"]
+
+
+def _inside(sublayer: SublayerSpec) -> list[str]:
+    if isinstance(sublayer, SelfAttentionSpec):
+        own = sublayer.of_layer is None
+        gate, keys = ["attention_gate"] * sublayer.output_gate, ["k_rope"] * own
+        return ["q", *(["k", "v"] if own else []), *gate, "q_rope", *keys, "attention", "o_proj"]
+    if isinstance(sublayer, ShortConvolutionSpec):
+        return ["conv_b", "conv_c", "conv_x", "convolution", "out_proj"]
+    if isinstance(sublayer, GatedDeltaSpec):
+        return [*_DELTA, "delta"]
+    if isinstance(sublayer, Mamba2Spec):
+        return [*(name for name in _MAMBA if name != "recurrence" or sublayer.eps is not None), "mamba"]
+    if isinstance(sublayer, ExpertsSpec):
+        return ["router", "routing", "experts", *([] if sublayer.shared is None else ["shared"])]
+    if isinstance(sublayer, LayerInputSpec):
+        return ["input_gated", "input_added"]
+    if isinstance(sublayer, GatedMLPSpec | MLPSpec):
+        return ["up" if isinstance(sublayer, MLPSpec) else "gate_up", "mlp"]
+    return [tap.name for tap in sublayer.taps if tap.is_compared]
 
 
 def findings(
@@ -106,30 +137,35 @@ def our_layers(
     run.step({0: reference.tokens[_FIRST_CHUNK:PROMPT]})
     recording.close()
     tensors = {name: torch.cat([step[name] for step in recording.steps]).double() for name in recording.last}
-    pages = [one.kv for one in run.memory if one.kv is not None]
+    pages = {id(one.kv): one.kv for one in run.memory if one.kv is not None}.values()
     held = sum(t.numel() * t.element_size() for page in pages for t in (page.k, page.v))
     return tensors | {"pages": torch.tensor(held)}
 
 
 def page_bytes(spec: DecoderSpec, size: int, dtype: torch.dtype) -> int:
-    total = 0
-    for memory, layers in spec.groups:
-        if isinstance(memory, PagesSpec):
-            heads = max(1, memory.kv_heads // size)
-            total += len(layers) * heads * (memory.key_width + memory.value_width)
-    return total * dtype.itemsize * BLOCK_SIZE * NUM_BLOCKS
+    """Layers that read other layers' pages have none."""
+    own = [one for layer in spec.layers if (one := layer.attention) is not None and one.of_layer is None]
+    values = sum(max(1, one.num_kv_heads // size) * (one.head_dim + (one.value_dim or one.head_dim)) for one in own)
+    return values * dtype.itemsize * BLOCK_SIZE * NUM_BLOCKS
 
 
 def joined(tensor: str, ranks: list[Tensor], spec: DecoderSpec) -> Tensor:
     """Join the ranks' parts of one tensor: [T, columns of the whole]. NaN everywhere if copies disagree."""
     kind = tensor.rpartition(".")[2]
-    if kind in ("q", "attention_gate", "q_rope", "attention", "gate_up", "up"):
+    if kind in _CUT:
         return torch.cat([rank.flatten(1) for rank in ranks], 1)
     if kind == "logits":
         return torch.cat(ranks, 1)[:, : spec.vocab_size]
     copies = 1
-    if kind in ("k", "v", "k_rope"):
-        copies = max(1, len(ranks) // spec.attentions[0].num_kv_heads)  # neighbours hold the same KV head
+    if kind in _OF_GROUPS:
+        branches = spec.layers[int(tensor.partition(".")[0])].branches
+        groups = next(one.sublayer.groups for one in branches if isinstance(one.sublayer, Mamba2Spec))
+        copies = max(1, len(ranks) // groups)  # neighbours hold the same group
+        whole = torch.cat([rank.flatten(1) for rank in ranks[::copies]], 1)
+    elif kind in ("k", "v", "k_rope"):
+        attention = spec.layers[int(tensor.partition(".")[0])].attention
+        assert attention is not None
+        copies = max(1, len(ranks) // attention.num_kv_heads)  # neighbours hold the same KV head
         whole = torch.cat([rank.flatten(1) for rank in ranks[::copies]], 1)
     else:
         copies, whole = len(ranks), ranks[0]

@@ -22,6 +22,9 @@ MIXTURES = ("afmoe", "ernie4_5_moe", "glm4_moe", "gpt_oss", "granitemoe", "grani
 DESCRIBED = ("cohere_compass_text", "cwm", "emu3", "ernie4_5", "exaone4", "gemma", "glm", "glm4", "gpt_neo", "gptj",
              "granite", "granite_swa", "helium", "hyperclovax", "internlm3", "ministral", "olmo3", "phi4_multimodal",
              "seed_oss", "smollm3", "stablelm", "vaultgemma")  # fmt: skip
+# Families whose layers have a recurrent state.
+RECURRENT = ("bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text",
+             "qwen3_5_text", "qwen3_next")  # fmt: skip
 # Small and odd on purpose: heads share KV heads, and no size is a power of two by accident of the family's defaults.
 _SHAPE: dict[str, Any] = {
     "vocab_size": 320,
@@ -40,8 +43,14 @@ _MULTIPLIERS = {"attention_multiplier": 0.4, "embedding_multiplier": 6.0, "resid
 _AROUND = ["sliding_attention", "full_attention", "sliding_attention"]
 _SLIDING = {"sliding_window": 12, "layer_types": _AROUND}
 _SEVEN = {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 36, "head_dim": 24}
+_DELTA = {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 12,
+          "linear_value_head_dim": 20,
+          "layer_types": ["linear_attention", "full_attention", "linear_attention"]}  # fmt: skip
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_state": 16, "mamba_chunk_size": 8}
 _GROUPS = {"num_experts_per_tok": 3, "moe_intermediate_size": 36, "n_group": 4, "topk_group": 2,
            "routed_scaling_factor": 1.7}  # fmt: skip
+_GEMMA4 = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 12,
+           "head_dim": 16, "global_head_dim": 32}  # fmt: skip
 # What sets a family apart. Windows are shorter than the tests' prompts, softcaps low enough to bend the scores.
 _FAMILY: dict[str, dict[str, Any]] = {
     "arcee": {"mlp_bias": True},
@@ -156,13 +165,52 @@ _FAMILY: dict[str, dict[str, Any]] = {
     "phimoe": {"num_local_experts": 7, "num_experts_per_tok": 2, "intermediate_size": 36, "router_jitter_noise": 0.3,
                "attention_bias": True, "lm_head_bias": True, "sliding_window": 24},
     # A dense layer that is rotated without a window, and one with experts that is not.
+    # Time steps that reach both limits, and chunks that the tests' prompts do not fit.
+    "bamba": {**_MAMBA, "attn_layer_indices": [1], "time_step_limit": [0.3, 1.4], "mamba_n_groups": 2},
+    "falcon_h1": {**_MAMBA, "mamba_d_ssm": 96, "mamba_n_groups": 2, "mamba_d_state": 12, "embedding_multiplier": 3.0,
+                  "lm_head_multiplier": 0.4, "key_multiplier": 0.7, "attention_in_multiplier": 1.2,
+                  "attention_out_multiplier": 0.9, "ssm_in_multiplier": 1.3, "ssm_out_multiplier": 0.8,
+                  "ssm_multipliers": [0.7, 1.3, 0.6, 1.7, 0.8], "mlp_multipliers": [0.6, 1.4]},
+    "granitemoehybrid": {**_MAMBA, **_MULTIPLIERS, "num_local_experts": 5, "shared_intermediate_size": 52,
+                         "layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+    "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 12, "n_groups": 2, "chunk_size": 8, "vocab_size": 320,
+               "hidden_size": 64, "num_hidden_layers": 3, "time_step_limit": [0.3, 1.4],
+               **dict.fromkeys(("intermediate_size", "num_attention_heads", "num_key_value_heads",
+                                "max_position_embeddings"))},
+    "nemotron_h": {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"], "head_dim": 24,
+                   "mamba_num_heads": 8, "mamba_head_dim": 12, "ssm_state_size": 16, "n_groups": 2, "chunk_size": 8,
+                   "time_step_min": 0.4, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 36,
+                   "moe_shared_expert_intermediate_size": 52, "n_group": 4, "topk_group": 2,
+                   "routed_scaling_factor": 1.7, "num_hidden_layers": None},
+    # Equal sizes of keys and values: transformers saves its convolution in three equal parts.
+    "olmo_hybrid": {**_DELTA, "linear_num_value_heads": 4, "linear_key_head_dim": 20},
+    "qwen3_next": {**_DELTA, **_SEVEN, "shared_expert_intermediate_size": 52, "mlp_only_layers": [0]},
+    "qwen3_5_text": {**_DELTA, "head_dim": 24, "rope_parameters": {
+        "rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 1], "mrope_interleaved": True}},
+    "qwen3_5_moe_text": {**_DELTA, **_SEVEN, "shared_expert_intermediate_size": 52},
     "cohere2_moe": {"num_experts": 5, "num_experts_per_tok": 3, "num_shared_experts": 2, "intermediate_size": 36,
                     "prefix_dense_intermediate_size": 52, "head_dim": 24, "logit_scale": 0.25, "sliding_window": 12,
                     "mlp_layer_types": ["dense", "sparse", "sparse"],
                     "layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+    # Convolutions around attention, whose states outlive the chunks of the tests' prompts.
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 16,
+             "block_ffn_dim_multiplier": 1.3},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1, "num_experts": 5,
+                 "num_experts_per_tok": 3, "moe_intermediate_size": 36, "routed_scaling_factor": 1.7},
+    "lfm3": {"layer_types": ["conv", "sliding_attention", "full_attention"], "sliding_window": 12, "head_dim": 24},
+    # The last two layers read the keys and values of the first two.
+    "gemma4_text": {**_GEMMA4, "vocab_size_per_layer_input": 330, "hidden_size_per_layer_input": 16,
+                    "num_kv_shared_layers": 2, "use_double_wide_mlp": True},
+    "gemma4_unified_text": {**_GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 2,
+                            "final_logit_softcapping": 2.5},
+    "laguna": {**_SEVEN, **_SLIDING, "shared_expert_intermediate_size": 52, "moe_routed_scaling_factor": 1.7,
+               "num_attention_heads_per_layer": [8, 16, 4]},
+    "mimo_v2_flash": {"head_dim": 24, "v_head_dim": 16, "num_key_value_heads": 2, "n_routed_experts": 8,
+                      "num_experts_per_tok": 3, "moe_intermediate_size": 36, "routed_scaling_factor": 1.7,
+                      **_SLIDING},
 }  # fmt: skip
 
-_NORM = re.compile(r"(norm\d?|ln_[12f])\.weight$")
+_NORM = re.compile(r"(norm(_?\d)?|ln_[12f])\.weight$")
 
 
 def make_tiny(
@@ -217,14 +265,23 @@ def _random_model(
             for name, parameter in model.named_parameters():
                 if name.endswith(("bias", "sinks")):
                     parameter.normal_(std=0.1 if name.endswith("bias") else 1.0)
+                elif name.endswith("A_log"):  # states that last for a few tokens, and for many
+                    parameter.normal_(mean=-1.5, std=1.0)
                 elif _NORM.search(name):
-                    has_offset = "gemma" in config.model_type or config.model_type == "nemotron"
+                    has_offset = re.search(r"gemma(?!4)|nemotron$|qwen3_(next|5)", config.model_type) is not None
+                    has_offset = has_offset and "linear_attn" not in name
                     parameter.normal_(mean=0.0 if has_offset else 1.0, std=0.1)
+                elif name.endswith(("router.scale", "per_expert_scale")):
+                    parameter.normal_(mean=1.0, std=0.2)
+                elif name.endswith("conv.weight"):
+                    parameter.normal_(std=0.5)
                 elif std > 0:
                     parameter.normal_(std=std)
             for name, buffer in model.named_buffers():
                 if name.endswith("bias") and buffer.is_floating_point():  # others are masks
                     buffer.normal_(std=0.1)
+                elif name.endswith("layer_scalar"):
+                    buffer.uniform_(0.6, 1.4)
     return model.eval()
 
 

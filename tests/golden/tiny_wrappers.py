@@ -16,13 +16,14 @@ _SMALL = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "n
 _SIGLIP = {**_SMALL, "model_type": "siglip_vision_model", "vision_use_head": False}
 _CLIP = {**_SMALL, "model_type": "clip_vision_model", "projection_dim": 16}
 _DEEP = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "patch_size": 8, "out_hidden_size": 64}
+_DEEP_POSITIONS = {**_DEEP, "num_position_embeddings": 16}
 _DEEPSTACK = {**_DEEP, "deepstack_visual_indexes": [0], "num_position_embeddings": 16}
 _SECTIONS = {"rope_type": "default", "mrope_section": [2, 1, 1]}  # of heads with 8 rotated elements
 _INTERLEAVED = {"rope_type": "default", "mrope_section": [4, 4, 4], "mrope_interleaved": True}
 
 # Families whose text part is of any class, which `model_type` names.
 _CHOOSING = ("aya_vision", "deepseek_vl", "got_ocr2", "idefics3", "internvl", "llava", "llava_next", "llava_onevision",
-             "mistral3", "ovis2", "smolvlm")  # fmt: skip
+             "lfm2_vl", "lfm3_vl", "mistral3", "ovis2", "smolvlm")  # fmt: skip
 # Family -> its class, the family of its text part in `tiny_models.py`, and settings of its parts and of itself.
 WRAPPERS: dict[str, dict[str, Any]] = {
     "aya_vision": {"class": "AyaVisionForConditionalGeneration", "like": "cohere2", "vision_config": _SIGLIP},
@@ -31,6 +32,12 @@ WRAPPERS: dict[str, dict[str, Any]] = {
     "deepseek_vl": {"class": "DeepseekVLForConditionalGeneration", "like": "llama", "vision_config": _SIGLIP},
     "gemma3": {"class": "Gemma3ForConditionalGeneration", "like": "gemma3_text", "vision_config": _SIGLIP,
                "mm_tokens_per_image": 4, "image_token_index": 310},
+    "gemma4": {"class": "Gemma4ForConditionalGeneration", "like": "gemma4_text", "audio_config": None,
+               "text_config": {"pad_token_id": 0}, "vision_config": {
+        **_SMALL, "num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 16}},
+    "gemma4_unified": {"class": "Gemma4UnifiedForConditionalGeneration", "like": "gemma4_unified_text",
+                       "text_config": {"pad_token_id": 0}, "audio_config": {"audio_embed_dim": 16}, "vision_config": {
+                           "mm_embed_dim": 16, "mm_posemb_size": 16, "patch_size": 2, "output_proj_dims": 16}},
     "glm4v": {"class": "Glm4vForConditionalGeneration", "like": "glm4", "vision_config": {**_DEEP, "image_size": 16},
               "text_config": {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "rope_parameters": {
                   "rope_type": "default", "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}}},
@@ -45,6 +52,10 @@ WRAPPERS: dict[str, dict[str, Any]] = {
     "idefics3": {"class": "Idefics3ForConditionalGeneration", "like": "llama", "vision_config": _SMALL},
     "internvl": {"class": "InternVLForConditionalGeneration", "like": "qwen3", "vision_config": {
         **_SMALL, "image_size": [16, 16], "patch_size": [8, 8]}},
+    "lfm2_vl": {"class": "Lfm2VlForConditionalGeneration", "like": "lfm2", "vision_config": {
+        **_SMALL, "num_patches": 16}, "projector_hidden_size": 16},
+    "lfm3_vl": {"class": "Lfm3VlForConditionalGeneration", "like": "lfm3", "projector_hidden_size": 16,
+                "vision_config": {**_SMALL, "num_key_value_heads": 2}},
     "llama4": {"class": "Llama4ForConditionalGeneration", "like": "llama4_text", "vision_config": {
         **_SMALL, "vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16}},
     "llava": {"class": "LlavaForConditionalGeneration", "like": "llama", "vision_config": _CLIP},
@@ -66,6 +77,9 @@ WRAPPERS: dict[str, dict[str, Any]] = {
                  "text_config": {"rope_parameters": _INTERLEAVED}},
     "qwen3_vl_moe": {"class": "Qwen3VLMoeForConditionalGeneration", "like": "qwen3_moe", "vision_config": _DEEPSTACK,
                      "text_config": {"rope_parameters": _INTERLEAVED}},
+    "qwen3_5": {"class": "Qwen3_5ForConditionalGeneration", "like": "qwen3_5_text", "vision_config": _DEEP_POSITIONS},
+    "qwen3_5_moe": {"class": "Qwen3_5MoeForConditionalGeneration", "like": "qwen3_5_moe_text",
+                    "vision_config": _DEEP_POSITIONS},
     "smolvlm": {"class": "SmolVLMForConditionalGeneration", "like": "llama", "vision_config": _SMALL},
 }  # fmt: skip
 

@@ -39,6 +39,7 @@ CONCERNS: dict[str, tuple[str, ...]] = {
         "tests/unit/workers/kernels/triton/test_triton_attention.py",
         "tests/unit/workers/kernels/triton/test_triton_weight_only.py",
     ),
+    "triton-recurrent": ("tests/unit/workers/kernels/triton/test_triton_recurrent.py",),
     "sharding": (
         "tests/unit/workers/layers/test_sharding.py",
         "tests/unit/workers/distributed/test_topology.py",
@@ -64,6 +65,7 @@ CONCERNS: dict[str, tuple[str, ...]] = {
         "tests/unit/workers/runner/test_step_inputs.py",
         "tests/parallel/test_made_up_cuda.py",
     ),
+    "captured-states": ("tests/parallel/test_captured_states.py", "-m", "soak", "-k", "mamba2"),
     "sampling": (
         "tests/unit/workers/sampling",
         "-k",

@@ -191,6 +191,7 @@ class LayerStep:
     plan: Any  # result of the backend's `prepare` for this step
     query_scale: Tensor | None = None  # float32 [T]: factors of the queries (`QueryScaleTable`); None: none
     states: LayerStates | None = None  # None: the layer has no recurrent state
+    layer_input: Tensor | None = None  # [T, width]: the layer's own input of each token (`LayerInputs`); None: none
 
     @property
     def state_step(self) -> StateStep | None:

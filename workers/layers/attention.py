@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from oarlock.workers.attention.backend import (
@@ -68,7 +69,7 @@ class Attention:
         self.has_keys = spec.has_keys  # False: another layer's keys and values are read
         self.qkv = QKVParallelLinear(
             name, hidden, spec.head_dim, spec.num_heads, spec.num_kv_heads, spec.qkv_bias, placement,
-            value_dim=spec.value_dim, has_keys=spec.has_keys,
+            value_dim=spec.value_dim, has_keys=spec.has_keys, value_module=spec.value_module,
         )  # fmt: skip
         shard = self.qkv.shard
         self.output = RowParallelLinear(f"{name}.o_proj", spec.shared_inputs, hidden, spec.o_bias, placement)
@@ -94,15 +95,24 @@ class Attention:
         self.gate: ColumnParallelLinear | None = None
         if spec.output_gate:
             bounds = spec.num_heads, shard.first_head, shard.num_heads
-            rows = StoredRows(f"{name}.gate_proj", *(heads * spec.value_width for heads in bounds))
+            of_head = spec.num_gates // spec.num_heads
+            rows = StoredRows(f"{name}.gate_proj", *(heads * of_head for heads in bounds))
             self.gate = ColumnParallelLinear((rows,), hidden, False, placement, float32_output=False)
+        self.has_usual_gate = not spec.gate_per_head and spec.gate_activation == "sigmoid"
+        self.gate_activation = spec.gate_activation
         self.sinks = Sinks(name, spec.num_heads, shard, placement) if spec.sinks else None
+        self.value_norm: HeadNorm | None = None
+        if spec.norms_values and spec.has_keys:
+            assert spec.qk_norm is not None, "values are normed like keys"
+            sizes = 0, shard.num_kv_heads, spec.value_width, spec.qk_norm.eps
+            self.value_norm = HeadNorm(name, *sizes, placement, is_stored=False)
+        self.value_scale = spec.value_scale
         self.spec = AttentionSpec(
             layer=layer,
             num_heads=shard.num_heads,
             num_kv_heads=shard.num_kv_heads,
             head_dim=spec.head_dim,
-            scale=spec.scale,
+            scale=spec.scale * spec.key_scale,
             sliding_window=spec.window,
             softcap=spec.softcap,
             chunk=spec.chunk,
@@ -110,7 +120,8 @@ class Attention:
 
     @property
     def parts(self) -> list[QKVParallelLinear | ColumnParallelLinear | RowParallelLinear | HeadNorm | RowNorm | Sinks]:
-        return [part for part in (self.qkv, self.norm, self.gate, self.sinks, self.output) if part is not None]
+        parts = self.qkv, self.norm, self.value_norm, self.gate, self.sinks, self.output
+        return [part for part in parts if part is not None]
 
     def __call__(self, x: Tensor, residual: Tensor | None, step: LayerStep) -> Tensor:
         """Return the output for `x` [T, hidden] (normed), plus `residual` if there is one: [T, hidden]."""
@@ -127,9 +138,28 @@ class Attention:
         qkv = self.qkv(x)
         if self.clip_qkv is not None:
             qkv.clamp_(-self.clip_qkv, self.clip_qkv)
+        if self.changes_values:
+            self._change_values(qkv)
         q = self._written(qkv, step, backend, kv)  # [T, H, D]
         mixed = backend.attend(q, kv, step.plan, self.spec, None if self.sinks is None else self.sinks.weight)
-        return mixed if self.gate is None else gate_rows(mixed, self.gate(x))
+        if self.gate is None:
+            return mixed
+        gate = self.gate(x)
+        return gate_rows(mixed, gate) if self.has_usual_gate else gate_with(mixed, gate, self.gate_activation)
+
+    @property
+    def changes_values(self) -> bool:
+        """Whether values are normed or scaled after their projection."""
+        return self.value_norm is not None or (self.has_keys and self.value_scale != 1.0)
+
+    def _change_values(self, qkv: Tensor) -> None:
+        """Norm and scale the values among the projections `qkv`, in place."""
+        first = (self.spec.num_heads + self.spec.num_kv_heads) * self.head_dim
+        values = qkv[:, first:].unflatten(1, (-1, self.value_width))
+        if self.value_norm is not None:
+            values.copy_(self.value_norm(values))
+        if self.value_scale != 1.0:
+            values.mul_(self.value_scale)
 
     def _written(self, qkv: Tensor, step: LayerStep, backend: AttentionBackend, kv: LayerKV) -> Tensor:
         """Return the queries [T, H, D] of the projections `qkv`, and write the keys and values, if there are any."""
@@ -175,6 +205,8 @@ class Attention:
         """Add the operations on `source` before the output projection; return the projection and its input rows."""
         if not self.has_keys or self.value_width != self.head_dim:
             raise CannotPrepare("queries have keys of another layer, or keys and values have different widths")
+        if self.changes_values or not self.has_usual_gate:
+            raise CannotPrepare("values are normed or scaled, or heads have gates of their own kind")
         pages = memory.kv
         assert pages is not None
         qkv, mixed, gate = Rows.SCRATCH_1, Rows.SCRATCH_0, Rows.SCRATCH_2
@@ -222,3 +254,11 @@ def gate_rows(x: Tensor, gate: Tensor) -> Tensor:
     if availability.can_serve(x.device):
         return triton_kernels().gate_rows(x, gate)
     return (x.float() * torch.sigmoid(gate.double()).float()).to(x.dtype)
+
+
+def gate_with(x: Tensor, gate: Tensor, activation: str) -> Tensor:
+    """Return `x` [T, columns] times the sigmoid or softplus of `gate` [T, gates], each of which is for as many
+    consecutive columns, in the dtype of `x`."""
+    function = {"sigmoid": torch.sigmoid, "softplus": F.softplus}[activation]
+    factors = function(gate.double()).float().unsqueeze(2)  # double, as the bits of a row depend on nothing else
+    return (x.unflatten(1, (gate.shape[1], -1)).float() * factors).flatten(1).to(x.dtype)

@@ -16,7 +16,7 @@ from oarlock.workers.layers.tensor_spec import Computation, NormSpec, RankDtype,
 class RopeSpec:
     """Rotary embedding with every optional value resolved. Fields that a `kind` does not use keep their defaults."""
 
-    kind: str  # default | linear | dynamic | llama3 | yarn | longrope
+    kind: str  # default | linear | dynamic | llama3 | yarn | longrope | proportional
     theta: float
     rotary_dim: int  # leading elements of a head that are rotated; the rest are not changed
     factor: float = 1.0
@@ -30,6 +30,7 @@ class RopeSpec:
     short_factors: tuple[float, ...] = ()  # longrope: factor of each pair of elements, up to original_max_positions
     long_factors: tuple[float, ...] = ()  # longrope: the same for longer sequences
     stretched: bool = False  # longrope: the long factors apply to every token; see `for_length`
+    rotated_pairs: int = 0  # proportional: leading pairs of elements that are rotated; the others are not changed
     interleaved: bool = False  # rotates elements 2i and 2i + 1, not elements that are rotary_dim / 2 apart
 
     def for_length(self, length: int) -> "RopeSpec":
@@ -94,9 +95,15 @@ class SelfAttentionSpec:
     norms_after_rotation: bool = False  # True: each head of q and k is normed after the rotation
     query_scale: QueryScale | None = None  # None: queries are not scaled by their position
     chunk: int | None = None  # a query sees the tokens of its own chunk of this many tokens, up to itself
+    key_scale: float = 1.0  # factor of the rotated keys, which scores get instead
     output_gate: bool = False  # each value of the result is multiplied by the sigmoid of a projection of the input
     value_dim: int | None = None  # values of one head's value; None: `head_dim`, as of queries and keys
     of_layer: int | None = None  # layer whose keys and values are read; then there are no projections of own ones
+    keys_are_values: bool = False  # values are the projected keys, before their norm and rotation
+    norms_values: bool = False  # each head's value is divided by its root mean square, with the epsilon of `qk_norm`
+    value_scale: float = 1.0  # factor of the values
+    gate_activation: str = "sigmoid"  # sigmoid | softplus, if there is an output gate
+    gate_per_head: bool = False  # True: the output gate has one value for each head
 
     module: ClassVar[str] = "self_attn"
     title: ClassVar[str] = "attention"
@@ -128,6 +135,16 @@ class SelfAttentionSpec:
         return self.of_layer is None
 
     @property
+    def value_module(self) -> str:
+        """The module that projects the values."""
+        return "k_proj" if self.keys_are_values else "v_proj"
+
+    @property
+    def num_gates(self) -> int:
+        """Values of the output gate, if there is one, over all ranks."""
+        return self.num_heads if self.gate_per_head else self.shared_inputs
+
+    @property
     def memory(self) -> PagesSpec:
         """The keys and values of each token that must be kept."""
         return PagesSpec(self.num_kv_heads, self.head_dim, self.value_width, self.span, self.of_layer)
@@ -141,7 +158,9 @@ class SelfAttentionSpec:
         found: list[TensorSpec] = []
         parts = [("q", self.num_heads, self.head_dim)]
         if self.has_keys:
-            parts += [("k", self.num_kv_heads, self.head_dim), ("v", self.num_kv_heads, self.value_width)]
+            parts.append(("k", self.num_kv_heads, self.head_dim))
+        if self.has_keys and not self.keys_are_values:
+            parts.append(("v", self.num_kv_heads, self.value_width))
         for part, heads, width in parts:
             rows = heads * width
             found.append(TensorSpec(f"{part}_proj.weight", (rows, hidden), Sharding.OUTPUTS, heads))
@@ -152,8 +171,7 @@ class SelfAttentionSpec:
                 cut = Sharding.OUTPUTS if self.norms_rows else Sharding.COPIES
                 found.append(TensorSpec(f"{part}_norm.weight", shape, cut, heads, RankDtype.FLOAT32))
         if self.output_gate:
-            rows = self.num_heads * self.value_width
-            found.append(TensorSpec("gate_proj.weight", (rows, hidden), Sharding.OUTPUTS, self.num_heads))
+            found.append(TensorSpec("gate_proj.weight", (self.num_gates, hidden), Sharding.OUTPUTS, self.num_heads))
         if self.sinks:
             found.append(TensorSpec("sinks", (self.num_heads,), Sharding.OUTPUTS, self.num_heads, RankDtype.FLOAT32))
         found.append(TensorSpec("o_proj.weight", (hidden, self.shared_inputs), Sharding.INPUTS, self.num_heads))
@@ -169,9 +187,11 @@ class SelfAttentionSpec:
         found = [Tap("q", Computation.PROJECTION, "q_proj", False, *q)]
         if self.has_keys:
             found.append(Tap("k", Computation.PROJECTION, "k_proj", False, *k))
-            found.append(Tap("v", Computation.PROJECTION, "v_proj", False, *v))
+            found.append(Tap("v", Computation.PROJECTION, self.value_module, False, *v))
         if self.output_gate:
-            found.append(Tap("attention_gate", Computation.PROJECTION, "gate_proj", False, *mixed))
+            found.append(
+                Tap("attention_gate", Computation.PROJECTION, "gate_proj", False, self.num_gates, self.num_heads)
+            )
         found.append(Tap("q_rope", Computation.ROTATION, norms[0], False, *q))
         if self.has_keys:
             found.append(Tap("k_rope", Computation.ROTATION, norms[1], False, *k))
@@ -204,7 +224,7 @@ class SelfAttentionSpec:
     @property
     def step_values(self) -> int:
         """Values per token of q, k, v and the gate together, which exist at the same time, over all ranks."""
-        gate = self.shared_inputs if self.output_gate else 0
+        gate = self.num_gates if self.output_gate else 0
         keys = self.num_kv_heads * (self.head_dim + self.value_width) if self.has_keys else 0
         return self.num_heads * self.head_dim + keys + gate
 

@@ -1,20 +1,25 @@
 """Specification of a decoder model: the sublayers of every layer, the norms around them, the embedding and the head.
 
 It holds shapes and order; each kind of sublayer is defined in its own file (`attention_spec.py`, `gated_mlp_spec.py`,
-`mlp_spec.py`, `experts_spec.py`). Torch-free. Knows no Hugging Face key names (`models/hf_*.py` do).
+`mlp_spec.py`, `mamba2_spec.py`, `experts_spec.py`). Torch-free. Knows no Hugging Face key names (`models/hf_*.py` do).
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from itertools import accumulate
+from typing import Any, Protocol
 
 from oarlock.workers.layers.attention_spec import SelfAttentionSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec
+from oarlock.workers.layers.gated_delta_spec import GatedDeltaSpec
 from oarlock.workers.layers.gated_mlp_spec import GatedMLPSpec
+from oarlock.workers.layers.layer_input_spec import LayerInputTable
+from oarlock.workers.layers.mamba2_spec import Mamba2Spec
 from oarlock.workers.layers.memory_spec import MemoryGroup, MemorySpec, PagesSpec, SlotsSpec, memory_groups
 from oarlock.workers.layers.mlp_spec import MLPSpec
 from oarlock.workers.layers.sharding import LARGEST_TP, SLICES
+from oarlock.workers.layers.short_convolution_spec import ShortConvolutionSpec
 from oarlock.workers.layers.tensor_spec import NormSpec, RankDtype, Sharding, Tap, TensorSpec
 from oarlock.workers.model_files.tensor_names import NO_NAMES, TensorNames
 from oarlock.workers.quantization.formats.weight_format import WeightFormats
@@ -88,22 +93,43 @@ class BranchSpec:
     norm: str | None  # None: the sublayer reads the residual without a norm
     post_norm: str | None = None
     scale: float = 1.0
+    input_scale: float = 1.0  # factor of the norm's result, which the sublayer reads
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """The branches of one layer: one after the other, or all on the layer's input if `parallel`."""
+    """The branches of one layer, in stages: the branches of a stage all read the residual that enters it.
+
+    Branches of a stage whose norms have the same name share that norm.
+    """
 
     branches: tuple[BranchSpec, ...]
-    parallel: bool = False  # branches whose norms have the same name share that norm
+    lengths: tuple[int, ...] = ()  # number of branches in each stage; empty: one in each
+    scalar: str | None = None  # name of a stored factor of the layer's result; None: it is not scaled
+    # Norm of the sum of each stage's results, which is then added to the residual; None: they are added one by one.
+    sum_norms: tuple[str | None, ...] = ()
+
+    @property
+    def stages(self) -> tuple[tuple[BranchSpec, ...], ...]:
+        """The branches of each stage, in the order of the stages."""
+        return tuple(in_stages(self.branches, self.lengths))
 
     def tensors(self, hidden: int, norm: NormSpec) -> list[TensorSpec]:
         """Return the tensors of the layer, with names relative to the layer."""
-        names = [name for branch in self.branches for name in (branch.norm, branch.post_norm) if name is not None]
-        found = [tensor for name in dict.fromkeys(names) for tensor in norm.tensors(f"{name}.", hidden)]
+        norms = [
+            pair
+            for branch in self.branches
+            for pair in ((branch.norm, branch.input_scale), (branch.post_norm, 1.0))
+            if pair[0] is not None
+        ]
+        norms += [(name, 1.0) for name in self.sum_norms if name is not None]
+        # Branches that scale a norm differently hold it twice.
+        found = [tensor for name, _ in dict.fromkeys(norms) for tensor in norm.tensors(f"{name}.", hidden)]
         for branch in self.branches:
             module = branch.sublayer.module
             found += [replace(tensor, name=f"{module}.{tensor.name}") for tensor in branch.sublayer.tensors(hidden)]
+        if self.scalar is not None:
+            found.append(TensorSpec(self.scalar, (1,), rank_dtype=RankDtype.FLOAT32))
         return found
 
     @property
@@ -120,6 +146,14 @@ class LayerSpec:
     @property
     def mlp(self) -> GatedMLPSpec | MLPSpec:
         return next(one.sublayer for one in self.branches if isinstance(one.sublayer, GatedMLPSpec | MLPSpec))
+
+
+def in_stages(branches: Sequence[Any], lengths: tuple[int, ...]) -> list[tuple[Any, ...]]:
+    """Return `branches` in stages of `lengths`, as in `LayerSpec`."""
+    lengths = lengths or (1,) * len(branches)
+    assert sum(lengths) == len(branches), "each branch is in a stage"
+    ends = list(accumulate(lengths))
+    return [tuple(branches[end - length : end]) for end, length in zip(ends, lengths, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +186,7 @@ class DecoderSpec:
     logit_scale: float = 1.0
     logit_softcap: float | None = None  # final logits become cap * tanh(logits / cap)
     positions: PositionTable | None = None
+    layer_inputs: LayerInputTable | None = None  # table of inputs that each layer gets from the tokens
     head_bias: bool = False
     names: TensorNames = NO_NAMES  # differences between the names in checkpoints and the names here
     wrapper: str | None = None  # class of the multimodal model of which this is the text part; None: no such model
@@ -225,7 +260,8 @@ class DecoderSpec:
     @property
     def active_parameters(self) -> int:
         """Number of parameters used for one token: only the chosen experts count."""
-        return round(sum(math.prod(tensor.shape) * tensor.used for tensor in tensors_of(self)))
+        tensors = {tensor.name: tensor for tensor in tensors_of(self)}
+        return round(sum(math.prod(tensor.shape) * tensor.used for tensor in tensors.values()))
 
     def for_length(self, length: int) -> "DecoderSpec":
         """Return the model as it serves sequences of up to `length` tokens."""
@@ -255,7 +291,7 @@ def matrices_of(spec: DecoderSpec) -> list[str]:
     return [
         tensor.name.removesuffix(".weight")
         for tensor in tensors_of(spec)
-        if tensor.is_matrix and tensor.rank_dtype is not RankDtype.FLOAT32
+        if tensor.is_matrix and tensor.rank_dtype not in (RankDtype.FLOAT32, RankDtype.UNQUANTIZED)
     ]
 
 
@@ -274,6 +310,8 @@ def tensors_of(spec: DecoderSpec, layers: range | None = None) -> Iterator[Tenso
         yield TensorSpec(f"{_POSITIONS}weight", rows, is_table=True)
     if is_last:
         yield from spec.norm.tensors(_NORM, spec.hidden_size)
+    if is_first and spec.layer_inputs is not None:
+        yield from spec.layer_inputs.tensors(spec.hidden_size, spec.num_layers)
     of_layer = {layer: layer.tensors(spec.hidden_size, spec.norm) for layer in dict.fromkeys(spec.layers)}
     for index in layers:
         for tensor in of_layer[spec.layers[index]]:
@@ -308,7 +346,7 @@ def is_ignorable(spec: DecoderSpec, name: str) -> bool:
 # Fused module of a layer -> the modules that it contains.
 FUSED_MODULES = {
     f"{kind.module}.{whole}": tuple(f"{kind.module}.{part}" for part in parts)
-    for kind in (SelfAttentionSpec, GatedMLPSpec, MLPSpec)
+    for kind in (SelfAttentionSpec, GatedMLPSpec, MLPSpec, GatedDeltaSpec, Mamba2Spec, ShortConvolutionSpec)
     for whole, parts in kind.fused.items()
 }
 _LAYERS, _EMBEDDING, _NORM, _HEAD = "model.layers.", "model.embed_tokens.", "model.norm.", "lm_head."
@@ -335,6 +373,6 @@ def is_in_stage(spec: DecoderSpec, name: str, layers: range) -> bool:
         return not number.isdigit() or int(number) >= spec.num_layers or int(number) in layers
     if name.startswith(_EMBEDDING):
         return is_first or (is_last and spec.tie_word_embeddings)
-    if name.startswith(_POSITIONS):
+    if name.startswith((_POSITIONS, *LayerInputTable.modules)):
         return is_first
     return is_last or not name.startswith((_NORM, _HEAD))

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from oarlock.workers.layers.tensor_spec import Computation, RankDtype, Sharding, Tap, TensorSpec
+from oarlock.workers.layers.tensor_spec import Computation, NormSpec, RankDtype, Sharding, Tap, TensorSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +19,7 @@ class RouterSpec:
     scores: str = "softmax"  # softmax | sigmoid | sparsemixer, applied to the logits; see `tolerance`
     normalised: bool = False  # the weights of a token add up to 1 before `scale` is applied
     least_sum: float = 1e-20  # lower bound of the sum that weights are divided by, if `normalised`
+    added_to_sum: float = 0.0  # added to the sum before weights are divided by it, if `normalised`
     scale: float = 1.0
     groups: int = 1  # number of equal groups of consecutive experts; experts are chosen from `top_groups` groups
     top_groups: int = 1  # number of groups that are kept, chosen by the sum of their two best scores
@@ -27,6 +28,12 @@ class RouterSpec:
     # Full name of a tensor with one value per expert, added to its score to choose experts but not to its weight.
     correction: str | None = None
     corrects_logits: bool = False  # the correction is added to the logits instead of the scores
+    # Full name of a vector that scales the router's input, of which each row is divided by its root mean square, and by
+    # the root of the hidden size; None: the router reads the input of the sublayer as it is.
+    input_scale: str | None = None
+    input_epsilon: float = 1e-6  # added to the mean square, if there is an `input_scale`
+    expert_scale: str | None = None  # full name of a tensor with a factor of each expert's weight
+    module: str | None = None  # module that computes the routing, for a verification; None: `name`
     # sparsemixer: an expert's weight is its softmax over the experts that were not chosen before it, and whose logits
     # are less than the expert's by at most this part of the larger absolute value.
     tolerance: float = 0.0
@@ -45,18 +52,22 @@ class SharedSpec:
 class ExpertsSpec:
     """The sum of `weight * down(activation(gate(x)) * up(x))` over a token's experts, plus the shared expert.
 
+    Without a gate (`is_gated`), the sum of `weight * down(activation(up(x)))`.
+
     With `weighs_inputs`, the sum of `down(activation(gate(weight * x)) * up(weight * x))`.
     """
 
     experts: int
     width: int  # intermediate size of each expert
     router: RouterSpec
-    activation: str = "silu"  # silu | gelu_tanh | clamped_swiglu
+    activation: str = "silu"  # silu | gelu_tanh | clamped_swiglu; without a gate as in `MLPSpec`
     alpha: float = 1.702  # clamped_swiglu: `g * sigmoid(alpha * g) * (u + 1)`
     limit: float = 7.0  # clamped_swiglu: g = min(gate, limit), u = clamp(up, -limit, limit)
     bias: bool = False  # gate, up and down have biases
     weighs_inputs: bool = False  # a routed expert's weight multiplies its input instead of its result
+    is_gated: bool = True  # False: experts and the shared expert have no gate
     shared: SharedSpec | None = None
+    norm: NormSpec | None = None  # norm of the experts' input, but not of the router's; called `norm`
     module: str = "mlp"
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict, hash=False, compare=False)
 
@@ -72,14 +83,19 @@ class ExpertsSpec:
         found = [TensorSpec(f"{router.name}.weight", (self.experts, hidden), rank_dtype=RankDtype.FLOAT32)]
         if router.bias:
             found.append(TensorSpec(f"{router.name}.bias", (self.experts,), rank_dtype=RankDtype.FLOAT32))
-        if router.correction is not None:
-            found.append(TensorSpec(router.correction, (self.experts,), rank_dtype=RankDtype.FLOAT32))
+        of_experts = (self.experts,)
+        for name, shape in (
+            (router.correction, of_experts), (router.input_scale, (hidden,)), (router.expert_scale, of_experts)
+        ):  # fmt: skip
+            if name is not None:
+                found.append(TensorSpec(name, shape, rank_dtype=RankDtype.FLOAT32))
+        found += [] if self.norm is None else self.norm.tensors("norm.", hidden)
         for expert in range(self.experts):
             used = self.router.top_k / self.experts
-            one = _mlp(f"experts.{expert}", self.width, hidden, self.bias)
+            one = self._mlp(f"experts.{expert}", self.width, hidden, self.bias)
             found += [replace(tensor, expert=expert, experts=self.experts, used=used) for tensor in one]
         if self.shared is not None:
-            found += _mlp(self.shared.name, self.shared.width, hidden, False)
+            found += self._mlp(self.shared.name, self.shared.width, hidden, False)
             if self.shared.gate is not None:
                 found.append(TensorSpec(f"{self.shared.gate}.weight", (1, hidden), rank_dtype=RankDtype.FLOAT32))
         return found
@@ -87,7 +103,7 @@ class ExpertsSpec:
     @property
     def gguf(self) -> Mapping[str, str]:
         """GGUF names of the modules. A star is any expert index: the file has one tensor for all experts."""
-        parts = ("gate", "up", "down")
+        parts = ("gate", "up", "down") if self.is_gated else ("up", "down")
         found = {f"experts.*.{part}_proj": f"ffn_{part}_exps" for part in parts} | {self.router.name: "ffn_gate_inp"}
         if self.shared is not None:
             found |= {f"{self.shared.name}.{part}_proj": f"ffn_{part}_shexp" for part in parts}
@@ -100,7 +116,7 @@ class ExpertsSpec:
         """The tensors that a verification compares, in the order of their computation."""
         found = [
             Tap("router", Computation.LOGITS, self.router.name, width=self.experts),
-            Tap("routing", Computation.ROUTING, self.router.name, width=self.experts),
+            Tap("routing", Computation.ROUTING, self.router.module or self.router.name, width=self.experts),
             Tap("experts", Computation.EXPERTS, "experts"),
         ]
         return found if self.shared is None else [*found, Tap("shared", Computation.EXPERTS, self.shared.name)]
@@ -146,12 +162,11 @@ class ExpertsSpec:
         """Return the same specification: it does not depend on `length`."""
         return self
 
-
-def _mlp(name: str, width: int, hidden: int, bias: bool) -> list[TensorSpec]:
-    found: list[TensorSpec] = []
-    for part in ("gate", "up"):
-        found.append(TensorSpec(f"{name}.{part}_proj.weight", (width, hidden), Sharding.WIDTH_OUTPUTS))
-        if bias:
-            found.append(TensorSpec(f"{name}.{part}_proj.bias", (width,), Sharding.WIDTH_OUTPUTS))
-    found.append(TensorSpec(f"{name}.down_proj.weight", (hidden, width), Sharding.WIDTH_INPUTS))
-    return [*found, TensorSpec(f"{name}.down_proj.bias", (hidden,))] if bias else found
+    def _mlp(self, name: str, width: int, hidden: int, bias: bool) -> list[TensorSpec]:
+        found: list[TensorSpec] = []
+        for part in ("gate", "up") if self.is_gated else ("up",):
+            found.append(TensorSpec(f"{name}.{part}_proj.weight", (width, hidden), Sharding.WIDTH_OUTPUTS))
+            if bias:
+                found.append(TensorSpec(f"{name}.{part}_proj.bias", (width,), Sharding.WIDTH_OUTPUTS))
+        found.append(TensorSpec(f"{name}.down_proj.weight", (hidden, width), Sharding.WIDTH_INPUTS))
+        return [*found, TensorSpec(f"{name}.down_proj.bias", (hidden,))] if bias else found

@@ -21,7 +21,7 @@ from torch import Tensor
 from oarlock.workers.attention.backend import AttentionBackend, LayerMemory, LayerStep
 from oarlock.workers.attention.cpp import CppBackend, CppPlan
 from oarlock.workers.attention.forward_batch import ForwardBatch
-from oarlock.workers.kernels.cpu import library
+from oarlock.workers.kernels.cpu import library, recurrent
 from oarlock.workers.kernels.cpu.experts import CppExpertMatmul, CppRouter
 from oarlock.workers.kernels.cpu.fused_layer import ALL_ARRIVED, NUM_SCRATCH, OperationKind, Rows, bound
 from oarlock.workers.kernels.cpu.gemm import (
@@ -30,6 +30,7 @@ from oarlock.workers.kernels.cpu.gemm import (
     CppMatmul,
     CppPackedGatedMatmul,
     CppPackedMatmul,
+    Epilogue,
 )
 from oarlock.workers.kernels.cpu.quantized_gemm import PackedFp8, PackedGrouped, PackedInt8
 from oarlock.workers.kernels.cpu.structures import (
@@ -38,6 +39,9 @@ from oarlock.workers.kernels.cpu.structures import (
     MOST_ROTARIES,
     CAddition,
     CBranch,
+    CColumns,
+    CConvolution,
+    CConvolutionLayer,
     CLayerStep,
     CMoELayer,
     CNorm,
@@ -79,7 +83,13 @@ class Layer(Protocol):
     def branches(self) -> Sequence[Branch]: ...
 
     @property
-    def parallel(self) -> bool: ...
+    def stages(self) -> Sequence[Sequence[Branch]]: ...
+
+    @property
+    def scalar(self) -> object: ...
+
+    @property
+    def sum_norms(self) -> Sequence[object]: ...
 
 
 class Program:
@@ -137,10 +147,12 @@ class Program:
 
     def multiply(
         self, owner: Any, source: Rows, target: Rows, *kinds: type[CppPlainMatmul] | type[CppAnyGatedMatmul]
-    ) -> None:
-        """Add the matmul of `owner`, whose type must be in `kinds`."""
+    ) -> CPackedWeight:
+        """Add the matmul of `owner`, whose type must be in `kinds`. Return its weight."""
         weight = self._weight(self.take(owner, "matmul", *kinds))
-        self.add(OperationKind.MULTIPLY, source, target, weight, weight.columns)
+        items = 4 // self.dtype.itemsize if weight.epilogue == Epilogue.FLOAT else 1
+        self.add(OperationKind.MULTIPLY, source, target, weight, weight.columns * items)
+        return weight
 
     def norm_rows(self, norm: Norm, source: Rows, target: Rows) -> None:
         self.add(OperationKind.NORM_ROWS, source, target, self.norm(norm), self.hidden)
@@ -153,6 +165,21 @@ class Program:
         shift = self.take_optional(norm, "bias", Tensor) if isinstance(norm, LayerNorm) else None
         at = [None if vector is None else vector.data_ptr() for vector in (scale, shift)]
         return CNorm(*at, norm.size, norm.eps, isinstance(norm, LayerNorm))
+
+    def convolve(
+        self, weight: Tensor, bias: Tensor | None, states: Tensor, inputs: CColumns, target: Rows, *, silu: bool
+    ) -> None:
+        """Add a convolution of `inputs`, as `recurrent.causal_convolution` describes. Raises `CannotPrepare` if no
+        kernel computes it."""
+        channels, taps = weight.shape
+        if taps not in recurrent.TAPS:
+            raise CannotPrepare(f"no kernel computes a convolution over {taps} tokens")
+        assert states.dtype == self.dtype and states.shape[1:] == (channels, taps - 1)
+        at = None if bias is None else bias.data_ptr()
+        convolution = CConvolution(weight.data_ptr(), at, channels, taps, silu)
+        layer = CConvolutionLayer(convolution, states.data_ptr(), inputs)
+        self._alive += [weight, bias]
+        self.add(OperationKind.CONVOLVE, Rows(inputs.rows), target, layer, channels)
 
     def moe_layer(self, router: object, routed: object, shared: object, shared_gate: object) -> CMoELayer:
         """Return the structure of an MoE layer with these parts; the last two may be None.
@@ -287,11 +314,12 @@ class PreparedLayers:
         self._layers, self._last_norm = list(layers), last_norm
         self._memory, self._backends = memory, backends
         self._groups = list(backends)  # numbers of groups in the order of the step's arrays
-        self._kept = [(pages.k, pages.v) for one in memory if (pages := one.kv) is not None]
+        self._kept: list[tuple[Tensor, ...]] = [(pages.k, pages.v) for one in memory if (pages := one.kv) is not None]
+        self._kept += [one.states.parts for one in memory if one.states is not None]
         of_groups = [backend for backend in backends.values() if isinstance(backend, CppBackend)]
         self._program = program = Program(of_groups, library.library(dtype), dtype, hidden)
         self._is_shared = self.tp.size > 1
-        self._num_normed = 0  # number of buffers for normed rows that branches of a layer share
+        self._num_normed = 0  # number of buffers for normed rows that branches of a stage share
         self._adding: list[int] = []  # indices of the branches that add to `hidden`; others compute shared norms
         for layer, rotary, scale, pages, own in zip(layers, rotary_of, scale_of, pages_of, memory, strict=True):
             program.query_scale = scale
@@ -345,6 +373,7 @@ class PreparedLayers:
         rows = len(hidden)
         partial = torch.empty((self._sums * rows, program.hidden), dtype=torch.float32) if self._sums else None
         group = self.tp.group_for_kernels
+        states = None if batch.state is None else recurrent.state_step(batch.state)
         step = CLayerStep(
             hidden.data_ptr(), tuple(map(Tensor.data_ptr, normed)),
             None if partial is None else partial.data_ptr(), rows, program.hidden,
@@ -353,6 +382,7 @@ class PreparedLayers:
             tuple([(table.data_ptr(), table.shape[1]) for table in tables]),
             tuple(map(Tensor.data_ptr, scales)),
             tuple(map(ctypes.addressof, map(_STEP_OF_PLAN, map(plans.__getitem__, self._groups)))),
+            None if states is None else ctypes.addressof(states),
             None if group is None else group.address,
         )  # fmt: skip
         if self.after_branch is None and (group is not None or not self._is_shared):
@@ -378,10 +408,18 @@ class PreparedLayers:
             raise group.lost(missing)
 
     def _add_layer(self, layer: Layer, rotary: int, memory: LayerMemory) -> None:
+        if layer.scalar is not None:
+            raise CannotPrepare("layers scale their results")
+        if any(norm is not None for norm in layer.sum_norms):
+            raise CannotPrepare("the sum of several results is normed")
+        for stage in layer.stages:
+            self._add_stage(stage, rotary, memory)
+
+    def _add_stage(self, stage: Sequence[Branch], rotary: int, memory: LayerMemory) -> None:
         program = self._program
-        norms = [program.take_optional(branch, "norm", RMSNorm, LayerNorm) for branch in layer.branches]
+        norms = [program.take_optional(branch, "norm", RMSNorm, LayerNorm) for branch in stage]
         normed: dict[int, Rows] = {}
-        if layer.parallel:  # all branches read the layer's input, which the first branch changes
+        if len(stage) > 1:  # all branches read what enters the stage, which the first branch changes
             for norm in {id(norm): norm for norm in norms}.values():
                 if norm is None or len(normed) == 2:
                     raise CannotPrepare("parallel branches must read one or two norms")
@@ -389,7 +427,7 @@ class PreparedLayers:
                 program.norm_rows(norm, Rows.RESIDUAL, normed[id(norm)])
             program.end()
             self._num_normed = max(self._num_normed, len(normed))
-        for branch, norm in zip(layer.branches, norms, strict=True):
+        for branch, norm in zip(stage, norms, strict=True):
             source = Rows.RESIDUAL if norm is None else normed.get(id(norm), Rows.SCRATCH_0)
             if source is Rows.SCRATCH_0 and norm is not None:
                 program.norm_rows(norm, Rows.RESIDUAL, source)
@@ -426,7 +464,9 @@ def can_join(layers: Sequence[Layer]) -> bool:
     output)."""
     branches = [branch for layer in layers for branch in layer.branches]
     plain = all(type(branch.norm) is RMSNorm and type(branch.post_norm) in (RMSNorm, type(None)) for branch in branches)
-    return plain and not any(layer.parallel for layer in layers) and all(branch.scale == 1.0 for branch in branches)
+    in_turn = all(len(stage) == 1 for layer in layers for stage in layer.stages)
+    in_turn = in_turn and not any(layer.scalar is not None or any(layer.sum_norms) for layer in layers)
+    return plain and in_turn and all(branch.scale == 1.0 for branch in branches)
 
 
 def run_joined(layers: Sequence[Layer], last_norm: RMSNorm, hidden: Tensor, steps: Sequence[LayerStep]) -> Tensor:

@@ -17,6 +17,7 @@ class GatedMLPSpec:
     intermediate_size: int
     activation: str = "silu"  # silu | gelu_tanh
     bias: bool = False  # gate, up and down have biases
+    gate_scale: float = 1.0  # factor of the gate before its activation
 
     module: ClassVar[str] = "mlp"
     title: ClassVar[str] = "mlp"

@@ -30,12 +30,14 @@ class StatePart:
     name: str
     rows: int  # heads or channels that are divided among ranks
     row_shape: tuple[int, ...]
-    copied_rows: int = 0  # further rows, of which each rank has a copy
+    copied_rows: int = 0  # further rows, in `copies` equal parts: ranks divide whole parts, and each has at least one
+    copies: int = 1
     is_float32: bool = True  # otherwise it has the dtype of the model
 
     def shape_of_rank(self, size: int) -> tuple[int, ...]:
         """Return the shape on each of `size` ranks."""
-        return (self.rows // size + self.copied_rows, *self.row_shape)
+        copied = self.copied_rows // self.copies * max(1, self.copies // size)
+        return (self.rows // size + copied, *self.row_shape)
 
     def bytes_of_rank(self, size: int, dtype: str) -> int:
         """Return the bytes on each of `size` ranks for a model of `dtype`."""

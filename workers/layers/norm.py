@@ -16,30 +16,36 @@ from oarlock.workers.weights.source import WeightSource
 
 
 class RMSNorm:
-    """RMSNorm: [T, size] -> [T, size], multiplied by `offset + weight`.
+    """RMSNorm: [T, size] -> [T, size], multiplied by `factor * (offset + weight)`.
 
-    The scale is kept in float32 if there is an offset, because 16 bits would lose most of a weight near zero, and if a
-    C++ kernel is used, because it reads float32.
+    The scale is kept in float32 if there is an offset or a factor, because 16 bits would lose most of a weight near
+    zero or round it once more, and if a C++ kernel is used, because it reads float32.
     """
 
-    def __init__(self, name: str, size: int, eps: float, placement: Placement, offset: float = 0.0) -> None:
+    def __init__(
+        self, name: str, size: int, eps: float, placement: Placement, offset: float = 0.0, factor: float = 1.0
+    ) -> None:
         self.name = name
         self.size = size
         self.eps = eps
         self.offset = offset
+        self.factor = factor
         self.placement = placement
         self.has_kernel = elementwise.can_serve(placement.dtype, placement.device)
+        self.is_wide = bool(offset) or factor != 1.0 or self.has_kernel
         self.triton = triton_kernels() if availability.can_serve(placement.device) else None
 
     @property
     def weight_bytes(self) -> int:
-        return self.size * (4 if self.offset or self.has_kernel else self.placement.dtype.itemsize)
+        return self.size * (4 if self.is_wide else self.placement.dtype.itemsize)
 
     def load(self, weights: WeightSource) -> None:
         self.weight = self.placement.empty(self.size)
         weights.take(f"{self.name}.weight", self.weight, shape=(self.size,))
-        if self.offset or self.has_kernel:
+        if self.is_wide:
             self.weight = self.weight.float() + self.offset
+        if self.factor != 1.0:
+            self.weight *= self.factor
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.has_kernel:
@@ -232,12 +238,22 @@ class RowNorm:
 Norm = RMSNorm | LayerNorm
 
 
-def make_norm(name: str, size: int, spec: NormSpec, placement: Placement) -> Norm:
-    """Return the norm called `name` for rows of `size` values."""
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return the RMS norm of `x` [T, size] times `weight` float32 [size], in the dtype of `x`."""
+    if elementwise.can_serve(x.dtype, x.device):
+        return elementwise.rms_norm(x, weight, eps)
+    if availability.can_serve(x.device):
+        return triton_kernels().rms_norm(x, weight, eps)
+    return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
+
+
+def make_norm(name: str, size: int, spec: NormSpec, placement: Placement, factor: float = 1.0) -> Norm:
+    """Return the norm called `name` for rows of `size` values, with `factor` times its results."""
     if spec.kind == "layer":
+        assert factor == 1.0, "only results of an RMSNorm are scaled"
         return LayerNorm(name, size, spec.eps, spec.bias, placement, has_weight=spec.weight, offset=spec.offset)
     assert spec.weight, "an RMSNorm without a weight is not supported"
-    return RMSNorm(name, size, spec.eps, placement, spec.offset)
+    return RMSNorm(name, size, spec.eps, placement, spec.offset, factor)
 
 
 def triton_kernels() -> Any:

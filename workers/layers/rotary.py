@@ -185,6 +185,9 @@ def inverse_frequencies(spec: RopeSpec, exponents: Tensor) -> Tensor:
     if spec.kind == "longrope":
         factors = spec.long_factors if spec.stretched else spec.short_factors
         return 1.0 / (torch.tensor(factors, dtype=torch.float32) * spec.theta**exponents)
+    if spec.kind == "proportional":
+        rotates = torch.arange(len(exponents)) < spec.rotated_pairs
+        return torch.where(rotates, inv_freq, 0.0) / spec.factor
     raise ValueError(f"unknown rope kind {spec.kind!r}")
 
 

@@ -24,6 +24,7 @@ class RankDtype(Enum):
     AS_MODEL = auto()  # the model's dtype, or the format that the weights are quantized to
     FOR_KERNELS = auto()  # float32 if the CPU kernels read the tensor, else the model's dtype
     FLOAT32 = auto()
+    UNQUANTIZED = auto()  # the model's dtype, also if weights are quantized at load
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,9 @@ class Computation(Enum):
     ATTENTION = auto()
     GATED = auto()  # activation(gate) * up
     ACTIVATED = auto()  # activation(up)
+    CONVOLUTION = auto()  # the causal convolution of projections, with its activation or its gates
+    RECURRENCE = auto()  # the result of a recurrence over a state
+    GATED_NORM = auto()  # the gated norm of a recurrence's result
     SUM = auto()  # a matmul whose inputs are split among ranks, after the all-reduce
     LOGITS = auto()  # the router's logits, which every rank computes
     ROUTING = auto()  # the weight of each expert for a token; 0 for experts that were not chosen

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from oarlock.base.errors import StartupError, shown
 from oarlock.workers.model_files.located import LocatedTensor
 
-_OF_ALL = re.compile(r"(?P<module>.*\.)experts\.(?P<part>gate_up_proj|down_proj)(\.weight)?")
+_OF_ALL = re.compile(r"(?P<module>.*\.)experts\.(?P<part>gate_up_proj|up_proj|down_proj)(\.weight)?")
 # gpt-oss alternates rows of gate and up. Matrices are transposed in floating point but not in MXFP4.
 _INTERLEAVED = re.compile(r"(?P<module>.*\.experts)\.(?P<part>gate_up_proj|down_proj)(_(?P<kind>blocks|scales|bias))?")
 _DIMENSIONS = {None: 3, "blocks": 4, "scales": 3, "bias": 2}
@@ -60,7 +60,7 @@ def experts_by_inputs(
     """
     match, shape = _OF_ALL.fullmatch(name), located.entry.shape
     outputs_inputs = {"gate_up_proj": (2 * width, hidden), "down_proj": (hidden, width)}
-    usual = outputs_inputs[match["part"]] if match is not None else ()
+    usual = outputs_inputs.get(match["part"], ()) if match is not None else ()
     if match is None or shape[1:] != tuple(reversed(usual)) or shape[1:] == usual:
         yield name, located
         return
@@ -115,7 +115,7 @@ def _interleaved_experts(match: re.Match[str], located: LocatedTensor) -> Iterat
 def _halves(module: str, part: str, located: LocatedTensor) -> Iterator[tuple[str, LocatedTensor]]:
     """Yield a matrix, or the gate and up halves of a matrix that stacks them."""
     rows, *rest = located.entry.shape
-    if part == "down_proj" or rows % 2:
+    if part != "gate_up_proj" or rows % 2:
         yield f"{module}.{part}.weight", located
         return
     if located.transposed:

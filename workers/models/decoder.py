@@ -17,14 +17,27 @@ from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.layers import fused_layer
 from oarlock.workers.layers.attention import Attention
 from oarlock.workers.layers.attention_spec import SelfAttentionSpec
-from oarlock.workers.layers.decoder_spec import BranchSpec, DecoderSpec, is_ignorable, is_in_stage, slices_of
+from oarlock.workers.layers.decoder_spec import (
+    BranchSpec,
+    DecoderSpec,
+    in_stages,
+    is_ignorable,
+    is_in_stage,
+    slices_of,
+)
 from oarlock.workers.layers.embedding import PositionEmbedding, VocabParallelEmbedding, VocabParallelHead
 from oarlock.workers.layers.experts import Experts
 from oarlock.workers.layers.experts_spec import ExpertsSpec
 from oarlock.workers.layers.fused_layer import CannotPrepare, PreparedLayers
+from oarlock.workers.layers.gated_delta import GatedDelta
+from oarlock.workers.layers.gated_delta_spec import GatedDeltaSpec
 from oarlock.workers.layers.gated_mlp import GatedMLP
 from oarlock.workers.layers.gated_mlp_spec import GatedMLPSpec
+from oarlock.workers.layers.layer_input import LayerInput, LayerInputs
+from oarlock.workers.layers.layer_input_spec import LayerInputSpec
 from oarlock.workers.layers.linear import RowParallelLinear
+from oarlock.workers.layers.mamba2 import Mamba2
+from oarlock.workers.layers.mamba2_spec import Mamba2Spec
 from oarlock.workers.layers.memory_spec import PagesSpec
 from oarlock.workers.layers.mlp import MLP
 from oarlock.workers.layers.mlp_spec import MLPSpec
@@ -32,6 +45,8 @@ from oarlock.workers.layers.norm import Norm, RMSNorm, make_norm
 from oarlock.workers.layers.placement import Placement
 from oarlock.workers.layers.rotary import QueryScaleTable, RotaryTable
 from oarlock.workers.layers.sharding import kv_heads_of_rank
+from oarlock.workers.layers.short_convolution import ShortConvolution
+from oarlock.workers.layers.short_convolution_spec import ShortConvolutionSpec
 from oarlock.workers.quantization.formats.weight_format import WeightFormats
 from oarlock.workers.quantization.registry import NONE
 from oarlock.workers.weights.source import WeightSource
@@ -66,6 +81,8 @@ class Sublayer(Protocol):
 # Class of each kind of sublayer.
 _SUBLAYERS: dict[type, Callable[..., Sublayer]] = {
     SelfAttentionSpec: Attention, GatedMLPSpec: GatedMLP, MLPSpec: MLP, ExpertsSpec: Experts,
+    GatedDeltaSpec: GatedDelta, Mamba2Spec: Mamba2, ShortConvolutionSpec: ShortConvolution,
+    LayerInputSpec: LayerInput,
 }  # fmt: skip
 
 
@@ -73,27 +90,52 @@ class Branch:
     """A sublayer, with the norms around it, whose result is added to the residual."""
 
     def __init__(
-        self, name: str, spec: BranchSpec, layer: int, hidden: int, placement: Placement, norms: dict[str, Norm]
+        self,
+        name: str,
+        spec: BranchSpec,
+        layer: int,
+        hidden: int,
+        placement: Placement,
+        norms: dict[tuple[str, float], Norm],
     ) -> None:
-        """Build the sublayer of the layer called `name`. `norms`: the layer's norms by name."""
-        self.norm = None if spec.norm is None else norms[spec.norm]
+        """Build the sublayer of the layer called `name`. `norms`: the layer's norms by name and factor."""
+        self.norm = None if spec.norm is None else norms[spec.norm, spec.input_scale]
         self.sublayer = _SUBLAYERS[type(spec.sublayer)](
             f"{name}.{spec.sublayer.module}", spec.sublayer, layer, hidden, placement
         )
-        self.post_norm = None if spec.post_norm is None else norms[spec.post_norm]
+        self.post_norm = None if spec.post_norm is None else norms[spec.post_norm, 1.0]
         self.scale = spec.scale
 
     def __call__(self, x: Tensor, residual: Tensor, step: LayerStep) -> Tensor:
         """Add the sublayer's result for `x` to `residual`: both [T, hidden]."""
-        normed = x if self.norm is None else self.norm(x)
         if self.post_norm is None and self.scale == 1.0:
+            normed = x if self.norm is None else self.norm(x)
             return self.sublayer(normed, residual, step)  # added inside the output projection
-        result = self.sublayer(normed, None, step)
-        if self.post_norm is not None:
-            result = self.post_norm(result)
+        result = self.result(x, step)
         if self.scale == 1.0:
             return result.add_(residual)
         return (residual.float() + result.float() * self.scale).to(residual.dtype)  # `add` would round the scale
+
+    def result(self, x: Tensor, step: LayerStep) -> Tensor:
+        """Return the sublayer's result for `x`, normed but not scaled: [T, hidden]."""
+        result = self.sublayer(x if self.norm is None else self.norm(x), None, step)
+        return result if self.post_norm is None else self.post_norm(result)
+
+
+class LayerScalar:
+    """A stored factor of a layer's result: [T, hidden] -> [T, hidden]."""
+
+    weight_bytes = 4
+
+    def __init__(self, name: str, placement: Placement) -> None:
+        self.name = name
+        self.weight = torch.empty(1, dtype=torch.float32, device=placement.device)
+
+    def load(self, weights: WeightSource) -> None:
+        weights.take(self.name, self.weight, shape=(1,))
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        return (hidden.float() * self.weight).to(hidden.dtype)
 
 
 class DecoderLayer:
@@ -101,11 +143,23 @@ class DecoderLayer:
 
     def __init__(self, name: str, spec: DecoderSpec, layer: int, placement: Placement) -> None:
         shape = spec.layers[layer]
-        names = [norm for branch in shape.branches for norm in (branch.norm, branch.post_norm) if norm is not None]
-        norms = {norm: make_norm(f"{name}.{norm}", spec.hidden_size, spec.norm, placement) for norm in names}
-        self.norms = list(norms.values())
+        pairs = [
+            pair for branch in shape.branches for pair in ((branch.norm, branch.input_scale), (branch.post_norm, 1.0))
+        ]
+        norms = {
+            (norm, scale): make_norm(f"{name}.{norm}", spec.hidden_size, spec.norm, placement, scale)
+            for norm, scale in pairs
+            if norm is not None
+        }
+        sums = [None] * len(shape.stages) if not shape.sum_norms else shape.sum_norms
+        self.sum_norms = [
+            None if norm is None else make_norm(f"{name}.{norm}", spec.hidden_size, spec.norm, placement)
+            for norm in sums
+        ]  # of the sum of each stage's results
+        self.norms = [*norms.values(), *(norm for norm in self.sum_norms if norm is not None)]
         self.branches = [Branch(name, branch, layer, spec.hidden_size, placement, norms) for branch in shape.branches]
-        self.parallel = shape.parallel
+        self.stages: list[tuple[Branch, ...]] = in_stages(self.branches, shape.lengths)
+        self.scalar = None if shape.scalar is None else LayerScalar(f"{name}.{shape.scalar}", placement)
 
     @property
     def attention(self) -> Attention | None:
@@ -118,13 +172,19 @@ class DecoderLayer:
 
     @property
     def parts(self) -> list[_Part]:
-        return [*self.norms, *(part for branch in self.branches for part in branch.sublayer.parts)]
+        scalars = [] if self.scalar is None else [self.scalar]
+        return [*self.norms, *(part for branch in self.branches for part in branch.sublayer.parts), *scalars]
 
     def __call__(self, hidden: Tensor, step: LayerStep) -> Tensor:
-        entering = hidden
-        for branch in self.branches:
-            hidden = branch(entering if self.parallel else hidden, hidden, step)
-        return hidden
+        for stage, norm in zip(self.stages, self.sum_norms, strict=True):
+            entering = hidden
+            if norm is not None:
+                first, *others = (branch.result(entering, step) for branch in stage)
+                hidden = norm(sum(others, first)).add_(entering)
+                continue
+            for branch in stage:
+                hidden = branch(entering, hidden, step)
+        return hidden if self.scalar is None else self.scalar(hidden)
 
 
 def moe_layers_of(layers: Sequence[DecoderLayer]) -> list[Experts]:
@@ -166,6 +226,10 @@ class Decoder:
             if spec.positions is not None and self.is_first
             else None
         )
+        self.layer_inputs: LayerInputs | None = None
+        if spec.layer_inputs is not None:
+            assert self.is_first and self.is_last, "inputs of layers are not sent to other stages"
+            self.layer_inputs = LayerInputs(spec.layer_inputs, spec.num_layers, hidden, placement, vocab_placement)
         self.layers = [DecoderLayer(f"model.layers.{i}", spec, i, placement) for i in stage]
         self.norm = make_norm("model.norm", hidden, spec.norm, placement)
         self.head = VocabParallelHead.of(spec, vocab_placement)
@@ -183,6 +247,7 @@ class Decoder:
         self._prepared: PreparedLayers | None = None
         self.why_not_prepared: str | None = None  # reason in the most recent step
         self.joins_layers = fused_layer.has_join_kernels(device)
+        self.numbers = list(stage)  # of the layers in the whole model
         self.groups = spec.groups  # memory groups of the whole model
         groups = [spec.group_of(i, PagesSpec) for i in stage]
         self.pages_of = [-1 if group is None else group for group in groups]  # number of each layer's group of pages
@@ -198,6 +263,7 @@ class Decoder:
         other.rotary_of = [self.rotary_of[layer] for layer in layers]
         other.scale_of = [self.scale_of[layer] for layer in layers]
         other.pages_of = [self.pages_of[layer] for layer in layers]
+        other.numbers = [self.numbers[layer] for layer in layers]
         return other
 
     @property
@@ -267,6 +333,8 @@ class Decoder:
             yield self.embedding
         if self.positions is not None:
             yield self.positions
+        if self.layer_inputs is not None:
+            yield from self.layer_inputs.parts
         for layer in self.layers:
             yield from layer.parts
         if self.is_last:
@@ -303,6 +371,7 @@ class Decoder:
             hidden = self.embedding(batch.token_ids)  # [T, hidden]
             if self.positions is not None:
                 hidden = self.positions(hidden, batch.positions)
+        inputs = None if self.layer_inputs is None else self.layer_inputs(batch.token_ids, hidden)  # [T, layers, width]
         prepared = self.prepared_for(memory, backends)
         # Nearly all models have no such table, and this is computed for every token.
         scales = [table(batch.positions, longest) for table in self.query_scales.values()] if self.query_scales else []
@@ -313,9 +382,11 @@ class Decoder:
         steps = [
             LayerStep(
                 None if which < 0 else angles[which], batch, own.kv, backends.get(pages), plans.get(pages),
-                None if scale < 0 else scales[scale], own.states,
+                None if scale < 0 else scales[scale], own.states, None if inputs is None else inputs[:, number],
             )
-            for which, scale, pages, own in zip(self.rotary_of, self.scale_of, self.pages_of, memory, strict=True)
+            for which, scale, pages, own, number in zip(
+                self.rotary_of, self.scale_of, self.pages_of, memory, self.numbers, strict=True
+            )
         ]  # fmt: skip
         if self.joins_layers and isinstance(self.norm, RMSNorm) and self.is_last and fused_layer.can_join(self.layers):
             return fused_layer.run_joined(self.layers, self.norm, hidden, steps)

@@ -145,7 +145,7 @@ def _attentions(
 @cache
 def _layer(sublayers: tuple[SublayerSpec, ...], norms: Norms, scale: float, parallel: bool) -> LayerSpec:
     branches = [BranchSpec(one, *names, scale) for one, names in zip(sublayers, norms, strict=True)]
-    return LayerSpec(tuple(branches), parallel)
+    return LayerSpec(tuple(branches), (len(branches),) if parallel else ())
 
 
 def _head_counts(fields: Fields, default: int | None) -> tuple[int, int]:

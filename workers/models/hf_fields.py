@@ -125,7 +125,8 @@ class Fields:
     def check_value(self, key: str, *values: Any) -> None:
         """Raise `StartupError` if `key` is given with a value that is not among `values`, which are served."""
         if self._get(key) not in (None, *values):
-            raise unsupported(key, self.raw[key], f"Supported: {', '.join(map(shown, values))}.")
+            served = f"Supported: {', '.join(map(shown, values))}."
+            raise unsupported(key, self.raw[key], served if values else "This architecture is served only without it.")
 
     def layers(self) -> int:
         return self.count("num_hidden_layers", most=MOST_LAYERS)

@@ -11,7 +11,7 @@ from oarlock.base.errors import StartupError, shown
 from oarlock.workers.layers.attention_spec import RopeSpec
 from oarlock.workers.models.hf_fields import MOST, Fields, positive_number, unsupported, wrong
 
-_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 _KEYS = {
     "type",
     "rope_type",
@@ -31,6 +31,10 @@ _KEYS = {
 }
 LENGTH = "original_max_position_embeddings"
 _LONGROPE_KEYS = {"short_factor", "long_factor"}
+# Settings of multimodal positions.
+_SECTION, _INTERLEAVED = "mrope_section", "mrope_interleaved"
+_SECTIONS = (_SECTION, "xdrope_section")
+_ROPE_TYPES = {"mrope": "default", "xdrope": "dynamic"}  # types that differ from the others only by the sections
 
 
 def rope_table(fields: Fields, theta: float | None = None) -> dict[str, Any]:
@@ -40,6 +44,24 @@ def rope_table(fields: Fields, theta: float | None = None) -> dict[str, Any]:
     """
     inner, outer = fields.table("rope_scaling") or fields.table("rope_parameters"), fields.raw.get("rope_theta")
     return {"rope_theta": theta if outer is None else outer, **inner}
+
+
+def without_sections(table: Any, key: str) -> Any:
+    """Return a rotary table without the sections of multimodal positions.
+
+    A section is the part of the frequencies that follows time, height or width. Tokens of text have the same position
+    in each, so the sections change nothing.
+    """
+    if not isinstance(table, dict):
+        return table
+    found = {name: value for name, value in table.items() if name not in (*_SECTIONS, _INTERLEAVED)}
+    for section in (table[name] for name in _SECTIONS if table.get(name) is not None):
+        if not isinstance(section, list) or any(type(size) not in (int, float) or size <= 0 for size in section):
+            raise unsupported(f"{key}: {_SECTION}", section, "It must be a list of positive numbers.")
+    for name in ("type", "rope_type"):
+        if isinstance(found.get(name), str):
+            found[name] = _ROPE_TYPES.get(found[name], found[name])
+    return {name: without_sections(value, key) if isinstance(value, dict) else value for name, value in found.items()}
 
 
 def rope_kind(table: dict[str, Any]) -> str:
@@ -67,6 +89,8 @@ def rope_spec(
     another share is refused.
     """
     kind = rope_kind(table)
+    if kind == "proportional":
+        return _proportional(table, head_dim)
     if share is None and table.get("partial_rotary_factor") not in (None, 1, 1.0):
         raise unsupported("partial_rotary_factor", table["partial_rotary_factor"], "This family rotates whole heads.")
     rotary_dim = head_dim if share is None else int(head_dim * share)
@@ -101,6 +125,21 @@ def rope_spec(
         return replace(plain, factor=given("factor"), low_freq_factor=low, high_freq_factor=high)
     factor = _reach(given("factor", max_positions / length), LENGTH, length)
     return _longrope(plain, table, factor) if kind == "longrope" else _yarn(plain, table, factor)
+
+
+def _proportional(table: dict[str, Any], head_dim: int) -> RopeSpec:
+    """Return rotary settings with frequencies as of whole heads, of which only the leading pairs are rotated."""
+    share = positive_number("partial_rotary_factor", table.get("partial_rotary_factor"), 1.0)
+    pairs = int(share * head_dim // 2)
+    if head_dim % 2 or not 0 < pairs <= head_dim // 2:
+        raise unsupported(
+            "partial_rotary_factor",
+            share,
+            f"It must rotate some of the {head_dim} elements of a head (head_dim or global_head_dim), an even number.",
+        )
+    theta = positive_number("rope_theta", table.get("rope_theta"), 10000.0)
+    factor = positive_number("rope setting factor", table.get("factor"), 1.0)
+    return RopeSpec("proportional", theta, head_dim, factor=factor, rotated_pairs=pairs)
 
 
 def trained_length(value: Any, max_positions: int) -> int:

@@ -50,6 +50,7 @@ _QWEN2_VL = TextPart(
     has_usual_heads=True,
     has_mrope=True,
 )
+_UNTIED = {"tie_embedding": None}  # a name of `tie_word_embeddings`, which the wrapper decides
 # Wrappers have a plain head: transformers does not apply the factor or the limit of logits that some text models have.
 TEXT_PARTS: dict[str, TextPart] = {
     "llama": TextPart("LlamaForCausalLM", _sizes(32000, 4096, 11008, 32, 32)),
@@ -65,6 +66,11 @@ TEXT_PARTS: dict[str, TextPart] = {
     "gemma3_text": TextPart(
         "Gemma3ForCausalLM", _sizes(262208, 2304, 9216, 26, 8), {"final_logit_softcapping": None}, is_own=True
     ),
+    "gemma4_text": TextPart("Gemma4ForCausalLM", _sizes(262144, 2304, 9216, 30, 8), is_own=True),
+    "gemma4_unified_text": TextPart("Gemma4UnifiedForCausalLM", _sizes(262144, 2304, 9216, 30, 8), is_own=True),
+    "lfm2": TextPart("Lfm2ForCausalLM", _sizes(65536, 2560, 12288, 32, 32), _UNTIED),
+    "lfm2_moe": TextPart("Lfm2MoeForCausalLM", _sizes(65536, 2048, 7168, 32, 32), _UNTIED),
+    "lfm3": TextPart("Lfm3ForCausalLM", _sizes(128000, 2048, 7680, 24, 16)),
     "qwen2_vl_text": _QWEN2_VL,
     "qwen2_5_vl_text": _QWEN2_VL,
     "qwen3_vl_text": TextPart(
@@ -85,6 +91,16 @@ TEXT_PARTS: dict[str, TextPart] = {
         is_own=True,
         has_mrope=True,
         stores_inputs_first=True,
+    ),
+    "qwen3_5_text": TextPart(
+        "Qwen3_5ForCausalLM", _sizes(248320, 4096, 12288, 32, 16), is_own=True, has_mrope=True
+    ),
+    "qwen3_5_moe_text": TextPart(
+        "Qwen3_5MoeForCausalLM",
+        # It has experts in every layer, and so no `intermediate_size`.
+        {"vocab_size": 248320, "hidden_size": 2048, "num_hidden_layers": 40, "num_attention_heads": 16},
+        is_own=True,
+        has_mrope=True,
     ),
     "glm4v_text": TextPart(
         "Glm4ForCausalLM",
@@ -151,6 +167,7 @@ _INSIDE = {"model.language_model.": "model."}
 _TEXT_MODEL = {"model.text_model.": "model."}
 _IDEFICS_OTHERS = ("model.vision_model", "model.connector")
 _QWEN_OTHERS = _both("visual")
+_GEMMA4_OTHERS = tuple(f"model.{part}" for part in ("vision_tower", "audio_tower", "embed_vision", "embed_audio"))
 
 WRAPPERS: dict[str, Wrapper] = {
     "AyaVisionForConditionalGeneration": Wrapper("cohere2", _LLAVA_NAMES, _LLAVA_OTHERS, is_tied=True),
@@ -164,6 +181,10 @@ WRAPPERS: dict[str, Wrapper] = {
     "Gemma3ForConditionalGeneration": Wrapper(
         "gemma3_text", _LLAVA_NAMES, _LLAVA_OTHERS, is_tied=True
     ),
+    "Gemma4ForConditionalGeneration": Wrapper("gemma4_text", _INSIDE, _GEMMA4_OTHERS, is_tied=True),
+    "Gemma4UnifiedForConditionalGeneration": Wrapper(
+        "gemma4_unified_text", _INSIDE, (*_GEMMA4_OTHERS, *_both("vision_embedder")), is_tied=True
+    ),
     "Glm4vForConditionalGeneration": Wrapper("glm4v_text", _INSIDE, _QWEN_OTHERS, adopts_tied=True),
     "Glm4vMoeForConditionalGeneration": Wrapper(
         "glm4v_moe_text", _INSIDE, _QWEN_OTHERS, adopts_tied=True
@@ -175,6 +196,8 @@ WRAPPERS: dict[str, Wrapper] = {
     ),
     "Idefics3ForConditionalGeneration": Wrapper("llama", _TEXT_MODEL, _IDEFICS_OTHERS),
     "InternVLForConditionalGeneration": Wrapper("qwen2", _LLAVA_NAMES, _LLAVA_OTHERS, is_tied=True),
+    "Lfm2VlForConditionalGeneration": Wrapper("lfm2", _INSIDE, _LLAVA_OTHERS, is_tied=True),
+    "Lfm3VlForConditionalGeneration": Wrapper("lfm3", _INSIDE, _LLAVA_OTHERS, is_tied=True),
     "Llama4ForConditionalGeneration": Wrapper(
         "llama4_text", _LLAVA_NAMES, ("vision_model", "multi_modal_projector"), adopts_tied=True
     ),
@@ -200,6 +223,8 @@ WRAPPERS: dict[str, Wrapper] = {
     ),
     "Qwen3VLForConditionalGeneration": Wrapper("qwen3_vl_text", _INSIDE, _QWEN_OTHERS),
     "Qwen3VLMoeForConditionalGeneration": Wrapper("qwen3_vl_moe_text", _INSIDE, _QWEN_OTHERS),
+    "Qwen3_5ForConditionalGeneration": Wrapper("qwen3_5_text", _INSIDE, _QWEN_OTHERS),
+    "Qwen3_5MoeForConditionalGeneration": Wrapper("qwen3_5_moe_text", _INSIDE, _QWEN_OTHERS),
     "SmolVLMForConditionalGeneration": Wrapper("llama", _TEXT_MODEL, _IDEFICS_OTHERS),
     "Step3p7ForConditionalGeneration": Wrapper("step3p5", {}, ()),
 }  # fmt: skip

@@ -12,11 +12,8 @@ from oarlock.base.errors import StartupError, shown
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.model_files.tensor_names import TensorNames
 from oarlock.workers.models.hf_fields import Fields, others_like, unsupported, wrong
+from oarlock.workers.models.hf_rope import without_sections
 from oarlock.workers.models.wrapper_table import REFUSED, TEXT_PARTS, WRAPPERS, TextPart, Wrapper
-
-_SECTION, _INTERLEAVED = "mrope_section", "mrope_interleaved"
-_SECTIONS = (_SECTION, "xdrope_section")
-_ROPE_TYPES = {"mrope": "default", "xdrope": "dynamic"}  # types that differ from the others only by the sections
 
 
 def is_wrapper(architecture: str) -> bool:
@@ -108,7 +105,7 @@ def _settings(wrapper: Wrapper, part: TextPart, config: dict[str, Any], given: d
             raise unsupported("head_dim", text["head_dim"], f"Heads of this architecture have {width} elements.")
         text["head_dim"] = width
     if part.has_mrope:
-        text |= {key: _plain_rope(text[key], key) for key in ("rope_scaling", "rope_parameters") if text.get(key)}
+        text |= {key: without_sections(text[key], key) for key in ("rope_scaling", "rope_parameters") if text.get(key)}
     tied = config.get("tie_word_embeddings")
     tied = wrapper.is_tied if tied is None else tied
     if wrapper.adopts_tied and tied is False:
@@ -132,24 +129,6 @@ def _under_usual_names(part: TextPart, given: dict[str, Any]) -> dict[str, Any]:
             if found.setdefault(name, given[key]) != given[key]:
                 raise wrong(key, f"{shown(found[name])}, as {name}", given[key])
     return found
-
-
-def _plain_rope(table: Any, key: str) -> Any:
-    """Return a rotary table without the sections of multimodal positions.
-
-    A section is the part of the frequencies that follows time, height or width. Tokens of text have the same position
-    in each, so the sections change nothing.
-    """
-    if not isinstance(table, dict):
-        return table
-    found = {name: value for name, value in table.items() if name not in (*_SECTIONS, _INTERLEAVED)}
-    for section in (table[name] for name in _SECTIONS if table.get(name) is not None):
-        if not isinstance(section, list) or any(type(size) not in (int, float) or size <= 0 for size in section):
-            raise unsupported(f"{key}: {_SECTION}", section, "It must be a list of positive numbers.")
-    for name in ("type", "rope_type"):
-        if isinstance(found.get(name), str):
-            found[name] = _ROPE_TYPES.get(found[name], found[name])
-    return {name: _plain_rope(value, key) if isinstance(value, dict) else value for name, value in found.items()}
 
 
 def _names(wrapper: Wrapper, part: TextPart, text: dict[str, Any], own: TensorNames) -> TensorNames:

@@ -92,6 +92,8 @@ def expert_matmul(shape: ExpertsShape, experts: Iterable[ExpertWeights], *, on_h
 
     `on_host`: the experts are on the CPU.
     """
+    if not shape.is_gated:  # no kernel computes them
+        return TorchExpertMatmul(shape, experts)
     left = iter(experts)
     first = next(left, None)
     if first is None:  # a rank may have no expert: it runs its layers like the others

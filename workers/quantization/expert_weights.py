@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from oarlock.workers.quantization.matmul import PLAIN_ACTIVATIONS
 from oarlock.workers.quantization.method import LinearWeight
 
 
@@ -25,6 +26,7 @@ class ExpertsShape:
     activation: str = "silu"  # see `ExpertsSpec`
     alpha: float = 1.702
     limit: float = 7.0
+    is_gated: bool = True  # False: `gate_up` is only up, and the activation is one of `PLAIN_ACTIVATIONS`
     weighs_inputs: bool = False  # an expert's weight multiplies its input instead of its result; then without biases
 
 
@@ -32,7 +34,7 @@ class ExpertsShape:
 class ExpertWeights:
     """One expert's weights on a rank."""
 
-    gate_up: LinearWeight  # [2 * width, hidden], gate above up
+    gate_up: LinearWeight  # [2 * width, hidden], gate above up; [width, hidden] without a gate
     down: LinearWeight  # [hidden, width]
     gate_up_bias: Tensor | None = None  # [2 * width]
     # [hidden]; only on the rank with the first slice, whose result it is added to.
@@ -53,9 +55,13 @@ class ExpertMatmul(Protocol):
 def gate_of(both: Tensor, shape: ExpertsShape, dtype: torch.dtype = torch.float64) -> Tensor:
     """Return the gated activation of `both` [T, 2 * width], gate before up: float32 [T, width].
 
+    Without a gate, return the activation of `both` [T, width].
+
     The default is float64. On the CPU torch computes the last few elements of an array with another exponential
     function, whose last bits would make a token depend on its position; rounding hides the difference.
     """
+    if not shape.is_gated:
+        return PLAIN_ACTIVATIONS[shape.activation](both.to(dtype)).float()
     gate, up = both.to(dtype).chunk(2, 1)
     if shape.activation == "clamped_swiglu":
         gate, up = gate.clamp(max=shape.limit), up.clamp(-shape.limit, shape.limit) + 1.0

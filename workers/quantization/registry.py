@@ -34,11 +34,17 @@ class Quantization:
     group: int = 1
     bytes_per_group: int = 0  # additional bytes for each group
     head: Quantization | None = None  # format of the output head and the embedding; None: this format
+    gates: Quantization | None = None  # format of projections to the decay of a recurrent state; None: this format
 
     @property
     def of_head(self) -> Quantization:
         """Format of the head's weight."""
         return self.head or self
+
+    @property
+    def of_gates(self) -> Quantization:
+        """Format of the weights of gates."""
+        return self.gates or self
 
     @property
     def arithmetic(self) -> Arithmetic:
@@ -83,13 +89,13 @@ def _int4() -> LinearMethod:
 
 
 NONE = Quantization(_unquantized)
-_INT8 = Quantization(_int8, bits=8, bytes_per_row=8)  # a scale, and the sum that the kernel begins with
+_INT8 = Quantization(_int8, bits=8, bytes_per_row=8, gates=NONE)  # a scale, and the sum that the kernel begins with
 QUANTIZATIONS = {
     "none": NONE,
     "int8": _INT8,
     # A factor for each output, and a scale for each group. A head of 4 bits would add more to the perplexity than all
     # layers do (docs/accuracy.md).
-    "int4": Quantization(_int4, bits=4, group=32, bytes_per_row=4, bytes_per_group=2, head=_INT8),
+    "int4": Quantization(_int4, bits=4, group=32, bytes_per_row=4, bytes_per_group=2, head=_INT8, gates=NONE),
 }
 
 

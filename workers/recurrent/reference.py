@@ -1,7 +1,8 @@
 """Recurrent operations in torch, one token after the other: the judge of every kernel.
 
 All of them compute in the dtype of `states` or wider, and keep one order of operations for each token, so that results
-do not depend on how a prompt is divided into steps.
+do not depend on how a prompt is divided into steps. Exponential functions are computed in float64 and rounded: torch
+computes the last few elements of an array with another function, whose last bits would depend on the number of ranks.
 
 T  tokens      S  sequences      C  slots      Hk  key heads      Hv  value heads      G  groups of Mamba heads
 """
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from itertools import pairwise
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from oarlock.workers.recurrent.states import StateStep
@@ -41,6 +43,12 @@ def run_rule(states: Tensor, step: StateStep, rule: Callable[[Tensor, int], tupl
     return torch.stack(results)
 
 
+def _sigmoid(x: Tensor) -> Tensor:
+    """Return the sigmoid of `x` in its dtype. It is computed in float64, because torch computes the last few elements
+    of an array with another exponential function."""
+    return torch.sigmoid(x.double()).to(x.dtype)
+
+
 def causal_convolution(
     x: Tensor, states: Tensor, weight: Tensor, bias: Tensor | None, step: StateStep, *, silu: bool
 ) -> Tensor:
@@ -57,7 +65,7 @@ def causal_convolution(
         for tap in range(1, weight.shape[1]):
             total = total + window[:, tap].to(weight.dtype) * weight[:, tap]
         total = total if bias is None else total + bias
-        return window[:, 1:], (total * torch.sigmoid(total) if silu else total).to(x.dtype)
+        return window[:, 1:], (total * _sigmoid(total) if silu else total).to(x.dtype)
 
     return run_rule(states, step, rule)
 
@@ -81,7 +89,8 @@ def gated_delta_rule(
     keys = unit(k).repeat_interleave(each, 1)
 
     def rule(state: Tensor, token: int) -> tuple[Tensor, Tensor]:
-        decay, key = torch.exp(log_decay[token].to(wide))[:, None, None], keys[token][:, :, None]
+        decay = torch.exp(log_decay[token].double()).to(wide)[:, None, None]
+        key = keys[token][:, :, None]
         decayed = state * decay
         found = (decayed * key).sum(1)  # [Hv, value width]
         delta = (v[token].to(wide) - found) * beta[token].to(wide)[:, None]
@@ -105,7 +114,7 @@ def mamba2(
 
     def rule(state: Tensor, token: int) -> tuple[Tensor, Tensor]:
         now = dt[token].to(wide)
-        decay = torch.exp(now * a.to(wide))[:, None, None]
+        decay = torch.exp((now * a.to(wide)).double()).to(wide)[:, None, None]
         added = (x[token].to(wide) * now[:, None])[:, :, None] * inputs[token][:, None, :]
         state = state * decay + added
         result = (state * outputs[token][:, None, :]).sum(2)
@@ -116,6 +125,27 @@ def mamba2(
     return run_rule(states, step, rule)
 
 
+def delta_gates(
+    a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, *, beta_scale: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Return the logarithm of the decay and beta of the gated delta rule: [T, Hv] twice, in the dtype of `a_log`.
+
+    `a`, `b` [T, Hv]: projections of the layer's input. `a_log`, `dt_bias` float32 [Hv].
+    """
+    wide = a_log.dtype
+    log_decay = -torch.exp(a_log.double()) * F.softplus(a.double() + dt_bias.double())
+    return log_decay.to(wide), (torch.sigmoid(b.double()) * beta_scale).to(wide)
+
+
+def mamba_steps(dt: Tensor, bias: Tensor | None, least: float, most: float) -> Tensor:
+    """Return the step sizes of Mamba 2: the softplus of `dt` [T, heads] plus `bias`, limited to a range.
+
+    `bias` float32 [heads], or None. The result has the dtype of `bias`, or float32.
+    """
+    wide = torch.float32 if bias is None else bias.dtype
+    return F.softplus(dt.double() if bias is None else dt.double() + bias).to(wide).clamp(least, most)
+
+
 def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, gates_first: bool) -> Tensor:
     """Return the RMS norm of `x` [T, groups, width] over each group, times the SiLU of `gate`, in the dtype of `x`.
 
@@ -123,7 +153,42 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, gates_fir
     else after it, as in the gated delta net.
     """
     wide = weight.dtype
-    factor = gate.to(wide) * torch.sigmoid(gate.to(wide))
+    factor = gate.to(wide) * _sigmoid(gate.to(wide))
     rows = x.to(wide) * factor if gates_first else x.to(wide)
     normed = rows * torch.rsqrt((rows * rows).mean(-1, keepdim=True) + eps) * weight
     return (normed if gates_first else normed * factor).to(x.dtype)
+
+
+def gated_squares(x: Tensor, gate: Tensor, *, gates_first: bool) -> Tensor:
+    """Return the sum of squares of each head that a gated norm over several heads needs: [T, heads].
+
+    `x`, `gate` and `gates_first` as in `gated_norm`, with a head for each group. The result is float32 or wider.
+    """
+    wide = torch.promote_types(x.dtype, torch.float32)
+    rows = x.to(wide)
+    if gates_first:
+        rows = rows * (gate.to(wide) * _sigmoid(gate.to(wide)))
+    return (rows * rows).sum(-1)
+
+
+def gated_norm_of_heads(
+    x: Tensor, gate: Tensor, squares: Tensor, weight: Tensor, eps: float, *, gates_first: bool
+) -> Tensor:
+    """Return the gated norm of `x` [T, heads, width] over groups of several heads, in the dtype of `x`.
+
+    `gate` as `x`; `weight` float32 [heads, width]. `squares` [T, groups, heads of a group]: `gated_squares` of all
+    heads of the groups, also of heads that other ranks hold. A group here has `heads // groups` consecutive heads.
+    """
+    wide, width = weight.dtype, x.shape[2]
+    means = squares.double().sum(2) / (squares.shape[2] * width)
+    factors = (means + eps).rsqrt().to(wide).repeat_interleave(x.shape[1] // squares.shape[1], 1)  # [T, heads]
+    silu = gate.to(wide) * _sigmoid(gate.to(wide))
+    rows = x.to(wide) * silu if gates_first else x.to(wide)
+    normed = rows * factors.unsqueeze(2) * weight
+    return (normed if gates_first else normed * silu).to(x.dtype)
+
+
+def silu_gate(x: Tensor, gate: Tensor) -> Tensor:
+    """Return `x` times the SiLU of `gate`, both of one shape, in the dtype of `x`."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return (x.to(wide) * (gate.to(wide) * _sigmoid(gate.to(wide)))).to(x.dtype)

@@ -98,6 +98,7 @@ def _matrix_bytes(tensor: TensorSpec, shape: tuple[int, ...], formats: WeightFor
     if tensor.rank_dtype is RankDtype.FLOAT32:
         return math.prod(shape) * _FLOAT32
     own = formats.of_head if tensor.sharding is Sharding.VOCABULARY else formats
+    own = own.of_gates if tensor.rank_dtype is RankDtype.UNQUANTIZED else own
     weight_format = own.format_of(tensor.name.removesuffix(".weight"))
     return weight_format.weight_bytes(
         *shape, item, slices if tensor.sharding in (Sharding.INPUTS, Sharding.WIDTH_INPUTS) else 1

@@ -38,17 +38,22 @@ class Tapped:
 
 def taps_of(layer: LayerSpec) -> list[Tapped]:
     """Return all recorded tensors of a layer, in the order in which they are computed: input, inner tensors and output
-    of each sublayer. A norm that branches share, and the residual of parallel branches, come once."""
+    of each sublayer.
+
+    A norm that branches of a stage share, and the residual that a stage leaves, come once. A norm whose results are
+    scaled is not compared: transformers scales them after the norm.
+    """
     found: list[Tapped] = []
-    norms: set[str | None] = {None}
-    for number, branch in enumerate(layer.branches):
-        sublayer, is_last = branch.sublayer, number == len(layer.branches) - 1
-        if branch.norm not in norms:
-            found.append(Tapped(Tap(sublayer.reads, Computation.NORM, branch.norm or ""), branch))
-            norms |= {branch.norm} if layer.parallel else set()
-        found += [Tapped(tap, branch) for tap in sublayer.taps]
-        if is_last or not layer.parallel:
-            found.append(Tapped(Tap("residual" if is_last else sublayer.leaves, Computation.RESIDUAL), branch))
+    for stage in layer.stages:
+        norms: set[str | None] = {None}
+        for branch in stage:
+            if branch.norm not in norms and branch.input_scale == 1.0:
+                found.append(Tapped(Tap(branch.sublayer.reads, Computation.NORM, branch.norm or ""), branch))
+                norms.add(branch.norm)
+            found += [Tapped(tap, branch) for tap in branch.sublayer.taps]
+        last = stage[-1]
+        left = "residual" if last is layer.branches[-1] else last.sublayer.leaves
+        found.append(Tapped(Tap(left, Computation.RESIDUAL), last))
     return found
 
 

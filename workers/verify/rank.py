@@ -176,6 +176,13 @@ class RecordingDecoder:
         {i}.q_rope {i}.k_rope                after norms, rotation and query scale: as attended, as cached
         {i}.attention        [T, H, D]       input of o_proj, after the gate if there is one
         {i}.o_proj           [T, hidden]     summed over ranks, before any norm and before the residual is added
+        {i}.delta_q, _k      [T, K, D]       projections of a gated delta net: queries and keys of its key heads,
+        {i}.delta_v, _z      [T, H, D]       values and gates of its value heads,
+        {i}.delta_b, _a      [T, H]          rate of writes and decay, before their functions
+        {i}.q_conv, k_conv, v_conv           after the convolution
+        {i}.recurrence       [T, H, D]       result of the gated delta rule
+        {i}.gated_norm       [T, H * D]      input of out_proj
+        {i}.delta            [T, hidden]     out_proj, as o_proj
         {i}.mid_residual     [T, hidden]     after the attention half, unless the MLP is parallel to it
         {i}.mlp_norm         [T, hidden]     input of the MLP, if it has its own norm
         {i}.gate_up          [T, I]          activation(gate) * up
@@ -296,8 +303,13 @@ class RecordingDecoder:
                 self._hook(
                     sublayer, sublayer.linear_layers[whole], after=partial(self._record_parts, layer, projections)
                 )
+        convolved = [tap for tap in taps if tap.computation is Computation.CONVOLUTION and not tap.is_input]
+        if convolved:
+            self._hook(sublayer, "convolve", after=partial(self._record_parts, layer, convolved))
         for tap in taps:
-            if tap.computation is Computation.SUM:
+            if tap.computation is Computation.RECURRENCE:
+                self._hook(sublayer, "recur", after=partial(self._record, f"{layer}.{tap.name}"))
+            elif tap.computation is Computation.SUM:
                 inputs = next(one for one in taps if one.is_input and one.module == tap.module)
                 # The attention backend records the input of the output projection, unless a gate changes it.
                 is_recorded = inputs.computation is Computation.ATTENTION and sublayer.gate is None

@@ -9,19 +9,16 @@ It is a process of its own, so that all its memory is free again when our ranks 
 
 import signal
 import sys
-from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import transformers
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.func import functional_call
-from torch.overrides import TorchFunctionMode
 from transformers import (
     AttentionInterface,
     AutoConfig,
@@ -35,11 +32,11 @@ from transformers.utils import logging as transformers_logging
 
 from oarlock.base.python_child import die_with_parent
 from oarlock.workers.distributed.control_channel import Control
-from oarlock.workers.layers.decoder_spec import DecoderSpec, SublayerSpec
+from oarlock.workers.layers.decoder_spec import BranchSpec, DecoderSpec, SublayerSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec
 from oarlock.workers.layers.tensor_spec import Computation, Tap
 from oarlock.workers.model_files.gguf_model import gguf_file
-from oarlock.workers.model_files.tensor_names import NO_NAMES, Blocks, TensorNames
+from oarlock.workers.model_files.tensor_names import Blocks, TensorNames
 from oarlock.workers.models.registry import read_spec
 from oarlock.workers.quantization.registry import QUANTIZATIONS
 from oarlock.workers.verify.compare import dense_routing, file_of, taps_of
@@ -49,21 +46,18 @@ from oarlock.workers.verify.dequantised_reference import (
     RoundingLoss,
     WrittenOut,
     dequantised_weights,
-    is_conv1d,
     is_experts,
     is_product,
-    is_router,
-    weighs_inputs,
 )
+from oarlock.workers.verify.exact_modules import Widened, exact_attention, in_float64
 from oarlock.workers.verify.request import Text, VerifyRequest
 from oarlock.workers.verify.transformers_layout import TransformersLayout
 
 # A text model that transformers saves with settings that its automatic class does not know.
 AutoModelForCausalLM.register(Emu3TextConfig, Emu3ForCausalLM, exist_ok=True)
-# Modules that convert their inputs to float32, whatever their dtype is.
-_COMPUTE_IN_FLOAT32 = ("Llama4TextAttention",)
-_WIDENED_ELSEWHERE = {"sinks", "expert_bias"}  # parameters that `exact_attention` and routers widen
-_ROWS = 8192  # rows of a weight that are widened to float64 at once
+
+# MoE layers that scale the sum of a token's experts, where others, and we, scale the weights of experts.
+_SCALE_EXPERTS = ("LagunaSparseMoeBlock",)
 
 ReportLine = Callable[[str], None]
 
@@ -236,6 +230,11 @@ def _run(model: PreTrainedModel, spec: DecoderSpec, text: Text, keep: torch.dtyp
         recorder.close()
 
 
+def _is_of_function(tap: Tap) -> bool:
+    """Return whether `tap` is an argument or a result of a function in transformers, instead of a module's."""
+    return tap.computation is Computation.ROTATION or (tap.computation is Computation.CONVOLUTION and not tap.is_input)
+
+
 def modules_by_name(model: nn.Module, names: TensorNames) -> dict[str, nn.Module]:
     """Return the modules of a transformers model by the names that our modules have."""
     renamed = ((names.rename(name), module) for name, module in model.named_modules())
@@ -258,6 +257,8 @@ class TransformersRecorder:
         self._parts: dict[str, list[Tensor]] = {}
         self._handles: list[Any] = []
         self._replaced: list[Any] = []  # modules of attention with a function of their own
+        self._convolving: list[tuple[str, int]] = []  # tensors of the running module's convolution, and their widths
+        self._convolutions: dict[Any, Any] = {}  # Python module -> its function `causal_conv1d_fn`
         self._usual_attention = usual = model.config._attn_implementation
         self._modules = modules_by_name(model, spec.names)
         self._after(self._modules["model.norm"], "final_norm")
@@ -282,6 +283,8 @@ class TransformersRecorder:
             handle.remove()
         for module in self._replaced:
             del module._attn
+        for home, usual in self._convolutions.items():
+            home.causal_conv1d_fn = usual
         self._model.set_attn_implementation(self._usual_attention)
 
     def record(self, name: str, value: Tensor) -> None:
@@ -299,28 +302,70 @@ class TransformersRecorder:
                 if number == len(taps) - 1:
                     self._after(self._modules[layer], name)
                 else:
-                    following = taps[number + 1].branch
-                    self._before(self._modules[f"{layer}.{following.norm or following.sublayer.module}"], name)
+                    self._before(self._first_module(layer, taps[number + 1].branch), name)
             elif isinstance(branch.sublayer, ExpertsSpec):
                 self._hook_experts(name, layer, branch.sublayer, one.tap)
-            elif (
-                one.tap.computation is not Computation.ROTATION
-            ):  # rotated tensors are arguments of the attention function
+            elif not _is_of_function(one.tap):
                 self._hook_sublayer(name, f"{layer}.{branch.sublayer.module}", branch.sublayer, one.tap)
+        for sublayer in (branch.sublayer for branch in shape.branches):
+            taps = [tap for tap in sublayer.taps if tap.computation is Computation.CONVOLUTION and _is_of_function(tap)]
+            if taps:
+                parts = [(f"{index}.{tap.name}", tap.width) for tap in taps]
+                self._hook_convolution(self._modules[f"{layer}.{sublayer.module}"], parts)
+
+    def _first_module(self, layer: str, branch: BranchSpec) -> nn.Module:
+        """Return the module of `layer` that reads the residual first in `branch`."""
+        start = f"{layer}.{branch.norm or branch.sublayer.module}"
+        if start in self._modules:
+            return self._modules[start]
+        of_sublayer = branch.sublayer.tensors(self._spec.hidden_size)[0].name.removesuffix(".weight")
+        return self._modules[f"{start}.{of_sublayer}"]  # transformers has no module for the whole sublayer
 
     def _hook_sublayer(self, name: str, module: str, spec: SublayerSpec, tap: Tap) -> None:
         """Register a hook for a tensor of the sublayer `module`, whose matmuls may be fused in transformers."""
-        if f"{module}.{tap.module}" in self._modules:
-            hook = self._before if tap.is_input else self._after
-            hook(self._modules[f"{module}.{tap.module}"], name)
-            return
+        whole, blocks = self._stored_with(module, spec, tap)
+        if blocks is not None:
+            self._after(self._modules[f"{module}.{whole}"], name, blocks.rows_of(tap.module))
+        elif tap.is_input:
+            self._before(self._modules[f"{module}.{whole}"], name, tap.width)
+        else:
+            self._after(self._modules[f"{module}.{whole}"], name)
+
+    def _stored_with(self, module: str, spec: SublayerSpec, tap: Tap) -> tuple[str, Blocks | None]:
+        """Return transformers' module in the sublayer `module` that computes `tap`, and the order of its outputs if it
+        computes others as well."""
+        inside = [name.removeprefix(f"{module}.") for name in self._modules if name.startswith(f"{module}.")]
+        for whole in inside:
+            blocks = self._spec.names.blocks_of(f"{module}.{whole}")
+            if blocks is not None and tap.module in blocks.parts and not tap.is_input:
+                return whole, blocks
+        if tap.module in inside:
+            return tap.module, None
         fused = next(whole for whole, parts in spec.fused.items() if tap.module in parts)
-        blocks = self._spec.names.blocks_of(f"{module}.{fused}")
-        if blocks is None:
-            rows = {tensor.name: tensor.shape[0] for tensor in spec.tensors(self._spec.hidden_size)}
-            parts = spec.fused[fused]
-            blocks = Blocks(parts, tuple(rows[f"{part}.weight"] for part in parts), 1)
-        self._after(self._modules[f"{module}.{fused}"], name, blocks.rows_of(tap.module))
+        rows = {tensor.name: tensor.shape[0] for tensor in spec.tensors(self._spec.hidden_size)}
+        parts = spec.fused[fused]
+        return fused, Blocks(parts, tuple(rows[f"{part}.weight"] for part in parts), 1)
+
+    def _hook_convolution(self, module: nn.Module, parts: list[tuple[str, int]]) -> None:
+        """Record the convolution of a recurrent module, which calls a function of its Python module. `parts`: tensors
+        in the order of its channels, and their widths."""
+        home: Any = sys.modules[type(module).__module__]
+        if home not in self._convolutions:
+            self._convolutions[home] = usual = home.causal_conv1d_fn
+
+            def convolve(*args: Any, **named: Any) -> Tensor:
+                result = usual(*args, **named)  # [1, channels, T]
+                columns = result.transpose(1, 2).split([width for _, width in self._convolving], 2)
+                for (name, _), found in zip(self._convolving, columns, strict=True):
+                    self.record(name, found)
+                return result
+
+            home.causal_conv1d_fn = convolve
+
+        def begin(module: nn.Module, args: tuple[Any, ...]) -> None:
+            self._convolving = parts
+
+        self._handles.append(module.register_forward_pre_hook(begin))
 
     def _hook_experts(self, name: str, layer: str, spec: ExpertsSpec, tap: Tap) -> None:
         """Register a hook for a tensor of the experts of `layer`, which may have a shared expert next to the others."""
@@ -329,8 +374,10 @@ class TransformersRecorder:
         if spec.weighs_inputs and tap.name != "shared":
             self._hook_weighing_experts(name, part, spec, tap)
             return
+        block: Any = self._modules.get(inside)
+        factor = block.routed_scaling_factor if type(block).__name__ in _SCALE_EXPERTS else 1.0
         if tap.computation is not Computation.ROUTING:
-            self._after(part, name)
+            self._after(part, name, factor=factor if tap.name == "experts" else 1.0)
             gate = spec.shared.gate if spec.shared is not None and tap.name == "shared" else None
             if gate is not None:  # called after the expert that it scales
                 self._handles.append(
@@ -339,7 +386,7 @@ class TransformersRecorder:
             return
 
         def hook(module: nn.Module, args: tuple[Any, ...], result: tuple[Tensor, Tensor, Tensor]) -> None:
-            self.record(name, dense_routing(result[2], result[1], spec.experts))
+            self.record(name, dense_routing(result[2], result[1], spec.experts) * factor)
 
         self._handles.append(part.register_forward_hook(hook))
 
@@ -360,22 +407,28 @@ class TransformersRecorder:
         newest = self._parts[name].pop()
         self.record(name, newest.to(result.device) * torch.sigmoid(result.to(newest.dtype)))
 
-    def _before(self, module: nn.Module, name: str) -> None:
+    def _before(self, module: nn.Module, name: str, width: int = 0) -> None:
+        """Record the first argument of `module`. `width`: values per token, if it may have a row for each head."""
+
         def hook(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-            self.record(name, args[0] if args else named["hidden_states"])
+            value = args[0] if args else named["hidden_states"]
+            self.record(name, value.reshape(-1, width) if width and value.shape[-1] != width else value)
 
         self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
 
-    def _after(self, module: nn.Module, name: str, columns: list[int] | slice = slice(None)) -> None:
+    def _after(
+        self, module: nn.Module, name: str, columns: list[int] | slice = slice(None), factor: float = 1.0
+    ) -> None:
         def hook(module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
-            self.record(name, (result[0] if isinstance(result, tuple) else result)[..., columns])
+            found = (result[0] if isinstance(result, tuple) else result)[..., columns]
+            self.record(name, found if factor == 1.0 else found * factor)
 
         self._handles.append(module.register_forward_hook(hook))
 
     def _replace_own_attention(self, index: int) -> None:
         """Record the queries and keys of a layer that computes attention in its own method `_attn`, in float32: older
         families of transformers call no attention function. In float64 the method computes in float64."""
-        module: Any = self._modules[f"model.layers.{index}.self_attn"]
+        module: Any = self._modules.get(f"model.layers.{index}.self_attn")  # None: the layer has no attention
         usual = getattr(module, "_attn", None)
         if usual is None:
             return
@@ -383,7 +436,7 @@ class TransformersRecorder:
         def attend(query: Tensor, key: Tensor, *others: Any, **named: Any) -> Any:
             self.record(f"{index}.q_rope", query.transpose(1, 2))
             self.record(f"{index}.k_rope", key.transpose(1, 2))
-            with _Widened() if query.dtype == torch.float64 else nullcontext():
+            with Widened() if query.dtype == torch.float64 else nullcontext():
                 return usual(query, key, *others, **named)
 
         module._attn = attend
@@ -397,7 +450,9 @@ class TransformersRecorder:
         if named.get("scaling") == 1.0:  # OPT has scaled its queries already
             rows = rows / self._spec.layers[module.layer_idx].attention.scale
         self.record(f"{module.layer_idx}.q_rope", rows)
-        self.record(f"{module.layer_idx}.k_rope", key.transpose(1, 2))
+        attention = self._spec.layers[module.layer_idx].attention
+        key_scale = 1.0 if attention is None else attention.key_scale  # which scores get in our layers
+        self.record(f"{module.layer_idx}.k_rope", key.transpose(1, 2) / key_scale)
         if query.dtype == torch.float64:
             scale = named.get("scaling") or query.shape[-1] ** -0.5
             exact = exact_attention(query, key, value, attention_mask, scale, named.get("softcap"), named.get("s_aux"))
@@ -407,166 +462,6 @@ class TransformersRecorder:
         else:
             function = AttentionInterface()[self._usual_attention]
         return function(module, query, key, value, attention_mask, **named)[0], None
-
-
-@contextmanager
-def in_float64(model: nn.Module, names: TensorNames = NO_NAMES) -> Generator[None]:
-    """Make `model` compute in float64 on its own weights, within the context. Attention needs `exact_attention` too.
-
-    `names`: its modules by name; those that are ignored, such as a tower for images, stay as they are.
-
-    Each module widens its weight while it computes, a block of rows at a time, so that no second copy of the model has
-    to fit. Norms, which transformers computes in float32 for any dtype of the model, are written out. Only cos and sin
-    stay in float32: they are part of the model's definition.
-    """
-    changed = []
-    for name, module in model.named_modules():
-        forward = None if names.rename(name) is None else _exact_forward(module)
-        if forward is not None:
-            module.forward = forward
-            changed.append(module)
-    try:
-        yield
-    finally:
-        for module in changed:
-            del module.forward
-
-
-class _Widened(TorchFunctionMode):
-    """Torch function mode that replaces float32 by float64 in all calls."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        func: Any = Tensor.double if func is Tensor.float else func
-        args = tuple(torch.float64 if value is torch.float32 else value for value in args)
-        named = {key: torch.float64 if value is torch.float32 else value for key, value in (kwargs or {}).items()}
-        return func(*args, **named)
-
-
-class _WithoutHooks(nn.Module):
-    """A module's own forward, without its hooks."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, *args: Any) -> Any:
-        return type(self.inner).forward(self.inner, *args)
-
-
-def _own_forward(module: nn.Module, *args: Any) -> Any:
-    """Call the module's own forward, on its weights in float64."""
-    plain = _WithoutHooks(module)
-    with _Widened():
-        return functional_call(plain, {name: each.double() for name, each in plain.named_parameters()}, args)
-
-
-def _widened(module: nn.Module, *args: Any, **named: Any) -> Any:
-    """Call the module's own forward with float64 in place of float32."""
-    with _Widened():
-        return type(module).forward(module, *args, **named)
-
-
-def _exact_weighing_experts(module: Any, x: Tensor) -> Tensor:
-    """Compute experts that each get all tokens: `x` [E * T, hidden], in the order of experts -> the same shape."""
-    results = []
-    for expert, rows in enumerate(x.view(len(module.gate_up_proj), -1, x.shape[-1])):
-        gate, up = (rows @ module.gate_up_proj[expert].double()).chunk(2, dim=-1)
-        results.append((module.act_fn(gate) * up) @ module.down_proj[expert].double())
-    return torch.cat(results)
-
-
-def _exact_experts(module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """Compute the experts one after the other, each widened by itself. `x` [T, hidden], `ids` and `weights` [T, k]."""
-    total = torch.zeros_like(x)
-    for expert in ids.unique().tolist():
-        rows, choices = (ids == expert).nonzero(as_tuple=True)
-        gate_up, down = (weight[expert].double() for weight in (module.gate_up_proj, module.down_proj))
-        if not module.is_transposed:
-            gate_up, down = gate_up.T, down.T
-        both = x[rows] @ gate_up
-        if module.has_bias:
-            both = both + module.gate_up_proj_bias[expert].double()
-        result = module._apply_gate(both) @ down
-        if module.has_bias:
-            result = result + module.down_proj_bias[expert].double()
-        total.index_add_(0, rows, weights[rows, choices, None] * result)
-    return total
-
-
-def _exact_forward(module: nn.Module) -> Callable[..., Any] | None:
-    """Return the float64 version of a module with weights; None for a module without weights, which computes in the
-    dtype of its inputs."""
-    if is_router(module):  # some are linear layers with a forward of their own
-        return partial(_own_forward, module)
-    if type(module).__name__ in _COMPUTE_IN_FLOAT32 or hasattr(module, "enable_moe_fp32_combine"):
-        return partial(_widened, module)
-    if isinstance(module, nn.Linear) or is_conv1d(module):
-        return lambda x: _linear(module, x)
-    if isinstance(module, nn.Embedding) and type(module).__name__.endswith("PositionalEmbedding"):
-        return lambda *args, **named: type(module).forward(module, *args, **named).double()
-    if isinstance(module, nn.Embedding):
-        scale = 1.0
-        if hasattr(module, "embed_scale"):  # Gemma rounds its scale to the dtype, as part of the model's definition
-            scale = torch.as_tensor(module.embed_scale).to(module.weight.dtype).item()
-        return lambda ids: F.embedding(ids, module.weight).double() * scale
-    if is_experts(module):
-        return partial(_exact_weighing_experts if weighs_inputs(module) else _exact_experts, module)
-    if "LayerNorm" in type(module).__name__:
-        return partial(_own_forward, module)
-    if type(module).__name__.endswith("RMSNorm"):
-        weight: Any = module.weight
-        scaled = module(
-            torch.ones_like(weight)
-        )  # shows whether it scales by the weight, or by 1 + weight as Gemma's norms do
-        offset = round((scaled - weight).double().mean().item())
-        return lambda x: _norm(module, x, offset)
-    if type(module).__name__.endswith("MoeStatics"):  # part of a router, which widens it
-        return None
-    if {name for name, _ in module.named_parameters(recurse=False)} - _WIDENED_ELSEWHERE:
-        raise NotImplementedError(f"no float64 form of {type(module).__name__} is known")
-    return None
-
-
-def _linear(module: Any, x: Tensor) -> Tensor:
-    bias = None if module.bias is None else module.bias.double().split(_ROWS)
-    blocks = (module.weight.T if is_conv1d(module) else module.weight).split(_ROWS)
-    parts = [F.linear(x, block.double(), None if bias is None else bias[i]) for i, block in enumerate(blocks)]
-    return torch.cat(parts, dim=-1)
-
-
-def _norm(module: Any, x: Tensor, offset: float) -> Tensor:
-    """Divide the rows of `x` by their root mean square, scale them by `offset` + weight, and add the bias if there is
-    one."""
-    eps: float = module.eps if hasattr(module, "eps") else module.variance_epsilon
-    normed = (offset + module.weight.double()) * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
-    return normed if getattr(module, "bias", None) is None else normed + module.bias.double()
-
-
-def exact_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    """Attend with `query` [1, H, T, D] to `key`, `value` [1, K, N, D] -> [1, T, H, D]. No mask means causal: the
-    queries are the last T of N tokens. `sinks` [H]: a score of each head that has no value."""
-    group = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
-    scores = query @ key.transpose(2, 3) * scale  # [1, H, T, N]
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    if mask is None:
-        rows, columns = scores.shape[-2:]
-        mask = torch.ones((rows, columns), dtype=torch.bool, device=scores.device).tril(columns - rows)
-    is_bool = mask.dtype == torch.bool
-    scores = scores.masked_fill(~mask, float("-inf")) if is_bool else scores + mask
-    if sinks is not None:
-        of_heads = sinks.double()[None, :, None, None].expand(*scores.shape[:3], 1)
-        scores = torch.cat((scores, of_heads), dim=-1)  # [1, H, T, N + 1]
-    return (scores.softmax(dim=-1)[..., : value.shape[2]] @ value).transpose(1, 2).contiguous()
 
 
 def main(argv: list[str]) -> int:

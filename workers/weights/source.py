@@ -1,6 +1,7 @@
 """The protocol by which layers load their weights, and the noise that can replace a checkpoint."""
 
 import hashlib
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -123,7 +124,9 @@ class DummyWeights:
 
     def take(self, name: str, into: Tensor, *, shape: Sequence[int], dim: int = 0, start: int = 0) -> None:
         check_slice(name, into, shape, dim, start)
-        assert len(shape) <= 2, f"{name}: only vectors and matrices are drawn"
+        if len(shape) > 2:  # the taps of a convolution
+            into, shape = into.flatten(1), (shape[0], math.prod(shape[1:]))
+            assert dim == 0, f"{name}: only rows of it are drawn"
         columns = shape[-1]
         if len(shape) == 1:
             into, dim = into.unsqueeze(0), 1

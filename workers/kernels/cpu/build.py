@@ -146,6 +146,7 @@ UNITS = (
         "gemm/gemm.cpp",
         "gemm/pack.cpp",
         "layer/*.cpp",
+        "recurrent/*.cpp",
         "runtime/*.cpp",
         "sampling/*.cpp",
         "structures.cpp",

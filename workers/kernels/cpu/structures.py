@@ -86,6 +86,7 @@ class CRouter(ctypes.Structure):
         ("corrects_logits", c_int),
         ("is_mixer", c_int),
         ("least_sum", c_double),
+        ("added_to_sum", c_double),
         ("scale", c_double),
         ("tolerance", c_double),
     )
@@ -193,6 +194,95 @@ class CMoELayer(ctypes.Structure):
     _fields_ = (("router", c_void_p), ("routed", c_void_p), ("shared", c_void_p), ("shared_gate", c_void_p))
 
 
+class CStateStep(ctypes.Structure):
+    """The arrays of a `StateStep`."""
+
+    _fields_ = (
+        ("starts", c_void_p),
+        ("reads", c_void_p),
+        ("writes", c_void_p),
+        ("save_starts", c_void_p),
+        ("save_lens", c_void_p),
+        ("save_slots", c_void_p),
+        ("seqs", c_long),
+    )
+
+
+class CConvolution(ctypes.Structure):
+    _fields_ = (("weight", c_void_p), ("bias", c_void_p), ("channels", c_long), ("taps", c_long), ("silu", c_int))
+
+
+class CDeltaHeads(ctypes.Structure):
+    _fields_ = (("key_heads", c_long), ("value_heads", c_long), ("key_width", c_long), ("value_width", c_long))
+
+
+class CMambaHeads(ctypes.Structure):
+    _fields_ = (
+        ("a", c_void_p),
+        ("d", c_void_p),
+        ("heads", c_long),
+        ("groups", c_long),
+        ("head_width", c_long),
+        ("state_width", c_long),
+    )
+
+
+class CGatedNorm(ctypes.Structure):
+    _fields_ = (
+        ("weight", c_void_p),
+        ("heads", c_long),
+        ("width", c_long),
+        ("eps", c_float),
+        ("gates_first", c_int),
+        ("group_heads", c_long),
+        ("all_heads", c_long),
+        ("first_head", c_long),
+    )
+
+
+class CColumns(ctypes.Structure):
+    _fields_ = (("rows", c_int), ("first", c_long), ("stride", c_long))
+
+
+class CConvolutionLayer(ctypes.Structure):
+    _fields_ = (("convolution", CConvolution), ("states", c_void_p), ("inputs", CColumns))
+
+
+class CDeltaLayer(ctypes.Structure):
+    _fields_ = (
+        ("heads", CDeltaHeads),
+        ("states", c_void_p),
+        ("a_log", c_void_p),
+        ("dt_bias", c_void_p),
+        ("beta_scale", c_float),
+        ("gates", c_int),
+    )
+
+
+class CMambaLayer(ctypes.Structure):
+    _fields_ = (
+        ("heads", CMambaHeads),
+        ("states", c_void_p),
+        ("step_bias", c_void_p),
+        ("least", c_float),
+        ("most", c_float),
+        ("scale", c_float),
+        ("steps", CColumns),
+    )
+
+
+class CGatedNormLayer(ctypes.Structure):
+    _fields_ = (("norm", CGatedNorm), ("gate", CColumns))
+
+
+class CColumnProduct(ctypes.Structure):
+    _fields_ = (("left", CColumns), ("right", CColumns), ("width", c_long))
+
+
+class CColumnScale(ctypes.Structure):
+    _fields_ = (("columns", CColumns), ("width", c_long), ("scale", c_float))
+
+
 class COperation(ctypes.Structure):
     _fields_ = (("kind", c_int), ("source", c_int), ("target", c_int), ("parameters", c_void_p))
 
@@ -203,7 +293,7 @@ class CBranch(ctypes.Structure):
         ("count", c_long),
         ("before_all_reduce", c_long),
         ("rows_at_once", c_long),
-        ("widths", c_long * 3),
+        ("widths", c_long * 4),
         ("sums", c_long),
     )
 
@@ -225,6 +315,7 @@ class CLayerStep(ctypes.Structure):
         ("rotary", CRotaryRows * MOST_ROTARIES),
         ("query_scales", c_void_p * MOST_QUERY_SCALES),
         ("attention", c_void_p * MOST_PAGES_GROUPS),
+        ("states", c_void_p),
         ("group", c_void_p),
     )
 
@@ -267,8 +358,9 @@ class CSamplingOutput(ctypes.Structure):
 # In the order of the report.
 STRUCTURES: tuple[type[ctypes.Structure], ...] = (
     CAttentionStep, CAttentionLayer, CRankGroup, CHeadsOfRank, CRouter, CExpert, CExperts, CGroupedSource,
-    CPackedWeight, CNorm, CHeadsAndPages, CAddition, CClamp, CMoELayer, COperation, CBranch, CRotaryRows, CLayerStep,
-    CLogitsChanges, CSamplingStep, CSamplingOutput,
+    CPackedWeight, CNorm, CHeadsAndPages, CAddition, CClamp, CMoELayer, CStateStep, CConvolution, CDeltaHeads,
+    CMambaHeads, CGatedNorm, CColumns, CConvolutionLayer, CDeltaLayer, CMambaLayer, CGatedNormLayer, CColumnProduct,
+    CColumnScale, COperation, CBranch, CRotaryRows, CLayerStep, CLogitsChanges, CSamplingStep, CSamplingOutput,
 )  # fmt: skip
 
 

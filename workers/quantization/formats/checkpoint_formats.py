@@ -64,6 +64,10 @@ class CheckpointFormats:
     def of_head(self) -> CheckpointFormats:
         return self
 
+    @property
+    def of_gates(self) -> CheckpointFormats:
+        return self
+
     def has(self, module: str) -> bool:
         """Return whether the checkpoint holds a tensor of the module."""
         return module in self._modules
@@ -149,6 +153,10 @@ class GGUFFormats:
     def of_head(self) -> GGUFFormats:
         return self
 
+    @property
+    def of_gates(self) -> GGUFFormats:
+        return self
+
     def format_of(self, module: str) -> WeightFormat:
         """Return one format for weights that are multiplied together, such as q, k and v. It can hold all their types.
 
@@ -213,6 +221,10 @@ class DequantisedFormats:
     @property
     def of_head(self) -> DequantisedFormats:
         return DequantisedFormats(self._formats.of_head, self._device)
+
+    @property
+    def of_gates(self) -> DequantisedFormats:
+        return DequantisedFormats(self._formats.of_gates, self._device)
 
     def format_of(self, module: str) -> WeightFormat:
         weight_format = self._formats.format_of(module)

@@ -60,6 +60,10 @@ class WeightFormats(Protocol):
     def of_head(self) -> WeightFormats:
         """Formats of the output head, and of an embedding that is its weight."""
 
+    @property
+    def of_gates(self) -> WeightFormats:
+        """Formats of projections to the decay of a recurrent state, which are not quantized at load."""
+
     def format_of(self, module: str) -> WeightFormat:
         """Return the format of a linear module's weight. `module`: its name in a checkpoint that does not fuse
         modules."""

@@ -36,6 +36,7 @@ KINDS: dict[str, dict[str, Any]] = {
                     "truncate": False, "original_max_position_embeddings": 64},
     "yarn-flat-ramp": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "beta_fast": 1.0, "beta_slow": 1.0,
                        "truncate": False, "original_max_position_embeddings": 64},
+    "proportional": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25, "factor": 2.0},
 }  # fmt: skip
 
 

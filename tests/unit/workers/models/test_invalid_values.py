@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from oarlock.base.errors import StartupError
 from oarlock.workers.layers.decoder_spec import DecoderSpec, tensor_shapes
 from oarlock.workers.layers.experts_spec import ExpertsSpec
+from oarlock.workers.layers.gated_mlp_spec import GatedMLPSpec
+from oarlock.workers.layers.mlp_spec import MLPSpec
 from oarlock.workers.layers.rotary import RotaryTable
 from oarlock.workers.models.hf_fields import _NEUTRAL, MOST, MOST_LAYERS, Fields
 from oarlock.workers.models.registry import FAMILIES, describe
@@ -53,7 +55,14 @@ _KEYS = {
     "moe_layers", "interleave_moe_layer_step", "intermediate_size_mlp", "first_k_dense_replace", "mlp_layer_types",
     "moe_intermediate_size", "norm_topk_prob", "n_shared_experts", "shared_expert_intermediate_size",
     "router_scaling_factor", "prefix_dense_intermediate_size", "expert_selection_fn", "num_nextn_predict_layers",
-    "attn_type_list", "router_jitter_noise",
+    "attn_type_list", "router_jitter_noise", "conv_L_cache", "conv_bias", "block_ff_dim", "block_multiple_of",
+    "block_ffn_dim_multiplier", "block_auto_adjust_ff_dim", "full_attn_idxs", "use_expert_bias", "tie_embedding",
+    "use_sandwich_norm", "use_attention_gate", "hidden_size_per_layer_input", "vocab_size_per_layer_input",
+    "num_kv_shared_layers", "attention_k_eq_v", "num_global_key_value_heads", "global_head_dim", "per_layer_config",
+    "use_double_wide_mlp", "gating", "num_attention_heads_per_layer", "moe_routed_scaling_factor", "v_head_dim",
+    "attention_value_scale", "sliding_window_size", "hybrid_layer_pattern", "linear_num_key_heads",
+    "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim",
+    "linear_allow_neg_eigval", "full_attention_interval", "attn_output_gate",
 }  # fmt: skip
 _ROPES: dict[str, dict[str, Any]] = {
     "default": {},
@@ -73,10 +82,33 @@ _OLDER = (
 )  # fmt: skip
 _MIXTURES = (
     "Moe", "MoE", "MoeShared", "MoeSWA", "Mixtral", "Olmoe", "GptOss", "Dots1", "SolarOpen", "FlexOlmo", "HYV3",
-    "MiniMaxM2", "Mellum", "Flint", "Kolibri1", "Phimoe", "Afmoe", "HunYuanMoEV1", "Llama4",
+    "MiniMaxM2", "Mellum", "Flint", "Kolibri1", "Phimoe", "Afmoe", "HunYuanMoEV1", "Llama4", "Qwen3Next", "Laguna",
+    "MiMoV2Flash",
 )  # fmt: skip
+# Families with a rotary table for each kind of layer or without rotation, and without `rope_scaling`.
+_TABLES = ("CohereCompass", "Gemma4", "Laguna", "Lfm3", "Mamba2", "MiMoV2Flash", "NemotronH")
 # Keys that are read without a method of `Fields`.
 _RAW = {"architectures", "layer_types", "rope_scaling"}
+_RAW_OF_LAYERS = {
+    "Lfm2": {"full_attn_idxs"}, "Gemma4": {"per_layer_config"}, "Laguna": {"gating", "num_attention_heads_per_layer"},
+    "MiMoV2Flash": {"hybrid_layer_pattern"}, "Bamba": {"attn_layer_indices", "mamba_d_head", "time_step_limit"},
+    "FalconH1": {"mlp_multipliers", "ssm_multipliers", "mamba_d_ssm", "time_step_limit"},
+    "GraniteMoeHybrid": {"mamba_d_head", "time_step_limit"}, "Mamba2": {"time_step_limit"},
+    "NemotronH": {
+        "layers_block_type", "hybrid_override_pattern", "mamba_num_heads", "mamba_head_dim", "n_groups", "conv_kernel",
+        "ssm_state_size", "mlp_hidden_act", "time_step_min", "moe_shared_expert_intermediate_size", "use_bias",
+        "use_conv_bias", "mlp_bias", "mamba_proj_bias", "moe_intermediate_size", "layer_norm_epsilon",
+    },
+}  # fmt: skip
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_state": 16}
+_OF_MAMBA: dict[str, dict[str, Any]] = {
+    "Bamba": {**_MAMBA, "attn_layer_indices": [1]},
+    "FalconH1": {**_MAMBA, "mamba_d_ssm": 128, "time_step_limit": [0.1, 2.0]},
+    "GraniteMoeHybrid": {**_MAMBA, "num_local_experts": 0},
+    "Mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2},
+    "NemotronH": {"mamba_num_heads": 8, "ssm_state_size": 16, "n_groups": 2, "n_routed_experts": 8,
+                  "num_experts_per_tok": 2, "sliding_window": None},
+}  # fmt: skip
 _RAW_OF_EXPERTS = {"attn_type_list", "layer_rope_theta", "mlp_layer_types", "mlp_only_layers"}
 # Keys whose invalid value may be reported under another key, which is derived from it.
 _FOLLOWS = {
@@ -86,6 +118,8 @@ _FOLLOWS = {
     "max_position_embeddings": "original_max_position_embeddings",
     "partial_rotary_factor": "short_factor",
     "use_sliding_window": "sliding_window",
+    "block_multiple_of": "block_",
+    "block_ffn_dim_multiplier": "block_",
     "low_freq_factor": "high_freq_factor",
     "rotary_pct": "partial_rotary_factor",
     "rope_scaling": "rope",
@@ -93,6 +127,7 @@ _FOLLOWS = {
     "rope_type": "rope type",
     "type": "rope type",
     "factor": "factor",
+    "linear_key_head_dim": "linear_value_head_dim",
 }
 
 
@@ -106,12 +141,19 @@ def base(architecture: str) -> dict[str, Any]:
     own: dict[str, Any] = experts if has_experts(architecture) else {}
     if name == "CohereCompass":  # which has a table for each kind of layer
         own = {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}
+    if name.startswith("Lfm2"):
+        own |= {"layer_types": ["conv", "full_attention", "conv"]}
+    elif name == "MiMoV2Flash":
+        own |= {"n_shared_experts": None}
+    own |= _OF_MAMBA.get(name, {})
+    if name.startswith("Qwen3") and ("Next" in name or "_5" in name):
+        own["full_attention_interval"] = 2
     # The tables of LongRoPE are those of whole heads.
     own |= {"partial_rotary_factor": 1.0, "use_sliding_window": name != "IQuestCoder"}
     if architecture in _OLDER:  # all heads have keys of their own, or one for all
         own |= {"num_key_value_heads": None, "head_dim": None, "rotary_pct": 1.0, "rotary_emb_base": 5e5}
         own |= {"rotary_dim": 4, "attention_layers": ["global", "local", "global"]}
-    return {**_SHAPE, **own, "architectures": [architecture], "sliding_window": 16}
+    return {**_SHAPE, **own, "architectures": [architecture], "sliding_window": own.get("sliding_window", 16)}
 
 
 def check(config: dict[str, Any]) -> StartupError | None:
@@ -131,17 +173,15 @@ def assert_usable(spec: DecoderSpec) -> None:
     counts = (
         spec.vocab_size,
         spec.hidden_size,
-        spec.attentions[0].num_heads,
-        spec.attentions[0].num_kv_heads,
-        spec.attentions[0].head_dim,
+        *(count for one in spec.attentions for count in (one.num_heads, one.num_kv_heads, one.head_dim)),
     )
-    mlp = spec.layers[-1].branches[-1].sublayer
-    width = mlp.width if isinstance(mlp, ExpertsSpec) else spec.layers[-1].mlp.intermediate_size
-    for count in (*counts, width, spec.default_length, spec.longest_length):
+    widths = [one.width for one in spec.sublayers if isinstance(one, ExpertsSpec)]
+    widths += [one.intermediate_size for one in spec.sublayers if isinstance(one, GatedMLPSpec | MLPSpec)]
+    for count in (*counts, *widths, spec.default_length, spec.longest_length):
         assert type(count) is int and 0 < count <= MOST
     assert spec.longest_length >= spec.default_length
     assert spec.num_layers <= MOST_LAYERS
-    kinds = list(dict.fromkeys(layer.attention for layer in spec.layers))
+    kinds = spec.attentions
     windows = [kind.window for kind in kinds]
     windows += [kind.chunk for kind in kinds]
     windows += [None if kind.query_scale is None else kind.query_scale.period for kind in kinds]
@@ -150,8 +190,8 @@ def assert_usable(spec: DecoderSpec) -> None:
     assert spec.tp_sizes[0] == 1
     if spec.num_layers < 100:
         assert spec.num_parameters > 0 and tensor_shapes(spec)
-    optional = (spec.attentions[0].softcap, spec.attentions[0].clip_qkv, spec.logit_softcap)
-    numbers = [spec.norm.eps, spec.attentions[0].scale, *(number for number in optional if number is not None)]
+    optional = [spec.logit_softcap, *(number for one in kinds for number in (one.softcap, one.clip_qkv))]
+    numbers = [spec.norm.eps, *(one.scale for one in kinds), *(number for number in optional if number is not None)]
     assert all(type(number) is float and 0 < number < math.inf for number in numbers), numbers
     for rope in {kind.rope for kind in kinds}:
         if rope is None or rope.rotary_dim > 1024:
@@ -172,12 +212,13 @@ def odd_configs(architecture: str) -> Iterator[tuple[str, dict[str, Any]]]:
     fields = Fields(base(architecture))
     FAMILIES[architecture](fields)
     raw = _RAW | (_RAW_OF_EXPERTS if has_experts(architecture) else set())
+    raw |= {key for name, keys in _RAW_OF_LAYERS.items() if architecture.startswith(name) for key in keys}
     keys = sorted(_KEYS & (fields._read | _NEUTRAL.keys() | raw))
     kinds, turn = list(_ROPES), list(FAMILIES).index(architecture)
     kinds = kinds[turn % 3 :: 3]
     if architecture.startswith("Phi"):  # it has no others, whatever else is said
         kinds = ["default", "longrope"]
-    elif architecture.startswith("CohereCompass"):  # without `rope_scaling`
+    elif architecture.startswith(_TABLES):
         kinds = []
     for value in ODD[turn % 2 :: 2]:
         for key in keys:
@@ -244,10 +285,14 @@ def test_invalid_values_are_startup_errors(config: dict[str, Any], message: str)
         describe({**base("LlamaForCausalLM"), **config})
 
 
+def theta(config: dict[str, Any]) -> float:
+    attention = describe(config).layers[0].attention
+    assert attention is not None and attention.rope is not None
+    return attention.rope.theta
+
+
 def test_a_null_inside_is_as_if_it_were_not_there() -> None:
     config = {**base("LlamaForCausalLM"), "rope_theta": 5e5}
-    assert describe({**config, "rope_scaling": {"rope_theta": None, "type": "default"}}).attentions[0].rope.theta == 5e5
+    assert theta({**config, "rope_scaling": {"rope_theta": None, "type": "default"}}) == 5e5
     gemma = {**base("Gemma3ForCausalLM"), "rope_theta": None, "layer_types": ["full_attention"] * 3}
-    assert (
-        describe({**gemma, "rope_parameters": {"full_attention": {"rope_theta": None}}}).attentions[0].rope.theta == 1e6
-    )
+    assert theta({**gemma, "rope_parameters": {"full_attention": {"rope_theta": None}}}) == 1e6

@@ -11,6 +11,7 @@
 namespace {
 
 using gemm::Expert, gemm::Experts;
+using recurrent::Convolution, recurrent::DeltaHeads, recurrent::GatedNorm, recurrent::MambaHeads, recurrent::StateStep;
 using sampling::LogitsChanges, sampling::SamplingOutput, sampling::SamplingStep;
 
 struct FieldLayout {
@@ -29,7 +30,7 @@ constexpr const char *type_code() {
   return "struct";
 }
 
-char layouts[1 << 14];
+char layouts[1 << 15];
 size_t length_of_layouts;
 
 template <class... Values>
@@ -66,7 +67,7 @@ extern "C" const char *oarlock_structures() {
             FIELD(first_kv_head), FIELD(sums_keys))
   STRUCTURE(Router, FIELD(weight), FIELD(bias), FIELD(correction), FIELD(outputs), FIELD(hidden), FIELD(top_k),
             FIELD(groups), FIELD(top_groups), FIELD(is_sigmoid), FIELD(is_normalised), FIELD(corrects_logits),
-            FIELD(is_mixer), FIELD(least_sum), FIELD(scale), FIELD(tolerance))
+            FIELD(is_mixer), FIELD(least_sum), FIELD(added_to_sum), FIELD(scale), FIELD(tolerance))
   STRUCTURE(Expert, FIELD(gate_up), FIELD(down), FIELD(gate_up_bias), FIELD(down_bias), FIELD(gate_up_kind),
             FIELD(down_kind))
   STRUCTURE(Experts, FIELD(experts), FIELD(first), FIELD(count), FIELD(hidden), FIELD(width), FIELD(slices),
@@ -84,12 +85,27 @@ extern "C" const char *oarlock_structures() {
   STRUCTURE(Addition, FIELD(norm), FIELD(width), FIELD(scale))
   STRUCTURE(Clamp, FIELD(width), FIELD(limit))
   STRUCTURE(MoELayer, FIELD(router), FIELD(routed), FIELD(shared), FIELD(shared_gate))
+  STRUCTURE(StateStep, FIELD(starts), FIELD(reads), FIELD(writes), FIELD(save_starts), FIELD(save_lens),
+            FIELD(save_slots), FIELD(seqs))
+  STRUCTURE(Convolution, FIELD(weight), FIELD(bias), FIELD(channels), FIELD(taps), FIELD(silu))
+  STRUCTURE(DeltaHeads, FIELD(key_heads), FIELD(value_heads), FIELD(key_width), FIELD(value_width))
+  STRUCTURE(MambaHeads, FIELD(a), FIELD(d), FIELD(heads), FIELD(groups), FIELD(head_width), FIELD(state_width))
+  STRUCTURE(GatedNorm, FIELD(weight), FIELD(heads), FIELD(width), FIELD(eps), FIELD(gates_first), FIELD(group_heads),
+            FIELD(all_heads), FIELD(first_head))
+  STRUCTURE(Columns, FIELD(rows), FIELD(first), FIELD(stride))
+  STRUCTURE(ConvolutionLayer, FIELD(convolution), FIELD(states), FIELD(inputs))
+  STRUCTURE(DeltaLayer, FIELD(heads), FIELD(states), FIELD(a_log), FIELD(dt_bias), FIELD(beta_scale), FIELD(gates))
+  STRUCTURE(MambaLayer, FIELD(heads), FIELD(states), FIELD(step_bias), FIELD(least), FIELD(most), FIELD(scale),
+            FIELD(steps))
+  STRUCTURE(GatedNormLayer, FIELD(norm), FIELD(gate))
+  STRUCTURE(ColumnProduct, FIELD(left), FIELD(right), FIELD(width))
+  STRUCTURE(ColumnScale, FIELD(columns), FIELD(width), FIELD(scale))
   STRUCTURE(Operation, FIELD(kind), FIELD(source), FIELD(target), FIELD(parameters))
   STRUCTURE(Branch, FIELD(operations), FIELD(count), FIELD(before_all_reduce), FIELD(rows_at_once), FIELD(widths),
             FIELD(sums))
   STRUCTURE(RotaryRows, FIELD(rows), FIELD(width))
   STRUCTURE(LayerStep, FIELD(hidden), FIELD(normed), FIELD(partial), FIELD(rows), FIELD(width), FIELD(type),
-            FIELD(positions), FIELD(slots), FIELD(rotary), FIELD(query_scales), FIELD(attention), FIELD(group))
+            FIELD(positions), FIELD(slots), FIELD(rotary), FIELD(query_scales), FIELD(attention), FIELD(states), FIELD(group))
   STRUCTURE(LogitsChanges, FIELD(num_bias), FIELD(bias_rows), FIELD(bias_ids), FIELD(bias_values), FIELD(num_penalties),
             FIELD(penalty_rows), FIELD(repetition), FIELD(frequency), FIELD(presence), FIELD(history_firsts),
             FIELD(history_lengths), FIELD(history_ids), FIELD(history_counts), FIELD(num_masks), FIELD(mask_words),

@@ -237,6 +237,7 @@ def test_kernels_fit_every_kind_of_device(form, kinds):
                 ("weight_only_resources", "largest"),
                 ("expert_resources", "largest"),
                 ("triton_sampling_resources",),
+                ("recurrent_resources", "largest"),
             )
         ),
     ],

@@ -96,7 +96,7 @@ void route_row(const Router &of, const float *logits, const RowOfScores &row, in
     double sum = 0.0;
     for (long i = 0; i < of.top_k; i++) sum += row.chosen[i] = row.scores[ids[i]];
     if (of.is_normalised)
-      for (long i = 0; i < of.top_k; i++) row.chosen[i] /= std::max(sum, of.least_sum);
+      for (long i = 0; i < of.top_k; i++) row.chosen[i] /= std::max(sum, of.least_sum) + of.added_to_sum;
   }
   for (long i = 0; i < of.top_k; i++) weights[i] = static_cast<float>(row.chosen[i] * of.scale);
 }

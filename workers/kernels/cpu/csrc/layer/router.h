@@ -16,7 +16,7 @@ struct Router {
   int is_normalised;    // the weights of a row add up to 1, before `scale`
   int corrects_logits;  // the correction is added to logits instead of scores
   int is_mixer;         // an expert's weight is its softmax over the experts that are left and close to it
-  double least_sum, scale;
+  double least_sum, added_to_sum, scale;
   double tolerance;  // is_mixer: largest difference of close logits, as a part of the larger absolute value
 };
 

@@ -81,7 +81,9 @@ inline Vec load(const Float16 *from) {
 }
 
 // Load the first `count` elements. Memory beyond them is not accessed, and their lanes are zero.
-inline Vec load(const float *from, long count) { return _mm256_maskload_ps(from, first_words(count)); }
+inline Vec load(const float *from, long count) {
+  return count >= kLanes ? load(from) : _mm256_maskload_ps(from, first_words(count));
+}
 
 template <class Half>
 inline Vec load(const Half *from, long count) {
@@ -94,7 +96,10 @@ inline Vec load(const Half *from, long count) {
 inline void store(float *to, Vec x) { _mm256_storeu_ps(to, x); }
 inline void store(BFloat16 *to, Vec x) { _mm_storeu_si128(reinterpret_cast<__m128i *>(to), rounded(x)); }
 inline void store(Float16 *to, Vec x) { _mm_storeu_si128(reinterpret_cast<__m128i *>(to), halves(x)); }
-inline void store(float *to, Vec x, long count) { _mm256_maskstore_ps(to, first_words(count), x); }
+inline void store(float *to, Vec x, long count) {  // masked stores are slow on some processors
+  if (count >= kLanes) store(to, x);
+  else _mm256_maskstore_ps(to, first_words(count), x);
+}
 
 template <class Half>
 inline void store(Half *to, Vec x, long count) {

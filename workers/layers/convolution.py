@@ -1,0 +1,48 @@
+"""Weights of a depthwise causal convolution on one rank."""
+
+from collections.abc import Sequence
+
+import torch
+
+from oarlock.workers.layers.placement import Placement
+from oarlock.workers.quantization.method import StoredRows
+from oarlock.workers.weights.source import WeightSource
+
+
+class ConvolutionWeights:
+    """Taps of the channels of this rank: `weight` float32 [channels, taps] after loading, for `causal_convolution`.
+
+    The last tap is the token's own. A checkpoint has a tensor [channels, 1, taps] for each part, or one for all.
+    """
+
+    def __init__(self, parts: Sequence[StoredRows], taps: int, placement: Placement, fused: str | None = None) -> None:
+        """Describe this rank's channels of each part. `fused`: module under which all parts may be stored as one."""
+        self.parts = tuple(parts)
+        self.taps = taps
+        self.placement = placement
+        self.fused = fused
+
+    @property
+    def channels(self) -> int:
+        """Number of channels of this rank."""
+        return sum(part.count for part in self.parts)
+
+    @property
+    def weight_bytes(self) -> int:
+        return 4 * self.channels * self.taps
+
+    def load(self, weights: WeightSource) -> None:
+        into = torch.empty((self.channels, self.taps), dtype=torch.float32, device=self.placement.device)
+        is_fused = self.fused is not None and weights.has(f"{self.fused}.weight")
+        all_rows = sum(part.rows for part in self.parts)
+        row = above = 0
+        for part in self.parts:
+            name, rows, first = (self.fused, all_rows, above) if is_fused else (part.name, part.rows, 0)
+            stored = weights.shape_of(f"{name}.weight")
+            # GGUF files and dummy weights hold a matrix, other checkpoints the weight of torch's module.
+            inner = (1, self.taps) if stored is not None and len(stored) == 3 else (self.taps,)
+            view = into[row : row + part.count].view(part.count, *inner)
+            weights.take(f"{name}.weight", view, shape=(rows, *inner), start=first + part.first)
+            row += part.count
+            above += part.rows
+        self.weight = into

@@ -1,0 +1,101 @@
+"""The gated short convolution on one rank, from the projection of its input to the output projection.
+
+Channels are divided among ranks; the all-reduce after the output projection is the only communication.
+"""
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from oarlock.workers.attention.backend import LayerMemory, LayerStep
+from oarlock.workers.kernels.cpu.fused_layer import OperationKind, Rows
+from oarlock.workers.kernels.cpu.structures import CColumnProduct, CColumns
+from oarlock.workers.layers.fused_layer import MATMULS, Program
+from oarlock.workers.layers.linear import ColumnParallelLinear, RowParallelLinear
+from oarlock.workers.layers.placement import Placement
+from oarlock.workers.layers.sharding import shard_evenly
+from oarlock.workers.layers.short_convolution_spec import ShortConvolutionSpec
+from oarlock.workers.quantization.method import StoredRows
+from oarlock.workers.recurrent.operations import causal_convolution
+from oarlock.workers.weights.source import WeightSource
+
+
+class DepthwiseWeights:
+    """Weights of a depthwise convolution over tokens: `weight` float32 [channels of the rank, taps], and the `bias`
+    float32 [channels of the rank] or None. The last tap is the token's own."""
+
+    def __init__(self, name: str, channels: int, taps: int, bias: bool, placement: Placement) -> None:
+        """Describe this rank's channels. `name` is the convolution's name; `channels` counts those of all ranks."""
+        self.name, self.channels, self.taps, self.has_bias = name, channels, taps, bias
+        self.placement = placement
+        self.local = shard_evenly(name, "number of channels", channels, placement.tp.size)
+        self.bias: Tensor | None = None
+
+    @property
+    def weight_bytes(self) -> int:
+        return 4 * self.local * (self.taps + self.has_bias)
+
+    def load(self, weights: WeightSource) -> None:
+        first, device = self.placement.tp.rank * self.local, self.placement.device
+        self.weight = torch.empty((self.local, self.taps), dtype=torch.float32, device=device)
+        # GGUF files and dummy weights hold a matrix, other checkpoints the weight of torch's module.
+        stored = weights.shape_of(f"{self.name}.weight")
+        inner = (1, self.taps) if stored is not None and len(stored) == 3 else (self.taps,)
+        into = self.weight.view(self.local, *inner)
+        weights.take(f"{self.name}.weight", into, shape=(self.channels, *inner), start=first)
+        if self.has_bias:
+            self.bias = torch.empty(self.local, dtype=torch.float32, device=device)
+            weights.take(f"{self.name}.bias", self.bias, shape=(self.channels,), start=first)
+
+
+class ShortConvolution:
+    """Gated short convolution: `x` [T, hidden] (normed) -> [T, hidden], plus the residual if there is one."""
+
+    # module in a checkpoint -> attribute
+    linear_layers: ClassVar[Mapping[str, str]] = {"in_proj": "inputs", "out_proj": "output"}
+
+    def __init__(self, name: str, spec: ShortConvolutionSpec, layer: int, hidden: int, placement: Placement) -> None:
+        self.spec = spec
+        self.local = local = shard_evenly(name, "number of channels", spec.channels, placement.tp.size)
+        bounds = spec.channels, placement.tp.rank * local, local
+        parts = tuple(StoredRows(f"{name}.{part}", *bounds) for part in spec.fused["in_proj"])
+        self.inputs = ColumnParallelLinear(
+            parts, hidden, spec.bias, placement, float32_output=False, fused=f"{name}.in_proj"
+        )
+        self.conv = DepthwiseWeights(f"{name}.conv", spec.channels, spec.kernel_size, spec.bias, placement)
+        self.output = RowParallelLinear(f"{name}.out_proj", spec.channels, hidden, spec.bias, placement)
+
+    @property
+    def parts(self) -> list[ColumnParallelLinear | DepthwiseWeights | RowParallelLinear]:
+        return [self.inputs, self.conv, self.output]
+
+    def __call__(self, x: Tensor, residual: Tensor | None, step: LayerStep) -> Tensor:
+        return self.output(self._mixed(x, step), residual)
+
+    def unrounded(self, x: Tensor, step: LayerStep) -> Tensor:
+        """Return the output without a residual, as `RowParallelLinear.unrounded` returns it."""
+        return self.output.unrounded(self._mixed(x, step))
+
+    def _mixed(self, x: Tensor, step: LayerStep) -> Tensor:
+        """Return the gated results of the rank's channels, before the output projection: [T, channels of the rank]."""
+        assert step.states is not None and step.state_step is not None, "a convolution has slots of state"
+        b, c, inputs = self.inputs(x).split(self.local, 1)
+        (states,) = step.states.parts
+        mixed = causal_convolution(b * inputs, states, self.conv.weight, self.conv.bias, step.state_step, silu=False)
+        return mixed.mul_(c)
+
+    def fuse(self, program: Program, source: Rows, rotary: int, memory: LayerMemory) -> tuple[RowParallelLinear, Rows]:
+        """Add the operations on `source` before the output projection; return the projection and its input rows."""
+        assert memory.states is not None
+        (states,) = memory.states.parts
+        local, projected, gated, mixed = self.local, Rows.SCRATCH_1, Rows.SCRATCH_2, Rows.SCRATCH_0
+        b, c, inputs = (CColumns(projected, part * local, 3 * local) for part in range(3))
+        own = CColumns(mixed, 0, local)
+        program.multiply(program.take(self, "inputs", ColumnParallelLinear), source, projected, *MATMULS)
+        program.add(OperationKind.MULTIPLY_COLUMNS, projected, gated, CColumnProduct(b, inputs, local), local)
+        conv = program.take(self, "conv", DepthwiseWeights)
+        program.convolve(conv.weight, conv.bias, states, CColumns(gated, 0, local), mixed, silu=False)
+        program.add(OperationKind.MULTIPLY_COLUMNS, mixed, mixed, CColumnProduct(own, c, local), local)
+        return program.take(self, "output", RowParallelLinear), mixed
