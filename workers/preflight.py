@@ -141,7 +141,8 @@ def _with_fewer_sequences(config: WorkerConfig, spec: DecoderSpec, formats: Weig
             "token before rejected drafts.",
             "Leave it out.",
         )
-    room = _estimated_room(config, spec, formats)
+    # Given numbers of blocks, as in a replay, come with the number of sequences.
+    room = _estimated_room(config, spec, formats) if config.num_kv_blocks is None else None
     if room is None:
         return config
     lowered = with_sequences_that_fit(config, spec, room)
