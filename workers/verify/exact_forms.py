@@ -1,6 +1,7 @@
-"""transformers' modules in float64, on their own weights: the truth of a verification.
+"""transformers' modules in float64, on their own weights: the truth that errors are measured from.
 
-Most modules have a form of their own here; others run their own code with float64 in place of float32.
+Each module widens its weight while it computes, a block of rows at a time, so that no second copy of the model has to
+fit.
 """
 
 from collections.abc import Callable, Generator
