@@ -216,6 +216,7 @@ def engine_info(config: EngineConfig, executor: "Executor") -> EngineInfo:
         nnodes=worker.nnodes,
         hidden_size=info.hidden_size,
         text_part_of=info.text_part_of,
+        groups=info.groups,
         max_silence_s=config.heartbeat_interval_s + worker.step_timeout_s,
     )
 

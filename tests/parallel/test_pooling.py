@@ -18,7 +18,7 @@ from oarlock.engine.errors import NOT_FINITE
 from oarlock.engine.types import KINDS as ALL_KINDS
 from oarlock.engine.types import POOLS, PoolingParams, Request, SamplingParams
 from oarlock.workers.config import WorkerConfig
-from oarlock.workers.verify.exact_forms import in_float64
+from oarlock.workers.verify.exact_modules import in_float64
 from tests.golden.exact_reference import ExactReference
 from tests.golden.tiny_models import make_tiny
 from tests.parallel.direct_engine import Answer, DirectEngine

@@ -11,14 +11,17 @@ from typing import Any
 from oarlock.base.errors import StartupError
 from oarlock.workers.layers.attention_spec import RopeSpec, SelfAttentionSpec
 from oarlock.workers.layers.decoder_spec import BranchSpec, DecoderSpec, LayerSpec
+from oarlock.workers.layers.experts_spec import ExpertsSpec, RouterSpec
 from oarlock.workers.layers.gated_mlp_spec import GatedMLPSpec
 from oarlock.workers.layers.layer_input_spec import LayerInputSpec, LayerInputTable
+from oarlock.workers.layers.tensor_spec import NormSpec
 from oarlock.workers.model_files.gguf_model import GGUFFamily, GGUFSettings
 from oarlock.workers.model_files.tensor_names import TensorNames
 from oarlock.workers.models.hf_config import (
     BEFORE_AND_AFTER,
     activation_name,
     decoder_spec,
+    expert_counts,
     head_width,
     layer_kinds,
     sliding_windows,
@@ -35,11 +38,14 @@ _INPUT = "model.layers.*.per_layer_input"
 _MODULES = {
     "model.layers.*.per_layer_input_gate": f"{_INPUT}.gate_proj",
     "model.layers.*.per_layer_projection": f"{_INPUT}.down_proj",
+    "model.layers.*.router": "model.layers.*.moe.router",
+    "model.layers.*.experts": "model.layers.*.moe.experts",
+    "model.layers.*.pre_feedforward_layernorm_2": "model.layers.*.moe.norm",
 }
 _KEYS_AND_VALUES = ("k_proj", "v_proj", "k_norm", "v_norm")
 _OF_LAYER = {"head_dim", "num_key_value_heads"}  # settings that a layer may have of its own
 # Settings that change the computation in ways that are not served.
-_FIXED: dict[str, tuple[Any, ...]] = {"enable_moe_block": (False,), "use_bidirectional_attention": ("vision",)}
+_FIXED: dict[str, tuple[Any, ...]] = {"use_bidirectional_attention": ("vision",)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +64,7 @@ def describe_gemma4(fields: Fields) -> DecoderSpec:
 def describe_gemma4_unified(fields: Fields) -> DecoderSpec:
     """Describe Gemma 4 without towers, whose layers have no inputs of their own."""
     fields.check_value("hidden_size_per_layer_input", 0)
+    fields.check_value("enable_moe_block", False)
     return _gemma4(fields, 2 * _POSITIONS, 1024, 0)
 
 
@@ -67,6 +74,8 @@ def _gemma4(fields: Fields, positions: int, window: int, width: int) -> DecoderS
     kinds = _kinds(fields)
     windows, bias = sliding_windows(fields, kinds, window), fields.flag("attention_bias", False)
     softcap, activation = fields.number_or_none("final_logit_softcapping", None), _activation(fields)
+    norm = NormSpec(eps=fields.number("rms_norm_eps", 1e-6))
+    mixture = _mixture(fields, norm) if fields.flag("enable_moe_block", False) else None
     spec = decoder_spec(
         fields,
         kv_heads=4,
@@ -79,6 +88,7 @@ def _gemma4(fields: Fields, positions: int, window: int, width: int) -> DecoderS
         o_bias=bias,
         qk_norm="head",
         activation=activation,
+        norm=norm,
         norms=BEFORE_AND_AFTER,
         embedding_scale=fields.count("hidden_size") ** 0.5,
         logit_softcap=softcap,
@@ -102,20 +112,52 @@ def _gemma4(fields: Fields, positions: int, window: int, width: int) -> DecoderS
         if sources[index] is not None:
             rest += [f"model.layers.{index}.self_attn.{module}" for module in _KEYS_AND_VALUES]
             mlp = replace(mlp, intermediate_size=mlp.intermediate_size * (2 if is_wide else 1))
-        layers.append(_layer(spec.layers[index], attention, mlp, width))
+        layers.append(_layer(spec.layers[index], attention, mlp, mixture, width))
     table = None if width == 0 else LayerInputTable(_rows_of_table(fields), width, spec.norm)
     return replace(
         spec, layers=tuple(layers), layer_inputs=table, names=TensorNames(modules=_MODULES, ignored=tuple(rest))
     )
 
 
-def _layer(plain: LayerSpec, attention: SelfAttentionSpec, mlp: GatedMLPSpec, width: int) -> LayerSpec:
-    """Return a layer with these sublayers and, unless `width` is 0, an input of its own of this width."""
+def _layer(
+    plain: LayerSpec, attention: SelfAttentionSpec, mlp: GatedMLPSpec, mixture: ExpertsSpec | None, width: int
+) -> LayerSpec:
+    """Return a layer with these sublayers and, unless `width` is 0, an input of its own of this width.
+
+    The experts read the same rows as the MLP, and the sum of both results, each of which is normed, is normed.
+    """
     branches = [replace(branch, sublayer=one) for branch, one in zip(plain.branches, (attention, mlp), strict=True)]
+    lengths: tuple[int, ...] = (1, 1)
+    sums: tuple[str | None, ...] = (None, None)
+    if mixture is not None:
+        after, lengths = branches[1].post_norm, (1, 2)
+        branches[1] = replace(branches[1], post_norm=f"{after}_1")
+        branches.append(BranchSpec(mixture, None, f"{after}_2"))
+        sums = (None, after)
     if width:
         added = LayerInputSpec(width, mlp.activation)
         branches.append(BranchSpec(added, None, "post_per_layer_input_norm"))
-    return replace(plain, branches=tuple(branches), scalar="layer_scalar")
+        lengths, sums = (*lengths, 1), (*sums, None)
+    return replace(plain, branches=tuple(branches), lengths=lengths, sum_norms=sums, scalar="layer_scalar")
+
+
+def _mixture(fields: Fields, norm: NormSpec) -> ExpertsSpec:
+    """Return the experts, whose router norms its input by itself and has a factor for each expert's weight."""
+    experts, top_k = expert_counts(fields, 128, 8, "top_k_experts")
+    for key in ("num_experts", "top_k_experts", "moe_intermediate_size"):
+        if fields.raw.get(key) is None:
+            raise unsupported(key, None, "It must be given with enable_moe_block.")
+    router = RouterSpec(
+        top_k,
+        normalised=True,
+        name="router.proj",
+        module="router",
+        input_scale="router.scale",
+        input_epsilon=norm.eps,
+        expert_scale="router.per_expert_scale",
+    )
+    width = fields.count("moe_intermediate_size")
+    return ExpertsSpec(experts, width, router, "gelu_tanh", norm=norm, module="moe")
 
 
 def _activation(fields: Fields) -> str:

@@ -49,7 +49,7 @@ from oarlock.workers.verify.dequantised_reference import (
     is_experts,
     is_product,
 )
-from oarlock.workers.verify.exact_forms import Widened, exact_attention, in_float64
+from oarlock.workers.verify.exact_modules import Widened, exact_attention, in_float64
 from oarlock.workers.verify.request import Text, VerifyRequest
 from oarlock.workers.verify.transformers_layout import TransformersLayout
 

@@ -19,7 +19,7 @@ from oarlock.workers.layers.gated_delta_spec import GatedDeltaSpec
 from oarlock.workers.layers.placement import Placement
 from oarlock.workers.quantization.registry import QUANTIZATIONS
 from oarlock.workers.recurrent.states import LayerStates, StateStep
-from oarlock.workers.verify.exact_forms import in_float64
+from oarlock.workers.verify.exact_modules import in_float64
 from tests.golden.paged_run import on_ranks
 from tests.unit.workers.weights_in_memory import MemoryWeights
 

@@ -1,7 +1,6 @@
-"""transformers' modules in float64, on their own weights: the truth that errors are measured from.
+"""transformers' modules in float64, on their own weights: the truth of a verification.
 
-Each module widens its weight while it computes, a block of rows at a time, so that no second copy of the model has to
-fit.
+Most modules have a form of their own here; others run their own code with float64 in place of float32.
 """
 
 from collections.abc import Callable, Generator
