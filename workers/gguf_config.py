@@ -158,7 +158,7 @@ def _family(settings: GGUFSettings) -> GGUFFamily:
 
 def _names(spec: DecoderSpec, model: GGUFModel, family: GGUFFamily) -> Iterator[tuple[str, str]]:
     """Yield (name in the file, Hugging Face's name) of each module."""
-    yield from (_TOP | family.others_on_top).items()
+    yield from {**_TOP, **family.others_on_top}.items()
     stored = {name.split(".")[2] for name in model.tensors if name.startswith("blk.") and name.count(".") > 2}
     for index, layer in enumerate(spec.layers):
         there, here = f"blk.{index}.", f"model.layers.{index}."
