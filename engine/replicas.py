@@ -143,6 +143,8 @@ _DEAD_GAUGES = {
     "num_blocks_free": 0,
     "num_blocks_cached": 0,
     "num_blocks_held": 0,
+    "num_state_slots_held": 0,
+    "num_state_checkpoints": 0,
 }
 StartReplica = Callable[[int, int], Awaitable[EngineClient]]  # its number, and how often it was started before
 

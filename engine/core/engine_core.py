@@ -44,12 +44,7 @@ class EngineCore:
         info = executor.info
         self.executor = executor
         self.scheduler = Scheduler(config, info)
-        self._input_batch = InputBatch(
-            max_num_seqs=self.scheduler.max_num_seqs,
-            max_model_len=info.max_model_len,
-            block_size=info.block_size,
-            vocab_size=info.vocab_size,
-        )
+        self._input_batch = InputBatch(max_num_seqs=self.scheduler.max_num_seqs, vocab_size=info.vocab_size)
         self._clock = clock
         # Terminal events of requests that failed outside `finish`, until they are taken.
         self.ended = self.scheduler.requests.ended

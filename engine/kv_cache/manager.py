@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from oarlock.engine.kv_cache.block_pool import NULL_BLOCK, BlockPool
+from oarlock.engine.kv_cache.state_slots import HeldSlots
 from oarlock.engine.types import Request
 
 TableEntry = tuple[int, int, int, int]  # memory group, row, column, block id
@@ -44,6 +45,9 @@ class BlockHolder(Protocol):
     block_hashes: list[bytes]
     num_cached_blocks: int  # leading columns that were offered to the prefix cache, in all groups
     shortage: Shortage | None
+    slots: HeldSlots | None  # of recurrent state; None: the model has none, or the sequence does not run
+    checkpoints_at: dict[int, bytes]  # planned checkpoints of its recurrent state: number of tokens -> hash
+    awaits_checkpoint: bool
 
     @property
     def token_ids(self) -> list[int]: ...

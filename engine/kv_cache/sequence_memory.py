@@ -25,10 +25,12 @@ from oarlock.engine.kv_cache.block_events import AllBlocksCleared, BlockStored, 
 from oarlock.engine.kv_cache.block_pool import NULL_BLOCK
 from oarlock.engine.kv_cache.manager import BlockHolder, BlockTable, KVCacheManager, Shortage, TableEntry
 from oarlock.engine.kv_cache.offload import KVOffload
+from oarlock.engine.kv_cache.state_slots import NUM_OWN_SLOTS, StateSlots, checkpoint_lengths
 from oarlock.workers.config import GroupInfo, WorkerInfo
 
 UNSENT = -1  # number of a group that ranks do not have: its table entries are not sent
 _MOST_COUNTED = 1 << 18  # blocks of a group that only counts tokens
+LEAST_AWAITED_TOKENS = 128  # tokens that a checkpoint must save for a sequence that waits for it
 _ALWAYS = -(1 << 62)  # floor of a shortage that may end at any time
 
 
@@ -45,6 +47,16 @@ def page_groups(info: WorkerInfo, num_rows: int) -> dict[int, GroupInfo]:
         width = -(-info.max_model_len // info.block_size)
         return {UNSENT: GroupInfo(1 + max(width, min(num_rows * width, _MOST_COUNTED)), 0)}
     return pages
+
+
+def num_state_slots(info: WorkerInfo) -> int | None:
+    """Return the number of slots of recurrent state, including the null slot; None: the model has no recurrent layers.
+
+    All recurrent layers use the same slot numbers.
+    """
+    counts = {group.num_blocks for group in info.groups if group.is_recurrent}
+    assert len(counts) <= 1, "groups of recurrent layers have different numbers of slots"
+    return max(counts, default=None)
 
 
 def check_offload(info: WorkerInfo) -> None:
@@ -86,6 +98,7 @@ class SequenceMemory:
         else:
             self.leader = max(self._with_span, key=lambda manager: (manager.span, -manager.pool.num_blocks))
         self.offload: KVOffload | None = None
+        self.slots: StateSlots | None = None  # None: the model has no recurrent layers
 
     def attach(self, offload: KVOffload) -> None:
         """Keep blocks of the only pool in the tiers of `offload` as well."""
@@ -208,6 +221,8 @@ class SequenceMemory:
 
     def can_allocate(self, seq: BlockHolder, reserve: int) -> bool:
         """Return False if an earlier refusal is still valid, so that `allocate` would refuse `seq` again."""
+        if self.slots is not None and self.slots.num_available < NUM_OWN_SLOTS:
+            return False
         known = seq.shortage
         if known is None or known.floor + reserve <= self.pools[known.short_group].num_released:
             return True
@@ -222,12 +237,20 @@ class SequenceMemory:
         number of blocks that the sequence can hold at once must be available.
 
         A refusal is remembered in `seq.shortage`. Returns None also if host memory has more of the prefix than one step
-        may load. The next step then loads a part into the prefix cache, and the caller should try again.
+        may load. The next step then loads a part into the prefix cache, and the caller should try again. So it should
+        if `seq` awaits a checkpoint.
         """
         assert not seq.tables[0].block_ids
+        seq.awaits_checkpoint = False
         if not self.can_allocate(seq, reserve):
             return None
         found = self.find_prefix(seq, max_tokens)
+        num_shared = len(found[0])
+        if self.slots is not None:
+            found = self._up_to_checkpoint(seq, found, self.slots)
+            if self._expects_longer(seq, len(found[0]), max_tokens, self.slots):
+                seq.awaits_checkpoint, seq.shortage = True, None
+                return None
         num_columns, num_found = self.blocks_for(seq.num_tokens), len(found[0])
         for manager in self.managers:
             needed = manager.num_needed(found[manager.index], num_columns)
@@ -238,6 +261,8 @@ class SequenceMemory:
                 seq.shortage = self._shortage(manager, short, seq, num_found, max_tokens)
                 return None
         seq.shortage = None
+        if self.slots is not None and not self._take_slots(seq, num_found, num_shared, self.slots):
+            return None
         columns = range(num_found, min(max_tokens, seq.num_tokens - 1) // self.block_size)
         slots: list[int] = []
         if self.offload is not None and not self.has_spans:
@@ -268,6 +293,8 @@ class SequenceMemory:
         allocated, or new blocks cached. So each release lowers `short` by at most one.
         """
         floor, index = short + manager.pool.num_released, manager.index
+        if self.slots is not None:
+            return Shortage(_ALWAYS, None, index)  # a new checkpoint may lengthen the prefix by many blocks
         if not self.enable_prefix_caching or num_found >= min(max_tokens, seq.num_tokens - 1) // self.block_size:
             return Shortage(floor, None, index)
         awaited = self._hash_at(seq, num_found)
@@ -277,6 +304,39 @@ class SequenceMemory:
             if awaited not in lacking.pool.block_of_hash:
                 return Shortage(floor, awaited, index, lacking.index)
         return Shortage(_ALWAYS, None, index)  # a group with a span lacks an earlier block
+
+    def _up_to_checkpoint(self, seq: BlockHolder, found: list[list[int]], slots: StateSlots) -> list[list[int]]:
+        """Return the part of the prefix `found` that ends at the last checkpoint on which all groups agree."""
+        while (length := slots.longest(seq.block_hashes, len(found[0]))) < len(found[0]):
+            found = self.find_prefix(seq, length * self.block_size)
+        return found
+
+    def _expects_longer(self, seq: BlockHolder, num_found: int, max_tokens: int, slots: StateSlots) -> bool:
+        """Return whether a running sequence will leave a checkpoint that is worth waiting for: with it, `seq` has many
+        tokens less to compute than with its prefix of `num_found` columns."""
+        if not slots.expected:
+            return False
+        columns = range(min(max_tokens, seq.num_tokens - 1) // self.block_size, num_found, -1)
+        least = num_found * self.block_size + LEAST_AWAITED_TOKENS
+        return any(
+            column * self.block_size >= least and self._hash_at(seq, column - 1) in slots.expected for column in columns
+        )
+
+    def _take_slots(self, seq: BlockHolder, num_found: int, num_shared: int, slots: StateSlots) -> bool:
+        """Give `seq` its slots of recurrent state, and plan the checkpoints of its prompt. Return False, without a
+        change, if there are too few slots.
+
+        `num_found`: columns of its prefix. `num_shared`: columns whose blocks are cached in all groups of pages.
+        """
+        seq.slots = slots.take(seq.block_hashes[num_found - 1] if num_found else None)
+        if seq.slots is None:
+            return False
+        if self.enable_prefix_caching:
+            lengths = seq.num_tokens, num_found * self.block_size, num_shared * self.block_size
+            planned = checkpoint_lengths(*lengths, self.block_size)
+            seq.checkpoints_at = {length: self._hash_at(seq, length // self.block_size - 1) for length in planned}
+            slots.expected.update(seq.checkpoints_at.values())
+        return True
 
     def _load_some(self, offload: KVOffload, seq: BlockHolder, found: list[int], slots: list[int]) -> None:
         """Load `slots` into the prefix cache, up to the limit of the next step. They are blocks of `seq`, which holds
@@ -374,7 +434,11 @@ class SequenceMemory:
             seq.num_cached_blocks = column + 1
 
     def free(self, seq: BlockHolder) -> None:
-        """Free all blocks of `seq`."""
+        """Free all blocks of `seq`, and its slots if it has never run."""
+        if self.slots is not None and seq.slots is not None:
+            self.slots.give_back(seq.slots, has_started=False)
+            self.slots.expect_no_more(seq.checkpoints_at, list(seq.checkpoints_at))
+            seq.slots = None
         for manager in self.managers:
             manager.free(seq.tables[manager.index])
         seq.num_cached_blocks = 0
@@ -386,6 +450,8 @@ class SequenceMemory:
             manager.evict(seq, first_column)
         if self.offload is not None:
             self.offload.forget(seq.block_hashes[first_column:])
+        if self.slots is not None:
+            self.slots.forget(seq.block_hashes[first_column:])
 
     def uncache(self, seq: BlockHolder, start: int, end: int) -> None:
         """Remove blocks from the prefix cache whose tokens, from `start` to `end` (exclusive) of `seq`, were not
@@ -417,6 +483,8 @@ class SequenceMemory:
         in host memory are forgotten as well; files stay."""
         if self.offload is not None:
             self.offload.host.forget_all()
+        if self.slots is not None:
+            self.slots.forget_all()
         num_blocks = sum([pool.forget_all() for pool in self.pools])
         if self.leader.pool.event_log is not None:
             self.leader.pool.event_log.append(AllBlocksCleared())

@@ -9,14 +9,17 @@ from collections.abc import Mapping
 from dataclasses import replace
 from itertools import islice
 
+from oarlock.base.errors import StartupError
 from oarlock.engine.config import EngineConfig
 from oarlock.engine.errors import INTERNAL, BrokenGrammarError
 from oarlock.engine.kv_cache.offload import KVOffload
-from oarlock.engine.kv_cache.sequence_memory import SequenceMemory, check_offload, page_groups
+from oarlock.engine.kv_cache.sequence_memory import SequenceMemory, check_offload, num_state_slots, page_groups
+from oarlock.engine.kv_cache.state_slots import StateSlots
 from oarlock.engine.scheduler.decode_state import DecodeState
 from oarlock.engine.scheduler.policy import reserved_blocks
 from oarlock.engine.scheduler.request_queue import LoadingSequences, RequestQueue
 from oarlock.engine.scheduler.sequence import SchedulerOutput, Sequence, Status
+from oarlock.engine.scheduler.state_steps import StateRows
 from oarlock.engine.scheduler.timeline import MAX_AHEAD, RequestLog
 from oarlock.engine.stats import EngineStats
 from oarlock.engine.types import FinishReason, TokenEvent
@@ -27,6 +30,17 @@ logger = logging.getLogger("oarlock.engine")
 GRAMMAR_FAILED = "grammar_failed"
 
 
+def check_memory(config: EngineConfig, info: WorkerInfo) -> None:
+    """Raise `StartupError` if an option needs memory of another kind than the model has."""
+    check_offload(info)
+    if config.speculative is not None and any(group.is_recurrent for group in info.groups):
+        raise StartupError(
+            f"--speculative-config does not support models with recurrent layers, such as this {info.architecture}: "
+            "the state after a rejected draft cannot be taken back.",
+            "Leave it out.",
+        )
+
+
 class OpenRequests:
     """Sequences of all open requests, with the queue, the blocks and the rows that they share."""
 
@@ -34,7 +48,7 @@ class OpenRequests:
         worker, caches_blocks = config.worker, config.enable_prefix_caching and not info.whole_texts
         self.stats = EngineStats()
         self.log = RequestLog(self.stats)
-        check_offload(info)
+        check_memory(config, info)
         # Every running sequence must be able to get its one token, or decodes would starve each other.
         self.num_rows = min(worker.max_num_seqs, worker.max_num_batched_tokens)
         self.memory = SequenceMemory(
@@ -55,6 +69,16 @@ class OpenRequests:
         if offload is not None and offload.has_disk:
             self.loading = LoadingSequences(offload, self.waiting, self.memory)
         self.decode_state = DecodeState(self.num_rows, info.block_size, caches_blocks=caches_blocks)
+        self.states: StateRows | None = None  # None: the model has no recurrent layers
+        if (num_slots := num_state_slots(info)) is not None:
+            self.memory.slots = StateSlots(num_slots)
+            self.states = StateRows(
+                self.memory.slots,
+                self.num_rows,
+                info.block_size,
+                saves_checkpoints=caches_blocks,
+                has_stages=worker.pipeline_parallel_size > 1,
+            )
         self._by_id: dict[int, Sequence] = {}
         self.ended: list[TokenEvent] = []  # pending terminal events of requests that failed outside a result
 
@@ -90,6 +114,8 @@ class OpenRequests:
         seq.row = self.free_rows.pop()
         seq.num_computed_tokens = num_cached
         self.decode_state.take(seq)
+        if self.states is not None:
+            self.states.take(seq)
         output.new_rows.append(seq)
         output.new_blocks += self.memory.all_entries(seq)
         return True
@@ -161,6 +187,8 @@ class OpenRequests:
     def _stop(self, seq: Sequence) -> None:
         self.running.remove(seq)
         self.decode_state.release(seq)
+        if self.states is not None:
+            self.states.release(seq)
         self.memory.free(seq)
         self.free_rows.append(seq.row)
         seq.row = -1
@@ -184,12 +212,19 @@ class OpenRequests:
         stats.kv_cache_usage = memory.usage
         if self.kv_offload is not None:
             stats.kv_offload_host_blocks = self.kv_offload.host.num_blocks
+        if self.states is not None:
+            slots = self.states.slots
+            stats.num_state_slots_total = slots.num_total
+            stats.num_state_slots_held = slots.num_held
+            stats.num_state_checkpoints = slots.num_checkpoints
         return stats
 
     def audit(self) -> None:
         """Raise AssertionError if rows, decode state, blocks, queue and open requests disagree."""
         self.decode_state.audit(self.running)
         self.memory.audit(self._by_id.values())
+        if self.states is not None:
+            self.states.audit(self.running)
         rows = sorted([seq.row for seq in self.running] + self.free_rows)
         assert rows == list(range(self.num_rows)), "rows are lost or shared"
         waiting = [*self.waiting, *(self.loading or ())]

@@ -82,9 +82,14 @@ def reserved_blocks(num_running: int, num_preemptions: int) -> int:
 def may_be_passed(seq: Sequence, running: list[Sequence], memory: SequenceMemory) -> bool:
     """Return whether later sequences may be admitted before `seq`, which was just refused.
 
-    They may only if it was preempted, would fit with the smaller reserve of a new sequence, and was not passed often.
+    They may only if it was not passed often, and either waits for a checkpoint of its prefix, or was preempted and
+    would fit with the smaller reserve of a new sequence.
     """
-    if seq.num_passed >= MAX_PASSED or seq.num_preemptions == 0:
+    if seq.num_passed >= MAX_PASSED:
+        return False
+    if seq.awaits_checkpoint:
+        return True
+    if seq.num_preemptions == 0:
         return False
     return memory.can_allocate(seq, reserved_blocks(len(running), 0))
 

@@ -12,6 +12,7 @@ from oarlock.engine.kv_cache.sequence_memory import SequenceMemory
 from oarlock.engine.scheduler.decode_state import DecodeState
 from oarlock.engine.scheduler.policy import choose_victim
 from oarlock.engine.scheduler.sequence import NO_DECODES, ScheduledTokens, SchedulerOutput, Sequence, Status
+from oarlock.engine.scheduler.state_steps import StateRows
 
 GROW_AFTER_STEPS = 32  # steps that ran before the limit doubles
 MIN_TRIES = 3  # refusals in a row before a step of a single token is aborted
@@ -79,13 +80,13 @@ class RefusedSteps:
 
 
 def undo(
-    outputs: Outputs[SchedulerOutput], state: DecodeState, memory: SequenceMemory
+    outputs: Outputs[SchedulerOutput], state: DecodeState, memory: SequenceMemory, states: StateRows | None
 ) -> tuple[list[Sequence], list[Sequence]]:
     """Return the running sequences of `outputs` to their positions before, and remove uncomputed blocks from the prefix
     cache.
 
     Return the sequences of the first output, and the sequences that must give up their blocks: they were admitted, and
-    may share blocks that are not computed, or they freed blocks that they would read again.
+    may share blocks that are not computed, or they freed blocks or a checkpoint that they would read again.
     """
     for output in outputs:
         for item in output.scheduled:
@@ -94,6 +95,8 @@ def undo(
     for output in reversed(outputs):
         starts.update(_running(output, state))
     to_preempt = [seq for output in outputs for seq in output.new_rows if seq.status is Status.RUNNING]
+    if states is not None:
+        to_preempt += [seq for seq in states.undo(outputs, state) if seq not in to_preempt]
     for seq, start in starts.items():
         seq.num_computed_tokens = start
         state.refresh(seq)
@@ -104,16 +107,18 @@ def undo(
 
 def withdraw(
     output: SchedulerOutput, unfit: list[ScheduledTokens], memory: SequenceMemory
-) -> tuple[list[Sequence], list[Sequence]]:
+) -> tuple[list[Sequence], list[Sequence], list[int]]:
     """Remove `unfit` from a step that was not submitted, and the blocks that they would compute from the prefix cache.
 
-    Return the sequences of `unfit`, and the sequences that share such blocks in this step and leave it as well.
+    Return the sequences of `unfit`, the sequences that share such blocks in this step and leave it as well, and the
+    indices in the step of those that stay.
     """
     remaining: list[ScheduledTokens] = []
+    kept: list[int] = []
     failed: list[Sequence] = []
     requeued: list[Sequence] = []
     missing: list[set[int]] = [set() for _ in memory.managers]  # block ids in each group
-    for item in output.items():
+    for index, item in enumerate(output.items()):
         seq, column = item.seq, item.start // memory.block_size
         is_unfit = item in unfit
         shares = any(
@@ -121,13 +126,14 @@ def withdraw(
         )
         if not is_unfit and not shares:
             remaining.append(item)
+            kept.append(index)
             continue
         for lost, table in zip(missing, seq.tables, strict=True):
             lost.update(table.block_ids[column:])
         memory.evict_blocks(seq, column)
         (failed if is_unfit else requeued).append(seq)
     output.scheduled, output.decodes = remaining, NO_DECODES
-    return failed, requeued
+    return failed, requeued, kept
 
 
 def _running(output: SchedulerOutput, state: DecodeState) -> Iterator[tuple[Sequence, int]]:

@@ -66,6 +66,7 @@ class Scheduler:
         self.max_num_seqs = requests.num_rows
         self.max_num_batched_tokens = config.worker.max_num_batched_tokens
         self._waiting, self._running, self._state = requests.waiting, requests.running, requests.decode_state
+        self._states = requests.states
         self._max_vectors = max_token_vectors(info.hidden_size, info.max_model_len if info.whole_texts else 0)
         self._num_micro_batches = config.num_micro_batches  # steps in flight among which decoding sequences are divided
         self.refused_steps: RefusedSteps | None = None  # None: memory suffices, and the ranks have all table entries
@@ -199,11 +200,15 @@ class Scheduler:
             rows, max_decodes = chosen
         output = SchedulerOutput(self._step_id + 1, [], is_ahead=ahead)
         drafts = self._choose_drafts(rows, max_drafts, ahead=ahead) if max_drafts > 0 else {}
+        if self._states is not None:
+            self._states.slots.begin_step()
         unfinished = self._schedule_decodes(output, rows, drafts, now)
         if unfinished or self._waiting.lines:
             self._schedule_prompts(output, unfinished, max_decodes, max_tokens, now)
         elif self._num_micro_batches > 1:
             self._budget.end_prompts()
+        if self._states is not None:
+            self._states.schedule(output)
         if output.num_decodes or output.scheduled:
             if self.refused_steps is not None:
                 self.refused_steps.begin(output)
@@ -236,7 +241,7 @@ class Scheduler:
         """
         self.stats.num_refused_steps += 1
         self.requests.log.steps.refused(now)
-        in_first, to_preempt = undo(outputs, self._state, self.memory)
+        in_first, to_preempt = undo(outputs, self._state, self.memory, self._states)
         for output in outputs:
             if output.kv_copies is not None and self.kv_offload is not None:
                 self.kv_offload.finish_copies(output.kv_copies)
@@ -255,7 +260,9 @@ class Scheduler:
         Blocks they would have filled leave the prefix cache, and sequences that share these blocks in this step wait
         again.
         """
-        failed, requeued = withdraw(output, unfit, self.memory)
+        failed, requeued, kept = withdraw(output, unfit, self.memory)
+        if self._states is not None:
+            self._states.keep(output, kept)
         for seq in failed:
             self.requests.ended.append(self.requests.fail(seq, INTERNAL, now))
         for seq in requeued:

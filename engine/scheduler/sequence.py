@@ -17,6 +17,7 @@ import numpy as np
 
 from oarlock.engine.kv_cache.manager import BlockTable, Shortage, TableEntry
 from oarlock.engine.kv_cache.offload import Copies
+from oarlock.engine.kv_cache.state_slots import HeldSlots
 from oarlock.engine.scheduler.timeline import RequestTimeline
 from oarlock.engine.spec_decode.drafter import DraftState
 from oarlock.engine.types import Request, ScoredTokens
@@ -96,8 +97,10 @@ class Sequence:
         "_last_token_s",
         "_num_computed_tokens",
         "_token_ids",
+        "awaits_checkpoint",
         "block_hashes",
         "block_ids",
+        "checkpoints_at",
         "decode_state",
         "decodes_individually",
         "draft_state",
@@ -116,10 +119,12 @@ class Sequence:
         "pooling",
         "request",
         "request_id",
+        "rolling_checkpoint",
         "row",
         "samples",
         "sampling_state",
         "shortage",
+        "slots",
         "status",
         "stop_ids",
         "tables",
@@ -158,6 +163,11 @@ class Sequence:
         self.block_ids = self.tables[0].block_ids  # the shortest table: all have blocks for its tokens
         self.block_hashes: list[bytes] = []  # chained hashes of the full blocks, as far as they were needed
         self.num_cached_blocks = 0  # leading columns that were offered to the prefix cache, in all groups
+        self.slots: HeldSlots | None = None  # of recurrent state; None while the sequence does not run
+        # Checkpoints that its prompt will leave, ascending: number of tokens -> hash of the last block of them.
+        self.checkpoints_at: dict[int, bytes] = {}
+        self.awaits_checkpoint = False  # whether it waits for a checkpoint that another sequence will leave
+        self.rolling_checkpoint: bytes | None = None  # hash of the last checkpoint of its decodes
         self.shortage: Shortage | None = None  # most recent failed allocation of blocks
         self.has_searched_files = False  # whether KV files were searched for its prefix since it last began to wait
         self.row = -1  # index into the engine's tables; stable while the sequence runs
@@ -283,6 +293,30 @@ class ScheduledTokens:
         return self.num_scored + self.wants_logits + len(self.drafts)
 
 
+class StateSave(NamedTuple):
+    """Recurrent state that a step saves as a checkpoint."""
+
+    index: int  # of the sequence in the step
+    num_tokens: int  # number of the sequence's tokens in the step after which the state is saved
+    slot: int
+    seq: Sequence
+    num_blocks: int  # leading blocks of the sequence whose tokens lead to this state
+    is_rolling: bool  # True: the next checkpoint of a decode of this sequence may replace it
+
+
+class StepStates(NamedTuple):
+    """Slots of recurrent state of a step with S sequences."""
+
+    reads: np.ndarray  # int32 [S]; state before the step
+    writes: np.ndarray  # int32 [S]; state after the step
+    saves: list[StateSave]  # in the order of `index`, then of `num_tokens`
+
+    def fields(self) -> dict[str, np.ndarray]:
+        """Return the fields of `StepMetadata`."""
+        saves = np.array([save[:3] for save in self.saves], np.int32).reshape(-1, 3)
+        return {"state_reads": self.reads, "state_writes": self.writes, "state_saves": saves}
+
+
 class Decodes(NamedTuple):
     """Newest tokens of D sequences, as arrays. Each has one row of logits, for the token after it."""
 
@@ -317,6 +351,7 @@ class SchedulerOutput:
     num_token_vectors: int = 0  # prompt tokens whose hidden states are returned
     decodes: Decodes = NO_DECODES
     kv_copies: Copies | None = None  # copies that precede all other work of the step
+    states: StepStates | None = None  # None: the model has no recurrent layers
     is_ahead: bool = False  # True if scheduled while the previous step was in flight
 
     @property

@@ -40,6 +40,8 @@ class StepResults:
         Full blocks are cached before any sequence ends, because an end may free blocks that others would find.
         """
         events, decodes = TokenEvents(), output.decodes
+        if output.states is not None and self._requests.states is not None:
+            self._requests.states.name_saves(output, result)
         is_plain, others = self._split_decodes(decodes, result, now, events)
         if output.scheduled:
             for item, first, end in output.with_rows():

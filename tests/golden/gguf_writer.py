@@ -330,12 +330,7 @@ def _add_settings(writer: gguf.GGUFWriter, config: dict[str, Any], arch: gguf.MO
         writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
     _add_experts(writer, config)
     if "linear_num_key_heads" in config:
-        width = config["linear_value_head_dim"] * config["linear_num_value_heads"]
-        writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
-        writer.add_ssm_state_size(config["linear_key_head_dim"])
-        writer.add_ssm_group_count(config["linear_num_key_heads"])
-        writer.add_ssm_time_step_rank(config["linear_num_value_heads"])
-        writer.add_ssm_inner_size(width)
+        _add_delta(writer, config)
     _OF_LAYERS.get(config["model_type"], lambda *_: None)(writer, config)
     if arch in (gguf.MODEL_ARCH.PHI3, gguf.MODEL_ARCH.STARCODER2) and not config.get("sliding_window"):
         writer.add_sliding_window(0)
@@ -374,6 +369,14 @@ def _add_gemma4(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     if "num_key_value_heads" in full:
         heads = [config["num_key_value_heads"] if slide else full["num_key_value_heads"] for slide in slides]
         _set(writer, "gemma4.attention.head_count_kv", heads)
+
+
+def _add_delta(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+    writer.add_ssm_state_size(config["linear_key_head_dim"])
+    writer.add_ssm_group_count(config["linear_num_key_heads"])
+    writer.add_ssm_time_step_rank(config["linear_num_value_heads"])
+    writer.add_ssm_inner_size(config["linear_value_head_dim"] * config["linear_num_value_heads"])
 
 
 def _add_experts(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:

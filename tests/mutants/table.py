@@ -85,6 +85,10 @@ CONCERNS: dict[str, tuple[str, ...]] = {
         "tests/unit/engine/kv_cache/test_prefix_sharing.py",
         "tests/unit/engine/kv_cache/test_block_events.py",
     ),
+    "recurrent-state": (
+        "tests/unit/engine/kv_cache/test_state_slots.py",
+        "tests/unit/engine/scheduler/test_recurrent_state.py",
+    ),
     "offload": (
         "tests/unit/engine/kv_cache/test_kv_offload.py",
         "tests/unit/workers/kv_tiers",

@@ -84,7 +84,10 @@ class DirectEngine:
             pipeline_depth=pipeline_depth,
             speculative=speculative,
         )
-        info = info or replace(executor.info, num_blocks=num_blocks or executor.info.num_blocks)
+        info = info or executor.info
+        if num_blocks is not None:
+            groups = [one if one.is_recurrent else replace(one, num_blocks=num_blocks) for one in info.groups]
+            info = replace(info, num_blocks=num_blocks, groups=tuple(groups))
         self.now = 0.0
         self.num_steps = 0
         self.num_ahead = 0  # steps that began while another was in flight

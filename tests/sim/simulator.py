@@ -6,7 +6,7 @@ settings give the same report, to the last digit.
 
 import heapq
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -74,6 +74,7 @@ class SimulationConfig:
     vocab_size: int = 32_000
     cost: CostModel = field(default_factory=CostModel)  # of each pipeline stage
     stages: tuple[CostModel, ...] = ()  # the cost of each, where they differ
+    ranks: Callable[..., SimulatedExecutor] = SimulatedExecutor
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +159,7 @@ def simulate(trace: Iterable[Arrival], config: SimulationConfig, watch: Watch | 
     ends = [0, *(len(arrival.prompt_token_ids) + arrival.num_output_tokens - 1 for _, _, arrival in arrivals)]
     costs = config.stages or (config.cost,) * worker.pipeline_parallel_size
     info = replica_info(worker, config.num_blocks, config.vocab_size, groups=config.groups)
-    executor = SimulatedExecutor(worker, info, costs, clock, np.array(ends, np.int64))
+    executor = config.ranks(worker, info, costs, clock, np.array(ends, np.int64))
     engine_core = EngineCore(config.engine, executor, clock)
     scheduler, watch = engine_core.scheduler, watch or Watch()
     heapq.heapify(arrivals)

@@ -13,7 +13,7 @@ import numpy as np
 from oarlock.engine.config import EngineConfig, SpeculativeConfig
 from oarlock.engine.input_batch.input_batch import InputBatch
 from oarlock.engine.input_batch.sampling_metadata import GrammarBitmask, fill_one_by_one
-from oarlock.engine.kv_cache.sequence_memory import page_groups
+from oarlock.engine.kv_cache.sequence_memory import UNSENT, num_state_slots, page_groups
 from oarlock.engine.scheduler.scheduler import Scheduler
 from oarlock.engine.scheduler.sequence import ModelRunnerOutput, ScheduledTokens, SchedulerOutput, Status
 from oarlock.engine.simulated_ranks import replica_info
@@ -30,6 +30,7 @@ from oarlock.workers.protocol import (
 )
 from tests.unit.engine.pooling_fakes import ROOT, FakePooler, chain, expected_vectors, score
 from tests.unit.engine.sampling_fakes import VOCAB, FakeHistories, allowed_ids, choices_of, matcher_of, past_of
+from tests.unit.engine.state_fakes import FakeStates
 
 EOS = 7
 
@@ -143,9 +144,11 @@ class FakeExecutor:
         self.num_steps = 0
         self.num_pings = 0
         self.is_closed = False
-        self._spans = {number: group.span for number, group in page_groups(info, 1).items()}
+        self._spans = {number: group.span for number, group in page_groups(info, 1).items() if number != UNSENT}
         # By memory group: slot -> (history, token, position)
         self._kv: dict[int, dict[int, tuple[int, int, int]]] = {number: {} for number in self._spans}
+        num_slots = num_state_slots(info)
+        self.states = None if num_slots is None else FakeStates(num_slots)
         self._steps: deque[StepMetadata] = deque()
         width = -(-info.max_model_len // info.block_size)
         shape = config.worker.max_num_seqs, width
@@ -185,9 +188,12 @@ class FakeExecutor:
             raise WorkerError(1, step.step_id, "killed by signal 9")
         if step.step_id == self.faults.hang_at_step:
             raise WorkerError(1, step.step_id, "no answer within 5 s", hung=True)
-        self._has_refused = (step.is_ahead and self._has_refused) or self.faults.refuses(step)
+        is_behind = step.is_ahead and self._has_refused
+        self._has_refused = is_behind or self.faults.refuses(step)
         if self._has_refused:
             self._spoil(step, tables)
+            if self.states is not None and (not is_behind or self.config.pipeline_parallel_size > 1):
+                self.states.spoil(step)  # earlier stages run a step behind one that a later stage refuses
             return refusal(step.step_id)
         unknown = step.token_ids < 0
         step.token_ids[unknown] = self._sampled[-1 - step.token_ids[unknown]]
@@ -238,6 +244,8 @@ class FakeExecutor:
         for s in range(step.num_seqs):
             positions = step.positions[ends[s] : ends[s + 1]].tolist()
             assert positions == list(range(step.seq_lens[s] - len(positions), step.seq_lens[s])), "positions jump"
+        if self.states is not None:
+            self.states.check(step)
 
     def _slots_of_step(self, step: StepMetadata, table: np.ndarray) -> list[int]:
         """Return the slots of the tokens' keys and values in one group, whose table is [S, width]."""
@@ -260,6 +268,8 @@ class FakeExecutor:
                     kv[slots[t]] = (history, token, position)
                     histories.append(history)
             found.append(histories)
+        if self.states is not None:
+            found.append(self.states.run(step))
         assert all(histories == found[0] for histories in found), "groups with other tokens"
         return found[0]
 
@@ -341,12 +351,7 @@ class Driver:
         self.info = make_info(config, num_blocks, sliding_window, groups)
         self.scheduler = Scheduler(config, self.info)
         self.executor = FakeExecutor(config, self.info, faults)
-        self.input_batch = InputBatch(
-            max_num_seqs=self.scheduler.max_num_seqs,
-            max_model_len=self.info.max_model_len,
-            block_size=self.info.block_size,
-            vocab_size=VOCAB,
-        )
+        self.input_batch = InputBatch(max_num_seqs=self.scheduler.max_num_seqs, vocab_size=VOCAB)
         self.now = 0.0
         self.in_flight: deque[SchedulerOutput] = deque()
         self.items: list[ScheduledTokens] = []  # of the step that was begun last
@@ -499,6 +504,9 @@ class Driver:
         memory = self.scheduler.memory
         assert memory.num_held == 0
         assert memory.num_free + memory.num_cached == memory.num_total
+        if memory.slots is not None:
+            memory.slots.begin_step()
+            assert memory.slots.num_available == memory.slots.num_total, "a slot is held, pinned or never saved"
         self.scheduler.audit()
 
     def _check(self, output: SchedulerOutput, cached: list[dict[bytes, int]]) -> None:

@@ -16,7 +16,7 @@ from oarlock.workers.kernels.cpu import library
 from oarlock.workers.kernels.cpu.gemm import ELEMENT_TYPES
 from oarlock.workers.kernels.cpu.structures import CConvolution, CDeltaHeads, CGatedNorm, CMambaHeads, CStateStep
 
-TAPS = (2, 3, 4)  # of the convolution: the cases of `convolve` in csrc/recurrent/convolution.cpp
+TAPS = range(2, 9)  # of the convolution: the cases of `convolve` in csrc/recurrent/convolution.cpp
 
 
 class StateStep(Protocol):

@@ -41,7 +41,7 @@ class WholeSteps:
 
     def __init__(self) -> None:
         self.tables = np.full((4, 64 // SIZE), -1, np.int32)  # -1: never written
-        self._input_batch = InputBatch(max_num_seqs=4, max_model_len=64, block_size=SIZE, vocab_size=VOCAB)
+        self._input_batch = InputBatch(max_num_seqs=4, vocab_size=VOCAB)
 
     def build(self, output: SchedulerOutput) -> StepMetadata:
         step, masks = self._input_batch.build(output)
@@ -243,11 +243,12 @@ def test_the_last_of_two_writes_to_an_entry_is_sent() -> None:
     """A sequence that fails while it is admitted gives its row to the next one."""
     seq = running(1, range(8), [6, 7])
     output = output_of(ScheduledTokens(seq, 0, 8, True))
-    output.new_blocks[:0] = [(0, 1, 2, 9), (0, 1, 0, 8), (0, 3, 0, 5)]
+    output.new_blocks[:0] = [(0, 1, 2, 9), (0, 1, 0, 8), (0, 3, 0, 5), (2, 1, 0, 4), (2, 1, 0, 3)]
     made = input_batch()
     step = made.build(output)
-    entries = zip(step.table_rows.tolist(), step.table_columns.tolist(), step.table_blocks.tolist(), strict=True)
-    assert sorted(entries) == [(1, 0, 6), (1, 1, 7), (1, 2, 9), (3, 0, 5)]
+    columns = step.table_groups, step.table_rows, step.table_columns, step.table_blocks
+    entries = sorted(zip(*(column.tolist() for column in columns), strict=True))
+    assert entries == [(0, 1, 0, 6), (0, 1, 1, 7), (0, 1, 2, 9), (0, 3, 0, 5), (2, 1, 0, 3)]
 
 
 @pytest.mark.parametrize("value", ["hot", None])

@@ -243,7 +243,7 @@ def test_refused_steps_leave_no_block_in_any_group(depth: int) -> None:
     driver.check_idle()
 
 
-@given(st.integers(1, 40), st.lists(st.integers(0, 9), max_size=20), st.sampled_from([None, 1, 2, 5, 9, 16]))
+@given(st.integers(1, 40), st.lists(st.integers(0, 9), max_size=20), st.sampled_from([None, 2, 5, 9, 16]))
 @settings(max_examples=60, deadline=None)
 def test_a_prefix_is_found_exactly_if_every_read_block_is(num_tokens: int, lost: list[int], span: int | None) -> None:
     """`lost`: columns that the group of `span` lacks; the other group has the first eight columns."""

@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 import pytest
 
-from oarlock.engine.config import EngineConfig
 from oarlock.engine.errors import INTERNAL, NO_TOKEN, NOT_FINITE
 from oarlock.engine.types import FinishReason, Grammar, Request
 from oarlock.workers.config import GroupInfo
@@ -67,13 +66,12 @@ class Scene:
     aborts: dict[int, float]  # request id -> turn
     groups: tuple[GroupInfo, ...] = ()
 
-    def arguments(
-        self, depth: int | None, stages: int = 1
-    ) -> tuple[EngineConfig, int, Faults, int | None, tuple[GroupInfo, ...]]:
-        """Arguments of a `Driver`."""
+    def arguments(self, depth: int | None, stages: int = 1) -> tuple[Any, ...]:
+        """Arguments of a `Driver`, the groups only if there are any."""
         faults = Faults(poisoned_seeds=(666,), poisoned_from=POISONED_FROM)
         config = make_config(**self.config, pipeline_depth=depth, stages=stages)
-        return config, self.num_blocks, faults, self.window, self.groups
+        arguments = config, self.num_blocks, faults, self.window
+        return (*arguments, self.groups) if self.groups else arguments
 
 
 def make_scene(seed: int) -> Scene:

@@ -49,6 +49,7 @@ class EngineMachine(RuleBasedStateMachine):
         window=st.sampled_from([None, None, 2, 5, 9, 30]),
         num_in_window=st.none() | st.integers(0, 20),
         depth=st.sampled_from([1, 2]),
+        num_slots=st.sampled_from([None, 3, 4, 9, 30]),
     )
     def start(
         self,
@@ -60,6 +61,7 @@ class EngineMachine(RuleBasedStateMachine):
         window: int | None,
         num_in_window: int | None,
         depth: int,
+        num_slots: int | None,
     ) -> None:
         """`num_in_window`: spare blocks of a second memory group, with a window; None: there is one group."""
         config = make_config(
@@ -72,10 +74,13 @@ class EngineMachine(RuleBasedStateMachine):
             enable_prefix_caching=caching,
             pipeline_depth=depth,
         )
-        groups = ()
+        groups: tuple[GroupInfo, ...] = ()
         if num_in_window is not None:
             least = -(-((window or 2) + budget) // block_size) + 2
             groups = (GroupInfo(num_blocks, 0), GroupInfo(least + num_in_window, 0, span=window or 2))
+        if num_slots is not None:
+            groups = groups or (GroupInfo(num_blocks, 0, span=window),)
+            groups += (GroupInfo(num_slots, 0, is_recurrent=True),)
         self.driver = Driver(config, num_blocks, sliding_window=window, groups=groups)
         self.log = self.driver.scheduler.memory.leader.pool.event_log = BlockEventLog()
         self.replayed = ReplayedBlocks(block_size)

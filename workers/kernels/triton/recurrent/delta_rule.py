@@ -50,7 +50,10 @@ def apply_delta_rule(
     BLOCK_K: tl.constexpr,  # KEY rounded up to a power of 2
     BLOCK_V: tl.constexpr,  # value columns of a program
 ):
-    """Compute some value columns of one head of one sequence, for all its tokens of a step."""
+    """Compute some value columns of one head of one sequence, for all its tokens of a step.
+
+    Sequences without tokens leave their slots as they are.
+    """
     block, head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     key_column, value_column = tl.arange(0, BLOCK_K), block * BLOCK_V + tl.arange(0, BLOCK_V)
     is_key, is_value = key_column < KEY, value_column < VALUE
@@ -59,6 +62,8 @@ def apply_delta_rule(
     inside = is_key[:, None] & is_value[None, :]
     token, stop = tl.load(starts + sequence), tl.load(starts + sequence + 1)
     first = token
+    if token == stop:  # a padding sequence
+        return
     number, last = tl.load(save_starts + sequence), tl.load(save_starts + sequence + 1)
     read, write = tl.load(reads + sequence).to(tl.int64), tl.load(writes + sequence)
     state = tl.load(states + read * (HEADS * KEY * VALUE) + of_slot, mask=inside, other=0.0)

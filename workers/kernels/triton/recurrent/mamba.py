@@ -42,7 +42,10 @@ def apply_mamba(
     BLOCK_N: tl.constexpr,  # STATE rounded up to a power of 2
     SKIP: tl.constexpr,
 ):
-    """Compute some columns of one head of one sequence, for all its tokens of a step."""
+    """Compute some columns of one head of one sequence, for all its tokens of a step.
+
+    Sequences without tokens leave their slots as they are.
+    """
     block, head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     column, entry = block * BLOCK_W + tl.arange(0, BLOCK_W), tl.arange(0, BLOCK_N)
     is_column, is_entry = column < WIDTH, entry < STATE
@@ -51,6 +54,8 @@ def apply_mamba(
     inside = is_column[:, None] & is_entry[None, :]
     token, stop = tl.load(starts + sequence), tl.load(starts + sequence + 1)
     first = token
+    if token == stop:  # a padding sequence
+        return
     number, last = tl.load(save_starts + sequence), tl.load(save_starts + sequence + 1)
     read, write = tl.load(reads + sequence).to(tl.int64), tl.load(writes + sequence)
     state = tl.load(states + read * (HEADS * WIDTH * STATE) + of_slot, mask=inside, other=0.0)

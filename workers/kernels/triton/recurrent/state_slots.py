@@ -1,7 +1,8 @@
 """Slots of recurrent state in kernels: a step of one sequence is cut at the lengths whose state is saved.
 
 All of this is read on the device from a `StateStep`, so a captured launch serves any step of the same shape. A slot
-that is read is not written in the same step, so programs need no order.
+that is read is not written in the same step, so programs need no order. Only padding sequences may have no tokens.
+Graphs of prompts have hundreds of these, which are not worth a copy of a state.
 """
 
 import triton

@@ -109,6 +109,7 @@ OPERATIONS = {
     "mamba-narrow": mamba(3, 3, 1, 5, skips=True),
     "convolution": convolution(100, 4, bias=True, silu=True),
     "convolution-of-3": convolution(64, 3, bias=False, silu=False),
+    "convolution-of-7": convolution(70, 7, bias=False, silu=False),
     "convolution-of-2": convolution(7, 2, bias=True, silu=False),
 }
 each_operation = pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)

@@ -26,9 +26,9 @@ from tests.unit.workers.kernels.triton.triton_resources import of_program
 ROUNDING = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 SLOTS, SINK = 10, 9  # the null slot is the first
 
-# Three sequences, two of them with saves, then a padding sequence.
-LENS, READS, WRITES = [3, 1, 2, 1], [1, 0, 6, 0], [2, 5, 7, SINK]
-SAVES = [[(1, 3), (2, 4)], [], [(2, 8)], []]
+# Three sequences, two of them with saves, then padding sequences, the last of them without a token.
+LENS, READS, WRITES = [3, 1, 2, 1, 0], [1, 0, 6, 0, 0], [2, 5, 7, SINK, SINK]
+SAVES = [[(1, 3), (2, 4)], [], [(2, 8)], [], []]
 TOKENS = sum(LENS)
 
 Rule = Callable[[Tensor, StateStep, slice], Tensor]  # states, step, tokens of the inputs -> results
@@ -127,7 +127,7 @@ def test_results_and_states_are_those_of_the_reference(case: str, dtype: torch.d
     assert found.dtype == wanted.dtype
     size = wanted.float().abs().max().item()
     torch.testing.assert_close(found, wanted, atol=ROUNDING[dtype] * size, rtol=ROUNDING[dtype])
-    torch.testing.assert_close(states, wanted_states, atol=2e-6, rtol=2e-5)
+    torch.testing.assert_close(states[:SINK], wanted_states[:SINK], atol=2e-6, rtol=2e-5)
     for slot in range(SLOTS):
         assert torch.equal(states[slot], before[slot]) == (slot in (0, 1, 6))
 
