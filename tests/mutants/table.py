@@ -130,6 +130,10 @@ CONCERNS: dict[str, tuple[str, ...]] = {
         "-k",
         "defaults or familys_rule or stretches or hyperclovax-tp or glm4-tp or granite-swa-tp",
     ),
+    "gated-delta": (
+        "tests/unit/workers/layers/test_gated_delta.py",
+        "tests/unit/workers/models/test_delta_families.py",
+    ),
     "layers": ("tests/unit/workers/layers/test_rotary.py", "tests/unit/workers/layers/test_norm.py"),
     "positions": ("tests/unit/workers/layers/test_positions.py",),
     "weights": ("tests/unit/workers/model_files", "tests/unit/workers/weights"),
