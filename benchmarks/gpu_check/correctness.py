@@ -82,9 +82,9 @@ def rows_of_tests(report: str, name: str) -> Iterator[Row]:
 
 def families(dtype: str, where: Where) -> Iterator[Row]:
     """`oarlock verify` on a tiny model of every family: each tensor of each layer within the bounds of accuracy.md."""
-    from tests.golden.tiny_models import FAMILIES, make_tiny
+    from tests.golden.tiny_models import FAMILIES, RECURRENT, make_tiny
 
-    for family in FAMILIES[:1] if where.is_tiny else FAMILIES:
+    for family in FAMILIES[:1] if where.is_tiny else (*FAMILIES, *RECURRENT):
         with tempfile.TemporaryDirectory(prefix="oarlock-check-") as folder:
             model = make_tiny(Path(folder), family, seed=7, dtype=getattr(torch, dtype))
             yield verified(family, model, where, dtype)

@@ -21,8 +21,9 @@ import torch
 from benchmarks.gpu_check import models
 from benchmarks.gpu_check.part import Row, Where
 from oarlock.workers.protocol import StepOutput
+from oarlock.workers.recurrent.states import NULL_SLOT
 from oarlock.workers.runner.model_runner import ModelRunner
-from oarlock.workers.runner.trial_steps import SequenceChunk, greedy_step
+from oarlock.workers.runner.trial_steps import SequenceChunk, TrialMemory, greedy_step
 
 BATCHES = (1, 3, 8, 17, 33, 64)  # in a bucket of their own size, and padded to one
 DECODES = 6
@@ -52,8 +53,8 @@ def graphs(where: Where) -> Iterator[Row]:
         yield compared(f"{batch} sequences", *(found[way][batch] for way in ways))
 
 
-def beside_float64(where: Where) -> Iterator[Row]:
-    """A tiny Qwen3 in bfloat16, prompts and decodes, with graphs and without: its logprobs beside float64's.
+def beside_float64(where: Where, family: str = "qwen3") -> Iterator[Row]:
+    """A tiny model of `family` in bfloat16, prompts and decodes, with graphs and without, beside float64's logprobs.
 
     `ours / theirs`: the root mean square error, as a multiple of that of transformers in bfloat16. `gap`: how much less
     likely than float64's best token the greedy one is at most, as a multiple of transformers' largest error.
@@ -62,7 +63,7 @@ def beside_float64(where: Where) -> Iterator[Row]:
 
     texts = {batch: drawn(batch, 300) for batch in ((1, 3) if where.is_tiny else BATCHES)}
     with tempfile.TemporaryDirectory(prefix="oarlock-check-") as folder:
-        model = make_tiny(Path(folder), "qwen3", seed=7, dtype=torch.bfloat16)
+        model = make_tiny(Path(folder), family, seed=7, dtype=torch.bfloat16)
         exact, theirs = (logprobs(model, texts, dtype, where) for dtype in (torch.float64, torch.bfloat16))
         for way, eager in (("graphs", False), ("eager", True)):
             runner = models.loaded(str(model), where, max(texts), CONTEXT, 1024, enforce_eager=eager)
@@ -111,9 +112,12 @@ def outputs(runner: ModelRunner, texts: list[list[int]]) -> Answers:
         for row, text in enumerate(texts):
             stop = len(text) - DECODES + turn
             start = stop - 1 if turn else 0
-            chunks.append(SequenceChunk(text[start:stop], start, range(1 + row * width, 1 + (row + 1) * width)))
+            blocks = range(1 + row * width, 1 + (row + 1) * width)
+            slots = [1 + 2 * row + (turn + n) % 2 for n in range(2)]  # which swap in each turn
+            read = slots[1] if turn else NULL_SLOT
+            chunks.append(SequenceChunk(text[start:stop], start, blocks, read_slot=read, write_slot=slots[0]))
         ends = np.cumsum([len(chunk.token_ids) for chunk in chunks]) - 1
-        step = greedy_step(chunks, size, ends.tolist(), step_id=turn + 1)
+        step = greedy_step(chunks, size, ends.tolist(), step_id=turn + 1, memory=TrialMemory.of(runner.spec))
         answer = runner.execute(models.replaced(step, num_logprobs=np.zeros(batch, np.int32)))
         steps.append(_answers(answer))
     return np.stack([ids for ids, _ in steps]), np.stack([logprobs for _, logprobs in steps])

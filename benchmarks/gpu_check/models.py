@@ -16,16 +16,31 @@ from benchmarks.gpu_check.part import NotHere, Where
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.layers.decoder_spec import DecoderSpec
+from oarlock.workers.layers.memory_spec import SlotsSpec
 from oarlock.workers.models.registry import read_spec
 from oarlock.workers.preflight import preflight
 from oarlock.workers.protocol import StepMetadata
 from oarlock.workers.ranks.cpu_affinity import use_cpus
+from oarlock.workers.runner.group_sizes import CHECKPOINT_SLOTS, RUNNING_SLOTS
 from oarlock.workers.runner.memory_needs import weight_bytes
 from oarlock.workers.runner.model_runner import ModelRunner
 
 REST = 3 << 30  # bytes for a step and the libraries
+SLOTS_OF_SEQUENCE = RUNNING_SLOTS + CHECKPOINT_SLOTS
 
-# Qwen3 as published: 596 million and 8.2 billion parameters.
+_QWEN3_5: dict[str, Any] = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "head_dim": 256,
+    "vocab_size": 248320,
+    "full_attention_interval": 4,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}
+# Qwen3 as published: 596 million and 8.2 billion parameters. Qwen3.5's smallest model, most layers of which are
+# recurrent.
 SHAPES: dict[str, dict[str, Any]] = {
     "0.6b": {
         "num_hidden_layers": 28,
@@ -43,6 +58,15 @@ SHAPES: dict[str, dict[str, Any]] = {
         "intermediate_size": 12288,
         "tie_word_embeddings": False,
     },
+    "hybrid 0.8b": {
+        **_QWEN3_5,
+        "num_hidden_layers": 24,
+        "hidden_size": 1024,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "intermediate_size": 3584,
+        "tie_word_embeddings": True,
+    },
 }
 _QWEN3: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -52,7 +76,9 @@ _QWEN3: dict[str, Any] = {
 }
 _QWEN3 |= {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "hidden_act": "silu", "max_position_embeddings": 40960}
 _TINY: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-_TINY |= {"intermediate_size": 96, "head_dim": 16, "vocab_size": 512}
+_TINY |= {"intermediate_size": 96, "head_dim": 16, "vocab_size": 512, "full_attention_interval": 2}
+_TINY |= dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 2)
+_TINY |= dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 16)
 
 
 def config_json(shape: str, where: Where) -> str:
@@ -65,9 +91,9 @@ def that_fit(shape: str, where: Where, batches: Sequence[int], tokens: int) -> l
     """Numbers of sequences of `tokens` tokens for which the device has room. Raises `NotHere` if there are none."""
     with described(shape, where) as folder:
         spec = read_spec(folder)
-    of_a_token = 2 * spec.cached_values
+    of_a_token, of_states = 2 * spec.cached_values, SLOTS_OF_SEQUENCE * slot_bytes(spec)
     free = torch.cuda.mem_get_info()[0] - weight_bytes(spec, "bfloat16") - REST if where.device == "cuda" else 0
-    found = [batch for batch in batches if batch * (tokens + 32) * of_a_token <= free or where.is_tiny]
+    found = [batch for batch in batches if batch * ((tokens + 32) * of_a_token + of_states) <= free or where.is_tiny]
     if not found:
         raise NotHere(f"a model of {shape} does not fit the device")
     return found
@@ -112,6 +138,15 @@ def inner_parameters(spec: DecoderSpec) -> int:
     """Weights that each token of a prompt is multiplied with: neither embedding nor head."""
     matrices = 1 if spec.tie_word_embeddings else 2
     return spec.num_parameters - matrices * spec.vocab_size * spec.hidden_size
+
+
+def slot_bytes(spec: DecoderSpec) -> int:
+    """Bytes of the recurrent state of one sequence in all layers, on one rank in bfloat16."""
+    return sum(
+        len(layers) * memory.bytes_of_rank(1, "bfloat16")
+        for memory, layers in spec.groups
+        if isinstance(memory, SlotsSpec)
+    )
 
 
 def streamed_bytes(runner: ModelRunner) -> int:

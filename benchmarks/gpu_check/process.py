@@ -17,7 +17,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from benchmarks.gpu_check import correctness, graphs, roofline, wheels
+from benchmarks.gpu_check import correctness, graphs, recurrent, roofline, wheels
 from benchmarks.gpu_check.part import NotHere, Part, Row, Where, missing_package
 
 ROOT = correctness.ROOT
@@ -50,6 +50,13 @@ PARTS_IN_ORDER = [
     Part("prefill 8b", partial(roofline.prefill, "8b")),
     Part("quantised products", roofline.products),
     Part("sampling", roofline.sampling),
+    Part("recurrent", recurrent.recurrent),
+    *(
+        Part(f"float64, {family}", partial(graphs.beside_float64, family=family), 90.0)
+        for family in ("qwen3_5_text", "falcon_h1")
+    ),
+    Part("decode hybrid 0.8b", partial(roofline.decode, "hybrid 0.8b")),
+    Part("prefill hybrid 0.8b", partial(roofline.prefill, "hybrid 0.8b")),
     Part("prefill 0.6b", partial(roofline.prefill, "0.6b")),
     Part("sanitizer", correctness.sanitizer, 180.0),
     Part("load", partial(_serving, "load"), 240.0),

@@ -35,7 +35,7 @@ from oarlock.workers.quantization.method import DenseWeight, LinearWeight
 from oarlock.workers.runner.cuda_graphs import Calls, CudaGraphs, GraphMaker
 from oarlock.workers.runner.model_runner import ModelRunner
 from oarlock.workers.runner.pending_output import wait_for
-from oarlock.workers.runner.trial_steps import SequenceChunk, greedy_step
+from oarlock.workers.runner.trial_steps import SequenceChunk, TrialMemory, greedy_step
 from oarlock.workers.sampling.columns import SamplingColumns, Variant
 from oarlock.workers.sampling.device_sampler import DeviceOutputs, DeviceSampler
 from oarlock.workers.sampling.sampler import Sampler
@@ -127,11 +127,20 @@ def decode(shape: str, where: Where, **options: bool) -> Iterator[Row]:
 
 
 def decode_step(runner: ModelRunner, batch: int, context: int) -> StepMetadata:
-    """One token for each of `batch` sequences with `context` tokens. Every sequence has blocks of its own."""
+    """One token for each of `batch` sequences with `context` tokens. Every sequence has blocks and slots of its own."""
     size = runner.config.block_size
     width = -(-context // size)
-    chunks = [SequenceChunk([7], context - 1, range(1 + n * width, 1 + (n + 1) * width)) for n in range(batch)]
-    return greedy_step(chunks, size, range(batch), step_id=1)
+    chunks = [
+        SequenceChunk(
+            [7],
+            context - 1,
+            range(1 + n * width, 1 + (n + 1) * width),
+            read_slot=1 + 2 * n,
+            write_slot=2 + 2 * n,
+        )
+        for n in range(batch)
+    ]
+    return greedy_step(chunks, size, range(batch), step_id=1, memory=TrialMemory.of(runner.spec))
 
 
 def step_seconds(runner: ModelRunner, step: StepMetadata, where: Where) -> tuple[float, float]:
@@ -172,7 +181,8 @@ def prefill(shape: str, where: Where) -> Iterator[Row]:
     spec = runner.spec
     for length in lengths:
         blocks = range(1, 2 + length // runner.config.block_size)
-        step = greedy_step([SequenceChunk([7] * length, 0, blocks)], runner.config.block_size, [length - 1], step_id=1)
+        chunk, memory = SequenceChunk([7] * length, 0, blocks), TrialMemory.of(spec)
+        step = greedy_step([chunk], runner.config.block_size, [length - 1], step_id=1, memory=memory)
         took, _ = step_seconds(runner, step, where)
         pair_ops = sum(branch.sublayer.pair_ops for layer in spec.layers for branch in layer.branches)
         of_attention = length * length * pair_ops / 2  # half of it is masked
@@ -186,6 +196,7 @@ def _floor(runner: ModelRunner, limits: Ceilings, rows: int, cached: int) -> flo
     """Seconds that a decode step of `rows` tokens takes at least, over `cached` tokens of KV memory."""
     weights = models.streamed_bytes(runner)
     read = weights + cached * runner.memory.groups.bytes_per_token
+    read += 2 * rows * models.slot_bytes(runner.spec)  # states are read and written
     return max(read / limits.bytes_s, weights * rows / limits.product_flop_s)  # 2 bytes of a weight, 2 operations
 
 

@@ -173,6 +173,24 @@ CASES: dict[str, Case] = {
     "cohere2-moe": Case("cohere2_moe", {}, (1, 2, 4)),
     "cohere2-moe-rms-sigmoid": Case("cohere2_moe", {"rms_norm_eps": 1e-6, "expert_selection_fn": "sigmoid",
                                                     "shared_expert_combination_strategy": "sum"}, (1, 2)),
+    "lfm2": Case("lfm2", {}, (1, 2, 4)),
+    "lfm2-biased-untied-wide-kernel": Case("lfm2", {"conv_bias": True, "tie_word_embeddings": False, "conv_L_cache": 5,
+                                                    "block_auto_adjust_ff_dim": False}, (2,), torch.bfloat16),
+    "lfm2-moe": Case("lfm2_moe", {}, (1, 2, 4)),
+    "lfm3": Case("lfm3", {}, (1, 2, 4)),
+    "lfm3-ungated-biased": Case("lfm3", {"use_attention_gate": False, "use_sandwich_norm": False,
+                                         "attention_bias": True}, (2,)),
+    "gemma4": Case("gemma4_text", {}, (1, 2, 4)),
+    "gemma4-without-inputs": Case("gemma4_text", {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0,
+                                                  "attention_bias": True}, (2,)),
+    "gemma4-experts": Case("gemma4_text", {
+        "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "enable_moe_block": True, "num_experts": 7,
+        "top_k_experts": 3, "moe_intermediate_size": 36, "attention_k_eq_v": True, "num_global_key_value_heads": 2},
+        (1, 2, 4)),
+    "gemma4-unified": Case("gemma4_unified_text", {}, (1, 2, 4)),
+    "laguna": Case("laguna", {}, (1, 2, 4)),
+    "laguna-gated-values": Case("laguna", {"gating": "per-element", "attention_bias": True}, (2,)),
+    "mimo-v2-flash": Case("mimo_v2_flash", {}, (1, 2, 4)),
     "bamba": Case("bamba", {}, (1, 2, 4)),
     "bamba-one-group-biased-tied": Case("bamba", {"mamba_n_groups": 1, "mamba_proj_bias": True, "mlp_bias": True,
                                                   "mamba_conv_bias": False, "attention_bias": True,
@@ -188,20 +206,6 @@ CASES: dict[str, Case] = {
     "nemotron-h": Case("nemotron_h", {}, (1, 2, 4)),
     "nemotron-h-dense-eight-groups": Case("nemotron_h", {"n_groups": 8, "layers_block_type": [
         "linear_attention", "mlp", "full_attention", "linear_attention"], "use_bias": True, "mlp_bias": True}, (2, 8)),
-    "lfm2": Case("lfm2", {}, (1, 2, 4)),
-    "lfm2-biased-untied-wide-kernel": Case("lfm2", {"conv_bias": True, "tie_word_embeddings": False, "conv_L_cache": 5,
-                                                    "block_auto_adjust_ff_dim": False}, (2,), torch.bfloat16),
-    "lfm2-moe": Case("lfm2_moe", {}, (1, 2, 4)),
-    "lfm3": Case("lfm3", {}, (1, 2, 4)),
-    "lfm3-ungated-biased": Case("lfm3", {"use_attention_gate": False, "use_sandwich_norm": False,
-                                         "attention_bias": True}, (2,)),
-    "gemma4": Case("gemma4_text", {}, (1, 2, 4)),
-    "gemma4-without-inputs": Case("gemma4_text", {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0,
-                                                  "attention_bias": True}, (2,)),
-    "gemma4-unified": Case("gemma4_unified_text", {}, (1, 2, 4)),
-    "laguna": Case("laguna", {}, (1, 2, 4)),
-    "laguna-gated-values": Case("laguna", {"gating": "per-element", "attention_bias": True}, (2,)),
-    "mimo-v2-flash": Case("mimo_v2_flash", {}, (1, 2, 4)),
     "gpt2": Case("gpt2", {}, (1, 2, 4, 8)),
     "gpt2-untied-scaled-by-layer": Case("gpt2", {"tie_word_embeddings": False, "vocab_size": 311, "scale_attn_weights":
                                                  False, "scale_attn_by_inverse_layer_idx": True,
@@ -309,6 +313,7 @@ SHORT_RUNS = {
 }
 # Cases whose every tensor is compared in `make test`: what is wrong in the others shows in the logits.
 SHORT_LAYERS = {name for name, case in CASES.items() if name in FAMILY_CASES or case.family in MIXTURES}
+SHORT_LAYERS |= {"olmo-hybrid", "qwen3-5"}
 
 
 def run_id(name: str, size: int) -> str:

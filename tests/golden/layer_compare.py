@@ -20,6 +20,7 @@ from oarlock.workers.layers.attention_spec import SelfAttentionSpec
 from oarlock.workers.layers.decoder_spec import DecoderSpec, SublayerSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec
 from oarlock.workers.layers.gated_delta_spec import GatedDeltaSpec
+from oarlock.workers.layers.gated_mlp_spec import GatedMLPSpec
 from oarlock.workers.layers.layer_input_spec import LayerInputSpec
 from oarlock.workers.layers.mamba2_spec import Mamba2Spec
 from oarlock.workers.layers.mlp_spec import MLPSpec
@@ -85,7 +86,9 @@ def _inside(sublayer: SublayerSpec) -> list[str]:
         return ["router", "routing", "experts", *([] if sublayer.shared is None else ["shared"])]
     if isinstance(sublayer, LayerInputSpec):
         return ["input_gated", "input_added"]
-    return ["up" if isinstance(sublayer, MLPSpec) else "gate_up", "mlp"]
+    if isinstance(sublayer, GatedMLPSpec | MLPSpec):
+        return ["up" if isinstance(sublayer, MLPSpec) else "gate_up", "mlp"]
+    return [tap.name for tap in sublayer.taps if tap.is_compared]
 
 
 def findings(

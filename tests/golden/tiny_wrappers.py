@@ -33,10 +33,10 @@ WRAPPERS: dict[str, dict[str, Any]] = {
     "gemma3": {"class": "Gemma3ForConditionalGeneration", "like": "gemma3_text", "vision_config": _SIGLIP,
                "mm_tokens_per_image": 4, "image_token_index": 310},
     "gemma4": {"class": "Gemma4ForConditionalGeneration", "like": "gemma4_text", "audio_config": None,
-               "vision_config": {
+               "text_config": {"pad_token_id": 0}, "vision_config": {
         **_SMALL, "num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 16}},
     "gemma4_unified": {"class": "Gemma4UnifiedForConditionalGeneration", "like": "gemma4_unified_text",
-                       "audio_config": {"audio_embed_dim": 16}, "vision_config": {
+                       "text_config": {"pad_token_id": 0}, "audio_config": {"audio_embed_dim": 16}, "vision_config": {
                            "mm_embed_dim": 16, "mm_posemb_size": 16, "patch_size": 2, "output_proj_dims": 16}},
     "glm4v": {"class": "Glm4vForConditionalGeneration", "like": "glm4", "vision_config": {**_DEEP, "image_size": 16},
               "text_config": {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "rope_parameters": {

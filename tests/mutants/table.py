@@ -41,6 +41,7 @@ CONCERNS: dict[str, tuple[str, ...]] = {
         "tests/unit/workers/kernels/triton/test_triton_attention.py",
         "tests/unit/workers/kernels/triton/test_triton_weight_only.py",
     ),
+    "triton-recurrent": ("tests/unit/workers/kernels/triton/test_triton_recurrent.py",),
     "sharding": (
         "tests/unit/workers/layers/test_sharding.py",
         "tests/unit/workers/distributed/test_topology.py",
@@ -66,6 +67,7 @@ CONCERNS: dict[str, tuple[str, ...]] = {
         "tests/unit/workers/runner/test_step_inputs.py",
         "tests/parallel/test_made_up_cuda.py",
     ),
+    "captured-states": ("tests/parallel/test_captured_states.py", "-m", "soak", "-k", "mamba2"),
     "sampling": (
         "tests/unit/workers/sampling",
         "-k",
@@ -81,8 +83,13 @@ CONCERNS: dict[str, tuple[str, ...]] = {
     "kv-cache": (
         "tests/unit/engine/kv_cache/test_kv_cache_manager.py",
         "tests/unit/engine/kv_cache/test_sliding_window.py",
+        "tests/unit/engine/kv_cache/test_memory_groups.py",
         "tests/unit/engine/kv_cache/test_prefix_sharing.py",
         "tests/unit/engine/kv_cache/test_block_events.py",
+    ),
+    "recurrent-state": (
+        "tests/unit/engine/kv_cache/test_state_slots.py",
+        "tests/unit/engine/scheduler/test_recurrent_state.py",
     ),
     "offload": (
         "tests/unit/engine/kv_cache/test_kv_offload.py",

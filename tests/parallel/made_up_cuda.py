@@ -438,8 +438,10 @@ def install(cuda: MadeUpCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (replaced | {name: getattr(cuda, name) for name in names.split()}).items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch, "tensor", cuda.tensor)
-    for name, value in (("device_count", lambda: 2), ("driver_version", lambda: "13.0"), ("built_for", lambda: "13.0")):
+    for name, value in (("device_count", lambda: 2), ("driver_version", lambda: "13.0")):
         monkeypatch.setattr(cuda_driver, name, value)
+    monkeypatch.setattr(cuda_driver, "built_for", lambda platform="cuda": "13.0" if platform == "cuda" else None)
+    monkeypatch.setattr(cuda_driver, "smallest_memory", lambda count: None)  # nothing is estimated
     monkeypatch.setattr(cuda_driver, "why_not_triton", lambda devices: None)
     monkeypatch.setattr(availability, "missing_to_launch", list)
     monkeypatch.setattr(availability, "can_serve", lambda device: device.type == "cuda")

@@ -12,6 +12,7 @@ output is float32, and is rounded once, together with the residual.
 
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -58,6 +59,7 @@ CppAnyGatedMatmul = CppGatedMatmul | CppPackedGatedMatmul
 MATMULS = (CppMatmul, CppPackedMatmul)
 GATED_MATMULS = (CppGatedMatmul, CppPackedGatedMatmul)
 MLP_ROWS = 960  # size of the row chunks between the two matmuls of an MLP
+_STEP_OF_PLAN = attrgetter("step")  # functions in C save calls for each token
 _DENSE = 0  # `WeightKind` of a packed weight in the model's dtype, csrc/gemm/int8.h
 
 
@@ -85,6 +87,9 @@ class Layer(Protocol):
 
     @property
     def scalar(self) -> object: ...
+
+    @property
+    def sum_norms(self) -> Sequence[object]: ...
 
 
 class Program:
@@ -370,13 +375,13 @@ class PreparedLayers:
         group = self.tp.group_for_kernels
         states = None if batch.state is None else recurrent.state_step(batch.state)
         step = CLayerStep(
-            hidden.data_ptr(), tuple([buffer.data_ptr() for buffer in normed]),
+            hidden.data_ptr(), tuple(map(Tensor.data_ptr, normed)),
             None if partial is None else partial.data_ptr(), rows, program.hidden,
             ELEMENT_TYPES[program.dtype], batch.positions.data_ptr(),
-            tuple([batch.slots[group].data_ptr() for group in self._groups]),
+            tuple(map(Tensor.data_ptr, map(batch.slots.__getitem__, self._groups))),
             tuple([(table.data_ptr(), table.shape[1]) for table in tables]),
             tuple(map(Tensor.data_ptr, scales)),
-            tuple([ctypes.addressof(plans[group].step) for group in self._groups]),
+            tuple(map(ctypes.addressof, map(_STEP_OF_PLAN, map(plans.__getitem__, self._groups)))),
             None if states is None else ctypes.addressof(states),
             None if group is None else group.address,
         )  # fmt: skip
@@ -405,6 +410,8 @@ class PreparedLayers:
     def _add_layer(self, layer: Layer, rotary: int, memory: LayerMemory) -> None:
         if layer.scalar is not None:
             raise CannotPrepare("layers scale their results")
+        if any(norm is not None for norm in layer.sum_norms):
+            raise CannotPrepare("the sum of several results is normed")
         for stage in layer.stages:
             self._add_stage(stage, rotary, memory)
 
@@ -457,9 +464,8 @@ def can_join(layers: Sequence[Layer]) -> bool:
     output)."""
     branches = [branch for layer in layers for branch in layer.branches]
     plain = all(type(branch.norm) is RMSNorm and type(branch.post_norm) in (RMSNorm, type(None)) for branch in branches)
-    if any(layer.scalar is not None for layer in layers):
-        return False
     in_turn = all(len(stage) == 1 for layer in layers for stage in layer.stages)
+    in_turn = in_turn and not any(layer.scalar is not None or any(layer.sum_norms) for layer in layers)
     return plain and in_turn and all(branch.scale == 1.0 for branch in branches)
 
 

@@ -11,6 +11,7 @@ from oarlock.workers.model_files.expert_tensors import experts_by_inputs
 from oarlock.workers.model_files.located import LocatedTensor
 
 _FLOATS = ("BF16", "F16", "F32", "F64")  # names of dtypes in safetensors files of weights that are not quantised
+_SCALES = ("weight_scale", "weight_scale_inv", "input_scale")  # of matrices in float8
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,25 +33,44 @@ class Blocks:
         return [group * step + first + row for group in range(self.groups) for row in range(self.rows[place])]
 
     def split(self, whole: str, located: LocatedTensor) -> Iterator[tuple[str, LocatedTensor]]:
-        """Yield each part of `whole`, a tensor of the stored module with a row for each output, under its own name."""
+        """Yield each part of `whole`, a tensor of the stored module with a row for each output, under its own name.
+
+        Scales of a matrix in float8 have a row for each output or for each block of outputs, or there is one for all.
+        """
         shape, step = located.entry.shape, sum(self.rows)
-        if not shape or shape[0] != step * self.groups:
-            if located.entry.dtype not in _FLOATS or whole.rpartition(".")[2] not in ("weight", "bias"):
-                raise StartupError(
-                    f"{located.path}: tensor {whole!r} is of a quantised matrix whose rows are those of "
-                    f"{', '.join(self.parts)} in turn, which is not supported.",
-                    "Use the model's unquantised checkpoint, and --quantization int8 or int4.",
-                )
-            wanted = f"{self.groups} groups of {step}"
-            raise StartupError(
-                f"{located.path}: tensor {whole!r} has shape {list(shape)}, but config.json implies {wanted} rows.",
-                "Use the config.json that belongs to these weights.",
-            )
         module, _, kind = whole.rpartition(".")
         above, first = module.rpartition(".")[0], 0
+        if kind in _SCALES and shape in ((), (1,)):
+            yield from ((f"{above}.{part}.{kind}", located) for part in self.parts)
+            return
+        block = self._rows_of_block(located, kind)
+        if block is None:
+            raise self._cannot_split(whole, located)
         for part, rows in zip(self.parts, self.rows, strict=True):
-            yield f"{above}.{part}.{kind}", located.every(step, first, rows)
+            yield f"{above}.{part}.{kind}", located.every(step // block, first // block, rows // block)
             first += rows
+
+    def _rows_of_block(self, located: LocatedTensor, kind: str) -> int | None:
+        """Return the outputs that share a row of a tensor; None if the tensor cannot be split."""
+        shape, total = located.entry.shape, sum(self.rows) * self.groups
+        if not shape or kind not in ("weight", "bias", *_SCALES):
+            return None
+        block = total // shape[0] if kind in _SCALES and shape[0] else 1
+        return block if shape[0] * block == total and all(rows % block == 0 for rows in self.rows) else None
+
+    def _cannot_split(self, whole: str, located: LocatedTensor) -> StartupError:
+        if located.entry.dtype not in _FLOATS or whole.rpartition(".")[2] not in ("weight", "bias"):
+            return StartupError(
+                f"{located.path}: tensor {whole!r} is of a quantised matrix whose rows are those of "
+                f"{', '.join(self.parts)} in turn, which is not supported.",
+                "Use the model's unquantised checkpoint, and --quantization int8 or int4.",
+            )
+        wanted = f"{self.groups} groups of {sum(self.rows)}"
+        return StartupError(
+            f"{located.path}: tensor {whole!r} has shape {list(located.entry.shape)}, but config.json implies {wanted} "
+            "rows.",
+            "Use the config.json that belongs to these weights.",
+        )
 
 
 @dataclass(frozen=True, slots=True)

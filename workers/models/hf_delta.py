@@ -18,11 +18,11 @@ def delta_layers(fields: Fields, every: int) -> list[bool]:
 
     Raise `StartupError` if no layer has attention.
     """
-    kinds = layer_kinds(fields, LINEAR) or [
-        FULL if (index + 1) % every == 0 else LINEAR for index in range(fields.layers())
-    ]
+    given = layer_kinds(fields, LINEAR)
+    kinds = given or [FULL if (index + 1) % every == 0 else LINEAR for index in range(fields.layers())]
     if FULL not in kinds:
-        raise unsupported("layer_types", kinds, f"At least one layer must have {FULL}.")
+        key, value = ("layer_types", given) if given else ("full_attention_interval", every)
+        raise unsupported(key, value, f"At least one of layer_types must be {FULL}.")
     return [kind == LINEAR for kind in kinds]
 
 

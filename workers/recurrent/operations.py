@@ -1,18 +1,30 @@
-"""Recurrent operations by the fastest kernel of a device: the functions of `reference.py`, which judges them."""
+"""Recurrent operations by the fastest kernels of a device: the functions of `reference.py`, which judges them."""
+
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from oarlock.workers.kernels.cpu import recurrent as cpu
+from oarlock.workers.kernels.triton import availability
 from oarlock.workers.recurrent import reference
 from oarlock.workers.recurrent.states import StateStep
+
+
+def _kernels(x: Tensor, *, serves_cpu: bool) -> ModuleType:
+    """Return the module whose functions serve the device of `x`. `serves_cpu`: whether the C++ kernels do."""
+    if availability.can_serve(x.device):
+        from oarlock.workers.recurrent import triton_operations  # Triton is only installed on some machines
+
+        return triton_operations
+    return cpu if serves_cpu else reference
 
 
 def causal_convolution(
     x: Tensor, states: Tensor, weight: Tensor, bias: Tensor | None, step: StateStep, *, silu: bool
 ) -> Tensor:
     """Return the depthwise convolution of `x` [T, channels] over a token and the tokens before it."""
-    kernels = cpu if cpu.can_serve(x.dtype, x.device) and weight.shape[1] in cpu.TAPS else reference
+    kernels = _kernels(x, serves_cpu=cpu.can_serve(x.dtype, x.device) and weight.shape[1] in cpu.TAPS)
     return kernels.causal_convolution(x, states, weight, bias, step, silu=silu)
 
 
@@ -20,7 +32,7 @@ def gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, states: Tensor, step: StateStep
 ) -> Tensor:
     """Return the results of the gated delta rule [T, Hv, value width]."""
-    kernels = cpu if cpu.can_serve(v.dtype, v.device) else reference
+    kernels = _kernels(v, serves_cpu=cpu.can_serve(v.dtype, v.device))
     return kernels.gated_delta_rule(q, k, v, log_decay, beta, states, step)
 
 
@@ -28,7 +40,7 @@ def mamba2(
     x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None, states: Tensor, step: StateStep
 ) -> Tensor:
     """Return the results of Mamba 2's recurrence [T, heads, head width]."""
-    kernels = cpu if cpu.can_serve(x.dtype, x.device) else reference
+    kernels = _kernels(x, serves_cpu=cpu.can_serve(x.dtype, x.device))
     return kernels.mamba2(x, dt, a, b, c, d, states, step)
 
 
@@ -36,25 +48,25 @@ def delta_gates(
     a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, *, beta_scale: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """Return the logarithm of the decay and beta of the gated delta rule, float32 [T, Hv] twice."""
-    kernels = cpu if cpu.computes_gates(a.device) and a.dtype != torch.float64 else reference
+    kernels = _kernels(a, serves_cpu=cpu.computes_gates(a.device) and a.dtype != torch.float64)
     return kernels.delta_gates(a, b, a_log, dt_bias, beta_scale=beta_scale)
 
 
 def mamba_steps(dt: Tensor, bias: Tensor | None, least: float, most: float) -> Tensor:
     """Return the step sizes of Mamba 2, float32 [T, heads]."""
-    kernels = cpu if cpu.computes_gates(dt.device) and dt.dtype != torch.float64 else reference
+    kernels = _kernels(dt, serves_cpu=cpu.computes_gates(dt.device) and dt.dtype != torch.float64)
     return kernels.mamba_steps(dt, bias, least, most)
 
 
 def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, gates_first: bool) -> Tensor:
     """Return the RMS norm of `x` [T, groups, width] over each group, times the SiLU of `gate`."""
-    kernels = cpu if cpu.can_serve(x.dtype, x.device) else reference
+    kernels = _kernels(x, serves_cpu=cpu.can_serve(x.dtype, x.device))
     return kernels.gated_norm(x, gate, weight, eps, gates_first=gates_first)
 
 
 def gated_squares(x: Tensor, gate: Tensor, *, gates_first: bool) -> Tensor:
     """Return the sum of squares of each head for a gated norm over several heads: float32 [T, heads]."""
-    kernels = cpu if cpu.can_serve(x.dtype, x.device) else reference
+    kernels = _kernels(x, serves_cpu=cpu.can_serve(x.dtype, x.device))
     return kernels.gated_squares(x, gate, gates_first=gates_first)
 
 
@@ -62,11 +74,11 @@ def gated_norm_of_heads(
     x: Tensor, gate: Tensor, squares: Tensor, weight: Tensor, eps: float, *, gates_first: bool
 ) -> Tensor:
     """Return the gated norm of `x` [T, heads, width] over groups of heads whose `squares` are known."""
-    kernels = cpu if cpu.can_serve(x.dtype, x.device) else reference
+    kernels = _kernels(x, serves_cpu=cpu.can_serve(x.dtype, x.device))
     return kernels.gated_norm_of_heads(x, gate, squares, weight, eps, gates_first=gates_first)
 
 
 def silu_gate(x: Tensor, gate: Tensor) -> Tensor:
     """Return `x` times the SiLU of `gate`, both of one shape."""
-    kernels = cpu if cpu.can_serve(x.dtype, x.device) else reference
+    kernels = _kernels(x, serves_cpu=cpu.can_serve(x.dtype, x.device))
     return kernels.silu_gate(x, gate)

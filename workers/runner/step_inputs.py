@@ -234,7 +234,9 @@ class StepInputs:
         if bucket is not None:
             place = self.bucket(bucket)
         else:
-            place = self._place(shape if prompts is None else shape.prompts(prompts, self._padded_seqs))
+            if prompts is not None:  # the shape of a step without sequences does not show whether there are states
+                shape = shape._replace(states=self._largest.states).prompts(prompts, self._padded_seqs)
+            place = self._place(shape)
         if len(step.table_blocks) > place.shape.entries:
             self._tables.write(step)
         else:

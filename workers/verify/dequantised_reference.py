@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from oarlock.workers.gguf_config import open_checkpoint
-from oarlock.workers.layers.decoder_spec import FUSED_MODULES
+from oarlock.workers.layers.decoder_spec import FUSED_MODULES, DecoderSpec, tensors_of
+from oarlock.workers.layers.tensor_spec import RankDtype
 from oarlock.workers.model_files.checkpoint import Checkpoint
 from oarlock.workers.model_files.gguf_model import gguf_file
 from oarlock.workers.model_files.tensor_names import TensorNames
@@ -55,10 +56,10 @@ def dequantised_weights(model: Path, quantization: str, dtype: torch.dtype | Non
     dtype."""
     if gguf_file(model) is not None:
         return _OfGGUF(model, quantization)
-    names = read_spec(str(model)).names
+    spec = read_spec(str(model))
     if quantization in QUANTIZATIONS:
-        return _AtLoad(model, names, quantization, dtype)
-    return _Stored(model, names)
+        return _AtLoad(model, spec, quantization, dtype)
+    return _Stored(model, spec.names)
 
 
 class WrittenOut:
@@ -84,10 +85,15 @@ class WrittenOut:
 class _AtLoad:
     """`DequantisedWeights` that are rounded at load, or not quantised."""
 
-    def __init__(self, model: Path, names: TensorNames, quantization: str, dtype: torch.dtype | None) -> None:
+    def __init__(self, model: Path, spec: DecoderSpec, quantization: str, dtype: torch.dtype | None) -> None:
         self._dtype = dtype
-        self._checkpoint = Checkpoint.open(model, names)
-        self._stored = StoredTensors(model, names)
+        self._checkpoint = Checkpoint.open(model, spec.names)
+        self._stored = StoredTensors(model, spec.names)
+        self._unquantized = {
+            tensor.name.removesuffix(".weight")
+            for tensor in tensors_of(spec)
+            if tensor.rank_dtype is RankDtype.UNQUANTIZED
+        }
         weight_format = QUANTIZATIONS[quantization]
         head = next(name for name, other in QUANTIZATIONS.items() if other is weight_format.of_head)
         self._of_layers, self._of_head = quantization, head
@@ -112,7 +118,7 @@ class _AtLoad:
             return into
 
     def _format_of(self, module: str) -> str:
-        if module == "model.embed_positions":
+        if module == "model.embed_positions" or module in self._unquantized:
             return "none"
         return self._of_head if module in ("lm_head", "model.embed_tokens") else self._of_layers
 

@@ -1,13 +1,13 @@
-"""Causes of wrong tensors in gated delta nets: weights, or a slot of state that is not the sequence's latest.
+"""Causes of wrong tensors in gated delta nets and short convolutions: weights, or a slot with another state than the
+sequence's latest.
 
 A verification computes each prompt in one step, and then one token of each sequence in a step. So a generated token
 reads the state of the tokens before it from a slot, and a token of a prompt reads none.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import torch
@@ -15,18 +15,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from oarlock.workers.layers.gated_delta_spec import GatedDeltaSpec
+from oarlock.workers.layers.short_convolution_spec import ShortConvolutionSpec
+from oarlock.workers.recurrent.reference import KEY_EPSILON
 from oarlock.workers.verify.compare import Recorded
 from oarlock.workers.verify.dequantised_reference import DequantisedWeights
 from oarlock.workers.verify.request import Text
 
 _CLOSE = 0.1  # relative distance below which a wrong value is explained
-_EPSILON = 1e-6  # of the lengths of queries and keys
-_TOKENS = 8  # wrong tokens that are explained; each needs the states of all tokens before it
 
 
 @dataclass(frozen=True, slots=True)
 class WrongPart:
-    """The columns of one rank of a wrong tensor of a gated delta net."""
+    """The columns of one rank of a wrong tensor of a sublayer with a state."""
 
     layer: int
     tensor: str
@@ -35,59 +35,44 @@ class WrongPart:
     wrong: Tensor  # bool [T]: the wrong tokens
 
 
-def slot_cause(part: WrongPart, spec: GatedDeltaSpec, folder: Path, weights: DequantisedWeights) -> str:
-    """Return the state that explains the wrong tokens, in words; "" if no token of a prompt may be wrong and none
-    does."""
+def slot_cause(
+    part: WrongPart, spec: GatedDeltaSpec | ShortConvolutionSpec, folder: Path, weights: DequantisedWeights
+) -> str:
+    """Return the state that explains the first wrong token, in words; "" if it is in a prompt, which reads no state."""
     text, recorded = Text.read(folder), Recorded(folder)
-    sequences = _Sequences(text)
-    wrong = part.wrong.nonzero().flatten().tolist()
-    if not wrong or any(token not in sequences.generated for token in wrong):
+    ends = list(accumulate(map(len, text.inputs()), initial=0))
+    token = int(part.wrong.nonzero()[0])
+    own = next(number for number, end in enumerate(ends[1:]) if token < end)
+    count = token - ends[own]  # tokens before it
+    if count < len(text.prompts[own]):
         return ""
-    is_convolution = part.tensor.endswith("_conv")
-    simulated = _Convolution(part, spec, recorded, weights) if is_convolution else _Rule(part, spec, recorded, weights)
-    first_wrong = [token for token in wrong if token - 1 not in wrong][:_TOKENS]
-    for words, before in sequences.states():
-        if all(_explains(part, simulated, token, before(token)) for token in first_wrong):
-            return words
-    return "the state in its slot is not that of the tokens before it"
+    if isinstance(spec, ShortConvolutionSpec):
+        simulated = _ShortConvolution(part, spec, recorded, weights)
+    else:
+        kind = _Convolution if part.tensor.endswith("_conv") else _Rule
+        simulated = kind(part, spec, recorded, weights)
+    least, best = _CLOSE, "its slot had not the state of the tokens before it"
+    for sequence, (start, end) in enumerate(pairwise(ends)):
+        for number, found in enumerate(simulated.results(token, range(start, end))):
+            distance = _distance(part.ours[token, : len(found)], found)
+            if distance < least and (sequence, number) != (own, count):
+                least, best = distance, _words(sequence, number, own, count)
+    return best
 
 
-def _explains(part: WrongPart, simulated: "_Convolution | _Rule", token: int, before: list[int]) -> bool:
-    """Return whether the state after the tokens `before` gives the wrong values of `token`."""
-    found = simulated.result(token, before)
-    ours = part.ours[token, : len(found)]
-    return bool((found - ours).norm() < _CLOSE * ours.norm().clamp_min(1e-30))
+def _words(sequence: int, number: int, own: int, count: int) -> str:
+    """Return the words for a token that read the state after `number` tokens of `sequence`, in place of `count` tokens
+    of its `own`."""
+    if number == 0:
+        return f"it read no state, in place of the state after {count} tokens"
+    if sequence == own:
+        why = "its slot is stale or was not swapped" if number < count else "its slot was written too early"
+        return f"{why}: it read the state after {number} tokens of its sequence, in place of {count}"
+    return f"it read the state after {number} tokens of sequence {sequence}, in place of {count} of its own {own}"
 
 
-class _Sequences:
-    """Tokens of the recorded sequences, whose rows follow each other."""
-
-    def __init__(self, text: Text) -> None:
-        lengths = [len(sequence) for sequence in text.inputs()]
-        self._ends = torch.tensor([0, *lengths]).cumsum(0).tolist()
-        self._prompts = [len(prompt) for prompt in text.prompts]
-        spans = zip(pairwise(self._ends), self._prompts, strict=True)
-        self.generated = {token for (start, end), prompt in spans for token in range(start + prompt, end)}
-
-    def states(self) -> Iterator[tuple[str, Callable[[int], list[int]]]]:
-        """Yield (words, function from a generated token to the tokens whose state it may have read)."""
-        yield "its slot was not swapped: it read the state of one step earlier", lambda token: self._past(token)[:-1]
-        yield "it read no state, as at the start of a sequence", lambda token: []
-        for other in range(len(self._prompts)):
-            yield f"it read the state of sequence {other}", partial(self._past_of, other)
-
-    def _of(self, token: int) -> int:
-        return next(index for index, end in enumerate(self._ends[1:]) if token < end)
-
-    def _past(self, token: int) -> list[int]:
-        return list(range(self._ends[self._of(token)], token))
-
-    def _past_of(self, other: int, token: int) -> list[int]:
-        """Return the tokens that sequence `other` has after the step before that of `token`."""
-        own = self._of(token)
-        step = token - self._ends[own] - self._prompts[own]  # 0: the first step after the prompts
-        start, end = self._ends[other], self._ends[other + 1]
-        return list(range(start, min(end, start + self._prompts[other] + step)))
+def _distance(ours: Tensor, other: Tensor) -> float:
+    return ((ours - other).norm() / other.norm().clamp_min(1e-30)).item()
 
 
 class _Convolution:
@@ -97,13 +82,37 @@ class _Convolution:
         kind = part.tensor[0]
         self._inputs = recorded.truth(f"{part.layer}.delta_{kind}")[:, part.columns]
         self._weight = _convolution(weights, spec, part.layer, kind)[part.columns]
-        self._taps = spec.taps_of_convolution
 
-    def result(self, token: int, before: list[int]) -> Tensor:
-        """Return the result of `token` after the tokens `before`: [channels]."""
-        latest = before[-(self._taps - 1) :]
-        window = self._inputs[[*latest, token]]  # [up to taps, channels]
-        return F.silu((window.T * self._weight[:, self._taps - len(window) :]).sum(1))
+    def results(self, token: int, before: range) -> Iterator[Tensor]:
+        """Yield the result of `token` after none, the first, the first two of the tokens `before`, and so on: each
+        [channels]."""
+        taps = self._weight.shape[1]
+        for number in range(len(before) + 1):
+            latest = before[max(0, number - taps + 1) : number]
+            window = self._inputs[[*latest, token]]  # [up to taps, channels]
+            yield F.silu((window.T * self._weight[:, taps - len(window) :]).sum(1))
+
+
+class _ShortConvolution:
+    """Results of the gated convolution of some channels, from the recorded projections."""
+
+    def __init__(
+        self, part: WrongPart, spec: ShortConvolutionSpec, recorded: Recorded, weights: DequantisedWeights
+    ) -> None:
+        b, self._gate, x = (recorded.truth(f"{part.layer}.conv_{one}")[:, part.columns] for one in "bcx")
+        module = f"model.layers.{part.layer}.{spec.module}.conv"
+        weight = weights.other(f"{module}.weight").double()
+        self._inputs, self._weight = b * x, weight.reshape(len(weight), -1)[part.columns]
+        self._bias = weights.other(f"{module}.bias").double()[part.columns] if spec.bias else 0.0
+
+    def results(self, token: int, before: range) -> Iterator[Tensor]:
+        """Yield the results of `token` as `_Convolution.results` does."""
+        taps = self._weight.shape[1]
+        for number in range(len(before) + 1):
+            latest = before[max(0, number - taps + 1) : number]
+            window = self._inputs[[*latest, token]]  # [up to taps, channels]
+            total = (window.T * self._weight[:, taps - len(window) :]).sum(1)
+            yield (total + self._bias) * self._gate[token]
 
 
 class _Rule:
@@ -117,7 +126,7 @@ class _Rule:
 
         def unit(rows: Tensor) -> Tensor:
             rows = rows.unflatten(1, (spec.num_key_heads, -1))
-            rows = rows * torch.rsqrt((rows * rows).sum(2, keepdim=True) + _EPSILON)
+            rows = rows * torch.rsqrt((rows * rows).sum(2, keepdim=True) + KEY_EPSILON)
             return rows.repeat_interleave(each, 1)
 
         module = f"model.layers.{part.layer}.{spec.module}"
@@ -129,16 +138,25 @@ class _Rule:
         self._rates = (torch.sigmoid(of("delta_b")) * (2 if spec.doubles_beta else 1))[:, heads]
         self._decays = torch.exp(-a_log.exp() * F.softplus(of("delta_a") + dt_bias))[:, heads]
 
-    def result(self, token: int, before: list[int]) -> Tensor:
-        """Return the result of `token` after the tokens `before`: [heads * value width]."""
+    def results(self, token: int, before: range) -> Iterator[Tensor]:
+        """Yield the result of `token` after none, the first, the first two of the tokens `before`, and so on: each
+        [heads * value width]."""
         heads, width = self._keys.shape[1:]
         state = self._keys.new_zeros(heads, width, self._values.shape[2])
-        for one in (*before, token):
-            state = state * self._decays[one][:, None, None]
-            found = (state * self._keys[one][:, :, None]).sum(1)
-            delta = (self._values[one] - found) * self._rates[one][:, None]
-            state = state + self._keys[one][:, :, None] * delta[:, None, :]
-        return (state * self._queries[token][:, :, None]).sum(1).flatten()
+        yield self._result(token, state)
+        for one in before:
+            state = self._next(one, state)
+            yield self._result(token, state)
+
+    def _next(self, token: int, state: Tensor) -> Tensor:
+        """Return the state after `token`: [heads, key width, value width]."""
+        state = state * self._decays[token][:, None, None]
+        found = (state * self._keys[token][:, :, None]).sum(1)
+        delta = (self._values[token] - found) * self._rates[token][:, None]
+        return state + self._keys[token][:, :, None] * delta[:, None, :]
+
+    def _result(self, token: int, state: Tensor) -> Tensor:
+        return (self._next(token, state) * self._queries[token][:, :, None]).sum(1).flatten()
 
 
 def _convolution(weights: DequantisedWeights, spec: GatedDeltaSpec, layer: int, kind: str) -> Tensor:

@@ -109,6 +109,24 @@ def test_a_quantised_matrix_that_cannot_be_split_is_refused(tmp_path: Path, kind
         Checkpoint.open(tmp_path, names)
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (12, 1), (6, 3)], ids=str)
+def test_scales_are_split_with_their_matrix(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    """One for all, one for each output, or one for each block of two outputs and some inputs."""
+    names = TensorNames(blocks={"a.qkv": Blocks(("q", "k"), (4, 2), 2)})
+    scales = torch.rand(shape)
+    save_file({"a.qkv.weight_scale": scales}, tmp_path / SINGLE_FILE)
+    checkpoint = Checkpoint.open(tmp_path, names)
+    rows = scales.expand(12) if len(shape) < 2 else scales[:, 0].repeat_interleave(12 // shape[0])
+    exact = dict(zip("qk", rows.view(2, 6).split([4, 2], 1), strict=True))
+    with WeightReader(checkpoint) as weights:
+        for part, wanted in exact.items():
+            found = checkpoint.tensors[f"a.{part}.weight_scale"].entry.shape or (1,)
+            into = torch.empty(found)
+            weights.take(f"a.{part}.weight_scale", into, shape=found)
+            each = into.view(-1, shape[-1])[:, 0] if len(shape) == 2 else into.view(1)
+            assert torch.equal(each.repeat_interleave(wanted.numel() // len(each)), wanted.flatten())
+
+
 def test_two_tensors_of_one_name_are_refused(tmp_path: Path) -> None:
     names = TensorNames(prefixes={"transformer.": ""})
     save_file({"transformer.a.weight": torch.zeros(2), "a.weight": torch.zeros(2)}, tmp_path / SINGLE_FILE)

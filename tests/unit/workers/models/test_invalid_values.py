@@ -60,7 +60,9 @@ _KEYS = {
     "use_sandwich_norm", "use_attention_gate", "hidden_size_per_layer_input", "vocab_size_per_layer_input",
     "num_kv_shared_layers", "attention_k_eq_v", "num_global_key_value_heads", "global_head_dim", "per_layer_config",
     "use_double_wide_mlp", "gating", "num_attention_heads_per_layer", "moe_routed_scaling_factor", "v_head_dim",
-    "attention_value_scale", "sliding_window_size", "hybrid_layer_pattern",
+    "attention_value_scale", "sliding_window_size", "hybrid_layer_pattern", "linear_num_key_heads",
+    "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim",
+    "linear_allow_neg_eigval", "full_attention_interval", "attn_output_gate",
 }  # fmt: skip
 _ROPES: dict[str, dict[str, Any]] = {
     "default": {},
@@ -79,35 +81,33 @@ _OLDER = (
     "GPTNeoXForCausalLM", "OPTForCausalLM",
 )  # fmt: skip
 _MIXTURES = (
-    "Moe",
-    "MoE",
-    "MoeShared",
-    "MoeSWA",
-    "Mixtral",
-    "Olmoe",
-    "GptOss",
-    "Dots1",
-    "SolarOpen",
-    "FlexOlmo",
-    "HYV3",
-    "MiniMaxM2",
-    "Mellum",
-    "Flint",
-    "Kolibri1",
-    "Phimoe",
-    "Afmoe",
-    "HunYuanMoEV1",
-    "Llama4",
-    "Laguna",
+    "Moe", "MoE", "MoeShared", "MoeSWA", "Mixtral", "Olmoe", "GptOss", "Dots1", "SolarOpen", "FlexOlmo", "HYV3",
+    "MiniMaxM2", "Mellum", "Flint", "Kolibri1", "Phimoe", "Afmoe", "HunYuanMoEV1", "Llama4", "Qwen3Next", "Laguna",
     "MiMoV2Flash",
-)
-# Families with a rotary table for each kind of layer, and without `rope_scaling`.
-_TABLES = ("CohereCompass", "Gemma4", "Laguna", "Lfm3", "MiMoV2Flash")  # fmt: skip
+)  # fmt: skip
+# Families with a rotary table for each kind of layer or without rotation, and without `rope_scaling`.
+_TABLES = ("CohereCompass", "Gemma4", "Laguna", "Lfm3", "Mamba2", "MiMoV2Flash", "NemotronH")
 # Keys that are read without a method of `Fields`.
 _RAW = {"architectures", "layer_types", "rope_scaling"}
 _RAW_OF_LAYERS = {
     "Lfm2": {"full_attn_idxs"}, "Gemma4": {"per_layer_config"}, "Laguna": {"gating", "num_attention_heads_per_layer"},
-    "MiMoV2Flash": {"hybrid_layer_pattern"},
+    "MiMoV2Flash": {"hybrid_layer_pattern"}, "Bamba": {"attn_layer_indices", "mamba_d_head", "time_step_limit"},
+    "FalconH1": {"mlp_multipliers", "ssm_multipliers", "mamba_d_ssm", "time_step_limit"},
+    "GraniteMoeHybrid": {"mamba_d_head", "time_step_limit"}, "Mamba2": {"time_step_limit"},
+    "NemotronH": {
+        "layers_block_type", "hybrid_override_pattern", "mamba_num_heads", "mamba_head_dim", "n_groups", "conv_kernel",
+        "ssm_state_size", "mlp_hidden_act", "time_step_min", "moe_shared_expert_intermediate_size", "use_bias",
+        "use_conv_bias", "mlp_bias", "mamba_proj_bias", "moe_intermediate_size", "layer_norm_epsilon",
+    },
+}  # fmt: skip
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_state": 16}
+_OF_MAMBA: dict[str, dict[str, Any]] = {
+    "Bamba": {**_MAMBA, "attn_layer_indices": [1]},
+    "FalconH1": {**_MAMBA, "mamba_d_ssm": 128, "time_step_limit": [0.1, 2.0]},
+    "GraniteMoeHybrid": {**_MAMBA, "num_local_experts": 0},
+    "Mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2},
+    "NemotronH": {"mamba_num_heads": 8, "ssm_state_size": 16, "n_groups": 2, "n_routed_experts": 8,
+                  "num_experts_per_tok": 2, "sliding_window": None},
 }  # fmt: skip
 _RAW_OF_EXPERTS = {"attn_type_list", "layer_rope_theta", "mlp_layer_types", "mlp_only_layers"}
 # Keys whose invalid value may be reported under another key, which is derived from it.
@@ -127,6 +127,7 @@ _FOLLOWS = {
     "rope_type": "rope type",
     "type": "rope type",
     "factor": "factor",
+    "linear_key_head_dim": "linear_value_head_dim",
 }
 
 
@@ -144,12 +145,15 @@ def base(architecture: str) -> dict[str, Any]:
         own |= {"layer_types": ["conv", "full_attention", "conv"]}
     elif name == "MiMoV2Flash":
         own |= {"n_shared_experts": None}
+    own |= _OF_MAMBA.get(name, {})
+    if name.startswith("Qwen3") and ("Next" in name or "_5" in name):
+        own["full_attention_interval"] = 2
     # The tables of LongRoPE are those of whole heads.
     own |= {"partial_rotary_factor": 1.0, "use_sliding_window": name != "IQuestCoder"}
     if architecture in _OLDER:  # all heads have keys of their own, or one for all
         own |= {"num_key_value_heads": None, "head_dim": None, "rotary_pct": 1.0, "rotary_emb_base": 5e5}
         own |= {"rotary_dim": 4, "attention_layers": ["global", "local", "global"]}
-    return {**_SHAPE, **own, "architectures": [architecture], "sliding_window": 16}
+    return {**_SHAPE, **own, "architectures": [architecture], "sliding_window": own.get("sliding_window", 16)}
 
 
 def check(config: dict[str, Any]) -> StartupError | None:
@@ -281,10 +285,14 @@ def test_invalid_values_are_startup_errors(config: dict[str, Any], message: str)
         describe({**base("LlamaForCausalLM"), **config})
 
 
+def theta(config: dict[str, Any]) -> float:
+    attention = describe(config).layers[0].attention
+    assert attention is not None and attention.rope is not None
+    return attention.rope.theta
+
+
 def test_a_null_inside_is_as_if_it_were_not_there() -> None:
     config = {**base("LlamaForCausalLM"), "rope_theta": 5e5}
-    assert describe({**config, "rope_scaling": {"rope_theta": None, "type": "default"}}).attentions[0].rope.theta == 5e5
+    assert theta({**config, "rope_scaling": {"rope_theta": None, "type": "default"}}) == 5e5
     gemma = {**base("Gemma3ForCausalLM"), "rope_theta": None, "layer_types": ["full_attention"] * 3}
-    assert (
-        describe({**gemma, "rope_parameters": {"full_attention": {"rope_theta": None}}}).attentions[0].rope.theta == 1e6
-    )
+    assert theta({**gemma, "rope_parameters": {"full_attention": {"rope_theta": None}}}) == 1e6

@@ -1,0 +1,1 @@
+"""Recurrent operations: kernels that `workers/recurrent/triton_operations.py` launches."""

@@ -1,0 +1,108 @@
+"""RMS norm of groups of a row, times the SiLU of a gate, which is applied before or after the norm.
+
+One program reads one group, or one head, of one row once, computes in float32 and rounds once. If a norm spans several
+heads, which may be on several ranks, the sums of squares of all its heads come first. `recurrent/reference.py` does the
+same in torch.
+"""
+
+import triton
+import triton.language as tl
+
+from oarlock.workers.kernels.triton.elementwise import warps
+
+
+@triton.jit
+def _gated_row(x, gate, inside, GATES_FIRST: tl.constexpr):
+    """Return the values to norm, which are gated with GATES_FIRST, and the SiLU of their gate: float32 twice."""
+    values = tl.load(x, mask=inside, other=0.0).to(tl.float32)
+    factor = tl.load(gate, mask=inside, other=0.0).to(tl.float32)
+    factor *= tl.sigmoid(factor)
+    if GATES_FIRST:
+        values *= factor
+    return values, factor
+
+
+@triton.jit
+def norm_group(
+    x,  # [T, GROUPS, WIDTH], tokens `x_stride` elements apart
+    gate,  # [T, GROUPS, WIDTH], tokens `gate_stride` elements apart
+    weight,  # float32 [GROUPS, WIDTH]
+    out,  # [T, GROUPS, WIDTH]
+    eps,
+    x_stride,
+    gate_stride,
+    GROUPS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,  # WIDTH rounded up to a power of 2
+    GATES_FIRST: tl.constexpr,
+):
+    """Compute the gated norm of one group of one row."""
+    row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = tl.arange(0, BLOCK)
+    inside, at = column < WIDTH, group * WIDTH + column
+    values, factor = _gated_row(x + row * x_stride + at, gate + row * gate_stride + at, inside, GATES_FIRST)
+    values *= tl.rsqrt(tl.sum(values * values, 0) / WIDTH + eps)
+    values *= tl.load(weight + at, mask=inside, other=0.0)
+    if not GATES_FIRST:
+        values *= factor
+    tl.store(out + row * (GROUPS * WIDTH) + at, values.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def sum_squares(
+    x,  # [T, HEADS, WIDTH], tokens `x_stride` elements apart
+    gate,  # [T, HEADS, WIDTH], tokens `gate_stride` elements apart
+    squares,  # float32 [T, HEADS]
+    x_stride,
+    gate_stride,
+    GROUPS: tl.constexpr,  # HEADS: a head is a group here
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,  # WIDTH rounded up to a power of 2
+    GATES_FIRST: tl.constexpr,
+):
+    """Compute one head's part of a norm over several heads."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = tl.arange(0, BLOCK)
+    at = head * WIDTH + column
+    inside = column < WIDTH
+    values, _ = _gated_row(x + row * x_stride + at, gate + row * gate_stride + at, inside, GATES_FIRST)
+    tl.store(squares + row * GROUPS + head, tl.sum(values * values, 0))
+
+
+@triton.jit
+def norm_head(
+    x,  # [T, HEADS, WIDTH], tokens `x_stride` elements apart
+    gate,  # [T, HEADS, WIDTH], tokens `gate_stride` elements apart
+    squares,  # float32 [T, groups, MEMBERS]: of all heads of a norm, also of other ranks
+    weight,  # float32 [HEADS, WIDTH]
+    out,  # [T, HEADS, WIDTH]
+    eps,
+    x_stride,
+    gate_stride,
+    GROUPS: tl.constexpr,  # HEADS: a head is a group here
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,  # WIDTH rounded up to a power of 2
+    GATES_FIRST: tl.constexpr,
+    NORMS: tl.constexpr,  # norms of a row
+    MEMBERS: tl.constexpr,  # heads of a norm, on all ranks
+    BLOCK_M: tl.constexpr,  # MEMBERS rounded up to a power of 2
+):
+    """Compute one head of a norm over several heads."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column, member = tl.arange(0, BLOCK), tl.arange(0, BLOCK_M)
+    at = head * WIDTH + column
+    inside = column < WIDTH
+    values, factor = _gated_row(x + row * x_stride + at, gate + row * gate_stride + at, inside, GATES_FIRST)
+    parts = squares + (row * NORMS + head // (GROUPS // NORMS)) * MEMBERS + member
+    total = tl.sum(tl.load(parts, mask=member < MEMBERS, other=0.0), 0)
+    values *= tl.rsqrt(total / (MEMBERS * WIDTH) + eps)
+    values *= tl.load(weight + at, mask=inside, other=0.0)
+    if not GATES_FIRST:
+        values *= factor
+    tl.store(out + row * (GROUPS * WIDTH) + at, values.to(out.dtype.element_ty), mask=inside)
+
+
+def norm_constants(groups: int, width: int) -> dict[str, int]:
+    """Return the constants that all kernels have, except GATES_FIRST."""
+    block = triton.next_power_of_2(width)
+    return {"GROUPS": groups, "WIDTH": width, "BLOCK": block, "num_warps": warps(block)}
