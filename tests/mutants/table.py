@@ -11,6 +11,8 @@ CONCERNS: dict[str, tuple[str, ...]] = {
     "attention-forms": ("tests/unit/workers/attention/test_attention.py", "-k", "backends_agree"),
     "decoded-alone": ("tests/unit/workers/layers/test_halves.py", "-k", "alone"),
     "elementwise": ("tests/unit/workers/kernels/cpu/test_elementwise.py", *_AVX2),
+    "recurrent": ("tests/unit/workers/kernels/cpu/test_recurrent.py", *_AVX2),
+    "recurrent-layers": ("tests/unit/workers/layers/test_layer_layouts.py", "-k", "recurrent and bfloat16"),
     "products": (
         "tests/unit/workers/quantization/test_slices.py",
         "tests/unit/workers/quantization/test_matmul.py",
