@@ -29,6 +29,7 @@ read, so that no cache holds the engine's state, as after a step of a model whos
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import os
 import statistics
@@ -60,14 +61,14 @@ def published(scheduler: Any, address: str | None) -> Generator[Callable[[], Non
         yield lambda: None
         return
     from oarlock.engine.config import KvEventsConfig
-    from oarlock.engine.kv_cache.manager import BlockEventLog
+    from oarlock.engine.kv_cache.block_events import BlockEventLog
     from oarlock.engine.kv_cache.publisher import KvEventPublisher
 
     def tell() -> None:
         if events := log.take():
             publisher.publish(events)
 
-    log = scheduler.kv_cache_manager.event_log = BlockEventLog()
+    log = scheduler.memory.leader.pool.event_log = BlockEventLog()
     publisher = KvEventPublisher(KvEventsConfig(address))
     publisher.start(BLOCK_SIZE)
     with closing(publisher):
@@ -113,7 +114,9 @@ def milliseconds(
     worker = WorkerConfig("none", max_num_seqs=num_seqs, max_num_batched_tokens=8192, block_size=BLOCK_SIZE)
     info = WorkerInfo(num_blocks, BLOCK_SIZE, length, VOCAB, 1, "simulated", "none", "none", "None", 0, 0, 0, 0.0)
     scheduler = Scheduler(EngineConfig(worker, max_waiting_requests=num_seqs, max_waiting_tokens=10**9), info)
-    batch = InputBatch(max_num_seqs=num_seqs, max_model_len=length, block_size=BLOCK_SIZE, vocab_size=VOCAB)
+    sizes = {"max_num_seqs": num_seqs, "max_model_len": length, "block_size": BLOCK_SIZE, "vocab_size": VOCAB}
+    known = inspect.signature(InputBatch).parameters  # other checkouts may need more
+    batch = InputBatch(**{name: size for name, size in sizes.items() if name in known})
     for number in range(num_seqs):
         prompt_length = PROMPT + number % BLOCK_SIZE if number else longest
         prompt = tuple((number * 7 + index) % VOCAB for index in range(prompt_length))

@@ -94,7 +94,7 @@ def measure(executor: Executor, directory: Path, tokens: int, rounds: int) -> No
         asked.ask(prompt_of(2 * number + 1, tokens, vocab_size))
         asked.settle()
         memory_s, again, in_memory = asked.ask(prompt)
-        asked.scheduler.kv_cache_manager.reset_prefix_cache()
+        asked.scheduler.memory.reset_prefix_cache()
         drop_page_cache(directory)
         disk_s, from_disk, on_disk = asked.ask(prompt)
         assert text == again == from_disk, "the texts differ"

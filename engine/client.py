@@ -22,7 +22,7 @@ from oarlock.engine.engine_process import ENGINE_MODULE, EngineProcess
 from oarlock.engine.errors import EngineDeadError, OarlockError, RequestError
 from oarlock.engine.ipc import messages
 from oarlock.engine.ipc.frames import FrameError, FrameReader
-from oarlock.engine.kv_cache.manager import BlockChanges
+from oarlock.engine.kv_cache.block_events import BlockChanges
 from oarlock.engine.replay.recording import end_of_killed
 from oarlock.engine.stats import EngineState, EngineStats, RequestHistory
 from oarlock.engine.types import EngineInfo, Request, TokenEvent

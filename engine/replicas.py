@@ -27,7 +27,7 @@ from oarlock.engine.config import EngineConfig
 from oarlock.engine.engine_process import EngineProcess
 from oarlock.engine.errors import EngineDeadError, UnavailableError
 from oarlock.engine.ipc.frames import FrameError
-from oarlock.engine.kv_cache.manager import BlockChanges, extend_hashes
+from oarlock.engine.kv_cache.block_events import BlockChanges, extend_hashes
 from oarlock.engine.stats import EngineState, EngineStats, RequestHistory
 from oarlock.engine.types import EngineInfo, Request, TokenEvent
 from oarlock.workers.config import OnProgress
@@ -143,6 +143,8 @@ _DEAD_GAUGES = {
     "num_blocks_free": 0,
     "num_blocks_cached": 0,
     "num_blocks_held": 0,
+    "num_state_slots_held": 0,
+    "num_state_checkpoints": 0,
 }
 StartReplica = Callable[[int, int], Awaitable[EngineClient]]  # its number, and how often it was started before
 

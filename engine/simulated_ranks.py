@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from oarlock.workers.capacity import RankWork
-from oarlock.workers.config import WorkerConfig, WorkerInfo
+from oarlock.workers.config import GroupInfo, WorkerConfig, WorkerInfo
 from oarlock.workers.kv_offload import KVReports
 from oarlock.workers.protocol import CLS, LOGITS, TOKEN, StepMetadata, StepOutput
 
@@ -120,7 +120,12 @@ class SimulatedExecutor:
 
 
 def replica_info(
-    worker: WorkerConfig, num_blocks: int, vocab_size: int, *, sliding_window: int | None = None
+    worker: WorkerConfig,
+    num_blocks: int,
+    vocab_size: int,
+    *,
+    sliding_window: int | None = None,
+    groups: tuple[GroupInfo, ...] = (),
 ) -> WorkerInfo:
     """Return the `WorkerInfo` that ranks would report. Raises `ValueError` without `max_model_len`."""
     if worker.max_model_len is None:
@@ -141,6 +146,7 @@ def replica_info(
         load_seconds=0.0,
         sliding_window=sliding_window,
         hidden_size=HIDDEN_SIZE,
+        groups=groups,
     )
 
 

@@ -56,6 +56,10 @@ class EngineStats:
     num_blocks_free: int = 0  # blocks without content
     num_blocks_cached: int = 0  # held by no request, kept for prefix hits, evicted when needed
     num_blocks_held: int = 0
+    # Gauges of models with recurrent layers: slots that each hold the state of one sequence after some of its tokens.
+    num_state_slots_total: int = 0  # excludes the null slot
+    num_state_slots_held: int = 0  # two for each running request
+    num_state_checkpoints: int = 0  # states kept for prefix hits, evicted when needed
     # Gauges of the tiers below the pool. Blocks that are also in the pool are counted.
     num_requests_loading: int = 0  # waiting requests that wait for files to be read
     kv_offload_host_blocks: int = 0

@@ -14,6 +14,7 @@ from itertools import islice, repeat
 from operator import attrgetter
 from typing import NamedTuple, overload
 
+from oarlock.workers.config import GroupInfo
 from oarlock.workers.sampling_parameters import PENALTIES, ScalarParams
 
 _penalties, _NO_PENALTIES = attrgetter(*(row.name for row in PENALTIES)), tuple(row.off for row in PENALTIES)
@@ -295,3 +296,4 @@ class EngineInfo:
     hidden_size: int = 0  # size of the vectors that requests may ask for
     text_part_of: str | None = None  # class of the multimodal model whose text part is served; None: a text model
     max_silence_s: float = math.inf  # the longest time without a frame from a working engine
+    groups: tuple[GroupInfo, ...] = ()  # memory groups of the model; (): one group of all blocks

@@ -44,9 +44,9 @@ class Scene:
 
     def _look(self, driver: Driver) -> None:
         running = {item.seq.request_id: item.seq for item in driver.items}
-        manager = driver.scheduler.kv_cache_manager
+        manager = driver.scheduler.memory
         self.tables = {number: (seq.block_ids[:], seq.num_computed_tokens) for number, seq in sorted(running.items())}
-        self.cached_blocks = set(manager._cached)
+        self.cached_blocks = set(manager.leader.pool.cached)
         self.num_free = manager.num_free
 
 

@@ -4,6 +4,7 @@ The inverse of llama.cpp's converter (conversion/*.py); settings of a single arc
 Torch-free.
 """
 
+import math
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,9 @@ from typing import Any
 from oarlock.base.errors import StartupError
 from oarlock.workers.layers.attention_spec import SelfAttentionSpec
 from oarlock.workers.layers.decoder_spec import DecoderSpec, tensors_of
+from oarlock.workers.layers.gated_delta_spec import GatedDeltaSpec
+from oarlock.workers.layers.gated_mlp_spec import GatedMLPSpec
+from oarlock.workers.layers.mamba2_spec import Mamba2Spec
 from oarlock.workers.model_files.checkpoint import Checkpoint
 from oarlock.workers.model_files.gguf_header import FLOATS
 from oarlock.workers.model_files.gguf_model import (
@@ -21,6 +25,7 @@ from oarlock.workers.model_files.gguf_model import (
     GGUFModel,
     GGUFSettings,
     GGUFTransform,
+    Tiles,
     gguf_file,
     shortest,
 )
@@ -43,11 +48,12 @@ def hf_config(model: GGUFModel) -> dict[str, Any]:
     missing = family.missing
     heads = settings.count(".attention.head_count", missing.get("heads"))
     hidden = settings.count(".embedding_length")
-    if not heads:
+    if not heads and family.has_attention:
         raise StartupError(f"{model.path} has no attention heads.", "Use a dense decoder model.")
-    head_dim = settings.count(".attention.key_length", hidden // heads)
+    head_dim = settings.count(".attention.key_length", hidden // max(1, heads))
     if settings.count(".attention.value_length", head_dim) != head_dim:
         raise StartupError(f"{model.path} has heads of keys and of values that differ in width.", "Use another model.")
+    count = settings.of_layer if family.layers_differ else settings.count
     config = {
         "architectures": [family.architecture],
         "model_type": family.model_type or family.name,
@@ -55,9 +61,9 @@ def hf_config(model: GGUFModel) -> dict[str, Any]:
         "hidden_size": hidden,
         "num_hidden_layers": settings.count(".block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": settings.count(".attention.head_count_kv", missing.get("kv_heads", heads)),
+        "num_key_value_heads": count(".attention.head_count_kv", missing.get("kv_heads", heads)),
         "head_dim": head_dim,
-        "intermediate_size": settings.count(".feed_forward_length"),
+        "intermediate_size": count(".feed_forward_length", missing.get("width")),
         "max_position_embeddings": settings.count(".context_length", missing.get("positions", 0)),
         "rms_norm_eps": settings.number(".attention.layer_norm_rms_epsilon", 1e-6),
         "rope_theta": settings.number(".rope.freq_base", float(missing.get("theta", 10_000))),
@@ -107,8 +113,12 @@ def gguf_checkpoint(directory: Path, model: GGUFModel) -> GGUFCheckpoint:
     for name, found in model.tensors.items():
         if name in ROPE_FACTORS or name.endswith(".attn_rot_embd"):  # part of the description
             continue
+        found = _in_its_shape(name, found)
         if name in names:  # a tensor that the converter writes without a kind
-            tensors[names[name]] = found
+            ours = names[name] if names[name] in bare else f"{names[name]}.weight"  # the norms of Falcon-H1
+            tensors[ours] = found
+            if ours in layouts:
+                placed[ours] = layouts[ours]
             continue
         module, _, kind = name.rpartition(".")
         module = names.get(module, module)
@@ -118,10 +128,22 @@ def gguf_checkpoint(directory: Path, model: GGUFModel) -> GGUFCheckpoint:
             continue
         if name.endswith(".ffn_gate_inp_shexp.weight"):  # a row, which the converter stores as a vector
             found = found.shaped(1, found.entry.shape[-1])
+        if family.stores_blocks and (blocks := spec.names.blocks_of(module)) is not None:
+            tensors |= blocks.split(f"{module}.{kind}", found)
+            continue
         tensors[module if module in bare else f"{module}.{kind}"] = found
         if module in layouts and (kind == "weight" or not layouts[module].added):  # biases of norms are not shifted
             placed[f"{module}.{kind}"] = layouts[module]
     return GGUFCheckpoint(directory, tensors, placed)
+
+
+def _in_its_shape(name: str, found: LocatedTensor) -> LocatedTensor:
+    """Return a tensor of a recurrent layer in Hugging Face's shape: vectors may be matrices in the file, and its
+    convolution has no dimension of 1."""
+    kind, shape = name.rpartition(".ssm_")[2], found.entry.shape
+    if kind in ("a", "d", "norm.weight"):
+        return found.shaped(math.prod(shape))
+    return found.shaped(shape[0], 1, shape[1]) if kind == "conv1d.weight" and len(shape) == 2 else found
 
 
 def _family(settings: GGUFSettings) -> GGUFFamily:
@@ -136,14 +158,16 @@ def _family(settings: GGUFSettings) -> GGUFFamily:
 
 def _names(spec: DecoderSpec, model: GGUFModel, family: GGUFFamily) -> Iterator[tuple[str, str]]:
     """Yield (name in the file, Hugging Face's name) of each module."""
-    yield from _TOP.items()
+    yield from {**_TOP, **family.others_on_top}.items()
     stored = {name.split(".")[2] for name in model.tensors if name.startswith("blk.") and name.count(".") > 2}
     for index, layer in enumerate(spec.layers):
         there, here = f"blk.{index}.", f"model.layers.{index}."
+        if layer.scalar is not None:
+            yield f"{there}layer_output_scale", here + layer.scalar
         for branch in layer.branches:
             sublayer = branch.sublayer
             before, after = sublayer.gguf_norms
-            if family.mlp_norm is not None and not isinstance(sublayer, SelfAttentionSpec):
+            if family.mlp_norm is not None and before == GatedMLPSpec.gguf_norms[0]:
                 before = family.mlp_norm
             for norm, name in zip((branch.norm, branch.post_norm), (before, after), strict=True):
                 if norm is not None:
@@ -151,7 +175,8 @@ def _names(spec: DecoderSpec, model: GGUFModel, family: GGUFFamily) -> Iterator[
             for part, name in sublayer.gguf.items():
                 # A fused module may have the same name in the file as one of its parts. It is fused only if no other
                 # part is stored.
-                others = {sublayer.gguf[one] for one in sublayer.fused.get(part, ())} - {name}
+                parts = sublayer.fused.get(part, ())
+                others = {sublayer.gguf[one] for one in parts if one in sublayer.gguf} - {name}
                 if not others & stored:
                     yield there + name, f"{here}{sublayer.module}.{part}"
 
@@ -171,6 +196,10 @@ def _layouts(spec: DecoderSpec, family: GGUFFamily) -> Iterator[tuple[str, GGUFT
             if spec.norm.offset:
                 yield from ((here + norm, added) for norm in (branch.norm, branch.post_norm) if norm is not None)
             sublayer = branch.sublayer
+            if isinstance(sublayer, GatedDeltaSpec):
+                yield from _delta_layouts(f"{here}{sublayer.module}.", sublayer, family)
+            if isinstance(sublayer, Mamba2Spec):
+                yield f"{here}{sublayer.module}.A_log", GGUFTransform(is_decay=True)
             if not isinstance(sublayer, SelfAttentionSpec):
                 continue
             heads, kv_heads = sublayer.num_heads, sublayer.num_kv_heads
@@ -182,6 +211,23 @@ def _layouts(spec: DecoderSpec, family: GGUFFamily) -> Iterator[tuple[str, GGUFT
             if is_permuted:
                 for part, count in (("q_proj", heads), ("k_proj", kv_heads), ("qkv_proj", heads + kv_heads)):
                     yield inside + part, GGUFTransform(count, sublayer.head_dim)
+
+
+def _delta_layouts(inside: str, delta: GatedDeltaSpec, family: GGUFFamily) -> Iterator[tuple[str, GGUFTransform]]:
+    """Yield the layouts of a gated delta net, whose modules' names begin with `inside`."""
+    each = delta.num_value_heads // delta.num_key_heads
+    if not family.tiles_values or each == 1:
+        yield f"{inside}A_log", GGUFTransform(is_decay=True)
+        return
+    heads, width, before = (delta.num_key_heads, each), delta.value_width, 2 * delta.key_size
+    of_heads = Tiles(0, *heads, 1)
+    yield f"{inside}A_log", GGUFTransform(is_decay=True, tiles=of_heads)
+    yield from ((f"{inside}{part}", GGUFTransform(tiles=of_heads)) for part in ("dt_bias", "in_proj_a", "in_proj_b"))
+    yield from (
+        (f"{inside}{part}", GGUFTransform(tiles=Tiles(before, *heads, width))) for part in ("in_proj_qkv", "conv1d")
+    )
+    yield f"{inside}in_proj_z", GGUFTransform(tiles=Tiles(0, *heads, width))
+    yield f"{inside}out_proj", GGUFTransform(tiles_of_inputs=Tiles(0, *heads, width))
 
 
 def _vocab_size(model: GGUFModel) -> int:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from oarlock.engine.config import EngineConfig
 from oarlock.engine.input_batch.input_batch import InputBatch
 from oarlock.engine.input_batch.sampling_metadata import FillMasks, GrammarBitmask, fill_one_by_one
-from oarlock.engine.kv_cache.manager import KVCacheManager
+from oarlock.engine.kv_cache.sequence_memory import SequenceMemory
 from oarlock.engine.scheduler.scheduler import Scheduler
 from oarlock.engine.scheduler.sequence import ModelRunnerOutput, ScheduledTokens, SchedulerOutput, Sequence, Status
 from oarlock.engine.stats import EngineState, KvState, OpenRequest, RequestHistory
@@ -44,12 +44,7 @@ class EngineCore:
         info = executor.info
         self.executor = executor
         self.scheduler = Scheduler(config, info)
-        self._input_batch = InputBatch(
-            max_num_seqs=self.scheduler.max_num_seqs,
-            max_model_len=info.max_model_len,
-            block_size=info.block_size,
-            vocab_size=info.vocab_size,
-        )
+        self._input_batch = InputBatch(max_num_seqs=self.scheduler.max_num_seqs, vocab_size=info.vocab_size)
         self._clock = clock
         # Terminal events of requests that failed outside `finish`, until they are taken.
         self.ended = self.scheduler.requests.ended
@@ -201,7 +196,7 @@ class EngineCore:
         single = SchedulerOutput(
             output.step_id,
             [item],
-            new_blocks=[entry for entry in output.new_blocks if entry[0] == row],
+            new_blocks=[entry for entry in output.new_blocks if entry[1] == row],
             new_rows=[seq for seq in output.new_rows if seq is item.seq],
         )
         try:
@@ -222,7 +217,7 @@ def live_state(scheduler: Scheduler, now: float) -> EngineState:
     return EngineState(
         running=stats.num_requests_running,
         waiting=stats.num_requests_waiting,
-        kv=_kv_state(scheduler.kv_cache_manager),
+        kv=_kv_state(scheduler.memory),
         step=steps.times(),
         tokens_per_second=steps.token_rates(now, stats.generation_tokens),
         slowest=[_open_request(seq, now) for seq in islice(scheduler.requests.by_id.values(), MAX_SLOWEST)],
@@ -240,16 +235,16 @@ def history(scheduler: Scheduler, request_id: int) -> RequestHistory | None:
     return None if timeline is None else timeline.history(timeline.output_tokens)
 
 
-def _kv_state(manager: KVCacheManager) -> KvState:
-    per_cell = -(-manager.num_total // MAX_CELLS)
+def _kv_state(memory: SequenceMemory) -> KvState:
+    per_cell = -(-memory.num_total // MAX_CELLS)
     return KvState(
-        block_size=manager.block_size,
-        total=manager.num_total,
-        held=manager.num_held,
-        cached=manager.num_cached,
-        free=manager.num_free,
+        block_size=memory.block_size,
+        total=memory.num_total,
+        held=memory.num_held,
+        cached=memory.num_cached,
+        free=memory.num_free,
         cells_of=per_cell,
-        map=run_lengths(manager.states(per_cell)),
+        map=run_lengths(memory.states(per_cell)),
     )
 
 

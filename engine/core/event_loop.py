@@ -20,7 +20,7 @@ from oarlock.engine.errors import INTERNAL, QueueFullError, RequestError, Unavai
 from oarlock.engine.input_batch.sampling_metadata import fill_one_by_one
 from oarlock.engine.ipc import messages
 from oarlock.engine.ipc.frames import FrameError, FrameSocket, FrameSocketClosedError
-from oarlock.engine.kv_cache.manager import BlockChanges, BlockEvent, BlockEventLog
+from oarlock.engine.kv_cache.block_events import BlockChanges, BlockEvent, BlockEventLog
 from oarlock.engine.kv_cache.offload import Flush
 from oarlock.engine.stats import EngineStats
 from oarlock.engine.types import FinishReason, Request, TokenEvent, TokenEvents
@@ -68,6 +68,7 @@ class EngineLoop:
         self._request_reader = messages.RequestReader()
         self._outbox: list[TokenEvents] = []  # ordered by time; each becomes one or more frames
         self._block_subscribers: list[Callable[[list[BlockEvent]], None]] = []
+        self._block_pool = self.scheduler.memory.leader.pool
         self._kv_events = kv_events
         if kv_events is not None:
             self.subscribe_to_blocks(kv_events.publish)
@@ -92,8 +93,8 @@ class EngineLoop:
         It is called once per turn that has events, while the ranks compute, and must return at once. Allowed only
         before `run`. Without a subscriber no events are kept.
         """
-        manager = self.scheduler.kv_cache_manager
-        manager.event_log = manager.event_log or BlockEventLog()
+        pool = self._block_pool
+        pool.event_log = pool.event_log or BlockEventLog()
         self._block_subscribers.append(subscriber)
 
     def stop(self) -> None:
@@ -184,7 +185,7 @@ class EngineLoop:
                 found = [history(self.scheduler, request_id) for request_id in request_ids]
                 self._send(messages.Histories(number, [one for one in found if one is not None]))
             case messages.ResetCache(number):
-                self._send(messages.CacheReset(number, self.scheduler.kv_cache_manager.reset_prefix_cache()))
+                self._send(messages.CacheReset(number, self.scheduler.memory.reset_prefix_cache()))
             case messages.Stop():
                 self.stop()
             case _:
@@ -302,7 +303,7 @@ class EngineLoop:
         return event
 
     def _publish_blocks(self) -> None:
-        log = self.scheduler.kv_cache_manager.event_log
+        log = self._block_pool.event_log
         if log is not None and (events := log.take()):
             for subscriber in self._block_subscribers:
                 subscriber(events)
@@ -392,7 +393,7 @@ class EngineLoop:
         while self.engine_core.num_in_flight:
             self.engine_core.finish()
         begun_s, num_before = self._clock(), stats.kv_offload_written_blocks
-        flush = Flush(offload, self.scheduler.kv_cache_manager.cached_blocks())
+        flush = Flush(offload, self.scheduler.memory.cached_blocks())
         with selectors.DefaultSelector() as selector:
             selector.register(reports, selectors.EVENT_READ)
             while flush.add_copies() and (left_s := begun_s + FLUSH_S - self._clock()) > 0:

@@ -26,6 +26,7 @@ from oarlock.engine.core.log_format import log_to_stderr
 from oarlock.engine.ipc import messages
 from oarlock.engine.ipc.frames import FrameError, FrameReader, FrameSocket
 from oarlock.engine.replay.recording import RecordingExecutor, RecordingWriter
+from oarlock.engine.scheduler.open_requests import check_memory
 from oarlock.engine.structured_output.manager import StructuredOutputManager
 from oarlock.engine.types import EngineInfo
 from oarlock.workers.config import LOADING_TIMEOUT_S, NodesConfig, OnProgress, WorkerConfig, WorkerInfo
@@ -115,10 +116,14 @@ def _serve(sock: socket.socket, start_executor: StartExecutor, loading_timeout_s
 def _start(config: EngineConfig, start_executor: StartExecutor, on_progress: OnProgress) -> "Executor":
     """Start and load the ranks. If a recording file cannot be made, this fails before the model is read."""
     writer = None if config.record_path is None else RecordingWriter(config.record_path)
+    executor = None
     try:
         # A node that leaves ends the group as the operator of this host would.
         executor = start_executor(config.worker, on_progress, nodes=config.nodes, leave_pid=os.getppid())
-    except BaseException:
+        check_memory(config, executor.info)
+    except BaseException as error:
+        if executor is not None:
+            executor.close(error if isinstance(error, Exception) else None)
         if writer is not None:
             writer.discard()
         raise
@@ -155,10 +160,10 @@ def _loop(
 ) -> tuple[int, str]:
     """Run the loop. Return the exit code and the reason of its end."""
     info = executor.info
-    if kv_events is not None:
-        kv_events.start(info.block_size, info.sliding_window)
     sock.sendall(messages.encode(messages.Ready(engine_info(config, executor))))
     loop = EngineLoop(config, executor, FrameSocket(sock), structured_output=structured_output, kv_events=kv_events)
+    if kv_events is not None:
+        kv_events.start(info.block_size, loop.scheduler.memory.leader.span)
     # Objects created while loading are kept for good: garbage collections during steps need not scan them.
     gc.collect()
     gc.freeze()
@@ -211,6 +216,7 @@ def engine_info(config: EngineConfig, executor: "Executor") -> EngineInfo:
         nnodes=worker.nnodes,
         hidden_size=info.hidden_size,
         text_part_of=info.text_part_of,
+        groups=info.groups,
         max_silence_s=config.heartbeat_interval_s + worker.step_timeout_s,
     )
 

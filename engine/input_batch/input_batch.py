@@ -1,9 +1,9 @@
 """Builds the arrays of a step, `StepMetadata`, from the scheduler's decision.
 
-Block tables and sampling parameters are kept in tables that are indexed by a sequence's row. A step carries the changed
-entries of the block tables, and the parameters of its rows. Tokens that the previous step samples are not known when a
-step is built, so they are references to the previous step's rows of logits (`SampledRows`). Knows numpy and the step's
-layout. Does not know policy or transport.
+Sampling parameters are kept in tables that are indexed by a sequence's row. A step carries the parameters of its rows,
+and the changed entries of the block tables, which ranks keep. Tokens that the previous step samples are not known when
+a step is built, so they are references to the previous step's rows of logits (`SampledRows`). Knows numpy and the
+step's layout. Does not know policy or transport.
 """
 
 from typing import NamedTuple
@@ -18,11 +18,13 @@ from oarlock.engine.input_batch.sampling_metadata import (
     constrained_until,
     history_sections,
 )
+from oarlock.engine.kv_cache.manager import TableEntry
 from oarlock.engine.kv_cache.offload import Copies
+from oarlock.engine.kv_cache.sequence_memory import UNSENT
 from oarlock.engine.scheduler.sequence import NOT_KNOWN, Decodes, ScheduledTokens, SchedulerOutput, Sequence
 from oarlock.engine.types import KINDS, penalises
 from oarlock.workers.kv_offload import DIGEST_BYTES
-from oarlock.workers.protocol import NULL_BLOCK, StepMetadata
+from oarlock.workers.protocol import StepMetadata
 from oarlock.workers.sampling_parameters import ROWS, columns_off
 
 _NONE = -1
@@ -39,7 +41,7 @@ class BuiltStep(NamedTuple):
 
 
 class _Tokens(NamedTuple):
-    """Tokens of a step, before their KV slots are known."""
+    """Tokens of a step."""
 
     rows_of_seqs: np.ndarray  # int32 [S]; rows in the engine's tables
     seq_lens: np.ndarray  # int32 [S]
@@ -54,11 +56,9 @@ class _Tokens(NamedTuple):
 class InputBatch:
     """Builds `StepMetadata` from `SchedulerOutput`. The arrays of a step are not changed by later steps."""
 
-    def __init__(self, *, max_num_seqs: int, max_model_len: int, block_size: int, vocab_size: int) -> None:
-        self.block_size = block_size
+    def __init__(self, *, max_num_seqs: int, vocab_size: int) -> None:
         self.vocab_size = vocab_size
         self._sampled_rows = SampledRows(max_num_seqs)
-        self._tables = np.full((max_num_seqs, -(-max_model_len // block_size)), NULL_BLOCK, np.int32)
         # sampling parameters by row, written when a sequence gets the row
         self._choices = {
             **columns_off(max_num_seqs),
@@ -84,7 +84,7 @@ class InputBatch:
             if seq.row >= 0:
                 self._assign(seq)
                 self._gathered_of = self._unconstrained = None
-        sections = self._write_tables(output.new_blocks) if output.new_blocks else {}
+        sections = _table_entries(output.new_blocks) if output.new_blocks else {}
         if output.scheduled:
             tokens = self._mixed(output)
             sections |= _pooling(output)
@@ -94,6 +94,8 @@ class InputBatch:
             sections["num_drafts"] = _num_drafts(output)
         if output.kv_copies is not None:
             sections |= _kv_copies(output.kv_copies)
+        if output.states is not None:
+            sections |= output.states.fields()
         token_ids, columns = tokens.token_ids, tokens.columns
         unknown = (token_ids == NOT_KNOWN).nonzero()[0]
         if len(unknown) == len(token_ids):
@@ -163,19 +165,6 @@ class InputBatch:
             }
         of_seqs = (some.astype(np.int32) for some in (rows, seq_lens, query_start_loc))
         return _Tokens(*of_seqs, row_of_token, token_ids, positions, rows_of_logits, columns)
-
-    def _write_tables(self, new_blocks: list[tuple[int, int, int]]) -> dict[str, np.ndarray]:
-        """Return the step's fields for block tables: each changed entry once, with the block of the last write."""
-        written = {(row, column): block for row, column, block in new_blocks}
-        rows, columns = np.array(list(written), np.int64).T  # [n]
-        blocks = np.array(list(written.values()), np.int32)
-        self._tables[rows, columns] = blocks
-        return {
-            "table_groups": np.zeros(len(blocks), np.uint8),
-            "table_rows": rows.astype(np.int32),
-            "table_columns": columns.astype(np.int32),
-            "table_blocks": blocks,
-        }
 
     def _assign(self, seq: Sequence) -> None:
         """Write the table entries of the row that was assigned to `seq`."""
@@ -256,6 +245,20 @@ class InputBatch:
                 new[seq.row] = seq
                 self._history_step[seq.row] = step_id
         return list(new.values())
+
+
+def _table_entries(new_blocks: list[TableEntry]) -> dict[str, np.ndarray]:
+    """Return the step's fields for block tables: each changed entry once, with the block of the last write."""
+    written = {(group, row, column): block for group, row, column, block in new_blocks if group != UNSENT}
+    if not written:
+        return {}
+    groups, rows, columns = np.array(list(written), np.int32).T  # [N]
+    return {
+        "table_groups": groups.astype(np.uint8),
+        "table_rows": rows,
+        "table_columns": columns,
+        "table_blocks": np.array(list(written.values()), np.int32),
+    }
 
 
 def _concatenated(scheduled: list[ScheduledTokens]) -> list[int]:

@@ -32,7 +32,7 @@ from oarlock.engine.errors import (
     UnavailableError,
 )
 from oarlock.engine.ipc.frames import FrameError, as_frame
-from oarlock.engine.kv_cache.manager import HASH_BYTES, BlockChanges
+from oarlock.engine.kv_cache.block_events import HASH_BYTES, BlockChanges
 from oarlock.engine.stats import EngineState, EngineStats, RequestHistory
 from oarlock.engine.types import (
     EngineInfo,

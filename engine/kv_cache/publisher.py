@@ -26,7 +26,7 @@ import zmq
 
 from oarlock.base.errors import StartupError
 from oarlock.engine.config import KvEventsConfig
-from oarlock.engine.kv_cache.manager import AllBlocksCleared, BlockEvent, BlockStored
+from oarlock.engine.kv_cache.block_events import AllBlocksCleared, BlockEvent, BlockStored
 
 logger = logging.getLogger("oarlock.engine")
 

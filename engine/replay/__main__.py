@@ -22,6 +22,7 @@ import numpy as np
 
 from oarlock.base.errors import StartupError
 from oarlock.base.python_child import die_with_parent, run_while_read
+from oarlock.engine.kv_cache.state_slots import NULL_SLOT
 from oarlock.engine.replay.comparison import ReplayComparison
 from oarlock.engine.replay.recording import MASKS, STEP, Header, Recording
 from oarlock.workers.config import WorkerConfig, WorkerInfo
@@ -155,20 +156,48 @@ def _with_tokens(step: StepMetadata, before: StepOutput | None) -> StepMetadata:
     return step
 
 
+class _SeenMemory:
+    """Entries of block tables, and slots of recurrent state, that the steps so far have written."""
+
+    def __init__(self, worker: WorkerConfig) -> None:
+        self._block_size = worker.block_size
+        self._shape = worker.max_num_seqs, table_width(worker)
+        self._tables: dict[int, np.ndarray] = {}  # by memory group: whether each entry was written
+        self._slots = {NULL_SLOT}
+
+    def add_tables(self, step: StepMetadata) -> None:
+        """Add the table entries of `step`, which are written before any is read."""
+        for group in np.unique(step.table_groups).tolist():
+            table, is_own = self._tables.setdefault(group, np.zeros(self._shape, bool)), step.table_groups == group
+            table[step.table_rows[is_own], step.table_columns[is_own]] = True
+
+    def add_slots(self, step: StepMetadata) -> None:
+        """Add the slots that `step` writes, which later steps may read."""
+        self._slots.update(step.state_writes.tolist(), step.state_saves[:, 2].tolist())
+
+    def has_all_of(self, step: StepMetadata) -> bool:
+        """Return whether each block and slot that `step` reads was assigned. Models have blocks, slots or both."""
+        if not self._slots.issuperset(step.state_reads.tolist()):
+            return False
+        if not self._tables:
+            return len(step.state_reads) == step.num_seqs
+        ends = zip(step.rows.tolist(), (-(-step.seq_lens // self._block_size)).tolist(), strict=True)
+        return all(table[row, :end].all() for row, end in ends for table in self._tables.values())
+
+
 def _count(recording: Recording) -> RecordingCounts:
     counts = RecordingCounts()
-    worker = WorkerConfig(**recording.header.worker)
-    written = np.zeros((worker.max_num_seqs, table_width(worker)), bool)  # entries of the block tables
+    seen = _SeenMemory(WorkerConfig(**recording.header.worker))
     try:
         for step, output in _steps(recording):
-            written[step.table_rows, step.table_columns] = True
-            for row, length in zip(step.rows, step.seq_lens, strict=True):
-                if not written[row, : -(-length // worker.block_size)].all():
-                    raise StartupError(
-                        f"{recording.path} does not begin with the first step: step {step.step_id} reads blocks that "
-                        "no step in it has assigned.",
-                        "Replay the whole recording.",
-                    )
+            seen.add_tables(step)
+            if not seen.has_all_of(step):
+                raise StartupError(
+                    f"{recording.path} does not begin with the first step: step {step.step_id} reads memory that no "
+                    "step in it has assigned.",
+                    "Replay the whole recording.",
+                )
+            seen.add_slots(step)
             counts.num_steps += 1
             counts.num_outputs += output is not None
             counts.num_tokens += step.num_tokens

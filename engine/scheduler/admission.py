@@ -37,15 +37,15 @@ class Limits:
     """Limits of one request: vocabulary, length, vectors and labels."""
 
     vocab_size: int
-    max_len: int  # prompt and generated tokens together; never more than the whole pool holds
+    max_len: int  # prompt and generated tokens together; never more than the memory holds
     hidden_size: int  # values of a vector
     is_encoder: bool = False
     num_labels: int = 0  # labels of the encoder's classification head
 
     @staticmethod
-    def of(info: WorkerInfo) -> "Limits":
-        pool_tokens = (info.num_blocks - 1) * info.block_size
-        most = min(info.max_model_len, pool_tokens)
+    def of(info: WorkerInfo, max_held_tokens: int) -> "Limits":
+        """Return the limits of a model. `max_held_tokens`: length of the longest sequence that its memory can hold."""
+        most = min(info.max_model_len, max_held_tokens)
         return Limits(info.vocab_size, most, info.hidden_size, info.whole_texts, info.num_labels)
 
 

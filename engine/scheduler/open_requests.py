@@ -9,14 +9,17 @@ from collections.abc import Mapping
 from dataclasses import replace
 from itertools import islice
 
+from oarlock.base.errors import StartupError
 from oarlock.engine.config import EngineConfig
 from oarlock.engine.errors import INTERNAL, BrokenGrammarError
-from oarlock.engine.kv_cache.manager import KVCacheManager
 from oarlock.engine.kv_cache.offload import KVOffload
+from oarlock.engine.kv_cache.sequence_memory import SequenceMemory, check_offload, num_state_slots, page_groups
+from oarlock.engine.kv_cache.state_slots import StateSlots
 from oarlock.engine.scheduler.decode_state import DecodeState
 from oarlock.engine.scheduler.policy import reserved_blocks
 from oarlock.engine.scheduler.request_queue import LoadingSequences, RequestQueue
 from oarlock.engine.scheduler.sequence import SchedulerOutput, Sequence, Status
+from oarlock.engine.scheduler.state_steps import StateRows
 from oarlock.engine.scheduler.timeline import MAX_AHEAD, RequestLog
 from oarlock.engine.stats import EngineStats
 from oarlock.engine.types import FinishReason, TokenEvent
@@ -27,6 +30,17 @@ logger = logging.getLogger("oarlock.engine")
 GRAMMAR_FAILED = "grammar_failed"
 
 
+def check_memory(config: EngineConfig, info: WorkerInfo) -> None:
+    """Raise `StartupError` if an option needs memory of another kind than the model has."""
+    check_offload(info)
+    if config.speculative is not None and any(group.is_recurrent for group in info.groups):
+        raise StartupError(
+            f"--speculative-config does not support models with recurrent layers, such as this {info.architecture}: "
+            "the state after a rejected draft cannot be taken back.",
+            "Leave it out.",
+        )
+
+
 class OpenRequests:
     """Sequences of all open requests, with the queue, the blocks and the rows that they share."""
 
@@ -34,25 +48,37 @@ class OpenRequests:
         worker, caches_blocks = config.worker, config.enable_prefix_caching and not info.whole_texts
         self.stats = EngineStats()
         self.log = RequestLog(self.stats)
-        self.kv_cache_manager = KVCacheManager(
-            info.num_blocks,
-            info.block_size,
-            enable_prefix_caching=caches_blocks,
-            sliding_window=info.sliding_window,
-            max_step_tokens=worker.max_num_batched_tokens,
-        )
+        check_memory(config, info)
         # Every running sequence must be able to get its one token, or decodes would starve each other.
         self.num_rows = min(worker.max_num_seqs, worker.max_num_batched_tokens)
+        self.memory = SequenceMemory(
+            page_groups(info, self.num_rows),
+            info.block_size,
+            enable_prefix_caching=caches_blocks,
+            max_step_tokens=worker.max_num_batched_tokens,
+        )
         self.waiting = RequestQueue(config.max_waiting_requests, config.max_waiting_tokens)
         self.running: list[Sequence] = []  # ordered by admission
         self.free_rows = list(range(self.num_rows - 1, -1, -1))
         tiers = info.kv_offload if caches_blocks else None
         offload = None if tiers is None else KVOffload(tiers, info.block_size, info.step_cost, self.stats)
-        self.kv_offload = self.kv_cache_manager.offload = offload
+        self.kv_offload = offload
+        if offload is not None:
+            self.memory.attach(offload)
         self.loading: LoadingSequences | None = None  # None: no KV is kept in files
         if offload is not None and offload.has_disk:
-            self.loading = LoadingSequences(offload, self.waiting, self.kv_cache_manager)
+            self.loading = LoadingSequences(offload, self.waiting, self.memory)
         self.decode_state = DecodeState(self.num_rows, info.block_size, caches_blocks=caches_blocks)
+        self.states: StateRows | None = None  # None: the model has no recurrent layers
+        if (num_slots := num_state_slots(info)) is not None:
+            self.memory.slots = StateSlots(num_slots)
+            self.states = StateRows(
+                self.memory.slots,
+                self.num_rows,
+                info.block_size,
+                saves_checkpoints=caches_blocks,
+                has_stages=worker.pipeline_parallel_size > 1,
+            )
         self._by_id: dict[int, Sequence] = {}
         self.ended: list[TokenEvent] = []  # pending terminal events of requests that failed outside a result
 
@@ -75,7 +101,7 @@ class OpenRequests:
             self.log.steps.without_row += 1
             return False
         reserve = reserved_blocks(len(self.running), seq.num_preemptions)
-        num_cached = self.kv_cache_manager.allocate(seq, seq.num_skippable_tokens, reserve)
+        num_cached = self.memory.allocate(seq, seq.num_skippable_tokens, reserve)
         if num_cached is None:
             self.log.steps.without_blocks += 1
             return False
@@ -88,8 +114,10 @@ class OpenRequests:
         seq.row = self.free_rows.pop()
         seq.num_computed_tokens = num_cached
         self.decode_state.take(seq)
+        if self.states is not None:
+            self.states.take(seq)
         output.new_rows.append(seq)
-        output.add_blocks(seq, 0)
+        output.new_blocks += self.memory.all_entries(seq)
         return True
 
     def preempt(self, seq: Sequence, now: float, *, is_short: bool = True) -> None:
@@ -115,7 +143,7 @@ class OpenRequests:
                 self.waiting.remove(seq)
             else:
                 self.loading.remove(seq)
-            self.kv_cache_manager.free(seq)  # it holds none, unless it failed while it was admitted
+            self.memory.free(seq)  # it holds none, unless it failed while it was admitted
         seq.status = Status.FINISHED
         del self._by_id[seq.request_id]
         seq.timeline.ended(now, reason, seq.num_generated_tokens, is_pooled=seq.pooling is not None)
@@ -143,7 +171,7 @@ class OpenRequests:
         is_broken = isinstance(error, BrokenGrammarError) and seq.request_id in self._by_id
         if not is_broken:
             logger.exception("event=request_failed request_id=%d stage=%s", seq.request_id, stage)
-        self.kv_cache_manager.evict_blocks(seq)  # it may have cached blocks that are not computed now
+        self.memory.evict_blocks(seq)  # it may have cached blocks that are not computed now
         if isinstance(error, BrokenGrammarError) and is_broken:
             return self.fail_by_grammar(seq, error, now)
         if seq.request_id not in self._by_id:
@@ -159,7 +187,9 @@ class OpenRequests:
     def _stop(self, seq: Sequence) -> None:
         self.running.remove(seq)
         self.decode_state.release(seq)
-        self.kv_cache_manager.free(seq)
+        if self.states is not None:
+            self.states.release(seq)
+        self.memory.free(seq)
         self.free_rows.append(seq.row)
         seq.row = -1
         seq.status = Status.WAITING
@@ -168,30 +198,39 @@ class OpenRequests:
 
     def refresh_gauges(self) -> EngineStats:
         """Update the gauges and return the stats."""
-        stats, waiting, manager = self.stats, self.waiting, self.kv_cache_manager
+        stats, waiting, memory = self.stats, self.waiting, self.memory
         loading = [] if self.loading is None else list(self.loading)
         stats.num_requests_running = len(self.running)
         stats.num_requests_loading = len(loading)
         stats.num_requests_waiting = len(waiting) + waiting.num_pending + len(loading)
         num_loading_tokens = sum(seq.num_prompt_tokens for seq in loading)
         stats.num_waiting_tokens = waiting.num_tokens + waiting.num_pending_tokens + num_loading_tokens
-        stats.num_blocks_total = manager.num_total
-        stats.num_blocks_free = manager.num_free
-        stats.num_blocks_cached = manager.num_cached
-        stats.num_blocks_held = manager.num_held
-        stats.kv_cache_usage = manager.num_held / manager.num_total
+        stats.num_blocks_total = memory.num_total
+        stats.num_blocks_free = memory.num_free
+        stats.num_blocks_cached = memory.num_cached
+        stats.num_blocks_held = memory.num_held
+        stats.kv_cache_usage = memory.usage
         if self.kv_offload is not None:
             stats.kv_offload_host_blocks = self.kv_offload.host.num_blocks
+        if self.states is not None:
+            slots = self.states.slots
+            stats.num_state_slots_total = slots.num_total
+            stats.num_state_slots_held = slots.num_held
+            stats.num_state_checkpoints = slots.num_checkpoints
         return stats
 
     def audit(self) -> None:
         """Raise AssertionError if rows, decode state, blocks, queue and open requests disagree."""
         self.decode_state.audit(self.running)
-        self.kv_cache_manager.audit(self._by_id.values())
+        self.memory.audit(self._by_id.values())
+        if self.states is not None:
+            self.states.audit(self.running)
         rows = sorted([seq.row for seq in self.running] + self.free_rows)
         assert rows == list(range(self.num_rows)), "rows are lost or shared"
         waiting = [*self.waiting, *(self.loading or ())]
         assert sorted(self._by_id) == sorted(seq.request_id for seq in [*self.running, *waiting])
         for seq in waiting:
-            assert not seq.block_ids and not seq.num_computed_tokens, "a waiting sequence holds something"
+            assert not seq.num_computed_tokens and not any(table.block_ids for table in seq.tables), (
+                "a waiting sequence holds something"
+            )
         assert self.waiting.num_tokens == sum(seq.num_prompt_tokens for seq in self.waiting)

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import islice
 
-from oarlock.engine.kv_cache.manager import KVCacheManager
+from oarlock.engine.kv_cache.sequence_memory import SequenceMemory
 from oarlock.engine.scheduler.request_queue import RequestQueue
 from oarlock.engine.scheduler.sequence import SchedulerOutput, Sequence
 from oarlock.engine.scheduler.step_cost import StepCosts
@@ -31,7 +31,7 @@ def choose_victim(running: Iterable[Sequence]) -> Sequence:
 
 
 def choose_victim_for_head(
-    running: list[Sequence], waiting: RequestQueue, num_rows: int, kv_cache_manager: KVCacheManager
+    running: list[Sequence], waiting: RequestQueue, num_rows: int, memory: SequenceMemory
 ) -> Sequence | None:
     """Choose the sequence to preempt if the head of the queue has no row or too few blocks.
 
@@ -47,7 +47,7 @@ def choose_victim_for_head(
         return None
     head = waiting[0]
     reserve = reserved_blocks(len(running), head.num_preemptions)
-    if len(running) < num_rows and kv_cache_manager.can_allocate(head, reserve):
+    if len(running) < num_rows and memory.can_allocate(head, reserve):
         return None
     if low_priority:
         return choose_victim(low_priority)
@@ -55,11 +55,11 @@ def choose_victim_for_head(
     peers = [seq for seq in running if seq.request.is_low_priority == head.request.is_low_priority]
     for seq in peers:
         rows[seq.request.client] += 1
-        blocks[seq.request.client] += len(seq.block_ids)
+        blocks[seq.request.client] += memory.num_blocks_of(seq)
     client, share = head.request.client, 1 / len(rows.keys() | set(waiting.clients))
-    held = {other: max(rows[other] / num_rows, blocks[other] / kv_cache_manager.num_total) for other in rows}
-    wanted = kv_cache_manager.blocks_for(head.num_tokens)
-    with_head = max((rows[client] + 1) / num_rows, (blocks[client] + wanted) / kv_cache_manager.num_total)
+    held = {other: max(rows[other] / num_rows, memory.share(blocks[other])) for other in rows}
+    wanted = memory.blocks_for(head.num_tokens)
+    with_head = max((rows[client] + 1) / num_rows, memory.share(blocks[client] + wanted))
     if with_head > share or not held:
         return None
     heaviest = max(held, key=lambda other: (held[other], other))
@@ -79,14 +79,19 @@ def reserved_blocks(num_running: int, num_preemptions: int) -> int:
     return num_running << num_preemptions
 
 
-def may_be_passed(seq: Sequence, running: list[Sequence], kv_cache_manager: KVCacheManager) -> bool:
+def may_be_passed(seq: Sequence, running: list[Sequence], memory: SequenceMemory) -> bool:
     """Return whether later sequences may be admitted before `seq`, which was just refused.
 
-    They may only if it was preempted, would fit with the smaller reserve of a new sequence, and was not passed often.
+    They may only if it was not passed often, and either waits for a checkpoint of its prefix, or was preempted and
+    would fit with the smaller reserve of a new sequence.
     """
-    if seq.num_passed >= MAX_PASSED or seq.num_preemptions == 0:
+    if seq.num_passed >= MAX_PASSED:
         return False
-    return kv_cache_manager.can_allocate(seq, reserved_blocks(len(running), 0))
+    if seq.awaits_checkpoint:
+        return True
+    if seq.num_preemptions == 0:
+        return False
+    return memory.can_allocate(seq, reserved_blocks(len(running), 0))
 
 
 def split_by_priority(under_way: list[Sequence], waiting: RequestQueue) -> tuple[list[Sequence], list[Sequence], bool]:

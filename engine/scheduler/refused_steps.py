@@ -7,10 +7,12 @@ result are refused with it, and undone as well.
 from collections.abc import Iterator
 from collections.abc import Sequence as Outputs
 
-from oarlock.engine.kv_cache.manager import KVCacheManager
+from oarlock.engine.kv_cache.manager import TableEntry
+from oarlock.engine.kv_cache.sequence_memory import SequenceMemory
 from oarlock.engine.scheduler.decode_state import DecodeState
 from oarlock.engine.scheduler.policy import choose_victim
 from oarlock.engine.scheduler.sequence import NO_DECODES, ScheduledTokens, SchedulerOutput, Sequence, Status
+from oarlock.engine.scheduler.state_steps import StateRows
 
 GROW_AFTER_STEPS = 32  # steps that ran before the limit doubles
 MIN_TRIES = 3  # refusals in a row before a step of a single token is aborted
@@ -23,7 +25,7 @@ class RefusedSteps:
     def __init__(self, max_num_batched_tokens: int) -> None:
         self._largest = max_num_batched_tokens
         self.max_tokens: int | None = None  # maximum tokens of a step while memory is short
-        self._table_entries: list[tuple[int, int, int]] = []
+        self._table_entries: list[TableEntry] = []
         self._num_ran = 0  # steps that ran since `max_tokens` changed
         self._in_a_row = 0  # refusals since a step ran
         self._refusals: dict[int, int] = {}  # request id -> refusals
@@ -78,51 +80,60 @@ class RefusedSteps:
 
 
 def undo(
-    outputs: Outputs[SchedulerOutput], state: DecodeState, manager: KVCacheManager
+    outputs: Outputs[SchedulerOutput], state: DecodeState, memory: SequenceMemory, states: StateRows | None
 ) -> tuple[list[Sequence], list[Sequence]]:
     """Return the running sequences of `outputs` to their positions before, and remove uncomputed blocks from the prefix
     cache.
 
     Return the sequences of the first output, and the sequences that must give up their blocks: they were admitted, and
-    may share blocks that are not computed, or they freed blocks that they would read again.
+    may share blocks that are not computed, or they freed blocks or a checkpoint that they would read again.
     """
     for output in outputs:
         for item in output.scheduled:
-            manager.uncache(item.seq, item.start, item.start + item.num_tokens)
+            memory.uncache(item.seq, item.start, item.start + item.num_tokens)
     starts: dict[Sequence, int] = {}
     for output in reversed(outputs):
         starts.update(_running(output, state))
     to_preempt = [seq for output in outputs for seq in output.new_rows if seq.status is Status.RUNNING]
+    if states is not None:
+        to_preempt += [seq for seq in states.undo(outputs, state) if seq not in to_preempt]
     for seq, start in starts.items():
         seq.num_computed_tokens = start
         state.refresh(seq)
-        if seq not in to_preempt and not manager.holds_window(seq):
+        if seq not in to_preempt and not memory.holds_context(seq):
             to_preempt.append(seq)
     return [seq for seq, _ in _running(outputs[0], state)], to_preempt
 
 
 def withdraw(
-    output: SchedulerOutput, unfit: list[ScheduledTokens], manager: KVCacheManager
-) -> tuple[list[Sequence], list[Sequence]]:
+    output: SchedulerOutput, unfit: list[ScheduledTokens], memory: SequenceMemory
+) -> tuple[list[Sequence], list[Sequence], list[int]]:
     """Remove `unfit` from a step that was not submitted, and the blocks that they would compute from the prefix cache.
 
-    Return the sequences of `unfit`, and the sequences that share such blocks in this step and leave it as well.
+    Return the sequences of `unfit`, the sequences that share such blocks in this step and leave it as well, and the
+    indices in the step of those that stay.
     """
     remaining: list[ScheduledTokens] = []
+    kept: list[int] = []
     failed: list[Sequence] = []
     requeued: list[Sequence] = []
-    missing: set[int] = set()  # block ids
-    for item in output.items():
-        seq, column = item.seq, item.start // manager.block_size
+    missing: list[set[int]] = [set() for _ in memory.managers]  # block ids in each group
+    for index, item in enumerate(output.items()):
+        seq, column = item.seq, item.start // memory.block_size
         is_unfit = item in unfit
-        if not is_unfit and missing.isdisjoint(seq.block_ids[:column]):
+        shares = any(
+            lost.intersection(table.block_ids[:column]) for lost, table in zip(missing, seq.tables, strict=True)
+        )
+        if not is_unfit and not shares:
             remaining.append(item)
+            kept.append(index)
             continue
-        missing.update(seq.block_ids[column:])
-        manager.evict_blocks(seq, column)
+        for lost, table in zip(missing, seq.tables, strict=True):
+            lost.update(table.block_ids[column:])
+        memory.evict_blocks(seq, column)
         (failed if is_unfit else requeued).append(seq)
     output.scheduled, output.decodes = remaining, NO_DECODES
-    return failed, requeued
+    return failed, requeued, kept
 
 
 def _running(output: SchedulerOutput, state: DecodeState) -> Iterator[tuple[Sequence, int]]:

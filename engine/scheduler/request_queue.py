@@ -17,8 +17,8 @@ from itertools import islice
 from typing import NamedTuple
 
 from oarlock.engine.errors import QueueFullError
-from oarlock.engine.kv_cache.manager import KVCacheManager
 from oarlock.engine.kv_cache.offload import KVOffload
+from oarlock.engine.kv_cache.sequence_memory import SequenceMemory
 from oarlock.engine.scheduler.sequence import Sequence
 
 MAX_READ_AHEAD = 8  # sequences at the head of the queue that may begin to read files
@@ -214,10 +214,10 @@ class RequestQueue:
 class LoadingSequences:
     """Sequences taken out of the queue while their files are read, and put back in order afterwards."""
 
-    def __init__(self, offload: KVOffload, queue: RequestQueue, manager: KVCacheManager) -> None:
+    def __init__(self, offload: KVOffload, queue: RequestQueue, memory: SequenceMemory) -> None:
         self._offload = offload
         self._queue = queue
-        self._manager = manager
+        self._memory = memory
         self._seqs: dict[int, Sequence] = {}  # request id -> sequence
 
     def __len__(self) -> int:
@@ -233,7 +233,7 @@ class LoadingSequences:
             self._queue.push(self._seqs.pop(request_id))
         for seq in [seq for seq in islice(self._queue, MAX_READ_AHEAD) if not seq.has_searched_files]:
             seq.has_searched_files = True
-            first_column, digests = self._manager.missing_hashes(seq)
+            first_column, digests = self._memory.missing_hashes(seq)
             if self._offload.begin_load(seq.request_id, digests, first_column, now):
                 self._queue.remove(seq)
                 self._seqs[seq.request_id] = seq

@@ -24,7 +24,6 @@ from oarlock.engine.errors import (
     QueueFullError,
     RequestError,
 )
-from oarlock.engine.kv_cache.manager import NULL_BLOCK
 from oarlock.engine.scheduler import policy
 from oarlock.engine.scheduler.admission import Limits, check
 from oarlock.engine.scheduler.decode_state import Drafts
@@ -59,13 +58,15 @@ class Scheduler:
     """Scheduler of one engine: takes requests, produces steps, and turns the results of steps into events."""
 
     def __init__(self, config: EngineConfig, info: WorkerInfo) -> None:
-        self.limits = Limits.of(info)
         self.requests = requests = OpenRequests(config, info)
+        self.limits = Limits.of(info, requests.memory.max_tokens)
         self.stats, self.kv_offload = requests.stats, requests.kv_offload
-        self.kv_cache_manager = requests.kv_cache_manager
+        self.memory = requests.memory
+        self._pools = requests.memory.pools
         self.max_num_seqs = requests.num_rows
         self.max_num_batched_tokens = config.worker.max_num_batched_tokens
         self._waiting, self._running, self._state = requests.waiting, requests.running, requests.decode_state
+        self._states = requests.states
         self._max_vectors = max_token_vectors(info.hidden_size, info.max_model_len if info.whole_texts else 0)
         self._num_micro_batches = config.num_micro_batches  # steps in flight among which decoding sequences are divided
         self.refused_steps: RefusedSteps | None = None  # None: memory suffices, and the ranks have all table entries
@@ -102,8 +103,16 @@ class Scheduler:
         self.check(request, now)
         self._num_arrivals += 1
         key = (now + request.priority * PRIORITY_STEP_S, self._num_arrivals)
-        max_len = self.limits.max_len
-        self.requests.add(Sequence(request, key=key, max_len=max_len, arrival_s=now, grammar_matcher=grammar_matcher))
+        self.requests.add(
+            Sequence(
+                request,
+                key=key,
+                max_len=self.limits.max_len,
+                arrival_s=now,
+                grammar_matcher=grammar_matcher,
+                tables=self.memory.new_tables(),
+            )
+        )
 
     def set_pending(self, pending: Mapping[str, tuple[int, int]]) -> None:
         """Set the numbers of requests and of prompt tokens, by client, that are accepted but not yet added."""
@@ -191,11 +200,15 @@ class Scheduler:
             rows, max_decodes = chosen
         output = SchedulerOutput(self._step_id + 1, [], is_ahead=ahead)
         drafts = self._choose_drafts(rows, max_drafts, ahead=ahead) if max_drafts > 0 else {}
+        if self._states is not None:
+            self._states.slots.begin_step()
         unfinished = self._schedule_decodes(output, rows, drafts, now)
         if unfinished or self._waiting.lines:
             self._schedule_prompts(output, unfinished, max_decodes, max_tokens, now)
         elif self._num_micro_batches > 1:
             self._budget.end_prompts()
+        if self._states is not None:
+            self._states.schedule(output)
         if output.num_decodes or output.scheduled:
             if self.refused_steps is not None:
                 self.refused_steps.begin(output)
@@ -228,7 +241,7 @@ class Scheduler:
         """
         self.stats.num_refused_steps += 1
         self.requests.log.steps.refused(now)
-        in_first, to_preempt = undo(outputs, self._state, self.kv_cache_manager)
+        in_first, to_preempt = undo(outputs, self._state, self.memory, self._states)
         for output in outputs:
             if output.kv_copies is not None and self.kv_offload is not None:
                 self.kv_offload.finish_copies(output.kv_copies)
@@ -247,7 +260,9 @@ class Scheduler:
         Blocks they would have filled leave the prefix cache, and sequences that share these blocks in this step wait
         again.
         """
-        failed, requeued = withdraw(output, unfit, self.kv_cache_manager)
+        failed, requeued, kept = withdraw(output, unfit, self.memory)
+        if self._states is not None:
+            self._states.keep(output, kept)
         for seq in failed:
             self.requests.ended.append(self.requests.fail(seq, INTERNAL, now))
         for seq in requeued:
@@ -278,14 +293,15 @@ class Scheduler:
         """
         if self._num_micro_batches > 1:
             return False
-        if self.kv_cache_manager.num_available < len(self._running):
-            return True
+        for pool in self._pools:
+            if pool.num_available < len(self._running):
+                return True
         return self.drafter is not None and self._state.drafts_wait(self.drafter, max_drafts)
 
     def _preempt_over_share(self, now: float, *, ahead: bool) -> bool:
         """Preempt sequences for the head of the queue according to the policy. Return False if the result of the
         previous step must come first."""
-        shared = self._running, self._waiting, self.max_num_seqs, self.kv_cache_manager
+        shared = self._running, self._waiting, self.max_num_seqs, self.memory
         while (victim := policy.choose_victim_for_head(*shared)) is not None:
             if ahead:
                 return False
@@ -303,7 +319,7 @@ class Scheduler:
             rows = state.with_oldest(max_tokens)
         elif self._num_micro_batches > 1:
             rows, max_decodes = state.next_micro_batch(self._num_micro_batches)
-            if state.may_preempt(rows, self.kv_cache_manager.num_available):
+            if state.may_preempt(rows, self.memory.num_available):
                 if ahead:
                     return None
                 rows = state.with_oldest(max_decodes)  # keep at least one row
@@ -359,8 +375,8 @@ class Scheduler:
             output.decodes, output.num_decodes = state.schedule(rows, positions), len(rows)
             return []
         is_plain, unfinished, num_released = np.ones(len(rows), bool), [], state.num_released
-        manager = self.kv_cache_manager
-        block_size, is_simple = manager.block_size, not drafts and manager.sliding_window is None
+        memory = self.memory
+        block_size, is_simple = memory.block_size, not drafts and not memory.has_spans
         entries = (some.tolist() for some in (inspected, rows[inspected], positions[inspected]))
         for index, row, start in zip(*entries, strict=True):
             seq = state.seqs[row]
@@ -369,8 +385,7 @@ class Scheduler:
             try:
                 only_grows = is_simple and start == len(seq.block_ids) * block_size and start < seq.num_to_compute
                 only_grows &= not seq.decodes_individually and state.num_tokens.item(row) <= start + 1
-                if only_grows and manager.num_available:
-                    output.new_blocks.append((row, len(seq.block_ids), manager.allocate_next(seq)))
+                if only_grows and memory.grow_by_one(seq, output.new_blocks):
                     state.plain_until[row] = min(start + block_size, seq.num_to_compute)
                     continue
                 if not self._may_decode(seq, output, unfinished, now):
@@ -406,20 +421,20 @@ class Scheduler:
             return False
         if start >= seq.num_to_compute:
             return False  # it ends with the result of the previous step
-        has_block = start < len(seq.block_ids) * self.kv_cache_manager.block_size
+        has_block = start < len(seq.block_ids) * self.memory.block_size
         return has_block or self._allocate_next_block(seq, output, now)
 
     def _allocate_next_block(self, seq: Sequence, output: SchedulerOutput, now: float) -> bool:
         """Allocate one more block for `seq`, preempting sequences if needed. Return False if `seq` was itself
         preempted."""
-        self._free_out_of_window(seq, output)
-        while (new := self.kv_cache_manager.allocate_slots(seq, seq.num_computed_tokens + 1)) is None:
+        if self.memory.has_spans:
+            self.memory.free_unread(seq, output.new_blocks)
+        while not self.memory.grow(seq, seq.num_computed_tokens + 1, output.new_blocks):
             victim = policy.choose_victim(self._running)
             self.requests.preempt(victim, now)
             output.num_preempted += 1
             if victim is seq:
                 return False
-        output.add_blocks(seq, len(seq.block_ids) - len(new))
         return True
 
     def _allocate_for_drafts(self, seq: Sequence, most: int, output: SchedulerOutput) -> int:
@@ -429,16 +444,9 @@ class Scheduler:
         """
         if output.num_preempted:
             return 0
-        column, num_known = len(seq.block_ids), seq.num_computed_tokens + 1
-        num_tokens = self.kv_cache_manager.allocate_up_to(seq, num_known + most, len(self._running))
-        output.add_blocks(seq, column)
+        num_known = seq.num_computed_tokens + 1
+        num_tokens = self.memory.grow_up_to(seq, num_known + most, len(self._running), output.new_blocks)
         return num_tokens - num_known
-
-    def _free_out_of_window(self, seq: Sequence, output: SchedulerOutput) -> None:
-        """Free the blocks that no later token of `seq` reads, if all layers have a sliding window."""
-        if self.kv_cache_manager.sliding_window is not None:
-            columns = self.kv_cache_manager.free_out_of_window(seq)
-            output.new_blocks += [(seq.row, column, NULL_BLOCK) for column in columns]
 
     # -- prompts
 
@@ -462,6 +470,8 @@ class Scheduler:
             budget = self._admit_in_order(output, budget, now, normal_only=normal_only)
         if budget == whole:  # otherwise keep the step short for the waiting sequences
             budget = self._share_among_prompts(output, last, budget, now)
+        if self.memory.has_spans and not output.num_seqs and not output.is_ahead:
+            budget = self._make_room(output, first + last, budget, now)
         output.num_prompt_tokens = whole - budget
 
     def _share_among_prompts(self, output: SchedulerOutput, under_way: list[Sequence], budget: int, now: float) -> int:
@@ -503,7 +513,7 @@ class Scheduler:
                     other.num_passed += 1
             elif seq.status is Status.WAITING:
                 passed.append(seq)
-            if not all(policy.may_be_passed(other, self._running, self.kv_cache_manager) for other in passed):
+            if not all(policy.may_be_passed(other, self._running, self.memory) for other in passed):
                 break
         return budget
 
@@ -532,12 +542,12 @@ class Scheduler:
             num_tokens -= num_tokens > 1 or bool(output.num_decodes or output.scheduled)
         if seq.returns_token_vectors:
             num_tokens = min(num_tokens, self._max_vectors - output.num_token_vectors)
-        if self.kv_cache_manager.sliding_window is not None:
-            num_tokens = self._allocate_within_window(seq, num_tokens, output)
+        if self.memory.has_spans:
+            num_tokens = self._allocate_within_span(seq, num_tokens, output)
         score_from, num_scored = seq.tokens_to_score(start, num_tokens)
         if num_tokens <= 0:
             return 0
-        self.kv_cache_manager.cache_blocks(seq, start + num_tokens)
+        self.memory.cache_blocks(seq, start + num_tokens)
         wants_logits = start + num_tokens == seq.num_tokens and seq.samples
         output.scheduled.append(ScheduledTokens(seq, start, num_tokens, wants_logits, score_from, num_scored))
         output.num_token_vectors += seq.returns_token_vectors * num_tokens
@@ -547,16 +557,29 @@ class Scheduler:
         self._state.refresh_inspect_at(seq)
         return num_tokens
 
-    def _allocate_within_window(self, seq: Sequence, num_tokens: int, output: SchedulerOutput) -> int:
+    def _allocate_within_span(self, seq: Sequence, num_tokens: int, output: SchedulerOutput) -> int:
         """Allocate blocks for up to `num_tokens` next tokens; return the number of tokens with blocks.
 
         Leave a block for each of the other running sequences.
         """
-        self._free_out_of_window(seq, output)
-        start, column = seq.num_computed_tokens, len(seq.block_ids)
-        end = self.kv_cache_manager.allocate_up_to(seq, start + num_tokens, len(self._running) - 1)
-        output.add_blocks(seq, column)
-        return end - start
+        self.memory.free_unread(seq, output.new_blocks)
+        start = seq.num_computed_tokens
+        return self.memory.grow_up_to(seq, start + num_tokens, len(self._running) - 1, output.new_blocks) - start
+
+    def _make_room(self, output: SchedulerOutput, under_way: list[Sequence], budget: int, now: float) -> int:
+        """Preempt the newest sequences until a prompt `under_way` gets blocks, since each waits for blocks of the
+        others; return the rest of the budget.
+
+        Sequences that were admitted in this step come first, so that they do not get the blocks of others.
+        """
+        while not output.num_seqs and len(self._running) > 1:
+            new = [seq for seq in output.new_rows if seq.status is Status.RUNNING]
+            self.requests.preempt(policy.choose_victim(new or self._running), now)
+            output.num_preempted += 1
+            for seq in under_way:
+                if seq.status is Status.RUNNING and not output.num_seqs:
+                    budget -= self._schedule_prompt(seq, output, budget, now)
+        return budget
 
     def _fail_scheduling(self, seq: Sequence, now: float) -> None:
         """End one sequence after an exception while handling it. Must be called in an `except` block."""

@@ -1,6 +1,7 @@
 """State of one request from arrival to end, the decision of which tokens run in a step, and the ranks' output.
 
-Knows token ids and block ids. Does not know policy (`scheduler.py`), free blocks (`kv_cache/manager.py`) or arrays.
+Knows token ids and block ids. Does not know policy (`scheduler.py`), free blocks (`kv_cache/sequence_memory.py`) or
+arrays.
 """
 
 from array import array
@@ -14,8 +15,9 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from oarlock.engine.kv_cache.manager import Shortage
+from oarlock.engine.kv_cache.manager import BlockTable, Shortage, TableEntry
 from oarlock.engine.kv_cache.offload import Copies
+from oarlock.engine.kv_cache.state_slots import HeldSlots
 from oarlock.engine.scheduler.timeline import RequestTimeline
 from oarlock.engine.spec_decode.drafter import DraftState
 from oarlock.engine.types import Request, ScoredTokens
@@ -95,8 +97,10 @@ class Sequence:
         "_last_token_s",
         "_num_computed_tokens",
         "_token_ids",
+        "awaits_checkpoint",
         "block_hashes",
         "block_ids",
+        "checkpoints_at",
         "decode_state",
         "decodes_individually",
         "draft_state",
@@ -106,7 +110,6 @@ class Sequence:
         "inspects_each_token",
         "key",
         "num_cached_blocks",
-        "num_freed_blocks",
         "num_passed",
         "num_preemptions",
         "num_prompt_tokens",
@@ -116,12 +119,15 @@ class Sequence:
         "pooling",
         "request",
         "request_id",
+        "rolling_checkpoint",
         "row",
         "samples",
         "sampling_state",
         "shortage",
+        "slots",
         "status",
         "stop_ids",
+        "tables",
         "timeline",
     )
 
@@ -133,7 +139,9 @@ class Sequence:
         max_len: int,
         arrival_s: float,
         grammar_matcher: GrammarMatcherProtocol | None = None,
+        tables: tuple[BlockTable, ...] | None = None,
     ) -> None:
+        """Take the request and its empty block tables, `SequenceMemory.new_tables`; None: the table of one group."""
         params = request.params
         self.request = request
         self.request_id = request.request_id
@@ -151,10 +159,15 @@ class Sequence:
         self.decodes_individually = not self.samples  # its decode steps are scheduled as `ScheduledTokens`
         # True if each of its tokens needs more work than appending it.
         self.inspects_each_token = grammar_matcher is not None
-        self.block_ids: list[int] = []
-        self.num_freed_blocks = 0  # leading entries of `block_ids` that are the null block: outside the sliding window
+        self.tables = (BlockTable(),) if tables is None else tables  # one for each group of pages
+        self.block_ids = self.tables[0].block_ids  # the shortest table: all have blocks for its tokens
         self.block_hashes: list[bytes] = []  # chained hashes of the full blocks, as far as they were needed
-        self.num_cached_blocks = 0  # leading blocks that were offered to the prefix cache
+        self.num_cached_blocks = 0  # leading columns that were offered to the prefix cache, in all groups
+        self.slots: HeldSlots | None = None  # of recurrent state; None while the sequence does not run
+        # Checkpoints that its prompt will leave, ascending: number of tokens -> hash of the last block of them.
+        self.checkpoints_at: dict[int, bytes] = {}
+        self.awaits_checkpoint = False  # whether it waits for a checkpoint that another sequence will leave
+        self.rolling_checkpoint: bytes | None = None  # hash of the last checkpoint of its decodes
         self.shortage: Shortage | None = None  # most recent failed allocation of blocks
         self.has_searched_files = False  # whether KV files were searched for its prefix since it last began to wait
         self.row = -1  # index into the engine's tables; stable while the sequence runs
@@ -280,6 +293,30 @@ class ScheduledTokens:
         return self.num_scored + self.wants_logits + len(self.drafts)
 
 
+class StateSave(NamedTuple):
+    """Recurrent state that a step saves as a checkpoint."""
+
+    index: int  # of the sequence in the step
+    num_tokens: int  # number of the sequence's tokens in the step after which the state is saved
+    slot: int
+    seq: Sequence
+    num_blocks: int  # leading blocks of the sequence whose tokens lead to this state
+    is_rolling: bool  # True: the next checkpoint of a decode of this sequence may replace it
+
+
+class StepStates(NamedTuple):
+    """Slots of recurrent state of a step with S sequences."""
+
+    reads: np.ndarray  # int32 [S]; state before the step
+    writes: np.ndarray  # int32 [S]; state after the step
+    saves: list[StateSave]  # in the order of `index`, then of `num_tokens`
+
+    def fields(self) -> dict[str, np.ndarray]:
+        """Return the fields of `StepMetadata`."""
+        saves = np.array([save[:3] for save in self.saves], np.int32).reshape(-1, 3)
+        return {"state_reads": self.reads, "state_writes": self.writes, "state_saves": saves}
+
+
 class Decodes(NamedTuple):
     """Newest tokens of D sequences, as arrays. Each has one row of logits, for the token after it."""
 
@@ -305,7 +342,7 @@ class SchedulerOutput:
 
     step_id: int
     scheduled: list[ScheduledTokens]
-    new_blocks: list[tuple[int, int, int]] = field(default_factory=list)  # (row, column of its table, block id)
+    new_blocks: list[TableEntry] = field(default_factory=list)  # (memory group, row, column of its table, block id)
     new_rows: list[Sequence] = field(default_factory=list)  # sequences that got their row in this step
     num_preempted: int = 0
     num_decodes: int = 0  # running sequences that get one token
@@ -314,6 +351,7 @@ class SchedulerOutput:
     num_token_vectors: int = 0  # prompt tokens whose hidden states are returned
     decodes: Decodes = NO_DECODES
     kv_copies: Copies | None = None  # copies that precede all other work of the step
+    states: StepStates | None = None  # None: the model has no recurrent layers
     is_ahead: bool = False  # True if scheduled while the previous step was in flight
 
     @property
@@ -332,12 +370,6 @@ class SchedulerOutput:
             end = first + item.num_rows
             yield item, first, end
             first = end
-
-    def add_blocks(self, seq: Sequence, first_column: int) -> None:
-        """Add the blocks of `seq` from `first_column` on to the step's new table entries."""
-        self.new_blocks += [
-            (seq.row, column, block) for column, block in enumerate(seq.block_ids[first_column:], first_column)
-        ]
 
 
 class ModelRunnerOutput:

@@ -31,7 +31,7 @@ class StepResults:
         self._requests = requests
         self._stats = requests.stats
         self._state = requests.decode_state
-        self._kv_cache_manager = requests.kv_cache_manager
+        self._memory = requests.memory
         self._queue = requests.waiting
 
     def apply(self, output: SchedulerOutput, result: ModelRunnerOutput, now: float) -> TokenEvents:
@@ -40,6 +40,8 @@ class StepResults:
         Full blocks are cached before any sequence ends, because an end may free blocks that others would find.
         """
         events, decodes = TokenEvents(), output.decodes
+        if output.states is not None and self._requests.states is not None:
+            self._requests.states.name_saves(output, result)
         is_plain, others = self._split_decodes(decodes, result, now, events)
         if output.scheduled:
             for item, first, end in output.with_rows():
@@ -75,10 +77,10 @@ class StepResults:
 
     def _cache_blocks(self, seq: Sequence, num_computed: int, now: float, events: TokenEvents) -> None:
         """Cache the full blocks of `seq`; an exception fails only this sequence."""
-        if num_computed // self._kv_cache_manager.block_size <= seq.num_cached_blocks:
+        if num_computed // self._memory.block_size <= seq.num_cached_blocks:
             return
         try:
-            self._kv_cache_manager.cache_blocks(seq, num_computed)
+            self._memory.cache_blocks(seq, num_computed)
             self._state.refresh_inspect_at(seq)
         except Exception:
             events.others.append(self._requests.fail_after_exception(seq, "commit", now))
@@ -106,7 +108,7 @@ class StepResults:
             runs = state.still_run(rows, decodes.num_released)
             is_plain = runs & ~needs_inspection
             needs_inspection &= runs
-        others, block_size = [], self._kv_cache_manager.block_size
+        others, block_size = [], self._memory.block_size
         indices = needs_inspection.nonzero()[0]
         entries = (some.tolist() for some in (indices, rows[indices], positions[indices], token_ids[indices]))
         for index, row, position, token in zip(*entries, strict=True):
@@ -247,7 +249,7 @@ class StepResults:
 
     def _fail_nonfinite(self, seq: Sequence, now: float) -> TokenEvent | None:
         self._stats.num_nonfinite += 1
-        self._kv_cache_manager.evict_blocks(seq)  # its keys and values may not be finite either
+        self._memory.evict_blocks(seq)  # its keys and values may not be finite either
         return self._requests.fail(seq, NOT_FINITE, now)
 
     def _append_tokens(
@@ -296,7 +298,7 @@ class StepResults:
         seq, num_logprobs = item.seq, item.seq.request.params.logprobs
         if item.drafts:
             seq.num_computed_tokens = item.start + len(token_ids)  # all but the newest
-            self._kv_cache_manager.cache_blocks(seq, seq.num_computed_tokens)
+            self._memory.cache_blocks(seq, seq.num_computed_tokens)
         last_s = seq.last_token_s
         if last_s is None:
             assert len(token_ids) == 1

@@ -60,7 +60,7 @@ HARMONY = ReasoningFormat(
 )  # Harmony's calls and reasoning share one parser
 THINK = ReasoningFormat(
     "deepseek_r1",
-    "DeepSeek, Qwen 3, GLM, Kimi, SmolLM3, OLMo 3, EXAONE 4, MiniMax-M2 and most others",
+    "DeepSeek, Qwen 3, GLM, Kimi, SmolLM3, OLMo 3, EXAONE 4, MiniMax-M2, Nemotron 3 and most others",
     "<think>",
     "</think>",
     aliases=("qwen3", "glm45", "olmo3", "minimax_m2"),

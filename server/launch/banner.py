@@ -139,7 +139,8 @@ def banner(
     owner."""
     tokens = (info.num_blocks - 1) * info.block_size
     context = min(_TYPICAL_CONTEXT, max_len)
-    users = _plural(info.data_parallel_size * (tokens // context), "user")
+    held = min([tokens // context, *((group.num_blocks - 1) // 2 for group in info.groups if group.is_recurrent)])
+    users = _plural(info.data_parallel_size * held, "user")
     label = "4k" if context == _TYPICAL_CONTEXT else f"{context} tokens"
     phases = ", ".join(f"{phase} {took:.1f} s" for phase, took in seconds.items() if took >= 0.05)
     form = "" if info.quantization == "none" else f" as {info.quantization}"
@@ -153,9 +154,7 @@ def banner(
         *(_wrapped("about", about) if about else []),
         f"  compute  {compute}, attention {info.attention_backend}, weights{form} {per_rank} per rank",
         *([f"  values   {_rounding(info)}"] if info.input_rounding else []),
-        f"  KV       {_kv_size(info)} = {users} at {label}, {_kv_form(info)}"
-        if info.kv_bytes_per_token_per_rank
-        else f"  texts    up to {max_len} tokens, each in one step, without KV memory",
+        *_memory(info, users, label, max_len),
         f"  steps    up to {info.max_num_batched_tokens} tokens; a step counts as hung after {info.step_timeout_s:g} s",
         f"  started  in {total:.1f} s{f' ({phases})' if phases else ''}",
         *([f"  note     {_ON_CUDA}"] if info.device == "cuda" else []),
@@ -196,6 +195,23 @@ def _kv_size(info: EngineInfo) -> str:
     blocks = info.num_blocks - 1
     each = "" if info.data_parallel_size == 1 else f" on each of {info.data_parallel_size} replicas"
     return f"{blocks} blocks of {info.block_size} = {blocks * info.block_size} tokens{each}"
+
+
+def _memory(info: EngineInfo, users: str, label: str, max_len: int) -> list[str]:
+    """Return the lines about keys, values and recurrent state. `users`: the number that fits at the context `label`."""
+    states = [group for group in info.groups if group.is_recurrent]
+    if not info.kv_bytes_per_token_per_rank and not states:
+        return [f"  texts    up to {max_len} tokens, each in one step, without KV memory"]
+    lines = []
+    if info.kv_bytes_per_token_per_rank:
+        lines.append(f"  KV       {_kv_size(info)} = {users} at {label}, {_kv_form(info)}")
+    if len(info.groups) > 1:
+        windows = [group for group in info.groups if group.span is not None and not group.is_recurrent]
+        lines += [f"  window   {group.num_blocks - 1} blocks for the latest {group.span} tokens" for group in windows]
+    if states:
+        size = format_size(sum(group.bytes_per_block for group in states))
+        lines.append(f"  state    {states[0].num_blocks - 1} slots of {size}, for {users} and checkpoints")
+    return lines
 
 
 def _kv_form(info: EngineInfo) -> str:

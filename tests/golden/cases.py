@@ -183,6 +183,10 @@ CASES: dict[str, Case] = {
     "gemma4": Case("gemma4_text", {}, (1, 2, 4)),
     "gemma4-without-inputs": Case("gemma4_text", {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0,
                                                   "attention_bias": True}, (2,)),
+    "gemma4-experts": Case("gemma4_text", {
+        "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "enable_moe_block": True, "num_experts": 7,
+        "top_k_experts": 3, "moe_intermediate_size": 36, "attention_k_eq_v": True, "num_global_key_value_heads": 2},
+        (1, 2, 4)),
     "gemma4-unified": Case("gemma4_unified_text", {}, (1, 2, 4)),
     "laguna": Case("laguna", {}, (1, 2, 4)),
     "laguna-gated-values": Case("laguna", {"gating": "per-element", "attention_bias": True}, (2,)),
@@ -309,6 +313,7 @@ SHORT_RUNS = {
 }
 # Cases whose every tensor is compared in `make test`: what is wrong in the others shows in the logits.
 SHORT_LAYERS = {name for name, case in CASES.items() if name in FAMILY_CASES or case.family in MIXTURES}
+SHORT_LAYERS |= {"olmo-hybrid", "qwen3-5"}
 
 
 def run_id(name: str, size: int) -> str:

@@ -18,7 +18,8 @@ from transformers import PreTrainedModel
 
 from oarlock.workers.layers.memory_spec import SlotsSpec
 from oarlock.workers.models.registry import read_spec
-from oarlock.workers.verify.reference import TransformersRecorder, in_float64, model_class, text_part
+from oarlock.workers.verify.exact_modules import in_float64
+from oarlock.workers.verify.reference import TransformersRecorder, model_class, text_part
 from tests.golden.cases import PROMPT
 
 GREEDY = 5

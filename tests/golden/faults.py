@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pytest import MonkeyPatch
 
 from tests.golden import mutations
+from tests.golden import mutations_of_states as of_states
 from tests.golden import mutations_of_values as of_values
 from tests.golden.cases import run_id
 
@@ -146,6 +147,21 @@ FAULTS = [
     Fault("S13", "attention sinks dropped", mutations.attention_sinks_dropped, "gpt-oss", 2, "0.attention"),
     Fault("S13", "limit of activations ignored", mutations.limit_of_activations_ignored, "gpt-oss", 4, "0.experts"),
     Fault("S13", "shared expert dropped", mutations.shared_expert_dropped, "granite-moe-shared", 2, "0.residual"),
+    Fault(
+        "S6",
+        "q, k, v, z of heads as of all",
+        mutations.parts_of_heads_taken_as_parts_of_all,
+        "qwen3-next",
+        2,
+        "0.delta_q",
+    ),
+    Fault("S13", "decay left out", of_states.decay_left_out, "qwen3-5", 1, "0.recurrence"),
+    Fault("S13", "beta not doubled", of_states.beta_not_doubled, "olmo-hybrid", 2, "0.recurrence"),
+    Fault("S13", "key heads shared in turn", of_states.key_heads_shared_in_turn, "qwen3-5", 2, "0.recurrence"),
+    Fault("S13", "gate before the norm", of_states.gate_before_the_norm, "qwen3-next", 1, "0.gated_norm"),
+    Fault("S13", "taps reversed", of_states.taps_reversed, "olmo-hybrid", 1, "0.q_conv"),
+    Fault("S5", "state of the convolution lost", of_states.state_of_the_convolution_lost, "qwen3-5", 1, "0.q_conv"),
+    Fault("S5", "state of the delta rule lost", of_states.state_of_the_rule_lost, "qwen3-5", 1, "0.recurrence"),
     Fault("S13", "relu not squared", of_values.relu_not_squared, "arcee", 2, "0.up"),
     Fault("S13", "gelu without the tanh", of_values.exact_gelu_for_its_approximation, "starcoder2", 1, "0.up"),
     Fault("S6", "up_proj of the first rank", of_values.rows_of_the_first_rank, "jais2", 2, "0.up"),

@@ -69,8 +69,16 @@ _ARCHITECTURES = {
     "HunYuanDenseV1ForCausalLM": gguf.MODEL_ARCH.HUNYUAN_DENSE,
     "HunYuanMoEV1ForCausalLM": gguf.MODEL_ARCH.HUNYUAN_MOE,
     "AfmoeForCausalLM": gguf.MODEL_ARCH.AFMOE,
+    "Gemma4ForCausalLM": gguf.MODEL_ARCH.GEMMA4,
+    "Gemma4UnifiedForCausalLM": gguf.MODEL_ARCH.GEMMA4,
+    "Lfm2ForCausalLM": gguf.MODEL_ARCH.LFM2,
+    "Lfm2MoeForCausalLM": gguf.MODEL_ARCH.LFM2MOE,
     "Llama4ForCausalLM": gguf.MODEL_ARCH.LLAMA4,
+    "Qwen3NextForCausalLM": gguf.MODEL_ARCH.QWEN3NEXT,
+    "Qwen3_5ForCausalLM": gguf.MODEL_ARCH.QWEN35,
+    "Qwen3_5MoeForCausalLM": gguf.MODEL_ARCH.QWEN35MOE,
 }
+_TILED = (gguf.MODEL_ARCH.QWEN35, gguf.MODEL_ARCH.QWEN35MOE)  # value heads of gated delta nets
 # Settings of config.json, and the writer's method for each.
 _ADDED = (
     ("attn_logit_softcapping", "add_attn_logit_softcapping"),
@@ -114,6 +122,8 @@ _ONE_ADDED = (  # to the weights of norms
     gguf.MODEL_ARCH.GEMMA2,
     gguf.MODEL_ARCH.GEMMA3,
     gguf.MODEL_ARCH.NEMOTRON,
+    gguf.MODEL_ARCH.QWEN3NEXT,
+    *_TILED,
 )
 _OWN_KEYS = {
     "n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads", "n_inner":
@@ -129,7 +139,7 @@ _PERMUTED = (
     gguf.MODEL_ARCH.MISTRAL3,
 )
 _WITH_PATTERN = (gguf.MODEL_ARCH.EXAONE4, gguf.MODEL_ARCH.OLMO2)  # of windows
-_EXPERT = re.compile(r"(.*\.)(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight")
+_EXPERT = re.compile(r"(.*\.)(?:mlp|block_sparse_moe|feed_forward)\.experts\.(\d+)\.(\w+)\.weight")
 _NUMBERED = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}  # Mixtral's names
 KindOf = Callable[[str, tuple[int, ...]], str]
 
@@ -169,17 +179,17 @@ def write_gguf(directory: Path, path: Path, kind_of: KindOf, *, part_bytes: int 
         tensors |= load_file(file)
     if config.get("tie_word_embeddings"):
         tensors.pop("lm_head.weight", None)
-    for name, tensor in _with_joined_experts(tensors).items():
+    for name, tensor in _with_split_projections(_with_joined_experts(tensors), config).items():
         stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if name.endswith("e_score_correction_bias"):
             stored = f"blk.{name.split('.')[2]}.exp_probs_b.bias"
-        elif name.endswith("sinks"):
+        elif name.endswith("layer_scalar") or name.endswith("sinks"):
             stored = f"{stored}.weight"
         elif name.endswith("expert_bias"):
             stored = f"{stored}.bias"
         assert stored is not None, name
         numbers = _as_stored(name, tensor.float(), config, arch).numpy()
-        kind = kind_of(stored, numbers.shape)
+        kind = "F32" if "ssm_conv1d" in stored else kind_of(stored, numbers.shape)
         writer.add_tensor(stored, quantized(numbers, kind), raw_dtype=gguf.GGMLQuantizationType[kind])
     for name, factors in _rope_factors(config, arch).items():
         writer.add_tensor(name, np.array(factors, np.float32))
@@ -225,6 +235,21 @@ def _with_joined_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Te
     return found | {name: torch.stack([of[index] for index in sorted(of)]) for name, of in apart.items()}
 
 
+def _with_split_projections(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Qwen3-Next's projections one after another instead of by key heads, and the names of biases of time steps."""
+    found = {}
+    for name, tensor in tensors.items():
+        if name.endswith("in_proj_qkvz.weight"):
+            each = config["linear_num_value_heads"] // config["linear_num_key_heads"]
+            key, value = config["linear_key_head_dim"], each * config["linear_value_head_dim"]
+            of_heads = tensor.unflatten(0, (config["linear_num_key_heads"], -1)).split([key, key, value, value], 1)
+            q, k, v, z = (part.flatten(0, 1) for part in of_heads)
+            found |= {name.replace("qkvz", "qkv"): torch.cat((q, k, v)), name.replace("qkvz", "z"): z}
+        else:
+            found[name.replace("dt_bias", "dt_proj.bias")] = tensor
+    return found
+
+
 def _with_usual_keys(config: dict[str, Any]) -> dict[str, Any]:
     """The settings of GPT-2 and GPT-BigCode under the keys that others have."""
     found = {ours: config[theirs] for theirs, ours in _OWN_KEYS.items() if config.get(theirs) is not None}
@@ -257,7 +282,8 @@ def _add_settings(writer: gguf.GGUFWriter, config: dict[str, Any], arch: gguf.MO
     writer.add_block_count(config["num_hidden_layers"] + ahead)
     if ahead:
         writer.add_nextn_predict_layers(ahead)
-    writer.add_feed_forward_length(config.get("intermediate_size_mlp", config["intermediate_size"]))
+    if "moe_intermediate_size" not in config or config["model_type"] != "qwen3_5_moe_text":  # which has experts only
+        writer.add_feed_forward_length(config.get("intermediate_size_mlp", config["intermediate_size"]))
     writer.add_head_count(heads)
     writer.add_head_count_kv(config["num_key_value_heads"])
     if key := next((key for key in _LAYER_NORMS if key in config), None):
@@ -303,8 +329,57 @@ def _add_settings(writer: gguf.GGUFWriter, config: dict[str, Any], arch: gguf.MO
         writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
         writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
     _add_experts(writer, config)
+    if "linear_num_key_heads" in config:
+        _add_delta(writer, config)
+    if "conv_L_cache" in config:
+        _add_convolutions(writer, config)
+    if arch is gguf.MODEL_ARCH.GEMMA4:
+        _add_gemma4(writer, config)
     if arch in (gguf.MODEL_ARCH.PHI3, gguf.MODEL_ARCH.STARCODER2) and not config.get("sliding_window"):
         writer.add_sliding_window(0)
+
+
+def _add_convolutions(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    name, width = writer.arch, config["intermediate_size"]
+    if config.get("block_auto_adjust_ff_dim"):
+        width, unit = int(config["block_ffn_dim_multiplier"] * (2 * width // 3)), config["block_multiple_of"]
+        width = -(-width // unit) * unit
+    heads = [config["num_key_value_heads"] if kind != "conv" else 0 for kind in config["layer_types"]]
+    _set(writer, f"{name}.attention.head_count_kv", heads)
+    _set(writer, f"{name}.feed_forward_length", width)
+    _set(writer, f"{name}.attention.layer_norm_epsilon", None)
+    writer.add_layer_norm_rms_eps(config["norm_eps"])
+    writer.add_shortconv_l_cache(config["conv_L_cache"])
+    if name == "lfm2moe":
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+
+
+def _add_gemma4(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    slides, shared = [kind == "sliding_attention" for kind in config["layer_types"]], config["num_kv_shared_layers"]
+    own = config["per_layer_config"]
+    full = next(iter(own.values()))
+    writer.add_shared_kv_layers(shared)
+    writer.add_embedding_length_per_layer_input(config.get("hidden_size_per_layer_input") or 0)
+    writer.add_sliding_window_pattern(slides)
+    for key, value in (("key_length", full["head_dim"]), ("value_length", full["head_dim"])):
+        _set(writer, f"gemma4.attention.{key}", value)
+        _set(writer, f"gemma4.attention.{key}_swa", config["head_dim"])
+    _set(writer, "gemma4.rope.dimension_count", full["head_dim"])
+    writer.add_rope_dimension_count_swa(config["head_dim"])
+    width, first = config["intermediate_size"], len(slides) - shared
+    if config["use_double_wide_mlp"]:
+        _set(writer, "gemma4.feed_forward_length", [width * (1 + (index >= first)) for index in range(len(slides))])
+    if "num_key_value_heads" in full:
+        heads = [config["num_key_value_heads"] if slide else full["num_key_value_heads"] for slide in slides]
+        _set(writer, "gemma4.attention.head_count_kv", heads)
+
+
+def _add_delta(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+    writer.add_ssm_state_size(config["linear_key_head_dim"])
+    writer.add_ssm_group_count(config["linear_num_key_heads"])
+    writer.add_ssm_time_step_rank(config["linear_num_value_heads"])
+    writer.add_ssm_inner_size(config["linear_value_head_dim"] * config["linear_num_value_heads"])
 
 
 def _add_experts(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
@@ -352,8 +427,12 @@ def add_tokenizer(writer: gguf.GGUFWriter, directory: Path, vocab_size: int) -> 
 
 
 def _as_stored(name: str, tensor: torch.Tensor, config: dict[str, Any], arch: gguf.MODEL_ARCH) -> torch.Tensor:
-    if arch in _ONE_ADDED and name.endswith("norm.weight"):
+    if name.endswith("conv.conv.weight"):
+        return tensor.squeeze(1)
+    if arch in _ONE_ADDED and name.endswith("norm.weight") and "linear_attn" not in name:
         return tensor + 1
+    if "linear_attn" in name:
+        return _delta_as_stored(name, tensor, config, arch)
     if arch in _PERMUTED and (".q_proj." in name or ".k_proj." in name):
         heads = config["num_attention_heads" if ".q_proj." in name else "num_key_value_heads"]
         halves = tensor.reshape(heads, 2, tensor.shape[0] // heads // 2, *tensor.shape[1:])
@@ -366,9 +445,29 @@ def _as_stored(name: str, tensor: torch.Tensor, config: dict[str, Any], arch: gg
     return tensor
 
 
+def _delta_as_stored(name: str, tensor: torch.Tensor, config: dict[str, Any], arch: gguf.MODEL_ARCH) -> torch.Tensor:
+    """Decays in place of their logarithms, taps as a matrix, and value heads in turn for all key heads."""
+    keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    width = 1 if name.endswith(("A_log", "dt_proj.bias", "in_proj_a.weight", "in_proj_b.weight")) else (
+        config["linear_value_head_dim"])  # fmt: skip
+    tensor = -torch.exp(tensor) if name.endswith("A_log") else tensor
+    tensor = tensor.squeeze(1) if "conv1d" in name else tensor
+    if arch not in _TILED or name.endswith("norm.weight"):
+        return tensor
+    if "out_proj" in name:
+        return tensor.unflatten(1, (keys, values // keys, width)).transpose(1, 2).flatten(1).contiguous()
+    rows = values * width
+    of_heads = tensor[len(tensor) - rows :].unflatten(0, (keys, values // keys, width))
+    return torch.cat((tensor[: len(tensor) - rows], of_heads.transpose(0, 1).flatten(0, 2)))
+
+
 def _rope_factors(config: dict[str, Any], arch: gguf.MODEL_ARCH) -> dict[str, list[float]]:
     """Llama 3's and Phi-3's factors, which are tensors in GGUF."""
     rope = config.get("rope_parameters") or {}
+    if arch is gguf.MODEL_ARCH.GEMMA4:
+        width = next(iter(config["per_layer_config"].values()))["head_dim"]
+        rotated = int(width * rope["full_attention"]["partial_rotary_factor"] / 2)
+        return {"rope_freqs.weight": [1.0] * rotated + [1e30] * (width // 2 - rotated)}
     if rope.get("rope_type") == "longrope":
         return {f"rope_factors_{name}.weight": rope[f"{name}_factor"] for name in ("long", "short")}
     if rope.get("rope_type") != "llama3":

@@ -30,6 +30,9 @@ class Quantised:
     weights: dict[str, Tensor]  # module -> float64 [N, K], or of all experts [E, N, K]
 
 
+_PRODUCTS = ("_proj", "in_proj_qkv", "in_proj_z")  # ends of the names of matrices
+
+
 @dataclass(frozen=True)
 class Case:
     """One way of storing a weight [N, K]."""
@@ -53,7 +56,7 @@ def write(dense: Path, folder: Path, case: Case) -> Quantised:
             tensors |= {f"{name}_{kind}": value.contiguous() for kind, value in stored.items()}
             plain[name] = weights[name].float().transpose(1, 2).contiguous()
             continue
-        is_product = module.endswith("_proj") or (case.head and module == "lm_head")
+        is_product = module.endswith(_PRODUCTS) or (case.head and module == "lm_head")
         if case.family or not name.endswith(".weight") or not is_product or module.endswith(case.left or ("-",)):
             tensors[name] = plain[name] = tensor.clone()
             continue

@@ -271,6 +271,8 @@ def _random_model(
                     has_offset = re.search(r"gemma(?!4)|nemotron$|qwen3_(next|5)", config.model_type) is not None
                     has_offset = has_offset and "linear_attn" not in name
                     parameter.normal_(mean=0.0 if has_offset else 1.0, std=0.1)
+                elif name.endswith(("router.scale", "per_expert_scale")):
+                    parameter.normal_(mean=1.0, std=0.2)
                 elif name.endswith("conv.weight"):
                     parameter.normal_(std=0.5)
                 elif std > 0:

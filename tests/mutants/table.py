@@ -81,8 +81,13 @@ CONCERNS: dict[str, tuple[str, ...]] = {
     "kv-cache": (
         "tests/unit/engine/kv_cache/test_kv_cache_manager.py",
         "tests/unit/engine/kv_cache/test_sliding_window.py",
+        "tests/unit/engine/kv_cache/test_memory_groups.py",
         "tests/unit/engine/kv_cache/test_prefix_sharing.py",
         "tests/unit/engine/kv_cache/test_block_events.py",
+    ),
+    "recurrent-state": (
+        "tests/unit/engine/kv_cache/test_state_slots.py",
+        "tests/unit/engine/scheduler/test_recurrent_state.py",
     ),
     "offload": (
         "tests/unit/engine/kv_cache/test_kv_offload.py",

@@ -84,7 +84,10 @@ class DirectEngine:
             pipeline_depth=pipeline_depth,
             speculative=speculative,
         )
-        info = info or replace(executor.info, num_blocks=num_blocks or executor.info.num_blocks)
+        info = info or executor.info
+        if num_blocks is not None:
+            groups = [one if one.is_recurrent else replace(one, num_blocks=num_blocks) for one in info.groups]
+            info = replace(info, num_blocks=num_blocks, groups=tuple(groups))
         self.now = 0.0
         self.num_steps = 0
         self.num_ahead = 0  # steps that began while another was in flight
@@ -138,7 +141,7 @@ class DirectEngine:
             assert self._executor.kv_reports is not None
             assert select.select([self._executor.kv_reports], [], [], 60)[0], "files are not read"
             self.now -= 0.01
-        self.most_blocks_held = max(self.most_blocks_held, self.scheduler.kv_cache_manager.num_held)
+        self.most_blocks_held = max(self.most_blocks_held, self.scheduler.memory.num_held)
         events = self._engine_core.take_events()
         if output is not None:
             self.num_steps += 1

@@ -109,7 +109,7 @@ def check(config: WorkerConfig, path: Path, *, in_processes: bool = False) -> li
         assert loaded == computed
         assert engine.num_cached_tokens >= 96
         # Files that one rank lacks, or that are damaged, are computed.
-        engine.scheduler.kv_cache_manager.reset_prefix_cache()
+        engine.scheduler.memory.reset_prefix_cache()
         for number, file in enumerate(sorted(path.glob(f"oarlock-*/{num_ranks - 1}/*/*.kv"))):
             if number % 2:
                 file.unlink()

@@ -48,7 +48,7 @@ def test_every_answer_has_the_bits_of_enough_memory(
         engines.append(engine)
         trigger.unlink(missing_ok=True)
         engine.scheduler.audit()
-        assert engine.scheduler.kv_cache_manager.num_held == 0
+        assert engine.scheduler.memory.num_held == 0
     expected, *others = found
     for got in others:
         assert {number for number in expected if got[number] != expected[number]} == set()
@@ -74,4 +74,4 @@ def test_a_request_fails_alone_where_nothing_smaller_is_left(
     for number, answer in answers.items():
         tokens = plenty[number].token_ids
         assert answer.token_ids == (tokens[: len(answer.token_ids)] if number in failed else tokens)
-    assert engine.scheduler.kv_cache_manager.num_held == 0 and not engine.scheduler.has_work
+    assert engine.scheduler.memory.num_held == 0 and not engine.scheduler.has_work

@@ -38,5 +38,11 @@ def test_ranks_match_the_plan(tmp_path: Path, family: str, changes: dict[str, An
     assert within(max(plan.weight_bytes), max(weights)), "weights of the rank with the most"
     assert within(sum(plan.weight_bytes) * config.tensor_parallel_size, sum(weights)), "weights of all ranks"
     assert plan.num_blocks == real.info.num_blocks
+    assert plan.counts == tuple(group.num_blocks for group in real.info.groups)
+    taken = [
+        sum(pages.nbytes for one in rank.layer_memory if one.kv for pages in (one.kv.k, one.kv.v))
+        for rank in real.ranks
+    ]
+    assert within(plan.kv_bytes, max(taken)), "keys and values of the rank with the most"
     assert plan.groups.bytes_per_token == max(rank.memory.groups.bytes_per_token for rank in real.ranks)
     assert plan.step_bytes == max(rank.memory.step.largest for rank in real.ranks)

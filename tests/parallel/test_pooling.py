@@ -18,7 +18,7 @@ from oarlock.engine.errors import NOT_FINITE
 from oarlock.engine.types import KINDS as ALL_KINDS
 from oarlock.engine.types import POOLS, PoolingParams, Request, SamplingParams
 from oarlock.workers.config import WorkerConfig
-from oarlock.workers.verify.reference import in_float64
+from oarlock.workers.verify.exact_modules import in_float64
 from tests.golden.exact_reference import ExactReference
 from tests.golden.tiny_models import make_tiny
 from tests.parallel.direct_engine import Answer, DirectEngine
@@ -151,7 +151,7 @@ def test_vectors_do_not_depend_on_company_or_chunks(
     assert {number: answers[number] for number in texts} == texts
     assert engine.scheduler.stats.finished["stop"] == len(alone)
     engine.scheduler.audit()
-    assert engine.scheduler.kv_cache_manager.num_held == 0
+    assert engine.scheduler.memory.num_held == 0
     assert bool(engine.num_cached_tokens) == regime.get("enable_prefix_caching", False)
 
 
@@ -219,7 +219,7 @@ def test_vectors_that_are_not_finite_end_their_request_alone(
     answers = engine.run([*requests, bad])
     assert answers.pop(50).error == NOT_FINITE
     assert pooled_of(answers) == {one.request_id: alone[one.request_id] for one in requests}
-    assert engine.scheduler.stats.num_nonfinite == 1 and engine.scheduler.kv_cache_manager.num_held == 0
+    assert engine.scheduler.stats.num_nonfinite == 1 and engine.scheduler.memory.num_held == 0
     engine.scheduler.audit()
 
 

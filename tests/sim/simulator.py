@@ -6,7 +6,7 @@ settings give the same report, to the last digit.
 
 import heapq
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ from oarlock.engine.simulated_ranks import (
     replica_info,
 )
 from oarlock.engine.types import POOLS, FinishReason, PoolingParams, Request, SamplingParams, TokenEvent
+from oarlock.workers.config import GroupInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +70,11 @@ class SimulationConfig:
 
     engine: EngineConfig
     num_blocks: int = 1024
+    groups: tuple[GroupInfo, ...] = ()  # memory groups; (): one of `num_blocks` blocks
     vocab_size: int = 32_000
     cost: CostModel = field(default_factory=CostModel)  # of each pipeline stage
     stages: tuple[CostModel, ...] = ()  # the cost of each, where they differ
+    ranks: Callable[..., SimulatedExecutor] = SimulatedExecutor
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,9 +158,8 @@ def simulate(trace: Iterable[Arrival], config: SimulationConfig, watch: Watch | 
     arrivals = [(arrival.time_s, number, arrival) for number, arrival in enumerate(trace, 1)]
     ends = [0, *(len(arrival.prompt_token_ids) + arrival.num_output_tokens - 1 for _, _, arrival in arrivals)]
     costs = config.stages or (config.cost,) * worker.pipeline_parallel_size
-    executor = SimulatedExecutor(
-        worker, replica_info(worker, config.num_blocks, config.vocab_size), costs, clock, np.array(ends, np.int64)
-    )
+    info = replica_info(worker, config.num_blocks, config.vocab_size, groups=config.groups)
+    executor = config.ranks(worker, info, costs, clock, np.array(ends, np.int64))
     engine_core = EngineCore(config.engine, executor, clock)
     scheduler, watch = engine_core.scheduler, watch or Watch()
     heapq.heapify(arrivals)

@@ -42,7 +42,7 @@ def test_a_decode_step_of_32_sequences_that_ask_for_more(name: str, capsys: pyte
     worker = _worker(num_seqs, 32_768)
     info = replica_info(worker, num_seqs * 32 + 1, VOCAB)
     scheduler = Scheduler(EngineConfig(worker, max_waiting_requests=num_seqs), info)
-    builder = InputBatch(max_num_seqs=num_seqs, max_model_len=MAX_LEN, block_size=BLOCK_SIZE, vocab_size=VOCAB)
+    builder = InputBatch(max_num_seqs=num_seqs, vocab_size=VOCAB)
     for number in range(num_seqs):
         prompt = tuple(number * 1000 + index for index in range(10, PROMPT + 10))
         scheduler.add(Request(number, prompt, SamplingParams(max_tokens=500, **CHOICES[name])), 0.0)
@@ -73,7 +73,7 @@ def test_a_decode_step_of_many_sequences(num_seqs: int) -> None:
     worker = _worker(num_seqs, 8192)
     info = replica_info(worker, num_seqs * 32 + 1, 1000)
     scheduler = Scheduler(EngineConfig(worker, max_waiting_requests=num_seqs), info)
-    builder = InputBatch(max_num_seqs=num_seqs, max_model_len=MAX_LEN, block_size=BLOCK_SIZE, vocab_size=1000)
+    builder = InputBatch(max_num_seqs=num_seqs, vocab_size=1000)
     for number in range(num_seqs):
         prompt = tuple((number * 7 + index) % 1000 for index in range(PROMPT))
         scheduler.add(Request(number, prompt, SamplingParams(max_tokens=500)), 0.0)
@@ -89,10 +89,6 @@ def test_a_decode_step_of_many_sequences(num_seqs: int) -> None:
         assert isinstance(message, messages.Events) and message.read() == events
         num_decodes += rows == num_seqs and step.num_tokens == num_seqs
     items = output.items()
-    seqs, at = [item.seq for item in items], np.array([item.start for item in items])
-    expected = [
-        seq.block_ids[start // BLOCK_SIZE] * BLOCK_SIZE + start % BLOCK_SIZE
-        for seq, start in zip(seqs, at, strict=True)
-    ]
-    assert step.slot_mapping.tolist() == expected
+    at = np.array([item.start for item in items])
+    assert step.positions.tolist() == at.tolist()
     assert step.seq_lens.tolist() == (at + 1).tolist()

@@ -78,14 +78,13 @@ class BlockTables:
 
         The entries that change with the step must be written already.
         """
-        size, rows = self.block_size, step.rows
+        size, rows, starts = self.block_size, step.rows, step.query_start_loc
         if len(step.token_ids) != len(rows):
-            rows = np.repeat(rows, np.diff(step.query_start_loc))  # [T]
+            rows = rows.repeat(starts[1:] - starts[:-1])  # [T]
         columns = step.positions // size
         offsets = step.positions - columns * size
         for tables, slots in zip(self._host, out, strict=False):
-            np.multiply(tables[rows, columns], size, out=slots, dtype=np.int64)
-            slots += offsets
+            slots[...] = tables[rows, columns] * np.int64(size) + offsets
 
 
 @dataclass(slots=True)
@@ -150,8 +149,7 @@ class _HostInputs:
         self._tensors = {name: torch.from_numpy(getattr(step, name)) for name in _AS_THEY_ARE}
         self._wide = {name: np.empty(len(getattr(step, name)), np.int64) for name in _WIDENED}
         self._tensors |= {name: torch.from_numpy(array) for name, array in self._wide.items()}
-        self._slots: np.ndarray | None = None  # int64 [groups, T]
-        self._slots_of_group: dict[int, Tensor] = {}
+        self._slots: tuple[np.ndarray, dict[int, Tensor]] | None = None  # int64 [groups, T]; [T] of each group
 
     def of(self, step: StepMetadata, tables: BlockTables) -> tuple[dict[str, Tensor], dict[int, Tensor]]:
         """Return the tensors by name and the slots by group, with the current values of the arrays. Valid until the
@@ -159,10 +157,11 @@ class _HostInputs:
         for name, array in self._wide.items():
             array[...] = getattr(step, name)
         if self._slots is None:
-            self._slots = np.empty((len(tables.groups), len(step.token_ids)), np.int64)
-            self._slots_of_group = dict(zip(tables.groups, torch.from_numpy(self._slots), strict=True))
-        tables.slots(step, self._slots)
-        return self._tensors, self._slots_of_group
+            slots = np.empty((len(tables.groups), len(step.token_ids)), np.int64)
+            self._slots = slots, dict(zip(tables.groups, torch.from_numpy(slots), strict=True))
+        slots, of_group = self._slots
+        tables.slots(step, slots)
+        return self._tensors, of_group
 
 
 def state_step(step: StepMetadata, device: torch.device) -> StateStep:

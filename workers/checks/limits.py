@@ -109,7 +109,13 @@ def check_parallel(config: WorkerConfig, spec: DecoderSpec) -> None:
 
 
 def _check_shared_pages(stages: int, spec: DecoderSpec) -> None:
-    """Check that layers which read another layer's pages are in the stage of that layer. Raises `StartupError`."""
+    """Check that layers which read another layer's pages are in the stage of that layer, and that layers have no inputs
+    of their own, which the first stage computes. Raises `StartupError`."""
+    if spec.layer_inputs is not None:
+        raise StartupError(
+            f"pipeline_parallel_size {stages} does not fit this model: the first stage computes inputs of every layer.",
+            "Use --pipeline-parallel-size 1 and --tensor-parallel-size.",
+        )
     for stage in range(stages):
         layers = layers_of_stage(spec.num_layers, stage, stages)
         for layer in layers:

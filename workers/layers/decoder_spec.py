@@ -106,6 +106,8 @@ class LayerSpec:
     branches: tuple[BranchSpec, ...]
     lengths: tuple[int, ...] = ()  # number of branches in each stage; empty: one in each
     scalar: str | None = None  # name of a stored factor of the layer's result; None: it is not scaled
+    # Norm of the sum of each stage's results, which is then added to the residual; None: they are added one by one.
+    sum_norms: tuple[str | None, ...] = ()
 
     @property
     def stages(self) -> tuple[tuple[BranchSpec, ...], ...]:
@@ -120,6 +122,7 @@ class LayerSpec:
             for pair in ((branch.norm, branch.input_scale), (branch.post_norm, 1.0))
             if pair[0] is not None
         ]
+        norms += [(name, 1.0) for name in self.sum_norms if name is not None]
         # Branches that scale a norm differently hold it twice.
         found = [tensor for name, _ in dict.fromkeys(norms) for tensor in norm.tensors(f"{name}.", hidden)]
         for branch in self.branches:

@@ -16,7 +16,8 @@ from oarlock.workers.kernels.cpu.experts import CppRouter
 from oarlock.workers.kernels.cpu.fused_layer import Rows
 from oarlock.workers.kernels.cpu.structures import CMoELayer
 from oarlock.workers.layers.experts_spec import ExpertsSpec, RouterSpec
-from oarlock.workers.layers.fused_layer import Program
+from oarlock.workers.layers.fused_layer import CannotPrepare, Program
+from oarlock.workers.layers.norm import Norm, make_norm, rms_norm
 from oarlock.workers.layers.placement import Placement, runs_on_host
 from oarlock.workers.layers.sharding import ExpertShard, shard_experts, shard_width
 from oarlock.workers.quantization.expert_matmul import expert_matmul
@@ -41,11 +42,15 @@ class Router:
         self.experts, self.hidden = spec.experts, hidden
         self.placement = placement
         self.correction: Tensor | None = None
+        self.input_scale: Tensor | None = None  # float32 [hidden], divided by the root of the hidden size
+        self.expert_scale: Tensor | None = None  # float32 [experts]
         self.kernel: CppRouter | None = None
 
     @property
     def weight_bytes(self) -> int:
-        return 4 * self.experts * (self.hidden + self.spec.bias + (self.spec.correction is not None))
+        spec = self.spec
+        of_each = self.hidden + spec.bias + (spec.correction is not None) + (spec.expert_scale is not None)
+        return 4 * (self.experts * of_each + (0 if spec.input_scale is None else self.hidden))
 
     def load(self, weights: WeightSource) -> None:
         spec, before = self.spec, f"{self.name}.{self.spec.name}"
@@ -53,6 +58,11 @@ class Router:
         weight = self._taken(weights, f"{before}.weight", self.experts, self.hidden)
         if spec.correction is not None:
             self.correction = self._taken(weights, f"{self.name}.{spec.correction}", self.experts)
+        if spec.input_scale is not None:
+            scale = self._taken(weights, f"{self.name}.{spec.input_scale}", self.hidden)
+            self.input_scale = scale * self.hidden**-0.5
+        if spec.expert_scale is not None:
+            self.expert_scale = self._taken(weights, f"{self.name}.{spec.expert_scale}", self.experts)
         if has_kernel(self.placement):
             self.kernel = CppRouter(weight, self.placement.dtype, bias, self.correction, spec)
         else:
@@ -65,6 +75,8 @@ class Router:
 
     def logits(self, x: Tensor) -> Tensor:
         """Return the router's logits for `x` [T, hidden]: float32 [T, experts]."""
+        if self.input_scale is not None:
+            x = rms_norm(x, self.input_scale, self.spec.input_epsilon)
         return self.matmul(x.float()) if self.kernel is None else self.kernel.logits(x)
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -73,7 +85,8 @@ class Router:
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Choose experts by `logits` float32 [T, experts]; the result is as in `__call__`."""
-        return route(logits, self.spec, self.correction) if self.kernel is None else self.kernel.route(logits)
+        chosen = route(logits, self.spec, self.correction) if self.kernel is None else self.kernel.route(logits)
+        return chosen if self.expert_scale is None else (chosen[0], chosen[1] * self.expert_scale[chosen[0].long()])
 
 
 def _weight(tensor: Tensor, placement: Placement) -> LinearWeight:
@@ -208,6 +221,7 @@ class Experts:
         assert not (spec.weighs_inputs and spec.bias), "no kernel adds a bias to a scaled input"
         self.placement = placement
         self.router = Router(name, spec, hidden, placement)
+        self.norm = None if spec.norm is None else make_norm(f"{name}.norm", hidden, spec.norm, placement)
         names = [f"{name}.experts.{expert}" for expert in range(spec.experts)]
         tp = placement.tp
         expert_shard = (
@@ -224,8 +238,8 @@ class Experts:
                 self.shared_gate = _SharedGate(f"{name}.{shared.gate}", hidden, placement)
 
     @property
-    def parts(self) -> list["Router | ExpertStack | _SharedGate"]:
-        parts = (self.router, self.routed, self.shared, self.shared_gate)
+    def parts(self) -> list["Router | ExpertStack | _SharedGate | Norm"]:
+        parts = (self.router, self.norm, self.routed, self.shared, self.shared_gate)
         return [part for part in parts if part is not None]
 
     def __call__(self, x: Tensor, residual: Tensor | None, step: LayerStep) -> Tensor:
@@ -242,7 +256,9 @@ class Experts:
 
         They are float32 if ranks exchange float32 or if there is one rank, else in the model's dtype.
         """
-        total = self.routed(x, *self.router(x))
+        ids, weights = self.router(x)
+        x = x if self.norm is None else self.norm(x)
+        total = self.routed(x, ids, weights)
         if self.shared is None:
             return self._all_reduce(total), None
         # One all-reduce of both, concatenated. If they were added first, the order of additions would differ from one
@@ -266,6 +282,8 @@ class Experts:
 
     def fuse(self, program: Program, source: Rows, rotary: int, memory: LayerMemory) -> tuple[CMoELayer, Rows]:
         """Describe the MoE layer on `source` as one operation; return it and its input rows."""
+        if self.norm is not None or self.router.input_scale is not None or self.router.expert_scale is not None:
+            raise CannotPrepare("a router or experts norm their inputs")
         moe_layer = program.moe_layer(
             program.take(self, "router", Router),
             program.take(self, "routed", ExpertStack),

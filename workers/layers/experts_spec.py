@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from oarlock.workers.layers.tensor_spec import Computation, RankDtype, Sharding, Tap, TensorSpec
+from oarlock.workers.layers.tensor_spec import Computation, NormSpec, RankDtype, Sharding, Tap, TensorSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,12 @@ class RouterSpec:
     # Full name of a tensor with one value per expert, added to its score to choose experts but not to its weight.
     correction: str | None = None
     corrects_logits: bool = False  # the correction is added to the logits instead of the scores
+    # Full name of a vector that scales the router's input, of which each row is divided by its root mean square, and by
+    # the root of the hidden size; None: the router reads the input of the sublayer as it is.
+    input_scale: str | None = None
+    input_epsilon: float = 1e-6  # added to the mean square, if there is an `input_scale`
+    expert_scale: str | None = None  # full name of a tensor with a factor of each expert's weight
+    module: str | None = None  # module that computes the routing, for a verification; None: `name`
     # sparsemixer: an expert's weight is its softmax over the experts that were not chosen before it, and whose logits
     # are less than the expert's by at most this part of the larger absolute value.
     tolerance: float = 0.0
@@ -61,6 +67,7 @@ class ExpertsSpec:
     weighs_inputs: bool = False  # a routed expert's weight multiplies its input instead of its result
     is_gated: bool = True  # False: experts and the shared expert have no gate
     shared: SharedSpec | None = None
+    norm: NormSpec | None = None  # norm of the experts' input, but not of the router's; called `norm`
     module: str = "mlp"
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict, hash=False, compare=False)
 
@@ -76,8 +83,13 @@ class ExpertsSpec:
         found = [TensorSpec(f"{router.name}.weight", (self.experts, hidden), rank_dtype=RankDtype.FLOAT32)]
         if router.bias:
             found.append(TensorSpec(f"{router.name}.bias", (self.experts,), rank_dtype=RankDtype.FLOAT32))
-        if router.correction is not None:
-            found.append(TensorSpec(router.correction, (self.experts,), rank_dtype=RankDtype.FLOAT32))
+        of_experts = (self.experts,)
+        for name, shape in (
+            (router.correction, of_experts), (router.input_scale, (hidden,)), (router.expert_scale, of_experts)
+        ):  # fmt: skip
+            if name is not None:
+                found.append(TensorSpec(name, shape, rank_dtype=RankDtype.FLOAT32))
+        found += [] if self.norm is None else self.norm.tensors("norm.", hidden)
         for expert in range(self.experts):
             used = self.router.top_k / self.experts
             one = self._mlp(f"experts.{expert}", self.width, hidden, self.bias)
@@ -104,7 +116,7 @@ class ExpertsSpec:
         """The tensors that a verification compares, in the order of their computation."""
         found = [
             Tap("router", Computation.LOGITS, self.router.name, width=self.experts),
-            Tap("routing", Computation.ROUTING, self.router.name, width=self.experts),
+            Tap("routing", Computation.ROUTING, self.router.module or self.router.name, width=self.experts),
             Tap("experts", Computation.EXPERTS, "experts"),
         ]
         return found if self.shared is None else [*found, Tap("shared", Computation.EXPERTS, self.shared.name)]

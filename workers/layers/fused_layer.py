@@ -12,6 +12,7 @@ output is float32, and is rounded once, together with the residual.
 
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 from oarlock.workers.attention.backend import AttentionBackend, LayerMemory, LayerStep
 from oarlock.workers.attention.cpp import CppBackend, CppPlan
 from oarlock.workers.attention.forward_batch import ForwardBatch
-from oarlock.workers.kernels.cpu import library
+from oarlock.workers.kernels.cpu import library, recurrent
 from oarlock.workers.kernels.cpu.experts import CppExpertMatmul, CppRouter
 from oarlock.workers.kernels.cpu.fused_layer import ALL_ARRIVED, NUM_SCRATCH, OperationKind, Rows, bound
 from oarlock.workers.kernels.cpu.gemm import (
@@ -29,6 +30,7 @@ from oarlock.workers.kernels.cpu.gemm import (
     CppMatmul,
     CppPackedGatedMatmul,
     CppPackedMatmul,
+    Epilogue,
 )
 from oarlock.workers.kernels.cpu.quantized_gemm import PackedFp8, PackedGrouped, PackedInt8
 from oarlock.workers.kernels.cpu.structures import (
@@ -37,6 +39,9 @@ from oarlock.workers.kernels.cpu.structures import (
     MOST_ROTARIES,
     CAddition,
     CBranch,
+    CColumns,
+    CConvolution,
+    CConvolutionLayer,
     CLayerStep,
     CMoELayer,
     CNorm,
@@ -54,6 +59,7 @@ CppAnyGatedMatmul = CppGatedMatmul | CppPackedGatedMatmul
 MATMULS = (CppMatmul, CppPackedMatmul)
 GATED_MATMULS = (CppGatedMatmul, CppPackedGatedMatmul)
 MLP_ROWS = 960  # size of the row chunks between the two matmuls of an MLP
+_STEP_OF_PLAN = attrgetter("step")  # functions in C save calls for each token
 _DENSE = 0  # `WeightKind` of a packed weight in the model's dtype, csrc/gemm/int8.h
 
 
@@ -81,6 +87,9 @@ class Layer(Protocol):
 
     @property
     def scalar(self) -> object: ...
+
+    @property
+    def sum_norms(self) -> Sequence[object]: ...
 
 
 class Program:
@@ -138,10 +147,12 @@ class Program:
 
     def multiply(
         self, owner: Any, source: Rows, target: Rows, *kinds: type[CppPlainMatmul] | type[CppAnyGatedMatmul]
-    ) -> None:
-        """Add the matmul of `owner`, whose type must be in `kinds`."""
+    ) -> CPackedWeight:
+        """Add the matmul of `owner`, whose type must be in `kinds`. Return its weight."""
         weight = self._weight(self.take(owner, "matmul", *kinds))
-        self.add(OperationKind.MULTIPLY, source, target, weight, weight.columns)
+        items = 4 // self.dtype.itemsize if weight.epilogue == Epilogue.FLOAT else 1
+        self.add(OperationKind.MULTIPLY, source, target, weight, weight.columns * items)
+        return weight
 
     def norm_rows(self, norm: Norm, source: Rows, target: Rows) -> None:
         self.add(OperationKind.NORM_ROWS, source, target, self.norm(norm), self.hidden)
@@ -154,6 +165,21 @@ class Program:
         shift = self.take_optional(norm, "bias", Tensor) if isinstance(norm, LayerNorm) else None
         at = [None if vector is None else vector.data_ptr() for vector in (scale, shift)]
         return CNorm(*at, norm.size, norm.eps, isinstance(norm, LayerNorm))
+
+    def convolve(
+        self, weight: Tensor, bias: Tensor | None, states: Tensor, inputs: CColumns, target: Rows, *, silu: bool
+    ) -> None:
+        """Add a convolution of `inputs`, as `recurrent.causal_convolution` describes. Raises `CannotPrepare` if no
+        kernel computes it."""
+        channels, taps = weight.shape
+        if taps not in recurrent.TAPS:
+            raise CannotPrepare(f"no kernel computes a convolution over {taps} tokens")
+        assert states.dtype == self.dtype and states.shape[1:] == (channels, taps - 1)
+        at = None if bias is None else bias.data_ptr()
+        convolution = CConvolution(weight.data_ptr(), at, channels, taps, silu)
+        layer = CConvolutionLayer(convolution, states.data_ptr(), inputs)
+        self._alive += [weight, bias]
+        self.add(OperationKind.CONVOLVE, Rows(inputs.rows), target, layer, channels)
 
     def moe_layer(self, router: object, routed: object, shared: object, shared_gate: object) -> CMoELayer:
         """Return the structure of an MoE layer with these parts; the last two may be None.
@@ -288,7 +314,8 @@ class PreparedLayers:
         self._layers, self._last_norm = list(layers), last_norm
         self._memory, self._backends = memory, backends
         self._groups = list(backends)  # numbers of groups in the order of the step's arrays
-        self._kept = [(pages.k, pages.v) for one in memory if (pages := one.kv) is not None]
+        self._kept: list[tuple[Tensor, ...]] = [(pages.k, pages.v) for one in memory if (pages := one.kv) is not None]
+        self._kept += [one.states.parts for one in memory if one.states is not None]
         of_groups = [backend for backend in backends.values() if isinstance(backend, CppBackend)]
         self._program = program = Program(of_groups, library.library(dtype), dtype, hidden)
         self._is_shared = self.tp.size > 1
@@ -346,14 +373,16 @@ class PreparedLayers:
         rows = len(hidden)
         partial = torch.empty((self._sums * rows, program.hidden), dtype=torch.float32) if self._sums else None
         group = self.tp.group_for_kernels
+        states = None if batch.state is None else recurrent.state_step(batch.state)
         step = CLayerStep(
-            hidden.data_ptr(), tuple([buffer.data_ptr() for buffer in normed]),
+            hidden.data_ptr(), tuple(map(Tensor.data_ptr, normed)),
             None if partial is None else partial.data_ptr(), rows, program.hidden,
             ELEMENT_TYPES[program.dtype], batch.positions.data_ptr(),
-            tuple([batch.slots[group].data_ptr() for group in self._groups]),
+            tuple(map(Tensor.data_ptr, map(batch.slots.__getitem__, self._groups))),
             tuple([(table.data_ptr(), table.shape[1]) for table in tables]),
             tuple(map(Tensor.data_ptr, scales)),
-            tuple([ctypes.addressof(plans[group].step) for group in self._groups]),
+            tuple(map(ctypes.addressof, map(_STEP_OF_PLAN, map(plans.__getitem__, self._groups)))),
+            None if states is None else ctypes.addressof(states),
             None if group is None else group.address,
         )  # fmt: skip
         if self.after_branch is None and (group is not None or not self._is_shared):
@@ -381,6 +410,8 @@ class PreparedLayers:
     def _add_layer(self, layer: Layer, rotary: int, memory: LayerMemory) -> None:
         if layer.scalar is not None:
             raise CannotPrepare("layers scale their results")
+        if any(norm is not None for norm in layer.sum_norms):
+            raise CannotPrepare("the sum of several results is normed")
         for stage in layer.stages:
             self._add_stage(stage, rotary, memory)
 
@@ -434,7 +465,7 @@ def can_join(layers: Sequence[Layer]) -> bool:
     branches = [branch for layer in layers for branch in layer.branches]
     plain = all(type(branch.norm) is RMSNorm and type(branch.post_norm) in (RMSNorm, type(None)) for branch in branches)
     in_turn = all(len(stage) == 1 for layer in layers for stage in layer.stages)
-    in_turn = in_turn and not any(layer.scalar is not None for layer in layers)
+    in_turn = in_turn and not any(layer.scalar is not None or any(layer.sum_norms) for layer in layers)
     return plain and in_turn and all(branch.scale == 1.0 for branch in branches)
 
 

@@ -10,8 +10,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from oarlock.workers.attention.backend import LayerStep
+from oarlock.workers.attention.backend import LayerMemory, LayerStep
+from oarlock.workers.kernels.cpu.fused_layer import OperationKind, Rows
+from oarlock.workers.kernels.cpu.gemm import Epilogue
+from oarlock.workers.kernels.cpu.structures import CColumns, CDeltaHeads, CDeltaLayer, CGatedNorm, CGatedNormLayer
 from oarlock.workers.layers.convolution import ConvolutionWeights
+from oarlock.workers.layers.fused_layer import MATMULS, Program
 from oarlock.workers.layers.gated_delta_spec import GatedDeltaSpec
 from oarlock.workers.layers.linear import ColumnParallelLinear, RowParallelLinear
 from oarlock.workers.layers.placement import Placement
@@ -144,3 +148,29 @@ class GatedDelta:
         q, k = (rows.unflatten(1, (self.num_key_heads, -1)) for rows in (q, k))
         v = v.unflatten(1, (self.num_value_heads, -1))
         return operations.gated_delta_rule(q, k, v, log_decay, beta, states, step.state_step)
+
+    def fuse(self, program: Program, source: Rows, rotary: int, memory: LayerMemory) -> tuple[RowParallelLinear, Rows]:
+        """Add the operations on `source` before the output projection; return the projection and its input rows."""
+        assert memory.states is not None
+        inputs, states = memory.states.parts
+        qkv, z, gates, mixed = Rows.SCRATCH_1, Rows.SCRATCH_2, Rows.SCRATCH_3, Rows.SCRATCH_0
+        program.multiply(program.take(self, "qkv", ColumnParallelLinear), source, qkv, *MATMULS)
+        program.multiply(program.take(self, "z", ColumnParallelLinear), source, z, *MATMULS)
+        b_and_a = program.multiply(program.take(self, "b_and_a", ColumnParallelLinear), source, gates, *MATMULS)
+        assert b_and_a.epilogue == Epilogue.FLOAT
+        channels, width = 2 * self.key_size + self.value_size, self.spec.value_width
+        weight = program.take(self, "convolution", ConvolutionWeights).weight
+        program.convolve(weight, None, inputs, CColumns(qkv, 0, channels), mixed, silu=True)
+        own, heads = program.take(self, "gates", DeltaGates), self.num_value_heads
+        layer = CDeltaLayer(
+            CDeltaHeads(self.num_key_heads, heads, self.spec.key_width, width), states.data_ptr(),
+            program.take(own, "a_log", Tensor).data_ptr(), program.take(own, "dt_bias", Tensor).data_ptr(),
+            own.beta_scale, gates,
+        )  # fmt: skip
+        program.add(OperationKind.GATED_DELTA, mixed, qkv, layer, self.value_size)
+        norm = program.take(self, "norm", DeltaNorm)
+        scale = program.take(norm, "weight", Tensor).data_ptr()
+        of_heads = CGatedNorm(scale, heads, width, norm.eps, False, 1, heads, 0)
+        gated = CGatedNormLayer(of_heads, CColumns(z, 0, self.value_size))
+        program.add(OperationKind.GATED_NORM, qkv, mixed, gated, self.value_size)
+        return program.take(self, "output", RowParallelLinear), mixed

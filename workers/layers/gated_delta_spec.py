@@ -35,7 +35,8 @@ class GatedDeltaSpec:
     # GGUF names of the modules, and of the norms before and after the sublayer.
     gguf: ClassVar[Mapping[str, str]] = {
         "in_proj_qkv": "attn_qkv", "in_proj_z": "attn_gate", "in_proj_b": "ssm_beta", "in_proj_a": "ssm_alpha",
-        "conv1d": "ssm_conv1d", "A_log": "ssm_a", "dt_bias": "ssm_dt.bias", "norm": "ssm_norm", "out_proj": "ssm_out",
+        "in_proj_ba": "ssm_ba", "conv1d": "ssm_conv1d", "A_log": "ssm_a", "dt_bias": "ssm_dt.bias",
+        "norm": "ssm_norm", "out_proj": "ssm_out",
     }  # fmt: skip
     gguf_norms: ClassVar[tuple[str, str]] = ("attn_norm", "post_attention_norm")
     # A checkpoint may store these modules as one tensor, concatenated by rows.

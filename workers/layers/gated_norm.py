@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from oarlock.workers.kernels.cpu.structures import CGatedNorm
+from oarlock.workers.layers.fused_layer import CannotPrepare, Program
 from oarlock.workers.layers.mamba2_spec import Mamba2Spec
 from oarlock.workers.layers.placement import Placement
 from oarlock.workers.recurrent import operations
@@ -53,6 +55,18 @@ class GatedNorm:
             return normed.view(x.shape)
         squares = self._squares_of_groups(operations.gated_squares(x, gate, gates_first=self.gates_first))
         return operations.gated_norm_of_heads(x, gate, squares, self.weight, self.eps, gates_first=self.gates_first)
+
+    def fuse(self, program: Program) -> CGatedNorm:
+        """Return the norm as the kernels read it. Raises `CannotPrepare` if they cannot compute it."""
+        weight = program.take(self, "weight", Tensor).data_ptr()
+        if self.has_whole_groups:
+            width = self.heads * self.head_dim // self.groups
+            return CGatedNorm(weight, self.groups, width, self.eps, self.gates_first, 1, self.groups, 0)
+        each = self.all_heads // self.all_groups
+        all_heads, first = (self.heads, 0) if self.heads % each == 0 else (self.all_heads, self.first)
+        if all_heads != self.heads and self.placement.tp.group_for_kernels is None:
+            raise CannotPrepare("no kernel all-reduces the squares of the gated norm")
+        return CGatedNorm(weight, self.heads, self.head_dim, self.eps, self.gates_first, each, all_heads, first)
 
     def _squares_of_groups(self, squares: Tensor) -> Tensor:
         """Return the sums of squares of all heads of the rank's groups: [T, groups, heads of a group]. `squares`: of

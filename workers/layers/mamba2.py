@@ -10,7 +10,17 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from oarlock.workers.attention.backend import LayerStep
+from oarlock.workers.attention.backend import LayerMemory, LayerStep
+from oarlock.workers.kernels.cpu.fused_layer import OperationKind, Rows
+from oarlock.workers.kernels.cpu.structures import (
+    CColumns,
+    CColumnScale,
+    CGatedNorm,
+    CGatedNormLayer,
+    CMambaHeads,
+    CMambaLayer,
+)
+from oarlock.workers.layers.fused_layer import MATMULS, Program
 from oarlock.workers.layers.gated_norm import GatedNorm
 from oarlock.workers.layers.linear import ColumnParallelLinear, RowParallelLinear
 from oarlock.workers.layers.mamba2_spec import CHANNELS, PROJECTIONS, Mamba2Spec
@@ -164,3 +174,30 @@ class Mamba2:
         )
         x = x.unflatten(1, (self.shard.num_heads, -1))
         return operations.mamba2(x, steps, own.decay, b, c, own.skip, states, step.state_step)
+
+    def fuse(self, program: Program, source: Rows, rotary: int, memory: LayerMemory) -> tuple[RowParallelLinear, Rows]:
+        """Add the operations on `source` before the output projection; return the projection and its input rows."""
+        assert memory.states is not None
+        inputs, states = memory.states.parts
+        projected, convolved, mixed = Rows.SCRATCH_1, Rows.SCRATCH_0, Rows.SCRATCH_2
+        width, stride, steps = self.widths[0], sum(self.widths), self.widths[4]
+        program.multiply(program.take(self, "projection", ColumnParallelLinear), source, projected, *MATMULS)
+        weights = program.take(self, "convolution", Convolution)
+        program.convolve(weights.weight, weights.bias, inputs, CColumns(projected, width, stride), convolved, silu=True)
+        own, heads = program.take(self, "recurrence", Recurrence), self.shard.num_heads
+        step_bias, decay, skip = (program.take(own, name, Tensor).data_ptr() for name in ("step_bias", "decay", "skip"))
+        layer = CMambaLayer(
+            CMambaHeads(decay, skip, heads, self.shard.num_kv_heads, self.spec.head_dim, states.shape[3]),
+            states.data_ptr(), step_bias, self.spec.least_step, self.spec.most_step, self.spec.scales[4],
+            CColumns(projected, stride - steps, stride),
+        )  # fmt: skip
+        program.add(OperationKind.MAMBA2, convolved, mixed, layer, width)
+        gate = CColumns(projected, 0, stride)
+        if self.spec.scales[0] != 1.0:
+            scale = CColumnScale(gate, width, self.spec.scales[0])
+            program.add(OperationKind.SCALE_COLUMNS, projected, projected, scale, 0)
+        norm = program.take_optional(self, "norm", GatedNorm)
+        plain = CGatedNorm(None, heads, self.spec.head_dim, 0.0, False, 1, heads, 0)
+        gated = CGatedNormLayer(plain if norm is None else norm.fuse(program), gate)
+        program.add(OperationKind.GATED_NORM, mixed, convolved, gated, width)
+        return program.take(self, "output", RowParallelLinear), convolved

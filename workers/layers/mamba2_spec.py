@@ -45,9 +45,9 @@ class Mamba2Spec:
     # names, in a verification, of the sublayer's input and of the residual after it
     reads: ClassVar[str] = "input_norm"
     leaves: ClassVar[str] = "mid_residual"
-    # GGUF names of the modules, and of the norms before and after the sublayer. `A` is the negative decay itself.
+    # GGUF names of the modules, and of the norms before and after the sublayer.
     gguf: ClassVar[Mapping[str, str]] = {
-        "in_proj": "ssm_in", "conv1d": "ssm_conv1d", "dt_bias": "ssm_dt.bias", "A": "ssm_a", "D": "ssm_d",
+        "in_proj": "ssm_in", "conv1d": "ssm_conv1d", "dt_bias": "ssm_dt.bias", "A_log": "ssm_a", "D": "ssm_d",
         "norm": "ssm_norm", "out_proj": "ssm_out",
     }  # fmt: skip
     gguf_norms: ClassVar[tuple[str, str]] = ("attn_norm", "post_attention_norm")

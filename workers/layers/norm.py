@@ -238,6 +238,15 @@ class RowNorm:
 Norm = RMSNorm | LayerNorm
 
 
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return the RMS norm of `x` [T, size] times `weight` float32 [size], in the dtype of `x`."""
+    if elementwise.can_serve(x.dtype, x.device):
+        return elementwise.rms_norm(x, weight, eps)
+    if availability.can_serve(x.device):
+        return triton_kernels().rms_norm(x, weight, eps)
+    return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
+
+
 def make_norm(name: str, size: int, spec: NormSpec, placement: Placement, factor: float = 1.0) -> Norm:
     """Return the norm called `name` for rows of `size` values, with `factor` times its results."""
     if spec.kind == "layer":

@@ -9,7 +9,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from oarlock.workers.attention.backend import LayerStep
+from oarlock.workers.attention.backend import LayerMemory, LayerStep
+from oarlock.workers.kernels.cpu.fused_layer import OperationKind, Rows
+from oarlock.workers.kernels.cpu.structures import CColumnProduct, CColumns
+from oarlock.workers.layers.fused_layer import MATMULS, Program
 from oarlock.workers.layers.linear import ColumnParallelLinear, RowParallelLinear
 from oarlock.workers.layers.placement import Placement
 from oarlock.workers.layers.sharding import shard_evenly
@@ -82,3 +85,17 @@ class ShortConvolution:
         (states,) = step.states.parts
         mixed = causal_convolution(b * inputs, states, self.conv.weight, self.conv.bias, step.state_step, silu=False)
         return mixed.mul_(c)
+
+    def fuse(self, program: Program, source: Rows, rotary: int, memory: LayerMemory) -> tuple[RowParallelLinear, Rows]:
+        """Add the operations on `source` before the output projection; return the projection and its input rows."""
+        assert memory.states is not None
+        (states,) = memory.states.parts
+        local, projected, gated, mixed = self.local, Rows.SCRATCH_1, Rows.SCRATCH_2, Rows.SCRATCH_0
+        b, c, inputs = (CColumns(projected, part * local, 3 * local) for part in range(3))
+        own = CColumns(mixed, 0, local)
+        program.multiply(program.take(self, "inputs", ColumnParallelLinear), source, projected, *MATMULS)
+        program.add(OperationKind.MULTIPLY_COLUMNS, projected, gated, CColumnProduct(b, inputs, local), local)
+        conv = program.take(self, "conv", DepthwiseWeights)
+        program.convolve(conv.weight, conv.bias, states, CColumns(gated, 0, local), mixed, silu=False)
+        program.add(OperationKind.MULTIPLY_COLUMNS, mixed, mixed, CColumnProduct(own, c, local), local)
+        return program.take(self, "output", RowParallelLinear), mixed

@@ -109,6 +109,32 @@ class GGUFTransform:
     interleaved_heads: int = 0
     head_dim: int = 0
     added: float = 0.0  # added to every stored value: Gemma's norms scale by 1 + weight
+    is_decay: bool = False  # every stored value is -exp(value)
+    tiles: "Tiles | None" = None  # order of the rows
+    tiles_of_inputs: "Tiles | None" = None  # order of the inputs of a matrix
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Blocks of `width` rows from row `first` on, which a file stores in another order.
+
+    Hugging Face has `inner` blocks for each of `outer` ones, one after another: the value heads of each key head. The
+    file has the first block of each, then the second of each, and so on.
+    """
+
+    first: int
+    outer: int
+    inner: int
+    width: int
+
+    def stored(self, row: int) -> tuple[int, int]:
+        """Return the stored row of Hugging Face's `row`, and the number of rows from there on that follow each other in
+        both orders."""
+        if row < self.first:
+            return row, self.first - row
+        block, inside = divmod(row - self.first, self.width)
+        outer, inner = divmod(block, self.inner)
+        return self.first + (inner * self.outer + outer) * self.width + inside, self.width - inside
 
 
 PLAIN = GGUFTransform()
@@ -137,6 +163,15 @@ class GGUFSettings:
         value = self._value(key, default)
         if isinstance(value, array) and len(set(value)) == 1:
             value = value[0]
+        if type(value) is not int or value < 0:
+            raise self._wrong(key, "an integer")
+        return value
+
+    def of_layer(self, key: str, default: int | None = None) -> int:
+        """Return an integer, or the first that is not 0 of a list with one integer for each layer."""
+        value = self._value(key, default)
+        if isinstance(value, array):
+            value = next((one for one in value if one != 0), 0)
         if type(value) is not int or value < 0:
             raise self._wrong(key, "an integer")
         return value
@@ -232,11 +267,16 @@ class GGUFFamily:
         [GGUFSettings, dict[str, Any]], dict[str, Any]
     ]  # maps the settings common to all architectures to additional settings
     model_type: str | None = None  # None: same as `name`
-    # Defaults of settings that early files omit: `heads`, `kv_heads`, `positions`, `theta`.
+    # Defaults of settings that files may omit: `heads`, `kv_heads`, `positions`, `theta`, `width` of MLPs.
     missing: Mapping[str, int] = field(default_factory=dict)
     has_experts: bool = False  # True if models may have experts
     mlp_norm: str | None = None  # norm before the MLP or experts; None: the sublayers' name
+    has_attention: bool = True  # False: its models have no attention
+    layers_differ: bool = False  # True if layers may differ in their key-value heads and widths, which `own` resolves
+    others_on_top: Mapping[str, str] = field(default_factory=dict)  # names in the file of modules outside the layers
     pairs_neighbours: bool = False  # True if it rotates neighbours, so that rows of q and k are permuted
+    stores_blocks: bool = False  # True if rows of several modules alternate as in Hugging Face's checkpoints
+    tiles_values: bool = False  # True if the value heads of a gated delta net are in the order of `Tiles`
     # Further classes whose files have this name: `own` returns them for some models, or it is their text part.
     others: tuple[str, ...] = ()
 

@@ -11,7 +11,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from oarlock.base.errors import StartupError
 from oarlock.workers.attention.backend import AttentionBackend, AttentionSpec, KVSpec, LayerMemory, LayerStep
 from oarlock.workers.attention.forward_batch import ForwardBatch
 from oarlock.workers.distributed.parallel_state import TensorParallel
@@ -109,15 +108,18 @@ class Branch:
 
     def __call__(self, x: Tensor, residual: Tensor, step: LayerStep) -> Tensor:
         """Add the sublayer's result for `x` to `residual`: both [T, hidden]."""
-        normed = x if self.norm is None else self.norm(x)
         if self.post_norm is None and self.scale == 1.0:
+            normed = x if self.norm is None else self.norm(x)
             return self.sublayer(normed, residual, step)  # added inside the output projection
-        result = self.sublayer(normed, None, step)
-        if self.post_norm is not None:
-            result = self.post_norm(result)
+        result = self.result(x, step)
         if self.scale == 1.0:
             return result.add_(residual)
         return (residual.float() + result.float() * self.scale).to(residual.dtype)  # `add` would round the scale
+
+    def result(self, x: Tensor, step: LayerStep) -> Tensor:
+        """Return the sublayer's result for `x`, normed but not scaled: [T, hidden]."""
+        result = self.sublayer(x if self.norm is None else self.norm(x), None, step)
+        return result if self.post_norm is None else self.post_norm(result)
 
 
 class LayerScalar:
@@ -149,7 +151,12 @@ class DecoderLayer:
             for norm, scale in pairs
             if norm is not None
         }
-        self.norms = list(norms.values())
+        sums = [None] * len(shape.stages) if not shape.sum_norms else shape.sum_norms
+        self.sum_norms = [
+            None if norm is None else make_norm(f"{name}.{norm}", spec.hidden_size, spec.norm, placement)
+            for norm in sums
+        ]  # of the sum of each stage's results
+        self.norms = [*norms.values(), *(norm for norm in self.sum_norms if norm is not None)]
         self.branches = [Branch(name, branch, layer, spec.hidden_size, placement, norms) for branch in shape.branches]
         self.stages: list[tuple[Branch, ...]] = in_stages(self.branches, shape.lengths)
         self.scalar = None if shape.scalar is None else LayerScalar(f"{name}.{shape.scalar}", placement)
@@ -169,8 +176,12 @@ class DecoderLayer:
         return [*self.norms, *(part for branch in self.branches for part in branch.sublayer.parts), *scalars]
 
     def __call__(self, hidden: Tensor, step: LayerStep) -> Tensor:
-        for stage in self.stages:
+        for stage, norm in zip(self.stages, self.sum_norms, strict=True):
             entering = hidden
+            if norm is not None:
+                first, *others = (branch.result(entering, step) for branch in stage)
+                hidden = norm(sum(others, first)).add_(entering)
+                continue
             for branch in stage:
                 hidden = branch(entering, hidden, step)
         return hidden if self.scalar is None else self.scalar(hidden)
@@ -217,11 +228,7 @@ class Decoder:
         )
         self.layer_inputs: LayerInputs | None = None
         if spec.layer_inputs is not None:
-            if not (self.is_first and self.is_last):
-                raise StartupError(
-                    f"{spec.architecture}: the inputs of its layers cannot be sent to other pipeline stages.",
-                    "Use --pipeline-parallel-size 1.",
-                )
+            assert self.is_first and self.is_last, "inputs of layers are not sent to other stages"
             self.layer_inputs = LayerInputs(spec.layer_inputs, spec.num_layers, hidden, placement, vocab_placement)
         self.layers = [DecoderLayer(f"model.layers.{i}", spec, i, placement) for i in stage]
         self.norm = make_norm("model.norm", hidden, spec.norm, placement)

@@ -7,13 +7,15 @@ no result is rounded once more for them.
 from dataclasses import replace
 from typing import Any
 
+from oarlock.base.errors import StartupError
 from oarlock.workers.layers.attention_spec import SelfAttentionSpec
 from oarlock.workers.layers.decoder_spec import BranchSpec, DecoderSpec, LayerSpec
 from oarlock.workers.layers.gated_mlp_spec import GatedMLPSpec
+from oarlock.workers.model_files.gguf_model import GGUFFamily, GGUFSettings
 from oarlock.workers.models.bamba import NAMES, NORMS
 from oarlock.workers.models.hf_config import decoder_spec
 from oarlock.workers.models.hf_fields import Describe, Fields, positive_number, unsupported
-from oarlock.workers.models.hf_mamba import bamba_mixer
+from oarlock.workers.models.hf_mamba import bamba_mixer, gguf_bamba_mixer, gguf_mixer
 
 
 def describe_falcon_h1(fields: Fields) -> DecoderSpec:
@@ -72,6 +74,29 @@ def _multipliers(fields: Fields, key: str, count: int) -> list[float]:
     return [positive_number(key, one, None) for one in found]
 
 
+def _own(settings: GGUFSettings, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings. The converter has multiplied the weights, the embedding and the head by the multipliers."""
+    settings.check_whole_heads(config["head_dim"])
+    if config["tie_word_embeddings"]:
+        raise StartupError(
+            f"{settings.model.path} has no output head, and its embedding is scaled.",
+            "Use the model's safetensors checkpoint.",
+        )
+    mixer, tensors = gguf_mixer(settings), settings.model.tensors
+    return gguf_bamba_mixer(settings) | {
+        "mamba_d_ssm": mixer.width,
+        "mamba_rms_norm": "blk.0.ssm_norm.weight" in tensors,
+        "mamba_norm_before_gate": False,
+        "projectors_bias": mixer.output_bias,
+        "attention_bias": "blk.0.attn_q.bias" in tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in tensors,
+    }
+
+
+GGUF_FALCON_H1 = GGUFFamily("falcon-h1", "FalconH1ForCausalLM", _own, "falcon_h1")
+
+
 FAMILIES: dict[str, Describe] = {
     "FalconH1ForCausalLM": describe_falcon_h1,
 }
+GGUF_FAMILIES = (GGUF_FALCON_H1,)

@@ -2,16 +2,28 @@
 Torch-free."""
 
 from dataclasses import replace
+from typing import Any
 
+from oarlock.base.errors import StartupError
 from oarlock.workers.layers.attention_spec import SelfAttentionSpec
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec, RouterSpec, SharedSpec
 from oarlock.workers.layers.gated_mlp_spec import GatedMLPSpec
+from oarlock.workers.model_files.gguf_model import GGUFFamily, GGUFSettings
 from oarlock.workers.model_files.tensor_names import TensorNames
+from oarlock.workers.models.granite import multipliers
 from oarlock.workers.models.granite_moe import granite_names
 from oarlock.workers.models.hf_config import activation_name, decoder_spec, expert_counts
 from oarlock.workers.models.hf_fields import Describe, Fields, unsupported
-from oarlock.workers.models.hf_mamba import MAMBA, bamba_mixer, kinds_of_layers, with_first
+from oarlock.workers.models.hf_mamba import (
+    ATTENTION,
+    MAMBA,
+    bamba_mixer,
+    gguf_bamba_mixer,
+    gguf_rows,
+    kinds_of_layers,
+    with_first,
+)
 
 _SHARED = "model.layers.*.shared_mlp"
 
@@ -62,6 +74,35 @@ def _dense_names() -> TensorNames:
     )
 
 
+def _own(settings: GGUFSettings, config: dict[str, Any]) -> dict[str, Any]:
+    """Return Granite's settings. Bamba's files have the same architecture, and none of its multipliers."""
+    settings.check_whole_heads(config["head_dim"])
+    tensors, key = settings.model.tensors, ".rope.scaling.finetuned"
+    if not settings.has(key):
+        raise StartupError(
+            f"{settings.model.path} does not record whether attention is rotated.",
+            "Use the model's safetensors checkpoint.",
+        )
+    layers, sparse = range(config["num_hidden_layers"]), gguf_rows(settings, "ffn_up_exps")
+    shared = gguf_rows(settings, "ffn_up_shexp" if sparse else "ffn_up")
+    own = multipliers(settings) | gguf_bamba_mixer(settings) | {
+        "layer_types": [MAMBA if f"blk.{index}.ssm_in.weight" in tensors else ATTENTION for index in layers],
+        "position_embedding_type": "rope" if settings.flag(key, False) else "nope",
+        "shared_intermediate_size": shared,
+        "attention_bias": any(name.endswith(".attn_q.bias") for name in tensors),
+    }  # fmt: skip
+    return own | ({"intermediate_size": sparse} if sparse else {"num_local_experts": 0})
+
+
+GGUF_GRANITE_HYBRID = GGUFFamily(
+    *("granitehybrid", "GraniteMoeHybridForCausalLM", _own, "granitemoehybrid"),
+    has_experts=True,
+    layers_differ=True,
+    pairs_neighbours=True,
+)
+
+
 FAMILIES: dict[str, Describe] = {
     "GraniteMoeHybridForCausalLM": describe_granite_hybrid,
 }
+GGUF_FAMILIES = (GGUF_GRANITE_HYBRID,)

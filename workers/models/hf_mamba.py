@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from oarlock.base.errors import StartupError
 from oarlock.workers.layers.decoder_spec import DecoderSpec, SublayerSpec
 from oarlock.workers.layers.mamba2_spec import Mamba2Spec
+from oarlock.workers.model_files.gguf_model import GGUFSettings
 from oarlock.workers.models.hf_fields import Fields, unsupported, wrong
 
 MAMBA, ATTENTION = "linear_attention", "full_attention"
@@ -97,6 +98,60 @@ def step_limits(fields: Fields) -> tuple[float, float]:
     if not all(type(one) in (int, float) for one in (least, most)) or not 0 <= least <= most or least == math.inf:
         raise wrong("time_step_limit", "two numbers in ascending order, not below 0", found)
     return float(least), float(most)
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFMixer:
+    """Sizes and biases of Mamba 2 in a GGUF file."""
+
+    heads: int
+    head_dim: int
+    groups: int
+    state_width: int
+    taps: int
+    conv_bias: bool
+    projection_bias: bool
+    output_bias: bool
+
+    @property
+    def width(self) -> int:
+        """Values of all heads."""
+        return self.heads * self.head_dim
+
+
+def gguf_mixer(settings: GGUFSettings) -> GGUFMixer:
+    """Return the Mamba 2 of a file. Biases are those of its first layer with Mamba."""
+    tensors, heads = settings.model.tensors, max(1, settings.count(".ssm.time_step_rank"))
+    first = next((name.rpartition(".")[0] for name in tensors if name.endswith(".ssm_in.weight")), "blk.0.ssm_in")
+    before = first.removesuffix("ssm_in")
+    return GGUFMixer(
+        heads,
+        settings.count(".ssm.inner_size") // heads,
+        settings.count(".ssm.group_count"),
+        settings.count(".ssm.state_size"),
+        settings.count(".ssm.conv_kernel"),
+        f"{before}ssm_conv1d.bias" in tensors,
+        f"{before}ssm_in.bias" in tensors,
+        f"{before}ssm_out.bias" in tensors,
+    )
+
+
+def gguf_bamba_mixer(settings: GGUFSettings) -> dict[str, Any]:
+    """Return the settings that `bamba_mixer` reads."""
+    mixer = gguf_mixer(settings)
+    return {
+        "mamba_n_heads": mixer.heads, "mamba_d_head": mixer.head_dim, "mamba_n_groups": mixer.groups,
+        "mamba_d_state": mixer.state_width, "mamba_d_conv": mixer.taps, "mamba_conv_bias": mixer.conv_bias,
+        "mamba_proj_bias": mixer.projection_bias,
+        "mamba_expand": max(1, mixer.width // settings.count(".embedding_length")),
+    }  # fmt: skip
+
+
+def gguf_rows(settings: GGUFSettings, module: str) -> int:
+    """Return the width of the first of the file's matrices `module`, or of its experts; 0 if there is none."""
+    ends = f".{module}.weight"
+    shapes = (found.entry.shape for name, found in settings.model.tensors.items() if name.endswith(ends))
+    return next((shape[-2] for shape in shapes if len(shape) > 1), 0)
 
 
 def with_first(spec: DecoderSpec, sublayer: SublayerSpec, is_replaced: Sequence[bool]) -> DecoderSpec:

@@ -200,7 +200,7 @@ def _own(settings: GGUFSettings, config: dict[str, Any]) -> dict[str, Any]:
         "norm_eps": config["rms_norm_eps"],
         "layer_types": ["full_attention" if count else _CONVOLUTION for count in heads],
         "conv_L_cache": settings.count(".shortconv.l_cache"),
-        "conv_bias": "blk.0.shortconv.in_proj.bias" in settings.model.tensors,
+        "conv_bias": any(name.endswith(".shortconv.in_proj.bias") for name in settings.model.tensors),
         "block_auto_adjust_ff_dim": False,
     }
 
@@ -216,8 +216,19 @@ def _own_moe(settings: GGUFSettings, config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-GGUF_LFM2 = GGUFFamily("lfm2", "Lfm2ForCausalLM", _own)
-GGUF_LFM2_MOE = GGUFFamily("lfm2moe", "Lfm2MoeForCausalLM", _own_moe, "lfm2_moe", has_experts=True)
+_NORM_NAME = {"token_embd_norm": "model.norm"}
+GGUF_LFM2 = GGUFFamily(
+    *("lfm2", "Lfm2ForCausalLM", _own),
+    layers_differ=True,
+    others_on_top=_NORM_NAME,
+    others=("Lfm2VlForConditionalGeneration",),
+)
+GGUF_LFM2_MOE = GGUFFamily(
+    *("lfm2moe", "Lfm2MoeForCausalLM", _own_moe, "lfm2_moe"),
+    has_experts=True,
+    layers_differ=True,
+    others_on_top=_NORM_NAME,
+)
 
 
 FAMILIES: dict[str, Describe] = {

@@ -1,12 +1,15 @@
 """Mamba 2: layers with nothing but its recurrence, and no attention. Torch-free."""
 
+from typing import Any
+
 from oarlock.workers.layers.decoder_spec import BranchSpec, DecoderSpec, LayerSpec
 from oarlock.workers.layers.mamba2_spec import Mamba2Spec
 from oarlock.workers.layers.tensor_spec import NormSpec
+from oarlock.workers.model_files.gguf_model import GGUFFamily, GGUFSettings
 from oarlock.workers.model_files.tensor_names import TensorNames
 from oarlock.workers.models.hf_config import declared_dtype
 from oarlock.workers.models.hf_fields import Describe, Fields
-from oarlock.workers.models.hf_mamba import checked, step_limits
+from oarlock.workers.models.hf_mamba import checked, gguf_mixer, step_limits
 
 # A recurrence has no longest context: these are tokens that a server accepts.
 _DEFAULT_LENGTH, _LONGEST_LENGTH = 32768, 2**20
@@ -57,6 +60,20 @@ def describe_mamba2(fields: Fields) -> DecoderSpec:
     )
 
 
+def _own(settings: GGUFSettings, config: dict[str, Any]) -> dict[str, Any]:
+    mixer = gguf_mixer(settings)
+    return {
+        "num_heads": mixer.heads, "head_dim": mixer.head_dim, "n_groups": mixer.groups, "state_size":
+        mixer.state_width, "conv_kernel": mixer.taps, "use_conv_bias": mixer.conv_bias, "use_bias":
+        mixer.projection_bias, "expand": max(1, mixer.width // config["hidden_size"]), "layer_norm_epsilon":
+        config["rms_norm_eps"],
+    }  # fmt: skip
+
+
+GGUF_MAMBA2 = GGUFFamily("mamba2", "Mamba2ForCausalLM", _own, has_attention=False)
+
+
 FAMILIES: dict[str, Describe] = {
     "Mamba2ForCausalLM": describe_mamba2,
 }
+GGUF_FAMILIES = (GGUF_MAMBA2,)

@@ -11,11 +11,12 @@ from oarlock.workers.layers.decoder_spec import BranchSpec, DecoderSpec, LayerSp
 from oarlock.workers.layers.experts_spec import ExpertsSpec, SharedSpec
 from oarlock.workers.layers.mamba2_spec import Mamba2Spec
 from oarlock.workers.layers.tensor_spec import NormSpec
+from oarlock.workers.model_files.gguf_model import GGUFFamily, GGUFSettings
 from oarlock.workers.model_files.tensor_names import TensorNames
 from oarlock.workers.models.hf_config import activation_name, decoder_spec, expert_counts, head_width
 from oarlock.workers.models.hf_experts import grouped_router
 from oarlock.workers.models.hf_fields import MOST_LAYERS, Describe, Fields, unsupported
-from oarlock.workers.models.hf_mamba import ATTENTION, MAMBA, kinds_of_layers
+from oarlock.workers.models.hf_mamba import ATTENTION, MAMBA, gguf_mixer, gguf_rows, kinds_of_layers
 
 _PATTERN = {"M": MAMBA, "*": ATTENTION, "-": "mlp", "E": "moe"}  # letters of `hybrid_override_pattern`
 _MODULES = {MAMBA: "mamba", ATTENTION: "self_attn", "mlp": "mlp", "moe": "mlp"}  # our module of each kind
@@ -121,6 +122,46 @@ def _names(kinds: list[str]) -> TensorNames:
     return TensorNames(prefixes={"backbone.": "model."}, modules={**layers, **top}, ignored=("mtp",))
 
 
+def _own(settings: GGUFSettings, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings. The tensors of a layer show its kind."""
+    mixer, tensors = gguf_mixer(settings), settings.model.tensors
+    signs = {"ssm_in": MAMBA, "attn_q": ATTENTION, "ffn_gate_inp": "moe", "ffn_up": "mlp"}
+    kinds = [
+        next((kind for sign, kind in signs.items() if f"blk.{index}.{sign}.weight" in tensors), "unknown")
+        for index in range(config["num_hidden_layers"])
+    ]
+    own: dict[str, Any] = {
+        "layers_block_type": kinds, "mamba_num_heads": mixer.heads, "mamba_head_dim": mixer.head_dim, "n_groups":
+        mixer.groups, "ssm_state_size": mixer.state_width, "conv_kernel": mixer.taps, "use_conv_bias": mixer.conv_bias,
+        "use_bias": mixer.projection_bias, "layer_norm_epsilon": config["rms_norm_eps"],
+        "intermediate_size": gguf_rows(settings, "ffn_up") or 1,
+        "mlp_bias": any(name.endswith(".ffn_up.bias") for name in tensors),
+    }  # fmt: skip
+    if "moe" not in kinds:
+        return own
+    settings.check_sigmoid_router()
+    return own | {
+        "moe_intermediate_size": gguf_rows(settings, "ffn_up_exps"),
+        "moe_shared_expert_intermediate_size": gguf_rows(settings, "ffn_up_shexp"),
+        "n_group": settings.count(".expert_group_count", 1),
+        "topk_group": settings.count(".expert_group_used_count", 1),
+        "routed_scaling_factor": settings.number(".expert_weights_scale", 1.0),
+        "norm_topk_prob": settings.flag(".expert_weights_norm", True),
+    }
+
+
+GGUF_NEMOTRON_H, GGUF_NEMOTRON_H_MOE = (
+    GGUFFamily(
+        *(name, "NemotronHForCausalLM", _own, "nemotron_h"),
+        has_experts=name.endswith("moe"),
+        mlp_norm="attn_norm",
+        layers_differ=True,
+    )
+    for name in ("nemotron_h", "nemotron_h_moe")
+)
+
+
 FAMILIES: dict[str, Describe] = {
     "NemotronHForCausalLM": describe_nemotron_h,
 }
+GGUF_FAMILIES = (GGUF_NEMOTRON_H, GGUF_NEMOTRON_H_MOE)

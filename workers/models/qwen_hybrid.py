@@ -2,16 +2,18 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from oarlock.workers.layers.attention_spec import SelfAttentionSpec
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec, RouterSpec, SharedSpec
 from oarlock.workers.layers.gated_delta_spec import GatedDeltaSpec
 from oarlock.workers.layers.tensor_spec import NormSpec
+from oarlock.workers.model_files.gguf_model import GGUFFamily, GGUFSettings
 from oarlock.workers.model_files.tensor_names import Blocks, TensorNames
 from oarlock.workers.models.hf_config import activation_name, decoder_spec, expert_counts, head_width, usual_rope
-from oarlock.workers.models.hf_delta import delta_layers, gated_delta, with_delta
-from oarlock.workers.models.hf_experts import sparse_by_step
+from oarlock.workers.models.hf_delta import FULL, LINEAR, delta_layers, gated_delta, with_delta
+from oarlock.workers.models.hf_experts import gguf_layers_ahead, layers_ahead, sparse_by_step
 from oarlock.workers.models.hf_fields import Describe, Fields
 from oarlock.workers.models.hf_rope import without_sections
 
@@ -77,7 +79,8 @@ def _described(
     # The query projection has the rows of a head's queries, then the rows of its gate.
     heads, width = fields.count("num_attention_heads"), head_width(fields, _HEAD)
     queries = Blocks(("q_proj", "gate_proj"), (width, width), heads)
-    names = TensorNames(blocks={f"{_ATTENTION}.q_proj": queries}, ignored=_AHEAD)
+    ignored = (*_AHEAD, *layers_ahead(fields))
+    names = TensorNames(blocks={f"{_ATTENTION}.q_proj": queries}, ignored=ignored)
     return replace(with_delta(gated, delta, is_delta), names=names), delta
 
 
@@ -100,8 +103,53 @@ def _with_plain_rope(fields: Fields) -> Fields:
     return Fields({**fields.raw, **tables})
 
 
+def _own(settings: GGUFSettings, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of layers. A layer with a decay has a gated delta net."""
+    own = gguf_layers_ahead(settings, config)
+    layers, heads = range(own["num_hidden_layers"]), settings.count(".ssm.time_step_rank")
+    return own | {
+        "partial_rotary_factor": settings.count(".rope.dimension_count") / config["head_dim"],
+        "layer_types": [LINEAR if f"blk.{index}.ssm_a" in settings.model.tensors else FULL for index in layers],
+        "linear_conv_kernel_dim": settings.count(".ssm.conv_kernel"),
+        "linear_num_key_heads": settings.count(".ssm.group_count"),
+        "linear_num_value_heads": heads,
+        "linear_key_head_dim": settings.count(".ssm.state_size"),
+        "linear_value_head_dim": settings.count(".ssm.inner_size") // max(1, heads),
+    }
+
+
+def _own_moe(settings: GGUFSettings, config: dict[str, Any]) -> dict[str, Any]:
+    return _own(settings, config) | {
+        "moe_intermediate_size": settings.count(".expert_feed_forward_length"),
+        "shared_expert_intermediate_size": settings.count(".expert_shared_feed_forward_length"),
+        "norm_topk_prob": settings.flag(".expert_weights_norm", True),
+    }
+
+
+# llama.cpp shares key heads among value heads in turn, and its converter reorders those of Qwen3.5.
+_ALIKE: dict[str, Any] = {"mlp_norm": "post_attention_norm", "stores_blocks": True}
+GGUF_QWEN3_NEXT = GGUFFamily(
+    *("qwen3next", "Qwen3NextForCausalLM", _own_moe, "qwen3_next"), {"width": 1}, has_experts=True, **_ALIKE
+)
+GGUF_QWEN3_5 = GGUFFamily(
+    *("qwen35", "Qwen3_5ForCausalLM", _own, "qwen3_5_text"),
+    tiles_values=True,
+    others=("Qwen3_5ForConditionalGeneration",),
+    **_ALIKE,
+)
+GGUF_QWEN3_5_MOE = GGUFFamily(
+    *("qwen35moe", "Qwen3_5MoeForCausalLM", _own_moe, "qwen3_5_moe_text"),
+    {"width": 1},
+    has_experts=True,
+    tiles_values=True,
+    others=("Qwen3_5MoeForConditionalGeneration",),
+    **_ALIKE,
+)
+
+
 FAMILIES: dict[str, Describe] = {
     "Qwen3NextForCausalLM": describe_qwen3_next,
     "Qwen3_5ForCausalLM": describe_qwen3_5,
     "Qwen3_5MoeForCausalLM": describe_qwen3_5_moe,
 }
+GGUF_FAMILIES = (GGUF_QWEN3_NEXT, GGUF_QWEN3_5, GGUF_QWEN3_5_MOE)

@@ -57,7 +57,9 @@ class EagerSteps:
         batch = ForwardBatch.from_step(step, self._tables)
         if step.is_ahead and (step.token_ids < 0).any():
             batch.token_ids = with_sampled(batch.token_ids, self._sampled)
-        plans = {group: backend.prepare(batch) for group, backend in self._backends.items()}
+        plans = {}
+        for group, backend in self._backends.items():
+            plans[group] = backend.prepare(batch)
         if model.is_first:
             hidden = None
         elif self._stage is None:

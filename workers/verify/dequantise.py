@@ -27,7 +27,7 @@ from torch import Tensor
 from oarlock.base.errors import StartupError
 from oarlock.workers.gguf_config import gguf_checkpoint
 from oarlock.workers.model_files.checkpoint import Checkpoint
-from oarlock.workers.model_files.gguf_model import GGUFModel, GGUFTransform
+from oarlock.workers.model_files.gguf_model import GGUFModel, GGUFTransform, Tiles
 from oarlock.workers.model_files.tensor_names import NO_NAMES, TensorNames
 
 _PLAIN = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -272,8 +272,21 @@ def dequantised_gguf(path: Path, hf_name: str) -> Tensor:
         raise StartupError(f"{path} holds no tensor for {hf_name!r}.", "Use a complete file.")
     entry, layout = found.entry, checkpoint.layout(hf_name)
     raw = np.fromfile(found.path, np.uint8, entry.end - entry.begin, offset=entry.begin)
-    numbers = _NUMBERS[entry.dtype](raw).reshape(entry.shape) - layout.added
+    numbers = _NUMBERS[entry.dtype](raw).reshape(found.stored_shape) - layout.added
+    rows = numbers.reshape(-1, found.step, *numbers.shape[1:])[:, found.first : found.first + found.block]
+    numbers = _untiled(layout.tiles, numbers if found.step == 1 else rows.reshape(entry.shape))
+    if layout.tiles_of_inputs is not None:
+        numbers = _untiled(layout.tiles_of_inputs, numbers.T).T
+    numbers = np.log(-numbers) if layout.is_decay else numbers
     return torch.from_numpy(np.ascontiguousarray(numbers[_halves_of_heads(layout, len(numbers))]))
+
+
+def _untiled(tiles: Tiles | None, numbers: _Floats) -> _Floats:
+    """Return rows in Hugging Face's order: all inner blocks of each outer one together."""
+    if tiles is None:
+        return numbers
+    blocks = numbers[tiles.first :].reshape(tiles.inner, tiles.outer, tiles.width, *numbers.shape[1:])
+    return np.concatenate((numbers[: tiles.first], blocks.swapaxes(0, 1).reshape(-1, *numbers.shape[1:])))
 
 
 def _halves_of_heads(layout: GGUFTransform, rows: int) -> NDArray[np.int64]:

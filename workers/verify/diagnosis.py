@@ -19,8 +19,10 @@ from oarlock.workers.layers.decoder_spec import BranchSpec, DecoderSpec, Sublaye
 from oarlock.workers.layers.experts_spec import ExpertsSpec
 from oarlock.workers.layers.gated_delta_spec import GatedDeltaSpec
 from oarlock.workers.layers.gated_mlp_spec import GatedMLPSpec
+from oarlock.workers.layers.layer_input_spec import LayerInputSpec
 from oarlock.workers.layers.mlp_spec import MLPSpec
 from oarlock.workers.layers.sharding import shard_vocab
+from oarlock.workers.layers.short_convolution_spec import ShortConvolutionSpec
 from oarlock.workers.layers.tensor_spec import Computation, Tap
 from oarlock.workers.quantization.formats.weight_format import Arithmetic
 from oarlock.workers.quantization.matmul import PLAIN_ACTIVATIONS
@@ -326,7 +328,7 @@ def _attention(fault: _Fault, attention: SublayerSpec) -> str:
     where = f"attention of layer {fault.row.layer} on {fault.ranks}"
     positions, generated = _positions(fault.folder)
     wrong, window = fault.wrong_tokens(), attention.span
-    if attention.output_gate and (gate := _wrong_gate(fault)):
+    if attention.output_gate and (gate := _wrong_gate(fault, attention)):
         return f"{where}: the gate on its result {gate}"
     if window is not None and not bool(wrong[positions < window].any()):
         what = "sliding window" if attention.chunk is None else "chunks"
@@ -345,14 +347,18 @@ def _attention(fault: _Fault, attention: SublayerSpec) -> str:
     return f"{where}: which KV head a query head reads, or the values in the KV pages"
 
 
-def _wrong_gate(fault: _Fault) -> str:
-    """Describe a gate that is left out or not a sigmoid; an empty text if neither explains the values."""
+def _wrong_gate(fault: _Fault, attention: SelfAttentionSpec) -> str:
+    """Describe a gate that is left out or is the projection itself; an empty text if neither explains the values."""
     rank = fault.row.wrong_ranks[0]
-    truth, gate = fault.truth(rank), fault.truth(rank, f"{fault.row.layer}.attention_gate")
-    ours, ungated = fault.ours(rank)[:, : truth.shape[1]], truth / torch.sigmoid(gate)
+    truth, part = fault.truth(rank), fault.part(rank)
+    gates = Recorded(fault.folder).truth(f"{fault.row.layer}.attention_gate")  # [T, gates of all ranks]
+    gate = gates.repeat_interleave(attention.shared_inputs // gates.shape[1], 1)[:, part.start : part.stop]
+    function = {"sigmoid": torch.sigmoid, "softplus": F.softplus}[attention.gate_activation]
+    ours, ungated = fault.ours(rank)[:, : truth.shape[1]], truth / function(gate)
     if _distance(ours, ungated) < _CLOSE:
         return "is left out"
-    return "is not a sigmoid of the projection" if _distance(ours, ungated * gate) < _CLOSE else ""
+    is_plain = _distance(ours, ungated * gate) < _CLOSE
+    return f"is not a {attention.gate_activation} of the projection" if is_plain else ""
 
 
 def _heads_of_wrong_sinks(fault: _Fault) -> list[int]:
@@ -377,13 +383,15 @@ def _recurrent(fault: _Fault, sublayer: SublayerSpec) -> str:
     rank, layer = fault.row.wrong_ranks[0], fault.row.layer or 0
     is_convolution = fault.tapped is not None and fault.tapped.tap.computation is Computation.CONVOLUTION
     where = f"{'convolution' if is_convolution else 'recurrence'} of layer {layer} on {fault.ranks}"
-    if isinstance(sublayer, GatedDeltaSpec):
+    if isinstance(sublayer, GatedDeltaSpec | ShortConvolutionSpec):
         part = fault.part(rank)
         columns = slice(part.start, part.stop)
         wrong = WrongPart(layer, fault.row.tensor, columns, fault.ours(rank), fault.wrong_tokens())
         if cause := slot_cause(wrong, sublayer, fault.folder, fault.dequantised):
             return f"{where}: {cause}"
     inside = f"{fault.module}.{sublayer.module}."
+    if isinstance(sublayer, ShortConvolutionSpec):
+        return f"{where}: {inside}conv.weight, the gates before and after it, or the kernel itself"
     return f"{where}: {inside}{'conv1d.weight' if is_convolution else 'A_log or dt_bias'}, or the kernel itself"
 
 
@@ -510,6 +518,9 @@ def _gated(fault: _Fault, mlp: SublayerSpec) -> str:
 def _activated(fault: _Fault, mlp: SublayerSpec) -> str:
     """Describe a wrong result of an MLP's first linear layer and its activation. Another activation of the right
     projection is recognised by its values."""
+    if isinstance(mlp, LayerInputSpec):
+        name = f"{fault.module}.{mlp.module}.gate_proj.weight"
+        return f"{name}: the rows of {fault.ranks}, the activation ({mlp.activation}), or the inputs of the layer"
     assert isinstance(mlp, MLPSpec)
     name = f"{fault.module}.{mlp.module}.up_proj"
     projected = f"{fault.row.layer}.{next(tap.name for tap in mlp.taps if tap.module == 'up_proj')}"

@@ -1,4 +1,5 @@
-"""Causes of wrong tensors in gated delta nets: weights, or a slot that has another state than the sequence's latest.
+"""Causes of wrong tensors in gated delta nets and short convolutions: weights, or a slot with another state than the
+sequence's latest.
 
 A verification computes each prompt in one step, and then one token of each sequence in a step. So a generated token
 reads the state of the tokens before it from a slot, and a token of a prompt reads none.
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from oarlock.workers.layers.gated_delta_spec import GatedDeltaSpec
+from oarlock.workers.layers.short_convolution_spec import ShortConvolutionSpec
 from oarlock.workers.recurrent.reference import KEY_EPSILON
 from oarlock.workers.verify.compare import Recorded
 from oarlock.workers.verify.dequantised_reference import DequantisedWeights
@@ -24,7 +26,7 @@ _CLOSE = 0.1  # relative distance below which a wrong value is explained
 
 @dataclass(frozen=True, slots=True)
 class WrongPart:
-    """The columns of one rank of a wrong tensor of a gated delta net."""
+    """The columns of one rank of a wrong tensor of a sublayer with a state."""
 
     layer: int
     tensor: str
@@ -33,7 +35,9 @@ class WrongPart:
     wrong: Tensor  # bool [T]: the wrong tokens
 
 
-def slot_cause(part: WrongPart, spec: GatedDeltaSpec, folder: Path, weights: DequantisedWeights) -> str:
+def slot_cause(
+    part: WrongPart, spec: GatedDeltaSpec | ShortConvolutionSpec, folder: Path, weights: DequantisedWeights
+) -> str:
     """Return the state that explains the first wrong token, in words; "" if it is in a prompt, which reads no state."""
     text, recorded = Text.read(folder), Recorded(folder)
     ends = list(accumulate(map(len, text.inputs()), initial=0))
@@ -42,8 +46,11 @@ def slot_cause(part: WrongPart, spec: GatedDeltaSpec, folder: Path, weights: Deq
     count = token - ends[own]  # tokens before it
     if count < len(text.prompts[own]):
         return ""
-    kind = _Convolution if part.tensor.endswith("_conv") else _Rule
-    simulated = kind(part, spec, recorded, weights)
+    if isinstance(spec, ShortConvolutionSpec):
+        simulated = _ShortConvolution(part, spec, recorded, weights)
+    else:
+        kind = _Convolution if part.tensor.endswith("_conv") else _Rule
+        simulated = kind(part, spec, recorded, weights)
     least, best = _CLOSE, "its slot had not the state of the tokens before it"
     for sequence, (start, end) in enumerate(pairwise(ends)):
         for number, found in enumerate(simulated.results(token, range(start, end))):
@@ -84,6 +91,28 @@ class _Convolution:
             latest = before[max(0, number - taps + 1) : number]
             window = self._inputs[[*latest, token]]  # [up to taps, channels]
             yield F.silu((window.T * self._weight[:, taps - len(window) :]).sum(1))
+
+
+class _ShortConvolution:
+    """Results of the gated convolution of some channels, from the recorded projections."""
+
+    def __init__(
+        self, part: WrongPart, spec: ShortConvolutionSpec, recorded: Recorded, weights: DequantisedWeights
+    ) -> None:
+        b, self._gate, x = (recorded.truth(f"{part.layer}.conv_{one}")[:, part.columns] for one in "bcx")
+        module = f"model.layers.{part.layer}.{spec.module}.conv"
+        weight = weights.other(f"{module}.weight").double()
+        self._inputs, self._weight = b * x, weight.reshape(len(weight), -1)[part.columns]
+        self._bias = weights.other(f"{module}.bias").double()[part.columns] if spec.bias else 0.0
+
+    def results(self, token: int, before: range) -> Iterator[Tensor]:
+        """Yield the results of `token` as `_Convolution.results` does."""
+        taps = self._weight.shape[1]
+        for number in range(len(before) + 1):
+            latest = before[max(0, number - taps + 1) : number]
+            window = self._inputs[[*latest, token]]  # [up to taps, channels]
+            total = (window.T * self._weight[:, taps - len(window) :]).sum(1)
+            yield (total + self._bias) * self._gate[token]
 
 
 class _Rule:

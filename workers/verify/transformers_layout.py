@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from oarlock.workers.layers.decoder_spec import FUSED_MODULES
-from oarlock.workers.model_files.tensor_names import TensorNames
+from oarlock.workers.model_files.tensor_names import Blocks, TensorNames
 from oarlock.workers.quantization.formats.weight_format import Arithmetic
 from oarlock.workers.verify.dequantised_reference import DequantisedWeights
 
@@ -57,7 +57,7 @@ class TransformersLayout:
                 return whole
             parts = list(whole.split([rows * blocks.groups for rows in blocks.rows]))  # GGUF has one part after another
         elif names := self._parts(module):
-            parts = [rows_of(name) for name in names]
+            parts = [self._part(name, names, blocks, rows_of) for name in names]
         else:
             return rows_of(module)
         found = torch.cat(parts)
@@ -67,3 +67,18 @@ class TransformersLayout:
         ordered = torch.empty_like(found)
         ordered[places] = found
         return ordered
+
+    def _part(self, module: str, parts: list[str], blocks: Blocks | None, rows_of: Callable[[str], Tensor]) -> Tensor:
+        """Return the rows of one of `parts`, which may be stored with those of others, one part after another."""
+        above, _, last = module.rpartition(".")
+        parent = above.rpartition(".")[2]
+        for whole, inside in FUSED_MODULES.items():
+            stored = f"{above}.{whole.rpartition('.')[2]}"
+            if blocks is None or self._dequantised.has(module) or f"{parent}.{last}" not in inside:
+                continue
+            if self._dequantised.has(stored):
+                lengths = {name: rows * blocks.groups for name, rows in zip(parts, blocks.rows, strict=True)}
+                before = [f"{above}.{one.rpartition('.')[2]}" for one in inside[: inside.index(f"{parent}.{last}")]]
+                first = sum(lengths[name] for name in before)
+                return rows_of(stored)[first : first + lengths[module]]
+        return rows_of(module)

@@ -17,7 +17,7 @@ from torch import Tensor
 from oarlock.base.errors import StartupError
 from oarlock.workers.model_files.checkpoint import Checkpoint
 from oarlock.workers.model_files.gguf_header import BY_NAME, FLOATS, GROUP_LAYOUTS, SERVED
-from oarlock.workers.model_files.gguf_model import GGUFCheckpoint, GGUFTransform, type_not_served
+from oarlock.workers.model_files.gguf_model import GGUFCheckpoint, GGUFTransform, Tiles, type_not_served
 from oarlock.workers.model_files.located import LocatedTensor
 from oarlock.workers.weights import float4
 from oarlock.workers.weights.reader import CheckpointReader, WeightReader, first_not_finite, not_finite
@@ -182,16 +182,15 @@ class GGUFReader(CheckpointReader):
         found = self._found(name, shape)
         check_slice(name, into, shape, dim, start)
         rows = (start, into.shape[0]) if dim == 0 else (0, shape[0])
-        columns = slice(start, start + into.shape[1]) if dim == 1 else slice(None)
-        kind, added = found.entry.dtype, self._checkpoint.layout(name).added
+        layout, kind = self._checkpoint.layout(name), found.entry.dtype
+        cut = (start, into.shape[1]) if dim == 1 else (0, shape[1] if len(shape) > 1 else 0)
+        columns = _stored_inputs(layout, *cut)
         for first, raw in self._rows(name, found, *rows):
             stored = raw.view(_DTYPES[kind]) if kind in FLOATS else unpacked(kind, raw).dequantised()
-            if len(shape) == 1:
-                stored = stored.view(-1)
-            elif dim == 1:
+            if len(shape) == 2:
                 stored = stored[:, columns]
-            part = into[first : first + len(stored)]
-            part.copy_(stored.float() - added if added else stored)
+            part = into[first : first + len(raw)]
+            part.copy_(_value(layout, stored).view(part.shape))
             if self._check_finite and (index := first_not_finite(part)) is not None:
                 raise not_finite(name, found, stored[index].item(), part.dtype)
             self._on_read()
@@ -205,8 +204,12 @@ class GGUFReader(CheckpointReader):
         """
         found = self._found(name, shape)
         inputs = into.values.shape[1]
-        columns = slice(first_input, first_input + inputs)
+        columns = _stored_inputs(self._checkpoint.layout(name), first_input, inputs)
         groups = slice(first_input // into.group, first_input // into.group + into.scales.shape[1])
+        if not isinstance(columns, slice):
+            starts = columns[:: into.group]
+            assert all(starts % into.group == 0), f"{name}: groups are cut"
+            groups = starts // into.group
         for first, raw in self._rows(name, found, first_row, len(into.values)):
             whole, part = unpacked(found.entry.dtype, raw), into.rows(first, len(raw))
             assert whole.group % into.group == 0 and first_input % into.group == 0, f"{name}: groups are cut"
@@ -245,17 +248,16 @@ class GGUFReader(CheckpointReader):
         Each item is (row of the slice, uint8 [n, bytes of a row]). A vector has one row for each value.
         """
         entry, order = found.entry, self._checkpoint.layout(name)
-        row_bytes = (entry.end - entry.begin) // entry.shape[0]
+        row_bytes = (entry.end - entry.begin) // found.stored_shape[0]
         at_once = max(1, CHUNK_BYTES // row_bytes)
         if order.interleaved_heads:  # whole heads, whose rows are permuted
             at_once = max(order.head_dim, at_once // order.head_dim * order.head_dim)
             assert first % order.head_dim == 0 and count % order.head_dim == 0, f"{name}: a slice cuts a head"
         running: deque[tuple[int, Tensor, Future[None]]] = deque()
         try:
-            for offset in range(0, count, at_once):
-                rows = min(at_once, count - offset)
+            for offset, stored, rows in _runs(found, order.tiles, first, count, at_once):
                 raw = torch.empty((rows, row_bytes), dtype=torch.uint8)
-                begin = entry.begin + (first + offset) * row_bytes
+                begin = entry.begin + stored * row_bytes
                 running.append((offset, raw, self._files.read(found.path, begin, raw, name)))
                 if len(running) > _READS_AHEAD:
                     yield _finished(*running.popleft(), first, order)
@@ -263,6 +265,39 @@ class GGUFReader(CheckpointReader):
                 yield _finished(*running.popleft(), first, order)
         finally:
             wait([done for _, _, done in running])  # the reads write to memory that is ours only until this returns
+
+
+def _runs(
+    found: LocatedTensor, tiles: Tiles | None, first: int, count: int, at_once: int
+) -> Iterator[tuple[int, int, int]]:
+    """Yield (offset, stored row, number of rows) of pieces of at most `at_once` rows that are stored one after another,
+    for rows `first` to `first + count` in Hugging Face's order."""
+    offset = 0
+    while offset < count:
+        row, rows = first + offset, min(at_once, count - offset)
+        if tiles is not None:
+            row, together = tiles.stored(row)
+            rows = min(rows, together)
+        if found.step > 1:
+            group, inside = divmod(row, found.block)
+            row, rows = group * found.step + found.first + inside, min(rows, found.block - inside)
+        yield offset, row, rows
+        offset += rows
+
+
+def _stored_inputs(layout: GGUFTransform, first: int, count: int) -> slice | Tensor:
+    """Return the stored columns of inputs `first` to `first + count` in Hugging Face's order."""
+    tiles = layout.tiles_of_inputs
+    if tiles is None:
+        return slice(first, first + count)
+    return torch.tensor([tiles.stored(column)[0] for column in range(first, first + count)])
+
+
+def _value(layout: GGUFTransform, stored: Tensor) -> Tensor:
+    """Return Hugging Face's values of `stored`."""
+    if layout.is_decay:
+        return torch.log(-stored.double()).float()
+    return stored.float() - layout.added if layout.added else stored
 
 
 def _finished(offset: int, raw: Tensor, done: "Future[None]", first: int, order: GGUFTransform) -> tuple[int, Tensor]:

@@ -314,7 +314,7 @@ def _format(name: str, models: str, parser: type[QwenCoderToolParser], *, aliase
     )
 
 
-QWEN3_CODER = _format("qwen3_coder", "Qwen3-Coder, Qwen 3.5", QwenCoderToolParser, aliases=("qwen3_xml",))
+QWEN3_CODER = _format("qwen3_coder", "Qwen3-Coder, Qwen 3.5, Nemotron 3", QwenCoderToolParser, aliases=("qwen3_xml",))
 SEED_OSS = _format("seed_oss", "Seed-OSS", SeedToolParser)
 MINIMAX_M2 = _format("minimax_m2", "MiniMax-M2", MiniMaxToolParser)
 HUNYUAN_3 = _format("hy_v3", "Hunyuan 3", HunyuanToolParser)

@@ -13,11 +13,12 @@ import numpy as np
 from oarlock.engine.config import EngineConfig, SpeculativeConfig
 from oarlock.engine.input_batch.input_batch import InputBatch
 from oarlock.engine.input_batch.sampling_metadata import GrammarBitmask, fill_one_by_one
+from oarlock.engine.kv_cache.sequence_memory import UNSENT, num_state_slots, page_groups
 from oarlock.engine.scheduler.scheduler import Scheduler
-from oarlock.engine.scheduler.sequence import ModelRunnerOutput, ScheduledTokens, SchedulerOutput
+from oarlock.engine.scheduler.sequence import ModelRunnerOutput, ScheduledTokens, SchedulerOutput, Status
 from oarlock.engine.simulated_ranks import replica_info
 from oarlock.engine.types import FinishReason, Request, SamplingParams, TokenEvent, TokenLogprobs
-from oarlock.workers.config import WorkerConfig, WorkerInfo
+from oarlock.workers.config import GroupInfo, WorkerConfig, WorkerInfo
 from oarlock.workers.errors import WorkerError
 from oarlock.workers.protocol import (
     ALL_BANNED,
@@ -29,6 +30,7 @@ from oarlock.workers.protocol import (
 )
 from tests.unit.engine.pooling_fakes import ROOT, FakePooler, chain, expected_vectors, score
 from tests.unit.engine.sampling_fakes import VOCAB, FakeHistories, allowed_ids, choices_of, matcher_of, past_of
+from tests.unit.engine.state_fakes import FakeStates
 
 EOS = 7
 
@@ -59,8 +61,13 @@ def make_config(
     return EngineConfig(worker, speculative=speculative, **engine)
 
 
-def make_info(config: EngineConfig, num_blocks: int = 33, sliding_window: int | None = None) -> WorkerInfo:
-    return replica_info(config.worker, num_blocks, VOCAB, sliding_window=sliding_window)
+def make_info(
+    config: EngineConfig,
+    num_blocks: int = 33,
+    sliding_window: int | None = None,
+    groups: tuple[GroupInfo, ...] = (),
+) -> WorkerInfo:
+    return replica_info(config.worker, num_blocks, VOCAB, sliding_window=sliding_window, groups=groups)
 
 
 def make_request(request_id: int, prompt, *, priority: int = 0, is_low_priority: bool = False, **params) -> Request:
@@ -137,11 +144,17 @@ class FakeExecutor:
         self.num_steps = 0
         self.num_pings = 0
         self.is_closed = False
-        self._kv: dict[int, tuple[int, int, int]] = {}  # slot -> (history, token, position)
+        self._spans = {number: group.span for number, group in page_groups(info, 1).items() if number != UNSENT}
+        # By memory group: slot -> (history, token, position)
+        self._kv: dict[int, dict[int, tuple[int, int, int]]] = {number: {} for number in self._spans}
+        num_slots = num_state_slots(info)
+        self.states = None if num_slots is None else FakeStates(num_slots)
         self._steps: deque[StepMetadata] = deque()
         width = -(-info.max_model_len // info.block_size)
-        self._tables = np.full((config.worker.max_num_seqs, width), -1, np.int32)  # -1: never written
-        self.tables: deque[np.ndarray] = deque()  # for each step of `_steps`, the tables of its sequences: [S, width]
+        shape = config.worker.max_num_seqs, width
+        self._tables = {number: np.full(shape, -1, np.int32) for number in self._spans}  # -1: never written
+        # For each step of `_steps`, the tables of its sequences in each group: [S, width]
+        self.tables: deque[dict[int, np.ndarray]] = deque()
         self._lacks_masks = False  # the newest of them
         self._histories = FakeHistories()
         self._pooler = FakePooler(self.faults.poisoned_ids)
@@ -156,9 +169,8 @@ class FakeExecutor:
         self._lacks_masks = masks_follow
         assert step.step_id > self._last_step_id
         self._last_step_id = step.step_id
-        for row, column, block in zip(step.table_rows, step.table_columns, step.table_blocks, strict=True):
-            self._tables[row, column] = block
-        tables = self._tables[step.rows]
+        self._write_tables(step, step.table_blocks)
+        tables = {number: table[step.rows] for number, table in self._tables.items()}
         self._check(step, tables)
         self._steps.append(step)
         self.tables.append(tables)
@@ -176,9 +188,12 @@ class FakeExecutor:
             raise WorkerError(1, step.step_id, "killed by signal 9")
         if step.step_id == self.faults.hang_at_step:
             raise WorkerError(1, step.step_id, "no answer within 5 s", hung=True)
-        self._has_refused = (step.is_ahead and self._has_refused) or self.faults.refuses(step)
+        is_behind = step.is_ahead and self._has_refused
+        self._has_refused = is_behind or self.faults.refuses(step)
         if self._has_refused:
-            self._spoil(step)
+            self._spoil(step, tables)
+            if self.states is not None and (not is_behind or self.config.pipeline_parallel_size > 1):
+                self.states.spoil(step)  # earlier stages run a step behind one that a later stage refuses
             return refusal(step.step_id)
         unknown = step.token_ids < 0
         step.token_ids[unknown] = self._sampled[-1 - step.token_ids[unknown]]
@@ -187,12 +202,18 @@ class FakeExecutor:
         self._sampled = output.token_ids
         return output
 
-    def _spoil(self, step: StepMetadata) -> None:
+    def _write_tables(self, step: StepMetadata, blocks: np.ndarray) -> None:
+        entries = zip(step.table_groups, step.table_rows, step.table_columns, blocks, strict=True)
+        for group, row, column, block in entries:
+            self._tables[int(group)][row, column] = block
+
+    def _spoil(self, step: StepMetadata, tables: dict[int, np.ndarray]) -> None:
         """Spoil everything that a refused step may have written."""
         self.num_refused += 1
-        for slot in step.slot_mapping.tolist():
-            self._kv[slot] = (0, -1, -1)
-        self._tables[step.table_rows, step.table_columns] = -1
+        for number, table in tables.items():
+            for slot in self._slots_of_step(step, table):
+                self._kv[number][slot] = (0, -1, -1)
+        self._write_tables(step, np.full(len(step.table_blocks), -1))
         self._histories.write(step)
         for row in step.rows.tolist():
             self._histories.spoil(row)
@@ -209,48 +230,58 @@ class FakeExecutor:
     def close(self, failure: Exception | None = None) -> None:
         self.is_closed = True
 
-    def _check(self, step: StepMetadata, tables: np.ndarray) -> None:
+    def _check(self, step: StepMetadata, tables: dict[int, np.ndarray]) -> None:
         worker, size = self.config, self.info.block_size
         assert 0 < step.num_seqs <= worker.max_num_seqs
         assert 0 < step.num_tokens <= worker.max_num_batched_tokens
-        assert len(set(step.slot_mapping.tolist())) == step.num_tokens, "two tokens share a slot"
-        assert step.slot_mapping.min() >= size, "the null block is written"
-        assert step.slot_mapping.dtype == np.int64
-        assert len({*zip(step.table_rows, step.table_columns, strict=True)}) == len(step.table_blocks)
+        for table in tables.values():
+            slots = self._slots_of_step(step, table)
+            assert len(set(slots)) == step.num_tokens, "two tokens share a slot"
+            assert min(slots) >= size, "the null block is written"
+        entries = {*zip(step.table_groups, step.table_rows, step.table_columns, strict=True)}
+        assert len(entries) == len(step.table_blocks)
         ends = step.query_start_loc.tolist()
         for s in range(step.num_seqs):
             positions = step.positions[ends[s] : ends[s + 1]].tolist()
             assert positions == list(range(step.seq_lens[s] - len(positions), step.seq_lens[s])), "positions jump"
-            for slot, position in zip(step.slot_mapping[ends[s] : ends[s + 1]].tolist(), positions, strict=True):
-                assert slot == tables[s, position // size] * size + position % size
+        if self.states is not None:
+            self.states.check(step)
 
-    def _compute(self, step: StepMetadata, tables: np.ndarray) -> list[int]:
-        """Write every token's KV and return the history up to and including each token."""
-        histories = []
-        ends = step.query_start_loc.tolist()
-        for s in range(step.num_seqs):
-            start = int(step.positions[ends[s]])
-            history = self._context(self._slots(tables[s], start), self._first_seen(start))
-            for t in range(ends[s], ends[s + 1]):
-                token, position = int(step.token_ids[t]), int(step.positions[t])
-                history = chain(history, token, position)
-                self._kv[int(step.slot_mapping[t])] = (history, token, position)
-                histories.append(history)
-        return histories
+    def _slots_of_step(self, step: StepMetadata, table: np.ndarray) -> list[int]:
+        """Return the slots of the tokens' keys and values in one group, whose table is [S, width]."""
+        size, seqs = self.info.block_size, np.repeat(np.arange(step.num_seqs), np.diff(step.query_start_loc))
+        return (table[seqs, step.positions // size].astype(int) * size + step.positions % size).tolist()
+
+    def _compute(self, step: StepMetadata, tables: dict[int, np.ndarray]) -> list[int]:
+        """Write every token's KV into each group and return the history up to and including each token."""
+        found = []
+        for number, table in tables.items():
+            kv, slots, span, histories = self._kv[number], self._slots_of_step(step, table), self._spans[number], []
+            ends = step.query_start_loc.tolist()
+            for s in range(step.num_seqs):
+                start = int(step.positions[ends[s]])
+                first = 0 if span is None else max(0, start - span + 1)
+                history = self._context(kv, self._slots(table[s], start), first)
+                for t in range(ends[s], ends[s + 1]):
+                    token, position = int(step.token_ids[t]), int(step.positions[t])
+                    history = chain(history, token, position)
+                    kv[slots[t]] = (history, token, position)
+                    histories.append(history)
+            found.append(histories)
+        if self.states is not None:
+            found.append(self.states.run(step))
+        assert all(histories == found[0] for histories in found), "groups with other tokens"
+        return found[0]
 
     def _slots(self, table: np.ndarray, length: int) -> list[int]:
         size, blocks = self.info.block_size, table.tolist()
         return [blocks[p // size] * size + p % size for p in range(length)]
 
-    def _first_seen(self, position: int) -> int:
-        window = self.info.sliding_window
-        return 0 if window is None else max(0, position - window + 1)
-
-    def _context(self, slots: list[int], first: int) -> int:
+    def _context(self, kv: dict[int, tuple[int, int, int]], slots: list[int], first: int) -> int:
         """Read the context back through the block table: each entry from `first` on must follow the one before."""
         history = ROOT
         for position in range(first, len(slots)):
-            stored, token, at = self._kv[slots[position]]
+            stored, token, at = kv[slots[position]]
             follows = position == first > 0 or stored == chain(history, token, position)
             assert at == position and follows, "KV of another sequence"
             history = stored
@@ -314,17 +345,13 @@ class Driver:
         num_blocks: int = 33,
         faults: Faults | None = None,
         sliding_window: int | None = None,
+        groups: tuple[GroupInfo, ...] = (),
     ) -> None:
         self.config = config
-        self.info = make_info(config, num_blocks, sliding_window)
+        self.info = make_info(config, num_blocks, sliding_window, groups)
         self.scheduler = Scheduler(config, self.info)
         self.executor = FakeExecutor(config, self.info, faults)
-        self.input_batch = InputBatch(
-            max_num_seqs=self.scheduler.max_num_seqs,
-            max_model_len=self.info.max_model_len,
-            block_size=self.info.block_size,
-            vocab_size=VOCAB,
-        )
+        self.input_batch = InputBatch(max_num_seqs=self.scheduler.max_num_seqs, vocab_size=VOCAB)
         self.now = 0.0
         self.in_flight: deque[SchedulerOutput] = deque()
         self.items: list[ScheduledTokens] = []  # of the step that was begun last
@@ -354,7 +381,7 @@ class Driver:
             self._must_finish = True
             return None
         self.now += 0.01
-        cached = dict(self.scheduler.kv_cache_manager._block_of_hash)
+        cached = [dict(pool.block_of_hash) for pool in self.scheduler.memory.pools]
         output = self.scheduler.schedule(self.now, ahead=bool(self.in_flight))
         if output is not None:
             self._check(output, cached)
@@ -474,27 +501,30 @@ class Driver:
                 assert got == expected[: len(got)]
 
     def check_idle(self) -> None:
-        manager = self.scheduler.kv_cache_manager
-        assert manager.num_held == 0
-        assert manager.num_free + manager.num_cached == self.info.num_blocks - 1
+        memory = self.scheduler.memory
+        assert memory.num_held == 0
+        assert memory.num_free + memory.num_cached == memory.num_total
+        if memory.slots is not None:
+            memory.slots.begin_step()
+            assert memory.slots.num_available == memory.slots.num_total, "a slot is held, pinned or never saved"
         self.scheduler.audit()
 
-    def _check(self, output: SchedulerOutput, cached: dict[bytes, int]) -> None:
+    def _check(self, output: SchedulerOutput, cached: list[dict[bytes, int]]) -> None:
         """`cached`: the prefix cache before this step was decided."""
         scheduler = self.scheduler
-        allocated = {block for _, _, block in output.new_blocks}
-        assert not (output.num_preempted and output.new_rows), "blocks freed by preemption are given to a new sequence"
+        allocated = {(group, block) for group, _, _, block in output.new_blocks}
+        new = [seq for seq in output.new_rows if seq.status is Status.RUNNING]
+        assert not (output.num_preempted and new), "blocks freed by preemption are given to a new sequence"
         assert not (output.num_preempted and self.in_flight), "a sequence whose token is to come is preempted"
         assert output.num_seqs <= scheduler.max_num_seqs
         assert sum(item.num_tokens for item in output.items()) <= scheduler.max_num_batched_tokens
         for item in output.items():
             assert item.num_tokens > 0 and item.start + item.num_tokens == item.seq.num_computed_tokens
-            size = scheduler.kv_cache_manager.block_size
+            size = scheduler.memory.block_size
             first, last = item.start // size, (item.start + item.num_tokens - 1) // size
-            for block in item.seq.block_ids[first : last + 1]:
-                block_hash = scheduler.kv_cache_manager._hash_of_block[block]
-                is_new = block_hash is not None and (block in allocated or cached.get(block_hash) != block)
-                assert block_hash is None or is_new, "a cached block is written"
-                assert block_hash is not None or scheduler.kv_cache_manager._refs[block] == 1, (
-                    "a shared block is written"
-                )
+            for manager, before in zip(scheduler.memory.managers, cached, strict=True):
+                for block in item.seq.tables[manager.index].block_ids[first : last + 1]:
+                    block_hash = manager.pool.hash_of_block[block]
+                    is_new = (manager.number, block) in allocated or before.get(block_hash or b"") != block
+                    assert block_hash is None or is_new, "a cached block is written"
+                    assert block_hash is not None or manager.pool.refs[block] == 1, "a shared block is written"

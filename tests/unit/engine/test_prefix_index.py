@@ -6,7 +6,7 @@ import pytest
 
 from oarlock.engine.ipc.frames import FrameError, FrameReader
 from oarlock.engine.ipc.messages import Blocks, encode, read_from_engine
-from oarlock.engine.kv_cache.manager import (
+from oarlock.engine.kv_cache.block_events import (
     HASH_BYTES,
     AllBlocksCleared,
     BlockChanges,

@@ -23,6 +23,7 @@ from oarlock.workers.layers.experts_spec import ExpertsSpec
 from oarlock.workers.models.encoders.registry import ENCODERS, is_encoder
 from oarlock.workers.models.registry import FAMILIES, GGUF_FAMILIES, architectures, describe
 from oarlock.workers.models.wrappers import served_wrappers
+from tests.golden import gguf_mamba
 from tests.golden.cases import CASES
 from tests.golden.gguf_writer import _ARCHITECTURES, _NEWER
 from tests.golden.tiny_models import tiny_config
@@ -70,7 +71,8 @@ def test_every_class_has_a_checkpoint_of_the_hub_and_known_notes():
 
 def test_gguf_names_are_the_names_of_the_converter():
     named = {name: entry.gguf for name, entry in CATALOGUE.items() if entry.gguf}
-    converted = {name: gguf.MODEL_ARCH_NAMES[kind] for name, kind in _ARCHITECTURES.items()} | _NEWER
+    kinds = _ARCHITECTURES | gguf_mamba.ARCHITECTURES
+    converted = {name: gguf.MODEL_ARCH_NAMES[kind] for name, kind in kinds.items()} | _NEWER
     assert {name: known for name, known in converted.items() if known not in named[name]} == {}
     assert {one for names in named.values() for one in names} == GGUF_FAMILIES.keys()
 

@@ -18,9 +18,10 @@ class Rows(IntEnum):
     SCRATCH_0 = 4
     SCRATCH_1 = 5
     SCRATCH_2 = 6
+    SCRATCH_3 = 7
 
 
-NUM_SCRATCH = 3  # scratch buffers of a branch: `kScratchBuffers` in layer.h
+NUM_SCRATCH = 4  # scratch buffers of a branch: `kScratchBuffers` in layer.h
 
 
 class OperationKind(IntEnum):
@@ -36,6 +37,12 @@ class OperationKind(IntEnum):
     FINISH_EXPERTS = 7
     CLAMP_ROWS = 8
     GATE_ROWS = 9
+    CONVOLVE = 10
+    GATED_DELTA = 11
+    MAMBA2 = 12
+    GATED_NORM = 13
+    MULTIPLY_COLUMNS = 14
+    SCALE_COLUMNS = 15
 
 
 @cache

@@ -7,6 +7,7 @@ or on the number of threads. States of the gated delta rule and of Mamba 2 are f
 import ctypes
 from collections.abc import Callable
 from functools import cache
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,9 +15,30 @@ from torch import Tensor
 from oarlock.workers.kernels.cpu import library
 from oarlock.workers.kernels.cpu.gemm import ELEMENT_TYPES
 from oarlock.workers.kernels.cpu.structures import CConvolution, CDeltaHeads, CGatedNorm, CMambaHeads, CStateStep
-from oarlock.workers.recurrent.states import StateStep
 
-TAPS = (2, 3, 4)  # of the convolution: the cases of `convolve` in csrc/recurrent/convolution.cpp
+TAPS = range(2, 9)  # of the convolution: the cases of `convolve` in csrc/recurrent/convolution.cpp
+
+
+class StateStep(Protocol):
+    """A `StateStep` of `workers/recurrent/states.py`."""
+
+    @property
+    def starts(self) -> Tensor: ...
+
+    @property
+    def reads(self) -> Tensor: ...
+
+    @property
+    def writes(self) -> Tensor: ...
+
+    @property
+    def save_starts(self) -> Tensor: ...
+
+    @property
+    def save_lens(self) -> Tensor: ...
+
+    @property
+    def save_slots(self) -> Tensor: ...
 
 
 def can_serve(dtype: torch.dtype, device: torch.device) -> bool:

@@ -240,6 +240,49 @@ class CGatedNorm(ctypes.Structure):
     )
 
 
+class CColumns(ctypes.Structure):
+    _fields_ = (("rows", c_int), ("first", c_long), ("stride", c_long))
+
+
+class CConvolutionLayer(ctypes.Structure):
+    _fields_ = (("convolution", CConvolution), ("states", c_void_p), ("inputs", CColumns))
+
+
+class CDeltaLayer(ctypes.Structure):
+    _fields_ = (
+        ("heads", CDeltaHeads),
+        ("states", c_void_p),
+        ("a_log", c_void_p),
+        ("dt_bias", c_void_p),
+        ("beta_scale", c_float),
+        ("gates", c_int),
+    )
+
+
+class CMambaLayer(ctypes.Structure):
+    _fields_ = (
+        ("heads", CMambaHeads),
+        ("states", c_void_p),
+        ("step_bias", c_void_p),
+        ("least", c_float),
+        ("most", c_float),
+        ("scale", c_float),
+        ("steps", CColumns),
+    )
+
+
+class CGatedNormLayer(ctypes.Structure):
+    _fields_ = (("norm", CGatedNorm), ("gate", CColumns))
+
+
+class CColumnProduct(ctypes.Structure):
+    _fields_ = (("left", CColumns), ("right", CColumns), ("width", c_long))
+
+
+class CColumnScale(ctypes.Structure):
+    _fields_ = (("columns", CColumns), ("width", c_long), ("scale", c_float))
+
+
 class COperation(ctypes.Structure):
     _fields_ = (("kind", c_int), ("source", c_int), ("target", c_int), ("parameters", c_void_p))
 
@@ -250,7 +293,7 @@ class CBranch(ctypes.Structure):
         ("count", c_long),
         ("before_all_reduce", c_long),
         ("rows_at_once", c_long),
-        ("widths", c_long * 3),
+        ("widths", c_long * 4),
         ("sums", c_long),
     )
 
@@ -272,6 +315,7 @@ class CLayerStep(ctypes.Structure):
         ("rotary", CRotaryRows * MOST_ROTARIES),
         ("query_scales", c_void_p * MOST_QUERY_SCALES),
         ("attention", c_void_p * MOST_PAGES_GROUPS),
+        ("states", c_void_p),
         ("group", c_void_p),
     )
 
@@ -315,8 +359,8 @@ class CSamplingOutput(ctypes.Structure):
 STRUCTURES: tuple[type[ctypes.Structure], ...] = (
     CAttentionStep, CAttentionLayer, CRankGroup, CHeadsOfRank, CRouter, CExpert, CExperts, CGroupedSource,
     CPackedWeight, CNorm, CHeadsAndPages, CAddition, CClamp, CMoELayer, CStateStep, CConvolution, CDeltaHeads,
-    CMambaHeads, CGatedNorm, COperation, CBranch, CRotaryRows, CLayerStep, CLogitsChanges, CSamplingStep,
-    CSamplingOutput,
+    CMambaHeads, CGatedNorm, CColumns, CConvolutionLayer, CDeltaLayer, CMambaLayer, CGatedNormLayer, CColumnProduct,
+    CColumnScale, COperation, CBranch, CRotaryRows, CLayerStep, CLogitsChanges, CSamplingStep, CSamplingOutput,
 )  # fmt: skip
 
 

@@ -77,7 +77,7 @@ class Harness:
         return [token for event in self.events() if event.request_id == request_id for token in event.token_ids]
 
     def check_idle(self) -> None:
-        manager = self.loop.scheduler.kv_cache_manager
+        manager = self.loop.scheduler.memory
         self.loop.scheduler.audit()
         assert not self.loop.scheduler.has_work and manager.num_free + manager.num_cached == manager.num_total
 
@@ -121,14 +121,14 @@ def test_refusals_name_their_reason() -> None:
 
 def test_subscribers_know_the_cached_blocks(harness: Harness) -> None:
     """Also after a reset that comes without a step, and on a pool in which blocks are evicted."""
-    subscribers = [ReplayedBlocks(harness.loop.scheduler.kv_cache_manager.block_size) for _ in range(2)]
+    subscribers = [ReplayedBlocks(harness.loop.scheduler.memory.block_size) for _ in range(2)]
     for one in subscribers:
         harness.loop.subscribe_to_blocks(one.replay)
     for number in range(1, 9):
         harness.ask(make_request(number, range(number, number + 20), max_tokens=6))
         harness.run_until_idle()
         for one in subscribers:
-            one.check(harness.loop.scheduler.kv_cache_manager)
+            one.check(harness.loop.scheduler.memory)
     harness.send(messages.ResetCache(1))
     harness.run_until_idle()
     for one in subscribers:
@@ -223,7 +223,7 @@ def test_a_frontend_that_leaves_ends_the_loop(harness: Harness) -> None:
 
 # -- exceptions with one request
 
-_STAGES = ["read", "add", "allocate", "allocate_slots", "build", "update_from_output", "cache_blocks", "send", "poison"]
+_STAGES = ["read", "add", "allocate", "grow_by_one", "build", "update_from_output", "cache_blocks", "send", "poison"]
 
 
 def inject(harness: Harness, stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,8 +247,8 @@ def inject(harness: Harness, stage: str, monkeypatch: pytest.MonkeyPatch) -> Non
         broken(harness.loop._request_reader, "read", lambda message: message.request_id == 2)
     elif stage == "add":
         broken(scheduler, "add", lambda request, now: request.request_id == 2)
-    elif stage in ("allocate", "allocate_slots", "cache_blocks"):
-        broken(scheduler.kv_cache_manager, stage, of_seq)
+    elif stage in ("allocate", "grow_by_one", "cache_blocks"):
+        broken(scheduler.memory, stage, of_seq)
     elif stage == "build":
         broken(input_batch, "_assign", of_seq)
     elif stage == "update_from_output":

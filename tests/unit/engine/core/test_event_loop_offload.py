@@ -13,7 +13,7 @@ from oarlock.engine.core import event_loop
 from oarlock.engine.core.event_loop import EngineLoop
 from oarlock.engine.ipc.frames import FrameReader, FrameSocket
 from oarlock.engine.ipc.messages import Events, Stop, Submit, encode, read_from_engine
-from oarlock.engine.kv_cache.manager import extend_hashes
+from oarlock.engine.kv_cache.block_events import extend_hashes
 from oarlock.engine.types import Request, SamplingParams, TokenEvent
 from oarlock.workers.kv_offload import Copy, KVOffloadInfo, KVReportKind, KVReports, KVReportSender
 from tests.unit.engine.kv_cache.chained_ranks import ChainedRanks, Files

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from oarlock.engine.core.engine_core import MAX_CELLS, MAX_SLOWEST, live_state, run_lengths
-from oarlock.engine.kv_cache.manager import KVCacheManager
+from oarlock.engine.kv_cache.block_pool import BlockPool
 from oarlock.engine.scheduler.step_cost import StepLog
 from tests.unit.engine.engine_fakes import Driver, make_config, make_request
 
@@ -39,16 +39,16 @@ def test_the_map_says_of_each_block_what_the_pool_counts() -> None:
     cells = _states(kv["map"])
     assert (len(cells), kv["cells_of"], kv["total"]) == (32, 1, 32)
     assert (cells.count("h"), cells.count("c"), cells.count("f")) == (kv["held"], kv["cached"], kv["free"])
-    manager = driver.scheduler.kv_cache_manager
+    manager = driver.scheduler.memory
     assert manager.num_held and manager.num_cached and manager.num_free
     for block, letter in enumerate(cells, 1):
-        expected = "f" if block in manager._free else "c" if block in manager._cached else "h"
+        expected = "f" if block in manager.leader.pool.free else "c" if block in manager.leader.pool.cached else "h"
         assert letter == expected, block
 
 
 @pytest.mark.parametrize("num_blocks", [MAX_CELLS + 1, MAX_CELLS + 2, 1_000_001])
 def test_the_map_of_any_pool_has_a_bounded_number_of_cells(num_blocks: int) -> None:
-    manager = KVCacheManager(num_blocks, 16, enable_prefix_caching=True)
+    manager = BlockPool(num_blocks)
     per_cell = -(-manager.num_total // MAX_CELLS)
     cells = manager.states(per_cell)
     assert MAX_CELLS // 2 <= len(cells) <= MAX_CELLS

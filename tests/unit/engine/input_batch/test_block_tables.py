@@ -14,8 +14,8 @@ class ComparingDriver(Driver):
 
     def __init__(self, *arguments) -> None:
         super().__init__(*arguments)
-        rows, width = self.executor._tables.shape
-        self.kept = BlockTables(rows, width, torch.device("cpu"))
+        rows, width = self.executor._tables[0].shape
+        self.kept = BlockTables(rows, width, self.executor.info.block_size, torch.device("cpu"))
         self.num_entries = 0
         self.num_compared = 0
 
@@ -31,7 +31,7 @@ class ComparingDriver(Driver):
                 continue  # with the mask of its next token
             blocks = item.seq.block_ids[: -(-length // self.info.block_size)]
             assert item.seq.row == row
-            assert self.kept.tables[row, : len(blocks)].tolist() == blocks
+            assert self.kept.of_group[0][row, : len(blocks)].tolist() == blocks
             self.num_compared += len(blocks)
         return output
 

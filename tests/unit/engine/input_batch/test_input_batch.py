@@ -32,7 +32,7 @@ def running(row: int, prompt, blocks, *, generated=(), **params) -> Sequence:
 
 def output_of(*scheduled: ScheduledTokens, step_id: int = 1, new: bool = True) -> SchedulerOutput:
     seqs = [item.seq for item in scheduled] if new else []
-    blocks = [(seq.row, column, block) for seq in seqs for column, block in enumerate(seq.block_ids)]
+    blocks = [(0, seq.row, column, block) for seq in seqs for column, block in enumerate(seq.block_ids)]
     return SchedulerOutput(step_id, list(scheduled), blocks, seqs)
 
 
@@ -41,7 +41,7 @@ class WholeSteps:
 
     def __init__(self) -> None:
         self.tables = np.full((4, 64 // SIZE), -1, np.int32)  # -1: never written
-        self._input_batch = InputBatch(max_num_seqs=4, max_model_len=64, block_size=SIZE, vocab_size=VOCAB)
+        self._input_batch = InputBatch(max_num_seqs=4, vocab_size=VOCAB)
 
     def build(self, output: SchedulerOutput) -> StepMetadata:
         step, masks = self._input_batch.build(output)
@@ -71,7 +71,6 @@ def test_a_mixed_step() -> None:
     )
     assert step.token_ids.tolist() == [8, 13, 14, 15, 16, 30, 31]
     assert step.positions.tolist() == [4, 3, 4, 5, 6, 0, 1]
-    assert step.slot_mapping.tolist() == [4 * SIZE, 5 * SIZE + 3, 6 * SIZE, 6 * SIZE + 1, 6 * SIZE + 2, 32, 33]
     assert step.query_start_loc.tolist() == [0, 1, 5, 7]
     assert step.seq_lens.tolist() == [5, 7, 2]
     assert step.rows.tolist() == [2, 0, 1]
@@ -226,12 +225,11 @@ def test_only_new_entries_are_written_and_building_twice_is_harmless() -> None:
     made.build(output_of(ScheduledTokens(seq, 0, 4, True)))
     seq.token_ids.append(50)
     seq.block_ids.append(3)
-    output = SchedulerOutput(2, [ScheduledTokens(seq, 4, 1, True)], [(0, 1, 3)])
+    output = SchedulerOutput(2, [ScheduledTokens(seq, 4, 1, True)], [(0, 0, 1, 3)])
     first, second = made.build(output), made.build(output)
     for step in (first, second):
         assert (step.table_rows.tolist(), step.table_columns.tolist(), step.table_blocks.tolist()) == ([0], [1], [3])
     assert made.tables_of(second) == [[6, 3]]
-    assert first.slot_mapping.tolist() == second.slot_mapping.tolist() == [3 * SIZE]
 
 
 def test_a_step_keeps_its_numbers_when_the_tables_move_on() -> None:
@@ -245,11 +243,12 @@ def test_the_last_of_two_writes_to_an_entry_is_sent() -> None:
     """A sequence that fails while it is admitted gives its row to the next one."""
     seq = running(1, range(8), [6, 7])
     output = output_of(ScheduledTokens(seq, 0, 8, True))
-    output.new_blocks[:0] = [(1, 2, 9), (1, 0, 8), (3, 0, 5)]
+    output.new_blocks[:0] = [(0, 1, 2, 9), (0, 1, 0, 8), (0, 3, 0, 5), (2, 1, 0, 4), (2, 1, 0, 3)]
     made = input_batch()
     step = made.build(output)
-    entries = zip(step.table_rows.tolist(), step.table_columns.tolist(), step.table_blocks.tolist(), strict=True)
-    assert sorted(entries) == [(1, 0, 6), (1, 1, 7), (1, 2, 9), (3, 0, 5)]
+    columns = step.table_groups, step.table_rows, step.table_columns, step.table_blocks
+    entries = sorted(zip(*(column.tolist() for column in columns), strict=True))
+    assert entries == [(0, 1, 0, 6), (0, 1, 1, 7), (0, 1, 2, 9), (0, 3, 0, 5), (2, 1, 0, 3)]
 
 
 @pytest.mark.parametrize("value", ["hot", None])

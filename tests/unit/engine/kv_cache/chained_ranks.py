@@ -67,7 +67,7 @@ class ChainedRanks:
                 if position:
                     before = int(self._pages[tables[row, (position - 1) // size] * size + (position - 1) % size])
                 number = (before * 1_000_003 + tokens[index] + 17) % (2**31 - 1)
-                self._pages[step.slot_mapping[index]] = number
+                self._pages[tables[row, position // size] * size + position % size] = number
                 numbers.append(number)
         self.num_tokens += len(numbers)
         self._sampled = [1 + numbers[index] % (self.info.vocab_size - 1) for index in step.logits_indices]

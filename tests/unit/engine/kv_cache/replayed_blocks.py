@@ -2,7 +2,8 @@
 
 from collections.abc import Iterable
 
-from oarlock.engine.kv_cache.manager import AllBlocksCleared, BlockEvent, BlockStored, KVCacheManager, extend_hashes
+from oarlock.engine.kv_cache.block_events import AllBlocksCleared, BlockEvent, BlockStored, extend_hashes
+from oarlock.engine.kv_cache.sequence_memory import SequenceMemory
 
 
 class ReplayedBlocks:
@@ -30,6 +31,6 @@ class ReplayedBlocks:
                 assert self.stored.pop(event.block_hash, None), "removed, but not stored"
                 self.num_removed += 1
 
-    def check(self, manager: KVCacheManager) -> None:
-        """Check that the pool has exactly these blocks."""
-        assert self.stored.keys() == manager._block_of_hash.keys()
+    def check(self, memory: SequenceMemory) -> None:
+        """Check that the leading group has exactly these blocks."""
+        assert self.stored.keys() == memory.leader.pool.block_of_hash.keys()

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from oarlock.engine.kv_cache.manager import AllBlocksCleared, BlockEventLog, BlockRemoved, BlockStored
+from oarlock.engine.kv_cache.block_events import AllBlocksCleared, BlockEventLog, BlockRemoved, BlockStored
 from oarlock.engine.scheduler.sequence import SchedulerOutput
 from oarlock.engine.types import TokenEvent
 from tests.unit.engine.engine_fakes import Driver, Faults, make_config, make_request
@@ -19,8 +19,8 @@ class Listening(Driver):
 
     def __init__(self, *arguments) -> None:
         super().__init__(*arguments)
-        self.manager = self.scheduler.kv_cache_manager
-        self.log = self.manager.event_log = BlockEventLog()
+        self.manager = self.scheduler.memory
+        self.log = self.manager.leader.pool.event_log = BlockEventLog()
         self.replayed = ReplayedBlocks(self.manager.block_size)
 
     def begin(self, num_withdrawn: int = 0) -> SchedulerOutput | None:

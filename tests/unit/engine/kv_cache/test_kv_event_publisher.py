@@ -14,7 +14,7 @@ import zmq
 
 from oarlock.base.errors import StartupError
 from oarlock.engine.config import KvEventsConfig
-from oarlock.engine.kv_cache.manager import AllBlocksCleared, BlockEvent, BlockEventLog, BlockRemoved, BlockStored
+from oarlock.engine.kv_cache.block_events import AllBlocksCleared, BlockEvent, BlockEventLog, BlockRemoved, BlockStored
 from oarlock.engine.kv_cache.publisher import EventConverter, KvEventPublisher, short_hash
 from tests.unit.engine.engine_fakes import Driver
 from tests.unit.engine.kv_cache.test_block_events import Listening
@@ -254,5 +254,5 @@ def test_messages_match_vllm() -> None:
 
 def test_a_log_costs_nothing_where_there_is_none() -> None:
     driver: Driver = run_scene(make_scene(1), 1)
-    assert driver.scheduler.kv_cache_manager.event_log is None
+    assert driver.scheduler.memory.leader.pool.event_log is None
     assert BlockEventLog().take() == []

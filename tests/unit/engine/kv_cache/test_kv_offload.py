@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from oarlock.engine.core.engine_core import EngineCore
-from oarlock.engine.kv_cache.manager import BlockEventLog
+from oarlock.engine.kv_cache.block_events import BlockEventLog
 from oarlock.engine.kv_cache.offload import LOAD_TIMEOUT_S, STEP_LOAD_BYTES, Flush, HostTier, KVOffload
 from oarlock.engine.stats import EngineStats
 from oarlock.engine.types import Request, SamplingParams
@@ -39,8 +39,8 @@ class Run:
         )
         self.core = EngineCore(config, ranks, lambda: self.now)
         self.scheduler = self.core.scheduler
-        self.manager = self.scheduler.kv_cache_manager
-        self.log = self.manager.event_log = BlockEventLog()
+        self.manager = self.scheduler.memory
+        self.log = self.manager.leader.pool.event_log = BlockEventLog()
         self.replayed = ReplayedBlocks(BLOCK)
         self.texts: dict[int, list[int]] = {}
         self.cached: dict[int, int] = {}
@@ -121,7 +121,7 @@ def test_text_does_not_depend_on_what_is_kept(seed: int) -> None:
             if random.random() < 0.1 and run.scheduler.abort(request.request_id, run.now) is not None:
                 aborted.add(request.request_id)
             if random.random() < 0.05:
-                run.scheduler.kv_cache_manager.reset_prefix_cache()
+                run.scheduler.memory.reset_prefix_cache()
             if random.random() < 0.05 and files:
                 run.deleted.add(digest := random.choice(list(files)))
                 del files[digest]

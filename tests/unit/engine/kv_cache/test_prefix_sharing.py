@@ -42,7 +42,7 @@ def test_equal_prompts_cost_one(budget: int, num_others: int) -> None:
     while driver.scheduler.num_waiting or any(number not in driver.ends for number in range(1, 9)):
         output = driver.begin()
         computed += sum(item.num_tokens for item in driver.items if item.seq.request_id < 9 and item.start < 128)
-        most_held = max(most_held, driver.scheduler.kv_cache_manager.num_held)
+        most_held = max(most_held, driver.scheduler.memory.num_held)
         driver.finish(output)
     assert computed == 128 + 7 * 4
     assert most_held <= 31 + 8 * 2 + num_others * 25

@@ -21,10 +21,10 @@ def test_a_long_answer_holds_its_window(caching: bool) -> None:
     held = []
     while driver.scheduler.has_work:
         output = driver.begin()
-        held.append(driver.scheduler.kv_cache_manager.num_held)
+        held.append(driver.scheduler.memory.num_held)
         (item,) = driver.items
         first_read = max(0, item.start - WINDOW + 1) // 4
-        table = driver.executor.tables[0][0].tolist()
+        table = driver.executor.tables[0][0][0].tolist()
         assert all(block != NULL_BLOCK for block in table[first_read : item.start // 4 + 1])
         num_freed = max(0, first_read - 1)  # one more is, when the next block is taken
         assert table[:num_freed] == [NULL_BLOCK] * num_freed
@@ -42,7 +42,7 @@ def test_a_long_prompt_needs_room_for_its_window_and_a_step_only() -> None:
     most = 0
     while driver.scheduler.has_work:
         driver.step()
-        most = max(most, driver.scheduler.kv_cache_manager.num_held)
+        most = max(most, driver.scheduler.memory.num_held)
     driver.check_outputs()
     assert most <= IN_WINDOW + (WINDOW + 2 * 16) // 4 + 1
     assert driver.scheduler.stats.num_preemptions == 0
@@ -67,13 +67,10 @@ def test_a_prefix_is_found_by_its_last_window() -> None:
     prompt = [number % 60 for number in range(80)]
     driver.add(make_request(1, prompt, max_tokens=1))
     driver.run()
-    manager = driver.scheduler.kv_cache_manager
+    manager = driver.scheduler.memory
     assert manager.num_cached == 20
-    early = [block for _, block in list(manager._block_of_hash.items())[:10]]
-    for block in early:  # as if they had been evicted
-        manager._uncache(block)
-        del manager._cached[block]
-        manager._free[block] = None
+    for block_hash in list(manager.leader.pool.block_of_hash)[:10]:  # as if they had been evicted
+        manager.leader.pool.forget(block_hash)
     driver.add(make_request(2, [*prompt, 61, 62], max_tokens=2))
     output = driver.begin()
     assert driver.items[0].start == 80 and manager.num_held == IN_WINDOW
@@ -89,9 +86,9 @@ def test_freed_blocks_leave_the_cache_too_when_numbers_are_not_finite() -> None:
     driver.add(make_request(1, [number % 60 for number in range(80)], max_tokens=5))  # in three steps
     driver.step()
     driver.step()
-    assert driver.scheduler.kv_cache_manager.num_cached > 0
+    assert driver.scheduler.memory.num_cached > 0
     driver.run().check_outputs()
-    assert driver.ends[1].error == NOT_FINITE and driver.scheduler.kv_cache_manager.num_cached == 0
+    assert driver.ends[1].error == NOT_FINITE and driver.scheduler.memory.num_cached == 0
     driver.check_idle()
 
 

@@ -60,9 +60,9 @@ class Recorder(Driver):
 
     def finish(self, output=None) -> list[TokenEvent]:
         events = super().finish(output)
-        manager, queue = self.scheduler.kv_cache_manager, self.scheduler._waiting
+        pools, queue = self.scheduler.memory.pools, self.scheduler._waiting
         self.record.append(sorted(events, key=lambda event: event.request_id))
-        self.record.append([list(manager._free), list(manager._cached), dict(manager._block_of_hash)])
+        self.record.append([(list(pool.free), list(pool.cached), dict(pool.block_of_hash)) for pool in pools])
         self.record.append([(seq.request_id, seq.token_ids[:], seq.last_token_s) for seq in self.scheduler._running])
         self.record.append([seq.request_id for seq in queue])
         self.record.append(dict(queue._shares._times))
@@ -80,7 +80,6 @@ class Recorder(Driver):
             # A token that the step before samples is named by its request: rows of logits may be in another order.
             [token if token >= 0 else ("of", self._asked[-1 - token]) for token in token_ids],
             step.positions[first:last].tolist(),
-            step.slot_mapping[first:last].tolist(),
             int(step.seq_lens[s]),
             (step.logits_indices[rows] - first).tolist(),
             [getattr(step, name)[rows].tolist() for name in of_logits],

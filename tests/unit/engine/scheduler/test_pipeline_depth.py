@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 
 import pytest
 
-from oarlock.engine.config import EngineConfig
 from oarlock.engine.errors import INTERNAL, NO_TOKEN, NOT_FINITE
 from oarlock.engine.types import FinishReason, Grammar, Request
+from oarlock.workers.config import GroupInfo
 from tests.unit.engine.engine_fakes import EOS, Driver, Faults, make_config, make_request
 
 D = TypeVar("D", bound=Driver)
@@ -64,11 +64,14 @@ class Scene:
     window: int | None
     arrivals: list[tuple[int, Request]]
     aborts: dict[int, float]  # request id -> turn
+    groups: tuple[GroupInfo, ...] = ()
 
-    def arguments(self, depth: int | None, stages: int = 1) -> tuple[EngineConfig, int, Faults, int | None]:
-        """Arguments of a `Driver`."""
+    def arguments(self, depth: int | None, stages: int = 1) -> tuple[Any, ...]:
+        """Arguments of a `Driver`, the groups only if there are any."""
         faults = Faults(poisoned_seeds=(666,), poisoned_from=POISONED_FROM)
-        return make_config(**self.config, pipeline_depth=depth, stages=stages), self.num_blocks, faults, self.window
+        config = make_config(**self.config, pipeline_depth=depth, stages=stages)
+        arguments = config, self.num_blocks, faults, self.window
+        return (*arguments, self.groups) if self.groups else arguments
 
 
 def make_scene(seed: int) -> Scene:

@@ -120,7 +120,7 @@ def test_a_request_that_ends_while_its_step_is_refused_leaves_nothing_in_the_pre
     driver.add(make_request(2, range(20)))  # would find the blocks of the first
     driver.begin()
     driver.finish()
-    assert driver.scheduler.kv_cache_manager.num_cached == 0
+    assert driver.scheduler.memory.num_cached == 0
     driver.run()
     driver.check_outputs()
     driver.check_idle()

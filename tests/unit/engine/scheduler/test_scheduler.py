@@ -403,17 +403,17 @@ def test_logits_that_are_not_finite_fail_one_request_and_stay_out_of_the_cache()
     driver.check_idle()
 
 
-@pytest.mark.parametrize("method", ["allocate", "allocate_slots", "cache_blocks"])
+@pytest.mark.parametrize("method", ["allocate", "all_entries", "cache_blocks"])
 def test_an_exception_with_one_sequence_fails_that_one(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     driver = Driver(make_config())
-    real = getattr(driver.scheduler.kv_cache_manager, method)
+    real = getattr(driver.scheduler.memory, method)
 
     def broken(seq, *rest):
         if seq.request_id == 2:
             raise RuntimeError("injected")
         return real(seq, *rest)
 
-    monkeypatch.setattr(driver.scheduler.kv_cache_manager, method, broken)
+    monkeypatch.setattr(driver.scheduler.memory, method, broken)
     for number in (1, 2, 3):
         driver.add(make_request(number, range(number, number + 9), max_tokens=8, eos_token_ids=(EOS,)))
     driver.run().check_outputs()
@@ -426,14 +426,14 @@ def test_an_exception_while_a_decode_gets_blocks_fails_that_sequence(monkeypatch
     for number in (1, 2):
         driver.add(make_request(number, range(number, number + 3), max_tokens=8))
     driver.step()
-    real = driver.scheduler.kv_cache_manager.allocate_next
+    real = driver.scheduler.memory.grow_by_one
 
-    def broken(seq):
+    def broken(seq, entries):
         if seq.request_id == 2:
             raise RuntimeError("injected")
-        return real(seq)
+        return real(seq, entries)
 
-    monkeypatch.setattr(driver.scheduler.kv_cache_manager, "allocate_next", broken)
+    monkeypatch.setattr(driver.scheduler.memory, "grow_by_one", broken)
     driver.run().check_outputs()
     assert driver.ends[2].finish_reason is FinishReason.ERROR
     assert driver.ends[1].finish_reason is FinishReason.LENGTH

@@ -6,8 +6,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from oarlock.engine.errors import QueueFullError, RequestError
-from oarlock.engine.kv_cache.manager import BlockEventLog
+from oarlock.engine.kv_cache.block_events import BlockEventLog
 from oarlock.engine.types import KINDS, FinishReason
+from oarlock.workers.config import GroupInfo
 from tests.unit.engine.engine_fakes import EOS, Driver, make_config, make_request
 from tests.unit.engine.kv_cache.replayed_blocks import ReplayedBlocks
 from tests.unit.engine.pooling_fakes import make_pooling_request
@@ -46,7 +47,9 @@ class EngineMachine(RuleBasedStateMachine):
         block_size=st.integers(1, 5),
         caching=st.booleans(),
         window=st.sampled_from([None, None, 2, 5, 9, 30]),
+        num_in_window=st.none() | st.integers(0, 20),
         depth=st.sampled_from([1, 2]),
+        num_slots=st.sampled_from([None, 3, 4, 9, 30]),
     )
     def start(
         self,
@@ -56,8 +59,11 @@ class EngineMachine(RuleBasedStateMachine):
         block_size: int,
         caching: bool,
         window: int | None,
+        num_in_window: int | None,
         depth: int,
+        num_slots: int | None,
     ) -> None:
+        """`num_in_window`: spare blocks of a second memory group, with a window; None: there is one group."""
         config = make_config(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
@@ -68,8 +74,15 @@ class EngineMachine(RuleBasedStateMachine):
             enable_prefix_caching=caching,
             pipeline_depth=depth,
         )
-        self.driver = Driver(config, num_blocks, sliding_window=window)
-        self.log = self.driver.scheduler.kv_cache_manager.event_log = BlockEventLog()
+        groups: tuple[GroupInfo, ...] = ()
+        if num_in_window is not None:
+            least = -(-((window or 2) + budget) // block_size) + 2
+            groups = (GroupInfo(num_blocks, 0), GroupInfo(least + num_in_window, 0, span=window or 2))
+        if num_slots is not None:
+            groups = groups or (GroupInfo(num_blocks, 0, span=window),)
+            groups += (GroupInfo(num_slots, 0, is_recurrent=True),)
+        self.driver = Driver(config, num_blocks, sliding_window=window, groups=groups)
+        self.log = self.driver.scheduler.memory.leader.pool.event_log = BlockEventLog()
         self.replayed = ReplayedBlocks(block_size)
         self.next_id = 1
         self.num_withdrawn = 0
@@ -163,15 +176,15 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule()
     def reset_cache(self) -> None:
-        self.driver.scheduler.kv_cache_manager.reset_prefix_cache()
-        assert self.driver.scheduler.kv_cache_manager.num_cached == 0
+        self.driver.scheduler.memory.reset_prefix_cache()
+        assert self.driver.scheduler.memory.num_cached == 0
 
     @invariant()
     def books_balance(self) -> None:
         if hasattr(self, "driver"):
             self.driver.scheduler.audit()
             self.replayed.replay(self.log.take())
-            self.replayed.check(self.driver.scheduler.kv_cache_manager)
+            self.replayed.check(self.driver.scheduler.memory)
 
     def teardown(self) -> None:
         if not hasattr(self, "driver"):

@@ -361,6 +361,68 @@ SEED_OSS = Model(
 )
 
 
+NEMOTRON_3 = Model(
+    """\
+{%- set enable_thinking = enable_thinking if enable_thinking is defined else True %}
+{%- if messages[0].role == 'system' %}{% set system = messages[0].content %}{% set messages = messages[1:] %}
+{%- else %}{% set system = '' %}{% endif %}
+{{- '<|im_start|>system\\n' + system }}
+{%- if tools %}{{ '\\n\\n# Tools\\n\\nYou have access to the following functions:\\n\\n<tools>' }}{% endif %}
+{%- for tool in tools or [] %}
+    {{- '\\n<function>\\n<name>' + tool.function.name + '</name>' }}
+    {{- '\\n<description>' + tool.function.description + '</description>' }}
+    {{- '\\n<parameters>\\n' + tool.function.parameters | tojson + '\\n</parameters>\\n</function>' }}
+{%- endfor %}
+{%- if tools %}
+    {{- '\\n</tools>\\n\\nIf you choose to call a function ONLY reply in the following format with NO suffix:\\n\\n' }}
+    {{- '<tool_call>\\n<function=example_function_name>\\n<parameter=example_1>\\nvalue_1\\n</parameter>\\n' }}
+    {{- '</function>\\n</tool_call>' }}
+{%- endif %}
+{{- '<|im_end|>\\n' }}
+{%- for message in messages %}
+    {%- if message.role == 'assistant' %}
+        {{- '<|im_start|>assistant\\n<think>' }}
+        {{- '\\n' + message.reasoning_content + '\\n' if message.reasoning_content else '' }}
+        {{- '</think>' + (message.content or '') }}
+        {%- for call in message.tool_calls or [] %}
+            {{- '\\n<tool_call>\\n<function=' + call.function.name + '>\\n' }}
+            {%- for k, v in call.function.arguments | items %}
+                {{- '<parameter=' + k + '>\\n' + (v if v is string else v | tojson) + '\\n</parameter>\\n' }}
+            {%- endfor %}
+            {{- '</function>\\n</tool_call>\\n' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- elif message.role == 'tool' %}
+        {{- '<|im_start|>user\\n<tool_response>\\n' + message.content + '\\n</tool_response>\\n<|im_end|>\\n' }}
+    {%- else %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n<think>' + ('\\n' if enable_thinking else '</think>') }}
+{%- endif %}""",
+    "qwen3_coder",
+    lambda calls: "\n".join(
+        with_parameters(
+            [call],
+            "<tool_call>\n",
+            "<function={}>\n",
+            "<parameter={}>\n{}\n</parameter>\n",
+            "</function>\n",
+            "</tool_call>",
+        )
+        for call in calls
+    ),
+    "<think></think>\n<tool_call>\n<function=weather>\n<parameter=city>\nBern\n</parameter>\n</function>\n"
+    "</tool_call>\n"
+    "<|im_end|>\n<|im_start|>user\n<tool_response>\nrain\n</tool_response>\n<|im_end|>",
+    reasoning="deepseek_r1",
+    think=("", "\n</think>\n"),
+    switches={"enable_thinking": (True, False)},
+    prompts=("<|im_start|>assistant\n<think>\n", "<think></think>"),
+)
+
+
 def _llama4(call: str, instructions: str, before: str, after_text: str, between: str, after: str) -> str:
     return f"""\
 {{{{- bos_token }}}}
@@ -427,6 +489,7 @@ MODELS = {
     "GLM-4.5": GLM_4_5,
     "MiniMax-M2": MINIMAX_M2,
     "Hunyuan 3": HUNYUAN_3,
+    "Nemotron 3": NEMOTRON_3,
     "Seed-OSS": SEED_OSS,
     "Llama 4, pythonic": LLAMA_4_PYTHONIC,
     "Llama 4, JSON": LLAMA_4_JSON,

@@ -11,6 +11,7 @@ import pytest
 
 from oarlock.engine.types import EngineInfo
 from oarlock.server.launch import banner
+from oarlock.workers.config import GroupInfo
 
 INFO = EngineInfo(
     max_model_len=8192,
@@ -146,3 +147,14 @@ def test_progress_is_sparse_without_a_terminal():
 def test_the_web_page_is_named_where_there_is_one(page):
     text = banner.banner("http://127.0.0.1:8000", ("demo",), INFO, 8192, True, {}, False, page)
     assert ("  page     http://127.0.0.1:8000/ in a browser" in text.splitlines()) == page
+
+
+def test_windows_and_recurrent_states_have_lines_of_their_own() -> None:
+    groups = (GroupInfo(65, 1 << 10, span=1024), GroupInfo(1025, 1 << 10), GroupInfo(17, 3 << 20, is_recurrent=True))
+    text = banner.banner("url", ("m",), replace(INFO, groups=groups), 8192, True, {}, False)
+    assert "  KV       1024 blocks of 32 = 32768 tokens = 8 users at 4k" in text
+    assert "  window   64 blocks for the latest 1024 tokens\n" in text
+    assert "  state    16 slots of 3.0 MiB, for 8 users and checkpoints\n" in text
+    only = replace(INFO, kv_bytes_per_token_per_rank=0, groups=(GroupInfo(9, 1 << 20, is_recurrent=True),))
+    text = banner.banner("url", ("m",), only, 8192, True, {}, False)
+    assert "  state    8 slots of 1.0 MiB, for 4 users and checkpoints\n" in text and "KV  " not in text

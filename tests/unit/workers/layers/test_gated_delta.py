@@ -19,7 +19,7 @@ from oarlock.workers.layers.gated_delta_spec import GatedDeltaSpec
 from oarlock.workers.layers.placement import Placement
 from oarlock.workers.quantization.registry import QUANTIZATIONS
 from oarlock.workers.recurrent.states import LayerStates, StateStep
-from oarlock.workers.verify.reference import in_float64
+from oarlock.workers.verify.exact_modules import in_float64
 from tests.golden.paged_run import on_ranks
 from tests.unit.workers.weights_in_memory import MemoryWeights
 
@@ -42,11 +42,12 @@ _OLMO_NAMES = {
 @cache
 def judge(spec: GatedDeltaSpec) -> Any:
     torch.manual_seed(0)
-    shape = {"hidden_size": HIDDEN, "num_hidden_layers": 2, "num_attention_heads": 4, **SIZES}
+    shape: dict[str, Any] = {"hidden_size": HIDDEN, "num_hidden_layers": 2, "num_attention_heads": 4, **SIZES}
     if spec.doubles_beta:
         module: Any = OlmoHybridGatedDeltaNet(OlmoHybridConfig(**shape, layer_types=KINDS), 0)
     else:
-        module = Qwen3_5GatedDeltaNet(Qwen3_5TextConfig(**shape, layer_types=KINDS), 0)
+        config: Any = Qwen3_5TextConfig(**shape, layer_types=KINDS)
+        module = Qwen3_5GatedDeltaNet(config, 0)
     for name, parameter in module.named_parameters():
         torch.nn.init.normal_(parameter, mean=1.0 if "norm" in name else 0.0, std=0.4)
     return module.eval()

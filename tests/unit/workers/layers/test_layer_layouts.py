@@ -12,8 +12,11 @@ from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.layers.attention_spec import QueryScale, RopeSpec, SelfAttentionSpec
 from oarlock.workers.layers.decoder_spec import BranchSpec, DecoderSpec, LayerSpec, tensor_shapes
 from oarlock.workers.layers.experts_spec import ExpertsSpec, RouterSpec
+from oarlock.workers.layers.gated_delta_spec import GatedDeltaSpec
 from oarlock.workers.layers.gated_mlp_spec import GatedMLPSpec
+from oarlock.workers.layers.mamba2_spec import Mamba2Spec
 from oarlock.workers.layers.mlp_spec import MLPSpec
+from oarlock.workers.layers.short_convolution_spec import ShortConvolutionSpec
 from oarlock.workers.layers.tensor_spec import NormSpec
 from oarlock.workers.models.decoder import Decoder
 from oarlock.workers.quantization.matmul import PLAIN_ACTIVATIONS
@@ -39,7 +42,7 @@ MLP = GatedMLPSpec(64, bias=True)
 
 
 def layer(
-    attention: SelfAttentionSpec = ATTENTION,
+    attention: SelfAttentionSpec | GatedDeltaSpec | Mamba2Spec | ShortConvolutionSpec = ATTENTION,
     norms: tuple[tuple[str | None, str | None], ...] = (("a", None), ("b", None)),
     scale: float = 1.0,
     *,
@@ -73,6 +76,24 @@ LAYOUTS = {
     "everything at once": layer(ALL),
     **{f"no gate, {name}": layer(mlp=MLPSpec(64, name, bias=name != "relu2")) for name in PLAIN_ACTIVATIONS},
     "no gate, side by side": layer(parallel=True, mlp=MLPSpec(64, "gelu")),
+}
+MAMBA = Mamba2Spec(4, 16, 2, 24, 4, 1e-5)
+SCALED_MAMBA = replace(
+    MAMBA, scales=(0.5, 0.7, 1.1, 0.9, 1.3), least_step=0.4, most_step=1.1, projection_bias=True, gates_first=False
+)
+RECURRENT = {
+    "gated delta": layer(GatedDeltaSpec(2, 4, 16, 24, 4, 1e-6)),
+    "gated delta, norms after": layer(
+        GatedDeltaSpec(2, 2, 20, 8, 2, 1e-6, doubles_beta=True), ((None, "a"), ("b", None))
+    ),
+    "Mamba 2": layer(MAMBA),
+    "Mamba 2 with scales, limits and biases": layer(SCALED_MAMBA),
+    "Mamba 2 without a norm": layer(replace(MAMBA, eps=None, conv_bias=False)),
+    "Mamba 2 beside attention": LayerSpec(
+        (BranchSpec(ATTENTION, "a"), BranchSpec(MAMBA, "a"), BranchSpec(MLP, "b")), (2, 1)
+    ),
+    "short convolution": layer(ShortConvolutionSpec(48, 3)),
+    "short convolution with biases": layer(ShortConvolutionSpec(48, 4, bias=True)),
 }
 NORMS = {
     "rms": NormSpec(),
@@ -123,6 +144,12 @@ def test_stages_of_branches_with_scaled_inputs_are_the_same_in_both_forms(dtype:
     experts = ExpertsSpec(3, 32, RouterSpec(2), module="moe")
     branches = (BranchSpec(ATTENTION, "a"), BranchSpec(experts, "a", None, 0.5, 0.7), BranchSpec(MLP, "b", "c"))
     check_both_forms(model((LayerSpec(branches, (2, 1)), layer())), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("layout", RECURRENT)
+def test_recurrent_layers_give_the_same_bits_in_both_forms(layout: str, dtype: torch.dtype) -> None:
+    check_both_forms(model((RECURRENT[layout], layer())), dtype)
 
 
 def check_both_forms(spec: DecoderSpec, dtype: torch.dtype) -> None:

@@ -56,18 +56,18 @@ class StoredModule:
 
 def mamba2_mixer(groups: int, *, bias: bool = False) -> tuple[nn.Module, Mamba2Spec]:
     config = Mamba2Config(**_PLAIN, n_groups=groups, use_bias=bias, use_conv_bias=not bias)
-    biases = {"projection_bias": bias, "output_bias": bias, "conv_bias": not bias}
-    limits = {"least_step": LIMITS[0], "most_step": LIMITS[1]}
-    return Mamba2Mixer(config, 0), Mamba2Spec(HEADS, WIDTH, groups, STATE, WINDOW, 1e-5, **biases, **limits)
+    settings: dict[str, Any] = {"projection_bias": bias, "output_bias": bias, "conv_bias": not bias}
+    settings |= {"least_step": LIMITS[0], "most_step": LIMITS[1]}
+    return Mamba2Mixer(config, 0), Mamba2Spec(HEADS, WIDTH, groups, STATE, WINDOW, 1e-5, **settings)
 
 
 def falcon_mixer(*, normed: bool, gates_first: bool) -> tuple[nn.Module, Mamba2Spec]:
     config = FalconH1Config(**_FALCON, mamba_rms_norm=normed, mamba_norm_before_gate=not gates_first)
     mixer = FalconH1Mixer(config, 0)
     mixer.register_buffer("mup_vector", compute_mup_vector(config), persistent=False)
-    scales = tuple(config.ssm_multipliers)
+    gate, x, b, c, dt = _FALCON["ssm_multipliers"]
     eps = config.rms_norm_eps if normed else None
-    return mixer, Mamba2Spec(HEADS, WIDTH, 2, STATE, WINDOW, eps, gates_first, scales=scales)
+    return mixer, Mamba2Spec(HEADS, WIDTH, 2, STATE, WINDOW, eps, gates_first, scales=(gate, x, b, c, dt))
 
 
 KINDS = {

@@ -46,11 +46,11 @@ def test_silence_while_loading_names_the_rank_and_what_it_was_doing() -> None:
     for rank in range(2):
         loading.handle(rank, {"kind": "phase", "name": "loading"})
     loading.handle(1, {"kind": "progress", "fraction": 0.25})
-    loading.handle(0, {"kind": "loaded", "num_blocks": 8})
+    loading.handle(0, {"kind": "loaded", "num_blocks": [8, 3]})
     assert loading.num_blocks is None
     assert "rank 1 has made no progress for 9 s while reading the weights (25% read)." in cause([0, 0])
-    loading.handle(1, {"kind": "loaded", "num_blocks": 7})
-    assert loading.num_blocks == 7
+    loading.handle(1, {"kind": "loaded", "num_blocks": [7, 4]})
+    assert loading.num_blocks == [7, 3]
     for rank in range(2):
         loading.handle(rank, {"kind": "phase", "name": "allocating"})
     assert "rank 0 has made no progress" in cause([3, 4])  # the other waits in collective 4

@@ -62,7 +62,11 @@ def test_weights_rounded_at_load_are_right(tmp_path: Path, family: str, form: st
 
 
 @pytest.mark.parametrize(
-    ("family", "form"), [("qwen3_5_text", "int8"), ("qwen3_5_text", "int4"), ("olmo_hybrid", "int8")]
+    ("family", "form"),
+    [
+        ("qwen3_5_text", "int8"),
+        *(pytest.param(*one, marks=pytest.mark.soak) for one in (("qwen3_5_text", "int4"), ("olmo_hybrid", "int8"))),
+    ],
 )
 def test_recurrent_layers_rounded_at_load_are_right(tmp_path: Path, family: str, form: str) -> None:
     model = make_tiny(tmp_path, family, seed=5, **RECURRENT[family])
@@ -86,6 +90,25 @@ def test_a_gguf_model_is_right(tmp_path: Path, family: str, kind: str) -> None:
     special = {**FAMILIES[family], "multi_query": True} if family == "gpt_bigcode" else FAMILIES[family]
     activation = {"gpt_bigcode": {"activation_function": "gelu"}, "phi": {"num_key_value_heads": 8}}.get(family, {})
     dense = make_tiny(tmp_path, family, seed=5, num_hidden_layers=2, **special, **activation)
+    right(VerifyCase(described_gguf(tmp_path, dense, kind), tmp_path / "verify", "bfloat16"), 2)
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        ("qwen3_next", "Q8_0"),
+        *(
+            pytest.param(*one, marks=pytest.mark.soak)
+            for one in (("qwen3_5_text", "Q8_0"), ("qwen3_5_moe_text", "BF16"))
+        ),
+    ],
+)
+def test_a_gguf_model_with_recurrent_layers_is_right(tmp_path: Path, family: str, kind: str) -> None:
+    """Value heads of Qwen3.5 are in another order than key heads; Qwen3-Next's are not."""
+    experts = {"num_experts": 3, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "mlp_only_layers": [],
+               "shared_expert_intermediate_size": 64}  # fmt: skip
+    special = RECURRENT["qwen3_5_text"] | ({} if family == "qwen3_5_text" else experts)
+    dense = make_tiny(tmp_path, family, seed=5, **special)
     right(VerifyCase(described_gguf(tmp_path, dense, kind), tmp_path / "verify", "bfloat16"), 2)
 
 
@@ -142,12 +165,22 @@ def test_a_quantised_checkpoint_with_other_names_is_right(tmp_path: Path) -> Non
     right(VerifyCase(path, tmp_path / "verify", "bfloat16"), 2)
 
 
-@pytest.mark.parametrize("name", ["fp8-block", "floats-channel"])
-def test_a_query_projection_with_its_gate_in_fp8_is_right(tmp_path: Path, name: str) -> None:
-    """Qwen3.5 as published in float8: the projections to the gates of recurrent layers stay as they are."""
+@pytest.mark.parametrize(
+    "name",
+    [
+        "fp8-block",
+        *(
+            pytest.param(one, marks=pytest.mark.soak)
+            for one in ("floats-channel", "gptq-4-64-asym", "awq-32", "packed-4-32-sym")
+        ),
+    ],
+)
+def test_quantised_recurrent_layers_are_right(tmp_path: Path, name: str) -> None:
+    """Qwen3.5 as published: projections to the gates of recurrent layers stay as they are, and in 4 bits attention."""
     special = RECURRENT["qwen3_5_text"] | {"head_dim": 64, "linear_value_head_dim": 64, "linear_key_head_dim": 64}
     dense = make_tiny(tmp_path, "qwen3_5_text", seed=5, **special)
-    path = write(dense, tmp_path, CASES[name]).path
+    left = () if "-4" not in name and "awq" not in name else ("self_attn.q_proj",)
+    path = write(dense, tmp_path, replace(CASES[name], left=left)).path
     right(VerifyCase(path, tmp_path / "verify", "bfloat16"), 2)
 
 

@@ -6,8 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
+from oarlock.workers.attention.backend import LayerStep
 from oarlock.workers.layers.gated_delta import GatedDelta
+from oarlock.workers.layers.short_convolution import ShortConvolution
 from oarlock.workers.recurrent.states import StateStep
 from tests.golden.tiny_models import make_tiny
 from tests.unit.workers.verify.cases import VerifyCase, altered
@@ -90,3 +93,40 @@ def test_a_damaged_tensor_is_named(case: VerifyCase, tmp_path: Path, tensor: str
     name = f"model.layers.0.linear_attn.{tensor}"
     _, causes = case.run(1, altered(case.model, tmp_path / "other", name, lambda one: one + one.abs().mean()))
     assert any(cause in one for one in causes), causes
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory: pytest.TempPathFactory) -> VerifyCase:
+    folder = tmp_path_factory.mktemp("convolutions")
+    return VerifyCase(make_tiny(folder, "lfm2"), folder / "run", prompts=PROMPTS)
+
+
+@pytest.mark.parametrize(
+    ("change", "cause"),
+    [
+        (not_swapped, "its slot is stale or was not swapped: it read the state after 7 tokens"),
+        (of_another_sequence, "it read the state after 4 tokens of sequence 2, in place of 8 of its own 0"),
+        (none_at_all, "it read no state"),
+    ],
+)
+def test_the_slot_that_a_short_convolution_read_is_named(
+    short: VerifyCase, monkeypatch: pytest.MonkeyPatch, change: Callable[[StateStep], StateStep], cause: str
+) -> None:
+    usual = ShortConvolution._mixed
+
+    def wrong(self: ShortConvolution, x: Tensor, step: LayerStep) -> Tensor:
+        batch = step.batch
+        if batch.context_lens[0] == len(PROMPTS[0]) + 2:
+            step = replace(step, batch=replace(batch, state=change(batch.state)))
+        return usual(self, x, step)
+
+    monkeypatch.setattr(ShortConvolution, "_mixed", wrong)
+    _, causes = short.run(1)
+    assert any(f"convolution of layer 0 on rank 0: {cause}" in one for one in causes), causes
+
+
+def test_a_damaged_short_convolution_is_named_and_an_intact_one_is_not(short: VerifyCase, tmp_path: Path) -> None:
+    assert short.run(2)[1] == []
+    name = "model.layers.0.conv.conv.weight"
+    _, causes = short.run(1, altered(short.model, tmp_path / "other", name, lambda one: one + one.abs().mean()))
+    assert any("convolution of layer 0 on rank 0: model.layers.0.conv.conv.weight" in one for one in causes), causes

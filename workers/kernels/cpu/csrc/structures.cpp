@@ -6,10 +6,6 @@
 
 #include "gemm/grouped_source.h"
 #include "layer/layer.h"
-#include "recurrent/convolution.h"
-#include "recurrent/gated_delta.h"
-#include "recurrent/gates.h"
-#include "recurrent/mamba2.h"
 #include "sampling/step.h"
 
 namespace {
@@ -34,7 +30,7 @@ constexpr const char *type_code() {
   return "struct";
 }
 
-char layouts[1 << 14];
+char layouts[1 << 15];
 size_t length_of_layouts;
 
 template <class... Values>
@@ -96,12 +92,20 @@ extern "C" const char *oarlock_structures() {
   STRUCTURE(MambaHeads, FIELD(a), FIELD(d), FIELD(heads), FIELD(groups), FIELD(head_width), FIELD(state_width))
   STRUCTURE(GatedNorm, FIELD(weight), FIELD(heads), FIELD(width), FIELD(eps), FIELD(gates_first), FIELD(group_heads),
             FIELD(all_heads), FIELD(first_head))
+  STRUCTURE(Columns, FIELD(rows), FIELD(first), FIELD(stride))
+  STRUCTURE(ConvolutionLayer, FIELD(convolution), FIELD(states), FIELD(inputs))
+  STRUCTURE(DeltaLayer, FIELD(heads), FIELD(states), FIELD(a_log), FIELD(dt_bias), FIELD(beta_scale), FIELD(gates))
+  STRUCTURE(MambaLayer, FIELD(heads), FIELD(states), FIELD(step_bias), FIELD(least), FIELD(most), FIELD(scale),
+            FIELD(steps))
+  STRUCTURE(GatedNormLayer, FIELD(norm), FIELD(gate))
+  STRUCTURE(ColumnProduct, FIELD(left), FIELD(right), FIELD(width))
+  STRUCTURE(ColumnScale, FIELD(columns), FIELD(width), FIELD(scale))
   STRUCTURE(Operation, FIELD(kind), FIELD(source), FIELD(target), FIELD(parameters))
   STRUCTURE(Branch, FIELD(operations), FIELD(count), FIELD(before_all_reduce), FIELD(rows_at_once), FIELD(widths),
             FIELD(sums))
   STRUCTURE(RotaryRows, FIELD(rows), FIELD(width))
   STRUCTURE(LayerStep, FIELD(hidden), FIELD(normed), FIELD(partial), FIELD(rows), FIELD(width), FIELD(type),
-            FIELD(positions), FIELD(slots), FIELD(rotary), FIELD(query_scales), FIELD(attention), FIELD(group))
+            FIELD(positions), FIELD(slots), FIELD(rotary), FIELD(query_scales), FIELD(attention), FIELD(states), FIELD(group))
   STRUCTURE(LogitsChanges, FIELD(num_bias), FIELD(bias_rows), FIELD(bias_ids), FIELD(bias_values), FIELD(num_penalties),
             FIELD(penalty_rows), FIELD(repetition), FIELD(frequency), FIELD(presence), FIELD(history_firsts),
             FIELD(history_lengths), FIELD(history_ids), FIELD(history_counts), FIELD(num_masks), FIELD(mask_words),

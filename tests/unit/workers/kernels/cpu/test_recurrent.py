@@ -109,6 +109,7 @@ OPERATIONS = {
     "mamba-narrow": mamba(3, 3, 1, 5, skips=True),
     "convolution": convolution(100, 4, bias=True, silu=True),
     "convolution-of-3": convolution(64, 3, bias=False, silu=False),
+    "convolution-of-7": convolution(70, 7, bias=False, silu=False),
     "convolution-of-2": convolution(7, 2, bias=True, silu=False),
 }
 each_operation = pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
@@ -219,10 +220,9 @@ def test_a_gated_norm_of_several_heads_is_right_to_its_rounding(
     ours = recurrent.gated_norm_of_heads(
         x[:, own].contiguous(), gate[:, own], grouped, weight[own], 1e-5, gates_first=gates_first
     )
-    exact = reference.gated_norm(
-        *(rows.double().view(5, 2, 80) for rows in (x, gate)), weight.double().view(2, 80), 1e-5,
-        gates_first=gates_first,
-    ).view(5, 8, 20)[:, own]  # fmt: skip
+    of_groups = [rows.double().view(5, 2, 80) for rows in (x, gate)]
+    exact = reference.gated_norm(*of_groups, weight.double().view(2, 80), 1e-5, gates_first=gates_first)
+    exact = exact.view(5, 8, 20)[:, own]
     torch.testing.assert_close(ours.double(), exact, atol=1e-6, rtol=max(2e-6, torch.finfo(dtype).eps))
 
 

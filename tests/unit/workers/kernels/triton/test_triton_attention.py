@@ -166,7 +166,7 @@ def test_one_long_context_among_short_ones_is_shared_by_many_programs(bounds):
     lengths = [1, 0, 1, 1, 1] if bounds is None else [1] * 5
     nothing = torch.empty(0)
     batch = ForwardBatch(
-        4, 0, lengths, host, *[nothing] * 3, starts, lens, torch.arange(5, dtype=torch.int32), nothing, nothing
+        4, 0, lengths, host, nothing, nothing, {}, starts, lens, torch.arange(5, dtype=torch.int32), {}, nothing
     )
     plan = TritonPlan(batch, is_live=bounds is not None)
     plan.tiles[1] = backend._tiles(plan, 1)

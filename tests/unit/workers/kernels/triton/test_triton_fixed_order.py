@@ -14,7 +14,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from oarlock.workers.attention import triton_backend
-from oarlock.workers.attention.backend import AttentionSpec, KVSpec
+from oarlock.workers.attention.backend import AttentionBackend, AttentionSpec, KVSpec
 from oarlock.workers.attention.forward_batch import ForwardBatch
 from oarlock.workers.attention.reference import ReferenceBackend
 from oarlock.workers.attention.triton_backend import TritonBackend, TritonPlan, fixed_span
@@ -25,6 +25,7 @@ from oarlock.workers.quantization import weight_only
 from oarlock.workers.quantization.fixed_order import FIXED_ORDER, FixedOrderMatmul
 from oarlock.workers.quantization.matmul import ACTIVATIONS, ReadableMatmul
 from oarlock.workers.runner import invariance
+from oarlock.workers.runner.layer_memory import allocate_memory
 from oarlock.workers.weights.source import DummyWeights
 from tests.golden.tiny_models import make_tiny
 from tests.interpreted_products import multiply_row_by_row
@@ -166,13 +167,13 @@ def test_the_start_finds_a_whole_model_invariant(
     path = make_tiny(tmp_path, "qwen2", num_hidden_layers=1)
     model = Decoder(read_spec(str(path)), TensorParallel.solo(), torch.float32, DEVICE, FIXED_ORDER)
     model.load(DummyWeights(0), lambda share: None)
-    spec = replace(model.kv_spec(8, DEVICE), fixed_span=32)
-    backend = TritonBackend(spec)
-    kv = backend.allocate(8)
+    (spec,) = model.kv_specs(8)
+    backends: dict[int, AttentionBackend] = {0: TritonBackend(replace(spec, device=DEVICE, fixed_span=32))}
+    memory = allocate_memory(model, backends, [8])
 
     def result() -> invariance.InvarianceResult:
         return invariance.check_batch_invariance(
-            model, kv, backend, num_blocks=8, block_size=8, max_len=40, span=32, is_asked=True
+            model, memory, backends, num_blocks=[8], block_size=8, max_len=40, span=32, is_asked=True
         )
 
     found = result()

@@ -53,7 +53,7 @@ def test_pages_hold_the_bits_of_the_reference(dtype: torch.dtype, width: int, ca
     v = torch.stack([rows.roll(7, 0), rows.roll(-9, 0)], 1)
     blocks = torch.tensor([[3, 1, 4, 2, 6, 5][: -(-count // 16)]], dtype=torch.int32)
     batch = batch_of(blocks.numpy(), [Seq(count, count)], 16, DEVICE)
-    assert len(batch.slot_mapping) == count
+    assert len(batch.slots[0]) == count
     expected, apart, fused = (kind(spec).allocate(7)[0] for kind in (ReferenceBackend, TritonBackend, TritonBackend))
     ReferenceBackend(spec).write(expected, k, v, batch)
     TritonBackend(spec).write(apart, k, v, batch)

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 def batch_of(slots: torch.Tensor) -> ForwardBatch:
     """A step that only says where keys and values are written."""
     batch = object.__new__(ForwardBatch)
-    batch.num_tokens, batch.slot_mapping = len(slots), slots
+    batch.num_tokens, batch.slots = len(slots), {0: slots}
     return batch
 
 

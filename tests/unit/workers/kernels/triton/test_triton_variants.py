@@ -66,7 +66,7 @@ def test_attention(form: str, fixed: int | None, launched: set[tuple]) -> None:
     layers = [AttentionSpec(0, 8, 2, 64, 0.1), AttentionSpec(1, 8, 2, 64, 0.1, 100)]
     backend = TritonBackend(spec)
     backend.processors = 132
-    pages, tables = backend.allocate(2), BlockTables(64, 300, CPU)
+    pages, tables = backend.allocate(2), BlockTables(64, 300, 16, CPU)
 
     def step(seqs: list[tuple[int, int]], bound: int | None = None) -> None:
         chunks = [SequenceChunk([0] * query, context - query, [0] * -(-context // 16)) for query, context in seqs]

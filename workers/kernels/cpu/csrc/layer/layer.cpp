@@ -8,24 +8,12 @@
 #include "elementwise/layer_norm.h"
 #include "elementwise/norm.h"
 #include "elementwise/rotary.h"
+#include "layer/recurrent_rows.h"
+#include "layer/row_chunk.h"
 #include "runtime/arena.h"
 #include "simd/int8.h"
 
 namespace {
-
-// A chunk of rows of a step, and the scratch memory of the branch that runs on them.
-template <class T>
-struct RowChunk {
-  const LayerStep &step;
-  T *scratch[kScratchBuffers];
-  long first, rows;
-
-  T *at(int rows_kind) const {  // Rows except kPartial
-    if (rows_kind >= kScratch0) return scratch[rows_kind - kScratch0];
-    void *all = rows_kind == kResidual ? step.hidden : step.normed[rows_kind - kNormed0];
-    return static_cast<T *>(all) + first * step.width;
-  }
-};
 
 template <class T>
 void norm_rows(const RowChunk<T> &chunk, const Operation &op) {
@@ -236,6 +224,12 @@ int run_operation(const RowChunk<T> &chunk, const Operation &op) {
     case kClampRows: clamp_rows(chunk, op); break;
     case kAddRows: add_rows(chunk, op); break;
     case kGateRows: gate(chunk, op); break;
+    case kConvolve: convolve_rows(chunk, op); break;
+    case kGatedDelta: run_gated_delta(chunk, op); break;
+    case kMamba2: run_mamba2(chunk, op); break;
+    case kGatedNorm: return norm_gated_rows(chunk, op);
+    case kMultiplyColumns: multiply_columns(chunk, op); break;
+    case kScaleColumns: scale_columns(chunk, op); break;
   }
   return kAllArrived;
 }
@@ -250,7 +244,7 @@ int run(const Branch &branch, const LayerStep &step, long first, long last) {
     scratch[i] = branch.widths[i] ? arena().take<T>(most * branch.widths[i]) : nullptr;
   int missing = kAllArrived;
   for (long row = 0; row < step.rows; row += most) {
-    const RowChunk<T> chunk{step, {scratch[0], scratch[1], scratch[2]}, row, std::min(most, step.rows - row)};
+    const RowChunk<T> chunk{step, {scratch[0], scratch[1], scratch[2], scratch[3]}, row, std::min(most, step.rows - row)};
     for (long i = first; i < last && missing == kAllArrived; i++) missing = run_operation(chunk, branch.operations[i]);
   }
   arena().release(mark);

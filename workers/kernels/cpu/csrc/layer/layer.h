@@ -11,6 +11,10 @@
 #include "gemm/fp8.h"
 #include "gemm/grouped.h"
 #include "layer/router.h"
+#include "recurrent/convolution.h"
+#include "recurrent/gated_delta.h"
+#include "recurrent/gates.h"
+#include "recurrent/mamba2.h"
 
 struct PackedWeight {
   const void *weight, *bias;  // see gemm::MatmulArgs
@@ -60,11 +64,59 @@ struct MoELayer {
   const Router *shared_gate;             // one logit, whose sigmoid scales the shared expert's result; or null
 };
 
+// Some columns of the rows in a buffer.
+struct Columns {
+  int rows;            // Rows
+  long first, stride;  // index of the first column, and elements between two rows
+};
+
+// The convolution of a recurrent layer. All rows at once, as for the next two.
+struct ConvolutionLayer {
+  recurrent::Convolution convolution;
+  void *states;    // [slots, channels, taps - 1]
+  Columns inputs;  // [channels]
+};
+
+// The gated delta rule of convolved rows, each [queries, keys, values].
+struct DeltaLayer {
+  recurrent::DeltaHeads heads;
+  float *states;
+  const float *a_log, *dt_bias;  // [value_heads]
+  float beta_scale;
+  int gates;  // Rows, with float [2 value_heads] in each: the projections b, then a
+};
+
+// Mamba 2's recurrence of convolved rows, each [x, b, c].
+struct MambaLayer {
+  recurrent::MambaHeads heads;
+  float *states;
+  const float *step_bias;  // [heads]   or null
+  float least, most, scale;
+  Columns steps;  // [heads]   projected step sizes, which are multiplied by `scale`
+};
+
+struct GatedNormLayer {
+  recurrent::GatedNorm norm;
+  Columns gate;  // [heads, width]
+};
+
+// left[i] * right[i] for i < width.
+struct ColumnProduct {
+  Columns left, right;
+  long width;
+};
+
+struct ColumnScale {
+  Columns columns;
+  long width;
+  float scale;
+};
+
 // Sources and destinations of an operation's rows. Scratch rows are in the arena; their number is the number of rows
 // that the branch processes at once.
-enum Rows { kResidual = 0, kNormed0 = 1, kNormed1 = 2, kPartial = 3, kScratch0 = 4, kScratch1 = 5, kScratch2 = 6 };
+enum Rows { kResidual = 0, kNormed0 = 1, kNormed1 = 2, kPartial = 3, kScratch0 = 4, kScratch1 = 5, kScratch2 = 6, kScratch3 = 7 };
 
-constexpr int kScratchBuffers = 3;
+constexpr int kScratchBuffers = 4;
 
 enum OperationKind {
   // kind              computation                                                            type of `parameters`
@@ -78,6 +130,12 @@ enum OperationKind {
   kFinishExperts = 7,  // target = the sums in `partial`; added to a residual                        MoELayer
   kClampRows = 8,      // limits the size of the values in target                                    Clamp
   kGateRows = 9,       // target *= sigmoid(source), for the values of all query heads               HeadsAndPages
+  kConvolve = 10,      // target = convolution of columns                                            ConvolutionLayer
+  kGatedDelta = 11,    // target = gated delta rule of source                                        DeltaLayer
+  kMamba2 = 12,        // target = Mamba 2's recurrence of source                                    MambaLayer
+  kGatedNorm = 13,     // target = norm of source, gated                                             GatedNormLayer
+  kMultiplyColumns = 14,  // target = product of columns                                             ColumnProduct
+  kScaleColumns = 15,  // columns *= scale                                                           ColumnScale
 };
 
 struct Operation {
@@ -113,6 +171,7 @@ struct LayerStep {
   RotaryRows rotary[kMostRotaries];
   const float *query_scales[kMostQueryScales];  // [T]   factors of the queries
   const AttentionStep *attention[kMostPagesGroups];
+  const recurrent::StateStep *states;  // slots of recurrent state; null: no layer has states
   RankGroup *group;           // group for the all-reduce of `partial`; null with one rank, or if the caller does it
 };
 

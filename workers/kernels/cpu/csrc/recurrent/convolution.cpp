@@ -83,9 +83,9 @@ void convolve_with(const Convolution &layer, const T *x, long stride, T *states,
 template <class T>
 void convolve(const Convolution &layer, const T *x, long stride, T *states, T *y, const StateStep &step) {
   switch (layer.taps) {
-    case 2: return convolution::convolve_with<T, 2>(layer, x, stride, states, y, step);
-    case 3: return convolution::convolve_with<T, 3>(layer, x, stride, states, y, step);
-    case 4: return convolution::convolve_with<T, 4>(layer, x, stride, states, y, step);
+#define OARLOCK_TAPS(count) \
+  case count: return convolution::convolve_with<T, count>(layer, x, stride, states, y, step);
+    OARLOCK_TAPS(2) OARLOCK_TAPS(3) OARLOCK_TAPS(4) OARLOCK_TAPS(5) OARLOCK_TAPS(6) OARLOCK_TAPS(7) OARLOCK_TAPS(8)
   }
 }
 

@@ -8,7 +8,7 @@ namespace recurrent {
 struct Convolution {
   const float *weight;  // [channels, taps]   the last tap is the token's own
   const float *bias;    // [channels]   or null
-  long channels, taps;  // 2, 3 or 4 taps
+  long channels, taps;  // 2 to 8 taps
   int silu;             // results pass through SiLU
 };
 
