@@ -67,7 +67,7 @@ CONCERNS: dict[str, tuple[str, ...]] = {
         "tests/unit/workers/runner/test_step_inputs.py",
         "tests/parallel/test_made_up_cuda.py",
     ),
-    "captured-states": ("tests/parallel/test_captured_states.py", "-m", "soak", "-k", "mamba2"),
+    "captured-states": ("tests/parallel/test_captured_states.py", "-m", "soak", "-k", "graphs and mamba2"),
     "sampling": (
         "tests/unit/workers/sampling",
         "-k",
