@@ -19,7 +19,8 @@ from oarlock.workers.models.hf_rope import without_sections
 
 _POSITIONS, _HEAD = 32768, 256
 _ATTENTION, _DELTA = "model.layers.*.self_attn", "model.layers.*.linear_attn"
-_AHEAD = ("mtp",)  # predicts tokens further ahead, and is not served
+# Layers that predict tokens further ahead, and the part for images, which a text model's checkpoint may keep.
+_OTHERS = ("mtp", "model.visual")
 
 
 def describe_qwen3_next(fields: Fields) -> DecoderSpec:
@@ -79,8 +80,11 @@ def _described(
     # The query projection has the rows of a head's queries, then the rows of its gate.
     heads, width = fields.count("num_attention_heads"), head_width(fields, _HEAD)
     queries = Blocks(("q_proj", "gate_proj"), (width, width), heads)
-    ignored = (*_AHEAD, *layers_ahead(fields))
-    names = TensorNames(blocks={f"{_ATTENTION}.q_proj": queries}, ignored=ignored)
+    names = TensorNames(
+        prefixes={"model.language_model.": "model."},
+        blocks={f"{_ATTENTION}.q_proj": queries},
+        ignored=(*_OTHERS, *layers_ahead(fields)),
+    )
     return replace(with_delta(gated, delta, is_delta), names=names), delta
 
 

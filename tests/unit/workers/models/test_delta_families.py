@@ -78,6 +78,15 @@ def test_sections_of_positions_and_a_part_of_each_head() -> None:
     assert describe({**QWEN_TEXT, "architectures": ["Qwen3_5ForCausalLM"]}).attentions[0] == attention
 
 
+@pytest.mark.parametrize("config", [QWEN, {**QWEN_TEXT, "architectures": ["Qwen3_5ForCausalLM"]}], ids=["all", "text"])
+def test_names_of_a_text_model_may_be_the_multimodal_models(config: dict[str, Any]) -> None:
+    names = describe(config).names
+    for before in ("model.layers", "model.language_model.layers"):
+        assert names.rename(f"{before}.0.linear_attn.A_log") == "model.layers.0.linear_attn.A_log"
+    assert names.rename("mtp.layers.0.self_attn.q_proj.weight") is None
+    assert names.rename("model.visual.blocks.0.norm1.weight") is None
+
+
 def test_olmo_hybrid_norms_before_gated_delta_nets_and_after_attention() -> None:
     spec = describe(OLMO)
     norms = [[(branch.norm, branch.post_norm) for branch in layer.branches] for layer in spec.layers[2:4]]

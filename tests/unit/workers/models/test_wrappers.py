@@ -16,9 +16,10 @@ from oarlock.workers.layers.decoder_spec import FUSED_MODULES, DecoderSpec
 from oarlock.workers.model_files.checkpoint import SINGLE_FILE, Checkpoint
 from oarlock.workers.model_files.tensor_names import NO_NAMES
 from oarlock.workers.models.hf_quantization import stored_quantization
+from oarlock.workers.models.hf_rope import without_sections
 from oarlock.workers.models.registry import FAMILIES, describe
 from oarlock.workers.models.wrapper_table import REFUSED, TEXT_PARTS, WRAPPERS
-from oarlock.workers.models.wrappers import _plain_rope, served_wrappers
+from oarlock.workers.models.wrappers import served_wrappers
 from oarlock.workers.quantization.formats.checkpoint_formats import CheckpointFormats
 from tests.unit.workers.models.test_invalid_values import ODD
 
@@ -117,9 +118,10 @@ def test_yarn_keeps_its_settings_without_the_sections() -> None:
 def test_rotary_tables_lose_only_their_sections() -> None:
     """As HunyuanOCR has them, and Cohere Compass for each kind of layer."""
     old = {"type": "xdrope", "xdrope_section": [16, 16, 16, 16], "alpha": 1000.0, "factor": 1.0}
-    assert _plain_rope(old, "rope_scaling") == {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}
+    assert without_sections(old, "rope_scaling") == {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}
     kinds = {"full_attention": None, "sliding_attention": {"rope_theta": 5e4, "mrope_section": [24, 20, 20]}}
-    assert _plain_rope(kinds, "rope_parameters") == {"full_attention": None, "sliding_attention": {"rope_theta": 5e4}}
+    plain = {"full_attention": None, "sliding_attention": {"rope_theta": 5e4}}
+    assert without_sections(kinds, "rope_parameters") == plain
 
 
 def test_the_class_of_the_text_part_follows_its_model_type() -> None:
