@@ -30,12 +30,12 @@ class QKVParallelLinear:
         *,
         value_dim: int | None = None,
         has_keys: bool = True,
-        value_module: str = "v_proj",
+        has_values: bool = True,
     ) -> None:
         """Describe this rank's shard. `name` is the attention module's name, e.g. `model.layers.0.self_attn`.
 
         `value_dim`: values of one head's value; None: `head_dim`. `has_keys`: whether there are keys and values.
-        `value_module`: the module of the values, which may be that of the keys.
+        `has_values`: whether values have a projection of their own, if there are keys.
         """
         self.bias = bias
         self.placement = placement
@@ -50,8 +50,10 @@ class QKVParallelLinear:
 
         parts = [rows("q_proj", q_heads, head_dim)]  # in the order of their rows in the local matmul
         if has_keys:
-            parts += [rows("k_proj", kv_heads, head_dim), rows(value_module, kv_heads, value_dim or head_dim)]
-        fused = f"{name}.qkv_proj" if has_keys and value_module == "v_proj" else None
+            parts.append(rows("k_proj", kv_heads, head_dim))
+        if has_keys and has_values:
+            parts.append(rows("v_proj", kv_heads, value_dim or head_dim))
+        fused = f"{name}.qkv_proj" if has_keys and has_values else None
         self.weight_shard = WeightShard(tuple(parts), hidden, 0, hidden, fused=fused)
 
     @property
