@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pytest import MonkeyPatch
 
 from tests.golden import mutations
+from tests.golden import mutations_of_mamba as of_mamba
 from tests.golden import mutations_of_states as of_states
 from tests.golden import mutations_of_values as of_values
 from tests.golden.cases import run_id
@@ -162,6 +163,33 @@ FAULTS = [
     Fault("S13", "taps reversed", of_states.taps_reversed, "olmo-hybrid", 1, "0.q_conv"),
     Fault("S5", "state of the convolution lost", of_states.state_of_the_convolution_lost, "qwen3-5", 1, "0.q_conv"),
     Fault("S5", "state of the delta rule lost", of_states.state_of_the_rule_lost, "qwen3-5", 1, "0.recurrence"),
+    Fault("S13", "B and C swapped", of_mamba.b_and_c_swapped, "mamba2", 1, "0.recurrence"),
+    Fault("S13", "time steps not limited", of_mamba.steps_without_limits, "bamba", 1, "0.recurrence"),
+    Fault("S6", "norm of a rank's heads", of_mamba.norm_of_the_ranks_own_heads, "granite-hybrid", 2, "0.gated_norm"),
+    Fault("S13", "stage in turn", of_mamba.branches_of_a_stage_in_turn, "falcon-h1", 1, "0.mamba_gate"),
+    Fault("S13", "taps of a short convolution reversed", of_states.taps_reversed, "lfm2", 2, "0.convolution"),
+    Fault("S5", "its state lost", of_states.state_of_the_convolution_lost, "lfm2", 1, "0.convolution"),
+    Fault(
+        "S13",
+        "constant in the sum of weights forgotten",
+        mutations.constant_in_the_sum_of_weights_forgotten,
+        "lfm2-moe",
+        1,
+        "1.routing",
+    ),
+    Fault("S13", "values not normed", of_values.values_not_normed, "gemma4", 2, "0.attention"),
+    Fault("S13", "inputs of the layer before", of_values.inputs_of_the_layer_before, "gemma4", 2, "0.input_gated"),
+    Fault("S13", "factor of the layer forgotten", of_values.factor_of_the_layer_forgotten, "gemma4", 1, "0.residual"),
+    Fault("S13", "other pairs rotated too", mutations.other_pairs_rotated_too, "gemma4", 1, "1.q_rope"),
+    Fault("S13", "scale of values forgotten", of_values.scale_of_values_forgotten, "mimo-v2-flash", 2, "0.attention"),
+    Fault(
+        "S13",
+        "gates of heads by another function",
+        of_values.gates_of_heads_by_another_function,
+        "laguna",
+        2,
+        "0.attention",
+    ),
     Fault("S13", "relu not squared", of_values.relu_not_squared, "arcee", 2, "0.up"),
     Fault("S13", "gelu without the tanh", of_values.exact_gelu_for_its_approximation, "starcoder2", 1, "0.up"),
     Fault("S6", "up_proj of the first rank", of_values.rows_of_the_first_rank, "jais2", 2, "0.up"),

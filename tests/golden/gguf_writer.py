@@ -331,10 +331,7 @@ def _add_settings(writer: gguf.GGUFWriter, config: dict[str, Any], arch: gguf.MO
     _add_experts(writer, config)
     if "linear_num_key_heads" in config:
         _add_delta(writer, config)
-    if "conv_L_cache" in config:
-        _add_convolutions(writer, config)
-    if arch is gguf.MODEL_ARCH.GEMMA4:
-        _add_gemma4(writer, config)
+    _OF_LAYERS.get(config["model_type"], lambda *_: None)(writer, config)
     if arch in (gguf.MODEL_ARCH.PHI3, gguf.MODEL_ARCH.STARCODER2) and not config.get("sliding_window"):
         writer.add_sliding_window(0)
 
@@ -395,6 +392,13 @@ def _add_experts(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if family == "cohere2_moe":
         writer.add_leading_dense_block_count(config["mlp_layer_types"].count("dense"))
+
+
+# Families whose layers differ.
+_OF_LAYERS: dict[str, Callable[[gguf.GGUFWriter, dict[str, Any]], None]] = {
+    "lfm2": _add_convolutions, "lfm2_moe": _add_convolutions, "gemma4_text": _add_gemma4,
+    "gemma4_unified_text": _add_gemma4,
+}  # fmt: skip
 
 
 def add_tokenizer(writer: gguf.GGUFWriter, directory: Path, vocab_size: int) -> None:

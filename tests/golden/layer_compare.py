@@ -74,8 +74,9 @@ def names_of(spec: DecoderSpec) -> list[str]:
 def _inside(sublayer: SublayerSpec) -> list[str]:
     if isinstance(sublayer, SelfAttentionSpec):
         own = sublayer.of_layer is None
+        values = ["v"] * (own and not sublayer.keys_are_values)
         gate, keys = ["attention_gate"] * sublayer.output_gate, ["k_rope"] * own
-        return ["q", *(["k", "v"] if own else []), *gate, "q_rope", *keys, "attention", "o_proj"]
+        return ["q", *(["k"] if own else []), *values, *gate, "q_rope", *keys, "attention", "o_proj"]
     if isinstance(sublayer, ShortConvolutionSpec):
         return ["conv_b", "conv_c", "conv_x", "convolution", "out_proj"]
     if isinstance(sublayer, GatedDeltaSpec):

@@ -245,6 +245,10 @@ def weights_of_experts_not_normalised(patch: MonkeyPatch) -> None:
     _with_router(patch, normalised=False)
 
 
+def constant_in_the_sum_of_weights_forgotten(patch: MonkeyPatch) -> None:
+    _with_router(patch, added_to_sum=0.0)
+
+
 def experts_of_all_groups(patch: MonkeyPatch) -> None:
     _with_router(patch, groups=1)
 
@@ -426,6 +430,10 @@ def _with_rope(patch: MonkeyPatch, **changes: Any) -> None:
 
 def scaling_of_rope_ignored(patch: MonkeyPatch) -> None:
     _with_rope(patch, kind="default")
+
+
+def other_pairs_rotated_too(patch: MonkeyPatch) -> None:
+    _with_rope(patch, rotated_pairs=6)
 
 
 def attention_factor_ignored(patch: MonkeyPatch) -> None:

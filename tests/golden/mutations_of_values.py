@@ -7,12 +7,13 @@ import torch
 from pytest import MonkeyPatch
 from torch import Tensor
 
-from oarlock.workers.layers import linear
+from oarlock.workers.layers import attention, linear
 from oarlock.workers.layers.attention import Attention
 from oarlock.workers.layers.experts import ExpertStack
+from oarlock.workers.layers.layer_input import LayerInputs
 from oarlock.workers.layers.linear import ColumnParallelLinear
 from oarlock.workers.layers.norm import LayerNorm, RMSNorm
-from oarlock.workers.models.decoder import Branch, DecoderLayer
+from oarlock.workers.models.decoder import Branch, DecoderLayer, LayerScalar
 from tests.golden.mutations import with_init
 
 # -- norms
@@ -96,3 +97,25 @@ def biases_of_norms_dropped(patch: MonkeyPatch) -> None:
 
 def weights_of_experts_on_their_results(patch: MonkeyPatch) -> None:
     with_init(patch, ExpertStack, "shape", lambda stack: replace(stack.shape, weighs_inputs=False))
+
+
+def values_not_normed(patch: MonkeyPatch) -> None:
+    with_init(patch, Attention, "value_norm", None)
+
+
+def scale_of_values_forgotten(patch: MonkeyPatch) -> None:
+    with_init(patch, Attention, "value_scale", 1.0)
+
+
+def gates_of_heads_by_another_function(patch: MonkeyPatch) -> None:
+    gate_with = attention.gate_with
+    patch.setattr(attention, "gate_with", lambda x, gate, activation: gate_with(x, gate, "sigmoid"))
+
+
+def factor_of_the_layer_forgotten(patch: MonkeyPatch) -> None:
+    patch.setattr(LayerScalar, "__call__", lambda self, hidden: hidden)
+
+
+def inputs_of_the_layer_before(patch: MonkeyPatch) -> None:
+    inputs = LayerInputs.__call__
+    patch.setattr(LayerInputs, "__call__", lambda self, ids, embedded: inputs(self, ids, embedded).roll(1, 1))

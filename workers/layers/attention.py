@@ -66,10 +66,11 @@ class Attention:
         self.rope = spec.rope
         self.clip_qkv = spec.clip_qkv
         self.value_width = spec.value_width
+        self.keys_are_values = spec.keys_are_values and spec.has_keys
         self.has_keys = spec.has_keys  # False: another layer's keys and values are read
         self.qkv = QKVParallelLinear(
             name, hidden, spec.head_dim, spec.num_heads, spec.num_kv_heads, spec.qkv_bias, placement,
-            value_dim=spec.value_dim, has_keys=spec.has_keys, value_module=spec.value_module,
+            value_dim=spec.value_dim, has_keys=spec.has_keys, has_values=not spec.keys_are_values,
         )  # fmt: skip
         shard = self.qkv.shard
         self.output = RowParallelLinear(f"{name}.o_proj", spec.shared_inputs, hidden, spec.o_bias, placement)
@@ -138,6 +139,8 @@ class Attention:
         qkv = self.qkv(x)
         if self.clip_qkv is not None:
             qkv.clamp_(-self.clip_qkv, self.clip_qkv)
+        if self.keys_are_values:
+            qkv = torch.cat((qkv, qkv[:, self.spec.num_heads * self.head_dim :]), 1)
         if self.changes_values:
             self._change_values(qkv)
         q = self._written(qkv, step, backend, kv)  # [T, H, D]
@@ -205,7 +208,7 @@ class Attention:
         """Add the operations on `source` before the output projection; return the projection and its input rows."""
         if not self.has_keys or self.value_width != self.head_dim:
             raise CannotPrepare("queries have keys of another layer, or keys and values have different widths")
-        if self.changes_values or not self.has_usual_gate:
+        if self.changes_values or self.keys_are_values or not self.has_usual_gate:
             raise CannotPrepare("values are normed or scaled, or heads have gates of their own kind")
         pages = memory.kv
         assert pages is not None

@@ -135,11 +135,6 @@ class SelfAttentionSpec:
         return self.of_layer is None
 
     @property
-    def value_module(self) -> str:
-        """The module that projects the values."""
-        return "k_proj" if self.keys_are_values else "v_proj"
-
-    @property
     def num_gates(self) -> int:
         """Values of the output gate, if there is one, over all ranks."""
         return self.num_heads if self.gate_per_head else self.shared_inputs
@@ -187,7 +182,8 @@ class SelfAttentionSpec:
         found = [Tap("q", Computation.PROJECTION, "q_proj", False, *q)]
         if self.has_keys:
             found.append(Tap("k", Computation.PROJECTION, "k_proj", False, *k))
-            found.append(Tap("v", Computation.PROJECTION, self.value_module, False, *v))
+        if self.has_keys and not self.keys_are_values:
+            found.append(Tap("v", Computation.PROJECTION, "v_proj", False, *v))
         if self.output_gate:
             found.append(
                 Tap("attention_gate", Computation.PROJECTION, "gate_proj", False, self.num_gates, self.num_heads)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from oarlock.workers.layers.placement import Placement
 from oarlock.workers.quantization.method import StoredRows
@@ -15,12 +16,22 @@ class ConvolutionWeights:
     The last tap is the token's own. A checkpoint has a tensor [channels, 1, taps] for each part, or one for all.
     """
 
-    def __init__(self, parts: Sequence[StoredRows], taps: int, placement: Placement, fused: str | None = None) -> None:
+    def __init__(
+        self,
+        parts: Sequence[StoredRows],
+        taps: int,
+        placement: Placement,
+        fused: str | None = None,
+        *,
+        has_bias: bool = False,
+    ) -> None:
         """Describe this rank's channels of each part. `fused`: module under which all parts may be stored as one."""
         self.parts = tuple(parts)
         self.taps = taps
         self.placement = placement
         self.fused = fused
+        self.has_bias = has_bias
+        self.bias: Tensor | None = None  # float32 [channels]
 
     @property
     def channels(self) -> int:
@@ -29,20 +40,25 @@ class ConvolutionWeights:
 
     @property
     def weight_bytes(self) -> int:
-        return 4 * self.channels * self.taps
+        return 4 * self.channels * (self.taps + self.has_bias)
 
     def load(self, weights: WeightSource) -> None:
-        into = torch.empty((self.channels, self.taps), dtype=torch.float32, device=self.placement.device)
-        is_fused = self.fused is not None and weights.has(f"{self.fused}.weight")
+        self.weight = self._taken(weights, "weight", self.taps)
+        self.bias = self._taken(weights, "bias") if self.has_bias else None
+
+    def _taken(self, weights: WeightSource, kind: str, *inner: int) -> Tensor:
+        """Return this rank's rows of all parts, separate or fused: float32 [channels, *inner]."""
+        into = torch.empty((self.channels, *inner), dtype=torch.float32, device=self.placement.device)
+        is_fused = self.fused is not None and weights.has(f"{self.fused}.{kind}")
         all_rows = sum(part.rows for part in self.parts)
         row = above = 0
         for part in self.parts:
             name, rows, first = (self.fused, all_rows, above) if is_fused else (part.name, part.rows, 0)
-            stored = weights.shape_of(f"{name}.weight")
+            stored = weights.shape_of(f"{name}.{kind}")
             # GGUF files and dummy weights hold a matrix, other checkpoints the weight of torch's module.
-            inner = (1, self.taps) if stored is not None and len(stored) == 3 else (self.taps,)
-            view = into[row : row + part.count].view(part.count, *inner)
-            weights.take(f"{name}.weight", view, shape=(rows, *inner), start=first + part.first)
+            shape = (1, *inner) if stored is not None and len(stored) == 3 else inner
+            view = into[row : row + part.count].view(part.count, *shape)
+            weights.take(f"{name}.{kind}", view, shape=(rows, *shape), start=first + part.first)
             row += part.count
             above += part.rows
-        self.weight = into
+        return into

@@ -6,48 +6,19 @@ Channels are divided among ranks; the all-reduce after the output projection is 
 from collections.abc import Mapping
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from oarlock.workers.attention.backend import LayerMemory, LayerStep
 from oarlock.workers.kernels.cpu.fused_layer import OperationKind, Rows
 from oarlock.workers.kernels.cpu.structures import CColumnProduct, CColumns
+from oarlock.workers.layers.convolution import ConvolutionWeights
 from oarlock.workers.layers.fused_layer import MATMULS, Program
 from oarlock.workers.layers.linear import ColumnParallelLinear, RowParallelLinear
 from oarlock.workers.layers.placement import Placement
 from oarlock.workers.layers.sharding import shard_evenly
 from oarlock.workers.layers.short_convolution_spec import ShortConvolutionSpec
 from oarlock.workers.quantization.method import StoredRows
-from oarlock.workers.recurrent.operations import causal_convolution
-from oarlock.workers.weights.source import WeightSource
-
-
-class DepthwiseWeights:
-    """Weights of a depthwise convolution over tokens: `weight` float32 [channels of the rank, taps], and the `bias`
-    float32 [channels of the rank] or None. The last tap is the token's own."""
-
-    def __init__(self, name: str, channels: int, taps: int, bias: bool, placement: Placement) -> None:
-        """Describe this rank's channels. `name` is the convolution's name; `channels` counts those of all ranks."""
-        self.name, self.channels, self.taps, self.has_bias = name, channels, taps, bias
-        self.placement = placement
-        self.local = shard_evenly(name, "number of channels", channels, placement.tp.size)
-        self.bias: Tensor | None = None
-
-    @property
-    def weight_bytes(self) -> int:
-        return 4 * self.local * (self.taps + self.has_bias)
-
-    def load(self, weights: WeightSource) -> None:
-        first, device = self.placement.tp.rank * self.local, self.placement.device
-        self.weight = torch.empty((self.local, self.taps), dtype=torch.float32, device=device)
-        # GGUF files and dummy weights hold a matrix, other checkpoints the weight of torch's module.
-        stored = weights.shape_of(f"{self.name}.weight")
-        inner = (1, self.taps) if stored is not None and len(stored) == 3 else (self.taps,)
-        into = self.weight.view(self.local, *inner)
-        weights.take(f"{self.name}.weight", into, shape=(self.channels, *inner), start=first)
-        if self.has_bias:
-            self.bias = torch.empty(self.local, dtype=torch.float32, device=device)
-            weights.take(f"{self.name}.bias", self.bias, shape=(self.channels,), start=first)
+from oarlock.workers.recurrent import operations
 
 
 class ShortConvolution:
@@ -64,11 +35,12 @@ class ShortConvolution:
         self.inputs = ColumnParallelLinear(
             parts, hidden, spec.bias, placement, float32_output=False, fused=f"{name}.in_proj"
         )
-        self.conv = DepthwiseWeights(f"{name}.conv", spec.channels, spec.kernel_size, spec.bias, placement)
+        channels = (StoredRows(f"{name}.conv", *bounds),)
+        self.conv = ConvolutionWeights(channels, spec.kernel_size, placement, has_bias=spec.bias)
         self.output = RowParallelLinear(f"{name}.out_proj", spec.channels, hidden, spec.bias, placement)
 
     @property
-    def parts(self) -> list[ColumnParallelLinear | DepthwiseWeights | RowParallelLinear]:
+    def parts(self) -> list[ColumnParallelLinear | ConvolutionWeights | RowParallelLinear]:
         return [self.inputs, self.conv, self.output]
 
     def __call__(self, x: Tensor, residual: Tensor | None, step: LayerStep) -> Tensor:
@@ -83,7 +55,9 @@ class ShortConvolution:
         assert step.states is not None and step.state_step is not None, "a convolution has slots of state"
         b, c, inputs = self.inputs(x).split(self.local, 1)
         (states,) = step.states.parts
-        mixed = causal_convolution(b * inputs, states, self.conv.weight, self.conv.bias, step.state_step, silu=False)
+        mixed = operations.causal_convolution(
+            b * inputs, states, self.conv.weight, self.conv.bias, step.state_step, silu=False
+        )
         return mixed.mul_(c)
 
     def fuse(self, program: Program, source: Rows, rotary: int, memory: LayerMemory) -> tuple[RowParallelLinear, Rows]:
@@ -95,7 +69,7 @@ class ShortConvolution:
         own = CColumns(mixed, 0, local)
         program.multiply(program.take(self, "inputs", ColumnParallelLinear), source, projected, *MATMULS)
         program.add(OperationKind.MULTIPLY_COLUMNS, projected, gated, CColumnProduct(b, inputs, local), local)
-        conv = program.take(self, "conv", DepthwiseWeights)
+        conv = program.take(self, "conv", ConvolutionWeights)
         program.convolve(conv.weight, conv.bias, states, CColumns(gated, 0, local), mixed, silu=False)
         program.add(OperationKind.MULTIPLY_COLUMNS, mixed, mixed, CColumnProduct(own, c, local), local)
         return program.take(self, "output", RowParallelLinear), mixed

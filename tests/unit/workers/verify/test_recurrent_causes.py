@@ -109,6 +109,7 @@ def short(tmp_path_factory: pytest.TempPathFactory) -> VerifyCase:
         (none_at_all, "it read no state"),
     ],
 )
+@pytest.mark.slow
 def test_the_slot_that_a_short_convolution_read_is_named(
     short: VerifyCase, monkeypatch: pytest.MonkeyPatch, change: Callable[[StateStep], StateStep], cause: str
 ) -> None:
@@ -125,6 +126,7 @@ def test_the_slot_that_a_short_convolution_read_is_named(
     assert any(f"convolution of layer 0 on rank 0: {cause}" in one for one in causes), causes
 
 
+@pytest.mark.slow
 def test_a_damaged_short_convolution_is_named_and_an_intact_one_is_not(short: VerifyCase, tmp_path: Path) -> None:
     assert short.run(2)[1] == []
     name = "model.layers.0.conv.conv.weight"
