@@ -85,6 +85,13 @@ def recorder(scheduler: Any) -> Callable[[Any, float], None]:
     return record
 
 
+def input_batch(made: type, **sizes: int) -> Any:
+    """Return an `InputBatch`. Those of other checkouts may need more sizes."""
+    sizes |= {"block_size": BLOCK_SIZE, "vocab_size": VOCAB}
+    known = inspect.signature(made).parameters
+    return made(**{name: size for name, size in sizes.items() if name in known})
+
+
 def scores(rows: int, num_logprobs: int | None) -> dict[str, Any]:
     """The arrays of logprobs in an answer of `rows` rows."""
     if num_logprobs is None:
@@ -114,9 +121,7 @@ def milliseconds(
     worker = WorkerConfig("none", max_num_seqs=num_seqs, max_num_batched_tokens=8192, block_size=BLOCK_SIZE)
     info = WorkerInfo(num_blocks, BLOCK_SIZE, length, VOCAB, 1, "simulated", "none", "none", "None", 0, 0, 0, 0.0)
     scheduler = Scheduler(EngineConfig(worker, max_waiting_requests=num_seqs, max_waiting_tokens=10**9), info)
-    sizes = {"max_num_seqs": num_seqs, "max_model_len": length, "block_size": BLOCK_SIZE, "vocab_size": VOCAB}
-    known = inspect.signature(InputBatch).parameters  # other checkouts may need more
-    batch = InputBatch(**{name: size for name, size in sizes.items() if name in known})
+    batch = input_batch(InputBatch, max_num_seqs=num_seqs, max_model_len=length)
     for number in range(num_seqs):
         prompt_length = PROMPT + number % BLOCK_SIZE if number else longest
         prompt = tuple((number * 7 + index) % VOCAB for index in range(prompt_length))

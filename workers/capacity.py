@@ -136,10 +136,11 @@ def capacity(model: OpenModel, changes: Mapping[str, Any], memory: Memory) -> Ca
         rooms = [room_on_device(config, total, each, step) for each, step in zip(used, steps, strict=True)]
         short = [max(0, each + step + given - usable) for each, step in zip(used, steps, strict=True)]
     else:
-        others, stages = [CPU_RANK_BYTES], stages[:1]
+        others = [CPU_RANK_BYTES]
         left = memory.total_bytes - CPU_SERVER_BYTES - config.ranks_on_host * CPU_RANK_BYTES
         left -= config.data_parallel_size * (weight_bytes_of_node(config, spec, config.dtype, formats) + vectors)
-        rooms, short = [room_on_host(config, max(0, left))], [max(0, given * config.ranks_on_host - left)]
+        rooms = [room_on_host(config, max(0, left))] * len(stages)
+        short = [max(0, given * config.ranks_on_host - left)] * len(stages)
     if given:
         rooms = [room_given(config)] * len(rooms)
     config = with_sequences_that_fit(config, spec, min(rooms))

@@ -21,7 +21,7 @@ from oarlock.workers.checks.devices import (
     this_cpu,
 )
 from oarlock.workers.checks.encoder import check_encoder, encoder_is_not_planned, encoder_preflight
-from oarlock.workers.checks.limits import check_limits, check_parallel, with_kv_offload
+from oarlock.workers.checks.limits import check_drafts, check_limits, check_parallel, with_kv_offload
 from oarlock.workers.checks.tensors import check_tensors
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.gguf_config import open_checkpoint
@@ -141,7 +141,8 @@ def _with_fewer_sequences(config: WorkerConfig, spec: DecoderSpec, formats: Weig
             "token before rejected drafts.",
             "Leave it out.",
         )
-    room = _estimated_room(config, spec, formats)
+    # Given numbers of blocks, as in a replay, come with the number of sequences.
+    room = _estimated_room(config, spec, formats) if config.num_kv_blocks is None else None
     if room is None:
         return config
     lowered = with_sequences_that_fit(config, spec, room)
@@ -270,6 +271,7 @@ def _described(config: WorkerConfig) -> tuple[WorkerConfig, DecoderSpec, StoredQ
     else:
         config = config.with_(quantization=quantized.method)
     check_parallel(config, spec)
+    check_drafts(config, spec)
     return config, spec, quantized
 
 

@@ -470,7 +470,7 @@ class Scheduler:
             budget = self._admit_in_order(output, budget, now, normal_only=normal_only)
         if budget == whole:  # otherwise keep the step short for the waiting sequences
             budget = self._share_among_prompts(output, last, budget, now)
-        if self.memory.has_spans and not output.num_seqs and not output.is_ahead:
+        if self.memory.has_spans and unfinished and not output.num_seqs and not output.is_ahead:
             budget = self._make_room(output, first + last, budget, now)
         output.num_prompt_tokens = whole - budget
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pytest import MonkeyPatch
 
 from tests.golden import mutations
+from tests.golden import mutations_of_mamba as of_mamba
 from tests.golden import mutations_of_states as of_states
 from tests.golden import mutations_of_values as of_values
 from tests.golden.cases import run_id
@@ -162,6 +163,10 @@ FAULTS = [
     Fault("S13", "taps reversed", of_states.taps_reversed, "olmo-hybrid", 1, "0.q_conv"),
     Fault("S5", "state of the convolution lost", of_states.state_of_the_convolution_lost, "qwen3-5", 1, "0.q_conv"),
     Fault("S5", "state of the delta rule lost", of_states.state_of_the_rule_lost, "qwen3-5", 1, "0.recurrence"),
+    Fault("S13", "B and C swapped", of_mamba.b_and_c_swapped, "mamba2", 1, "0.recurrence"),
+    Fault("S13", "time steps not limited", of_mamba.steps_without_limits, "bamba", 1, "0.recurrence"),
+    Fault("S6", "norm of a rank's heads", of_mamba.norm_of_the_ranks_own_heads, "granite-hybrid", 2, "0.gated_norm"),
+    Fault("S13", "stage in turn", of_mamba.branches_of_a_stage_in_turn, "falcon-h1", 1, "0.mamba_gate"),
     Fault("S13", "taps of a short convolution reversed", of_states.taps_reversed, "lfm2", 2, "0.convolution"),
     Fault("S5", "its state lost", of_states.state_of_the_convolution_lost, "lfm2", 1, "0.convolution"),
     Fault(

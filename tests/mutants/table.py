@@ -11,6 +11,8 @@ CONCERNS: dict[str, tuple[str, ...]] = {
     "attention-forms": ("tests/unit/workers/attention/test_attention.py", "-k", "backends_agree"),
     "decoded-alone": ("tests/unit/workers/layers/test_halves.py", "-k", "alone"),
     "elementwise": ("tests/unit/workers/kernels/cpu/test_elementwise.py", *_AVX2),
+    "recurrent": ("tests/unit/workers/kernels/cpu/test_recurrent.py", *_AVX2),
+    "recurrent-layers": ("tests/unit/workers/layers/test_layer_layouts.py", "-k", "recurrent and bfloat16"),
     "products": (
         "tests/unit/workers/quantization/test_slices.py",
         "tests/unit/workers/quantization/test_matmul.py",
@@ -65,7 +67,7 @@ CONCERNS: dict[str, tuple[str, ...]] = {
         "tests/unit/workers/runner/test_step_inputs.py",
         "tests/parallel/test_made_up_cuda.py",
     ),
-    "captured-states": ("tests/parallel/test_captured_states.py", "-m", "soak", "-k", "mamba2"),
+    "captured-states": ("tests/parallel/test_captured_states.py", "-m", "soak", "-k", "graphs and mamba2"),
     "sampling": (
         "tests/unit/workers/sampling",
         "-k",
@@ -129,6 +131,10 @@ CONCERNS: dict[str, tuple[str, ...]] = {
         "tests/golden/test_layers_golden.py",
         "-k",
         "defaults or familys_rule or stretches or hyperclovax-tp or glm4-tp or granite-swa-tp",
+    ),
+    "gated-delta": (
+        "tests/unit/workers/layers/test_gated_delta.py",
+        "tests/unit/workers/models/test_delta_families.py",
     ),
     "layers": ("tests/unit/workers/layers/test_rotary.py", "tests/unit/workers/layers/test_norm.py"),
     "positions": ("tests/unit/workers/layers/test_positions.py",),

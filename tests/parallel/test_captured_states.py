@@ -21,7 +21,9 @@ from oarlock.workers.runner.trial_steps import SequenceChunk, TrialMemory, greed
 from tests.golden.tiny_models import make_tiny
 from tests.parallel import made_up_cuda
 from tests.parallel.made_up_cuda import MadeUpCuda
-from tests.parallel.test_made_up_cuda import config_of
+from tests.parallel.rank_threads import ThreadExecutor
+from tests.parallel.test_made_up_cuda import DeviceRunner, config_of, named, requests_of, run
+from tests.parallel.test_pipeline_depth import answers
 
 cuda = made_up_cuda.cuda  # the fixture
 NUM_BLOCKS, NUM_SLOTS = 4, 8
@@ -103,3 +105,20 @@ def test_graphs_keep_the_states_of_steps_without_them(family: str, tmp_path: Pat
     for found, wanted in zip(states, wanted_states, strict=True):
         torch.testing.assert_close(found, wanted, atol=2e-5, rtol=2e-5)
         assert not found[0].any()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    "family", [name if name == "qwen3_5_text" else pytest.param(name, marks=pytest.mark.every) for name in FAMILIES]
+)
+def test_captured_steps_of_the_engine_match_the_host(family: str, tmp_path: Path, cuda: MadeUpCuda) -> None:
+    """Two sequences with slots that swap, and checkpoints at the ends of blocks. No kernel is compiled late."""
+    path = make_tiny(tmp_path, family, **FAMILIES[family])
+    config, requests = config_of(path), requests_of(({"temperature": 0.0},), 2, 12)
+    executor = ThreadExecutor(config, DeviceRunner)
+    known = set(cuda.variants)
+    got, _ = answers(executor, requests, 2, 20)
+    executor.close()
+    assert sum(graph.num_replays > 0 for graph in cuda.graphs) > 1 and named(cuda.variants - known, known) == []
+    judge = run(ThreadExecutor(config.with_(device="cpu", attention_backend="reference")), requests, 1)
+    assert [got[number].token_ids for number in judge] == [answer.token_ids for answer in judge.values()]

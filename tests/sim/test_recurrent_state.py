@@ -92,7 +92,7 @@ def check_histories(trace: list[Arrival], ranks: RecurrentRanks) -> None:
 
 def crowd(**changes) -> list[Arrival]:
     settings: dict[str, Any] = {
-        "num_requests": 60,
+        "num_requests": 40,
         "requests_per_s": 20.0,
         "mean_prompt_tokens": 120,
         "mean_output_tokens": 60,
@@ -103,18 +103,21 @@ def crowd(**changes) -> list[Arrival]:
     return make_trace(**{**settings, **changes})
 
 
-@pytest.mark.parametrize(("stages", "depth"), [(1, 1), (1, 2), (3, None)])
+@pytest.mark.parametrize(
+    ("stages", "depth"),
+    [(1, 2), pytest.param(1, 1, marks=pytest.mark.soak), pytest.param(3, None, marks=pytest.mark.soak)],
+)
 @pytest.mark.slow
 def test_every_token_follows_the_state_of_its_own_sequence(stages: int, depth: int | None) -> None:
     report, ranks = run(
-        crowd(requests_per_s=60.0, mean_output_tokens=150), num_slots=100, num_blocks=80, stages=stages, depth=depth
+        crowd(requests_per_s=60.0, mean_output_tokens=120), num_slots=100, num_blocks=60, stages=stages, depth=depth
     )
-    assert report.num_finished == 60 and report.num_errors == 0 and report.num_preemptions > 0
-    assert report.prefix_cache_hit_rate > 0.4 and ranks.states.num_resumed > 50
+    assert report.num_finished == 40 and report.num_errors == 0 and report.num_preemptions > 0
+    assert report.prefix_cache_hit_rate > 0.4 and ranks.states.num_resumed > 30
 
 
 @pytest.mark.slow
 def test_scarce_slots_bound_the_batch_and_nothing_else() -> None:
     report, _ = run(crowd(requests_per_s=100.0), num_slots=12)
-    assert report.num_finished == 60 and report.num_errors == 0
+    assert report.num_finished == 40 and report.num_errors == 0
     assert report.max_running == 5

@@ -108,6 +108,16 @@ def check_parallel(config: WorkerConfig, spec: DecoderSpec) -> None:
         )
 
 
+def check_drafts(config: WorkerConfig, spec: DecoderSpec) -> None:
+    """Check that the state after a rejected draft can be taken back. Raises `StartupError`."""
+    if config.num_speculative_tokens and any(isinstance(group.memory, SlotsSpec) for group in spec.groups):
+        raise StartupError(
+            f"--speculative-config does not support models with recurrent layers, such as {spec.architecture}: the "
+            "state after a rejected draft cannot be taken back.",
+            "Leave it out.",
+        )
+
+
 def _check_shared_pages(stages: int, spec: DecoderSpec) -> None:
     """Check that layers which read another layer's pages are in the stage of that layer, and that layers have no inputs
     of their own, which the first stage computes. Raises `StartupError`."""

@@ -21,7 +21,7 @@ class GatedMLP:
 
     def __init__(self, name: str, spec: GatedMLPSpec, layer: int, hidden: int, placement: Placement) -> None:
         width = spec.intermediate_size
-        self.gate_up = GatedParallelLinear(name, hidden, width, spec.bias, spec.activation, placement, spec.gate_scale)
+        self.gate_up = GatedParallelLinear(name, hidden, width, spec.bias, spec.activation, placement)
         self.down = RowParallelLinear(f"{name}.down_proj", width, hidden, spec.bias, placement)
 
     @property

@@ -17,7 +17,9 @@ class GatedMLPSpec:
     intermediate_size: int
     activation: str = "silu"  # silu | gelu_tanh
     bias: bool = False  # gate, up and down have biases
-    gate_scale: float = 1.0  # factor of the gate before its activation
+    # Factor of the gate before its activation. The branch scales the input by it, and the result by its inverse, since
+    # up is larger by it as well; without biases.
+    gate_scale: float = 1.0
 
     module: ClassVar[str] = "mlp"
     title: ClassVar[str] = "mlp"
@@ -47,8 +49,8 @@ class GatedMLPSpec:
         width = self.intermediate_size
         return [
             Tap("gate", Computation.PROJECTION, "gate_proj", False, width, width, is_compared=False),
-            Tap("gate_up", Computation.GATED, "down_proj", True, width, width),
-            Tap("mlp", Computation.SUM, "down_proj"),
+            Tap("gate_up", Computation.GATED, "down_proj", True, width, width, factor=self.gate_scale),
+            Tap("mlp", Computation.SUM, "down_proj", factor=self.gate_scale),
         ]
 
     @property

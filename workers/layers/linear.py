@@ -9,7 +9,7 @@ from torch import Tensor
 
 from oarlock.workers.layers.placement import Placement
 from oarlock.workers.layers.sharding import shard_evenly, shard_heads
-from oarlock.workers.quantization.matmul import GatedMatmul, ScaledGatedMatmul, activated
+from oarlock.workers.quantization.matmul import activated
 from oarlock.workers.quantization.method import StoredRows, WeightShard
 from oarlock.workers.weights.source import WeightSource
 
@@ -115,19 +115,10 @@ class GatedParallelLinear:
     """Gate and up projections with their activation: [T, hidden] -> [T, local intermediate]."""
 
     def __init__(
-        self,
-        name: str,
-        hidden: int,
-        intermediate: int,
-        bias: bool,
-        activation: str,
-        placement: Placement,
-        gate_scale: float = 1.0,
+        self, name: str, hidden: int, intermediate: int, bias: bool, activation: str, placement: Placement
     ) -> None:
-        """Describe this rank's shard. `name` is the MLP module's name, e.g. `model.layers.0.mlp`. `gate_scale`: factor
-        of the gate before the activation."""
+        """Describe this rank's shard. `name` is the MLP module's name, e.g. `model.layers.0.mlp`."""
         self.bias = bias
-        self.gate_scale = gate_scale
         self.activation = activation
         self.placement = placement
         local = shard_evenly(f"{name}.gate_up_proj", "intermediate size", intermediate, placement.tp.size)
@@ -142,11 +133,7 @@ class GatedParallelLinear:
     def load(self, weights: WeightSource) -> None:
         weight = self.placement.load(self.weight_shard, weights)
         bias = self.weight_shard.take_bias(weights, self.placement.empty) if self.bias else None
-        if self.gate_scale == 1.0:
-            self.matmul: GatedMatmul = weight.gated_matmul(bias, self.activation)
-        else:  # a scaled weight would be rounded again
-            both = weight.matmul(bias, float32_output=True)
-            self.matmul = ScaledGatedMatmul(both, self.activation, self.gate_scale)
+        self.matmul = weight.gated_matmul(bias, self.activation)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.matmul(x)

@@ -95,6 +95,7 @@ class Tap:
     is_input: bool = False  # True: the tensor is the input of `module`, not its output
     width: int = 0  # values per token over all ranks; 0: the hidden size
     parts: int = 0  # number of equal parts, as in `TensorSpec`; 0: every rank holds the whole tensor
+    factor: float = 1.0  # our tensor divided by transformers'
     is_compared: bool = True  # False: only transformers' tensor is recorded, to find the cause of a difference
 
 

@@ -21,6 +21,8 @@ from oarlock.workers.models.hf_mamba import bamba_mixer, gguf_bamba_mixer, gguf_
 def describe_falcon_h1(fields: Fields) -> DecoderSpec:
     bias = fields.flag("attention_bias", False)
     gate, down = _multipliers(fields, "mlp_multipliers", 2)
+    if gate != 1.0:
+        fields.check_value("mlp_bias", False)  # a bias of the gate would be scaled, and one of up not
     spec = decoder_spec(
         fields,
         kv_heads=8,
@@ -56,7 +58,7 @@ def describe_falcon_h1(fields: Fields) -> DecoderSpec:
         branches = (
             BranchSpec(replace(attention, key_scale=keys), norm, None, out_scales[0], in_scales[0]),
             BranchSpec(mamba, norm, None, out_scales[1], in_scales[1]),
-            BranchSpec(replace(mlp, gate_scale=gate), mlp_norm, None, down),
+            BranchSpec(replace(mlp, gate_scale=gate), mlp_norm, None, down / gate, gate),
         )
         return LayerSpec(branches, (2, 1))
 

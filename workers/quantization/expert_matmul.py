@@ -81,10 +81,11 @@ def cpp_expert_matmul(shape: ExpertsShape, experts: Iterable[ExpertWeights]) -> 
     return CppExpertMatmul(shape, (_for_kernel(shape, one) for one in experts))
 
 
-def _for_kernel(shape: ExpertsShape, one: ExpertWeights) -> tuple[GatedMatmul, Matmul, Tensor | None]:
+def _for_kernel(shape: ExpertsShape, one: ExpertWeights) -> tuple[GatedMatmul | Matmul, Matmul, Tensor | None]:
     # The kernel has its own activations; it takes only the order of the packed weight from this matmul.
-    gated = one.gate_up.gated_matmul(one.gate_up_bias, "silu")
-    return gated, one.down.matmul(float32_output=True, slices=shape.slices), one.down_bias
+    weight, bias = one.gate_up, one.gate_up_bias
+    first = weight.gated_matmul(bias, "silu") if shape.is_gated else weight.matmul(bias)
+    return first, one.down.matmul(float32_output=True, slices=shape.slices), one.down_bias
 
 
 def expert_matmul(shape: ExpertsShape, experts: Iterable[ExpertWeights], *, on_host: bool = True) -> ExpertMatmul:
@@ -92,14 +93,12 @@ def expert_matmul(shape: ExpertsShape, experts: Iterable[ExpertWeights], *, on_h
 
     `on_host`: the experts are on the CPU.
     """
-    if not shape.is_gated:  # no kernel computes them
-        return TorchExpertMatmul(shape, experts)
     left = iter(experts)
     first = next(left, None)
     if first is None:  # a rank may have no expert: it runs its layers like the others
         has_kernel = on_host and library.why_not(shape.dtype) is None
         return CppExpertMatmul(shape, ()) if has_kernel else TorchExpertMatmul(shape, ())
-    if triton_experts.why_not(first) is None:
+    if shape.is_gated and triton_experts.why_not(first) is None:
         return triton_experts.TritonExpertMatmul(shape, chain([first], left))
     matmuls = _for_kernel(shape, first)
     if not can_stack(*matmuls[:2]):

@@ -261,20 +261,6 @@ class ReferenceGatedMatmul:
         return (self.activation(gate) * up).to(self.both.dtype)
 
 
-class ScaledGatedMatmul:
-    """`activation(scale * (x @ gate.T)) * (x @ up.T)`: [T, K] -> [T, I], rounded once if the matmul returns float32."""
-
-    def __init__(self, both: Matmul, activation: str, scale: float) -> None:
-        """Use `both`, the matmul of a weight [2 * I, K] with gate above up."""
-        self.both = both
-        self.activation = ACTIVATIONS[activation].function
-        self.scale = scale
-
-    def __call__(self, x: Tensor) -> Tensor:
-        gate, up = self.both(x).double().chunk(2, 1)  # float64 as in `activated_with_torch`
-        return (self.activation(gate * self.scale).float() * up.float()).to(x.dtype)
-
-
 def gated(activation: str, device: torch.device) -> Callable[[Tensor], Tensor]:
     """Return `activation(gate) * up` as a function [T, 2 * I], gate before up -> [T, I]: a Triton kernel if it can
     run."""

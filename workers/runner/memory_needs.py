@@ -179,7 +179,9 @@ def check_kv_fits(config: WorkerConfig, spec: DecoderSpec, formats: WeightFormat
     """
     loading = config.with_(host_free_bytes=free_before_load(config))
     weights = weight_bytes_of_node(config, spec, config.dtype, formats)
-    GroupSizes.of(config, spec).counts_that_fit(room_for_kv(loading, None, 0, weight_bytes=weights))
+    room = room_for_kv(loading, None, 0, weight_bytes=weights)
+    for stage in range(config.pipeline_parallel_size):
+        GroupSizes.of(config, spec, stage).counts_that_fit(room)
     check_given_sizes_fit_host(config, weights * config.data_parallel_size)
 
 
@@ -319,4 +321,5 @@ def out_of_memory_as(error_of: Callable[[Exception], StartupError]) -> Generator
 
 def check_given_size(config: WorkerConfig, spec: DecoderSpec) -> None:
     """Check that `--kv-cache-memory` holds one sequence, as far as this is known before a rank starts."""
-    GroupSizes.of(config, spec).counts_that_fit(room_given(config))
+    for stage in range(config.pipeline_parallel_size):
+        GroupSizes.of(config, spec, stage).counts_that_fit(room_given(config))

@@ -126,11 +126,11 @@ class Shape(NamedTuple):
         saves = size if self.states else 0
         return Shape(size, size, size, size * self.groups, self.groups, saves, saves)
 
-    def prompts(self, size: int, seqs: int) -> "Shape":
-        """Return the shape of steps of up to `size` tokens and fewer than `seqs` sequences, with this shape's logits
-        rows."""
+    def prompts(self, size: int, seqs: int, logits: int) -> "Shape":
+        """Return the shape of steps of the same model of up to `size` tokens, fewer than `seqs` sequences and `logits`
+        rows of logits."""
         states, saves = (seqs, size) if self.states else (0, 0)
-        return Shape(size, seqs, self.logits, size * self.groups, self.groups, states, saves)
+        return Shape(size, seqs, logits, size * self.groups, self.groups, states, saves)
 
     def sections(self) -> list[Section]:
         """Return the sections that the model reads, then the sections that depend on the number of rows of logits."""
@@ -230,13 +230,12 @@ class StepInputs:
 
         Does not wait until the device has finished its work.
         """
-        shape = self._largest.of(step)
         if bucket is not None:
             place = self.bucket(bucket)
+        elif prompts is not None:
+            place = self._place(self._largest.prompts(prompts, self._padded_seqs, len(step.logits_indices)))
         else:
-            if prompts is not None:  # the shape of a step without sequences does not show whether there are states
-                shape = shape._replace(states=self._largest.states).prompts(prompts, self._padded_seqs)
-            place = self._place(shape)
+            place = self._place(self._largest.of(step))
         if len(step.table_blocks) > place.shape.entries:
             self._tables.write(step)
         else:

@@ -18,7 +18,9 @@ from oarlock.workers.model_files.tensor_names import NO_NAMES, TensorNames
 from oarlock.workers.verify.dequantised_reference import is_conv1d, is_experts, is_router, weighs_inputs
 
 # Modules that convert their inputs to float32, whatever their dtype is.
-_COMPUTE_IN_FLOAT32 = ("Llama4TextAttention", "Mamba2Block", "Mamba2ForCausalLM", "NemotronHBlock")
+_COMPUTE_IN_FLOAT32 = ("Llama4TextAttention",)
+# Modules that convert the input of a module inside to the dtype of its weight.
+_CONVERT_INPUTS = {"Mamba2Block": "norm", "NemotronHBlock": "norm", "Mamba2ForCausalLM": "lm_head"}
 # Ends of the names of modules with a recurrent state.
 _RECURRENT = (
     "GatedDeltaNet", "BambaMixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer", "Mamba2Mixer", "ShortConv",
@@ -99,6 +101,14 @@ def _widened(module: nn.Module, *args: Any, **named: Any) -> Any:
         return type(module).forward(module, *args, **named)
 
 
+def _unconverted(module: nn.Module, inside: str, *args: Any, **named: Any) -> Any:
+    """Call the module's own forward with the weight of the module `inside` in float64, to whose dtype it converts."""
+    plain = _WithoutHooks(module)
+    weight = plain.inner.get_parameter(f"{inside}.weight").double()
+    with Widened():
+        return functional_call(plain, {f"inner.{inside}.weight": weight}, args, named)
+
+
 def _exact_weighing_experts(module: Any, x: Tensor) -> Tensor:
     """Compute experts that each get all tokens: `x` [E * T, hidden], in the order of experts -> the same shape."""
     results = []
@@ -138,6 +148,8 @@ def _exact_forward(module: nn.Module) -> Callable[..., Any] | None:
         return partial(_own_forward, module)
     if type(module).__name__ in _COMPUTE_IN_FLOAT32 or hasattr(module, "enable_moe_fp32_combine"):
         return partial(_widened, module)
+    if type(module).__name__ in _CONVERT_INPUTS:
+        return partial(_unconverted, module, _CONVERT_INPUTS[type(module).__name__])
     if type(module).__name__.endswith(_RECURRENT):
         return partial(_recurrent_forward, module)
     if isinstance(module, nn.Linear) or is_conv1d(module):

@@ -327,9 +327,9 @@ class TransformersRecorder:
         if blocks is not None:
             self._after(self._modules[f"{module}.{whole}"], name, blocks.rows_of(tap.module))
         elif tap.is_input:
-            self._before(self._modules[f"{module}.{whole}"], name, tap.width)
+            self._before(self._modules[f"{module}.{whole}"], name, tap.width, tap.factor)
         else:
-            self._after(self._modules[f"{module}.{whole}"], name)
+            self._after(self._modules[f"{module}.{whole}"], name, factor=tap.factor)
 
     def _stored_with(self, module: str, spec: SublayerSpec, tap: Tap) -> tuple[str, Blocks | None]:
         """Return transformers' module in the sublayer `module` that computes `tap`, and the order of its outputs if it
@@ -407,12 +407,13 @@ class TransformersRecorder:
         newest = self._parts[name].pop()
         self.record(name, newest.to(result.device) * torch.sigmoid(result.to(newest.dtype)))
 
-    def _before(self, module: nn.Module, name: str, width: int = 0) -> None:
+    def _before(self, module: nn.Module, name: str, width: int = 0, factor: float = 1.0) -> None:
         """Record the first argument of `module`. `width`: values per token, if it may have a row for each head."""
 
         def hook(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
             value = args[0] if args else named["hidden_states"]
-            self.record(name, value.reshape(-1, width) if width and value.shape[-1] != width else value)
+            value = value.reshape(-1, width) if width and value.shape[-1] != width else value
+            self.record(name, value if factor == 1.0 else value * factor)
 
         self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
 

@@ -13,6 +13,7 @@ from oarlock.workers.kernels.cpu import library
 from oarlock.workers.kernels.cpu.gemm import (
     ELEMENT_TYPES,
     GATES,
+    PLAIN_EPILOGUES,
     CppGatedMatmul,
     CppMatmul,
     CppPackedGatedMatmul,
@@ -145,11 +146,13 @@ class Shape(Protocol):
     def limit(self) -> float: ...
     @property
     def weighs_inputs(self) -> bool: ...
+    @property
+    def is_gated(self) -> bool: ...
 
 
-def can_stack(gated: object, matmul: object) -> bool:
-    """Return whether the kernel supports the weights of these matmuls."""
-    return isinstance(gated, CppAnyGatedMatmul) and isinstance(matmul, CppPlainMatmul)
+def can_stack(first: object, matmul: object) -> bool:
+    """Return whether the kernel supports the weights of these matmuls; `first` may be gated."""
+    return isinstance(first, CppAnyGatedMatmul | CppPlainMatmul) and isinstance(matmul, CppPlainMatmul)
 
 
 class _Stack:
@@ -181,8 +184,9 @@ class CppExpertMatmul:
     def __init__(self, shape: Shape, experts: Iterable[tuple[object, object, Tensor | None]]) -> None:
         """Copy the weights of `experts`.
 
-        `experts` yields for each expert, in order: the gated matmul, the matmul after it in `shape.slices`, and the
-        bias [hidden] of the latter. Only their weights are kept. Each is dropped before the next one is taken.
+        `experts` yields for each expert, in order: the gated matmul, or a plain one without a gate; the matmul after it
+        in `shape.slices`; and the bias [hidden] of the latter. Only their weights are kept. Each is dropped before the
+        next one is taken.
         """
         self.shape = shape
         self.kernels = _declared(library.library(shape.dtype))
@@ -192,15 +196,17 @@ class CppExpertMatmul:
         self._experts = (CExpert * max(1, shape.count))()
         number = -1
         for number, (gated, matmul, down_bias) in enumerate(experts):
-            assert isinstance(gated, CppAnyGatedMatmul) and isinstance(matmul, CppPlainMatmul)
+            kinds = CppAnyGatedMatmul if shape.is_gated else CppPlainMatmul
+            assert isinstance(gated, kinds) and isinstance(matmul, CppPlainMatmul)
             first, second = gate_up.add(gated), down.add(matmul)
             self._alive += (gated.bias, down_bias)
             biases = (_at(gated.bias), _at(down_bias))
             self._experts[number] = CExpert(first[0], second[0], *biases, first[1], second[1])
         assert number + 1 == shape.count
+        activations = _ACTIVATIONS if shape.is_gated else PLAIN_EPILOGUES
         self.structure = CExperts(
             ctypes.addressof(self._experts), shape.first, shape.count, shape.hidden, shape.width, shape.slices,
-            shape.groups, shape.group or max(1, shape.count), -1, _ACTIVATIONS[shape.activation], shape.alpha,
+            shape.groups, shape.group or max(1, shape.count), -1, activations[shape.activation], shape.alpha,
             shape.limit, shape.weighs_inputs,
         )  # fmt: skip
 

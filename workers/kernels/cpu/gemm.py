@@ -34,7 +34,7 @@ class Epilogue(IntEnum):
 
 
 GATES = {"silu": Epilogue.SILU_GATE, "gelu_tanh": Epilogue.GELU_TANH_GATE}
-_ACTIVATIONS = {
+PLAIN_EPILOGUES = {
     "gelu": Epilogue.GELU, "gelu_tanh": Epilogue.GELU_TANH, "relu": Epilogue.RELU, "relu2": Epilogue.RELU_SQUARED,
 }  # fmt: skip
 
@@ -87,7 +87,7 @@ class CppMatmul:
     def activated(self, activation: str) -> "CppMatmul":
         """Return this matmul followed by an activation, with results in the dtype of x, rounded once."""
         other = copy(self)
-        other.epilogue, other.output_dtype = _ACTIVATIONS[activation], self.dtype
+        other.epilogue, other.output_dtype = PLAIN_EPILOGUES[activation], self.dtype
         return other
 
     def rows(self, ids: Tensor) -> Tensor:
@@ -168,7 +168,7 @@ class CppPackedMatmul:
     def activated(self, activation: str) -> "CppPackedMatmul":
         """Return this matmul followed by an activation, with results in the dtype of x, rounded once."""
         other = copy(self)
-        other.epilogue, other.output_dtype = _ACTIVATIONS[activation], self.dtype
+        other.epilogue, other.output_dtype = PLAIN_EPILOGUES[activation], self.dtype
         return other
 
     def rows(self, ids: Tensor) -> Tensor:

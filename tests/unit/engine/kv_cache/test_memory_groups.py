@@ -243,22 +243,38 @@ def test_refused_steps_leave_no_block_in_any_group(depth: int) -> None:
     driver.check_idle()
 
 
-@given(st.integers(1, 40), st.lists(st.integers(0, 9), max_size=20), st.sampled_from([None, 2, 5, 9, 16]))
-@settings(max_examples=60, deadline=None)
-def test_a_prefix_is_found_exactly_if_every_read_block_is(num_tokens: int, lost: list[int], span: int | None) -> None:
-    """`lost`: columns that the group of `span` lacks; the other group has the first eight columns."""
-    memory = memory_of(GroupInfo(60, 0), GroupInfo(60, 0, span=span))
+_LOST = st.lists(st.integers(0, 9), max_size=8)
+_SPANS = st.sampled_from([2, 5, 9, 16])
+
+
+@given(st.integers(1, 40), st.lists(st.tuples(_SPANS, _LOST), max_size=2))
+@settings(max_examples=80, deadline=None)
+def test_a_prefix_is_found_exactly_if_every_read_block_is(
+    num_tokens: int, windows: list[tuple[int, list[int]]]
+) -> None:
+    """`windows`: span and lost columns of each group with a window; the other group has the first eight columns."""
+    memory = memory_of(GroupInfo(60, 0), *(GroupInfo(60, 0, span=span) for span, _ in windows))
     seq, prompt = sequence(memory, range(40)), range(num_tokens)
     compute(memory, seq)
     memory.free(seq)
-    (group,) = [manager for manager in memory.managers if manager.number == 1]
-    (other,) = [manager for manager in memory.managers if manager.number == 0]
-    for column in lost:
-        group.pool.forget(seq.block_hashes[column])
-    other.pool.forget(seq.block_hashes[8])
+    lost_of = {0: {8, 9}} | {number: set(lost) for number, (_, lost) in enumerate(windows, 1)}
+    for manager in memory.managers:
+        for column in lost_of[manager.number]:
+            manager.pool.forget(seq.block_hashes[column])
     expected = 0
-    for length in range(1, min(8, (num_tokens - 1) // SIZE) + 1):
-        columns = range(group.first_column_read(length * SIZE), length)
-        if not set(columns) & set(lost):
+    for length in range(1, (num_tokens - 1) // SIZE + 1):
+        read = [(one, range(one.first_column_read(length * SIZE), length)) for one in memory.managers]
+        if all(lost_of[one.number].isdisjoint(columns) for one, columns in read):
             expected = length
     assert found(memory, prompt) == expected * SIZE
+
+
+@pytest.mark.parametrize("sizes", [(30, 6), (6, 30)])
+def test_a_sequence_grows_in_all_groups_or_in_none(sizes: tuple[int, int]) -> None:
+    memory = memory_of(GroupInfo(sizes[0], 0), GroupInfo(sizes[1], 0, span=10))
+    seq, entries = sequence(memory, range(8)), []
+    assert memory.grow(seq, 20, entries) and len(entries) == 10
+    assert not memory.grow(seq, 21, entries) and not memory.grow_by_one(seq, entries)
+    assert memory.grow_up_to(seq, 40, 0, entries) == 20
+    assert len(entries) == memory.num_held == 10
+    memory.audit([seq])

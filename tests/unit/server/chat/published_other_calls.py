@@ -249,6 +249,62 @@ MINIMAX_M2 = Model(
 )
 
 
+# The prompt opens the reasoning, and values are lines of their own.
+QWEN_3_5 = Model(
+    """\
+{%- if tools %}
+    {{- '<|im_start|>system\\n# Tools\\n\\n<tools>' }}
+    {%- for tool in tools %}{{ '\\n' + (tool | tojson) }}{% endfor %}
+    {{- '\\n</tools>\\n\\nReply with NO suffix:\\n\\n<tool_call>\\n<function=example_function_name>\\n' }}
+    {{- '<parameter=example_parameter_1>\\nvalue_1\\n</parameter>\\n</function>\\n</tool_call>' }}
+    {%- if messages[0].role == 'system' %}{{ '\\n\\n' + messages[0].content }}{% endif %}
+    {{- '<|im_end|>\\n' }}
+{%- elif messages[0].role == 'system' %}{{ '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
+{%- endif %}
+{%- for m in messages %}
+    {%- if m.role == 'user' %}{{ '<|im_start|>user\\n' + m.content + '<|im_end|>\\n' }}
+    {%- elif m.role == 'assistant' %}
+        {{- '<|im_start|>assistant\\n' + m.content }}
+        {%- for call in m.tool_calls or [] %}
+            {{- ('\\n\\n' if loop.first and m.content else '' if loop.first else '\\n') }}
+            {{- '<tool_call>\\n<function=' + call.function.name + '>\\n' }}
+            {%- for k, v in call.function.arguments.items() %}
+                {{- '<parameter=' + k + '>\\n' + (v if v is string else v | tojson) + '\\n</parameter>\\n' }}
+            {%- endfor %}
+            {{- '</function>\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- elif m.role == 'tool' %}
+        {{- '<|im_start|>user' if messages[loop.index0 - 1].role != 'tool' else '' }}
+        {{- '\\n<tool_response>\\n' + m.content + '\\n</tool_response>' }}
+        {{- '<|im_end|>\\n' if loop.last or messages[loop.index0 + 1].role != 'tool' else '' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n<think>\\n' }}
+    {{- '\\n</think>\\n\\n' if enable_thinking is defined and enable_thinking is false else '' }}
+{%- endif %}""",
+    "qwen3_coder",
+    lambda calls: "\n".join(
+        with_parameters(
+            [call],
+            "<tool_call>\n",
+            "<function={}>\n",
+            "<parameter={}>\n{}\n</parameter>\n",
+            "</function>\n",
+            "</tool_call>",
+        )
+        for call in calls
+    ),
+    "<tool_call>\n<function=weather>\n<parameter=city>\nBern\n</parameter>\n</function>\n</tool_call><|im_end|>\n"
+    "<|im_start|>user\n<tool_response>\nrain\n</tool_response><|im_end|>\n",
+    reasoning="deepseek_r1",
+    think=("", "\n</think>\n\n"),
+    switches={"enable_thinking": (True, False)},
+    prompts=("<think>\n", "<think>\n\n</think>\n\n"),
+)
+
+
 # Keys and values between tokens with a suffix, which the template puts together.
 HUNYUAN_3 = Model(
     """\
@@ -488,6 +544,7 @@ MODELS = {
     "GLM-4-9B": GLM4_9B,
     "GLM-4.5": GLM_4_5,
     "MiniMax-M2": MINIMAX_M2,
+    "Qwen3.5": QWEN_3_5,
     "Hunyuan 3": HUNYUAN_3,
     "Nemotron 3": NEMOTRON_3,
     "Seed-OSS": SEED_OSS,

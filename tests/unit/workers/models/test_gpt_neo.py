@@ -22,7 +22,7 @@ def test_missing_values_are_the_defaults_of_transformers(architecture: str, fami
     theirs = AutoConfig.for_model(family)
     sizes = {"vocab_size": theirs.vocab_size, "hidden_size": theirs.hidden_size}
     ours = describe({**sizes, "architectures": [architecture]})
-    attention, mlp = ours.attention, ours.layers[0].mlp
+    attention, mlp = ours.attentions[0], ours.layers[0].mlp
     assert (ours.num_layers, attention.num_heads) == (theirs.num_hidden_layers, theirs.num_attention_heads)
     assert (mlp.intermediate_size, mlp.activation, mlp.bias) == (4 * theirs.hidden_size, "gelu_tanh", True)
     assert ours.norm.eps == theirs.layer_norm_epsilon and ours.tie_word_embeddings == theirs.tie_word_embeddings

@@ -37,7 +37,7 @@ def test_missing_values_are_the_defaults_of_transformers(architecture: str) -> N
              "intermediate_size", "BioGptForCausalLM": "intermediate_size"}.get(architecture)  # fmt: skip
     width = 4 * theirs.hidden_size if inner is None else getattr(theirs, inner)
     ours = describe(config if inner in (None, "ffn_dim") else {**config, "intermediate_size": width})
-    attention, mlp = ours.attention, ours.layers[0].mlp
+    attention, mlp = ours.attentions[0], ours.layers[0].mlp
     assert attention.num_kv_heads == (getattr(theirs, "num_key_value_heads", None) or attention.num_heads)
     assert attention.head_dim == theirs.hidden_size // theirs.num_attention_heads
     assert attention.scale == attention.head_dim**-0.5
@@ -91,10 +91,10 @@ def test_values_that_differ_by_layer_or_model() -> None:
     assert [layer.attention.scale for layer in by_layer.layers] == [8**-0.5 / number for number in (1, 2, 3)]
     assert describe({**gpt2, "scale_attn_weights": False}).attentions[0].scale == 1.0
     opt = describe({**BASE, "architectures": ["OPTForCausalLM"], "enable_bias": False, "max_position_embeddings": 50})
-    assert not (opt.attention.qkv_bias or opt.attention.o_bias or opt.layers[0].mlp.bias)
+    assert not (opt.attentions[0].qkv_bias or opt.attentions[0].o_bias or opt.layers[0].mlp.bias)
     assert opt.positions is not None and (opt.positions.rows, opt.positions.first, opt.longest_length) == (52, 2, 50)
     neox = {**BASE, "architectures": ["GPTNeoXForCausalLM"], "rotary_pct": 0.5, "rotary_emb_base": 500}
-    attention = describe(neox).attention
+    attention = describe(neox).attentions[0]
     assert attention.rope is not None and (attention.rope.theta, attention.rope.rotary_dim) == (500.0, 4)
     for flag in (True, False):
         assert describe({**neox, "use_parallel_residual": flag}).layers[0].lengths == ((2,) if flag else ())

@@ -103,6 +103,11 @@ class Experts:
                 self.tensors[f"{expert}.{part}.bias"] = random(1, lengths[0])[0] if bias else torch.zeros(0)
         self.form, self.dtype, self.bias, self.shape = form, dtype, bias, shape
 
+    @property
+    def first_parts(self) -> tuple[str, ...]:
+        """The matrices of the first matmul."""
+        return ("gate", "up") if self.shape.get("is_gated", True) else ("up",)
+
     def rank(self, kind: str, rank: int = 0, size: int = 1, slices: int = 1) -> ExpertMatmul:
         """The part of `rank` of `size`, with `slices` over all ranks."""
         count = WIDTH // size
@@ -119,7 +124,7 @@ class Experts:
         def empty(*lengths: int) -> Tensor:
             return torch.empty(lengths, dtype=self.dtype)
 
-        rows = tuple(StoredRows(f"{expert}.{part}", WIDTH, rank * count, count) for part in ("gate", "up"))
+        rows = tuple(StoredRows(f"{expert}.{part}", WIDTH, rank * count, count) for part in self.first_parts)
         gate_up = WeightShard(rows, HIDDEN, 0, HIDDEN)
         down = WeightShard(
             (StoredRows(f"{expert}.down", HIDDEN, 0, HIDDEN),), WIDTH, rank * count, count, slices=slices
@@ -138,11 +143,13 @@ class Experts:
         out = torch.zeros((len(x), HIDDEN), dtype=torch.float64)
         for token in range(len(x)):
             for expert, weight in zip(ids[token].tolist(), weights[token].double(), strict=True):
-                gate, up, down = (self.tensors[f"{expert}.{part}.weight"].double() for part in ("gate", "up", "down"))
+                *first, down = (
+                    self.tensors[f"{expert}.{part}.weight"].double() for part in (*self.first_parts, "down")
+                )
                 row = x[token : token + 1].double() * (weight if shape.weighs_inputs else 1.0)
-                both = torch.cat((row @ gate.T, row @ up.T), 1)
+                both = torch.cat([row @ matrix.T for matrix in first], 1)
                 if self.bias:
-                    both += torch.cat([self.tensors[f"{expert}.{part}.bias"].double() for part in ("gate", "up")])
+                    both += torch.cat([self.tensors[f"{expert}.{part}.bias"].double() for part in self.first_parts])
                 result = gate_of(both, shape).double() @ down.T
                 if self.bias:
                     result += self.tensors[f"{expert}.down.bias"].double()
@@ -198,6 +205,17 @@ def test_activations_and_biases(kind: str, shape: dict[str, object]) -> None:
     experts, x, chosen = Experts("none", torch.float32, bias=True, **shape), inputs(9, torch.float32), routed(9)
     exact = experts.exact(x, *chosen)
     assert (experts.rank(kind)(x, *chosen) - exact).norm() <= 1e-6 * exact.norm()
+
+
+@pytest.mark.parametrize("kind", [kind for kind in PRODUCTS if kind != "triton"])
+@pytest.mark.parametrize(("form", "dtype"), FORMS)
+def test_experts_without_a_gate(kind: str, form: str, dtype: torch.dtype) -> None:
+    shape = {"activation": "relu2" if dtype == torch.bfloat16 else "gelu", "is_gated": False}
+    experts, x, chosen = Experts(form, dtype, bias=form == "none", **shape), inputs(9, dtype), routed(9, 3)
+    exact, found = experts.exact(x, *chosen), experts.rank(kind)(x, *chosen)
+    assert (found - exact).norm() <= FORMS[form, dtype] * exact.norm()
+    alone = experts.rank(kind, slices=4)(x, *chosen)
+    assert torch.equal(alone, tree_sum([experts.rank(kind, rank, 2, 4)(x, *chosen) for rank in range(2)]))
 
 
 @pytest.mark.parametrize("kind", PRODUCTS)

@@ -11,7 +11,7 @@ from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.preflight import preflight
 from oarlock.workers.protocol import StepOutput
 from oarlock.workers.runner.model_runner import ModelRunner
-from oarlock.workers.runner.trial_steps import SequenceChunk, greedy_step
+from oarlock.workers.runner.trial_steps import SequenceChunk, TrialMemory, greedy_step
 from oarlock.workers.sampling.sampler import num_accepted
 from tests.golden.tiny_models import make_tiny
 from tests.unit.workers.attention.test_attention import INVARIANT, specs
@@ -57,7 +57,7 @@ def runner_of(path: Path, **changes) -> ModelRunner:
 
 def step(runner: ModelRunner, chunks: list[SequenceChunk], rows: list[int], seeded: bool) -> StepOutput:
     """Sample in `rows` of the step's tokens, with logprobs; `seeded`: at random."""
-    made = greedy_step(chunks, BLOCK, rows)
+    made = greedy_step(chunks, BLOCK, rows, memory=TrialMemory.of(runner.spec))
     made.num_logprobs[:] = 4
     made.temperature[:] = 0.9 if seeded else 0.0
     made.seeds[:] = 5

@@ -60,12 +60,7 @@ def convolve(
     weight,  # float32 [CHANNELS, KEPT + 1]
     bias,  # float32 [CHANNELS]; unused without BIAS
     out,  # [T, CHANNELS]
-    starts,
-    reads,
-    writes,
-    save_starts,
-    save_lens,
-    save_slots,
+    starts, reads, writes, save_starts, save_lens, save_slots,  # int32, of a `StateStep`
     sequences,  # S
     x_stride,
     CHANNELS: tl.constexpr,
@@ -73,7 +68,7 @@ def convolve(
     BLOCK: tl.constexpr,
     BIAS: tl.constexpr,
     SILU: tl.constexpr,
-):
+):  # fmt: skip
     """Compute some channels of one token, and write the states after it."""
     token = tl.program_id(0)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -30,17 +30,8 @@ def apply_delta_rule(
     beta,  # float32 [T, HEADS], tokens `beta_stride` elements apart
     states,  # float32 [C + 1, HEADS, KEY, VALUE]
     out,  # [T, HEADS, VALUE]
-    starts,
-    reads,
-    writes,
-    save_starts,
-    save_lens,
-    save_slots,
-    q_stride,
-    k_stride,
-    v_stride,
-    decay_stride,
-    beta_stride,
+    starts, reads, writes, save_starts, save_lens, save_slots,  # int32, of a `StateStep`
+    q_stride, k_stride, v_stride, decay_stride, beta_stride,
     eps,
     scale,  # of queries
     HEADS: tl.constexpr,
@@ -49,7 +40,7 @@ def apply_delta_rule(
     VALUE: tl.constexpr,
     BLOCK_K: tl.constexpr,  # KEY rounded up to a power of 2
     BLOCK_V: tl.constexpr,  # value columns of a program
-):
+):  # fmt: skip
     """Compute some value columns of one head of one sequence, for all its tokens of a step.
 
     Sequences without tokens leave their slots as they are.

@@ -24,16 +24,8 @@ def apply_mamba(
     d,  # float32 [HEADS]; unused without SKIP
     states,  # float32 [C + 1, HEADS, WIDTH, STATE]
     out,  # [T, HEADS, WIDTH]
-    starts,
-    reads,
-    writes,
-    save_starts,
-    save_lens,
-    save_slots,
-    x_stride,
-    dt_stride,
-    b_stride,
-    c_stride,
+    starts, reads, writes, save_starts, save_lens, save_slots,  # int32, of a `StateStep`
+    x_stride, dt_stride, b_stride, c_stride,
     HEADS: tl.constexpr,
     GROUPS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -41,7 +33,7 @@ def apply_mamba(
     BLOCK_W: tl.constexpr,  # columns of a head in a program
     BLOCK_N: tl.constexpr,  # STATE rounded up to a power of 2
     SKIP: tl.constexpr,
-):
+):  # fmt: skip
     """Compute some columns of one head of one sequence, for all its tokens of a step.
 
     Sequences without tokens leave their slots as they are.

@@ -1,4 +1,5 @@
-// y = for each row the sum over its experts of weight * down(activation(gate x) * (up x)).
+// y = for each row the sum over its experts of weight * down(activation(gate x) * (up x)), or of weight *
+// down(activation(up x)) without a gate.
 //
 // Rows are sorted by expert. A block has up to kMostRows rows of one expert, so only weights of experts in use are
 // read, and each panel once for all rows of a block. First, threads take panels of gate and up, one block after the
@@ -99,7 +100,7 @@ struct BlockMatmuls {
       MatmulArgs p{};
       p.weight = is_down ? expert.down : expert.gate_up;
       p.rows = sorted.blocks[block].rows;
-      p.columns = is_down ? e.hidden : 2 * e.width;
+      p.columns = is_down ? e.hidden : e.inner_columns();
       p.inputs = is_down ? e.width : e.hidden;
       p.slices = is_down ? e.slices : 1;
       of[block] = panel_rows<T>(p, is_down ? expert.down_kind : expert.gate_up_kind);
@@ -136,7 +137,7 @@ struct Step {
     MatmulArgs p{};
     p.bias = e.experts[of.expert].gate_up_bias;
     p.y = gated;
-    p.columns = 2 * e.width;
+    p.columns = e.inner_columns();
     p.y_stride = e.width;
     p.epilogue = e.activation;
     p.alpha = e.alpha;
@@ -197,7 +198,8 @@ void multiply_some(const Experts &e, const T *x, long x_stride, const int32_t *i
   T *gated = arena().take<T>(sorted.pairs * e.width);
   const BlockMatmuls gate_up(sorted, e, false, x), down(sorted, e, true, x);
   const Step<T> step{e, sorted, gate_up, down, gated, y, rows};
-  const long gate_panels = (e.width + kLanes - 1) / kLanes, panels = (e.hidden + kPanel - 1) / kPanel;
+  const long lanes = is_gate(e.activation) ? kLanes : kPanel;  // values of the width in a panel
+  const long gate_panels = (e.width + lanes - 1) / lanes, panels = (e.hidden + kPanel - 1) / kPanel;
   const long size = step.parts() * rows * kPanel, threads = omp_get_max_threads();
   const long share = (panels + threads - 1) / threads, most = std::max(1L, kMostTotals / size);
   const long turns = (share + most - 1) / most, together = (share + turns - 1) / turns;

@@ -1,4 +1,4 @@
-// The gated MLPs of an MoE layer's experts: for each row of x, the weighted sum over the experts it is routed to.
+// The MLPs of an MoE layer's experts: for each row of x, the weighted sum over the experts it is routed to.
 #pragma once
 #include "gemm/grouped.h"
 
@@ -6,7 +6,8 @@ namespace gemm {
 
 // One expert. T is the type of biases.
 struct Expert {
-  const void *gate_up, *down;            // packed: gated [2 width, hidden], and [hidden, width] in `slices`
+  const void *gate_up, *down;            // packed: gated [2 width, hidden], or [width, hidden] without a gate, and
+                                         // [hidden, width] in `slices`
   const void *gate_up_bias, *down_bias;  // [2 width] in the order of gated panels, and [hidden]; or null
   int gate_up_kind, down_kind;           // a WeightKind
 };
@@ -18,9 +19,11 @@ struct Experts {
   long hidden, width, slices;  // slices along the width, as in MatmulArgs; at most one of slices and groups exceeds 1
   long groups, group;  // number of groups, and experts per group; groups are summed separately, and added up in a tree
   long only_slice;             // the only slice to add up, all others count as 0; -1: all slices
-  int activation;              // the Epilogue of a gated matmul
+  int activation;              // the Epilogue of the first matmul; one without a gate if the experts have none
   float alpha, limit;          // parameters of kClampedGate
   int weighs_inputs;           // an expert's weight multiplies its input instead of its result; then without biases
+
+  long inner_columns() const { return is_gate(activation) ? 2 * width : width; }  // outputs of the first matmul
 };
 
 // Compute y [rows, hidden]: for each row, the sum over its experts, in ascending order, of weight *

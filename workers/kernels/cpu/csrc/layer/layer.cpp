@@ -244,7 +244,8 @@ int run(const Branch &branch, const LayerStep &step, long first, long last) {
     scratch[i] = branch.widths[i] ? arena().take<T>(most * branch.widths[i]) : nullptr;
   int missing = kAllArrived;
   for (long row = 0; row < step.rows; row += most) {
-    const RowChunk<T> chunk{step, {scratch[0], scratch[1], scratch[2], scratch[3]}, row, std::min(most, step.rows - row)};
+    const long rows = std::min(most, step.rows - row);
+    const RowChunk<T> chunk{step, {scratch[0], scratch[1], scratch[2], scratch[3]}, row, rows};
     for (long i = first; i < last && missing == kAllArrived; i++) missing = run_operation(chunk, branch.operations[i]);
   }
   arena().release(mark);

@@ -114,7 +114,9 @@ struct ColumnScale {
 
 // Sources and destinations of an operation's rows. Scratch rows are in the arena; their number is the number of rows
 // that the branch processes at once.
-enum Rows { kResidual = 0, kNormed0 = 1, kNormed1 = 2, kPartial = 3, kScratch0 = 4, kScratch1 = 5, kScratch2 = 6, kScratch3 = 7 };
+enum Rows {
+  kResidual = 0, kNormed0 = 1, kNormed1 = 2, kPartial = 3, kScratch0 = 4, kScratch1 = 5, kScratch2 = 6, kScratch3 = 7
+};
 
 constexpr int kScratchBuffers = 4;
 

@@ -72,7 +72,8 @@ void convolve_with(const Convolution &layer, const T *x, long stride, T *states,
       for (long token = 0; token < tokens; token++)
         block.convolve_token(rows, stride, token, y + (start + token) * layer.channels + first);
       const auto save = [&](long length, long slot) { block.write(rows, stride, length, block.state(states, slot)); };
-      for (long v = step.save_starts[seq]; v < step.save_starts[seq + 1]; v++) save(step.save_lens[v], step.save_slots[v]);
+      for (long v = step.save_starts[seq]; v < step.save_starts[seq + 1]; v++)
+        save(step.save_lens[v], step.save_slots[v]);
       save(tokens, step.writes[seq]);
     }
   }
@@ -96,10 +97,11 @@ OARLOCK_FOR_EACH_TYPE(OARLOCK_CONVOLVE)
 }  // namespace recurrent
 
 // Convolve rows of type `type`: see `convolve`.
-extern "C" void oarlock_convolve(const recurrent::Convolution *layer, const void *x, long stride, void *states, void *y,
-                                 const recurrent::StateStep *step, int type) {
+extern "C" void oarlock_convolve(const recurrent::Convolution *layer, const void *x, long stride, void *states,
+                                 void *y, const recurrent::StateStep *step, int type) {
   with_type(type, [&](auto *of) {
     using T = std::remove_pointer_t<decltype(of)>;
-    recurrent::convolve(*layer, static_cast<const T *>(x), stride, static_cast<T *>(states), static_cast<T *>(y), *step);
+    recurrent::convolve(*layer, static_cast<const T *>(x), stride, static_cast<T *>(states), static_cast<T *>(y),
+                        *step);
   });
 }

@@ -54,18 +54,25 @@ struct Columns {
   Vec at[kVectors];
 };
 
-// Go over a tile [rows, kTile] of the state. kUpdates: it becomes decay S + key delta. kReads: `found` and `seen` become
+// kTile columns of a state, in the slot itself or as a copy.
+struct Tile {
+  float *first;
+  long rows, stride;  // elements between two rows
+};
+
+// Go over a tile of the state. kUpdates: it becomes decay S + key delta. kReads: `found` and `seen` become
 // the products of the (new) state with the next token's key and query.
 template <bool kUpdates, bool kReads>
-inline void pass(float *tile, long rows, float decay, const float *key, const Columns &delta, const float *next_key,
+inline void pass(const Tile &tile, float decay, const float *key, const Columns &delta, const float *next_key,
                  const float *next_query, Columns &found, Columns &seen) {
   Columns products_k, products_q;
   for (long i = 0; i < kVectors; i++) products_k.at[i] = products_q.at[i] = zero();
   const Vec factor = broadcast(decay);
-  for (long row = 0; row < rows; row++) {
-    float *at = tile + row * kTile;
+  for (long row = 0; row < tile.rows; row++) {
+    float *at = tile.first + row * tile.stride;
     const Vec k = kUpdates ? broadcast(key[row]) : zero();
-    const Vec next_k = kReads ? broadcast(next_key[row]) : zero(), next_q = kReads ? broadcast(next_query[row]) : zero();
+    const Vec next_k = kReads ? broadcast(next_key[row]) : zero();
+    const Vec next_q = kReads ? broadcast(next_query[row]) : zero();
     for (long i = 0; i < kVectors; i++) {
       Vec s = load(at + i * kLanes);
       if (kUpdates) {
@@ -81,23 +88,25 @@ inline void pass(float *tile, long rows, float decay, const float *key, const Co
   if (kReads) found = products_k, seen = products_q;
 }
 
-inline void load_tile(const float *state, long stride, long rows, long columns, float *tile) {
-  for (long row = 0; row < rows; row++)
-    for (long i = 0; i < kTile; i += kLanes) store(tile + row * kTile + i, load(state + row * stride + i, columns - i));
+inline void load_tile(const float *state, long stride, long columns, const Tile &tile) {
+  for (long row = 0; row < tile.rows; row++)
+    for (long i = 0; i < kTile; i += kLanes)
+      store(tile.first + row * tile.stride + i, load(state + row * stride + i, columns - i));
 }
 
-inline void store_tile(const float *tile, long stride, long rows, long columns, float *state) {
-  for (long row = 0; row < rows; row++)
-    for (long i = 0; i < kTile; i += kLanes) store(state + row * stride + i, load(tile + row * kTile + i), columns - i);
+inline void store_tile(const Tile &tile, long stride, long columns, float *state) {
+  for (long row = 0; row < tile.rows; row++)
+    for (long i = 0; i < kTile; i += kLanes)
+      store(state + row * stride + i, load(tile.first + row * tile.stride + i), columns - i);
 }
 
-// Compute `columns` columns of a head for `tokens` tokens. v and y: the columns of the first token's row. `save(tokens)`
-// is called with the number of tokens that the tile has seen.
+// Compute `columns` columns of a head for `tokens` tokens. v and y: the columns of the first token's row. After each
+// token, `save` is called with the number of tokens that the tile has seen.
 template <class T, class Save>
-void run_tile(const Inputs &inputs, float *tile, long rows, long columns, long tokens, const T *v, long v_stride, T *y,
+void run_tile(const Inputs &inputs, const Tile &tile, long columns, long tokens, const T *v, long v_stride, T *y,
               long y_stride, const Save &save) {
   Columns found, seen, delta;
-  pass<false, true>(tile, rows, 0.0f, nullptr, delta, inputs.keys, inputs.queries, found, seen);
+  pass<false, true>(tile, 0.0f, nullptr, delta, inputs.keys, inputs.queries, found, seen);
   for (long t = 0; t < tokens; t++) {
     const Vec decay = broadcast(inputs.decay[t]), beta = broadcast(inputs.beta[t]);
     for (long i = 0; i < kVectors; i++) {
@@ -106,11 +115,11 @@ void run_tile(const Inputs &inputs, float *tile, long rows, long columns, long t
       const Vec result = fma(broadcast(inputs.overlap[t]), delta.at[i], seen.at[i] * decay);
       store(y + t * y_stride + d, result, columns - d);
     }
-    const float *key = inputs.keys + t * rows, *query = inputs.queries + t * rows;
+    const float *key = inputs.keys + t * tile.rows, *query = inputs.queries + t * tile.rows;
     if (t + 1 < tokens)
-      pass<true, true>(tile, rows, inputs.decay[t], key, delta, key + rows, query + rows, found, seen);
+      pass<true, true>(tile, inputs.decay[t], key, delta, key + tile.rows, query + tile.rows, found, seen);
     else
-      pass<true, false>(tile, rows, inputs.decay[t], key, delta, nullptr, nullptr, found, seen);
+      pass<true, false>(tile, inputs.decay[t], key, delta, nullptr, nullptr, found, seen);
     save(t + 1);
   }
 }
@@ -126,25 +135,27 @@ void run_head(const DeltaHeads &layer, const DeltaRows<T> &rows, float *states, 
   Inputs &inputs = *arena().take<Inputs>(1);
   inputs.keys = arena().take<float>(std::min(tokens, kTokensAtOnce) * layer.key_width);
   inputs.queries = arena().take<float>(std::min(tokens, kTokensAtOnce) * layer.key_width);
-  float *tile = arena().take<float>(layer.key_width * kTile);
+  const Tile copy{arena().take<float>(layer.key_width * kTile), layer.key_width, kTile};
+  float *written = state(step.writes[seq]);
   const float *from = state(step.reads[seq]);
   if (last_tile - first_tile > 1) {  // copying a whole state first is faster than reading it by columns
-    memcpy(state(step.writes[seq]), from, size * sizeof *from);
-    from = state(step.writes[seq]);
+    memcpy(written, from, size * sizeof *from);
+    from = written;
   }
-  for (long done = 0; done < tokens || done == 0; done += kTokensAtOnce) {
+  for (long done = 0; done < tokens || done == 0; done += kTokensAtOnce, from = written) {
     const long count = std::min(kTokensAtOnce, tokens - done);
     prepare(layer, rows, head, start + done, count, inputs);
     for (long column = first_tile * kTile; column < std::min(width, last_tile * kTile); column += kTile) {
       const long columns = std::min(kTile, width - column), at = head * width + column;
-      const auto keep = [&](long slot) { store_tile(tile, width, layer.key_width, columns, state(slot) + column); };
+      const bool in_place = count == 1 && from == written && columns == kTile;  // a copy would not be used again
+      const Tile tile = in_place ? Tile{written + column, layer.key_width, width} : copy;
+      const auto keep = [&](long slot) { store_tile(tile, width, columns, state(slot) + column); };
       Saves saves(step, seq);
-      load_tile((done ? state(step.writes[seq]) : from) + column, width, layer.key_width, columns, tile);
+      if (!in_place) load_tile(from + column, width, columns, tile);
       if (count > 0)
-        run_tile(inputs, tile, layer.key_width, columns, count, rows.v + (start + done) * rows.v_stride + at,
-                 rows.v_stride, y + (start + done) * y_stride + at, y_stride,
-                 [&](long seen) { saves.after(done + seen, keep); });
-      keep(step.writes[seq]);
+        run_tile(inputs, tile, columns, count, rows.v + (start + done) * rows.v_stride + at, rows.v_stride,
+                 y + (start + done) * y_stride + at, y_stride, [&](long seen) { saves.after(done + seen, keep); });
+      if (!in_place) keep(step.writes[seq]);
     }
   }
   arena().release(mark);
@@ -167,13 +178,14 @@ OARLOCK_FOR_EACH_TYPE(OARLOCK_GATED_DELTA)
 }  // namespace recurrent
 
 // Apply the gated delta rule to rows of type `type`: see `gated_delta_rule`.
-extern "C" void oarlock_gated_delta_rule(const recurrent::DeltaHeads *layer, const void *q, long q_stride, const void *k,
-                                         long k_stride, const void *v, long v_stride, const float *log_decay,
-                                         const float *beta, float *states, void *y, const recurrent::StateStep *step, int type) {
+extern "C" void oarlock_gated_delta_rule(const recurrent::DeltaHeads *layer, const void *q, long q_stride,
+                                         const void *k, long k_stride, const void *v, long v_stride,
+                                         const float *log_decay, const float *beta, float *states, void *y,
+                                         const recurrent::StateStep *step, int type) {
   with_type(type, [&](auto *of) {
     using T = std::remove_pointer_t<decltype(of)>;
     const recurrent::DeltaRows<T> rows{static_cast<const T *>(q), static_cast<const T *>(k), static_cast<const T *>(v),
-                            q_stride, k_stride, v_stride, log_decay, beta};
+                                       q_stride, k_stride, v_stride, log_decay, beta};
     recurrent::gated_delta_rule(*layer, rows, states, static_cast<T *>(y), *step);
   });
 }

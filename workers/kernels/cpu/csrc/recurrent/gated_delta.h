@@ -18,12 +18,13 @@ struct DeltaRows {
   const float *log_decay, *beta;  // [T, value_heads]
 };
 
-// Compute y [T, value_heads, value_width], contiguous. `states` [slots, value_heads, key_width, value_width]. Queries and
-// keys are divided by their length, and queries by the square root of the width.
+// Compute y [T, value_heads, value_width], contiguous. `states` [slots, value_heads, key_width, value_width]. Queries
+// and keys are divided by their length, and queries by the square root of the width.
 //
 // For each token: S = decay S, then S = S + k (v - S^T k) beta, then y = S^T q. One pass over the state does this for
 // one token and computes S^T k and S^T q of the next one, from which y follows:
-//   found = S^T k, seen = S^T q;   delta = (v - decay found) beta;   y = decay seen + (k q) delta;   S = decay S + k delta
+//   found = S^T k;   seen = S^T q
+//   delta = (v - decay found) beta;   y = decay seen + (k q) delta;   S = decay S + k delta
 // Every element of S has the same operations in any case, so bits do not depend on how tokens are divided into steps.
 template <class T>
 void gated_delta_rule(const DeltaHeads &layer, const DeltaRows<T> &rows, float *states, T *y, const StateStep &step);

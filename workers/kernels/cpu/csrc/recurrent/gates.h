@@ -120,8 +120,8 @@ inline void gated_squares(const GatedNorm &norm, const T *x, const T *gate, long
   for_each_gated_head(norm, x, gate, stride, x, rows, sum_head);
 }
 
-// Compute the gated norm of groups of heads -> y. y may be x. `squares` [T, heads of this rank's groups]: the squares of
-// all heads of these groups, rows `squares_stride` apart.
+// Compute the gated norm of groups of heads -> y. y may be x. `squares` [T, heads of this rank's groups]: the squares
+// of all heads of these groups, rows `squares_stride` apart.
 template <class T>
 inline void gated_norm_of_heads(const GatedNorm &norm, const T *x, const T *gate, long stride, const float *squares,
                                 long squares_stride, T *y, long rows) {

@@ -121,13 +121,13 @@ OARLOCK_FOR_EACH_TYPE(OARLOCK_MAMBA2)
 }  // namespace recurrent
 
 // Apply Mamba 2's recurrence to rows of type `type`: see `mamba2`.
-extern "C" void oarlock_mamba2(const recurrent::MambaHeads *layer, const void *x, long x_stride, const void *b, long b_stride,
-                               const void *c, long c_stride, const float *dt, float *states, void *y,
+extern "C" void oarlock_mamba2(const recurrent::MambaHeads *layer, const void *x, long x_stride, const void *b,
+                               long b_stride, const void *c, long c_stride, const float *dt, float *states, void *y,
                                const recurrent::StateStep *step, int type) {
   with_type(type, [&](auto *of) {
     using T = std::remove_pointer_t<decltype(of)>;
     const recurrent::MambaRows<T> rows{static_cast<const T *>(x), static_cast<const T *>(b), static_cast<const T *>(c),
-                            x_stride, b_stride, c_stride, dt};
+                                       x_stride, b_stride, c_stride, dt};
     recurrent::mamba2(*layer, rows, states, static_cast<T *>(y), *step);
   });
 }

@@ -9,9 +9,9 @@
 namespace recurrent {
 
 // Sequence s has the tokens `starts[s]` to `starts[s + 1]`. It starts from the state in slot `reads[s]` and leaves its
-// new state in slot `writes[s]`. Its saves are the entries `save_starts[s]` to `save_starts[s + 1]`: the state after its
-// first `save_lens[v]` tokens goes to slot `save_slots[v]`, in ascending order of these lengths. Nobody reads a slot that
-// is written in this step, so `writes[s]` also holds the state while the tokens are computed.
+// new state in slot `writes[s]`. Its saves are the entries `save_starts[s]` to `save_starts[s + 1]`: the state after
+// its first `save_lens[v]` tokens goes to slot `save_slots[v]`, in ascending order of these lengths. Nobody reads a
+// slot that is written in this step, so `writes[s]` also holds the state while the tokens are computed.
 struct StateStep {
   const int32_t *starts, *reads, *writes, *save_starts, *save_lens, *save_slots;
   long seqs;
@@ -37,8 +37,8 @@ class Saves {
 
 constexpr long kTokensAtOnce = 64;  // tokens whose inputs are prepared together; their number does not affect results
 
-// Run `work(seq, head, first part, last part)` for all parts of all heads of all sequences, in parallel. Parts of a head
-// share the preparation of inputs, so they are only divided if there are fewer heads than threads need.
+// Run `work(seq, head, first part, last part)` for all parts of all heads of all sequences, in parallel. Parts of a
+// head share the preparation of inputs, so they are only divided if there are fewer heads than threads need.
 template <class Work>
 inline void for_each_head(const StateStep &step, long heads, long parts, const Work &work) {
   const long each = step.seqs * heads < 2 * omp_get_max_threads() ? 1 : parts, shares = parts / each;

@@ -1,0 +1,58 @@
+"""Refusals of options that a model's memory groups do not support, and limits that preflight lowers."""
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from oarlock.base.errors import StartupError
+from oarlock.workers import preflight as preflight_module
+from oarlock.workers.checks.limits import check_parallel, with_kv_offload
+from oarlock.workers.config import WorkerConfig
+from oarlock.workers.layers.decoder_spec import DecoderSpec
+from oarlock.workers.preflight import preflight
+from oarlock.workers.protocol import max_step_bytes
+from oarlock.workers.quantization.registry import NONE
+from tests.golden.tiny_models import make_tiny
+from tests.unit.workers.layers.test_memory_groups import MODELS
+
+RECURRENT = MODELS["pages and states"]
+
+
+def test_blocks_outside_the_pool_need_one_group_of_pages() -> None:
+    config = WorkerConfig("model", kv_offload_bytes=1 << 20)
+    for name, words in (("heads and widths differ", "has 2 memory groups"), ("no attention", "has recurrent layers")):
+        with pytest.raises(StartupError, match=f"^--kv-offload-memory and .* Tiny {words}") as refused:
+            with_kv_offload(config, MODELS[name])
+        assert refused.value.fix == "Leave them out."
+
+
+def test_a_layer_must_be_in_the_stage_of_the_pages_that_it_reads() -> None:
+    spec = MODELS["a layer reads another's pages"]
+    check_parallel(WorkerConfig("model"), spec)
+    with pytest.raises(StartupError, match="layer 2 reads the keys and values of layer 0, which is in another stage"):
+        check_parallel(WorkerConfig("model", pipeline_parallel_size=2), spec)
+
+
+def test_block_tables_of_each_group_fit_a_step(tmp_path: Path) -> None:
+    config = WorkerConfig(str(make_tiny(tmp_path, "gemma3_text")), device="cpu", max_model_len=256)
+    resolved = preflight(config)
+    assert resolved.pages_groups == 2
+    entries = resolved.max_num_seqs * -(-256 // resolved.block_size)
+    more = max_step_bytes(resolved) - max_step_bytes(resolved.with_(pages_groups=1))
+    assert abs(more - entries * (1 + 3 * 4)) < 4 * 64
+
+
+def fewer(spec: DecoderSpec, **changes) -> WorkerConfig:
+    config = WorkerConfig("model", device="cpu", dtype="float32", max_model_len=128, max_num_seqs=64)
+    return preflight_module._with_fewer_sequences(config.with_(**changes), spec, NONE)
+
+
+def test_fewer_sequences_than_were_asked_for_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    slot = 2 * 48 * 4
+    with caplog.at_level(logging.WARNING, "oarlock.preflight"):
+        lowered = fewer(RECURRENT, kv_cache_bytes=2 * slot * (4 * 10 + 2))
+    assert lowered.max_num_seqs == 10 and "event=max_num_seqs_lowered from=64 to=10" in caplog.text
+    assert fewer(RECURRENT).max_num_seqs == fewer(MODELS["heads and widths differ"]).max_num_seqs == 64
+    with pytest.raises(StartupError, match=r"^--speculative-config: .* Tiny has, cannot go back"):
+        fewer(RECURRENT, num_speculative_tokens=3)
