@@ -1,7 +1,8 @@
 """Checkpoints for benchmarks: the shape of a real model, seeded random weights, made once outside the repository.
 
 Speed depends on shapes and not on the values of weights, so nothing need be downloaded. The files of dense models are
-written by transformers' own classes, so that any server can read them; mixtures of experts are in `mixtures.py`.
+written by transformers' own classes, so that any server can read them; mixtures of experts are in `mixtures.py`, and
+a model with recurrent layers in `hybrids.py`.
 
     python -m benchmarks.checkpoint --shape 0.5b     # prints the directory, making it if it is not there
 """
@@ -15,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks import mixtures
+from benchmarks import hybrids, mixtures
 from oarlock.base.paths import cache_home
 
 # Qwen2.5 as published: 0.5B has 494 million parameters (988 MB in bfloat16), 1.5B has 1,544 million (3.1 GB). `quick`
@@ -59,16 +60,21 @@ SHAPES: dict[str, dict[str, int]] = {
     },
 }
 SEED = 20_25
-ALL = (*SHAPES, *mixtures.MIXTURES)
+ALL = (*SHAPES, *mixtures.MIXTURES, *hybrids.HYBRIDS)
 
 
 def vocab_size(shape: str) -> int:
-    return (SHAPES.get(shape) or mixtures.MIXTURES[shape])["vocab_size"]
+    return (SHAPES | mixtures.MIXTURES | hybrids.HYBRIDS)[shape]["vocab_size"]
 
 
 def title(shape: str) -> str:
     """The name of the model whose shape it is."""
-    published = {"granite-1b-a400m": "Granite 3.1 1B-A400M", "olmoe-1b-7b": "OLMoE 1B-7B"}
+    published = {
+        "granite-1b-a400m": "Granite 3.1 1B-A400M",
+        "olmoe-1b-7b": "OLMoE 1B-7B",
+        "qwen3.5-0.8b": "Qwen3.5-0.8B",
+        "qwen3-0.8b": "a Qwen3 of 0.8B",
+    }
     return published.get(shape, f"Qwen2.5-{shape.upper()}")
 
 
@@ -81,6 +87,8 @@ def parameters(shape: str) -> tuple[int, int]:
     """Number of parameters that are read for one token, with the output head and without it."""
     if shape in mixtures.MIXTURES:
         return mixtures.active_parameters(shape)
+    if shape in hybrids.HYBRIDS:
+        return hybrids.parameters(shape)
     s = SHAPES[shape]
     hidden, head = s["hidden_size"], s["hidden_size"] // s["num_attention_heads"]
     kv = s["num_key_value_heads"] * head
@@ -92,15 +100,16 @@ def parameters(shape: str) -> tuple[int, int]:
 
 def ensure(shape: str = "0.5b", *, folder: Path | None = None) -> Path:
     """The directory of the checkpoint. It is written whole or not at all, so an interrupted attempt is not used."""
-    is_mixture = shape in mixtures.MIXTURES
-    name = "qwen2-quick" if shape == "quick" else f"{shape}-random" if is_mixture else f"qwen2-{shape}-random"
+    name = "qwen2-quick" if shape == "quick" else f"qwen2-{shape}-random" if shape in SHAPES else f"{shape}-random"
     out = (folder or cache_folder()) / name
     if not (out / "config.json").exists():
         partial = out.with_name(f"{out.name}.partial-{os.getpid()}")
         shutil.rmtree(partial, ignore_errors=True)
         print(f"making {out}", file=sys.stderr, flush=True)
-        if is_mixture:
+        if shape in mixtures.MIXTURES:
             mixtures.write(shape, partial, SEED)
+        elif shape in hybrids.HYBRIDS:
+            hybrids.write(shape, partial, SEED)
         else:
             _write_model(SHAPES[shape], partial)
         _write_tokenizer(vocab_size(shape), partial)

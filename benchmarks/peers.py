@@ -18,6 +18,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,15 @@ def starts(args: argparse.Namespace) -> dict[str, Callable[[Plan], System]]:
         place = Path(path).resolve()
         label = f"oarlock@{name or place.name}"
         chosen[label] = partial(registry.start_oarlock, name=label, checkout=place)
+    if args.beside is not None:
+        label = f"oarlock@{args.beside}"
+        chosen[label] = partial(_start_with_shape, label, args.beside)
     return chosen
+
+
+def _start_with_shape(name: str, shape: str, plan: Plan) -> System:
+    """Start our server with another model of the same vocabulary."""
+    return registry.start_oarlock(replace(plan, model=checkpoint.ensure(shape)), name=name)
 
 
 def start_all(chosen: dict[str, Callable[[Plan], System]], plan: Plan, stack: contextlib.ExitStack) -> list[System]:
@@ -124,6 +133,8 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     longest = max(input_tokens + output_tokens for _, _, input_tokens, output_tokens in wanted.values())
     vocab_size = checkpoint.vocab_size(args.shape)
     most = max(c for _, c, _, _ in wanted.values())
+    if args.beside is not None and checkpoint.vocab_size(args.beside) != vocab_size:
+        raise SystemExit(f"error: --beside {args.beside} has another vocabulary\nfix: choose one with {vocab_size} ids")
     model = checkpoint.ensure(args.shape)
     plan = Plan(model, args.dtype, args.threads, most, longest + SLACK, args.quantization, args.level)
     ceilings = machine.Ceilings(args.threads, *((0.05, (24, 64, 64)) if args.shape == "quick" else ()))
@@ -174,6 +185,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--checkout", action="append", default=[], metavar="[NAME=]DIRECTORY", help="another checkout's server as well"
     )
     parser.add_argument("--shape", choices=checkpoint.ALL, default="0.5b")
+    parser.add_argument(
+        "--beside", choices=checkpoint.ALL, metavar="SHAPE", help="our server with another shape as well"
+    )
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--quantization", default="none", choices=registry.ROUNDING, help="of every system's weights")
     parser.add_argument("--level", choices=registry.LEVELS, help="every system keeps to its instructions")
