@@ -44,6 +44,7 @@ _MODULES = {
 }
 _KEYS_AND_VALUES = ("k_proj", "v_proj", "k_norm", "v_norm")
 _OF_LAYER = {"head_dim", "num_key_value_heads"}  # settings that a layer may have of its own
+_DIGITS = 9  # of the longest number of a layer that is read
 # Settings that change the computation in ways that are not served.
 _FIXED: dict[str, tuple[Any, ...]] = {"use_bidirectional_attention": ("vision",)}
 
@@ -196,7 +197,7 @@ def _heads(fields: Fields, kinds: Sequence[str]) -> list[_Heads]:
         full = replace(full, kv_heads=fields.count("num_global_key_value_heads"))
     found = [full if kind == _FULL else usual for kind in kinds]
     if fields.raw.get("per_layer_config") is not None:
-        found = [_heads_of_layer(fields, index, usual) for index in range(len(kinds))]
+        found = _given_heads(fields, len(kinds), usual)
     if any(heads % one.kv_heads for one in found):
         counts = sorted({one.kv_heads for one in found})
         raise StartupError(
@@ -206,15 +207,28 @@ def _heads(fields: Fields, kinds: Sequence[str]) -> list[_Heads]:
     return found
 
 
-def _heads_of_layer(fields: Fields, index: int, usual: _Heads) -> _Heads:
-    """Return the heads of a layer that `per_layer_config` may describe."""
-    own = fields.table("per_layer_config").get(str(index), {})
-    if not isinstance(own, dict) or own.keys() - _OF_LAYER:
-        raise unsupported(
-            f"per_layer_config of layer {index}", own, f"A layer has no other settings than {sorted(_OF_LAYER)}."
-        )
-    inner = Fields(own)
-    return _Heads(inner.count("head_dim", usual.width), inner.count("num_key_value_heads", usual.kv_heads))
+def _given_heads(fields: Fields, layers: int, usual: _Heads) -> list[_Heads]:
+    """Return the heads of each layer by `per_layer_config`: its own, or the `usual` ones where it is not listed.
+
+    Keys are numbers of layers. transformers writes all with as many digits as the last one has: "05" and "29".
+    """
+    own: dict[int, _Heads] = {}
+    for key, settings in fields.table("per_layer_config").items():
+        is_number = key.isascii() and key.isdecimal() and len(key) <= _DIGITS
+        if not is_number or int(key) >= layers or int(key) in own:
+            raise unsupported(
+                f"per_layer_config of layer {key}", settings, f"Its keys are numbers of the {layers} layers, each once."
+            )
+        if not isinstance(settings, dict) or settings.keys() - _OF_LAYER:
+            raise unsupported(
+                f"per_layer_config of layer {key}",
+                settings,
+                f"A layer has no other settings than {sorted(_OF_LAYER)}.",
+            )
+        inner = Fields(settings)
+        width, kv_heads = inner.count("head_dim", usual.width), inner.count("num_key_value_heads", usual.kv_heads)
+        own[int(key)] = _Heads(width, kv_heads)
+    return [own.get(index, usual) for index in range(layers)]
 
 
 def _rope_of(fields: Fields, kind: str, head_dim: int, positions: int) -> RopeSpec:

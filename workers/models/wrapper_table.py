@@ -21,6 +21,7 @@ class TextPart:
     is_own: bool = False  # its class is a part of one wrapper, and is not chosen by `model_type`
     has_usual_heads: bool = False  # heads have hidden_size / num_attention_heads elements, whatever `head_dim` is
     has_mrope: bool = False  # rotary positions have several axes, which are equal for text
+    tied_by: str | None = None  # its class's other name of `tie_word_embeddings`, which goes first
     stores_inputs_first: bool = False  # checkpoints may hold experts as [experts, inputs, outputs]
 
 
@@ -32,6 +33,7 @@ class Wrapper:
     prefixes: Mapping[str, str]  # beginnings of stored names, and ours
     ignored: tuple[str, ...]  # modules of other parts, by their stored names
     is_tied: bool = False  # default of `tie_word_embeddings`
+    tied_by: str | None = None  # its class's other name of `tie_word_embeddings`, which goes first
     adopts_tied: bool = False  # the head is also the embedding if only `text_config` has it so
     is_flat: bool = False  # older checkpoints have no `text_config`, but its settings next to the others
     of_head: tuple[str, ...] = ()  # its own settings of a head that is not the embedding; they must be the text part's
@@ -50,7 +52,6 @@ _QWEN2_VL = TextPart(
     has_usual_heads=True,
     has_mrope=True,
 )
-_UNTIED = {"tie_embedding": None}  # a name of `tie_word_embeddings`, which the wrapper decides
 # Wrappers have a plain head: transformers does not apply the factor or the limit of logits that some text models have.
 TEXT_PARTS: dict[str, TextPart] = {
     "llama": TextPart("LlamaForCausalLM", _sizes(32000, 4096, 11008, 32, 32)),
@@ -68,9 +69,13 @@ TEXT_PARTS: dict[str, TextPart] = {
     ),
     "gemma4_text": TextPart("Gemma4ForCausalLM", _sizes(262144, 2304, 9216, 30, 8), is_own=True),
     "gemma4_unified_text": TextPart("Gemma4UnifiedForCausalLM", _sizes(262144, 2304, 9216, 30, 8), is_own=True),
-    "lfm2": TextPart("Lfm2ForCausalLM", _sizes(65536, 2560, 12288, 32, 32), _UNTIED),
-    "lfm2_moe": TextPart("Lfm2MoeForCausalLM", _sizes(65536, 2048, 7168, 32, 32), _UNTIED),
-    "lfm3": TextPart("Lfm3ForCausalLM", _sizes(128000, 2048, 7680, 24, 16)),
+    "lfm2": TextPart(
+        "Lfm2ForCausalLM", _sizes(65536, 2560, 12288, 32, 32, tie_word_embeddings=True), tied_by="tie_embedding"
+    ),
+    "lfm2_moe": TextPart(
+        "Lfm2MoeForCausalLM", _sizes(65536, 2048, 7168, 32, 32, tie_word_embeddings=True), tied_by="tie_embedding"
+    ),
+    "lfm3": TextPart("Lfm3ForCausalLM", _sizes(128000, 2048, 7680, 24, 16, tie_word_embeddings=True)),
     "qwen2_vl_text": _QWEN2_VL,
     "qwen2_5_vl_text": _QWEN2_VL,
     "qwen3_vl_text": TextPart(
@@ -196,7 +201,9 @@ WRAPPERS: dict[str, Wrapper] = {
     ),
     "Idefics3ForConditionalGeneration": Wrapper("llama", _TEXT_MODEL, _IDEFICS_OTHERS),
     "InternVLForConditionalGeneration": Wrapper("qwen2", _LLAVA_NAMES, _LLAVA_OTHERS, is_tied=True),
-    "Lfm2VlForConditionalGeneration": Wrapper("lfm2", _INSIDE, _LLAVA_OTHERS, is_tied=True),
+    "Lfm2VlForConditionalGeneration": Wrapper(
+        "lfm2", _INSIDE, _LLAVA_OTHERS, is_tied=True, tied_by="tie_embedding"
+    ),
     "Lfm3VlForConditionalGeneration": Wrapper("lfm3", _INSIDE, _LLAVA_OTHERS, is_tied=True),
     "Llama4ForConditionalGeneration": Wrapper(
         "llama4_text", _LLAVA_NAMES, ("vision_model", "multi_modal_projector"), adopts_tied=True

@@ -106,10 +106,10 @@ def _settings(wrapper: Wrapper, part: TextPart, config: dict[str, Any], given: d
         text["head_dim"] = width
     if part.has_mrope:
         text |= {key: without_sections(text[key], key) for key in ("rope_scaling", "rope_parameters") if text.get(key)}
-    tied = config.get("tie_word_embeddings")
+    tied = _tied(config, wrapper.tied_by)
     tied = wrapper.is_tied if tied is None else tied
     if wrapper.adopts_tied and tied is False:
-        tied = text.get("tie_word_embeddings") or False
+        tied = _tied(text, part.tied_by) or False
     for key in ("dtype", "torch_dtype"):
         if config.get(key) is not None:
             text = {name: value for name, value in text.items() if name not in ("dtype", "torch_dtype")}
@@ -118,7 +118,15 @@ def _settings(wrapper: Wrapper, part: TextPart, config: dict[str, Any], given: d
     for key in () if tied else wrapper.of_head:
         if config.get(key) is not None and config[key] != text.get(key):
             raise wrong(key, f"{shown(text.get(key))}, as in text_config", config[key])
+    if part.tied_by is not None:
+        text[part.tied_by] = None
     return {**text, "tie_word_embeddings": tied, "architectures": [part.architecture]}
+
+
+def _tied(settings: dict[str, Any], first: str | None) -> Any:
+    """Return whether `settings` have one matrix as head and embedding, None if they do not say. `first`: other name."""
+    own = None if first is None else settings.get(first)
+    return settings.get("tie_word_embeddings") if own is None else own
 
 
 def _under_usual_names(part: TextPart, given: dict[str, Any]) -> dict[str, Any]:

@@ -75,10 +75,10 @@ def test_wrong_names_and_damaged_files(tmp_path, cache):
 def test_a_gguf_file(tmp_path):
     file = write_gguf(DEMO, tmp_path / "demo.gguf", all_of("F16"))
     assert answer(file) == Description(SERVED)
-    other = write_gguf(DEMO, tmp_path / "other.gguf", all_of("F16"), general__architecture="qwen3next")
+    other = write_gguf(DEMO, tmp_path / "other.gguf", all_of("F16"), general__architecture="qwen3tts")
     found = answer(other)
     assert found is not None
-    assert "architecture 'qwen3next' is not supported" in found.text and "similar name: qwen3" in found.fix
+    assert "architecture 'qwen3tts' is not supported" in found.text and "similar name: qwen3" in found.fix
 
 
 @pytest.mark.slow

@@ -261,8 +261,8 @@ _HUNYUAN_MOE: dict[str, Any] = {**BASE, "architectures": ["HunYuanMoEV1ForCausal
 _LLAMA4: dict[str, Any] = {**BASE, "architectures": ["Llama4ForCausalLM"], "num_key_value_heads": 4}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "unknown architecture": (
-        {"architectures": ["MambaForCausalLM"]},
-        "'MambaForCausalLM' is not supported. `oarlock models --supported` lists",
+        {"architectures": ["RwkvForCausalLM"]},
+        "'RwkvForCausalLM' is not supported. `oarlock models --supported` lists",
     ),
     "architecture with a similar name": (
         {"architectures": ["QWEN3ForTokenClassification"]},

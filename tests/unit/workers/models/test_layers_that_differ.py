@@ -50,6 +50,8 @@ def test_full_attention_of_gemma_4_has_heads_of_its_own() -> None:
     written = {"1": {"head_dim": 32, "num_key_value_heads": 2}, "3": {"head_dim": 64}}
     each = attentions({**GEMMA4, "per_layer_config": written})
     assert [(one.num_kv_heads, one.head_dim) for one in each[:4]] == [(4, 16), (2, 32), (4, 16), (4, 64)]
+    padded = {key.zfill(2): settings for key, settings in written.items()}
+    assert attentions({**GEMMA4, "per_layer_config": padded}) == each, "as transformers writes numbers of layers"
     assert attentions({**GEMMA4, "layer_types": ["sliding_attention"] * 6})[-1].window is None, "as in transformers"
 
 
@@ -80,6 +82,9 @@ def test_lfm2_has_a_group_of_slots_and_one_of_pages() -> None:
         (GEMMA4, {"use_bidirectional_attention": "all"}, "use_bidirectional_attention = 'all'"),
         (GEMMA4, {"enable_moe_block": True}, "num_experts = None"),
         (GEMMA4, {"per_layer_config": {"1": {"num_attention_heads": 4}}}, "per_layer_config of layer 1"),
+        (GEMMA4, {"per_layer_config": {"6": {"head_dim": 32}}}, "per_layer_config of layer 6"),
+        (GEMMA4, {"per_layer_config": {"1": {}, "01": {"head_dim": 32}}}, "per_layer_config of layer 01"),
+        (GEMMA4, {"per_layer_config": {"full_attention": {}}}, "per_layer_config of layer full_attention"),
         (GEMMA4, {"vocab_size_per_layer_input": 99}, "vocab_size_per_layer_input must be at least vocab_size 100"),
         (GEMMA4, {"hidden_activation": "silu"}, "hidden_activation = 'silu'"),
         (LAGUNA, {"num_attention_heads_per_layer": [8] * 5}, "num_attention_heads_per_layer"),

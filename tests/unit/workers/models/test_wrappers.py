@@ -30,8 +30,11 @@ SERVED = served_wrappers(FAMILIES)
 # The defaults of some classes make no model, such as heads of 42 elements, of which half are rotated.
 POSSIBLE: dict[str, dict[str, Any]] = {
     "glm4v_moe_text": {"num_attention_heads": 32},
+    "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},  # its class makes no model of None
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 5e4}}},
 }
+# Gemma 4's classes have towers or none, and transformers knows no older names of its checkpoints.
+_OF_GEMMA4 = ("model.vision_tower.x", "model.audio_tower.x", "model.embed_vision.x", "model.embed_audio.x")
 # Tensors that belong to no text part, with the stored names of each kind of checkpoint.
 OTHERS = {
     "HunYuanVLForConditionalGeneration": ("vit.layers.0.x", "model.vision_tower.layers.0.x"),
@@ -40,6 +43,8 @@ OTHERS = {
     "DeepseekVLForConditionalGeneration": ("model.vision_model.encoder.x", "model.aligner.linear1.x"),
     "Llama4ForConditionalGeneration": ("vision_model.model.layers.0.x", "multi_modal_projector.linear_1.x"),
     "Ovis2ForConditionalGeneration": ("model.vision_tower.x", "model.visual_embeddings_table.x"),
+    "Gemma4ForConditionalGeneration": _OF_GEMMA4,
+    "Gemma4UnifiedForConditionalGeneration": (*_OF_GEMMA4, "model.vision_embedder.pos_norm.x", "vision_embedder.x"),
     "PaddleOCRVLForConditionalGeneration": ("visual.x", "mlp_AR.x", "model.visual.x", "model.projector.x"),
     **dict.fromkeys(
         (
@@ -133,6 +138,14 @@ def test_the_class_of_the_text_part_follows_its_model_type() -> None:
     assert spec_of("InternVLForConditionalGeneration", {}).architecture == "Qwen2ForCausalLM"
     assert spec_of("InternVLForConditionalGeneration", {"model_type": "qwen3"}).attentions[0].qk_norm is not None
     assert spec_of("InternVLForConditionalGeneration", {"model_type": "gpt_oss"}).has_experts
+
+
+@pytest.mark.parametrize("own", [{}, {"tie_embedding": False}, {"tie_embedding": False, "tie_word_embeddings": True}])
+def test_lfm2_has_another_name_for_a_head_that_is_the_embedding(own: dict[str, Any]) -> None:
+    """It goes first in the text part, which `LlavaConfig` asks, and in LFM2-VL itself, which does not ask it."""
+    assert spec_of(LLAVA, {"model_type": "lfm2", **own}).tie_word_embeddings is (not own)
+    assert spec_of("Lfm2VlForConditionalGeneration", {"tie_embedding": False}).tie_word_embeddings
+    assert spec_of("Lfm2VlForConditionalGeneration", **own).tie_word_embeddings is (not own)
 
 
 @pytest.mark.parametrize(
