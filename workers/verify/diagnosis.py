@@ -17,9 +17,9 @@ from torch import Tensor
 from oarlock.workers.layers.attention_spec import SelfAttentionSpec
 from oarlock.workers.layers.decoder_spec import BranchSpec, DecoderSpec, SublayerSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec
-from oarlock.workers.layers.gated_delta_spec import GatedDeltaSpec
 from oarlock.workers.layers.gated_mlp_spec import GatedMLPSpec
 from oarlock.workers.layers.layer_input_spec import LayerInputSpec
+from oarlock.workers.layers.mamba2_spec import Mamba2Spec
 from oarlock.workers.layers.mlp_spec import MLPSpec
 from oarlock.workers.layers.sharding import shard_vocab
 from oarlock.workers.layers.short_convolution_spec import ShortConvolutionSpec
@@ -39,7 +39,7 @@ from oarlock.workers.verify.compare import (
 )
 from oarlock.workers.verify.dequantised_reference import DequantisedWeights, dequantised_weights
 from oarlock.workers.verify.halves import same_bits
-from oarlock.workers.verify.recurrent_diagnosis import WrongPart, slot_cause
+from oarlock.workers.verify.recurrent_diagnosis import RecurrentSpec, WrongPart, slot_cause
 from oarlock.workers.verify.request import Text
 
 _WRONG = 0.1  # a scale is wrong if its relative error is above this
@@ -213,6 +213,8 @@ def _cause(fault: _Fault) -> str:
             return _activated(fault, branch.sublayer)
         case Computation.CONVOLUTION | Computation.RECURRENCE:
             return _recurrent(fault, branch.sublayer)
+        case Computation.GATED_NORM if isinstance(branch.sublayer, Mamba2Spec) and branch.sublayer.eps is None:
+            return _recurrent(fault, branch.sublayer)  # only a gate follows it
         case Computation.GATED_NORM:
             return f"{fault.module}.{branch.sublayer.module}.norm: its weight, the norm itself, or the gate after it"
         case Computation.SUM:
@@ -383,7 +385,7 @@ def _recurrent(fault: _Fault, sublayer: SublayerSpec) -> str:
     rank, layer = fault.row.wrong_ranks[0], fault.row.layer or 0
     is_convolution = fault.tapped is not None and fault.tapped.tap.computation is Computation.CONVOLUTION
     where = f"{'convolution' if is_convolution else 'recurrence'} of layer {layer} on {fault.ranks}"
-    if isinstance(sublayer, GatedDeltaSpec | ShortConvolutionSpec):
+    if isinstance(sublayer, RecurrentSpec):
         part = fault.part(rank)
         columns = slice(part.start, part.stop)
         wrong = WrongPart(layer, fault.row.tensor, columns, fault.ours(rank), fault.wrong_tokens())
