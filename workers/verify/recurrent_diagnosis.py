@@ -61,6 +61,15 @@ def slot_cause(part: WrongPart, spec: RecurrentSpec, folder: Path, weights: Dequ
     return best
 
 
+def weights_of(spec: RecurrentSpec, *, is_convolution: bool) -> str:
+    """Return the weights that a convolution or a recurrence depends on, in words."""
+    if isinstance(spec, ShortConvolutionSpec):
+        return "conv.weight, the gates before and after it"
+    if is_convolution:
+        return "conv1d.weight"
+    return "A_log, dt_bias or D" if isinstance(spec, Mamba2Spec) else "A_log or dt_bias"
+
+
 def _words(sequence: int, number: int, own: int, count: int, *, is_resumed: bool) -> str:
     """Return the words for a token that read the state after `number` tokens of `sequence`, in place of `count` tokens
     of its `own`. `is_resumed`: it read a checkpoint."""
