@@ -84,12 +84,14 @@ class _InvarianceTest:
         return self._run([self._own(0, len(self.prompt))])[0]
 
     def from_checkpoint(self) -> Tensor:
-        """Compute the prompt's begin, of which a state is saved, and then the rest from this state."""
-        begin, cut = 23, 16
-        first = self._run([self._own(0, begin)._replace(saves=[(cut, _SAVED)])])[0]
-        self._run([self._own(begin, len(self.prompt))])
-        rest = self._run([self._own(cut, len(self.prompt))._replace(read_slot=_SAVED)])[0]
-        return torch.cat([first[:cut], rest])
+        """Compute the prompt in chunks, save a state in the middle of one, and compute the rest again from this state.
+        All cuts are at odd places."""
+        cut, saved, end = 7, 13, 23
+        first = self._run([self._own(0, cut)])[0]
+        chunk = self._run([self._own(cut, end)._replace(saves=[(saved - cut, _SAVED)])])[0]
+        self._run([self._own(end, len(self.prompt))])
+        rest = self._run([self._own(saved, len(self.prompt))._replace(read_slot=_SAVED)])[0]
+        return torch.cat([first, chunk[: saved - cut], rest])
 
     def beside_others(self) -> Tensor:
         before = [self._other(1, context) for context in (1, 5, 40)]

@@ -17,12 +17,11 @@ from torch import Tensor
 from oarlock.workers.layers.attention_spec import SelfAttentionSpec
 from oarlock.workers.layers.decoder_spec import BranchSpec, DecoderSpec, SublayerSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec
-from oarlock.workers.layers.gated_delta_spec import GatedDeltaSpec
 from oarlock.workers.layers.gated_mlp_spec import GatedMLPSpec
 from oarlock.workers.layers.layer_input_spec import LayerInputSpec
+from oarlock.workers.layers.mamba2_spec import Mamba2Spec
 from oarlock.workers.layers.mlp_spec import MLPSpec
 from oarlock.workers.layers.sharding import shard_vocab
-from oarlock.workers.layers.short_convolution_spec import ShortConvolutionSpec
 from oarlock.workers.layers.tensor_spec import Computation, Tap
 from oarlock.workers.quantization.formats.weight_format import Arithmetic
 from oarlock.workers.quantization.matmul import PLAIN_ACTIVATIONS
@@ -39,7 +38,7 @@ from oarlock.workers.verify.compare import (
 )
 from oarlock.workers.verify.dequantised_reference import DequantisedWeights, dequantised_weights
 from oarlock.workers.verify.halves import same_bits
-from oarlock.workers.verify.recurrent_diagnosis import WrongPart, slot_cause
+from oarlock.workers.verify.recurrent_diagnosis import RecurrentSpec, WrongPart, slot_cause, weights_of
 from oarlock.workers.verify.request import Text
 
 _WRONG = 0.1  # a scale is wrong if its relative error is above this
@@ -213,6 +212,8 @@ def _cause(fault: _Fault) -> str:
             return _activated(fault, branch.sublayer)
         case Computation.CONVOLUTION | Computation.RECURRENCE:
             return _recurrent(fault, branch.sublayer)
+        case Computation.GATED_NORM if isinstance(branch.sublayer, Mamba2Spec) and branch.sublayer.eps is None:
+            return _recurrent(fault, branch.sublayer)  # only a gate follows it
         case Computation.GATED_NORM:
             return f"{fault.module}.{branch.sublayer.module}.norm: its weight, the norm itself, or the gate after it"
         case Computation.SUM:
@@ -380,19 +381,16 @@ def _heads_of_wrong_sinks(fault: _Fault) -> list[int]:
 
 def _recurrent(fault: _Fault, sublayer: SublayerSpec) -> str:
     """Describe a wrong convolution or recurrence: a slot of another state if that explains it."""
+    assert isinstance(sublayer, RecurrentSpec)
     rank, layer = fault.row.wrong_ranks[0], fault.row.layer or 0
     is_convolution = fault.tapped is not None and fault.tapped.tap.computation is Computation.CONVOLUTION
     where = f"{'convolution' if is_convolution else 'recurrence'} of layer {layer} on {fault.ranks}"
-    if isinstance(sublayer, GatedDeltaSpec | ShortConvolutionSpec):
-        part = fault.part(rank)
-        columns = slice(part.start, part.stop)
-        wrong = WrongPart(layer, fault.row.tensor, columns, fault.ours(rank), fault.wrong_tokens())
-        if cause := slot_cause(wrong, sublayer, fault.folder, fault.dequantised):
-            return f"{where}: {cause}"
-    inside = f"{fault.module}.{sublayer.module}."
-    if isinstance(sublayer, ShortConvolutionSpec):
-        return f"{where}: {inside}conv.weight, the gates before and after it, or the kernel itself"
-    return f"{where}: {inside}{'conv1d.weight' if is_convolution else 'A_log or dt_bias'}, or the kernel itself"
+    columns = slice(fault.part(rank).start, fault.part(rank).stop)
+    part = WrongPart(layer, fault.row.tensor, columns, fault.ours(rank), fault.wrong_tokens())
+    if cause := slot_cause(part, sublayer, fault.folder, fault.dequantised):
+        return f"{where}: {cause}"
+    weights = weights_of(sublayer, is_convolution=is_convolution)
+    return f"{where}: {fault.module}.{sublayer.module}.{weights}, or the kernel itself"
 
 
 def _positions(folder: Path) -> tuple[Tensor, Tensor]:

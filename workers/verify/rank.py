@@ -84,7 +84,8 @@ def run_rank(
         recording.close()
         found = halves.compare(recording.steps, tp.rank, halves_of(runner.spec, runner.description.layers))
         found.write(folder, tp.rank, runner.stage.number)
-        order = torch.tensor(sorted(range(len(rows)), key=rows.__getitem__))
+        newest = {row: index for index, row in enumerate(rows)}  # rows may be computed twice
+        order = torch.tensor([newest[row] for row in sorted(newest)])
         for file, tensors in _files(recording.steps, order):
             on_progress("writing the tensors")
             save_file(tensors, folder / f"rank-{tp.rank}-{file}.safetensors")
@@ -112,37 +113,55 @@ def steps_of(
 ) -> Iterator[tuple[StepMetadata, list[tuple[int, int]]]]:
     """Yield steps: all prompts in one, then one token of each sequence per step. Every row asks for logits.
 
-    With each step comes the (sequence, position) of its rows. A sequence has two slots of recurrent state, which are
-    read and written in turn.
+    With each step comes the (sequence, position) of its rows. With recurrent state, the second step computes the end of
+    each prompt once more, as another sequence with the same beginning would: from a state that the first step has saved
+    in the middle of the prompt. The sequence goes on from its results.
     """
     sequences = text.inputs()
     tables = _block_tables([len(sequence) for sequence in sequences], block_size)
-    starts = [0] * len(sequences)
-    ends = [len(prompt) for prompt in text.prompts]
-    number = 0
-    while any(start < end for start, end in zip(starts, ends, strict=True)):
-        number += 1
-        rows = [(seq, position) for seq in range(len(ends)) for position in range(starts[seq], ends[seq])]
+    slots = [_Slots(seq, at) for seq, at in enumerate(text.checkpoints)]
+    for number, ranges in enumerate(_ranges(text, resumes=memory.has_states), 1):
         chunks = [
-            SequenceChunk(sequence[start:end], start, table, 0, *_slots(seq, number))
-            for seq, (sequence, table, start, end) in enumerate(zip(sequences, tables, starts, ends, strict=True))
-            if start < end
+            slots[seq].chunk(sequences[seq][start:end], start, tables[seq]) for seq, (start, end) in ranges.items()
         ]
+        rows = [(seq, position) for seq, (start, end) in ranges.items() for position in range(start, end)]
         yield greedy_step(chunks, block_size, range(len(rows)), step_id=number, memory=memory), rows
-        starts = ends
-        ends = [min(end + 1, len(sequence)) for end, sequence in zip(ends, sequences, strict=True)]
 
 
-def _slots(seq: int, step: int) -> tuple[int, int]:
-    """Return the slots that sequence `seq` reads and writes in step `step`, counted from 1. It is in all of them up to
-    its last."""
-    own = 1 + 2 * seq, 2 + 2 * seq
-    return NULL_SLOT if step == 1 else own[step % 2], own[1 - step % 2]
+def _ranges(text: Text, *, resumes: bool) -> Iterator[dict[int, tuple[int, int]]]:
+    """Yield the positions that each step computes, by sequence: from the first, up to the second."""
+    yield {seq: (0, len(prompt)) for seq, prompt in enumerate(text.prompts)}
+    rests = {seq: (at, len(text.prompts[seq])) for seq, at in enumerate(text.checkpoints) if at}
+    if resumes and rests:
+        yield rests
+    lengths = [len(sequence) for sequence in text.inputs()]
+    nexts = [len(prompt) for prompt in text.prompts]
+    while step := {seq: (at, at + 1) for seq, at in enumerate(nexts) if at < lengths[seq]}:
+        yield step
+        nexts = [at + 1 for at in nexts]
+
+
+class _Slots:
+    """Slots of recurrent state of one sequence: two that are read and written in turn, and its checkpoint."""
+
+    def __init__(self, seq: int, checkpoint: int) -> None:
+        """Choose the slots of sequence `seq`. `checkpoint`: tokens after which the state is saved; 0: none."""
+        self._newest, self._next, self._saved = range(1 + 3 * seq, 4 + 3 * seq)
+        self._checkpoint = checkpoint
+
+    def chunk(self, token_ids: list[int], start: int, table: list[int]) -> SequenceChunk:
+        """Return the next tokens of the sequence. They begin at position `start`."""
+        self._newest, self._next = self._next, self._newest
+        if start == 0:
+            saves = [(self._checkpoint, self._saved)] if self._checkpoint else []
+            return SequenceChunk(token_ids, start, table, 0, NULL_SLOT, self._newest, saves)
+        read = self._saved if start == self._checkpoint else self._next
+        return SequenceChunk(token_ids, start, table, 0, read, self._newest)
 
 
 def slots_needed(text: Text) -> int:
     """Return the number of slots of recurrent state that the text and the self-tests need, including the null slot."""
-    return max(5, 1 + 2 * len(text.prompts))
+    return max(5, 1 + 3 * len(text.prompts))
 
 
 def blocks_needed(text: Text, block_size: int) -> int:

@@ -60,6 +60,12 @@ class Text:
         """Number of tokens in all `inputs`: the rows T of every recorded tensor."""
         return sum(len(sequence) for sequence in self.inputs())
 
+    @property
+    def checkpoints(self) -> list[int]:
+        """Number of tokens of each prompt after which recurrent state is saved, for the tokens behind them to be
+        computed again from it; 0 if there is only one token."""
+        return [len(prompt) // 2 for prompt in self.prompts]
+
     def write(self, folder: Path) -> None:
         (folder / "text.json").write_text(json.dumps(asdict(self)), "utf-8")
 

@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from oarlock.base.errors import StartupError
+from oarlock.workers.attention import forward_batch
 from oarlock.workers.attention.backend import AttentionSpec, LayerKV
 from oarlock.workers.config import WorkerConfig, WorkerInfo
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.preflight import preflight
 from oarlock.workers.ranks.multiproc_executor import joint_info
+from oarlock.workers.recurrent.states import StateStep
 from oarlock.workers.runner.experts_invariance import batch_fault
 from oarlock.workers.runner.invariance import InvarianceResult, check_batch_invariance, one_of_each_kind
 from oarlock.workers.runner.model_runner import ModelRunner
@@ -93,6 +95,27 @@ def test_logits_that_depend_on_the_rows_are_found(runner: ModelRunner, monkeypat
     monkeypatch.setattr(runner.model.head, "matmul", lambda x: real(x) * (1.01 if len(x) > 2 else 1))
     result = result_of(runner)
     assert not result.batch_invariant and "logits" in result.reason
+
+
+def saved_late(step: StateStep) -> StateStep:
+    return replace(step, save_lens=step.save_lens + 1)
+
+
+def not_swapped(step: StateStep) -> StateStep:
+    """Read the slot of the state before the newest, except in a sequence's first step."""
+    others = torch.where(step.reads == 1, 2, torch.where(step.reads == 2, 1, step.reads))
+    return replace(step, reads=others.int())
+
+
+@pytest.mark.parametrize("family", ["mamba2", "lfm2", "qwen3_5_text"])
+def test_wrong_slots_of_states_are_found(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = loaded(make_tiny(tmp_path, family), dtype="bfloat16")
+    usual = forward_batch.state_step
+    assert result_of(runner).batch_invariant
+    for change, said in ((saved_late, "a prompt from a saved state"), (not_swapped, "a prompt in chunks")):
+        monkeypatch.setattr(forward_batch, "state_step", lambda *inputs, change=change: change(usual(*inputs)))
+        result = result_of(runner)
+        assert not result.batch_invariant and result.reason.startswith(said), result.reason
 
 
 @pytest.fixture(scope="module")

@@ -6,11 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
+from oarlock.workers.attention import forward_batch
 from oarlock.workers.attention.backend import LayerStep
+from oarlock.workers.kernels.cpu import recurrent as cpu
 from oarlock.workers.layers.gated_delta import GatedDelta
+from oarlock.workers.layers.mamba2 import Mamba2
 from oarlock.workers.layers.short_convolution import ShortConvolution
+from oarlock.workers.protocol import StepMetadata
 from oarlock.workers.recurrent.states import StateStep
 from tests.golden.tiny_models import make_tiny
 from tests.unit.workers.verify.cases import VerifyCase, altered
@@ -132,3 +137,119 @@ def test_a_damaged_short_convolution_is_named_and_an_intact_one_is_not(short: Ve
     name = "model.layers.0.conv.conv.weight"
     _, causes = short.run(1, altered(short.model, tmp_path / "other", name, lambda one: one + one.abs().mean()))
     assert any("convolution of layer 0 on rank 0: model.layers.0.conv.conv.weight" in one for one in causes), causes
+
+
+def late(step: StateStep) -> StateStep:
+    """Save checkpoints after one token more."""
+    return replace(step, save_lens=step.save_lens + 1)
+
+
+# Sizes of heads that the C++ kernel of attention takes, and so the call that computes whole layers.
+OF_FUSED_LAYERS = {"qwen3_5_text": {"head_dim": 16}, "lfm2": {"num_attention_heads": 4, "num_key_value_heads": 2}}
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], VerifyCase]:
+    made: dict[str, VerifyCase] = {}
+
+    def of(family: str) -> VerifyCase:
+        folder = tmp_path_factory.mktemp(family)
+        if family not in made:
+            model = make_tiny(folder, family, **OF_FUSED_LAYERS.get(family, {}))
+            made[family] = VerifyCase(model, folder / "run", prompts=PROMPTS, block_size=16)
+        return made[family]
+
+    return of
+
+
+def use_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "can_serve", lambda dtype, device: False)
+    monkeypatch.setattr(cpu, "computes_gates", lambda device: False)
+
+
+LATE = "its checkpoint is 1 token too late: it read the state after 4 tokens of its sequence, in place of 3"
+
+
+@pytest.mark.parametrize(
+    ("family", "layer", "method", "what", "uses_torch"),
+    [
+        ("qwen3_5_text", GatedDelta, "convolve", "convolution", False),
+        ("qwen3_5_text", GatedDelta, "recur", "recurrence", True),
+        ("mamba2", Mamba2, "recur", "recurrence", False),
+        ("mamba2", Mamba2, "convolve", "convolution", True),
+        ("falcon_h1", Mamba2, "recur", "recurrence", False),  # without a norm: the gated result is compared
+        ("lfm2", ShortConvolution, "_mixed", "convolution", True),
+    ],
+)
+def test_a_late_checkpoint_of_one_operation_is_named(
+    cases: Callable[[str], VerifyCase], monkeypatch: pytest.MonkeyPatch, family: str, layer: type, method: str,
+    what: str, uses_torch: bool,
+) -> None:  # fmt: skip
+    usual = getattr(layer, method)
+
+    def wrong(self: Any, *args: Any) -> Any:
+        *inputs, step = args
+        return usual(self, *inputs, replace(step, batch=replace(step.batch, state=late(step.batch.state))))
+
+    case = cases(family)
+    if uses_torch:
+        use_torch(monkeypatch)
+    assert case.run(1)[0].first_fault is None
+    monkeypatch.setattr(layer, method, wrong)
+    _, causes = case.run(1)
+    assert any(f"{what} of layer 0 on rank 0: {LATE}" in one for one in causes), causes
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "mamba2", "lfm2"])
+def test_a_late_checkpoint_of_the_served_call_is_named(
+    cases: Callable[[str], VerifyCase], monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    usual = forward_batch.state_step
+
+    def wrong(step: StepMetadata, device: torch.device) -> StateStep:
+        return late(usual(step, device))
+
+    case = cases(family)
+    monkeypatch.setattr(forward_batch, "state_step", wrong)
+    comparison, causes = case.run(2)
+    assert comparison.halves is not None and comparison.halves.compared and not comparison.different_halves
+    assert any(f"convolution of layer 0 on ranks 0, 1: {LATE}" in one for one in causes), causes
+
+
+@pytest.mark.parametrize(
+    ("method", "what", "change", "cause"),
+    [
+        ("convolve", "convolution", not_swapped, "its slot is stale or was not swapped: it read the state after 7"),
+        ("recur", "recurrence", of_another_sequence, "it read the state after 4 tokens of sequence 2, in place of 8"),
+        ("recur", "recurrence", none_at_all, "it read no state"),
+    ],
+)
+def test_the_slot_that_mamba_read_is_named(
+    cases: Callable[[str], VerifyCase], monkeypatch: pytest.MonkeyPatch, method: str, what: str,
+    change: Callable[[StateStep], StateStep], cause: str,
+) -> None:  # fmt: skip
+    usual = getattr(Mamba2, method)
+
+    def wrong(self: Mamba2, *args: Any) -> Any:
+        *inputs, step = args
+        if step.batch.context_lens[0] == len(PROMPTS[0]) + 2:
+            step = replace(step, batch=replace(step.batch, state=change(step.batch.state)))
+        return usual(self, *inputs, step)
+
+    case = cases("mamba2")
+    monkeypatch.setattr(Mamba2, method, wrong)
+    _, causes = case.run(1)
+    assert any(f"{what} of layer 0 on rank 0: {cause}" in one for one in causes), causes
+
+
+@pytest.mark.parametrize(
+    ("tensor", "cause"),
+    [("conv1d.weight", "layers.0.mamba.conv1d.weight"), ("A_log", "A_log, dt_bias or D"), ("D", "or D")],
+)
+def test_a_damaged_tensor_of_mamba_is_named(
+    cases: Callable[[str], VerifyCase], tmp_path: Path, tensor: str, cause: str
+) -> None:
+    case = cases("mamba2")
+    name = f"backbone.layers.0.mixer.{tensor}"
+    _, causes = case.run(1, altered(case.model, tmp_path / "other", name, lambda one: one + one.abs().mean()))
+    assert any(cause in one for one in causes), causes

@@ -108,9 +108,12 @@ def test_known_text_is_fed_as_prompts_and_then_token_by_token() -> None:
         batch = ForwardBatch.from_step(step, BlockTables.of_step(step, 2, torch.device("cpu")))
         slots += batch.slots[0].tolist()
     assert len(set(slots)) == len(slots) and min(slots) >= 2 and max(slots) < 2 * blocks_needed(text, 2)
-    states = [step for step, _ in steps_of(text, 2, TrialMemory((0,), True))]
-    assert [step.state_reads.tolist() for step in states] == [[0, 0], [1, 3], [2]]
-    assert [step.state_writes.tolist() for step in states] == [[1, 3], [2, 4], [1]]
+    pairs = list(steps_of(text, 2, TrialMemory((0,), True)))
+    states = [step for step, _ in pairs]
+    assert pairs[1][1] == [(0, 1), (0, 2)]  # the end of the first prompt, from a checkpoint after its first token
+    assert [step.state_saves.tolist() for step in states] == [[[0, 1, 3]], [], [], []]
+    assert [step.state_reads.tolist() for step in states] == [[0, 0], [3], [1, 5], [2]]
+    assert [step.state_writes.tolist() for step in states] == [[2, 5], [1], [2, 4], [1]]
 
 
 @pytest.fixture(scope="module")
