@@ -18,7 +18,7 @@ from oarlock.workers.kernels.cpu.structures import CAttentionLayer, CAttentionSt
 from oarlock.workers.platform.huge_pages import huge_page_empty
 
 _GROUP = 16  # positions that are stored together in a page
-_MAX_HEAD = 256
+_MAX_HEAD = 576
 _TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _ROUNDED = {"int8": 1, "fp8": 2}  # `Pages` of `attention.h`
 
@@ -32,8 +32,8 @@ class CppPlan:
 
 
 class CppBackend:
-    """C++ attention backend. Pages have the shape [blocks, kv_heads, block_size, elements of a row], but the kernel
-    uses its own order within a page."""
+    """C++ attention backend. Pages have the shape [blocks, kv_heads, block_size, elements of a key or value], but the
+    kernel uses its own order within a page."""
 
     name: ClassVar[str] = "cpp"
 
@@ -43,7 +43,9 @@ class CppBackend:
         self._layers: dict[AttentionSpec, CAttentionLayer] = {}
         self.pages = _ROUNDED.get(spec.cache_dtype, 0)
         heads = spec.num_kv_heads
-        self._pages = CAttentionLayer(heads, heads, spec.head_dim, spec.block_size, 0, 0, 1.0, 0.0, self.pages)
+        self._pages = CAttentionLayer(
+            heads, heads, spec.head_dim, spec.value_width, spec.block_size, 0, 0, 1.0, 0.0, self.pages
+        )
         self.kernels = kernels = library.library(spec.dtype)
         pointer, number = ctypes.c_void_p, ctypes.c_long
         self._attend = kernels.oarlock_attend
@@ -65,17 +67,19 @@ class CppBackend:
             return f"it supports float32, bfloat16 and float16, not {spec.dtype}"
         if spec.block_size % _GROUP:
             return f"it needs a block size that is a multiple of {_GROUP}, not {spec.block_size}"
-        if spec.value_width != spec.head_dim:
-            return f"it needs keys and values of one width, not {spec.head_dim} and {spec.value_width}"
-        if spec.head_dim % _GROUP or spec.head_dim > _MAX_HEAD:
-            return f"it needs heads of at most {_MAX_HEAD} elements in multiples of {_GROUP}, not {spec.head_dim}"
+        for width in (spec.head_dim, spec.value_width):
+            if width % _GROUP or width > _MAX_HEAD:
+                return f"it needs heads of at most {_MAX_HEAD} elements in multiples of {_GROUP}, not {width}"
         return None if library.why_not(spec.dtype) is None else "the C++ kernels are not loaded"
 
     def allocate(self, num_blocks: int) -> list[LayerKV]:
         spec = self.spec
-        shape = (num_blocks, spec.num_kv_heads, spec.block_size, spec.kv_format.elements(spec.head_dim))
-        dtype = spec.kv_format.dtype(spec.dtype)
-        return [LayerKV(huge_page_empty(shape, dtype), huge_page_empty(shape, dtype)) for _ in range(spec.num_layers)]
+        shape, dtype = (num_blocks, spec.num_kv_heads, spec.block_size), spec.kv_format.dtype(spec.dtype)
+        of_keys, of_values = map(spec.kv_format.elements, (spec.head_dim, spec.value_width))
+        return [
+            LayerKV(huge_page_empty((*shape, of_keys), dtype), huge_page_empty((*shape, of_values), dtype))
+            for _ in range(spec.num_layers)
+        ]
 
     def prepare(self, batch: ForwardBatch) -> CppPlan:
         tables, rows = batch.block_tables[self.spec.group].contiguous(), batch.rows.contiguous()
@@ -89,7 +93,7 @@ class CppBackend:
         made = self._layers.get(layer)
         if made is None:
             made = self._layers[layer] = CAttentionLayer(
-                layer.num_heads, self.spec.num_kv_heads, layer.head_dim, self.spec.block_size,
+                layer.num_heads, self.spec.num_kv_heads, layer.head_dim, self.spec.value_width, self.spec.block_size,
                 layer.sliding_window or 0, layer.chunk or 0, layer.scale, layer.softcap or 0.0, self.pages,
             )  # fmt: skip
         return made
@@ -97,7 +101,8 @@ class CppBackend:
     def write(self, kv: LayerKV, k: Tensor, v: Tensor, batch: ForwardBatch) -> None:
         spec = self.spec
         slots = batch.slots[spec.group]
-        assert k.stride(2) == v.stride(2) == 1 and k.stride(1) == v.stride(1) == spec.head_dim and slots.is_contiguous()
+        assert k.stride(2) == v.stride(2) == 1 and k.stride(1) == spec.head_dim and v.stride(1) == spec.value_width
+        assert slots.is_contiguous()
         self._write(
             ctypes.byref(self._pages), k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0), kv.k.data_ptr(),
             kv.v.data_ptr(), slots.data_ptr(), len(slots), self.type,
@@ -106,12 +111,12 @@ class CppBackend:
     def attend(
         self, q: Tensor, kv: LayerKV, plan: CppPlan, layer: AttentionSpec, sinks: Tensor | None = None
     ) -> Tensor:
-        rows, heads, width = q.shape
+        (rows, heads, width), columns = q.shape, q.shape[1] * self.spec.value_width
         assert sinks is None or (sinks.dtype == torch.float32 and sinks.shape == (heads,) and sinks.is_contiguous())
         assert q.stride(2) == 1 and q.stride(1) == width
-        out = torch.empty((rows, heads * width), dtype=q.dtype)
+        out = torch.empty((rows, columns), dtype=q.dtype)
         self._attend(
             ctypes.byref(plan.step), ctypes.byref(self.layer(layer)), q.data_ptr(), q.stride(0), out.data_ptr(),
-            heads * width, kv.k.data_ptr(), kv.v.data_ptr(), None if sinks is None else sinks.data_ptr(), self.type,
+            columns, kv.k.data_ptr(), kv.v.data_ptr(), None if sinks is None else sinks.data_ptr(), self.type,
         )  # fmt: skip
         return out

@@ -21,7 +21,14 @@ from oarlock.workers.attention.backend import (
 )
 from oarlock.workers.kernels.cpu import elementwise
 from oarlock.workers.kernels.cpu.fused_layer import OperationKind, Rows
-from oarlock.workers.kernels.cpu.structures import CClamp, CHeadsAndPages
+from oarlock.workers.kernels.cpu.structures import (
+    CClamp,
+    CColumns,
+    CColumnScale,
+    CHeadColumns,
+    CHeadGate,
+    CHeadsAndPages,
+)
 from oarlock.workers.kernels.triton import availability
 from oarlock.workers.layers.attention_spec import SelfAttentionSpec
 from oarlock.workers.layers.fused_layer import MATMULS, CannotPrepare, Program
@@ -97,6 +104,7 @@ class Attention:
         if spec.output_gate:
             bounds = spec.num_heads, shard.first_head, shard.num_heads
             of_head = spec.num_gates // spec.num_heads
+            self.num_gates = of_head * shard.num_heads
             rows = StoredRows(f"{name}.gate_proj", *(heads * of_head for heads in bounds))
             self.gate = ColumnParallelLinear((rows,), hidden, False, placement, float32_output=False)
         self.has_usual_gate = not spec.gate_per_head and spec.gate_activation == "sigmoid"
@@ -155,10 +163,19 @@ class Attention:
         """Whether values are normed or scaled after their projection."""
         return self.value_norm is not None or (self.has_keys and self.value_scale != 1.0)
 
+    @property
+    def first_value(self) -> int:
+        """Column of the first value among the projections."""
+        return (self.spec.num_heads + (self.spec.num_kv_heads if self.has_keys else 0)) * self.head_dim
+
+    @property
+    def value_columns(self) -> int:
+        """Number of columns of values among the projections."""
+        return self.spec.num_kv_heads * self.value_width if self.has_keys else 0
+
     def _change_values(self, qkv: Tensor) -> None:
         """Norm and scale the values among the projections `qkv`, in place."""
-        first = (self.spec.num_heads + self.spec.num_kv_heads) * self.head_dim
-        values = qkv[:, first:].unflatten(1, (-1, self.value_width))
+        values = qkv[:, self.first_value :].unflatten(1, (-1, self.value_width))
         if self.value_norm is not None:
             values.copy_(self.value_norm(values))
         if self.value_scale != 1.0:
@@ -206,17 +223,15 @@ class Attention:
 
     def fuse(self, program: Program, source: Rows, rotary: int, memory: LayerMemory) -> tuple[RowParallelLinear, Rows]:
         """Add the operations on `source` before the output projection; return the projection and its input rows."""
-        if not self.has_keys or self.value_width != self.head_dim:
-            raise CannotPrepare("queries have keys of another layer, or keys and values have different widths")
-        if self.changes_values or self.keys_are_values or not self.has_usual_gate:
-            raise CannotPrepare("values are normed or scaled, or heads have gates of their own kind")
         pages = memory.kv
         assert pages is not None
         qkv, mixed, gate = Rows.SCRATCH_1, Rows.SCRATCH_0, Rows.SCRATCH_2
         program.multiply(program.take(self, "qkv", QKVParallelLinear), source, qkv, *MATMULS)
         if self.clip_qkv is not None:
-            width = (self.spec.num_heads + 2 * self.spec.num_kv_heads) * self.head_dim
-            program.add(OperationKind.CLAMP_ROWS, qkv, qkv, CClamp(width, self.clip_qkv), width)
+            columns = self.first_value + self.value_columns
+            program.add(OperationKind.CLAMP_ROWS, qkv, qkv, CClamp(columns, self.clip_qkv), columns)
+        if self.changes_values:
+            self._fuse_values(program, qkv)
         gate_proj = program.take_optional(self, "gate", ColumnParallelLinear)
         if gate_proj is not None:
             program.multiply(gate_proj, source, gate, *MATMULS)
@@ -240,14 +255,32 @@ class Attention:
             self.norms_last,
             program.query_scale,
             program.pages,
+            self.has_keys,
         )
-        width = self.spec.num_heads * self.head_dim
+        width = self.spec.num_heads * self.value_width
         if norm is not None or rotary >= 0 or program.query_scale >= 0:
             program.add(OperationKind.APPLY_ROPE, qkv, qkv, heads, 0)
         program.add(OperationKind.ATTEND, qkv, mixed, heads, width)
-        if gate_proj is not None:
+        if gate_proj is not None and self.has_usual_gate:
             program.add(OperationKind.GATE_ROWS, gate, mixed, heads, width)
+        elif gate_proj is not None:
+            of_head = CHeadGate(self.num_gates, width // self.num_gates, self.gate_activation == "softplus")
+            program.add(OperationKind.GATE_HEADS, gate, mixed, of_head, width)
         return program.take(self, "output", RowParallelLinear), mixed
+
+    def _fuse_values(self, program: Program, qkv: Rows) -> None:
+        """Add the operations of `_change_values` on the projections `qkv`."""
+        columns = CColumns(qkv, self.first_value, self.first_value + self.value_columns)
+        norm = program.take_optional(self, "value_norm", HeadNorm)
+        if norm is not None:
+            if not norm.has_kernel:
+                raise CannotPrepare("norms of heads are computed by torch")
+            weight = program.take(norm, "weight", Tensor).data_ptr()
+            heads = CHeadColumns(columns, weight, self.spec.num_kv_heads, self.value_width, norm.eps)
+            program.add(OperationKind.NORM_HEADS, qkv, qkv, heads, 0)
+        if self.value_scale != 1.0:
+            scale = CColumnScale(columns, self.value_columns, self.value_scale)
+            program.add(OperationKind.SCALE_COLUMNS, qkv, qkv, scale, 0)
 
 
 def gate_rows(x: Tensor, gate: Tensor) -> Tensor:

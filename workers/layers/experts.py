@@ -14,10 +14,10 @@ from oarlock.workers.attention.backend import LayerMemory, LayerStep
 from oarlock.workers.kernels.cpu import library
 from oarlock.workers.kernels.cpu.experts import CppRouter
 from oarlock.workers.kernels.cpu.fused_layer import Rows
-from oarlock.workers.kernels.cpu.structures import CMoELayer
+from oarlock.workers.kernels.cpu.structures import CMoELayer, CNorm
 from oarlock.workers.layers.experts_spec import ExpertsSpec, RouterSpec
-from oarlock.workers.layers.fused_layer import CannotPrepare, Program
-from oarlock.workers.layers.norm import Norm, make_norm, rms_norm
+from oarlock.workers.layers.fused_layer import Program
+from oarlock.workers.layers.norm import LayerNorm, Norm, RMSNorm, make_norm, rms_norm
 from oarlock.workers.layers.placement import Placement, runs_on_host
 from oarlock.workers.layers.sharding import ExpertShard, shard_experts, shard_width
 from oarlock.workers.quantization.expert_matmul import expert_matmul
@@ -282,13 +282,19 @@ class Experts:
 
     def fuse(self, program: Program, source: Rows, rotary: int, memory: LayerMemory) -> tuple[CMoELayer, Rows]:
         """Describe the MoE layer on `source` as one operation; return it and its input rows."""
-        if self.norm is not None or self.router.input_scale is not None or self.router.expert_scale is not None:
-            raise CannotPrepare("a router or experts norm their inputs")
+        router = program.take(self, "router", Router)
+        norm = program.take_optional(self, "norm", RMSNorm, LayerNorm)
+        scale = program.take_optional(router, "input_scale", Tensor)
+        of_router = None
+        if scale is not None:
+            of_router = CNorm(scale.data_ptr(), None, router.hidden, router.spec.input_epsilon, 0)
         moe_layer = program.moe_layer(
-            program.take(self, "router", Router),
+            router,
             program.take(self, "routed", ExpertStack),
             program.take_optional(self, "shared", ExpertStack),
             program.take_optional(self, "shared_gate", _SharedGate),
+            (of_router, None if norm is None else program.norm(norm)),
+            router.expert_scale,
         )
         return moe_layer, source
 

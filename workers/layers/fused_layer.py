@@ -39,7 +39,9 @@ from oarlock.workers.kernels.cpu.structures import (
     MOST_ROTARIES,
     CAddition,
     CBranch,
+    CColumnProduct,
     CColumns,
+    CColumnScale,
     CConvolution,
     CConvolutionLayer,
     CLayerStep,
@@ -50,7 +52,7 @@ from oarlock.workers.kernels.cpu.structures import (
 )
 from oarlock.workers.kernels.triton import availability
 from oarlock.workers.layers.linear import RowParallelLinear
-from oarlock.workers.layers.norm import LayerNorm, Norm, RMSNorm
+from oarlock.workers.layers.norm import LayerNorm, LayerScalar, Norm, RMSNorm
 from oarlock.workers.layers.placement import Placement
 
 Part = TypeVar("Part")
@@ -89,7 +91,7 @@ class Layer(Protocol):
     def scalar(self) -> object: ...
 
     @property
-    def sum_norms(self) -> Sequence[object]: ...
+    def sum_norms(self) -> Sequence[Norm | None]: ...
 
 
 class Program:
@@ -98,15 +100,19 @@ class Program:
     Private attributes describe the branch that is being built.
     """
 
-    def __init__(self, backends: Sequence[CppBackend], kernels: ctypes.CDLL, dtype: torch.dtype, hidden: int) -> None:
+    def __init__(
+        self, backends: Sequence[CppBackend], kernels: ctypes.CDLL, dtype: torch.dtype, hidden: int, inputs: int = 0
+    ) -> None:
         """Start an empty program. All weights must be packed for `kernels` and `dtype`.
 
-        `backends`: of the groups of pages, in the order of the step's arrays.
+        `backends`: of the groups of pages, in the order of the step's arrays. `inputs`: values per token of the inputs
+        of all layers.
         """
         self.backends = backends
         self.kernels = kernels
         self.dtype = dtype
         self.hidden = hidden
+        self.inputs = inputs
         self.branches: list[CBranch] = []
         self.query_scale = -1  # index of the current layer's query scale in a step, or -1
         self.pages = -1  # index of the current layer's group of pages in a step, or -1
@@ -181,8 +187,19 @@ class Program:
         self._alive += [weight, bias]
         self.add(OperationKind.CONVOLVE, Rows(inputs.rows), target, layer, channels)
 
-    def moe_layer(self, router: object, routed: object, shared: object, shared_gate: object) -> CMoELayer:
-        """Return the structure of an MoE layer with these parts; the last two may be None.
+    def moe_layer(
+        self,
+        router: object,
+        routed: object,
+        shared: object,
+        shared_gate: object,
+        norms: tuple[CNorm | None, CNorm | None] = (None, None),
+        expert_scale: Tensor | None = None,
+    ) -> CMoELayer:
+        """Return the structure of an MoE layer with these parts; `shared` and `shared_gate` may be None.
+
+        `norms`: of the rows that the router and the experts read. `expert_scale`: factors of the experts' weights,
+        float32 [experts].
 
         Raises `CannotPrepare` if no kernel computes it.
         """
@@ -196,11 +213,14 @@ class Program:
             return ctypes.addressof(part.structure)
 
         self._sums = 1 if shared is None else 2
+        self._alive.append(expert_scale)
         return CMoELayer(
             address(router, "kernel", CppRouter),
             address(routed, "matmul", CppExpertMatmul),
             address(shared, "matmul", CppExpertMatmul),
             address(shared_gate, "kernel", CppRouter),
+            *(None if norm is None else self.keep(norm) for norm in norms),
+            None if expert_scale is None else expert_scale.data_ptr(),
         )
 
     def finish(
@@ -211,10 +231,13 @@ class Program:
         scale: float,
         *,
         is_shared: bool,
-    ) -> None:
-        """End a branch with `output` of `source`, the post-norm, the scale and the residual addition.
+        target: Rows = Rows.RESIDUAL,
+    ) -> int | None:
+        """Add `output` of `source`, the post-norm, the scale and the residual addition. Return the number of
+        operations before the all-reduce, the argument of `end`.
 
-        `is_shared`: the output is all-reduced first.
+        `is_shared`: the output is all-reduced first. `target`: other rows that get the result, which is then neither
+        scaled nor added.
         """
         is_moe = isinstance(output, CMoELayer)
         first, last = OperationKind.MULTIPLY, OperationKind.FINISH_MATMUL
@@ -227,17 +250,35 @@ class Program:
             self._sums = int(is_shared)
         is_plain = post_norm is None and scale == 1.0
         other = Rows.SCRATCH_1 if source is Rows.SCRATCH_0 else Rows.SCRATCH_0
-        target, before = Rows.RESIDUAL if is_plain else other, None
+        result, before = target if is_plain else other, None
         if is_shared or is_moe:
             self.add(first, source, Rows.PARTIAL, parameters, self.hidden)
             before = len(self._operations) if is_shared else None
-            self.add(last, Rows.PARTIAL, target, parameters, self.hidden)
+            self.add(last, Rows.PARTIAL, result, parameters, self.hidden)
         else:
-            self.add(first, source, target, parameters, self.hidden)
-        if not is_plain:
-            norm = None if post_norm is None else self.keep(self.norm(post_norm))
-            self.add(OperationKind.ADD_ROWS, other, Rows.RESIDUAL, CAddition(norm, self.hidden, scale), self.hidden)
-        self.end(before)
+            self.add(first, source, result, parameters, self.hidden)
+        if target is not Rows.RESIDUAL:
+            assert scale == 1.0, "results that are summed before the residual addition are not scaled"
+            if post_norm is not None:
+                self.norm_rows(post_norm, other, target)
+        elif not is_plain:
+            self.add_rows(other, post_norm, scale)
+        return before
+
+    def add_rows(self, source: Rows, norm: Norm | None, scale: float = 1.0) -> None:
+        """Add `scale` times the rows of `source`, normed, to the residual. They are overwritten."""
+        address = None if norm is None else self.keep(self.norm(norm))
+        self.add(OperationKind.ADD_ROWS, source, Rows.RESIDUAL, CAddition(address, self.hidden, scale), self.hidden)
+
+    def sum_rows(self, one: Rows, other: Rows, target: Rows) -> None:
+        """Store the sum of two buffers' rows in `target`."""
+        both = CColumnProduct(CColumns(one, 0, self.hidden), CColumns(other, 0, self.hidden), self.hidden)
+        self.add(OperationKind.ADD_COLUMNS, one, target, both, self.hidden)
+
+    def scale_residual(self, scale: float) -> None:
+        columns = CColumns(Rows.RESIDUAL, 0, self.hidden)
+        scaled = CColumnScale(columns, self.hidden, scale)
+        self.add(OperationKind.SCALE_COLUMNS, Rows.RESIDUAL, Rows.RESIDUAL, scaled, self.hidden)
 
     def end(self, before_all_reduce: int | None = None) -> None:
         """End a branch. `before_all_reduce`: number of its operations before the all-reduce; None if there is no
@@ -290,12 +331,14 @@ class PreparedLayers:
         placement: Placement,
         memory: list[LayerMemory],
         backends: Mapping[int, AttentionBackend],
+        inputs: int = 0,
     ) -> None:
         """Build the program.
 
         `last_norm`: norm after the last layer, or None. `rotary_of`, `scale_of`: index of each layer's rotary table
         and of its query scale in a step, or -1. `pages_of`: number of its group of pages, or -1. `hidden`: values per
         row. `memory`: memory of each layer, with pages that `backends` allocated, by the number of the group.
+        `inputs`: values per token of the inputs of all layers.
 
         Raises `CannotPrepare` if the layers cannot run in one call.
         """
@@ -317,7 +360,7 @@ class PreparedLayers:
         self._kept: list[tuple[Tensor, ...]] = [(pages.k, pages.v) for one in memory if (pages := one.kv) is not None]
         self._kept += [one.states.parts for one in memory if one.states is not None]
         of_groups = [backend for backend in backends.values() if isinstance(backend, CppBackend)]
-        self._program = program = Program(of_groups, library.library(dtype), dtype, hidden)
+        self._program = program = Program(of_groups, library.library(dtype), dtype, hidden, inputs)
         self._is_shared = self.tp.size > 1
         self._num_normed = 0  # number of buffers for normed rows that branches of a stage share
         self._adding: list[int] = []  # indices of the branches that add to `hidden`; others compute shared norms
@@ -361,11 +404,12 @@ class PreparedLayers:
         tables: list[Tensor],
         plans: Mapping[int, CppPlan],
         scales: Sequence[Tensor] = (),
+        inputs: Tensor | None = None,
     ) -> None:
         """Replace `hidden` [T, hidden size] by the last layer's result, normed if `norms_last`.
 
         `tables`: rows of all positions of each `RotaryTable`. `plans`: results of the backends' `prepare`.
-        `scales`: float32 [T] of each `QueryScaleTable`.
+        `scales`: float32 [T] of each `QueryScaleTable`. `inputs`: inputs of all layers [T, layers, width].
         """
         program = self._program
         assert hidden.is_contiguous() and hidden.dtype == program.dtype and hidden.shape[1] == program.hidden
@@ -383,6 +427,7 @@ class PreparedLayers:
             tuple(map(Tensor.data_ptr, scales)),
             tuple(map(ctypes.addressof, map(_STEP_OF_PLAN, map(plans.__getitem__, self._groups)))),
             None if states is None else ctypes.addressof(states),
+            None if inputs is None else inputs.data_ptr(), program.inputs,
             None if group is None else group.address,
         )  # fmt: skip
         if self.after_branch is None and (group is not None or not self._is_shared):
@@ -408,26 +453,26 @@ class PreparedLayers:
             raise group.lost(missing)
 
     def _add_layer(self, layer: Layer, rotary: int, memory: LayerMemory) -> None:
-        if layer.scalar is not None:
-            raise CannotPrepare("layers scale their results")
-        if any(norm is not None for norm in layer.sum_norms):
-            raise CannotPrepare("the sum of several results is normed")
-        for stage in layer.stages:
-            self._add_stage(stage, rotary, memory)
+        scalar = self._program.take_optional(layer, "scalar", LayerScalar)
+        factor = None if scalar is None else scalar.weight.item()
+        last = len(layer.stages) - 1
+        for number, (stage, norm) in enumerate(zip(layer.stages, layer.sum_norms, strict=True)):
+            if norm is not None and type(norm) not in (RMSNorm, LayerNorm):
+                raise CannotPrepare(f"a norm of a sum is a {type(norm).__name__}")
+            self._add_stage(stage, norm, rotary, memory, factor if number == last else None)
 
-    def _add_stage(self, stage: Sequence[Branch], rotary: int, memory: LayerMemory) -> None:
+    def _add_stage(
+        self, stage: Sequence[Branch], sum_norm: Norm | None, rotary: int, memory: LayerMemory, scalar: float | None
+    ) -> None:
+        """Add the branches. `sum_norm`: of the sum of their results, or None. `scalar`: factor of the residual after
+        them, or None."""
         program = self._program
         norms = [program.take_optional(branch, "norm", RMSNorm, LayerNorm) for branch in stage]
-        normed: dict[int, Rows] = {}
-        if len(stage) > 1:  # all branches read what enters the stage, which the first branch changes
-            for norm in {id(norm): norm for norm in norms}.values():
-                if norm is None or len(normed) == 2:
-                    raise CannotPrepare("parallel branches must read one or two norms")
-                normed[id(norm)] = Rows(Rows.NORMED_0 + len(normed))
-                program.norm_rows(norm, Rows.RESIDUAL, normed[id(norm)])
-            program.end()
-            self._num_normed = max(self._num_normed, len(normed))
-        for branch, norm in zip(stage, norms, strict=True):
+        normed = self._norm_together(norms) if len(stage) > 1 and sum_norm is None else {}
+        if sum_norm is not None and len(stage) != 2:
+            raise CannotPrepare("the sum of other than two results is normed")
+        self._num_normed = max(self._num_normed, len(normed), 0 if sum_norm is None else 2)
+        for number, (branch, norm) in enumerate(zip(stage, norms, strict=True)):
             source = Rows.RESIDUAL if norm is None else normed.get(id(norm), Rows.SCRATCH_0)
             if source is Rows.SCRATCH_0 and norm is not None:
                 program.norm_rows(norm, Rows.RESIDUAL, source)
@@ -437,8 +482,28 @@ class PreparedLayers:
                 raise CannotPrepare(f"a sublayer is a {type(sublayer).__name__}")
             program.take(branch, "sublayer", type(sublayer))
             output, mixed = sublayer.fuse(program, source, rotary, memory)
-            program.finish(output, mixed, post_norm, branch.scale, is_shared=self._is_shared)
+            target = Rows.RESIDUAL if sum_norm is None else Rows(Rows.NORMED_0 + number)
+            before = program.finish(output, mixed, post_norm, branch.scale, is_shared=self._is_shared, target=target)
+            if number == len(stage) - 1:
+                if sum_norm is not None:
+                    program.sum_rows(Rows.NORMED_0, Rows.NORMED_1, Rows.NORMED_0)
+                    program.add_rows(Rows.NORMED_0, sum_norm)
+                if scalar is not None:
+                    program.scale_residual(scalar)
+            program.end(before)
             self._adding.append(len(program.branches) - 1)
+
+    def _norm_together(self, norms: Sequence[Norm | None]) -> dict[int, Rows]:
+        """Add the norms of parallel branches, which read the residual that the first branch changes. Return the rows of
+        each, by its id."""
+        normed: dict[int, Rows] = {}
+        for norm in {id(norm): norm for norm in norms}.values():
+            if norm is None or len(normed) == 2:
+                raise CannotPrepare("parallel branches must read one or two norms")
+            normed[id(norm)] = Rows(Rows.NORMED_0 + len(normed))
+            self._program.norm_rows(norm, Rows.RESIDUAL, normed[id(norm)])
+        self._program.end()
+        return normed
 
 
 def _no_kernels(placement: Placement) -> str | None:

@@ -9,8 +9,11 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from oarlock.workers.attention.backend import LayerStep
+from oarlock.workers.attention.backend import LayerMemory, LayerStep
+from oarlock.workers.kernels.cpu.fused_layer import OperationKind, Rows
+from oarlock.workers.kernels.cpu.structures import CColumnProduct, CColumns
 from oarlock.workers.layers.embedding import VocabParallelEmbedding
+from oarlock.workers.layers.fused_layer import MATMULS, Program
 from oarlock.workers.layers.layer_input_spec import LayerInputSpec, LayerInputTable
 from oarlock.workers.layers.linear import ColumnParallelLinear, RowParallelLinear
 from oarlock.workers.layers.norm import RMSNorm
@@ -52,6 +55,7 @@ class LayerInput:
     linear_layers: ClassVar[Mapping[str, str]] = {"gate_proj": "gate", "down_proj": "output"}
 
     def __init__(self, name: str, spec: LayerInputSpec, layer: int, hidden: int, placement: Placement) -> None:
+        self.first = layer * spec.width  # column of the layer's input among those of all layers
         gate = f"{name}.gate_proj"
         local = shard_evenly(gate, "width of layers' inputs", spec.width, placement.tp.size)
         self.columns = slice(placement.tp.rank * local, placement.tp.rank * local + local)
@@ -74,3 +78,12 @@ class LayerInput:
         """Return the rank's columns of the layer's input times its gate: [T, width of the rank]."""
         assert step.layer_input is not None, "the model has no table of layers' inputs"
         return self.gate(x) * step.layer_input[:, self.columns]
+
+    def fuse(self, program: Program, source: Rows, rotary: int, memory: LayerMemory) -> tuple[RowParallelLinear, Rows]:
+        """Add the operations on `source` before the output projection; return the projection and its input rows."""
+        gated, width = Rows.SCRATCH_1, self.columns.stop - self.columns.start
+        program.multiply(program.take(self, "gate", ColumnParallelLinear), source, gated, *MATMULS)
+        own = CColumns(Rows.LAYER_INPUTS, self.first + self.columns.start, program.inputs)
+        product = CColumnProduct(CColumns(gated, 0, width), own, width)
+        program.add(OperationKind.MULTIPLY_COLUMNS, gated, gated, product, width)
+        return program.take(self, "output", RowParallelLinear), gated

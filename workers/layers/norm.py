@@ -261,3 +261,19 @@ def triton_kernels() -> Any:
     from oarlock.workers.kernels.triton import elementwise
 
     return elementwise
+
+
+class LayerScalar:
+    """A stored factor of a layer's result: [T, hidden] -> [T, hidden]."""
+
+    weight_bytes = 4
+
+    def __init__(self, name: str, placement: Placement) -> None:
+        self.name = name
+        self.weight = torch.empty(1, dtype=torch.float32, device=placement.device)
+
+    def load(self, weights: WeightSource) -> None:
+        weights.take(self.name, self.weight, shape=(1,))
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        return (hidden.float() * self.weight).to(hidden.dtype)

@@ -41,7 +41,7 @@ from oarlock.workers.layers.mamba2_spec import Mamba2Spec
 from oarlock.workers.layers.memory_spec import PagesSpec
 from oarlock.workers.layers.mlp import MLP
 from oarlock.workers.layers.mlp_spec import MLPSpec
-from oarlock.workers.layers.norm import Norm, RMSNorm, make_norm
+from oarlock.workers.layers.norm import LayerScalar, Norm, RMSNorm, make_norm
 from oarlock.workers.layers.placement import Placement
 from oarlock.workers.layers.rotary import QueryScaleTable, RotaryTable
 from oarlock.workers.layers.sharding import kv_heads_of_rank
@@ -120,22 +120,6 @@ class Branch:
         """Return the sublayer's result for `x`, normed but not scaled: [T, hidden]."""
         result = self.sublayer(x if self.norm is None else self.norm(x), None, step)
         return result if self.post_norm is None else self.post_norm(result)
-
-
-class LayerScalar:
-    """A stored factor of a layer's result: [T, hidden] -> [T, hidden]."""
-
-    weight_bytes = 4
-
-    def __init__(self, name: str, placement: Placement) -> None:
-        self.name = name
-        self.weight = torch.empty(1, dtype=torch.float32, device=placement.device)
-
-    def load(self, weights: WeightSource) -> None:
-        weights.take(self.name, self.weight, shape=(1,))
-
-    def __call__(self, hidden: Tensor) -> Tensor:
-        return (hidden.float() * self.weight).to(hidden.dtype)
 
 
 class DecoderLayer:
@@ -376,7 +360,7 @@ class Decoder:
         # Nearly all models have no such table, and this is computed for every token.
         scales = [table(batch.positions, longest) for table in self.query_scales.values()] if self.query_scales else []
         if prepared is not None:
-            prepared(hidden, batch, [table.up_to(longest) for table in self.rotary.values()], plans, scales)
+            prepared(hidden, batch, [table.up_to(longest) for table in self.rotary.values()], plans, scales, inputs)
             return self.norm(hidden) if self.is_last and not prepared.norms_last else hidden
         angles = [table(batch.positions, longest) for table in self.rotary.values()]  # once per step for all layers
         steps = [
@@ -407,6 +391,7 @@ class Decoder:
                 self._prepared = PreparedLayers(
                     self.layers, last_norm, self.rotary_of, self.scale_of, self.pages_of, self.spec.hidden_size,
                     self.placement, memory, backends,
+                    0 if self.layer_inputs is None else self.layer_inputs.layers * self.layer_inputs.width,
                 )  # fmt: skip
                 self.why_not_prepared = None
             except CannotPrepare as reason:

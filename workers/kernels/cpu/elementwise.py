@@ -14,7 +14,7 @@ from torch import Tensor
 from oarlock.workers.kernels.cpu import library
 from oarlock.workers.kernels.cpu.structures import CHeadsOfRank
 
-_WIDEST_HEAD = 256  # `kWidestHead` in elementwise/heads.h
+_WIDEST_HEAD = 576  # `kWidestHead` in elementwise/heads.h
 _TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # same numbers as in `element_types.h`
 
 

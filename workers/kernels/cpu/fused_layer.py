@@ -19,6 +19,7 @@ class Rows(IntEnum):
     SCRATCH_1 = 5
     SCRATCH_2 = 6
     SCRATCH_3 = 7
+    LAYER_INPUTS = 8  # only as columns that are read
 
 
 NUM_SCRATCH = 4  # scratch buffers of a branch: `kScratchBuffers` in layer.h
@@ -43,6 +44,9 @@ class OperationKind(IntEnum):
     GATED_NORM = 13
     MULTIPLY_COLUMNS = 14
     SCALE_COLUMNS = 15
+    NORM_HEADS = 16
+    GATE_HEADS = 17
+    ADD_COLUMNS = 18
 
 
 @cache

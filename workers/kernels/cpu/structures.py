@@ -32,6 +32,7 @@ class CAttentionLayer(ctypes.Structure):
         ("heads", c_long),
         ("kv_heads", c_long),
         ("head_dim", c_long),
+        ("value_dim", c_long),
         ("block_size", c_long),
         ("window", c_long),
         ("chunk", c_long),
@@ -179,6 +180,7 @@ class CHeadsAndPages(ctypes.Structure):
         ("norms_last", c_int),
         ("query_scale", c_int),
         ("pages", c_int),
+        ("has_keys", c_int),
     )
 
 
@@ -191,7 +193,15 @@ class CClamp(ctypes.Structure):
 
 
 class CMoELayer(ctypes.Structure):
-    _fields_ = (("router", c_void_p), ("routed", c_void_p), ("shared", c_void_p), ("shared_gate", c_void_p))
+    _fields_ = (
+        ("router", c_void_p),
+        ("routed", c_void_p),
+        ("shared", c_void_p),
+        ("shared_gate", c_void_p),
+        ("router_norm", c_void_p),
+        ("norm", c_void_p),
+        ("expert_scale", c_void_p),
+    )
 
 
 class CStateStep(ctypes.Structure):
@@ -283,6 +293,14 @@ class CColumnScale(ctypes.Structure):
     _fields_ = (("columns", CColumns), ("width", c_long), ("scale", c_float))
 
 
+class CHeadColumns(ctypes.Structure):
+    _fields_ = (("columns", CColumns), ("norm", c_void_p), ("heads", c_long), ("width", c_long), ("eps", c_float))
+
+
+class CHeadGate(ctypes.Structure):
+    _fields_ = (("gates", c_long), ("width", c_long), ("is_softplus", c_int))
+
+
 class COperation(ctypes.Structure):
     _fields_ = (("kind", c_int), ("source", c_int), ("target", c_int), ("parameters", c_void_p))
 
@@ -316,6 +334,8 @@ class CLayerStep(ctypes.Structure):
         ("query_scales", c_void_p * MOST_QUERY_SCALES),
         ("attention", c_void_p * MOST_PAGES_GROUPS),
         ("states", c_void_p),
+        ("layer_inputs", c_void_p),
+        ("inputs_width", c_long),
         ("group", c_void_p),
     )
 
@@ -360,7 +380,8 @@ STRUCTURES: tuple[type[ctypes.Structure], ...] = (
     CAttentionStep, CAttentionLayer, CRankGroup, CHeadsOfRank, CRouter, CExpert, CExperts, CGroupedSource,
     CPackedWeight, CNorm, CHeadsAndPages, CAddition, CClamp, CMoELayer, CStateStep, CConvolution, CDeltaHeads,
     CMambaHeads, CGatedNorm, CColumns, CConvolutionLayer, CDeltaLayer, CMambaLayer, CGatedNormLayer, CColumnProduct,
-    CColumnScale, COperation, CBranch, CRotaryRows, CLayerStep, CLogitsChanges, CSamplingStep, CSamplingOutput,
+    CColumnScale, CHeadColumns, CHeadGate, COperation, CBranch, CRotaryRows, CLayerStep, CLogitsChanges, CSamplingStep,
+    CSamplingOutput,
 )  # fmt: skip
 
 

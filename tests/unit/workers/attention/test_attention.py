@@ -54,8 +54,9 @@ def specs(
     device=CPU,
     cache="auto",
     chunk=None,
+    value=None,
 ):
-    kv = KVSpec(1, heads, width, block, dtype, device, cache)
+    kv = KVSpec(1, heads, width, block, dtype, device, cache, value_dim=value)
     return kv, AttentionSpec(0, heads * group, heads, width, width**-0.5, window, softcap, chunk)
 
 
@@ -80,6 +81,9 @@ def case_of(seqs: list[Seq], sinks: bool = False, **options) -> Case:
         {"block": 16, "group": 2, "heads": 4, "width": 32, "chunk": 1},
         {"block": 16, "group": 5, "chunk": 37, "softcap": 5.0},
         {"block": 128, "group": 3, "chunk": 64, "sinks": True},
+        {"block": 32, "group": 3, "heads": 2, "width": 96, "value": 64, "window": 40, "sinks": True},
+        {"block": 16, "group": 2, "heads": 1, "width": 576, "value": 512},
+        {"block": 16, "group": 1, "heads": 2, "width": 16, "value": 576},
     ],
     ids=str,
 )
@@ -194,6 +198,7 @@ def test_scores_survive_large_key_biases(backend, cache):
         {"group": 2, "width": 32, "heads": 4, "sinks": True},
         {"group": 4, "window": 50, "sinks": True},
         {"group": 4, "chunk": 75},
+        {"group": 2, "heads": 1, "width": 512, "value": 48},
     ],
     ids=str,
 )
@@ -257,7 +262,7 @@ def test_choose_prefers_the_fast_backend_and_logs_the_reason_otherwise():
     odd = KVSpec(1, 2, 64, 16, torch.float64, CPU)
     assert choose(odd, "auto", lines.append).name == "reference"
     assert any("float64" in line for line in lines)
-    for block, width, word in ((24, 64, "block size"), (16, 72, "heads"), (16, 272, "heads")):
+    for block, width, word in ((24, 64, "block size"), (16, 72, "heads"), (16, 592, "heads")):
         assert word in (CppBackend.why_not(KVSpec(1, 2, width, block, torch.bfloat16, CPU)) or "")
     with pytest.raises(StartupError, match="float64") as refused:
         choose(odd, "torch", lines.append)
@@ -273,6 +278,7 @@ def test_choose_prefers_the_fast_backend_and_logs_the_reason_otherwise():
         {"group": 7, "block": 32},
         {"group": 1, "width": 16},
         {"width": 256, "heads": 1},
+        {"width": 192, "value": 128, "heads": 1, "group": 13},
         {"window": 300, "block": 48, "sinks": True},
     ],
     ids=str,

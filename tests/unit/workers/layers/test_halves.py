@@ -58,8 +58,14 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "bamba": {"head_dim": 32, "mamba_n_groups": 1},
     "granitemoehybrid": {"hidden_size": 256, "mamba_n_groups": 2},
     "lfm2_moe": {"hidden_size": 256},
+    # Beside layers that read other layers' pages: experts whose result is added to an MLP's before its norm.
+    "gemma4_text": {"head_dim": 32, "global_head_dim": 64, "enable_moe_block": True, "num_experts": 8,
+                    "top_k_experts": 2, "moe_intermediate_size": 32},
+    "gemma4_unified_text": {"head_dim": 32, "global_head_dim": 64},
+    "laguna": {"head_dim": 32},
+    "mimo_v2_flash": {"head_dim": 48, "v_head_dim": 32, "swa_head_dim": 48, "swa_v_head_dim": 32},
     "llama": {"head_dim": 48, "attention_bias": True, "mlp_bias": True, "num_key_value_heads": 2},
-}
+}  # fmt: skip
 
 
 NORMS_OF_RANKS = ("bamba", "minimax_m2", "olmo2", "olmoe")  # a norm needs the heads of all ranks
@@ -258,7 +264,7 @@ def decoded(decoder: Decoder, backend: type[CppBackend], cache_dtype: str) -> tu
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
-@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gemma4_text", "mimo_v2_flash"])
 @pytest.mark.parametrize("cache_dtype", ["auto", "int8", "fp8"])
 def test_a_token_alone_is_stored_by_the_thread_that_reads_it(
     checkpoints: dict[str, Path], family: str, cache_dtype: str, num_threads: int

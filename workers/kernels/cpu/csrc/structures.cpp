@@ -59,8 +59,8 @@ extern "C" const char *oarlock_structures() {
   length_of_layouts = 0;
   STRUCTURE(AttentionStep, FIELD(tables), FIELD(rows), FIELD(query_start_loc), FIELD(seq_lens), FIELD(seqs),
             FIELD(table_width))
-  STRUCTURE(AttentionLayer, FIELD(heads), FIELD(kv_heads), FIELD(head_dim), FIELD(block_size), FIELD(window),
-            FIELD(chunk), FIELD(scale), FIELD(softcap), FIELD(pages))
+  STRUCTURE(AttentionLayer, FIELD(heads), FIELD(kv_heads), FIELD(head_dim), FIELD(value_dim), FIELD(block_size),
+            FIELD(window), FIELD(chunk), FIELD(scale), FIELD(softcap), FIELD(pages))
   STRUCTURE(RankGroup, FIELD(flags), FIELD(inputs), FIELD(buffer_bytes), FIELD(rank), FIELD(size), FIELD(collective),
             FIELD(spin_s), FIELD(yields), FIELD(timeout_s))
   STRUCTURE(HeadsOfRank, FIELD(heads), FIELD(kv_heads), FIELD(all_heads), FIELD(all_kv_heads), FIELD(first_head),
@@ -81,10 +81,11 @@ extern "C" const char *oarlock_structures() {
   STRUCTURE(Norm, FIELD(scale), FIELD(shift), FIELD(width), FIELD(eps), FIELD(is_layer_norm))
   STRUCTURE(HeadsAndPages, FIELD(attention), FIELD(head_norm), FIELD(k_pages), FIELD(v_pages), FIELD(rotary),
             FIELD(interleaved), FIELD(eps), FIELD(row_norm), FIELD(sinks), FIELD(norms_last), FIELD(query_scale),
-            FIELD(pages))
+            FIELD(pages), FIELD(has_keys))
   STRUCTURE(Addition, FIELD(norm), FIELD(width), FIELD(scale))
   STRUCTURE(Clamp, FIELD(width), FIELD(limit))
-  STRUCTURE(MoELayer, FIELD(router), FIELD(routed), FIELD(shared), FIELD(shared_gate))
+  STRUCTURE(MoELayer, FIELD(router), FIELD(routed), FIELD(shared), FIELD(shared_gate), FIELD(router_norm),
+            FIELD(norm), FIELD(expert_scale))
   STRUCTURE(StateStep, FIELD(starts), FIELD(reads), FIELD(writes), FIELD(save_starts), FIELD(save_lens),
             FIELD(save_slots), FIELD(seqs))
   STRUCTURE(Convolution, FIELD(weight), FIELD(bias), FIELD(channels), FIELD(taps), FIELD(silu))
@@ -100,13 +101,15 @@ extern "C" const char *oarlock_structures() {
   STRUCTURE(GatedNormLayer, FIELD(norm), FIELD(gate))
   STRUCTURE(ColumnProduct, FIELD(left), FIELD(right), FIELD(width))
   STRUCTURE(ColumnScale, FIELD(columns), FIELD(width), FIELD(scale))
+  STRUCTURE(HeadColumns, FIELD(columns), FIELD(norm), FIELD(heads), FIELD(width), FIELD(eps))
+  STRUCTURE(HeadGate, FIELD(gates), FIELD(width), FIELD(is_softplus))
   STRUCTURE(Operation, FIELD(kind), FIELD(source), FIELD(target), FIELD(parameters))
   STRUCTURE(Branch, FIELD(operations), FIELD(count), FIELD(before_all_reduce), FIELD(rows_at_once), FIELD(widths),
             FIELD(sums))
   STRUCTURE(RotaryRows, FIELD(rows), FIELD(width))
   STRUCTURE(LayerStep, FIELD(hidden), FIELD(normed), FIELD(partial), FIELD(rows), FIELD(width), FIELD(type),
             FIELD(positions), FIELD(slots), FIELD(rotary), FIELD(query_scales), FIELD(attention), FIELD(states),
-            FIELD(group))
+            FIELD(layer_inputs), FIELD(inputs_width), FIELD(group))
   STRUCTURE(LogitsChanges, FIELD(num_bias), FIELD(bias_rows), FIELD(bias_ids), FIELD(bias_values), FIELD(num_penalties),
             FIELD(penalty_rows), FIELD(repetition), FIELD(frequency), FIELD(presence), FIELD(history_firsts),
             FIELD(history_lengths), FIELD(history_ids), FIELD(history_counts), FIELD(num_masks), FIELD(mask_words),

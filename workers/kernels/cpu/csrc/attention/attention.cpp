@@ -127,14 +127,15 @@ void merge(float *into, float *next, long rows, long width) {
 template <class T>
 long find_rows(const Call<T> &call, const Task &task, Workspace<T> &space) {
   const AttentionStep &step = call.step;
-  const long num_queries_per_kv = call.layer.heads / call.layer.kv_heads, width = call.layer.head_dim;
+  const AttentionLayer &layer = call.layer;
+  const long num_queries_per_kv = layer.heads / layer.kv_heads;
   const long query = step.query_start_loc[task.seq];  // the sequence's first query token
   const long before = step.seq_lens[task.seq] - (step.query_start_loc[task.seq + 1] - query);  // positions before it
   long token = task.row / num_queries_per_kv, head = task.row % num_queries_per_kv;
   for (long r = 0; r < task.rows; r++) {
-    const long at = (task.head * num_queries_per_kv + head) * width;
-    space.q_at[r] = (query + token) * call.q_stride + at;
-    space.out_at[r] = (query + token) * call.out_stride + at;
+    const long query_head = task.head * num_queries_per_kv + head;
+    space.q_at[r] = (query + token) * call.q_stride + query_head * layer.head_dim;
+    space.out_at[r] = (query + token) * call.out_stride + query_head * layer.value_dim;
     space.last[r] = before + token;
     if (++head == num_queries_per_kv) head = 0, token++;
   }
@@ -148,7 +149,7 @@ long find_rows(const Call<T> &call, const Task &task, Workspace<T> &space) {
 
 template <class T>
 void finish(const Call<T> &call, const Task &task, Workspace<T> &space) {
-  const long rows = task.rows, width = call.layer.head_dim;
+  const long rows = task.rows, width = call.layer.value_dim;
   const long num_queries_per_kv = call.layer.heads / call.layer.kv_heads;
   const float *result = space.result;
   for (long r = 0; r < rows; r++) {
@@ -181,7 +182,8 @@ void find_groups(const Call<T> &call, const Task &task, long span, Groups &group
   const AttentionLayer &layer = call.layer;
   const auto [begin, end] = seen_by(call.step, layer, task);
   const int32_t *table = call.step.tables + call.step.rows[task.seq] * call.step.table_width;
-  const long groups_per_page = layer.block_size / kGroup, size = group_bytes<T>(layer);
+  const long groups_per_page = layer.block_size / kGroup;
+  const long key_size = group_bytes<T>(layer, layer.head_dim), value_size = group_bytes<T>(layer, layer.value_dim);
   const long first = begin > span * kSpan ? begin : span * kSpan;
   const long stop = end < (span + 1) * kSpan ? end : (span + 1) * kSpan;
   groups.first = first;
@@ -193,8 +195,8 @@ void find_groups(const Call<T> &call, const Task &task, long span, Groups &group
       groups.k[g] = groups.k[g - 1], groups.v[g] = groups.v[g - 1];
       continue;
     }
-    const long at = ((table[page] * layer.kv_heads + task.head) * groups_per_page + page_group) * size;
-    groups.k[g] = call.k + at, groups.v[g] = call.v + at;
+    const long at = (table[page] * layer.kv_heads + task.head) * groups_per_page + page_group;
+    groups.k[g] = call.k + at * key_size, groups.v[g] = call.v + at * value_size;
     if (++page_group == groups_per_page) page_group = 0, page++;
   }
 }
@@ -213,11 +215,11 @@ void score_span(const Call<T> &call, const Groups &here, long blocks, Workspace<
     for (long u = 0; u < kUnit; u++) {
       keys[u] = is_rounded ? space.wide + u * size : reinterpret_cast<const T *>(here.k[g + u]);
       if (!is_rounded || g + u >= here.count) continue;
-      widen_group(layer, here.k[g + u], space.wide + u * size);
+      widen_group(layer, here.k[g + u], width, space.wide + u * size);
       if (!has_scales) continue;
-      widen_scales(layer, here.k[g + u], space.key_scales + (g + u) * kGroup);
+      widen_scales(here.k[g + u], width, space.key_scales + (g + u) * kGroup);
       simd::prefetch(here.k[g + u + kUnit] + size);  // prefetch the scales after the elements
-      simd::prefetch(here.v[g + u] + size);
+      simd::prefetch(here.v[g + u] + kGroup * layer.value_dim);
     }
     for (long block = 0; block < blocks; block++) {
       const long start = space.blocks[block].start;
@@ -237,7 +239,7 @@ void score_span(const Call<T> &call, const Groups &here, long blocks, Workspace<
     }
   }
   if (has_scales)
-    for (long g = 0; g < here.count; g++) widen_scales(layer, here.v[g], space.value_scales + g * kGroup);
+    for (long g = 0; g < here.count; g++) widen_scales(here.v[g], layer.value_dim, space.value_scales + g * kGroup);
 }
 
 // Compute `memory` [rows][width] = weights [rows][kSpan] times the values of a span. `next`: the groups of the next
@@ -246,7 +248,7 @@ template <class T>
 void add_values(const Call<T> &call, const Groups &here, const Groups &next, const Left<T> *weights, long blocks,
                 Workspace<T> &space, float *memory) {
   const AttentionLayer &layer = call.layer;
-  const long width = layer.head_dim, size = kGroup * width;
+  const long width = layer.value_dim, size = kGroup * width;
   const bool is_rounded = layer.pages != kUnrounded;
   const long item = is_rounded ? 1 : sizeof(T);
   const long share = (here.count + blocks - 1) / blocks;  // groups of the next span's keys that each block prefetches
@@ -258,7 +260,7 @@ void add_values(const Call<T> &call, const Groups &here, const Groups &next, con
     const uint8_t *ahead[kSpan / kGroup];
     for (long i = g; i < until; i++) {
       values[i - g] = is_rounded ? space.wide + (i - g) * size : reinterpret_cast<const T *>(here.v[i]);
-      if (is_rounded) widen_group(layer, here.v[i], space.wide + (i - g) * size);
+      if (is_rounded) widen_group(layer, here.v[i], width, space.wide + (i - g) * size);
     }
     for (long block = 0; block < blocks; block++) {
       const long start = space.blocks[block].start;
@@ -285,12 +287,12 @@ __attribute__((noinline)) void compute(const Call<T> &call, const Task &task, co
                                        Workspace<T> &space) {
   const AttentionLayer &layer = call.layer;
   const bool has_scales = layer.pages == kInt8Pages;
-  const long width = layer.head_dim, rows = task.rows, blocks = find_rows(call, task, space);
+  const long width = layer.value_dim, rows = task.rows, blocks = find_rows(call, task, space);
   for (long r = 0; r < rows; r++) {
     const T *from = call.q + space.q_at[r];
     Left<T> *to = space.q + r * kMaxHead;
-    if constexpr (std::is_same_v<Left<T>, T>) memcpy(to, from, width * sizeof(T));
-    else for (long d = 0; d < width; d += kLanes) simd::store(to + d, simd::load(from + d));
+    if constexpr (std::is_same_v<Left<T>, T>) memcpy(to, from, layer.head_dim * sizeof(T));
+    else for (long d = 0; d < layer.head_dim; d += kLanes) simd::store(to + d, simd::load(from + d));
   }
   if (!task.partials) clear(space.result, rows, width);
 
@@ -350,7 +352,7 @@ template <class T>
 void run(const Call<T> &call) {
   const AttentionStep &step = call.step;
   const AttentionLayer &layer = call.layer;
-  const long width = layer.head_dim, threads = omp_get_max_threads();
+  const long width = layer.value_dim, threads = omp_get_max_threads();
   long tiles = 0, spans = 0;
   for_each_tile(step, layer, [&](const Task &task) { tiles++, spans += task.end_span - task.first_span; });
   // Cut tiles into parts of at most `share` spans, small enough to keep all threads busy until the end.

@@ -1,8 +1,9 @@
 // Causal attention over a paged KV cache, read in place. Decode, prefill and chunked prefill share one code path.
 //
-// Pages hold groups of 16 positions, 16 * D elements each, in the order in which the matmuls read them:
+// Pages hold groups of 16 positions, 16 * D elements of keys and 16 * E of values, in the order in which the matmuls
+// read them:
 //   keys    [D / s][16][s]     one load: s neighbouring elements of several positions
-//   values  [16 / s][D][s]     one load: several elements of s neighbouring positions
+//   values  [16 / s][E][s]     one load: several elements of s neighbouring positions
 // s is 2 for bfloat16, whose dot product takes pairs, and 1 otherwise. 8-bit pages have the same order, with the s of
 // the model's dtype. In int8 pages, the bfloat16 scales [16] of the positions follow the elements of each group.
 #pragma once
@@ -22,7 +23,8 @@ enum Pages { kUnrounded = 0, kInt8Pages = 1, kFp8Pages = 2 };  // model dtype; i
 
 struct AttentionLayer {
   long heads, kv_heads;  // heads of this rank; query head h reads KV head h / (heads / kv_heads)
-  long head_dim;         // D: a multiple of 16, at most 256
+  long head_dim;         // D, elements of a query and of a key: a multiple of 16, at most 576
+  long value_dim;        // E, elements of a value and of a result: likewise
   long block_size;       // positions per page, a multiple of 16
   long window;           // a query sees itself and the window - 1 positions before it; 0: all
   long chunk;            // a query sees the positions of its own chunk of this many, up to itself; 0: no chunks
@@ -31,8 +33,8 @@ struct AttentionLayer {
   int pages;      // a Pages value: the format of the KV cache
 };
 
-// Keys and values of the tokens of this step, k and v [tokens, kv_heads, D], rows `k_stride` and `v_stride` elements
-// apart, and their `slots` [tokens]: block * block_size + offset.
+// Keys and values of the tokens of this step, k [tokens, kv_heads, D] and v [tokens, kv_heads, E], rows `k_stride` and
+// `v_stride` elements apart, and their `slots` [tokens]: block * block_size + offset.
 template <class T>
 struct NewRows {
   const T *k;
@@ -43,7 +45,7 @@ struct NewRows {
   long tokens;
 };
 
-// Compute attention for q [T, heads, D] into out [T, heads, D], rows `q_stride` and `out_stride` elements apart. Pages
+// Compute attention for q [T, heads, D] into out [T, heads, E], rows `q_stride` and `out_stride` elements apart. Pages
 // are [blocks, kv_heads, block_size / 16] groups. sinks [heads], or null: a score per head that joins the scores of the
 // positions after the softcap, but has no value. If `rows` is given, store these keys and values in the pages first.
 // Call it outside of parallel regions: it uses all threads, and the arena of the calling thread.

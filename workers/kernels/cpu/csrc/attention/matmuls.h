@@ -32,7 +32,7 @@ struct Format {
 template <>
 struct Format<BFloat16> {
   using Left = std::conditional_t<kHasDot, BFloat16, float>;
-  static constexpr int kStep = 2, kElements = kMaxHead, kPositions = kSpan;
+  static constexpr int kStep = 2, kElements = 256, kPositions = kSpan;
 };
 
 template <class T>

@@ -12,23 +12,23 @@ using simd::kLanes;
 using simd::Vec;
 
 constexpr int kGroup = 16;     // positions per group
-constexpr int kMaxHead = 256;  // elements per head
+constexpr int kMaxHead = 576;  // elements per head
 
-// Sizes in bytes of the keys, or values, of one KV head at the positions of a group: elements, and the scales after
-// them.
+// Sizes in bytes of the keys, or values, of one KV head at the positions of a group: elements, `width` for each
+// position, and the scales after them.
 template <class T>
-long numbers_bytes(const AttentionLayer &layer) {
-  return kGroup * layer.head_dim * (layer.pages == kUnrounded ? sizeof(T) : 1);
+long numbers_bytes(const AttentionLayer &layer, long width) {
+  return kGroup * width * (layer.pages == kUnrounded ? sizeof(T) : 1);
 }
 inline long scales_bytes(const AttentionLayer &layer) { return layer.pages == kInt8Pages ? kGroup * sizeof(BFloat16) : 0; }
 template <class T>
-long group_bytes(const AttentionLayer &layer) {
-  return numbers_bytes<T>(layer) + scales_bytes(layer);
+long group_bytes(const AttentionLayer &layer, long width) {
+  return numbers_bytes<T>(layer, width) + scales_bytes(layer);
 }
 
-// Convert the scales of an int8 group to float32 in `to` [kGroup].
-inline void widen_scales(const AttentionLayer &layer, const uint8_t *group, float *to) {
-  const BFloat16 *scales = reinterpret_cast<const BFloat16 *>(group + kGroup * layer.head_dim);
+// Convert the scales of an int8 group of keys or values of `width` elements to float32 in `to` [kGroup].
+inline void widen_scales(const uint8_t *group, long width, float *to) {
+  const BFloat16 *scales = reinterpret_cast<const BFloat16 *>(group + kGroup * width);
   for (int i = 0; i < kGroup; i += kLanes) simd::store(to + i, simd::load(scales + i));
 }
 

@@ -171,10 +171,10 @@ inline void widen(const uint8_t *from, T *to, long count) {
   }
 }
 
-// Widen the elements of a group of an 8-bit page.
+// Widen the elements of a group of an 8-bit page, `width` for each position.
 template <class T>
-void widen_group(const AttentionLayer &layer, const uint8_t *group, T *to) {
-  const long count = kGroup * layer.head_dim;
+void widen_group(const AttentionLayer &layer, const uint8_t *group, long width, T *to) {
+  const long count = kGroup * width;
   if (layer.pages == kInt8Pages) widen<Int8Numbers>(group, to, count);
   else widen<E4m3Numbers>(group, to, count);
 }

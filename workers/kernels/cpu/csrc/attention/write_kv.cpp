@@ -22,16 +22,16 @@ void place_value(const E *value, long width, long position, E *group) {
   for (long d = 0; d < width; d++) to[d * kStep] = value[d];
 }
 
-// Round x [head_dim] to 8 bits, and store the scale in the group if the format has scales.
+// Round x [width] to 8 bits, and store the scale in the group if the format has scales.
 template <class T>
-void round_row(const AttentionLayer &layer, const T *x, long position, uint8_t *rounded, uint8_t *group) {
+void round_row(const AttentionLayer &layer, const T *x, long width, long position, uint8_t *rounded, uint8_t *group) {
   alignas(64) float wide[kMaxHead];
-  for (long d = 0; d < layer.head_dim; d += kLanes) simd::store(wide + d, simd::load(x + d));
+  for (long d = 0; d < width; d += kLanes) simd::store(wide + d, simd::load(x + d));
   if (layer.pages == kFp8Pages) {
-    round_e4m3(wide, layer.head_dim, rounded);
+    round_e4m3(wide, width, rounded);
   } else {
-    const BFloat16 scale = round_int8(wide, layer.head_dim, rounded);
-    memcpy(group + kGroup * layer.head_dim + position * sizeof scale, &scale, sizeof scale);
+    const BFloat16 scale = round_int8(wide, width, rounded);
+    memcpy(group + kGroup * width + position * sizeof scale, &scale, sizeof scale);
   }
 }
 
@@ -39,33 +39,35 @@ void round_row(const AttentionLayer &layer, const T *x, long position, uint8_t *
 // which may be NaN; the integers cannot be.
 template <class T>
 void clear_values(const AttentionLayer &layer, uint8_t *pages, long block, long head, long heads) {
-  const long size = group_bytes<T>(layer), groups_per_page = layer.block_size / kGroup, groups = heads * groups_per_page;
+  const long size = group_bytes<T>(layer, layer.value_dim), groups_per_page = layer.block_size / kGroup, groups = heads * groups_per_page;
   uint8_t *first = pages + (block * layer.kv_heads + head) * groups_per_page * size;
   if (layer.pages != kInt8Pages) {
     memset(first, 0, groups * size);
     return;
   }
-  for (long g = 0; g < groups; g++) memset(first + g * size + numbers_bytes<T>(layer), 0, scales_bytes(layer));
+  for (long g = 0; g < groups; g++) memset(first + g * size + numbers_bytes<T>(layer, layer.value_dim), 0, scales_bytes(layer));
 }
 
 template <class T>
 void place_head(const AttentionLayer &layer, const NewRows<T> &rows, long token, long head, uint8_t *keys,
                 uint8_t *values) {
-  const long width = layer.head_dim, slot = rows.slots[token];
+  const long key_width = layer.head_dim, value_width = layer.value_dim, slot = rows.slots[token];
   const long block = slot / layer.block_size, offset = slot % layer.block_size, position = offset % kGroup;
   const long groups_per_page = layer.block_size / kGroup;
-  const long at = ((block * layer.kv_heads + head) * groups_per_page + offset / kGroup) * group_bytes<T>(layer);
-  const T *key = rows.k + token * rows.k_stride + head * width, *value = rows.v + token * rows.v_stride + head * width;
+  const long group = (block * layer.kv_heads + head) * groups_per_page + offset / kGroup;
+  const T *key = rows.k + token * rows.k_stride + head * key_width;
+  const T *value = rows.v + token * rows.v_stride + head * value_width;
+  keys += group * group_bytes<T>(layer, key_width), values += group * group_bytes<T>(layer, value_width);
   if (layer.pages == kUnrounded) {
-    place_key<T>(key, width, position, reinterpret_cast<T *>(keys + at));
-    place_value<T>(value, width, position, reinterpret_cast<T *>(values + at));
+    place_key<T>(key, key_width, position, reinterpret_cast<T *>(keys));
+    place_value<T>(value, value_width, position, reinterpret_cast<T *>(values));
     return;
   }
   uint8_t rounded[kMaxHead];
-  round_row(layer, key, position, rounded, keys + at);
-  place_key<T>(rounded, width, position, keys + at);
-  round_row(layer, value, position, rounded, values + at);
-  place_value<T>(rounded, width, position, values + at);
+  round_row(layer, key, key_width, position, rounded, keys);
+  place_key<T>(rounded, key_width, position, keys);
+  round_row(layer, value, value_width, position, rounded, values);
+  place_value<T>(rounded, value_width, position, values);
 }
 
 }  // namespace

@@ -4,7 +4,7 @@
 #include "elementwise/rotary.h"
 #include "simd/vector_math.h"
 
-constexpr long kWidestHead = 256;
+constexpr long kWidestHead = 576;
 
 // Rotation of a head, a norm after it, and a factor of the result.
 struct HeadFinish {

@@ -8,6 +8,7 @@
 #include "elementwise/layer_norm.h"
 #include "elementwise/norm.h"
 #include "elementwise/rotary.h"
+#include "layer/head_rows.h"
 #include "layer/recurrent_rows.h"
 #include "layer/row_chunk.h"
 #include "runtime/arena.h"
@@ -16,12 +17,14 @@
 namespace {
 
 template <class T>
+void apply_norm(const Norm &norm, const T *x, T *y, long rows) {
+  if (norm.is_layer_norm) layer_norm(x, norm.scale, norm.shift, y, rows, norm.width, norm.eps);
+  else rms_norm(x, norm.scale, y, rows, 1, norm.width, norm.width, norm.eps);
+}
+
+template <class T>
 void norm_rows(const RowChunk<T> &chunk, const Operation &op) {
-  const Norm &norm = *static_cast<const Norm *>(op.parameters);
-  const T *x = chunk.at(op.source);
-  T *y = chunk.at(op.target);
-  if (norm.is_layer_norm) layer_norm(x, norm.scale, norm.shift, y, chunk.rows, norm.width, norm.eps);
-  else rms_norm(x, norm.scale, y, chunk.rows, 1, norm.width, norm.width, norm.eps);
+  apply_norm(*static_cast<const Norm *>(op.parameters), chunk.at(op.source), chunk.at(op.target), chunk.rows);
 }
 
 template <class T>
@@ -61,11 +64,17 @@ void clamp_rows(const RowChunk<T> &chunk, const Operation &op) {
   }
 }
 
+// Return the number of elements of a row of queries, keys and values.
+long row_width(const HeadsAndPages &layer) {
+  const AttentionLayer &a = *layer.attention;
+  return a.heads * a.head_dim + (layer.has_keys ? a.kv_heads * (a.head_dim + a.value_dim) : 0);
+}
+
 template <class T>
 int apply_rope(const RowChunk<T> &chunk, const Operation &op) {
   const HeadsAndPages &layer = *static_cast<const HeadsAndPages *>(op.parameters);
   const AttentionLayer &a = *layer.attention;
-  const long width = a.head_dim, heads = a.heads + a.kv_heads, stride = (heads + a.kv_heads) * width;
+  const long width = a.head_dim, heads = a.heads + (layer.has_keys ? a.kv_heads : 0), stride = row_width(layer);
   const RotaryRows none{nullptr, 0};
   const RotaryRows &rotary = layer.rotary < 0 ? none : chunk.step.rotary[layer.rotary];
   const long half = rotary.width / 2;
@@ -114,17 +123,17 @@ template <class T>
 void attend_rows(const RowChunk<T> &chunk, const Operation &op) {
   const HeadsAndPages &layer = *static_cast<const HeadsAndPages *>(op.parameters);
   const AttentionLayer &a = *layer.attention;
-  const long mixed_width = a.heads * a.head_dim, kv_width = a.kv_heads * a.head_dim, stride = mixed_width + 2 * kv_width;
-  const T *qkv = chunk.at(op.source), *k = qkv + mixed_width, *v = k + kv_width;
+  const long stride = row_width(layer);
+  const T *qkv = chunk.at(op.source), *k = qkv + a.heads * a.head_dim, *v = k + a.kv_heads * a.head_dim;
   const NewRows<T> rows{k, stride, v, stride, chunk.step.slots[layer.pages], chunk.rows};
-  attend<T>(*chunk.step.attention[layer.pages], a, qkv, stride, chunk.at(op.target), mixed_width, layer.k_pages,
-            layer.v_pages, layer.sinks, &rows);
+  attend<T>(*chunk.step.attention[layer.pages], a, qkv, stride, chunk.at(op.target), a.heads * a.value_dim,
+            layer.k_pages, layer.v_pages, layer.sinks, layer.has_keys ? &rows : nullptr);
 }
 
 template <class T>
 void gate(const RowChunk<T> &chunk, const Operation &op) {
   const AttentionLayer &a = *static_cast<const HeadsAndPages *>(op.parameters)->attention;
-  gate_rows(chunk.at(op.target), chunk.at(op.source), chunk.rows, a.heads * a.head_dim);
+  gate_rows(chunk.at(op.target), chunk.at(op.source), chunk.rows, a.heads * a.value_dim);
 }
 
 template <class T>
@@ -177,8 +186,16 @@ void run_experts(const RowChunk<T> &chunk, const Operation &op) {
   const Arena::Mark mark = arena().mark();
   float *logits = arena().take<float>(rows * router.outputs), *weights = arena().take<float>(rows * router.top_k);
   int32_t *ids = arena().take<int32_t>(rows * router.top_k);
-  router_logits(router, x, router.hidden, rows, logits);
+  T *normed = layer.router_norm || layer.norm ? arena().take<T>(rows * router.hidden) : nullptr;
+  if (layer.router_norm) apply_norm(*layer.router_norm, x, normed, rows);
+  router_logits(router, layer.router_norm ? normed : x, router.hidden, rows, logits);
   route(router, logits, rows, ids, weights);
+  if (layer.expert_scale)
+    for (long i = 0; i < rows * router.top_k; i++) weights[i] *= layer.expert_scale[ids[i]];
+  if (layer.norm) {
+    apply_norm(*layer.norm, x, normed, rows);
+    x = normed;
+  }
   gemm::multiply_experts(*layer.routed, x, router.hidden, ids, weights, rows, router.top_k, chunk.step.partial);
   if (layer.shared) {
     std::fill_n(ids, rows, 0);
@@ -230,6 +247,9 @@ int run_operation(const RowChunk<T> &chunk, const Operation &op) {
     case kGatedNorm: return norm_gated_rows(chunk, op);
     case kMultiplyColumns: multiply_columns(chunk, op); break;
     case kScaleColumns: scale_columns(chunk, op); break;
+    case kNormHeads: norm_heads(chunk, op); break;
+    case kGateHeads: gate_heads(chunk, op); break;
+    case kAddColumns: add_columns(chunk, op); break;
   }
   return kAllArrived;
 }

@@ -44,6 +44,7 @@ struct HeadsAndPages {
   int norms_last;   // heads are normed after the rotation
   int query_scale;  // index of the step's query scale; -1: queries are not scaled
   int pages;        // index of the step's slots and attention of the layer's group of pages
+  int has_keys;     // 0: rows hold queries only, and the pages are another layer's
 };
 
 struct Addition {
@@ -62,6 +63,8 @@ struct MoELayer {
   const Router *router;
   const gemm::Experts *routed, *shared;  // shared: one expert that every row has; or null
   const Router *shared_gate;             // one logit, whose sigmoid scales the shared expert's result; or null
+  const Norm *router_norm, *norm;        // norms of the rows that the router and the experts read; each may be null
+  const float *expert_scale;             // [experts]   factors of the routed experts' weights; or null
 };
 
 // Some columns of the rows in a buffer.
@@ -100,10 +103,24 @@ struct GatedNormLayer {
   Columns gate;  // [heads, width]
 };
 
-// left[i] * right[i] for i < width.
+// left[i] * right[i], or left[i] + right[i], for i < width.
 struct ColumnProduct {
   Columns left, right;
   long width;
+};
+
+// Heads of `width` elements among the columns of a row, and the scale of their RMSNorm.
+struct HeadColumns {
+  Columns columns;    // [heads, width]
+  const float *norm;  // [heads, width]
+  long heads, width;
+  float eps;
+};
+
+// Gates of a result: each is for `width` columns. Their factors are their softplus or their sigmoid.
+struct HeadGate {
+  long gates, width;
+  int is_softplus;
 };
 
 struct ColumnScale {
@@ -115,7 +132,8 @@ struct ColumnScale {
 // Sources and destinations of an operation's rows. Scratch rows are in the arena; their number is the number of rows
 // that the branch processes at once.
 enum Rows {
-  kResidual = 0, kNormed0 = 1, kNormed1 = 2, kPartial = 3, kScratch0 = 4, kScratch1 = 5, kScratch2 = 6, kScratch3 = 7
+  kResidual = 0, kNormed0 = 1, kNormed1 = 2, kPartial = 3, kScratch0 = 4, kScratch1 = 5, kScratch2 = 6, kScratch3 = 7,
+  kLayerInputs = 8  // only as `Columns` that are read
 };
 
 constexpr int kScratchBuffers = 4;
@@ -138,6 +156,9 @@ enum OperationKind {
   kGatedNorm = 13,     // target = norm of source, gated                                             GatedNormLayer
   kMultiplyColumns = 14,  // target = product of columns                                             ColumnProduct
   kScaleColumns = 15,  // columns *= scale                                                           ColumnScale
+  kNormHeads = 16,     // columns = norm of each head                                                HeadColumns
+  kGateHeads = 17,     // target *= function of source, for the columns of each gate                 HeadGate
+  kAddColumns = 18,    // target = sum of columns                                                    ColumnProduct
 };
 
 struct Operation {
@@ -174,6 +195,8 @@ struct LayerStep {
   const float *query_scales[kMostQueryScales];  // [T]   factors of the queries
   const AttentionStep *attention[kMostPagesGroups];
   const recurrent::StateStep *states;  // slots of recurrent state; null: no layer has states
+  const void *layer_inputs;   // [T, inputs_width]   inputs that layers get from the tokens; or null
+  long inputs_width;
   RankGroup *group;           // group for the all-reduce of `partial`; null with one rank, or if the caller does it
 };
 

@@ -67,8 +67,9 @@ inline int norm_gated_rows(const RowChunk<T> &chunk, const Operation &op) {
   return kAllArrived;
 }
 
-template <class T>
-inline void multiply_columns(const RowChunk<T> &chunk, const Operation &op) {
+// Store combined(left, right) for the columns of each row.
+template <class T, class Combine>
+inline void combine_columns(const RowChunk<T> &chunk, const Operation &op, const Combine &combined) {
   using namespace simd;
   const ColumnProduct &product = *static_cast<const ColumnProduct *>(op.parameters);
   const long width = product.width;
@@ -78,8 +79,18 @@ inline void multiply_columns(const RowChunk<T> &chunk, const Operation &op) {
   for (long row = 0; row < chunk.rows; row++)
     for (long d = 0; d < width; d += kLanes) {
       const Vec a = load(left + row * product.left.stride + d, width - d);
-      store(y + row * width + d, a * load(right + row * product.right.stride + d, width - d), width - d);
+      store(y + row * width + d, combined(a, load(right + row * product.right.stride + d, width - d)), width - d);
     }
+}
+
+template <class T>
+inline void multiply_columns(const RowChunk<T> &chunk, const Operation &op) {
+  combine_columns(chunk, op, [](simd::Vec a, simd::Vec b) { return a * b; });
+}
+
+template <class T>
+inline void add_columns(const RowChunk<T> &chunk, const Operation &op) {
+  combine_columns(chunk, op, [](simd::Vec a, simd::Vec b) { return a + b; });
 }
 
 template <class T>

@@ -10,7 +10,9 @@ struct RowChunk {
   long first, rows;
 
   T *at(int rows_kind) const {  // Rows except kPartial
-    if (rows_kind >= kScratch0) return scratch[rows_kind - kScratch0];
+    if (rows_kind >= kScratch0 && rows_kind <= kScratch3) return scratch[rows_kind - kScratch0];
+    if (rows_kind == kLayerInputs)
+      return static_cast<T *>(const_cast<void *>(step.layer_inputs)) + first * step.inputs_width;
     void *all = rows_kind == kResidual ? step.hidden : step.normed[rows_kind - kNormed0];
     return static_cast<T *>(all) + first * step.width;
   }
