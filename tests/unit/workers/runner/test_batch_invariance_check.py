@@ -107,11 +107,20 @@ def not_swapped(step: StateStep) -> StateStep:
     return replace(step, reads=others.int())
 
 
-@pytest.mark.parametrize("family", ["mamba2", "lfm2", "qwen3_5_text"])
-def test_wrong_slots_of_states_are_found(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    runner = loaded(make_tiny(tmp_path, family), dtype="bfloat16")
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [
+        ("mamba2", {}),
+        ("lfm2", {"num_attention_heads": 4, "num_key_value_heads": 2}),
+        ("qwen3_5_text", {"head_dim": 16}),
+    ],
+)
+def test_wrong_slots_of_states_are_found(
+    family: str, sizes: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = loaded(make_tiny(tmp_path, family, **sizes), dtype="bfloat16")
     usual = forward_batch.state_step
-    assert result_of(runner).batch_invariant
+    assert runner.invariance.batch_invariant, runner.invariance.reason
     for change, said in ((saved_late, "a prompt from a saved state"), (not_swapped, "a prompt in chunks")):
         monkeypatch.setattr(forward_batch, "state_step", lambda *inputs, change=change: change(usual(*inputs)))
         result = result_of(runner)
