@@ -7,8 +7,9 @@ from pytest import MonkeyPatch
 from torch import Tensor
 
 from oarlock.workers.layers.gated_norm import GatedNorm
-from oarlock.workers.models import decoder
+from oarlock.workers.models.decoder import DecoderLayer
 from oarlock.workers.recurrent import operations
+from tests.golden.mutations import with_init
 
 
 def b_and_c_swapped(patch: MonkeyPatch) -> None:
@@ -31,4 +32,5 @@ def norm_of_the_ranks_own_heads(patch: MonkeyPatch) -> None:
 
 
 def branches_of_a_stage_in_turn(patch: MonkeyPatch) -> None:
-    patch.setattr(decoder, "in_stages", lambda branches, lengths: [(branch,) for branch in branches])
+    with_init(patch, DecoderLayer, "stages", lambda layer: [(branch,) for branch in layer.branches])
+    with_init(patch, DecoderLayer, "sum_norms", lambda layer: [None] * len(layer.branches))

@@ -149,8 +149,8 @@ def test_missing_parts_and_wrong_architectures_are_named(tmp_path: Path) -> None
     path.write_bytes(GOOD)
     with pytest.raises(StartupError, match=r"no setting 'llama.attention.head_count'"):
         hf_config(GGUFModel.open(path))
-    path.write_bytes(gguf_bytes([setting("general.architecture", STRING, text("mamba"))], []))
-    with pytest.raises(StartupError, match=r"architecture 'mamba' is not supported\. `oarlock models --supported`"):
+    path.write_bytes(gguf_bytes([setting("general.architecture", STRING, text("rwkv7"))], []))
+    with pytest.raises(StartupError, match=r"architecture 'rwkv7' is not supported\. `oarlock models --supported`"):
         hf_config(GGUFModel.open(path))
 
 
