@@ -136,8 +136,9 @@ class Program:
         return part
 
     def take_optional(self, owner: object, name: str, *kinds: type[Part]) -> Part | None:
-        """Return the attribute as `take` does, or None if it is None."""
-        return None if vars(owner)[name] is None else self.take(owner, name, *kinds)
+        """Return the attribute as `take` does, or None if it is None. A missing attribute, as of a wrapper with hooks,
+        raises `CannotPrepare` as well."""
+        return None if vars(owner).get(name, owner) is None else self.take(owner, name, *kinds)
 
     def keep(self, structure: ctypes.Structure) -> int:
         """Keep a structure alive, and return its address."""

@@ -34,6 +34,7 @@ from oarlock.base.python_child import die_with_parent
 from oarlock.workers.distributed.control_channel import Control
 from oarlock.workers.layers.decoder_spec import BranchSpec, DecoderSpec, SublayerSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec
+from oarlock.workers.layers.memory_spec import SlotsSpec
 from oarlock.workers.layers.tensor_spec import Computation, Tap
 from oarlock.workers.model_files.gguf_model import gguf_file
 from oarlock.workers.model_files.tensor_names import Blocks, TensorNames
@@ -71,7 +72,7 @@ def record_reference(request: VerifyRequest, folder: Path, report_line: ReportLi
     model, quantised = load_for(request, dtype)
     with torch.inference_mode():
         with quantised.as_served() if quantised else nullcontext():
-            text = generate(model, request, report_line)
+            text = generate(model, spec, request, report_line)
             text.write(folder)
             if not request.record:
                 return text
@@ -160,8 +161,12 @@ def load_model(path: str, dtype: str, device: str) -> PreTrainedModel:
     return text_part(model, spec).to("cuda:0" if device == "cuda" else "cpu").eval()
 
 
-def generate(model: PreTrainedModel, request: VerifyRequest, report_line: ReportLine) -> Text:
-    """Generate greedy text with transformers' own `generate`. An end-of-sequence token does not end it."""
+def generate(model: PreTrainedModel, spec: DecoderSpec, request: VerifyRequest, report_line: ReportLine) -> Text:
+    """Generate greedy text with transformers' own `generate`. An end-of-sequence token does not end it.
+
+    Recurrent models run without transformers' cache, since some of its classes compute other results with it.
+    """
+    has_states = any(isinstance(group.memory, SlotsSpec) for group in spec.groups)
     outputs = []
     for number, prompt in enumerate(request.prompts):
         if request.new_tokens == 0:
@@ -172,6 +177,7 @@ def generate(model: PreTrainedModel, request: VerifyRequest, report_line: Report
         out = model.generate(  # ty: ignore[not-callable]
             ids, attention_mask=torch.ones_like(ids), do_sample=False, num_beams=1, repetition_penalty=1.0,
             max_new_tokens=request.new_tokens, min_new_tokens=0, pad_token_id=0, eos_token_id=None,
+            use_cache=not has_states,
         )  # fmt: skip
         outputs.append(out[0, len(prompt) :].tolist())
     return Text(request.prompts, outputs)
