@@ -98,6 +98,11 @@ def parameters(shape: str) -> tuple[int, int]:
     return inner + s["vocab_size"] * hidden, inner
 
 
+def is_hybrid(model: Path) -> bool:
+    """Whether the directory holds a checkpoint with recurrent layers."""
+    return model.name.startswith("qwen3.5-")
+
+
 def ensure(shape: str = "0.5b", *, folder: Path | None = None) -> Path:
     """The directory of the checkpoint. It is written whole or not at all, so an interrupted attempt is not used."""
     name = "qwen2-quick" if shape == "quick" else f"qwen2-{shape}-random" if shape in SHAPES else f"{shape}-random"

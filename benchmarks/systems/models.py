@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from benchmarks import checkpoint
 from benchmarks.environments import folder, python
 from benchmarks.setup_peers import llamacpp_tree
 from benchmarks.systems.system import Plan
@@ -65,7 +66,10 @@ def llamacpp(plan: Plan) -> Path:
         whole = llamacpp(replace(plan, quantization="none"))
         quantizer = folder("llamacpp") / "build" / "bin" / "llama-quantize"
         return _made_once("llamacpp", f"{model.name}-{kind}.gguf", lambda out: [quantizer, whole, out, kind.upper()])
-    command = [python("llamacpp"), "-c", _TO_GGUF, llamacpp_tree(), model, "--outtype", kind, "--outfile"]
+    command = [python("llamacpp"), "-c", _TO_GGUF, llamacpp_tree(), model, "--outtype", kind]
+    if checkpoint.is_hybrid(model):  # its converter expects layers that predict several tokens
+        command.append("--no-mtp")
+    command.append("--outfile")
     return _made_once("llamacpp", f"{model.name}-{kind}.gguf", lambda out: [*command, out])
 
 
