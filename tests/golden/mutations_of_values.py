@@ -12,8 +12,7 @@ from oarlock.workers.layers.attention import Attention
 from oarlock.workers.layers.experts import ExpertStack
 from oarlock.workers.layers.layer_input import LayerInputs
 from oarlock.workers.layers.linear import ColumnParallelLinear
-from oarlock.workers.layers.norm import LayerNorm, RMSNorm
-from oarlock.workers.layers.norm import LayerScalar
+from oarlock.workers.layers.norm import LayerNorm, LayerScalar, RMSNorm
 from oarlock.workers.models.decoder import Branch, DecoderLayer
 from tests.golden.mutations import with_init
 

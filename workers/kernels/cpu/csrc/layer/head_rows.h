@@ -44,8 +44,8 @@ inline double exponential(double x) {
 // Return log(1 + x) for x from 0 to 1, likewise: twice the area hyperbolic tangent of x / (2 + x).
 inline double log_of_1_and(double x) {
   const double part = x / (2.0 + x), square = part * part;
-  constexpr double kFactors[] = {1.0 / 33, 1.0 / 31, 1.0 / 29, 1.0 / 27, 1.0 / 25, 1.0 / 23, 1.0 / 21, 1.0 / 19, 1.0 / 17,
-                                 1.0 / 15, 1.0 / 13, 1.0 / 11, 1.0 / 9, 1.0 / 7, 1.0 / 5, 1.0 / 3, 1.0};
+  constexpr double kFactors[] = {1.0 / 33, 1.0 / 31, 1.0 / 29, 1.0 / 27, 1.0 / 25, 1.0 / 23, 1.0 / 21, 1.0 / 19,
+                                 1.0 / 17, 1.0 / 15, 1.0 / 13, 1.0 / 11, 1.0 / 9, 1.0 / 7, 1.0 / 5, 1.0 / 3, 1.0};
   double sum = kFactors[0];
 #pragma GCC unroll 16
   for (int i = 1; i < 17; i++) sum = sum * square + kFactors[i];
