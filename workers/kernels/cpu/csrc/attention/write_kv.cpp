@@ -39,13 +39,14 @@ void round_row(const AttentionLayer &layer, const T *x, long width, long positio
 // which may be NaN; the integers cannot be.
 template <class T>
 void clear_values(const AttentionLayer &layer, uint8_t *pages, long block, long head, long heads) {
-  const long size = group_bytes<T>(layer, layer.value_dim), groups_per_page = layer.block_size / kGroup, groups = heads * groups_per_page;
+  const long size = group_bytes<T>(layer, layer.value_dim), numbers = numbers_bytes<T>(layer, layer.value_dim);
+  const long groups_per_page = layer.block_size / kGroup, groups = heads * groups_per_page;
   uint8_t *first = pages + (block * layer.kv_heads + head) * groups_per_page * size;
   if (layer.pages != kInt8Pages) {
     memset(first, 0, groups * size);
     return;
   }
-  for (long g = 0; g < groups; g++) memset(first + g * size + numbers_bytes<T>(layer, layer.value_dim), 0, scales_bytes(layer));
+  for (long g = 0; g < groups; g++) memset(first + g * size + numbers, 0, scales_bytes(layer));
 }
 
 template <class T>
