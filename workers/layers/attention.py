@@ -223,6 +223,8 @@ class Attention:
 
     def fuse(self, program: Program, source: Rows, rotary: int, memory: LayerMemory) -> tuple[RowParallelLinear, Rows]:
         """Add the operations on `source` before the output projection; return the projection and its input rows."""
+        if self.keys_are_values:
+            raise CannotPrepare("keys are copied to values by torch")
         pages = memory.kv
         assert pages is not None
         qkv, mixed, gate = Rows.SCRATCH_1, Rows.SCRATCH_0, Rows.SCRATCH_2

@@ -61,7 +61,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     # Beside layers that read other layers' pages: experts whose result is added to an MLP's before its norm.
     "gemma4_text": {"head_dim": 32, "global_head_dim": 64, "enable_moe_block": True, "num_experts": 8,
                     "top_k_experts": 2, "moe_intermediate_size": 32},
-    "gemma4_unified_text": {"head_dim": 32, "global_head_dim": 64},
+    "gemma4_unified_text": {"head_dim": 32, "global_head_dim": 64, "attention_k_eq_v": False},
     "laguna": {"head_dim": 32},
     "mimo_v2_flash": {"head_dim": 48, "v_head_dim": 32, "swa_head_dim": 48, "swa_v_head_dim": 32},
     "llama": {"head_dim": 48, "attention_bias": True, "mlp_bias": True, "num_key_value_heads": 2},
@@ -110,6 +110,17 @@ def check_equal(path: Path, size: int, dtype: torch.dtype, quantization: str = "
 
     for separate, prepared in on_ranks(size, work):
         assert torch.equal(separate, prepared) and separate.isfinite().all()
+
+
+def test_keys_that_are_values_run_as_separate_operations(tmp_path: Path) -> None:
+    path = make_tiny(tmp_path, "gemma4_unified_text", head_dim=32, global_head_dim=64)
+
+    def reason(tp: TensorParallel) -> str | None:
+        decoder = load_decoder(path, tp, torch.float32)
+        PagedRun(decoder, CppBackend).step({0: [3, 4, 5]})
+        return decoder.why_not_prepared
+
+    assert on_ranks(1, reason) == ["keys are copied to values by torch"]
 
 
 @pytest.mark.parametrize("level", PARAMETERS)

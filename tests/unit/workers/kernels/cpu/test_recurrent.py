@@ -68,6 +68,7 @@ def delta(key_heads: int, value_heads: int, key_width: int, value_width: int) ->
 
 
 def mamba(heads: int, head_width: int, groups: int, state_width: int, *, skips: bool) -> Operation:
+    torch.manual_seed(1)
     a, d = -torch.rand(heads), torch.rand(heads)
 
     def run(module, rows: list[Tensor], gates: list[Tensor], states: Tensor, step: StateStep) -> Tensor:
