@@ -86,11 +86,6 @@ class StateSlots:
         return len(self._slot_of_hash)
 
     @property
-    def num_unsaved(self) -> int:
-        """Slots that steps in flight write as checkpoints."""
-        return len(self._unsaved)
-
-    @property
     def num_available(self) -> int:
         """Slots that can be allocated: free slots, and checkpoints without pins."""
         return len(self._free) + len(self._evictable)

@@ -24,13 +24,16 @@ class ConvolutionWeights:
         fused: str | None = None,
         *,
         has_bias: bool = False,
+        scales: Sequence[float] = (),
     ) -> None:
-        """Describe this rank's channels of each part. `fused`: module under which all parts may be stored as one."""
+        """Describe this rank's channels of each part. `fused`: module under which all parts may be stored as one.
+        `scales`: factor of the inputs of each part; (): none."""
         self.parts = tuple(parts)
         self.taps = taps
         self.placement = placement
         self.fused = fused
         self.has_bias = has_bias
+        self.scales = tuple(scales)
         self.bias: Tensor | None = None  # float32 [channels]
 
     @property
@@ -44,6 +47,10 @@ class ConvolutionWeights:
 
     def load(self, weights: WeightSource) -> None:
         self.weight = self._taken(weights, "weight", self.taps)
+        if self.scales:  # the convolution is linear: the factors of its inputs are factors of its weight
+            of_parts = self.weight.split([part.count for part in self.parts])
+            for part, scale in zip(of_parts, self.scales, strict=True):
+                part.mul_(scale)
         self.bias = self._taken(weights, "bias") if self.has_bias else None
 
     def _taken(self, weights: WeightSource, kind: str, *inner: int) -> Tensor:

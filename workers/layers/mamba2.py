@@ -20,6 +20,7 @@ from oarlock.workers.kernels.cpu.structures import (
     CMambaHeads,
     CMambaLayer,
 )
+from oarlock.workers.layers.convolution import ConvolutionWeights
 from oarlock.workers.layers.fused_layer import MATMULS, Program
 from oarlock.workers.layers.gated_norm import GatedNorm
 from oarlock.workers.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -42,48 +43,6 @@ def rows_of_rank(name: str, names: tuple[str, ...], cuts: list[tuple[int, int]],
         first, count = (shard.first_head, shard.num_heads) if parts == heads else of_group
         found.append(StoredRows(f"{name}.{part}", rows, rows // parts * first, rows // parts * count))
     return found
-
-
-class Convolution:
-    """Weight and bias of the rank's channels: float32 [channels, taps] and [channels]."""
-
-    def __init__(self, name: str, spec: Mamba2Spec, parts: list[StoredRows], placement: Placement) -> None:
-        """Prepare the convolution. `parts`: the rank's channels of each module of `CHANNELS`."""
-        self.name = name
-        self.window, self.has_bias = spec.window, spec.conv_bias
-        self.parts = parts
-        self.scales = spec.scales[1:4]
-        self.placement = placement
-
-    @property
-    def channels(self) -> int:
-        """Channels of the rank."""
-        return sum(part.count for part in self.parts)
-
-    @property
-    def weight_bytes(self) -> int:
-        return 4 * self.channels * (self.window + self.has_bias)
-
-    def load(self, weights: WeightSource) -> None:
-        device = self.placement.device
-        self.weight = torch.empty((self.channels, self.window), dtype=torch.float32, device=device)
-        self.bias = torch.empty(self.channels, dtype=torch.float32, device=device) if self.has_bias else None
-        self._read(weights, "weight", self.weight.unsqueeze(1))
-        # The convolution is linear: the factors of its inputs are factors of its weight.
-        for part, scale in zip(self.weight.split([part.count for part in self.parts]), self.scales, strict=True):
-            part.mul_(scale)
-        if self.bias is not None:
-            self._read(weights, "bias", self.bias)
-
-    def _read(self, weights: WeightSource, kind: str, into: Tensor) -> None:
-        """Fill `into` from the modules' tensors, which a checkpoint stores as one."""
-        fused = f"{self.name}.conv1d.{kind}"
-        is_fused, all_rows = weights.has(fused), sum(part.rows for part in self.parts)
-        above = 0
-        for part, here in zip(self.parts, into.split([part.count for part in self.parts]), strict=True):
-            stored, rows, first = (fused, all_rows, above) if is_fused else (f"{part.name}.{kind}", part.rows, 0)
-            weights.take(stored, here, shape=(rows, *into.shape[1:]), start=first + part.first)
-            above += part.rows
 
 
 class Recurrence:
@@ -122,13 +81,16 @@ class Mamba2:
             tuple(parts), hidden, spec.projection_bias, placement, float32_output=False, fused=f"{name}.in_proj"
         )
         self.widths = [part.count for part in parts]  # gate, x, B, C and time steps of the rank
-        self.convolution = Convolution(name, spec, rows_of_rank(name, CHANNELS, list(spec.rows[1:4]), shard), placement)
+        channels = rows_of_rank(name, CHANNELS, list(spec.rows[1:4]), shard)
+        self.convolution = ConvolutionWeights(
+            channels, spec.window, placement, f"{name}.conv1d", has_bias=spec.conv_bias, scales=spec.scales[1:4]
+        )
         self.recurrence = Recurrence(name, spec, shard, placement)
         self.norm = None if spec.eps is None else GatedNorm(name, spec, placement)
         self.output = RowParallelLinear(f"{name}.out_proj", spec.width, hidden, spec.output_bias, placement)
 
     @property
-    def parts(self) -> list[ColumnParallelLinear | Convolution | Recurrence | GatedNorm | RowParallelLinear]:
+    def parts(self) -> list[ColumnParallelLinear | ConvolutionWeights | Recurrence | GatedNorm | RowParallelLinear]:
         found = (self.projection, self.convolution, self.recurrence, self.norm, self.output)
         return [part for part in found if part is not None]
 
@@ -182,7 +144,7 @@ class Mamba2:
         projected, convolved, mixed = Rows.SCRATCH_1, Rows.SCRATCH_0, Rows.SCRATCH_2
         width, stride, steps = self.widths[0], sum(self.widths), self.widths[4]
         program.multiply(program.take(self, "projection", ColumnParallelLinear), source, projected, *MATMULS)
-        weights = program.take(self, "convolution", Convolution)
+        weights = program.take(self, "convolution", ConvolutionWeights)
         program.convolve(weights.weight, weights.bias, inputs, CColumns(projected, width, stride), convolved, silu=True)
         own, heads = program.take(self, "recurrence", Recurrence), self.shard.num_heads
         step_bias, decay, skip = (program.take(own, name, Tensor).data_ptr() for name in ("step_bias", "decay", "skip"))
