@@ -2,7 +2,6 @@
 
 from functools import cache
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,15 +11,15 @@ from transformers import OlmoHybridConfig, Qwen3_5TextConfig
 from transformers.models.olmo_hybrid.modeling_olmo_hybrid import OlmoHybridGatedDeltaNet
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
-from oarlock.workers.attention.backend import LayerStep
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.layers.gated_delta import GatedDelta
 from oarlock.workers.layers.gated_delta_spec import GatedDeltaSpec
 from oarlock.workers.layers.placement import Placement
 from oarlock.workers.quantization.registry import QUANTIZATIONS
-from oarlock.workers.recurrent.states import LayerStates, StateStep
+from oarlock.workers.recurrent.states import LayerStates
 from oarlock.workers.verify.exact_modules import in_float64
 from tests.golden.paged_run import on_ranks
+from tests.unit.workers.state_steps import layer_step_of
 from tests.unit.workers.weights_in_memory import MemoryWeights
 
 CPU = torch.device("cpu")
@@ -69,21 +68,6 @@ def ours(
     return module
 
 
-def layer_step(
-    states: LayerStates, starts: list[int], slots: list[tuple[int, int]], saves: list[tuple[int, int]]
-) -> LayerStep:
-    """Return a step of sequences that begin at `starts`. `slots`: read and write of each. `saves` (length, slot) are of
-    the first."""
-    reads, writes = zip(*slots, strict=True)
-    save_starts = [0] + [len(saves)] * len(slots)
-    lens, saved = [length for length, _ in saves], [slot for _, slot in saves]
-    step = StateStep(
-        *(torch.tensor(part, dtype=torch.int32) for part in (starts, reads, writes, save_starts, lens, saved))
-    )
-    batch: Any = SimpleNamespace(state=step)
-    return LayerStep(None, batch, None, None, None, states=states)
-
-
 def empty_states(module: GatedDelta, dtype: torch.dtype) -> LayerStates:
     size = module.placement.tp.size
     shapes = [part.shape_of_rank(size) for part in module.spec.memory.parts]
@@ -96,7 +80,7 @@ def fed(module: GatedDelta, x: Tensor, cuts: list[int]) -> Tensor:
     rows = []
     for number, (start, end) in enumerate(pairwise([0, *cuts])):
         slots = (0 if number == 0 else 1 + number % 2, 2 - number % 2)
-        rows.append(module(x[start:end], x[start:end], layer_step(states, [0, end - start], [slots], [])))
+        rows.append(module(x[start:end], x[start:end], layer_step_of(states, [0, end - start], [slots], [])))
     assert not any(part[0].any() for part in states.parts), "the state before the first token was written"
     return torch.cat(rows)
 
@@ -126,12 +110,12 @@ def test_bits_depend_on_neither_cuts_nor_ranks_nor_the_batch(dtype: torch.dtype)
         for cuts in ([*range(1, 24)], [1, 2, 9, 23]):
             assert torch.equal(fed(module, x, cuts), whole)
         states = empty_states(module, dtype)
-        step = layer_step(states, [0, 23, 28], [(0, 1), (0, 2)], [(5, 3), (8, 4)])
+        step = layer_step_of(states, [0, 23, 28], [(0, 1), (0, 2)], [(5, 3), (8, 4)])
         both = torch.cat((x, x[:5]))
         assert torch.equal(module(both, both, step), torch.cat((whole, whole[:5])))
         for part in states.parts:
             assert torch.equal(part[3], part[2]), "the state after 5 tokens, saved and left"
-        rest = module(x[8:], x[8:], layer_step(states, [0, 15], [(4, 5)], []))
+        rest = module(x[8:], x[8:], layer_step_of(states, [0, 15], [(4, 5)], []))
         assert torch.equal(rest, whole[8:])  # a sequence with the same first 8 tokens
     for size in (2, 4):
         for found in on_ranks(size, lambda tp: fed(ours(tp, QWEN, dtype), x, [9, 23])):

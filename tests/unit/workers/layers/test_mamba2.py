@@ -1,6 +1,5 @@
 """Mamba 2 against transformers' modules: their values, and equal bits for any cut, company and number of ranks."""
 
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +16,8 @@ from oarlock.workers.layers.mamba2_spec import Mamba2Spec
 from oarlock.workers.layers.placement import Placement
 from oarlock.workers.recurrent.states import LayerStates, StateStep
 from tests.golden.paged_run import on_ranks
+from tests.unit.workers.state_steps import state_step_of
+from tests.unit.workers.weights_in_memory import MemoryWeights
 
 CPU = torch.device("cpu")
 HIDDEN, HEADS, WIDTH, STATE, WINDOW, TOKENS = 32, 8, 8, 16, 4, 21
@@ -31,27 +32,6 @@ _FALCON: dict[str, Any] = {
     "mamba_n_groups": 2, "mamba_d_conv": WINDOW, "num_hidden_layers": 1, "mamba_chunk_size": 8,
     "num_attention_heads": 4, "ssm_multipliers": [0.7, 1.3, 0.6, 1.7, 0.8],
 }  # fmt: skip
-
-
-class StoredModule:
-    """`WeightSource` of the tensors of a module, whose fused matrices stay fused."""
-
-    def __init__(self, module: nn.Module, name: str) -> None:
-        self.tensors = {f"{name}.{key}": value for key, value in module.state_dict().items()}
-
-    def has(self, name: str) -> bool:
-        return name in self.tensors
-
-    def shape_of(self, name: str) -> tuple[int, ...] | None:
-        return tuple(self.tensors[name].shape) if name in self.tensors else None
-
-    def take(self, name: str, into: Tensor, *, shape: Sequence[int], dim: int = 0, start: int = 0) -> None:
-        stored = self.tensors[name]
-        assert stored.shape == tuple(shape), name
-        into.copy_(stored.narrow(dim, start, into.shape[dim]))
-
-    def finish(self, ignorable: Any) -> None:
-        pass
 
 
 def mamba2_mixer(groups: int, *, bias: bool = False) -> tuple[nn.Module, Mamba2Spec]:
@@ -88,18 +68,11 @@ def built(kind: str) -> tuple[nn.Module, Mamba2Spec, Tensor]:
     return mixer.eval(), spec, torch.randn(TOKENS, HIDDEN)
 
 
-def step_of(lens: Sequence[int], reads: Sequence[int], writes: Sequence[int], saves: Any = ()) -> StateStep:
-    """`saves`: (sequence, tokens, slot) in ascending order."""
-    starts = [0, *torch.tensor(lens).cumsum(0).tolist()]
-    firsts = [sum(seq < number for seq, *_ in saves) for number in range(len(lens) + 1)]
-    lists = (starts, reads, writes, firsts, [one[1] for one in saves], [one[2] for one in saves])
-    return StateStep(*(torch.tensor(values, dtype=torch.int32) for values in lists))
-
-
 def layer_of(mixer: nn.Module, spec: Mamba2Spec, tp: TensorParallel, dtype: torch.dtype) -> tuple[Mamba2, LayerStates]:
     layer = Mamba2("mixer", spec, 0, HIDDEN, Placement(tp, dtype, CPU, slices=8))
+    weights = MemoryWeights({f"mixer.{name}": tensor for name, tensor in mixer.state_dict().items()})
     for part in layer.parts:
-        part.load(StoredModule(mixer, "mixer"))
+        part.load(weights)
     parts = [
         torch.zeros((SLOTS + 1, *part.shape_of_rank(tp.size)), dtype=torch.float32 if part.is_float32 else dtype)
         for part in spec.memory.parts
@@ -117,7 +90,7 @@ def test_results_are_within_twice_transformers_own_error(kind: str) -> None:
     with torch.inference_mode():
         theirs = mixer(x[None])[0].double()
         layer, states = layer_of(mixer, spec, TensorParallel.solo(), torch.float32)
-        ours = run(layer, states, x, step_of([TOKENS], [0], [1])).double()
+        ours = run(layer, states, x, state_step_of([TOKENS], [0], [1])).double()
         exact = judged(mixer, spec, x)
     bound = 2 * (theirs - exact).abs().max() + 1e-6 * exact.abs().max()
     assert (theirs - exact).abs().max() < 1e-4 * exact.abs().max(), "transformers computes something else"
@@ -158,10 +131,10 @@ def test_cuts_company_and_saved_states_do_not_change_bits(kind: str, dtype: torc
     x = x.to(dtype)
     with torch.inference_mode():
         layer, states = layer_of(mixer, spec, TensorParallel.solo(), dtype)
-        whole = run(layer, states, x, step_of([TOKENS], [0], [1], [(0, 5, 7), (0, 16, 8)]))
+        whole = run(layer, states, x, state_step_of([TOKENS], [0], [1], [(0, 5, 7), (0, 16, 8)]))
         other, rest = x[:3].flip(0), x[5:]
-        pieces = run(layer, states, torch.cat([other, rest[:1]]), step_of([3, 1], [0, 7], [2, 3]))[3:]
-        last = run(layer, states, torch.cat([rest[1:], other]), step_of([len(rest) - 1, 3], [3, 0], [4, 5]))
+        pieces = run(layer, states, torch.cat([other, rest[:1]]), state_step_of([3, 1], [0, 7], [2, 3]))[3:]
+        last = run(layer, states, torch.cat([rest[1:], other]), state_step_of([len(rest) - 1, 3], [3, 0], [4, 5]))
         assert torch.equal(torch.cat([pieces, last[: len(rest) - 1]]), whole[5:])
         for part in states.parts:
             assert torch.equal(part[4], part[1]) and not torch.equal(part[8], part[1]) and not part[0].any()
@@ -173,7 +146,7 @@ def test_every_number_of_ranks_has_the_same_bits(kind: str) -> None:
 
     def results(tp: TensorParallel) -> Tensor:
         layer, states = layer_of(mixer, spec, tp, torch.float32)
-        return run(layer, states, x, step_of([TOKENS], [0], [1]))
+        return run(layer, states, x, state_step_of([TOKENS], [0], [1]))
 
     (alone,) = on_ranks(1, results)
     for size in (2, 4):

@@ -2,7 +2,6 @@
 ranks."""
 
 from itertools import pairwise
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,13 +9,13 @@ from torch import Tensor
 from transformers import Lfm2Config
 from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
 
-from oarlock.workers.attention.backend import LayerStep
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.layers.placement import Placement
 from oarlock.workers.layers.short_convolution import ShortConvolution
 from oarlock.workers.layers.short_convolution_spec import ShortConvolutionSpec
-from oarlock.workers.recurrent.states import LayerStates, StateStep
+from oarlock.workers.recurrent.states import LayerStates
 from tests.golden.paged_run import on_ranks
+from tests.unit.workers.state_steps import layer_step_of
 from tests.unit.workers.weights_in_memory import MemoryWeights
 
 CPU = torch.device("cpu")
@@ -43,28 +42,15 @@ def ours(
     return module
 
 
-def layer_step(
-    states: Tensor, starts: list[int], slots: list[tuple[int, int]], saves: list[tuple[int, int]]
-) -> LayerStep:
-    """Return a step of sequences that begin at `starts`. `slots`: read and write of each. `saves` (length, slot) are of
-    the first."""
-    reads, writes = zip(*slots, strict=True)
-    save_starts = [0] + [len(saves)] * len(slots)
-    lens, saved = [length for length, _ in saves], [slot for _, slot in saves]
-    step = StateStep(
-        *(torch.tensor(part, dtype=torch.int32) for part in (starts, reads, writes, save_starts, lens, saved))
-    )
-    batch = SimpleNamespace(state=step)
-    return LayerStep(None, batch, None, None, None, states=LayerStates((states,)))  # ty: ignore[invalid-argument-type]
-
-
 def fed(module: ShortConvolution, x: Tensor, cuts: list[int]) -> Tensor:
     """Return the results of one sequence that is fed in pieces, by turns from slots 1 and 2."""
     states = torch.zeros((SLOTS + 1, module.local, module.spec.kernel_size - 1), dtype=x.dtype)
     rows = []
     for number, (start, end) in enumerate(pairwise([0, *cuts])):
         slots = (0 if number == 0 else 1 + number % 2, 2 - number % 2)
-        rows.append(module(x[start:end], x[start:end], layer_step(states, [0, end - start], [slots], [])))
+        rows.append(
+            module(x[start:end], x[start:end], layer_step_of(LayerStates((states,)), [0, end - start], [slots], []))
+        )
     assert not states[0].any(), "the state before the first token was written"
     return torch.cat(rows)
 
@@ -90,12 +76,12 @@ def test_bits_depend_on_neither_cuts_nor_ranks_nor_the_batch(dtype: torch.dtype)
         for cuts in ([*range(1, TOKENS + 1)], [1, 2, 9, TOKENS]):
             assert torch.equal(fed(module, x, cuts), whole)
         states = torch.zeros((SLOTS + 1, HIDDEN, 2), dtype=dtype)
-        step = layer_step(states, [0, TOKENS, TOKENS + 5], [(0, 1), (0, 2)], [(5, 3), (8, 4)])
+        step = layer_step_of(LayerStates((states,)), [0, TOKENS, TOKENS + 5], [(0, 1), (0, 2)], [(5, 3), (8, 4)])
         both = torch.cat((x, x[:5]))
         assert torch.equal(module(both, both, step), torch.cat((whole, whole[:5])))
         assert torch.equal(states[3], states[2]), "the state after 5 tokens, saved and left"
         states[9] = states[4]  # which a sequence with the same first 8 tokens continues
-        rest = module(x[8:], x[8:], layer_step(states, [0, TOKENS - 8], [(9, 5)], []))
+        rest = module(x[8:], x[8:], layer_step_of(LayerStates((states,)), [0, TOKENS - 8], [(9, 5)], []))
     assert torch.equal(rest, whole[8:])
     for size in (2, 4):
         for found in on_ranks(size, lambda tp: fed(ours(tp, theirs, 3, True, dtype), x, [9, TOKENS])):

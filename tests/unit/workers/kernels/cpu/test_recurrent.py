@@ -1,6 +1,6 @@
 """The recurrent kernels of every level: against float64, for any cut and batch, and which slots they change."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -12,6 +12,7 @@ from oarlock.workers.kernels.cpu import recurrent
 from oarlock.workers.recurrent import reference
 from oarlock.workers.recurrent.states import NULL_SLOT, StateStep
 from tests.unit.workers.kernel_levels import threads
+from tests.unit.workers.state_steps import state_step_of
 
 pytestmark = pytest.mark.usefixtures("level")
 
@@ -21,16 +22,7 @@ LENS = [1, 70, 5, 1, 20]  # one prompt is longer than the tokens whose inputs ar
 SAVES = [(1, 2, 10), (1, 64, 8), (1, 70, 9), (2, 5, 11)]  # (sequence, its tokens, slot)
 
 
-def step_of(lens: Sequence[int], reads: Sequence[int], writes: Sequence[int], saves: Sequence[tuple[int, int, int]]):
-    """Return the step of sequences with these numbers of tokens. `saves` as `SAVES`, in order."""
-    starts = [0, *torch.tensor(lens).cumsum(0).tolist()]
-    firsts = [sum(seq < s for seq, _, _ in saves) for s in range(len(lens) + 1)]
-    columns = [list(column) for column in zip(*saves, strict=True)] or [[], [], []]
-    arrays = (starts, reads, writes, firsts, columns[1], columns[2])
-    return StateStep(*(torch.tensor(array, dtype=torch.int32) for array in arrays))
-
-
-STEP = step_of(LENS, [1, NULL_SLOT, 2, NULL_SLOT, 2], [3, 4, 5, 6, 7], SAVES)
+STEP = state_step_of(LENS, [1, NULL_SLOT, 2, NULL_SLOT, 2], [3, 4, 5, 6, 7], SAVES)
 
 
 @dataclass(frozen=True)
@@ -151,7 +143,7 @@ def test_bits_depend_neither_on_the_batch_nor_on_cuts_nor_on_threads(
             slot, free = int(STEP.reads[seq]), [3, 4]
             for begin, end in pairwise([0, *cuts, LENS[seq]]):
                 saves = [(0, length - begin, kept) for s, length, kept in SAVES if s == seq and begin < length <= end]
-                step = step_of([end - begin], [slot], free[:1], saves)
+                step = state_step_of([end - begin], [slot], free[:1], saves)
                 part = slice(first + begin, first + end)
                 result = operation.run(
                     recurrent, [row[part] for row in rows], [gate[part] for gate in gates], states, step
@@ -180,7 +172,7 @@ def test_a_broken_sequence_disturbs_no_other(operation: Operation) -> None:
 def test_a_sequence_without_tokens_keeps_its_state() -> None:
     for operation in OPERATIONS.values():
         rows, gates, states = operation.inputs(torch.float32, 4)
-        step = step_of([2, 0, 2], [1, 2, NULL_SLOT], [3, 4, 5], [])
+        step = state_step_of([2, 0, 2], [1, 2, NULL_SLOT], [3, 4, 5], [])
         operation.run(recurrent, rows, gates, states, step)
         assert torch.equal(states[4], states[2])
 
