@@ -35,7 +35,7 @@ class LayerInputs:
         rows = (StoredRows(spec.projection, values, 0, values),)
         self.projection = ColumnParallelLinear(rows, hidden, False, placement, float32_output=False)
         # The projection is divided by the square root of the hidden size before its norm. The norm undoes this, except
-        # in what is added to the mean square.
+        # for its epsilon.
         self.norm = RMSNorm(spec.projection_norm, spec.width, spec.norm.eps * hidden, placement, spec.norm.offset)
 
     @property

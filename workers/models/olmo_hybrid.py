@@ -20,7 +20,7 @@ _PROJECTIONS = {
 }  # fmt: skip
 _NAMES = TensorNames(
     modules={
-        # Published checkpoints have other names of norms than transformers, which names those of both kinds alike.
+        # Published checkpoints have other names of norms than transformers, whose names are the same for both kinds.
         "model.layers.*.attention_layer_norm": "model.layers.*.input_layernorm",
         "model.layers.*.feedforward_layer_norm": "model.layers.*.post_attention_layernorm",
         **{f"{_DELTA}.{theirs}": f"{_DELTA}.{ours}" for theirs, ours in _PROJECTIONS.items()},

@@ -130,7 +130,7 @@ def _own_moe(settings: GGUFSettings, config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-# llama.cpp shares key heads among value heads in turn, and its converter reorders those of Qwen3.5.
+# llama.cpp shares key heads among value heads in turn, and its converter reorders Qwen3.5's value heads.
 _ALIKE: dict[str, Any] = {"mlp_norm": "post_attention_norm", "stores_blocks": True}
 GGUF_QWEN3_NEXT = GGUFFamily(
     *("qwen3next", "Qwen3NextForCausalLM", _own_moe, "qwen3_next"), {"width": 1}, has_experts=True, **_ALIKE

@@ -1,4 +1,4 @@
-"""Families whose layers differ: what each layer has, and the settings that are refused by name."""
+"""Families whose layers differ: the sublayers of each layer, and the settings that are refused by name."""
 
 from typing import Any
 

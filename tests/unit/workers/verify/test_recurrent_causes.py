@@ -1,4 +1,4 @@
-"""Causes of wrong states: the slot that was read is named, from what the recorded tensors give with each state."""
+"""Causes of wrong states: the slot that was read is named by trying each state on the recorded tensors."""
 
 from collections.abc import Callable
 from dataclasses import replace
