@@ -8,11 +8,10 @@
 
 namespace {
 
-using simd::kTileRows;
+using simd::kRegisters, simd::kTileRows;
 
 constexpr int kSpan = 256;                 // positions per softmax
 constexpr int kVectors = kGroup / kLanes;  // registers that one element takes for all positions of a group
-constexpr int kRegisters = kLanes == 8 ? 16 : 32;
 
 #ifdef OARLOCK_BF16_DOT
 constexpr bool kHasDot = true;

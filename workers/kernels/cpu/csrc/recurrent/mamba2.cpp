@@ -68,10 +68,11 @@ inline void run_block(float *state, float decay, const float *added, const float
     run_rows<1>(state + row * width, decay, added + row, b, c, width, products + row);
 }
 
-// Compute the blocks `first_block` to `last_block` of a head of a sequence.
+// Compute the blocks of a head of a sequence.
 template <class T>
-void run_head(const MambaHeads &layer, const MambaRows<T> &rows, float *states, T *y, const StateStep &step, long seq,
-              long head, long first_block, long last_block) {
+void run_head(const MambaHeads &layer, const MambaRows<T> &rows, float *states, T *y, const StateStep &step,
+              const HeadTask &task) {
+  const long seq = task.seq, head = task.head;
   const long width = layer.state_width, x_width = layer.head_width, size = x_width * width;
   const long start = step.starts[seq], tokens = step.starts[seq + 1] - start, most = std::min(tokens, kTokensAtOnce);
   const Arena::Mark mark = arena().mark();
@@ -82,7 +83,7 @@ void run_head(const MambaHeads &layer, const MambaRows<T> &rows, float *states, 
   for (long done = 0; done < tokens || done == 0; done += kTokensAtOnce) {
     const long count = std::min(kTokensAtOnce, tokens - done);
     prepare(layer, rows, head, start + done, count, inputs);
-    for (long row = first_block * kBlock; row < std::min(x_width, last_block * kBlock); row += kBlock) {
+    for (long row = task.first * kBlock; row < std::min(x_width, task.last * kBlock); row += kBlock) {
       const long height = std::min(kBlock, x_width - row), bytes = height * width * sizeof(float);
       const auto state = [&](long slot) { return states + (slot * layer.heads + head) * size + row * width; };
       float *now = state(step.writes[seq]);
@@ -109,8 +110,8 @@ void run_head(const MambaHeads &layer, const MambaRows<T> &rows, float *states, 
 template <class T>
 void mamba2(const MambaHeads &layer, const MambaRows<T> &rows, float *states, T *y, const StateStep &step) {
   const long blocks = (layer.head_width + mamba::kBlock - 1) / mamba::kBlock;
-  for_each_head(step, layer.heads, blocks, [&](long seq, long head, long first, long last) {
-    mamba::run_head(layer, rows, states, y, step, seq, head, first, last);
+  for_each_head(step, layer.heads, blocks, [&](const HeadTask &task) {
+    mamba::run_head(layer, rows, states, y, step, task);
   });
 }
 

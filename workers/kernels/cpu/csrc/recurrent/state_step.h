@@ -3,6 +3,7 @@
 #pragma once
 #include <omp.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 
@@ -37,15 +38,31 @@ class Saves {
 
 constexpr long kTokensAtOnce = 64;  // tokens whose inputs are prepared together; their number does not affect results
 
-// Run `work(seq, head, first part, last part)` for all parts of all heads of all sequences, in parallel. Parts of a
-// head share the preparation of inputs, so they are only divided if there are fewer heads than threads need.
+// The parts `first` to `last` of a head of a sequence, and the state that the same thread reads next.
+struct HeadTask {
+  long seq, head, first, last;
+  long next;  // slot * heads + head
+};
+
+// Run `work(HeadTask)` for all parts of all heads of all sequences, in parallel. Parts of a head share the preparation
+// of inputs, so they are only divided if there are fewer heads than threads need. If all heads have the same work, a
+// thread takes consecutive ones, whose states are next to each other in memory.
 template <class Work>
 inline void for_each_head(const StateStep &step, long heads, long parts, const Work &work) {
   const long each = step.seqs * heads < 2 * omp_get_max_threads() ? 1 : parts, shares = parts / each;
-#pragma omp parallel for schedule(dynamic, 1)
-  for (long task = 0; task < step.seqs * heads * shares; task++) {
+  const long tasks = step.seqs * heads * shares;
+  const auto run = [&](long task, long next) {
     const long share = task % shares, head = task / shares % heads, seq = task / shares / heads;
-    work(seq, head, share * each, (share + 1) * each);
+    const long next_seq = next / shares / heads, next_head = next / shares % heads;
+    work(HeadTask{seq, head, share * each, (share + 1) * each, step.reads[next_seq] * heads + next_head});
+  };
+#pragma omp parallel
+  if (const long threads = omp_get_num_threads(); threads == 1 || step.starts[step.seqs] == step.seqs) {
+    const long thread = omp_get_thread_num(), end = tasks * (thread + 1) / threads;
+    for (long task = tasks * thread / threads; task < end; task++) run(task, std::min(task + 1, end - 1));
+  } else {
+#pragma omp for schedule(dynamic, 1)
+    for (long task = 0; task < tasks; task++) run(task, task);
   }
 }
 

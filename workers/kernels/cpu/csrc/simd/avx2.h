@@ -8,7 +8,8 @@ using Vec = __m256;
 using Pairs = __m256i;
 using Mask = __m256;  // all bits of a lane set, or none
 constexpr int kLanes = 8;
-constexpr int kTileRows = 6;  // rows x 2 registers of sums, out of 16 registers
+constexpr int kRegisters = 16;
+constexpr int kTileRows = 6;  // rows x 2 registers of sums
 
 inline Vec zero() { return _mm256_setzero_ps(); }
 inline Vec broadcast(float x) { return _mm256_set1_ps(x); }
@@ -119,6 +120,10 @@ inline Pairs broadcast_pair(const BFloat16 *from) {
 }
 inline Vec lower(Pairs x) { return _mm256_castsi256_ps(_mm256_slli_epi32(x, 16)); }
 inline Vec upper(Pairs x) { return _mm256_castsi256_ps(_mm256_and_si256(x, _mm256_set1_epi32(0xffff0000))); }
+
+inline void stream(float *to, Vec x) { _mm256_stream_ps(to, x); }
+inline bool can_stream(const float *to) { return reinterpret_cast<uintptr_t>(to) % sizeof(Vec) == 0; }
+inline void end_streams() { _mm_sfence(); }
 
 inline void prefetch(const void *address) { _mm_prefetch(static_cast<const char *>(address), _MM_HINT_T0); }
 inline void prefetch_once(const void *address) { _mm_prefetch(static_cast<const char *>(address), _MM_HINT_NTA); }

@@ -9,7 +9,8 @@ using Vec = __m512;
 using Pairs = __m512i;
 using Mask = __mmask16;
 constexpr int kLanes = 16;
-constexpr int kTileRows = 12;  // rows x 2 registers of sums, out of 32 registers
+constexpr int kRegisters = 32;
+constexpr int kTileRows = 12;  // rows x 2 registers of sums
 
 inline Vec zero() { return _mm512_setzero_ps(); }
 inline Vec broadcast(float x) { return _mm512_set1_ps(x); }
@@ -88,6 +89,11 @@ inline Vec dot(Vec acc, Pairs a, Pairs b) { return _mm512_dpbf16_ps(acc, (__m512
 #define OARLOCK_BF16_DOT 1
 inline Vec dot(Vec acc, Pairs a, Pairs b) { return fma(lower(a), lower(b), fma(upper(a), upper(b), acc)); }
 #endif
+
+// Store without reading the cache lines of `to` first and without keeping them; `to` is a multiple of the vector's bytes.
+inline void stream(float *to, Vec x) { _mm512_stream_ps(to, x); }
+inline bool can_stream(const float *to) { return reinterpret_cast<uintptr_t>(to) % sizeof(Vec) == 0; }
+inline void end_streams() { _mm_sfence(); }  // before other threads may read what `stream` stored
 
 inline void prefetch(const void *address) { _mm_prefetch(static_cast<const char *>(address), _MM_HINT_T0); }
 inline void prefetch_once(const void *address) { _mm_prefetch(static_cast<const char *>(address), _MM_HINT_NTA); }

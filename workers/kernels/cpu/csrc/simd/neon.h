@@ -9,7 +9,8 @@ using Vec = float32x4_t;
 using Pairs = uint32x4_t;
 using Mask = uint32x4_t;  // all bits of a lane set, or none
 constexpr int kLanes = 4;
-constexpr int kTileRows = 12;  // rows x 2 registers of sums, out of 32 registers
+constexpr int kRegisters = 32;
+constexpr int kTileRows = 12;  // rows x 2 registers of sums
 
 inline Vec zero() { return vdupq_n_f32(0.0f); }
 inline Vec broadcast(float x) { return vdupq_n_f32(x); }
@@ -109,6 +110,10 @@ inline Vec dot(Vec acc, Pairs a, Pairs b) {
   return vbfdotq_f32(acc, vreinterpretq_bf16_u32(a), vreinterpretq_bf16_u32(b));
 }
 #endif
+
+inline void stream(float *to, Vec x) { store(to, x); }
+inline bool can_stream(const float *) { return true; }
+inline void end_streams() {}
 
 inline void prefetch(const void *address) { __builtin_prefetch(address); }
 inline void prefetch_once(const void *address) { __builtin_prefetch(address, 0, 0); }
