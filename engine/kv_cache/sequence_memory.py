@@ -31,7 +31,6 @@ from oarlock.workers.config import GroupInfo, WorkerInfo
 UNSENT = -1  # number of a group that ranks do not have: its table entries are not sent
 _MOST_COUNTED = 1 << 18  # blocks of a group that only counts tokens
 LEAST_AWAITED_TOKENS = 128  # tokens that a checkpoint must save for a sequence that waits for it
-_ALWAYS = -(1 << 62)  # floor of a shortage that may end at any time
 
 
 def page_groups(info: WorkerInfo, num_rows: int) -> dict[int, GroupInfo]:
@@ -290,20 +289,19 @@ class SequenceMemory:
         """Return the refusal of `seq`, for which `manager` lacks `short` blocks with a prefix of `num_found` columns.
 
         Blocks of the prefix that other sequences hold cost nothing. Their number grows only if available blocks are
-        allocated, or new blocks cached. So each release lowers `short` by at most one.
+        allocated, or new blocks cached. So each release lowers `short` by at most one. The refusal also ends when a
+        group caches the block after the prefix that it lacks now. With recurrent state only releases end it, because
+        the prefix grows by checkpoints, and `seq` waits before it is refused if a running sequence will leave one.
         """
         floor, index = short + manager.pool.num_released, manager.index
-        if self.slots is not None:
-            return Shortage(_ALWAYS, None, index)  # a new checkpoint may lengthen the prefix by many blocks
-        if not self.enable_prefix_caching or num_found >= min(max_tokens, seq.num_tokens - 1) // self.block_size:
+        most = min(max_tokens, seq.num_tokens - 1) // self.block_size
+        if not self.enable_prefix_caching or num_found >= most or self.slots is not None:
             return Shortage(floor, None, index)
         awaited = self._hash_at(seq, num_found)
         if len(self.managers) == 1:
             return Shortage(floor, awaited)
-        for lacking in self.managers:
-            if awaited not in lacking.pool.block_of_hash:
-                return Shortage(floor, awaited, index, lacking.index)
-        return Shortage(_ALWAYS, None, index)  # a group with a span lacks an earlier block
+        lacking = next(other for other in self.managers if awaited not in other.pool.block_of_hash)
+        return Shortage(floor, awaited, index, lacking.index)
 
     def _up_to_checkpoint(self, seq: BlockHolder, found: list[list[int]], slots: StateSlots) -> list[list[int]]:
         """Return the part of the prefix `found` that ends at the last checkpoint on which all groups agree."""
