@@ -47,7 +47,7 @@ class BlockHolder(Protocol):
     shortage: Shortage | None
     slots: HeldSlots | None  # of recurrent state; None: the model has none, or the sequence does not run
     checkpoints_at: dict[int, bytes]  # planned checkpoints of its recurrent state: number of tokens -> hash
-    awaits_checkpoint: bool
+    awaited_checkpoint: bytes | None
 
     @property
     def token_ids(self) -> list[int]: ...

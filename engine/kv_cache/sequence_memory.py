@@ -240,15 +240,18 @@ class SequenceMemory:
         if `seq` awaits a checkpoint.
         """
         assert not seq.tables[0].block_ids
-        seq.awaits_checkpoint = False
+        if self.slots is not None and seq.awaited_checkpoint in self.slots.expected:
+            return None
+        seq.awaited_checkpoint = None
         if not self.can_allocate(seq, reserve):
             return None
         found = self.find_prefix(seq, max_tokens)
         num_shared = len(found[0])
         if self.slots is not None:
             found = self._up_to_checkpoint(seq, found, self.slots)
-            if self._expects_longer(seq, len(found[0]), max_tokens, self.slots):
-                seq.awaits_checkpoint, seq.shortage = True, None
+            seq.awaited_checkpoint = self._expected_checkpoint(seq, len(found[0]), max_tokens, self.slots)
+            if seq.awaited_checkpoint is not None:
+                seq.shortage = None
                 return None
         num_columns, num_found = self.blocks_for(seq.num_tokens), len(found[0])
         for manager in self.managers:
@@ -309,16 +312,17 @@ class SequenceMemory:
             found = self.find_prefix(seq, length * self.block_size)
         return found
 
-    def _expects_longer(self, seq: BlockHolder, num_found: int, max_tokens: int, slots: StateSlots) -> bool:
-        """Return whether a running sequence will leave a checkpoint that is worth waiting for: with it, `seq` has many
-        tokens less to compute than with its prefix of `num_found` columns."""
+    def _expected_checkpoint(
+        self, seq: BlockHolder, num_found: int, max_tokens: int, slots: StateSlots
+    ) -> bytes | None:
+        """Return the hash of the last checkpoint that running sequences will leave and that is worth waiting for, or
+        None: with it, `seq` has many tokens less to compute than with its prefix of `num_found` columns."""
         if not slots.expected:
-            return False
-        columns = range(min(max_tokens, seq.num_tokens - 1) // self.block_size, num_found, -1)
-        least = num_found * self.block_size + LEAST_AWAITED_TOKENS
-        return any(
-            column * self.block_size >= least and self._hash_at(seq, column - 1) in slots.expected for column in columns
-        )
+            return None
+        least = num_found + max(1, -(-LEAST_AWAITED_TOKENS // self.block_size))
+        columns = range(min(max_tokens, seq.num_tokens - 1) // self.block_size, least - 1, -1)
+        hashes = (self._hash_at(seq, column - 1) for column in columns)
+        return next((block_hash for block_hash in hashes if block_hash in slots.expected), None)
 
     def _take_slots(self, seq: BlockHolder, num_found: int, num_shared: int, slots: StateSlots) -> bool:
         """Give `seq` its slots of recurrent state, and plan the checkpoints of its prompt. Return False, without a

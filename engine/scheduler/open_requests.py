@@ -103,7 +103,7 @@ class OpenRequests:
         reserve = reserved_blocks(len(self.running), seq.num_preemptions)
         num_cached = self.memory.allocate(seq, seq.num_skippable_tokens, reserve)
         if num_cached is None:
-            self.log.steps.without_blocks += 1
+            self.log.steps.without_blocks += seq.awaited_checkpoint is None
             return False
         if self.loading is not None:
             self.loading.release(seq)
