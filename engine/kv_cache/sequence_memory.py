@@ -244,6 +244,8 @@ class SequenceMemory:
             return None
         seq.awaited_checkpoint = None
         if not self.can_allocate(seq, reserve):
+            if self.slots is not None:
+                self.slots.note_refusal()
             return None
         found = self.find_prefix(seq, max_tokens)
         num_shared = len(found[0])

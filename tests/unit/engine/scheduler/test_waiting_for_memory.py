@@ -103,3 +103,21 @@ def test_a_short_prompt_behind_one_that_waits_for_a_checkpoint_is_served_soon() 
     assert [seq.request_id for seq in driver.scheduler.requests.running] == [2, 4]
     driver.run().check_outputs()
     driver.check_idle()
+
+
+def test_checkpoints_in_flight_do_not_keep_slots_from_a_sequence() -> None:
+    """There are two slots for each sequence and no more, and each step saves two of 31 sequences that decode."""
+    sizes = {"max_num_seqs": 32, "pipeline_depth": 2, "block_size": 16, "max_num_batched_tokens": 512}
+    driver = make_driver(GroupInfo(1000, 0), GroupInfo(65, 0, is_recurrent=True), **sizes)
+    for number in range(1, 32):
+        driver.add(make_request(number, ids(number, 9 + number), max_tokens=300))
+    for _ in range(30):
+        driver.step()
+    driver.add(make_request(99, ids(40, 12)))
+    for _ in range(8):
+        driver.step()
+    assert 99 in driver.ends and driver.executor.states is not None
+    num_saved = driver.executor.states.num_saved
+    for _ in range(16):
+        driver.step()
+    assert driver.executor.states.num_saved > num_saved
