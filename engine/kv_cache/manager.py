@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
+from oarlock.engine.kv_cache.block_events import extend_hashes
 from oarlock.engine.kv_cache.block_pool import NULL_BLOCK, BlockPool
 from oarlock.engine.kv_cache.state_slots import HeldSlots
 from oarlock.engine.types import Request
@@ -47,7 +48,7 @@ class BlockHolder(Protocol):
     shortage: Shortage | None
     slots: HeldSlots | None  # of recurrent state; None: the model has none, or the sequence does not run
     checkpoints_at: dict[int, bytes]  # planned checkpoints of its recurrent state: number of tokens -> hash
-    awaits_checkpoint: bool
+    awaited_checkpoint: bytes | None
 
     @property
     def token_ids(self) -> list[int]: ...
@@ -57,6 +58,14 @@ class BlockHolder(Protocol):
     def num_computed_tokens(self) -> int: ...
     @property
     def num_skippable_tokens(self) -> int: ...
+
+
+def hash_at(seq: BlockHolder, column: int, block_size: int) -> bytes:
+    """Return the hash of the block of `seq` in `column`, whose tokens are all known."""
+    hashes = seq.block_hashes
+    if len(hashes) <= column:
+        extend_hashes(hashes, seq.token_ids, seq.request.cache_salt, block_size, column + 1)
+    return hashes[column]
 
 
 class KVCacheManager:
@@ -87,14 +96,13 @@ class KVCacheManager:
         return max(0, num_computed - self.span + 1) // self.block_size
 
     def find(self, hashes: Iterable[bytes]) -> list[int]:
-        """Return the cached block of each of `hashes`, of successive columns from the first on: with a span the null
-        block if there is none, else up to the first that is missing."""
+        """Return the cached block of each of `hashes`, up to the first that is missing."""
         found: list[int] = []
         for block_hash in hashes:
             block = self.pool.block_of_hash.get(block_hash)
-            if block is None and self.span is None:
+            if block is None:
                 break
-            found.append(NULL_BLOCK if block is None else block)
+            found.append(block)
         return found
 
     def num_needed(self, found: list[int], num_columns: int) -> int:

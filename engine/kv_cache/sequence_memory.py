@@ -20,10 +20,9 @@ Knows block ids and token ids. Does not know tensors, bytes, or when a sequence 
 import sys
 from collections.abc import Iterable, Iterator
 
-from oarlock.base.errors import StartupError
-from oarlock.engine.kv_cache.block_events import AllBlocksCleared, BlockStored, extend_hashes
+from oarlock.engine.kv_cache.block_events import AllBlocksCleared, BlockStored
 from oarlock.engine.kv_cache.block_pool import NULL_BLOCK
-from oarlock.engine.kv_cache.manager import BlockHolder, BlockTable, KVCacheManager, Shortage, TableEntry
+from oarlock.engine.kv_cache.manager import BlockHolder, BlockTable, KVCacheManager, Shortage, TableEntry, hash_at
 from oarlock.engine.kv_cache.offload import KVOffload
 from oarlock.engine.kv_cache.state_slots import NUM_OWN_SLOTS, StateSlots, checkpoint_lengths
 from oarlock.workers.config import GroupInfo, WorkerInfo
@@ -31,7 +30,6 @@ from oarlock.workers.config import GroupInfo, WorkerInfo
 UNSENT = -1  # number of a group that ranks do not have: its table entries are not sent
 _MOST_COUNTED = 1 << 18  # blocks of a group that only counts tokens
 LEAST_AWAITED_TOKENS = 128  # tokens that a checkpoint must save for a sequence that waits for it
-_ALWAYS = -(1 << 62)  # floor of a shortage that may end at any time
 
 
 def page_groups(info: WorkerInfo, num_rows: int) -> dict[int, GroupInfo]:
@@ -57,17 +55,6 @@ def num_state_slots(info: WorkerInfo) -> int | None:
     counts = {group.num_blocks for group in info.groups if group.is_recurrent}
     assert len(counts) <= 1, "groups of recurrent layers have different numbers of slots"
     return max(counts, default=None)
-
-
-def check_offload(info: WorkerInfo) -> None:
-    """Raise `StartupError` if KV blocks are to be kept outside the pool of a model for which this is not possible."""
-    if info.kv_offload is None or (len(info.groups) <= 1 and not any(group.is_recurrent for group in info.groups)):
-        return
-    kinds = "recurrent state" if any(group.is_recurrent for group in info.groups) else "several groups of KV blocks"
-    raise StartupError(
-        f"KV offload does not support models with {kinds}, such as this {info.architecture}.",
-        "Remove --kv-offload-gib and --kv-offload-path.",
-    )
 
 
 class SequenceMemory:
@@ -179,7 +166,7 @@ class SequenceMemory:
             return found
         most = min(max_tokens, seq.num_tokens - 1) // self.block_size
         for manager in self._without_span:
-            found[manager.index] = manager.find(self._hash_at(seq, column) for column in range(most))
+            found[manager.index] = manager.find(hash_at(seq, column, self.block_size) for column in range(most))
             most = len(found[manager.index])
         if self.has_spans:
             most = self._find_with_spans(seq, most, found)
@@ -191,23 +178,27 @@ class SequenceMemory:
         """Enter into `found` the blocks of the groups with a span for the longest prefix of at most `most` columns on
         which they agree, and return its columns.
 
-        A hash covers all tokens before it, so blocks that are not read may be missing.
+        A hash covers all tokens before it, so blocks that are not read may be missing. If a block is missing that is
+        read after a prefix, it is also read after each shorter prefix that contains it. So the search goes on with the
+        prefix that ends before this block.
         """
-        agreed = range(1, most + 1)
+        length, size, begins = most, self.block_size, [most] * len(self._with_span)
+        is_agreed = False
+        while length and not is_agreed:
+            is_agreed = True
+            for index, manager in enumerate(self._with_span):
+                has, first = manager.pool.block_of_hash, min(length - 1, manager.first_column_read(size * length))
+                column = min(length, begins[index])  # the columns from here on to `length` have blocks
+                while column > first and hash_at(seq, column - 1, size) in has:
+                    column -= 1
+                begins[index] = column
+                if column > first:
+                    length, is_agreed = column - 1, False
+                    break
         for manager in self._with_span:
-            blocks = manager.find(self._hash_at(seq, column) for column in range(most))
-            begin = 0  # of the blocks without a gap up to here
-            is_found = [True] * (most + 1)  # by number of columns
-            for column, block in enumerate(blocks):
-                begin = column + 1 if block == NULL_BLOCK else begin
-                first = manager.first_column_read(self.block_size * (column + 1))
-                is_found[column + 1] = block != NULL_BLOCK and begin <= first
-            agreed = [length for length in agreed if is_found[length]]
-            found[manager.index] = blocks
-        length = max(agreed, default=0)
-        for manager in self._with_span:
-            unread = manager.first_column_read(self.block_size * length)
-            found[manager.index][:unread] = [NULL_BLOCK] * unread
+            unread = manager.first_column_read(size * length)
+            hashes = [hash_at(seq, column, size) for column in range(unread, length)]
+            found[manager.index] = [NULL_BLOCK] * unread + manager.find(hashes)
         return length
 
     def missing_hashes(self, seq: BlockHolder) -> tuple[int, Iterator[bytes]]:
@@ -215,7 +206,7 @@ class SequenceMemory:
         could be loaded instead of computed."""
         most = min(seq.num_skippable_tokens, seq.num_tokens - 1) // self.block_size
         first = len(self.find_prefix(seq, seq.num_skippable_tokens)[0])
-        return first, (self._hash_at(seq, column) for column in range(first, most))
+        return first, (hash_at(seq, column, self.block_size) for column in range(first, most))
 
     # -- admission
 
@@ -241,15 +232,20 @@ class SequenceMemory:
         if `seq` awaits a checkpoint.
         """
         assert not seq.tables[0].block_ids
-        seq.awaits_checkpoint = False
+        if self.slots is not None and seq.awaited_checkpoint in self.slots.expected:
+            return None
+        seq.awaited_checkpoint = None
         if not self.can_allocate(seq, reserve):
+            if self.slots is not None:
+                self.slots.note_refusal()
             return None
         found = self.find_prefix(seq, max_tokens)
         num_shared = len(found[0])
         if self.slots is not None:
             found = self._up_to_checkpoint(seq, found, self.slots)
-            if self._expects_longer(seq, len(found[0]), max_tokens, self.slots):
-                seq.awaits_checkpoint, seq.shortage = True, None
+            seq.awaited_checkpoint = self._expected_checkpoint(seq, len(found[0]), max_tokens, self.slots)
+            if seq.awaited_checkpoint is not None:
+                seq.shortage = None
                 return None
         num_columns, num_found = self.blocks_for(seq.num_tokens), len(found[0])
         for manager in self.managers:
@@ -267,7 +263,7 @@ class SequenceMemory:
         slots: list[int] = []
         if self.offload is not None and not self.has_spans:
             # Held before blocks are allocated, so that blocks evicted for them are saved to other slots.
-            slots = self.offload.pin(self._hash_at(seq, column) for column in columns)
+            slots = self.offload.pin(hash_at(seq, column, self.block_size) for column in columns)
             if len(slots) > self.offload.num_loads_left:
                 self._load_some(self.offload, seq, found[0], slots)
                 return None
@@ -290,20 +286,20 @@ class SequenceMemory:
         """Return the refusal of `seq`, for which `manager` lacks `short` blocks with a prefix of `num_found` columns.
 
         Blocks of the prefix that other sequences hold cost nothing. Their number grows only if available blocks are
-        allocated, or new blocks cached. So each release lowers `short` by at most one.
+        allocated, or new blocks cached. So each release lowers `short` by at most one. The refusal also ends when a
+        group caches the block after the prefix that it lacks now. With recurrent state only releases end it, because
+        the prefix grows by checkpoints, and `seq` waits before it is refused if a running sequence will leave one.
         """
         floor, index = short + manager.pool.num_released, manager.index
-        if self.slots is not None:
-            return Shortage(_ALWAYS, None, index)  # a new checkpoint may lengthen the prefix by many blocks
-        if not self.enable_prefix_caching or num_found >= min(max_tokens, seq.num_tokens - 1) // self.block_size:
+        if not self.enable_prefix_caching or self.slots is not None:
             return Shortage(floor, None, index)
-        awaited = self._hash_at(seq, num_found)
+        if num_found >= min(max_tokens, seq.num_tokens - 1) // self.block_size:
+            return Shortage(floor, None, index)
+        awaited = hash_at(seq, num_found, self.block_size)
         if len(self.managers) == 1:
             return Shortage(floor, awaited)
-        for lacking in self.managers:
-            if awaited not in lacking.pool.block_of_hash:
-                return Shortage(floor, awaited, index, lacking.index)
-        return Shortage(_ALWAYS, None, index)  # a group with a span lacks an earlier block
+        lacking = next(other for other in self.managers if awaited not in other.pool.block_of_hash)
+        return Shortage(floor, awaited, index, lacking.index)
 
     def _up_to_checkpoint(self, seq: BlockHolder, found: list[list[int]], slots: StateSlots) -> list[list[int]]:
         """Return the part of the prefix `found` that ends at the last checkpoint on which all groups agree."""
@@ -311,16 +307,17 @@ class SequenceMemory:
             found = self.find_prefix(seq, length * self.block_size)
         return found
 
-    def _expects_longer(self, seq: BlockHolder, num_found: int, max_tokens: int, slots: StateSlots) -> bool:
-        """Return whether a running sequence will leave a checkpoint that is worth waiting for: with it, `seq` has many
-        tokens less to compute than with its prefix of `num_found` columns."""
+    def _expected_checkpoint(
+        self, seq: BlockHolder, num_found: int, max_tokens: int, slots: StateSlots
+    ) -> bytes | None:
+        """Return the hash of the last checkpoint that running sequences will leave and that is worth waiting for, or
+        None: with it, `seq` has many tokens less to compute than with its prefix of `num_found` columns."""
         if not slots.expected:
-            return False
-        columns = range(min(max_tokens, seq.num_tokens - 1) // self.block_size, num_found, -1)
-        least = num_found * self.block_size + LEAST_AWAITED_TOKENS
-        return any(
-            column * self.block_size >= least and self._hash_at(seq, column - 1) in slots.expected for column in columns
-        )
+            return None
+        least = num_found + max(1, -(-LEAST_AWAITED_TOKENS // self.block_size))
+        columns = range(min(max_tokens, seq.num_tokens - 1) // self.block_size, least - 1, -1)
+        hashes = (hash_at(seq, column - 1, self.block_size) for column in columns)
+        return next((block_hash for block_hash in hashes if block_hash in slots.expected), None)
 
     def _take_slots(self, seq: BlockHolder, num_found: int, num_shared: int, slots: StateSlots) -> bool:
         """Give `seq` its slots of recurrent state, and plan the checkpoints of its prompt. Return False, without a
@@ -334,7 +331,9 @@ class SequenceMemory:
         if self.enable_prefix_caching:
             lengths = seq.num_tokens, num_found * self.block_size, num_shared * self.block_size
             planned = checkpoint_lengths(*lengths, self.block_size)
-            seq.checkpoints_at = {length: self._hash_at(seq, length // self.block_size - 1) for length in planned}
+            seq.checkpoints_at = {
+                length: hash_at(seq, length // self.block_size - 1, self.block_size) for length in planned
+            }
             slots.expected.update(seq.checkpoints_at.values())
         return True
 
@@ -347,7 +346,7 @@ class SequenceMemory:
             del pool.cached[block]
         pool.num_available -= len(own)
         for column, slot in enumerate(slots[:room], len(found)):
-            block_hash = self._hash_at(seq, column)
+            block_hash = hash_at(seq, column, self.block_size)
             if block_hash in pool.block_of_hash:  # it follows a block that was evicted
                 offload.unpin([slot])
                 continue
@@ -424,7 +423,7 @@ class SequenceMemory:
             return
         for column in range(seq.num_cached_blocks, num_tokens // self.block_size):
             # Two sequences may compute the same content at the same time. The first one's block remains in the cache.
-            block_hash = self._hash_at(seq, column)
+            block_hash = hash_at(seq, column, self.block_size)
             for manager in self.managers:
                 pool, block = manager.pool, seq.tables[manager.index].block_ids[column]
                 if block_hash not in pool.block_of_hash and block != NULL_BLOCK:
@@ -506,9 +505,3 @@ class SequenceMemory:
         start = column * self.block_size
         tokens = seq.token_ids[start : start + self.block_size]
         return BlockStored(seq.block_hashes[column], parent, tokens, seq.request.cache_salt)
-
-    def _hash_at(self, seq: BlockHolder, column: int) -> bytes:
-        hashes = seq.block_hashes
-        if len(hashes) <= column:
-            extend_hashes(hashes, seq.token_ids, seq.request.cache_salt, self.block_size, column + 1)
-        return hashes[column]

@@ -70,6 +70,7 @@ class StateSlots:
         self._read: list[int] = []  # pinned slots that the last scheduled step reads
         self.expected: Counter[bytes] = Counter()  # hashes of checkpoints that running sequences will leave
         self._rolling: set[int] = set()  # checkpoints that the next one of their sequence may replace
+        self._saves_nothing = False  # in the step that is being scheduled, see `note_refusal`
 
     @property
     def num_total(self) -> int:
@@ -124,6 +125,11 @@ class StateSlots:
         self._held.update(slots[1:])
         return slots
 
+    def note_refusal(self) -> None:
+        """Note that a sequence was refused memory. If it lacks the slots that steps in flight write as checkpoints, the
+        step being scheduled saves none. Otherwise each step could take the slots that the one before it has saved."""
+        self._saves_nothing |= self.num_available < NUM_OWN_SLOTS <= self.num_available + len(self._unsaved)
+
     def give_back(self, slots: HeldSlots, *, has_started: bool) -> None:
         """Free the slots of a sequence. `has_started`: its first step was scheduled, see `start`."""
         for slot in slots[1:]:
@@ -134,6 +140,7 @@ class StateSlots:
 
     def begin_step(self) -> None:
         """Unpin the checkpoints that the previous step reads: the step that is now scheduled may write them."""
+        self._saves_nothing = False
         for slot in self._read:
             self._unpin(slot)
         self._read.clear()
@@ -155,11 +162,13 @@ class StateSlots:
                 del self.expected[block_hash]
 
     def allocate_save(self, replaces: bytes | None = None) -> int | None:
-        """Return a slot for a checkpoint that the step being scheduled writes, or None if no slot is available.
+        """Return a slot for a checkpoint that the step being scheduled writes, or None if slots are short.
 
         `replaces`: hash of the sequence's last rolling checkpoint. Its slot is used again unless another sequence uses
         it.
         """
+        if self._saves_nothing:
+            return None
         slot = None if replaces is None else self._slot_of_hash.get(replaces)
         if slot in self._rolling and slot in self._evictable:
             self._unname(slot)

@@ -20,7 +20,7 @@ from oarlock.workers.config import StepCost
 
 # Maximum number of sequences admitted ahead of a sequence that waits only because it was preempted.
 MAX_PASSED = 4
-_MAX_CONSIDERED = 64  # waiting sequences that are considered
+MAX_CONSIDERED = 64  # waiting sequences that a step considers besides those that it admits in order
 MAX_STEP_RATIO = 2.5  # maximum ratio of the time of a step with prompt tokens to a decode step, if no limit is set
 MIN_CHUNK_TOKENS = 16  # minimum tokens of a chunk, however long a step takes: prompts must make progress
 
@@ -87,7 +87,7 @@ def may_be_passed(seq: Sequence, running: list[Sequence], memory: SequenceMemory
     """
     if seq.num_passed >= MAX_PASSED:
         return False
-    if seq.awaits_checkpoint:
+    if seq.awaited_checkpoint is not None:
         return True
     if seq.num_preemptions == 0:
         return False
@@ -144,7 +144,7 @@ def waiting_of_half_length(first: Sequence, waiting: RequestQueue) -> Iterator[S
     Stop at a sequence that was refused blocks: the next free blocks are reserved for it.
     """
     most = num_left(first) // 2
-    for seq in list(islice(waiting, _MAX_CONSIDERED)):
+    for seq in list(islice(waiting, MAX_CONSIDERED)):
         if seq.shortage is not None:
             return
         if len(seq.token_ids) <= most and seq.request.is_low_priority <= first.request.is_low_priority:

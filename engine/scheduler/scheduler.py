@@ -490,7 +490,7 @@ class Scheduler:
             share -= self._schedule_prompt(seq, output, share, now)
         for seq in policy.waiting_of_half_length(oldest, self._waiting):
             taken = self._schedule_prompt(seq, output, share, now) if share else 0
-            if taken == 0:
+            if taken == 0 and seq.awaited_checkpoint is None:
                 break
             share -= taken
         budget -= budget // 2 - share
@@ -503,7 +503,7 @@ class Scheduler:
         may be passed. `normal_only`: admit only sequences of normal priority.
         """
         passed: list[Sequence] = []
-        while len(passed) < len(self._waiting) and budget > 0:
+        while len(passed) < min(len(self._waiting), policy.MAX_CONSIDERED) and budget > 0:
             seq = self._waiting[len(passed)]
             if normal_only and seq.request.is_low_priority:
                 break
@@ -512,6 +512,8 @@ class Scheduler:
                 for other in passed:
                     other.num_passed += 1
             elif seq.status is Status.WAITING:
+                if not self.requests.free_rows:
+                    break
                 passed.append(seq)
             if not all(policy.may_be_passed(other, self._running, self.memory) for other in passed):
                 break

@@ -97,7 +97,7 @@ class Sequence:
         "_last_token_s",
         "_num_computed_tokens",
         "_token_ids",
-        "awaits_checkpoint",
+        "awaited_checkpoint",
         "block_hashes",
         "block_ids",
         "checkpoints_at",
@@ -166,7 +166,7 @@ class Sequence:
         self.slots: HeldSlots | None = None  # of recurrent state; None while the sequence does not run
         # Checkpoints that its prompt will leave, ascending: number of tokens -> hash of the last block of them.
         self.checkpoints_at: dict[int, bytes] = {}
-        self.awaits_checkpoint = False  # whether it waits for a checkpoint that another sequence will leave
+        self.awaited_checkpoint: bytes | None = None  # hash of a checkpoint that a running sequence was to leave
         self.rolling_checkpoint: bytes | None = None  # hash of the last checkpoint of its decodes
         self.shortage: Shortage | None = None  # most recent failed allocation of blocks
         self.has_searched_files = False  # whether KV files were searched for its prefix since it last began to wait
