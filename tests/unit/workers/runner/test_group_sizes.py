@@ -131,6 +131,21 @@ def test_slots_are_two_for_each_sequence_and_as_many_checkpoints_as_fit() -> Non
     assert groups.given_counts(9) == [9, 17]
 
 
+def test_slots_leave_room_for_the_pages_of_one_long_sequence() -> None:
+    asked = config(max_num_seqs=64)
+    made = [pages(1), slots(pages(1).bytes_per_block)]
+    least = GroupSizes(asked, made).bytes_of_sequence(4096)
+    found = []
+    for available in range(least, 2 * least, least // 100):
+        found.append(GroupSizes(asked, made).sequences_with_slots(room(available)))
+        lowered = GroupSizes(asked.with_(max_num_seqs=found[-1]), made)
+        assert lowered.counts_that_fit(room(available))[1] > 4 * found[-1], "all have slots for checkpoints"
+    assert found == sorted(found) and found[0] == 1 and found[-1] == 64
+    assert GroupSizes(asked, made).sequences_with_slots(room(least - 1)) > 1, "fewer sequences would not help"
+    fitted = GroupSizes(asked.with_(fit_model_len=True), made)
+    assert fitted.sequences_with_slots(room(least)) > 1, "a shorter sequence leaves more"
+
+
 def test_the_number_of_sequences_is_lowered_to_the_states_that_fit() -> None:
     spec = MODELS["pages and states"]
     each = sum(len(group.layers) for group in spec.groups if isinstance(group.memory, SlotsSpec)) * 48 * 4
