@@ -104,14 +104,17 @@ class Capacity:
 
 def tensor_parallel_sizes(model: OpenModel) -> list[int]:
     """Return the numbers of ranks that this model's layers can be divided among."""
-    spec, found = model.spec, []
-    for size in spec.tp_sizes:
-        try:
-            check_parallel(model.config.with_(tensor_parallel_size=size, pipeline_parallel_size=1), spec)
-        except StartupError:
-            continue
-        found.append(size)
-    return found
+    return [size for size in model.spec.tp_sizes if divides(model, size, 1)]
+
+
+def divides(model: OpenModel, tensor_parallel_size: int, pipeline_parallel_size: int) -> bool:
+    """Return whether the model can be divided into stages of this many ranks."""
+    sizes = {"tensor_parallel_size": tensor_parallel_size, "pipeline_parallel_size": pipeline_parallel_size}
+    try:
+        check_parallel(model.config.with_(**sizes), model.spec)
+    except StartupError:
+        return False
+    return True
 
 
 def capacity(model: OpenModel, changes: Mapping[str, Any], memory: Memory) -> Capacity:

@@ -236,6 +236,18 @@ def test_both_ways_to_share_experts_are_shown_with_their_bytes(tmp_path: Path, c
     assert main([*words, "-tp", "1"]) == 0 and "Experts of a rank" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
+def test_layouts_that_a_model_does_not_allow_are_left_out(tmp_path: Path, capsys) -> None:
+    from tests.golden.tiny_models import tiny_config
+
+    tiny_config("gemma4_text", architectures=["Gemma4ForCausalLM"]).save_pretrained(tmp_path)
+    status, found = plan(capsys, str(tmp_path), "--gpus", "2xH100")
+    assert status == 0
+    assert [tuple(one[name] for name in SIZES) for one in found["layouts"]] == [(1, 1, 2), (2, 1, 1)]
+    assert main(["plan", str(tmp_path), "--gpus", "2xH100", "-pp", "2"]) == 3
+    assert "pipeline_parallel_size 2 does not fit this model" in capsys.readouterr().err
+
+
 def test_help_of_every_command_stays_quick() -> None:
     """The modules that `plan` computes with are imported only when it runs."""
     import subprocess
