@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from oarlock.workers.attention.backend import LayerMemory
-from oarlock.workers.capacity import Memory, capacity
+from oarlock.workers.capacity import Memory, capacity, work_of
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.preflight import open_model
 from tests.golden.tiny_models import FAMILIES, RECURRENT, make_tiny
@@ -56,4 +56,9 @@ def test_ranks_match_the_plan(tmp_path: Path, family: str, changes: dict[str, An
     assert plan.config.max_num_seqs == real.config.max_num_seqs
     assert within(plan.kv_bytes, max(bytes_of(rank.layer_memory) for rank in real.ranks)), "memory of sequences"
     assert plan.groups.bytes_per_token == max(rank.memory.groups.bytes_per_token for rank in real.ranks)
+    slots = [
+        sum(part[0].nbytes for one in rank.layer_memory if one.states for part in one.states.parts)
+        for rank in real.ranks[:: config.tensor_parallel_size]
+    ]
+    assert [work.state_bytes for work in work_of(open_model(config), plan.config)] == slots
     assert plan.step_bytes == max(rank.memory.step.largest for rank in real.ranks)
