@@ -170,6 +170,14 @@ def with_kv_offload(config: WorkerConfig, spec: DecoderSpec) -> WorkerConfig:
             f"{spec.architecture} has {len(memories)} memory groups.",
             "Leave them out.",
         )
+    for stage in range(config.pipeline_parallel_size):
+        layers = layers_of_stage(spec.num_layers, stage, config.pipeline_parallel_size)
+        if not any(layer in layers for group in spec.groups for layer in group.layers):
+            raise StartupError(
+                f"--kv-offload-memory and --kv-offload-path need attention in every pipeline stage, and layers "
+                f"{layers.start} to {layers.stop - 1} have none.",
+                "Leave them out, or use fewer stages.",
+            )
     memory, disk = config.kv_offload_bytes, config.kv_offload_disk_bytes
     if config.kv_offload_path is not None:
         memory = memory or DEFAULT_SLOT_BYTES

@@ -14,7 +14,7 @@ from oarlock.workers.preflight import check_without_weights, preflight
 from oarlock.workers.protocol import max_step_bytes
 from oarlock.workers.quantization.registry import NONE
 from tests.golden.tiny_models import make_tiny
-from tests.unit.workers.layers.test_memory_groups import MODELS
+from tests.unit.workers.layers.test_memory_groups import FULL, MLP, MODELS, layer, model
 
 RECURRENT = MODELS["pages and states"]
 
@@ -25,6 +25,14 @@ def test_blocks_outside_the_pool_need_one_group_of_pages() -> None:
         with pytest.raises(StartupError, match=f"^--kv-offload-memory and .* Tiny {words}") as refused:
             with_kv_offload(config, MODELS[name])
         assert refused.value.fix == "Leave them out."
+
+
+def test_blocks_outside_the_pool_need_attention_in_every_stage() -> None:
+    spec = model(layer(FULL, MLP), layer(FULL), layer(MLP))
+    config = WorkerConfig("model", kv_offload_bytes=1 << 20)
+    assert with_kv_offload(config, spec).offloads_kv
+    with pytest.raises(StartupError, match="need attention in every pipeline stage, and layers 2 to 2 have none"):
+        with_kv_offload(config.with_(pipeline_parallel_size=2), spec)
 
 
 def test_a_layer_must_be_in_the_stage_of_the_pages_that_it_reads() -> None:
