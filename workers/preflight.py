@@ -21,7 +21,13 @@ from oarlock.workers.checks.devices import (
     this_cpu,
 )
 from oarlock.workers.checks.encoder import check_encoder, encoder_is_not_planned, encoder_preflight
-from oarlock.workers.checks.limits import check_drafts, check_limits, check_parallel, with_kv_offload
+from oarlock.workers.checks.limits import (
+    check_drafts,
+    check_has_pages,
+    check_limits,
+    check_parallel,
+    with_kv_offload,
+)
 from oarlock.workers.checks.tensors import check_tensors
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.gguf_config import open_checkpoint
@@ -276,6 +282,7 @@ def _described(config: WorkerConfig) -> tuple[WorkerConfig, DecoderSpec, StoredQ
         config = config.with_(quantization=quantized.method)
     check_parallel(config, spec)
     check_drafts(config, spec)
+    check_has_pages(config, spec)
     return config, spec, quantized
 
 

@@ -118,6 +118,16 @@ def check_drafts(config: WorkerConfig, spec: DecoderSpec) -> None:
         )
 
 
+def check_has_pages(config: WorkerConfig, spec: DecoderSpec) -> None:
+    """Check that there are keys and values if a format of theirs is given. Raises `StartupError`."""
+    if config.kv_cache_dtype != "auto" and not any(isinstance(group.memory, PagesSpec) for group in spec.groups):
+        raise StartupError(
+            f"--kv-cache-dtype {config.kv_cache_dtype} is a format of keys and values, but {spec.architecture} has no "
+            "attention.",
+            "Leave it out.",
+        )
+
+
 def _check_shared_pages(stages: int, spec: DecoderSpec) -> None:
     """Check that layers which read another layer's pages are in the stage of that layer, and that layers have no inputs
     of their own, which the first stage computes. Raises `StartupError`."""

@@ -64,6 +64,14 @@ def test_fewer_sequences_than_were_asked_for_are_logged(caplog: pytest.LogCaptur
     assert fewer(RECURRENT).max_num_seqs == fewer(MODELS["heads and widths differ"]).max_num_seqs == 64
 
 
+def test_a_format_of_keys_needs_attention(tmp_path: Path) -> None:
+    config = WorkerConfig(str(make_tiny(tmp_path, "mamba2")), device="cpu", kv_cache_dtype="int8", max_model_len=256)
+    for check in (check_without_weights, preflight):
+        with pytest.raises(StartupError, match=r"^--kv-cache-dtype int8 is .* Mamba2ForCausalLM has no attention"):
+            check(config)
+    assert preflight(config.with_(kv_cache_dtype="auto")).pages_groups == 0
+
+
 def test_hosts_do_not_lower_the_sequences_by_themselves() -> None:
     """They might disagree, and their settings must be the same."""
     given = {"nnodes": 2, "tensor_parallel_size": 2, "kv_cache_bytes": 2 * (48 // 2) * 4 * (4 * 10 + 2) * 2}
