@@ -223,7 +223,7 @@ def _work(spec: DecoderSpec, formats: WeightFormats, config: WorkerConfig, stage
     if stage == 0 and not (spec.tie_word_embeddings and is_last):  # an embedding that is not the head is read by rows
         weight_format = formats.of_head.format_of(EMBEDDING.removesuffix(".weight"))
         read -= weight_format.weight_bytes(spec.vocab_size, spec.hidden_size, item) // size
-    read -= sum(bytes_of for tensor, bytes_of in held if tensor.is_table)  # read by rows as well
+    read -= sum(bytes_of for tensor, bytes_of in held if tensor.is_table or not tensor.used)  # read by rows as well
     groups = GroupSizes.of(config, spec, stage)
     return RankWork(
         weight_bytes=read,
