@@ -154,7 +154,8 @@ def capacity(model: OpenModel, changes: Mapping[str, Any], memory: Memory) -> Ca
     least = min(each, key=lambda held: (held.num_blocks, -held.missing_bytes))
     if all(held.counts for held in each):  # stages agree on the fewest blocks of each group
         counts = tuple(min(of_group) for of_group in zip(*(held.counts for held in each), strict=True))
-        least = replace(least, counts=counts)
+        config = least.config.with_(max_model_len=least.groups.fitted_length(counts))
+        least = replace(least, counts=counts, config=config)
     return replace(least, weight_bytes=weights, step_bytes=max(steps), other_bytes=max(others), vector_bytes=vectors)
 
 

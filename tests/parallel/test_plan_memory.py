@@ -62,3 +62,15 @@ def test_ranks_match_the_plan(tmp_path: Path, family: str, changes: dict[str, An
     ]
     assert [work.state_bytes for work in work_of(open_model(config), plan.config)] == slots
     assert plan.step_bytes == max(rank.memory.step.largest for rank in real.ranks)
+
+
+def test_the_length_that_fits_is_of_all_stages(tmp_path: Path) -> None:
+    """The first stage has only windows, and less room for each of their layers than the last for its others."""
+    layers = {"num_hidden_layers": 5, "layer_types": ["sliding_attention"] * 3 + ["full_attention"] * 2}
+    model = str(make_tiny(tmp_path, "gemma3_text", sliding_window=200, **layers))
+    config = WorkerConfig(model, device="cpu", dtype="float32", max_model_len=512, block_size=16, num_threads=1)
+    config = config.with_(pipeline_parallel_size=2, kv_cache_bytes=400 << 10, fit_model_len=True)
+    plan, real = capacity(open_model(config), {}, MEMORY), ThreadExecutor(config)
+    first, last = real.info.groups
+    assert plan.counts == (first.num_blocks, last.num_blocks) and first.num_blocks < last.num_blocks
+    assert plan.config.max_model_len == real.info.max_model_len == 144

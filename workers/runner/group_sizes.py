@@ -304,19 +304,19 @@ def _shared(room: int, sizes: Sequence[int], each: Sequence[int], least: Sequenc
 
     `sizes`: bytes of a block of each group; 0 if the rank has no layers of it.
     """
-    short: set[int] = set()  # groups that get `least`
+    short = {group for group, size in enumerate(sizes) if not size}  # groups that do not share in the room
+    blocks = [least[group] if size else _UNLIMITED for group, size in enumerate(sizes)]
     while True:
+        sharing = [group for group in range(len(sizes)) if group not in short]
         left = room - sum(least[group] * sizes[group] for group in short)
-        unit = sum(
-            count * size for group, (count, size) in enumerate(zip(each, sizes, strict=True)) if group not in short
-        )
-        blocks = [
-            least[group] if group in short else left * count // unit if unit else _UNLIMITED
-            for group, count in enumerate(each)
-        ]
-        below = {group for group, count in enumerate(blocks) if count < least[group]}
+        unit = sum(each[group] * sizes[group] for group in sharing)
+        for group in sharing:
+            blocks[group] = left * each[group] // unit
+        below = {group for group in sharing if blocks[group] < least[group]}
         if not below:
             return blocks
+        for group in below:
+            blocks[group] = least[group]
         short |= below
 
 

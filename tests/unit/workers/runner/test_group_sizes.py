@@ -91,11 +91,15 @@ def test_pools_hold_one_long_sequence_and_as_many_short_ones_as_fit() -> None:
 
 def test_stages_without_layers_of_a_group_do_not_limit_it() -> None:
     first = GroupSizes(config(device="cuda"), [pages(2), pages(0, span=100)])
-    last = GroupSizes(config(device="cuda"), [pages(0), pages(1, span=100)])
-    available = room(4 * first.bytes_of_sequence(4096))
-    agreed = [min(pair) for pair in zip(first.counts_that_fit(available), last.counts_that_fit(available), strict=True)]
-    assert first.bytes_of(agreed) <= available.available and last.bytes_of(agreed) <= available.available
-    assert agreed[0] == first.counts_that_fit(available)[0]
+    for layers in (1, 40):
+        last = GroupSizes(config(device="cuda"), [pages(0), pages(layers, span=100)])
+        available = room(4 * max(first.bytes_of_sequence(4096), last.bytes_of_sequence(4096)))
+        each = [stage.counts_that_fit(available) for stage in (first, last)]
+        agreed = [min(pair) for pair in zip(*each, strict=True)]
+        assert agreed == [each[0][0], each[1][1]], "each stage decides on its own group"
+        for stage, pool in ((first, first.groups[0]), (last, last.groups[1])):
+            spare = available.available - stage.bytes_of(agreed)
+            assert 0 <= spare < 3 * pool.bytes_per_block, "and uses all its room"
 
 
 def test_errors_show_the_arithmetic_of_each_group() -> None:
