@@ -104,14 +104,17 @@ class Capacity:
 
 def tensor_parallel_sizes(model: OpenModel) -> list[int]:
     """Return the numbers of ranks that this model's layers can be divided among."""
-    spec, found = model.spec, []
-    for size in spec.tp_sizes:
-        try:
-            check_parallel(model.config.with_(tensor_parallel_size=size, pipeline_parallel_size=1), spec)
-        except StartupError:
-            continue
-        found.append(size)
-    return found
+    return [size for size in model.spec.tp_sizes if divides(model, size, 1)]
+
+
+def divides(model: OpenModel, tensor_parallel_size: int, pipeline_parallel_size: int) -> bool:
+    """Return whether the model can be divided into stages of this many ranks."""
+    sizes = {"tensor_parallel_size": tensor_parallel_size, "pipeline_parallel_size": pipeline_parallel_size}
+    try:
+        check_parallel(model.config.with_(**sizes), model.spec)
+    except StartupError:
+        return False
+    return True
 
 
 def capacity(model: OpenModel, changes: Mapping[str, Any], memory: Memory) -> Capacity:
@@ -151,7 +154,8 @@ def capacity(model: OpenModel, changes: Mapping[str, Any], memory: Memory) -> Ca
     least = min(each, key=lambda held: (held.num_blocks, -held.missing_bytes))
     if all(held.counts for held in each):  # stages agree on the fewest blocks of each group
         counts = tuple(min(of_group) for of_group in zip(*(held.counts for held in each), strict=True))
-        least = replace(least, counts=counts)
+        config = least.config.with_(max_model_len=least.groups.fitted_length(counts))
+        least = replace(least, counts=counts, config=config)
     return replace(least, weight_bytes=weights, step_bytes=max(steps), other_bytes=max(others), vector_bytes=vectors)
 
 
@@ -192,8 +196,9 @@ class RankWork:
     sum_bytes: int  # exchanged with the other ranks of the stage for each token, in `num_sums` all-reduces
     num_sums: int
     pass_bytes: int  # sent to the next stage for each token
-    expert_bytes: int = 0  # fraction of the experts that one token has
+    expert_bytes: int = 0  # of routed experts, of which a step reads those that its tokens choose
     expert_share: float = 0.0  # fraction of the experts that one token has
+    state_bytes: int = 0  # of recurrent state, read and written for each sequence
 
 
 def work_of(model: OpenModel, config: WorkerConfig) -> tuple[RankWork, ...]:
@@ -219,12 +224,14 @@ def _work(spec: DecoderSpec, formats: WeightFormats, config: WorkerConfig, stage
     if stage == 0 and not (spec.tie_word_embeddings and is_last):  # an embedding that is not the head is read by rows
         weight_format = formats.of_head.format_of(EMBEDDING.removesuffix(".weight"))
         read -= weight_format.weight_bytes(spec.vocab_size, spec.hidden_size, item) // size
-    read -= sum(bytes_of for tensor, bytes_of in held if tensor.is_table)  # read by rows as well
+    read -= sum(bytes_of for tensor, bytes_of in held if tensor.is_table or not tensor.used)  # read by rows as well
+    groups = GroupSizes.of(config, spec, stage)
     return RankWork(
         weight_bytes=read,
         expert_bytes=expert_bytes,
         expert_share=max((used for used, _ in experts), default=0.0),
-        kv_bytes=GroupSizes.of(config, spec, stage).bytes_per_token,
+        kv_bytes=groups.bytes_per_token,
+        state_bytes=groups.slot_bytes,
         token_ops=2 * matrices / size,
         row_ops=2 * head / size if is_last else 0.0,
         pair_ops=sum(branch.sublayer.pair_ops for branch in branches) / size,

@@ -177,6 +177,9 @@ class NodesConfig:
     launcher_store: str | None = None  # prefix of our keys in a store that the launcher keeps; None: the head keeps one
 
 
+NO_ATTENTION = "none"  # reported as the attention backend of layers without attention
+
+
 @dataclass(frozen=True, slots=True)
 class GroupInfo:
     """Memory group of a model as the engine knows it: blocks of pages, or slots of recurrent state."""

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from oarlock.base.errors import StartupError
+from oarlock.base.errors import EXIT_OUT_OF_MEMORY, StartupError
 from oarlock.workers.checks.devices import (
     check_matmuls_on_cuda,
     ranks_here,
@@ -21,7 +21,13 @@ from oarlock.workers.checks.devices import (
     this_cpu,
 )
 from oarlock.workers.checks.encoder import check_encoder, encoder_is_not_planned, encoder_preflight
-from oarlock.workers.checks.limits import check_drafts, check_limits, check_parallel, with_kv_offload
+from oarlock.workers.checks.limits import (
+    check_drafts,
+    check_has_pages,
+    check_limits,
+    check_parallel,
+    with_kv_offload,
+)
 from oarlock.workers.checks.tensors import check_tensors
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.gguf_config import open_checkpoint
@@ -132,20 +138,24 @@ def _check_device_memory(config: WorkerConfig, spec: DecoderSpec, formats: Weigh
 
 
 def _with_fewer_sequences(config: WorkerConfig, spec: DecoderSpec, formats: WeightFormats) -> WorkerConfig:
-    """Lower `max_num_seqs` to the sequences whose recurrent state fits, and log it."""
+    """Lower `max_num_seqs` to the sequences whose recurrent state fits, and log it.
+
+    Raises `StartupError` if there are several hosts: each measures its own memory, so they might disagree.
+    """
     if not any(isinstance(group.memory, SlotsSpec) for group in spec.groups):
         return config
-    if config.num_speculative_tokens:
-        raise StartupError(
-            f"--speculative-config: the state of recurrent layers, which {spec.architecture} has, cannot go back to a "
-            "token before rejected drafts.",
-            "Leave it out.",
-        )
     # Given numbers of blocks, as in a replay, come with the number of sequences.
     room = _estimated_room(config, spec, formats) if config.num_kv_blocks is None else None
     if room is None:
         return config
     lowered = with_sequences_that_fit(config, spec, room)
+    if lowered.max_num_seqs < config.max_num_seqs and config.nnodes > 1:
+        raise StartupError(
+            f"Not enough memory on this host for the recurrent state of {config.max_num_seqs} sequences, and all hosts "
+            "must run the same number.",
+            f"Use --max-num-seqs {lowered.max_num_seqs} or less on every host.",
+            EXIT_OUT_OF_MEMORY,
+        )
     if lowered.max_num_seqs < config.max_num_seqs:
         logger.warning(
             "event=max_num_seqs_lowered from=%d to=%d reason=%r",
@@ -272,6 +282,7 @@ def _described(config: WorkerConfig) -> tuple[WorkerConfig, DecoderSpec, StoredQ
         config = config.with_(quantization=quantized.method)
     check_parallel(config, spec)
     check_drafts(config, spec)
+    check_has_pages(config, spec)
     return config, spec, quantized
 
 

@@ -13,7 +13,7 @@ import pytest
 from oarlock.server.config.options import parse_size
 from tests.e2e.running import DEMO, ROOT, RunningServer, command, environment
 
-LIMIT = 0.03
+LIMIT = 0.02
 QWEN = {
     "architectures": ["Qwen2ForCausalLM"],
     "model_type": "qwen2",

@@ -4,7 +4,7 @@ T  query tokens      S  sequences      R  rows of block tables      B  their col
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
@@ -166,11 +166,28 @@ class _HostInputs:
 
 def state_step(step: StepMetadata, device: torch.device) -> StateStep:
     """Return the slots of recurrent state that `step` reads and writes, on `device`."""
-    saves = step.state_saves
-    starts = np.searchsorted(saves[:, 0], np.arange(step.num_seqs + 1)).astype(np.int32)
-    arrays = (step.query_start_loc, step.state_reads, step.state_writes, starts, saves[:, 1], saves[:, 2])
-    tensors = [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
-    return StateStep(*(tensor.to(device, non_blocking=True) for tensor in tensors))
+    if device.type == "cpu":
+        return step.made_once(_HostStates).of(step)
+    own = _HostStates(step).of(step)
+    return StateStep(*(getattr(own, each.name).to(device, non_blocking=True) for each in fields(own)))
+
+
+class _HostStates:
+    """Slots of a step in host memory: views of its arrays, and copies of the columns of its saves."""
+
+    def __init__(self, step: StepMetadata) -> None:
+        self._starts = np.zeros(step.num_seqs + 1, np.int32)
+        self._saves = np.empty((2, len(step.state_saves)), np.int32)  # lengths, slots
+        arrays = (step.query_start_loc, step.state_reads, step.state_writes, self._starts, *self._saves)
+        self._step = StateStep(*map(torch.from_numpy, arrays))
+
+    def of(self, step: StepMetadata) -> StateStep:
+        """Return the slots with the current values of the arrays. Valid until the next call."""
+        saves = step.state_saves
+        if len(saves):
+            self._starts[...] = np.searchsorted(saves[:, 0], np.arange(len(self._starts)))
+            self._saves[...] = saves[:, 1:].T
+        return self._step
 
 
 def with_sampled(token_ids: Tensor, sampled: Tensor) -> Tensor:

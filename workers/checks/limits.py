@@ -118,6 +118,16 @@ def check_drafts(config: WorkerConfig, spec: DecoderSpec) -> None:
         )
 
 
+def check_has_pages(config: WorkerConfig, spec: DecoderSpec) -> None:
+    """Check that there are keys and values if a format of theirs is given. Raises `StartupError`."""
+    if config.kv_cache_dtype != "auto" and not any(isinstance(group.memory, PagesSpec) for group in spec.groups):
+        raise StartupError(
+            f"--kv-cache-dtype {config.kv_cache_dtype} is a format of keys and values, but {spec.architecture} has no "
+            "attention.",
+            "Leave it out.",
+        )
+
+
 def _check_shared_pages(stages: int, spec: DecoderSpec) -> None:
     """Check that layers which read another layer's pages are in the stage of that layer, and that layers have no inputs
     of their own, which the first stage computes. Raises `StartupError`."""
@@ -170,6 +180,14 @@ def with_kv_offload(config: WorkerConfig, spec: DecoderSpec) -> WorkerConfig:
             f"{spec.architecture} has {len(memories)} memory groups.",
             "Leave them out.",
         )
+    for stage in range(config.pipeline_parallel_size):
+        layers = layers_of_stage(spec.num_layers, stage, config.pipeline_parallel_size)
+        if not any(layer in layers for group in spec.groups for layer in group.layers):
+            raise StartupError(
+                f"--kv-offload-memory and --kv-offload-path need attention in every pipeline stage, and layers "
+                f"{layers.start} to {layers.stop - 1} have none.",
+                "Leave them out, or use fewer stages.",
+            )
     memory, disk = config.kv_offload_bytes, config.kv_offload_disk_bytes
     if config.kv_offload_path is not None:
         memory = memory or DEFAULT_SLOT_BYTES

@@ -8,7 +8,7 @@ from oarlock.base.errors import StartupError
 from oarlock.base.host_memory import human_bytes
 from oarlock.workers.attention.backend import KVSpec
 from oarlock.workers.attention.selector import BACKENDS
-from oarlock.workers.config import WorkerConfig
+from oarlock.workers.config import NO_ATTENTION, WorkerConfig
 from oarlock.workers.doctor.finding import ERROR, NOTE, OK, Finding
 from oarlock.workers.gguf_config import open_checkpoint
 from oarlock.workers.layers.memory_spec import MemoryGroup, PagesSpec, SlotsSpec
@@ -91,7 +91,7 @@ def _attention(config: WorkerConfig) -> Finding:
             text = "; ".join(f"{name}: {why}" for name, why in refused.items())
             return Finding("attention", f"no backend can be used: {text}", ERROR, "Leave --attention-backend out.")
         chosen.append(name)
-    names = ", ".join(dict.fromkeys(chosen)) or "none"
+    names = ", ".join(dict.fromkeys(chosen)) or NO_ATTENTION
     text = "; ".join([names, *(f"not {name}: {why}" for name, why in refused.items())])
     return Finding("attention", text, NOTE if refused else "ok", facts={"backend": names, "refused": refused})
 

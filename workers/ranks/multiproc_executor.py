@@ -13,7 +13,15 @@ from typing import NoReturn
 import numpy as np
 
 from oarlock.base.errors import StartupError
-from oarlock.workers.config import LOADING_TIMEOUT_S, GroupInfo, OnProgress, StepCost, WorkerConfig, WorkerInfo
+from oarlock.workers.config import (
+    LOADING_TIMEOUT_S,
+    NO_ATTENTION,
+    GroupInfo,
+    OnProgress,
+    StepCost,
+    WorkerConfig,
+    WorkerInfo,
+)
 from oarlock.workers.distributed.shm_layout import last_of
 from oarlock.workers.distributed.shm_ring import ChannelClosedError
 from oarlock.workers.errors import WorkerError
@@ -116,6 +124,7 @@ def joint_info(infos: Mapping[int, WorkerInfo]) -> WorkerInfo:
         joint,
         num_blocks=min(info.num_blocks for info in everyone),
         groups=_joint_groups([info.groups for info in everyone]),
+        attention_backend=_joint_names([info.attention_backend for info in everyone]),
         weight_bytes_per_rank=max(info.weight_bytes_per_rank for info in everyone),
         kv_bytes_per_token_per_rank=max(info.kv_bytes_per_token_per_rank for info in everyone),
         load_seconds=max(info.load_seconds for info in everyone),
@@ -134,6 +143,12 @@ def _joint_groups(of_ranks: Sequence[tuple[GroupInfo, ...]]) -> tuple[GroupInfo,
         )
         for groups in zip(*of_ranks, strict=True)
     )
+
+
+def _joint_names(backends: Sequence[str]) -> str:
+    """Return the names of all attention backends. Stages without attention report `NO_ATTENTION`."""
+    names = dict.fromkeys(name for names in backends for name in names.split(", ") if name != NO_ATTENTION)
+    return ", ".join(names) or NO_ATTENTION
 
 
 def _smallest(tiers: Sequence[KVOffloadInfo | None]) -> KVOffloadInfo | None:

@@ -34,7 +34,7 @@ RUNNING_SLOTS, CHECKPOINT_SLOTS = 2, 2  # slots for each running sequence, and f
 _UNLIMITED = 1 << 40  # blocks of a group without layers on the rank
 _LEAST_SLOTS = 5  # including the null slot, for one sequence and the self-tests
 _TYPICAL_SHARE = 8  # `max_model_len` divided by this is the length of a typical sequence
-SLOTS_SHARE = 0.5  # share of the room for slots, if there are pages, to which `max_num_seqs` is lowered
+SLOTS_SHARE = 0.5  # most of the room for slots, if there are pages, to which `max_num_seqs` is lowered
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +128,21 @@ class GroupSizes:
             each = RUNNING_SLOTS if group.is_recurrent else self.blocks_of_sequence(group, length)
             found.append(max(0, count - 1) // each)
         return min(found)
+
+    def sequences_with_slots(self, room: KVRoom) -> int:
+        """Return the number of sequences, at least 1 and at most `max_num_seqs`, whose slots and checkpoints fit into
+        their share of `room`: half of it if there are pages, and no more than the pages of one sequence of
+        `max_model_len` leave."""
+        config, share = self._config, room.available
+        if not self.slot_bytes:
+            return config.max_num_seqs
+        if self.pages:
+            share = int(room.available * SLOTS_SHARE)
+        left = room.available - self.bytes_of_sequence(self._length)
+        if left >= 0 and not config.fit_model_len:  # otherwise the longest sequence must be shorter
+            share = min(share, left + (_LEAST_SLOTS + 1) * self.slot_bytes)
+        fitting = (share // self.slot_bytes - RESERVED_BLOCKS) // (RUNNING_SLOTS + CHECKPOINT_SLOTS)
+        return max(1, min(config.max_num_seqs, fitting))
 
     # -- division of room
 
@@ -289,30 +304,25 @@ def _shared(room: int, sizes: Sequence[int], each: Sequence[int], least: Sequenc
 
     `sizes`: bytes of a block of each group; 0 if the rank has no layers of it.
     """
-    short: set[int] = set()  # groups that get `least`
+    short = {group for group, size in enumerate(sizes) if not size}  # groups that do not share in the room
+    blocks = [least[group] if size else _UNLIMITED for group, size in enumerate(sizes)]
     while True:
+        sharing = [group for group in range(len(sizes)) if group not in short]
         left = room - sum(least[group] * sizes[group] for group in short)
-        unit = sum(
-            count * size for group, (count, size) in enumerate(zip(each, sizes, strict=True)) if group not in short
-        )
-        blocks = [
-            least[group] if group in short else left * count // unit if unit else _UNLIMITED
-            for group, count in enumerate(each)
-        ]
-        below = {group for group, count in enumerate(blocks) if count < least[group]}
+        unit = sum(each[group] * sizes[group] for group in sharing)
+        for group in sharing:
+            blocks[group] = left * each[group] // unit
+        below = {group for group in sharing if blocks[group] < least[group]}
         if not below:
             return blocks
+        for group in below:
+            blocks[group] = least[group]
         short |= below
 
 
 def with_sequences_that_fit(config: WorkerConfig, spec: DecoderSpec, room: KVRoom) -> WorkerConfig:
     """Return `config` with `max_num_seqs` lowered, if slots of recurrent state of all sequences would take more than
     their share of `room`."""
-    lowest = config.max_num_seqs
-    for stage in range(config.pipeline_parallel_size):
-        sizes = GroupSizes.of(config, spec, stage)
-        if sizes.slot_bytes:
-            share = int(room.available * (SLOTS_SHARE if sizes.pages else 1.0))
-            fitting = share // sizes.slot_bytes - RESERVED_BLOCKS
-            lowest = min(lowest, max(1, fitting // (RUNNING_SLOTS + CHECKPOINT_SLOTS)))
-    return config if lowest == config.max_num_seqs else config.with_(max_num_seqs=lowest)
+    stages = range(config.pipeline_parallel_size)
+    fitting = min(GroupSizes.of(config, spec, stage).sequences_with_slots(room) for stage in stages)
+    return config if fitting >= config.max_num_seqs else config.with_(max_num_seqs=fitting)

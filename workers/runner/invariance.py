@@ -27,6 +27,7 @@ from oarlock.workers.kernels.cpu.gemm import CppMatmul, CppPackedMatmul
 from oarlock.workers.kernels.cpu.library import library
 from oarlock.workers.kernels.cpu.sampling import can_serve
 from oarlock.workers.layers.linear import RowParallelLinear
+from oarlock.workers.layers.memory_spec import PagesSpec
 from oarlock.workers.layers.placement import Placement
 from oarlock.workers.models.decoder import Decoder, moe_layers_of
 from oarlock.workers.protocol import NULL_BLOCK
@@ -211,9 +212,13 @@ def check_batch_invariance(
 
 
 def one_of_each_kind(model: Decoder) -> list[int]:
-    """Return the first layer of each different specification, counted from the first layer of the stage."""
+    """Return the first layer of each different specification, and the layers whose pages these read, in ascending
+    order. Layers are counted from the first layer of the stage."""
     kinds = [model.spec.layers[layer] for layer in model.stage]
-    return [layer for layer, kind in enumerate(kinds) if kinds.index(kind) == layer]
+    found = {layer for layer, kind in enumerate(kinds) if kinds.index(kind) == layer}
+    pages = [memory for layer in found for memory in kinds[layer].memories if isinstance(memory, PagesSpec)]
+    found |= {one.of_layer - model.stage.start for one in pages if one.of_layer is not None}
+    return sorted(found)
 
 
 def _logits_fault(model: Decoder, hidden: Tensor) -> str | None:

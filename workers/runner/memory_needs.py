@@ -24,7 +24,7 @@ from oarlock.workers.platform.dtypes import ITEM_BYTES
 from oarlock.workers.quantization.formats.weight_format import unit_of_width
 from oarlock.workers.quantization.registry import NONE
 from oarlock.workers.runner.buckets import logits_rows_at_once
-from oarlock.workers.runner.group_sizes import GroupSizes
+from oarlock.workers.runner.group_sizes import GroupSizes, with_sequences_that_fit
 from oarlock.workers.runner.kv_room import room_for_kv, room_given
 
 if TYPE_CHECKING:
@@ -321,5 +321,6 @@ def out_of_memory_as(error_of: Callable[[Exception], StartupError]) -> Generator
 
 def check_given_size(config: WorkerConfig, spec: DecoderSpec) -> None:
     """Check that `--kv-cache-memory` holds one sequence, as far as this is known before a rank starts."""
+    config = with_sequences_that_fit(config, spec, room_given(config))
     for stage in range(config.pipeline_parallel_size):
         GroupSizes.of(config, spec, stage).counts_that_fit(room_given(config))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from oarlock.workers.attention.backend import LayerMemory
-from oarlock.workers.config import StepCost, WorkerConfig, WorkerInfo
+from oarlock.workers.config import NO_ATTENTION, StepCost, WorkerConfig, WorkerInfo
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.distributed.pipeline_stage import PipelineStage
 from oarlock.workers.kernels.cpu.description import describe_kernels
@@ -142,7 +142,7 @@ class ModelRunner(StepRunner[DecoderSteps]):
     @property
     def attention_names(self) -> str:
         """The names of the attention backends in use."""
-        return ", ".join(dict.fromkeys(backend.name for backend in self.backends.values())) or "none"
+        return ", ".join(dict.fromkeys(backend.name for backend in self.backends.values())) or NO_ATTENTION
 
     def _with_layers(self, model: Decoder, memory: list[LayerMemory]) -> StepRunner[DecoderSteps]:
         """Return a runner of only the layers of `model` with their `memory`, in which no other stage takes part."""

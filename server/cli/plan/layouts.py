@@ -17,7 +17,7 @@ from oarlock.server.cli.plan.machine import Machine
 from oarlock.server.config.settings import Settings
 from oarlock.server.hub.local_model import find_local
 from oarlock.server.hub.model_path import resolve
-from oarlock.workers.capacity import Capacity, capacity, cpu_ops, tensor_parallel_sizes, work_of
+from oarlock.workers.capacity import Capacity, capacity, cpu_ops, divides, tensor_parallel_sizes, work_of
 from oarlock.workers.preflight import OpenModel, open_model
 
 CONTEXTS = (4096, 32_768)  # tokens of one user
@@ -163,7 +163,8 @@ def _sizes(model: OpenModel, machine: Machine, given: Mapping[str, int]) -> list
     dividing = tensor_parallel_sizes(model)
     found = []
     for tp in [given[SIZES[0]]] if SIZES[0] in given else dividing:
-        for pp in [given[SIZES[1]]] if SIZES[1] in given else range(1, min(machine.count, model.spec.num_layers) + 1):
+        stages = range(1, min(machine.count, model.spec.num_layers) + 1)
+        for pp in [given[SIZES[1]]] if SIZES[1] in given else [pp for pp in stages if divides(model, tp, pp)]:
             dp = given.get(SIZES[2], machine.count // (tp * pp))
             if tp * pp * dp == machine.count or (given and dp and tp * pp * dp <= machine.count):
                 found.append((tp, pp, dp))

@@ -13,8 +13,8 @@ from oarlock.server.cli.arguments import given_settings, parse
 from oarlock.server.cli.main import _parsers, main
 from oarlock.server.cli.plan.layouts import SIZES
 from oarlock.server.cli.plan.machine import GPUS, parse_gpus
-from oarlock.workers.capacity import Memory, capacity
-from oarlock.workers.config import MAX_POOLED_IDS
+from oarlock.workers.capacity import Memory, capacity, work_of
+from oarlock.workers.config import MAX_POOLED_IDS, WorkerConfig
 from oarlock.workers.preflight import open_model
 from oarlock.workers.protocol import max_output_bytes
 from tests.unit.server.hub.fake_hub import FakeHub
@@ -234,6 +234,31 @@ def test_both_ways_to_share_experts_are_shown_with_their_bytes(tmp_path: Path, c
     whole = re.search(r"whole, with --enable-expert-parallel \(a step reads ([0-9.]+) MiB of 1 and", line)
     assert whole is not None and held / 2 < float(whole[1]) * 2**20 < held  # 1 in 7 draws has both on one rank
     assert main([*words, "-tp", "1"]) == 0 and "Experts of a rank" not in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_layouts_that_a_model_does_not_allow_are_left_out(tmp_path: Path, capsys) -> None:
+    from tests.golden.tiny_models import tiny_config
+
+    tiny_config("gemma4_text", architectures=["Gemma4ForCausalLM"]).save_pretrained(tmp_path)
+    status, found = plan(capsys, str(tmp_path), "--gpus", "2xH100")
+    assert status == 0
+    assert [tuple(one[name] for name in SIZES) for one in found["layouts"]] == [(1, 1, 2), (2, 1, 1)]
+    assert main(["plan", str(tmp_path), "--gpus", "2xH100", "-pp", "2"]) == 3
+    assert "pipeline_parallel_size 2 does not fit this model" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_step_does_not_read_whole_tables(tmp_path: Path) -> None:
+    from tests.golden.tiny_models import tiny_config
+
+    read = []
+    for ids in (330, 33_000):
+        changes = {"architectures": ["Gemma4ForCausalLM"], "vocab_size_per_layer_input": ids}
+        tiny_config("gemma4_text", **changes).save_pretrained(tmp_path)
+        model = open_model(WorkerConfig(str(tmp_path), load_format="dummy", device="cpu", dtype="float32"))
+        read += [work.weight_bytes for work in work_of(model, capacity(model, {}, Memory("cpu", 1 << 34)).config)]
+    assert read[0] == read[1] > 0
 
 
 def test_help_of_every_command_stays_quick() -> None:

@@ -10,11 +10,11 @@ from oarlock.workers import preflight as preflight_module
 from oarlock.workers.checks.limits import check_parallel, with_kv_offload
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.layers.decoder_spec import DecoderSpec
-from oarlock.workers.preflight import preflight
+from oarlock.workers.preflight import check_without_weights, preflight
 from oarlock.workers.protocol import max_step_bytes
 from oarlock.workers.quantization.registry import NONE
 from tests.golden.tiny_models import make_tiny
-from tests.unit.workers.layers.test_memory_groups import MODELS
+from tests.unit.workers.layers.test_memory_groups import FULL, MLP, MODELS, layer, model
 
 RECURRENT = MODELS["pages and states"]
 
@@ -25,6 +25,14 @@ def test_blocks_outside_the_pool_need_one_group_of_pages() -> None:
         with pytest.raises(StartupError, match=f"^--kv-offload-memory and .* Tiny {words}") as refused:
             with_kv_offload(config, MODELS[name])
         assert refused.value.fix == "Leave them out."
+
+
+def test_blocks_outside_the_pool_need_attention_in_every_stage() -> None:
+    spec = model(layer(FULL, MLP), layer(FULL), layer(MLP))
+    config = WorkerConfig("model", kv_offload_bytes=1 << 20)
+    assert with_kv_offload(config, spec).offloads_kv
+    with pytest.raises(StartupError, match="need attention in every pipeline stage, and layers 2 to 2 have none"):
+        with_kv_offload(config.with_(pipeline_parallel_size=2), spec)
 
 
 def test_a_layer_must_be_in_the_stage_of_the_pages_that_it_reads() -> None:
@@ -54,5 +62,27 @@ def test_fewer_sequences_than_were_asked_for_are_logged(caplog: pytest.LogCaptur
         lowered = fewer(RECURRENT, kv_cache_bytes=2 * slot * (4 * 10 + 2))
     assert lowered.max_num_seqs == 10 and "event=max_num_seqs_lowered from=64 to=10" in caplog.text
     assert fewer(RECURRENT).max_num_seqs == fewer(MODELS["heads and widths differ"]).max_num_seqs == 64
-    with pytest.raises(StartupError, match=r"^--speculative-config: .* Tiny has, cannot go back"):
-        fewer(RECURRENT, num_speculative_tokens=3)
+
+
+def test_a_format_of_keys_needs_attention(tmp_path: Path) -> None:
+    config = WorkerConfig(str(make_tiny(tmp_path, "mamba2")), device="cpu", kv_cache_dtype="int8", max_model_len=256)
+    for check in (check_without_weights, preflight):
+        with pytest.raises(StartupError, match=r"^--kv-cache-dtype int8 is .* Mamba2ForCausalLM has no attention"):
+            check(config)
+    assert preflight(config.with_(kv_cache_dtype="auto")).pages_groups == 0
+
+
+def test_hosts_do_not_lower_the_sequences_by_themselves() -> None:
+    """They might disagree, and their settings must be the same."""
+    given = {"nnodes": 2, "tensor_parallel_size": 2, "kv_cache_bytes": 2 * (48 // 2) * 4 * (4 * 10 + 2) * 2}
+    with pytest.raises(StartupError, match="on this host for the recurrent state of 64 sequences") as refused:
+        fewer(RECURRENT, **given)
+    most = int(refused.value.fix.removeprefix("Use --max-num-seqs ").split()[0])
+    assert fewer(RECURRENT, **given, max_num_seqs=most).max_num_seqs == most
+
+
+def test_a_size_that_serves_fewer_sequences_passes_before_the_weights_are_there(tmp_path: Path) -> None:
+    model = str(make_tiny(tmp_path, "qwen3_5_text"))
+    config = WorkerConfig(model, device="cpu", dtype="float32", max_model_len=256, kv_cache_bytes=1 << 20)
+    check_without_weights(config)
+    assert preflight(config).max_num_seqs < config.max_num_seqs

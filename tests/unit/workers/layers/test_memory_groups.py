@@ -20,7 +20,7 @@ from oarlock.workers.layers.tensor_spec import NormSpec
 from oarlock.workers.models import decoder as decoder_module
 from oarlock.workers.models.decoder import Decoder
 from oarlock.workers.recurrent.reference import run_rule
-from oarlock.workers.runner.invariance import check_batch_invariance, check_rank_invariance
+from oarlock.workers.runner.invariance import check_batch_invariance, check_rank_invariance, one_of_each_kind
 from oarlock.workers.runner.layer_memory import allocate_memory
 from tests.golden.paged_run import PagedRun, on_ranks
 from tests.unit.workers.weights_in_memory import MemoryWeights, random_weights
@@ -161,6 +161,11 @@ def test_groups_have_the_layers_of_one_shape_and_layers_share_pages() -> None:
     states = allocate_memory(mixed, {kv.group: TorchBackend(kv) for kv in mixed.kv_specs(8)}, [6, 4, 5])
     assert [part.shape for one in states if one.states is not None for part in one.states.parts] == [(7, 4, 12)] * 2
     assert [None if one.kv is None else len(one.kv.k) for one in states] == [None, 5, 6]  # one spare page each
+
+
+def test_trials_write_the_pages_that_their_layers_read() -> None:
+    spec = model(layer(FULL), layer(FULL), layer(FULL, MLP), layer(replace(FULL, of_layer=1)), layer(FULL))
+    assert one_of_each_kind(loaded(spec, TensorParallel.solo())) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("name", ["pages and states", "no attention"])

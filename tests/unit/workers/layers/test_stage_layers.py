@@ -87,6 +87,16 @@ def test_ranks_report_the_slowest_and_largest_and_stages_add_up() -> None:
     assert joint_info({0: info(step_cost=first), 1: info(), 2: info(), 3: info()}).step_cost is None
 
 
+def test_stages_without_attention_do_not_hide_the_backends_of_others() -> None:
+    for names, joint in (
+        (("none", "cpp"), "cpp"),
+        (("cpp", "reference, cpp"), "cpp, reference"),
+        (("none", "none"), "none"),
+    ):
+        infos = {rank: info(attention_backend=name) for rank, name in enumerate(names)}
+        assert joint_info(infos).attention_backend == joint
+
+
 def test_the_first_of_stages_that_wait_for_each_other_is_examined() -> None:
     """By steps finished: whoever hangs in a stage holds up all stages behind it, and those ahead have finished more."""
     for finished, stage in {(4, 4, 4, 4): range(2), (5, 5, 4, 4): range(2, 4), (5, 4, 4, 4): range(2)}.items():

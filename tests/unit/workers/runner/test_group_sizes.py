@@ -91,11 +91,15 @@ def test_pools_hold_one_long_sequence_and_as_many_short_ones_as_fit() -> None:
 
 def test_stages_without_layers_of_a_group_do_not_limit_it() -> None:
     first = GroupSizes(config(device="cuda"), [pages(2), pages(0, span=100)])
-    last = GroupSizes(config(device="cuda"), [pages(0), pages(1, span=100)])
-    available = room(4 * first.bytes_of_sequence(4096))
-    agreed = [min(pair) for pair in zip(first.counts_that_fit(available), last.counts_that_fit(available), strict=True)]
-    assert first.bytes_of(agreed) <= available.available and last.bytes_of(agreed) <= available.available
-    assert agreed[0] == first.counts_that_fit(available)[0]
+    for layers in (1, 40):
+        last = GroupSizes(config(device="cuda"), [pages(0), pages(layers, span=100)])
+        available = room(4 * max(first.bytes_of_sequence(4096), last.bytes_of_sequence(4096)))
+        each = [stage.counts_that_fit(available) for stage in (first, last)]
+        agreed = [min(pair) for pair in zip(*each, strict=True)]
+        assert agreed == [each[0][0], each[1][1]], "each stage decides on its own group"
+        for stage, pool in ((first, first.groups[0]), (last, last.groups[1])):
+            spare = available.available - stage.bytes_of(agreed)
+            assert 0 <= spare < 3 * pool.bytes_per_block, "and uses all its room"
 
 
 def test_errors_show_the_arithmetic_of_each_group() -> None:
@@ -129,6 +133,21 @@ def test_slots_are_two_for_each_sequence_and_as_many_checkpoints_as_fit() -> Non
     assert GroupSizes(config(), [slots(MIB)]).joint_blocks([only]) == 4 * 256 + 1
     assert groups.sequences([1025, 17], 4096) == 4 and groups.sequences([1025, 5], 16) == 2
     assert groups.given_counts(9) == [9, 17]
+
+
+def test_slots_leave_room_for_the_pages_of_one_long_sequence() -> None:
+    asked = config(max_num_seqs=64)
+    made = [pages(1), slots(pages(1).bytes_per_block)]
+    least = GroupSizes(asked, made).bytes_of_sequence(4096)
+    found = []
+    for available in range(least, 2 * least, least // 100):
+        found.append(GroupSizes(asked, made).sequences_with_slots(room(available)))
+        lowered = GroupSizes(asked.with_(max_num_seqs=found[-1]), made)
+        assert lowered.counts_that_fit(room(available))[1] > 4 * found[-1], "all have slots for checkpoints"
+    assert found == sorted(found) and found[0] == 1 and found[-1] == 64
+    assert GroupSizes(asked, made).sequences_with_slots(room(least - 1)) > 1, "fewer sequences would not help"
+    fitted = GroupSizes(asked.with_(fit_model_len=True), made)
+    assert fitted.sequences_with_slots(room(least)) > 1, "a shorter sequence leaves more"
 
 
 def test_the_number_of_sequences_is_lowered_to_the_states_that_fit() -> None:

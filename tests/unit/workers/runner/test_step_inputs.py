@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from oarlock.workers.attention.forward_batch import BlockTables, ForwardBatch
+from oarlock.workers.attention.forward_batch import BlockTables, ForwardBatch, state_step
 from oarlock.workers.protocol import NULL_BLOCK, StepMetadata, empty_step
 from oarlock.workers.recurrent.states import NULL_SLOT, StateStep
 from oarlock.workers.runner.buckets import MOST_PROMPTS, bucket_of, bucket_sizes, prompt_bucket_of
@@ -234,3 +234,23 @@ def test_padding_sequences_read_the_null_slot_and_write_the_sink() -> None:
     assert (state.reads.tolist(), state.writes.tolist()) == ([3, 0, 0, 0], [4, 6, 7, 7])
     assert state.starts.tolist() == [0, 1, 2, 3, 4] and state.save_starts.tolist() == [0, 1, 1, 1, 1]
     assert (state.save_lens.tolist(), state.save_slots.tolist()) == ([1, 0, 0, 0], [5, 7, 7, 7])
+
+
+def test_slots_of_states_follow_a_step_whose_arrays_are_reused() -> None:
+    """As the arrays of a ring's slot are, for steps of the same shape."""
+
+    def step_of(*slots: int) -> StepMetadata:
+        first, second, third, fourth, saved = slots
+        chunks = [SequenceChunk([5, 6], 0, [1], 0, first, second, [(1, saved)] if saved % 2 else [])]
+        chunks.append(SequenceChunk([7, 8], 0, [2], 0, third, fourth, [] if saved % 2 else [(2, saved)]))
+        return greedy_step(chunks, BLOCK, memory=TrialMemory((), True))
+
+    used, following = step_of(1, 2, 3, 4, 9), step_of(5, 6, 7, 8, 10)
+    before = state_step(used, CPU)
+    for name in ("state_reads", "state_writes", "state_saves"):
+        getattr(used, name)[...] = getattr(following, name)
+    found, wanted = state_step(used, CPU), state_step(following, CPU)
+    assert found is before
+    for field in fields(StateStep):
+        assert torch.equal(getattr(found, field.name), getattr(wanted, field.name)), field.name
+    assert wanted.save_starts.tolist() == [0, 0, 1] and wanted.save_slots.tolist() == [10]
