@@ -208,6 +208,12 @@ def test_gates_have_the_values_of_float64(dtype: torch.dtype) -> None:
     torch.testing.assert_close(gated, wide.to(dtype), atol=1e-6, rtol=ROUNDING[dtype])
 
 
+def test_a_step_size_that_is_not_a_number_is_not_limited() -> None:
+    """On a CUDA device, the usual minimum and maximum return the limit."""
+    steps = triton_operations.mamba_steps(torch.tensor([[math.nan, 99.0]], device=DEVICE), None, 1e-3, 9.0)
+    assert steps.isnan().tolist() == [[True, False]]
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="launches are noted in Triton's interpreter")
 @each_case
 def test_launches_depend_on_shapes_alone(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
