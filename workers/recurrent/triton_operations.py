@@ -86,7 +86,7 @@ def delta_gates(
 ) -> tuple[Tensor, Tensor]:
     """Return the logarithm of the decay and the rate of writes, float32 [T, Hv] twice, for projections [T, Hv]."""
     a, b = _rows(a), _rows(b)
-    log_decay, beta = torch.empty((2, *a.shape), dtype=torch.float32, device=a.device)
+    log_decay, beta = (torch.empty(a.shape, dtype=torch.float32, device=a.device) for _ in range(2))
     assert a_log.is_contiguous() and dt_bias.is_contiguous() and a.shape == b.shape
     _compute_delta_gates[(triton.cdiv(a.numel(), gates.BLOCK),)](
         a, b, a_log, dt_bias, log_decay, beta, a.numel(), a.stride(0), b.stride(0), beta_scale, HEADS=a.shape[1],

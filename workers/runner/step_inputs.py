@@ -145,7 +145,7 @@ class Shape(NamedTuple):
         return [
             ("token_ids", "<i8", (tokens,)),
             ("positions", "<i8", (tokens,)),
-            ("slots", "<i8", (groups, tokens)),
+            ("slots", "<i8", (groups, tokens + tokens % 2)),  # 16 divides the address of each group's slots
             ("query_start_loc", "<i4", (seqs + 1,)),
             ("seq_lens", "<i4", (seqs,)),
             ("rows", "<i4", (seqs,)),
@@ -185,7 +185,7 @@ class InputPlace:
             context_lens=list(context_lens),
             token_ids=with_sampled(on_device["token_ids"], sampled),
             positions=on_device["positions"],
-            slots=dict(zip(self._tables.groups, on_device["slots"], strict=True)),
+            slots=dict(zip(self._tables.groups, on_device["slots"][:, : self.shape.tokens], strict=True)),
             query_start_loc=on_device["query_start_loc"],
             seq_lens=on_device["seq_lens"],
             rows=on_device["rows"],

@@ -61,8 +61,8 @@ def compute_mamba_steps(
     x = tl.load(dt + token * dt_stride + head, mask=inside, other=0.0).to(tl.float64)
     if BIAS:
         x += tl.load(bias + head, mask=inside, other=0.0).to(tl.float64)
-    step = tl.minimum(tl.maximum(_softplus(x).to(tl.float32), least), most)
-    tl.store(steps + at, step, mask=inside)
+    step = tl.maximum(_softplus(x).to(tl.float32), least, propagate_nan=tl.PropagateNan.ALL)
+    tl.store(steps + at, tl.minimum(step, most, propagate_nan=tl.PropagateNan.ALL), mask=inside)
 
 
 @triton.jit

@@ -23,6 +23,16 @@ def _gated_row(x, gate, inside, GATES_FIRST: tl.constexpr):
 
 
 @triton.jit
+def _store_normed(values, factor, mean, eps, weight, out, inside, GATES_FIRST: tl.constexpr):
+    """Norm the results of `_gated_row` by the `mean` of the squares, gate them without GATES_FIRST, and store them."""
+    values *= tl.rsqrt(mean + eps)
+    values *= tl.load(weight, mask=inside, other=0.0)
+    if not GATES_FIRST:
+        values *= factor
+    tl.store(out, values.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def norm_group(
     x,  # [T, GROUPS, WIDTH], tokens `x_stride` elements apart
     gate,  # [T, GROUPS, WIDTH], tokens `gate_stride` elements apart
@@ -41,11 +51,8 @@ def norm_group(
     column = tl.arange(0, BLOCK)
     inside, at = column < WIDTH, group * WIDTH + column
     values, factor = _gated_row(x + row * x_stride + at, gate + row * gate_stride + at, inside, GATES_FIRST)
-    values *= tl.rsqrt(tl.sum(values * values, 0) / WIDTH + eps)
-    values *= tl.load(weight + at, mask=inside, other=0.0)
-    if not GATES_FIRST:
-        values *= factor
-    tl.store(out + row * (GROUPS * WIDTH) + at, values.to(out.dtype.element_ty), mask=inside)
+    mean = tl.sum(values * values, 0) / WIDTH
+    _store_normed(values, factor, mean, eps, weight + at, out + row * (GROUPS * WIDTH) + at, inside, GATES_FIRST)
 
 
 @triton.jit
@@ -94,12 +101,8 @@ def norm_head(
     inside = column < WIDTH
     values, factor = _gated_row(x + row * x_stride + at, gate + row * gate_stride + at, inside, GATES_FIRST)
     parts = squares + (row * NORMS + head // (GROUPS // NORMS)) * MEMBERS + member
-    total = tl.sum(tl.load(parts, mask=member < MEMBERS, other=0.0), 0)
-    values *= tl.rsqrt(total / (MEMBERS * WIDTH) + eps)
-    values *= tl.load(weight + at, mask=inside, other=0.0)
-    if not GATES_FIRST:
-        values *= factor
-    tl.store(out + row * (GROUPS * WIDTH) + at, values.to(out.dtype.element_ty), mask=inside)
+    mean = tl.sum(tl.load(parts, mask=member < MEMBERS, other=0.0), 0) / (MEMBERS * WIDTH)
+    _store_normed(values, factor, mean, eps, weight + at, out + row * (GROUPS * WIDTH) + at, inside, GATES_FIRST)
 
 
 def norm_constants(groups: int, width: int) -> dict[str, int]:

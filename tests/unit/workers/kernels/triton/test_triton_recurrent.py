@@ -193,6 +193,8 @@ def test_gates_have_the_values_of_float64(dtype: torch.dtype) -> None:
     b, a = both.chunk(2, 1)
     a_log, bias = noise(5, seed=2), noise(5, seed=3)
     decay, beta = triton_operations.delta_gates(a, b, a_log, bias, beta_scale=2.0)
+    odd = triton_operations.delta_gates(a[:1], b[:1], a_log, bias)
+    assert all(gate.data_ptr() % 16 == 0 for gate in odd), "the rule would be compiled anew for them"
     steps = triton_operations.mamba_steps(a, bias, 1e-3, 9.0)
     plain = triton_operations.mamba_steps(a, None, 0.0, math.inf)
     softplus = F.softplus(a.double() + bias.double())
@@ -206,6 +208,12 @@ def test_gates_have_the_values_of_float64(dtype: torch.dtype) -> None:
     gated, wide = triton_operations.silu_gate(a, b), a.double() * F.silu(b.double())
     assert gated.dtype == dtype
     torch.testing.assert_close(gated, wide.to(dtype), atol=1e-6, rtol=ROUNDING[dtype])
+
+
+def test_a_step_size_that_is_not_a_number_is_not_limited() -> None:
+    """On a CUDA device, the usual minimum and maximum return the limit."""
+    steps = triton_operations.mamba_steps(torch.tensor([[math.nan, 99.0]], device=DEVICE), None, 1e-3, 9.0)
+    assert steps.isnan().tolist() == [[True, False]]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="launches are noted in Triton's interpreter")
