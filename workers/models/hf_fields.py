@@ -31,6 +31,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_parallel_residual": (None, False),
     "partial_rotary_factor": (None, 1, 1.0),
     "use_bidirectional_attention": (None, False),
+    "is_causal": (None, True),
     "is_decoder": (None, True, False),
     "add_cross_attention": (None, False),
     "swiglu_limit": (None,),

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from oarlock.base.errors import StartupError
-from oarlock.workers.layers.attention_spec import SelfAttentionSpec
+from oarlock.workers.layers.attention_spec import RopeSpec, SelfAttentionSpec
 from oarlock.workers.layers.decoder_spec import DecoderSpec, LayerSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec
 from oarlock.workers.model_files.tensor_names import TensorNames
@@ -29,8 +29,9 @@ def describe_mimo_v2_flash(fields: Fields) -> DecoderSpec:
     """Describe MiMo-V2-Flash. Layers that predict tokens further ahead (`mtp`) are not served."""
     fields.serve_only(_FIXED)
     _check_authors_settings(fields)
-    kinds = _kinds(fields)
-    ropes = rope_by_kind(fields, kinds, head_width(fields, _HEAD), _ROPES, _SHARE)
+    kinds, is_sparse = _kinds(fields), sparse_layers(fields, 1)
+    fields.check_value("moe_layer_freq", [int(one) for one in is_sparse])
+    ropes = _ropes(fields, kinds)
     activation = activation_name(fields, "hidden_act", "silu")
     experts, top_k = expert_counts(fields, 256, 8)
     router = grouped_router(fields, experts, top_k)
@@ -46,7 +47,7 @@ def describe_mimo_v2_flash(fields: Fields) -> DecoderSpec:
         ropes=ropes,
         qkv_bias=fields.flag("attention_bias", False),
         activation=activation,
-        experts=[mixture if is_sparse else None for is_sparse in sparse_layers(fields, 1)],
+        experts=[mixture if one else None for one in is_sparse],
         eps=1e-5,
     )
     width = fields.count("v_head_dim", _VALUE)
@@ -69,6 +70,22 @@ def _kinds(fields: Fields) -> list[str]:
     if pattern is not None and pattern != [int(kind == "sliding_attention") for kind in found]:
         raise unsupported("hybrid_layer_pattern", pattern, "It must agree with the layers that transformers assumes.")
     return found
+
+
+def _ropes(fields: Fields, kinds: list[str]) -> list[RopeSpec]:
+    """Return the rotary settings of each layer, from a table for each kind, or transformers' tables if there are none.
+
+    The authors' config has no tables, but keys with the same settings, which must agree.
+    """
+    plain = Fields({key: value for key, value in fields.raw.items() if key != "rope_theta"})
+    width = head_width(fields, _HEAD)
+    ropes = rope_by_kind(plain, kinds, width, _ROPES, _SHARE)
+    share = fields.number_or_none("partial_rotary_factor", None)
+    for kind, rope in dict(zip(kinds, ropes, strict=True)).items():
+        fields.check_value("rope_theta" if kind == "full_attention" else "swa_rope_theta", rope.theta)
+        if share is not None and int(width * share) != rope.rotary_dim:
+            raise unsupported("partial_rotary_factor", share, "It must agree with rope_parameters.")
+    return ropes
 
 
 def _window(fields: Fields) -> int:

@@ -314,6 +314,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "experts": ({"num_local_experts": 8}, "num_local_experts = 8"),
     "softcap": ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
     "bidirectional": ({"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
+    "attention to later tokens": ({"is_causal": False}, "is_causal = False"),
     "query scalar": ({"query_pre_attn_scalar": 256}, "query_pre_attn_scalar = 256"),
     "gemma 3 attention softcap": (
         {"architectures": ["Gemma3ForCausalLM"], "num_key_value_heads": 4, "attn_logit_softcapping": 50.0},

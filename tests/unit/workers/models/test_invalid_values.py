@@ -149,7 +149,8 @@ def base(architecture: str) -> dict[str, Any]:
     if name.startswith("Qwen3") and ("Next" in name or "_5" in name):
         own["full_attention_interval"] = 2
     # The tables of LongRoPE are those of whole heads.
-    own |= {"partial_rotary_factor": 1.0, "use_sliding_window": name != "IQuestCoder"}
+    share = {"MiMoV2Flash": 0.334, "Bamba": 0.5}.get(name, 1.0)
+    own |= {"partial_rotary_factor": share, "use_sliding_window": name != "IQuestCoder"}
     if architecture in _OLDER:  # all heads have keys of their own, or one for all
         own |= {"num_key_value_heads": None, "head_dim": None, "rotary_pct": 1.0, "rotary_emb_base": 5e5}
         own |= {"rotary_dim": 4, "attention_layers": ["global", "local", "global"]}

@@ -65,6 +65,16 @@ def test_heads_of_laguna_and_mimo_differ_between_layers() -> None:
     assert {(one.head_dim, one.value_width, one.rope.rotary_dim) for one in found if one.rope} == {(24, 128, 8)}
 
 
+def test_mimo_is_described_by_the_settings_of_its_authors_too() -> None:
+    theirs = {
+        "rope_theta": 5_000_000, "swa_rope_theta": 10_000, "partial_rotary_factor": 0.334,
+        "moe_layer_freq": [0, 1, 1, 1, 1, 1], "hybrid_layer_pattern": [0, 1, 1, 1, 1, 0], "layernorm_epsilon": 1e-5,
+        "routed_scaling_factor": None, "swa_num_key_value_heads": 8, "swa_head_dim": 24, "n_shared_experts": None,
+        "scoring_func": "sigmoid",
+    }  # fmt: skip
+    assert describe({**MIMO, **theirs}) == describe(MIMO)
+
+
 def test_lfm2_has_a_group_of_slots_and_one_of_pages() -> None:
     slots, pages = describe(LFM2).groups
     assert isinstance(slots.memory, SlotsSpec) and slots.layers == (0, 2, 3, 5)
@@ -92,6 +102,10 @@ def test_lfm2_has_a_group_of_slots_and_one_of_pages() -> None:
         (LAGUNA, {"gating": "per-token"}, "gating = 'per-token'"),
         (MIMO, {"hybrid_layer_pattern": [0] * 6}, "hybrid_layer_pattern"),
         (MIMO, {"swa_num_key_value_heads": 4}, "swa_num_key_value_heads = 4"),
+        (MIMO, {"rope_theta": 10_000.0}, "rope_theta = 10000.0"),
+        (MIMO, {"swa_rope_theta": 5e4}, "swa_rope_theta = 50000.0"),
+        (MIMO, {"partial_rotary_factor": 1.0}, "partial_rotary_factor = 1.0"),
+        (MIMO, {"moe_layer_freq": [1] * 6}, "moe_layer_freq"),
         (LFM2, {"architectures": ["Lfm3ForCausalLM"], "layer_types": ["conv"] * 6}, "layer_types"),
         (LFM2, {"conv_dim": 32}, "conv_dim = 32"),
         (LFM2, {"block_use_swiglu": False}, "block_use_swiglu = False"),
