@@ -121,7 +121,7 @@ def load_for(request: VerifyRequest, dtype: torch.dtype) -> tuple[PreTrainedMode
     if not is_dense:
         linear_layers = {f"{name}.weight" for name, part in model.named_modules() if is_product(part)}
         experts = [name for name, part in model.named_modules() if is_experts(part)]
-        linear_layers |= {f"{name}.{part}_proj" for name in experts for part in ("gate_up", "down")}
+        linear_layers |= {f"{name}.{part}_proj" for name in experts for part in ("gate_up", "up", "down")}
         for name, parameter in model.named_parameters():
             if name not in linear_layers and name not in unread:
                 parameter.data = layout.other(name).to(dtype)
