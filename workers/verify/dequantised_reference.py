@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from oarlock.workers.gguf_config import open_checkpoint
 from oarlock.workers.layers.decoder_spec import FUSED_MODULES, DecoderSpec, tensors_of
-from oarlock.workers.layers.tensor_spec import RankDtype
+from oarlock.workers.layers.tensor_spec import RankDtype, Sharding
 from oarlock.workers.model_files.checkpoint import Checkpoint
 from oarlock.workers.model_files.gguf_model import gguf_file
 from oarlock.workers.model_files.tensor_names import TensorNames
@@ -89,10 +89,10 @@ class _AtLoad:
         self._dtype = dtype
         self._checkpoint = Checkpoint.open(model, spec.names)
         self._stored = StoredTensors(model, spec.names)
-        self._unquantized = {
-            tensor.name.removesuffix(".weight")
-            for tensor in tensors_of(spec)
-            if tensor.rank_dtype is RankDtype.UNQUANTIZED
+        tensors = {tensor.name.removesuffix(".weight"): tensor for tensor in tensors_of(spec)}
+        self._unquantized = {name for name, one in tensors.items() if one.rank_dtype is RankDtype.UNQUANTIZED}
+        self._of_vocabulary = {"lm_head"} | {
+            name for name, one in tensors.items() if one.sharding is Sharding.VOCABULARY
         }
         weight_format = QUANTIZATIONS[quantization]
         head = next(name for name, other in QUANTIZATIONS.items() if other is weight_format.of_head)
@@ -120,7 +120,7 @@ class _AtLoad:
     def _format_of(self, module: str) -> str:
         if module == "model.embed_positions" or module in self._unquantized:
             return "none"
-        return self._of_head if module in ("lm_head", "model.embed_tokens") else self._of_layers
+        return self._of_head if module in self._of_vocabulary else self._of_layers
 
 
 class _Stored:
