@@ -24,6 +24,7 @@ from oarlock.workers.verify.request import Text
 
 LIMIT = 2.0  # factor on transformers' errors: for root mean square errors, and for the largest error of the logits
 LARGEST_LIMIT = 4.0  # factor for the largest error of any other tensor; see docs/accuracy.md for correct models
+NEAR_TIES_FILE = "near-ties.json"
 _ROUNDING = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}  # relative error of one operation
 _SCALES = 2.0**-11  # rounding of the kernels' scales of weight groups
 
@@ -146,6 +147,11 @@ class Recorded:
         """Return False if only tokens were recorded."""
         return (self._folder / "truth-ends.safetensors").is_file()
 
+    def near_ties(self) -> int:
+        """Return how many choices of experts the truth has from the ranks, because rounding decides them."""
+        path = self._folder / NEAR_TIES_FILE
+        return json.loads(path.read_text("utf-8")) if path.is_file() else 0
+
     def truth(self, name: str) -> Tensor:
         """Return [T, columns], float64."""
         return self._read("truth", name, name).double()
@@ -153,6 +159,10 @@ class Recorded:
     def theirs(self, name: str) -> tuple[Tensor, Tensor]:
         """Return transformers' errors by column: the largest, and the sum of squares over tokens."""
         return self._read("theirs", name, f"{name}.max").double(), self._read("theirs", name, f"{name}.square").double()
+
+    def their_best(self) -> Tensor:
+        """Return the token of transformers' largest logit after each row, int64 [T]."""
+        return self._read("theirs", "logits", "logits.best")
 
     def ours(self, rank: int, name: str) -> Tensor:
         """Return [T, this rank's columns, possibly followed by padding], in the dtype in which it was computed."""
@@ -219,7 +229,8 @@ class TensorResult:
 
 @dataclass(frozen=True, slots=True)
 class CompletionResult:
-    """One prompt's greedy text. A near-tie is a token whose logit differs from the best by no more than rounding."""
+    """One prompt's greedy text. A near-tie is a token whose logit differs from the best by no more than rounding, or
+    the best one of transformers if it computes the text in one call."""
 
     prompt: int
     count: int
@@ -241,6 +252,7 @@ class VerifyResults:
     rows: list[TensorResult]
     tokens: list[CompletionResult] = field(default_factory=list)
     halves: Halves | None = None
+    near_ties: int = 0  # choices of experts that rounding decides
 
     @property
     def first_fault(self) -> TensorResult | None:
@@ -265,7 +277,8 @@ def compare(
     recorded = Recorded(folder)
     rounding = max(_ROUNDING[dtype], _SCALES if has_scales else 0.0)
     rows = [_compare_tensor(recorded, name, spec, size, rounding) for name in tensor_names(spec)]
-    return VerifyResults(rows, list(compare_tokens(folder, dtype)), Halves.read(folder, size, stages))
+    tokens, halves = list(compare_tokens(folder, dtype)), Halves.read(folder, size, stages)
+    return VerifyResults(rows, tokens, halves, recorded.near_ties())
 
 
 def _compare_tensor(recorded: Recorded, name: str, spec: DecoderSpec, size: int, rounding: float) -> TensorResult:
@@ -332,9 +345,9 @@ def compare_tokens(folder: Path, dtype: str) -> Iterator[CompletionResult]:
     """
     text, recorded = Text.read(folder), Recorded(folder)
     ours: list[list[int]] = json.loads((folder / "tokens.json").read_text("utf-8"))
-    logits, allowed = None, -1.0
+    logits, best, allowed = None, torch.empty(0), -1.0
     if recorded.has_tensors():
-        logits = recorded.truth("logits")
+        logits, best = recorded.truth("logits"), recorded.their_best()
         error = max(recorded.theirs("logits")[0].max().item(), logits.abs().max().item() * _ROUNDING[dtype])
         allowed = (1 + LIMIT) * error  # their logit may be off by one error, ours by LIMIT errors
     start = 0
@@ -344,7 +357,9 @@ def compare_tokens(folder: Path, dtype: str) -> Iterator[CompletionResult]:
             if expected == found:
                 continue
             at = start + len(prompt) - 1 + index
-            gap = math.inf if logits is None else (logits[at, expected] - logits[at, found]).abs().item()
+            gap = math.inf
+            if logits is not None:  # `generate` may have chosen other experts than the recorded run
+                gap = (logits[at, [expected, int(best[at])]] - logits[at, found]).abs().min().item()
             if not gap <= allowed:  # NaN is never a near-tie
                 row = CompletionResult(number, len(output), near_ties, index, gap, max(0.0, allowed))
                 break

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from oarlock.workers.gguf_config import open_checkpoint
 from oarlock.workers.layers.decoder_spec import FUSED_MODULES, DecoderSpec, tensors_of
-from oarlock.workers.layers.tensor_spec import RankDtype
+from oarlock.workers.layers.tensor_spec import RankDtype, Sharding
 from oarlock.workers.model_files.checkpoint import Checkpoint
 from oarlock.workers.model_files.gguf_model import gguf_file
 from oarlock.workers.model_files.tensor_names import TensorNames
@@ -89,10 +89,10 @@ class _AtLoad:
         self._dtype = dtype
         self._checkpoint = Checkpoint.open(model, spec.names)
         self._stored = StoredTensors(model, spec.names)
-        self._unquantized = {
-            tensor.name.removesuffix(".weight")
-            for tensor in tensors_of(spec)
-            if tensor.rank_dtype is RankDtype.UNQUANTIZED
+        tensors = {tensor.name.removesuffix(".weight"): tensor for tensor in tensors_of(spec)}
+        self._unquantized = {name for name, one in tensors.items() if one.rank_dtype is RankDtype.UNQUANTIZED}
+        self._of_vocabulary = {"lm_head"} | {
+            name for name, one in tensors.items() if one.sharding is Sharding.VOCABULARY
         }
         weight_format = QUANTIZATIONS[quantization]
         head = next(name for name, other in QUANTIZATIONS.items() if other is weight_format.of_head)
@@ -120,7 +120,7 @@ class _AtLoad:
     def _format_of(self, module: str) -> str:
         if module == "model.embed_positions" or module in self._unquantized:
             return "none"
-        return self._of_head if module in ("lm_head", "model.embed_tokens") else self._of_layers
+        return self._of_head if module in self._of_vocabulary else self._of_layers
 
 
 class _Stored:
@@ -267,8 +267,9 @@ class DequantisedModel:
 
     def _take_experts(self, name: str, module: Any, dequantised: DequantisedWeights, device: str) -> None:
         """Take the weights of all experts, for which transformers has two tensors."""
-        arithmetic = dequantised.arithmetic(f"{name}.0.gate_proj")
-        for parameter, parts in ((module.gate_up_proj, ("gate", "up")), (module.down_proj, ("down",))):
+        arithmetic = dequantised.arithmetic(f"{name}.0.up_proj")
+        inner = ("gate", "up") if has_gate(module) else ("up",)
+        for parameter, parts in ((inner_weight(module), inner), (module.down_proj, ("down",))):
             if arithmetic is Arithmetic.DENSE and self.was_dense:
                 continue
             experts = range(len(parameter))
@@ -322,8 +323,8 @@ class DequantisedModel:
             if is_product(module) and module.weight in self._dequantised:
                 module.forward = self._forward(module)
                 changed.append(module)
-            elif is_experts(module) and module.gate_up_proj in self._dequantised:
-                rounds = self._rounds[module.gate_up_proj]  # ty: ignore[invalid-argument-type]
+            elif is_experts(module) and (inner := inner_weight(module)) in self._dequantised:
+                rounds = self._rounds[inner]
                 module.forward = partial(_weighing_experts if weighs_inputs(module) else _experts, module, rounds)
                 changed.append(module)
         try:
@@ -372,6 +373,16 @@ def weighs_inputs(experts: nn.Module) -> bool:
     return not hasattr(experts, "is_transposed")
 
 
+def has_gate(experts: Any) -> bool:
+    """Return whether the experts have a gate; Nemotron-H's have none."""
+    return getattr(experts, "has_gate", True)
+
+
+def inner_weight(experts: Any) -> Tensor:
+    """Return the weights of the experts' first matmul."""
+    return experts.gate_up_proj if has_gate(experts) else experts.up_proj
+
+
 def _weighing_experts(module: Any, rounds: RoundRows | None, x: Tensor) -> Tensor:
     """Compute experts that each get all tokens: `x` [E * T, hidden], in the order of experts -> the same shape."""
     results = []
@@ -387,12 +398,13 @@ def _experts(module: Any, rounds: RoundRows | None, x: Tensor, ids: Tensor, weig
     total = torch.zeros(x.shape, device=x.device)
     for expert in ids.unique().tolist():
         rows, choices = (ids == expert).nonzero(as_tuple=True)
-        gate_up, down = module.gate_up_proj[expert], module.down_proj[expert]
+        inner, down = inner_weight(module)[expert], module.down_proj[expert]
         if not module.is_transposed:
-            gate_up, down = gate_up.T, down.T
-        both = _rounded_rows(x[rows], rounds) @ gate_up
+            inner, down = inner.T, down.T
+        both = _rounded_rows(x[rows], rounds) @ inner
         both = both + module.gate_up_proj_bias[expert].float() if module.has_bias else both
-        result = _rounded_rows(module._apply_gate(both).to(x.dtype), rounds) @ down
+        activated = module._apply_gate(both) if has_gate(module) else module.act_fn(both)
+        result = _rounded_rows(activated.to(x.dtype), rounds) @ down
         result = result + module.down_proj_bias[expert].float() if module.has_bias else result
         total.index_add_(0, rows, weights[rows, choices, None].float() * result)
     return total.to(x.dtype)

@@ -40,7 +40,7 @@ from oarlock.workers.model_files.gguf_model import gguf_file
 from oarlock.workers.model_files.tensor_names import Blocks, TensorNames
 from oarlock.workers.models.registry import read_spec
 from oarlock.workers.quantization.registry import QUANTIZATIONS
-from oarlock.workers.verify.compare import dense_routing, file_of, taps_of
+from oarlock.workers.verify.compare import file_of, taps_of
 from oarlock.workers.verify.dequantised_reference import (
     DequantisedModel,
     LayerLoss,
@@ -51,6 +51,7 @@ from oarlock.workers.verify.dequantised_reference import (
     is_product,
 )
 from oarlock.workers.verify.exact_modules import Widened, exact_attention, in_float64
+from oarlock.workers.verify.expert_choices import ExpertChoices, choices_of_ranks, routing_in
 from oarlock.workers.verify.request import Text, VerifyRequest
 from oarlock.workers.verify.transformers_layout import TransformersLayout
 
@@ -70,15 +71,28 @@ def record_reference(request: VerifyRequest, folder: Path, report_line: ReportLi
     report_line(f"loading {request.model} in {request.dtype}")
     spec, dtype = read_spec(request.model), getattr(torch, request.dtype)
     model, quantised = load_for(request, dtype)
+    as_served = quantised.as_served if quantised else nullcontext
     with torch.inference_mode():
-        with quantised.as_served() if quantised else nullcontext():
-            text = generate(model, spec, request, report_line)
+        if request.follows_choices:
+            text = Text.read(folder)
+        else:
+            with as_served():
+                text = generate(model, spec, request, report_line)
             text.write(folder)
-            if not request.record:
-                return text
-            report_line(f"every layer in {request.dtype}")
-            theirs = _run(model, spec, text, dtype)
-        truth = _record(model, spec, text, theirs, request, folder, report_line)
+        if not request.record:
+            return text
+        report_line("every layer in float64")
+        ours = choices_of_ranks(folder, spec) if request.follows_choices else {}
+        choices = ExpertChoices(ours) if ours else None
+        with in_float64(model, spec.names):
+            truth = _run(model, spec, text, torch.float64 if request.dtype == "float32" else torch.float32, choices)
+        if choices is not None:
+            choices.write(folder)
+        report_line(f"every layer in {request.dtype}")
+        with as_served():
+            theirs = _run(model, spec, text, dtype, ExpertChoices(truth, *([ours] if ours else [])))
+        report_line("writing its tensors")
+        _write(truth, theirs, folder)
         if quantised and quantised.was_dense:
             report_line("every layer in float64, with the weights as they are stored")
             with quantised.as_it_was(), in_float64(model, spec.names):
@@ -107,7 +121,7 @@ def load_for(request: VerifyRequest, dtype: torch.dtype) -> tuple[PreTrainedMode
     if not is_dense:
         linear_layers = {f"{name}.weight" for name, part in model.named_modules() if is_product(part)}
         experts = [name for name, part in model.named_modules() if is_experts(part)]
-        linear_layers |= {f"{name}.{part}_proj" for name in experts for part in ("gate_up", "down")}
+        linear_layers |= {f"{name}.{part}_proj" for name in experts for part in ("gate_up", "up", "down")}
         for name, parameter in model.named_parameters():
             if name not in linear_layers and name not in unread:
                 parameter.data = layout.other(name).to(dtype)
@@ -183,21 +197,8 @@ def generate(model: PreTrainedModel, spec: DecoderSpec, request: VerifyRequest, 
     return Text(request.prompts, outputs)
 
 
-def _record(
-    model: PreTrainedModel,
-    spec: DecoderSpec,
-    text: Text,
-    theirs: dict[str, Tensor],
-    request: VerifyRequest,
-    folder: Path,
-    report_line: ReportLine,
-) -> dict[str, Tensor]:
-    """Run the text in float64, write the result and the errors of `theirs`, and return the result."""
-    truth_dtype = torch.float64 if request.dtype == "float32" else torch.float32
-    report_line("every layer in float64")
-    with in_float64(model, spec.names):
-        truth = _run(model, spec, text, truth_dtype)
-    report_line("writing its tensors")
+def _write(truth: dict[str, Tensor], theirs: dict[str, Tensor], folder: Path) -> None:
+    """Write the truth and the errors of `theirs`, which is emptied."""
     files: dict[str, list[str]] = {}
     for name in truth:
         files.setdefault(file_of(name), []).append(name)
@@ -205,12 +206,14 @@ def _record(
         exact = {name: truth[name] for name in names}
         errors = {}
         for name in names:
-            error = (theirs.pop(name).double() - exact[name].double()).abs()
+            found = theirs.pop(name)
+            error = (found.double() - exact[name].double()).abs()
             errors[f"{name}.max"] = error.amax(0)
             errors[f"{name}.square"] = error.square().sum(0)
+            if name == "logits":
+                errors[f"{name}.best"] = found.argmax(1)
         save_file(exact, folder / f"truth-{file}.safetensors")
         save_file(errors, folder / f"theirs-{file}.safetensors")
-    return truth
 
 
 def _loss(weights: Iterable[float], rounded: dict[str, Tensor], before: dict[str, Tensor]) -> RoundingLoss:
@@ -224,9 +227,12 @@ def _loss(weights: Iterable[float], rounded: dict[str, Tensor], before: dict[str
     return RoundingLoss(layers, distance("logits"))
 
 
-def _run(model: PreTrainedModel, spec: DecoderSpec, text: Text, keep: torch.dtype) -> dict[str, Tensor]:
-    """Run all sequences, one after the other, each in one call. Return every tensor as [T, columns]."""
-    recorder = TransformersRecorder(model, spec, keep)
+def _run(
+    model: PreTrainedModel, spec: DecoderSpec, text: Text, keep: torch.dtype, choices: ExpertChoices | None = None
+) -> dict[str, Tensor]:
+    """Run all sequences, one after the other, each in one call. Return every tensor as [T, columns]. `choices`: of
+    experts, to follow."""
+    recorder = TransformersRecorder(model, spec, keep, choices)
     try:
         for sequence in text.inputs():
             output = model(torch.tensor([sequence], device=model.device), use_cache=False)
@@ -255,9 +261,13 @@ class TransformersRecorder:
     attention function, which is registered again under another name.
     """
 
-    def __init__(self, model: PreTrainedModel, spec: DecoderSpec, keep: torch.dtype) -> None:
-        """Install the hooks. `keep`: the dtype to keep tensors in."""
+    def __init__(
+        self, model: PreTrainedModel, spec: DecoderSpec, keep: torch.dtype, choices: ExpertChoices | None = None
+    ) -> None:
+        """Install the hooks. `keep`: the dtype to keep tensors in. `choices`: of experts, which the model follows."""
         self._spec = spec
+        self._choices = choices
+        self._is_recording = True
         self._model = model
         self._keep = keep
         self._parts: dict[str, list[Tensor]] = {}
@@ -295,6 +305,8 @@ class TransformersRecorder:
 
     def record(self, name: str, value: Tensor) -> None:
         """Record `value` [1, T, ...], or [T, columns]."""
+        if not self._is_recording:
+            return
         rows = value.detach() if value.dim() == 2 else value.detach()[0]
         self._parts.setdefault(name, []).append(rows.reshape(rows.shape[0], -1).to(self._keep, copy=True).cpu())
 
@@ -377,6 +389,8 @@ class TransformersRecorder:
         """Register a hook for a tensor of the experts of `layer`, which may have a shared expert next to the others."""
         inside = f"{layer}.{spec.module}"
         part = self._modules.get(f"{inside}.{tap.module}") or self._modules[f"{layer}.{tap.module}"]
+        if tap.computation is Computation.ROUTING:
+            self._hook_choice(part, int(name.partition(".")[0]))
         if spec.weighs_inputs and tap.name != "shared":
             self._hook_weighing_experts(name, part, spec, tap)
             return
@@ -392,9 +406,24 @@ class TransformersRecorder:
             return
 
         def hook(module: nn.Module, args: tuple[Any, ...], result: tuple[Tensor, Tensor, Tensor]) -> None:
-            self.record(name, dense_routing(result[2], result[1], spec.experts) * factor)
+            self.record(name, routing_in(result, spec.experts) * factor)
 
         self._handles.append(part.register_forward_hook(hook))
+
+    def _hook_choice(self, router: nn.Module, layer: int) -> None:
+        """Let the `router` of `layer` follow the choices of another run. Later hooks get the changed result."""
+        choices = self._choices
+        if choices is None:
+            return
+
+        def hook(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any], result: Any) -> Any:
+            self._is_recording = False
+            try:
+                return choices.follow(layer, module, args, named, result)
+            finally:
+                self._is_recording = True
+
+        self._handles.append(router.register_forward_hook(hook, with_kwargs=True))
 
     def _hook_weighing_experts(self, name: str, part: nn.Module, spec: ExpertsSpec, tap: Tap) -> None:
         """Register a hook for experts that get every token times its weight (Llama 4), or for their router, which

@@ -68,6 +68,7 @@ class VerifyReport:
                 }
                 for token in self.comparison.tokens
             ],
+            "near_ties_of_experts": self.comparison.near_ties,
             "halves": None if self.comparison.halves is None else {
                 "compared": self.comparison.halves.compared, "why_not": self.comparison.halves.why_not,
                 "differences": [
@@ -97,6 +98,8 @@ class VerifyReport:
             lines.append(_ranks_line(comparison))
         if comparison.halves is not None:
             lines.append(_halves_line(comparison.halves))
+        if comparison.near_ties:
+            lines.append(_choices_line(comparison.near_ties))
         lines.append(_greedy_line(comparison))
         if self.loss is not None:
             lines += ["", *_loss_lines(self.loss, self.quantization), ""]
@@ -166,6 +169,11 @@ def _halves_line(halves: Halves) -> str:
         f"halves: the {first.half} half of layer {first.layer} on rank {first.rank} differs as it is served, by up to "
         f"{first.largest:.2e} from its operations one by one"
     )
+
+
+def _choices_line(ties: int) -> str:
+    """Return a line about choices of experts in which transformers' runs have followed ours."""
+    return f"experts: {ties} near-tie{'s' if ties > 1 else ''} that rounding decides; transformers follows our choice"
 
 
 def _greedy_line(comparison: VerifyResults) -> str:

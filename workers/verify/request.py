@@ -35,6 +35,7 @@ class VerifyRequest:
     quantization: str = "none"  # quantization of the weights, at load
     dequantize: bool = False  # weights are dequantised to `dtype`
     num_threads: int | None = None  # threads of the reference; None: torch's own choice
+    follows_choices: bool = False  # the reference runs again, and follows the choices of experts that ranks recorded
 
     def write(self, folder: Path) -> None:
         (folder / "request.json").write_text(json.dumps(asdict(self)), "utf-8")

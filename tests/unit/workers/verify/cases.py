@@ -25,6 +25,7 @@ from oarlock.workers.quantization.grouped import GroupedWeight
 from oarlock.workers.quantization.method import LinearWeight, WeightShard
 from oarlock.workers.verify.compare import VerifyResults, compare
 from oarlock.workers.verify.diagnosis import explain
+from oarlock.workers.verify.expert_choices import ranks_choose_otherwise
 from oarlock.workers.verify.rank import run_rank
 from oarlock.workers.verify.reference import record_reference
 from oarlock.workers.verify.request import VerifyRequest
@@ -59,12 +60,12 @@ class VerifyCase:
         self.max_model_len = max_model_len
         folder.mkdir()
         self.quantization = self._config(1, model).quantization  # a stored form has a name, too
-        request = VerifyRequest(
+        self.request = VerifyRequest(
             str(model), dtype, "cpu", prompts, new_tokens, num_threads=1, quantization=self.quantization,
             dequantize=dequantize,
         )  # fmt: skip
-        request.write(folder)
-        record_reference(request, folder, lambda line: None)
+        self.request.write(folder)
+        record_reference(self.request, folder, lambda line: None)
 
     def run(self, size: int, model: Path | None = None, plant: Callable[[TensorParallel], None] | None = None):
         """Our side on `size` ranks, from `model` if it is another; `plant` is first called with every rank's group."""
@@ -77,6 +78,8 @@ class VerifyCase:
             return torch.zeros(1)
 
         on_ranks(size, work)
+        if ranks_choose_otherwise(self.folder, read_spec(str(self.model))):
+            record_reference(replace(self.request, follows_choices=True), self.folder, lambda line: None)
         return self.compared(size)
 
     def _config(self, size: int, model: Path) -> WorkerConfig:

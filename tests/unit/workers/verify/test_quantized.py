@@ -42,11 +42,14 @@ def test_a_right_model_is_right(cases: Callable[..., VerifyCase], form: str, fam
     assert causes == []
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
+_COUNTS = {"gpt_oss": "num_local_experts", "qwen3_moe": "num_experts"}
+
+
+@pytest.mark.parametrize("family", [*_COUNTS, "nemotron_h"])
 @pytest.mark.slow
 def test_experts_are_right(tmp_path: Path, family: str) -> None:
-    """Every token has all of them: none is chosen by a rounding."""
-    counts = {"num_experts" if family == "qwen3_moe" else "num_local_experts": 3, "num_experts_per_tok": 3}
+    """With a gate every token has all of them: none is chosen by a rounding. Those of Nemotron-H have no gate."""
+    counts = {_COUNTS[family]: 3, "num_experts_per_tok": 3} if family in _COUNTS else {}
     model = make_tiny(tmp_path, family, seed=5, hidden_size=128, head_dim=16, **counts)
     comparison, causes = VerifyCase(model, tmp_path / "verify", quantization="int8").run(2)
     assert comparison.ok and causes == [], comparison.first_fault
