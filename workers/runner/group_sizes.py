@@ -129,6 +129,11 @@ class GroupSizes:
             found.append(max(0, count - 1) // each)
         return min(found)
 
+    def sequences_beside_the_longest(self, room: KVRoom) -> int:
+        """Return the number of sequences whose states fit beside the pages of one sequence of `max_model_len`."""
+        available = room.available - self.bytes_of_sequence(self._length) + (_LEAST_SLOTS + 1) * self.slot_bytes
+        return (available // self.slot_bytes - RESERVED_BLOCKS) // RUNNING_SLOTS
+
     # -- division of room
 
     def counts_that_fit(self, room: KVRoom) -> list[int]:
@@ -307,7 +312,7 @@ def _shared(room: int, sizes: Sequence[int], each: Sequence[int], least: Sequenc
 
 def with_sequences_that_fit(config: WorkerConfig, spec: DecoderSpec, room: KVRoom) -> WorkerConfig:
     """Return `config` with `max_num_seqs` lowered, if slots of recurrent state of all sequences would take more than
-    their share of `room`."""
+    their share of `room`, or leave too little of it for one sequence of `max_model_len`."""
     lowest = config.max_num_seqs
     for stage in range(config.pipeline_parallel_size):
         sizes = GroupSizes.of(config, spec, stage)
@@ -315,4 +320,7 @@ def with_sequences_that_fit(config: WorkerConfig, spec: DecoderSpec, room: KVRoo
             share = int(room.available * (SLOTS_SHARE if sizes.pages else 1.0))
             fitting = share // sizes.slot_bytes - RESERVED_BLOCKS
             lowest = min(lowest, max(1, fitting // (RUNNING_SLOTS + CHECKPOINT_SLOTS)))
+            beside = sizes.sequences_beside_the_longest(room)
+            if beside > 0 and not config.fit_model_len:  # otherwise the error is about the longest sequence itself
+                lowest = min(lowest, beside)
     return config if lowest == config.max_num_seqs else config.with_(max_num_seqs=lowest)

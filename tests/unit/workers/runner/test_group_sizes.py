@@ -141,3 +141,14 @@ def test_the_number_of_sequences_is_lowered_to_the_states_that_fit() -> None:
     assert with_sequences_that_fit(asked, describe(GEMMA_3_27B), room(1)) is asked
     part = StatePart("state", 8, (16,), copied_rows=2, is_float32=False)
     assert part.bytes_of_rank(4, "bfloat16") == (2 + 2) * 16 * 2
+
+
+def test_as_many_sequences_start_as_leave_room_for_the_longest() -> None:
+    """The states of the sequences that are left must never take the room of the longest sequence that would fit."""
+    spec, longest = MODELS["pages and states"], 4096
+    for asked in (4, 64):
+        least = GroupSizes.of(config(max_num_seqs=1), spec).bytes_of_sequence(longest)
+        for available in range(least, 3 * least, least // 40):
+            lowered = with_sequences_that_fit(config(max_num_seqs=asked), spec, room(available))
+            counts = GroupSizes.of(lowered, spec).counts_that_fit(room(available))
+            assert GroupSizes.of(lowered, spec).sequences(counts, longest) >= 1
