@@ -135,12 +135,6 @@ def _with_fewer_sequences(config: WorkerConfig, spec: DecoderSpec, formats: Weig
     """Lower `max_num_seqs` to the sequences whose recurrent state fits, and log it."""
     if not any(isinstance(group.memory, SlotsSpec) for group in spec.groups):
         return config
-    if config.num_speculative_tokens:
-        raise StartupError(
-            f"--speculative-config: the state of recurrent layers, which {spec.architecture} has, cannot go back to a "
-            "token before rejected drafts.",
-            "Leave it out.",
-        )
     # Given numbers of blocks, as in a replay, come with the number of sequences.
     room = _estimated_room(config, spec, formats) if config.num_kv_blocks is None else None
     if room is None:

@@ -54,5 +54,3 @@ def test_fewer_sequences_than_were_asked_for_are_logged(caplog: pytest.LogCaptur
         lowered = fewer(RECURRENT, kv_cache_bytes=2 * slot * (4 * 10 + 2))
     assert lowered.max_num_seqs == 10 and "event=max_num_seqs_lowered from=64 to=10" in caplog.text
     assert fewer(RECURRENT).max_num_seqs == fewer(MODELS["heads and widths differ"]).max_num_seqs == 64
-    with pytest.raises(StartupError, match=r"^--speculative-config: .* Tiny has, cannot go back"):
-        fewer(RECURRENT, num_speculative_tokens=3)
