@@ -79,6 +79,12 @@ class Capacity:
         return self.groups.joint_blocks(self.counts) if self.refusal is None else 0
 
     @property
+    def num_slots(self) -> int:
+        """Slots of recurrent state, without the null slot; 0: the model has no recurrent layers, or does not fit."""
+        pairs = zip(self.groups.groups, self.counts, strict=False)
+        return next((count - 1 for group, count in pairs if group.is_recurrent), 0)
+
+    @property
     def kv_tokens(self) -> int:
         return max(0, self.num_blocks - 1) * self.config.block_size
 

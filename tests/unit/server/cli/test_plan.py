@@ -18,6 +18,7 @@ from oarlock.workers.config import MAX_POOLED_IDS
 from oarlock.workers.preflight import open_model
 from oarlock.workers.protocol import max_output_bytes
 from tests.unit.server.hub.fake_hub import FakeHub
+from tests.unit.workers.models.test_delta_families import NEXT as QWEN_NEXT
 
 QWEN_7B: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -35,6 +36,8 @@ QWEN_7B: dict[str, Any] = {
     "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
 }
+
+SLOT_BYTES_OF_QWEN_NEXT = 77_266_944
 
 
 @pytest.fixture
@@ -234,6 +237,18 @@ def test_both_ways_to_share_experts_are_shown_with_their_bytes(tmp_path: Path, c
     whole = re.search(r"whole, with --enable-expert-parallel \(a step reads ([0-9.]+) MiB of 1 and", line)
     assert whole is not None and held / 2 < float(whole[1]) * 2**20 < held  # 1 in 7 draws has both on one rank
     assert main([*words, "-tp", "1"]) == 0 and "Experts of a rank" not in capsys.readouterr().out
+
+
+def test_a_plan_shows_the_slots_of_recurrent_state(tmp_path: Path, capsys) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN_NEXT))
+    flags = [str(tmp_path), "--load-format", "dummy", "--dtype", "bfloat16", "--max-num-seqs", "64"]
+    _, found = plan(capsys, *flags, "--gpus", "2xB200")
+    one = found["layouts"][0]
+    assert one["state_slots"] == 4 * 64 and one["bytes_per_state_slot"] == SLOT_BYTES_OF_QWEN_NEXT // 2
+    assert main(["plan", *flags, "--gpus", "4xH100", "-tp", "4", "--kv-cache-memory", "4GiB"]) == 0
+    text = capsys.readouterr().out
+    assert "53 slots of 18.4 MiB; a running user has two, the others are checkpoints." in text
+    assert "--max-num-seqs is lowered from 64 to 26, so that states fit." in text
 
 
 def test_help_of_every_command_stays_quick() -> None:
