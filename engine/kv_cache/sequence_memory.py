@@ -66,7 +66,7 @@ def check_offload(info: WorkerInfo) -> None:
     kinds = "recurrent state" if any(group.is_recurrent for group in info.groups) else "several groups of KV blocks"
     raise StartupError(
         f"KV offload does not support models with {kinds}, such as this {info.architecture}.",
-        "Remove --kv-offload-gib and --kv-offload-path.",
+        "Leave out --kv-offload-memory and --kv-offload-path.",
     )
 
 
