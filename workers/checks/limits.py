@@ -166,7 +166,7 @@ def with_kv_offload(config: WorkerConfig, spec: DecoderSpec) -> WorkerConfig:
         )
     if len(memories) > 1:
         raise StartupError(
-            f"--kv-offload-memory and --kv-offload-path need layers whose keys and values have one shape, and "
+            f"--kv-offload-memory and --kv-offload-path need layers that do not differ in windows, heads or widths, and "
             f"{spec.architecture} has {len(memories)} memory groups.",
             "Leave them out.",
         )
