@@ -168,7 +168,7 @@ def _vector_bytes(config: WorkerConfig, spec: DecoderSpec) -> int:
 
 
 def _held(config: WorkerConfig, groups: GroupSizes, room: KVRoom, short: int) -> Capacity:
-    """Return the capacity of one rank with `room` for pages. `short`: bytes lacking before there is any room."""
+    """Return the capacity of one rank with `room` for pages and slots. `short`: bytes lacking before there is any."""
     assert config.max_model_len is not None
     least = groups.bytes_of_sequence(config.max_model_len)
     if short:

@@ -135,7 +135,7 @@ def _with_fewer_sequences(config: WorkerConfig, spec: DecoderSpec, formats: Weig
     """Lower `max_num_seqs` to the sequences whose recurrent state fits, and log it."""
     if not any(isinstance(group.memory, SlotsSpec) for group in spec.groups):
         return config
-    # Given numbers of blocks, as in a replay, come with the number of sequences.
+    # A replay gives the numbers of blocks, and keeps the number of sequences that they were made for.
     room = _estimated_room(config, spec, formats) if config.num_kv_blocks is None else None
     if room is None:
         return config

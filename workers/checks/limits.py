@@ -166,8 +166,8 @@ def with_kv_offload(config: WorkerConfig, spec: DecoderSpec) -> WorkerConfig:
         )
     if len(memories) > 1:
         raise StartupError(
-            f"--kv-offload-memory and --kv-offload-path need layers that do not differ in windows, heads or widths, and "
-            f"{spec.architecture} has {len(memories)} memory groups.",
+            "--kv-offload-memory and --kv-offload-path need layers that do not differ in windows, heads or widths of "
+            f"keys and values, and {spec.architecture} has {len(memories)} memory groups.",
             "Leave them out.",
         )
     memory, disk = config.kv_offload_bytes, config.kv_offload_disk_bytes
