@@ -3,6 +3,7 @@
 Alone, in a batch, cut into chunks, from a checkpoint, after a preemption, after refused steps, and one step ahead.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from oarlock.workers.runner.layer_memory import allocate_memory
 from oarlock.workers.runner.step_building import eager_steps
 from oarlock.workers.runner.trial_steps import TrialMemory
 from tests.parallel.direct_engine import Answer, DirectEngine
+from tests.unit.workers.kernel_levels import threads
 from tests.unit.workers.layers.test_memory_groups import MODELS, RunningMean, RunningMeanSpec, loaded
 
 BLOCK = 8
@@ -103,6 +105,13 @@ def requests(first: int = 1) -> list[Request]:
         params = SamplingParams(max_tokens=10 + number, temperature=0.8, seed=number, logprobs=2)
         found.append(Request(first + number, (*shared, *own), params, is_low_priority=number < 3))
     return found
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Small shapes: a second thread only waits for the first."""
+    with threads(1):
+        yield
 
 
 @pytest.fixture(scope="module", params=[NAMES[0], pytest.param(NAMES[1], marks=pytest.mark.soak)])
