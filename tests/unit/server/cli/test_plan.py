@@ -18,7 +18,7 @@ from oarlock.workers.config import MAX_POOLED_IDS
 from oarlock.workers.preflight import open_model
 from oarlock.workers.protocol import max_output_bytes
 from tests.unit.server.hub.fake_hub import FakeHub
-from tests.unit.workers.models.test_delta_families import NEXT as QWEN_NEXT
+from tests.unit.workers.models.test_delta_families import QWEN as QWEN_3_5
 
 QWEN_7B: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -37,7 +37,7 @@ QWEN_7B: dict[str, Any] = {
     "torch_dtype": "bfloat16",
 }
 
-SLOT_BYTES_OF_QWEN_NEXT = 77_266_944
+SLOT_BYTES_OF_QWEN_3_5 = 19_537_920
 
 
 @pytest.fixture
@@ -240,15 +240,15 @@ def test_both_ways_to_share_experts_are_shown_with_their_bytes(tmp_path: Path, c
 
 
 def test_a_plan_shows_the_slots_of_recurrent_state(tmp_path: Path, capsys) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(QWEN_NEXT))
-    flags = [str(tmp_path), "--load-format", "dummy", "--dtype", "bfloat16", "--max-num-seqs", "64"]
-    _, found = plan(capsys, *flags, "--gpus", "2xB200")
-    one = found["layouts"][0]
-    assert one["state_slots"] == 4 * 64 and one["bytes_per_state_slot"] == SLOT_BYTES_OF_QWEN_NEXT // 2
-    assert main(["plan", *flags, "--gpus", "4xH100", "-tp", "4", "--kv-cache-memory", "4GiB"]) == 0
+    (tmp_path / "config.json").write_text(json.dumps(QWEN_3_5))
+    flags = [str(tmp_path), "--load-format", "dummy", "--dtype", "bfloat16", "--max-model-len", "32768"]
+    _, found = plan(capsys, *flags, "--gpus", "2xL4", "-tp", "2")
+    (one,) = found["layouts"]
+    assert one["state_slots"] == 4 * 64 and one["bytes_per_state_slot"] == SLOT_BYTES_OF_QWEN_3_5 // 2
+    assert main(["plan", *flags, "--gpus", "L4", "--kv-cache-memory", "1GiB"]) == 0
     text = capsys.readouterr().out
-    assert "53 slots of 18.4 MiB; a running user has two, the others are checkpoints." in text
-    assert "--max-num-seqs is lowered from 64 to 26, so that states fit." in text
+    assert "24 slots of 18.6 MiB; a running user has two, the others are checkpoints." in text
+    assert "--max-num-seqs is lowered from 64 to 6, so that states fit." in text
 
 
 def test_help_of_every_command_stays_quick() -> None:

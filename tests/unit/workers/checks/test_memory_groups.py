@@ -7,9 +7,10 @@ import pytest
 
 from oarlock.base.errors import StartupError
 from oarlock.workers import preflight as preflight_module
-from oarlock.workers.checks.limits import check_parallel, with_kv_offload
+from oarlock.workers.checks.limits import check_drafts, check_parallel, with_kv_offload
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.layers.decoder_spec import DecoderSpec
+from oarlock.workers.layers.memory_spec import PagesSpec
 from oarlock.workers.preflight import preflight
 from oarlock.workers.protocol import max_step_bytes
 from oarlock.workers.quantization.registry import NONE
@@ -54,3 +55,14 @@ def test_fewer_sequences_than_were_asked_for_are_logged(caplog: pytest.LogCaptur
         lowered = fewer(RECURRENT, kv_cache_bytes=2 * slot * (4 * 10 + 2))
     assert lowered.max_num_seqs == 10 and "event=max_num_seqs_lowered from=64 to=10" in caplog.text
     assert fewer(RECURRENT).max_num_seqs == fewer(MODELS["heads and widths differ"]).max_num_seqs == 64
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_drafts_are_refused_by_name(name: str) -> None:
+    spec, config = MODELS[name], WorkerConfig("none", num_speculative_tokens=2)
+    check_drafts(WorkerConfig("none"), spec)
+    if all(isinstance(group.memory, PagesSpec) for group in spec.groups):
+        check_drafts(config, spec)
+        return
+    with pytest.raises(StartupError, match="--speculative-config does not support models with recurrent layers"):
+        check_drafts(config, spec)
