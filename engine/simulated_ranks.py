@@ -200,7 +200,8 @@ class Roofline:
         crowd = self.ranks * self.replicas if speed.is_shared else 1
         # Tokens choose independently: an expert is read unless no token chooses it.
         experts = work.expert_bytes * (1.0 - (1.0 - work.expert_share) ** load.tokens)
-        read_s = (work.weight_bytes + experts + work.kv_bytes * load.context) * crowd / speed.bandwidth
+        memory = work.kv_bytes * load.context + work.state_bytes * load.rows  # a row is a sequence
+        read_s = (work.weight_bytes + experts + memory) * crowd / speed.bandwidth
         ops = work.token_ops * load.tokens + work.row_ops * load.rows + work.pair_ops * load.pairs
         sums_s = work.num_sums * speed.sum_s
         if speed.link:

@@ -198,8 +198,9 @@ class RankWork:
     sum_bytes: int  # exchanged with the other ranks of the stage for each token, in `num_sums` all-reduces
     num_sums: int
     pass_bytes: int  # sent to the next stage for each token
-    expert_bytes: int = 0  # fraction of the experts that one token has
+    expert_bytes: int = 0  # of all routed experts
     expert_share: float = 0.0  # fraction of the experts that one token has
+    state_bytes: int = 0  # recurrent state that is read and written for each sequence
 
 
 def work_of(model: OpenModel, config: WorkerConfig) -> tuple[RankWork, ...]:
@@ -226,11 +227,13 @@ def _work(spec: DecoderSpec, formats: WeightFormats, config: WorkerConfig, stage
         weight_format = formats.of_head.format_of(EMBEDDING.removesuffix(".weight"))
         read -= weight_format.weight_bytes(spec.vocab_size, spec.hidden_size, item) // size
     read -= sum(bytes_of for tensor, bytes_of in held if tensor.is_table)  # read by rows as well
+    memory = GroupSizes.of(config, spec, stage)
     return RankWork(
         weight_bytes=read,
         expert_bytes=expert_bytes,
         expert_share=max((used for used, _ in experts), default=0.0),
-        kv_bytes=GroupSizes.of(config, spec, stage).bytes_per_token,
+        kv_bytes=memory.bytes_per_token,
+        state_bytes=2 * memory.slot_bytes,
         token_ops=2 * matrices / size,
         row_ops=2 * head / size if is_last else 0.0,
         pair_ops=sum(branch.sublayer.pair_ops for branch in branches) / size,

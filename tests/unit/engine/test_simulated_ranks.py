@@ -14,6 +14,8 @@ def test_the_roofline_reads_or_computes_whichever_takes_longer() -> None:
     time = Roofline((work,), 1, speed)
     assert time.seconds(StepLoad(1, 1, 0, 0)) == pytest.approx(0.101)
     assert time.seconds(StepLoad(100, 1, 100, 5000)) == pytest.approx(0.001 + (1e11 + 1e8 + 5e4) / 1e11)
+    recurrent = Roofline((replace(work, state_bytes=10**8),), 1, speed)
+    assert recurrent.seconds(StepLoad(8, 8, 0, 0)) == pytest.approx(0.101 + 8 * 0.01), "each sequence has a state"
     shared = Roofline((work,), 2, replace(speed, is_shared=True))
     assert shared.seconds(StepLoad(1, 1, 0, 0)) == pytest.approx(0.201), "two ranks read through the same memory"
     sums = replace(work, sum_bytes=1000, num_sums=4)
