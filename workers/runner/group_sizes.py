@@ -241,7 +241,7 @@ class GroupSizes:
         parts = [self._arithmetic(group) for group in self.groups]
         cause = (
             f"Not enough KV memory for one sequence of {self._length} tokens: it needs {human_bytes(need)} per rank "
-            f"({' + '.join(parts)}), and {room.source} {human_bytes(room.available)}."
+            f"({', plus '.join(parts)}), and {room.source} {human_bytes(room.available)}."
         )
         eight = "use --kv-cache-dtype int8, " if not self.is_rounded and config.device != "cuda" else ""
         shorter = f"lower --max-model-len to {largest} or less" if largest else "free memory or use a smaller model"

@@ -104,7 +104,7 @@ def test_errors_show_the_arithmetic_of_each_group() -> None:
     with pytest.raises(StartupError) as refused:
         groups.counts_that_fit(room(need - 1))
     for words in (
-        "(256 + 2 blocks x 16 tokens x 512 bytes = 2 x 1 layers x 2 KV heads x 64 x 2 bytes a token + ",
+        "(256 + 2 blocks x 16 tokens x 512 bytes = 2 x 1 layers x 2 KV heads x 64 x 2 bytes a token, plus ",
         "24 + 2 blocks of a window of 100 tokens and a step x 16 tokens x 1536 bytes",
         "6 slots x 1.0 MiB of recurrent state in 2 layers",
     ):
