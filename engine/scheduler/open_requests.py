@@ -36,7 +36,7 @@ def check_memory(config: EngineConfig, info: WorkerInfo) -> None:
     if config.speculative is not None and any(group.is_recurrent for group in info.groups):
         raise StartupError(
             f"--speculative-config does not support models with recurrent layers, such as this {info.architecture}: "
-            "the state after a rejected draft cannot be taken back.",
+            "the state after a rejected draft cannot be rolled back.",
             "Leave it out.",
         )
 

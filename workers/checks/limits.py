@@ -109,11 +109,11 @@ def check_parallel(config: WorkerConfig, spec: DecoderSpec) -> None:
 
 
 def check_drafts(config: WorkerConfig, spec: DecoderSpec) -> None:
-    """Check that the state after a rejected draft can be taken back. Raises `StartupError`."""
+    """Check that the state after a rejected draft can be rolled back. Raises `StartupError`."""
     if config.num_speculative_tokens and any(isinstance(group.memory, SlotsSpec) for group in spec.groups):
         raise StartupError(
             f"--speculative-config does not support models with recurrent layers, such as {spec.architecture}: the "
-            "state after a rejected draft cannot be taken back.",
+            "state after a rejected draft cannot be rolled back.",
             "Leave it out.",
         )
 

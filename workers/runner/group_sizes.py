@@ -130,8 +130,8 @@ class GroupSizes:
             found.append(max(0, count - 1) // each)
         return min(found)
 
-    def sequences_beside_the_longest(self, room: KVRoom) -> int:
-        """Return the number of sequences whose states fit beside the pages of one sequence of `max_model_len`."""
+    def sequences_with_the_longest(self, room: KVRoom) -> int:
+        """Return the number of sequences whose states fit if one sequence of `max_model_len` has its pages."""
         available = room.available - self.bytes_of_sequence(self._length) + (_LEAST_SLOTS + 1) * self.slot_bytes
         return (available // self.slot_bytes - RESERVED_BLOCKS) // RUNNING_SLOTS
 
@@ -321,7 +321,7 @@ def with_sequences_that_fit(config: WorkerConfig, spec: DecoderSpec, room: KVRoo
             share = int(room.available * (SLOTS_SHARE if sizes.pages else 1.0))
             fitting = share // sizes.slot_bytes - RESERVED_BLOCKS
             lowest = min(lowest, max(1, fitting // (RUNNING_SLOTS + CHECKPOINT_SLOTS)))
-            beside = sizes.sequences_beside_the_longest(room)
-            if beside > 0 and not config.fit_model_len:  # otherwise the error is about the longest sequence itself
-                lowest = min(lowest, beside)
+            with_longest = sizes.sequences_with_the_longest(room)
+            if with_longest > 0 and not config.fit_model_len:  # else the longest sequence is refused
+                lowest = min(lowest, with_longest)
     return config if lowest == config.max_num_seqs else config.with_(max_num_seqs=lowest)
