@@ -3,8 +3,8 @@
     python -m benchmarks.recurrent [--threads N] [--rounds N] [--dtype bfloat16]
 
 Prompts: microseconds of one thread for a token and a head (or a channel of the convolution), whose state is in a cache.
-Decoding: states that are read and written in a second, with more states than a cache holds, as a part of copying them.
-Each figure is the best of all rounds. Times are processor time where there is one thread.
+Decoding: the rate at which states are read and written, relative to copying them, with more states than a cache holds.
+Each figure is the best of all rounds. With one thread, times are processor time.
 """
 
 import argparse

@@ -113,7 +113,7 @@ class EngineStats:
 
 
 class KvState(TypedDict):
-    """Live state of the pool of KV blocks."""
+    """Live state of the pools of KV blocks: totals of all memory groups."""
 
     block_size: int  # tokens
     total: int  # blocks, without the null block
@@ -121,7 +121,7 @@ class KvState(TypedDict):
     cached: int
     free: int
     cells_of: int  # blocks in one cell of the map, which shows the first of them
-    map: str  # runs of cells in the order of the blocks: `h12c40f2000` - held, cached, free
+    map: str  # runs of cells in the order of groups and blocks: `h12c40f2000` - held, cached, free
 
 
 class RankTimes(TypedDict):

@@ -79,6 +79,12 @@ class Capacity:
         return self.groups.joint_blocks(self.counts) if self.refusal is None else 0
 
     @property
+    def num_slots(self) -> int:
+        """Slots of recurrent state, without the null slot; 0: the model has no recurrent layers, or does not fit."""
+        pairs = zip(self.groups.groups, self.counts, strict=False)
+        return next((count - 1 for group, count in pairs if group.is_recurrent), 0)
+
+    @property
     def kv_tokens(self) -> int:
         return max(0, self.num_blocks - 1) * self.config.block_size
 
@@ -166,7 +172,7 @@ def _vector_bytes(config: WorkerConfig, spec: DecoderSpec) -> int:
 
 
 def _held(config: WorkerConfig, groups: GroupSizes, room: KVRoom, short: int) -> Capacity:
-    """Return the capacity of one rank with `room` for pages. `short`: bytes lacking before there is any room."""
+    """Return the capacity of one rank with `room` for pages and slots. `short`: bytes lacking before there is any."""
     assert config.max_model_len is not None
     least = groups.bytes_of_sequence(config.max_model_len)
     if short:

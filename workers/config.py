@@ -186,13 +186,13 @@ class GroupInfo:
 
     num_blocks: int  # blocks or slots, including number 0, which is never handed out
     bytes_per_block: int  # of a block or slot, on the rank with the most
-    is_recurrent: bool = False  # slots
+    is_recurrent: bool = False  # True: slots
     span: int | None = None  # of pages: latest tokens that hold all keys which a query sees; None: all tokens
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """Report of the ranks after loading, from which the engine sizes its KV block pool."""
+    """Report of the ranks after loading, from which the engine sizes its pools of blocks and slots."""
 
     num_blocks: int  # block 0 is the null block, so num_blocks - 1 can be handed out
     block_size: int

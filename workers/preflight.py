@@ -144,7 +144,7 @@ def _with_fewer_sequences(config: WorkerConfig, spec: DecoderSpec, formats: Weig
     """
     if not any(isinstance(group.memory, SlotsSpec) for group in spec.groups):
         return config
-    # Given numbers of blocks, as in a replay, come with the number of sequences.
+    # A replay gives the numbers of blocks, and keeps the number of sequences that they were made for.
     room = _estimated_room(config, spec, formats) if config.num_kv_blocks is None else None
     if room is None:
         return config

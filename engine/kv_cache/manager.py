@@ -29,7 +29,7 @@ class BlockTable:
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """Refusal of blocks, after which nobody need search again while the cause lasts."""
+    """Refusal of blocks. While its cause lasts, the prefix cache need not be searched again."""
 
     floor: int  # retry once the total of released blocks of the pool that was short reaches floor + reserve
     awaited: bytes | None  # also retry once the block with this hash is cached

@@ -450,7 +450,13 @@ class SchedulingSettings:
 
     GROUP = "Scheduling and memory"
 
-    max_num_seqs: int = option(64, example="32", limits=(1, 4096), help="maximum number of running sequences")
+    max_num_seqs: int = option(
+        64,
+        example="32",
+        limits=(1, 4096),
+        help="maximum number of running sequences; lowered at start if the states of recurrent layers need more memory "
+        "than there is",
+    )
     max_num_batched_tokens: int | None = option(
         None,
         example="4096",
@@ -479,7 +485,11 @@ class SchedulingSettings:
     )
     block_size: int = option(32, example="16", limits=(1, 1024), help="tokens in one KV block")
     kv_cache_memory: int | None = option(
-        None, example="2GiB", is_bytes=True, limits=(2**16, 2**50), help="KV memory of each rank (default: measured)"
+        None,
+        example="2GiB",
+        is_bytes=True,
+        limits=(2**16, 2**50),
+        help="memory of each rank for keys, values and the states of recurrent layers (default: measured)",
     )
     kv_cache_dtype: str = option(
         "auto",
@@ -493,8 +503,8 @@ class SchedulingSettings:
         example="8GiB",
         is_bytes=True,
         limits=(2**16, 2**50),
-        help="host memory of each rank for KV blocks that its pool evicts (default: none, or 1GiB with "
-        "--kv-offload-path)",
+        help="host memory of each rank for KV blocks that its pool evicts; only if all layers have full attention "
+        "(default: none, or 1GiB with --kv-offload-path)",
     )
     kv_offload_path: str | None = option(
         None,
@@ -514,14 +524,14 @@ class SchedulingSettings:
     gpu_memory_utilization: float = option(
         0.9, example="0.8", limits=(0.05, 0.99), help="fraction of GPU memory to use"
     )
-    enable_prefix_caching: bool = option(True, help="reuse the KV blocks of shared prompt prefixes")
+    enable_prefix_caching: bool = option(True, help="reuse the KV blocks, and the states, of shared prompt prefixes")
     speculative_config: str | None = option(
         None,
         example=SPECULATIVE.example,
         is_json=True,
         help="draft tokens by looking up the last tokens in the request's own text; one step checks "
-        "several; keys: method (ngram), num_speculative_tokens, prompt_lookup_max, prompt_lookup_min "
-        "(default: no drafts)",
+        "several; not with recurrent layers; keys: method (ngram), num_speculative_tokens, prompt_lookup_max, "
+        "prompt_lookup_min (default: no drafts)",
     )
     kv_events_config: str | None = option(
         None,

@@ -91,6 +91,20 @@ FLAGS: dict[str, Flag] = {
     **_refused("--speculative-config configures speculative decoding.", "speculative-model", "num-speculative-tokens"),
     **_refused("--kv-cache-memory sets the size of the KV cache.", "num-gpu-blocks-override"),
     **_refused("sliding windows are used as the model defines them.", "disable-sliding-window"),
+    "disable-hybrid-kv-cache-manager": Flag(
+        "layers that differ in windows, heads or states always have separate memory.", is_switch=True, is_either=True
+    ),
+    **_values(
+        "states of recurrent layers are float32, except the inputs of convolutions, which have the model's dtype.",
+        "mamba-ssm-cache-dtype",
+        harmless=("auto", "float32"),
+    ),
+    **_values(
+        "states of recurrent layers are float32, except the inputs of convolutions, which have the model's dtype.",
+        "mamba-cache-dtype",
+        harmless=("auto",),
+    ),
+    **_values("states are kept at the ends of KV blocks (--block-size).", "mamba-block-size"),
     **_refused("torch.compile is not used.", "compilation-config"),
     **_refused("--log-level sets one level for the whole log.", "uvicorn-log-level"),
     **_switches("a renewed certificate is always reloaded.", "enable-ssl-refresh"),

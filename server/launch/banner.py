@@ -137,12 +137,8 @@ def banner(
     """Return the summary of a successful start. `max_len`: tokens of prompt and completion; `key`: requests need an API
     key; `page`: there is a web page; `task`: the task that the model is served for; `about`: the introduction of its
     owner."""
-    tokens = (info.num_blocks - 1) * info.block_size
     context = min(_TYPICAL_CONTEXT, max_len)
-    held = tokens // context
-    if any(group.is_recurrent for group in info.groups):  # slots were made for this number of sequences
-        held = min(held, info.max_num_seqs)
-    users = _plural(info.data_parallel_size * held, "user")
+    users = _plural(info.data_parallel_size * _sequences(info, context), "user")
     label = "4k" if context == _TYPICAL_CONTEXT else f"{context} tokens"
     phases = ", ".join(f"{phase} {took:.1f} s" for phase, took in seconds.items() if took >= 0.05)
     form = "" if info.quantization == "none" else f" as {info.quantization}"
@@ -202,6 +198,19 @@ def _each(info: EngineInfo) -> str:
     return "" if info.data_parallel_size == 1 else f" on each of {info.data_parallel_size} replicas"
 
 
+def _sequences(info: EngineInfo, context: int) -> int:
+    """Return the number of sequences of `context` tokens that the memory of one replica holds at once."""
+    found = [(info.num_blocks - 1) * info.block_size // context]
+    for group in info.groups:
+        if group.is_recurrent:
+            found.append((group.num_blocks - 1) // 2)
+        elif group.span is not None and len(info.groups) > 1:
+            held = group.span + min(info.max_num_batched_tokens, info.max_model_len)  # the window, and the largest step
+            blocks = min(-(-context // info.block_size), -(-held // info.block_size) + 1)
+            found.append((group.num_blocks - 1) // blocks)
+    return min(found)
+
+
 def _memory(info: EngineInfo, users: str, label: str, max_len: int) -> list[str]:
     """Return the lines about keys, values and recurrent state. `users`: the number that fits at the context `label`."""
     states = [group for group in info.groups if group.is_recurrent]
@@ -215,7 +224,8 @@ def _memory(info: EngineInfo, users: str, label: str, max_len: int) -> list[str]
         lines += [f"  window   {group.num_blocks - 1} blocks for the latest {group.span} tokens" for group in windows]
     if states:
         size = format_size(sum(group.bytes_per_block for group in states))
-        lines.append(f"  state    {states[0].num_blocks - 1} slots of {size}{_each(info)}, for {users} and checkpoints")
+        use = "two for each running request, the others for checkpoints"
+        lines.append(f"  state    {states[0].num_blocks - 1} slots of {size}{_each(info)}: {use}")
     return lines
 
 

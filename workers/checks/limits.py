@@ -109,11 +109,11 @@ def check_parallel(config: WorkerConfig, spec: DecoderSpec) -> None:
 
 
 def check_drafts(config: WorkerConfig, spec: DecoderSpec) -> None:
-    """Check that the state after a rejected draft can be taken back. Raises `StartupError`."""
+    """Check that the state after a rejected draft can be rolled back. Raises `StartupError`."""
     if config.num_speculative_tokens and any(isinstance(group.memory, SlotsSpec) for group in spec.groups):
         raise StartupError(
             f"--speculative-config does not support models with recurrent layers, such as {spec.architecture}: the "
-            "state after a rejected draft cannot be taken back.",
+            "state after a rejected draft cannot be rolled back.",
             "Leave it out.",
         )
 
@@ -176,8 +176,8 @@ def with_kv_offload(config: WorkerConfig, spec: DecoderSpec) -> WorkerConfig:
         )
     if len(memories) > 1:
         raise StartupError(
-            f"--kv-offload-memory and --kv-offload-path need layers whose keys and values have one shape, and "
-            f"{spec.architecture} has {len(memories)} memory groups.",
+            "--kv-offload-memory and --kv-offload-path need layers that do not differ in windows, heads or widths of "
+            f"keys and values, and {spec.architecture} has {len(memories)} memory groups.",
             "Leave them out.",
         )
     for stage in range(config.pipeline_parallel_size):

@@ -8,7 +8,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from oarlock.workers.layers.tensor_spec import Computation, NormSpec, RankDtype, Sharding, Tap, TensorSpec
+from oarlock.workers.layers.tensor_spec import (
+    Computation,
+    NormSpec,
+    RankDtype,
+    Sharding,
+    Tap,
+    TensorSpec,
+    WithoutContext,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +57,7 @@ class SharedSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertsSpec:
+class ExpertsSpec(WithoutContext):
     """The sum of `weight * down(activation(gate(x)) * up(x))` over a token's experts, plus the shared expert.
 
     Without a gate (`is_gated`), the sum of `weight * down(activation(up(x)))`.
@@ -152,15 +160,6 @@ class ExpertsSpec:
     def step_values(self) -> int:
         """Values per token that exist at the same time, over all ranks."""
         return 3 * (self.router.top_k * self.width + (0 if self.shared is None else self.shared.width))
-
-    @property
-    def pair_ops(self) -> int:
-        """Multiplications and additions of a token for each token of its context: none."""
-        return 0
-
-    def for_length(self, length: int) -> "ExpertsSpec":
-        """Return the same specification: it does not depend on `length`."""
-        return self
 
     def _mlp(self, name: str, width: int, hidden: int, bias: bool) -> list[TensorSpec]:
         found: list[TensorSpec] = []

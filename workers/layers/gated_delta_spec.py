@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from oarlock.workers.layers.memory_spec import SlotsSpec, StatePart
-from oarlock.workers.layers.tensor_spec import Computation, RankDtype, Sharding, Tap, TensorSpec
+from oarlock.workers.layers.tensor_spec import Computation, RankDtype, Sharding, Tap, TensorSpec, WithoutContext
 
 
 @dataclass(frozen=True, slots=True)
-class GatedDeltaSpec:
+class GatedDeltaSpec(WithoutContext):
     """A gated delta net, from its input projections to its output projection.
 
     Queries, keys and values pass a short convolution and the gated delta rule. The result is normed by heads and gated.
@@ -135,12 +135,3 @@ class GatedDeltaSpec:
         """Values per token that exist at the same time, over all ranks: the convolution's inputs and results, z, the
         rule's results before and after the norm, and four float32 values of each head."""
         return 2 * self.channels + 3 * self.value_size + 8 * self.num_value_heads
-
-    @property
-    def pair_ops(self) -> int:
-        """Multiplications and additions of a token for each token of its context: none."""
-        return 0
-
-    def for_length(self, length: int) -> "GatedDeltaSpec":
-        """Return the same specification: it does not depend on `length`."""
-        return self

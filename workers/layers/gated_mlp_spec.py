@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from oarlock.workers.layers.tensor_spec import Computation, Sharding, Tap, TensorSpec
+from oarlock.workers.layers.tensor_spec import Computation, Sharding, Tap, TensorSpec, WithoutContext
 
 
 @dataclass(frozen=True, slots=True)
-class GatedMLPSpec:
+class GatedMLPSpec(WithoutContext):
     """A gated MLP: `down(activation(gate(x)) * up(x))`."""
 
     intermediate_size: int
@@ -84,12 +84,3 @@ class GatedMLPSpec:
     def step_values(self) -> int:
         """Values per token that exist at the same time, over all ranks."""
         return 3 * self.intermediate_size
-
-    @property
-    def pair_ops(self) -> int:
-        """Multiplications and additions of a token for each token of its context: none."""
-        return 0
-
-    def for_length(self, length: int) -> "GatedMLPSpec":
-        """Return the same specification: it does not depend on `length`."""
-        return self

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from oarlock.workers.layers.tensor_spec import Computation, NormSpec, Sharding, Tap, TensorSpec
+from oarlock.workers.layers.tensor_spec import Computation, NormSpec, Sharding, Tap, TensorSpec, WithoutContext
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class LayerInputTable:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerInputSpec:
+class LayerInputSpec(WithoutContext):
     """The sublayer `down(activation(gate(x)) * input)`, where `input` is the layer's own input of each token."""
 
     width: int  # values per token of the layer's input
@@ -98,12 +98,3 @@ class LayerInputSpec:
     def step_values(self) -> int:
         """Values per token that exist at the same time, over all ranks."""
         return 2 * self.width
-
-    @property
-    def pair_ops(self) -> int:
-        """Multiplications and additions of a token for each token of its context: none."""
-        return 0
-
-    def for_length(self, length: int) -> "LayerInputSpec":
-        """Return the same specification: it does not depend on `length`."""
-        return self

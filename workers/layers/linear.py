@@ -15,8 +15,11 @@ from oarlock.workers.weights.source import WeightSource
 
 
 class QKVParallelLinear:
-    """Query, key and value projections as one local matmul: [T, hidden] -> [T, (heads + kv_heads) * head_dim + kv_heads
-    * value_dim], or [T, heads * head_dim] without keys and values."""
+    """Query, key and value projections as one local matmul: [T, hidden] -> [T, columns].
+
+    The columns are heads * head_dim of queries, kv_heads * head_dim of keys and kv_heads * value_dim of values, each
+    if it is projected.
+    """
 
     def __init__(
         self,

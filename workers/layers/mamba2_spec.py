@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from oarlock.workers.layers.memory_spec import SlotsSpec, StatePart
 from oarlock.workers.layers.sharding import heads_divide
-from oarlock.workers.layers.tensor_spec import Computation, RankDtype, Sharding, Tap, TensorSpec
+from oarlock.workers.layers.tensor_spec import Computation, RankDtype, Sharding, Tap, TensorSpec, WithoutContext
 
 # The parts of the input projection, in the order of its rows, and those that pass the convolution.
 PROJECTIONS = ("gate_proj", "x_proj", "b_proj", "c_proj", "dt_proj")
@@ -18,7 +18,7 @@ CHANNELS = ("conv_x", "conv_b", "conv_c")
 
 
 @dataclass(frozen=True, slots=True)
-class Mamba2Spec:
+class Mamba2Spec(WithoutContext):
     """Mamba 2, from the input projection to the output projection.
 
     The input is projected to a gate, to x of each head, to B and C of each group and to the time step of each head. x,
@@ -144,12 +144,3 @@ class Mamba2Spec:
         float32 copies of the result."""
         projected = 2 * self.width + 2 * self.group_width + self.num_heads
         return projected + self.width + 2 * self.group_width + 4 * self.width
-
-    @property
-    def pair_ops(self) -> int:
-        """Multiplications and additions of a token for each token of its context: none."""
-        return 0
-
-    def for_length(self, length: int) -> "Mamba2Spec":
-        """Return the same specification: it does not depend on `length`."""
-        return self

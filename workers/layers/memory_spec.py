@@ -1,7 +1,7 @@
 """Memory that a sublayer needs for each sequence: pages of keys and values, or slots of recurrent state. Torch-free.
 
-A memory group is the set of sublayers of a model whose memory has the same shape. Pages grow with the sequence; a slot
-has one size and holds the state after some number of tokens.
+A memory group is the set of sublayers of a model whose memory has the same shape and, if it is pages, the same window.
+Pages grow with the sequence; a slot has one size and holds the state after some number of tokens.
 """
 
 import math

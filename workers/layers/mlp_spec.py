@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from oarlock.workers.layers.tensor_spec import Computation, Sharding, Tap, TensorSpec
+from oarlock.workers.layers.tensor_spec import Computation, Sharding, Tap, TensorSpec, WithoutContext
 
 
 @dataclass(frozen=True, slots=True)
-class MLPSpec:
+class MLPSpec(WithoutContext):
     """An MLP without a gate: `down(activation(up(x)))`."""
 
     intermediate_size: int
@@ -78,12 +78,3 @@ class MLPSpec:
         """Values per token that exist at the same time, over all ranks: the projection, which may be float32, and its
         activation."""
         return 3 * self.intermediate_size
-
-    @property
-    def pair_ops(self) -> int:
-        """Multiplications and additions of a token for each token of its context: none."""
-        return 0
-
-    def for_length(self, length: int) -> "MLPSpec":
-        """Return the same specification: it does not depend on `length`."""
-        return self

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from oarlock.workers.layers.memory_spec import SlotsSpec, StatePart
-from oarlock.workers.layers.tensor_spec import Computation, RankDtype, Sharding, Tap, TensorSpec
+from oarlock.workers.layers.tensor_spec import Computation, RankDtype, Sharding, Tap, TensorSpec, WithoutContext
 
 _PARTS = ("b", "c", "x")  # the inputs' gate, the results' gate and the inputs, in the order of the stored rows
 
 
 @dataclass(frozen=True, slots=True)
-class ShortConvolutionSpec:
+class ShortConvolutionSpec(WithoutContext):
     """The gated short convolution of LFM2: `out(c * convolution(b * x))`, with projections b, c and x of the input.
 
     The convolution is depthwise: a channel's result depends on its own latest `kernel_size` values.
@@ -94,12 +94,3 @@ class ShortConvolutionSpec:
     def step_values(self) -> int:
         """Values per token of b, c, x and the convolution's inputs, which exist at the same time, over all ranks."""
         return 4 * self.channels
-
-    @property
-    def pair_ops(self) -> int:
-        """Multiplications and additions of a token for each token of its context: none."""
-        return 0
-
-    def for_length(self, length: int) -> "ShortConvolutionSpec":
-        """Return the same specification: it does not depend on `length`."""
-        return self

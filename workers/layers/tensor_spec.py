@@ -1,7 +1,8 @@
-"""Descriptions of stored tensors and of norms, from which the sublayer specifications are built. Torch-free."""
+"""Descriptions of stored tensors, norms and sublayers, from which specifications are built. Torch-free."""
 
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import Self
 
 from oarlock.workers.layers.sharding import shard_vocab, shard_width
 
@@ -114,3 +115,18 @@ class NormSpec:
         rank_dtype = RankDtype.FLOAT32 if self.offset or self.kind == "layer" else RankDtype.FOR_KERNELS
         kinds = [kind for kind, is_there in (("weight", self.weight), ("bias", self.bias)) if is_there]
         return [TensorSpec(f"{name}{kind}", (size,), rank_dtype=rank_dtype) for kind in kinds]
+
+
+class WithoutContext:
+    """Parts of the specification of a sublayer that reads no keys and values of earlier tokens."""
+
+    __slots__ = ()
+
+    @property
+    def pair_ops(self) -> int:
+        """Multiplications and additions of a token for each token of its context: none."""
+        return 0
+
+    def for_length(self, length: int) -> Self:
+        """Return the same specification: it does not depend on `length`."""
+        return self

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.model_files.tensor_names import TensorNames
-from oarlock.workers.models.hf_config import Norms, decoder_spec, usual_rope
+from oarlock.workers.models.hf_config import Norms, decoder_spec, usual_rope, with_first
 from oarlock.workers.models.hf_fields import Describe, Fields, unsupported
-from oarlock.workers.models.hf_mamba import bamba_mixer, with_first
+from oarlock.workers.models.hf_mamba import bamba_mixer
 
 _POSITIONS, _SHARE = 262144, 0.5  # share: the part of each head that is rotated
 NORMS: Norms = (("input_layernorm", None), ("pre_ff_layernorm", None))

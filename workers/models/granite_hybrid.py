@@ -13,17 +13,9 @@ from oarlock.workers.model_files.gguf_model import GGUFFamily, GGUFSettings
 from oarlock.workers.model_files.tensor_names import TensorNames
 from oarlock.workers.models.granite import multipliers
 from oarlock.workers.models.granite_moe import granite_names
-from oarlock.workers.models.hf_config import activation_name, decoder_spec, expert_counts
+from oarlock.workers.models.hf_config import activation_name, decoder_spec, expert_counts, with_first
 from oarlock.workers.models.hf_fields import Describe, Fields, unsupported
-from oarlock.workers.models.hf_mamba import (
-    ATTENTION,
-    MAMBA,
-    bamba_mixer,
-    gguf_bamba_mixer,
-    gguf_rows,
-    kinds_of_layers,
-    with_first,
-)
+from oarlock.workers.models.hf_mamba import ATTENTION, MAMBA, bamba_mixer, gguf_bamba_mixer, gguf_rows, kinds_of_layers
 
 _SHARED = "model.layers.*.shared_mlp"
 

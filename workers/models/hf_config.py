@@ -148,6 +148,24 @@ def _layer(sublayers: tuple[SublayerSpec, ...], norms: Norms, scale: float, para
     return LayerSpec(tuple(branches), (len(branches),) if parallel else ())
 
 
+def with_first(
+    spec: DecoderSpec, sublayer: SublayerSpec, is_replaced: Sequence[bool], norms: Sequence[str] | None = None
+) -> DecoderSpec:
+    """Return the model with `sublayer` in place of the first sublayer of some layers.
+
+    `norms`: norms before the sublayers of these layers, which then have none after; None: the norms of other layers.
+    """
+    layers = []
+    for layer, replaced in zip(spec.layers, is_replaced, strict=True):
+        first, *others = layer.branches
+        branches = [replace(first, sublayer=sublayer), *others]
+        if norms is not None:
+            pairs = zip(branches, norms, strict=True)
+            branches = [replace(branch, norm=norm, post_norm=None) for branch, norm in pairs]
+        layers.append(replace(layer, branches=tuple(branches)) if replaced else layer)
+    return replace(spec, layers=tuple(layers))
+
+
 def _head_counts(fields: Fields, default: int | None) -> tuple[int, int]:
     """Return the numbers of query heads and key-value heads. `default`: of key-value heads; None: equal to query
     heads."""

@@ -1,10 +1,6 @@
-"""Settings of gated delta nets that families share, and layers that have one in place of attention. Torch-free."""
-
-from collections.abc import Sequence
-from dataclasses import replace
+"""Settings of gated delta nets that families share, and which layers have one. Torch-free."""
 
 from oarlock.base.errors import StartupError
-from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.layers.gated_delta_spec import GatedDeltaSpec
 from oarlock.workers.models.hf_config import layer_kinds
 from oarlock.workers.models.hf_fields import Fields, unsupported
@@ -47,24 +43,3 @@ def gated_delta(
         eps,
         doubles_beta,
     )
-
-
-def with_delta(
-    spec: DecoderSpec,
-    delta: GatedDeltaSpec,
-    is_delta: Sequence[bool],
-    norms: tuple[str, str] | None = None,
-) -> DecoderSpec:
-    """Return the model with a gated delta net in place of attention in some layers.
-
-    `norms`: norms before the sublayers of these layers, which then have none after; None: the norms of other layers.
-    """
-    layers = []
-    for layer, replaced in zip(spec.layers, is_delta, strict=True):
-        first, *others = layer.branches
-        branches = [replace(first, sublayer=delta), *others]
-        if norms is not None:
-            pairs = zip(branches, norms, strict=True)
-            branches = [replace(branch, norm=norm, post_norm=None) for branch, norm in pairs]
-        layers.append(replace(layer, branches=tuple(branches)) if replaced else layer)
-    return replace(spec, layers=tuple(layers))

@@ -1,19 +1,18 @@
-"""Settings of Mamba 2 that families share, and layers that have it in place of attention. Torch-free."""
+"""Settings of Mamba 2 that families share, and the kinds of their layers. Torch-free."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from oarlock.base.errors import StartupError
-from oarlock.workers.layers.decoder_spec import DecoderSpec, SublayerSpec
 from oarlock.workers.layers.mamba2_spec import Mamba2Spec
 from oarlock.workers.model_files.gguf_model import GGUFSettings
 from oarlock.workers.models.hf_fields import Fields, unsupported, wrong
 
 MAMBA, ATTENTION = "linear_attention", "full_attention"
 _OLDER = {"mamba": MAMBA, "attention": ATTENTION}  # names of kinds in older configs
-_MOST_TAPS = 8  # tokens of a convolution that the kernels support; known models have 4
+MOST_TAPS = 8  # tokens of a convolution that the kernels support; known models have 4
 _SILU = ("silu", "swish")
 _INFINITY = {"__float__": "Infinity"}  # as transformers writes it
 
@@ -57,7 +56,7 @@ def bamba_mixer(
             head_dim,
             fields.count("mamba_n_groups", 1),
             fields.count("mamba_d_state", state),
-            fields.count("mamba_d_conv", 4, least=2, most=_MOST_TAPS),
+            fields.count("mamba_d_conv", 4, least=2, most=MOST_TAPS),
             eps,
             conv_bias=fields.flag("mamba_conv_bias", True),
             projection_bias=bias,
@@ -152,13 +151,3 @@ def gguf_rows(settings: GGUFSettings, module: str) -> int:
     ends = f".{module}.weight"
     shapes = (found.entry.shape for name, found in settings.model.tensors.items() if name.endswith(ends))
     return next((shape[-2] for shape in shapes if len(shape) > 1), 0)
-
-
-def with_first(spec: DecoderSpec, sublayer: SublayerSpec, is_replaced: Sequence[bool]) -> DecoderSpec:
-    """Return the model with `sublayer` in place of the first sublayer of some layers."""
-    layers = []
-    for layer, replaced in zip(spec.layers, is_replaced, strict=True):
-        first, *others = layer.branches
-        branches = (replace(first, sublayer=sublayer), *others)
-        layers.append(replace(layer, branches=branches) if replaced else layer)
-    return replace(spec, layers=tuple(layers))

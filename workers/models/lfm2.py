@@ -10,14 +10,21 @@ from typing import Any
 
 from oarlock.base.errors import StartupError
 from oarlock.workers.layers.attention_spec import RopeSpec, SelfAttentionSpec
-from oarlock.workers.layers.decoder_spec import DecoderSpec, LayerSpec
+from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec, RouterSpec
 from oarlock.workers.layers.gated_mlp_spec import GatedMLPSpec
 from oarlock.workers.layers.short_convolution_spec import ShortConvolutionSpec
 from oarlock.workers.layers.tensor_spec import NormSpec
 from oarlock.workers.model_files.gguf_model import GGUFFamily, GGUFSettings
 from oarlock.workers.model_files.tensor_names import TensorNames
-from oarlock.workers.models.hf_config import decoder_spec, expert_counts, head_width, sliding_windows, usual_rope
+from oarlock.workers.models.hf_config import (
+    decoder_spec,
+    expert_counts,
+    head_width,
+    sliding_windows,
+    usual_rope,
+    with_first,
+)
 from oarlock.workers.models.hf_fields import MOST, Describe, Fields, unsupported, wrong
 from oarlock.workers.models.hf_rope import rope_spec
 
@@ -144,17 +151,7 @@ def _decoder(
     )
     kernel_size = fields.count("conv_L_cache", 7 if "sliding_attention" in kinds else 3, least=2, most=_LONGEST_KERNEL)
     convolution = ShortConvolutionSpec(hidden, kernel_size, fields.flag("conv_bias", False))
-    layers = [
-        _with_convolution(layer, convolution) if kind == _CONVOLUTION else layer
-        for kind, layer in zip(kinds, spec.layers, strict=True)
-    ]
-    return replace(spec, layers=tuple(layers), names=_NAMES)
-
-
-def _with_convolution(layer: LayerSpec, convolution: ShortConvolutionSpec) -> LayerSpec:
-    """Return the layer with a convolution in place of attention."""
-    first, *others = layer.branches
-    return replace(layer, branches=(replace(first, sublayer=convolution), *others))
+    return replace(with_first(spec, convolution, [kind == _CONVOLUTION for kind in kinds]), names=_NAMES)
 
 
 def _layer_kinds(

@@ -9,11 +9,10 @@ from oarlock.workers.model_files.gguf_model import GGUFFamily, GGUFSettings
 from oarlock.workers.model_files.tensor_names import TensorNames
 from oarlock.workers.models.hf_config import declared_dtype
 from oarlock.workers.models.hf_fields import Describe, Fields
-from oarlock.workers.models.hf_mamba import checked, gguf_mixer, step_limits
+from oarlock.workers.models.hf_mamba import MOST_TAPS, checked, gguf_mixer, step_limits
 
 # A recurrence has no longest context: these are tokens that a server accepts.
 _DEFAULT_LENGTH, _LONGEST_LENGTH = 32768, 2**20
-_MOST_TAPS = 8
 _NAMES = TensorNames(
     prefixes={"backbone.": "model."},
     modules={
@@ -36,7 +35,7 @@ def describe_mamba2(fields: Fields) -> DecoderSpec:
         fields.count("head_dim", 64),
         fields.count("n_groups", 8),
         fields.count("state_size", 128),
-        fields.count("conv_kernel", 4, least=2, most=_MOST_TAPS),
+        fields.count("conv_kernel", 4, least=2, most=MOST_TAPS),
         eps,
         conv_bias=fields.flag("use_conv_bias", True),
         projection_bias=bias,

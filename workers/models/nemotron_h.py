@@ -16,7 +16,7 @@ from oarlock.workers.model_files.tensor_names import TensorNames
 from oarlock.workers.models.hf_config import activation_name, decoder_spec, expert_counts, head_width
 from oarlock.workers.models.hf_experts import grouped_router
 from oarlock.workers.models.hf_fields import MOST_LAYERS, Describe, Fields, unsupported
-from oarlock.workers.models.hf_mamba import ATTENTION, MAMBA, gguf_mixer, gguf_rows, kinds_of_layers
+from oarlock.workers.models.hf_mamba import ATTENTION, MAMBA, MOST_TAPS, gguf_mixer, gguf_rows, kinds_of_layers
 
 _PATTERN = {"M": MAMBA, "*": ATTENTION, "-": "mlp", "E": "moe"}  # letters of `hybrid_override_pattern`
 _MODULES = {MAMBA: "mamba", ATTENTION: "self_attn", "mlp": "mlp", "moe": "mlp"}  # our module of each kind
@@ -29,7 +29,6 @@ _NAMES = {
     "mamba_n_groups": ("n_groups", 8),
     "mamba_d_conv": ("conv_kernel", 4),
 }
-_MOST_TAPS = 8
 
 
 def describe_nemotron_h(fields: Fields) -> DecoderSpec:
@@ -91,7 +90,7 @@ def _mixer(fields: Fields, eps: float) -> Mamba2Spec:
         fields.count("mamba_head_dim", 64),
         fields.count("n_groups", 8),
         fields.count("ssm_state_size", 128),
-        fields.count("conv_kernel", 4, least=2, most=_MOST_TAPS),
+        fields.count("conv_kernel", 4, least=2, most=MOST_TAPS),
         eps,
         conv_bias=fields.flag(conv_bias, True),
         projection_bias=bias,

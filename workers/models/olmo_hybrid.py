@@ -6,8 +6,8 @@ from dataclasses import replace
 from oarlock.workers.layers.attention_spec import SelfAttentionSpec
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.model_files.tensor_names import TensorNames
-from oarlock.workers.models.hf_config import Norms, decoder_spec
-from oarlock.workers.models.hf_delta import delta_layers, gated_delta, with_delta
+from oarlock.workers.models.hf_config import Norms, decoder_spec, with_first
+from oarlock.workers.models.hf_delta import delta_layers, gated_delta
 from oarlock.workers.models.hf_fields import Describe, Fields, unsupported
 
 _POSITIONS, _DELTA = 65536, "model.layers.*.linear_attn"
@@ -53,7 +53,7 @@ def describe_olmo_hybrid(fields: Fields) -> DecoderSpec:
     )
     if not _is_rotated(fields):
         spec = spec.with_sublayers(lambda one: replace(one, rope=None) if isinstance(one, SelfAttentionSpec) else one)
-    return replace(with_delta(spec, delta, is_delta, _BEFORE), names=_NAMES)
+    return replace(with_first(spec, delta, is_delta, _BEFORE), names=_NAMES)
 
 
 def _is_rotated(fields: Fields) -> bool:

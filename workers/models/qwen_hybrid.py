@@ -11,8 +11,15 @@ from oarlock.workers.layers.gated_delta_spec import GatedDeltaSpec
 from oarlock.workers.layers.tensor_spec import NormSpec
 from oarlock.workers.model_files.gguf_model import GGUFFamily, GGUFSettings
 from oarlock.workers.model_files.tensor_names import Blocks, TensorNames
-from oarlock.workers.models.hf_config import activation_name, decoder_spec, expert_counts, head_width, usual_rope
-from oarlock.workers.models.hf_delta import FULL, LINEAR, delta_layers, gated_delta, with_delta
+from oarlock.workers.models.hf_config import (
+    activation_name,
+    decoder_spec,
+    expert_counts,
+    head_width,
+    usual_rope,
+    with_first,
+)
+from oarlock.workers.models.hf_delta import FULL, LINEAR, delta_layers, gated_delta
 from oarlock.workers.models.hf_experts import gguf_layers_ahead, layers_ahead, sparse_by_step
 from oarlock.workers.models.hf_fields import Describe, Fields
 from oarlock.workers.models.hf_rope import without_sections
@@ -85,7 +92,7 @@ def _described(
         blocks={f"{_ATTENTION}.q_proj": queries},
         ignored=(*_OTHERS, *layers_ahead(fields)),
     )
-    return replace(with_delta(gated, delta, is_delta), names=names), delta
+    return replace(with_first(gated, delta, is_delta), names=names), delta
 
 
 def _experts(fields: Fields, count: int, chosen: int, *, normalised: bool) -> tuple[ExpertsSpec, str]:

@@ -124,7 +124,10 @@ def _settings(wrapper: Wrapper, part: TextPart, config: dict[str, Any], given: d
 
 
 def _tied(settings: dict[str, Any], first: str | None) -> Any:
-    """Return whether `settings` have one matrix as head and embedding, None if they do not say. `first`: other name."""
+    """Return whether `settings` have one matrix as head and embedding; None if they do not set it.
+
+    `first`: another name of the setting, which goes first; None: there is none.
+    """
     own = None if first is None else settings.get(first)
     return settings.get("tie_word_embeddings") if own is None else own
 

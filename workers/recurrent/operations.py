@@ -1,4 +1,4 @@
-"""Recurrent operations by the fastest kernels of a device: the functions of `reference.py`, which judges them."""
+"""Recurrent operations by the fastest kernels of a device. `reference.py` is the reference implementation."""
 
 from types import ModuleType
 

@@ -1,4 +1,4 @@
-"""Recurrent operations in torch, one token after the other: the judge of every kernel.
+"""Recurrent operations in torch, one token after the other: the reference implementation of every kernel.
 
 All of them compute in the dtype of `states` or wider, and keep one order of operations for each token, so that results
 do not depend on how a prompt is divided into steps. Exponential functions are computed in float64 and rounded: torch

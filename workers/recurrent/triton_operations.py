@@ -1,4 +1,4 @@
-"""Recurrent operations as Triton kernels: the functions of `reference.py`, which judges them.
+"""Recurrent operations as Triton kernels. `reference.py` is the reference implementation.
 
 Needs Triton. Nothing is read back from the device, and the launches depend on shapes only, so graphs can hold them.
 """

@@ -3,13 +3,14 @@
 Each group has its own pool, sized at start. The rule:
 
 * A model with one group of pages gets all the room, as whole sequences of `max_model_len` need it.
-* Otherwise slots come first: two for each running sequence, and as many again for checkpoints. If that is too much,
-  there are fewer checkpoints, down to none.
+* Otherwise slots come first: two for each running sequence, and as many again for checkpoints. If that is too much
+  before the weights are read, `max_num_seqs` is lowered (`with_sequences_that_fit`); afterwards there are fewer
+  checkpoints, down to none.
 * A group of pages with a window needs at most its span and the tokens of the largest step of one sequence, rounded up
   to blocks, and one block more. Every group holds at least one sequence of `max_model_len`.
 * The rest of the room is divided so that the pools hold as many sequences of a typical length as possible: an eighth
-  of `max_model_len`, or the longest window if that is longer. So short contexts, which are the most, do not wait for
-  blocks of windows while blocks of full attention are free.
+  of `max_model_len`, or the longest window if that is longer. Most contexts are short: they should not wait for blocks
+  of windows while blocks of full attention are free.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ RUNNING_SLOTS, CHECKPOINT_SLOTS = 2, 2  # slots for each running sequence, and f
 _UNLIMITED = 1 << 40  # blocks of a group without layers on the rank
 _LEAST_SLOTS = 5  # including the null slot, for one sequence and the self-tests
 _TYPICAL_SHARE = 8  # `max_model_len` divided by this is the length of a typical sequence
-SLOTS_SHARE = 0.5  # most of the room for slots, if there are pages, to which `max_num_seqs` is lowered
+SLOTS_SHARE = 0.5  # largest share of the room for slots, if there are pages: `max_num_seqs` is lowered until they fit
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +251,7 @@ class GroupSizes:
         parts = [self._arithmetic(group) for group in self.groups]
         cause = (
             f"Not enough KV memory for one sequence of {self._length} tokens: it needs {human_bytes(need)} per rank "
-            f"({' + '.join(parts)}), and {room.source} {human_bytes(room.available)}."
+            f"({', plus '.join(parts)}), and {room.source} {human_bytes(room.available)}."
         )
         eight = "use --kv-cache-dtype int8, " if not self.is_rounded and config.device != "cuda" else ""
         shorter = f"lower --max-model-len to {largest} or less" if largest else "free memory or use a smaller model"

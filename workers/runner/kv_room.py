@@ -24,7 +24,7 @@ class MemoryMeter(Protocol):
 
 
 class KVRoom(NamedTuple):
-    """Bytes that this rank may use for KV memory, and the source of this number: a phrase that precedes it in
+    """Bytes that this rank may use for pages and slots, and the source of this number: a phrase that precedes it in
     messages."""
 
     available: int
@@ -34,7 +34,7 @@ class KVRoom(NamedTuple):
 def room_for_kv(
     config: WorkerConfig, meter: MemoryMeter | None, step_bytes: int, graph_bytes: int = 0, weight_bytes: int = 0
 ) -> KVRoom:
-    """Return the memory for KV blocks: the given size, or a measurement after loading and running the largest step.
+    """Return the memory for pages and slots: the given size, or as measured after loading and running the largest step.
 
     `step_bytes`: bytes that the largest step took. `graph_bytes`: bytes of all graphs. `meter`: meter of the device, or
     None for host memory. If replicas load at the same time, the host's free memory was measured before they loaded, and
@@ -51,13 +51,13 @@ def room_for_kv(
 
 
 def room_given(config: WorkerConfig) -> KVRoom:
-    """Return the memory for KV blocks that `--kv-cache-memory` sets."""
+    """Return the memory for pages and slots that `--kv-cache-memory` sets."""
     assert config.kv_cache_bytes is not None
     return KVRoom(config.kv_cache_bytes, "--kv-cache-memory gives")
 
 
 def room_on_device(config: WorkerConfig, total: int, used: int, step_bytes: int, graph_bytes: int = 0) -> KVRoom:
-    """Return the memory for KV blocks on a device of `total` bytes, of which `used` are in use after loading."""
+    """Return the memory for pages and slots on a device of `total` bytes, of which `used` are in use after loading."""
     share = config.gpu_memory_utilization
     graphs = f", {human_bytes(graph_bytes)} for graphs" if graph_bytes else ""
     source = (
@@ -69,7 +69,7 @@ def room_on_device(config: WorkerConfig, total: int, used: int, step_bytes: int,
 
 
 def room_on_host(config: WorkerConfig, free: int) -> KVRoom:
-    """Return the memory for a rank's KV blocks on a host with `free` bytes after all its ranks have loaded."""
+    """Return the memory for a rank's pages and slots on a host with `free` bytes after all its ranks have loaded."""
     ranks = config.ranks_on_host
     free = max(0, free - (config.kv_offload_bytes or 0) * ranks)
     return KVRoom(int(free * CPU_SHARE) // ranks, f"{CPU_SHARE:.0%} of free memory shared by {ranks} rank(s) is")

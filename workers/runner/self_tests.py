@@ -32,9 +32,8 @@ def try_out(
     """Run one step of `model` by `runner`, so that lazy initialisation does not delay the first request, then check
     whether results depend on the batch or on the number of ranks.
 
-    Every rank must call this at the same point. It overwrites the first blocks and slots of
-    `memory`, which has `num_blocks` of each group. Raises
-    `StartupError` if `--batch-invariant` is set and results depend on the batch.
+    Every rank must call this at the same point. It overwrites the first blocks and slots of `memory`, which has
+    `num_blocks` of each group. Raises `StartupError` if `--batch-invariant` is set and results depend on the batch.
     """
     assert config.max_model_len is not None, "preflight resolves the context length"
     runner.execute(null_step(2, 2, 1, config.block_size, memory=TrialMemory.of(model.spec)))

@@ -191,7 +191,8 @@ class RecordingDecoder:
         embedding            [T, hidden]     input of the first layer: summed over ranks, and scaled (Gemma)
         {i}.input_norm       [T, hidden]     input of the projections, if there is a norm before them
         {i}.q {i}.k {i}.v    [T, H or K, D]  after the projection, bias included
-        {i}.attention_gate   [T, H, D]       projection whose sigmoid multiplies attention's result
+        {i}.attention_gate   [T, H, D]       projection whose sigmoid or softplus multiplies the result;
+                                             [T, H] if a head has one gate
         {i}.q_rope {i}.k_rope                after norms, rotation and query scale: as attended, as cached
         {i}.attention        [T, H, D]       input of o_proj, after the gate if there is one
         {i}.o_proj           [T, hidden]     summed over ranks, before any norm and before the residual is added
@@ -199,9 +200,16 @@ class RecordingDecoder:
         {i}.delta_v, _z      [T, H, D]       values and gates of its value heads,
         {i}.delta_b, _a      [T, H]          rate of writes and decay, before their functions
         {i}.q_conv, k_conv, v_conv           after the convolution
-        {i}.recurrence       [T, H, D]       result of the gated delta rule
+        {i}.mamba_gate, _x   [T, H * D]      projections of Mamba 2: of its heads,
+        {i}.mamba_b, _c      [T, G * N]      of its groups, with N values of the state each,
+        {i}.mamba_dt         [T, H]          and the time step of each head, before its function
+        {i}.x_conv, b_conv, c_conv           after the convolution
+        {i}.recurrence       [T, H, D]       result of the gated delta rule, or of Mamba 2 if a norm follows
         {i}.gated_norm       [T, H * D]      input of out_proj
-        {i}.delta            [T, hidden]     out_proj, as o_proj
+        {i}.delta, {i}.mamba [T, hidden]     out_proj, as o_proj
+        {i}.conv_b, _c, _x   [T, C]          projections of a short convolution, for C channels of this rank
+        {i}.convolution      [T, C]          input of out_proj, after both gates
+        {i}.out_proj         [T, hidden]     as o_proj
         {i}.mid_residual     [T, hidden]     after the attention half, unless the MLP is parallel to it
         {i}.mlp_norm         [T, hidden]     input of the MLP, if it has its own norm
         {i}.gate_up          [T, I]          activation(gate) * up
@@ -211,6 +219,8 @@ class RecordingDecoder:
         {i}.routing          [T, E]          weight of each expert, 0 for experts that a token does not use
         {i}.experts          [T, hidden]     sum of a token's experts over ranks, as these exchange it
         {i}.shared           [T, hidden]     the shared expert's result, likewise
+        {i}.input_gated      [T, W]          gated input that the layer gets from the tokens, this rank's share
+        {i}.input_added      [T, hidden]     down_proj of it, as o_proj
         {i}.residual         [T, hidden]     after the layer
         final_norm           [T, hidden]
         logits               [L, V]          this rank's shard of the vocabulary; only after `compute_logits`

@@ -52,7 +52,7 @@ def slot_cause(part: WrongPart, spec: RecurrentSpec, folder: Path, weights: Dequ
     if any(part.wrong[start : start + (at or 1)].any() for start, at in zip(ends, text.checkpoints, strict=False)):
         return ""
     simulated = _simulated(part, spec, recorded, weights)
-    least, best = _CLOSE, "its slot had not the state of the tokens before it"
+    least, best = _CLOSE, "its slot did not have the state of the tokens before it"
     for sequence, (start, end) in enumerate(pairwise(ends)):
         for number, found in enumerate(simulated.results(token, range(start, end))):
             distance = _distance(part.ours[token, : len(found)], found)

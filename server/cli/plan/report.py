@@ -61,6 +61,8 @@ def _layout(one: Layout) -> dict[str, Any]:
         "kv_bytes": held.kv_bytes,
         "kv_bytes_per_token": held.groups.bytes_per_token,
         "num_blocks": held.num_blocks,
+        "state_slots": held.num_slots,
+        "bytes_per_state_slot": held.groups.slot_bytes,
         "kv_tokens": one.kv_tokens,
         "users": {str(context): one.users(context) for context in CONTEXTS} if one.fits else {},
         "tokens_per_s_of_one_user": one.one_user,
@@ -76,7 +78,7 @@ def as_text(
     best = found[0]
     lines = [model_line(model, best), machine.text, "", *aligned(_rows(machine, found))]
     if command is not None:
-        lines += ["", *_of_best(machine, best), *_of_experts(model, best), "", f"  {command}"]
+        lines += ["", *_of_best(machine, best), *_of_states(model, best), *_of_experts(model, best), "", f"  {command}"]
     else:
         lines += ["", *_why_not(machine, best, helps)]
     return "\n".join(lines)
@@ -158,6 +160,16 @@ def _of_best(machine: Machine, best: Layout) -> list[str]:
     else:
         lines.append(f"Prompts: {rate(best.prompts)} tokens/s. Rates are estimates by the roofline.")
     return lines
+
+
+def _of_states(model: OpenModel, best: Layout) -> list[str]:
+    """Describe the slots of recurrent state of a rank, if the model has recurrent layers."""
+    held, asked = best.capacity, model.config.max_num_seqs
+    if not held.num_slots:
+        return []
+    served, slots = held.config.max_num_seqs, f"{held.num_slots} slots of {human_bytes(held.groups.slot_bytes)}"
+    lowered = "" if served == asked else f" --max-num-seqs is lowered from {asked} to {served}, so that states fit."
+    return [f"Recurrent state: {slots}; a running user has two, the others are checkpoints.{lowered}"]
 
 
 _USERS = (1, 16)  # users whose tokens a step computes

@@ -13,6 +13,7 @@ from oarlock.workers.catalogue import (
     CATALOGUE,
     EXPERTS,
     GATED,
+    RECURRENT,
     TEXT,
     WINDOW,
     as_markdown,
@@ -20,6 +21,7 @@ from oarlock.workers.catalogue import (
     clause,
 )
 from oarlock.workers.layers.experts_spec import ExpertsSpec
+from oarlock.workers.layers.memory_spec import SlotsSpec
 from oarlock.workers.models.encoders.registry import ENCODERS, is_encoder
 from oarlock.workers.models.registry import FAMILIES, GGUF_FAMILIES, architectures, describe
 from oarlock.workers.models.wrappers import served_wrappers
@@ -63,7 +65,7 @@ def test_every_class_has_a_checkpoint_of_the_hub_and_known_notes():
     for entry in CATALOGUE.values():
         owner, _, name = entry.checkpoint.partition("/")
         assert owner and name and HUB_ID.fullmatch(entry.checkpoint), entry
-        assert set(entry.notes) <= {GATED, BASE, EXPERTS, WINDOW, TEXT, BIN}, entry
+        assert set(entry.notes) <= {GATED, BASE, EXPERTS, WINDOW, RECURRENT, TEXT, BIN}, entry
         assert len(set(entry.notes)) == len(entry.notes), entry
     assert {entry.task for entry in CATALOGUE.values()} == {"text", "embeddings", "scores"}
     assert sum(map(len, by_family(CATALOGUE.values()).values())) == len(CATALOGUE)
@@ -81,19 +83,22 @@ def test_gguf_names_are_the_names_of_the_converter():
     "family",
     sorted({case.family for case in CASES.values()} & MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - WRAPPERS.keys()),
 )
-def test_a_class_with_experts_has_the_note(family):
+def test_a_class_with_experts_or_recurrent_layers_has_the_note(family):
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]
     spec = describe(
         json.loads(tiny_config(family).get_text_config().to_json_string()) | {"architectures": [architecture]}
     )
     has_experts = any(isinstance(branch.sublayer, ExpertsSpec) for layer in spec.layers for branch in layer.branches)
+    is_recurrent = any(isinstance(group.memory, SlotsSpec) for group in spec.groups)
     assert has_experts == (EXPERTS in CATALOGUE[architecture].notes)
+    assert is_recurrent == (RECURRENT in CATALOGUE[architecture].notes)
 
 
 def test_the_text_part_of_a_multimodal_class_has_the_note_and_its_class_decides_the_others():
     for name, text_classes in served_wrappers(FAMILIES).items():
         text, whole = CATALOGUE[text_classes[0]], CATALOGUE[name]
-        assert TEXT in whole.notes and (EXPERTS in whole.notes) == (EXPERTS in text.notes), name
+        assert TEXT in whole.notes, name
+        assert all((note in whole.notes) == (note in text.notes) for note in (EXPERTS, RECURRENT)), name
 
 
 def test_one_clause_about_a_class():

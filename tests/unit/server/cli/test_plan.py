@@ -18,6 +18,7 @@ from oarlock.workers.config import MAX_POOLED_IDS, WorkerConfig
 from oarlock.workers.preflight import open_model
 from oarlock.workers.protocol import max_output_bytes
 from tests.unit.server.hub.fake_hub import FakeHub
+from tests.unit.workers.models.test_delta_families import QWEN as QWEN_3_5
 
 QWEN_7B: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -35,6 +36,8 @@ QWEN_7B: dict[str, Any] = {
     "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
 }
+
+SLOT_BYTES_OF_QWEN_3_5 = 19_537_920
 
 
 @pytest.fixture
@@ -259,6 +262,16 @@ def test_a_step_does_not_read_whole_tables(tmp_path: Path) -> None:
         model = open_model(WorkerConfig(str(tmp_path), load_format="dummy", device="cpu", dtype="float32"))
         read += [work.weight_bytes for work in work_of(model, capacity(model, {}, Memory("cpu", 1 << 34)).config)]
     assert read[0] == read[1] > 0
+def test_a_plan_shows_the_slots_of_recurrent_state(tmp_path: Path, capsys) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN_3_5))
+    flags = [str(tmp_path), "--load-format", "dummy", "--dtype", "bfloat16", "--max-model-len", "32768"]
+    _, found = plan(capsys, *flags, "--gpus", "2xL4", "-tp", "2")
+    (one,) = found["layouts"]
+    assert one["state_slots"] == 4 * 64 and one["bytes_per_state_slot"] == SLOT_BYTES_OF_QWEN_3_5 // 2
+    assert main(["plan", *flags, "--gpus", "L4", "--kv-cache-memory", "1GiB"]) == 0
+    text = capsys.readouterr().out
+    assert "24 slots of 18.6 MiB; a running user has two, the others are checkpoints." in text
+    assert "--max-num-seqs is lowered from 64 to 6, so that states fit." in text
 
 
 def test_help_of_every_command_stays_quick() -> None:

@@ -7,9 +7,10 @@ import pytest
 
 from oarlock.base.errors import StartupError
 from oarlock.workers import preflight as preflight_module
-from oarlock.workers.checks.limits import check_parallel, with_kv_offload
+from oarlock.workers.checks.limits import check_drafts, check_parallel, with_kv_offload
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.layers.decoder_spec import DecoderSpec
+from oarlock.workers.layers.memory_spec import PagesSpec
 from oarlock.workers.preflight import check_without_weights, preflight
 from oarlock.workers.protocol import max_step_bytes
 from oarlock.workers.quantization.registry import NONE
@@ -86,3 +87,12 @@ def test_a_size_that_serves_fewer_sequences_passes_before_the_weights_are_there(
     config = WorkerConfig(model, device="cpu", dtype="float32", max_model_len=256, kv_cache_bytes=1 << 20)
     check_without_weights(config)
     assert preflight(config).max_num_seqs < config.max_num_seqs
+@pytest.mark.parametrize("name", MODELS)
+def test_drafts_are_refused_by_name(name: str) -> None:
+    spec, config = MODELS[name], WorkerConfig("none", num_speculative_tokens=2)
+    check_drafts(WorkerConfig("none"), spec)
+    if all(isinstance(group.memory, PagesSpec) for group in spec.groups):
+        check_drafts(config, spec)
+        return
+    with pytest.raises(StartupError, match="--speculative-config does not support models with recurrent layers"):
+        check_drafts(config, spec)

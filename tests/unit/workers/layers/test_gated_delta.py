@@ -1,4 +1,4 @@
-"""The gated delta net: transformers' modules are its judge, and its bits depend on neither cuts, batches nor ranks."""
+"""The gated delta net compared with transformers' modules; its bits depend on neither cuts, batches nor ranks."""
 
 from functools import cache
 from itertools import pairwise
@@ -39,7 +39,7 @@ _OLMO_NAMES = {
 
 
 @cache
-def judge(spec: GatedDeltaSpec) -> Any:
+def reference(spec: GatedDeltaSpec) -> Any:
     torch.manual_seed(0)
     shape: dict[str, Any] = {"hidden_size": HIDDEN, "num_hidden_layers": 2, "num_attention_heads": 4, **SIZES}
     if spec.doubles_beta:
@@ -55,11 +55,11 @@ def judge(spec: GatedDeltaSpec) -> Any:
 def ours(
     tp: TensorParallel, spec: GatedDeltaSpec, dtype: torch.dtype = torch.float32, quantization: str = "none"
 ) -> GatedDelta:
-    """Return the module of a rank, with the judge's weights."""
+    """Return the module of a rank, with the reference module's weights."""
     placement = Placement(tp, dtype, CPU, QUANTIZATIONS[quantization], slices=4)
     module = GatedDelta("net", spec, 0, HIDDEN, placement)
     found = {}
-    for name, tensor in judge(spec).named_parameters():
+    for name, tensor in reference(spec).named_parameters():
         first, dot, last = name.partition(".")
         found[f"net.{_OLMO_NAMES.get(first, first)}{dot}{last}"] = tensor.detach()
     weights = MemoryWeights(found)
@@ -91,7 +91,7 @@ def inputs(dtype: torch.dtype = torch.float32) -> Tensor:
 
 @pytest.mark.parametrize("spec", [QWEN, OLMO], ids=["qwen", "olmo"])
 def test_it_is_within_twice_transformers_own_error(spec: GatedDeltaSpec) -> None:
-    theirs, x = judge(spec), inputs()
+    theirs, x = reference(spec), inputs()
     with torch.inference_mode():
         found = fed(ours(TensorParallel.solo(), spec), x, [31, TOKENS]).double()
         own = (theirs(x[None])[0] + x).double()

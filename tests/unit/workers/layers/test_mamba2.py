@@ -1,4 +1,4 @@
-"""Mamba 2 against transformers' modules: their values, and equal bits for any cut, company and number of ranks."""
+"""Mamba 2 against transformers' modules: their values, and equal bits for any cuts, batch and number of ranks."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -126,7 +126,7 @@ def judged(mixer: Any, spec: Mamba2Spec, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_cuts_company_and_saved_states_do_not_change_bits(kind: str, dtype: torch.dtype) -> None:
+def test_cuts_batches_and_saved_states_do_not_change_bits(kind: str, dtype: torch.dtype) -> None:
     mixer, spec, x = built(kind)
     x = x.to(dtype)
     with torch.inference_mode():

@@ -1,6 +1,6 @@
 """Layers of one model with different memory: pages of other sizes, another layer's pages, and recurrent state."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -23,6 +23,7 @@ from oarlock.workers.recurrent.reference import run_rule
 from oarlock.workers.runner.invariance import check_batch_invariance, check_rank_invariance, one_of_each_kind
 from oarlock.workers.runner.layer_memory import allocate_memory
 from tests.golden.paged_run import PagedRun, on_ranks
+from tests.unit.workers.kernel_levels import threads
 from tests.unit.workers.weights_in_memory import MemoryWeights, random_weights
 
 ROPE = RopeSpec("default", 1e4, 8)
@@ -95,6 +96,13 @@ class RunningMean:
         mixed[:, self.first : self.first + own.shape[1]] = run_rule(states, slots, rule).to(x.dtype)
         mixed = mixed if self.size == 1 else self.tp.all_reduce(mixed)
         return mixed if residual is None else mixed + residual
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Small shapes: a second thread only waits for the first."""
+    with threads(1):
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""The gated short convolution: transformers' module is its judge, and its bits depend on neither cuts, batches nor
+"""The gated short convolution: transformers' module is the reference, and its bits depend on neither cuts, batches nor
 ranks."""
 
 from itertools import pairwise
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 HIDDEN, TOKENS, SLOTS = 16, 23, 9
 
 
-def judge(kernel_size: int, bias: bool) -> Lfm2ShortConv:
+def reference(kernel_size: int, bias: bool) -> Lfm2ShortConv:
     torch.manual_seed(0)
     config = Lfm2Config(
         hidden_size=HIDDEN, num_hidden_layers=1, conv_L_cache=kernel_size, conv_bias=bias, layer_types=["conv"]
@@ -33,7 +33,7 @@ def judge(kernel_size: int, bias: bool) -> Lfm2ShortConv:
 def ours(
     tp: TensorParallel, theirs: Lfm2ShortConv, kernel_size: int, bias: bool, dtype: torch.dtype
 ) -> ShortConvolution:
-    """Return the module of a rank, with the judge's weights."""
+    """Return the module of a rank, with the reference module's weights."""
     spec = ShortConvolutionSpec(HIDDEN, kernel_size, bias)
     module = ShortConvolution("conv", spec, 0, HIDDEN, Placement(tp, dtype, CPU, slices=4))
     weights = MemoryWeights({f"conv.{name}": tensor.detach() for name, tensor in theirs.named_parameters()})
@@ -57,7 +57,7 @@ def fed(module: ShortConvolution, x: Tensor, cuts: list[int]) -> Tensor:
 
 @pytest.mark.parametrize(("kernel_size", "bias"), [(3, False), (7, True), (2, True)])
 def test_it_is_within_twice_transformers_own_error(kernel_size: int, bias: bool) -> None:
-    theirs = judge(kernel_size, bias)
+    theirs = reference(kernel_size, bias)
     x = torch.randn((TOKENS, HIDDEN), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
         found = fed(ours(TensorParallel.solo(), theirs, kernel_size, bias, x.dtype), x, [TOKENS]).double()
@@ -68,7 +68,7 @@ def test_it_is_within_twice_transformers_own_error(kernel_size: int, bias: bool)
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bits_depend_on_neither_cuts_nor_ranks_nor_the_batch(dtype: torch.dtype) -> None:
-    theirs = judge(3, True).to(dtype)
+    theirs = reference(3, True).to(dtype)
     x = torch.randn((TOKENS, HIDDEN), generator=torch.Generator().manual_seed(1)).to(dtype)
     module = ours(TensorParallel.solo(), theirs, 3, True, dtype)
     with torch.inference_mode():

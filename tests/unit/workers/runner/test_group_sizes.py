@@ -108,7 +108,7 @@ def test_errors_show_the_arithmetic_of_each_group() -> None:
     with pytest.raises(StartupError) as refused:
         groups.counts_that_fit(room(need - 1))
     for words in (
-        "(256 + 2 blocks x 16 tokens x 512 bytes = 2 x 1 layers x 2 KV heads x 64 x 2 bytes a token + ",
+        "(256 + 2 blocks x 16 tokens x 512 bytes = 2 x 1 layers x 2 KV heads x 64 x 2 bytes a token, plus ",
         "24 + 2 blocks of a window of 100 tokens and a step x 16 tokens x 1536 bytes",
         "6 slots x 1.0 MiB of recurrent state in 2 layers",
     ):
@@ -160,3 +160,14 @@ def test_the_number_of_sequences_is_lowered_to_the_states_that_fit() -> None:
     assert with_sequences_that_fit(asked, describe(GEMMA_3_27B), room(1)) is asked
     part = StatePart("state", 8, (16,), copied_rows=2, is_float32=False)
     assert part.bytes_of_rank(4, "bfloat16") == (2 + 2) * 16 * 2
+
+
+def test_as_many_sequences_start_as_leave_room_for_the_longest() -> None:
+    """The states of the sequences that are left must never take the room of the longest sequence that would fit."""
+    spec, longest = MODELS["pages and states"], 4096
+    for asked in (4, 64):
+        least = GroupSizes.of(config(max_num_seqs=1), spec).bytes_of_sequence(longest)
+        for available in range(least, 3 * least, least // 40):
+            lowered = with_sequences_that_fit(config(max_num_seqs=asked), spec, room(available))
+            counts = GroupSizes.of(lowered, spec).counts_that_fit(room(available))
+            assert GroupSizes.of(lowered, spec).sequences(counts, longest) >= 1

@@ -3,17 +3,16 @@
 Alone, in a batch, cut into chunks, from a checkpoint, after a preemption, after refused steps, and one step ahead.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from oarlock.base.errors import StartupError
 from oarlock.engine.simulated_ranks import replica_info
 from oarlock.engine.types import Request, SamplingParams
 from oarlock.workers.attention.forward_batch import BlockTables
-from oarlock.workers.checks.limits import check_drafts
 from oarlock.workers.config import GroupInfo, WorkerConfig
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.distributed.pipeline_stage import PipelineStage
@@ -26,6 +25,7 @@ from oarlock.workers.runner.layer_memory import allocate_memory
 from oarlock.workers.runner.step_building import eager_steps
 from oarlock.workers.runner.trial_steps import TrialMemory
 from tests.parallel.direct_engine import Answer, DirectEngine
+from tests.unit.workers.kernel_levels import threads
 from tests.unit.workers.layers.test_memory_groups import MODELS, RunningMean, RunningMeanSpec, loaded
 
 BLOCK = 8
@@ -105,6 +105,13 @@ def requests(first: int = 1) -> list[Request]:
     return found
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Small shapes: a second thread only waits for the first."""
+    with threads(1):
+        yield
+
+
 @pytest.fixture(scope="module", params=[NAMES[0], pytest.param(NAMES[1], marks=pytest.mark.soak)])
 def model(request: pytest.FixtureRequest) -> Decoder:
     with pytest.MonkeyPatch.context() as patch:
@@ -154,14 +161,3 @@ def test_bits_do_not_depend_on_how_a_text_was_computed(
     assert engine.num_cached_tokens >= (24 if way == "with few slots" else 96)
     assert (engine.num_refused > 3) == ("refused" in way)
     assert engine.scheduler.stats.num_preemptions > 0 or way != "preempted"
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_drafts_are_refused_by_name(name: str) -> None:
-    spec, config = MODELS[name], WorkerConfig("none", num_speculative_tokens=2)
-    check_drafts(WorkerConfig("none"), spec)
-    if all(isinstance(group.memory, PagesSpec) for group in spec.groups):
-        check_drafts(config, spec)
-        return
-    with pytest.raises(StartupError, match="--speculative-config does not support models with recurrent layers"):
-        check_drafts(config, spec)
