@@ -262,6 +262,8 @@ def test_a_step_does_not_read_whole_tables(tmp_path: Path) -> None:
         model = open_model(WorkerConfig(str(tmp_path), load_format="dummy", device="cpu", dtype="float32"))
         read += [work.weight_bytes for work in work_of(model, capacity(model, {}, Memory("cpu", 1 << 34)).config)]
     assert read[0] == read[1] > 0
+
+
 def test_a_plan_shows_the_slots_of_recurrent_state(tmp_path: Path, capsys) -> None:
     (tmp_path / "config.json").write_text(json.dumps(QWEN_3_5))
     flags = [str(tmp_path), "--load-format", "dummy", "--dtype", "bfloat16", "--max-model-len", "32768"]

@@ -87,6 +87,8 @@ def test_a_size_that_serves_fewer_sequences_passes_before_the_weights_are_there(
     config = WorkerConfig(model, device="cpu", dtype="float32", max_model_len=256, kv_cache_bytes=1 << 20)
     check_without_weights(config)
     assert preflight(config).max_num_seqs < config.max_num_seqs
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_drafts_are_refused_by_name(name: str) -> None:
     spec, config = MODELS[name], WorkerConfig("none", num_speculative_tokens=2)
