@@ -20,9 +20,11 @@ Backends = Mapping[int, AttentionBackend]  # by the number of the group of pages
 
 
 def warm_up_sizes(most: int) -> list[int]:
-    """Return numbers of tokens, up to `most`, for which every variant of each kernel is compiled: they depend on powers
-    of 2."""
-    return [*(size for size in (2**power for power in range(1, 32)) if size < most), most]
+    """Return numbers of tokens, up to `most`, for which every variant of each kernel is compiled.
+
+    Variants depend on powers of 2. One token has its own, because the stride of a single row is another.
+    """
+    return [*(size for size in (2**power for power in range(32)) if size < most), most]
 
 
 def warm_up(execute: Callable[[StepMetadata], object], config: WorkerConfig, memory: TrialMemory) -> None:

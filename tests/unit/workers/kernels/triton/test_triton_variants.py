@@ -21,8 +21,10 @@ from oarlock.workers.quantization.expert_weights import ExpertsShape, ExpertWeig
 from oarlock.workers.quantization.fixed_order import FixedOrderMatmul
 from oarlock.workers.quantization.int8 import Int8Weight
 from oarlock.workers.quantization.triton_experts import TritonExpertMatmul
+from oarlock.workers.recurrent import triton_operations as operations
 from oarlock.workers.runner.graph_capture import warm_up_sizes
 from oarlock.workers.runner.trial_steps import SequenceChunk, greedy_step
+from tests.unit.workers.state_steps import state_step_of
 
 CPU = torch.device("cpu")
 MOST = 2048  # tokens of a step
@@ -96,6 +98,39 @@ def test_attention(form: str, fixed: int | None, launched: set[tuple]) -> None:
             seqs.append((draw.choice([1, 1, min(5, context), min(context, 600)]), context))
         step(seqs)
         step([(1, context) for _, context in seqs], draw.choice([4096, 4097]))
+    assert launched == warm, sorted(map(str, launched - warm))
+
+
+def test_recurrent_operations(launched: set[tuple]) -> None:
+    """Heads in numbers that 4 does not divide, as views of projected rows; the view of one row has another stride."""
+    widths = {"q": 5 * 12, "k": 5 * 12, "v": 10 * 20, "b": 2 * 16, "c": 2 * 16, "dt": 10}
+    of_rule, of_mamba = torch.zeros(3, 10, 12, 20), torch.zeros(3, 10, 20, 16)
+    of_convolution = torch.zeros(3, sum(widths.values()), 3)
+    of_heads, weight = torch.zeros(10), torch.zeros(10, 20)
+
+    def step(tokens: int) -> None:
+        slots, rows = state_step_of([tokens], [0], [1]), torch.zeros(tokens, sum(widths.values()))
+        rows = operations.causal_convolution(
+            rows, of_convolution, torch.zeros(rows.shape[1], 4), None, slots, silu=True
+        )
+        parts = dict(zip(widths, rows.split(list(widths.values()), 1), strict=True))
+        q, k, b, c = (parts[name].unflatten(1, (heads, -1)) for name, heads in (("q", 5), ("k", 5), ("b", 2), ("c", 2)))
+        v = parts["v"].unflatten(1, (10, -1))
+        gates = operations.delta_gates(parts["dt"], parts["dt"], of_heads, of_heads)
+        operations.gated_norm(
+            operations.gated_delta_rule(q, k, v, *gates, of_rule, slots), v, weight, 1e-5, gates_first=False
+        )
+        steps = operations.mamba_steps(parts["dt"], of_heads, 0.0, 1.0)
+        mixed = operations.mamba2(v, steps, of_heads, b, c, of_heads, of_mamba, slots)
+        operations.silu_gate(mixed, v)
+        squares = operations.gated_squares(mixed, v, gates_first=True).unflatten(1, (2, 5))
+        operations.gated_norm_of_heads(mixed, v, squares, weight, 1e-5, gates_first=True)
+
+    for tokens in warm_up_sizes(MOST):
+        step(tokens)
+    warm = set(launched)
+    for tokens in (1, 3, 5, 15, 16, 17, 33, 257, 600):
+        step(tokens)
     assert launched == warm, sorted(map(str, launched - warm))
 
 
