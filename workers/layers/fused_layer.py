@@ -363,6 +363,7 @@ class PreparedLayers:
         of_groups = [backend for backend in backends.values() if isinstance(backend, CppBackend)]
         self._program = program = Program(of_groups, library.library(dtype), dtype, hidden, inputs)
         self._is_shared = self.tp.size > 1
+        self._has_states = any(one.states is not None for one in memory)
         self._num_normed = 0  # number of buffers for normed rows that branches of a stage share
         self._adding: list[int] = []  # indices of the branches that add to `hidden`; others compute shared norms
         for layer, rotary, scale, pages, own in zip(layers, rotary_of, scale_of, pages_of, memory, strict=True):
@@ -418,6 +419,7 @@ class PreparedLayers:
         rows = len(hidden)
         partial = torch.empty((self._sums * rows, program.hidden), dtype=torch.float32) if self._sums else None
         group = self.tp.group_for_kernels
+        assert batch.state is not None or not self._has_states, "recurrent layers need slots in every step"
         states = None if batch.state is None else recurrent.state_step(batch.state)
         step = CLayerStep(
             hidden.data_ptr(), tuple(map(Tensor.data_ptr, normed)),

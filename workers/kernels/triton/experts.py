@@ -60,8 +60,9 @@ def sort_pairs(
 @triton.jit
 def _activated(gate, up, alpha, limit, ACTIVATION: tl.constexpr):
     if ACTIVATION == "clamped_swiglu":
-        gate = tl.minimum(gate, limit)
-        up = tl.minimum(tl.maximum(up, -limit), limit) + 1.0
+        gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.maximum(up, -limit, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.minimum(up, limit, propagate_nan=tl.PropagateNan.ALL) + 1.0
         inner = alpha * gate
     else:
         inner = gate
