@@ -140,7 +140,7 @@ def _check_device_memory(config: WorkerConfig, spec: DecoderSpec, formats: Weigh
 def _with_fewer_sequences(config: WorkerConfig, spec: DecoderSpec, formats: WeightFormats) -> WorkerConfig:
     """Lower `max_num_seqs` to the sequences whose recurrent state fits, and log it.
 
-    Raises `StartupError` if there are several hosts: each measures its own memory, so they might disagree.
+    Raises `StartupError` if several hosts measure their free memory, and so might disagree.
     """
     if not any(isinstance(group.memory, SlotsSpec) for group in spec.groups):
         return config
@@ -149,7 +149,8 @@ def _with_fewer_sequences(config: WorkerConfig, spec: DecoderSpec, formats: Weig
     if room is None:
         return config
     lowered = with_sequences_that_fit(config, spec, room)
-    if lowered.max_num_seqs < config.max_num_seqs and config.nnodes > 1:
+    is_measured = config.device != "cuda" and config.kv_cache_bytes is None
+    if lowered.max_num_seqs < config.max_num_seqs and is_measured and config.nnodes > 1:
         raise StartupError(
             f"Not enough memory on this host for the recurrent state of {config.max_num_seqs} sequences, and all hosts "
             "must run the same number.",

@@ -14,6 +14,7 @@ from oarlock.workers.layers.memory_spec import PagesSpec
 from oarlock.workers.preflight import check_without_weights, preflight
 from oarlock.workers.protocol import max_step_bytes
 from oarlock.workers.quantization.registry import NONE
+from oarlock.workers.runner.kv_room import KVRoom
 from tests.golden.tiny_models import make_tiny
 from tests.unit.workers.layers.test_memory_groups import FULL, MLP, MODELS, layer, model
 
@@ -73,13 +74,17 @@ def test_a_format_of_keys_needs_attention(tmp_path: Path) -> None:
     assert preflight(config.with_(kv_cache_dtype="auto")).pages_groups == 0
 
 
-def test_hosts_do_not_lower_the_sequences_by_themselves() -> None:
+def test_hosts_that_measure_do_not_lower_the_sequences_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     """They might disagree, and their settings must be the same."""
-    given = {"nnodes": 2, "tensor_parallel_size": 2, "kv_cache_bytes": 2 * (48 // 2) * 4 * (4 * 10 + 2) * 2}
+    slot = 2 * (48 // 2) * 4
+    room = KVRoom(2 * slot * (4 * 10 + 2), "there is")
+    monkeypatch.setattr(preflight_module, "_estimated_room", lambda *_: room)
+    sizes = {"nnodes": 2, "tensor_parallel_size": 2}
     with pytest.raises(StartupError, match="on this host for the recurrent state of 64 sequences") as refused:
-        fewer(RECURRENT, **given)
-    most = int(refused.value.fix.removeprefix("Use --max-num-seqs ").split()[0])
-    assert fewer(RECURRENT, **given, max_num_seqs=most).max_num_seqs == most
+        fewer(RECURRENT, **sizes)
+    assert refused.value.fix == "Use --max-num-seqs 10 or less on every host."
+    assert fewer(RECURRENT, **sizes, max_num_seqs=10).max_num_seqs == 10
+    assert fewer(RECURRENT, **sizes, kv_cache_bytes=room.available).max_num_seqs == 10
 
 
 def test_a_size_that_serves_fewer_sequences_passes_before_the_weights_are_there(tmp_path: Path) -> None:
