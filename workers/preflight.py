@@ -264,6 +264,8 @@ def _described(config: WorkerConfig) -> tuple[WorkerConfig, DecoderSpec, StoredQ
     directory = Path(config.model_path)
     fields = read_config(directory)
     spec, quantized = describe(fields), stored_quantization(directory, fields)
+    if config.offloads_kv:
+        spec = spec.with_whole_blocks()
     requested = config.quantization
     if quantized is None:
         if requested in STORED:

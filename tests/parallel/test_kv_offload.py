@@ -13,6 +13,7 @@ from oarlock.engine.types import Request, SamplingParams
 from oarlock.workers.checks.devices import this_cpu
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.executor import Executor, start_executor
+from tests.golden.tiny_models import make_tiny
 from tests.parallel.direct_engine import Answer, DirectEngine
 from tests.parallel.rank_threads import ThreadExecutor
 
@@ -76,6 +77,17 @@ def test_answers_have_the_same_bits(dtype: str, cache: str, size: int, *, in_pro
         pytest.skip("bfloat16 is emulated here")
     config = CONFIG.with_(dtype=dtype, kv_cache_dtype=cache, tensor_parallel_size=size, kv_offload_path=str(tmp_path))
     check(config, tmp_path, in_processes=in_processes)
+
+
+def test_layers_with_windows_have_the_same_bits(tmp_path: Path) -> None:
+    """They keep all their blocks with KV offload, and only those of the window without it."""
+    model, path = make_tiny(tmp_path, "gemma3_text", vocab_size=3000), tmp_path / "blocks"
+    config = CONFIG.with_(model_path=str(model))
+    answers = check(config.with_(kv_offload_path=str(path)), path)
+    executor = ThreadExecutor(config.with_(kv_offload_bytes=None))
+    assert len(executor.info.groups) == 2
+    assert ask(DirectEngine(executor, enable_prefix_caching=True)) == answers
+    executor.close()
 
 
 @pytest.mark.soak

@@ -176,8 +176,8 @@ def with_kv_offload(config: WorkerConfig, spec: DecoderSpec) -> WorkerConfig:
         )
     if len(memories) > 1:
         raise StartupError(
-            "--kv-offload-memory and --kv-offload-path need layers that do not differ in windows, heads or widths of "
-            f"keys and values, and {spec.architecture} has {len(memories)} memory groups.",
+            "--kv-offload-memory and --kv-offload-path need layers that do not differ in heads or widths of keys and "
+            f"values, and {spec.architecture} has {len(memories)} memory groups.",
             "Leave them out.",
         )
     for stage in range(config.pipeline_parallel_size):

@@ -99,6 +99,7 @@ class SelfAttentionSpec:
     output_gate: bool = False  # each value of the result is multiplied by the sigmoid of a projection of the input
     value_dim: int | None = None  # values of one head's value; None: `head_dim`, as of queries and keys
     of_layer: int | None = None  # layer whose keys and values are read; then there are no projections of own ones
+    keeps_all: bool = False  # keys before a window or chunk are kept, though no query sees them
     keys_are_values: bool = False  # values are the projected keys, before their norm and rotation
     norms_values: bool = False  # each head's value is divided by its root mean square, with the epsilon of `qk_norm`
     value_scale: float = 1.0  # factor of the values
@@ -142,7 +143,8 @@ class SelfAttentionSpec:
     @property
     def memory(self) -> PagesSpec:
         """The keys and values of each token that must be kept."""
-        return PagesSpec(self.num_kv_heads, self.head_dim, self.value_width, self.span, self.of_layer)
+        span = None if self.keeps_all else self.span
+        return PagesSpec(self.num_kv_heads, self.head_dim, self.value_width, span, self.of_layer)
 
     @property
     def has_norm_weights(self) -> bool:

@@ -267,6 +267,15 @@ class DecoderSpec:
         """Return the model as it serves sequences of up to `length` tokens."""
         return self.with_sublayers(lambda sublayer: sublayer.for_length(length))
 
+    def with_whole_blocks(self) -> "DecoderSpec":
+        """Return the model as it is served if blocks are moved with the pages of all layers: layers with a window keep
+        all keys, if others have none. Then layers that differ only in their windows are one memory group."""
+        if all(memory.span is not None for memory, _ in self.groups if isinstance(memory, PagesSpec)):
+            return self
+        return self.with_sublayers(
+            lambda one: replace(one, keeps_all=True) if isinstance(one, SelfAttentionSpec) else one
+        )
+
     def with_sublayers(self, change: Callable[[SublayerSpec], SublayerSpec]) -> "DecoderSpec":
         """Return the model with `change` applied to each of its sublayers."""
         changed: dict[LayerSpec, LayerSpec] = {}

@@ -47,6 +47,8 @@ class DecoderDescription(NamedTuple):
 def describe(config: WorkerConfig, device: torch.device, stage: PipelineStage) -> DecoderDescription:
     """Read the description of the model of `config`, which must be resolved (see `oarlock.workers.preflight`)."""
     spec = read_spec(config.model_path, config.max_model_len, tied=config.tie_word_embeddings)
+    if config.offloads_kv:
+        spec = spec.with_whole_blocks()
     layers = layers_of_stage(spec.num_layers, stage.number, stage.size)
     directory = Path(config.model_path)
     checkpoint = None if config.load_format == "dummy" else open_checkpoint(directory, spec.names)

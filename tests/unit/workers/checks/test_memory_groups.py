@@ -1,6 +1,7 @@
 """Refusals of options that a model's memory groups do not support, and limits that preflight lowers."""
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,18 @@ def test_blocks_outside_the_pool_need_one_group_of_pages() -> None:
         with pytest.raises(StartupError, match=f"^--kv-offload-memory and .* Tiny {words}") as refused:
             with_kv_offload(config, MODELS[name])
         assert refused.value.fix == "Leave them out."
+
+
+def test_blocks_outside_the_pool_hold_the_pages_of_layers_with_windows() -> None:
+    spec = model(layer(FULL, MLP), layer(replace(FULL, window=8), MLP), layer(replace(FULL, chunk=16), MLP))
+    assert len(spec.groups) == 3
+    config = WorkerConfig("model", kv_offload_bytes=1 << 20)
+    kept = spec.with_whole_blocks()
+    assert [group.layers for group in kept.groups] == [(0, 1, 2)] and with_kv_offload(config, kept).offloads_kv
+    assert [one.window for one in kept.attentions] == [None, 8, None], "queries see what they saw"
+    windows = model(layer(replace(FULL, window=8), MLP))
+    with pytest.raises(StartupError, match=r"^Every layer of this model has a sliding window"):
+        with_kv_offload(config, windows.with_whole_blocks())
 
 
 def test_blocks_outside_the_pool_need_attention_in_every_stage() -> None:
