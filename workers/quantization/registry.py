@@ -34,7 +34,7 @@ class Quantization:
     group: int = 1
     bytes_per_group: int = 0  # additional bytes for each group
     head: Quantization | None = None  # format of the output head and the embedding; None: this format
-    gates: Quantization | None = None  # format of projections to the decay of a recurrent state; None: this format
+    gates: Quantization | None = None  # format of projections to the gates of a gated delta net; None: this format
 
     @property
     def of_head(self) -> Quantization:

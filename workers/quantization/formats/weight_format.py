@@ -62,7 +62,7 @@ class WeightFormats(Protocol):
 
     @property
     def of_gates(self) -> WeightFormats:
-        """Formats of projections to the decay of a recurrent state, which are not quantized at load."""
+        """Formats of projections to the gates of a gated delta net, which are not quantized at load."""
 
     def format_of(self, module: str) -> WeightFormat:
         """Return the format of a linear module's weight. `module`: its name in a checkpoint that does not fuse
