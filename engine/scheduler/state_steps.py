@@ -109,11 +109,14 @@ class StateRows:
         """Name the checkpoints that `output` has written, unless their sequence no longer runs or has failed."""
         if output.states is None or not output.states.saves:
             return
-        logits = [(index, index + 1) for index in range(len(output.decodes.rows))]
-        logits += [(first, end) for _, first, end in output.with_rows()]
+        logits: list[tuple[int, int]] = []  # rows of each sequence
+        if not result.all_finite:
+            logits += [(index, index + 1) for index in range(len(output.decodes.rows))]
+            logits += [(first, end) for _, first, end in output.with_rows()]
         for save in output.states.saves:
             seq = save.seq
-            if seq.status is not Status.RUNNING or not result.are_finite(*logits[save.index]):
+            is_finite = result.all_finite or result.are_finite(*logits[save.index])
+            if seq.status is not Status.RUNNING or not is_finite:
                 self.slots.drop(save.slot)
                 continue
             block_hash = self._hash_at(seq, save.num_blocks - 1)
