@@ -139,7 +139,9 @@ def banner(
     owner."""
     tokens = (info.num_blocks - 1) * info.block_size
     context = min(_TYPICAL_CONTEXT, max_len)
-    held = min([tokens // context, *((group.num_blocks - 1) // 2 for group in info.groups if group.is_recurrent)])
+    held = tokens // context
+    if any(group.is_recurrent for group in info.groups):  # slots were made for this number of sequences
+        held = min(held, info.max_num_seqs)
     users = _plural(info.data_parallel_size * held, "user")
     label = "4k" if context == _TYPICAL_CONTEXT else f"{context} tokens"
     phases = ", ".join(f"{phase} {took:.1f} s" for phase, took in seconds.items() if took >= 0.05)
@@ -193,8 +195,11 @@ def _ranks(info: EngineInfo) -> str:
 def _kv_size(info: EngineInfo) -> str:
     """Return the size of KV memory as text: `64 blocks of 16 = 1024 tokens`."""
     blocks = info.num_blocks - 1
-    each = "" if info.data_parallel_size == 1 else f" on each of {info.data_parallel_size} replicas"
-    return f"{blocks} blocks of {info.block_size} = {blocks * info.block_size} tokens{each}"
+    return f"{blocks} blocks of {info.block_size} = {blocks * info.block_size} tokens{_each(info)}"
+
+
+def _each(info: EngineInfo) -> str:
+    return "" if info.data_parallel_size == 1 else f" on each of {info.data_parallel_size} replicas"
 
 
 def _memory(info: EngineInfo, users: str, label: str, max_len: int) -> list[str]:
@@ -210,7 +215,7 @@ def _memory(info: EngineInfo, users: str, label: str, max_len: int) -> list[str]
         lines += [f"  window   {group.num_blocks - 1} blocks for the latest {group.span} tokens" for group in windows]
     if states:
         size = format_size(sum(group.bytes_per_block for group in states))
-        lines.append(f"  state    {states[0].num_blocks - 1} slots of {size}, for {users} and checkpoints")
+        lines.append(f"  state    {states[0].num_blocks - 1} slots of {size}{_each(info)}, for {users} and checkpoints")
     return lines
 
 

@@ -150,11 +150,14 @@ def test_the_web_page_is_named_where_there_is_one(page):
 
 
 def test_windows_and_recurrent_states_have_lines_of_their_own() -> None:
-    groups = (GroupInfo(65, 1 << 10, span=1024), GroupInfo(1025, 1 << 10), GroupInfo(17, 3 << 20, is_recurrent=True))
+    groups = (GroupInfo(65, 1 << 10, span=1024), GroupInfo(1025, 1 << 10), GroupInfo(33, 3 << 20, is_recurrent=True))
     text = banner.banner("url", ("m",), replace(INFO, groups=groups), 8192, True, {}, False)
     assert "  KV       1024 blocks of 32 = 32768 tokens = 8 users at 4k" in text
     assert "  window   64 blocks for the latest 1024 tokens\n" in text
-    assert "  state    16 slots of 3.0 MiB, for 8 users and checkpoints\n" in text
-    only = replace(INFO, kv_bytes_per_token_per_rank=0, groups=(GroupInfo(9, 1 << 20, is_recurrent=True),))
+    assert "  state    32 slots of 3.0 MiB, for 8 users and checkpoints\n" in text
+    text = banner.banner("url", ("m",), replace(INFO, groups=groups, data_parallel_size=2), 8192, True, {}, False)
+    assert "  state    32 slots of 3.0 MiB on each of 2 replicas, for 16 users and checkpoints\n" in text
+    groups = (GroupInfo(17, 1 << 20, is_recurrent=True),)
+    only = replace(INFO, max_num_seqs=4, kv_bytes_per_token_per_rank=0, groups=groups)
     text = banner.banner("url", ("m",), only, 8192, True, {}, False)
-    assert "  state    8 slots of 1.0 MiB, for 4 users and checkpoints\n" in text and "KV  " not in text
+    assert "  state    16 slots of 1.0 MiB, for 4 users and checkpoints\n" in text and "KV  " not in text
