@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
+from oarlock.engine.kv_cache.block_events import extend_hashes
 from oarlock.engine.kv_cache.block_pool import NULL_BLOCK, BlockPool
 from oarlock.engine.kv_cache.state_slots import HeldSlots
 from oarlock.engine.types import Request
@@ -57,6 +58,14 @@ class BlockHolder(Protocol):
     def num_computed_tokens(self) -> int: ...
     @property
     def num_skippable_tokens(self) -> int: ...
+
+
+def hash_at(seq: BlockHolder, column: int, block_size: int) -> bytes:
+    """Return the hash of the block of `seq` in `column`, whose tokens are all known."""
+    hashes = seq.block_hashes
+    if len(hashes) <= column:
+        extend_hashes(hashes, seq.token_ids, seq.request.cache_salt, block_size, column + 1)
+    return hashes[column]
 
 
 class KVCacheManager:

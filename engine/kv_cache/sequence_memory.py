@@ -21,9 +21,9 @@ import sys
 from collections.abc import Iterable, Iterator
 
 from oarlock.base.errors import StartupError
-from oarlock.engine.kv_cache.block_events import AllBlocksCleared, BlockStored, extend_hashes
+from oarlock.engine.kv_cache.block_events import AllBlocksCleared, BlockStored
 from oarlock.engine.kv_cache.block_pool import NULL_BLOCK
-from oarlock.engine.kv_cache.manager import BlockHolder, BlockTable, KVCacheManager, Shortage, TableEntry
+from oarlock.engine.kv_cache.manager import BlockHolder, BlockTable, KVCacheManager, Shortage, TableEntry, hash_at
 from oarlock.engine.kv_cache.offload import KVOffload
 from oarlock.engine.kv_cache.state_slots import NUM_OWN_SLOTS, StateSlots, checkpoint_lengths
 from oarlock.workers.config import GroupInfo, WorkerInfo
@@ -178,7 +178,7 @@ class SequenceMemory:
             return found
         most = min(max_tokens, seq.num_tokens - 1) // self.block_size
         for manager in self._without_span:
-            found[manager.index] = manager.find(self._hash_at(seq, column) for column in range(most))
+            found[manager.index] = manager.find(hash_at(seq, column, self.block_size) for column in range(most))
             most = len(found[manager.index])
         if self.has_spans:
             most = self._find_with_spans(seq, most, found)
@@ -194,7 +194,7 @@ class SequenceMemory:
         """
         agreed = range(1, most + 1)
         for manager in self._with_span:
-            blocks = manager.find(self._hash_at(seq, column) for column in range(most))
+            blocks = manager.find(hash_at(seq, column, self.block_size) for column in range(most))
             begin = 0  # of the blocks without a gap up to here
             is_found = [True] * (most + 1)  # by number of columns
             for column, block in enumerate(blocks):
@@ -214,7 +214,7 @@ class SequenceMemory:
         could be loaded instead of computed."""
         most = min(seq.num_skippable_tokens, seq.num_tokens - 1) // self.block_size
         first = len(self.find_prefix(seq, seq.num_skippable_tokens)[0])
-        return first, (self._hash_at(seq, column) for column in range(first, most))
+        return first, (hash_at(seq, column, self.block_size) for column in range(first, most))
 
     # -- admission
 
@@ -271,7 +271,7 @@ class SequenceMemory:
         slots: list[int] = []
         if self.offload is not None and not self.has_spans:
             # Held before blocks are allocated, so that blocks evicted for them are saved to other slots.
-            slots = self.offload.pin(self._hash_at(seq, column) for column in columns)
+            slots = self.offload.pin(hash_at(seq, column, self.block_size) for column in columns)
             if len(slots) > self.offload.num_loads_left:
                 self._load_some(self.offload, seq, found[0], slots)
                 return None
@@ -299,10 +299,11 @@ class SequenceMemory:
         the prefix grows by checkpoints, and `seq` waits before it is refused if a running sequence will leave one.
         """
         floor, index = short + manager.pool.num_released, manager.index
-        most = min(max_tokens, seq.num_tokens - 1) // self.block_size
-        if not self.enable_prefix_caching or num_found >= most or self.slots is not None:
+        if not self.enable_prefix_caching or self.slots is not None:
             return Shortage(floor, None, index)
-        awaited = self._hash_at(seq, num_found)
+        if num_found >= min(max_tokens, seq.num_tokens - 1) // self.block_size:
+            return Shortage(floor, None, index)
+        awaited = hash_at(seq, num_found, self.block_size)
         if len(self.managers) == 1:
             return Shortage(floor, awaited)
         lacking = next(other for other in self.managers if awaited not in other.pool.block_of_hash)
@@ -323,7 +324,7 @@ class SequenceMemory:
             return None
         least = num_found + max(1, -(-LEAST_AWAITED_TOKENS // self.block_size))
         columns = range(min(max_tokens, seq.num_tokens - 1) // self.block_size, least - 1, -1)
-        hashes = (self._hash_at(seq, column - 1) for column in columns)
+        hashes = (hash_at(seq, column - 1, self.block_size) for column in columns)
         return next((block_hash for block_hash in hashes if block_hash in slots.expected), None)
 
     def _take_slots(self, seq: BlockHolder, num_found: int, num_shared: int, slots: StateSlots) -> bool:
@@ -338,7 +339,9 @@ class SequenceMemory:
         if self.enable_prefix_caching:
             lengths = seq.num_tokens, num_found * self.block_size, num_shared * self.block_size
             planned = checkpoint_lengths(*lengths, self.block_size)
-            seq.checkpoints_at = {length: self._hash_at(seq, length // self.block_size - 1) for length in planned}
+            seq.checkpoints_at = {
+                length: hash_at(seq, length // self.block_size - 1, self.block_size) for length in planned
+            }
             slots.expected.update(seq.checkpoints_at.values())
         return True
 
@@ -351,7 +354,7 @@ class SequenceMemory:
             del pool.cached[block]
         pool.num_available -= len(own)
         for column, slot in enumerate(slots[:room], len(found)):
-            block_hash = self._hash_at(seq, column)
+            block_hash = hash_at(seq, column, self.block_size)
             if block_hash in pool.block_of_hash:  # it follows a block that was evicted
                 offload.unpin([slot])
                 continue
@@ -428,7 +431,7 @@ class SequenceMemory:
             return
         for column in range(seq.num_cached_blocks, num_tokens // self.block_size):
             # Two sequences may compute the same content at the same time. The first one's block remains in the cache.
-            block_hash = self._hash_at(seq, column)
+            block_hash = hash_at(seq, column, self.block_size)
             for manager in self.managers:
                 pool, block = manager.pool, seq.tables[manager.index].block_ids[column]
                 if block_hash not in pool.block_of_hash and block != NULL_BLOCK:
@@ -510,9 +513,3 @@ class SequenceMemory:
         start = column * self.block_size
         tokens = seq.token_ids[start : start + self.block_size]
         return BlockStored(seq.block_hashes[column], parent, tokens, seq.request.cache_salt)
-
-    def _hash_at(self, seq: BlockHolder, column: int) -> bytes:
-        hashes = seq.block_hashes
-        if len(hashes) <= column:
-            extend_hashes(hashes, seq.token_ids, seq.request.cache_salt, self.block_size, column + 1)
-        return hashes[column]

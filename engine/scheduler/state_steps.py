@@ -12,7 +12,7 @@ from collections.abc import Sequence as Outputs
 
 import numpy as np
 
-from oarlock.engine.kv_cache.block_events import extend_hashes
+from oarlock.engine.kv_cache.manager import hash_at
 from oarlock.engine.kv_cache.state_slots import NULL_SLOT, StateSlots
 from oarlock.engine.scheduler.decode_state import DecodeState
 from oarlock.engine.scheduler.sequence import (
@@ -119,17 +119,12 @@ class StateRows:
             if seq.status is not Status.RUNNING or not is_finite:
                 self.slots.drop(save.slot)
                 continue
-            block_hash = self._hash_at(seq, save.num_blocks - 1)
+            block_hash = hash_at(seq, save.num_blocks - 1, self._block_size)
             self.slots.name(save.slot, block_hash, is_rolling=save.is_rolling)
             if save.is_rolling:
                 seq.rolling_checkpoint = block_hash
             else:
                 self.slots.expect_no_more(seq.checkpoints_at, [save.num_blocks * self._block_size])
-
-    def _hash_at(self, seq: Sequence, column: int) -> bytes:
-        if len(seq.block_hashes) <= column:
-            extend_hashes(seq.block_hashes, seq.token_ids, seq.request.cache_salt, self._block_size, column + 1)
-        return seq.block_hashes[column]
 
     # -- steps that do not run as scheduled
 
