@@ -26,7 +26,6 @@ from oarlock.engine.core.log_format import log_to_stderr
 from oarlock.engine.ipc import messages
 from oarlock.engine.ipc.frames import FrameError, FrameReader, FrameSocket
 from oarlock.engine.replay.recording import RecordingExecutor, RecordingWriter
-from oarlock.engine.scheduler.open_requests import check_memory
 from oarlock.engine.structured_output.manager import StructuredOutputManager
 from oarlock.engine.types import EngineInfo
 from oarlock.workers.config import LOADING_TIMEOUT_S, NodesConfig, OnProgress, WorkerConfig, WorkerInfo
@@ -116,14 +115,10 @@ def _serve(sock: socket.socket, start_executor: StartExecutor, loading_timeout_s
 def _start(config: EngineConfig, start_executor: StartExecutor, on_progress: OnProgress) -> "Executor":
     """Start and load the ranks. If a recording file cannot be made, this fails before the model is read."""
     writer = None if config.record_path is None else RecordingWriter(config.record_path)
-    executor = None
     try:
         # A node that leaves ends the group as the operator of this host would.
         executor = start_executor(config.worker, on_progress, nodes=config.nodes, leave_pid=os.getppid())
-        check_memory(config, executor.info)
-    except BaseException as error:
-        if executor is not None:
-            executor.close(error if isinstance(error, Exception) else None)
+    except BaseException:
         if writer is not None:
             writer.discard()
         raise

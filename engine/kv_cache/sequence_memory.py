@@ -20,7 +20,6 @@ Knows block ids and token ids. Does not know tensors, bytes, or when a sequence 
 import sys
 from collections.abc import Iterable, Iterator
 
-from oarlock.base.errors import StartupError
 from oarlock.engine.kv_cache.block_events import AllBlocksCleared, BlockStored
 from oarlock.engine.kv_cache.block_pool import NULL_BLOCK
 from oarlock.engine.kv_cache.manager import BlockHolder, BlockTable, KVCacheManager, Shortage, TableEntry, hash_at
@@ -56,17 +55,6 @@ def num_state_slots(info: WorkerInfo) -> int | None:
     counts = {group.num_blocks for group in info.groups if group.is_recurrent}
     assert len(counts) <= 1, "groups of recurrent layers have different numbers of slots"
     return max(counts, default=None)
-
-
-def check_offload(info: WorkerInfo) -> None:
-    """Raise `StartupError` if KV blocks are to be kept outside the pool of a model for which this is not possible."""
-    if info.kv_offload is None or (len(info.groups) <= 1 and not any(group.is_recurrent for group in info.groups)):
-        return
-    kinds = "recurrent state" if any(group.is_recurrent for group in info.groups) else "several groups of KV blocks"
-    raise StartupError(
-        f"KV offload does not support models with {kinds}, such as this {info.architecture}.",
-        "Remove --kv-offload-gib and --kv-offload-path.",
-    )
 
 
 class SequenceMemory:

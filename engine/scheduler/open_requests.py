@@ -9,11 +9,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from itertools import islice
 
-from oarlock.base.errors import StartupError
 from oarlock.engine.config import EngineConfig
 from oarlock.engine.errors import INTERNAL, BrokenGrammarError
 from oarlock.engine.kv_cache.offload import KVOffload
-from oarlock.engine.kv_cache.sequence_memory import SequenceMemory, check_offload, num_state_slots, page_groups
+from oarlock.engine.kv_cache.sequence_memory import SequenceMemory, num_state_slots, page_groups
 from oarlock.engine.kv_cache.state_slots import StateSlots
 from oarlock.engine.scheduler.decode_state import DecodeState
 from oarlock.engine.scheduler.policy import reserved_blocks
@@ -30,17 +29,6 @@ logger = logging.getLogger("oarlock.engine")
 GRAMMAR_FAILED = "grammar_failed"
 
 
-def check_memory(config: EngineConfig, info: WorkerInfo) -> None:
-    """Raise `StartupError` if an option needs memory of another kind than the model has."""
-    check_offload(info)
-    if config.speculative is not None and any(group.is_recurrent for group in info.groups):
-        raise StartupError(
-            f"--speculative-config does not support models with recurrent layers, such as this {info.architecture}: "
-            "the state after a rejected draft cannot be taken back.",
-            "Leave it out.",
-        )
-
-
 class OpenRequests:
     """Sequences of all open requests, with the queue, the blocks and the rows that they share."""
 
@@ -48,7 +36,8 @@ class OpenRequests:
         worker, caches_blocks = config.worker, config.enable_prefix_caching and not info.whole_texts
         self.stats = EngineStats()
         self.log = RequestLog(self.stats)
-        check_memory(config, info)
+        if any(group.is_recurrent for group in info.groups):
+            assert config.speculative is None and info.kv_offload is None, "preflight refuses them for recurrent layers"
         # Every running sequence must be able to get its one token, or decodes would starve each other.
         self.num_rows = min(worker.max_num_seqs, worker.max_num_batched_tokens)
         self.memory = SequenceMemory(

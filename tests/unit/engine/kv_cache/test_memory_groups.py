@@ -7,15 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oarlock.base.errors import StartupError
 from oarlock.engine.core.engine_core import live_state
 from oarlock.engine.kv_cache.block_events import BlockEventLog
-from oarlock.engine.kv_cache.sequence_memory import SequenceMemory, check_offload
+from oarlock.engine.kv_cache.sequence_memory import SequenceMemory
 from oarlock.engine.scheduler.sequence import Sequence
 from oarlock.workers.config import GroupInfo
-from oarlock.workers.kv_offload import KVOffloadInfo
 from oarlock.workers.protocol import NULL_BLOCK, StepMetadata
-from tests.unit.engine.engine_fakes import Driver, make_config, make_info, make_request
+from tests.unit.engine.engine_fakes import Driver, make_config, make_request
 from tests.unit.engine.kv_cache.replayed_blocks import ReplayedBlocks
 from tests.unit.engine.scheduler.test_pipeline_depth import Scene, make_scene, run_scene, run_withdrawing
 
@@ -141,18 +139,6 @@ def test_models_without_pages_name_blocks_and_send_no_tables() -> None:
     driver.scheduler.audit()
     (seq,) = driver.scheduler._running
     assert len(seq.block_hashes) == 2
-
-
-@pytest.mark.parametrize(
-    ("groups", "named"), [((FULL, WINDOW), "several groups of KV blocks"), ((SLOTS, FULL), "recurrent state")]
-)
-def test_tiers_for_several_groups_are_refused_by_name(groups, named: str) -> None:
-    tiers = KVOffloadInfo(num_slots=4, bytes_per_block=64, num_ranks=1)
-    info = replace(make_info(make_config(), groups=groups), kv_offload=tiers)
-    with pytest.raises(StartupError, match=named):
-        check_offload(info)
-    check_offload(replace(info, kv_offload=None))
-    check_offload(replace(info, groups=(FULL,)))
 
 
 def test_counts_are_totals_and_the_usage_is_that_of_the_scarcest_group() -> None:

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from oarlock.base.errors import StartupError
-from oarlock.engine.config import EngineConfig, SpeculativeConfig
+from oarlock.engine.config import EngineConfig
 from oarlock.engine.kv_cache.state_slots import NULL_SLOT, StateSlots
 from oarlock.engine.scheduler.sequence import Decodes, SchedulerOutput
 from oarlock.engine.scheduler.state_steps import StateRows
@@ -257,12 +256,6 @@ def test_chunks_that_a_later_stage_refuses_start_again_from_a_checkpoint() -> No
     driver.check_idle()
     assert driver.executor.num_refused == 3 and driver.executor.states is not None
     assert driver.executor.states.num_resumed >= 2
-
-
-def test_drafts_are_refused_by_name() -> None:
-    drafts = SpeculativeConfig(num_speculative_tokens=2, prompt_lookup_max=3, prompt_lookup_min=1)
-    with pytest.raises(StartupError, match="--speculative-config does not support models with recurrent layers"):
-        make_driver(speculative=drafts)
 
 
 # -- faults that must be found
