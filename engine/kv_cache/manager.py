@@ -96,14 +96,13 @@ class KVCacheManager:
         return max(0, num_computed - self.span + 1) // self.block_size
 
     def find(self, hashes: Iterable[bytes]) -> list[int]:
-        """Return the cached block of each of `hashes`, of successive columns from the first on: with a span the null
-        block if there is none, else up to the first that is missing."""
+        """Return the cached block of each of `hashes`, up to the first that is missing."""
         found: list[int] = []
         for block_hash in hashes:
             block = self.pool.block_of_hash.get(block_hash)
-            if block is None and self.span is None:
+            if block is None:
                 break
-            found.append(NULL_BLOCK if block is None else block)
+            found.append(block)
         return found
 
     def num_needed(self, found: list[int], num_columns: int) -> int:

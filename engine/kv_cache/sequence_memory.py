@@ -178,23 +178,27 @@ class SequenceMemory:
         """Enter into `found` the blocks of the groups with a span for the longest prefix of at most `most` columns on
         which they agree, and return its columns.
 
-        A hash covers all tokens before it, so blocks that are not read may be missing.
+        A hash covers all tokens before it, so blocks that are not read may be missing. If a block is missing that is
+        read after a prefix, it is also read after each shorter prefix that contains it. So the search goes on with the
+        prefix that ends before this block.
         """
-        agreed = range(1, most + 1)
+        length, size, begins = most, self.block_size, [most] * len(self._with_span)
+        is_agreed = False
+        while length and not is_agreed:
+            is_agreed = True
+            for index, manager in enumerate(self._with_span):
+                has, first = manager.pool.block_of_hash, min(length - 1, manager.first_column_read(size * length))
+                column = min(length, begins[index])  # the columns from here on to `length` have blocks
+                while column > first and hash_at(seq, column - 1, size) in has:
+                    column -= 1
+                begins[index] = column
+                if column > first:
+                    length, is_agreed = column - 1, False
+                    break
         for manager in self._with_span:
-            blocks = manager.find(hash_at(seq, column, self.block_size) for column in range(most))
-            begin = 0  # of the blocks without a gap up to here
-            is_found = [True] * (most + 1)  # by number of columns
-            for column, block in enumerate(blocks):
-                begin = column + 1 if block == NULL_BLOCK else begin
-                first = manager.first_column_read(self.block_size * (column + 1))
-                is_found[column + 1] = block != NULL_BLOCK and begin <= first
-            agreed = [length for length in agreed if is_found[length]]
-            found[manager.index] = blocks
-        length = max(agreed, default=0)
-        for manager in self._with_span:
-            unread = manager.first_column_read(self.block_size * length)
-            found[manager.index][:unread] = [NULL_BLOCK] * unread
+            unread = manager.first_column_read(size * length)
+            hashes = [hash_at(seq, column, size) for column in range(unread, length)]
+            found[manager.index] = [NULL_BLOCK] * unread + manager.find(hashes)
         return length
 
     def missing_hashes(self, seq: BlockHolder) -> tuple[int, Iterator[bytes]]:

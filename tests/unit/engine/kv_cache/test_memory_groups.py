@@ -15,6 +15,7 @@ from oarlock.workers.config import GroupInfo
 from oarlock.workers.protocol import NULL_BLOCK, StepMetadata
 from tests.unit.engine.engine_fakes import Driver, make_config, make_request
 from tests.unit.engine.kv_cache.replayed_blocks import ReplayedBlocks
+from tests.unit.engine.kv_cache.test_kv_cache_manager import CountedLookups
 from tests.unit.engine.scheduler.test_pipeline_depth import Scene, make_scene, run_scene, run_withdrawing
 
 SIZE = 4
@@ -106,6 +107,16 @@ def test_a_hit_takes_the_window_only() -> None:
     assert len(by_window.block_ids) == 10 and NULL_BLOCK not in by_window.block_ids[7:]
     assert len(by_full.block_ids) == 11 and NULL_BLOCK not in by_full.block_ids
     memory.audit([other])
+
+
+def test_a_search_reads_each_block_of_a_window_twice_and_no_others() -> None:
+    memory = memory_of(GroupInfo(300, 0), GroupInfo(300, 0, span=10))
+    seq = sequence(memory, range(1000))
+    compute(memory, seq)
+    memory.free(seq)
+    window = memory.managers[0].pool
+    window.block_of_hash = lookups = CountedLookups(window.block_of_hash)
+    assert found(memory, range(1000)) == 996 and lookups.count == 2 * 3
 
 
 def test_the_group_that_is_short_refuses_and_is_remembered() -> None:
