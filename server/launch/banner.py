@@ -203,7 +203,7 @@ def _sequences(info: EngineInfo, context: int) -> int:
     found = [(info.num_blocks - 1) * info.block_size // context]
     for group in info.groups:
         if group.is_recurrent:
-            found.append((group.num_blocks - 1) // 2)
+            found.append(min((group.num_blocks - 1) // 2, info.max_num_seqs))
         elif group.span is not None and len(info.groups) > 1:
             held = group.span + min(info.max_num_batched_tokens, info.max_model_len)  # the window, and the largest step
             blocks = min(-(-context // info.block_size), -(-held // info.block_size) + 1)
