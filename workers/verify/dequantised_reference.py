@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from oarlock.workers.gguf_config import open_checkpoint
 from oarlock.workers.layers.decoder_spec import FUSED_MODULES, DecoderSpec, tensors_of
+from oarlock.workers.layers.experts_spec import ExpertsSpec
 from oarlock.workers.layers.tensor_spec import RankDtype, Sharding
 from oarlock.workers.model_files.checkpoint import Checkpoint
 from oarlock.workers.model_files.gguf_model import gguf_file
@@ -28,6 +29,7 @@ from oarlock.workers.models.registry import read_spec
 from oarlock.workers.quantization import block_float8, int4, int8, scaled_float8
 from oarlock.workers.quantization.formats.checkpoint_formats import CheckpointFormats
 from oarlock.workers.quantization.formats.weight_format import Arithmetic
+from oarlock.workers.quantization.matmul import ACTIVATIONS, PLAIN_ACTIVATIONS
 from oarlock.workers.quantization.registry import QUANTIZATIONS
 from oarlock.workers.verify.dequantise import StoredTensors, dequantised, dequantised_gguf
 from oarlock.workers.weights.reader import WeightReader
@@ -408,6 +410,17 @@ def _experts(module: Any, rounds: RoundRows | None, x: Tensor, ids: Tensor, weig
         result = result + module.down_proj_bias[expert].float() if module.has_bias else result
         total.index_add_(0, rows, weights[rows, choices, None].float() * result)
     return total.to(x.dtype)
+
+
+def expert_result(weights: DequantisedWeights, module: str, spec: ExpertsSpec, x: Tensor) -> Tensor:
+    """Compute the expert `module` without biases, by our names and in float64: `x` [T, hidden] -> the same shape."""
+    up = x @ weights.weight(f"{module}.up_proj").double().T
+    if spec.is_gated:
+        gate = x @ weights.weight(f"{module}.gate_proj").double().T
+        inner = ACTIVATIONS[spec.activation].function(gate) * up
+    else:
+        inner = PLAIN_ACTIVATIONS[spec.activation](up)
+    return inner @ weights.weight(f"{module}.down_proj").double().T
 
 
 def _rounded_rows(rows: Tensor, rounds: RoundRows | None) -> Tensor:

@@ -7,7 +7,6 @@ how possible causes are distinguished.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,7 +17,7 @@ from oarlock.workers.layers.attention_spec import SelfAttentionSpec
 from oarlock.workers.layers.decoder_spec import BranchSpec, DecoderSpec, SublayerSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec
 from oarlock.workers.layers.gated_mlp_spec import GatedMLPSpec
-from oarlock.workers.layers.layer_input_spec import LayerInputSpec
+from oarlock.workers.layers.layer_input_spec import LayerInputSpec, LayerInputTable
 from oarlock.workers.layers.mamba2_spec import Mamba2Spec
 from oarlock.workers.layers.mlp_spec import MLPSpec
 from oarlock.workers.layers.sharding import shard_vocab
@@ -36,7 +35,7 @@ from oarlock.workers.verify.compare import (
     tapped,
     taps_of,
 )
-from oarlock.workers.verify.dequantised_reference import DequantisedWeights, dequantised_weights
+from oarlock.workers.verify.dequantised_reference import DequantisedWeights, dequantised_weights, expert_result
 from oarlock.workers.verify.halves import same_bits
 from oarlock.workers.verify.recurrent_diagnosis import RecurrentSpec, WrongPart, slot_cause, weights_of
 from oarlock.workers.verify.request import Text
@@ -427,8 +426,9 @@ def _residual(fault: _Fault, branch: BranchSpec) -> str:
     norms = "".join(f"{one.post_norm}, or " for one in added if one.post_norm is not None)
     sums = (Computation.SUM, Computation.EXPERTS)
     linear_layers = " and ".join(tap.module for one in added for tap in one.sublayer.taps if tap.computation in sums)
+    scalar = "" if layer.scalar is None or branch not in layer.stages[-1] else f"{layer.scalar}, or "
     return (
-        f"{fault.module}: {norms}the addition of the residual after {linear_layers} "
+        f"{fault.module}: {norms}{scalar}the addition of the residual after {linear_layers} "
         "(or a bias added on the wrong side of the all-reduce)"
     )
 
@@ -451,6 +451,7 @@ def _routing(fault: _Fault, experts: SublayerSpec) -> str:
     ours, truth = fault.ours(fault.row.wrong_ranks[0]), fault.truth(fault.row.wrong_ranks[0])
     if torch.equal(ours > 0, truth > 0):
         of = "normalised or not, their scale" if router.scale != 1.0 else "normalised or not"
+        of += f", {experts.module}.{router.expert_scale}" if router.expert_scale is not None else ""
         return f"{where}: the right experts are chosen, with wrong weights ({of}, or the scores of the logits)"
     corrected = f"{experts.module}.{router.correction}, " if router.correction is not None else ""
     return f"{where}: other experts are chosen ({corrected}how many, or from which groups)"
@@ -484,14 +485,10 @@ def _expert(fault: _Fault, branch: BranchSpec, spec: ExpertsSpec, expert: int, t
     weight = routing[tokens, expert, None]
 
     def result(other: int) -> Tensor:
-        gate, up, down = (
-            fault.dequantised.weight(f"{module}.{other}.{part}_proj").double() for part in ("gate", "up", "down")
-        )
-        act = F.silu if spec.activation == "silu" else partial(F.gelu, approximate="tanh")
         rows = x * weight if spec.weighs_inputs else x
-        return (act(rows @ gate.T) * (rows @ up.T)) @ down.T
+        return expert_result(fault.dequantised, f"{module}.{other}", spec, rows)
 
-    if spec.bias or spec.activation == "clamped_swiglu":
+    if spec.bias or spec.norm is not None or spec.activation == "clamped_swiglu":
         return f"{expert}"
     right = result(expert)
     found = fault.error(rank)[tokens] / (1.0 if spec.weighs_inputs else weight) + right
@@ -518,7 +515,8 @@ def _activated(fault: _Fault, mlp: SublayerSpec) -> str:
     projection is recognised by its values."""
     if isinstance(mlp, LayerInputSpec):
         name = f"{fault.module}.{mlp.module}.gate_proj.weight"
-        return f"{name}: the rows of {fault.ranks}, the activation ({mlp.activation}), or the inputs of the layer"
+        inputs = f"the inputs of the layer ({', '.join(LayerInputTable.modules)})"
+        return f"{name}: the rows of {fault.ranks}, the activation ({mlp.activation}), or {inputs}"
     assert isinstance(mlp, MLPSpec)
     name = f"{fault.module}.{mlp.module}.up_proj"
     projected = f"{fault.row.layer}.{next(tap.name for tap in mlp.taps if tap.module == 'up_proj')}"

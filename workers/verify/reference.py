@@ -4,6 +4,7 @@
   text.json              the token ids that the ranks are fed
   truth-*.safetensors    every tensor in float64, stored in float32 if the model's dtype is coarser
   theirs-*.safetensors   per column, the largest error of transformers' own run and the sum of squared errors
+  near-ties.json         if it follows our choices of experts: their number
 It is a process of its own, so that all its memory is free again when our ranks start.
 """
 

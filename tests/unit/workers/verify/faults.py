@@ -109,6 +109,15 @@ WEIGHTS = [
         f"{L1}.self_attn.gate_proj.weight: the rows of rank 1",
     ),
     ("afmoe", f"{L1}.mlp.expert_bias", rows(0, 3, 0.0), "other experts are chosen (mlp.expert_bias, how many"),
+    (
+        "nemotron_h",
+        "backbone.layers.1.mixer.experts.2.down_proj.weight",
+        rows(0, 64),
+        "mlp.experts: experts 2 (its result is 0.5 times the right",
+    ),
+    ("gemma4_text", f"{L1}.layer_scalar", rows(0, 1), f"{L1}: post_per_layer_input_norm, or layer_scalar, or the"),
+    ("gemma4_text", f"{L1}.router.per_expert_scale", rows(0, 7), "or not, moe.router.per_expert_scale, or the scores"),
+    ("gemma4_text", "model.embed_tokens_per_layer.weight", rows(0, 320), "the inputs of the layer (model.embed_tokens"),
     ("hunyuan_v1_dense", f"{L1}.self_attn.key_layernorm.weight", rows(0, 24), f"{L1}.self_attn.k_norm: its weight"),
     # gpt-oss stores all experts as one tensor [E, K, N].
     ("gpt_oss", f"{L1}.mlp.router.bias", rows(1, 2, 0.0), f"{L1}.mlp.router.weight or bias: the rows of expert 1"),

@@ -20,6 +20,10 @@ from tests.unit.workers.verify.cases import PROMPTS, VerifyCase, altered, reconf
 from tests.unit.workers.verify.faults import SIZE, WEIGHTS, rows
 
 TWO_LAYERS = {"num_hidden_layers": 2}
+_GEMMA4 = {
+    "layer_types": ["sliding_attention", "full_attention"], "num_kv_shared_layers": 0, "enable_moe_block": True,
+    "num_experts": 7, "top_k_experts": 3, "moe_intermediate_size": 40,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -46,13 +50,15 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], VerifyCas
         "hunyuan_v1_moe": ("hunyuan_v1_moe", {}),
         "llama4_text": ("llama4_text", {"no_rope_layer_interval": 2}),
         "ministral3": ("ministral3", {}),
+        "nemotron_h": ("nemotron_h", {"num_hidden_layers": None}),
+        "gemma4_text": ("gemma4_text", _GEMMA4),
     }
 
     def case(name: str) -> VerifyCase:
         if name not in made:
             folder = tmp_path_factory.mktemp(name)
             family, overrides = special[name]
-            made[name] = VerifyCase(make_tiny(folder, family, seed=5, **TWO_LAYERS, **overrides), folder / "verify")
+            made[name] = VerifyCase(make_tiny(folder, family, seed=5, **(TWO_LAYERS | overrides)), folder / "verify")
         return made[name]
 
     return case

@@ -78,6 +78,15 @@ def test_other_forms_of_attention_and_experts_are_right_in_bfloat16(tmp_path: Pa
 
 
 @pytest.mark.slow
+def test_a_table_of_layers_inputs_is_rounded_as_the_embedding(tmp_path: Path) -> None:
+    """It has 8 bits if other weights have 4. Both runs round the same inputs, so their errors are equal."""
+    model = make_tiny(tmp_path, "gemma4_text", seed=3)
+    comparison, _ = VerifyCase(model, tmp_path / "verify", quantization="int4").run(1)
+    gated = next(row for row in comparison.rows if row.name == "0.input_gated")
+    assert gated.worst.rms_ratio < 1.1
+
+
+@pytest.mark.slow
 def test_written_out_weights_are_right(tmp_path: Path) -> None:
     model = make_tiny(tmp_path, "qwen2", seed=5, hidden_size=128, head_dim=16, intermediate_size=256)
     case = VerifyCase(model, tmp_path / "verify", "bfloat16", quantization="int8", dequantize=True)
