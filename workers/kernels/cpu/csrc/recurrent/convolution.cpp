@@ -9,6 +9,15 @@
 namespace recurrent {
 namespace convolution {
 
+// Return the number in an element: the compiler moves numbers by vectors, but not structures.
+template <class T>
+inline auto &number(T &element) {
+  if constexpr (std::is_same_v<std::remove_const_t<T>, float>)
+    return element;
+  else
+    return element.bits;
+}
+
 constexpr long kBlock = 64;  // channels of a task: its rows of all taps stay in the first-level cache
 
 // Some channels of a convolution with kTaps taps, and their weights by tap.
@@ -28,9 +37,10 @@ struct ChannelBlock {
 
   T *state(T *states, long slot) const { return states + (slot * layer.channels + first) * kKept; }
 
-  void read(const T *state) {
+  void read(const T *__restrict state) {
+    T *__restrict to = before[0];
     for (long c = 0; c < count; c++)
-      for (long i = 0; i < kKept; i++) before[i][c] = state[c * kKept + i];
+      for (long i = 0; i < kKept; i++) number(to[i * kBlock + c]) = number(state[c * kKept + i]);
   }
 
   // Return the input of token `token` of the sequence, whose tokens have the rows x. Earlier tokens are negative.
@@ -39,11 +49,11 @@ struct ChannelBlock {
   }
 
   // Store the state after `tokens` tokens.
-  void write(const T *x, long stride, long tokens, T *state) const {
-    for (long i = 0; i < kKept; i++) {
-      const T *from = row(x, stride, tokens - kKept + i);
-      for (long c = 0; c < count; c++) state[c * kKept + i] = from[c];
-    }
+  void write(const T *x, long stride, long tokens, T *__restrict state) const {
+    const T *from[kKept];
+    for (long i = 0; i < kKept; i++) from[i] = row(x, stride, tokens - kKept + i);
+    for (long c = 0; c < count; c++)
+      for (long i = 0; i < kKept; i++) number(state[c * kKept + i]) = number(from[i][c]);
   }
 
   void convolve_token(const T *x, long stride, long token, T *y) const {
