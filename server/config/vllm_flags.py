@@ -92,7 +92,9 @@ FLAGS: dict[str, Flag] = {
     **_refused("--kv-cache-memory sets the size of the KV cache.", "num-gpu-blocks-override"),
     **_refused("sliding windows are used as the model defines them.", "disable-sliding-window"),
     "disable-hybrid-kv-cache-manager": Flag(
-        "layers that differ in windows, heads or states always have separate memory.", is_switch=True, is_either=True
+        "layers that differ have separate memory; with KV offload, those that differ in windows alone do not.",
+        is_switch=True,
+        is_either=True,
     ),
     **_values(
         "states of recurrent layers are float32, except the inputs of convolutions, which have the model's dtype.",
