@@ -177,6 +177,12 @@ class NodesConfig:
     launcher_store: str | None = None  # prefix of our keys in a store that the launcher keeps; None: the head keeps one
 
 
+def window_blocks(span: int, step_tokens: int, block_size: int) -> int:
+    """Return the most blocks that a sequence holds at a time if its queries see `span` tokens, and a step computes up
+    to `step_tokens` of its tokens: these tokens may begin and end inside of a block."""
+    return -(-(span + step_tokens) // block_size) + 1
+
+
 NO_ATTENTION = "none"  # reported as the attention backend of layers without attention
 
 

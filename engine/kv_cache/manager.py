@@ -13,6 +13,7 @@ from oarlock.engine.kv_cache.block_events import extend_hashes
 from oarlock.engine.kv_cache.block_pool import NULL_BLOCK, BlockPool
 from oarlock.engine.kv_cache.state_slots import HeldSlots
 from oarlock.engine.types import Request
+from oarlock.workers.config import window_blocks
 
 TableEntry = tuple[int, int, int, int]  # memory group, row, column, block id
 
@@ -87,7 +88,7 @@ class KVCacheManager:
         self.span = span  # a token attends to itself and the span - 1 tokens before it; None: to all before it
         self.most_held = num_blocks  # maximum blocks that one sequence holds at the same time
         if span is not None:
-            self.most_held = -(-(span + max_step_tokens) // block_size) + 1
+            self.most_held = window_blocks(span, max_step_tokens, block_size)
 
     def first_column_read(self, num_computed: int) -> int:
         """Return the first column that the token at position `num_computed`, or any later token, reads."""

@@ -15,6 +15,7 @@ from oarlock.engine.types import EngineInfo
 from oarlock.server.config.options import format_size
 from oarlock.server.hub.transfer import in_words
 from oarlock.server.observability.logs import event, logger
+from oarlock.workers.config import window_blocks
 
 _log = logger("start")
 _TYPICAL_CONTEXT = 4096
@@ -205,8 +206,8 @@ def _sequences(info: EngineInfo, context: int) -> int:
         if group.is_recurrent:
             found.append(min((group.num_blocks - 1) // 2, info.max_num_seqs))
         elif group.span is not None and len(info.groups) > 1:
-            held = group.span + min(info.max_num_batched_tokens, info.max_model_len)  # the window, and the largest step
-            blocks = min(-(-context // info.block_size), -(-held // info.block_size) + 1)
+            step = min(info.max_num_batched_tokens, info.max_model_len)
+            blocks = min(-(-context // info.block_size), window_blocks(group.span, step, info.block_size))
             found.append((group.num_blocks - 1) // blocks)
     return min(found)
 

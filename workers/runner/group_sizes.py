@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from oarlock.base.errors import EXIT_OUT_OF_MEMORY, StartupError
 from oarlock.base.host_memory import human_bytes
-from oarlock.workers.config import GroupInfo, WorkerConfig
+from oarlock.workers.config import GroupInfo, WorkerConfig, window_blocks
 from oarlock.workers.layers.decoder_spec import DecoderSpec, layers_of_stage
 from oarlock.workers.layers.memory_spec import MemoryGroup, PagesSpec
 from oarlock.workers.layers.sharding import kv_heads_of_rank
@@ -96,8 +96,8 @@ class GroupSizes:
         blocks = -(-length // self._config.block_size)
         if group.span is None or self._is_plain:
             return blocks
-        most = group.span + min(self._config.max_num_batched_tokens, self._length)
-        return min(blocks, -(-most // self._config.block_size) + 1)
+        step = min(self._config.max_num_batched_tokens, self._length)
+        return min(blocks, window_blocks(group.span, step, self._config.block_size))
 
     def bytes_of_sequence(self, length: int) -> int:
         """Return the bytes of the blocks and slots of one sequence of `length` tokens, with the reserve."""
