@@ -503,7 +503,7 @@ class SchedulingSettings:
         example="8GiB",
         is_bytes=True,
         limits=(2**16, 2**50),
-        help="host memory of each rank for KV blocks that its pool evicts; only if all layers have full attention "
+        help="host memory of each rank for KV blocks that its pool evicts; layers with windows then keep all blocks "
         "(default: none, or 1GiB with --kv-offload-path)",
     )
     kv_offload_path: str | None = option(

@@ -36,6 +36,7 @@ def _refused(holds: str, *names: str) -> dict[str, Flag]:
     return {name: Flag(holds) for name in names}
 
 
+_STATES = "states of recurrent layers are float32, except the inputs of convolutions, which have the model's dtype."
 FLAGS: dict[str, Flag] = {
     **_switches("tools are always enabled, and the model chooses unless the request does.", "enable-auto-tool-choice"),
     **_switches("reasoning is recognised by the markers in the model's chat template.", "enable-reasoning"),
@@ -92,20 +93,12 @@ FLAGS: dict[str, Flag] = {
     **_refused("--kv-cache-memory sets the size of the KV cache.", "num-gpu-blocks-override"),
     **_refused("sliding windows are used as the model defines them.", "disable-sliding-window"),
     "disable-hybrid-kv-cache-manager": Flag(
-        "layers that differ have separate memory; with KV offload, those that differ in windows alone do not.",
+        "layers that differ have separate memory, except with KV offload if only their windows differ.",
         is_switch=True,
         is_either=True,
     ),
-    **_values(
-        "states of recurrent layers are float32, except the inputs of convolutions, which have the model's dtype.",
-        "mamba-ssm-cache-dtype",
-        harmless=("auto", "float32"),
-    ),
-    **_values(
-        "states of recurrent layers are float32, except the inputs of convolutions, which have the model's dtype.",
-        "mamba-cache-dtype",
-        harmless=("auto",),
-    ),
+    **_values(_STATES, "mamba-ssm-cache-dtype", harmless=("auto", "float32")),
+    **_values(_STATES, "mamba-cache-dtype", harmless=("auto",)),
     **_values("states are kept at the ends of KV blocks (--block-size).", "mamba-block-size"),
     **_refused("torch.compile is not used.", "compilation-config"),
     **_refused("--log-level sets one level for the whole log.", "uvicorn-log-level"),

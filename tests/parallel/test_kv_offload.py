@@ -80,7 +80,7 @@ def test_answers_have_the_same_bits(dtype: str, cache: str, size: int, *, in_pro
 
 
 def test_layers_with_windows_have_the_same_bits(tmp_path: Path) -> None:
-    """They keep all their blocks with KV offload, and only those of the window without it."""
+    """With KV offload, layers with windows keep all blocks; without it, only the blocks of the window."""
     model, path = make_tiny(tmp_path, "gemma3_text", vocab_size=3000), tmp_path / "blocks"
     config = CONFIG.with_(model_path=str(model))
     answers = check(config.with_(kv_offload_path=str(path)), path)

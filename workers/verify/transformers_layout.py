@@ -69,7 +69,7 @@ class TransformersLayout:
         return ordered
 
     def _part(self, module: str, parts: list[str], blocks: Blocks | None, rows_of: Callable[[str], Tensor]) -> Tensor:
-        """Return the rows of one of `parts`, which may be stored in one tensor, one part after another."""
+        """Return the rows of a part. All `parts` may be stored in one tensor, in their order."""
         above, _, last = module.rpartition(".")
         parent = above.rpartition(".")[2]
         for whole, inside in FUSED_MODULES.items():

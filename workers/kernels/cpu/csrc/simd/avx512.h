@@ -90,7 +90,7 @@ inline Vec dot(Vec acc, Pairs a, Pairs b) { return _mm512_dpbf16_ps(acc, (__m512
 inline Vec dot(Vec acc, Pairs a, Pairs b) { return fma(lower(a), lower(b), fma(upper(a), upper(b), acc)); }
 #endif
 
-// Store without reading the cache lines of `to` first and without keeping them; `to` is a multiple of the vector's bytes.
+// Store without reading the cache lines of `to` first, and without keeping them. See `can_stream` for its alignment.
 inline void stream(float *to, Vec x) { _mm512_stream_ps(to, x); }
 inline bool can_stream(const float *to) { return reinterpret_cast<uintptr_t>(to) % sizeof(Vec) == 0; }
 inline void end_streams() { _mm_sfence(); }  // before other threads may read what `stream` stored
