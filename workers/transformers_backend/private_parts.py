@@ -1,0 +1,20 @@
+"""Everything of transformers that the backend depends on beyond its documented interfaces, imported in this one file.
+
+An upgrade of transformers that moves or renames one of these names fails here, at import, and nowhere else.
+"""
+
+from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+__all__ = [
+    "ALL_EXPERTS_FUNCTIONS",
+    "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "AttentionInterface",
+    "AttentionMaskInterface",
+    "AutoConfig",
+    "PreTrainedModel",
+    "PretrainedConfig",
+    "get_model_conversion_mapping",
+]
