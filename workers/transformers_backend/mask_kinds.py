@@ -47,4 +47,4 @@ def _values(function: MaskFunction, query: Tensor, key: Tensor) -> Tensor:
     query, key = torch.broadcast_tensors(query, key)
     zeros = torch.zeros(query.numel(), dtype=torch.int64)
     found = torch.as_tensor(function(zeros, zeros, query.reshape(-1), key.reshape(-1)))
-    return found.expand(query.numel()).reshape(query.shape).bool()
+    return found.cpu().expand(query.numel()).reshape(query.shape).bool()
