@@ -12,7 +12,6 @@ from oarlock.workers.config import NO_ATTENTION, WorkerConfig
 from oarlock.workers.doctor.finding import ERROR, NOTE, OK, Finding
 from oarlock.workers.gguf_config import open_checkpoint
 from oarlock.workers.layers.memory_spec import MemoryGroup, PagesSpec, SlotsSpec
-from oarlock.workers.layers.sharding import kv_heads_of_rank
 from oarlock.workers.models.encoders.registry import read_encoder
 from oarlock.workers.models.hf_fields import read_config
 from oarlock.workers.models.hf_quantization import stored_quantization, weight_formats
@@ -103,7 +102,7 @@ def _backend(config: WorkerConfig, group: MemoryGroup, refused: dict[str, str]) 
     assert isinstance(memory, PagesSpec)
     kv = KVSpec(
         num_layers=len(group.layers),
-        num_kv_heads=kv_heads_of_rank(memory.kv_heads, config.tensor_parallel_size),
+        num_kv_heads=memory.heads_of_rank(config.tensor_parallel_size),
         head_dim=memory.key_width,
         block_size=config.block_size,
         dtype=getattr(torch, config.dtype),

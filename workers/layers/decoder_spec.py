@@ -190,6 +190,13 @@ class DecoderSpec:
     head_bias: bool = False
     names: TensorNames = NO_NAMES  # differences between the names in checkpoints and the names here
     wrapper: str | None = None  # class of the multimodal model of which this is the text part; None: no such model
+    # Every tensor of a class that transformers' code computes; None: the layers describe theirs.
+    class_tensors: tuple[TensorSpec, ...] | None = None
+
+    @property
+    def served_by(self) -> str:
+        """The code that computes the model: "oarlock", or "transformers" for a class without a description here."""
+        return "oarlock" if self.class_tensors is None else "transformers"
 
     @property
     def num_layers(self) -> int:
@@ -309,6 +316,9 @@ def tensors_of(spec: DecoderSpec, layers: range | None = None) -> Iterator[Tenso
 
     With `layers`, yield only the tensors of the pipeline stage that has these layers.
     """
+    if spec.class_tensors is not None:  # it has no pipeline stages
+        yield from spec.class_tensors
+        return
     layers = layers if layers is not None else range(spec.num_layers)
     is_first, is_last = layers.start == 0, layers.stop == spec.num_layers
     table = spec.vocab_size, spec.hidden_size

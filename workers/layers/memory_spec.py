@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from oarlock.workers.layers.sharding import kv_heads_of_rank
 from oarlock.workers.platform.dtypes import ITEM_BYTES
 
 
@@ -21,6 +22,11 @@ class PagesSpec:
     value_width: int  # values of one head's value
     span: int | None = None  # latest tokens that hold all keys which a query sees; None: it may see any token before it
     of_layer: int | None = None  # layer whose pages are read, by a sublayer that has no own keys and values
+    is_copied: bool = False  # every rank holds all heads; False: ranks divide them
+
+    def heads_of_rank(self, size: int) -> int:
+        """Return the number of key-value heads whose keys and values each of `size` ranks stores."""
+        return self.kv_heads if self.is_copied else kv_heads_of_rank(self.kv_heads, size)
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,6 @@ from oarlock.workers.layers.mlp_spec import MLPSpec
 from oarlock.workers.layers.norm import LayerScalar, Norm, RMSNorm, make_norm
 from oarlock.workers.layers.placement import Placement
 from oarlock.workers.layers.rotary import QueryScaleTable, RotaryTable
-from oarlock.workers.layers.sharding import kv_heads_of_rank
 from oarlock.workers.layers.short_convolution import ShortConvolution
 from oarlock.workers.layers.short_convolution_spec import ShortConvolutionSpec
 from oarlock.workers.quantization.formats.weight_format import WeightFormats
@@ -280,7 +279,7 @@ class Decoder:
             memory, layers = self.groups[number]
             assert isinstance(memory, PagesSpec)
             own = sum(layer in self.stage for layer in layers)
-            sizes = own, kv_heads_of_rank(memory.kv_heads, place.tp.size), memory.key_width, block_size
+            sizes = own, memory.heads_of_rank(place.tp.size), memory.key_width, block_size
             values = {"value_dim": memory.value_width, "group": number}
             found.append(KVSpec(*sizes, place.dtype, place.device, cache_dtype, **values))
         return found

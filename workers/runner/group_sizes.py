@@ -23,7 +23,6 @@ from oarlock.base.host_memory import human_bytes
 from oarlock.workers.config import GroupInfo, WorkerConfig, window_blocks
 from oarlock.workers.layers.decoder_spec import DecoderSpec, layers_of_stage
 from oarlock.workers.layers.memory_spec import MemoryGroup, PagesSpec
-from oarlock.workers.layers.sharding import kv_heads_of_rank
 from oarlock.workers.platform.dtypes import ITEM_BYTES, KV_CACHE_DTYPES, KVShape
 from oarlock.workers.runner.kv_room import KVRoom
 
@@ -60,7 +59,7 @@ def group_size(config: WorkerConfig, group: MemoryGroup, layers: range) -> Group
         return GroupSize(own, own * memory.bytes_of_rank(ranks, config.dtype), None)
     shape = KVShape(
         num_layers=own,
-        num_kv_heads=kv_heads_of_rank(memory.kv_heads, ranks),
+        num_kv_heads=memory.heads_of_rank(ranks),
         head_dim=memory.key_width,
         block_size=config.block_size,
         item_bytes=ITEM_BYTES[config.dtype],

@@ -3,9 +3,9 @@
 Torch-free, so the engine and `oarlock plan` can read it. `inspection.py` makes it, in a process of its own.
 """
 
-from dataclasses import dataclass
-
-import msgspec
+import json
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +22,7 @@ class AttentionCall:
     window: int | None  # latest tokens that a query sees, itself included; None: all
     softcap: float | None
     has_sinks: bool
+    is_divided: bool = True  # ranks divide its heads; False: each computes them all
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,16 +35,38 @@ class StateCall:
     shape: tuple[int, ...]  # without the batch; a convolution's last size is its number of taps
     dtype: str
     is_convolution: bool
+    is_divided: bool = False  # ranks divide its first dimension; False: each keeps all of it
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsModule:
+    """A module of routed experts that our kernels compute: `down(activation(gate(x)) * up(x))` for each expert."""
+
+    module: str
+    experts: int
+    hidden: int
+    width: int
+    top_k: int  # experts of one token
+    activation: str  # a key of `ACTIVATIONS` in `quantization/matmul.py`
+    is_gated: bool = True
+    has_bias: bool = False
+    is_transposed: bool = False  # stored as [experts, inputs, outputs]
+    is_concatenated: bool = True  # rows of gate before rows of up; False: they alternate
+
+
+# What reads a tensor: a plain linear layer, the token embedding, the output head, experts, or the class's own code.
+Role = Literal["linear", "embedding", "head", "experts", "own"]
 
 
 @dataclass(frozen=True, slots=True)
 class ClassTensor:
-    """One parameter or stored buffer of the model."""
+    """One parameter or stored buffer of the model. A tensor that several modules share appears once."""
 
     name: str
     shape: tuple[int, ...]
-    is_linear: bool  # the weight or bias of a plain linear layer
-    style: str | None  # how the class's own plan for tensor parallelism divides it; None: it does not
+    role: Role
+    style: str | None = None  # how the class's own plan for tensor parallelism divides it; None: it does not
+    is_float32: bool = False  # kept in float32 whatever the model's dtype is
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +76,9 @@ class ClassDescription:
     architecture: str
     model_type: str
     refusal: str | None = None  # one line: why the class is not served
+    ranks: int = 1  # tensor-parallel size that the look was made for
+    config_part: str | None = None  # part of config.json that the class takes; None: all of it
+    is_remote: bool = False  # the class is code of the checkpoint
     layers: int = 0
     vocab_size: int = 0
     hidden_size: int = 0
@@ -61,13 +87,24 @@ class ClassDescription:
     has_plan: bool = False  # the class has a plan for tensor parallelism; without one every rank holds all weights
     attention: tuple[AttentionCall, ...] = ()
     states: tuple[StateCall, ...] = ()
+    experts: tuple[ExpertsModule, ...] = ()
     tensors: tuple[ClassTensor, ...] = ()
 
-    def encoded(self) -> bytes:
+    def encoded(self) -> str:
         """Return the description as JSON."""
-        return msgspec.json.encode(self)
+        return json.dumps(asdict(self))
 
     @staticmethod
-    def decoded(text: bytes) -> "ClassDescription":
-        """Return the description in `text`. Raise `msgspec.ValidationError` if it is none."""
-        return msgspec.json.decode(text, type=ClassDescription)
+    def decoded(text: str) -> "ClassDescription":
+        """Return the description that `encoded` wrote as `text`."""
+        fields = json.loads(text)
+        for name, kind in _PARTS.items():
+            fields[name] = tuple(kind(**_with_tuples(part)) for part in fields[name])
+        return ClassDescription(**fields)
+
+
+_PARTS = {"attention": AttentionCall, "states": StateCall, "experts": ExpertsModule, "tensors": ClassTensor}
+
+
+def _with_tuples(part: dict[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in part.items()}

@@ -14,7 +14,7 @@ import torch
 import transformers
 from torch import nn
 
-from oarlock.workers.transformers_backend.class_description import ClassDescription, ClassTensor
+from oarlock.workers.transformers_backend.class_description import ClassDescription, ClassTensor, Role
 from oarlock.workers.transformers_backend.observers import (
     IMPLEMENTATION,
     ObservedMemory,
@@ -116,10 +116,12 @@ def _observe(model: PreTrainedModel) -> Observer:
 def _tensors(model: PreTrainedModel) -> list[ClassTensor]:
     """Return the parameters of `model` and the buffers that are stored; tensors that are tied once."""
     plan = model._tp_plan or {}
-    linear = {name for name, module in model.named_modules() if type(module) is nn.Linear}
+    roles: dict[str, Role] = {name: "linear" for name, module in model.named_modules() if type(module) is nn.Linear}
+    for kind, module in (("embedding", model.get_input_embeddings()), ("head", model.get_output_embeddings())):
+        roles |= {name: kind for name, other in model.named_modules() if other is module}
     stored = {**dict(model.named_parameters()), **_stored_buffers(model)}
     return [
-        ClassTensor(name, tuple(tensor.shape), name.rpartition(".")[0] in linear, _style(plan, name))
+        ClassTensor(name, tuple(tensor.shape), roles.get(name.rpartition(".")[0], "own"), _style(plan, name))
         for name, tensor in stored.items()
     ]
 
@@ -148,7 +150,7 @@ def main() -> None:
     """Write the description of the checkpoint in the directory that is the only argument."""
     register()
     config = AutoConfig.from_pretrained(Path(sys.argv[1]), local_files_only=True, trust_remote_code=False)
-    sys.stdout.buffer.write(describe_class(config).encoded())
+    sys.stdout.write(describe_class(config).encoded())
 
 
 if __name__ == "__main__":

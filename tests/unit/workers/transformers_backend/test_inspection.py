@@ -31,7 +31,7 @@ def test_a_plain_class() -> None:
     assert (first.heads, first.kv_heads, first.key_width, first.value_width) == (4, 2, 16, 16)
     assert (first.module, first.window, first.has_sinks) == ("model.layers.0.self_attn", None, False)
     query = next(tensor for tensor in found.tensors if tensor.name == "model.layers.3.self_attn.q_proj.weight")
-    assert query.shape == (64, 64) and query.is_linear and query.style == "colwise"
+    assert query.shape == (64, 64) and query.role == "linear" and query.style == "colwise"
 
 
 def test_windows_and_sinks() -> None:
