@@ -5,6 +5,7 @@ An upgrade of transformers that moves or renames one of these names fails here, 
 
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import build_glob_alternation
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -16,5 +17,6 @@ __all__ = [
     "AutoConfig",
     "PreTrainedModel",
     "PretrainedConfig",
+    "build_glob_alternation",
     "get_model_conversion_mapping",
 ]
