@@ -5,6 +5,7 @@ attention backend of its memory group computes the rest: masks, windows, softcap
 (`observers.py`) has refused every class whose calls mean anything else, so nothing is judged here again.
 """
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,13 +33,18 @@ class RunningStep:
     layers: Mapping[int, AttentionSpec]  # attention of each layer that has one
 
 
-_running: RunningStep | None = None  # transformers' registries hold functions, so they find the step here
+class _Running(threading.local):
+    """The step that runs in this thread: transformers' registries hold functions, so they find it here."""
+
+    step: RunningStep | None = None
+
+
+_running = _Running()
 
 
 def run_within(step: RunningStep | None) -> None:
-    """Set the step to which the next calls of attention belong; None: no step runs."""
-    global _running
-    _running = step
+    """Set the step to which the next calls of attention in this thread belong; None: no step runs."""
+    _running.step = step
 
 
 def attention_spec(call: AttentionCall, ranks: int) -> AttentionSpec:
@@ -60,7 +66,7 @@ def attend(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Write keys [1, K, T, D] and values [1, K, T, V], and return the attention of `query` [1, H, T, D]: [1, T, H, V]."""
-    step = _running
+    step = _running.step
     assert step is not None, "attention runs inside of a step"
     layer: int = module.layer_idx  # type: ignore[assignment]
     spec, group, memory = step.layers[layer], step.groups[layer], step.memory[layer].kv

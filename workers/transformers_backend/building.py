@@ -117,8 +117,11 @@ def build(model: PreTrainedModel, placement: Placement) -> BuiltClass:
         return first[id(module.weight)].removesuffix(".weight")
 
     is_tied = head.weight is embedding.weight
-    embedding_part = EmbeddingPart(stored_as(embedding), embedding, placement) if can_replace(embedding) else None
-    head_part = HeadPart(stored_as(head), head, placement)
+    of_vocabulary = replace(placement, quantization=placement.quantization.of_head)
+    embedding_part = None
+    if can_replace(embedding):
+        embedding_part = EmbeddingPart(stored_as(embedding), embedding, of_vocabulary)
+    head_part = HeadPart(names[id(head)], head, of_vocabulary, stored_as(head))
     built = BuiltClass(model, head_part, embedding_part, is_tied)
     parts: dict[int, nn.Module] = {id(head): head_part}
     if embedding_part is not None:

@@ -16,6 +16,7 @@ from oarlock.workers.attention.backend import AttentionBackend, AttentionSpec, K
 from oarlock.workers.attention.forward_batch import ForwardBatch
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.distributed.parallel_state import TensorParallel
+from oarlock.workers.gguf_config import open_checkpoint
 from oarlock.workers.layers.decoder_spec import DecoderSpec, slices_of
 from oarlock.workers.layers.experts import Experts
 from oarlock.workers.layers.linear import RowParallelLinear
@@ -26,10 +27,10 @@ from oarlock.workers.transformers_backend import attention
 from oarlock.workers.transformers_backend.building import BuiltClass, OwnTensor, build, without_weights
 from oarlock.workers.transformers_backend.class_description import ClassDescription
 from oarlock.workers.transformers_backend.opening import open_class
-from oarlock.workers.transformers_backend.states import SequenceStates
+from oarlock.workers.transformers_backend.states import make_all_stateful
 from oarlock.workers.transformers_backend.switch import ClassSwitch
-from oarlock.workers.transformers_backend.weights import ConvertedWeights
-from oarlock.workers.weights.source import WeightSource
+from oarlock.workers.transformers_backend.weights import ClassWeights, ConvertedWeights, DummyClassWeights
+from oarlock.workers.weights.source import DummyWeights, WeightSource
 
 NO_KERNELS = "transformers' code computes the model"
 
@@ -59,15 +60,16 @@ class TransformersModel:
         slices = slices_of(spec, formats) if device.type == "cpu" else 1
         self.placement = Placement(tp, dtype, device, formats, slices)
         attention.register()
-        self._kind, self._config = open_class(Path(config.model_path), description)
+        self._directory = Path(config.model_path)
+        self._kind, self._config = open_class(self._directory, description)
         self._built: BuiltClass = build(self._without_weights(), self.placement)
+        self._states = make_all_stateful(self._built.model, description.states)
         self._class = ClassSwitch(self._built.model)
         self.pages_of = [-1 if group is None else group for group in map(self._pages_group, self.stage)]
         self._layers: dict[int, AttentionSpec] = {
             call.layer: attention.attention_spec(call, tp.size) for call in description.attention
         }
         self.attention_specs = list(self._layers.values())
-        self._states = SequenceStates.of(description, self._built.model)
 
     def _without_weights(self) -> Any:
         return without_weights(self._kind, self._config, attention.IMPLEMENTATION, self.placement.dtype)
@@ -103,7 +105,7 @@ class TransformersModel:
 
     def load(self, weights: WeightSource, on_progress: Callable[[float], None]) -> None:
         """Read this rank's slices, part by part. See `RankModel.load`."""
-        built, converted = self._built, ConvertedWeights(self._without_weights(), weights)
+        built, converted = self._built, self._by_class_names(weights)
         total, done = self.weight_bytes, 0
         for part in built.parts:
             part.load(converted)
@@ -119,6 +121,13 @@ class TransformersModel:
         converted.finish(lambda _: False)
         self.placement.staging.release()
         on_progress(1.0)
+
+    def _by_class_names(self, weights: WeightSource) -> ClassWeights:
+        """Return `weights` by the names of the class's tensors."""
+        if isinstance(weights, DummyWeights):
+            return DummyClassWeights(weights)
+        tensors = open_checkpoint(self._directory, self.spec.names).tensors
+        return ConvertedWeights(self._without_weights(), weights, {n: t.entry.shape for n, t in tensors.items()})
 
     def _load_own(self, tensor: OwnTensor, weights: WeightSource) -> None:
         tp = self.placement.tp
@@ -138,13 +147,13 @@ class TransformersModel:
     ) -> Tensor:
         """Run one step; return [T, hidden] as the class hands it to its output head. See `RankModel.__call__`."""
         assert hidden is None, "it has no pipeline stages"
-        states = self._states
-        states.begin(batch, memory)
-        attention.run_within(
-            attention.RunningStep(batch, memory, backends, plans, self.pages_of, self._layers)
-        )
+        if self.description.states:
+            of_layers = {layer: one.states for layer, one in enumerate(memory) if one.states is not None}
+            self._states.begin_step(batch, of_layers)
+        step = attention.RunningStep(batch, memory, backends, plans, self.pages_of, self._layers)
+        attention.run_within(step)
         try:
-            return self._class.hidden_of(batch.token_ids, batch.positions, states)
+            return self._class.hidden_of(batch.token_ids, batch.positions, self._states)
         finally:
             attention.run_within(None)
 
