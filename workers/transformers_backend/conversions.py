@@ -77,7 +77,7 @@ class Conversion:
     def _convert(
         self, sources: Mapping[str, Sequence[str]], read: Callable[[str], Tensor], shapes: ShapesOfClass
     ) -> dict[str, Tensor]:
-        converter = deepcopy(self.converter)  # it collects the tensors of one conversion
+        converter: Any = deepcopy(self.converter)  # it collects the tensors of one conversion
         for pattern, names in sources.items():
             for name in names:
                 converter.add_tensor(self.target, name, pattern, read(name))
