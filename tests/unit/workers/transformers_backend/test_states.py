@@ -1,6 +1,7 @@
 """Modules of transformers that keep states: a prompt in pieces beside others gives the results of one call."""
 
 import copy
+from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
 
@@ -32,6 +33,15 @@ MODULES = {
     "lfm2": ("Lfm2ShortConv", "past_key_values", {"layer_types": ["conv", "full_attention"]}),
     "zaya": ("ZayaCCAProjection", "past_key_values", {"layer_types": ["hybrid", "hybrid"]}),
 }
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Tiny operations take longer on several threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def slots_of(calls: tuple[StateCall, ...], dtype: torch.dtype) -> dict[int, LayerStates]:
