@@ -1,4 +1,4 @@
-"""Checkpoints read by the names of their classes: every tensor, every slice, every expert, and what is wrong by name."""
+"""Checkpoints read by the names of their classes: every tensor, slice and expert, and what is wrong by name."""
 
 import weakref
 from collections.abc import Callable, Sequence
