@@ -15,6 +15,7 @@ from transformers.core_model_loading import (
     Transpose,
     WeightConverter,
     WeightRenaming,
+    build_glob_alternation,
     dot_natural_key,
     rename_source_key,
 )
@@ -38,6 +39,7 @@ __all__ = [
     "Transpose",
     "WeightConverter",
     "WeightRenaming",
+    "build_glob_alternation",
     "dot_natural_key",
     "get_model_conversion_mapping",
     "rename_source_key",
