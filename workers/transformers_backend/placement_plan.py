@@ -38,7 +38,7 @@ _OF_LINEAR = {
 }  # fmt: skip
 # Styles of modules whose tensors are whole on every rank, and only describe what training or other styles do there.
 _OF_OWN = {
-    None, "replicate", "embedding_rowwise", "replicated_with_grad_allreduce", "all_reduce", "moe_identity_expert",
+    None, "replicate", "replicated_with_grad_allreduce", "all_reduce", "moe_identity_expert", "embedding_rowwise",
 }  # fmt: skip
 _SHARDINGS = {
     Division.WHOLE: Sharding.NONE, Division.COLUMN: Sharding.OUTPUTS, Division.PACKED_COLUMN: Sharding.OUTPUTS,
