@@ -1,7 +1,7 @@
 """The configuration of a rank, and the report of ranks after loading. Frozen, torch-free, sent between processes as
 JSON.
 
-Defaults of flags are in `server/config/option_groups.py`.
+Defaults of flags are in `server/config/model_options.py` and `option_groups.py`.
 """
 
 import json
