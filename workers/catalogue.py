@@ -266,6 +266,24 @@ def clause(architecture: str) -> str:
     return f"described as {architecture}, the class of {entry.checkpoint}{limit}"
 
 
+def code_clause(architecture: str, served_by: str) -> str:
+    """Return the clause about a class without a description. `served_by`: see `DecoderSpec`."""
+    code = "the checkpoint's own" if served_by == "checkpoint" else "transformers'"
+    return f"computed by {code} code ({architecture})"
+
+
+def code_limits(*, is_replicated: bool) -> str:
+    """Return the costs of serving a class with transformers' code. `is_replicated`: see `DecoderSpec`."""
+    weights = "every rank holds the weights of all layers, because the class has no plan for tensor parallelism"
+    limits = ["slower than a described family", "no pipeline stages", "other numbers of ranks may give other bits"]
+    return "; ".join([*limits, *([weights] if is_replicated else [])])
+
+
+def code_line(architecture: str, served_by: str, *, is_replicated: bool) -> str:
+    """Return a line about the code that computes a class without a description, with its costs."""
+    return f"{code_clause(architecture, served_by)}: {code_limits(is_replicated=is_replicated)} (docs/models.md)"
+
+
 def by_family(entries: Iterable[Entry]) -> dict[str, list[Entry]]:
     """Return the entries of each family, in the order of the catalogue."""
     found: dict[str, list[Entry]] = {}

@@ -84,6 +84,7 @@ def spec_of(description: ClassDescription, dtype: str | None) -> DecoderSpec:
         tie_word_embeddings=description.is_tied,
         dtype=dtype,
         class_tensors=tensors,
+        is_remote_code=description.is_remote,
     )
 
 
