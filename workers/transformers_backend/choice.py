@@ -56,6 +56,21 @@ def resolved_spec(config: WorkerConfig) -> DecoderSpec:
     return spec.for_length(config.max_model_len or spec.default_length)
 
 
+def class_by_name(config: WorkerConfig) -> tuple[str, bool] | None:
+    """Return the class without a description that would compute the model, and whether it is code of the checkpoint.
+
+    None: a described family. Reads only `config.json`. Raises `StartupError` for a class that is refused by its name.
+    """
+    hf_config = read_config(Path(config.model_path))
+    name = architecture_of(hf_config)
+    if name is None or config.model_impl == "oarlock" or (config.model_impl == "auto" and has_page(name)):
+        return None
+    is_own_code = bool(hf_config.get("auto_map")) and config.trust_remote_code
+    if not is_own_code:
+        _check_tested(name, hf_config, config)
+    return name, is_own_code
+
+
 def architecture_of(hf_config: dict[str, Any]) -> str | None:
     """Return the name of the class that a parsed `config.json` names first; None if it names none."""
     names = hf_config.get("architectures")
