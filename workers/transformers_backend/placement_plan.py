@@ -70,7 +70,7 @@ def tensor_specs(description: ClassDescription) -> Iterator[TensorSpec]:
         yield from _of_experts(one)
     for tensor in description.tensors:
         module, _, kind = tensor.name.rpartition(".")
-        if module in experts:
+        if module in experts or tensor.role == "experts":
             continue
         division = division_of(tensor) if description.ranks > 1 or tensor.role != "own" else Division.WHOLE
         is_bias = tensor.role != "own" and kind == "bias"
