@@ -18,7 +18,7 @@ from oarlock.workers.models.registry import describe, has_page, read_spec
 from oarlock.workers.transformers_backend.class_description import ClassDescription
 from oarlock.workers.transformers_backend.class_facts import class_description
 from oarlock.workers.transformers_backend.served_class import spec_of
-from oarlock.workers.transformers_backend.tested import tested_classes
+from oarlock.workers.transformers_backend.tested import check_release, tested_classes
 
 FLAG = "--model-impl"
 _OTHER_CODE = f"Or try {FLAG} transformers, which uses transformers' own class if it can be served."
@@ -122,6 +122,7 @@ def _looked_at(config: WorkerConfig, hf_config: dict[str, Any], name: str | None
     is_own_code = bool(hf_config.get("auto_map")) and config.trust_remote_code
     if not is_own_code:
         _check_tested(name, hf_config, config)
+    check_release()
     description = class_description(directory, config.tensor_parallel_size, trusts_code=config.trust_remote_code)
     if description.is_remote and not is_own_code:
         raise AssertionError("a look without trust runs no code of the checkpoint")

@@ -13,8 +13,7 @@ from oarlock.server.config.settings import make_settings
 from oarlock.server.hub.description import Description, description
 from oarlock.server.hub.files import Snapshot
 from oarlock.server.hub.local_model import cached_snapshot
-from oarlock.workers.transformers_backend import choice
-from oarlock.workers.transformers_backend.tested import Tested
+from oarlock.workers.transformers_backend import choice, tested
 from tests.golden.gguf_writer import all_of, write_gguf
 from tests.golden.tiny_encoders import make_encoder
 from tests.house.rules import ROOT
@@ -65,7 +64,7 @@ def test_a_model_that_is_refused(tmp_path, changes, cause, fix):
 
 
 def test_a_class_without_a_description(tmp_path, monkeypatch):
-    table = {"Qwen2ForCausalLM": Tested(2, None), "NewForCausalLM": Tested(1, None)}
+    table = {"Qwen2ForCausalLM": tested.Tested(2, None), "NewForCausalLM": tested.Tested(1, None)}
     monkeypatch.setattr(choice, "tested_classes", lambda: table)
     new = written(tmp_path / "new", architectures=["NewForCausalLM"], auto_map={"AutoModelForCausalLM": "new.New"})
     assert answer(new) == Description("computed by transformers' code (NewForCausalLM)")
