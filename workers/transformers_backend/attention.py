@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from oarlock.workers.attention.backend import AttentionBackend, AttentionSpec, LayerMemory
@@ -65,10 +64,11 @@ def attend(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Write keys [1, K, T, D] and values [1, K, T, V], and return the attention of `query` [1, H, T, D]: [1, T, H, V]."""
+    """Write keys [1, K, T, D] and values [1, K, T, V]; return the attention of `query` [1, H, T, D]: [1, T, H, V]."""
     step = _running.step
     assert step is not None, "attention runs inside of a step"
-    layer: int = module.layer_idx  # type: ignore[assignment]
+    layer = module.layer_idx
+    assert isinstance(layer, int)
     spec, group, memory = step.layers[layer], step.groups[layer], step.memory[layer].kv
     assert memory is not None
     backend = step.backends[group]
@@ -88,5 +88,3 @@ def register() -> None:
     """Make transformers know this attention as the implementation `IMPLEMENTATION`."""
     AttentionInterface.register(IMPLEMENTATION, attend)
     AttentionMaskInterface.register(IMPLEMENTATION, _no_mask)
-
-

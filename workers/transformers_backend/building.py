@@ -6,7 +6,7 @@ model that a look before the start observes, so the look sees the shapes of one 
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -17,7 +17,7 @@ from oarlock.workers.layers.placement import Placement
 from oarlock.workers.quantization.registry import NONE
 from oarlock.workers.transformers_backend.class_description import ClassTensor, Role
 from oarlock.workers.transformers_backend.experts import ExpertsPart, experts_of
-from oarlock.workers.transformers_backend.linears import make_linear
+from oarlock.workers.transformers_backend.linears import LinearPart, make_linear
 from oarlock.workers.transformers_backend.placement_plan import Division, division_of
 from oarlock.workers.transformers_backend.private_parts import (
     PretrainedConfig,
@@ -25,7 +25,7 @@ from oarlock.workers.transformers_backend.private_parts import (
     build_glob_alternation,
 )
 from oarlock.workers.transformers_backend.vocabulary import EmbeddingPart, HeadPart, can_replace
-from oarlock.workers.weights.source import WeightSource
+from oarlock.workers.transformers_backend.weights import ClassWeights
 
 
 class Part(Protocol):
@@ -34,7 +34,7 @@ class Part(Protocol):
     @property
     def weight_bytes(self) -> int: ...
 
-    def load(self, weights: WeightSource) -> None: ...
+    def load(self, weights: ClassWeights) -> None: ...
 
 
 @dataclass(slots=True)
@@ -89,7 +89,7 @@ class BuiltClass:
     head: HeadPart
     embedding: EmbeddingPart | None  # None: it stays the class's own module
     is_tied: bool  # the head reads the embedding's weight
-    parts: list[Part] = field(default_factory=list)  # without the head
+    parts: Sequence[Part] = ()  # without the head
     own: list[OwnTensor] = field(default_factory=list)
 
 
@@ -119,15 +119,15 @@ def build(model: PreTrainedModel, placement: Placement) -> BuiltClass:
     is_tied = head.weight is embedding.weight
     of_vocabulary = replace(placement, quantization=placement.quantization.of_head)
     embedding_part = None
-    if can_replace(embedding):
+    if isinstance(embedding, nn.Embedding) and can_replace(embedding):
         embedding_part = EmbeddingPart(stored_as(embedding), embedding, of_vocabulary)
     head_part = HeadPart(names[id(head)], head, of_vocabulary, stored_as(head))
     built = BuiltClass(model, head_part, embedding_part, is_tied)
-    parts: dict[int, nn.Module] = {id(head): head_part}
+    parts: dict[int, EmbeddingPart | ExpertsPart | LinearPart] = {}
     if embedding_part is not None:
         parts[id(embedding)] = embedding_part
     for module in model.modules():
-        if id(module) in parts:
+        if id(module) in parts or module is head:
             continue
         if names[id(module)] in mixtures:
             name = names[id(module)]
@@ -137,8 +137,8 @@ def build(model: PreTrainedModel, placement: Placement) -> BuiltClass:
             division = division_of(by_name[f"{name}.weight"]) if placement.tp.size > 1 else Division.WHOLE
             where = in_float32 if keeps_float32(f"{name}.weight") else placement
             parts[id(module)] = make_linear(name, module, where, division)
-    _replace(model, parts)
-    built.parts = [part for part in parts.values() if part is not head_part]
+    _replace(model, {**parts, id(head): head_part})
+    built.parts = list(parts.values())
     built.own = own
     if placement.device.type != "meta":
         compute_buffers(model, placement.device)
@@ -242,8 +242,9 @@ def _replace(model: nn.Module, parts: dict[int, nn.Module]) -> None:
 def compute_buffers(model: PreTrainedModel, device: torch.device) -> None:
     """Compute the buffers that no checkpoint stores, such as rotary frequencies, as transformers does when it loads."""
     for module in model.modules():
-        for name in module._non_persistent_buffers_set:
-            buffer = module._buffers[name]
-            if buffer is not None and buffer.is_meta:
-                module._buffers[name] = torch.empty_like(buffer, device=device)
+        names = module._non_persistent_buffers_set
+        buffers = {name: buffer for name, buffer in module._buffers.items() if name in names and buffer is not None}
+        for name, buffer in buffers.items():
+            module._buffers[name] = torch.empty_like(buffer, device=device)
+        vars(module)["_is_hf_initialized"] = not buffers  # transformers leaves the other modules alone
     model.initialize_weights()

@@ -16,12 +16,13 @@ from oarlock.workers.attention.backend import AttentionBackend, AttentionSpec, K
 from oarlock.workers.attention.forward_batch import ForwardBatch
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.distributed.parallel_state import TensorParallel
-from oarlock.workers.gguf_config import open_checkpoint
 from oarlock.workers.layers.decoder_spec import DecoderSpec, slices_of
 from oarlock.workers.layers.experts import Experts
 from oarlock.workers.layers.linear import RowParallelLinear
 from oarlock.workers.layers.memory_spec import PagesSpec
 from oarlock.workers.layers.placement import Placement
+from oarlock.workers.model_files.checkpoint import Checkpoint
+from oarlock.workers.model_files.tensor_names import AS_STORED
 from oarlock.workers.quantization.formats.weight_format import WeightFormats
 from oarlock.workers.transformers_backend import attention
 from oarlock.workers.transformers_backend.building import BuiltClass, OwnTensor, build, without_weights
@@ -126,7 +127,7 @@ class TransformersModel:
         """Return `weights` by the names of the class's tensors."""
         if isinstance(weights, DummyWeights):
             return DummyClassWeights(weights)
-        tensors = open_checkpoint(self._directory, self.spec.names).tensors
+        tensors = Checkpoint.open(self._directory, AS_STORED).tensors
         return ConvertedWeights(self._without_weights(), weights, {n: t.entry.shape for n, t in tensors.items()})
 
     def _load_own(self, tensor: OwnTensor, weights: WeightSource) -> None:
@@ -181,8 +182,6 @@ class TransformersModel:
     def summed_outputs(self) -> Sequence[RowParallelLinear]:
         raise AssertionError("bits depend on the number of ranks")
 
-    def why_not_rank_invariant(
-        self, memory: list[LayerMemory], backends: Mapping[int, AttentionBackend]
-    ) -> str | None:
+    def why_not_rank_invariant(self, memory: list[LayerMemory], backends: Mapping[int, AttentionBackend]) -> str | None:
         """Return a reason: the class's linear layers add up whole rows on one rank, and parts of them on several."""
         return NO_KERNELS

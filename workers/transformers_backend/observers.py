@@ -5,8 +5,9 @@ that records its arguments, and a memory without values. Whatever the backend co
 the class.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,9 +38,13 @@ class Refused(Exception):
 
 
 class Observer(TorchFunctionMode):
-    """Records of one forward of `model`. `tokens`: the length of its row. `vocabulary`: rows of the token embedding."""
+    """Records of one forward of a model.
 
-    def __init__(self, model: nn.Module, tokens: int, vocabulary: int) -> None:
+    `names`: of its modules, by their ids. `head`: its output head. `tokens`: the length of its row. `vocabulary`: rows
+    of the token embedding.
+    """
+
+    def __init__(self, names: Mapping[int, str], head: nn.Module, tokens: int, vocabulary: int) -> None:
         super().__init__()
         self.attention: list[AttentionCall] = []
         self.states: list[StateCall] = []
@@ -49,10 +54,9 @@ class Observer(TorchFunctionMode):
         self._has_own_angles = False
         self._convolutions: list[str] = []  # names of modules that compute one
         self._tokens, self._vocabulary = tokens, vocabulary
-        self._names = {id(module): name for name, module in model.named_modules()}
+        self._names, self._head = names, head
         self._running: list[nn.Module] = []
-        head = model.get_output_embeddings()  # ty: ignore[call-non-callable]
-        self._head = None if head is None else id(head)
+        self._stateful: dict[int, list[str]] = {}  # layer -> names of modules that use its states
 
     @contextmanager
     def watching(self) -> Iterator["Observer"]:
@@ -74,7 +78,7 @@ class Observer(TorchFunctionMode):
 
     def _leave(self, module: nn.Module, result: Any) -> Any:
         assert self._running.pop() is module
-        if id(module) == self._head and isinstance(result, Tensor):
+        if module is self._head and isinstance(result, Tensor):
             return Logits.of(result, self._change_logits)
         return None
 
@@ -85,12 +89,12 @@ class Observer(TorchFunctionMode):
         if name in ("nonzero", "where") and (name == "nonzero" or len(args) + len(kwargs) == 1):
             return self._no_hits(args[0], name, kwargs)
         result = func(*args, **kwargs)
-        if name == "arange" and isinstance(result, Tensor) and result.numel() == self._tokens:
+        if name == "arange" and result.numel() == self._tokens > 1:
             return Positions.of(torch.arange(self._tokens, dtype=result.dtype), self.use_positions, is_own=True)
         if name in _ANGLES or (name == "embedding" and args[1].shape[0] != self._vocabulary):
             self._has_own_angles = True
         if name in _CONVOLUTIONS and self._running:
-            self._convolutions.append(self._names[id(self._running[-1])])
+            self._convolutions.append(self._current_name())
         return result
 
     def _no_hits(self, tensor: Tensor, name: str, kwargs: dict[str, Any]) -> Any:
@@ -102,7 +106,7 @@ class Observer(TorchFunctionMode):
             return tuple(torch.empty(0, dtype=torch.int64, device="meta") for _ in range(dims))
         return torch.empty((0, dims), dtype=torch.int64, device="meta")
 
-    def use_positions(self, operation: str, args: tuple, positions: Positions) -> None:
+    def use_positions(self, operation: str, args: tuple, named: Mapping[str, Any], positions: Positions) -> None:
         """Note that the class computes with positions, or with the tokens that it has counted."""
         others = [one for one in args if isinstance(one, Tensor) and not isinstance(one, Positions)]
         if positions.is_own:
@@ -112,19 +116,21 @@ class Observer(TorchFunctionMode):
         self.uses_positions = True
         if operation != "embedding" or positions.numbers is None:
             return
-        if len(args) > 2 and args[2] is not None:
-            raise Refused("its table of positions begins after the padding index")
         moved = positions.numbers.reshape(-1)[: self._tokens] - torch.arange(FIRST, FIRST + self._tokens)
         if bool((moved == moved[0]).all()):
+            if named.get("padding_idx") is not None and int(moved[0]) == 0:
+                raise Refused("its table of positions begins after the padding index")
             rows = others[0].shape[0] - int(moved[0])
             self.positions_limit = rows if self.positions_limit is None else min(rows, self.positions_limit)
 
     def check(self) -> None:
-        """Raise `Refused` if the class mixes tokens of the row in ways that are not known, or counts positions."""
+        """Complete the records. Raise `Refused` if the class mixes tokens of the row in ways that are not known, or does
+        not use the given positions."""
         if not self.attention and not self.states:
             raise Refused("it computes attention by itself")
         if self._has_own_angles and not self.uses_positions:
             raise Refused("it does not use the given positions")
+        self.states = [replace(one, module=self._module_of_states(one.layer)) for one in self.states]
         kept = {one.module for one in self.states if one.is_convolution}
         for name in self._convolutions:
             if not any(name == module or name.startswith(f"{module}.") for module in kept):
@@ -171,9 +177,30 @@ class Observer(TorchFunctionMode):
             shape = (*shape[:-1], shape[-1] if taps is None else taps)
         if any((one.layer, one.number, one.is_convolution) == (layer, number, is_convolution) for one in self.states):
             raise Refused(f"layer {layer} writes a state twice")
+        self.touch(layer)
         dtype = str(state.dtype).removeprefix("torch.")
-        name = self._names[id(self._running[-1])]
-        self.states.append(StateCall(layer, name, number, shape, dtype, is_convolution))
+        self.states.append(StateCall(layer, self._current_name(), number, shape, dtype, is_convolution))
+
+    def touch(self, layer: int) -> None:
+        """Note that the module that runs uses a state of `layer`."""
+        self._stateful.setdefault(layer, []).append(self._current_name())
+
+    def _current_name(self) -> str:
+        """Return the name of the innermost module that runs."""
+        return next((self._names[id(one)] for one in reversed(self._running) if id(one) in self._names), "")
+
+    def _module_of_states(self, layer: int) -> str:
+        """Return the outermost module that uses the states of `layer`. Raise `Refused` if more than they are in it."""
+        parts = [name.split(".") for name in self._stateful[layer]]
+        common = parts[0]
+        for other in parts[1:]:
+            length = next((i for i, pair in enumerate(zip(common, other)) if pair[0] != pair[1]), None)
+            common = common[: min(len(common), len(other)) if length is None else length]
+        name = ".".join(common)
+        inside = [call for call in self.attention if f"{call.module}.".startswith(f"{name}.")]
+        if not name or inside:
+            raise Refused(f"the states of layer {layer} are used by a module that has attention as well")
+        return name
 
     def _change_logits(self, operation: str) -> None:
         self.changes_logits = self.changes_logits or operation
@@ -201,12 +228,16 @@ class ObservedMemory:
         return False
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        if layer_idx is not None:
+            _current().touch(layer_idx)
         return False
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        _current().touch(layer_idx)
         return None
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        _current().touch(layer_idx)
         return None
 
     def update_conv_state(

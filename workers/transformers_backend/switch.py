@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from oarlock.workers.transformers_backend.private_parts import PreTrainedModel
@@ -70,6 +71,8 @@ class ClassSwitch:
         switch = self._switch
         switch.rows = rows[None]
         try:
-            return self._model(input_ids=rows.new_zeros((1, len(rows)), dtype=int), use_cache=False).logits[0]
+            return self._model(
+                input_ids=torch.zeros((1, len(rows)), dtype=torch.int64, device=rows.device), use_cache=False
+            ).logits[0]
         finally:
             switch.rows = None

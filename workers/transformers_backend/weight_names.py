@@ -180,7 +180,7 @@ def _matcher(patterns: Iterable[str]) -> Callable[[str], bool]:
 
 
 def _inside(model: PreTrainedModel, wrapper: PreTrainedModel) -> tuple[str, dict[str, str]]:
-    """Return the beginning of the text part's names in `wrapper`, and each name of `model`'s tensors with its name there.
+    """Return the beginning of the text part's names in `wrapper`, and the name there of each tensor of `model`.
 
     The wrapper holds either a whole `model` or its base model, and then a head of the same name.
     """
