@@ -27,6 +27,7 @@ from oarlock.workers.quantization.formats.weight_format import WeightFormats
 from oarlock.workers.transformers_backend import attention
 from oarlock.workers.transformers_backend.building import BuiltClass, OwnTensor, build, without_weights
 from oarlock.workers.transformers_backend.class_description import ClassDescription
+from oarlock.workers.transformers_backend.linears import LinearPart
 from oarlock.workers.transformers_backend.opening import open_class
 from oarlock.workers.transformers_backend.states import make_all_stateful
 from oarlock.workers.transformers_backend.switch import ClassSwitch
@@ -64,7 +65,7 @@ class TransformersModel:
         self._directory = Path(config.model_path)
         self._opened = open_class(self._directory, description)
         self._built: BuiltClass = build(self._without_weights(), self.placement)
-        self._states = make_all_stateful(self._built.model, description.states)
+        self._states = make_all_stateful(self._built.model, description.states, (LinearPart,))
         self._class = ClassSwitch(self._built.model)
         self.pages_of = [-1 if group is None else group for group in map(self._pages_group, self.stage)]
         self._layers: dict[int, AttentionSpec] = {
