@@ -6,10 +6,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from oarlock.base.errors import StartupError
-from oarlock.workers.transformers_backend.conversions import Conversion, Shape
+from oarlock.base.errors import StartupError, shown
+from oarlock.workers.transformers_backend.conversions import CONVERSION_ERRORS, Conversion, Shape, made_shapes, one_line
 from oarlock.workers.transformers_backend.private_parts import PreTrainedModel
-from oarlock.workers.transformers_backend.weight_names import ClassNames, class_names, made_shapes
+from oarlock.workers.transformers_backend.weight_names import ClassNames, class_names
 from oarlock.workers.weights.source import DummyWeights, WeightSource, check_slice
 
 _FIX = "Use a complete checkpoint whose config.json names the right architecture."
@@ -31,7 +31,7 @@ class ConvertedWeights:
     """`ClassWeights` over the reader of a checkpoint.
 
     Tensors that are only renamed are read slice by slice. Others are converted whole, and the result of the newest
-    conversion is kept only for further slices of it and its other results.
+    conversion is kept only for further slices of it and its other results. Stacks are converted expert by expert.
     """
 
     def __init__(
@@ -82,6 +82,9 @@ class ConvertedWeights:
                 raise _wrong_shape(name, [origin], found, shape)
             self._source.take(origin, into, shape=shape, dim=dim, start=start)
             return
+        if len(shape) > 2 and origin.is_by_expert and origin.has_one_target:
+            self._take_stack(name, origin, into, tuple(shape), dim, start)
+            return
         whole = self._convert(origin, None, into.dtype)[self._names.name_in_conversion(name)]
         if tuple(whole.shape) != tuple(shape) and (whole.shape, tuple(shape)) != ((), (1,)):
             raise _wrong_shape(name, origin.stored_names, whole.shape, shape)
@@ -128,6 +131,18 @@ class ConvertedWeights:
         origins = [self._names.origins[name] for group in self._names.tied if group & self._taken for name in group]
         return {name for one in origins for name in ([one] if isinstance(one, str) else one.stored_names)}
 
+    def _take_stack(self, name: str, origin: Conversion, into: Tensor, shape: Shape, dim: int, start: int) -> None:
+        """Convert a stack entry by entry, so that at no time a second copy of it is in memory."""
+        found = self.shape_of(name)
+        if found != shape:
+            raise _wrong_shape(name, origin.stored_names, found or (), shape)
+        check_slice(name, into, shape, dim, start)
+        for index, entry in enumerate(into):
+            if dim == 0:
+                self.take_expert(name, start + index, entry, shape=shape[1:])
+            else:
+                self.take_expert(name, index, entry, shape=shape[1:], dim=dim - 1, start=start)
+
     def _entry(self, name: str, stored: str, expert: int, into: Tensor, shape: Shape) -> Tensor:
         """Read entry `expert` of a stored stack: into `into` if that is all of the entry."""
         self._forget()
@@ -158,9 +173,8 @@ class ConvertedWeights:
                 self._made = conversion.run(read, self._names.shapes)
             else:
                 self._made = conversion.run_expert(expert, read, self._of_one_expert)
-        except (RuntimeError, ValueError, IndexError, KeyError) as error:
-            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-            raise _cannot_convert(conversion, reason) from error
+        except CONVERSION_ERRORS as error:
+            raise _cannot_convert(conversion, one_line(error)) from error
         self._newest = wanted
         return self._made
 
@@ -220,17 +234,17 @@ def names_fault(
     missing = [name for name in wanted if names.origin(name) is None and name not in names.optional]
     if missing:
         unused = [name for name in names.unused if name not in names.ignored]
-        hint = f"; it holds {unused[0]!r}, which the class does not know" if unused else ""
+        hint = f"; it holds {shown(unused[0])}, which the class does not know" if unused else ""
         return f"the checkpoint holds no tensor for {missing[0]!r}{_more(missing)}{hint}"
     if names.twice:
         name, (first, second) = next(iter(names.twice.items()))
-        return f"the checkpoint holds {name!r} twice, as {first!r} and as {second!r}{_more(names.twice)}"
+        return f"the checkpoint holds {name!r} twice, as {shown(first)} and as {shown(second)}{_more(names.twice)}"
     faults = list(_shape_faults(names, wanted, stored))
     if faults:
         return f"{faults[0]}{_more(faults)}"
     unexpected = [name for name in names.unused if name not in names.ignored]
     if unexpected:
-        return f"the checkpoint holds {unexpected[0]!r}, which the class does not know{_more(unexpected)}"
+        return f"the checkpoint holds {shown(unexpected[0])}, which the class does not know{_more(unexpected)}"
     return None
 
 
@@ -265,7 +279,7 @@ def _described(name: str, stored: Sequence[str]) -> str:
     if list(stored) == [name]:
         return f"tensor {name!r}"
     others = f" and {len(stored) - 1} more" if len(stored) > 1 else ""
-    return f"tensor {name!r}, stored as {stored[0]!r}{others},"
+    return f"tensor {name!r}, stored as {shown(stored[0])}{others},"
 
 
 def _wrong_shape(name: str, stored: Sequence[str], found: Sequence[int], wanted: Sequence[int]) -> StartupError:
