@@ -45,7 +45,7 @@ def started(
 ) -> Iterator[ThreadExecutor]:
     patch.setitem(decoder_module._SUBLAYERS, RunningMeanSpec, RunningMean)
     patch.setattr(preflight, "describe", lambda fields: spec)
-    patch.setattr(decoder_loading, "read_spec", lambda *_, **__: spec)
+    patch.setattr(decoder_loading, "resolved_spec", lambda config: spec)
     config = WorkerConfig(
         model, device="cpu", dtype="float32", max_model_len=128, max_num_seqs=4, max_num_batched_tokens=64,
         block_size=8, num_kv_blocks=80, num_threads=1, attention_backend="torch", load_format="dummy",

@@ -97,6 +97,9 @@ class ConvertedWeights:
         """See `ClassWeights.take_expert`."""
         check_slice(name, into, shape, dim, start)
         origin = self._origin(name)
+        rows = None if isinstance(origin, str) else origin.rows_of_expert(expert)
+        if rows is not None:
+            return self._take_rows(f"{name}[{expert}]", rows, into, tuple(shape), dim, start)
         if isinstance(origin, str):
             entry = self._entry(name, origin, expert, into, tuple(shape))
         elif origin.is_by_expert:
@@ -104,10 +107,11 @@ class ConvertedWeights:
         else:
             entry = self._convert(origin, None, into.dtype)[self._names.name_in_conversion(name)][expert]
         if entry is into:
-            return
+            return None
         if entry.shape != tuple(shape):
             raise _wrong_shape(f"{name}[{expert}]", self.sources_of(name), entry.shape, shape)
         into.copy_(entry.narrow(dim, start, into.shape[dim]))
+        return None
 
     def finish(self, ignorable: Callable[[str], bool]) -> None:
         """Raise `StartupError` if a stored tensor was neither taken nor can be left out.
@@ -142,6 +146,24 @@ class ConvertedWeights:
                 self.take_expert(name, start + index, entry, shape=shape[1:])
             else:
                 self.take_expert(name, index, entry, shape=shape[1:], dim=dim - 1, start=start)
+
+    def _take_rows(self, name: str, parts: list[str], into: Tensor, shape: Shape, dim: int, start: int) -> None:
+        """Fill `into` from the stored tensors that one after the other are the rows of a tensor of `shape`."""
+        self._forget()
+        shapes = [self._stored[part] for part in parts]
+        found = (sum(one[0] for one in shapes if one), *shapes[0][1:])
+        if found != shape or any(one[1:] != shape[1:] for one in shapes):
+            raise _wrong_shape(name, parts, found, shape)
+        first = 0  # row of the whole tensor with which a part begins
+        for part, whole in zip(parts, shapes, strict=True):
+            if dim == 0:
+                begin, end = max(start, first), min(start + into.shape[0], first + whole[0])
+                if begin < end:
+                    here = into[begin - start : end - start]
+                    self._source.take(part, here, shape=whole, start=begin - first)
+            else:
+                self._source.take(part, into[first : first + whole[0]], shape=whole, dim=dim, start=start)
+            first += whole[0]
 
     def _entry(self, name: str, stored: str, expert: int, into: Tensor, shape: Shape) -> Tensor:
         """Read entry `expert` of a stored stack: into `into` if that is all of the entry."""

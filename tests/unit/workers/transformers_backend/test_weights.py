@@ -78,6 +78,9 @@ def check_all(weights: ConvertedWeights, wanted: dict[str, Tensor]) -> None:
                     name, expert, part, shape=tuple(entry.shape), dim=1, start=entry.shape[1] - part.shape[1]
                 )
                 assert torch.equal(part, entry[:, -part.shape[1] :]), (name, expert)
+                part = torch.empty(entry.shape[0] // 2, entry.shape[1])
+                weights.take_expert(name, expert, part, shape=tuple(entry.shape), start=entry.shape[0] // 4)
+                assert torch.equal(part, entry.narrow(0, entry.shape[0] // 4, part.shape[0])), (name, expert)
 
 
 @pytest.mark.parametrize(
@@ -123,10 +126,12 @@ def test_an_expert_reads_only_its_own_tensors_and_a_slice_only_itself(tmp_path: 
     weights.take_expert(name, 2, torch.empty(48, 16), shape=(48, 16))
     read = "model.layers.1.block_sparse_moe.experts.2.w"
     assert source.taken == {f"{read}1.weight": 24 * 16, f"{read}3.weight": 24 * 16}
+    weights.take_expert(name, 2, torch.empty(12, 16), shape=(48, 16), start=36)
+    assert source.taken.pop(f"{read}3.weight") == (24 + 12) * 16  # half of the rows, of up alone
     weights.take("model.embed_tokens.weight", torch.empty(10, 16), shape=(40, 16), start=30)
     assert source.taken.pop("model.embed_tokens.weight") == 10 * 16
     weights.take(name, torch.empty(4, 48, 16), shape=(4, 48, 16))
-    assert source.most == 48 * 16  # a stack is converted expert by expert
+    assert source.most == 24 * 16  # tensors of experts are read to their places one by one
 
 
 def test_of_all_conversions_only_the_newest_is_kept(tmp_path: Path) -> None:
