@@ -63,7 +63,7 @@ class TransformersModel:
         attention.register()
         self._directory = Path(config.model_path)
         self._opened = open_class(self._directory, description)
-        self._built: BuiltClass = build(self._without_weights(), self.placement)
+        self._built: BuiltClass = build(self._without_weights(), self.placement, description.own_linears)
         self._states = make_all_stateful(self._built.model, description.states)
         self._class = ClassSwitch(self._built.model)
         self.pages_of = [-1 if group is None else group for group in map(self._pages_group, self.stage)]
