@@ -6,7 +6,7 @@ model that a look before the start observes, so the look sees the shapes of one 
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -101,9 +101,9 @@ def without_weights(
         return kind._from_config(config, attn_implementation=implementation, dtype=dtype).eval()
 
 
-def build(model: PreTrainedModel, placement: Placement) -> BuiltClass:
+def build(model: PreTrainedModel, placement: Placement, own_linears: Collection[str] = ()) -> BuiltClass:
     """Replace the large modules of `model`, which has no weights yet (`without_weights`), by parts of this rank."""
-    tensors = class_tensors(model)
+    tensors = class_tensors(model, own_linears)
     names = {id(module): name for name, module in model.named_modules()}
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     first = {id(tensor): name for name, tensor in model.named_parameters()}  # a shared tensor has its first name
@@ -132,7 +132,7 @@ def build(model: PreTrainedModel, placement: Placement) -> BuiltClass:
         if names[id(module)] in mixtures:
             name = names[id(module)]
             parts[id(module)] = ExpertsPart(name, module, mixtures[name], placement)
-        elif type(module) is nn.Linear:
+        elif type(module) is nn.Linear and stored_as(module) not in own_linears:
             name = stored_as(module)
             division = division_of(by_name[f"{name}.weight"]) if placement.tp.size > 1 else Division.WHOLE
             where = in_float32 if keeps_float32(f"{name}.weight") else placement
@@ -145,9 +145,13 @@ def build(model: PreTrainedModel, placement: Placement) -> BuiltClass:
     return built
 
 
-def class_tensors(model: PreTrainedModel) -> list[ClassTensor]:
-    """Return the parameters of `model`, which has no weights yet, and the buffers that are stored."""
+def class_tensors(model: PreTrainedModel, own_linears: Collection[str] = ()) -> list[ClassTensor]:
+    """Return the parameters of `model`, which has no weights yet, and the buffers that are stored.
+
+    `own_linears`: linear layers whose weights the class reads itself.
+    """
     plan, roles = model._tp_plan or {}, _roles(model)
+    roles = {name: role for name, role in roles.items() if role != "linear" or name not in own_linears}
     keeps_float32 = float32_names(model, torch.bfloat16)
     stored = {**dict(model.named_parameters()), **_stored_buffers(model)}
     found = []

@@ -95,6 +95,7 @@ class ClassDescription:
     states: tuple[StateCall, ...] = ()
     experts: tuple[ExpertsModule, ...] = ()
     tensors: tuple[ClassTensor, ...] = ()
+    own_linears: tuple[str, ...] = ()  # linear layers whose weights the class reads itself, so that it keeps them
 
     def encoded(self) -> str:
         """Return the description as a short line of ASCII: JSON, compressed.
@@ -109,7 +110,7 @@ class ClassDescription:
         fields = json.loads(zlib.decompress(base64.b64decode(text)))
         for name, kind in _PARTS.items():
             fields[name] = tuple(kind(**_with_tuples(part)) for part in fields[name])
-        return ClassDescription(**fields)
+        return ClassDescription(**_with_tuples(fields))
 
 
 _PARTS = {"attention": AttentionCall, "states": StateCall, "experts": ExpertsModule, "tensors": ClassTensor}
