@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from oarlock.workers.transformers_backend.conversions import Conversion, Shape, ShapesOfClass, made_shapes
 from oarlock.workers.transformers_backend.private_parts import (
@@ -19,6 +19,7 @@ from oarlock.workers.transformers_backend.private_parts import (
     get_model_conversion_mapping,
     rename_source_key,
 )
+from oarlock.workers.transformers_backend.text_parts import names_inside
 
 # A stored name, if the tensor is as the class has it; otherwise the conversion that makes it.
 Origin = str | Conversion
@@ -75,7 +76,7 @@ def class_names(
     tensors = source.state_dict(keep_vars=True)
     names = ClassNames(ShapesOfClass(source.config, {name: tuple(one.shape) for name, one in tensors.items()}))
     if wrapper is not None:
-        names.text_prefix, names.inside = _inside(model, wrapper)
+        names.text_prefix, names.inside = names_inside(model, wrapper)
     _collect(names, source, tensors, stored)
     _find_tied(names, source, tensors)
     _sort_out(names, source, tuple(others))
@@ -167,30 +168,3 @@ def _matcher(patterns: Iterable[str]) -> Callable[[str], bool]:
     together = "|".join(f"({pattern})" for pattern in patterns)
     expression = re.compile(together) if together else None
     return lambda name: expression is not None and expression.search(name) is not None
-
-
-def _inside(model: PreTrainedModel, wrapper: PreTrainedModel) -> tuple[str, dict[str, str]]:
-    """Return the beginning of the text part's names in `wrapper`, and the name there of each tensor of `model`.
-
-    The wrapper holds either a whole `model` or its base model, and then a head of the same name.
-    """
-    modules = list(wrapper.named_modules())
-    known, own = wrapper.state_dict(), list(model.state_dict())
-    for name, module in modules:
-        if type(module) is type(model) and name:
-            return f"{name}.", {one: f"{name}.{one}" for one in own}
-    places = {type(module): name for name, module in reversed(modules) if name}  # the first module of each class
-    child = next((name for name, part in model.named_children() if type(part) in places and _is_model(part)), None)
-    if child is None:
-        raise ValueError(f"{type(wrapper).__name__} has no part of {type(model).__name__}")
-    base = places[type(model.get_submodule(child))]
-    prefix, parts, found = f"{child}.", base.split("."), {}
-    for one in own:
-        around = [".".join([*parts[:length], one]) for length in range(len(parts), -1, -1)]
-        head = next((name for name in around if name in known), one)
-        found[one] = f"{base}.{one.removeprefix(prefix)}" if one.startswith(prefix) else head
-    return f"{base}.", found
-
-
-def _is_model(module: nn.Module) -> bool:
-    return isinstance(module, PreTrainedModel)

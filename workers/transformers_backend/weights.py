@@ -251,7 +251,10 @@ def names_fault(
 
     See `class_names` for the arguments.
     """
-    names = class_names(model, stored, wrapper=wrapper, others=others)
+    try:
+        names = class_names(model, stored, wrapper=wrapper, others=others)
+    except StartupError as error:
+        return error.cause
     wanted = names.wanted
     missing = [name for name in wanted if names.origin(name) is None and name not in names.optional]
     if missing:
