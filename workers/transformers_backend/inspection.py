@@ -36,7 +36,7 @@ from oarlock.workers.transformers_backend.observers import (
 )
 from oarlock.workers.transformers_backend.opening import OpenClass, open_directory, open_named
 from oarlock.workers.transformers_backend.private_parts import PretrainedConfig, PreTrainedModel
-from oarlock.workers.transformers_backend.switch import ClassSwitch
+from oarlock.workers.transformers_backend.switch import ClassSwitch, base_name
 from oarlock.workers.transformers_backend.tracked_tensors import Positions
 from oarlock.workers.transformers_backend.weights import names_fault
 
@@ -122,8 +122,7 @@ def _looked_at(model: PreTrainedModel, vocabulary: int, ranks: int) -> Observer:
     """Run `model` for a row of one sequence, and return what it asked for; if it has states, also for later rows."""
     if "position_ids" not in inspect.signature(model.forward).parameters:
         raise Refused("it counts positions by itself")
-    base = getattr(model, model.base_model_prefix or " ", None)
-    if not isinstance(base, nn.Module) or base is model:
+    if base_name(model) is None:
         raise Refused("its output head is not apart from its layers")
     names, head = {id(module): name for name, module in model.named_modules()}, model.get_output_embeddings()
     switch = ClassSwitch(model)
