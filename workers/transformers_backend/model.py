@@ -27,6 +27,7 @@ from oarlock.workers.quantization.formats.weight_format import WeightFormats
 from oarlock.workers.transformers_backend import attention
 from oarlock.workers.transformers_backend.building import BuiltClass, OwnTensor, build, without_weights
 from oarlock.workers.transformers_backend.class_description import ClassDescription
+from oarlock.workers.transformers_backend.experts_source import stacked_names
 from oarlock.workers.transformers_backend.linears import LinearPart
 from oarlock.workers.transformers_backend.opening import open_class
 from oarlock.workers.transformers_backend.states import make_all_stateful
@@ -120,9 +121,15 @@ class TransformersModel:
             built.head.load_bias(converted)
         else:
             built.head.load(converted)
-        converted.finish(lambda _: False)
+        converted.finish(self._beyond_experts(converted).__contains__)
         self.placement.staging.release()
         on_progress(1.0)
+
+    def _beyond_experts(self, weights: ClassWeights) -> set[str]:
+        """Return the stored names of experts of which some are not read: an identity expert needs no weights."""
+        mixtures = (one for one in self.description.experts if one.identities)
+        names = (name for one in mixtures for name in stacked_names(one))
+        return {stored for name in names for stored in weights.sources_of(name)}
 
     def _by_class_names(self, weights: WeightSource) -> ClassWeights:
         """Return `weights` by the names of the class's tensors."""

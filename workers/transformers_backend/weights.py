@@ -18,6 +18,9 @@ _FIX = "Use a complete checkpoint whose config.json names the right architecture
 class ClassWeights(WeightSource, Protocol):
     """`WeightSource` by the names of a class, which stacks the experts of a layer in one tensor."""
 
+    def sources_of(self, name: str) -> list[str]:
+        """Return the stored names from which the class's tensor `name` is made; none if the checkpoint lacks it."""
+
     def take_expert(
         self, name: str, expert: int, into: Tensor, *, shape: Sequence[int], dim: int = 0, start: int = 0
     ) -> None:
@@ -66,7 +69,6 @@ class ConvertedWeights:
         return None if isinstance(made, str) else made.get(self._names.name_in_conversion(name))
 
     def sources_of(self, name: str) -> list[str]:
-        """Return the stored names from which the class's tensor `name` is made; none if the checkpoint lacks it."""
         origin = self._names.origin(name)
         return [] if origin is None else [origin] if isinstance(origin, str) else origin.stored_names
 
@@ -217,6 +219,10 @@ class DummyClassWeights:
 
     def shape_of(self, name: str) -> None:
         """Return None: noise has every shape."""
+
+    def sources_of(self, name: str) -> list[str]:
+        """Return none: noise is stored nowhere."""
+        return []
 
     def take(self, name: str, into: Tensor, *, shape: Sequence[int], dim: int = 0, start: int = 0) -> None:
         """See `WeightSource.take`. `shape` may be (), of a scalar."""
