@@ -80,7 +80,13 @@ def test_a_described_family_is_computed_here_unless_forced(tmp_path: Path, looks
     ("name", "settings", "changes", "cause", "fix"),
     [
         ("NewForCausalLM", {}, {}, "'NewForCausalLM' is not supported", "lists all"),
-        ("OtherForCausalLM", {}, {"model_impl": "oarlock"}, "is not supported", "--model-impl oarlock serves described"),
+        (
+            "OtherForCausalLM",
+            {},
+            {"model_impl": "oarlock"},
+            "is not supported",
+            "--model-impl oarlock serves described",
+        ),
         ("NewForCausalLM", {"auto_map": {"A": "b"}}, {}, "runs only with --trust-remote-code", ""),
         ("NewForCausalLM", {}, {"model_impl": "transformers"}, "not among the classes that were tested", ""),
         ("QwenForCausalLM", {}, {"model_impl": "fast"}, "model_impl is 'fast'", "auto, oarlock, transformers"),
@@ -109,9 +115,7 @@ def test_code_of_the_checkpoint_needs_no_row_in_the_table(tmp_path: Path, looks:
     assert looks == [(model, 1, True)]
 
 
-def test_a_refusal_of_the_look_is_one_line(
-    tmp_path: Path, looks: list, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_refusal_of_the_look_is_one_line(tmp_path: Path, looks: list, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "class_description", lambda *_, **__: replace(CLASS, refusal="its mask is odd"))
     with pytest.raises(StartupError, match="transformers' code for OtherForCausalLM cannot be served: its mask is odd"):
         preflight(config(directory(tmp_path, "OtherForCausalLM")))
