@@ -129,11 +129,15 @@ def _model_for_look(opened: OpenClass, ranks: int, own: list[str]) -> PreTrained
 def _whole(opened: OpenClass) -> PreTrainedModel:
     """Return the model with its own modules, without weights."""
     try:
-        return without_weights(opened.kind, opened.config, IMPLEMENTATION, torch.bfloat16)
+        model = without_weights(opened.kind, opened.config, IMPLEMENTATION, torch.bfloat16)
     except (ValueError, KeyError) as error:  # transformers' own check of implementations
         raise Refused(f"its attention cannot be replaced ({_line(error)})") from error
     except Exception as error:  # the class's code may raise anything
         raise Refused(f"it cannot be built ({_line(error)})") from error
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):  # a warning that reads ids
+            vars(module)["warn_if_padding_and_no_attention_mask"] = lambda *_: None
+    return model
 
 
 def _is_tied(model: PreTrainedModel) -> bool:
