@@ -61,7 +61,7 @@ class ClassNames:
         """The tensors of the class that is served, by its names."""
         if self.inside is None:
             return self.shapes.tensors
-        return {name: self.shapes.tensors[inner] for name, inner in self.inside.items()}
+        return {name: self.shapes.tensors.get(inner, ()) for name, inner in self.inside.items()}
 
 
 def class_names(
