@@ -35,6 +35,9 @@ def names_inside(model: PreTrainedModel, wrapper: PreTrainedModel) -> tuple[str,
         around = [".".join([*steps[:length], one]) for length in range(len(steps), -1, -1)]
         head = next((name for name in around if name in known), one)
         found[one] = f"{base}.{one.removeprefix(prefix)}" if one.startswith(prefix) else head
+    for one, other in model.all_tied_weights_keys.items():
+        if found.get(one) not in known and other in found:
+            found[one] = found[other]  # the wrapper has no head of its own
     return f"{base}.", found
 
 

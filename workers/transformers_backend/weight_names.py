@@ -35,7 +35,7 @@ class ClassNames:
     unused: dict[str, str] = field(default_factory=dict)  # stored names without a tensor -> the name it would have
     twice: dict[str, tuple[str, str]] = field(default_factory=dict)  # class's name -> two stored names of it
     ignored: set[str] = field(default_factory=set)  # stored names that the class or its wrapper does not need
-    optional: set[str] = field(default_factory=set)  # class's names that may be missing
+    optional: set[str] = field(default_factory=set)  # class's names of biases that may be missing
     tied: list[set[str]] = field(default_factory=list)  # stored tensors of the class that it ties to each other
     inside: dict[str, str] | None = None  # the class's names -> names in its wrapper; None: there is none
     text_prefix: str = ""  # beginning of the names of the text part in its wrapper
@@ -45,6 +45,10 @@ class ClassNames:
         if self.inside is not None:
             name = self.inside.get(name, name)
         return self.origins.get(name) or self.origins.get(self.aliases.get(name, name))
+
+    def is_zero(self, name: str) -> bool:
+        """Return whether the class's tensor `name` is a bias that may be missing, and is."""
+        return self.origin(name) is None and self.name_in_conversion(name) in self.optional
 
     def name_in_conversion(self, name: str) -> str:
         """Return the name that conversions give to the class's tensor `name`."""
@@ -57,7 +61,7 @@ class ClassNames:
         """The tensors of the class that is served, by its names."""
         if self.inside is None:
             return self.shapes.tensors
-        return {name: self.shapes.tensors[inner] for name, inner in self.inside.items()}
+        return {name: self.shapes.tensors.get(inner, ()) for name, inner in self.inside.items()}
 
 
 def class_names(
@@ -148,7 +152,8 @@ def _sort_out(names: ClassNames, model: PreTrainedModel, others: tuple[str, ...]
         needless.add(r"(^|\.)position_ids$")
     is_needless = _matcher(needless)
     names.ignored = {name for name, renamed in names.unused.items() if is_needless(renamed) or _begins(name, others)}
-    names.optional = set(filter(_matcher(model._keys_to_ignore_on_load_missing or ()), names.shapes.tensors))
+    may_be_missing = _matcher(model._keys_to_ignore_on_load_missing or ())
+    names.optional = {name for name in names.shapes.tensors if name.endswith("bias") and may_be_missing(name)}
     if names.inside is None:
         return
     served = {names.aliases.get(name, name) for name in names.inside.values()}

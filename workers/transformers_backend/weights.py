@@ -73,9 +73,12 @@ class ConvertedWeights:
         return [] if origin is None else [origin] if isinstance(origin, str) else origin.stored_names
 
     def take(self, name: str, into: Tensor, *, shape: Sequence[int], dim: int = 0, start: int = 0) -> None:
-        """See `WeightSource.take`. `shape` may be (), of a scalar."""
+        """See `WeightSource.take`. `shape` may be (), of a scalar. A bias that may be missing is zero then."""
         if not shape:
             into, shape = into.view(1), (1,)
+        if self._names.is_zero(name):
+            into.zero_()
+            return
         origin = self._origin(name)
         if isinstance(origin, str):
             self._forget()
@@ -214,8 +217,8 @@ class DummyClassWeights:
         self._noise = noise
 
     def has(self, name: str) -> bool:
-        """Return True: the names are those of the class, which has one layout."""
-        return True
+        """Return False, as `DummyWeights` does: only alternative layouts are asked for."""
+        return False
 
     def shape_of(self, name: str) -> None:
         """Return None: noise has every shape."""
@@ -262,7 +265,7 @@ def names_fault(
     except StartupError as error:
         return error.cause
     wanted = names.wanted
-    missing = [name for name in wanted if names.origin(name) is None and name not in names.optional]
+    missing = [name for name in wanted if names.origin(name) is None and not names.is_zero(name)]
     if missing:
         unused = [name for name in names.unused if name not in names.ignored]
         hint = f"; it holds {shown(unused[0])}, which the class does not know" if unused else ""

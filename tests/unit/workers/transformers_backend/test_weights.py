@@ -306,6 +306,18 @@ def test_a_stored_head_that_is_tied_need_not_be_taken() -> None:
     weights.finish(lambda name: False)
 
 
+def test_a_bias_that_the_class_lets_be_missing_is_zero() -> None:
+    model, meta = build("LlamaForCausalLM", "llama", attention_bias=True)
+    bias = "model.layers.0.self_attn.q_proj.bias"
+    tensors = {name: tensor for name, tensor in model.state_dict().items() if name != bias}
+    assert names_fault(meta, shapes(tensors)) == f"the checkpoint holds no tensor for {bias!r}"
+    meta._keys_to_ignore_on_load_missing = ["q_proj.bias"]
+    assert names_fault(meta, shapes(tensors)) is None
+    into = torch.ones(4)
+    converted(meta, tensors).take(bias, into, shape=(16,), start=4)
+    assert not into.any()
+
+
 def test_noise_of_a_stack_is_that_of_its_experts() -> None:
     weights = DummyClassWeights(DummyWeights(0))
     whole, columns, rows = torch.empty(3, 4, 6), torch.empty(3, 4, 2), torch.empty(3, 2, 6)
