@@ -87,6 +87,9 @@ class WorkerConfig:
     data_parallel_size: int = 1  # replicas on this host, each with its own engine and ranks; other fields: per replica
     data_parallel_rank: int = 0  # index of these ranks' replica
     host_free_bytes: int | None = None  # memory before any replica was loaded; None: measured by the only replica
+    model_impl: str = "auto"  # auto | oarlock (a described family) | transformers: whose code computes the model
+    trust_remote_code: bool = False  # Python files of the checkpoint may be executed
+    served_class: str | None = None  # resolved: encoded description of a class that transformers' code computes
     load_format: str = "auto"  # auto | safetensors | dummy
     tie_word_embeddings: bool | None = None  # None: from config.json, unless the stored head is another matrix
     seed: int = 0  # seed of dummy weights; sampling seeds come with each request

@@ -14,6 +14,7 @@ from torch import Tensor
 from oarlock.workers.attention.backend import AttentionBackend, AttentionSpec, KVSpec, LayerMemory, LayerStep
 from oarlock.workers.attention.forward_batch import ForwardBatch
 from oarlock.workers.distributed.parallel_state import TensorParallel
+from oarlock.workers.kernels.cpu.gemm import CppMatmul, CppPackedMatmul
 from oarlock.workers.layers import fused_layer
 from oarlock.workers.layers.attention import Attention
 from oarlock.workers.layers.attention_spec import SelfAttentionSpec
@@ -170,13 +171,10 @@ class DecoderLayer:
         return hidden if self.scalar is None else self.scalar(hidden)
 
 
-def moe_layers_of(layers: Sequence[DecoderLayer]) -> list[Experts]:
-    """Return the MoE sublayers of `layers`."""
-    return [branch.sublayer for layer in layers for branch in layer.branches if isinstance(branch.sublayer, Experts)]
-
-
 class Decoder:
-    """One rank's shard of the model, or of its pipeline stage. It holds no weights before `load`."""
+    """One rank's shard of the model, or of its pipeline stage: a `RankModel`. It holds no weights before `load`."""
+
+    why_not_captured: str | None = None  # CUDA graphs may contain its steps
 
     def __init__(
         self,
@@ -223,9 +221,8 @@ class Decoder:
         scales = [None if one is None else one.query_scale for one in attentions]
         self.query_scales = {scale: QueryScaleTable(scale, device) for scale in scales if scale is not None}
         self.scale_of = [-1 if scale is None else list(self.query_scales).index(scale) for scale in scales]
-        moe_layers = moe_layers_of(self.layers)
         self._remote_experts = {
-            name for layer in moe_layers for name in layer.routed.remote_experts
+            name for experts in self.mixtures() for name in experts.routed.remote_experts
         }  # experts of other ranks
         self._prepared: PreparedLayers | None = None
         self.why_not_prepared: str | None = None  # reason in the most recent step
@@ -248,6 +245,33 @@ class Decoder:
         other.pages_of = [self.pages_of[layer] for layer in layers]
         other.numbers = [self.numbers[layer] for layer in layers]
         return other
+
+    def one_of_each_kind(self) -> list[int]:
+        """Return the first layer of each different specification, and the layers whose pages these read, in ascending
+        order. Layers are counted from the first layer of the stage."""
+        kinds = [self.spec.layers[layer] for layer in self.stage]
+        found = {layer for layer, kind in enumerate(kinds) if kinds.index(kind) == layer}
+        pages = [memory for layer in found for memory in kinds[layer].memories if isinstance(memory, PagesSpec)]
+        found |= {one.of_layer - self.stage.start for one in pages if one.of_layer is not None}
+        return sorted(found)
+
+    def mixtures(self) -> list[Experts]:
+        """Return the MoE sublayers of all layers."""
+        sublayers = [branch.sublayer for layer in self.layers for branch in layer.branches]
+        return [sublayer for sublayer in sublayers if isinstance(sublayer, Experts)]
+
+    def summed_outputs(self) -> list[RowParallelLinear]:
+        """Return the linear layers of all sublayers whose partial sums are all-reduced."""
+        outputs = [branch.sublayer.output for layer in self.layers for branch in layer.branches]
+        return [output for output in outputs if output is not None]
+
+    def why_not_rank_invariant(self, memory: list[LayerMemory], backends: Mapping[int, AttentionBackend]) -> str | None:
+        """Return the reason why this rank's kernels on the CPU guarantee nothing, or None if they do."""
+        if self.prepared_for(memory, backends) is None:
+            return f"not everything is computed by kernels that add up in one order: {self.why_not_prepared}"
+        if self.is_last and not isinstance(self.head.matmul, CppMatmul | CppPackedMatmul):
+            return "logits are computed by torch, in an order that depends on the shape of a rank's vocabulary"
+        return None
 
     @property
     def vocab_start(self) -> int:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from oarlock.workers.attention.backend import AttentionBackend, CapturableBackend, LayerMemory, is_capturable
 from oarlock.workers.attention.forward_batch import ForwardBatch
-from oarlock.workers.models.decoder import Decoder
+from oarlock.workers.models.rank_model import RankModel
 from oarlock.workers.protocol import StepMetadata, empty_step
 from oarlock.workers.runner.buckets import MOST_PROMPTS, bucket_of, prompt_bucket_of
 from oarlock.workers.runner.cuda_graphs import Graph, GraphMaker
@@ -37,7 +37,7 @@ class DeviceSteps:
 
     def __init__(
         self,
-        model: Decoder,
+        model: RankModel,
         backends: Mapping[int, AttentionBackend],
         inputs: StepInputs,
         sampling: StepSampling,
@@ -100,7 +100,7 @@ class DeviceSteps:
         self._sizes = sorted(self._graphs)
         return len(self._graphs) + len(self._sampling_graphs) + len(self._prompt_graphs)
 
-    def with_layers(self, model: Decoder, memory: list[LayerMemory]) -> Self:
+    def with_layers(self, model: RankModel, memory: list[LayerMemory]) -> Self:
         """Return steps of only the layers of `model` on their `memory`, without graphs. They share the buffers and the
         sampler with this object."""
         other = copy.copy(self)

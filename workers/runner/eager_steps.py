@@ -13,7 +13,7 @@ from torch import Tensor
 from oarlock.workers.attention.backend import AttentionBackend, LayerMemory
 from oarlock.workers.attention.forward_batch import BlockTables, ForwardBatch, with_sampled
 from oarlock.workers.distributed.pipeline_stage import PipelineStage
-from oarlock.workers.models.decoder import Decoder
+from oarlock.workers.models.rank_model import RankModel
 from oarlock.workers.protocol import StepMetadata, StepOutput
 from oarlock.workers.runner.memory_needs import MAX_LOGITS_ROWS
 from oarlock.workers.sampling.row_chunks import concatenate_outputs, empty_output, logits_rows
@@ -25,7 +25,7 @@ class EagerSteps:
 
     def __init__(
         self,
-        model: Decoder,
+        model: RankModel,
         backends: Mapping[int, AttentionBackend],
         tables: BlockTables,
         stage: PipelineStage,
@@ -42,7 +42,7 @@ class EagerSteps:
         # Integers [L], sampled by the last step.
         self._sampled = torch.empty(0, dtype=torch.int64, device=tables.tables.device)
 
-    def with_layers(self, model: Decoder, memory: list[LayerMemory]) -> Self:
+    def with_layers(self, model: RankModel, memory: list[LayerMemory]) -> Self:
         """Return steps of only the layers of `model` on their `memory`, in which no other stage takes part. They share
         everything else with this object."""
         other = copy.copy(self)

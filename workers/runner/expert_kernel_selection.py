@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from oarlock.workers.distributed.all_reduce import AllReduce, seconds_on_device
-from oarlock.workers.models.decoder import Decoder, moe_layers_of
+from oarlock.workers.models.rank_model import RankModel
 from oarlock.workers.quantization.expert_weights import ExpertsShape
 from oarlock.workers.quantization.triton_experts import GROUPED, TritonExpertMatmul
 
@@ -26,10 +26,10 @@ _TOLERANCE = 2e-2  # relative tolerance for kernels that round to bfloat16 at di
 Routed = tuple[Tensor, Tensor, Tensor]
 
 
-def select_expert_kernels(model: Decoder, max_tokens: int) -> None:
+def select_expert_kernels(model: RankModel, max_tokens: int) -> None:
     """Time the kernels for every shape of experts in `model`, and set the fastest. `max_tokens`: largest step."""
     measured: dict[tuple[ExpertsShape, bool, int], list[tuple[int, str]]] = {}
-    for experts in moe_layers_of(model.layers):
+    for experts in model.mixtures():
         total, top_k = experts.router.experts, experts.router.spec.top_k
         for stack, wanted in ((experts.routed, top_k), (experts.shared, 1)):
             if stack is None or not isinstance(matmul := stack.matmul, TritonExpertMatmul):

@@ -27,9 +27,8 @@ from oarlock.workers.kernels.cpu.gemm import CppMatmul, CppPackedMatmul
 from oarlock.workers.kernels.cpu.library import library
 from oarlock.workers.kernels.cpu.sampling import can_serve
 from oarlock.workers.layers.linear import RowParallelLinear
-from oarlock.workers.layers.memory_spec import PagesSpec
 from oarlock.workers.layers.placement import Placement
-from oarlock.workers.models.decoder import Decoder, moe_layers_of
+from oarlock.workers.models.rank_model import RankModel
 from oarlock.workers.protocol import NULL_BLOCK
 from oarlock.workers.recurrent.states import NULL_SLOT
 from oarlock.workers.runner.experts_invariance import batch_fault, order_fault
@@ -62,13 +61,13 @@ class _InvarianceTest:
 
     def __init__(
         self,
-        model: Decoder,
+        model: RankModel,
         memory: list[LayerMemory],
         backends: Mapping[int, AttentionBackend],
         block_size: int,
         length: int,
     ) -> None:
-        layers = one_of_each_kind(model)
+        layers = model.one_of_each_kind()
         self.model = model.with_layers(layers)
         self.memory = [memory[layer] for layer in layers]
         self.backends = backends
@@ -156,7 +155,7 @@ class _InvarianceTest:
 
 
 def check_batch_invariance(
-    model: Decoder,
+    model: RankModel,
     memory: list[LayerMemory],
     backends: Mapping[int, AttentionBackend],
     *,
@@ -199,7 +198,7 @@ def check_batch_invariance(
     faults = [_difference(name, whole, way()) for name, way in ways.items()]
     if model.is_last:
         faults.append(_logits_fault(model, whole))
-    mixtures = moe_layers_of(trial.model.layers)
+    mixtures = trial.model.mixtures()
     faults += [batch_fault(experts) for experts in mixtures]
     found = [fault for fault in faults if fault is not None]
     if found:
@@ -211,17 +210,7 @@ def check_batch_invariance(
     )
 
 
-def one_of_each_kind(model: Decoder) -> list[int]:
-    """Return the first layer of each different specification, and the layers whose pages these read, in ascending
-    order. Layers are counted from the first layer of the stage."""
-    kinds = [model.spec.layers[layer] for layer in model.stage]
-    found = {layer for layer, kind in enumerate(kinds) if kinds.index(kind) == layer}
-    pages = [memory for layer in found for memory in kinds[layer].memories if isinstance(memory, PagesSpec)]
-    found |= {one.of_layer - model.stage.start for one in pages if one.of_layer is not None}
-    return sorted(found)
-
-
-def _logits_fault(model: Decoder, hidden: Tensor) -> str | None:
+def _logits_fault(model: RankModel, hidden: Tensor) -> str | None:
     """Compare one row of logits computed by itself with the same row computed together with others."""
     some = hidden[-min(5, len(hidden)) :]
     alone = model.compute_logits(some[-1:].contiguous())
@@ -251,7 +240,7 @@ def _attention_of(backend: AttentionBackend) -> str:
     )
 
 
-def _name(model: Decoder) -> str:
+def _name(model: RankModel) -> str:
     return str(model.placement.dtype).removeprefix("torch.")
 
 
@@ -267,14 +256,12 @@ class RankInvariance:
 
 
 def check_rank_invariance(
-    model: Decoder, memory: list[LayerMemory], backends: Mapping[int, AttentionBackend]
+    model: RankModel, memory: list[LayerMemory], backends: Mapping[int, AttentionBackend]
 ) -> RankInvariance:
     """Check the kernels in use, and try them. Every rank must call this at the same point: it all-reduces."""
-    blocks = [model.layers[layer] for layer in one_of_each_kind(model)]
-    sublayers = [branch.sublayer for block in blocks for branch in block.branches]
-    outputs = [sublayer.output for sublayer in sublayers if sublayer.output is not None]
-    result = check_sums(outputs, model.placement, _why_not(model, memory, backends))
-    faults = [order_fault(experts) for experts in moe_layers_of(blocks)] if result.rank_invariant else []
+    why_not, trial = _why_not(model, memory, backends), model.with_layers(model.one_of_each_kind())
+    result = check_sums(trial.summed_outputs(), model.placement, why_not)
+    faults = [order_fault(experts) for experts in trial.mixtures()] if result.rank_invariant else []
     fault = next((fault for fault in faults if fault is not None), None)
     return result if fault is None else RankInvariance(False, fault)
 
@@ -304,16 +291,15 @@ def check_sums(outputs: Sequence[RowParallelLinear], place: Placement, why_not: 
     return RankInvariance(True, f"the same bits with {ranks}: partial sums are added in one tree ({spent:.2f} s)")
 
 
-def _why_not(model: Decoder, memory: list[LayerMemory], backends: Mapping[int, AttentionBackend]) -> str | None:
+def _why_not(model: RankModel, memory: list[LayerMemory], backends: Mapping[int, AttentionBackend]) -> str | None:
     """Return the reason why this rank's kernels guarantee nothing, or None if they do."""
     device = model.placement.device
     if device.type != "cpu":
         return None
-    if model.prepared_for(memory, backends) is None:
-        return f"not everything is computed by kernels that add up in one order: {model.why_not_prepared}"
-    if model.is_last and not (isinstance(model.head.matmul, CppMatmul | CppPackedMatmul) and can_serve(device)):
-        return "logits or samples are computed by torch, in an order that depends on the shape of a rank's vocabulary"
-    return None
+    reason = model.why_not_rank_invariant(memory, backends)
+    if reason is None and model.is_last and not can_serve(device):
+        reason = "samples are computed by torch, in an order that depends on the shape of a rank's vocabulary"
+    return reason
 
 
 def _fault(outputs: Sequence[RowParallelLinear], place: Placement) -> str | None:

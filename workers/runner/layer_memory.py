@@ -10,13 +10,13 @@ from torch import Tensor
 
 from oarlock.workers.attention.backend import AttentionBackend, LayerKV, LayerMemory
 from oarlock.workers.layers.memory_spec import PagesSpec, SlotsSpec, StatePart
-from oarlock.workers.models.decoder import Decoder
+from oarlock.workers.models.rank_model import RankModel
 from oarlock.workers.platform.huge_pages import huge_page_empty
 from oarlock.workers.recurrent.states import LayerStates
 
 
 def allocate_memory(
-    model: Decoder, backends: Mapping[int, AttentionBackend], counts: Sequence[int]
+    model: RankModel, backends: Mapping[int, AttentionBackend], counts: Sequence[int]
 ) -> list[LayerMemory]:
     """Return the zeroed memory of each layer of `model`. `counts`: blocks, or slots, of each group, by its number.
 
@@ -40,7 +40,7 @@ def allocate_memory(
     return found
 
 
-def _states(memory: SlotsSpec, num_slots: int, model: Decoder) -> LayerStates:
+def _states(memory: SlotsSpec, num_slots: int, model: RankModel) -> LayerStates:
     """Return zeroed states of one layer: `num_slots` of them."""
     place = model.placement
 

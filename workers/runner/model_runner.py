@@ -13,7 +13,7 @@ from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.distributed.pipeline_stage import PipelineStage
 from oarlock.workers.kernels.cpu.description import describe_kernels
 from oarlock.workers.kv_tiers.rank_offload import RankOffload
-from oarlock.workers.models.decoder import Decoder
+from oarlock.workers.models.rank_model import RankModel
 from oarlock.workers.protocol import StepMetadata
 from oarlock.workers.runner.cuda_graphs import graph_maker
 from oarlock.workers.runner.decoder_loading import attention_backends, describe, load_decoder
@@ -144,7 +144,7 @@ class ModelRunner(StepRunner[DecoderSteps]):
         """The names of the attention backends in use."""
         return ", ".join(dict.fromkeys(backend.name for backend in self.backends.values())) or NO_ATTENTION
 
-    def _with_layers(self, model: Decoder, memory: list[LayerMemory]) -> StepRunner[DecoderSteps]:
+    def _with_layers(self, model: RankModel, memory: list[LayerMemory]) -> StepRunner[DecoderSteps]:
         """Return a runner of only the layers of `model` with their `memory`, in which no other stage takes part."""
         runner: StepRunner[DecoderSteps] = StepRunner(answers=self.answers)
         runner.steps = self.steps.with_layers(model, memory)

@@ -7,7 +7,7 @@ import torch
 
 from oarlock.workers.attention.backend import AttentionBackend, LayerMemory
 from oarlock.workers.config import WorkerConfig
-from oarlock.workers.models.decoder import Decoder
+from oarlock.workers.models.rank_model import RankModel
 from oarlock.workers.runner.invariance import (
     InvarianceResult,
     RankInvariance,
@@ -23,7 +23,7 @@ logger = logging.getLogger("oarlock.runner")
 @torch.inference_mode()
 def try_out(
     runner: StepRunner,
-    model: Decoder,
+    model: RankModel,
     memory: list[LayerMemory],
     backends: Mapping[int, AttentionBackend],
     config: WorkerConfig,

@@ -1,4 +1,5 @@
-"""Construction of a decoder rank's steps: with graphs on a CUDA device, operation by operation on other devices.
+"""Construction of a decoder rank's steps: with graphs on a CUDA device, operation by operation on other devices, with
+pipeline stages, and for models whose steps graphs cannot contain.
 
 All buffers and samplers are allocated here, before the free memory is measured.
 """
@@ -11,7 +12,7 @@ from oarlock.workers.attention.forward_batch import BlockTables
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.distributed.pipeline_stage import PipelineStage
 from oarlock.workers.kernels.triton import availability
-from oarlock.workers.models.decoder import Decoder
+from oarlock.workers.models.rank_model import RankModel
 from oarlock.workers.protocol import table_width
 from oarlock.workers.runner.buckets import logits_rows_at_once
 from oarlock.workers.runner.device_sampling import DeviceSampling
@@ -32,25 +33,26 @@ DecoderSteps = EagerSteps | DeviceSteps
 
 
 def build_steps(
-    config: WorkerConfig, model: Decoder, backends: Backends, stage: PipelineStage, *, answers: bool
+    config: WorkerConfig, model: RankModel, backends: Backends, stage: PipelineStage, *, answers: bool
 ) -> DecoderSteps:
     """Return the steps of a rank of `stage`. `answers`: whether this rank returns the outputs."""
-    device = model.placement.device
+    device, why_not_captured = model.placement.device, model.why_not_captured
     if stage.size > 1:
         layers = f"{model.stage.start}-{model.stage.stop - 1}"
         logger.info("event=stage number=%d of=%d layers=%s", stage.number, stage.size, layers)
-        if device.type == "cuda":
-            logger.info("event=no_graphs reason=%r", "with pipeline stages every step is launched by itself")
+        why_not_captured = "with pipeline stages every step is launched by itself"
+    if device.type == "cuda" and why_not_captured is not None:
+        logger.info("event=no_graphs reason=%r", why_not_captured)
     groups = TrialMemory.of(model.spec).pages_groups
     tables = BlockTables(config.max_num_seqs, table_width(config), config.block_size, device, groups)
-    if availability.can_serve(device) and stage.size == 1:
+    if availability.can_serve(device) and why_not_captured is None:
         return device_steps(config, model, backends, tables)
     return eager_steps(config, model, backends, tables, stage, answers=answers)
 
 
 def eager_steps(
     config: WorkerConfig,
-    model: Decoder,
+    model: RankModel,
     backends: Backends,
     tables: BlockTables,
     stage: PipelineStage,
@@ -69,7 +71,7 @@ def eager_steps(
 
 def device_steps(
     config: WorkerConfig,
-    model: Decoder,
+    model: RankModel,
     backends: Backends,
     tables: BlockTables,
 ) -> DeviceSteps:

@@ -12,9 +12,8 @@ import torch
 
 from oarlock.workers.attention.backend import LayerMemory
 from oarlock.workers.config import StepCost, WorkerConfig
-from oarlock.workers.models.decoder import Decoder
+from oarlock.workers.models.rank_model import RankModel
 from oarlock.workers.protocol import StepMetadata
-from oarlock.workers.runner.invariance import one_of_each_kind
 from oarlock.workers.runner.step import StepRunner
 from oarlock.workers.runner.trial_steps import ONE_GROUP, TrialMemory, null_step
 
@@ -105,8 +104,8 @@ def _with_experts(counts: tuple[int, int, int], more_s: tuple[float, float], sha
 
 
 def time_model(
-    runner_of: Callable[[Decoder, list[LayerMemory]], StepRunner],
-    model: Decoder,
+    runner_of: Callable[[RankModel, list[LayerMemory]], StepRunner],
+    model: RankModel,
     memory: list[LayerMemory],
     config: WorkerConfig,
 ) -> StepCost:
@@ -120,11 +119,11 @@ def time_model(
     def largest_of_all(value: float) -> float:
         return float(place.tp.all_gather(torch.tensor([value], dtype=torch.float64, device=place.device)).max())
 
-    layers = one_of_each_kind(model)
+    layers = model.one_of_each_kind()
     return time_steps(
         runner_of(model, memory).execute,
         runner_of(model.with_layers(layers), [memory[layer] for layer in layers]).execute,
-        len(layers) / len(model.layers),
+        len(layers) / len(model.stage),
         largest_of_all,
         max_tokens=config.max_num_batched_tokens,
         max_model_len=config.max_model_len,

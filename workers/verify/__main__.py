@@ -129,6 +129,7 @@ def checked(arguments: argparse.Namespace) -> tuple[WorkerConfig, list[list[int]
             str(model),
             device=arguments.device,
             dtype=arguments.dtype,
+            model_impl="oarlock",
             quantization=arguments.quantization,
             dequantize=arguments.dequantize,
             tensor_parallel_size=arguments.tensor_parallel_size,

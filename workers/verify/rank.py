@@ -58,10 +58,12 @@ def run_rank(
     request, text = VerifyRequest.read(folder), Text.read(folder)
     runner = ModelRunner(config, tp, stage=stage)
     runner.load(lambda fraction: on_progress("reading the weights"))
+    decoder = runner.model
+    assert isinstance(decoder, Decoder), "tensors inside of other models have no names to be compared by"
     on_progress("allocating KV memory")
-    runner.allocate([max(blocks_needed(text, config.block_size), slots_needed(text))] * len(runner.model.groups))
-    prepared = runner.model.prepared_for(runner.layer_memory, runner.backends) if request.record else None
-    halves = RecordedHalves(prepared, runner.model.why_not_prepared)
+    runner.allocate([max(blocks_needed(text, config.block_size), slots_needed(text))] * len(decoder.groups))
+    prepared = decoder.prepared_for(runner.layer_memory, runner.backends) if request.record else None
+    halves = RecordedHalves(prepared, decoder.why_not_prepared)
     memory = TrialMemory.of(runner.spec)
     rows: list[tuple[int, int]] = []
     chosen: dict[tuple[int, int], int] = {}
@@ -76,7 +78,7 @@ def run_rank(
         (folder / "tokens.json").write_text(json.dumps(_answers(text, chosen)), "utf-8")
     if request.record:
         runner.close()  # destroys graphs, which would not call the recording decoder
-        recording = RecordingDecoder(runner.model, diagnostics=True)
+        recording = RecordingDecoder(decoder, diagnostics=True)
         runner.steps.model = recording  # ty: ignore[invalid-assignment]
         for step, _ in steps_of(text, config.block_size, memory):
             on_progress("recording the tensors")

@@ -20,7 +20,7 @@ from oarlock.workers.layers.tensor_spec import NormSpec
 from oarlock.workers.models import decoder as decoder_module
 from oarlock.workers.models.decoder import Decoder
 from oarlock.workers.recurrent.reference import run_rule
-from oarlock.workers.runner.invariance import check_batch_invariance, check_rank_invariance, one_of_each_kind
+from oarlock.workers.runner.invariance import check_batch_invariance, check_rank_invariance
 from oarlock.workers.runner.layer_memory import allocate_memory
 from tests.golden.paged_run import PagedRun, on_ranks
 from tests.unit.workers.kernel_levels import threads
@@ -173,7 +173,7 @@ def test_groups_have_the_layers_of_one_shape_and_layers_share_pages() -> None:
 
 def test_trials_write_the_pages_that_their_layers_read() -> None:
     spec = model(layer(FULL), layer(FULL), layer(FULL, MLP), layer(replace(FULL, of_layer=1)), layer(FULL))
-    assert one_of_each_kind(loaded(spec, TensorParallel.solo())) == [0, 1, 2, 3]
+    assert loaded(spec, TensorParallel.solo()).one_of_each_kind() == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("name", ["pages and states", "no attention"])

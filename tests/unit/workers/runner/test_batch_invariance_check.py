@@ -18,7 +18,7 @@ from oarlock.workers.preflight import preflight
 from oarlock.workers.ranks.multiproc_executor import joint_info
 from oarlock.workers.recurrent.states import StateStep
 from oarlock.workers.runner.experts_invariance import batch_fault
-from oarlock.workers.runner.invariance import InvarianceResult, check_batch_invariance, one_of_each_kind
+from oarlock.workers.runner.invariance import InvarianceResult, check_batch_invariance
 from oarlock.workers.runner.model_runner import ModelRunner
 from tests.golden.tiny_models import make_tiny
 
@@ -217,7 +217,7 @@ def test_small_pools_and_short_contexts_are_tested_too(runner: ModelRunner, max_
 def test_each_kind_of_layer_is_tried(tmp_path: Path) -> None:
     path = make_tiny(tmp_path, "qwen2", use_sliding_window=True, sliding_window=24, max_window_layers=1)
     runner = loaded(path, dtype="bfloat16")
-    kinds = {runner.spec.layers[layer].attention.window for layer in one_of_each_kind(runner.model)}
+    kinds = {runner.spec.layers[layer].attention.window for layer in runner.model.one_of_each_kind()}
     assert kinds == {layer.attention.window for layer in runner.spec.layers} and len(kinds) == 2
 
 

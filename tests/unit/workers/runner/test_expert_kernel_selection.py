@@ -126,8 +126,7 @@ def test_each_kind_of_experts_is_timed_once(monkeypatch: pytest.MonkeyPatch) -> 
         return [(max_tokens, LARGE if matmul.shape.width == 16 else MIDDLE)], ""
 
     monkeypatch.setattr(expert_kernel_selection, "fastest_kernels", planted)
-    monkeypatch.setattr(expert_kernel_selection, "moe_layers_of", lambda given: given)
-    select_expert_kernels(SimpleNamespace(layers=layers), 64)  # ty: ignore[invalid-argument-type]
+    select_expert_kernels(SimpleNamespace(mixtures=lambda: layers), 64)  # ty: ignore[invalid-argument-type]
     assert measured == [(16, 2, 64), (24, 1, 64)]
     for experts in layers:
         assert experts.routed.matmul.chosen == [(64, LARGE)] and experts.shared.matmul.chosen == [(64, MIDDLE)]
