@@ -19,7 +19,7 @@ from pathlib import Path
 
 from benchmarks.model_classes import table
 from benchmarks.model_classes.outcome import Row
-from benchmarks.model_classes.processes import judged
+from benchmarks.model_classes.processes import judged, prepare
 
 
 def shard(text: str) -> tuple[int, int]:
@@ -47,6 +47,7 @@ def chosen(names: Sequence[str], part: tuple[int, int]) -> list[tuple[str, str]]
 def main() -> int:
     """Judge the chosen classes, print and write the results, and compare them with the table."""
     arguments = _parser().parse_args()
+    prepare()
     classes = chosen(arguments.classes, arguments.shard)
     started, rows = time.monotonic(), []
     for row in judged(classes, arguments.workers):

@@ -1,4 +1,4 @@
-"""Judges one class: its tiny model is served by each code on one and two ranks, and compared with the class's own results.
+"""Judges one class: each code serves its tiny model on one and two ranks, and is compared with the class's own results.
 
 The same text is given as a whole, as a whole beside other sequences, in chunks beside others, and token by token. All
 of them must be as exact as twice transformers' own error, and the bits of the first two must be equal.
@@ -20,6 +20,7 @@ from benchmarks.model_classes.serving import Refusal, open_described, open_trans
 from benchmarks.model_classes.tiny import ModelClass, save, tiny_config, tiny_model
 from oarlock.base.errors import StartupError
 from oarlock.workers.distributed.parallel_state import TensorParallel
+from oarlock.workers.models.rank_model import RankModel
 from tests.golden.paged_run import PagedRun, on_ranks
 
 LENGTH = 40  # tokens: more than any window of the tiny models, and not a multiple of a block
@@ -30,10 +31,10 @@ _CUTS = {
 }
 _SEED = 7
 
-Open = Callable[[Path, TensorParallel], object]
+Open = Callable[[Path, TensorParallel], RankModel]
 
 
-def judge(one: ModelClass, plant: Callable[[object], None] | None = None) -> Row:
+def judge(one: ModelClass, plant: Callable[[RankModel], None] | None = None) -> Row:
     """Return the row of a class. `plant` may break each model that was opened."""
     config, model, fault = _built(one)
     if config is None:
@@ -71,7 +72,7 @@ class _Judged:
         self._path, self._one, self._model, self._fault = path, one, model, fault
         self._truth: Truth | None = None
 
-    def code(self, name: str, open_model: "Open", plant: Callable[[object], None] | None) -> Code | None:
+    def code(self, name: str, open_model: Open, plant: Callable[[RankModel], None] | None) -> Code | None:
         """Return the results of one code; None: it has no page for the class."""
         runs: dict[int, Run] = {}
         for size in SIZES:
@@ -83,7 +84,7 @@ class _Judged:
                 runs[size] = Run(fault=str(refusal))
         return Code(None, runs)
 
-    def _run(self, open_model: "Open", size: int, plant: Callable[[object], None] | None) -> Run:
+    def _run(self, open_model: Open, size: int, plant: Callable[[RankModel], None] | None) -> Run:
         tokens = text()
 
         def work(tp: TensorParallel) -> dict[str, Tensor]:
@@ -115,7 +116,7 @@ class _Judged:
         return self._truth
 
 
-def _all_ways(model: object, tokens: list[int]) -> dict[str, Tensor]:
+def _all_ways(model: RankModel, tokens: list[int]) -> dict[str, Tensor]:
     """Return the logits [T, vocab] of one text, by the way in which it was given."""
     others = {8: tokens[5:16], 9: tokens[:3]}
     found = {
@@ -138,9 +139,11 @@ def _compared(ranks: list[dict[str, Tensor]], exact: Truth) -> Run:
         return Run(fault=f"transformers differs from itself in float64 by {exact.own_error / exact.largest:.1e}")
     errors = {way: exact.error(logits) for way, logits in ranks[0].items()}
     worst = max(errors.values())
-    fault = next((f"{way}: error {error / exact.largest:.1e} of the largest logit, transformers' own "
-                  f"{exact.own_error / exact.largest:.1e}" for way, error in errors.items() if not error <= exact.bound),
-                 None)  # fmt: skip
+    wrong = [way for way, error in errors.items() if not error <= exact.bound]
+    fault = None
+    if wrong:
+        ours, theirs = errors[wrong[0]] / exact.largest, exact.own_error / exact.largest
+        fault = f"{wrong[0]}: error {ours:.1e} of the largest logit, transformers' own {theirs:.1e}"
     if fault is None and not all(torch.equal(ranks[0][way], other[way]) for other in ranks[1:] for way in errors):
         fault = "ranks disagree"
     if fault is None and not torch.equal(ranks[0]["as a whole"], ranks[0]["beside others"]):

@@ -5,6 +5,7 @@ except cos and sin of rotated positions, which are part of a model's definition 
 """
 
 import copy
+import math
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -33,7 +34,7 @@ class Truth(NamedTuple):
     def error(self, logits: Tensor) -> float:
         """Return the largest error of `logits` [T, vocab]; infinity if some are not numbers."""
         found = (logits.double() - self.logits).abs().max().item()
-        return found if found == found else float("inf")
+        return float("inf") if math.isnan(found) else found
 
 
 def truth(model: PreTrainedModel, tokens: list[int]) -> Truth:
@@ -84,7 +85,7 @@ class _Widening(TorchFunctionMode):
         named = kwargs or {}
         if self._pauses:
             return func(*args, **named)
-        func = Tensor.double if func is Tensor.float else func
+        func: Any = Tensor.double if func is Tensor.float else func
         args = tuple(torch.float64 if value is torch.float32 else value for value in args)
         named = {name: torch.float64 if value is torch.float32 else value for name, value in named.items()}
         return func(*args, **named)

@@ -6,6 +6,7 @@ from pathlib import Path
 from oarlock.base.errors import StartupError
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.models.hf_fields import read_config
+from oarlock.workers.models.rank_model import RankModel
 from oarlock.workers.models.registry import architectures, read_spec
 from oarlock.workers.transformers_backend.inspection import describe_class
 from oarlock.workers.transformers_backend.observers import register
@@ -21,7 +22,7 @@ class Refusal(Exception):
         self.has_no_page = has_no_page
 
 
-def open_described(path: Path, tp: TensorParallel) -> object:
+def open_described(path: Path, tp: TensorParallel) -> RankModel:
     """Return the model of the family's page, with its weights."""
     name = read_config(path)["architectures"][0]
     if name not in architectures():
@@ -33,7 +34,7 @@ def open_described(path: Path, tp: TensorParallel) -> object:
         raise Refusal(error.cause) from error
 
 
-def open_transformers(path: Path, tp: TensorParallel) -> object:
+def open_transformers(path: Path, tp: TensorParallel) -> RankModel:
     """Return the class of transformers, with its weights."""
     reason = _refusal(path, tp.size)
     raise Refusal(reason or "transformers' code is not served yet")

@@ -79,8 +79,9 @@ def _small_value(name: str, value: Any, default: dict[str, Any]) -> Any:
         return _SIZE_OF[name]
     if not _is_number(value):
         return _UNCHANGED
-    if name in _KV_HEADS:
-        return 1 if value == 1 else KV_HEADS
+    if name in _KV_HEADS:  # as many as heads, if the class has as many
+        heads = default.get(name.replace("key_value", "attention").replace("kv", "attention"))
+        return {1: 1, heads: HEADS}.get(value, KV_HEADS)
     if name == "head_dim":
         return _UNCHANGED if _LATENT in default else 16
     if name == "global_head_dim":

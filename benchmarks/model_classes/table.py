@@ -1,4 +1,4 @@
-"""The results of all classes as files: measurements, the packaged table of verdicts, and the table in the documentation.
+"""The results of all classes as files: measurements, the packaged table of verdicts, and the documentation's table.
 
 Torch-free: the documentation is made from `results.json`, without another measurement.
 """
@@ -86,9 +86,9 @@ def counts_as_markdown() -> str:
     version, rows = read()
     found = counts(rows)
     return (
-        f"Of {found['classes']} classes of transformers {version}, {found['served']} are served: {found['described']} by "
-        f"a page of ours, {found['transformers']} by transformers' code. {found['two ranks']} of them are right on two "
-        f"ranks, and {found['refused']} are refused."
+        f"Of {found['classes']} classes of transformers {version}, {found['served']} are served: {found['described']} "
+        f"by a page of ours, {found['transformers']} by transformers' code. {found['two ranks']} of them are right on "
+        f"two ranks, and {found['refused']} are refused."
     )
 
 
