@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from benchmarks.model_classes.outcome import OURS, SIZES, THEIRS, Code, Row, Run
 from benchmarks.model_classes.reference import LARGEST_OWN_ERROR, Truth, truth
 from benchmarks.model_classes.serving import Refusal, open_described, open_transformers
-from benchmarks.model_classes.tiny import ModelClass, save, tiny_config, tiny_model
+from benchmarks.model_classes.tiny import ModelClass, tiny_config, tiny_model
 from oarlock.base.errors import StartupError
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.models.rank_model import RankModel
@@ -44,7 +44,7 @@ def judge(one: ModelClass, plant: Callable[[RankModel], None] | None = None) -> 
         if model is None:
             config.save_pretrained(path)
         else:
-            save(model, config, path)
+            model.save_pretrained(path)
         judged = _Judged(path, one, model, fault)
         codes = {name: judged.code(name, open_model, plant) for name, open_model in _CODES.items()}
     return Row(one.name, one.model_type, {name: code for name, code in codes.items() if code is not None})
@@ -143,7 +143,7 @@ def _compared(ranks: list[dict[str, Tensor]], exact: Truth) -> Run:
     fault = None
     if wrong:
         ours, theirs = errors[wrong[0]] / exact.largest, exact.own_error / exact.largest
-        fault = f"{wrong[0]}: error {ours:.1e} of the largest logit, transformers' own {theirs:.1e}"
+        fault = f"its logits differ from its own by {ours:.0e} of the largest, {wrong[0]} (in float32: {theirs:.0e})"
     if fault is None and not all(torch.equal(ranks[0][way], other[way]) for other in ranks[1:] for way in errors):
         fault = "ranks disagree"
     if fault is None and not torch.equal(ranks[0]["as a whole"], ranks[0]["beside others"]):

@@ -5,7 +5,6 @@ own initial values, attention is nearly uniform, and a wrong position would not 
 """
 
 import math
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -133,9 +132,3 @@ def _randomise(name: str, parameter: Tensor) -> None:
     else:
         inputs = parameter.shape[-1] if parameter.dim() == 2 else min(parameter.shape[-2:])
         parameter.normal_(std=1.0 / math.sqrt(inputs))
-
-
-def save(model: PreTrainedModel, config: PreTrainedConfig, folder: Path) -> None:
-    """Write the checkpoint to `folder`, with the class's name in `config.json`."""
-    model.save_pretrained(folder)
-    config.save_pretrained(folder)
