@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from oarlock.base.errors import EXIT_OUT_OF_MEMORY, StartupError
+from oarlock.workers.checks.class_limits import check_class, check_head
 from oarlock.workers.checks.devices import (
     check_matmuls_on_cuda,
     ranks_here,
@@ -44,7 +45,6 @@ from oarlock.workers.models.hf_quantization import (
     stored_quantization,
     weight_formats,
 )
-from oarlock.workers.models.registry import describe
 from oarlock.workers.platform import cuda_driver
 from oarlock.workers.quantization.formats.checkpoint_formats import input_rounding, served_formats
 from oarlock.workers.quantization.formats.weight_format import WeightFormats
@@ -65,6 +65,7 @@ from oarlock.workers.runner.memory_needs import (
     sampling_bytes,
     weight_bytes_of_node,
 )
+from oarlock.workers.transformers_backend.choice import chosen_code
 
 logger = logging.getLogger("oarlock.preflight")
 
@@ -205,7 +206,9 @@ def open_model(config: WorkerConfig) -> OpenModel:
     elif config.quantization == GGUF:
         raise _is_no_choice(config.quantization)
     formats = weight_formats(config.quantization, quantized, checkpoint)
-    if checkpoint is not None:
+    if checkpoint is not None and spec.class_tensors is not None:
+        check_head(checkpoint, spec)  # the look at the class has compared the other names
+    elif checkpoint is not None:
         if spec.tie_word_embeddings and head_differs(checkpoint):
             logger.warning(
                 "event=tie_word_embeddings_ignored tensor=%s reason=%r",
@@ -260,10 +263,13 @@ def _is_no_choice(requested: str) -> StartupError:
 
 
 def _described(config: WorkerConfig) -> tuple[WorkerConfig, DecoderSpec, StoredQuantization | None]:
-    """Return `config` with the weight format resolved, and the model's settings and stored quantization."""
+    """Return `config` with its class and weight format resolved, and the model's settings and stored quantization."""
     directory = Path(config.model_path)
-    fields = read_config(directory)
-    spec, quantized = describe(fields), stored_quantization(directory, fields)
+    spec, served_class = chosen_code(config)
+    config = config.with_(served_class=served_class)
+    quantized = stored_quantization(directory, read_config(directory))
+    if served_class is not None:
+        check_class(config, spec, is_quantised=quantized is not None)
     if config.offloads_kv:
         spec = spec.with_whole_blocks()
     requested = config.quantization

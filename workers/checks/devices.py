@@ -10,6 +10,7 @@ from oarlock.workers.distributed.topology import Topology
 from oarlock.workers.kernels.cpu import build
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.model_files.checkpoint import Checkpoint
+from oarlock.workers.model_files.located import LocatedTensor
 from oarlock.workers.platform import cuda_driver, processor
 from oarlock.workers.platform.dtypes import ITEM_BYTES, KV_CACHE_DTYPES, SAFETENSORS_DTYPES
 from oarlock.workers.platform.processor import available_cores
@@ -146,7 +147,7 @@ def resolve_dtype(
                 "--dtype auto chooses",
             )
         return requested
-    found = checkpoint.find("model.embed_tokens.weight") if checkpoint is not None else None
+    found = None if checkpoint is None else _embedding(checkpoint, spec)
     stored = "float32" if found is None else SAFETENSORS_DTYPES.get(found.entry.dtype, "bfloat16")
     declared = spec.dtype or stored
     chosen = served_dtype(config, declared, device, formats, spec, cpu)
@@ -161,6 +162,14 @@ def resolve_dtype(
         reason = f"{slow}: weights take {wide} instead of {narrow}, and KV memory twice as much for each token"
         logger.info("event=dtype_chosen dtype=%s reason=%r", chosen, reason)
     return chosen
+
+
+def _embedding(checkpoint: Checkpoint, spec: DecoderSpec) -> LocatedTensor | None:
+    """Return the stored embedding. Classes that transformers' code computes have other names for it, so the first
+    tensor stands in for it there."""
+    if spec.class_tensors is None:
+        return checkpoint.find("model.embed_tokens.weight")
+    return next(iter(checkpoint.tensors.values()), None)
 
 
 def served_dtype(

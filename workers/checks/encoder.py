@@ -31,6 +31,7 @@ _WITHOUT = {
     "attention_backend": ("auto", "encoders have only one attention backend"),
     "num_speculative_tokens": (0, "an encoder generates no tokens"),
 }
+_OWN_CODE = ("auto", "oarlock")  # values of `model_impl` with which an encoder is served
 _FLAGS = {
     "kv_offload_bytes": "--kv-offload-memory",
     "kv_cache_bytes": "--kv-cache-memory",
@@ -47,6 +48,11 @@ def check_encoder(config: WorkerConfig) -> EncoderSpec:
         if value != neutral:
             flag = _FLAGS.get(field, "--" + field.replace("_", "-"))
             raise StartupError(f"{flag} with {spec.architecture}: {reason}.", f"Leave {flag} out.")
+    if config.model_impl not in _OWN_CODE:
+        raise StartupError(
+            f"--model-impl {config.model_impl} with {spec.architecture}: only the described code computes encoders.",
+            "Leave --model-impl out.",
+        )
     working = supported_tp_sizes(spec.num_heads, spec.num_heads, spec.intermediate_size)
     if config.tensor_parallel_size not in working:
         raise StartupError(

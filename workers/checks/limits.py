@@ -19,6 +19,7 @@ _CHOICES = {
     "quantization": (*QUANTIZATIONS, *STORED, GGUF),
     "load_format": ("auto", "safetensors", "dummy"),
     "kv_cache_dtype": (*KV_CACHE_DTYPES, *ITEM_BYTES),
+    "model_impl": ("auto", "oarlock", "transformers"),
     "attention_backend": ("auto", "cpp", "torch", "triton", "reference"),
 }
 _COUNTS = (

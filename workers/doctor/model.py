@@ -15,11 +15,11 @@ from oarlock.workers.layers.memory_spec import MemoryGroup, PagesSpec, SlotsSpec
 from oarlock.workers.models.encoders.registry import read_encoder
 from oarlock.workers.models.hf_fields import read_config
 from oarlock.workers.models.hf_quantization import stored_quantization, weight_formats
-from oarlock.workers.models.registry import read_spec
 from oarlock.workers.preflight import preflight
 from oarlock.workers.quantization.formats.checkpoint_formats import served_formats
 from oarlock.workers.runner.memory_needs import encoder_weight_bytes as encoder_bytes
 from oarlock.workers.runner.memory_needs import weight_bytes
+from oarlock.workers.transformers_backend.choice import resolved_spec
 
 
 def findings(config: WorkerConfig) -> list[Finding]:
@@ -50,7 +50,7 @@ def missing(reason: str) -> Finding:
 
 def _model(config: WorkerConfig) -> Finding:
     directory = Path(config.model_path)
-    spec = read_spec(config.model_path, config.max_model_len, tied=config.tie_word_embeddings)
+    spec = resolved_spec(config)
     checkpoint = None if config.load_format == "dummy" else open_checkpoint(directory, spec.names)
     formats = weight_formats(config.quantization, stored_quantization(directory, read_config(directory)), checkpoint)
     formats = served_formats(formats, config.device, dequantize=config.dequantize)
@@ -79,7 +79,7 @@ def _threads(config: WorkerConfig) -> Finding:
 
 def _attention(config: WorkerConfig) -> Finding:
     """Report the chosen attention backend, and why better ones are refused."""
-    spec = read_spec(config.model_path, config.max_model_len)
+    spec = resolved_spec(config)
     refused: dict[str, str] = {}
     chosen: list[str] = []
     for group in spec.groups:

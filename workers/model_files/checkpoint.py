@@ -175,7 +175,9 @@ class Checkpoint:
             tensors[ours] = located
             stored_names[ours] = name
         is_renamed = any(ours != name for ours, name in stored_names.items())
-        return Checkpoint(directory, split_experts(tensors), stored_names if is_renamed else None)
+        if names.splits_experts:
+            tensors = split_experts(tensors)
+        return Checkpoint(directory, tensors, stored_names if is_renamed else None)
 
     def stored_module(self, module: str) -> str:
         """Return the name that the checkpoint has for one of our modules.

@@ -92,6 +92,7 @@ class TensorNames:
     ignored: tuple[str, ...] = ()  # entries of tensors that nothing reads, by their stored names
     # Hidden size and width of experts that may be stored as [experts, inputs, outputs]; None: they never are.
     experts_inputs_first: tuple[int, int] | None = None
+    splits_experts: bool = True  # tensors that stack all experts of a layer are read as one tensor for each expert
 
     def rename(self, name: str) -> str | None:
         """Return our name of the stored tensor or module `name`; None if nothing reads it."""
@@ -151,3 +152,4 @@ def _longest(entries: Mapping[str, object] | tuple[str, ...], name: str) -> str 
 
 
 NO_NAMES = TensorNames()
+AS_STORED = TensorNames(splits_experts=False)  # every tensor by its stored name

@@ -66,6 +66,7 @@ from oarlock.workers.models import (
 )
 from oarlock.workers.models.encoders.registry import ENCODERS
 from oarlock.workers.models.hf_fields import Describe, Fields, others_like, read_config
+from oarlock.workers.models.wrapper_table import REFUSED
 from oarlock.workers.models.wrappers import describe_text_part, is_wrapper, served_wrappers
 
 # One page for each family, or for several that are alike.
@@ -88,6 +89,18 @@ def architectures() -> tuple[str, ...]:
     return (*FAMILIES, *served_wrappers(FAMILIES), *ENCODERS)
 
 
+def has_page(architecture: str | None) -> bool:
+    """Return whether a page here describes this class, or refuses it by name: a family or a multimodal model."""
+    if architecture is None:
+        return False
+    return (
+        architecture in FAMILIES
+        or architecture in ENCODERS
+        or architecture in REFUSED
+        or (architecture in served_wrappers(FAMILIES))
+    )
+
+
 def describe(hf_config: dict[str, Any]) -> DecoderSpec:
     """Return the decoder that a parsed `config.json` describes. Raise `StartupError` if it is not supported."""
     names = hf_config.get("architectures")
@@ -102,7 +115,11 @@ def describe(hf_config: dict[str, Any]) -> DecoderSpec:
         return describe_text_part(name, hf_config, FAMILIES)
     if family is None:
         what = f"architecture {shown(name)} is not supported" if name else "it names no architecture"
-        code = ", and the checkpoint's own code (auto_map) never runs" if hf_config.get("auto_map") else ""
+        code = (
+            ", and the checkpoint's own code (auto_map) runs only with --trust-remote-code"
+            if hf_config.get("auto_map")
+            else ""
+        )
         raise StartupError(f"config.json: {what}{code}.", others_like(name, architectures()))
     return family(Fields(hf_config))
 

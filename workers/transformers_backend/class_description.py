@@ -47,11 +47,15 @@ class ExpertsModule:
     hidden: int
     width: int
     top_k: int  # experts of one token
-    activation: str  # a key of `ACTIVATIONS` in `quantization/matmul.py`
+    activation: str  # as in `ExpertsSpec`
     is_gated: bool = True
     has_bias: bool = False
     is_transposed: bool = False  # stored as [experts, inputs, outputs]
     is_concatenated: bool = True  # rows of gate before rows of up; False: they alternate
+    is_flat: bool = False  # three matrices [experts * width, hidden], as DBRX has them
+    alpha: float = 1.702  # of `clamped_swiglu`, as in `ExpertsSpec`
+    limit: float = 7.0
+    identities: int = 0  # experts after the others, whose result is their input
 
 
 # What reads a tensor: a plain linear layer, the token embedding, the output head, experts, or the class's own code.

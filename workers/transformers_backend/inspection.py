@@ -12,9 +12,10 @@ from pathlib import Path
 
 import torch
 import transformers
-from torch import nn
 
-from oarlock.workers.transformers_backend.class_description import ClassDescription, ClassTensor, Role
+from oarlock.workers.transformers_backend.building import class_tensors, without_weights
+from oarlock.workers.transformers_backend.class_description import ClassDescription
+from oarlock.workers.transformers_backend.experts import experts_of
 from oarlock.workers.transformers_backend.observers import (
     IMPLEMENTATION,
     ObservedMemory,
@@ -49,14 +50,6 @@ def model_class(architecture: str) -> type[PreTrainedModel]:
     return getattr(transformers, architecture)
 
 
-def without_weights(
-    kind: type[PreTrainedModel], config: PretrainedConfig, implementation: str, dtype: torch.dtype
-) -> PreTrainedModel:
-    """Return the model on the meta device, with `implementation` of attention."""
-    with torch.device("meta"):
-        return kind._from_config(config, attn_implementation=implementation, dtype=dtype).eval()
-
-
 def _describe(architecture: str, config: PretrainedConfig) -> ClassDescription:
     kind = model_class(architecture)
     text = _text_config(kind, config)
@@ -79,7 +72,8 @@ def _describe(architecture: str, config: PretrainedConfig) -> ClassDescription:
         has_plan=bool(model._tp_plan),
         attention=tuple(observer.attention),
         states=tuple(observer.states),
-        tensors=tuple(_tensors(model)),
+        experts=tuple(experts_of(model).values()),
+        tensors=tuple(class_tensors(model)),
     )
 
 
@@ -111,35 +105,6 @@ def _observe(model: PreTrainedModel) -> Observer:
     except (RuntimeError, NotImplementedError, TypeError, ValueError, KeyError, AttributeError) as error:
         raise Refused(f"it does not run without values ({_line(error)})") from error
     return observer
-
-
-def _tensors(model: PreTrainedModel) -> list[ClassTensor]:
-    """Return the parameters of `model` and the buffers that are stored; tensors that are tied once."""
-    plan = model._tp_plan or {}
-    roles: dict[str, Role] = {name: "linear" for name, module in model.named_modules() if type(module) is nn.Linear}
-    for kind, module in (("embedding", model.get_input_embeddings()), ("head", model.get_output_embeddings())):
-        roles |= {name: kind for name, other in model.named_modules() if other is module}
-    stored = {**dict(model.named_parameters()), **_stored_buffers(model)}
-    return [
-        ClassTensor(name, tuple(tensor.shape), roles.get(name.rpartition(".")[0], "own"), _style(plan, name))
-        for name, tensor in stored.items()
-    ]
-
-
-def _stored_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {
-        f"{prefix}.{name}" if prefix else name: buffer
-        for prefix, module in model.named_modules()
-        for name, buffer in module.named_buffers(recurse=False)
-        if name not in module._non_persistent_buffers_set
-    }
-
-
-def _style(plan: dict[str, str], name: str) -> str | None:
-    """Return the style of the tensor `name`, which the plan has for itself or for its module."""
-    generic = ".".join("*" if part.isdecimal() else part for part in name.split("."))
-    module = generic.rpartition(".")[0]
-    return plan.get(generic) or plan.get(module)
 
 
 def _line(error: Exception) -> str:

@@ -37,7 +37,9 @@ _OF_LINEAR = {
     "mla_kv_a_proj": Division.WHOLE,
 }  # fmt: skip
 # Styles of modules whose tensors are whole on every rank, and only describe what training or other styles do there.
-_OF_OWN = {None, "replicate", "replicated_with_grad_allreduce", "all_reduce", "moe_identity_expert"}
+_OF_OWN = {
+    None, "replicate", "replicated_with_grad_allreduce", "all_reduce", "moe_identity_expert", "embedding_rowwise",
+}  # fmt: skip
 _SHARDINGS = {
     Division.WHOLE: Sharding.NONE, Division.COLUMN: Sharding.OUTPUTS, Division.PACKED_COLUMN: Sharding.OUTPUTS,
     Division.GATHERED_COLUMN: Sharding.OUTPUTS, Division.ROW: Sharding.INPUTS, Division.SPLIT_ROW: Sharding.INPUTS,
@@ -70,7 +72,7 @@ def tensor_specs(description: ClassDescription) -> Iterator[TensorSpec]:
         yield from _of_experts(one)
     for tensor in description.tensors:
         module, _, kind = tensor.name.rpartition(".")
-        if module in experts:
+        if module in experts or tensor.role == "experts":
             continue
         division = division_of(tensor) if description.ranks > 1 or tensor.role != "own" else Division.WHOLE
         is_bias = tensor.role != "own" and kind == "bias"

@@ -5,6 +5,20 @@ An upgrade of transformers that moves or renames one of these names fails here, 
 
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Chunk,
+    Concatenate,
+    ErnieFuseAndSplitTextVisionExperts,
+    Interleave,
+    MergeModulelist,
+    Split,
+    Transpose,
+    WeightConverter,
+    WeightRenaming,
+    build_glob_alternation,
+    dot_natural_key,
+    rename_source_key,
+)
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -14,7 +28,19 @@ __all__ = [
     "AttentionInterface",
     "AttentionMaskInterface",
     "AutoConfig",
+    "Chunk",
+    "Concatenate",
+    "ErnieFuseAndSplitTextVisionExperts",
+    "Interleave",
+    "MergeModulelist",
     "PreTrainedModel",
     "PretrainedConfig",
+    "Split",
+    "Transpose",
+    "WeightConverter",
+    "WeightRenaming",
+    "build_glob_alternation",
+    "dot_natural_key",
     "get_model_conversion_mapping",
+    "rename_source_key",
 ]

@@ -12,6 +12,7 @@ from oarlock.workers.layers.decoder_spec import BranchSpec, DecoderSpec, LayerSp
 from oarlock.workers.layers.memory_spec import MemorySpec, PagesSpec, SlotsSpec, StatePart
 from oarlock.workers.layers.sharding import LARGEST_TP
 from oarlock.workers.layers.tensor_spec import NormSpec, Tap, TensorSpec
+from oarlock.workers.model_files.tensor_names import AS_STORED
 from oarlock.workers.transformers_backend.class_description import AttentionCall, ClassDescription, StateCall
 from oarlock.workers.transformers_backend.placement_plan import smallest_shared_inputs, tensor_specs
 
@@ -83,6 +84,7 @@ def spec_of(description: ClassDescription, dtype: str | None) -> DecoderSpec:
         longest_length=longest,
         tie_word_embeddings=description.is_tied,
         dtype=dtype,
+        names=AS_STORED,
         class_tensors=tensors,
     )
 

@@ -139,6 +139,11 @@ def checked(arguments: argparse.Namespace) -> tuple[WorkerConfig, list[list[int]
             log_level="WARNING",
         )
     )
+    if config.served_class is not None:
+        raise StartupError(
+            f"{model} is computed by transformers' code, so there is no other code to compare it with.",
+            "Serve it: the start compares the model with its class's own forward.",
+        )
     if config.share_device:
         report_line(f"{config.ranks_per_node} ranks share the CUDA devices, and all-reduces go through host memory")
     assert config.max_model_len is not None, "preflight resolves the context length"

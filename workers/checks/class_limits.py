@@ -1,0 +1,40 @@
+"""Checks of settings that models of described families have, and classes that transformers' code computes do not."""
+
+from oarlock.base.errors import StartupError
+from oarlock.workers.config import WorkerConfig
+from oarlock.workers.layers.decoder_spec import DecoderSpec
+from oarlock.workers.model_files.checkpoint import Checkpoint, head_differs
+
+# Settings, each with the value that means "not set", its flag, and the reason why there is no other.
+_WITHOUT = (
+    ("pipeline_parallel_size", 1, "--pipeline-parallel-size", "the class computes all layers in one call"),
+    ("nnodes", 1, "--nnodes", "it is served on one host only"),
+    ("enable_expert_parallel", False, "--enable-expert-parallel", "ranks hold a part of every expert"),
+)
+
+
+def check_class(config: WorkerConfig, spec: DecoderSpec, *, is_quantised: bool) -> None:
+    """Check the settings of a model that transformers' code computes. Raises `StartupError`.
+
+    `is_quantised`: the checkpoint's weights are quantised.
+    """
+    for field, neutral, flag, reason in _WITHOUT:
+        if getattr(config, field) != neutral:
+            raise StartupError(
+                f"{flag} with {spec.architecture}, which transformers' code computes: {reason}.", f"Leave {flag} out."
+            )
+    if is_quantised:
+        raise StartupError(
+            f"{spec.architecture} is computed by transformers' code, and this checkpoint is quantised.",
+            "Use the model's unquantised checkpoint; --quantization rounds its weights at load.",
+        )
+
+
+def check_head(checkpoint: Checkpoint, spec: DecoderSpec) -> None:
+    """Check that a tied head is not stored as another matrix. Raises `StartupError`."""
+    if spec.tie_word_embeddings and head_differs(checkpoint):
+        raise StartupError(
+            f"{checkpoint.directory}: config.json ties the output head to the embedding, but the checkpoint has a "
+            "different lm_head.",
+            "Set tie_word_embeddings to false in config.json.",
+        )

@@ -1,0 +1,114 @@
+"""One conversion of stored tensors to tensors of a class, by transformers' own operations, whole or for one expert."""
+
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from oarlock.workers.transformers_backend.private_parts import (
+    Chunk,
+    Concatenate,
+    ErnieFuseAndSplitTextVisionExperts,
+    Interleave,
+    MergeModulelist,
+    Split,
+    Transpose,
+    WeightConverter,
+)
+
+Shape = tuple[int, ...]
+
+
+class ShapesOfClass:
+    """What operations ask of a model: its config, and the shapes of its whole parameters. It holds no values."""
+
+    def __init__(self, config: Any, tensors: Mapping[str, Shape]) -> None:
+        self.config, self.tensors = config, tensors
+
+    def get_parameter(self, name: str) -> Tensor:
+        """Return a tensor of the parameter's shape on the meta device."""
+        return torch.empty(self.tensors[name], device="meta")
+
+    def of_one_expert(self) -> "ShapesOfClass":
+        """Return the same shapes, as if every stacked tensor had one entry."""
+        stacks = {name: (1, *shape[1:]) if len(shape) > 2 else shape for name, shape in self.tensors.items()}
+        return ShapesOfClass(self.config, stacks)
+
+
+@dataclass(slots=True, eq=False)
+class Conversion:
+    """A converter with the stored tensors that it reads, in its order."""
+
+    converter: WeightConverter
+    target: str  # class's name of the first tensor that it makes
+    sources: dict[str, list[str]]  # pattern of the converter -> stored names
+
+    @property
+    def stored_names(self) -> list[str]:
+        return [name for names in self.sources.values() for name in names]
+
+    @property
+    def has_one_target(self) -> bool:
+        patterns = self.converter.target_patterns
+        return len(patterns) == 1 and "*" not in patterns[0]
+
+    def run(self, read: Callable[[str], Tensor], shapes: ShapesOfClass) -> dict[str, Tensor]:
+        """Return class's names -> whole tensors. `read` returns the whole tensor of a stored name."""
+        return self._convert(self.sources, read, shapes)
+
+    def run_expert(self, expert: int, read: Callable[[str], Tensor], shapes: ShapesOfClass) -> dict[str, Tensor]:
+        """Return class's names -> stacks [1, ...] of one expert. Only if `is_by_expert`.
+
+        `read` returns a stored tensor of this expert, or the entry [1, ...] of a stored stack. `shapes`: those
+        `of_one_expert`.
+        """
+        sources = self.sources
+        if self.is_of_lists:
+            parts = self._parts
+            sources = {
+                pattern: [names[part * -(-len(names) // parts) + expert] for part in range(parts)]
+                for pattern, names in sources.items()
+            }
+        return self._convert(sources, read, shapes)
+
+    def _convert(
+        self, sources: Mapping[str, Sequence[str]], read: Callable[[str], Tensor], shapes: ShapesOfClass
+    ) -> dict[str, Tensor]:
+        converter = deepcopy(self.converter)  # it collects the tensors of one conversion
+        for pattern, names in sources.items():
+            for name in names:
+                converter.add_tensor(self.target, name, pattern, read(name))
+        made = converter.convert(self.target, model=shapes, config=shapes.config)
+        return {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in made.items()}
+
+    @property
+    def is_of_lists(self) -> bool:
+        """Whether experts are stored one by one, and stacked first."""
+        first = self.converter.operations[0]
+        if isinstance(first, MergeModulelist):
+            return first.dim == 0
+        return isinstance(first, ErnieFuseAndSplitTextVisionExperts) and first.stack_dim == 0 != first.concat_dim
+
+    @property
+    def is_by_expert(self) -> bool:
+        """Whether every operation computes each entry of a stack [experts, ...] from entries of that index alone."""
+        operations = self.converter.operations
+        return all(map(_keeps_entries, operations[1:] if self.is_of_lists else operations))
+
+    @property
+    def _parts(self) -> int:
+        """Stacks that each list is divided into."""
+        is_divided = isinstance(self.converter.operations[0], ErnieFuseAndSplitTextVisionExperts)
+        return len(self.converter.target_patterns) if is_divided else 1
+
+
+def _keeps_entries(operation: object) -> bool:
+    """Return whether an operation on stacks of three dimensions leaves the first one alone."""
+    if isinstance(operation, Transpose):
+        return not {operation.dim0, operation.dim1} & {0, -3}
+    if isinstance(operation, (Chunk, Concatenate, Interleave, Split)):
+        return operation.dim not in (0, -3)
+    return False

@@ -1,0 +1,26 @@
+"""The table of classes that were compared with transformers' own results, from `tested_classes.json`. Torch-free.
+
+`python -m benchmarks.model_classes` writes the table. A class that is not in it is not served, however right its
+structure looks.
+"""
+
+import json
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+_FILE = Path(__file__).with_name("tested_classes.json")
+
+
+class Tested(NamedTuple):
+    """The result for one class."""
+
+    ranks: int  # largest tensor-parallel size that was right; 0: none was
+    refused: str | None  # reason why the class is not served; None: it is
+
+
+@lru_cache(maxsize=1)
+def tested_classes() -> dict[str, Tested]:
+    """Return the results, by the names of the classes."""
+    table = json.loads(_FILE.read_text("utf-8"))
+    return {name: Tested(row.get("ranks", 0), row.get("refused")) for name, row in table.items()}

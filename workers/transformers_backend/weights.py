@@ -1,0 +1,281 @@
+"""A checkpoint as the tensors of a class of transformers: renamed, and converted one parameter at a time."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from oarlock.base.errors import StartupError
+from oarlock.workers.transformers_backend.conversions import Conversion, Shape
+from oarlock.workers.transformers_backend.private_parts import PreTrainedModel
+from oarlock.workers.transformers_backend.weight_names import ClassNames, class_names, made_shapes
+from oarlock.workers.weights.source import DummyWeights, WeightSource, check_slice
+
+_FIX = "Use a complete checkpoint whose config.json names the right architecture."
+
+
+class ClassWeights(WeightSource, Protocol):
+    """`WeightSource` by the names of a class, which stacks the experts of a layer in one tensor."""
+
+    def take_expert(
+        self, name: str, expert: int, into: Tensor, *, shape: Sequence[int], dim: int = 0, start: int = 0
+    ) -> None:
+        """Fill `into` with a slice of entry `expert` of the stacked tensor `name`, reading nothing of other experts.
+
+        `shape`, `dim` and `start` are those of the entry, without the dimension of experts.
+        """
+
+
+class ConvertedWeights:
+    """`ClassWeights` over the reader of a checkpoint.
+
+    Tensors that are only renamed are read slice by slice. Others are converted whole, and the result of the newest
+    conversion is kept only for further slices of it and its other results.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        source: WeightSource,
+        stored: Mapping[str, Shape],
+        *,
+        wrapper: PreTrainedModel | None = None,
+        others: Iterable[str] = (),
+    ) -> None:
+        """Find the names; see `class_names` for the arguments. `source`: the tensors by their stored names.
+
+        `model` and `wrapper` are not kept: their modules may be replaced afterwards.
+        """
+        self._names = class_names(model, stored, wrapper=wrapper, others=others)
+        self._of_one_expert = self._names.shapes.of_one_expert()
+        self._source, self._stored = source, stored
+        self._taken: set[str] = set()
+        self._newest: tuple[Conversion, int | None, torch.dtype] | None = None
+        self._made: dict[str, Tensor] = {}
+
+    def has(self, name: str) -> bool:
+        return self._names.origin(name) is not None
+
+    def shape_of(self, name: str) -> Shape | None:
+        """Return the shape that the checkpoint gives the class's tensor `name`; None if it does not hold it."""
+        origin = self._names.origin(name)
+        if origin is None or isinstance(origin, str):
+            return None if origin is None else self._stored[origin]
+        made = made_shapes(origin, self._stored, self._names.shapes)
+        return None if isinstance(made, str) else made.get(self._names.name_in_conversion(name))
+
+    def sources_of(self, name: str) -> list[str]:
+        """Return the stored names from which the class's tensor `name` is made; none if the checkpoint lacks it."""
+        origin = self._names.origin(name)
+        return [] if origin is None else [origin] if isinstance(origin, str) else origin.stored_names
+
+    def take(self, name: str, into: Tensor, *, shape: Sequence[int], dim: int = 0, start: int = 0) -> None:
+        """See `WeightSource.take`. `shape` may be (), of a scalar."""
+        if not shape:
+            into, shape = into.view(1), (1,)
+        origin = self._origin(name)
+        if isinstance(origin, str):
+            self._forget()
+            found = self._stored[origin]
+            if found != tuple(shape) and (found, tuple(shape)) != ((), (1,)):
+                raise _wrong_shape(name, [origin], found, shape)
+            self._source.take(origin, into, shape=shape, dim=dim, start=start)
+            return
+        whole = self._convert(origin, None, into.dtype)[self._names.name_in_conversion(name)]
+        if tuple(whole.shape) != tuple(shape) and (whole.shape, tuple(shape)) != ((), (1,)):
+            raise _wrong_shape(name, origin.stored_names, whole.shape, shape)
+        check_slice(name, into, shape, dim, start)
+        into.copy_(whole.reshape(tuple(shape)).narrow(dim, start, into.shape[dim]))
+
+    def take_expert(
+        self, name: str, expert: int, into: Tensor, *, shape: Sequence[int], dim: int = 0, start: int = 0
+    ) -> None:
+        """See `ClassWeights.take_expert`."""
+        check_slice(name, into, shape, dim, start)
+        origin = self._origin(name)
+        if isinstance(origin, str):
+            entry = self._entry(name, origin, expert, into, tuple(shape))
+        elif origin.is_by_expert:
+            entry = self._convert(origin, expert, into.dtype)[self._names.name_in_conversion(name)][0]
+        else:
+            entry = self._convert(origin, None, into.dtype)[self._names.name_in_conversion(name)][expert]
+        if entry is into:
+            return
+        if entry.shape != tuple(shape):
+            raise _wrong_shape(f"{name}[{expert}]", self.sources_of(name), entry.shape, shape)
+        into.copy_(entry.narrow(dim, start, into.shape[dim]))
+
+    def finish(self, ignorable: Callable[[str], bool]) -> None:
+        """Raise `StartupError` if a stored tensor was neither taken nor can be left out.
+
+        A tensor can be left out if it is `ignorable` by its stored name, if the class ignores it, if it belongs to
+        another part of a wrapper, or if the class ties it to another tensor that was taken.
+        """
+        self._forget()
+        tied = self._tied()
+        self._source.finish(lambda name: ignorable(name) or name in self._names.ignored or name in tied)
+
+    def _origin(self, name: str) -> str | Conversion:
+        origin = self._names.origin(name)
+        if origin is None:
+            raise StartupError(f"the checkpoint holds no tensor for {name!r}, which the model needs.", _FIX)
+        self._taken.add(self._names.name_in_conversion(name))
+        return origin
+
+    def _tied(self) -> set[str]:
+        """Return stored names of tensors that were not taken, but are tied to a tensor that was."""
+        origins = [self._names.origins[name] for group in self._names.tied if group & self._taken for name in group]
+        return {name for one in origins for name in ([one] if isinstance(one, str) else one.stored_names)}
+
+    def _entry(self, name: str, stored: str, expert: int, into: Tensor, shape: Shape) -> Tensor:
+        """Read entry `expert` of a stored stack: into `into` if that is all of the entry."""
+        self._forget()
+        found = self._stored[stored]
+        if len(found) != len(shape) + 1 or found[1:] != shape or expert >= found[0]:
+            raise _wrong_shape(f"{name}[{expert}]", [stored], found, (expert + 1, *shape))
+        whole = into if into.shape == shape else torch.empty(shape, dtype=into.dtype)
+        self._source.take(stored, whole[None], shape=found, dim=0, start=expert)
+        return whole
+
+    def _convert(self, conversion: Conversion, expert: int | None, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Return the results of a conversion, whole or of one expert, in `dtype`."""
+        wanted = (conversion, expert, dtype)
+        if self._newest == wanted:
+            return self._made
+        self._forget()
+
+        def read(name: str) -> Tensor:
+            shape = self._stored[name]
+            is_entry = expert is not None and not conversion.is_of_lists
+            whole = torch.empty((1, *shape[1:]) if is_entry else shape, dtype=dtype)
+            at = whole if shape else whole.view(1)
+            self._source.take(name, at, shape=shape or (1,), start=expert if is_entry and expert is not None else 0)
+            return whole
+
+        try:
+            if expert is None:
+                self._made = conversion.run(read, self._names.shapes)
+            else:
+                self._made = conversion.run_expert(expert, read, self._of_one_expert)
+        except (RuntimeError, ValueError, IndexError, KeyError) as error:
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            raise _cannot_convert(conversion, reason) from error
+        self._newest = wanted
+        return self._made
+
+    def _forget(self) -> None:
+        """Free the results of the newest conversion."""
+        self._newest, self._made = None, {}
+
+
+class DummyClassWeights:
+    """`ClassWeights` of noise: entry `i` of a tensor with three or more dimensions is the noise of `name.i`."""
+
+    def __init__(self, noise: DummyWeights) -> None:
+        self._noise = noise
+
+    def has(self, name: str) -> bool:
+        """Return True: the names are those of the class, which has one layout."""
+        return True
+
+    def shape_of(self, name: str) -> None:
+        """Return None: noise has every shape."""
+
+    def take(self, name: str, into: Tensor, *, shape: Sequence[int], dim: int = 0, start: int = 0) -> None:
+        """See `WeightSource.take`. `shape` may be (), of a scalar."""
+        if not shape:
+            into, shape = into.view(1), (1,)
+        if len(shape) <= 2:
+            self._noise.take(name, into, shape=shape, dim=dim, start=start)
+            return
+        for index, entry in enumerate(into):
+            if dim == 0:
+                self.take(f"{name}.{start + index}", entry, shape=shape[1:])
+            else:
+                self.take(f"{name}.{index}", entry, shape=shape[1:], dim=dim - 1, start=start)
+
+    def take_expert(
+        self, name: str, expert: int, into: Tensor, *, shape: Sequence[int], dim: int = 0, start: int = 0
+    ) -> None:
+        self.take(f"{name}.{expert}", into, shape=shape, dim=dim, start=start)
+
+    def finish(self, ignorable: Callable[[str], bool]) -> None:
+        """Do nothing: no tensor can be left over."""
+
+
+def names_fault(
+    model: PreTrainedModel,
+    stored: Mapping[str, Shape],
+    *,
+    wrapper: PreTrainedModel | None = None,
+    others: Iterable[str] = (),
+) -> str | None:
+    """Return one line about the first tensor that is missing, misshapen or unexpected, or None. No data is read.
+
+    See `class_names` for the arguments.
+    """
+    names = class_names(model, stored, wrapper=wrapper, others=others)
+    wanted = names.wanted
+    missing = [name for name in wanted if names.origin(name) is None and name not in names.optional]
+    if missing:
+        unused = [name for name in names.unused if name not in names.ignored]
+        hint = f"; it holds {unused[0]!r}, which the class does not know" if unused else ""
+        return f"the checkpoint holds no tensor for {missing[0]!r}{_more(missing)}{hint}"
+    if names.twice:
+        name, (first, second) = next(iter(names.twice.items()))
+        return f"the checkpoint holds {name!r} twice, as {first!r} and as {second!r}{_more(names.twice)}"
+    faults = list(_shape_faults(names, wanted, stored))
+    if faults:
+        return f"{faults[0]}{_more(faults)}"
+    unexpected = [name for name in names.unused if name not in names.ignored]
+    if unexpected:
+        return f"the checkpoint holds {unexpected[0]!r}, which the class does not know{_more(unexpected)}"
+    return None
+
+
+def _shape_faults(names: ClassNames, wanted: Mapping[str, Shape], stored: Mapping[str, Shape]) -> Iterable[str]:
+    made: dict[int, dict[str, Shape] | str] = {}
+    for name, shape in wanted.items():
+        origin = names.origin(name)
+        if origin is None:
+            continue
+        if isinstance(origin, str):
+            found: Shape | None = stored[origin]
+            sources = [origin]
+        else:
+            if id(origin) not in made:
+                made[id(origin)] = made_shapes(origin, stored, names.shapes)
+            shapes = made[id(origin)]
+            if isinstance(shapes, str):
+                yield f"{_described(name, origin.stored_names)} cannot be converted ({shapes})"
+                continue
+            found, sources = shapes.get(names.name_in_conversion(name)), origin.stored_names
+        if found != shape and (found, shape) != ((), (1,)):
+            yield f"{_described(name, sources)} has shape {list(found or ())}, but the class has {list(shape)}"
+
+
+def _more(faults: Iterable[object]) -> str:
+    count = len(list(faults))
+    return f" (and {count - 1} more)" if count > 1 else ""
+
+
+def _described(name: str, stored: Sequence[str]) -> str:
+    """Return both names of a tensor, for messages."""
+    if list(stored) == [name]:
+        return f"tensor {name!r}"
+    others = f" and {len(stored) - 1} more" if len(stored) > 1 else ""
+    return f"tensor {name!r}, stored as {stored[0]!r}{others},"
+
+
+def _wrong_shape(name: str, stored: Sequence[str], found: Sequence[int], wanted: Sequence[int]) -> StartupError:
+    return StartupError(
+        f"{_described(name, stored)} has shape {list(found)}, but config.json implies {list(wanted)}.",
+        "Use the config.json that belongs to these weights.",
+    )
+
+
+def _cannot_convert(conversion: Conversion, reason: str) -> StartupError:
+    return StartupError(
+        f"{_described(conversion.target, conversion.stored_names)} cannot be converted: {reason}.", _FIX
+    )
