@@ -56,9 +56,13 @@ def _looked_up(directory: Path, ranks: int, trusts_code: bool, stamps: tuple) ->
             "Check that the disk with Python's packages responds, then start again.",
         ) from None
     lines = child.stdout.decode(errors="replace").splitlines()
-    if child.returncode or not lines:
+    if child.returncode or len(lines) < 2:
         raise StartupError(f"{directory}: transformers cannot build its model class ({_last_line(child)}).", _UNKNOWN)
-    return ClassDescription.decoded(lines[-1])
+    if lines[1]:
+        raise StartupError(
+            f"{directory}: {lines[1]}.", "Use a complete checkpoint whose config.json names the right architecture."
+        )
+    return ClassDescription.decoded(lines[0])
 
 
 def _last_line(child: "subprocess.CompletedProcess[bytes]") -> str:

@@ -21,6 +21,8 @@ from oarlock.workers.transformers_backend.private_parts import (
 
 Shape = tuple[int, ...]
 
+_WITHIN_ENTRIES = {1, 2, -1}  # dimensions of a stack that are surely not the first
+
 
 class ShapesOfClass:
     """What operations ask of a model: its config, and the shapes of its whole parameters. It holds no values."""
@@ -77,7 +79,7 @@ class Conversion:
     def _convert(
         self, sources: Mapping[str, Sequence[str]], read: Callable[[str], Tensor], shapes: ShapesOfClass
     ) -> dict[str, Tensor]:
-        converter = deepcopy(self.converter)  # it collects the tensors of one conversion
+        converter: Any = deepcopy(self.converter)  # it collects the tensors of one conversion
         for pattern, names in sources.items():
             for name in names:
                 converter.add_tensor(self.target, name, pattern, read(name))
@@ -106,9 +108,9 @@ class Conversion:
 
 
 def _keeps_entries(operation: object) -> bool:
-    """Return whether an operation on stacks of three dimensions leaves the first one alone."""
+    """Return whether an operation on stacks [experts, ...] leaves the first dimension alone."""
     if isinstance(operation, Transpose):
-        return not {operation.dim0, operation.dim1} & {0, -3}
+        return {operation.dim0, operation.dim1} <= _WITHIN_ENTRIES
     if isinstance(operation, (Chunk, Concatenate, Interleave, Split)):
-        return operation.dim not in (0, -3)
+        return operation.dim in _WITHIN_ENTRIES
     return False

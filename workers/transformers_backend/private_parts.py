@@ -19,6 +19,7 @@ from transformers.core_model_loading import (
     dot_natural_key,
     rename_source_key,
 )
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -41,6 +42,7 @@ __all__ = [
     "WeightRenaming",
     "build_glob_alternation",
     "dot_natural_key",
+    "get_class_from_dynamic_module",
     "get_model_conversion_mapping",
     "rename_source_key",
 ]

@@ -18,7 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from oarlock.workers.attention.forward_batch import ForwardBatch
 from oarlock.workers.recurrent.states import NULL_SLOT, LayerStates, StateStep
 from oarlock.workers.transformers_backend.class_description import StateCall
 
@@ -77,18 +76,17 @@ class SequenceStates:
         self._piece: Piece | None = None
         self._found: dict[tuple[int, int], Tensor] = {}  # layer, part -> its state [1, ...] in the piece's slot
 
-    def begin_step(self, batch: ForwardBatch, layers: Mapping[int, LayerStates]) -> None:
-        """Take the sequences of `batch`, before the class runs. `layers`: states of each layer that has any."""
-        assert batch.state is not None, "a step of a class with states has slots"
+    def begin_step(self, step: StateStep, layers: Mapping[int, LayerStates]) -> None:
+        """Take the sequences of a step, before the class runs. `layers`: states of each layer that has any."""
         self._layers = layers
-        self._pieces = list(pieces_of(batch.state))
-        self._num_tokens = batch.num_tokens
+        self._pieces = list(pieces_of(step))
+        self._num_tokens = self._pieces[-1].end
 
     def run(self, forward: Callable[..., Any], arguments: tuple, named: Mapping[str, Any]) -> Any:
         """Call `forward` for each piece of the step, with the tokens of the piece from all arguments; join the results.
 
-        Arguments and results are tensors [1, T, ...] or [T, ...], or tuples and lists with such tensors. Other
-        arguments are passed as they are.
+        Arguments are cut if they are tensors [1, T, ...], [T] or [T, width], or hold such tensors; others are passed as
+        they are. Results are tensors [1, P, ...] or [P, ...], or tuples of them.
         """
         if self._piece is not None:  # a stateful module inside of another
             return forward(*arguments, **named)
@@ -110,10 +108,10 @@ class SequenceStates:
         if isinstance(value, Tensor):
             if value.dim() > 1 and value.shape[0] == 1 and value.shape[1] == self._num_tokens:
                 return value[:, first:end]
-            return value[first:end] if value.dim() and value.shape[0] == self._num_tokens else value
+            return value[first:end] if value.dim() in (1, 2) and value.shape[0] == self._num_tokens else value
         if type(value) in (tuple, list):
             return type(value)(self._cut(one) for one in value)
-        return value
+        return {key: self._cut(one) for key, one in value.items()} if type(value) is dict else value
 
     def _save(self, piece: Piece) -> None:
         """Copy the states that the module used to the slot in which they are saved."""

@@ -180,7 +180,7 @@ def _matcher(patterns: Iterable[str]) -> Callable[[str], bool]:
 
 
 def _inside(model: PreTrainedModel, wrapper: PreTrainedModel) -> tuple[str, dict[str, str]]:
-    """Return the beginning of the text part's names in `wrapper`, and the name there of each tensor of `model`.
+    """Return the beginning of the text part's names in `wrapper`, and each of `model`'s names with the name there.
 
     The wrapper holds either a whole `model` or its base model, and then a head of the same name.
     """
@@ -189,10 +189,13 @@ def _inside(model: PreTrainedModel, wrapper: PreTrainedModel) -> tuple[str, dict
     for name, module in modules:
         if type(module) is type(model) and name:
             return f"{name}.", {one: f"{name}.{one}" for one in own}
-    base = next((name for name, module in modules if type(module) is type(model.base_model) and name), None)
-    if base is None:
-        raise ValueError(f"{type(wrapper).__name__} has no {type(model.base_model).__name__}")
-    prefix, parts, found = f"{model.base_model_prefix}.", base.split("."), {}
+    for child, part in model.named_children():
+        base = next((name for name, module in modules if type(module) is type(part) and name), None)
+        if isinstance(part, PreTrainedModel) and base is not None:
+            break
+    else:
+        raise ValueError(f"{type(wrapper).__name__} has no part of {type(model).__name__}")
+    prefix, parts, found = f"{child}.", base.split("."), {}
     for one in own:
         around = [".".join([*parts[:length], one]) for length in range(len(parts), -1, -1)]
         head = next((name for name in around if name in known), one)

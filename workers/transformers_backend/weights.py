@@ -31,7 +31,7 @@ class ConvertedWeights:
     """`ClassWeights` over the reader of a checkpoint.
 
     Tensors that are only renamed are read slice by slice. Others are converted whole, and the result of the newest
-    conversion is kept only for further slices of it and its other results.
+    conversion is kept only for further slices of it and its other results. Stacks are converted expert by expert.
     """
 
     def __init__(
@@ -82,6 +82,9 @@ class ConvertedWeights:
                 raise _wrong_shape(name, [origin], found, shape)
             self._source.take(origin, into, shape=shape, dim=dim, start=start)
             return
+        if len(shape) > 2 and origin.is_by_expert and origin.has_one_target:
+            self._take_stack(name, origin, into, tuple(shape), dim, start)
+            return
         whole = self._convert(origin, None, into.dtype)[self._names.name_in_conversion(name)]
         if tuple(whole.shape) != tuple(shape) and (whole.shape, tuple(shape)) != ((), (1,)):
             raise _wrong_shape(name, origin.stored_names, whole.shape, shape)
@@ -127,6 +130,18 @@ class ConvertedWeights:
         """Return stored names of tensors that were not taken, but are tied to a tensor that was."""
         origins = [self._names.origins[name] for group in self._names.tied if group & self._taken for name in group]
         return {name for one in origins for name in ([one] if isinstance(one, str) else one.stored_names)}
+
+    def _take_stack(self, name: str, origin: Conversion, into: Tensor, shape: Shape, dim: int, start: int) -> None:
+        """Convert a stack entry by entry, so that at no time a second copy of it is in memory."""
+        found = self.shape_of(name)
+        if found != shape:
+            raise _wrong_shape(name, origin.stored_names, found or (), shape)
+        check_slice(name, into, shape, dim, start)
+        for index, entry in enumerate(into):
+            if dim == 0:
+                self.take_expert(name, start + index, entry, shape=shape[1:])
+            else:
+                self.take_expert(name, index, entry, shape=shape[1:], dim=dim - 1, start=start)
 
     def _entry(self, name: str, stored: str, expert: int, into: Tensor, shape: Shape) -> Tensor:
         """Read entry `expert` of a stored stack: into `into` if that is all of the entry."""

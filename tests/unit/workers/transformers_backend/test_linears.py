@@ -73,8 +73,7 @@ def test_results_equal_torch(division: Division, dtype: torch.dtype, error: floa
     # A result is rounded once: it is off by half a unit in the last place, and by errors of sums near zero.
     assert ((one.double() - wanted).abs() <= error * wanted.abs() + 4e-5).all()
     assert ((two.double() - wanted).abs() <= error * wanted.abs() + 4e-5).all()
-    if dtype is torch.float32 or division not in (Division.ROW, Division.SPLIT_ROW):
-        assert torch.equal(one, two)
+    assert torch.equal(one, two)
 
 
 @pytest.mark.parametrize("division", DIVISIONS, ids=lambda one: one.name)
