@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from benchmarks.model_classes.outcome import OURS, SIZES, THEIRS, Code, Row, Run
 from benchmarks.model_classes.reference import LARGEST_OWN_ERROR, Truth, truth
-from benchmarks.model_classes.serving import Refusal, open_described, open_transformers
+from benchmarks.model_classes.serving import Refusal, looked_at, open_described, open_transformers
 from benchmarks.model_classes.tiny import ModelClass, tiny_config, tiny_model
 from oarlock.base.errors import StartupError
 from oarlock.workers.distributed.parallel_state import TensorParallel
@@ -86,6 +86,9 @@ class _Judged:
 
     def _run(self, open_model: Open, size: int, plant: Callable[[RankModel], None] | None) -> Run:
         tokens = text()
+
+        if open_model is open_transformers:
+            looked_at(self._path, size)  # once, before ranks ask for it at the same time
 
         def work(tp: TensorParallel) -> dict[str, Tensor]:
             model = open_model(self._path, tp)
