@@ -32,10 +32,11 @@ _CUTS = {
 _SEED = 7
 
 Open = Callable[[Path, TensorParallel], RankModel]
+Plant = Callable[[RankModel], RankModel]
 
 
-def judge(one: ModelClass, plant: Callable[[RankModel], None] | None = None) -> Row:
-    """Return the row of a class. `plant` may break each model that was opened."""
+def judge(one: ModelClass, plant: Plant = lambda model: model) -> Row:
+    """Return the row of a class. `plant` may replace each model that was opened by a wrong one."""
     config, model, fault = _built(one)
     if config is None:
         return Row(one.name, one.model_type, {THEIRS: Code(f"no small model of it can be built ({fault})")})
@@ -72,7 +73,7 @@ class _Judged:
         self._path, self._one, self._model, self._fault = path, one, model, fault
         self._truth: Truth | None = None
 
-    def code(self, name: str, open_model: Open, plant: Callable[[RankModel], None] | None) -> Code | None:
+    def code(self, name: str, open_model: Open, plant: Plant) -> Code | None:
         """Return the results of one code; None: it has no page for the class."""
         runs: dict[int, Run] = {}
         for size in SIZES:
@@ -84,17 +85,14 @@ class _Judged:
                 runs[size] = Run(fault=str(refusal))
         return Code(None, runs)
 
-    def _run(self, open_model: Open, size: int, plant: Callable[[RankModel], None] | None) -> Run:
+    def _run(self, open_model: Open, size: int, plant: Plant) -> Run:
         tokens = text()
 
         if open_model is open_transformers:
             looked_at(self._path, size)  # once, before ranks ask for it at the same time
 
         def work(tp: TensorParallel) -> dict[str, Tensor]:
-            model = open_model(self._path, tp)
-            if plant is not None:
-                plant(model)
-            return _all_ways(model, tokens)
+            return _all_ways(plant(open_model(self._path, tp)), tokens)
 
         try:
             ranks = on_ranks(size, work)
