@@ -295,5 +295,7 @@ class EngineInfo:
     data_parallel_size: int = 1  # replicas; all other values are for one replica
     hidden_size: int = 0  # size of the vectors that requests may ask for
     text_part_of: str | None = None  # class of the multimodal model whose text part is served; None: a text model
+    served_by: str = "oarlock"  # whose code computes the model: oarlock | transformers | checkpoint
+    is_replicated: bool = False  # every one of several ranks holds the weights of all layers
     max_silence_s: float = math.inf  # the longest time without a frame from a working engine
     groups: tuple[GroupInfo, ...] = ()  # memory groups of the model; (): one group of all blocks

@@ -6,12 +6,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from oarlock.workers.config import WorkerConfig
 from oarlock.workers.gguf_config import hf_config
 from oarlock.workers.model_files.gguf_model import GGUFModel
 from oarlock.workers.models.encoders.registry import ENCODERS, describe_encoder, is_encoder, is_scored
 from oarlock.workers.models.hf_fields import read_config
 from oarlock.workers.models.hf_quantization import stored_quantization
 from oarlock.workers.models.registry import GGUF_FAMILIES, describe
+from oarlock.workers.transformers_backend.choice import class_by_name
 
 # Notes: the needs and the limits of a class or of its known checkpoint.
 GATED = "gated download"  # the hub asks for acceptance of its licence
@@ -243,20 +245,25 @@ CATALOGUE = {
 }
 
 
-def served_as(directory: Path, gguf: Path | None = None) -> str:
-    """Return a clause about a model: the class that describes it, and a known checkpoint of that class.
+def served_as(config: WorkerConfig, gguf: Path | None = None) -> str:
+    """Return a clause about the model of `config`: the class that describes it, and a known checkpoint of that class;
+    or the class whose code would compute it.
 
-    Reads `config.json` in `directory`, or the settings of the GGUF file `gguf`; neither weights nor tokenizer. Raises
-    `StartupError` if no class describes the model.
+    Reads `config.json`, or the settings of the GGUF file `gguf`; neither weights nor tokenizer. Raises `StartupError`
+    if it is known already that the model is not served.
     """
-    config = read_config(directory) if gguf is None else hf_config(GGUFModel.open(gguf))
-    if is_encoder(config):
-        describe_encoder(config)
+    directory = Path(config.model_path)
+    found = None if gguf is not None else class_by_name(config)
+    if found is not None:
+        return code_clause(found[0], "checkpoint" if found[1] else "transformers")
+    settings = read_config(directory) if gguf is None else hf_config(GGUFModel.open(gguf))
+    if is_encoder(settings):
+        describe_encoder(settings)
     else:
-        describe(config)
+        describe(settings)
     if gguf is None:
-        stored_quantization(directory, config)
-    return clause(config["architectures"][0])
+        stored_quantization(directory, settings)
+    return clause(settings["architectures"][0])
 
 
 def clause(architecture: str) -> str:
@@ -264,6 +271,24 @@ def clause(architecture: str) -> str:
     entry = CATALOGUE[architecture]
     limit = f", {TEXT}" if TEXT in entry.notes else ""
     return f"described as {architecture}, the class of {entry.checkpoint}{limit}"
+
+
+def code_clause(architecture: str, served_by: str) -> str:
+    """Return the clause about a class without a description. `served_by`: see `DecoderSpec`."""
+    code = "the checkpoint's own" if served_by == "checkpoint" else "transformers'"
+    return f"computed by {code} code ({architecture})"
+
+
+def code_limits(*, is_replicated: bool) -> str:
+    """Return the costs of serving a class with transformers' code. `is_replicated`: see `DecoderSpec`."""
+    weights = "every rank holds the weights of all layers, because the class has no plan for tensor parallelism"
+    limits = ["slower than a described family", "no pipeline stages", "other numbers of ranks may give other bits"]
+    return "; ".join([*limits, *([weights] if is_replicated else [])])
+
+
+def code_line(architecture: str, served_by: str, *, is_replicated: bool) -> str:
+    """Return a line about the code that computes a class without a description, with its costs."""
+    return f"{code_clause(architecture, served_by)}: {code_limits(is_replicated=is_replicated)} (docs/models.md)"
 
 
 def by_family(entries: Iterable[Entry]) -> dict[str, list[Entry]]:

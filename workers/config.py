@@ -1,7 +1,7 @@
 """The configuration of a rank, and the report of ranks after loading. Frozen, torch-free, sent between processes as
 JSON.
 
-Defaults of flags are in `server/config/option_groups.py`.
+Defaults of flags are in `server/config/model_options.py` and `option_groups.py`.
 """
 
 import json
@@ -233,6 +233,8 @@ class WorkerInfo:
     whole_texts: bool = False  # an encoder: a step computes each text whole, and returns vectors, no tokens
     num_labels: int = 0  # labels of its classification head; 0: it has none
     text_part_of: str | None = None  # class of the multimodal model whose text part is served; None: a text model
+    served_by: str = "oarlock"  # whose code computes the model: oarlock | transformers | checkpoint
+    is_replicated: bool = False  # every one of several ranks holds the weights of all layers
     groups: tuple[GroupInfo, ...] = ()  # memory groups, in the order of `table_groups`; (): one group of all blocks
 
     def to_json(self) -> str:

@@ -211,6 +211,8 @@ def engine_info(config: EngineConfig, executor: "Executor") -> EngineInfo:
         nnodes=worker.nnodes,
         hidden_size=info.hidden_size,
         text_part_of=info.text_part_of,
+        served_by=info.served_by,
+        is_replicated=info.is_replicated,
         groups=info.groups,
         max_silence_s=config.heartbeat_interval_s + worker.step_timeout_s,
     )

@@ -12,7 +12,9 @@ from oarlock.server.config.settings import OPTIONS
 if TYPE_CHECKING:
     from oarlock.workers.catalogue import Entry
 
-_PULLED_SETTINGS = {"model", "revision", "download_dir", "offline", "load_format", "runner"}
+_PULLED_SETTINGS = {
+    "model", "model_impl", "trust_remote_code", "revision", "download_dir", "offline", "load_format", "runner",
+}  # fmt: skip
 _NAME_SIZE = 48  # characters of a name to which others are aligned
 _SHORT = 8  # characters of a commit
 

@@ -1,6 +1,6 @@
 """Every option of the server as one dataclass: the operator's settings, and the engine's configuration made from them.
 
-The options themselves are in `option_groups.py`.
+The options themselves are in `model_options.py` and `option_groups.py`.
 """
 
 import json
@@ -10,6 +10,7 @@ from typing import Any
 
 from oarlock.engine.config import EngineConfig, KvEventsConfig
 from oarlock.server.config.json_options import parse_kv_events_config, parse_speculative_config
+from oarlock.server.config.model_options import FIT_TO_MEMORY, ModelSettings
 from oarlock.server.config.option_checks import (
     check_allowed_hosts,
     check_allowed_origins,
@@ -23,11 +24,9 @@ from oarlock.server.config.option_checks import (
     unknown_name,
 )
 from oarlock.server.config.option_groups import (
-    FIT_TO_MEMORY,
     DeviceSettings,
     HttpSettings,
     LogSettings,
-    ModelSettings,
     NodeSettings,
     SchedulingSettings,
 )
@@ -99,6 +98,8 @@ class Settings(LogSettings, SchedulingSettings, NodeSettings, DeviceSettings, Ht
             enable_expert_parallel=self.enable_expert_parallel,
             nnodes=self.nnodes,
             data_parallel_size=self.data_parallel_size,
+            model_impl=self.model_impl,
+            trust_remote_code=self.trust_remote_code,
             load_format=self.load_format,
             check_weights=self.check_weights,
             seed=self.seed,

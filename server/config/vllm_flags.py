@@ -40,9 +40,6 @@ _STATES = "states of recurrent layers are float32, except the inputs of convolut
 FLAGS: dict[str, Flag] = {
     **_switches("tools are always enabled, and the model chooses unless the request does.", "enable-auto-tool-choice"),
     **_switches("reasoning is recognised by the markers in the model's chat template.", "enable-reasoning"),
-    "trust-remote-code": Flag(
-        "code in a checkpoint is never run, and no supported model needs any.", is_switch=True, is_either=True
-    ),
     **_switches("prompts are always computed in chunks, together with running sequences.", "enable-chunked-prefill"),
     **_values("CUDA graphs support sequences of any length.", "max-seq-len-to-capture"),
     **_values("preempted sequences are recomputed, so no swap space is used.", "swap-space"),

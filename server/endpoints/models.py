@@ -7,7 +7,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from oarlock.server.endpoints.serving import OpenAIServing
+from oarlock.server.endpoints.serving import OpenAIServing, served_by
 from oarlock.server.http.api_route import ErrorHandlingRoute
 from oarlock.server.http.openapi import describe
 
@@ -42,6 +42,7 @@ def _card(serving: OpenAIServing, name: str) -> dict[str, Any]:
         "max_model_len": serving.max_len,
         "architecture": info.architecture,
         "text_part_of": info.text_part_of,  # class of the multimodal model; None: a text model
+        **served_by(info),
         "num_parameters": info.num_parameters,
         "vocab_size": info.vocab_size,
         "dtype": info.dtype,

@@ -30,6 +30,7 @@ from oarlock.server.observability.logs import event, logger
 from oarlock.server.observability.metrics import HttpCounters, exposition
 from oarlock.server.schemas.strict_model import MAX_TIMEOUT_S, MEDIA, StrictModel
 from oarlock.server.version import VERSION
+from oarlock.workers.catalogue import code_limits
 
 STATS_TIMEOUT_S = 2.0
 _BodyT = TypeVar("_BodyT", bound=StrictModel)
@@ -234,6 +235,14 @@ def connect_engine(
         async_llm.on_finish.append(_log_generation)
     state.async_llm = async_llm
     return async_llm
+
+
+def served_by(info: EngineInfo) -> dict[str, str | None]:
+    """Return the fields of a model card about the code that computes the model, and the costs of it if it is not our
+    own."""
+    is_own = info.served_by == "oarlock"
+    note = None if is_own else code_limits(is_replicated=info.is_replicated)
+    return {"served_by": info.served_by, "served_by_note": note}
 
 
 def _log_generation(generation: Generation) -> None:

@@ -15,7 +15,7 @@ from oarlock.workers.catalogue import served_as
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """The class that describes a model; or cause and fix, if no class does."""
+    """The class that describes or computes a model; or cause and fix, if none does."""
 
     text: str
     fix: str = ""  # empty if the model is served
@@ -29,7 +29,9 @@ def description(settings: Settings) -> Description | None:
     """Return the description of the model of `settings`, or None if no file of it is on this machine."""
     try:
         path = _path(settings)
-        return None if path is None else Description(served_as(path, gguf_model(path)))
+        if path is None:
+            return None
+        return Description(served_as(settings.engine_config(str(path)).worker, gguf_model(path)))
     except StartupError as error:
         return Description(error.cause, error.fix)
 

@@ -24,7 +24,7 @@ from huggingface_hub.errors import (
 
 from oarlock.base.errors import StartupError
 from oarlock.base.paths import hub_cache
-from oarlock.server.hub.files import Download, HubFile, Snapshot, check_room, is_of_module, is_small, look_up
+from oarlock.server.hub.files import Download, HubFile, Snapshot, check_room, is_code, is_of_module, is_small, look_up
 from oarlock.server.hub.model_path import HubModel
 from oarlock.server.hub.transfer import Report, damaged, remove
 from oarlock.workers.model_files.checkpoint import weight_files
@@ -202,8 +202,11 @@ def _from_hub(request: HubModel, cache: Path, report: Report, check_small_files:
     if request.check_digests and snapshot.directory.is_dir():
         remove(damaged(snapshot.directory, report))
     small = Download(request.model, snapshot, lambda phase, fraction, detail: report(phase, 0.0, "its description"))
+    worker = request.engine.worker.with_(model_path=str(snapshot.directory))
     small.fetch([by_name[name] for name in DESCRIPTIONS if name in by_name])
-    check_without_weights(request.engine.worker.with_(model_path=str(snapshot.directory)))
+    if worker.trust_remote_code:
+        small.fetch([file for file in files if is_code(file)])
+    check_without_weights(worker)
     small.fetch([file for file in files if is_small(file)])
     check_small_files(snapshot.directory)
     weights = _weights(request, snapshot, by_name.keys())

@@ -133,6 +133,11 @@ def is_small(file: HubFile) -> bool:
     return not is_foreign_index and any(fnmatch.fnmatchcase(file.name, pattern) for pattern in _SMALL)
 
 
+def is_code(file: HubFile) -> bool:
+    """Return whether it is Python code of the checkpoint, which is fetched only with `--trust-remote-code`."""
+    return file.name.endswith(".py") and "/" not in file.name
+
+
 def is_of_module(file: HubFile) -> bool:
     """Return whether it is in the folder of a sentence-transformers module."""
     return _MODULE.fullmatch(file.name) is not None

@@ -15,6 +15,7 @@ from oarlock.engine.types import EngineInfo
 from oarlock.server.config.options import format_size
 from oarlock.server.hub.transfer import in_words
 from oarlock.server.observability.logs import event, logger
+from oarlock.workers.catalogue import code_line
 from oarlock.workers.config import window_blocks
 
 _log = logger("start")
@@ -150,6 +151,7 @@ def banner(
         f"  URL      {url}",
         *([f"  page     {url}/ in a browser"] if page else []),
         f"  model    {', '.join(names)} ({info.architecture}{_whole(info)}, {_parameters(info)})",
+        *_code(info),
         *(_wrapped("about", about) if about else []),
         f"  compute  {compute}, attention {info.attention_backend}, weights{form} {per_rank} per rank",
         *([f"  values   {_rounding(info)}"] if info.input_rounding else []),
@@ -171,6 +173,13 @@ def _wrapped(label: str, text: str) -> list[str]:
 def _whole(info: EngineInfo) -> str:
     """Return the multimodal model whose text part is served, as text; empty for a text model."""
     return "" if info.text_part_of is None else f", the text part of {info.text_part_of}"
+
+
+def _code(info: EngineInfo) -> list[str]:
+    """Return the lines about the code that computes the model; none for a described family."""
+    if info.served_by == "oarlock":
+        return []
+    return _wrapped("code", code_line(info.architecture, info.served_by, is_replicated=info.is_replicated))
 
 
 def _rounding(info: EngineInfo) -> str:

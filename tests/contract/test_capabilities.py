@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 
@@ -11,6 +12,7 @@ import pytest
 from oarlock.server.http.docs_page import parameters
 from oarlock.server.http.request_body import NEUTRAL_VALUES
 from oarlock.server.schemas.chat import TokenizeRequest
+from tests.contract.conftest import INFO
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 NEEDED = {
@@ -183,3 +185,17 @@ def test_limits_features_and_every_route(make_stage):
     schemas = document["components"]["schemas"]
     for name in ("CompletionRequest", "ChatRequest"):
         assert all(parameter.get("does") for parameter in parameters(schemas, name).values()), name
+
+
+def test_the_card_and_the_features_name_the_code_that_computes_the_model(make_stage):
+    async def cards(stage):
+        async with stage.client() as client:
+            card = (await client.get("/v1/models/demo")).json()
+            return card, (await client.get("/v1/capabilities")).json()["features"]
+
+    for shown in anyio.run(cards, make_stage()):
+        assert (shown["served_by"], shown["served_by_note"]) == ("oarlock", None)
+    info = dataclasses.replace(INFO, served_by="transformers", is_replicated=True)
+    for shown in anyio.run(cards, make_stage(info=info)):
+        assert shown["served_by"] == "transformers"
+        assert "slower" in shown["served_by_note"] and "every rank holds" in shown["served_by_note"]

@@ -18,7 +18,11 @@ OTHERS = ("tests", "models", "benchmarks", "tools", "integrations")
 ONLY_IN: list[tuple[str, str, tuple[str, ...]]] = [
     (r"\.(?:expanduser|getuser|HF_HUB_CACHE|HF_HOME)\b|\bPath\.home\(", "Path('~').expanduser()", ("base/paths.py",)),
     (r"\bsys\.executable\b", "Popen([sys.executable])", ("base/python_child.py",)),
-    (r"\btrust_remote_code=(?!False\b)", "from_pretrained(path, trust_remote_code=flag)", ()),
+    (
+        r"\btrust_remote_code=(?!False\b)",
+        "from_pretrained(path, trust_remote_code=flag)",
+        ("server/config/settings.py", "workers/transformers_backend/"),
+    ),
     (
         r"\bimport torch\.distributed\b|\bfrom torch\.distributed\b|\bfrom torch import distributed\b",
         "import torch.distributed as dist",

@@ -28,6 +28,7 @@ CONCERNS: dict[str, tuple[str, ...]] = {
         "-k",
         "(separate_products and float32) or multiply_inputs",
     ),
+    "class-experts": ("tests/unit/workers/transformers_backend/test_experts.py",),
     "router": ("tests/unit/workers/layers/test_router.py", *_AVX2),
     "sampling-kernels": (
         "tests/unit/workers/sampling/test_sampling.py",

@@ -8,6 +8,7 @@ from oarlock.base.errors import StartupError
 from oarlock.base.host_memory import human_bytes
 from oarlock.workers.attention.backend import KVSpec
 from oarlock.workers.attention.selector import BACKENDS
+from oarlock.workers.catalogue import code_line
 from oarlock.workers.config import NO_ATTENTION, WorkerConfig
 from oarlock.workers.doctor.finding import ERROR, NOTE, OK, Finding
 from oarlock.workers.gguf_config import open_checkpoint
@@ -30,7 +31,7 @@ def findings(config: WorkerConfig) -> list[Finding]:
         return [Finding("model", error.cause, ERROR, error.fix)]
     if resolved.whole_texts:
         return [_encoder(resolved), _threads(resolved)]
-    return [_model(resolved), _threads(resolved), _attention(resolved)]
+    return [_model(resolved), *_code(resolved), _threads(resolved), _attention(resolved)]
 
 
 def described(text: str, fix: str) -> Finding:
@@ -60,6 +61,16 @@ def _model(config: WorkerConfig) -> Finding:
     return Finding(
         "model", f"{text}{human_bytes(size)} of weights over {config.tensor_parallel_size} rank(s)", facts=facts
     )
+
+
+def _code(config: WorkerConfig) -> list[Finding]:
+    """Report the code that computes a class without a description, and its costs."""
+    spec = resolved_spec(config)
+    if spec.served_by == "oarlock":
+        return []
+    is_replicated = config.tensor_parallel_size > 1 and spec.is_replicated
+    text = code_line(spec.architecture, spec.served_by, is_replicated=is_replicated)
+    return [Finding("code", text, NOTE, facts={"served_by": spec.served_by, "is_replicated": is_replicated})]
 
 
 def _encoder(config: WorkerConfig) -> Finding:

@@ -192,11 +192,21 @@ class DecoderSpec:
     wrapper: str | None = None  # class of the multimodal model of which this is the text part; None: no such model
     # Every tensor of a class that transformers' code computes; None: the layers describe theirs.
     class_tensors: tuple[TensorSpec, ...] | None = None
+    is_remote_code: bool = False  # that class is Python code of the checkpoint
 
     @property
     def served_by(self) -> str:
-        """The code that computes the model: "oarlock", or "transformers" for a class without a description here."""
-        return "oarlock" if self.class_tensors is None else "transformers"
+        """The code that computes the model: "oarlock", or for a class without a description here "transformers", or
+        "checkpoint" for Python code of the checkpoint."""
+        if self.class_tensors is None:
+            return "oarlock"
+        return "checkpoint" if self.is_remote_code else "transformers"
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether every tensor-parallel rank holds the weights of all layers, since no plan divides them."""
+        whole = (Sharding.NONE, Sharding.VOCABULARY)
+        return self.class_tensors is not None and all(tensor.sharding in whole for tensor in self.class_tensors)
 
     @property
     def num_layers(self) -> int:

@@ -157,7 +157,13 @@ class Checkpoint:
 
         Raise `StartupError` naming the file, and the tensor if a tensor is at fault.
         """
-        stored = _located(directory)
+        single = directory / SINGLE_FILE
+        if is_there(single):
+            stored = {name: LocatedTensor(single, entry) for name, entry in read_header(single).items()}
+        elif is_there(directory / INDEX_FILE):
+            stored = _open_sharded(directory)
+        else:
+            raise _no_weights(str(directory), {entry.name for entry in directory.iterdir()})
         tensors: dict[str, LocatedTensor] = {}
         stored_names: dict[str, str] = {}
         for name, ours, located in names.tensors(stored):
@@ -172,12 +178,6 @@ class Checkpoint:
         if names.splits_experts:
             tensors = split_experts(tensors)
         return Checkpoint(directory, tensors, stored_names if is_renamed else None)
-
-    @staticmethod
-    @gc_paused()
-    def as_stored(directory: Path) -> "Checkpoint":
-        """Read and check every header, and leave names and layouts as they are stored. Raise as `open` does."""
-        return Checkpoint(directory, _located(directory))
 
     def stored_module(self, module: str) -> str:
         """Return the name that the checkpoint has for one of our modules.
@@ -205,11 +205,6 @@ class Checkpoint:
                 mine, theirs = mine[0].rpartition("."), theirs[0].rpartition(".")
         return found
 
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the tensors, by our names."""
-        return {name: located.entry.shape for name, located in self.tensors.items()}
-
     def find(self, name: str) -> LocatedTensor | None:
         return self.tensors.get(name)
 
@@ -221,16 +216,6 @@ def weight_files(directory: Path, names: Collection[str], model: str) -> list[st
     if INDEX_FILE in names:
         return sorted(set(_read_index(directory / INDEX_FILE).values()))
     raise _no_weights(model, names)
-
-
-def _located(directory: Path) -> dict[str, LocatedTensor]:
-    """Return the tensors of the directory's files by their stored names."""
-    single = directory / SINGLE_FILE
-    if is_there(single):
-        return {name: LocatedTensor(single, entry) for name, entry in read_header(single).items()}
-    if is_there(directory / INDEX_FILE):
-        return _open_sharded(directory)
-    raise _no_weights(str(directory), {entry.name for entry in directory.iterdir()})
 
 
 def _open_sharded(directory: Path) -> dict[str, LocatedTensor]:

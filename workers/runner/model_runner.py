@@ -173,6 +173,8 @@ class ModelRunner(StepRunner[DecoderSteps]):
             kv_bytes_per_token_per_rank=groups.bytes_per_token,
             sliding_window=groups.longest_span,
             text_part_of=spec.wrapper,
+            served_by=spec.served_by,
+            is_replicated=self.tp.size > 1 and spec.is_replicated,
             step_cost=self.step_cost,
             kv_offload=None if self.kv_offload is None else self.kv_offload.info,
         )

@@ -18,7 +18,7 @@ from oarlock.workers.models.registry import describe, has_page, read_spec
 from oarlock.workers.transformers_backend.class_description import ClassDescription
 from oarlock.workers.transformers_backend.class_facts import class_description
 from oarlock.workers.transformers_backend.served_class import spec_of
-from oarlock.workers.transformers_backend.tested import tested_classes
+from oarlock.workers.transformers_backend.tested import check_release, tested_classes
 
 FLAG = "--model-impl"
 _OTHER_CODE = f"Or try {FLAG} transformers, which uses transformers' own class if it can be served."
@@ -54,6 +54,21 @@ def resolved_spec(config: WorkerConfig) -> DecoderSpec:
         return read_spec(config.model_path, config.max_model_len, tied=config.tie_word_embeddings)
     spec = spec_of(ClassDescription.decoded(config.served_class), _dtype(read_config(Path(config.model_path))))
     return spec.for_length(config.max_model_len or spec.default_length)
+
+
+def class_by_name(config: WorkerConfig) -> tuple[str, bool] | None:
+    """Return the class without a description that would compute the model, and whether it is code of the checkpoint.
+
+    None: a described family. Reads only `config.json`. Raises `StartupError` for a class that is refused by its name.
+    """
+    hf_config = read_config(Path(config.model_path))
+    name = architecture_of(hf_config)
+    if name is None or config.model_impl == "oarlock" or (config.model_impl == "auto" and has_page(name)):
+        return None
+    is_own_code = bool(hf_config.get("auto_map")) and config.trust_remote_code
+    if not is_own_code:
+        _check_tested(name, hf_config, config)
+    return name, is_own_code
 
 
 def architecture_of(hf_config: dict[str, Any]) -> str | None:
@@ -107,6 +122,7 @@ def _looked_at(config: WorkerConfig, hf_config: dict[str, Any], name: str | None
     is_own_code = bool(hf_config.get("auto_map")) and config.trust_remote_code
     if not is_own_code:
         _check_tested(name, hf_config, config)
+    check_release()
     description = class_description(directory, config.tensor_parallel_size, trusts_code=config.trust_remote_code)
     if description.is_remote and not is_own_code:
         raise AssertionError("a look without trust runs no code of the checkpoint")

@@ -114,3 +114,21 @@ def _keeps_entries(operation: object) -> bool:
     if isinstance(operation, (Chunk, Concatenate, Interleave, Split)):
         return operation.dim in _WITHIN_ENTRIES
     return False
+
+
+# What transformers' operations raise for tensors that do not fit.
+CONVERSION_ERRORS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
+
+
+def made_shapes(conversion: Conversion, stored: Mapping[str, Shape], shapes: ShapesOfClass) -> dict[str, Shape] | str:
+    """Return the shapes that a conversion makes of stored shapes, or the reason why it fails; no data is read."""
+    try:
+        made = conversion.run(lambda name: torch.empty(stored[name], device="meta"), shapes)
+    except CONVERSION_ERRORS as error:
+        return one_line(error)
+    return {name: tuple(tensor.shape) for name, tensor in made.items()}
+
+
+def one_line(error: Exception) -> str:
+    """Return the kind and the text of an error, shortened if it is long."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]

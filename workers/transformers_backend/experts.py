@@ -103,8 +103,9 @@ class ExpertsPart(nn.Module):
             self.described = replace(self.described, top_k=top_k_index.shape[-1])
             return torch.empty_like(hidden_states)
         rows = hidden_states.reshape(-1, self.described.hidden)
+        choices = top_k_index.shape[-1]
         ids, scales = _ascending(
-            top_k_index.reshape(len(rows), -1), top_k_weights.reshape(len(rows), -1), self.described.experts
+            top_k_index.reshape(-1, choices), top_k_weights.reshape(-1, choices), self.described.experts
         )
         total = self._all_reduce(self.stack(rows.to(self.placement.dtype).contiguous(), ids.int(), scales))
         if self.described.identities:

@@ -21,6 +21,7 @@ from oarlock.base.errors import StartupError
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.layers.placement import Placement
 from oarlock.workers.model_files.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
+from oarlock.workers.model_files.tensor_names import AS_STORED
 from oarlock.workers.transformers_backend.building import build, class_tensors, without_weights
 from oarlock.workers.transformers_backend.class_description import AttentionCall, ClassDescription, StateCall
 from oarlock.workers.transformers_backend.experts import experts_of
@@ -35,7 +36,7 @@ from oarlock.workers.transformers_backend.observers import (
 )
 from oarlock.workers.transformers_backend.opening import OpenClass, open_directory, open_named
 from oarlock.workers.transformers_backend.private_parts import PretrainedConfig, PreTrainedModel
-from oarlock.workers.transformers_backend.switch import ClassSwitch
+from oarlock.workers.transformers_backend.switch import ClassSwitch, base_name
 from oarlock.workers.transformers_backend.tracked_tensors import Positions
 from oarlock.workers.transformers_backend.weights import names_fault
 
@@ -121,8 +122,7 @@ def _looked_at(model: PreTrainedModel, vocabulary: int, ranks: int) -> Observer:
     """Run `model` for a row of one sequence, and return what it asked for; if it has states, also for later rows."""
     if "position_ids" not in inspect.signature(model.forward).parameters:
         raise Refused("it counts positions by itself")
-    base = getattr(model, model.base_model_prefix or " ", None)
-    if not isinstance(base, nn.Module) or base is model:
+    if base_name(model) is None:
         raise Refused("its output head is not apart from its layers")
     names, head = {id(module): name for name, module in model.named_modules()}, model.get_output_embeddings()
     switch = ClassSwitch(model)
@@ -184,8 +184,10 @@ def _with_heads(whole: AttentionCall, local: AttentionCall, ranks: int) -> Atten
             if whole.kv_heads != kv_heads * size:
                 break
             return replace(whole, is_divided=is_divided)
-    raise Refused(f"the heads of layer {whole.layer}: {whole.heads} and {whole.kv_heads}, of a rank {local.heads} and "
-                  f"{local.kv_heads}")
+    raise Refused(
+        f"the heads of layer {whole.layer}: {whole.heads} and {whole.kv_heads}, of a rank {local.heads} and "
+        f"{local.kv_heads}"
+    )
 
 
 def _with_rows(whole: StateCall, local: StateCall | None, ranks: int) -> StateCall:
@@ -229,8 +231,8 @@ def _fault_of_names(opened: OpenClass, directory: Path) -> str | None:
     """Return one line about a tensor that the checkpoint lacks, or that the class does not have; None if none is."""
     if not any((directory / name).exists() for name in (SINGLE_FILE, INDEX_FILE)):
         return None
-    tensors = Checkpoint.open(directory).tensors
-    return names_fault(_whole(opened), {name: tensor.entry.shape for name, tensor in tensors.items()})
+    stored = {name: tensor.entry.shape for name, tensor in Checkpoint.open(directory, AS_STORED).tensors.items()}
+    return names_fault(_whole(opened), stored, wrapper=opened.wrapper_without_weights())
 
 
 def look(directory: Path, ranks: int, *, trusts_code: bool) -> tuple[ClassDescription, str | None]:

@@ -62,7 +62,7 @@ class TransformersModel:
         self.placement = Placement(tp, dtype, device, formats, slices)
         attention.register()
         self._directory = Path(config.model_path)
-        self._kind, self._config = open_class(self._directory, description)
+        self._opened = open_class(self._directory, description)
         self._built: BuiltClass = build(self._without_weights(), self.placement)
         self._states = make_all_stateful(self._built.model, description.states)
         self._class = ClassSwitch(self._built.model)
@@ -73,7 +73,7 @@ class TransformersModel:
         self.attention_specs = list(self._layers.values())
 
     def _without_weights(self) -> Any:
-        return without_weights(self._kind, self._config, attention.IMPLEMENTATION, self.placement.dtype)
+        return without_weights(self._opened.kind, self._opened.config, attention.IMPLEMENTATION, self.placement.dtype)
 
     def _pages_group(self, layer: int) -> int | None:
         return self.spec.group_of(layer, PagesSpec)
@@ -128,7 +128,9 @@ class TransformersModel:
         if isinstance(weights, DummyWeights):
             return DummyClassWeights(weights)
         tensors = Checkpoint.open(self._directory, AS_STORED).tensors
-        return ConvertedWeights(self._without_weights(), weights, {n: t.entry.shape for n, t in tensors.items()})
+        stored = {name: tensor.entry.shape for name, tensor in tensors.items()}
+        wrapper = self._opened.wrapper_without_weights()
+        return ConvertedWeights(self._without_weights(), weights, stored, wrapper=wrapper)
 
     def _load_own(self, tensor: OwnTensor, weights: WeightSource) -> None:
         tp = self.placement.tp
@@ -148,9 +150,9 @@ class TransformersModel:
     ) -> Tensor:
         """Run one step; return [T, hidden] as the class hands it to its output head. See `RankModel.__call__`."""
         assert hidden is None, "it has no pipeline stages"
-        if self.description.states:
+        if batch.state is not None:
             of_layers = {layer: one.states for layer, one in enumerate(memory) if one.states is not None}
-            self._states.begin_step(batch, of_layers)
+            self._states.begin_step(batch.state, of_layers)
         step = attention.RunningStep(batch, memory, backends, plans, self.pages_of, self._layers)
         attention.run_within(step)
         try:

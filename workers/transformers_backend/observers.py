@@ -106,7 +106,7 @@ class Observer(TorchFunctionMode):
             return tuple(torch.empty(0, dtype=torch.int64, device="meta") for _ in range(dims))
         return torch.empty((0, dims), dtype=torch.int64, device="meta")
 
-    def use_positions(self, operation: str, args: tuple, positions: Positions) -> None:
+    def use_positions(self, operation: str, args: tuple, named: Mapping[str, Any], positions: Positions) -> None:
         """Note that the class computes with positions, or with the tokens that it has counted."""
         others = [one for one in args if isinstance(one, Tensor) and not isinstance(one, Positions)]
         if positions.is_own:
@@ -116,10 +116,10 @@ class Observer(TorchFunctionMode):
         self.uses_positions = True
         if operation != "embedding" or positions.numbers is None:
             return
-        if len(args) > 2 and args[2] is not None:
-            raise Refused("its table of positions begins after the padding index")
         moved = positions.numbers.reshape(-1)[: self._tokens] - torch.arange(FIRST, FIRST + self._tokens)
         if bool((moved == moved[0]).all()):
+            if named.get("padding_idx") is not None and int(moved[0]) == 0:
+                raise Refused("its table of positions begins after the padding index")
             rows = others[0].shape[0] - int(moved[0])
             self.positions_limit = rows if self.positions_limit is None else min(rows, self.positions_limit)
 

@@ -86,6 +86,7 @@ def spec_of(description: ClassDescription, dtype: str | None) -> DecoderSpec:
         dtype=dtype,
         names=AS_STORED,
         class_tensors=tensors,
+        is_remote_code=description.is_remote,
     )
 
 

@@ -6,10 +6,24 @@ structure looks.
 
 import json
 from functools import lru_cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
+from oarlock.base.errors import StartupError
+
+RELEASE = "5.23"  # minor version of transformers with which the classes were tested; pyproject.toml has the same
 _FILE = Path(__file__).with_name("tested_classes.json")
+
+
+def check_release() -> None:
+    """Raise `StartupError` unless the installed transformers has the minor version that was tested."""
+    found = version("transformers")
+    if found.split(".")[:2] != RELEASE.split("."):
+        raise StartupError(
+            f"transformers {found} is installed, and its code for model classes was tested with {RELEASE} only.",
+            f"Install that version: pip install 'transformers=={RELEASE}.*'",
+        )
 
 
 class Tested(NamedTuple):

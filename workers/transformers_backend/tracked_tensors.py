@@ -20,6 +20,9 @@ _ELEMENTWISE = {
 }  # fmt: skip
 
 
+PositionUse = Callable[[str, tuple, Mapping[str, Any], "Positions"], None]
+
+
 class Mask(Tensor):
     """A mask [1, 1, queries, keys] without values that knows its kind, also after it is cut or expanded."""
 
@@ -47,15 +50,16 @@ class Mask(Tensor):
 class Positions(Tensor):
     """Positions of tokens, or numbers that follow only from them; `numbers` holds their values.
 
-    `use` is called if they are combined with other tensors: (operation, its arguments, the positions among them).
+    `use` is called if they are combined with other tensors: (operation, its arguments, those with names, the positions
+    among them).
     """
 
     numbers: Tensor | None = None  # None: not known
     is_own: bool = False  # the class has counted the tokens of the row by itself
-    use: Callable[[str, tuple, "Positions"], None]
+    use: PositionUse
 
     @staticmethod
-    def of(numbers: Tensor, use: Callable[[str, tuple, "Positions"], None], *, is_own: bool = False) -> "Positions":
+    def of(numbers: Tensor, use: PositionUse, *, is_own: bool = False) -> "Positions":
         found = torch.empty_like(numbers, device="meta").as_subclass(Positions)
         found.numbers, found.use, found.is_own = numbers, use, is_own
         return found
@@ -72,7 +76,7 @@ class Positions(Tensor):
             return result
         first = next((one for one in positions if one.is_own), positions[0])
         if any(not isinstance(one, Positions) and one.dim() for one in given):
-            first.use(_name(func), args, first)
+            first.use(_name(func), args, kwargs, first)
             return result.as_subclass(Tensor)
         result.use, result.is_own, result.numbers = first.use, first.is_own, None
         numbers = _applied(func, args, kwargs, result)

@@ -8,10 +8,9 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from oarlock.workers.transformers_backend.conversions import Conversion, Shape, ShapesOfClass
+from oarlock.workers.transformers_backend.conversions import Conversion, Shape, ShapesOfClass, made_shapes
 from oarlock.workers.transformers_backend.private_parts import (
     PreTrainedModel,
     WeightConverter,
@@ -121,15 +120,6 @@ def _targets(conversion: Conversion, stored: Mapping[str, Shape], shapes: Shapes
         yield from made
 
 
-def made_shapes(conversion: Conversion, stored: Mapping[str, Shape], shapes: ShapesOfClass) -> dict[str, Shape] | str:
-    """Return the shapes that a conversion makes of stored shapes, or the reason why it fails; no data is read."""
-    try:
-        made = conversion.run(lambda name: torch.empty(stored[name], device="meta"), shapes)
-    except (RuntimeError, ValueError, IndexError, KeyError, AttributeError, TypeError) as error:
-        return " ".join(f"{type(error).__name__}: {error}".split())[:200]
-    return {name: tuple(tensor.shape) for name, tensor in made.items()}
-
-
 def _find_tied(names: ClassNames, model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:
     """Find the tensors that are one, and for those that are not stored the one that is."""
     groups: dict[int, set[str]] = {}
@@ -180,7 +170,7 @@ def _matcher(patterns: Iterable[str]) -> Callable[[str], bool]:
 
 
 def _inside(model: PreTrainedModel, wrapper: PreTrainedModel) -> tuple[str, dict[str, str]]:
-    """Return the beginning of the text part's names in `wrapper`, and each of `model`'s names with the name there.
+    """Return the beginning of the text part's names in `wrapper`, and the name there of each tensor of `model`.
 
     The wrapper holds either a whole `model` or its base model, and then a head of the same name.
     """
@@ -189,15 +179,18 @@ def _inside(model: PreTrainedModel, wrapper: PreTrainedModel) -> tuple[str, dict
     for name, module in modules:
         if type(module) is type(model) and name:
             return f"{name}.", {one: f"{name}.{one}" for one in own}
-    for child, part in model.named_children():
-        base = next((name for name, module in modules if type(module) is type(part) and name), None)
-        if isinstance(part, PreTrainedModel) and base is not None:
-            break
-    else:
+    places = {type(module): name for name, module in reversed(modules) if name}  # the first module of each class
+    child = next((name for name, part in model.named_children() if type(part) in places and _is_model(part)), None)
+    if child is None:
         raise ValueError(f"{type(wrapper).__name__} has no part of {type(model).__name__}")
+    base = places[type(model.get_submodule(child))]
     prefix, parts, found = f"{child}.", base.split("."), {}
     for one in own:
         around = [".".join([*parts[:length], one]) for length in range(len(parts), -1, -1)]
         head = next((name for name in around if name in known), one)
         found[one] = f"{base}.{one.removeprefix(prefix)}" if one.startswith(prefix) else head
     return f"{base}.", found
+
+
+def _is_model(module: nn.Module) -> bool:
+    return isinstance(module, PreTrainedModel)

@@ -6,10 +6,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from oarlock.base.errors import StartupError
-from oarlock.workers.transformers_backend.conversions import Conversion, Shape
+from oarlock.base.errors import StartupError, shown
+from oarlock.workers.transformers_backend.conversions import CONVERSION_ERRORS, Conversion, Shape, made_shapes, one_line
 from oarlock.workers.transformers_backend.private_parts import PreTrainedModel
-from oarlock.workers.transformers_backend.weight_names import ClassNames, class_names, made_shapes
+from oarlock.workers.transformers_backend.weight_names import ClassNames, class_names
 from oarlock.workers.weights.source import DummyWeights, WeightSource, check_slice
 
 _FIX = "Use a complete checkpoint whose config.json names the right architecture."
@@ -173,9 +173,8 @@ class ConvertedWeights:
                 self._made = conversion.run(read, self._names.shapes)
             else:
                 self._made = conversion.run_expert(expert, read, self._of_one_expert)
-        except (RuntimeError, ValueError, IndexError, KeyError) as error:
-            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-            raise _cannot_convert(conversion, reason) from error
+        except CONVERSION_ERRORS as error:
+            raise _cannot_convert(conversion, one_line(error)) from error
         self._newest = wanted
         return self._made
 
@@ -235,17 +234,17 @@ def names_fault(
     missing = [name for name in wanted if names.origin(name) is None and name not in names.optional]
     if missing:
         unused = [name for name in names.unused if name not in names.ignored]
-        hint = f"; it holds {unused[0]!r}, which the class does not know" if unused else ""
+        hint = f"; it holds {shown(unused[0])}, which the class does not know" if unused else ""
         return f"the checkpoint holds no tensor for {missing[0]!r}{_more(missing)}{hint}"
     if names.twice:
         name, (first, second) = next(iter(names.twice.items()))
-        return f"the checkpoint holds {name!r} twice, as {first!r} and as {second!r}{_more(names.twice)}"
+        return f"the checkpoint holds {name!r} twice, as {shown(first)} and as {shown(second)}{_more(names.twice)}"
     faults = list(_shape_faults(names, wanted, stored))
     if faults:
         return f"{faults[0]}{_more(faults)}"
     unexpected = [name for name in names.unused if name not in names.ignored]
     if unexpected:
-        return f"the checkpoint holds {unexpected[0]!r}, which the class does not know{_more(unexpected)}"
+        return f"the checkpoint holds {shown(unexpected[0])}, which the class does not know{_more(unexpected)}"
     return None
 
 
@@ -280,7 +279,7 @@ def _described(name: str, stored: Sequence[str]) -> str:
     if list(stored) == [name]:
         return f"tensor {name!r}"
     others = f" and {len(stored) - 1} more" if len(stored) > 1 else ""
-    return f"tensor {name!r}, stored as {stored[0]!r}{others},"
+    return f"tensor {name!r}, stored as {shown(stored[0])}{others},"
 
 
 def _wrong_shape(name: str, stored: Sequence[str], found: Sequence[int], wanted: Sequence[int]) -> StartupError:

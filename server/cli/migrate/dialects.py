@@ -31,6 +31,8 @@ _VLLM = """
   checkpoints are recognized by their files.
 --kv-cache-memory-bytes {count} | --kv-cache-memory {count}
 --kv-cache-memory-bytes {size} | --kv-cache-memory {size}
+--model-impl vllm | --model-impl oarlock
+--trust-remote-code | --trust-remote-code | leave it out if Oarlock or transformers has the model's class.
 VLLM_API_KEY {key} | OARLOCK_API_KEY={key}
 VLLM_LOGGING_LEVEL {level} | --log-level {level}
 VLLM_LOGGING_LEVEL {x} | --log-level {x}
@@ -202,7 +204,9 @@ _SGLANG = """
 --enable-deterministic-inference | --batch-invariant
 --moe-a2a-backend {x} --enable-deepep-moe | not needed | experts use all-reduce, like other layers.
 --quantization {x} | not needed | quantized checkpoints are recognized by their files.
---trust-remote-code | not needed | code of a checkpoint is never run, and no model that is served needs any.
+--trust-remote-code | --trust-remote-code | leave it out if Oarlock or transformers has the model's class.
+--model-impl sglang | --model-impl oarlock
+--model-impl {x} | the same
 --attention-backend --prefill-attention-backend --decode-attention-backend --sampling-backend --cuda-graph-max-bs
   --mm-attention-backend --moe-runner-backend {x} --enable-flashinfer-mla --enable-torch-compile --enable-p2p-check
   --triton-attention-reduce-in-fp32 --disable-custom-all-reduce --enable-symm-mem | not needed | kernels are selected
@@ -262,7 +266,7 @@ _TGI = """
 --max-input-tokens --max-input-length {n} | not needed | a prompt may fill the context.
 --max-batch-total-tokens {n} | not needed | the number of tokens is measured at startup.
 --waiting-served-ratio --max-waiting-tokens {x} | not needed | prompts are always computed in chunks.
---trust-remote-code | not needed | code of a checkpoint is never run, and no model that is served needs any.
+--trust-remote-code | --trust-remote-code | leave it out if Oarlock or transformers has the model's class.
 --prometheus-port {n} | not needed | GET /metrics is on the port of the server.
 --cuda-graphs {x} | not needed | graphs are captured for all sizes that fit into memory.
 --validation-workers {n} | not needed | a pool of threads tokenizes texts.

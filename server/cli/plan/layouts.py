@@ -64,7 +64,7 @@ def _fetched(settings: Settings, model: str) -> Path:
     from huggingface_hub.errors import HFValidationError, HTTPError
 
     from oarlock.server.hub.fetch import explain
-    from oarlock.server.hub.files import Download, Snapshot, look_up
+    from oarlock.server.hub.files import Download, Snapshot, is_code, look_up
     from oarlock.workers.preflight import DESCRIPTIONS
 
     revision = settings.revision or "main"
@@ -72,7 +72,9 @@ def _fetched(settings: Settings, model: str) -> Path:
     try:
         commit, files = look_up(model, revision)
         snapshot = Snapshot(cache, model, commit)
-        described = [file for file in files if file.name in DESCRIPTIONS]
+        described = [
+            file for file in files if file.name in DESCRIPTIONS or (settings.trust_remote_code and is_code(file))
+        ]
         Download(model, snapshot, lambda *progress: None).fetch(described)
     except HFValidationError as error:
         raise StartupError(f"{model} is no hub id ({error}).", "Name a directory or a hub id.", _EXIT_CODE) from None

@@ -13,6 +13,7 @@ from oarlock.server.cli.plan.layouts import CONTEXTS, Layout, Remedy
 from oarlock.server.cli.plan.machine import Machine
 from oarlock.server.config.settings import OPTIONS
 from oarlock.workers.capacity import expert_bytes
+from oarlock.workers.catalogue import code_line
 from oarlock.workers.preflight import OpenModel
 
 
@@ -26,6 +27,7 @@ def as_json(
             "architecture": model.spec.architecture,
             "parameters": model.spec.num_parameters,
             "active_parameters": model.spec.active_parameters,
+            "served_by": model.spec.served_by,
         },
         "machine": {
             "device": machine.memory.device,
@@ -78,7 +80,15 @@ def as_text(
     best = found[0]
     lines = [model_line(model, best), machine.text, "", *aligned(_rows(machine, found))]
     if command is not None:
-        lines += ["", *_of_best(machine, best), *_of_states(model, best), *_of_experts(model, best), "", f"  {command}"]
+        lines += [
+            "",
+            *_of_best(machine, best),
+            *_of_code(model, best),
+            *_of_states(model, best),
+            *_of_experts(model, best),
+            "",
+            f"  {command}",
+        ]
     else:
         lines += ["", *_why_not(machine, best, helps)]
     return "\n".join(lines)
@@ -160,6 +170,15 @@ def _of_best(machine: Machine, best: Layout) -> list[str]:
     else:
         lines.append(f"Prompts: {rate(best.prompts)} tokens/s. Rates are estimates by the roofline.")
     return lines
+
+
+def _of_code(model: OpenModel, best: Layout) -> list[str]:
+    """Describe the code that computes a class without a description, and its costs."""
+    if model.spec.served_by == "oarlock":
+        return []
+    is_replicated = best.sizes[0] > 1 and model.spec.is_replicated
+    line = code_line(model.spec.architecture, model.spec.served_by, is_replicated=is_replicated)
+    return [f"{line[0].upper()}{line[1:]}."]
 
 
 def _of_states(model: OpenModel, best: Layout) -> list[str]:

@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 
 from oarlock.server.endpoints.operations.explain import OpenAIServingExplain
 from oarlock.server.endpoints.operations.live_state import OpenAIServingLiveState
-from oarlock.server.endpoints.serving import OpenAIServing
+from oarlock.server.endpoints.serving import OpenAIServing, served_by
 from oarlock.server.errors import HttpError, retry_after
 from oarlock.server.http.api_route import ErrorHandlingRoute
 from oarlock.server.http.docs_page import STYLE_SOURCE, body_schemas, page, parameters
@@ -70,6 +70,7 @@ def capabilities(document: dict[str, Any], serving: OpenAIServing) -> dict[str, 
             "admin": settings.admin_api_key is not None,
             "tensor_parallel_size": info.tensor_parallel_size,
             "data_parallel_size": info.data_parallel_size,
+            **served_by(info),
             "dtype": info.dtype,
             "quantization": info.quantization,
             "product_inputs": f"rounded to {info.input_rounding}" if info.input_rounding else info.dtype,

@@ -4,11 +4,11 @@ import { ApiError, base, get, getKey } from "./api.js";
 import { copy, count, el } from "./dom.js";
 
 const CARD = {
-  architecture: "Architecture", num_parameters: "Parameters", max_model_len: "Context", vocab_size: "Vocabulary", dtype: "Numbers",
+  architecture: "Architecture", served_by: "Computed by", num_parameters: "Parameters", max_model_len: "Context", vocab_size: "Vocabulary", dtype: "Numbers",
   kv_cache_dtype: "KV cache", device: "Device", tensor_parallel_size: "Ranks", data_parallel_size: "Replicas",
   batch_invariant: "Same text next to other requests", rank_invariant: "Same text at every number of ranks", chat: "Chat template",
 };
-const REASONS = { batch_invariant: "batch_invariant_reason", rank_invariant: "rank_invariant_reason" };
+const REASONS = { served_by: "served_by_note", batch_invariant: "batch_invariant_reason", rank_invariant: "rank_invariant_reason" };
 const UNITS = { max_model_len: "tokens", vocab_size: "tokens", max_body_bytes: "bytes", step_timeout_s: "s", request_timeout_s: "s" };
 
 export class ModelView {

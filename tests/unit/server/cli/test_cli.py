@@ -161,7 +161,7 @@ def test_a_variable_that_holds_no_key_does_not_open_the_server(capsys, monkeypat
 
 
 def test_harmless_flags_of_vllm_are_accepted_with_a_note(capsys):
-    flags = ["--enable-auto-tool-choice", "--enable-reasoning", "--swap-space=4", "--trust-remote-code"]
+    flags = ["--enable-auto-tool-choice", "--enable-reasoning", "--swap-space=4", "--disable-log-stats"]
     flags += ["--enable_chunked_prefill", "true", "--pipeline-parallel-size", "1", "--tensor-parallel-size", "2"]
     assert main(["config", "show", *flags]) == 0
     printed = capsys.readouterr()

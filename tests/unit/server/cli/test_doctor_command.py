@@ -13,6 +13,7 @@ from oarlock.server.config.settings import make_settings
 from oarlock.server.hub.description import Description, description
 from oarlock.server.hub.files import Snapshot
 from oarlock.server.hub.local_model import cached_snapshot
+from oarlock.workers.transformers_backend import choice, tested
 from tests.golden.gguf_writer import all_of, write_gguf
 from tests.golden.tiny_encoders import make_encoder
 from tests.house.rules import ROOT
@@ -60,6 +61,19 @@ def test_a_model_that_is_refused(tmp_path, changes, cause, fix):
     found = answer(written(tmp_path / "model", **changes))
     assert found is not None and cause in found.text and fix in found.fix
     assert found.line == f"refused: {found.text} {found.fix}" and "\n" not in found.line
+
+
+def test_a_class_without_a_description(tmp_path, monkeypatch):
+    table = {"Qwen2ForCausalLM": tested.Tested(2, None), "NewForCausalLM": tested.Tested(1, None)}
+    monkeypatch.setattr(choice, "tested_classes", lambda: table)
+    new = written(tmp_path / "new", architectures=["NewForCausalLM"], auto_map={"AutoModelForCausalLM": "new.New"})
+    assert answer(new) == Description("computed by transformers' code (NewForCausalLM)")
+    assert answer(new, trust_remote_code=True) == Description("computed by the checkpoint's own code (NewForCausalLM)")
+    assert answer(DEMO, model_impl="transformers") == Description("computed by transformers' code (Qwen2ForCausalLM)")
+    assert answer(DEMO, model_impl="oarlock") == Description(SERVED)
+    for settings in ({"tensor_parallel_size": 2}, {"model_impl": "oarlock"}):
+        found = answer(new, **settings)
+        assert found is not None and found.fix, settings
 
 
 def test_wrong_names_and_damaged_files(tmp_path, cache):

@@ -49,7 +49,12 @@ CORPUS = list(_corpus())
             [],
         ),
         ("vllm serve m --host h --no-enable-prefix-caching", "oarlock serve m --host h --no-enable-prefix-caching", []),
-        ("vllm serve m --host h -q awq --enable-chunked-prefill --trust-remote-code", "oarlock serve m --host h", []),
+        ("vllm serve m --host h -q awq --enable-chunked-prefill", "oarlock serve m --host h", []),
+        (
+            "vllm serve m --host h --trust-remote-code --model-impl vllm",
+            "oarlock serve m --host h --trust-remote-code --model-impl oarlock",
+            [],
+        ),
         ("vllm serve m --host h --swap-space 4", "oarlock serve m --host h", []),
         (
             "vllm serve m --tool-call-parser xlam --reasoning-parser=step3 --enable-auto-tool-choice --host h",
@@ -70,8 +75,8 @@ CORPUS = list(_corpus())
         ("vllm serve m --host h --kv-cache-memory-bytes 1.5G", "oarlock serve m --host h --kv-cache-memory 1.5G", []),
         ("vllm serve m --model n --uds /x --port 2", "oarlock serve n --uds /x", ["m"]),
         (
-            "vllm serve m --host h --enforce-eager=maybe --trust-remote-code false --headless no",
-            "oarlock serve m --host h",
+            "vllm serve m --host h --enforce-eager=maybe --trust-remote-code=false --headless no",
+            "oarlock serve m --host h --no-trust-remote-code",
             ["--enforce-eager maybe", "--headless no"],
         ),
         ("vllm serve m --host h --port", "oarlock serve m --host h", ["--port"]),

@@ -271,7 +271,7 @@ SERVER_OPTIONS = {
         ("[server]\nport = 1", "table [server]", "remove [server]"),
         ("port = 1\n[model]\nname = 'x'", "table [model]", "remove [model]"),
         ("[seed]\nx = 1", "table [seed]", "remove [seed]"),
-        ("trust_remote_code = true", "trust_remote_code", "never run"),
+        ("enable_reasoning = true", "enable_reasoning", "Leave it out"),
         ("api_key = []", "no key", "unset"),
         ("api_key = ['', 'k']", "no key", "unset"),
     ],

@@ -101,6 +101,13 @@ def test_a_model_refused_for_its_config_json_costs_no_other_file(hub, change, wo
     assert hub.names_asked == {"config.json"}
 
 
+@pytest.mark.parametrize("is_trusted", [False, True])
+def test_code_of_a_checkpoint_is_fetched_only_if_it_is_trusted(hub, is_trusted):
+    hub.files |= {"modeling_own.py": b"raise SystemExit", "tools/own.py": b"raise SystemExit"}
+    directory = run(hub, trust_remote_code=is_trusted)
+    assert [path.name for path in directory.glob("**/*.py")] == ["modeling_own.py"] * is_trusted
+
+
 def test_an_old_quantised_model_costs_no_other_file_than_those_that_show_it(hub):
     hub.files["quantize_config.json"] = b'{"bits": 3}'
     assert "quantize_config.json.bits = 3" in refused(hub).cause

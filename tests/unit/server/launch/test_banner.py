@@ -168,3 +168,14 @@ def test_users_fit_into_windows_and_slots_as_well() -> None:
     for groups, users in (((full, window), 5), ((full, slots), 3), ((full,), 8), ((window,), 8)):
         text = banner.banner("url", ("m",), replace(INFO, groups=groups), 8192, True, {}, False)
         assert f" = {users} users at 4k" in text, groups
+
+
+def test_the_banner_names_the_code_that_computes_a_class_and_its_costs():
+    assert "  code " not in banner.banner("http://127.0.0.1:8000", ("demo",), INFO, 8192, True, {}, False)
+    info = replace(INFO, architecture="DeepseekV3ForCausalLM", served_by="transformers")
+    text = " ".join(banner.banner("http://127.0.0.1:8000", ("demo",), info, 8192, True, {}, False).split())
+    assert "code computed by transformers' code (DeepseekV3ForCausalLM): slower than a described family" in text
+    assert "no pipeline stages" in text and "every rank holds" not in text
+    info = replace(info, served_by="checkpoint", is_replicated=True)
+    text = " ".join(banner.banner("http://127.0.0.1:8000", ("demo",), info, 8192, True, {}, False).split())
+    assert "computed by the checkpoint's own code" in text and "every rank holds the weights of all layers" in text

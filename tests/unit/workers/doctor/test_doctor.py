@@ -6,6 +6,7 @@ import resource
 import shutil
 import socket
 from collections import namedtuple
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from oarlock.workers.doctor.finding import ERROR, NOTE, OK, WARNING, Finding, as
 from oarlock.workers.kernels.cpu import build
 from oarlock.workers.kernels.cpu.build import KernelsUnavailable
 from oarlock.workers.platform.processor import Core, Processor
+from oarlock.workers.transformers_backend.class_description import ClassDescription, ClassTensor
 from tests.e2e.running import DEMO
 
 Usage = namedtuple("Usage", "total used free")
@@ -259,3 +261,21 @@ def test_a_rank_that_cannot_join_is_named() -> None:
     assert cuda._first_answer([ours, other])["cause"] == "rank 1 ended"
     for end in (ours, theirs, other):
         end.close()
+
+
+def test_the_code_of_a_class_without_a_description_is_reported_with_its_costs() -> None:
+    tensors = (
+        ClassTensor("model.embed_tokens.weight", (512, 64), "embedding"),
+        ClassTensor("model.layers.0.mlp.weight", (64, 64), "linear"),
+    )
+    found = ClassDescription(
+        "NewForCausalLM", "new", ranks=2, layers=1, vocab_size=512, hidden_size=64, tensors=tensors
+    )
+    config = WorkerConfig(str(DEMO), served_class=found.encoded(), tensor_parallel_size=2)
+    (finding,) = model._code(config)
+    assert finding.state == NOTE and finding.text.startswith("computed by transformers' code (NewForCausalLM): slower")
+    assert finding.facts == {"served_by": "transformers", "is_replicated": True}
+    divided = replace(found, is_remote=True, tensors=(tensors[0], replace(tensors[1], style="colwise")))
+    (finding,) = model._code(config.with_(served_class=divided.encoded()))
+    assert finding.facts == {"served_by": "checkpoint", "is_replicated": False}
+    assert model._code(WorkerConfig(str(DEMO))) == []

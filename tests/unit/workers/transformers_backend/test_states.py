@@ -184,6 +184,18 @@ def test_several_states_of_nested_modules() -> None:
         torch.testing.assert_close(found, expected[:, first:])
 
 
+def test_linear_layers_that_read_the_input_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries, keys, values, gates and decays of a whole row are products of one call; the output's are not."""
+    harness, seen = Harness("kimi_linear"), []
+    multiply = torch.nn.functional.linear
+    monkeypatch.setattr(torch.nn.functional, "linear", lambda x, *rest: seen.append(x.shape[1]) or multiply(x, *rest))
+    assert harness.step((0, 0, 6, 0, 1, [(4, 5)]), (1, 0, 3, 0, 2, [])) < 1e-5
+    wide = len([tokens for tokens in seen if tokens == 9])
+    assert wide >= 5 and sorted(seen) == sorted([9] * wide + [4, 2, 3] * ((len(seen) - wide) // 3))
+    monkeypatch.undo()
+    assert harness.step((0, 6, 7, 1, 3, []), (1, 3, 4, 2, 4, [])) < 1e-5
+
+
 def test_pieces_end_at_saves() -> None:
     step = state_step((4, 1, 2, [(1, 7), (4, 8)]), (2, 0, 3, []), (3, 5, 4, [(2, 9)]))
     assert list(pieces_of(step)) == [

@@ -1,4 +1,4 @@
-"""Checkpoints read by the names of their classes: every tensor, every slice, every expert, and what is wrong by name."""
+"""Checkpoints read by the names of their classes: every tensor, slice and expert, and what is wrong by name."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -14,6 +14,7 @@ from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from oarlock.base.errors import StartupError
 from oarlock.workers.model_files.checkpoint import Checkpoint
+from oarlock.workers.model_files.tensor_names import AS_STORED
 from oarlock.workers.transformers_backend.private_parts import Transpose, WeightConverter
 from oarlock.workers.transformers_backend.weights import ConvertedWeights, DummyClassWeights, names_fault
 from oarlock.workers.weights.reader import WeightReader
@@ -257,9 +258,9 @@ def test_missing_misshapen_and_unused_tensors_are_refused_by_both_names(tmp_path
     tensors = stored(model, tmp_path) | {"model.extra": torch.zeros(1)}
     del tensors["model.norm.weight"]
     save_file(tensors, tmp_path / "model.safetensors")
-    checkpoint = Checkpoint.as_stored(tmp_path)
+    checkpoint = Checkpoint.open(tmp_path, AS_STORED)
     with WeightReader(checkpoint) as reader:
-        weights = ConvertedWeights(meta, reader, checkpoint.shapes)
+        weights = ConvertedWeights(meta, reader, shapes(tensors))
         with pytest.raises(StartupError, match=r"no tensor for 'model\.norm\.weight'"):
             weights.take("model.norm.weight", torch.empty(16), shape=(16,))
         name = "model.layers.0.mlp.experts.down_proj"

@@ -24,7 +24,7 @@ from oarlock.server.chat.tool_parsers.call_parser import ArgumentsDelta, Content
 from oarlock.server.chat.tool_parsers.harmony import HARMONY
 from oarlock.server.chat.tool_parsers.hermes import UNKNOWN
 from oarlock.server.chat.tool_parsers.registry import FORMATS
-from oarlock.server.config.option_groups import REASONING_PARSERS, TOOL_CALL_PARSERS
+from oarlock.server.config.model_options import REASONING_PARSERS, TOOL_CALL_PARSERS
 from oarlock.server.config.settings import Settings
 from oarlock.server.llm.chat_template import ChatTemplate
 from oarlock.server.llm.tokenizer import find_files
