@@ -13,6 +13,7 @@ class Run:
 
     error: float | None = None  # largest error of a logit, as a multiple of transformers' own in float32
     largest: float | None = None  # the same, as a share of the largest logit
+    same_bits: bool | None = None  # whether other sequences of a batch leave the bits of a sequence as they are
     fault: str | None = None  # one line: what is wrong, or why it does not run; None: it is right
 
 

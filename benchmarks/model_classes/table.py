@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.model_classes.outcome import OURS, THEIRS, Code, Row
+from benchmarks.model_classes.outcome import OURS, THEIRS, Row
 from tests.house.rules import ROOT
 
 RESULTS = Path(__file__).with_name("results.json")
@@ -95,7 +95,7 @@ def counts_as_markdown() -> str:
 def as_markdown() -> str:
     """Return the table of all classes."""
     _, rows = read()
-    head = ["class", "served by", "ranks", "error", "transformers' code instead, or reason"]
+    head = ["class", "served by", "ranks", "error", "equal bits in a batch", "transformers' code instead, or reason"]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     lines += [f"| {' | '.join(_cells(row))} |" for row in rows]
     return "\n".join(lines)
@@ -105,18 +105,17 @@ def _cells(row: Row) -> list[str]:
     served = row.server
     theirs = row.codes.get(THEIRS)
     if served is None:
-        return [f"`{row.name}`", "refused", "", "", _text(_why_not(row))]
+        return [f"`{row.name}`", "refused", "", "", "", _text(_why_not(row))]
     code = row.codes[served]
     other = ""
     if served == OURS and theirs is not None:
         other = f"right on {theirs.ranks}" if theirs.reason is None else f"no: {theirs.reason}"
     elif code.ranks == 1:
         other = f"two ranks: {code.runs[2].fault}"
-    return [f"`{row.name}`", _CODES[served], str(code.ranks), _error(code), _text(other)]
-
-
-def _error(code: Code) -> str:
-    return f"{max(run.error or 0.0 for size, run in code.runs.items() if size <= code.ranks):.1f}"
+    right = [run for size, run in code.runs.items() if size <= code.ranks]
+    same = "yes" if all(run.same_bits for run in right) else "no"
+    error = max(run.error or 0.0 for run in right)
+    return [f"`{row.name}`", _CODES[served], str(code.ranks), f"{error:.1f}", same, _text(other)]
 
 
 def _why_not(row: Row) -> str:

@@ -60,7 +60,7 @@ class _Planted:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["ApertusForCausalLM", "BioGptForCausalLM"])
+@pytest.mark.parametrize("name", ["BioGptForCausalLM", "BeamForCausalLM"])
 def test_the_judge_finds_positions_that_are_off_by_one(name):
     from benchmarks.model_classes.judge import judge
     from benchmarks.model_classes.tiny import model_classes
