@@ -28,6 +28,7 @@ CONCERNS: dict[str, tuple[str, ...]] = {
         "-k",
         "(separate_products and float32) or multiply_inputs",
     ),
+    "class-experts": ("tests/unit/workers/transformers_backend/test_experts.py",),
     "router": ("tests/unit/workers/layers/test_router.py", *_AVX2),
     "sampling-kernels": (
         "tests/unit/workers/sampling/test_sampling.py",
@@ -87,6 +88,7 @@ CONCERNS: dict[str, tuple[str, ...]] = {
         "tests/unit/engine/kv_cache/test_prefix_sharing.py",
         "tests/unit/engine/kv_cache/test_block_events.py",
     ),
+    "class-states": ("tests/unit/workers/transformers_backend/test_states.py",),
     "recurrent-state": (
         "tests/unit/engine/kv_cache/test_state_slots.py",
         "tests/unit/engine/scheduler/test_recurrent_state.py",

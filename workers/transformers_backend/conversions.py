@@ -21,6 +21,8 @@ from oarlock.workers.transformers_backend.private_parts import (
 
 Shape = tuple[int, ...]
 
+_WITHIN_ENTRIES = {1, 2, -1}  # dimensions of a stack that are surely not the first
+
 
 class ShapesOfClass:
     """What operations ask of a model: its config, and the shapes of its whole parameters. It holds no values."""
@@ -77,7 +79,7 @@ class Conversion:
     def _convert(
         self, sources: Mapping[str, Sequence[str]], read: Callable[[str], Tensor], shapes: ShapesOfClass
     ) -> dict[str, Tensor]:
-        converter = deepcopy(self.converter)  # it collects the tensors of one conversion
+        converter: Any = deepcopy(self.converter)  # it collects the tensors of one conversion
         for pattern, names in sources.items():
             for name in names:
                 converter.add_tensor(self.target, name, pattern, read(name))
@@ -98,6 +100,17 @@ class Conversion:
         operations = self.converter.operations
         return all(map(_keeps_entries, operations[1:] if self.is_of_lists else operations))
 
+    def rows_of_expert(self, expert: int) -> list[str] | None:
+        """Return the stored tensors that one after the other are the rows of this expert; None if more is needed."""
+        first, *others = self.converter.operations
+        is_concatenated = len(others) == 1 and isinstance(others[0], Concatenate) and others[0].dim == 1
+        if not isinstance(first, MergeModulelist) or first.dim != 0 or (others and not is_concatenated):
+            return None
+        patterns = [one for one in self.converter.source_patterns if one in self.sources]
+        if (len(patterns) > 1) != is_concatenated or any(expert >= len(self.sources[one]) for one in patterns):
+            return None
+        return [self.sources[one][expert] for one in patterns]
+
     @property
     def _parts(self) -> int:
         """Stacks that each list is divided into."""
@@ -106,9 +119,27 @@ class Conversion:
 
 
 def _keeps_entries(operation: object) -> bool:
-    """Return whether an operation on stacks of three dimensions leaves the first one alone."""
+    """Return whether an operation on stacks [experts, ...] leaves the first dimension alone."""
     if isinstance(operation, Transpose):
-        return not {operation.dim0, operation.dim1} & {0, -3}
+        return {operation.dim0, operation.dim1} <= _WITHIN_ENTRIES
     if isinstance(operation, (Chunk, Concatenate, Interleave, Split)):
-        return operation.dim not in (0, -3)
+        return operation.dim in _WITHIN_ENTRIES
     return False
+
+
+# What transformers' operations raise for tensors that do not fit.
+CONVERSION_ERRORS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
+
+
+def made_shapes(conversion: Conversion, stored: Mapping[str, Shape], shapes: ShapesOfClass) -> dict[str, Shape] | str:
+    """Return the shapes that a conversion makes of stored shapes, or the reason why it fails; no data is read."""
+    try:
+        made = conversion.run(lambda name: torch.empty(stored[name], device="meta"), shapes)
+    except CONVERSION_ERRORS as error:
+        return one_line(error)
+    return {name: tuple(tensor.shape) for name, tensor in made.items()}
+
+
+def one_line(error: Exception) -> str:
+    """Return the kind and the text of an error, shortened if it is long."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]

@@ -75,14 +75,13 @@ class ExpertsPart(nn.Module):
     def __init__(
         self, name: str, module: nn.Module, described: ExpertsModule, placement: Placement, *, divided: bool = True
     ) -> None:
-        """Replace `module`, called `name`.
+        """Replace `module`, called `name`, which is not kept.
 
         `divided`: ranks divide the width of every expert; False: each rank holds all experts and sums nothing.
         """
         super().__init__()
         assert name == described.module, f"{name} was described as {described.module}"
         self.described = described
-        self.num_experts = described.experts
         self.placement = placement if divided else replace(placement, tp=TensorParallel.solo(), slices=1)
         spec = ExpertsSpec(
             described.experts, described.width, RouterSpec(described.top_k), described.activation, described.alpha,
@@ -90,8 +89,6 @@ class ExpertsPart(nn.Module):
         )  # fmt: skip
         names = [f"{name}.{expert}" for expert in range(described.experts)]
         self.stack = ExpertStack(names, spec, described.width, described.hidden, described.has_bias, self.placement)
-        if hasattr(module, "config"):
-            self.config = module.config
 
     @property
     def weight_bytes(self) -> int:
@@ -106,12 +103,13 @@ class ExpertsPart(nn.Module):
             self.described = replace(self.described, top_k=top_k_index.shape[-1])
             return torch.empty_like(hidden_states)
         rows = hidden_states.reshape(-1, self.described.hidden)
+        choices = top_k_index.shape[-1]
         ids, scales = _ascending(
-            top_k_index.reshape(len(rows), -1), top_k_weights.reshape(len(rows), -1), self.num_experts
+            top_k_index.reshape(-1, choices), top_k_weights.reshape(-1, choices), self.described.experts
         )
         total = self._all_reduce(self.stack(rows.to(self.placement.dtype).contiguous(), ids.int(), scales))
         if self.described.identities:
-            kept = scales.masked_fill(ids < self.num_experts, 0.0).sum(1, keepdim=True)
+            kept = scales.masked_fill(ids < self.described.experts, 0.0).sum(1, keepdim=True)
             total = total + kept * rows
         return total.to(hidden_states.dtype).reshape(hidden_states.shape)
 

@@ -21,9 +21,11 @@ from oarlock.base.errors import StartupError
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.layers.placement import Placement
 from oarlock.workers.model_files.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
+from oarlock.workers.model_files.tensor_names import AS_STORED
 from oarlock.workers.transformers_backend.building import build, class_tensors, without_weights
 from oarlock.workers.transformers_backend.class_description import AttentionCall, ClassDescription, StateCall
 from oarlock.workers.transformers_backend.experts import experts_of
+from oarlock.workers.transformers_backend.linears import UsesWeight
 from oarlock.workers.transformers_backend.observers import (
     FIRST,
     IMPLEMENTATION,
@@ -35,7 +37,7 @@ from oarlock.workers.transformers_backend.observers import (
 )
 from oarlock.workers.transformers_backend.opening import OpenClass, open_directory, open_named
 from oarlock.workers.transformers_backend.private_parts import PretrainedConfig, PreTrainedModel
-from oarlock.workers.transformers_backend.switch import ClassSwitch
+from oarlock.workers.transformers_backend.switch import ClassSwitch, base_name
 from oarlock.workers.transformers_backend.tracked_tensors import Positions
 from oarlock.workers.transformers_backend.weights import names_fault
 
@@ -56,19 +58,39 @@ def describe_class(config: PretrainedConfig, ranks: int = 1) -> ClassDescription
 
 
 def describe_opened(opened: OpenClass, ranks: int) -> ClassDescription:
-    """Return the description of a class. Raise `Refused` if it cannot be served by `ranks` ranks."""
+    """Return the description of a class. Raise `Refused` if it cannot be served by `ranks` ranks.
+
+    A linear layer whose weight the class reads itself is left to the class, which a look finds one layer at a time.
+    """
+    own: list[str] = []
+    while True:
+        try:
+            return _described(opened, ranks, own)
+        except UsesWeight as use:
+            if use.module in own:
+                raise
+            linears = [name for name, module in _whole(opened).named_modules() if type(module) is nn.Linear]
+            own += [name for name in linears if _without_numbers(name) == _without_numbers(use.module)]
+
+
+def _without_numbers(name: str) -> list[str]:
+    """Return the parts of a module's name, with the same text for every layer."""
+    return ["*" if part.isdecimal() else part for part in name.split(".")]
+
+
+def _described(opened: OpenClass, ranks: int, own: list[str]) -> ClassDescription:
     _check_rope(opened.config)
     model = _whole(opened)
     if type(model.get_output_embeddings()) is not nn.Linear:
         raise Refused("its output head is no plain linear layer")
     head, is_tied = model.get_output_embeddings(), _is_tied(model)
-    tensors, hidden, vocabulary = tuple(class_tensors(model)), head.in_features, head.out_features
+    tensors, hidden, vocabulary = tuple(class_tensors(model, own)), head.in_features, head.out_features
     has_plan = bool(model._tp_plan)
-    built = _model_for_look(opened, 1)
+    built = _model_for_look(opened, 1, own)
     observer = _looked_at(built, vocabulary, 1)
     attention, states = tuple(observer.attention), tuple(observer.states)
     if ranks > 1:
-        attention, states = _divided(opened, ranks, vocabulary, attention, states)
+        attention, states = _divided(opened, ranks, own, vocabulary, attention, states)
     return ClassDescription(
         opened.architecture,
         opened.config.model_type,
@@ -85,15 +107,16 @@ def describe_opened(opened: OpenClass, ranks: int) -> ClassDescription:
         states=states,
         experts=tuple(experts_of(built).values()),
         tensors=tensors,
+        own_linears=tuple(own),
     )
 
 
-def _model_for_look(opened: OpenClass, ranks: int) -> PreTrainedModel:
+def _model_for_look(opened: OpenClass, ranks: int, own: list[str]) -> PreTrainedModel:
     """Return the model as the first of `ranks` ranks holds it, without weights."""
     model = _whole(opened)
     placement = Placement(TensorParallel(0, ranks), model.dtype, torch.device("meta"))
     try:
-        built = build(model, placement)
+        built = build(model, placement, own)
     except StartupError as error:
         raise Refused(error.cause.rstrip(".")) from error
     for tensor in built.own:
@@ -106,11 +129,15 @@ def _model_for_look(opened: OpenClass, ranks: int) -> PreTrainedModel:
 def _whole(opened: OpenClass) -> PreTrainedModel:
     """Return the model with its own modules, without weights."""
     try:
-        return without_weights(opened.kind, opened.config, IMPLEMENTATION, torch.bfloat16)
+        model = without_weights(opened.kind, opened.config, IMPLEMENTATION, torch.bfloat16)
     except (ValueError, KeyError) as error:  # transformers' own check of implementations
         raise Refused(f"its attention cannot be replaced ({_line(error)})") from error
     except Exception as error:  # the class's code may raise anything
         raise Refused(f"it cannot be built ({_line(error)})") from error
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):  # a warning that reads ids
+            vars(module)["warn_if_padding_and_no_attention_mask"] = lambda *_: None
+    return model
 
 
 def _is_tied(model: PreTrainedModel) -> bool:
@@ -121,8 +148,7 @@ def _looked_at(model: PreTrainedModel, vocabulary: int, ranks: int) -> Observer:
     """Run `model` for a row of one sequence, and return what it asked for; if it has states, also for later rows."""
     if "position_ids" not in inspect.signature(model.forward).parameters:
         raise Refused("it counts positions by itself")
-    base = getattr(model, model.base_model_prefix or " ", None)
-    if not isinstance(base, nn.Module) or base is model:
+    if base_name(model) is None:
         raise Refused("its output head is not apart from its layers")
     names, head = {id(module): name for name, module in model.named_modules()}, model.get_output_embeddings()
     switch = ClassSwitch(model)
@@ -157,13 +183,14 @@ def _run(switch: ClassSwitch, observer: Observer, memory: ObservedMemory, tokens
 def _divided(
     opened: OpenClass,
     ranks: int,
+    own: list[str],
     vocabulary: int,
     attention: tuple[AttentionCall, ...],
     states: tuple[StateCall, ...],
 ) -> tuple[tuple[AttentionCall, ...], tuple[StateCall, ...]]:
     """Return the calls of the whole model, each with whether `ranks` ranks divide it."""
     try:
-        observer = _looked_at(_model_for_look(opened, ranks), vocabulary, ranks)
+        observer = _looked_at(_model_for_look(opened, ranks, own), vocabulary, ranks)
         calls = {call.layer: call for call in observer.attention}
         memory = {(state.layer, state.number, state.is_convolution): state for state in observer.states}
         if calls.keys() != {call.layer for call in attention} or len(memory) != len(states):
@@ -172,6 +199,8 @@ def _divided(
             tuple(_with_heads(call, calls[call.layer], ranks) for call in attention),
             tuple(_with_rows(one, memory.get((one.layer, one.number, one.is_convolution)), ranks) for one in states),
         )
+    except UsesWeight:
+        raise
     except Refused as refusal:
         raise Refused(_SEVERAL.format(ranks, refusal)) from refusal
 
@@ -184,8 +213,10 @@ def _with_heads(whole: AttentionCall, local: AttentionCall, ranks: int) -> Atten
             if whole.kv_heads != kv_heads * size:
                 break
             return replace(whole, is_divided=is_divided)
-    raise Refused(f"the heads of layer {whole.layer}: {whole.heads} and {whole.kv_heads}, of a rank {local.heads} and "
-                  f"{local.kv_heads}")
+    raise Refused(
+        f"the heads of layer {whole.layer}: {whole.heads} and {whole.kv_heads}, of a rank {local.heads} and "
+        f"{local.kv_heads}"
+    )
 
 
 def _with_rows(whole: StateCall, local: StateCall | None, ranks: int) -> StateCall:
@@ -229,8 +260,8 @@ def _fault_of_names(opened: OpenClass, directory: Path) -> str | None:
     """Return one line about a tensor that the checkpoint lacks, or that the class does not have; None if none is."""
     if not any((directory / name).exists() for name in (SINGLE_FILE, INDEX_FILE)):
         return None
-    tensors = Checkpoint.open(directory).tensors
-    return names_fault(_whole(opened), {name: tensor.entry.shape for name, tensor in tensors.items()})
+    stored = {name: tensor.entry.shape for name, tensor in Checkpoint.open(directory, AS_STORED).tensors.items()}
+    return names_fault(_whole(opened), stored, wrapper=opened.wrapper_without_weights())
 
 
 def look(directory: Path, ranks: int, *, trusts_code: bool) -> tuple[ClassDescription, str | None]:

@@ -19,27 +19,47 @@ from oarlock.workers.transformers_backend.placement_plan import Division
 from oarlock.workers.weights.source import WeightSource
 
 
-class StandIn:
-    """A weight or bias whose values the class does not see. It has a dtype and a device; any other use is an error."""
+class UsesWeight(Refused):
+    """The class computes with the weight or bias of a replaced module itself, so it has to keep that module."""
 
-    def __init__(self, name: str, placement: Placement) -> None:
-        self._name = name
+    def __init__(self, module: str, kind: str, use: str) -> None:
+        """Name the replaced `module`, its tensor `kind`, and the attribute or function of the tensor that was used."""
+        super().__init__(f"it uses {module}.{kind} itself ({use})")
+        self.module = module
+
+
+class StandIn:
+    """The weight or bias of a replaced module, as the class sees it: with a dtype and a device, but without values.
+
+    Any other use raises `UsesWeight`.
+    """
+
+    def __init__(self, module: str, kind: str, placement: Placement) -> None:
+        self._module, self._kind = module, kind
         self.dtype = placement.dtype
         self.device = placement.device
+
+    def _used(self, use: str) -> UsesWeight:
+        return UsesWeight(self._module, self._kind, use)
 
     def __getattr__(self, attribute: str) -> Never:
         if attribute.startswith("__"):
             raise AttributeError(attribute)
-        raise Refused(f"it uses {self._name} itself ({attribute})")
+        raise self._used(attribute)
+
+    def __getitem__(self, index: object) -> Never:
+        raise self._used("by index")
 
     @classmethod
     def __torch_function__(
         cls, func: Callable, types: object, args: tuple = (), kwargs: Mapping[str, Any] | None = None
     ) -> Never:
         """Refuse functions and operators of torch that get a stand-in among their arguments."""
-        found = next((one for one in (*args, *(kwargs or {}).values()) if isinstance(one, StandIn)), None)
-        name = "weights" if found is None else found._name
-        raise Refused(f"it uses {name} itself ({getattr(func, '__name__', func)})")
+        given = (*args, *(kwargs or {}).values())
+        # Functions of lists get it inside of a list.
+        flat = [one for item in given for one in (item if isinstance(item, list | tuple) else (item,))]
+        found = next(one for one in flat if isinstance(one, StandIn))
+        raise found._used(getattr(func, "__name__", str(func)))
 
 
 def not_loaded(x: Tensor) -> Never:
@@ -64,8 +84,8 @@ class LinearPart(nn.Module):
         self.in_features, self.out_features = in_features, out_features
         self.placement = placement
         self.dtype = placement.dtype
-        self.weight = StandIn(f"{name}.weight", placement)
-        self.bias = StandIn(f"{name}.bias", placement) if layer.has_bias else None
+        self.weight = StandIn(name, "weight", placement)
+        self.bias = StandIn(name, "bias", placement) if layer.has_bias else None
         self.multiply: Callable[[Tensor], Tensor] = not_loaded  # [T, in_features] -> [T, out_features]
 
     @property
@@ -90,7 +110,9 @@ class LinearPart(nn.Module):
         rows = x.reshape(-1, self.in_features)
         if not rows.is_contiguous():
             rows = rows.contiguous()
-        return self.multiply(rows).view(*shape[:-1], self.out_features)
+        y = self.multiply(rows)
+        # A row of tokens [1, T, in_features] is the only shape in most classes, and this is the fastest way to make it.
+        return y[None] if len(shape) == 3 and shape[0] == 1 else y.view(*shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
         """Describe the part where a model is printed."""

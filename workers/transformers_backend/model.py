@@ -27,6 +27,8 @@ from oarlock.workers.quantization.formats.weight_format import WeightFormats
 from oarlock.workers.transformers_backend import attention
 from oarlock.workers.transformers_backend.building import BuiltClass, OwnTensor, build, without_weights
 from oarlock.workers.transformers_backend.class_description import ClassDescription
+from oarlock.workers.transformers_backend.experts_source import stacked_names
+from oarlock.workers.transformers_backend.linears import LinearPart
 from oarlock.workers.transformers_backend.opening import open_class
 from oarlock.workers.transformers_backend.states import make_all_stateful
 from oarlock.workers.transformers_backend.switch import ClassSwitch
@@ -62,9 +64,9 @@ class TransformersModel:
         self.placement = Placement(tp, dtype, device, formats, slices)
         attention.register()
         self._directory = Path(config.model_path)
-        self._kind, self._config = open_class(self._directory, description)
-        self._built: BuiltClass = build(self._without_weights(), self.placement)
-        self._states = make_all_stateful(self._built.model, description.states)
+        self._opened = open_class(self._directory, description)
+        self._built: BuiltClass = build(self._without_weights(), self.placement, description.own_linears)
+        self._states = make_all_stateful(self._built.model, description.states, (LinearPart,))
         self._class = ClassSwitch(self._built.model)
         self.pages_of = [-1 if group is None else group for group in map(self._pages_group, self.stage)]
         self._layers: dict[int, AttentionSpec] = {
@@ -73,7 +75,7 @@ class TransformersModel:
         self.attention_specs = list(self._layers.values())
 
     def _without_weights(self) -> Any:
-        return without_weights(self._kind, self._config, attention.IMPLEMENTATION, self.placement.dtype)
+        return without_weights(self._opened.kind, self._opened.config, attention.IMPLEMENTATION, self.placement.dtype)
 
     def _pages_group(self, layer: int) -> int | None:
         return self.spec.group_of(layer, PagesSpec)
@@ -119,16 +121,24 @@ class TransformersModel:
             built.head.load_bias(converted)
         else:
             built.head.load(converted)
-        converted.finish(lambda _: False)
+        converted.finish(self._beyond_experts(converted).__contains__)
         self.placement.staging.release()
         on_progress(1.0)
+
+    def _beyond_experts(self, weights: ClassWeights) -> set[str]:
+        """Return the stored names of experts of which some are not read: an identity expert needs no weights."""
+        mixtures = (one for one in self.description.experts if one.identities)
+        names = (name for one in mixtures for name in stacked_names(one))
+        return {stored for name in names for stored in weights.sources_of(name)}
 
     def _by_class_names(self, weights: WeightSource) -> ClassWeights:
         """Return `weights` by the names of the class's tensors."""
         if isinstance(weights, DummyWeights):
             return DummyClassWeights(weights)
         tensors = Checkpoint.open(self._directory, AS_STORED).tensors
-        return ConvertedWeights(self._without_weights(), weights, {n: t.entry.shape for n, t in tensors.items()})
+        stored = {name: tensor.entry.shape for name, tensor in tensors.items()}
+        wrapper = self._opened.wrapper_without_weights()
+        return ConvertedWeights(self._without_weights(), weights, stored, wrapper=wrapper)
 
     def _load_own(self, tensor: OwnTensor, weights: WeightSource) -> None:
         tp = self.placement.tp
@@ -148,9 +158,9 @@ class TransformersModel:
     ) -> Tensor:
         """Run one step; return [T, hidden] as the class hands it to its output head. See `RankModel.__call__`."""
         assert hidden is None, "it has no pipeline stages"
-        if self.description.states:
+        if batch.state is not None:
             of_layers = {layer: one.states for layer, one in enumerate(memory) if one.states is not None}
-            self._states.begin_step(batch, of_layers)
+            self._states.begin_step(batch.state, of_layers)
         step = attention.RunningStep(batch, memory, backends, plans, self.pages_of, self._layers)
         attention.run_within(step)
         try:
@@ -180,7 +190,8 @@ class TransformersModel:
         return ()
 
     def summed_outputs(self) -> Sequence[RowParallelLinear]:
-        raise AssertionError("bits depend on the number of ranks")
+        """Return none: bits depend on the number of ranks."""
+        return ()
 
     def why_not_rank_invariant(self, memory: list[LayerMemory], backends: Mapping[int, AttentionBackend]) -> str | None:
         """Return a reason: the class's linear layers add up whole rows on one rank, and parts of them on several."""

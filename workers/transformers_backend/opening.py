@@ -14,6 +14,7 @@ from oarlock.workers.transformers_backend.private_parts import (
     PreTrainedModel,
     get_class_from_dynamic_module,
 )
+from oarlock.workers.transformers_backend.text_parts import wrapper_without_weights
 
 _REMOTE = "AutoModelForCausalLM"  # key of `auto_map` for a class that completes text
 
@@ -26,12 +27,19 @@ class OpenClass(NamedTuple):
     config: PretrainedConfig
     config_part: str | None = None  # part of config.json that is `config`; None: all of it
     is_remote: bool = False  # the class is code of the checkpoint
+    # The multimodal class whose checkpoint it is, and its config, if the class is only its text part.
+    wrapper: tuple[type[PreTrainedModel], PretrainedConfig] | None = None
+
+    def wrapper_without_weights(self) -> PreTrainedModel | None:
+        """Return the multimodal model on the meta device, for the names of its tensors; None if there is none."""
+        if self.wrapper is None:
+            return None
+        return wrapper_without_weights(*self.wrapper)
 
 
-def open_class(directory: Path, description: ClassDescription) -> tuple[type[PreTrainedModel], PretrainedConfig]:
-    """Return the class that `description` names, and its config: the part of config.json that it takes."""
-    opened = open_directory(directory, trusts_code=description.is_remote)
-    return opened.kind, opened.config
+def open_class(directory: Path, description: ClassDescription) -> OpenClass:
+    """Return the class that `description` names."""
+    return open_directory(directory, trusts_code=description.is_remote)
 
 
 def open_directory(directory: Path, *, trusts_code: bool) -> OpenClass:
@@ -49,7 +57,7 @@ def open_directory(directory: Path, *, trusts_code: bool) -> OpenClass:
     if not trusts_code or not isinstance(reference, str):
         return open_named(name, config)
     try:
-        kind = get_class_from_dynamic_module(reference, directory, local_files_only=True)
+        kind: Any = get_class_from_dynamic_module(reference, directory, local_files_only=True)
     except Exception as error:  # the file is code of the checkpoint, which may raise anything
         line = " ".join(str(error).split())[:160]
         raise Refused(f"its own code cannot be loaded ({type(error).__name__}: {line})") from error
@@ -67,7 +75,7 @@ def open_named(architecture: str, config: PretrainedConfig) -> OpenClass:
         of_text = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(text.model_type)
         if of_text is None:
             raise Refused("its text part is no class that completes text")
-        return OpenClass(architecture, model_class(of_text), text, "text_config")
+        return OpenClass(architecture, model_class(of_text), text, "text_config", wrapper=(kind, config))
     part, found = _part_for(kind, config)
     return OpenClass(architecture, kind, found, part)
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from enum import Enum, auto
 
 from oarlock.base.errors import StartupError
+from oarlock.workers.layers.sharding import shard_evenly
 from oarlock.workers.layers.tensor_spec import RankDtype, Sharding, TensorSpec
 from oarlock.workers.transformers_backend.class_description import ClassDescription, ClassTensor, ExpertsModule
 
@@ -25,10 +26,11 @@ class Division(Enum):
     SPLIT_ROW = auto()  # as `ROW`, but the rank cuts its part from inputs that every rank has
     VOCABULARY = auto()  # rows are divided by token id
     EXPERTS = auto()  # the width of every expert is divided; the ranks' sums are all-reduced
-    OUTPUTS = auto()  # a vector or stacked tensor of the class's own code, divided along its first dimension
+    OUTPUTS = auto()  # a vector of the class's own code is divided, such as one value for each head
 
 
-# Styles of transformers. `None` and the styles that only matter for training leave a module whole.
+# Divisions of linear layers by transformers' style. `None` and the styles that only matter for training leave a layer
+# whole; so does latent attention's first projection, whose parts every head uses.
 _OF_LINEAR = {
     None: Division.WHOLE, "replicate": Division.WHOLE, "replicated_with_grad_allreduce": Division.WHOLE,
     "colwise": Division.COLUMN, "packed_colwise": Division.PACKED_COLUMN, "rowwise": Division.ROW,
@@ -36,9 +38,13 @@ _OF_LINEAR = {
     "rowwise_split_input": Division.SPLIT_ROW, "rowwise_rep": Division.SPLIT_ROW,
     "mla_kv_a_proj": Division.WHOLE,
 }  # fmt: skip
-# Styles of modules whose tensors are whole on every rank, and only describe what training or other styles do there.
+# Styles with which the class's own code may keep whole tensors, because every rank has the module's inputs and results
+# whole: those that matter for training, those that gather or all-reduce partial results, of which there are none then,
+# and one that has no effect on tensors without a style of their own.
 _OF_OWN = {
-    None, "replicate", "replicated_with_grad_allreduce", "all_reduce", "moe_identity_expert", "embedding_rowwise",
+    None, "replicate", "replicated_with_grad_allreduce", "embedding_rowwise", "embedding_colwise",
+    "colwise_gather_output", "colwise_rep", "rowwise_split_input", "rowwise_rep", "all_reduce", "moe_tp_experts",
+    "local_params",
 }  # fmt: skip
 _SHARDINGS = {
     Division.WHOLE: Sharding.NONE, Division.COLUMN: Sharding.OUTPUTS, Division.PACKED_COLUMN: Sharding.OUTPUTS,
@@ -57,7 +63,8 @@ def division_of(tensor: ClassTensor) -> Division:
         return _OF_LINEAR[tensor.style]
     if tensor.role == "own" and tensor.style in _OF_OWN:
         return Division.WHOLE
-    if tensor.role == "own" and tensor.style == "colwise":
+    # Experts are stacked along the first dimension of tensors with more than one.
+    if tensor.role == "own" and tensor.style == "colwise" and len(tensor.shape) == 1:
         return Division.OUTPUTS
     raise StartupError(
         f"{tensor.name}: the class divides it among ranks in a way that is not known here ({tensor.style}).",
@@ -65,8 +72,20 @@ def division_of(tensor: ClassTensor) -> Division:
     )
 
 
+def division_on(ranks: int, tensor: ClassTensor) -> Division:
+    """Return how `ranks` divide `tensor`. Raise `StartupError` if there are several and its style is not known.
+
+    One rank has the same divisions if they are known, because it sums inputs in the slices that several ranks share.
+    """
+    is_known = tensor.role != "own" and (tensor.role != "linear" or tensor.style in _OF_LINEAR)
+    return division_of(tensor) if ranks > 1 or is_known else Division.WHOLE
+
+
 def tensor_specs(description: ClassDescription) -> Iterator[TensorSpec]:
-    """Yield every tensor that ranks hold, by its name in the class; experts of our kernels one by one."""
+    """Yield every tensor that ranks hold, by its name in the class; experts of our kernels one by one.
+
+    Raises `StartupError` if the class's plan does not divide a tensor among the ranks of the description.
+    """
     experts = {one.module: one for one in description.experts}
     for one in experts.values():
         yield from _of_experts(one)
@@ -74,7 +93,8 @@ def tensor_specs(description: ClassDescription) -> Iterator[TensorSpec]:
         module, _, kind = tensor.name.rpartition(".")
         if module in experts or tensor.role == "experts":
             continue
-        division = division_of(tensor) if description.ranks > 1 or tensor.role != "own" else Division.WHOLE
+        division = division_on(description.ranks, tensor)
+        _check_divides(tensor, division, description.ranks)
         is_bias = tensor.role != "own" and kind == "bias"
         if is_bias and division in (Division.ROW, Division.SPLIT_ROW):
             division = Division.WHOLE
@@ -83,7 +103,18 @@ def tensor_specs(description: ClassDescription) -> Iterator[TensorSpec]:
             dtype = RankDtype.UNQUANTIZED
         parts = tensor.shape[-1 if _SHARDINGS[division] is Sharding.INPUTS else 0] if tensor.shape else 1
         is_table = tensor.role == "own" and len(tensor.shape) == 2
-        yield TensorSpec(tensor.name, tensor.shape, _SHARDINGS[division], parts, dtype, is_table=is_table)
+        shape = tensor.shape or (1,)
+        yield TensorSpec(tensor.name, shape, _SHARDINGS[division], parts, dtype, is_table=is_table)
+
+
+def _check_divides(tensor: ClassTensor, division: Division, ranks: int) -> None:
+    """Raise `StartupError` if `tensor` cannot be divided into equal parts."""
+    sharding = _SHARDINGS.get(division)
+    if sharding is Sharding.OUTPUTS:
+        matrices = 2 if division is Division.PACKED_COLUMN else 1
+        shard_evenly(tensor.name, "output size", tensor.shape[0], matrices * ranks)
+    elif sharding is Sharding.INPUTS and len(tensor.shape) == 2:
+        shard_evenly(tensor.name, "input size", tensor.shape[1], ranks)
 
 
 def _of_experts(one: ExpertsModule) -> Iterator[TensorSpec]:

@@ -2,7 +2,8 @@
 
 A step runs the class once, on a row [1, T] of all its sequences. Modules that keep states do not know where a sequence
 of the row begins, so each of them (`make_stateful`) runs once for each piece of a sequence instead: on the piece's
-tokens, with the states of the sequence. Linear layers and attention outside of these modules see the whole row.
+tokens, with the states of the sequence. Linear layers and attention outside of these modules see the whole row, and so
+do the linear layers of such a module that read its input: their weights are read once for all sequences.
 
 Knows the methods of transformers' `Cache` that classes call. Does not know the classes.
 
@@ -18,7 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from oarlock.workers.attention.forward_batch import ForwardBatch
 from oarlock.workers.recurrent.states import NULL_SLOT, LayerStates, StateStep
 from oarlock.workers.transformers_backend.class_description import StateCall
 
@@ -76,32 +76,53 @@ class SequenceStates:
         self._num_tokens = 0
         self._piece: Piece | None = None
         self._found: dict[tuple[int, int], Tensor] = {}  # layer, part -> its state [1, ...] in the piece's slot
+        # Arguments that were cut for the piece: id of the cut -> the cut, which stays alive, and its row [1, T, ...].
+        self._rows: dict[int, tuple[Tensor, Tensor]] = {}
+        self._products: dict[tuple[nn.Module, int], Tensor] = {}  # linear layer, id of a row -> its result [1, T, ...]
 
-    def begin_step(self, batch: ForwardBatch, layers: Mapping[int, LayerStates]) -> None:
-        """Take the sequences of `batch`, before the class runs. `layers`: states of each layer that has any."""
-        assert batch.state is not None, "a step of a class with states has slots"
+    def begin_step(self, step: StateStep, layers: Mapping[int, LayerStates]) -> None:
+        """Take the sequences of a step, before the class runs. `layers`: states of each layer that has any."""
         self._layers = layers
-        self._pieces = list(pieces_of(batch.state))
-        self._num_tokens = batch.num_tokens
+        self._pieces = list(pieces_of(step))
+        self._num_tokens = self._pieces[-1].end
 
     def run(self, forward: Callable[..., Any], arguments: tuple, named: Mapping[str, Any]) -> Any:
         """Call `forward` for each piece of the step, with the tokens of the piece from all arguments; join the results.
 
-        Arguments and results are tensors [1, T, ...] or [T, ...], or tuples and lists with such tensors. Other
-        arguments are passed as they are.
+        Arguments are cut if they are tensors [1, T, ...], [T] or [T, width], or hold such tensors; others are passed as
+        they are. Results are tensors [1, P, ...] or [P, ...], or tuples of them.
         """
         if self._piece is not None:  # a stateful module inside of another
             return forward(*arguments, **named)
-        results = []
-        for piece in self._pieces:
-            self._piece = piece
-            try:
-                results.append(forward(*self._cut(arguments), **{key: self._cut(one) for key, one in named.items()}))
-                self._save(piece)
-            finally:
-                self._piece = None
-                self._found.clear()
+        try:
+            results = [self._run_piece(piece, forward, arguments, named) for piece in self._pieces]
+        finally:
+            self._products.clear()
         return results[0] if len(results) == 1 else _joined(results, self._pieces)
+
+    def _run_piece(self, piece: Piece, forward: Callable[..., Any], arguments: tuple, named: Mapping[str, Any]) -> Any:
+        self._piece = piece
+        try:
+            result = forward(*self._cut(arguments), **{key: self._cut(one) for key, one in named.items()})
+            self._save(piece)
+            return result
+        finally:
+            self._piece = None
+            self._found.clear()
+            self._rows.clear()
+
+    def multiply(self, linear: nn.Module, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """Return `forward(x)` of the layer `linear`. If `x` was cut from a row, the layer runs once for the whole row.
+
+        The layer's result for a token must not depend on other tokens.
+        """
+        cut, row = self._rows.get(id(x), (None, None))
+        if row is None or cut is not x or self._piece is None:
+            return forward(x)
+        key = linear, id(row)
+        if key not in self._products:
+            self._products[key] = forward(row)
+        return self._products[key][:, self._piece.first : self._piece.end]
 
     def _cut(self, value: Any) -> Any:
         """Return the part of `value` that belongs to the current piece."""
@@ -109,11 +130,13 @@ class SequenceStates:
         first, end = self._piece.first, self._piece.end
         if isinstance(value, Tensor):
             if value.dim() > 1 and value.shape[0] == 1 and value.shape[1] == self._num_tokens:
-                return value[:, first:end]
-            return value[first:end] if value.dim() and value.shape[0] == self._num_tokens else value
+                cut = value[:, first:end]
+                self._rows[id(cut)] = cut, value
+                return cut
+            return value[first:end] if value.dim() in (1, 2) and value.shape[0] == self._num_tokens else value
         if type(value) in (tuple, list):
             return type(value)(self._cut(one) for one in value)
-        return value
+        return {key: self._cut(one) for key, one in value.items()} if type(value) is dict else value
 
     def _save(self, piece: Piece) -> None:
         """Copy the states that the module used to the slot in which they are saved."""
@@ -225,11 +248,29 @@ def make_stateful(module: nn.Module, states: SequenceStates) -> None:
     module.forward = forward
 
 
-def make_all_stateful(model: nn.Module, calls: Sequence[StateCall]) -> SequenceStates:
-    """Make the modules of `calls` in `model` stateful, and return the memory that a step passes to the model."""
+def multiply_rows(linear: nn.Module, states: SequenceStates) -> None:
+    """Make a linear layer inside of a stateful module multiply the inputs of all pieces at once, if it can."""
+    own = linear.forward
+
+    def forward(x: Tensor) -> Tensor:
+        return states.multiply(linear, own, x)
+
+    linear.forward = forward
+
+
+def make_all_stateful(
+    model: nn.Module, calls: Sequence[StateCall], linears: tuple[type[nn.Module], ...] = (nn.Linear,)
+) -> SequenceStates:
+    """Make the modules of `calls` in `model` stateful, and return the memory that a step passes to the model.
+
+    `linears`: classes of linear layers, which take one tensor. They must have replaced the class's own before.
+    """
     states = SequenceStates(calls)
-    for name in dict.fromkeys(call.module for call in calls):
-        make_stateful(model.get_submodule(name), states)
+    modules = [model.get_submodule(name) for name in dict.fromkeys(call.module for call in calls)]
+    for module in modules:
+        make_stateful(module, states)
+    for linear in dict.fromkeys(one for module in modules for one in module.modules() if isinstance(one, linears)):
+        multiply_rows(linear, states)
     return states
 
 

@@ -45,14 +45,28 @@ class Switch(nn.Module):
             return getattr(super().__getattr__("base"), name)
 
 
+def base_name(model: PreTrainedModel) -> str | None:
+    """Return the name of the base model in `model`; None if it has none apart from its head.
+
+    A class that was cut out of a multimodal one may have the prefix of that one: then its only submodel is taken.
+    """
+    named = getattr(model, model.base_model_prefix or " ", None)
+    if isinstance(named, PreTrainedModel) and named is not model:
+        return model.base_model_prefix
+    found = [name for name, child in model.named_children() if isinstance(child, PreTrainedModel)]
+    return found[0] if len(found) == 1 else None
+
+
 class ClassSwitch:
     """A model of transformers whose forward runs in two parts."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         """Put a switch into `model` in place of its base model."""
         self._model = model
-        self._switch = Switch(getattr(model, model.base_model_prefix))
-        setattr(model, model.base_model_prefix, self._switch)
+        name = base_name(model)
+        assert name is not None, "the look before the start has found a base model"
+        self._switch = Switch(getattr(model, name))
+        setattr(model, name, self._switch)
         takes = inspect.signature(model.forward).parameters
         self._memory = next((name for name in MEMORY_NAMES if name in takes), None)
 

@@ -36,7 +36,7 @@ class EmbeddingPart(nn.Module):
         self.num_embeddings, self.embedding_dim = embedding.num_embeddings, embedding.embedding_dim
         self.padding_idx = embedding.padding_idx
         self.layer = VocabParallelEmbedding(name, self.num_embeddings, self.embedding_dim, placement)
-        self.weight = StandIn(f"{name}.weight", placement)
+        self.weight = StandIn(name, "weight", placement)
 
     @property
     def weight_bytes(self) -> int:
@@ -73,8 +73,8 @@ class HeadPart(nn.Module):
         )
         self.out_features = self.layer.local
         self.dtype = placement.dtype
-        self.weight = StandIn(f"{name}.weight", placement)
-        self.bias = StandIn(f"{name}.bias", placement) if self.layer.has_bias else None
+        self.weight = StandIn(name, "weight", placement)
+        self.bias = StandIn(name, "bias", placement) if self.layer.has_bias else None
 
     @property
     def start(self) -> int:

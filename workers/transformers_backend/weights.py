@@ -6,10 +6,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from oarlock.base.errors import StartupError
-from oarlock.workers.transformers_backend.conversions import Conversion, Shape
+from oarlock.base.errors import StartupError, shown
+from oarlock.workers.transformers_backend.conversions import CONVERSION_ERRORS, Conversion, Shape, made_shapes, one_line
 from oarlock.workers.transformers_backend.private_parts import PreTrainedModel
-from oarlock.workers.transformers_backend.weight_names import ClassNames, class_names, made_shapes
+from oarlock.workers.transformers_backend.weight_names import ClassNames, class_names
 from oarlock.workers.weights.source import DummyWeights, WeightSource, check_slice
 
 _FIX = "Use a complete checkpoint whose config.json names the right architecture."
@@ -17,6 +17,9 @@ _FIX = "Use a complete checkpoint whose config.json names the right architecture
 
 class ClassWeights(WeightSource, Protocol):
     """`WeightSource` by the names of a class, which stacks the experts of a layer in one tensor."""
+
+    def sources_of(self, name: str) -> list[str]:
+        """Return the stored names from which the class's tensor `name` is made; none if the checkpoint lacks it."""
 
     def take_expert(
         self, name: str, expert: int, into: Tensor, *, shape: Sequence[int], dim: int = 0, start: int = 0
@@ -31,7 +34,7 @@ class ConvertedWeights:
     """`ClassWeights` over the reader of a checkpoint.
 
     Tensors that are only renamed are read slice by slice. Others are converted whole, and the result of the newest
-    conversion is kept only for further slices of it and its other results.
+    conversion is kept only for further slices of it and its other results. Stacks are converted expert by expert.
     """
 
     def __init__(
@@ -66,14 +69,16 @@ class ConvertedWeights:
         return None if isinstance(made, str) else made.get(self._names.name_in_conversion(name))
 
     def sources_of(self, name: str) -> list[str]:
-        """Return the stored names from which the class's tensor `name` is made; none if the checkpoint lacks it."""
         origin = self._names.origin(name)
         return [] if origin is None else [origin] if isinstance(origin, str) else origin.stored_names
 
     def take(self, name: str, into: Tensor, *, shape: Sequence[int], dim: int = 0, start: int = 0) -> None:
-        """See `WeightSource.take`. `shape` may be (), of a scalar."""
+        """See `WeightSource.take`. `shape` may be (), of a scalar. A bias that may be missing is zero then."""
         if not shape:
             into, shape = into.view(1), (1,)
+        if self._names.is_zero(name):
+            into.zero_()
+            return
         origin = self._origin(name)
         if isinstance(origin, str):
             self._forget()
@@ -81,6 +86,9 @@ class ConvertedWeights:
             if found != tuple(shape) and (found, tuple(shape)) != ((), (1,)):
                 raise _wrong_shape(name, [origin], found, shape)
             self._source.take(origin, into, shape=shape, dim=dim, start=start)
+            return
+        if len(shape) > 2 and origin.is_by_expert and origin.has_one_target:
+            self._take_stack(name, origin, into, tuple(shape), dim, start)
             return
         whole = self._convert(origin, None, into.dtype)[self._names.name_in_conversion(name)]
         if tuple(whole.shape) != tuple(shape) and (whole.shape, tuple(shape)) != ((), (1,)):
@@ -94,6 +102,9 @@ class ConvertedWeights:
         """See `ClassWeights.take_expert`."""
         check_slice(name, into, shape, dim, start)
         origin = self._origin(name)
+        rows = None if isinstance(origin, str) else origin.rows_of_expert(expert)
+        if rows is not None:
+            return self._take_rows(f"{name}[{expert}]", rows, into, tuple(shape), dim, start)
         if isinstance(origin, str):
             entry = self._entry(name, origin, expert, into, tuple(shape))
         elif origin.is_by_expert:
@@ -101,10 +112,11 @@ class ConvertedWeights:
         else:
             entry = self._convert(origin, None, into.dtype)[self._names.name_in_conversion(name)][expert]
         if entry is into:
-            return
+            return None
         if entry.shape != tuple(shape):
             raise _wrong_shape(f"{name}[{expert}]", self.sources_of(name), entry.shape, shape)
         into.copy_(entry.narrow(dim, start, into.shape[dim]))
+        return None
 
     def finish(self, ignorable: Callable[[str], bool]) -> None:
         """Raise `StartupError` if a stored tensor was neither taken nor can be left out.
@@ -127,6 +139,36 @@ class ConvertedWeights:
         """Return stored names of tensors that were not taken, but are tied to a tensor that was."""
         origins = [self._names.origins[name] for group in self._names.tied if group & self._taken for name in group]
         return {name for one in origins for name in ([one] if isinstance(one, str) else one.stored_names)}
+
+    def _take_stack(self, name: str, origin: Conversion, into: Tensor, shape: Shape, dim: int, start: int) -> None:
+        """Convert a stack entry by entry, so that at no time a second copy of it is in memory."""
+        found = self.shape_of(name)
+        if found != shape:
+            raise _wrong_shape(name, origin.stored_names, found or (), shape)
+        check_slice(name, into, shape, dim, start)
+        for index, entry in enumerate(into):
+            if dim == 0:
+                self.take_expert(name, start + index, entry, shape=shape[1:])
+            else:
+                self.take_expert(name, index, entry, shape=shape[1:], dim=dim - 1, start=start)
+
+    def _take_rows(self, name: str, parts: list[str], into: Tensor, shape: Shape, dim: int, start: int) -> None:
+        """Fill `into` from the stored tensors that one after the other are the rows of a tensor of `shape`."""
+        self._forget()
+        shapes = [self._stored[part] for part in parts]
+        found = (sum(one[0] for one in shapes if one), *shapes[0][1:])
+        if found != shape or any(one[1:] != shape[1:] for one in shapes):
+            raise _wrong_shape(name, parts, found, shape)
+        first = 0  # row of the whole tensor with which a part begins
+        for part, whole in zip(parts, shapes, strict=True):
+            if dim == 0:
+                begin, end = max(start, first), min(start + into.shape[0], first + whole[0])
+                if begin < end:
+                    here = into[begin - start : end - start]
+                    self._source.take(part, here, shape=whole, start=begin - first)
+            else:
+                self._source.take(part, into[first : first + whole[0]], shape=whole, dim=dim, start=start)
+            first += whole[0]
 
     def _entry(self, name: str, stored: str, expert: int, into: Tensor, shape: Shape) -> Tensor:
         """Read entry `expert` of a stored stack: into `into` if that is all of the entry."""
@@ -158,9 +200,8 @@ class ConvertedWeights:
                 self._made = conversion.run(read, self._names.shapes)
             else:
                 self._made = conversion.run_expert(expert, read, self._of_one_expert)
-        except (RuntimeError, ValueError, IndexError, KeyError) as error:
-            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-            raise _cannot_convert(conversion, reason) from error
+        except CONVERSION_ERRORS as error:
+            raise _cannot_convert(conversion, one_line(error)) from error
         self._newest = wanted
         return self._made
 
@@ -176,11 +217,15 @@ class DummyClassWeights:
         self._noise = noise
 
     def has(self, name: str) -> bool:
-        """Return True: the names are those of the class, which has one layout."""
-        return True
+        """Return False, as `DummyWeights` does: only alternative layouts are asked for."""
+        return False
 
     def shape_of(self, name: str) -> None:
         """Return None: noise has every shape."""
+
+    def sources_of(self, name: str) -> list[str]:
+        """Return none: noise is stored nowhere."""
+        return []
 
     def take(self, name: str, into: Tensor, *, shape: Sequence[int], dim: int = 0, start: int = 0) -> None:
         """See `WeightSource.take`. `shape` may be (), of a scalar."""
@@ -215,22 +260,25 @@ def names_fault(
 
     See `class_names` for the arguments.
     """
-    names = class_names(model, stored, wrapper=wrapper, others=others)
+    try:
+        names = class_names(model, stored, wrapper=wrapper, others=others)
+    except StartupError as error:
+        return error.cause
     wanted = names.wanted
-    missing = [name for name in wanted if names.origin(name) is None and name not in names.optional]
+    missing = [name for name in wanted if names.origin(name) is None and not names.is_zero(name)]
     if missing:
         unused = [name for name in names.unused if name not in names.ignored]
-        hint = f"; it holds {unused[0]!r}, which the class does not know" if unused else ""
+        hint = f"; it holds {shown(unused[0])}, which the class does not know" if unused else ""
         return f"the checkpoint holds no tensor for {missing[0]!r}{_more(missing)}{hint}"
     if names.twice:
         name, (first, second) = next(iter(names.twice.items()))
-        return f"the checkpoint holds {name!r} twice, as {first!r} and as {second!r}{_more(names.twice)}"
+        return f"the checkpoint holds {name!r} twice, as {shown(first)} and as {shown(second)}{_more(names.twice)}"
     faults = list(_shape_faults(names, wanted, stored))
     if faults:
         return f"{faults[0]}{_more(faults)}"
     unexpected = [name for name in names.unused if name not in names.ignored]
     if unexpected:
-        return f"the checkpoint holds {unexpected[0]!r}, which the class does not know{_more(unexpected)}"
+        return f"the checkpoint holds {shown(unexpected[0])}, which the class does not know{_more(unexpected)}"
     return None
 
 
@@ -265,7 +313,7 @@ def _described(name: str, stored: Sequence[str]) -> str:
     if list(stored) == [name]:
         return f"tensor {name!r}"
     others = f" and {len(stored) - 1} more" if len(stored) > 1 else ""
-    return f"tensor {name!r}, stored as {stored[0]!r}{others},"
+    return f"tensor {name!r}, stored as {shown(stored[0])}{others},"
 
 
 def _wrong_shape(name: str, stored: Sequence[str], found: Sequence[int], wanted: Sequence[int]) -> StartupError:

@@ -12,8 +12,7 @@ from oarlock.base.errors import StartupError
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.layers.placement import Placement
 from oarlock.workers.quantization.registry import QUANTIZATIONS
-from oarlock.workers.transformers_backend.linears import LinearPart, make_linear
-from oarlock.workers.transformers_backend.observers import Refused
+from oarlock.workers.transformers_backend.linears import LinearPart, UsesWeight, make_linear
 from oarlock.workers.transformers_backend.placement_plan import Division
 from tests.golden.paged_run import on_ranks
 from tests.unit.workers.weights_in_memory import MemoryWeights, placement, random_weights
@@ -73,8 +72,7 @@ def test_results_equal_torch(division: Division, dtype: torch.dtype, error: floa
     # A result is rounded once: it is off by half a unit in the last place, and by errors of sums near zero.
     assert ((one.double() - wanted).abs() <= error * wanted.abs() + 4e-5).all()
     assert ((two.double() - wanted).abs() <= error * wanted.abs() + 4e-5).all()
-    if dtype is torch.float32 or division not in (Division.ROW, Division.SPLIT_ROW):
-        assert torch.equal(one, two)
+    assert torch.equal(one, two)
 
 
 @pytest.mark.parametrize("division", DIVISIONS, ids=lambda one: one.name)
@@ -156,10 +154,13 @@ def test_only_dtype_and_device_of_a_weight_are_known() -> None:
         ("weight itself .t", lambda: part.weight.t()),
         ("bias itself .float", lambda: bias.float()),
         ("bias itself .sub", lambda: x - bias),
+        ("bias itself .cat", lambda: torch.cat((x[0], bias))),
+        ("weight itself .by index", lambda: part.weight[0]),
     ]
     for message, use in uses:
-        with pytest.raises(Refused, match=message.replace("itself .", r"itself \(")):
+        with pytest.raises(UsesWeight, match=message.replace("itself .", r"itself \(")) as error:
             use()
+        assert error.value.module == NAME
 
 
 def test_bytes_of_a_rank() -> None:
