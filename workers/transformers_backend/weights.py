@@ -18,6 +18,9 @@ _FIX = "Use a complete checkpoint whose config.json names the right architecture
 class ClassWeights(WeightSource, Protocol):
     """`WeightSource` by the names of a class, which stacks the experts of a layer in one tensor."""
 
+    def sources_of(self, name: str) -> list[str]:
+        """Return the stored names from which the class's tensor `name` is made; none if the checkpoint lacks it."""
+
     def take_expert(
         self, name: str, expert: int, into: Tensor, *, shape: Sequence[int], dim: int = 0, start: int = 0
     ) -> None:
@@ -66,14 +69,16 @@ class ConvertedWeights:
         return None if isinstance(made, str) else made.get(self._names.name_in_conversion(name))
 
     def sources_of(self, name: str) -> list[str]:
-        """Return the stored names from which the class's tensor `name` is made; none if the checkpoint lacks it."""
         origin = self._names.origin(name)
         return [] if origin is None else [origin] if isinstance(origin, str) else origin.stored_names
 
     def take(self, name: str, into: Tensor, *, shape: Sequence[int], dim: int = 0, start: int = 0) -> None:
-        """See `WeightSource.take`. `shape` may be (), of a scalar."""
+        """See `WeightSource.take`. `shape` may be (), of a scalar. A bias that may be missing is zero then."""
         if not shape:
             into, shape = into.view(1), (1,)
+        if self._names.is_zero(name):
+            into.zero_()
+            return
         origin = self._origin(name)
         if isinstance(origin, str):
             self._forget()
@@ -212,11 +217,15 @@ class DummyClassWeights:
         self._noise = noise
 
     def has(self, name: str) -> bool:
-        """Return True: the names are those of the class, which has one layout."""
-        return True
+        """Return False, as `DummyWeights` does: only alternative layouts are asked for."""
+        return False
 
     def shape_of(self, name: str) -> None:
         """Return None: noise has every shape."""
+
+    def sources_of(self, name: str) -> list[str]:
+        """Return none: noise is stored nowhere."""
+        return []
 
     def take(self, name: str, into: Tensor, *, shape: Sequence[int], dim: int = 0, start: int = 0) -> None:
         """See `WeightSource.take`. `shape` may be (), of a scalar."""
@@ -251,9 +260,12 @@ def names_fault(
 
     See `class_names` for the arguments.
     """
-    names = class_names(model, stored, wrapper=wrapper, others=others)
+    try:
+        names = class_names(model, stored, wrapper=wrapper, others=others)
+    except StartupError as error:
+        return error.cause
     wanted = names.wanted
-    missing = [name for name in wanted if names.origin(name) is None and name not in names.optional]
+    missing = [name for name in wanted if names.origin(name) is None and not names.is_zero(name)]
     if missing:
         unused = [name for name in names.unused if name not in names.ignored]
         hint = f"; it holds {shown(unused[0])}, which the class does not know" if unused else ""

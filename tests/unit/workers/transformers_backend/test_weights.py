@@ -16,6 +16,7 @@ from oarlock.base.errors import StartupError
 from oarlock.workers.model_files.checkpoint import Checkpoint
 from oarlock.workers.model_files.tensor_names import AS_STORED
 from oarlock.workers.transformers_backend.private_parts import Transpose, WeightConverter
+from oarlock.workers.transformers_backend.text_parts import wrapper_without_weights
 from oarlock.workers.transformers_backend.weights import ConvertedWeights, DummyClassWeights, names_fault
 from oarlock.workers.weights.reader import WeightReader
 from oarlock.workers.weights.source import DummyWeights
@@ -219,6 +220,21 @@ def test_the_text_part_of_a_wrapper_is_read_from_the_wrappers_checkpoint(tmp_pat
     fault = names_fault(meta, shapes(tensors), wrapper=outside)
     assert fault is not None
     assert "layers.0.extra" in fault
+    fault = names_fault(meta, shapes(tensors), wrapper=build("LlamaForCausalLM", "llama")[1])
+    assert fault == "LlamaForCausalLM has no part that is the base of PersimmonForCausalLM."
+
+
+def test_a_wrapper_whose_towers_cannot_be_built_is_built_without_them() -> None:
+    model, meta = build("Gemma3nForCausalLM", "gemma3n_text", **GEMMA3N)
+    config = CONFIG_MAPPING["gemma3n"](text_config=model.config.to_dict(), tie_word_embeddings=True)
+    wrapper = wrapper_without_weights(transformers.Gemma3nForConditionalGeneration, config)
+    wanted = _as_class(model)
+    tensors = {name.replace("model.", "model.language_model."): tensor for name, tensor in wanted.items()}
+    tensors["model.vision_tower.conv.weight"] = torch.zeros(1)
+    assert names_fault(meta, shapes(tensors), wrapper=wrapper) is None
+    weights = converted(meta, tensors, wrapper=wrapper)
+    check_all(weights, model.state_dict())
+    weights.finish(lambda name: False)
 
 
 def test_parts_that_are_not_served_can_be_named() -> None:
@@ -288,6 +304,18 @@ def test_a_stored_head_that_is_tied_need_not_be_taken() -> None:
         if name != "lm_head.weight":
             weights.take(name, torch.empty_like(tensor), shape=tensor.shape)
     weights.finish(lambda name: False)
+
+
+def test_a_bias_that_the_class_lets_be_missing_is_zero() -> None:
+    model, meta = build("LlamaForCausalLM", "llama", attention_bias=True)
+    bias = "model.layers.0.self_attn.q_proj.bias"
+    tensors = {name: tensor for name, tensor in model.state_dict().items() if name != bias}
+    assert names_fault(meta, shapes(tensors)) == f"the checkpoint holds no tensor for {bias!r}"
+    meta._keys_to_ignore_on_load_missing = ["q_proj.bias"]
+    assert names_fault(meta, shapes(tensors)) is None
+    into = torch.ones(4)
+    converted(meta, tensors).take(bias, into, shape=(16,), start=4)
+    assert not into.any()
 
 
 def test_noise_of_a_stack_is_that_of_its_experts() -> None:
