@@ -148,7 +148,7 @@ def _check_tested(name: str, hf_config: dict[str, Any], config: WorkerConfig) ->
         code = ", and its own code (auto_map) runs only with --trust-remote-code" if hf_config.get("auto_map") else ""
         raise StartupError(
             f"config.json: {shown(name)} is not among the classes that were tested with transformers' code{code}.",
-            f"Leave {FLAG} out, or use another model. {_LIST}" if has_page(name) else _LIST,
+            f"Leave {FLAG} out, or use another model. {_LIST}" if name in architectures() else _LIST,
         )
     if tested.refused is not None:
         raise _not_served(name, tested.refused, config)
@@ -162,7 +162,7 @@ def _check_tested(name: str, hf_config: dict[str, Any], config: WorkerConfig) ->
 
 def _not_served(name: str, reason: str, config: WorkerConfig) -> StartupError:
     """Return the error for a class that transformers' code does not compute right here."""
-    if has_page(name):
+    if name in architectures():
         fix = f"Leave {FLAG} out: it is a described architecture."
     else:
         fix = others_like(name, architectures())
