@@ -22,7 +22,7 @@ SERVER := $(VENV)/.oarlock-installed
 TOOLS := $(VENV)/.oarlock-tools-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve dev wheel check test test-long lint format docs soak verify-full triton accuracy clients ray fuzz mutants bench-peers bench-load gpu-check screenshots clean
+.PHONY: help install serve dev wheel check test test-long lint format docs soak verify-full triton accuracy model-classes clients ray fuzz mutants bench-peers bench-load gpu-check screenshots clean
 
 help:
 	@echo 'make install      make .venv with the pinned requirements and the oarlock command; torch for CPUs if there is no NVIDIA driver'
@@ -38,6 +38,7 @@ help:
 	@echo 'make soak         clients that disconnect for minutes, and whatever else takes long of servers'
 	@echo 'make verify-full  every layer of a model of true size against float64, and its table in docs/accuracy.md'
 	@echo 'make accuracy     the same for tiny models of every family, on 1 to 8 ranks'
+	@echo "make model-classes  every class of transformers that completes text, against its own results (SHARD=2/4: a quarter of them)"
 	@echo 'make triton       what can be tried of CUDA without a GPU: kernels over hundreds of shapes, compiled for each, the GPU check'
 	@echo 'make clients      real clients, each in an environment of its own, against a real server'
 	@echo 'make ray          replicas on a real Ray cluster: faults, and what follows'
@@ -175,6 +176,9 @@ triton: $(TOOLS)
 
 accuracy: $(TOOLS)
 	@$(BIN)/python -m tests.golden.accuracy_table $(ARGS)
+
+model-classes: $(TOOLS)
+	@$(BIN)/python -m benchmarks.model_classes $(if $(SHARD),--shard $(SHARD)) $(ARGS)
 
 clients: $(TOOLS)
 	@$(BIN)/python -m tests.clients.run $(or $(ARGS),--all)

@@ -42,6 +42,13 @@ def measured(what: str) -> str:
     return page.forms() if what == "forms" else page.sections(what)
 
 
+def model_classes(*, counts: bool) -> str:
+    """Imported late as well, with the results of every class of transformers."""
+    from benchmarks.model_classes import table
+
+    return table.counts_as_markdown() if counts else table.as_markdown()
+
+
 def charts() -> dict[Path, str]:
     """Charts of these results, and what `tools/pictures.py` draws, by their files."""
     from benchmarks import page
@@ -65,6 +72,8 @@ MADE: list[tuple[str, str, Callable[[], str]]] = [
     ("docs/api.md", "parameters", api_table.as_markdown),
     ("docs/models.md", "models-text", partial(catalogue.as_markdown, encoders=False)),
     ("docs/models.md", "models-encoders", partial(catalogue.as_markdown, encoders=True)),
+    ("docs/models.md", "models-classes-counts", partial(model_classes, counts=True)),
+    ("docs/models.md", "models-classes", partial(model_classes, counts=False)),
     ("docs/accuracy.md", "golden-faults", golden_faults),
     ("docs/scaling.md", "node-faults", node_faults),
     *(("docs/performance.md", f"benchmarks-{what}", partial(measured, what)) for what in ("peers", "forms", "scaling")),

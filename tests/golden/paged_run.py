@@ -22,6 +22,7 @@ from oarlock.workers.gguf_config import open_checkpoint
 from oarlock.workers.models.decoder import Decoder
 from oarlock.workers.models.hf_fields import read_config
 from oarlock.workers.models.hf_quantization import stored_quantization, weight_formats
+from oarlock.workers.models.rank_model import RankModel
 from oarlock.workers.models.registry import read_spec
 from oarlock.workers.protocol import StepMetadata
 from oarlock.workers.quantization.formats.checkpoint_formats import served_formats
@@ -120,7 +121,7 @@ def load_decoder(
 class PagedRun:
     """One decoder with its KV pages, fed step by step."""
 
-    def __init__(self, decoder: Decoder, backend: Callable[[KVSpec], AttentionBackend] = ReferenceBackend) -> None:
+    def __init__(self, decoder: RankModel, backend: Callable[[KVSpec], AttentionBackend] = ReferenceBackend) -> None:
         self.decoder = decoder
         self.backends = {spec.group: backend(spec) for spec in decoder.kv_specs(BLOCK_SIZE)}
         self.memory = allocate_memory(decoder, self.backends, [NUM_BLOCKS] * len(decoder.groups))

@@ -36,5 +36,5 @@ class Tested(NamedTuple):
 @lru_cache(maxsize=1)
 def tested_classes() -> dict[str, Tested]:
     """Return the results, by the names of the classes."""
-    table = json.loads(_FILE.read_text("utf-8"))
+    table = json.loads(_FILE.read_text("utf-8"))["classes"]
     return {name: Tested(row.get("ranks", 0), row.get("refused")) for name, row in table.items()}
