@@ -119,6 +119,10 @@ def test_a_refusal_of_the_look_is_one_line(tmp_path: Path, looks: list, monkeypa
     monkeypatch.setattr(choice, "class_description", lambda *_, **__: replace(CLASS, refusal="its mask is odd"))
     with pytest.raises(StartupError, match="transformers' code for OtherForCausalLM cannot be served: its mask is odd"):
         preflight(config(directory(tmp_path, "OtherForCausalLM")))
+    divided = replace(CLASS, refusal="it cannot be divided among 2 ranks (odd heads)")
+    monkeypatch.setattr(choice, "class_description", lambda *_, **__: divided)
+    with pytest.raises(StartupError, match=r"odd heads\)\. Use --tensor-parallel-size 1\.$"):
+        preflight(config(directory(tmp_path, "LlamaForCausalLM"), model_impl="transformers", tensor_parallel_size=2))
 
 
 def test_rows_of_the_table_have_a_size_or_a_reason() -> None:
