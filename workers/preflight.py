@@ -122,6 +122,7 @@ def preflight(config: WorkerConfig) -> WorkerConfig:
     return config.with_(
         share_device=device == "cuda" and cuda_driver.device_count() < ranks_here(config),
         load_format="safetensors" if config.load_format == "auto" else config.load_format,
+        enforce_eager=config.enforce_eager or spec.class_tensors is not None,  # a class's code cannot be captured
         tie_word_embeddings=spec.tie_word_embeddings,
         hidden_size=spec.hidden_size,
         pages_groups=sum(isinstance(group.memory, PagesSpec) for group in spec.groups),

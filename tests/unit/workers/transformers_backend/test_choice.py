@@ -69,6 +69,7 @@ def test_a_class_without_a_page_is_looked_at_once(tmp_path: Path, looks: list) -
     assert resolved.served_class is not None and resolved.max_model_len == 64
     assert ClassDescription.decoded(resolved.served_class) == CLASS
     looks.clear()
+    assert resolved.enforce_eager, "no graph can hold the code of a class"
     assert preflight(resolved) == resolved and not looks, "ranks and later checks start no process"
 
 
