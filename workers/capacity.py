@@ -13,17 +13,18 @@ from typing import Any
 
 from oarlock.base.errors import EXIT_OUT_OF_MEMORY, StartupError
 from oarlock.base.host_memory import human_bytes
+from oarlock.workers.checks.class_limits import check_class
 from oarlock.workers.checks.limits import check_limits, check_parallel
 from oarlock.workers.config import WorkerConfig, max_pooled_values
 from oarlock.workers.distributed.shm_ring import RingLayout
 from oarlock.workers.layers.decoder_spec import DecoderSpec, layers_of_stage, slices_of, tensors_of
 from oarlock.workers.layers.experts_spec import ExpertsSpec
-from oarlock.workers.layers.sharding import shard_experts
+from oarlock.workers.layers.sharding import LARGEST_TP, shard_experts
 from oarlock.workers.layers.tensor_spec import Sharding
 from oarlock.workers.model_files.checkpoint import EMBEDDING
 from oarlock.workers.platform.dtypes import ITEM_BYTES
 from oarlock.workers.platform.processor import features
-from oarlock.workers.preflight import OpenModel, formats_on, with_lengths_and_types
+from oarlock.workers.preflight import OpenModel, formats_on, open_model, with_lengths_and_types
 from oarlock.workers.quantization.formats.weight_format import WeightFormats
 from oarlock.workers.ranks.cpu_affinity import with_cpus
 from oarlock.workers.runner.group_sizes import GroupSizes, with_sequences_that_fit
@@ -108,16 +109,32 @@ class Capacity:
         return self.groups.sequences(self.counts, context) if self.refusal is None else 0
 
 
-def tensor_parallel_sizes(model: OpenModel) -> list[int]:
-    """Return the numbers of ranks that this model's layers can be divided among."""
-    return [size for size in model.spec.tp_sizes if divides(model, size, 1)]
+def at_size(model: OpenModel, tensor_parallel_size: int) -> OpenModel:
+    """Return the model as this many ranks hold it. Raises `StartupError` if they cannot.
+
+    A description holds for every size; a class without one needs another look, which takes seconds.
+    """
+    if model.spec.class_tensors is None or tensor_parallel_size == model.config.tensor_parallel_size:
+        return model
+    return open_model(model.config.with_(tensor_parallel_size=tensor_parallel_size))
+
+
+def tensor_parallel_sizes(model: OpenModel, most: int) -> list[int]:
+    """Return the numbers of ranks up to `most` that this model's layers can be divided among."""
+    sizes = model.spec.tp_sizes
+    if model.spec.class_tensors is not None:
+        sizes = [1 << power for power in range(LARGEST_TP.bit_length())]
+    return [size for size in sizes if size <= most and divides(model, size, 1)]
 
 
 def divides(model: OpenModel, tensor_parallel_size: int, pipeline_parallel_size: int) -> bool:
     """Return whether the model can be divided into stages of this many ranks."""
     sizes = {"tensor_parallel_size": tensor_parallel_size, "pipeline_parallel_size": pipeline_parallel_size}
+    config = model.config.with_(**sizes)
     try:
-        check_parallel(model.config.with_(**sizes), model.spec)
+        if model.spec.class_tensors is not None:
+            check_class(config, model.spec, is_quantised=False)
+        check_parallel(config, at_size(model, tensor_parallel_size).spec)
     except StartupError:
         return False
     return True
@@ -129,6 +146,7 @@ def capacity(model: OpenModel, changes: Mapping[str, Any], memory: Memory) -> Ca
     serve."""
     config = model.config.with_(**changes)
     check_limits(config)
+    model = at_size(model, config.tensor_parallel_size)
     check_parallel(config, model.spec)
     config = with_lengths_and_types(model._replace(config=config), memory.device)
     spec, formats = model.spec, formats_on(model._replace(config=config), config.device)
@@ -209,6 +227,7 @@ class RankWork:
 
 def work_of(model: OpenModel, config: WorkerConfig) -> tuple[RankWork, ...]:
     """Return the cost of a step on one rank of each pipeline stage. `config`: from a `Capacity`."""
+    model = at_size(model, config.tensor_parallel_size)
     spec, stages = model.spec, config.pipeline_parallel_size
     formats = formats_on(model._replace(config=config), config.device)
     return tuple(_work(spec, formats, config, stage, stages) for stage in range(stages))

@@ -61,6 +61,11 @@ def model_sums(directory: Path) -> dict[str, str]:
     return sums
 
 
+def code_sums(directory: Path) -> dict[str, str]:
+    """Return file name -> SHA-256 of each Python file of a checkpoint whose own code computes the model."""
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(directory.glob("*.py"))}
+
+
 def _sample_at(begin: int, end: int, number: int) -> int:
     """Return the offset of sample `number` in a file. Samples are spread evenly over its data."""
     room = max(0, end - begin - _SAMPLE_BYTES)
@@ -112,6 +117,8 @@ def kv_key(config: WorkerConfig, **facts: Any) -> str:
         config.pipeline_parallel_size,
         config.seed if config.load_format == "dummy" else changed,
         sums,
+        config.served_class,
+        code_sums(directory) if config.served_class is not None and config.trust_remote_code else {},
         versions(),
         sources(),
         facts,

@@ -30,7 +30,7 @@ from oarlock.engine.structured_output.manager import StructuredOutputManager
 from oarlock.engine.types import EngineInfo
 from oarlock.workers.config import LOADING_TIMEOUT_S, NodesConfig, OnProgress, WorkerConfig, WorkerInfo
 from oarlock.workers.errors import WorkerError
-from oarlock.workers.fingerprint import model_sums, versions
+from oarlock.workers.fingerprint import code_sums, model_sums, versions
 
 if TYPE_CHECKING:
     from oarlock.engine.kv_cache.publisher import KvEventPublisher
@@ -324,6 +324,10 @@ def numbers_digest(worker: WorkerConfig, info: WorkerInfo) -> str:
     names = ("dtype", "quantization", "dequantize", "kv_cache_dtype", "num_threads", "block_size", "max_model_len")
     run = {name: getattr(worker, name) for name in names}
     found = {name: getattr(info, name) for name in ("tensor_parallel_size", "device", "attention_backend", "kernels")}
+    if info.served_by != "oarlock":
+        found["served_by"] = info.served_by
+    if info.served_by == "checkpoint":
+        found["code"] = code_sums(Path(worker.model_path))
     if info.rank_invariant:  # they do not change any bit of a result
         del found["tensor_parallel_size"], run["num_threads"]
     parts = [model_sums(Path(worker.model_path)), weights, run, found, versions()]

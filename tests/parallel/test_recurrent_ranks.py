@@ -12,6 +12,7 @@ from oarlock.workers.config import WorkerConfig
 from oarlock.workers.models import decoder as decoder_module
 from oarlock.workers.runner import decoder_loading
 from oarlock.workers.runner.model_runner import ModelRunner
+from oarlock.workers.transformers_backend.choice import ChosenCode
 from tests.golden.tiny_models import make_tiny
 from tests.parallel.direct_engine import Answer, DirectEngine
 from tests.parallel.graph_ranks import GraphRunner
@@ -44,8 +45,8 @@ def started(
     spec: Any, model: str, patch: pytest.MonkeyPatch, make: type[ModelRunner] = ModelRunner, **changes: Any
 ) -> Iterator[ThreadExecutor]:
     patch.setitem(decoder_module._SUBLAYERS, RunningMeanSpec, RunningMean)
-    patch.setattr(preflight, "describe", lambda fields: spec)
-    patch.setattr(decoder_loading, "read_spec", lambda *_, **__: spec)
+    patch.setattr(preflight, "chosen_code", lambda config: ChosenCode(spec, None))
+    patch.setattr(decoder_loading, "resolved_spec", lambda config: spec)
     config = WorkerConfig(
         model, device="cpu", dtype="float32", max_model_len=128, max_num_seqs=4, max_num_batched_tokens=64,
         block_size=8, num_kv_blocks=80, num_threads=1, attention_backend="torch", load_format="dummy",

@@ -50,6 +50,8 @@ class TensorSpec:
     def local_shape(self, size: int, slices: int = 1, unit: int = 1) -> tuple[int, ...]:
         """Return the shape of the part that each of `size` ranks holds; `slices` and `unit` are passed to
         `shard_width`."""
+        if not self.shape:  # a scalar
+            return ()
         first, *rest = self.shape
         if self.sharding is Sharding.WIDTH_OUTPUTS:
             return (shard_width(first, unit, 0, size, slices).count, *rest)

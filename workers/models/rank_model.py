@@ -126,8 +126,8 @@ class RankModel(Protocol):
         there are none, or if other code computes them."""
 
     def summed_outputs(self) -> Sequence[RowParallelLinear]:
-        """Return the linear layers whose partial sums are all-reduced, to try the order of these sums; empty if
-        `why_not_rank_invariant` always returns a reason."""
+        """Return the linear layers whose partial sums are all-reduced, to try the order of these sums. Only called if
+        `why_not_rank_invariant` returned None."""
 
     def why_not_rank_invariant(self, memory: list[LayerMemory], backends: Mapping[int, AttentionBackend]) -> str | None:
         """Return the reason why the bits of hidden states and logits may depend on the number of ranks, or None if its

@@ -23,13 +23,12 @@ from oarlock.workers.models.decoder import Decoder
 from oarlock.workers.models.hf_fields import read_config
 from oarlock.workers.models.hf_quantization import stored_quantization, weight_formats
 from oarlock.workers.models.rank_model import RankModel
-from oarlock.workers.models.registry import read_spec
 from oarlock.workers.quantization.fixed_order import FIXED_ORDER
 from oarlock.workers.quantization.formats.checkpoint_formats import GGUFFormats, input_rounding, served_formats
 from oarlock.workers.quantization.formats.weight_format import WeightFormats
 from oarlock.workers.runner.expert_kernel_selection import select_expert_kernels
+from oarlock.workers.transformers_backend.choice import resolved_spec
 from oarlock.workers.transformers_backend.class_description import ClassDescription
-from oarlock.workers.transformers_backend.served_class import spec_of
 from oarlock.workers.weights.gguf_reader import load_weights
 
 logger = logging.getLogger("oarlock.runner")
@@ -45,17 +44,11 @@ class DecoderDescription(NamedTuple):
     fixes_order: bool  # sums have an order that does not depend on the batch, on a CUDA device
     quantization: str  # for reports
     input_rounding: str | None  # for reports; None: matmuls do not round their inputs
-    served_class: ClassDescription | None  # class whose code in transformers computes the model; None: `Decoder` does
 
 
 def describe(config: WorkerConfig, device: torch.device, stage: PipelineStage) -> DecoderDescription:
     """Read the description of the model of `config`, which must be resolved (see `oarlock.workers.preflight`)."""
-    if config.served_class is None:
-        served_class = None
-        spec = read_spec(config.model_path, config.max_model_len, tied=config.tie_word_embeddings)
-    else:
-        served_class = ClassDescription.decoded(config.served_class)
-        spec = spec_of(served_class, config.dtype)
+    spec = resolved_spec(config)
     if config.offloads_kv:
         spec = spec.with_whole_blocks()
     layers = layers_of_stage(spec.num_layers, stage.number, stage.size)
@@ -73,7 +66,7 @@ def describe(config: WorkerConfig, device: torch.device, stage: PipelineStage) -
     if config.dequantize:
         quantization += ", dequantised at load"
     rounding = input_rounding(formats, matrices_of(spec), device.type)
-    return DecoderDescription(spec, layers, checkpoint, formats, fixes_order, quantization, rounding, served_class)
+    return DecoderDescription(spec, layers, checkpoint, formats, fixes_order, quantization, rounding)
 
 
 def load_decoder(
@@ -106,12 +99,13 @@ def _without_weights(
 ) -> RankModel:
     """Return the model before its weights are read: the `Decoder`, or a class that transformers' code computes."""
     spec, formats = description.spec, description.formats
-    if description.served_class is None:
+    if config.served_class is None:
         stage, distributes = description.layers, config.enable_expert_parallel
         return Decoder(spec, tp, dtype, device, formats, stage, distributes_experts=distributes)
     from oarlock.workers.transformers_backend.model import TransformersModel  # imports transformers, in seconds
 
-    return TransformersModel(spec, description.served_class, config, tp, dtype, device, formats)
+    served_class = ClassDescription.decoded(config.served_class)
+    return TransformersModel(spec, served_class, config, tp, dtype, device, formats)
 
 
 def attention_backends(model: RankModel, config: WorkerConfig, *, fixes_order: bool) -> dict[int, AttentionBackend]:

@@ -260,7 +260,7 @@ def check_rank_invariance(
 ) -> RankInvariance:
     """Check the kernels in use, and try them. Every rank must call this at the same point: it all-reduces."""
     why_not, trial = _why_not(model, memory, backends), model.with_layers(model.one_of_each_kind())
-    result = check_sums(trial.summed_outputs(), model.placement, why_not)
+    result = check_sums(trial.summed_outputs() if why_not is None else (), model.placement, why_not)
     faults = [order_fault(experts) for experts in trial.mixtures()] if result.rank_invariant else []
     fault = next((fault for fault in faults if fault is not None), None)
     return result if fault is None else RankInvariance(False, fault)
@@ -276,9 +276,9 @@ def check_sums(outputs: Sequence[RowParallelLinear], place: Placement, why_not: 
     if place.tp.all_gather(has_reason).any() and why_not is None:
         why_not = "another rank has kernels that add up in another order"
     sizes = [size for size in (1, 2, 4, 8) if size <= place.slices]
-    device = place.device
-    if device.type != "cpu":
-        why_not = f"on {device.type} libraries add up in an order that depends on the shape of a rank's weights"
+    on_device = _why_not_on(place.device)
+    if on_device is not None:
+        why_not = on_device
     elif why_not is None and (place.tp.size not in sizes or VOCAB_SLICES % place.tp.size):
         working = ", ".join(map(str, sizes))
         why_not = f"{place.tp.size} ranks do not hold whole slices of the inputs; {working} would"
@@ -291,12 +291,16 @@ def check_sums(outputs: Sequence[RowParallelLinear], place: Placement, why_not: 
     return RankInvariance(True, f"the same bits with {ranks}: partial sums are added in one tree ({spent:.2f} s)")
 
 
+def _why_not_on(device: torch.device) -> str | None:
+    if device.type == "cpu":
+        return None
+    return f"on {device.type} libraries add up in an order that depends on the shape of a rank's weights"
+
+
 def _why_not(model: RankModel, memory: list[LayerMemory], backends: Mapping[int, AttentionBackend]) -> str | None:
     """Return the reason why this rank's kernels guarantee nothing, or None if they do."""
     device = model.placement.device
-    if device.type != "cpu":
-        return None
-    reason = model.why_not_rank_invariant(memory, backends)
+    reason = _why_not_on(device) or model.why_not_rank_invariant(memory, backends)
     if reason is None and model.is_last and not can_serve(device):
         reason = "samples are computed by torch, in an order that depends on the shape of a rank's vocabulary"
     return reason

@@ -6,7 +6,7 @@ model that a look before the start observes, so the look sees the shapes of one 
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -17,8 +17,10 @@ from oarlock.workers.layers.placement import Placement
 from oarlock.workers.quantization.registry import NONE
 from oarlock.workers.transformers_backend.class_description import ClassTensor, Role
 from oarlock.workers.transformers_backend.experts import ExpertsPart, experts_of
+from oarlock.workers.transformers_backend.experts_loop import EXPERTS_IMPLEMENTATION, register_experts
+from oarlock.workers.transformers_backend.experts_source import stacked_names
 from oarlock.workers.transformers_backend.linears import LinearPart, make_linear
-from oarlock.workers.transformers_backend.placement_plan import Division, division_of
+from oarlock.workers.transformers_backend.placement_plan import Division, division_on
 from oarlock.workers.transformers_backend.private_parts import (
     PretrainedConfig,
     PreTrainedModel,
@@ -96,14 +98,19 @@ class BuiltClass:
 def without_weights(
     kind: type[PreTrainedModel], config: PretrainedConfig, implementation: str, dtype: torch.dtype
 ) -> PreTrainedModel:
-    """Return the model on the meta device, with `implementation` of attention."""
+    """Return the model on the meta device, with `implementation` of attention.
+
+    Experts that our kernels do not know are run one by one (`experts_loop.py`).
+    """
+    register_experts()
+    ways = {"attn_implementation": implementation, "experts_implementation": EXPERTS_IMPLEMENTATION}
     with torch.device("meta"):
-        return kind._from_config(config, attn_implementation=implementation, dtype=dtype).eval()
+        return kind._from_config(config, dtype=dtype, **ways).eval()
 
 
-def build(model: PreTrainedModel, placement: Placement) -> BuiltClass:
+def build(model: PreTrainedModel, placement: Placement, own_linears: Collection[str] = ()) -> BuiltClass:
     """Replace the large modules of `model`, which has no weights yet (`without_weights`), by parts of this rank."""
-    tensors = class_tensors(model)
+    tensors = class_tensors(model, own_linears)
     names = {id(module): name for name, module in model.named_modules()}
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     first = {id(tensor): name for name, tensor in model.named_parameters()}  # a shared tensor has its first name
@@ -132,9 +139,9 @@ def build(model: PreTrainedModel, placement: Placement) -> BuiltClass:
         if names[id(module)] in mixtures:
             name = names[id(module)]
             parts[id(module)] = ExpertsPart(name, module, mixtures[name], placement)
-        elif type(module) is nn.Linear:
+        elif type(module) is nn.Linear and stored_as(module) not in own_linears:
             name = stored_as(module)
-            division = division_of(by_name[f"{name}.weight"]) if placement.tp.size > 1 else Division.WHOLE
+            division = division_on(placement.tp.size, by_name[f"{name}.weight"])
             where = in_float32 if keeps_float32(f"{name}.weight") else placement
             parts[id(module)] = make_linear(name, module, where, division)
     _replace(model, {**parts, id(head): head_part})
@@ -145,9 +152,13 @@ def build(model: PreTrainedModel, placement: Placement) -> BuiltClass:
     return built
 
 
-def class_tensors(model: PreTrainedModel) -> list[ClassTensor]:
-    """Return the parameters of `model`, which has no weights yet, and the buffers that are stored."""
+def class_tensors(model: PreTrainedModel, own_linears: Collection[str] = ()) -> list[ClassTensor]:
+    """Return the parameters of `model`, which has no weights yet, and the buffers that are stored.
+
+    `own_linears`: linear layers whose weights the class reads itself.
+    """
     plan, roles = model._tp_plan or {}, _roles(model)
+    roles = {name: role for name, role in roles.items() if role != "linear" or name not in own_linears}
     keeps_float32 = float32_names(model, torch.bfloat16)
     stored = {**dict(model.named_parameters()), **_stored_buffers(model)}
     found = []
@@ -166,8 +177,9 @@ def class_tensors(model: PreTrainedModel) -> list[ClassTensor]:
 def _roles(model: PreTrainedModel) -> dict[str, Role]:
     """Return what reads the tensors of each module, for the modules that are replaced."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    mixtures = experts_of(model)
     found: dict[str, Role] = {}
+    for one in experts_of(model).values():
+        found |= dict.fromkeys((name.rpartition(".")[0] for name in stacked_names(one)), "experts")
     for name, module in model.named_modules():
         if module is head:
             found[name] = "head"
@@ -175,8 +187,6 @@ def _roles(model: PreTrainedModel) -> dict[str, Role]:
             found[name] = "embedding"
         elif type(module) is nn.Linear:
             found[name] = "linear"
-        elif name in mixtures:
-            found[name] = "experts"
     return found
 
 
@@ -225,7 +235,7 @@ def _own_tensors(model: PreTrainedModel, tensors: list[ClassTensor], size: int) 
     found = []
     for stored in stored_tensors(model):
         if stored.name in own:
-            division = division_of(own[stored.name]) if size > 1 else Division.WHOLE
+            division = division_on(size, own[stored.name])
             dtype = torch.float32 if keeps_float32(stored.name) else stored.tensor.dtype
             found.append(OwnTensor(stored, dtype, division))
     return found

@@ -3,7 +3,9 @@
 Torch-free, so the engine and `oarlock plan` can read it. `inspection.py` makes it, in a process of its own.
 """
 
+import base64
 import json
+import zlib
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -93,18 +95,22 @@ class ClassDescription:
     states: tuple[StateCall, ...] = ()
     experts: tuple[ExpertsModule, ...] = ()
     tensors: tuple[ClassTensor, ...] = ()
+    own_linears: tuple[str, ...] = ()  # linear layers whose weights the class reads itself, so that it keeps them
 
     def encoded(self) -> str:
-        """Return the description as JSON."""
-        return json.dumps(asdict(self))
+        """Return the description as a short line of ASCII: JSON, compressed.
+
+        The tensors of experts that are stored one by one would not fit into a message to a rank otherwise.
+        """
+        return base64.b64encode(zlib.compress(json.dumps(asdict(self)).encode())).decode()
 
     @staticmethod
     def decoded(text: str) -> "ClassDescription":
         """Return the description that `encoded` wrote as `text`."""
-        fields = json.loads(text)
+        fields = json.loads(zlib.decompress(base64.b64decode(text)))
         for name, kind in _PARTS.items():
             fields[name] = tuple(kind(**_with_tuples(part)) for part in fields[name])
-        return ClassDescription(**fields)
+        return ClassDescription(**_with_tuples(fields))
 
 
 _PARTS = {"attention": AttentionCall, "states": StateCall, "experts": ExpertsModule, "tensors": ClassTensor}

@@ -100,6 +100,17 @@ class Conversion:
         operations = self.converter.operations
         return all(map(_keeps_entries, operations[1:] if self.is_of_lists else operations))
 
+    def rows_of_expert(self, expert: int) -> list[str] | None:
+        """Return the stored tensors that one after the other are the rows of this expert; None if more is needed."""
+        first, *others = self.converter.operations
+        is_concatenated = len(others) == 1 and isinstance(others[0], Concatenate) and others[0].dim == 1
+        if not isinstance(first, MergeModulelist) or first.dim != 0 or (others and not is_concatenated):
+            return None
+        patterns = [one for one in self.converter.source_patterns if one in self.sources]
+        if (len(patterns) > 1) != is_concatenated or any(expert >= len(self.sources[one]) for one in patterns):
+            return None
+        return [self.sources[one][expert] for one in patterns]
+
     @property
     def _parts(self) -> int:
         """Stacks that each list is divided into."""

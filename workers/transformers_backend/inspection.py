@@ -25,6 +25,7 @@ from oarlock.workers.model_files.tensor_names import AS_STORED
 from oarlock.workers.transformers_backend.building import build, class_tensors, without_weights
 from oarlock.workers.transformers_backend.class_description import AttentionCall, ClassDescription, StateCall
 from oarlock.workers.transformers_backend.experts import experts_of
+from oarlock.workers.transformers_backend.linears import UsesWeight
 from oarlock.workers.transformers_backend.observers import (
     FIRST,
     IMPLEMENTATION,
@@ -57,19 +58,39 @@ def describe_class(config: PretrainedConfig, ranks: int = 1) -> ClassDescription
 
 
 def describe_opened(opened: OpenClass, ranks: int) -> ClassDescription:
-    """Return the description of a class. Raise `Refused` if it cannot be served by `ranks` ranks."""
+    """Return the description of a class. Raise `Refused` if it cannot be served by `ranks` ranks.
+
+    A linear layer whose weight the class reads itself is left to the class, which a look finds one layer at a time.
+    """
+    own: list[str] = []
+    while True:
+        try:
+            return _described(opened, ranks, own)
+        except UsesWeight as use:
+            if use.module in own:
+                raise
+            linears = [name for name, module in _whole(opened).named_modules() if type(module) is nn.Linear]
+            own += [name for name in linears if _without_numbers(name) == _without_numbers(use.module)]
+
+
+def _without_numbers(name: str) -> list[str]:
+    """Return the parts of a module's name, with the same text for every layer."""
+    return ["*" if part.isdecimal() else part for part in name.split(".")]
+
+
+def _described(opened: OpenClass, ranks: int, own: list[str]) -> ClassDescription:
     _check_rope(opened.config)
     model = _whole(opened)
     if type(model.get_output_embeddings()) is not nn.Linear:
         raise Refused("its output head is no plain linear layer")
     head, is_tied = model.get_output_embeddings(), _is_tied(model)
-    tensors, hidden, vocabulary = tuple(class_tensors(model)), head.in_features, head.out_features
+    tensors, hidden, vocabulary = tuple(class_tensors(model, own)), head.in_features, head.out_features
     has_plan = bool(model._tp_plan)
-    built = _model_for_look(opened, 1)
+    built = _model_for_look(opened, 1, own)
     observer = _looked_at(built, vocabulary, 1)
     attention, states = tuple(observer.attention), tuple(observer.states)
     if ranks > 1:
-        attention, states = _divided(opened, ranks, vocabulary, attention, states)
+        attention, states = _divided(opened, ranks, own, vocabulary, attention, states)
     return ClassDescription(
         opened.architecture,
         opened.config.model_type,
@@ -86,15 +107,16 @@ def describe_opened(opened: OpenClass, ranks: int) -> ClassDescription:
         states=states,
         experts=tuple(experts_of(built).values()),
         tensors=tensors,
+        own_linears=tuple(own),
     )
 
 
-def _model_for_look(opened: OpenClass, ranks: int) -> PreTrainedModel:
+def _model_for_look(opened: OpenClass, ranks: int, own: list[str]) -> PreTrainedModel:
     """Return the model as the first of `ranks` ranks holds it, without weights."""
     model = _whole(opened)
     placement = Placement(TensorParallel(0, ranks), model.dtype, torch.device("meta"))
     try:
-        built = build(model, placement)
+        built = build(model, placement, own)
     except StartupError as error:
         raise Refused(error.cause.rstrip(".")) from error
     for tensor in built.own:
@@ -107,11 +129,15 @@ def _model_for_look(opened: OpenClass, ranks: int) -> PreTrainedModel:
 def _whole(opened: OpenClass) -> PreTrainedModel:
     """Return the model with its own modules, without weights."""
     try:
-        return without_weights(opened.kind, opened.config, IMPLEMENTATION, torch.bfloat16)
+        model = without_weights(opened.kind, opened.config, IMPLEMENTATION, torch.bfloat16)
     except (ValueError, KeyError) as error:  # transformers' own check of implementations
         raise Refused(f"its attention cannot be replaced ({_line(error)})") from error
     except Exception as error:  # the class's code may raise anything
         raise Refused(f"it cannot be built ({_line(error)})") from error
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):  # a warning that reads ids
+            vars(module)["warn_if_padding_and_no_attention_mask"] = lambda *_: None
+    return model
 
 
 def _is_tied(model: PreTrainedModel) -> bool:
@@ -157,13 +183,14 @@ def _run(switch: ClassSwitch, observer: Observer, memory: ObservedMemory, tokens
 def _divided(
     opened: OpenClass,
     ranks: int,
+    own: list[str],
     vocabulary: int,
     attention: tuple[AttentionCall, ...],
     states: tuple[StateCall, ...],
 ) -> tuple[tuple[AttentionCall, ...], tuple[StateCall, ...]]:
     """Return the calls of the whole model, each with whether `ranks` ranks divide it."""
     try:
-        observer = _looked_at(_model_for_look(opened, ranks), vocabulary, ranks)
+        observer = _looked_at(_model_for_look(opened, ranks, own), vocabulary, ranks)
         calls = {call.layer: call for call in observer.attention}
         memory = {(state.layer, state.number, state.is_convolution): state for state in observer.states}
         if calls.keys() != {call.layer for call in attention} or len(memory) != len(states):
@@ -172,6 +199,8 @@ def _divided(
             tuple(_with_heads(call, calls[call.layer], ranks) for call in attention),
             tuple(_with_rows(one, memory.get((one.layer, one.number, one.is_convolution)), ranks) for one in states),
         )
+    except UsesWeight:
+        raise
     except Refused as refusal:
         raise Refused(_SEVERAL.format(ranks, refusal)) from refusal
 

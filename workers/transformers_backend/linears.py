@@ -20,16 +20,19 @@ from oarlock.workers.weights.source import WeightSource
 
 
 class UsesWeight(Refused):
-    """The class computes with the weight or bias of a linear layer itself: the layer has to stay the class's own."""
+    """The class computes with the weight or bias of a replaced module itself, so it has to keep that module."""
 
     def __init__(self, module: str, kind: str, use: str) -> None:
-        """Name the linear layer `module`, `kind` weight or bias, and the attribute or function that was used."""
+        """Name the replaced `module`, its tensor `kind`, and the attribute or function of the tensor that was used."""
         super().__init__(f"it uses {module}.{kind} itself ({use})")
         self.module = module
 
 
 class StandIn:
-    """A weight or bias whose values the class does not see. It has a dtype and a device; any other use is an error."""
+    """The weight or bias of a replaced module, as the class sees it: with a dtype and a device, but without values.
+
+    Any other use raises `UsesWeight`.
+    """
 
     def __init__(self, module: str, kind: str, placement: Placement) -> None:
         self._module, self._kind = module, kind

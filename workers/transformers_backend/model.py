@@ -27,6 +27,8 @@ from oarlock.workers.quantization.formats.weight_format import WeightFormats
 from oarlock.workers.transformers_backend import attention
 from oarlock.workers.transformers_backend.building import BuiltClass, OwnTensor, build, without_weights
 from oarlock.workers.transformers_backend.class_description import ClassDescription
+from oarlock.workers.transformers_backend.experts_source import stacked_names
+from oarlock.workers.transformers_backend.linears import LinearPart
 from oarlock.workers.transformers_backend.opening import open_class
 from oarlock.workers.transformers_backend.states import make_all_stateful
 from oarlock.workers.transformers_backend.switch import ClassSwitch
@@ -63,8 +65,8 @@ class TransformersModel:
         attention.register()
         self._directory = Path(config.model_path)
         self._opened = open_class(self._directory, description)
-        self._built: BuiltClass = build(self._without_weights(), self.placement)
-        self._states = make_all_stateful(self._built.model, description.states)
+        self._built: BuiltClass = build(self._without_weights(), self.placement, description.own_linears)
+        self._states = make_all_stateful(self._built.model, description.states, (LinearPart,))
         self._class = ClassSwitch(self._built.model)
         self.pages_of = [-1 if group is None else group for group in map(self._pages_group, self.stage)]
         self._layers: dict[int, AttentionSpec] = {
@@ -119,9 +121,15 @@ class TransformersModel:
             built.head.load_bias(converted)
         else:
             built.head.load(converted)
-        converted.finish(lambda _: False)
+        converted.finish(self._beyond_experts(converted).__contains__)
         self.placement.staging.release()
         on_progress(1.0)
+
+    def _beyond_experts(self, weights: ClassWeights) -> set[str]:
+        """Return the stored names of experts of which some are not read: an identity expert needs no weights."""
+        mixtures = (one for one in self.description.experts if one.identities)
+        names = (name for one in mixtures for name in stacked_names(one))
+        return {stored for name in names for stored in weights.sources_of(name)}
 
     def _by_class_names(self, weights: WeightSource) -> ClassWeights:
         """Return `weights` by the names of the class's tensors."""
@@ -182,7 +190,8 @@ class TransformersModel:
         return ()
 
     def summed_outputs(self) -> Sequence[RowParallelLinear]:
-        raise AssertionError("bits depend on the number of ranks")
+        """Return none: bits depend on the number of ranks."""
+        return ()
 
     def why_not_rank_invariant(self, memory: list[LayerMemory], backends: Mapping[int, AttentionBackend]) -> str | None:
         """Return a reason: the class's linear layers add up whole rows on one rank, and parts of them on several."""

@@ -37,6 +37,10 @@ class Refused(Exception):
     """The class needs something that the backend does not compute; its text says what, in one phrase."""
 
 
+class Counts(list[int]):
+    """Numbers of rows of each expert, which are not known without values. If rows are split, the first has them all."""
+
+
 class Observer(TorchFunctionMode):
     """Records of one forward of a model.
 
@@ -88,6 +92,11 @@ class Observer(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in ("nonzero", "where") and (name == "nonzero" or len(args) + len(kwargs) == 1):
             return self._no_hits(args[0], name, kwargs)
+        if name == "tolist" and args[0].is_meta and args[0].dim() == 1:
+            return Counts([0] * len(args[0]))
+        if name == "split" and len(args) > 1 and isinstance(args[1], Counts):
+            dim = kwargs.get("dim", args[2] if len(args) > 2 else 0)
+            args = (args[0], [args[0].shape[dim], *args[1][1:]], *args[2:])
         result = func(*args, **kwargs)
         if name == "arange" and result.numel() == self._tokens > 1:
             return Positions.of(torch.arange(self._tokens, dtype=result.dtype), self.use_positions, is_own=True)

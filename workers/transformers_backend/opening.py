@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 import transformers
 
 from oarlock.workers.transformers_backend.class_description import ClassDescription
@@ -15,6 +14,7 @@ from oarlock.workers.transformers_backend.private_parts import (
     PreTrainedModel,
     get_class_from_dynamic_module,
 )
+from oarlock.workers.transformers_backend.text_parts import wrapper_without_weights
 
 _REMOTE = "AutoModelForCausalLM"  # key of `auto_map` for a class that completes text
 
@@ -34,9 +34,7 @@ class OpenClass(NamedTuple):
         """Return the multimodal model on the meta device, for the names of its tensors; None if there is none."""
         if self.wrapper is None:
             return None
-        kind, config = self.wrapper
-        with torch.device("meta"):
-            return kind._from_config(config).eval()
+        return wrapper_without_weights(*self.wrapper)
 
 
 def open_class(directory: Path, description: ClassDescription) -> OpenClass:

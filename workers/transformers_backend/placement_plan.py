@@ -103,7 +103,8 @@ def tensor_specs(description: ClassDescription) -> Iterator[TensorSpec]:
             dtype = RankDtype.UNQUANTIZED
         parts = tensor.shape[-1 if _SHARDINGS[division] is Sharding.INPUTS else 0] if tensor.shape else 1
         is_table = tensor.role == "own" and len(tensor.shape) == 2
-        yield TensorSpec(tensor.name, tensor.shape, _SHARDINGS[division], parts, dtype, is_table=is_table)
+        shape = tensor.shape or (1,)
+        yield TensorSpec(tensor.name, shape, _SHARDINGS[division], parts, dtype, is_table=is_table)
 
 
 def _check_divides(tensor: ClassTensor, division: Division, ranks: int) -> None:

@@ -3,7 +3,14 @@
 An upgrade of transformers that moves or renames one of these names fails here, at import, and nowhere else.
 """
 
-from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoConfig,
+    AutoModel,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Chunk,
@@ -29,6 +36,7 @@ __all__ = [
     "AttentionInterface",
     "AttentionMaskInterface",
     "AutoConfig",
+    "AutoModel",
     "Chunk",
     "Concatenate",
     "ErnieFuseAndSplitTextVisionExperts",

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from oarlock.workers.transformers_backend.conversions import Conversion, Shape, ShapesOfClass, made_shapes
 from oarlock.workers.transformers_backend.private_parts import (
@@ -19,6 +19,7 @@ from oarlock.workers.transformers_backend.private_parts import (
     get_model_conversion_mapping,
     rename_source_key,
 )
+from oarlock.workers.transformers_backend.text_parts import names_inside
 
 # A stored name, if the tensor is as the class has it; otherwise the conversion that makes it.
 Origin = str | Conversion
@@ -34,7 +35,7 @@ class ClassNames:
     unused: dict[str, str] = field(default_factory=dict)  # stored names without a tensor -> the name it would have
     twice: dict[str, tuple[str, str]] = field(default_factory=dict)  # class's name -> two stored names of it
     ignored: set[str] = field(default_factory=set)  # stored names that the class or its wrapper does not need
-    optional: set[str] = field(default_factory=set)  # class's names that may be missing
+    optional: set[str] = field(default_factory=set)  # class's names of biases that may be missing
     tied: list[set[str]] = field(default_factory=list)  # stored tensors of the class that it ties to each other
     inside: dict[str, str] | None = None  # the class's names -> names in its wrapper; None: there is none
     text_prefix: str = ""  # beginning of the names of the text part in its wrapper
@@ -44,6 +45,10 @@ class ClassNames:
         if self.inside is not None:
             name = self.inside.get(name, name)
         return self.origins.get(name) or self.origins.get(self.aliases.get(name, name))
+
+    def is_zero(self, name: str) -> bool:
+        """Return whether the class's tensor `name` is a bias that may be missing, and is."""
+        return self.origin(name) is None and self.name_in_conversion(name) in self.optional
 
     def name_in_conversion(self, name: str) -> str:
         """Return the name that conversions give to the class's tensor `name`."""
@@ -56,7 +61,7 @@ class ClassNames:
         """The tensors of the class that is served, by its names."""
         if self.inside is None:
             return self.shapes.tensors
-        return {name: self.shapes.tensors[inner] for name, inner in self.inside.items()}
+        return {name: self.shapes.tensors.get(inner, ()) for name, inner in self.inside.items()}
 
 
 def class_names(
@@ -75,7 +80,7 @@ def class_names(
     tensors = source.state_dict(keep_vars=True)
     names = ClassNames(ShapesOfClass(source.config, {name: tuple(one.shape) for name, one in tensors.items()}))
     if wrapper is not None:
-        names.text_prefix, names.inside = _inside(model, wrapper)
+        names.text_prefix, names.inside = names_inside(model, wrapper)
     _collect(names, source, tensors, stored)
     _find_tied(names, source, tensors)
     _sort_out(names, source, tuple(others))
@@ -147,7 +152,8 @@ def _sort_out(names: ClassNames, model: PreTrainedModel, others: tuple[str, ...]
         needless.add(r"(^|\.)position_ids$")
     is_needless = _matcher(needless)
     names.ignored = {name for name, renamed in names.unused.items() if is_needless(renamed) or _begins(name, others)}
-    names.optional = set(filter(_matcher(model._keys_to_ignore_on_load_missing or ()), names.shapes.tensors))
+    may_be_missing = _matcher(model._keys_to_ignore_on_load_missing or ())
+    names.optional = {name for name in names.shapes.tensors if name.endswith("bias") and may_be_missing(name)}
     if names.inside is None:
         return
     served = {names.aliases.get(name, name) for name in names.inside.values()}
@@ -167,30 +173,3 @@ def _matcher(patterns: Iterable[str]) -> Callable[[str], bool]:
     together = "|".join(f"({pattern})" for pattern in patterns)
     expression = re.compile(together) if together else None
     return lambda name: expression is not None and expression.search(name) is not None
-
-
-def _inside(model: PreTrainedModel, wrapper: PreTrainedModel) -> tuple[str, dict[str, str]]:
-    """Return the beginning of the text part's names in `wrapper`, and the name there of each tensor of `model`.
-
-    The wrapper holds either a whole `model` or its base model, and then a head of the same name.
-    """
-    modules = list(wrapper.named_modules())
-    known, own = wrapper.state_dict(), list(model.state_dict())
-    for name, module in modules:
-        if type(module) is type(model) and name:
-            return f"{name}.", {one: f"{name}.{one}" for one in own}
-    places = {type(module): name for name, module in reversed(modules) if name}  # the first module of each class
-    child = next((name for name, part in model.named_children() if type(part) in places and _is_model(part)), None)
-    if child is None:
-        raise ValueError(f"{type(wrapper).__name__} has no part of {type(model).__name__}")
-    base = places[type(model.get_submodule(child))]
-    prefix, parts, found = f"{child}.", base.split("."), {}
-    for one in own:
-        around = [".".join([*parts[:length], one]) for length in range(len(parts), -1, -1)]
-        head = next((name for name in around if name in known), one)
-        found[one] = f"{base}.{one.removeprefix(prefix)}" if one.startswith(prefix) else head
-    return f"{base}.", found
-
-
-def _is_model(module: nn.Module) -> bool:
-    return isinstance(module, PreTrainedModel)

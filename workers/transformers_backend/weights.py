@@ -18,6 +18,9 @@ _FIX = "Use a complete checkpoint whose config.json names the right architecture
 class ClassWeights(WeightSource, Protocol):
     """`WeightSource` by the names of a class, which stacks the experts of a layer in one tensor."""
 
+    def sources_of(self, name: str) -> list[str]:
+        """Return the stored names from which the class's tensor `name` is made; none if the checkpoint lacks it."""
+
     def take_expert(
         self, name: str, expert: int, into: Tensor, *, shape: Sequence[int], dim: int = 0, start: int = 0
     ) -> None:
@@ -66,14 +69,16 @@ class ConvertedWeights:
         return None if isinstance(made, str) else made.get(self._names.name_in_conversion(name))
 
     def sources_of(self, name: str) -> list[str]:
-        """Return the stored names from which the class's tensor `name` is made; none if the checkpoint lacks it."""
         origin = self._names.origin(name)
         return [] if origin is None else [origin] if isinstance(origin, str) else origin.stored_names
 
     def take(self, name: str, into: Tensor, *, shape: Sequence[int], dim: int = 0, start: int = 0) -> None:
-        """See `WeightSource.take`. `shape` may be (), of a scalar."""
+        """See `WeightSource.take`. `shape` may be (), of a scalar. A bias that may be missing is zero then."""
         if not shape:
             into, shape = into.view(1), (1,)
+        if self._names.is_zero(name):
+            into.zero_()
+            return
         origin = self._origin(name)
         if isinstance(origin, str):
             self._forget()
@@ -97,6 +102,9 @@ class ConvertedWeights:
         """See `ClassWeights.take_expert`."""
         check_slice(name, into, shape, dim, start)
         origin = self._origin(name)
+        rows = None if isinstance(origin, str) else origin.rows_of_expert(expert)
+        if rows is not None:
+            return self._take_rows(f"{name}[{expert}]", rows, into, tuple(shape), dim, start)
         if isinstance(origin, str):
             entry = self._entry(name, origin, expert, into, tuple(shape))
         elif origin.is_by_expert:
@@ -104,10 +112,11 @@ class ConvertedWeights:
         else:
             entry = self._convert(origin, None, into.dtype)[self._names.name_in_conversion(name)][expert]
         if entry is into:
-            return
+            return None
         if entry.shape != tuple(shape):
             raise _wrong_shape(f"{name}[{expert}]", self.sources_of(name), entry.shape, shape)
         into.copy_(entry.narrow(dim, start, into.shape[dim]))
+        return None
 
     def finish(self, ignorable: Callable[[str], bool]) -> None:
         """Raise `StartupError` if a stored tensor was neither taken nor can be left out.
@@ -142,6 +151,24 @@ class ConvertedWeights:
                 self.take_expert(name, start + index, entry, shape=shape[1:])
             else:
                 self.take_expert(name, index, entry, shape=shape[1:], dim=dim - 1, start=start)
+
+    def _take_rows(self, name: str, parts: list[str], into: Tensor, shape: Shape, dim: int, start: int) -> None:
+        """Fill `into` from the stored tensors that one after the other are the rows of a tensor of `shape`."""
+        self._forget()
+        shapes = [self._stored[part] for part in parts]
+        found = (sum(one[0] for one in shapes if one), *shapes[0][1:])
+        if found != shape or any(one[1:] != shape[1:] for one in shapes):
+            raise _wrong_shape(name, parts, found, shape)
+        first = 0  # row of the whole tensor with which a part begins
+        for part, whole in zip(parts, shapes, strict=True):
+            if dim == 0:
+                begin, end = max(start, first), min(start + into.shape[0], first + whole[0])
+                if begin < end:
+                    here = into[begin - start : end - start]
+                    self._source.take(part, here, shape=whole, start=begin - first)
+            else:
+                self._source.take(part, into[first : first + whole[0]], shape=whole, dim=dim, start=start)
+            first += whole[0]
 
     def _entry(self, name: str, stored: str, expert: int, into: Tensor, shape: Shape) -> Tensor:
         """Read entry `expert` of a stored stack: into `into` if that is all of the entry."""
@@ -190,11 +217,15 @@ class DummyClassWeights:
         self._noise = noise
 
     def has(self, name: str) -> bool:
-        """Return True: the names are those of the class, which has one layout."""
-        return True
+        """Return False, as `DummyWeights` does: only alternative layouts are asked for."""
+        return False
 
     def shape_of(self, name: str) -> None:
         """Return None: noise has every shape."""
+
+    def sources_of(self, name: str) -> list[str]:
+        """Return none: noise is stored nowhere."""
+        return []
 
     def take(self, name: str, into: Tensor, *, shape: Sequence[int], dim: int = 0, start: int = 0) -> None:
         """See `WeightSource.take`. `shape` may be (), of a scalar."""
@@ -229,9 +260,12 @@ def names_fault(
 
     See `class_names` for the arguments.
     """
-    names = class_names(model, stored, wrapper=wrapper, others=others)
+    try:
+        names = class_names(model, stored, wrapper=wrapper, others=others)
+    except StartupError as error:
+        return error.cause
     wanted = names.wanted
-    missing = [name for name in wanted if names.origin(name) is None and name not in names.optional]
+    missing = [name for name in wanted if names.origin(name) is None and not names.is_zero(name)]
     if missing:
         unused = [name for name in names.unused if name not in names.ignored]
         hint = f"; it holds {shown(unused[0])}, which the class does not know" if unused else ""

@@ -162,7 +162,7 @@ def layout(model: OpenModel, machine: Machine, changes: Mapping[str, Any]) -> La
 def _sizes(model: OpenModel, machine: Machine, given: Mapping[str, int]) -> list[tuple[int, int, int]]:
     if machine.memory.device == "cpu" or all(name in given for name in SIZES):
         return [(given.get(SIZES[0], 1), given.get(SIZES[1], 1), given.get(SIZES[2], 1))]
-    dividing = tensor_parallel_sizes(model)
+    dividing = tensor_parallel_sizes(model, machine.count)
     found = []
     for tp in [given[SIZES[0]]] if SIZES[0] in given else dividing:
         stages = range(1, min(machine.count, model.spec.num_layers) + 1)
@@ -252,8 +252,8 @@ def _more_devices(model: OpenModel, machine: Machine) -> list[Remedy]:
     """Return the smallest number of GPUs of the same kind that holds the model."""
     if machine.memory.device == "cpu":
         return []
-    for size in tensor_parallel_sizes(model):
-        if machine.count < size <= _MORE_GPUS:
+    for size in tensor_parallel_sizes(model, _MORE_GPUS):
+        if size > machine.count:
             tried = _tried(model, machine, dict(zip(SIZES, (size, 1, 1), strict=True)))
             if tried is not None:
                 return [Remedy(f"{size} GPUs of this kind (--tensor-parallel-size {size})", tried.kv_tokens)]

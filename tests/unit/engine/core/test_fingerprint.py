@@ -9,7 +9,7 @@ from oarlock.engine.config import EngineConfig
 from oarlock.engine.core import process
 from oarlock.engine.core.process import engine_info
 from oarlock.workers.config import WorkerConfig
-from oarlock.workers.fingerprint import model_sums
+from oarlock.workers.fingerprint import kv_key, model_sums
 from tests.golden.tiny_models import make_tiny
 from tests.parallel.rank_threads import ThreadExecutor
 
@@ -45,9 +45,15 @@ def test_each_thing_that_decides_a_number_changes_it(checkpoint, monkeypatch):
     _, config, info = started(checkpoint)
     assert info.kernels
     base = process.numbers_digest(config, info)
+    assert process.numbers_digest(config, replace(info, served_by="transformers")) != base
     for change in ({"num_threads": 2}, {"block_size": 16}, {"max_model_len": 32}, {"kv_cache_dtype": "int8"}):
         assert process.numbers_digest(config.with_(**change), info) != base
-    for change in ({"tensor_parallel_size": 2}, {"device": "cuda"}, {"kernels": "other"}):
+    for change in (
+        {"tensor_parallel_size": 2},
+        {"device": "cuda"},
+        {"kernels": "other"},
+        {"served_by": "transformers"},
+    ):
         assert process.numbers_digest(config, replace(info, **change)) != base
     versions = process.versions()
     for package in ("oarlock", "torch"):
@@ -63,6 +69,18 @@ def test_each_thing_that_decides_a_number_changes_it(checkpoint, monkeypatch):
     weights = checkpoint / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\x7f")  # another training: same names, same shapes
     assert process.numbers_digest(config, info) != base
+
+
+def test_code_of_a_checkpoint_changes_it_if_it_computes_the_model(checkpoint):
+    _, described, info = started(checkpoint)
+    own = described.with_(served_class="{}", trust_remote_code=True)
+    ours, theirs = [], []
+    for value in (1, 2):
+        (checkpoint / "modeling_own.py").write_text(f"VALUE = {value}")
+        ours.append((process.numbers_digest(described, info), kv_key(described)))
+        theirs.append((process.numbers_digest(own, replace(info, served_by="checkpoint")), kv_key(own)))
+    assert ours[0] == ours[1]
+    assert all(len(set(keys)) == 3 for keys in zip(*ours[:1], *theirs, strict=True))
 
 
 def test_a_gguf_file_has_a_sum_of_its_own(tmp_path):

@@ -17,6 +17,8 @@ from oarlock.workers.capacity import Memory, capacity, work_of
 from oarlock.workers.config import MAX_POOLED_IDS, WorkerConfig
 from oarlock.workers.preflight import open_model
 from oarlock.workers.protocol import max_output_bytes
+from oarlock.workers.transformers_backend import choice, tested
+from oarlock.workers.transformers_backend.class_description import AttentionCall, ClassDescription, ClassTensor
 from tests.unit.server.hub.fake_hub import FakeHub
 from tests.unit.workers.models.test_delta_families import QWEN as QWEN_3_5
 
@@ -197,6 +199,27 @@ def test_a_multimodal_model_is_named_beside_its_text_part(tmp_path, capsys) -> N
     assert main(["plan", str(tmp_path), "--gpus", "2xL4"]) == 0
     first = "Qwen2ForCausalLM, the text part of LlavaOnevisionForConditionalGeneration, 7.62 billion parameters"
     assert capsys.readouterr().out.startswith(first)
+
+
+def test_a_class_without_a_description_has_its_code_and_a_look_for_each_number_of_ranks(
+    model, capsys, monkeypatch
+) -> None:
+    def look(directory: Path, ranks: int, **_: object) -> ClassDescription:
+        sizes = {"ranks": ranks, "layers": 1, "vocab_size": 512, "hidden_size": 64, "longest_length": 4096}
+        pages = AttentionCall(0, "layers.0", 4, 2, 16, 16, None, None, None, False, is_divided=ranks <= 2)
+        matrix = ClassTensor("layers.0.q_proj.weight", (64, 64), "linear")
+        return ClassDescription("NewForCausalLM", "new", **sizes, attention=(pages,), tensors=(matrix,))
+
+    monkeypatch.setattr(choice, "tested_classes", lambda: {"Qwen2ForCausalLM": tested.Tested(4, None)})
+    monkeypatch.setattr(choice, "class_description", look)
+    flags = [model, "--model-impl", "transformers", "--gpus", "4xL4"]
+    status, found = plan(capsys, *flags)
+    assert status == 0 and found["model"]["served_by"] == "transformers" and "transformers" in found["command"]
+    sizes = {tuple(one[name] for name in SIZES): one["kv_bytes_per_token"] for one in found["layouts"]}
+    assert sizes == {(1, 1, 4): 128, (2, 1, 2): 64, (4, 1, 1): 128}, "no stages, and each rank of four has all heads"
+    assert main(["plan", *flags, "--tensor-parallel-size", "2"]) == 0
+    assert "Computed by transformers' code (NewForCausalLM): slower" in (text := capsys.readouterr().out)
+    assert "every rank holds the weights of all layers" in text
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from oarlock.workers.distributed.topology import vocab_shard_size
 from oarlock.workers.layers.embedding import VocabParallelEmbedding, VocabParallelHead
 from oarlock.workers.layers.linear import GatedParallelLinear, QKVParallelLinear, RowParallelLinear
 from oarlock.workers.layers.sharding import shard_heads, shard_vocab, supported_tp_sizes
+from oarlock.workers.layers.tensor_spec import TensorSpec
 from tests.unit.workers.weights_in_memory import MemoryWeights, RecordingRank, placement, random_weights
 
 HIDDEN, DIM = 32, 8
@@ -164,3 +165,7 @@ def test_vocabulary_shards_tile_the_vocabulary() -> None:
             assert len({local for _, local, _ in shards}) == 1
             owned = [start + offset for start, _, real in shards for offset in ({0, real - 1} if real else ())]
             assert sum(real for _, _, real in shards) == vocab and max(owned) == vocab - 1
+
+
+def test_a_scalar_is_whole_on_every_rank() -> None:
+    assert TensorSpec("beta", ()).local_shape(4) == ()

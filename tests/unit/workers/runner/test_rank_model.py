@@ -17,6 +17,7 @@ from oarlock.workers.config import WorkerConfig
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.distributed.pipeline_stage import PipelineStage
 from oarlock.workers.layers.decoder_spec import DecoderSpec
+from oarlock.workers.layers.linear import RowParallelLinear
 from oarlock.workers.layers.placement import Placement
 from oarlock.workers.models.decoder import Decoder
 from oarlock.workers.models.rank_model import RankModel
@@ -120,8 +121,8 @@ class WholeModel:
     def mixtures(self) -> tuple[()]:
         return ()
 
-    def summed_outputs(self) -> tuple[()]:
-        return ()
+    def summed_outputs(self) -> list[RowParallelLinear]:
+        raise AssertionError("bits depend on the number of ranks")
 
     def why_not_rank_invariant(self, memory: list[LayerMemory], backends: Mapping[int, AttentionBackend]) -> str:
         return "its ranks add up in an order of their own"

@@ -67,10 +67,10 @@ def run(tp: TensorParallel, module: nn.Module, one: ExpertsModule, dtype: torch.
 
 
 DESCRIBED = [
-    ("mixtral", "MixtralExperts"),
-    ("gemma4", "Gemma4TextExperts"),
-    ("aria", "AriaExperts"),
     ("gpt_oss", "GptOssExperts"),
+    ("aria", "AriaExperts"),
+    ("gemma4", "Gemma4TextExperts"),
+    ("mixtral", "MixtralExperts"),
     ("nemotron_h", "NemotronHExperts"),
     ("beam", "BeamExperts"),
     ("longcat_flash", "LongcatFlashExperts"),

@@ -1,25 +1,31 @@
 """One look at a class without weights: its memory and tensors, or the reason why it is refused."""
 
+import inspect
 from typing import Any
 
 import pytest
-from transformers import CONFIG_MAPPING
+import torch
+from torch import Tensor
+from transformers import CONFIG_MAPPING, LlamaForCausalLM
 
 from oarlock.workers.transformers_backend.class_description import ClassDescription
-from oarlock.workers.transformers_backend.inspection import describe_class
-from oarlock.workers.transformers_backend.observers import register
+from oarlock.workers.transformers_backend.inspection import describe_class, describe_opened
+from oarlock.workers.transformers_backend.observers import Refused, register
+from oarlock.workers.transformers_backend.opening import OpenClass
 
 SIZES = {
     "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256,
 }  # fmt: skip
+RECURRENT = {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 
 
-def look(model_type: str, architecture: str, **settings: Any) -> ClassDescription:
+def look(model_type: str, architecture: str, ranks: int = 1, **settings: Any) -> ClassDescription:
     register()
     config = CONFIG_MAPPING[model_type](**{**SIZES, **settings})
     config.architectures = [architecture]
-    found = describe_class(config)
+    found = describe_class(config, ranks)
     assert ClassDescription.decoded(found.encoded()) == found
     return found
 
@@ -40,12 +46,95 @@ def test_windows_and_sinks() -> None:
     assert all(call.has_sinks for call in found.attention)
 
 
+@pytest.mark.slow
 def test_recurrent_states() -> None:
     kinds = ["linear_attention", "full_attention"] * 2
     found = look("qwen3_5_text", "Qwen3_5ForCausalLM", layer_types=kinds)
     assert [call.layer for call in found.attention] == [1, 3]
     assert [(one.layer, one.is_convolution) for one in found.states] == [(0, True), (0, False), (2, True), (2, False)]
     assert found.states[0].shape[-1] == 4 and found.states[1].dtype == "float32"
+
+
+@pytest.mark.slow
+def test_ranks_of_a_class_with_a_plan_and_without() -> None:
+    divided = look("qwen3_5_text", "Qwen3_5ForCausalLM", 2, layer_types=["linear_attention", "full_attention"] * 2)
+    assert divided.ranks == 2 and all(call.is_divided for call in divided.attention)
+    assert (divided.attention[0].heads, divided.attention[0].kv_heads) == (4, 2), "counts are over all ranks"
+    whole = look("bert", "BertLMHeadModel", 2, is_decoder=True, max_position_embeddings=77)
+    assert whole.refusal is None and not whole.has_plan and not any(call.is_divided for call in whole.attention)
+    assert whole.longest_length == 77 and not any(tensor.is_float32 for tensor in whole.tensors)
+
+
+@pytest.mark.slow
+def test_heads_that_ranks_cannot_divide() -> None:
+    assert look("llama", "LlamaForCausalLM", 4).refusal is not None
+    found = look("llama", "LlamaForCausalLM", 3).refusal
+    assert found is not None and found.startswith("cannot be divided among 3 ranks (")
+
+
+def test_a_learned_table_limits_the_length() -> None:
+    found = look("biogpt", "BioGptForCausalLM", max_position_embeddings=99)
+    assert found.refusal is None and found.longest_length == 99, "its table has two more rows, which are not used"
+
+
+class Own(LlamaForCausalLM):
+    """A class with code around Llama's."""
+
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor | None = None, past_key_values: Any = None, **others: Any
+    ) -> Any:
+        given = self.positions(input_ids, position_ids)
+        return super().forward(input_ids, position_ids=given, past_key_values=past_key_values, **others)
+
+    def positions(self, ids: Tensor, given: Tensor | None) -> Tensor | None:
+        return given
+
+
+class Counting(Own):
+    def positions(self, ids: Tensor, given: Tensor | None) -> Tensor:
+        return torch.arange(ids.shape[1], device=ids.device)[None]
+
+
+class Ignoring(Own):
+    def positions(self, ids: Tensor, given: Tensor | None) -> Tensor:
+        return torch.zeros_like(ids)
+
+
+class Reading(Own):
+    def positions(self, ids: Tensor, given: Tensor | None) -> Tensor | None:
+        self.model.layers[1].mlp.down_proj.weight.float()
+        return given
+
+
+class Choosing(Own):
+    def forward(self, *given: Any, **named: Any) -> Any:
+        result = super().forward(*given, **named)
+        result.logits[..., 3] = float("-inf")
+        return result
+
+    forward.__signature__ = inspect.signature(Own.forward)
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "reason"),
+    [
+        (Counting, 1, "it counts positions by itself"),
+        (Ignoring, 1, "it does not use the given positions"),
+        (Choosing, 1, None),
+        (Choosing, 2, "cannot be divided among 2 ranks (its logits are changed by __setitem__)"),
+        (Reading, 1, None),
+    ],
+)
+def test_classes_with_code_of_their_own(kind: type, ranks: int, reason: str | None) -> None:
+    register()
+    opened = OpenClass("Own", kind, CONFIG_MAPPING["llama"](**SIZES))
+    if reason is None:
+        own = describe_opened(opened, ranks).own_linears
+        assert len(own) == (4 if kind is Reading else 0), "all layers have the same code"
+        return
+    with pytest.raises(Refused) as refused:
+        describe_opened(opened, ranks)
+    assert str(refused.value) == reason
 
 
 @pytest.mark.parametrize(
@@ -56,12 +145,22 @@ def test_recurrent_states() -> None:
         ("bart", "BartForCausalLM", {}, "it counts positions by itself"),
         ("mamba", "MambaForCausalLM", {}, "it counts positions by itself"),
         ("rwkv", "RwkvForCausalLM", {}, "it counts positions by itself"),
+        ("jamba", "JambaForCausalLM", RECURRENT, "the recurrence of layer 0 forgets"),
+        ("recurrent_gemma", "RecurrentGemmaForCausalLM", {}, "its convolution"),
+        ("roberta", "RobertaForCausalLM", {"is_decoder": True}, "its table of positions begins after"),
+        ("llama", "LlamaForCausalLM", {"rope_parameters": DYNAMIC}, "its rotary angles (dynamic) depend on"),
+        ("paligemma", "PaliGemmaForConditionalGeneration", None, "transformers has no such class"),
         ("doge", "DogeForCausalLM", {}, "its mask is changed by the class"),
         ("diffllama", "DiffLlamaForCausalLM", {}, "layer 0 has two attentions"),
         ("gptj", "GPTJForCausalLM", {}, "its attention cannot be replaced"),
         ("llama", "LlamaForTokenClassification", {}, "transformers has no such class that completes text"),
     ],
 )
-def test_refusals(model_type: str, architecture: str, settings: dict[str, Any], reason: str) -> None:
-    found = look(model_type, architecture, **settings)
+def test_refusals(model_type: str, architecture: str, settings: dict[str, Any] | None, reason: str) -> None:
+    config = CONFIG_MAPPING[model_type]() if settings is None else None
+    if config is None:
+        found = look(model_type, architecture, **(settings or {}))
+    else:
+        config.architectures = [architecture]
+        found = describe_class(config)
     assert found.refusal is not None and found.refusal.startswith(reason)

@@ -90,7 +90,9 @@ class Harness:
 
     def _look(self) -> tuple[StateCall, ...]:
         observed = copy.deepcopy(self.model).to("meta")
-        with Observer(observed) as observer:
+        names = {id(module): name for name, module in observed.named_modules()}
+        observer = Observer(names, None, self.inputs[0].shape[1], 0)
+        with observer.watching():
             observed["mixer"](self.inputs[0].to("meta"), **{self.memory: ObservedMemory()})
         return tuple(observer.states)
 

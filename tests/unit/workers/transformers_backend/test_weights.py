@@ -16,6 +16,7 @@ from oarlock.base.errors import StartupError
 from oarlock.workers.model_files.checkpoint import Checkpoint
 from oarlock.workers.model_files.tensor_names import AS_STORED
 from oarlock.workers.transformers_backend.private_parts import Transpose, WeightConverter
+from oarlock.workers.transformers_backend.text_parts import wrapper_without_weights
 from oarlock.workers.transformers_backend.weights import ConvertedWeights, DummyClassWeights, names_fault
 from oarlock.workers.weights.reader import WeightReader
 from oarlock.workers.weights.source import DummyWeights
@@ -78,6 +79,9 @@ def check_all(weights: ConvertedWeights, wanted: dict[str, Tensor]) -> None:
                     name, expert, part, shape=tuple(entry.shape), dim=1, start=entry.shape[1] - part.shape[1]
                 )
                 assert torch.equal(part, entry[:, -part.shape[1] :]), (name, expert)
+                part = torch.empty(entry.shape[0] // 2, entry.shape[1])
+                weights.take_expert(name, expert, part, shape=tuple(entry.shape), start=entry.shape[0] // 4)
+                assert torch.equal(part, entry.narrow(0, entry.shape[0] // 4, part.shape[0])), (name, expert)
 
 
 @pytest.mark.parametrize(
@@ -123,10 +127,12 @@ def test_an_expert_reads_only_its_own_tensors_and_a_slice_only_itself(tmp_path: 
     weights.take_expert(name, 2, torch.empty(48, 16), shape=(48, 16))
     read = "model.layers.1.block_sparse_moe.experts.2.w"
     assert source.taken == {f"{read}1.weight": 24 * 16, f"{read}3.weight": 24 * 16}
+    weights.take_expert(name, 2, torch.empty(12, 16), shape=(48, 16), start=36)
+    assert source.taken.pop(f"{read}3.weight") == (24 + 12) * 16  # half of the rows, of up alone
     weights.take("model.embed_tokens.weight", torch.empty(10, 16), shape=(40, 16), start=30)
     assert source.taken.pop("model.embed_tokens.weight") == 10 * 16
     weights.take(name, torch.empty(4, 48, 16), shape=(4, 48, 16))
-    assert source.most == 48 * 16  # a stack is converted expert by expert
+    assert source.most == 24 * 16  # tensors of experts are read to their places one by one
 
 
 def test_of_all_conversions_only_the_newest_is_kept(tmp_path: Path) -> None:
@@ -214,6 +220,21 @@ def test_the_text_part_of_a_wrapper_is_read_from_the_wrappers_checkpoint(tmp_pat
     fault = names_fault(meta, shapes(tensors), wrapper=outside)
     assert fault is not None
     assert "layers.0.extra" in fault
+    fault = names_fault(meta, shapes(tensors), wrapper=build("LlamaForCausalLM", "llama")[1])
+    assert fault == "LlamaForCausalLM has no part that is the base of PersimmonForCausalLM."
+
+
+def test_a_wrapper_whose_towers_cannot_be_built_is_built_without_them() -> None:
+    model, meta = build("Gemma3nForCausalLM", "gemma3n_text", **GEMMA3N)
+    config = CONFIG_MAPPING["gemma3n"](text_config=model.config.to_dict(), tie_word_embeddings=True)
+    wrapper = wrapper_without_weights(transformers.Gemma3nForConditionalGeneration, config)
+    wanted = _as_class(model)
+    tensors = {name.replace("model.", "model.language_model."): tensor for name, tensor in wanted.items()}
+    tensors["model.vision_tower.conv.weight"] = torch.zeros(1)
+    assert names_fault(meta, shapes(tensors), wrapper=wrapper) is None
+    weights = converted(meta, tensors, wrapper=wrapper)
+    check_all(weights, model.state_dict())
+    weights.finish(lambda name: False)
 
 
 def test_parts_that_are_not_served_can_be_named() -> None:
@@ -283,6 +304,18 @@ def test_a_stored_head_that_is_tied_need_not_be_taken() -> None:
         if name != "lm_head.weight":
             weights.take(name, torch.empty_like(tensor), shape=tensor.shape)
     weights.finish(lambda name: False)
+
+
+def test_a_bias_that_the_class_lets_be_missing_is_zero() -> None:
+    model, meta = build("LlamaForCausalLM", "llama", attention_bias=True)
+    bias = "model.layers.0.self_attn.q_proj.bias"
+    tensors = {name: tensor for name, tensor in model.state_dict().items() if name != bias}
+    assert names_fault(meta, shapes(tensors)) == f"the checkpoint holds no tensor for {bias!r}"
+    meta._keys_to_ignore_on_load_missing = ["q_proj.bias"]
+    assert names_fault(meta, shapes(tensors)) is None
+    into = torch.ones(4)
+    converted(meta, tensors).take(bias, into, shape=(16,), start=4)
+    assert not into.any()
 
 
 def test_noise_of_a_stack_is_that_of_its_experts() -> None:
