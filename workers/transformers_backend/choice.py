@@ -152,11 +152,11 @@ def _check_tested(name: str, hf_config: dict[str, Any], config: WorkerConfig) ->
         )
     if tested.refused is not None:
         raise _not_served(name, tested.refused, config)
-    if size > tested.ranks:
+    if size > 1 and tested.ranks < 2:
         raise StartupError(
-            f"tensor_parallel_size {size} does not fit this model: transformers' code for {name} was tested with up "
-            f"to {tested.ranks}.",
-            f"Use --tensor-parallel-size {tested.ranks}.",
+            f"tensor_parallel_size {size} does not fit this model: transformers' code for {name} is right on one rank "
+            "only.",
+            "Use --tensor-parallel-size 1.",
         )
 
 

@@ -95,7 +95,7 @@ def test_a_described_family_is_computed_here_unless_forced(tmp_path: Path, looks
         ("NewForCausalLM", {}, {"model_impl": "transformers"}, "not among the classes that were tested", ""),
         ("QwenForCausalLM", {}, {"model_impl": "fast"}, "model_impl is 'fast'", "auto, oarlock, transformers"),
         ("WrongForCausalLM", {}, {}, "cannot be served: it was wrong in a second chunk", ""),
-        ("OtherForCausalLM", {}, {"tensor_parallel_size": 2}, "tested with up to 1", "--tensor-parallel-size 1"),
+        ("OtherForCausalLM", {}, {"tensor_parallel_size": 2}, "right on one rank", "--tensor-parallel-size 1"),
         ("OtherForCausalLM", {}, {"pipeline_parallel_size": 2}, "all layers in one call", "Leave --pipeline"),
         ("OtherForCausalLM", {}, {"enable_expert_parallel": True}, "a part of every expert", "Leave --enable"),
         ("OtherForCausalLM", {"quantization_config": {"quant_method": "fp8"}}, {}, "checkpoint is quantised", ""),
