@@ -18,7 +18,7 @@ class Expected:
 
     layers: int  # number of these layers
     hidden: Tensor  # float32 [T, width]: their result in float32
-    rounding: float  # distance of their result in the model's dtype, as `distance` defines it
+    rounding: Tensor  # float32 [T]: relative error of each token's result in the model's dtype
 
 
 class ClassReference(Protocol):
@@ -30,7 +30,7 @@ class ClassReference(Protocol):
 
     @property
     def share(self) -> float:
-        """The share of tokens that `distance` takes."""
+        """The share of tokens whose errors count: see `largest`."""
 
     @property
     def is_wanted(self) -> bool:
@@ -54,15 +54,20 @@ class ClassReference(Protocol):
         """Remember the success. `facts`: what was found, for readers of the file."""
 
 
-def distance(found: Tensor, expected: Tensor, share: float = 1.0) -> float:
-    """Return how far `found` is from `expected`, both [T, width]: the largest of the tokens' relative errors.
-
-    `share` of the tokens are at most as far: where a router chooses between equally good experts, rounding changes a
-    token's result for a good reason.
-    """
+def errors(found: Tensor, expected: Tensor) -> Tensor:
+    """Return the relative error of each token of `found`, both [T, width]: float32 [T]."""
     expected, found = expected.float(), found.float()
     each = (found - expected).norm(dim=1) / expected.norm(dim=1).clamp(min=1e-30)
-    return float(each.nan_to_num(nan=float("inf")).quantile(share, interpolation="higher"))
+    return each.nan_to_num(nan=float("inf"))
+
+
+def largest(errors: Tensor, share: float) -> float:
+    """Return the largest of the errors [T]; `share` of the tokens are at most as far.
+
+    The others may be farther: where a router chooses between equally good experts, rounding changes a token's result
+    for a good reason.
+    """
+    return float(errors.quantile(share, interpolation="higher"))
 
 
 def least_distance(dtype: torch.dtype) -> float:

@@ -16,7 +16,7 @@ from torch import Tensor
 from oarlock.base.errors import StartupError
 from oarlock.workers.attention.backend import AttentionBackend, LayerMemory
 from oarlock.workers.config import WorkerConfig
-from oarlock.workers.models.class_reference import ClassReference, distance, least_distance
+from oarlock.workers.models.class_reference import ClassReference, errors, largest, least_distance
 from oarlock.workers.models.rank_model import RankModel
 from oarlock.workers.runner.invariance import InvarianceTest
 from oarlock.workers.runner.trial_steps import SequenceChunk
@@ -29,6 +29,8 @@ _ASSUMED_ROUNDING = 4
 OF_QUANTIZATION = {"int8": 0.1, "int4": 0.6}
 OF_CACHE = {"int8": 0.05, "fp8": 0.15, "fp8_e4m3": 0.15}
 _LARGEST_LIMIT = 0.7  # of unrelated results, the distance is more than one
+
+_FIRST, _ALL = "the first layers", "all layers"  # places where results are compared
 
 logger = logging.getLogger("oarlock.runner")
 
@@ -103,8 +105,7 @@ def check_class(
     length = min(len(reference.prompt), config.max_model_len, model.spec.longest_length, *pages)
     trial = ClassTrial(model, memory, backends, config.block_size, length, reference.prompt)
     trial.reference = reference
-    compared = compare(trial, reference, limits_of(model, reference, config))
-    compared = _agreed(compared, model)
+    compared = _agreed(compare(trial, reference, config), model)
     _log(model, reference, compared, time.monotonic() - started)
     wrong = next((one for one in compared if not one.is_right), None)
     if wrong is not None:
@@ -112,10 +113,10 @@ def check_class(
     reference.remember({one.name: one.found for one in compared})
 
 
-def limits_of(model: RankModel, reference: ClassReference, config: WorkerConfig) -> Limits:
-    """Return the limits for a model in its dtype and formats."""
+def limits_of(model: RankModel, reference: ClassReference, config: WorkerConfig, rows: slice) -> Limits:
+    """Return the limits for the tokens `rows`, of a model in its dtype and formats."""
     least, expected = least_distance(model.placement.dtype), reference.expected
-    rounding = _ASSUMED_ROUNDING * least if expected is None else expected.rounding
+    rounding = _ASSUMED_ROUNDING * least if expected is None else largest(expected.rounding[rows], reference.share)
     limit, share = ROUNDINGS * rounding + least, 1.0
     if expected is not None:
         share = max(1.0, model.spec.num_layers / expected.layers)
@@ -124,7 +125,7 @@ def limits_of(model: RankModel, reference: ClassReference, config: WorkerConfig)
     return Limits(min(first, _LARGEST_LIMIT), min(share * limit + of_cache, _LARGEST_LIMIT))
 
 
-def compare(trial: ClassTrial, reference: ClassReference, limits: Limits) -> list[Comparison]:
+def compare(trial: ClassTrial, reference: ClassReference, config: WorkerConfig) -> list[Comparison]:
     """Compute the prompt in every way, and return all comparisons.
 
     Without `reference.expected`, as on every rank but the first, those with the class's own forward are not made.
@@ -140,18 +141,15 @@ def compare(trial: ClassTrial, reference: ClassReference, limits: Limits) -> lis
     results = {"as a whole": (whole, first)} | {name: trial.separate(way()) for name, way in ways.items()}
     found = []
     for name, (last, layers) in results.items():
-        rows = slice(-DECODED, None) if name == "token by token" else slice(None)
-        gap = 0.0
+        rows = slice(max(0, count - DECODED) if name == "token by token" else 0, count)
+        limits, gap = limits_of(trial.model, reference, config, rows), 0.0
         if expected is not None and layers is not None:
-            gap = distance(layers.cpu()[rows], expected.hidden[:count][rows], reference.share)
+            gap = largest(errors(layers[rows].cpu(), expected.hidden[rows]), reference.share)
         found.append(Comparison(f"{_FIRST}: {name}", gap, limits.first))
         if name != "as a whole":
-            gap = distance(last[rows], whole[rows], reference.share)
+            gap = largest(errors(last[rows], whole[rows]), reference.share)
             found.append(Comparison(f"{_ALL}: {name}", gap, limits.all))
     return found
-
-
-_FIRST, _ALL = "first layers", "all layers"
 
 
 def _agreed(compared: list[Comparison], model: RankModel) -> list[Comparison]:
@@ -176,7 +174,7 @@ def _log(model: RankModel, reference: ClassReference, compared: list[Comparison]
 def _refusal(model: RankModel, reference: ClassReference, wrong: Comparison) -> StartupError:
     """Return the error for a result that is wrong. It is the same on every rank, except for the number of layers."""
     place, _, way = wrong.name.partition(": ")
-    after = f"the {place}" if reference.expected is None or place == _ALL else f"layer {reference.expected.layers}"
+    after = place if reference.expected is None or place == _ALL else f"layer {reference.expected.layers}"
     other = "the class's own forward" if place == _FIRST else "the same prompt as a whole"
     by = f"{wrong.found:.2g}" if wrong.found < 1e30 else "values that are not finite"
     return StartupError(

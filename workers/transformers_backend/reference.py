@@ -9,7 +9,7 @@ import copy
 import logging
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -23,7 +23,7 @@ from oarlock.base.host_memory import free_host_bytes, human_bytes
 from oarlock.base.process_memory import trim
 from oarlock.workers.model_files.checkpoint import Checkpoint
 from oarlock.workers.model_files.tensor_names import AS_STORED
-from oarlock.workers.models.class_reference import Expected, distance
+from oarlock.workers.models.class_reference import Expected, errors, largest
 from oarlock.workers.transformers_backend.building import (
     StoredTensor,
     compute_buffers,
@@ -42,7 +42,7 @@ from oarlock.workers.weights.source import WeightSource
 MOST_BYTES = 2 << 30  # float32 weights of the layers that are compared, unless a single layer has more
 MOST_OF_MEMORY = 0.25  # of the host's free memory, which one layer must not exceed
 TOKENS = 67  # of the prompt: odd, and more than two blocks of keys
-ROUTED_SHARE = 0.75  # of the tokens are compared if a router chooses experts: see `distance`
+ROUTED_SHARE = 0.75  # of the tokens are compared if a router chooses experts: see `largest`
 _STRIDE = 7919  # difference between the ids of consecutive tokens: a prime, which spreads them over the vocabulary
 _OWN = "eager"  # transformers' plain code of attention and of experts
 _FIRST_NUMBER = re.compile(r"^(.*?)\.(\d+)(?:\.|$)")
@@ -120,12 +120,12 @@ class OwnForward:
             logger.info(
                 "event=class_reference class=%s layers=%d of=%d rounding=%.2g seconds=%.1f",
                 *(name, self._layers.count, self._description.layers),
-                *(self.expected.rounding, time.monotonic() - started),
+                *(largest(self.expected.rounding, self.share), time.monotonic() - started),
             )
         trim()  # before memory for keys and values is measured
 
     @contextmanager
-    def recorded(self) -> Iterator[list[Tensor]]:
+    def recorded(self) -> Generator[list[Tensor]]:
         """See `ClassReference.recorded`."""
         found: list[Tensor] = []
         if self.expected is None or self._layers is None:
@@ -152,7 +152,7 @@ class OwnForward:
             right = self._run(layers, torch.float32, weights)
             on_progress()
             rounded = right if self._dtype == torch.float32 else self._run(layers, self._dtype, weights)
-        return Expected(layers.count, right, distance(rounded, right, self.share))
+        return Expected(layers.count, right, errors(rounded, right))
 
     def _run(self, layers: FirstLayers, dtype: torch.dtype, weights: ClassWeights) -> Tensor:
         """Return the result [T, width] of the first layers for the prompt, of the class in `dtype`, on the CPU."""

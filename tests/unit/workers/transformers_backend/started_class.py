@@ -49,7 +49,9 @@ def described(path: Path, ranks: int) -> ClassDescription:
     return description
 
 
-def start(path: Path, ranks: int = 1, dtype: str = "float32", plant: Plant = lambda model: None, **options: Any) -> None:
+def start(
+    path: Path, ranks: int = 1, dtype: str = "float32", plant: Plant = lambda model: None, **options: Any
+) -> None:
     """Load the class on `ranks` ranks, change each rank's model by `plant`, and run the self-test."""
     config = WorkerConfig(
         str(path), device="cpu", dtype=dtype, tensor_parallel_size=ranks, load_format="safetensors",
