@@ -25,10 +25,11 @@ DECODED = 16  # tokens that are computed one by one
 ROUNDINGS = 4  # results may differ by this many times the distance that rounding alone makes
 # Rounding of the class's own forward, as a multiple of the dtype's, if that forward could not run.
 _ASSUMED_ROUNDING = 4
-# Distances that quantization on load, and a quantized cache of keys and values, may add.
-OF_QUANTIZATION = {"int8": 0.1, "int4": 0.6}
+# Distances that quantization on load, and a quantized cache of keys and values, may add: somewhat more than they add in
+# tiny random models, whose weights are harder to round than trained ones (int8 0.05, int4 0.7; int8 0.01, fp8 0.07).
+OF_QUANTIZATION = {"int8": 0.1, "int4": 0.9}
 OF_CACHE = {"int8": 0.05, "fp8": 0.15, "fp8_e4m3": 0.15}
-_LARGEST_LIMIT = 0.7  # of unrelated results, the distance is more than one
+_LARGEST_LIMIT = 1.1  # the distance of unrelated results is about 1.4
 
 _FIRST, _ALL = "the first layers", "all layers"  # places where results are compared
 

@@ -68,6 +68,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("lfm2", 1, "bfloat16"),
         ("gemma3_text", 1, "float32"),
         ("nanochat", 2, "float32"),
+        ("gpt2", 1, "float32"),
     ],
 )
 def test_a_right_class_is_served(
