@@ -6,6 +6,7 @@ class's code does the rest, so its scalings, norms and routers are what transfor
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,6 @@ class TransformersModel:
         """Build the class without weights, and replace its large modules by parts of this rank."""
         self.spec, self.description = spec, description
         self.stage = range(spec.num_layers)
-        self.numbers = list(self.stage)
         self.groups = spec.groups
         slices = slices_of(spec, formats) if device.type == "cpu" else 1
         self.placement = Placement(tp, dtype, device, formats, slices)
@@ -75,7 +75,6 @@ class TransformersModel:
         self._layers: dict[int, AttentionSpec] = {
             call.layer: attention.attention_spec(call, tp.size) for call in description.attention
         }
-        self.attention_specs = list(self._layers.values())
         self.reference = self._reference(config)
 
     def _reference(self, config: WorkerConfig) -> OwnForward | None:
@@ -84,8 +83,7 @@ class TransformersModel:
             return None
         place, successes = self.placement, None
         if place.tp.rank == 0:
-            facts = lambda: {"kernels": describe_kernels(place.device)}  # noqa: E731
-            successes = Successes(self.description.architecture, config, facts)
+            successes = Successes(self.description.architecture, config, partial(describe_kernels, place.device))
         of_class = self._opened, self.description, self._built.model, place.dtype
         return OwnForward(*of_class, self._directory, self._by_class_names, successes)
 

@@ -30,7 +30,7 @@ logger = logging.getLogger("oarlock.runner")
 class Successes:
     """The file that exists if a start with the same class, checkpoint, settings and versions was right."""
 
-    def __init__(self, architecture: str, config: WorkerConfig, facts: Callable[[], dict[str, Any]]) -> None:
+    def __init__(self, architecture: str, config: WorkerConfig, facts: Callable[[], Any]) -> None:
         """Set what the start depends on. `config` is resolved; `facts`: returns what else decides results, such as the
         kernels, after the weights are read."""
         self._architecture, self._config, self._facts = architecture, config, facts
@@ -59,7 +59,7 @@ class Successes:
             logger.warning("event=class_self_test_not_remembered file=%r reason=%r", str(self.path), error.strerror)
 
 
-def success_key(architecture: str, config: WorkerConfig, facts: dict[str, Any]) -> str:
+def success_key(architecture: str, config: WorkerConfig, facts: Any) -> str:
     """Return a hash of everything that decides whether the class is right with this checkpoint."""
     directory = Path(config.model_path)
     parts = [
