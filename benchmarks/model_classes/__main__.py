@@ -87,6 +87,7 @@ def _write(rows: Sequence[Row]) -> None:
     from tests.house.rules import ROOT
     from tools.made_parts import filled
 
+    rows = sorted(rows, key=lambda row: row.name)
     table.written(_transformers(), rows)
     table.VERDICTS.write_text(table.verdicts(_transformers(), rows), "utf-8")
     page = ROOT / table.PAGE

@@ -260,17 +260,32 @@ def compute_buffers(model: PreTrainedModel, device: torch.device) -> None:
 
     Raise `StartupError` if the class leaves one as it is: its values would be whatever the memory had.
     """
-    owners: dict[int, str] = {}
+    waiting: set[str] = set()  # modules that may compute them
     for prefix, module in model.named_modules():
         names = module._non_persistent_buffers_set
-        for name, buffer in module._buffers.items():
-            if name in names and buffer is not None:
-                owners[id(module)] = prefix
-                missing = torch.empty_like(buffer, device=device)
-                module._buffers[name] = missing.fill_(math.nan) if buffer.is_floating_point() else missing
-    for module in model.modules():  # a module may fill the buffers of modules inside of it; others are left alone
-        vars(module)["_is_hf_initialized"] = not any(id(inner) in owners for inner in module.modules())
-    model.initialize_weights()
-    for name, buffer in model.named_buffers():
-        if buffer.is_floating_point() and buffer.device.type != "meta" and bool(buffer.isnan().any()):
-            raise StartupError(f"{name}: the class does not compute this buffer.", "Use another model.")
+        buffers = {name: buffer for name, buffer in module._buffers.items() if name in names and buffer is not None}
+        for name, buffer in buffers.items():
+            missing = torch.empty_like(buffer, device=device)
+            module._buffers[name] = missing.fill_(math.nan) if buffer.is_floating_point() else missing
+        if buffers:
+            waiting.add(prefix)
+    while waiting:
+        for prefix, module in model.named_modules():
+            vars(module)["_is_hf_initialized"] = prefix not in waiting  # transformers leaves the other modules alone
+        model.initialize_weights()
+        left = _uncomputed(model)
+        if left and waiting == {""}:
+            raise StartupError(f"{left[0]}: the class does not compute this buffer.", "Use another model.")
+        owners = {name.rpartition(".")[0] for name in left}
+        # A module may also fill the buffers of modules inside of it.
+        waiting = {one.rpartition(".")[0] for one in waiting if any(_is_within(owner, one) for owner in owners)}
+
+
+def _uncomputed(model: nn.Module) -> list[str]:
+    """Return the names of buffers that have values that are not numbers."""
+    buffers = {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point()}
+    return [name for name, buffer in buffers.items() if not buffer.is_meta and bool(buffer.isnan().any())]
+
+
+def _is_within(name: str, outer: str) -> bool:
+    return not outer or name == outer or name.startswith(f"{outer}.")

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import FalconH1Config, FalconH1ForCausalLM
+from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1PreTrainedModel
 
 from oarlock.base.errors import StartupError
 from oarlock.workers.transformers_backend.building import compute_buffers, without_weights
@@ -21,6 +22,19 @@ def test_a_module_may_fill_the_buffers_of_modules_inside_of_it() -> None:
     for name in ("model.layers.1.mamba.mup_vector", "model.rotary_emb.inv_freq"):
         assert torch.equal(model.get_buffer(name), whole.get_buffer(name))
     assert all(parameter.device.type == "meta" for parameter in model.parameters())
+
+
+def test_a_module_is_left_alone_if_the_modules_inside_of_it_fill_their_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, asked = without_weights(FalconH1ForCausalLM, CONFIG, "eager", torch.float32), []
+    init = FalconH1ForCausalLM._init_weights
+
+    def recorded(self: FalconH1ForCausalLM, module: nn.Module) -> None:
+        asked.append(module)
+        init(self, module)
+
+    monkeypatch.setattr(FalconH1PreTrainedModel, "_init_weights", recorded)
+    compute_buffers(model, torch.device("cpu"))
+    assert model not in asked and model.lm_head not in asked and model.model in asked
 
 
 def test_a_buffer_that_the_class_does_not_compute_is_refused() -> None:
