@@ -69,22 +69,31 @@ def open_named(architecture: str, config: PretrainedConfig) -> OpenClass:
 
     Of a multimodal class, it is the class of its text part. Raise `Refused` if none completes text.
     """
-    kind = model_class(architecture)
     text = getattr(config, "text_config", None)
-    if isinstance(text, PretrainedConfig) and isinstance(config, kind.config_class or ()):
+    wrapper = _any_class(architecture)
+    if isinstance(text, PretrainedConfig) and wrapper is not None and isinstance(config, wrapper.config_class or ()):
         of_text = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(text.model_type)
         if of_text is None:
             raise Refused("its text part is no class that completes text")
-        return OpenClass(architecture, model_class(of_text), text, "text_config", wrapper=(kind, config))
+        return OpenClass(architecture, model_class(of_text), text, "text_config", wrapper=(wrapper, config))
+    kind = model_class(architecture)
     part, found = _part_for(kind, config)
     return OpenClass(architecture, kind, found, part)
 
 
 def model_class(architecture: str) -> type[PreTrainedModel]:
     """Return transformers' class of this name. Raise `Refused` if it is none that completes text."""
-    if architecture not in set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()):
+    kind = _any_class(architecture)
+    listed = architecture in set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+    if kind is None or not (listed or architecture.endswith("ForCausalLM")):  # the list lacks a few
         raise Refused("transformers has no such class that completes text")
-    return getattr(transformers, architecture)
+    return kind
+
+
+def _any_class(architecture: str) -> type[PreTrainedModel] | None:
+    """Return transformers' class of this name, whatever it is for; None if there is none."""
+    kind = getattr(transformers, architecture, None)
+    return kind if isinstance(kind, type) and issubclass(kind, PreTrainedModel) else None
 
 
 def _part_for(kind: type[PreTrainedModel], config: PretrainedConfig) -> tuple[str | None, PretrainedConfig]:
