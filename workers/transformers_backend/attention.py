@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from oarlock.workers.attention.backend import AttentionBackend, AttentionSpec, LayerMemory
@@ -73,10 +74,19 @@ def attend(
     assert memory is not None
     backend = step.backends[group]
     rows, dtype = query.shape[2], backend.spec.dtype
-    heads = query[0].transpose(0, 1).to(dtype).contiguous()  # [T, H, D]
-    backend.write(memory, key[0].transpose(0, 1).to(dtype), value[0].transpose(0, 1).to(dtype), step.batch)
+    heads = _rows(query, dtype).contiguous()
+    backend.write(memory, _rows(key, dtype), _rows(value, dtype), step.batch)
     mixed = backend.attend(heads, memory, step.plans[group], spec, None if s_aux is None else s_aux.float())
     return mixed.view(1, rows, spec.num_heads, -1).to(query.dtype), None
+
+
+def _rows(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return `tensor` [1, H, T, D] as [T, H, D], with the heads of each row one after another in memory.
+
+    The class may have computed it in any layout, and a dimension of size 1 may have any stride.
+    """
+    _, heads, rows, width = tensor.shape
+    return tensor[0].transpose(0, 1).to(dtype).reshape(rows, heads * width).view(rows, heads, width)
 
 
 def _no_mask(*_: Any, **__: Any) -> None:
