@@ -17,6 +17,7 @@ class Expected:
     """What the class's own uncached forward gives for a prompt, after its first layers."""
 
     layers: int  # number of these layers
+    all_layers: int  # number of all of them
     hidden: Tensor  # float32 [T, width]: their result in float32
     rounding: Tensor  # float32 [T]: relative error of each token's result in the model's dtype
 

@@ -120,7 +120,7 @@ def limits_of(model: RankModel, reference: ClassReference, config: WorkerConfig,
     rounding = _ASSUMED_ROUNDING * least if expected is None else largest(expected.rounding[rows], reference.share)
     limit, share = ROUNDINGS * rounding + least, 1.0
     if expected is not None:
-        share = max(1.0, model.spec.num_layers / expected.layers)
+        share = expected.all_layers / expected.layers
     of_cache = OF_CACHE.get(config.kv_cache_dtype, 0.0)
     first = limit + OF_QUANTIZATION.get(config.quantization, 0.0) + of_cache
     return Limits(min(first, _LARGEST_LIMIT), min(share * limit + of_cache, _LARGEST_LIMIT))
@@ -164,11 +164,12 @@ def _agreed(compared: list[Comparison], model: RankModel) -> list[Comparison]:
 
 def _log(model: RankModel, reference: ClassReference, compared: list[Comparison], seconds: float) -> None:
     if model.placement.tp.rank == 0:
-        layers = 0 if reference.expected is None else reference.expected.layers
+        expected = reference.expected
+        layers, all_layers = (0, model.spec.num_layers) if expected is None else (expected.layers, expected.all_layers)
         made = [one for one in compared if layers or not one.name.startswith(_FIRST)]
         found = ", ".join(f"{one.name} {one.found:.1e} (limit {one.limit:.1e})" for one in made)
         name = model.spec.architecture
-        values = name, layers, model.spec.num_layers, found, seconds
+        values = name, layers, all_layers, found, seconds
         logger.info("event=class_self_test class=%s layers=%d of=%d distances=%r seconds=%.1f", *values)
 
 

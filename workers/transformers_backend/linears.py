@@ -34,6 +34,8 @@ class StandIn:
     Any other use raises `UsesWeight`.
     """
 
+    _is_hf_initialized = True  # transformers does not draw values for it, if it computes the buffers beside it
+
     def __init__(self, module: str, kind: str, placement: Placement) -> None:
         self._module, self._kind = module, kind
         self.dtype = placement.dtype

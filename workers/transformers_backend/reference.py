@@ -56,6 +56,7 @@ class FirstLayers:
 
     container: str  # name of the list of layers
     count: int
+    all: int  # number of layers of the class, which may be blocks of several
 
     @property
     def last(self) -> str:
@@ -64,12 +65,8 @@ class FirstLayers:
 
     def has_part(self, name: str) -> bool:
         """Return whether the tensor `name` is of these layers, or of no layer."""
-        number = self.number_of(name)
+        number = _number_in(self.container, name)
         return number is None or number < self.count
-
-    def number_of(self, name: str) -> int | None:
-        match = _FIRST_NUMBER.match(name)
-        return int(match.group(2)) if match is not None and match.group(1) == self.container else None
 
 
 class NotCompared(Exception):
@@ -119,7 +116,7 @@ class OwnForward:
         else:
             logger.info(
                 "event=class_reference class=%s layers=%d of=%d rounding=%.2g seconds=%.1f",
-                *(name, self._layers.count, self._description.layers),
+                *(name, self._layers.count, self._layers.all),
                 *(largest(self.expected.rounding, self.share), time.monotonic() - started),
             )
         trim()  # before memory for keys and values is measured
@@ -152,7 +149,7 @@ class OwnForward:
             right = self._run(layers, torch.float32, weights)
             on_progress()
             rounded = right if self._dtype == torch.float32 else self._run(layers, self._dtype, weights)
-        return Expected(layers.count, right, errors(rounded, right))
+        return Expected(layers.count, layers.all, right, errors(rounded, right))
 
     def _run(self, layers: FirstLayers, dtype: torch.dtype, weights: ClassWeights) -> Tensor:
         """Return the result [T, width] of the first layers for the prompt, of the class in `dtype`, on the CPU."""
@@ -191,11 +188,11 @@ def layers_that_fit(description: ClassDescription, memory: int) -> FirstLayers:
     container = containers.pop() if len(containers) == 1 else None
     if container is None:
         raise NotCompared("its layers are not in one list")
-    every = FirstLayers(container, description.layers)
-    of_layer, others = [0] * description.layers, 0
+    numbers = [_number_in(container, name) for name in (*names, *(tensor.name for tensor in description.tensors))]
+    of_layer, others = [0] * (1 + max(number for number in numbers if number is not None)), 0
     for tensor in description.tensors:
-        number, size = every.number_of(tensor.name), 4 * prod(tensor.shape)
-        if number is not None and number < len(of_layer):
+        number, size = _number_in(container, tensor.name), 4 * prod(tensor.shape)
+        if number is not None:
             of_layer[number] += size
         elif tensor.role not in ("embedding", "head"):  # few rows of the embedding are read, and no logits computed
             others += size
@@ -204,7 +201,13 @@ def layers_that_fit(description: ClassDescription, memory: int) -> FirstLayers:
     total, count, most = of_layer[0], 1, min(MOST_BYTES, memory - others)
     while count < len(of_layer) and total + of_layer[count] <= most:
         total, count = total + of_layer[count], count + 1
-    return FirstLayers(container, count)
+    return FirstLayers(container, count, len(of_layer))
+
+
+def _number_in(container: str, name: str) -> int | None:
+    """Return the number of the layer to which the module or tensor `name` belongs; None if it is in no layer."""
+    match = _FIRST_NUMBER.match(name)
+    return int(match.group(2)) if match is not None and match.group(1) == container else None
 
 
 def _load(stored: StoredTensor, dtype: torch.dtype, weights: ClassWeights, rows: list[int] | None) -> None:
@@ -240,6 +243,7 @@ def _first_result(model: PreTrainedModel, layer: str, prompt: list[int]) -> Tens
 
 
 def _rows(result: Any) -> Tensor:
-    """Return a layer's result, a tensor [1, T, ...] or [T, width] or a tuple that begins with it: [T, width]."""
+    """Return a layer's result, a tensor [..., 1, T, ...] or [T, width] or a tuple that begins with it: [T, width]."""
     hidden = result if isinstance(result, Tensor) else result[0]
-    return (hidden[0] if hidden.dim() > 2 else hidden).flatten(1)
+    batch = next((dim for dim, length in enumerate(hidden.shape[:-2]) if length == 1), None)
+    return (hidden if batch is None else hidden.movedim(batch + 1, 0)).flatten(1)
