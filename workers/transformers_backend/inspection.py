@@ -24,7 +24,7 @@ from oarlock.workers.model_files.checkpoint import INDEX_FILE, SINGLE_FILE, Chec
 from oarlock.workers.model_files.tensor_names import AS_STORED
 from oarlock.workers.transformers_backend.building import build, class_tensors, without_weights
 from oarlock.workers.transformers_backend.class_description import AttentionCall, ClassDescription, StateCall
-from oarlock.workers.transformers_backend.experts import experts_of
+from oarlock.workers.transformers_backend.experts import ExpertsPart, experts_of
 from oarlock.workers.transformers_backend.linears import UsesWeight
 from oarlock.workers.transformers_backend.observers import (
     FIRST,
@@ -35,9 +35,10 @@ from oarlock.workers.transformers_backend.observers import (
     Refused,
     register,
 )
+from oarlock.workers.transformers_backend.module_state import ModuleState
 from oarlock.workers.transformers_backend.opening import OpenClass, open_directory, open_named
 from oarlock.workers.transformers_backend.private_parts import PretrainedConfig, PreTrainedModel
-from oarlock.workers.transformers_backend.switch import ClassSwitch, base_name
+from oarlock.workers.transformers_backend.switch import ClassSwitch, Switch, base_name
 from oarlock.workers.transformers_backend.tracked_tensors import Positions
 from oarlock.workers.transformers_backend.weights import names_fault
 
@@ -152,12 +153,15 @@ def _looked_at(model: PreTrainedModel, vocabulary: int, ranks: int) -> Observer:
         raise Refused("its output head is not apart from its layers")
     names, head = {id(module): name for name, module in model.named_modules()}, model.get_output_embeddings()
     switch = ClassSwitch(model)
+    before = ModuleState(model, {Switch: "output", ExpertsPart: "described"})
     observer = _run(switch, Observer(names, head, _TOKENS, vocabulary), ObservedMemory(), _TOKENS)
     observer.check()
     for tokens in (_TOKENS, 1) if observer.states else ():
         memory = LaterMemory(observer.states)
         _run(switch, Observer(names, head, tokens, vocabulary), memory, tokens)
         memory.check()
+    if (kept := before.changed()) is not None:
+        raise Refused(f"it keeps {kept} of one forward for the next")
     if ranks > 1 and observer.changes_logits is not None:
         raise Refused(f"its logits are changed by {observer.changes_logits}")
     return observer

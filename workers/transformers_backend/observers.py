@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from oarlock.workers.transformers_backend.class_description import AttentionCall, StateCall
+from oarlock.workers.transformers_backend.divided_outputs import Divided
 from oarlock.workers.transformers_backend.mask_kinds import MaskFunction, mask_kind
 from oarlock.workers.transformers_backend.private_parts import AttentionInterface, AttentionMaskInterface
 from oarlock.workers.transformers_backend.tracked_tensors import EarlierState, Logits, Mask, Positions
@@ -85,7 +86,12 @@ class Observer(TorchFunctionMode):
         assert self._running.pop() is module
         if module is self._head and isinstance(result, Tensor):
             return Logits.of(result, self._change_logits)
+        if getattr(module, "has_divided_outputs", False) and isinstance(result, Tensor):
+            return Divided.of(result, lambda operation: self._refuse_across(module, operation))
         return None
+
+    def _refuse_across(self, module: nn.Module, operation: str) -> None:
+        raise Refused(f"it computes {operation} over all outputs of {self._names[id(module)]}")
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         """Follow the operations of the class that matter on tensors without values."""
