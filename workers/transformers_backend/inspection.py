@@ -26,6 +26,7 @@ from oarlock.workers.transformers_backend.building import build, class_tensors, 
 from oarlock.workers.transformers_backend.class_description import AttentionCall, ClassDescription, StateCall
 from oarlock.workers.transformers_backend.experts import ExpertsPart, experts_of
 from oarlock.workers.transformers_backend.linears import UsesWeight
+from oarlock.workers.transformers_backend.module_state import ModuleState
 from oarlock.workers.transformers_backend.observers import (
     FIRST,
     IMPLEMENTATION,
@@ -35,7 +36,6 @@ from oarlock.workers.transformers_backend.observers import (
     Refused,
     register,
 )
-from oarlock.workers.transformers_backend.module_state import ModuleState
 from oarlock.workers.transformers_backend.opening import OpenClass, open_directory, open_named
 from oarlock.workers.transformers_backend.private_parts import PretrainedConfig, PreTrainedModel
 from oarlock.workers.transformers_backend.switch import ClassSwitch, Switch, base_name
