@@ -40,7 +40,7 @@ from oarlock.workers.transformers_backend.opening import OpenClass, open_directo
 from oarlock.workers.transformers_backend.private_parts import PretrainedConfig, PreTrainedModel
 from oarlock.workers.transformers_backend.switch import ClassSwitch, Switch, base_name
 from oarlock.workers.transformers_backend.tracked_tensors import Positions
-from oarlock.workers.transformers_backend.weights import names_fault
+from oarlock.workers.transformers_backend.weights import names_fault, stored_ties
 
 _TOKENS = 23  # of the row that runs: a prime number that is no size of any layer
 _LENGTHS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length", "seq_length")
@@ -260,12 +260,19 @@ def _line(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
 
 
-def _fault_of_names(opened: OpenClass, directory: Path) -> str | None:
-    """Return one line about a tensor that the checkpoint lacks, or that the class does not have; None if none is."""
+def _with_checkpoint(
+    description: ClassDescription, opened: OpenClass, directory: Path
+) -> tuple[ClassDescription, str | None]:
+    """Return the description with the ties of the checkpoint in `directory`, if it has tensors.
+
+    Also one line about a tensor that it lacks or that the class does not have; None if there is none.
+    """
     if not any((directory / name).exists() for name in (SINGLE_FILE, INDEX_FILE)):
-        return None
+        return description, None
     stored = {name: tensor.entry.shape for name, tensor in Checkpoint.open(directory, AS_STORED).tensors.items()}
-    return names_fault(_whole(opened), stored, wrapper=opened.wrapper_without_weights())
+    model, wrapper = _whole(opened), opened.wrapper_without_weights()
+    fault = names_fault(model, stored, wrapper=wrapper)
+    return replace(description, ties=() if fault else stored_ties(model, stored, wrapper)), fault
 
 
 def look(directory: Path, ranks: int, *, trusts_code: bool) -> tuple[ClassDescription, str | None]:
@@ -274,7 +281,7 @@ def look(directory: Path, ranks: int, *, trusts_code: bool) -> tuple[ClassDescri
     try:
         opened = open_directory(directory, trusts_code=trusts_code)
         name, kind = opened.architecture, opened.config.model_type
-        return describe_opened(opened, ranks), _fault_of_names(opened, directory)
+        return _with_checkpoint(describe_opened(opened, ranks), opened, directory)
     except Refused as refusal:
         return ClassDescription(name, kind, str(refusal), ranks), None
 
