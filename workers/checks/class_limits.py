@@ -4,6 +4,7 @@ from oarlock.base.errors import StartupError
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.model_files.checkpoint import Checkpoint, tensors_differ
+from oarlock.workers.platform.dtypes import SAFETENSORS_DTYPES
 from oarlock.workers.transformers_backend.class_description import ClassDescription
 
 # Settings, each with the value that means "not set", its flag, and the reason why there is no other.
@@ -12,6 +13,7 @@ _WITHOUT = (
     ("nnodes", 1, "--nnodes", "it is served on one host only"),
     ("enable_expert_parallel", False, "--enable-expert-parallel", "ranks hold a part of every expert"),
 )
+_NUMBERS = ("I", "U", "BOOL")  # dtypes of stored buffers, such as position ids
 
 
 def check_class(config: WorkerConfig, spec: DecoderSpec, *, is_quantised: bool) -> None:
@@ -29,6 +31,16 @@ def check_class(config: WorkerConfig, spec: DecoderSpec, *, is_quantised: bool) 
             f"{spec.architecture} is computed by transformers' code, and this checkpoint is quantised.",
             "Use the model's unquantised checkpoint; --quantization rounds its weights at load.",
         )
+
+
+def check_class_tensors(checkpoint: Checkpoint) -> None:
+    """Check the dtypes of the tensors. Raises `StartupError`."""
+    for name, found in checkpoint.tensors.items():
+        if found.entry.dtype not in SAFETENSORS_DTYPES and not found.entry.dtype.startswith(_NUMBERS):
+            raise StartupError(
+                f"{found.path}: tensor {name!r} is {found.entry.dtype}, which is not supported.",
+                "Use the model's bfloat16, float16 or float32 checkpoint.",
+            )
 
 
 def check_ties(checkpoint: Checkpoint, description: ClassDescription) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from oarlock.workers.attention.backend import AttentionBackend, AttentionSpec, LayerMemory
@@ -74,9 +75,15 @@ def attend(
     backend = step.backends[group]
     rows, dtype = query.shape[2], backend.spec.dtype
     heads = query[0].transpose(0, 1).to(dtype).contiguous()  # [T, H, D]
-    backend.write(memory, key[0].transpose(0, 1).to(dtype), value[0].transpose(0, 1).to(dtype), step.batch)
+    backend.write(memory, _by_token(key, dtype), _by_token(value, dtype), step.batch)
     mixed = backend.attend(heads, memory, step.plans[group], spec, None if s_aux is None else s_aux.float())
     return mixed.view(1, rows, spec.num_heads, -1).to(query.dtype), None
+
+
+def _by_token(states: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return keys or values [1, K, T, D] as [T, K, D], with strides of adjacent heads even if there is only one."""
+    _, heads, rows, width = states.shape
+    return states[0].transpose(0, 1).to(dtype).reshape(rows, heads * width).view(rows, heads, width)
 
 
 def _no_mask(*_: Any, **__: Any) -> None:

@@ -32,6 +32,10 @@ HARMLESS = frozenset({
 _ANGLES = {"cos", "sin", "polar"}
 _COMBINED = {"embedding", "matmul", "__matmul__", "__rmatmul__", "bmm", "einsum", "outer", "mul", "__mul__", "__rmul__"}
 _CONVOLUTIONS = {"conv1d"}
+_RANDOM = {
+    "bernoulli", "bernoulli_", "exponential_", "multinomial", "normal", "normal_", "rand", "rand_like", "randint",
+    "randn", "randn_like", "randperm", "uniform_",
+}  # fmt: skip
 _OWN_POSITIONS = "it counts positions by itself"
 
 
@@ -57,6 +61,7 @@ class Observer(TorchFunctionMode):
         self.positions_limit: int | None = None  # positions that a learned table has; None: there is no table
         self.uses_positions = False
         self.changes_logits: str | None = None  # an operation that needs the logits of all tokens
+        self.operations: list[str] = []  # names of all that the class computed, in their order
         self._has_own_angles = False
         self._convolutions: list[str] = []  # names of modules that compute one
         self._tokens, self._vocabulary = tokens, vocabulary
@@ -97,6 +102,9 @@ class Observer(TorchFunctionMode):
         """Follow the operations of the class that matter on tensors without values."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
+        self.operations.append(name)
+        if name in _RANDOM or (name == "dropout" and _drops(args, kwargs)):
+            raise Refused(f"it draws random numbers ({name})")
         if name in ("nonzero", "where") and (name == "nonzero" or len(args) + len(kwargs) == 1):
             return self._no_hits(args[0], name, kwargs)
         if name == "tolist" and args[0].is_meta and args[0].dim() == 1:
@@ -317,6 +325,12 @@ _observer: Observer | None = None
 def _current() -> Observer:
     assert _observer is not None, "a class runs inside of its observer"
     return _observer
+
+
+def _drops(args: tuple, named: Mapping[str, Any]) -> bool:
+    """Return whether a dropout with these arguments drops values."""
+    given = dict(zip(("input", "p", "training"), args, strict=False)) | dict(named)
+    return bool(given.get("training", True)) and given.get("p", 0.5) > 0
 
 
 def _check_mask(mask: Tensor | None, window: int | None) -> None:
