@@ -182,6 +182,8 @@ class Observer(TorchFunctionMode):
         if (getattr(module, "is_causal", True) if causal is None else causal) is False:
             raise Refused("its attention is not causal")
         sinks, softcap, scale = (arguments.pop(name, None) for name in ("s_aux", "softcap", "scaling"))
+        if any(isinstance(one, Tensor) for one in (window, softcap, scale)):
+            raise Refused("its attention has a window, a softcap or a scale that is a tensor")
         unknown = sorted(name for name, given in arguments.items() if given is not None and name not in HARMLESS)
         if unknown:
             raise Refused(f"its attention has the arguments {', '.join(unknown)}, which are not known here")
