@@ -136,8 +136,8 @@ def _compared(ranks: list[dict[str, Tensor]], exact: Truth) -> Run:
     fault = None
     wrong = next((way for way, error in errors.items() if error > exact.bound), None)
     if wrong is not None:
-        ours, theirs = errors[wrong] / exact.largest, exact.own_error / exact.largest
-        fault = f"its logits differ from its own by {ours:.0e} of the largest, {wrong} (in float32: {theirs:.0e})"
+        share = errors[wrong] / exact.largest
+        fault = f"{wrong}, its logits differ from transformers' own by {share:.0e} of the largest"
     elif not all(torch.equal(ranks[0][way], other[way]) for other in ranks[1:] for way in errors):
         fault = "ranks disagree"
     return Run(round(worst / exact.own_error, 2), float(f"{worst / exact.largest:.1e}"), same_bits, fault)

@@ -97,14 +97,19 @@ class BuiltClass:
 
 
 def without_weights(
-    kind: type[PreTrainedModel], config: PretrainedConfig, implementation: str, dtype: torch.dtype
+    kind: type[PreTrainedModel],
+    config: PretrainedConfig,
+    implementation: str,
+    dtype: torch.dtype,
+    *,
+    experts: str = EXPERTS_IMPLEMENTATION,
 ) -> PreTrainedModel:
-    """Return the model on the meta device, with `implementation` of attention.
+    """Return the model on the meta device, with `implementation` of attention and of `experts`.
 
-    Experts that our kernels do not know are run one by one (`experts_loop.py`).
+    By default, experts that our kernels do not know are run one by one (`experts_loop.py`).
     """
     register_experts()
-    ways = {"attn_implementation": implementation, "experts_implementation": EXPERTS_IMPLEMENTATION}
+    ways = {"attn_implementation": implementation, "experts_implementation": experts}
     with torch.device("meta"):
         return kind._from_config(config, dtype=dtype, **ways).eval()
 
