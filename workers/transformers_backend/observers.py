@@ -62,6 +62,7 @@ class Observer(TorchFunctionMode):
         self.uses_positions = False
         self.changes_logits: str | None = None  # an operation that needs the logits of all tokens
         self.operations: list[str] = []  # names of all that the class computed, in their order
+        self._random: str | None = None  # an operation that draws random numbers
         self._has_own_angles = False
         self._convolutions: list[str] = []  # names of modules that compute one
         self._tokens, self._vocabulary = tokens, vocabulary
@@ -104,7 +105,7 @@ class Observer(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         self.operations.append(name)
         if name in _RANDOM or (name == "dropout" and _drops(args, kwargs)):
-            raise Refused(f"it draws random numbers ({name})")
+            self._random = name
         if name in ("nonzero", "where") and (name == "nonzero" or len(args) + len(kwargs) == 1):
             return self._no_hits(args[0], name, kwargs)
         if name == "tolist" and args[0].is_meta and args[0].dim() == 1:
@@ -154,6 +155,8 @@ class Observer(TorchFunctionMode):
         it does not use the given positions."""
         if not self.attention and not self.states:
             raise Refused("it computes attention by itself")
+        if self._random is not None:
+            raise Refused(f"it draws random numbers ({self._random})")
         if self._has_own_angles and not self.uses_positions:
             raise Refused("it does not use the given positions")
         self.states = [replace(one, module=self._module_of_states(one.layer)) for one in self.states]
