@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from oarlock.base.errors import EXIT_OUT_OF_MEMORY, StartupError
-from oarlock.workers.checks.class_limits import check_class, check_class_tensors
+from oarlock.workers.checks.class_limits import check_class, check_class_tensors, check_ties
 from oarlock.workers.checks.devices import (
     check_matmuls_on_cuda,
     ranks_here,
@@ -66,6 +66,7 @@ from oarlock.workers.runner.memory_needs import (
     weight_bytes_of_node,
 )
 from oarlock.workers.transformers_backend.choice import chosen_code
+from oarlock.workers.transformers_backend.class_description import ClassDescription
 
 logger = logging.getLogger("oarlock.preflight")
 
@@ -207,8 +208,9 @@ def open_model(config: WorkerConfig) -> OpenModel:
     elif config.quantization == GGUF:
         raise _is_no_choice(config.quantization)
     formats = weight_formats(config.quantization, quantized, checkpoint)
-    if checkpoint is not None and spec.class_tensors is not None:
-        check_class_tensors(checkpoint, spec)  # the look at the class has compared the other names
+    if checkpoint is not None and config.served_class is not None:
+        check_class_tensors(checkpoint)
+        check_ties(checkpoint, ClassDescription.decoded(config.served_class))  # the look has compared the names
     elif checkpoint is not None:
         if spec.tie_word_embeddings and head_differs(checkpoint):
             logger.warning(

@@ -3,8 +3,9 @@
 from oarlock.base.errors import StartupError
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.layers.decoder_spec import DecoderSpec
-from oarlock.workers.model_files.checkpoint import Checkpoint, head_differs
+from oarlock.workers.model_files.checkpoint import Checkpoint, tensors_differ
 from oarlock.workers.platform.dtypes import SAFETENSORS_DTYPES
+from oarlock.workers.transformers_backend.class_description import ClassDescription
 
 # Settings, each with the value that means "not set", its flag, and the reason why there is no other.
 _WITHOUT = (
@@ -32,17 +33,26 @@ def check_class(config: WorkerConfig, spec: DecoderSpec, *, is_quantised: bool) 
         )
 
 
-def check_class_tensors(checkpoint: Checkpoint, spec: DecoderSpec) -> None:
-    """Check the dtypes of the tensors, and that a tied head is not stored as another matrix. Raises `StartupError`."""
+def check_class_tensors(checkpoint: Checkpoint) -> None:
+    """Check the dtypes of the tensors. Raises `StartupError`."""
     for name, found in checkpoint.tensors.items():
         if found.entry.dtype not in SAFETENSORS_DTYPES and not found.entry.dtype.startswith(_NUMBERS):
             raise StartupError(
                 f"{found.path}: tensor {name!r} is {found.entry.dtype}, which is not supported.",
                 "Use the model's bfloat16, float16 or float32 checkpoint.",
             )
-    if spec.tie_word_embeddings and head_differs(checkpoint):
-        raise StartupError(
-            f"{checkpoint.directory}: config.json ties the output head to the embedding, but the checkpoint has a "
-            "different lm_head.",
-            "Set tie_word_embeddings to false in config.json.",
-        )
+
+
+def check_ties(checkpoint: Checkpoint, description: ClassDescription) -> None:
+    """Check that tensors which the class ties are not stored with different values. Raises `StartupError`.
+
+    transformers leaves such tensors untied, with a warning.
+    """
+    for tie in description.ties:
+        one, other = checkpoint.find(tie.taken), checkpoint.find(tie.other)
+        if one is not None and other is not None and tensors_differ(one, other):
+            raise StartupError(
+                f"{checkpoint.directory}: config.json ties {tie.taken} and {tie.other}, but the checkpoint has "
+                "different ones.",
+                "Set tie_word_embeddings to false in config.json.",
+            )

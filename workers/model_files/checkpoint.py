@@ -304,10 +304,13 @@ _PIECE = 8 << 20  # bytes compared at a time
 def head_differs(checkpoint: Checkpoint) -> bool:
     """Return whether both are stored and differ in dtype, shape or bytes."""
     embedding, head = checkpoint.find(EMBEDDING), checkpoint.find(HEAD)
-    if embedding is None or head is None:
-        return False
-    alike = (embedding.entry.dtype, embedding.entry.shape) == (head.entry.dtype, head.entry.shape)
-    return not (alike and _same_bytes(embedding, head))
+    return embedding is not None and head is not None and tensors_differ(embedding, head)
+
+
+def tensors_differ(one: LocatedTensor, other: LocatedTensor) -> bool:
+    """Return whether two stored tensors differ in dtype, shape or bytes."""
+    alike = (one.entry.dtype, one.entry.shape) == (other.entry.dtype, other.entry.shape)
+    return not (alike and _same_bytes(one, other))
 
 
 def _same_bytes(one: LocatedTensor, other: LocatedTensor) -> bool:

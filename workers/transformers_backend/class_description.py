@@ -78,6 +78,14 @@ class ClassTensor:
 
 
 @dataclass(frozen=True, slots=True)
+class Tie:
+    """Two tensors that a checkpoint stores, and that the class keeps as one."""
+
+    taken: str  # name of the one that is read
+    other: str
+
+
+@dataclass(frozen=True, slots=True)
 class ClassDescription:
     """What one look at a class on the meta device found. If `refusal` is set, the rest may be empty."""
 
@@ -97,6 +105,7 @@ class ClassDescription:
     states: tuple[StateCall, ...] = ()
     experts: tuple[ExpertsModule, ...] = ()
     tensors: tuple[ClassTensor, ...] = ()
+    ties: tuple[Tie, ...] = ()  # of the checkpoint that was looked at
     own_linears: tuple[str, ...] = ()  # linear layers whose weights the class reads itself, so that it keeps them
 
     def encoded(self) -> str:
@@ -115,7 +124,13 @@ class ClassDescription:
         return ClassDescription(**_with_tuples(fields))
 
 
-_PARTS = {"attention": AttentionCall, "states": StateCall, "experts": ExpertsModule, "tensors": ClassTensor}
+_PARTS = {
+    "attention": AttentionCall,
+    "states": StateCall,
+    "experts": ExpertsModule,
+    "tensors": ClassTensor,
+    "ties": Tie,
+}
 
 
 def _with_tuples(part: dict[str, Any]) -> dict[str, Any]:

@@ -29,8 +29,9 @@ from oarlock.workers.transformers_backend.class_description import (
     ClassDescription,
     StateCall,
 )
-from oarlock.workers.transformers_backend.experts import experts_of
+from oarlock.workers.transformers_backend.experts import ExpertsPart, experts_of
 from oarlock.workers.transformers_backend.linears import UsesWeight
+from oarlock.workers.transformers_backend.module_state import ModuleState
 from oarlock.workers.transformers_backend.observers import (
     FIRST,
     IMPLEMENTATION,
@@ -42,11 +43,12 @@ from oarlock.workers.transformers_backend.observers import (
 )
 from oarlock.workers.transformers_backend.opening import OpenClass, open_directory, open_named
 from oarlock.workers.transformers_backend.private_parts import PretrainedConfig, PreTrainedModel
-from oarlock.workers.transformers_backend.switch import ClassSwitch, base_name
+from oarlock.workers.transformers_backend.switch import ClassSwitch, Switch, base_name
 from oarlock.workers.transformers_backend.tracked_tensors import Positions
-from oarlock.workers.transformers_backend.weights import names_fault
+from oarlock.workers.transformers_backend.weights import names_fault, stored_ties
 
 _TOKENS = 23  # of the row that runs: a prime number that is no size of any layer
+_MANY_TOKENS = 131_101  # of another row, which the class has to compute in the same way
 _LENGTHS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length", "seq_length")
 # Rotary angles that depend on the longest sequence of a batch, so a token's would depend on other requests.
 _CHANGING_ROPE = ("dynamic", "longrope")
@@ -156,12 +158,19 @@ def _looked_at(model: PreTrainedModel, vocabulary: int, ranks: int) -> Observer:
         raise Refused("its output head is not apart from its layers")
     names, head = {id(module): name for name, module in model.named_modules()}, model.get_output_embeddings()
     switch = ClassSwitch(model)
+    before = ModuleState(model, {Switch: "output", ExpertsPart: "described"})
     observer = _run(switch, Observer(names, head, _TOKENS, vocabulary), ObservedMemory(), _TOKENS)
     observer.check()
+    if ranks == 1 and not observer.states:
+        longer = _run(switch, Observer(names, head, _MANY_TOKENS, vocabulary), ObservedMemory(), _MANY_TOKENS)
+        if (longer.attention, longer.operations) != (observer.attention, observer.operations):
+            raise Refused("it computes a long row in another way than a short one")
     for tokens in (_TOKENS, 1) if observer.states else ():
         memory = LaterMemory(observer.states)
         _run(switch, Observer(names, head, tokens, vocabulary), memory, tokens)
         memory.check()
+    if (kept := before.changed()) is not None:
+        raise Refused(f"it keeps {kept} of one forward for the next")
     if ranks > 1 and observer.changes_logits is not None:
         raise Refused(f"its logits are changed by {observer.changes_logits}")
     return observer
@@ -262,12 +271,19 @@ def _line(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
 
 
-def _fault_of_names(opened: OpenClass, directory: Path) -> str | None:
-    """Return one line about a tensor that the checkpoint lacks, or that the class does not have; None if none is."""
+def _with_checkpoint(
+    description: ClassDescription, opened: OpenClass, directory: Path
+) -> tuple[ClassDescription, str | None]:
+    """Return the description with the ties of the checkpoint in `directory`, if it has tensors.
+
+    Also one line about a tensor that it lacks or that the class does not have; None if there is none.
+    """
     if not any((directory / name).exists() for name in (SINGLE_FILE, INDEX_FILE)):
-        return None
+        return description, None
     stored = {name: tensor.entry.shape for name, tensor in Checkpoint.open(directory, AS_STORED).tensors.items()}
-    return names_fault(_whole(opened), stored, wrapper=opened.wrapper_without_weights())
+    model, wrapper = _whole(opened), opened.wrapper_without_weights()
+    fault = names_fault(model, stored, wrapper=wrapper)
+    return replace(description, ties=() if fault else stored_ties(model, stored, wrapper)), fault
 
 
 def look(directory: Path, ranks: int, *, trusts_code: bool) -> tuple[ClassDescription, str | None]:
@@ -276,7 +292,7 @@ def look(directory: Path, ranks: int, *, trusts_code: bool) -> tuple[ClassDescri
     try:
         opened = open_directory(directory, trusts_code=trusts_code)
         name, kind = opened.architecture, opened.config.model_type
-        return describe_opened(opened, ranks), _fault_of_names(opened, directory)
+        return _with_checkpoint(describe_opened(opened, ranks), opened, directory)
     except Refused as refusal:
         return ClassDescription(name, kind, str(refusal), ranks), None
 

@@ -72,6 +72,8 @@ def not_loaded(x: Tensor) -> Never:
 class LinearPart(nn.Module):
     """One linear layer on this rank: [..., in_features] -> [..., out_features], both as the class sees them here."""
 
+    has_divided_outputs = False  # other ranks have the others
+
     def __init__(
         self,
         name: str,
@@ -179,7 +181,9 @@ def make_linear(name: str, linear: nn.Linear, placement: Placement, division: Di
     if division is Division.GATHERED_COLUMN:
         return GatheredColumnPart(name, column, inputs, outputs, placement)
     assert division in (Division.WHOLE, Division.COLUMN, Division.PACKED_COLUMN), f"{name}: {division}"
-    return ColumnPart(name, column, inputs, halves * local, placement)
+    part = ColumnPart(name, column, inputs, halves * local, placement)
+    part.has_divided_outputs = size > 1
+    return part
 
 
 def mismatch(name: str, x: Tensor, width: int, dtype: torch.dtype) -> RuntimeError:

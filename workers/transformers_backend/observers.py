@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from oarlock.workers.transformers_backend.class_description import AttentionCall, StateCall
+from oarlock.workers.transformers_backend.divided_outputs import Divided
 from oarlock.workers.transformers_backend.mask_kinds import MaskFunction, mask_kind
 from oarlock.workers.transformers_backend.private_parts import AttentionInterface, AttentionMaskInterface
 from oarlock.workers.transformers_backend.tracked_tensors import EarlierState, Logits, Mask, Positions
@@ -31,6 +32,10 @@ HARMLESS = frozenset({
 _ANGLES = {"cos", "sin", "polar"}
 _COMBINED = {"embedding", "matmul", "__matmul__", "__rmatmul__", "bmm", "einsum", "outer", "mul", "__mul__", "__rmul__"}
 _CONVOLUTIONS = {"conv1d"}
+_RANDOM = {
+    "bernoulli", "bernoulli_", "exponential_", "multinomial", "normal", "normal_", "rand", "rand_like", "randint",
+    "randn", "randn_like", "randperm", "uniform_",
+}  # fmt: skip
 _OWN_POSITIONS = "it counts positions by itself"
 
 
@@ -56,6 +61,8 @@ class Observer(TorchFunctionMode):
         self.positions_limit: int | None = None  # positions that a learned table has; None: there is no table
         self.uses_positions = False
         self.changes_logits: str | None = None  # an operation that needs the logits of all tokens
+        self.operations: list[str] = []  # names of all that the class computed, in their order
+        self._random: str | None = None  # an operation that draws random numbers
         self._has_own_angles = False
         self._convolutions: list[str] = []  # names of modules that compute one
         self._tokens, self._vocabulary = tokens, vocabulary
@@ -85,12 +92,20 @@ class Observer(TorchFunctionMode):
         assert self._running.pop() is module
         if module is self._head and isinstance(result, Tensor):
             return Logits.of(result, self._change_logits)
+        if getattr(module, "has_divided_outputs", False) and isinstance(result, Tensor):
+            return Divided.of(result, lambda operation: self._refuse_across(module, operation))
         return None
+
+    def _refuse_across(self, module: nn.Module, operation: str) -> None:
+        raise Refused(f"it computes {operation} over all outputs of {self._names[id(module)]}")
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         """Follow the operations of the class that matter on tensors without values."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
+        self.operations.append(name)
+        if name in _RANDOM or (name == "dropout" and _drops(args, kwargs)):
+            self._random = name
         if name in ("nonzero", "where") and (name == "nonzero" or len(args) + len(kwargs) == 1):
             return self._no_hits(args[0], name, kwargs)
         if name == "tolist" and args[0].is_meta and args[0].dim() == 1:
@@ -140,6 +155,8 @@ class Observer(TorchFunctionMode):
         it does not use the given positions."""
         if not self.attention and not self.states:
             raise Refused("it computes attention by itself")
+        if self._random is not None:
+            raise Refused(f"it draws random numbers ({self._random})")
         if self._has_own_angles and not self.uses_positions:
             raise Refused("it does not use the given positions")
         self.states = [replace(one, module=self._module_of_states(one.layer)) for one in self.states]
@@ -168,6 +185,8 @@ class Observer(TorchFunctionMode):
         if (getattr(module, "is_causal", True) if causal is None else causal) is False:
             raise Refused("its attention is not causal")
         sinks, softcap, scale = (arguments.pop(name, None) for name in ("s_aux", "softcap", "scaling"))
+        if any(isinstance(one, Tensor) for one in (window, softcap, scale)):
+            raise Refused("its attention has a window, a softcap or a scale that is a tensor")
         unknown = sorted(name for name, given in arguments.items() if given is not None and name not in HARMLESS)
         if unknown:
             raise Refused(f"its attention has the arguments {', '.join(unknown)}, which are not known here")
@@ -311,6 +330,12 @@ _observer: Observer | None = None
 def _current() -> Observer:
     assert _observer is not None, "a class runs inside of its observer"
     return _observer
+
+
+def _drops(args: tuple, named: Mapping[str, Any]) -> bool:
+    """Return whether a dropout with these arguments drops values."""
+    given = dict(zip(("input", "p", "training"), args, strict=False)) | dict(named)
+    return bool(given.get("training", True)) and given.get("p", 0.5) > 0
 
 
 def _check_mask(mask: Tensor | None, window: int | None) -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from oarlock.base.errors import StartupError, shown
+from oarlock.workers.transformers_backend.class_description import Tie
 from oarlock.workers.transformers_backend.conversions import CONVERSION_ERRORS, Conversion, Shape, made_shapes, one_line
 from oarlock.workers.transformers_backend.private_parts import PreTrainedModel
 from oarlock.workers.transformers_backend.weight_names import ClassNames, class_names
@@ -280,6 +281,18 @@ def names_fault(
     if unexpected:
         return f"the checkpoint holds {shown(unexpected[0])}, which the class does not know{_more(unexpected)}"
     return None
+
+
+def stored_ties(
+    model: PreTrainedModel, stored: Mapping[str, Shape], wrapper: PreTrainedModel | None = None
+) -> tuple[Tie, ...]:
+    """Return the pairs of stored tensors that the class ties, so that it keeps one of them. No data is read."""
+    names = class_names(model, stored, wrapper=wrapper)
+    found = []
+    for group in names.tied:
+        stored_names = sorted(origin for name in group if isinstance(origin := names.origins[name], str))
+        found += [Tie(stored_names[0], other) for other in stored_names[1:]]
+    return tuple(found)
 
 
 def _shape_faults(names: ClassNames, wanted: Mapping[str, Shape], stored: Mapping[str, Shape]) -> Iterable[str]:

@@ -14,7 +14,7 @@ from oarlock.workers.config import WorkerConfig
 from oarlock.workers.model_files.checkpoint import SINGLE_FILE
 from oarlock.workers.preflight import check_without_weights, preflight
 from oarlock.workers.transformers_backend import choice, tested
-from oarlock.workers.transformers_backend.class_description import AttentionCall, ClassDescription, ClassTensor
+from oarlock.workers.transformers_backend.class_description import AttentionCall, ClassDescription, ClassTensor, Tie
 from tests.golden.tiny_models import make_tiny
 
 CLASS = ClassDescription(
@@ -138,8 +138,9 @@ def test_stored_tensors_of_a_class(tmp_path: Path, looks: list, monkeypatch: pyt
     with pytest.raises(StartupError, match=r"'lm_head\.weight' is F8_E4M3"):
         preflight(model)
     save_file(tensors | {"lm_head.weight": torch.zeros(32, 16, dtype=torch.bfloat16)}, tmp_path / SINGLE_FILE)
-    monkeypatch.setattr(choice, "class_description", lambda *_, **__: replace(CLASS, is_tied=True))
-    with pytest.raises(StartupError, match="a different lm_head"):
+    tied = replace(CLASS, is_tied=True, ties=(Tie("lm_head.weight", "model.embed_tokens.weight"),))
+    monkeypatch.setattr(choice, "class_description", lambda *_, **__: tied)
+    with pytest.raises(StartupError, match="ties lm_head"):
         preflight(model)
 
 

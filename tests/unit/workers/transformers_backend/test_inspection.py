@@ -5,13 +5,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, LlamaForCausalLM
 
 from oarlock.workers.transformers_backend.class_description import ClassDescription
 from oarlock.workers.transformers_backend.inspection import describe_class, describe_opened
 from oarlock.workers.transformers_backend.observers import Refused, register
 from oarlock.workers.transformers_backend.opening import OpenClass
+from oarlock.workers.transformers_backend.private_parts import PretrainedConfig
 
 SIZES = {
     "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -105,6 +107,47 @@ class Reading(Own):
         return given
 
 
+class Keeping(Own):
+    def positions(self, ids: Tensor, given: Tensor | None) -> Tensor | None:
+        self.model.longest = max(getattr(self.model, "longest", 0), ids.shape[1])
+        return given
+
+
+class Drawing(Own):
+    def positions(self, ids: Tensor, given: Tensor | None) -> Tensor | None:
+        F.dropout(torch.ones(3, device=ids.device), 0.1)
+        return given
+
+
+class Stretching(Own):
+    """A class that halves the positions of long rows."""
+
+    def positions(self, ids: Tensor, given: Tensor | None) -> Tensor | None:
+        return given // 2 if given is not None and ids.shape[1] > 4096 else given
+
+
+class Centred(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.dim = dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = F.silu(x).chunk(2, dim=-1)
+        return torch.cat([first - first.mean(self.dim, keepdim=True), second], dim=-1)
+
+
+class Averaging(Own):
+    dim = -1
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        super().__init__(config)
+        self.model.layers[1].mlp.act_fn = Centred(self.dim)
+
+
+class AveragingTokens(Averaging):
+    dim = 0  # of rows, of which there is one
+
+
 class Choosing(Own):
     def forward(self, *given: Any, **named: Any) -> Any:
         result = super().forward(*given, **named)
@@ -122,6 +165,16 @@ class Choosing(Own):
         (Choosing, 1, None),
         (Choosing, 2, "it cannot be divided among 2 ranks (its logits are changed by __setitem__)"),
         (Reading, 1, None),
+        (Keeping, 1, "it keeps model.longest of one forward for the next"),
+        (Drawing, 1, "it draws random numbers (dropout)"),
+        (Stretching, 1, "it computes a long row in another way than a short one"),
+        (Averaging, 1, None),
+        (AveragingTokens, 2, None),
+        (
+            Averaging,
+            2,
+            "it cannot be divided among 2 ranks (it computes mean over all outputs of model.layers.1.mlp.gate_proj)",
+        ),
     ],
 )
 def test_classes_with_code_of_their_own(kind: type, ranks: int, reason: str | None) -> None:

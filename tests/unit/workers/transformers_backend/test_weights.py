@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from oarlock.base.errors import StartupError
+from oarlock.workers.checks.class_limits import check_ties
 from oarlock.workers.model_files.checkpoint import Checkpoint
 from oarlock.workers.model_files.tensor_names import AS_STORED
+from oarlock.workers.transformers_backend.class_description import ClassDescription, Tie
 from oarlock.workers.transformers_backend.private_parts import Transpose, WeightConverter
 from oarlock.workers.transformers_backend.text_parts import wrapper_without_weights
-from oarlock.workers.transformers_backend.weights import ConvertedWeights, DummyClassWeights, names_fault
+from oarlock.workers.transformers_backend.weights import ConvertedWeights, DummyClassWeights, names_fault, stored_ties
 from oarlock.workers.weights.reader import WeightReader
 from oarlock.workers.weights.source import DummyWeights
 from tests.unit.workers.weights_in_memory import MemoryWeights
@@ -304,6 +307,22 @@ def test_a_stored_head_that_is_tied_need_not_be_taken() -> None:
         if name != "lm_head.weight":
             weights.take(name, torch.empty_like(tensor), shape=tensor.shape)
     weights.finish(lambda name: False)
+
+
+def test_tied_tensors_of_any_name_are_stored_alike_or_refused(tmp_path: Path) -> None:
+    model, meta = build("BioGptForCausalLM", "biogpt")
+    tensors = stored(model, tmp_path)
+    embedding = "biogpt.embed_tokens.weight"
+    assert stored_ties(meta, shapes(tensors)) == (), "transformers stores one of them"
+    tensors["output_projection.weight"] = tensors[embedding].clone()
+    ties = stored_ties(meta, shapes(tensors))
+    assert ties == (Tie(embedding, "output_projection.weight"),)
+    for are_alike in (True, False):
+        save_file(tensors, tmp_path / "model.safetensors")
+        checkpoint = Checkpoint.open(tmp_path, AS_STORED)
+        with nullcontext() if are_alike else pytest.raises(StartupError, match="ties biogpt"):
+            check_ties(checkpoint, ClassDescription("BioGptForCausalLM", "biogpt", ties=ties))
+        tensors["output_projection.weight"][3, 5] += 1.0
 
 
 def test_a_bias_that_the_class_lets_be_missing_is_zero() -> None:
