@@ -40,6 +40,16 @@ SHAPES: dict[str, dict[str, int]] = {
         "vocab_size": 151_936,
         "max_position_embeddings": 32_768,
     },
+    # An 8B model's layers, of which it has two.
+    "8b-2-layers": {
+        "num_hidden_layers": 2,
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 14_336,
+        "vocab_size": 32_768,
+        "max_position_embeddings": 4096,
+    },
     "small": {
         "num_hidden_layers": 8,
         "hidden_size": 512,

@@ -52,7 +52,8 @@ def starts(args: argparse.Namespace) -> dict[str, Callable[[Plan], System]]:
     """The systems that are asked for, in that order. `oarlock@NAME` is another checkout's."""
     chosen: dict[str, Callable[[Plan], System]] = {}
     able = [name for name in registry.ROUNDING[args.quantization] if name in registry.LEVELS.get(args.level, (name,))]
-    for name in args.systems or [name for name in registry.available() if name in able and name != "engine"]:
+    usual = [name for name in registry.available() if name in able and name not in registry.OURS[1:]]
+    for name in args.systems or usual:
         if name not in registry.available():
             raise SystemExit(f"error: {name} is not installed\nfix: python -m benchmarks.setup_peers {name}")
         if name not in able:
@@ -179,7 +180,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--systems",
         nargs="+",
         choices=registry.STARTS,
-        help="default: all that are installed, but not the engine alone",
+        help="default: all that are installed, and ours once",
     )
     parser.add_argument(
         "--checkout", action="append", default=[], metavar="[NAME=]DIRECTORY", help="another checkout's server as well"

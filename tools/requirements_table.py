@@ -20,7 +20,7 @@ MARKER = "requirements"
 # What each is for, in the order of requirements.txt.
 PURPOSES = {
     "torch": "tensors, CUDA, the reference implementation of every kernel, groups of hosts",
-    "transformers": "tokenizers of checkpoints; classes without a description; the reference of `verify` and of the tests",
+    "transformers": "tokenizers; classes without a description; the reference of `verify` and of the tests",
     "tokenizers": "text to token ids, and back",
     "safetensors": "writing checkpoints, and reading them for the reference; the server parses headers itself",
     "numpy": "arrays of a step, token tables",

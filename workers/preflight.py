@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from oarlock.base.errors import EXIT_OUT_OF_MEMORY, StartupError
-from oarlock.workers.checks.class_limits import check_class, check_head
+from oarlock.workers.checks.class_limits import check_class, check_class_tensors
 from oarlock.workers.checks.devices import (
     check_matmuls_on_cuda,
     ranks_here,
@@ -122,6 +122,7 @@ def preflight(config: WorkerConfig) -> WorkerConfig:
     return config.with_(
         share_device=device == "cuda" and cuda_driver.device_count() < ranks_here(config),
         load_format="safetensors" if config.load_format == "auto" else config.load_format,
+        enforce_eager=config.enforce_eager or spec.class_tensors is not None,  # a class's code cannot be captured
         tie_word_embeddings=spec.tie_word_embeddings,
         hidden_size=spec.hidden_size,
         pages_groups=sum(isinstance(group.memory, PagesSpec) for group in spec.groups),
@@ -207,7 +208,7 @@ def open_model(config: WorkerConfig) -> OpenModel:
         raise _is_no_choice(config.quantization)
     formats = weight_formats(config.quantization, quantized, checkpoint)
     if checkpoint is not None and spec.class_tensors is not None:
-        check_head(checkpoint, spec)  # the look at the class has compared the other names
+        check_class_tensors(checkpoint, spec)  # the look at the class has compared the other names
     elif checkpoint is not None:
         if spec.tie_word_embeddings and head_differs(checkpoint):
             logger.warning(

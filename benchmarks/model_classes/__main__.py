@@ -59,7 +59,10 @@ def main() -> int:
     version, old = table.read() if table.RESULTS.exists() else ("", [])
     print("; ".join(f"{name} {count}" for name, count in table.counts(rows).items()))
     if arguments.write:
-        _write(table.merged(old, rows) if arguments.classes or arguments.shard[1] > 1 else rows)
+        is_part = bool(arguments.classes) or arguments.shard[1] > 1
+        if is_part and version != _transformers():
+            raise SystemExit(f"error: the table is of transformers {version}\nfix: write all classes")
+        _write(table.merged(old, rows) if is_part else rows)
         return 0
     differences = table.changes(old, rows)
     if version != _transformers():

@@ -5,6 +5,7 @@ of them must be as exact as twice transformers' own error. Whether the bits of t
 pages guarantee it, and classes whose own code multiplies matrices do not.
 """
 
+import math
 import random
 import tempfile
 import traceback
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from benchmarks.model_classes.outcome import OURS, SIZES, THEIRS, Code, Row, Run
 from benchmarks.model_classes.reference import LARGEST_OWN_ERROR, Truth, truth
@@ -39,28 +40,15 @@ Plant = Callable[[RankModel], RankModel]
 
 def judge(one: ModelClass, plant: Plant = lambda model: model) -> Row:
     """Return the row of a class. `plant` may replace each model that was opened by a wrong one."""
-    config, model, fault = _built(one)
-    if config is None:
-        return Row(one.name, one.model_type, {THEIRS: Code(f"no small model of it can be built ({fault})")})
-    with tempfile.TemporaryDirectory(prefix="oarlock-classes-") as folder:
-        path = Path(folder)
-        if model is None:
-            config.save_pretrained(path)
-        else:
-            model.save_pretrained(path)
-        judged = _Judged(path, one, model, fault)
-        codes = {name: judged.code(name, open_model, plant) for name, open_model in _CODES.items()}
-    return Row(one.name, one.model_type, {name: code for name, code in codes.items() if code is not None})
-
-
-def _built(one: ModelClass) -> tuple[PreTrainedConfig | None, PreTrainedModel | None, str]:
-    """Return the config and the model of a class, as far as they can be built, and the fault."""
-    config = None
     try:
-        config = tiny_config(one)
-        return config, tiny_model(one, config, _SEED), ""
+        model = tiny_model(one, tiny_config(one), _SEED)
     except Exception as error:  # the classes' own code, which may raise anything
-        return config, None, _line(error)
+        return Row(one.name, one.model_type, {THEIRS: Code(f"no small model of it can be built ({_line(error)})")})
+    with tempfile.TemporaryDirectory(prefix="oarlock-classes-") as folder:
+        model.save_pretrained(folder)
+        judged = _Judged(Path(folder), model)
+        codes = {name: judged.code(open_model, plant) for name, open_model in _CODES.items()}
+    return Row(one.name, one.model_type, {name: code for name, code in codes.items() if code is not None})
 
 
 def text() -> list[int]:
@@ -71,11 +59,11 @@ def text() -> list[int]:
 class _Judged:
     """One tiny checkpoint and its true results, which are computed if a code serves it."""
 
-    def __init__(self, path: Path, one: ModelClass, model: PreTrainedModel | None, fault: str) -> None:
-        self._path, self._one, self._model, self._fault = path, one, model, fault
+    def __init__(self, path: Path, model: PreTrainedModel) -> None:
+        self._path, self._model = path, model
         self._truth: Truth | None = None
 
-    def code(self, name: str, open_model: Open, plant: Plant) -> Code | None:
+    def code(self, open_model: Open, plant: Plant) -> Code | None:
         """Return the results of one code; None: it has no page for the class."""
         runs: dict[int, Run] = {}
         for size in SIZES:
@@ -90,13 +78,12 @@ class _Judged:
     def _run(self, open_model: Open, size: int, plant: Plant) -> Run:
         tokens = text()
 
-        if open_model is open_transformers:
-            looked_at(self._path, size)  # once, before ranks ask for it at the same time
-
         def work(tp: TensorParallel) -> dict[str, Tensor]:
             return _all_ways(plant(open_model(self._path, tp)), tokens)
 
         try:
+            if open_model is open_transformers:
+                looked_at(self._path, size)  # once, before ranks ask for it at the same time
             ranks = on_ranks(size, work)
         except Refusal:
             raise
@@ -115,8 +102,6 @@ class _Judged:
 
     def truth(self, tokens: list[int]) -> Truth:
         """Return the class's own results."""
-        if self._model is None:
-            raise ValueError(self._fault)
         if self._truth is None:
             self._truth = truth(self._model, tokens)
         return self._truth
@@ -145,14 +130,16 @@ def _compared(ranks: list[dict[str, Tensor]], exact: Truth) -> Run:
         return Run(fault=f"transformers differs from itself in float64 by {exact.own_error / exact.largest:.1e}")
     errors = {way: exact.error(logits) for way, logits in ranks[0].items()}
     worst = max(errors.values())
-    wrong = [way for way, error in errors.items() if not error <= exact.bound]
-    fault = None
-    if wrong:
-        ours, theirs = errors[wrong[0]] / exact.largest, exact.own_error / exact.largest
-        fault = f"its logits differ from its own by {ours:.0e} of the largest, {wrong[0]} (in float32: {theirs:.0e})"
-    if fault is None and not all(torch.equal(ranks[0][way], other[way]) for other in ranks[1:] for way in errors):
-        fault = "ranks disagree"
     same_bits = torch.equal(ranks[0]["as a whole"], ranks[0]["beside others"])
+    if not math.isfinite(worst):
+        return Run(same_bits=same_bits, fault="its logits are not numbers")
+    fault = None
+    wrong = next((way for way, error in errors.items() if error > exact.bound), None)
+    if wrong is not None:
+        share = errors[wrong] / exact.largest
+        fault = f"{wrong}, its logits differ from transformers' own by {share:.0e} of the largest"
+    elif not all(torch.equal(ranks[0][way], other[way]) for other in ranks[1:] for way in errors):
+        fault = "ranks disagree"
     return Run(round(worst / exact.own_error, 2), float(f"{worst / exact.largest:.1e}"), same_bits, fault)
 
 

@@ -15,7 +15,7 @@ from tests.house.rules import ROOT
 RESULTS = Path(__file__).with_name("results.json")
 VERDICTS = ROOT / "workers/transformers_backend/tested_classes.json"
 PAGE, MARKER, COUNTS_MARKER = "docs/models.md", "models-classes", "models-classes-counts"
-_CODES = {OURS: "a page of ours", THEIRS: "transformers' code"}
+_CODES = {OURS: "a description", THEIRS: "transformers' code"}
 
 
 def read(path: Path = RESULTS) -> tuple[str, list[Row]]:
@@ -85,17 +85,20 @@ def counts_as_markdown() -> str:
     """Return one sentence with the numbers of classes."""
     version, rows = read()
     found = counts(rows)
-    return (
-        f"Of {found['classes']} classes of transformers {version}, {found['served']} are served: {found['described']} "
-        f"by a page of ours, {found['transformers']} by transformers' code. {found['two ranks']} of them are right on "
-        f"two ranks, and {found['refused']} are refused."
+    return "\n".join(
+        [
+            f"Of {found['classes']} classes of transformers {version}, {found['served']} are served: "
+            f"{found['described']} by a description and",
+            f"{found['transformers']} by transformers' code. {found['two ranks']} of them are right on two ranks. "
+            f"{found['refused']} are refused.",
+        ]
     )
 
 
 def as_markdown() -> str:
     """Return the table of all classes."""
     _, rows = read()
-    head = ["class", "served by", "ranks", "error", "equal bits in a batch", "transformers' code instead, or reason"]
+    head = ["class", "served by", "ranks", "error", "equal bits", "remarks"]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     lines += [f"| {' | '.join(_cells(row))} |" for row in rows]
     return "\n".join(lines)
@@ -109,7 +112,7 @@ def _cells(row: Row) -> list[str]:
     code = row.codes[served]
     other = ""
     if served == OURS and theirs is not None:
-        other = f"right on {theirs.ranks}" if theirs.reason is None else f"no: {theirs.reason}"
+        other = f"transformers' code: {f'right on {theirs.ranks}' if theirs.reason is None else theirs.reason}"
     elif code.ranks == 1:
         other = f"two ranks: {code.runs[2].fault}"
     right = [run for size, run in code.runs.items() if size <= code.ranks]

@@ -32,10 +32,12 @@ class Oarlock(HttpSystem):
         return sum(float(line.rpartition(" ")[2]) for line in lines)
 
 
-def start_oarlock(plan: Plan, name: str = "oarlock", checkout: Path = ROOT, ranks: int = 1) -> System:
+def start_oarlock(
+    plan: Plan, name: str = "oarlock", checkout: Path = ROOT, ranks: int = 1, model_impl: str | None = None
+) -> System:
     """This checkout's server, or another one's, in the environment of its `.venv` if it has one.
 
-    The ranks share the threads.
+    The ranks share the threads. `model_impl`: the code that computes the model; None: the server chooses.
     """
     own = checkout / ".venv" / "bin" / "python"
     interpreter = str(own) if checkout != ROOT and own.exists() else sys.executable
@@ -45,6 +47,8 @@ def start_oarlock(plan: Plan, name: str = "oarlock", checkout: Path = ROOT, rank
     command += ["--max-model-len", str(plan.max_tokens), "--max-num-seqs", str(plan.max_concurrency)]
     if plan.quantization != "none":
         command += ["--quantization", plan.quantization]
+    if model_impl is not None:
+        command += ["--model-impl", model_impl]
     env = clean_environment(plan.threads, PYTHONPATH=str(checkout))
     del env["OMP_NUM_THREADS"]
     if plan.level is not None:
@@ -136,8 +140,14 @@ def start_vllm(plan: Plan) -> System:
     return HttpSystem("vllm", "vLLM, CPU build", about, command, env, folder("vllm"))
 
 
+def start_transformers_code(plan: Plan) -> System:
+    """This checkout's server, with the model computed by transformers' code."""
+    return start_oarlock(plan, "oarlock-transformers", model_impl="transformers")
+
+
 STARTS: dict[str, Callable[[Plan], System]] = {
     "oarlock": start_oarlock,
+    "oarlock-transformers": start_transformers_code,
     "engine": start_engine,
     "openvino": start_openvino,
     "llamacpp": start_llamacpp,
@@ -147,20 +157,21 @@ STARTS: dict[str, Callable[[Plan], System]] = {
 }
 
 
+OURS = ("oarlock", "oarlock-transformers", "engine")
 # Systems that round weights here: `vllm` and `transformers` need other checkpoints or libraries for it.
 ROUNDING = {
     "none": tuple(STARTS),
-    "int8": ("oarlock", "engine", "openvino", "llamacpp", "ik_llamacpp"),
-    "int4": ("oarlock", "engine", "openvino", "llamacpp", "ik_llamacpp"),
+    "int8": ("oarlock", "oarlock-transformers", "engine", "openvino", "llamacpp", "ik_llamacpp"),
+    "int4": ("oarlock", "oarlock-transformers", "engine", "openvino", "llamacpp", "ik_llamacpp"),
 }
 # Systems that can be held to the instructions of a level: OpenVINO chooses kernels by the processor whatever its
 # oneDNN may use, and with ONEDNN_MAX_CPU_ISA=AVX2 finds none for weights of 8 bits.
-LEVELS = {"avx2": ("oarlock", "engine", "llamacpp")}
+LEVELS = {"avx2": ("oarlock", "oarlock-transformers", "engine", "llamacpp")}
 
 
 def available() -> list[str]:
     """Ours, transformers, and every peer that is installed as pinned."""
-    return [name for name in STARTS if name in ("oarlock", "engine", "transformers") or installed(name)]
+    return [name for name in STARTS if name in (*OURS, "transformers") or installed(name)]
 
 
 def _form(plan: Plan) -> str:

@@ -147,7 +147,7 @@ class ModelSettings:
     )
     trust_remote_code: bool = option(
         False,
-        help="let a checkpoint's own Python code (auto_map) compute a model without a description here; the code has "
+        help="let a checkpoint's Python code (auto_map) compute a model without a description; the code has "
         "all rights of the server (SECURITY.md)",
     )
     dtype: str = option(

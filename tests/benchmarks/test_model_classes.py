@@ -60,14 +60,13 @@ class _Planted:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["BioGptForCausalLM", "BeamForCausalLM"])
-def test_the_judge_finds_positions_that_are_off_by_one(name):
+def test_the_judge_finds_positions_that_are_off_by_one():
     from benchmarks.model_classes.judge import judge
-    from benchmarks.model_classes.tiny import model_classes
+    from benchmarks.model_classes.tiny import ModelClass
 
-    one = next(one for one in model_classes() if one.name == name)
-    row = judge(one, _Planted)
-    assert all(run.fault is not None for code in row.codes.values() for run in code.runs.values()), row
+    row = judge(ModelClass("BioGptForCausalLM", "biogpt"), _Planted)
+    assert all("differ" in (run.fault or "") for code in row.codes.values() for run in code.runs.values()), row
+    assert row.codes[THEIRS].runs
 
 
 @pytest.mark.slow
@@ -77,11 +76,12 @@ def test_the_judge_finds_a_window_that_is_off_by_one():
 
     def narrowed(model):
         for layer, spec in getattr(model, "_layers", {}).items():
-            model._layers[layer] = replace(spec, window=spec.window and spec.window - 1)
+            model._layers[layer] = replace(spec, sliding_window=spec.sliding_window and spec.sliding_window - 1)
         return model
 
     row = judge(ModelClass("MinistralForCausalLM", "ministral"), narrowed)
-    assert row.codes[OURS].ranks == 2 and row.codes[THEIRS].ranks == 0, row
+    assert row.codes[OURS].ranks == 2, row
+    assert all("differ" in (run.fault or "") for run in row.codes[THEIRS].runs.values()), row
 
 
 @pytest.mark.soak

@@ -88,6 +88,7 @@ CONCERNS: dict[str, tuple[str, ...]] = {
         "tests/unit/engine/kv_cache/test_prefix_sharing.py",
         "tests/unit/engine/kv_cache/test_block_events.py",
     ),
+    "class-self-test": ("tests/unit/workers/transformers_backend/test_class_self_test.py", "-m", "not soak"),
     "class-states": ("tests/unit/workers/transformers_backend/test_states.py",),
     "recurrent-state": (
         "tests/unit/engine/kv_cache/test_state_slots.py",

@@ -4,6 +4,7 @@ from oarlock.base.errors import StartupError
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.model_files.checkpoint import Checkpoint, head_differs
+from oarlock.workers.platform.dtypes import SAFETENSORS_DTYPES
 
 # Settings, each with the value that means "not set", its flag, and the reason why there is no other.
 _WITHOUT = (
@@ -11,6 +12,7 @@ _WITHOUT = (
     ("nnodes", 1, "--nnodes", "it is served on one host only"),
     ("enable_expert_parallel", False, "--enable-expert-parallel", "ranks hold a part of every expert"),
 )
+_NUMBERS = ("I", "U", "BOOL")  # dtypes of stored buffers, such as position ids
 
 
 def check_class(config: WorkerConfig, spec: DecoderSpec, *, is_quantised: bool) -> None:
@@ -30,8 +32,14 @@ def check_class(config: WorkerConfig, spec: DecoderSpec, *, is_quantised: bool) 
         )
 
 
-def check_head(checkpoint: Checkpoint, spec: DecoderSpec) -> None:
-    """Check that a tied head is not stored as another matrix. Raises `StartupError`."""
+def check_class_tensors(checkpoint: Checkpoint, spec: DecoderSpec) -> None:
+    """Check the dtypes of the tensors, and that a tied head is not stored as another matrix. Raises `StartupError`."""
+    for name, found in checkpoint.tensors.items():
+        if found.entry.dtype not in SAFETENSORS_DTYPES and not found.entry.dtype.startswith(_NUMBERS):
+            raise StartupError(
+                f"{found.path}: tensor {name!r} is {found.entry.dtype}, which is not supported.",
+                "Use the model's bfloat16, float16 or float32 checkpoint.",
+            )
     if spec.tie_word_embeddings and head_differs(checkpoint):
         raise StartupError(
             f"{checkpoint.directory}: config.json ties the output head to the embedding, but the checkpoint has a "

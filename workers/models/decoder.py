@@ -47,6 +47,7 @@ from oarlock.workers.layers.placement import Placement
 from oarlock.workers.layers.rotary import QueryScaleTable, RotaryTable
 from oarlock.workers.layers.short_convolution import ShortConvolution
 from oarlock.workers.layers.short_convolution_spec import ShortConvolutionSpec
+from oarlock.workers.models.class_reference import ClassReference
 from oarlock.workers.quantization.formats.weight_format import WeightFormats
 from oarlock.workers.quantization.registry import NONE
 from oarlock.workers.weights.source import WeightSource
@@ -175,6 +176,7 @@ class Decoder:
     """One rank's shard of the model, or of its pipeline stage: a `RankModel`. It holds no weights before `load`."""
 
     why_not_captured: str | None = None  # CUDA graphs may contain its steps
+    reference: ClassReference | None = None  # golden tests compare every family with its class
 
     def __init__(
         self,

@@ -18,6 +18,7 @@ from oarlock.workers.layers.experts import Experts
 from oarlock.workers.layers.linear import RowParallelLinear
 from oarlock.workers.layers.memory_spec import MemoryGroup
 from oarlock.workers.layers.placement import Placement
+from oarlock.workers.models.class_reference import ClassReference
 from oarlock.workers.weights.source import WeightSource
 
 
@@ -60,6 +61,11 @@ class RankModel(Protocol):
     @property
     def weight_bytes(self) -> int:
         """Bytes of weights on this rank, also known before `load`."""
+
+    @property
+    def reference(self) -> ClassReference | None:
+        """What the self-test compares results with before other code than ours serves; None: our code computes the
+        model, or its weights mean nothing."""
 
     @property
     def why_not_prepared(self) -> str | None:

@@ -56,7 +56,7 @@ class InvarianceResult:
             )
 
 
-class _InvarianceTest:
+class InvarianceTest:
     """One prompt in its own KV blocks, and steps that compute parts of it."""
 
     def __init__(
@@ -66,7 +66,9 @@ class _InvarianceTest:
         backends: Mapping[int, AttentionBackend],
         block_size: int,
         length: int,
+        prompt: Sequence[int] | None = None,
     ) -> None:
+        """Choose the prompt: the first `length` ids of `prompt`, or random ones."""
         layers = model.one_of_each_kind()
         self.model = model.with_layers(layers)
         self.memory = [memory[layer] for layer in layers]
@@ -75,7 +77,7 @@ class _InvarianceTest:
         self.slot = _SLOTS[0]  # of the prompt's newest state
         self.block_size = block_size
         self.random = random.Random(0)
-        self.prompt = self._tokens(length)
+        self.prompt = self._tokens(length) if prompt is None else list(prompt[:length])
         self.longest = length + 1000  # tokens: longer than any sequence here
         self.table = range(NULL_BLOCK + 1, NULL_BLOCK + 2 + (length - 1) // block_size)
 
@@ -98,9 +100,11 @@ class _InvarianceTest:
         parts = [*before, self._own(0, len(self.prompt)), self._other(9, 9), self._other(3, 20)]
         return self._run(parts)[len(before)]
 
-    def in_chunks(self) -> Tensor:
+    def in_chunks(self, others: int = 0) -> Tensor:
+        """Compute the prompt in chunks, each beside `others` sequences of one token."""
         cuts = [0, *(cut for cut in (5, 11, 28, 36) if cut < len(self.prompt)), len(self.prompt)]
-        return torch.cat([self._run([self._own(a, b)])[0] for a, b in pairwise(cuts)])
+        rest = [self._other(1, 3 + number) for number in range(others)]
+        return torch.cat([self._run([*rest, self._own(a, b)])[others] for a, b in pairwise(cuts)])
 
     def decoded(self, count: int, others: int, *, as_captured: bool = False) -> Tensor:
         """Decode the last `count` tokens one by one, after the other tokens. `as_captured`: with a plan for graphs."""
@@ -181,7 +185,7 @@ def check_batch_invariance(
     started = time.monotonic()
     kinds = TrialMemory.of(model.spec)
     length = min([PROMPT + span, max_len, *((num_blocks[group] - 1) * block_size for group in kinds.pages_groups)])
-    trial = _InvarianceTest(model, memory, backends, block_size, length)
+    trial = InvarianceTest(model, memory, backends, block_size, length)
     whole = trial.whole()
     ways = {
         "a prompt batched with others": trial.beside_others,

@@ -68,6 +68,8 @@ class ModelRunner(StepRunner[DecoderSteps]):
         started, config, description = time.monotonic(), self.config, self.description
         with self.memory.needed_for("reading the weights"):
             self.model = model = load_decoder(description, config, self.tp, self.device, on_progress)
+            if model.reference is not None:
+                model.reference.prepare(lambda: on_progress(1.0))
             self.backends = attention_backends(model, config, fixes_order=description.fixes_order)
             self.steps = build_steps(config, model, self.backends, self.stage, answers=self.answers)
         if self.stage.is_last:

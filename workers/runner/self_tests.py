@@ -1,4 +1,5 @@
-"""Self-tests of a decoder at start: a first small step, then the checks of batch invariance and rank invariance."""
+"""Self-tests of a decoder at start: a first small step, the comparison of a class with its own code, then the checks of
+batch invariance and rank invariance."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -8,6 +9,7 @@ import torch
 from oarlock.workers.attention.backend import AttentionBackend, LayerMemory
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.models.rank_model import RankModel
+from oarlock.workers.runner.class_self_test import check_class
 from oarlock.workers.runner.invariance import (
     InvarianceResult,
     RankInvariance,
@@ -33,7 +35,8 @@ def try_out(
     whether results depend on the batch or on the number of ranks.
 
     Every rank must call this at the same point. It overwrites the first blocks and slots of `memory`, which has
-    `num_blocks` of each group. Raises `StartupError` if `--batch-invariant` is set and results depend on the batch.
+    `num_blocks` of each group. Raises `StartupError` if other code than ours computes the model wrong, or if
+    `--batch-invariant` is set and results depend on the batch.
     """
     assert config.max_model_len is not None, "preflight resolves the context length"
     runner.execute(null_step(2, 2, 1, config.block_size, memory=TrialMemory.of(model.spec)))
@@ -43,6 +46,8 @@ def try_out(
             logger.info("event=fused_decoder_on")
         else:
             logger.info("event=fused_decoder_off reason=%r", reason)
+    if model.reference is not None:
+        check_class(model, model.reference, memory, backends, config, num_blocks)
     span = max((backend.spec.fixed_span or 0 for backend in backends.values()), default=0)
     invariance = check_batch_invariance(
         model,

@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from oarlock.base.errors import StartupError
 from oarlock.workers.layers.placement import Placement
 from oarlock.workers.quantization.registry import NONE
 from oarlock.workers.transformers_backend.class_description import ClassTensor, Role
@@ -96,14 +97,19 @@ class BuiltClass:
 
 
 def without_weights(
-    kind: type[PreTrainedModel], config: PretrainedConfig, implementation: str, dtype: torch.dtype
+    kind: type[PreTrainedModel],
+    config: PretrainedConfig,
+    implementation: str,
+    dtype: torch.dtype,
+    *,
+    experts: str = EXPERTS_IMPLEMENTATION,
 ) -> PreTrainedModel:
-    """Return the model on the meta device, with `implementation` of attention.
+    """Return the model on the meta device, with `implementation` of attention and of `experts`.
 
-    Experts that our kernels do not know are run one by one (`experts_loop.py`).
+    By default, experts that our kernels do not know are run one by one (`experts_loop.py`).
     """
     register_experts()
-    ways = {"attn_implementation": implementation, "experts_implementation": EXPERTS_IMPLEMENTATION}
+    ways = {"attn_implementation": implementation, "experts_implementation": experts}
     with torch.device("meta"):
         return kind._from_config(config, dtype=dtype, **ways).eval()
 
@@ -250,11 +256,21 @@ def _replace(model: nn.Module, parts: dict[int, nn.Module]) -> None:
 
 
 def compute_buffers(model: PreTrainedModel, device: torch.device) -> None:
-    """Compute the buffers that no checkpoint stores, such as rotary frequencies, as transformers does when it loads."""
-    for module in model.modules():
+    """Compute the buffers that no checkpoint stores, such as rotary frequencies, as transformers does when it loads.
+
+    Raise `StartupError` if the class leaves one as it is: its values would be whatever the memory had.
+    """
+    owners: dict[int, str] = {}
+    for prefix, module in model.named_modules():
         names = module._non_persistent_buffers_set
-        buffers = {name: buffer for name, buffer in module._buffers.items() if name in names and buffer is not None}
-        for name, buffer in buffers.items():
-            module._buffers[name] = torch.empty_like(buffer, device=device)
-        vars(module)["_is_hf_initialized"] = not buffers  # transformers leaves the other modules alone
+        for name, buffer in module._buffers.items():
+            if name in names and buffer is not None:
+                owners[id(module)] = prefix
+                missing = torch.empty_like(buffer, device=device)
+                module._buffers[name] = missing.fill_(math.nan) if buffer.is_floating_point() else missing
+    for module in model.modules():  # a module may fill the buffers of modules inside of it; others are left alone
+        vars(module)["_is_hf_initialized"] = not any(id(inner) in owners for inner in module.modules())
     model.initialize_weights()
+    for name, buffer in model.named_buffers():
+        if buffer.is_floating_point() and buffer.device.type != "meta" and bool(buffer.isnan().any()):
+            raise StartupError(f"{name}: the class does not compute this buffer.", "Use another model.")

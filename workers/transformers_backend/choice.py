@@ -13,9 +13,9 @@ from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.model_files.gguf_model import gguf_file
 from oarlock.workers.models.encoders.registry import is_encoder
 from oarlock.workers.models.hf_config import declared_dtype
-from oarlock.workers.models.hf_fields import read_config
-from oarlock.workers.models.registry import describe, has_page, read_spec
-from oarlock.workers.transformers_backend.class_description import ClassDescription
+from oarlock.workers.models.hf_fields import others_like, read_config
+from oarlock.workers.models.registry import architectures, describe, has_page, read_spec
+from oarlock.workers.transformers_backend.class_description import CANNOT_DIVIDE, ClassDescription
 from oarlock.workers.transformers_backend.class_facts import class_description
 from oarlock.workers.transformers_backend.served_class import spec_of
 from oarlock.workers.transformers_backend.tested import check_release, tested_classes
@@ -128,9 +128,15 @@ def _looked_at(config: WorkerConfig, hf_config: dict[str, Any], name: str | None
         raise AssertionError("a look without trust runs no code of the checkpoint")
     if not description.is_remote and is_own_code:  # its auto_map names no class of this kind
         _check_tested(name, hf_config, config)
-    if description.refusal is not None:
-        raise _not_served(name, description.refusal, config)
-    return description
+    if description.refusal is None:
+        return description
+    if description.refusal.startswith(CANNOT_DIVIDE.partition("{")[0]):
+        raise StartupError(
+            f"tensor_parallel_size {config.tensor_parallel_size} does not fit this model, which transformers' code "
+            f"computes: {description.refusal}.",
+            "Use --tensor-parallel-size 1.",
+        )
+    raise _not_served(name, description.refusal, config)
 
 
 def _check_tested(name: str, hf_config: dict[str, Any], config: WorkerConfig) -> None:
@@ -142,21 +148,26 @@ def _check_tested(name: str, hf_config: dict[str, Any], config: WorkerConfig) ->
         code = ", and its own code (auto_map) runs only with --trust-remote-code" if hf_config.get("auto_map") else ""
         raise StartupError(
             f"config.json: {shown(name)} is not among the classes that were tested with transformers' code{code}.",
-            f"Leave {FLAG} out, or use another model. {_LIST}" if has_page(name) else _LIST,
+            f"Leave {FLAG} out, or use another model. {_LIST}" if name in architectures() else _LIST,
         )
     if tested.refused is not None:
         raise _not_served(name, tested.refused, config)
-    if size > tested.ranks:
+    if size > 1 and tested.ranks < 2:
         raise StartupError(
-            f"tensor_parallel_size {size} does not fit this model: transformers' code for {name} was tested with up "
-            f"to {tested.ranks}.",
-            f"Use --tensor-parallel-size {tested.ranks}.",
+            f"tensor_parallel_size {size} does not fit this model: transformers' code for {name} is right on one rank "
+            "only.",
+            "Use --tensor-parallel-size 1.",
         )
 
 
 def _not_served(name: str, reason: str, config: WorkerConfig) -> StartupError:
-    fix = f"Leave {FLAG} out: it is a described architecture." if has_page(name) else f"Use another model. {_LIST}"
-    return StartupError(f"config.json: transformers' code for {name} cannot be served: {reason}.", fix)
+    """Return the error for a class that transformers' code does not compute right here."""
+    if name in architectures():
+        fix = f"Leave {FLAG} out: it is a described architecture."
+    else:
+        fix = others_like(name, architectures())
+    unknown = "" if config.model_impl == "transformers" else f"architecture {shown(name)} is not supported. "
+    return StartupError(f"config.json: {unknown}transformers' code for {name} cannot be served: {reason}.", fix)
 
 
 def _dtype(hf_config: dict[str, Any]) -> str | None:

@@ -9,6 +9,8 @@ import zlib
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+CANNOT_DIVIDE = "it cannot be divided among {} ranks ({})"  # refusal of a number of ranks, with the reason
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:

@@ -3,11 +3,13 @@
 The look takes a few seconds, so a process keeps each description. The child gets no keys, no network and no devices.
 """
 
+import os
 import subprocess
 from functools import lru_cache
 from pathlib import Path
 
 from oarlock.base.errors import StartupError
+from oarlock.base.paths import library_caches
 from oarlock.base.python_child import child_environment, import_path, python_command
 from oarlock.workers.transformers_backend.class_description import ClassDescription
 
@@ -46,7 +48,7 @@ def _looked_up(directory: Path, ranks: int, trusts_code: bool, stamps: tuple) ->
             python_command(words),
             stdin=subprocess.DEVNULL,
             capture_output=True,
-            env={**child_environment(), "PYTHONPATH": import_path(""), **_ENVIRONMENT},
+            env=_environment(),
             timeout=TIMEOUT_S,
             check=False,
         )
@@ -63,6 +65,12 @@ def _looked_up(directory: Path, ranks: int, trusts_code: bool, stamps: tuple) ->
             f"{directory}: {lines[1]}.", "Use a complete checkpoint whose config.json names the right architecture."
         )
     return ClassDescription.decoded(lines[0])
+
+
+def _environment() -> dict[str, str]:
+    """Return the variables of the child: without keys, and without devices."""
+    path = import_path(os.environ.get("PYTHONPATH", ""))
+    return {**child_environment(), **library_caches(os.environ), "PYTHONPATH": path, **_ENVIRONMENT}
 
 
 def _last_line(child: "subprocess.CompletedProcess[bytes]") -> str:

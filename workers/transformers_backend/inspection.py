@@ -23,7 +23,12 @@ from oarlock.workers.layers.placement import Placement
 from oarlock.workers.model_files.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
 from oarlock.workers.model_files.tensor_names import AS_STORED
 from oarlock.workers.transformers_backend.building import build, class_tensors, without_weights
-from oarlock.workers.transformers_backend.class_description import AttentionCall, ClassDescription, StateCall
+from oarlock.workers.transformers_backend.class_description import (
+    CANNOT_DIVIDE,
+    AttentionCall,
+    ClassDescription,
+    StateCall,
+)
 from oarlock.workers.transformers_backend.experts import experts_of
 from oarlock.workers.transformers_backend.linears import UsesWeight
 from oarlock.workers.transformers_backend.observers import (
@@ -45,7 +50,6 @@ _TOKENS = 23  # of the row that runs: a prime number that is no size of any laye
 _LENGTHS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length", "seq_length")
 # Rotary angles that depend on the longest sequence of a batch, so a token's would depend on other requests.
 _CHANGING_ROPE = ("dynamic", "longrope")
-_SEVERAL = "cannot be divided among {} ranks ({})"
 
 
 def describe_class(config: PretrainedConfig, ranks: int = 1) -> ClassDescription:
@@ -202,7 +206,9 @@ def _divided(
     except UsesWeight:
         raise
     except Refused as refusal:
-        raise Refused(_SEVERAL.format(ranks, refusal)) from refusal
+        odd = next((call for call in attention if call.kv_heads % ranks), None)
+        reason = refusal if odd is None else f"layer {odd.layer} has {odd.kv_heads} heads of keys and values"
+        raise Refused(CANNOT_DIVIDE.format(ranks, reason)) from refusal
 
 
 def _with_heads(whole: AttentionCall, local: AttentionCall, ranks: int) -> AttentionCall:

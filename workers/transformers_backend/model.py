@@ -16,6 +16,7 @@ from oarlock.workers.attention.backend import AttentionBackend, AttentionSpec, K
 from oarlock.workers.attention.forward_batch import ForwardBatch
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.distributed.parallel_state import TensorParallel
+from oarlock.workers.kernels.cpu.description import describe_kernels
 from oarlock.workers.layers.decoder_spec import DecoderSpec, slices_of
 from oarlock.workers.layers.experts import Experts
 from oarlock.workers.layers.linear import RowParallelLinear
@@ -30,6 +31,8 @@ from oarlock.workers.transformers_backend.class_description import ClassDescript
 from oarlock.workers.transformers_backend.experts_source import stacked_names
 from oarlock.workers.transformers_backend.linears import LinearPart
 from oarlock.workers.transformers_backend.opening import open_class
+from oarlock.workers.transformers_backend.reference import OwnForward
+from oarlock.workers.transformers_backend.remembered import Successes
 from oarlock.workers.transformers_backend.states import make_all_stateful
 from oarlock.workers.transformers_backend.switch import ClassSwitch
 from oarlock.workers.transformers_backend.weights import ClassWeights, ConvertedWeights, DummyClassWeights
@@ -73,6 +76,18 @@ class TransformersModel:
             call.layer: attention.attention_spec(call, tp.size) for call in description.attention
         }
         self.attention_specs = list(self._layers.values())
+        self.reference = self._reference(config)
+
+    def _reference(self, config: WorkerConfig) -> OwnForward | None:
+        """Return the class's own forward, to be compared with; None with weights that mean nothing."""
+        if config.load_format == "dummy":
+            return None
+        place, successes = self.placement, None
+        if place.tp.rank == 0:
+            facts = lambda: {"kernels": describe_kernels(place.device)}  # noqa: E731
+            successes = Successes(self.description.architecture, config, facts)
+        of_class = self._opened, self.description, self._built.model, place.dtype
+        return OwnForward(*of_class, self._directory, self._by_class_names, successes)
 
     def _without_weights(self) -> Any:
         return without_weights(self._opened.kind, self._opened.config, attention.IMPLEMENTATION, self.placement.dtype)

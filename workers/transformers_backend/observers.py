@@ -5,9 +5,10 @@ that records its arguments, and a memory without values. Whatever the backend co
 the class.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ class Observer(TorchFunctionMode):
         self._stateful: dict[int, list[str]] = {}  # layer -> names of modules that use its states
 
     @contextmanager
-    def watching(self) -> Iterator["Observer"]:
+    def watching(self) -> Generator["Observer"]:
         """Observe everything that runs inside."""
         global _observer  # transformers' registries hold functions, so they find the observer here
         _observer = self
@@ -95,8 +96,7 @@ class Observer(TorchFunctionMode):
         if name == "tolist" and args[0].is_meta and args[0].dim() == 1:
             return Counts([0] * len(args[0]))
         if name == "split" and len(args) > 1 and isinstance(args[1], Counts):
-            dim = kwargs.get("dim", args[2] if len(args) > 2 else 0)
-            args = (args[0], [args[0].shape[dim], *args[1][1:]], *args[2:])
+            return self._split(args[0], args[1], kwargs.get("dim", args[2] if len(args) > 2 else 0))
         result = func(*args, **kwargs)
         if name == "arange" and result.numel() == self._tokens > 1:
             return Positions.of(torch.arange(self._tokens, dtype=result.dtype), self.use_positions, is_own=True)
@@ -105,6 +105,9 @@ class Observer(TorchFunctionMode):
         if name in _CONVOLUTIONS and self._running:
             self._convolutions.append(self._current_name())
         return result
+
+    def _split(self, rows: Tensor, counts: Counts, dim: int) -> tuple[Tensor, ...]:
+        return rows.split([rows.shape[dim], *counts[1:]], dim)
 
     def _no_hits(self, tensor: Tensor, name: str, kwargs: dict[str, Any]) -> Any:
         """Return that no entry is true: which experts have tokens is not known without values."""
@@ -133,8 +136,8 @@ class Observer(TorchFunctionMode):
             self.positions_limit = rows if self.positions_limit is None else min(rows, self.positions_limit)
 
     def check(self) -> None:
-        """Complete the records. Raise `Refused` if the class mixes tokens of the row in ways that are not known, or does
-        not use the given positions."""
+        """Complete the records. Raise `Refused` if the class mixes tokens of the row in ways that are not known, or if
+        it does not use the given positions."""
         if not self.attention and not self.states:
             raise Refused("it computes attention by itself")
         if self._has_own_angles and not self.uses_positions:
@@ -200,11 +203,8 @@ class Observer(TorchFunctionMode):
 
     def _module_of_states(self, layer: int) -> str:
         """Return the outermost module that uses the states of `layer`. Raise `Refused` if more than they are in it."""
-        parts = [name.split(".") for name in self._stateful[layer]]
-        common = parts[0]
-        for other in parts[1:]:
-            length = next((i for i, pair in enumerate(zip(common, other)) if pair[0] != pair[1]), None)
-            common = common[: min(len(common), len(other)) if length is None else length]
+        columns = zip(*(name.split(".") for name in self._stateful[layer]), strict=False)
+        common = [column[0] for column in takewhile(lambda column: len(set(column)) == 1, columns)]
         name = ".".join(common)
         inside = [call for call in self.attention if f"{call.module}.".startswith(f"{name}.")]
         if not name or inside:

@@ -29,7 +29,7 @@ def check_release() -> None:
 class Tested(NamedTuple):
     """The result for one class."""
 
-    ranks: int  # largest tensor-parallel size that was right; 0: none was
+    ranks: int  # largest of 1 and 2 ranks that was right; 2: a look tells whether more can divide the class
     refused: str | None  # reason why the class is not served; None: it is
 
 

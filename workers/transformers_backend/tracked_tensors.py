@@ -14,9 +14,9 @@ from oarlock.workers.transformers_backend.mask_kinds import MaskKind
 _SAME_VALUES = {"__getitem__", "expand", "to", "contiguous", "bool", "clone", "detach"}
 # Operations on logits that give the same values whichever part of the vocabulary a rank has.
 _ELEMENTWISE = {
-    "__getitem__", "__mul__", "__rmul__", "__imul__", "__truediv__", "__itruediv__", "__rtruediv__", "__add__", "__iadd__",
-    "mul", "mul_", "div", "div_", "truediv", "add", "add_", "tanh", "tanh_", "sigmoid", "to", "float", "type_as",
-    "contiguous", "view", "reshape", "clone", "detach", "clamp",
+    "__getitem__", "__mul__", "__rmul__", "__imul__", "__truediv__", "__itruediv__", "__rtruediv__", "__add__",
+    "__iadd__", "mul", "mul_", "div", "div_", "truediv", "add", "add_", "tanh", "tanh_", "sigmoid", "to", "float",
+    "type_as", "contiguous", "view", "reshape", "clone", "detach", "clamp",
 }  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from oarlock.base.python_child import die_with_parent, run_while_read
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.models.registry import read_spec
 from oarlock.workers.preflight import preflight
+from oarlock.workers.transformers_backend.choice import class_by_name
 from oarlock.workers.verify.launch import run_ranks, run_reference
 from oarlock.workers.verify.request import (
     BUILT_IN_PROMPTS,
@@ -124,26 +125,24 @@ def checked(arguments: argparse.Namespace) -> tuple[WorkerConfig, list[list[int]
         raise StartupError(f"--output: the directory {arguments.output.parent} does not exist.", "Make it first.")
     if arguments.output is not None and arguments.output.is_dir():
         raise StartupError(f"--output: {arguments.output} is a directory.", "Name a file in it.")
-    config = preflight(
-        WorkerConfig(
-            str(model),
-            device=arguments.device,
-            dtype=arguments.dtype,
-            model_impl="oarlock",
-            quantization=arguments.quantization,
-            dequantize=arguments.dequantize,
-            tensor_parallel_size=arguments.tensor_parallel_size,
-            pipeline_parallel_size=arguments.pipeline_parallel_size,
-            share_device=True,
-            block_size=BLOCK_SIZE,
-            log_level="WARNING",
-        )
+    config = WorkerConfig(
+        str(model),
+        device=arguments.device,
+        dtype=arguments.dtype,
+        quantization=arguments.quantization,
+        dequantize=arguments.dequantize,
+        tensor_parallel_size=arguments.tensor_parallel_size,
+        pipeline_parallel_size=arguments.pipeline_parallel_size,
+        share_device=True,
+        block_size=BLOCK_SIZE,
+        log_level="WARNING",
     )
-    if config.served_class is not None:
+    if (found := class_by_name(config)) is not None:
         raise StartupError(
-            f"{model} is computed by transformers' code, so there is no other code to compare it with.",
-            "Serve it: the start compares the model with its class's own forward.",
+            f"transformers' code computes {found[0]}, so there is no other code to compare it with.",
+            "Serve it: the first start compares the model with its class's own forward.",
         )
+    config = preflight(config)
     if config.share_device:
         report_line(f"{config.ranks_per_node} ranks share the CUDA devices, and all-reduces go through host memory")
     assert config.max_model_len is not None, "preflight resolves the context length"

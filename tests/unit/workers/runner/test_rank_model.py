@@ -57,6 +57,7 @@ class WholeModel:
     is_first = is_last = True
     why_not_prepared = why_not_captured = "another code computes the model"
     vocab_start = 0
+    reference = None
 
     def __init__(
         self,

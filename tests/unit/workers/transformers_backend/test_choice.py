@@ -6,9 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from oarlock.base.errors import StartupError
 from oarlock.workers.config import WorkerConfig
+from oarlock.workers.model_files.checkpoint import SINGLE_FILE
 from oarlock.workers.preflight import check_without_weights, preflight
 from oarlock.workers.transformers_backend import choice, tested
 from oarlock.workers.transformers_backend.class_description import AttentionCall, ClassDescription, ClassTensor
@@ -66,6 +69,7 @@ def test_a_class_without_a_page_is_looked_at_once(tmp_path: Path, looks: list) -
     assert resolved.served_class is not None and resolved.max_model_len == 64
     assert ClassDescription.decoded(resolved.served_class) == CLASS
     looks.clear()
+    assert resolved.enforce_eager, "no graph can hold the code of a class"
     assert preflight(resolved) == resolved and not looks, "ranks and later checks start no process"
 
 
@@ -91,7 +95,7 @@ def test_a_described_family_is_computed_here_unless_forced(tmp_path: Path, looks
         ("NewForCausalLM", {}, {"model_impl": "transformers"}, "not among the classes that were tested", ""),
         ("QwenForCausalLM", {}, {"model_impl": "fast"}, "model_impl is 'fast'", "auto, oarlock, transformers"),
         ("WrongForCausalLM", {}, {}, "cannot be served: it was wrong in a second chunk", ""),
-        ("OtherForCausalLM", {}, {"tensor_parallel_size": 2}, "tested with up to 1", "--tensor-parallel-size 1"),
+        ("OtherForCausalLM", {}, {"tensor_parallel_size": 2}, "right on one rank", "--tensor-parallel-size 1"),
         ("OtherForCausalLM", {}, {"pipeline_parallel_size": 2}, "all layers in one call", "Leave --pipeline"),
         ("OtherForCausalLM", {}, {"enable_expert_parallel": True}, "a part of every expert", "Leave --enable"),
         ("OtherForCausalLM", {"quantization_config": {"quant_method": "fp8"}}, {}, "checkpoint is quantised", ""),
@@ -119,6 +123,24 @@ def test_a_refusal_of_the_look_is_one_line(tmp_path: Path, looks: list, monkeypa
     monkeypatch.setattr(choice, "class_description", lambda *_, **__: replace(CLASS, refusal="its mask is odd"))
     with pytest.raises(StartupError, match="transformers' code for OtherForCausalLM cannot be served: its mask is odd"):
         preflight(config(directory(tmp_path, "OtherForCausalLM")))
+    divided = replace(CLASS, refusal="it cannot be divided among 2 ranks (odd heads)")
+    monkeypatch.setattr(choice, "class_description", lambda *_, **__: divided)
+    with pytest.raises(StartupError, match=r"odd heads\)\. Use --tensor-parallel-size 1\.$"):
+        preflight(config(directory(tmp_path, "LlamaForCausalLM"), model_impl="transformers", tensor_parallel_size=2))
+
+
+def test_stored_tensors_of_a_class(tmp_path: Path, looks: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = config(directory(tmp_path, "OtherForCausalLM"), load_format="auto")
+    tensors = {one.name: torch.ones(one.shape, dtype=torch.bfloat16) for one in CLASS.tensors}
+    save_file(tensors | {"ids": torch.zeros(3, dtype=torch.int64)}, tmp_path / SINGLE_FILE)
+    assert preflight(model).dtype == "bfloat16"
+    save_file(tensors | {"lm_head.weight": torch.ones(32, 16).to(torch.float8_e4m3fn)}, tmp_path / SINGLE_FILE)
+    with pytest.raises(StartupError, match=r"'lm_head\.weight' is F8_E4M3"):
+        preflight(model)
+    save_file(tensors | {"lm_head.weight": torch.zeros(32, 16, dtype=torch.bfloat16)}, tmp_path / SINGLE_FILE)
+    monkeypatch.setattr(choice, "class_description", lambda *_, **__: replace(CLASS, is_tied=True))
+    with pytest.raises(StartupError, match="a different lm_head"):
+        preflight(model)
 
 
 def test_rows_of_the_table_have_a_size_or_a_reason() -> None:

@@ -1,7 +1,9 @@
 """The version of transformers whose classes were tested is the one that is required and installed."""
 
+import json
 import tomllib
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
@@ -16,6 +18,8 @@ def test_the_tested_release_is_required_and_installed() -> None:
     (needed,) = [need for need in needs if need.name == "transformers"]
     major, minor = map(int, tested.RELEASE.split("."))
     assert set(str(needed.specifier).split(",")) == {f">={tested.RELEASE}", f"<{major}.{minor + 1}"}
+    table = json.loads(Path(tested.__file__).with_name("tested_classes.json").read_text())
+    assert table["transformers"].split(".")[:2] == tested.RELEASE.split("."), "run `make model-classes` again"
     assert needed.specifier.contains(version("transformers"))
     tested.check_release()
     assert all(getattr(private_parts, name) is not None for name in private_parts.__all__)

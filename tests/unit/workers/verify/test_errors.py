@@ -21,15 +21,16 @@ def with_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny(tmp_path_factory.mktemp("with_tokenizer"), "qwen2", tokenizer=True, max_position_embeddings=64)
 
 
-def unknown_family(folder: Path) -> None:
+def rename_class(folder: Path, name: str) -> None:
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["MambaForCausalLM"]}))
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": [name]}))
 
 
 MISTAKES = {
     "no directory": (["{folder}/nowhere"], "nowhere does not exist"),
     "no config": (["{folder}"], "has no config.json"),
-    "family": (["{folder}/mamba"], "architecture 'MambaForCausalLM' is not supported"),
+    "family": (["{folder}/other"], "architecture 'OtherForCausalLM' is not supported"),
+    "no description": (["{folder}/class"], "transformers' code computes AXK1ForCausalLM"),
     "no weights": (["{folder}/empty-model"], "empty-model"),
     "size that does not divide": (["{model}", "--tensor-parallel-size=3"], "tensor_parallel_size 3 does not fit"),
     "no rank": (["{model}", "--tensor-parallel-size=0"], "tensor_parallel_size is 0"),
@@ -57,7 +58,8 @@ def test_a_mistake_gets_two_lines(tmp_path: Path, tiny: Path, with_tokenizer: Pa
     (tmp_path / "good").write_text("hello\n")
     (tmp_path / "long").write_text("short\n" + "x" * 200 + "\n")
     (tmp_path / "many").write_text(("x" * 40 + "\n") * 20)
-    unknown_family(Path(shutil.copytree(tiny, tmp_path / "mamba")))
+    rename_class(Path(shutil.copytree(tiny, tmp_path / "other")), "OtherForCausalLM")
+    rename_class(Path(shutil.copytree(tiny, tmp_path / "class")), "AXK1ForCausalLM")
     shutil.copytree(tiny, tmp_path / "empty-model", ignore=shutil.ignore_patterns("*.safetensors"))
     words, cause = MISTAKES[name]
     code = command.main([word.format(folder=tmp_path, model=tiny, with_tokenizer=with_tokenizer) for word in words])
