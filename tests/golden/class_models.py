@@ -33,9 +33,16 @@ _LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nop
 _CLASS: dict[str, dict[str, Any]] = {
     "apertus": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
     "deepseek_v3": {"n_routed_experts": 8, **_MIXTURE, **_LATENT},  # a mixture
-    "kimi_linear": {"num_experts": 8, "num_experts_per_token": 2, **_MIXTURE, **_LATENT, "q_lora_rank": None,
-                    "linear_num_heads": 4, "linear_head_dim": 16,
-                    "layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+    "kimi_linear": {
+        "num_experts": 8,
+        "num_experts_per_token": 2,
+        **_MIXTURE,
+        **_LATENT,
+        "q_lora_rank": None,
+        "linear_num_heads": 4,
+        "linear_head_dim": 16,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    },
     "nanochat": {},
     "persimmon": {"num_key_value_heads": None},  # every rank holds all of it
 }

@@ -81,7 +81,7 @@ def attend(
 
 
 def _by_token(states: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return queries, keys or values [1, K, T, D] as [T, K, D], with strides of adjacent heads even if there is only one."""
+    """Return queries, keys or values [1, K, T, D] as [T, K, D], with strides of adjacent heads even for one head."""
     _, heads, rows, width = states.shape
     return states[0].transpose(0, 1).to(dtype).reshape(rows, heads * width).view(rows, heads, width)
 
