@@ -17,6 +17,7 @@ from tests.golden.class_models import make_class
 
 PROMPT = "def read(self, size=-1):\n    return"
 LONG = " ".join(f"def f{number}(x): return x + {number}" for number in range(30))
+SOAK = pytest.mark.soak
 DRAFTS = json.dumps({"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4})
 CLASSES = (
     ("nanochat", 2, ("--speculative-config", DRAFTS)),
@@ -31,7 +32,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("classes")
 
 
-@pytest.fixture(scope="module", params=[pytest.param(one, id=one[0], marks=pytest.mark.soak) for one in CLASSES])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(one, id=one[0], marks=() if one[0] == "nanochat" else SOAK) for one in CLASSES],
+)
 def server(request: pytest.FixtureRequest, folder: Path) -> Iterator[RunningServer]:
     model_type, size, flags = request.param
     model = make_class(folder, model_type)
@@ -126,7 +130,7 @@ def run(*arguments: str | int | Path) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command(*arguments), env=environment(), capture_output=True, text=True, timeout=120)
 
 
-@pytest.mark.soak
+@SOAK
 def test_a_killed_rank_ends_the_server_and_its_recording_is_replayed(folder: Path) -> None:
     model, file = make_class(folder, "apertus"), folder / "steps.rec"
     with RunningServer(model, "--tensor-parallel-size", 2, "--record", file) as server:
@@ -140,7 +144,7 @@ def test_a_killed_rank_ends_the_server_and_its_recording_is_replayed(folder: Pat
     assert result.returncode == 0 and "the same outputs" in result.stdout, result.stdout + result.stderr
 
 
-@pytest.mark.soak
+@SOAK
 def test_replicas_and_pooling_with_ctrl_c(folder: Path) -> None:
     flags = ("--data-parallel-size", 2, "--runner", "pooling")
     with RunningServer(make_class(folder, "apertus"), *flags) as server:
@@ -153,7 +157,7 @@ def test_replicas_and_pooling_with_ctrl_c(folder: Path) -> None:
         assert server.stop(signal.SIGINT) == 0 and not server.left_behind()
 
 
-@pytest.mark.soak
+@SOAK
 def test_commands(folder: Path) -> None:
     model = make_class(folder, "apertus")
     assert "Computed by transformers' code (ApertusForCausalLM)" in run("plan", model).stdout
@@ -162,7 +166,7 @@ def test_commands(folder: Path) -> None:
     assert refused.returncode == 3 and "transformers' code computes ApertusForCausalLM" in refused.stderr
 
 
-@pytest.mark.soak
+@SOAK
 @pytest.mark.parametrize(
     ("flags", "cause"),
     [
