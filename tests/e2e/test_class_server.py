@@ -93,7 +93,8 @@ def test_structured_answers(server: RunningServer) -> None:
     assert re.fullmatch("[0-9]{3}-[a-f]{2}", digits)
     grammar = chat(server, structured_outputs={"grammar": 'root ::= "a" [0-9] "b"'})["message"]["content"]
     assert re.fullmatch("a[0-9]b", grammar)
-    function = {"name": "f", "parameters": {"type": "object", "properties": {"q": {"enum": [1, 2]}}, "required": ["q"]}}
+    only = {"type": "object", "properties": {"q": {"enum": [1, 2]}}, "required": ["q"], "additionalProperties": False}
+    function = {"name": "f", "parameters": only}
     called = chat(server, tools=[{"type": "function", "function": function}], tool_choice="required")
     assert json.loads(called["message"]["tool_calls"][0]["function"]["arguments"])["q"] in (1, 2)
 
