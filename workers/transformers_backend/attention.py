@@ -74,16 +74,19 @@ def attend(
     assert memory is not None
     backend = step.backends[group]
     rows, dtype = query.shape[2], backend.spec.dtype
-    heads = _by_token(query, dtype).contiguous()
-    backend.write(memory, _by_token(key, dtype), _by_token(value, dtype), step.batch)
+    heads = _rows(query, dtype).contiguous()
+    backend.write(memory, _rows(key, dtype), _rows(value, dtype), step.batch)
     mixed = backend.attend(heads, memory, step.plans[group], spec, None if s_aux is None else s_aux.float())
     return mixed.view(1, rows, spec.num_heads, -1).to(query.dtype), None
 
 
-def _by_token(states: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return queries, keys or values [1, K, T, D] as [T, K, D], with strides of adjacent heads even for one head."""
-    _, heads, rows, width = states.shape
-    return states[0].transpose(0, 1).to(dtype).reshape(rows, heads * width).view(rows, heads, width)
+def _rows(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return `tensor` [1, H, T, D] as [T, H, D], with the heads of each row one after another in memory.
+
+    The class may have computed it in any layout, and a dimension of size 1 may have any stride.
+    """
+    _, heads, rows, width = tensor.shape
+    return tensor[0].transpose(0, 1).to(dtype).reshape(rows, heads * width).view(rows, heads, width)
 
 
 def _no_mask(*_: Any, **__: Any) -> None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from oarlock.workers.transformers_backend.attention import _by_token
+from oarlock.workers.transformers_backend.attention import _rows
 
 
 @pytest.mark.parametrize("heads", [1, 2])
@@ -13,5 +13,5 @@ def test_heads_of_a_token_are_adjacent(heads: int, is_by_head: bool) -> None:
     states = torch.randn(1, 5, heads, 16).transpose(1, 2)
     if is_by_head:  # as after rotations
         states = states.contiguous()
-    rows = _by_token(states, torch.float32)
+    rows = _rows(states, torch.float32)
     assert rows.stride()[1:] == (16, 1) and torch.equal(rows, states[0].transpose(0, 1))
