@@ -5,6 +5,7 @@ from typing import Protocol
 
 import numpy as np
 
+from oarlock.base.errors import StartupError
 from oarlock.workers.config import NodesConfig, OnProgress, WorkerConfig, WorkerInfo
 from oarlock.workers.fingerprint import node_facts
 from oarlock.workers.kv_offload import KVReports
@@ -14,6 +15,8 @@ from oarlock.workers.rank_processes import RankProcess, end_ranks
 from oarlock.workers.ranks.group_ranks import GroupRanks
 from oarlock.workers.ranks.host_ranks import HostRanks
 from oarlock.workers.ranks.multiproc_executor import MultiprocExecutor
+from oarlock.workers.ranks.spawn_ranks import import_early
+from oarlock.workers.transformers_backend.choice import class_by_name
 
 
 class Executor(Protocol):
@@ -66,6 +69,18 @@ class Executor(Protocol):
         """End every rank. `failure`: the reason, if the executor does not know it itself. Idempotent."""
 
 
+# Imports transformers, which takes seconds.
+_CLASS_CODE = "oarlock.workers.transformers_backend.model"
+
+
+def _is_class_of_transformers(config: WorkerConfig) -> bool:
+    """Return whether transformers' code will compute the model; False if `preflight` refuses it."""
+    try:
+        return class_by_name(config) is not None
+    except StartupError:
+        return False
+
+
 def start_executor(
     config: WorkerConfig,
     on_progress: OnProgress,
@@ -82,6 +97,8 @@ def start_executor(
     before any weight is read.
     """
     try:
+        if _is_class_of_transformers(config):
+            import_early(ahead, _CLASS_CODE)
         resolved = preflight(config)
     except BaseException:
         end_ranks(ahead)

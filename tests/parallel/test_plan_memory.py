@@ -9,15 +9,19 @@ from oarlock.workers.attention.backend import LayerMemory
 from oarlock.workers.capacity import Memory, capacity, work_of
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.preflight import open_model
+from oarlock.workers.runner.model_runner import ModelRunner
+from tests.golden.class_models import make_class
 from tests.golden.tiny_models import FAMILIES, RECURRENT, make_tiny
+from tests.parallel.class_ranks import ClassRunner, look_in_this_process
 from tests.parallel.rank_threads import ThreadExecutor
 
 LIMIT = 0.02  # weights are exact; the torch backend keeps one page of each layer in addition to the blocks
 MEMORY = Memory("cpu", 64 << 30)
+COMMON = {"device": "cpu", "dtype": "float32", "max_model_len": 256}
 
 
-def within(planned: float, real: float) -> bool:
-    return abs(planned - real) <= LIMIT * real
+def within(planned: float, real: float, limit: float = LIMIT) -> bool:
+    return abs(planned - real) <= limit * real
 
 
 def bytes_of(memory: list[LayerMemory]) -> int:
@@ -44,13 +48,29 @@ def bytes_of(memory: list[LayerMemory]) -> int:
     ],
 )
 def test_ranks_match_the_plan(tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
-    model = str(make_tiny(tmp_path, family))
-    config = WorkerConfig(model, **{"device": "cpu", "dtype": "float32", "max_model_len": 256, **changes})
+    check(WorkerConfig(str(make_tiny(tmp_path, family)), **{**COMMON, **changes}))
+
+
+@pytest.mark.parametrize("changes", [{}, {"quantization": "int8", "dtype": "bfloat16"}], ids=["float32", "int8"])
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("model_type", ["nanochat", "deepseek_v3", "kimi_linear", "persimmon"])
+def test_ranks_of_a_class_without_a_page_match_the_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_type: str, size: int, changes: dict[str, Any]
+) -> None:
+    """Dense, a mixture, recurrent, and one that every rank holds whole."""
+    look_in_this_process(monkeypatch)
+    model = str(make_class(tmp_path, model_type))
+    config = WorkerConfig(model, tensor_parallel_size=size, **{**COMMON, **changes}, max_num_batched_tokens=64)
+    check(config, make=ClassRunner, limit=0.0)
+
+
+def check(config: WorkerConfig, make: type[ModelRunner] = ModelRunner, limit: float = LIMIT) -> None:
+    """Compare the plan for `config` with its ranks. Weights may differ by `limit`."""
     config = config.with_(num_threads=1, kv_cache_bytes=4 << 20, block_size=16)
-    plan, real = capacity(open_model(config), {}, MEMORY), ThreadExecutor(config)
+    plan, real = capacity(open_model(config), {}, MEMORY), ThreadExecutor(config, make)
     weights = [rank.model.weight_bytes for rank in real.ranks]
-    assert within(max(plan.weight_bytes), max(weights)), "weights of the rank with the most"
-    assert within(sum(plan.weight_bytes) * config.tensor_parallel_size, sum(weights)), "weights of all ranks"
+    assert within(max(plan.weight_bytes), max(weights), limit), "weights of the rank with the most"
+    assert within(sum(plan.weight_bytes) * config.tensor_parallel_size, sum(weights), limit), "weights of all ranks"
     assert plan.num_blocks == real.info.num_blocks
     assert plan.counts == tuple(group.num_blocks for group in real.info.groups)
     assert plan.config.max_num_seqs == real.config.max_num_seqs

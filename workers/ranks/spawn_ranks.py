@@ -4,9 +4,10 @@ Torch-free. Does not know the purpose of the processes.
 """
 
 import contextlib
+import importlib
 import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from oarlock.workers.distributed.topology import STATUS_BYTES, RendezvousInfo, S
 from oarlock.workers.rank_processes import RankProcess, end_ranks, start_ranks
 from oarlock.workers.ranks.cpu_affinity import ranks_share_cores
 
+_IMPORT = "import"  # message with the name of a module
 _COLLECTIVE_BUFFER_BYTES = 4 << 20  # longer tensors are reduced in pieces
 _COLLECTIVE_TIMEOUT_S = 3600.0  # minimum; the parent ends a waiting rank long before
 
@@ -42,11 +44,23 @@ class RankArguments:
 
     @staticmethod
     def receive(control: Control) -> "RankArguments":
-        """Wait for the arguments. Raises `ChannelClosedError` if the parent has ended."""
-        fields = control.recv()
+        """Wait for the arguments. Raises `ChannelClosedError` if the parent has ended.
+
+        Before them, the parent may name a module to import while it prepares them.
+        """
+        while (fields := control.recv())["kind"] == _IMPORT:
+            with contextlib.suppress(Exception):  # who needs the module imports it as well, and reports the failure
+                importlib.import_module(fields["module"])
         return RankArguments(
             RendezvousInfo.from_fields(fields["rendezvous"]), WorkerConfig(**fields["config"]), fields["extra"]
         )
+
+
+def import_early(ranks: Iterable[RankProcess], module: str) -> None:
+    """Let `ranks`, which have no arguments yet, import `module` in parallel with this process."""
+    for rank in ranks:
+        with contextlib.suppress(ChannelClosedError):  # whoever sends it the arguments reports that it has ended
+            rank.control.send(_IMPORT, module=module)
 
 
 @dataclass(frozen=True, slots=True)

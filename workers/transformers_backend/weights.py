@@ -162,6 +162,9 @@ class ConvertedWeights:
             raise _wrong_shape(name, parts, found, shape)
         first = 0  # row of the whole tensor with which a part begins
         for part, whole in zip(parts, shapes, strict=True):
+            if not into.numel():  # a rank that has only padding knows the tensor, too
+                self._source.take(part, into, shape=whole, dim=dim, start=whole[dim])
+                continue
             if dim == 0:
                 begin, end = max(start, first), min(start + into.shape[0], first + whole[0])
                 if begin < end:
