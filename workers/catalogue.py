@@ -12,8 +12,9 @@ from oarlock.workers.model_files.gguf_model import GGUFModel
 from oarlock.workers.models.encoders.registry import ENCODERS, describe_encoder, is_encoder, is_scored
 from oarlock.workers.models.hf_fields import read_config
 from oarlock.workers.models.hf_quantization import stored_quantization
-from oarlock.workers.models.registry import GGUF_FAMILIES, describe
+from oarlock.workers.models.registry import GGUF_FAMILIES, describe, has_page
 from oarlock.workers.transformers_backend.choice import class_by_name
+from oarlock.workers.transformers_backend.tested import tested_classes
 
 # Notes: the needs and the limits of a class or of its known checkpoint.
 GATED = "gated download"  # the hub asks for acceptance of its licence
@@ -243,6 +244,12 @@ CATALOGUE = {
     for family, classes in _KNOWN.items()
     for architecture, facts in classes.items()
 }
+
+
+def classes_of_transformers() -> list[str]:
+    """Return the classes without a description here that transformers' code computes right (`tested_classes`)."""
+    tested = tested_classes().items()
+    return sorted(name for name, result in tested if result.refused is None and not has_page(name))
 
 
 def served_as(config: WorkerConfig, gguf: Path | None = None) -> str:

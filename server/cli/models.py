@@ -66,15 +66,15 @@ def _list_models(arguments: argparse.Namespace) -> int:
 
 
 def _list_supported(arguments: argparse.Namespace) -> int:
-    """Print every class that the registry serves, by families."""
+    """Print every class that is served: described ones by families, then those that transformers' code computes."""
     for name in ("config", "download_dir"):
         if getattr(arguments, name) is not None:
             raise UsageError(f"--{name.replace('_', '-')} has no effect on --supported.", "Leave one of the two out.")
-    from oarlock.workers.catalogue import CATALOGUE, by_family
+    from oarlock.workers.catalogue import CATALOGUE, by_family, classes_of_transformers
 
-    entries = list(CATALOGUE.values())
+    entries, others = list(CATALOGUE.values()), classes_of_transformers()
     if arguments.json:
-        print(json.dumps({"supported": [entry.as_json() for entry in entries]}, indent=1))
+        print(json.dumps({"supported": [entry.as_json() for entry in entries], "by_transformers": others}, indent=1))
         return 0
     widths = [max(len(row[column]) for row in map(_cells, entries)) for column in range(3)]
     for family, members in by_family(entries).items():
@@ -82,7 +82,9 @@ def _list_supported(arguments: argparse.Namespace) -> int:
         for row in map(_cells, members):
             cells = [f"{cell:<{width}}" for cell, width in zip(row, widths, strict=False)]
             print("  " + "  ".join([*cells, row[-1]]).rstrip())
-    print(f"{len(entries)} classes. `oarlock doctor MODEL` shows the class of a model on this machine.")
+    print("computed by transformers' code, slower (docs/models.md)")
+    print("".join(f"  {name}\n" for name in others), end="")
+    print(f"{len(entries)} + {len(others)} classes. `oarlock doctor MODEL` shows the class of a model on this machine.")
     return 0
 
 

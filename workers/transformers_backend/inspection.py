@@ -8,6 +8,7 @@ a few hundred MiB, so this runs in a process of its own (see `class_facts.py`).
 
 import argparse
 import inspect
+import math
 import os
 import sys
 from dataclasses import replace
@@ -86,6 +87,7 @@ def _without_numbers(name: str) -> list[str]:
 
 def _described(opened: OpenClass, ranks: int, own: list[str]) -> ClassDescription:
     _check_rope(opened.config)
+    _check_time_steps(opened.config)
     model = _whole(opened)
     if type(model.get_output_embeddings()) is not nn.Linear:
         raise Refused("its output head is no plain linear layer")
@@ -255,6 +257,13 @@ def _check_rope(config: PretrainedConfig) -> None:
     for kind in _rope_types(config.to_dict()):
         if kind in _CHANGING_ROPE:
             raise Refused(f"its rotary angles ({kind}) depend on the longest sequence of a batch")
+
+
+def _check_time_steps(config: PretrainedConfig) -> None:
+    """Raise `Refused` if time steps of a recurrence have limits: transformers ignores them if it decodes a token."""
+    limits = getattr(config, "time_step_limit", None)
+    if limits is not None and tuple(limits) != (0.0, math.inf):
+        raise Refused(f"its time steps are limited to {list(limits)}, which transformers ignores for single tokens")
 
 
 def _rope_types(settings: Any, *, is_rope: bool = False) -> list[str]:

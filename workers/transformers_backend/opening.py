@@ -15,6 +15,7 @@ from oarlock.workers.transformers_backend.private_parts import (
     get_class_from_dynamic_module,
 )
 from oarlock.workers.transformers_backend.text_parts import wrapper_without_weights
+from oarlock.workers.transformers_backend.tested import tested_classes
 
 _REMOTE = "AutoModelForCausalLM"  # key of `auto_map` for a class that completes text
 
@@ -75,6 +76,9 @@ def open_named(architecture: str, config: PretrainedConfig) -> OpenClass:
         of_text = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(text.model_type)
         if of_text is None:
             raise Refused("its text part is no class that completes text")
+        tested = tested_classes().get(of_text)
+        if tested is not None and tested.refused is not None:  # its own tiny model may lack the setting that is wrong
+            raise Refused(f"its text part is {of_text}: {tested.refused}")
         return OpenClass(architecture, model_class(of_text), text, "text_config", wrapper=(wrapper, config))
     kind = model_class(architecture)
     part, found = _part_for(kind, config)

@@ -16,7 +16,7 @@ from oarlock.server.cli import main as cli
 from oarlock.server.cli import serve
 from oarlock.server.config.settings import make_settings
 from oarlock.server.hub.model_path import resolve
-from oarlock.workers.catalogue import CATALOGUE
+from oarlock.workers.catalogue import CATALOGUE, classes_of_transformers
 from tests.golden.gguf_writer import all_of, write_gguf
 from tests.golden.tiny_encoders import make_encoder
 from tests.house.rules import ROOT
@@ -207,9 +207,12 @@ def test_all_classes_that_are_served_are_listed_by_families(capsys, monkeypatch,
     assert lines[llama + 1].split() == [
         *("LlamaForCausalLM", "meta-llama/Llama-3.1-8B-Instruct", "GGUF", "llama", "gated", "download")
     ]
-    listed = {line.split()[0]: line.split()[1] for line in lines if line.startswith("  ")}
+    begin = lines.index("computed by transformers' code, slower (docs/models.md)")
+    listed = {line.split()[0]: line.split()[1] for line in lines[:begin] if line.startswith("  ")}
     assert listed == {name: entry.checkpoint for name, entry in CATALOGUE.items()}
-    assert lines[-1].startswith(f"{len(CATALOGUE)} classes. `oarlock doctor MODEL` shows")
+    others = [line.strip() for line in lines[begin + 1 : -1]]
+    assert others == classes_of_transformers() and "DeepseekV3ForCausalLM" in others and not listed.keys() & others
+    assert lines[-1].startswith(f"{len(CATALOGUE)} + {len(others)} classes. `oarlock doctor MODEL` shows")
     assert any(line.endswith("  scores") for line in lines)
     assert cli.main(["models", "--supported", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["supported"]
