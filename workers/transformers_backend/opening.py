@@ -14,8 +14,8 @@ from oarlock.workers.transformers_backend.private_parts import (
     PreTrainedModel,
     get_class_from_dynamic_module,
 )
-from oarlock.workers.transformers_backend.text_parts import wrapper_without_weights
 from oarlock.workers.transformers_backend.tested import tested_classes
+from oarlock.workers.transformers_backend.text_parts import wrapper_without_weights
 
 _REMOTE = "AutoModelForCausalLM"  # key of `auto_map` for a class that completes text
 
