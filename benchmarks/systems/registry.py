@@ -54,7 +54,8 @@ def start_oarlock(
     if plan.level is not None:
         env["OARLOCK_CPU_LEVEL"] = plan.level
     about = {"version": _commit(checkout), "dtype": _form(plan), "interface": "HTTP", "ranks": ranks}
-    return Oarlock(name, "Oarlock", about, [*command, "--no-enable-prefix-caching"], env, checkout)
+    title = "Oarlock" if model_impl is None else f"Oarlock, {model_impl}' code"
+    return Oarlock(name, title, about, [*command, "--no-enable-prefix-caching"], env, checkout)
 
 
 def start_engine(plan: Plan) -> System:

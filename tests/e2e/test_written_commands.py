@@ -43,6 +43,7 @@ ONLY_PLANNED = (
     "make bench-peers",
     "make verify-full",
     "make accuracy",
+    "make model-classes",
     "make clients",
     "make ray",
     "make fuzz",
