@@ -1,6 +1,7 @@
-"""Everything of transformers that the backend depends on beyond its documented interfaces, imported in this one file.
+"""Everything of transformers that the backend depends on beyond its documented interfaces, named in this one file.
 
-An upgrade of transformers that moves or renames one of these names fails here, at import, and nowhere else.
+An upgrade of transformers that moves or renames one of these names fails here at import, and one that removes an
+attribute fails in the test of this file.
 """
 
 from transformers import (
@@ -54,3 +55,11 @@ __all__ = [
     "get_model_conversion_mapping",
     "rename_source_key",
 ]
+
+# Attributes of model classes that the backend uses, besides those of `torch.nn.Module`. The last of them makes the
+# attribute `all_tied_weights_keys` of models.
+MODEL_ATTRIBUTES = (
+    "_from_config", "_get_dtype_plan", "_keys_to_ignore_on_load_missing", "_keys_to_ignore_on_load_unexpected",
+    "_tp_plan", "base_model_prefix", "get_input_embeddings", "get_output_embeddings", "initialize_weights",
+    "get_expanded_tied_weights_keys",
+)  # fmt: skip

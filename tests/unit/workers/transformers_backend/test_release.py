@@ -23,6 +23,7 @@ def test_the_tested_release_is_required_and_installed() -> None:
     assert needed.specifier.contains(version("transformers"))
     tested.check_release()
     assert all(getattr(private_parts, name) is not None for name in private_parts.__all__)
+    assert [name for name in private_parts.MODEL_ATTRIBUTES if not hasattr(private_parts.PreTrainedModel, name)] == []
 
 
 @pytest.mark.parametrize("installed", ["5.22.1", "5.24.0", "5.2.3", "6.0.0"])
