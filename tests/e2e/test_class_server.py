@@ -4,7 +4,6 @@ import json
 import re
 import signal
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,8 @@ LONG = " ".join(f"def f{number}(x): return x + {number}" for number in range(30)
 SOAK = pytest.mark.soak
 DRAFTS = json.dumps({"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4})
 CLASSES = (
-    ("nanochat", 2, ("--speculative-config", DRAFTS)),
-    ("kimi_linear", 2, ("--quantization", "int8", "--kv-cache-dtype", "int8")),
+    ("nanochat", ("--speculative-config", DRAFTS)),
+    ("kimi_linear", ("--quantization", "int8", "--kv-cache-dtype", "int8")),
 )
 
 
@@ -30,16 +29,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("classes")
 
 
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(one, id=one[0], marks=() if one[0] == "nanochat" else SOAK) for one in CLASSES],
+@pytest.mark.parametrize(
+    ("model_type", "flags"),
+    [pytest.param(*one, id=one[0], marks=() if one[0] == "nanochat" else SOAK) for one in CLASSES],
 )
-def server(request: pytest.FixtureRequest, folder: Path) -> Iterator[RunningServer]:
-    model_type, size, flags = request.param
-    model = make_class(folder, model_type)
-    jobs = folder / f"{model_type}-jobs"
-    with RunningServer(model, "--tensor-parallel-size", size, "--batch-dir", jobs, *flags) as server:
-        yield server
+def test_what_users_do(folder: Path, model_type: str, flags: tuple[str, ...]) -> None:
+    model, jobs = make_class(folder, model_type), folder / f"{model_type}-jobs"
+    with RunningServer(model, "--tensor-parallel-size", 2, "--batch-dir", jobs, *flags) as server:
+        check_completions(server)
+        check_cached_prefixes(server)
+        check_structured_answers(server)
+        check_batch_and_other_routes(server)
+        check_what_serves_is_named(server)
         server.stop()
         assert not server.left_behind()
 
@@ -52,7 +53,7 @@ def chat(server: RunningServer, **fields: Any) -> dict[str, Any]:
     return response.json()["choices"][0]
 
 
-def test_completions(server: RunningServer) -> None:
+def check_completions(server: RunningServer) -> None:
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
     (name,) = [model.id for model in client.models.list()]
     asked: dict[str, Any] = {"model": name, "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
@@ -75,13 +76,13 @@ def test_completions(server: RunningServer) -> None:
         client.completions.create(**{**asked, "prompt": "a b c d " * 600})
 
 
-def test_prefixes_are_cached(server: RunningServer) -> None:
+def check_cached_prefixes(server: RunningServer) -> None:
     first, again = (server.complete(LONG, max_tokens=8, temperature=0) for _ in range(2))
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 100
     assert first["choices"][0]["text"] == again["choices"][0]["text"]
 
 
-def test_structured_answers(server: RunningServer) -> None:
+def check_structured_answers(server: RunningServer) -> None:
     fields = {"a": {"type": "integer", "minimum": 0, "maximum": 99}, "b": {"enum": ["u", "v"]}}
     schema = {"type": "object", "properties": fields, "required": ["a", "b"], "additionalProperties": False}
     wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
@@ -97,7 +98,7 @@ def test_structured_answers(server: RunningServer) -> None:
     assert json.loads(called["message"]["tool_calls"][0]["function"]["arguments"])["q"] in (1, 2)
 
 
-def test_a_batch_and_other_routes(server: RunningServer) -> None:
+def check_batch_and_other_routes(server: RunningServer) -> None:
     body = {"prompt": PROMPT, "max_tokens": 4, "temperature": 0}
     line = json.dumps({"custom_id": "one", "method": "POST", "url": "/v1/completions", "body": body})
     sent = server.client.post("/v1/files", files={"file": ("jobs.jsonl", line)}, data={"purpose": "batch"}).json()
@@ -115,7 +116,7 @@ def test_a_batch_and_other_routes(server: RunningServer) -> None:
     assert server.client.post("/v1/embeddings", json={"input": "Hi"}).json()["error"]["code"] == "unsupported_by_model"
 
 
-def test_what_serves_is_named(server: RunningServer) -> None:
+def check_what_serves_is_named(server: RunningServer) -> None:
     (model,) = server.client.get("/v1/models").json()["data"]
     assert model["served_by"] == "transformers" and "computed by transformers' code" in server.log
     assert server.client.get("/v1/capabilities").json()["features"]["served_by"] == "transformers"
