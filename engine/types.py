@@ -296,6 +296,6 @@ class EngineInfo:
     hidden_size: int = 0  # size of the vectors that requests may ask for
     text_part_of: str | None = None  # class of the multimodal model whose text part is served; None: a text model
     served_by: str = "oarlock"  # whose code computes the model: oarlock | transformers | checkpoint
-    is_replicated: bool = False  # every one of several ranks holds the weights of all layers
+    is_replicated: bool = False  # each of several ranks holds the weights of all layers
     max_silence_s: float = math.inf  # the longest time without a frame from a working engine
     groups: tuple[GroupInfo, ...] = ()  # memory groups of the model; (): one group of all blocks

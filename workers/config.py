@@ -234,7 +234,7 @@ class WorkerInfo:
     num_labels: int = 0  # labels of its classification head; 0: it has none
     text_part_of: str | None = None  # class of the multimodal model whose text part is served; None: a text model
     served_by: str = "oarlock"  # whose code computes the model: oarlock | transformers | checkpoint
-    is_replicated: bool = False  # every one of several ranks holds the weights of all layers
+    is_replicated: bool = False  # each of several ranks holds the weights of all layers
     groups: tuple[GroupInfo, ...] = ()  # memory groups, in the order of `table_groups`; (): one group of all blocks
 
     def to_json(self) -> str:

@@ -80,7 +80,7 @@ class _Child:
         self.is_finished = not data
 
     def row(self) -> Row:
-        """Return the row that the process wrote, or one that says how it ended; end the process if it still runs."""
+        """Return the row that the process wrote, or a row about its end; end the process if it still runs."""
         if not self.is_finished:
             os.kill(self._pid, signal.SIGKILL)
         status = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])

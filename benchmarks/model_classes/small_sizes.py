@@ -54,7 +54,7 @@ _LATENT = "qk_rope_head_dim"
 
 
 def small_settings(default: dict[str, Any]) -> dict[str, Any]:
-    """Return small values for the settings `default` of a config class, without those of its parts."""
+    """Return small values for the settings `default` of a config class, without the settings of its parts."""
     layers = next((default[name] for name in _LAYERS if _is_number(default.get(name))), 0)
     lists = {name: value for name, value in default.items() if layers and _is_of_layers(value, layers)}
     kept = _kept_layers(lists, layers)

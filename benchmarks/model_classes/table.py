@@ -44,7 +44,7 @@ def merged(old: Sequence[Row], new: Sequence[Row]) -> list[Row]:
 
 
 def changes(old: Sequence[Row], new: Sequence[Row]) -> list[str]:
-    """Return a line for each class of `new` whose verdict or server differs from the one in `old`."""
+    """Return a line for each class whose verdict or server differs between `old` and `new`."""
     known = {row.name: row for row in old}
     lines = []
     for row in new:

@@ -18,7 +18,7 @@ from benchmarks.model_classes.small_sizes import small_settings
 from tests.golden import tiny_models
 from tests.golden.tiny_wrappers import WRAPPERS, wrapper_settings
 
-# Multimodal classes whose text part is decided by other classes; those of the golden tests are added.
+# Multimodal classes whose text part is decided by other classes; the golden tests have more.
 _OTHER_WRAPPERS = {
     "gemma3n": "Gemma3nForConditionalGeneration",
     "paligemma": "PaliGemmaForConditionalGeneration",

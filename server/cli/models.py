@@ -66,7 +66,7 @@ def _list_models(arguments: argparse.Namespace) -> int:
 
 
 def _list_supported(arguments: argparse.Namespace) -> int:
-    """Print every class that is served: described ones by families, then those that transformers' code computes."""
+    """Print every class that is served: described ones by families, then the classes of transformers' code."""
     for name in ("config", "download_dir"):
         if getattr(arguments, name) is not None:
             raise UsageError(f"--{name.replace('_', '-')} has no effect on --supported.", "Leave one of the two out.")

@@ -129,7 +129,7 @@ def limits_of(model: RankModel, reference: ClassReference, config: WorkerConfig,
 def compare(trial: ClassTrial, reference: ClassReference, config: WorkerConfig) -> list[Comparison]:
     """Compute the prompt in every way, and return all comparisons.
 
-    Without `reference.expected`, as on every rank but the first, those with the class's own forward are not made.
+    Without `reference.expected`, as on every rank but the first, no comparison with the class's own forward is made.
     """
     count, expected = len(trial.prompt), reference.expected
     whole, first = trial.separate(trial.whole())

@@ -81,7 +81,7 @@ class ClassTensor:
 class Tie:
     """Two tensors that a checkpoint stores, and that the class keeps as one."""
 
-    taken: str  # name of the one that is read
+    taken: str  # name of the tensor that is read
     other: str
 
 

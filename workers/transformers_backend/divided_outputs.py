@@ -1,7 +1,7 @@
 """Outputs of a linear layer that ranks divide, followed in one look at a class, without values.
 
 A rank has some of the outputs. The class may compute with each of them alone, view them as heads, or hand them to a
-layer that takes divided inputs. A mean over all of them would be that of one rank, which is another number.
+layer that takes divided inputs. A mean over all of them would be one rank's mean, which is another number.
 """
 
 from collections.abc import Callable, Mapping, Sequence

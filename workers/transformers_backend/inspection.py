@@ -56,7 +56,7 @@ _CHANGING_ROPE = ("dynamic", "longrope")
 
 
 def describe_class(config: PretrainedConfig, ranks: int = 1) -> ClassDescription:
-    """Return the description of the class that `config` names first, or one with a refusal."""
+    """Return the description of the class that `config` names first, or a description with a refusal."""
     name = (config.architectures or [""])[0]
     try:
         return describe_opened(open_named(name, config), ranks)
