@@ -1,4 +1,4 @@
-"""What a class asks for in one forward: its attention, its masks and its memory, recorded instead of computed.
+"""The requests of a class in one forward: its attention, masks and memory, recorded instead of computed.
 
 The class sees a mask that knows its kind (`Mask`), positions that are followed (`Positions`), an attention function
 that records its arguments, and a memory without values. Whatever the backend could not compute in the same way refuses
@@ -19,6 +19,7 @@ from oarlock.workers.transformers_backend.class_description import AttentionCall
 from oarlock.workers.transformers_backend.divided_outputs import Divided
 from oarlock.workers.transformers_backend.mask_kinds import MaskFunction, mask_kind
 from oarlock.workers.transformers_backend.private_parts import AttentionInterface, AttentionMaskInterface
+from oarlock.workers.transformers_backend.states import MemoryWithoutKeys
 from oarlock.workers.transformers_backend.tracked_tensors import EarlierState, Logits, Mask, Positions
 
 IMPLEMENTATION = "oarlock_observer"
@@ -234,26 +235,8 @@ class Observer(TorchFunctionMode):
         self.changes_logits = self.changes_logits or operation
 
 
-class ObservedMemory:
+class ObservedMemory(MemoryWithoutKeys):
     """The memory of earlier tokens as transformers' classes see it: none, for one sequence at its first token."""
-
-    is_compileable = False
-    is_sliding = is_linear = is_dummy = ()  # of each layer: none is known before it runs
-
-    def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        return key, value
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0
-
-    def get_query_offset(self, *_: object) -> int:
-        return 0
-
-    def get_mask_sizes(self, query_length: int, *_: object) -> tuple[int, int]:
-        return query_length, 0
-
-    def is_recording_past(self, *_: object) -> bool:
-        return False
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         if layer_idx is not None:

@@ -48,7 +48,30 @@ def pieces_of(step: StateStep) -> Iterator[Piece]:
             yield Piece(at, last, read, writes[s])
 
 
-class SequenceStates:
+class MemoryWithoutKeys:
+    """The answers of transformers' `Cache` about keys, if it has none: a class gets the same ones in the look at it and
+    in a step, so no mask or position that it makes may follow from its memory."""
+
+    is_compileable = False
+    is_sliding = is_linear = is_dummy = ()  # of each layer: no class may choose its mask by the memory
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+        return key, value
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_query_offset(self, *_: object) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int, *_: object) -> tuple[int, int]:
+        return query_length, 0
+
+    def is_recording_past(self, *_: object) -> bool:
+        return False
+
+
+class SequenceStates(MemoryWithoutKeys):
     """The memory that a class gets as `past_key_values` or `cache_params`: no keys, and the states of one piece.
 
     Keys and values are in pages, which the attention function writes, so this memory answers like an empty one if a
@@ -60,9 +83,6 @@ class SequenceStates:
     inputs as it has taps, the latest last; a recurrent state has the dtype of its slot, and the class's results are
     converted to it.
     """
-
-    is_compileable = False
-    is_sliding = is_linear = is_dummy = ()  # of each layer: no class may choose its mask by the memory
 
     def __init__(self, calls: Sequence[StateCall]) -> None:
         """Describe the states. `calls`: in the order of the parts of each layer's slots."""
@@ -144,22 +164,7 @@ class SequenceStates:
             for (layer, part), state in self._found.items():
                 self._layers[layer].parts[part][piece.save].copy_(state[0])
 
-    # Methods of transformers' `Cache`.
-
-    def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        return key, value
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0
-
-    def get_query_offset(self, *_: object) -> int:
-        return 0
-
-    def get_mask_sizes(self, query_length: int, *_: object) -> tuple[int, int]:
-        return query_length, 0
-
-    def is_recording_past(self, *_: object) -> bool:
-        return False
+    # Methods of transformers' `Cache` for states.
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         """Return whether the current sequence has a state before the piece; False outside of stateful modules."""
