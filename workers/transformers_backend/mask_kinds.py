@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 NEAR = 64  # all pairs of these first positions are compared
-# Queries that are compared with all keys up to them. Their distances differ, so windows are told from chunks.
+# Queries that are compared with all keys up to them. Their distances differ, so a window has other values than chunks.
 FAR = (262_143, 262_142, 261_120, 200_000)
 
 MaskFunction = Callable[[Any, Any, Any, Any], Any]  # of batch, head, query position, key position

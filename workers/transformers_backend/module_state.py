@@ -43,7 +43,7 @@ class ModuleState:
                     continue
                 path = f"{prefix}.{name}" if prefix else name
                 yield path, _kept(value)
-                # Also what is in its lists and dicts, such as buffers, or tensors by their layer.
+                # Also the entries of its lists and dicts, such as buffers, or tensors by their layer.
                 entries = value.items() if isinstance(value, dict) else enumerate(value if type(value) is list else ())
                 for key, entry in entries:
                     yield (f"{prefix}.{key}" if name in ("_buffers", "_parameters") else f"{path}[{key}]"), _kept(entry)

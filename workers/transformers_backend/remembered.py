@@ -31,7 +31,7 @@ class Successes:
     """The file that exists if a start with the same class, checkpoint, settings and versions was right."""
 
     def __init__(self, architecture: str, config: WorkerConfig, facts: Callable[[], Any]) -> None:
-        """Set what the start depends on. `config` is resolved; `facts`: returns what else decides results, such as the
+        """Set the facts on which the start depends. `config` is resolved; `facts`: returns further ones, such as the
         kernels, after the weights are read."""
         self._architecture, self._config, self._facts = architecture, config, facts
 

@@ -1,4 +1,4 @@
-"""The text part of a multimodal class: where it is in the class, and the class built only for names of tensors."""
+"""The text part of a multimodal class: its place in the class, and the class built only for names of tensors."""
 
 import sys
 from collections.abc import Generator

@@ -126,7 +126,7 @@ def _targets(conversion: Conversion, stored: Mapping[str, Shape], shapes: Shapes
 
 
 def _find_tied(names: ClassNames, model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:
-    """Find the tensors that are one, and for those that are not stored the one that is."""
+    """Find tied tensors, and for each that is not stored the stored tensor."""
     groups: dict[int, set[str]] = {}
     for name, tensor in tensors.items():
         groups.setdefault(id(tensor), set()).add(name)
@@ -169,7 +169,7 @@ def _begins(name: str, beginnings: tuple[str, ...]) -> bool:
 
 
 def _matcher(patterns: Iterable[str]) -> Callable[[str], bool]:
-    """Return the test whether one of the regular expressions is found in a name."""
+    """Return a function that finds out whether a name matches any of the regular expressions."""
     together = "|".join(f"({pattern})" for pattern in patterns)
     expression = re.compile(together) if together else None
     return lambda name: expression is not None and expression.search(name) is not None
