@@ -91,14 +91,7 @@ def architectures() -> tuple[str, ...]:
 
 def has_page(architecture: str | None) -> bool:
     """Return whether a page here describes this class, or refuses it by name: a family or a multimodal model."""
-    if architecture is None:
-        return False
-    return (
-        architecture in FAMILIES
-        or architecture in ENCODERS
-        or architecture in REFUSED
-        or (architecture in served_wrappers(FAMILIES))
-    )
+    return architecture in architectures() or architecture in REFUSED
 
 
 def describe(hf_config: dict[str, Any]) -> DecoderSpec:
