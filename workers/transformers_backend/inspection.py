@@ -94,7 +94,7 @@ def _described(opened: OpenClass, ranks: int, own: list[str]) -> ClassDescriptio
     head, is_tied = model.get_output_embeddings(), _is_tied(model)
     tensors, hidden, vocabulary = tuple(class_tensors(model, own)), head.in_features, head.out_features
     has_plan = bool(model._tp_plan)
-    built = _model_for_look(opened, 1, own)
+    built = _on_rank(model, 1, own)
     observer = _looked_at(built, vocabulary, 1)
     attention, states = tuple(observer.attention), tuple(observer.states)
     if ranks > 1:
@@ -119,9 +119,8 @@ def _described(opened: OpenClass, ranks: int, own: list[str]) -> ClassDescriptio
     )
 
 
-def _model_for_look(opened: OpenClass, ranks: int, own: list[str]) -> PreTrainedModel:
-    """Return the model as the first of `ranks` ranks holds it, without weights."""
-    model = _whole(opened)
+def _on_rank(model: PreTrainedModel, ranks: int, own: list[str]) -> PreTrainedModel:
+    """Make `model`, which has no weights, the model that the first of `ranks` ranks holds, and return it."""
     placement = Placement(TensorParallel(0, ranks), model.dtype, torch.device("meta"))
     try:
         built = build(model, placement, own)
@@ -205,7 +204,7 @@ def _divided(
 ) -> tuple[tuple[AttentionCall, ...], tuple[StateCall, ...]]:
     """Return the calls of the whole model, each with whether `ranks` ranks divide it."""
     try:
-        observer = _looked_at(_model_for_look(opened, ranks, own), vocabulary, ranks)
+        observer = _looked_at(_on_rank(_whole(opened), ranks, own), vocabulary, ranks)
         calls = {call.layer: call for call in observer.attention}
         memory = {(state.layer, state.number, state.is_convolution): state for state in observer.states}
         if calls.keys() != {call.layer for call in attention} or len(memory) != len(states):
