@@ -25,7 +25,8 @@ from oarlock.engine.ipc.frames import FrameError, FrameReader
 from oarlock.engine.kv_cache.block_events import BlockChanges
 from oarlock.engine.replay.recording import end_of_killed
 from oarlock.engine.stats import EngineState, EngineStats, RequestHistory
-from oarlock.engine.types import EngineInfo, Request, TokenEvent
+from oarlock.engine.types import AdapterInfo, EngineInfo, Request, TokenEvent
+from oarlock.workers.adapters import adapter_digest
 from oarlock.workers.compile_ahead import CompilationWatch
 from oarlock.workers.config import OnProgress, WorkerConfig
 
@@ -221,6 +222,48 @@ class EngineClient:
                 return await asyncio.wait_for(asked, _HISTORY_TIMEOUT_S)
         return []
 
+    # -- LoRA adapters
+
+    async def add_adapter(self, name: str, directory: str) -> None:
+        """Let requests name the adapter in `directory` as `name`, and wait until every rank has loaded it.
+
+        `directory`: an absolute path that is the same on every host, in PEFT's or llama.cpp's layout. The engine keeps
+        the name, and loads the adapter again from there after it had to leave the ranks' memory, so its files must not
+        change before `remove_adapter`. No effect if the name refers to the same content already. Requests may name it
+        as soon as this was called: they wait for the load, and fail if it fails.
+
+        Raises `RequestError` with `param` `lora_path` and the reason if it cannot be read or does not fit the model,
+        and with code `adapter_exists` if the name refers to another content: to replace that, remove it first.
+        """
+        self._check_alive()
+        await self.add_known_adapter(name, await digest_of(directory), directory)
+
+    async def add_known_adapter(self, name: str, digest: str, directory: str) -> None:
+        """Add an adapter as `add_adapter` does, given the digest of its content."""
+        self._check_alive()
+        for text, param in ((name, "lora_name"), (directory, "lora_path")):
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise RequestError(f"{param} is not valid Unicode: {error.reason}.", param) from error
+        done = await self._queries.send(lambda number: messages.AddAdapter(number, name, digest, directory))
+        done.read()
+
+    async def remove_adapter(self, name: str) -> int:
+        """Forget an adapter, and return the number of its requests that were open.
+
+        Each of them ends with one event, in the order of their arrival: `FinishReason.ERROR` with code
+        `adapter_unloaded`. Later requests with this name are refused. The content leaves the ranks if it has no other
+        name. Raises `RequestError` with code `adapter_not_found` if the name is not known.
+        """
+        self._check_alive()
+        return (await self._queries.send(lambda number: messages.RemoveAdapter(number, name))).read()
+
+    async def list_adapters(self) -> list[AdapterInfo]:
+        """Return all adapters, in the order in which they were added. Raises `EngineDeadError`."""
+        self._check_alive()
+        return await self._queries.send(messages.AskAdapters)
+
     async def reset_prefix_cache(self) -> int:
         """Empty the prefix cache and return how many blocks it had. Waits for the step in flight. Raises
         `EngineDeadError`.
@@ -276,6 +319,10 @@ class EngineClient:
                 self._queries.resolve(number, stats)
             case messages.State(number, value) | messages.Histories(number, value) | messages.CacheReset(number, value):
                 self._queries.resolve(number, value)
+            case messages.Adapters(number, value):
+                self._queries.resolve(number, value)
+            case messages.AdapterDone():
+                self._queries.resolve(message.number, message)
             case messages.Dead(cause, exit_code):
                 self.death_cause, self.exit_code = cause, exit_code
                 self._fail_all()
@@ -411,6 +458,14 @@ class _Queries:
         for future in self._open.values():
             if not future.done():
                 future.set_exception(error)
+
+
+async def digest_of(directory: str) -> str:
+    """Return the digest of the adapter in `directory`, which another thread reads. Raises `RequestError`."""
+    try:
+        return await asyncio.to_thread(adapter_digest, directory)
+    except OSError as error:
+        raise RequestError(f"The adapter {directory} cannot be read: {error.strerror}.", "lora_path") from error
 
 
 async def _report_compiling(config: WorkerConfig, on_progress: OnProgress) -> None:

@@ -14,22 +14,23 @@ import itertools
 import logging
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 from oarlock.base.errors import EXIT_RANK_DIED, StartupError
 from oarlock.base.host_memory import free_host_bytes
-from oarlock.engine.client import EngineClient
+from oarlock.engine.client import EngineClient, digest_of
 from oarlock.engine.config import EngineConfig
 from oarlock.engine.engine_process import EngineProcess
-from oarlock.engine.errors import EngineDeadError, UnavailableError
+from oarlock.engine.errors import EngineDeadError, RequestError, UnavailableError
 from oarlock.engine.ipc.frames import FrameError
-from oarlock.engine.kv_cache.block_events import BlockChanges, extend_hashes
+from oarlock.engine.kv_cache.block_events import BlockChanges, extend_hashes, salt_with_adapter
 from oarlock.engine.stats import EngineState, EngineStats, RequestHistory
-from oarlock.engine.types import EngineInfo, Request, TokenEvent
+from oarlock.engine.types import AdapterInfo, EngineInfo, Request, TokenEvent
 from oarlock.workers.config import OnProgress
 
 logger = logging.getLogger("oarlock.engine.replicas")
@@ -134,6 +135,7 @@ _DIFFERENT_VALUES = StartupError(
     "The replicas would compute different values, because their model, dtypes or kernels differ.",
     "Check whether files of the model or of its kernels have changed since the start, then start again.",
 )
+_NO_REPLICA = EngineDeadError("No replica is running now.")
 _DEAD_GAUGES = {
     "state": "dead",
     "num_requests_running": 0,
@@ -145,6 +147,11 @@ _DEAD_GAUGES = {
     "num_blocks_held": 0,
     "num_state_slots_held": 0,
     "num_state_checkpoints": 0,
+    "num_adapters_loaded": 0,
+    "num_adapters_in_slots": 0,
+    "num_requests_waiting_for_adapter": 0,
+    "running_adapters": [],
+    "waiting_adapters": [],
 }
 StartReplica = Callable[[int, int], Awaitable[EngineClient]]  # its number, and how often it was started before
 
@@ -218,16 +225,18 @@ class Replica:
     def dies_too_often(self) -> bool:
         return len(self._deaths) == MAX_DEATHS and self._deaths[-1] - self._deaths[0] < DEATHS_S
 
-    async def restart(self, numbers_digest: str) -> None:
+    async def restart(self, numbers_digest: str, equip: Callable[[EngineClient], Awaitable[None]]) -> None:
         """Start an engine in place of the dead one. It must compute the same values as the others.
 
-        Raises `StartupError`.
+        `equip`: called with the engine before it gets requests. Raises `StartupError`.
         """
         began = time.monotonic()
         client = await self._start(self.number, self._num_starts)
         if client.info.numbers_digest != numbers_digest:
             await client.close(0.0)
             raise _DIFFERENT_VALUES
+        with suppress(EngineDeadError):  # it is noticed as every other death
+            await equip(client)
         self.client = client
         self._num_starts += 1
         logger.info("event=replica_ready engine=%d seconds=%.1f", self.number, time.monotonic() - began)
@@ -288,6 +297,11 @@ class JoinedProgress:
             self._on_progress(self._phases[last[0]], *last[1:])
 
 
+class _KnownAdapter(NamedTuple):
+    digest: str
+    directory: str
+
+
 class Replicas:
     """Running replicas of one model, made by `start_engine`. All methods belong to one event loop."""
 
@@ -300,6 +314,7 @@ class Replicas:
         self.death_cause: str | None = None
         self._ids = itertools.count(1)
         self._is_closing = False
+        self._adapters: dict[str, _KnownAdapter] = {}  # LoRA adapters by name, for replicas that start again
         self._supervisors = [
             asyncio.create_task(self._supervise(replica), name=f"replica-{replica.number}") for replica in replicas
         ]
@@ -318,7 +333,10 @@ class Replicas:
         loads = [replica.load if replica.is_alive else None for replica in self.replicas]
         if self._is_closing or not any(loads):
             raise EngineDeadError("The inference engine has stopped. No request can be served until it is restarted.")
-        num_cached = self.prefixes.num_cached(request.prompt_token_ids, request.cache_salt)
+        salt, adapter = request.cache_salt, self._adapters.get(request.adapter or "")
+        if adapter is not None:
+            salt = salt_with_adapter(salt, adapter.digest)
+        num_cached = self.prefixes.num_cached(request.prompt_token_ids, salt)
         number = choose(loads, num_cached) if rank is None else rank
         if loads[number] is None:
             raise UnavailableError(
@@ -365,6 +383,64 @@ class Replicas:
     def num_open(self) -> int:
         return sum(replica.client.num_open for replica in self.replicas)
 
+    # -- LoRA adapters
+
+    async def add_adapter(self, name: str, directory: str) -> None:
+        """Add an adapter on all live replicas, as `EngineClient.add_adapter` does, or on none if any of them fails.
+
+        Replicas that start again load it before they get requests.
+        """
+        digest = await digest_of(directory)
+        is_new = name not in self._adapters
+        if is_new:
+            self._adapters[name] = _KnownAdapter(digest, directory)
+        adding = (client.add_known_adapter(name, digest, directory) for client in self._live_clients())
+        results = await asyncio.gather(*adding, return_exceptions=True)
+        failures = [result for result in results if isinstance(result, BaseException)]
+        refusals = [failure for failure in failures if not isinstance(failure, EngineDeadError)]
+        if not refusals and len(failures) < len(results):
+            return
+        if is_new:
+            await self.remove_adapter(name)
+        raise (refusals or failures or [_NO_REPLICA])[0]
+
+    async def remove_adapter(self, name: str) -> int:
+        """Forget an adapter on all live replicas, as `EngineClient.remove_adapter` does, and return the number of its
+        requests that were open."""
+        known = self._adapters.pop(name, None)
+        removing = (client.remove_adapter(name) for client in self._live_clients())
+        results = await asyncio.gather(*removing, return_exceptions=True)
+        counts = [result for result in results if isinstance(result, int)]
+        if not counts and known is None:
+            raise next((result for result in results if isinstance(result, BaseException)), _NO_REPLICA)
+        return sum(counts)
+
+    async def list_adapters(self) -> list[AdapterInfo]:
+        """Return all adapters with the state of the first live replica, and their requests on all replicas."""
+        asking = (client.list_adapters() for client in self._live_clients())
+        lists = [one for one in await asyncio.gather(*asking, return_exceptions=True) if isinstance(one, list)]
+        counts = Counter[str]()
+        for info in itertools.chain.from_iterable(lists):
+            counts[info.name] += info.num_requests
+        return [replace(info, num_requests=counts[info.name]) for info in lists[0]] if lists else []
+
+    def _live_clients(self) -> list[EngineClient]:
+        return [replica.client for replica in self.replicas if replica.is_alive]
+
+    async def _equip(self, client: EngineClient) -> None:
+        """Give a new engine the adapters that the others have, as far as it can load them."""
+        if not client.info.max_loras:
+            return
+        names = {info.name for info in await client.list_adapters()}
+        for name in sorted(names - self._adapters.keys()):
+            await client.remove_adapter(name)
+        for name, adapter in list(self._adapters.items()):
+            if name not in names:
+                try:
+                    await client.add_known_adapter(name, adapter.digest, adapter.directory)
+                except RequestError as error:
+                    logger.error('event=adapter_lost engine=%d name=%r cause="%s"', client.number, name, error)
+
     async def reset_prefix_cache(self) -> int:
         """Empty the prefix caches of all live replicas, and return how many blocks they had."""
         live = [replica.client for replica in self.replicas if replica.is_alive]
@@ -401,7 +477,11 @@ class Replicas:
             if replica.dies_too_often:
                 return f"replica {replica.number} died too often, most recently because {cause}"
             try:
-                await replica.restart(self.replicas[replica.number - 1].client.info.numbers_digest)
+                digest = self.replicas[replica.number - 1].client.info.numbers_digest
+                await replica.restart(digest, self._equip)
+                await self._equip(replica.client)  # adapters may have been added or removed meanwhile
+            except EngineDeadError:
+                continue  # it has died again
             except (StartupError, OSError, FrameError) as error:  # OSError: it ended in the middle of a message
                 return f"replica {replica.number} could not be started again: {error}"
 

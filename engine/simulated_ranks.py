@@ -6,11 +6,13 @@ engine. Does not know requests.
 """
 
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
+from oarlock.workers.adapters import NO_SLOT, AdapterControl, AdapterReport, read_commands, report_fields
 from oarlock.workers.capacity import RankWork
 from oarlock.workers.config import GroupInfo, WorkerConfig, WorkerInfo
 from oarlock.workers.kv_offload import KVReports
@@ -52,6 +54,44 @@ class VirtualClock:
         return self.now_s
 
 
+class SimulatedAdapters:
+    """LoRA adapters of simulated ranks: loading takes virtual seconds, and slots know only the digest they contain."""
+
+    def __init__(
+        self, max_loras: int, max_in_host_memory: int, clock: Callable[[], float], load_s: float = 0.1
+    ) -> None:
+        """Take `load_s`, the seconds of each load. A directory whose name begins with `broken` cannot be loaded."""
+        self.slots: list[str | None] = [None] * (1 + max_loras)
+        self._max_in_host_memory = max_in_host_memory
+        self._clock, self._load_s = clock, load_s
+        self._loading: dict[str, tuple[float, str | None]] = {}  # digest -> time of the end, failure
+        self.loaded: set[str] = set()
+
+    def prepare(self, digest: str, directory: str) -> None:
+        assert digest not in self.loaded and digest not in self._loading, "an adapter is loaded twice"
+        assert len(self.loaded) + len(self._loading) < self._max_in_host_memory, "host memory is full"
+        failure = "it is broken" if directory.rpartition("/")[2].startswith("broken") else None
+        self._loading[digest] = self._clock() + self._load_s, failure
+
+    def put(self, digest: str, slot: int) -> None:
+        assert digest in self.loaded and 0 < slot < len(self.slots), "an adapter is put before it is loaded"
+        self.slots = [None if held == digest else held for held in self.slots]
+        self.slots[slot] = digest
+
+    def drop(self, digest: str) -> None:
+        self.slots = [None if held == digest else held for held in self.slots]
+        self._loading.pop(digest, None)
+        self.loaded.discard(digest)
+
+    def ready(self) -> dict[str, str | None]:
+        ended = {digest: failure for digest, (at_s, failure) in self._loading.items() if at_s <= self._clock()}
+        for digest, failure in ended.items():
+            del self._loading[digest]
+            if failure is None:
+                self.loaded.add(digest)
+        return ended
+
+
 class SimulatedExecutor:
     """Returns each step's output after its virtual seconds, with tokens that depend only on (seed, position).
 
@@ -83,6 +123,8 @@ class SimulatedExecutor:
         self.busy_s = [0.0] * len(costs)  # busy time of each stage
         self._free_at_s = [0.0] * len(costs)  # time at which each stage has finished all submitted steps
         self._steps: deque[tuple[StepMetadata, float]] = deque()  # step, time of its output
+        self.adapters = SimulatedAdapters(config.max_loras, config.num_host_adapters, clock)
+        self._adapter_control = AdapterControl(self.adapters)
 
     def submit(self, step: StepMetadata, *, masks_follow: bool = False) -> None:
         at_s = self._clock.now_s
@@ -99,6 +141,10 @@ class SimulatedExecutor:
         step, at_s = self._steps.popleft()
         self._clock.now_s = max(self._clock.now_s, at_s)
         self.num_tokens += step.num_tokens
+        reports = self._run_commands(step) if len(step.adapter_commands) else []
+        if len(step.adapter_slots):
+            empty = [slot for slot in step.adapter_slots.tolist() if slot != NO_SLOT and not self.adapters.slots[slot]]
+            assert not empty, "a step computes with an empty slot"
         mixed = step.seeds * 1_000_003 + step.sample_positions.astype(np.int64) * 7919
         sampled = np.where(
             step.sample_positions == self._ends[step.seeds], END_TOKEN, 1 + mixed % (self.info.vocab_size - 1)
@@ -107,7 +153,11 @@ class SimulatedExecutor:
         lens = pooled_lens(step, self.info.hidden_size)
         output = StepOutput(step.step_id, token_ids.astype(np.int32), np.ones(len(token_ids), bool), pooled_lens=lens)
         output.pooled = np.zeros(int(lens.sum()), np.float32)
-        return output
+        return replace(output, **report_fields(reports)) if reports else output
+
+    def _run_commands(self, step: StepMetadata) -> list[AdapterReport]:
+        commands = read_commands(step.adapter_commands, step.adapter_digests, step.adapter_texts)
+        return self._adapter_control.run(commands)
 
     def ping(self) -> None:
         return None

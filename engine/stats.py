@@ -40,6 +40,10 @@ class Histogram:
         self.count += times
 
 
+MAX_ADAPTER_LABELS = 64  # names of LoRA adapters with counts of their own; all later names share one
+OTHER_ADAPTERS = "other adapters"
+
+
 @dataclass(slots=True)
 class EngineStats:
     """Statistics of one engine since its start. Gauges are set when a snapshot is taken, counters only grow."""
@@ -67,6 +71,14 @@ class EngineStats:
     kv_offload_disk_blocks: int = 0  # files, of all models and processes that share the directory
     kv_offload_disk_bytes: int = 0
     kv_offload_disk_bytes_total: int = 0  # bytes that files may take
+    # Gauges of LoRA adapters.
+    num_adapters: int = 0  # names
+    num_adapters_loaded: int = 0  # adapters in host memory
+    num_adapters_in_slots: int = 0
+    num_requests_waiting_for_adapter: int = 0  # waiting requests whose adapter is not loaded or has no slot
+    # Names of adapters of running requests, and of requests that wait for their adapter; at most `MAX_ADAPTER_LABELS`.
+    running_adapters: list[str] = field(default_factory=list)
+    waiting_adapters: list[str] = field(default_factory=list)
     # counters
     prefix_cache_queries: int = 0  # prompt tokens looked up
     prefix_cache_hits: int = 0  # prompt tokens found
@@ -92,6 +104,13 @@ class EngineStats:
     num_kv_event_batches: int = 0  # batches that were published
     num_kv_event_batches_dropped: int = 0  # batches not encoded, since too many were waiting
     num_kv_event_overflows: int = 0  # times that a subscriber fell too far behind, and missed batches until it read
+    num_adapter_loads: int = 0  # disk -> host memory
+    num_adapter_failures: int = 0
+    num_adapter_puts: int = 0  # host memory -> slot
+    num_adapter_evictions: int = 0  # adapters that left host memory for others
+    # Name of an adapter -> its requests that have ended, their prompt tokens and generated tokens; at most
+    # `MAX_ADAPTER_LABELS` names, and `OTHER_ADAPTERS`.
+    by_adapter: dict[str, list[int]] = field(default_factory=dict)
     finished: dict[str, int] = field(default_factory=lambda: {reason.value: 0 for reason in FinishReason})
     # histograms
     queue_time_s: Histogram = field(default_factory=partial(Histogram, _LONG_SECONDS))

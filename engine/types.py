@@ -108,6 +108,7 @@ class Request:
     # Set if vectors are wanted instead of tokens: the request ends with `FinishReason.STOP` when its prompt is
     # computed. Its `params` are POOLS.
     pooling: PoolingParams | None = None
+    adapter: str | None = None  # name of a LoRA adapter; the engine resolves it when the request arrives
 
 
 POOLS = SamplingParams(max_tokens=0)
@@ -257,6 +258,18 @@ class TokenEvents:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterInfo:
+    """State of a LoRA adapter, listed once for each name."""
+
+    name: str
+    digest: str  # hexadecimal, of its settings and weights
+    directory: str
+    state: str  # on_disk | loading | ready: in host memory
+    slot: int  # 0: it is in no slot
+    num_requests: int  # open requests
+
+
+@dataclass(frozen=True, slots=True)
 class EngineInfo:
     """Facts about the running engine, for the server."""
 
@@ -299,3 +312,5 @@ class EngineInfo:
     is_replicated: bool = False  # each of several ranks holds the weights of all layers
     max_silence_s: float = math.inf  # the longest time without a frame from a working engine
     groups: tuple[GroupInfo, ...] = ()  # memory groups of the model; (): one group of all blocks
+    max_loras: int = 0  # LoRA adapters in one step; 0: none are served
+    max_lora_rank: int = 0

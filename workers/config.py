@@ -107,6 +107,9 @@ class WorkerConfig:
     kv_offload_bytes: int | None = None  # host memory of a rank for blocks outside the pool; resolved if a path is set
     kv_offload_path: str | None = None  # directory for files of these blocks
     kv_offload_disk_bytes: int | None = None  # limit of all files in it; None: half of the free space
+    max_loras: int = 0  # LoRA adapters in one step, each in a slot of device memory; 0: none are served
+    max_lora_rank: int = 16  # highest rank of an adapter, which sizes the slots
+    max_cpu_loras: int | None = None  # adapters in host memory besides one that is being loaded; None: `max_loras`
     gpu_memory_utilization: float = 0.9
     num_threads: int | None = None  # CPU threads of one rank; None: a thread for each core that it gets
     cpu_affinity: str = "auto"  # auto | none | the CPUs of each rank: see `oarlock.workers.ranks.cpu_affinity`
@@ -126,6 +129,14 @@ class WorkerConfig:
     def offloads_kv(self) -> bool:
         """Whether KV blocks are kept outside the pool."""
         return self.kv_offload_bytes is not None or self.kv_offload_path is not None
+
+    @property
+    def num_host_adapters(self) -> int:
+        """Number of adapters that fit into host memory; 0: none are served. An adapter in a slot has its copy there.
+
+        There is always room for one more than is in slots, so that an adapter can be loaded while all slots are used.
+        """
+        return 1 + max(self.max_loras, self.max_cpu_loras or 0) if self.max_loras else 0
 
     @property
     def ranks_per_node(self) -> int:

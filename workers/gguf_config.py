@@ -106,7 +106,7 @@ def gguf_checkpoint(directory: Path, model: GGUFModel) -> GGUFCheckpoint:
     `directory` contains the model's description.
     """
     spec, family = describe(hf_config(model)), _family(GGUFSettings(model))
-    names, layouts = dict(_names(spec, model, family)), dict(_layouts(spec, family))
+    names, layouts = dict(_names(spec, model, family)), dict(layouts_of(spec, family))
     bare = {tensor.name for tensor in tensors_of(spec)}  # names, with the kind if the tensor has one
     tensors: dict[str, LocatedTensor] = {}
     placed: dict[str, GGUFTransform] = {}
@@ -181,7 +181,7 @@ def _names(spec: DecoderSpec, model: GGUFModel, family: GGUFFamily) -> Iterator[
                     yield there + name, f"{here}{sublayer.module}.{part}"
 
 
-def _layouts(spec: DecoderSpec, family: GGUFFamily) -> Iterator[tuple[str, GGUFTransform]]:
+def layouts_of(spec: DecoderSpec, family: GGUFFamily) -> Iterator[tuple[str, GGUFTransform]]:
     """Yield modules whose values are permuted or shifted in the file, with their layouts."""
     added = GGUFTransform(added=spec.norm.offset)
     # Rows of layers without rotation are permuted as well.

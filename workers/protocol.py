@@ -12,6 +12,8 @@ torch. Sizes in the shapes below:
     C  copies of KV blocks between pages, host memory and files
     R  S if the model has recurrent layers, else 0                   V  saved recurrent states
     Q  sequences that need vectors, not tokens                        X  ids whose logits they name; returned values
+    A  S if any sequence has an adapter, else 0
+    U  commands for adapters; reports about them                      B  bytes of their texts
 """
 
 import math
@@ -24,6 +26,13 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from oarlock.workers.adapters import (
+    ADAPTER_DIGEST_BYTES,
+    MAX_LOADING,
+    MAX_REASON_BYTES,
+    MAX_TEXT_BYTES,
+    max_commands,
+)
 from oarlock.workers.config import MAX_POOLED_IDS, WorkerConfig, max_pooled_values
 from oarlock.workers.kv_offload import DIGEST_BYTES, MAX_COPIES
 from oarlock.workers.sampling_parameters import PENALTIES, ROWS, RowColumns
@@ -49,6 +58,7 @@ _no_history = partial(np.zeros, 1, "<i4")
 _no_bits = partial(np.zeros, (0, 0), "<u4")
 _no_copies = partial(np.zeros, (0, 3), "<i4")
 _no_digests = partial(np.zeros, (0, DIGEST_BYTES), "|u1")
+_no_adapters = partial(np.zeros, (0, ADAPTER_DIGEST_BYTES), "|u1")
 _no_bytes = partial(np.zeros, 0, "|u1")
 
 
@@ -124,6 +134,14 @@ class StepMetadata(RowColumns[np.ndarray]):
     kv_copies: np.ndarray = field(default_factory=_no_copies)  # int32 [C, 3]   `Copy`, block id, slot
     kv_digests: np.ndarray = field(default_factory=_no_digests)  # uint8 [C, 32]   of files, else 0
 
+    # Slot of each sequence's LoRA adapter; 0: it has none. Empty if no sequence has one.
+    adapter_slots: np.ndarray = field(default_factory=_no_ints)  # int32 [A]
+    # Commands for adapters, run in this order before the rest of the step, even if the step is refused; see
+    # `oarlock.workers.adapters`.
+    adapter_commands: np.ndarray = field(default_factory=_no_copies)  # int32 [U, 3]   `CommandKind`, slot, text bytes
+    adapter_digests: np.ndarray = field(default_factory=_no_adapters)  # uint8 [U, 16]
+    adapter_texts: np.ndarray = field(default_factory=_no_bytes)  # uint8 [B]   of PREPARE: name, NUL, directory
+
     # Whether the step was sent before the output of the previous one was known. If ranks refused the previous step,
     # they refuse this one without trying it, because it depends on those results.
     is_ahead: bool = False
@@ -172,6 +190,10 @@ class StepOutput:
     # all others in the last. NOT_POOLED: the values had NaN or infinity, and were left out.
     pooled_lens: np.ndarray = field(default_factory=_no_ints)
     pooled: np.ndarray = field(default_factory=_no_floats)  # float32 [X]
+    # Adapters whose preparation has ended on all ranks, if the step asked for reports.
+    adapter_digests: np.ndarray = field(default_factory=_no_adapters)  # uint8 [U, 16]
+    adapter_failures: np.ndarray = field(default_factory=_no_ints)  # int32 [U]   0: ready; else bytes of the reason
+    adapter_reasons: np.ndarray = field(default_factory=_no_bytes)  # uint8 [B]
     # Whether the step was refused for lack of memory: there are no rows, and it had no effect. It may be retried,
     # smaller.
     out_of_memory: bool = False
@@ -204,6 +226,9 @@ class StepShape(NamedTuple):
     num_pooled_values: int = 0  # X
     num_states: int = 0  # R
     num_saves: int = 0  # V
+    num_adapted: int = 0  # A
+    num_adapter_commands: int = 0  # U
+    num_adapter_bytes: int = 0  # B
 
 
 # Magic, step id, the shape, the largest number of top logprobs of an output, a flag; then a checksum of these.
@@ -329,6 +354,10 @@ def _step_arrays(shape: StepShape) -> list[_Array]:
         ("state_saves", _I4, (shape.num_saves, 3)),
         ("kv_copies", _I4, (shape.num_copies, 3)),
         ("kv_digests", _U1, (shape.num_copies, DIGEST_BYTES)),
+        *_ints("adapter_slots", shape.num_adapted),
+        ("adapter_commands", _I4, (shape.num_adapter_commands, 3)),
+        ("adapter_digests", _U1, (shape.num_adapter_commands, ADAPTER_DIGEST_BYTES)),
+        ("adapter_texts", _U1, (shape.num_adapter_bytes,)),
     ]
 
 
@@ -342,6 +371,12 @@ def _output_arrays(shape: StepShape, num_top: int) -> list[_Array]:
         arrays.append(("num_accepted", _I4, (shape.num_drafting,)))
     if shape.num_pooled:
         arrays += [("pooled_lens", _I4, (shape.num_pooled,)), ("pooled", _F4, (shape.num_pooled_values,))]
+    if num_reports := shape.num_adapter_commands:
+        arrays += [
+            ("adapter_digests", _U1, (num_reports, ADAPTER_DIGEST_BYTES)),
+            ("adapter_failures", _I4, (num_reports,)),
+        ]
+        arrays.append(("adapter_reasons", _U1, (shape.num_adapter_bytes,)))
     return arrays
 
 
@@ -364,6 +399,9 @@ def _shape_of(step: StepMetadata) -> StepShape:
         num_pooled_values=len(step.pool_ids),
         num_states=len(step.state_reads),
         num_saves=len(step.state_saves),
+        num_adapted=len(step.adapter_slots),
+        num_adapter_commands=len(step.adapter_commands),
+        num_adapter_bytes=len(step.adapter_texts),
     )
 
 
@@ -374,6 +412,8 @@ def _shape_of_output(output: StepOutput) -> tuple[StepShape, int]:
         num_drafting=0 if output.num_accepted is None else len(output.num_accepted),
         num_pooled=len(output.pooled_lens),
         num_pooled_values=len(output.pooled),
+        num_adapter_commands=len(output.adapter_failures),
+        num_adapter_bytes=len(output.adapter_reasons),
     )
     return shape, -1 if output.top_ids is None else output.top_ids.shape[1]
 
@@ -425,6 +465,9 @@ def max_step_bytes(config: WorkerConfig) -> int:
         num_pooled_values=ids,
         num_states=s,
         num_saves=2 * s + t // config.block_size,
+        num_adapted=s if config.max_loras else 0,
+        num_adapter_commands=max_commands(config),
+        num_adapter_bytes=MAX_LOADING * MAX_TEXT_BYTES if config.max_loras else 0,
     )
     return step_layout(largest).num_bytes
 
@@ -433,7 +476,15 @@ def max_output_bytes(config: WorkerConfig) -> int:
     """Return the bytes of the largest output within these limits."""
     s, t = config.max_num_seqs, config.max_num_batched_tokens
     values = max_pooled_values(config, config.hidden_size)
-    largest = StepShape(num_rows=max(s, t), num_drafting=s, num_pooled=s, num_pooled_values=values)
+    reports = MAX_LOADING if config.max_loras else 0
+    largest = StepShape(
+        num_rows=max(s, t),
+        num_drafting=s,
+        num_pooled=s,
+        num_pooled_values=values,
+        num_adapter_commands=reports,
+        num_adapter_bytes=reports * MAX_REASON_BYTES,
+    )
     return output_layout(largest, MAX_LOGPROBS).num_bytes
 
 

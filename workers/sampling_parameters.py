@@ -29,7 +29,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-STEP_FORMAT = 4  # format of a step's bytes, which recordings contain; increased with each change of an array
+STEP_FORMAT = 5  # format of a step's bytes, which recordings contain; increased with each change of an array
 _INT32_MAX = 2**31 - 1
 
 # Stage -> its files in C++, torch and Triton.

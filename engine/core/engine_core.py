@@ -114,6 +114,8 @@ class EngineCore:
             self.send_masks()
         output, num_rows, begun_s = self._submitted.popleft()
         step_output = self.executor.collect()
+        if len(step_output.adapter_failures):
+            self.scheduler.requests.report_adapters(step_output, self._clock())
         if step_output.out_of_memory:
             return self._roll_back(output)
         num_pooled = sum([item.seq.pooling is not None for item in output.scheduled]) if output.scheduled else 0
@@ -145,6 +147,8 @@ class EngineCore:
             step_output = self.executor.collect()
             if step_output.step_id != later.step_id or not step_output.out_of_memory:
                 raise WorkerError(0, later.step_id, f"it ran this step after it had refused step {output.step_id}")
+            if len(step_output.adapter_failures):
+                self.scheduler.requests.report_adapters(step_output, self._clock())
             outputs.append(later)
         self._finished_s = now = self._clock()
         failed = self.scheduler.roll_back(outputs, now)

@@ -22,12 +22,14 @@ from oarlock.engine.ipc import messages
 from oarlock.engine.ipc.frames import FrameError, FrameSocket, FrameSocketClosedError
 from oarlock.engine.kv_cache.block_events import BlockChanges, BlockEvent, BlockEventLog
 from oarlock.engine.kv_cache.offload import Flush
+from oarlock.engine.lora.registry import FAILED, POLL_S
 from oarlock.engine.stats import EngineStats
 from oarlock.engine.types import FinishReason, Request, TokenEvent, TokenEvents
 from oarlock.workers.errors import WorkerError
 
 if TYPE_CHECKING:
     from oarlock.engine.kv_cache.publisher import KvEventPublisher
+    from oarlock.engine.scheduler.adapter_queue import AdapterQueue
     from oarlock.engine.structured_output.manager import StructuredOutputManager
     from oarlock.workers.executor import Executor
 
@@ -74,6 +76,8 @@ class EngineLoop:
             self.subscribe_to_blocks(kv_events.publish)
         if config.reports_blocks:
             self.subscribe_to_blocks(self._report_blocks)
+        self._adapters = self.scheduler.adapters
+        self._awaited_adapters: dict[str, list[int]] = {}  # name -> numbers of the messages that wait for its load
         self._state_queries: list[int] = []  # numbers of the state queries that wait for a response
         self._stopping = False
         self.ending = "the server stopped normally"  # final when `run` has returned
@@ -133,6 +137,8 @@ class EngineLoop:
             self._add_compiled(self._structured_output)
         if self._executor.kv_reports is not None:
             core.receive_reports()
+        if self._adapters is not None and self._adapters.registry.outcomes:
+            self._reply_to_loads(self._adapters)
         if self._stopping or self._frame_socket.is_full:
             while core.num_in_flight:
                 self._finish_step()
@@ -186,6 +192,11 @@ class EngineLoop:
                 self._send(messages.Histories(number, [one for one in found if one is not None]))
             case messages.ResetCache(number):
                 self._send(messages.CacheReset(number, self.scheduler.memory.reset_prefix_cache()))
+            case messages.AddAdapter() | messages.RemoveAdapter():
+                self._change_adapters(message)
+            case messages.AskAdapters(number):
+                adapters, sequences = self._adapters, self.scheduler.requests.by_id.values()
+                self._send(messages.Adapters(number, [] if adapters is None else adapters.infos(sequences)))
             case messages.Stop():
                 self.stop()
             case _:
@@ -249,6 +260,36 @@ class EngineLoop:
             event = TokenEvent(request_id, finish_reason=FinishReason.ABORT)
         if event is not None:
             self._post([event])
+
+    def _change_adapters(self, message: messages.AddAdapter | messages.RemoveAdapter) -> None:
+        """Add or remove an adapter. The reply to an addition follows when it is loaded."""
+        adapters, now = self._adapters, self._clock()
+        try:
+            if adapters is None:
+                raise RequestError("This server serves no LoRA adapters.", "lora_name")
+            self._reply_to_loads(adapters)  # ends of earlier loads are no replies to this message
+            if isinstance(message, messages.AddAdapter):
+                adapters.add(message.name, message.digest, message.directory, now)
+                self._awaited_adapters.setdefault(message.name, []).append(message.number)
+                return
+            events = adapters.remove(message.name, list(self.scheduler.requests.by_id.values()), now)
+        except RequestError as error:
+            self._send(messages.AdapterDone.refused(message.number, error))
+            return
+        self._post(events)
+        self._send_outbox()
+        self._reply_to_loads(adapters)
+        self._send(messages.AdapterDone(message.number, len(events)))
+
+    def _reply_to_loads(self, adapters: "AdapterQueue") -> None:
+        """Reply to additions of adapters whose loads have ended."""
+        for name, failure in adapters.registry.take_outcomes():
+            for number in self._awaited_adapters.pop(name, []):
+                if failure is None:
+                    self._send(messages.AdapterDone(number))
+                else:
+                    error = RequestError(f"The adapter {name!r} could not be loaded: {failure}", "lora_path", FAILED)
+                    self._send(messages.AdapterDone.refused(number, error))
 
     def _fail(self, request_id: int) -> TokenEvent:
         """End one request through the engine's fault, whether the scheduler knows it or not."""
@@ -323,7 +364,7 @@ class EngineLoop:
 
     def _may_retry(self) -> bool:
         """Return whether to try another turn after a turn without a step. After two such turns, fail all requests."""
-        if not self.scheduler.has_work or self.scheduler.num_loading:
+        if not self.scheduler.has_work or self.scheduler.awaits_files:
             return False
         if not self._was_stuck:
             self._was_stuck = True
@@ -339,7 +380,10 @@ class EngineLoop:
         now = self._clock()
         wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._frame_socket.has_pending else 0)
         self._selector.modify(self._frame_socket, wanted, "socket")
-        for key, ready in self._selector.select(max(0.0, self._next_beat_s - now)):
+        until_s = self._next_beat_s
+        if self._adapters is not None and self._adapters.is_loading:
+            until_s = min(until_s, now + POLL_S)
+        for key, ready in self._selector.select(max(0.0, until_s - now)):
             if key.data == "death":
                 self._executor.ping()  # raises an error that names the rank
                 raise WorkerError(-1, self.scheduler.stats.step_id, "the channel of a rank was closed")

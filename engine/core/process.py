@@ -214,6 +214,8 @@ def engine_info(config: EngineConfig, executor: "Executor") -> EngineInfo:
         served_by=info.served_by,
         is_replicated=info.is_replicated,
         groups=info.groups,
+        max_loras=worker.max_loras,
+        max_lora_rank=worker.max_lora_rank if worker.max_loras else 0,
         max_silence_s=config.heartbeat_interval_s + worker.step_timeout_s,
     )
 

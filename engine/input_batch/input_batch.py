@@ -23,6 +23,7 @@ from oarlock.engine.kv_cache.offload import Copies
 from oarlock.engine.kv_cache.sequence_memory import UNSENT
 from oarlock.engine.scheduler.sequence import NOT_KNOWN, Decodes, ScheduledTokens, SchedulerOutput, Sequence
 from oarlock.engine.types import KINDS, penalises
+from oarlock.workers.adapters import NO_SLOT, command_fields
 from oarlock.workers.kv_offload import DIGEST_BYTES
 from oarlock.workers.protocol import StepMetadata
 from oarlock.workers.sampling_parameters import ROWS, columns_off
@@ -69,6 +70,7 @@ class InputBatch:
             max_num_seqs, np.int64
         )  # first position from which on no bias, penalty or mask is needed
         self._history_step = np.zeros(max_num_seqs, np.int64)  # step in which the history of a row's sequence was sent
+        self._adapter_slots = np.zeros(max_num_seqs, np.int32)  # slot of each row's adapter
         # Kept from the last step in which every sequence decoded. As long as no row changes, the next step can reuse
         # them.
         self._gathered_of: np.ndarray | None = None
@@ -96,9 +98,13 @@ class InputBatch:
             sections |= _kv_copies(output.kv_copies)
         if output.states is not None:
             sections |= output.states.fields()
+        if output.adapter_commands:
+            sections |= command_fields(output.adapter_commands)
+        if output.has_adapters and (slots := self._adapter_slots[tokens.rows_of_seqs]).any():
+            sections["adapter_slots"] = slots
         token_ids, columns = tokens.token_ids, tokens.columns
         unknown = (token_ids == NOT_KNOWN).nonzero()[0]
-        if len(unknown) == len(token_ids):
+        if 0 < len(unknown) == len(token_ids):
             token_ids = self._sampled_rows.references(output.step_id, tokens.rows)
         elif len(unknown):
             token_ids = token_ids.copy()
@@ -175,6 +181,7 @@ class InputBatch:
         self._choices["num_logprobs"][row] = _NO_LOGPROBS if params.logprobs is None else params.logprobs
         self._unconstrained_from[row] = constrained_until(seq)
         self._history_step[row] = _NEVER
+        self._adapter_slots[row] = NO_SLOT if seq.adapter is None else seq.adapter.slot
 
     def _scoring_columns(
         self, scheduled: list[ScheduledTokens], query_start_loc: np.ndarray

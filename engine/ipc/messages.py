@@ -1,12 +1,13 @@
 """Messages between frontend and engine: structs that `msgspec` writes and reads as msgpack, one in each frame.
 
-    frontend -> engine   Config, Submit, Abort, AskStats, AskState, AskHistories, ResetCache, Stop
+    frontend -> engine   Config, Submit, Abort, AskStats, AskState, AskHistories, ResetCache, AddAdapter, RemoveAdapter,
+                         AskAdapters, Stop
     engine -> frontend   Progress, Failed, Ready, Events, Refused, Alive, Stats, State, Histories, Blocks, CacheReset,
-                         Dead
+                         AdapterDone, Adapters, Dead
 
-The frontend's requests for statistics, the live state, histories and a cache reset have a number, which the reply
-repeats. Arrays are sent as the bytes of their items, after the code of their type. Each field is checked against its
-annotation when a message is read.
+The frontend's requests for statistics, the live state, histories, a cache reset and adapters have a number, which the
+reply repeats. Arrays are sent as the bytes of their items, after the code of their type. Each field is checked against
+its annotation when a message is read.
 
 Does not know sockets.
 """
@@ -35,6 +36,7 @@ from oarlock.engine.ipc.frames import FrameError, as_frame
 from oarlock.engine.kv_cache.block_events import HASH_BYTES, BlockChanges
 from oarlock.engine.stats import EngineState, EngineStats, RequestHistory
 from oarlock.engine.types import (
+    AdapterInfo,
     EngineInfo,
     FinishReason,
     PoolingParams,
@@ -129,6 +131,7 @@ class _Body(Struct, array_like=True, forbid_unknown_fields=True):
     is_admitted: bool
     is_low_priority: bool
     pooling: PoolingParams | None
+    adapter: str | None
 
 
 class Submit(Message):
@@ -146,7 +149,7 @@ class Submit(Message):
                 params, allowed = replace(params, allowed_token_ids=None), array(_INT32, allowed)
             body = _Body(
                 array(_INT32, request.prompt_token_ids), allowed, params, request.priority, request.cache_salt,
-                request.client, request.is_admitted, request.is_low_priority, request.pooling,
+                request.client, request.is_admitted, request.is_low_priority, request.pooling, request.adapter,
             )  # fmt: skip
             return Submit(request.request_id, Raw(_ENCODER.encode(body)))
         except _UNSENDABLE as error:
@@ -182,6 +185,7 @@ class RequestReader:
             is_admitted=body.is_admitted,
             is_low_priority=body.is_low_priority,
             pooling=body.pooling,
+            adapter=body.adapter,
         )
 
     def _shared(self, name: str, raw: Any, read: Callable[[Any], Any]) -> Any:
@@ -426,6 +430,53 @@ class CacheReset(Message):
     num_blocks: int
 
 
+class AddAdapter(Message):
+    """Let a name refer to a LoRA adapter, and load it."""
+
+    number: int
+    name: str
+    digest: str
+    directory: str
+
+
+class RemoveAdapter(Message):
+    """Forget the name of an adapter, and end its requests."""
+
+    number: int
+    name: str
+
+
+class AdapterDone(Message):
+    """An adapter was loaded or unloaded, or neither: then there is an error."""
+
+    number: int
+    num_ended: int = 0  # requests that were ended
+    error: str | None = None
+    param: str | None = None
+    code: str | None = None
+
+    @staticmethod
+    def refused(number: int, error: RequestError) -> "AdapterDone":
+        return AdapterDone(number, 0, error.message, error.param, error.code)
+
+    def read(self) -> int:
+        """Return the number of ended requests. Raises `RequestError`."""
+        if self.error is not None:
+            raise RequestError(self.error, self.param, self.code)
+        return self.num_ended
+
+
+class AskAdapters(Message):
+    number: int
+
+
+class Adapters(Message):
+    """All names of adapters, in the order in which they were added."""
+
+    number: int
+    adapters: list[AdapterInfo]
+
+
 class Stop(Message):
     pass
 
@@ -443,9 +494,34 @@ class Dead(Message):
 
 # -- encoding
 
-FromFrontend = Config | Submit | Abort | AskStats | AskState | AskHistories | ResetCache | Stop
+FromFrontend = (
+    Config
+    | Submit
+    | Abort
+    | AskStats
+    | AskState
+    | AskHistories
+    | ResetCache
+    | AddAdapter
+    | RemoveAdapter
+    | AskAdapters
+    | Stop
+)
 FromEngine = (
-    Progress | Failed | Ready | Events | Refused | Alive | Stats | State | Histories | Blocks | CacheReset | Dead
+    Progress
+    | Failed
+    | Ready
+    | Events
+    | Refused
+    | Alive
+    | Stats
+    | State
+    | Histories
+    | Blocks
+    | CacheReset
+    | AdapterDone
+    | Adapters
+    | Dead
 )
 
 

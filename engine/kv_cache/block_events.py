@@ -72,6 +72,20 @@ class BlockChanges(NamedTuple):
         return BlockChanges(is_cleared, stored, [block_hash for block_hash, there in is_there.items() if not there])
 
 
+_ADAPTER_MARK = b"\xff"  # in no salt of a client, since these are UTF-8
+
+
+def salt_with_adapter(cache_salt: bytes, digest: str) -> bytes:
+    """Return the salt of requests with the LoRA adapter `digest`: its blocks are never those of another content."""
+    return cache_salt + _ADAPTER_MARK + bytes.fromhex(digest)
+
+
+def split_salt(cache_salt: bytes) -> tuple[bytes, str | None]:
+    """Return the client's salt, and the digest of the adapter, if there is one."""
+    salt, mark, digest = cache_salt.partition(_ADAPTER_MARK)
+    return salt, digest.hex() if mark else None
+
+
 def extend_hashes(
     hashes: list[bytes], token_ids: Sequence[int], cache_salt: bytes, block_size: int, num_blocks: int
 ) -> None:

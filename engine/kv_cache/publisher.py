@@ -26,7 +26,7 @@ import zmq
 
 from oarlock.base.errors import StartupError
 from oarlock.engine.config import KvEventsConfig
-from oarlock.engine.kv_cache.block_events import AllBlocksCleared, BlockEvent, BlockStored
+from oarlock.engine.kv_cache.block_events import AllBlocksCleared, BlockEvent, BlockStored, split_salt
 
 logger = logging.getLogger("oarlock.engine")
 
@@ -77,7 +77,7 @@ class EventConverter:
             "block_size": self.block_size,
             "lora_id": None,
             "medium": _POOL,
-            "lora_name": None,
+            "lora_name": split_salt(event.cache_salt)[1],  # the digest, since a name may get another content
             "extra_keys": [[salt] if salt else None],
             "group_idx": _GROUP,
             "kv_cache_spec_kind": "full_attention" if self.sliding_window is None else "sliding_window",
@@ -91,7 +91,7 @@ class EventConverter:
         it."""
         if event.parent_hash is not None:
             return ""
-        salt = event.cache_salt.decode()
+        salt = split_salt(event.cache_salt)[0].decode()
         return salt.partition("|")[2] if self.has_key_in_salts else salt
 
 

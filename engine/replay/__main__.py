@@ -14,7 +14,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from oarlock.base.python_child import die_with_parent, run_while_read
 from oarlock.engine.kv_cache.state_slots import NULL_SLOT
 from oarlock.engine.replay.comparison import ReplayComparison
 from oarlock.engine.replay.recording import MASKS, STEP, Header, Recording
+from oarlock.workers.adapters import NO_SLOT, AdapterCommand, CommandKind, adapter_digest, read_commands
 from oarlock.workers.config import WorkerConfig, WorkerInfo
 from oarlock.workers.errors import WorkerError
 from oarlock.workers.executor import Executor, start_executor
@@ -43,6 +44,7 @@ class RecordingCounts:
     num_outputs: int = 0
     num_tokens: int = 0
     num_blocks: int = 1  # up to the highest that any step names
+    adapters: dict[str, AdapterCommand] = field(default_factory=dict)  # PREPARE of each adapter in a slot, by digest
 
 
 def main(argv: list[str]) -> int:
@@ -80,6 +82,7 @@ def replay(path: str, ranks: int | None, stages: int | None, model: str | None, 
     if not counts.num_steps:
         raise StartupError(f"{path} contains no steps.", "Record while the server processes requests.")
     config = _config(recording, counts, ranks, stages, model)
+    _check_adapters(counts)
     _print_head(recording, counts, config)
     executor = start_executor(config, lambda phase, share, _="": _progress(f"{phase} {share:.0%}"))
     unchecked = _inexact_reason(recording.header, executor.info)
@@ -157,13 +160,16 @@ def _with_tokens(step: StepMetadata, before: StepOutput | None) -> StepMetadata:
 
 
 class _SeenMemory:
-    """Entries of block tables, and slots of recurrent state, that the steps so far have written."""
+    """Entries of block tables, slots of recurrent state and slots of adapters that the steps so far have written."""
 
     def __init__(self, worker: WorkerConfig) -> None:
         self._block_size = worker.block_size
         self._shape = worker.max_num_seqs, table_width(worker)
         self._tables: dict[int, np.ndarray] = {}  # by memory group: whether each entry was written
         self._slots = {NULL_SLOT}
+        self._adapter_slots = {NO_SLOT}
+        self._prepared: dict[str, AdapterCommand] = {}  # LoRA adapters by digest
+        self.adapters: dict[str, AdapterCommand] = {}  # PREPARE of each adapter that was in a slot
 
     def add_tables(self, step: StepMetadata) -> None:
         """Add the table entries of `step`, which are written before any is read."""
@@ -175,9 +181,20 @@ class _SeenMemory:
         """Add the slots that `step` writes, which later steps may read."""
         self._slots.update(step.state_writes.tolist(), step.state_saves[:, 2].tolist())
 
+    def add_adapters(self, step: StepMetadata) -> None:
+        """Add the slots that `step` fills with adapters, which is done before the rest of it, and the adapters."""
+        for command in read_commands(step.adapter_commands, step.adapter_digests, step.adapter_texts):
+            if command.kind is CommandKind.PREPARE:
+                self._prepared[command.digest] = command
+            elif command.kind is CommandKind.PUT and command.digest in self._prepared:
+                self._adapter_slots.add(command.slot)
+                self.adapters.setdefault(command.digest, self._prepared[command.digest])
+
     def has_all_of(self, step: StepMetadata) -> bool:
         """Return whether each block and slot that `step` reads was assigned. Models have blocks, slots or both."""
         if not self._slots.issuperset(step.state_reads.tolist()):
+            return False
+        if not self._adapter_slots.issuperset(step.adapter_slots.tolist()):
             return False
         if not self._tables:
             return len(step.state_reads) == step.num_seqs
@@ -188,9 +205,11 @@ class _SeenMemory:
 def _count(recording: Recording) -> RecordingCounts:
     counts = RecordingCounts()
     seen = _SeenMemory(WorkerConfig(**recording.header.worker))
+    counts.adapters = seen.adapters
     try:
         for step, output in _steps(recording):
             seen.add_tables(step)
+            seen.add_adapters(step)
             if not seen.has_all_of(step):
                 raise StartupError(
                     f"{recording.path} does not begin with the first step: step {step.step_id} reads memory that no "
@@ -262,6 +281,19 @@ def _check_model(header: Header, directory: Path, *, given: bool) -> None:
         )
 
 
+def _check_adapters(counts: RecordingCounts) -> None:
+    """Check that each LoRA adapter of the recording has the same content here. Raises `StartupError`."""
+    for digest, command in counts.adapters.items():
+        named = f"The adapter {command.name!r} of the recording, {digest},"
+        fix = f"Put its files into {command.directory}."
+        try:
+            found = adapter_digest(command.directory)
+        except OSError as error:
+            raise StartupError(f"{named} cannot be read from {command.directory}: {error.strerror}.", fix) from None
+        if found != digest:
+            raise StartupError(f"{named} differs from the content of {command.directory}, {found}.", fix)
+
+
 # -- output
 
 
@@ -276,6 +308,8 @@ def _print_head(recording: Recording, counts: RecordingCounts, config: WorkerCon
         f"ranks      recorded with {_ranks(WorkerConfig(**header.worker))}, replayed with {_ranks(config)}, "
         f"on {config.device}"
     )
+    for digest, command in counts.adapters.items():
+        print(f"adapter    {command.name} ({digest}): {command.directory}")
     here = versions()
     others = [f"{name} {was} -> {here[name]}" for name, was in header.versions.items() if here.get(name, was) != was]
     if others:

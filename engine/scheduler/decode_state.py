@@ -74,6 +74,7 @@ class DecodeState:
         self.num_cached_tokens = np.zeros(max_num_seqs, np.int32)
         self.num_top = np.full(max_num_seqs, -1, np.int32)  # number of alternatives sent with a token; -1: no logprobs
         self.num_with_logprobs = 0  # running sequences with logprobs
+        self.num_adapted = 0  # running sequences with an adapter
         self.clients = np.zeros(max_num_seqs, np.int64)  # index into `client_names`
         self.client_names: list[str] = []
         self._client_index: dict[str, int] = {}
@@ -94,6 +95,7 @@ class DecodeState:
         if (num_top := seq.request.params.logprobs) is not None:
             self.num_top[row] = num_top
             self.num_with_logprobs += 1
+        self.num_adapted += seq.adapter is not None
         if client not in self._client_index:
             self._client_index[client] = len(self.client_names)
             self.client_names.append(client)
@@ -114,6 +116,7 @@ class DecodeState:
         if self.num_top[row] >= 0:
             self.num_top[row] = -1
             self.num_with_logprobs -= 1
+        self.num_adapted -= seq.adapter is not None
         self.num_released += 1
         self._released_at[row] = self.num_released
         seq.decode_state = None
@@ -288,6 +291,7 @@ class DecodeState:
         """Raise AssertionError if arrays and sequences disagree; `running` must be in the order of admission."""
         assert self.order.tolist() == [seq.row for seq in running], "rows in another order"
         assert int((self.num_top >= 0).sum()) == self.num_with_logprobs
+        assert self.num_adapted == sum(seq.adapter is not None for seq in running)
         held = [row for row, seq in enumerate(self.seqs) if seq is not None]
         assert held == sorted(self.order.tolist()), "a row is held by a sequence that does not run"
         for seq in running:

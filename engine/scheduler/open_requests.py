@@ -10,10 +10,13 @@ from dataclasses import replace
 from itertools import islice
 
 from oarlock.engine.config import EngineConfig
-from oarlock.engine.errors import INTERNAL, BrokenGrammarError
+from oarlock.engine.errors import INTERNAL, BrokenGrammarError, MaskPostponedError, RequestError
+from oarlock.engine.kv_cache.block_events import salt_with_adapter
 from oarlock.engine.kv_cache.offload import KVOffload
 from oarlock.engine.kv_cache.sequence_memory import SequenceMemory, num_state_slots, page_groups
 from oarlock.engine.kv_cache.state_slots import StateSlots
+from oarlock.engine.lora.registry import UNKNOWN, Adapter
+from oarlock.engine.scheduler.adapter_queue import AdapterQueue
 from oarlock.engine.scheduler.decode_state import DecodeState
 from oarlock.engine.scheduler.policy import reserved_blocks
 from oarlock.engine.scheduler.request_queue import LoadingSequences, RequestQueue
@@ -21,8 +24,10 @@ from oarlock.engine.scheduler.sequence import SchedulerOutput, Sequence, Status
 from oarlock.engine.scheduler.state_steps import StateRows
 from oarlock.engine.scheduler.timeline import MAX_AHEAD, RequestLog
 from oarlock.engine.stats import EngineStats
-from oarlock.engine.types import FinishReason, TokenEvent
+from oarlock.engine.types import FinishReason, Request, TokenEvent
+from oarlock.workers.adapters import read_reports
 from oarlock.workers.config import WorkerInfo
+from oarlock.workers.protocol import StepOutput
 
 logger = logging.getLogger("oarlock.engine")
 
@@ -54,9 +59,14 @@ class OpenRequests:
         self.kv_offload = offload
         if offload is not None:
             self.memory.attach(offload)
+        self.adapters: AdapterQueue | None = None  # None: no LoRA adapters are served
+        if worker.max_loras:
+            self.adapters = AdapterQueue(worker, self.waiting, self.running, self.stats, self.fail)
         self.loading: LoadingSequences | None = None  # None: no KV is kept in files
         if offload is not None and offload.has_disk:
-            self.loading = LoadingSequences(offload, self.waiting, self.memory)
+            self.loading = LoadingSequences(offload, self.waiting, self.memory, self._enqueue)
+            if self.adapters is not None:
+                self.adapters.on_park = self.loading.forget
         self.decode_state = DecodeState(self.num_rows, info.block_size, caches_blocks=caches_blocks)
         self.states: StateRows | None = None  # None: the model has no recurrent layers
         if (num_slots := num_state_slots(info)) is not None:
@@ -76,13 +86,49 @@ class OpenRequests:
         """Open requests by id, in the order in which they were added."""
         return self._by_id
 
+    def resolve(self, request: Request) -> tuple[Request, Adapter | None]:
+        """Return `request` with the salt of its adapter, and the adapter; None: it has none.
+
+        Raises `RequestError` if the name of its adapter is not known.
+        """
+        if request.adapter is None:
+            return request, None
+        if self.adapters is None:
+            raise RequestError("This server serves no LoRA adapters.", "model", UNKNOWN)
+        adapter = self.adapters.registry.resolve(request.adapter)
+        return replace(request, cache_salt=salt_with_adapter(request.cache_salt, adapter.digest)), adapter
+
+    def assign_adapters(self, adapters: AdapterQueue, now: float, *, ahead: bool) -> bool:
+        """Give slots to adapters, and preempt requests that must yield theirs. Return False if the result of the
+        previous step must come first."""
+        adapters.assign()
+        if adapters.to_preempt:
+            if ahead:
+                return False
+            for seq in adapters.to_preempt:
+                self.preempt(seq, now, is_short=False)
+            adapters.assign()
+        return True
+
+    def report_adapters(self, output: StepOutput, now: float) -> None:
+        """Process the reports in `output` about adapters that were loaded, or could not be."""
+        if self.adapters is not None:
+            reports = read_reports(output.adapter_digests, output.adapter_failures, output.adapter_reasons)
+            self.ended += self.adapters.report(reports, output.step_id, now)
+
     def add(self, seq: Sequence) -> None:
         """Queue a request that was accepted."""
         running, waiting = self.running, self.waiting
         ahead = islice(waiting if waiting.lines else running, MAX_AHEAD)
         seq.timeline.arrived(self.log, len(running), len(waiting), tuple(other.request_id for other in ahead))
         self._by_id[seq.request_id] = seq
-        waiting.push(seq)
+        self._enqueue(seq)
+
+    def _enqueue(self, seq: Sequence) -> None:
+        if seq.adapter is None or self.adapters is None:
+            self.waiting.push(seq)
+        else:
+            self.adapters.enqueue(seq)
 
     def start(self, seq: Sequence, output: SchedulerOutput, now: float) -> bool:
         """Give a waiting sequence its row, and blocks for all its tokens. Return False if there are too few."""
@@ -105,6 +151,8 @@ class OpenRequests:
         self.decode_state.take(seq)
         if self.states is not None:
             self.states.take(seq)
+        if seq.adapter is not None and self.adapters is not None:
+            self.adapters.started(seq)
         output.new_rows.append(seq)
         output.new_blocks += self.memory.all_entries(seq)
         return True
@@ -119,7 +167,7 @@ class OpenRequests:
         seq.num_preemptions += is_short
         seq.num_passed = 0
         seq.has_searched_files = False
-        self.waiting.push(seq)
+        self._enqueue(seq)
 
     # -- ends
 
@@ -128,16 +176,24 @@ class OpenRequests:
         if seq.status is Status.RUNNING:
             self._stop(seq)
         else:
-            if self.loading is None:
-                self.waiting.remove(seq)
-            else:
-                self.loading.remove(seq)
+            self._remove_waiting(seq)
             self.memory.free(seq)  # it holds none, unless it failed while it was admitted
         seq.status = Status.FINISHED
         del self._by_id[seq.request_id]
+        if seq.adapter is not None and self.adapters is not None:
+            self.adapters.ended(seq)
         seq.timeline.ended(now, reason, seq.num_generated_tokens, is_pooled=seq.pooling is not None)
         event = event or TokenEvent(seq.request_id, num_cached_tokens=seq.timeline.cached_tokens)
         return replace(event, finish_reason=reason)
+
+    def _remove_waiting(self, seq: Sequence) -> None:
+        """Remove a waiting sequence from the parked or loading ones, or from the queue."""
+        if seq.adapter is not None and self.adapters is not None and self.adapters.discard(seq):
+            return
+        if self.loading is None:
+            self.waiting.remove(seq)
+        else:
+            self.loading.remove(seq)
 
     def fail(
         self, seq: Sequence, message: str, now: float, param: str | None = None, code: str | None = None
@@ -152,6 +208,16 @@ class OpenRequests:
         logger.info("event=request_grammar_failed request_id=%d tokens=%d", seq.request_id, seq.num_generated_tokens)
         param = seq.masking_param
         return self.fail(seq, f"The grammar of '{param}' failed during generation: {error}", now, param, GRAMMAR_FAILED)
+
+    def end_without_mask(self, seq: Sequence, error: Exception, now: float) -> TokenEvent | None:
+        """End a running sequence whose mask could not be computed, or preempt it after a `MaskPostponedError`."""
+        if isinstance(error, MaskPostponedError):
+            self.preempt(seq, now, is_short=False)
+            return None
+        if isinstance(error, BrokenGrammarError):
+            return self.fail_by_grammar(seq, error, now)
+        logger.error("event=request_failed request_id=%d stage=mask", seq.request_id, exc_info=error)
+        return self.fail(seq, INTERNAL, now)
 
     def fail_after_exception(self, seq: Sequence, stage: str, now: float) -> TokenEvent:
         """Fail one sequence, but not the engine, after an exception while handling it. Must be called in an `except`
@@ -179,6 +245,8 @@ class OpenRequests:
         if self.states is not None:
             self.states.release(seq)
         self.memory.free(seq)
+        if seq.adapter is not None and self.adapters is not None:
+            self.adapters.may_assign = True
         self.free_rows.append(seq.row)
         seq.row = -1
         seq.status = Status.WAITING
@@ -191,14 +259,19 @@ class OpenRequests:
         loading = [] if self.loading is None else list(self.loading)
         stats.num_requests_running = len(self.running)
         stats.num_requests_loading = len(loading)
-        stats.num_requests_waiting = len(waiting) + waiting.num_pending + len(loading)
+        parked = [] if self.adapters is None else list(self.adapters.parked())
+        stats.num_requests_waiting = len(waiting) + waiting.num_pending + len(loading) + len(parked)
         num_loading_tokens = sum(seq.num_prompt_tokens for seq in loading)
-        stats.num_waiting_tokens = waiting.num_tokens + waiting.num_pending_tokens + num_loading_tokens
+        num_parked_tokens = sum(seq.num_prompt_tokens for seq in parked)
+        num_outside = waiting.num_pending_tokens + num_loading_tokens + num_parked_tokens
+        stats.num_waiting_tokens = waiting.num_tokens + num_outside
         stats.num_blocks_total = memory.num_total
         stats.num_blocks_free = memory.num_free
         stats.num_blocks_cached = memory.num_cached
         stats.num_blocks_held = memory.num_held
         stats.kv_cache_usage = memory.usage
+        if self.adapters is not None:
+            self.adapters.refresh_gauges()
         if self.kv_offload is not None:
             stats.kv_offload_host_blocks = self.kv_offload.host.num_blocks
         if self.states is not None:
@@ -217,6 +290,9 @@ class OpenRequests:
         rows = sorted([seq.row for seq in self.running] + self.free_rows)
         assert rows == list(range(self.num_rows)), "rows are lost or shared"
         waiting = [*self.waiting, *(self.loading or ())]
+        if self.adapters is not None:
+            self.adapters.audit()
+            waiting += self.adapters.parked()
         assert sorted(self._by_id) == sorted(seq.request_id for seq in [*self.running, *waiting])
         for seq in waiting:
             assert not seq.num_computed_tokens and not any(table.block_ids for table in seq.tables), (

@@ -11,7 +11,7 @@ Knows order and counts. Does not know rows or steps.
 
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from heapq import heapify, heappop, heappush
 from itertools import islice
 from typing import NamedTuple
@@ -81,6 +81,9 @@ class RequestQueue:
         self.num_tokens = 0  # prompt tokens
         self._num_low_priority_tokens = 0  # prompt tokens of low-priority sequences
         self.pending: Mapping[str, Pending] = {}  # pending requests by client; they count as waiting
+        # Requests by client that wait for their adapters outside the queue, except low-priority requests; they count
+        # as waiting. No client is kept that has none.
+        self._parked: dict[str, Pending] = {}
         self._shares = ClientShares()
         # True if generated tokens must be counted. A single client needs no count: a second begins at its time.
         self.has_had_several_clients = False
@@ -150,17 +153,19 @@ class RequestQueue:
         queue before. `num_free_rows` is the number of requests that can run at once.
         """
         lines = {client: seqs for (is_low, client), seqs in self.lines.items() if not is_low}
-        own, own_pending = lines.get(client, ()), self.pending.get(client, Pending(0, 0))
-        clients = len(lines.keys() | self.pending.keys() | {client})
-        num_waiting = sum(map(len, lines.values())) + self.num_pending
+        outside = self._outside(client)
+        clients = len(lines.keys() | self.pending.keys() | self._parked.keys() | {client})
+        num_waiting = sum(map(len, lines.values())) + self.num_pending + self._sum_of_parked(0)
         num_waiting_tokens = self.num_tokens - self._num_low_priority_tokens + self.num_pending_tokens
-        is_small = clients > 1 and len(own) + own_pending.num_requests < self.max_requests // clients
+        num_waiting_tokens += self._sum_of_parked(1)
+        own = lines.get(client, ())
+        is_small = clients > 1 and len(own) + outside.num_requests < self.max_requests // clients
         if num_waiting >= self.max_requests + num_free_rows and not is_small:
             raise QueueFullError(
                 f"{num_waiting} requests are already waiting (at most {self.max_requests} may wait). Retry later.",
                 self._retry_after_s(now),
             )
-        own_tokens = sum(seq.num_prompt_tokens for seq in own) + own_pending.num_tokens if is_small else 0
+        own_tokens = sum(seq.num_prompt_tokens for seq in own) + outside.num_tokens if is_small else 0
         is_short = is_small and own_tokens + num_tokens <= self.max_tokens // clients
         # An empty queue takes any prompt. Otherwise a prompt longer than the limit could never be served.
         if num_waiting and num_waiting_tokens + num_tokens > self.max_tokens and not is_short:
@@ -169,6 +174,24 @@ class RequestQueue:
                 "later.",
                 self._retry_after_s(now),
             )
+
+    def count_parked(self, seq: Sequence, change: int) -> None:
+        """Count `seq`, which waits outside the queue from now on (1) or no longer (-1)."""
+        client, is_low = seq.request.client, seq.request.is_low_priority
+        if not is_low:
+            count, tokens = self._parked.get(client, (0, 0))
+            self._parked[client] = Pending(count + change, tokens + change * seq.num_prompt_tokens)
+            if self._parked[client].num_requests == 0:
+                del self._parked[client]
+
+    def _outside(self, client: str) -> Pending:
+        """Return the requests of `client` that wait outside the queue."""
+        first, second = self.pending.get(client, (0, 0)), self._parked.get(client, (0, 0))
+        return Pending(first[0] + second[0], first[1] + second[1])
+
+    def _sum_of_parked(self, index: int) -> int:
+        """Return the number of parked requests (0), or of their prompt tokens (1)."""
+        return sum(parked[index] for parked in self._parked.values())
 
     def push(self, seq: Sequence) -> None:
         insort(self.lines.setdefault(_line(seq), []), seq, key=_key)
@@ -214,9 +237,17 @@ class RequestQueue:
 class LoadingSequences:
     """Sequences taken out of the queue while their files are read, and put back in order afterwards."""
 
-    def __init__(self, offload: KVOffload, queue: RequestQueue, memory: SequenceMemory) -> None:
+    def __init__(
+        self,
+        offload: KVOffload,
+        queue: RequestQueue,
+        memory: SequenceMemory,
+        put_back: Callable[[Sequence], object] | None = None,
+    ) -> None:
+        """`put_back`: queues a sequence again; None: the queue itself does."""
         self._offload = offload
         self._queue = queue
+        self._put_back = put_back or queue.push
         self._memory = memory
         self._seqs: dict[int, Sequence] = {}  # request id -> sequence
 
@@ -230,7 +261,7 @@ class LoadingSequences:
         """Queue sequences whose blocks have been read or will not arrive, and begin to read the blocks of the next
         ones."""
         for request_id in self._offload.take_ready(now):
-            self._queue.push(self._seqs.pop(request_id))
+            self._put_back(self._seqs.pop(request_id))
         for seq in [seq for seq in islice(self._queue, MAX_READ_AHEAD) if not seq.has_searched_files]:
             seq.has_searched_files = True
             first_column, digests = self._memory.missing_hashes(seq)
@@ -242,6 +273,11 @@ class LoadingSequences:
         """Remove `seq`, which has ended, from the queue or from the loading sequences."""
         if self._seqs.pop(seq.request_id, None) is None:
             self._queue.remove(seq)
+        self.release(seq)
+
+    def forget(self, seq: Sequence) -> None:
+        """Release the blocks read for `seq`, which waits for long: they will be searched and read again."""
+        seq.has_searched_files = False
         self.release(seq)
 
     def release(self, seq: Sequence) -> None:

@@ -9,21 +9,13 @@ Pure: the time is an argument, nothing is random, no set is iterated; the same c
 tensors, devices, processes or text.
 """
 
-import logging
 from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
 
 from oarlock.engine.config import EngineConfig
-from oarlock.engine.errors import (
-    INTERNAL,
-    OUT_OF_MEMORY,
-    BrokenGrammarError,
-    MaskPostponedError,
-    QueueFullError,
-    RequestError,
-)
+from oarlock.engine.errors import INTERNAL, OUT_OF_MEMORY, QueueFullError, RequestError
 from oarlock.engine.scheduler import policy
 from oarlock.engine.scheduler.admission import Limits, check
 from oarlock.engine.scheduler.decode_state import Drafts
@@ -46,8 +38,6 @@ from oarlock.engine.stats import EngineStats
 from oarlock.engine.types import FinishReason, Request, TokenEvent, TokenEvents
 from oarlock.workers.config import WorkerInfo, max_token_vectors
 
-logger = logging.getLogger("oarlock.engine")
-
 # Seconds of waiting that one level of priority is worth. Only more urgent requests that arrive within this time per
 # level overtake a request, so no request starves. There are 21 levels, so nothing that arrives ten minutes later can
 # overtake it.
@@ -61,7 +51,7 @@ class Scheduler:
         self.requests = requests = OpenRequests(config, info)
         self.limits = Limits.of(info, requests.memory.max_tokens)
         self.stats, self.kv_offload = requests.stats, requests.kv_offload
-        self.memory = requests.memory
+        self.memory, self.adapters = requests.memory, requests.adapters
         self._pools = requests.memory.pools
         self.max_num_seqs = requests.num_rows
         self.max_num_batched_tokens = config.worker.max_num_batched_tokens
@@ -85,9 +75,9 @@ class Scheduler:
         return bool(self.requests.by_id)
 
     @property
-    def num_loading(self) -> int:
-        """Sequences that wait for files to be read."""
-        return 0 if self.requests.loading is None else len(self.requests.loading)
+    def awaits_files(self) -> bool:
+        """Whether the ranks read files of KV blocks or of adapters, after which sequences may run that wait now."""
+        return bool(self.requests.loading) or (self.adapters is not None and self.adapters.is_loading)
 
     @property
     def num_running(self) -> int:
@@ -101,6 +91,7 @@ class Scheduler:
         """Queue a request. Raise `RequestError` if it can never run, `QueueFullError` if the queue is full."""
         assert (request.params.grammar is None) == (grammar_matcher is None), "a grammar and its matcher come together"
         self.check(request, now)
+        request, adapter = self.requests.resolve(request)
         self._num_arrivals += 1
         key = (now + request.priority * PRIORITY_STEP_S, self._num_arrivals)
         self.requests.add(
@@ -111,6 +102,7 @@ class Scheduler:
                 arrival_s=now,
                 grammar_matcher=grammar_matcher,
                 tables=self.memory.new_tables(),
+                adapter=adapter,
             )
         )
 
@@ -124,6 +116,7 @@ class Scheduler:
             if request.request_id in self.requests.by_id:
                 raise RequestError(f"Request id {request.request_id} is in use.", "request_id")
             check(request, self.limits)
+            self.requests.resolve(request)
             if not request.is_admitted:
                 num_free = len(self.requests.free_rows)
                 self._waiting.check(len(request.prompt_token_ids), num_free, now, request.client)
@@ -146,13 +139,7 @@ class Scheduler:
 
         Then no step may be scheduled until the results of all steps in flight have been applied.
         """
-        if isinstance(error, MaskPostponedError):
-            self.requests.preempt(seq, now, is_short=False)
-            return None
-        if isinstance(error, BrokenGrammarError):
-            return self.requests.fail_by_grammar(seq, error, now)
-        logger.error("event=request_failed request_id=%d stage=mask", seq.request_id, exc_info=error)
-        return self.requests.fail(seq, INTERNAL, now)
+        return self.requests.end_without_mask(seq, error, now)
 
     def complete(self, seq: Sequence, now: float) -> TokenEvent:
         """End a running sequence whose grammar allows nothing but the end."""
@@ -181,6 +168,8 @@ class Scheduler:
         """
         if self.requests.loading is not None:
             self.requests.loading.update(now)
+        if self.adapters is not None and not self.requests.assign_adapters(self.adapters, now, ahead=ahead):
+            return None
         # If the ranks lack memory, steps are smaller, have no drafts and are not sent ahead.
         max_tokens, max_drafts = self.max_num_batched_tokens, 0
         if self.refused_steps is not None:
@@ -213,10 +202,13 @@ class Scheduler:
             if self.refused_steps is not None:
                 self.refused_steps.begin(output)
             self.stats.iteration_tokens.observe(output.num_decodes + output.num_drafts + output.num_prompt_tokens)
-        elif (output := self._copies_only(output)) is None:
+        elif (output := self._commands_only(output, now)) is None:
             return None
         if self.kv_offload is not None:
             output.kv_copies = self.kv_offload.take_copies()
+        if self.adapters is not None:
+            output.adapter_commands = self.adapters.take_commands(output.step_id, now)
+            output.has_adapters = self._state.num_adapted > 0
         self.stats.step_id = self._step_id = output.step_id
         return output
 
@@ -272,6 +264,9 @@ class Scheduler:
                 self._keep_table_entries(output)
             if output.kv_copies is not None and self.kv_offload is not None:
                 self.kv_offload.restore_copies(output.kv_copies)
+            if self.adapters is not None:
+                self.adapters.restore_commands(output.adapter_commands)
+                output.adapter_commands = None
 
     # -- the sequences of a step
 
@@ -339,16 +334,17 @@ class Scheduler:
             return {}
         return self._state.choose_drafts(rows, self.drafter, max_drafts)
 
-    def _copies_only(self, output: SchedulerOutput) -> SchedulerOutput | None:
-        """Return a step with only KV copies instead of `output`, which computes nothing; None if there are no copies.
+    def _commands_only(self, output: SchedulerOutput, now: float) -> SchedulerOutput | None:
+        """Return a step with only KV copies and commands for adapters instead of `output`, which computes nothing; None
+        if there are none.
 
-        A step that only copies is not sent ahead. The next step gets the table entries of `output`.
+        Such a step is not sent ahead. The next step gets the table entries of `output`.
         """
         if output.new_blocks:
             self._keep_table_entries(output)
-        if output.is_ahead or self.kv_offload is None or not self.kv_offload.has_copies:
-            return None
-        return SchedulerOutput(output.step_id, [])
+        has_copies = self.kv_offload is not None and self.kv_offload.has_copies
+        has_commands = self.adapters is not None and self.adapters.has_commands(now)
+        return None if output.is_ahead or not (has_copies or has_commands) else SchedulerOutput(output.step_id, [])
 
     def _keep_table_entries(self, output: SchedulerOutput) -> None:
         """Keep the table entries of `output`, which is not sent, for the next step."""

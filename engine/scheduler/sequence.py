@@ -18,9 +18,11 @@ import numpy as np
 from oarlock.engine.kv_cache.manager import BlockTable, Shortage, TableEntry
 from oarlock.engine.kv_cache.offload import Copies
 from oarlock.engine.kv_cache.state_slots import HeldSlots
+from oarlock.engine.lora.registry import Adapter
 from oarlock.engine.scheduler.timeline import RequestTimeline
 from oarlock.engine.spec_decode.drafter import DraftState
 from oarlock.engine.types import Request, ScoredTokens
+from oarlock.workers.adapters import AdapterCommand
 from oarlock.workers.protocol import FINITE, NOT_POOLED, StepOutput
 
 
@@ -97,6 +99,7 @@ class Sequence:
         "_last_token_s",
         "_num_computed_tokens",
         "_token_ids",
+        "adapter",
         "awaited_checkpoint",
         "block_hashes",
         "block_ids",
@@ -140,11 +143,14 @@ class Sequence:
         arrival_s: float,
         grammar_matcher: GrammarMatcherProtocol | None = None,
         tables: tuple[BlockTable, ...] | None = None,
+        adapter: Adapter | None = None,
     ) -> None:
-        """Take the request and its empty block tables, `SequenceMemory.new_tables`; None: the table of one group."""
+        """Take the request, its adapter, and its empty block tables, `SequenceMemory.new_tables`; None: the table of
+        one group."""
         params = request.params
         self.request = request
         self.request_id = request.request_id
+        self.adapter = adapter  # it is in a slot while the sequence runs; None: it has none
         self.pooling = request.pooling
         self.samples = params.max_tokens > 0  # False if the request only scores the prompt
         self.key = key  # order of service: the smallest key runs first and is preempted last
@@ -351,6 +357,8 @@ class SchedulerOutput:
     num_token_vectors: int = 0  # prompt tokens whose hidden states are returned
     decodes: Decodes = NO_DECODES
     kv_copies: Copies | None = None  # copies that precede all other work of the step
+    adapter_commands: list[AdapterCommand] | None = None  # commands for LoRA adapters, which precede the step
+    has_adapters: bool = False  # whether a running sequence has an adapter
     states: StepStates | None = None  # None: the model has no recurrent layers
     is_ahead: bool = False  # True if scheduled while the previous step was in flight
 

@@ -286,8 +286,9 @@ def test_the_readmes_python_prints_the_shown_output(demo):
 
 
 @pytest.mark.slow
-def test_the_demo_models_training_starts(monkeypatch, capsys):
-    script = ROOT / "models" / "oarlock-demo" / "training" / "train_demo_model.py"
+@pytest.mark.parametrize("name", ["train_demo_model.py", "train_demo_adapter.py"])
+def test_the_demo_models_training_starts(monkeypatch, capsys, name):
+    script = ROOT / "models" / "oarlock-demo" / "training" / name
     monkeypatch.syspath_prepend(script.parent)
     monkeypatch.setattr(sys, "argv", [str(script), "--help"])
     with pytest.raises(SystemExit) as left:

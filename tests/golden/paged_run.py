@@ -10,12 +10,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from oarlock.workers.attention.backend import AttentionBackend, KVSpec
 from oarlock.workers.attention.forward_batch import BlockTables, ForwardBatch
 from oarlock.workers.attention.reference import ReferenceBackend
+from oarlock.workers.attention.rows_by_slot import NO_ADAPTER, RowsBySlot
 from oarlock.workers.distributed.all_reduce import tree_sum
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.gguf_config import open_checkpoint
@@ -30,6 +32,7 @@ from oarlock.workers.recurrent.states import NULL_SLOT
 from oarlock.workers.runner.layer_memory import allocate_memory
 from oarlock.workers.runner.trial_steps import SequenceChunk, TrialMemory, greedy_step
 from oarlock.workers.weights.gguf_reader import weight_source
+from oarlock.workers.weights.source import WeightSource
 
 BLOCK_SIZE = 8
 NUM_BLOCKS = 256
@@ -107,14 +110,16 @@ def load_decoder(
     *,
     dequantize: bool = False,
     distributes_experts: bool = False,
+    changed: Callable[[WeightSource], WeightSource] = lambda weights: weights,
 ) -> Decoder:
+    """Load a model. `changed`: returns the source that the layers read, from that of the checkpoint."""
     spec = read_spec(str(path), max_model_len)
     checkpoint = open_checkpoint(path, spec.names)
     formats = weight_formats(quantization, stored_quantization(path, read_config(path)), checkpoint)
     formats = served_formats(formats, "cpu", dequantize=dequantize)
     decoder = Decoder(spec, tp, dtype, torch.device("cpu"), formats, distributes_experts=distributes_experts)
     with weight_source(checkpoint, check_finite=True, on_read=lambda: None) as weights:
-        decoder.load(weights, lambda share: None)
+        decoder.load(changed(weights), lambda share: None)
     return decoder
 
 
@@ -132,14 +137,20 @@ class PagedRun:
         self.lengths: dict[int, int] = {}
         self.slots: dict[int, int] = {}  # slot of each sequence's newest recurrent state
 
-    def step(self, work: dict[int, Sequence[int]]) -> dict[int, Tensor]:
-        """Feed each sequence its next tokens -> the logits of all of them, whole vocabulary: float32 [n, vocab]."""
+    def step(self, work: dict[int, Sequence[int]], slots: dict[int, int] | None = None) -> dict[int, Tensor]:
+        """Feed each sequence its next tokens -> the logits of all of them, whole vocabulary: float32 [n, vocab].
+
+        `slots`: the slot of each sequence's adapter, if it has one.
+        """
         step = self._metadata(work)
         tables = BlockTables.of_step(step, BLOCK_SIZE, torch.device("cpu"), self.kinds.pages_groups)
         batch = ForwardBatch.from_step(step, tables)
+        if slots is not None:
+            of_sequences = np.array([slots.get(seq, NO_ADAPTER) for seq in work], np.int32)
+            batch.adapters = RowsBySlot.of_sequences(of_sequences, step.query_start_loc, torch.device("cpu"))
         plans = {group: backend.prepare(batch) for group, backend in self.backends.items()}
         hidden = self.decoder(batch, self.memory, self.backends, plans)
-        local = self.decoder.compute_logits(hidden)[: step.num_tokens]  # [T, vocab_local]
+        local = self.decoder.compute_logits(hidden, batch.adapters)[: step.num_tokens]  # [T, vocab_local]
         gathered = self.decoder.placement.tp.all_gather(local)  # [ranks, T, vocab_local]
         logits = gathered.transpose(0, 1).flatten(1)  # [T, padded vocabulary]
         vocab = self.decoder.spec.vocab_size

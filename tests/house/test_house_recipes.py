@@ -171,8 +171,10 @@ def test_the_driver_that_the_recipe_names_is_the_one_that_the_start_requires():
     assert LEAST_DRIVERS[int(built.split(".")[0])] in DOCKERFILE
 
 
-def test_a_wheel_carries_the_demo_model_without_its_training():
+def test_a_wheel_carries_the_models_without_their_training():
     patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["data-files"]
-    folder = ROOT / "models" / "oarlock-demo"
-    shipped = {path for pattern in patterns["share/oarlock/models/oarlock-demo"] for path in ROOT.glob(pattern)}
-    assert shipped == {path for path in folder.iterdir() if path.is_file()}
+    folders = {f"share/oarlock/models/{folder.name}": folder for folder in (ROOT / "models").iterdir()}
+    assert patterns.keys() == folders.keys()
+    for target, folder in folders.items():
+        shipped = {path for pattern in patterns[target] for path in ROOT.glob(pattern)}
+        assert shipped == {path for path in folder.iterdir() if path.is_file()}

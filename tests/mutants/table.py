@@ -28,6 +28,8 @@ CONCERNS: dict[str, tuple[str, ...]] = {
         "-k",
         "(separate_products and float32) or multiply_inputs",
     ),
+    "adapted-layers": ("tests/unit/workers/lora/test_adapted_layers.py",),
+    "adapted-models": ("tests/golden/test_adapters_golden.py", "-k", "llama and none"),
     "class-experts": ("tests/unit/workers/transformers_backend/test_experts.py",),
     "router": ("tests/unit/workers/layers/test_router.py", *_AVX2),
     "sampling-kernels": (
@@ -80,6 +82,11 @@ CONCERNS: dict[str, tuple[str, ...]] = {
         "tests/unit/engine/scheduler/test_refused_steps.py",
         "tests/unit/engine/scheduler/test_scheduler_properties.py",
         "tests/sim/test_fairness.py",
+    ),
+    "adapters": (
+        "tests/unit/engine/scheduler/test_adapters.py",
+        "tests/unit/engine/scheduler/test_adapter_properties.py",
+        "tests/unit/workers/test_adapters.py",
     ),
     "kv-cache": (
         "tests/unit/engine/kv_cache/test_kv_cache_manager.py",
@@ -134,6 +141,11 @@ CONCERNS: dict[str, tuple[str, ...]] = {
         "tests/golden/test_layers_golden.py",
         "-k",
         "defaults or familys_rule or stretches or hyperclovax-tp or glm4-tp or granite-swa-tp",
+    ),
+    "adapter-files": (
+        "tests/unit/workers/lora/test_adapter_config.py",
+        "tests/unit/workers/lora/test_adapter_file.py",
+        "tests/unit/workers/lora/test_gguf_adapter.py",
     ),
     "gated-delta": (
         "tests/unit/workers/layers/test_gated_delta.py",

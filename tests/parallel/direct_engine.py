@@ -137,7 +137,7 @@ class DirectEngine:
         num_in_flight = self._engine_core.num_in_flight
         self._engine_core.receive_reports()
         output = self._engine_core.begin()
-        if output is None and not num_in_flight and self.scheduler.num_loading:
+        if output is None and not num_in_flight and self.scheduler.requests.loading:
             assert self._executor.kv_reports is not None
             assert select.select([self._executor.kv_reports], [], [], 60)[0], "files are not read"
             self.now -= 0.01

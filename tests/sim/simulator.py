@@ -6,6 +6,7 @@ settings give the same report, to the last digit.
 
 import heapq
 import random
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -15,6 +16,7 @@ import numpy as np
 from oarlock.engine.config import EngineConfig
 from oarlock.engine.core.engine_core import EngineCore
 from oarlock.engine.errors import QueueFullError, RequestError
+from oarlock.engine.lora.registry import POLL_S
 from oarlock.engine.simulated_ranks import (
     END_TOKEN,
     CostModel,
@@ -38,6 +40,25 @@ class Arrival:
     client: str = ""
     is_low_priority: bool = False
     pooling: PoolingParams | None = None  # vectors are wanted, and no answer
+    adapter: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterChange:
+    """Loading or unloading of an adapter during a simulation."""
+
+    time_s: float
+    name: str
+    number: int | None = None  # of the content that is loaded; None: the name is unloaded
+
+    def apply(self, engine_core: EngineCore, now: float) -> list[TokenEvent]:
+        """Make the change, and return the events of requests that it ends."""
+        scheduler = engine_core.scheduler
+        assert scheduler.adapters is not None
+        if self.number is None:
+            return scheduler.adapters.remove(self.name, list(scheduler.requests.by_id.values()), now)
+        scheduler.adapters.add(self.name, self.number.to_bytes(16, "big").hex(), f"/{self.number}", now)
+        return []
 
 
 def make_trace(
@@ -75,6 +96,7 @@ class SimulationConfig:
     cost: CostModel = field(default_factory=CostModel)  # of each pipeline stage
     stages: tuple[CostModel, ...] = ()  # the cost of each, where they differ
     ranks: Callable[..., SimulatedExecutor] = SimulatedExecutor
+    changes: tuple[AdapterChange, ...] = ()  # in the order of their times
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,10 +185,13 @@ def simulate(trace: Iterable[Arrival], config: SimulationConfig, watch: Watch | 
     engine_core = EngineCore(config.engine, executor, clock)
     scheduler, watch = engine_core.scheduler, watch or Watch()
     heapq.heapify(arrivals)
+    changes = deque(config.changes)
     peak_usage, max_running, max_preempted = 0.0, 0, 0
     while arrivals or scheduler.has_work or engine_core.num_in_flight:
         if not scheduler.has_work and not engine_core.num_in_flight:
             clock.now_s = max(clock.now_s, arrivals[0][0])
+        while changes and changes[0].time_s <= clock.now_s:
+            watch.record(changes.popleft().apply(engine_core, clock.now_s), clock.now_s)
         while arrivals and arrivals[0][0] <= clock.now_s:
             time_s, number, arrival = heapq.heappop(arrivals)
             watch.arrived_s[number] = time_s
@@ -179,9 +204,11 @@ def simulate(trace: Iterable[Arrival], config: SimulationConfig, watch: Watch | 
             stats = scheduler.refresh_gauges()
             peak_usage = max(peak_usage, stats.kv_cache_usage)
             max_running = max(max_running, stats.num_requests_running)
-            max_preempted = max(max_preempted, *(item.seq.num_preemptions for item in output.items()))
+            max_preempted = max([max_preempted, *(item.seq.num_preemptions for item in output.items())])
         if engine_core.num_in_flight and (output is None or engine_core.is_full):
             watch.record(engine_core.finish(), clock.now_s)
+        elif output is None and scheduler.awaits_files:
+            clock.now_s += POLL_S
         watch.record(engine_core.take_events(), clock.now_s)
     return _report(engine_core, executor, watch, clock.now_s, peak_usage, max_running, max_preempted)
 
@@ -231,4 +258,5 @@ def _request(number: int, arrival: Arrival) -> Request:
         priority=arrival.priority,
         client=arrival.client,
         is_low_priority=arrival.is_low_priority,
+        adapter=arrival.adapter,
     )

@@ -380,6 +380,7 @@ FUSED_MODULES = {
 }
 _LAYERS, _EMBEDDING, _NORM, _HEAD = "model.layers.", "model.embed_tokens.", "model.norm.", "lm_head."
 _POSITIONS = "model.embed_positions."
+EMBEDDING_WEIGHT = f"{_EMBEDDING}weight"
 
 
 def layers_of_stage(num_layers: int, stage: int, num_stages: int) -> range:

@@ -4,12 +4,15 @@ Shards have equal sizes; ids beyond the vocabulary are padding.
 """
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from oarlock.workers.attention.rows_by_slot import RowsBySlot
 from oarlock.workers.layers.decoder_spec import DecoderSpec, PositionTable
+from oarlock.workers.layers.linear import AdaptedLayer
 from oarlock.workers.layers.placement import Placement
 from oarlock.workers.layers.sharding import shard_vocab
 from oarlock.workers.quantization.matmul import ReadableMatmul, holds_weight
@@ -17,9 +20,22 @@ from oarlock.workers.quantization.method import LinearWeight, StoredRows, Weight
 from oarlock.workers.weights.source import WeightSource
 
 
+class EmbeddingUpdate(Protocol):
+    """An embedding in steps in which rows have adapters."""
+
+    @property
+    def rows(self) -> RowsBySlot | None:
+        """Rows of the step that runs that have an adapter of the embedding; None if there are none."""
+
+    def __call__(self, ids: Tensor, found: Tensor, rows: RowsBySlot) -> Tensor:
+        """Return `found` [T, hidden], the embedding's rows before the scale, with the updates of `rows`."""
+
+
 class VocabParallelEmbedding:
     """Embedding: ids int64 [T] -> [T, hidden]. A rank looks up the ids of its shard and sets the rows of others to
     minus zero before the all-reduce."""
+
+    adapted: EmbeddingUpdate | None = None  # set if the model serves adapters
 
     def __init__(self, name: str, vocab_size: int, hidden: int, placement: Placement, scale: float = 1.0) -> None:
         """Set the sizes of this rank's shard. `scale` is rounded to the weights' dtype, as in training, and multiplies
@@ -47,6 +63,8 @@ class VocabParallelEmbedding:
 
     def __call__(self, ids: Tensor) -> Tensor:
         rows = self._rows(ids)
+        if self.adapted is not None and (adapted := self.adapted.rows) is not None:
+            rows = self.adapted(ids, rows, adapted)
         return rows if self.scale == 1.0 else rows * self.scale
 
     def _rows(self, ids: Tensor) -> Tensor:
@@ -88,6 +106,8 @@ class PositionEmbedding:
 
 class VocabParallelHead:
     """Output head: hidden [L, hidden] -> float32 logits [L, local] of this rank's shard; padding ids get -inf."""
+
+    adapted: AdaptedLayer | None = None  # set if the model serves adapters
 
     def __init__(
         self,
@@ -144,8 +164,11 @@ class VocabParallelHead:
             embedding.share(self.matmul)
         self.shares_memory = isinstance(self.matmul, ReadableMatmul) or holds_weight(self.matmul)
 
-    def __call__(self, hidden: Tensor) -> Tensor:
-        logits = self.matmul(hidden).float()  # [L, local]
+    def __call__(self, hidden: Tensor, adapters: RowsBySlot | None = None) -> Tensor:
+        """Compute the logits. `adapters`: of the rows of `hidden`; None if none of them has one."""
+        own = None if adapters is None or self.adapted is None else adapters.among(self.adapted.pairs.used)
+        # [L, local]
+        logits = (self.matmul(hidden) if own is None or self.adapted is None else self.adapted(hidden, own)).float()
         if self.bias is not None:
             logits.add_(self.bias)
         if self.scale != 1.0:

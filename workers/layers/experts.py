@@ -6,11 +6,13 @@ The shared expert is one expert that every token uses; it is always sharded alon
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from oarlock.workers.attention.backend import LayerMemory, LayerStep
+from oarlock.workers.attention.rows_by_slot import RowsBySlot
 from oarlock.workers.kernels.cpu import library
 from oarlock.workers.kernels.cpu.experts import CppRouter
 from oarlock.workers.kernels.cpu.fused_layer import Rows
@@ -138,8 +140,21 @@ def _mix(logits: Tensor, spec: RouterSpec) -> tuple[Tensor, Tensor]:
     return order.values.int(), (torch.cat(weights, 1).gather(1, order.indices) * spec.scale).float()
 
 
+class ExpertsUpdate(Protocol):
+    """Experts in steps in which rows have adapters."""
+
+    @property
+    def rows(self) -> RowsBySlot | None:
+        """Rows of the step that runs that have an adapter of any of the experts; None if there are none."""
+
+    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, rows: RowsBySlot) -> Tensor:
+        """Compute the experts as an `ExpertMatmul` does, with the updates of `rows`."""
+
+
 class ExpertStack:
     """This rank's part of experts of one width; `matmul` is their `ExpertMatmul` after loading."""
+
+    adapted: ExpertsUpdate | None = None  # set if the model serves adapters
 
     def __init__(
         self,
@@ -165,6 +180,11 @@ class ExpertStack:
             held.first, held.count, hidden, shard.count, placement.dtype, shard.slices, held.groups, held.group,
             spec.activation, spec.alpha, spec.limit, spec.is_gated, spec.weighs_inputs,
         )  # fmt: skip
+
+    @property
+    def shards(self) -> list[WeightShard]:
+        """Shards of gate and up, and of down, of each of the rank's experts by turns."""
+        return [shard for name in self.names for shard in self._shards(name)]
 
     def _shards(self, name: str) -> tuple[WeightShard, WeightShard]:
         """Return the shards of gate and up, and of down, that this rank holds of an expert."""
@@ -209,6 +229,8 @@ class ExpertStack:
             yield ExpertWeights(placement.load(gate_up, weights), placement.load(down, weights), biases[0], first)
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        if self.adapted is not None and (rows := self.adapted.rows) is not None:
+            return self.adapted(x, ids, weights, rows)
         return self.matmul(x, ids, weights)
 
 

@@ -37,6 +37,7 @@ from oarlock.workers.kernels.cpu.structures import (
     MOST_PAGES_GROUPS,
     MOST_QUERY_SCALES,
     MOST_ROTARIES,
+    CAdaptedWeight,
     CAddition,
     CBranch,
     CColumnProduct,
@@ -101,13 +102,21 @@ class Program:
     """
 
     def __init__(
-        self, backends: Sequence[CppBackend], kernels: ctypes.CDLL, dtype: torch.dtype, hidden: int, inputs: int = 0
+        self,
+        backends: Sequence[CppBackend],
+        kernels: ctypes.CDLL,
+        dtype: torch.dtype,
+        hidden: int,
+        inputs: int = 0,
+        *,
+        adapts: bool = False,
     ) -> None:
         """Start an empty program. All weights must be packed for `kernels` and `dtype`.
 
         `backends`: of the groups of pages, in the order of the step's arrays. `inputs`: values per token of the inputs
-        of all layers.
+        of all layers. `adapts`: the program is for steps in which rows have adapters.
         """
+        self.adapts, self._max_rank = adapts, 0
         self.backends = backends
         self.kernels = kernels
         self.dtype = dtype
@@ -158,8 +167,20 @@ class Program:
         """Add the matmul of `owner`, whose type must be in `kinds`. Return its weight."""
         weight = self._weight(self.take(owner, "matmul", *kinds))
         items = 4 // self.dtype.itemsize if weight.epilogue == Epilogue.FLOAT else 1
-        self.add(OperationKind.MULTIPLY, source, target, weight, weight.columns * items)
+        kind, parameters = OperationKind.MULTIPLY, weight
+        if (adapted := self._adapted(owner, weight)) is not None:
+            kind, parameters = OperationKind.MULTIPLY_ADAPTED, adapted
+        self.add(kind, source, target, parameters, weight.columns * items)
         return weight
+
+    def _adapted(self, owner: Any, weight: CPackedWeight) -> CAdaptedWeight | None:
+        """Return the weight with the layer's pairs, if the program adapts the layer."""
+        if not self.adapts or owner.adapted is None:
+            return None
+        pairs = owner.adapted.pairs
+        self._max_rank = pairs.max_rank  # the same for all layers
+        self._alive.append(pairs)
+        return CAdaptedWeight(weight, ctypes.addressof(pairs.structure))
 
     def norm_rows(self, norm: Norm, source: Rows, target: Rows) -> None:
         self.add(OperationKind.NORM_ROWS, source, target, self.norm(norm), self.hidden)
@@ -249,10 +270,15 @@ class Program:
             bias = self.take_optional(output, "bias", Tensor)  # with several ranks the matmul has none
             parameters.bias = None if bias is None else bias.data_ptr()
             self._sums = int(is_shared)
+            if (adapted := self._adapted(output, parameters)) is not None:
+                # A matmul that adds the bias and rounds would leave no place for the updates.
+                adapted.weight.epilogue = Epilogue.FLOAT
+                first, last, parameters = OperationKind.MULTIPLY_ADAPTED, OperationKind.FINISH_ADAPTED, adapted
+                self._sums, self._low = 1, self._max_rank
         is_plain = post_norm is None and scale == 1.0
         other = Rows.SCRATCH_1 if source is Rows.SCRATCH_0 else Rows.SCRATCH_0
         result, before = target if is_plain else other, None
-        if is_shared or is_moe:
+        if is_shared or is_moe or self._low:
             self.add(first, source, Rows.PARTIAL, parameters, self.hidden)
             before = len(self._operations) if is_shared else None
             self.add(last, Rows.PARTIAL, result, parameters, self.hidden)
@@ -290,7 +316,7 @@ class Program:
         widths = (ctypes.c_long * NUM_SCRATCH)(*self._widths)
         before = count if before_all_reduce is None else before_all_reduce
         self.branches.append(
-            CBranch(ctypes.addressof(operations), count, before, self.rows_at_once, widths, self._sums)
+            CBranch(ctypes.addressof(operations), count, before, self.rows_at_once, widths, self._sums, self._low)
         )
         self._begin()
 
@@ -298,6 +324,7 @@ class Program:
         self._operations: list[COperation] = []
         self._widths = [0] * NUM_SCRATCH
         self._sums = 0  # partial outputs per row in `partial`
+        self._low = 0  # values of A x per adapted row in `partial`
         self.rows_at_once = 0  # rows per chunk, to keep scratch memory small; 0: all rows
 
     def _weight(self, matmul: CppPlainMatmul | CppAnyGatedMatmul) -> CPackedWeight:
@@ -333,13 +360,16 @@ class PreparedLayers:
         memory: list[LayerMemory],
         backends: Mapping[int, AttentionBackend],
         inputs: int = 0,
+        *,
+        adapts: bool = False,
     ) -> None:
         """Build the program.
 
         `last_norm`: norm after the last layer, or None. `rotary_of`, `scale_of`: index of each layer's rotary table
         and of its query scale in a step, or -1. `pages_of`: number of its group of pages, or -1. `hidden`: values per
         row. `memory`: memory of each layer, with pages that `backends` allocated, by the number of the group.
-        `inputs`: values per token of the inputs of all layers.
+        `inputs`: values per token of the inputs of all layers. `adapts`: for steps in which rows have adapters, but
+        none of experts.
 
         Raises `CannotPrepare` if the layers cannot run in one call.
         """
@@ -361,7 +391,7 @@ class PreparedLayers:
         self._kept: list[tuple[Tensor, ...]] = [(pages.k, pages.v) for one in memory if (pages := one.kv) is not None]
         self._kept += [one.states.parts for one in memory if one.states is not None]
         of_groups = [backend for backend in backends.values() if isinstance(backend, CppBackend)]
-        self._program = program = Program(of_groups, library.library(dtype), dtype, hidden, inputs)
+        self._program = program = Program(of_groups, library.library(dtype), dtype, hidden, inputs, adapts=adapts)
         self._is_shared = self.tp.size > 1
         self._has_states = any(one.states is not None for one in memory)
         self._num_normed = 0  # number of buffers for normed rows that branches of a stage share
@@ -381,6 +411,7 @@ class PreparedLayers:
         self._branches = (CBranch * len(program.branches))(*program.branches)
         self._at = ctypes.addressof(self._branches)
         self._sums = max((branch.sums for branch in program.branches), default=0)
+        self._low = max((branch.low for branch in program.branches), default=0)
         # For checks: called after each branch that adds to `hidden`, with the branch's index among them and `hidden`.
         self.after_branch: Callable[[int, Tensor], None] | None = None
 
@@ -417,7 +448,11 @@ class PreparedLayers:
         assert hidden.is_contiguous() and hidden.dtype == program.dtype and hidden.shape[1] == program.hidden
         normed = [torch.empty_like(hidden) for _ in range(self._num_normed)]
         rows = len(hidden)
-        partial = torch.empty((self._sums * rows, program.hidden), dtype=torch.float32) if self._sums else None
+        adapters = None if batch.adapters is None else batch.adapters.structure
+        assert (adapters is not None) == program.adapts
+        low = 0 if batch.adapters is None else self._low * len(batch.adapters.rows)
+        sums = self._sums * rows * program.hidden + low
+        partial = torch.empty(sums, dtype=torch.float32) if sums else None
         group = self.tp.group_for_kernels
         assert batch.state is not None or not self._has_states, "recurrent layers need slots in every step"
         states = None if batch.state is None else recurrent.state_step(batch.state)
@@ -431,6 +466,7 @@ class PreparedLayers:
             tuple(map(ctypes.addressof, map(_STEP_OF_PLAN, map(plans.__getitem__, self._groups)))),
             None if states is None else ctypes.addressof(states),
             None if inputs is None else inputs.data_ptr(), program.inputs,
+            None if adapters is None else ctypes.addressof(adapters),
             None if group is None else group.address,
         )  # fmt: skip
         if self.after_branch is None and (group is not None or not self._is_shared):
@@ -440,7 +476,9 @@ class PreparedLayers:
             self._run_some(number, number + 1, step)
             if group is None and self._is_shared and number in self._adding:
                 assert partial is not None
-                total = self.tp.all_reduce(partial[: self._branches[number].sums * rows])
+                branch = self._branches[number]
+                low = 0 if batch.adapters is None else branch.low * len(batch.adapters.rows)
+                total = self.tp.all_reduce(partial[: branch.sums * rows * program.hidden + low])
                 assert total.is_contiguous() and total.dtype == torch.float32
                 step.partial = total.data_ptr()
                 self._finish(self._at + number * ctypes.sizeof(CBranch), ctypes.addressof(step))

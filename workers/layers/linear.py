@@ -5,13 +5,50 @@ exactly its slice. A layer has its name in the checkpoint, for loading and for m
 format of the weights (`quantization/`).
 """
 
+from collections.abc import Set
+from typing import Protocol
+
 from torch import Tensor
 
+from oarlock.workers.attention.rows_by_slot import RowsBySlot
+from oarlock.workers.kernels.cpu.structures import CAdapterPairs
 from oarlock.workers.layers.placement import Placement
 from oarlock.workers.layers.sharding import shard_evenly, shard_heads
 from oarlock.workers.quantization.matmul import activated
 from oarlock.workers.quantization.method import StoredRows, WeightShard
 from oarlock.workers.weights.source import WeightSource
+
+
+class KernelPairs(Protocol):
+    """The pairs of a layer's adapters, as kernels read them."""
+
+    max_rank: int
+    used: Set[int]  # slots with a pair of the layer
+    structure: CAdapterPairs
+
+
+class AdaptedLayer(Protocol):
+    """A linear layer in steps in which rows have adapters."""
+
+    @property
+    def pairs(self) -> KernelPairs: ...
+
+    @property
+    def rows(self) -> RowsBySlot | None:
+        """Rows of the step that runs that have an adapter of this layer; None if there are none."""
+
+    def __call__(self, x: Tensor, rows: RowsBySlot) -> Tensor:
+        """Compute the layer with the updates of `rows`."""
+
+
+class AdaptedSum(AdaptedLayer, Protocol):
+    """A row-parallel layer in steps in which rows have adapters."""
+
+    def __call__(self, x: Tensor, rows: RowsBySlot, residual: Tensor | None = None) -> Tensor:
+        """Compute the layer with the updates of `rows`, and add `residual` before rounding."""
+
+    def total(self, x: Tensor, rows: RowsBySlot) -> Tensor:
+        """Return the same without a residual, unrounded: float32 [T, outputs]."""
 
 
 class QKVParallelLinear:
@@ -20,6 +57,8 @@ class QKVParallelLinear:
     The columns are heads * head_dim of queries, kv_heads * head_dim of keys and kv_heads * value_dim of values, each
     if it is projected.
     """
+
+    adapted: AdaptedLayer | None = None  # set if the model serves adapters
 
     def __init__(
         self,
@@ -69,6 +108,8 @@ class QKVParallelLinear:
         self.matmul = weight.matmul(bias)
 
     def __call__(self, x: Tensor) -> Tensor:
+        if self.adapted is not None and (rows := self.adapted.rows) is not None:
+            return self.adapted(x, rows)
         return self.matmul(x)
 
 
@@ -76,6 +117,8 @@ class ColumnParallelLinear:
     """Rows of one or several matrices as one local matmul, with an activation if one is given: [T, inputs] -> [T, local
     outputs].
     """
+
+    adapted: AdaptedLayer | None = None  # set if the model serves adapters
 
     def __init__(
         self,
@@ -111,11 +154,15 @@ class ColumnParallelLinear:
         self.matmul = multiply if self.activation is None else activated(multiply, self.activation)
 
     def __call__(self, x: Tensor) -> Tensor:
+        if self.adapted is not None and (rows := self.adapted.rows) is not None:
+            return self.adapted(x, rows)
         return self.matmul(x)
 
 
 class GatedParallelLinear:
     """Gate and up projections with their activation: [T, hidden] -> [T, local intermediate]."""
+
+    adapted: AdaptedLayer | None = None  # set if the model serves adapters
 
     def __init__(
         self, name: str, hidden: int, intermediate: int, bias: bool, activation: str, placement: Placement
@@ -139,11 +186,15 @@ class GatedParallelLinear:
         self.matmul = weight.gated_matmul(bias, self.activation)
 
     def __call__(self, x: Tensor) -> Tensor:
+        if self.adapted is not None and (rows := self.adapted.rows) is not None:
+            return self.adapted(x, rows)
         return self.matmul(x)
 
 
 class RowParallelLinear:
     """Linear layer with an all-reduce: [T, local in] -> [T, out], plus the residual if there is one."""
+
+    adapted: AdaptedSum | None = None  # set if the model serves adapters
 
     def __init__(self, name: str, inputs: int, outputs: int, bias: bool, placement: Placement) -> None:
         self.name = name
@@ -172,6 +223,8 @@ class RowParallelLinear:
         )
 
     def __call__(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        if self.adapted is not None and (rows := self.adapted.rows) is not None:
+            return self.adapted(x, rows, residual)
         if self.placement.tp.size == 1:
             return self.matmul(x, residual)  # rounded once, after the addition
         total = self._total(x)
@@ -182,6 +235,8 @@ class RowParallelLinear:
 
         With several ranks it is float32 if the matmul returns float32.
         """
+        if self.adapted is not None and (rows := self.adapted.rows) is not None:
+            return self.adapted.total(x, rows)
         return self.matmul(x) if self.placement.tp.size == 1 else self._total(x)
 
     def _total(self, x: Tensor) -> Tensor:

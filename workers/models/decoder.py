@@ -13,6 +13,7 @@ from torch import Tensor
 
 from oarlock.workers.attention.backend import AttentionBackend, AttentionSpec, KVSpec, LayerMemory, LayerStep
 from oarlock.workers.attention.forward_batch import ForwardBatch
+from oarlock.workers.attention.rows_by_slot import RowsBySlot, StepRows
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.kernels.cpu.gemm import CppMatmul, CppPackedMatmul
 from oarlock.workers.layers import fused_layer
@@ -223,11 +224,12 @@ class Decoder:
         scales = [None if one is None else one.query_scale for one in attentions]
         self.query_scales = {scale: QueryScaleTable(scale, device) for scale in scales if scale is not None}
         self.scale_of = [-1 if scale is None else list(self.query_scales).index(scale) for scale in scales]
-        self._remote_experts = {
+        self.remote_experts = {
             name for experts in self.mixtures() for name in experts.routed.remote_experts
         }  # experts of other ranks
-        self._prepared: PreparedLayers | None = None
+        self._prepared: dict[bool, PreparedLayers | None] = {}  # for steps without and with adapters
         self.why_not_prepared: str | None = None  # reason in the most recent step
+        self.step_rows = StepRows()  # read by the layers of a step with adapters
         self.joins_layers = fused_layer.has_join_kernels(device)
         self.numbers = list(stage)  # of the layers in the whole model
         self.groups = spec.groups  # memory groups of the whole model
@@ -330,11 +332,17 @@ class Decoder:
     def _may_stay_unused(self, name: str) -> bool:
         """Return whether a checkpoint tensor may stay unused: only other stages or ranks use it, or the model does
         not."""
-        if name.rsplit(".", 2)[0] in self._remote_experts:
+        if name.rsplit(".", 2)[0] in self.remote_experts:
             return True
         if is_ignorable(self.spec, name) or not is_in_stage(self.spec, name, self.stage):
             return True
         return self.placement.quantization.ignores(name)
+
+    @property
+    def parts(self) -> list[_Part | VocabParallelHead]:
+        """All layers of the stage that have weights, or share another's, among them all layers that adapters may
+        update."""
+        return [*self._parts(), self.head] if self.is_last else list(self._parts())
 
     def _parts(self) -> Iterator[_Part]:
         """Yield all layers that load weights, except the output head, which may share the embedding's."""
@@ -375,13 +383,27 @@ class Decoder:
         the first stage.
         """
         assert (hidden is None) == self.is_first, "the first stage embeds, the others get hidden states"
+        if batch.adapters is None:
+            return self._run(batch, memory, backends, plans, hidden)
+        with self.step_rows.of(batch.adapters):
+            return self._run(batch, memory, backends, plans, hidden)
+
+    def _run(
+        self,
+        batch: ForwardBatch,
+        memory: list[LayerMemory],
+        backends: Mapping[int, AttentionBackend],
+        plans: Mapping[int, Any],
+        hidden: Tensor | None,
+    ) -> Tensor:
+        """Run one step, as `__call__` describes. The layers of a step with adapters run one after the other."""
         longest = max(batch.context_lens)
         if hidden is None:
             hidden = self.embedding(batch.token_ids)  # [T, hidden]
             if self.positions is not None:
                 hidden = self.positions(hidden, batch.positions)
         inputs = None if self.layer_inputs is None else self.layer_inputs(batch.token_ids, hidden)  # [T, layers, width]
-        prepared = self.prepared_for(memory, backends)
+        prepared = self._prepared_of(batch, memory, backends)
         # Nearly all models have no such table, and this is computed for every token.
         scales = [table(batch.positions, longest) for table in self.query_scales.values()] if self.query_scales else []
         if prepared is not None:
@@ -403,36 +425,48 @@ class Decoder:
             hidden = layer(hidden, step)
         return self.norm(hidden) if self.is_last else hidden
 
-    def prepared_for(
-        self, memory: list[LayerMemory], backends: Mapping[int, AttentionBackend]
+    def _prepared_of(
+        self, batch: ForwardBatch, memory: list[LayerMemory], backends: Mapping[int, AttentionBackend]
     ) -> PreparedLayers | None:
-        """Return the layers as one kernel call, or None if this is not possible.
+        """Return the layers as one kernel call for `batch`, or None if this is not possible."""
+        of_experts = self.step_rows.of_experts
+        if batch.adapters is not None and of_experts and batch.adapters.among(of_experts) is not None:
+            return None
+        return self.prepared_for(memory, backends, adapts=batch.adapters is not None)
+
+    def prepared_for(
+        self, memory: list[LayerMemory], backends: Mapping[int, AttentionBackend], *, adapts: bool = False
+    ) -> PreparedLayers | None:
+        """Return the layers as one kernel call, or None if this is not possible. `adapts`: for steps with adapters.
 
         They are prepared again if other layers are given or if parts of them were replaced.
         """
-        last_norm = self.norm if self.is_last else None
-        if self._prepared is None or not self._prepared.serves(self.layers, last_norm, memory, backends):
+        last_norm, prepared = self.norm if self.is_last else None, self._prepared.get(adapts)
+        if prepared is None or not prepared.serves(self.layers, last_norm, memory, backends):
             try:
-                self._prepared = PreparedLayers(
+                prepared = PreparedLayers(
                     self.layers, last_norm, self.rotary_of, self.scale_of, self.pages_of, self.spec.hidden_size,
                     self.placement, memory, backends,
                     0 if self.layer_inputs is None else self.layer_inputs.layers * self.layer_inputs.width,
+                    adapts=adapts,
                 )  # fmt: skip
                 self.why_not_prepared = None
             except CannotPrepare as reason:
-                self._prepared, self.why_not_prepared = None, str(reason)
-        return self._prepared
+                prepared, self.why_not_prepared = None, str(reason)
+            # A new dictionary: `with_layers` copies this object.
+            self._prepared = {**self._prepared, adapts: prepared}
+        return prepared
 
     def parts_were_replaced(self) -> None:
         """Forget the prepared layers.
 
         Must be called if a part of a layer that has run is replaced, since the old part would still be used otherwise.
         """
-        self._prepared = None
+        self._prepared = {}
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
+    def compute_logits(self, hidden: Tensor, adapters: RowsBySlot | None = None) -> Tensor:
         """Return the logits of rows [L, hidden] for this rank's vocabulary shard: float32 [L, vocab_local].
 
-        Padding ids get -inf.
+        Padding ids get -inf. `adapters`: of these rows, or None if none of them has one.
         """
-        return self.head(hidden)
+        return self.head(hidden, adapters)

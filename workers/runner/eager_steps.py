@@ -88,7 +88,8 @@ class EagerSteps:
             # ascending and unique: if there are T indices, they are all tokens
             indices = batch.logits_indices[start:stop]
             rows = hidden if len(indices) == len(hidden) else hidden.index_select(0, indices)
-            logits = self.model.compute_logits(rows)  # float32 [L, vocab_local]
+            adapters = None if batch.adapters is None else batch.adapters.select(step.logits_indices[start:stop])
+            logits = self.model.compute_logits(rows, adapters)  # float32 [L, vocab_local]
             if await_masks is not None and len(step.mask_rows):
                 await_masks()
             is_whole = stop - start == batch.num_logits

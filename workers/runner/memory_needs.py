@@ -16,7 +16,13 @@ from oarlock.base.errors import EXIT_OUT_OF_MEMORY, StartupError
 from oarlock.base.host_memory import free_host_bytes, human_bytes
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.distributed.topology import Topology
-from oarlock.workers.layers.decoder_spec import DecoderSpec, layers_of_stage, slices_of, tensors_of
+from oarlock.workers.layers.decoder_spec import (
+    EMBEDDING_WEIGHT,
+    DecoderSpec,
+    layers_of_stage,
+    slices_of,
+    tensors_of,
+)
 from oarlock.workers.layers.sharding import shard_experts
 from oarlock.workers.layers.tensor_spec import RankDtype, Sharding, TensorSpec
 from oarlock.workers.models.encoders.encoder_spec import EncoderSpec
@@ -33,6 +39,7 @@ if TYPE_CHECKING:
 _FLOAT32 = 4
 # Rows of logits computed at once. Scoring a prompt may need thousands of rows, 600 KB each with 152,000 ids.
 MAX_LOGITS_ROWS = 128
+_SUMS_AT_ONCE = 240  # rows of a layer with adapters: `kMostRows` in csrc/gemm/strips.h
 # Memory of each CUDA device for CUDA's context, NCCL, workspaces and graphs, estimated generously.
 CUDA_BYTES = 1 << 30
 # Parts of out-of-memory messages of torch's CPU and CUDA allocators and of the system.
@@ -66,23 +73,61 @@ def rank_tensors(
     config: WorkerConfig, spec: DecoderSpec, formats: WeightFormats = NONE, stage: int = 0
 ) -> Iterator[tuple[TensorSpec, int]]:
     """Yield the tensors that the first rank of `stage` holds, and the bytes of its part of each."""
-    size, on_cpu = config.tensor_parallel_size, config.device != "cuda"
-    all_slices = slices_of(spec, formats) if on_cpu else 1
-    slices = all_slices // size if all_slices % size == 0 else 1  # as `Placement.local_slices`
-    layers = layers_of_stage(spec.num_layers, stage, config.pipeline_parallel_size)
-    item = ITEM_BYTES[config.dtype]
-    for tensor in tensors_of(spec, layers):
+    slices, on_cpu, item = _slices_of_rank(config, spec, formats), config.device != "cuda", ITEM_BYTES[config.dtype]
+    for tensor, shape in _rank_shapes(config, spec, formats, stage):
+        if tensor.is_matrix:
+            is_cut = tensor.expert is None or not config.enable_expert_parallel
+            yield tensor, _matrix_bytes(tensor, shape, formats, item, slices if is_cut else 1)
+        else:
+            is_wide = tensor.rank_dtype is RankDtype.FLOAT32 or (tensor.rank_dtype is RankDtype.FOR_KERNELS and on_cpu)
+            yield tensor, math.prod(shape) * (_FLOAT32 if is_wide else item)
+
+
+def adapter_slot_bytes(
+    config: WorkerConfig,
+    spec: DecoderSpec,
+    formats: WeightFormats = NONE,
+    stage: int = 0,
+    *,
+    experts: bool = True,
+    vocab: bool = True,
+) -> int:
+    """Return the bytes of one slot for a LoRA adapter on a rank of `stage`: A and B of every linear layer, at the
+    highest rank. `config` must have a resolved dtype.
+
+    `experts`, `vocab`: whether slots have room for updates of experts, and of the embedding and the output head.
+    """
+    last, values = stage == config.pipeline_parallel_size - 1, 0
+    for tensor, shape in _rank_shapes(config, spec, formats, stage):
+        is_expert = tensor.sharding in (Sharding.WIDTH_OUTPUTS, Sharding.WIDTH_INPUTS)
+        is_left_out = (is_expert and not experts) or (tensor.sharding is Sharding.VOCABULARY and not vocab)
+        if is_left_out or not tensor.is_matrix or tensor.rank_dtype is RankDtype.FLOAT32:
+            continue
+        is_embedding = tensor.name == EMBEDDING_WEIGHT
+        is_shared = is_embedding and last and spec.tie_word_embeddings  # the head has a pair of its own
+        values += sum(shape) * (is_shared + (not is_embedding or stage == 0))
+    return values * config.max_lora_rank * ITEM_BYTES[config.dtype]
+
+
+def _slices_of_rank(config: WorkerConfig, spec: DecoderSpec, formats: WeightFormats) -> int:
+    """Return the number of slices of a rank's inputs, as `Placement.local_slices`."""
+    size, slices = config.tensor_parallel_size, slices_of(spec, formats) if config.device != "cuda" else 1
+    return slices // size if slices % size == 0 else 1
+
+
+def _rank_shapes(
+    config: WorkerConfig, spec: DecoderSpec, formats: WeightFormats, stage: int
+) -> Iterator[tuple[TensorSpec, tuple[int, ...]]]:
+    """Yield the tensors that the first rank of `stage` holds, and the shape of its part of each."""
+    size = config.tensor_parallel_size
+    all_slices = slices_of(spec, formats) if config.device != "cuda" else 1
+    for tensor in tensors_of(spec, layers_of_stage(spec.num_layers, stage, config.pipeline_parallel_size)):
         cut = size, all_slices
         if tensor.expert is not None and config.enable_expert_parallel:
             if tensor.expert >= shard_experts(tensor.experts, 0, size, all_slices).count:
                 continue
             cut = 1, 1
-        shape = _local_shape(tensor, formats, *cut)
-        if tensor.is_matrix:
-            yield tensor, _matrix_bytes(tensor, shape, formats, item, slices if cut[0] == size else 1)
-        else:
-            is_wide = tensor.rank_dtype is RankDtype.FLOAT32 or (tensor.rank_dtype is RankDtype.FOR_KERNELS and on_cpu)
-            yield tensor, math.prod(shape) * (_FLOAT32 if is_wide else item)
+        yield tensor, _local_shape(tensor, formats, *cut)
 
 
 def _local_shape(tensor: TensorSpec, formats: WeightFormats, size: int, slices: int) -> tuple[int, ...]:
@@ -128,11 +173,14 @@ def step_bytes(config: WorkerConfig, spec: DecoderSpec, num_tokens: int, num_row
     """Return the bytes of a step's tensors that exist at the same time on one rank.
 
     These are a few tensors of hidden size, the values of a layer's sublayers, and float32 logits of `num_rows` rows.
+    With LoRA adapters also the sums of a layer before they are rounded, of all its outputs for some rows at a time.
     """
     size, item = config.tensor_parallel_size, ITEM_BYTES[config.dtype]
     inner = max(sum(branch.sublayer.step_values for branch in layer.branches) for layer in set(spec.layers))
     row = 4 * spec.hidden_size + inner // size
-    return num_tokens * row * item + min(num_rows, MAX_LOGITS_ROWS) * spec.vocab_size // size * 4
+    sums = num_tokens * spec.hidden_size + min(num_tokens, _SUMS_AT_ONCE) * inner // size if config.max_loras else 0
+    logits = min(num_rows, MAX_LOGITS_ROWS) * spec.vocab_size // size
+    return num_tokens * row * item + _FLOAT32 * (sums + logits)
 
 
 def largest_step_bytes(config: WorkerConfig, spec: DecoderSpec, *, has_head: bool = True) -> int:

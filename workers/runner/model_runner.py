@@ -13,6 +13,9 @@ from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.distributed.pipeline_stage import PipelineStage
 from oarlock.workers.kernels.cpu.description import describe_kernels
 from oarlock.workers.kv_tiers.rank_offload import RankOffload
+from oarlock.workers.lora.adapter_slots import AdapterSlots
+from oarlock.workers.lora.loaded_adapters import LoadedAdapters
+from oarlock.workers.models.decoder import Decoder
 from oarlock.workers.models.rank_model import RankModel
 from oarlock.workers.protocol import StepMetadata
 from oarlock.workers.runner.cuda_graphs import graph_maker
@@ -72,6 +75,10 @@ class ModelRunner(StepRunner[DecoderSteps]):
                 model.reference.prepare(lambda: on_progress(1.0))
             self.backends = attention_backends(model, config, fixes_order=description.fixes_order)
             self.steps = build_steps(config, model, self.backends, self.stage, answers=self.answers)
+        if config.max_loras:
+            assert isinstance(model, Decoder), "only described models have adapters"
+            with self.memory.needed_for("taking memory for adapters"):
+                self.adapters = LoadedAdapters(AdapterSlots(model, config.max_loras, config.max_lora_rank))
         if self.stage.is_last:
             self.pooler = Pooler(
                 self.tp, answers=self.answers, compute_logits=model.compute_logits, vocab_start=model.vocab_start

@@ -7,8 +7,10 @@ If a rank's main thread waited, it could not launch the next step meanwhile, and
 import queue
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
+from oarlock.workers.adapters import AdapterReport, report_fields
 from oarlock.workers.protocol import StepOutput
 
 
@@ -26,6 +28,28 @@ Launched = StepOutput | PendingOutput | None
 def wait_for(launched: Launched) -> StepOutput | None:
     """Block until the step has been computed, and return its output."""
     return launched if launched is None or isinstance(launched, StepOutput) else launched.wait()
+
+
+class _WithReports:
+    """Output of a launched step, to which reports about adapters are added."""
+
+    def __init__(self, launched: PendingOutput, reports: list[AdapterReport]) -> None:
+        self._launched, self._reports = launched, reports
+
+    def wait(self) -> StepOutput | None:
+        output = self._launched.wait()
+        return None if output is None else _add(self._reports, output)
+
+
+def with_reports(launched: Launched, reports: list[AdapterReport]) -> Launched:
+    """Return `launched` with reports about adapters in its output."""
+    if launched is None or not reports:
+        return launched
+    return _add(reports, launched) if isinstance(launched, StepOutput) else _WithReports(launched, reports)
+
+
+def _add(reports: list[AdapterReport], output: StepOutput) -> StepOutput:
+    return replace(output, **report_fields(reports))
 
 
 class AnsweringThread:

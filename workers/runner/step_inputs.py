@@ -230,6 +230,7 @@ class StepInputs:
 
         Does not wait until the device has finished its work.
         """
+        assert not len(step.adapter_slots), "steps on a device have no adapters"
         if bucket is not None:
             place = self.bucket(bucket)
         elif prompts is not None:

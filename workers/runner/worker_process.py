@@ -21,15 +21,16 @@ from typing import TYPE_CHECKING
 
 from oarlock.base.errors import EXIT_CONFIGURATION, EXIT_OUT_OF_MEMORY, StartupError
 from oarlock.base.log_format import JsonFormatter
+from oarlock.workers.adapters import AdapterControl, AdapterReport, read_commands
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.distributed.control_channel import Control
 from oarlock.workers.distributed.shm_ring import ChannelClosedError, RingLayout, RingReader, RingWriter
 from oarlock.workers.kv_offload import KVReportSender
-from oarlock.workers.protocol import StepOutput, StepReader, pack_output
+from oarlock.workers.protocol import StepMetadata, StepOutput, StepReader, pack_output
 from oarlock.workers.ranks.cpu_affinity import use_cpus
 from oarlock.workers.ranks.spawn_ranks import RankArguments, RankRings, begin
 from oarlock.workers.runner.memory_needs import is_out_of_memory
-from oarlock.workers.runner.pending_output import AnsweringThread
+from oarlock.workers.runner.pending_output import AnsweringThread, with_reports
 
 if TYPE_CHECKING:
     from oarlock.workers.distributed.rank_groups import RankGroups
@@ -181,6 +182,7 @@ def serve(arguments: RankArguments, control: Control, runner: ModelRunner | Enco
     if runner.kv_offload is not None:
         assert rings.kv_report_fd is not None
         runner.kv_offload.start(KVReportSender(rings.kv_report_fd, arguments.rank))
+    adapters = _adapter_control(runner, groups)
     guard = StepGuard(runner.bytes_of, runner.device, groups.votes, groups.stage)
     step_id, reader = 0, StepReader()
     try:
@@ -190,7 +192,10 @@ def serve(arguments: RankArguments, control: Control, runner: ModelRunner | Enco
             if len(step.kv_copies):
                 assert runner.kv_offload is not None
                 runner.kv_offload.run_copies(step)
+            reports = _run_commands(adapters, step) if len(step.adapter_commands) else []
             launched = guard.run(step, partial(runner.launch, step, await_masks))
+            if reports:
+                launched = with_reports(launched, reports)
             if len(step.token_ids):  # heartbeats have no tokens
                 steps.note_duration(time.monotonic_ns() - begun_ns)
             if later is not None:
@@ -208,6 +213,19 @@ def serve(arguments: RankArguments, control: Control, runner: ModelRunner | Enco
     finally:
         if later is not None:
             later.close()
+
+
+def _adapter_control(runner: ModelRunner | EncoderRunner, groups: RankGroups) -> AdapterControl | None:
+    """Return the control of this rank's LoRA adapters; None if it serves none."""
+    if runner.adapters is None:
+        return None
+    return AdapterControl(runner.adapters, bool if groups.votes is None else groups.votes.all_agree)
+
+
+def _run_commands(adapters: AdapterControl | None, step: StepMetadata) -> list[AdapterReport]:
+    """Run the commands of `step` for adapters, and return the reports for its output."""
+    assert adapters is not None, "a rank without adapters got commands for them"
+    return adapters.run(read_commands(step.adapter_commands, step.adapter_digests, step.adapter_texts))
 
 
 def _send(answers: RingWriter, output: StepOutput) -> None:

@@ -16,8 +16,9 @@ from oarlock.engine.input_batch.sampling_metadata import GrammarBitmask, fill_on
 from oarlock.engine.kv_cache.sequence_memory import UNSENT, num_state_slots, page_groups
 from oarlock.engine.scheduler.scheduler import Scheduler
 from oarlock.engine.scheduler.sequence import ModelRunnerOutput, ScheduledTokens, SchedulerOutput, Status
-from oarlock.engine.simulated_ranks import replica_info
+from oarlock.engine.simulated_ranks import SimulatedAdapters, replica_info
 from oarlock.engine.types import FinishReason, Request, SamplingParams, TokenEvent, TokenLogprobs
+from oarlock.workers.adapters import NO_SLOT, AdapterControl, max_commands, read_commands, report_fields
 from oarlock.workers.config import GroupInfo, WorkerConfig, WorkerInfo
 from oarlock.workers.errors import WorkerError
 from oarlock.workers.protocol import (
@@ -44,6 +45,8 @@ def make_config(
     step_timeout_s: float = 120.0,
     speculative: SpeculativeConfig | None = None,
     stages: int = 1,
+    max_loras: int = 0,
+    max_cpu_loras: int | None = None,
     **engine,
 ) -> EngineConfig:
     worker = WorkerConfig(
@@ -56,6 +59,8 @@ def make_config(
         max_model_len=max_model_len,
         step_timeout_s=step_timeout_s,
         pipeline_parallel_size=stages,
+        max_loras=max_loras,
+        max_cpu_loras=max_cpu_loras,
         num_speculative_tokens=0 if speculative is None else speculative.num_speculative_tokens,
     )
     return EngineConfig(worker, speculative=speculative, **engine)
@@ -71,7 +76,7 @@ def make_info(
 
 
 def make_request(request_id: int, prompt, *, priority: int = 0, is_low_priority: bool = False, **params) -> Request:
-    whose = {name: params.pop(name) for name in ("cache_salt", "client") if name in params}
+    whose = {name: params.pop(name) for name in ("cache_salt", "client", "adapter") if name in params}
     sampling = SamplingParams(**{"seed": request_id, "max_tokens": 4, **params})
     return Request(request_id, tuple(prompt), sampling, priority, is_low_priority=is_low_priority, **whose)
 
@@ -85,10 +90,15 @@ def next_token(history: int, seed: int, position: int, banned=(), past=()) -> in
     return token
 
 
-def expected_tokens(request: Request, max_len: int = 64) -> list[int]:
+def root_of(digest: str | None) -> int:
+    """History before the first token of a request with the adapter `digest`."""
+    return ROOT if digest is None else hash((ROOT, int(digest, 16)))
+
+
+def expected_tokens(request: Request, max_len: int = 64, root: int = ROOT) -> list[int]:
     """Tokens that the fake model generates for `request` when it runs alone."""
     params = request.params
-    history = ROOT
+    history = root
     for position, token in enumerate(request.prompt_token_ids):
         history = chain(history, token, position)
     length = len(request.prompt_token_ids)
@@ -108,8 +118,8 @@ def expected_tokens(request: Request, max_len: int = 64) -> list[int]:
     return tokens
 
 
-def expected_prompt_scores(request: Request) -> list[tuple[int, float]]:
-    history = ROOT
+def expected_prompt_scores(request: Request, root: int = ROOT) -> list[tuple[int, float]]:
+    history = root
     scores = []
     prompt = request.prompt_token_ids
     for position, token in enumerate(prompt[:-1]):
@@ -162,6 +172,10 @@ class FakeExecutor:
         self._sampled = np.zeros(0, np.int32)  # by the step before
         self._has_refused = False  # the step before
         self.num_refused = 0
+        worker = config.worker
+        # A load takes a few steps.
+        self.adapters = SimulatedAdapters(worker.max_loras, worker.num_host_adapters, lambda: float(self.num_steps), 3)
+        self._adapter_control = AdapterControl(self.adapters)
 
     def submit(self, step: StepMetadata, *, masks_follow: bool = False) -> None:
         assert not self.is_closed and len(self._steps) < self.max_in_flight
@@ -184,6 +198,8 @@ class FakeExecutor:
         assert len(self._steps) > self._lacks_masks, "the step waits for its masks"
         step, tables = self._steps.popleft(), self.tables.popleft()
         self.num_steps += 1
+        commands = read_commands(step.adapter_commands, step.adapter_digests, step.adapter_texts)
+        reports = report_fields(self._adapter_control.run(commands))
         if step.step_id == self.faults.die_at_step:
             raise WorkerError(1, step.step_id, "killed by signal 9")
         if step.step_id == self.faults.hang_at_step:
@@ -194,13 +210,13 @@ class FakeExecutor:
             self._spoil(step, tables)
             if self.states is not None and (not is_behind or self.config.pipeline_parallel_size > 1):
                 self.states.spoil(step)  # earlier stages run a step behind one that a later stage refuses
-            return refusal(step.step_id)
+            return replace(refusal(step.step_id), **reports)
         unknown = step.token_ids < 0
         step.token_ids[unknown] = self._sampled[-1 - step.token_ids[unknown]]
         output = self._answer(step, self._compute(step, tables))
         self._histories.add(step, output.token_ids.tolist())
         self._sampled = output.token_ids
-        return output
+        return replace(output, **reports)
 
     def _write_tables(self, step: StepMetadata, blocks: np.ndarray) -> None:
         entries = zip(step.table_groups, step.table_rows, step.table_columns, blocks, strict=True)
@@ -232,12 +248,17 @@ class FakeExecutor:
 
     def _check(self, step: StepMetadata, tables: dict[int, np.ndarray]) -> None:
         worker, size = self.config, self.info.block_size
-        assert 0 < step.num_seqs <= worker.max_num_seqs
-        assert 0 < step.num_tokens <= worker.max_num_batched_tokens
+        has_commands = len(step.adapter_commands) > 0
+        assert has_commands or step.num_seqs > 0
+        assert step.num_seqs <= worker.max_num_seqs
+        assert (step.num_seqs > 0) == (step.num_tokens > 0) and step.num_tokens <= worker.max_num_batched_tokens
+        assert len(step.adapter_slots) in (0, step.num_seqs)
+        assert len(step.adapter_commands) <= max_commands(worker)
+        assert len(set(step.adapter_slots.tolist()) - {NO_SLOT}) <= worker.max_loras
         for table in tables.values():
             slots = self._slots_of_step(step, table)
             assert len(set(slots)) == step.num_tokens, "two tokens share a slot"
-            assert min(slots) >= size, "the null block is written"
+            assert min(slots, default=size) >= size, "the null block is written"
         entries = {*zip(step.table_groups, step.table_rows, step.table_columns, strict=True)}
         assert len(entries) == len(step.table_blocks)
         ends = step.query_start_loc.tolist()
@@ -252,16 +273,23 @@ class FakeExecutor:
         size, seqs = self.info.block_size, np.repeat(np.arange(step.num_seqs), np.diff(step.query_start_loc))
         return (table[seqs, step.positions // size].astype(int) * size + step.positions % size).tolist()
 
+    def _roots(self, step: StepMetadata) -> list[int]:
+        """Return the history before the first token of each sequence, which its adapter decides."""
+        slots = step.adapter_slots.tolist() or [NO_SLOT] * step.num_seqs
+        digests = [None if slot == NO_SLOT else self.adapters.slots[slot] for slot in slots]
+        assert all(digest or slot == NO_SLOT for digest, slot in zip(digests, slots, strict=True)), "an empty slot"
+        return list(map(root_of, digests))
+
     def _compute(self, step: StepMetadata, tables: dict[int, np.ndarray]) -> list[int]:
         """Write every token's KV into each group and return the history up to and including each token."""
-        found = []
+        found, roots = [], self._roots(step)
         for number, table in tables.items():
             kv, slots, span, histories = self._kv[number], self._slots_of_step(step, table), self._spans[number], []
             ends = step.query_start_loc.tolist()
             for s in range(step.num_seqs):
                 start = int(step.positions[ends[s]])
                 first = 0 if span is None else max(0, start - span + 1)
-                history = self._context(kv, self._slots(table[s], start), first)
+                history = self._context(kv, self._slots(table[s], start), first, roots[s])
                 for t in range(ends[s], ends[s + 1]):
                     token, position = int(step.token_ids[t]), int(step.positions[t])
                     history = chain(history, token, position)
@@ -277,9 +305,9 @@ class FakeExecutor:
         size, blocks = self.info.block_size, table.tolist()
         return [blocks[p // size] * size + p % size for p in range(length)]
 
-    def _context(self, kv: dict[int, tuple[int, int, int]], slots: list[int], first: int) -> int:
+    def _context(self, kv: dict[int, tuple[int, int, int]], slots: list[int], first: int, root: int) -> int:
         """Read the context back through the block table: each entry from `first` on must follow the one before."""
-        history = ROOT
+        history = root
         for position in range(first, len(slots)):
             stored, token, at = kv[slots[position]]
             follows = position == first > 0 or stored == chain(history, token, position)
@@ -365,10 +393,13 @@ class Driver:
         self.events: list[TokenEvent] = []
         self.prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
         self.pooled: dict[int, list[float]] = {}
+        self.roots: dict[int, int] = {}  # request id -> history before its first token
 
     def add(self, request: Request) -> None:
         grammar = request.params.grammar
         self.scheduler.add(request, self.now, None if grammar is None else matcher_of(grammar))
+        adapter = self.scheduler.requests.by_id[request.request_id].adapter
+        self.roots[request.request_id] = root_of(None if adapter is None else adapter.digest)
         self.requests[request.request_id] = request
         self.tokens[request.request_id] = []
 
@@ -385,10 +416,11 @@ class Driver:
         output = self.scheduler.schedule(self.now, ahead=bool(self.in_flight))
         if output is not None:
             self._check(output, cached)
-            if num_withdrawn:
+            if num_withdrawn and output.num_seqs:
                 self.scheduler.withdraw(output, output.items()[:num_withdrawn], self.now)
                 self.scheduler.audit()
-        if output is not None and output.num_seqs:
+        is_sent = output is not None and (output.num_seqs > 0 or bool(output.adapter_commands))
+        if output is not None and is_sent:
             self.items = output.items()
             step, masks = self.input_batch.build(output)
             self.executor.submit(step, masks_follow=masks is not None)
@@ -396,7 +428,7 @@ class Driver:
             self.num_ahead += bool(self.in_flight)
             self.in_flight.append(output)
         self.see(self.scheduler.take_events())
-        if output is None or not output.num_seqs:
+        if not is_sent:
             self._must_finish = bool(self.in_flight)
             return None
         return output
@@ -412,7 +444,7 @@ class Driver:
         oldest = self.in_flight.popleft()
         assert output is None or output is oldest
         output, self._must_finish = oldest, False
-        answer = self.executor.collect()
+        answer = self._collect()
         if answer.out_of_memory:
             return self._roll_back(output)
         result = ModelRunnerOutput(answer)
@@ -427,13 +459,29 @@ class Driver:
             self.executor.send_masks(self._masks.allow_all)
             self._masks = None
         for _ in self.in_flight:
-            assert self.executor.collect().out_of_memory
+            assert self._collect().out_of_memory
         events = self.scheduler.roll_back([output, *self.in_flight], self.now)
         self.in_flight.clear()
         self.input_batch.forget_histories()
         self.see(events)
         self.scheduler.audit()
         return events
+
+    def _collect(self) -> StepOutput:
+        answer = self.executor.collect()
+        self.scheduler.requests.report_adapters(answer, self.now)
+        self.see(self.scheduler.take_events())
+        return answer
+
+    def remove_adapter(self, name: str) -> None:
+        """Unload an adapter; its requests end in the order of their arrival."""
+        requests = self.scheduler.requests
+        assert self.scheduler.adapters is not None
+        open_ids = [number for number, seq in requests.by_id.items() if seq.request.adapter == name]
+        events = self.scheduler.adapters.remove(name, list(requests.by_id.values()), self.now)
+        assert [event.request_id for event in events] == open_ids
+        self.see(events)
+        self.scheduler.audit()
 
     def _send_masks(self) -> None:
         if (masks := self._masks) is None or (len(self.in_flight) > 1 and masks.must_wait):
@@ -486,17 +534,17 @@ class Driver:
         for request_id, request in self.requests.items():
             if request.pooling is not None:
                 vectors, reason = self.pooled.get(request_id, []), self.ends[request_id].finish_reason
-                expected = np.array(expected_vectors(request), np.float32).tolist()
+                expected = np.array(expected_vectors(request, self.roots[request_id]), np.float32).tolist()
                 assert vectors == (expected if reason is FinishReason.STOP else expected[: len(vectors)])
                 assert reason is not FinishReason.LENGTH
                 continue
-            expected = expected_tokens(request, self.scheduler.limits.max_len)
+            expected = expected_tokens(request, self.scheduler.limits.max_len, self.roots[request_id])
             got = self.tokens[request_id]
             if self.ends[request_id].finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
                 assert got == expected
                 if request.params.prompt_logprobs is not None:
                     pairs = [(e.token_id, e.logprob) for e in self.prompt_logprobs.get(request_id, ())]
-                    assert pairs == expected_prompt_scores(request)
+                    assert pairs == expected_prompt_scores(request, self.roots[request_id])
             else:
                 assert got == expected[: len(got)]
 
@@ -517,6 +565,8 @@ class Driver:
         assert not (output.num_preempted and new), "blocks freed by preemption are given to a new sequence"
         assert not (output.num_preempted and self.in_flight), "a sequence whose token is to come is preempted"
         assert output.num_seqs <= scheduler.max_num_seqs
+        if scheduler.adapters is not None:
+            assert len({item.seq.adapter for item in output.items()} - {None}) <= self.config.worker.max_loras
         assert sum(item.num_tokens for item in output.items()) <= scheduler.max_num_batched_tokens
         for item in output.items():
             assert item.num_tokens > 0 and item.start + item.num_tokens == item.seq.num_computed_tokens

@@ -33,8 +33,8 @@ def pooled_of(pooling: PoolingParams, states: list[int]) -> list[float]:
     return vectors[0 if pooling.kind == "cls" else -1]
 
 
-def expected_vectors(request: Request) -> list[float]:
-    history, states = ROOT, []
+def expected_vectors(request: Request, root: int = ROOT) -> list[float]:
+    history, states = root, []
     for position, token in enumerate(request.prompt_token_ids):
         history = chain(history, token, position)
         states.append(history)

@@ -23,7 +23,8 @@ from oarlock.engine.errors import ContextLengthError, EngineDeadError, QueueFull
 from oarlock.engine.stats import EngineStats
 from oarlock.engine.types import FinishReason, TokenEvent
 from oarlock.workers.kernels.cpu import build
-from tests.unit.engine.engine_fakes import expected_tokens, make_config, make_request
+from tests.unit.engine.engine_fakes import expected_tokens, make_config, make_request, root_of
+from tests.unit.engine.pooling_fakes import ROOT
 
 pytestmark = pytest.mark.slow
 
@@ -532,5 +533,52 @@ def test_the_real_command_imports_no_torch_and_ignores_the_current_folder(tmp_pa
         with pytest.raises(StartupError) as failure:  # the real executor, and a model that does not exist
             await EngineClient.start(EngineConfig(make_config().worker), lambda *_: None)
         assert failure.value.exit_code == 3
+
+    run(scene)
+
+
+def make_adapter(folder: Path, name: str, content: bytes = b"weights") -> str:
+    """Write files with the names of an adapter's, and return their directory."""
+    directory = folder / name
+    directory.mkdir(exist_ok=True)
+    (directory / "adapter_config.json").write_bytes(b"{}")
+    (directory / "adapter_model.safetensors").write_bytes(content)
+    return str(directory)
+
+
+def test_adapters_are_loaded_listed_and_unloaded(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with started(scenario_config(make_config(max_loras=2), step_s=0.002)) as client:
+            assert client.info.max_loras == 2
+            poems, prose = make_adapter(tmp_path, "poems"), make_adapter(tmp_path, "prose", b"other weights")
+            await client.add_adapter("poems", poems)
+            loading = asyncio.create_task(client.add_adapter("prose", prose))
+            await asyncio.sleep(0.1)
+            requests = [make_request(client.new_request_id(), [1, 2], adapter=one) for one in ("poems", "prose", None)]
+            answers = await asyncio.gather(*(collect(client, request) for request in requests))
+            await loading
+            listed = await client.list_adapters()
+            states = [(one.name, one.state, one.num_requests) for one in listed]
+            assert states == [("poems", "ready", 0), ("prose", "ready", 0)]
+            roots = [root_of(one.digest) for one in listed]
+            for request, events, root in zip(requests, answers, [*roots, ROOT], strict=True):
+                assert [token for event in events for token in event.token_ids] == expected_tokens(request, root=root)
+            stats = await client.stats()
+            assert stats.by_adapter == {"poems": [1, 2, 4], "prose": [1, 2, 4]} and stats.num_adapters_loaded == 2
+            with pytest.raises(RequestError, match="is taken"):
+                await client.add_adapter("poems", prose)
+            with pytest.raises(RequestError, match="cannot be read"):
+                await client.add_adapter("nothing", str(tmp_path / "nothing"))
+            with pytest.raises(RequestError, match="it is broken"):
+                await client.add_adapter("broken", make_adapter(tmp_path, "broken", b"3"))
+            running = make_request(client.new_request_id(), [1], adapter="poems", max_tokens=60)
+            events = client.generate(running)
+            assert (await anext(events)).token_ids
+            assert await client.remove_adapter("poems") == 1
+            rest = [event async for event in events]
+            assert rest[-1].error_code == "adapter_unloaded" and rest[-1].finish_reason is FinishReason.ERROR
+            with pytest.raises(RequestError, match="There is no adapter"):
+                await collect(client, make_request(client.new_request_id(), [1], adapter="poems"))
+            await until_idle(client)
 
     run(scene)

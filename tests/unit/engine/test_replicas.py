@@ -18,10 +18,11 @@ from oarlock.engine import replicas
 from oarlock.engine.client import EngineClient
 from oarlock.engine.config import EngineConfig
 from oarlock.engine.engine_process import EngineProcess
-from oarlock.engine.errors import EngineDeadError, UnavailableError
+from oarlock.engine.errors import EngineDeadError, RequestError, UnavailableError
+from oarlock.engine.kv_cache.block_events import salt_with_adapter
 from oarlock.engine.replicas import Replicas, start_engine
 from oarlock.engine.types import KINDS, FinishReason, TokenEvent
-from tests.unit.engine.engine_fakes import expected_tokens, make_config, make_request
+from tests.unit.engine.engine_fakes import expected_tokens, make_config, make_request, root_of
 from tests.unit.engine.pooling_fakes import expected_vectors, make_pooling_request
 
 pytestmark = pytest.mark.slow
@@ -343,5 +344,42 @@ def test_each_replica_records_into_its_own_file_and_so_does_each_start(tmp_path:
             await until(lambda: not running.replicas[0].is_alive)
             await until(lambda: running.replicas[0].is_alive)
         assert sorted(file.name for file in tmp_path.iterdir()) == ["run.rec.0", "run.rec.0.1", "run.rec.1"]
+
+    run(scene)
+
+
+def test_replicas_have_the_same_adapters_also_after_a_death(tmp_path: Path) -> None:
+    for name in ("poems", "broken"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_config.json").write_bytes(b"{}")
+        (tmp_path / name / "adapter_model.safetensors").write_bytes(name.encode())
+
+    async def scene() -> None:
+        async with started(config(2, make_config(max_loras=2))) as running:
+            await running.add_adapter("poems", str(tmp_path / "poems"))
+            with pytest.raises(RequestError, match="it is broken"):
+                await running.add_adapter("broken", str(tmp_path / "broken"))
+            (listed,) = await running.list_adapters()
+            prompt = list(range(1, 10))
+
+            async def check() -> None:
+                for rank in (0, 1):
+                    request = make_request(running.new_request_id(), prompt, adapter="poems")
+                    events = [event async for event in running.choose(request, rank).generate(request)]
+                    tokens = [token for event in events for token in event.token_ids]
+                    assert tokens == expected_tokens(request, root=root_of(listed.digest))
+
+            await check()
+            request = make_request(running.new_request_id(), prompt, adapter="poems")
+            salt = salt_with_adapter(b"", listed.digest)
+            assert running.prefixes.num_cached(prompt, salt) == [8, 8] != running.prefixes.num_cached(prompt, b"")
+            assert running.choose(request)._num_new_tokens == 1
+            old = running.replicas[1].client
+            kill(running, 1)
+            await until(lambda: running.replicas[1].client is not old and running.replicas[1].is_alive)
+            await check()
+            assert await running.remove_adapter("poems") == 0 and await running.list_adapters() == []
+            with pytest.raises(RequestError, match="There is no adapter"):
+                await running.remove_adapter("poems")
 
     run(scene)

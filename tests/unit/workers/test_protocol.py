@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oarlock.workers import protocol
+from oarlock.workers.adapters import MAX_LOADING, MAX_REASON_BYTES, MAX_TEXT_BYTES, max_commands
 from oarlock.workers.config import MAX_POOLED_IDS, WorkerConfig
 from oarlock.workers.protocol import (
     MAX_BIAS_PER_ROW,
@@ -30,7 +31,14 @@ from oarlock.workers.protocol import (
 )
 
 CONFIG = WorkerConfig(
-    "model", max_model_len=512, max_num_seqs=8, max_num_batched_tokens=64, block_size=16, hidden_size=96
+    "model",
+    max_model_len=512,
+    max_num_seqs=8,
+    max_num_batched_tokens=64,
+    block_size=16,
+    hidden_size=96,
+    max_loras=3,
+    max_cpu_loras=5,
 )
 NO_CHOICES = (0, 0, 0, 0)
 WIDTH = 512 // 16
@@ -94,6 +102,10 @@ def random_step(
         state_reads=ints(num_seqs * (rows % 2)),
         state_writes=ints(num_seqs * (rows % 2)),
         state_saves=ints(num_seqs * (rows % 2), 3),
+        adapter_slots=ints(num_seqs * (bias % 2)),
+        adapter_commands=ints(bias % 3, 3),
+        adapter_digests=ints(bias % 3, 16).astype(np.uint8),
+        adapter_texts=ints(bias % 5).astype(np.uint8),
     )
 
 
@@ -124,7 +136,7 @@ def test_the_bytes_of_a_step_are_those_that_older_recordings_hold() -> None:
     for choices in (NO_CHOICES, (2, 3, 2, 5)):
         step = random_step(rng, 5, 3, 7, 9, choices, entries=4)
         checksum = zlib.crc32(buffer[: pack_step(step, buffer)], checksum)
-    assert checksum == 849685277
+    assert checksum == 3137597019
 
 
 def test_steps_of_one_shape_share_the_offsets_of_their_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,6 +203,10 @@ def test_the_largest_step_fits_its_slot() -> None:
     step = random_step(rng, seqs, 8, rows, seqs * MAX_BIAS_PER_ROW, choices, seqs * WIDTH)
     step.num_drafts = step.state_reads = step.state_writes = step.seq_lens
     step.state_saves = np.zeros((2 * seqs + rows // CONFIG.block_size, 3), np.int32)
+    step.adapter_slots = step.seq_lens
+    step.adapter_commands = np.zeros((max_commands(CONFIG), 3), np.int32)
+    step.adapter_digests = np.zeros((max_commands(CONFIG), 16), np.uint8)
+    step.adapter_texts = np.zeros(MAX_LOADING * MAX_TEXT_BYTES, np.uint8)
     assert pack_step(step, memoryview(bytearray(max_step_bytes(CONFIG)))) == max_step_bytes(CONFIG)
 
 
@@ -218,6 +234,9 @@ def test_an_answer_survives_the_trip(k: int) -> None:
         output.top_ids = rng.integers(0, 99, (rows, k)).astype(np.int32)
         output.top_logprobs = rng.random((rows, k)).astype(np.float32)
         output.pooled_lens = np.array([96, 0, NOT_POOLED], np.int32)
+        output.adapter_digests = rng.integers(0, 255, (MAX_LOADING, 16)).astype(np.uint8)
+        output.adapter_failures = np.full(MAX_LOADING, MAX_REASON_BYTES, np.int32)
+        output.adapter_reasons = rng.integers(0, 255, MAX_LOADING * MAX_REASON_BYTES).astype(np.uint8)
         output.pooled = rng.random((rows + CONFIG.max_num_seqs) * 96).astype(np.float32)  # of tokens and of sequences
     buffer = memoryview(bytearray(max_output_bytes(CONFIG)))
     read = unpack_output(buffer[: pack_output(output, buffer)])

@@ -160,22 +160,27 @@ class _Stack:
 
     def __init__(self, count: int) -> None:
         self._count = count
-        self._alive: list[Tensor] = []
+        self._weights: list[tuple[Tensor, int]] = []  # memory and kind of each weight
         self.bytes = 0  # size of the first weight
+
+    def weight(self, number: int) -> tuple[Tensor, int]:
+        """Return the memory and the kind of a weight."""
+        return self._weights[number]
 
     def add(self, matmul: CppAnyGatedMatmul | CppPlainMatmul) -> tuple[int, int]:
         """Copy the weight of `matmul`. Return its address and kind."""
         is_packed = isinstance(matmul, CppPackedGatedMatmul | CppPackedMatmul)
         packed = (matmul.weight.memory if is_packed else matmul.packed).view(torch.uint8)
-        size, number = -(-len(packed) // _LINE) * _LINE, len(self._alive)
+        size, number = -(-len(packed) // _LINE) * _LINE, len(self._weights)
         if number == 0:
             self._all = huge_page_empty((self._count, size), torch.uint8)
             self.bytes = size
         fits = size == self.bytes  # experts with another weight format have separate memory
         memory = self._all[number] if fits else huge_page_empty((size,), torch.uint8)
         memory[: len(packed)] = packed
-        self._alive.append(memory)
-        return memory.data_ptr(), matmul.weight.kind if is_packed else _DENSE
+        kind = matmul.weight.kind if is_packed else _DENSE
+        self._weights.append((memory, kind))
+        return memory.data_ptr(), kind
 
 
 class CppExpertMatmul:
@@ -191,15 +196,15 @@ class CppExpertMatmul:
         self.shape = shape
         self.kernels = _declared(library.library(shape.dtype))
         gate_up, down = _Stack(shape.count), _Stack(shape.count)
-        self._stacks = (gate_up, down)
-        self._alive: list[Tensor | None] = []  # biases
+        self.stacks = (gate_up, down)
+        self.biases: list[tuple[Tensor | None, Tensor | None]] = []  # of gate and up, and of down, of each expert
         self._experts = (CExpert * max(1, shape.count))()
         number = -1
         for number, (gated, matmul, down_bias) in enumerate(experts):
             kinds = CppAnyGatedMatmul if shape.is_gated else CppPlainMatmul
             assert isinstance(gated, kinds) and isinstance(matmul, CppPlainMatmul)
             first, second = gate_up.add(gated), down.add(matmul)
-            self._alive += (gated.bias, down_bias)
+            self.biases.append((gated.bias, down_bias))
             biases = (_at(gated.bias), _at(down_bias))
             self._experts[number] = CExpert(first[0], second[0], *biases, first[1], second[1])
         assert number + 1 == shape.count
@@ -213,7 +218,7 @@ class CppExpertMatmul:
     @property
     def expert_bytes(self) -> int:
         """Bytes of one expert's packed weights, if all have the same format."""
-        return self._stacks[0].bytes + self._stacks[1].bytes
+        return self.stacks[0].bytes + self.stacks[1].bytes
 
     def of_slice(self, number: int) -> "CppExpertMatmul":
         """Return the matmul of slice `number` of every expert's width, with the same weights."""

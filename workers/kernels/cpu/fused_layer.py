@@ -47,6 +47,8 @@ class OperationKind(IntEnum):
     NORM_HEADS = 16
     GATE_HEADS = 17
     ADD_COLUMNS = 18
+    MULTIPLY_ADAPTED = 19
+    FINISH_ADAPTED = 20
 
 
 @cache

@@ -52,7 +52,7 @@ class CppMatmul:
 
         `slices`: see `LinearWeight.matmul`.
         """
-        self.kernels = _bound(library.library(weight.dtype))
+        self.kernels = bound(library.library(weight.dtype))
         self.columns, self.inputs = weight.shape
         self.dtype = weight.dtype
         self.slices = slices
@@ -105,7 +105,7 @@ class CppGatedMatmul:
     """`activation(x @ gate.T) * (x @ up.T)`, rounded once at the end. `weight` [2 * I, K]: gate above up."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, activation: str) -> None:
-        self.kernels = _bound(library.library(weight.dtype))
+        self.kernels = bound(library.library(weight.dtype))
         rows, self.inputs = weight.shape
         self.width = rows // 2
         self.dtype = weight.dtype
@@ -217,7 +217,7 @@ def interleaved(kernels: ctypes.CDLL, bias: Tensor) -> Tensor:
 
 
 @cache
-def _bound(kernels: ctypes.CDLL) -> ctypes.CDLL:
+def bound(kernels: ctypes.CDLL) -> ctypes.CDLL:
     """Declare the types of the library's matmul functions. Return the library."""
     pointer, number, flag = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
     for name, result, arguments in (

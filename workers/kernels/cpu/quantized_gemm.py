@@ -53,7 +53,7 @@ class PackedInt8:
         """
         assert values.dtype == torch.int8 and values.stride(1) == 1 and values.shape[1] <= MOST_INPUTS
         assert scales.dtype == torch.float32 and scales.is_contiguous() and len(scales) == len(values)
-        self.kernels = _declared(library.library())
+        self.kernels = declared(library.library())
         self.kind = int8_kind(library.isa_level()) if kind is None else kind
         self.columns, self.inputs = values.shape
         self.slices = slices
@@ -103,7 +103,7 @@ class PackedFp8:
         self.columns, self.inputs = values.shape
         self.slices = slices
         self.kind = FLOAT8
-        self.kernels = _declared(library.library())
+        self.kernels = declared(library.library())
         scales = scales.contiguous()
         size = self.kernels.oarlock_fp8_size(self.columns, self.inputs, gated, slices, group_in_slices)
         self.memory = huge_page_empty((size,), torch.uint8)
@@ -177,7 +177,7 @@ class PackedGrouped:
         self.columns = len(values)
         self.inputs = values.shape[1] if order is None else int(order.max()) + 1
         self.slices = len(pieces)
-        self.kernels = _declared(library.library())
+        self.kernels = declared(library.library())
         self.kind = grouped_kind(library.isa_level()) if kind is None else kind
         scales, factors = scales.contiguous(), factors.contiguous()
         zeros = None if zeros is None else zeros.contiguous()
@@ -239,7 +239,7 @@ def _at(tensor: Tensor | None) -> int | None:
 
 
 @cache
-def _declared(kernels: ctypes.CDLL) -> ctypes.CDLL:
+def declared(kernels: ctypes.CDLL) -> ctypes.CDLL:
     """Declare the types of the library's functions for quantized weights. Return the library."""
     for name, result, arguments in (
         ("oarlock_int8_size", _number, [_number, _number, _flag, _number]),

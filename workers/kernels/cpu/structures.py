@@ -156,6 +156,29 @@ class CPackedWeight(ctypes.Structure):
     )
 
 
+class CAdapterPairs(ctypes.Structure):
+    _fields_ = (
+        ("a", c_void_p),
+        ("b", c_void_p),
+        ("scales", c_void_p),
+        ("ranks", c_void_p),
+        ("ends", c_void_p),
+        ("parts", c_long),
+        ("max_rank", c_long),
+        ("inputs", c_long),
+        ("outputs", c_long),
+        ("slices", c_long),
+    )
+
+
+class CAdaptedWeight(ctypes.Structure):
+    _fields_ = (("weight", CPackedWeight), ("pairs", c_void_p))
+
+
+class CAdapterRows(ctypes.Structure):
+    _fields_ = (("rows", c_void_p), ("starts", c_void_p), ("slots", c_void_p), ("spans", c_long))
+
+
 class CNorm(ctypes.Structure):
     _fields_ = (
         ("scale", c_void_p),
@@ -313,6 +336,7 @@ class CBranch(ctypes.Structure):
         ("rows_at_once", c_long),
         ("widths", c_long * 4),
         ("sums", c_long),
+        ("low", c_long),
     )
 
 
@@ -336,6 +360,7 @@ class CLayerStep(ctypes.Structure):
         ("states", c_void_p),
         ("layer_inputs", c_void_p),
         ("inputs_width", c_long),
+        ("adapters", c_void_p),
         ("group", c_void_p),
     )
 
@@ -378,10 +403,10 @@ class CSamplingOutput(ctypes.Structure):
 # In the order of the report.
 STRUCTURES: tuple[type[ctypes.Structure], ...] = (
     CAttentionStep, CAttentionLayer, CRankGroup, CHeadsOfRank, CRouter, CExpert, CExperts, CGroupedSource,
-    CPackedWeight, CNorm, CHeadsAndPages, CAddition, CClamp, CMoELayer, CStateStep, CConvolution, CDeltaHeads,
-    CMambaHeads, CGatedNorm, CColumns, CConvolutionLayer, CDeltaLayer, CMambaLayer, CGatedNormLayer, CColumnProduct,
-    CColumnScale, CHeadColumns, CHeadGate, COperation, CBranch, CRotaryRows, CLayerStep, CLogitsChanges, CSamplingStep,
-    CSamplingOutput,
+    CPackedWeight, CAdapterPairs, CAdaptedWeight, CAdapterRows, CNorm, CHeadsAndPages, CAddition, CClamp, CMoELayer,
+    CStateStep, CConvolution, CDeltaHeads, CMambaHeads, CGatedNorm, CColumns, CConvolutionLayer, CDeltaLayer,
+    CMambaLayer, CGatedNormLayer, CColumnProduct, CColumnScale, CHeadColumns, CHeadGate, COperation, CBranch,
+    CRotaryRows, CLayerStep, CLogitsChanges, CSamplingStep, CSamplingOutput,
 )  # fmt: skip
 
 

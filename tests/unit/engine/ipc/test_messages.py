@@ -33,6 +33,7 @@ from oarlock.engine.ipc.messages import (
 from oarlock.engine.stats import EngineStats
 from oarlock.engine.types import (
     POOLS,
+    AdapterInfo,
     EngineInfo,
     FinishReason,
     Grammar,
@@ -192,7 +193,9 @@ def test_requests() -> None:
     params = SamplingParams(
         max_tokens=7, temperature=0.25, seed=-(2**63), eos_token_ids=(1, 2), stop_token_ids=(3,), prompt_logprobs=2
     )
-    request = Request(9, (1, 2, 2**31 - 1), params, priority=-3, cache_salt=b"\x00\xff", client="team a")
+    request = Request(
+        9, (1, 2, 2**31 - 1), params, priority=-3, cache_salt=b"\x00\xff", client="team a", adapter="poems"
+    )
     assert sent_request(request) == request
     for pooling in (PoolingParams("mean"), PoolingParams("logits", (7, 3))):
         request = Request(9, (1, 2), POOLS, pooling=pooling)
@@ -296,6 +299,11 @@ def test_start_and_end() -> None:
         messages.Histories(6, []),
         messages.ResetCache(7),
         messages.CacheReset(7, 40),
+        messages.AddAdapter(8, "poems", "00" * 16, "/adapters/poems"),
+        messages.RemoveAdapter(9, "poems"),
+        messages.AdapterDone(9, 3),
+        messages.AskAdapters(10),
+        messages.Adapters(10, [AdapterInfo("poems", "00" * 16, "/adapters/poems", "ready", 1, 3)]),
         messages.Abort(7),
         messages.Alive(8),
         messages.Stop(),
@@ -304,6 +312,10 @@ def test_start_and_end() -> None:
     assert sent(messages.Dead.of("no \udcff", 5)) == messages.Dead("no \\udcff", 5)
     failed = sent(messages.Failed.of(StartupError("cause \udcff", "fix", 4))).error()
     assert (failed.cause, failed.fix, failed.exit_code) == ("cause \\udcff", "fix", 4)
+    refused = sent(messages.AdapterDone.refused(9, RequestError("bad", "lora_path", "c")))
+    with pytest.raises(RequestError) as caught:
+        refused.read()
+    assert (caught.value.message, caught.value.param, caught.value.code) == ("bad", "lora_path", "c")
 
 
 def test_the_state_and_the_history_of_an_engine() -> None:

@@ -14,7 +14,14 @@ import zmq
 
 from oarlock.base.errors import StartupError
 from oarlock.engine.config import KvEventsConfig
-from oarlock.engine.kv_cache.block_events import AllBlocksCleared, BlockEvent, BlockEventLog, BlockRemoved, BlockStored
+from oarlock.engine.kv_cache.block_events import (
+    AllBlocksCleared,
+    BlockEvent,
+    BlockEventLog,
+    BlockRemoved,
+    BlockStored,
+    salt_with_adapter,
+)
 from oarlock.engine.kv_cache.publisher import EventConverter, KvEventPublisher, short_hash
 from tests.unit.engine.engine_fakes import Driver
 from tests.unit.engine.kv_cache.test_block_events import Listening
@@ -193,7 +200,7 @@ def test_batches_beyond_the_queue_are_dropped_and_counted(tmp_path: Path) -> Non
 
 def test_a_failing_thread_stops_nothing_and_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with publishing(tmp_path, wire=EventConverter(2)) as publisher:
-        publisher.publish([block(1, salt=b"\xff")])  # no text
+        publisher.publish([block(1, salt=b"\x80")])  # no text
         wait_for(lambda: publisher._has_failed)
         publisher.publish([block(2)])
         assert publisher.num_dropped == 1
@@ -250,6 +257,9 @@ def test_messages_match_vllm() -> None:
     assert windowed["extra_keys"] == [["b"], None]  # without the part that names the API key
     assert (windowed["kv_cache_spec_kind"], windowed["kv_cache_spec_sliding_window"]) == ("sliding_window", 8)
     assert EventConverter(2, has_key_in_salts=True).messages([block(1, salt=b"a|")])[0]["extra_keys"] == [None]
+    digest = bytes(range(16)).hex()
+    adapted = EventConverter(2, has_key_in_salts=True).messages([block(1, salt=salt_with_adapter(b"a|b", digest))])[0]
+    assert (adapted["lora_name"], adapted["extra_keys"]) == (digest, [["b"]])
 
 
 def test_a_log_costs_nothing_where_there_is_none() -> None:

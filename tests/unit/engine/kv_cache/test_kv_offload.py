@@ -324,7 +324,7 @@ def test_an_aborted_load_leaves_nothing() -> None:
     run.scheduler.kv_offload.report(KVReport(KVReportKind.APPEARED, 0, digests=list(files)))
     run.add(Request(4, prompt_of(1), SamplingParams(max_tokens=3)))
     run.step()
-    assert run.scheduler.num_loading == 1
+    assert run.scheduler.awaits_files
     assert run.scheduler.abort(4, run.now) is not None
     assert not run.scheduler.has_work
     settle(run)

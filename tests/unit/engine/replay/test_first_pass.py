@@ -1,5 +1,6 @@
 """The pass over a recording before it is replayed: what it counts, and recordings without their first step."""
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,8 +8,9 @@ import pytest
 
 from oarlock.base.errors import StartupError
 from oarlock.engine.core.engine_core import EngineCore
-from oarlock.engine.replay.__main__ import _count
+from oarlock.engine.replay.__main__ import _check_adapters, _count
 from oarlock.engine.replay.recording import Recording, RecordingExecutor, RecordingWriter
+from oarlock.workers.adapters import adapter_digest
 from oarlock.workers.config import GroupInfo
 from tests.unit.engine.engine_fakes import FakeExecutor, make_config, make_info, make_request
 
@@ -46,3 +48,43 @@ def test_a_recording_without_its_first_step_is_refused(name: str, tmp_path: Path
     assert counts.num_blocks == (1 if name == "only slots" else 9)  # two sequences of four blocks
     with pytest.raises(StartupError, match="does not begin with the first step: step 2"):
         _count(recorded(tmp_path / "late", MODELS[name], from_step=1))
+
+
+def recorded_with_adapter(path: Path, directory: Path, *, from_step: int) -> Recording:
+    """A recording of one request with the adapter in `directory`, without the steps before `from_step`."""
+    config = make_config(max_loras=1)
+    config = replace(config, worker=config.worker.with_(model_path=str(path.parent)))
+    fake = FakeExecutor(config, make_info(config))
+    recorder = RecordingExecutor(fake, RecordingWriter(str(path)), None)
+    times = itertools.count()
+    engine_core = EngineCore(config, fake, lambda: 0.01 * next(times))
+    assert engine_core.scheduler.adapters is not None
+    engine_core.scheduler.adapters.add("poems", adapter_digest(directory), str(directory), 0.0)
+    engine_core.scheduler.add(make_request(1, range(9), max_tokens=6, adapter="poems"), 0.0)
+    while engine_core.scheduler.has_work:
+        engine_core.executor = fake if fake.num_steps < from_step else recorder
+        if engine_core.begin() is not None:
+            engine_core.finish()
+    recorder.close()
+    return Recording(str(path))
+
+
+def test_the_adapters_of_a_recording_must_be_here(tmp_path: Path) -> None:
+    directory = tmp_path / "poems"
+    directory.mkdir()
+    (directory / "adapter_config.json").write_bytes(b"{}")
+    weights = directory / "adapter_model.safetensors"
+    weights.write_bytes(b"weights")
+    counts = _count(recorded_with_adapter(tmp_path / "whole", directory, from_step=0))
+    (command,) = counts.adapters.values()
+    assert (command.name, command.directory) == ("poems", str(directory))
+    _check_adapters(counts)
+    with pytest.raises(StartupError, match="does not begin with the first step"):
+        _count(recorded_with_adapter(tmp_path / "late", directory, from_step=counts.num_steps - 3))
+    weights.write_bytes(b"other weights")
+    with pytest.raises(StartupError, match=r"'poems' .* differs from the content"):
+        _check_adapters(counts)
+    weights.unlink()
+    with pytest.raises(StartupError, match="cannot be read") as caught:
+        _check_adapters(counts)
+    assert str(directory) in caught.value.fix

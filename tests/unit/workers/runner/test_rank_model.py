@@ -13,6 +13,7 @@ from torch import Tensor
 
 from oarlock.workers.attention.backend import AttentionBackend, AttentionSpec, KVSpec, LayerMemory
 from oarlock.workers.attention.forward_batch import ForwardBatch
+from oarlock.workers.attention.rows_by_slot import RowsBySlot
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.distributed.pipeline_stage import PipelineStage
@@ -109,7 +110,7 @@ class WholeModel:
             hidden = hidden + backends[0].attend(heads, own.kv, plans[0], layer).flip(1)
         return hidden
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
+    def compute_logits(self, hidden: Tensor, adapters: RowsBySlot | None = None) -> Tensor:
         return hidden @ self._table.T
 
     def one_of_each_kind(self) -> list[int]:

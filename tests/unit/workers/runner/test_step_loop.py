@@ -3,7 +3,7 @@
 import os
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from oarlock.workers.adapters import AdapterCommand, AdapterReport, CommandKind, command_fields, read_reports
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.distributed.rank_groups import RankGroups
 from oarlock.workers.distributed.shm_ring import RingLayout, RingReader, RingWriter, anonymous_memory
@@ -28,7 +29,7 @@ from oarlock.workers.runner.pending_output import Launched
 from oarlock.workers.runner.trial_steps import SequenceChunk, greedy_step
 from oarlock.workers.runner.worker_process import serve
 
-CONFIG = WorkerConfig("none", max_model_len=64, max_num_seqs=4, max_num_batched_tokens=16, block_size=16)
+CONFIG = WorkerConfig("none", max_model_len=64, max_num_seqs=4, max_num_batched_tokens=16, block_size=16, max_loras=2)
 WAIT_S = 60.0
 
 
@@ -47,6 +48,27 @@ class Gated:
         return self._output
 
 
+class AdaptersAtOnce:
+    """LoRA adapters that are loaded when they are prepared, but for those in `/broken`."""
+
+    def __init__(self) -> None:
+        self.ended: dict[str, str | None] = {}
+        self.slots: dict[int, str] = {}
+
+    def prepare(self, digest: str, directory: str) -> None:
+        self.ended[digest] = "it is broken" if directory == "/broken" else None
+
+    def put(self, digest: str, slot: int) -> None:
+        self.slots[slot] = digest
+
+    def drop(self, digest: str) -> None:
+        self.ended.pop(digest, None)
+
+    def ready(self) -> dict[str, str | None]:
+        ended, self.ended = self.ended, {}
+        return ended
+
+
 class FakeRunner:
     """Launches steps on a device that the test holds back; the token of a step is 100 + its number."""
 
@@ -55,6 +77,8 @@ class FakeRunner:
         self.device = torch.device("cpu")
         self.runs_ahead = runs_ahead
         self.kv_offload = None
+        self.adapters = AdaptersAtOnce()
+        self.slots: dict[int, dict[int, str]] = {}  # step -> adapters in slots when it was launched
         self.outputs: dict[int, Gated] = {}
         self.masks: dict[int, list[int]] = {}
         self.launched = threading.Semaphore(0)
@@ -64,6 +88,7 @@ class FakeRunner:
 
     def launch(self, step: StepMetadata, await_masks: Callable[[], None]) -> Launched:
         pending = self.outputs[step.step_id] = Gated(step.step_id, [100 + step.step_id])
+        self.slots[step.step_id] = dict(self.adapters.slots)
         self.launched.release()
         await_masks()
         self.masks[step.step_id] = step.mask_bits.ravel().tolist()
@@ -80,8 +105,9 @@ class Loop:
     messages: list[dict[str, Any]] = field(default_factory=list)
     reported: threading.Event = field(default_factory=threading.Event)
 
-    def submit(self, step_id: int, *, masks_follow: bool = False) -> None:
+    def submit(self, step_id: int, commands: list[AdapterCommand] | None = None, *, masks_follow: bool = False) -> None:
         step = greedy_step([SequenceChunk([5], 3, [1])], 16, [0], step_id=step_id)
+        step = replace(step, **command_fields(commands or []))
         if masks_follow:
             step.mask_rows, step.mask_bits = np.zeros(1, np.int32), np.zeros((1, 2), np.uint32)
         with self.steps.send(rest_follows=masks_follow) as slot:
@@ -180,3 +206,24 @@ def test_a_device_that_fails_is_reported_with_its_step(on_device: Loop) -> None:
     assert on_device.messages == [
         {"kind": "raised", "step_id": 2, "cause": "RuntimeError: the device has lost an address", "of_peer": False}
     ]
+
+
+def test_commands_for_adapters_run_before_their_step(loop: Loop) -> None:
+    """The output of the step that asks has the reports, also if the device is still computing when they are known."""
+    digests = [bytes([number] * 16).hex() for number in (1, 2)]
+    prepare = [
+        AdapterCommand(CommandKind.PREPARE, digest, directory=directory)
+        for digest, directory in zip(digests, ("/fine", "/broken"), strict=True)
+    ]
+    commands = [prepare, [AdapterCommand(CommandKind.REPORT)], [AdapterCommand(CommandKind.PUT, digests[0], 2)]]
+    reports = []
+    for step_id, some in enumerate(commands, 1):
+        loop.submit(step_id, some)
+        loop.wait_for_launch()
+        loop.runner.outputs[step_id].done.set()
+        with loop.answers.recv(WAIT_S) as slot:
+            output = unpack_output(slot)
+        assert output.token_ids.tolist() == [100 + step_id]
+        reports.append(read_reports(output.adapter_digests, output.adapter_failures, output.adapter_reasons))
+    assert reports == [[], [AdapterReport(digests[0], None), AdapterReport(digests[1], "it is broken")], []]
+    assert loop.runner.slots == {1: {}, 2: {}, 3: {2: digests[0]}}

@@ -78,6 +78,10 @@ extern "C" const char *oarlock_structures() {
             FIELD(slices), FIELD(length), FIELD(bits), FIELD(group), FIELD(is_gated), FIELD(is_float), FIELD(kind))
   STRUCTURE(PackedWeight, FIELD(weight), FIELD(bias), FIELD(columns), FIELD(inputs), FIELD(epilogue), FIELD(kind),
             FIELD(slices))
+  STRUCTURE(AdapterPairs, FIELD(a), FIELD(b), FIELD(scales), FIELD(ranks), FIELD(ends), FIELD(parts), FIELD(max_rank),
+            FIELD(inputs), FIELD(outputs), FIELD(slices))
+  STRUCTURE(AdaptedWeight, FIELD(weight), FIELD(pairs))
+  STRUCTURE(AdapterRows, FIELD(rows), FIELD(starts), FIELD(slots), FIELD(spans))
   STRUCTURE(Norm, FIELD(scale), FIELD(shift), FIELD(width), FIELD(eps), FIELD(is_layer_norm))
   STRUCTURE(HeadsAndPages, FIELD(attention), FIELD(head_norm), FIELD(k_pages), FIELD(v_pages), FIELD(rotary),
             FIELD(interleaved), FIELD(eps), FIELD(row_norm), FIELD(sinks), FIELD(norms_last), FIELD(query_scale),
@@ -105,11 +109,11 @@ extern "C" const char *oarlock_structures() {
   STRUCTURE(HeadGate, FIELD(gates), FIELD(width), FIELD(is_softplus))
   STRUCTURE(Operation, FIELD(kind), FIELD(source), FIELD(target), FIELD(parameters))
   STRUCTURE(Branch, FIELD(operations), FIELD(count), FIELD(before_all_reduce), FIELD(rows_at_once), FIELD(widths),
-            FIELD(sums))
+            FIELD(sums), FIELD(low))
   STRUCTURE(RotaryRows, FIELD(rows), FIELD(width))
   STRUCTURE(LayerStep, FIELD(hidden), FIELD(normed), FIELD(partial), FIELD(rows), FIELD(width), FIELD(type),
             FIELD(positions), FIELD(slots), FIELD(rotary), FIELD(query_scales), FIELD(attention), FIELD(states),
-            FIELD(layer_inputs), FIELD(inputs_width), FIELD(group))
+            FIELD(layer_inputs), FIELD(inputs_width), FIELD(adapters), FIELD(group))
   STRUCTURE(LogitsChanges, FIELD(num_bias), FIELD(bias_rows), FIELD(bias_ids), FIELD(bias_values), FIELD(num_penalties),
             FIELD(penalty_rows), FIELD(repetition), FIELD(frequency), FIELD(presence), FIELD(history_firsts),
             FIELD(history_lengths), FIELD(history_ids), FIELD(history_counts), FIELD(num_masks), FIELD(mask_words),

@@ -8,11 +8,12 @@
 #include "elementwise/layer_norm.h"
 #include "elementwise/norm.h"
 #include "elementwise/rotary.h"
+#include "layer/adapted_rows.h"
 #include "layer/head_rows.h"
+#include "layer/matmul_rows.h"
 #include "layer/recurrent_rows.h"
 #include "layer/row_chunk.h"
 #include "runtime/arena.h"
-#include "simd/int8.h"
 
 namespace {
 
@@ -30,23 +31,7 @@ void norm_rows(const RowChunk<T> &chunk, const Operation &op) {
 template <class T>
 void multiply(const RowChunk<T> &chunk, const Operation &op) {
   const PackedWeight &w = *static_cast<const PackedWeight *>(op.parameters);
-  const long y_stride = gemm::is_gate(w.epilogue) ? w.columns / 2 : w.columns;
-  gemm::MatmulArgs p{chunk.at(op.source), w.weight, w.bias, nullptr, nullptr, chunk.rows, w.columns, w.inputs, w.inputs,
-                  y_stride, w.epilogue, w.slices};
-  if (op.target == kPartial) {
-    p.y = chunk.step.partial + chunk.first * w.columns;
-    p.bias = nullptr;
-  } else {
-    p.y = chunk.at(op.target);
-  }
-  if (op.target == kResidual) {
-    p.residual = p.y;  // each element is read once, just before it is written
-    p.epilogue = gemm::kAdd;
-  }
-  if (w.kind == gemm::kDense) gemm::multiply<T>(p);
-  else if (w.kind == gemm::kInt8 || w.kind == gemm::kInt8Dot) gemm::multiply_int8<T>(p, w.kind);
-  else if (w.kind == gemm::kFloat8) gemm::multiply_fp8<T>(p);
-  else gemm::multiply_grouped<T>(p, w.kind);
+  run_matmul<T>(matmul_of(chunk, op.source, op.target, w), w.kind);
 }
 
 template <class T>
@@ -250,6 +235,8 @@ int run_operation(const RowChunk<T> &chunk, const Operation &op) {
     case kNormHeads: norm_heads(chunk, op); break;
     case kGateHeads: gate_heads(chunk, op); break;
     case kAddColumns: add_columns(chunk, op); break;
+    case kMultiplyAdapted: multiply_adapted(chunk, op); break;
+    case kFinishAdapted: finish_adapted(chunk, op); break;
   }
   return kAllArrived;
 }
@@ -277,7 +264,8 @@ int run_branches(const Branch *branches, long first, long last, const LayerStep 
   for (const Branch *branch = branches + first; branch < branches + last; branch++) {
     if (const int missing = run<T>(*branch, step, 0, branch->before_all_reduce); missing != kAllArrived) return missing;
     if (branch->before_all_reduce == branch->count || !step.group) continue;
-    const int missing = all_reduce(*step.group, step.partial, branch->sums * step.rows * step.width);
+    const long low = branch->low ? branch->low * step.adapters->starts[step.adapters->spans] : 0;
+    const int missing = all_reduce(*step.group, step.partial, branch->sums * step.rows * step.width + low);
     if (missing != kAllArrived) return missing;
     run<T>(*branch, step, branch->before_all_reduce, branch->count);
   }

@@ -67,6 +67,22 @@ struct MoELayer {
   const float *expert_scale;             // [experts]   factors of the routed experts' weights; or null
 };
 
+// The updates of one linear layer by the adapters in all slots: scale B (A x), see workers/lora/low_rank.py.
+struct AdapterPairs {
+  const void *a;         // [slots, parts, max_rank, inputs]
+  const void *b;         // [slots, max_rank, outputs]
+  const float *scales;   // [slots, parts]
+  const int32_t *ranks;  // [slots]   highest rank of the parts; 0: the adapter does not update the layer
+  const int64_t *ends;   // [parts]   number of outputs up to the end of each part of a fused layer
+  long parts, max_rank, inputs, outputs, slices;
+};
+
+// A linear layer with its updates.
+struct AdaptedWeight {
+  PackedWeight weight;
+  const AdapterPairs *pairs;
+};
+
 // Some columns of the rows in a buffer.
 struct Columns {
   int rows;            // Rows
@@ -159,6 +175,8 @@ enum OperationKind {
   kNormHeads = 16,     // columns = norm of each head                                                HeadColumns
   kGateHeads = 17,     // target *= function of source, for the columns of each gate                 HeadGate
   kAddColumns = 18,    // target = sum of columns                                                    ColumnProduct
+  kMultiplyAdapted = 19,  // kMultiply with the updates of rows that have adapters, or A x for the next  AdaptedWeight
+  kFinishAdapted = 20,  // kFinishMatmul with updates from all-reduced A x                           AdaptedWeight
 };
 
 struct Operation {
@@ -172,6 +190,15 @@ struct Branch {
   long rows_at_once;  // limits scratch memory; 0: all
   long widths[kScratchBuffers];  // elements of a row of each scratch buffer
   long sums;          // number of sums in `partial`, one after the other
+  long low;           // values of A x for each adapted row in `partial`, after the sums; 0: nothing
+};
+
+// The rows of a step that have adapters, sorted by slot, then by row.
+struct AdapterRows {
+  const int64_t *rows;    // [entries]
+  const int64_t *starts;  // [spans + 1]   first entry of each span
+  const int32_t *slots;   // [spans]   slot of each span, from 1 on
+  long spans;
 };
 
 struct RotaryRows {
@@ -186,6 +213,7 @@ struct LayerStep {
   void *hidden;               // [T, hidden size]   the residual, to which each branch adds
   void *normed[2];            // [T, hidden size]   normed rows that several branches of a layer read; or null
   float *partial;             // [sums, T, hidden size]   with several ranks: this rank's share of a branch's result
+                              // followed by [entries, low] of a branch whose output is adapted
   long rows;                  // T
   long width;                 // hidden size
   int type;                   // an ElementType: dtype of weights, pages and `hidden`
@@ -197,6 +225,7 @@ struct LayerStep {
   const recurrent::StateStep *states;  // slots of recurrent state; null: no layer has states
   const void *layer_inputs;   // [T, inputs_width]   inputs that layers get from the tokens; or null
   long inputs_width;
+  const AdapterRows *adapters;  // null: no operation reads them
   RankGroup *group;           // group for the all-reduce of `partial`; null with one rank, or if the caller does it
 };
 

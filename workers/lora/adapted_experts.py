@@ -1,0 +1,100 @@
+"""Experts of a step in which some rows have adapters of them.
+
+Kernels compute the experts of a row in one call, whose inner sums are not visible. So the rows that have an adapter of
+these experts are computed expert by expert, from the same weights, and all other rows by the kernel. Each slice of an
+expert's width, or each group of experts, gets its own part of the update before the slices are added in their tree, so
+that the bits do not depend on the number of ranks.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from oarlock.workers.attention.rows_by_slot import RowsBySlot, SlotSpan, StepRows
+from oarlock.workers.distributed.all_reduce import tree_sum
+from oarlock.workers.kernels.cpu.experts import CppExpertMatmul
+from oarlock.workers.kernels.cpu.packed_sums import PackedSums
+from oarlock.workers.layers.experts import ExpertStack
+from oarlock.workers.lora.adapted_layers import adapted_rows
+from oarlock.workers.lora.low_rank import LayerPairs
+from oarlock.workers.quantization.expert_matmul import TorchExpertMatmul
+from oarlock.workers.quantization.expert_weights import gate_of
+from oarlock.workers.quantization.unrounded import Sums, float32_sums
+
+
+class AdaptedExperts:
+    """Experts of one width: x [T, hidden], ids and weights [T, k] -> the rank's share, float32 [T, hidden]."""
+
+    def __init__(self, layer: ExpertStack, pairs: Sequence[LayerPairs], step: StepRows) -> None:
+        """Adapt `layer`. `pairs`: of gate and up, and of down, of each of its experts by turns."""
+        self.step, self.shape, self.multiply = step, layer.shape, layer.matmul
+        self.pairs = list(zip(pairs[::2], pairs[1::2], strict=True))
+        self.used: frozenset[int] = frozenset()  # slots that have a pair of any of the experts
+        self.sums = [_sums_of(layer.matmul, number) for number in range(layer.shape.count)]
+
+    @property
+    def rows(self) -> RowsBySlot | None:
+        """Rows of the step that runs that have an adapter of any of these experts; None if there are none."""
+        return adapted_rows(self.step, self.used)
+
+    def note_slots(self) -> None:
+        """Update `used` after a change of slots."""
+        self.used = frozenset().union(*(one.used for pairs in self.pairs for one in pairs))
+
+    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, rows: RowsBySlot) -> Tensor:
+        total = torch.empty((len(x), self.shape.hidden), device=x.device)
+        if len(rows.others):
+            others = (part.index_select(0, rows.others) for part in (x, ids, weights))
+            total.index_copy_(0, rows.others, self.multiply(*others))
+        chosen = (part.index_select(0, rows.rows) for part in (x, ids, weights))
+        return total.index_copy_(0, rows.rows, self._adapted(*chosen, rows.spans))
+
+    def _adapted(self, x: Tensor, ids: Tensor, weights: Tensor, spans: Sequence[SlotSpan]) -> Tensor:
+        """Return the results of rows by slot, as `TorchExpertMatmul` adds them up. `spans`: of the rows."""
+        shape = self.shape
+        lanes = torch.zeros((shape.slices * shape.groups, len(x), shape.hidden), device=x.device)
+        slot_of = torch.empty(len(x), dtype=torch.int32)
+        for slot, start, stop in spans:
+            slot_of[start:stop] = slot
+        for expert in range(shape.count):
+            rows, choices = (ids - shape.first == expert).nonzero(as_tuple=True)  # a row has an expert once
+            if not len(rows):
+                continue
+            lane = expert // shape.group if shape.group else 0
+            weight = weights[rows, choices, None]  # [rows, 1]
+            after = 1.0 if shape.weighs_inputs else weight
+            results = self._slices(expert, x[rows], weight, RowsBySlot.of(slot_of[rows].numpy(), x.device))
+            for number, result in enumerate(results):
+                lanes[lane + number, rows] += after * result
+        return tree_sum(list(lanes))
+
+    def _slices(self, expert: int, x: Tensor, weight: Tensor, rows: RowsBySlot | None) -> list[Tensor]:
+        """Return the expert's results for `x` [T, hidden], all of whose rows have adapters: float32 [T, hidden] for
+        each slice of its width. `weight`: of the expert, float32 [T, 1]."""
+        assert rows is not None
+        (gate_up, down, bias), shape = self.sums[expert], self.shape
+        low, high = self.pairs[expert]
+        both = gate_up(x).index_add_(0, rows.rows, low.update(x, rows))
+        if shape.weighs_inputs:
+            both = both * weight
+        inner = gate_of(both, shape).to(shape.dtype)  # [T, width]
+        length, found = shape.width // shape.slices, []
+        for number in range(shape.slices):
+            alone = torch.zeros_like(inner)  # contributions of other slices are 0
+            here = slice(number * length, (number + 1) * length)
+            alone[:, here] = inner[:, here]
+            found.append(down(alone).index_add_(0, rows.rows, high.update(alone, rows)))
+        if bias is not None:
+            found[0] = found[0] + bias.float()
+        return found
+
+
+def _sums_of(multiply: object, number: int) -> tuple[Sums, Sums, Tensor | None]:
+    """Return the sums of gate and up, and of down, of expert `number`, and the bias of down that one rank adds."""
+    if isinstance(multiply, TorchExpertMatmul):
+        gate_up, down, bias = multiply.matmuls[number]
+        return float32_sums(gate_up), float32_sums(down), bias
+    if not isinstance(multiply, CppExpertMatmul):
+        raise TypeError(f"a {type(multiply).__name__} has no sums that an adapter could be added to")
+    return PackedSums.of_expert(multiply, number)

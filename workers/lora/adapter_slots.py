@@ -1,0 +1,130 @@
+"""A rank's memory for adapters: fixed slots, filled from copies of adapters in host memory.
+
+`AdapterSlots` finds the layers of the rank that adapters may update, and allocates memory for every slot once, so that
+its bytes are known before. A `HostAdapter` is an adapter's cut for this rank, read once (`rank_adapter.py`); putting it
+into a slot only copies memory.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from oarlock.workers.layers.embedding import VocabParallelEmbedding, VocabParallelHead, vocab_shard
+from oarlock.workers.layers.experts import ExpertStack
+from oarlock.workers.layers.linear import (
+    ColumnParallelLinear,
+    GatedParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
+from oarlock.workers.lora.adapted_experts import AdaptedExperts
+from oarlock.workers.lora.adapted_layers import AdaptedEmbedding
+from oarlock.workers.lora.cpp_layers import column_layer, row_layer
+from oarlock.workers.lora.low_rank import LayerPairs, RankPair, pair_bytes
+from oarlock.workers.models.decoder import Decoder
+from oarlock.workers.quantization.method import StoredRows, WeightShard
+
+_ColumnLayers = QKVParallelLinear | ColumnParallelLinear | GatedParallelLinear
+
+
+@dataclass(frozen=True, slots=True)
+class HostAdapter:
+    """One adapter's pairs on a rank, in host memory, by the index of a matrix in `AdapterSlots.shards`."""
+
+    digest: str
+    pairs: Mapping[int, Sequence[RankPair]]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(pair.a.nbytes + pair.b.nbytes for pairs in self.pairs.values() for pair in pairs)
+
+
+class AdapterSlots:
+    """Memory of `slots` adapters of up to `max_rank` for a decoder whose weights are loaded. Slots count from 1."""
+
+    def __init__(self, model: Decoder, slots: int, max_rank: int, *, experts: bool = True, vocab: bool = True) -> None:
+        """Allocate the memory, and make the model's layers read it.
+
+        `experts`: adapters may update experts. `vocab`: they may update the embedding and the output head.
+        """
+        self.model, self.num_slots, self.max_rank = model, slots, max_rank
+        self.shards: list[WeightShard] = []  # shard of each matrix that can be adapted
+        self.pairs: list[LayerPairs] = []
+        self.digests: dict[int, str] = {}  # slot -> digest of its adapter
+        self._experts: list[AdaptedExperts] = []
+        for layer, shards in adapted_layers(model, experts=experts, vocab=vocab):
+            own = [LayerPairs(shard, slots, max_rank, model.placement) for shard in shards]
+            self.shards += shards
+            self.pairs += own
+            adapted = _attach(layer, own, model)
+            self._experts += [adapted] if isinstance(adapted, AdaptedExperts) else []
+        model.parts_were_replaced()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all slots."""
+        return sum(pairs.num_bytes for pairs in self.pairs)
+
+    def put(self, adapter: HostAdapter, slot: int) -> None:
+        """Copy an adapter into `slot`, whose previous adapter no request of this or a later step may use."""
+        assert 1 <= slot <= self.num_slots, f"slot {slot} of {self.num_slots}"
+        for index, pairs in enumerate(self.pairs):
+            held = adapter.pairs.get(index, ())
+            if held or slot in pairs.used:
+                pairs.put(slot, held)
+        self.digests[slot] = adapter.digest
+        self._note_experts()
+
+    def clear(self, slot: int) -> None:
+        """Remove the adapter in `slot`, if there is one. The memory stays."""
+        for pairs in self.pairs:
+            if slot in pairs.used:
+                pairs.put(slot, ())
+        self.digests.pop(slot, None)
+        self._note_experts()
+
+    def _note_experts(self) -> None:
+        """Note which slots have an adapter of experts, after a change of slots."""
+        for experts in self._experts:
+            experts.note_slots()
+        self.model.step_rows.of_experts = frozenset().union(*(experts.used for experts in self._experts))
+
+
+def slot_bytes(model: Decoder, max_rank: int, *, experts: bool = True, vocab: bool = True) -> int:
+    """Return the bytes of one slot on this rank, also known before the weights are loaded."""
+    item = model.placement.dtype.itemsize
+    found = adapted_layers(model, experts=experts, vocab=vocab)
+    return sum(pair_bytes(shard, max_rank, item) for _, shards in found for shard in shards)
+
+
+def adapted_layers(model: Decoder, *, experts: bool, vocab: bool) -> Iterator[tuple[object, list[WeightShard]]]:
+    """Yield the rank's layers that adapters may update, each with the shards of its pairs."""
+    for layer in model.parts:
+        if isinstance(layer, _ColumnLayers | RowParallelLinear):
+            yield layer, [layer.weight_shard]
+        elif isinstance(layer, ExpertStack) and experts:
+            yield layer, layer.shards
+        elif isinstance(layer, VocabParallelHead) and vocab:
+            yield layer, [vocab_shard(layer)]
+        elif isinstance(layer, VocabParallelEmbedding) and vocab and model.is_first:
+            yield layer, [_of_tokens(layer)]
+
+
+def _of_tokens(layer: VocabParallelEmbedding) -> WeightShard:
+    """Return the shard of an embedding's pair: its inputs are tokens, its outputs are the hidden values."""
+    rows = (StoredRows(layer.name, layer.hidden, 0, layer.hidden),)
+    return WeightShard(rows, layer.vocab_size, min(layer.start, layer.vocab_size), layer.local)
+
+
+def _attach(layer: object, pairs: list[LayerPairs], model: Decoder) -> object:
+    """Make `layer` read `pairs` in steps with adapters. Return its computation in such steps."""
+    rows = model.step_rows
+    if isinstance(layer, RowParallelLinear):
+        return row_layer(layer, pairs[0], rows)
+    if isinstance(layer, _ColumnLayers | VocabParallelHead):
+        return column_layer(layer, pairs[0], rows)
+    if isinstance(layer, ExpertStack):
+        layer.adapted = AdaptedExperts(layer, pairs, rows)
+    else:
+        assert isinstance(layer, VocabParallelEmbedding)
+        layer.adapted = AdaptedEmbedding(layer, pairs[0], rows)
+    return layer.adapted

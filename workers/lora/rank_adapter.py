@@ -1,0 +1,95 @@
+"""Reader of an adapter's cut for one rank: the columns of A and the rows of B that its layers need."""
+
+import torch
+from torch import Tensor
+
+from oarlock.base.errors import StartupError
+from oarlock.workers.layers.decoder_spec import is_in_stage
+from oarlock.workers.lora.adapter_file import Adapter
+from oarlock.workers.lora.adapter_pair import AdapterMatrix, AdapterPair, Lines
+from oarlock.workers.lora.adapter_slots import AdapterSlots, HostAdapter
+from oarlock.workers.lora.low_rank import RankPair
+from oarlock.workers.quantization.method import StoredRows, WeightShard
+from oarlock.workers.weights.reader import FileReader, first_not_finite, not_finite
+
+_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
+
+
+def read_adapter(adapter: Adapter, slots: AdapterSlots) -> HostAdapter:
+    """Read this rank's cut of `adapter` into host memory.
+
+    Raises `StartupError` for a rank above the slots', for a module that the rank's model cannot adapt, for a file that
+    was cut short, and for values that are not finite or too large for the model's dtype.
+    """
+    if adapter.max_rank > slots.max_rank:
+        raise StartupError(
+            f"adapter {adapter.name!r} has rank {adapter.max_rank}, and slots have room for rank {slots.max_rank}.",
+            f"Start with --max-lora-rank {adapter.max_rank}.",
+        )
+    places = {
+        part.name: (at, number) for at, shard in enumerate(slots.shards) for number, part in enumerate(shard.parts)
+    }
+    found: dict[int, list[RankPair]] = {}
+    files = FileReader()
+    try:
+        for pair in adapter.pairs:
+            if pair.module in places:
+                at, part = places[pair.module]
+                found.setdefault(at, []).append(_cut(pair, slots.shards[at], part, slots.model.placement.dtype, files))
+            elif not _is_elsewhere(pair, slots):
+                raise StartupError(
+                    f"adapter {adapter.name!r} updates {pair.module}, which cannot be adapted here.",
+                    "Use an adapter of linear layers only.",
+                )
+    finally:
+        files.close()
+    return HostAdapter(adapter.digest, found)
+
+
+def _is_elsewhere(pair: AdapterPair, slots: AdapterSlots) -> bool:
+    """Return whether only other stages or ranks have the pair's module."""
+    model = slots.model
+    if not is_in_stage(model.spec, f"{pair.module}.weight", model.stage):
+        return True
+    return pair.module.rpartition(".")[0] in model.remote_experts
+
+
+def _cut(pair: AdapterPair, shard: WeightShard, part: int, dtype: torch.dtype, files: FileReader) -> RankPair:
+    """Read a pair and cut it for part `part` of `shard`. Values beyond the stored matrix, such as the padding
+    of experts' widths, are zero."""
+    rows: StoredRows = shard.parts[part]
+    a, b = _read(pair.a, dtype, files), _read(pair.b, dtype, files)
+    local_a = torch.zeros((pair.rank, shard.local_inputs), dtype=dtype)
+    held = a[:, shard.first_input : shard.first_input + shard.local_inputs]
+    local_a[:, : held.shape[1]] = held
+    local_b = torch.zeros((pair.rank, rows.count), dtype=dtype)
+    held = b[rows.first : rows.first + rows.count]
+    local_b[:, : len(held)] = held.T
+    return RankPair(part, pair.scale, local_a, local_b)
+
+
+def _read(matrix: AdapterMatrix, dtype: torch.dtype, files: FileReader) -> Tensor:
+    """Read half of a pair: [rank, inputs] or [outputs, rank]."""
+    entry, path = matrix.located.entry, matrix.located.path
+    stored = _DTYPES.get(entry.dtype)
+    if stored is None:
+        raise StartupError(
+            f"{path}: tensor {matrix.name!r} is {entry.dtype}, which adapters cannot have here.",
+            "Save the adapter in bfloat16, float16 or float32.",
+        )
+    whole = torch.empty(entry.shape, dtype=stored)
+    files.read(path, entry.begin, whole, matrix.name).result()
+    chosen = whole[_index(matrix.rows)][:, _index(matrix.columns)]
+    values = (chosen.T if matrix.transposed else chosen).to(dtype)
+    if (at := first_not_finite(values)) is not None:
+        value = float(chosen.T[at] if matrix.transposed else chosen[at])
+        raise not_finite(matrix.name, matrix.located, value, dtype)
+    return values
+
+
+def _index(lines: Lines) -> slice | Tensor:
+    """Return the index of `lines` among the stored ones."""
+    numbers = lines.numbers()
+    if isinstance(numbers, range):
+        return slice(numbers.start, numbers.stop, numbers.step)
+    return torch.tensor(numbers)
