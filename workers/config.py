@@ -110,6 +110,8 @@ class WorkerConfig:
     max_loras: int = 0  # LoRA adapters in one step, each in a slot of device memory; 0: none are served
     max_lora_rank: int = 16  # highest rank of an adapter, which sizes the slots
     max_cpu_loras: int | None = None  # adapters in host memory besides one that is being loaded; None: `max_loras`
+    lora_target_modules: tuple[str, ...] | None = None  # last parts of the names of modules with slots; None: all
+    lora_adapters: tuple[tuple[str, str], ...] = ()  # name and directory of each adapter that is served from the start
     gpu_memory_utilization: float = 0.9
     num_threads: int | None = None  # CPU threads of one rank; None: a thread for each core that it gets
     cpu_affinity: str = "auto"  # auto | none | the CPUs of each rank: see `oarlock.workers.ranks.cpu_affinity`
