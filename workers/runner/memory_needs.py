@@ -25,6 +25,8 @@ from oarlock.workers.layers.decoder_spec import (
 )
 from oarlock.workers.layers.sharding import shard_experts
 from oarlock.workers.layers.tensor_spec import RankDtype, Sharding, TensorSpec
+from oarlock.workers.lora.adapted_modules import HEAD
+from oarlock.workers.lora.target_modules import SlotModules, can_be_adapted
 from oarlock.workers.models.encoders.encoder_spec import EncoderSpec
 from oarlock.workers.platform.dtypes import ITEM_BYTES
 from oarlock.workers.quantization.formats.weight_format import unit_of_width
@@ -88,24 +90,18 @@ def adapter_slot_bytes(
     spec: DecoderSpec,
     formats: WeightFormats = NONE,
     stage: int = 0,
-    *,
-    experts: bool = True,
-    vocab: bool = True,
 ) -> int:
-    """Return the bytes of one slot for a LoRA adapter on a rank of `stage`: A and B of every linear layer, at the
-    highest rank. `config` must have a resolved dtype.
-
-    `experts`, `vocab`: whether slots have room for updates of experts, and of the embedding and the output head.
-    """
-    last, values = stage == config.pipeline_parallel_size - 1, 0
+    """Return the bytes of one slot for a LoRA adapter on a rank of `stage`: A and B of every linear layer that
+    `lora_target_modules` chooses, at the highest rank. `config` must have a resolved dtype."""
+    chosen, last, values = SlotModules(spec, config.lora_target_modules), stage == config.pipeline_parallel_size - 1, 0
     for tensor, shape in _rank_shapes(config, spec, formats, stage):
-        is_expert = tensor.sharding in (Sharding.WIDTH_OUTPUTS, Sharding.WIDTH_INPUTS)
-        is_left_out = (is_expert and not experts) or (tensor.sharding is Sharding.VOCABULARY and not vocab)
-        if is_left_out or not tensor.is_matrix or tensor.rank_dtype is RankDtype.FLOAT32:
+        if not can_be_adapted(tensor):
             continue
-        is_embedding = tensor.name == EMBEDDING_WEIGHT
-        is_shared = is_embedding and last and spec.tie_word_embeddings  # the head has a pair of its own
-        values += sum(shape) * (is_shared + (not is_embedding or stage == 0))
+        pairs = int(chosen.has(tensor.name.removesuffix(".weight")))
+        if tensor.name == EMBEDDING_WEIGHT:
+            pairs *= stage == 0
+            pairs += last and spec.tie_word_embeddings and chosen.has(HEAD)  # the head has a pair of its own
+        values += sum(shape) * pairs
     return values * config.max_lora_rank * ITEM_BYTES[config.dtype]
 
 
