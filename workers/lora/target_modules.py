@@ -121,4 +121,3 @@ def _left_out(adapter: Adapter, targets: Targets) -> list[str]:
     """Return the targets that an adapter updates and that are not chosen."""
     updated = dict.fromkeys(target_of(pair.module) for pair in adapter.pairs)
     return [] if targets is None else [target for target in updated if target not in targets]
-
