@@ -11,7 +11,7 @@ from pathlib import Path
 
 from oarlock.base.errors import StartupError
 from oarlock.workers.adapters import AdapterError
-from oarlock.workers.lora.adapter_file import Adapter
+from oarlock.workers.lora.adapter_file import Adapter, version_of
 from oarlock.workers.lora.adapter_slots import AdapterSlots, HostAdapter
 from oarlock.workers.lora.rank_adapter import read_adapter
 
@@ -80,11 +80,13 @@ class LoadedAdapters:
         self._reader.shutdown(cancel_futures=True)
 
     def _read(self, digest: str, directory: Path) -> HostAdapter:
-        """Read an adapter. Raises `StartupError`, also if the files have another digest."""
+        """Read an adapter. Raises `StartupError`, also if the files have another digest or change meanwhile."""
+        version = version_of(directory)
         adapter = Adapter.open(directory, self.slots.model.spec)
-        if adapter.digest != digest:
+        host = read_adapter(adapter, self.slots) if adapter.digest == digest else None
+        if host is None or version_of(directory) != version:
             raise StartupError(f"the files in {directory} have changed.", "Load the adapter again.")
-        return read_adapter(adapter, self.slots)
+        return host
 
 
 def _reason(error: BaseException) -> str:
