@@ -76,8 +76,8 @@ class LoadedAdapters:
         return ended
 
     def close(self) -> None:
-        """End the thread that reads, after the adapter that it reads now."""
-        self._reader.shutdown(cancel_futures=True)
+        """Let the thread that reads end after the adapter that it reads now."""
+        self._reader.shutdown(wait=False, cancel_futures=True)
 
     def _read(self, digest: str, directory: Path) -> HostAdapter:
         """Read an adapter. Raises `StartupError`, also if the files have another digest or change meanwhile."""

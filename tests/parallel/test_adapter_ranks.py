@@ -1,0 +1,193 @@
+"""LoRA adapters on real ranks, through the real scheduler and input batch: a request has the same bits in any company.
+
+The judge of all is one rank that answers one request at a time. Values are judged in `tests/golden`.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from oarlock.engine.config import SpeculativeConfig
+from oarlock.engine.types import POOLS, PoolingParams, Request, SamplingParams
+from oarlock.workers.config import WorkerConfig
+from oarlock.workers.executor import Executor, start_executor
+from tests.golden.tiny_models import make_tiny
+from tests.parallel.adapter_files import AdapterFiles, is_plain, write_adapter
+from tests.parallel.direct_engine import Answer, DirectEngine
+from tests.parallel.rank_threads import ThreadExecutor
+from tests.unit.workers.kernel_levels import NO_KERNELS
+
+pytestmark = pytest.mark.skipif(NO_KERNELS is not None, reason=f"no kernels here: {NO_KERNELS}")
+
+VOCAB = 331
+# Biases after the sums over ranks; with 8 ranks two of them share a KV head; every slice has whole groups of inputs.
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 256,
+    "head_dim": 32,
+    "num_hidden_layers": 2,
+    "intermediate_size": 256,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {**SHAPE, "attention_bias": True, "mlp_bias": True},
+    "qwen2_moe": SHAPE,
+    "qwen3_next": {"vocab_size": VOCAB, "hidden_size": 128, "intermediate_size": 256, "head_dim": 32},
+    "gemma": SHAPE,  # its head is its embedding, but both are adapted by themselves
+}
+Make = Callable[[str], tuple[Path, list[AdapterFiles]]]
+Alone = Callable[[str, int], dict[int, Answer]]
+NAMES = ("every", "plain", "small", None)
+KINDS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0, "logprobs": 3},
+    {"temperature": 0.8, "top_p": 0.9, "logprobs": 1},
+    {"temperature": 0.5, "top_k": 9, "prompt_logprobs": 2, "logprobs": 0},
+    {"temperature": 0.0, "logprobs": 2, "repetition_penalty": 1.2},
+)
+VECTORS = (PoolingParams("last"), PoolingParams("mean"), PoolingParams("logits", (5, 7, 300)), PoolingParams("token"))
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Make:
+    """Models by family, each with three adapters."""
+    folder = tmp_path_factory.mktemp("models")
+    known: dict[str, tuple[Path, list[AdapterFiles]]] = {}
+
+    def make(family: str) -> tuple[Path, list[AdapterFiles]]:
+        if family not in known:
+            model = make_tiny(folder, family, **FAMILIES[family])
+            own = folder / f"adapters of {family}"
+            known[family] = model, [
+                write_adapter(own / "every", model, seed=1),
+                write_adapter(own / "plain", model, seed=2, rank=8, keep=is_plain),
+                write_adapter(own / "small", model, seed=3, rank=2, keep=lambda name: "layers.1.self_attn" in name),
+            ]
+        return known[family]
+
+    return make
+
+
+def config_of(model: Path, size: int = 1, **changes: Any) -> WorkerConfig:
+    base = WorkerConfig(
+        str(model),
+        device="cpu",
+        dtype="bfloat16",
+        tensor_parallel_size=size,
+        max_model_len=160,
+        max_num_seqs=8,
+        max_num_batched_tokens=256,
+        block_size=16,
+        num_kv_blocks=100,
+        num_threads=1,
+        max_loras=2,  # fewer than there are adapters
+        max_lora_rank=8,
+        num_speculative_tokens=0 if "next" in model.name else 4,  # states cannot be rolled back
+    )
+    return base.with_(**changes)
+
+
+def make_requests(count: int) -> list[Request]:
+    """Prompts of 3 to 74 tokens, some with a common beginning, with each adapter and none; every third is pooled."""
+    draw, requests = np.random.default_rng(5), []
+    begin = tuple(draw.integers(2, VOCAB, 33).tolist())
+    for number in range(count):
+        prompt = begin * (number % 3 == 0) + tuple(draw.integers(2, VOCAB, 3 + 7 * number % 41).tolist())
+        name = NAMES[number // 2 % 4]
+        if number % 3 == 1:
+            requests.append(Request(number, prompt, POOLS, pooling=VECTORS[number // 3 % 4], adapter=name))
+            continue
+        params = SamplingParams(max_tokens=4 + 5 * number % 23, seed=number, **KINDS[number % 4])
+        requests.append(Request(number, prompt, params, adapter=name))
+    return requests
+
+
+def engine_with(executor: Executor, adapters: list[AdapterFiles], **limits: Any) -> DirectEngine:
+    """An engine with all adapters, which are loaded when they are needed."""
+    engine = DirectEngine(executor, **limits)
+    for one in adapters:
+        engine.scheduler.adapters.add(*one, engine.now)
+    return engine
+
+
+def differences(found: dict[int, Answer], expected: dict[int, Answer]) -> list[int]:
+    """Ids whose answers are not the same, bit by bit."""
+    assert all(answer.error is None for answer in found.values()), [answer.error for answer in found.values()]
+    return [number for number, answer in found.items() if answer != expected[number]]
+
+
+@pytest.fixture(scope="module")
+def alone(made: Make) -> Alone:
+    """The answers to all requests by one rank, one after the other, by family."""
+    known: dict[str, dict[int, Answer]] = {}
+
+    def answers(family: str, count: int) -> dict[int, Answer]:
+        if len(known.get(family, ())) < count:
+            model, adapters = made(family)
+            executor = ThreadExecutor(config_of(model))
+            engine, known[family] = engine_with(executor, adapters), {}
+            for request in make_requests(count):
+                known[family] |= engine.run([request])
+            executor.close()
+        return known[family]
+
+    return answers
+
+
+REGIMES: dict[str, dict[str, Any]] = {
+    "in chunks, a step ahead": {"max_num_batched_tokens": 40, "pipeline_depth": 2},
+    "preempted": {"enable_prefix_caching": True, "max_num_batched_tokens": 48},
+    "with drafts": {"speculative": SpeculativeConfig(num_speculative_tokens=4, prompt_lookup_max=3, prompt_lookup_min=1)},
+}
+# family, ranks, requests
+CASES = [
+    ("llama", 2, 24),
+    pytest.param("llama", 4, 24, marks=pytest.mark.soak),
+    *(pytest.param(family, 2, 12, marks=pytest.mark.soak) for family in ("qwen2_moe", "qwen3_next", "gemma")),
+    *(pytest.param(family, 4, 24, marks=pytest.mark.every) for family in ("qwen2_moe", "gemma")),
+]
+
+
+def preempt_each_once(engine: DirectEngine) -> None:
+    """Let every request be preempted in the middle, so that it may also lose the slot of its adapter."""
+    scheduler, schedule, preempted = engine.scheduler, engine.scheduler.schedule, set()
+
+    def preempt_first(now: float, **options: Any) -> Any:
+        running = [seq for seq in scheduler.requests.running if seq.num_computed_tokens > 20]
+        for seq in [seq for seq in running if seq.request_id not in preempted][:1]:
+            preempted.add(seq.request_id)
+            scheduler.requests.preempt(seq, now)
+        return schedule(now, **options)
+
+    scheduler.schedule = preempt_first
+
+
+@pytest.mark.parametrize(("family", "size", "count"), CASES)
+def test_a_request_has_the_same_bits_in_any_company(
+    made: Make, alone: Alone, family: str, size: int, count: int
+) -> None:
+    model, adapters = made(family)
+    executor, requests = ThreadExecutor(config_of(model, size)), make_requests(count)
+    assert executor.info.rank_invariant and executor.info.batch_invariant
+    for regime, limits in REGIMES.items():
+        if "speculative" in limits and not executor.config.num_speculative_tokens:
+            continue
+        engine = engine_with(executor, adapters, **limits)
+        if regime == "preempted":
+            preempt_each_once(engine)
+        answers = engine.run(requests, arrives_at=lambda number: number)
+        assert differences(answers, alone(family, count)) == [], regime
+        stats, registry = engine.scheduler.stats, engine.scheduler.adapters.registry
+        assert registry.num_loads >= 3 and registry.num_puts >= 3  # in two slots
+        assert (stats.num_preemptions > 5) == (regime == "preempted")
+        assert (engine.num_ahead > 0) == ("pipeline_depth" in limits)
+        assert stats.num_drafts > 0 or "speculative" not in limits
+        engine.scheduler.audit()
+        assert engine.scheduler.memory.num_held == 0
+    executor.close()
+
+
