@@ -15,6 +15,9 @@ from oarlock.engine.config import SpeculativeConfig
 from oarlock.engine.types import POOLS, PoolingParams, Request, SamplingParams
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.executor import Executor, start_executor
+from oarlock.workers.lora.adapter_file import Adapter
+from oarlock.workers.lora.adapter_slots import AdapterSlots, HostAdapter
+from oarlock.workers.lora.rank_adapter import read_adapter
 from tests.golden.tiny_models import make_tiny
 from tests.parallel.adapter_files import AdapterFiles, is_plain, write_adapter
 from tests.parallel.direct_engine import Answer, DirectEngine
@@ -191,3 +194,70 @@ def test_a_request_has_the_same_bits_in_any_company(
     executor.close()
 
 
+
+
+def test_a_reloaded_adapter_never_meets_old_blocks(made: Make, tmp_path: Path) -> None:
+    """Neither in the prefix cache nor in host memory; but the blocks of a content serve it again when it comes back."""
+    model, (first, *_) = made("llama")
+    second = write_adapter(tmp_path / "second", model, seed=9)
+    config = config_of(model, 2, kv_offload_bytes=4 << 20, max_num_batched_tokens=128, num_kv_blocks=17)
+    executor = ThreadExecutor(config)
+    assert executor.info.kv_offload is not None
+    executor.info = replace(executor.info, step_cost=None)  # loading blocks always pays
+    engine = DirectEngine(executor, enable_prefix_caching=True)
+    adapters, stats = engine.scheduler.adapters, engine.scheduler.stats
+    params, prompt = SamplingParams(max_tokens=8, logprobs=2), tuple(range(20, 120))
+    others = [tuple(2 + (131 * number + place) % 300 for place in range(140)) for number in range(2)]
+    answers, num_cached, num_loaded = [], [], []
+    for files in (first, second, first):
+        assert engine.add_adapter("one", files.digest, files.directory) is None
+        before, loaded = engine.num_cached_tokens, stats.kv_offload_loaded_blocks
+        answers.append(engine.run([Request(1, prompt, params, adapter="one")])[1])
+        num_cached.append(engine.num_cached_tokens - before)
+        num_loaded.append(stats.kv_offload_loaded_blocks - loaded)
+        engine.run([Request(10 + n, other, SamplingParams(max_tokens=2)) for n, other in enumerate(others)])
+        assert adapters.remove("one", [], engine.now) == []
+    assert num_cached == [0, 0, 96] and num_loaded == [0, 0, 6]
+    assert answers[0] == answers[2] != answers[1]
+    assert engine.add_adapter("other name", first.digest, first.directory) is None
+    assert engine.run([Request(2, prompt, params, adapter="other name")])[2] == answers[0]
+    executor.close()
+
+
+def test_unloading_and_failed_loads_end_their_own_requests(
+    made: Make, alone: Alone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of two ranks cannot read an adapter, which then neither has; another adapter is unloaded while it is used."""
+    model, adapters = made("llama")
+    lost = write_adapter(tmp_path / "lost", model, seed=4)
+    executor = ThreadExecutor(config_of(model, 2))
+
+    def read(adapter: Adapter, slots: AdapterSlots) -> HostAdapter:
+        if slots.model.placement.tp.rank == 1 and adapter.digest == lost.digest:
+            raise OSError(5, "the disk of this rank is broken")
+        return read_adapter(adapter, slots)
+
+    monkeypatch.setattr("oarlock.workers.lora.loaded_adapters.read_adapter", read)
+    engine = engine_with(executor, [*adapters, lost])
+    scheduler, schedule, unloaded = engine.scheduler, engine.scheduler.schedule, []
+
+    def unload_when_used(now: float, **options: Any) -> Any:
+        used = [seq for seq in scheduler.requests.running if seq.request.adapter == "plain" and seq.num_generated_tokens]
+        if used and not unloaded:
+            unloaded.extend(scheduler.adapters.remove("plain", list(scheduler.requests.by_id.values()), now))
+        return schedule(now, **options)
+
+    scheduler.schedule = unload_when_used
+    extra = [Request(100 + n, (3, 4, 5), SamplingParams(max_tokens=3), adapter="lost") for n in range(2)]
+    answers = engine.run([*make_requests(24), *extra])
+    assert [event.request_id for event in unloaded] == [n for n, one in enumerate(make_requests(24)) if one.adapter == "plain"]
+    ended = {event.request_id for event in unloaded}
+    assert {event.error_code for event in unloaded} == {"adapter_unloaded"}
+    failed = {number: answers.pop(number).error for number in (100, 101)}
+    assert all("another rank could not load it" in (error or "") for error in failed.values())
+    rest = {number: answer for number, answer in answers.items() if number not in ended}
+    assert differences(rest, alone("llama", 24)) == []
+    held = [set(rank.adapters.prepared) for rank in executor.ranks]
+    assert held[0] == held[1] == {one.digest for one in adapters if one.name != "plain"}
+    scheduler.audit()
+    executor.close()

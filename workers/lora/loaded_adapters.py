@@ -28,6 +28,11 @@ class LoadedAdapters:
         self._reported: set[str] = set()
 
     @property
+    def prepared(self) -> list[str]:
+        """Digests of the adapters in host memory, and of those that are being read or wait for that."""
+        return list(self._prepared)
+
+    @property
     def num_host_bytes(self) -> int:
         """Bytes of the copies in host memory."""
         done = [one for one in self._prepared.values() if one.done() and not one.cancelled()]
