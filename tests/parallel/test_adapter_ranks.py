@@ -12,12 +12,16 @@ import numpy as np
 import pytest
 
 from oarlock.engine.config import SpeculativeConfig
+from oarlock.engine.replay.__main__ import main as replay
+from oarlock.engine.replay.recording import RecordingExecutor, RecordingWriter
 from oarlock.engine.types import POOLS, PoolingParams, Request, SamplingParams
+from oarlock.workers.adapters import CommandKind
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.executor import Executor, start_executor
 from oarlock.workers.lora.adapter_file import Adapter
 from oarlock.workers.lora.adapter_slots import AdapterSlots, HostAdapter
 from oarlock.workers.lora.rank_adapter import read_adapter
+from oarlock.workers.protocol import StepMetadata
 from tests.golden.tiny_models import make_tiny
 from tests.parallel.adapter_files import AdapterFiles, is_plain, write_adapter
 from tests.parallel.direct_engine import Answer, DirectEngine
@@ -261,3 +265,50 @@ def test_unloading_and_failed_loads_end_their_own_requests(
     assert held[0] == held[1] == {one.digest for one in adapters if one.name != "plain"}
     scheduler.audit()
     executor.close()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_commands_of_refused_steps_are_run_once(made: Make, alone: Alone, depth: int) -> None:
+    """Ranks lack memory for the first steps with each command."""
+    model, adapters = made("llama")
+    executor = ThreadExecutor(config_of(model, 2))
+    refused: dict[int, set[int]] = {}  # by kind of command: numbers of steps
+
+    def lacks_memory(stage: int, step: StepMetadata) -> bool:
+        kinds = [kind for kind in step.adapter_commands[:, 0].tolist() if len(refused.get(kind, ())) < 3]
+        for kind in kinds if step.num_tokens else ():
+            refused.setdefault(kind, set()).add(step.step_id)
+        return any(step.step_id in numbers for numbers in refused.values())
+
+    executor.refuse(lacks_memory)
+    engine = engine_with(executor, adapters, pipeline_depth=depth)
+    answers = engine.run(make_requests(24), arrives_at=lambda number: number)
+    assert engine.num_refused >= 3 and refused.keys() >= {CommandKind.PUT, CommandKind.REPORT}
+    assert differences(answers, alone("llama", 24)) == []
+    slots = [rank.adapters.slots.digests for rank in executor.ranks]
+    expected = {one.slot: one.digest for one in engine.scheduler.adapters.slots.adapters()}
+    assert slots == [expected, expected]
+    engine.scheduler.audit()
+    executor.close()
+
+
+def test_a_recording_carries_adapters(
+    made: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Replayed on one rank, as recorded, on two, and not at all if a file has another content."""
+    model, adapters = made("llama")
+    adapters = [write_adapter(tmp_path / one.name, model, seed=n, keep=is_plain) for n, one in enumerate(adapters)]
+    monkeypatch.setattr("oarlock.engine.replay.__main__.start_executor", lambda config, _: ThreadExecutor(config))
+    executor, path = ThreadExecutor(config_of(model)), tmp_path / "steps.rec"
+    recording = RecordingExecutor(executor, RecordingWriter(str(path)), None)
+    engine = engine_with(recording, adapters, enable_prefix_caching=True)
+    engine.run(make_requests(24), arrives_at=lambda number: number)
+    recording.close()
+    for size in (1, 2):
+        status = replay([str(path), f"--tensor-parallel-size={size}"])
+        out = capsys.readouterr().out
+        assert status == 0 and "the same outputs" in out and "first difference" not in out, out
+        assert all(f"{one.name} ({one.digest})" in out for one in adapters)
+    write_adapter(tmp_path / "small", model, seed=8)
+    assert replay([str(path)]) != 0
+    assert f"The adapter 'small' of the recording, {adapters[2].digest}, differs" in capsys.readouterr().err
