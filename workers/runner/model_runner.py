@@ -205,5 +205,7 @@ class ModelRunner(StepRunner[DecoderSteps]):
         """Free everything that must be freed before the process group is destroyed."""
         if self.kv_offload is not None:
             self.kv_offload.close()
+        if self.adapters is not None:
+            self.adapters.close()
         if isinstance(self.steps, DeviceSteps):
             self.steps.release()
