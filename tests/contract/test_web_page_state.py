@@ -32,6 +32,7 @@ STATE = {
         "p99_ms": 20.0,
         "ranks": [{"rank": rank, "last_ms": 5.0 + rank, "median_ms": 3.5} for rank in range(2)],
     },
+    "adapters": None,
     "slowest": [],
 }
 
@@ -59,7 +60,7 @@ def test_the_live_state_is_drawn_and_told(serve, window, expect):
 
 
 def test_the_last_minute_and_one_request(serve, window, expect):
-    open_request = {"request_id": 1, "state": "running", "age_s": 2.0}
+    open_request = {"request_id": 1, "state": "running", "adapter": None, "age_s": 2.0}
     open_request |= {"prompt_tokens": 40, "cached_tokens": 16, "output_tokens": 0}
     server = serve(TEXT, live_state=STATE | {"slowest": [open_request]}, pause_after=0)
     timeline = RequestTimeline(1, 40, 0.0)

@@ -38,6 +38,7 @@ def engine(queued: float = 0.0, prefill: float = 0.1, total: float = 9.9, **fiel
         ahead=[5],
         without_row=0,
         without_blocks=0,
+        adapter=None,
         first_scheduled_s=100.01 + queued,
         num_chunks=1,
         computed_tokens=34,
