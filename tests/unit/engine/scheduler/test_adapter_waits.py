@@ -1,5 +1,7 @@
 """Waits of requests for their LoRA adapters, in histories, statistics and the live state."""
 
+import itertools
+
 import pytest
 
 from oarlock.engine.core.engine_core import history, live_state
@@ -55,8 +57,8 @@ def test_an_adapter_that_leaves_host_memory_is_awaited_again() -> None:
         found = waits_of(driver, number)
         waits = found["waits"]
         assert all(wait["end_s"] is not None for wait in waits), "nothing waits after its end"
-        assert all(one["end_s"] == two["at_s"] for one, two in zip(waits, waits[1:], strict=False))
-        assert all(one["awaited"] != two["awaited"] for one, two in zip(waits, waits[1:], strict=False))
+        assert all(one["end_s"] == two["at_s"] for one, two in itertools.pairwise(waits))
+        assert all(one["awaited"] != two["awaited"] for one, two in itertools.pairwise(waits))
         total = sum(wait["end_s"] - wait["at_s"] for wait in waits if wait["end_s"] is not None)
         assert total == pytest.approx(found["load_s"] + found["slot_s"])
 
