@@ -127,6 +127,7 @@ def test_adapters_are_shown_once_there_are_some_and_can_be_chosen(serve, window,
     page.get_by_role("button", name="Close").click()
     ask(page, "Hi")
     expect(page.get_by_role("listitem", name="Answer").get_by_text("tone", exact=True)).to_be_visible()
+    expect(page.get_by_text(TEXT)).to_be_visible()
     assert engine.requests[0].adapter == "tone"
 
 
