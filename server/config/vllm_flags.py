@@ -85,7 +85,6 @@ FLAGS: dict[str, Flag] = {
     **_refused("--tokenizer names a directory, or a hub id whose newest revision is used.", "tokenizer-revision"),
     **_refused("text is always tokenized by the server.", "skip-tokenizer-init"),
     **_refused("config.json is used unchanged; edit a copy of the checkpoint.", "hf-overrides", "rope-scaling"),
-    **_refused("adapters are not served; merge them into the checkpoint.", "enable-lora", "lora-modules"),
     **_refused("--speculative-config configures speculative decoding.", "speculative-model", "num-speculative-tokens"),
     **_refused("--kv-cache-memory sets the size of the KV cache.", "num-gpu-blocks-override"),
     **_refused("sliding windows are used as the model defines them.", "disable-sliding-window"),

@@ -186,6 +186,7 @@ class ModelRunner(StepRunner[DecoderSteps]):
             served_by=spec.served_by,
             is_replicated=self.tp.size > 1 and spec.is_replicated,
             step_cost=self.step_cost,
+            adapter_slot_bytes=0 if self.adapters is None else self.adapters.slots.num_bytes // self.config.max_loras,
             kv_offload=None if self.kv_offload is None else self.kv_offload.info,
         )
 
