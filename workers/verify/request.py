@@ -36,6 +36,11 @@ class VerifyRequest:
     dequantize: bool = False  # weights are dequantised to `dtype`
     num_threads: int | None = None  # threads of the reference; None: torch's own choice
     follows_choices: bool = False  # the reference runs again, and follows the choices of experts that ranks recorded
+    adapter: str | None = None  # directory or GGUF file of a LoRA adapter
+
+    def is_adapted(self, sequence: int) -> bool:
+        """Return whether a sequence has the adapter: all but the last of several, whose rows must not change."""
+        return self.adapter is not None and (sequence == 0 or sequence < len(self.prompts) - 1)
 
     def write(self, folder: Path) -> None:
         (folder / "request.json").write_text(json.dumps(asdict(self)), "utf-8")

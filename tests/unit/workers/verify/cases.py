@@ -23,6 +23,7 @@ from oarlock.workers.preflight import preflight
 from oarlock.workers.quantization.fp8 import Fp8Weight
 from oarlock.workers.quantization.grouped import GroupedWeight
 from oarlock.workers.quantization.method import LinearWeight, WeightShard
+from oarlock.workers.verify.adapted_sequences import NUM_SLOTS
 from oarlock.workers.verify.compare import VerifyResults, compare
 from oarlock.workers.verify.diagnosis import explain
 from oarlock.workers.verify.expert_choices import ranks_choose_otherwise
@@ -50,8 +51,10 @@ class VerifyCase:
         quantization: str = "none",
         *,
         dequantize: bool = False,
+        adapter: Path | None = None,
     ) -> None:
         self.model = model
+        self.adapter = adapter
         self.dequantize = dequantize
         self.quantization = quantization
         self.block_size = block_size
@@ -62,7 +65,7 @@ class VerifyCase:
         self.quantization = self._config(1, model).quantization  # a stored form has a name, too
         self.request = VerifyRequest(
             str(model), dtype, "cpu", prompts, new_tokens, num_threads=1, quantization=self.quantization,
-            dequantize=dequantize,
+            dequantize=dequantize, adapter=None if adapter is None else str(adapter),
         )  # fmt: skip
         self.request.write(folder)
         record_reference(self.request, folder, lambda line: None)
@@ -97,6 +100,8 @@ class VerifyCase:
                 block_size=self.block_size,
                 num_threads=1,
                 kv_cache_bytes=1 << 22,
+                max_loras=0 if self.adapter is None else NUM_SLOTS,
+                max_lora_rank=16,
             )
         )
 
