@@ -15,10 +15,9 @@ from oarlock.workers.lora.adapter_slots import HostAdapter
 from oarlock.workers.lora.loaded_adapters import LoadedAdapters
 from oarlock.workers.lora.rank_adapter import read_adapter
 from oarlock.workers.runner.model_runner import ModelRunner
-from oarlock.workers.verify.request import VerifyRequest
+from oarlock.workers.verify.request import NUM_SLOTS, VerifyRequest
 
-NUM_SLOTS = 2
-SLOT, MIRRORED_SLOT = 2, 1
+MIRRORED_SLOT, SLOT = range(1, NUM_SLOTS + 1)
 
 
 def put_adapter(runner: ModelRunner, request: VerifyRequest) -> list[int]:

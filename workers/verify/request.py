@@ -12,6 +12,7 @@ from typing import Any
 from oarlock.base.errors import StartupError
 
 NEW_TOKENS = 12  # generated after each prompt
+NUM_SLOTS = 2  # slots for adapters if one is verified
 MAX_TOKENS = 512  # limit over all prompts, because every tensor of every layer is kept for each token
 BUILT_IN_PROMPTS = (
     "The quick brown fox jumps over the lazy dog, and then",

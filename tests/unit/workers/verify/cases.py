@@ -23,13 +23,12 @@ from oarlock.workers.preflight import preflight
 from oarlock.workers.quantization.fp8 import Fp8Weight
 from oarlock.workers.quantization.grouped import GroupedWeight
 from oarlock.workers.quantization.method import LinearWeight, WeightShard
-from oarlock.workers.verify.adapted_sequences import NUM_SLOTS
 from oarlock.workers.verify.compare import VerifyResults, compare
 from oarlock.workers.verify.diagnosis import explain
 from oarlock.workers.verify.expert_choices import ranks_choose_otherwise
 from oarlock.workers.verify.rank import run_rank
 from oarlock.workers.verify.reference import record_reference
-from oarlock.workers.verify.request import VerifyRequest
+from oarlock.workers.verify.request import NUM_SLOTS, VerifyRequest
 from oarlock.workers.weights.source import WeightSource
 from tests.golden.paged_run import on_ranks
 
