@@ -1,4 +1,4 @@
-"""The adapter of a verification in a rank's slots, by the commands that the engine sends, and the slot of each sequence.
+"""The adapter of a verification in the slots of a rank, by the engine's commands, and the slot of each sequence.
 
 Slot 1 holds the same adapter with its updates negated, and so does slot 2 before the adapter replaces it: a row that
 reads another slot, or a slot that still has a part of its previous adapter, has other values.

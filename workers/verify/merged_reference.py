@@ -6,7 +6,7 @@ them rounded to the dtype, as PEFT's `merge_and_unload` leaves them.
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -59,7 +59,7 @@ class MergedModel:
                 self._add(name, module)
         if self._left:
             raise StartupError(
-                f"transformers' model has no module of its own for {next(iter(self._left))}, which the adapter updates.",
+                f"the adapter updates {next(iter(self._left))}, which is no module in transformers' model.",
                 "Verify with an adapter of other modules.",
             )
 
@@ -99,7 +99,9 @@ class MergedModel:
     def _untie(self, model: nn.Module, module: nn.Module) -> None:
         """Give `module` a parameter of its own if another module has the same."""
         weight = module.weight
-        shared = [other for other in model.modules() if other is not module and getattr(other, "weight", None) is weight]
+        shared = [
+            other for other in model.modules() if other is not module and getattr(other, "weight", None) is weight
+        ]
         if not shared:
             return
         if self._is_quantised:
@@ -128,6 +130,12 @@ class MergedModel:
                 parameter.data = data
 
 
-def merged_updates(adapter: Path, spec: DecoderSpec) -> Mapping[str, StoredUpdate]:
-    """Return the updates of an adapter by our names of modules."""
-    return {pair.module: pair_update(pair) for pair in Adapter.open(adapter, spec).pairs}
+def updates_by_module(adapter: Path, spec: DecoderSpec) -> Mapping[str, StoredUpdate]:
+    """Return the updates of an adapter by our names of modules, by PEFT's rules if the files are PEFT's."""
+    modules = AdaptedModules(spec)
+    found = {pair.module: pair_update(pair) for pair in Adapter.open(adapter, spec).pairs}
+    for name, update in peft_updates(adapter).items():
+        parts = modules.find(name)
+        for part in parts if isinstance(parts, list) else ():
+            found[part.module] = replace(update, b=update.b[list(part.rows.numbers())])
+    return found
