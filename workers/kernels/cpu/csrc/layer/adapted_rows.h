@@ -39,12 +39,12 @@ struct BlockRows {
       if (!has_adapter[row]) others[num_others++] = row;
   }
 
-  // Return the offset in B of the first output of a slot that is needed after the rows of span number `span`: of the
-  // next span, or of the first one for the outputs from `end` on.
-  long next_of(long span, long begin, long end) const {
-    const long size = pairs.max_rank * pairs.outputs;
-    if (span + 1 < num_spans) return spans[span + 1].slot * size + begin;
-    return spans[0].slot * size + (end < pairs.outputs ? end : begin);
+  // Return the memory of B that is read after outputs `begin` to `end` of span number `span`: of the next span, or of
+  // the first one for the outputs from `end` on.
+  template <class T>
+  const T *next_of(long span, long begin, long end) const {
+    if (span + 1 < num_spans) return panel_of<T>(pairs, spans[span + 1].slot, begin);
+    return panel_of<T>(pairs, spans[0].slot, end < pairs.outputs ? end : begin);
   }
 
   // Call visit(row, update) for each row with the updates of outputs `begin` to `end`, and `other` outputs of the same
@@ -59,10 +59,10 @@ struct BlockRows {
       for (long entry = of.first; entry < of.last; entry += kExpanded) {
         const long rows = std::min(kExpanded, of.last - entry);
         const float *own = low + entry * values;
-        expand<T>(pairs, of.slot, own, rows, begin, end, next_of(span, begin, end), updates[0], 2 * kOutputs);
+        expand<T>(pairs, of.slot, own, rows, begin, end, next_of<T>(span, begin, end), updates[0], 2 * kOutputs);
         if (other >= 0)
           expand<T>(pairs, of.slot, own, rows, other, other + end - begin,
-                    next_of(span, other, other + end - begin), updates[0] + kOutputs, 2 * kOutputs);
+                    next_of<T>(span, other, other + end - begin), updates[0] + kOutputs, 2 * kOutputs);
         for (long i = 0; i < rows; i++) visit(all.rows[entry + i] - first, updates[i]);
       }
     }

@@ -20,6 +20,7 @@ using namespace simd;
 constexpr long kRowsOfA = 4;               // rows of A that are multiplied together
 constexpr long kRowsOfX = kRegisters / 8;  // rows of x; the sums of all pairs of rows fill half of the registers
 constexpr long kExpanded = 4;              // rows that B is multiplied by together
+constexpr long kAhead = 1024;              // elements of A that are prefetched ahead
 constexpr long kWorthWidening = 8;         // rows of x from which A is widened once instead of for each few rows
 
 // Entries `first` to `last` of `AdapterRows::rows`: rows with the adapter in a slot, counted from 0.
@@ -50,24 +51,33 @@ inline void add_products(const Vec (&x)[R], const Vec (&a)[kRowsOfA], Vec (&sums
     for (int i = 0; i < kRowsOfA; i++) sums[r][i] = fma(x[r], a[i], sums[r][i]);
 }
 
-// Add the products of the inputs `from`, `from + step`, ... before `end`, a whole register of inputs each.
-template <int R, class T, class A>
-inline void add_inputs(const T *const (&x)[R], const A *const (&a)[kRowsOfA], long from, long end, long step,
-                       Vec (&sums)[R][kRowsOfA]) {
-  Vec of_x[R], of_a[kRowsOfA];
-  for (long k = from; k < end; k += step) {
-#pragma GCC unroll 4
-    for (int i = 0; i < kRowsOfA; i++) of_a[i] = load(a[i] + k);
-#pragma GCC unroll 4
-    for (int r = 0; r < R; r++) of_x[r] = load(x[r] + k);
-    add_products<R>(of_x, of_a, sums);
+// Rows of A that are multiplied together, as they are stored: blocks of inputs, of `stored` rows each. Rows beyond
+// `used` are the last one again.
+template <class A>
+struct RowsOfA {
+  const A *at[kRowsOfA];
+  long stored, block;
+
+  RowsOfA(const A *first, long stored, long used, long block) : stored(stored), block(block) {
+    for (long i = 0; i < kRowsOfA; i++) at[i] = first + std::min(i, used - 1) * block;
   }
+};
+
+// Add the products of a register of inputs: number `k` of x, and number `at` of the memory of A.
+template <int R, class T, class A>
+inline void add_register(const T *const (&x)[R], const RowsOfA<A> &a, long k, long at, Vec (&sums)[R][kRowsOfA]) {
+  Vec of_x[R], of_a[kRowsOfA];
+#pragma GCC unroll 4
+  for (int i = 0; i < kRowsOfA; i++) of_a[i] = load(a.at[i] + at);
+#pragma GCC unroll 4
+  for (int r = 0; r < R; r++) of_x[r] = load(x[r] + k);
+  add_products<R>(of_x, of_a, sums);
 }
 
 // Write the products of one slice of R rows of x with rows of A to `low`. Registers of inputs are added to two sums by
 // turns.
 template <int R, class T, class A>
-inline void multiply_slice(const T *const (&x)[R], const A *const (&a)[kRowsOfA], long from, long length,
+inline void multiply_slice(const T *const (&x)[R], const RowsOfA<A> &a, long from, long length,
                            float (&low)[R][kRowsOfA]) {
   Vec even[R][kRowsOfA], odd[R][kRowsOfA];
 #pragma GCC unroll 4
@@ -75,20 +85,27 @@ inline void multiply_slice(const T *const (&x)[R], const A *const (&a)[kRowsOfA]
 #pragma GCC unroll 4
     for (int i = 0; i < kRowsOfA; i++) even[r][i] = odd[r][i] = zero();
   constexpr long kBoth = 2 * kLanes;
-  const long end = from + length / kBoth * kBoth;
+  const long pairs = a.block / kBoth * kBoth, first = from * a.stored, step = a.block * a.stored;
   if constexpr (R < kRowsOfX) {
-    for (long k = from; k < end; k += kBoth) {
-      add_inputs<R>(x, a, k, k + 1, kBoth, even);
-      add_inputs<R>(x, a, k + kLanes, k + kLanes + 1, kBoth, odd);
-    }
+    for (long k = from, at = first; k < from + length; k += a.block, at += step)
+      for (long d = 0; d < pairs; d += kBoth) {
+        add_register<R>(x, a, k + d, at + d, even);
+        add_register<R>(x, a, k + d + kLanes, at + d + kLanes, odd);
+      }
   } else {  // there are registers for one of the two sums
-    add_inputs<R>(x, a, from, end, kBoth, even);
-    add_inputs<R>(x, a, from + kLanes, end, kBoth, odd);
+    for (long k = from, at = first; k < from + length; k += a.block, at += step)
+      for (long d = 0; d < pairs; d += kBoth) {
+        for (long line = 0; line < kBoth; line += 64 / sizeof(A))
+          for (int i = 0; i < kRowsOfA; i++) prefetch(a.at[i] + at + d + line + kAhead);
+        add_register<R>(x, a, k + d, at + d, even);
+      }
+    for (long k = from, at = first; k < from + length; k += a.block, at += step)
+      for (long d = 0; d < pairs; d += kBoth) add_register<R>(x, a, k + d + kLanes, at + d + kLanes, odd);
   }
-  for (long k = end, left; (left = from + length - k) > 0; k += kLanes) {
+  for (long d = pairs; d < a.block; d += kLanes) {  // only if the slice is one block
     Vec of_x[R], of_a[kRowsOfA];
-    for (int i = 0; i < kRowsOfA; i++) of_a[i] = load(a[i] + k, left);
-    for (int r = 0; r < R; r++) of_x[r] = load(x[r] + k, left);
+    for (int i = 0; i < kRowsOfA; i++) of_a[i] = load(a.at[i] + first + d, a.block - d);
+    for (int r = 0; r < R; r++) of_x[r] = load(x[r] + from + d, a.block - d);
     add_products<R>(of_x, of_a, even);
   }
 #pragma GCC unroll 4
@@ -99,8 +116,8 @@ inline void multiply_slice(const T *const (&x)[R], const A *const (&a)[kRowsOfA]
 
 // Write the products of R rows of x with `count` rows of A, at most kRowsOfA, to `low`, rows `stride` apart.
 template <int R, class T, class A>
-void multiply_rows(const T *const (&x)[R], const A *const (&a)[kRowsOfA], long count, const AdapterPairs &pairs,
-                   float *low, long stride) {
+void multiply_rows(const T *const (&x)[R], const RowsOfA<A> &a, long count, const AdapterPairs &pairs, float *low,
+                   long stride) {
   float pending[gemm::kPending][R][kRowsOfA];
   const long length = pairs.inputs / pairs.slices;
   for (long slice = 0; slice < pairs.slices; slice++) {
@@ -121,21 +138,19 @@ struct ShrinkUnit {
   const T *x;           // row `first_row` of the step
   long first_row, count;
   float *low;           // of the first row and the first row of A
-  long used;            // rows of A
+  long stored, used;    // rows of A
 
   template <int R, class A>
-  void multiply_some(long row, const A *const (&a)[kRowsOfA]) const {
+  void multiply_some(long row, const RowsOfA<A> &a) const {
     const long stride = pairs.parts * pairs.max_rank;
     const T *of_x[R];
     for (int r = 0; r < R; r++) of_x[r] = x + (rows[row + r] - first_row) * pairs.inputs;
     multiply_rows<R>(of_x, a, used, pairs, low + row * stride, stride);
   }
 
-  // Multiply all rows. The rows of A beyond `used` are the last one again.
   template <class A>
   void multiply(const A *first) const {
-    const A *a[kRowsOfA];
-    for (long i = 0; i < kRowsOfA; i++) a[i] = first + std::min(i, used - 1) * pairs.inputs;
+    const RowsOfA<A> a(first, stored, used, pairs.block);
     long row = 0;
     for (; row + kRowsOfX <= count; row += kRowsOfX) multiply_some<kRowsOfX>(row, a);
     if constexpr (kRowsOfX > 2)
@@ -165,15 +180,15 @@ void shrink(const AdapterPairs &pairs, const AdapterRows &all, const SlotRows *s
     if (!used) return;
     const T *a = static_cast<const T *>(pairs.a) +
                  ((span.slot * pairs.parts + part) * pairs.max_rank + begin) * pairs.inputs;
-    const ShrinkUnit<T> of{pairs, all.rows + span.first, x, first_row, entries, to, used};
+    const ShrinkUnit<T> of{pairs, all.rows + span.first, x, first_row, entries, to, held, used};
     if (sizeof(T) == sizeof(float) || entries < kWorthWidening) {
       of.multiply(a);
       return;
     }
     const Arena::Mark mark = arena().mark();
-    float *wide = arena().take<float>(used * pairs.inputs);
-    for (long k = 0; k < used * pairs.inputs; k += kLanes)
-      store(wide + k, load(a + k, used * pairs.inputs - k), used * pairs.inputs - k);
+    const long size = held * pairs.inputs;
+    float *wide = arena().take<float>(size);
+    for (long k = 0; k < size; k += kLanes) store(wide + k, load(a + k, size - k), size - k);
     of.multiply(wide);
     arena().release(mark);
   };
@@ -197,7 +212,14 @@ inline const float *scaled(const AdapterPairs &pairs, const AdapterRows &all, co
   return found;
 }
 
-// Columns of B [rank, width], rows `stride` apart, and columns that are used next, which are prefetched.
+// Return the panel of B of a slot that has `output`.
+template <class T>
+inline const T *panel_of(const AdapterPairs &pairs, long slot, long output) {
+  const long before = output / pairs.panel * pairs.panel;
+  return static_cast<const T *>(pairs.b) + (slot * pairs.outputs + before) * pairs.max_rank;
+}
+
+// Columns of one panel of B [rank, width], rows `stride` apart, and the memory that is read next.
 template <class T>
 struct ColumnsOfB {
   const T *at, *next;
@@ -207,7 +229,8 @@ struct ColumnsOfB {
 // Write the products of B's columns with R rows of values, `low_stride` apart, to `update`, rows `stride` apart.
 template <int R, class T>
 inline void expand_rows(const ColumnsOfB<T> &b, const float *low, long low_stride, float *update, long stride) {
-  constexpr long kTogether = R > 2 ? kRegisters / 8 : R == 2 ? kRegisters / 4 : 8, kWidth = kTogether * kLanes;
+  constexpr long kWanted = R > 2 ? kRegisters / 8 : R == 2 ? kRegisters / 4 : 8;
+  constexpr long kTogether = std::min<long>(kWanted, 64 / kLanes), kWidth = kTogether * kLanes;
   long at = 0;
   for (; at + kWidth <= b.width; at += kWidth) {
     Vec sums[R][kTogether];
@@ -245,18 +268,19 @@ inline void expand_rows(const ColumnsOfB<T> &b, const float *low, long low_strid
 }
 
 // Write the updates of outputs `begin` to `end` of up to kExpanded rows of a slot to `update`, rows `stride` apart.
-// low [rows, parts, max_rank], scaled. `next`: an offset in B, of the outputs that are needed next.
+// low [rows, parts, max_rank], scaled. `next`: memory of B that is read after these outputs, and prefetched.
 template <class T>
-void expand(const AdapterPairs &pairs, long slot, const float *low, long rows, long begin, long end, long next,
+void expand(const AdapterPairs &pairs, long slot, const float *low, long rows, long begin, long end, const T *next,
             float *update, long stride) {
-  const T *b = static_cast<const T *>(pairs.b) + slot * pairs.max_rank * pairs.outputs;
   const long values = pairs.parts * pairs.max_rank;
   for (long at = begin, part = 0; at < end;) {
     while (pairs.ends[part] <= at) part++;
-    const long stop = std::min<long>(end, pairs.ends[part]);
+    const long of_panel = at % pairs.panel, left = pairs.outputs - (at - of_panel);
+    const long stop = std::min({end, static_cast<long>(pairs.ends[part]), at - of_panel + pairs.panel});
     const float *of_part = low + part * pairs.max_rank;
-    const ColumnsOfB<T> columns{b + at, static_cast<const T *>(pairs.b) + next + at - begin, pairs.ranks[slot],
-                                pairs.outputs, stop - at};
+    const T *first = panel_of<T>(pairs, slot, at) + of_panel;
+    const ColumnsOfB<T> columns{first, stop < end ? first + pairs.max_rank * pairs.panel : next, pairs.ranks[slot],
+                                std::min(pairs.panel, left), stop - at};
     float *to = update + at - begin;
     if (rows == 4) expand_rows<4>(columns, of_part, values, to, stride);
     else if (rows == 3) expand_rows<3>(columns, of_part, values, to, stride);
