@@ -5,12 +5,12 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from oarlock.base.errors import StartupError
-from oarlock.engine.errors import EngineDeadError
+from oarlock.engine.errors import EngineDeadError, RequestError
 from oarlock.engine.replicas import start_engine
 from oarlock.server.config.settings import Settings
 from oarlock.server.endpoints.batches.batch import BatchEndpoints, BatchRun
@@ -30,6 +30,7 @@ from oarlock.server.llm.generation_config import GenerationConfig
 from oarlock.server.llm.pooler_config import PoolerConfig
 from oarlock.server.llm.tokenizer import Tokenizer, find_files
 from oarlock.server.observability.metrics import HttpCounters
+from oarlock.server.offline.inputs import LoRARequest
 from oarlock.workers.config import OnProgress
 
 _CLOSE_S = 10.0
@@ -51,6 +52,8 @@ class OfflineEngine:
     ) -> None:
         self._state = state = ServerState()
         self._counters = counters = HttpCounters()
+        self._adapters: dict[str, LoRARequest] = {}  # name -> the request that loaded the adapter
+        self._loading = asyncio.Lock()
         self.engine = engine
         self.tokenizer = tokenizer
         self.async_llm = connect_engine(settings, state, counters, engine, tokenizer, generation_config, pooler)
@@ -91,6 +94,38 @@ class OfflineEngine:
         """Number of concurrent requests that keeps every row of every replica busy, with the same number waiting."""
         info = self.engine.info
         return 2 * info.data_parallel_size * info.max_num_seqs
+
+    async def load_adapters(self, requests: Iterable[LoRARequest | None]) -> list[str | None]:
+        """Load adapters that were not used before, and return the model names of `requests`; None: no adapter.
+
+        Raises `RequestError`.
+        """
+        given = list(requests)
+        async with self._loading:
+            for request in filter(None, dict.fromkeys(given)):
+                await self._load(request)
+        return [None if request is None else request.lora_name for request in given]
+
+    async def _load(self, request: LoRARequest) -> None:
+        name, number = request.lora_name, request.lora_int_id
+        known = self._adapters.get(name)
+        if known == request:
+            return
+        if self.async_llm.adapters is None:
+            message = f"lora_request names the adapter {name!r}, but LoRA is off. Add enable_lora=True to LLM."
+            raise RequestError(message, "lora_request")
+        if known is not None:
+            message = (
+                f"The adapter {name!r} has the id {known.lora_int_id} and the path {known.lora_path}. For another "
+                "adapter, use another name."
+            )
+            raise RequestError(message, "lora_request")
+        others = {one.lora_int_id: one.lora_name for one in self._adapters.values()}
+        if number in others:
+            message = f"lora_int_id {number} belongs to the adapter {others[number]!r}. Use another one for {name!r}."
+            raise RequestError(message, "lora_request")
+        await self.async_llm.adapters.load(name, request.lora_path)
+        self._adapters[name] = request
 
     async def close(self) -> None:
         """Stop the engine and its ranks."""
