@@ -20,7 +20,9 @@ from oarlock.server.http.request_body import ignored_parameters, parse_any, read
 from oarlock.server.http.request_record import label_of
 from oarlock.server.http.server_sent_events import until_disconnect
 from oarlock.server.http.server_state import ServerState
+from oarlock.server.hub.adapter_path import AdapterPaths
 from oarlock.server.hub.model_path import served_names
+from oarlock.server.llm.adapters import ServedAdapters
 from oarlock.server.llm.async_llm import AsyncLLM
 from oarlock.server.llm.generation import Engine, Generation, Replica
 from oarlock.server.llm.generation_config import GenerationConfig
@@ -227,8 +229,12 @@ def connect_engine(
     pooler: PoolerConfig | None = None,
 ) -> AsyncLLM:
     """Fill in `state.async_llm` and return it. Requests are still refused until the state's phase is ready."""
+    adapters = None
+    if engine.info.max_loras:
+        adapters = ServedAdapters(engine, served_names(settings), AdapterPaths(settings))
+    strict = settings.strict_max_tokens
     async_llm = AsyncLLM(
-        engine, tokenizer, generation_config, strict_max_tokens=settings.strict_max_tokens, pooler=pooler
+        engine, tokenizer, generation_config, strict_max_tokens=strict, pooler=pooler, adapters=adapters
     )
     async_llm.on_finish.append(counters.finish)
     if settings.enable_log_requests:
