@@ -2,7 +2,7 @@
 accepts."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any, TypeVar
 
 _T = TypeVar("_T")
@@ -64,13 +64,15 @@ class SamplingParams:
 class LoRARequest:
     """The LoRA adapter of a request, with the fields of vLLM's class in its order.
 
-    It is loaded when its name is first used, and stays loaded or on disk until the `LLM` closes. A name keeps its path:
-    for another adapter, use another name.
+    The adapter is loaded when its name is first used. A name keeps its adapter until the `LLM` closes, unless
+    `load_inplace` asks for the files as they are now.
     """
 
     lora_name: str
     lora_int_id: int  # at least 1; a number belongs to one name
     lora_path: str  # a directory with the files of PEFT, a GGUF file, or an id on the hub
+    _: KW_ONLY
+    load_inplace: bool = False  # read the files at every call; requests in progress with other content fail
 
     def __post_init__(self) -> None:
         """Raise `ValueError` for a field that is empty or too small."""

@@ -107,24 +107,23 @@ class OfflineEngine:
         return [None if request is None else request.lora_name for request in given]
 
     async def _load(self, request: LoRARequest) -> None:
-        name, number = request.lora_name, request.lora_int_id
-        known = self._adapters.get(name)
-        if known == request:
+        name, number, path = request.lora_name, request.lora_int_id, request.lora_path
+        adapters, known = self.async_llm.adapters, self._adapters.get(name)
+        if adapters is None:
+            raise _refused(f"the adapter {name!r}, but LoRA is off. Add enable_lora=True to LLM.")
+        owner = next((one.lora_name for one in self._adapters.values() if one.lora_int_id == number), name)
+        if owner != name:
+            raise _refused(f"lora_int_id {number} for {name!r}, but it belongs to {owner!r}. Use another number.")
+        is_same = known is None or known.lora_int_id == number
+        if not is_same or (known is not None and known.lora_path != path and not request.load_inplace):
+            raise _refused(f"another adapter with the name {name!r}, which is in use. Use another name.")
+        if known is not None and not request.load_inplace:
             return
-        if self.async_llm.adapters is None:
-            message = f"lora_request names the adapter {name!r}, but LoRA is off. Add enable_lora=True to LLM."
-            raise RequestError(message, "lora_request")
-        if known is not None:
-            message = (
-                f"The adapter {name!r} has the id {known.lora_int_id} and the path {known.lora_path}. For another "
-                "adapter, use another name."
-            )
-            raise RequestError(message, "lora_request")
-        others = {one.lora_int_id: one.lora_name for one in self._adapters.values()}
-        if number in others:
-            message = f"lora_int_id {number} belongs to the adapter {others[number]!r}. Use another one for {name!r}."
-            raise RequestError(message, "lora_request")
-        await self.async_llm.adapters.load(name, request.lora_path)
+        served = adapters.find(name)
+        if served is not None and served.root == path and not request.load_inplace:
+            await adapters.use(name)  # an option of `LLM` names the adapter, too
+        else:
+            await adapters.load(name, path, in_place=request.load_inplace)
         self._adapters[name] = request
 
     async def close(self) -> None:
@@ -134,6 +133,10 @@ class OfflineEngine:
         finally:
             self._state.large_bodies.close()
             self.tokenizer.close()
+
+
+def _refused(what: str) -> RequestError:
+    return RequestError(f"lora_request has {what}", "lora_request")
 
 
 async def run_requests(engine: OfflineEngine, requests: RequestFile, results: OutputFile, report: Report) -> None:

@@ -112,8 +112,8 @@ def test_the_quickstart_of_vllm_runs_as_it_is(make_llm, capsys):
         for prompt in ("Hello, my name is", "The capital of France is")
     ]
     assert (engine.config.worker.dtype, engine.config.worker.fit_model_len) == ("float16", True)
-    with pytest.raises(oarlock.StartupError, match="--enable-lora"):
-        oarlock.LLM(enable_lora=True)
+    with pytest.raises(oarlock.StartupError, match="--hf-overrides"):
+        oarlock.LLM(hf_overrides={})
 
 
 def test_outputs_have_the_fields_of_vllm(make_llm, tokenizer):

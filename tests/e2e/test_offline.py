@@ -24,6 +24,12 @@ def test_the_pages_programs_run():
     assert "pathname components" in shown and shown.count("length") == 2
     shown = output_of(vectors).splitlines()
     assert shown[0].startswith("float32 (") and len(json.loads(shown[1])) == 2
+    (adapters,) = re.findall(
+        r"^```python\n(.*?)^```$", (ROOT / "docs" / "lora.md").read_text(), re.MULTILINE | re.DOTALL
+    )
+    adapted, plain = output_of(adapters).splitlines()
+    assert adapted == "in-short  In short: Join two or more pathname components, inserting '/' as needed."
+    assert plain.startswith("None  Join two or more") and "In short" not in plain
 
 
 def output_of(code):
