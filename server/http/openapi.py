@@ -295,6 +295,7 @@ SCHEMAS: dict[str, Any] = {
     "Text": object_of({"prompt": STRING}),
     "Model": object_of(
         {"id": STRING, "object": STRING, "created": COUNT, "owned_by": STRING, "max_model_len": COUNT},
+        {"root": STRING, "parent": nullable(STRING), "adapter_digest": nullable(STRING)},
     ),
     "Embeddings": object_of(
         {
@@ -332,6 +333,7 @@ SCHEMAS: dict[str, Any] = {
             "data": list_of(object_of({"index": COUNT, "object": {"const": "score"}, "score": NUMBER})),
         }
     ),
+    "DeletedModel": object_of({"id": STRING, "object": {"const": "model"}, "deleted": {"const": True}}),
     "ModelList": object_of({"object": STRING, "data": list_of(ref("Model"))}),
     "Load": object_of(
         {

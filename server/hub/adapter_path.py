@@ -10,12 +10,14 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from oarlock.base.errors import StartupError
 from oarlock.base.paths import expand
+from oarlock.server.config.adapter_options import LoraModule, parse_lora_modules
 from oarlock.server.config.settings import Settings
 from oarlock.server.hub.local_model import HUB_ID
-from oarlock.server.hub.model_path import OnDetailedProgress, download, on_hub
+from oarlock.server.hub.model_path import OnDetailedProgress, download, on_hub, served_names
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _MOST_LISTED = 1000
@@ -24,6 +26,34 @@ _WRITTEN = "Give the directory that PEFT has written, with adapter_config.json, 
 
 def _ignored(phase: str, fraction: float, detail: str) -> None:
     """Drop the progress of a download that nobody watches."""
+
+
+class FoundAdapter(NamedTuple):
+    """One adapter of `--lora-modules` with the absolute path of its directory or GGUF file."""
+
+    module: LoraModule
+    directory: str
+
+
+async def find_start_adapters(settings: Settings, on_progress: OnDetailedProgress) -> tuple[FoundAdapter, ...]:
+    """Return the adapters of `--lora-modules`, after fetching those of the hub. Raises `StartupError`."""
+    paths = AdapterPaths(settings)
+    own, modules = served_names(settings), parse_lora_modules(settings.lora_modules)
+    if settings.lora_dir is not None and not os.path.isdir(expand(settings.lora_dir)):
+        raise StartupError(f"--lora-dir {settings.lora_dir} is not a directory.", "Create it, or name another.")
+    taken = next((module.name for module in modules if module.name in own), None)
+    if taken is not None:
+        raise StartupError(
+            f"--lora-modules has an adapter with the name {taken}, which is the name of the model.",
+            "Give the adapter another name, or the model with --served-model-name.",
+        )
+    found = []
+    for module in modules:
+        try:
+            found.append(FoundAdapter(module, await paths.resolve(module.path, on_progress)))
+        except StartupError as error:
+            raise StartupError(f"{module.name}: {error.cause}", error.fix, error.exit_code) from None
+    return tuple(found)
 
 
 class AdapterPaths:
@@ -52,7 +82,7 @@ class AdapterPaths:
             return []
         return [name for name in found if name.isprintable() and self.find(name) is not None][:_MOST_LISTED]
 
-    async def resolve(self, path: str, *, is_trusted: bool, on_progress: OnDetailedProgress = _ignored) -> str:
+    async def resolve(self, path: str, on_progress: OnDetailedProgress = _ignored, *, is_trusted: bool = True) -> str:
         """Return the absolute path of the adapter's directory or GGUF file, after fetching it if `path` is a hub id.
 
         `is_trusted`: the operator gives the path, which may be anywhere. Raises `StartupError`.

@@ -14,7 +14,7 @@ from typing import Any
 from oarlock.base.errors import StartupError
 from oarlock.engine.errors import EngineDeadError, RequestError, UnavailableError
 from oarlock.server.errors import ModelNotFoundError
-from oarlock.server.hub.adapter_path import AdapterPaths
+from oarlock.server.hub.adapter_path import AdapterPaths, FoundAdapter
 from oarlock.server.llm.generation import Engine
 from oarlock.server.observability.logs import event, logger
 
@@ -101,21 +101,32 @@ class ServedAdapters:
         *,
         in_place: bool = False,
         is_trusted: bool = True,
+        root: str | None = None,
     ) -> ServedAdapter:
         """Load an adapter on all ranks, under a new name. Cancelling the call does not cancel the load.
 
         `path`: a directory, a GGUF file or a hub id. `base_model_name`: reported as parent. `in_place`: an adapter of
         this name is replaced once the new one is loaded, which ends the requests of the old one unless the content is
-        the same. `is_trusted`: any path is allowed, else only paths in `--lora-dir`, and hub ids. A failed load changes
-        nothing. Raises the same errors as `use`; `param` is `lora_name` or `lora_path`.
+        the same. `is_trusted`: any path is allowed, else only paths in `--lora-dir`, and hub ids. `root`: reported in
+        place of `path`. A failed load changes nothing. Raises the same errors as `use`; `param` is `lora_name` or
+        `lora_path`.
         """
         self._check_name(name)
         if name in self._by_name and not in_place:
             message = f"The adapter '{name}' is already loaded. Unload it first, or set 'load_inplace' to true."
             raise RequestError(message, "lora_name", EXISTS)
-        loading = self._load(name, path, base_model_name, is_trusted=is_trusted)
+        loading = self._load(name, path, base_model_name, is_trusted=is_trusted, root=root)
         await asyncio.shield(self._begin(name, loading, is_load=True))
         return self._by_name[name]
+
+    async def load_at_start(self, found: Sequence[FoundAdapter]) -> None:
+        """Load the adapters of `--lora-modules`, in their order. Raises `StartupError`."""
+        for (name, path, parent), directory in found:
+            try:
+                await self.load(name, directory, parent, root=path)
+            except RequestError as error:
+                fix = f"Correct or leave out the adapter {name} of --lora-modules."
+                raise StartupError(error.message, fix) from None
 
     async def unload(self, name: str) -> None:
         """Forget an adapter, and end its requests with an error that names it. A load in progress is cancelled.
@@ -177,7 +188,9 @@ class ServedAdapters:
             self._failures[name] = time.monotonic(), failure
             raise failure from None
 
-    async def _load(self, name: str, path: str, parent: str | None, *, is_trusted: bool) -> None:
+    async def _load(
+        self, name: str, path: str, parent: str | None, *, is_trusted: bool, root: str | None = None
+    ) -> None:
         try:
             async with self._turns:
                 try:
@@ -191,7 +204,7 @@ class ServedAdapters:
                 await self._forget(name)
             raise RequestError(f"The adapter '{name}' was unloaded while it was loaded.", "model", NOT_FOUND) from None
         parent = parent or self._model_names[0]
-        self._by_name[name] = ServedAdapter(name, path, parent, directory, int(time.time()), digest)
+        self._by_name[name] = ServedAdapter(name, root or path, parent, directory, int(time.time()), digest)
         _log.info(event("adapter_loaded", adapter=name, path=path, digest=digest))
 
     async def _add(self, name: str, directory: str) -> str:
