@@ -23,6 +23,7 @@ from oarlock.server.endpoints.pooling.serving import OpenAIServingEmbedding
 from oarlock.server.endpoints.responses.serving import OpenAIServingResponses
 from oarlock.server.endpoints.serving import connect_engine
 from oarlock.server.http.server_state import ServerState
+from oarlock.server.hub.adapter_path import find_start_adapters
 from oarlock.server.hub.transfer import in_words
 from oarlock.server.launch.child_process import engine_processes
 from oarlock.server.launch.supervisor import RunningEngine
@@ -77,12 +78,21 @@ class OfflineEngine:
             tokenizer = await asyncio.to_thread(files.load_tokenizer)
             pooler = pooler.loaded(tokenizer)
             config = settings.engine_config(files.model, tokenizer_path=files.tokenizer)
-            config = replace(config, writes_text=pooler.generates)
+            adapters = await find_start_adapters(settings, on_progress)
+            known = tuple((found.module.name, found.directory) for found in adapters)
+            config = replace(config, writes_text=pooler.generates, worker=config.worker.with_(lora_adapters=known))
             engine = await start_engine(config, on_progress, processes=processes)
         finally:
             for process in processes:
                 process.discard()
-        return OfflineEngine(settings, engine, tokenizer, generation_config, pooler)
+        started = OfflineEngine(settings, engine, tokenizer, generation_config, pooler)
+        try:
+            if started.async_llm.adapters is not None:
+                await started.async_llm.adapters.load_at_start(adapters)
+        except BaseException:
+            await started.close()
+            raise
+        return started
 
     @property
     def generation_tokens(self) -> int:

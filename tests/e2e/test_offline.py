@@ -15,11 +15,13 @@ from tests.e2e.running import DEMO, ROOT, RunningServer, command, environment, e
 
 pytestmark = pytest.mark.soak
 
-PAGE = (ROOT / "docs" / "offline.md").read_text()
+
+def programs(page):
+    return re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
 
 
 def test_the_pages_programs_run():
-    texts, vectors = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    texts, vectors = programs(ROOT / "docs" / "offline.md")
     shown = output_of(texts)
     assert "pathname components" in shown and shown.count("length") == 2
     shown = output_of(vectors).splitlines()
