@@ -21,6 +21,7 @@ from oarlock.server.hub.model_path import OnDetailedProgress, download, on_hub, 
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _MOST_LISTED = 1000
+_LONGEST_ID = 193  # characters of a hub id
 _WRITTEN = "Give the directory that PEFT has written, with adapter_config.json, or a GGUF file."
 
 
@@ -99,10 +100,10 @@ class AdapterPaths:
 
     def _allowed(self, path: str) -> Path | None:
         """Return the adapter that a client names by a path in `--lora-dir`, or None for a hub id."""
-        is_id = HUB_ID.fullmatch(path) is not None and ".." not in path
-        if self._folder is not None and "\0" not in path and not path.startswith("~"):
-            if not is_id or os.path.lexists(self._folder / path):
-                return _inside(self._folder, path)
+        is_id = len(path) <= _LONGEST_ID and HUB_ID.fullmatch(path) is not None and ".." not in path
+        is_path = "\0" not in path and not path.startswith("~")
+        if self._folder is not None and is_path and (not is_id or os.path.lexists(self._folder / path)):
+            return _inside(self._folder, path)
         if is_id:
             return None
         where = "in the directory of --lora-dir" if self._folder else "on this server, which has no --lora-dir"
