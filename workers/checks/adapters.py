@@ -49,16 +49,20 @@ def check_adapters_are_served(config: WorkerConfig, device: str) -> None:
         )
 
 
-def with_adapters(config: WorkerConfig, spec: DecoderSpec, formats: WeightFormats) -> WorkerConfig:
-    """Return `config` with its target modules and the bytes of a slot. The device and the dtype must be resolved.
+def with_target_modules(config: WorkerConfig, spec: DecoderSpec) -> WorkerConfig:
+    """Return `config` with the names of its target modules resolved. Raises `StartupError` for modules that the model
+    does not have."""
+    if config.lora_target_modules is None:
+        return config
+    return config.with_(lora_target_modules=resolved_targets(config.lora_target_modules, spec))
 
-    Raises `StartupError` for adapters that are not supported, and for modules that the model does not have.
-    """
+
+def with_slot_bytes(config: WorkerConfig, spec: DecoderSpec, formats: WeightFormats) -> WorkerConfig:
+    """Return `config` with the bytes of a slot. The device, the dtype and the target modules must be resolved. Raises
+    `StartupError` if the device serves no adapters."""
     if not config.max_loras:
         return config
     check_adapters_are_served(config, config.device)
-    if config.lora_target_modules is not None:
-        config = config.with_(lora_target_modules=resolved_targets(config.lora_target_modules, spec))
     stages = range(config.pipeline_parallel_size)
     return config.with_(adapter_slot_bytes=max(adapter_slot_bytes(config, spec, formats, stage) for stage in stages))
 
@@ -97,7 +101,7 @@ def without_experts(config: WorkerConfig, spec: DecoderSpec, formats: WeightForm
     left = tuple(target for target in targets if target != EXPERTS)
     if not config.max_loras or not left or len(left) == len(targets):
         return None
-    fewer = with_adapters(config.with_(lora_target_modules=left), spec, formats)
+    fewer = with_slot_bytes(config.with_(lora_target_modules=left), spec, formats)
     return fewer if fewer.adapter_slot_bytes < (1 - _LARGE) * config.adapter_slot_bytes else None
 
 

@@ -54,7 +54,7 @@ def _rank_layers(spec: DecoderSpec) -> dict[str, Sequence[str]]:
     found: dict[str, Sequence[str]] = {part: parts for _, parts in fused_modules(spec) for part in parts}
     shared: dict[str, list[str]] = {}
     for tensor in tensors_of(spec):
-        if tensor.sharding in _WIDE and tensor.is_matrix and tensor.expert is None:  # a shared expert
+        if tensor.expert is None and tensor.sharding in _WIDE and tensor.is_matrix:  # a shared expert
             module = tensor.name.removesuffix(".weight")
             shared.setdefault(module.rpartition(".")[0], []).append(module)
     return found | {module: modules for modules in shared.values() for module in modules}
@@ -62,7 +62,8 @@ def _rank_layers(spec: DecoderSpec) -> dict[str, Sequence[str]]:
 
 def targets_of(spec: DecoderSpec) -> list[str]:
     """Return all targets of a model, in the order of its modules."""
-    modules = [tensor.name.removesuffix(".weight") for tensor in tensors_of(spec) if can_be_adapted(tensor)]
+    tensors = (tensor for tensor in tensors_of(spec) if not tensor.expert)  # experts are alike
+    modules = [tensor.name.removesuffix(".weight") for tensor in tensors if can_be_adapted(tensor)]
     head = [HEAD] if spec.tie_word_embeddings else []  # it may be adapted though its matrix is the embedding's
     return list(dict.fromkeys(target_of(module) for module in (*modules, *head)))
 
