@@ -51,13 +51,15 @@ class SlotModules:
 
 def _rank_layers(spec: DecoderSpec) -> dict[str, Sequence[str]]:
     """Return, for each module that a rank multiplies together with others, all modules of that layer."""
-    found: dict[str, Sequence[str]] = {part: parts for _, parts in fused_modules(spec) for part in parts}
-    shared: dict[str, list[str]] = {}
-    for tensor in tensors_of(spec):
-        if tensor.expert is None and tensor.sharding in _WIDE and tensor.is_matrix:  # a shared expert
+    fused = {part: whole for whole, parts in fused_modules(spec) for part in parts}
+    layers: dict[str, list[str]] = {}
+    for tensor in tensors_of(spec):  # a layer may lack some parts of a fused module, such as k and v
+        if tensor.expert is None and tensor.is_matrix:
             module = tensor.name.removesuffix(".weight")
-            shared.setdefault(module.rpartition(".")[0], []).append(module)
-    return found | {module: modules for modules in shared.values() for module in modules}
+            is_shared_expert = tensor.sharding in _WIDE
+            whole = module.rpartition(".")[0] if is_shared_expert else fused.get(module, module)
+            layers.setdefault(whole, []).append(module)
+    return {module: modules for modules in layers.values() for module in modules}
 
 
 def targets_of(spec: DecoderSpec) -> list[str]:
