@@ -153,6 +153,12 @@ class StepMetadata(RowColumns[np.ndarray]):
         return len(self.seq_lens)
 
     @property
+    def adapter_slots_of_tokens(self) -> np.ndarray:
+        """Slot of each token's LoRA adapter: int32 [T], zeros if no sequence has one."""
+        lens = np.diff(self.query_start_loc)
+        return np.repeat(self.adapter_slots, lens) if len(self.adapter_slots) else np.zeros(self.num_tokens, np.int32)
+
+    @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
 

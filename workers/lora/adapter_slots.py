@@ -8,6 +8,8 @@ into a slot only copies memory.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from oarlock.workers.attention.rows_by_slot import StepRows
+from oarlock.workers.kernels.triton import availability
 from oarlock.workers.layers.embedding import VocabParallelEmbedding, VocabParallelHead, vocab_shard
 from oarlock.workers.layers.experts import ExpertStack
 from oarlock.workers.layers.linear import (
@@ -19,6 +21,8 @@ from oarlock.workers.layers.linear import (
 from oarlock.workers.lora.adapted_experts import AdaptedExperts
 from oarlock.workers.lora.adapted_layers import AdaptedEmbedding
 from oarlock.workers.lora.cpp_layers import column_layer, row_layer
+from oarlock.workers.lora.device_layers import DeviceColumnLayer, DeviceEmbedding, DeviceRowLayer
+from oarlock.workers.lora.device_pairs import DevicePairs
 from oarlock.workers.lora.low_rank import LayerPairs, RankPair, pair_bytes
 from oarlock.workers.models.decoder import Decoder
 from oarlock.workers.quantization.method import StoredRows, WeightShard
@@ -51,8 +55,9 @@ class AdapterSlots:
         self.pairs: list[LayerPairs] = []
         self.digests: dict[int, str] = {}  # slot -> digest of its adapter
         self._experts: list[AdaptedExperts] = []
+        kind = DevicePairs if availability.can_serve(model.placement.device) else LayerPairs
         for layer, shards in adapted_layers(model, experts=experts, vocab=vocab):
-            own = [LayerPairs(shard, slots, max_rank, model.placement) for shard in shards]
+            own = [kind(shard, slots, max_rank, model.placement) for shard in shards]
             self.shards += shards
             self.pairs += own
             adapted = _attach(layer, own, model)
@@ -97,11 +102,12 @@ def slot_bytes(model: Decoder, max_rank: int, *, experts: bool = True, vocab: bo
 
 
 def adapted_layers(model: Decoder, *, experts: bool, vocab: bool) -> Iterator[tuple[object, list[WeightShard]]]:
-    """Yield the rank's layers that adapters may update, each with the shards of its pairs."""
+    """Yield the rank's layers that adapters may update, each with the shards of its pairs. No kernel on another device
+    than the CPU adapts experts."""
     for layer in model.parts:
         if isinstance(layer, _ColumnLayers | RowParallelLinear):
             yield layer, [layer.weight_shard]
-        elif isinstance(layer, ExpertStack) and experts:
+        elif isinstance(layer, ExpertStack) and experts and model.placement.device.type == "cpu":
             yield layer, layer.shards
         elif isinstance(layer, VocabParallelHead) and vocab:
             yield layer, [vocab_shard(layer)]
@@ -118,6 +124,8 @@ def _of_tokens(layer: VocabParallelEmbedding) -> WeightShard:
 def _attach(layer: object, pairs: list[LayerPairs], model: Decoder) -> object:
     """Make `layer` read `pairs` in steps with adapters. Return its computation in such steps."""
     rows = model.step_rows
+    if isinstance(pairs[0], DevicePairs):
+        return _attach_kernels(layer, pairs[0], rows)
     if isinstance(layer, RowParallelLinear):
         return row_layer(layer, pairs[0], rows)
     if isinstance(layer, _ColumnLayers | VocabParallelHead):
@@ -127,4 +135,16 @@ def _attach(layer: object, pairs: list[LayerPairs], model: Decoder) -> object:
     else:
         assert isinstance(layer, VocabParallelEmbedding)
         layer.adapted = AdaptedEmbedding(layer, pairs[0], rows)
+    return layer.adapted
+
+
+def _attach_kernels(layer: object, pairs: DevicePairs, rows: StepRows) -> object:
+    """Do the same on a device with Triton kernels."""
+    if isinstance(layer, RowParallelLinear):
+        layer.adapted = DeviceRowLayer(layer, pairs, rows)
+    elif isinstance(layer, _ColumnLayers | VocabParallelHead):
+        layer.adapted = DeviceColumnLayer(layer, pairs, rows)
+    else:
+        assert isinstance(layer, VocabParallelEmbedding), f"no kernel adapts a {type(layer).__name__}"
+        layer.adapted = DeviceEmbedding(layer, pairs, rows)
     return layer.adapted
