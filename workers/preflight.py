@@ -13,9 +13,9 @@ from typing import NamedTuple
 from oarlock.base.errors import EXIT_OUT_OF_MEMORY, StartupError
 from oarlock.workers.checks.adapters import (
     check_adapter_files,
-    check_adapters_are_served,
     check_adapters_fit,
     with_adapters,
+    with_target_modules,
 )
 from oarlock.workers.checks.class_limits import check_class, check_class_tensors, check_ties
 from oarlock.workers.checks.devices import (
@@ -40,7 +40,6 @@ from oarlock.workers.config import WorkerConfig
 from oarlock.workers.gguf_config import open_checkpoint
 from oarlock.workers.layers.decoder_spec import DecoderSpec, matrices_of
 from oarlock.workers.layers.memory_spec import PagesSpec, SlotsSpec
-from oarlock.workers.lora.target_modules import resolved_targets
 from oarlock.workers.model_files.checkpoint import HEAD, Checkpoint, head_differs
 from oarlock.workers.model_files.gguf_model import GGUFCheckpoint
 from oarlock.workers.models.encoders.registry import is_encoder
@@ -95,10 +94,8 @@ def check_without_weights(config: WorkerConfig) -> None:
         return
     config, spec, _ = _described(config)
     length, device = _resolve_length(config.max_model_len, spec), resolve_device(config)
-    check_adapters_are_served(config, device)
-    if config.lora_target_modules is not None:
-        config = config.with_(lora_target_modules=resolved_targets(config.lora_target_modules, spec))
-    check_adapter_files(config, spec)
+    config = with_target_modules(config, spec, device)
+    check_adapter_files(config.with_(device=device), spec)
     if config.kv_cache_bytes is not None:
         least = "bfloat16"  # smallest dtype; the weights may turn out to have a larger one
         dtype = config.dtype
