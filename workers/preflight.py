@@ -13,7 +13,6 @@ from typing import NamedTuple
 from oarlock.base.errors import EXIT_OUT_OF_MEMORY, StartupError
 from oarlock.workers.checks.adapters import (
     check_adapter_files,
-    check_adapters_are_served,
     check_adapters_fit,
     with_slot_bytes,
     with_target_modules,
@@ -95,7 +94,9 @@ def check_without_weights(config: WorkerConfig) -> None:
         return
     config, spec, _ = _described(config)
     length, device = _resolve_length(config.max_model_len, spec), resolve_device(config)
-    check_adapters_are_served(config, device)
+    if device == "cuda":
+        config = with_target_modules(config.with_(device=device), spec, device)
+        check_adapter_files(config, spec)
     if config.kv_cache_bytes is not None:
         least = "bfloat16"  # smallest dtype; the weights may turn out to have a larger one
         dtype = config.dtype
@@ -122,6 +123,7 @@ def preflight(config: WorkerConfig) -> WorkerConfig:
     if device == "cuda":
         check_matmuls_on_cuda(config)
         _check_device_memory(config, spec, formats)
+        check_adapter_files(config, spec)
     else:
         check_weights_fit(config, spec, config.dtype, formats)
     check_adapters_fit(config, spec, formats)
@@ -305,8 +307,8 @@ def _described(config: WorkerConfig) -> tuple[WorkerConfig, DecoderSpec, StoredQ
     check_parallel(config, spec)
     check_drafts(config, spec)
     check_has_pages(config, spec)
-    config = with_target_modules(config, spec)
-    check_adapter_files(config, spec)
+    config = with_target_modules(config, spec, config.device)
+    check_adapter_files(config, spec)  # again if the device is chosen to be CUDA, which serves fewer modules
     return config, spec, quantized
 
 

@@ -96,8 +96,9 @@ def _parts_of_fused(spec: DecoderSpec) -> dict[str, set[str]]:
     return found
 
 
-def check_adapter(adapter: Adapter, spec: DecoderSpec, max_rank: int, targets: Targets) -> None:
-    """Check that an adapter fits into slots of `max_rank` with memory for `targets`. Raises `StartupError`."""
+def check_adapter(adapter: Adapter, spec: DecoderSpec, max_rank: int, targets: Targets, device: str = "cpu") -> None:
+    """Check that an adapter fits into slots of `max_rank` with memory for `targets` on `device`. Raises
+    `StartupError`."""
     if adapter.max_rank > max_rank:
         raise StartupError(
             f"adapter {shown(adapter.name)} has rank {adapter.max_rank}, and slots have room for rank {max_rank}.",
@@ -111,6 +112,11 @@ def check_adapter(adapter: Adapter, spec: DecoderSpec, max_rank: int, targets: T
                 f"adapter {shown(adapter.name)} updates {pair.module}, which cannot be adapted here.",
                 "Use an adapter of linear layers only.",
             )
+    if device == "cuda" and any(target_of(pair.module) == EXPERTS for pair in adapter.pairs):
+        raise StartupError(
+            f"adapter {shown(adapter.name)} updates experts, and on CUDA devices no kernel does.",
+            "Use --device cpu, or merge the adapter into the model.",
+        )
     left_out = _left_out(adapter, targets)
     if targets is not None and left_out:
         raise StartupError(

@@ -11,6 +11,7 @@ from oarlock.base.errors import StartupError
 from oarlock.workers.capacity import Memory, capacity
 from oarlock.workers.checks import adapters, devices
 from oarlock.workers.config import WorkerConfig
+from oarlock.workers.layers.decoder_spec import tensors_of
 from oarlock.workers.models.registry import read_spec
 from oarlock.workers.platform import cuda_driver
 from oarlock.workers.preflight import check_without_weights, open_model, preflight
@@ -87,9 +88,33 @@ def test_models_and_devices_without_adapters_are_refused_by_name(
         with pytest.raises(StartupError, match=r"--enable-lora with BertModel: .*Leave --enable-lora out"):
             check(WorkerConfig(str(encoder), device="cpu", max_loras=1))
     monkeypatch.setattr(cuda_driver, "device_count", lambda: 1)
-    for check in (check_without_weights, preflight, lambda one: capacity(open_model(one), {}, Memory("cuda", 8 * GIB))):
-        with pytest.raises(StartupError, match=r"--enable-lora on CUDA .*--device cpu"):
+    monkeypatch.setattr(cuda_driver, "why_not_triton", lambda ranks: ("it has no Triton", "Install Triton."))
+    for check in (check_without_weights, preflight):
+        with pytest.raises(
+            StartupError, match=r"--enable-lora on CUDA needs Triton kernels: it has no Triton\. Install"
+        ):
             check(config(model, device="cuda"))
+
+
+def test_on_devices_experts_have_no_slots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_driver, "device_count", lambda: 1)
+    monkeypatch.setattr(cuda_driver, "why_not_triton", lambda ranks: None)
+    path = make_tiny(tmp_path, "mixtral", dtype=torch.bfloat16)
+    spec = read_spec(str(path))
+    width = next(one.shape[0] for one in tensors_of(spec) if one.name.endswith("experts.0.up_proj.weight"))
+    write(tmp_path / "one", halves("model.layers.0.block_sparse_moe.experts.0.w3", spec.hidden_size, width))
+    adapted = (("one", str(tmp_path / "one")),)
+    for device in ("cuda", "auto"):
+        asked = config(path, device=device)
+        assert preflight(asked).lora_target_modules == (
+            "embed_tokens", "q_proj", "k_proj", "v_proj", "o_proj", "lm_head"
+        )  # fmt: skip
+        for check in (check_without_weights, preflight):
+            with pytest.raises(StartupError, match=r"'one' updates experts, and on CUDA devices"):
+                check(asked.with_(lora_adapters=adapted))
+            with pytest.raises(StartupError, match=r"experts: on CUDA .*--lora-target-modules q_proj, or --device cpu"):
+                check(asked.with_(lora_target_modules=("q_proj", "experts")))
+    assert preflight(config(path, lora_adapters=adapted)).lora_target_modules is None
 
 
 def test_fused_names_mean_their_parts_and_leave_the_rest_without_memory(model: Path, tmp_path: Path) -> None:
@@ -126,8 +151,7 @@ def test_slots_and_copies_that_do_not_fit_are_refused_with_the_arithmetic(
     assert preflight(given.with_(max_cpu_loras=5)).adapter_slot_bytes == slot
 
 
-def test_a_plan_leaves_room_for_slots_and_copies(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapters, "check_adapters_are_served", lambda config, device: None)  # of CUDA as well
+def test_a_plan_leaves_room_for_slots_and_copies(model: Path) -> None:
     asked = config(model, max_lora_rank=512, max_num_seqs=2048)
     opened = open_model(asked)
     for device, held in (("cpu", (2 + 3) / 4), ("cuda", 2)):  # of the host's free memory only a quarter is for KV
