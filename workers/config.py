@@ -266,6 +266,7 @@ class WorkerInfo:
     served_by: str = "oarlock"  # whose code computes the model: oarlock | transformers | checkpoint
     is_replicated: bool = False  # each of several ranks holds the weights of all layers
     groups: tuple[GroupInfo, ...] = ()  # memory groups, in the order of `table_groups`; (): one group of all blocks
+    adapter_slot_bytes: int = 0  # device memory of each slot for a LoRA adapter on a rank
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -186,6 +186,7 @@ class ModelRunner(StepRunner[DecoderSteps]):
             served_by=spec.served_by,
             is_replicated=self.tp.size > 1 and spec.is_replicated,
             step_cost=self.step_cost,
+            adapter_slot_bytes=0 if self.adapters is None else self.adapters.slots.num_bytes // self.config.max_loras,
             kv_offload=None if self.kv_offload is None else self.kv_offload.info,
         )
 
@@ -205,5 +206,7 @@ class ModelRunner(StepRunner[DecoderSteps]):
         """Free everything that must be freed before the process group is destroyed."""
         if self.kv_offload is not None:
             self.kv_offload.close()
+        if self.adapters is not None:
+            self.adapters.close()
         if isinstance(self.steps, DeviceSteps):
             self.steps.release()
