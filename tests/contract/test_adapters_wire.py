@@ -11,9 +11,11 @@ import httpx
 import pytest
 
 from oarlock.server.endpoints.completions import OpenAIServingCompletion
+from oarlock.server.endpoints.pooling.serving import OpenAIServingEmbedding
 from oarlock.server.llm import adapters as served
 from oarlock.server.llm.pooler_config import PoolerConfig, Task
 from oarlock.server.schemas.generation import CompletionRequest
+from oarlock.server.schemas.pooling import EmbeddingRequest
 from tests.contract.conftest import INFO, Stage
 
 BOSS = {"Authorization": "Bearer boss"}
@@ -110,13 +112,18 @@ def test_each_route_takes_the_name_of_an_adapter_as_its_model(make, path):
 
 def test_requests_that_do_not_come_over_http_resolve_the_name_too(make):
     stage = make()
-    serving = OpenAIServingCompletion(stage.settings, stage.state, stage.counters)
+    embeds = make(pooler=EMBEDS)
+    completion = OpenAIServingCompletion(stage.settings, stage.state, stage.counters)
+    embedding = OpenAIServingEmbedding(embeds.settings, embeds.state, embeds.counters)
 
-    async def run() -> str:
-        return await serving.complete(CompletionRequest(model="sql", prompt="Hi"), "known")
+    async def run() -> list[str]:
+        return [
+            await completion.complete(CompletionRequest(model="sql", prompt="Hi"), "known"),
+            await embedding.complete(EmbeddingRequest(model="sql", input="Hi"), "known"),
+        ]
 
-    assert '"model":"sql"' in anyio.run(run)
-    assert [request.adapter for request in stage.engine.requests] == ["sql"]
+    assert all('"model":"sql"' in response for response in anyio.run(run))
+    assert [request.adapter for request in (*stage.engine.requests, *embeds.engine.requests)] == ["sql", "sql"]
 
 
 def test_models_have_their_parent_and_root(make, folder):
