@@ -21,6 +21,7 @@ from oarlock.server.hub.model_path import OnDetailedProgress, download, on_hub, 
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _MOST_LISTED = 1000
+_LONGEST_ID = 193  # characters of a hub id
 _WRITTEN = "Give the directory that PEFT has written, with adapter_config.json, or a GGUF file."
 
 
@@ -68,7 +69,7 @@ class AdapterPaths:
         if self._folder is None or not _is_segment(name):
             return None
         try:
-            return str(_inside(self._folder, self._folder / name))
+            return str(_inside(self._folder, name))
         except (StartupError, OSError):
             return None
 
@@ -99,11 +100,10 @@ class AdapterPaths:
 
     def _allowed(self, path: str) -> Path | None:
         """Return the adapter that a client names by a path in `--lora-dir`, or None for a hub id."""
-        is_id = HUB_ID.fullmatch(path) is not None and ".." not in path
-        if self._folder is not None and "\0" not in path and not path.startswith("~"):
-            candidate = self._folder / path
-            if not is_id or os.path.lexists(candidate):
-                return _inside(self._folder, candidate)
+        is_id = len(path) <= _LONGEST_ID and HUB_ID.fullmatch(path) is not None and ".." not in path
+        is_path = "\0" not in path and not path.startswith("~")
+        if self._folder is not None and is_path and (not is_id or os.path.lexists(self._folder / path)):
+            return _inside(self._folder, path)
         if is_id:
             return None
         where = "in the directory of --lora-dir" if self._folder else "on this server, which has no --lora-dir"
@@ -122,10 +122,10 @@ def _trusted(path: str) -> Path | None:
     raise StartupError(f"The adapter {path} is neither a directory, nor a GGUF file, nor a hub id.", _WRITTEN)
 
 
-def _inside(folder: Path, path: Path) -> Path:
+def _inside(folder: Path, path: str) -> Path:
     """Return the real path of an adapter if it and its files are in `folder`. Raises `StartupError`, `OSError`."""
-    real = Path(os.path.realpath(path))
-    outside = StartupError(f"The path {path.name!r:.200} does not lead to an adapter in --lora-dir.", _WRITTEN)
+    real = Path(os.path.realpath(folder / path))
+    outside = StartupError(f"{path!r:.200} is not the path of an adapter in --lora-dir.", _WRITTEN)
     if folder not in real.parents:
         raise outside
     try:

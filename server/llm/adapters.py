@@ -205,7 +205,7 @@ class ServedAdapters:
             raise RequestError(f"The adapter '{name}' was unloaded while it was loaded.", "model", NOT_FOUND) from None
         parent = parent or self._model_names[0]
         self._by_name[name] = ServedAdapter(name, root or path, parent, directory, int(time.time()), digest)
-        _log.info(event("adapter_loaded", adapter=name, path=path, digest=digest))
+        _log.info(event("adapter_loaded", adapter=name, path=directory, digest=digest))
 
     async def _add(self, name: str, directory: str) -> str:
         """Load the adapter on all ranks and return its digest. An adapter that has the name already is replaced."""
