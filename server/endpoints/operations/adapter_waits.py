@@ -57,4 +57,4 @@ def _event(
 ) -> tuple[float, str, dict[str, Any]]:
     """Return the event of one wait. `end_s`: None if the request still waits, or ended while it waited."""
     seconds = None if end_s is None else round(end_s - begun_s, 3)
-    return begun_s, "waits for its adapter", {"adapter": record.adapter, "awaits": awaited, "seconds": seconds}
+    return begun_s, "waits for adapter", {"adapter": record.adapter, "awaits": awaited, "seconds": seconds}

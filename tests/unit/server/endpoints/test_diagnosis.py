@@ -167,14 +167,14 @@ def test_the_timeline_is_in_order_and_names_answers_and_not_numbers() -> None:
     assert times == sorted(times) and times[0] == 0.0
     names = [event["event"] for event in answer["timeline"]]
     assert names == [
-        "received", "validated", "sent to the engine", "queued", "waits for its adapter", "began to run", "prefill",
+        "received", "validated", "sent to the engine", "queued", "waits for adapter", "began to run", "prefill",
         "first token", "preempted", "stall", "runs again", "ended", "answered",
     ]  # fmt: skip
     assert answer["timeline"][3] == {
         "at_s": 0.01, "event": "queued", "running": 4, "waiting": 2, "behind": ["cmpl-first"],
     }  # fmt: skip
     assert answer["timeline"][4] == {
-        "at_s": 0.01, "event": "waits for its adapter", "adapter": "sql", "awaits": "its load", "seconds": 4.0,
+        "at_s": 0.01, "event": "waits for adapter", "adapter": "sql", "awaits": "its load", "seconds": 4.0,
     }  # fmt: skip
     assert (answer["seconds"]["adapter"], answer["seconds"]["adapter_load"]) == (5.0, 4.0)
     assert answer["engine"][0]["adapter"]["waits"] == [{"awaited": "load", "at_s": 0.01, "end_s": 4.01}]
