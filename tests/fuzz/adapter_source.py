@@ -1,6 +1,7 @@
 """The good adapters that hostile ones are made from: of a tiny Llama, in PEFT's files and in GGUF."""
 
 from pathlib import Path
+from typing import Any
 
 import gguf
 import torch
@@ -12,7 +13,7 @@ from tests.golden.paged_run import load_decoder
 from tests.golden.peft_files import write_peft
 from tests.golden.tiny_models import make_tiny, tiny_model
 
-_SHAPE = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2,
+_SHAPE: dict[str, Any] = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2,
           "num_key_value_heads": 1, "vocab_size": 40}  # fmt: skip
 
 
