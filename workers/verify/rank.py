@@ -101,8 +101,6 @@ def _recorded_halves(runner: ModelRunner, decoder: Decoder, request: VerifyReque
     """Return the record of the halves of layers as they are served, with adapters or without."""
     if not request.record:
         return RecordedHalves(None, decoder.why_not_prepared)
-    if decoder.step_rows.of_experts:
-        return RecordedHalves(None, "an adapter of experts is computed operation by operation")
     kinds = (False, True) if request.adapter is not None else (False,)
     prepared = [decoder.prepared_for(runner.layer_memory, runner.backends, adapts=adapts) for adapts in kinds]
     return RecordedHalves(prepared[-1], decoder.why_not_prepared, prepared[:-1])
