@@ -13,7 +13,7 @@ from oarlock.server.version import VERSION as __version__
 if TYPE_CHECKING:
     from oarlock.base.errors import StartupError
     from oarlock.engine.errors import RequestError
-    from oarlock.server.offline.inputs import SamplingParams
+    from oarlock.server.offline.inputs import LoRARequest, SamplingParams
     from oarlock.server.offline.llm import LLM
     from oarlock.server.offline.outputs import (
         CompletionOutput,
@@ -26,6 +26,7 @@ __all__ = [
     "LLM",
     "CompletionOutput",
     "EmbeddingRequestOutput",
+    "LoRARequest",
     "RequestError",
     "RequestOutput",
     "SamplingParams",
@@ -41,6 +42,7 @@ _LAZY_IMPORTS = {
     "EmbeddingRequestOutput": "oarlock.server.offline.outputs",
     "ScoringRequestOutput": "oarlock.server.offline.outputs",
     "SamplingParams": "oarlock.server.offline.inputs",
+    "LoRARequest": "oarlock.server.offline.inputs",
     "RequestError": "oarlock.engine.errors",
     "StartupError": "oarlock.base.errors",
 }

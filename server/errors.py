@@ -1,7 +1,8 @@
 """Conversion of exceptions to HTTP error responses, in the format of the API that the route belongs to.
 
 An error in OpenAI's format always has four keys. The `/v1/messages` routes use Anthropic's format: `{"type": "error",
-"error": {…}, "request_id": …}`. Only the class of an exception decides, never its text.
+"error": {…}, "request_id": …}`. The class of an exception decides, and the code of an error about an adapter, but never
+its text.
 """
 
 import math
@@ -77,7 +78,9 @@ def describe(error: BaseException) -> HttpError:
     if isinstance(error, ModelNotFoundError):
         return HttpError(404, error.message, param=error.param, code=error.code)
     if isinstance(error, RequestError):
-        return HttpError(400, error.message, param=error.param, code=error.code)
+        # An adapter may be unloaded after the request was accepted.
+        status = 404 if error.code in ("adapter_not_found", "adapter_unloaded") else 400
+        return HttpError(status, error.message, param=error.param, code=error.code)
     if isinstance(error, DeadlineError):  # the client set the limit, so it should not retry by itself
         return HttpError(408, str(error), param="timeout", code="timeout", headers={"x-should-retry": "false"})
     if isinstance(error, QueueFullError):

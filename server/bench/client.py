@@ -3,8 +3,9 @@ one."""
 
 import asyncio
 import json
+import random
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -25,6 +26,26 @@ _MAX_DETAIL = 300
 
 
 @dataclass(frozen=True, slots=True)
+class AssignedAdapters:
+    """Names of LoRA adapters that the conversations of a run use: in turn, or at random."""
+
+    names: Sequence[str]
+    is_random: bool = True
+    seed: int = 0
+
+    def name(self, number: int) -> str:
+        """Return the adapter of conversation `number`, the same in each run with this seed."""
+        if self.is_random:
+            return random.Random(f"{self.seed}-{number}").choice(self.names)
+        return self.names[number % len(self.names)]
+
+    @property
+    def text(self) -> str:
+        """The adapters in one line."""
+        return f"{', '.join(self.names)}, {'at random' if self.is_random else 'in turn'}"
+
+
+@dataclass(frozen=True, slots=True)
 class RequestForm:
     """Fields that all requests of a run share."""
 
@@ -33,15 +54,20 @@ class RequestForm:
     ignore_eos: bool = True
     timeout_s: float = 600.0
     extra: Mapping[str, Any] = field(default_factory=dict)
+    adapters: AssignedAdapters | None = None
 
     @property
     def path(self) -> str:
         return "/v1/chat/completions" if self.is_chat else "/v1/completions"
 
-    def body(self, prompt: Piece | list[dict[str, str]], output_tokens: int) -> bytes:
-        """Return the JSON of one request. `prompt`: ids or text; for a chat, its messages."""
+    def body(self, prompt: Piece | list[dict[str, str]], output_tokens: int, number: int | None = None) -> bytes:
+        """Return the JSON of one request. `prompt`: ids or text; for a chat, its messages.
+
+        `number`: the conversation, which may have an adapter; None: a request without one, before the run.
+        """
+        has_adapter = self.adapters is not None and number is not None
         fields: dict[str, Any] = {
-            "model": self.model,
+            "model": self.adapters.name(number) if has_adapter else self.model,
             "messages" if self.is_chat else "prompt": prompt,
             "max_tokens": output_tokens,
             "temperature": 0,
@@ -127,8 +153,11 @@ class ListedModel:
     vocab_size: int | None
 
 
-async def listed_model(client: HttpClient, model: str | None) -> ListedModel:
-    """Return the entry of `/v1/models` with this name, by default the first. Raises `StartupError`."""
+async def listed_model(client: HttpClient, model: str | None, adapters: Sequence[str] = ()) -> ListedModel:
+    """Return the entry of `/v1/models` with this name, by default the first. Raises `StartupError`.
+
+    `adapters`: other names that the list must have.
+    """
     try:
         entries = (await client.get_json("/v1/models"))["data"]
         entry = next((each for each in entries if model in (None, each["id"])), None)
@@ -141,8 +170,9 @@ async def listed_model(client: HttpClient, model: str | None) -> ListedModel:
         raise StartupError(
             f"/v1/models is not the list of an OpenAI-compatible server: {error!r}.", "Correct URL."
         ) from None
-    if entry is None:
-        cause = f"The server has no model {model!r}." if model else "The server lists no model."
+    missing = next((name for name in adapters if name not in names), model)
+    if entry is None or missing != model:
+        cause = f"The server has no model {missing!r}." if missing else "The server lists no model."
         raise StartupError(cause, f"It lists: {', '.join(names)}." if names else "Load a model.")
     size = entry.get("vocab_size") or (entry.get("meta") or {}).get("n_vocab")  # ours; llama.cpp's
     return ListedModel(entry["id"], size if isinstance(size, int) else None)

@@ -44,6 +44,7 @@ def facts(result: Result) -> list[tuple[str, str]]:
     summary, settings = result.summary, result.settings
     found = [
         ("server", f"{settings['url']}, model {settings['model']}"),
+        *([("adapters", str(settings["adapters"]))] if "adapters" in settings else []),
         ("load", str(settings["load"])),
         ("prompts", str(settings["prompts"])),
         ("requests", f"{summary['completed']} completed, {summary['failed']} failed"),

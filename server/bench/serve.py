@@ -18,7 +18,7 @@ import numpy as np
 import uvloop
 
 from oarlock.server.bench import metrics, workload
-from oarlock.server.bench.client import OpenRequest, RequestForm, choose_prompts, listed_model
+from oarlock.server.bench.client import AssignedAdapters, OpenRequest, RequestForm, choose_prompts, listed_model
 from oarlock.server.bench.http_stream import EventReader, HttpClient, Target
 from oarlock.server.bench.metrics import Cause, Result, Sample
 from oarlock.server.bench.workload import (
@@ -191,7 +191,7 @@ class LoadRun:
             reader = EventReader(is_chat=self._form.is_chat, keep_text=len(turns) > 1)
             asking = OpenRequest(self._client, self._form, sample, reader, self._began)
             try:
-                await asking.run(self._form.body(self._prompt(said, turn), turn.output_tokens))
+                await asking.run(self._form.body(self._prompt(said, turn), turn.output_tokens, number))
             finally:
                 self._keep(sample)
             if sample.failure is not None:
@@ -246,6 +246,7 @@ class ServePlan:
 
     url: str
     model: str | None = None
+    adapters: AssignedAdapters | None = None
     endpoint: str = "completions"
     concurrency: int | None = None
     request_rate: float | None = None
@@ -315,9 +316,11 @@ class ServePlan:
     def settings(self, model: str, prompts: Prompts) -> dict[str, Any]:
         """Return the settings that the result records, for people to read and to decide whether two results are
         comparable."""
+        used = {} if self.adapters is None else {"adapters": self.adapters.text}
         return {
             "url": self.url,
             "model": model,
+            **used,
             "endpoint": self.endpoint,
             "load": self.load_text,
             "prompts": self._prompts_text(prompts),
@@ -366,9 +369,9 @@ def measure(plan: ServePlan, on_sample: OnSample | None = None) -> Result:
 async def _measure(plan: ServePlan, on_sample: OnSample) -> Result:
     client = HttpClient(Target.parse(plan.url), os.environ.get("OPENAI_API_KEY"))
     try:
-        found = await listed_model(client, plan.model)
+        found = await listed_model(client, plan.model, plan.adapters.names if plan.adapters else ())
         is_chat = plan.endpoint == "chat"
-        form = RequestForm(found.model, is_chat, plan.ignore_eos, plan.timeout, plan.extra_body)
+        form = RequestForm(found.model, is_chat, plan.ignore_eos, plan.timeout, plan.extra_body, plan.adapters)
         needs_text = is_chat or plan.workload == "multi-turn"
         vocab_size = plan.vocab_size or found.vocab_size
         prompts = await choose_prompts(client, form, plan.prompt_form, vocab_size, plan.seed, needs_text=needs_text)

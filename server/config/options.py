@@ -37,6 +37,7 @@ class OptionError(ValueError):
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _COUNTS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_COMMA_OUTSIDE = r",(?![^{}]*\})"  # a comma that is not in a JSON object
 _JSON_NAMES: dict[type, str] = {str: "string", int: "integer", float: "number", bool: "boolean"}
 _TRUE = {"1", "true", "yes", "on"}
 _FALSE = {"0", "false", "no", "off"}
@@ -63,6 +64,7 @@ class Option:
     unset: str = ""  # the default's name in the documentation, if `unset_text` would be wrong
     special: tuple[int, ...] = ()  # values outside of the range that have a meaning of their own
     is_json: bool = False  # text that is a JSON object, or a table of TOML
+    has_objects: bool = False  # a list of texts, each of which may be a JSON object, or a table of TOML
     is_path: bool = False  # a file, a directory, or a name that is a path if it begins with ~
     secret: bool = False  # never printed
     positional: bool = False
@@ -114,7 +116,8 @@ class Option:
     def from_text(self, text: str) -> Any:
         """Return the value of a flag or an environment variable. Lists are split at commas."""
         if self.many:
-            parts = [part.strip() for part in text.split(",") if part.strip()]
+            commas = _COMMA_OUTSIDE if self.has_objects else ","
+            parts = [part.strip() for part in re.split(commas, text) if part.strip()]
             return self.from_texts(parts)
         return self.check(self._scalar(self._not_blank([text.strip()])[0]))
 
@@ -126,6 +129,8 @@ class Option:
         """Return the value of a TOML key, which has a type already. The type is checked."""
         if self.many:
             items = value if isinstance(value, list) else [value]
+            if self.has_objects:
+                items = [json.dumps(item) if isinstance(item, dict) else item for item in items]
             if not all(isinstance(item, self.kind) for item in items):
                 raise self._wrong(value, f"of type {self.type_name}")
             return self.check(tuple(self._not_blank(items)))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from oarlock.engine.config import EngineConfig, KvEventsConfig
+from oarlock.server.config.adapter_options import AdapterSettings, check_adapters
 from oarlock.server.config.json_options import parse_kv_events_config, parse_speculative_config
 from oarlock.server.config.model_options import FIT_TO_MEMORY, ModelSettings
 from oarlock.server.config.option_checks import (
@@ -39,7 +40,9 @@ STEP_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True)
-class Settings(LogSettings, SchedulingSettings, NodeSettings, DeviceSettings, HttpSettings, ModelSettings):
+class Settings(
+    LogSettings, AdapterSettings, SchedulingSettings, NodeSettings, DeviceSettings, HttpSettings, ModelSettings
+):
     """The operator's settings, checked. `model` is a name, which is resolved to a directory later.
 
     The fields of the last base class come first.
@@ -115,6 +118,7 @@ class Settings(LogSettings, SchedulingSettings, NodeSettings, DeviceSettings, Ht
             kv_offload_bytes=self.kv_offload_memory,
             kv_offload_path=self.kv_offload_path,
             kv_offload_disk_bytes=self.kv_offload_disk,
+            **self.worker_fields(),
             gpu_memory_utilization=self.gpu_memory_utilization,
             num_threads=self.num_threads,
             cpu_affinity=self.cpu_affinity,
@@ -165,6 +169,7 @@ def make_settings(values: Mapping[str, Any]) -> Settings:
     check_metrics_prefix(settings.metrics_prefix)
     check_step_size(settings.max_num_batched_tokens, settings.max_num_seqs)
     check_kv_offload(settings)
+    check_adapters(settings)
     check_traces_endpoint(settings.otlp_traces_endpoint)
     if settings.speculative_config is not None:
         parse_speculative_config(settings.speculative_config)

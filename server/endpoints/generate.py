@@ -74,10 +74,10 @@ class OpenAIServingGenerate(OpenAIServing, ABC, Generic[_BodyT, _ProcessedT]):
         rank = self._chosen_replica(request)
         held = self.held_by(request)
         held.add(expected_bytes(body))  # many requests can be processed at the same time
-        processed = await until_disconnect(request, self._process_in_time(body))
+        processed, adapter = await until_disconnect(request, self._process_in_time(body, model))
         held.resize(waiting_bytes(processed) + body.kept_bytes(held.num_bytes - expected_bytes(body)))
         headers = self.reported(request, processed.ignored, headers)
-        generation = self.async_llm.start(processed, label_of(request.scope), data_parallel_rank=rank)
+        generation = self.async_llm.start(processed, label_of(request.scope), data_parallel_rank=rank, adapter=adapter)
         try:
             generation.request_id = request_id = request_id_of(request.scope)
             generation.client = client_of(request.scope, body.user)
@@ -104,10 +104,11 @@ class OpenAIServingGenerate(OpenAIServing, ABC, Generic[_BodyT, _ProcessedT]):
         request, so the caller limits how many run at a time. Raises the same errors as `create`.
         """
         body.timeout = self._time_limit(None, body.timeout)
+        adapter = await self.use_adapter(self.check_model(body.model))
         async with self.async_llm.one_prompt:
-            processed = await self._process_in_time(body)
+            processed, _ = await self._process_in_time(body)
         self.report(processed.ignored, label)
-        generation = self.async_llm.start(processed, label, is_background=True)
+        generation = self.async_llm.start(processed, label, is_background=True, adapter=adapter)
         try:
             return processed, generation, await collect(generation)
         finally:
@@ -188,15 +189,19 @@ class OpenAIServingGenerate(OpenAIServing, ABC, Generic[_BodyT, _ProcessedT]):
             raise RequestError(message, "prompt")
         return renderings, processed.ignored
 
-    async def _process_in_time(self, body: _BodyT) -> _ProcessedT:
-        """Call `process` within the time limit, and record the time that it took. Raises `DeadlineError`."""
+    async def _process_in_time(self, body: _BodyT, model: str | None = None) -> tuple[_ProcessedT, str | None]:
+        """Call `process` within the time limit, and record the time that it took. Raises `DeadlineError`.
+
+        `model`: may be the name of an adapter, which is loaded within the same time; its name is returned, else None.
+        """
         begun = time.monotonic()
         try:
             async with asyncio.timeout(body.timeout):
                 processed = await self.process(body)
+                adapter = None if model is None else await self.use_adapter(model)
         except TimeoutError:
             raise DeadlineError(body.timeout or 0.0) from None
-        return replace(processed, spent_s=time.monotonic() - begun)
+        return replace(processed, spent_s=time.monotonic() - begun), adapter
 
     def _with_usage(self, body: _BodyT) -> bool:
         """Return whether a stream ends with the usage."""
@@ -204,7 +209,7 @@ class OpenAIServingGenerate(OpenAIServing, ABC, Generic[_BodyT, _ProcessedT]):
 
     def _head(self, response_id: str, kind: str, model: str) -> ResponseHead:
         """Return the common members of a response. `kind`: its member `object`."""
-        return ResponseHead(response_id, kind, int(time.time()), model, self.fingerprint())
+        return ResponseHead(response_id, kind, int(time.time()), model, self.fingerprint(model))
 
     def _options(self, body: _BodyT, logprobs: int | None) -> ResponseOptions:
         """Return the response's options. `logprobs`: number of alternatives for every token; None: no logprobs."""

@@ -20,7 +20,9 @@ from oarlock.server.http.request_body import ignored_parameters, parse_any, read
 from oarlock.server.http.request_record import label_of
 from oarlock.server.http.server_sent_events import until_disconnect
 from oarlock.server.http.server_state import ServerState
+from oarlock.server.hub.adapter_path import AdapterPaths
 from oarlock.server.hub.model_path import served_names
+from oarlock.server.llm.adapters import ServedAdapter, ServedAdapters
 from oarlock.server.llm.async_llm import AsyncLLM
 from oarlock.server.llm.generation import Engine, Generation, Replica
 from oarlock.server.llm.generation_config import GenerationConfig
@@ -82,20 +84,54 @@ class OpenAIServing:
         async_llm = self.state.async_llm
         return async_llm.input_processor.generation_config.sampling if async_llm else {}
 
-    def fingerprint(self) -> str:
-        """Return a fingerprint that changes with everything that may change the computed values of a response."""
+    def fingerprint(self, model: str | None = None) -> str:
+        """Return a fingerprint that changes with everything that may change the computed values of a response.
+
+        `model`: the name from `check_model`, if it may be the name of an adapter.
+        """
         text = f"{VERSION} {self.info.numbers_digest} {self.tokenizer.digest}"
+        adapter = None if model is None else self.adapter(model)
+        if adapter is not None:
+            text += f" {adapter.digest}"
         return "fp_" + hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
 
     def check_model(self, name: str | None) -> str:
-        """Return the model name to echo back. Raises `ModelNotFoundError`."""
+        """Return the name of the model, or of an adapter, to echo back. Raises `ModelNotFoundError`."""
         if name is None:
             return self.model_names[0]
+        if self._is_model(name) or self.adapter(name) is not None:
+            return name
+        adapters = self._adapters
+        if adapters is None:
+            raise ModelNotFoundError(name, self.model_names)
+        if self.settings.ignore_model_case:
+            for adapter in adapters.list():
+                if adapter.name.casefold() == name.casefold():
+                    return adapter.name
+        raise adapters.not_found(name)
+
+    def adapter(self, name: str) -> ServedAdapter | None:
+        """Return the LoRA adapter of this name, which may not be loaded yet; None if there is none."""
+        return None if self._adapters is None or self._is_model(name) else self._adapters.find(name)
+
+    async def use_adapter(self, name: str) -> str | None:
+        """Wait until the adapter that `check_model` returned is loaded, and return its name; None for the model itself.
+
+        Raises the errors of `ServedAdapters.use`.
+        """
+        if self._adapters is None or self._is_model(name):
+            return None
+        return await self._adapters.use(name)
+
+    @property
+    def _adapters(self) -> ServedAdapters | None:
+        return None if self.state.async_llm is None else self.state.async_llm.adapters
+
+    def _is_model(self, name: str) -> bool:
+        """Return whether this is a name of the model itself."""
         if name in self.model_names:
-            return name
-        if self.settings.ignore_model_case and name.casefold() in map(str.casefold, self.model_names):
-            return name
-        raise ModelNotFoundError(name, self.model_names)
+            return True
+        return self.settings.ignore_model_case and name.casefold() in map(str.casefold, self.model_names)
 
     def _time_limit(self, header: str | None, seconds: float | None) -> float | None:
         """Return the shortest time limit of field, header and operator in seconds; None: no limit."""
@@ -227,8 +263,12 @@ def connect_engine(
     pooler: PoolerConfig | None = None,
 ) -> AsyncLLM:
     """Fill in `state.async_llm` and return it. Requests are still refused until the state's phase is ready."""
+    adapters = None
+    if engine.info.max_loras:
+        adapters = ServedAdapters(engine, served_names(settings), AdapterPaths(settings))
+    strict = settings.strict_max_tokens
     async_llm = AsyncLLM(
-        engine, tokenizer, generation_config, strict_max_tokens=settings.strict_max_tokens, pooler=pooler
+        engine, tokenizer, generation_config, strict_max_tokens=strict, pooler=pooler, adapters=adapters
     )
     async_llm.on_finish.append(counters.finish)
     if settings.enable_log_requests:

@@ -116,6 +116,7 @@ PROBES = frozenset({"/health", "/health/live", "/health/ready"})
 ALWAYS_OPEN = PROBES | {"/version"}
 METRICS = frozenset({"/metrics", "/v1/state"})  # answered in every phase, to the same clients
 ADMIN = "/admin/"
+ADAPTERS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")  # require the admin key as well
 # explains a request; requires the admin key unless the server is open to all that can reach it
 REQUESTS = "/v1/requests/"
 # Records are kept of requests to these routes, which run on the engine.
@@ -158,7 +159,7 @@ class ApiMiddleware:
         self._cors = cors
         self._any_host = ALWAYS_OPEN | page
         self._open = self._any_host | (METRICS if open_metrics else set())
-        self._admin_routes = (ADMIN,) if open_requests else (ADMIN, REQUESTS)
+        self._admin_routes = (ADMIN, *ADAPTERS) if open_requests else (ADMIN, *ADAPTERS, REQUESTS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

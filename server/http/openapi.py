@@ -148,11 +148,30 @@ _ENGINE = object_of(
                 "ranks": list_of(object_of({"rank": COUNT, "last_ms": NUMBER, "median_ms": NUMBER})),
             }
         ),
+        "adapters": nullable(
+            object_of(
+                {
+                    **dict.fromkeys(("slots", "in_slots", "host_limit", "in_host_memory", "names", "waiting"), COUNT),
+                    "shown": list_of(
+                        object_of(
+                            {
+                                "name": STRING,
+                                "state": {"enum": ["on_disk", "loading", "ready"]},
+                                "slot": {**COUNT, "description": "0: in no slot"},
+                                "running": COUNT,
+                                "waiting": COUNT,
+                            }
+                        )
+                    ),
+                }
+            )
+        ),
         "slowest": list_of(
             object_of(
                 {
                     "id": STRING,
                     "state": {"enum": ["running", "waiting"]},
+                    "adapter": nullable(STRING),
                     "age_s": NUMBER,
                     "prompt_tokens": COUNT,
                     "cached_tokens": COUNT,
@@ -295,6 +314,7 @@ SCHEMAS: dict[str, Any] = {
     "Text": object_of({"prompt": STRING}),
     "Model": object_of(
         {"id": STRING, "object": STRING, "created": COUNT, "owned_by": STRING, "max_model_len": COUNT},
+        {"root": STRING, "parent": nullable(STRING), "adapter_digest": nullable(STRING)},
     ),
     "Embeddings": object_of(
         {
@@ -332,6 +352,7 @@ SCHEMAS: dict[str, Any] = {
             "data": list_of(object_of({"index": COUNT, "object": {"const": "score"}, "score": NUMBER})),
         }
     ),
+    "DeletedModel": object_of({"id": STRING, "object": {"const": "model"}, "deleted": {"const": True}}),
     "ModelList": object_of({"object": STRING, "data": list_of(ref("Model"))}),
     "Load": object_of(
         {
@@ -361,6 +382,7 @@ SCHEMAS: dict[str, Any] = {
             "request_id": STRING,
             "route": STRING,
             "key": nullable(STRING),
+            "adapter": nullable(STRING),
             "received": NUMBER,
             "state": {"enum": ["processing", "waiting", "running", "ended"]},
             "status": nullable(COUNT),
@@ -389,6 +411,9 @@ SCHEMAS: dict[str, Any] = {
             "models": list_of(STRING),
             "limits": {"type": "object"},
             "features": {"type": "object"},
+            "adapters": nullable(
+                object_of({"max_loras": COUNT, "max_lora_rank": COUNT, "bytes_per_slot_per_rank": COUNT})
+            ),
             "endpoints": {"type": "object"},
         }
     ),

@@ -19,6 +19,7 @@ from oarlock.engine.errors import RequestError
 from oarlock.server.errors import ClientGoneError, HttpError
 from oarlock.server.http.body_memory import HeldMemory
 from oarlock.server.http.ignored_parameters import refuse
+from oarlock.server.schemas.adapters import LoadAdapterRequest, UnloadAdapterRequest
 from oarlock.server.schemas.batches import CreateBatchRequest
 from oarlock.server.schemas.chat import ChatRequest, DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
 from oarlock.server.schemas.generation import AbortRequest, CompletionRequest
@@ -45,6 +46,8 @@ REQUEST_BODIES: dict[str, type[StrictModel]] = {
         TokenizeChatRequest,
         DetokenizeRequest,
         AbortRequest,
+        LoadAdapterRequest,
+        UnloadAdapterRequest,
         CreateBatchRequest,
     )
 }

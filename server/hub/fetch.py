@@ -27,9 +27,11 @@ from oarlock.base.paths import hub_cache
 from oarlock.server.hub.files import Download, HubFile, Snapshot, check_room, is_code, is_of_module, is_small, look_up
 from oarlock.server.hub.model_path import HubModel
 from oarlock.server.hub.transfer import Report, damaged, remove
+from oarlock.workers.adapter_settings import check_adapter_settings
 from oarlock.workers.model_files.checkpoint import weight_files
 from oarlock.workers.preflight import DESCRIPTIONS, check_without_weights
 
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")  # as PEFT names them
 _TOKEN = "set HF_TOKEN to a token of an account that may read it"
 
 
@@ -170,7 +172,7 @@ def _from_cache(request: HubModel, cache: Path) -> str:
     names = {path.name for path in snapshot.directory.iterdir() if path.exists()}
     here = f"{request.model} is only partly in the cache {cache}"
     try:
-        wanted = ["config.json", *_weights(request, snapshot, names)]
+        wanted = [*ADAPTER_FILES] if request.adapter_only else ["config.json", *_weights(request, snapshot, names)]
     except StartupError as error:
         raise StartupError(f"{here}: {error.cause}", fix) from None
     missing = [name for name in wanted if name not in names]
@@ -196,6 +198,8 @@ def _from_hub(request: HubModel, cache: Path, report: Report, check_small_files:
     by_name = {file.name: file for file in files}
     if request.tokenizer_only:
         return _small_files(request, Snapshot(cache, request.model, commit), files, check_small_files)
+    if request.adapter_only:
+        return _adapter(request, Snapshot(cache, request.model, commit), files, report)
     if "config.json" not in by_name:
         raise _no_config(request.model, files)
     snapshot = Snapshot(cache, request.model, commit)
@@ -226,6 +230,26 @@ def _from_hub(request: HubModel, cache: Path, report: Report, check_small_files:
 def _small_files(request: HubModel, snapshot: Snapshot, files: list[HubFile], check_small_files: CheckFiles) -> str:
     Download(request.model, snapshot, lambda *progress: None).fetch([file for file in files if is_small(file)])
     check_small_files(snapshot.directory)
+    snapshot.remember(request.revision)
+    return str(snapshot.directory)
+
+
+def _adapter(request: HubModel, snapshot: Snapshot, files: list[HubFile], report: Report) -> str:
+    """Fetch a LoRA adapter: its settings, and its weights unless the settings are refused."""
+    by_name = {file.name: file for file in files}
+    missing = [name for name in ADAPTER_FILES if name not in by_name]
+    if missing:
+        raise StartupError(
+            f"{request.model} has no {missing[0]}, so it is no adapter that can be served.",
+            "Choose an adapter that PEFT has saved as safetensors; GGUF adapters are served only from local files.",
+        )
+    settings, weights = (by_name[name] for name in ADAPTER_FILES)
+    Download(request.model, snapshot, lambda phase, fraction, detail: report(phase, 0.0, "its settings")).fetch(
+        [settings]
+    )
+    check_adapter_settings(snapshot.directory, request.engine.worker)
+    check_room(request.model, snapshot, [weights])
+    Download(request.model, snapshot, report).fetch([weights])
     snapshot.remember(request.revision)
     return str(snapshot.directory)
 

@@ -55,7 +55,7 @@ async def resolve(settings: Settings, on_progress: OnDetailedProgress, tokenizer
         return str(demo_directory())
     path = find_local(model, settings.download_dir)
     if path is None:
-        wanted = _on_hub(settings, model, _checked_revision(settings), tokenizer)
+        wanted = on_hub(settings, model, _checked_revision(settings), tokenizer)
         try:
             return await download(wanted, on_progress)
         except StartupError as error:
@@ -76,7 +76,7 @@ async def pull(settings: Settings, on_progress: OnDetailedProgress) -> str:
             f"{model or 'The demo model'} is on this machine, and not a model of the hub: nothing needs to be pulled.",
             f"`oarlock serve{f' {model}' if model else ''}` serves it.",
         )
-    wanted = _on_hub(settings, model, _checked_revision(settings))
+    wanted = on_hub(settings, model, _checked_revision(settings))
     return await download(replace(wanted, check_digests=True), on_progress)
 
 
@@ -100,11 +100,12 @@ async def resolve_tokenizer(settings: Settings, on_progress: OnDetailedProgress)
         if path.is_dir():
             return str(path.resolve())
         raise StartupError(f"--tokenizer {path} is a file.", "Give the directory that contains the tokenizer.json.")
-    wanted = replace(_on_hub(settings, name, "main"), tokenizer_only=True)
+    wanted = replace(on_hub(settings, name, "main"), tokenizer_only=True)
     return await download(wanted, on_progress)
 
 
-def _on_hub(settings: Settings, model: str, revision: str, tokenizer: str | None = None) -> HubModel:
+def on_hub(settings: Settings, model: str, revision: str, tokenizer: str | None = None) -> HubModel:
+    """Return the request for a model of the hub. `tokenizer`: as in `resolve`."""
     return HubModel(
         model,
         revision,
@@ -165,6 +166,7 @@ class HubModel:
     check_digests: bool = False  # check the files that are already here, and fetch damaged files again
     runner: str = "auto"  # the `--runner` with which it will be served
     tokenizer_only: bool = False  # fetch only the small files of the model
+    adapter_only: bool = False  # it is a LoRA adapter: fetch its settings and weights
 
     def to_json(self) -> str:
         plain = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "engine"}

@@ -36,6 +36,7 @@ from oarlock.server.http.memory_release import map_large_buffers
 from oarlock.server.http.server_state import STALL_LIMIT_S, Phase, ServerState
 from oarlock.server.http.tls import ServerTls
 from oarlock.server.http.uvicorn_server import HttpServer, raise_descriptor_limit
+from oarlock.server.hub.adapter_path import find_start_adapters
 from oarlock.server.hub.model_path import served_names
 from oarlock.server.launch import banner
 from oarlock.server.launch.service_manager import ServiceManager
@@ -178,7 +179,9 @@ class Supervisor:
         self._generation_config = GenerationConfig.load(files.model, self.settings.generation_config)
         self.state.introduction = Introduction.load(files.model)
         pooler = PoolerConfig.load(files.model, self.settings.runner, self.settings.classifier_from_token)
-        config = replace(config, writes_text=pooler.generates)
+        adapters = await find_start_adapters(self.settings, self._on_progress)
+        known = tuple((found.module.name, found.directory) for found in adapters)
+        config = replace(config, writes_text=pooler.generates, worker=config.worker.with_(lora_adapters=known))
         tokenizer = asyncio.create_task(asyncio.to_thread(files.load_tokenizer))
         engine = asyncio.ensure_future(self._start_engine(config, self._on_progress))
         try:
@@ -192,6 +195,12 @@ class Supervisor:
             engine.cancel()
             await asyncio.wait((engine,), timeout=_CLOSE_ENGINE_S)
             raise
+        generation_config = self._generation_config
+        async_llm = connect_engine(
+            self.settings, self.state, self.counters, self._engine, self._tokenizer, generation_config, self._pooler
+        )
+        if async_llm.adapters is not None:
+            await async_llm.adapters.load_at_start(adapters)
         return self._engine
 
     def _on_progress(self, phase: str, fraction: float, detail: str = "") -> None:
@@ -200,13 +209,10 @@ class Supervisor:
         self._manager.loading(phase, fraction)
 
     def _start_serving(self, engine: RunningEngine) -> None:
-        assert self._tokenizer is not None
+        async_llm = self.state.async_llm
+        assert self._tokenizer is not None and async_llm is not None
         self._progress.finish()
         self.state.heartbeat = engine
-        tokenizer, generation_config = self._tokenizer, self._generation_config
-        async_llm = connect_engine(
-            self.settings, self.state, self.counters, engine, tokenizer, generation_config, self._pooler
-        )
         if self.state.batches is not None:
             self.state.batches.start()
         # Objects of the start live as long as the process: the garbage collector must not pause to scan them.
@@ -242,7 +248,9 @@ class Supervisor:
         self._manager.ready()
         seconds, page = self._progress.seconds, self.settings.web_page and self._url.startswith("http")
         task, about = str(self._pooler.task), self.state.introduction.about
-        print(banner.banner(self._url, names, info, max_len, chat, seconds, key, page, task, about), flush=True)
+        adapters = [] if async_llm.adapters is None else [adapter.name for adapter in async_llm.adapters.list()]
+        text = banner.banner(self._url, names, info, max_len, chat, seconds, key, page, task, about, adapters)
+        print(text, flush=True)
 
     async def _on_engine_death(self, engine: RunningEngine) -> int:
         """Fail every open request. Returns the exit code of the cause."""

@@ -5,7 +5,9 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
 
+from oarlock.engine.errors import RequestError
 from oarlock.engine.types import POOLS, PoolingParams, Request
+from oarlock.server.llm.adapters import UNLOADED, ServedAdapters
 from oarlock.server.llm.admission_queue import AdmissionQueue
 from oarlock.server.llm.generation import Engine, Generation, PooledChoice, PooledOutput, Pooling
 from oarlock.server.llm.generation_config import GenerationConfig
@@ -25,11 +27,16 @@ class AsyncLLM:
         *,
         strict_max_tokens: bool = False,
         pooler: PoolerConfig | None = None,
+        adapters: ServedAdapters | None = None,
     ) -> None:
         """`strict_max_tokens`: refuse a token limit beyond the context instead of lowering it. `pooler`: the pooling
-        task that the model is served for; None: text generation.
+        task that the model is served for; None: text generation. `adapters`: LoRA adapters of `engine`; None: no
+        adapters are served.
         """
         self.engine = engine
+        self.adapters = adapters
+        if adapters is not None:
+            adapters.on_unload.append(self._fail_requests_of)
         self.pooler = pooler or PoolerConfig()
         self.input_processor = InputProcessor(engine, tokenizer, generation_config, strict_max_tokens=strict_max_tokens)
         # Held while the prompt of a batch request is made. The batch runner replaces it with a semaphore, so that one
@@ -49,12 +56,17 @@ class AsyncLLM:
         *,
         is_background: bool = False,
         data_parallel_rank: int | None = None,
+        adapter: str | None = None,
     ) -> Generation:
         """Run a request's choices. `key_label`: label of its API key, which determines its share of the engine.
 
         `is_background`: all other requests go first, and a full queue must accept it, because the caller limits the
-        number of such requests. `data_parallel_rank`: the replica that generates it; None: the best replica.
+        number of such requests. `data_parallel_rank`: the replica that generates it; None: the best replica. `adapter`:
+        name of a loaded LoRA adapter.
         """
+        if adapter is not None:
+            for choice in processed.choices:
+                choice.request = replace(choice.request, adapter=adapter)
         generation = Generation(
             self.engine,
             processed.choices,
@@ -83,6 +95,7 @@ class AsyncLLM:
         is_background: bool = False,
         data_parallel_rank: int | None = None,
         second_texts: Sequence[int] = (),
+        adapter: str | None = None,
     ) -> Pooling:
         """Run `prompts` (token ids of each) for their vectors, as one request whose `outputs()` are in the same order.
 
@@ -95,7 +108,8 @@ class AsyncLLM:
         for index, prompt in enumerate(prompts):
             ids = array("i", prompt)  # prompts may wait for long; an array takes a ninth of the memory of a tuple
             own = replace(pooling, second_text=second_texts[index]) if second_texts else pooling
-            request = Request(self.engine.new_request_id(), ids, POOLS, priority, cache_salt, pooling=own)
+            number = self.engine.new_request_id()
+            request = Request(number, ids, POOLS, priority, cache_salt, pooling=own, adapter=adapter)
             choices.append(PooledChoice(index, request, self.engine.info.hidden_size))
         running = Pooling(
             self.engine,
@@ -121,6 +135,7 @@ class AsyncLLM:
         priority: int = 0,
         cache_salt: bytes = b"",
         timeout_s: float | None = None,
+        adapter: str | None = None,
     ) -> PooledOutput:
         """Return the vectors of one prompt. Raises the errors of `Pooling.outputs`.
 
@@ -133,6 +148,7 @@ class AsyncLLM:
             priority=priority,
             cache_salt=cache_salt,
             timeout_s=timeout_s,
+            adapter=adapter,
         )
         try:
             return (await running.outputs())[0]
@@ -143,6 +159,13 @@ class AsyncLLM:
         """End every open generation with an error."""
         for generation in list(self.open):
             generation.fail(error)
+
+    def _fail_requests_of(self, adapter: str) -> None:
+        """End the requests of an unloaded adapter that the engine has not received yet; it has ended all others."""
+        message = f"The adapter '{adapter}' was unloaded before this request was complete."
+        for generation in list(self.open):
+            if generation.adapter == adapter:
+                generation.fail(RequestError(message, "model", UNLOADED))
 
     def abort(self, request_id: str) -> int:
         """End the open generations with this id, from the request header or the response. Return their number."""

@@ -19,7 +19,7 @@ from oarlock.engine.client import SingleReaderQueue
 from oarlock.engine.errors import EngineError, RequestError, UnavailableError
 from oarlock.engine.panics import ENDS_TASK
 from oarlock.engine.stats import EngineState, EngineStats, RequestHistory
-from oarlock.engine.types import EngineInfo, FinishReason, Request, TokenEvent
+from oarlock.engine.types import AdapterInfo, EngineInfo, FinishReason, Request, TokenEvent
 from oarlock.server.errors import DeadlineError
 from oarlock.server.llm.admission_queue import AdmissionQueue
 from oarlock.server.llm.loop_turns import turn
@@ -71,6 +71,12 @@ class Engine(Protocol):
     def choose(self, request: Request, rank: int | None = None) -> ReplicaHandle: ...
 
     async def reset_prefix_cache(self) -> int: ...
+
+    async def add_adapter(self, name: str, directory: str) -> None: ...
+
+    async def remove_adapter(self, name: str) -> int: ...
+
+    async def list_adapters(self) -> list[AdapterInfo]: ...
 
 
 class Choice(Protocol):
@@ -131,6 +137,11 @@ class Generation:
         self._submission = admission_queue.open(lens, self._send, is_low_priority=is_background, client=key_label or "")
         loop = asyncio.get_running_loop()
         self._alarm = None if timeout_s is None else loop.call_later(max(0.0, timeout_s - spent_s), self._expire)
+
+    @property
+    def adapter(self) -> str | None:
+        """Name of the LoRA adapter of all choices; None: the model alone."""
+        return self.choices[0].request.adapter
 
     @property
     def prompt_tokens(self) -> int:

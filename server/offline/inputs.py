@@ -1,8 +1,11 @@
-"""Inputs of the Python interface: sampling parameters, and prompts in every format that vLLM's interface accepts."""
+"""Inputs of the Python interface: sampling parameters, adapters, and prompts in every format that vLLM's interface
+accepts."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import KW_ONLY, dataclass, fields
+from typing import Any, TypeVar
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,12 +60,35 @@ class SamplingParams:
         return found
 
 
+@dataclass(frozen=True, slots=True)
+class LoRARequest:
+    """The LoRA adapter of a request, with the fields of vLLM's class in its order.
+
+    The adapter is loaded when its name is first used. A name keeps its adapter until the `LLM` closes, unless
+    `load_inplace` asks for the files as they are now.
+    """
+
+    lora_name: str
+    lora_int_id: int  # at least 1; a number belongs to one name
+    lora_path: str  # a directory with the files of PEFT, a GGUF file, or an id on the hub
+    _: KW_ONLY
+    load_inplace: bool = False  # read the files at every call; requests in progress with other content fail
+
+    def __post_init__(self) -> None:
+        """Raise `ValueError` for a field that is empty or too small."""
+        if not self.lora_name or not self.lora_path:
+            raise ValueError("a LoRARequest needs a name and a path: LoRARequest('sql', 1, '/path/to/adapter')")
+        if self.lora_int_id < 1:
+            raise ValueError(f"lora_int_id of {self.lora_name!r} is {self.lora_int_id}, but it must be at least 1")
+
+
 Prompt = str | list[int]
 # A text, token ids, or a dictionary with `prompt` or `prompt_token_ids`.
 GivenPrompt = str | Sequence[int] | Mapping[str, Any]
 Prompts = GivenPrompt | Sequence[GivenPrompt]
 Message = Mapping[str, Any]
 Params = SamplingParams | Sequence[SamplingParams] | None
+Adapters = LoRARequest | Sequence[LoRARequest | None] | None
 _KEYS = ("prompt", "prompt_token_ids")
 
 
@@ -89,9 +115,20 @@ def params_for_each(params: Params, count: int) -> list[SamplingParams]:
     """Return the parameters of each of `count` prompts. Raises `ValueError`."""
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
-    if len(params) != count:
-        raise ValueError(f"there are {count} prompts and {len(params)} SamplingParams: give one for all, or one each")
-    return list(params)
+    return _one_each(params, count, "SamplingParams")
+
+
+def adapters_for_each(adapters: Adapters, count: int) -> list[LoRARequest | None]:
+    """Return the adapter of each of `count` prompts; None: the model without an adapter. Raises `ValueError`."""
+    if adapters is None or isinstance(adapters, LoRARequest):
+        return [adapters] * count
+    return _one_each(adapters, count, "entries of lora_request")
+
+
+def _one_each(given: Sequence[_T], count: int, name: str) -> list[_T]:
+    if len(given) != count:
+        raise ValueError(f"there are {count} prompts and {len(given)} {name}: give one for all, or one each")
+    return list(given)
 
 
 def check_names(method: str, fields: Mapping[str, Any], known: type, of_sampling: str | None = None) -> None:

@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import threading
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from types import TracebackType
@@ -29,11 +29,14 @@ from oarlock.server.launch.banner import CountedProgress
 from oarlock.server.llm.tokenizer import Tokenizer
 from oarlock.server.offline import outputs
 from oarlock.server.offline.inputs import (
+    Adapters,
+    LoRARequest,
     Message,
     Params,
     Prompt,
     Prompts,
     SamplingParams,
+    adapters_for_each,
     check_names,
     params_for_each,
     read_prompts,
@@ -111,15 +114,17 @@ class LLM:
         suffix: str | None = None,
         add_special_tokens: bool | None = None,
         use_tqdm: bool | None = None,
+        lora_request: Adapters = None,
     ) -> list[RequestOutput]:
         """Return one output for each prompt, in order, like the response of `/v1/completions`.
 
         `prompts`: a text, token ids, a dictionary with `prompt` or `prompt_token_ids`, or a list of these.
         `sampling_params`: for all, or a list with an entry for each. `use_tqdm`: show a bar; None: if there is a
-        terminal and more than one prompt. Raises `oarlock.engine.errors.RequestError` if the server would refuse the
-        request.
+        terminal and more than one prompt. `lora_request`: the adapter for all, or a list with an entry for each, None
+        for no adapter. Raises `oarlock.engine.errors.RequestError` if the server would refuse the request.
         """
-        return self._wait(self._completions(prompts, sampling_params, suffix, add_special_tokens, use_tqdm))
+        own = {"suffix": suffix, "add_special_tokens": add_special_tokens}
+        return self._wait(self._completions(prompts, sampling_params, own, lora_request, use_tqdm))
 
     async def agenerate(
         self,
@@ -129,9 +134,11 @@ class LLM:
         suffix: str | None = None,
         add_special_tokens: bool | None = None,
         use_tqdm: bool | None = None,
+        lora_request: Adapters = None,
     ) -> list[RequestOutput]:
         """Run `generate` in a program with an event loop. Cancelling it aborts unfinished requests."""
-        return await self._await(self._completions(prompts, sampling_params, suffix, add_special_tokens, use_tqdm))
+        own = {"suffix": suffix, "add_special_tokens": add_special_tokens}
+        return await self._await(self._completions(prompts, sampling_params, own, lora_request, use_tqdm))
 
     def chat(
         self,
@@ -139,13 +146,14 @@ class LLM:
         sampling_params: Params = None,
         *,
         use_tqdm: bool | None = None,
+        lora_request: Adapters = None,
         **fields: Unpack[ChatFields],
     ) -> list[RequestOutput]:
         """Return one output per conversation, in order, like the response of `/v1/chat/completions`.
 
         `messages`: a conversation, or a list of several. Other arguments and errors are those of `generate`.
         """
-        return self._wait(self._chat_completions(messages, sampling_params, fields, use_tqdm))
+        return self._wait(self._chat_completions(messages, sampling_params, fields, lora_request, use_tqdm))
 
     async def achat(
         self,
@@ -153,31 +161,34 @@ class LLM:
         sampling_params: Params = None,
         *,
         use_tqdm: bool | None = None,
+        lora_request: Adapters = None,
         **fields: Unpack[ChatFields],
     ) -> list[RequestOutput]:
         """Run `chat` in a program with an event loop. Cancelling it aborts unfinished requests."""
-        return await self._await(self._chat_completions(messages, sampling_params, fields, use_tqdm))
+        return await self._await(self._chat_completions(messages, sampling_params, fields, lora_request, use_tqdm))
 
     def embed(
         self,
         prompts: Prompts,
         *,
         use_tqdm: bool | None = None,
+        lora_request: Adapters = None,
         **fields: Unpack[EmbedFields],
     ) -> list[EmbeddingRequestOutput]:
         """Return the vector of each prompt, in order, like the response of `/v1/embeddings`. Prompts and errors as in
         `generate`."""
-        return self._wait(self._embeddings(prompts, fields, use_tqdm))
+        return self._wait(self._embeddings(prompts, fields, lora_request, use_tqdm))
 
     async def aembed(
         self,
         prompts: Prompts,
         *,
         use_tqdm: bool | None = None,
+        lora_request: Adapters = None,
         **fields: Unpack[EmbedFields],
     ) -> list[EmbeddingRequestOutput]:
         """Run `embed` in a program with an event loop. Cancelling it aborts unfinished requests."""
-        return await self._await(self._embeddings(prompts, fields, use_tqdm))
+        return await self._await(self._embeddings(prompts, fields, lora_request, use_tqdm))
 
     def score(
         self,
@@ -185,13 +196,14 @@ class LLM:
         text_2: str | Sequence[str],
         *,
         use_tqdm: bool | None = None,
+        lora_request: LoRARequest | None = None,
         **fields: Unpack[ScoreFields],
     ) -> list[ScoringRequestOutput]:
         """Score how well texts go together, as `/v1/score` does. Returns one output for each of `text_2`, in order.
 
         `text_1`: a text to compare all of `text_2` with, or a list with one text for each.
         """
-        return self._wait(self._scores(text_1, text_2, fields, use_tqdm))
+        return self._wait(self._scores(text_1, text_2, fields, lora_request, use_tqdm))
 
     async def ascore(
         self,
@@ -199,10 +211,11 @@ class LLM:
         text_2: str | Sequence[str],
         *,
         use_tqdm: bool | None = None,
+        lora_request: LoRARequest | None = None,
         **fields: Unpack[ScoreFields],
     ) -> list[ScoringRequestOutput]:
         """Run `score` in a program with an event loop. Cancelling it aborts unfinished requests."""
-        return await self._await(self._scores(text_1, text_2, fields, use_tqdm))
+        return await self._await(self._scores(text_1, text_2, fields, lora_request, use_tqdm))
 
     def close(self) -> None:
         """Stop the engine and its ranks. Idempotent."""
@@ -250,33 +263,35 @@ class LLM:
         self,
         prompts: Prompts,
         params: Params,
-        suffix: str | None,
-        add_special_tokens: bool | None,
+        own: Mapping[str, Any],
+        adapters: Adapters,
         use_tqdm: bool | None,
     ) -> list[RequestOutput]:
         given = read_prompts(prompts)
-        own = {"suffix": suffix, "add_special_tokens": add_special_tokens}
         endpoint = self._engine.completions
         endpoint.check_model(None)
 
-        def answer(prompt: Prompt, chosen: SamplingParams) -> OutputGroupCall[list[RequestOutput]]:
-            asked = self._asked(prompt if isinstance(prompt, str) else None, chosen)
+        def answer(
+            prompt: Prompt, chosen: SamplingParams, adapter: LoRARequest | None
+        ) -> OutputGroupCall[list[RequestOutput]]:
+            asked = self._asked(prompt if isinstance(prompt, str) else None, chosen, adapter)
 
             async def complete() -> OutputGroup[list[RequestOutput]]:
-                fields = {"prompt": prompt, **own, **chosen.as_fields()}
+                fields = {"prompt": prompt, **own, **chosen.as_fields(), "model": adapter and adapter.lora_name}
                 _, generation, pieces = await endpoint.run(parse(CompletionRequest, dumps(fields).encode()))
                 output = outputs.completion(asked, self.tokenizer, generation, pieces)
                 return OutputGroup([output], output.num_tokens)
 
             return complete
 
-        return await self._all(list(map(answer, given, params_for_each(params, len(given)))), len(given), use_tqdm)
+        return await self._all(await self._made(answer, given, params, adapters), len(given), use_tqdm)
 
     async def _chat_completions(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         params: Params,
         fields: ChatFields,
+        adapters: Adapters,
         use_tqdm: bool | None,
     ) -> list[RequestOutput]:
         is_one = bool(messages) and isinstance(messages[0], Mapping)
@@ -285,11 +300,14 @@ class LLM:
         endpoint = self._engine.chat_completions
         endpoint.check_model(None)
 
-        def answer(conversation: Sequence[Message], chosen: SamplingParams) -> OutputGroupCall[list[RequestOutput]]:
-            asked = self._asked(None, chosen)
+        def answer(
+            conversation: Sequence[Message], chosen: SamplingParams, adapter: LoRARequest | None
+        ) -> OutputGroupCall[list[RequestOutput]]:
+            asked = self._asked(None, chosen, adapter)
 
             async def complete() -> OutputGroup[list[RequestOutput]]:
-                body = {**chosen.as_chat_fields(), **fields, "messages": list(conversation)}
+                model = adapter and adapter.lora_name
+                body = {**chosen.as_chat_fields(), **fields, "messages": list(conversation), "model": model}
                 try:
                     request = parse(ChatRequest, dumps(body).encode())
                 except RequestError as error:
@@ -301,26 +319,45 @@ class LLM:
 
             return complete
 
-        return await self._all(list(map(answer, given, params_for_each(params, len(given)))), len(given), use_tqdm)
+        return await self._all(await self._made(answer, given, params, adapters), len(given), use_tqdm)
 
-    def _asked(self, prompt: str | None, chosen: SamplingParams) -> PromptInfo:
+    async def _made(
+        self,
+        answer: Callable[[Any, SamplingParams, LoRARequest | None], OutputGroupCall[list[RequestOutput]]],
+        given: Sequence[Any],
+        params: Params,
+        adapters: Adapters,
+    ) -> list[OutputGroupCall[list[RequestOutput]]]:
+        """Call `answer` with each of the `given` prompts, its parameters and its adapter, which is loaded first."""
+        chosen, adapted = params_for_each(params, len(given)), adapters_for_each(adapters, len(given))
+        await self._engine.load_adapters(adapted)
+        return list(map(answer, given, chosen, adapted))
+
+    def _asked(self, prompt: str | None, chosen: SamplingParams, adapter: LoRARequest | None) -> PromptInfo:
         wants = chosen.logprobs is not None, chosen.prompt_logprobs is not None
-        return PromptInfo(next(self._request_ids), prompt, *wants)
+        return PromptInfo(next(self._request_ids), prompt, *wants, adapter)
 
     async def _embeddings(
-        self, prompts: Prompts, fields: EmbedFields, use_tqdm: bool | None
+        self, prompts: Prompts, fields: EmbedFields, adapters: Adapters, use_tqdm: bool | None
     ) -> list[EmbeddingRequestOutput]:
         check_names("embed", fields, EmbedFields)
         given = read_prompts(prompts)
-        answers = outputs.embeddings(self._engine.embeddings, given, fields, self._request_ids)
+        models = await self._engine.load_adapters(adapters_for_each(adapters, len(given)))
+        answers = outputs.embeddings(self._engine.embeddings, given, models, fields, self._request_ids)
         return await self._all(answers, len(given), use_tqdm)
 
     async def _scores(
-        self, first: str | Sequence[str], second: str | Sequence[str], fields: ScoreFields, use_tqdm: bool | None
+        self,
+        first: str | Sequence[str],
+        second: str | Sequence[str],
+        fields: ScoreFields,
+        adapter: LoRARequest | None,
+        use_tqdm: bool | None,
     ) -> list[ScoringRequestOutput]:
         check_names("score", fields, ScoreFields)
         count = 1 if isinstance(second, str) else len(second)
-        answers = outputs.scores(self._engine.scoring, first, second, fields, self._request_ids)
+        (model,) = await self._engine.load_adapters([adapter])
+        answers = outputs.scores(self._engine.scoring, first, second, model, fields, self._request_ids)
         return await self._all(answers, count, use_tqdm)
 
     async def _all(self, answers: Sequence[OutputGroupCall[list[_T]]], count: int, use_tqdm: bool | None) -> list[_T]:

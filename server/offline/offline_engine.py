@@ -5,12 +5,12 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from oarlock.base.errors import StartupError
-from oarlock.engine.errors import EngineDeadError
+from oarlock.engine.errors import EngineDeadError, RequestError
 from oarlock.engine.replicas import start_engine
 from oarlock.server.config.settings import Settings
 from oarlock.server.endpoints.batches.batch import BatchEndpoints, BatchRun
@@ -23,6 +23,7 @@ from oarlock.server.endpoints.pooling.serving import OpenAIServingEmbedding
 from oarlock.server.endpoints.responses.serving import OpenAIServingResponses
 from oarlock.server.endpoints.serving import connect_engine
 from oarlock.server.http.server_state import ServerState
+from oarlock.server.hub.adapter_path import find_start_adapters
 from oarlock.server.hub.transfer import in_words
 from oarlock.server.launch.child_process import engine_processes
 from oarlock.server.launch.supervisor import RunningEngine
@@ -30,6 +31,7 @@ from oarlock.server.llm.generation_config import GenerationConfig
 from oarlock.server.llm.pooler_config import PoolerConfig
 from oarlock.server.llm.tokenizer import Tokenizer, find_files
 from oarlock.server.observability.metrics import HttpCounters
+from oarlock.server.offline.inputs import LoRARequest
 from oarlock.workers.config import OnProgress
 
 _CLOSE_S = 10.0
@@ -51,6 +53,8 @@ class OfflineEngine:
     ) -> None:
         self._state = state = ServerState()
         self._counters = counters = HttpCounters()
+        self._adapters: dict[str, LoRARequest] = {}  # name -> the request that loaded the adapter
+        self._loading = asyncio.Lock()
         self.engine = engine
         self.tokenizer = tokenizer
         self.async_llm = connect_engine(settings, state, counters, engine, tokenizer, generation_config, pooler)
@@ -74,12 +78,21 @@ class OfflineEngine:
             tokenizer = await asyncio.to_thread(files.load_tokenizer)
             pooler = pooler.loaded(tokenizer)
             config = settings.engine_config(files.model, tokenizer_path=files.tokenizer)
-            config = replace(config, writes_text=pooler.generates)
+            adapters = await find_start_adapters(settings, on_progress)
+            known = tuple((found.module.name, found.directory) for found in adapters)
+            config = replace(config, writes_text=pooler.generates, worker=config.worker.with_(lora_adapters=known))
             engine = await start_engine(config, on_progress, processes=processes)
         finally:
             for process in processes:
                 process.discard()
-        return OfflineEngine(settings, engine, tokenizer, generation_config, pooler)
+        started = OfflineEngine(settings, engine, tokenizer, generation_config, pooler)
+        try:
+            if started.async_llm.adapters is not None:
+                await started.async_llm.adapters.load_at_start(adapters)
+        except BaseException:
+            await started.close()
+            raise
+        return started
 
     @property
     def generation_tokens(self) -> int:
@@ -92,6 +105,37 @@ class OfflineEngine:
         info = self.engine.info
         return 2 * info.data_parallel_size * info.max_num_seqs
 
+    async def load_adapters(self, requests: Iterable[LoRARequest | None]) -> list[str | None]:
+        """Load adapters that were not used before, and return the model names of `requests`; None: no adapter.
+
+        Raises `RequestError`.
+        """
+        given = list(requests)
+        async with self._loading:
+            for request in filter(None, dict.fromkeys(given)):
+                await self._load(request)
+        return [None if request is None else request.lora_name for request in given]
+
+    async def _load(self, request: LoRARequest) -> None:
+        name, number, path = request.lora_name, request.lora_int_id, request.lora_path
+        adapters, known = self.async_llm.adapters, self._adapters.get(name)
+        if adapters is None:
+            raise _refused(f"the adapter {name!r}, but LoRA is off. Add enable_lora=True to LLM.")
+        owner = next((one.lora_name for one in self._adapters.values() if one.lora_int_id == number), name)
+        if owner != name:
+            raise _refused(f"lora_int_id {number} for {name!r}, but it belongs to {owner!r}. Use another number.")
+        is_same = known is None or known.lora_int_id == number
+        if not is_same or (known is not None and known.lora_path != path and not request.load_inplace):
+            raise _refused(f"another adapter with the name {name!r}, which is in use. Use another name.")
+        if known is not None and not request.load_inplace:
+            return
+        served = adapters.find(name)
+        if served is not None and served.root == path and not request.load_inplace:
+            await adapters.use(name)  # an option of `LLM` names the adapter, too
+        else:
+            await adapters.load(name, path, in_place=request.load_inplace)
+        self._adapters[name] = request
+
     async def close(self) -> None:
         """Stop the engine and its ranks."""
         try:
@@ -99,6 +143,10 @@ class OfflineEngine:
         finally:
             self._state.large_bodies.close()
             self.tokenizer.close()
+
+
+def _refused(what: str) -> RequestError:
+    return RequestError(f"lora_request has {what}", "lora_request")
 
 
 async def run_requests(engine: OfflineEngine, requests: RequestFile, results: OutputFile, report: Report) -> None:

@@ -19,7 +19,7 @@ from oarlock.server.json_text import dumps
 from oarlock.server.llm.generation import Generation
 from oarlock.server.llm.output_processor import Delta, TokenScore
 from oarlock.server.llm.tokenizer import Tokenizer
-from oarlock.server.offline.inputs import Prompt
+from oarlock.server.offline.inputs import LoRARequest, Prompt
 from oarlock.server.schemas.pooling import EmbeddingRequest, ScoreRequest
 
 if TYPE_CHECKING:
@@ -90,6 +90,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     num_cached_tokens: int
     metrics: RequestStateStats
+    lora_request: LoRARequest | None = None  # the adapter that computed it
     finished: bool = True
 
     @property
@@ -121,6 +122,7 @@ class PromptInfo:
     prompt: str | None
     wants_logprobs: bool
     wants_prompt_logprobs: bool
+    adapter: LoRARequest | None
 
 
 def completion(
@@ -188,6 +190,7 @@ def _whole(
         outputs=outputs,
         num_cached_tokens=generation.cached_tokens,
         metrics=_metrics(generation),
+        lora_request=asked.adapter,
     )
 
 
@@ -277,13 +280,17 @@ class ScoringRequestOutput:
 
 
 def embeddings(
-    endpoint: OpenAIServingEmbedding, prompts: Sequence[Prompt], fields: EmbedFields, request_ids: Iterator[str]
+    endpoint: OpenAIServingEmbedding,
+    prompts: Sequence[Prompt],
+    models: Sequence[str | None],
+    fields: EmbedFields,
+    request_ids: Iterator[str],
 ) -> list[OutputGroupCall[list[EmbeddingRequestOutput]]]:
-    """Make one group for each prompt."""
+    """Make one group for each prompt. `models`: the name of each prompt's adapter; None: no adapter."""
 
-    def answer(prompt: Prompt, request_id: str) -> OutputGroupCall[list[EmbeddingRequestOutput]]:
+    def answer(prompt: Prompt, model: str | None, request_id: str) -> OutputGroupCall[list[EmbeddingRequestOutput]]:
         async def embed() -> OutputGroup[list[EmbeddingRequestOutput]]:
-            body = {**fields, "input": prompt}
+            body = {**fields, "model": model, "input": prompt}
             vectors, outputs = await endpoint.vectors(parse(EmbeddingRequest, dumps(body).encode()))
             (vector,), (output,) = vectors, outputs
             ids = list(output.prompt_token_ids)
@@ -292,17 +299,21 @@ def embeddings(
 
         return embed
 
-    return [answer(prompt, next(request_ids)) for prompt in prompts]
+    return [answer(prompt, model, next(request_ids)) for prompt, model in zip(prompts, models, strict=True)]
 
 
 def scores(
     endpoint: OpenAIServingScoring,
     first: str | Sequence[str],
     second: str | Sequence[str],
+    model: str | None,
     fields: ScoreFields,
     request_ids: Iterator[str],
 ) -> list[OutputGroupCall[list[ScoringRequestOutput]]]:
-    """Make groups of pairs. Raises `ValueError` if `first` is neither a single text nor as long as `second`."""
+    """Make groups of pairs. `model`: the name of the adapter; None: no adapter.
+
+    Raises `ValueError` if `first` is neither a single text nor as long as `second`.
+    """
     others = [second] if isinstance(second, str) else list(second)
     ones = [first] if isinstance(first, str) else list(first)
     if len(ones) not in (1, len(others)):
@@ -314,7 +325,7 @@ def scores(
     def answer(start: int) -> OutputGroupCall[list[ScoringRequestOutput]]:
         async def score() -> OutputGroup[list[ScoringRequestOutput]]:
             texts = ones if len(ones) == 1 else ones[start : start + _PAIRS]
-            body = {**fields, "text_1": texts, "text_2": others[start : start + _PAIRS]}
+            body = {**fields, "model": model, "text_1": texts, "text_2": others[start : start + _PAIRS]}
             found, made_of = await endpoint.scores(parse(ScoreRequest, dumps(body).encode()))
             outputs = [
                 ScoringRequestOutput(

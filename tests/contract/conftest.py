@@ -16,9 +16,10 @@ import httpx
 import pytest
 import tokenizers
 
-from oarlock.engine.errors import EngineDeadError, QueueFullError
+from oarlock.engine.client import digest_of
+from oarlock.engine.errors import EngineDeadError, QueueFullError, RequestError
 from oarlock.engine.stats import EngineState, EngineStats, RequestHistory
-from oarlock.engine.types import EngineInfo, FinishReason, Request, TokenEvent, TokenLogprobs
+from oarlock.engine.types import AdapterInfo, EngineInfo, FinishReason, Request, TokenEvent, TokenLogprobs
 from oarlock.server.config.settings import Settings, make_settings
 from oarlock.server.endpoints.app import create_app
 from oarlock.server.endpoints.serving import connect_engine
@@ -99,7 +100,14 @@ class FakeEngine:
     live_state: EngineState | None = None
     num_asked: int = 0  # questions for it
     known: dict[int, RequestHistory] = field(default_factory=dict)
+    adapters: dict[str, AdapterInfo] = field(default_factory=dict)
+    added: list[str] = field(default_factory=list)  # names, in the order of the calls
+    num_adding: int = 0
+    may_add: asyncio.Event = field(default_factory=asyncio.Event)  # loads of adapters wait for it, if it is replaced
     _next_id: int = 0
+
+    def __post_init__(self) -> None:
+        self.may_add.set()
 
     def new_request_id(self) -> int:
         self._next_id += 1
@@ -125,6 +133,29 @@ class FakeEngine:
     async def reset_prefix_cache(self) -> int:
         self.resets += 1
         return 40
+
+    async def add_adapter(self, name: str, directory: str) -> None:
+        """Load an adapter, unless its weights are the word "broken"."""
+        self.added.append(name)
+        self.num_adding += 1
+        try:
+            await self.may_add.wait()
+        finally:
+            self.num_adding -= 1
+        digest = await digest_of(directory)
+        if (Path(directory) / "adapter_model.safetensors").read_text() == "broken":
+            message = f"The adapter {name!r} could not be loaded: its header is damaged"
+            raise RequestError(message, "lora_path", "adapter_failed")
+        self.adapters[name] = AdapterInfo(name, digest, directory, "ready", 0, 0)
+
+    async def remove_adapter(self, name: str) -> int:
+        if name not in self.adapters:
+            raise RequestError(f"There is no adapter {name!r}.", "model", "adapter_not_found")
+        del self.adapters[name]
+        return 0
+
+    async def list_adapters(self) -> list[AdapterInfo]:
+        return [*self.adapters.values()]
 
     async def close(self, timeout: float) -> None:
         self.closed = True

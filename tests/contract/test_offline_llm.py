@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 import oarlock
-from oarlock import SamplingParams
-from oarlock.engine.errors import ContextLengthError, EngineError
+from oarlock import LoRARequest, SamplingParams
+from oarlock.engine.errors import ContextLengthError, EngineError, RequestError
 from oarlock.server.llm.generation_config import GenerationConfig
 from oarlock.server.offline.llm import ChatFields
 from oarlock.server.schemas.chat import ChatRequest
@@ -112,8 +112,8 @@ def test_the_quickstart_of_vllm_runs_as_it_is(make_llm, capsys):
         for prompt in ("Hello, my name is", "The capital of France is")
     ]
     assert (engine.config.worker.dtype, engine.config.worker.fit_model_len) == ("float16", True)
-    with pytest.raises(oarlock.StartupError, match="--enable-lora"):
-        oarlock.LLM(enable_lora=True)
+    with pytest.raises(oarlock.StartupError, match="--hf-overrides"):
+        oarlock.LLM(hf_overrides={})
 
 
 def test_outputs_have_the_fields_of_vllm(make_llm, tokenizer):
@@ -142,6 +142,60 @@ def test_outputs_have_the_fields_of_vllm(make_llm, tokenizer):
     assert "hi" in chat.prompt and tokenizer.encode(chat.prompt, add_special_tokens=False) == chat.prompt_token_ids
     with pytest.raises(TypeError, match="has no key 'multi_modal_data'"):
         llm.generate({"prompt": "x", "multi_modal_data": {}})
+
+
+LORA = dataclasses.replace(INFO, max_loras=2)
+
+
+@pytest.fixture
+def adapters(tmp_path):
+    """Two adapters and a broken one."""
+    for name, weights in (("a", "first"), ("b", "second"), ("c", "broken")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_config.json").write_text("{}")
+        (tmp_path / name / "adapter_model.safetensors").write_text(weights)
+    return [LoRARequest(name, number, str(tmp_path / name)) for number, name in enumerate("abc", 1)]
+
+
+def test_each_prompt_has_its_adapter(make_llm, adapters):
+    a, b, broken = adapters
+    options = {"enable_lora": True, "lora_modules": [f"a={a.lora_path}"]}
+    llm, engine = make_llm("one", info=LORA, llm_options=options)
+    assert engine.config.worker.lora_adapters == (("a", a.lora_path),) and engine.added == ["a"]
+    outputs = llm.generate(["x", "y", "z"], lora_request=[a, None, b])
+    assert [output.lora_request for output in outputs] == [a, None, b]
+    used = {tuple(request.prompt_token_ids): request.adapter for request in engine.requests}
+    assert [used[tuple(output.prompt_token_ids)] for output in outputs] == ["a", None, "b"]
+    llm.chat([{"role": "user", "content": "hi"}], lora_request=b)
+    assert engine.requests[-1].adapter == "b" and engine.added == ["a", "b"], "it was loaded once"
+    llm.generate("x", lora_request=dataclasses.replace(b, load_inplace=True))
+    assert engine.added == ["a", "b", "b (replacement)"] and list(engine.adapters) == ["a", "b"]
+    for wrong, cause in (
+        ([a], "3 prompts and 1 entries of lora_request"),
+        (LoRARequest("d", 2, b.lora_path), "it belongs to 'b'"),
+        (LoRARequest("b", 7, b.lora_path), "another adapter with the name 'b'"),
+        (LoRARequest("b", 2, a.lora_path), "another adapter with the name 'b'"),
+        (broken, "its header is damaged"),
+        (LoRARequest("oarlock-demo", 9, a.lora_path), "cannot have the name 'oarlock-demo'"),
+    ):
+        with pytest.raises((RequestError, ValueError), match=cause):
+            llm.generate(["x", "y", "z"], lora_request=wrong)
+    for fields in (("", 1, "p"), ("x", 0, "p"), ("x", 1, "")):
+        with pytest.raises(ValueError, match="needs a name and a path|at least 1"):
+            LoRARequest(*fields)
+
+
+def test_vectors_and_scores_have_their_adapter_if_lora_is_on(make_llm, adapters):
+    a, b, _ = adapters
+    plain, _ = make_llm("")
+    with pytest.raises(RequestError, match="LoRA is off. Add enable_lora=True"):
+        plain.generate("x", lora_request=a)
+    llm, engine = make_llm("", pooler=EMBEDS, info=LORA, llm_options={"enable_lora": True})
+    vectors = llm.embed(["x", "y"], lora_request=[a, None])
+    used = {tuple(request.prompt_token_ids): request.adapter for request in engine.requests}
+    assert [used[tuple(vector.prompt_token_ids)] for vector in vectors] == ["a", None]
+    llm.score("x", ["y", "z"], lora_request=b)
+    assert {request.adapter for request in engine.requests[2:]} == {"b"}
 
 
 def test_params_for_each_prompt(make_llm):

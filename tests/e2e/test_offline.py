@@ -15,15 +15,23 @@ from tests.e2e.running import DEMO, ROOT, RunningServer, command, environment, e
 
 pytestmark = pytest.mark.soak
 
-PAGE = (ROOT / "docs" / "offline.md").read_text()
+
+def programs(page):
+    return re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
 
 
 def test_the_pages_programs_run():
-    texts, vectors = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    texts, vectors = programs(ROOT / "docs" / "offline.md")
     shown = output_of(texts)
     assert "pathname components" in shown and shown.count("length") == 2
     shown = output_of(vectors).splitlines()
     assert shown[0].startswith("float32 (") and len(json.loads(shown[1])) == 2
+    (adapters,) = re.findall(
+        r"^```python\n(.*?)^```$", (ROOT / "docs" / "lora.md").read_text(), re.MULTILINE | re.DOTALL
+    )
+    adapted, plain = output_of(adapters).splitlines()
+    assert adapted == "in-short  In short: Join two or more pathname components, inserting '/' as needed."
+    assert plain.startswith("None  Join two or more") and "In short" not in plain
 
 
 def output_of(code):

@@ -77,6 +77,7 @@ VARIANTS = (
     "--quantization int8",
     "serve --config",
     "serve --speculative-config",
+    "serve --enable-lora",
 )
 LONGER = (
     " batch ",
@@ -159,8 +160,9 @@ def run_once(command: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def demo():
-    """Server that `make serve` starts: no model named, every default, and a directory for the pages' batches."""
-    with RunningServer(None, env={"OARLOCK_BATCH_DIR": f"{SCRATCH.name}/batches"}) as server:
+    """Server that `make serve` starts: no model named, every default but the pages' batches and adapter."""
+    adapter = {"OARLOCK_ENABLE_LORA": "1", "OARLOCK_LORA_MODULES": "in-short=models/oarlock-demo-lora"}
+    with RunningServer(None, env={"OARLOCK_BATCH_DIR": f"{SCRATCH.name}/batches", **adapter}) as server:
         yield server
 
 
@@ -258,7 +260,7 @@ def readme_curls() -> list[str]:
 
 
 def test_the_readmes_answer_is_the_answer(demo):
-    whole, streamed = (run(here(command, demo.port)).stdout for command in readme_curls())
+    whole, streamed, adapted = (run(here(command, demo.port)).stdout for command in readme_curls())
     shown, real = json.loads(SHOWN["json"]), json.loads(whole)
     assert shown.keys() == real.keys()
     differs = {"id", "created", "system_fingerprint"}
@@ -274,6 +276,9 @@ def test_the_readmes_answer_is_the_answer(demo):
     assert lines[-1] == "data: [DONE]"
     text = "".join(json.loads(line[6:])["choices"][0]["text"] for line in lines[:-1])
     assert text == real["choices"][0]["text"]
+    answer = json.loads(adapted)
+    assert answer["model"] == "in-short"
+    assert f"`{answer['choices'][0]['text'].strip()}`" in (ROOT / "README.md").read_text()
 
 
 def test_the_readmes_python_prints_the_shown_output(demo):

@@ -13,6 +13,7 @@ from oarlock.server.cli.arguments import Parser, UsageError, below_one, finite, 
 from oarlock.server.cli.bench.vllm_names import take_out
 
 if TYPE_CHECKING:  # modules that measure are imported when they run, so that help is quick
+    from oarlock.server.bench.client import AssignedAdapters
     from oarlock.server.bench.metrics import Sample
     from oarlock.server.bench.serve import ServePlan
 
@@ -22,6 +23,7 @@ _URL = "http://127.0.0.1:8000"
 _WORKLOADS = ("random", "shared-prefix", "multi-turn", "trace")
 _ENDPOINTS = ("completions", "chat")
 _FORMS = ("auto", "ids", "text")
+_ASSIGNMENTS = ("random", "round-robin")
 _SLO = ("ttft", "tpot", "e2el")
 # Flags that only one workload reads: (flag, attribute, workload).
 _OF_WORKLOAD = (
@@ -47,6 +49,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("url", metavar="URL", nargs="?", default=_URL, help=f"base URL of the server (default {_URL})")
     parser.add_argument("--model", metavar="NAME", help="default: the first that the server lists")
     parser.add_argument("--endpoint", choices=_ENDPOINTS, default=_ENDPOINTS[0], help="default completions")
+    parser.add_argument(
+        "--lora-modules", nargs="+", action="extend", metavar="NAME",
+        help="LoRA adapters of the server; each conversation uses one of them instead of the model",
+    )  # fmt: skip
+    parser.add_argument(
+        "--lora-assignment", choices=_ASSIGNMENTS, help="how --lora-modules are assigned (default random)"
+    )
     _add_load(parser)
     _add_prompts(parser)
     group = parser.add_argument_group("requests")
@@ -190,6 +199,7 @@ def make_plan(arguments: argparse.Namespace) -> ServePlan:
         "extra_body": _extra(arguments.extra_body),
         "goodput": _slo(arguments.goodput),
         "ramp": None if arguments.ramp is None else _ramp(arguments.ramp),
+        "adapters": _adapters(arguments),
     }
     from oarlock.server.cli.remote import base_of
 
@@ -255,6 +265,17 @@ def _check_workload(arguments: argparse.Namespace) -> None:
         raise UsageError(
             "--prompt-form ids cannot be combined with --endpoint chat, which sends text.", "Leave --prompt-form out."
         )
+
+
+def _adapters(arguments: argparse.Namespace) -> AssignedAdapters | None:
+    names, how = arguments.lora_modules, arguments.lora_assignment
+    if names is None:
+        if how is not None:
+            raise UsageError("--lora-assignment needs adapters.", "Add --lora-modules NAME …, or leave it out.")
+        return None
+    from oarlock.server.bench.client import AssignedAdapters
+
+    return AssignedAdapters(tuple(names), how != "round-robin", arguments.seed)
 
 
 def _slo(limits: list[str] | None) -> dict[str, float]:

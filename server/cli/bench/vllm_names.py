@@ -53,7 +53,6 @@ TABLE = """
 --request-id-prefix {x} | no equivalent | the server assigns request ids.
 --ready-check-timeout-sec {s} | no equivalent | run before: curl --retry 60 --retry-connrefused URL/health
 --timeline-itl-thresholds {x} --plot-timeline --plot-dataset-stats | no equivalent | use --html FILE.html.
---lora-modules --lora-assignment {x} | no equivalent | a run uses one model: --model NAME.
 --self-timed | no equivalent | a trace has its own times: --workload trace --trace FILE.
 --probe-request-rate {x} | no equivalent | run a second `oarlock bench serve` at the same time.
 --ramp-up-strategy {x} | no equivalent | ramps are linear: --ramp R1:R2.

@@ -41,6 +41,10 @@ VLLM_WORKER_MULTIPROC_METHOD {x} | not needed | each rank is a process.
 VLLM_ATTENTION_BACKEND {x} | not needed | --attention-backend selects the attention kernels.
 VLLM_NO_USAGE_STATS VLLM_DO_NOT_TRACK {x} | not needed | no usage data is sent.
 VLLM_ALLOW_LONG_MAX_MODEL_LEN {x} | no equivalent | a context longer than the model was trained for is refused.
+VLLM_ALLOW_RUNTIME_LORA_UPDATING {x} | not needed | with --enable-lora, adapters are loaded and unloaded while the
+  server runs; --admin-api-key protects that.
+VLLM_PLUGINS lora_filesystem_resolver | not needed | --lora-dir names the directory of the adapters.
+VLLM_LORA_RESOLVER_CACHE_DIR VLLM_PLUGIN_LORA_CACHE_DIR {dir} | --lora-dir {dir}
 VLLM_USE_MODELSCOPE {x} | no equivalent | models come from the Hugging Face hub or from a directory.
 """
 _LLAMA_SERVER = """
@@ -116,7 +120,12 @@ _LLAMA_SERVER = """
 --grammar --grammar-file -j --json-schema {x} | no equivalent | requests set grammars and schemas.
 -md --model-draft --draft --draft-max --draft-min -ngld --gpu-layers-draft --spec-type {x} | no equivalent | use
   --speculative-config.
---lora --lora-scaled --control-vector {x} | no equivalent | merge adapters into the checkpoint.
+--lora {adapter_file},… | partly --enable-lora --lora-modules {adapter_file} | a request uses an adapter only if it
+  gives the name before = as its model.
+--lora-scaled {x} | no equivalent | adapters have the scale of their files: --lora FILE.
+--lora-init-without-apply | not needed | only requests with the name of an adapter use it.
+--control-vector --control-vector-scaled --control-vector-layer-range {x} | no equivalent | control vectors are not
+  supported.
 -mm --mmproj --mmproj-url {x} | no equivalent | models take text only.
 --rope-scaling --rope-scale --rope-freq-base --rope-freq-scale --yarn-orig-ctx {x} | no equivalent | the model defines
   the scaling.
@@ -222,8 +231,16 @@ _SGLANG = """
 --tokenizer-worker-num {n} | not needed | a pool of threads tokenizes texts.
 --tokenizer-mode {x} | not needed | the checkpoint's own fast tokenizer is used.
 --log-requests-level {n} | not needed | the log contains no texts of requests.
---lora-paths --max-loras-per-batch --max-lora-rank {x}… --enable-lora | no equivalent | merge adapters into the
-  checkpoint.
+--lora-paths {adapter}… | --enable-lora --lora-modules {adapter} | requests name an adapter in `model`, without the name
+  of the model; set --max-lora-rank if one has a rank above 16.
+--lora-target-modules all | not needed
+--lora-target-modules {x}… --max-lora-rank {n} --enable-lora | the same
+--max-loras-per-batch {n} | --max-loras {n}
+--max-loaded-loras {n} | --max-cpu-loras {n}
+--lora-eviction-policy lru | not needed
+--lora-eviction-policy {x} | no equivalent | the adapter that was not used for the longest time leaves memory.
+--lora-backend --max-lora-chunk-size {x} | not needed | kernels are selected automatically.
+--enable-lora-overlap-loading | not needed | adapters are always loaded while other requests run.
 --speculative-algorithm --speculative-algo --speculative-draft-model-path --speculative-num-steps
   --speculative-eagle-topk --speculative-num-draft-tokens {x} | no equivalent | use --speculative-config.
 --enable-dp-attention --enable-dp-lm-head | no equivalent | attention is split among the ranks of a model.
@@ -279,7 +296,8 @@ _TGI = """
 --disable-custom-kernels | no equivalent | --attention-backend selects the attention kernels.
 --otlp-endpoint {url} | no equivalent | traces go over HTTP, not gRPC: --otlp-traces-endpoint.
 --otlp-service-name {name} | no equivalent | OTEL_SERVICE_NAME sets the name of the service.
---lora-adapters {x} | no equivalent | merge adapters into the checkpoint.
+--lora-adapters {adapter},… | --enable-lora --lora-modules {adapter} | requests name an adapter in `model` instead of
+  `adapter_id`; set --max-lora-rank if one has a rank above 16.
 --speculate {n} | no equivalent | use --speculative-config.
 --rope-scaling --rope-factor {x} | no equivalent | the model defines the scaling.
 --max-best-of {n} | no equivalent | requests may ask for 128 choices at most, and no flag changes it.

@@ -81,7 +81,8 @@ def _without_shell(words: list[str]) -> list[str]:
 def _translated(dialect: Dialect, command: str, words: list[str], variables: Mapping[str, str]) -> Translation:
     found, table = Translation(), table_of(dialect)
     _read_variables(found, variables, dialect, table)
-    others = found.read_flags(_with_objects(words) if dialect is VLLM else words, table)
+    words = _with_objects(words) if dialect is VLLM else _with_lists(words) if dialect is LLAMA_SERVER else words
+    others = found.read_flags(words, table)
     if others and found.model is None and "" in table:
         model = others.pop(0)
         found.put(model, "", table[""], [model])
@@ -173,6 +174,15 @@ def _with_objects(words: list[str]) -> list[str]:
         except ValueError:
             inner[last] = value
     return kept + [text for name, made in objects.items() for text in (name, json.dumps(made))]
+
+
+def _with_lists(words: list[str]) -> list[str]:
+    """Write the adapters of llama-server's repeated `--lora FILE` as one list, since the last of other flags counts."""
+    files = [file for flag, file in itertools.pairwise(words) if flag == "--lora"]
+    if len(files) < 2:
+        return words
+    kept = [word for before, word in itertools.pairwise(["", *words]) if "--lora" not in (before, word)]
+    return [*kept, "--lora", ",".join(files)]
 
 
 def _divide_context(found: Translation) -> None:

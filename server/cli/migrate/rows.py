@@ -1,10 +1,28 @@
 """Rows of the tables in `dialects.py`: parsing, the choice of a row by the value of its flag, and Markdown."""
 
+import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from oarlock.server.config.options import parse_count
+
+
+def _adapter(text: str) -> str:
+    """Return an adapter of SGLang or TGI (NAME=PATH, PATH or JSON) as a value of --lora-modules."""
+    if not text.startswith("{"):
+        return text if "=" in text else f"{text}={text}"
+    try:
+        found = json.loads(text)
+        return json.dumps({"name": found["lora_name"], "path": found["lora_path"]})
+    except (ValueError, KeyError, TypeError):
+        return text  # the option reports the error in it
+
+
+def _adapter_file(path: str) -> str:
+    """Return an adapter that has no name, such as llama-server's, with the name of its file."""
+    return f"{path.rpartition('/')[2].removesuffix('.gguf')}={path}"
+
 
 # Placeholders that fit only some values -> (pattern of their values, conversion to ours).
 _SOME: dict[str, tuple[str, Callable[[str], str]]] = {
@@ -21,6 +39,8 @@ _SOME: dict[str, tuple[str, Callable[[str], str]]] = {
         lambda text: text.partition("/")[0].strip("[]") or "0.0.0.0",
     ),
     "port": (r"\d+(?:/.*)?", lambda text: text.partition("/")[0]),
+    "adapter": (r".+", _adapter),
+    "adapter_file": (r".+", _adapter_file),
     "hub": (r"hf\.co|huggingface\.co", str),
 }
 _ANY: tuple[str, Callable[[str], str]] = (r".*", str)

@@ -8,10 +8,10 @@ from __future__ import annotations
 import asyncio
 import base64
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 from starlette.requests import Request
@@ -42,6 +42,7 @@ QUERY, DOCUMENT = "query", "document"
 _PROMPTS_OF = {QUERY: ("query",), DOCUMENT: ("document", "passage", "corpus")}
 # Other names of these kinds, from Cohere and NVIDIA NIM.
 _ALIASES = {"search_query": QUERY, "search_document": DOCUMENT, "passage": DOCUMENT}
+_T = TypeVar("_T")
 Prompts = Callable[[], Coroutine[Any, Any, list[tuple[int, ...]]]]  # makes the ids of each prompt
 
 
@@ -231,7 +232,11 @@ class OpenAIServingPooling(OpenAIServing):
         record.parsed_s = begun = time.monotonic()
         limit = self._time_limit(request.headers.get("x-request-timeout"), body.timeout)
         rank = self._chosen_replica(request)
-        ids = await until_disconnect(request, _in_time(prompts, limit))
+
+        async def ready() -> tuple[list[tuple[int, ...]], str | None]:
+            return await prompts(), await self.use_adapter(self.check_model(body.model))
+
+        ids, adapter = await until_disconnect(request, _in_time(ready, limit))
         held = self.held_by(request)
         # The engine's queue counts the first prompt. The texts stay in memory, because some responses repeat them.
         held.add(sum(_BYTES_PER_PROMPT + BYTES_PER_ID * len(prompt) for prompt in ids[1:]))
@@ -245,6 +250,7 @@ class OpenAIServingPooling(OpenAIServing):
             spent_s=time.monotonic() - begun,
             data_parallel_rank=rank,
             second_texts=second_texts,
+            adapter=adapter,
         )
         try:
             running.request_id, running.response_id = request_id_of(request.scope), response_id
@@ -269,6 +275,7 @@ class OpenAIServingPooling(OpenAIServing):
         A full queue does not refuse the request, so the caller limits how many run at a time.
         """
         limit = self._time_limit(None, body.timeout)
+        adapter = await self.use_adapter(self.check_model(body.model))
         async with self.async_llm.one_prompt:
             begun = time.monotonic()
             ids = await _in_time(prompts, limit)
@@ -282,6 +289,7 @@ class OpenAIServingPooling(OpenAIServing):
             spent_s=time.monotonic() - begun,
             is_background=True,
             second_texts=second_texts,
+            adapter=adapter,
         )
         try:
             return await self._outputs(running, pooling)
@@ -298,11 +306,11 @@ class OpenAIServingPooling(OpenAIServing):
         return [replace(output, vectors=each) for output, each in zip(outputs, vectors, strict=True)]
 
 
-async def _in_time(prompts: Prompts, limit: float | None) -> list[tuple[int, ...]]:
-    """Return the prompts. Raises `DeadlineError`."""
+async def _in_time(make: Callable[[], Awaitable[_T]], limit: float | None) -> _T:
+    """Return the result of `make`. Raises `DeadlineError`."""
     try:
         async with asyncio.timeout(limit):
-            return await prompts()
+            return await make()
     except TimeoutError:
         raise DeadlineError(limit or 0.0) from None
 

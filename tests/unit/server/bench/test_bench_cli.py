@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 
 import pytest
 
+from oarlock.server.bench.client import RequestForm
 from oarlock.server.cli.arguments import Parser
 from oarlock.server.cli.bench import serve, vllm_names
 from oarlock.server.cli.main import main
@@ -89,6 +91,7 @@ URL = "http://127.0.0.1:9"
         (["serve", "--ramp-up-strategy", "linear"], 2, "--ramp :: ", "--ramp 1:10"),
         (["serve", "--plot-timeline"], 2, "--plot-timeline, a flag of vllm bench", "--html"),
         (["serve", "--temperature", "warm"], 2, "--temperature is 'warm'", "number"),
+        (["serve", "--lora-assignment", "random"], 2, "--lora-assignment needs adapters", "--lora-modules"),
         (["serve", "--num-prompts"], 2, "--num-prompts needs a value", "after"),
         (["throughput", "a", "b"], 2, "Unexpected argument: b", "only one MODEL"),
         (["throughput", "--num-request", "5"], 2, "--num-request", "--num-requests"),
@@ -128,6 +131,18 @@ def test_flags_become_a_plan():
     assert (plan.ramp, plan.duration, plan.extra_body, plan.ignore_eos) == ((1, 2.5), 9, {"top_k": 2}, False)
     plan = plan_of("--workload", "shared-prefix", "--num-prefixes", "3", "--concurrency", "7")
     assert (plan.workload, plan.num_prefixes, plan.prefix_tokens, plan.concurrency) == ("shared-prefix", 3, 256, 7)
+
+
+def test_conversations_use_the_adapters_in_turn_or_at_random():
+    def models(*how):
+        plan = plan_of("--lora-modules", "a", "b", "--lora-modules", "c", "--seed", "3", *how)
+        form = RequestForm("base", adapters=plan.adapters)
+        assert json.loads(form.body("x", 1))["model"] == "base"
+        return [json.loads(form.body("x", 1, number))["model"] for number in range(90)]
+
+    assert models("--lora-assignment", "round-robin") == ["a", "b", "c"] * 30
+    assert models() == models("--lora-assignment", "random") and min(map(models().count, "abc")) > 15
+    assert plan_of().adapters is None
 
 
 def plan_of_vllm(*arguments):

@@ -67,9 +67,9 @@ CORPUS = list(_corpus())
             ["--no-enable-chunked-prefill"],
         ),
         (
-            "vllm serve m --enable-lora --wibble 1 2 --host h",
-            "oarlock serve m --host h",
-            ["--enable-lora", "--wibble 1 2"],
+            "vllm serve m --enable-lora --lora-dtype float16 --wibble 1 2 --host h",
+            "oarlock serve m --enable-lora --host h",
+            ["--lora-dtype float16", "--wibble 1 2"],
         ),
         ("vllm serve m --host h --port 99999", "oarlock serve m --host h", ["--port 99999"]),
         ("vllm serve m --host h --kv-cache-memory-bytes 1.5G", "oarlock serve m --host h --kv-cache-memory 1.5G", []),
@@ -189,9 +189,14 @@ CORPUS = list(_corpus())
             ["--fp x"],
         ),
         (
-            "SGLANG_X=1 sglang serve m --lora-paths a b",
-            "oarlock serve m --port 30000",
-            ["SGLANG_X=1", "--lora-paths a b"],
+            "SGLANG_X=1 sglang serve m --lora-paths a b --lora-eviction-policy fifo",
+            "oarlock serve m --enable-lora --lora-modules a=a b=b --port 30000",
+            ["SGLANG_X=1", "--lora-eviction-policy fifo"],
+        ),
+        (
+            "sglang serve m --lora-paths '{\"lora_name\": 1}' --enable-lora",
+            "oarlock serve m --enable-lora --port 30000",
+            ['--lora-modules {"lora_name": 1}'],
         ),
     ],
 )  # fmt: skip
@@ -292,8 +297,8 @@ def test_our_line_is_one_that_we_take(capsys):
     words = shlex.split(shown.out)
     assert words[:3] == ["oarlock", "serve", "m"]
     assert main(["config", "show", *words[3:]]) == 0
-    assert main(["migrate", "vllm serve m --enable-lora"]) == 1
-    assert "no equivalent: --enable-lora: adapters" in capsys.readouterr().err
+    assert main(["migrate", "vllm serve m --enable-lora-bias"]) == 1
+    assert "no equivalent: --enable-lora-bias: biases" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("line", ["", "ollama pull m", "docker run nginx", "vllm chat", "vllm serve 'm"])

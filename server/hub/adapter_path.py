@@ -1,0 +1,157 @@
+"""Resolution of LoRA adapters to files on this machine: a directory in PEFT's layout, a GGUF file, or a hub id.
+
+The operator may name any path. Clients may name hub ids and paths in `--lora-dir`, the only directory that they can
+reach: symbolic links are resolved before a path is compared with it, and an error about another path does not show
+whether the path exists.
+"""
+
+import asyncio
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from oarlock.base.errors import StartupError
+from oarlock.base.paths import expand
+from oarlock.server.config.adapter_options import LoraModule, parse_lora_modules
+from oarlock.server.config.settings import Settings
+from oarlock.server.hub.local_model import HUB_ID
+from oarlock.server.hub.model_path import OnDetailedProgress, download, on_hub, served_names
+
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+_MOST_LISTED = 1000
+_LONGEST_ID = 193  # characters of a hub id
+_WRITTEN = "Give the directory that PEFT has written, with adapter_config.json, or a GGUF file."
+
+
+def _ignored(phase: str, fraction: float, detail: str) -> None:
+    """Drop the progress of a download that nobody watches."""
+
+
+class FoundAdapter(NamedTuple):
+    """One adapter of `--lora-modules` with the absolute path of its directory or GGUF file."""
+
+    module: LoraModule
+    directory: str
+
+
+async def find_start_adapters(settings: Settings, on_progress: OnDetailedProgress) -> tuple[FoundAdapter, ...]:
+    """Return the adapters of `--lora-modules`, after fetching those of the hub. Raises `StartupError`."""
+    paths = AdapterPaths(settings)
+    own, modules = served_names(settings), parse_lora_modules(settings.lora_modules)
+    if settings.lora_dir is not None and not os.path.isdir(expand(settings.lora_dir)):
+        raise StartupError(f"--lora-dir {settings.lora_dir} is not a directory.", "Create it, or name another.")
+    taken = next((module.name for module in modules if module.name in own), None)
+    if taken is not None:
+        raise StartupError(
+            f"--lora-modules has an adapter with the name {taken}, which is the name of the model.",
+            "Give the adapter another name, or the model with --served-model-name.",
+        )
+    found = []
+    for module in modules:
+        try:
+            found.append(FoundAdapter(module, await paths.resolve(module.path, on_progress)))
+        except StartupError as error:
+            raise StartupError(f"{module.name}: {error.cause}", error.fix, error.exit_code) from None
+    return tuple(found)
+
+
+class AdapterPaths:
+    """Adapters that a server can load: of this machine, and of the hub."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._folder = None if settings.lora_dir is None else Path(os.path.realpath(expand(settings.lora_dir)))
+
+    def find(self, name: str) -> str | None:
+        """Return the path of the adapter `name` in `--lora-dir`; None if there is none."""
+        if self._folder is None or not _is_segment(name):
+            return None
+        try:
+            return str(_inside(self._folder, name))
+        except (StartupError, OSError):
+            return None
+
+    def names(self) -> list[str]:
+        """Return the names of the adapters in `--lora-dir`, sorted; of a very long list, only the first."""
+        if self._folder is None:
+            return []
+        try:
+            found = sorted(entry.name for entry in os.scandir(self._folder))
+        except OSError:
+            return []
+        return [name for name in found if name.isprintable() and self.find(name) is not None][:_MOST_LISTED]
+
+    async def resolve(self, path: str, on_progress: OnDetailedProgress = _ignored, *, is_trusted: bool = True) -> str:
+        """Return the absolute path of the adapter's directory or GGUF file, after fetching it if `path` is a hub id.
+
+        `is_trusted`: the operator gives the path, which may be anywhere. Raises `StartupError`.
+        """
+        find: Callable[[str], Path | None] = _trusted if is_trusted else self._allowed
+        try:
+            found = await asyncio.to_thread(find, path)
+        except OSError as error:
+            raise StartupError(f"The adapter {path} cannot be read: {error.strerror}.", _WRITTEN) from None
+        if found is not None:
+            return str(found)
+        wanted = replace(on_hub(self._settings, path, "main"), adapter_only=True)
+        return await download(wanted, on_progress)
+
+    def _allowed(self, path: str) -> Path | None:
+        """Return the adapter that a client names by a path in `--lora-dir`, or None for a hub id."""
+        is_id = len(path) <= _LONGEST_ID and HUB_ID.fullmatch(path) is not None and ".." not in path
+        is_path = "\0" not in path and not path.startswith("~")
+        if self._folder is not None and is_path and (not is_id or os.path.lexists(self._folder / path)):
+            return _inside(self._folder, path)
+        if is_id:
+            return None
+        where = "in the directory of --lora-dir" if self._folder else "on this server, which has no --lora-dir"
+        raise StartupError(f"{path!r:.200} is neither a path {where}, nor a hub id.", "Hub ids look like org/name.")
+
+
+def _trusted(path: str) -> Path | None:
+    """Return the path of an adapter that the operator names, or None for a hub id. Raises `StartupError`, `OSError`."""
+    found = expand(path)
+    if os.path.lexists(found):
+        real = found.resolve(strict=True)
+        _files_of(real)
+        return real
+    if HUB_ID.fullmatch(path) and not path.endswith(".gguf"):
+        return None
+    raise StartupError(f"The adapter {path} is neither a directory, nor a GGUF file, nor a hub id.", _WRITTEN)
+
+
+def _inside(folder: Path, path: str) -> Path:
+    """Return the real path of an adapter if it and its files are in `folder`. Raises `StartupError`, `OSError`."""
+    real = Path(os.path.realpath(folder / path))
+    outside = StartupError(f"{path!r:.200} is not the path of an adapter in --lora-dir.", _WRITTEN)
+    if folder not in real.parents:
+        raise outside
+    try:
+        files = _files_of(real)
+    except (StartupError, OSError):
+        raise outside from None
+    if not all(folder in Path(os.path.realpath(file)).parents for file in files):
+        raise outside
+    return real
+
+
+def _files_of(path: Path) -> list[Path]:
+    """Return the files of an adapter. Raises `StartupError` if there is none, or `OSError`."""
+    if path.suffix == ".gguf" and path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise StartupError(f"The adapter {path} is neither a directory nor a GGUF file.", _WRITTEN)
+    if (path / CONFIG_FILE).exists():
+        return [path / CONFIG_FILE, path / WEIGHTS_FILE]
+    found = sorted(path.glob("*.gguf"))
+    if len(found) != 1:
+        reason = "several GGUF files" if found else f"neither {CONFIG_FILE} nor a GGUF file"
+        raise StartupError(f"The directory {path} of an adapter has {reason}.", _WRITTEN)
+    return found
+
+
+def _is_segment(name: str) -> bool:
+    """Return whether `name` can be one entry of a directory, and is not hidden."""
+    return 0 < len(name) <= 255 and not name.startswith(".") and not any(mark in name for mark in "/\\\0")

@@ -1,0 +1,246 @@
+"""LoRA adapters by the names that clients use as `model`: lookup, loads at run time and at first use, unloads.
+
+Knows names and directories. Does not know HTTP, the memory of the ranks, or which adapters are in it: the engine keeps
+every name that it was given, and loads and evicts the weights as requests need them.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from oarlock.base.errors import StartupError
+from oarlock.engine.errors import EngineDeadError, RequestError, UnavailableError
+from oarlock.server.errors import ModelNotFoundError
+from oarlock.server.hub.adapter_path import AdapterPaths, FoundAdapter
+from oarlock.server.llm.generation import Engine
+from oarlock.server.observability.logs import event, logger
+
+MAX_NAME = 128  # characters
+# Codes of errors; the engine has the same.
+EXISTS, NOT_FOUND, FAILED, UNLOADED = "adapter_exists", "adapter_not_found", "adapter_failed", "adapter_unloaded"
+_AT_ONCE = 4  # loads that fetch and read files
+_MOST_OPEN = 32  # loads and unloads, including loads that wait for their turn
+_MOST_FAILURES = 256  # failed first uses that are remembered
+_RETRY_S = 5.0  # before a failed first use is tried again
+_MOST_SHOWN = 20  # names in an error
+_REPLACEMENT = " (replacement)"  # ends the engine's name of the new content while it replaces an adapter
+_log = logger("adapters")
+
+
+@dataclass(frozen=True, slots=True)
+class ServedAdapter:
+    """One adapter as clients see it."""
+
+    name: str
+    root: str  # path or hub id that it was loaded from, as it was given
+    parent: str  # name of the model that it adapts
+    directory: str  # absolute path of its files
+    created: int = 0  # seconds since 1970 at which it was loaded; 0: it is loaded at its first use
+    digest: str = ""  # hexadecimal, of its settings and weights; "": it is not loaded
+
+
+class ServedAdapters:
+    """The adapters of one engine. All methods belong to one event loop."""
+
+    def __init__(self, engine: Engine, model_names: Sequence[str], paths: AdapterPaths) -> None:
+        """`model_names`: names of the model itself, which no adapter may have; the first is the parent of adapters."""
+        self._engine, self._model_names, self._paths = engine, tuple(model_names), paths
+        self._by_name: dict[str, ServedAdapter] = {}  # loaded adapters, ordered by the times of their loads
+        self._changes: dict[str, asyncio.Task[None]] = {}  # name -> its load or unload in progress
+        self._loads: set[str] = set()  # names whose change is a load
+        self._turns = asyncio.Semaphore(_AT_ONCE)
+        self._failures: dict[str, tuple[float, RequestError]] = {}  # name -> time and error of a failed first use
+        self.on_unload: list[Callable[[str], object]] = []  # called with the name once the engine has forgotten it
+
+    # -- lookup
+
+    def find(self, name: str) -> ServedAdapter | None:
+        """Return a loaded adapter, or an adapter that its first use would load; None if there is no such name."""
+        found = self._by_name.get(name)
+        if found is None and name not in self._model_names and (directory := self._paths.find(name)) is not None:
+            found = ServedAdapter(name, directory, self._model_names[0], directory)
+        return found
+
+    async def available(self) -> Sequence[ServedAdapter]:
+        """Return the loaded adapters, then all adapters that a first use would load, by name."""
+        others = await asyncio.to_thread(self._paths.names)
+        found = (self.find(name) for name in others if name not in self._by_name)
+        return [*self._by_name.values(), *(adapter for adapter in found if adapter is not None)]
+
+    def list(self) -> Sequence[ServedAdapter]:
+        """Return the loaded adapters, in the order of their loads."""
+        return [*self._by_name.values()]
+
+    def not_found(self, name: str) -> ModelNotFoundError:
+        """Return the error for a name that is neither of a model nor of an adapter."""
+        loaded = [*self._by_name]
+        more = (f"and {len(loaded) - _MOST_SHOWN} more adapters",) if len(loaded) > _MOST_SHOWN else ()
+        return ModelNotFoundError(name, (*self._model_names, *loaded[:_MOST_SHOWN], *more))
+
+    # -- changes
+
+    async def use(self, name: str) -> str:
+        """Wait until the adapter is loaded, which the first use begins, and return its name for `Request.adapter`.
+
+        Cancelling the call does not cancel the load. Raises `ModelNotFoundError`, `RequestError` if the load fails,
+        `UnavailableError` if too many adapters are being loaded, and `EngineDeadError`.
+        """
+        while name not in self._by_name:
+            change = self._changes.get(name)
+            await asyncio.shield(self._begin_first_use(name) if change is None else change)
+        return name
+
+    async def load(
+        self,
+        name: str,
+        path: str,
+        base_model_name: str | None = None,
+        *,
+        in_place: bool = False,
+        is_trusted: bool = True,
+        root: str | None = None,
+    ) -> ServedAdapter:
+        """Load an adapter on all ranks, under a new name. Cancelling the call does not cancel the load.
+
+        `path`: a directory, a GGUF file or a hub id. `base_model_name`: reported as parent. `in_place`: an adapter of
+        this name is replaced once the new one is loaded, which ends the requests of the old one unless the content is
+        the same. `is_trusted`: any path is allowed, else only paths in `--lora-dir`, and hub ids. `root`: reported in
+        place of `path`. A failed load changes nothing. Raises the same errors as `use`; `param` is `lora_name` or
+        `lora_path`.
+        """
+        self._check_name(name)
+        if name in self._by_name and not in_place:
+            message = f"The adapter '{name}' is already loaded. Unload it first, or set 'load_inplace' to true."
+            raise RequestError(message, "lora_name", EXISTS)
+        loading = self._load(name, path, base_model_name, is_trusted=is_trusted, root=root)
+        await asyncio.shield(self._begin(name, loading, is_load=True))
+        return self._by_name[name]
+
+    async def load_at_start(self, found: Sequence[FoundAdapter]) -> None:
+        """Load the adapters of `--lora-modules`, in their order. Raises `StartupError`."""
+        for (name, path, parent), directory in found:
+            try:
+                await self.load(name, directory, parent, root=path)
+            except RequestError as error:
+                fix = f"Correct or leave out the adapter {name} of --lora-modules."
+                raise StartupError(error.message, fix) from None
+
+    async def unload(self, name: str) -> None:
+        """Forget an adapter, and end its requests with an error that names it. A load in progress is cancelled.
+
+        Raises `RequestError` if it is not loaded.
+        """
+        if name in self._loads:
+            change = self._changes[name]
+            change.cancel()
+            await asyncio.wait((change,))
+            return
+        if name not in self._by_name:
+            message = f"The adapter '{_shown(name)}' is not loaded."
+            raise RequestError(message, "lora_name", NOT_FOUND)
+        await asyncio.shield(self._begin(name, self._remove(name), is_load=False))
+
+    # -- one change at a time of each name
+
+    def _begin(self, name: str, change: Coroutine[Any, Any, None], *, is_load: bool) -> asyncio.Task[None]:
+        """Start a load or unload. Raises `RequestError` if the name is being changed, or `UnavailableError`."""
+        if name in self._changes:
+            change.close()
+            message = f"The adapter '{name}' is being loaded or unloaded by another request."
+            raise RequestError(message, "lora_name", EXISTS)
+        if len(self._changes) >= _MOST_OPEN:
+            change.close()
+            message = f"{_MOST_OPEN} adapters are being loaded or unloaded. Send the request again later."
+            raise UnavailableError(message, "adapters_loading")
+
+        def ended(task: asyncio.Task[None]) -> None:
+            del self._changes[name]
+            self._loads.discard(name)
+            if not task.cancelled() and (error := task.exception()) is not None:
+                _log.error(event("adapter_failed", adapter=name, cause=str(error)))
+
+        task = self._changes[name] = asyncio.create_task(change, name=f"adapter-{name}")
+        if is_load:
+            self._loads.add(name)
+        task.add_done_callback(ended)
+        return task
+
+    def _begin_first_use(self, name: str) -> asyncio.Task[None]:
+        found, (failed_at, failure) = self.find(name), self._failures.get(name, (0.0, None))
+        if found is None:
+            raise self.not_found(name)
+        if failure is not None and time.monotonic() - failed_at < _RETRY_S:
+            raise failure
+        return self._begin(name, self._load_at_first_use(found), is_load=True)
+
+    async def _load_at_first_use(self, adapter: ServedAdapter) -> None:
+        name = adapter.name
+        self._failures.pop(name, None)
+        try:
+            await self._load(name, adapter.root, None, is_trusted=False)
+        except RequestError as error:
+            while len(self._failures) >= _MOST_FAILURES:
+                del self._failures[next(iter(self._failures))]
+            failure = RequestError(error.message, "model", error.code)
+            self._failures[name] = time.monotonic(), failure
+            raise failure from None
+
+    async def _load(
+        self, name: str, path: str, parent: str | None, *, is_trusted: bool, root: str | None = None
+    ) -> None:
+        try:
+            async with self._turns:
+                try:
+                    directory = await self._paths.resolve(path, is_trusted=is_trusted)
+                except StartupError as error:
+                    raise RequestError(f"{error.cause} {error.fix}", "lora_path", FAILED) from None
+                digest = await self._add(name, directory)
+        except asyncio.CancelledError:
+            self._by_name.pop(name, None)  # if it was being replaced
+            with suppress(RequestError, EngineDeadError):
+                await self._forget(name)
+            raise RequestError(f"The adapter '{name}' was unloaded while it was loaded.", "model", NOT_FOUND) from None
+        parent = parent or self._model_names[0]
+        self._by_name[name] = ServedAdapter(name, root or path, parent, directory, int(time.time()), digest)
+        _log.info(event("adapter_loaded", adapter=name, path=directory, digest=digest))
+
+    async def _add(self, name: str, directory: str) -> str:
+        """Load the adapter on all ranks and return its digest. An adapter that has the name already is replaced."""
+        old = self._by_name.get(name)
+        first_name = name if old is None else name + _REPLACEMENT
+        await self._engine.add_adapter(first_name, directory)
+        try:
+            infos = await self._engine.list_adapters()
+            digest = next((info.digest for info in infos if info.name == first_name), "")
+            if old is not None and old.digest != digest:
+                await self._remove(name)
+                await self._engine.add_adapter(name, directory)  # its content is in memory already
+        finally:
+            if old is not None:
+                await self._engine.remove_adapter(first_name)
+        return digest
+
+    async def _remove(self, name: str) -> None:
+        del self._by_name[name]  # from now on requests wait for the end of this change
+        await self._forget(name)
+
+    async def _forget(self, name: str) -> None:
+        num_ended = await self._engine.remove_adapter(name)
+        for callback in self.on_unload:
+            callback(name)
+        _log.info(event("adapter_unloaded", adapter=name, requests=num_ended))
+
+    def _check_name(self, name: str) -> None:
+        """Raise `RequestError` if an adapter cannot have this name."""
+        if not 1 <= len(name) <= MAX_NAME or not name.isprintable() or name != name.strip():
+            message = f"The name of an adapter has 1 to {MAX_NAME} printable characters, without spaces at its ends."
+            raise RequestError(message, "lora_name")
+        if name in self._model_names or name.endswith(_REPLACEMENT):
+            raise RequestError(f"An adapter cannot have the name '{name}', which the server uses itself.", "lora_name")
+
+
+def _shown(name: str) -> str:
+    return name if len(name) <= MAX_NAME else name[:MAX_NAME] + "…"
