@@ -42,6 +42,7 @@ class Histogram:
 
 MAX_ADAPTER_LABELS = 64  # names of LoRA adapters with counts of their own; all later names share one
 OTHER_ADAPTERS = "other adapters"
+AWAITS_LOAD, AWAITS_SLOT = "load", "slot"  # memory of the ranks that a request waits for, as its history names it
 
 
 @dataclass(slots=True)
@@ -114,6 +115,7 @@ class EngineStats:
     finished: dict[str, int] = field(default_factory=lambda: {reason.value: 0 for reason in FinishReason})
     # histograms
     queue_time_s: Histogram = field(default_factory=partial(Histogram, _LONG_SECONDS))
+    adapter_wait_s: Histogram = field(default_factory=partial(Histogram, _LONG_SECONDS))  # of requests with an adapter
     time_to_first_token_s: Histogram = field(default_factory=partial(Histogram, _SECONDS))
     prefill_time_s: Histogram = field(default_factory=partial(Histogram, _LONG_SECONDS))
     decode_time_s: Histogram = field(default_factory=partial(Histogram, _LONG_SECONDS))
@@ -168,11 +170,34 @@ class TokenRates(TypedDict):
     generation: float
 
 
+class AdapterUse(TypedDict):
+    """Name of a LoRA adapter, the memory that contains the adapter, and its requests."""
+
+    name: str
+    state: str  # on_disk | loading | ready: in host memory
+    slot: int  # 0: in none
+    running: int
+    waiting: int
+
+
+class AdaptersState(TypedDict):
+    """LoRA adapters of one engine."""
+
+    slots: int  # adapters that one step can compute with
+    in_slots: int
+    host_limit: int  # adapters that fit into host memory
+    in_host_memory: int
+    names: int
+    waiting: int  # requests that wait for their adapter to be loaded, or for a slot
+    shown: list[AdapterUse]  # adapters in slots, then those with requests, then the others; at most MAX_ADAPTER_LABELS
+
+
 class OpenRequest(TypedDict):
     """Choice of a request that waits or runs."""
 
     request_id: int
     state: str  # waiting | running
+    adapter: str | None
     age_s: float
     prompt_tokens: int
     cached_tokens: int
@@ -187,6 +212,7 @@ class EngineState(TypedDict):
     kv: KvState
     step: StepTimesState
     tokens_per_second: TokenRates
+    adapters: AdaptersState | None  # None: no LoRA adapters are served
     slowest: list[OpenRequest]  # the oldest open requests, at most 20
 
 
@@ -220,6 +246,23 @@ class Preemption(TypedDict):
     is_short: bool  # there were too few blocks; otherwise it yielded, or another client had less than its share
 
 
+class AdapterWait(TypedDict):
+    """Time in which a request waited for its LoRA adapter."""
+
+    awaited: str  # load: until the adapter is in host memory | slot: until a slot is free
+    at_s: float
+    end_s: float | None  # None: it still waits
+
+
+class AdapterHistory(TypedDict):
+    """Waits of a request for its LoRA adapter."""
+
+    name: str
+    load_s: float  # seconds of all waits that have ended
+    slot_s: float
+    waits: list[AdapterWait]  # the first ones
+
+
 class StallState(TypedDict):
     """Pause in which no request got a token."""
 
@@ -244,6 +287,7 @@ class RequestHistory(TypedDict):
     ahead: list[int]  # ids of the first few requests that waited when it arrived, or of running requests if none waited
     without_row: int  # steps, while it waited, in which the head of the queue found no free row
     without_blocks: int  # steps, while it waited, in which the head of the queue found too few KV blocks
+    adapter: AdapterHistory | None
     first_scheduled_s: float | None
     num_chunks: int
     computed_tokens: int  # tokens of the prompt, and tokens generated before a preemption

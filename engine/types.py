@@ -314,3 +314,4 @@ class EngineInfo:
     groups: tuple[GroupInfo, ...] = ()  # memory groups of the model; (): one group of all blocks
     max_loras: int = 0  # LoRA adapters in one step; 0: none are served
     max_lora_rank: int = 0
+    adapter_slot_bytes: int = 0  # device memory of each slot for a LoRA adapter on a rank

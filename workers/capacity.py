@@ -9,10 +9,11 @@ import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from oarlock.base.errors import EXIT_OUT_OF_MEMORY, StartupError
 from oarlock.base.host_memory import human_bytes
+from oarlock.workers.checks.adapters import without_experts
 from oarlock.workers.checks.class_limits import check_class
 from oarlock.workers.checks.limits import check_limits, check_parallel
 from oarlock.workers.config import WorkerConfig, max_pooled_values
@@ -32,10 +33,10 @@ from oarlock.workers.runner.kv_room import KVRoom, room_given, room_on_device, r
 from oarlock.workers.runner.memory_needs import (
     CUDA_BYTES,
     largest_step_bytes,
+    loaded_bytes_of_node,
     rank_tensors,
     rank_weight_bytes,
     sampling_bytes,
-    weight_bytes_of_node,
 )
 
 # 32-bit multiplications and additions of a core per cycle, and the factor for narrower dtypes.
@@ -159,15 +160,16 @@ def capacity(model: OpenModel, changes: Mapping[str, Any], memory: Memory) -> Ca
         total, others = memory.total_bytes, [CUDA_BYTES] * len(stages)
         others[-1] += sampling_bytes(config, spec)
         usable = total if given else int(total * config.gpu_memory_utilization)
-        used = [sum(parts) for parts in zip(weights, others, strict=True)]
+        used = [config.adapter_bytes + sum(parts) for parts in zip(weights, others, strict=True)]
         rooms = [room_on_device(config, total, each, step) for each, step in zip(used, steps, strict=True)]
         short = [max(0, each + step + given - usable) for each, step in zip(used, steps, strict=True)]
     else:
         others = [CPU_RANK_BYTES]
         left = memory.total_bytes - CPU_SERVER_BYTES - config.ranks_on_host * CPU_RANK_BYTES
-        left -= config.data_parallel_size * (weight_bytes_of_node(config, spec, config.dtype, formats) + vectors)
+        left -= config.data_parallel_size * (loaded_bytes_of_node(config, spec, formats) + vectors)
         rooms = [room_on_host(config, max(0, left))] * len(stages)
-        short = [max(0, given * config.ranks_on_host - left)] * len(stages)
+        reserved = (given + config.adapter_copies_bytes) * config.ranks_on_host
+        short = [max(0, reserved - left)] * len(stages)
     if given:
         rooms = [room_given(config)] * len(rooms)
     config = with_sequences_that_fit(config, spec, min(rooms))
@@ -183,6 +185,23 @@ def capacity(model: OpenModel, changes: Mapping[str, Any], memory: Memory) -> Ca
     return replace(least, weight_bytes=weights, step_bytes=max(steps), other_bytes=max(others), vector_bytes=vectors)
 
 
+class SmallerSlots(NamedTuple):
+    """Slots for adapters without memory for experts."""
+
+    targets: tuple[str, ...]  # for `--lora-target-modules`
+    slot_bytes: int  # of one slot on a rank
+
+
+def smaller_slots(model: OpenModel, config: WorkerConfig) -> SmallerSlots | None:
+    """Return the slots that adapters of all other modules need, if experts take most of a slot. `config`: from a
+    `Capacity`."""
+    spec = at_size(model, config.tensor_parallel_size).spec
+    fewer = without_experts(config, spec, formats_on(model._replace(config=config), config.device))
+    if fewer is None or fewer.lora_target_modules is None:
+        return None
+    return SmallerSlots(fewer.lora_target_modules, fewer.adapter_slot_bytes)
+
+
 def _vector_bytes(config: WorkerConfig, spec: DecoderSpec) -> int:
     """Return the bytes of the ring of vectors from the answering rank: each slot holds the vectors of one step."""
     values = 4 * max_pooled_values(config, spec.hidden_size)
@@ -194,7 +213,9 @@ def _held(config: WorkerConfig, groups: GroupSizes, room: KVRoom, short: int) ->
     assert config.max_model_len is not None
     least = groups.bytes_of_sequence(config.max_model_len)
     if short:
-        what = "The weights and --kv-cache-memory need" if config.kv_cache_bytes else "The weights need"
+        parts = ["weights", *(["adapters"] if config.max_loras else [])]
+        parts += ["--kv-cache-memory"] if config.kv_cache_bytes else []
+        what = f"The {' and '.join(parts)} need"
         refusal = StartupError(
             f"{what} {human_bytes(short)} more memory than is available.",
             "Use more or larger devices, or smaller weights.",

@@ -112,6 +112,7 @@ class WorkerConfig:
     max_cpu_loras: int | None = None  # adapters in host memory besides one that is being loaded; None: `max_loras`
     lora_target_modules: tuple[str, ...] | None = None  # last parts of the names of modules with slots; None: all
     lora_adapters: tuple[tuple[str, str], ...] = ()  # name and directory of each adapter that is served from the start
+    adapter_slot_bytes: int = 0  # resolved: bytes of one slot on a rank, the most that a copy in host memory takes
     gpu_memory_utilization: float = 0.9
     num_threads: int | None = None  # CPU threads of one rank; None: a thread for each core that it gets
     cpu_affinity: str = "auto"  # auto | none | the CPUs of each rank: see `oarlock.workers.ranks.cpu_affinity`
@@ -127,6 +128,12 @@ class WorkerConfig:
     log_level: str = "INFO"  # level name of the logging module, for the engine and the ranks
     log_format: str = "text"  # text | json, for the same logs
 
+    def __post_init__(self) -> None:
+        """Make tuples of the lists that JSON has in place of tuples."""
+        if self.lora_target_modules is not None:
+            object.__setattr__(self, "lora_target_modules", tuple(self.lora_target_modules))
+        object.__setattr__(self, "lora_adapters", tuple((name, directory) for name, directory in self.lora_adapters))
+
     @property
     def offloads_kv(self) -> bool:
         """Whether KV blocks are kept outside the pool."""
@@ -139,6 +146,16 @@ class WorkerConfig:
         There is always room for one more than is in slots, so that an adapter can be loaded while all slots are used.
         """
         return 1 + max(self.max_loras, self.max_cpu_loras or 0) if self.max_loras else 0
+
+    @property
+    def adapter_bytes(self) -> int:
+        """Bytes of all slots for adapters on a rank. Valid after `preflight`."""
+        return self.max_loras * self.adapter_slot_bytes
+
+    @property
+    def adapter_copies_bytes(self) -> int:
+        """Most bytes of a rank's copies of adapters in host memory. Valid after `preflight`."""
+        return self.num_host_adapters * self.adapter_slot_bytes
 
     @property
     def ranks_per_node(self) -> int:
@@ -249,6 +266,7 @@ class WorkerInfo:
     served_by: str = "oarlock"  # whose code computes the model: oarlock | transformers | checkpoint
     is_replicated: bool = False  # each of several ranks holds the weights of all layers
     groups: tuple[GroupInfo, ...] = ()  # memory groups, in the order of `table_groups`; (): one group of all blocks
+    adapter_slot_bytes: int = 0  # device memory of each slot for a LoRA adapter on a rank
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -11,6 +11,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from oarlock.base.errors import EXIT_OUT_OF_MEMORY, StartupError
+from oarlock.workers.checks.adapters import (
+    check_adapter_files,
+    check_adapters_are_served,
+    check_adapters_fit,
+    with_adapters,
+)
 from oarlock.workers.checks.class_limits import check_class, check_class_tensors, check_ties
 from oarlock.workers.checks.devices import (
     check_matmuls_on_cuda,
@@ -34,6 +40,7 @@ from oarlock.workers.config import WorkerConfig
 from oarlock.workers.gguf_config import open_checkpoint
 from oarlock.workers.layers.decoder_spec import DecoderSpec, matrices_of
 from oarlock.workers.layers.memory_spec import PagesSpec, SlotsSpec
+from oarlock.workers.lora.target_modules import resolved_targets
 from oarlock.workers.model_files.checkpoint import HEAD, Checkpoint, head_differs
 from oarlock.workers.model_files.gguf_model import GGUFCheckpoint
 from oarlock.workers.models.encoders.registry import is_encoder
@@ -61,9 +68,9 @@ from oarlock.workers.runner.memory_needs import (
     check_weights_fit,
     free_before_load,
     largest_step_bytes,
+    loaded_bytes_of_node,
     rank_weight_bytes,
     sampling_bytes,
-    weight_bytes_of_node,
 )
 from oarlock.workers.transformers_backend.choice import chosen_code
 from oarlock.workers.transformers_backend.class_description import ClassDescription
@@ -88,6 +95,10 @@ def check_without_weights(config: WorkerConfig) -> None:
         return
     config, spec, _ = _described(config)
     length, device = _resolve_length(config.max_model_len, spec), resolve_device(config)
+    check_adapters_are_served(config, device)
+    if config.lora_target_modules is not None:
+        config = config.with_(lora_target_modules=resolved_targets(config.lora_target_modules, spec))
+    check_adapter_files(config, spec)
     if config.kv_cache_bytes is not None:
         least = "bfloat16"  # smallest dtype; the weights may turn out to have a larger one
         dtype = config.dtype
@@ -111,11 +122,13 @@ def preflight(config: WorkerConfig) -> WorkerConfig:
     device = resolve_device(model.config)
     spec, formats = model.spec, formats_on(model, device)
     config = with_lengths_and_types(model, device)
+    check_adapter_files(config, spec)
     if device == "cuda":
         check_matmuls_on_cuda(config)
         _check_device_memory(config, spec, formats)
     else:
         check_weights_fit(config, spec, config.dtype, formats)
+    check_adapters_fit(config, spec, formats)
     config = with_kv_offload(with_cpus(config, device), spec)
     config = _with_fewer_sequences(config, spec, formats)
     if device != "cuda":
@@ -176,15 +189,14 @@ def _estimated_room(config: WorkerConfig, spec: DecoderSpec, formats: WeightForm
         return room_given(config)
     if config.device != "cuda":
         loading = config.with_(host_free_bytes=free_before_load(config))
-        weights = weight_bytes_of_node(config, spec, config.dtype, formats)
-        return room_for_kv(loading, None, 0, weight_bytes=weights)
+        return room_for_kv(loading, None, 0, loaded_bytes=loaded_bytes_of_node(config, spec, formats))
     devices = min(cuda_driver.device_count(), ranks_here(config))
     smallest = cuda_driver.smallest_memory(devices)
     if smallest is None:
         return None
     stages = range(config.pipeline_parallel_size)
     weights = max(rank_weight_bytes(config, spec, formats, stage) for stage in stages)
-    used = weights + CUDA_BYTES + sampling_bytes(config, spec)
+    used = weights + config.adapter_bytes + CUDA_BYTES + sampling_bytes(config, spec)
     return room_on_device(config, smallest, used, largest_step_bytes(config, spec))
 
 
@@ -224,15 +236,17 @@ def open_model(config: WorkerConfig) -> OpenModel:
 
 
 def with_lengths_and_types(model: OpenModel, device: str) -> WorkerConfig:
-    """Return the configuration of `model` with its dtypes and its context length on `device`."""
-    config, spec = model.config, model.spec
-    dtype = resolve_dtype(config, device, spec, model.checkpoint, formats_on(model, device), this_cpu())
-    return config.with_(
+    """Return the configuration of `model` with its dtypes, its context length and its slots for adapters on
+    `device`."""
+    config, spec, formats = model.config, model.spec, formats_on(model, device)
+    dtype = resolve_dtype(config, device, spec, model.checkpoint, formats, this_cpu())
+    config = config.with_(
         device=device,
         dtype=dtype,
         kv_cache_dtype=resolve_kv_cache_dtype(config.kv_cache_dtype, dtype),
         max_model_len=_resolve_length(config.max_model_len, spec),
     )
+    return with_adapters(config, spec, formats)
 
 
 def formats_on(model: OpenModel, device: str) -> WeightFormats:

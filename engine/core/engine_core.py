@@ -4,7 +4,7 @@ Used by the engine process and by the simulator. Does not know sockets, signals 
 """
 
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from itertools import chain, groupby, islice
 from typing import TYPE_CHECKING
@@ -13,9 +13,19 @@ from oarlock.engine.config import EngineConfig
 from oarlock.engine.input_batch.input_batch import InputBatch
 from oarlock.engine.input_batch.sampling_metadata import FillMasks, GrammarBitmask, fill_one_by_one
 from oarlock.engine.kv_cache.sequence_memory import SequenceMemory
+from oarlock.engine.scheduler.adapter_queue import AdapterQueue
+from oarlock.engine.scheduler.open_requests import OpenRequests
 from oarlock.engine.scheduler.scheduler import Scheduler
 from oarlock.engine.scheduler.sequence import ModelRunnerOutput, ScheduledTokens, SchedulerOutput, Sequence, Status
-from oarlock.engine.stats import EngineState, KvState, OpenRequest, RequestHistory
+from oarlock.engine.stats import (
+    MAX_ADAPTER_LABELS,
+    AdaptersState,
+    AdapterUse,
+    EngineState,
+    KvState,
+    OpenRequest,
+    RequestHistory,
+)
 from oarlock.engine.types import TokenEvent, TokenEvents
 from oarlock.workers.errors import WorkerError
 
@@ -224,7 +234,36 @@ def live_state(scheduler: Scheduler, now: float) -> EngineState:
         kv=_kv_state(scheduler.memory),
         step=steps.times(),
         tokens_per_second=steps.token_rates(now, stats.generation_tokens),
+        adapters=None if scheduler.adapters is None else _adapters_state(scheduler.adapters, scheduler.requests),
         slowest=[_open_request(seq, now) for seq in islice(scheduler.requests.by_id.values(), MAX_SLOWEST)],
+    )
+
+
+def _adapters_state(adapters: AdapterQueue, requests: OpenRequests) -> AdaptersState:
+    running, open_ones = [
+        Counter(seq.request.adapter for seq in sequences) for sequences in (requests.running, requests.by_id.values())
+    ]
+    named = sorted(
+        adapters.registry.by_name.items(),
+        key=lambda item: (not item[1].slot, item[1].slot, -open_ones[item[0]], -item[1].last_used),
+    )
+    return AdaptersState(
+        slots=adapters.slots.num_slots,
+        in_slots=adapters.slots.num_slots - adapters.slots.num_free,
+        host_limit=adapters.registry.max_in_host_memory,
+        in_host_memory=adapters.registry.num_ready,
+        names=len(named),
+        waiting=adapters.num_parked,
+        shown=[
+            AdapterUse(
+                name=name,
+                state=adapter.state.value,
+                slot=adapter.slot,
+                running=running[name],
+                waiting=open_ones[name] - running[name],
+            )
+            for name, adapter in named[:MAX_ADAPTER_LABELS]
+        ],
     )
 
 
@@ -261,6 +300,7 @@ def _open_request(seq: Sequence, now: float) -> OpenRequest:
     return OpenRequest(
         request_id=seq.request_id,
         state="running" if seq.status is Status.RUNNING else "waiting",
+        adapter=seq.request.adapter,
         age_s=round(now - seq.timeline.arrival_s, 3),
         prompt_tokens=seq.num_prompt_tokens,
         cached_tokens=seq.timeline.cached_tokens,

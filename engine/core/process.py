@@ -216,6 +216,7 @@ def engine_info(config: EngineConfig, executor: "Executor") -> EngineInfo:
         groups=info.groups,
         max_loras=worker.max_loras,
         max_lora_rank=worker.max_lora_rank if worker.max_loras else 0,
+        adapter_slot_bytes=info.adapter_slot_bytes,
         max_silence_s=config.heartbeat_interval_s + worker.step_timeout_s,
     )
 

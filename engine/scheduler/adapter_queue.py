@@ -20,7 +20,7 @@ from oarlock.engine.lora.registry import FAILED, UNLOADED, Adapter, AdapterRegis
 from oarlock.engine.lora.slots import AdapterSlots
 from oarlock.engine.scheduler.request_queue import RequestQueue
 from oarlock.engine.scheduler.sequence import Sequence
-from oarlock.engine.stats import MAX_ADAPTER_LABELS, OTHER_ADAPTERS, EngineStats
+from oarlock.engine.stats import AWAITS_LOAD, AWAITS_SLOT, MAX_ADAPTER_LABELS, OTHER_ADAPTERS, EngineStats
 from oarlock.engine.types import AdapterInfo, TokenEvent
 from oarlock.workers.adapters import MAX_LOADING, AdapterCommand, AdapterReport
 from oarlock.workers.config import WorkerConfig
@@ -54,6 +54,7 @@ class AdapterQueue:
         self._num_wanted = 0
         self.may_assign = False  # whether anything has changed that `assign` depends on
         self.num_parked = 0
+        self._now = 0.0  # time of the call that may park requests or queue parked ones
         self.to_preempt: list[Sequence] = []  # running requests that keep a slot from a request of higher priority
         self.on_park: Callable[[Sequence], object] = lambda seq: None  # called with each request before it is parked
 
@@ -99,9 +100,9 @@ class AdapterQueue:
 
     # -- requests
 
-    def enqueue(self, seq: Sequence) -> None:
+    def enqueue(self, seq: Sequence, now: float) -> None:
         """Queue a request, or park it until its adapter is in an open slot."""
-        adapter = seq.adapter
+        adapter, self._now = seq.adapter, now
         if adapter is None or self.slots.is_open(adapter):
             self._waiting.push(seq)
             return
@@ -131,7 +132,11 @@ class AdapterQueue:
         by_adapter, name = self._stats.by_adapter, seq.request.adapter
         assert name is not None
         if name not in by_adapter and len(by_adapter) >= MAX_ADAPTER_LABELS:
-            name = OTHER_ADAPTERS
+            unloaded = by_adapter.keys() - self.registry.by_name.keys() - {OTHER_ADAPTERS}
+            if unloaded:  # its label is free for another name
+                del by_adapter[next(old for old in by_adapter if old in unloaded)]
+            else:
+                name = OTHER_ADAPTERS
         counts = by_adapter.setdefault(name, [0, 0, 0])
         counts[0] += 1
         counts[1] += seq.num_prompt_tokens
@@ -147,6 +152,7 @@ class AdapterQueue:
         self.on_park(seq)
         self._parked.setdefault(seq.adapter, {})[seq.request_id] = seq
         self._count_parked(seq, 1)
+        self._note_wait(seq.adapter, seq)
 
     def _count_parked(self, seq: Sequence, change: int) -> None:
         self.num_parked += change
@@ -156,7 +162,14 @@ class AdapterQueue:
         """Queue the parked requests of `adapter`, which is in an open slot."""
         for seq in self._parked.pop(adapter, {}).values():
             self._count_parked(seq, -1)
+            seq.timeline.awaits_adapter(None, self._now)
             self._waiting.push(seq)
+
+    def _note_wait(self, adapter: Adapter, *parked: Sequence) -> None:
+        """Record in the timelines of `parked` requests for `adapter` what they wait for from now on."""
+        awaited = AWAITS_SLOT if adapter.state is AdapterState.READY else AWAITS_LOAD
+        for seq in parked:
+            seq.timeline.awaits_adapter(awaited, self._now)
 
     # -- reports
 
@@ -167,6 +180,8 @@ class AdapterQueue:
             self.may_assign = True
             self._wanted.pop(adapter, None)
             if failure is None:
+                self._now = now
+                self._note_wait(adapter, *self._parked.get(adapter, {}).values())
                 continue
             fields = adapter.digest, adapter.directory, failure
             logger.warning("event=adapter_failed digest=%s path=%r cause=%r", *fields)
@@ -182,8 +197,9 @@ class AdapterQueue:
         """Whether an adapter is being loaded, so that a later step may have work even if this one has none."""
         return self.registry.num_loading > 0
 
-    def assign(self) -> None:
+    def assign(self, now: float) -> None:
         """Give slots and host memory to the adapters of parked requests, if anything has changed."""
+        self._now = now
         if not self.may_assign:
             return
         self.may_assign, self.to_preempt = False, []
@@ -249,6 +265,7 @@ class AdapterQueue:
             queued.pop(victim, None)
             self.slots.empty(victim)
             registry.evict(victim)
+            self._note_wait(victim, *self._parked.get(victim, {}).values())
         registry.load(adapter)
         return True
 

@@ -101,13 +101,13 @@ class OpenRequests:
     def assign_adapters(self, adapters: AdapterQueue, now: float, *, ahead: bool) -> bool:
         """Give slots to adapters, and preempt requests that must yield theirs. Return False if the result of the
         previous step must come first."""
-        adapters.assign()
+        adapters.assign(now)
         if adapters.to_preempt:
             if ahead:
                 return False
             for seq in adapters.to_preempt:
                 self.preempt(seq, now, is_short=False)
-            adapters.assign()
+            adapters.assign(now)
         return True
 
     def report_adapters(self, output: StepOutput, now: float) -> None:
@@ -122,13 +122,13 @@ class OpenRequests:
         ahead = islice(waiting if waiting.lines else running, MAX_AHEAD)
         seq.timeline.arrived(self.log, len(running), len(waiting), tuple(other.request_id for other in ahead))
         self._by_id[seq.request_id] = seq
-        self._enqueue(seq)
+        self._enqueue(seq, seq.timeline.arrival_s)
 
-    def _enqueue(self, seq: Sequence) -> None:
+    def _enqueue(self, seq: Sequence, now: float) -> None:
         if seq.adapter is None or self.adapters is None:
             self.waiting.push(seq)
         else:
-            self.adapters.enqueue(seq)
+            self.adapters.enqueue(seq, now)
 
     def start(self, seq: Sequence, output: SchedulerOutput, now: float) -> bool:
         """Give a waiting sequence its row, and blocks for all its tokens. Return False if there are too few."""
@@ -167,7 +167,7 @@ class OpenRequests:
         seq.num_preemptions += is_short
         seq.num_passed = 0
         seq.has_searched_files = False
-        self._enqueue(seq)
+        self._enqueue(seq, now)
 
     # -- ends
 

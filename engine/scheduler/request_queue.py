@@ -242,12 +242,12 @@ class LoadingSequences:
         offload: KVOffload,
         queue: RequestQueue,
         memory: SequenceMemory,
-        put_back: Callable[[Sequence], object] | None = None,
+        put_back: Callable[[Sequence, float], object],
     ) -> None:
-        """`put_back`: queues a sequence again; None: the queue itself does."""
+        """`put_back`: queues a sequence again, at a time."""
         self._offload = offload
         self._queue = queue
-        self._put_back = put_back or queue.push
+        self._put_back = put_back
         self._memory = memory
         self._seqs: dict[int, Sequence] = {}  # request id -> sequence
 
@@ -261,7 +261,7 @@ class LoadingSequences:
         """Queue sequences whose blocks have been read or will not arrive, and begin to read the blocks of the next
         ones."""
         for request_id in self._offload.take_ready(now):
-            self._put_back(self._seqs.pop(request_id))
+            self._put_back(self._seqs.pop(request_id), now)
         for seq in [seq for seq in islice(self._queue, MAX_READ_AHEAD) if not seq.has_searched_files]:
             seq.has_searched_files = True
             first_column, digests = self._memory.missing_hashes(seq)

@@ -186,7 +186,7 @@ class Sequence:
         self.num_returned_vectors = 0  # leading tokens whose vectors were returned; a preemption does not reset it
         self.num_preemptions = 0
         self.num_passed = 0  # sequences that were admitted before this sequence since it last began to wait
-        self.timeline = RequestTimeline(self.request_id, self.num_prompt_tokens, arrival_s)
+        self.timeline = RequestTimeline(self.request_id, self.num_prompt_tokens, arrival_s, request.adapter)
         self._last_token_s: float | None = None
 
     @property

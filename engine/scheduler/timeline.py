@@ -10,12 +10,23 @@ from collections import OrderedDict
 from typing import cast
 
 from oarlock.engine.scheduler.step_cost import StepLog, difference
-from oarlock.engine.stats import Chunk, DecodeSteps, EngineStats, Preemption, RequestHistory, StallState
+from oarlock.engine.stats import (
+    AWAITS_LOAD,
+    AWAITS_SLOT,
+    AdapterHistory,
+    AdapterWait,
+    Chunk,
+    DecodeSteps,
+    EngineStats,
+    Preemption,
+    RequestHistory,
+    StallState,
+)
 from oarlock.engine.types import FinishReason
 
 MAX_ENDED = 1000
 MAX_AHEAD = 5
-_MAX_CHUNKS, _MAX_PREEMPTIONS, _MAX_STALLS = 32, 16, 16
+_MAX_CHUNKS, _MAX_PREEMPTIONS, _MAX_STALLS, _MAX_WAITS = 32, 16, 16, 16
 
 
 class RequestLog:
@@ -30,10 +41,44 @@ class RequestLog:
 _NO_LOG = RequestLog(EngineStats())
 
 
+class AdapterWaits:
+    """Waits of one request for its LoRA adapter: their seconds by what they wait for, and the first of them."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._seconds = {AWAITS_LOAD: 0.0, AWAITS_SLOT: 0.0}
+        self._first: list[AdapterWait] = []
+        self._awaited: str | None = None
+        self._since_s = 0.0
+
+    def change(self, awaited: str | None, now: float) -> None:
+        """End the present wait, and begin one for `awaited`; None: the request does not wait for its adapter."""
+        if awaited == self._awaited:
+            return
+        if self._awaited is not None:
+            self._seconds[self._awaited] += now - self._since_s
+            if self._first[-1]["end_s"] is None:
+                self._first[-1]["end_s"] = now
+        self._awaited, self._since_s = awaited, now
+        if awaited is not None and len(self._first) < _MAX_WAITS:
+            self._first.append(AdapterWait(awaited=awaited, at_s=now, end_s=None))
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of all waits that have ended."""
+        return sum(self._seconds.values())
+
+    def history(self) -> AdapterHistory:
+        load_s, slot_s = self._seconds[AWAITS_LOAD], self._seconds[AWAITS_SLOT]
+        waits = [wait.copy() for wait in self._first]
+        return AdapterHistory(name=self._name, load_s=load_s, slot_s=slot_s, waits=waits)
+
+
 class RequestTimeline:
     """Timeline of one request from its arrival on. All times are in seconds of the engine's clock."""
 
-    def __init__(self, request_id: int, prompt_tokens: int, arrival_s: float) -> None:
+    def __init__(self, request_id: int, prompt_tokens: int, arrival_s: float, adapter: str | None = None) -> None:
+        """Begin the timeline of a request with `adapter`, the name of a LoRA adapter."""
         self._log = _NO_LOG
         self.request_id = request_id
         self.prompt_tokens = prompt_tokens
@@ -43,6 +88,7 @@ class RequestTimeline:
         # Steps in which the head of the queue found no row, or too few blocks: totals at arrival, later the counts
         # while this request waited.
         self._blocked = 0, 0
+        self._adapter = None if adapter is None else AdapterWaits(adapter)
         self.first_scheduled_s: float | None = None
         self.cached_tokens = 0  # cached prompt tokens when it first ran
         self._chunks: list[tuple[float, int, int, int]] = []
@@ -67,6 +113,11 @@ class RequestTimeline:
         stats.prompt_tokens += self.prompt_tokens
         stats.request_prompt_tokens.observe(self.prompt_tokens)
 
+    def awaits_adapter(self, awaited: str | None, now: float) -> None:
+        """Record what memory the request's adapter waits for: `AWAITS_LOAD`, `AWAITS_SLOT`, or None."""
+        if self._adapter is not None:
+            self._adapter.change(awaited, now)
+
     def admitted(self, now: float, num_cached: int) -> None:
         """Record that the request begins to run, or to run again, with `num_cached` cached tokens."""
         if self.first_scheduled_s is None:
@@ -74,6 +125,8 @@ class RequestTimeline:
             self._blocked = self._blocked_since_arrival()
             stats = self._log.stats
             stats.queue_time_s.observe(now - self.arrival_s)
+            if self._adapter is not None:
+                stats.adapter_wait_s.observe(self._adapter.total_s)
             stats.prefix_cache_queries += self.prompt_tokens
             stats.prefix_cache_hits += num_cached
         elif self._preemptions and self.num_preemptions == len(self._preemptions):
@@ -106,6 +159,7 @@ class RequestTimeline:
     def ended(self, now: float, reason: FinishReason, output_tokens: int, *, is_pooled: bool) -> None:
         """Record the end. Times of aborted and failed requests are not counted, because they do not measure speed."""
         self.end_s, self.reason, self.output_tokens = now, reason, output_tokens
+        self.awaits_adapter(None, now)
         if self.first_scheduled_s is None:
             self._blocked = self._blocked_since_arrival()
         self._at_end = self._log.steps.read()
@@ -142,6 +196,7 @@ class RequestTimeline:
             ahead=list(self.ahead),
             without_row=without_row,
             without_blocks=without_blocks,
+            adapter=None if self._adapter is None else self._adapter.history(),
             first_scheduled_s=self.first_scheduled_s,
             num_chunks=self._num_chunks,
             computed_tokens=self._num_computed,

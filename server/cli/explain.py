@@ -53,9 +53,10 @@ def run(arguments: argparse.Namespace) -> int:
 def text_of(response: dict[str, Any]) -> str:
     """Return the response of `GET /v1/requests/{id}` as text for people."""
     key = "" if response["key"] is None else f", key {response['key']}"
+    adapter = "" if response["adapter"] is None else f", adapter {response['adapter']}"
     status = "" if response["status"] is None else f" with status {response['status']}"
     lines = [
-        f"{response['id']}  {response['route']}, {response['state']}{status}{key}",
+        f"{response['id']}  {response['route']}, {response['state']}{status}{key}{adapter}",
         f"{response['prompt_tokens']} prompt tokens ({response['cached_tokens']} cached), "
         f"{response['completion_tokens']} generated, choices: {response['choices']}",
         "",

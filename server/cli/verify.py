@@ -33,6 +33,10 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
         help="dequantize quantized weights into the model's dtype, as the server does",
     )
     parser.add_argument("--device", metavar="DEVICE", default="auto", help="auto, cpu or cuda (default auto)")
+    parser.add_argument(
+        "--lora", metavar="DIR",
+        help="LoRA adapter (PEFT's directory or a GGUF file): compare with the adapter merged into the weights",
+    )  # fmt: skip
     parser.add_argument("--prompts", metavar="FILE", help="file with one prompt per line (default: built-in prompts)")
     parser.add_argument(
         "--output", metavar="FILE.json", help="write the whole report, with every tensor of every layer"
@@ -69,7 +73,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     words = [f"--tensor-parallel-size={size}", f"--pipeline-parallel-size={stages}"]
     words += [f"--{name}={value}" for name, value in options.items()]
     words += ["--dequantize"] if arguments.dequantize else []
-    for name in ("prompts", "output"):
+    for name in ("lora", "prompts", "output"):
         value = getattr(arguments, name)
         if value is not None:
             words.append(f"--{name}={value}")

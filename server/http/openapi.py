@@ -148,11 +148,30 @@ _ENGINE = object_of(
                 "ranks": list_of(object_of({"rank": COUNT, "last_ms": NUMBER, "median_ms": NUMBER})),
             }
         ),
+        "adapters": nullable(
+            object_of(
+                {
+                    **dict.fromkeys(("slots", "in_slots", "host_limit", "in_host_memory", "names", "waiting"), COUNT),
+                    "shown": list_of(
+                        object_of(
+                            {
+                                "name": STRING,
+                                "state": {"enum": ["on_disk", "loading", "ready"]},
+                                "slot": {**COUNT, "description": "0: in no slot"},
+                                "running": COUNT,
+                                "waiting": COUNT,
+                            }
+                        )
+                    ),
+                }
+            )
+        ),
         "slowest": list_of(
             object_of(
                 {
                     "id": STRING,
                     "state": {"enum": ["running", "waiting"]},
+                    "adapter": nullable(STRING),
                     "age_s": NUMBER,
                     "prompt_tokens": COUNT,
                     "cached_tokens": COUNT,
@@ -363,6 +382,7 @@ SCHEMAS: dict[str, Any] = {
             "request_id": STRING,
             "route": STRING,
             "key": nullable(STRING),
+            "adapter": nullable(STRING),
             "received": NUMBER,
             "state": {"enum": ["processing", "waiting", "running", "ended"]},
             "status": nullable(COUNT),
@@ -391,6 +411,9 @@ SCHEMAS: dict[str, Any] = {
             "models": list_of(STRING),
             "limits": {"type": "object"},
             "features": {"type": "object"},
+            "adapters": nullable(
+                object_of({"max_loras": COUNT, "max_lora_rank": COUNT, "bytes_per_slot_per_rank": COUNT})
+            ),
             "endpoints": {"type": "object"},
         }
     ),

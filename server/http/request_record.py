@@ -49,6 +49,7 @@ class RequestRecord:
     streamed: bool = False
     response_id: str = ""
     num_choices: int = 0
+    adapter: str | None = None  # name of the LoRA adapter
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -69,7 +70,8 @@ class RequestRecord:
         """Record that the request was sent to the engine."""
         self.started_s, self.generation, self.streamed = time.monotonic(), generation, streamed
         self.num_choices = len(generation.choices)
-        params = generation.choices[0].request.params
+        request = generation.choices[0].request
+        params, self.adapter = request.params, request.adapter
         self.max_tokens, self.temperature, self.top_p = params.max_tokens, params.temperature, params.top_p
 
     def sent_slowly(self, seconds: float) -> None:

@@ -137,6 +137,10 @@ def _describe_engine(span: Span, record: RequestRecord, history: RequestHistory)
         span.set_attribute("gen_ai.latency.time_in_model_prefill", token_s - scheduled_s)
     if token_s is not None and end_s is not None:
         span.set_attribute("gen_ai.latency.time_in_model_decode", end_s - token_s)
+    adapter = history["adapter"]
+    if adapter is not None:
+        span.set_attribute("gen_ai.response.model", adapter["name"])
+        span.set_attribute("oarlock.time_waiting_for_adapter", adapter["load_s"] + adapter["slot_s"])
     span.set_attribute("oarlock.preemptions", history["num_preemptions"])
     for one in history["preemptions"]:
         span.add_event("preempted", timestamp=_nanoseconds(record, one["at_s"]))

@@ -9,6 +9,7 @@ import shutil
 import sys
 import textwrap
 import time
+from collections.abc import Sequence
 from typing import Any, Self, TextIO
 
 from oarlock.engine.types import EngineInfo
@@ -20,6 +21,7 @@ from oarlock.workers.config import window_blocks
 
 _log = logger("start")
 _TYPICAL_CONTEXT = 4096
+_MAX_ADAPTERS = 8  # names in the banner
 _ON_CUDA = "not measured on a GPU yet: `oarlock verify` checks the values on this one, `make gpu-check` also times it"
 # First request to try: a path and a body, for a chat or for the model's task.
 _TRIALS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -135,10 +137,11 @@ def banner(
     page: bool = False,
     task: str = "generate",
     about: str | None = None,
+    adapters: Sequence[str] = (),
 ) -> str:
     """Return the summary of a successful start. `max_len`: tokens of prompt and completion; `key`: requests need an API
     key; `page`: there is a web page; `task`: the task that the model is served for; `about`: the introduction of its
-    owner."""
+    owner; `adapters`: names of the loaded LoRA adapters."""
     context = min(_TYPICAL_CONTEXT, max_len)
     users = _plural(info.data_parallel_size * _sequences(info, context), "user")
     label = "4k" if context == _TYPICAL_CONTEXT else f"{context} tokens"
@@ -156,6 +159,7 @@ def banner(
         f"  compute  {compute}, attention {info.attention_backend}, weights{form} {per_rank} per rank",
         *([f"  values   {_rounding(info)}"] if info.input_rounding else []),
         *_memory(info, users, label, max_len),
+        *(_wrapped("adapters", _adapters(info, adapters)) if info.max_loras else []),
         f"  steps    up to {info.max_num_batched_tokens} tokens; a step counts as hung after {info.step_timeout_s:g} s",
         f"  started  in {total:.1f} s{f' ({phases})' if phases else ''}",
         *([f"  note     {_ON_CUDA}"] if info.device == "cuda" else []),
@@ -237,6 +241,14 @@ def _memory(info: EngineInfo, users: str, label: str, max_len: int) -> list[str]
         use = "two for each running request, the others for checkpoints"
         lines.append(f"  state    {states[0].num_blocks - 1} slots of {size}{_each(info)}: {use}")
     return lines
+
+
+def _adapters(info: EngineInfo, names: Sequence[str]) -> str:
+    """Return the loaded LoRA adapters and the slots for them as text."""
+    shown = ", ".join(names[:_MAX_ADAPTERS]) or "none yet"
+    more = f" and {len(names) - _MAX_ADAPTERS} more" if len(names) > _MAX_ADAPTERS else ""
+    size = f"of {format_size(info.adapter_slot_bytes)} per rank{_each(info)}"
+    return f"{shown}{more}; {_plural(info.max_loras, 'slot')} {size}, for ranks up to {info.max_lora_rank}"
 
 
 def _kv_form(info: EngineInfo) -> str:

@@ -248,7 +248,9 @@ class Supervisor:
         self._manager.ready()
         seconds, page = self._progress.seconds, self.settings.web_page and self._url.startswith("http")
         task, about = str(self._pooler.task), self.state.introduction.about
-        print(banner.banner(self._url, names, info, max_len, chat, seconds, key, page, task, about), flush=True)
+        adapters = [] if async_llm.adapters is None else [adapter.name for adapter in async_llm.adapters.list()]
+        text = banner.banner(self._url, names, info, max_len, chat, seconds, key, page, task, about, adapters)
+        print(text, flush=True)
 
     async def _on_engine_death(self, engine: RunningEngine) -> int:
         """Fail every open request. Returns the exit code of the cause."""

@@ -1,11 +1,12 @@
 """Text exposition for Prometheus: the engine's metrics under vLLM's names if it has them, and the HTTP layer's own.
 
-Label values come from closed sets.
+Label values come from closed sets; names of LoRA adapters from at most `MAX_ADAPTER_LABELS` for each replica.
 """
 
 import itertools
+import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
@@ -44,6 +45,13 @@ _GAUGES = {
     "oarlock:kv_offload_disk_blocks": ("kv_offload_disk_blocks", "Files of KV blocks, of all users of the directory."),
     "oarlock:kv_offload_disk_bytes": ("kv_offload_disk_bytes", "Bytes of these files."),
     "oarlock:kv_offload_disk_bytes_limit": ("kv_offload_disk_bytes_total", "Limit of the bytes of these files."),
+    "oarlock:adapters": ("num_adapters", "Names of LoRA adapters."),
+    "oarlock:adapters_in_host_memory": ("num_adapters_loaded", "LoRA adapters in host memory."),
+    "oarlock:adapters_in_slots": ("num_adapters_in_slots", "LoRA adapters in slots of device memory."),
+    "oarlock:num_requests_waiting_for_adapter": (
+        "num_requests_waiting_for_adapter",
+        "Waiting requests whose LoRA adapter is not loaded or has no slot.",
+    ),
 }
 _COUNTERS = {
     "vllm:prefix_cache_queries": ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
@@ -75,6 +83,10 @@ _COUNTERS = {
         "num_kv_event_overflows",
         "Number of times that a subscriber fell behind and missed batches.",
     ),
+    "oarlock:adapter_loads": ("num_adapter_loads", "LoRA adapters read into host memory."),
+    "oarlock:adapter_load_failures": ("num_adapter_failures", "LoRA adapters that could not be read."),
+    "oarlock:adapter_puts": ("num_adapter_puts", "LoRA adapters copied from host memory to a slot."),
+    "oarlock:adapter_evictions": ("num_adapter_evictions", "LoRA adapters that left host memory for others."),
     "oarlock:nonfinite_logits": (
         "num_nonfinite",
         "Requests ended because the model's logits or vectors were not finite.",
@@ -96,6 +108,7 @@ _HISTOGRAMS = {
     "vllm:request_generation_tokens": ("request_generation_tokens", "Completion tokens per request."),
     "vllm:iteration_tokens_total": ("iteration_tokens", "Tokens of one step."),
     "oarlock:step_seconds": ("step_time_s", "Time of one step."),
+    "oarlock:adapter_wait_seconds": ("adapter_wait_s", "Time that requests with a LoRA adapter waited for it."),
 }
 
 
@@ -103,6 +116,14 @@ _BY_KEY = {
     "oarlock:key_requests": "Requests whose response began, by API key.",
     "oarlock:key_prompt_tokens": "Prompt tokens by API key, as usage reports them.",
     "oarlock:key_generation_tokens": "Completion tokens by API key, as usage reports them.",
+}
+
+
+# Counts of `EngineStats.by_adapter`, in its order.
+_BY_ADAPTER = {
+    "oarlock:adapter_requests": "Engine requests that have ended, by LoRA adapter.",
+    "oarlock:adapter_prompt_tokens": "Prompt tokens of these requests.",
+    "oarlock:adapter_generation_tokens": "Tokens generated for these requests.",
 }
 
 
@@ -282,12 +303,15 @@ class _Snapshot(Collector):
         unread = "Requests refused by a full queue before their bodies were read."
         yield self._counter("oarlock:requests_refused_unread", unread, self._http.refused_unread)
         yield from self._of_keys()
+        yield from self._of_adapters()
         up = [self._info is not None and stats.state == "ready" for stats in self._stats]
         yield self._gauge(
             "oarlock:engine_up", "1 while the engine of this replica serves, otherwise 0.", *map(float, up)
         )
         if self._info is not None:
             yield self._cache_config(self._info)
+            if self._info.max_loras:
+                yield self._lora_requests(self._info)
         answers = CounterMetricFamily(
             "oarlock:http_responses", "HTTP responses.", labels=["model_name", "method", "route", "status"]
         )
@@ -322,6 +346,30 @@ class _Snapshot(Collector):
                 family.add_metric([*self._values, label], numbers[position])
             yield family
 
+    def _of_adapters(self) -> Iterator[Metric]:
+        """Yield the ended requests and their tokens by the name of the adapter."""
+        for position, (name, text) in enumerate(_BY_ADAPTER.items()):
+            family = CounterMetricFamily(name, text, labels=[*_LABELS, "adapter"])
+            for labels, stats in zip(self._labels, self._stats, strict=True):
+                for adapter, counts in sorted(stats.by_adapter.items()):
+                    family.add_metric([*labels, adapter], counts[position])
+            yield family
+        slots = 0 if self._info is None else self._info.max_loras
+        text = "Slots for LoRA adapters in device memory: adapters in one step."
+        yield self._gauge("oarlock:adapter_slots", text, *[slots] * len(self._stats))
+
+    def _lora_requests(self, info: EngineInfo) -> Metric:
+        """Return the adapters of all replicas as gateways read them: names in labels, and the time as the value."""
+        labels = {
+            "max_lora": str(info.max_loras),
+            "running_lora_adapters": _joined(stats.running_adapters for stats in self._stats),
+            "waiting_lora_adapters": _joined(stats.waiting_adapters for stats in self._stats),
+        }
+        text = "Names of LoRA adapters of running and of waiting requests. The value is the Unix time."
+        family = GaugeMetricFamily("vllm:lora_requests_info", text, labels=[*_LABELS, *labels])
+        family.add_metric([*self._values, *labels.values()], time.time())
+        return family
+
     def _of_batches(self, batches: BatchFigures) -> Iterator[Metric]:
         by_status = batches.by_status()
         gauge = GaugeMetricFamily("oarlock:batches", "Batches that are stored.", labels=[*_LABELS, "status"])
@@ -354,6 +402,11 @@ class _Snapshot(Collector):
             bounds = [*(str(float(bound)) for bound in data.bounds), "+Inf"]
             family.add_metric(labels, list(zip(bounds, itertools.accumulate(data.counts), strict=True)), data.sum)
         return family
+
+
+def _joined(names: Iterable[Sequence[str]]) -> str:
+    """Return the names of all replicas, each once, joined by commas."""
+    return ",".join(dict.fromkeys(itertools.chain.from_iterable(names)))
 
 
 def exposition(

@@ -19,9 +19,14 @@ STATE = EngineState(
         count=7, last_ms=20.0, median_ms=19.0, p99_ms=30.0, ranks=[RankTimes(rank=0, last_ms=19.5, median_ms=18.5)]
     ),
     tokens_per_second=TokenRates(prompt=100.0, generation=40.5),
+    adapters=None,
     slowest=[
-        OpenRequest(request_id=1, state="running", age_s=2.0, prompt_tokens=5, cached_tokens=0, output_tokens=1),
-        OpenRequest(request_id=99, state="waiting", age_s=1.0, prompt_tokens=5, cached_tokens=0, output_tokens=0),
+        OpenRequest(
+            request_id=1, state="running", adapter=None, age_s=2.0, prompt_tokens=5, cached_tokens=0, output_tokens=1
+        ),
+        OpenRequest(
+            request_id=99, state="waiting", adapter="a", age_s=1.0, prompt_tokens=5, cached_tokens=0, output_tokens=0
+        ),
     ],
 )
 

@@ -16,7 +16,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceResponse,
 )
 
-from oarlock.engine.stats import DecodeSteps, Preemption, RequestHistory
+from oarlock.engine.stats import AdapterHistory, DecodeSteps, Preemption, RequestHistory
 from oarlock.server.config.options import OptionError
 from oarlock.server.config.settings import make_settings
 
@@ -100,6 +100,7 @@ class Known(dict):
         return RequestHistory(
             request_id=request_id, prompt_tokens=1, cached_tokens=0, output_tokens=5, arrival_s=at + 0.001,
             num_running=0, num_waiting=0, queue_position=None, ahead=[], without_row=0, without_blocks=0,
+            adapter=AdapterHistory(name="sql", load_s=0.25, slot_s=0.5, waits=[]),
             first_scheduled_s=at + 0.002,
             num_chunks=1, computed_tokens=1, chunks=[], first_token_s=at + 0.004,
             decode=DecodeSteps(steps=4, mean_sequences=1.0, prompt_tokens=0, seconds=0.1, by_sequences={}),
@@ -139,6 +140,7 @@ def test_a_request_has_a_span_with_its_queue_prefill_and_decode_below_the_caller
     assert found["gen_ai.latency.time_in_model_prefill"] == pytest.approx(0.002)
     assert found["gen_ai.latency.time_in_model_decode"] == pytest.approx(0.003)
     assert found["http.response.status_code"] == 200 and found["oarlock.preemptions"] == 1
+    assert (found["gen_ai.response.model"], found["oarlock.time_waiting_for_adapter"]) == ("sql", 0.75)
     assert [event.name for event in whole.events] == ["preempted"]
     stages = [spans[name][0] for name in ("queue", "prefill", "decode")]
     assert all(one.parent_span_id == whole.span_id and one.trace_id == whole.trace_id for one in stages)

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from oarlock.engine.scheduler.timeline import RequestTimeline
+from oarlock.server.llm.adapters import ServedAdapter
 from tests.contract.batch_server import request_line, serving
 from tests.contract.browsers import ask
 from tests.contract.conftest import FakeEngine
@@ -32,6 +33,7 @@ STATE = {
         "p99_ms": 20.0,
         "ranks": [{"rank": rank, "last_ms": 5.0 + rank, "median_ms": 3.5} for rank in range(2)],
     },
+    "adapters": None,
     "slowest": [],
 }
 
@@ -59,7 +61,7 @@ def test_the_live_state_is_drawn_and_told(serve, window, expect):
 
 
 def test_the_last_minute_and_one_request(serve, window, expect):
-    open_request = {"request_id": 1, "state": "running", "age_s": 2.0}
+    open_request = {"request_id": 1, "state": "running", "adapter": None, "age_s": 2.0}
     open_request |= {"prompt_tokens": 40, "cached_tokens": 16, "output_tokens": 0}
     server = serve(TEXT, live_state=STATE | {"slowest": [open_request]}, pause_after=0)
     timeline = RequestTimeline(1, 40, 0.0)
@@ -84,6 +86,65 @@ def test_the_last_minute_and_one_request(serve, window, expect):
     expect(panel.get_by_text(" s ago")).to_be_visible()
     panel.get_by_role("button", name="Back to now").click()
     expect(panel.get_by_text("4,321 steps")).to_be_visible()
+
+
+ADAPTERS = {
+    "slots": 2, "in_slots": 1, "host_limit": 4, "in_host_memory": 1, "names": 70, "waiting": 3,
+    "shown": [
+        {"name": "sql", "state": "ready", "slot": 2, "running": 1, "waiting": 0},
+        {"name": "<b>legal</b>", "state": "loading", "slot": 0, "running": 0, "waiting": 3},
+    ],
+}  # fmt: skip
+
+
+def test_adapters_are_shown_once_there_are_some_and_can_be_chosen(serve, window, expect):
+    server = serve(TEXT, live_state=STATE)
+    engine = server.stage.engine
+    engine.info = dataclasses.replace(engine.info, max_loras=2, max_lora_rank=16, adapter_slot_bytes=3 << 20)
+    adapters = Adapters()
+    server.stage.state.async_llm.adapters = adapters
+    page = window(server.url, "/#/state")
+    panel = page.get_by_role("tabpanel", name="State")
+    expect(panel.get_by_text("1,234 steps")).to_be_visible()
+    card = panel.get_by_role("table", name="LoRA adapters")
+    expect(card).to_be_hidden()
+    engine.live_state = STATE | {"adapters": ADAPTERS}
+    rows = card.get_by_role("row")
+    expect(rows).to_have_count(4)
+    for row, text in enumerate(("sqlslot 210", "<b>legal</b>being loaded03", "and 68 other names"), 1):
+        expect(rows.nth(row)).to_have_text(text)
+    summary = "1 of 2 slots in use · 1 of 4 in host memory · 70 names · 3 requests wait for their adapter"
+    expect(panel.get_by_text(summary)).to_be_visible()
+    page.get_by_role("tab", name="Model").click()
+    model = page.get_by_role("tabpanel", name="Model")
+    for text in ("3.0 MiB per rank", "also called alias/with/slash", "/adapters/sql"):
+        expect(model.get_by_text(text, exact=True)).to_be_visible()
+    page.get_by_role("tab", name="Chat").click()
+    choice = page.get_by_role("complementary", name="Settings").get_by_label("Model")
+    adapters.names.append("tone")
+    page.get_by_role("button", name="Settings").click()
+    choice.select_option("tone")
+    page.get_by_role("button", name="Close").click()
+    ask(page, "Hi")
+    expect(page.get_by_role("listitem", name="Answer").get_by_text("tone", exact=True)).to_be_visible()
+    expect(page.get_by_text(TEXT)).to_be_visible()
+    assert engine.requests[0].adapter == "tone"
+
+
+class Adapters:
+    """The adapters of a server, all of which are loaded."""
+
+    def __init__(self):
+        self.names = ["sql"]
+
+    def find(self, name):
+        return ServedAdapter(name, f"/adapters/{name}", "demo", "/", 1, "00") if name in self.names else None
+
+    async def available(self):
+        return [self.find(name) for name in self.names]
+
+    async def use(self, name):
+        return name
 
 
 class Two(FakeEngine):

@@ -177,9 +177,9 @@ def test_bytes_of_slots_are_known_before(path_of: Callable[[str], Path], family:
 
     def work(tp: TensorParallel) -> None:
         model: Decoder = load_decoder(path, tp, torch.bfloat16)
-        for room in ({}, {"experts": False}, {"vocab": False}):
-            of_slot = slot_bytes(model, RANK, **room)
-            assert adapter_slot_bytes(config, model.spec, **room) == of_slot
-            assert AdapterSlots(model, 3, RANK, **room).num_bytes == 3 * of_slot
+        for targets in (None, ("experts", "q_proj"), ("o_proj", "embed_tokens"), ("lm_head",), ("down_proj",)):
+            of_slot = slot_bytes(model, RANK, targets)
+            assert adapter_slot_bytes(config.with_(lora_target_modules=targets), model.spec) == of_slot
+            assert AdapterSlots(model, 3, RANK, targets).num_bytes == 3 * of_slot
 
     on_ranks(size, work)

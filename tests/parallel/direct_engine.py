@@ -124,6 +124,20 @@ class DirectEngine:
             step += 1
         return answers
 
+    def add_adapter(self, name: str, digest: str, directory: str) -> str | None:
+        """Load a LoRA adapter. Returns the reason if it fails."""
+        adapters = self.scheduler.adapters
+        assert adapters is not None
+        adapters.add(name, digest, directory, self.now)
+        outcomes: dict[str, str | None] = {}
+
+        def has_ended() -> bool:
+            outcomes.update(adapters.registry.take_outcomes())
+            return name in outcomes and not self._engine_core.num_in_flight
+
+        self.run_until(has_ended)
+        return outcomes[name]
+
     def run_until(self, condition: Callable[[], bool]) -> None:
         """Go on without requests, as long as what ranks do beside steps takes."""
         deadline = time.monotonic() + 60

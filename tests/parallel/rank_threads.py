@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from oarlock.workers.adapters import AdapterControl, read_commands
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.distributed.pipeline_stage import PipelineStage
@@ -26,7 +27,7 @@ from oarlock.workers.protocol import StepMetadata, StepOutput
 from oarlock.workers.ranks.multiproc_executor import joint_info
 from oarlock.workers.runner.encoder_runner import EncoderRunner
 from oarlock.workers.runner.model_runner import ModelRunner
-from oarlock.workers.runner.pending_output import wait_for
+from oarlock.workers.runner.pending_output import wait_for, with_reports
 from oarlock.workers.runner.step_guard import StepGuard
 from tests.golden.paged_run import RankThreads, ThreadRank
 
@@ -96,6 +97,7 @@ class ThreadExecutor:
         self.ranks = list(self._threads.map(start, range(size * stages)))
         logging.getLogger("oarlock").setLevel(level)
         self._guards: list[StepGuard | None] = [None] * len(self.ranks)
+        self._controls = [self._control_of(place) for place in range(len(self.ranks))]
         self.info = joint_info({place: rank.info() for place, rank in enumerate(self.ranks)})
         self.kv_reports: KVReports | None = None
         self._report_fd: int | None = None
@@ -110,6 +112,14 @@ class ThreadExecutor:
         for place, rank in enumerate(self.ranks):
             assert rank.kv_offload is not None
             rank.kv_offload.start(KVReportSender(self._report_fd, place))
+
+    def _control_of(self, place: int) -> AdapterControl | None:
+        """The control of a rank's LoRA adapters, if it serves any."""
+        rank = self.ranks[place]
+        if rank.adapters is None:
+            return None
+        tp = rank.tp
+        return AdapterControl(rank.adapters, lambda vote: vote if tp.size == 1 else bool(tp.all_gather(torch.tensor(vote)).all()))
 
     def submit(self, step: StepMetadata, *, masks_follow: bool = False) -> None:
         """Runs the whole step, which `send_masks` does where they follow."""
@@ -134,7 +144,12 @@ class ThreadExecutor:
         if len(step.kv_copies):
             assert rank.kv_offload is not None
             rank.kv_offload.run_copies(step)
-        return rank.execute(step) if guard is None else wait_for(guard.run(step, partial(rank.launch, step)))
+        control, reports = self._controls[place], []
+        if len(step.adapter_commands):
+            assert control is not None
+            reports = control.run(read_commands(step.adapter_commands, step.adapter_digests, step.adapter_texts))
+        launch = partial(rank.launch, step)
+        return wait_for(with_reports(launch() if guard is None else guard.run(step, launch), reports))
 
     def refuse(self, lacks_memory: Callable[[int, StepMetadata], bool]) -> None:
         """Guard steps; whether a stage, by its number, has no memory for one is told by `lacks_memory`."""
@@ -155,6 +170,9 @@ class ThreadExecutor:
 
     def close(self, failure: Exception | None = None) -> None:
         self._threads.shutdown()
+        for rank in self.ranks:
+            if rank.adapters is not None:
+                rank.adapters.close()
         if self.kv_reports is not None and self._report_fd is not None:
             for rank in self.ranks:
                 rank.close()

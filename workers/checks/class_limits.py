@@ -12,6 +12,7 @@ _WITHOUT = (
     ("pipeline_parallel_size", 1, "--pipeline-parallel-size", "the class computes all layers in one call"),
     ("nnodes", 1, "--nnodes", "it is served on one host only"),
     ("enable_expert_parallel", False, "--enable-expert-parallel", "ranks hold a part of every expert"),
+    ("max_loras", 0, "--enable-lora", "adapters update the layers of described models only"),
 )
 _NUMBERS = ("I", "U", "BOOL")  # dtypes of stored buffers, such as position ids
 

@@ -30,12 +30,14 @@ _WITHOUT = {
     "kv_cache_dtype": ("auto", "an encoder has no KV cache"),
     "attention_backend": ("auto", "encoders have only one attention backend"),
     "num_speculative_tokens": (0, "an encoder generates no tokens"),
+    "max_loras": (0, "adapters of encoders are not supported"),
 }
 _OWN_CODE = ("auto", "oarlock")  # values of `model_impl` with which an encoder is served
 _FLAGS = {
     "kv_offload_bytes": "--kv-offload-memory",
     "kv_cache_bytes": "--kv-cache-memory",
     "num_speculative_tokens": "--speculative-config",
+    "max_loras": "--enable-lora",
 }
 
 

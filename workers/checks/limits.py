@@ -2,6 +2,7 @@
 
 from oarlock.base.errors import StartupError
 from oarlock.base.host_memory import free_host_bytes, human_bytes
+from oarlock.workers.checks.adapters import check_adapter_limits
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.distributed.topology import Topology
 from oarlock.workers.kv_offload import DEFAULT_SLOT_BYTES
@@ -59,7 +60,7 @@ def check_limits(config: WorkerConfig) -> None:
         )
     if not config.step_timeout_s > 0:
         raise StartupError(f"step_timeout_s is {config.step_timeout_s}.", "Use a number of seconds above 0.")
-    _check_adapters(config)
+    check_adapter_limits(config)
     Topology.of(config).check()
     if config.data_parallel_size > 1 and config.nnodes > 1:
         raise StartupError(
@@ -67,27 +68,6 @@ def check_limits(config: WorkerConfig) -> None:
             "Start one server for each group of hosts, without --data-parallel-size, behind a proxy.",
         )
     check_affinity(config)
-
-
-def _check_adapters(config: WorkerConfig) -> None:
-    for field in ("max_loras", "max_cpu_loras"):
-        if (getattr(config, field) or 0) < 0:
-            raise StartupError(f"{field} is {getattr(config, field)}.", "It must not be negative.")
-    if not config.max_loras:
-        return
-    _check_at_least_one("max_lora_rank", config.max_lora_rank)
-    if config.max_cpu_loras is not None and config.max_cpu_loras < config.max_loras:
-        raise StartupError(
-            f"max_cpu_loras {config.max_cpu_loras} is less than max_loras {config.max_loras}: host memory must hold "
-            "every adapter that is in a slot.",
-            "Raise --max-cpu-loras or lower --max-loras.",
-        )
-    if config.pipeline_parallel_size > 1:
-        raise StartupError(
-            f"--enable-lora with --pipeline-parallel-size {config.pipeline_parallel_size}: only the ranks of one stage "
-            "can agree that an adapter is loaded.",
-            "Use --pipeline-parallel-size 1 and --tensor-parallel-size.",
-        )
 
 
 def _check_at_least_one(field: str, value: int) -> None:
@@ -98,6 +78,12 @@ def _check_at_least_one(field: str, value: int) -> None:
 def check_parallel(config: WorkerConfig, spec: DecoderSpec) -> None:
     """Check the numbers of stages and ranks. Raises `StartupError`, which names the sizes that work."""
     stages = config.pipeline_parallel_size
+    if config.max_loras and stages > 1:
+        raise StartupError(
+            f"--enable-lora with --pipeline-parallel-size {stages}: only the ranks of one stage can agree that an "
+            "adapter is loaded.",
+            "Use --pipeline-parallel-size 1 and --tensor-parallel-size.",
+        )
     if stages > spec.num_layers:
         raise StartupError(
             f"pipeline_parallel_size {stages} does not fit this model: it has {spec.num_layers} layers.",

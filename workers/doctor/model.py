@@ -31,7 +31,7 @@ def findings(config: WorkerConfig) -> list[Finding]:
         return [Finding("model", error.cause, ERROR, error.fix)]
     if resolved.whole_texts:
         return [_encoder(resolved), _threads(resolved)]
-    return [_model(resolved), *_code(resolved), _threads(resolved), _attention(resolved)]
+    return [_model(resolved), *_code(resolved), *_adapters(resolved), _threads(resolved), _attention(resolved)]
 
 
 def described(text: str, fix: str) -> Finding:
@@ -71,6 +71,19 @@ def _code(config: WorkerConfig) -> list[Finding]:
     is_replicated = config.tensor_parallel_size > 1 and spec.is_replicated
     text = code_line(spec.architecture, spec.served_by, is_replicated=is_replicated)
     return [Finding("code", text, NOTE, facts={"served_by": spec.served_by, "is_replicated": is_replicated})]
+
+
+def _adapters(config: WorkerConfig) -> list[Finding]:
+    """Report the memory of LoRA adapters, if they are served, and the adapters that were found to fit."""
+    if not config.max_loras:
+        return []
+    size, names = human_bytes(config.adapter_slot_bytes), [name for name, _ in config.lora_adapters]
+    text = (
+        f"{config.max_loras} slot(s) of {size} on each rank, for rank {config.max_lora_rank}; up to "
+        f"{config.num_host_adapters} copies in host memory; {', '.join(names) or 'none'} from the start"
+    )
+    facts = {"slots": config.max_loras, "slot_bytes": config.adapter_slot_bytes, "adapters": names}
+    return [Finding("adapters", text, facts=facts)]
 
 
 def _encoder(config: WorkerConfig) -> Finding:

@@ -133,10 +133,10 @@ class AdaptedModules:
     def _following(self, modules: list[str]) -> list[Part]:
         """Return modules whose rows follow each other in a matrix."""
         sizes = [(name, shape[0]) for name in modules if (shape := self.shape(name)) is not None]
-        whole, first, parts = Lines(sum(rows for _, rows in sizes)), 0, []
-        for name, rows in sizes:
-            parts.append(Part(name, whole.every(whole.stored, first, rows)))
-            first += rows
+        whole, first, parts = Lines(sum(count for _, count in sizes)), 0, []
+        for name, count in sizes:
+            parts.append(Part(name, whole.every(whole.stored, first, count)))
+            first += count
         return parts
 
     def _stack(self, module: str, only: str | None) -> ExpertStack | None:

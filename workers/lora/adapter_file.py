@@ -1,15 +1,15 @@
-"""An adapter in a directory: its pairs, found by the names of its tensors. Torch-free; reads no tensor but to digest.
+"""An adapter in a directory: its pairs, found by the names of its tensors. Torch-free; reads tensors only for the digest.
 
 PEFT's files (`adapter_config.json`, `adapter_model.safetensors`) and llama.cpp's (one GGUF file) give the same result.
 Both are untrusted.
 """
 
-import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
 from oarlock.base.errors import StartupError
 from oarlock.base.json_files import gc_paused
+from oarlock.workers.adapters import adapter_digest
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.lora.adapter_config import CONFIG_FILE, AdapterConfig
 from oarlock.workers.lora.adapter_pair import AdapterPair
@@ -23,7 +23,6 @@ _PICKLES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth", "pytor
 # Further embeddings of adapters that add tokens, which vLLM read once.
 _MORE_TOKENS = ("new_embeddings.safetensors", "new_embeddings.bin")
 _GGUF = ".gguf"
-_PIECE = 1 << 20  # bytes read at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,22 +62,21 @@ class Adapter:
 
 
 def digest_of(directory: Path) -> str:
-    """Return the digest of the adapter in `directory`: of its settings and weights, as they are now.
+    """Return `adapter_digest`. Raise `StartupError` if a file cannot be read."""
+    try:
+        return adapter_digest(directory)
+    except OSError as error:
+        raise StartupError(
+            f"{error.filename or directory} cannot be read: {error.strerror or error}.",
+            "Check the path and its permissions.",
+        ) from error
 
-    Raise `StartupError` if a file cannot be read.
-    """
-    found, weights = hashlib.blake2b(digest_size=16), _weights(directory)
-    for path in (weights,) if weights.suffix == _GGUF else (directory / CONFIG_FILE, weights):
-        try:
-            with path.open("rb") as file:
-                found.update(path.stat().st_size.to_bytes(8, "little"))
-                while piece := file.read(_PIECE):
-                    found.update(piece)
-        except OSError as error:
-            raise StartupError(
-                f"{path} cannot be read: {error.strerror or error}.", "Check the path and its permissions."
-            ) from error
-    return found.hexdigest()
+
+def version_of(directory: Path) -> tuple[tuple[int, ...], ...]:
+    """Return numbers that change if a file of the adapter in `directory` is written or replaced. Raise `OSError`."""
+    paths = sorted(directory.iterdir()) if directory.is_dir() else [directory]
+    found = [path.stat() for path in paths if path.suffix in (_GGUF, ".safetensors") or path.name == CONFIG_FILE]
+    return tuple((one.st_dev, one.st_ino, one.st_size, one.st_ctime_ns) for one in found)
 
 
 def _weights(directory: Path) -> Path:

@@ -18,8 +18,10 @@ from oarlock.workers.layers.linear import (
 )
 from oarlock.workers.lora.adapted_experts import AdaptedExperts
 from oarlock.workers.lora.adapted_layers import AdaptedEmbedding
+from oarlock.workers.lora.adapted_modules import EMBEDDING, HEAD
 from oarlock.workers.lora.cpp_layers import column_layer, row_layer
 from oarlock.workers.lora.low_rank import LayerPairs, RankPair, pair_bytes
+from oarlock.workers.lora.target_modules import Targets, is_chosen
 from oarlock.workers.models.decoder import Decoder
 from oarlock.workers.quantization.method import StoredRows, WeightShard
 
@@ -41,17 +43,17 @@ class HostAdapter:
 class AdapterSlots:
     """Memory of `slots` adapters of up to `max_rank` for a decoder whose weights are loaded. Slots count from 1."""
 
-    def __init__(self, model: Decoder, slots: int, max_rank: int, *, experts: bool = True, vocab: bool = True) -> None:
+    def __init__(self, model: Decoder, slots: int, max_rank: int, targets: Targets = None) -> None:
         """Allocate the memory, and make the model's layers read it.
 
-        `experts`: adapters may update experts. `vocab`: they may update the embedding and the output head.
+        `targets`: the modules that adapters may update (`target_modules.py`); None: all.
         """
-        self.model, self.num_slots, self.max_rank = model, slots, max_rank
+        self.model, self.num_slots, self.max_rank, self.targets = model, slots, max_rank, targets
         self.shards: list[WeightShard] = []  # shard of each matrix that can be adapted
         self.pairs: list[LayerPairs] = []
         self.digests: dict[int, str] = {}  # slot -> digest of its adapter
         self._experts: list[AdaptedExperts] = []
-        for layer, shards in adapted_layers(model, experts=experts, vocab=vocab):
+        for layer, shards in adapted_layers(model, targets):
             own = [LayerPairs(shard, slots, max_rank, model.placement) for shard in shards]
             self.shards += shards
             self.pairs += own
@@ -89,24 +91,30 @@ class AdapterSlots:
         self.model.step_rows.of_experts = frozenset().union(*(experts.used for experts in self._experts))
 
 
-def slot_bytes(model: Decoder, max_rank: int, *, experts: bool = True, vocab: bool = True) -> int:
+def slot_bytes(model: Decoder, max_rank: int, targets: Targets = None) -> int:
     """Return the bytes of one slot on this rank, also known before the weights are loaded."""
     item = model.placement.dtype.itemsize
-    found = adapted_layers(model, experts=experts, vocab=vocab)
+    found = adapted_layers(model, targets)
     return sum(pair_bytes(shard, max_rank, item) for _, shards in found for shard in shards)
 
 
-def adapted_layers(model: Decoder, *, experts: bool, vocab: bool) -> Iterator[tuple[object, list[WeightShard]]]:
-    """Yield the rank's layers that adapters may update, each with the shards of its pairs."""
+def adapted_layers(model: Decoder, targets: Targets) -> Iterator[tuple[object, list[WeightShard]]]:
+    """Yield the rank's layers that adapters of `targets` may update, each with the shards of its pairs."""
     for layer in model.parts:
-        if isinstance(layer, _ColumnLayers | RowParallelLinear):
-            yield layer, [layer.weight_shard]
-        elif isinstance(layer, ExpertStack) and experts:
-            yield layer, layer.shards
-        elif isinstance(layer, VocabParallelHead) and vocab:
-            yield layer, [vocab_shard(layer)]
-        elif isinstance(layer, VocabParallelEmbedding) and vocab and model.is_first:
-            yield layer, [_of_tokens(layer)]
+        if isinstance(layer, VocabParallelHead):
+            shards, modules = [vocab_shard(layer)], [HEAD]  # its matrix may be the embedding's
+        elif isinstance(layer, _ColumnLayers | RowParallelLinear):
+            shards = [layer.weight_shard]
+            modules = [part.name for part in layer.weight_shard.parts]
+        elif isinstance(layer, ExpertStack):
+            shards = layer.shards
+            modules = [part.name for shard in shards[:2] for part in shard.parts]  # experts are alike
+        elif isinstance(layer, VocabParallelEmbedding) and layer is model.embedding and model.is_first:
+            shards, modules = [_of_tokens(layer)], [EMBEDDING]
+        else:
+            continue
+        if is_chosen(modules, targets):
+            yield layer, shards
 
 
 def _of_tokens(layer: VocabParallelEmbedding) -> WeightShard:

@@ -55,6 +55,7 @@ class CppColumnLayer(AdaptedColumnLayer):
         gated = isinstance(layer, GatedParallelLinear)
         weight = program.multiply(layer, Rows.RESIDUAL, Rows.NORMED_0, *(GATED_MATMULS if gated else MATMULS))
         program.end()
+        pairs.pack()
         self._columns = weight.columns // 2 if gated else weight.columns
         self._dtype = torch.float32 if weight.epilogue == Epilogue.FLOAT else layer.placement.dtype
 
@@ -73,6 +74,7 @@ class CppRowLayer(AdaptedRowLayer):
         self._program = program = _program(layer.placement, pairs)
         for target in (Rows.NORMED_0, Rows.RESIDUAL):  # the first without a residual, the second with one
             program.end(program.finish(layer, Rows.RESIDUAL, None, 1.0, is_shared=True, target=target))
+        pairs.pack()
 
     def __call__(self, x: Tensor, rows: RowsBySlot, residual: Tensor | None = None) -> Tensor:
         outputs, program, tp = self.pairs.shard.rows, self._program, self.layer.placement.tp

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from oarlock.base.errors import StartupError
 from oarlock.workers.adapters import AdapterError
-from oarlock.workers.lora.adapter_file import Adapter
+from oarlock.workers.lora.adapter_file import Adapter, version_of
 from oarlock.workers.lora.adapter_slots import AdapterSlots, HostAdapter
 from oarlock.workers.lora.rank_adapter import read_adapter
 
@@ -26,6 +26,11 @@ class LoadedAdapters:
         self._reader = ThreadPoolExecutor(1, "adapters")
         self._prepared: dict[str, Future[HostAdapter]] = {}  # digest -> its copy in host memory
         self._reported: set[str] = set()
+
+    @property
+    def prepared(self) -> list[str]:
+        """Digests of the adapters in host memory, and of those that are being read or wait for that."""
+        return list(self._prepared)
 
     @property
     def num_host_bytes(self) -> int:
@@ -76,15 +81,17 @@ class LoadedAdapters:
         return ended
 
     def close(self) -> None:
-        """End the thread that reads, after the adapter that it reads now."""
-        self._reader.shutdown(cancel_futures=True)
+        """Let the thread that reads end after the adapter that it reads now."""
+        self._reader.shutdown(wait=False, cancel_futures=True)
 
     def _read(self, digest: str, directory: Path) -> HostAdapter:
-        """Read an adapter. Raises `StartupError`, also if the files have another digest."""
+        """Read an adapter. Raises `StartupError`, also if the files have another digest or change meanwhile."""
+        version = version_of(directory)
         adapter = Adapter.open(directory, self.slots.model.spec)
-        if adapter.digest != digest:
+        host = read_adapter(adapter, self.slots) if adapter.digest == digest else None
+        if host is None or version_of(directory) != version:
             raise StartupError(f"the files in {directory} have changed.", "Load the adapter again.")
-        return read_adapter(adapter, self.slots)
+        return host
 
 
 def _reason(error: BaseException) -> str:

@@ -22,6 +22,7 @@ from oarlock.workers.attention.rows_by_slot import RowsBySlot
 from oarlock.workers.distributed.all_reduce import tree_sum
 from oarlock.workers.kernels.cpu.structures import CAdapterPairs
 from oarlock.workers.layers.placement import Placement
+from oarlock.workers.lora import pair_layout
 from oarlock.workers.quantization.method import WeightShard
 
 
@@ -50,13 +51,15 @@ class LayerPairs:
         parts, dtype, device = len(shard.parts), placement.dtype, placement.device
         self.a = torch.zeros((slots, parts, max_rank, shard.local_inputs), dtype=dtype, device=device)
         self.b = torch.zeros((slots, max_rank, shard.rows), dtype=dtype, device=device)  # transposed
+        self.is_packed = False  # whether the memory has the order of `pair_layout`, which kernels on the CPU read
+        self._block = pair_layout.block_of(shard.local_inputs // shard.slices)
         self.scales = torch.zeros((slots, parts), device=device)
         self.ranks = torch.zeros(slots, dtype=torch.int32)  # highest rank of a slot's pairs
         self._ends = torch.tensor(self.outputs, dtype=torch.int64).cumsum(0)
         self._ends[-1] = shard.rows  # a padded last part
         at = (each.data_ptr() for each in (self.a, self.b, self.scales, self.ranks, self._ends))
         sizes = parts, max_rank, shard.local_inputs, shard.rows, shard.slices
-        self.structure = CAdapterPairs(*at, *sizes)  # read by kernels on the CPU
+        self.structure = CAdapterPairs(*at, *sizes, self._block, pair_layout.PANEL)
         self.used: Set[int] = frozenset()  # slots that have a pair of this layer
         self._wide = torch.float64 if placement.device.type == "cpu" else torch.float32
 
@@ -64,35 +67,73 @@ class LayerPairs:
     def num_bytes(self) -> int:
         return self.a.nbytes + self.b.nbytes
 
+    def pack(self) -> None:
+        """Store pairs from now on in the order in which kernels on the CPU read them."""
+        for slot in () if self.is_packed else self.used:
+            at, a, b = slot - 1, self.a_of(slot).clone(), self.b_of(slot).clone()
+            for part, one in enumerate(a):
+                pair_layout.store_a(self.a[at, part], one, self._block)
+            pair_layout.store_b(self.b[at], b)
+        self.is_packed = True
+
     @torch.inference_mode()
     def put(self, slot: int, pairs: Sequence[RankPair]) -> None:
         """Replace the pairs of `slot`. Parts without a pair are not adapted."""
         at, rank = slot - 1, max((len(pair.a) for pair in pairs), default=0)
         held = max(rank, int(self.ranks[at]))  # memory beyond is zero
-        self.a[at, :, :held].zero_()
-        self.b[at, :held].zero_()
+        whole = self.b.new_zeros((held, self.shard.rows)) if self.is_packed else self.b[at, :held].zero_()
         self.scales[at].zero_()
+        for part in range(len(self.outputs)):
+            self._put_a(at, part, held, next((pair.a for pair in pairs if pair.part == part), None))
         for pair in pairs:
-            own, first = len(pair.a), sum(self.outputs[: pair.part])
-            self.a[at, pair.part, :own].copy_(pair.a, non_blocking=True)
-            self.b[at, :own, first : first + pair.b.shape[1]].copy_(pair.b, non_blocking=True)
+            first = sum(self.outputs[: pair.part])
+            whole[: len(pair.b), first : first + pair.b.shape[1]].copy_(pair.b, non_blocking=True)
             self.scales[at, pair.part] = pair.scale
+        if self.is_packed:
+            pair_layout.store_b(self.b[at], whole)
         self.ranks[at] = rank
         self.used = self.used | {slot} if pairs else self.used - {slot}
+
+    def _put_a(self, at: int, part: int, held: int, a: Tensor | None) -> None:
+        """Replace the first `held` rows of A of a part by `a` [rank, inputs], and zeros."""
+        own = 0 if a is None else len(a)
+        if not self.is_packed:
+            self.a[at, part, own:held].zero_()
+            if a is not None:
+                self.a[at, part, :own].copy_(a, non_blocking=True)
+        elif a is not None and own == held:
+            pair_layout.store_a(self.a[at, part], a, self._block)
+        elif held:
+            whole = self.a.new_zeros((held, self.a.shape[3]))
+            if a is not None:
+                whole[:own] = a
+            pair_layout.store_a(self.a[at, part], whole, self._block)
+
+    def a_of(self, slot: int) -> Tensor:
+        """Return A of all parts of a slot: [parts, max rank, inputs]."""
+        stored = self.a[slot - 1]
+        if not self.is_packed:
+            return stored
+        return torch.stack([pair_layout.read_a(one, self._block) for one in stored])
+
+    def b_of(self, slot: int) -> Tensor:
+        """Return B of a slot, transposed: [max rank, outputs]."""
+        stored = self.b[slot - 1]
+        return pair_layout.read_b(stored) if self.is_packed else stored
 
     def shrink(self, x: Tensor, rows: RowsBySlot) -> Tensor:
         """Return this rank's part of `A x` of the adapted rows of `x` [T, inputs]: float32 [n, parts, max rank]."""
         chosen = x.index_select(0, rows.rows).to(self._wide)
         sums = torch.empty((len(chosen), self.a.shape[1] * self.max_rank), device=x.device)
         for slot, start, stop in rows.spans:
-            halves = self.a[slot - 1].flatten(0, 1).to(self._wide).chunk(self.shard.slices, 1)
+            halves = self.a_of(slot).flatten(0, 1).to(self._wide).chunk(self.shard.slices, 1)
             inputs = chosen[start:stop].chunk(self.shard.slices, 1)
             sums[start:stop] = tree_sum([(x @ a.T).float() for x, a in zip(inputs, halves, strict=True)])
         return sums.unflatten(1, (-1, self.max_rank))
 
     def columns(self, numbers: Tensor, rows: RowsBySlot) -> Tensor:
         """Return A's columns `numbers` int64 [n], a column for each adapted row: float32 [n, parts, max rank]."""
-        found = [self.a[slot - 1][:, :, numbers[start:stop]] for slot, start, stop in rows.spans]
+        found = [self.a_of(slot)[:, :, numbers[start:stop]] for slot, start, stop in rows.spans]
         return torch.cat(found, 2).permute(2, 0, 1).float()
 
     def expand(self, sums: Tensor, rows: RowsBySlot) -> Tensor:
@@ -103,9 +144,9 @@ class LayerPairs:
         update = torch.zeros((len(sums), self.b.shape[2]), device=sums.device)
         for slot, start, stop in rows.spans:
             scaled = (sums[start:stop] * self.scales[slot - 1].unsqueeze(1)).to(self._wide)
-            first = 0
+            first, whole = 0, self.b_of(slot)
             for part, count in enumerate(self.outputs):
-                b = self.b[slot - 1, :, first : first + count].to(self._wide)
+                b = whole[:, first : first + count].to(self._wide)
                 update[start:stop, first : first + count] = (scaled[:, part] @ b).float()
                 first += count
         return update

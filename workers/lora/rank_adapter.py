@@ -9,6 +9,7 @@ from oarlock.workers.lora.adapter_file import Adapter
 from oarlock.workers.lora.adapter_pair import AdapterMatrix, AdapterPair, Lines
 from oarlock.workers.lora.adapter_slots import AdapterSlots, HostAdapter
 from oarlock.workers.lora.low_rank import RankPair
+from oarlock.workers.lora.target_modules import check_adapter
 from oarlock.workers.quantization.method import StoredRows, WeightShard
 from oarlock.workers.weights.reader import FileReader, first_not_finite, not_finite
 
@@ -21,11 +22,7 @@ def read_adapter(adapter: Adapter, slots: AdapterSlots) -> HostAdapter:
     Raises `StartupError` for a rank above the slots', for a module that the rank's model cannot adapt, for a file that
     was cut short, and for values that are not finite or too large for the model's dtype.
     """
-    if adapter.max_rank > slots.max_rank:
-        raise StartupError(
-            f"adapter {adapter.name!r} has rank {adapter.max_rank}, and slots have room for rank {slots.max_rank}.",
-            f"Start with --max-lora-rank {adapter.max_rank}.",
-        )
+    check_adapter(adapter, slots.model.spec, slots.max_rank, slots.targets)
     places = {
         part.name: (at, number) for at, shard in enumerate(slots.shards) for number, part in enumerate(shard.parts)
     }

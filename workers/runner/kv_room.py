@@ -32,13 +32,13 @@ class KVRoom(NamedTuple):
 
 
 def room_for_kv(
-    config: WorkerConfig, meter: MemoryMeter | None, step_bytes: int, graph_bytes: int = 0, weight_bytes: int = 0
+    config: WorkerConfig, meter: MemoryMeter | None, step_bytes: int, graph_bytes: int = 0, loaded_bytes: int = 0
 ) -> KVRoom:
     """Return the memory for pages and slots: the given size, or as measured after loading and running the largest step.
 
     `step_bytes`: bytes that the largest step took. `graph_bytes`: bytes of all graphs. `meter`: meter of the device, or
     None for host memory. If replicas load at the same time, the host's free memory was measured before they loaded, and
-    each of them takes `weight_bytes` of it.
+    each of them takes `loaded_bytes` of it.
     """
     if config.kv_cache_bytes is not None:
         return room_given(config)
@@ -47,7 +47,7 @@ def room_for_kv(
         return room_on_device(config, total, total - meter.free_bytes(), step_bytes, graph_bytes)
     if config.host_free_bytes is None:
         return room_on_host(config, free_host_bytes())
-    return room_on_host(config, max(0, config.host_free_bytes - config.data_parallel_size * weight_bytes))
+    return room_on_host(config, max(0, config.host_free_bytes - config.data_parallel_size * loaded_bytes))
 
 
 def room_given(config: WorkerConfig) -> KVRoom:
@@ -71,5 +71,5 @@ def room_on_device(config: WorkerConfig, total: int, used: int, step_bytes: int,
 def room_on_host(config: WorkerConfig, free: int) -> KVRoom:
     """Return the memory for a rank's pages and slots on a host with `free` bytes after all its ranks have loaded."""
     ranks = config.ranks_on_host
-    free = max(0, free - (config.kv_offload_bytes or 0) * ranks)
+    free = max(0, free - ((config.kv_offload_bytes or 0) + config.adapter_copies_bytes) * ranks)
     return KVRoom(int(free * CPU_SHARE) // ranks, f"{CPU_SHARE:.0%} of free memory shared by {ranks} rank(s) is")

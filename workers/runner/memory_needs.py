@@ -25,6 +25,8 @@ from oarlock.workers.layers.decoder_spec import (
 )
 from oarlock.workers.layers.sharding import shard_experts
 from oarlock.workers.layers.tensor_spec import RankDtype, Sharding, TensorSpec
+from oarlock.workers.lora.adapted_modules import HEAD
+from oarlock.workers.lora.target_modules import SlotModules, can_be_adapted
 from oarlock.workers.models.encoders.encoder_spec import EncoderSpec
 from oarlock.workers.platform.dtypes import ITEM_BYTES
 from oarlock.workers.quantization.formats.weight_format import unit_of_width
@@ -88,24 +90,18 @@ def adapter_slot_bytes(
     spec: DecoderSpec,
     formats: WeightFormats = NONE,
     stage: int = 0,
-    *,
-    experts: bool = True,
-    vocab: bool = True,
 ) -> int:
-    """Return the bytes of one slot for a LoRA adapter on a rank of `stage`: A and B of every linear layer, at the
-    highest rank. `config` must have a resolved dtype.
-
-    `experts`, `vocab`: whether slots have room for updates of experts, and of the embedding and the output head.
-    """
-    last, values = stage == config.pipeline_parallel_size - 1, 0
+    """Return the bytes of one slot for a LoRA adapter on a rank of `stage`: A and B of every linear layer that
+    `lora_target_modules` chooses, at the highest rank. `config` must have a resolved dtype."""
+    chosen, last, values = SlotModules(spec, config.lora_target_modules), stage == config.pipeline_parallel_size - 1, 0
     for tensor, shape in _rank_shapes(config, spec, formats, stage):
-        is_expert = tensor.sharding in (Sharding.WIDTH_OUTPUTS, Sharding.WIDTH_INPUTS)
-        is_left_out = (is_expert and not experts) or (tensor.sharding is Sharding.VOCABULARY and not vocab)
-        if is_left_out or not tensor.is_matrix or tensor.rank_dtype is RankDtype.FLOAT32:
+        if not can_be_adapted(tensor):
             continue
-        is_embedding = tensor.name == EMBEDDING_WEIGHT
-        is_shared = is_embedding and last and spec.tie_word_embeddings  # the head has a pair of its own
-        values += sum(shape) * (is_shared + (not is_embedding or stage == 0))
+        pairs = int(chosen.has(tensor.name.removesuffix(".weight")))
+        if tensor.name == EMBEDDING_WEIGHT:
+            pairs *= stage == 0
+            pairs += last and spec.tie_word_embeddings and chosen.has(HEAD)  # the head has a pair of its own
+        values += sum(shape) * pairs
     return values * config.max_lora_rank * ITEM_BYTES[config.dtype]
 
 
@@ -226,25 +222,29 @@ def check_kv_fits(config: WorkerConfig, spec: DecoderSpec, formats: WeightFormat
     loading. Raises `StartupError` (exit code 4) with the arithmetic. `config` must be resolved.
     """
     loading = config.with_(host_free_bytes=free_before_load(config))
-    weights = weight_bytes_of_node(config, spec, config.dtype, formats)
-    room = room_for_kv(loading, None, 0, weight_bytes=weights)
+    loaded = loaded_bytes_of_node(config, spec, formats)
+    room = room_for_kv(loading, None, 0, loaded_bytes=loaded)
     for stage in range(config.pipeline_parallel_size):
         GroupSizes.of(config, spec, stage).counts_that_fit(room)
-    check_given_sizes_fit_host(config, weights * config.data_parallel_size)
+    check_given_sizes_fit_host(config, loaded * config.data_parallel_size)
 
 
-def check_given_sizes_fit_host(config: WorkerConfig, weights: int) -> None:
-    """Check that given sizes of KV memory and host tiers fit together with `weights`, the bytes of all replicas.
+def check_given_sizes_fit_host(config: WorkerConfig, loaded: int) -> None:
+    """Check that given sizes of KV memory and host tiers fit together with `loaded`, the bytes of the weights and slots
+    for adapters of all replicas, and with the copies of adapters.
 
     Swap does not count, as every step reads KV memory. Raises `StartupError` (exit code 4) with the arithmetic.
     """
     ranks, free = config.ranks_on_host, free_before_load(config)
     given = (("--kv-cache-memory", config.kv_cache_bytes), ("--kv-offload-memory", config.kv_offload_bytes))
     sizes = [(name, size) for name, size in given if size]
-    need = weights + ranks * sum(size for _, size in sizes)
+    copies = ranks * config.adapter_copies_bytes
+    need = loaded + copies + ranks * sum(size for _, size in sizes)
     if not sizes or need <= free:
         return
-    parts = [f"{human_bytes(weights)} of weights"] if weights else []
+    weights = loaded - ranks * config.adapter_bytes
+    parts = [f"{human_bytes(weights)} of weights"] if loaded else []
+    parts += [f"{human_bytes(loaded - weights + copies)} of adapters"] if copies else []
     parts += [f"{ranks} x {human_bytes(size)} of {name}" for name, size in sizes]
     name, largest = max(sizes, key=lambda pair: pair[1])
     rest = free - need + ranks * largest
@@ -268,12 +268,14 @@ def check_given_size_fits_device(
     """
     given = config.kv_cache_bytes or 0
     weights = max(rank_weight_bytes(config, spec, formats, stage) for stage in range(config.pipeline_parallel_size))
-    need = ranks_of_device * (weights + given)
+    adapters = config.adapter_bytes
+    need = ranks_of_device * (weights + adapters + given)
     if need > device_bytes:
-        most = (device_bytes // ranks_of_device - weights) >> 20
+        most = (device_bytes // ranks_of_device - weights - adapters) >> 20
         times = "" if ranks_of_device == 1 else f"{ranks_of_device} ranks on one device, each with "
         raise StartupError(
-            f"Not enough device memory for --kv-cache-memory: {times}{human_bytes(weights)} of weights and "
+            f"Not enough device memory for --kv-cache-memory: {times}{human_bytes(weights)} of weights"
+            f"{f', {human_bytes(adapters)} of slots for adapters' if adapters else ''} and "
             f"{human_bytes(given)} of KV memory take {human_bytes(need)}, and a device has "
             f"{human_bytes(device_bytes)}.",
             f"Lower --kv-cache-memory below {most}MiB, or leave it out: the size is then measured."
@@ -286,6 +288,12 @@ def check_given_size_fits_device(
 def free_before_load(config: WorkerConfig) -> int:
     """Return the free bytes of the host before any rank has loaded; with several replicas, before any of them has."""
     return free_host_bytes() if config.host_free_bytes is None else config.host_free_bytes
+
+
+def loaded_bytes_of_node(config: WorkerConfig, spec: DecoderSpec, formats: WeightFormats) -> int:
+    """Return the bytes that all ranks of a node hold after loading: weights, and slots for adapters. The dtype and the
+    bytes of a slot must be resolved."""
+    return weight_bytes_of_node(config, spec, config.dtype, formats) + config.ranks_per_node * config.adapter_bytes
 
 
 def weight_bytes_of_node(config: WorkerConfig, spec: DecoderSpec, dtype: str, formats: WeightFormats) -> int:
@@ -318,6 +326,8 @@ def out_of_memory(
         f"{human_bytes(weight_bytes)} of weights ({format_name(config, config.dtype)})",
         f"{about}{human_bytes(step)} for a step of {config.max_num_batched_tokens} tokens",
     ]
+    if config.max_loras:
+        parts.append(f"{human_bytes(config.adapter_bytes)} of slots for adapters")
     if config.device == "cuda":
         parts.append(f"{human_bytes(sampling_bytes(config, spec))} of logits and histories to sample from")
     if graph_bytes:
@@ -326,7 +336,8 @@ def out_of_memory(
         parts.append(f"{human_bytes(kv_bytes)} of KV memory")
     num_ranks = config.tensor_parallel_size * config.pipeline_parallel_size
     ranks = "" if num_ranks == 1 else f" of {num_ranks}"
-    first = "Lower --kv-cache-memory, --max-model-len or --max-num-batched-tokens"
+    adapters = "--max-loras, " if config.max_loras else ""
+    first = f"Lower {adapters}--kv-cache-memory, --max-model-len or --max-num-batched-tokens"
     if config.device == "cuda":
         fix = (
             f"{first}, or use more ranks (--tensor-parallel-size), a lower --gpu-memory-utilization or a smaller model."

@@ -78,7 +78,8 @@ class ModelRunner(StepRunner[DecoderSteps]):
         if config.max_loras:
             assert isinstance(model, Decoder), "only described models have adapters"
             with self.memory.needed_for("taking memory for adapters"):
-                self.adapters = LoadedAdapters(AdapterSlots(model, config.max_loras, config.max_lora_rank))
+                slots = AdapterSlots(model, config.max_loras, config.max_lora_rank, config.lora_target_modules)
+                self.adapters = LoadedAdapters(slots)
         if self.stage.is_last:
             self.pooler = Pooler(
                 self.tp, answers=self.answers, compute_logits=model.compute_logits, vocab_start=model.vocab_start
@@ -185,6 +186,7 @@ class ModelRunner(StepRunner[DecoderSteps]):
             served_by=spec.served_by,
             is_replicated=self.tp.size > 1 and spec.is_replicated,
             step_cost=self.step_cost,
+            adapter_slot_bytes=0 if self.adapters is None else self.adapters.slots.num_bytes // self.config.max_loras,
             kv_offload=None if self.kv_offload is None else self.kv_offload.info,
         )
 
@@ -204,5 +206,7 @@ class ModelRunner(StepRunner[DecoderSteps]):
         """Free everything that must be freed before the process group is destroyed."""
         if self.kv_offload is not None:
             self.kv_offload.close()
+        if self.adapters is not None:
+            self.adapters.close()
         if isinstance(self.steps, DeviceSteps):
             self.steps.release()

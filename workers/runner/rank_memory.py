@@ -25,11 +25,11 @@ from oarlock.workers.runner.group_sizes import GroupSizes
 from oarlock.workers.runner.kv_room import MemoryMeter, room_for_kv
 from oarlock.workers.runner.memory_needs import (
     largest_step_bytes,
+    loaded_bytes_of_node,
     out_of_memory,
     out_of_memory_as,
     rank_weight_bytes,
     step_bytes,
-    weight_bytes_of_node,
 )
 
 logger = logging.getLogger("oarlock.runner")
@@ -102,8 +102,8 @@ class RankMemory:
         config = self._config
         if config.num_kv_blocks is not None:
             return self.groups.given_counts(config.num_kv_blocks)
-        weights = weight_bytes_of_node(config, self._spec, config.dtype, self._formats)
-        room = room_for_kv(config, self.meter, self.step.largest, self.graph_bytes, weights)
+        loaded = loaded_bytes_of_node(config, self._spec, self._formats)
+        room = room_for_kv(config, self.meter, self.step.largest, self.graph_bytes, loaded)
         num_blocks = self.groups.counts_that_fit(room)
         logger.info(
             "event=memory step_bytes=%d measured=%s graph_bytes=%d kv_bytes=%d room=%r",

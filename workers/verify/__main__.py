@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from oarlock.base.errors import StartupError
 from oarlock.base.python_child import die_with_parent, run_while_read
 from oarlock.workers.config import WorkerConfig
+from oarlock.workers.lora.adapter_file import Adapter
 from oarlock.workers.models.registry import read_spec
 from oarlock.workers.preflight import preflight
 from oarlock.workers.transformers_backend.choice import class_by_name
@@ -27,6 +28,7 @@ from oarlock.workers.verify.launch import run_ranks, run_reference
 from oarlock.workers.verify.request import (
     BUILT_IN_PROMPTS,
     NEW_TOKENS,
+    NUM_SLOTS,
     Text,
     VerifyRequest,
     has_tokenizer,
@@ -68,7 +70,7 @@ def verify(arguments: argparse.Namespace) -> VerifyReport:
         folder = Path(name)
         request = VerifyRequest(
             config.model_path, config.dtype, config.device, prompts, NEW_TOKENS, quantization=config.quantization,
-            dequantize=config.dequantize,
+            dequantize=config.dequantize, adapter=None if arguments.lora is None else str(arguments.lora),
         )  # fmt: skip
         request.write(folder)
         report_line("transformers: starting")
@@ -106,6 +108,7 @@ def verify(arguments: argparse.Namespace) -> VerifyReport:
             dequantize=config.dequantize,
             loss=RoundingLoss.read(folder),
             stages=stages,
+            adapter=None if arguments.lora is None else arguments.lora.name,
         )
 
 
@@ -142,7 +145,7 @@ def checked(arguments: argparse.Namespace) -> tuple[WorkerConfig, list[list[int]
             f"transformers' code computes {found[0]}, so there is no other code to compare it with.",
             "Serve it: the first start compares the model with its class's own forward.",
         )
-    config = preflight(config)
+    config = preflight(config if arguments.lora is None else _with_adapter(config, arguments))
     if config.share_device:
         report_line(f"{config.ranks_per_node} ranks share the CUDA devices, and all-reduces go through host memory")
     assert config.max_model_len is not None, "preflight resolves the context length"
@@ -163,6 +166,13 @@ def checked(arguments: argparse.Namespace) -> tuple[WorkerConfig, list[list[int]
     return config, prompts
 
 
+def _with_adapter(config: WorkerConfig, arguments: argparse.Namespace) -> WorkerConfig:
+    """Return the configuration with slots for the adapter, which is checked first. Raises `StartupError`."""
+    arguments.lora = arguments.lora.absolute()
+    adapter = Adapter.open(arguments.lora, read_spec(config.model_path))
+    return config.with_(max_loras=NUM_SLOTS, max_lora_rank=adapter.max_rank)
+
+
 def report_line(line: str) -> None:
     """Print one line of progress."""
     print(f"verify: {line}", file=sys.stderr, flush=True)
@@ -179,6 +189,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--quantization", default="none")
     parser.add_argument("--dequantize", action="store_true")
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--lora", type=Path)
     parser.add_argument("--prompts", type=Path)
     parser.add_argument("--output", type=Path)
     return parser

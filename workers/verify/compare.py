@@ -108,6 +108,16 @@ def tapped(spec: DecoderSpec, layer: int, tensor: str) -> Tapped:
     return next(one for one in taps_of(spec.layers[layer]) if one.tap.name == tensor)
 
 
+def read_by(spec: DecoderSpec, layer: int, branch: BranchSpec) -> str:
+    """Return the tensor that the sublayer of `branch` reads: its norm, or the residual before it."""
+    names = layer_tensors(spec)
+    at = next(f"{layer}.{tap.name}" for tap in branch.sublayer.taps if tap.is_compared)
+    if branch.norm is not None:
+        return next(f"{layer}.{one.tap.name}" for one in taps_of(spec.layers[layer]) if one.tap.module == branch.norm)
+    before = names.index(at) - 1
+    return names[before] if before >= 0 else "embedding"
+
+
 def columns_of(tensor: str, spec: DecoderSpec, rank: int, size: int, layer: int | None = 0) -> ColumnRange:
     """Return the part of `tensor`, a name without its `layer`, on `rank` of `size`. `layer`: None for tensors outside
     the layers."""

@@ -24,6 +24,7 @@ from oarlock.workers.layers.sharding import shard_vocab
 from oarlock.workers.layers.tensor_spec import Computation, Tap
 from oarlock.workers.quantization.formats.weight_format import Arithmetic
 from oarlock.workers.quantization.matmul import PLAIN_ACTIVATIONS
+from oarlock.workers.verify.adapter_diagnosis import adapter_cause
 from oarlock.workers.verify.compare import (
     ColumnRange,
     Recorded,
@@ -31,14 +32,13 @@ from oarlock.workers.verify.compare import (
     TensorResult,
     VerifyResults,
     columns_of,
-    layer_tensors,
+    read_by,
     tapped,
-    taps_of,
 )
 from oarlock.workers.verify.dequantised_reference import DequantisedWeights, dequantised_weights, expert_result
 from oarlock.workers.verify.halves import same_bits
 from oarlock.workers.verify.recurrent_diagnosis import RecurrentSpec, WrongPart, slot_cause, weights_of
-from oarlock.workers.verify.request import Text
+from oarlock.workers.verify.request import Text, VerifyRequest
 
 _WRONG = 0.1  # a scale is wrong if its relative error is above this
 _GROUPS = (128, 64, 32, 16)  # group sizes to try if not all inputs share a scale
@@ -127,7 +127,8 @@ class _Fault:
 
     def partial(self, rank: int) -> Tensor:
         """Return a rank's result before the all-reduce: float64 [T, hidden]."""
-        return self.ours(rank, "_partial" if self.size > 1 else "")
+        is_recorded = self.size > 1 or VerifyRequest.read(self.folder).adapter is not None
+        return self.ours(rank, "_partial" if is_recorded else "")
 
     def error(self, rank: int) -> Tensor:
         """Return the error as [T, columns of `rank`]."""
@@ -183,6 +184,8 @@ def explain(
 
 
 def _cause(fault: _Fault) -> str:
+    if (cause := adapter_cause(fault)) is not None:
+        return cause
     found = fault.tapped
     if found is None:
         match fault.row.tensor:
@@ -262,18 +265,8 @@ def _scales(fault: _Fault, branch: BranchSpec, rank: int, module: str) -> str:
     if not dequantised.has(module) or dequantised.arithmetic(module) is Arithmetic.DENSE:
         return ""
     part = fault.part(rank)
-    inputs = Recorded(fault.folder).truth(_read_by(fault.spec, fault.row.layer or 0, branch))
+    inputs = Recorded(fault.folder).truth(read_by(fault.spec, fault.row.layer or 0, branch))
     return wrong_scales(inputs, dequantised.weight(module).double()[part.start : part.stop], fault.ours(rank)) or ""
-
-
-def _read_by(spec: DecoderSpec, layer: int, branch: BranchSpec) -> str:
-    """Return the tensor that the sublayer of `branch` reads: its norm, or the residual before it."""
-    names = layer_tensors(spec)
-    at = next(f"{layer}.{tap.name}" for tap in branch.sublayer.taps if tap.is_compared)
-    if branch.norm is not None:
-        return next(f"{layer}.{one.tap.name}" for one in taps_of(spec.layers[layer]) if one.tap.module == branch.norm)
-    before = names.index(at) - 1
-    return names[before] if before >= 0 else "embedding"
 
 
 def _moved_heads(fault: _Fault, rank: int) -> str:
@@ -481,7 +474,7 @@ def _experts(fault: _Fault, branch: BranchSpec, tap: Tap) -> str:
 def _expert(fault: _Fault, branch: BranchSpec, spec: ExpertsSpec, expert: int, tokens: Tensor, routing: Tensor) -> str:
     """Return the expert's number, and a note if its result is another expert's or a multiple of the right one."""
     rank, module = fault.row.wrong_ranks[0], f"{fault.module}.{spec.module}.experts"
-    x = Recorded(fault.folder).truth(_read_by(fault.spec, fault.row.layer or 0, branch))[tokens]
+    x = Recorded(fault.folder).truth(read_by(fault.spec, fault.row.layer or 0, branch))[tokens]
     weight = routing[tokens, expert, None]
 
     def result(other: int) -> Tensor:

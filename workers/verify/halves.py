@@ -77,13 +77,17 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 class RecordedHalves:
     """A copy of the hidden states after each half, in every step until `close`."""
 
-    def __init__(self, prepared: PreparedLayers | None, why_not: str | None) -> None:
-        """Start to record. `prepared`: None if the layers cannot run in one call, for the reason `why_not`."""
+    def __init__(
+        self, prepared: PreparedLayers | None, why_not: str | None, others: Sequence[PreparedLayers | None] = ()
+    ) -> None:
+        """Start to record. `prepared`: None if the layers cannot run in one call, for the reason `why_not`. `others`:
+        the layers of other steps, such as steps without adapters."""
         self._prepared = prepared
+        self._all = [one for one in (prepared, *others) if one is not None]
         self._why_not = why_not
         self._steps: list[list[Tensor]] = []  # [steps][halves], each [T, hidden]
-        if prepared is not None:
-            prepared.after_branch = self._keep
+        for one in self._all:
+            one.after_branch = self._keep
 
     def _keep(self, number: int, hidden: Tensor) -> None:
         if number == 0:
@@ -92,8 +96,8 @@ class RecordedHalves:
 
     def close(self) -> None:
         """Record no more. Existing recordings stay."""
-        if self._prepared is not None:
-            self._prepared.after_branch = None
+        for one in self._all:
+            one.after_branch = None
 
     def compare(self, separate: Sequence[dict[str, Tensor]], rank: int, halves: Sequence[Half]) -> Halves:
         """Compare the halves with `separate`, the tensors of the separate operations by name, for each of the same

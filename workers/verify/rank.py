@@ -10,11 +10,13 @@ import json
 import os
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
@@ -22,6 +24,7 @@ from torch import Tensor
 from oarlock.base.errors import StartupError
 from oarlock.workers.attention.backend import AttentionBackend, AttentionSpec, LayerKV, LayerMemory
 from oarlock.workers.attention.forward_batch import ForwardBatch
+from oarlock.workers.attention.rows_by_slot import RowsBySlot
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.distributed.pipeline_stage import PipelineStage
@@ -36,6 +39,7 @@ from oarlock.workers.recurrent.states import NULL_SLOT
 from oarlock.workers.runner.model_runner import ModelRunner
 from oarlock.workers.runner.trial_steps import ONE_GROUP, SequenceChunk, TrialMemory, greedy_step
 from oarlock.workers.runner.worker_process import join, log_to_stderr
+from oarlock.workers.verify.adapted_sequences import put_adapter, slots_of_step
 from oarlock.workers.verify.compare import columns_of, dense_routing, file_of, halves_of, taps_of
 from oarlock.workers.verify.halves import RecordedHalves
 from oarlock.workers.verify.request import Text, VerifyRequest
@@ -62,12 +66,12 @@ def run_rank(
     assert isinstance(decoder, Decoder), "tensors inside of other models have no names to be compared by"
     on_progress("allocating KV memory")
     runner.allocate([max(blocks_needed(text, config.block_size), slots_needed(text))] * len(decoder.groups))
-    prepared = decoder.prepared_for(runner.layer_memory, runner.backends) if request.record else None
-    halves = RecordedHalves(prepared, decoder.why_not_prepared)
+    slots = put_adapter(runner, request)
+    halves = _recorded_halves(runner, decoder, request)
     memory = TrialMemory.of(runner.spec)
     rows: list[tuple[int, int]] = []
     chosen: dict[tuple[int, int], int] = {}
-    for number, (step, here) in enumerate(steps_of(text, config.block_size, memory)):
+    for number, (step, here) in enumerate(steps_of(text, config.block_size, memory, slots)):
         on_progress(f"step {number // _STEPS_PER_LINE * _STEPS_PER_LINE + 1}")
         output = runner.execute(step)
         rows += here
@@ -80,7 +84,7 @@ def run_rank(
         runner.close()  # destroys graphs, which would not call the recording decoder
         recording = RecordingDecoder(decoder, diagnostics=True)
         runner.steps.model = recording  # ty: ignore[invalid-assignment]
-        for step, _ in steps_of(text, config.block_size, memory):
+        for step, _ in steps_of(text, config.block_size, memory, slots):
             on_progress("recording the tensors")
             runner.execute(step)
         recording.close()
@@ -91,6 +95,17 @@ def run_rank(
         for file, tensors in _files(recording.steps, order):
             on_progress("writing the tensors")
             save_file(tensors, folder / f"rank-{tp.rank}-{file}.safetensors")
+
+
+def _recorded_halves(runner: ModelRunner, decoder: Decoder, request: VerifyRequest) -> RecordedHalves:
+    """Return the record of the halves of layers as they are served, with adapters or without."""
+    if not request.record:
+        return RecordedHalves(None, decoder.why_not_prepared)
+    if decoder.step_rows.of_experts:
+        return RecordedHalves(None, "an adapter of experts is computed operation by operation")
+    kinds = (False, True) if request.adapter is not None else (False,)
+    prepared = [decoder.prepared_for(runner.layer_memory, runner.backends, adapts=adapts) for adapts in kinds]
+    return RecordedHalves(prepared[-1], decoder.why_not_prepared, prepared[:-1])
 
 
 def _answers(text: Text, chosen: dict[tuple[int, int], int]) -> list[list[int]]:
@@ -111,13 +126,13 @@ def _files(steps: list[dict[str, Tensor]], order: Tensor) -> Iterator[tuple[str,
 
 
 def steps_of(
-    text: Text, block_size: int, memory: TrialMemory = ONE_GROUP
+    text: Text, block_size: int, memory: TrialMemory = ONE_GROUP, adapter_slots: Sequence[int] = ()
 ) -> Iterator[tuple[StepMetadata, list[tuple[int, int]]]]:
     """Yield steps: all prompts in one, then one token of each sequence per step. Every row asks for logits.
 
     With each step comes the (sequence, position) of its rows. With recurrent state, the second step computes the end of
     each prompt once more, as another sequence with the same beginning would: from a state that the first step has saved
-    in the middle of the prompt. The sequence goes on from its results.
+    in the middle of the prompt. The sequence goes on from its results. `adapter_slots`: of each sequence, or none.
     """
     sequences = text.inputs()
     tables = _block_tables([len(sequence) for sequence in sequences], block_size)
@@ -127,7 +142,8 @@ def steps_of(
             slots[seq].chunk(sequences[seq][start:end], start, tables[seq]) for seq, (start, end) in ranges.items()
         ]
         rows = [(seq, position) for seq, (start, end) in ranges.items() for position in range(start, end)]
-        yield greedy_step(chunks, block_size, range(len(rows)), step_id=number, memory=memory), rows
+        step = greedy_step(chunks, block_size, range(len(rows)), step_id=number, memory=memory)
+        yield replace(step, adapter_slots=np.array(slots_of_step(adapter_slots, [*ranges]), np.int32)), rows
 
 
 def _ranges(text: Text, *, resumes: bool) -> Iterator[dict[int, tuple[int, int]]]:
@@ -238,6 +254,7 @@ class RecordingDecoder:
         `diagnostics`: also keep tensors that only the search for a cause needs:
 
         {i}.o_proj_partial {i}.mlp_partial   [T, hidden]   this rank's share, before the all-reduce; with several ranks
+                                                           or with an adapter, whose update is left out
         {i}.gate_up_mirrored                 [T, I]        gate_up of the negated input
         """
         self.decoder = decoder
@@ -268,9 +285,9 @@ class RecordingDecoder:
         recording = {group: _RecordingBackend(backend, self._record) for group, backend in backends.items()}
         return self.decoder(batch, memory, recording, plans, hidden)  # ty: ignore[invalid-argument-type]
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
+    def compute_logits(self, hidden: Tensor, adapters: RowsBySlot | None = None) -> Tensor:
         """Compute logits as the decoder does, and record them."""
-        logits = self.decoder.compute_logits(hidden)
+        logits = self.decoder.compute_logits(hidden, adapters)
         so_far = self.last.get("logits", logits[:0])  # a step with many rows asks in several calls
         self._record("logits", torch.cat((so_far, logits)))
         return logits
@@ -391,7 +408,12 @@ class RecordingDecoder:
         def before(x: Tensor) -> None:
             if inputs is not None:
                 self._record(inputs, x)
-            if self.decoder.placement.tp.size == 1:  # the matmul may add the residual itself: compute it without
+            if layer.adapted is not None and layer.adapted.rows is not None:
+                # Its all-reduce exchanges the low-rank values of the update as well: call the layer once more.
+                self._record(output, layer(x, None))
+                if self._diagnostics:
+                    self._record(f"{output}_partial", layer.matmul(x))
+            elif self.decoder.placement.tp.size == 1:  # the matmul may add the residual itself: compute it without
                 self._record(output, layer.matmul(x))
             else:
                 self._summing = output, layer.bias

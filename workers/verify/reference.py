@@ -11,7 +11,7 @@ It is a process of its own, so that all its memory is free again when our ranks 
 import signal
 import sys
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,7 @@ from oarlock.workers.verify.dequantised_reference import (
 )
 from oarlock.workers.verify.exact_modules import Widened, exact_attention, in_float64
 from oarlock.workers.verify.expert_choices import ExpertChoices, choices_of_ranks, routing_in
+from oarlock.workers.verify.merged_reference import MergedModel
 from oarlock.workers.verify.request import Text, VerifyRequest
 from oarlock.workers.verify.transformers_layout import TransformersLayout
 
@@ -63,6 +64,7 @@ AutoModelForCausalLM.register(Emu3TextConfig, Emu3ForCausalLM, exist_ok=True)
 _SCALE_EXPERTS = ("LagunaSparseMoeBlock",)
 
 ReportLine = Callable[[str], None]
+Weights = Callable[[int], AbstractContextManager[None]]  # the weights to run a sequence with, by its number
 
 
 def record_reference(request: VerifyRequest, folder: Path, report_line: ReportLine) -> Text:
@@ -74,11 +76,13 @@ def record_reference(request: VerifyRequest, folder: Path, report_line: ReportLi
     model, quantised = load_for(request, dtype)
     as_served = quantised.as_served if quantised else nullcontext
     with torch.inference_mode():
+        keep = torch.float64 if request.dtype == "float32" else torch.float32
+        rounded, exact = adapted_weights(model, spec, request, keep, is_quantised=quantised is not None)
         if request.follows_choices:
             text = Text.read(folder)
         else:
             with as_served():
-                text = generate(model, spec, request, report_line)
+                text = generate(model, spec, request, report_line, rounded)
             text.write(folder)
         if not request.record:
             return text
@@ -86,22 +90,41 @@ def record_reference(request: VerifyRequest, folder: Path, report_line: ReportLi
         ours = choices_of_ranks(folder, spec) if request.follows_choices else {}
         choices = ExpertChoices(ours) if ours else None
         with in_float64(model, spec.names):
-            truth = _run(model, spec, text, torch.float64 if request.dtype == "float32" else torch.float32, choices)
+            truth = _run(model, spec, text, keep, choices, exact)
         if choices is not None:
             choices.write(folder)
         report_line(f"every layer in {request.dtype}")
         with as_served():
-            theirs = _run(model, spec, text, dtype, ExpertChoices(truth, *([ours] if ours else [])))
+            theirs = _run(model, spec, text, dtype, ExpertChoices(truth, *([ours] if ours else [])), rounded)
         report_line("writing its tensors")
         _write(truth, theirs, folder)
         if quantised and quantised.was_dense:
             report_line("every layer in float64, with the weights as they are stored")
             with quantised.as_it_was(), in_float64(model, spec.names):
-                before = _run(model, spec, text, torch.float64)
+                before = _run(model, spec, text, torch.float64, weights=exact)
             modules = modules_by_name(model, spec.names)
             layers = [modules[f"model.layers.{index}"] for index in range(spec.num_layers)]
             _loss(quantised.errors(layers), truth, before).write(folder)
     return text
+
+
+def _own_weights(sequence: int) -> AbstractContextManager[None]:
+    """Run every sequence with the weights of the model."""
+    return nullcontext()
+
+
+def adapted_weights(
+    model: PreTrainedModel, spec: DecoderSpec, request: VerifyRequest, wide: torch.dtype, *, is_quantised: bool
+) -> tuple[Weights, Weights]:
+    """Return the weights of each sequence in the dtype of the model, and in `wide` for the truth."""
+    if request.adapter is None:
+        return _own_weights, _own_weights
+    merged = MergedModel(model, spec, Path(request.adapter), is_quantised=is_quantised)
+
+    def weights(dtype: torch.dtype | None) -> Weights:
+        return lambda sequence: merged.weights(dtype) if request.is_adapted(sequence) else nullcontext()
+
+    return weights(None), weights(wide)
 
 
 def load_for(request: VerifyRequest, dtype: torch.dtype) -> tuple[PreTrainedModel, DequantisedModel | None]:
@@ -176,7 +199,13 @@ def load_model(path: str, dtype: str, device: str) -> PreTrainedModel:
     return text_part(model, spec).to("cuda:0" if device == "cuda" else "cpu").eval()
 
 
-def generate(model: PreTrainedModel, spec: DecoderSpec, request: VerifyRequest, report_line: ReportLine) -> Text:
+def generate(
+    model: PreTrainedModel,
+    spec: DecoderSpec,
+    request: VerifyRequest,
+    report_line: ReportLine,
+    weights: Weights = _own_weights,
+) -> Text:
     """Generate greedy text with transformers' own `generate`. An end-of-sequence token does not end it.
 
     Recurrent models run without transformers' cache, since some of its classes compute other results with it.
@@ -189,11 +218,12 @@ def generate(model: PreTrainedModel, spec: DecoderSpec, request: VerifyRequest, 
             continue
         report_line(f"greedy completion {number + 1} of {len(request.prompts)}")
         ids = torch.tensor([prompt], device=model.device)
-        out = model.generate(  # ty: ignore[not-callable]
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, num_beams=1, repetition_penalty=1.0,
-            max_new_tokens=request.new_tokens, min_new_tokens=0, pad_token_id=0, eos_token_id=None,
-            use_cache=not has_states,
-        )  # fmt: skip
+        with weights(number):
+            out = model.generate(  # ty: ignore[not-callable]
+                ids, attention_mask=torch.ones_like(ids), do_sample=False, num_beams=1, repetition_penalty=1.0,
+                max_new_tokens=request.new_tokens, min_new_tokens=0, pad_token_id=0, eos_token_id=None,
+                use_cache=not has_states,
+            )  # fmt: skip
         outputs.append(out[0, len(prompt) :].tolist())
     return Text(request.prompts, outputs)
 
@@ -229,14 +259,20 @@ def _loss(weights: Iterable[float], rounded: dict[str, Tensor], before: dict[str
 
 
 def _run(
-    model: PreTrainedModel, spec: DecoderSpec, text: Text, keep: torch.dtype, choices: ExpertChoices | None = None
+    model: PreTrainedModel,
+    spec: DecoderSpec,
+    text: Text,
+    keep: torch.dtype,
+    choices: ExpertChoices | None = None,
+    weights: Weights = _own_weights,
 ) -> dict[str, Tensor]:
     """Run all sequences, one after the other, each in one call. Return every tensor as [T, columns]. `choices`: of
-    experts, to follow."""
+    experts, to follow. `weights`: of each sequence."""
     recorder = TransformersRecorder(model, spec, keep, choices)
     try:
-        for sequence in text.inputs():
-            output = model(torch.tensor([sequence], device=model.device), use_cache=False)
+        for number, sequence in enumerate(text.inputs()):
+            with weights(number):
+                output = model(torch.tensor([sequence], device=model.device), use_cache=False)
             recorder.record("logits", output.logits)
         return recorder.tensors()
     finally:

@@ -29,6 +29,7 @@ class VerifyReport:
     dequantize: bool = False
     loss: RoundingLoss | None = None
     stages: int = 1
+    adapter: str | None = None  # name of the LoRA adapter of all sequences but the last
 
     @property
     def result(self) -> str:
@@ -52,7 +53,9 @@ class VerifyReport:
             "quantization": self.quantization,
             "dequantize": self.dequantize,
             "kv_cache_dtype": self.dtype,
-            "truth": f"transformers in float64, on the weights as they are in {self.weight_format}",
+            "adapter": self.adapter,
+            "truth": f"transformers in float64, on the weights as they are in {self.weight_format}"
+            + ("" if self.adapter is None else ", with the adapter merged into them"),
             "limits": {"rms": LIMIT, "head_rms": LIMIT, "largest": LARGEST_LIMIT, "largest_of_logits": LIMIT},
             "tokens_compared": self.tokens,
             "ok": self.comparison.ok,
@@ -92,6 +95,8 @@ class VerifyReport:
         head += f"tensor-parallel size {self.size}"
         if self.stages > 1:
             head += f", {self.stages} pipeline stages"
+        if self.adapter is not None:
+            head += f", adapter {self.adapter}"
         lines = [f"{head}: {self.tokens} tokens through every layer, compared with transformers in float64", ""]
         lines += [*table(shown(comparison)), ""]
         if self.size > 1:

@@ -12,6 +12,7 @@ from typing import Any
 from oarlock.base.errors import StartupError
 
 NEW_TOKENS = 12  # generated after each prompt
+NUM_SLOTS = 2  # slots for adapters if one is verified
 MAX_TOKENS = 512  # limit over all prompts, because every tensor of every layer is kept for each token
 BUILT_IN_PROMPTS = (
     "The quick brown fox jumps over the lazy dog, and then",
@@ -36,6 +37,11 @@ class VerifyRequest:
     dequantize: bool = False  # weights are dequantised to `dtype`
     num_threads: int | None = None  # threads of the reference; None: torch's own choice
     follows_choices: bool = False  # the reference runs again, and follows the choices of experts that ranks recorded
+    adapter: str | None = None  # directory or GGUF file of a LoRA adapter
+
+    def is_adapted(self, sequence: int) -> bool:
+        """Return whether a sequence has the adapter: all but the last of several, whose rows must not change."""
+        return self.adapter is not None and (sequence == 0 or sequence < len(self.prompts) - 1)
 
     def write(self, folder: Path) -> None:
         (folder / "request.json").write_text(json.dumps(asdict(self)), "utf-8")

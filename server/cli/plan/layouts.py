@@ -17,7 +17,15 @@ from oarlock.server.cli.plan.machine import Machine
 from oarlock.server.config.settings import Settings
 from oarlock.server.hub.local_model import find_local
 from oarlock.server.hub.model_path import resolve
-from oarlock.workers.capacity import Capacity, capacity, cpu_ops, divides, tensor_parallel_sizes, work_of
+from oarlock.workers.capacity import (
+    Capacity,
+    capacity,
+    cpu_ops,
+    divides,
+    smaller_slots,
+    tensor_parallel_sizes,
+    work_of,
+)
 from oarlock.workers.preflight import OpenModel, open_model
 
 CONTEXTS = (4096, 32_768)  # tokens of one user
@@ -207,6 +215,9 @@ def remedies(model: OpenModel, machine: Machine, nearest: Layout) -> list[Remedy
         changes += [(f"--quantization {form}", {"quantization": form}) for form in ("int8", "int4")]
     if not nearest.capacity.groups.is_rounded:
         changes += [(f"--kv-cache-dtype {form}", {"kv_cache_dtype": form}) for form in ("fp8", "int8")]
+    fewer = smaller_slots(model, nearest.capacity.config)
+    if fewer is not None:
+        changes.append((f"--lora-target-modules {' '.join(fewer.targets)}", {"lora_target_modules": fewer.targets}))
     found = []
     if machine.memory.device == "cpu" and model.config.kv_cache_bytes is None:
         changes.append(

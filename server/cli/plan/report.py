@@ -12,7 +12,7 @@ from oarlock.base.host_memory import human_bytes
 from oarlock.server.cli.plan.layouts import CONTEXTS, Layout, Remedy
 from oarlock.server.cli.plan.machine import Machine
 from oarlock.server.config.settings import OPTIONS
-from oarlock.workers.capacity import expert_bytes
+from oarlock.workers.capacity import expert_bytes, smaller_slots
 from oarlock.workers.catalogue import code_line
 from oarlock.workers.preflight import OpenModel
 
@@ -59,6 +59,9 @@ def _layout(one: Layout) -> dict[str, Any]:
         "weight_bytes": max(held.weight_bytes),
         "step_bytes": held.step_bytes,
         "other_bytes": held.other_bytes,
+        "adapter_slots": config.max_loras,
+        "bytes_per_adapter_slot": config.adapter_slot_bytes,
+        "adapter_copies_bytes": config.adapter_copies_bytes,
         "vector_bytes": held.vector_bytes,
         "kv_bytes": held.kv_bytes,
         "kv_bytes_per_token": held.groups.bytes_per_token,
@@ -86,6 +89,7 @@ def as_text(
             *_of_code(model, best),
             *_of_states(model, best),
             *_of_experts(model, best),
+            *_of_adapters(model, best),
             "",
             f"  {command}",
         ]
@@ -117,7 +121,9 @@ def parameters(count: int) -> str:
 
 def _rows(machine: Machine, found: Sequence[Layout]) -> list[list[str]]:
     each = "rank" if machine.memory.device == "cpu" else "GPU"
-    heads = ["TP x PP x DP", "fits", f"weights/{each}", f"step/{each}", f"KV/{each}", "KV tokens"]
+    has_adapters = found[0].capacity.config.max_loras > 0
+    heads = ["TP x PP x DP", "fits", f"weights/{each}", *([f"adapters/{each}"] if has_adapters else [])]
+    heads += [f"step/{each}", f"KV/{each}", "KV tokens"]
     contexts, has_rates = _contexts(found[0]), machine.bandwidth is not None
     heads += [f"users at {context:,}" if context % 1024 else f"users at {context // 1024}k" for context in contexts]
     rows = [[*heads, *(["tokens/s, 1 user", f"all at {found[0].user_context:,}"] if has_rates else [])]]
@@ -128,6 +134,7 @@ def _rows(machine: Machine, found: Sequence[Layout]) -> list[list[str]]:
                 " x ".join(map(str, one.sizes)),
                 "yes" if one.fits else f"{human_bytes(held.missing_bytes)} short",
                 human_bytes(max(held.weight_bytes)),
+                *([human_bytes(held.config.adapter_bytes)] if has_adapters else []),
                 human_bytes(held.step_bytes),
                 human_bytes(held.kv_bytes) if one.fits else "-",
                 f"{one.kv_tokens:,}" if one.fits else "-",
@@ -205,6 +212,23 @@ def _of_experts(model: OpenModel, best: Layout) -> list[str]:
         reads = " and ".join(f"{human_bytes(found.read_by[count])} of {count}" for count in _USERS)
         said.append(f"{human_bytes(found.held)} {way} (a step reads {reads} tokens)")
     return [f"Experts of a rank: {said[0]}; {said[1]}."]
+
+
+def _of_adapters(model: OpenModel, best: Layout) -> list[str]:
+    """Describe a rank's memory for LoRA adapters, and how much of it experts take."""
+    config = best.capacity.config
+    if not config.max_loras:
+        return []
+    size = human_bytes(config.adapter_slot_bytes)
+    line = (
+        f"Adapters: {config.max_loras} slot(s) of {size} on each rank, for rank {config.max_lora_rank}; up to "
+        f"{config.num_host_adapters} copies take as much each in host memory."
+    )
+    fewer = smaller_slots(model, config)
+    if fewer is None:
+        return [line]
+    flag = f"--lora-target-modules {' '.join(fewer.targets)}"
+    return [line, f"Without experts a slot takes {human_bytes(fewer.slot_bytes)}: {flag}."]
 
 
 def _why_not(machine: Machine, best: Layout, helps: Sequence[Remedy]) -> list[str]:

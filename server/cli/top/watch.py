@@ -29,6 +29,7 @@ _STATUS = {"ok": "green", "loading": "yellow", "starting": "yellow", "draining":
 _ROWS_ABOVE = 18  # rows of a page with one engine that its list of requests has to leave free
 _MAX_REQUESTS = 20
 _MAX_BATCHES = 5
+_MAX_ADAPTERS = 8
 _BATCHES = f"/v1/batches?limit={_MAX_BATCHES}"  # the newest
 _HISTOGRAMS = {"ttft_ms": "vllm:time_to_first_token_seconds", "itl_ms": "vllm:inter_token_latency_seconds"}
 _COUNTERS = {
@@ -170,8 +171,11 @@ def _engine(engine: dict[str, Any], several: bool, width: int, num_requests: int
     ]
     if step["ranks"]:
         parts.append(_ranks(step["ranks"]))
+    adapters = engine.get("adapters")  # None: the engine serves none; servers of earlier versions lack it
+    if adapters is not None:
+        parts += _adapters(adapters)
     if engine["slowest"]:
-        parts.append(_requests(engine["slowest"][:num_requests]))
+        parts.append(_requests(engine["slowest"][:num_requests], has_adapters=adapters is not None))
     return parts
 
 
@@ -192,11 +196,39 @@ def _ranks(ranks: list[dict[str, Any]]) -> Text:
     return Text(f"ranks  {each}{apart}")
 
 
-def _requests(slowest: list[dict[str, Any]]) -> Table:
+def _adapters(adapters: dict[str, Any]) -> list[RenderableType]:
+    """Return the memory of LoRA adapters, and a table of those that are in use."""
+    slots, memory = f"{adapters['in_slots']} of {adapters['slots']} slots", adapters["in_host_memory"]
+    counts = f"{slots}, {memory} of {adapters['host_limit']} in host memory, {adapters['names']} known"
+    parts: list[RenderableType] = [Text(f"adapters  {counts}, {adapters['waiting']} requests wait")]
+    used = _used_adapters(adapters)
+    if used:
+        table = _table("adapter", "memory", "running", "waiting")
+        for one in used:
+            memory = f"slot {one['slot']}" if one["slot"] else fit(one["state"].replace("_", " "))
+            table.add_row(Text(fit(one["name"])), Text(memory), str(one["running"]), str(one["waiting"]))
+        parts.append(table)
+    return parts
+
+
+def _rows_of_adapters(engine: dict[str, Any]) -> int:
+    return 0 if engine.get("adapters") is None else 2 + len(_used_adapters(engine["adapters"]))
+
+
+def _used_adapters(adapters: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """Return the first adapters that are in a slot or have requests."""
+    shown = [] if adapters is None else adapters["shown"]
+    return [one for one in shown if one["slot"] or one["running"] or one["waiting"]][:_MAX_ADAPTERS]
+
+
+def _requests(slowest: list[dict[str, Any]], *, has_adapters: bool) -> Table:
     table = _table("oldest requests", "state", "age", "prompt", "cached", "output")
+    if has_adapters:
+        table.add_column("adapter", no_wrap=True, overflow="ellipsis")
     for one in slowest:
         numbers = (str(one[name]) for name in ("prompt_tokens", "cached_tokens", "output_tokens"))
-        table.add_row(Text(fit(one["id"])), Text(fit(one["state"])), duration(one["age_s"]), *numbers)
+        adapter = [Text(fit(one["adapter"] or "-"))] if has_adapters else []
+        table.add_row(Text(fit(one["id"])), Text(fit(one["state"])), duration(one["age_s"]), *numbers, *adapter)
     return table
 
 
@@ -396,6 +428,7 @@ class _Display:
         console, num_engines = self._console, len(self._state["engines"])
         above = _ROWS_ABOVE + (num_engines + 2 if num_engines > 1 else 0)
         above += len(self._state["batches"]) + 2 if self._state["batches"] else 0
+        above += max((_rows_of_adapters(engine) for engine in self._state["engines"]), default=0)
         rows = max(1, min(_MAX_REQUESTS, console.height - above))
         keys = f"q quits, 0 to {min(9, num_engines - 1)} choose a replica" if num_engines > 1 else "q quits"
         foot = Text(fit(self._problem), style="red") if self._problem else Text(keys, style="dim")

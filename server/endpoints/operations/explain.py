@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from oarlock.engine.stats import RequestHistory
+from oarlock.engine.stats import AWAITS_LOAD, RequestHistory
 from oarlock.server.endpoints.serving import OpenAIServing
 from oarlock.server.errors import HttpError
 from oarlock.server.http.request_record import MAX_RECORDS, RequestRecord, histories_of
@@ -68,6 +68,10 @@ def _refused(found: Findings) -> Diagnosis | None:
         return "Its prompt and completion do not fit into the context.", "--max-model-len"
     if code == "out_of_memory":
         return "The ranks did not have enough memory for a step with only this request.", "--max-num-batched-tokens"
+    if code == "adapter_unloaded":
+        return f"Its adapter {record.adapter!r} was unloaded before it was complete.", None
+    if code == "adapter_failed":
+        return f"Its adapter {record.adapter!r} could not be loaded; see the log for the reason.", None
     if code == "replica_lost":
         return "The engine that ran it has stopped; see the log for the reason. The request can be sent again.", None
     if status < 500:
@@ -115,6 +119,16 @@ def _slow_client(found: Findings) -> Diagnosis | None:
         (f"Its client read slowly: {waited:.1f} s of {found.seconds['total']:.1f} s passed with a full connection."),
         None,
     )
+
+
+def _waited_for_adapter(found: Findings) -> Diagnosis | None:
+    adapter = None if found.history is None else found.history["adapter"]
+    if adapter is None or found.share("adapter") < _LARGE or found.seconds["adapter"] < _QUICK_S:
+        return None
+    waited = f"It waited {found.seconds['adapter']:.1f} s of {found.seconds['total']:.1f} s"
+    if found.seconds["adapter_load"] >= found.seconds["adapter"] / 2:
+        return f"{waited} until its adapter {adapter['name']!r} was loaded into host memory.", "--max-cpu-loras"
+    return f"{waited} for a slot for its adapter {adapter['name']!r}: other adapters were in all slots.", "--max-loras"
 
 
 def _preempted(found: Findings) -> Diagnosis | None:
@@ -234,6 +248,7 @@ _RULES: tuple[Callable[[Findings], Any], ...] = (
     _client_left,
     _timed_out,
     _slow_client,
+    _waited_for_adapter,
     _preempted,
     _stalled,
     _queued,
@@ -263,6 +278,7 @@ def report(
         "request_id": record.request_id,
         "route": record.route,
         "key": record.key_label,
+        "adapter": record.adapter,
         "received": round(record.received_at, 3),
         "state": findings.state,
         "status": record.status or None,
@@ -289,7 +305,8 @@ def _error(record: RequestRecord) -> dict[str, Any] | None:
 def _seconds(record: RequestRecord, history: RequestHistory | None, now: float) -> dict[str, float]:
     """Return the seconds from the request to the last byte of its response, by their use.
 
-    `preempted` (time without KV blocks) and `stalled` are parts of `decode`. Waiting for the client overlaps all parts.
+    `preempted` (time without KV blocks) and `stalled` are parts of `decode`. `adapter`, the wait for the LoRA adapter,
+    is part of `queued` and `preempted`, and `adapter_load` of `adapter`. Waiting for the client overlaps all parts.
     """
     end_s = record.ended_s or now
     found = {"total": end_s - record.received_s, "before_engine": (record.started_s or end_s) - record.received_s}
@@ -301,9 +318,21 @@ def _seconds(record: RequestRecord, history: RequestHistory | None, now: float) 
         found["prefill"] = token_s - scheduled_s
         found["decode"] = last_s - token_s
         found["preempted"] = sum((one["back_s"] or last_s) - one["at_s"] for one in history["preemptions"])
+        found |= _adapter_seconds(history, last_s)
         found["stalled"] = sum(stall["seconds"] for stall in history["stalls"])
     found["client_did_not_read"] = record.sending_s
     return found
+
+
+def _adapter_seconds(history: RequestHistory, last_s: float) -> dict[str, float]:
+    """Return the seconds of waiting for the adapter; empty for a request without an adapter."""
+    adapter = history["adapter"]
+    if adapter is None:
+        return {}
+    lasting = [wait for wait in adapter["waits"] if wait["end_s"] is None]
+    load_s = adapter["load_s"] + sum(last_s - wait["at_s"] for wait in lasting if wait["awaited"] == AWAITS_LOAD)
+    slot_s = adapter["slot_s"] + sum(last_s - wait["at_s"] for wait in lasting if wait["awaited"] != AWAITS_LOAD)
+    return {"adapter": load_s + slot_s, "adapter_load": load_s}
 
 
 def _timeline(record: RequestRecord, history: RequestHistory | None, ids: Mapping[int, str]) -> list[dict[str, Any]]:
@@ -340,6 +369,7 @@ def _engine_events(
     behind = [ids[one] for one in history["ahead"] if one in ids]
     counts = {"running": history["num_running"], "waiting": history["num_waiting"], "behind": behind or None}
     events: list[tuple[float, str, dict[str, Any]]] = [(history["arrival_s"], "queued", counts)]
+    events += _adapter_events(history)
     if history["first_scheduled_s"] is not None:
         cached = {"cached_tokens": history["cached_tokens"], "prompt_tokens": history["prompt_tokens"]}
         events.append((history["first_scheduled_s"], "began to run", cached))
@@ -369,6 +399,19 @@ def _engine_events(
     return events
 
 
+def _adapter_events(history: RequestHistory) -> list[tuple[float, str, dict[str, Any]]]:
+    adapter = history["adapter"]
+    if adapter is None:
+        return []
+    events = []
+    for wait in adapter["waits"]:
+        seconds = None if wait["end_s"] is None else round(wait["end_s"] - wait["at_s"], 3)
+        awaited = "its load" if wait["awaited"] == AWAITS_LOAD else "a slot"
+        details = {"adapter": adapter["name"], "awaits": awaited, "seconds": seconds}
+        events.append((wait["at_s"], "waits for its adapter", details))
+    return events
+
+
 def _shifted(history: RequestHistory, start_s: float, record: RequestRecord, ids: Mapping[int, str]) -> dict[str, Any]:
     """Return the engine's history of one choice, in seconds since the request arrived, with the ids of responses."""
     replicas = {choice.engine_id: choice.replica for choice in record.choices}
@@ -376,7 +419,7 @@ def _shifted(history: RequestHistory, start_s: float, record: RequestRecord, ids
     def since(at: float | None) -> float | None:
         return None if at is None else round(at - start_s, 4)
 
-    decode = history["decode"]
+    decode, adapter = history["decode"], history["adapter"]
     return {
         "replica": replicas[history["request_id"]],
         "queued_s": since(history["arrival_s"]),
@@ -385,6 +428,14 @@ def _shifted(history: RequestHistory, start_s: float, record: RequestRecord, ids
         "behind": [ids[one] for one in history["ahead"] if one in ids],
         "steps_without_row": history["without_row"],
         "steps_without_blocks": history["without_blocks"],
+        "adapter": None
+        if adapter is None
+        else {
+            **adapter,
+            "waits": [
+                {**wait, "at_s": since(wait["at_s"]), "end_s": since(wait["end_s"])} for wait in adapter["waits"]
+            ],
+        },
         "began_s": since(history["first_scheduled_s"]),
         "cached_tokens": history["cached_tokens"],
         "prefill": {

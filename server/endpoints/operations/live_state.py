@@ -123,6 +123,7 @@ def _engine(number: int, state: EngineState | None, ids: dict[int, str]) -> dict
             "status": "down",
             "running": 0,
             "waiting": 0,
+            "adapters": None,
             "kv": {"block_size": 0, "total": 0, "held": 0, "cached": 0, "free": 0, "cells_of": 1, "map": ""},
             "step": {"count": 0, "last_ms": 0.0, "median_ms": 0.0, "p99_ms": 0.0, "ranks": []},
             "slowest": [],
@@ -134,6 +135,7 @@ def _engine(number: int, state: EngineState | None, ids: dict[int, str]) -> dict
         "waiting": state["waiting"],
         "kv": state["kv"],
         "step": state["step"],
+        "adapters": state["adapters"],
         "slowest": [_open_request(one, ids) for one in state["slowest"] if one["request_id"] in ids],
     }
 
@@ -142,6 +144,7 @@ def _open_request(one: OpenRequest, ids: dict[int, str]) -> dict[str, Any]:
     return {
         "id": ids[one["request_id"]],
         "state": one["state"],
+        "adapter": one["adapter"],
         "age_s": one["age_s"],
         "prompt_tokens": one["prompt_tokens"],
         "cached_tokens": one["cached_tokens"],

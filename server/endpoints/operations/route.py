@@ -15,6 +15,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from oarlock.engine.types import EngineInfo
 from oarlock.server.endpoints.operations.explain import OpenAIServingExplain
 from oarlock.server.endpoints.operations.live_state import OpenAIServingLiveState
 from oarlock.server.endpoints.serving import OpenAIServing, served_by
@@ -76,6 +77,7 @@ def capabilities(document: dict[str, Any], serving: OpenAIServing) -> dict[str, 
             "product_inputs": f"rounded to {info.input_rounding}" if info.input_rounding else info.dtype,
             "kv_cache_dtype": info.kv_cache_dtype,
         },
+        "adapters": _adapters(info),
         "pooling": None
         if pooler.generates
         else {
@@ -97,6 +99,17 @@ def capabilities(document: dict[str, Any], serving: OpenAIServing) -> dict[str, 
             "eos_token_ids": list(processor.eos_token_ids),
         },
         "endpoints": endpoints(document),
+    }
+
+
+def _adapters(info: EngineInfo) -> dict[str, int] | None:
+    """Return the limits of LoRA adapters; None if none are served. `/v1/models` has their names."""
+    if not info.max_loras:
+        return None
+    return {
+        "max_loras": info.max_loras,
+        "max_lora_rank": info.max_lora_rank,
+        "bytes_per_slot_per_rank": info.adapter_slot_bytes,
     }
 
 
@@ -269,10 +282,20 @@ _STATE_EXAMPLE = {
                     {"rank": 1, "last_ms": 24.7, "median_ms": 25.2},
                 ],
             },
+            "adapters": {
+                "slots": 2,
+                "in_slots": 1,
+                "host_limit": 4,
+                "in_host_memory": 1,
+                "names": 1,
+                "waiting": 0,
+                "shown": [{"name": "sql", "state": "ready", "slot": 1, "running": 1, "waiting": 0}],
+            },
             "slowest": [
                 {
                     "id": "cmpl-0f3c1d",
                     "state": "running",
+                    "adapter": "sql",
                     "age_s": 1.204,
                     "prompt_tokens": 35,
                     "cached_tokens": 32,

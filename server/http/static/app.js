@@ -13,6 +13,7 @@ import { Store } from "./store.js";
 import { setUpTheme } from "./theme.js";
 
 let modelName = null; // null until it is known
+let hasAdapters = false; // whether the server serves LoRA adapters
 const settings = new Settings($("settings"), { close: () => showSettings(false), showCode });
 const store = new Store((id) => changedElsewhere(id));
 const chat = new Chat(settings, store, { askKey, unreachable: () => connection.check(), saved });
@@ -30,6 +31,8 @@ async function learn() {
     chat.meter.limit = capabilities.limits.max_model_len;
     chat.question.placeholder = chat.hasChat ? "Write a message" : `This model ${capabilities.pooling ? "does not generate text" : "has no chat template: it serves /v1/completions only"}`;
     modelName = capabilities.models[0];
+    hasAdapters = Boolean(capabilities.adapters);
+    offerAdapters();
     introduce(capabilities.introduction);
     entitle();
     chat.controls();
@@ -38,6 +41,17 @@ async function learn() {
   } catch (error) {
     if (!(error instanceof ApiError)) throw error;
     if (error.status === 401 && (await askKey())) await learn();
+  }
+}
+
+/** Offer the LoRA adapters of this moment as models, too. */
+async function offerAdapters() {
+  if (!hasAdapters) return;
+  try {
+    const { data } = await get("v1/models");
+    settings.offer(data.map(({ id }) => id));
+  } catch (error) {
+    if (!(error instanceof ApiError)) throw error; // the last names stay
   }
 }
 
@@ -142,8 +156,9 @@ follow(true);
 function showSettings(isShown) {
   $("settings").hidden = !isShown;
   $("settings-button").setAttribute("aria-expanded", isShown);
-  if (isShown) $("set-system").focus({ preventScroll: true });
-  else $("settings-button").focus();
+  if (!isShown) return $("settings-button").focus();
+  $("set-system").focus({ preventScroll: true });
+  offerAdapters();
 }
 $("settings-button").addEventListener("click", () => showSettings($("settings").hidden));
 

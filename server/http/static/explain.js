@@ -40,7 +40,7 @@ function shown(found) {
     bar.append(part);
     legend.append(el("span", {}, el("i", { class: `key part-${name}` }), `${label} ${duration(1000 * seconds[name])}`));
   }
-  const facts = [found.state, found.status && `status ${found.status}`, `${count(found.cached_tokens)} of ${plural(found.prompt_tokens, "prompt token")} cached`, plural(found.completion_tokens, "token"), `${duration(1000 * seconds.total)} in all`];
+  const facts = [found.state, found.adapter && `adapter ${found.adapter}`, found.status && `status ${found.status}`, `${count(found.cached_tokens)} of ${plural(found.prompt_tokens, "prompt token")} cached`, plural(found.completion_tokens, "token"), `${duration(1000 * seconds.total)} in all`];
   const rows = timeline.map(({ at_s: at, event, ...details }) => el("tr", {},
     el("td", {}, duration(1000 * at)), el("td", {}, event),
     el("td", { class: "soft" }, Object.entries(details).map(([name, value]) => `${name.replaceAll("_", " ")} ${Array.isArray(value) ? value.join(", ") : value}`).join(" · "))));

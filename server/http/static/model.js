@@ -28,7 +28,8 @@ export class ModelView {
     }
   }
 
-  draw(models, { limits, features, generation_config: generation, introduction, version }) {
+  draw(all, { limits, features, adapters, generation_config: generation, introduction, version }) {
+    const models = all.filter((model) => !model.parent);
     const [card] = models;
     const rows = Object.entries(CARD).filter(([name]) => name in card).map(([name, label]) => row(label, shown(name, card[name]), card[REASONS[name]]));
     const names = models.map((model) => model.id);
@@ -43,6 +44,7 @@ export class ModelView {
           ...Object.entries(generation.sampling).map(([name, value]) => row(words(name), shown(name, value), name === "temperature" && value === 0 ? "greedy: always the most likely token" : null)),
           row("from", generation.source ?? "this server"),
         ]),
+        adapters ? group("LoRA adapters", adapterRows(adapters, all.filter((model) => model.parent))) : "",
         group("Server", [row("Oarlock", version), row("Prefix cache", shown("", features.prefix_caching)), row("Unknown parameters", features.unknown_parameters)]),
       ),
       el("h2", {}, "From a program"), this.example(names[0], features.chat ? "chat" : features.task),
@@ -66,6 +68,12 @@ const words = (name) => (name[0].toUpperCase() + name.slice(1)).replace(/_(s|byt
 function shown(name, value) {
   if (typeof value === "boolean") return value ? "yes" : "no";
   return `${typeof value === "number" ? count(value) : value}${UNITS[name] ? ` ${UNITS[name]}` : ""}`;
+}
+
+/** Return the rows of the slots for adapters, and of each adapter with the path or hub id that it was loaded from. */
+function adapterRows({ max_loras: slots, max_lora_rank: rank, bytes_per_slot_per_rank: bytes }, adapters) {
+  const mebibytes = `${(bytes / 2 ** 20).toFixed(1)} MiB per rank`;
+  return [row("Slots", count(slots), mebibytes), row("Highest rank", count(rank)), ...adapters.map(({ id, root }) => row(id, root))];
 }
 
 const row = (label, value, reason = null) => [el("dt", {}, label), el("dd", {}, value, reason ? el("small", {}, reason) : "")];

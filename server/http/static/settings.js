@@ -23,6 +23,12 @@ export class Settings {
     this.judge();
   }
 
+  /** Offer these names as models. */
+  offer(models) {
+    this.models = models;
+    this.judge();
+  }
+
   set(name, text) {
     if (text === "" || text === undefined) delete this.texts[name];
     else this.texts[name] = text;
@@ -80,7 +86,7 @@ export class Settings {
       input.placeholder = String(known.default ?? "");
       input.title = [field.hint, hasRange && `${known.minimum} to ${known.maximum}`].filter(Boolean).join("; ");
     }
-    if (this.select.options.length !== this.models.length) this.select.replaceChildren(...this.models.map((name) => el("option", { value: name }, name)));
+    if ([...this.select.options].map(({ value }) => value).join("\n") !== this.models.join("\n")) this.select.replaceChildren(...this.models.map((name) => el("option", { value: name }, name)));
     this.select.value = this.model;
     for (const part of [this.select, this.select.previousSibling]) part.hidden = this.models.length < 2;
     this.box.checked = this.texts.alternatives !== false;

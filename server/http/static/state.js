@@ -1,7 +1,7 @@
-// The live state: queue, speed, the KV blocks as a map, the time of each rank's steps, and the oldest requests.
+// The live state: queue, speed, the KV blocks as a map, the time of each rank's steps, LoRA adapters, the oldest requests.
 
 import { ApiError, get } from "./api.js";
-import { count, duration, el, seconds } from "./dom.js";
+import { count, duration, el, plural, seconds } from "./dom.js";
 
 const EVERY_MS = 1000;
 const HISTORY = 120; // points of a curve: two minutes
@@ -157,17 +157,41 @@ function build(engine, isOneOfMany) {
   const ranks = el("tbody");
   const oldest = el("tbody");
   const title = (text) => el("h2", {}, isOneOfMany ? `${text}, replica ${engine.engine}` : text);
+  const adapters = adaptersCard(title);
   const element = el("div", { class: "engine" },
     el("section", { class: "card" }, title("KV blocks"), el("p", { class: "legend" }, ...legend, scale), canvas),
     el("section", { class: "card" }, title("Steps"), steps, table("Time of each rank's steps", ["Rank", "Last", "Median", ""], ranks)),
+    adapters.card,
     el("section", { class: "card wide" }, title("Oldest requests"), table("Oldest requests", ["Request", "State", "Age", "Prompt", "Cached", "Written"], oldest)));
-  return { element, map: canvas, scale, steps, ranks, oldest };
+  return { element, map: canvas, scale, steps, ranks, oldest, adapters };
+}
+
+/** Return the card of an engine's LoRA adapters, which is hidden until the engine reports some. */
+function adaptersCard(title) {
+  const summary = el("p", { class: "soft" });
+  const rows = el("tbody");
+  const card = el("section", { class: "card wide", hidden: true }, title("LoRA adapters"), summary, table("LoRA adapters", ["Adapter", "Memory", "Running", "Waiting"], rows));
+  return { card, summary, rows };
+}
+
+const MEMORY = { on_disk: "on disk", loading: "being loaded", ready: "host memory" };
+
+function updateAdapters({ card, summary, rows }, adapters) {
+  card.hidden = !adapters;
+  if (!adapters) return;
+  const { slots, in_slots: inSlots, host_limit: limit, in_host_memory: loaded, names, waiting, shown } = adapters;
+  const parts = [`${count(inSlots)} of ${plural(slots, "slot")} in use`, `${count(loaded)} of ${count(limit)} in host memory`, plural(names, "name"), waiting && `${plural(waiting, "request")} ${waiting === 1 ? "waits for its" : "wait for their"} adapter`];
+  summary.textContent = parts.filter(Boolean).join(" · ");
+  const found = shown.map((adapter) => el("tr", {}, el("td", { class: "mono" }, adapter.name), ...cells(adapter.slot ? `slot ${adapter.slot}` : MEMORY[adapter.state], count(adapter.running), count(adapter.waiting))));
+  if (names > shown.length) found.push(el("tr", {}, el("td", { colspan: "4", class: "soft" }, `and ${plural(names - shown.length, "other name")}`)));
+  rows.replaceChildren(...(found.length ? found : [el("tr", {}, el("td", { colspan: "4", class: "soft" }, "None is loaded."))]));
 }
 
 const table = (label, heads, body) => el("div", { class: "table" }, el("table", { "aria-label": label }, el("thead", {}, el("tr", {}, ...heads.map((head) => el("th", { scope: "col" }, head)))), body));
 
 function update(parts, engine) {
   const { kv, step, slowest } = engine;
+  updateAdapters(parts.adapters, engine.adapters);
   for (const [name] of Object.values(BLOCKS)) parts.element.querySelector(`[data-kv=${name}]`).textContent = count(kv[name]);
   const size = kv.cells_of > 1 ? `each square is ${count(kv.cells_of)} blocks of ${kv.block_size} tokens` : `each square is a block of ${kv.block_size} tokens`;
   parts.scale.textContent = size;
@@ -183,7 +207,7 @@ function update(parts, engine) {
   }));
   parts.ranks.parentElement.hidden = !ranks.length;
   const explained = async (id) => (await import("./explain.js")).explain(id);
-  const rows = slowest.map((request) => el("tr", {}, el("td", {}, el("button", { class: "quiet mono", title: "Explain this request", onclick: () => explained(request.id) }, request.id)), ...[request.state, seconds(request.age_s), count(request.prompt_tokens), count(request.cached_tokens), count(request.output_tokens)].map((text) => el("td", {}, text))));
+  const rows = slowest.map((request) => el("tr", {}, el("td", {}, el("button", { class: "quiet mono", title: "Explain this request", onclick: () => explained(request.id) }, request.id)), ...[request.adapter ? `${request.state} · ${request.adapter}` : request.state, seconds(request.age_s), count(request.prompt_tokens), count(request.cached_tokens), count(request.output_tokens)].map((text) => el("td", {}, text))));
   parts.oldest.replaceChildren(...(rows.length ? rows : [el("tr", {}, el("td", { colspan: "6", class: "soft" }, "None: the server is idle."))]));
 }
 

@@ -17,8 +17,9 @@ pytestmark = [
 ]
 BOARD = json.loads((ROOT / "configs/grafana/oarlock.json").read_text())
 ALERTS = yaml.safe_load((ROOT / "configs/prometheus/alerts.yml").read_text())
-# only where there are keys, or a directory of batches
+# only if there are keys, a directory of batches, or adapters
 EXPORTED_LATER = {"oarlock:key_generation_tokens_total", "oarlock:batch_requests_total", "oarlock:batches"}
+EXPORTED_LATER |= {"oarlock:adapter_generation_tokens_total"}
 NAME = re.compile(r"\b(?:vllm|oarlock):\w+")
 
 
@@ -110,7 +111,8 @@ def test_every_query_of_the_dashboard_has_an_answer(prometheus):
             found = prometheus.query(expr)
             if not found:
                 empty.append(panel["title"])
-    assert empty == ["Completion tokens by key", "Batches", "Batches"]  # there are no keys, and no directory of batches
+    # There are no keys, no directory of batches, and no adapters.
+    assert empty == ["Completion tokens by key", "Batches", "Batches", "Generated tokens by adapter"]
     names = {
         name
         for panel in BOARD["panels"]

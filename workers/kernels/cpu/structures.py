@@ -168,6 +168,8 @@ class CAdapterPairs(ctypes.Structure):
         ("inputs", c_long),
         ("outputs", c_long),
         ("slices", c_long),
+        ("block", c_long),
+        ("panel", c_long),
     )
 
 

@@ -320,12 +320,18 @@ def test_parked_requests_count_in_the_queue() -> None:
 
 
 def test_labels_are_bounded() -> None:
+    """And a name that was unloaded leaves its label to another one."""
     driver = AdapterDriver()
     for number in range(1, MAX_ADAPTER_LABELS + 10):
         driver.load(f"name {number}", number)
         driver.ask(number, f"name {number}", max_tokens=2)
         driver.run()
-        driver.remove_adapter(f"name {number}")
     counts = driver.scheduler.stats.by_adapter
     assert len(counts) == MAX_ADAPTER_LABELS + 1
     assert counts["name 1"] == [1, 3, 2] and counts[OTHER_ADAPTERS] == [9, 27, 18]
+    driver.remove_adapter("name 1")
+    driver.ask(999, f"name {MAX_ADAPTER_LABELS + 1}", max_tokens=2)
+    driver.run()
+    assert "name 1" not in counts and counts[OTHER_ADAPTERS] == [9, 27, 18]
+    assert counts[f"name {MAX_ADAPTER_LABELS + 1}"] == [1, 3, 2]
+    assert len(counts) == MAX_ADAPTER_LABELS + 1

@@ -79,6 +79,24 @@ def test_the_page_is_this():
     assert shown(STATE) == PAGE
 
 
+def test_adapters_have_a_line_and_the_used_ones_a_table():
+    names = [("sql", "ready", 2, 1, 0), ("legal", "loading", 0, 0, 3), ("idle", "on_disk", 0, 0, 0)]
+    shown_ones = [dict(zip(("name", "state", "slot", "running", "waiting"), one, strict=True)) for one in names]
+    counts = {"slots": 2, "in_slots": 1, "host_limit": 4, "in_host_memory": 1, "names": 3, "waiting": 3}
+    slowest = [one | {"adapter": adapter} for one, adapter in zip(ENGINE["slowest"], ("sql", None), strict=True)]
+    engine = ENGINE | {"adapters": counts | {"shown": shown_ones}, "slowest": slowest}
+    lines = shown({**STATE, "engines": [engine]}).splitlines()
+    assert lines[-7:] == [
+        "adapters  1 of 2 slots, 1 of 4 in host memory, 3 known, 3 requests wait",
+        "adapter  memory   running  waiting",
+        "sql      slot 2         1        0",
+        "legal    loading        0        3",
+        "oldest requests  state           age  prompt  cached  output  adapter",
+        "cmpl-␛[2J1       running       3.2 s      35      32      11  sql",
+        "cmpl-2           waiting  4 min 10 s       9       0       0  -",
+    ]
+
+
 def test_a_narrow_terminal_has_a_map_of_several_lines():
     lines = shown(STATE, 34).splitlines()
     at = lines.index("█" * 16 + "▒" * 8 + "·" * 8)

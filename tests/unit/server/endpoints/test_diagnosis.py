@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from oarlock.engine.stats import Chunk, DecodeSteps, Preemption, RequestHistory, StallState
+from oarlock.engine.stats import AdapterHistory, AdapterWait, Chunk, DecodeSteps, Preemption, RequestHistory, StallState
 from oarlock.server.config.settings import OPTIONS
 from oarlock.server.endpoints.operations import explain
 from oarlock.server.endpoints.operations.explain import Findings, diagnose, report
@@ -38,6 +38,7 @@ def engine(queued: float = 0.0, prefill: float = 0.1, total: float = 9.9, **fiel
         ahead=[5],
         without_row=0,
         without_blocks=0,
+        adapter=None,
         first_scheduled_s=100.01 + queued,
         num_chunks=1,
         computed_tokens=34,
@@ -65,6 +66,10 @@ def told(one: RequestRecord, history: RequestHistory | None, *, prefix_caching: 
 
 BUSY = {"mean_sequences": 20.0, "steps": 99, "prompt_tokens": 0, "seconds": 9.0, "by_sequences": {}}
 CROWDED = {"mean_sequences": 2.0, "steps": 99, "prompt_tokens": 9000, "seconds": 9.0, "by_sequences": {}}
+LOADED = AdapterHistory(
+    name="sql", load_s=4.0, slot_s=1.0, waits=[AdapterWait(awaited="load", at_s=100.01, end_s=104.01)]
+)
+WAITS = AdapterHistory(name="sql", load_s=0.5, slot_s=0.0, waits=[AdapterWait(awaited="slot", at_s=101.01, end_s=None)])
 SHORT = [Preemption(at_s=102.0, back_s=105.0, is_short=True)]
 SHARED = [Preemption(at_s=102.0, back_s=105.0, is_short=False)]
 REFUSED = {"choices": [], "started_s": None, "completion_tokens": 0}
@@ -83,6 +88,8 @@ REFUSED = {"choices": [], "started_s": None, "completion_tokens": 0}
             "--max-model-len",
         ),
         (record(0.1, error_status=400, error_param="top_p", **REFUSED), None, "field `top_p`", None),
+        (record(error_status=400, error_code="adapter_unloaded", adapter="sql"), engine(), "'sql' was unloaded", None),
+        (record(error_status=400, error_code="adapter_failed", adapter="sql"), None, "could not be loaded", None),
         (record(error_status=503, error_code="replica_lost"), None, "has stopped", None),
         (record(error_status=503, error_code="out_of_memory"), engine(), "memory", "--max-num-batched-tokens"),
         (record(error_status=500), engine(), "failed on it with status 500", None),
@@ -101,6 +108,9 @@ REFUSED = {"choices": [], "started_s": None, "completion_tokens": 0}
         (record(), engine(stalls=[stall("pause")]), "the engine paused", None),
         (record(), engine(stalls=[stall("step", tokens=900)]), "900 prompt tokens", "--max-step-ms"),
         (record(), engine(stalls=[stall("step")]), "machine was busy", None),
+        (record(), engine(6.0, adapter=LOADED, without_row=50), "5.0 s of 10.0 s until its adapter 'sql' was loaded",
+         "--max-cpu-loras"),
+        (record(), engine(9.0, adapter=WAITS), "9.4 s of 10.0 s for a slot for its adapter 'sql'", "--max-loras"),
         (record(), engine(6.0, without_row=50), "6.0 s of 10.0 s for a row in the batch", "--max-num-seqs"),
         (record(), engine(6.0, without_row=1, without_blocks=50), "for KV memory", "--kv-cache-memory"),
         (record(grammar=True), engine(6.0, num_waiting=0), "grammar was compiled", None),
@@ -140,17 +150,22 @@ def test_every_option_that_is_named_exists() -> None:
 
 
 def test_the_timeline_is_in_order_and_names_answers_and_not_numbers() -> None:
-    history = engine(1.0, num_preemptions=1, preemptions=SHORT, stalls=[stall("step")])
+    history = engine(1.0, num_preemptions=1, preemptions=SHORT, stalls=[stall("step")], adapter=LOADED)
     answer = report(record(), [history], {5: "cmpl-first"}, True)
     times = [event["at_s"] for event in answer["timeline"]]
     assert times == sorted(times) and times[0] == 0.0
     names = [event["event"] for event in answer["timeline"]]
     assert names == [
-        "received", "validated", "sent to the engine", "queued", "began to run", "prefill", "first token",
-        "preempted", "stall", "runs again", "ended", "answered",
+        "received", "validated", "sent to the engine", "queued", "waits for its adapter", "began to run", "prefill",
+        "first token", "preempted", "stall", "runs again", "ended", "answered",
     ]  # fmt: skip
     assert answer["timeline"][3] == {
         "at_s": 0.01, "event": "queued", "running": 4, "waiting": 2, "behind": ["cmpl-first"],
     }  # fmt: skip
+    assert answer["timeline"][4] == {
+        "at_s": 0.01, "event": "waits for its adapter", "adapter": "sql", "awaits": "its load", "seconds": 4.0,
+    }  # fmt: skip
+    assert (answer["seconds"]["adapter"], answer["seconds"]["adapter_load"]) == (5.0, 4.0)
+    assert answer["engine"][0]["adapter"]["waits"] == [{"awaited": "load", "at_s": 0.01, "end_s": 4.01}]
     assert answer["seconds"]["queued"] == 1.0 and answer["seconds"]["preempted"] == 3.0
     assert answer["engine"][0]["began_s"] == 1.01

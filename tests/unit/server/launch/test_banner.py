@@ -68,6 +68,19 @@ def test_the_banner_says_what_products_do_to_their_inputs():
     assert "--dequantize" not in exact
 
 
+def test_the_banner_has_the_loaded_adapters_and_their_slots():
+    info = replace(INFO, max_loras=4, max_lora_rank=16, adapter_slot_bytes=3 << 20)
+    names = [f"adapter-{number}" for number in range(10)]
+    text = banner.banner("url", ("demo",), info, 8192, True, {}, False, adapters=names)
+    shown = (
+        "  adapters adapter-0, adapter-1, adapter-2, adapter-3, adapter-4, adapter-5, adapter-6, adapter-7 and 2 more;"
+    )
+    assert shown in text
+    assert " 4 slots of 3.0 MiB per rank, for ranks up to 16\n" in " ".join(text.split(" ")).replace("\n          ", "")
+    assert "none yet; 4 slots" in banner.banner("url", ("demo",), info, 8192, True, {}, False)
+    assert "  adapters" not in banner.banner("url", ("demo",), INFO, 8192, True, {}, False, adapters=names)
+
+
 def test_the_banner_counts_the_users_of_all_replicas():
     info = replace(INFO, data_parallel_size=2)
     text = banner.banner("http://127.0.0.1:8000", ("demo",), info, 8192, True, {"loading": 1.25}, False)

@@ -10,7 +10,7 @@ from oarlock.base.errors import StartupError
 from oarlock.workers.adapters import AdapterError
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.lora.adapter_file import Adapter
-from oarlock.workers.lora.adapter_slots import AdapterSlots
+from oarlock.workers.lora.adapter_slots import AdapterSlots, HostAdapter
 from oarlock.workers.lora.loaded_adapters import LoadedAdapters
 from oarlock.workers.lora.rank_adapter import read_adapter
 from oarlock.workers.models.decoder import Decoder
@@ -61,9 +61,23 @@ def test_an_adapter_is_prepared_put_and_dropped(model: Decoder, tmp_path: Path) 
     adapters.close()
 
 
-def test_files_that_changed_are_not_loaded(model: Decoder, tmp_path: Path) -> None:
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_files_that_changed_are_not_loaded(
+    model: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
     digest, directory = written(tmp_path / "one")
-    write(tmp_path / "one", halves("model.layers.0.self_attn.q_proj", 8, 8))
+
+    def change() -> None:
+        write(tmp_path / "one", halves("model.layers.0.self_attn.q_proj", 8, 8))
+
+    def read(adapter: Adapter, slots: AdapterSlots) -> HostAdapter:
+        change()
+        return read_adapter(adapter, slots)
+
+    if when == "before":
+        change()
+    else:
+        monkeypatch.setattr("oarlock.workers.lora.loaded_adapters.read_adapter", read)
     adapters = LoadedAdapters(AdapterSlots(model, 1, 4))
     adapters.prepare(digest, directory)
     (reason,) = ended(adapters).values()

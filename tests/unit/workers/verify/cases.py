@@ -28,7 +28,7 @@ from oarlock.workers.verify.diagnosis import explain
 from oarlock.workers.verify.expert_choices import ranks_choose_otherwise
 from oarlock.workers.verify.rank import run_rank
 from oarlock.workers.verify.reference import record_reference
-from oarlock.workers.verify.request import VerifyRequest
+from oarlock.workers.verify.request import NUM_SLOTS, VerifyRequest
 from oarlock.workers.weights.source import WeightSource
 from tests.golden.paged_run import on_ranks
 
@@ -50,8 +50,10 @@ class VerifyCase:
         quantization: str = "none",
         *,
         dequantize: bool = False,
+        adapter: Path | None = None,
     ) -> None:
         self.model = model
+        self.adapter = adapter
         self.dequantize = dequantize
         self.quantization = quantization
         self.block_size = block_size
@@ -62,7 +64,7 @@ class VerifyCase:
         self.quantization = self._config(1, model).quantization  # a stored form has a name, too
         self.request = VerifyRequest(
             str(model), dtype, "cpu", prompts, new_tokens, num_threads=1, quantization=self.quantization,
-            dequantize=dequantize,
+            dequantize=dequantize, adapter=None if adapter is None else str(adapter),
         )  # fmt: skip
         self.request.write(folder)
         record_reference(self.request, folder, lambda line: None)
@@ -97,6 +99,8 @@ class VerifyCase:
                 block_size=self.block_size,
                 num_threads=1,
                 kv_cache_bytes=1 << 22,
+                max_loras=0 if self.adapter is None else NUM_SLOTS,
+                max_lora_rank=16,
             )
         )
 

@@ -56,8 +56,8 @@ def add_to_first(run: Run, number: int, amount: float) -> Run:
 def test_a_broken_half_is_named(case: VerifyCase, monkeypatch: pytest.MonkeyPatch, number: int, size: int) -> None:
     prepare = PreparedLayers.__init__
 
-    def prepare_broken(layers: PreparedLayers, *arguments: object) -> None:
-        prepare(layers, *arguments)  # ty: ignore[invalid-argument-type]
+    def prepare_broken(layers: PreparedLayers, *arguments: object, **named: object) -> None:
+        prepare(layers, *arguments, **named)  # ty: ignore[invalid-argument-type]
         layers._run = add_to_first(layers._run, number, 0.5)
 
     monkeypatch.setattr(PreparedLayers, "__init__", prepare_broken)

@@ -79,7 +79,7 @@ extern "C" const char *oarlock_structures() {
   STRUCTURE(PackedWeight, FIELD(weight), FIELD(bias), FIELD(columns), FIELD(inputs), FIELD(epilogue), FIELD(kind),
             FIELD(slices))
   STRUCTURE(AdapterPairs, FIELD(a), FIELD(b), FIELD(scales), FIELD(ranks), FIELD(ends), FIELD(parts), FIELD(max_rank),
-            FIELD(inputs), FIELD(outputs), FIELD(slices))
+            FIELD(inputs), FIELD(outputs), FIELD(slices), FIELD(block), FIELD(panel))
   STRUCTURE(AdaptedWeight, FIELD(weight), FIELD(pairs))
   STRUCTURE(AdapterRows, FIELD(rows), FIELD(starts), FIELD(slots), FIELD(spans))
   STRUCTURE(Norm, FIELD(scale), FIELD(shift), FIELD(width), FIELD(eps), FIELD(is_layer_norm))

@@ -1,212 +1,102 @@
 // Matmuls of layers in steps in which rows have LoRA adapters: y = epilogue(x w^T + scale B (A x)).
 //
-// `low` = A x is summed in float, slice by slice, and the slices are added in the tree of slices.h. B is applied once:
-// after the all-reduce, if ranks share the inputs, so that they exchange `max_rank` values of a row. Each value of `low`
-// and of an update is computed by one thread, input by input and rank by rank. So the bits of a row depend neither on
-// other rows nor on the number of threads or ranks. Rows without an adapter of the layer have the bits of a plain
-// matmul, since the same sums pass through the same epilogue.
+// B is applied once to `low` = A x (low_rank.h): after the all-reduce, if ranks share the inputs, so that they exchange
+// `max_rank` values of a row. So the bits of a row depend neither on other rows nor on the number of ranks. Rows
+// without an adapter of the layer have the bits of a plain matmul, since the same sums pass through the same epilogue.
 #pragma once
-#include <algorithm>
-
 #include "gemm/epilogue.h"
-#include "gemm/slices.h"
 #include "gemm/strips.h"
+#include "layer/low_rank.h"
 #include "layer/matmul_rows.h"
-#include "runtime/parallel.h"
 
 namespace adapters {
 
-using namespace simd;
-
-constexpr long kTogether = 4;         // rows of A that are multiplied together: they share the loads of x
-constexpr long kPanelsTogether = 8;   // panels of outputs that a thread finishes at a time; B's part stays in the cache
+constexpr long kPanelsTogether = 8;  // panels of outputs that a thread finishes at a time; B's part stays in the cache
 constexpr long kOutputs = kPanelsTogether * gemm::kPanel;
-constexpr long kWorthWidening = 4;    // rows of x from which A is widened once instead of for each row
 
-// Entries `first` to `last` of `AdapterRows::rows`: rows with the adapter in a slot, counted from 0.
-struct SlotRows {
-  long slot, first, last;
-};
+// Some rows of a step: those with an adapter of the layer by slot, with their scaled A x, and all others.
+struct BlockRows {
+  const AdapterPairs &pairs;
+  const AdapterRows &all;
+  long first, count;  // rows of the step
+  SlotRows *spans;
+  long num_spans, num_others, adapted;
+  int32_t *others;   // rows without an adapter, counted from `first`
+  const float *low;  // [entries, parts, max_rank]
 
-// Find the entries of rows `begin` to `end` whose slots adapt the layer. Return the number of spans.
-inline long find_spans(const AdapterRows &all, const AdapterPairs &pairs, long begin, long end, SlotRows *found) {
-  long count = 0;
-  for (long span = 0; span < all.spans; span++) {
-    const long slot = all.slots[span] - 1;
-    if (!pairs.ranks[slot]) continue;
-    const int64_t *stop = all.rows + all.starts[span + 1];
-    const int64_t *first = std::lower_bound(all.rows + all.starts[span], stop, begin);
-    const int64_t *last = std::lower_bound(first, stop, end);
-    if (first < last) found[count++] = {slot, first - all.rows, last - all.rows};
+  // The caller releases the memory.
+  BlockRows(const AdapterPairs &pairs, const AdapterRows &all, long first, long count, const float *low)
+      : pairs(pairs), all(all), first(first), count(count), num_others(0), adapted(0), low(low) {
+    spans = arena().take<SlotRows>(all.spans);
+    others = arena().take<int32_t>(count);
+    auto *has_adapter = arena().take<bool>(count);
+    num_spans = find_spans(all, pairs, first, first + count, spans);
+    std::fill_n(has_adapter, count, false);
+    for (long i = 0; i < num_spans; i++)
+      for (long entry = spans[i].first; entry < spans[i].last; entry++, adapted++)
+        has_adapter[all.rows[entry] - first] = true;
+    for (long row = 0; row < count; row++)
+      if (!has_adapter[row]) others[num_others++] = row;
   }
-  return count;
-}
 
-// Rows of A that are multiplied together; the last one again if there are fewer.
-template <class A>
-struct RowsOfA {
-  const A *at[kTogether];
-};
-
-// Write the products of one slice of a row of x with rows of A to `sums`.
-template <class T, class A>
-inline void multiply_slice(const T *x, const RowsOfA<A> &a, long from, long length, float *sums) {
-  Vec even[kTogether], odd[kTogether];
-  for (long i = 0; i < kTogether; i++) even[i] = odd[i] = zero();
-  long k = 0;
-  for (; k + 2 * kLanes <= length; k += 2 * kLanes) {
-    const Vec one = load(x + from + k), other = load(x + from + k + kLanes);
-    for (long i = 0; i < kTogether; i++) {
-      even[i] = fma(one, load(a.at[i] + from + k), even[i]);
-      odd[i] = fma(other, load(a.at[i] + from + k + kLanes), odd[i]);
-    }
+  // Return the memory of B that is read after outputs `begin` to `end` of span number `span`: of the next span, or of
+  // the first one for the outputs from `end` on.
+  template <class T>
+  const T *next_of(long span, long begin, long end) const {
+    if (span + 1 < num_spans) return panel_of<T>(pairs, spans[span + 1].slot, begin);
+    return panel_of<T>(pairs, spans[0].slot, end < pairs.outputs ? end : begin);
   }
-  for (; k < length; k += kLanes) {
-    const Vec rest = load(x + from + k, length - k);
-    for (long i = 0; i < kTogether; i++) even[i] = fma(rest, load(a.at[i] + from + k, length - k), even[i]);
-  }
-  for (long i = 0; i < kTogether; i++) sums[i] = sum(even[i] + odd[i]);
-}
 
-// Write the products of a row of x with `count` rows of A, at most kTogether, to `low`.
-template <class T, class A>
-inline void multiply_row(const T *x, const RowsOfA<A> &a, long count, long inputs, long slices, float *low) {
-  float pending[gemm::kPending][kTogether];
-  const long length = inputs / slices;
-  for (long slice = 0; slice < slices; slice++) {
-    long here = gemm::pending_before(slice);
-    multiply_slice(x, a, slice * length, length, pending[here]);
-    for (long left = slice; left & 1; left >>= 1, here--)
-      for (long i = 0; i < kTogether; i++) pending[here - 1][i] += pending[here][i];
-  }
-  std::copy_n(pending[0], count, low);
-}
-
-// Compute A x of the rows in `spans`. x [rows, inputs], from row `first_row` of the step on. low [entries, parts,
-// max_rank]: values beyond the rank of a pair are zero.
-template <class T>
-void shrink(const AdapterPairs &pairs, const AdapterRows &all, const SlotRows *spans, long count, const T *x,
-            long first_row, float *low) {
-  const long groups = (pairs.max_rank + kTogether - 1) / kTogether, values = pairs.parts * pairs.max_rank;
-  long rows = 0;
-  for (long i = 0; i < count; i++) rows += spans[i].last - spans[i].first;
-#pragma omp parallel for schedule(dynamic) if (rows * values * pairs.inputs > kSerial)
-  for (long unit = 0; unit < count * pairs.parts * groups; unit++) {
-    const SlotRows &span = spans[unit / (pairs.parts * groups)];
-    const long part = unit / groups % pairs.parts, begin = unit % groups * kTogether;
-    const long held = std::min(kTogether, pairs.max_rank - begin);
-    const long used = std::min(held, std::max<long>(0, pairs.ranks[span.slot] - begin));
-    float *to = low + part * pairs.max_rank + begin;
-    if (used < held)
-      for (long i = span.first; i < span.last; i++) std::fill_n(to + i * values + used, held - used, 0.0f);
-    if (!used) continue;
-    const T *first = static_cast<const T *>(pairs.a) +
-                     ((span.slot * pairs.parts + part) * pairs.max_rank + begin) * pairs.inputs;
-    RowsOfA<T> a;
-    for (long i = 0; i < kTogether; i++) a.at[i] = first + std::min(i, used - 1) * pairs.inputs;
-    const auto row_of = [&](long i) { return x + (all.rows[i] - first_row) * pairs.inputs; };
-    if (sizeof(T) == sizeof(float) || span.last - span.first < kWorthWidening) {
-      for (long i = span.first; i < span.last; i++)
-        multiply_row(row_of(i), a, used, pairs.inputs, pairs.slices, to + i * values);
-      continue;
-    }
-    const Arena::Mark mark = arena().mark();
-    float *wide = arena().take<float>(kTogether * pairs.inputs);
-    RowsOfA<float> widened;
-    for (long i = 0; i < kTogether; i++) {
-      widened.at[i] = wide + std::min(i, used - 1) * pairs.inputs;
-      if (i < used)
-        for (long k = 0; k < pairs.inputs; k += kLanes)
-          store(wide + i * pairs.inputs + k, load(a.at[i] + k, pairs.inputs - k), pairs.inputs - k);
-    }
-    for (long i = span.first; i < span.last; i++)
-      multiply_row(row_of(i), widened, used, pairs.inputs, pairs.slices, to + i * values);
-    arena().release(mark);
-  }
-}
-
-// Write the updates of outputs `begin` to `end` of a row to `update`: scale B low. low [parts, max_rank].
-template <class T>
-inline void expand(const AdapterPairs &pairs, long slot, const float *low, long begin, long end, float *update) {
-  constexpr long kVectors = 4;
-  const T *b = static_cast<const T *>(pairs.b) + slot * pairs.max_rank * pairs.outputs;
-  const long rank = pairs.ranks[slot];
-  long part = 0;
-  for (long at = begin; at < end;) {
-    while (pairs.ends[part] <= at) part++;
-    const long stop = std::min<long>(end, pairs.ends[part]);
-    const float scale = pairs.scales[slot * pairs.parts + part], *values = low + part * pairs.max_rank;
-    for (; at < stop; at += kVectors * kLanes) {
-      Vec sums[kVectors];
-      for (long i = 0; i < kVectors; i++) sums[i] = zero();
-      for (long j = 0; j < rank; j++) {
-        const Vec value = broadcast(values[j] * scale);
-        const T *from = b + j * pairs.outputs;
-        for (long i = 0; i < kVectors; i++)
-          if (const long d = at + i * kLanes; d < stop) sums[i] = fma(value, load(from + d, stop - d), sums[i]);
+  // Call visit(row, update) for each row with the updates of outputs `begin` to `end`, and `other` outputs of the same
+  // number after `kOutputs` more values (-1: none); null for rows without an adapter.
+  template <class T, class Visit>
+  void visit(long begin, long end, long other, const Visit &visit) const {
+    alignas(64) float updates[kExpanded][2 * kOutputs];
+    const long values = pairs.parts * pairs.max_rank;
+    for (long row = 0; row < kExpanded; row++) std::fill_n(updates[row], 2 * kOutputs, 0.0f);
+    for (long span = 0; span < num_spans; span++) {
+      const SlotRows &of = spans[span];
+      for (long entry = of.first; entry < of.last; entry += kExpanded) {
+        const long rows = std::min(kExpanded, of.last - entry);
+        const float *own = low + entry * values;
+        expand<T>(pairs, of.slot, own, rows, begin, end, next_of<T>(span, begin, end), updates[0], 2 * kOutputs);
+        if (other >= 0)
+          expand<T>(pairs, of.slot, own, rows, other, other + end - begin,
+                    next_of<T>(span, other, other + end - begin), updates[0] + kOutputs, 2 * kOutputs);
+        for (long i = 0; i < rows; i++) visit(all.rows[entry + i] - first, updates[i]);
       }
-      for (long i = 0; i < kVectors; i++)
-        if (const long d = at + i * kLanes; d < stop) store(update + d - begin, sums[i], stop - d);
     }
-    at = stop;
+    for (long i = 0; i < num_others; i++) visit(others[i], static_cast<const float *>(nullptr));
   }
-}
-
-// The adapter of each row of a block: its slot and its entry in `AdapterRows::rows`, or -1.
-struct RowAdapter {
-  long slot, entry;
 };
 
-// Find the adapters of `rows` rows. Return the number of rows that have one.
-inline long find_adapters(const AdapterRows &all, const SlotRows *spans, long count, long first_row, long rows,
-                          RowAdapter *found) {
-  long adapted = 0;
-  std::fill_n(found, rows, RowAdapter{-1, -1});
-  for (long i = 0; i < count; i++)
-    for (long entry = spans[i].first; entry < spans[i].last; entry++) {
-      const long row = all.rows[entry] - first_row;
-      if (row < 0 || row >= rows) continue;
-      found[row] = {spans[i].slot, entry};
-      adapted++;
-    }
-  return adapted;
-}
-
-// Apply the epilogue of `p` to `wide` [p.rows, stride], the sums of whole panels, and to the updates of its rows, of
-// which `adapted` have an adapter.
+// Apply the epilogue of `p` to `wide` [p.rows, stride], the sums of whole panels, and to the updates of its rows.
 template <class T>
-void finish_sums(const gemm::MatmulArgs &p, const float *wide, long stride, const AdapterPairs &pairs, const float *low,
-                 const RowAdapter *adapter_of, long adapted) {
+void finish_sums(const gemm::MatmulArgs &p, const float *wide, long stride, const BlockRows &block) {
   using gemm::kPanel;
   const bool gated = gemm::is_gate(p.epilogue);
-  const long panels = stride / kPanel, values = pairs.parts * pairs.max_rank, half = p.columns / 2;
+  const long panels = stride / kPanel, half = p.columns / 2;
   const long width = gated ? kLanes : kPanel;  // outputs of a panel
   const long outputs = gated ? half : p.columns;
-  const long units = (panels + kPanelsTogether - 1) / kPanelsTogether;
-#pragma omp parallel for if ((p.rows + adapted * pairs.max_rank) * stride > kSerial)
-  for (long unit = 0; unit < units; unit++) {
-    alignas(64) float updates[2][kOutputs] = {};  // gated: updates of gate, and of up
+  const Shares units((panels + kPanelsTogether - 1) / kPanelsTogether);
+  const auto run = [&](long unit) {
     const long first = unit * kPanelsTogether, last = std::min(panels, first + kPanelsTogether);
-    const long begin = first * width, end = std::min(outputs, last * width);
-    for (long row = 0; row < p.rows; row++) {
-      const RowAdapter &adapter = adapter_of[row];
-      if (adapter.slot >= 0) {
-        const float *of_row = low + adapter.entry * values;
-        expand<T>(pairs, adapter.slot, of_row, begin, end, updates[0]);
-        if (gated) expand<T>(pairs, adapter.slot, of_row, half + begin, half + end, updates[1]);
-      }
+    const long begin = first * width, end = std::min(outputs, last * width), other = gated ? half + begin : -1;
+    block.visit<T>(begin, end, other, [&](long row, const float *update) {
       for (long panel = first; panel < last; panel++) {
         const float *from = wide + row * stride + panel * kPanel;
-        Vec one = load(from), other = load(from + kLanes);
-        if (adapter.slot >= 0) {
+        Vec one = load(from), two = load(from + kLanes);
+        if (update) {
           const long at = panel * width - begin;
-          one = one + load(updates[0] + at);
-          other = other + load(gated ? updates[1] + at : updates[0] + at + kLanes);
+          one = one + load(update + at);
+          two = two + load(update + at + (gated ? kOutputs : kLanes));
         }
-        gemm::finish<T>(p, row, panel, one, other);
+        gemm::finish<T>(p, row, panel, one, two);
       }
-    }
-  }
+    });
+  };
+#pragma omp parallel if ((p.rows + block.adapted * block.pairs.max_rank) * stride > kSerial)
+  units.visit(run);
 }
 
 // Multiply the rows of a chunk, and apply the layer's epilogue to the sums and the updates.
@@ -215,14 +105,14 @@ void multiply_and_finish(const RowChunk<T> &chunk, const Operation &op, const Sl
   const AdaptedWeight &layer = *static_cast<const AdaptedWeight *>(op.parameters);
   const AdapterPairs &pairs = *layer.pairs;
   const AdapterRows &all = *chunk.step.adapters;
-  float *low = arena().take<float>(all.starts[all.spans] * pairs.parts * pairs.max_rank);
-  shrink(pairs, all, spans, count, chunk.at(op.source), chunk.first, low);
+  float *sums_of_a = arena().take<float>(all.starts[all.spans] * pairs.parts * pairs.max_rank);
+  shrink(pairs, all, spans, count, chunk.at(op.source), chunk.first, sums_of_a);
+  const float *low = scaled(pairs, all, spans, count, sums_of_a);
   const gemm::MatmulArgs whole = matmul_of(chunk, op.source, op.target, layer.weight);
   const long width = gemm::is_gate(whole.epilogue) ? kLanes : gemm::kPanel;
   const long outputs = gemm::is_gate(whole.epilogue) ? whole.columns / 2 : whole.columns;
   const long stride = (outputs + width - 1) / width * gemm::kPanel, most = std::min(chunk.rows, gemm::kMostRows);
   float *wide = arena().take<float>(most * stride);
-  RowAdapter *adapter_of = arena().take<RowAdapter>(most);
   const long y_bytes = whole.y_stride * (whole.epilogue == gemm::kFloat ? sizeof(float) : sizeof(T));
   for (long row = 0; row < chunk.rows; row += most) {
     gemm::MatmulArgs sums = whole, p = whole;
@@ -235,8 +125,9 @@ void multiply_and_finish(const RowChunk<T> &chunk, const Operation &op, const Sl
     run_matmul<T>(sums, layer.weight.kind);
     p.y = static_cast<char *>(whole.y) + row * y_bytes;
     if (p.residual) p.residual = p.y;
-    const long adapted = find_adapters(all, spans, count, chunk.first + row, p.rows, adapter_of);
-    finish_sums<T>(p, wide, stride, pairs, low, adapter_of, adapted);
+    const Arena::Mark mark = arena().mark();
+    finish_sums<T>(p, wide, stride, BlockRows(pairs, all, chunk.first + row, p.rows, low));
+    arena().release(mark);
   }
 }
 
@@ -273,34 +164,30 @@ void finish_adapted(const RowChunk<T> &chunk, const Operation &op) {
   const AdaptedWeight &layer = *static_cast<const AdaptedWeight *>(op.parameters);
   const AdapterPairs &pairs = *layer.pairs;
   const AdapterRows &all = *chunk.step.adapters;
-  const long width = layer.weight.columns, units = (width + adapters::kOutputs - 1) / adapters::kOutputs;
+  const long width = layer.weight.columns;
   const T *bias = static_cast<const T *>(layer.weight.bias);
-  const float *total = chunk.step.partial + chunk.first * width, *low = low_sums(chunk.step, layer.weight);
+  const float *total = chunk.step.partial + chunk.first * width;
   const bool adds = op.target == kResidual;
   T *y = chunk.at(op.target);
   const Arena::Mark mark = arena().mark();
-  auto *spans = arena().take<adapters::SlotRows>(all.spans);
-  auto *adapter_of = arena().take<adapters::RowAdapter>(chunk.rows);
-  const long count = adapters::find_spans(all, pairs, chunk.first, chunk.first + chunk.rows, spans);
-  const long adapted = adapters::find_adapters(all, spans, count, chunk.first, chunk.rows, adapter_of);
-#pragma omp parallel for if ((chunk.rows + adapted * pairs.max_rank) * width > kSerial)
-  for (long unit = 0; unit < units; unit++) {
-    alignas(64) float update[adapters::kOutputs] = {};
+  adapters::BlockRows block(pairs, all, chunk.first, chunk.rows, nullptr);
+  block.low = adapters::scaled(pairs, all, block.spans, block.num_spans, low_sums(chunk.step, layer.weight));
+  const Shares units((width + adapters::kOutputs - 1) / adapters::kOutputs);
+  const auto run = [&](long unit) {
     const long begin = unit * adapters::kOutputs, end = std::min(width, begin + adapters::kOutputs);
-    for (long row = 0; row < chunk.rows; row++) {
-      const adapters::RowAdapter &adapter = adapter_of[row];
-      if (adapter.slot >= 0)
-        adapters::expand<T>(pairs, adapter.slot, low + adapter.entry * pairs.max_rank, begin, end, update);
+    block.visit<T>(begin, end, -1, [&](long row, const float *update) {
       const float *from = total + row * width;
       T *to = y + row * width;
       for (long d = begin; d < end; d += kLanes) {
         Vec sum = load(from + d, end - d);
         if (bias) sum = sum + load(bias + d, end - d);
-        if (adapter.slot >= 0) sum = sum + load(update + d - begin);
+        if (update) sum = sum + load(update + d - begin);
         if (adds) sum = sum + load(to + d, end - d);
         store(to + d, sum, end - d);
       }
-    }
-  }
+    });
+  };
+#pragma omp parallel if ((chunk.rows + block.adapted * pairs.max_rank) * width > kSerial)
+  units.visit(run);
   arena().release(mark);
 }

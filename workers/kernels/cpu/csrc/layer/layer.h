@@ -69,12 +69,16 @@ struct MoELayer {
 
 // The updates of one linear layer by the adapters in all slots: scale B (A x), see workers/lora/low_rank.py.
 struct AdapterPairs {
-  const void *a;         // [slots, parts, max_rank, inputs]
-  const void *b;         // [slots, max_rank, outputs]
+  const void *a;         // [slots, parts]   matrices [max_rank, inputs], stored in blocks
+  const void *b;         // [slots]   matrices [max_rank, outputs], stored in panels
   const float *scales;   // [slots, parts]
   const int32_t *ranks;  // [slots]   highest rank of the parts; 0: the adapter does not update the layer
   const int64_t *ends;   // [parts]   number of outputs up to the end of each part of a fused layer
   long parts, max_rank, inputs, outputs, slices;
+  // A is stored as [groups of 4 ranks][inputs / block][ranks of the group][block], and B as [panels][max_rank][outputs
+  // of the panel]: in the order in which kernels read them. `block` divides a slice of the inputs, `panel` is a multiple
+  // of every register; the last group and the last panel may be smaller.
+  long block, panel;
 };
 
 // A linear layer with its updates.

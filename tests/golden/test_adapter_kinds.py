@@ -1,0 +1,90 @@
+"""Adapters in PEFT's files, a kind for each kind of layer, against weights that transformers has merged, in float64.
+
+Every tensor of every layer may miss the truth by twice the error of transformers' own run with the merged weights, at
+1 and 2 ranks. One of three sequences has no adapter.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from oarlock.workers.lora.adapter_file import Adapter
+from oarlock.workers.models.registry import read_spec
+from tests.golden.peft_files import write_peft
+from tests.golden.tiny_models import make_tiny, tiny_model
+from tests.unit.workers.verify.cases import VerifyCase
+
+
+def in_layers(name: str) -> bool:
+    return (".layers." in name or ".h." in name) and not name.endswith("shared_expert_gate")
+
+
+def everything(name: str) -> bool:
+    return True
+
+
+def experts_only(name: str) -> bool:
+    return name.endswith("experts")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """An adapter of a tiny model. `adapts` must be among the modules that it updates, by our names."""
+
+    family: str
+    adapts: tuple[str, ...]
+    updates: Callable[[str], bool] = in_layers
+    settings: dict[str, Any] = field(default_factory=dict)  # of adapter_config.json
+    model: dict[str, Any] = field(default_factory=dict)
+    dtype: str = "float32"
+    quantization: str = "none"
+
+
+ATTENTION = tuple(f"self_attn.{part}_proj" for part in "qkvo")
+MLP = tuple(f"mlp.{part}_proj" for part in ("gate", "up", "down"))
+EXPERTS = tuple(f"mlp.experts.{number}.{part}_proj" for number in (0, 3) for part in ("gate", "up", "down"))
+BOTH = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"], "target_modules": []}
+KINDS = {
+    "attention and MLP": Kind("qwen2", (*ATTENTION, *MLP), model={"head_dim": 32}, dtype="bfloat16"),
+    "rank and alpha patterns": Kind(
+        "llama", (*ATTENTION, *MLP),
+        settings={"rank_pattern": {"q_proj": 2, "mlp.up_proj": 7}, "alpha_pattern": {"up_proj": 3, "o_proj": -5.5}},
+    ),
+    "rsLoRA": Kind("llama", MLP, settings={"use_rslora": True, "target_modules": r".*\.mlp\..*"},
+                   updates=lambda name: ".mlp." in name),
+    "fused": Kind("phi3", (*ATTENTION, *MLP)),
+    "rows of heads": Kind("gpt_neox", (*ATTENTION, "mlp.up_proj")),
+    "inputs first": Kind("gpt2", (*ATTENTION, "mlp.down_proj"), settings={"fan_in_fan_out": True}),
+    "embedding and head": Kind("gemma2", ("model.embed_tokens", "lm_head"), everything),
+    "embedding of a tied head": Kind("qwen3", ("model.embed_tokens",), lambda name: name.endswith("embed_tokens"),
+                                     model={"tie_word_embeddings": True}),
+    "experts": Kind("qwen3_moe", (*ATTENTION, *EXPERTS), everything, BOTH | {"target_modules": ".*"}),
+    "one parameter of experts": Kind("qwen2_moe", EXPERTS[2:3], experts_only,
+                                     {"target_parameters": ["experts.down_proj"], "target_modules": []}),
+    "experts whose rows alternate": Kind("gpt_oss", EXPERTS, experts_only, BOTH),
+    "gated delta net": Kind("qwen3_next", ("linear_attn.in_proj_q", "linear_attn.out_proj", "self_attn.gate_proj")),
+    "mamba": Kind("falcon_h1", ("mamba.gate_proj", "mamba.out_proj")),
+    "int8": Kind("qwen2", (*ATTENTION, *MLP), model={"head_dim": 32}, dtype="bfloat16", quantization="int8"),
+}  # fmt: skip
+FAST = ("attention and MLP", "rank and alpha patterns", "fused", "experts", "gated delta net", "embedding and head")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [pytest.param(name, marks=() if name in FAST else pytest.mark.soak) for name in KINDS])
+def test_every_tensor_is_within_twice_the_error_of_merged_weights(tmp_path: Path, kind: str) -> None:
+    one = KINDS[kind]
+    model = make_tiny(tmp_path, one.family, seed=7, dtype=getattr(torch, one.dtype), **one.model)
+    whole = tiny_model(one.family, seed=7, **one.model)
+    adapter = write_peft(tmp_path / "adapter", whole, updates=one.updates, **one.settings)
+    adapted = [pair.module for pair in Adapter.open(adapter, read_spec(str(model))).pairs]
+    assert all(any(module.endswith(name) for module in adapted) for name in one.adapts), adapted
+    case = VerifyCase(
+        model, tmp_path / "verify", one.dtype, block_size=16, quantization=one.quantization, adapter=adapter
+    )
+    for size in (1, 2):
+        comparison, causes = case.run(size)
+        assert comparison.ok, (comparison.first_fault, causes)
