@@ -5,6 +5,7 @@ every name that it was given, and loads and evicts the weights as requests need 
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
@@ -160,7 +161,8 @@ class ServedAdapters:
             del self._changes[name]
             self._loads.discard(name)
             if not task.cancelled() and (error := task.exception()) is not None:
-                _log.error(event("adapter_failed", adapter=name, cause=str(error)))
+                level = logging.WARNING if isinstance(error, RequestError) else logging.ERROR
+                _log.log(level, event("adapter_failed", adapter=name, cause=str(error)))
 
         task = self._changes[name] = asyncio.create_task(change, name=f"adapter-{name}")
         if is_load:
