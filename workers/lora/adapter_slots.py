@@ -8,6 +8,8 @@ into a slot only copies memory.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from oarlock.workers.attention.rows_by_slot import StepRows
+from oarlock.workers.kernels.triton import availability
 from oarlock.workers.layers.embedding import VocabParallelEmbedding, VocabParallelHead, vocab_shard
 from oarlock.workers.layers.experts import ExpertStack
 from oarlock.workers.layers.linear import (
@@ -20,6 +22,8 @@ from oarlock.workers.lora.adapted_experts import AdaptedExperts
 from oarlock.workers.lora.adapted_layers import AdaptedEmbedding
 from oarlock.workers.lora.adapted_modules import EMBEDDING, HEAD
 from oarlock.workers.lora.cpp_layers import column_layer, row_layer
+from oarlock.workers.lora.device_layers import DeviceColumnLayer, DeviceEmbedding, DeviceRowLayer
+from oarlock.workers.lora.device_pairs import DevicePairs
 from oarlock.workers.lora.low_rank import LayerPairs, RankPair, pair_bytes
 from oarlock.workers.lora.target_modules import Targets, is_chosen
 from oarlock.workers.models.decoder import Decoder
@@ -53,8 +57,9 @@ class AdapterSlots:
         self.pairs: list[LayerPairs] = []
         self.digests: dict[int, str] = {}  # slot -> digest of its adapter
         self._experts: list[AdaptedExperts] = []
+        kind = DevicePairs if availability.can_serve(model.placement.device) else LayerPairs
         for layer, shards in adapted_layers(model, targets):
-            own = [LayerPairs(shard, slots, max_rank, model.placement) for shard in shards]
+            own = [kind(shard, slots, max_rank, model.placement) for shard in shards]
             self.shards += shards
             self.pairs += own
             adapted = _attach(layer, own, model)
@@ -126,6 +131,8 @@ def _of_tokens(layer: VocabParallelEmbedding) -> WeightShard:
 def _attach(layer: object, pairs: list[LayerPairs], model: Decoder) -> object:
     """Make `layer` read `pairs` in steps with adapters. Return its computation in such steps."""
     rows = model.step_rows
+    if isinstance(pairs[0], DevicePairs):
+        return _attach_kernels(layer, pairs[0], rows)
     if isinstance(layer, RowParallelLinear):
         return row_layer(layer, pairs[0], rows)
     if isinstance(layer, _ColumnLayers | VocabParallelHead):
@@ -135,4 +142,16 @@ def _attach(layer: object, pairs: list[LayerPairs], model: Decoder) -> object:
     else:
         assert isinstance(layer, VocabParallelEmbedding)
         layer.adapted = AdaptedEmbedding(layer, pairs[0], rows)
+    return layer.adapted
+
+
+def _attach_kernels(layer: object, pairs: DevicePairs, rows: StepRows) -> object:
+    """Do the same on a device with Triton kernels."""
+    if isinstance(layer, RowParallelLinear):
+        layer.adapted = DeviceRowLayer(layer, pairs, rows)
+    elif isinstance(layer, _ColumnLayers | VocabParallelHead):
+        layer.adapted = DeviceColumnLayer(layer, pairs, rows)
+    else:
+        assert isinstance(layer, VocabParallelEmbedding), f"no kernel adapts a {type(layer).__name__}"
+        layer.adapted = DeviceEmbedding(layer, pairs, rows)
     return layer.adapted
