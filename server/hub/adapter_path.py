@@ -120,8 +120,14 @@ class AdapterPaths:
             return _inside(self._folder, path)
         if is_id:
             return None
-        where = "in the directory of --lora-dir" if self._folder else "on this server, which has no --lora-dir"
-        raise StartupError(f"{path!r:.200} is neither a path {where}, nor a hub id.", "Hub ids look like org/name.")
+        if self._folder is None:
+            raise StartupError(
+                f"{path!r:.200} is not a hub id, and this server has no directory of adapters.",
+                "Start the server with --lora-dir DIR, the directory that contains the adapter.",
+            )
+        raise StartupError(
+            f"{path!r:.200} is neither a path in --lora-dir, nor a hub id.", "Hub ids look like org/name."
+        )
 
 
 def _trusted(path: str) -> Path | None:
