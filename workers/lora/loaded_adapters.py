@@ -94,7 +94,11 @@ class LoadedAdapters:
         host = read_adapter(adapter, self.slots) if adapter.digest == digest else None
         if host is None or version_of(directory) != version:
             raise StartupError(f"the files in {directory} have changed.", "Load the adapter again.")
-        return host
+        device = self.slots.model.placement.device
+        if device.type != "cuda":
+            return host
+        torch.cuda.set_device(device)  # of this thread, which would otherwise use memory of device 0
+        return host.pinned()
 
 
 def _reason(error: BaseException) -> str:
