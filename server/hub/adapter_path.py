@@ -57,6 +57,20 @@ async def find_start_adapters(settings: Settings, on_progress: OnDetailedProgres
     return tuple(found)
 
 
+async def find_local_adapters(settings: Settings) -> tuple[tuple[tuple[str, str], ...], list[str]]:
+    """Return the name and the path of each adapter of `--lora-modules` on this machine, fetching nothing, and a note
+    for each adapter of the hub that is not here. Raises `StartupError`."""
+    paths, found, notes = AdapterPaths(replace(settings, offline=True)), [], []
+    for name, path, _ in parse_lora_modules(settings.lora_modules):
+        try:
+            found.append((name, await paths.resolve(path)))
+        except StartupError as error:
+            if os.path.lexists(expand(path)) or not HUB_ID.fullmatch(path):
+                raise
+            notes.append(f"adapter {name} is not looked at: {error.cause}")
+    return tuple(found), notes
+
+
 class AdapterPaths:
     """Adapters that a server can load: of this machine, and of the hub."""
 
