@@ -21,6 +21,7 @@ from oarlock.server.hub.model_path import OnDetailedProgress, download, on_hub, 
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _MOST_LISTED = 1000
+_DOWNLOADS = 2  # at a time, each in a process of its own
 _LONGEST_ID = 193  # characters of a hub id
 _WRITTEN = "Give the directory that PEFT has written, with adapter_config.json, or a GGUF file."
 
@@ -76,6 +77,7 @@ class AdapterPaths:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
+        self._downloads = asyncio.Semaphore(_DOWNLOADS)
         self._folder = None if settings.lora_dir is None else Path(os.path.realpath(expand(settings.lora_dir)))
 
     def find(self, name: str) -> str | None:
@@ -110,7 +112,8 @@ class AdapterPaths:
         if found is not None:
             return str(found)
         wanted = replace(on_hub(self._settings, path, "main"), adapter_only=True)
-        return await download(wanted, on_progress)
+        async with self._downloads:
+            return await download(wanted, on_progress)
 
     def _allowed(self, path: str) -> Path | None:
         """Return the adapter that a client names by a path in `--lora-dir`, or None for a hub id."""
