@@ -89,15 +89,20 @@ class AdapterPaths:
         except (StartupError, OSError):
             return None
 
-    def names(self) -> list[str]:
-        """Return the names of the adapters in `--lora-dir`, sorted; of a very long list, only the first."""
+    def all(self) -> dict[str, str]:
+        """Return name -> path of the adapters in `--lora-dir`, sorted; of a very long list, only the first."""
+        found: dict[str, str] = {}
         if self._folder is None:
-            return []
+            return found
         try:
-            found = sorted(entry.name for entry in os.scandir(self._folder))
+            names = sorted(entry.name for entry in os.scandir(self._folder))
         except OSError:
-            return []
-        return [name for name in found if name.isprintable() and self.find(name) is not None][:_MOST_LISTED]
+            return found
+        for name in names:
+            path = self.find(name) if name.isprintable() and len(found) < _MOST_LISTED else None
+            if path is not None:
+                found[name] = path
+        return found
 
     async def resolve(self, path: str, on_progress: OnDetailedProgress = _ignored, *, is_trusted: bool = True) -> str:
         """Return the absolute path of the adapter's directory or GGUF file, after fetching it if `path` is a hub id.

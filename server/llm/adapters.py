@@ -62,14 +62,17 @@ class ServedAdapters:
         """Return a loaded adapter, or an adapter that its first use would load; None if there is no such name."""
         found = self._by_name.get(name)
         if found is None and name not in self._model_names and (directory := self._paths.find(name)) is not None:
-            found = ServedAdapter(name, directory, self._model_names[0], directory)
+            found = self._unloaded(name, directory)
         return found
 
     async def available(self) -> Sequence[ServedAdapter]:
         """Return the loaded adapters, then all adapters that a first use would load, by name."""
-        others = await asyncio.to_thread(self._paths.names)
-        found = (self.find(name) for name in others if name not in self._by_name)
-        return [*self._by_name.values(), *(adapter for adapter in found if adapter is not None)]
+        found = await asyncio.to_thread(self._paths.all)  # reads a directory
+        names = found.keys() - self._by_name.keys() - {*self._model_names}
+        return [*self._by_name.values(), *(self._unloaded(name, found[name]) for name in sorted(names))]
+
+    def _unloaded(self, name: str, directory: str) -> ServedAdapter:
+        return ServedAdapter(name, directory, self._model_names[0], directory)
 
     def list(self) -> Sequence[ServedAdapter]:
         """Return the loaded adapters, in the order of their loads."""
