@@ -30,6 +30,11 @@ CONCERNS: dict[str, tuple[str, ...]] = {
     ),
     "adapted-layers": ("tests/unit/workers/lora/test_adapted_layers.py",),
     "adapted-models": ("tests/golden/test_adapters_golden.py", "-k", "llama and none"),
+    "adapter-ranks": (
+        "tests/parallel/test_adapter_ranks.py",
+        "tests/unit/workers/lora/test_loaded_adapters.py",
+        "tests/unit/workers/test_adapters.py",
+    ),
     "class-experts": ("tests/unit/workers/transformers_backend/test_experts.py",),
     "router": ("tests/unit/workers/layers/test_router.py", *_AVX2),
     "sampling-kernels": (
