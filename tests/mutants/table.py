@@ -91,6 +91,7 @@ CONCERNS: dict[str, tuple[str, ...]] = {
     ),
     "adapters": (
         "tests/unit/engine/scheduler/test_adapters.py",
+        "tests/unit/engine/scheduler/test_adapter_waits.py",
         "tests/unit/engine/scheduler/test_adapter_properties.py",
         "tests/unit/workers/test_adapters.py",
     ),
