@@ -26,7 +26,7 @@ from oarlock.engine.kv_cache.block_events import BlockChanges
 from oarlock.engine.replay.recording import end_of_killed
 from oarlock.engine.stats import EngineState, EngineStats, RequestHistory
 from oarlock.engine.types import AdapterInfo, EngineInfo, Request, TokenEvent
-from oarlock.workers.adapters import adapter_digest
+from oarlock.workers.adapter_digest import adapter_digest
 from oarlock.workers.compile_ahead import CompilationWatch
 from oarlock.workers.config import OnProgress, WorkerConfig
 

@@ -10,25 +10,19 @@ REPORT until all of them have it. Torch-free.
 import os
 from collections.abc import Callable, Iterable, Mapping
 from enum import IntEnum
-from errno import EINVAL, ENOENT
-from hashlib import blake2b
-from pathlib import Path
-from stat import S_ISREG
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from oarlock.workers.adapter_digest import ADAPTER_DIGEST_BYTES
 from oarlock.workers.config import WorkerConfig
 
-ADAPTER_DIGEST_BYTES = 16
 NO_SLOT = 0
 MAX_LOADING = 4  # adapters that ranks prepare at the same time
 MAX_NAME_BYTES = 256
 MAX_DIRECTORY_BYTES = 4096
 MAX_REASON_BYTES = 1024  # the rest of a longer reason is cut off
 MAX_TEXT_BYTES = MAX_NAME_BYTES + 1 + MAX_DIRECTORY_BYTES
-_FILES = ("adapter_config.json", "adapter_model.safetensors")
-_READ_BYTES = 1 << 20
 
 
 class CommandKind(IntEnum):
@@ -200,32 +194,3 @@ def _cut(reason: str) -> bytes:
 def _digests(digests: Iterable[str]) -> np.ndarray:
     """Return uint8 [U, 16]."""
     return np.frombuffer(bytes.fromhex("".join(digests)), np.uint8).reshape(-1, ADAPTER_DIGEST_BYTES)
-
-
-# -- identity
-
-
-def adapter_digest(directory: str | Path) -> str:
-    """Return the digest of the adapter in `directory`, or of a GGUF file: hexadecimal blake2b of the size and the
-    content of its settings and of its weights.
-
-    Reads every byte, so call it in a thread. Raises `OSError` if there is no adapter, or a file cannot be read.
-    """
-    folder, found = Path(directory), blake2b(digest_size=ADAPTER_DIGEST_BYTES)
-    paths = [folder / name for name in _FILES]
-    if folder.suffix == ".gguf" and not folder.is_dir():
-        paths = [folder]
-    elif not paths[0].exists():
-        paths = sorted(folder.glob("*.gguf"))
-        if len(paths) != 1:
-            raise FileNotFoundError(ENOENT, f"neither {_FILES[0]} nor one GGUF file is there", str(folder))
-    for path in paths:
-        # A pipe in place of the file must not block.
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-            status = os.fstat(file.fileno())
-            if not S_ISREG(status.st_mode):
-                raise OSError(EINVAL, f"{path.name} is not a regular file", str(path))
-            found.update(status.st_size.to_bytes(8, "little"))
-            while data := file.read(_READ_BYTES):
-                found.update(data)
-    return found.hexdigest()

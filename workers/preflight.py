@@ -13,9 +13,9 @@ from typing import NamedTuple
 from oarlock.base.errors import EXIT_OUT_OF_MEMORY, StartupError
 from oarlock.workers.checks.adapters import (
     check_adapter_files,
-    check_adapters_are_served,
     check_adapters_fit,
-    with_adapters,
+    with_slot_bytes,
+    with_target_modules,
 )
 from oarlock.workers.checks.class_limits import check_class, check_class_tensors, check_ties
 from oarlock.workers.checks.devices import (
@@ -40,7 +40,6 @@ from oarlock.workers.config import WorkerConfig
 from oarlock.workers.gguf_config import open_checkpoint
 from oarlock.workers.layers.decoder_spec import DecoderSpec, matrices_of
 from oarlock.workers.layers.memory_spec import PagesSpec, SlotsSpec
-from oarlock.workers.lora.target_modules import resolved_targets
 from oarlock.workers.model_files.checkpoint import HEAD, Checkpoint, head_differs
 from oarlock.workers.model_files.gguf_model import GGUFCheckpoint
 from oarlock.workers.models.encoders.registry import is_encoder
@@ -95,10 +94,9 @@ def check_without_weights(config: WorkerConfig) -> None:
         return
     config, spec, _ = _described(config)
     length, device = _resolve_length(config.max_model_len, spec), resolve_device(config)
-    check_adapters_are_served(config, device)
-    if config.lora_target_modules is not None:
-        config = config.with_(lora_target_modules=resolved_targets(config.lora_target_modules, spec))
-    check_adapter_files(config, spec)
+    if device == "cuda":
+        config = with_target_modules(config.with_(device=device), spec, device)
+        check_adapter_files(config, spec)
     if config.kv_cache_bytes is not None:
         least = "bfloat16"  # smallest dtype; the weights may turn out to have a larger one
         dtype = config.dtype
@@ -122,10 +120,10 @@ def preflight(config: WorkerConfig) -> WorkerConfig:
     device = resolve_device(model.config)
     spec, formats = model.spec, formats_on(model, device)
     config = with_lengths_and_types(model, device)
-    check_adapter_files(config, spec)
     if device == "cuda":
         check_matmuls_on_cuda(config)
         _check_device_memory(config, spec, formats)
+        check_adapter_files(config, spec)
     else:
         check_weights_fit(config, spec, config.dtype, formats)
     check_adapters_fit(config, spec, formats)
@@ -246,7 +244,7 @@ def with_lengths_and_types(model: OpenModel, device: str) -> WorkerConfig:
         kv_cache_dtype=resolve_kv_cache_dtype(config.kv_cache_dtype, dtype),
         max_model_len=_resolve_length(config.max_model_len, spec),
     )
-    return with_adapters(config, spec, formats)
+    return with_slot_bytes(config, spec, formats)
 
 
 def formats_on(model: OpenModel, device: str) -> WeightFormats:
@@ -309,6 +307,8 @@ def _described(config: WorkerConfig) -> tuple[WorkerConfig, DecoderSpec, StoredQ
     check_parallel(config, spec)
     check_drafts(config, spec)
     check_has_pages(config, spec)
+    config = with_target_modules(config, spec, config.device)
+    check_adapter_files(config, spec)  # again if the device is chosen to be CUDA, which serves fewer modules
     return config, spec, quantized
 
 

@@ -26,13 +26,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from oarlock.workers.adapters import (
-    ADAPTER_DIGEST_BYTES,
-    MAX_LOADING,
-    MAX_REASON_BYTES,
-    MAX_TEXT_BYTES,
-    max_commands,
-)
+from oarlock.workers.adapter_digest import ADAPTER_DIGEST_BYTES
+from oarlock.workers.adapters import MAX_LOADING, MAX_REASON_BYTES, MAX_TEXT_BYTES, max_commands
 from oarlock.workers.config import MAX_POOLED_IDS, WorkerConfig, max_pooled_values
 from oarlock.workers.kv_offload import DIGEST_BYTES, MAX_COPIES
 from oarlock.workers.sampling_parameters import PENALTIES, ROWS, RowColumns
@@ -151,6 +146,12 @@ class StepMetadata(RowColumns[np.ndarray]):
     @property
     def num_seqs(self) -> int:
         return len(self.seq_lens)
+
+    @property
+    def adapter_slots_of_tokens(self) -> np.ndarray:
+        """Slot of each token's LoRA adapter: int32 [T], zeros if no sequence has one."""
+        lens = np.diff(self.query_start_loc)
+        return np.repeat(self.adapter_slots, lens) if len(self.adapter_slots) else np.zeros(self.num_tokens, np.int32)
 
     @property
     def num_tokens(self) -> int:

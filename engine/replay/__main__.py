@@ -25,7 +25,8 @@ from oarlock.base.python_child import die_with_parent, run_while_read
 from oarlock.engine.kv_cache.state_slots import NULL_SLOT
 from oarlock.engine.replay.comparison import ReplayComparison
 from oarlock.engine.replay.recording import MASKS, STEP, Header, Recording
-from oarlock.workers.adapters import NO_SLOT, AdapterCommand, CommandKind, adapter_digest, read_commands
+from oarlock.workers.adapter_digest import adapter_digest
+from oarlock.workers.adapters import NO_SLOT, AdapterCommand, CommandKind, read_commands
 from oarlock.workers.config import WorkerConfig, WorkerInfo
 from oarlock.workers.errors import WorkerError
 from oarlock.workers.executor import Executor, start_executor

@@ -120,7 +120,8 @@ class OpenRequests:
         """Queue a request that was accepted."""
         running, waiting = self.running, self.waiting
         ahead = islice(waiting if waiting.lines else running, MAX_AHEAD)
-        seq.timeline.arrived(self.log, len(running), len(waiting), tuple(other.request_id for other in ahead))
+        num_waiting = len(waiting) + (0 if self.adapters is None else self.adapters.num_parked)
+        seq.timeline.arrived(self.log, len(running), num_waiting, tuple(other.request_id for other in ahead))
         self._by_id[seq.request_id] = seq
         self._enqueue(seq, seq.timeline.arrival_s)
 

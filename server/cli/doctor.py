@@ -39,8 +39,8 @@ def run(arguments: argparse.Namespace) -> int:
     found = description(settings)
     if found is not None and not arguments.json:
         print(found.line, flush=True)
-    model, reason = _find(settings)
-    words = [f"--config={settings.engine_config(model).worker.to_json()}", *reason]
+    model, adapters, reason = _find(settings)
+    words = [f"--config={settings.engine_config(model).worker.with_(lora_adapters=adapters).to_json()}", *reason]
     words += _nodes(settings)
     words += [f"--host={settings.host}", f"--port={settings.port}"]
     if found is not None and arguments.json:
@@ -60,12 +60,13 @@ def _nodes(settings: Settings) -> list[str]:
     return [] if nodes is None else [f"--nodes={json.dumps(asdict(nodes))}"]
 
 
-def _find(settings: Settings) -> tuple[str, list[str]]:
-    """Return the model's directory on this machine; or an empty text, and an argument with the reason why there is
-    none."""
+def _find(settings: Settings) -> tuple[str, tuple[tuple[str, str], ...], list[str]]:
+    """Return the directories of the model and of its adapters on this machine; or an empty text, and an argument with
+    the reason why there is no model."""
     import asyncio
 
     from oarlock.base.errors import StartupError
+    from oarlock.server.hub.adapter_path import find_local_adapters
     from oarlock.server.llm.generation_config import GenerationConfig
     from oarlock.server.llm.pooler_config import PoolerConfig
     from oarlock.server.llm.tokenizer import find_files
@@ -75,11 +76,13 @@ def _find(settings: Settings) -> tuple[str, list[str]]:
         GenerationConfig.load(files.model, settings.generation_config)
         PoolerConfig.load(files.model, settings.runner, settings.classifier_from_token)
         files.load_tokenizer().close()
-        return files.model, []
+        adapters, notes = asyncio.run(find_local_adapters(settings))
+        sys.stderr.writelines(f"note: {note}\n" for note in notes)
+        return files.model, adapters, []
     except StartupError as error:
         if _is_on_hub(settings):
-            return "", [f"--missing={error.cause} Fetch it first: oarlock pull {settings.model}"]
-        return "", [f"--model-wrong={json.dumps([error.cause, error.fix])}"]
+            return "", (), [f"--missing={error.cause} Fetch it first: oarlock pull {settings.model}"]
+        return "", (), [f"--model-wrong={json.dumps([error.cause, error.fix])}"]
 
 
 def _is_on_hub(settings: Settings) -> bool:

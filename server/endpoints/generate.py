@@ -74,7 +74,7 @@ class OpenAIServingGenerate(OpenAIServing, ABC, Generic[_BodyT, _ProcessedT]):
         rank = self._chosen_replica(request)
         held = self.held_by(request)
         held.add(expected_bytes(body))  # many requests can be processed at the same time
-        processed, adapter = await until_disconnect(request, self._process_in_time(body, model))
+        processed, adapter = await until_disconnect(request, self._process_in_time(body, model, record))
         held.resize(waiting_bytes(processed) + body.kept_bytes(held.num_bytes - expected_bytes(body)))
         headers = self.reported(request, processed.ignored, headers)
         generation = self.async_llm.start(processed, label_of(request.scope), data_parallel_rank=rank, adapter=adapter)
@@ -189,16 +189,19 @@ class OpenAIServingGenerate(OpenAIServing, ABC, Generic[_BodyT, _ProcessedT]):
             raise RequestError(message, "prompt")
         return renderings, processed.ignored
 
-    async def _process_in_time(self, body: _BodyT, model: str | None = None) -> tuple[_ProcessedT, str | None]:
+    async def _process_in_time(
+        self, body: _BodyT, model: str | None = None, record: RequestRecord | None = None
+    ) -> tuple[_ProcessedT, str | None]:
         """Call `process` within the time limit, and record the time that it took. Raises `DeadlineError`.
 
         `model`: may be the name of an adapter, which is loaded within the same time; its name is returned, else None.
+        `record`: gets the times of waiting for the adapter.
         """
         begun = time.monotonic()
         try:
             async with asyncio.timeout(body.timeout):
                 processed = await self.process(body)
-                adapter = None if model is None else await self.use_adapter(model)
+                adapter = None if model is None else await self.use_adapter(model, record)
         except TimeoutError:
             raise DeadlineError(body.timeout or 0.0) from None
         return replace(processed, spent_s=time.monotonic() - begun), adapter

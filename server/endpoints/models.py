@@ -43,7 +43,7 @@ _LOAD = describe(
     "Load LoRA adapter",
     "Model",
     bodies=("LoadAdapterRequest",),
-    examples={"sql": {"lora_name": "sql", "lora_path": "/adapters/sql"}},
+    examples={"sql": {"lora_name": "sql", "lora_path": "sql"}},
 )
 _UNLOAD = describe(
     "Unload LoRA adapter",

@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, ClassVar, Self, TypeVar
 
 from starlette.requests import Request
@@ -17,7 +18,7 @@ from oarlock.server.http.body_cost import cost_of
 from oarlock.server.http.body_memory import HeldMemory, held_by
 from oarlock.server.http.ignored_parameters import refuse, with_ignored
 from oarlock.server.http.request_body import ignored_parameters, parse_any, read_json
-from oarlock.server.http.request_record import label_of
+from oarlock.server.http.request_record import RequestRecord, label_of
 from oarlock.server.http.server_sent_events import until_disconnect
 from oarlock.server.http.server_state import ServerState
 from oarlock.server.hub.adapter_path import AdapterPaths
@@ -114,14 +115,15 @@ class OpenAIServing:
         """Return the LoRA adapter of this name, which may not be loaded yet; None if there is none."""
         return None if self._adapters is None or self._is_model(name) else self._adapters.find(name)
 
-    async def use_adapter(self, name: str) -> str | None:
+    async def use_adapter(self, name: str, record: RequestRecord | None = None) -> str | None:
         """Wait until the adapter that `check_model` returned is loaded, and return its name; None for the model itself.
 
-        Raises the errors of `ServedAdapters.use`.
+        `record`: gets the times of this wait. Raises the errors of `ServedAdapters.use`.
         """
         if self._adapters is None or self._is_model(name):
             return None
-        return await self._adapters.use(name)
+        with nullcontext() if record is None else record.awaiting(name):
+            return await self._adapters.use(name)
 
     @property
     def _adapters(self) -> ServedAdapters | None:
@@ -292,6 +294,7 @@ def _log_generation(generation: Generation) -> None:
     reasons = ",".join(choice.finish_reason or "abort" for choice in generation.choices[:8])
     fields: dict[str, Any] = {
         "request_id": generation.request_id,
+        "adapter": generation.choices[0].request.adapter,
         "prompt_tokens": generation.prompt_tokens,
         "cached_tokens": generation.cached_tokens,
         "completion_tokens": generation.completion_tokens,

@@ -83,12 +83,17 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (None, False),
     # A constraint of other servers: a response without it would look as if it had been applied.
     "guided_whitespace_pattern": (None,),
+    # The choice of an adapter in requests of SGLang, TGI and llama-server.
+    "lora_path": (None,),
+    "adapter_id": (None,),
+    "lora": (None, []),
     # Fields of Cohere's and Jina's rerankers.
     "max_tokens_per_doc": (None,),
     "max_chunks_per_doc": (None,),
     "rank_fields": (None, []),
     "relevant_spans": (None, {"mode": "disabled"}),
 }
+_NAMES_ADAPTER = frozenset({"lora_path", "adapter_id", "lora"})
 
 
 async def read_json(request: Request, max_size: int, held: HeldMemory) -> bytearray:
@@ -184,7 +189,8 @@ def _refuse_unsupported(parsed: StrictModel) -> None:
     extra = parsed.model_extra or {}
     for name in sorted(NEUTRAL_VALUES.keys() & extra.keys()):
         if not any(_same(extra[name], neutral) for neutral in NEUTRAL_VALUES[name]):
-            message = f"'{name}' is not supported. Leave it out."
+            fix = "Name a LoRA adapter in 'model'." if name in _NAMES_ADAPTER else "Leave it out."
+            message = f"'{name}' is not supported. {fix}"
             raise RequestError(message, name, "unsupported_parameter")
 
 

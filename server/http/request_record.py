@@ -8,7 +8,8 @@ import asyncio
 import hashlib
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,6 +51,8 @@ class RequestRecord:
     response_id: str = ""
     num_choices: int = 0
     adapter: str | None = None  # name of the LoRA adapter
+    adapter_awaited_s: float | None = None  # began to wait for the end of the adapter's first load
+    adapter_ready_s: float | None = None  # the adapter was loaded
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -73,6 +76,13 @@ class RequestRecord:
         request = generation.choices[0].request
         params, self.adapter = request.params, request.adapter
         self.max_tokens, self.temperature, self.top_p = params.max_tokens, params.temperature, params.top_p
+
+    @contextmanager
+    def awaiting(self, adapter: str) -> Generator[None]:
+        """Record that the request waits for the end of the first load of `adapter`, unless it is loaded already."""
+        self.adapter, self.adapter_awaited_s = adapter, time.monotonic()
+        yield
+        self.adapter_ready_s = time.monotonic()
 
     def sent_slowly(self, seconds: float) -> None:
         """Record a piece that took longer than `FULL_S` to send, because the connection was full."""

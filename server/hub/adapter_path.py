@@ -57,6 +57,20 @@ async def find_start_adapters(settings: Settings, on_progress: OnDetailedProgres
     return tuple(found)
 
 
+async def find_local_adapters(settings: Settings) -> tuple[tuple[tuple[str, str], ...], list[str]]:
+    """Return the name and the path of each adapter of `--lora-modules` on this machine, fetching nothing, and a note
+    for each adapter of the hub that is not here. Raises `StartupError`."""
+    paths, found, notes = AdapterPaths(replace(settings, offline=True)), [], []
+    for name, path, _ in parse_lora_modules(settings.lora_modules):
+        try:
+            found.append((name, await paths.resolve(path)))
+        except StartupError as error:
+            if os.path.lexists(expand(path)) or not HUB_ID.fullmatch(path):
+                raise
+            notes.append(f"adapter {name} is not looked at: {error.cause}")
+    return tuple(found), notes
+
+
 class AdapterPaths:
     """Adapters that a server can load: of this machine, and of the hub."""
 
@@ -106,8 +120,14 @@ class AdapterPaths:
             return _inside(self._folder, path)
         if is_id:
             return None
-        where = "in the directory of --lora-dir" if self._folder else "on this server, which has no --lora-dir"
-        raise StartupError(f"{path!r:.200} is neither a path {where}, nor a hub id.", "Hub ids look like org/name.")
+        if self._folder is None:
+            raise StartupError(
+                f"{path!r:.200} is not a hub id, and this server has no directory of adapters.",
+                "Start the server with --lora-dir DIR, the directory that contains the adapter.",
+            )
+        raise StartupError(
+            f"{path!r:.200} is neither a path in --lora-dir, nor a hub id.", "Hub ids look like org/name."
+        )
 
 
 def _trusted(path: str) -> Path | None:

@@ -248,7 +248,7 @@ def _adapters(info: EngineInfo, names: Sequence[str]) -> str:
     shown = ", ".join(names[:_MAX_ADAPTERS]) or "none yet"
     more = f" and {len(names) - _MAX_ADAPTERS} more" if len(names) > _MAX_ADAPTERS else ""
     size = f"of {format_size(info.adapter_slot_bytes)} per rank{_each(info)}"
-    return f"{shown}{more}; {_plural(info.max_loras, 'slot')} {size}, for ranks up to {info.max_lora_rank}"
+    return f"{shown}{more}; {_plural(info.max_loras, 'slot')} {size}, LoRA rank {info.max_lora_rank} at most"
 
 
 def _kv_form(info: EngineInfo) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+from dataclasses import replace
 
 import anyio
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from oarlock.engine.errors import EngineDeadError
 from oarlock.server.cli import main as cli
 from oarlock.server.llm.generation_config import GenerationConfig
-from tests.contract.conftest import DEMO
+from tests.contract.conftest import DEMO, INFO
 from tests.contract.test_offline_llm import NoProcess
 
 CHAT, COMPLETION, RESPONSE = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -88,6 +89,25 @@ def test_answers_are_the_servers(batch, make_stage, capsys):
         else:
             assert body == expected
     assert batch.engine.closed and all(request.is_admitted for request in batch.engine.requests)
+
+
+def test_a_body_names_its_adapter(batch, tmp_path):
+    for name in ("sql", "poems"):
+        (tmp_path / "adapters" / name).mkdir(parents=True)
+        (tmp_path / "adapters" / name / "adapter_config.json").write_text("{}")
+        (tmp_path / "adapters" / name / "adapter_model.safetensors").write_text(name)
+    batch.engine.info = replace(INFO, max_loras=2)
+    names = ("sql", "poems", "demo", "other")
+    lines = [_line(name, model=name, prompt=name, max_tokens=5) for name in names]
+    flags = ("--enable-lora", "--lora-modules", f"sql={tmp_path}/adapters/sql", "--lora-dir", f"{tmp_path}/adapters")
+    assert batch(lines, "--served-model-name", "demo", *flags) == 1
+    answers = {answer["custom_id"]: answer["response"] for answer in batch.answers}
+    assert {name: answer["status_code"] for name, answer in answers.items()} == dict.fromkeys(names, 200) | {
+        "other": 404
+    }
+    assert all(answers[name]["body"]["model"] == name for name in names[:3])
+    used = {request.adapter for request in batch.engine.requests}
+    assert used == {"sql", "poems", None} and batch.engine.added == ["sql", "poems"], "the first from the start"
 
 
 def test_a_killed_batch_goes_on(batch, capsys):

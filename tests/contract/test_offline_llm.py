@@ -181,14 +181,14 @@ def test_each_prompt_has_its_adapter(make_llm, adapters):
         with pytest.raises((RequestError, ValueError), match=cause):
             llm.generate(["x", "y", "z"], lora_request=wrong)
     for fields in (("", 1, "p"), ("x", 0, "p"), ("x", 1, "")):
-        with pytest.raises(ValueError, match="needs a name and a path|at least 1"):
+        with pytest.raises(ValueError, match=r"needs a name and a path|at least 1"):
             LoRARequest(*fields)
 
 
 def test_vectors_and_scores_have_their_adapter_if_lora_is_on(make_llm, adapters):
     a, b, _ = adapters
     plain, _ = make_llm("")
-    with pytest.raises(RequestError, match="LoRA is off. Add enable_lora=True"):
+    with pytest.raises(RequestError, match=r"LoRA is off\. Add enable_lora=True"):
         plain.generate("x", lora_request=a)
     llm, engine = make_llm("", pooler=EMBEDS, info=LORA, llm_options={"enable_lora": True})
     vectors = llm.embed(["x", "y"], lora_request=[a, None])

@@ -16,6 +16,7 @@ from oarlock.server.endpoints.operations import route
 from oarlock.server.http.middleware import POOLING
 from oarlock.server.llm.pooler_config import PoolerConfig, Task
 from tests.contract.batch_server import request_line, serving
+from tests.contract.test_adapters_wire import LORA, write
 
 
 @pytest.fixture
@@ -54,8 +55,11 @@ def test_metrics_name_the_routes_of_the_document(make_stage, document):
     assert make_stage().counters.routes == {path for path in document["paths"] if "{" not in path}
 
 
-def test_the_response_to_every_example_matches_its_schema(make_stage, document):
-    stages = [make_stage("ok", admin_api_key="boss", pooler=pooler) for pooler in (None, PoolerConfig(Task.EMBED))]
+def test_the_response_to_every_example_matches_its_schema(make_stage, document, tmp_path):
+    write(tmp_path / "sql")
+    adapters = {"enable_lora": True, "lora_dir": str(tmp_path), "info": LORA}
+    poolers = (None, PoolerConfig(Task.EMBED))
+    stages = [make_stage("ok", admin_api_key="boss", pooler=pooler, **adapters) for pooler in poolers]
     calls, expected = [], []
     for path, operations in document["paths"].items():
         for method, operation in operations.items():

@@ -20,11 +20,13 @@ class HasUrl(Protocol):
 class OpenStream(threading.Thread):
     """Begins at once. `flowing` is set with the first event; `last` is the newest; `done` says that `[DONE]` came."""
 
-    def __init__(self, server: HasUrl, tokens: int = LONG, headers: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, server: HasUrl, tokens: int = LONG, headers: dict[str, str] | None = None, **fields: object
+    ) -> None:
         super().__init__(daemon=True)
         self.url = server.url
         self.headers = headers or {}
-        self.body = {"prompt": "import os\n", "stream": True, "max_tokens": tokens, "ignore_eos": True}
+        self.body = {"prompt": "import os\n", "stream": True, "max_tokens": tokens, "ignore_eos": True, **fields}
         self.flowing = threading.Event()
         self.last: dict = {}
         self.done = False

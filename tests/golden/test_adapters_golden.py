@@ -169,7 +169,7 @@ def test_a_merged_model_is_hardly_more_exact(path_of: Callable[[str], Path], tmp
 
 @pytest.mark.parametrize("family", ["llama", pytest.param("qwen2_moe", marks=pytest.mark.more)])
 @pytest.mark.parametrize("size", [1, 4])
-def test_bytes_of_slots_are_known_before(path_of: Callable[[str], Path], family: str, size: int) -> None:
+def test_slots_have_the_planned_bytes(path_of: Callable[[str], Path], family: str, size: int) -> None:
     path = path_of(family)
     config = WorkerConfig(
         str(path), device="cpu", dtype="bfloat16", tensor_parallel_size=size, max_loras=3, max_lora_rank=RANK

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from safetensors.torch import save_file
 
-from oarlock.workers.adapters import adapter_digest
+from oarlock.workers.adapter_digest import adapter_digest
 from oarlock.workers.layers.decoder_spec import tensors_of
 from oarlock.workers.layers.tensor_spec import RankDtype
 from oarlock.workers.lora.adapted_modules import EMBEDDING, HEAD, AdaptedModules

@@ -3,11 +3,10 @@
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -104,3 +103,75 @@ def test_two_rank_processes_answer_as_one_rank(
             assert again == [alone[request.request_id] for request in rest]
 
     asyncio.run(scenario())
+
+
+@pytest.mark.soak
+def test_replicas_have_the_same_adapters_also_after_a_death(
+    model: Path, adapters: list[AdapterFiles], alone: dict[int, Answer], tmp_path: Path
+) -> None:
+    broken = write_adapter(tmp_path / "broken", model)
+    (tmp_path / "broken" / "adapter_model.safetensors").write_bytes(b"no header")
+
+    async def scenario() -> None:
+        async with started(EngineConfig(config_of(model, data_parallel_size=2), enable_prefix_caching=True)) as engine:
+            assert isinstance(engine, Replicas)
+            for one in adapters:
+                await engine.add_adapter(one.name, one.directory)
+            with pytest.raises(RequestError, match="could not be loaded"):
+                await engine.add_adapter("broken", broken.directory)
+            assert differences(await ask_all(engine), alone) == []
+            first = engine.replicas[0]
+            dead = first.client
+            os.kill(dead.pid, signal.SIGKILL)
+            await engine.remove_adapter("small")
+            while first.client is dead or not first.is_alive:
+                await asyncio.sleep(0.05)
+            for replica in engine.replicas:
+                assert [info.name for info in await replica.client.list_adapters()] == ["every", "plain"]
+            rest = [request for request in REQUESTS if request.adapter != "small"]
+            for client in (replica.client for replica in engine.replicas):
+                again = await asyncio.gather(*(ask(client, request) for request in rest))
+                assert again == [alone[request.request_id] for request in rest]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.soak
+def test_eight_rank_processes_answer_as_one_rank(
+    model: Path, adapters: list[AdapterFiles], alone: dict[int, Answer]
+) -> None:
+    executor = start_executor(config_of(model, 8, cpu_affinity="none"), lambda *_: None)
+    try:
+        assert executor.info.rank_invariant and executor.info.batch_invariant
+        assert differences(engine_with(executor, adapters).run(REQUESTS), alone) == []
+    finally:
+        executor.close()
+
+
+@pytest.mark.soak
+def test_a_thousand_loads_leak_nothing(model: Path, adapters: list[AdapterFiles]) -> None:
+    """Neither memory nor descriptors nor threads of two rank processes, whose adapters run in between."""
+    executor = start_executor(config_of(model, 2), lambda *_: None)
+    engine = DirectEngine(executor, num_blocks=30, enable_prefix_caching=True)
+    seen: list[list[tuple[int, ...]]] = []
+    for cycle in range(1000):
+        files = adapters[cycle % 3]
+        assert engine.add_adapter("one", files.digest, files.directory) is None
+        if cycle % 10 == 0:
+            (answer,) = engine.run([Request(1, (5, 6, 7), REQUESTS[0].params, adapter="one")]).values()
+            assert answer.error is None
+        engine.scheduler.adapters.remove("one", [], engine.now)
+        if cycle in (199, 999):
+            seen.append([_held_by(pid) for pid in executor.rank_pids])
+    registry = engine.scheduler.adapters.registry
+    assert registry.num_loads == 1000 and len(registry) == registry.num_ready == 0
+    executor.close()
+    for (early_bytes, *early), (late_bytes, *late) in zip(*seen, strict=True):
+        assert late == early and late_bytes - early_bytes < 4 << 20
+
+
+def _held_by(pid: int) -> tuple[int, ...]:
+    """Return a process's resident bytes, descriptors and threads."""
+    process = Path(f"/proc/{pid}")
+    pages = int((process / "statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE"), len(list((process / "fd").iterdir())), len(list((process / "task").iterdir()))

@@ -44,6 +44,7 @@ def bytes_of(memory: list[LayerMemory]) -> int:
         ("nemotron_h", {"pipeline_parallel_size": 4}),  # the second and the last have no memory
         ("falcon_h1", {"tensor_parallel_size": 4, "dtype": "bfloat16", "kv_cache_dtype": "int8"}),
         ("llama", {"pipeline_parallel_size": 2, "kv_cache_dtype": "int8"}),
+        ("qwen2_moe", {"tensor_parallel_size": 2, "max_loras": 3, "dtype": "bfloat16", "quantization": "int8"}),
         ("qwen3", {"pipeline_parallel_size": 3, "kv_cache_dtype": "fp8", "dtype": "bfloat16"}),
     ],
 )
@@ -71,6 +72,8 @@ def check(config: WorkerConfig, make: type[ModelRunner] = ModelRunner, limit: fl
     weights = [rank.model.weight_bytes for rank in real.ranks]
     assert within(max(plan.weight_bytes), max(weights), limit), "weights of the rank with the most"
     assert within(sum(plan.weight_bytes) * config.tensor_parallel_size, sum(weights), limit), "weights of all ranks"
+    slots = [0 if rank.adapters is None else rank.adapters.slots.num_bytes for rank in real.ranks]
+    assert plan.config.adapter_bytes == real.config.adapter_bytes == max(slots), "slots for adapters"
     assert plan.num_blocks == real.info.num_blocks
     assert plan.counts == tuple(group.num_blocks for group in real.info.groups)
     assert plan.config.max_num_seqs == real.config.max_num_seqs

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from oarlock.workers.attention.rows_by_slot import RowsBySlot
+from oarlock.workers.attention.rows_by_slot import AdaptedRows, adapted_rows
 from oarlock.workers.protocol import NULL_BLOCK, StepMetadata
 from oarlock.workers.recurrent.states import StateStep
 
@@ -105,7 +105,7 @@ class ForwardBatch:
     block_tables: dict[int, Tensor]  # int32 [R, B]   the rank's tables of each group, not copies
     logits_indices: Tensor  # int64 [L]
     state: StateStep | None = None  # slots of recurrent state; None: the model has no recurrent layers
-    adapters: RowsBySlot | None = None  # rows whose sequences have an adapter; None: no sequence has one
+    adapters: AdaptedRows | None = None  # rows whose sequences have an adapter; None: no sequence has one
 
     @property
     def num_seqs(self) -> int:
@@ -136,7 +136,7 @@ class ForwardBatch:
             slots=slots,
             block_tables=tables.of_group,
             state=state_step(step, device) if len(step.state_writes) else None,
-            adapters=RowsBySlot.of_sequences(step.adapter_slots, starts, device),
+            adapters=adapted_rows(step.adapter_slots_of_tokens, device) if len(step.adapter_slots) else None,
             **tensors,
         )
 

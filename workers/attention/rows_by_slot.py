@@ -13,7 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from oarlock.workers.attention.blocks_by_slot import BlocksBySlot
 from oarlock.workers.kernels.cpu.structures import CAdapterRows
+from oarlock.workers.kernels.triton import availability
 
 NO_ADAPTER = 0
 
@@ -76,16 +78,25 @@ class RowsBySlot:
         return self._among[key]
 
 
+AdaptedRows = RowsBySlot | BlocksBySlot  # of a step on the host, and on a device with Triton kernels
+
+
+def adapted_rows(slot_of: np.ndarray, device: torch.device) -> AdaptedRows | None:
+    """Sort rows by `slot_of` int32 [T], the slot of each, as the layers on `device` read them. Return None if no row
+    has an adapter."""
+    return (BlocksBySlot if availability.can_serve(device) else RowsBySlot).of(slot_of, device)
+
+
 class StepRows:
     """The rows of the step that runs, which its adapted layers read; None between steps and in steps without
     adapters."""
 
     def __init__(self) -> None:
-        self.current: RowsBySlot | None = None
+        self.current: AdaptedRows | None = None
         self.of_experts: Set[int] = frozenset()  # slots with an adapter of experts, which no prepared layers compute
 
     @contextmanager
-    def of(self, rows: RowsBySlot) -> Generator[None]:
+    def of(self, rows: AdaptedRows) -> Generator[None]:
         """Set the rows while a step runs."""
         self.current = rows
         try:

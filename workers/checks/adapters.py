@@ -40,25 +40,35 @@ def check_adapter_limits(config: WorkerConfig) -> None:
             raise StartupError(f"{times} adapters have the name {shown(name)}.", "Give each adapter a name of its own.")
 
 
-def check_adapters_are_served(config: WorkerConfig, device: str) -> None:
-    """Check that adapters work on `device`. Raises `StartupError`."""
-    if config.max_loras and device == "cuda":
-        raise StartupError(
-            "--enable-lora on CUDA devices is not supported: adapters have kernels for CPUs only.",
-            "Use --device cpu, or merge the adapter into the model.",
-        )
+def with_target_modules(config: WorkerConfig, spec: DecoderSpec, device: str) -> WorkerConfig:
+    """Return `config` with the modules that adapters may update on `device`: on CUDA all but experts.
 
-
-def with_adapters(config: WorkerConfig, spec: DecoderSpec, formats: WeightFormats) -> WorkerConfig:
-    """Return `config` with its target modules and the bytes of a slot. The device and the dtype must be resolved.
-
-    Raises `StartupError` for adapters that are not supported, and for modules that the model does not have.
+    Raises `StartupError` for modules that the model does not have, and for experts on CUDA if they were chosen.
     """
     if not config.max_loras:
         return config
-    check_adapters_are_served(config, config.device)
-    if config.lora_target_modules is not None:
-        config = config.with_(lora_target_modules=resolved_targets(config.lora_target_modules, spec))
+    given = config.lora_target_modules
+    targets = targets_of(spec) if given is None else resolved_targets(given, spec)
+    if device != "cuda" or EXPERTS not in targets:
+        return config if given is None else config.with_(lora_target_modules=tuple(targets))
+    left = tuple(target for target in targets if target != EXPERTS)
+    if given is not None:
+        instead = f"--lora-target-modules {' '.join(left)}" if left else "other modules"
+        raise StartupError(
+            f"--lora-target-modules {EXPERTS}: on CUDA devices no kernel updates experts.",
+            f"Use {instead}, or --device cpu.",
+        )
+    return config.with_(lora_target_modules=left)
+
+
+def with_slot_bytes(config: WorkerConfig, spec: DecoderSpec, formats: WeightFormats) -> WorkerConfig:
+    """Return `config` with its target modules and the bytes of a slot. The device and the dtype must be resolved.
+
+    Raises `StartupError`, as `with_target_modules`.
+    """
+    if not config.max_loras:
+        return config
+    config = with_target_modules(config, spec, config.device)
     stages = range(config.pipeline_parallel_size)
     return config.with_(adapter_slot_bytes=max(adapter_slot_bytes(config, spec, formats, stage) for stage in stages))
 
@@ -97,7 +107,7 @@ def without_experts(config: WorkerConfig, spec: DecoderSpec, formats: WeightForm
     left = tuple(target for target in targets if target != EXPERTS)
     if not config.max_loras or not left or len(left) == len(targets):
         return None
-    fewer = with_adapters(config.with_(lora_target_modules=left), spec, formats)
+    fewer = with_slot_bytes(config.with_(lora_target_modules=left), spec, formats)
     return fewer if fewer.adapter_slot_bytes < (1 - _LARGE) * config.adapter_slot_bytes else None
 
 
@@ -112,4 +122,4 @@ def check_adapter_files(config: WorkerConfig, spec: DecoderSpec) -> None:
             raise StartupError(f"adapter {shown(name)}: {error.cause}", error.fix) from error
     # The highest rank first, so that the error names a rank that suffices for all.
     for adapter in sorted(adapters, key=lambda one: -one.max_rank):
-        check_adapter(adapter, spec, config.max_lora_rank, config.lora_target_modules)
+        check_adapter(adapter, spec, config.max_lora_rank, config.lora_target_modules, config.device)

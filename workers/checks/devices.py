@@ -51,14 +51,16 @@ def _check_cores(config: WorkerConfig) -> None:
 
 
 def check_matmuls_on_cuda(config: WorkerConfig) -> None:
-    """Check that Triton kernels run if quantised weights or `--batch-invariant` need them. Raises `StartupError`."""
+    """Check that Triton kernels run if quantised weights, adapters or `--batch-invariant` need them. Raises
+    `StartupError`."""
     if config.batch_invariant:
         _check_batch_invariance(config)
-    if config.quantization == "none":
+    if config.quantization == "none" and not config.max_loras:
         return
     wrong = cuda_driver.why_not_triton(ranks_here(config))
     if wrong is not None:
-        raise StartupError(f"quantization {config.quantization} on CUDA needs Triton kernels: {wrong[0]}.", wrong[1])
+        what = "--enable-lora" if config.quantization == "none" else f"quantization {config.quantization}"
+        raise StartupError(f"{what} on CUDA needs Triton kernels: {wrong[0]}.", wrong[1])
 
 
 def _check_batch_invariance(config: WorkerConfig) -> None:

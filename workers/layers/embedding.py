@@ -4,13 +4,13 @@ Shards have equal sizes; ids beyond the vocabulary are padding.
 """
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from oarlock.workers.attention.rows_by_slot import RowsBySlot
+from oarlock.workers.attention.rows_by_slot import AdaptedRows
 from oarlock.workers.layers.decoder_spec import DecoderSpec, PositionTable
 from oarlock.workers.layers.linear import AdaptedLayer
 from oarlock.workers.layers.placement import Placement
@@ -24,10 +24,10 @@ class EmbeddingUpdate(Protocol):
     """An embedding in steps in which rows have adapters."""
 
     @property
-    def rows(self) -> RowsBySlot | None:
+    def rows(self) -> Any:
         """Rows of the step that runs that have an adapter of the embedding; None if there are none."""
 
-    def __call__(self, ids: Tensor, found: Tensor, rows: RowsBySlot) -> Tensor:
+    def __call__(self, ids: Tensor, found: Tensor, rows: Any) -> Tensor:
         """Return `found` [T, hidden], the embedding's rows before the scale, with the updates of `rows`."""
 
 
@@ -164,7 +164,7 @@ class VocabParallelHead:
             embedding.share(self.matmul)
         self.shares_memory = isinstance(self.matmul, ReadableMatmul) or holds_weight(self.matmul)
 
-    def __call__(self, hidden: Tensor, adapters: RowsBySlot | None = None) -> Tensor:
+    def __call__(self, hidden: Tensor, adapters: AdaptedRows | None = None) -> Tensor:
         """Compute the logits. `adapters`: of the rows of `hidden`; None if none of them has one."""
         own = None if adapters is None or self.adapted is None else adapters.among(self.adapted.pairs.used)
         # [L, local]

@@ -21,6 +21,7 @@ from torch import Tensor
 from oarlock.workers.attention.backend import AttentionBackend, LayerMemory, LayerStep
 from oarlock.workers.attention.cpp import CppBackend, CppPlan
 from oarlock.workers.attention.forward_batch import ForwardBatch
+from oarlock.workers.attention.rows_by_slot import RowsBySlot
 from oarlock.workers.kernels.cpu import library, recurrent
 from oarlock.workers.kernels.cpu.experts import CppExpertMatmul, CppRouter
 from oarlock.workers.kernels.cpu.fused_layer import ALL_ARRIVED, NUM_SCRATCH, OperationKind, Rows, bound
@@ -448,9 +449,11 @@ class PreparedLayers:
         assert hidden.is_contiguous() and hidden.dtype == program.dtype and hidden.shape[1] == program.hidden
         normed = [torch.empty_like(hidden) for _ in range(self._num_normed)]
         rows = len(hidden)
-        adapters = None if batch.adapters is None else batch.adapters.structure
+        adapted = batch.adapters
+        assert adapted is None or isinstance(adapted, RowsBySlot), "rows of a step on a device"
+        adapters = None if adapted is None else adapted.structure
         assert (adapters is not None) == program.adapts
-        low = 0 if batch.adapters is None else self._low * len(batch.adapters.rows)
+        low = 0 if adapted is None else self._low * len(adapted.rows)
         sums = self._sums * rows * program.hidden + low
         partial = torch.empty(sums, dtype=torch.float32) if sums else None
         group = self.tp.group_for_kernels
@@ -477,7 +480,7 @@ class PreparedLayers:
             if group is None and self._is_shared and number in self._adding:
                 assert partial is not None
                 branch = self._branches[number]
-                low = 0 if batch.adapters is None else branch.low * len(batch.adapters.rows)
+                low = 0 if adapted is None else branch.low * len(adapted.rows)
                 total = self.tp.all_reduce(partial[: branch.sums * rows * program.hidden + low])
                 assert total.is_contiguous() and total.dtype == torch.float32
                 step.partial = total.data_ptr()

@@ -6,11 +6,10 @@ format of the weights (`quantization/`).
 """
 
 from collections.abc import Set
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
-from oarlock.workers.attention.rows_by_slot import RowsBySlot
 from oarlock.workers.kernels.cpu.structures import CAdapterPairs
 from oarlock.workers.layers.placement import Placement
 from oarlock.workers.layers.sharding import shard_evenly, shard_heads
@@ -34,21 +33,21 @@ class AdaptedLayer(Protocol):
     def pairs(self) -> KernelPairs: ...
 
     @property
-    def rows(self) -> RowsBySlot | None:
-        """Rows of the step that runs that have an adapter of this layer; None if there are none."""
+    def rows(self) -> Any:
+        """Rows of the step that runs that have an adapter of this layer, as `AdaptedRows`; None if there are none."""
 
-    def __call__(self, x: Tensor, rows: RowsBySlot) -> Tensor:
+    def __call__(self, x: Tensor, rows: Any) -> Tensor:
         """Compute the layer with the updates of `rows`."""
 
 
 class AdaptedSum(AdaptedLayer, Protocol):
     """A row-parallel layer in steps in which rows have adapters."""
 
-    def __call__(self, x: Tensor, rows: RowsBySlot, residual: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Tensor, rows: Any, residual: Tensor | None = None) -> Tensor:
         """Compute the layer with the updates of `rows`, and add `residual` before rounding."""
 
-    def total(self, x: Tensor, rows: RowsBySlot) -> Tensor:
-        """Return the same without a residual, unrounded: float32 [T, outputs]."""
+    def total(self, x: Tensor, rows: Any) -> Tensor:
+        """Return the same without a residual: [T, outputs], on the host unrounded."""
 
 
 class QKVParallelLinear:

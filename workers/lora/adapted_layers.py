@@ -42,7 +42,10 @@ class Adapted:
 
 def adapted_rows(step: StepRows, used: Set[int]) -> RowsBySlot | None:
     """Return the rows of the step that runs whose slots are among `used`, or None if there are none."""
-    return None if step.current is None or not used else step.current.among(used)
+    if step.current is None or not used:
+        return None
+    assert isinstance(step.current, RowsBySlot), "rows of a step on a device"
+    return step.current.among(used)
 
 
 class AdaptedColumnLayer(Adapted):

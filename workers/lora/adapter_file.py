@@ -9,7 +9,7 @@ from pathlib import Path
 
 from oarlock.base.errors import StartupError
 from oarlock.base.json_files import gc_paused
-from oarlock.workers.adapters import adapter_digest
+from oarlock.workers.adapter_digest import adapter_digest
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.lora.adapter_config import CONFIG_FILE, AdapterConfig
 from oarlock.workers.lora.adapter_pair import AdapterPair

@@ -6,8 +6,13 @@ into a slot only copies memory.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
+from torch import Tensor
+
+from oarlock.workers.attention.rows_by_slot import StepRows
+from oarlock.workers.kernels.triton import availability
 from oarlock.workers.layers.embedding import VocabParallelEmbedding, VocabParallelHead, vocab_shard
 from oarlock.workers.layers.experts import ExpertStack
 from oarlock.workers.layers.linear import (
@@ -20,6 +25,8 @@ from oarlock.workers.lora.adapted_experts import AdaptedExperts
 from oarlock.workers.lora.adapted_layers import AdaptedEmbedding
 from oarlock.workers.lora.adapted_modules import EMBEDDING, HEAD
 from oarlock.workers.lora.cpp_layers import column_layer, row_layer
+from oarlock.workers.lora.device_layers import DeviceColumnLayer, DeviceEmbedding, DeviceRowLayer
+from oarlock.workers.lora.device_pairs import DevicePairs
 from oarlock.workers.lora.low_rank import LayerPairs, RankPair, pair_bytes
 from oarlock.workers.lora.target_modules import Targets, is_chosen
 from oarlock.workers.models.decoder import Decoder
@@ -39,6 +46,18 @@ class HostAdapter:
     def num_bytes(self) -> int:
         return sum(pair.a.nbytes + pair.b.nbytes for pairs in self.pairs.values() for pair in pairs)
 
+    def pinned(self) -> "HostAdapter":
+        """Return a copy in pinned memory. Copies from there to a device run while the host continues."""
+
+        def copy(half: Tensor) -> Tensor:
+            return torch.empty(half.shape, dtype=half.dtype, pin_memory=True).copy_(half)
+
+        pairs = {
+            index: [replace(pair, a=copy(pair.a), b=copy(pair.b)) for pair in held]
+            for index, held in self.pairs.items()
+        }
+        return HostAdapter(self.digest, pairs)
+
 
 class AdapterSlots:
     """Memory of `slots` adapters of up to `max_rank` for a decoder whose weights are loaded. Slots count from 1."""
@@ -53,8 +72,9 @@ class AdapterSlots:
         self.pairs: list[LayerPairs] = []
         self.digests: dict[int, str] = {}  # slot -> digest of its adapter
         self._experts: list[AdaptedExperts] = []
+        kind = DevicePairs if availability.can_serve(model.placement.device) else LayerPairs
         for layer, shards in adapted_layers(model, targets):
-            own = [LayerPairs(shard, slots, max_rank, model.placement) for shard in shards]
+            own = [kind(shard, slots, max_rank, model.placement) for shard in shards]
             self.shards += shards
             self.pairs += own
             adapted = _attach(layer, own, model)
@@ -126,6 +146,8 @@ def _of_tokens(layer: VocabParallelEmbedding) -> WeightShard:
 def _attach(layer: object, pairs: list[LayerPairs], model: Decoder) -> object:
     """Make `layer` read `pairs` in steps with adapters. Return its computation in such steps."""
     rows = model.step_rows
+    if isinstance(pairs[0], DevicePairs):
+        return _attach_kernels(layer, pairs[0], rows)
     if isinstance(layer, RowParallelLinear):
         return row_layer(layer, pairs[0], rows)
     if isinstance(layer, _ColumnLayers | VocabParallelHead):
@@ -135,4 +157,16 @@ def _attach(layer: object, pairs: list[LayerPairs], model: Decoder) -> object:
     else:
         assert isinstance(layer, VocabParallelEmbedding)
         layer.adapted = AdaptedEmbedding(layer, pairs[0], rows)
+    return layer.adapted
+
+
+def _attach_kernels(layer: object, pairs: DevicePairs, rows: StepRows) -> object:
+    """Do the same on a device with Triton kernels."""
+    if isinstance(layer, RowParallelLinear):
+        layer.adapted = DeviceRowLayer(layer, pairs, rows)
+    elif isinstance(layer, _ColumnLayers | VocabParallelHead):
+        layer.adapted = DeviceColumnLayer(layer, pairs, rows)
+    else:
+        assert isinstance(layer, VocabParallelEmbedding), f"no kernel adapts a {type(layer).__name__}"
+        layer.adapted = DeviceEmbedding(layer, pairs, rows)
     return layer.adapted

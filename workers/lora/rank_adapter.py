@@ -22,7 +22,8 @@ def read_adapter(adapter: Adapter, slots: AdapterSlots) -> HostAdapter:
     Raises `StartupError` for a rank above the slots', for a module that the rank's model cannot adapt, for a file that
     was cut short, and for values that are not finite or too large for the model's dtype.
     """
-    check_adapter(adapter, slots.model.spec, slots.max_rank, slots.targets)
+    model = slots.model
+    check_adapter(adapter, model.spec, slots.max_rank, slots.targets, model.placement.device.type)
     places = {
         part.name: (at, number) for at, shard in enumerate(slots.shards) for number, part in enumerate(shard.parts)
     }
@@ -32,7 +33,7 @@ def read_adapter(adapter: Adapter, slots: AdapterSlots) -> HostAdapter:
         for pair in adapter.pairs:
             if pair.module in places:
                 at, part = places[pair.module]
-                found.setdefault(at, []).append(_cut(pair, slots.shards[at], part, slots.model.placement.dtype, files))
+                found.setdefault(at, []).append(_cut(pair, slots.shards[at], part, model.placement.dtype, files))
             elif not _is_elsewhere(pair, slots):
                 raise StartupError(
                     f"adapter {adapter.name!r} updates {pair.module}, which cannot be adapted here.",

@@ -51,18 +51,21 @@ class SlotModules:
 
 def _rank_layers(spec: DecoderSpec) -> dict[str, Sequence[str]]:
     """Return, for each module that a rank multiplies together with others, all modules of that layer."""
-    found: dict[str, Sequence[str]] = {part: parts for _, parts in fused_modules(spec) for part in parts}
-    shared: dict[str, list[str]] = {}
-    for tensor in tensors_of(spec):
-        if tensor.sharding in _WIDE and tensor.is_matrix and tensor.expert is None:  # a shared expert
+    fused = {part: whole for whole, parts in fused_modules(spec) for part in parts}
+    layers: dict[str, list[str]] = {}
+    for tensor in tensors_of(spec):  # a layer may lack some parts of a fused module, such as k and v
+        if tensor.expert is None and tensor.is_matrix:
             module = tensor.name.removesuffix(".weight")
-            shared.setdefault(module.rpartition(".")[0], []).append(module)
-    return found | {module: modules for modules in shared.values() for module in modules}
+            is_shared_expert = tensor.sharding in _WIDE
+            whole = module.rpartition(".")[0] if is_shared_expert else fused.get(module, module)
+            layers.setdefault(whole, []).append(module)
+    return {module: modules for modules in layers.values() for module in modules}
 
 
 def targets_of(spec: DecoderSpec) -> list[str]:
     """Return all targets of a model, in the order of its modules."""
-    modules = [tensor.name.removesuffix(".weight") for tensor in tensors_of(spec) if can_be_adapted(tensor)]
+    tensors = (tensor for tensor in tensors_of(spec) if not tensor.expert)  # experts are alike
+    modules = [tensor.name.removesuffix(".weight") for tensor in tensors if can_be_adapted(tensor)]
     head = [HEAD] if spec.tie_word_embeddings else []  # it may be adapted though its matrix is the embedding's
     return list(dict.fromkeys(target_of(module) for module in (*modules, *head)))
 
@@ -93,8 +96,9 @@ def _parts_of_fused(spec: DecoderSpec) -> dict[str, set[str]]:
     return found
 
 
-def check_adapter(adapter: Adapter, spec: DecoderSpec, max_rank: int, targets: Targets) -> None:
-    """Check that an adapter fits into slots of `max_rank` with memory for `targets`. Raises `StartupError`."""
+def check_adapter(adapter: Adapter, spec: DecoderSpec, max_rank: int, targets: Targets, device: str = "cpu") -> None:
+    """Check that an adapter fits into slots of `max_rank` with memory for `targets` on `device`. Raises
+    `StartupError`."""
     if adapter.max_rank > max_rank:
         raise StartupError(
             f"adapter {shown(adapter.name)} has rank {adapter.max_rank}, and slots have room for rank {max_rank}.",
@@ -108,6 +112,11 @@ def check_adapter(adapter: Adapter, spec: DecoderSpec, max_rank: int, targets: T
                 f"adapter {shown(adapter.name)} updates {pair.module}, which cannot be adapted here.",
                 "Use an adapter of linear layers only.",
             )
+    if device == "cuda" and any(target_of(pair.module) == EXPERTS for pair in adapter.pairs):
+        raise StartupError(
+            f"adapter {shown(adapter.name)} updates experts, and on CUDA devices no kernel does.",
+            "Use --device cpu, or merge the adapter into the model.",
+        )
     left_out = _left_out(adapter, targets)
     if targets is not None and left_out:
         raise StartupError(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from oarlock.workers.attention.backend import AttentionBackend, AttentionSpec, KVSpec, LayerMemory, LayerStep
 from oarlock.workers.attention.forward_batch import ForwardBatch
-from oarlock.workers.attention.rows_by_slot import RowsBySlot, StepRows
+from oarlock.workers.attention.rows_by_slot import AdaptedRows, StepRows
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.kernels.cpu.gemm import CppMatmul, CppPackedMatmul
 from oarlock.workers.layers import fused_layer
@@ -464,7 +464,7 @@ class Decoder:
         """
         self._prepared = {}
 
-    def compute_logits(self, hidden: Tensor, adapters: RowsBySlot | None = None) -> Tensor:
+    def compute_logits(self, hidden: Tensor, adapters: AdaptedRows | None = None) -> Tensor:
         """Return the logits of rows [L, hidden] for this rank's vocabulary shard: float32 [L, vocab_local].
 
         Padding ids get -inf. `adapters`: of these rows, or None if none of them has one.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from oarlock.workers.attention.backend import AttentionBackend, KVSpec, LayerMemory
 from oarlock.workers.attention.forward_batch import ForwardBatch
-from oarlock.workers.attention.rows_by_slot import RowsBySlot
+from oarlock.workers.attention.rows_by_slot import AdaptedRows
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.layers.experts import Experts
 from oarlock.workers.layers.linear import RowParallelLinear
@@ -110,7 +110,7 @@ class RankModel(Protocol):
         the previous stage, may be overwritten; None on the first stage.
         """
 
-    def compute_logits(self, hidden: Tensor, adapters: RowsBySlot | None = None) -> Tensor:
+    def compute_logits(self, hidden: Tensor, adapters: AdaptedRows | None = None) -> Tensor:
         """Return the logits of rows [L, hidden] of the last stage's result, for this rank's vocabulary shard: float32
         [L, vocab_local].
 

@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -55,8 +56,9 @@ class DeviceSteps:
         self._max_model_len = max_model_len
         device = sampling.sampled.device
         self._logits = torch.empty((rows_at_once, model.vocab_local), dtype=torch.float32, device=device)
-        self._graphs: dict[int, Graph] = {}
-        self._prompt_graphs: dict[int, Graph] = {}
+        # By size, for steps without and with adapters.
+        self._graphs: dict[tuple[int, bool], Graph] = {}
+        self._prompt_graphs: dict[tuple[int, bool], Graph] = {}
         # [T, hidden_size] of the largest prompt graph; all prompt graphs write to it
         self._hidden = torch.empty(0, device=device)
         self._sampling_graphs: dict[tuple[int, Variant], Graph] = {}
@@ -89,15 +91,17 @@ class DeviceSteps:
             if size > len(self._hidden):
                 spec, dtype = self.model.spec, self.model.placement.dtype
                 self._hidden = torch.empty((size, spec.hidden_size), dtype=dtype, device=self._logits.device)
-            self._prompt_graphs[size] = maker.capture(self._prompts(place))
-        self._prompt_sizes = sorted(self._prompt_graphs)
+            for adapts in self._kinds_of(place):
+                self._prompt_graphs[size, adapts] = maker.capture(self._prompts(place, adapts))
+        self._prompt_sizes = sorted({size for size, _ in self._prompt_graphs})
         for size in sorted(sizes, reverse=True):
             place = self._inputs.stage(empty_step(0), size)
-            self._graphs[size] = maker.capture(self._decode(place))
+            for adapts in self._kinds_of(place):
+                self._graphs[size, adapts] = maker.capture(self._decode(place, adapts))
             for variant in self._sampling.variants:
                 work = partial(self._sampling.sample, self._logits[:size], place, 0, variant)
                 self._sampling_graphs[size, variant] = maker.capture(work)
-        self._sizes = sorted(self._graphs)
+        self._sizes = sorted({size for size, _ in self._graphs})
         return len(self._graphs) + len(self._sampling_graphs) + len(self._prompt_graphs)
 
     def with_layers(self, model: RankModel, memory: list[LayerMemory]) -> Self:
@@ -112,12 +116,12 @@ class DeviceSteps:
         self._sampling.begin(step)
         bucket = bucket_of(step, self._sizes) if self._sizes else None
         prompts = prompt_bucket_of(step, self._prompt_sizes) if bucket is None else None
-        place = self._inputs.stage(step, bucket, prompts)
+        place, adapts = self._inputs.stage(step, bucket, prompts), len(step.adapter_slots) > 0
         if bucket is not None:
-            self._graphs[bucket].replay()
+            self._graphs[bucket, adapts].replay()
             return place, None
         if prompts is not None:
-            self._prompt_graphs[prompts].replay()
+            self._prompt_graphs[prompts, adapts].replay()
             return place, self._hidden[: step.num_tokens]
         return place, self._compute(step, place)
 
@@ -149,8 +153,13 @@ class DeviceSteps:
             await_masks()
         self._inputs.stage_masks(step)
 
-    def _decode(self, place: InputPlace) -> Callable[[], None]:
-        """Return the work of a plain decode, from the step in `place` to its logits."""
+    @staticmethod
+    def _kinds_of(place: InputPlace) -> Sequence[bool]:
+        """Return the kinds of steps to capture: without adapters, and with any mixture of them if they are served."""
+        return (False, True) if place.shape.slots else (False,)
+
+    def _decode(self, place: InputPlace, adapts: bool) -> Callable[[], None]:
+        """Return the work of a plain decode, from the step in `place` to its logits. `adapts`: with adapters."""
         size = place.shape.seqs
         ones, bounds = [1] * size, [self._max_model_len] * size
         plans = None
@@ -160,16 +169,19 @@ class DeviceSteps:
 
         def work() -> None:
             if plans is None:  # a host device, whose lengths can be read
-                hidden = self._run(place.batch(ones, place.tensors["seq_lens"].tolist(), self._sampling.sampled))
+                lengths = place.tensors["seq_lens"].tolist()
+                hidden = self._run(place.batch(ones, lengths, self._sampling.sampled, adapts=adapts))
             else:
-                batch = place.batch(ones, bounds, self._sampling.sampled)
+                batch = place.batch(ones, bounds, self._sampling.sampled, adapts=adapts)
                 hidden = self.model(batch, self.memory, self._backends, plans)
-            self._logits[:size].copy_(self.model.compute_logits(hidden))
+            adapters = place.logits_adapters(0) if adapts else None
+            self._logits[:size].copy_(self.model.compute_logits(hidden, adapters))
 
         return work
 
-    def _prompts(self, place: InputPlace) -> Callable[[], None]:
-        """Return the work of any step with the number of tokens of `place`, up to its hidden states."""
+    def _prompts(self, place: InputPlace, adapts: bool) -> Callable[[], None]:
+        """Return the work of any step with the number of tokens of `place`, up to its hidden states. `adapts`: with
+        adapters."""
         tokens, seqs = place.shape[:2]
         bounds, plans = [self._max_model_len] * seqs, None
         if self._is_capturable:
@@ -181,7 +193,7 @@ class DeviceSteps:
             if plans is None:  # a host device, whose lengths can be read
                 hidden = self._run(_without_padding(place, self._sampling.sampled))
             else:
-                batch = place.batch([tokens] + [0] * (seqs - 1), bounds, self._sampling.sampled)
+                batch = place.batch([tokens] + [0] * (seqs - 1), bounds, self._sampling.sampled, adapts=adapts)
                 hidden = self.model(batch, self.memory, self._backends, plans)
             self._hidden[:tokens].copy_(hidden)
 
@@ -198,10 +210,9 @@ class DeviceSteps:
 
     def _compute(self, step: StepMetadata, place: InputPlace) -> Tensor:
         """Return the hidden states of a step of any kind, computed operation by operation: [T, hidden_size]."""
-        starts = step.query_start_loc
-        return self._run(
-            place.batch((starts[1:] - starts[:-1]).tolist(), step.seq_lens.tolist(), self._sampling.sampled)
-        )
+        query_lens, lengths = np.diff(step.query_start_loc).tolist(), step.seq_lens.tolist()
+        adapts = len(step.adapter_slots) > 0
+        return self._run(place.batch(query_lens, lengths, self._sampling.sampled, adapts=adapts))
 
     def _run(self, batch: ForwardBatch) -> Tensor:
         """Return the hidden states of `batch`, whose lengths are known on the host: [T, hidden_size]."""
@@ -220,7 +231,9 @@ class DeviceSteps:
         variant, wanted = Variant.of(step), place.tensors["logits_indices"]
         for first in range(0, len(wanted), len(self._logits)):
             indices = wanted[first : first + len(self._logits)]
-            self._logits[: len(indices)].copy_(self.model.compute_logits(hidden.index_select(0, indices)))
+            adapters = place.logits_adapters(first) if len(step.adapter_slots) else None
+            logits = self.model.compute_logits(hidden.index_select(0, indices), adapters)
+            self._logits[: len(indices)].copy_(logits)
             if first == 0:
                 self._await(step, await_masks)
             self._sampling.sample(self._logits[: len(indices)], place, first, variant)

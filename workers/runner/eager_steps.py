@@ -12,6 +12,7 @@ from torch import Tensor
 
 from oarlock.workers.attention.backend import AttentionBackend, LayerMemory
 from oarlock.workers.attention.forward_batch import BlockTables, ForwardBatch, with_sampled
+from oarlock.workers.attention.rows_by_slot import adapted_rows
 from oarlock.workers.distributed.pipeline_stage import PipelineStage
 from oarlock.workers.models.rank_model import RankModel
 from oarlock.workers.protocol import StepMetadata, StepOutput
@@ -88,7 +89,10 @@ class EagerSteps:
             # ascending and unique: if there are T indices, they are all tokens
             indices = batch.logits_indices[start:stop]
             rows = hidden if len(indices) == len(hidden) else hidden.index_select(0, indices)
-            adapters = None if batch.adapters is None else batch.adapters.select(step.logits_indices[start:stop])
+            adapters = None
+            if batch.adapters is not None:
+                slot_of = step.adapter_slots_of_tokens[step.logits_indices[start:stop]]
+                adapters = adapted_rows(slot_of, hidden.device)
             logits = self.model.compute_logits(rows, adapters)  # float32 [L, vocab_local]
             if await_masks is not None and len(step.mask_rows):
                 await_masks()

@@ -12,7 +12,7 @@ from oarlock.workers.runner.buckets import graph_sizes, prompt_sizes
 from oarlock.workers.runner.cuda_graphs import GraphMaker
 from oarlock.workers.runner.device_steps import DeviceSteps
 from oarlock.workers.runner.kv_room import MemoryMeter
-from oarlock.workers.runner.trial_steps import TrialMemory, null_step
+from oarlock.workers.runner.trial_steps import TrialMemory, null_step, with_adapters
 
 logger = logging.getLogger("oarlock.runner")
 
@@ -32,7 +32,10 @@ def warm_up(execute: Callable[[StepMetadata], object], config: WorkerConfig, mem
     this at the same point."""
     assert config.max_model_len is not None
     for tokens in warm_up_sizes(min(config.max_num_batched_tokens, config.max_model_len)):
-        execute(null_step(tokens, tokens, 1, config.block_size, memory=memory))
+        step = null_step(tokens, tokens, 1, config.block_size, memory=memory)
+        execute(step)
+        if config.max_loras:
+            execute(with_adapters(step))
 
 
 def capture(steps: DeviceSteps, maker: GraphMaker, config: WorkerConfig, backends: Backends) -> int:

@@ -94,10 +94,15 @@ def adapter_slot_bytes(
     """Return the bytes of one slot for a LoRA adapter on a rank of `stage`: A and B of every linear layer that
     `lora_target_modules` chooses, at the highest rank. `config` must have a resolved dtype."""
     chosen, last, values = SlotModules(spec, config.lora_target_modules), stage == config.pipeline_parallel_size - 1, 0
-    for tensor, shape in _rank_shapes(config, spec, formats, stage):
+    all_slices = slices_of(spec, formats) if config.device != "cuda" else 1
+    for tensor, shape in _rank_shapes(config, spec, formats, stage, only_first_experts=True):
         if not can_be_adapted(tensor):
             continue
         pairs = int(chosen.has(tensor.name.removesuffix(".weight")))
+        if tensor.expert is not None:
+            whole = config.enable_expert_parallel
+            size = config.tensor_parallel_size
+            pairs *= shard_experts(tensor.experts, 0, size, all_slices).count if whole else tensor.experts
         if tensor.name == EMBEDDING_WEIGHT:
             pairs *= stage == 0
             pairs += last and spec.tie_word_embeddings and chosen.has(HEAD)  # the head has a pair of its own
@@ -112,13 +117,16 @@ def _slices_of_rank(config: WorkerConfig, spec: DecoderSpec, formats: WeightForm
 
 
 def _rank_shapes(
-    config: WorkerConfig, spec: DecoderSpec, formats: WeightFormats, stage: int
+    config: WorkerConfig, spec: DecoderSpec, formats: WeightFormats, stage: int, *, only_first_experts: bool = False
 ) -> Iterator[tuple[TensorSpec, tuple[int, ...]]]:
-    """Yield the tensors that the first rank of `stage` holds, and the shape of its part of each."""
+    """Yield the tensors that the first rank of `stage` holds, and the shape of its part of each. The experts of a layer
+    are alike: `only_first_experts` leaves out all but one of each layer."""
     size = config.tensor_parallel_size
     all_slices = slices_of(spec, formats) if config.device != "cuda" else 1
     for tensor in tensors_of(spec, layers_of_stage(spec.num_layers, stage, config.pipeline_parallel_size)):
         cut = size, all_slices
+        if only_first_experts and tensor.expert:
+            continue
         if tensor.expert is not None and config.enable_expert_parallel:
             if tensor.expert >= shard_experts(tensor.experts, 0, size, all_slices).count:
                 continue
@@ -169,12 +177,13 @@ def step_bytes(config: WorkerConfig, spec: DecoderSpec, num_tokens: int, num_row
     """Return the bytes of a step's tensors that exist at the same time on one rank.
 
     These are a few tensors of hidden size, the values of a layer's sublayers, and float32 logits of `num_rows` rows.
-    With LoRA adapters also the sums of a layer before they are rounded, of all its outputs for some rows at a time.
+    With LoRA adapters also the sums of a layer before they are rounded: of all rows, or on CPUs of some at a time.
     """
     size, item = config.tensor_parallel_size, ITEM_BYTES[config.dtype]
     inner = max(sum(branch.sublayer.step_values for branch in layer.branches) for layer in set(spec.layers))
     row = 4 * spec.hidden_size + inner // size
-    sums = num_tokens * spec.hidden_size + min(num_tokens, _SUMS_AT_ONCE) * inner // size if config.max_loras else 0
+    at_once = num_tokens if config.device == "cuda" else min(num_tokens, _SUMS_AT_ONCE)
+    sums = num_tokens * spec.hidden_size + at_once * inner // size if config.max_loras else 0
     logits = min(num_rows, MAX_LOGITS_ROWS) * spec.vocab_size // size
     return num_tokens * row * item + _FLOAT32 * (sums + logits)
 

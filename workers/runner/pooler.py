@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from oarlock.workers.attention.rows_by_slot import RowsBySlot
+from oarlock.workers.attention.rows_by_slot import AdaptedRows, adapted_rows
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.protocol import CLS, LABELS, LAST, LOGITS, MEAN, NOT_POOLED, TOKEN, StepMetadata, StepOutput
 from oarlock.workers.runner.memory_needs import MAX_LOGITS_ROWS
@@ -22,7 +22,7 @@ from oarlock.workers.runner.pending_output import Launched, PendingOutput
 _TOKENS_AT_ONCE = 64  # chunk size of a sum; float64 copies are 2 to 4 times larger than the hidden states
 
 # [L, hidden], adapters of these rows -> float32 [L, vocab_local]
-ComputeLogits = Callable[[Tensor, RowsBySlot | None], Tensor]
+ComputeLogits = Callable[[Tensor, AdaptedRows | None], Tensor]
 Classify = Callable[[Tensor], Tensor]  # hidden states of one text [n, hidden] -> float32 [labels]
 
 
@@ -97,8 +97,8 @@ class Pooler:
         `hidden`: [T, hidden], after the final norm.
         """
         chunks = _chunks(step)
-        adapters = RowsBySlot.of_sequences(step.adapter_slots, step.query_start_loc, hidden.device)
-        logits = self._named_logits([chunk for chunk in chunks if _wants_logits(chunk)], hidden, adapters)
+        wanted = [chunk for chunk in chunks if _wants_logits(chunk)]
+        logits = self._named_logits(wanted, hidden, step.adapter_slots_of_tokens)
         if not self._answers:
             return None
         sums = {chunk.row: self._sum(chunk, hidden) for chunk in chunks if chunk.kind == MEAN}
@@ -129,17 +129,17 @@ class Pooler:
             total = torch.cat((total[None], tokens)).cumsum(0)[-1]  # [hidden]
         return before, _Sum(total, chunk.position + chunk.end - chunk.start)
 
-    def _named_logits(self, chunks: list[_Chunk], hidden: Tensor, adapters: RowsBySlot | None) -> list[Tensor]:
-        """Return the logits of the ids of each of `chunks`, after its last token: float32 [ids] for each. `adapters`:
-        of the rows of `hidden`."""
+    def _named_logits(self, chunks: list[_Chunk], hidden: Tensor, slot_of: np.ndarray) -> list[Tensor]:
+        """Return the logits of the ids of each of `chunks`, after its last token: float32 [ids] for each. `slot_of`
+        int32 [T]: slots of the adapters of the rows of `hidden`."""
         found = []
         for first in range(0, len(chunks), MAX_LOGITS_ROWS):
             some = chunks[first : first + MAX_LOGITS_ROWS]
             ends = [chunk.end - 1 for chunk in some]
             last = torch.tensor(ends, device=hidden.device)
-            own = None if adapters is None else adapters.select(np.array(ends))
             assert self._compute_logits is not None, "an encoder has no logits"
-            logits = self._compute_logits(hidden.index_select(0, last), own)  # float32 [L, vocab_local]
+            adapters = adapted_rows(slot_of[ends], hidden.device)
+            logits = self._compute_logits(hidden.index_select(0, last), adapters)  # float32 [L, vocab_local]
             counts = [len(chunk.ids) for chunk in some]
             rows = torch.repeat_interleave(torch.arange(len(some)), torch.tensor(counts)).to(hidden.device)
             ids = torch.tensor([one for chunk in some for one in chunk.ids])

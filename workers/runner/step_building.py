@@ -96,7 +96,8 @@ def device_steps(
         shards.warm_up(local)
     memory, entries = TrialMemory.of(model.spec), len(tables.tables) * seqs * table_width(config)
     saves = rows if memory.has_states else 0
-    largest = Shape(rows, seqs, rows, entries, len(memory.pages_groups), seqs if memory.has_states else 0, saves)
+    states = seqs if memory.has_states else 0
+    largest = Shape(rows, seqs, rows, entries, len(memory.pages_groups), states, saves, config.max_loras)
     return DeviceSteps(
         model,
         backends,

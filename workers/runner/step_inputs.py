@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from oarlock.workers.attention.blocks_by_slot import BLOCK_ROWS, BlocksBySlot, num_blocks, write_blocks
 from oarlock.workers.attention.forward_batch import BlockTables, ForwardBatch, with_sampled
 from oarlock.workers.protocol import MAX_BIAS_PER_ROW, NULL_BLOCK, StepMetadata, mask_words
 from oarlock.workers.recurrent.states import NULL_SLOT, StateStep
@@ -114,27 +115,29 @@ class Shape(NamedTuple):
     groups: int = 1  # groups of pages of the model
     states: int = 0  # sequences, if the model has recurrent layers, else 0
     saves: int = 0  # saved states
+    slots: int = 0  # slots of adapters; 0: steps have none
 
     def of(self, step: StepMetadata) -> "Shape":
         """Return the shape of `step` of the same model."""
         sizes = step.num_tokens, step.num_seqs, len(step.logits_indices), len(step.table_blocks)
-        return Shape(*sizes, self.groups, step.num_seqs if self.states else 0, len(step.state_saves))
+        states, saves = step.num_seqs if self.states else 0, len(step.state_saves)
+        return Shape(*sizes, self.groups, states, saves, self.slots if len(step.adapter_slots) else 0)
 
     def bucket(self, size: int) -> "Shape":
         """Return the shape of `size` plain decodes of the same model: one token each, and at most one new block of each
         group."""
         saves = size if self.states else 0
-        return Shape(size, size, size, size * self.groups, self.groups, saves, saves)
+        return Shape(size, size, size, size * self.groups, self.groups, saves, saves, self.slots)
 
     def prompts(self, size: int, seqs: int, logits: int) -> "Shape":
         """Return the shape of steps of the same model of up to `size` tokens, fewer than `seqs` sequences and `logits`
         rows of logits."""
         states, saves = (seqs, size) if self.states else (0, 0)
-        return Shape(size, seqs, logits, size * self.groups, self.groups, states, saves)
+        return Shape(size, seqs, logits, size * self.groups, self.groups, states, saves, self.slots)
 
     def sections(self) -> list[Section]:
         """Return the sections that the model reads, then the sections that depend on the number of rows of logits."""
-        tokens, seqs, logits, entries, groups, states, saves = self
+        tokens, seqs, logits, entries, groups, states, saves, slots = self
         of_states = [
             ("state_reads", "<i4", (states,)),
             ("state_writes", "<i4", (states,)),
@@ -152,9 +155,17 @@ class Shape(NamedTuple):
             ("table_places", "<i8", (entries,)),
             ("table_blocks", "<i4", (entries,)),
             *(of_states if states else ()),
+            *(_block_sections("adapter", tokens, slots) if slots else ()),
             ("logits_indices", "<i8", (logits,)),
+            *(_block_sections("logits", logits, slots) if slots else ()),
             *sampling_sections(logits),
         ]
+
+
+def _block_sections(name: str, rows: int, slots: int) -> list[Section]:
+    """Return the sections of a `BlocksBySlot` of `rows` rows."""
+    blocks = num_blocks(rows, slots)
+    return [(f"{name}_order", "<i4", (blocks * BLOCK_ROWS,)), (f"{name}_blocks", "<i4", (blocks,))]
 
 
 class InputPlace:
@@ -168,11 +179,13 @@ class InputPlace:
         columns = {name: self.tensors[name] for name, _, _ in sampling_sections(shape.logits)}
         self.columns = SamplingColumns(**columns, bias=bias, mask_bits=mask_bits)
 
-    def batch(self, query_lens: Sequence[int], context_lens: Sequence[int], sampled: Tensor) -> ForwardBatch:
+    def batch(
+        self, query_lens: Sequence[int], context_lens: Sequence[int], sampled: Tensor, *, adapts: bool = False
+    ) -> ForwardBatch:
         """Return the step in this memory, after its block table entries have been written on the device.
 
         `sampled` integers [R]: tokens that the previous step sampled, which replace references in `token_ids`.
-        `context_lens` may be upper bounds.
+        `context_lens` may be upper bounds. `adapts`: for a step with adapters.
         """
         on_device = self.tensors
         if self.shape.entries:
@@ -192,7 +205,15 @@ class InputPlace:
             block_tables=self._tables.of_group,
             logits_indices=on_device["logits_indices"],
             state=self._state() if self.shape.states else None,
+            adapters=self._blocks("adapter") if adapts else None,
         )
+
+    def logits_adapters(self, first: int) -> BlocksBySlot:
+        """Return the adapters of the rows of logits from number `first` on, of a step with adapters."""
+        return self._blocks("logits").from_row(first)
+
+    def _blocks(self, name: str) -> BlocksBySlot:
+        return BlocksBySlot(self.tensors[f"{name}_order"], self.tensors[f"{name}_blocks"])
 
     def _state(self) -> StateStep:
         """Return the slots of recurrent state that the step in this memory reads and writes."""
@@ -211,7 +232,8 @@ class StepInputs:
         self._padded_seqs = largest.seqs + 1  # sequences of steps with prompts; one more for the padding tokens
         entries = max(largest.entries, largest.tokens * largest.groups)
         states, saves = (self._padded_seqs, largest.tokens) if largest.states else (0, 0)
-        room = Shape(largest.tokens, self._padded_seqs, largest.logits, entries, largest.groups, states, saves)
+        sizes = largest.tokens, self._padded_seqs, largest.logits, entries
+        room = Shape(*sizes, largest.groups, states, saves, largest.slots)
         self._staging = StagingBuffer(Layout(room.sections()).num_bytes, device)
         self._bias = StagingBuffer(sampled_rows * MAX_BIAS_PER_ROW * 8, device)
         self._masks = StagingBuffer(sampled_rows * words * 4, device)
@@ -230,7 +252,7 @@ class StepInputs:
 
         Does not wait until the device has finished its work.
         """
-        assert not len(step.adapter_slots), "steps on a device have no adapters"
+        assert self._largest.slots or not len(step.adapter_slots), "no adapters are served"
         if bucket is not None:
             place = self.bucket(bucket)
         elif prompts is not None:
@@ -246,6 +268,8 @@ class StepInputs:
         write_step(arrays, step, self._tables)
         if place.shape.states:
             write_states(arrays, step, self.sink)
+        if len(step.adapter_slots) or (place.shape.slots and not step.num_tokens):
+            write_adapters(arrays, step)  # other steps do not read them
         write_rows(step, arrays)
         self._staging.to_device(place.layout.num_bytes)
         if len(step.bias_rows):
@@ -305,6 +329,16 @@ def write_states(into: dict[str, np.ndarray], step: StepMetadata, sink: int) -> 
     starts[:] = np.searchsorted(step.state_saves[:, 0], np.arange(len(starts)))
     _fill(into["save_lens"], step.state_saves[:, 1], 0)
     _fill(into["save_slots"], step.state_saves[:, 2], sink)
+
+
+def write_adapters(into: dict[str, np.ndarray], step: StepMetadata) -> None:
+    """Write the slots of adapters of `step` into the sections of a `Shape`. Padding has no adapter."""
+    slot_of = np.zeros(len(into["token_ids"]), np.int32)
+    slot_of[: step.num_tokens] = step.adapter_slots_of_tokens
+    write_blocks(slot_of, into["adapter_order"], into["adapter_blocks"])
+    of_logits = np.zeros(len(into["logits_indices"]), np.int32)
+    of_logits[: len(step.logits_indices)] = slot_of[step.logits_indices]
+    write_blocks(of_logits, into["logits_order"], into["logits_blocks"])
 
 
 def _fill(into: np.ndarray, array: np.ndarray, padding: int) -> None:

@@ -4,6 +4,7 @@ Each step writes the whole block tables of its sequences, so that it needs no ea
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -103,6 +104,12 @@ def _states(chunks: Sequence[SequenceChunk]) -> dict[str, np.ndarray]:
     }
 
 
+def with_adapters(step: StepMetadata) -> StepMetadata:
+    """Return `step` with all its sequences in slot 1, which holds no adapter yet: kernels that add an update run, and
+    change nothing."""
+    return replace(step, adapter_slots=np.ones(step.num_seqs, np.int32))
+
+
 _STRIDE = 7919  # difference between the ids of consecutive tokens: a prime, which spreads them over the vocabulary
 
 
@@ -122,7 +129,7 @@ def largest_step(config: WorkerConfig, memory: TrialMemory = ONE_GROUP) -> StepM
     """Return a step of `max_num_batched_tokens` tokens in the null block.
 
     It has as few sequences as possible, at the ends of full contexts, and the most rows of logits that are computed at
-    once.
+    once. If adapters are served, all sequences have one.
     """
     assert config.max_model_len is not None, "preflight resolves the context length"
     length, left = config.max_model_len, config.max_num_batched_tokens
@@ -134,4 +141,5 @@ def largest_step(config: WorkerConfig, memory: TrialMemory = ONE_GROUP) -> StepM
         left -= count
     num_tokens = config.max_num_batched_tokens - left
     rows = range(max(0, num_tokens - MAX_LOGITS_ROWS), num_tokens)
-    return greedy_step(chunks, config.block_size, rows, memory=memory)
+    step = greedy_step(chunks, config.block_size, rows, memory=memory)
+    return with_adapters(step) if config.max_loras else step

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from oarlock.workers.attention.backend import AttentionBackend, AttentionSpec, KVSpec, LayerMemory
 from oarlock.workers.attention.forward_batch import ForwardBatch
-from oarlock.workers.attention.rows_by_slot import RowsBySlot
+from oarlock.workers.attention.rows_by_slot import AdaptedRows
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.kernels.cpu.description import describe_kernels
@@ -182,7 +182,7 @@ class TransformersModel:
         finally:
             attention.run_within(None)
 
-    def compute_logits(self, hidden: Tensor, adapters: RowsBySlot | None = None) -> Tensor:
+    def compute_logits(self, hidden: Tensor, adapters: AdaptedRows | None = None) -> Tensor:
         """Return the logits of rows [L, hidden] for this rank's vocabulary shard: float32 [L, vocab_local]."""
         assert adapters is None, "the class's code has no adapters"
         return self._built.head.mask_padding(self._class.logits_of(hidden))

@@ -17,8 +17,10 @@ from oarlock.server.hub.local_model import check_names
 if TYPE_CHECKING:
     from oarlock.server.bench.metrics import Result
     from oarlock.server.config.settings import Settings
+    from oarlock.server.offline.inputs import LoRARequest
 
-_UNUSED = SERVER_ONLY | {"runner", "classifier_from_token"}  # only text generation is measured
+# Only text generation is measured, and only with the adapters of --lora-modules.
+_UNUSED = SERVER_ONLY | {"runner", "classifier_from_token", "lora_dir"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +76,9 @@ class EngineMeasure:
         from oarlock.server.bench.report import aligned
 
         result = self._measure(arguments, settings)
-        for name in ("model", "compute", "prompts"):
-            print(f"{name:<8}  {result.settings[name]}")
+        for name in ("model", "compute", "prompts", "adapters"):
+            if name in result.settings:
+                print(f"{name:<8}  {result.settings[name]}")
         rounds = max((len(values) for values in result.series.values()), default=0)
         print(f"rounds    {rounds}{' until it was interrupted' if result.is_interrupted else ''}\n")
         rows = [["", "median", "mean", "lowest", "highest"]]
@@ -96,6 +99,7 @@ class EngineMeasure:
 
         options = {name: getattr(settings, name) for name in OPTIONS if name not in _UNUSED}
         params = SamplingParams(max_tokens=arguments.output_tokens, temperature=0, ignore_eos=True)
+        adapters = _adapters(settings, arguments.prompts)
         series: dict[str, list[float]] = {}
         interrupted = False
         with (
@@ -108,7 +112,7 @@ class EngineMeasure:
                     draw = IdPrompts(info.vocab_size, settings.seed or 0)
                     prompts = [draw.piece(f"{number} {at}", arguments.input_tokens) for at in range(arguments.prompts)]
                     began = time.perf_counter()
-                    outputs = llm.generate(prompts, params, use_tqdm=False)
+                    outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=adapters)
                     took = time.perf_counter() - began
                     produced = sum(output.num_tokens for output in outputs)
                     bar.add()
@@ -127,7 +131,19 @@ class EngineMeasure:
             "prompts": f"{arguments.prompts} of {arguments.input_tokens} tokens, {arguments.output_tokens} out",
             "seed": settings.seed or 0,
         }
+        names = dict.fromkeys(adapter.lora_name for adapter in adapters if adapter is not None)
+        described |= {"adapters": f"{', '.join(names)}, in turn"} if names else {}
         return Result(self.kind, described, _summary(series), series=series, is_interrupted=interrupted)
+
+
+def _adapters(settings: Settings, count: int) -> list[LoRARequest | None]:
+    """Return the adapter of each of `count` prompts: those of --lora-modules in turn, or no adapter."""
+    from oarlock.server.config.adapter_options import parse_lora_modules
+    from oarlock.server.offline.inputs import LoRARequest
+
+    modules = enumerate(parse_lora_modules(settings.lora_modules), 1)
+    adapters = [LoRARequest(module.name, number, module.path) for number, module in modules]
+    return [adapters[at % len(adapters)] if adapters else None for at in range(count)]
 
 
 def _summary(series: dict[str, list[float]]) -> dict[str, Any]:

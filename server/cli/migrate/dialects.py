@@ -41,8 +41,9 @@ VLLM_WORKER_MULTIPROC_METHOD {x} | not needed | each rank is a process.
 VLLM_ATTENTION_BACKEND {x} | not needed | --attention-backend selects the attention kernels.
 VLLM_NO_USAGE_STATS VLLM_DO_NOT_TRACK {x} | not needed | no usage data is sent.
 VLLM_ALLOW_LONG_MAX_MODEL_LEN {x} | no equivalent | a context longer than the model was trained for is refused.
-VLLM_ALLOW_RUNTIME_LORA_UPDATING {x} | not needed | with --enable-lora, adapters are loaded and unloaded while the
-  server runs; --admin-api-key protects that.
+VLLM_ALLOW_RUNTIME_LORA_UPDATING {off} | not needed
+VLLM_ALLOW_RUNTIME_LORA_UPDATING {x} | no equivalent | the key of --admin-api-key may load adapters of --lora-dir and of
+  the hub.
 VLLM_PLUGINS lora_filesystem_resolver | not needed | --lora-dir names the directory of the adapters.
 VLLM_LORA_RESOLVER_CACHE_DIR VLLM_PLUGIN_LORA_CACHE_DIR {dir} | --lora-dir {dir}
 VLLM_USE_MODELSCOPE {x} | no equivalent | models come from the Hugging Face hub or from a directory.

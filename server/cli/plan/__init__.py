@@ -4,6 +4,7 @@ Reads the model's description and the headers of its weights; loads nothing.
 """
 
 import argparse
+import asyncio
 import json
 import sys
 from dataclasses import replace
@@ -52,6 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise StartupError(error.cause, error.fix, EXIT_MODEL) from None
     from oarlock.server.cli.plan import layouts, report  # slow to import
     from oarlock.server.cli.plan.machine import machine_of
+    from oarlock.server.hub.adapter_path import find_local_adapters
 
     for note in arguments.notes:
         sys.stderr.write(f"note: {note}\n")
@@ -60,7 +62,9 @@ def run(arguments: argparse.Namespace) -> int:
             "note: --tokenizer is not looked at: a plan reads config.json and the headers of weights, and no number "
             "of it depends on the tokenizer; `oarlock serve` opens it\n"
         )
-    model, has_weights = layouts.find_model(loaded.settings)
+    adapters, notes = asyncio.run(find_local_adapters(loaded.settings))
+    sys.stderr.writelines(f"note: {note}\n" for note in notes)
+    model, has_weights = layouts.find_model(loaded.settings, adapters)
     machine = machine_of(arguments, has_vectors=layouts.has_vectors(loaded.settings, model))
     if not has_weights:
         sys.stderr.write("note: the weights are not on this machine, so sizes are those that config.json says\n")

@@ -35,11 +35,11 @@ _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.gguf")
 _EXIT_CODE = 2
 
 
-def find_model(settings: Settings) -> tuple[OpenModel, bool]:
-    """Return the model, and whether its weights are here. Raises `StartupError`."""
+def find_model(settings: Settings, adapters: tuple[tuple[str, str], ...] = ()) -> tuple[OpenModel, bool]:
+    """Return the model, and whether its weights are here. `adapters`: names and paths. Raises `StartupError`."""
     directory = _directory(settings)
     has_weights = any(any(directory.glob(pattern)) for pattern in _WEIGHTS)
-    worker = settings.engine_config(str(directory)).worker
+    worker = settings.engine_config(str(directory)).worker.with_(lora_adapters=adapters)
     return open_model(worker if has_weights else worker.with_(load_format="dummy")), has_weights
 
 

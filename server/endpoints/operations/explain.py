@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from oarlock.engine.stats import AWAITS_LOAD, RequestHistory
+from oarlock.engine.stats import RequestHistory
+from oarlock.server.endpoints.operations.adapter_waits import events_of_waits, first_load_s, seconds_of_waits
 from oarlock.server.endpoints.serving import OpenAIServing
 from oarlock.server.errors import HttpError
 from oarlock.server.http.request_record import MAX_RECORDS, RequestRecord, histories_of
@@ -122,13 +123,15 @@ def _slow_client(found: Findings) -> Diagnosis | None:
 
 
 def _waited_for_adapter(found: Findings) -> Diagnosis | None:
-    adapter = None if found.history is None else found.history["adapter"]
-    if adapter is None or found.share("adapter") < _LARGE or found.seconds["adapter"] < _QUICK_S:
+    name, seconds = found.record.adapter, found.seconds
+    if name is None or found.share("adapter") < _LARGE or seconds["adapter"] < _QUICK_S:
         return None
-    waited = f"It waited {found.seconds['adapter']:.1f} s of {found.seconds['total']:.1f} s"
-    if found.seconds["adapter_load"] >= found.seconds["adapter"] / 2:
-        return f"{waited} until its adapter {adapter['name']!r} was loaded into host memory.", "--max-cpu-loras"
-    return f"{waited} for a slot for its adapter {adapter['name']!r}: other adapters were in all slots.", "--max-loras"
+    waited = f"It waited {seconds['adapter']:.1f} s of {seconds['total']:.1f} s"
+    if seconds["adapter_load"] < seconds["adapter"] / 2:
+        return f"{waited} for a slot for its adapter {name!r}: other adapters were in all slots.", "--max-loras"
+    if first_load_s(found.record, time.monotonic()) >= seconds["adapter_load"] / 2:
+        return f"{waited} until its adapter {name!r} was loaded, which its first use began.", "--lora-modules"
+    return f"{waited} until its adapter {name!r} was loaded into host memory again.", "--max-cpu-loras"
 
 
 def _preempted(found: Findings) -> Diagnosis | None:
@@ -291,7 +294,7 @@ def report(
         "diagnosis": sentence,
         "flag": flag,
         "seconds": {name: round(value, 4) for name, value in seconds.items()},
-        "timeline": _timeline(record, first, response_ids),
+        "timeline": _timeline(record, first, response_ids, now),
         "engine": [_shifted(history, start, record, response_ids) for history in histories],
     }
 
@@ -305,8 +308,9 @@ def _error(record: RequestRecord) -> dict[str, Any] | None:
 def _seconds(record: RequestRecord, history: RequestHistory | None, now: float) -> dict[str, float]:
     """Return the seconds from the request to the last byte of its response, by their use.
 
-    `preempted` (time without KV blocks) and `stalled` are parts of `decode`. `adapter`, the wait for the LoRA adapter,
-    is part of `queued` and `preempted`, and `adapter_load` of `adapter`. Waiting for the client overlaps all parts.
+    `preempted` (time without KV blocks) and `stalled` are parts of `decode`. `adapter` is the wait for the LoRA
+    adapter, in `before_engine` during its first load, then in `queued` and `preempted`; `adapter_load` is the part of
+    the loads. Waiting for the client overlaps all parts.
     """
     end_s = record.ended_s or now
     found = {"total": end_s - record.received_s, "before_engine": (record.started_s or end_s) - record.received_s}
@@ -318,24 +322,16 @@ def _seconds(record: RequestRecord, history: RequestHistory | None, now: float) 
         found["prefill"] = token_s - scheduled_s
         found["decode"] = last_s - token_s
         found["preempted"] = sum((one["back_s"] or last_s) - one["at_s"] for one in history["preemptions"])
-        found |= _adapter_seconds(history, last_s)
         found["stalled"] = sum(stall["seconds"] for stall in history["stalls"])
+    if record.adapter is not None:
+        found |= seconds_of_waits(record, history, now)
     found["client_did_not_read"] = record.sending_s
     return found
 
 
-def _adapter_seconds(history: RequestHistory, last_s: float) -> dict[str, float]:
-    """Return the seconds of waiting for the adapter; empty for a request without an adapter."""
-    adapter = history["adapter"]
-    if adapter is None:
-        return {}
-    lasting = [wait for wait in adapter["waits"] if wait["end_s"] is None]
-    load_s = adapter["load_s"] + sum(last_s - wait["at_s"] for wait in lasting if wait["awaited"] == AWAITS_LOAD)
-    slot_s = adapter["slot_s"] + sum(last_s - wait["at_s"] for wait in lasting if wait["awaited"] != AWAITS_LOAD)
-    return {"adapter": load_s + slot_s, "adapter_load": load_s}
-
-
-def _timeline(record: RequestRecord, history: RequestHistory | None, ids: Mapping[int, str]) -> list[dict[str, Any]]:
+def _timeline(
+    record: RequestRecord, history: RequestHistory | None, ids: Mapping[int, str], now: float
+) -> list[dict[str, Any]]:
     """Return events in the order of their times, in seconds since the request arrived."""
     events: list[tuple[float, str, dict[str, Any]]] = [(record.received_s, "received", {})]
     if record.parsed_s is not None:
@@ -344,6 +340,7 @@ def _timeline(record: RequestRecord, history: RequestHistory | None, ids: Mappin
         events.append((record.started_s, "sent to the engine", {"choices": record.num_choices}))
     if history is not None:
         events += _engine_events(history, record, ids)
+    events += events_of_waits(record, history, now)
     if record.ended_s is not None:
         slow = round(record.sending_s, 3) or None
         reasons = sorted({choice.finish_reason or "abort" for choice in record.choices})
@@ -369,7 +366,6 @@ def _engine_events(
     behind = [ids[one] for one in history["ahead"] if one in ids]
     counts = {"running": history["num_running"], "waiting": history["num_waiting"], "behind": behind or None}
     events: list[tuple[float, str, dict[str, Any]]] = [(history["arrival_s"], "queued", counts)]
-    events += _adapter_events(history)
     if history["first_scheduled_s"] is not None:
         cached = {"cached_tokens": history["cached_tokens"], "prompt_tokens": history["prompt_tokens"]}
         events.append((history["first_scheduled_s"], "began to run", cached))
@@ -396,19 +392,6 @@ def _engine_events(
         if decode is not None:
             details |= {"steps": decode["steps"], "mean_sequences": decode["mean_sequences"]}
         events.append((history["end_s"], "ended", details))
-    return events
-
-
-def _adapter_events(history: RequestHistory) -> list[tuple[float, str, dict[str, Any]]]:
-    adapter = history["adapter"]
-    if adapter is None:
-        return []
-    events = []
-    for wait in adapter["waits"]:
-        seconds = None if wait["end_s"] is None else round(wait["end_s"] - wait["at_s"], 3)
-        awaited = "its load" if wait["awaited"] == AWAITS_LOAD else "a slot"
-        details = {"adapter": adapter["name"], "awaits": awaited, "seconds": seconds}
-        events.append((wait["at_s"], "waits for its adapter", details))
     return events
 
 

@@ -234,7 +234,7 @@ class OpenAIServingPooling(OpenAIServing):
         rank = self._chosen_replica(request)
 
         async def ready() -> tuple[list[tuple[int, ...]], str | None]:
-            return await prompts(), await self.use_adapter(self.check_model(body.model))
+            return await prompts(), await self.use_adapter(self.check_model(body.model), record)
 
         ids, adapter = await until_disconnect(request, _in_time(ready, limit))
         held = self.held_by(request)

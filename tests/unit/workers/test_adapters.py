@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from oarlock.workers.adapter_digest import adapter_digest
 from oarlock.workers.adapters import (
     MAX_REASON_BYTES,
     AdapterCommand,
     AdapterControl,
     AdapterReport,
     CommandKind,
-    adapter_digest,
     command_fields,
     read_commands,
     read_reports,

@@ -10,7 +10,7 @@ from oarlock.base.errors import StartupError
 from oarlock.engine.core.engine_core import EngineCore
 from oarlock.engine.replay.__main__ import _check_adapters, _count
 from oarlock.engine.replay.recording import Recording, RecordingExecutor, RecordingWriter
-from oarlock.workers.adapters import adapter_digest
+from oarlock.workers.adapter_digest import adapter_digest
 from oarlock.workers.config import GroupInfo
 from tests.unit.engine.engine_fakes import FakeExecutor, make_config, make_info, make_request
 

@@ -262,6 +262,34 @@ def test_both_ways_to_share_experts_are_shown_with_their_bytes(tmp_path: Path, c
     assert main([*words, "-tp", "1"]) == 0 and "Experts of a rank" not in capsys.readouterr().out
 
 
+def test_memory_of_adapters_and_its_part_for_experts_are_shown(tmp_path: Path, capsys) -> None:
+    """At rank 16, in bfloat16: 8 experts of 3 matrices, and q, k, v and o, of each of 2 layers; embedding and head."""
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 1024, "decoder_sparse_step": 1}
+    shape = {"hidden_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 8, "num_hidden_layers": 2}
+    mixture = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "head_dim": 128}
+    (tmp_path / "config.json").write_text(json.dumps(QWEN_7B | experts | shape | mixture | {"vocab_size": 1024}))
+    words = [str(tmp_path), "--cpu", "--memory", "8GB", "--bandwidth", "1GB", "--dtype", "bfloat16"]
+    words += ["--enable-lora", "--max-loras", "4"]
+    status, found = plan(capsys, *words)
+    (one,) = found["layouts"]
+    attention, tables = 2 * 4 * 2048, 2 * 2048
+    slot = 32 * (attention + tables + 2 * 8 * 3 * 2048)
+    assert status == 0 and one["adapter_slots"] == 4 and one["bytes_per_adapter_slot"] == slot
+    assert one["adapter_copies_bytes"] == 5 * slot and "--max-loras 4" in found["command"]
+    assert main(["plan", *words]) == 0
+    text = capsys.readouterr().out
+    assert f"Adapters: 4 slot(s) of {human_bytes(slot)} on each rank, for rank 16; up to 5 copies" in text
+    fewer = human_bytes(32 * (attention + tables))
+    assert f"takes {fewer}: --lora-target-modules embed_tokens q_proj k_proj v_proj o_proj lm_head." in text
+    assert main(["plan", *words, "--lora-target-modules", "qkv_proj", "--max-lora-rank", "8"]) == 0
+    text = capsys.readouterr().out
+    assert f"of {human_bytes(16 * 2 * 3 * 2048)} on each rank, for rank 8" in text and "experts" not in text
+    assert main(["plan", *words, "--lora-modules", "tone=hub/tone"]) == 0
+    assert "note: adapter tone is not looked at: hub/tone is neither" in capsys.readouterr().err
+    assert main(["plan", *words, "--lora-modules", "tone=/nowhere"]) == 3
+    assert "error: The adapter /nowhere is neither" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_layouts_that_a_model_does_not_allow_are_left_out(tmp_path: Path, capsys) -> None:
     from tests.golden.tiny_models import tiny_config

@@ -85,7 +85,8 @@ PATHS = [name for name, described in OPTIONS.items() if described.is_path]
 def test_a_path_may_begin_with_a_tilde(tmp_path, monkeypatch, name, source):
     """Wherever it is given: no shell expands the values of a file or of a variable, nor `--flag=~/x`."""
     monkeypatch.setenv("HOME", "/h")
-    others = {"uds": {}, "ssl_certfile": {"ssl_keyfile": "/k"}, "ssl_keyfile": {"ssl_certfile": "/c"}}.get(name, {})
+    needed = {"ssl_certfile": {"ssl_keyfile": "/k"}, "ssl_keyfile": {"ssl_certfile": "/c"}}
+    others = (needed | {"lora_dir": {"enable_lora": True}}).get(name, {})
 
     def given(path):
         if source == "python":
@@ -202,22 +203,24 @@ def test_every_option_is_described_and_its_example_is_valid():
 
 def test_every_option_reaches_the_engine_or_is_one_of_the_servers_own():
     """Nothing is accepted and ignored: a changed value changes the engine's configuration, or the server reads it."""
-    base = Settings().engine_config("/m")
     for name, described in OPTIONS.items():
+        base = Settings(enable_lora=name == "max_loras")
         if described.kind is bool:
             value = not described.default
         elif described.many:
             value = described.from_texts(described.example.split())
         else:
             value = described.from_text(described.example)
-        changed = dataclasses.replace(Settings(), **{name: value}).engine_config("/m")
-        assert (changed != base) == (name not in SERVER_OPTIONS), name
+        changed = dataclasses.replace(base, **{name: value}).engine_config("/m")
+        assert (changed != base.engine_config("/m")) == (name not in SERVER_OPTIONS), name
 
 
 SERVER_OPTIONS = {
     "web_page",
     "body_memory",
     "response_store",
+    "lora_modules",
+    "lora_dir",
     "runner",
     "classifier_from_token",
     "batch_dir",

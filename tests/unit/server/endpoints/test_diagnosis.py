@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import time
 
 import pytest
 
@@ -59,6 +60,12 @@ def stall(kind: str, seconds: float = 6.0, tokens: int = 0) -> StallState:
     return StallState(kind=kind, begun_s=102.0, seconds=seconds, num_sequences=4, num_prompt_tokens=tokens)
 
 
+def waits_since(at_s: float) -> AdapterHistory:
+    """A wait for a slot that has not ended, after half a second of loading."""
+    waits = [AdapterWait(awaited="slot", at_s=at_s, end_s=None)]
+    return AdapterHistory(name="sql", load_s=0.5, slot_s=0.0, waits=waits)
+
+
 def told(one: RequestRecord, history: RequestHistory | None, *, prefix_caching: bool = True) -> tuple[str, str | None]:
     answer = report(one, [] if history is None else [history], {5: "cmpl-first"}, prefix_caching)
     return answer["diagnosis"], answer["flag"]
@@ -69,7 +76,7 @@ CROWDED = {"mean_sequences": 2.0, "steps": 99, "prompt_tokens": 9000, "seconds":
 LOADED = AdapterHistory(
     name="sql", load_s=4.0, slot_s=1.0, waits=[AdapterWait(awaited="load", at_s=100.01, end_s=104.01)]
 )
-WAITS = AdapterHistory(name="sql", load_s=0.5, slot_s=0.0, waits=[AdapterWait(awaited="slot", at_s=101.01, end_s=None)])
+NONE = AdapterHistory(name="sql", load_s=0.0, slot_s=0.0, waits=[])
 SHORT = [Preemption(at_s=102.0, back_s=105.0, is_short=True)]
 SHARED = [Preemption(at_s=102.0, back_s=105.0, is_short=False)]
 REFUSED = {"choices": [], "started_s": None, "completion_tokens": 0}
@@ -108,9 +115,13 @@ REFUSED = {"choices": [], "started_s": None, "completion_tokens": 0}
         (record(), engine(stalls=[stall("pause")]), "the engine paused", None),
         (record(), engine(stalls=[stall("step", tokens=900)]), "900 prompt tokens", "--max-step-ms"),
         (record(), engine(stalls=[stall("step")]), "machine was busy", None),
-        (record(), engine(6.0, adapter=LOADED, without_row=50), "5.0 s of 10.0 s until its adapter 'sql' was loaded",
-         "--max-cpu-loras"),
-        (record(), engine(9.0, adapter=WAITS), "9.4 s of 10.0 s for a slot for its adapter 'sql'", "--max-loras"),
+        (record(adapter="sql"), engine(6.0, adapter=LOADED, without_row=50),
+         "5.0 s of 10.0 s until its adapter 'sql' was loaded into host memory again", "--max-cpu-loras"),
+        (record(adapter="sql", adapter_awaited_s=100.0, adapter_ready_s=105.0, started_s=105.0), engine(adapter=NONE),
+         "5.0 s of 10.0 s until its adapter 'sql' was loaded, which its first use began", "--lora-modules"),
+        (record(adapter="sql", received_s=time.monotonic() - 9, ended_s=None), engine(
+            adapter=waits_since(time.monotonic() - 8), first_scheduled_s=None, first_token_s=None, end_s=None),
+         "for a slot for its adapter 'sql'", "--max-loras"),
         (record(), engine(6.0, without_row=50), "6.0 s of 10.0 s for a row in the batch", "--max-num-seqs"),
         (record(), engine(6.0, without_row=1, without_blocks=50), "for KV memory", "--kv-cache-memory"),
         (record(grammar=True), engine(6.0, num_waiting=0), "grammar was compiled", None),
@@ -151,19 +162,19 @@ def test_every_option_that_is_named_exists() -> None:
 
 def test_the_timeline_is_in_order_and_names_answers_and_not_numbers() -> None:
     history = engine(1.0, num_preemptions=1, preemptions=SHORT, stalls=[stall("step")], adapter=LOADED)
-    answer = report(record(), [history], {5: "cmpl-first"}, True)
+    answer = report(record(adapter="sql"), [history], {5: "cmpl-first"}, True)
     times = [event["at_s"] for event in answer["timeline"]]
     assert times == sorted(times) and times[0] == 0.0
     names = [event["event"] for event in answer["timeline"]]
     assert names == [
-        "received", "validated", "sent to the engine", "queued", "waits for its adapter", "began to run", "prefill",
+        "received", "validated", "sent to the engine", "queued", "waits for adapter", "began to run", "prefill",
         "first token", "preempted", "stall", "runs again", "ended", "answered",
     ]  # fmt: skip
     assert answer["timeline"][3] == {
         "at_s": 0.01, "event": "queued", "running": 4, "waiting": 2, "behind": ["cmpl-first"],
     }  # fmt: skip
     assert answer["timeline"][4] == {
-        "at_s": 0.01, "event": "waits for its adapter", "adapter": "sql", "awaits": "its load", "seconds": 4.0,
+        "at_s": 0.01, "event": "waits for adapter", "adapter": "sql", "awaits": "its load", "seconds": 4.0,
     }  # fmt: skip
     assert (answer["seconds"]["adapter"], answer["seconds"]["adapter_load"]) == (5.0, 4.0)
     assert answer["engine"][0]["adapter"]["waits"] == [{"awaited": "load", "at_s": 0.01, "end_s": 4.01}]

@@ -43,10 +43,18 @@ def _point_to(monkeypatch, url):
 
 
 def model(
-    hub, *, revision="main", download_dir=None, offline=False, tokenizer_only=False, check_digests=False, **worker
+    hub,
+    *,
+    revision="main",
+    download_dir=None,
+    offline=False,
+    tokenizer_only=False,
+    adapter_only=False,
+    check_digests=False,
+    **worker,
 ):
     engine = EngineConfig(WorkerConfig("", **worker))
-    options = {"tokenizer_only": tokenizer_only, "check_digests": check_digests}
+    options = {"tokenizer_only": tokenizer_only, "adapter_only": adapter_only, "check_digests": check_digests}
     return HubModel(hub.model, revision, download_dir, offline, engine, **options)
 
 
@@ -129,6 +137,20 @@ def test_a_tokenizer_alone_costs_no_weights_and_need_be_of_no_model(hub):
     hub.files["tokenizer.json"] = b"{}"
     other = str(directory.parents[2] / "other cache")
     assert "tokenizer.json cannot be read" in refused(hub, tokenizer_only=True, download_dir=other).cause
+
+
+def test_an_adapter_is_its_settings_and_its_weights(hub):
+    settings = (ROOT / "models" / "oarlock-demo-lora" / "adapter_config.json").read_bytes()
+    assert "has no adapter_config.json" in refused(hub, adapter_only=True).cause
+    hub.files |= {"adapter_config.json": settings, "adapter_model.safetensors": WEIGHTS, "adapter_model.bin": b"x"}
+    assert "rank 8, above --max-lora-rank 4" in refused(hub, adapter_only=True, max_lora_rank=4).cause
+    assert hub.names_asked == {"adapter_config.json"}  # no byte of the weights
+    directory = run(hub, adapter_only=True)
+    assert hub.names_asked == {"adapter_config.json", "adapter_model.safetensors"}
+    assert (directory / "adapter_model.safetensors").read_bytes() == WEIGHTS
+    assert run(hub, adapter_only=True, offline=True) == directory
+    (directory / "adapter_model.safetensors").unlink()
+    assert "only partly in the cache" in refused(hub, adapter_only=True, offline=True).cause
 
 
 def test_one_of_several_copies_of_the_weights_is_fetched(hub):

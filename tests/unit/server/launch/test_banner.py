@@ -76,7 +76,9 @@ def test_the_banner_has_the_loaded_adapters_and_their_slots():
         "  adapters adapter-0, adapter-1, adapter-2, adapter-3, adapter-4, adapter-5, adapter-6, adapter-7 and 2 more;"
     )
     assert shown in text
-    assert " 4 slots of 3.0 MiB per rank, for ranks up to 16\n" in " ".join(text.split(" ")).replace("\n          ", "")
+    assert " 4 slots of 3.0 MiB per rank, LoRA rank 16 at most\n" in " ".join(text.split(" ")).replace(
+        "\n          ", ""
+    )
     assert "none yet; 4 slots" in banner.banner("url", ("demo",), info, 8192, True, {}, False)
     assert "  adapters" not in banner.banner("url", ("demo",), INFO, 8192, True, {}, False, adapters=names)
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from oarlock.base.host_memory import human_bytes
 from oarlock.workers.config import NodesConfig, WorkerConfig
 from oarlock.workers.distributed.all_reduce import SharedMemoryGroup
 from oarlock.workers.distributed.control_channel import Control
@@ -195,6 +196,15 @@ def test_a_model_that_cannot_be_served_is_said_as_serve_says_it(tmp_path):
         for finding in model.findings(WorkerConfig(str(DEMO), attention_backend="cpp", block_size=20))
     }
     assert named["attention"].state == ERROR
+
+
+def test_the_memory_of_adapters_and_those_that_do_not_fit() -> None:
+    asked = WorkerConfig(str(DEMO), device="cpu", max_loras=2, lora_adapters=(("tone", f"{DEMO}-lora"),))
+    (found,) = [finding for finding in model.findings(asked) if finding.check == "adapters"]
+    assert found.state == OK and found.facts["slots"] == 2 and found.facts["adapters"] == ["tone"]
+    assert f"2 slot(s) of {human_bytes(found.facts['slot_bytes'])} on each rank, for rank 16" in found.text
+    (found,) = model.findings(asked.with_(max_lora_rank=4))
+    assert found.state == ERROR and found.text.startswith("adapter 'tone' has rank 8") and "rank 8" in found.fix
 
 
 def test_a_model_that_no_class_describes_keeps_a_server_from_starting():
