@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from oarlock.base.errors import StartupError
-from oarlock.workers.adapters import adapter_digest
+from oarlock.workers.adapter_digest import adapter_digest
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.lora.adapter_file import WEIGHTS_FILE, Adapter
 from oarlock.workers.lora.adapter_slots import AdapterSlots
