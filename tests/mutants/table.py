@@ -28,7 +28,7 @@ CONCERNS: dict[str, tuple[str, ...]] = {
         "-k",
         "(separate_products and float32) or multiply_inputs",
     ),
-    "adapted-layers": ("tests/unit/workers/lora/test_adapted_layers.py",),
+    "adapted-layers": ("tests/unit/workers/lora/test_adapted_layers.py", "-k", "avx2 or quantised or slots"),
     "adapted-models": ("tests/golden/test_adapters_golden.py", "-k", "llama and none"),
     "class-experts": ("tests/unit/workers/transformers_backend/test_experts.py",),
     "router": ("tests/unit/workers/layers/test_router.py", *_AVX2),

@@ -33,14 +33,6 @@ constexpr long kMostPairs = 2048, kPairsOfExpert = 32;
 // measurable time.
 constexpr long kMostTotals = 1 << 17;
 
-template <class T>
-PanelRows *panel_rows(const MatmulArgs &p, int kind) {
-  if (kind == kDense) return dense_panel_rows<T>(p);
-  if (kind == kInt8 || kind == kInt8Dot) return int8_panel_rows<T>(p, kind);
-  if (kind == kFloat8) return fp8_panel_rows<T>(p);
-  return grouped_panel_rows<T>(p, kind);
-}
-
 // Rows of x sorted by expert, and within each expert by row.
 struct Sorted {
   struct Block {

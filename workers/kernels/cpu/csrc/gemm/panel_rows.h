@@ -93,4 +93,13 @@ PanelRows *grouped_panel_rows(const MatmulArgs &args, int kind);
 template <class T>
 PanelRows *fp8_panel_rows(const MatmulArgs &args);
 
+// Return the rows for a weight of any kind. The caller releases the memory.
+template <class T>
+PanelRows *panel_rows(const MatmulArgs &args, int kind) {
+  if (kind == kDense) return dense_panel_rows<T>(args);
+  if (kind == kInt8 || kind == kInt8Dot) return int8_panel_rows<T>(args, kind);
+  if (kind == kFloat8) return fp8_panel_rows<T>(args);
+  return grouped_panel_rows<T>(args, kind);
+}
+
 }  // namespace gemm

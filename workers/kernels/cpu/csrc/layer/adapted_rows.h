@@ -5,7 +5,7 @@
 // without an adapter of the layer have the bits of a plain matmul, since the same sums pass through the same epilogue.
 #pragma once
 #include "gemm/epilogue.h"
-#include "gemm/strips.h"
+#include "gemm/panel_rows.h"
 #include "layer/low_rank.h"
 #include "layer/matmul_rows.h"
 
@@ -70,63 +70,64 @@ struct BlockRows {
   }
 };
 
-// Apply the epilogue of `p` to `wide` [p.rows, stride], the sums of whole panels, and to the updates of its rows.
+// Multiply the rows of `p`, at most gemm::kMostRows, and apply its epilogue to the sums and the updates.
 template <class T>
-void finish_sums(const gemm::MatmulArgs &p, const float *wide, long stride, const BlockRows &block) {
+void multiply_and_finish(const gemm::MatmulArgs &p, int kind, const BlockRows &block) {
   using gemm::kPanel;
   const bool gated = gemm::is_gate(p.epilogue);
-  const long panels = stride / kPanel, half = p.columns / 2;
+  const long half = p.columns / 2, outputs = gated ? half : p.columns;
   const long width = gated ? kLanes : kPanel;  // outputs of a panel
-  const long outputs = gated ? half : p.columns;
+  const long panels = (outputs + width - 1) / width, size = p.rows * kPanel;
+  gemm::PanelRows *x = gemm::panel_rows<T>(p, kind);
+  int32_t *own = arena().take<int32_t>(p.rows);
+  for (long row = 0; row < p.rows; row++) own[row] = row;
+#pragma omp parallel for if (p.rows * p.inputs > kSerial)
+  for (long strip = 0; strip < x->strips; strip++) x->pack(strip, p.x, p.x_stride, own);
   const Shares units((panels + kPanelsTogether - 1) / kPanelsTogether);
-  const auto run = [&](long unit) {
-    const long first = unit * kPanelsTogether, last = std::min(panels, first + kPanelsTogether);
-    const long begin = first * width, end = std::min(outputs, last * width), other = gated ? half + begin : -1;
-    block.visit<T>(begin, end, other, [&](long row, const float *update) {
-      for (long panel = first; panel < last; panel++) {
-        const float *from = wide + row * stride + panel * kPanel;
-        Vec one = load(from), two = load(from + kLanes);
-        if (update) {
-          const long at = panel * width - begin;
-          one = one + load(update + at);
-          two = two + load(update + at + (gated ? kOutputs : kLanes));
+#pragma omp parallel
+  {
+    const Arena::Mark mark = arena().mark();
+    float *sums = arena().take<float>(kPanelsTogether * size);  // [panels of a unit][rows][kPanel]
+    units.visit([&](long unit) {
+      const long first = unit * kPanelsTogether, last = std::min(panels, first + kPanelsTogether);
+      const long begin = first * width, end = std::min(outputs, last * width), other = gated ? half + begin : -1;
+      for (long panel = first; panel < last; panel++) x->multiply(panel, 0, sums + (panel - first) * size);
+      block.visit<T>(begin, end, other, [&](long row, const float *update) {
+        for (long panel = first; panel < last; panel++) {
+          const float *from = sums + (panel - first) * size + row * kPanel;
+          Vec one = load(from), two = load(from + kLanes);
+          if (update) {
+            const long at = panel * width - begin;
+            one = one + load(update + at);
+            two = two + load(update + at + (gated ? kOutputs : kLanes));
+          }
+          gemm::finish<T>(p, row, panel, one, two);
         }
-        gemm::finish<T>(p, row, panel, one, two);
-      }
+      });
     });
-  };
-#pragma omp parallel if ((p.rows + block.adapted * block.pairs.max_rank) * stride > kSerial)
-  units.visit(run);
+    arena().release(mark);
+  }
 }
 
-// Multiply the rows of a chunk, and apply the layer's epilogue to the sums and the updates.
+// Multiply the rows of a chunk, of which those in `spans` have adapters. The inputs of the weight are one slice.
 template <class T>
-void multiply_and_finish(const RowChunk<T> &chunk, const Operation &op, const SlotRows *spans, long count) {
+void multiply_spans(const RowChunk<T> &chunk, const Operation &op, const SlotRows *spans, long count) {
   const AdaptedWeight &layer = *static_cast<const AdaptedWeight *>(op.parameters);
   const AdapterPairs &pairs = *layer.pairs;
   const AdapterRows &all = *chunk.step.adapters;
-  float *sums_of_a = arena().take<float>(all.starts[all.spans] * pairs.parts * pairs.max_rank);
-  shrink(pairs, all, spans, count, chunk.at(op.source), chunk.first, sums_of_a);
-  const float *low = scaled(pairs, all, spans, count, sums_of_a);
+  float *sums = arena().take<float>(all.starts[all.spans] * pairs.parts * pairs.max_rank);
+  shrink(pairs, all, spans, count, chunk.at(op.source), chunk.first, sums);
+  const float *low = scaled(pairs, all, spans, count, sums);
   const gemm::MatmulArgs whole = matmul_of(chunk, op.source, op.target, layer.weight);
-  const long width = gemm::is_gate(whole.epilogue) ? kLanes : gemm::kPanel;
-  const long outputs = gemm::is_gate(whole.epilogue) ? whole.columns / 2 : whole.columns;
-  const long stride = (outputs + width - 1) / width * gemm::kPanel, most = std::min(chunk.rows, gemm::kMostRows);
-  float *wide = arena().take<float>(most * stride);
   const long y_bytes = whole.y_stride * (whole.epilogue == gemm::kFloat ? sizeof(float) : sizeof(T));
-  for (long row = 0; row < chunk.rows; row += most) {
-    gemm::MatmulArgs sums = whole, p = whole;
-    p.rows = sums.rows = std::min(most, chunk.rows - row);
-    sums.x = static_cast<const T *>(whole.x) + row * whole.x_stride;
-    sums.y = wide;
-    sums.bias = sums.residual = nullptr;
-    sums.columns = sums.y_stride = stride;
-    sums.epilogue = gemm::kFloat;
-    run_matmul<T>(sums, layer.weight.kind);
+  for (long row = 0; row < chunk.rows; row += gemm::kMostRows) {
+    const Arena::Mark mark = arena().mark();
+    gemm::MatmulArgs p = whole;
+    p.rows = std::min(gemm::kMostRows, chunk.rows - row);
+    p.x = static_cast<const T *>(whole.x) + row * whole.x_stride;
     p.y = static_cast<char *>(whole.y) + row * y_bytes;
     if (p.residual) p.residual = p.y;
-    const Arena::Mark mark = arena().mark();
-    finish_sums<T>(p, wide, stride, BlockRows(pairs, all, chunk.first + row, p.rows, low));
+    multiply_and_finish<T>(p, layer.weight.kind, BlockRows(pairs, all, chunk.first + row, p.rows, low));
     arena().release(mark);
   }
 }
@@ -150,7 +151,7 @@ void multiply_adapted(const RowChunk<T> &chunk, const Operation &op) {
                      low_sums(chunk.step, layer.weight));
     run_matmul<T>(matmul_of(chunk, op.source, op.target, layer.weight), layer.weight.kind);
   } else if (count) {
-    adapters::multiply_and_finish<T>(chunk, op, spans, count);
+    adapters::multiply_spans<T>(chunk, op, spans, count);
   } else {
     run_matmul<T>(matmul_of(chunk, op.source, op.target, layer.weight), layer.weight.kind);
   }

@@ -20,7 +20,7 @@ using namespace simd;
 constexpr long kRowsOfA = 4;               // rows of A that are multiplied together
 constexpr long kRowsOfX = kRegisters / 8;  // rows of x; the sums of all pairs of rows fill half of the registers
 constexpr long kExpanded = 4;              // rows that B is multiplied by together
-constexpr long kAhead = 1024;              // elements of A that are prefetched ahead
+constexpr long kAhead = 16384;             // elements of A that are prefetched ahead
 constexpr long kWorthWidening = 8;         // rows of x from which A is widened once instead of for each few rows
 
 // Entries `first` to `last` of `AdapterRows::rows`: rows with the adapter in a slot, counted from 0.
@@ -96,7 +96,7 @@ inline void multiply_slice(const T *const (&x)[R], const RowsOfA<A> &a, long fro
     for (long k = from, at = first; k < from + length; k += a.block, at += step)
       for (long d = 0; d < pairs; d += kBoth) {
         for (long line = 0; line < kBoth; line += 64 / sizeof(A))
-          for (int i = 0; i < kRowsOfA; i++) prefetch(a.at[i] + at + d + line + kAhead);
+          for (int i = 0; i < kRowsOfA; i++) prefetch_second(a.at[i] + at + d + line + kAhead);
         add_register<R>(x, a, k + d, at + d, even);
       }
     for (long k = from, at = first; k < from + length; k += a.block, at += step)
@@ -243,7 +243,7 @@ inline void expand_rows(const ColumnsOfB<T> &b, const float *low, long low_strid
       Vec of_b[kTogether];
 #pragma GCC unroll 8
       for (int i = 0; i < kTogether; i++) of_b[i] = load(from + i * kLanes);
-      for (long line = 0; line < kWidth; line += 64 / sizeof(T)) prefetch(next + line);
+      for (long line = 0; line < kWidth; line += 64 / sizeof(T)) prefetch_second(next + line);
 #pragma GCC unroll 4
       for (int r = 0; r < R; r++) {
         const Vec value = broadcast(low[r * low_stride + j]);

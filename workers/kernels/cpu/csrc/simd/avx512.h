@@ -96,6 +96,8 @@ inline bool can_stream(const float *to) { return reinterpret_cast<uintptr_t>(to)
 inline void end_streams() { _mm_sfence(); }  // before other threads may read what `stream` stored
 
 inline void prefetch(const void *address) { _mm_prefetch(static_cast<const char *>(address), _MM_HINT_T0); }
+// Prefetch into the second-level cache, which may wait for more lines at a time than the first-level cache.
+inline void prefetch_second(const void *address) { _mm_prefetch(static_cast<const char *>(address), _MM_HINT_T1); }
 inline void prefetch_once(const void *address) { _mm_prefetch(static_cast<const char *>(address), _MM_HINT_NTA); }
 
 }  // namespace simd

@@ -116,6 +116,8 @@ inline bool can_stream(const float *) { return true; }
 inline void end_streams() {}
 
 inline void prefetch(const void *address) { __builtin_prefetch(address); }
+// Prefetch into the second-level cache, which may wait for more lines at a time than the first-level cache.
+inline void prefetch_second(const void *address) { __builtin_prefetch(address, 0, 2); }
 inline void prefetch_once(const void *address) { __builtin_prefetch(address, 0, 0); }
 
 }  // namespace simd
