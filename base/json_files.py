@@ -51,10 +51,10 @@ def check_file(path: Path, most: int | None = None) -> int:
 
 def read_text(path: Path, most: int = MOST_BYTES) -> str:
     """Return the text of a UTF-8 file. Raise `StartupError` if it cannot be read."""
-    check_file(path, most)
+    size = check_file(path, most)
     try:
         with path.open("rb") as file:
-            return file.read(most).decode("utf-8")
+            return file.read(size).decode("utf-8")  # a larger count would be allocated first
     except OSError as error:
         _refuse(path, error)
     except UnicodeDecodeError as error:

@@ -128,7 +128,7 @@ def kv_key(config: WorkerConfig, **facts: Any) -> str:
 
 def node_facts(config: WorkerConfig) -> dict[str, dict[str, Any]]:
     """Return facts that must be equal on every node before any node loads: group -> name -> value, causes before
-    effects.
+    effects. Values are as JSON has them, in which other nodes send theirs.
 
     `config` is resolved. Dummy weights follow from the settings and config.json.
     """
@@ -136,6 +136,7 @@ def node_facts(config: WorkerConfig) -> dict[str, dict[str, Any]]:
     weights = {name: digest[:16] for name, digest in model_sums(Path(config.model_path)).items()}
     if config.load_format == "dummy":
         weights = {name: digest for name, digest in weights.items() if name == "config.json"}
+    settings = {name: value for name, value in asdict(config).items() if name not in _OF_ONE_HOST}
     return {
         "version of": {
             "oarlock": found["oarlock"],
@@ -144,6 +145,6 @@ def node_facts(config: WorkerConfig) -> dict[str, dict[str, Any]]:
             "the layout of steps": layout(),
             "the sources in workers/ and base/": sources(),
         },
-        "setting": {name: value for name, value in asdict(config).items() if name not in _OF_ONE_HOST},
+        "setting": json.loads(json.dumps(settings)),
         "weights in": weights,
     }

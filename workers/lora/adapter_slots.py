@@ -6,7 +6,10 @@ into a slot only copies memory.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
 
 from oarlock.workers.attention.rows_by_slot import StepRows
 from oarlock.workers.kernels.triton import availability
@@ -42,6 +45,18 @@ class HostAdapter:
     @property
     def num_bytes(self) -> int:
         return sum(pair.a.nbytes + pair.b.nbytes for pairs in self.pairs.values() for pair in pairs)
+
+    def pinned(self) -> "HostAdapter":
+        """Return a copy in pinned memory. Copies from there to a device run while the host continues."""
+
+        def copy(half: Tensor) -> Tensor:
+            return torch.empty(half.shape, dtype=half.dtype, pin_memory=True).copy_(half)
+
+        pairs = {
+            index: [replace(pair, a=copy(pair.a), b=copy(pair.b)) for pair in held]
+            for index, held in self.pairs.items()
+        }
+        return HostAdapter(self.digest, pairs)
 
 
 class AdapterSlots:

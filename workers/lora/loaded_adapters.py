@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+import torch
+
 from oarlock.base.errors import StartupError
 from oarlock.workers.adapters import AdapterError
 from oarlock.workers.lora.adapter_file import Adapter, version_of
@@ -23,7 +25,8 @@ class LoadedAdapters:
 
     def __init__(self, slots: AdapterSlots) -> None:
         self.slots = slots
-        self._reader = ThreadPoolExecutor(1, "adapters")
+        # Torch would start further threads for large tensors, on the cores of the steps.
+        self._reader = ThreadPoolExecutor(1, "adapters", torch.set_num_threads, (1,))
         self._prepared: dict[str, Future[HostAdapter]] = {}  # digest -> its copy in host memory
         self._reported: set[str] = set()
 
@@ -91,7 +94,11 @@ class LoadedAdapters:
         host = read_adapter(adapter, self.slots) if adapter.digest == digest else None
         if host is None or version_of(directory) != version:
             raise StartupError(f"the files in {directory} have changed.", "Load the adapter again.")
-        return host
+        device = self.slots.model.placement.device
+        if device.type != "cuda":
+            return host
+        torch.cuda.set_device(device)  # of this thread, which would otherwise use memory of device 0
+        return host.pinned()
 
 
 def _reason(error: BaseException) -> str:

@@ -177,12 +177,13 @@ def step_bytes(config: WorkerConfig, spec: DecoderSpec, num_tokens: int, num_row
     """Return the bytes of a step's tensors that exist at the same time on one rank.
 
     These are a few tensors of hidden size, the values of a layer's sublayers, and float32 logits of `num_rows` rows.
-    With LoRA adapters also the sums of a layer before they are rounded, of all its outputs for some rows at a time.
+    With LoRA adapters also the sums of a layer before they are rounded: of all rows, or on CPUs of some at a time.
     """
     size, item = config.tensor_parallel_size, ITEM_BYTES[config.dtype]
     inner = max(sum(branch.sublayer.step_values for branch in layer.branches) for layer in set(spec.layers))
     row = 4 * spec.hidden_size + inner // size
-    sums = num_tokens * spec.hidden_size + min(num_tokens, _SUMS_AT_ONCE) * inner // size if config.max_loras else 0
+    at_once = num_tokens if config.device == "cuda" else min(num_tokens, _SUMS_AT_ONCE)
+    sums = num_tokens * spec.hidden_size + at_once * inner // size if config.max_loras else 0
     logits = min(num_rows, MAX_LOGITS_ROWS) * spec.vocab_size // size
     return num_tokens * row * item + _FLOAT32 * (sums + logits)
 

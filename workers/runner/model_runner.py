@@ -61,6 +61,7 @@ class ModelRunner(StepRunner[DecoderSteps]):
         self._graph_maker = graph_maker(self.device)
         self.kv_offload: RankOffload | None = None
         self.step_cost: StepCost | None = None
+        self._adapter_slot_bytes = 0
         self._load_seconds = 0.0
 
     def load(self, on_progress: Callable[[float], None]) -> None:
@@ -80,6 +81,7 @@ class ModelRunner(StepRunner[DecoderSteps]):
             with self.memory.needed_for("taking memory for adapters"):
                 slots = AdapterSlots(model, config.max_loras, config.max_lora_rank, config.lora_target_modules)
                 self.adapters = LoadedAdapters(slots)
+                self._adapter_slot_bytes = slots.num_bytes // config.max_loras
         if self.stage.is_last:
             self.pooler = Pooler(
                 self.tp, answers=self.answers, compute_logits=model.compute_logits, vocab_start=model.vocab_start
@@ -186,7 +188,7 @@ class ModelRunner(StepRunner[DecoderSteps]):
             served_by=spec.served_by,
             is_replicated=self.tp.size > 1 and spec.is_replicated,
             step_cost=self.step_cost,
-            adapter_slot_bytes=0 if self.adapters is None else self.adapters.slots.num_bytes // self.config.max_loras,
+            adapter_slot_bytes=self._adapter_slot_bytes,
             kv_offload=None if self.kv_offload is None else self.kv_offload.info,
         )
 

@@ -268,8 +268,8 @@ class StepInputs:
         write_step(arrays, step, self._tables)
         if place.shape.states:
             write_states(arrays, step, self.sink)
-        if place.shape.slots:
-            write_adapters(arrays, step)
+        if len(step.adapter_slots) or (place.shape.slots and not step.num_tokens):
+            write_adapters(arrays, step)  # other steps do not read them
         write_rows(step, arrays)
         self._staging.to_device(place.layout.num_bytes)
         if len(step.bias_rows):
@@ -336,8 +336,7 @@ def write_adapters(into: dict[str, np.ndarray], step: StepMetadata) -> None:
     slot_of = np.zeros(len(into["token_ids"]), np.int32)
     slot_of[: step.num_tokens] = step.adapter_slots_of_tokens
     write_blocks(slot_of, into["adapter_order"], into["adapter_blocks"])
-    rows = into["logits_indices"]  # indices of padding rows may be beyond the tokens
-    of_logits = np.zeros(len(rows), np.int32)
+    of_logits = np.zeros(len(into["logits_indices"]), np.int32)
     of_logits[: len(step.logits_indices)] = slot_of[step.logits_indices]
     write_blocks(of_logits, into["logits_order"], into["logits_blocks"])
 

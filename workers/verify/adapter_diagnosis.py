@@ -29,10 +29,21 @@ _WRONG = 0.1  # share of the worst row's error above which a row is wrong
 class WrongTensor(Protocol):
     """A wrong tensor, and all recordings of the run."""
 
-    row: TensorResult
-    folder: Path
-    spec: DecoderSpec
-    size: int
+    @property
+    def row(self) -> TensorResult:
+        """The tensor's errors."""
+
+    @property
+    def folder(self) -> Path:
+        """The folder of all recordings."""
+
+    @property
+    def spec(self) -> DecoderSpec:
+        """The model."""
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
 
     @property
     def tapped(self) -> Tapped | None:
@@ -244,7 +255,7 @@ def _gated(fault: WrongTensor, rank: int, adapted: Tensor, updates: Mapping[str,
     columns, recorded = slice(part.start, part.stop), Recorded(fault.folder)
     inputs = recorded.truth(read_by(fault.spec, layer or 0, found.branch))[adapted]
     gate, truth = recorded.truth(f"{layer}.gate")[adapted][:, columns], fault.truth(rank)[adapted]
-    activation = ACTIVATIONS[found.branch.sublayer.activation].function  # ty: ignore[unresolved-attribute]
+    activation = ACTIVATIONS[found.branch.sublayer.activation].function  # ty: ignore[missing-attribute]
     up, computed = truth / activation(gate), truth + fault.error(rank)[adapted]
     right = {name: updates[f"{inside}.{name}"] for name in ("gate_proj", "up_proj") if f"{inside}.{name}" in updates}
     added = {name: one.of(inputs)[:, columns] for name, one in right.items()}
@@ -263,7 +274,7 @@ def _activated(fault: WrongTensor, rank: int, adapted: Tensor, linear: _Linear) 
     assert found is not None
     projected = next(tap.name for tap in found.branch.sublayer.taps if tap.module == "up_proj")
     up = Recorded(fault.folder).truth(f"{fault.row.layer}.{projected}")[adapted][:, linear.columns]
-    activation = PLAIN_ACTIVATIONS[found.branch.sublayer.activation]  # ty: ignore[unresolved-attribute]
+    activation = PLAIN_ACTIVATIONS[found.branch.sublayer.activation]  # ty: ignore[missing-attribute]
     truth = fault.truth(rank)[adapted]
     computed, right = truth + fault.error(rank)[adapted], linear.of(linear.update)
     for text, factor in _wrong_updates(linear.update):

@@ -102,8 +102,8 @@ class RecordedHalves:
     def compare(self, separate: Sequence[dict[str, Tensor]], rank: int, halves: Sequence[Half]) -> Halves:
         """Compare the halves with `separate`, the tensors of the separate operations by name, for each of the same
         steps. `halves`: of the stage, in their order."""
-        if self._prepared is None:
-            return Halves(0, self._why_not)
+        if self._prepared is None or len(self._steps) != len(separate):
+            return Halves(0, self._why_not or "some steps, as with an adapter of experts, run layer by layer")
         found = []
         for number, half in enumerate(halves):
             if half.tensor is None:

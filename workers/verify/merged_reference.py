@@ -119,7 +119,7 @@ class MergedModel:
         before = {parameter: parameter.data for parameter in self._deltas}
         try:
             for parameter, deltas in self._deltas.items():
-                wide = parameter.data.double()
+                wide = parameter.data.to(torch.float64, copy=True)
                 for delta in deltas:
                     delta.add_to(wide)
                 parameter.data = wide.to(dtype or before[parameter].dtype)

@@ -24,7 +24,7 @@ from torch import Tensor
 from oarlock.base.errors import StartupError
 from oarlock.workers.attention.backend import AttentionBackend, AttentionSpec, LayerKV, LayerMemory
 from oarlock.workers.attention.forward_batch import ForwardBatch
-from oarlock.workers.attention.rows_by_slot import RowsBySlot
+from oarlock.workers.attention.rows_by_slot import AdaptedRows
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.distributed.pipeline_stage import PipelineStage
@@ -101,8 +101,6 @@ def _recorded_halves(runner: ModelRunner, decoder: Decoder, request: VerifyReque
     """Return the record of the halves of layers as they are served, with adapters or without."""
     if not request.record:
         return RecordedHalves(None, decoder.why_not_prepared)
-    if decoder.step_rows.of_experts:
-        return RecordedHalves(None, "an adapter of experts is computed operation by operation")
     kinds = (False, True) if request.adapter is not None else (False,)
     prepared = [decoder.prepared_for(runner.layer_memory, runner.backends, adapts=adapts) for adapts in kinds]
     return RecordedHalves(prepared[-1], decoder.why_not_prepared, prepared[:-1])
@@ -285,7 +283,7 @@ class RecordingDecoder:
         recording = {group: _RecordingBackend(backend, self._record) for group, backend in backends.items()}
         return self.decoder(batch, memory, recording, plans, hidden)  # ty: ignore[invalid-argument-type]
 
-    def compute_logits(self, hidden: Tensor, adapters: RowsBySlot | None = None) -> Tensor:
+    def compute_logits(self, hidden: Tensor, adapters: AdaptedRows | None = None) -> Tensor:
         """Compute logits as the decoder does, and record them."""
         logits = self.decoder.compute_logits(hidden, adapters)
         so_far = self.last.get("logits", logits[:0])  # a step with many rows asks in several calls

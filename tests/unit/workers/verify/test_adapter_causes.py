@@ -87,7 +87,10 @@ FAULTS: list[Any] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("plant", "cause"), FAULTS)
+@pytest.mark.parametrize(
+    ("plant", "cause"),
+    [pytest.param(*fault, marks=pytest.mark.soak if at % 2 else ()) for at, fault in enumerate(FAULTS)],
+)
 def test_a_fault_of_an_adapter_is_named(
     case: VerifyCase, monkeypatch: pytest.MonkeyPatch, plant: Plant, cause: str
 ) -> None:
@@ -102,7 +105,7 @@ def test_exchanged_halves_are_named(case: VerifyCase, monkeypatch: pytest.Monkey
     assert "has A and B exchanged" in case.run(1)[1][0]
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.soak)])
 def test_nothing_is_found_in_a_right_adapter(case: VerifyCase, size: int) -> None:
     comparison, causes = case.run(size)
     assert comparison.ok and causes == []

@@ -45,7 +45,7 @@ SWAPPED = [fields_of(CNorm)[1], fields_of(CNorm)[0], *fields_of(CNorm)[2:]]
             "Operation.source: offset 4, 2 bytes", id="size",
         ),
         pytest.param(
-            replaced(CBranch, fields_of(CBranch, widths=ctypes.c_long * 5)), "Branch: 72 bytes", "Branch: 80 bytes",
+            replaced(CBranch, fields_of(CBranch, widths=ctypes.c_long * 5)), "Branch: 80 bytes", "Branch: 88 bytes",
             id="array",
         ),
         pytest.param(

@@ -2,7 +2,7 @@
 
     python -m tests.unit.workers.kernels.triton.low_rank_resources 80 90
 
-Prints what `triton_resources` prints, for ranks 8 to 256.
+Prints what `triton_resources` prints, for a low rank and a high one. Tiles of ranks above 32 are alike.
 """
 
 import json
@@ -45,8 +45,7 @@ def main(kinds: list[str]) -> None:
     found = {}
     for kind in kinds:
         for dtype, max_rank, parts in (
-            (torch.bfloat16, 8, 1), (torch.bfloat16, 16, 3), (torch.bfloat16, 64, 2), (torch.bfloat16, 256, 2),
-            (torch.float32, 64, 2),
+            (torch.bfloat16, 8, 1), (torch.bfloat16, 64, 2), (torch.float32, 64, 2),
         ):  # fmt: skip
             found |= of_layer(kind, dtype, max_rank, parts)
     print(json.dumps(found))

@@ -238,6 +238,7 @@ def test_kernels_fit_every_kind_of_device(form, kinds):
                 ("expert_resources", "largest"),
                 ("triton_sampling_resources",),
                 ("recurrent_resources", "largest"),
+                ("low_rank_resources",),
             )
         ),
     ],

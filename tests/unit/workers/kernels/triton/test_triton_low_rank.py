@@ -41,7 +41,7 @@ from tests.unit.workers.kernels.triton.triton_resources import of_program
 from tests.unit.workers.weights_in_memory import MemoryWeights
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-TYPES = [torch.float16, torch.float32] + ([torch.bfloat16] if DEVICE.type == "cuda" else [])
+TYPES = [torch.float16, *((torch.bfloat16, torch.float32) if DEVICE.type == "cuda" else ())]  # float32 takes longer
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 INPUTS, LONG, MAX_RANK, SLOTS = 96, 1100, 9, 3  # rows of LONG are cut into spans
 IDS = 136
@@ -153,9 +153,9 @@ def by_kernels(monkeypatch: pytest.MonkeyPatch, as_on_cuda: None) -> None:
         one_kernel_at_a_time(monkeypatch)
 
 
-CASES = [(kind, torch.float16, FIXED_ORDER, 1) for kind in KINDS]
-CASES += [("qkv", torch.float32, NONE, 1), ("gated", torch.float16, NONE, 1), ("sum", torch.float16, NONE, 1)]
-CASES += [(kind, dtype, FIXED_ORDER, 2) for kind in ("sum", "embedding") for dtype in TYPES[:1]]
+CASES = [(kind, dtype, FIXED_ORDER, 1) for kind in KINDS for dtype in TYPES]
+CASES += [("qkv", torch.float32, NONE, 1), *((kind, TYPES[0], NONE, 1) for kind in ("gated", "sum"))]
+CASES += [(kind, TYPES[0], FIXED_ORDER, 2) for kind in ("sum", "embedding")]
 
 
 @pytest.mark.parametrize(("kind", "dtype", "formats", "size"), CASES)
@@ -169,8 +169,11 @@ def test_layers_match_merged_weights_in_every_batch(kind: str, dtype: torch.dtyp
             return
         plain, theirs = case.run(adapts=False), torch.from_numpy(np.isin(SLOT_OF, list(RANKS)))
         assert torch.equal(found[~theirs], plain[~theirs]) and not torch.equal(found[theirs], plain[theirs])
-        for rows in (slice(0, 1), slice(1, 3), slice(36, None)):
+        for rows in (slice(1, 3), slice(36, None)):
             assert torch.equal(case.run(rows), found[rows]), rows
+        if kind == "head":  # logits are computed some rows at a time
+            blocks = BlocksBySlot.of(SLOT_OF, DEVICE)
+            assert blocks is not None and torch.equal(case.layer(case.x[36:], blocks.from_row(36)), found[36:])
         if kind == "sum":
             own, total = case.run(unrounded=True), case.run(adapts=False, unrounded=True)
             assert own.dtype == total.dtype and torch.equal(own[~theirs], total[~theirs])
