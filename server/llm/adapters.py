@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from oarlock.base.errors import StartupError
+from oarlock.base.errors import EXIT_RANK_DIED, StartupError
 from oarlock.engine.errors import EngineDeadError, RequestError, UnavailableError
 from oarlock.server.errors import ModelNotFoundError
 from oarlock.server.hub.adapter_path import AdapterPaths, FoundAdapter
@@ -131,6 +131,9 @@ class ServedAdapters:
             except RequestError as error:
                 fix = f"Correct or leave out the adapter {name} of --lora-modules."
                 raise StartupError(error.message, fix) from None
+            except EngineDeadError as error:
+                cause = f"The engine has stopped while it loaded the adapter {name}: {error}"
+                raise StartupError(cause, "See the lines above for the reason.", EXIT_RANK_DIED) from None
 
     async def unload(self, name: str) -> None:
         """Forget an adapter, and end its requests with an error that names it. A load in progress is cancelled.
