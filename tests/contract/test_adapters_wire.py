@@ -221,7 +221,7 @@ def test_clients_reach_only_the_allowed_directory(make, folder):
     [
         ("bad", True, "its header is damaged", 3),
         ("sql", False, "The engine has stopped while", 5),
-        ("demo", True, "", 3),
+        ("demo", True, "cannot have the name 'demo'", 3),
     ],
 )
 def test_an_adapter_that_fails_stops_the_start(make, folder, name, is_alive, cause, exit_code):

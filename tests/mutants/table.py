@@ -176,6 +176,7 @@ CONCERNS: dict[str, tuple[str, ...]] = {
         "tests/contract/test_middleware_wire.py",
         "tests/contract/test_messages_wire.py",
     ),
+    "served-adapters": ("tests/contract/test_adapters_wire.py",),
     "config": ("tests/unit/server/config/test_settings.py", "tests/unit/server/http/test_listening.py"),
 }
 
