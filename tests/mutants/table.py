@@ -29,7 +29,7 @@ CONCERNS: dict[str, tuple[str, ...]] = {
         "(separate_products and float32) or multiply_inputs",
     ),
     "adapted-layers": ("tests/unit/workers/lora/test_adapted_layers.py", "-k", "avx2 or quantised or slots"),
-    "adapted-models": ("tests/golden/test_adapters_golden.py", "-k", "llama and none"),
+    "adapted-models": ("tests/golden/test_adapters_golden.py", "-k", "llama and (none or merged)"),
     "adapter-ranks": (
         "tests/parallel/test_adapter_ranks.py",
         "tests/unit/workers/lora/test_loaded_adapters.py",

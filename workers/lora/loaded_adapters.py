@@ -32,7 +32,7 @@ class LoadedAdapters:
 
     @property
     def prepared(self) -> list[str]:
-        """Digests of the adapters in host memory, and of those that are being read or wait for that."""
+        """Digests of all adapters that were prepared, also before their reading has ended."""
         return list(self._prepared)
 
     @property
