@@ -35,7 +35,7 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", metavar="DEVICE", default="auto", help="auto, cpu or cuda (default auto)")
     parser.add_argument(
         "--lora", metavar="DIR",
-        help="LoRA adapter (PEFT's directory or a GGUF file): compare with the adapter merged into the weights",
+        help="LoRA adapter (PEFT's directory, a GGUF file or a hub id), which is compared with merged weights",
     )  # fmt: skip
     parser.add_argument("--prompts", metavar="FILE", help="file with one prompt per line (default: built-in prompts)")
     parser.add_argument(
@@ -60,20 +60,24 @@ def _verify(arguments: argparse.Namespace) -> int:
     check_names(settings)
     import asyncio  # slow, like the imports below
 
+    from oarlock.server.hub.adapter_path import AdapterPaths
     from oarlock.server.hub.model_path import resolve
     from oarlock.server.launch.banner import Progress
     from oarlock.server.llm.vocabulary_files import check_tokenizer
 
     progress = Progress()
     try:
-        model = asyncio.run(resolve(settings, progress))
+        model, adapter = asyncio.run(resolve(settings, progress)), None
+        if arguments.lora is not None:
+            adapter = asyncio.run(AdapterPaths(settings).resolve(arguments.lora, progress))
     finally:
         progress.finish()
     check_tokenizer(Path(model))  # transformers reads it without limits
     words = [f"--tensor-parallel-size={size}", f"--pipeline-parallel-size={stages}"]
     words += [f"--{name}={value}" for name, value in options.items()]
     words += ["--dequantize"] if arguments.dequantize else []
-    for name in ("lora", "prompts", "output"):
+    words += [] if adapter is None else [f"--lora={adapter}"]
+    for name in ("prompts", "output"):
         value = getattr(arguments, name)
         if value is not None:
             words.append(f"--{name}={value}")

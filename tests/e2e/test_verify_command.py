@@ -65,8 +65,8 @@ def test_the_adapter_of_the_demo_model(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_an_adapter_that_cannot_be_verified(tmp_path: Path) -> None:
     for options, cause in (
-        (["--lora", tmp_path / "nowhere"], "nowhere cannot be read"),
-        (["--lora", DEMO], "has neither adapter_model.safetensors nor a GGUF file"),
+        (["--lora", tmp_path / "nowhere"], "nowhere is neither a directory, nor a GGUF file, nor a hub id"),
+        (["--lora", DEMO], "neither adapter_config.json nor a GGUF file"),
         (["--lora", ADAPTER, "-pp", 2], "only the ranks of one stage"),
     ):
         result = verify(DEMO, *options)

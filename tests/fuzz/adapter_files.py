@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from oarlock.base.errors import StartupError
+from oarlock.workers.adapter_digest import adapter_digest
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.lora.adapter_file import WEIGHTS_FILE, Adapter
 from oarlock.workers.lora.adapter_slots import AdapterSlots
@@ -32,6 +33,7 @@ from oarlock.workers.lora.rank_adapter import read_adapter
 CONFIG_FILE, GGUF_FILE = "adapter_config.json", "adapter.gguf"
 _FREE_BYTES, _BYTES_PER_BYTE = 4 << 20, 64  # memory that any file may take, and memory for each byte of a file
 _LONGEST = 2000  # characters of an error
+_MOST_DIGESTED = 1 << 30  # bytes of the largest file, all of which a digest reads
 _EVIL = ("(a+)+$", "(.*)*x", "(?:a|a)*b", "(", "[", "\\", "a{1,100000}{1,100000}", "(?P<x>a)(?P<x>b)", "^" * 500,
          "\\1", ".*" * 60, "(?=.*(.*(.*(.*x))))", "model.layers.0", "q_proj|v_proj", "(?i:Q_PROJ)", "\u202e",
          "\x00")  # fmt: skip
@@ -207,6 +209,13 @@ def problem_of(folder: Path, source: Source) -> tuple[str, str | None]:
     num_bytes = sum(path.stat().st_blocks * 512 for path in folder.iterdir() if path.is_file())
     tracemalloc.reset_peak()
     before = tracemalloc.get_traced_memory()[0]
+    if max((path.stat().st_size for path in folder.iterdir() if path.exists()), default=0) < _MOST_DIGESTED:
+        try:
+            adapter_digest(folder)
+        except OSError:
+            pass
+        except Exception as error:
+            return "crash", f"in the digest, {type(error).__name__}: {error}"
     try:
         adapter = Adapter.open(folder, source.spec)
     except StartupError as error:

@@ -25,12 +25,14 @@ def write_peft(
     seed: int = 1,
     updates: Chooses = lambda name: True,
     dtype: torch.dtype = torch.float32,
+    single_experts: bool = False,
     **settings: Any,
 ) -> Path:
     """Write an adapter of all linear layers, and if they are named by `updates`, of the embedding and the head.
 
     `size`: of an update's results, of the results of a weight. Experts are adapted if `settings` have
-    `target_parameters`. `rank_pattern` in `settings` sets the ranks of modules.
+    `target_parameters`, or one by one, as older adapters name them, with `single_experts`. `rank_pattern` in `settings`
+    sets the ranks of modules.
     """
     draw, tensors = torch.Generator().manual_seed(seed), {}
     head, table = model.get_output_embeddings(), model.get_input_embeddings()
@@ -45,6 +47,14 @@ def write_peft(
             kind = "lora_embedding_" if module is table else "lora_"
             end = "" if module is table else ".weight"
             tensors |= {f"base_model.model.{name}.{kind}A{end}": a, f"base_model.model.{name}.{kind}B{end}": b}
+        if single_experts and name.endswith("experts"):
+            for number, ((gate, up), down) in enumerate(
+                zip((both.chunk(2) for both in module.gate_up_proj), module.down_proj, strict=True)
+            ):
+                for part, weight in (("gate", gate), ("up", up), ("down", down)):
+                    a, b = _halves(draw, rank, *weight.shape, size * weight.std().item() * weight.shape[1] ** 0.5)
+                    before = f"base_model.model.{name}.{number}.{part}_proj.lora_"
+                    tensors |= {f"{before}A.weight": a, f"{before}B.weight": b}
         for depth, parameter in enumerate(named if name.endswith("experts") and updates(name) else ()):
             stack: Tensor = getattr(module, parameter)
             count, *sizes = stack.shape

@@ -42,6 +42,7 @@ class Kind:
     model: dict[str, Any] = field(default_factory=dict)
     dtype: str = "float32"
     quantization: str = "none"
+    single_experts: bool = False  # adapters of experts are stored one by one
 
 
 ATTENTION = tuple(f"self_attn.{part}_proj" for part in "qkvo")
@@ -62,6 +63,9 @@ KINDS = {
     "embedding and head": Kind("gemma2", ("model.embed_tokens", "lm_head"), everything),
     "embedding of a tied head": Kind("qwen3", ("model.embed_tokens",), lambda name: name.endswith("embed_tokens"),
                                      model={"tie_word_embeddings": True}),
+    "head of a tied embedding": Kind("qwen3", ("lm_head",), lambda name: name == "lm_head",
+                                     model={"tie_word_embeddings": True}),
+    "experts stored one by one": Kind("qwen3_moe", EXPERTS, experts_only, single_experts=True),
     "experts": Kind("qwen3_moe", (*ATTENTION, *EXPERTS), everything, BOTH | {"target_modules": ".*"}),
     "one parameter of experts": Kind("qwen2_moe", EXPERTS[2:3], experts_only,
                                      {"target_parameters": ["experts.down_proj"], "target_modules": []}),
@@ -79,7 +83,9 @@ def test_every_tensor_is_within_twice_the_error_of_merged_weights(tmp_path: Path
     one = KINDS[kind]
     model = make_tiny(tmp_path, one.family, seed=7, dtype=getattr(torch, one.dtype), **one.model)
     whole = tiny_model(one.family, seed=7, **one.model)
-    adapter = write_peft(tmp_path / "adapter", whole, updates=one.updates, **one.settings)
+    adapter = write_peft(
+        tmp_path / "adapter", whole, updates=one.updates, single_experts=one.single_experts, **one.settings
+    )
     adapted = [pair.module for pair in Adapter.open(adapter, read_spec(str(model))).pairs]
     assert all(any(module.endswith(name) for module in adapted) for name in one.adapts), adapted
     case = VerifyCase(
