@@ -38,7 +38,7 @@ class FoundAdapter(NamedTuple):
 
 
 async def find_start_adapters(settings: Settings, on_progress: OnDetailedProgress) -> tuple[FoundAdapter, ...]:
-    """Return the adapters of `--lora-modules`, after fetching those of the hub. Raises `StartupError`."""
+    """Return the adapters of `--lora-modules`, which may be fetched from the hub. Raises `StartupError`."""
     paths = AdapterPaths(settings)
     own, modules = served_names(settings), parse_lora_modules(settings.lora_modules)
     if settings.lora_dir is not None and not os.path.isdir(expand(settings.lora_dir)):

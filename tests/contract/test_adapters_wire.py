@@ -287,7 +287,7 @@ def test_an_unload_ends_open_requests_and_frees_the_name(make, folder):
         while len(stage.engine.requests) < 2:
             await asyncio.sleep(0)
         assert (await unload(stage, "own")).json() == {"id": "own", "object": "model", "deleted": True}
-        ended = await running
+        ended = await asyncio.wait_for(running, 20)
         assert error_of(ended) == (404, "model", "adapter_unloaded") and "'own'" in ended.text
         assert not other.done()
         stage.engine.resume.set()
