@@ -115,7 +115,9 @@ class EngineStats:
     finished: dict[str, int] = field(default_factory=lambda: {reason.value: 0 for reason in FinishReason})
     # histograms
     queue_time_s: Histogram = field(default_factory=partial(Histogram, _LONG_SECONDS))
-    adapter_wait_s: Histogram = field(default_factory=partial(Histogram, _LONG_SECONDS))  # of requests with an adapter
+    adapter_wait_s: Histogram = field(
+        default_factory=partial(Histogram, _LONG_SECONDS)
+    )  # only requests with an adapter
     time_to_first_token_s: Histogram = field(default_factory=partial(Histogram, _SECONDS))
     prefill_time_s: Histogram = field(default_factory=partial(Histogram, _LONG_SECONDS))
     decode_time_s: Histogram = field(default_factory=partial(Histogram, _LONG_SECONDS))
@@ -189,7 +191,7 @@ class AdaptersState(TypedDict):
     in_host_memory: int
     names: int
     waiting: int  # requests that wait for their adapter to be loaded, or for a slot
-    shown: list[AdapterUse]  # adapters in slots, then those with requests, then the others; at most MAX_ADAPTER_LABELS
+    shown: list[AdapterUse]  # adapters in slots, then others with requests, then all others; at most MAX_ADAPTER_LABELS
 
 
 class OpenRequest(TypedDict):

@@ -81,9 +81,6 @@ class RankAdapters(Protocol):
     def ready(self) -> Mapping[str, str | None]:
         """Return the preparations that have ended since the last call: digest -> reason of the failure, or None."""
 
-    def close(self) -> None:
-        """Begin no more preparations, since the rank ends."""
-
 
 class AdapterControl:
     """Control of one rank's adapters by the commands of steps."""

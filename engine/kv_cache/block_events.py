@@ -76,7 +76,7 @@ _ADAPTER_MARK = b"\xff"  # in no salt of a client, since these are UTF-8
 
 
 def salt_with_adapter(cache_salt: bytes, digest: str) -> bytes:
-    """Return the salt of requests with the LoRA adapter `digest`: its blocks are never those of another content."""
+    """Return the salt of requests with the LoRA adapter `digest`: no other content has the same blocks."""
     return cache_salt + _ADAPTER_MARK + bytes.fromhex(digest)
 
 

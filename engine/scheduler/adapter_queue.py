@@ -166,7 +166,7 @@ class AdapterQueue:
             self._waiting.push(seq)
 
     def _note_wait(self, adapter: Adapter, *parked: Sequence) -> None:
-        """Record in the timelines of `parked` requests for `adapter` what they wait for from now on."""
+        """Record in the timelines of `parked` requests for `adapter` whether they wait for its load or for a slot."""
         awaited = AWAITS_SLOT if adapter.state is AdapterState.READY else AWAITS_LOAD
         for seq in parked:
             seq.timeline.awaits_adapter(awaited, self._now)

@@ -42,7 +42,7 @@ _NO_LOG = RequestLog(EngineStats())
 
 
 class AdapterWaits:
-    """Waits of one request for its LoRA adapter: their seconds by what they wait for, and the first of them."""
+    """Waits of one request for its LoRA adapter: their seconds, for loads and for slots, and the first of them."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -52,7 +52,7 @@ class AdapterWaits:
         self._since_s = 0.0
 
     def change(self, awaited: str | None, now: float) -> None:
-        """End the present wait, and begin one for `awaited`; None: the request does not wait for its adapter."""
+        """End the present wait, and begin a wait for `awaited`; None: the request does not wait for its adapter."""
         if awaited == self._awaited:
             return
         if self._awaited is not None:
@@ -114,7 +114,7 @@ class RequestTimeline:
         stats.request_prompt_tokens.observe(self.prompt_tokens)
 
     def awaits_adapter(self, awaited: str | None, now: float) -> None:
-        """Record what memory the request's adapter waits for: `AWAITS_LOAD`, `AWAITS_SLOT`, or None."""
+        """Record the memory that the request's adapter waits for: `AWAITS_LOAD`, `AWAITS_SLOT`, or None."""
         if self._adapter is not None:
             self._adapter.change(awaited, now)
 

@@ -20,7 +20,7 @@ router = APIRouter(route_class=ErrorHandlingRoute)
 
 @router.get("/v1/models", openapi_extra=describe("List models", "ModelList"))
 async def list_models(request: Request) -> Response:
-    """List the served names: the model's, then those of adapters. A request without `model` gets the first name."""
+    """List the served names: the model's, then the adapters'. A request without `model` gets the first name."""
     serving = OpenAIServing.of(request)
     cards = [_card(serving, name) for name in serving.model_names]
     adapters = serving.async_llm.adapters

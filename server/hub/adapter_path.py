@@ -21,6 +21,7 @@ from oarlock.server.hub.model_path import OnDetailedProgress, download, on_hub, 
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _MOST_LISTED = 1000
+_DOWNLOADS = 2  # at a time, each in a process of its own
 _LONGEST_ID = 193  # characters of a hub id
 _WRITTEN = "Give the directory that PEFT has written, with adapter_config.json, or a GGUF file."
 
@@ -76,6 +77,7 @@ class AdapterPaths:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
+        self._downloads = asyncio.Semaphore(_DOWNLOADS)
         self._folder = None if settings.lora_dir is None else Path(os.path.realpath(expand(settings.lora_dir)))
 
     def find(self, name: str) -> str | None:
@@ -87,15 +89,20 @@ class AdapterPaths:
         except (StartupError, OSError):
             return None
 
-    def names(self) -> list[str]:
-        """Return the names of the adapters in `--lora-dir`, sorted; of a very long list, only the first."""
+    def all(self) -> dict[str, str]:
+        """Return name -> path of the adapters in `--lora-dir`, sorted; of a very long list, only the first."""
+        found: dict[str, str] = {}
         if self._folder is None:
-            return []
+            return found
         try:
-            found = sorted(entry.name for entry in os.scandir(self._folder))
+            names = sorted(entry.name for entry in os.scandir(self._folder))
         except OSError:
-            return []
-        return [name for name in found if name.isprintable() and self.find(name) is not None][:_MOST_LISTED]
+            return found
+        for name in names:
+            path = self.find(name) if name.isprintable() and len(found) < _MOST_LISTED else None
+            if path is not None:
+                found[name] = path
+        return found
 
     async def resolve(self, path: str, on_progress: OnDetailedProgress = _ignored, *, is_trusted: bool = True) -> str:
         """Return the absolute path of the adapter's directory or GGUF file, after fetching it if `path` is a hub id.
@@ -110,7 +117,8 @@ class AdapterPaths:
         if found is not None:
             return str(found)
         wanted = replace(on_hub(self._settings, path, "main"), adapter_only=True)
-        return await download(wanted, on_progress)
+        async with self._downloads:
+            return await download(wanted, on_progress)
 
     def _allowed(self, path: str) -> Path | None:
         """Return the adapter that a client names by a path in `--lora-dir`, or None for a hub id."""

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from oarlock.base.errors import StartupError
+from oarlock.base.errors import EXIT_RANK_DIED, StartupError
 from oarlock.engine.errors import EngineDeadError, RequestError, UnavailableError
 from oarlock.server.errors import ModelNotFoundError
 from oarlock.server.hub.adapter_path import AdapterPaths, FoundAdapter
@@ -22,7 +22,7 @@ from oarlock.server.observability.logs import event, logger
 MAX_NAME = 128  # characters
 # Codes of errors; the engine has the same.
 EXISTS, NOT_FOUND, FAILED, UNLOADED = "adapter_exists", "adapter_not_found", "adapter_failed", "adapter_unloaded"
-_AT_ONCE = 4  # loads that fetch and read files
+_AT_ONCE = 4  # loads that read files; `AdapterPaths` limits downloads, for which other loads do not wait
 _MOST_OPEN = 32  # loads and unloads, including loads that wait for their turn
 _MOST_FAILURES = 256  # failed first uses that are remembered
 _RETRY_S = 5.0  # before a failed first use is tried again
@@ -53,7 +53,7 @@ class ServedAdapters:
         self._changes: dict[str, asyncio.Task[None]] = {}  # name -> its load or unload in progress
         self._loads: set[str] = set()  # names whose change is a load
         self._turns = asyncio.Semaphore(_AT_ONCE)
-        self._failures: dict[str, tuple[float, RequestError]] = {}  # name -> time and error of a failed first use
+        self._failures: dict[str, tuple[float, str]] = {}  # name -> time and message of a failed first use
         self.on_unload: list[Callable[[str], object]] = []  # called with the name once the engine has forgotten it
 
     # -- lookup
@@ -62,14 +62,17 @@ class ServedAdapters:
         """Return a loaded adapter, or an adapter that its first use would load; None if there is no such name."""
         found = self._by_name.get(name)
         if found is None and name not in self._model_names and (directory := self._paths.find(name)) is not None:
-            found = ServedAdapter(name, directory, self._model_names[0], directory)
+            found = self._unloaded(name, directory)
         return found
 
     async def available(self) -> Sequence[ServedAdapter]:
         """Return the loaded adapters, then all adapters that a first use would load, by name."""
-        others = await asyncio.to_thread(self._paths.names)
-        found = (self.find(name) for name in others if name not in self._by_name)
-        return [*self._by_name.values(), *(adapter for adapter in found if adapter is not None)]
+        found = await asyncio.to_thread(self._paths.all)  # reads a directory
+        names = found.keys() - self._by_name.keys() - {*self._model_names}
+        return [*self._by_name.values(), *(self._unloaded(name, found[name]) for name in sorted(names))]
+
+    def _unloaded(self, name: str, directory: str) -> ServedAdapter:
+        return ServedAdapter(name, directory, self._model_names[0], directory)
 
     def list(self) -> Sequence[ServedAdapter]:
         """Return the loaded adapters, in the order of their loads."""
@@ -131,6 +134,9 @@ class ServedAdapters:
             except RequestError as error:
                 fix = f"Correct or leave out the adapter {name} of --lora-modules."
                 raise StartupError(error.message, fix) from None
+            except EngineDeadError as error:
+                cause = f"The engine has stopped while it loaded the adapter {name}: {error}"
+                raise StartupError(cause, "See the lines above for the reason.", EXIT_RANK_DIED) from None
 
     async def unload(self, name: str) -> None:
         """Forget an adapter, and end its requests with an error that names it. A load in progress is cancelled.
@@ -139,6 +145,7 @@ class ServedAdapters:
         """
         if name in self._loads:
             change = self._changes[name]
+            await asyncio.sleep(0)  # a task that has not begun could not report its end
             change.cancel()
             await asyncio.wait((change,))
             return
@@ -174,11 +181,11 @@ class ServedAdapters:
         return task
 
     def _begin_first_use(self, name: str) -> asyncio.Task[None]:
-        found, (failed_at, failure) = self.find(name), self._failures.get(name, (0.0, None))
+        found, (failed_at, failure) = self.find(name), self._failures.get(name, (0.0, ""))
         if found is None:
             raise self.not_found(name)
-        if failure is not None and time.monotonic() - failed_at < _RETRY_S:
-            raise failure
+        if failure and time.monotonic() - failed_at < _RETRY_S:
+            raise RequestError(failure, "model", FAILED)
         return self._begin(name, self._load_at_first_use(found), is_load=True)
 
     async def _load_at_first_use(self, adapter: ServedAdapter) -> None:
@@ -187,22 +194,21 @@ class ServedAdapters:
         try:
             await self._load(name, adapter.root, None, is_trusted=False)
         except RequestError as error:
-            while len(self._failures) >= _MOST_FAILURES:
-                del self._failures[next(iter(self._failures))]
-            failure = RequestError(error.message, "model", error.code)
-            self._failures[name] = time.monotonic(), failure
-            raise failure from None
+            if error.code != NOT_FOUND:  # another request has not cancelled it
+                while len(self._failures) >= _MOST_FAILURES:
+                    del self._failures[next(iter(self._failures))]
+                self._failures[name] = time.monotonic(), error.message
+            raise RequestError(error.message, "model", error.code or FAILED) from None
 
     async def _load(
         self, name: str, path: str, parent: str | None, *, is_trusted: bool, root: str | None = None
     ) -> None:
         try:
+            directory = await self._paths.resolve(path, is_trusted=is_trusted)
             async with self._turns:
-                try:
-                    directory = await self._paths.resolve(path, is_trusted=is_trusted)
-                except StartupError as error:
-                    raise RequestError(f"{error.cause} {error.fix}", "lora_path", FAILED) from None
                 digest = await self._add(name, directory)
+        except StartupError as error:
+            raise RequestError(f"{error.cause} {error.fix}", "lora_path", FAILED) from None
         except asyncio.CancelledError:
             self._by_name.pop(name, None)  # if it was being replaced
             with suppress(RequestError, EngineDeadError):

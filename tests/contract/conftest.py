@@ -136,6 +136,8 @@ class FakeEngine:
 
     async def add_adapter(self, name: str, directory: str) -> None:
         """Load an adapter, unless its weights are the word "broken"."""
+        if not self.is_alive:
+            raise EngineDeadError("rank 1 was killed")
         self.added.append(name)
         self.num_adding += 1
         try:

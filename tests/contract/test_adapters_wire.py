@@ -10,9 +10,11 @@ import anyio
 import httpx
 import pytest
 
+from oarlock.base.errors import StartupError
+from oarlock.server.config.adapter_options import LoraModule
 from oarlock.server.endpoints.completions import OpenAIServingCompletion
 from oarlock.server.endpoints.pooling.serving import OpenAIServingEmbedding
-from oarlock.server.hub.adapter_path import AdapterPaths
+from oarlock.server.hub.adapter_path import AdapterPaths, FoundAdapter
 from oarlock.server.llm import adapters as served
 from oarlock.server.llm.pooler_config import PoolerConfig, Task
 from oarlock.server.schemas.generation import CompletionRequest
@@ -212,6 +214,25 @@ def test_clients_reach_only_the_allowed_directory(make, folder):
             assert (await post(stage, "/v1/completions", {"prompt": "Hi", "model": name})).status_code == 404
 
     anyio.run(run)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_alive", "cause", "exit_code"),
+    [
+        ("bad", True, "its header is damaged", 3),
+        ("sql", False, "The engine has stopped while", 5),
+        ("demo", True, "cannot have the name 'demo'", 3),
+    ],
+)
+def test_an_adapter_that_fails_stops_the_start(make, folder, name, is_alive, cause, exit_code):
+    stage = make()
+    stage.engine.is_alive = is_alive
+    found = [FoundAdapter(LoraModule(each, "hub/id"), str(folder / "sql")) for each in ("first",) if is_alive]
+    found.append(FoundAdapter(LoraModule(name, "hub/id"), str(folder / name)))
+    with pytest.raises(StartupError, match=cause) as caught:
+        anyio.run(stage.state.async_llm.adapters.load_at_start, found)
+    assert caught.value.exit_code == exit_code
+    assert [adapter.root for adapter in stage.state.async_llm.adapters.list()] == ["hub/id"] * is_alive
 
 
 @pytest.mark.parametrize("name", ["demo", "", " x", "a\nb", "x (replacement)", "x" * 129])

@@ -28,8 +28,13 @@ CONCERNS: dict[str, tuple[str, ...]] = {
         "-k",
         "(separate_products and float32) or multiply_inputs",
     ),
-    "adapted-layers": ("tests/unit/workers/lora/test_adapted_layers.py",),
+    "adapted-layers": ("tests/unit/workers/lora/test_adapted_layers.py", "-k", "avx2 or quantised or slots"),
     "adapted-models": ("tests/golden/test_adapters_golden.py", "-k", "llama and none"),
+    "adapter-ranks": (
+        "tests/parallel/test_adapter_ranks.py",
+        "tests/unit/workers/lora/test_loaded_adapters.py",
+        "tests/unit/workers/test_adapters.py",
+    ),
     "class-experts": ("tests/unit/workers/transformers_backend/test_experts.py",),
     "router": ("tests/unit/workers/layers/test_router.py", *_AVX2),
     "sampling-kernels": (
@@ -86,6 +91,7 @@ CONCERNS: dict[str, tuple[str, ...]] = {
     ),
     "adapters": (
         "tests/unit/engine/scheduler/test_adapters.py",
+        "tests/unit/engine/scheduler/test_adapter_waits.py",
         "tests/unit/engine/scheduler/test_adapter_properties.py",
         "tests/unit/workers/test_adapters.py",
     ),
@@ -170,6 +176,7 @@ CONCERNS: dict[str, tuple[str, ...]] = {
         "tests/contract/test_middleware_wire.py",
         "tests/contract/test_messages_wire.py",
     ),
+    "served-adapters": ("tests/contract/test_adapters_wire.py",),
     "config": ("tests/unit/server/config/test_settings.py", "tests/unit/server/http/test_listening.py"),
 }
 

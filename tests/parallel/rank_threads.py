@@ -116,10 +116,10 @@ class ThreadExecutor:
     def _control_of(self, place: int) -> AdapterControl | None:
         """The control of a rank's LoRA adapters, if it serves any."""
         rank = self.ranks[place]
-        if rank.adapters is None:
+        if not isinstance(rank, ModelRunner) or rank.adapters is None:
             return None
-        tp = rank.tp
-        return AdapterControl(rank.adapters, lambda vote: vote if tp.size == 1 else bool(tp.all_gather(torch.tensor(vote)).all()))
+        gather, size = rank.tp.all_gather, rank.tp.size
+        return AdapterControl(rank.adapters, lambda vote: vote if size == 1 else bool(gather(torch.tensor(vote)).all()))
 
     def submit(self, step: StepMetadata, *, masks_follow: bool = False) -> None:
         """Runs the whole step, which `send_masks` does where they follow."""
@@ -171,7 +171,7 @@ class ThreadExecutor:
     def close(self, failure: Exception | None = None) -> None:
         self._threads.shutdown()
         for rank in self.ranks:
-            if rank.adapters is not None:
+            if isinstance(rank, ModelRunner) and rank.adapters is not None:
                 rank.adapters.close()
         if self.kv_reports is not None and self._report_fd is not None:
             for rank in self.ranks:

@@ -174,4 +174,5 @@ def _held_by(pid: int) -> tuple[int, ...]:
     """Return a process's resident bytes, descriptors and threads."""
     process = Path(f"/proc/{pid}")
     pages = int((process / "statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE"), len(list((process / "fd").iterdir())), len(list((process / "task").iterdir()))
+    counts = (len(list((process / name).iterdir())) for name in ("fd", "task"))
+    return pages * os.sysconf("SC_PAGE_SIZE"), *counts

@@ -3,7 +3,7 @@
 The judge of all is one rank that answers one request at a time. Values are judged in `tests/golden`.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from oarlock.engine.replay.recording import RecordingExecutor, RecordingWriter
 from oarlock.engine.types import POOLS, PoolingParams, Request, SamplingParams
 from oarlock.workers.adapters import CommandKind
 from oarlock.workers.config import WorkerConfig
-from oarlock.workers.executor import Executor, start_executor
+from oarlock.workers.executor import Executor
 from oarlock.workers.lora.adapter_file import Adapter
 from oarlock.workers.lora.adapter_slots import AdapterSlots, HostAdapter
 from oarlock.workers.lora.rank_adapter import read_adapter
@@ -69,11 +69,14 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Make:
         if family not in known:
             model = make_tiny(folder, family, **FAMILIES[family])
             own = folder / f"adapters of {family}"
-            known[family] = model, [
-                write_adapter(own / "every", model, seed=1),
-                write_adapter(own / "plain", model, seed=2, rank=8, keep=is_plain),
-                write_adapter(own / "small", model, seed=3, rank=2, keep=lambda name: "layers.1.self_attn" in name),
-            ]
+            known[family] = (
+                model,
+                [
+                    write_adapter(own / "every", model, seed=1),
+                    write_adapter(own / "plain", model, seed=2, rank=8, keep=is_plain),
+                    write_adapter(own / "small", model, seed=3, rank=2, keep=lambda name: "layers.1.self_attn" in name),
+                ],
+            )
         return known[family]
 
     return make
@@ -145,10 +148,11 @@ def alone(made: Make) -> Alone:
     return answers
 
 
+DRAFTS = SpeculativeConfig(num_speculative_tokens=4, prompt_lookup_max=3, prompt_lookup_min=1)
 REGIMES: dict[str, dict[str, Any]] = {
     "in chunks, a step ahead": {"max_num_batched_tokens": 40, "pipeline_depth": 2},
     "preempted": {"enable_prefix_caching": True, "max_num_batched_tokens": 48},
-    "with drafts": {"speculative": SpeculativeConfig(num_speculative_tokens=4, prompt_lookup_max=3, prompt_lookup_min=1)},
+    "with drafts": {"speculative": DRAFTS},
 }
 # family, ranks, requests
 CASES = [
@@ -198,8 +202,6 @@ def test_a_request_has_the_same_bits_in_any_company(
     executor.close()
 
 
-
-
 def test_a_reloaded_adapter_never_meets_old_blocks(made: Make, tmp_path: Path) -> None:
     """Neither in the prefix cache nor in host memory; but the blocks of a content serve it again when it comes back."""
     model, (first, *_) = made("llama")
@@ -246,7 +248,9 @@ def test_unloading_and_failed_loads_end_their_own_requests(
     scheduler, schedule, unloaded = engine.scheduler, engine.scheduler.schedule, []
 
     def unload_when_used(now: float, **options: Any) -> Any:
-        used = [seq for seq in scheduler.requests.running if seq.request.adapter == "plain" and seq.num_generated_tokens]
+        used = [
+            seq for seq in scheduler.requests.running if seq.request.adapter == "plain" and seq.num_generated_tokens
+        ]
         if used and not unloaded:
             unloaded.extend(scheduler.adapters.remove("plain", list(scheduler.requests.by_id.values()), now))
         return schedule(now, **options)

@@ -8,10 +8,11 @@ that the bits do not depend on the number of ranks.
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from oarlock.workers.attention.rows_by_slot import RowsBySlot, SlotSpan, StepRows
+from oarlock.workers.attention.rows_by_slot import RowsBySlot, StepRows
 from oarlock.workers.distributed.all_reduce import tree_sum
 from oarlock.workers.kernels.cpu.experts import CppExpertMatmul
 from oarlock.workers.kernels.cpu.packed_sums import PackedSums
@@ -21,6 +22,8 @@ from oarlock.workers.lora.low_rank import LayerPairs
 from oarlock.workers.quantization.expert_matmul import TorchExpertMatmul
 from oarlock.workers.quantization.expert_weights import gate_of
 from oarlock.workers.quantization.unrounded import Sums, float32_sums
+
+_ROWS_AT_ONCE = 64  # each has float32 sums of every slice
 
 
 class AdaptedExperts:
@@ -47,16 +50,15 @@ class AdaptedExperts:
         if len(rows.others):
             others = (part.index_select(0, rows.others) for part in (x, ids, weights))
             total.index_copy_(0, rows.others, self.multiply(*others))
-        chosen = (part.index_select(0, rows.rows) for part in (x, ids, weights))
-        return total.index_copy_(0, rows.rows, self._adapted(*chosen, rows.spans))
+        for part in rows.rows.split(_ROWS_AT_ONCE):
+            chosen = (each.index_select(0, part) for each in (x, ids, weights))
+            total.index_copy_(0, part, self._adapted(*chosen, rows.slot_of[part.numpy()]))
+        return total
 
-    def _adapted(self, x: Tensor, ids: Tensor, weights: Tensor, spans: Sequence[SlotSpan]) -> Tensor:
-        """Return the results of rows by slot, as `TorchExpertMatmul` adds them up. `spans`: of the rows."""
+    def _adapted(self, x: Tensor, ids: Tensor, weights: Tensor, slot_of: np.ndarray) -> Tensor:
+        """Return the results of rows with adapters, as `TorchExpertMatmul` adds them up. `slot_of`: of each row."""
         shape = self.shape
         lanes = torch.zeros((shape.slices * shape.groups, len(x), shape.hidden), device=x.device)
-        slot_of = torch.empty(len(x), dtype=torch.int32)
-        for slot, start, stop in spans:
-            slot_of[start:stop] = slot
         for expert in range(shape.count):
             rows, choices = (ids - shape.first == expert).nonzero(as_tuple=True)  # a row has an expert once
             if not len(rows):
@@ -64,7 +66,7 @@ class AdaptedExperts:
             lane = expert // shape.group if shape.group else 0
             weight = weights[rows, choices, None]  # [rows, 1]
             after = 1.0 if shape.weighs_inputs else weight
-            results = self._slices(expert, x[rows], weight, RowsBySlot.of(slot_of[rows].numpy(), x.device))
+            results = self._slices(expert, x[rows], weight, RowsBySlot.of(slot_of[rows.numpy()], x.device))
             for number, result in enumerate(results):
                 lanes[lane + number, rows] += after * result
         return tree_sum(list(lanes))

@@ -1,4 +1,4 @@
-"""An adapter in a directory: its pairs, found by the names of its tensors. Torch-free; reads tensors only for the digest.
+"""An adapter in a directory: its pairs, found by the names of its tensors. Torch-free; reads tensors only to digest.
 
 PEFT's files (`adapter_config.json`, `adapter_model.safetensors`) and llama.cpp's (one GGUF file) give the same result.
 Both are untrusted.

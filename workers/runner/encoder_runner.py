@@ -30,6 +30,7 @@ class EncoderRunner(StepRunner[EncoderSteps]):
 
     kv_offload = None
     runs_ahead = False
+    adapters = None  # no encoder has LoRA adapters
 
     def __init__(self, config: WorkerConfig, tp: TensorParallel) -> None:
         """Read the encoder's description.

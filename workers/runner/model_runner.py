@@ -39,6 +39,8 @@ from oarlock.workers.runner.trial_steps import TrialMemory, largest_step
 class ModelRunner(StepRunner[DecoderSteps]):
     """Runner of a decoder on one rank: call `load`, then `allocate`, then `execute` any number of times."""
 
+    adapters: LoadedAdapters | None = None  # set if LoRA adapters are served
+
     def __init__(
         self,
         config: WorkerConfig,

@@ -10,7 +10,6 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from oarlock.workers.adapters import RankAdapters
 from oarlock.workers.protocol import StepMetadata, StepOutput
 from oarlock.workers.runner.pending_output import Launched, wait_for
 from oarlock.workers.runner.pooler import Pooler, with_pooled
@@ -43,7 +42,6 @@ class StepRunner(Generic[Steps]):
 
     steps: Steps  # set when the model is loaded
     pooler: Pooler | None = None  # set if this rank's pipeline stage is the last
-    adapters: RankAdapters | None = None  # set if LoRA adapters are served
 
     def __init__(self, *, answers: bool) -> None:
         """Run steps by `steps`, once it is set. `answers`: whether this rank returns the outputs."""

@@ -137,7 +137,7 @@ class EngineMeasure:
 
 
 def _adapters(settings: Settings, count: int) -> list[LoRARequest | None]:
-    """Return the adapter of each of `count` prompts: those of --lora-modules in turn, or no adapter."""
+    """Return the adapter of each of `count` prompts, from --lora-modules in turn; None: no adapter."""
     from oarlock.server.config.adapter_options import parse_lora_modules
     from oarlock.server.offline.inputs import LoRARequest
 

@@ -197,7 +197,7 @@ def _ranks(ranks: list[dict[str, Any]]) -> Text:
 
 
 def _adapters(adapters: dict[str, Any]) -> list[RenderableType]:
-    """Return the memory of LoRA adapters, and a table of those that are in use."""
+    """Return the memory of LoRA adapters, and a table of the used ones."""
     slots, memory = f"{adapters['in_slots']} of {adapters['slots']} slots", adapters["in_host_memory"]
     counts = f"{slots}, {memory} of {adapters['host_limit']} in host memory, {adapters['names']} known"
     parts: list[RenderableType] = [Text(f"adapters  {counts}, {adapters['waiting']} requests wait")]

@@ -31,8 +31,9 @@ def test_an_adapter_is_a_directory_or_a_gguf_file(folder, monkeypatch):
     monkeypatch.chdir(folder)
     given = ["a=peft", f"b={folder}/gguf", "c=./one.gguf", "d=link"]
     assert start(*given) == [str(folder / name) for name in ("peft", "gguf", "one.gguf", "peft")]
-    names = AdapterPaths(make_settings({"enable_lora": True, "lora_dir": str(folder)})).names()
-    assert names == ["gguf", "link", "one.gguf", "peft"]
+    found = AdapterPaths(make_settings({"enable_lora": True, "lora_dir": str(folder)})).all()
+    assert [*found] == ["gguf", "link", "one.gguf", "peft"]
+    assert found["link"] == found["peft"] == str(folder / "peft")
 
 
 @pytest.mark.parametrize(

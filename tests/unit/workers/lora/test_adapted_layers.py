@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from oarlock.workers.attention.rows_by_slot import RowsBySlot, StepRows
+from oarlock.workers.kernels.cpu.build import ISALevel
 from oarlock.workers.layers.linear import (
     ColumnParallelLinear,
     GatedParallelLinear,
@@ -26,7 +27,7 @@ from oarlock.workers.quantization.matmul import activated
 from oarlock.workers.quantization.method import StoredRows
 from oarlock.workers.quantization.registry import QUANTIZATIONS
 from oarlock.workers.quantization.unrounded import float32_sums
-from tests.unit.workers.kernel_levels import NO_KERNELS
+from tests.unit.workers.kernel_levels import NO_KERNELS, PARAMETERS, threads, using
 from tests.unit.workers.weights_in_memory import MemoryWeights, placement
 
 pytestmark = pytest.mark.skipif(NO_KERNELS is not None, reason=f"no kernels here: {NO_KERNELS}")
@@ -147,28 +148,34 @@ def size_of(errors: Tensor) -> float:
     return float(errors.square().mean().sqrt())
 
 
+@pytest.mark.parametrize("level", PARAMETERS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("kind", LAYERS)
-def test_merged_weights_are_hardly_more_exact(kind: str, dtype: torch.dtype) -> None:
+def test_merged_weights_are_hardly_more_exact(kind: str, dtype: torch.dtype, level: ISALevel) -> None:
     """Also the C++ operations, torch's, and rows alone: all are compared on one layer."""
-    case = Case(kind, dtype)
-    plain = case.run(slice(1, 2)), case.layer(case.x, *((case.residual,) if kind == "sum" else ()))
-    parts = case.layer.weight_shard.parts
-    weight = torch.cat([case.tensors[f"{part.name}.weight"] for part in parts]).double()
-    bias = torch.cat([case.tensors[f"{part.name}.bias"] for part in parts]).double() if kind != "float" else 0.0
-    exact = case.finished(case.x.double() @ weight.T + bias + case.update)
-    adapted = case.adapt()
-    assert type(adapted) in (cpp_layers.CppColumnLayer, cpp_layers.CppRowLayer)
-    found = case.run()
-    theirs = torch.from_numpy(np.isin(SLOT_OF, list(RANKS)))
-    assert torch.equal(found[~theirs], plain[1][~theirs]) and torch.equal(plain[0], plain[1][1:2])
-    assert all(torch.equal(case.run(slice(row, row + 1)), found[row : row + 1]) for row in range(len(SLOT_OF)))
-    most = 2 * size_of(case.merged_errors(exact))
-    assert size_of((found.double() - exact)[theirs]) <= most
-    slow = AdaptedRowLayer if kind == "sum" else AdaptedColumnLayer
-    case.layer.adapted = slow(case.layer, case.pairs, case.step)
-    assert size_of((case.run().double() - exact)[theirs]) <= most
-    assert torch.equal(case.run()[~theirs], plain[1][~theirs])
+    with using(level):
+        case = Case(kind, dtype)
+        plain = case.run(slice(1, 2)), case.layer(case.x, *((case.residual,) if kind == "sum" else ()))
+        parts = case.layer.weight_shard.parts
+        weight = torch.cat([case.tensors[f"{part.name}.weight"] for part in parts]).double()
+        bias = torch.cat([case.tensors[f"{part.name}.bias"] for part in parts]).double() if kind != "float" else 0.0
+        exact = case.finished(case.x.double() @ weight.T + bias + case.update)
+        adapted = case.adapt()
+        assert type(adapted) in (cpp_layers.CppColumnLayer, cpp_layers.CppRowLayer)
+        found = case.run()
+        theirs = torch.from_numpy(np.isin(SLOT_OF, list(RANKS)))
+        assert torch.equal(found[~theirs], plain[1][~theirs]) and torch.equal(plain[0], plain[1][1:2])
+        for rows in (1, 3, 6):  # together
+            some = [case.run(slice(row, row + rows)) for row in range(0, len(SLOT_OF), rows)]
+            assert torch.equal(torch.cat(some), found), f"{rows} rows together have other bits"
+        with threads(3):
+            assert torch.equal(case.run(), found)
+        most = 2 * size_of(case.merged_errors(exact))
+        assert size_of((found.double() - exact)[theirs]) <= most
+        slow = AdaptedRowLayer if kind == "sum" else AdaptedColumnLayer
+        case.layer.adapted = slow(case.layer, case.pairs, case.step)
+        assert size_of((case.run().double() - exact)[theirs]) <= most
+        assert torch.equal(case.run()[~theirs], plain[1][~theirs])
 
 
 @pytest.mark.parametrize("form", ["int8", "int4", "fp8"])
