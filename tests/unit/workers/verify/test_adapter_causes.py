@@ -18,6 +18,7 @@ from tests.golden.peft_files import write_peft
 from tests.golden.tiny_models import make_tiny, tiny_model
 from tests.unit.workers.verify.cases import VerifyCase
 
+pytestmark = pytest.mark.slow
 SIZE = 2
 Q, OUT, DOWN = (f"model.layers.1.{name}" for name in ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj"))
 GATE, UP = (f"model.layers.1.mlp.{name}_proj" for name in ("gate", "up"))
@@ -106,12 +107,14 @@ def test_exchanged_halves_are_named(case: VerifyCase, monkeypatch: pytest.Monkey
     assert "has A and B exchanged" in case.run(1)[1][0]
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("size", [1, 4])
 def test_nothing_is_found_in_a_right_adapter(case: VerifyCase, size: int) -> None:
     comparison, causes = case.run(size)
     assert comparison.ok and causes == []
 
 
+@pytest.mark.soak
 def test_wrong_updates_of_experts_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     family, experts = "qwen2_moe", "model.layers.1.mlp.experts"
     adapter = write_peft(
