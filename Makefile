@@ -42,7 +42,7 @@ help:
 	@echo 'make triton       what can be tried of CUDA without a GPU: kernels over hundreds of shapes, compiled for each, the GPU check'
 	@echo 'make clients      real clients, each in an environment of its own, against a real server'
 	@echo 'make ray          replicas on a real Ray cluster: faults, and what follows'
-	@echo 'make fuzz         ten thousand hostile requests'
+	@echo 'make fuzz         ten thousand hostile requests, and twice as many hostile adapters'
 	@echo 'make mutants      plant each of 175 faults, and see which test finds it (ARGS="scheduler": those of a concern)'
 	@echo 'make bench-peers  beside every peer that is installed, on a model of true size'
 	@echo 'make bench-load   the same beside transformers only'
@@ -188,6 +188,7 @@ ray: $(TOOLS)
 
 fuzz: $(TOOLS)
 	@$(BIN)/python -m tests.fuzz.run $(ARGS)
+	@$(BIN)/python -m tests.fuzz.adapter_files
 
 mutants: $(TOOLS)
 	@$(BIN)/python -m tests.mutants $(ARGS)

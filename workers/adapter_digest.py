@@ -27,7 +27,7 @@ def adapter_digest(directory: str | Path) -> str:
         if len(paths) != 1:
             raise FileNotFoundError(ENOENT, f"neither {_FILES[0]} nor one GGUF file is there", str(folder))
     for path in paths:
-        with open(path, "rb", opener=_open_at_once) as file:
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK | os.O_CLOEXEC)) as file:
             status = os.fstat(file.fileno())
             if not S_ISREG(status.st_mode):
                 raise OSError(EINVAL, f"{path.name} is not a regular file", str(path))
@@ -35,8 +35,3 @@ def adapter_digest(directory: str | Path) -> str:
             while data := file.read(_READ_BYTES):
                 found.update(data)
     return found.hexdigest()
-
-
-def _open_at_once(path: str, flags: int) -> int:
-    """Open a file. A pipe in place of the file must not block."""
-    return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)

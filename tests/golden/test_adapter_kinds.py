@@ -5,17 +5,20 @@ Every tensor of every layer may miss the truth by twice the error of transformer
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from oarlock.workers.lora.adapter_file import Adapter
 from oarlock.workers.models.registry import read_spec
 from tests.golden.peft_files import write_peft
 from tests.golden.tiny_models import make_tiny, tiny_model
+from tests.unit.workers.lora.test_gguf_adapter import permuted
+from tests.unit.workers.lora.test_gguf_adapter import write as write_gguf
 from tests.unit.workers.verify.cases import VerifyCase
 
 
@@ -91,6 +94,32 @@ def test_every_tensor_is_within_twice_the_error_of_merged_weights(tmp_path: Path
     case = VerifyCase(
         model, tmp_path / "verify", one.dtype, block_size=16, quantization=one.quantization, adapter=adapter
     )
+    for size in (1, 2):
+        comparison, causes = case.run(size)
+        assert comparison.ok, (comparison.first_fault, causes)
+
+
+GGUF = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down"}  # fmt: skip
+
+
+@pytest.mark.soak
+def test_a_gguf_adapter_has_the_values_of_peft_files(tmp_path: Path) -> None:
+    """The truth reads PEFT's files, our ranks read the same adapter as llama.cpp's converter writes it."""
+    model, whole = make_tiny(tmp_path, "llama", seed=7), tiny_model("llama", seed=7)
+    heads = {"attn_q": whole.config.num_attention_heads, "attn_k": whole.config.num_key_value_heads}
+    peft = write_peft(tmp_path / "adapter", whole, updates=in_layers, lora_alpha=6)
+    case = VerifyCase(model, tmp_path / "verify", block_size=16, adapter=peft)
+    converted: dict[str, torch.Tensor] = {}
+    for name, half in load_file(peft / "adapter_model.safetensors").items():
+        _, _, _, _, layer, module, part, kind, _ = name.split(".")
+        stored, rows = GGUF[f"{module}.{part}"], half
+        if kind == "lora_B" and stored in heads:
+            rows = permuted(half, heads[stored])
+        converted[f"blk.{layer}.{stored}.weight.{kind.lower()}"] = rows
+    file = write_gguf(tmp_path / "adapter.gguf", "llama", converted)
+    replace(case.request, adapter=str(file)).write(case.folder)
     for size in (1, 2):
         comparison, causes = case.run(size)
         assert comparison.ok, (comparison.first_fault, causes)

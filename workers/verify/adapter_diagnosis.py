@@ -24,6 +24,7 @@ from oarlock.workers.verify.stored_adapter import StoredUpdate
 
 _CLOSE = 0.1  # relative distance below which two updates differ only by rounding
 _WRONG = 0.1  # share of the worst row's error above which a row is wrong
+_WRONG_EXPERT = 0.01  # likewise, if one of a row's experts is wrong, whose weights differ
 
 
 class WrongTensor(Protocol):
@@ -77,9 +78,13 @@ class _Linear:
 
 
 def adapter_cause(fault: WrongTensor) -> str | None:
-    """Return the likely cause if it is the adapter; None if there is no adapter, or rows without it are wrong too."""
-    request, text = VerifyRequest.read(fault.folder), Text.read(fault.folder)
-    if request.adapter is None:
+    """Return the likely cause if it is the adapter.
+
+    None: there is no adapter, rows without it are wrong too, or the tensor is no result of a module that adapters
+    update.
+    """
+    request, text, modules = VerifyRequest.read(fault.folder), Text.read(fault.folder), _modules(fault)
+    if request.adapter is None or not modules:
         return None
     counts = torch.tensor([len(sequence) for sequence in text.inputs()])
     sequences = torch.tensor([request.is_adapted(number) for number in range(len(counts))])
@@ -93,15 +98,16 @@ def adapter_cause(fault: WrongTensor) -> str | None:
     if bool(wrong[~adapted].any()):
         return None
     updates = updates_by_module(Path(request.adapter), fault.spec)
-    modules = _modules(fault)
     found = _gated(fault, rank, adapted, updates) if len(modules) == 2 else None
     if len(modules) == 1 and modules[0] in updates:
         found = _of_linear(fault, rank, modules[0], adapted, updates)
+    elif fault.tapped is not None and fault.tapped.tap.name == "experts":
+        found = _of_experts(fault, adapted, rms > _WRONG_EXPERT * rms.max())
     if found is None and bool(adapted.all()):
         return None  # without other rows, the model's own weights may be wrong as well
-    adapts = [module for module in modules if module in updates]
-    names = " or ".join(adapts or modules) or fault.row.where
-    if not adapts and modules:
+    adapts = [module for module in modules if any(f"{name}.".startswith(f"{module}.") for name in updates)]
+    names = " or ".join(adapts or modules)
+    if not adapts:
         return f"{names}: the adapter does not update it, and only rows with the adapter are wrong on {ranks}"
     return f"{names}: the adapter's update {found or 'is wrong, or added at another point'}, on {ranks}"
 
@@ -119,6 +125,8 @@ def _modules(fault: WrongTensor) -> list[str]:
             return [f"{inside}.gate_proj", f"{inside}.up_proj"]
         case Computation.ACTIVATED:
             return [f"{inside}.up_proj"]
+        case Computation.EXPERTS:
+            return [f"{inside}.{found.tap.module}"]
         case _:
             return []
 
@@ -266,6 +274,17 @@ def _gated(fault: WrongTensor, rank: int, adapted: Tensor, updates: Mapping[str,
             if _distance(computed, tried, computed - truth) < _CLOSE:
                 return f"of {' and '.join(names)} {text}"
     return None
+
+
+def _of_experts(fault: WrongTensor, adapted: Tensor, wrong: Tensor) -> str | None:
+    """Name the experts whose tokens are all wrong; None if they do not explain which tokens are. `adapted`, `wrong`:
+    bool [T]."""
+    used = Recorded(fault.folder).truth(f"{fault.row.layer}.routing")[adapted] > 0  # [n, experts]
+    tokens = wrong[adapted]
+    found = [number for number in range(used.shape[1]) if used[:, number].any() and tokens[used[:, number]].all()]
+    if not found or not bool(used[tokens][:, found].any(1).all()):
+        return None
+    return f"of expert{'s' if len(found) > 1 else ''} {', '.join(map(str, found))} is wrong"
 
 
 def _activated(fault: WrongTensor, rank: int, adapted: Tensor, linear: _Linear) -> str | None:

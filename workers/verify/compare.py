@@ -240,7 +240,7 @@ class TensorResult:
 @dataclass(frozen=True, slots=True)
 class CompletionResult:
     """One prompt's greedy text. A near-tie is a token whose logit differs from the best by no more than rounding, or
-    the best one of transformers if it computes the text in one call."""
+    the best token of transformers if it computes the text in one call."""
 
     prompt: int
     count: int

@@ -233,7 +233,7 @@ class DequantisedModel:
         that it was stored with, in that dtype.
 
         `device`: of the ranks, on which the rounding of matmul inputs depends. `unread`: names of modules that ranks do
-        not have, such as those for images.
+        not have, such as modules for images.
         """
         self.was_dense = was_dense
         self._model = model

@@ -33,7 +33,7 @@ _ROWS = 8192  # rows of a weight that are widened to float64 at once
 def in_float64(model: nn.Module, names: TensorNames = NO_NAMES) -> Generator[None]:
     """Make `model` compute in float64 on its own weights, within the context. Attention needs `exact_attention` too.
 
-    `names`: its modules by name; those that are ignored, such as a tower for images, stay as they are.
+    `names`: its modules by name; ignored modules, such as a tower for images, stay as they are.
 
     Each module widens its weight while it computes, a block of rows at a time, so that no second copy of the model has
     to fit. Norms, which transformers computes in float32 for any dtype of the model, are written out. Only cos and sin

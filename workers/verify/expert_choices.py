@@ -2,7 +2,7 @@
 
 A router chooses by comparing scores. If two scores are nearly equal, rounding of its logits decides, and a token that
 gets another expert has other values in all later layers. This says nothing about either run, so transformers' runs
-follow the choices of another run: the truth those of our ranks, and the run in the model's dtype those of the truth.
+follow the choices of another run: the truth follows our ranks, and the run in the model's dtype follows the truth.
 
 A run follows a choice only if its own router makes the same choice from the other run's logits. The logits are compared
 by themselves. A router of ours that chooses in another way from right logits is therefore not followed.

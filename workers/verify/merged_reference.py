@@ -44,7 +44,7 @@ class MergedModel:
     def __init__(self, model: nn.Module, spec: DecoderSpec, adapter: Path, *, is_quantised: bool = False) -> None:
         """Read the adapter. Raises `StartupError` if it updates a module that transformers' model does not have.
 
-        An embedding and a head that share their matrix get one each, since an adapter updates only one of them.
+        An embedding and a head that share their matrix get one each, since an adapter may update either.
         """
         self._deltas: dict[nn.Parameter, list[_Delta]] = {}
         self._left = {pair.module: pair for pair in Adapter.open(adapter, spec).pairs}

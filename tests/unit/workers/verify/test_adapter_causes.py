@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from tests.golden.peft_files import write_peft
 from tests.golden.tiny_models import make_tiny, tiny_model
 from tests.unit.workers.verify.cases import VerifyCase
 
+pytestmark = pytest.mark.slow
 SIZE = 2
 Q, OUT, DOWN = (f"model.layers.1.{name}" for name in ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj"))
 GATE, UP = (f"model.layers.1.mlp.{name}_proj" for name in ("gate", "up"))
@@ -105,7 +107,21 @@ def test_exchanged_halves_are_named(case: VerifyCase, monkeypatch: pytest.Monkey
     assert "has A and B exchanged" in case.run(1)[1][0]
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("size", [1, 4])
 def test_nothing_is_found_in_a_right_adapter(case: VerifyCase, size: int) -> None:
     comparison, causes = case.run(size)
     assert comparison.ok and causes == []
+
+
+@pytest.mark.soak
+def test_wrong_updates_of_experts_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    family, experts = "qwen2_moe", "model.layers.1.mlp.experts"
+    adapter = write_peft(
+        tmp_path / "adapter", tiny_model(family, seed=5), updates=lambda name: name.endswith("experts"),
+        target_parameters=["experts.down_proj"], target_modules=[],
+    )  # fmt: skip
+    case = VerifyCase(make_tiny(tmp_path, family, seed=5), tmp_path / "verify", adapter=adapter)
+    changed_cut(f"{experts}.2.down_proj", lambda pair, shard: replace(pair, scale=1.0))(monkeypatch)
+    comparison, causes = case.run(SIZE)
+    assert not comparison.ok and f"{experts}: the adapter's update of expert 2 is wrong" in causes[0], causes
