@@ -64,8 +64,9 @@ def check(model: object, *flags: object) -> None:
 
 
 @pytest.mark.soak  # what ranks take: tests/parallel/test_plan_memory.py
-def test_a_server_counts_the_memory_that_was_planned() -> None:
-    check(DEMO, "-tp", 2, "--dtype", "float32", "--kv-cache-dtype", "int8", "--max-num-seqs", 8)
+@pytest.mark.parametrize("adapters", [(), ("--enable-lora", "--lora-modules", f"tone={DEMO}-lora", "--max-loras", 9)])
+def test_a_server_counts_the_memory_that_was_planned(adapters: tuple[object, ...]) -> None:
+    check(DEMO, "-tp", 2, "--dtype", "float32", "--kv-cache-dtype", "int8", "--max-num-seqs", 8, *adapters)
 
 
 @pytest.mark.soak

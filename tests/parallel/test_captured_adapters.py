@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from oarlock.engine.types import POOLS, PoolingParams, Request
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.lora.adapter_file import Adapter
 from oarlock.workers.lora.loaded_adapters import LoadedAdapters
@@ -26,8 +27,11 @@ from tests.golden.adapters import random_updates, write_adapter
 from tests.golden.paged_run import load_decoder, on_ranks
 from tests.golden.tiny_models import make_tiny
 from tests.parallel import made_up_cuda
+from tests.parallel.adapter_files import write_adapter as write_files
+from tests.parallel.direct_engine import DirectEngine
 from tests.parallel.made_up_cuda import MadeUpCuda
-from tests.parallel.test_made_up_cuda import config_of, named
+from tests.parallel.rank_threads import ThreadExecutor
+from tests.parallel.test_made_up_cuda import DeviceRunner, config_of, named, requests_of
 
 cuda = made_up_cuda.cuda  # the fixture
 KERNELS = ("shrink_rows", "expand_rows", "take_columns")
@@ -134,3 +138,36 @@ def test_graphs_serve_any_mixture_of_adapters(family: str, size: int, tmp_path: 
     for got, wanted in zip(found, outputs(runner_of(path, "cpu", TensorParallel.solo()), adapters), strict=True):
         assert got is not None and wanted is not None and got.token_ids.tolist() == wanted.token_ids.tolist()
         np.testing.assert_allclose(got.logprobs, wanted.logprobs, atol=2e-5)
+
+
+@pytest.mark.soak
+def test_the_engine_serves_adapters_by_graphs(tmp_path: Path, cuda: MadeUpCuda) -> None:
+    """Three adapters take turns in two slots, also while a step is in flight, pooled and scored requests among others.
+    No kernel is compiled while requests wait."""
+    path = make_tiny(tmp_path, "qwen2", **FAMILIES["qwen2"])
+    adapters = [write_files(tmp_path / name, path, seed=n, rank=RANK - n) for n, name in enumerate(("a", "b", "c"))]
+    kinds = ({"temperature": 0.0, "logprobs": 2}, {"temperature": 0.0, "prompt_logprobs": 1, "logprobs": 0})
+    requests = [
+        replace(request, adapter=name)
+        for request, name in zip(requests_of(kinds, 6, 4), ("a", None, "b", "c", "a", "b"), strict=True)
+    ]
+    requests.append(Request(6, (5, 6, 7), POOLS, pooling=PoolingParams("logits", (5, 7, 9)), adapter="b"))
+    found = {}
+    for device, made in (("cuda", DeviceRunner), ("cpu", ModelRunner)):
+        backend = "reference" if device == "cpu" else "auto"
+        limits = {"max_loras": 2, "max_lora_rank": RANK, "attention_backend": backend, "device": device}
+        executor = ThreadExecutor(config_of(path, **limits), made)
+        known = set(cuda.variants)
+        engine = DirectEngine(executor, pipeline_depth=2 if device == "cuda" else 1)
+        for one in adapters:
+            engine.scheduler.adapters.add(*one, engine.now)
+        found[device] = engine.run(requests)
+        assert engine.scheduler.adapters.registry.num_puts >= 3
+        executor.close()
+        late = {one for one in cuda.variants - known if one[0] in KERNELS}
+        assert named(late, known) == []
+    assert sum(graph.num_replays > 0 for graph in cuda.graphs) >= 4
+    for number, wanted in found["cpu"].items():
+        got = found["cuda"][number]
+        assert got.error is None and got.token_ids == wanted.token_ids, number
+        assert got.pooled == pytest.approx(wanted.pooled, abs=2e-5)

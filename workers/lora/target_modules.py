@@ -2,7 +2,7 @@
 
 A *target* is the last part of a module's name, such as `q_proj`, or `experts` for every matrix of the routed experts.
 A fused module, such as `qkv_proj`, means all of its parts. Only chosen modules have memory in the slots of adapters.
-Modules that a rank multiplies together, such as q, k and v, share memory: if one of them is chosen, a slot has memory
+Modules that a rank multiplies together, such as q, k and v, share memory: if one is chosen, a slot has memory
 for all of them.
 """
 

@@ -120,7 +120,7 @@ def _rank_shapes(
     config: WorkerConfig, spec: DecoderSpec, formats: WeightFormats, stage: int, *, only_first_experts: bool = False
 ) -> Iterator[tuple[TensorSpec, tuple[int, ...]]]:
     """Yield the tensors that the first rank of `stage` holds, and the shape of its part of each. The experts of a layer
-    are alike: `only_first_experts` leaves out all but one of each layer."""
+    are alike: `only_first_experts` leaves out all but the first."""
     size = config.tensor_parallel_size
     all_slices = slices_of(spec, formats) if config.device != "cuda" else 1
     for tensor in tensors_of(spec, layers_of_stage(spec.num_layers, stage, config.pipeline_parallel_size)):

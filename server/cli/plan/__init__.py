@@ -4,7 +4,6 @@ Reads the model's description and the headers of its weights; loads nothing.
 """
 
 import argparse
-import asyncio
 import json
 import sys
 from dataclasses import replace
@@ -51,6 +50,8 @@ def run(arguments: argparse.Namespace) -> int:
         check_names(replace(loaded.settings, tokenizer=None))  # no value of a plan depends on it
     except StartupError as error:
         raise StartupError(error.cause, error.fix, EXIT_MODEL) from None
+    import asyncio
+
     from oarlock.server.cli.plan import layouts, report  # slow to import
     from oarlock.server.cli.plan.machine import machine_of
     from oarlock.server.hub.adapter_path import find_local_adapters

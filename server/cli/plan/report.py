@@ -6,6 +6,7 @@ Sizes in JSON are in bytes, of one rank unless stated otherwise; rates are per s
 import argparse
 import shlex
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from oarlock.base.host_memory import human_bytes
@@ -268,5 +269,6 @@ def serve_command(arguments: argparse.Namespace, chosen: Mapping[str, Any]) -> s
         if option.kind is bool:
             words.append(option.flag if value else f"--no-{option.flag[2:]}")
         else:
-            words += [option.flag, *(map(str, value) if option.many else [str(value)])]
+            # A flag with many values has a list for each time that it is given.
+            words += [option.flag, *(chain.from_iterable(value) if option.many else [str(value)])]
     return shlex.join(words)

@@ -281,8 +281,10 @@ def test_memory_of_adapters_and_its_part_for_experts_are_shown(tmp_path: Path, c
     assert f"Adapters: 4 slot(s) of {human_bytes(slot)} on each rank, for rank 16; up to 5 copies" in text
     fewer = human_bytes(32 * (attention + tables))
     assert f"takes {fewer}: --lora-target-modules embed_tokens q_proj k_proj v_proj o_proj lm_head." in text
-    assert main(["plan", *words, "--lora-target-modules", "qkv_proj", "--max-lora-rank", "8"]) == 0
+    chosen = ["--lora-target-modules", "q_proj", "k_proj", "--max-lora-rank", "8"]
+    assert main(["plan", *words, *chosen, "--lora-target-modules", "qkv_proj"]) == 0
     text = capsys.readouterr().out
+    assert settings_of(text.splitlines()[-1].strip())["lora_target_modules"] == ("q_proj", "k_proj", "qkv_proj")
     assert f"of {human_bytes(16 * 2 * 3 * 2048)} on each rank, for rank 8" in text and "experts" not in text
     assert main(["plan", *words, "--lora-modules", "tone=hub/tone"]) == 0
     assert "note: adapter tone is not looked at: hub/tone is neither" in capsys.readouterr().err

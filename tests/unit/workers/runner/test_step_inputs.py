@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from oarlock.workers.attention.blocks_by_slot import BLOCK_ROWS, NO_ROW, UNUSED, BlocksBySlot
 from oarlock.workers.attention.forward_batch import BlockTables, ForwardBatch, state_step
 from oarlock.workers.protocol import NULL_BLOCK, StepMetadata, empty_step
 from oarlock.workers.recurrent.states import NULL_SLOT, StateStep
@@ -71,10 +72,12 @@ def test_steps_of_any_kind_take_the_smallest_bucket_of_tokens() -> None:
     assert prompt_bucket_of(decodes([3] * 65), sizes) is None and prompt_bucket_of(decodes([3]), []) is None
 
 
-def inputs_of(num_rows: int = 8, width: int = 8, memory: TrialMemory = ONE_GROUP) -> tuple[StepInputs, BlockTables]:
+def inputs_of(
+    num_rows: int = 8, width: int = 8, memory: TrialMemory = ONE_GROUP, slots: int = 0
+) -> tuple[StepInputs, BlockTables]:
     tables = BlockTables(num_rows, width, BLOCK, CPU, memory.pages_groups)
     groups, seqs = len(memory.pages_groups), num_rows if memory.has_states else 0
-    largest = Shape(64, num_rows, 64, groups * num_rows * width, groups, seqs, 64 if seqs else 0)
+    largest = Shape(64, num_rows, 64, groups * num_rows * width, groups, seqs, 64 if seqs else 0, slots)
     return StepInputs(tables, largest, num_rows, 100), tables
 
 
@@ -235,6 +238,44 @@ def test_padding_sequences_read_the_null_slot_and_write_the_sink() -> None:
     assert (state.reads.tolist(), state.writes.tolist()) == ([3, 0, 0, 0], [4, 6, 7, 7])
     assert state.starts.tolist() == [0, 1, 2, 3, 4] and state.save_starts.tolist() == [0, 1, 1, 1, 1]
     assert (state.save_lens.tolist(), state.save_slots.tolist()) == ([1, 0, 0, 0], [5, 7, 7, 7])
+
+
+def rows_of(blocks: BlocksBySlot) -> dict[int, list[int]]:
+    """Return the rows of each slot."""
+    found: dict[int, list[int]] = {}
+    for slot, rows in zip(blocks.slots.tolist(), blocks.order.view(-1, BLOCK_ROWS).tolist(), strict=True):
+        own = [row for row in rows if row != NO_ROW]
+        assert bool(own) == (slot != UNUSED)
+        found.setdefault(slot, []).extend(own)
+    return {slot: rows for slot, rows in found.items() if rows}
+
+
+def test_rows_of_adapters_are_at_fixed_addresses() -> None:
+    """In decodes and in prompts, with padding that has no adapter; rows of logits move nothing that graphs read."""
+    inputs, _ = inputs_of(slots=2)
+    sampled = torch.zeros(1, dtype=torch.int64)
+
+    def staged(slots: list[int], **size: int) -> tuple[BlocksBySlot, BlocksBySlot, list[int]]:
+        logits = [5, 0] if "prompts" in size else [0, 1, 2]
+        chunks = [SequenceChunk([5, 6, 7][: 3 if "prompts" in size else 1], 0, [1 + n]) for n in range(len(slots))]
+        step = replace(greedy_step(chunks, BLOCK, logits), adapter_slots=np.array(slots, np.int32))
+        place = inputs.stage(step, **size)
+        adapters = place.batch([1] * 4, [1] * 4, sampled, adapts=True).adapters
+        assert isinstance(adapters, BlocksBySlot)
+        return adapters, place.logits_adapters(0), [adapters.order.data_ptr(), adapters.slots.data_ptr()]
+
+    blocks, logits, addresses = staged([1, 0, 2], bucket=4)
+    assert rows_of(blocks) == rows_of(logits) == {0: [1, 3], 1: [0], 2: [2]}
+    blocks, _, again = staged([2, 2, 2], bucket=4)
+    assert rows_of(blocks) == {0: [3], 2: [0, 1, 2]} and again == addresses
+    blocks, logits, addresses = staged([0, 1], prompts=8)
+    assert rows_of(blocks) == {0: [0, 1, 2, 6, 7], 1: [3, 4, 5]} and rows_of(logits) == {0: [1], 1: [0]}
+    empty = inputs.stage(empty_step(0), prompts=8)
+    assert [empty.tensors[name].data_ptr() for name in ("adapter_order", "adapter_blocks")] == addresses
+    assert rows_of(empty.batch([1], [1], sampled, adapts=True).adapters) == {0: [*range(8)]}
+    assert inputs.stage(decodes([3, 3])).shape.slots == 0, "a step without adapters has rows to sort"
+    with pytest.raises(AssertionError, match="no adapters are served"):
+        inputs_of()[0].stage(replace(decodes([3]), adapter_slots=np.ones(1, np.int32)))
 
 
 def test_slots_of_states_follow_a_step_whose_arrays_are_reused() -> None:

@@ -93,7 +93,7 @@ class Case:
             held, first = [], 0
             for number, (part, local) in enumerate(zip(shard.parts, own.parts, strict=True)):
                 a, b = drawn(max(1, rank - number), inputs, size=size), drawn(max(1, rank - number), part.rows)
-                scale = 0.3 + number
+                scale = 0.3 + number + 0.4 * slot
                 if number != 1 or slot != 2:  # the second adapter leaves out one part of a fused layer
                     columns = slice(own.first_input, own.first_input + own.local_inputs)
                     rows = slice(local.first, local.first + local.count)
