@@ -1,7 +1,8 @@
 """Order of A and B in the memory of a slot that kernels on the CPU read (`csrc/layer/low_rank.h`).
 
-A kernel multiplies a few rows of A at a time, and a panel of B's outputs at a time. Stored in that order, a thread reads
-memory from its beginning to its end, which the processor prefetches; rows as they are would be thousands of bytes apart.
+A kernel multiplies a few rows of A at a time, and a panel of B's outputs at a time. Stored in that order, a thread
+reads memory from its first to its last byte, which the processor prefetches; rows of a plain matrix would be thousands
+of bytes apart.
 
     A [max rank, inputs]   ->  [groups of 4 ranks][inputs / block][ranks of the group][block]
     B [max rank, outputs]  ->  [panels][max rank][outputs of the panel]
