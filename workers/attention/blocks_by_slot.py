@@ -59,7 +59,7 @@ def write_blocks(slot_of: np.ndarray, order: np.ndarray, slots: np.ndarray) -> N
     used = int(blocks.sum())
     slots[:used] = np.repeat(np.arange(len(counts)), blocks)
     slots[used:] = UNUSED
-    # Padding comes before the rows of a slot, so a row moves by that of its own slot and of all before.
+    # Padding comes before the rows of a slot: a row moves by the padding of its own slot and of all before.
     padding = np.cumsum(blocks * BLOCK_ROWS - counts)
     order[:] = NO_ROW
     order[np.arange(len(slot_of)) + np.repeat(padding, counts)] = by_slot

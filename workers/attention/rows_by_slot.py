@@ -63,10 +63,6 @@ class RowsBySlot:
         """
         return RowsBySlot.of(np.repeat(slots, np.diff(query_start_loc)), device) if len(slots) else None
 
-    def select(self, indices: np.ndarray) -> "RowsBySlot | None":
-        """Return the same for the rows `indices` [L] of the step, or None if none of them has an adapter."""
-        return RowsBySlot.of(self.slot_of[indices], self.rows.device)
-
     def among(self, slots: Set[int]) -> "RowsBySlot | None":
         """Return the same with the rows of other slots than `slots` among `others`; None if no row is left."""
         if all(span.slot in slots for span in self.spans):

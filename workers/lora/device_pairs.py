@@ -48,7 +48,7 @@ class LowRankTile:
         return {"MAX_RANK": max_rank, **sizes, **_options(4, 3, amd)}
 
     def expand(self, max_rank: int, amd: str | None) -> dict[str, Any]:
-        """Return the constants and the options of `expand_rows`, except those of a call."""
+        """Return the constants and the options of `expand_rows` that are alike in all calls."""
         sizes = {"BLOCK_M": BLOCK_ROWS, "BLOCK_N": self.outputs, "BLOCK_R": self.rank}
         return {"MAX_RANK": max_rank, **sizes, **_options(self.warps, 2, amd)}
 
@@ -86,7 +86,10 @@ class DevicePairs(LayerPairs):
         return low
 
     def low_rank_of_ids(self, ids: Tensor, start: int, rows: BlocksBySlot) -> Tensor:
-        """Return A's columns `ids` int64 [T] of the ids from `start` on that the rank has: [T, max rank]."""
+        """Return A's column of each of `ids` int64 [T]: [T, max rank], zeros for ids of other ranks.
+
+        `start`: the first id of this rank.
+        """
         kernel: Any = _kernels().take_columns
         low = torch.empty((len(ids), self.max_rank), dtype=self.a.dtype, device=ids.device)
         kernel[(len(rows.slots), -(-self.max_rank // self.tile.rank))](

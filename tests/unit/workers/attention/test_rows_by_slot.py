@@ -16,14 +16,12 @@ def test_rows_are_sorted_by_slot_and_keep_their_order() -> None:
     assert rows.starts.tolist() == [0, 3, 6] and rows.slots.tolist() == [1, 2] and rows.structure.spans == 2
 
 
-def test_a_part_of_the_rows_or_of_the_slots() -> None:
+def test_a_part_of_the_slots() -> None:
     rows = RowsBySlot.of(np.array([2, 0, 1, 2], np.int32), CPU)
     assert rows is not None and rows.among({1, 2, 3}) is rows
     one = rows.among({2})
     assert one is not None and one.rows.tolist() == [0, 3] and one.others.tolist() == [1, 2]
     assert rows.among({2}) is one and rows.among({3}) is None
-    last = rows.select(np.array([1, 3]))
-    assert last is not None and last.rows.tolist() == [1] and rows.select(np.array([1])) is None
 
 
 def test_no_row_has_an_adapter() -> None:
