@@ -41,6 +41,7 @@ class Adapter:
     digest: str
     directory: str
     names: list[str] = field(default_factory=list)  # ordered by the times of their addition
+    loaded_names: set[str] = field(default_factory=set)  # names of which a load has succeeded
     state: AdapterState = AdapterState.ON_DISK
     slot: int = NO_SLOT
     last_used: int = 0  # grows with each use of any adapter
@@ -102,6 +103,8 @@ class AdapterRegistry:
             adapter = self._by_digest.setdefault(digest, Adapter(digest, directory))
             self._by_name[name] = adapter
             adapter.names.append(name)
+            if adapter.state is AdapterState.READY:
+                adapter.loaded_names.add(name)
         return adapter
 
     def remove(self, name: str) -> Adapter:
@@ -112,6 +115,7 @@ class AdapterRegistry:
         adapter = self.resolve(name)
         del self._by_name[name]
         adapter.names.remove(name)
+        adapter.loaded_names.discard(name)
         if adapter.state is not AdapterState.READY:
             self.outcomes.append((name, "it was unloaded before it was loaded"))
         if not adapter.names:
@@ -207,7 +211,8 @@ class AdapterRegistry:
         """Process the reports in the output of step `step_id`. Return the adapters whose loads have ended, and why they
         failed.
 
-        A failed adapter loses its names. Reports of earlier loads of the same content are ignored.
+        A failed adapter loses the names that were never loaded. The others stay: only the requests that wait fail, and
+        the next request tries again. Reports of earlier loads of the same content are ignored.
         """
         ended = []
         for digest, failure in reports:
@@ -221,15 +226,22 @@ class AdapterRegistry:
             ended.append((adapter, failure))
             if failure is None:
                 adapter.state = AdapterState.READY
+                adapter.loaded_names.update(adapter.names)
                 self.num_ready += 1
                 self.num_loads += 1
                 continue
             adapter.state = AdapterState.ON_DISK
             self.num_failures += 1
-            for name in adapter.names:
-                del self._by_name[name]
-            del self._by_digest[digest]
+            self._forget_new_names(adapter)
         return ended
+
+    def _forget_new_names(self, adapter: Adapter) -> None:
+        for name in adapter.names:
+            if name not in adapter.loaded_names:
+                del self._by_name[name]
+        adapter.names = [name for name in adapter.names if name in adapter.loaded_names]
+        if not adapter.names:
+            del self._by_digest[adapter.digest]
 
     def take_outcomes(self) -> list[tuple[str, str | None]]:
         """Take the ends of loads: (name, failure)."""
