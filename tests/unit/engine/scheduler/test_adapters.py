@@ -141,6 +141,25 @@ def test_a_failed_load_ends_its_requests_and_frees_the_name() -> None:
     assert driver.reason(2) is driver.reason(4) is FinishReason.LENGTH
 
 
+def test_an_adapter_that_cannot_be_read_again_keeps_its_name() -> None:
+    driver = AdapterDriver("abc", max_loras=1, max_cpu_loras=1)
+    driver.steps(20)
+    registry = driver.adapters.registry
+    adapter, _ = registry.by_name["a"], registry.take_outcomes()
+    assert adapter.state is AdapterState.ON_DISK, "it was loaded, and had to leave"
+    adapter.directory = "/broken"
+    driver.load("never loaded", 1)
+    driver.ask(1, "a")
+    driver.run()
+    assert driver.ends[1].error_code == FAILED and ("never loaded", "it is broken") in registry.take_outcomes()
+    assert [*registry.by_name] == ["a", "b", "c"]
+    adapter.directory = "/a"
+    driver.ask(2, "a")
+    driver.run()
+    assert driver.reason(2) is FinishReason.LENGTH
+    driver.check_outputs()
+
+
 def test_unloading_ends_requests_in_order_wherever_they_are(depth: int) -> None:
     driver = AdapterDriver("ab", max_num_seqs=2, pipeline_depth=depth, max_loras=1)
     for number, adapter in enumerate(["a", "a", "a", "b", None], 1):
