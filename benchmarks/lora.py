@@ -1,10 +1,10 @@
 """Cost of LoRA adapters: of decode steps, and of loading adapters while others are served.
 
-    python -m benchmarks.lora [--shape 0.5b] [--threads N] [--rounds 9] [--steps 8] [--json FILE]
-                              [--skip steps loading]
+    python -m benchmarks.lora [--shape 0.5b] [--threads N] [--rounds 9] [--steps 8]
+                              [--sequences 1 32] [--skip steps loading] [--json FILE]
 
 Steps: a rank without adapters (`base`) and a rank with slots for eight adapters of rank 64 take turns in each round.
-A turn is a number of decode steps of 1 or 32 sequences in a row, of which each has an adapter, or none (`LoRA off`).
+A turn is a number of decode steps in a row, of 1 or 32 sequences. Each has an adapter, or none has (`LoRA off`).
 Figures are milliseconds of a step, medians over rounds; the ratio to `base` is computed in each round, and shown with
 its range. With `--threads 1`, times are processor time of the rank, so that a busy machine matters less.
 
@@ -43,7 +43,7 @@ from oarlock.workers.config import WorkerConfig
 from oarlock.workers.executor import Executor, start_executor
 from oarlock.workers.platform.processor import features
 
-SLOTS, RANKS, BATCH = 8, (16, 64), 32
+SLOTS, RANKS = 8, (16, 64)
 PROMPT = 16  # tokens; all have to be computed before a turn begins
 CLIENTS, OUTPUT = 8, 96  # of the server that adapters are loaded into, and tokens of each of its requests
 ADMIN_KEY = "benchmark"
@@ -60,11 +60,11 @@ class Case:
     base: bool = False
 
 
-def cases(adapters: Sequence[AdapterFiles]) -> list[Case]:
+def cases(adapters: Sequence[AdapterFiles], sequences: Sequence[int]) -> list[Case]:
     """Return the cases in the order of their turns: for each number of rows the base first."""
     names = {rank: tuple(one.name for one in adapters if one.name.startswith(f"r{rank}-")) for rank in RANKS}
     found = []
-    for rows in (1, BATCH):
+    for rows in sequences:
         count = min(rows, SLOTS)
         found += [Case("base", rows, base=True), Case("LoRA off", rows)]
         for rank in RANKS:
@@ -133,15 +133,15 @@ class Engine:
 def measure_steps(model: Path, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Return the cases, with their milliseconds of a step in each round."""
     adapters = [one for rank in RANKS for one in write_adapters(model, folder, rank, SLOTS)]
+    all_cases, batch = cases(adapters, args.sequences), max(args.sequences)
     most = PROMPT + args.steps + 8
     plain = WorkerConfig(
-        str(model), dtype=args.dtype, max_model_len=1 << 10, max_num_seqs=BATCH, max_num_batched_tokens=BATCH * PROMPT,
-        num_kv_blocks=BATCH * (most // 32 + 2), num_threads=args.threads, log_level="WARNING",
+        str(model), dtype=args.dtype, max_model_len=1 << 10, max_num_seqs=batch, max_num_batched_tokens=batch * PROMPT,
+        num_kv_blocks=batch * (most // 32 + 2), num_threads=args.threads, log_level="WARNING",
     )  # fmt: skip
     adapted = replace(
         plain, max_loras=SLOTS, max_lora_rank=max(RANKS), max_cpu_loras=len(adapters), lora_target_modules=MODULES
     )
-    all_cases = cases(adapters)
     times: list[list[float]] = [[] for _ in all_cases]
     with (
         closing(start_executor(plain, lambda *_: None)) as one,
@@ -250,6 +250,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--threads", type=int, help="of each rank (default: as a server)")
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--sequences", type=int, nargs="+", default=[1, 32], help="sequences of a step")
     parser.add_argument("--steps", type=int, default=8, help="decode steps of a turn")
     parser.add_argument("--skip", nargs="+", choices=["steps", "loading"], default=[])
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
