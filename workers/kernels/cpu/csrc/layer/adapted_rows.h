@@ -13,6 +13,7 @@ namespace adapters {
 
 constexpr long kPanelsTogether = 8;  // panels of outputs that a thread finishes at a time; B's part stays in the cache
 constexpr long kOutputs = kPanelsTogether * gemm::kPanel;
+constexpr long kMostFetched = 1 << 16;  // bytes of B that are prefetched while the weight is multiplied
 
 // Some rows of a step: those with an adapter of the layer by slot, with their scaled A x, and all others.
 struct BlockRows {
@@ -45,6 +46,20 @@ struct BlockRows {
   const T *next_of(long span, long begin, long end) const {
     if (span + 1 < num_spans) return panel_of<T>(pairs, spans[span + 1].slot, begin);
     return panel_of<T>(pairs, spans[0].slot, end < pairs.outputs ? end : begin);
+  }
+
+  // Prefetch B for outputs `begin` to `end`, if this is little: share number `share` of kPanelsTogether. A compiler may
+  // remove the call of a function that only prefetches, so this one is always inlined.
+  template <class T>
+  [[gnu::always_inline]] void fetch(long begin, long end, long share) const {
+    const long ranks = num_spans ? num_spans * pairs.ranks[spans[0].slot] : 0;
+    if (static_cast<long>(ranks * (end - begin) * sizeof(T)) > kMostFetched) return;
+    for (long span = 0; span < num_spans; span++)
+      for (long at = begin; at < end; at += pairs.panel) {
+        const T *panel = panel_of<T>(pairs, spans[span].slot, at);
+        const long size = pairs.ranks[spans[span].slot] * pairs.panel, step = 64 / sizeof(T);
+        for (long line = share * step; line < size; line += kPanelsTogether * step) prefetch_second(panel + line);
+      }
   }
 
   // Call visit(row, update) for each row with the updates of outputs `begin` to `end`, and `other` outputs of the same
@@ -91,7 +106,11 @@ void multiply_and_finish(const gemm::MatmulArgs &p, int kind, const BlockRows &b
     units.visit([&](long unit) {
       const long first = unit * kPanelsTogether, last = std::min(panels, first + kPanelsTogether);
       const long begin = first * width, end = std::min(outputs, last * width), other = gated ? half + begin : -1;
-      for (long panel = first; panel < last; panel++) x->multiply(panel, 0, sums + (panel - first) * size);
+      for (long panel = first; panel < last; panel++) {
+        block.fetch<T>(begin, end, panel - first);
+        if (gated) block.fetch<T>(other, other + end - begin, panel - first);
+        x->multiply(panel, 0, sums + (panel - first) * size);
+      }
       block.visit<T>(begin, end, other, [&](long row, const float *update) {
         for (long panel = first; panel < last; panel++) {
           const float *from = sums + (panel - first) * size + row * kPanel;
