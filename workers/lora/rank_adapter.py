@@ -41,15 +41,18 @@ def read_adapter(adapter: Adapter, slots: AdapterSlots) -> HostAdapter:
                 )
     finally:
         files.close()
-    return HostAdapter(adapter.digest, found)
+    return HostAdapter(adapter.digest, found, any(_is_remote(pair, slots) for pair in adapter.pairs))
 
 
 def _is_elsewhere(pair: AdapterPair, slots: AdapterSlots) -> bool:
     """Return whether only other stages or ranks have the pair's module."""
     model = slots.model
-    if not is_in_stage(model.spec, f"{pair.module}.weight", model.stage):
-        return True
-    return pair.module.rpartition(".")[0] in model.remote_experts
+    return not is_in_stage(model.spec, f"{pair.module}.weight", model.stage) or _is_remote(pair, slots)
+
+
+def _is_remote(pair: AdapterPair, slots: AdapterSlots) -> bool:
+    """Return whether the pair updates an expert that only other ranks of this stage hold."""
+    return pair.module.rpartition(".")[0] in slots.model.remote_experts
 
 
 def _cut(pair: AdapterPair, shard: WeightShard, part: int, dtype: torch.dtype, files: FileReader) -> RankPair:
