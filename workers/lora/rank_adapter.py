@@ -10,10 +10,12 @@ from oarlock.workers.lora.adapter_pair import AdapterMatrix, AdapterPair, Lines
 from oarlock.workers.lora.adapter_slots import AdapterSlots, HostAdapter
 from oarlock.workers.lora.low_rank import RankPair
 from oarlock.workers.lora.target_modules import check_adapter
+from oarlock.workers.model_files.located import LocatedTensor
 from oarlock.workers.quantization.method import StoredRows, WeightShard
 from oarlock.workers.weights.reader import FileReader, first_not_finite, not_finite
 
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
+_KEPT = 4  # stored tensors: A and B of both parameters that hold all experts of a layer
 
 
 def read_adapter(adapter: Adapter, slots: AdapterSlots) -> HostAdapter:
@@ -28,7 +30,7 @@ def read_adapter(adapter: Adapter, slots: AdapterSlots) -> HostAdapter:
         part.name: (at, number) for at, shard in enumerate(slots.shards) for number, part in enumerate(shard.parts)
     }
     found: dict[int, list[RankPair]] = {}
-    files = FileReader()
+    files = _StoredTensors()
     try:
         for pair in adapter.pairs:
             if pair.module in places:
@@ -41,18 +43,55 @@ def read_adapter(adapter: Adapter, slots: AdapterSlots) -> HostAdapter:
                 )
     finally:
         files.close()
-    return HostAdapter(adapter.digest, found)
+    return HostAdapter(adapter.digest, found, any(_is_remote(pair, slots) for pair in adapter.pairs))
 
 
 def _is_elsewhere(pair: AdapterPair, slots: AdapterSlots) -> bool:
     """Return whether only other stages or ranks have the pair's module."""
     model = slots.model
-    if not is_in_stage(model.spec, f"{pair.module}.weight", model.stage):
-        return True
-    return pair.module.rpartition(".")[0] in model.remote_experts
+    return not is_in_stage(model.spec, f"{pair.module}.weight", model.stage) or _is_remote(pair, slots)
 
 
-def _cut(pair: AdapterPair, shard: WeightShard, part: int, dtype: torch.dtype, files: FileReader) -> RankPair:
+def _is_remote(pair: AdapterPair, slots: AdapterSlots) -> bool:
+    """Return whether the pair updates an expert that only other ranks of this stage hold."""
+    return pair.module.rpartition(".")[0] in slots.model.remote_experts
+
+
+class _StoredTensors:
+    """Reader of whole tensors. It keeps the last few, since all experts of a layer may have their halves in the same
+    ones."""
+
+    def __init__(self) -> None:
+        self._files = FileReader()
+        self._kept: dict[LocatedTensor, Tensor] = {}  # the tensor that was used last comes last
+
+    def read(self, located: LocatedTensor, name: str) -> Tensor:
+        """Return the tensor called `name`, as it is stored."""
+        whole = self._kept.pop(located, None)
+        if whole is None:
+            whole = self._read(located, name)
+            if len(self._kept) == _KEPT:
+                del self._kept[next(iter(self._kept))]
+        self._kept[located] = whole
+        return whole
+
+    def close(self) -> None:
+        self._files.close()
+
+    def _read(self, located: LocatedTensor, name: str) -> Tensor:
+        entry, path = located.entry, located.path
+        stored = _DTYPES.get(entry.dtype)
+        if stored is None:
+            raise StartupError(
+                f"{path}: tensor {name!r} is {entry.dtype}, which adapters cannot have here.",
+                "Save the adapter in bfloat16, float16 or float32.",
+            )
+        whole = torch.empty(entry.shape, dtype=stored)
+        self._files.read(path, entry.begin, whole, name).result()
+        return whole
+
+
+def _cut(pair: AdapterPair, shard: WeightShard, part: int, dtype: torch.dtype, files: _StoredTensors) -> RankPair:
     """Read a pair and cut it for part `part` of `shard`. Values beyond the stored matrix, such as the padding
     of experts' widths, are zero."""
     rows: StoredRows = shard.parts[part]
@@ -66,17 +105,9 @@ def _cut(pair: AdapterPair, shard: WeightShard, part: int, dtype: torch.dtype, f
     return RankPair(part, pair.scale, local_a, local_b)
 
 
-def _read(matrix: AdapterMatrix, dtype: torch.dtype, files: FileReader) -> Tensor:
+def _read(matrix: AdapterMatrix, dtype: torch.dtype, files: _StoredTensors) -> Tensor:
     """Read half of a pair: [rank, inputs] or [outputs, rank]."""
-    entry, path = matrix.located.entry, matrix.located.path
-    stored = _DTYPES.get(entry.dtype)
-    if stored is None:
-        raise StartupError(
-            f"{path}: tensor {matrix.name!r} is {entry.dtype}, which adapters cannot have here.",
-            "Save the adapter in bfloat16, float16 or float32.",
-        )
-    whole = torch.empty(entry.shape, dtype=stored)
-    files.read(path, entry.begin, whole, matrix.name).result()
+    whole = files.read(matrix.located, matrix.name)
     chosen = whole[_index(matrix.rows)][:, _index(matrix.columns)]
     values = (chosen.T if matrix.transposed else chosen).to(dtype)
     if (at := first_not_finite(values)) is not None:

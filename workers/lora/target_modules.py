@@ -16,6 +16,7 @@ from oarlock.workers.lora.adapter_file import Adapter
 
 EXPERTS = "experts"
 _WIDE = Sharding.WIDTH_OUTPUTS, Sharding.WIDTH_INPUTS
+_LARGEST_SCALE = 3.4e38  # slots have scales in float32
 Targets = Collection[str] | None  # None: all
 
 
@@ -103,6 +104,12 @@ def check_adapter(adapter: Adapter, spec: DecoderSpec, max_rank: int, targets: T
         raise StartupError(
             f"adapter {shown(adapter.name)} has rank {adapter.max_rank}, and slots have room for rank {max_rank}.",
             f"Start with --max-lora-rank {adapter.max_rank}.",
+        )
+    if (huge := next((pair for pair in adapter.pairs if abs(pair.scale) > _LARGEST_SCALE), None)) is not None:
+        raise StartupError(
+            f"adapter {shown(adapter.name)} scales its update of {huge.module} by {huge.scale:g}, and float32 has no "
+            "such value.",
+            "Use an adapter whose lora_alpha and alpha_pattern are smaller.",
         )
     tensors = {tensor.name: tensor for tensor in tensors_of(spec)}
     for pair in adapter.pairs:
