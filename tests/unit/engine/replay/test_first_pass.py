@@ -88,3 +88,29 @@ def test_the_adapters_of_a_recording_must_be_here(tmp_path: Path) -> None:
     with pytest.raises(StartupError, match="cannot be read") as caught:
         _check_adapters(counts)
     assert str(directory) in caught.value.fix
+
+
+def test_an_adapter_that_was_loaded_before_the_recording_is_refused(tmp_path: Path) -> None:
+    """Although the recording fills the same slot before, with another adapter that it loads itself."""
+    config = make_config(max_loras=1)
+    config = replace(config, worker=config.worker.with_(model_path=str(tmp_path)))
+    fake = FakeExecutor(config, make_info(config))
+    recorder = RecordingExecutor(fake, RecordingWriter(str(tmp_path / "late")), None)
+    times = itertools.count()
+    engine_core = EngineCore(config, fake, lambda: 0.01 * next(times))
+    adapters = engine_core.scheduler.adapters
+    assert adapters is not None
+    for number, name in enumerate(("before", "during"), 1):
+        adapters.add(name, number.to_bytes(16, "big").hex(), f"/{name}", 0.0)
+        while adapters.registry.num_ready < number:
+            engine_core.begin()
+            engine_core.finish()
+        engine_core.executor = recorder
+    for number, name in enumerate(("during", "before"), 1):
+        engine_core.scheduler.add(make_request(number, range(9), max_tokens=6, adapter=name), 0.0)
+        while engine_core.scheduler.has_work:
+            engine_core.begin()
+            engine_core.finish()
+    recorder.close()
+    with pytest.raises(StartupError, match="does not begin with the first step"):
+        _count(Recording(str(tmp_path / "late")))
