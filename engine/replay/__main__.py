@@ -256,6 +256,7 @@ def _config(
     header = recording.header
     changes: dict[str, Any] = {"num_kv_blocks": counts.num_blocks, "cpu_affinity": "auto", "log_level": "WARNING"}
     changes |= {"data_parallel_size": 1, "data_parallel_rank": 0, "host_free_bytes": None}
+    changes["lora_adapters"] = ()  # `_check_adapters` checks the adapters that are used
     recorded = WorkerConfig(**header.worker)
     ranks, stages = ranks or recorded.tensor_parallel_size, stages or recorded.pipeline_parallel_size
     changes |= {"nnodes": 1, "tensor_parallel_size": ranks, "pipeline_parallel_size": stages}
