@@ -62,6 +62,7 @@ class AdapterQueue:
         self._none_may_leave = False
         self._left: dict[bool, dict[Adapter, int]] = {}  # results of `_tokens_left` in one call of `assign`
         self.to_preempt: list[Sequence] = []  # running requests that keep a slot from a request of higher priority
+        self.loading: Iterable[Sequence] = ()  # requests that left the queue until their blocks are read from files
         self.on_park: Callable[[Sequence], object] = lambda seq: None  # called with each request before it is parked
 
     # -- names
@@ -247,8 +248,12 @@ class AdapterQueue:
         return sorted(turns.items(), key=lambda item: item[1])
 
     def _queued_turns(self) -> dict[Adapter, Turn]:
-        """Return the turn of the first queued request of each adapter."""
+        """Return the turn of the first request of each adapter that is queued, or will be after reading files."""
         turns: dict[Adapter, Turn] = {}
+        for seq in self.loading:
+            if seq.adapter is not None:
+                turn = self._turn(seq)
+                turns[seq.adapter] = min(turn, turns.get(seq.adapter, turn))
         for (is_low_priority, client), line in self._waiting.lines.items():
             time, firsts = self._waiting.time_of(client), dict[Adapter, tuple[float, int]]()
             for seq in line:  # ordered by keys
