@@ -246,20 +246,24 @@ class ServedAdapters:
 
     async def _add(self, name: str, directory: str) -> str:
         """Load the adapter on all ranks and return its digest. An adapter that has the name already is replaced."""
-        old = self._by_name.get(name)
-        first_name = name if old is None else name + REPLACEMENT
+        old, new = self._by_name.get(name), name + REPLACEMENT
+        if old is None:
+            await self._engine.add_adapter(name, directory)
+            return await self._digest(name)
         try:
-            await self._engine.add_adapter(first_name, directory)
-            infos = await self._engine.list_adapters()
-            digest = next((info.digest for info in infos if info.name == first_name), "")
-            if old is not None and old.digest != digest:
+            await self._engine.add_adapter(new, directory)
+            if await self._digest(new) != old.digest:
                 await self._remove(name)
-                await self._engine.add_adapter(name, directory)  # its content is in memory already
+            # Its content is in memory already. If that is the old content, only the directory for later loads changes.
+            await self._engine.add_adapter(name, directory)
         finally:
-            if old is not None:
-                with suppress(RequestError):  # the engine has forgotten the name if its load has failed
-                    await self._engine.remove_adapter(first_name)
-        return digest
+            with suppress(RequestError):  # the engine has forgotten the name if its load has failed
+                await self._engine.remove_adapter(new)
+        return await self._digest(name)
+
+    async def _digest(self, name: str) -> str:
+        """Return the digest of the content that the engine has under `name`; "" if it has none."""
+        return next((info.digest for info in await self._engine.list_adapters() if info.name == name), "")
 
     async def _remove(self, name: str) -> None:
         del self._by_name[name]  # from now on requests wait for the end of this change

@@ -23,12 +23,15 @@ class SlowEngine:
 
     def __init__(self) -> None:
         self.names: dict[str, str] = {}  # name -> directory
+        self.digests: dict[str, str] = {}
         self.may_load = asyncio.Event()
         self.may_load.set()
 
     async def add_adapter(self, name: str, directory: str) -> None:
-        if self.names.setdefault(name, directory) != directory:
+        digest = (Path(directory) / "adapter_config.json").read_text()
+        if name in self.names and self.digests[name] != digest:
             raise RequestError(f"The name {name!r} is taken by another adapter.", "lora_name", "adapter_exists")
+        self.names[name], self.digests[name] = directory, digest
         await self.may_load.wait()
 
     async def remove_adapter(self, name: str) -> int:
@@ -40,14 +43,14 @@ class SlowEngine:
         return 0
 
     async def list_adapters(self) -> list[AdapterInfo]:
-        return [AdapterInfo(name, directory, directory, "ready", 0, 0) for name, directory in self.names.items()]
+        return [AdapterInfo(name, self.digests[name], path, "ready", 0, 0) for name, path in self.names.items()]
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "adapter_config.json").touch()
+        (tmp_path / name / "adapter_config.json").write_text(name)
     return tmp_path
 
 
@@ -82,6 +85,10 @@ def test_an_unload_during_a_replacement_forgets_both_contents(folder):
         await adapters.load("own", str(folder / "one"))
         await adapters.load("own", str(folder / "two"), in_place=True)
         assert engine.names == {"own": str(folder / "two")}
+        (folder / "one" / "adapter_config.json").write_text("two")  # a copy, from which later loads read
+        await adapters.load("own", str(folder / "one"), in_place=True)
+        assert engine.names == {"own": str(folder / "one")}
+        assert [(one.digest, one.directory) for one in adapters.list()] == [("two", str(folder / "one"))]
 
     asyncio.run(run())
 
