@@ -118,11 +118,13 @@ def _by_module(
 
 def _is_base(name: str, located: LocatedTensor, modules: AdaptedModules) -> bool:
     """Return whether a tensor is the model's own embedding or head, which PEFT saves with their adapters."""
-    module = name.removesuffix(f"{_BASE}.weight")
-    parts = modules.find(module) if module != name else None
+    module, _, kind = name.rpartition(f"{_BASE}.")
+    parts = modules.find(module) if module and kind in ("weight", "bias") else None
     if not isinstance(parts, list) or len(parts) != 1 or parts[0].module not in (EMBEDDING, HEAD):
         return False
     outputs, inputs = modules.shape(parts[0].module) or (0, 0)
+    if kind == "bias":
+        return f"{parts[0].module}.bias" in modules.order and located.entry.shape == (outputs,)
     return located.entry.shape == ((outputs, inputs) if parts[0].module == HEAD else (inputs, outputs))
 
 
