@@ -12,7 +12,7 @@ from oarlock.workers.lora.adapter_file import Adapter
 from oarlock.workers.lora.adapter_pair import AdapterMatrix, AdapterPair, Lines
 from oarlock.workers.lora.adapter_slots import AdapterSlots, HostAdapter
 from oarlock.workers.lora.low_rank import RankPair
-from oarlock.workers.lora.target_modules import check_adapter
+from oarlock.workers.lora.target_modules import NOT_ADAPTED, check_adapter
 from oarlock.workers.model_files.located import LocatedTensor
 from oarlock.workers.quantization.method import StoredRows, WeightShard
 from oarlock.workers.weights.reader import FileReader, first_not_finite, not_finite
@@ -35,7 +35,7 @@ def read_adapter(adapter: Adapter, slots: AdapterSlots) -> HostAdapter:
         if pair.module not in places and not _is_elsewhere(pair, slots):
             raise StartupError(
                 f"adapter {adapter.name!r} updates {pair.module}, which cannot be adapted here.",
-                "Use an adapter of linear layers only.",
+                NOT_ADAPTED,
             )
     pairs = [pair for pair in adapter.pairs if pair.module in places]
     found: dict[int, list[RankPair]] = {}
