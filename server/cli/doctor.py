@@ -62,7 +62,7 @@ def _nodes(settings: Settings) -> list[str]:
 
 def _find(settings: Settings) -> tuple[str, tuple[tuple[str, str], ...], list[str]]:
     """Return the directories of the model and of its adapters on this machine; or an empty text, and an argument with
-    the reason why there is no model."""
+    the reason why the model or an adapter is not there."""
     import asyncio
 
     from oarlock.base.errors import StartupError
@@ -76,13 +76,16 @@ def _find(settings: Settings) -> tuple[str, tuple[tuple[str, str], ...], list[st
         GenerationConfig.load(files.model, settings.generation_config)
         PoolerConfig.load(files.model, settings.runner, settings.classifier_from_token)
         files.load_tokenizer().close()
-        adapters, notes = asyncio.run(find_local_adapters(settings))
-        sys.stderr.writelines(f"note: {note}\n" for note in notes)
-        return files.model, adapters, []
     except StartupError as error:
         if _is_on_hub(settings):
             return "", (), [f"--missing={error.cause} Fetch it first: oarlock pull {settings.model}"]
         return "", (), [f"--model-wrong={json.dumps([error.cause, error.fix])}"]
+    try:
+        adapters, notes = asyncio.run(find_local_adapters(settings))
+    except StartupError as error:
+        return "", (), [f"--model-wrong={json.dumps([error.cause, error.fix])}"]
+    sys.stderr.writelines(f"note: {note}\n" for note in notes)
+    return files.model, adapters, []
 
 
 def _is_on_hub(settings: Settings) -> bool:
