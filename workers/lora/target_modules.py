@@ -15,6 +15,8 @@ from oarlock.workers.lora.adapted_modules import EMBEDDING, HEAD
 from oarlock.workers.lora.adapter_file import Adapter
 
 EXPERTS = "experts"
+# Routers and gates of shared experts choose in float32, outside the layers that have slots.
+NOT_ADAPTED = "Train the adapter without it, or merge the adapter into the model with PEFT and serve that."
 _WIDE = Sharding.WIDTH_OUTPUTS, Sharding.WIDTH_INPUTS
 _LARGEST_SCALE = 3.4e38  # slots have scales in float32
 Targets = Collection[str] | None  # None: all
@@ -117,7 +119,7 @@ def check_adapter(adapter: Adapter, spec: DecoderSpec, max_rank: int, targets: T
         if pair.module != HEAD and (tensor is None or not can_be_adapted(tensor)):
             raise StartupError(
                 f"adapter {shown(adapter.name)} updates {pair.module}, which cannot be adapted here.",
-                "Use an adapter of linear layers only.",
+                NOT_ADAPTED,
             )
     if device == "cuda" and any(target_of(pair.module) == EXPERTS for pair in adapter.pairs):
         raise StartupError(

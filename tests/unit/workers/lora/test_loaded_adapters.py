@@ -1,6 +1,7 @@
 """Adapters of one rank: read in the background, copied into slots, and forgotten."""
 
 import time
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,24 @@ def test_files_that_changed_are_not_loaded(
     with pytest.raises(AdapterError):
         adapters.put(digest, 1)
     adapters.close()
+
+
+def test_a_tensor_that_experts_share_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, module, count = spec_of("Qwen3MoeForCausalLM"), "model.layers.1.mlp.experts", 3
+    shapes = halves(module, 6, 8, 2 * count) | halves(f"{module}.base_layer", 8, 12, 2 * count)
+    write(tmp_path / "one", shapes, target_parameters=["experts.gate_up_proj", "experts.down_proj"])
+    model = Decoder(spec, TensorParallel.solo(), torch.float32, torch.device("cpu"))
+    model.load(DummyWeights(0), lambda share: None)
+    read: list[str] = []
+    once = FileReader.read
+
+    def counted(reader: FileReader, path: Path, begin: int, into: torch.Tensor, name: str) -> Future[None]:
+        read.append(name)
+        return once(reader, path, begin, into, name)
+
+    monkeypatch.setattr(FileReader, "read", counted)
+    host = read_adapter(Adapter.open(tmp_path / "one", spec), AdapterSlots(model, 1, 4))
+    assert sorted(read) == sorted(shapes) and host.num_bytes > 0
 
 
 def test_a_rank_above_the_slots_is_refused(model: Decoder, tmp_path: Path) -> None:
