@@ -10,7 +10,7 @@ its range. With `--threads 1`, times are processor time of the rank, so that a b
 
 Loading: a server has eight clients that decode without a pause. In each round they do so first without a load
 (`idle`), then while adapters of rank 64 are loaded, used once, and unloaded, one after the other, over HTTP
-(`/v1/load_lora_adapter`). `p99` and `worst` are of the time between two tokens of the eight clients, in milliseconds.
+(`/v1/load_lora_adapter`). `p50` and `p99` are of the time between two tokens of the eight clients, in milliseconds.
 """
 
 from __future__ import annotations

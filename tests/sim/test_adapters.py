@@ -92,34 +92,35 @@ def test_loads_delay_no_other_request() -> None:
 
 
 @pytest.mark.slow
-def test_random_scenes_end_and_repeat_to_the_last_digit() -> None:
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(1, 6))])
+def test_random_scenes_end_and_repeat_to_the_last_digit(seed: int) -> None:
     """Adapters are loaded, unloaded and loaded with other contents while they are asked for."""
-    for seed in range(6):
-        rng = random.Random(seed)
-        names = [str(number) for number in range(6)]
-        changes = []
-        for name in names:
-            now, number = 0.0, int(name)
-            while now < 40.0:
-                changes.append(AdapterChange(now, name, number))
-                now, number = now + rng.uniform(5, 15), number + 10
-                if now < 35.0:
-                    changes.append(AdapterChange(now, name))
-                    now += rng.uniform(0.0, 0.5)
-                else:
-                    break
-        arrivals = [one for name in (*names, None) for one in flow(name, 1.0, 40, seed=seed)]
-        arrivals.sort(key=lambda arrival: arrival.time_s)
-        settings = config(max_loras=rng.choice([1, 2, 3]), max_cpu_loras=rng.choice([3, 5]), depth=rng.choice([1, 2]))
-        settings = replace(settings, changes=tuple(sorted(changes, key=lambda change: change.time_s)))
-        report = simulate(arrivals, settings)
-        assert report.num_finished + report.num_rejected + report.num_errors == len(arrivals)
-        assert report.num_finished > 0.5 * len(arrivals) and report.num_errors > 0
-        assert report == simulate(arrivals, settings)
+    rng = random.Random(seed)
+    names = [str(number) for number in range(6)]
+    changes = []
+    for name in names:
+        now, number = 0.0, int(name)
+        while now < 40.0:
+            changes.append(AdapterChange(now, name, number))
+            now, number = now + rng.uniform(5, 15), number + 10
+            if now < 35.0:
+                changes.append(AdapterChange(now, name))
+                now += rng.uniform(0.0, 0.5)
+            else:
+                break
+    arrivals = [one for name in (*names, None) for one in flow(name, 1.0, 40, seed=seed)]
+    arrivals.sort(key=lambda arrival: arrival.time_s)
+    settings = config(max_loras=rng.choice([1, 2, 3]), max_cpu_loras=rng.choice([3, 5]), depth=rng.choice([1, 2]))
+    settings = replace(settings, changes=tuple(sorted(changes, key=lambda change: change.time_s)))
+    report = simulate(arrivals, settings)
+    assert report.num_finished + report.num_rejected + report.num_errors == len(arrivals)
+    assert report.num_finished > 0.5 * len(arrivals) and report.num_errors > 0
+    assert report == simulate(arrivals, settings)
 
 
 @pytest.mark.slow
-def test_a_thousand_loads_and_unloads_leave_nothing() -> None:
+@pytest.mark.parametrize("count", [200, pytest.param(1000, marks=pytest.mark.soak)])
+def test_loads_and_unloads_leave_nothing(count: int) -> None:
     """Each with a request, half of them unloaded while it runs or waits."""
     settings = config(loaded=0).engine
     clock, worker = VirtualClock(), settings.worker
@@ -129,7 +130,7 @@ def test_a_thousand_loads_and_unloads_leave_nothing() -> None:
     adapters = core.scheduler.adapters
     assert adapters is not None
     ends = 0
-    for number in range(1, 1001):
+    for number in range(1, count + 1):
         name = f"adapter {number % 7}" if number % 3 else f"adapter {number}"
         adapters.add(name, number.to_bytes(16, "big").hex(), f"/{number}", clock())
         params = SamplingParams(max_tokens=5, seed=number)
@@ -145,7 +146,7 @@ def test_a_thousand_loads_and_unloads_leave_nothing() -> None:
     while core.num_in_flight or core.begin() is not None:
         core.finish()
     core.scheduler.requests.log.ended.clear()
-    assert ends == 1000 and not core.scheduler.has_work and not executor.adapters.loaded
+    assert ends == count and not core.scheduler.has_work and not executor.adapters.loaded
     assert not adapters.registry.by_name and not adapters.registry.commands
     assert len(core.scheduler.stats.by_adapter) <= MAX_ADAPTER_LABELS + 1
     adapters.registry.outcomes.clear()

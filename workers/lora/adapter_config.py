@@ -15,7 +15,7 @@ from oarlock.workers.model_files.timed_pattern import PatternTime, TimedPattern
 CONFIG_FILE = "adapter_config.json"
 _MOST_BYTES = 16 << 20
 _MOST_RANK = 1 << 20
-_LARGEST = 3.4e38  # scales are applied in float32
+LARGEST_ALPHA = 3.4e38  # scales are applied in float32
 _LIMIT_S = 5.0  # seconds to match all patterns with all modules
 _RETRAIN = "Train the adapter without it, or merge it into the model with PEFT and serve that."
 # Fields that do not change an adapter's results: its origin, its training and initialisation, and layouts of the model
@@ -192,7 +192,7 @@ class _Fields:
         return value
 
     def finite(self, name: str, value: Any) -> float:
-        if type(value) in (int, float) and abs(value) <= _LARGEST:
+        if type(value) in (int, float) and abs(value) <= LARGEST_ALPHA:
             return float(value)
         raise self.wrong(name, value, "a number in float32")
 

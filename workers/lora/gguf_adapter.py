@@ -4,7 +4,6 @@ The source for names and layouts is llama.cpp's convert_lora_to_gguf.py: it trea
 matrix, and A like its columns. It records a single alpha, and no other setting of PEFT.
 """
 
-import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -14,6 +13,7 @@ from oarlock.base.errors import StartupError, shown
 from oarlock.workers.gguf_config import layouts_of
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.lora.adapted_modules import EMBEDDING, HEAD, AdaptedModules, Part
+from oarlock.workers.lora.adapter_config import LARGEST_ALPHA
 from oarlock.workers.lora.adapter_pair import (
     OTHER_MODEL,
     AdapterMatrix,
@@ -90,8 +90,8 @@ def _settings(model: GGUFModel, spec: DecoderSpec) -> tuple[GGUFFamily, float]:
             OTHER_MODEL,
         )
     alpha = settings.number("adapter.lora.alpha", 0.0)
-    if not math.isfinite(alpha):
-        raise StartupError(f"{model.path}: adapter.lora.alpha is {alpha}, which is no finite number.", _CONVERT)
+    if not abs(alpha) <= LARGEST_ALPHA:  # this is also true for NaN
+        raise StartupError(f"{model.path}: adapter.lora.alpha is {alpha}, which is no number in float32.", _CONVERT)
     return family, alpha
 
 

@@ -91,18 +91,17 @@ def adapter_cause(fault: WrongTensor) -> str | None:
     adapted = sequences.repeat_interleave(counts)  # [T]
     rank = fault.row.wrong_ranks[0]
     rms = fault.error(rank).square().mean(1).sqrt()
-    wrong = rms > _WRONG * rms.max()
+    is_infinite = ~rms.isfinite()
+    wrong = is_infinite if bool(is_infinite.any()) else rms > _WRONG * rms.max()
     ranks = f"rank{'s' if len(fault.row.wrong_ranks) > 1 else ''} {', '.join(map(str, fault.row.wrong_ranks))}"
     if not bool(wrong[adapted].any()):
         return f"{fault.row.where} on {ranks}: rows without an adapter are updated (their slot, or the rows of a slot)"
     if bool(wrong[~adapted].any()):
         return None
     updates = updates_by_module(Path(request.adapter), fault.spec)
-    found = _gated(fault, rank, adapted, updates) if len(modules) == 2 else None
-    if len(modules) == 1 and modules[0] in updates:
-        found = _of_linear(fault, rank, modules[0], adapted, updates)
-    elif fault.tapped is not None and fault.tapped.tap.name == "experts":
-        found = _of_experts(fault, adapted, rms > _WRONG_EXPERT * rms.max())
+    found = None
+    if not bool(is_infinite.any()):  # no other update explains NaN
+        found = _wrong_update(fault, modules, adapted, updates, rms)
     if found is None and bool(adapted.all()):
         return None  # without other rows, the model's own weights may be wrong as well
     adapts = [module for module in modules if any(f"{name}.".startswith(f"{module}.") for name in updates)]
@@ -110,6 +109,20 @@ def adapter_cause(fault: WrongTensor) -> str | None:
     if not adapts:
         return f"{names}: the adapter does not update it, and only rows with the adapter are wrong on {ranks}"
     return f"{names}: the adapter's update {found or 'is wrong, or added at another point'}, on {ranks}"
+
+
+def _wrong_update(
+    fault: WrongTensor, modules: list[str], adapted: Tensor, updates: Mapping[str, StoredUpdate], rms: Tensor
+) -> str | None:
+    """Describe the wrong update of `modules`; None if nothing explains it. `rms`: of each row's error, float64 [T]."""
+    rank = fault.row.wrong_ranks[0]
+    if len(modules) == 2:
+        return _gated(fault, rank, adapted, updates)
+    if modules[0] in updates:
+        return _of_linear(fault, rank, modules[0], adapted, updates)
+    if fault.tapped is not None and fault.tapped.tap.name == "experts":
+        return _of_experts(fault, adapted, rms > _WRONG_EXPERT * rms.max())
+    return None
 
 
 def _modules(fault: WrongTensor) -> list[str]:
@@ -163,7 +176,7 @@ def _of_linear(
 def described(computed: Tensor, linear: _Linear, *, is_sum: bool = False) -> str | None:
     """Describe the `computed` update [n, columns] of adapted rows; None if nothing explains it."""
     right = linear.of(linear.update)
-    scale = (computed * right).sum().item() / right.square().sum().item()
+    scale = (computed * right).sum().item() / max(right.square().sum().item(), 1e-300)  # B may be zero
     if _distance(computed, scale * right, right) < _CLOSE:
         return _scaled(scale, linear.update)
     for text, other in _candidates(linear):
@@ -244,7 +257,9 @@ def _shares(computed: Tensor, linear: _Linear) -> str | None:
 
 
 def _wrong_updates(update: StoredUpdate) -> Iterator[tuple[str, float]]:
-    """Yield factors of an update that faults give, with their descriptions."""
+    """Yield factors of an update that faults give, with their descriptions; none if its scale is zero."""
+    if not update.scale:
+        return
     root = math.sqrt(len(update.a))
     for factor in (0.0, -1.0, 1 / update.scale, update.scale, root, 1 / root):
         if (text := _scaled(factor, update)) is not None:

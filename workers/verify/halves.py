@@ -84,6 +84,7 @@ class RecordedHalves:
         the layers of other steps, such as steps without adapters."""
         self._prepared = prepared
         self._all = [one for one in (prepared, *others) if one is not None]
+        self._may_lack_steps = bool(others)
         self._why_not = why_not
         self._steps: list[list[Tensor]] = []  # [steps][halves], each [T, hidden]
         for one in self._all:
@@ -102,7 +103,8 @@ class RecordedHalves:
     def compare(self, separate: Sequence[dict[str, Tensor]], rank: int, halves: Sequence[Half]) -> Halves:
         """Compare the halves with `separate`, the tensors of the separate operations by name, for each of the same
         steps. `halves`: of the stage, in their order."""
-        if self._prepared is None or len(self._steps) != len(separate):
+        lacks_steps = self._may_lack_steps and len(self._steps) != len(separate)
+        if self._prepared is None or lacks_steps:
             return Halves(0, self._why_not or "some steps, as with an adapter of experts, run layer by layer")
         found = []
         for number, half in enumerate(halves):

@@ -1,7 +1,8 @@
-"""The stored values of an adapter, in float64: what PEFT adds to each module, by the rules of PEFT.
+"""The stored values of an adapter, in float64: the updates of its modules by the rules of PEFT.
 
-Files of PEFT are read here once more, without the tables of `workers/lora/`: the names in them are those of
-transformers' modules. So a module, a rank or a scale that our reader gets wrong is a difference of a verification.
+The linear layers, the embedding and the head in files of PEFT are read here once more, by the names of transformers'
+modules and without the tables of `workers/lora/`. So a verification finds a module, a rank or a scale that our reader
+gets wrong. Experts and GGUF adapters are read only by our reader (`pair_update`); tests compare them with PEFT's rules.
 """
 
 import json

@@ -24,10 +24,11 @@ def harness(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 def run_until_replies(harness: Harness, count: int) -> list[AdapterDone]:
     """Run the loop as `run` does, until `count` replies about adapters have come."""
     for _ in range(1000):
+        is_idle = not harness.loop.tick()
         replies = [message for message in harness.receive() if isinstance(message, AdapterDone)]
         if len(replies) >= count:
             return replies
-        if not harness.loop.tick():
+        if is_idle:
             harness.loop._wait()
     raise AssertionError("no reply")
 

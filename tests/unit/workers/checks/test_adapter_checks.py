@@ -10,6 +10,7 @@ import torch
 from oarlock.base.errors import StartupError
 from oarlock.workers.capacity import Memory, capacity
 from oarlock.workers.checks import adapters, devices
+from oarlock.workers.checks.class_limits import check_class
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.layers.decoder_spec import tensors_of
 from oarlock.workers.models.registry import read_spec
@@ -87,6 +88,8 @@ def test_models_and_devices_without_adapters_are_refused_by_name(
     for check in (check_without_weights, preflight):
         with pytest.raises(StartupError, match=r"--enable-lora with BertModel: .*Leave --enable-lora out"):
             check(WorkerConfig(str(encoder), device="cpu", max_loras=1))
+    with pytest.raises(StartupError, match=r"--enable-lora with Qwen2ForCausalLM, which transformers' code computes"):
+        check_class(config(model), read_spec(str(model)), is_quantised=False)
     monkeypatch.setattr(cuda_driver, "device_count", lambda: 1)
     monkeypatch.setattr(cuda_driver, "why_not_triton", lambda ranks: ("it has no Triton", "Install Triton."))
     for check in (check_without_weights, preflight):

@@ -129,25 +129,6 @@ def test_ranks_agree_on_the_slots_with_experts(tmp_path: Path) -> None:
     assert found == [[{2}, False], [{2}, True]]
 
 
-def test_tensors_of_all_experts_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec, module, reads = spec_of("Qwen3MoeForCausalLM"), "model.layers.0.mlp.experts", []
-    parameters = [f"mlp.experts.{name}_proj" for name in ("gate_up", "down")]
-    shapes = halves(module, 6, 8, 3 * 2) | halves(f"{module}.base_layer", 8, 12, 3 * 2)
-    write(tmp_path / "one", shapes, target_parameters=parameters, target_modules=[])
-    model = Decoder(spec, TensorParallel.solo(), torch.float32, torch.device("cpu"))
-    model.load(DummyWeights(0), lambda share: None)
-    read = FileReader.read
-    monkeypatch.setattr(FileReader, "read", lambda *given: reads.append(given[-1]) or read(*given))
-    found = read_adapter(Adapter.open(tmp_path / "one", spec), AdapterSlots(model, 1, 2))
-    assert sum(map(len, found.pairs.values())) == 9 and sorted(reads) == sorted(shapes)
-
-
-def test_a_scale_beyond_float32_is_refused(model: Decoder, tmp_path: Path) -> None:
-    write(tmp_path / "one", halves("model.layers.1.self_attn.q_proj", 8, 8), lora_alpha=-1e39)
-    with pytest.raises(StartupError, match=r"q_proj by -5e\+38, and float32 has no such value"):
-        read_adapter(Adapter.open(tmp_path / "one", model.spec), AdapterSlots(model, 1, 4))
-
-
 def test_a_value_that_is_not_finite_is_refused(model: Decoder, tmp_path: Path) -> None:
     folder = tmp_path / "one"
     shapes = halves("model.layers.1.self_attn.q_proj", 8, 8)
