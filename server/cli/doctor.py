@@ -61,7 +61,7 @@ def _nodes(settings: Settings) -> list[str]:
 
 def _find(settings: Settings) -> tuple[str, tuple[tuple[str, str], ...], list[str]]:
     """Return the directories of the model and of its adapters on this machine; or an empty text, and an argument with
-    the reason why there is no model."""
+    the reason why the model or an adapter is not there."""
     import asyncio
 
     from oarlock.server.hub.adapter_path import find_local_adapters

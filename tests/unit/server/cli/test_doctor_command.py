@@ -162,3 +162,16 @@ def test_the_first_line_and_the_json_object(tmp_path, cache, words, capsys):
     assert passed["text"] in refused and passed["fix"] in refused
     assert cli.main(["doctor", "owner/model", "--port", "0"]) == 1
     assert capsys.readouterr().out == "" and any(word.startswith("--missing=") for word in words)
+
+
+@pytest.mark.slow
+def test_a_wrong_adapter_does_not_mean_that_a_model_of_the_hub_is_missing(tmp_path, cache, words, capsys):
+    folder = cache / "models--owner--model"
+    (folder / "snapshots").mkdir(parents=True)
+    (folder / "snapshots" / COMMIT).symlink_to(DEMO)
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text(COMMIT)
+    adapter = f"a={tmp_path / 'none'}"
+    assert cli.main(["doctor", "owner/model", "--port", "0", "--enable-lora", "--lora-modules", adapter]) == 1
+    (wrong,) = [word for word in words if word.startswith(("--missing=", "--model-wrong="))]
+    assert wrong.startswith("--model-wrong=") and str(tmp_path / "none") in wrong
