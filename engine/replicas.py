@@ -402,9 +402,6 @@ class Replicas:
         failures = [result for result in results if isinstance(result, BaseException)]
         refusals = [failure for failure in failures if not isinstance(failure, EngineDeadError)]
         if not refusals and len(failures) < len(results):
-            stored = self._adapters.get(name)
-            if stored is not None and stored.digest == known.digest:
-                self._adapters[name] = known  # later loads read from the new directory
             return
         if is_new and self._adapters.get(name) is known:  # nobody has removed it meanwhile, or added another one
             await self.remove_adapter(name)

@@ -397,7 +397,6 @@ class FakeClient:
     def __init__(self, during_load: Callable[[], Awaitable[object]] | None = None) -> None:
         self.info = SimpleNamespace(max_loras=1)
         self.digests: dict[str, str] = {}
-        self.directories: dict[str, str] = {}
         self._during_load = during_load
 
     async def list_adapters(self) -> list[AdapterInfo]:
@@ -406,7 +405,6 @@ class FakeClient:
     async def add_known_adapter(self, name: str, digest: str, directory: str) -> None:
         if self.digests.setdefault(name, digest) != digest:
             raise RequestError("The name is taken.", "lora_name", IN_USE)
-        self.directories[name] = directory
         during_load, self._during_load = self._during_load, None
         if during_load is not None:
             await during_load()
@@ -450,19 +448,6 @@ def test_a_replica_that_starts_gets_adapters_that_were_replaced_meanwhile(tmp_pa
         await running._equip(cast(EngineClient, started))
         assert started.digests == served.digests and list(served.digests) == ["c", "a"]
         assert started.digests["a"] != started.digests["c"]
-
-    run(scene)
-
-
-def test_a_replica_that_starts_reads_an_adapter_where_it_was_added_last(tmp_path: Path) -> None:
-    directories = [adapter_directory(tmp_path / name, b"same") for name in ("old", "new")]
-
-    async def scene() -> None:
-        running, started = replicas_of(FakeClient()), FakeClient()
-        for directory in directories:
-            await running.add_adapter("a", directory)
-        await running._equip(cast(EngineClient, started))
-        assert started.directories == {"a": directories[1]}
 
     run(scene)
 
