@@ -1,6 +1,5 @@
 """The common base of the generating endpoints: time limits, then a stream, one whole body, or the rendered prompt."""
 
-import asyncio
 import time
 from abc import ABC, abstractmethod
 from array import array
@@ -13,9 +12,8 @@ from starlette.responses import Response
 
 from oarlock.engine.errors import RequestError
 from oarlock.server.endpoints.response_writer import ResponseHead, ResponseOptions
-from oarlock.server.endpoints.serving import OpenAIServing
+from oarlock.server.endpoints.serving import OpenAIServing, in_time
 from oarlock.server.endpoints.text_permits import TextPermits
-from oarlock.server.errors import DeadlineError
 from oarlock.server.http.body_memory import HeldMemory
 from oarlock.server.http.request_record import (
     RequestRecord,
@@ -104,7 +102,7 @@ class OpenAIServingGenerate(OpenAIServing, ABC, Generic[_BodyT, _ProcessedT]):
         request, so the caller limits how many run at a time. Raises the same errors as `create`.
         """
         body.timeout = self._time_limit(None, body.timeout)
-        adapter = await self.use_adapter(await self.check_model(body.model))
+        adapter = await in_time(self.use_adapter(await self.check_model(body.model)), body.timeout)
         async with self.async_llm.one_prompt:
             processed, _ = await self._process_in_time(body)
         self.report(processed.ignored, label)
@@ -197,13 +195,12 @@ class OpenAIServingGenerate(OpenAIServing, ABC, Generic[_BodyT, _ProcessedT]):
         `model`: may be the name of an adapter, which is loaded within the same time; its name is returned, else None.
         `record`: gets the times of waiting for the adapter.
         """
+
+        async def ready() -> tuple[_ProcessedT, str | None]:
+            return await self.process(body), None if model is None else await self.use_adapter(model, record)
+
         begun = time.monotonic()
-        try:
-            async with asyncio.timeout(body.timeout):
-                processed = await self.process(body)
-                adapter = None if model is None else await self.use_adapter(model, record)
-        except TimeoutError:
-            raise DeadlineError(body.timeout or 0.0) from None
+        processed, adapter = await in_time(ready(), body.timeout)
         return replace(processed, spent_s=time.monotonic() - begun), adapter
 
     def _with_usage(self, body: _BodyT) -> bool:

@@ -3,7 +3,7 @@
 import asyncio
 import hashlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, ClassVar, Self, TypeVar
@@ -14,7 +14,7 @@ from oarlock.engine.errors import EngineError, RequestError
 from oarlock.engine.stats import EngineStats
 from oarlock.engine.types import EngineInfo
 from oarlock.server.config.settings import Settings
-from oarlock.server.errors import HttpError, ModelNotFoundError
+from oarlock.server.errors import DeadlineError, HttpError, ModelNotFoundError
 from oarlock.server.http.body_cost import cost_of
 from oarlock.server.http.body_memory import HeldMemory, held_by
 from oarlock.server.http.ignored_parameters import refuse, with_ignored
@@ -38,6 +38,7 @@ from oarlock.workers.catalogue import code_limits
 
 STATS_TIMEOUT_S = 2.0
 _BodyT = TypeVar("_BodyT", bound=StrictModel)
+_T = TypeVar("_T")
 _log = logger("requests")
 
 
@@ -231,6 +232,15 @@ class OpenAIServing:
         except (TimeoutError, EngineError) as error:
             _log.warning(event("statistics_stale", engine=replica.number, cause=type(error).__name__))
         return self._last_stats.get(replica.number) or EngineStats()
+
+
+async def in_time(made: Coroutine[Any, Any, _T], limit_s: float | None) -> _T:
+    """Return the result of `made`. Raises `DeadlineError` after `limit_s` seconds."""
+    try:
+        async with asyncio.timeout(limit_s):
+            return await made
+    except TimeoutError:
+        raise DeadlineError(limit_s or 0.0) from None
 
 
 def _rank(text: str | None, num_replicas: int) -> int | None:

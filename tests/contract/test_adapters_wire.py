@@ -14,6 +14,7 @@ from oarlock.base.errors import StartupError
 from oarlock.server.config.adapter_options import LoraModule
 from oarlock.server.endpoints.completions import OpenAIServingCompletion
 from oarlock.server.endpoints.pooling.serving import OpenAIServingEmbedding
+from oarlock.server.errors import DeadlineError
 from oarlock.server.hub.adapter_path import AdapterPaths, FoundAdapter
 from oarlock.server.llm import adapters as served
 from oarlock.server.llm.pooler_config import PoolerConfig, Task
@@ -125,8 +126,19 @@ def test_requests_that_do_not_come_over_http_resolve_the_name_too(make):
             await embedding.complete(EmbeddingRequest(model="sql", input="Hi"), "known"),
         ]
 
+    async def late() -> None:
+        await stage.state.async_llm.adapters.unload("sql")
+        await embeds.state.async_llm.adapters.unload("sql")
+        stage.engine.may_add.clear()
+        embeds.engine.may_add.clear()
+        with pytest.raises(DeadlineError):  # the load counts, too
+            await completion.complete(CompletionRequest(model="sql", prompt="Hi", timeout=0.01), "known")
+        with pytest.raises(DeadlineError):
+            await embedding.complete(EmbeddingRequest(model="sql", input="Hi", timeout=0.01), "known")
+
     assert all('"model":"sql"' in response for response in anyio.run(run))
     assert [request.adapter for request in (*stage.engine.requests, *embeds.engine.requests)] == ["sql", "sql"]
+    anyio.run(late)
 
 
 def test_models_have_their_parent_and_root(make, folder):

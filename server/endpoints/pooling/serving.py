@@ -5,13 +5,12 @@ The base tokenizes texts and runs prompts. A response holds a vector for each te
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from starlette.requests import Request
@@ -19,8 +18,7 @@ from starlette.responses import Response
 
 from oarlock.engine.errors import ContextLengthError, RequestError
 from oarlock.engine.types import PoolingParams
-from oarlock.server.endpoints.serving import OpenAIServing
-from oarlock.server.errors import DeadlineError
+from oarlock.server.endpoints.serving import OpenAIServing, in_time
 from oarlock.server.http.request_record import client_of, label_of, record_of, request_id_of, salt_of, salted
 from oarlock.server.http.server_sent_events import until_disconnect, whole_response
 from oarlock.server.json_text import StreamedList, pieces_of
@@ -42,7 +40,6 @@ QUERY, DOCUMENT = "query", "document"
 _PROMPTS_OF = {QUERY: ("query",), DOCUMENT: ("document", "passage", "corpus")}
 # Other names of these kinds, from Cohere and NVIDIA NIM.
 _ALIASES = {"search_query": QUERY, "search_document": DOCUMENT, "passage": DOCUMENT}
-_T = TypeVar("_T")
 Prompts = Callable[[], Coroutine[Any, Any, list[tuple[int, ...]]]]  # makes the ids of each prompt
 
 
@@ -236,7 +233,7 @@ class OpenAIServingPooling(OpenAIServing):
         async def ready() -> tuple[list[tuple[int, ...]], str | None]:
             return await prompts(), await self.use_adapter(await self.check_model(body.model), record)
 
-        ids, adapter = await until_disconnect(request, _in_time(ready, limit))
+        ids, adapter = await until_disconnect(request, in_time(ready(), limit))
         held = self.held_by(request)
         # The engine's queue counts the first prompt. The texts stay in memory, because some responses repeat them.
         held.add(sum(_BYTES_PER_PROMPT + BYTES_PER_ID * len(prompt) for prompt in ids[1:]))
@@ -275,10 +272,10 @@ class OpenAIServingPooling(OpenAIServing):
         A full queue does not refuse the request, so the caller limits how many run at a time.
         """
         limit = self._time_limit(None, body.timeout)
-        adapter = await self.use_adapter(await self.check_model(body.model))
+        adapter = await in_time(self.use_adapter(await self.check_model(body.model)), limit)
         async with self.async_llm.one_prompt:
             begun = time.monotonic()
-            ids = await _in_time(prompts, limit)
+            ids = await in_time(prompts(), limit)
         running = self.async_llm.start_pooling(
             ids,
             pooling,
@@ -304,15 +301,6 @@ class OpenAIServingPooling(OpenAIServing):
         # A thread computes one vector at a time, so that other requests need not wait for the arithmetic.
         vectors = [await self.tokenizer.run(partial(layers, output.vectors), 0) for output in outputs]
         return [replace(output, vectors=each) for output, each in zip(outputs, vectors, strict=True)]
-
-
-async def _in_time(make: Callable[[], Awaitable[_T]], limit: float | None) -> _T:
-    """Return the result of `make`. Raises `DeadlineError`."""
-    try:
-        async with asyncio.timeout(limit):
-            return await make()
-    except TimeoutError:
-        raise DeadlineError(limit or 0.0) from None
 
 
 def usage(outputs: list[PooledOutput]) -> dict[str, Any]:

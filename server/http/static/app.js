@@ -26,13 +26,13 @@ const connection = new Connection(learn);
 async function learn() {
   try {
     const capabilities = await get("v1/capabilities");
-    settings.describe(capabilities.models, capabilities.endpoints["/v1/chat/completions"].parameters);
+    hasAdapters = Boolean(capabilities.adapters);
+    const models = hasAdapters ? await listedModels() : capabilities.models; // a chosen adapter must stay chosen
+    settings.describe(models, capabilities.endpoints["/v1/chat/completions"].parameters);
     chat.hasChat = capabilities.features.chat;
     chat.meter.limit = capabilities.limits.max_model_len;
     chat.question.placeholder = chat.hasChat ? "Write a message" : `This model ${capabilities.pooling ? "does not generate text" : "has no chat template: it serves /v1/completions only"}`;
     modelName = capabilities.models[0];
-    hasAdapters = Boolean(capabilities.adapters);
-    offerAdapters();
     introduce(capabilities.introduction);
     entitle();
     chat.controls();
@@ -44,12 +44,16 @@ async function learn() {
   }
 }
 
+/** Return the names of the model and of the LoRA adapters of this moment. */
+async function listedModels() {
+  return (await get("v1/models")).data.map(({ id }) => id);
+}
+
 /** Offer the LoRA adapters of this moment as models, too. */
 async function offerAdapters() {
   if (!hasAdapters) return;
   try {
-    const { data } = await get("v1/models");
-    settings.offer(data.map(({ id }) => id));
+    settings.offer(await listedModels());
   } catch (error) {
     if (!(error instanceof ApiError)) throw error; // the last names stay
   }

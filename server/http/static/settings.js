@@ -149,13 +149,18 @@ export class Settings {
   /** Return the fields of a request. The server chooses the values of empty fields. */
   fields() {
     const found = requestFields(this.texts, this.known);
-    if (this.models.includes(this.texts.model)) found.model = this.texts.model;
+    if (this.chosen) found.model = this.chosen;
     return found;
+  }
+
+  /** Return the chosen name, unless the server does not have it. Before the names are known, the choice counts. */
+  get chosen() {
+    return !this.models.length || this.models.includes(this.texts.model) ? this.texts.model : undefined;
   }
 
   /** Return the name of the requested model. */
   get model() {
-    return this.models.includes(this.texts.model) ? this.texts.model : this.models[0];
+    return this.chosen ?? this.models[0];
   }
 
   get system() {

@@ -167,7 +167,8 @@ def test_a_slow_disk_delays_only_requests_that_need_it(folder, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(AdapterPaths, "find", slow)
             using = asyncio.create_task(adapters.use("two"))
-            await asyncio.sleep(0)
+            while not num_calls:
+                await asyncio.sleep(0.001)
             assert [await adapters.find(name) for name in ("model", "a/b", " a", "a\n", "x" * 129)] == [None] * 5
             assert await adapters.use("own") == "own" and num_calls == 1 and not using.done()
             is_ready.set()
