@@ -121,6 +121,8 @@ def test_patterns_that_backtrack_or_are_too_many_are_refused(tmp_path: Path, mon
     config = read(tmp_path, target_modules=r"(\w|\w\w|.)+[XY]")
     with pytest.raises(StartupError, match=r"target_modules has a pattern that takes more than 0\.05 s"):
         config.key_of(f"model.layers.1.self_attn.{'q' * 200}_proj")
+    with pytest.raises(StartupError, match=r"patterns that take more than 0\.05 s to read: '\(a\|b\)"):
+        read(tmp_path, rank_pattern={"(a|b)" * 500 + str(number): 2 for number in range(20)})
     with pytest.raises(StartupError, match="rank_pattern has more than 1000 regular expressions"):
         read(tmp_path, rank_pattern={f".*{number}": 2 for number in range(1001)})
     many = read(tmp_path, rank_pattern={f"^model\\.layers\\.{layer}\\.mlp$": layer + 1 for layer in range(2000)})
