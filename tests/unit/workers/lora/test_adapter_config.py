@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from oarlock.base.errors import StartupError
+from oarlock.workers.adapter_settings import check_adapter_settings
+from oarlock.workers.config import WorkerConfig
 from oarlock.workers.lora import adapter_config
 from oarlock.workers.lora.adapter_config import AdapterConfig
 
@@ -106,6 +108,15 @@ def test_fields_of_training_are_ignored_and_others_may_be_off(tmp_path: Path) ->
     of_training = {"eva_config": {"rho": 2.0}, "init_lora_weights": "eva", "loftq_config": {}, "lora_dropout": 0.1}
     config = read(tmp_path, **off, **of_training, fan_in_fan_out=True, something_new=None, base_model_name_or_path="m")
     assert (config.rank, config.alpha, config.base_model) == (8, 16.0, "m")
+
+
+def test_settings_are_refused_before_a_download_if_no_rank_fits(tmp_path: Path) -> None:
+    config = WorkerConfig("", max_loras=1, max_lora_rank=16)
+    read(tmp_path, r=64, rank_pattern={"q_proj": 8})  # of the modules, all may have rank 8
+    check_adapter_settings(tmp_path, config)
+    read(tmp_path, r=32, rank_pattern={"q_proj": 64})
+    with pytest.raises(StartupError, match="has rank 64, above --max-lora-rank 16"):
+        check_adapter_settings(tmp_path, config)
 
 
 def test_the_time_of_a_look_up_does_not_depend_on_the_number_of_parameters(tmp_path: Path) -> None:
