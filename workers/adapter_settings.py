@@ -11,11 +11,12 @@ from oarlock.workers.lora.adapter_config import AdapterConfig
 
 
 def check_adapter_settings(directory: Path, config: WorkerConfig) -> None:
-    """Raise `StartupError` if adapter_config.json in `directory` has a setting that is not served, or a rank above the
-    slots'."""
+    """Raise `StartupError` if adapter_config.json in `directory` has a setting that is not served, or only ranks above
+    the slots'. The tensors show which of several ranks are used."""
     settings = AdapterConfig.read(directory)
-    rank = max(settings.rank, *settings.ranks, 0)
-    if rank > config.max_lora_rank:
+    ranks = (settings.rank, *settings.ranks)
+    if min(ranks) > config.max_lora_rank:
+        rank = max(ranks)
         raise StartupError(
             f"The adapter {directory} has rank {rank}, above --max-lora-rank {config.max_lora_rank}.",
             f"Start the server with --max-lora-rank {rank}.",

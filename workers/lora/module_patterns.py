@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from oarlock.base.errors import StartupError, shown
-from oarlock.workers.model_files.timed_pattern import PatternTime, TimedPattern
+from oarlock.workers.model_files.timed_pattern import PatternTime, TimedPattern, check_pattern
 
 _MOST_CHARACTERS = 20_000  # an alternative for each module of a large model is long
 _MOST_PATTERNS = 1000  # plain names are not counted
@@ -44,7 +44,7 @@ class ModulePatterns:
         if len(others) > _MOST_PATTERNS:
             raise StartupError(f"{where} has more than {_MOST_PATTERNS} regular expressions.", _FIX)
         for _, pattern in others:
-            module_pattern(pattern, where, left)  # it must be a regular expression by itself
+            check_pattern(pattern, partial(_refused, pattern, where), _MOST_CHARACTERS, left)  # by itself
         self._patterns = [(index, module_pattern(rf"(?:.*\.)?(?:{pattern})", where, left)) for index, pattern in others]
 
     def first(self, module: str) -> int | None:

@@ -1,8 +1,8 @@
 """Regular expressions of a checkpoint's or an adapter's settings, matched against the names of modules.
 
 They are untrusted input, and some take longer than anyone can wait: `(.*)*x`, or `.*.*.*.*x`. A limit of time holds for
-all matches of the patterns that share it; a pattern that needs more is refused. The patterns of published files need
-almost no time.
+compiling and matching all patterns that share it; a pattern that needs more is refused. The patterns of published files
+need almost no time.
 """
 
 import re
@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from functools import cache
 from types import ModuleType
+from typing import Any
 
 from oarlock.base.errors import StartupError
 
@@ -19,10 +20,33 @@ _APPROXIMATE = re.compile(r"\{(?!\d*,?\d*\})")
 
 
 class PatternTime:
-    """The seconds that are left to match all patterns that share it."""
+    """The seconds that are left to compile and match all patterns that share it."""
 
     def __init__(self, limit_s: float = LIMIT_S) -> None:
         self.limit_s = self.left_s = limit_s
+
+
+def check_pattern(text: str, refused: Callable[[str], StartupError], most: int, left: PatternTime) -> None:
+    """Check that `text`, of at most `most` characters, is a regular expression. Raise the error that `refused` makes of
+    a problem."""
+    _compiled(re.compile, text, refused, most, left)
+
+
+def _compiled(
+    compile_: Callable[[str], Any], text: str, refused: Callable[[str], StartupError], most: int, left: PatternTime
+) -> Any:
+    """Return `compile_(text)`, which cannot be stopped: the next pattern is refused if no time is left."""
+    if len(text) > most:
+        raise refused(f"has more than {most} characters")
+    begun = time.thread_time()
+    try:
+        return compile_(text)
+    except (re.error, _engine().error, OverflowError, RecursionError) as error:
+        raise refused(f"is not a regular expression ({error})") from None
+    finally:
+        left.left_s -= time.thread_time() - begun
+        if left.left_s <= 0:
+            raise refused(f"is one of patterns that take more than {left.limit_s:g} s to read")
 
 
 class TimedPattern:
@@ -32,15 +56,10 @@ class TimedPattern:
         """Compile `text`, of at most `most` characters. Raise the error that `refused` makes of a problem, here and in
         the methods."""
         self._refused, self._left = refused, left
-        if len(text) > most:
-            raise refused(f"has more than {most} characters")
-        try:
-            re.compile(text)  # `regex` knows further expressions
-            if _APPROXIMATE.search(text):
-                raise re.error("a brace without numbers")
-            self._compiled = _engine().compile(text)
-        except (re.error, _engine().error, OverflowError, RecursionError) as error:
-            raise refused(f"is not a regular expression ({error})") from None
+        check_pattern(text, refused, most, left)  # `regex` knows further expressions
+        if _APPROXIMATE.search(text):
+            raise refused("is not a regular expression (a brace without numbers)")
+        self._compiled = _compiled(_engine().compile, text, refused, most, left)
 
     def match(self, name: str) -> re.Match[str] | None:
         """Return the match of the beginning of `name`."""

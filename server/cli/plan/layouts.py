@@ -230,8 +230,7 @@ def remedies(model: OpenModel, machine: Machine, nearest: Layout) -> list[Remedy
         tried = _tried(model, machine, sizes | change)
         if tried is not None:
             found.append(Remedy(text, tried.kv_tokens))
-    if (shorter := _shorter(model, machine, sizes, nearest)) is not None:
-        found.append(shorter)
+    found += [one for one in (_fewer_slots(model, machine, sizes), _shorter(model, machine, sizes, nearest)) if one]
     return found + _more_devices(model, machine)
 
 
@@ -244,6 +243,17 @@ def _tried(model: OpenModel, machine: Machine, changes: dict[str, Any]) -> Layou
     except StartupError:
         return None
     return tried if tried.fits else None
+
+
+def _fewer_slots(model: OpenModel, machine: Machine, sizes: dict[str, int]) -> Remedy | None:
+    """Return the most slots for adapters that fit, of the half, a quarter and so on."""
+    slots = model.config.max_loras // 2
+    while slots:
+        tried = _tried(model, machine, {**sizes, "max_loras": slots})
+        if tried is not None:
+            return Remedy(f"--max-loras {slots}", tried.kv_tokens)
+        slots //= 2
+    return None
 
 
 def _shorter(model: OpenModel, machine: Machine, sizes: dict[str, int], nearest: Layout) -> Remedy | None:

@@ -286,6 +286,10 @@ def test_memory_of_adapters_and_its_part_for_experts_are_shown(tmp_path: Path, c
     text = capsys.readouterr().out
     assert settings_of(text.splitlines()[-1].strip())["lora_target_modules"] == ("q_proj", "k_proj", "qkv_proj")
     assert f"of {human_bytes(16 * 2 * 3 * 2048)} on each rank, for rank 8" in text and "experts" not in text
+    status, found = plan(capsys, *words, "--max-loras", "200", "--max-lora-rank", "64")
+    slots = [remedy["change"] for remedy in found["remedies"] if remedy["change"].startswith("--max-loras")]
+    assert status == 1 and slots == ["--max-loras 100"]
+    assert plan(capsys, *words, "--max-lora-rank", "64", *slots[0].split())[0] == 0
     assert main(["plan", *words, "--lora-modules", "tone=hub/tone"]) == 0
     assert "note: adapter tone is not looked at: hub/tone is neither" in capsys.readouterr().err
     assert main(["plan", *words, "--lora-modules", "tone=/nowhere"]) == 3

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from oarlock.base.errors import StartupError
+from oarlock.workers.adapter_settings import check_adapter_settings
+from oarlock.workers.config import WorkerConfig
 from oarlock.workers.lora import adapter_config
 from oarlock.workers.lora.adapter_config import AdapterConfig
 
@@ -108,6 +110,15 @@ def test_fields_of_training_are_ignored_and_others_may_be_off(tmp_path: Path) ->
     assert (config.rank, config.alpha, config.base_model) == (8, 16.0, "m")
 
 
+def test_settings_are_refused_before_a_download_if_no_rank_fits(tmp_path: Path) -> None:
+    config = WorkerConfig("", max_loras=1, max_lora_rank=16)
+    read(tmp_path, r=64, rank_pattern={"q_proj": 8})  # of the modules, all may have rank 8
+    check_adapter_settings(tmp_path, config)
+    read(tmp_path, r=32, rank_pattern={"q_proj": 64})
+    with pytest.raises(StartupError, match="has rank 64, above --max-lora-rank 16"):
+        check_adapter_settings(tmp_path, config)
+
+
 def test_the_time_of_a_look_up_does_not_depend_on_the_number_of_parameters(tmp_path: Path) -> None:
     names = [f"a.b{number}" for number in range(100_000)]
     config = read(tmp_path, target_modules=None, target_parameters=[*names, "k_proj.weight"])
@@ -121,6 +132,8 @@ def test_patterns_that_backtrack_or_are_too_many_are_refused(tmp_path: Path, mon
     config = read(tmp_path, target_modules=r"(\w|\w\w|.)+[XY]")
     with pytest.raises(StartupError, match=r"target_modules has a pattern that takes more than 0\.05 s"):
         config.key_of(f"model.layers.1.self_attn.{'q' * 200}_proj")
+    with pytest.raises(StartupError, match=r"patterns that take more than 0\.05 s to read: '\(a\|b\)"):
+        read(tmp_path, rank_pattern={"(a|b)" * 500 + str(number): 2 for number in range(20)})
     with pytest.raises(StartupError, match="rank_pattern has more than 1000 regular expressions"):
         read(tmp_path, rank_pattern={f".*{number}": 2 for number in range(1001)})
     many = read(tmp_path, rank_pattern={f"^model\\.layers\\.{layer}\\.mlp$": layer + 1 for layer in range(2000)})
