@@ -87,8 +87,8 @@ FAULTS: list[Any] = [
     (changed_cut(Q, lambda pair, shard: replace(pair, b=pair.b.roll(1, 1))), f"{Q}: the adapter's update has other "
      "values or rows of B"),
     (rank_of_all, "model.layers.0.self_attn.o_proj: the adapter's update is 0.5 times the right one"),
-    (changed_cut(Q, lambda pair, shard: replace(pair, scale=math.nan)), f"{Q}: the adapter's update is wrong, or added at "
-     "another point, on ranks 0, 1; the values are NaN"),
+    (changed_cut(Q, lambda pair, shard: replace(pair, scale=math.nan)), f"{Q}: the adapter's update is wrong, or added "
+     "at another point, on ranks 0, 1; the values are NaN"),
 ]  # fmt: skip
 
 
