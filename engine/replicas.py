@@ -135,7 +135,6 @@ _DIFFERENT_VALUES = StartupError(
     "The replicas would compute different values, because their model, dtypes or kernels differ.",
     "Check whether files of the model or of its kernels have changed since the start, then start again.",
 )
-_NO_REPLICA = EngineDeadError("No replica is running now.")
 _DEAD_GAUGES = {
     "state": "dead",
     "num_requests_running": 0,
@@ -297,6 +296,10 @@ class JoinedProgress:
             self._on_progress(self._phases[last[0]], *last[1:])
 
 
+def _no_replica() -> EngineDeadError:
+    return EngineDeadError("No replica is running now.")
+
+
 class _KnownAdapter(NamedTuple):
     digest: str
     directory: str
@@ -390,19 +393,19 @@ class Replicas:
 
         Replicas that start again load it before they get requests.
         """
-        digest = await digest_of(directory)
+        known = _KnownAdapter(await digest_of(directory), directory)
         is_new = name not in self._adapters
         if is_new:
-            self._adapters[name] = _KnownAdapter(digest, directory)
-        adding = (client.add_known_adapter(name, digest, directory) for client in self._live_clients())
+            self._adapters[name] = known
+        adding = (client.add_known_adapter(name, *known) for client in self._live_clients())
         results = await asyncio.gather(*adding, return_exceptions=True)
         failures = [result for result in results if isinstance(result, BaseException)]
         refusals = [failure for failure in failures if not isinstance(failure, EngineDeadError)]
         if not refusals and len(failures) < len(results):
             return
-        if is_new:
+        if is_new and self._adapters.get(name) is known:  # nobody has removed it meanwhile, or added another one
             await self.remove_adapter(name)
-        raise (refusals or failures or [_NO_REPLICA])[0]
+        raise (refusals or failures or [_no_replica()])[0]
 
     async def remove_adapter(self, name: str) -> int:
         """Forget an adapter on all live replicas, as `EngineClient.remove_adapter` does, and return the number of its
@@ -412,7 +415,7 @@ class Replicas:
         results = await asyncio.gather(*removing, return_exceptions=True)
         counts = [result for result in results if isinstance(result, int)]
         if not counts and known is None:
-            raise next((result for result in results if isinstance(result, BaseException)), _NO_REPLICA)
+            raise next((result for result in results if isinstance(result, BaseException)), _no_replica())
         return sum(counts)
 
     async def list_adapters(self) -> list[AdapterInfo]:
@@ -428,17 +431,25 @@ class Replicas:
         return [replica.client for replica in self.replicas if replica.is_alive]
 
     async def _equip(self, client: EngineClient) -> None:
-        """Give a new engine the adapters that the others have, as far as it can load them."""
-        if not client.info.max_loras:
-            return
-        names = {info.name for info in await client.list_adapters()}
-        for name in sorted(names - self._adapters.keys()):
-            await client.remove_adapter(name)
-        for name, adapter in list(self._adapters.items()):
-            if name not in names:
+        """Give a new engine the adapters that the others have, as far as it can load them.
+
+        Adapters may be added, removed or replaced meanwhile: repeats until the engine's list shows no difference.
+        """
+        lost: set[tuple[str, _KnownAdapter]] = set()
+        while client.info.max_loras:
+            digests = {info.name: info.digest for info in await client.list_adapters()}
+            wanted = {name: known for name, known in self._adapters.items() if (name, known) not in lost}
+            stale = [name for name, digest in digests.items() if name not in wanted or wanted[name].digest != digest]
+            missing = [name for name in wanted if name not in digests]
+            if not stale and not missing:
+                return
+            for name in stale:
+                await client.remove_adapter(name)
+            for name in missing[:1]:  # a load takes long: look again after each
                 try:
-                    await client.add_known_adapter(name, adapter.digest, adapter.directory)
+                    await client.add_known_adapter(name, *wanted[name])
                 except RequestError as error:
+                    lost.add((name, wanted[name]))
                     logger.error('event=adapter_lost engine=%d name=%r cause="%s"', client.number, name, error)
 
     async def reset_prefix_cache(self) -> int:
@@ -479,9 +490,6 @@ class Replicas:
             try:
                 digest = self.replicas[replica.number - 1].client.info.numbers_digest
                 await replica.restart(digest, self._equip)
-                await self._equip(replica.client)  # adapters may have been added or removed meanwhile
-            except EngineDeadError:
-                continue  # it has died again
             except (StartupError, OSError, FrameError) as error:  # OSError: it ended in the middle of a message
                 return f"replica {replica.number} could not be started again: {error}"
 

@@ -2,7 +2,7 @@
 start use the digest."""
 
 import os
-from errno import EINVAL, ENOENT
+from errno import EFBIG, EINVAL, ENOENT
 from hashlib import blake2b
 from pathlib import Path
 from stat import S_ISREG
@@ -10,13 +10,16 @@ from stat import S_ISREG
 ADAPTER_DIGEST_BYTES = 16
 _FILES = ("adapter_config.json", "adapter_model.safetensors")
 _READ_BYTES = 1 << 20
+# The largest file. A sparse file may claim any size, and every byte is read.
+_MOST_BYTES = 256 << 30
 
 
 def adapter_digest(directory: str | Path) -> str:
     """Return the digest of the adapter in `directory`, or of a GGUF file: hexadecimal blake2b of the size and the
     content of its settings and of its weights.
 
-    Reads every byte, so call it in a thread. Raises `OSError` if there is no adapter, or a file cannot be read.
+    Reads every byte, so call it in a thread. Raises `OSError` if there is no adapter, or a file cannot be
+    read or is too large.
     """
     folder, found = Path(directory), blake2b(digest_size=ADAPTER_DIGEST_BYTES)
     paths = [folder / name for name in _FILES]
@@ -31,7 +34,11 @@ def adapter_digest(directory: str | Path) -> str:
             status = os.fstat(file.fileno())
             if not S_ISREG(status.st_mode):
                 raise OSError(EINVAL, f"{path.name} is not a regular file", str(path))
-            found.update(status.st_size.to_bytes(8, "little"))
-            while data := file.read(_READ_BYTES):
+            left = status.st_size
+            if left > _MOST_BYTES:
+                raise OSError(EFBIG, f"{path.name} has {left} bytes, more than any adapter", str(path))
+            found.update(left.to_bytes(8, "little"))
+            while data := file.read(min(left, _READ_BYTES)):
                 found.update(data)
+                left -= len(data)
     return found.hexdigest()

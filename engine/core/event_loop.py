@@ -22,14 +22,14 @@ from oarlock.engine.ipc import messages
 from oarlock.engine.ipc.frames import FrameError, FrameSocket, FrameSocketClosedError
 from oarlock.engine.kv_cache.block_events import BlockChanges, BlockEvent, BlockEventLog
 from oarlock.engine.kv_cache.offload import Flush
-from oarlock.engine.lora.registry import FAILED, POLL_S
+from oarlock.engine.lora.registry import FAILED, POLL_S, UNLOADED
+from oarlock.engine.scheduler.adapter_queue import AdapterQueue, unloaded
 from oarlock.engine.stats import EngineStats
 from oarlock.engine.types import FinishReason, Request, TokenEvent, TokenEvents
 from oarlock.workers.errors import WorkerError
 
 if TYPE_CHECKING:
     from oarlock.engine.kv_cache.publisher import KvEventPublisher
-    from oarlock.engine.scheduler.adapter_queue import AdapterQueue
     from oarlock.engine.structured_output.manager import StructuredOutputManager
     from oarlock.workers.executor import Executor
 
@@ -273,6 +273,7 @@ class EngineLoop:
                 self._awaited_adapters.setdefault(message.name, []).append(message.number)
                 return
             events = adapters.remove(message.name, list(self.scheduler.requests.by_id.values()), now)
+            events += self._end_pending(message.name)
         except RequestError as error:
             self._send(messages.AdapterDone.refused(message.number, error))
             return
@@ -281,7 +282,15 @@ class EngineLoop:
         self._reply_to_loads(adapters)
         self._send(messages.AdapterDone(message.number, len(events)))
 
-    def _reply_to_loads(self, adapters: "AdapterQueue") -> None:
+    def _end_pending(self, adapter: str) -> list[TokenEvent]:
+        """End the requests that wait for their grammar: `adapter` may get another content before they are added."""
+        manager, reason, message = self._structured_output, FinishReason.ERROR, unloaded(adapter)
+        return [
+            TokenEvent(request_id, finish_reason=reason, error=message, error_param="model", error_code=UNLOADED)
+            for request_id in ([] if manager is None else manager.abort_adapter(adapter))
+        ]
+
+    def _reply_to_loads(self, adapters: AdapterQueue) -> None:
         """Reply to additions of adapters whose loads have ended."""
         for name, failure in adapters.registry.take_outcomes():
             for number in self._awaited_adapters.pop(name, []):

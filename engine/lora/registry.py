@@ -39,13 +39,18 @@ class Adapter:
     """One content, under all of its names."""
 
     digest: str
-    directory: str
-    names: list[str] = field(default_factory=list)  # ordered by the times of their addition
+    directory: str  # of the name that was added last: directories of names that were removed may be gone
+    names: dict[str, str] = field(default_factory=dict)  # name -> directory, ordered by the times of their addition
     loaded_names: set[str] = field(default_factory=set)  # names of which a load has succeeded
     state: AdapterState = AdapterState.ON_DISK
     slot: int = NO_SLOT
     last_used: int = 0  # grows with each use of any adapter
     prepared_at: int | None = None  # step with its PREPARE; None: that was not sent yet
+
+    def rename(self, names: dict[str, str]) -> None:
+        """Replace the names and their directories."""
+        self.names = names
+        self.directory = next(reversed(names.values()), self.directory)
 
 
 class AdapterRegistry:
@@ -83,7 +88,7 @@ class AdapterRegistry:
         return adapter
 
     def add(self, name: str, digest: str, directory: str) -> Adapter:
-        """Let `name` refer to the content `digest` of `directory`; no effect if it does already.
+        """Let `name` refer to the content `digest`, which later loads read from `directory`.
 
         Raises `RequestError` if the name is taken by another content, or is too long.
         """
@@ -100,11 +105,10 @@ class AdapterRegistry:
                 IN_USE,
             )
         if adapter is None:
-            adapter = self._by_digest.setdefault(digest, Adapter(digest, directory))
-            self._by_name[name] = adapter
-            adapter.names.append(name)
+            adapter = self._by_name[name] = self._by_digest.setdefault(digest, Adapter(digest, directory))
             if adapter.state is AdapterState.READY:
                 adapter.loaded_names.add(name)
+        adapter.rename({other: path for other, path in adapter.names.items() if other != name} | {name: directory})
         return adapter
 
     def remove(self, name: str) -> Adapter:
@@ -114,7 +118,7 @@ class AdapterRegistry:
         """
         adapter = self.resolve(name)
         del self._by_name[name]
-        adapter.names.remove(name)
+        adapter.rename({other: path for other, path in adapter.names.items() if other != name})
         adapter.loaded_names.discard(name)
         if adapter.state is not AdapterState.READY:
             self.outcomes.append((name, "it was unloaded before it was loaded"))
@@ -140,7 +144,7 @@ class AdapterRegistry:
         assert adapter.state is AdapterState.ON_DISK and not self.is_full and self.num_loading < MAX_LOADING
         adapter.state, adapter.prepared_at = AdapterState.LOADING, None
         self.num_loading += 1
-        name = adapter.names[0]
+        name = next(reversed(adapter.names))
         self.commands.append(
             AdapterCommand(CommandKind.PREPARE, adapter.digest, name=name, directory=adapter.directory)
         )
@@ -155,6 +159,8 @@ class AdapterRegistry:
         """Copy an adapter to `slot`, in place of the adapter that the ranks have there."""
         assert adapter.state is AdapterState.READY and adapter.slot == NO_SLOT
         adapter.slot = slot
+        # Only the last content of a slot is sent, so that commands that were not sent stay few.
+        self.commands = [one for one in self.commands if (one.kind, one.slot) != (CommandKind.PUT, slot)]
         self.commands.append(AdapterCommand(CommandKind.PUT, adapter.digest, slot))
         self.num_puts += 1
 
@@ -239,7 +245,7 @@ class AdapterRegistry:
         for name in adapter.names:
             if name not in adapter.loaded_names:
                 del self._by_name[name]
-        adapter.names = [name for name in adapter.names if name in adapter.loaded_names]
+        adapter.rename({name: path for name, path in adapter.names.items() if name in adapter.loaded_names})
         if not adapter.names:
             del self._by_digest[adapter.digest]
 

@@ -24,6 +24,10 @@ class AdapterSlots:
     def num_free(self) -> int:
         return len(self._free)
 
+    @property
+    def num_open(self) -> int:
+        return self.num_slots - len(self._free) - len(self._closing)
+
     def adapters(self) -> Iterator[Adapter]:
         """Yield the adapters in slots, in the order of their slots."""
         return (adapter for adapter in self._adapters if adapter is not None)

@@ -182,14 +182,20 @@ class _SeenMemory:
         """Add the slots that `step` writes, which later steps may read."""
         self._slots.update(step.state_writes.tolist(), step.state_saves[:, 2].tolist())
 
-    def add_adapters(self, step: StepMetadata) -> None:
-        """Add the slots that `step` fills with adapters, which is done before the rest of it, and the adapters."""
+    def add_adapters(self, step: StepMetadata) -> bool:
+        """Add the slots that `step` fills with adapters, which is done before the rest of it, and the adapters.
+
+        Return False if an adapter was prepared by no step so far, so that ranks cannot have it.
+        """
         for command in read_commands(step.adapter_commands, step.adapter_digests, step.adapter_texts):
             if command.kind is CommandKind.PREPARE:
                 self._prepared[command.digest] = command
-            elif command.kind is CommandKind.PUT and command.digest in self._prepared:
+            elif command.kind is CommandKind.PUT:
+                if command.digest not in self._prepared:
+                    return False
                 self._adapter_slots.add(command.slot)
                 self.adapters.setdefault(command.digest, self._prepared[command.digest])
+        return True
 
     def has_all_of(self, step: StepMetadata) -> bool:
         """Return whether each block and slot that `step` reads was assigned. Models have blocks, slots or both."""
@@ -210,8 +216,7 @@ def _count(recording: Recording) -> RecordingCounts:
     try:
         for step, output in _steps(recording):
             seen.add_tables(step)
-            seen.add_adapters(step)
-            if not seen.has_all_of(step):
+            if not seen.add_adapters(step) or not seen.has_all_of(step):
                 raise StartupError(
                     f"{recording.path} does not begin with the first step: step {step.step_id} reads memory that no "
                     "step in it has assigned.",
@@ -251,6 +256,7 @@ def _config(
     header = recording.header
     changes: dict[str, Any] = {"num_kv_blocks": counts.num_blocks, "cpu_affinity": "auto", "log_level": "WARNING"}
     changes |= {"data_parallel_size": 1, "data_parallel_rank": 0, "host_free_bytes": None}
+    changes["lora_adapters"] = ()  # `_check_adapters` checks the adapters that are used
     recorded = WorkerConfig(**header.worker)
     ranks, stages = ranks or recorded.tensor_parallel_size, stages or recorded.pipeline_parallel_size
     changes |= {"nnodes": 1, "tensor_parallel_size": ranks, "pipeline_parallel_size": stages}

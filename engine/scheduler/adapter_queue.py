@@ -28,6 +28,7 @@ from oarlock.workers.config import WorkerConfig
 logger = logging.getLogger("oarlock.engine")
 
 _AFTER_REQUESTS = 1 << 62  # loads for no request come after the requests of the same time
+Keys = dict[tuple[bool, str], tuple[float, int]]
 Fail = Callable[[Sequence, str, float, str, str], TokenEvent]  # sequence, message, now, field at fault, code
 
 
@@ -50,12 +51,18 @@ class AdapterQueue:
         self.slots = AdapterSlots(config.max_loras)
         self._waiting, self._running, self._stats, self._fail = waiting, running, stats, fail
         self._parked: dict[Adapter, dict[int, Sequence]] = {}  # adapter -> its parked requests by id; none is empty
+        # Adapter -> first keys of its parked requests, by (is_low_priority, client), as far as they were asked for.
+        self._first_keys: dict[Adapter, Keys] = {}
         self._wanted: dict[Adapter, tuple[float, int]] = {}  # adapters to load for no request -> time, number
         self._num_wanted = 0
         self.may_assign = False  # whether anything has changed that `assign` depends on
         self.num_parked = 0
         self._now = 0.0  # time of the call that may park requests or queue parked ones
+        # Whether no adapter may leave host memory for a request; then none may for a later one in the order either.
+        self._none_may_leave = False
+        self._left: dict[bool, dict[Adapter, int]] = {}  # results of `_tokens_left` in one call of `assign`
         self.to_preempt: list[Sequence] = []  # running requests that keep a slot from a request of higher priority
+        self.loading: Iterable[Sequence] = ()  # requests that left the queue until their blocks are read from files
         self.on_park: Callable[[Sequence], object] = lambda seq: None  # called with each request before it is parked
 
     # -- names
@@ -79,10 +86,9 @@ class AdapterQueue:
         Raises `RequestError` if the name is not known.
         """
         adapter = self.registry.resolve(name)
-        message = f"The adapter {name!r} was unloaded before this request was complete."
         own = [seq for seq in sequences if seq.request.adapter == name]
-        events = [self._fail(seq, message, now, "model", UNLOADED) for seq in own]
-        if adapter.names == [name]:
+        events = [self._fail(seq, unloaded(name), now, "model", UNLOADED) for seq in own]
+        if adapter.names.keys() == {name}:
             assert adapter not in self._parked, "a request has an adapter without a name"
             self._wanted.pop(adapter, None)
             self.slots.empty(adapter)
@@ -94,7 +100,7 @@ class AdapterQueue:
         """Return a description of each name, with the number of its requests among `sequences`."""
         counts = Counter(seq.request.adapter for seq in sequences)
         return [
-            AdapterInfo(name, adapter.digest, adapter.directory, adapter.state.value, adapter.slot, counts[name])
+            AdapterInfo(name, adapter.digest, adapter.names[name], adapter.state.value, adapter.slot, counts[name])
             for name, adapter in self.registry.by_name.items()
         ]
 
@@ -117,6 +123,7 @@ class AdapterQueue:
         if parked is None or parked.pop(seq.request_id, None) is None:
             return False
         self._count_parked(seq, -1)
+        self._first_keys.pop(seq.adapter, None)
         if not parked:
             del self._parked[seq.adapter]
         return True
@@ -151,6 +158,8 @@ class AdapterQueue:
         assert seq.adapter is not None
         self.on_park(seq)
         self._parked.setdefault(seq.adapter, {})[seq.request_id] = seq
+        if (keys := self._first_keys.get(seq.adapter)) is not None:
+            _add_first(keys, seq)
         self._count_parked(seq, 1)
         self._note_wait(seq.adapter, seq)
 
@@ -160,6 +169,7 @@ class AdapterQueue:
 
     def _unpark(self, adapter: Adapter) -> None:
         """Queue the parked requests of `adapter`, which is in an open slot."""
+        self._first_keys.pop(adapter, None)
         for seq in self._parked.pop(adapter, {}).values():
             self._count_parked(seq, -1)
             seq.timeline.awaits_adapter(None, self._now)
@@ -202,7 +212,8 @@ class AdapterQueue:
         self._now = now
         if not self.may_assign:
             return
-        self.may_assign, self.to_preempt = False, []
+        self.may_assign, self.to_preempt, self._none_may_leave = False, [], False
+        self._left.clear()
         if not self._parked and not self._wanted:
             self._reopen(self.slots.in_closing_slots())
             return
@@ -224,28 +235,43 @@ class AdapterQueue:
                 continue  # without requests it needs no slot
             elif adapter.state is AdapterState.READY and self._take_slot(adapter, turn, used, queued):
                 queued[adapter] = turn
-            elif reserved:
-                self._preempt_for(turn, reserved.pop(0))
             else:
-                self._close_slot(turn, queued)
+                self._await_slot(turn, reserved, queued)
         self._reopen(reserved)
 
     def _candidates(self) -> list[tuple[Adapter, Turn]]:
         """Return the adapters that wait for memory or a slot, in the order of their first requests."""
-        turns = {adapter: min(map(self._turn, parked.values())) for adapter, parked in self._parked.items()}
+        turns = {adapter: self._first_parked(adapter) for adapter in self._parked}
         for adapter, key in self._wanted.items():
             turn = Turn(False, self._waiting.time_of(""), key)
             turns[adapter] = min(turn, turns.get(adapter, turn))
         return sorted(turns.items(), key=lambda item: item[1])
 
     def _queued_turns(self) -> dict[Adapter, Turn]:
-        """Return the turn of the first queued request of each adapter."""
+        """Return the turn of the first request of each adapter that is queued, or will be after reading files."""
         turns: dict[Adapter, Turn] = {}
-        for seq in self._waiting:
+        for seq in self.loading:
             if seq.adapter is not None:
                 turn = self._turn(seq)
                 turns[seq.adapter] = min(turn, turns.get(seq.adapter, turn))
+        for (is_low_priority, client), line in self._waiting.lines.items():
+            time, firsts = self._waiting.time_of(client), dict[Adapter, tuple[float, int]]()
+            for seq in line:  # ordered by keys
+                if seq.adapter is not None:
+                    firsts.setdefault(seq.adapter, seq.key)
+            for adapter, key in firsts.items():
+                turn = Turn(is_low_priority, time, key)
+                turns[adapter] = min(turn, turns.get(adapter, turn))
         return turns
+
+    def _first_parked(self, adapter: Adapter) -> Turn:
+        """Return the turn of the first parked request of `adapter`, which has one."""
+        keys = self._first_keys.get(adapter)
+        if keys is None:
+            keys = self._first_keys[adapter] = {}
+            for seq in self._parked[adapter].values():
+                _add_first(keys, seq)
+        return min(Turn(is_low, self._waiting.time_of(client), key) for (is_low, client), key in keys.items())
 
     def _turn(self, seq: Sequence) -> Turn:
         request = seq.request
@@ -258,8 +284,9 @@ class AdapterQueue:
         if registry.num_loading == MAX_LOADING:
             return True
         if registry.is_full:
-            victim = self._least_needed(turn, used, queued)
+            victim = None if self._none_may_leave else self._least_needed(turn, used, queued)
             if victim is None:
+                self._none_may_leave = True
                 return registry.num_loading > 0  # the end of a load may change that
             self._repark(victim)
             queued.pop(victim, None)
@@ -282,13 +309,15 @@ class AdapterQueue:
         return max(later, key=lambda adapter: first[adapter], default=None)
 
     def _first_turn(self, adapter: Adapter, queued: dict[Adapter, Turn]) -> Turn:
-        turns = [self._turn(seq) for seq in self._parked.get(adapter, {}).values()]
+        turns = [self._first_parked(adapter)] if adapter in self._parked else []
         return min(turns + ([queued[adapter]] if adapter in queued else []))
 
     def _take_slot(self, adapter: Adapter, turn: Turn, used: set[Adapter], queued: dict[Adapter, Turn]) -> bool:
         """Put `adapter` into a slot with which no request runs, and queue its requests. Return False if there is
         none."""
         if not self.slots.num_free:
+            if not self.slots.num_open:
+                return False
             unused = [other for other in self.slots.in_open_slots() if other not in used]
             idle = [other for other in unused if other not in queued]
             victim = idle[0] if idle else next((other for other in unused if queued[other] > turn), None)
@@ -302,25 +331,43 @@ class AdapterQueue:
         self._unpark(adapter)
         return True
 
-    def _close_slot(self, turn: Turn, queued: dict[Adapter, Turn]) -> None:
-        """Close the slot that will be free first, as far as `max_tokens` shows, for a request with `turn`."""
-        left: dict[Adapter, int] = {}
-        for seq in self._running:
-            if seq.adapter is not None and seq.request.is_low_priority <= turn.is_low_priority:
-                left[seq.adapter] = max(left.get(seq.adapter, 0), seq.final_len - seq.num_tokens)
+    def _await_slot(self, turn: Turn, reserved: list[Adapter], queued: dict[Adapter, Turn]) -> None:
+        """Let a request with `turn` wait for one of the closing slots in `reserved`, or else close the slot that will
+        be free first, as far as `max_tokens` shows.
 
-        def order(adapter: Adapter) -> tuple[bool, int]:
+        A slot that only requests of lower priority keep is closed even if others are reserved.
+        """
+        if not reserved and not self.slots.num_open:
+            return
+        left = self._tokens_left(turn.is_low_priority)
+
+        def order(adapter: Adapter) -> tuple[bool, bool, int]:
             has_earlier = adapter in queued and queued[adapter] < turn
-            return has_earlier, left.get(adapter, 0)
+            return has_earlier, adapter in left, left.get(adapter, 0)
 
         # The first of equals was used least recently.
-        adapter = min(self.slots.in_open_slots(), key=order, default=None)
-        if adapter is not None:
+        first = min(self.slots.in_open_slots(), key=order, default=None)
+        yielding = [adapter for adapter in reserved if adapter not in left]
+        if first is None or yielding or (reserved and any(order(first)[:2])):
+            adapter = (yielding or reserved)[0]
+            reserved.remove(adapter)
+        else:
+            adapter = first
             self.slots.close(adapter)
             self._repark(adapter, after=turn)
             if adapter in queued and queued[adapter] > turn:
                 del queued[adapter]
-            self._preempt_for(turn, adapter)
+        self._preempt_for(turn, adapter)
+
+    def _tokens_left(self, is_low_priority: bool) -> dict[Adapter, int]:
+        """Return the most tokens that a request of each adapter has left, without requests that yield to a request with
+        this priority."""
+        if (left := self._left.get(is_low_priority)) is None:
+            left = self._left[is_low_priority] = {}
+            for seq in self._running:
+                if seq.adapter is not None and seq.request.is_low_priority <= is_low_priority:
+                    left[seq.adapter] = max(left.get(seq.adapter, 0), seq.final_len - seq.num_tokens)
+        return left
 
     def _preempt_for(self, turn: Turn, adapter: Adapter) -> None:
         """Let the requests that run with `adapter`, whose slot is closing, be preempted if the request with `turn` has
@@ -333,7 +380,7 @@ class AdapterQueue:
         """Park the queued requests of an adapter that loses its slot; with `after`, only later requests."""
         if not adapter.slot:
             return
-        own = [seq for seq in self._waiting if seq.adapter is adapter]
+        own = [seq for line in self._waiting.lines.values() for seq in line if seq.adapter is adapter]
         for seq in own if after is None else [seq for seq in own if self._turn(seq) > after]:
             self._waiting.remove(seq)
             self._park(seq)
@@ -385,6 +432,19 @@ class AdapterQueue:
         assert in_slots | self._parked.keys() | self._wanted.keys() <= named, "an adapter without a name is kept"
         assert all(self._parked.values()), "an empty list of requests is kept"
         assert self.num_parked == sum(map(len, self._parked.values()))
+        for adapter in list(self._first_keys):
+            turn, parked = self._first_parked(adapter), self._parked[adapter].values()
+            assert turn == min(map(self._turn, parked)), "the first parked request is another one"
+
+
+def unloaded(name: str) -> str:
+    """Return the error of requests whose adapter was unloaded."""
+    return f"The adapter {name!r} was unloaded before this request was complete."
+
+
+def _add_first(keys: Keys, seq: Sequence) -> None:
+    line = seq.request.is_low_priority, seq.request.client
+    keys[line] = min(seq.key, keys.get(line, seq.key))
 
 
 def _names(sequences: Iterable[Sequence]) -> list[str]:

@@ -66,7 +66,7 @@ class OpenRequests:
         if offload is not None and offload.has_disk:
             self.loading = LoadingSequences(offload, self.waiting, self.memory, self._enqueue)
             if self.adapters is not None:
-                self.adapters.on_park = self.loading.forget
+                self.adapters.loading, self.adapters.on_park = self.loading, self.loading.forget
         self.decode_state = DecodeState(self.num_rows, info.block_size, caches_blocks=caches_blocks)
         self.states: StateRows | None = None  # None: the model has no recurrent layers
         if (num_slots := num_state_slots(info)) is not None:
@@ -98,9 +98,19 @@ class OpenRequests:
         adapter = self.adapters.registry.resolve(request.adapter)
         return replace(request, cache_salt=salt_with_adapter(request.cache_salt, adapter.digest)), adapter
 
-    def assign_adapters(self, adapters: AdapterQueue, now: float, *, ahead: bool) -> bool:
-        """Give slots to adapters, and preempt requests that must yield theirs. Return False if the result of the
+    def update_queue(self, now: float, *, ahead: bool) -> bool:
+        """Queue requests whose adapters have got slots, or whose blocks were read. Return False if the result of the
         previous step must come first."""
+        adapters, loading = self.adapters, self.loading
+        if adapters is not None and not self._assign(adapters, now, ahead=ahead):
+            return False
+        if loading is None:
+            return True
+        loading.update(now)
+        return adapters is None or self._assign(adapters, now, ahead=ahead)  # it may have parked requests
+
+    def _assign(self, adapters: AdapterQueue, now: float, *, ahead: bool) -> bool:
+        """Give slots to adapters, and preempt requests that must yield theirs."""
         adapters.assign(now)
         if adapters.to_preempt:
             if ahead:

@@ -166,9 +166,7 @@ class Scheduler:
         `ahead`: the result of the previous step is still missing. Return None if nothing can run, or if that result
         must come first.
         """
-        if self.requests.loading is not None:
-            self.requests.loading.update(now)
-        if self.adapters is not None and not self.requests.assign_adapters(self.adapters, now, ahead=ahead):
+        if not self.requests.update_queue(now, ahead=ahead):
             return None
         # If the ranks lack memory, steps are smaller, have no drafts and are not sent ahead.
         max_tokens, max_drafts = self.max_num_batched_tokens, 0

@@ -321,7 +321,14 @@ class StructuredOutputManager:
 
     def abort_all(self) -> list[int]:
         """Remove all pending requests and return their ids."""
-        request_ids = list(self._pending)
+        return self._abort_each(list(self._pending))
+
+    def abort_adapter(self, name: str) -> list[int]:
+        """Remove the pending requests for the LoRA adapter `name` and return their ids."""
+        pending = [one.request for one in self._pending.values()]
+        return self._abort_each([request.request_id for request in pending if request.adapter == name])
+
+    def _abort_each(self, request_ids: list[int]) -> list[int]:
         for request_id in request_ids:
             self.abort(request_id)
         return request_ids

@@ -9,6 +9,7 @@ import os
 import sys
 from dataclasses import asdict, replace
 
+from oarlock.base.errors import StartupError
 from oarlock.server.cli.arguments import add_settings, loaded_settings
 from oarlock.server.config.nodes import nodes_config
 from oarlock.server.config.settings import Settings
@@ -51,8 +52,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _nodes(settings: Settings) -> list[str]:
     """Return the arguments for the program about other hosts, if there are any."""
-    from oarlock.base.errors import StartupError
-
     try:
         nodes = nodes_config(settings, os.environ)
     except StartupError as error:
@@ -62,10 +61,9 @@ def _nodes(settings: Settings) -> list[str]:
 
 def _find(settings: Settings) -> tuple[str, tuple[tuple[str, str], ...], list[str]]:
     """Return the directories of the model and of its adapters on this machine; or an empty text, and an argument with
-    the reason why there is no model."""
+    the reason why the model or an adapter is not there."""
     import asyncio
 
-    from oarlock.base.errors import StartupError
     from oarlock.server.hub.adapter_path import find_local_adapters
     from oarlock.server.llm.generation_config import GenerationConfig
     from oarlock.server.llm.pooler_config import PoolerConfig
@@ -76,18 +74,24 @@ def _find(settings: Settings) -> tuple[str, tuple[tuple[str, str], ...], list[st
         GenerationConfig.load(files.model, settings.generation_config)
         PoolerConfig.load(files.model, settings.runner, settings.classifier_from_token)
         files.load_tokenizer().close()
-        adapters, notes = asyncio.run(find_local_adapters(settings))
-        sys.stderr.writelines(f"note: {note}\n" for note in notes)
-        return files.model, adapters, []
     except StartupError as error:
         if _is_on_hub(settings):
             return "", (), [f"--missing={error.cause} Fetch it first: oarlock pull {settings.model}"]
-        return "", (), [f"--model-wrong={json.dumps([error.cause, error.fix])}"]
+        return "", (), _wrong(error)
+    try:
+        adapters, notes = asyncio.run(find_local_adapters(settings))
+    except StartupError as error:
+        return "", (), _wrong(error)
+    sys.stderr.writelines(f"note: {note}\n" for note in notes)
+    return files.model, adapters, []
+
+
+def _wrong(error: StartupError) -> list[str]:
+    return [f"--model-wrong={json.dumps([error.cause, error.fix])}"]
 
 
 def _is_on_hub(settings: Settings) -> bool:
     """Return whether the model can be fetched, because its name is a hub id."""
-    from oarlock.base.errors import StartupError
     from oarlock.server.hub.local_model import find_local
 
     try:

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 from oarlock.server.config.options import OptionError, option
 
 MAX_LORA_RANK = 16
+MAX_NAME = 128  # characters of an adapter's name
+REPLACEMENT = " (replacement)"  # ends the engine's name of the new content while it replaces an adapter
 _MOST_SLOTS = 8  # of the default of --max-loras
 _EXAMPLE = "For example: --lora-modules sql=/adapters/sql"
 _KEYS = ("name", "path", "base_model_name")
@@ -88,9 +90,20 @@ def parse_lora_modules(texts: Iterable[str]) -> list[LoraModule]:
     modules = [_from_json(text) if text.startswith("{") else _from_pair(text) for text in texts]
     names = [module.name for module in modules]
     for name in names:
+        if (reason := why_no_name(name)) is not None:
+            raise OptionError(f"--lora-modules has the name {name!r:.80}. {reason}", "Give the adapter another name.")
         if names.count(name) > 1:
             raise OptionError(f"--lora-modules has the name {name!r:.80} twice.", "Give each adapter its own name.")
     return modules
+
+
+def why_no_name(name: str) -> str | None:
+    """Return the reason why no adapter can have this name; None: an adapter can have it."""
+    if not 1 <= len(name) <= MAX_NAME or not name.isprintable() or name != name.strip():
+        return f"The name of an adapter has 1 to {MAX_NAME} printable characters, without spaces at its ends."
+    if name.endswith(REPLACEMENT):
+        return f"The server itself uses names that end with '{REPLACEMENT}'."
+    return None
 
 
 def check_adapters(settings: AdapterSettings) -> None:
@@ -130,7 +143,8 @@ def _from_json(text: str) -> LoraModule:
         raise OptionError(f"--lora-modules has invalid JSON: {error}.", _EXAMPLE) from None
     for key, value in table.items():
         if key not in _KEYS:
-            raise OptionError(f"--lora-modules has the key {key!r:.80}, which is not known.", f"The keys are {_KEYS}.")
+            keys = ", ".join(_KEYS)
+            raise OptionError(f"--lora-modules has the key {key!r:.80}, which is not known.", f"The keys are {keys}.")
         if not (isinstance(value, str) and value.strip()) and (key, value) != ("base_model_name", None):
             raise OptionError(f"--lora-modules has a value of {key} that is not a text.", _EXAMPLE)
     if "name" not in table or "path" not in table:

@@ -53,9 +53,9 @@ class OpenAIServingGenerate(OpenAIServing, ABC, Generic[_BodyT, _ProcessedT]):
     ) -> GenerationWriter:
         """Return the writer of the generation in this endpoint's JSON format."""
 
-    def check_model(self, name: str | None) -> str:
+    async def check_model(self, name: str | None) -> str:
         """Return the model name. Raises `ModelNotFoundError`, or `RequestError` if the model does not generate text."""
-        found = super().check_model(name)
+        found = await super().check_model(name)
         task = self.async_llm.pooler.task
         if task is not Task.GENERATE:
             instead = "/v1/embeddings, /v1/rerank and /v1/score" if task is Task.EMBED else "/v1/rerank and /v1/score"
@@ -68,7 +68,7 @@ class OpenAIServingGenerate(OpenAIServing, ABC, Generic[_BodyT, _ProcessedT]):
         record = record_of(request.scope)
         assert record is not None, "the middleware creates a record for every generating request"
         record.parsed_s = time.monotonic()
-        model = self.check_model(body.model)
+        model = await self.check_model(body.model)
         body.timeout = self._time_limit(request.headers.get("x-request-timeout"), body.timeout)
         body.cache_salt = salt_of(request.scope, body.cache_salt)
         rank = self._chosen_replica(request)
@@ -104,7 +104,7 @@ class OpenAIServingGenerate(OpenAIServing, ABC, Generic[_BodyT, _ProcessedT]):
         request, so the caller limits how many run at a time. Raises the same errors as `create`.
         """
         body.timeout = self._time_limit(None, body.timeout)
-        adapter = await self.use_adapter(self.check_model(body.model))
+        adapter = await self.use_adapter(await self.check_model(body.model))
         async with self.async_llm.one_prompt:
             processed, _ = await self._process_in_time(body)
         self.report(processed.ignored, label)
@@ -121,7 +121,7 @@ class OpenAIServingGenerate(OpenAIServing, ABC, Generic[_BodyT, _ProcessedT]):
 
         `owner`: the salt of the API key that the request belongs to.
         """
-        model = self.check_model(body.model)
+        model = await self.check_model(body.model)
         if body.stream:
             raise RequestError("'stream' is true, but this route does not stream. Leave it out.", "stream")
         body.cache_salt = salted(owner, body.cache_salt)
@@ -135,7 +135,7 @@ class OpenAIServingGenerate(OpenAIServing, ABC, Generic[_BodyT, _ProcessedT]):
         `each`: return a list with one object per prompt, else only the object of the only prompt. Nothing is generated.
         Raises `RequestError`, also if the response would be too long.
         """
-        model = self.check_model(body.model)
+        model = await self.check_model(body.model)
         held = self.held_by(request)
         render = partial(self._rendered, body, model, request_id_of(request.scope), held)
         renderings, ignored = await TextPermits.of(request).run(request, render)

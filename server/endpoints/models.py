@@ -35,8 +35,8 @@ async def retrieve_model(request: Request, model: str) -> Response:
     if not model:  # the path ends with a slash
         raise HTTPException(404)
     serving = OpenAIServing.of(request)
-    name = serving.check_model(model)
-    return JSONResponse(_card(serving, name, serving.adapter(name)))
+    name = await serving.check_model(model)
+    return JSONResponse(_card(serving, name, await serving.adapter(name)))
 
 
 _LOAD = describe(

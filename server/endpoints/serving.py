@@ -5,6 +5,7 @@ import hashlib
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, ClassVar, Self, TypeVar
 
 from starlette.requests import Request
@@ -22,7 +23,7 @@ from oarlock.server.http.request_record import RequestRecord, label_of
 from oarlock.server.http.server_sent_events import until_disconnect
 from oarlock.server.http.server_state import ServerState
 from oarlock.server.hub.adapter_path import AdapterPaths
-from oarlock.server.hub.model_path import served_names
+from oarlock.server.hub.model_path import names_model, served_names
 from oarlock.server.llm.adapters import ServedAdapter, ServedAdapters
 from oarlock.server.llm.async_llm import AsyncLLM
 from oarlock.server.llm.generation import Engine, Generation, Replica
@@ -91,29 +92,29 @@ class OpenAIServing:
         `model`: the name from `check_model`, if it may be the name of an adapter.
         """
         text = f"{VERSION} {self.info.numbers_digest} {self.tokenizer.digest}"
-        adapter = None if model is None else self.adapter(model)
+        adapter = None if model is None or self._adapters is None else self._adapters.loaded(model)
         if adapter is not None:
             text += f" {adapter.digest}"
         return "fp_" + hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
 
-    def check_model(self, name: str | None) -> str:
+    async def check_model(self, name: str | None) -> str:
         """Return the name of the model, or of an adapter, to echo back. Raises `ModelNotFoundError`."""
         if name is None:
             return self.model_names[0]
-        if self._is_model(name) or self.adapter(name) is not None:
+        if self._is_model(name) or await self.adapter(name) is not None:
             return name
         adapters = self._adapters
         if adapters is None:
             raise ModelNotFoundError(name, self.model_names)
         if self.settings.ignore_model_case:
-            for adapter in adapters.list():
+            for adapter in await adapters.available():
                 if adapter.name.casefold() == name.casefold():
                     return adapter.name
         raise adapters.not_found(name)
 
-    def adapter(self, name: str) -> ServedAdapter | None:
+    async def adapter(self, name: str) -> ServedAdapter | None:
         """Return the LoRA adapter of this name, which may not be loaded yet; None if there is none."""
-        return None if self._adapters is None or self._is_model(name) else self._adapters.find(name)
+        return None if self._adapters is None or self._is_model(name) else await self._adapters.find(name)
 
     async def use_adapter(self, name: str, record: RequestRecord | None = None) -> str | None:
         """Wait until the adapter that `check_model` returned is loaded, and return its name; None for the model itself.
@@ -131,9 +132,7 @@ class OpenAIServing:
 
     def _is_model(self, name: str) -> bool:
         """Return whether this is a name of the model itself."""
-        if name in self.model_names:
-            return True
-        return self.settings.ignore_model_case and name.casefold() in map(str.casefold, self.model_names)
+        return names_model(self.settings, name)
 
     def _time_limit(self, header: str | None, seconds: float | None) -> float | None:
         """Return the shortest time limit of field, header and operator in seconds; None: no limit."""
@@ -267,7 +266,8 @@ def connect_engine(
     """Fill in `state.async_llm` and return it. Requests are still refused until the state's phase is ready."""
     adapters = None
     if engine.info.max_loras:
-        adapters = ServedAdapters(engine, served_names(settings), AdapterPaths(settings))
+        is_model = partial(names_model, settings)
+        adapters = ServedAdapters(engine, served_names(settings), AdapterPaths(settings), is_model)
     strict = settings.strict_max_tokens
     async_llm = AsyncLLM(
         engine, tokenizer, generation_config, strict_max_tokens=strict, pooler=pooler, adapters=adapters

@@ -30,7 +30,7 @@ class OpenAIServingTokenization(OpenAIServing):
 
     async def tokenize(self, request: Request, body: TokenFields, headers: dict[str, str]) -> Response:
         """Return the ids of a text or of a conversation's prompt. Raises `RequestError`."""
-        self.check_model(body.model)
+        await self.check_model(body.model)
         ids, ignored = await TextPermits.of(request).run(request, partial(self._ids, body))
         self.held_by(request).add(BYTES_PER_VALUE * len(ids))
         headers = self.reported(request, ignored, headers)
@@ -44,7 +44,7 @@ class OpenAIServingTokenization(OpenAIServing):
 
     async def detokenize(self, request: Request, body: DetokenizeRequest, headers: dict[str, str]) -> Response:
         """Return the text of ids, with special tokens by name. Raises `RequestError`."""
-        self.check_model(body.model)
+        await self.check_model(body.model)
         text = await TextPermits.of(request).run(request, partial(self._text, body.tokens))
         return await whole_response(pieces_of({"prompt": text}), headers)
 

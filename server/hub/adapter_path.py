@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 from oarlock.base.errors import StartupError
 from oarlock.base.paths import expand
-from oarlock.server.config.adapter_options import LoraModule, parse_lora_modules
+from oarlock.server.config.adapter_options import LoraModule, parse_lora_modules, why_no_name
 from oarlock.server.config.settings import Settings
 from oarlock.server.hub.local_model import HUB_ID
-from oarlock.server.hub.model_path import OnDetailedProgress, download, on_hub, served_names
+from oarlock.server.hub.model_path import OnDetailedProgress, download, names_model, on_hub
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _MOST_LISTED = 1000
@@ -39,22 +39,12 @@ class FoundAdapter(NamedTuple):
 
 async def find_start_adapters(settings: Settings, on_progress: OnDetailedProgress) -> tuple[FoundAdapter, ...]:
     """Return the adapters of `--lora-modules`, which may be fetched from the hub. Raises `StartupError`."""
-    paths = AdapterPaths(settings)
-    own, modules = served_names(settings), parse_lora_modules(settings.lora_modules)
-    if settings.lora_dir is not None and not os.path.isdir(expand(settings.lora_dir)):
-        raise StartupError(f"--lora-dir {settings.lora_dir} is not a directory.", "Create it, or name another.")
-    taken = next((module.name for module in modules if module.name in own), None)
-    if taken is not None:
-        raise StartupError(
-            f"--lora-modules has an adapter with the name {taken}, which is the name of the model.",
-            "Give the adapter another name, or the model with --served-model-name.",
-        )
-    found = []
-    for module in modules:
+    paths, found = AdapterPaths(settings), []
+    for module in _modules(settings):
         try:
             found.append(FoundAdapter(module, await paths.resolve(module.path, on_progress)))
         except StartupError as error:
-            raise StartupError(f"{module.name}: {error.cause}", error.fix, error.exit_code) from None
+            raise _of_adapter(module.name, error) from None
     return tuple(found)
 
 
@@ -62,14 +52,32 @@ async def find_local_adapters(settings: Settings) -> tuple[tuple[tuple[str, str]
     """Return the name and the path of each adapter of `--lora-modules` on this machine, fetching nothing, and a note
     for each adapter of the hub that is not here. Raises `StartupError`."""
     paths, found, notes = AdapterPaths(replace(settings, offline=True)), [], []
-    for name, path, _ in parse_lora_modules(settings.lora_modules):
+    for name, path, _ in _modules(settings):
         try:
             found.append((name, await paths.resolve(path)))
         except StartupError as error:
             if os.path.lexists(expand(path)) or not HUB_ID.fullmatch(path):
-                raise
+                raise _of_adapter(name, error) from None
             notes.append(f"adapter {name} is not looked at: {error.cause}")
     return tuple(found), notes
+
+
+def _of_adapter(name: str, error: StartupError) -> StartupError:
+    return StartupError(f"{name}: {error.cause}", error.fix, error.exit_code)
+
+
+def _modules(settings: Settings) -> list[LoraModule]:
+    """Return the adapters of `--lora-modules`. Raises `StartupError` for a name of the model, and for `--lora-dir`."""
+    modules = parse_lora_modules(settings.lora_modules)
+    if settings.lora_dir is not None and not os.path.isdir(expand(settings.lora_dir)):
+        raise StartupError(f"--lora-dir {settings.lora_dir} is not a directory.", "Create it, or name another.")
+    taken = next((module.name for module in modules if names_model(settings, module.name)), None)
+    if taken is not None:
+        raise StartupError(
+            f"--lora-modules has an adapter with the name {taken}, which is the name of the model.",
+            "Give the adapter another name, or the model with --served-model-name.",
+        )
+    return modules
 
 
 class AdapterPaths:
@@ -80,9 +88,13 @@ class AdapterPaths:
         self._downloads = asyncio.Semaphore(_DOWNLOADS)
         self._folder = None if settings.lora_dir is None else Path(os.path.realpath(expand(settings.lora_dir)))
 
+    def may_have(self, name: str) -> bool:
+        """Return whether `name` can be the name of an adapter in `--lora-dir`, without a look at the disk."""
+        return self._folder is not None and _is_segment(name)
+
     def find(self, name: str) -> str | None:
-        """Return the path of the adapter `name` in `--lora-dir`; None if there is none."""
-        if self._folder is None or not _is_segment(name):
+        """Return the path of the adapter `name` in `--lora-dir`; None if there is none. Reads the disk."""
+        if self._folder is None or not self.may_have(name):
             return None
         try:
             return str(_inside(self._folder, name))
@@ -99,7 +111,7 @@ class AdapterPaths:
         except OSError:
             return found
         for name in names:
-            path = self.find(name) if name.isprintable() and len(found) < _MOST_LISTED else None
+            path = self.find(name) if len(found) < _MOST_LISTED else None
             if path is not None:
                 found[name] = path
         return found
@@ -181,5 +193,5 @@ def _files_of(path: Path) -> list[Path]:
 
 
 def _is_segment(name: str) -> bool:
-    """Return whether `name` can be one entry of a directory, and is not hidden."""
-    return 0 < len(name) <= 255 and not name.startswith(".") and not any(mark in name for mark in "/\\\0")
+    """Return whether `name` can be one entry of a directory and the name of an adapter, and is not hidden."""
+    return why_no_name(name) is None and not name.startswith(".") and not any(mark in name for mark in "/\\")

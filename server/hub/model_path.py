@@ -45,6 +45,12 @@ def served_names(settings: Settings) -> tuple[str, ...]:
     return settings.served_model_name or (display_name(settings.model),)
 
 
+def names_model(settings: Settings, name: str) -> bool:
+    """Return whether a request with this name means the model itself, and no adapter."""
+    names = served_names(settings)
+    return name in names or (settings.ignore_model_case and name.casefold() in map(str.casefold, names))
+
+
 async def resolve(settings: Settings, on_progress: OnDetailedProgress, tokenizer: str | None = None) -> str:
     """Return the directory of the checkpoint. Raises `StartupError`. If cancelled, a download stops and can be resumed.
 

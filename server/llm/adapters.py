@@ -14,12 +14,12 @@ from typing import Any
 
 from oarlock.base.errors import EXIT_RANK_DIED, StartupError
 from oarlock.engine.errors import EngineDeadError, RequestError, UnavailableError
+from oarlock.server.config.adapter_options import MAX_NAME, REPLACEMENT, why_no_name
 from oarlock.server.errors import ModelNotFoundError
 from oarlock.server.hub.adapter_path import AdapterPaths, FoundAdapter
 from oarlock.server.llm.generation import Engine
 from oarlock.server.observability.logs import event, logger
 
-MAX_NAME = 128  # characters
 # Codes of errors; the engine has the same.
 EXISTS, NOT_FOUND, FAILED, UNLOADED = "adapter_exists", "adapter_not_found", "adapter_failed", "adapter_unloaded"
 _AT_ONCE = 4  # loads that read files; `AdapterPaths` limits downloads, for which other loads do not wait
@@ -27,7 +27,6 @@ _MOST_OPEN = 32  # loads and unloads, including loads that wait for their turn
 _MOST_FAILURES = 256  # failed first uses that are remembered
 _RETRY_S = 5.0  # before a failed first use is tried again
 _MOST_SHOWN = 20  # names in an error
-_REPLACEMENT = " (replacement)"  # ends the engine's name of the new content while it replaces an adapter
 _log = logger("adapters")
 
 
@@ -46,30 +45,45 @@ class ServedAdapter:
 class ServedAdapters:
     """The adapters of one engine. All methods belong to one event loop."""
 
-    def __init__(self, engine: Engine, model_names: Sequence[str], paths: AdapterPaths) -> None:
-        """`model_names`: names of the model itself, which no adapter may have; the first is the parent of adapters."""
-        self._engine, self._model_names, self._paths = engine, tuple(model_names), paths
+    def __init__(
+        self, engine: Engine, model_names: Sequence[str], paths: AdapterPaths, is_model: Callable[[str], bool]
+    ) -> None:
+        """`model_names`: names of the model itself; the first is the parent of adapters. `is_model`: whether requests
+        with a name mean the model, so that no adapter may have the name.
+        """
+        self._engine, self._model_names, self._paths, self.is_model = engine, tuple(model_names), paths, is_model
         self._by_name: dict[str, ServedAdapter] = {}  # loaded adapters, ordered by the times of their loads
         self._changes: dict[str, asyncio.Task[None]] = {}  # name -> its load or unload in progress
         self._loads: set[str] = set()  # names whose change is a load
         self._turns = asyncio.Semaphore(_AT_ONCE)
         self._failures: dict[str, tuple[float, str]] = {}  # name -> time and message of a failed first use
+        self._listing: asyncio.Task[dict[str, str]] | None = None  # the last reading of `--lora-dir`
         self.on_unload: list[Callable[[str], object]] = []  # called with the name once the engine has forgotten it
 
     # -- lookup
 
-    def find(self, name: str) -> ServedAdapter | None:
+    def loaded(self, name: str) -> ServedAdapter | None:
+        """Return a loaded adapter; None if no loaded adapter has this name."""
+        return self._by_name.get(name)
+
+    async def find(self, name: str) -> ServedAdapter | None:
         """Return a loaded adapter, or an adapter that its first use would load; None if there is no such name."""
         found = self._by_name.get(name)
-        if found is None and name not in self._model_names and (directory := self._paths.find(name)) is not None:
-            found = self._unloaded(name, directory)
-        return found
+        if found is not None or not self._paths.may_have(name) or self.is_model(name):
+            return found
+        directory = await asyncio.to_thread(self._paths.find, name)  # the disk may be slow
+        return None if directory is None else self._by_name.get(name) or self._unloaded(name, directory)
 
     async def available(self) -> Sequence[ServedAdapter]:
-        """Return the loaded adapters, then all adapters that a first use would load, by name."""
-        found = await asyncio.to_thread(self._paths.all)  # reads a directory
-        names = found.keys() - self._by_name.keys() - {*self._model_names}
-        return [*self._by_name.values(), *(self._unloaded(name, found[name]) for name in sorted(names))]
+        """Return the loaded adapters, then all adapters that a first use would load, by name.
+
+        Calls while the directory is being read share the result, so they occupy one thread.
+        """
+        if self._listing is None or self._listing.done():
+            self._listing = asyncio.create_task(asyncio.to_thread(self._paths.all), name="adapters-listing")
+        found = await asyncio.shield(self._listing)
+        names = [name for name in found if name not in self._by_name and not self.is_model(name)]
+        return [*self._by_name.values(), *(self._unloaded(name, found[name]) for name in names)]
 
     def _unloaded(self, name: str, directory: str) -> ServedAdapter:
         return ServedAdapter(name, directory, self._model_names[0], directory)
@@ -93,8 +107,13 @@ class ServedAdapters:
         `UnavailableError` if too many adapters are being loaded, and `EngineDeadError`.
         """
         while name not in self._by_name:
-            change = self._changes.get(name)
-            await asyncio.shield(self._begin_first_use(name) if change is None else change)
+            if name not in self._changes:
+                found = await self.find(name)
+                if name in self._by_name:
+                    break
+                if name not in self._changes:
+                    self._begin_first_use(name, found)
+            await asyncio.shield(self._changes[name])
         return name
 
     async def load(
@@ -146,9 +165,11 @@ class ServedAdapters:
         if name in self._loads:
             change = self._changes[name]
             await asyncio.sleep(0)  # a task that has not begun could not report its end
-            change.cancel()
+            if not change.cancelling():  # a second cancellation would interrupt the end of the first
+                change.cancel()
             await asyncio.wait((change,))
-            return
+            if name not in self._by_name:
+                return
         if name not in self._by_name:
             message = f"The adapter '{_shown(name)}' is not loaded."
             raise RequestError(message, "lora_name", NOT_FOUND)
@@ -167,26 +188,31 @@ class ServedAdapters:
             message = f"{_MOST_OPEN} adapters are being loaded or unloaded. Send the request again later."
             raise UnavailableError(message, "adapters_loading")
 
+        async def run() -> None:
+            try:
+                await change
+            finally:  # in the last step of the task: callbacks run later, when `use` may have found a task that is done
+                del self._changes[name]
+                self._loads.discard(name)
+
         def ended(task: asyncio.Task[None]) -> None:
-            del self._changes[name]
-            self._loads.discard(name)
             if not task.cancelled() and (error := task.exception()) is not None:
                 level = logging.WARNING if isinstance(error, RequestError) else logging.ERROR
                 _log.log(level, event("adapter_failed", adapter=name, cause=str(error)))
 
-        task = self._changes[name] = asyncio.create_task(change, name=f"adapter-{name}")
+        task = self._changes[name] = asyncio.create_task(run(), name=f"adapter-{name}")
         if is_load:
             self._loads.add(name)
         task.add_done_callback(ended)
         return task
 
-    def _begin_first_use(self, name: str) -> asyncio.Task[None]:
-        found, (failed_at, failure) = self.find(name), self._failures.get(name, (0.0, ""))
+    def _begin_first_use(self, name: str, found: ServedAdapter | None) -> None:
+        failed_at, failure = self._failures.get(name, (0.0, ""))
         if found is None:
             raise self.not_found(name)
         if failure and time.monotonic() - failed_at < _RETRY_S:
             raise RequestError(failure, "model", FAILED)
-        return self._begin(name, self._load_at_first_use(found), is_load=True)
+        self._begin(name, self._load_at_first_use(found), is_load=True)
 
     async def _load_at_first_use(self, adapter: ServedAdapter) -> None:
         name = adapter.name
@@ -220,19 +246,24 @@ class ServedAdapters:
 
     async def _add(self, name: str, directory: str) -> str:
         """Load the adapter on all ranks and return its digest. An adapter that has the name already is replaced."""
-        old = self._by_name.get(name)
-        first_name = name if old is None else name + _REPLACEMENT
-        await self._engine.add_adapter(first_name, directory)
+        old, new = self._by_name.get(name), name + REPLACEMENT
+        if old is None:
+            await self._engine.add_adapter(name, directory)
+            return await self._digest(name)
         try:
-            infos = await self._engine.list_adapters()
-            digest = next((info.digest for info in infos if info.name == first_name), "")
-            if old is not None and old.digest != digest:
+            await self._engine.add_adapter(new, directory)
+            if await self._digest(new) != old.digest:
                 await self._remove(name)
-                await self._engine.add_adapter(name, directory)  # its content is in memory already
+            # Its content is in memory already. If that is the old content, only the directory for later loads changes.
+            await self._engine.add_adapter(name, directory)
         finally:
-            if old is not None:
-                await self._engine.remove_adapter(first_name)
-        return digest
+            with suppress(RequestError):  # the engine has forgotten the name if its load has failed
+                await self._engine.remove_adapter(new)
+        return await self._digest(name)
+
+    async def _digest(self, name: str) -> str:
+        """Return the digest of the content that the engine has under `name`; "" if it has none."""
+        return next((info.digest for info in await self._engine.list_adapters() if info.name == name), "")
 
     async def _remove(self, name: str) -> None:
         del self._by_name[name]  # from now on requests wait for the end of this change
@@ -246,11 +277,11 @@ class ServedAdapters:
 
     def _check_name(self, name: str) -> None:
         """Raise `RequestError` if an adapter cannot have this name."""
-        if not 1 <= len(name) <= MAX_NAME or not name.isprintable() or name != name.strip():
-            message = f"The name of an adapter has 1 to {MAX_NAME} printable characters, without spaces at its ends."
-            raise RequestError(message, "lora_name")
-        if name in self._model_names or name.endswith(_REPLACEMENT):
-            raise RequestError(f"An adapter cannot have the name '{name}', which the server uses itself.", "lora_name")
+        reason = why_no_name(name)
+        if reason is None and self.is_model(name):
+            reason = f"An adapter cannot have the name '{name}', which is the name of the model."
+        if reason is not None:
+            raise RequestError(reason, "lora_name")
 
 
 def _cancelled(name: str) -> RequestError:

@@ -269,7 +269,7 @@ class LLM:
     ) -> list[RequestOutput]:
         given = read_prompts(prompts)
         endpoint = self._engine.completions
-        endpoint.check_model(None)
+        await endpoint.check_model(None)
 
         def answer(
             prompt: Prompt, chosen: SamplingParams, adapter: LoRARequest | None
@@ -298,7 +298,7 @@ class LLM:
         given: list[Any] = [messages] if is_one else list(messages)
         check_names("chat", fields, ChatFields, "give it in SamplingParams")
         endpoint = self._engine.chat_completions
-        endpoint.check_model(None)
+        await endpoint.check_model(None)
 
         def answer(
             conversation: Sequence[Message], chosen: SamplingParams, adapter: LoRARequest | None

@@ -129,7 +129,7 @@ class OfflineEngine:
             raise _refused(f"another adapter with the name {name!r}, which is in use. Use another name.")
         if known is not None and not request.load_inplace:
             return
-        served = adapters.find(name)
+        served = await adapters.find(name)
         if served is not None and served.root == path and not request.load_inplace:
             await adapters.use(name)  # an option of `LLM` names the adapter, too
         else:

@@ -36,7 +36,7 @@ def stage(make_stage, tmp_path):
     options = {"enable_lora": True, "lora_dir": str(tmp_path), "offline": True, "enable_log_requests": True}
     made = make_stage("one two", info=LORA, live_state=STATE | {"adapters": ADAPTERS}, **options)
     paths = AdapterPaths(make_settings(options))
-    made.state.async_llm.adapters = SlowAdapters(made.engine, ("demo",), paths)
+    made.state.async_llm.adapters = SlowAdapters(made.engine, ("demo",), paths, "demo".__eq__)
     return made
 
 

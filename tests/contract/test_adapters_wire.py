@@ -242,6 +242,19 @@ def test_names_that_an_adapter_cannot_have(make, name):
     assert stage.engine.added == []
 
 
+def test_case_is_ignored_in_names_of_adapters_too(make, folder):
+    stage = make(ignore_model_case=True)
+
+    async def run() -> None:
+        assert error_of(await load(stage, "DEMO", "sql"))[:2] == (400, "lora_name")  # requests would get the model
+        for name, own in (("SQL", "sql"), ("Sql", "sql"), ("DEMO", "DEMO")):  # at its first use and later
+            answer = await post(stage, "/v1/completions", {"prompt": "Hi", "model": name})
+            assert answer.json()["model"] == own
+        assert [request.adapter for request in stage.engine.requests] == ["sql", "sql", None]
+
+    anyio.run(run)
+
+
 def test_the_first_use_loads_once_for_all_that_wait(make):
     stage = make()
 

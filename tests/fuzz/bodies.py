@@ -34,6 +34,8 @@ _GOOD: dict[str, dict[str, Any]] = {
     "/tokenize": {"prompt": "import os"},
     "/detokenize": {"tokens": [5, 6, 7]},
     "/admin/abort": {"all": True},
+    "/load_lora_adapter": {"lora_name": "sql", "lora_path": "sql"},
+    "/unload_lora_adapter": {"lora_name": "sql"},
     "/batches": {"input_file_id": "file-0", "endpoint": "/v1/completions", "completion_window": "24h"},
 }
 

@@ -114,6 +114,22 @@ def test_requests_have_the_same_bits_in_any_batch_and_at_any_number_of_ranks(
     assert same(found[1][0][0], found[0][0][0]) and same(found[2][0][0], found[0][0][0])
 
 
+@pytest.mark.slow
+def test_ranks_with_whole_experts_have_the_bits_of_one(path_of: Callable[[str], Path], tmp_path: Path) -> None:
+    """The adapter updates one expert, which one of two ranks holds."""
+    path = path_of("qwen2_moe")
+    (model,) = on_ranks(1, lambda tp: load_decoder(path, tp, torch.float32))
+    updates = random_updates(model, RANK, 1, lambda name: ".experts.0." in name or "self_attn" in name)
+    adapters = [write_adapter(tmp_path / "one.safetensors", updates)]
+
+    def work(tp: TensorParallel) -> dict[int, Tensor]:
+        model = load_decoder(path, tp, torch.bfloat16, distributes_experts=True)
+        return adapted_run(model, adapters, RANK).step(PROMPTS, {0: 1, 1: 0, 2: 1, 3: 0})
+
+    (alone,), both = on_ranks(1, work), on_ranks(2, work)
+    assert all(torch.equal(alone[seq], found[seq]) for found in both for seq in PROMPTS)
+
+
 class SeparateLayers(CppBackend):
     """A backend that layers are not prepared for."""
 

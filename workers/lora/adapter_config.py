@@ -15,6 +15,7 @@ from oarlock.workers.model_files.timed_pattern import PatternTime, TimedPattern
 CONFIG_FILE = "adapter_config.json"
 _MOST_BYTES = 16 << 20
 _MOST_RANK = 1 << 20
+_LARGEST = 3.4e38  # scales are applied in float32
 _LIMIT_S = 5.0  # seconds to match all patterns with all modules
 _RETRAIN = "Train the adapter without it, or merge it into the model with PEFT and serve that."
 # Fields that do not change an adapter's results: its origin, its training and initialisation, and layouts of the model
@@ -61,7 +62,7 @@ class AdapterConfig:
     alphas: tuple[float, ...]  # the values of `alpha_pattern`
     is_rank_stabilised: bool  # the scale is alpha / sqrt(rank), not alpha / rank
     base_model: str | None  # name of the model that the adapter was trained on
-    target_parameters: tuple[str, ...]
+    target_parameters: frozenset[str]
     ties_head: bool  # the head may be adapted with the embedding, though no field targets it
     has_inputs_first: bool  # matrices of the adapted modules are [inputs, outputs] in transformers
     _rank_patterns: ModulePatterns = field(repr=False)
@@ -92,7 +93,7 @@ class AdapterConfig:
             alphas=tuple(alphas.values()),
             is_rank_stabilised=fields.flag("use_rslora"),
             base_model=base if isinstance(base, str) else None,
-            target_parameters=fields.names("target_parameters", parameters),
+            target_parameters=frozenset(fields.names("target_parameters", parameters)),
             has_inputs_first=fields.flag("fan_in_fan_out"),
             ties_head=fields.flag("ensure_weight_tying"),
             _rank_patterns=ModulePatterns(ranks, f"{path}: rank_pattern", left),
@@ -127,7 +128,7 @@ class AdapterConfig:
     def key_of_parameter(self, module: str, parameter: str) -> str | None:
         """Return the name of a parameter of `module`, such as a stack of experts' matrices; None as in `key_of`."""
         name = f"{module}.{parameter}"
-        return None if set(self.target_parameters).isdisjoint(ends(name)) else name
+        return None if self.target_parameters.isdisjoint(ends(name)) else name
 
     def not_targeted(self, weights: Path, tensor: str) -> StartupError:
         """Return the error for a tensor of the file `weights` whose module the adapter does not update."""
@@ -191,12 +192,9 @@ class _Fields:
         return value
 
     def finite(self, name: str, value: Any) -> float:
-        try:
-            if type(value) in (int, float) and math.isfinite(value):
-                return float(value)
-        except OverflowError:
-            pass
-        raise self.wrong(name, value, "a number")
+        if type(value) in (int, float) and abs(value) <= _LARGEST:
+            return float(value)
+        raise self.wrong(name, value, "a number in float32")
 
     def flag(self, name: str) -> bool:
         value = self.raw.get(name)

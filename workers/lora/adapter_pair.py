@@ -4,7 +4,7 @@ A tensor of an adapter often holds more than one layer needs: the rows of q, k a
 columns of all experts. So each half of a pair names the rows and the columns of its tensor that belong to it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -133,3 +133,15 @@ def check_shape(path: Path, half: AdapterMatrix, wanted: tuple[int, int], implie
             f"{path}: tensor {shown(half.name)} has shape {list(half.shape)}, but {implied} imply {list(wanted)}.",
             f"{OTHER_MODEL[:-1]}, with the settings that belong to it.",
         )
+
+
+def add_pairs(path: Path, pairs: dict[str, AdapterPair], more: Iterable[AdapterPair]) -> None:
+    """Add pairs to `pairs`, by their modules. Raise `StartupError` if a module has a pair already."""
+    for pair in more:
+        if pair.module in pairs:
+            raise StartupError(
+                f"{path}: tensor {shown(pair.a.name)} adapts {pair.module}, which {shown(pairs[pair.module].a.name)} "
+                "adapts already.",
+                "Use an adapter that adapts each module once.",
+            )
+        pairs[pair.module] = pair

@@ -41,6 +41,7 @@ class HostAdapter:
 
     digest: str
     pairs: Mapping[int, Sequence[RankPair]]
+    updates_remote_experts: bool = False  # whether it updates experts that only other ranks of this stage hold
 
     @property
     def num_bytes(self) -> int:
@@ -56,7 +57,7 @@ class HostAdapter:
             index: [replace(pair, a=copy(pair.a), b=copy(pair.b)) for pair in held]
             for index, held in self.pairs.items()
         }
-        return HostAdapter(self.digest, pairs)
+        return replace(self, pairs=pairs)
 
 
 class AdapterSlots:
@@ -72,6 +73,7 @@ class AdapterSlots:
         self.pairs: list[LayerPairs] = []
         self.digests: dict[int, str] = {}  # slot -> digest of its adapter
         self._experts: list[AdaptedExperts] = []
+        self._remote: set[int] = set()  # slots whose adapters update experts of other ranks
         kind = DevicePairs if availability.can_serve(model.placement.device) else LayerPairs
         for layer, shards in adapted_layers(model, targets):
             own = [kind(shard, slots, max_rank, model.placement) for shard in shards]
@@ -94,7 +96,7 @@ class AdapterSlots:
             if held or slot in pairs.used:
                 pairs.put(slot, held)
         self.digests[slot] = adapter.digest
-        self._note_experts()
+        self._note_experts(slot, is_remote=adapter.updates_remote_experts)
 
     def clear(self, slot: int) -> None:
         """Remove the adapter in `slot`, if there is one. The memory stays."""
@@ -102,13 +104,18 @@ class AdapterSlots:
             if slot in pairs.used:
                 pairs.put(slot, ())
         self.digests.pop(slot, None)
-        self._note_experts()
+        self._note_experts(slot, is_remote=False)
 
-    def _note_experts(self) -> None:
-        """Note which slots have an adapter of experts, after a change of slots."""
+    def _note_experts(self, slot: int, *, is_remote: bool) -> None:
+        """Note which slots have an adapter of experts, after a change of `slot`. `is_remote`: whether its adapter
+        updates experts of other ranks.
+
+        All ranks of a stage must agree on the steps that prepared layers compute, since these all-reduce other sizes.
+        """
+        (self._remote.add if is_remote else self._remote.discard)(slot)
         for experts in self._experts:
             experts.note_slots()
-        self.model.step_rows.of_experts = frozenset().union(*(experts.used for experts in self._experts))
+        self.model.step_rows.of_experts = self._remote.union(*(experts.used for experts in self._experts))
 
 
 def slot_bytes(model: Decoder, max_rank: int, targets: Targets = None) -> int:

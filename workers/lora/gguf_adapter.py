@@ -14,7 +14,15 @@ from oarlock.base.errors import StartupError, shown
 from oarlock.workers.gguf_config import layouts_of
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.lora.adapted_modules import EMBEDDING, HEAD, AdaptedModules, Part
-from oarlock.workers.lora.adapter_pair import OTHER_MODEL, AdapterMatrix, AdapterPair, StoredPair, check_shape, half_of
+from oarlock.workers.lora.adapter_pair import (
+    OTHER_MODEL,
+    AdapterMatrix,
+    AdapterPair,
+    StoredPair,
+    add_pairs,
+    check_shape,
+    half_of,
+)
 from oarlock.workers.model_files.gguf_model import PLAIN, GGUFFamily, GGUFModel, GGUFSettings, GGUFTransform
 from oarlock.workers.model_files.located import LocatedTensor
 from oarlock.workers.models.registry import GGUF_FAMILIES
@@ -54,7 +62,7 @@ def gguf_pairs(path: Path, spec: DecoderSpec) -> tuple[AdapterPair, ...]:
         else:
             pair = StoredPair(half_of(path, stored_name, a), half_of(path, f"{name}.weight.lora_b", b))
             pairs = _pairs_of_layer(path, pair, parts, modules, layouts.get(module, PLAIN), alpha)
-        found |= {pair.module: pair for pair in pairs}
+        add_pairs(path, found, pairs)
     return tuple(sorted(found.values(), key=lambda pair: modules.order[pair.module]))
 
 

@@ -9,7 +9,15 @@ from oarlock.base.errors import StartupError, shown
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.lora.adapted_modules import EMBEDDING, HEAD, AdaptedModules, ExpertStack, Part
 from oarlock.workers.lora.adapter_config import AdapterConfig
-from oarlock.workers.lora.adapter_pair import OTHER_MODEL, AdapterMatrix, AdapterPair, StoredPair, check_shape, half_of
+from oarlock.workers.lora.adapter_pair import (
+    OTHER_MODEL,
+    AdapterMatrix,
+    AdapterPair,
+    StoredPair,
+    add_pairs,
+    check_shape,
+    half_of,
+)
 from oarlock.workers.lora.peft_experts import StoredStack, expert_pairs
 from oarlock.workers.model_files.located import LocatedTensor
 
@@ -54,8 +62,8 @@ def peft_pairs(
                 f"{path}: tensor {shown(pair.a.name)} fits nowhere: {spec.architecture} has no such linear layer.",
                 OTHER_MODEL,
             )
-        _add(path, pairs, _pairs_of_layer(path, *name, pair, parts, modules, config))
-    _add(path, pairs, expert_pairs(path, stacks, config))
+        add_pairs(path, pairs, _pairs_of_layer(path, *name, pair, parts, modules, config))
+    add_pairs(path, pairs, expert_pairs(path, stacks, config))
     return tuple(sorted(pairs.values(), key=lambda pair: modules.order[pair.module]))
 
 
@@ -118,23 +126,14 @@ def _by_module(
 
 def _is_base(name: str, located: LocatedTensor, modules: AdaptedModules) -> bool:
     """Return whether a tensor is the model's own embedding or head, which PEFT saves with their adapters."""
-    module = name.removesuffix(f"{_BASE}.weight")
-    parts = modules.find(module) if module != name else None
+    module, _, kind = name.rpartition(f"{_BASE}.")
+    parts = modules.find(module) if module and kind in ("weight", "bias") else None
     if not isinstance(parts, list) or len(parts) != 1 or parts[0].module not in (EMBEDDING, HEAD):
         return False
     outputs, inputs = modules.shape(parts[0].module) or (0, 0)
+    if kind == "bias":
+        return f"{parts[0].module}.bias" in modules.order and located.entry.shape == (outputs,)
     return located.entry.shape == ((outputs, inputs) if parts[0].module == HEAD else (inputs, outputs))
-
-
-def _add(path: Path, pairs: dict[str, AdapterPair], more: Iterator[AdapterPair]) -> None:
-    for pair in more:
-        if pair.module in pairs:
-            raise StartupError(
-                f"{path}: tensor {shown(pair.a.name)} adapts {pair.module}, which {shown(pairs[pair.module].a.name)} "
-                "adapts already.",
-                "Use an adapter that adapts each module once.",
-            )
-        pairs[pair.module] = pair
 
 
 def _pairs_of_layer(

@@ -1,5 +1,8 @@
 """Reader of an adapter's cut for one rank: the columns of A and the rows of B that its layers need."""
 
+from collections import Counter
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -9,7 +12,8 @@ from oarlock.workers.lora.adapter_file import Adapter
 from oarlock.workers.lora.adapter_pair import AdapterMatrix, AdapterPair, Lines
 from oarlock.workers.lora.adapter_slots import AdapterSlots, HostAdapter
 from oarlock.workers.lora.low_rank import RankPair
-from oarlock.workers.lora.target_modules import check_adapter
+from oarlock.workers.lora.target_modules import NOT_ADAPTED, check_adapter
+from oarlock.workers.model_files.located import LocatedTensor
 from oarlock.workers.quantization.method import StoredRows, WeightShard
 from oarlock.workers.weights.reader import FileReader, first_not_finite, not_finite
 
@@ -27,36 +31,76 @@ def read_adapter(adapter: Adapter, slots: AdapterSlots) -> HostAdapter:
     places = {
         part.name: (at, number) for at, shard in enumerate(slots.shards) for number, part in enumerate(shard.parts)
     }
+    for pair in adapter.pairs:
+        if pair.module not in places and not _is_elsewhere(pair, slots):
+            raise StartupError(
+                f"adapter {adapter.name!r} updates {pair.module}, which cannot be adapted here.",
+                NOT_ADAPTED,
+            )
+    pairs = [pair for pair in adapter.pairs if pair.module in places]
     found: dict[int, list[RankPair]] = {}
-    files = FileReader()
+    tensors = _Tensors(pairs)
     try:
-        for pair in adapter.pairs:
-            if pair.module in places:
-                at, part = places[pair.module]
-                found.setdefault(at, []).append(_cut(pair, slots.shards[at], part, model.placement.dtype, files))
-            elif not _is_elsewhere(pair, slots):
-                raise StartupError(
-                    f"adapter {adapter.name!r} updates {pair.module}, which cannot be adapted here.",
-                    "Use an adapter of linear layers only.",
-                )
+        for pair in pairs:
+            at, part = places[pair.module]
+            found.setdefault(at, []).append(_cut(pair, slots.shards[at], part, model.placement.dtype, tensors))
     finally:
-        files.close()
-    return HostAdapter(adapter.digest, found)
+        tensors.close()
+    return HostAdapter(adapter.digest, found, any(_is_remote(pair, slots) for pair in adapter.pairs))
 
 
 def _is_elsewhere(pair: AdapterPair, slots: AdapterSlots) -> bool:
     """Return whether only other stages or ranks have the pair's module."""
     model = slots.model
-    if not is_in_stage(model.spec, f"{pair.module}.weight", model.stage):
-        return True
-    return pair.module.rpartition(".")[0] in model.remote_experts
+    return not is_in_stage(model.spec, f"{pair.module}.weight", model.stage) or _is_remote(pair, slots)
 
 
-def _cut(pair: AdapterPair, shard: WeightShard, part: int, dtype: torch.dtype, files: FileReader) -> RankPair:
+def _is_remote(pair: AdapterPair, slots: AdapterSlots) -> bool:
+    """Return whether the pair updates an expert that only other ranks of this stage hold."""
+    return pair.module.rpartition(".")[0] in slots.model.remote_experts
+
+
+class _Tensors:
+    """Stored tensors, each read once and kept until its last use: all experts of a layer may share one."""
+
+    def __init__(self, pairs: Sequence[AdapterPair]) -> None:
+        self._files = FileReader()
+        self._left = Counter(half.located for pair in pairs for half in (pair.a, pair.b))
+        self._kept: dict[LocatedTensor, Tensor] = {}
+
+    def take(self, matrix: AdapterMatrix) -> Tensor:
+        """Return the whole stored tensor of half a pair. Raise `StartupError` if it cannot be read."""
+        located = matrix.located
+        whole = self._kept.pop(located, None)
+        if whole is None:
+            whole = self._read(matrix)
+        self._left[located] -= 1
+        if self._left[located]:
+            self._kept[located] = whole
+        return whole
+
+    def _read(self, matrix: AdapterMatrix) -> Tensor:
+        entry, path = matrix.located.entry, matrix.located.path
+        stored = _DTYPES.get(entry.dtype)
+        if stored is None:
+            raise StartupError(
+                f"{path}: tensor {matrix.name!r} is {entry.dtype}, which adapters cannot have here.",
+                "Save the adapter in bfloat16, float16 or float32.",
+            )
+        whole = torch.empty(entry.shape, dtype=stored)
+        self._files.read(path, entry.begin, whole, matrix.name).result()
+        return whole
+
+    def close(self) -> None:
+        """Close the file."""
+        self._files.close()
+
+
+def _cut(pair: AdapterPair, shard: WeightShard, part: int, dtype: torch.dtype, tensors: _Tensors) -> RankPair:
     """Read a pair and cut it for part `part` of `shard`. Values beyond the stored matrix, such as the padding
     of experts' widths, are zero."""
     rows: StoredRows = shard.parts[part]
-    a, b = _read(pair.a, dtype, files), _read(pair.b, dtype, files)
+    a, b = _half(pair.a, dtype, tensors), _half(pair.b, dtype, tensors)
     local_a = torch.zeros((pair.rank, shard.local_inputs), dtype=dtype)
     held = a[:, shard.first_input : shard.first_input + shard.local_inputs]
     local_a[:, : held.shape[1]] = held
@@ -66,17 +110,9 @@ def _cut(pair: AdapterPair, shard: WeightShard, part: int, dtype: torch.dtype, f
     return RankPair(part, pair.scale, local_a, local_b)
 
 
-def _read(matrix: AdapterMatrix, dtype: torch.dtype, files: FileReader) -> Tensor:
-    """Read half of a pair: [rank, inputs] or [outputs, rank]."""
-    entry, path = matrix.located.entry, matrix.located.path
-    stored = _DTYPES.get(entry.dtype)
-    if stored is None:
-        raise StartupError(
-            f"{path}: tensor {matrix.name!r} is {entry.dtype}, which adapters cannot have here.",
-            "Save the adapter in bfloat16, float16 or float32.",
-        )
-    whole = torch.empty(entry.shape, dtype=stored)
-    files.read(path, entry.begin, whole, matrix.name).result()
+def _half(matrix: AdapterMatrix, dtype: torch.dtype, tensors: _Tensors) -> Tensor:
+    """Return half of a pair: [rank, inputs] or [outputs, rank]."""
+    whole = tensors.take(matrix)
     chosen = whole[_index(matrix.rows)][:, _index(matrix.columns)]
     values = (chosen.T if matrix.transposed else chosen).to(dtype)
     if (at := first_not_finite(values)) is not None:

@@ -15,7 +15,10 @@ from oarlock.workers.lora.adapted_modules import EMBEDDING, HEAD
 from oarlock.workers.lora.adapter_file import Adapter
 
 EXPERTS = "experts"
+# Routers and gates of shared experts choose in float32, outside the layers that have slots.
+NOT_ADAPTED = "Train the adapter without it, or merge the adapter into the model with PEFT and serve that."
 _WIDE = Sharding.WIDTH_OUTPUTS, Sharding.WIDTH_INPUTS
+_LARGEST_SCALE = 3.4e38  # slots have scales in float32
 Targets = Collection[str] | None  # None: all
 
 
@@ -104,13 +107,19 @@ def check_adapter(adapter: Adapter, spec: DecoderSpec, max_rank: int, targets: T
             f"adapter {shown(adapter.name)} has rank {adapter.max_rank}, and slots have room for rank {max_rank}.",
             f"Start with --max-lora-rank {adapter.max_rank}.",
         )
+    if (huge := next((pair for pair in adapter.pairs if abs(pair.scale) > _LARGEST_SCALE), None)) is not None:
+        raise StartupError(
+            f"adapter {shown(adapter.name)} scales its update of {huge.module} by {huge.scale:g}, and float32 has no "
+            "such value.",
+            "Use an adapter whose lora_alpha and alpha_pattern are smaller.",
+        )
     tensors = {tensor.name: tensor for tensor in tensors_of(spec)}
     for pair in adapter.pairs:
         tensor = tensors.get(f"{pair.module}.weight")
         if pair.module != HEAD and (tensor is None or not can_be_adapted(tensor)):
             raise StartupError(
                 f"adapter {shown(adapter.name)} updates {pair.module}, which cannot be adapted here.",
-                "Use an adapter of linear layers only.",
+                NOT_ADAPTED,
             )
     if device == "cuda" and any(target_of(pair.module) == EXPERTS for pair in adapter.pairs):
         raise StartupError(

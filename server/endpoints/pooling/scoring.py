@@ -32,7 +32,7 @@ class OpenAIServingScoring(OpenAIServingPooling):
 
     async def rerank(self, request: Request, body: RerankRequest, headers: dict[str, str]) -> Response:
         """Return the documents by relevance, best first, ties in order. Raises `RequestError`."""
-        model = self.check_model(body.model)
+        model = await self.check_model(body.model)
         response_id = f"rerank-{request_id_of(request.scope)}"
         pairs = [(body.query, text) for text in body.texts]
         run = partial(self.pool, request, body, response_id=response_id)
@@ -49,7 +49,7 @@ class OpenAIServingScoring(OpenAIServingPooling):
 
     async def score(self, request: Request, body: ScoreRequest, headers: dict[str, str]) -> Response:
         """Return one score for each pair, in their order. Raises `RequestError`."""
-        model = self.check_model(body.model)
+        model = await self.check_model(body.model)
         response_id = f"score-{request_id_of(request.scope)}"
         run = partial(self.pool, request, body, response_id=response_id)
         scores, outputs, _ = await self._scores(run, body, body.pairs, _TEXTS)
@@ -59,7 +59,7 @@ class OpenAIServingScoring(OpenAIServingPooling):
 
     async def scores(self, body: ScoreRequest) -> tuple[list[float], list[tuple[PooledOutput, ...]]]:
         """Return the score of each pair, and the outputs that it was computed from. The offline interface uses this."""
-        self.check_model(body.model)
+        await self.check_model(body.model)
         scores, _, made_of = await self._scores(partial(self.run, body), body, body.pairs, _TEXTS)
         return scores, made_of
 

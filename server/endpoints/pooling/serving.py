@@ -196,9 +196,9 @@ class OpenAIServingPooling(OpenAIServing):
     def text_ids(self) -> TextIds:
         return TextIds(self.async_llm.input_processor, self.pooler)
 
-    def check_model(self, name: str | None) -> str:
+    async def check_model(self, name: str | None) -> str:
         """Return the model name. Raises `ModelNotFoundError`, or `RequestError` if the model lacks this task."""
-        found = super().check_model(name)
+        found = await super().check_model(name)
         if self.pooler.task in self.tasks:
             return found
         if self.pooler.task is Task.SCORE:
@@ -234,7 +234,7 @@ class OpenAIServingPooling(OpenAIServing):
         rank = self._chosen_replica(request)
 
         async def ready() -> tuple[list[tuple[int, ...]], str | None]:
-            return await prompts(), await self.use_adapter(self.check_model(body.model), record)
+            return await prompts(), await self.use_adapter(await self.check_model(body.model), record)
 
         ids, adapter = await until_disconnect(request, _in_time(ready, limit))
         held = self.held_by(request)
@@ -275,7 +275,7 @@ class OpenAIServingPooling(OpenAIServing):
         A full queue does not refuse the request, so the caller limits how many run at a time.
         """
         limit = self._time_limit(None, body.timeout)
-        adapter = await self.use_adapter(self.check_model(body.model))
+        adapter = await self.use_adapter(await self.check_model(body.model))
         async with self.async_llm.one_prompt:
             begun = time.monotonic()
             ids = await _in_time(prompts, limit)
@@ -341,7 +341,7 @@ class OpenAIServingEmbedding(OpenAIServingPooling):
         self, body: EmbeddingRequest, request_id: str, *, owner: str | None = None, label: str | None = None
     ) -> str:
         """Return the JSON of the response to a body that did not come over HTTP. `owner`, `label`: as in `run`."""
-        model, prompts = self._checked(body)
+        model, prompts = await self._checked(body)
         outputs = await self.run(body, prompts, PoolingParams(self.pooler.kind), owner, label)
         response = _response_head(f"embd-{request_id}", model, outputs)
         response["data"] = self._items(body, outputs, "embedding", "embedding")
@@ -349,7 +349,7 @@ class OpenAIServingEmbedding(OpenAIServingPooling):
 
     async def vectors(self, body: EmbeddingRequest) -> tuple[list[np.ndarray], list[PooledOutput]]:
         """Return the vector of each input, float32 [dimensions], and the outputs. The offline interface uses this."""
-        _, prompts = self._checked(body)
+        _, prompts = await self._checked(body)
         outputs = await self.run(body, prompts, PoolingParams(self.pooler.kind))
         return [self._finished(body, output)[0] for output in outputs], outputs
 
@@ -371,14 +371,14 @@ class OpenAIServingEmbedding(OpenAIServingPooling):
     async def _run(
         self, request: Request, body: InputFields, pooling: PoolingParams, prefix: str
     ) -> tuple[list[PooledOutput], dict[str, Any]]:
-        model, prompts = self._checked(body)
+        model, prompts = await self._checked(body)
         response_id = f"{prefix}-{request_id_of(request.scope)}"
         outputs = await self.pool(request, body, prompts, pooling, response_id)
         return outputs, _response_head(response_id, model, outputs)
 
-    def _checked(self, body: InputFields) -> tuple[str, Prompts]:
+    async def _checked(self, body: InputFields) -> tuple[str, Prompts]:
         """Return the model's name, and the function that makes the prompts. Raises `RequestError`."""
-        model = self.check_model(body.model)
+        model = await self.check_model(body.model)
         self._check_dimensions(body)
         ids = self.text_ids
         before = ids.prompt_before(body.prompt_name) if body.input_type is None else ids.prompt_for(body.input_type)

@@ -84,7 +84,7 @@ class OpenAIServingResponses(OpenAIServingChatCompletion):
 
     async def count(self, request: Request, body: ResponsesRequest, headers: dict[str, str]) -> Response:
         """Return the number of tokens in a request's prompt. Raises `RequestError`."""
-        self.check_model(body.model)
+        await self.check_model(body.model)
         try:
             processed = await TextPermits.of(request).run(request, partial(self._processed, _owner(request), body))
             headers = self.reported(request, processed.ignored, headers)

@@ -10,6 +10,8 @@ from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
@@ -20,8 +22,10 @@ from oarlock.engine.config import EngineConfig
 from oarlock.engine.engine_process import EngineProcess
 from oarlock.engine.errors import EngineDeadError, RequestError, UnavailableError
 from oarlock.engine.kv_cache.block_events import salt_with_adapter
-from oarlock.engine.replicas import Replicas, start_engine
-from oarlock.engine.types import KINDS, FinishReason, TokenEvent
+from oarlock.engine.lora.registry import FAILED, IN_USE, UNKNOWN
+from oarlock.engine.replicas import PrefixIndex, Replicas, start_engine
+from oarlock.engine.types import KINDS, AdapterInfo, FinishReason, TokenEvent
+from oarlock.workers.adapter_digest import adapter_digest
 from tests.unit.engine.engine_fakes import expected_tokens, make_config, make_request, root_of
 from tests.unit.engine.pooling_fakes import expected_vectors, make_pooling_request
 
@@ -381,5 +385,86 @@ def test_replicas_have_the_same_adapters_also_after_a_death(tmp_path: Path) -> N
             assert await running.remove_adapter("poems") == 0 and await running.list_adapters() == []
             with pytest.raises(RequestError, match="There is no adapter"):
                 await running.remove_adapter("poems")
+
+    run(scene)
+
+
+class FakeClient:
+    """An engine that knows names of adapters. `during_load` runs before the first load ends."""
+
+    number = 1
+
+    def __init__(self, during_load: Callable[[], Awaitable[object]] | None = None) -> None:
+        self.info = SimpleNamespace(max_loras=1)
+        self.digests: dict[str, str] = {}
+        self._during_load = during_load
+
+    async def list_adapters(self) -> list[AdapterInfo]:
+        return [AdapterInfo(name, digest, "", "ready", 0, 0) for name, digest in self.digests.items()]
+
+    async def add_known_adapter(self, name: str, digest: str, directory: str) -> None:
+        if self.digests.setdefault(name, digest) != digest:
+            raise RequestError("The name is taken.", "lora_name", IN_USE)
+        during_load, self._during_load = self._during_load, None
+        if during_load is not None:
+            await during_load()
+        if self.digests.get(name) != digest:
+            raise RequestError("It was unloaded before it was loaded.", "lora_path", FAILED)
+
+    async def remove_adapter(self, name: str) -> int:
+        if self.digests.pop(name, None) is None:
+            raise RequestError("There is no adapter.", "lora_name", UNKNOWN)
+        return 0
+
+
+def replicas_of(client: FakeClient) -> Replicas:
+    replica = SimpleNamespace(number=0, client=client, is_alive=True, died=asyncio.Event().wait)
+    return Replicas([cast("replicas.Replica", replica)], PrefixIndex(1, 4))
+
+
+def adapter_directory(path: Path, content: bytes) -> str:
+    path.mkdir()
+    (path / "adapter_config.json").write_bytes(b"{}")
+    (path / "adapter_model.safetensors").write_bytes(content)
+    return str(path)
+
+
+def test_a_replica_that_starts_gets_adapters_that_were_replaced_meanwhile(tmp_path: Path) -> None:
+    """While it loads the first adapter, another one gets new content under its old name, and one is removed."""
+    directories = [adapter_directory(tmp_path / str(number), bytes([number])) for number in range(3)]
+
+    async def scene() -> None:
+        served = FakeClient()
+        running = replicas_of(served)
+        for name in "abc":
+            await running.add_adapter(name, directories[0])
+
+        async def change() -> None:
+            for name in "ab":
+                await running.remove_adapter(name)
+            await running.add_adapter("a", directories[1])
+
+        started = FakeClient(change)
+        await running._equip(cast(EngineClient, started))
+        assert started.digests == served.digests and list(served.digests) == ["c", "a"]
+        assert started.digests["a"] != started.digests["c"]
+
+    run(scene)
+
+
+def test_a_failed_load_leaves_a_later_one_of_the_same_name(tmp_path: Path) -> None:
+    """The first load is unloaded while it lasts, and then another content is loaded as the same name."""
+    directories = [adapter_directory(tmp_path / str(number), bytes([number])) for number in range(2)]
+
+    async def scene() -> None:
+        async def change() -> None:
+            await running.remove_adapter("a")
+            await running.add_adapter("a", directories[1])
+
+        served = FakeClient(change)
+        running = replicas_of(served)
+        with pytest.raises(RequestError, match="unloaded before"):
+            await running.add_adapter("a", directories[0])
+        assert served.digests == {"a": adapter_digest(directories[1])}
 
     run(scene)

@@ -156,6 +156,11 @@ def test_the_digest_is_of_settings_and_weights(tmp_path: Path) -> None:
     os.mkfifo(weights)
     with pytest.raises(OSError, match="not a regular file"):
         adapter_digest(tmp_path)
+    weights.unlink()
+    weights.touch()
+    os.truncate(weights, 1 << 40)  # of holes; reading them takes half an hour
+    with pytest.raises(OSError, match=r"safetensors has 1099511627776 bytes, more than any adapter"):
+        adapter_digest(tmp_path)
 
 
 def test_the_digest_of_a_gguf_file(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from oarlock.engine.errors import QueueFullError, RequestError, UnavailableError
 from oarlock.engine.input_batch.sampling_metadata import fill_one_by_one
 from oarlock.engine.ipc import messages
 from oarlock.engine.ipc.frames import FrameReader, FrameSocket
+from oarlock.engine.lora.registry import UNLOADED
 from oarlock.engine.structured_output.manager import Outcome
 from oarlock.engine.types import FinishReason, Grammar
 from tests.unit.engine.engine_fakes import FakeExecutor, expected_tokens, make_config, make_info, make_request
@@ -65,6 +66,9 @@ class FakeManager:
 
     def abort(self, request_id):
         return self.pending.pop(request_id, None) is not None
+
+    def abort_adapter(self, name):
+        return [key for key, (request, _) in list(self.pending.items()) if request.adapter == name and self.abort(key)]
 
     def abort_all(self):
         left, self.pending = list(self.pending), {}
@@ -135,6 +139,22 @@ def test_a_request_that_waits_for_its_grammar_delays_no_other(harness):
     assert harness.events[1][-1].finish_reason is FinishReason.STOP
     stats = harness.loop.snapshot()
     assert (stats.num_accepted, stats.num_requests_waiting, stats.num_rejected) == (2, 0, 0)
+
+
+def test_unloading_ends_requests_that_wait_for_their_grammar():
+    """A new content of the same name, which is there before the grammar is ready, never answers them."""
+    harness = Harness(max_loras=1)
+    first, second = (bytes([number] * 16).hex() for number in (1, 2))
+    harness.send(messages.AddAdapter(1, "a", first, "/a"))
+    harness.ask(bound(1, adapter="a"), bound(2))
+    harness.send(messages.RemoveAdapter(2, "a"))
+    harness.send(messages.AddAdapter(3, "a", second, "/b"))
+    harness.run()
+    (end,) = harness.events[1]
+    assert (end.finish_reason, end.error_code, end.error_param) == (FinishReason.ERROR, UNLOADED, "model")
+    harness.manager.compile()
+    harness.run()
+    assert len(harness.events[1]) == 1 and harness.tokens(2) == expected_tokens(bound(2))
 
 
 def test_the_loop_is_woken_by_the_manager(harness):

@@ -8,10 +8,11 @@ from random import Random
 import pytest
 
 from oarlock.engine.core.engine_core import EngineCore
-from oarlock.engine.kv_cache.block_events import BlockEventLog
+from oarlock.engine.kv_cache.block_events import BlockEventLog, salt_with_adapter
 from oarlock.engine.kv_cache.offload import LOAD_TIMEOUT_S, STEP_LOAD_BYTES, Flush, HostTier, KVOffload
 from oarlock.engine.stats import EngineStats
 from oarlock.engine.types import Request, SamplingParams
+from oarlock.workers.adapters import AdapterReport
 from oarlock.workers.config import StepCost, WorkerInfo
 from oarlock.workers.kv_offload import Copy, KVOffloadInfo, KVReport, KVReportKind
 from oarlock.workers.protocol import StepMetadata
@@ -32,10 +33,14 @@ def info_of(tiers: KVOffloadInfo | None, num_blocks: int) -> WorkerInfo:
 class Run:
     """An engine that is driven step by step."""
 
-    def __init__(self, ranks: ChainedRanks, *, caches: bool = True, depth: int = 1) -> None:
+    def __init__(self, ranks: ChainedRanks, *, caches: bool = True, depth: int = 1, max_loras: int = 0) -> None:
         self.ranks, self.now = ranks, 0.0
         config = make_config(
-            max_num_seqs=4, max_num_batched_tokens=16, enable_prefix_caching=caches, pipeline_depth=depth
+            max_num_seqs=4,
+            max_num_batched_tokens=16,
+            enable_prefix_caching=caches,
+            pipeline_depth=depth,
+            max_loras=max_loras,
         )
         self.core = EngineCore(config, ranks, lambda: self.now)
         self.scheduler = self.core.scheduler
@@ -193,6 +198,26 @@ def test_evicted_blocks_are_loaded_from_host_memory(speed: float | None) -> None
     assert run.ranks.num_tokens - computed == 41 - 40 + 2
     assert run.scheduler.stats.prefix_cache_hits == 40
     assert run.scheduler.stats.kv_offload_hit_tokens == 40
+
+
+def test_a_request_that_waits_for_its_adapter_finds_its_files_and_keeps_its_turn() -> None:
+    """A later request does not get the only slot while the blocks of the first are read."""
+    digests = [number.to_bytes(16, "big").hex() for number in (1, 2)]
+    files = files_of(prompt_of(1), salt_with_adapter(b"", digests[0]))
+    ranks = ChainedRanks(CONFIG, info_of(KVOffloadInfo(60, 64, FAST), 20), Random(1), files=files)
+    run = Run(ranks, max_loras=1)
+    run.scheduler.kv_offload.report(KVReport(KVReportKind.APPEARED, 0, digests=list(files)))
+    adapters = run.scheduler.adapters
+    for name, digest in zip("ab", digests, strict=True):
+        adapters.add(name, digest, f"/{name}", run.now)
+    run.step()
+    adapters.report([AdapterReport(digest, None) for digest in digests], run.scheduler.stats.step_id, run.now)
+    for number, name in enumerate("ab", 1):
+        run.add(Request(number, prompt_of(number), SamplingParams(max_tokens=3), adapter=name))
+        run.step()
+    assert len(run.scheduler.requests.loading) == 1
+    run.finish()
+    assert list(run.cached.items()) == [(1, 40), (2, 0)], "in this order"
 
 
 def test_shared_prefixes_are_written_to_files_without_eviction() -> None:

@@ -147,16 +147,37 @@ def test_an_adapter_that_cannot_be_read_again_keeps_its_name() -> None:
     registry = driver.adapters.registry
     adapter, _ = registry.by_name["a"], registry.take_outcomes()
     assert adapter.state is AdapterState.ON_DISK, "it was loaded, and had to leave"
-    adapter.directory = "/broken"
-    driver.load("never loaded", 1)
+    driver.load("never loaded", 1, "/broken")
     driver.ask(1, "a")
     driver.run()
     assert driver.ends[1].error_code == FAILED and ("never loaded", "it is broken") in registry.take_outcomes()
     assert [*registry.by_name] == ["a", "b", "c"]
-    adapter.directory = "/a"
     driver.ask(2, "a")
     driver.run()
     assert driver.reason(2) is FinishReason.LENGTH
+    driver.check_outputs()
+
+
+def test_the_directory_of_a_name_that_is_gone_is_not_read_again() -> None:
+    """Neither of a name that was removed, nor a directory from which the same content has moved."""
+    driver = AdapterDriver("abc", max_loras=1, max_cpu_loras=1)
+    registry = driver.adapters.registry
+    driver.load("copy", 1)
+    driver.remove_adapter("a")
+    assert registry.by_name["copy"].directory == "/copy"
+    driver.load("copy", 1, "/moved")
+    driver.steps(20)
+    assert [(one.name, one.directory) for one in driver.adapters.infos(())] == [
+        ("b", "/b"),
+        ("c", "/c"),
+        ("copy", "/moved"),
+    ]
+    registry.take_outcomes()
+    driver.load("other copy", 1, "/other")
+    driver.remove_adapter("copy")
+    assert registry.by_name["other copy"].directory == "/other"
+    driver.ask(1, "other copy")
+    driver.run()
     driver.check_outputs()
 
 
@@ -259,6 +280,22 @@ def test_low_priority_yields_its_slot(depth: int) -> None:
     assert ends == [2, 1] and driver.scheduler.stats.num_preemptions == 1
 
 
+def test_a_wait_of_low_priority_does_not_prolong_another(depth: int) -> None:
+    """The slot of `a` closes for a request of low priority; one of normal priority gets the slot of `b` at once."""
+    driver = AdapterDriver("abcd", max_loras=2, max_cpu_loras=4, pipeline_depth=depth)
+    driver.steps(20)
+    driver.ask(1, "a", max_tokens=30)
+    driver.ask(2, "b", max_tokens=40, is_low_priority=True)
+    driver.steps(6)
+    driver.ask(3, "c", is_low_priority=True)
+    driver.steps(2)
+    driver.ask(4, "d")
+    driver.run()
+    driver.check_outputs()
+    ends = [event.request_id for event in driver.events if event.finish_reason]
+    assert ends[:2] == [4, 1] and driver.scheduler.stats.num_preemptions == 1
+
+
 def test_the_least_recently_used_leaves_first() -> None:
     driver = AdapterDriver("abcd", max_loras=2, max_cpu_loras=2)
     registry = driver.adapters.registry
@@ -314,6 +351,40 @@ def test_a_withdrawn_step_sends_its_commands_with_the_next() -> None:
     driver.ask(2, "a")
     driver.run()
     driver.check_outputs()
+
+
+def test_commands_that_are_not_sent_stay_within_their_bound() -> None:
+    """The fake ranks check the bound of a step's commands."""
+    driver = AdapterDriver("ab", max_loras=1)
+    driver.steps(9)
+    for number in range(1, 21):
+        driver.ask(number, "ab"[number % 2])
+    while len(driver.ends) < 20:
+        driver.begin(num_withdrawn=1)
+        if driver.in_flight:
+            driver.finish()
+    driver.ask(21, "a")
+    driver.run()
+    assert driver.reason(21) is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("max_cpu_loras", [2, 40])
+def test_the_work_of_a_step_grows_with_adapters_not_with_requests(max_cpu_loras: int) -> None:
+    """Of 1,000 requests for 100 adapters; `max_cpu_loras`: most of them are on disk, or many in host memory."""
+    names = [f"a{number}" for number in range(100)]
+    driver = AdapterDriver(max_cpu_loras=max_cpu_loras, max_num_seqs=4, max_waiting_requests=1000)
+    for number, name in enumerate(names, 1):
+        driver.adapters.add(name, digest(number), f"/{name}", 0.0)
+    for number in range(1, 1001):
+        driver.add(make_request(number, (1, 2, 3), adapter=names[number % 100], max_tokens=30))
+    driver.steps(60)
+    assert driver.adapters.num_parked > 900
+    asked: list[str] = []
+    time_of = driver.adapters._waiting.time_of
+    driver.adapters._waiting.time_of = lambda client: asked.append(client) or time_of(client)
+    driver.adapters.may_assign = True
+    driver.adapters.assign(driver.now)
+    assert 90 < len(asked) < 300
 
 
 def test_vectors_come_from_adapters_too() -> None:

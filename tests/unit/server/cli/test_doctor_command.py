@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from oarlock.server.cli import doctor
 from oarlock.server.cli import main as cli
 from oarlock.server.config.settings import make_settings
 from oarlock.server.hub.description import Description, description
 from oarlock.server.hub.files import Snapshot
 from oarlock.server.hub.local_model import cached_snapshot
+from oarlock.server.llm import tokenizer
 from oarlock.workers.transformers_backend import choice, tested
 from tests.golden.gguf_writer import all_of, write_gguf
 from tests.golden.tiny_encoders import make_encoder
@@ -74,6 +77,17 @@ def test_a_class_without_a_description(tmp_path, monkeypatch):
     for settings in ({"tensor_parallel_size": 2}, {"model_impl": "oarlock"}):
         found = answer(new, **settings)
         assert found is not None and found.fix, settings
+
+
+def test_an_adapter_that_cannot_be_served_is_not_a_model_to_fetch(monkeypatch):
+    fake = SimpleNamespace(model=str(DEMO), load_tokenizer=lambda: SimpleNamespace(close=lambda: None))
+
+    async def find_files(settings: object, on_progress: object) -> object:
+        return fake
+
+    monkeypatch.setattr(tokenizer, "find_files", find_files)
+    model = {"model": "org/name", "enable_lora": True, "lora_modules": ("a=/nowhere/at/all",)}
+    assert doctor._find(make_settings(model))[2][0].startswith('--model-wrong=["a: The adapter /nowhere/at/all is nei')
 
 
 def test_wrong_names_and_damaged_files(tmp_path, cache):
@@ -148,3 +162,16 @@ def test_the_first_line_and_the_json_object(tmp_path, cache, words, capsys):
     assert passed["text"] in refused and passed["fix"] in refused
     assert cli.main(["doctor", "owner/model", "--port", "0"]) == 1
     assert capsys.readouterr().out == "" and any(word.startswith("--missing=") for word in words)
+
+
+@pytest.mark.slow
+def test_a_wrong_adapter_does_not_mean_that_a_model_of_the_hub_is_missing(tmp_path, cache, words, capsys):
+    folder = cache / "models--owner--model"
+    (folder / "snapshots").mkdir(parents=True)
+    (folder / "snapshots" / COMMIT).symlink_to(DEMO)
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text(COMMIT)
+    adapter = f"a={tmp_path / 'none'}"
+    assert cli.main(["doctor", "owner/model", "--port", "0", "--enable-lora", "--lora-modules", adapter]) == 1
+    (wrong,) = [word for word in words if word.startswith(("--missing=", "--model-wrong="))]
+    assert wrong.startswith("--model-wrong=") and str(tmp_path / "none") in wrong

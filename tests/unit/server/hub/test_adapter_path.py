@@ -7,7 +7,7 @@ import pytest
 
 from oarlock.base.errors import StartupError
 from oarlock.server.config.settings import make_settings
-from oarlock.server.hub.adapter_path import AdapterPaths, find_start_adapters
+from oarlock.server.hub.adapter_path import AdapterPaths, find_local_adapters, find_start_adapters
 
 
 @pytest.fixture
@@ -31,6 +31,8 @@ def test_an_adapter_is_a_directory_or_a_gguf_file(folder, monkeypatch):
     monkeypatch.chdir(folder)
     given = ["a=peft", f"b={folder}/gguf", "c=./one.gguf", "d=link"]
     assert start(*given) == [str(folder / name) for name in ("peft", "gguf", "one.gguf", "peft")]
+    for name in ("x" * 129, "a\nb", "peft (replacement)"):  # no adapter can have these names
+        (folder / name).symlink_to(folder / "peft")
     found = AdapterPaths(make_settings({"enable_lora": True, "lora_dir": str(folder)})).all()
     assert [*found] == ["gguf", "link", "one.gguf", "peft"]
     assert found["link"] == found["peft"] == str(folder / "peft")
@@ -47,6 +49,7 @@ def test_an_adapter_is_a_directory_or_a_gguf_file(folder, monkeypatch):
         ("a={}/nothing.gguf", {}, "is neither a directory, nor a GGUF file, nor a hub id."),
         ("oarlock-demo={}/peft", {}, "the name oarlock-demo, which is the name of the model."),
         ("b={}/peft", {"served_model_name": ("a", "b")}, "the name b, which is the name of the model."),
+        ("B={}/peft", {"served_model_name": ("b",), "ignore_model_case": True}, "which is the name of the model."),
         ("a={}/peft", {"lora_dir": "/nowhere"}, "--lora-dir /nowhere is not a directory."),
     ],
 )
@@ -54,3 +57,7 @@ def test_an_adapter_that_cannot_be_found_stops_the_start(folder, module, options
     with pytest.raises(StartupError) as caught:
         start(module.format(folder), **options)
     assert cause.format(folder) in caught.value.cause
+    with pytest.raises(StartupError) as planned:
+        settings = make_settings({"enable_lora": True, "lora_modules": (module.format(folder),), **options})
+        asyncio.run(find_local_adapters(settings))
+    assert planned.value.cause == caught.value.cause

@@ -25,6 +25,7 @@ _DELTA = {
 }  # fmt: skip
 SIZES: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {},
+    "PhiForCausalLM": {"num_key_value_heads": 4, "partial_rotary_factor": 1.0},
     "Phi3ForCausalLM": {},
     "GPT2LMHeadModel": {
         "num_key_value_heads": 4, "n_embd": 8, "n_layer": 2, "n_head": 4, "n_positions": 32,

@@ -144,6 +144,13 @@ def test_single_experts_embedding_and_head(tmp_path: Path) -> None:
         torch.testing.assert_close(found[f"{inside}up_proj"], 3 * b @ a)
 
 
+def test_the_bias_of_an_adapted_head_is_the_models_own(tmp_path: Path) -> None:
+    base = {"base_model.model.lm_head.base_layer.weight": (20, 8), "base_model.model.lm_head.base_layer.bias": (20,)}
+    write(tmp_path, halves("lm_head", 8, 20) | base)
+    spec = spec_of("PhiForCausalLM")
+    assert [pair.module for pair in Adapter.open(tmp_path, spec).pairs] == ["lm_head"]
+
+
 @pytest.mark.parametrize("name", [
     "base_model.model.{}.lora_{}.default.weight", "{}.lora_{}.weight", "base_model.model._orig_mod.{}.lora_{}.weight",
     "module.base_model.model.{}.lora_{}.weight",
@@ -177,6 +184,7 @@ _LINEAR_TABLE = halves("model.embed_tokens", 20, 8)
     (_UP | {_A: (2, 8, 1)}, {}, r"lora_A.weight' is F32 of shape \[2, 8, 1\]"),
     (_LINEAR_TABLE, {}, "embed_tokens.lora_A.weight' has a name that model.embed_tokens cannot have"),
     ({"base_model.model.model.embed_tokens.base_layer.weight": (21, 8)}, {}, "base_layer.weight' is not a half"),
+    ({"base_model.model.lm_head.base_layer.bias": (20,)}, {}, "base_layer.bias' is not a half"),  # it has no bias
     ({"x" * 2000 + ".lora_A.weight": (2, 8)}, {}, "is not a half"),
 ])  # fmt: skip
 def test_refusals_name_the_tensor(

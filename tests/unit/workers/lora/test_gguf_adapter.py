@@ -85,6 +85,9 @@ def test_fused_and_separate_modules_have_the_same_name(tmp_path: Path) -> None:
         torch.testing.assert_close(found[f"model.layers.0.self_attn.{part}_proj"], update)
     for part, update in zip(("gate", "up"), (3 * both[1] @ both[0]).chunk(2), strict=True):
         torch.testing.assert_close(found[f"model.layers.0.mlp.{part}_proj"], update)
+    write(path, "phi3", named("blk.0.attn_qkv", *qkv) | named("blk.0.attn_q", *pair(8, 8)))
+    with pytest.raises(StartupError, match=r"attn_q\.weight\.lora_a' adapts .*q_proj, which .*attn_qkv\..* already"):
+        Adapter.open(path, spec_of("Phi3ForCausalLM"))
 
 
 def test_stacked_experts_and_an_alpha_of_zero(tmp_path: Path) -> None:

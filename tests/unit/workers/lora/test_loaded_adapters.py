@@ -1,6 +1,7 @@
 """Adapters of one rank: read in the background, copied into slots, and forgotten."""
 
 import time
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from oarlock.workers.lora.adapter_slots import AdapterSlots, HostAdapter
 from oarlock.workers.lora.loaded_adapters import LoadedAdapters
 from oarlock.workers.lora.rank_adapter import read_adapter
 from oarlock.workers.models.decoder import Decoder
+from oarlock.workers.weights.reader import FileReader
 from oarlock.workers.weights.source import DummyWeights
 from tests.unit.workers.lora.adapter_cases import halves, spec_of, write
 
@@ -87,10 +89,63 @@ def test_files_that_changed_are_not_loaded(
     adapters.close()
 
 
+def test_a_tensor_that_experts_share_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, module, count = spec_of("Qwen3MoeForCausalLM"), "model.layers.1.mlp.experts", 3
+    shapes = halves(module, 6, 8, 2 * count) | halves(f"{module}.base_layer", 8, 12, 2 * count)
+    write(tmp_path / "one", shapes, target_parameters=["experts.gate_up_proj", "experts.down_proj"])
+    model = Decoder(spec, TensorParallel.solo(), torch.float32, torch.device("cpu"))
+    model.load(DummyWeights(0), lambda share: None)
+    read: list[str] = []
+    once = FileReader.read
+
+    def counted(reader: FileReader, path: Path, begin: int, into: torch.Tensor, name: str) -> Future[None]:
+        read.append(name)
+        return once(reader, path, begin, into, name)
+
+    monkeypatch.setattr(FileReader, "read", counted)
+    host = read_adapter(Adapter.open(tmp_path / "one", spec), AdapterSlots(model, 1, 4))
+    assert sorted(read) == sorted(shapes) and host.num_bytes > 0
+
+
 def test_a_rank_above_the_slots_is_refused(model: Decoder, tmp_path: Path) -> None:
     _, directory = written(tmp_path / "one")
     with pytest.raises(StartupError, match="--max-lora-rank 2"):
         read_adapter(Adapter.open(Path(directory), model.spec), AdapterSlots(model, 1, 1))
+
+
+def test_ranks_agree_on_the_slots_with_experts(tmp_path: Path) -> None:
+    """They all-reduce other sizes in steps that use these slots, also if only one of them holds the expert."""
+    spec = spec_of("Qwen3MoeForCausalLM", num_experts=4)
+    write(tmp_path / "one", halves("model.layers.0.mlp.experts.3.up_proj", 8, 6))
+    adapter, found = Adapter.open(tmp_path / "one", spec), []
+    for rank in range(2):
+        model = Decoder(spec, TensorParallel(rank, 2), torch.float32, torch.device("cpu"), distributes_experts=True)
+        model.load(DummyWeights(0), lambda share: None)
+        slots = AdapterSlots(model, 2, 4)
+        slots.put(read_adapter(adapter, slots), 2)
+        found.append([model.step_rows.of_experts, any(pairs.used for pairs in slots.pairs)])
+        slots.clear(2)
+        assert model.step_rows.of_experts == frozenset()
+    assert found == [[{2}, False], [{2}, True]]
+
+
+def test_tensors_of_all_experts_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, module, reads = spec_of("Qwen3MoeForCausalLM"), "model.layers.0.mlp.experts", []
+    parameters = [f"mlp.experts.{name}_proj" for name in ("gate_up", "down")]
+    shapes = halves(module, 6, 8, 3 * 2) | halves(f"{module}.base_layer", 8, 12, 3 * 2)
+    write(tmp_path / "one", shapes, target_parameters=parameters, target_modules=[])
+    model = Decoder(spec, TensorParallel.solo(), torch.float32, torch.device("cpu"))
+    model.load(DummyWeights(0), lambda share: None)
+    read = FileReader.read
+    monkeypatch.setattr(FileReader, "read", lambda *given: reads.append(given[-1]) or read(*given))
+    found = read_adapter(Adapter.open(tmp_path / "one", spec), AdapterSlots(model, 1, 2))
+    assert sum(map(len, found.pairs.values())) == 9 and sorted(reads) == sorted(shapes)
+
+
+def test_a_scale_beyond_float32_is_refused(model: Decoder, tmp_path: Path) -> None:
+    write(tmp_path / "one", halves("model.layers.1.self_attn.q_proj", 8, 8), lora_alpha=-1e39)
+    with pytest.raises(StartupError, match=r"q_proj by -5e\+38, and float32 has no such value"):
+        read_adapter(Adapter.open(tmp_path / "one", model.spec), AdapterSlots(model, 1, 4))
 
 
 def test_a_value_that_is_not_finite_is_refused(model: Decoder, tmp_path: Path) -> None:

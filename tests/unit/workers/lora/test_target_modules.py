@@ -12,7 +12,14 @@ from oarlock.workers.layers.decoder_spec import tensors_of
 from oarlock.workers.lora.adapter_file import Adapter
 from oarlock.workers.lora.adapter_slots import AdapterSlots, slot_bytes
 from oarlock.workers.lora.rank_adapter import read_adapter
-from oarlock.workers.lora.target_modules import EXPERTS, can_be_adapted, resolved_targets, target_of, targets_of
+from oarlock.workers.lora.target_modules import (
+    EXPERTS,
+    can_be_adapted,
+    check_adapter,
+    resolved_targets,
+    target_of,
+    targets_of,
+)
 from oarlock.workers.models.decoder import Decoder
 from oarlock.workers.models.registry import read_spec
 from oarlock.workers.runner.memory_needs import adapter_slot_bytes
@@ -46,6 +53,15 @@ def test_bytes_of_slots_are_known_before_for_each_module(tmp_path: Path, family:
         for targets in (None, *((target,) for target in targets_of(spec))):
             of_slot = slot_bytes(model, RANK, targets)
             assert adapter_slot_bytes(config.with_(lora_target_modules=targets), spec) == of_slot > 0
+
+
+@pytest.mark.parametrize(("module", "outputs"), [("gate", 3), ("shared_expert_gate", 1)])
+def test_routers_are_refused_by_name(tmp_path: Path, module: str, outputs: int) -> None:
+    """PEFT's `all-linear` adapts them."""
+    spec = spec_of("Qwen3NextForCausalLM")
+    write(tmp_path, halves(f"model.layers.1.mlp.{module}", 8, outputs))
+    with pytest.raises(StartupError, match=rf"updates model\.layers\.1\.mlp\.{module}, .* or merge the adapter"):
+        check_adapter(Adapter.open(tmp_path, spec), spec, RANK, None)
 
 
 def test_names_choose_modules() -> None:
