@@ -142,12 +142,6 @@ def test_tensors_of_all_experts_are_read_once(tmp_path: Path, monkeypatch: pytes
     assert sum(map(len, found.pairs.values())) == 9 and sorted(reads) == sorted(shapes)
 
 
-def test_a_scale_beyond_float32_is_refused(model: Decoder, tmp_path: Path) -> None:
-    write(tmp_path / "one", halves("model.layers.1.self_attn.q_proj", 8, 8), lora_alpha=-1e39)
-    with pytest.raises(StartupError, match=r"q_proj by -5e\+38, and float32 has no such value"):
-        read_adapter(Adapter.open(tmp_path / "one", model.spec), AdapterSlots(model, 1, 4))
-
-
 def test_a_value_that_is_not_finite_is_refused(model: Decoder, tmp_path: Path) -> None:
     folder = tmp_path / "one"
     shapes = halves("model.layers.1.self_attn.q_proj", 8, 8)
