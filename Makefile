@@ -142,10 +142,13 @@ ARM_SAMPLE := simd or norm or rotation or agrees or registers or come_back or no
 TRITON := tests/unit/workers/kernels/triton tests/golden/test_quantised_triton.py tests/golden/test_gguf_quantised.py
 TRITON_SAMPLE := (fit_every and model) or launches or random_batches or lost_shows
 
+# Adapters of every kind of layer and family, hostile ones, and planted faults that `verify` names.
+ADAPTERS := $(addprefix tests/golden/test_adapter_,kinds.py modules.py) $(addprefix tests/unit/workers/,verify/test_adapter_causes.py lora/test_hostile_adapters.py lora/test_target_modules.py)
+
 # Several hosts first: their tests wait for most of their time, while others compute.
 test-long: $(TOOLS)
 	@echo '==> soak'
-	@$(PYTEST) -n 3 -m 'soak and not every' tests/multihost tests/e2e tests/contract tests/load tests/benchmarks tests/unit/server/llm tests/unit/server/chat $(addprefix tests/unit/workers/,verify/test_stored.py kernels/cpu/test_build.py) tests/parallel tests/sim
+	@$(PYTEST) -n 3 -m 'soak and not every' tests/multihost tests/e2e tests/contract tests/load tests/benchmarks tests/unit/server/llm tests/unit/server/chat $(addprefix tests/unit/workers/,verify/test_stored.py kernels/cpu/test_build.py) $(ADAPTERS) tests/parallel tests/sim
 	@echo '==> every pair of parameters'
 	@$(PYTEST) -q -m 'product and not every' tests/unit tests/golden tests/contract tests/parallel
 	@echo '==> the kernels of 64-bit ARM, emulated'

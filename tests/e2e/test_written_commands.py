@@ -278,7 +278,7 @@ def test_the_readmes_answer_is_the_answer(demo):
     assert text == real["choices"][0]["text"]
     answer = json.loads(adapted)
     assert answer["model"] == "in-short"
-    assert f"`{answer['choices'][0]['text'].strip()}`" in (ROOT / "README.md").read_text()
+    assert f'"{answer["choices"][0]["text"].strip()}"' in (ROOT / "README.md").read_text()
 
 
 def test_the_readmes_python_prints_the_shown_output(demo):

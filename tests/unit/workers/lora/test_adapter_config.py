@@ -85,7 +85,7 @@ def test_the_first_pattern_that_matches_the_end_of_a_name_counts(tmp_path: Path)
     ({"r": 10**30}, "r must be a positive integer"),
     ({"lora_alpha": float("nan")}, "lora_alpha must be a number in float32, not nan"),
     ({"lora_alpha": 10**400}, "lora_alpha must be a number"),
-    ({"lora_alpha": 1e39}, r"lora_alpha must be a number in float32, not 1e\+39"),
+    ({"lora_alpha": -1e39}, r"lora_alpha must be a number in float32, not -1e\+39"),
     ({"lora_alpha": "16"}, "lora_alpha must be a number"),
     ({"rank_pattern": {"q_proj": -1}}, "rank_pattern of 'q_proj' must be a positive integer"),
     ({"alpha_pattern": ["q_proj"]}, "alpha_pattern must be an object"),

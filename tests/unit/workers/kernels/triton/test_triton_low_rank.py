@@ -158,6 +158,7 @@ CASES += [("qkv", torch.float32, NONE, 1), *((kind, TYPES[0], NONE, 1) for kind 
 CASES += [(kind, TYPES[0], FIXED_ORDER, 2) for kind in ("sum", "embedding")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "dtype", "formats", "size"), CASES)
 def test_layers_match_merged_weights_in_every_batch(kind: str, dtype: torch.dtype, formats: Any, size: int) -> None:
     def work(tp: TensorParallel) -> None:
