@@ -23,7 +23,7 @@ from oarlock.workers.quantization.expert_matmul import TorchExpertMatmul
 from oarlock.workers.quantization.expert_weights import gate_of
 from oarlock.workers.quantization.unrounded import Sums, float32_sums
 
-_ROWS_AT_ONCE = 64  # each has float32 sums of every slice
+_ROWS_AT_ONCE = 128  # each has float32 sums of every slice
 
 
 class AdaptedExperts:
@@ -67,13 +67,12 @@ class AdaptedExperts:
             weight = weights[rows, choices, None]  # [rows, 1]
             after = 1.0 if shape.weighs_inputs else weight
             results = self._slices(expert, x[rows], weight, RowsBySlot.of(slot_of[rows.numpy()], x.device))
-            for number, result in enumerate(results):
-                lanes[lane + number, rows] += after * result
+            lanes[lane : lane + shape.slices, rows] += after * results
         return tree_sum(list(lanes))
 
-    def _slices(self, expert: int, x: Tensor, weight: Tensor, rows: RowsBySlot | None) -> list[Tensor]:
-        """Return the expert's results for `x` [T, hidden], all of whose rows have adapters: float32 [T, hidden] for
-        each slice of its width. `weight`: of the expert, float32 [T, 1]."""
+    def _slices(self, expert: int, x: Tensor, weight: Tensor, rows: RowsBySlot | None) -> Tensor:
+        """Return the expert's results for `x` [T, hidden], all of whose rows have adapters, of each slice of its width:
+        float32 [slices, T, hidden]. `weight`: of the expert, float32 [T, 1]."""
         assert rows is not None
         (gate_up, down, bias), shape = self.sums[expert], self.shape
         low, high = self.pairs[expert]
@@ -81,14 +80,16 @@ class AdaptedExperts:
         if shape.weighs_inputs:
             both = both * weight
         inner = gate_of(both, shape).to(shape.dtype)  # [T, width]
-        length, found = shape.width // shape.slices, []
+        # A slice's result is the result for rows whose other slices are zero. All are multiplied together, as reading
+        # the weight takes longer than multiplying a few rows.
+        alone, length = inner.new_zeros((shape.slices, *inner.shape)), shape.width // shape.slices
         for number in range(shape.slices):
-            alone = torch.zeros_like(inner)  # contributions of other slices are 0
             here = slice(number * length, (number + 1) * length)
-            alone[:, here] = inner[:, here]
-            found.append(down(alone).index_add_(0, rows.rows, high.update(alone, rows)))
+            alone[number, :, here] = inner[:, here]
+        found = down(alone.flatten(0, 1)).unflatten(0, (shape.slices, -1))
+        found.index_add_(1, rows.rows, high.expand(high.shrink_slices(inner, rows), rows))
         if bias is not None:
-            found[0] = found[0] + bias.float()
+            found[0] += bias.float()
         return found
 
 

@@ -4,8 +4,7 @@ These classes compute with torch, and are the reference of the C++ operations (`
 
 An update is added to the layer's float32 sums, after the bias and before the activation, the residual and the rounding,
 as if the weight had been merged. Rows without an adapter of the layer keep the bits that they have in a step without
-adapters: layers with an activation compute them by the layer's own matmul, and in all others the sums of both kinds of
-rows are finished by the same operations.
+adapters: they are computed by the layer's own matmul, or their all-reduced sums are finished by the same operations.
 """
 
 from collections.abc import Callable, Set
@@ -97,7 +96,11 @@ class AdaptedRowLayer(Adapted):
 
     def __call__(self, x: Tensor, rows: RowsBySlot, residual: Tensor | None = None) -> Tensor:
         total = self.total(x, rows)
-        return (total if residual is None else total + residual).to(x.dtype)
+        y = (total if residual is None else total + residual).to(x.dtype)
+        if len(rows.others) and self.layer.placement.tp.size == 1:  # libraries add the residual before they round
+            others = (part.index_select(0, rows.others) for part in (x, residual) if part is not None)
+            y.index_copy_(0, rows.others, self.layer.matmul(*others))
+        return y
 
     def total(self, x: Tensor, rows: RowsBySlot) -> Tensor:
         """Return the output before the residual is added, unrounded: float32 [T, outputs]."""

@@ -43,10 +43,6 @@ class HostAdapter:
     pairs: Mapping[int, Sequence[RankPair]]
     updates_remote_experts: bool = False  # whether it updates experts that only other ranks of this stage hold
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(pair.a.nbytes + pair.b.nbytes for pairs in self.pairs.values() for pair in pairs)
-
     def pinned(self) -> "HostAdapter":
         """Return a copy in pinned memory. Copies from there to a device run while the host continues."""
 

@@ -35,12 +35,6 @@ class LoadedAdapters:
         """Digests of all adapters that were prepared, also before their reading has ended."""
         return list(self._prepared)
 
-    @property
-    def num_host_bytes(self) -> int:
-        """Bytes of the copies in host memory."""
-        done = [one for one in self._prepared.values() if one.done() and not one.cancelled()]
-        return sum(one.result().num_bytes for one in done if one.exception() is None)
-
     def prepare(self, digest: str, directory: str) -> None:
         """Begin to read the adapter in `directory`, as `RankAdapters` describes."""
         if digest not in self._prepared:

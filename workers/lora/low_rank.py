@@ -123,13 +123,18 @@ class LayerPairs:
 
     def shrink(self, x: Tensor, rows: RowsBySlot) -> Tensor:
         """Return this rank's part of `A x` of the adapted rows of `x` [T, inputs]: float32 [n, parts, max rank]."""
-        chosen = x.index_select(0, rows.rows).to(self._wide)
-        sums = torch.empty((len(chosen), self.a.shape[1] * self.max_rank), device=x.device)
+        return tree_sum(list(self.shrink_slices(x, rows)))
+
+    def shrink_slices(self, x: Tensor, rows: RowsBySlot) -> Tensor:
+        """Return the part of `shrink` that each slice of the inputs has: float32 [slices, n, parts, max rank]."""
+        chosen, slices = x.index_select(0, rows.rows).to(self._wide), self.shard.slices
+        sums = torch.empty((slices, len(chosen), self.a.shape[1] * self.max_rank), device=x.device)
         for slot, start, stop in rows.spans:
-            halves = self.a_of(slot).flatten(0, 1).to(self._wide).chunk(self.shard.slices, 1)
-            inputs = chosen[start:stop].chunk(self.shard.slices, 1)
-            sums[start:stop] = tree_sum([(x @ a.T).float() for x, a in zip(inputs, halves, strict=True)])
-        return sums.unflatten(1, (-1, self.max_rank))
+            halves = self.a_of(slot).flatten(0, 1).to(self._wide).chunk(slices, 1)
+            inputs = chosen[start:stop].chunk(slices, 1)
+            for number, (part, a) in enumerate(zip(inputs, halves, strict=True)):
+                sums[number, start:stop] = (part @ a.T).float()
+        return sums.unflatten(2, (-1, self.max_rank))
 
     def columns(self, numbers: Tensor, rows: RowsBySlot) -> Tensor:
         """Return A's columns `numbers` int64 [n], a column for each adapted row: float32 [n, parts, max rank]."""
@@ -137,17 +142,17 @@ class LayerPairs:
         return torch.cat(found, 2).permute(2, 0, 1).float()
 
     def expand(self, sums: Tensor, rows: RowsBySlot) -> Tensor:
-        """Return `scale * B sums` of the adapted rows: float32 [n, local outputs].
+        """Return `scale * B sums` of the adapted rows: float32 [..., n, local outputs].
 
-        `sums`: the result of `shrink`, added over the ranks that share the inputs.
+        `sums` [..., n, parts, max rank]: the result of `shrink`, added over the ranks that share the inputs.
         """
-        update = torch.zeros((len(sums), self.b.shape[2]), device=sums.device)
+        update = torch.zeros((*sums.shape[:-2], self.b.shape[2]), device=sums.device)
         for slot, start, stop in rows.spans:
-            scaled = (sums[start:stop] * self.scales[slot - 1].unsqueeze(1)).to(self._wide)
+            scaled = (sums[..., start:stop, :, :] * self.scales[slot - 1].unsqueeze(1)).to(self._wide)
             first, whole = 0, self.b_of(slot)
             for part, count in enumerate(self.outputs):
                 b = whole[:, first : first + count].to(self._wide)
-                update[start:stop, first : first + count] = (scaled[:, part] @ b).float()
+                update[..., start:stop, first : first + count] = (scaled[..., part, :] @ b).float()
                 first += count
         return update
 

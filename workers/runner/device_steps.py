@@ -191,7 +191,7 @@ class DeviceSteps:
 
         def work() -> None:
             if plans is None:  # a host device, whose lengths can be read
-                hidden = self._run(_without_padding(place, self._sampling.sampled))
+                hidden = self._run(_without_padding(place, self._sampling.sampled, adapts=adapts))
             else:
                 batch = place.batch([tokens] + [0] * (seqs - 1), bounds, self._sampling.sampled, adapts=adapts)
                 hidden = self.model(batch, self.memory, self._backends, plans)
@@ -239,10 +239,10 @@ class DeviceSteps:
             self._sampling.sample(self._logits[: len(indices)], place, first, variant)
 
 
-def _without_padding(place: InputPlace, sampled: Tensor) -> ForwardBatch:
-    """Return the step in `place`, on the host, without sequences that have no tokens."""
+def _without_padding(place: InputPlace, sampled: Tensor, *, adapts: bool) -> ForwardBatch:
+    """Return the step in `place`, on the host, without sequences that have no tokens. `adapts`: with adapters."""
     starts, lengths = place.tensors["query_start_loc"], place.tensors["seq_lens"]
     queries = [count for count in starts.diff().tolist() if count]
     seqs = len(queries)
-    batch = place.batch(queries, lengths[:seqs].tolist(), sampled)
+    batch = place.batch(queries, lengths[:seqs].tolist(), sampled, adapts=adapts)
     return replace(batch, query_start_loc=starts[: seqs + 1], seq_lens=lengths[:seqs], rows=batch.rows[:seqs])

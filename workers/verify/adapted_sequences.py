@@ -44,7 +44,7 @@ def put_adapter(runner: ModelRunner, request: VerifyRequest) -> list[int]:
 def _mirrored(adapter: HostAdapter) -> HostAdapter:
     """Return the adapter with negated updates."""
     pairs = {at: [replace(pair, b=-pair.b) for pair in held] for at, held in adapter.pairs.items()}
-    return HostAdapter("ff" * (len(adapter.digest) // 2), pairs)
+    return replace(adapter, digest="ff" * (len(adapter.digest) // 2), pairs=pairs)
 
 
 def slots_of_step(slots: Sequence[int], sequences: Sequence[int]) -> Sequence[int]:

@@ -23,7 +23,7 @@ from oarlock.workers.lora import cpp_layers
 from oarlock.workers.lora.adapted_layers import AdaptedColumnLayer, AdaptedRowLayer
 from oarlock.workers.lora.low_rank import LayerPairs, RankPair
 from oarlock.workers.quantization.fp8 import Fp8Weight
-from oarlock.workers.quantization.matmul import activated
+from oarlock.workers.quantization.matmul import PackedMatmul, activated, can_pack
 from oarlock.workers.quantization.method import StoredRows
 from oarlock.workers.quantization.registry import QUANTIZATIONS
 from oarlock.workers.quantization.unrounded import float32_sums
@@ -191,6 +191,17 @@ def test_updates_of_quantised_weights_are_exact(kind: str, form: str) -> None:
     torch.testing.assert_close(found.double(), exact, rtol=2e-6 if is_float32 else 2**-8, atol=2e-5)
     theirs = torch.from_numpy(np.isin(SLOT_OF, list(RANKS)))
     assert torch.equal(found[~theirs], plain[~theirs])
+
+
+@pytest.mark.skipif(not can_pack(torch.bfloat16, "cpu"), reason="oneDNN has no such matmul here")
+def test_rows_without_an_adapter_have_the_bits_of_a_library() -> None:
+    """oneDNN adds the residual before it rounds, and its sums before that are rounded."""
+    case = Case("sum", torch.bfloat16)
+    case.layer.matmul = PackedMatmul(case.tensors["m.down.weight"], case.layer.bias)
+    plain = case.layer(case.x, case.residual)
+    assert type(case.adapt()) is AdaptedRowLayer
+    theirs = torch.from_numpy(np.isin(SLOT_OF, list(RANKS)))
+    assert torch.equal(case.run()[~theirs], plain[~theirs])
 
 
 def test_slots_are_replaced_and_cleared() -> None:

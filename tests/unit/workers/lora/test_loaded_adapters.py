@@ -48,7 +48,7 @@ def test_an_adapter_is_prepared_put_and_dropped(model: Decoder, tmp_path: Path) 
     slots = AdapterSlots(model, 2, 4)
     adapters = LoadedAdapters(slots)
     adapters.prepare(digest, directory)
-    assert ended(adapters) == {digest: None} and adapters.ready() == {} and adapters.num_host_bytes > 0
+    assert ended(adapters) == {digest: None} and adapters.ready() == {}
     adapters.put(digest, 2)
     assert slots.digests == {2: digest}
     used = [pairs for pairs in slots.pairs if pairs.used]
