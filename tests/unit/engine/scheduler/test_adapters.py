@@ -283,6 +283,20 @@ def test_requests_that_came_before_begin_first() -> None:
     driver.check_outputs()
 
 
+def test_requests_for_an_adapter_begin_together(depth: int) -> None:
+    """Although another adapter waits, whose first request came before their last: there are rows for all of them."""
+    driver = AdapterDriver("abc", max_loras=1, max_cpu_loras=3, pipeline_depth=depth)
+    driver.steps(20)
+    driver.ask(1, "c", max_tokens=9)
+    driver.steps(3)
+    for number, name in enumerate("ababa", 2):
+        driver.ask(number, name, max_tokens=5)
+    driver.run()
+    firsts = list(dict.fromkeys(event.request_id for event in driver.events))
+    assert firsts == [1, 2, 4, 6, 3, 5] and driver.adapters.registry.num_puts == 3
+    driver.check_outputs()
+
+
 def test_low_priority_yields_its_slot(depth: int) -> None:
     driver = AdapterDriver("ab", max_loras=1, max_cpu_loras=2, pipeline_depth=depth)
     driver.ask(1, "a", max_tokens=40, is_low_priority=True)
