@@ -229,8 +229,8 @@ class EngineClient:
 
         `directory`: an absolute path that is the same on every host, in PEFT's or llama.cpp's layout. The engine keeps
         the name, and loads the adapter again from there after it had to leave the ranks' memory, so its files must not
-        change before `remove_adapter`. No effect if the name refers to the same content already. Requests may name it
-        as soon as this was called: they wait for the load, and fail if it fails.
+        change before `remove_adapter`. If the name refers to the same content already, only the directory changes.
+        Requests that name it while it is loaded wait for the load, and fail if it fails.
 
         Raises `RequestError` with `param` `lora_path` and the reason if it cannot be read or does not fit the model,
         and with code `adapter_exists` if the name refers to another content: to replace that, remove it first.

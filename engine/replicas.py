@@ -402,6 +402,9 @@ class Replicas:
         failures = [result for result in results if isinstance(result, BaseException)]
         refusals = [failure for failure in failures if not isinstance(failure, EngineDeadError)]
         if not refusals and len(failures) < len(results):
+            held = self._adapters.get(name)
+            if held is not None and held.digest == known.digest:  # nobody has removed or replaced it meanwhile
+                self._adapters[name] = known  # perhaps in another directory
             return
         if is_new and self._adapters.get(name) is known:  # nobody has removed it meanwhile, or added another one
             await self.remove_adapter(name)

@@ -391,7 +391,7 @@ class EngineLoop:
         self._selector.modify(self._frame_socket, wanted, "socket")
         until_s = self._next_beat_s
         if self._adapters is not None and self._adapters.is_loading:
-            until_s = min(until_s, now + POLL_S)
+            until_s = min(until_s, max(now + POLL_S, self._adapters.registry.next_poll_s))
         for key, ready in self._selector.select(max(0.0, until_s - now)):
             if key.data == "death":
                 self._executor.ping()  # raises an error that names the rank

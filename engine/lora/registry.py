@@ -22,7 +22,9 @@ from oarlock.workers.adapters import (
     CommandKind,
 )
 
-POLL_S = 0.005  # interval at which ranks are asked for the end of preparations, if no step is slower
+# Interval at which ranks are asked for the end of preparations, if no step is slower. It grows to about 5 % of the time
+# since the last load began, so that a file that is read slowly, or never, costs little.
+POLL_S, MAX_POLL_S, POLL_GROWTH = 0.005, 0.5, 1.05
 UNKNOWN, IN_USE, FAILED, UNLOADED = "adapter_not_found", "adapter_exists", "adapter_failed", "adapter_unloaded"
 
 
@@ -67,7 +69,8 @@ class AdapterRegistry:
         self.outcomes: list[tuple[str, str | None]] = []  # (name, failure) of each load that has ended, until taken
         self.num_loads = self.num_failures = self.num_evictions = self.num_puts = 0
         self._num_uses = 0
-        self._next_poll_s = 0.0
+        self.next_poll_s = 0.0
+        self._poll_s = POLL_S
 
     # -- names
 
@@ -142,7 +145,7 @@ class AdapterRegistry:
     def load(self, adapter: Adapter) -> None:
         """Begin to load an adapter that is on disk. There must be room, and fewer than `MAX_LOADING` other loads."""
         assert adapter.state is AdapterState.ON_DISK and not self.is_full and self.num_loading < MAX_LOADING
-        adapter.state, adapter.prepared_at = AdapterState.LOADING, None
+        adapter.state, adapter.prepared_at, self._poll_s = AdapterState.LOADING, None, POLL_S
         self.num_loading += 1
         name = next(reversed(adapter.names))
         self.commands.append(
@@ -190,7 +193,7 @@ class AdapterRegistry:
 
     def has_commands(self, now: float) -> bool:
         """Return whether the next step has commands, or must ask for reports."""
-        return bool(self.commands) or (self.num_loading > 0 and now >= self._next_poll_s)
+        return bool(self.commands) or (self.num_loading > 0 and now >= self.next_poll_s)
 
     def take_commands(self, step_id: int, now: float) -> list[AdapterCommand]:
         """Take the commands of step `step_id`, perhaps none."""
@@ -200,9 +203,10 @@ class AdapterRegistry:
         for command in commands:
             if command.kind is CommandKind.PREPARE:
                 self._by_digest[command.digest].prepared_at = step_id
-        if self.num_loading and now >= self._next_poll_s:
+        if self.num_loading and now >= self.next_poll_s:
             commands.append(AdapterCommand(CommandKind.REPORT))
-            self._next_poll_s = now + POLL_S
+            self.next_poll_s = now + self._poll_s
+            self._poll_s = min(MAX_POLL_S, POLL_GROWTH * self._poll_s)
         return commands
 
     def restore_commands(self, commands: list[AdapterCommand]) -> None:
@@ -211,7 +215,7 @@ class AdapterRegistry:
         for command in commands:
             if command.kind is CommandKind.PREPARE:
                 self._by_digest[command.digest].prepared_at = None
-        self._next_poll_s = 0.0
+        self.next_poll_s = 0.0
 
     def report(self, reports: list[AdapterReport], step_id: int) -> list[tuple[Adapter, str | None]]:
         """Process the reports in the output of step `step_id`. Return the adapters whose loads have ended, and why they

@@ -9,6 +9,8 @@ on, later ones are parked, and the slot is free when the last of them has ended.
 if they alone keep a slot from a request of normal priority.
 
 So each parked request gets its turn, since no request that comes later in the order begins on a slot that it waits for.
+The one exception: when an adapter gets a slot, its requests begin together as far as there are rows, wherever they are
+in the order, since the first of them would keep the slot about as long.
 """
 
 import logging
@@ -61,6 +63,9 @@ class AdapterQueue:
         # Whether no adapter may leave host memory for a request; then none may for a later one in the order either.
         self._none_may_leave = False
         self._left: dict[bool, dict[Adapter, int]] = {}  # results of `_tokens_left` in one call of `assign`
+        # Adapters that get a slot in the next step. It is closed after that at the earliest, so that their requests
+        # begin together as far as there are rows, not one after the other.
+        self._new: set[Adapter] = set()
         self.to_preempt: list[Sequence] = []  # running requests that keep a slot from a request of higher priority
         self.loading: Iterable[Sequence] = ()  # requests that left the queue until their blocks are read from files
         self.on_park: Callable[[Sequence], object] = lambda seq: None  # called with each request before it is parked
@@ -238,6 +243,7 @@ class AdapterQueue:
             else:
                 self._await_slot(turn, reserved, queued)
         self._reopen(reserved)
+        self.may_assign |= bool(self._new)
 
     def _candidates(self) -> list[tuple[Adapter, Turn]]:
         """Return the adapters that wait for memory or a slot, in the order of their first requests."""
@@ -327,6 +333,7 @@ class AdapterQueue:
             queued.pop(victim, None)
             self.slots.empty(victim)
         self.registry.put(adapter, self.slots.fill(adapter))
+        self._new.add(adapter)
         self.registry.use(adapter)
         self._unpark(adapter)
         return True
@@ -337,7 +344,7 @@ class AdapterQueue:
 
         A slot that only requests of lower priority keep is closed even if others are reserved.
         """
-        if not reserved and not self.slots.num_open:
+        if not reserved and self.slots.num_open <= len(self._new):
             return
         left = self._tokens_left(turn.is_low_priority)
 
@@ -346,8 +353,11 @@ class AdapterQueue:
             return has_earlier, adapter in left, left.get(adapter, 0)
 
         # The first of equals was used least recently.
-        first = min(self.slots.in_open_slots(), key=order, default=None)
+        open_ones = (adapter for adapter in self.slots.in_open_slots() if adapter not in self._new)
+        first = min(open_ones, key=order, default=None)
         yielding = [adapter for adapter in reserved if adapter not in left]
+        if first is None and not reserved:
+            return
         if first is None or yielding or (reserved and any(order(first)[:2])):
             adapter = (yielding or reserved)[0]
             reserved.remove(adapter)
@@ -401,6 +411,7 @@ class AdapterQueue:
     def take_commands(self, step_id: int, now: float) -> list[AdapterCommand] | None:
         """Take the commands of step `step_id`; None: it has none."""
         registry = self.registry
+        self._new.clear()
         return registry.take_commands(step_id, now) if registry.commands or registry.num_loading else None
 
     def restore_commands(self, commands: list[AdapterCommand] | None) -> None:

@@ -229,8 +229,9 @@ def problem_of(folder: Path, source: Source) -> tuple[str, str | None]:
         return "refused by a rank", _problem_of_error(error, None) or _problem_of_memory(num_bytes, before)
     except Exception as error:
         return "crash", f"on a rank, {type(error).__name__}: {error}"
-    if held.num_bytes > source.slots.num_bytes:
-        return "read", f"{held.num_bytes} bytes in host memory, more than the slots have"
+    size = sum(pair.a.nbytes + pair.b.nbytes for pairs in held.pairs.values() for pair in pairs)
+    if size > source.slots.num_bytes:
+        return "read", f"{size} bytes in host memory, more than the slots have"
     return "read", _problem_of_memory(num_bytes, before)
 
 

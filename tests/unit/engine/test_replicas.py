@@ -448,6 +448,8 @@ def test_a_replica_that_starts_gets_adapters_that_were_replaced_meanwhile(tmp_pa
         await running._equip(cast(EngineClient, started))
         assert started.digests == served.digests and list(served.digests) == ["c", "a"]
         assert started.digests["a"] != started.digests["c"]
+        await running.add_adapter("c", copy := adapter_directory(tmp_path / "copy", bytes([0])))
+        assert running._adapters["c"].directory == copy, "the old directory may be gone at the next start"
 
     run(scene)
 

@@ -1,5 +1,7 @@
 """Requests with LoRA adapters: loading, slots, fairness between adapters, unloading, and prefixes of equal prompts."""
 
+from itertools import pairwise
+
 import pytest
 
 from oarlock.engine.errors import QueueFullError, RequestError
@@ -87,6 +89,21 @@ def test_a_report_of_an_earlier_load_does_not_count() -> None:
     assert registry.report(report, 2) == [] and registry.num_loading == 1
     assert registry.report(report, 3) == [(registry.by_name["a"], None)] and registry.num_ready == 1
     registry.audit()
+
+
+def test_a_load_that_never_ends_is_asked_for_ever_less_often() -> None:
+    """And a load that begins meanwhile is asked for as often as any other one at first."""
+    registry, times = AdapterRegistry(2), list[float]()
+    registry.load(registry.add("a", digest(1), "/a"))
+    for tick in range(20_000):
+        if tick == 15_000:
+            registry.load(registry.add("b", digest(2), "/b"))
+        if registry.take_commands(tick, 0.005 * tick):
+            times.append(0.005 * tick)
+    assert times[:3] == [0.0, 0.005, 0.015] and len(times) < 600
+    gaps = [(earlier, later - earlier) for earlier, later in pairwise(times)]
+    assert all(gap <= 0.01 + 0.06 * at for at, gap in gaps if at < 70.0)
+    assert max(gap for _, gap in gaps) <= 0.51 and min(gap for at, gap in gaps if at >= 75.0) < 0.01
 
 
 def test_a_request_waits_for_a_load_and_delays_nobody() -> None:
@@ -263,6 +280,20 @@ def test_requests_that_came_before_begin_first() -> None:
     driver.run()
     firsts = list(dict.fromkeys(event.request_id for event in driver.events))
     assert firsts == [1, 2, 3, 4, 5]
+    driver.check_outputs()
+
+
+def test_requests_for_an_adapter_begin_together(depth: int) -> None:
+    """Although another adapter waits, whose first request came before their last: there are rows for all of them."""
+    driver = AdapterDriver("abc", max_loras=1, max_cpu_loras=3, pipeline_depth=depth)
+    driver.steps(20)
+    driver.ask(1, "c", max_tokens=9)
+    driver.steps(3)
+    for number, name in enumerate("ababa", 2):
+        driver.ask(number, name, max_tokens=5)
+    driver.run()
+    firsts = list(dict.fromkeys(event.request_id for event in driver.events))
+    assert firsts == [1, 2, 4, 6, 3, 5] and driver.adapters.registry.num_puts == 3
     driver.check_outputs()
 
 
