@@ -169,7 +169,7 @@ def test_each_prompt_has_its_adapter(make_llm, adapters):
     llm.chat([{"role": "user", "content": "hi"}], lora_request=b)
     assert engine.requests[-1].adapter == "b" and engine.added == ["a", "b"], "it was loaded once"
     llm.generate("x", lora_request=dataclasses.replace(b, load_inplace=True))
-    assert engine.added == ["a", "b", "b (replacement)"] and list(engine.adapters) == ["a", "b"]
+    assert engine.added == ["a", "b", "b (replacement)", "b"] and list(engine.adapters) == ["a", "b"]
     for wrong, cause in (
         ([a], "3 prompts and 1 entries of lora_request"),
         (LoRARequest("d", 2, b.lora_path), "it belongs to 'b'"),

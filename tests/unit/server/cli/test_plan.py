@@ -293,7 +293,7 @@ def test_memory_of_adapters_and_its_part_for_experts_are_shown(tmp_path: Path, c
     assert main(["plan", *words, "--lora-modules", "tone=hub/tone"]) == 0
     assert "note: adapter tone is not looked at: hub/tone is neither" in capsys.readouterr().err
     assert main(["plan", *words, "--lora-modules", "tone=/nowhere"]) == 3
-    assert "error: The adapter /nowhere is neither" in capsys.readouterr().err
+    assert "error: tone: The adapter /nowhere is neither" in capsys.readouterr().err
 
 
 @pytest.mark.slow
