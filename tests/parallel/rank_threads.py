@@ -148,8 +148,8 @@ class ThreadExecutor:
         if len(step.adapter_commands):
             assert control is not None
             reports = control.run(read_commands(step.adapter_commands, step.adapter_digests, step.adapter_texts))
-        launch = partial(rank.launch, step)
-        return wait_for(with_reports(launch() if guard is None else guard.run(step, launch), reports))
+        launched = rank.execute(step) if guard is None else guard.run(step, partial(rank.launch, step))
+        return wait_for(with_reports(launched, reports))
 
     def refuse(self, lacks_memory: Callable[[int, StepMetadata], bool]) -> None:
         """Guard steps; whether a stage, by its number, has no memory for one is told by `lacks_memory`."""
