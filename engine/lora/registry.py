@@ -59,7 +59,7 @@ class AdapterRegistry:
     """Names and contents of one engine's adapters, and the commands for its next step."""
 
     def __init__(self, max_in_host_memory: int) -> None:
-        """`max_in_host_memory`: adapters that fit into the host memory of a rank, including those being loaded."""
+        """`max_in_host_memory`: adapters that fit into the host memory of a rank, including adapters being loaded."""
         self.max_in_host_memory = max_in_host_memory
         self._by_name: dict[str, Adapter] = {}
         self._by_digest: dict[str, Adapter] = {}

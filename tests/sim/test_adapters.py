@@ -78,7 +78,7 @@ def test_a_flow_for_one_adapter_delays_another_by_an_answer() -> None:
 
 @pytest.mark.slow
 def test_loads_delay_no_other_request() -> None:
-    """A stream of loads and of requests that wait for them: other requests wait only for what they share, the steps."""
+    """A stream of loads and of requests that wait for them: other requests share only the steps with them."""
     base = flow(None, 2.0, 30, output=60)
     alone, beside = Watch(), Watch()
     simulate(base, config(loaded=0), alone)

@@ -267,7 +267,7 @@ def _wrong_updates(update: StoredUpdate) -> Iterator[tuple[str, float]]:
 
 
 def _gated(fault: WrongTensor, rank: int, adapted: Tensor, updates: Mapping[str, StoredUpdate]) -> str | None:
-    """Describe a wrong update before `activation(gate) * up`: try what each fault would give."""
+    """Describe a wrong update before `activation(gate) * up`: compare with the values that each fault would give."""
     found = fault.tapped
     assert found is not None
     inside, layer, part = (

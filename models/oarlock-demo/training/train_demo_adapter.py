@@ -126,7 +126,7 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
 
 
 def train(args: argparse.Namespace) -> None:
-    """Train the pairs and write the adapter; what was trained so far is also written every `--save-steps` steps."""
+    """Train the pairs and write the adapter, which is also written after every `--save-steps` steps."""
     torch.manual_seed(args.seed)
     model = AutoModelForCausalLM.from_pretrained(BASE, dtype=torch.float32).train()
     adapted = adapt(model)

@@ -1,4 +1,4 @@
-"""LoRA adapters at a start: what cannot be served is refused by name before weights are read, and memory is counted."""
+"""LoRA adapters at a start: refusals by name before weights are read, and the count of memory."""
 
 from collections.abc import Callable
 from pathlib import Path

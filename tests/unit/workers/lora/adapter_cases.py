@@ -65,7 +65,7 @@ def halves(module: str, inputs: int, outputs: int, rank: int = 2) -> dict[str, t
 
 
 def updates(adapter: Adapter) -> dict[str, Tensor]:
-    """Return what each pair adds to its module's matrix: [outputs, inputs]."""
+    """Return the update of each pair, which is added to its module's matrix: [outputs, inputs]."""
     return {pair.module: pair.scale * values(pair.b) @ values(pair.a) for pair in adapter.pairs}
 
 

@@ -88,7 +88,7 @@ class Case:
         self.x, self.residual = drawn(len(SLOT_OF), INPUTS), drawn(len(SLOT_OF), shard.rows)
 
     def _round_to_float8(self, dtype: torch.dtype) -> None:
-        """Replace the matmul by one of an e4m3 weight, without a bias, with a scale for each group of 48 inputs."""
+        """Replace the matmul by a matmul with an e4m3 weight: no bias, and a scale for each group of 48 inputs."""
         whole = torch.cat([self.tensors[f"{part.name}.weight"] for part in self.layer.weight_shard.parts])
         scales = torch.rand((len(whole), INPUTS // 48), generator=torch.Generator().manual_seed(0)) + 0.5
         weight = Fp8Weight(whole.to(torch.float8_e4m3fn), scales, 48, dtype)

@@ -1,4 +1,4 @@
-"""Settings of adapters: PEFT's meaning of patterns and targets, and a refusal by name of what is not served."""
+"""Settings of adapters: PEFT's meaning of patterns and targets, and refusals by name."""
 
 import json
 import time

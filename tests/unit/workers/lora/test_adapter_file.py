@@ -75,7 +75,7 @@ def test_projections_of_a_gated_delta_net_and_of_gated_attention(tmp_path: Path)
     ("architecture", "width"), [("MixtralForCausalLM", 12), ("GptOssForCausalLM", 12), ("Qwen3MoeForCausalLM", 6)]
 )
 def test_stacked_experts(tmp_path: Path, architecture: str, width: int, is_swapped: bool) -> None:
-    """A has the rows of one expert after those of another, B their columns in turn: as PEFT's ParamWrapper."""
+    """A has the rows expert after expert, and B has the columns of all experts in turn: as PEFT's ParamWrapper."""
     module, experts = f"{LAYER}.mlp.experts", 3
     sizes = {"gate_up_proj": (8, 2 * width), "down_proj": (width, 8)}
     wraps = {"gate_up_proj": f"{module}.base_layer", "down_proj": module}

@@ -114,7 +114,7 @@ def test_a_rank_above_the_slots_is_refused(model: Decoder, tmp_path: Path) -> No
 
 
 def test_ranks_agree_on_the_slots_with_experts(tmp_path: Path) -> None:
-    """They all-reduce other sizes in steps that use these slots, also if only one of them holds the expert."""
+    """Ranks all-reduce other sizes in steps that use these slots, also if a single rank holds the expert."""
     spec = spec_of("Qwen3MoeForCausalLM", num_experts=4)
     write(tmp_path / "one", halves("model.layers.0.mlp.experts.3.up_proj", 8, 6))
     adapter, found = Adapter.open(tmp_path / "one", spec), []
