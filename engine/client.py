@@ -17,9 +17,10 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 from oarlock.base.errors import EXIT_OUT_OF_MEMORY, EXIT_RANK_DIED, EXIT_RANK_HUNG, StartupError
+from oarlock.base.watched_reads import StalledReadError, WatchedReads
 from oarlock.engine.config import EngineConfig
 from oarlock.engine.engine_process import ENGINE_MODULE, EngineProcess
-from oarlock.engine.errors import EngineDeadError, OarlockError, RequestError
+from oarlock.engine.errors import EngineDeadError, OarlockError, RequestError, StalledAdapterError
 from oarlock.engine.ipc import messages
 from oarlock.engine.ipc.frames import FrameError, FrameReader
 from oarlock.engine.kv_cache.block_events import BlockChanges
@@ -77,6 +78,7 @@ class EngineClient:
         self._ids = itertools.count(1)
         self._queues: dict[int, SingleReaderQueue[_Outcome]] = {}
         self._queries = _Queries(self._send)
+        self._adapter_reads = WatchedReads()
         self._last_stats = EngineStats()
         self._last_state: EngineState | None = None
         self._progress_s = time.monotonic()
@@ -233,10 +235,11 @@ class EngineClient:
         Requests that name it while it is loaded wait for the load, and fail if it fails.
 
         Raises `RequestError` with `param` `lora_path` and the reason if it cannot be read or does not fit the model,
-        and with code `adapter_exists` if the name refers to another content: to replace that, remove it first.
+        and with code `adapter_exists` if the name refers to another content: to replace that, remove it first. Raises
+        `StalledAdapterError`, or its base class, if nothing could be read for long.
         """
         self._check_alive()
-        await self.add_known_adapter(name, await digest_of(directory), directory)
+        await self.add_known_adapter(name, await digest_of(name, directory, self._adapter_reads), directory)
 
     async def add_known_adapter(self, name: str, digest: str, directory: str) -> None:
         """Add an adapter as `add_adapter` does, given the digest of its content."""
@@ -460,10 +463,15 @@ class _Queries:
                 future.set_exception(error)
 
 
-async def digest_of(directory: str) -> str:
-    """Return the digest of the adapter in `directory`, which another thread reads. Raises `RequestError`."""
+async def digest_of(name: str, directory: str, reads: WatchedReads) -> str:
+    """Return the digest of the adapter in `directory`, which another thread reads. `name`: for errors.
+
+    Cancelling the call ends the read. Raises `RequestError` and `StalledAdapterError`.
+    """
     try:
-        return await asyncio.to_thread(adapter_digest, directory)
+        return await reads.run(lambda on_read: adapter_digest(directory, on_read), directory)
+    except StalledReadError:
+        raise StalledAdapterError(name, directory) from None
     except OSError as error:
         raise RequestError(f"The adapter {directory} cannot be read: {error.strerror}.", "lora_path") from error
 

@@ -1,5 +1,7 @@
 """Errors above the workers, by who can act on them. The server chooses the HTTP status by class, never by text."""
 
+from oarlock.base.watched_reads import STALL_S
+
 
 class OarlockError(Exception):
     """Base of every error that a caller can get after the start."""
@@ -42,6 +44,17 @@ class UnavailableError(EngineError):
         super().__init__(message)
         self.message = message
         self.code = code
+
+
+class StalledAdapterError(UnavailableError):
+    """The files of a LoRA adapter could not be read for long (503, code `adapter_stalled`)."""
+
+    def __init__(self, name: str, path: str) -> None:
+        message = (
+            f"The adapter {name!r} could not be loaded: nothing could be read from {path} for {STALL_S:g} seconds. "
+            "Check its disk or network file system, then send the request again."
+        )
+        super().__init__(message, "adapter_stalled")
 
 
 class BrokenGrammarError(OarlockError):

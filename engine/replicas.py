@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 from oarlock.base.errors import EXIT_RANK_DIED, StartupError
 from oarlock.base.host_memory import free_host_bytes
+from oarlock.base.watched_reads import WatchedReads
 from oarlock.engine.client import EngineClient, digest_of
 from oarlock.engine.config import EngineConfig
 from oarlock.engine.engine_process import EngineProcess
@@ -317,6 +318,7 @@ class Replicas:
         self.death_cause: str | None = None
         self._ids = itertools.count(1)
         self._is_closing = False
+        self._adapter_reads = WatchedReads()
         self._adapters: dict[str, _KnownAdapter] = {}  # LoRA adapters by name, for replicas that start again
         self._supervisors = [
             asyncio.create_task(self._supervise(replica), name=f"replica-{replica.number}") for replica in replicas
@@ -393,7 +395,7 @@ class Replicas:
 
         Replicas that start again load it before they get requests.
         """
-        known = _KnownAdapter(await digest_of(directory), directory)
+        known = _KnownAdapter(await digest_of(name, directory, self._adapter_reads), directory)
         is_new = name not in self._adapters
         if is_new:
             self._adapters[name] = known
@@ -451,7 +453,7 @@ class Replicas:
             for name in missing[:1]:  # a load takes long: look again after each
                 try:
                     await client.add_known_adapter(name, *wanted[name])
-                except RequestError as error:
+                except (RequestError, UnavailableError) as error:
                     lost.add((name, wanted[name]))
                     logger.error('event=adapter_lost engine=%d name=%r cause="%s"', client.number, name, error)
 

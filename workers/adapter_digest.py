@@ -7,6 +7,8 @@ from hashlib import blake2b
 from pathlib import Path
 from stat import S_ISREG
 
+from oarlock.base.watched_reads import OnRead, ignore_progress
+
 ADAPTER_DIGEST_BYTES = 16
 _FILES = ("adapter_config.json", "adapter_model.safetensors")
 _READ_BYTES = 1 << 20
@@ -14,12 +16,12 @@ _READ_BYTES = 1 << 20
 _MOST_BYTES = 256 << 30
 
 
-def adapter_digest(directory: str | Path) -> str:
+def adapter_digest(directory: str | Path, on_read: OnRead = ignore_progress) -> str:
     """Return the digest of the adapter in `directory`, or of a GGUF file: hexadecimal blake2b of the size and the
     content of its settings and of its weights.
 
-    Reads every byte, so call it in a thread. Raises `OSError` if there is no adapter, or a file cannot be
-    read or is too large.
+    Reads every byte, so call it in a thread; `on_read` is called after each piece. Raises `OSError` if there is no
+    adapter, or a file cannot be read or is too large.
     """
     folder, found = Path(directory), blake2b(digest_size=ADAPTER_DIGEST_BYTES)
     paths = [folder / name for name in _FILES]
@@ -41,4 +43,5 @@ def adapter_digest(directory: str | Path) -> str:
             while data := file.read(min(left, _READ_BYTES)):
                 found.update(data)
                 left -= len(data)
+                on_read()
     return found.hexdigest()

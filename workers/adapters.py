@@ -22,6 +22,8 @@ MAX_LOADING = 4  # adapters that ranks prepare at the same time
 MAX_NAME_BYTES = 256
 MAX_DIRECTORY_BYTES = 4096
 MAX_REASON_BYTES = 1024  # the rest of a longer reason is cut off
+# The reason of a preparation that read nothing for `watched_reads.STALL_S`. The disk may respond later.
+STALLED = "stalled"
 MAX_TEXT_BYTES = MAX_NAME_BYTES + 1 + MAX_DIRECTORY_BYTES
 
 
@@ -48,7 +50,7 @@ class AdapterReport(NamedTuple):
     """The end of one preparation, on all ranks."""
 
     digest: str
-    failure: str | None  # the reason; None: every rank has it
+    failure: str | None  # the reason, or `STALLED`; None: every rank has it
 
 
 class AdapterError(Exception):
@@ -79,7 +81,11 @@ class RankAdapters(Protocol):
         Never raises; an unknown digest is ignored."""
 
     def ready(self) -> Mapping[str, str | None]:
-        """Return the preparations that have ended since the last call: digest -> reason of the failure, or None."""
+        """Return the preparations that have ended since the last call: digest -> reason of the failure, or None.
+
+        A preparation whose files could not be read for long ends with the reason `STALLED`, even if its thread is still
+        blocked.
+        """
 
 
 class AdapterControl:
@@ -122,6 +128,8 @@ class AdapterControl:
             del self._preparing[digest]
             if not self._all_agree(failure is None):
                 self._adapters.drop(digest)  # some ranks have it
+                if not self._all_agree(failure != STALLED):  # so that all ranks report the same
+                    failure = STALLED
                 failure = failure or "another rank could not load it: see its log"
             reports.append(AdapterReport(digest, failure))
         return reports

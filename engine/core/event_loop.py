@@ -22,7 +22,7 @@ from oarlock.engine.ipc import messages
 from oarlock.engine.ipc.frames import FrameError, FrameSocket, FrameSocketClosedError
 from oarlock.engine.kv_cache.block_events import BlockChanges, BlockEvent, BlockEventLog
 from oarlock.engine.kv_cache.offload import Flush
-from oarlock.engine.lora.registry import FAILED, POLL_S, UNLOADED
+from oarlock.engine.lora.registry import POLL_S, UNLOADED
 from oarlock.engine.scheduler.adapter_queue import AdapterQueue, unloaded
 from oarlock.engine.stats import EngineStats
 from oarlock.engine.types import FinishReason, Request, TokenEvent, TokenEvents
@@ -292,13 +292,10 @@ class EngineLoop:
 
     def _reply_to_loads(self, adapters: AdapterQueue) -> None:
         """Reply to additions of adapters whose loads have ended."""
-        for name, failure in adapters.registry.take_outcomes():
+        for name, error in adapters.registry.take_outcomes():
             for number in self._awaited_adapters.pop(name, []):
-                if failure is None:
-                    self._send(messages.AdapterDone(number))
-                else:
-                    error = RequestError(f"The adapter {name!r} could not be loaded: {failure}", "lora_path", FAILED)
-                    self._send(messages.AdapterDone.refused(number, error))
+                done = messages.AdapterDone(number) if error is None else messages.AdapterDone.refused(number, error)
+                self._send(done)
 
     def _fail(self, request_id: int) -> TokenEvent:
         """End one request through the engine's fault, whether the scheduler knows it or not."""

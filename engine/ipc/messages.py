@@ -456,11 +456,14 @@ class AdapterDone(Message):
     code: str | None = None
 
     @staticmethod
-    def refused(number: int, error: RequestError) -> "AdapterDone":
-        return AdapterDone(number, 0, error.message, error.param, error.code)
+    def refused(number: int, error: RequestError | UnavailableError) -> "AdapterDone":
+        param = error.param if isinstance(error, RequestError) else None
+        return AdapterDone(number, 0, error.message, param, error.code)
 
     def read(self) -> int:
-        """Return the number of ended requests. Raises `RequestError`."""
+        """Return the number of ended requests. Raises `RequestError`, or `UnavailableError` if no field is at fault."""
+        if self.error is not None and self.param is None and self.code is not None:
+            raise UnavailableError(self.error, self.code)
         if self.error is not None:
             raise RequestError(self.error, self.param, self.code)
         return self.num_ended

@@ -11,12 +11,13 @@ Pure: no clock, no files. Does not know requests or the reasons for which an ada
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from oarlock.engine.errors import RequestError
+from oarlock.engine.errors import RequestError, StalledAdapterError
 from oarlock.workers.adapters import (
     MAX_DIRECTORY_BYTES,
     MAX_LOADING,
     MAX_NAME_BYTES,
     NO_SLOT,
+    STALLED,
     AdapterCommand,
     AdapterReport,
     CommandKind,
@@ -26,6 +27,9 @@ from oarlock.workers.adapters import (
 # since the last load began, so that a file that is read slowly, or never, costs little.
 POLL_S, MAX_POLL_S, POLL_GROWTH = 0.005, 0.5, 1.05
 UNKNOWN, IN_USE, FAILED, UNLOADED = "adapter_not_found", "adapter_exists", "adapter_failed", "adapter_unloaded"
+
+
+LoadError = RequestError | StalledAdapterError
 
 
 class AdapterState(StrEnum):
@@ -66,7 +70,7 @@ class AdapterRegistry:
         self.commands: list[AdapterCommand] = []  # commands of the next step
         self.num_loading = 0
         self.num_ready = 0
-        self.outcomes: list[tuple[str, str | None]] = []  # (name, failure) of each load that has ended, until taken
+        self.outcomes: list[tuple[str, LoadError | None]] = []  # (name, error) of each load that has ended, until taken
         self.num_loads = self.num_failures = self.num_evictions = self.num_puts = 0
         self._num_uses = 0
         self.next_poll_s = 0.0
@@ -124,7 +128,7 @@ class AdapterRegistry:
         adapter.rename({other: path for other, path in adapter.names.items() if other != name})
         adapter.loaded_names.discard(name)
         if adapter.state is not AdapterState.READY:
-            self.outcomes.append((name, "it was unloaded before it was loaded"))
+            self.outcomes.append((name, load_error(name, adapter, "it was unloaded before it was loaded")))
         if not adapter.names:
             if adapter.state is not AdapterState.ON_DISK:
                 self._drop(adapter)
@@ -232,7 +236,9 @@ class AdapterRegistry:
             if adapter.prepared_at is None or adapter.prepared_at > step_id:
                 continue
             self.num_loading -= 1
-            self.outcomes += [(name, failure) for name in adapter.names]
+            self.outcomes += [
+                (name, None if failure is None else load_error(name, adapter, failure)) for name in adapter.names
+            ]
             ended.append((adapter, failure))
             if failure is None:
                 adapter.state = AdapterState.READY
@@ -253,8 +259,8 @@ class AdapterRegistry:
         if not adapter.names:
             del self._by_digest[adapter.digest]
 
-    def take_outcomes(self) -> list[tuple[str, str | None]]:
-        """Take the ends of loads: (name, failure)."""
+    def take_outcomes(self) -> list[tuple[str, LoadError | None]]:
+        """Take the ends of loads: (name, error)."""
         outcomes, self.outcomes = self.outcomes, []
         return outcomes
 
@@ -270,3 +276,11 @@ class AdapterRegistry:
         assert states.count(AdapterState.READY) == self.num_ready
         assert self.num_loading + self.num_ready <= self.max_in_host_memory, "too many adapters in host memory"
         assert all(adapter.names for adapter in adapters), "an adapter without a name is kept"
+
+
+def load_error(name: str, adapter: Adapter, failure: str) -> LoadError:
+    """Return the error of a failed load of `adapter`, one of whose names is `name`. `failure`: the reason, or
+    `STALLED`."""
+    if failure == STALLED:
+        return StalledAdapterError(name, adapter.directory)
+    return RequestError(f"The adapter {name!r} could not be loaded: {failure}", "lora_path", FAILED)

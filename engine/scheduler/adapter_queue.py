@@ -18,7 +18,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-from oarlock.engine.lora.registry import FAILED, UNLOADED, Adapter, AdapterRegistry, AdapterState
+from oarlock.engine.errors import RequestError
+from oarlock.engine.lora.registry import UNLOADED, Adapter, AdapterRegistry, AdapterState, load_error
 from oarlock.engine.lora.slots import AdapterSlots
 from oarlock.engine.scheduler.request_queue import RequestQueue
 from oarlock.engine.scheduler.sequence import Sequence
@@ -31,7 +32,8 @@ logger = logging.getLogger("oarlock.engine")
 
 _AFTER_REQUESTS = 1 << 62  # loads for no request come after the requests of the same time
 Keys = dict[tuple[bool, str], tuple[float, int]]
-Fail = Callable[[Sequence, str, float, str, str], TokenEvent]  # sequence, message, now, field at fault, code
+# Sequence, message, now, field at fault (None: the server is), code.
+Fail = Callable[[Sequence, str, float, str | None, str], TokenEvent]
 
 
 class Turn(NamedTuple):
@@ -201,8 +203,10 @@ class AdapterQueue:
             fields = adapter.digest, adapter.directory, failure
             logger.warning("event=adapter_failed digest=%s path=%r cause=%r", *fields)
             for seq in list(self._parked.get(adapter, {}).values()):
-                message = f"The adapter {seq.request.adapter!r} could not be loaded: {failure}"
-                events.append(self._fail(seq, message, now, "model", FAILED))
+                assert seq.request.adapter is not None
+                error = load_error(seq.request.adapter, adapter, failure)
+                param = "model" if isinstance(error, RequestError) else None
+                events.append(self._fail(seq, error.message, now, param, str(error.code)))
         return events
 
     # -- slots and host memory

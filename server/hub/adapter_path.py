@@ -9,17 +9,20 @@ import asyncio
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from oarlock.base.errors import StartupError
 from oarlock.base.paths import expand
+from oarlock.base.watched_reads import StalledReadError, WatchedReads
 from oarlock.server.config.adapter_options import LoraModule, parse_lora_modules, why_no_name
 from oarlock.server.config.settings import Settings
 from oarlock.server.hub.local_model import HUB_ID
 from oarlock.server.hub.model_path import OnDetailedProgress, download, names_model, on_hub
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+T = TypeVar("T")
 _MOST_LISTED = 1000
 _DOWNLOADS = 2  # at a time, each in a process of its own
 _LONGEST_ID = 193  # characters of a hub id
@@ -40,7 +43,7 @@ class FoundAdapter(NamedTuple):
 async def find_start_adapters(settings: Settings, on_progress: OnDetailedProgress) -> tuple[FoundAdapter, ...]:
     """Return the adapters of `--lora-modules`, which may be fetched from the hub. Raises `StartupError`."""
     paths, found = AdapterPaths(settings), []
-    for module in _modules(settings):
+    for module in await paths.modules():
         try:
             found.append(FoundAdapter(module, await paths.resolve(module.path, on_progress)))
         except StartupError as error:
@@ -52,11 +55,11 @@ async def find_local_adapters(settings: Settings) -> tuple[tuple[tuple[str, str]
     """Return the name and the path of each adapter of `--lora-modules` on this machine, fetching nothing, and a note
     for each adapter of the hub that is not here. Raises `StartupError`."""
     paths, found, notes = AdapterPaths(replace(settings, offline=True)), [], []
-    for name, path, _ in _modules(settings):
+    for name, path, _ in await paths.modules():
         try:
             found.append((name, await paths.resolve(path)))
         except StartupError as error:
-            if os.path.lexists(expand(path)) or not HUB_ID.fullmatch(path):
+            if isinstance(error, StalledReadError) or os.path.lexists(expand(path)) or not HUB_ID.fullmatch(path):
                 raise _of_adapter(name, error) from None
             notes.append(f"adapter {name} is not looked at: {error.cause}")
     return tuple(found), notes
@@ -66,31 +69,49 @@ def _of_adapter(name: str, error: StartupError) -> StartupError:
     return StartupError(f"{name}: {error.cause}", error.fix, error.exit_code)
 
 
-def _modules(settings: Settings) -> list[LoraModule]:
-    """Return the adapters of `--lora-modules`. Raises `StartupError` for a name of the model, and for `--lora-dir`."""
-    modules = parse_lora_modules(settings.lora_modules)
-    if settings.lora_dir is not None and not os.path.isdir(expand(settings.lora_dir)):
-        raise StartupError(f"--lora-dir {settings.lora_dir} is not a directory.", "Create it, or name another.")
-    taken = next((module.name for module in modules if names_model(settings, module.name)), None)
-    if taken is not None:
-        raise StartupError(
-            f"--lora-modules has an adapter with the name {taken}, which is the name of the model.",
-            "Give the adapter another name, or the model with --served-model-name.",
-        )
-    return modules
-
-
 class AdapterPaths:
-    """Adapters that a server can load: of this machine, and of the hub."""
+    """Adapters that a server can load: of this machine, and of the hub.
+
+    Methods that are not coroutines, except `may_have`, read the disk, which may block them for ever: call them by
+    `read`.
+    """
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._downloads = asyncio.Semaphore(_DOWNLOADS)
-        self._folder = None if settings.lora_dir is None else Path(os.path.realpath(expand(settings.lora_dir)))
+        self._reads = WatchedReads()
+
+    @cached_property
+    def _folder(self) -> Path | None:
+        """The real path of `--lora-dir`."""
+        given = self._settings.lora_dir
+        return None if given is None else Path(os.path.realpath(expand(given)))
+
+    async def read(self, function: Callable[[], T], path: str | None = None) -> T:
+        """Return the result of `function`, which reads `path` (None: `--lora-dir`), from another thread.
+
+        Raises `StalledReadError` if it takes very long, and its errors.
+        """
+        return await self._reads.run(lambda _: function(), path or self._settings.lora_dir or "")
 
     def may_have(self, name: str) -> bool:
         """Return whether `name` can be the name of an adapter in `--lora-dir`, without a look at the disk."""
-        return self._folder is not None and _is_segment(name)
+        return self._settings.lora_dir is not None and _is_segment(name)
+
+    async def modules(self) -> list[LoraModule]:
+        """Return the adapters of `--lora-modules`. Raises `StartupError` for a name of the model, and for
+        `--lora-dir`."""
+        settings, folder = self._settings, self._settings.lora_dir
+        modules = parse_lora_modules(settings.lora_modules)
+        if folder is not None and not await self.read(lambda: os.path.isdir(expand(folder))):
+            raise StartupError(f"--lora-dir {folder} is not a directory.", "Create it, or name another.")
+        taken = next((module.name for module in modules if names_model(settings, module.name)), None)
+        if taken is not None:
+            raise StartupError(
+                f"--lora-modules has an adapter with the name {taken}, which is the name of the model.",
+                "Give the adapter another name, or the model with --served-model-name.",
+            )
+        return modules
 
     def find(self, name: str) -> str | None:
         """Return the path of the adapter `name` in `--lora-dir`; None if there is none. Reads the disk."""
@@ -119,11 +140,12 @@ class AdapterPaths:
     async def resolve(self, path: str, on_progress: OnDetailedProgress = _ignored, *, is_trusted: bool = True) -> str:
         """Return the absolute path of the adapter's directory or GGUF file, after fetching it if `path` is a hub id.
 
-        `is_trusted`: the operator gives the path, which may be anywhere. Raises `StartupError`.
+        `is_trusted`: the operator gives the path, which may be anywhere. Raises `StartupError`, and `StalledReadError`
+        if the disk does not respond.
         """
         find: Callable[[str], Path | None] = _trusted if is_trusted else self._allowed
         try:
-            found = await asyncio.to_thread(find, path)
+            found = await self.read(lambda: find(path), path if is_trusted else None)
         except OSError as error:
             raise StartupError(f"The adapter {path} cannot be read: {error.strerror}.", _WRITTEN) from None
         if found is not None:

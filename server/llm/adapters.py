@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from oarlock.base.errors import EXIT_RANK_DIED, StartupError
-from oarlock.engine.errors import EngineDeadError, RequestError, UnavailableError
+from oarlock.base.watched_reads import StalledReadError
+from oarlock.engine.errors import EngineDeadError, RequestError, StalledAdapterError, UnavailableError
 from oarlock.server.config.adapter_options import MAX_NAME, REPLACEMENT, why_no_name
 from oarlock.server.errors import ModelNotFoundError
 from oarlock.server.hub.adapter_path import AdapterPaths, FoundAdapter
@@ -26,6 +27,7 @@ _AT_ONCE = 4  # loads that read files; `AdapterPaths` limits downloads, for whic
 _MOST_OPEN = 32  # loads and unloads, including loads that wait for their turn
 _MOST_FAILURES = 256  # failed first uses that are remembered
 _RETRY_S = 5.0  # before a failed first use is tried again
+_LISTING_S = 2.0  # for which the list of `--lora-dir` is awaited
 _MOST_SHOWN = 20  # names in an error
 _log = logger("adapters")
 
@@ -56,8 +58,11 @@ class ServedAdapters:
         self._changes: dict[str, asyncio.Task[None]] = {}  # name -> its load or unload in progress
         self._loads: set[str] = set()  # names whose change is a load
         self._turns = asyncio.Semaphore(_AT_ONCE)
-        self._failures: dict[str, tuple[float, str]] = {}  # name -> time and message of a failed first use
+        # Name -> time and error of a failed first use.
+        self._failures: dict[str, tuple[float, RequestError | UnavailableError]] = {}
         self._listing: asyncio.Task[dict[str, str]] | None = None  # the last reading of `--lora-dir`
+        self._listed: dict[str, str] = {}  # the last list that was read
+        self._is_listing_stalled = False
         self.on_unload: list[Callable[[str], object]] = []  # called with the name once the engine has forgotten it
 
     # -- lookup
@@ -67,23 +72,41 @@ class ServedAdapters:
         return self._by_name.get(name)
 
     async def find(self, name: str) -> ServedAdapter | None:
-        """Return a loaded adapter, or an adapter that its first use would load; None if there is no such name."""
+        """Return a loaded adapter, or an adapter that its first use would load; None if there is no such name.
+
+        Raises `StalledAdapterError` if `--lora-dir` cannot be read for long.
+        """
         found = self._by_name.get(name)
         if found is not None or not self._paths.may_have(name) or self.is_model(name):
             return found
-        directory = await asyncio.to_thread(self._paths.find, name)  # the disk may be slow
+        try:
+            directory = await self._paths.read(lambda: self._paths.find(name))
+        except StalledReadError as error:
+            raise StalledAdapterError(name, error.path) from None
         return None if directory is None else self._by_name.get(name) or self._unloaded(name, directory)
 
     async def available(self) -> Sequence[ServedAdapter]:
         """Return the loaded adapters, then all adapters that a first use would load, by name.
 
-        Calls while the directory is being read share the result, so they occupy one thread.
+        Calls while the directory is being read share the result, so they occupy one thread. If the disk does not
+        respond soon, the result is the last list.
         """
         if self._listing is None or self._listing.done():
-            self._listing = asyncio.create_task(asyncio.to_thread(self._paths.all), name="adapters-listing")
-        found = await asyncio.shield(self._listing)
+            self._listing = asyncio.create_task(self._list_directory(), name="adapters-listing")
+        await asyncio.wait((self._listing,), timeout=_LISTING_S)
+        found = self._listing.result() if self._listing.done() else self._listed
         names = [name for name in found if name not in self._by_name and not self.is_model(name)]
         return [*self._by_name.values(), *(self._unloaded(name, found[name]) for name in names)]
+
+    async def _list_directory(self) -> dict[str, str]:
+        """Return name -> path of the adapters in `--lora-dir`; the last list if it cannot be read for long."""
+        try:
+            self._listed, self._is_listing_stalled = await self._paths.read(self._paths.all), False
+        except StalledReadError as error:
+            if not self._is_listing_stalled:  # reported once, not for each call
+                _log.warning(event("adapters_not_listed", cause=error.cause))
+            self._is_listing_stalled = True
+        return self._listed
 
     def _unloaded(self, name: str, directory: str) -> ServedAdapter:
         return ServedAdapter(name, directory, self._model_names[0], directory)
@@ -104,7 +127,7 @@ class ServedAdapters:
         """Wait until the adapter is loaded, which the first use begins, and return its name for `Request.adapter`.
 
         Cancelling the call does not cancel the load. Raises `ModelNotFoundError`, `RequestError` if the load fails,
-        `UnavailableError` if too many adapters are being loaded, and `EngineDeadError`.
+        `UnavailableError` if too many adapters are being loaded or the disk does not respond, and `EngineDeadError`.
         """
         while name not in self._by_name:
             if name not in self._changes:
@@ -150,7 +173,7 @@ class ServedAdapters:
         for (name, path, parent), directory in found:
             try:
                 await self.load(name, directory, parent, root=path)
-            except RequestError as error:
+            except (RequestError, UnavailableError) as error:
                 fix = f"Correct or leave out the adapter {name} of --lora-modules."
                 raise StartupError(error.message, fix) from None
             except EngineDeadError as error:
@@ -197,7 +220,8 @@ class ServedAdapters:
 
         def ended(task: asyncio.Task[None]) -> None:
             if not task.cancelled() and (error := task.exception()) is not None:
-                level = logging.WARNING if isinstance(error, RequestError) else logging.ERROR
+                is_expected = isinstance(error, RequestError | UnavailableError)
+                level = logging.WARNING if is_expected else logging.ERROR
                 _log.log(level, event("adapter_failed", adapter=name, cause=str(error)))
 
         task = self._changes[name] = asyncio.create_task(run(), name=f"adapter-{name}")
@@ -207,11 +231,11 @@ class ServedAdapters:
         return task
 
     def _begin_first_use(self, name: str, found: ServedAdapter | None) -> None:
-        failed_at, failure = self._failures.get(name, (0.0, ""))
+        failed_at, failure = self._failures.get(name, (0.0, None))
         if found is None:
             raise self.not_found(name)
-        if failure and time.monotonic() - failed_at < _RETRY_S:
-            raise RequestError(failure, "model", FAILED)
+        if failure is not None and time.monotonic() - failed_at < _RETRY_S:
+            raise failure.with_traceback(None)
         self._begin(name, self._load_at_first_use(found), is_load=True)
 
     async def _load_at_first_use(self, adapter: ServedAdapter) -> None:
@@ -219,12 +243,18 @@ class ServedAdapters:
         self._failures.pop(name, None)
         try:
             await self._load(name, adapter.root, None, is_trusted=False)
+        except UnavailableError as error:
+            self._note_failure(name, error)
+            raise
         except RequestError as error:
             if error.code != NOT_FOUND:  # another request has not cancelled it
-                while len(self._failures) >= _MOST_FAILURES:
-                    del self._failures[next(iter(self._failures))]
-                self._failures[name] = time.monotonic(), error.message
+                self._note_failure(name, RequestError(error.message, "model", FAILED))
             raise RequestError(error.message, "model", error.code or FAILED) from None
+
+    def _note_failure(self, name: str, error: RequestError | UnavailableError) -> None:
+        while len(self._failures) >= _MOST_FAILURES:
+            del self._failures[next(iter(self._failures))]
+        self._failures[name] = time.monotonic(), error
 
     async def _load(
         self, name: str, path: str, parent: str | None, *, is_trusted: bool, root: str | None = None
@@ -233,6 +263,8 @@ class ServedAdapters:
             directory = await self._paths.resolve(path, is_trusted=is_trusted)
             async with self._turns:
                 digest = await self._add(name, directory)
+        except StalledReadError as error:
+            raise StalledAdapterError(name, error.path) from None
         except StartupError as error:
             raise RequestError(f"{error.cause} {error.fix}", "lora_path", FAILED) from None
         except asyncio.CancelledError:

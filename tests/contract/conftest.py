@@ -16,6 +16,7 @@ import httpx
 import pytest
 import tokenizers
 
+from oarlock.base.watched_reads import WatchedReads
 from oarlock.engine.client import digest_of
 from oarlock.engine.errors import EngineDeadError, QueueFullError, RequestError
 from oarlock.engine.stats import EngineState, EngineStats, RequestHistory
@@ -144,7 +145,7 @@ class FakeEngine:
             await self.may_add.wait()
         finally:
             self.num_adding -= 1
-        digest = await digest_of(directory)
+        digest = await digest_of(name, directory, WatchedReads())
         if (Path(directory) / "adapter_model.safetensors").read_text() == "broken":
             message = f"The adapter {name!r} could not be loaded: its header is damaged"
             raise RequestError(message, "lora_path", "adapter_failed")

@@ -15,6 +15,7 @@ import numpy as np
 
 from oarlock.engine.config import EngineConfig, SpeculativeConfig
 from oarlock.engine.core.engine_core import EngineCore
+from oarlock.engine.lora.registry import LoadError
 from oarlock.engine.scheduler.sequence import GrammarMatcherProtocol
 from oarlock.engine.types import Request, TokenEvent, TokenLogprobs
 from oarlock.workers.config import WorkerInfo
@@ -129,14 +130,15 @@ class DirectEngine:
         adapters = self.scheduler.adapters
         assert adapters is not None
         adapters.add(name, digest, directory, self.now)
-        outcomes: dict[str, str | None] = {}
+        outcomes: dict[str, LoadError | None] = {}
 
         def has_ended() -> bool:
             outcomes.update(adapters.registry.take_outcomes())
             return name in outcomes and not self._engine_core.num_in_flight
 
         self.run_until(has_ended)
-        return outcomes[name]
+        error = outcomes[name]
+        return None if error is None else error.message
 
     def run_until(self, condition: Callable[[], bool]) -> None:
         """Go on without requests, as long as what ranks do beside steps takes."""

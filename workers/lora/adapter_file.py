@@ -9,6 +9,7 @@ from pathlib import Path
 
 from oarlock.base.errors import StartupError
 from oarlock.base.json_files import gc_paused
+from oarlock.base.watched_reads import OnRead, ignore_progress
 from oarlock.workers.adapter_digest import adapter_digest
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.lora.adapter_config import CONFIG_FILE, AdapterConfig
@@ -41,8 +42,9 @@ class Adapter:
 
     @staticmethod
     @gc_paused()
-    def open(directory: Path, spec: DecoderSpec, name: str = "") -> "Adapter":
+    def open(directory: Path, spec: DecoderSpec, name: str = "", on_read: OnRead = ignore_progress) -> "Adapter":
         """Read the adapter in `directory` for the model `spec`. `name`: as clients call it; empty: the directory's.
+        `on_read` is called after each piece of a file.
 
         `directory` may also be the path of a GGUF file. Raise `StartupError` naming the file, and the setting or tensor
         at fault.
@@ -58,13 +60,14 @@ class Adapter:
             raise StartupError(f"{weights} adapts nothing of {spec.architecture}.", "Use an adapter of this model.")
         used = {half.located for pair in pairs for half in (pair.a, pair.b)}
         num_bytes = sum(one.entry.end - one.entry.begin for one in used)
-        return Adapter(name or directory.name.removesuffix(_GGUF), directory, digest_of(directory), pairs, num_bytes)
+        digest = digest_of(directory, on_read)
+        return Adapter(name or directory.name.removesuffix(_GGUF), directory, digest, pairs, num_bytes)
 
 
-def digest_of(directory: Path) -> str:
+def digest_of(directory: Path, on_read: OnRead = ignore_progress) -> str:
     """Return `adapter_digest`. Raise `StartupError` if a file cannot be read."""
     try:
-        return adapter_digest(directory)
+        return adapter_digest(directory, on_read)
     except OSError as error:
         raise StartupError(
             f"{error.filename or directory} cannot be read: {error.strerror or error}.",

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from oarlock.base.errors import StartupError
+from oarlock.base.watched_reads import OnRead, ignore_progress
 from oarlock.workers.layers.decoder_spec import is_in_stage
 from oarlock.workers.lora.adapter_file import Adapter
 from oarlock.workers.lora.adapter_pair import AdapterMatrix, AdapterPair, Lines
@@ -20,8 +21,8 @@ from oarlock.workers.weights.reader import FileReader, first_not_finite, not_fin
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 
 
-def read_adapter(adapter: Adapter, slots: AdapterSlots) -> HostAdapter:
-    """Read this rank's cut of `adapter` into host memory.
+def read_adapter(adapter: Adapter, slots: AdapterSlots, on_read: OnRead = ignore_progress) -> HostAdapter:
+    """Read this rank's cut of `adapter` into host memory. `on_read` is called after each piece of a tensor.
 
     Raises `StartupError` for a rank above the slots', for a module that the rank's model cannot adapt, for a file that
     was cut short, and for values that are not finite or too large for the model's dtype.
@@ -39,7 +40,7 @@ def read_adapter(adapter: Adapter, slots: AdapterSlots) -> HostAdapter:
             )
     pairs = [pair for pair in adapter.pairs if pair.module in places]
     found: dict[int, list[RankPair]] = {}
-    tensors = _Tensors(pairs)
+    tensors = _Tensors(pairs, on_read)
     try:
         for pair in pairs:
             at, part = places[pair.module]
@@ -63,8 +64,8 @@ def _is_remote(pair: AdapterPair, slots: AdapterSlots) -> bool:
 class _Tensors:
     """Stored tensors, each read once and kept until its last use: all experts of a layer may share one."""
 
-    def __init__(self, pairs: Sequence[AdapterPair]) -> None:
-        self._files = FileReader()
+    def __init__(self, pairs: Sequence[AdapterPair], on_read: OnRead) -> None:
+        self._files, self._on_read = FileReader(), on_read
         self._left = Counter(half.located for pair in pairs for half in (pair.a, pair.b))
         self._kept: dict[LocatedTensor, Tensor] = {}
 
@@ -88,7 +89,7 @@ class _Tensors:
                 "Save the adapter in bfloat16, float16 or float32.",
             )
         whole = torch.empty(entry.shape, dtype=stored)
-        self._files.read(path, entry.begin, whole, matrix.name).result()
+        self._files.fill(path, entry.begin, whole, matrix.name, self._on_read)
         return whole
 
     def close(self) -> None:

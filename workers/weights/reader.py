@@ -49,12 +49,19 @@ class FileReader:
 
         The caller keeps `into` until the read is done. The future raises `StartupError` naming `name`, the tensor.
         """
-        assert into.is_contiguous()
         self._open(path)
         if self._threads is None:
             self._threads = ThreadPoolExecutor(NUM_THREADS, "weights")
-        memory = memoryview((ctypes.c_char * into.nbytes).from_address(into.data_ptr()))
-        return self._threads.submit(_fill, self._fd, self._data_start + begin, memory, path, name)
+        return self._threads.submit(_fill, self._fd, self._data_start + begin, _memory_of(into), path, name)
+
+    def fill(self, path: Path, begin: int, into: Tensor, name: str, on_read: Callable[[], None]) -> None:
+        """Do the same in the calling thread, and call `on_read` after each piece of at most `CHUNK_BYTES`."""
+        self._open(path)
+        memory = _memory_of(into)
+        for done in range(0, len(memory), CHUNK_BYTES):
+            piece = memory[done : done + CHUNK_BYTES]
+            _fill(self._fd, self._data_start + begin + done, piece, path, name)
+            on_read()
 
     def close(self) -> None:
         """Close the file and end the threads. The reader can still be used, and opens files again."""
@@ -79,6 +86,12 @@ class FileReader:
         except OSError as error:
             raise StartupError(f"{path} cannot be opened: {error.strerror}.", "Download the file again.") from error
         self._path = path
+
+
+def _memory_of(into: Tensor) -> memoryview:
+    """Return the bytes of a contiguous tensor, which must outlive them."""
+    assert into.is_contiguous()
+    return memoryview((ctypes.c_char * into.nbytes).from_address(into.data_ptr()))
 
 
 def _fill(fd: int, begin: int, memory: memoryview, path: Path, name: str) -> None:

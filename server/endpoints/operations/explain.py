@@ -73,6 +73,8 @@ def _refused(found: Findings) -> Diagnosis | None:
         return f"Its adapter {record.adapter!r} was unloaded before it was complete.", None
     if code == "adapter_failed":
         return f"Its adapter {record.adapter!r} could not be loaded; see the log for the reason.", None
+    if code == "adapter_stalled":
+        return f"The files of its adapter {record.adapter!r} could not be read for long: check their disk.", None
     if code == "replica_lost":
         return "The engine that ran it has stopped; see the log for the reason. The request can be sent again.", None
     if status < 500:
