@@ -101,7 +101,8 @@ def read_table(
 def gc_paused() -> Generator[None]:
     """Pause Python's search for cycles of garbage while many objects are made that cannot form any.
 
-    Otherwise it walks through all of them again and again, which takes 40 % of the time of a large header.
+    Otherwise it walks through all of them again and again, which takes 40 % of the time of a large header. Files that
+    may block the thread must not be read meanwhile: other threads would be without the search.
     """
     was_enabled = gc.isenabled()
     gc.disable()

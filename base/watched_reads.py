@@ -10,7 +10,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Generic, TypeVar
 
 from oarlock.base.errors import StartupError
@@ -22,7 +22,7 @@ OnRead = Callable[[], None]  # called by a read after each piece; raises `ReadSt
 # seconds if their server is busy or changes.
 STALL_S = 30.0
 _MOST_BLOCKED = 32  # threads that may be blocked in the kernel
-_POLL_S = 0.5
+_POLL_S = 0.05
 
 
 class ReadStoppedError(Exception):
@@ -68,6 +68,17 @@ class WatchedRead(Generic[T]):
     def is_stalled(self) -> bool:
         return self.idle_s >= STALL_S
 
+    def wait(self, update: Callable[[], object] = ignore_progress) -> T:
+        """Return the result of the read, for which the calling thread waits; `update` is called from time to time.
+
+        Raises the errors of the read, and `StalledReadError`.
+        """
+        while not wait((self.result,), _POLL_S).done:
+            if self.is_stalled:
+                raise StalledReadError(self.path)
+            update()
+        return self.result.result()
+
     def stop(self) -> None:
         """End the read at its next note of progress."""
         self._is_stopped = True
@@ -84,6 +95,13 @@ class WatchedRead(Generic[T]):
             self.result.set_exception(error)
         else:
             self.result.set_result(value)
+
+
+def run_watched(function: Callable[[OnRead], T], path: str) -> T:
+    """Return the result of `function`, which reads `path`, as `WatchedReads.run` does, from a thread that may wait."""
+    read = WatchedRead(function, path)
+    read.start()
+    return read.wait()
 
 
 class LeftReads:
@@ -131,7 +149,7 @@ class WatchedReads:
                 while not future.done():
                     if read.is_stalled:
                         raise StalledReadError(path)
-                    await asyncio.wait((future,), timeout=min(_POLL_S, STALL_S))
+                    await asyncio.wait((future,), timeout=_POLL_S)
                 return future.result()
             finally:
                 if not future.done():

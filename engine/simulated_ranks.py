@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from oarlock.workers.adapters import NO_SLOT, AdapterControl, AdapterReport, read_commands, report_fields
+from oarlock.workers.adapters import NO_SLOT, STALLED, AdapterControl, AdapterReport, read_commands, report_fields
 from oarlock.workers.capacity import RankWork
 from oarlock.workers.config import GroupInfo, WorkerConfig, WorkerInfo
 from oarlock.workers.kv_offload import KVReports
@@ -60,7 +60,8 @@ class SimulatedAdapters:
     def __init__(
         self, max_loras: int, max_in_host_memory: int, clock: Callable[[], float], load_s: float = 0.1
     ) -> None:
-        """Take `load_s`, the seconds of each load. A directory whose name begins with `broken` cannot be loaded."""
+        """Take `load_s`, the seconds of each load. A directory whose name begins with `broken` cannot be loaded, and a
+        directory whose name begins with `stalled` cannot be read."""
         self.slots: list[str | None] = [None] * (1 + max_loras)
         self._max_in_host_memory = max_in_host_memory
         self._clock, self._load_s = clock, load_s
@@ -70,7 +71,7 @@ class SimulatedAdapters:
     def prepare(self, digest: str, directory: str) -> None:
         assert digest not in self.loaded and digest not in self._loading, "an adapter is loaded twice"
         assert len(self.loaded) + len(self._loading) < self._max_in_host_memory, "host memory is full"
-        failure = "it is broken" if directory.rpartition("/")[2].startswith("broken") else None
+        failure = _failure(directory.rpartition("/")[2])
         self._loading[digest] = self._clock() + self._load_s, failure
 
     def put(self, digest: str, slot: int) -> None:
@@ -90,6 +91,12 @@ class SimulatedAdapters:
             if failure is None:
                 self.loaded.add(digest)
         return ended
+
+
+def _failure(name: str) -> str | None:
+    if name.startswith("stalled"):
+        return STALLED
+    return "it is broken" if name.startswith("broken") else None
 
 
 class SimulatedExecutor:

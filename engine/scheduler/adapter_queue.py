@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
+from oarlock.base.watched_reads import STALL_S
 from oarlock.engine.errors import RequestError
 from oarlock.engine.lora.registry import UNLOADED, Adapter, AdapterRegistry, AdapterState, load_error
 from oarlock.engine.lora.slots import AdapterSlots
@@ -25,7 +26,7 @@ from oarlock.engine.scheduler.request_queue import RequestQueue
 from oarlock.engine.scheduler.sequence import Sequence
 from oarlock.engine.stats import AWAITS_LOAD, AWAITS_SLOT, MAX_ADAPTER_LABELS, OTHER_ADAPTERS, EngineStats
 from oarlock.engine.types import AdapterInfo, TokenEvent
-from oarlock.workers.adapters import MAX_LOADING, AdapterCommand, AdapterReport
+from oarlock.workers.adapters import MAX_LOADING, STALLED, AdapterCommand, AdapterReport
 from oarlock.workers.config import WorkerConfig
 
 logger = logging.getLogger("oarlock.engine")
@@ -200,7 +201,8 @@ class AdapterQueue:
                 self._now = now
                 self._note_wait(adapter, *self._parked.get(adapter, {}).values())
                 continue
-            fields = adapter.digest, adapter.directory, failure
+            cause = f"nothing was read for {STALL_S:g} s" if failure == STALLED else failure
+            fields = adapter.digest, adapter.directory, cause
             logger.warning("event=adapter_failed digest=%s path=%r cause=%r", *fields)
             for seq in list(self._parked.get(adapter, {}).values()):
                 assert seq.request.adapter is not None

@@ -105,6 +105,7 @@ class FakeEngine:
     added: list[str] = field(default_factory=list)  # names, in the order of the calls
     num_adding: int = 0
     may_add: asyncio.Event = field(default_factory=asyncio.Event)  # loads of adapters wait for it, if it is replaced
+    adapter_reads: WatchedReads = field(default_factory=WatchedReads)
     _next_id: int = 0
 
     def __post_init__(self) -> None:
@@ -145,7 +146,7 @@ class FakeEngine:
             await self.may_add.wait()
         finally:
             self.num_adding -= 1
-        digest = await digest_of(name, directory, WatchedReads())
+        digest = await digest_of(name, directory, self.adapter_reads)
         if (Path(directory) / "adapter_model.safetensors").read_text() == "broken":
             message = f"The adapter {name!r} could not be loaded: its header is damaged"
             raise RequestError(message, "lora_path", "adapter_failed")

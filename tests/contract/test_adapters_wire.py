@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import anyio
 import httpx
 import pytest
 
+from oarlock.base import watched_reads
 from oarlock.base.errors import StartupError
+from oarlock.base.watched_reads import OnRead
+from oarlock.engine import client
 from oarlock.server.config.adapter_options import LoraModule
 from oarlock.server.endpoints.completions import OpenAIServingCompletion
 from oarlock.server.endpoints.pooling.serving import OpenAIServingEmbedding
@@ -20,6 +25,7 @@ from oarlock.server.llm import adapters as served
 from oarlock.server.llm.pooler_config import PoolerConfig, Task
 from oarlock.server.schemas.generation import CompletionRequest
 from oarlock.server.schemas.pooling import EmbeddingRequest
+from oarlock.workers.adapter_digest import adapter_digest
 from tests.contract.conftest import INFO, Stage
 
 BOSS = {"Authorization": "Bearer boss"}
@@ -365,5 +371,49 @@ def test_loads_are_bounded_and_can_be_cancelled(make, folder, monkeypatch):
         stage.engine.may_add.set()
         assert [(await task).status_code for task in loads[1:]] == [200] * 5
         assert sorted(stage.engine.adapters) == [f"x{number}" for number in range(1, 6)]
+
+    anyio.run(run)
+
+
+def test_an_adapter_on_a_hung_disk_fails_alone_and_in_time(make, folder, monkeypatch):
+    hung, clock = write(folder / "hung"), SimpleNamespace(now_s=1.0, monotonic=lambda: clock.now_s)
+    begun, responds, digest = threading.Semaphore(0), threading.Event(), adapter_digest
+
+    def blocked(directory: str, on_read: OnRead) -> str:
+        if directory == str(hung):
+            begun.release()
+            assert responds.wait(30)
+        return digest(directory, on_read)
+
+    monkeypatch.setattr(client, "adapter_digest", blocked)
+    monkeypatch.setattr(watched_reads, "time", clock)
+    stage = make()
+
+    async def silent(task: asyncio.Task[httpx.Response]) -> asyncio.Task[httpx.Response]:
+        while not begun.acquire(blocking=False):
+            await asyncio.sleep(0.001)
+        return task
+
+    async def use(model: str) -> httpx.Response:
+        return await post(stage, "/v1/completions", {"prompt": "Hi", "model": model})
+
+    async def run() -> None:
+        waiting = await silent(asyncio.create_task(use("hung")))
+        assert (await use("sql")).status_code == (await use("demo")).status_code == 200 and not waiting.done()
+        left = await silent(asyncio.create_task(load(stage, "own", "hung")))
+        left.cancel()  # by its client; the load goes on, until an unload cancels it
+        assert error_of(await load(stage, "own", "hung")) == (400, "lora_name", "adapter_exists")
+        assert (await unload(stage, "own")).status_code == 200
+        clock.now_s += watched_reads.STALL_S
+        response = await waiting
+        assert error_of(response) == (503, None, "adapter_stalled")
+        assert all(part in response.text for part in ("'hung'", str(hung), "Check its disk"))
+        for again in (await use("hung"), await load(stage, "other", "hung")):  # while the thread is blocked
+            assert error_of(again) == (503, None, "adapter_stalled")
+        assert [*stage.engine.adapters] == ["sql"] and not begun.acquire(blocking=False)
+        monkeypatch.setattr(served, "_RETRY_S", 0.0)
+        responds.set()
+        while (await use("hung")).status_code != 200:
+            await asyncio.sleep(0.001)
 
     anyio.run(run)

@@ -4,10 +4,12 @@ Torch-free. Adapters that are loaded later are checked by the ranks as they read
 """
 
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 from oarlock.base.errors import EXIT_OUT_OF_MEMORY, StartupError, shown
 from oarlock.base.host_memory import human_bytes
+from oarlock.base.watched_reads import run_watched
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.lora.adapter_file import Adapter
@@ -117,7 +119,8 @@ def check_adapter_files(config: WorkerConfig, spec: DecoderSpec) -> None:
     adapters = []
     for name, directory in config.lora_adapters:
         try:
-            adapters.append(Adapter.open(Path(directory), spec, name))
+            opened = partial(Adapter.open, Path(directory), spec, name)
+            adapters.append(run_watched(opened, directory))
         except StartupError as error:
             raise StartupError(f"adapter {shown(name)}: {error.cause}", error.fix) from error
     # The highest rank first, so that the error names a rank that suffices for all.

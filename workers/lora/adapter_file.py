@@ -41,7 +41,6 @@ class Adapter:
         return max(pair.rank for pair in self.pairs)
 
     @staticmethod
-    @gc_paused()
     def open(directory: Path, spec: DecoderSpec, name: str = "", on_read: OnRead = ignore_progress) -> "Adapter":
         """Read the adapter in `directory` for the model `spec`. `name`: as clients call it; empty: the directory's.
         `on_read` is called after each piece of a file.
@@ -55,7 +54,8 @@ class Adapter:
         else:
             config = AdapterConfig.read(directory)
             stored = {key: LocatedTensor(weights, entry) for key, entry in read_header(weights).items()}
-            pairs = peft_pairs(weights, stored, config, spec)
+            with gc_paused():  # not while a disk is awaited
+                pairs = peft_pairs(weights, stored, config, spec)
         if not pairs:
             raise StartupError(f"{weights} adapts nothing of {spec.architecture}.", "Use an adapter of this model.")
         used = {half.located for pair in pairs for half in (pair.a, pair.b)}

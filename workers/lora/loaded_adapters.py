@@ -5,7 +5,6 @@ Implements `RankAdapters` (`workers/adapters.py`).
 
 import logging
 from collections.abc import Mapping
-from concurrent.futures import wait
 from pathlib import Path
 
 import torch
@@ -19,7 +18,6 @@ from oarlock.workers.lora.adapter_slots import AdapterSlots, HostAdapter
 from oarlock.workers.lora.rank_adapter import read_adapter
 
 _log = logging.getLogger("oarlock.runner")
-_POLL_S = 0.05
 
 
 class LoadedAdapters:
@@ -46,13 +44,8 @@ class LoadedAdapters:
         """Copy a prepared adapter to `slot`, after its preparation has ended. Raises `AdapterError`."""
         if digest not in self._prepared:
             raise AdapterError(f"adapter {digest} was never prepared")
-        read = self._prepared[digest]
-        while not wait((read.result,), _POLL_S).done and not read.is_stalled:
-            self._reads.update()
         try:
-            if read.is_stalled:
-                raise StalledReadError(read.path)
-            adapter = read.result.result()
+            adapter = self._prepared[digest].wait(self._reads.update)
         except Exception as error:
             raise AdapterError(f"adapter {digest} was not loaded: {_reason(error)}") from error
         for other, held in list(self.slots.digests.items()):

@@ -68,7 +68,8 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
     except OSError as error:
         reason = error.strerror or str(error)
         raise StartupError(f"{path} cannot be read: {reason}.", "Check the path and its permissions.") from error
-    entries = {name: _entry(path, name, fields) for name, fields in _parse(path, text).items()}
+    with gc_paused():
+        entries = {name: _entry(path, name, fields) for name, fields in _parse(path, text).items()}
     _check_layout(path, entries, data_bytes=size - 8 - length)
     return entries
 

@@ -11,6 +11,7 @@ import pytest
 from oarlock.workers.adapter_digest import adapter_digest
 from oarlock.workers.adapters import (
     MAX_REASON_BYTES,
+    STALLED,
     AdapterCommand,
     AdapterControl,
     AdapterReport,
@@ -21,7 +22,7 @@ from oarlock.workers.adapters import (
     report_fields,
 )
 
-A, B, C = (bytes([number] * 16).hex() for number in (1, 2, 3))
+A, B, C, D = (bytes([number] * 16).hex() for number in (1, 2, 3, 4))
 
 
 def test_commands_and_reports_survive_the_trip() -> None:
@@ -104,14 +105,17 @@ def test_an_adapter_is_reported_once_all_ranks_have_it(size: int) -> None:
     ballot, ranks = Ballot(size), [Adapters() for _ in range(size)]
     controls = [AdapterControl(rank, ballot.of(number)) for number, rank in enumerate(ranks)]
     report = AdapterCommand(CommandKind.REPORT)
-    prepare = [AdapterCommand(CommandKind.PREPARE, digest, directory=f"/{digest}") for digest in (A, B, C)]
+    prepare = [AdapterCommand(CommandKind.PREPARE, digest, directory=f"/{digest}") for digest in (A, B, C, D)]
     together(controls, *prepare)
     for number, rank in enumerate(ranks):
-        rank.ended = {B: None, C: "no memory" if number == size - 1 else None}
-    expected = [AdapterReport(B, None), AdapterReport(C, "no memory")]
+        rank.ended = {B: None} | dict.fromkeys((C, D), None)
+        if number == size - 1:
+            rank.ended |= {C: "no memory", D: STALLED}
+    expected = [AdapterReport(B, None), AdapterReport(C, "no memory"), AdapterReport(D, STALLED)]
     first = together(controls, report)
-    assert first[-1] == expected and [one.digest for one in first[0]] == [B, C]
+    assert first[-1] == expected and [one.digest for one in first[0]] == [B, C, D]
     assert first[0][1].failure is not None, "a rank reports an adapter that another lacks"
+    assert first[0][2] == expected[2], "ranks report different reasons for the disk of one"
     ranks[0].ended = {A: None}
     late = together(controls, report)
     assert late[0] == ([AdapterReport(A, None)] if size == 1 else [])
@@ -120,7 +124,7 @@ def test_an_adapter_is_reported_once_all_ranks_have_it(size: int) -> None:
     assert together(controls, report, AdapterCommand(CommandKind.PUT, A, 2))[0] == (
         [] if size == 1 else [AdapterReport(A, None)]
     )
-    assert all(("put", A, 2) in rank.calls and ("drop", C) in rank.calls for rank in ranks)
+    assert all({("put", A, 2), ("drop", C), ("drop", D)} <= {*rank.calls} for rank in ranks)
 
 
 def test_a_preparation_that_was_dropped_is_not_reported() -> None:

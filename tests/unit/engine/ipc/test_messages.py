@@ -17,7 +17,13 @@ from hypothesis import strategies as st
 from oarlock.base.errors import StartupError
 from oarlock.engine.config import EngineConfig
 from oarlock.engine.core.engine_core import history, live_state
-from oarlock.engine.errors import ContextLengthError, QueueFullError, RequestError, UnavailableError
+from oarlock.engine.errors import (
+    ContextLengthError,
+    QueueFullError,
+    RequestError,
+    StalledAdapterError,
+    UnavailableError,
+)
 from oarlock.engine.ipc import messages
 from oarlock.engine.ipc.frames import FrameError, FrameReader
 from oarlock.engine.ipc.messages import (
@@ -316,6 +322,10 @@ def test_start_and_end() -> None:
     with pytest.raises(RequestError) as caught:
         refused.read()
     assert (caught.value.message, caught.value.param, caught.value.code) == ("bad", "lora_path", "c")
+    stalled = StalledAdapterError("poems", "/adapters/poems")
+    with pytest.raises(UnavailableError) as unavailable:
+        sent(messages.AdapterDone.refused(9, stalled)).read()
+    assert (unavailable.value.message, unavailable.value.code) == (stalled.message, stalled.code)
 
 
 def test_the_state_and_the_history_of_an_engine() -> None:

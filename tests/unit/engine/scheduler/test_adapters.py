@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from oarlock.engine.errors import QueueFullError, RequestError
+from oarlock.engine.errors import QueueFullError, RequestError, StalledAdapterError
 from oarlock.engine.lora.registry import FAILED, IN_USE, UNKNOWN, UNLOADED, AdapterRegistry, AdapterState
 from oarlock.engine.stats import MAX_ADAPTER_LABELS, OTHER_ADAPTERS
 from oarlock.engine.types import FinishReason, Request
@@ -140,17 +140,25 @@ def test_equal_prompts_of_other_contents_share_no_blocks() -> None:
     driver.check_outputs()
 
 
-def test_a_failed_load_ends_its_requests_and_frees_the_name() -> None:
+@pytest.mark.parametrize("reason", ["broken", "stalled"])
+def test_a_failed_load_ends_its_requests_and_frees_the_name(reason: str) -> None:
+    """Not only if the adapter is at fault, but also if its disk is, which is the server's fault."""
     driver = AdapterDriver()
-    driver.load("a", 1, "/broken")
+    driver.load("a", 1, f"/{reason}")
     driver.ask(1, "a")
     driver.ask(2)
     driver.run()
     end = driver.ends[1]
-    assert end.finish_reason is FinishReason.ERROR and end.error_code == FAILED and "it is broken" in str(end.error)
-    assert end.error_param == "model" and driver.scheduler.stats.num_errors == 0
+    assert end.finish_reason is FinishReason.ERROR
     ((name, error),) = driver.adapters.registry.take_outcomes()
-    assert name == "a" and isinstance(error, RequestError) and (error.param, error.code) == ("lora_path", FAILED)
+    assert name == "a" and error is not None and end.error == error.message and end.error_code == error.code
+    if reason == "broken":
+        assert "it is broken" in error.message and isinstance(error, RequestError)
+        assert (error.param, error.code, end.error_param) == ("lora_path", FAILED, "model")
+        assert driver.scheduler.stats.num_errors == 0
+    else:
+        assert all(part in error.message for part in ("'a'", "/stalled", "Check its disk"))
+        assert isinstance(error, StalledAdapterError) and (error.code, end.error_param) == ("adapter_stalled", None)
     with pytest.raises(RequestError, match="no adapter 'a'"):
         driver.ask(3, "a")
     driver.load("a", 2)

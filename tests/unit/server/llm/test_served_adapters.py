@@ -6,14 +6,19 @@ import asyncio
 import signal
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
 
-from oarlock.engine.errors import RequestError
+from oarlock.base import watched_reads
+from oarlock.base.errors import StartupError
+from oarlock.engine.errors import RequestError, StalledAdapterError
 from oarlock.engine.types import AdapterInfo
 from oarlock.server.config.settings import make_settings
+from oarlock.server.hub import adapter_path
 from oarlock.server.hub.adapter_path import AdapterPaths
+from oarlock.server.llm import adapters as served_adapters
 from oarlock.server.llm.adapters import ServedAdapter, ServedAdapters
 from oarlock.server.llm.generation import Engine
 
@@ -183,3 +188,54 @@ def test_a_slow_disk_delays_only_requests_that_need_it(folder, monkeypatch):
         assert num_calls == 2
 
     asyncio.run(run())
+
+
+def test_a_hung_directory_delays_only_names_that_may_be_there(folder, monkeypatch):
+    clock = SimpleNamespace(now_s=1.0, monotonic=lambda: clock.now_s)
+    begun, responds, found = threading.Semaphore(0), threading.Event(), AdapterPaths.find
+
+    def blocked(self: AdapterPaths, name: str) -> str | None:
+        begun.release()
+        assert responds.wait(30)
+        return found(self, name)
+
+    monkeypatch.setattr(watched_reads, "time", clock)
+    monkeypatch.setattr(watched_reads, "_POLL_S", 0.001)
+    monkeypatch.setattr(served_adapters, "_LISTING_S", 0.001)
+
+    async def run() -> ServedAdapters:
+        adapters = served(SlowEngine(), folder)
+        await adapters.load("own", str(folder / "one"))
+        while len(await adapters.available()) < 3:  # within the time of this test, a list may come later
+            await asyncio.sleep(0.001)
+        monkeypatch.setattr(AdapterPaths, "find", blocked)
+        finding = asyncio.create_task(adapters.use("two"))
+        while not begun.acquire(blocking=False):
+            await asyncio.sleep(0.001)
+        assert [one.name for one in await adapters.available()] == ["own", "one", "two"]
+        assert await adapters.use("own") == "own" and not finding.done()
+        clock.now_s += watched_reads.STALL_S
+        for use in (finding, adapters.use("two"), adapters.load("other", "one", is_trusted=False)):
+            with pytest.raises(StalledAdapterError, match=f"from {folder} for 30 seconds. Check"):
+                await use
+        assert [one.name for one in await adapters.available()] == ["own", "one", "two"]
+        return adapters
+
+    asyncio.run(run())  # ends while a thread is blocked
+    responds.set()
+
+
+def test_a_hung_disk_ends_the_start(folder, monkeypatch):
+    clock = SimpleNamespace(now_s=1.0, monotonic=lambda: clock.now_s)
+    responds = threading.Event()
+
+    def blocked(path: Path) -> None:
+        clock.now_s += watched_reads.STALL_S
+        assert responds.wait(30)
+
+    monkeypatch.setattr(watched_reads, "time", clock)
+    monkeypatch.setattr(adapter_path, "_trusted", blocked)
+    settings = make_settings({"enable_lora": True, "lora_modules": [f"own={folder / 'one'}"]})
+    with pytest.raises(StartupError, match=f"own: nothing could be read from {folder / 'one'} for 30 seconds"):
+        asyncio.run(adapter_path.find_start_adapters(settings, lambda phase, fraction, detail: None))
+    responds.set()

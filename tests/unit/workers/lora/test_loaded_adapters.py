@@ -1,14 +1,23 @@
 """Adapters of one rank: read in the background, copied into slots, and forgotten."""
 
+import gc
+import signal
+import threading
 import time
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from fcntl import F_SETLEASE, F_UNLCK, F_WRLCK, fcntl
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from oarlock.base import watched_reads
 from oarlock.base.errors import StartupError
-from oarlock.workers.adapters import AdapterError
+from oarlock.base.watched_reads import STALL_S, OnRead
+from oarlock.workers.adapters import STALLED, AdapterError
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.lora.adapter_file import Adapter
 from oarlock.workers.lora.adapter_slots import AdapterSlots, HostAdapter
@@ -27,9 +36,9 @@ def model() -> Decoder:
     return model
 
 
-def written(folder: Path) -> tuple[str, str]:
+def written(folder: Path, layer: int = 1) -> tuple[str, str]:
     """The digest and the directory of an adapter."""
-    write(folder, halves("model.layers.1.self_attn.q_proj", 8, 8))
+    write(folder, halves(f"model.layers.{layer}.self_attn.q_proj", 8, 8))
     return Adapter.open(folder, spec_of("LlamaForCausalLM")).digest, str(folder)
 
 
@@ -72,9 +81,9 @@ def test_files_that_changed_are_not_loaded(
     def change() -> None:
         write(tmp_path / "one", halves("model.layers.0.self_attn.q_proj", 8, 8))
 
-    def read(adapter: Adapter, slots: AdapterSlots) -> HostAdapter:
+    def read(adapter: Adapter, slots: AdapterSlots, on_read: OnRead) -> HostAdapter:
         change()
-        return read_adapter(adapter, slots)
+        return read_adapter(adapter, slots, on_read)
 
     if when == "before":
         change()
@@ -96,13 +105,13 @@ def test_a_tensor_that_experts_share_is_read_once(tmp_path: Path, monkeypatch: p
     model = Decoder(spec, TensorParallel.solo(), torch.float32, torch.device("cpu"))
     model.load(DummyWeights(0), lambda share: None)
     read: list[str] = []
-    once = FileReader.read
+    once = FileReader.fill
 
-    def counted(reader: FileReader, path: Path, begin: int, into: torch.Tensor, name: str) -> Future[None]:
+    def counted(reader: FileReader, path: Path, begin: int, into: torch.Tensor, name: str, on_read: OnRead) -> None:
         read.append(name)
-        return once(reader, path, begin, into, name)
+        once(reader, path, begin, into, name, on_read)
 
-    monkeypatch.setattr(FileReader, "read", counted)
+    monkeypatch.setattr(FileReader, "fill", counted)
     host = read_adapter(Adapter.open(tmp_path / "one", spec), AdapterSlots(model, 1, 4))
     assert sorted(read) == sorted(shapes) and host.pairs
 
@@ -141,3 +150,79 @@ def test_a_value_that_is_not_finite_is_refused(model: Decoder, tmp_path: Path) -
     file.write_bytes(data.replace(stored, b"\x00\x00\xc0\x7f" + stored[4:]))  # the first value is NaN
     with pytest.raises(StartupError, match="NaN"):
         read_adapter(Adapter.open(folder, model.spec), AdapterSlots(model, 1, 4))
+
+
+@contextmanager
+def leased(file: Path) -> Iterator[Callable[[], bool]]:
+    """A lease, because of which the kernel blocks other threads as they open the file, up to 45 seconds.
+
+    Yields whether a read has made all its progress.
+    """
+    before = signal.signal(signal.SIGIO, signal.SIG_IGN)
+    with file.open("r+b") as held:
+        fcntl(held, F_SETLEASE, F_WRLCK)
+        try:
+            yield lambda: True  # a read makes none before
+        finally:
+            fcntl(held, F_SETLEASE, F_UNLCK)
+            signal.signal(signal.SIGIO, before)
+
+
+@contextmanager
+def slow_reader(file: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], bool]]:
+    """A disk that is silent in the middle of the adapter. Yields whether a read has come there."""
+    begun, responds, fill = threading.Event(), threading.Event(), FileReader.fill
+
+    def blocked(reader: FileReader, path: Path, begin: int, into: torch.Tensor, name: str, on_read: OnRead) -> None:
+        if path.parent == file.parent:
+            begun.set()
+            assert responds.wait(30)
+        fill(reader, path, begin, into, name, on_read)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FileReader, "fill", blocked)
+        yield partial(begun.wait, 10)
+        responds.set()
+
+
+def await_threads(count: int) -> None:
+    """Wait until `count` threads read files."""
+    until = time.monotonic() + 10
+    while sum(thread.name == "files" for thread in threading.enumerate()) != count:
+        assert time.monotonic() < until, "a thread stays"
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("kind", ["at the settings, by the kernel", "at a tensor"])
+def test_an_adapter_on_a_hung_disk_delays_no_other(
+    model: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Its late end does no harm, and then it can be loaded."""
+    clock = SimpleNamespace(now_s=1.0, monotonic=lambda: clock.now_s)
+    monkeypatch.setattr(watched_reads, "time", clock)
+    hung, good = written(tmp_path / "hung"), written(tmp_path / "good", 0)
+    settings = tmp_path / "hung" / "adapter_config.json"
+    disk = leased(settings) if "kernel" in kind else slow_reader(settings, monkeypatch)
+    slots = AdapterSlots(model, 1, 4)
+    adapters = LoadedAdapters(slots)
+    with disk as is_silent:
+        adapters.prepare(*hung)
+        adapters.prepare(*good)
+        assert is_silent() and adapters.ready() == {}
+        clock.now_s += 1.0
+        assert ended(adapters) == {good[0]: None} and gc.isenabled()
+        adapters.put(good[0], 1)
+        clock.now_s += STALL_S - 1.0
+        assert ended(adapters) == {hung[0]: STALLED} and adapters.prepared == [good[0]]
+        adapters.prepare(*hung)  # its thread is still blocked
+        assert ended(adapters) == {hung[0]: STALLED}
+        await_threads(1)
+        with pytest.raises(AdapterError, match="never prepared"):
+            adapters.put(hung[0], 1)
+    await_threads(0)
+    assert adapters.ready() == {} and slots.digests == {1: good[0]} and adapters.prepared == [good[0]]
+    adapters.prepare(*hung)
+    assert ended(adapters) == {hung[0]: None}
+    adapters.put(hung[0], 1)
+    assert slots.digests == {1: hung[0]}
+    adapters.close()
