@@ -54,10 +54,13 @@ class WatchedRead(Generic[T]):
         self._is_stopped = False
 
     def start(self) -> None:
-        """Begin to read."""
+        """Begin to read. Never raises."""
         self._last_s = time.monotonic()
         self.result.set_running_or_notify_cancel()
-        threading.Thread(target=self._run, name="files", daemon=True).start()
+        try:
+            threading.Thread(target=self._run, name="files", daemon=True).start()
+        except RuntimeError as error:  # the process has as many threads as it may have
+            self.result.set_exception(error)
 
     @property
     def idle_s(self) -> float:

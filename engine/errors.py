@@ -52,7 +52,7 @@ class StalledAdapterError(UnavailableError):
     def __init__(self, name: str, path: str) -> None:
         message = (
             f"The adapter {name!r} could not be loaded: nothing could be read from {path} for {STALL_S:g} seconds. "
-            "Check its disk or network file system, then send the request again."
+            "Check its disk or network file system, then try again."
         )
         super().__init__(message, "adapter_stalled")
 

@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ import numpy as np
 
 from oarlock.base.errors import StartupError
 from oarlock.base.python_child import die_with_parent, run_while_read
+from oarlock.base.watched_reads import run_watched
 from oarlock.engine.kv_cache.state_slots import NULL_SLOT
 from oarlock.engine.replay.comparison import ReplayComparison
 from oarlock.engine.replay.recording import MASKS, STEP, Header, Recording
@@ -294,7 +296,7 @@ def _check_adapters(counts: RecordingCounts) -> None:
         named = f"The adapter {command.name!r} of the recording, {digest},"
         fix = f"Put its files into {command.directory}."
         try:
-            found = adapter_digest(command.directory)
+            found = run_watched(partial(adapter_digest, command.directory), command.directory)
         except OSError as error:
             raise StartupError(f"{named} cannot be read from {command.directory}: {error.strerror}.", fix) from None
         if found != digest:

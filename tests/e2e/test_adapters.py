@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shutil
+import signal
 from concurrent.futures import ThreadPoolExecutor
+from fcntl import F_SETLEASE, F_UNLCK, F_WRLCK, fcntl
 from pathlib import Path
 
 import pytest
@@ -124,3 +126,42 @@ def test_adapters_are_seen(server):
     assert {"short", "none"} >= {one["name"] for one in adapters["shown"] if one["slot"]}
     size = server.client.get("/v1/capabilities").json()["adapters"]["bytes_per_slot_per_rank"]
     assert size > 0 and f"adapters short; 2 slots of {format_size(size)} per rank" in server.log
+
+
+@pytest.mark.soak
+def test_a_hung_disk_ends_one_request_and_delays_no_other(tmp_path):
+    """The disk: a lease, because of which the kernel blocks the ranks as they open a file, up to 45 seconds."""
+    for index, name in enumerate("abc"):
+        scaled(tmp_path / name, float(index))
+    limit = tmp_path / "limit"  # of silence, shorter in all processes of this server
+    limit.mkdir()
+    (limit / "sitecustomize.py").write_text("import oarlock.base.watched_reads as reads\nreads.STALL_S = 3.0\n")
+    flags = ("--enable-lora", "--lora-dir", tmp_path, "--max-loras", 1, "--max-cpu-loras", 1, "--max-lora-rank", 8)
+    flags += ("--tensor-parallel-size", 2, "--max-num-seqs", 4)
+    before = signal.signal(signal.SIGIO, signal.SIG_IGN)
+    environment = {"PYTHONPATH": f"{limit}:{ROOT}"}
+    with (
+        (tmp_path / "a" / "adapter_config.json").open("r+b") as file,
+        RunningServer(ROOT / "models" / "oarlock-demo", *flags, env=environment) as server,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        first = {name: answer(server, name) for name in "abcb"}  # a has left the memory of the ranks
+        fcntl(file, F_SETLEASE, F_WRLCK)
+        body = {"model": "a", "prompt": "x", "max_tokens": 1}
+        waiting = pool.submit(server.client.post, "/v1/completions", json=body)
+        metric = "oarlock:num_requests_waiting_for_adapter"
+        eventually(lambda: server.metrics()[metric] == 1, 30, "the request waits for the disk", every_s=0.1)
+        assert [answer(server, name) for name in "bc"] == [first["b"], first["c"]] and not waiting.done()
+        for response in (waiting.result(30), server.client.post("/v1/completions", json=body)):
+            error = response.json()["error"]
+            assert (response.status_code, error["param"], error["code"]) == (503, None, "adapter_stalled")
+            assert f"'a' could not be loaded: nothing could be read from {tmp_path / 'a'} for" in error["message"]
+        fcntl(file, F_SETLEASE, F_UNLCK)
+        eventually(lambda: server.client.post("/v1/completions", json=body).status_code == 200, 30, "it is read again")
+        assert [answer(server, name) for name in "abc"] == list(first.values())
+        fcntl(file, F_SETLEASE, F_WRLCK)
+        waiting = pool.submit(server.client.post, "/v1/completions", json=body)
+        eventually(lambda: server.metrics()[metric] == 1, 30, "the request waits for the disk", every_s=0.1)
+        assert server.stop() == 0 and "Traceback" not in server.log
+        assert not server.left_behind()
+    signal.signal(signal.SIGIO, before)

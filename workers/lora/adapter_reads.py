@@ -7,6 +7,7 @@ disk takes none, so then the next one begins.
 import threading
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -46,22 +47,25 @@ class AdapterReads:
     def update(self) -> None:
         """Begin the next read if no other one is at work. Called from time to time, also by threads that have ended."""
         with self._lock:
-            if self._turn is not None and (self._turn.result.done() or self._turn.idle_s >= _SLOW_S):
-                self._turn = None
-            self._running = [one for one in self._running if not one.result.done()]
-            refused = []
-            while self._turn is None and self._waiting:
-                read = self._waiting.popleft()
-                try:
-                    self._left.check(read.path)
-                except StalledReadError as error:
-                    refused.append((read, error))
-                    continue
-                self._turn = read
-                self._running.append(read)
-                read.start()
-        for read, error in refused:
-            read.result.set_exception(error)  # calls `update`
+            begin = self._take()
+        if begin is not None:
+            begin()  # may call this method
+
+    def _take(self) -> Callable[[], None] | None:
+        """Return the begin of the next read, or its end if its directory is known to be unreadable now."""
+        if self._turn is not None and (self._turn.result.done() or self._turn.idle_s >= _SLOW_S):
+            self._turn = None
+        self._running = [one for one in self._running if not one.result.done()]
+        if self._turn is not None or not self._waiting:
+            return None
+        read = self._waiting.popleft()
+        try:
+            self._left.check(read.path)
+        except StalledReadError as error:
+            return partial(read.result.set_exception, error)
+        self._turn = read
+        self._running.append(read)
+        return read.start
 
     def leave(self, read: WatchedRead[HostAdapter]) -> None:
         """Wait for a read no longer. It ends as soon as the disk lets it."""
