@@ -65,7 +65,7 @@ class RankAdapters(Protocol):
         """Begin to read the adapter in `directory` into host memory, and return at once. Never raises.
 
         Fails, as `ready` reports, if its content has another digest, since the file may have changed, or if it does not
-        fit the model. A failed preparation leaves nothing behind.
+        fit the model. A failed preparation leaves nothing behind, except for a thread that a disk still blocks.
         """
 
     def put(self, digest: str, slot: int) -> None:
