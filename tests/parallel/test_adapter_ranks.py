@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from oarlock.base.watched_reads import OnRead
 from oarlock.engine.config import SpeculativeConfig
 from oarlock.engine.replay.__main__ import main as replay
 from oarlock.engine.replay.recording import RecordingExecutor, RecordingWriter
@@ -238,10 +239,10 @@ def test_unloading_and_failed_loads_end_their_own_requests(
     lost = write_adapter(tmp_path / "lost", model, seed=4)
     executor = ThreadExecutor(config_of(model, 2))
 
-    def read(adapter: Adapter, slots: AdapterSlots) -> HostAdapter:
+    def read(adapter: Adapter, slots: AdapterSlots, on_read: OnRead) -> HostAdapter:
         if slots.model.placement.tp.rank == 1 and adapter.digest == lost.digest:
             raise OSError(5, "the disk of this rank is broken")
-        return read_adapter(adapter, slots)
+        return read_adapter(adapter, slots, on_read)
 
     monkeypatch.setattr("oarlock.workers.lora.loaded_adapters.read_adapter", read)
     engine = engine_with(executor, [*adapters, lost])
