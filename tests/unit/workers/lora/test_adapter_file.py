@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from oarlock.base.errors import StartupError
+from oarlock.workers.adapter_digest import WEIGHTS_FILE
 from oarlock.workers.lora import adapter_file
-from oarlock.workers.lora.adapter_file import WEIGHTS_FILE, Adapter
+from oarlock.workers.lora.adapter_file import Adapter
 from tests.unit.workers.lora.adapter_cases import halves, spec_of, updates, write
 
 LAYER = "model.layers.1"
