@@ -5,9 +5,8 @@ A file of its own, because the server may import no other file about adapters.
 
 from pathlib import Path
 
-from oarlock.base.errors import StartupError
 from oarlock.workers.config import WorkerConfig
-from oarlock.workers.lora.adapter_config import AdapterConfig
+from oarlock.workers.lora.adapter_config import AdapterConfig, rank_too_high
 
 
 def check_adapter_settings(directory: Path, config: WorkerConfig) -> None:
@@ -16,8 +15,4 @@ def check_adapter_settings(directory: Path, config: WorkerConfig) -> None:
     settings = AdapterConfig.read(directory)
     ranks = (settings.rank, *settings.ranks)
     if min(ranks) > config.max_lora_rank:
-        rank = max(ranks)
-        raise StartupError(
-            f"The adapter {directory} has rank {rank}, above --max-lora-rank {config.max_lora_rank}.",
-            f"Start the server with --max-lora-rank {rank}.",
-        )
+        raise rank_too_high(str(directory), max(ranks), config.max_lora_rank)

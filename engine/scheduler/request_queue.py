@@ -163,7 +163,7 @@ class RequestQueue:
         if num_waiting >= self.max_requests + num_free_rows and not is_small:
             raise QueueFullError(
                 f"{num_waiting} requests are already waiting (at most {self.max_requests} may wait). Retry later.",
-                self._retry_after_s(now),
+                self._retry_after_s(now, num_waiting),
             )
         own_tokens = sum(seq.num_prompt_tokens for seq in own) + outside.num_tokens if is_small else 0
         is_short = is_small and own_tokens + num_tokens <= self.max_tokens // clients
@@ -172,7 +172,7 @@ class RequestQueue:
             raise QueueFullError(
                 f"{num_waiting_tokens} prompt tokens are already waiting (at most {self.max_tokens} may wait). Retry "
                 "later.",
-                self._retry_after_s(now),
+                self._retry_after_s(now, num_waiting),
             )
 
     def count_parked(self, seq: Sequence, change: int) -> None:
@@ -226,12 +226,13 @@ class RequestQueue:
         self.num_tokens += num_tokens
         self._num_low_priority_tokens += num_tokens if seq.request.is_low_priority else 0
 
-    def _retry_after_s(self, now: float) -> float:
-        """Return the seconds until about half of the queue is gone, at the rate of the last admissions."""
+    def _retry_after_s(self, now: float, num_waiting: int) -> float:
+        """Return the seconds until about half of `num_waiting` requests, in the queue and outside, have been admitted
+        at the rate of the last admissions."""
         if not self._admitted_s or now <= self._admitted_s[0]:
             return _MIN_RETRY_S
         rate = len(self._admitted_s) / (now - self._admitted_s[0])
-        return min(_MAX_RETRY_S, max(_MIN_RETRY_S, len(self) / 2 / rate))
+        return min(_MAX_RETRY_S, max(_MIN_RETRY_S, num_waiting / 2 / rate))
 
 
 class LoadingSequences:

@@ -4,6 +4,7 @@ Only the model is found or fetched here; `oarlock.workers.verify` and `oarlock.e
 """
 
 import argparse
+import os
 from pathlib import Path
 
 from oarlock.server.cli.arguments import KINDS_OF_MODEL, OneCommand
@@ -45,6 +46,7 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
 
 def _verify(arguments: argparse.Namespace) -> int:
     from oarlock.base.errors import StartupError
+    from oarlock.base.paths import expand
     from oarlock.server.config.settings import make_settings
     from oarlock.server.hub.local_model import check_names
 
@@ -76,7 +78,10 @@ def _verify(arguments: argparse.Namespace) -> int:
     words = [f"--tensor-parallel-size={size}", f"--pipeline-parallel-size={stages}"]
     words += [f"--{name}={value}" for name, value in options.items()]
     words += ["--dequantize"] if arguments.dequantize else []
-    words += [] if adapter is None else [f"--lora={adapter}"]
+    if adapter is not None:
+        words.append(f"--lora={adapter}")
+        if not os.path.lexists(expand(arguments.lora)):
+            words.append(f"--lora-name={arguments.lora}")  # a hub id, whose directory is named after a commit
     for name in ("prompts", "output"):
         value = getattr(arguments, name)
         if value is not None:

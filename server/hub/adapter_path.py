@@ -20,13 +20,13 @@ from oarlock.server.config.adapter_options import LoraModule, parse_lora_modules
 from oarlock.server.config.settings import Settings
 from oarlock.server.hub.local_model import HUB_ID
 from oarlock.server.hub.model_path import OnDetailedProgress, download, names_model, on_hub
+from oarlock.workers.adapter_digest import GGUF_SUFFIX, SETTINGS_FILE, adapter_files
 
-CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 T = TypeVar("T")
 _MOST_LISTED = 1000
 _DOWNLOADS = 2  # at a time, each in a process of its own
 _LONGEST_ID = 193  # characters of a hub id
-_WRITTEN = "Give the directory that PEFT has written, with adapter_config.json, or a GGUF file."
+_WRITTEN = f"Give the directory that PEFT has written, with {SETTINGS_FILE}, or a GGUF file."
 
 
 def _ignored(phase: str, fraction: float, detail: str) -> None:
@@ -119,7 +119,7 @@ class AdapterPaths:
             return None
         try:
             return str(_inside(self._folder, name))
-        except (StartupError, OSError):
+        except StartupError:
             return None
 
     def all(self) -> dict[str, str]:
@@ -177,41 +177,26 @@ def _trusted(path: str) -> Path | None:
     found = expand(path)
     if os.path.lexists(found):
         real = found.resolve(strict=True)
-        _files_of(real)
+        adapter_files(real)
         return real
-    if HUB_ID.fullmatch(path) and not path.endswith(".gguf"):
+    if HUB_ID.fullmatch(path) and not path.endswith(GGUF_SUFFIX):
         return None
     raise StartupError(f"The adapter {path} is neither a directory, nor a GGUF file, nor a hub id.", _WRITTEN)
 
 
 def _inside(folder: Path, path: str) -> Path:
-    """Return the real path of an adapter if it and its files are in `folder`. Raises `StartupError`, `OSError`."""
+    """Return the real path of an adapter if it and its files are in `folder`. Raises `StartupError`."""
     real = Path(os.path.realpath(folder / path))
     outside = StartupError(f"{path!r:.200} is not the path of an adapter in --lora-dir.", _WRITTEN)
     if folder not in real.parents:
         raise outside
     try:
-        files = _files_of(real)
-    except (StartupError, OSError):
+        files = adapter_files(real).paths
+    except OSError:
         raise outside from None
     if not all(folder in Path(os.path.realpath(file)).parents for file in files):
         raise outside
     return real
-
-
-def _files_of(path: Path) -> list[Path]:
-    """Return the files of an adapter. Raises `StartupError` if there is none, or `OSError`."""
-    if path.suffix == ".gguf" and path.is_file():
-        return [path]
-    if not path.is_dir():
-        raise StartupError(f"The adapter {path} is neither a directory nor a GGUF file.", _WRITTEN)
-    if (path / CONFIG_FILE).exists():
-        return [path / CONFIG_FILE, path / WEIGHTS_FILE]
-    found = sorted(path.glob("*.gguf"))
-    if len(found) != 1:
-        reason = "several GGUF files" if found else f"neither {CONFIG_FILE} nor a GGUF file"
-        raise StartupError(f"The directory {path} of an adapter has {reason}.", _WRITTEN)
-    return found
 
 
 def _is_segment(name: str) -> bool:

@@ -27,11 +27,12 @@ from oarlock.base.paths import hub_cache
 from oarlock.server.hub.files import Download, HubFile, Snapshot, check_room, is_code, is_of_module, is_small, look_up
 from oarlock.server.hub.model_path import HubModel
 from oarlock.server.hub.transfer import Report, damaged, remove
+from oarlock.workers.adapter_digest import SETTINGS_FILE, WEIGHTS_FILE
 from oarlock.workers.adapter_settings import check_adapter_settings
 from oarlock.workers.model_files.checkpoint import weight_files
 from oarlock.workers.preflight import DESCRIPTIONS, check_without_weights
 
-ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")  # as PEFT names them
+ADAPTER_FILES = (SETTINGS_FILE, WEIGHTS_FILE)
 _TOKEN = "set HF_TOKEN to a token of an account that may read it"
 
 

@@ -200,7 +200,7 @@ class Supervisor:
             self.settings, self.state, self.counters, self._engine, self._tokenizer, generation_config, self._pooler
         )
         if async_llm.adapters is not None:
-            await async_llm.adapters.load_at_start(adapters)
+            await async_llm.adapters.load_at_start(adapters, self._on_progress)
         return self._engine
 
     def _on_progress(self, phase: str, fraction: float, detail: str = "") -> None:

@@ -18,6 +18,7 @@ from oarlock.engine.errors import EngineDeadError, RequestError, StalledAdapterE
 from oarlock.server.config.adapter_options import MAX_NAME, REPLACEMENT, why_no_name
 from oarlock.server.errors import ModelNotFoundError
 from oarlock.server.hub.adapter_path import AdapterPaths, FoundAdapter
+from oarlock.server.hub.model_path import OnDetailedProgress
 from oarlock.server.llm.generation import Engine
 from oarlock.server.observability.logs import event, logger
 
@@ -168,9 +169,10 @@ class ServedAdapters:
             raise _cancelled(name)
         return loaded
 
-    async def load_at_start(self, found: Sequence[FoundAdapter]) -> None:
+    async def load_at_start(self, found: Sequence[FoundAdapter], on_progress: OnDetailedProgress) -> None:
         """Load the adapters of `--lora-modules`, in their order. Raises `StartupError`."""
-        for (name, path, parent), directory in found:
+        for number, ((name, path, parent), directory) in enumerate(found):
+            on_progress("loading adapters", number / len(found), name)
             try:
                 await self.load(name, directory, parent, root=path)
             except (RequestError, UnavailableError) as error:

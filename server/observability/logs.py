@@ -13,15 +13,20 @@ from typing import Any
 from oarlock.base.log_format import JsonFormatter
 
 _NAMES = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
-_ESCAPES = {code: f"\\x{code:02x}" for code in (*range(32), 0x7F, 0x85)} | {0x2028: "\\u2028", 0x2029: "\\u2029"}
-_ESCAPES |= {10: "\\n", 13: "\\r", 9: "\\t", 27: "\\e"}
+_ESCAPE = {"\x1b": "\\e"}  # others are escaped as Python does
+_QUOTED = frozenset(' "=\\')  # characters of values that need quotes
 
 
 def escape(text: str) -> str:
-    """Escape `text` to one line, so that a client's text cannot begin a second line or move the cursor."""
+    """Escape `text` to one line, so that a client's text cannot begin a second line, move the cursor or
+    change the direction of writing."""
     if text.isprintable():
         return text
-    return text.translate(_ESCAPES).encode("utf-8", "backslashreplace").decode()
+    return "".join(char if char.isprintable() else _escaped(char) for char in text)
+
+
+def _escaped(char: str) -> str:
+    return _ESCAPE.get(char) or char.encode("unicode_escape").decode()
 
 
 class Event(str):
@@ -31,16 +36,28 @@ class Event(str):
 
 
 def event(name: str, **values: Any) -> Event:
-    """Make the log line `event=name a=1 b="two words"`; None is left out."""
+    """Make the log line `event=name a=1 b="two words"`; None is left out.
+
+    In quotes, quotes and backslashes are escaped by a backslash, as logfmt has it, so that no value can end before its
+    end or begin another key.
+    """
     parts = [f"event={name}"]
     for key, value in values.items():
         if value is None:
             continue
-        text = f"{value:.3f}" if isinstance(value, float) else escape(str(value))
-        parts.append(f'{key}="{text}"' if " " in text or not text else f"{key}={text}")
+        text = f"{value:.3f}" if isinstance(value, float) else str(value)
+        parts.append(f"{key}={_value(text)}")
     line = Event(" ".join(parts))
     line.fields = {"event": name} | {key: value for key, value in values.items() if value is not None}
     return line
+
+
+def _value(text: str) -> str:
+    """Return `text` as the value of a key: in quotes unless a reader finds its end without them."""
+    if text and text.isprintable() and _QUOTED.isdisjoint(text):
+        return text
+    text = text.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escape(text)}"'
 
 
 class _OneLine(logging.Formatter):

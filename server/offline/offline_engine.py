@@ -88,7 +88,7 @@ class OfflineEngine:
         started = OfflineEngine(settings, engine, tokenizer, generation_config, pooler)
         try:
             if started.async_llm.adapters is not None:
-                await started.async_llm.adapters.load_at_start(adapters)
+                await started.async_llm.adapters.load_at_start(adapters, on_progress)
         except BaseException:
             await started.close()
             raise

@@ -244,11 +244,12 @@ def test_clients_reach_only_the_allowed_directory(make, folder):
 )
 def test_an_adapter_that_fails_stops_the_start(make, folder, name, is_alive, cause, exit_code):
     stage = make()
-    stage.engine.is_alive = is_alive
+    stage.engine.is_alive, progress = is_alive, []
     found = [FoundAdapter(LoraModule(each, "hub/id"), str(folder / "sql")) for each in ("first",) if is_alive]
     found.append(FoundAdapter(LoraModule(name, "hub/id"), str(folder / name)))
     with pytest.raises(StartupError, match=cause) as caught:
-        anyio.run(stage.state.async_llm.adapters.load_at_start, found)
+        anyio.run(stage.state.async_llm.adapters.load_at_start, found, lambda *reported: progress.append(reported))
+    assert progress == [("loading adapters", number / len(found), one.module.name) for number, one in enumerate(found)]
     assert caught.value.exit_code == exit_code
     assert [adapter.root for adapter in stage.state.async_llm.adapters.list()] == ["hub/id"] * is_alive
 

@@ -1,6 +1,7 @@
 """`oarlock verify` as a user runs it: a table and exit code 0 for a correct model, two lines for every mistake."""
 
 import json
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -12,10 +13,10 @@ from tests.golden.tiny_models import make_tiny
 ADAPTER = ROOT / "models" / "oarlock-demo-lora"
 
 
-def verify(*arguments: str | int | Path, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+def verify(*arguments: str | int | Path, cwd: Path = ROOT, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command("verify", *arguments), cwd=cwd, env=environment(OMP_NUM_THREADS="1"), capture_output=True, text=True,
-        timeout=240,
+        command("verify", *arguments), cwd=cwd, env=environment(OMP_NUM_THREADS="1", **variables), capture_output=True,
+        text=True, timeout=240,
     )  # fmt: skip
 
 
@@ -54,12 +55,16 @@ def test_the_demo_model_on_two_ranks(tmp_path: Path, foreign: Path) -> None:
 
 @pytest.mark.soak
 def test_the_adapter_of_the_demo_model(tmp_path: Path) -> None:
-    out = tmp_path / "report.json"
-    result = verify(DEMO, "-tp", 2, "--lora", ADAPTER, "--output", out)
+    """By its hub id, since the directory in the cache has the name of a commit."""
+    out, cached, commit = tmp_path / "report.json", tmp_path / "models--owner--in-short", "0" * 40
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text(commit)
+    shutil.copytree(ADAPTER, cached / "snapshots" / commit)
+    result = verify(DEMO, "-tp", 2, "--lora", "owner/in-short", "--output", out, HF_HUB_CACHE=str(tmp_path))
     assert result.returncode == 0, result.stderr
     lines, report = result.stdout.splitlines(), json.loads(out.read_text())
-    assert ", adapter oarlock-demo-lora: " in lines[0] and lines[-1] == "result: ok"
-    assert report["adapter"] == "oarlock-demo-lora" and report["halves"]["compared"] == 16
+    assert ", adapter owner/in-short: " in lines[0] and lines[-1] == "result: ok"
+    assert report["adapter"] == "owner/in-short" and report["halves"]["compared"] == 16
 
 
 @pytest.mark.slow

@@ -12,7 +12,6 @@ import argparse
 import json
 import os
 import random
-import secrets
 import shutil
 import struct
 import tempfile
@@ -24,13 +23,14 @@ from pathlib import Path
 from typing import Any
 
 from oarlock.base.errors import StartupError
-from oarlock.workers.adapter_digest import adapter_digest
+from oarlock.workers.adapter_digest import GGUF_SUFFIX, SETTINGS_FILE, WEIGHTS_FILE, adapter_digest
 from oarlock.workers.layers.decoder_spec import DecoderSpec
-from oarlock.workers.lora.adapter_file import WEIGHTS_FILE, Adapter
+from oarlock.workers.lora.adapter_file import Adapter
 from oarlock.workers.lora.adapter_slots import AdapterSlots
 from oarlock.workers.lora.rank_adapter import read_adapter
+from tests.fuzz.seeded import finish, seed_of
 
-CONFIG_FILE, GGUF_FILE = "adapter_config.json", "adapter.gguf"
+GGUF_FILE = f"adapter{GGUF_SUFFIX}"
 _FREE_BYTES, _BYTES_PER_BYTE = 4 << 20, 64  # memory that any file may take, and memory for each byte of a file
 _LONGEST = 2000  # characters of an error
 _MOST_DIGESTED = 1 << 30  # bytes of the largest file, all of which a digest reads
@@ -58,7 +58,7 @@ class Source:
     """A good adapter in PEFT's files and in llama.cpp's, and the model that it belongs to."""
 
     def __init__(self, peft: Path, gguf: Path, spec: DecoderSpec, slots: AdapterSlots) -> None:
-        self.config: dict[str, Any] = json.loads((peft / CONFIG_FILE).read_text("utf-8"))
+        self.config: dict[str, Any] = json.loads((peft / SETTINGS_FILE).read_text("utf-8"))
         self.weights = (peft / WEIGHTS_FILE).read_bytes()
         self.gguf = gguf.read_bytes()
         self.spec, self.slots = spec, slots
@@ -173,7 +173,7 @@ def gguf_names(source: Source, folder: Path, chance: random.Random) -> None:
 def special_files(source: Source, folder: Path, chance: random.Random) -> None:
     """Directories, pipes, links, sparse files and pickles in place of files."""
     _write(folder, json.dumps(source.config).encode(), source.weights)
-    path = folder / chance.choice((CONFIG_FILE, WEIGHTS_FILE))
+    path = folder / chance.choice((SETTINGS_FILE, WEIGHTS_FILE))
     match chance.randrange(8):
         case 0:
             path.unlink()
@@ -273,7 +273,7 @@ def fuzz(source: Source, files: int, seed: int, root: Path) -> tuple[list[str], 
 
 
 def _write(folder: Path, config: bytes, weights: bytes) -> None:
-    (folder / CONFIG_FILE).write_bytes(config)
+    (folder / SETTINGS_FILE).write_bytes(config)
     (folder / WEIGHTS_FILE).write_bytes(weights)
 
 
@@ -314,16 +314,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--files", type=int, default=20_000, help="damaged adapters (default: 20,000)")
     parser.add_argument("--seed", type=int, help="of the damage (default: a new one, printed)")
     given = parser.parse_args(arguments)
-    seed = given.seed if given.seed is not None else secrets.randbelow(2**31)
-    print(f"==> seed {seed}", flush=True)
+    seed = seed_of(given)
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
         problems, outcomes = fuzz(make_source(Path(name)), given.files, seed, Path(name))
     print(f"{given.files} adapters in {time.monotonic() - began:.0f} s: {dict(outcomes)}")
-    for problem in problems[:100]:
-        print(f"    FAILED  {problem[:600]}")
-    print(f"\n{len(problems)} problems; again with --seed {seed}" if problems else "\nall well")
-    return 1 if problems else 0
+    return finish(problems, seed)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import secrets
 import subprocess
 import sys
 import tempfile
@@ -26,6 +25,7 @@ from tests.e2e.running import DEMO, RunningServer
 from tests.fuzz.bodies import routes_of
 from tests.fuzz.flood import Flood
 from tests.fuzz.schema_run import run_schemathesis
+from tests.fuzz.seeded import finish, seed_of
 from tests.fuzz.traces import Traces
 from tests.golden.tiny_encoders import ENCODERS, SCORING, make_encoder
 
@@ -103,8 +103,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("-tp", "--tensor-parallel-size", type=int, default=1, help="ranks of the server")
     parser.add_argument("--encoder", choices=ENCODERS, help="serve a tiny encoder instead of the demo model")
     given = parser.parse_args(arguments)
-    seed = given.seed if given.seed is not None else secrets.randbelow(2**31)
-    print(f"==> seed {seed}", flush=True)
+    seed = seed_of(given)
     with tempfile.TemporaryDirectory() as folder, started(Path(folder), given) as server:
         try:
             problems = fuzz(server, given.requests, seed, given.examples, canary_of(given.encoder))
@@ -115,10 +114,7 @@ def main(arguments: list[str] | None = None) -> int:
         if status:
             problems.append(f"the server left with {status}")
         problems += [f"in the server's log: {line}" for line in server.log.splitlines() if "Traceback" in line]
-    for problem in problems[:200]:
-        print(f"    FAILED  {problem[:600]}")
-    print(f"\n{len(problems)} problems; again with --seed {seed}" if problems else "\nall well")
-    return 1 if problems else 0
+    return finish(problems, seed)
 
 
 if __name__ == "__main__":

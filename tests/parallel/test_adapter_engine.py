@@ -87,7 +87,7 @@ def test_two_rank_processes_answer_as_one_rank(
         async with started(EngineConfig(config_of(model, 2))) as engine:
             for one in adapters:
                 await engine.add_adapter(one.name, one.directory)
-            with pytest.raises(RequestError, match=r"has rank 9, and slots have room for rank 8.*--max-lora-rank 9"):
+            with pytest.raises(RequestError, match=r"has rank 9, above --max-lora-rank 8.*with --max-lora-rank 9"):
                 await engine.add_adapter(wide.name, wide.directory)
             assert differences(await ask_all(engine), alone) == []
             long = replace(REQUESTS[0], adapter="every", params=replace(REQUESTS[0].params, max_tokens=120))

@@ -9,10 +9,10 @@ from typing import Any
 
 from oarlock.base.errors import StartupError, shown
 from oarlock.base.json_files import is_there, read_table
+from oarlock.workers.adapter_digest import SETTINGS_FILE
 from oarlock.workers.lora.module_patterns import ModulePatterns, ends, module_pattern
 from oarlock.workers.model_files.timed_pattern import PatternTime, TimedPattern
 
-CONFIG_FILE = "adapter_config.json"
 _MOST_BYTES = 16 << 20
 _MOST_RANK = 1 << 20
 LARGEST_ALPHA = 3.4e38  # scales are applied in float32
@@ -72,10 +72,10 @@ class AdapterConfig:
     @staticmethod
     def read(directory: Path) -> "AdapterConfig":
         """Read adapter_config.json. Raise `StartupError` naming the field at fault."""
-        path = directory / CONFIG_FILE
+        path = directory / SETTINGS_FILE
         if not is_there(path):
             raise StartupError(
-                f"{directory} has no {CONFIG_FILE}, so it is no adapter.",
+                f"{directory} has no {SETTINGS_FILE}, so it is no adapter.",
                 "Name a directory that PEFT's save_pretrained wrote, or one with a GGUF adapter.",
             )
         fields = _Fields(path, read_table(path, _MOST_BYTES))
@@ -136,6 +136,13 @@ class AdapterConfig:
             f"{weights}: tensor {shown(tensor)} belongs to a module that {self.path.name} does not target.",
             f"Use the {self.path.name} that belongs to these weights.",
         )
+
+
+def rank_too_high(adapter: str, rank: int, max_rank: int) -> StartupError:
+    """Return the error for an adapter whose rank is above the slots' `max_rank`. `adapter`: its name or directory."""
+    return StartupError(
+        f"adapter {adapter} has rank {rank}, above --max-lora-rank {max_rank}.", f"Start with --max-lora-rank {rank}."
+    )
 
 
 def _is_on(value: Any) -> bool:

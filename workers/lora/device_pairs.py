@@ -69,6 +69,7 @@ class DevicePairs(LayerPairs):
         self._tiles = self._tiles_of(self.outputs)
         self._gate_tiles = self._tiles_of(self.outputs[:1])
 
+    @torch.inference_mode()
     def put(self, slot: int, pairs: Sequence[RankPair]) -> None:
         """Replace the pairs of `slot`, as `LayerPairs` describes, in the order of the device's other work."""
         super().put(slot, pairs)

@@ -12,6 +12,7 @@ from oarlock.base.errors import StartupError, shown
 from oarlock.workers.layers.decoder_spec import DecoderSpec, fused_modules, tensors_of
 from oarlock.workers.layers.tensor_spec import RankDtype, Sharding, TensorSpec
 from oarlock.workers.lora.adapted_modules import EMBEDDING, HEAD
+from oarlock.workers.lora.adapter_config import rank_too_high
 from oarlock.workers.lora.adapter_file import Adapter
 
 EXPERTS = "experts"
@@ -103,10 +104,7 @@ def check_adapter(adapter: Adapter, spec: DecoderSpec, max_rank: int, targets: T
     """Check that an adapter fits into slots of `max_rank` with memory for `targets` on `device`. Raises
     `StartupError`."""
     if adapter.max_rank > max_rank:
-        raise StartupError(
-            f"adapter {shown(adapter.name)} has rank {adapter.max_rank}, and slots have room for rank {max_rank}.",
-            f"Start with --max-lora-rank {adapter.max_rank}.",
-        )
+        raise rank_too_high(shown(adapter.name), adapter.max_rank, max_rank)
     if (huge := next((pair for pair in adapter.pairs if abs(pair.scale) > _LARGEST_SCALE), None)) is not None:
         raise StartupError(
             f"adapter {shown(adapter.name)} scales its update of {huge.module} by {huge.scale:g}, and float32 has no "

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,6 +20,7 @@ from oarlock.workers.attention.backend import AttentionBackend, CapturableBacken
 from oarlock.workers.attention.cpp import CppBackend
 from oarlock.workers.attention.forward_batch import BlockTables, ForwardBatch
 from oarlock.workers.attention.reference import ReferenceBackend
+from oarlock.workers.attention.rows_by_slot import NO_ADAPTER, adapted_rows
 from oarlock.workers.distributed.all_reduce import tree_sum
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.distributed.topology import VOCAB_SLICES
@@ -28,6 +30,9 @@ from oarlock.workers.kernels.cpu.library import library
 from oarlock.workers.kernels.cpu.sampling import can_serve
 from oarlock.workers.layers.linear import RowParallelLinear
 from oarlock.workers.layers.placement import Placement
+from oarlock.workers.lora.adapter_slots import AdapterSlots
+from oarlock.workers.lora.trial_adapter import trial_adapter
+from oarlock.workers.models.decoder import Decoder
 from oarlock.workers.models.rank_model import RankModel
 from oarlock.workers.protocol import NULL_BLOCK
 from oarlock.workers.recurrent.states import NULL_SLOT
@@ -75,6 +80,7 @@ class InvarianceTest:
         self.backends = backends
         self.kinds = TrialMemory.of(model.spec)
         self.slot = _SLOTS[0]  # of the prompt's newest state
+        self.adapter_slots = NO_ADAPTER, NO_ADAPTER  # of the prompt, and of every second other sequence
         self.block_size = block_size
         self.random = random.Random(0)
         self.prompt = self._tokens(length) if prompt is None else list(prompt[:length])
@@ -145,6 +151,10 @@ class InvarianceTest:
     def _run(self, parts: list[SequenceChunk], *, as_captured: bool = False) -> list[Tensor]:
         """Return the hidden states of one step for each part: [tokens, hidden]."""
         step, device = greedy_step(parts, self.block_size, memory=self.kinds), self.model.placement.device
+        if any(self.adapter_slots):
+            own, others = self.adapter_slots
+            every = [own if part.blocks is self.table else others * (at % 2) for at, part in enumerate(parts)]
+            step = replace(step, adapter_slots=np.array(every, np.int32))
         tables = BlockTables.of_step(step, self.block_size, device, self.kinds.pages_groups)
         batch, plans = ForwardBatch.from_step(step, tables), {}
         for group, backend in self.backends.items():
@@ -168,13 +178,14 @@ def check_batch_invariance(
     max_len: int,
     span: int = 0,
     is_asked: bool = False,
+    slots: AdapterSlots | None = None,
 ) -> InvarianceResult:
     """Compute the prompt in different batches, chunks and steps, and compare the results.
 
     Every rank must call this at the same point: layers all-reduce. It overwrites the first blocks and slots of
     `memory`, before any request uses them. `num_blocks`: of each group. `max_len`: tokens of one sequence. `span`: keys
     that one program reads, if fixed; the prompt is longer. `is_asked`: the model uses the kernels of
-    `--batch-invariant`; without them nothing is tried on a CUDA device.
+    `--batch-invariant`; without them nothing is tried on a CUDA device. `slots`: of adapters, empty before and after.
     """
     device = model.placement.device
     if device.type != "cpu" and not is_asked:
@@ -204,21 +215,50 @@ def check_batch_invariance(
         faults.append(_logits_fault(model, whole))
     mixtures = trial.model.mixtures()
     faults += [batch_fault(experts) for experts in mixtures]
+    faults += _adapter_faults(trial, whole, slots) if slots is not None else []
     found = [fault for fault in faults if fault is not None]
     if found:
         return InvarianceResult(False, f"{found[0]}, with {_attention(backends)} in {_name(model)}")
     spent = time.monotonic() - started
     experts = ", and so did rows that crowd at an expert or choose among equally good ones" if mixtures else ""
+    adapters = "" if slots is None else ", with an adapter too"
     return InvarianceResult(
-        True, f"{length} tokens gave the same bits in {len(ways) + 1} ways{experts} ({spent:.2f} s)"
+        True, f"{length} tokens gave the same bits in {len(ways) + 1} ways{adapters}{experts} ({spent:.2f} s)"
     )
 
 
-def _logits_fault(model: RankModel, hidden: Tensor) -> str | None:
-    """Compare one row of logits computed by itself with the same row computed together with others."""
-    some = hidden[-min(5, len(hidden)) :]
-    alone = model.compute_logits(some[-1:].contiguous())
-    return _difference("a row of logits among others", alone, model.compute_logits(some)[-1:])
+def _adapter_faults(trial: InvarianceTest, whole: Tensor, slots: AdapterSlots) -> list[str | None]:
+    """Compute the prompt with an adapter in different batches, and without one among rows that have one.
+
+    `whole`: the prompt's hidden states without an adapter: [length, hidden].
+    """
+    assert isinstance(trial.model, Decoder), "only described models have adapters"
+    among = {
+        "batched with others": trial.beside_others,
+        f"decoded among {OTHERS} others": lambda: trial.decoded(1, OTHERS),
+    }
+    with trial_adapter(slots, trial.model) as slot:
+        trial.adapter_slots = slot, slot
+        adapted = trial.whole()
+        ways = {"in chunks": trial.in_chunks, "decoded alone": lambda: trial.decoded(4, 0), **among}
+        faults = [_difference(f"with an adapter {name}", adapted, way()) for name, way in ways.items()]
+        trial.adapter_slots = NO_ADAPTER, slot
+        faults += [_difference(f"{name} that have an adapter", whole, way()) for name, way in among.items()]
+        if trial.model.is_last:
+            faults.append(_logits_fault(trial.model, adapted, slot))
+    trial.adapter_slots = NO_ADAPTER, NO_ADAPTER
+    return faults
+
+
+def _logits_fault(model: RankModel, hidden: Tensor, slot: int = NO_ADAPTER) -> str | None:
+    """Compare one row of logits computed by itself with the same row computed together with others. `slot`: of its
+    adapter, which every second row has."""
+    some, device = hidden[-min(5, len(hidden)) :], hidden.device
+    slot_of = slot * (np.arange(len(some), dtype=np.int32)[::-1] % 2 == 0)
+    own, every = (adapted_rows(rows, device) for rows in (slot_of[-1:], slot_of))
+    alone = model.compute_logits(some[-1:].contiguous(), own)
+    name = "a row of logits with an adapter among others" if slot else "a row of logits among others"
+    return _difference(name, alone, model.compute_logits(some, every)[-1:])
 
 
 def _difference(name: str, expected: Tensor, found: Tensor) -> str | None:

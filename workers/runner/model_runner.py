@@ -122,8 +122,9 @@ class ModelRunner(StepRunner[DecoderSteps]):
         memory.check_room_left()
         with memory.needed_for("running trial steps"):
             runner = self._with_layers(self.model, self.layer_memory)
+            slots = None if self.adapters is None else self.adapters.slots
             self.invariance, self.rank_invariance = try_out(
-                runner, self.model, self.layer_memory, self.backends, config, self.num_blocks
+                runner, self.model, self.layer_memory, self.backends, config, self.num_blocks, slots
             )
         if config.offloads_kv:
             with memory.needed_for("taking host memory for KV blocks"):

@@ -8,6 +8,7 @@ import torch
 
 from oarlock.workers.attention.backend import AttentionBackend, LayerMemory
 from oarlock.workers.config import WorkerConfig
+from oarlock.workers.lora.adapter_slots import AdapterSlots
 from oarlock.workers.models.rank_model import RankModel
 from oarlock.workers.runner.class_self_test import check_class
 from oarlock.workers.runner.invariance import (
@@ -30,13 +31,14 @@ def try_out(
     backends: Mapping[int, AttentionBackend],
     config: WorkerConfig,
     num_blocks: Sequence[int],
+    slots: AdapterSlots | None = None,
 ) -> tuple[InvarianceResult, RankInvariance]:
     """Run one step of `model` by `runner`, so that lazy initialisation does not delay the first request, then check
     whether results depend on the batch or on the number of ranks.
 
     Every rank must call this at the same point. It overwrites the first blocks and slots of `memory`, which has
-    `num_blocks` of each group. Raises `StartupError` if other code than ours computes the model wrong, or if
-    `--batch-invariant` is set and results depend on the batch.
+    `num_blocks` of each group. `slots`: of adapters, if these are served; empty before and after. Raises `StartupError`
+    if other code than ours computes the model wrong, or if `--batch-invariant` is set and results depend on the batch.
     """
     assert config.max_model_len is not None, "preflight resolves the context length"
     runner.execute(null_step(2, 2, 1, config.block_size, memory=TrialMemory.of(model.spec)))
@@ -58,6 +60,7 @@ def try_out(
         max_len=config.max_model_len,
         span=min(span, config.max_num_batched_tokens),
         is_asked=config.batch_invariant,
+        slots=slots,
     )
     if config.batch_invariant:
         invariance.require()

@@ -108,7 +108,7 @@ def verify(arguments: argparse.Namespace) -> VerifyReport:
             dequantize=config.dequantize,
             loss=RoundingLoss.read(folder),
             stages=stages,
-            adapter=None if arguments.lora is None else arguments.lora.name,
+            adapter=None if arguments.lora is None else arguments.lora_name or arguments.lora.name,
         )
 
 
@@ -169,7 +169,7 @@ def checked(arguments: argparse.Namespace) -> tuple[WorkerConfig, list[list[int]
 def _with_adapter(config: WorkerConfig, arguments: argparse.Namespace) -> WorkerConfig:
     """Return the configuration with slots for the adapter, which is checked first. Raises `StartupError`."""
     arguments.lora = arguments.lora.absolute()
-    adapter = Adapter.open(arguments.lora, read_spec(config.model_path))
+    adapter = Adapter.open(arguments.lora, read_spec(config.model_path), arguments.lora_name or "")
     return config.with_(max_loras=NUM_SLOTS, max_lora_rank=adapter.max_rank)
 
 
@@ -190,6 +190,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dequantize", action="store_true")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--lora", type=Path)
+    parser.add_argument("--lora-name", help="of the adapter, for the report (default: its directory's)")
     parser.add_argument("--prompts", type=Path)
     parser.add_argument("--output", type=Path)
     return parser

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from oarlock.workers.adapter_digest import adapter_digest
+from oarlock.workers.adapter_digest import adapter_digest, adapter_files
 from oarlock.workers.adapters import (
     MAX_REASON_BYTES,
     STALLED,
@@ -167,9 +167,27 @@ def test_the_digest_is_of_settings_and_weights(tmp_path: Path) -> None:
         adapter_digest(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("there", "files"),
+    [
+        (("adapter_config.json", "a.gguf"), ("adapter_config.json", "adapter_model.safetensors")),
+        (("adapter_model.safetensors", "a.gguf"), ("a.gguf",)),
+        (("lost -> adapter_config.json", "a.gguf"), ("adapter_config.json", "adapter_model.safetensors")),
+        (("adapter_model.safetensors",), "neither adapter_config.json nor a GGUF file"),
+        (("a.gguf", "b.gguf"), "several GGUF files"),
+    ],
+)
+def test_the_files_of_a_directory(tmp_path: Path, there: tuple[str, ...], files: tuple[str, ...] | str) -> None:
+    for name in there:
+        target, _, link = name.partition(" -> ")
+        (tmp_path / link).symlink_to(tmp_path / target) if link else (tmp_path / name).touch()
+    if isinstance(files, str):
+        with pytest.raises(FileNotFoundError, match=f"the directory has {files}"):
+            adapter_files(tmp_path)
+    else:
+        assert adapter_files(tmp_path).paths == tuple(tmp_path / name for name in files)
+
+
 def test_the_digest_of_a_gguf_file(tmp_path: Path) -> None:
     (tmp_path / "a.gguf").write_bytes(b"GGUF")
     assert adapter_digest(tmp_path) == adapter_digest(tmp_path / "a.gguf")
-    (tmp_path / "b.gguf").write_bytes(b"GGUF")
-    with pytest.raises(FileNotFoundError, match="one GGUF file"):
-        adapter_digest(tmp_path)

@@ -438,10 +438,14 @@ def test_vectors_come_from_adapters_too() -> None:
 
 def test_parked_requests_count_in_the_queue() -> None:
     driver = AdapterDriver("a", max_num_seqs=1, max_waiting_requests=2)
+    driver.ask(7)
+    driver.run()
+    driver.now += 20  # so that a request is admitted every twenty seconds
     for number in (1, 2, 3):
         driver.ask(number, "a")
-    with pytest.raises(QueueFullError):
+    with pytest.raises(QueueFullError) as refused:
         driver.ask(4)
+    assert 30 <= refused.value.retry_after_s < 40
     stats = driver.scheduler.refresh_gauges()
     assert stats.num_requests_waiting == 3 and stats.num_waiting_tokens == 9
     driver.abort(1)

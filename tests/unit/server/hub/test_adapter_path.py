@@ -42,8 +42,8 @@ def test_an_adapter_is_a_directory_or_a_gguf_file(folder, monkeypatch):
     ("module", "options", "cause"),
     [
         ("a=/nowhere/at/all", {}, "a: The adapter /nowhere/at/all is neither a directory, nor a GGUF file, nor a hub"),
-        ("a={}/two", {}, "a: The directory {}/two of an adapter has several GGUF files."),
-        ("a={}/none", {}, "a: The directory {}/none of an adapter has neither adapter_config.json nor a GGUF file."),
+        ("a={}/two", {}, "a: The adapter {}/two cannot be read: the directory has several GGUF files."),
+        ("a={}/none", {}, "{}/none cannot be read: the directory has neither adapter_config.json nor a GGUF file."),
         ("a={}/peft/adapter_config.json", {}, "is neither a directory nor a GGUF file."),
         ("a={}/lost", {}, "a: The adapter {}/lost cannot be read: No such file or directory."),
         ("a={}/nothing.gguf", {}, "is neither a directory, nor a GGUF file, nor a hub id."),

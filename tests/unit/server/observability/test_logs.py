@@ -3,8 +3,28 @@
 from __future__ import annotations
 
 import logging
+import re
+
+import pytest
 
 from oarlock.server.observability import logs
+
+
+@pytest.mark.parametrize("value", [
+    "/a/b", "", "two words", "a=b", 'say "hi" level=ERROR', '"', "a\\b", "ends\\", "a\nb=\tc\x85", "\u202e\udc80",
+    "é", -3, True,
+])  # fmt: skip
+def test_a_reader_of_key_value_lines_finds_each_value(value: object):
+    """As `logfmt` does: no value hides the next key or adds one."""
+    line = logs.event("happened", first=value, level="INFO")
+    assert line.isprintable()
+    pairs = re.findall(r'(\w+)=("(?:[^"\\]|\\.)*"|[^\s"=\\]*)(?: |$)', line)
+    assert [key for key, _ in pairs] == ["event", "first", "level"] and pairs[2][1] == "INFO"
+    assert " ".join(f"{key}={found}" for key, found in pairs) == line
+    text = pairs[1][1]
+    if text.startswith('"'):
+        text = re.sub(r'\\(["\\])', r"\1", text[1:-1])
+    assert text == logs.escape(str(value))
 
 
 def test_log_lines_cannot_be_forged(capsys):

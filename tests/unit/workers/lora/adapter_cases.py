@@ -9,8 +9,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from oarlock.workers.adapter_digest import WEIGHTS_FILE
 from oarlock.workers.layers.decoder_spec import DecoderSpec
-from oarlock.workers.lora.adapter_file import WEIGHTS_FILE, Adapter
+from oarlock.workers.lora.adapter_file import Adapter
 from oarlock.workers.lora.adapter_pair import AdapterMatrix
 from oarlock.workers.models.registry import describe
 

@@ -9,7 +9,10 @@ import pytest
 import torch
 
 from oarlock.base.errors import StartupError
-from oarlock.workers.lora.adapter_file import WEIGHTS_FILE, Adapter
+from oarlock.base.watched_reads import OnRead
+from oarlock.workers.adapter_digest import WEIGHTS_FILE
+from oarlock.workers.lora import adapter_file
+from oarlock.workers.lora.adapter_file import Adapter
 from tests.unit.workers.lora.adapter_cases import halves, spec_of, updates, write
 
 LAYER = "model.layers.1"
@@ -196,11 +199,23 @@ def test_refusals_name_the_tensor(
     assert str(tmp_path) in error.value.cause and len(str(error.value)) < 1000
 
 
-def test_only_safetensors_are_read_and_the_digest_is_of_both_files(tmp_path: Path) -> None:
+def test_only_safetensors_are_read_and_the_digest_is_of_both_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(directory: Path, on_read: OnRead) -> str:
+        raise OSError(0, "is read twice")
+
     spec, weights, config = spec_of("LlamaForCausalLM"), tmp_path / WEIGHTS_FILE, tmp_path / "adapter_config.json"
     write(tmp_path, _UP)
-    first = Adapter.open(tmp_path, spec).digest
-    assert Adapter.open(tmp_path, spec, "other name").digest == first and len(bytes.fromhex(first)) == 16
+    first, adapter = Adapter.open(tmp_path, spec).digest, Adapter.open(tmp_path, spec, "other name")
+    with monkeypatch.context() as patch:
+        patch.setattr(adapter_file, "adapter_digest", refuse)
+        with pytest.raises(StartupError, match="is read twice"):  # so `open` has not read it
+            adapter.digest  # noqa: B018 reads the files
+    assert adapter.digest == first and len(bytes.fromhex(first)) == 16
+    monkeypatch.setattr(adapter_file, "adapter_digest", refuse)
+    assert adapter.digest == first
+    monkeypatch.undo()
     config.write_text(json.dumps({**json.loads(config.read_text()), "lora_alpha": 7}))
     assert Adapter.open(tmp_path, spec).digest != first
     (tmp_path / "new_embeddings.safetensors").touch()
@@ -211,5 +226,5 @@ def test_only_safetensors_are_read_and_the_digest_is_of_both_files(tmp_path: Pat
     with pytest.raises(StartupError, match=r"adapter_model\.bin is a pickle.*save_pretrained"):
         Adapter.open(tmp_path, spec)
     (tmp_path / "adapter_model.bin").unlink()
-    with pytest.raises(StartupError, match=r"has neither adapter_model\.safetensors nor a GGUF file"):
+    with pytest.raises(StartupError, match=r"has settings, but no adapter_model\.safetensors"):
         Adapter.open(tmp_path, spec)

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.preflight import preflight
 from oarlock.workers.ranks.multiproc_executor import joint_info
 from oarlock.workers.recurrent.states import StateStep
+from oarlock.workers.runner import invariance
 from oarlock.workers.runner.experts_invariance import batch_fault
 from oarlock.workers.runner.invariance import InvarianceResult, check_batch_invariance
 from oarlock.workers.runner.model_runner import ModelRunner
@@ -27,6 +29,11 @@ from tests.golden.tiny_models import make_tiny
 def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelRunner]:
     path = make_tiny(tmp_path_factory.mktemp("model"), request.param, head_dim=16)
     yield loaded(path, dtype="bfloat16")
+
+
+@pytest.fixture(scope="module")
+def adapting(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
+    return loaded(make_tiny(tmp_path_factory.mktemp("model"), "qwen2", head_dim=16), dtype="bfloat16", max_loras=1)
 
 
 def loaded(path: Path, **changes: Any) -> ModelRunner:
@@ -46,6 +53,7 @@ def result_of(runner: ModelRunner) -> InvarianceResult:
         num_blocks=runner.num_blocks,
         block_size=runner.config.block_size,
         max_len=128,
+        slots=None if runner.adapters is None else runner.adapters.slots,
     )
 
 
@@ -95,6 +103,36 @@ def test_logits_that_depend_on_the_rows_are_found(runner: ModelRunner, monkeypat
     monkeypatch.setattr(runner.model.head, "matmul", lambda x: real(x) * (1.01 if len(x) > 2 else 1))
     result = result_of(runner)
     assert not result.batch_invariant and "logits" in result.reason
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (lambda slot_of: np.full_like(slot_of, slot_of[0]), "with an adapter batched with others"),
+        (lambda slot_of: np.full_like(slot_of, slot_of.max()), "batched with others that have an adapter"),
+        (None, "a row of logits with an adapter"),
+    ],
+)
+def test_rows_that_get_the_adapter_of_others_are_found(
+    monkeypatch: pytest.MonkeyPatch,
+    adapting: ModelRunner,
+    fault: Callable[[np.ndarray], np.ndarray] | None,
+    said: str,
+) -> None:
+    assert adapting.invariance.batch_invariant and "with an adapter too" in adapting.invariance.reason
+    real = forward_batch.adapted_rows
+    if fault is None:
+        monkeypatch.setattr(
+            invariance, "adapted_rows", lambda slot_of, device: real(slot_of * (len(slot_of) == 1), device)
+        )
+    else:
+        monkeypatch.setattr(forward_batch, "adapted_rows", lambda slot_of, device: real(fault(slot_of), device))
+    result = result_of(adapting)
+    assert not result.batch_invariant and result.reason.startswith(said)
+    assert adapting.adapters is not None
+    slots = adapting.adapters.slots  # no value of the trial is left
+    assert not slots.digests and not slots.model.step_rows.of_experts
+    assert not any(pairs.a.any() or pairs.b.any() or pairs.ranks.any() or pairs.used for pairs in slots.pairs)
 
 
 def saved_late(step: StateStep) -> StateStep:

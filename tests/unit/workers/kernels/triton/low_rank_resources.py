@@ -1,8 +1,9 @@
 """Compiles the kernels of LoRA adapters for CUDA devices, without one.
 
-    python -m tests.unit.workers.kernels.triton.low_rank_resources 80 90
+    python -m tests.unit.workers.kernels.triton.low_rank_resources all|usual 80 90
 
-Prints what `triton_resources` prints, for a low rank and a high one. Tiles of ranks above 32 are alike.
+Prints what `triton_resources` prints, for a low rank and a high one, or only for the low one. Tiles of ranks above 32
+are alike.
 """
 
 import json
@@ -41,15 +42,16 @@ def of_layer(kind: str, dtype: torch.dtype, max_rank: int, parts: int) -> dict[s
     return found
 
 
-def main(kinds: list[str]) -> None:
+def main(layers: str, kinds: list[str]) -> None:
+    chosen = [(torch.bfloat16, 8, 1)]
+    if layers == "all":
+        chosen += [(torch.bfloat16, 64, 2), (torch.float32, 64, 2)]
     found = {}
     for kind in kinds:
-        for dtype, max_rank, parts in (
-            (torch.bfloat16, 8, 1), (torch.bfloat16, 64, 2), (torch.float32, 64, 2),
-        ):  # fmt: skip
+        for dtype, max_rank, parts in chosen:
             found |= of_layer(kind, dtype, max_rank, parts)
     print(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(sys.argv[1], sys.argv[2:])
