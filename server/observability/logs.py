@@ -10,23 +10,9 @@ import time
 from collections.abc import Collection
 from typing import Any
 
-from oarlock.base.log_format import JsonFormatter
+from oarlock.base.log_format import JsonFormatter, escape, value_of
 
 _NAMES = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
-_ESCAPE = {"\x1b": "\\e"}  # others are escaped as Python does
-_QUOTED = frozenset(' "=\\')  # characters of values that need quotes
-
-
-def escape(text: str) -> str:
-    """Escape `text` to one line, so that a client's text cannot begin a second line, move the cursor or
-    change the direction of writing."""
-    if text.isprintable():
-        return text
-    return "".join(char if char.isprintable() else _escaped(char) for char in text)
-
-
-def _escaped(char: str) -> str:
-    return _ESCAPE.get(char) or char.encode("unicode_escape").decode()
 
 
 class Event(str):
@@ -36,28 +22,16 @@ class Event(str):
 
 
 def event(name: str, **values: Any) -> Event:
-    """Make the log line `event=name a=1 b="two words"`; None is left out.
-
-    In quotes, quotes and backslashes are escaped by a backslash, as logfmt has it, so that no value can end before its
-    end or begin another key.
-    """
+    """Make the log line `event=name a=1 b="two words"`; None is left out."""
     parts = [f"event={name}"]
     for key, value in values.items():
         if value is None:
             continue
         text = f"{value:.3f}" if isinstance(value, float) else str(value)
-        parts.append(f"{key}={_value(text)}")
+        parts.append(f"{key}={value_of(text)}")
     line = Event(" ".join(parts))
     line.fields = {"event": name} | {key: value for key, value in values.items() if value is not None}
     return line
-
-
-def _value(text: str) -> str:
-    """Return `text` as the value of a key: in quotes unless a reader finds its end without them."""
-    if text and text.isprintable() and _QUOTED.isdisjoint(text):
-        return text
-    text = text.replace("\\", "\\\\").replace('"', '\\"')
-    return f'"{escape(text)}"'
 
 
 class _OneLine(logging.Formatter):

@@ -20,7 +20,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from oarlock.base.errors import EXIT_CONFIGURATION, EXIT_OUT_OF_MEMORY, StartupError
-from oarlock.base.log_format import JsonFormatter
+from oarlock.base.log_format import JsonFormatter, LineFormatter
 from oarlock.workers.adapters import AdapterControl, AdapterReport, read_commands
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.distributed.control_channel import Control
@@ -42,20 +42,13 @@ logger = logging.getLogger("oarlock.rank")
 
 def log_to_stderr(config: WorkerConfig, rank: int) -> None:
     """Log in the engine's format, with the rank in place of the process and, with replicas, the engine's number."""
+    names = ({} if config.data_parallel_size == 1 else {"engine": config.data_parallel_rank}) | {"rank": rank}
+    handler = logging.StreamHandler(sys.stderr)
     if config.log_format == "json":
-        engines = {} if config.data_parallel_size == 1 else {"engine": config.data_parallel_rank}
-        handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(JsonFormatter(**engines, rank=rank))
-        logging.basicConfig(level=config.log_level, handlers=[handler])
-        return
-    engine = "" if config.data_parallel_size == 1 else f"engine={config.data_parallel_rank} "
-    logging.Formatter.converter = time.gmtime
-    logging.basicConfig(
-        level=config.log_level,
-        stream=sys.stderr,
-        format=f"time=%(asctime)s.%(msecs)03dZ level=%(levelname)s logger=%(name)s {engine}rank={rank} %(message)s",
-        datefmt="%Y-%m-%dT%H:%M:%S",
-    )
+        handler.setFormatter(JsonFormatter(**names))
+    else:
+        handler.setFormatter(LineFormatter(" ".join(f"{name}={number}" for name, number in names.items())))
+    logging.basicConfig(level=config.log_level, handlers=[handler])
 
 
 def main(argv: list[str]) -> int:

@@ -5,7 +5,8 @@ import logging
 
 import pytest
 
-from oarlock.engine.core.log_format import LineFormatter, log_to_stderr
+from oarlock.base.log_format import LineFormatter
+from oarlock.engine.core.log_format import log_to_stderr
 
 
 def formatted(message: str, *args) -> str:
@@ -17,6 +18,14 @@ def formatted(message: str, *args) -> str:
 def test_control_characters_are_escaped(nasty: str) -> None:
     line = formatted('event=x cause="%s"', nasty)
     assert line.isprintable() and len(line.splitlines()) == 1 and "event=x" in line
+
+
+def test_values_end_at_their_quotes() -> None:
+    line = formatted('event=x rank=%d cause="%s" took_s=%.1f of=%r', 3, 'a" level="ERROR\\', 1.26, "b c")
+    assert line.endswith(r"""event=x rank=3 cause="a\" level=\"ERROR\\" took_s=1.3 of='b c'""")
+    assert formatted("a library says %s", "event=x\n").endswith(r"a library says event=x\n")
+    assert formatted("event=x share=100%d").endswith("event=x share=100%d")
+    assert formatted("event=x share=%d%% of=%s", 5, "a").endswith("event=x share=5% of=a")
 
 
 def test_a_traceback_follows_indented(monkeypatch: pytest.MonkeyPatch) -> None:
