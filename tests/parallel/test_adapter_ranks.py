@@ -3,6 +3,7 @@
 The judge of all is one rank that answers one request at a time. Values are judged in `tests/golden`.
 """
 
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -274,16 +275,27 @@ def test_unloading_and_failed_loads_end_their_own_requests(
 
 
 @pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.soak), 2])
-def test_commands_of_refused_steps_are_run_once(made: Make, alone: Alone, depth: int) -> None:
+def test_commands_of_refused_steps_are_run_once(
+    made: Make, alone: Alone, depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ranks lack memory for the first steps with each command."""
     model, adapters = made("llama")
     executor = ThreadExecutor(config_of(model, 2))
     refused: dict[int, set[int]] = {}  # by kind of command: numbers of steps
+    may_load = threading.Event()  # loads end after a step with tokens has asked for their reports
+
+    def read(adapter: Adapter, slots: AdapterSlots, on_read: OnRead) -> HostAdapter:
+        assert may_load.wait(60)
+        return read_adapter(adapter, slots, on_read)
+
+    monkeypatch.setattr("oarlock.workers.lora.loaded_adapters.read_adapter", read)
 
     def lacks_memory(stage: int, step: StepMetadata) -> bool:
         kinds = [kind for kind in step.adapter_commands[:, 0].tolist() if len(refused.get(kind, ())) < 3]
         for kind in kinds if step.num_tokens else ():
             refused.setdefault(kind, set()).add(step.step_id)
+        if CommandKind.REPORT in refused:
+            may_load.set()
         return any(step.step_id in numbers for numbers in refused.values())
 
     executor.refuse(lacks_memory)
