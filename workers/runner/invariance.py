@@ -254,7 +254,7 @@ def _logits_fault(model: RankModel, hidden: Tensor, slot: int = NO_ADAPTER) -> s
     """Compare one row of logits computed by itself with the same row computed together with others. `slot`: of its
     adapter, which every second row has."""
     some, device = hidden[-min(5, len(hidden)) :], hidden.device
-    slot_of = slot * (np.arange(len(some), dtype=np.int32)[::-1] % 2 == 0)
+    slot_of = np.where(np.arange(len(some) - 1, -1, -1) % 2, NO_ADAPTER, slot).astype(np.int32)  # [L]
     own, every = (adapted_rows(rows, device) for rows in (slot_of[-1:], slot_of))
     alone = model.compute_logits(some[-1:].contiguous(), own)
     name = "a row of logits with an adapter among others" if slot else "a row of logits among others"
