@@ -141,13 +141,13 @@ def _of_tokens(layer: VocabParallelEmbedding) -> WeightShard:
 def _attach(layer: object, pairs: list[LayerPairs], model: Decoder) -> object:
     """Make `layer` read `pairs` in steps with adapters. Return its computation in such steps."""
     rows = model.step_rows
-    if isinstance(pairs[0], DevicePairs):
+    if pairs and isinstance(pairs[0], DevicePairs):
         return _attach_kernels(layer, pairs[0], rows)
     if isinstance(layer, RowParallelLinear):
         return row_layer(layer, pairs[0], rows)
     if isinstance(layer, _ColumnLayers | VocabParallelHead):
         return column_layer(layer, pairs[0], rows)
-    if isinstance(layer, ExpertStack):
+    if isinstance(layer, ExpertStack):  # a rank may have no expert, and so no pairs
         return expert_stack(layer, pairs, rows)
     assert isinstance(layer, VocabParallelEmbedding)
     layer.adapted = AdaptedEmbedding(layer, pairs[0], rows)

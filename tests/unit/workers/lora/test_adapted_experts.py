@@ -187,7 +187,7 @@ def test_the_kernel_updates_experts_as_torch_does(name: str, level: ISALevel) ->
             assert torch.equal(torch.cat(some), found), f"{rows} rows together have other bits"
         with threads(2):
             assert torch.equal(run(stack, inputs), found)
-        for size in () if case.form == "fp8" else (2, 4):
+        for size in () if case.form == "fp8" else (2, 4) if case.deals else (4,):
             ranks = [run(adapters.stack(rank, size), inputs) for rank in range(size)]
             assert torch.equal(tree_sum(ranks), found), f"{size} ranks"
         kernel = stack.adapted
@@ -196,9 +196,7 @@ def test_the_kernel_updates_experts_as_torch_does(name: str, level: ISALevel) ->
             assert kernel.rows is not None
             judged = AdaptedExperts.__call__(kernel, *inputs, kernel.rows)
     error = (found - judged).norm() / judged.norm()
-    print(name, level.name, float(error))
-    assert error <= (1e-6 if case.dtype == torch.float32 else 1e-3)
+    assert error <= (1e-6 if case.dtype == torch.float32 else 1e-4), "torch's results differ"
     if case.form == "none":
         exact = adapters.merged(stack, *inputs)
-        print((found - exact).norm() / exact.norm())
         assert (found - exact).norm() <= (1e-6 if case.dtype == torch.float32 else 1e-2) * exact.norm()

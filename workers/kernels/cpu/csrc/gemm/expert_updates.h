@@ -70,10 +70,18 @@ class ExpertUpdates {
     units_of_down_->visit([&](long unit) {
       const Span &span = spans_[unit / groups_];
       const AdapterPairs &pairs = *pairs_[span.expert].down;
-      const adapters::LowStrides strides{pairs.max_rank, adapted_ * pairs.max_rank};
-      float *low = low_of_down_ + span.low * pairs.max_rank;
+      const adapters::LowStrides strides{e_.slices * pairs.max_rank, pairs.max_rank};
+      float *low = low_of_down_ + span.low * strides.row;
       shrink({pairs, sorted_.own + span.begin, gated, e_.width, 0, span.rows, low, strides}, span, 0, unit);
     });
+  }
+
+  // Prefetch B for a panel of gate and up, while the panel before is multiplied.
+  void fetch_gate_up(long block, long panel) const {
+    const AdapterPairs &pairs = *pairs_[sorted_.blocks[block].expert].gate_up;
+    const long width = is_gate(e_.activation) ? kLanes : kPanel, begin = panel * width;
+    for (long span = first_[block]; begin < e_.width && span < first_[block + 1]; span++)
+      for (long part = 0; part < parts_; part++) fetch(pairs, spans_[span].slot, part * e_.width + begin, width);
   }
 
   // Add the bias and the updates to the sums of a panel of gate and up. sums [rows of the block][kPanel].
@@ -84,34 +92,59 @@ class ExpertUpdates {
     if (bias) {  // the bias of a gated weight is padded to whole panels
       const long left = gated ? kPanel : e_.width - begin;
       const Vec low = load(bias + panel * kPanel, left), high = load(bias + panel * kPanel + kLanes, left - kLanes);
-      for (long r = 0; r < of.rows; r++) {
-        float *to = sums + r * kPanel;
-        store(to, load(to) + low);
-        store(to + kLanes, load(to + kLanes) + high);
-      }
+      for (long r = 0; r < of.rows; r++) add_to(sums + r * kPanel, low, high);
     }
     const AdapterPairs &pairs = *pairs_[of.expert].gate_up;
-    for (const Span *span = spans_ + first_[block]; span < spans_ + first_[block + 1]; span++) {
-      const float *low = low_of_gate_up_ + span->low * pairs.parts * pairs.max_rank;
-      float *to = sums + (span->begin - of.begin) * kPanel;
-      add(pairs, *span, low, begin, end, to);
-      if (gated) add(pairs, *span, low, e_.width + begin, e_.width + end, to + kLanes);
+    for (long i = first_[block]; i < first_[block + 1]; i++) {
+      const Span &span = spans_[i];
+      if (!pairs.ranks[span.slot]) continue;
+      const float *low = low_of_gate_up_ + span.low * parts_ * pairs.max_rank;
+      float *to = sums + (span.begin - of.begin) * kPanel;
+      alignas(64) float updates[adapters::kExpanded * kPanel] = {};
+      for (long row = 0; row < span.rows; row += adapters::kExpanded) {
+        const long rows = std::min(adapters::kExpanded, span.rows - row);
+        const float *from = low + row * parts_ * pairs.max_rank;
+        expand(pairs, span.slot, from, rows, begin, end, updates);
+        if (gated) expand(pairs, span.slot, from, rows, e_.width + begin, e_.width + end, updates + kLanes);
+        for (long r = 0; r < rows; r++)
+          add_to(to + (row + r) * kPanel, load(updates + r * kPanel), load(updates + r * kPanel + kLanes));
+      }
     }
   }
 
   // Do the same as PanelRows::multiply_add of `x`, with the updates of the block's rows.
   void multiply_add(const PanelRows &x, long block, long panel, long first, long last, const WeightedTotals &to) const {
-    alignas(64) float sums[kMostRows * kPanel];
     const Sorted::Block &of = sorted_.blocks[block];
     const AdapterPairs &pairs = *pairs_[of.expert].down;
-    const long begin = panel * kPanel, end = std::min(e_.hidden, begin + kPanel);
+    const long begin = panel * kPanel, end = std::min(e_.hidden, begin + kPanel), size = e_.slices * kPanel;
+    const Span *spans = spans_ + first_[block], *stop = spans_ + first_[block + 1];
+    const Arena::Mark mark = arena().mark();
+    float *updates = arena().take<float>((stop[-1].low + stop[-1].rows - spans->low) * size);  // [rows][slices][kPanel]
+    for (const Span *span = spans; span < stop; span++) {
+      float *own = updates + (span->low - spans->low) * size;
+      if (end - begin < kPanel) std::fill_n(own, span->rows * size, 0.0f);
+      const float *low = low_of_down_ + span->low * e_.slices * pairs.max_rank;
+      for (long row = 0, rows = span->rows * e_.slices; row < rows; row += adapters::kExpanded)
+        expand(pairs, span->slot, low + row * pairs.max_rank, std::min(adapters::kExpanded, rows - row), begin, end,
+               own + row * kPanel);
+      if (end < e_.hidden) fetch(pairs, span->slot, end, kPanel);
+    }
+    alignas(64) float sums[kMostRows * kPanel];
     for (long slice = first; slice < last; slice++) {
       x.multiply(panel, slice, sums);
-      for (const Span *span = spans_ + first_[block]; span < spans_ + first_[block + 1]; span++)
-        add(pairs, *span, low_of_down_ + (slice * adapted_ + span->low) * pairs.max_rank, begin, end,
-            sums + (span->begin - of.begin) * kPanel);
-      for (long r = 0; r < of.rows; r++) to.add(slice, r, load(sums + r * kPanel), load(sums + r * kPanel + kLanes));
+      const Span *span = spans;
+      for (long r = 0; r < of.rows; r++) {
+        Vec left = load(sums + r * kPanel), right = load(sums + r * kPanel + kLanes);
+        const long pair = of.begin + r;
+        while (span < stop && span->begin + span->rows <= pair) span++;
+        if (span < stop && span->begin <= pair && pairs.ranks[span->slot]) {
+          const float *own = updates + (span->low - spans->low + pair - span->begin) * size + slice * kPanel;
+          left = left + load(own), right = right + load(own + kLanes);
+        }
+        to.add(slice, r, left, right);
+      }
     }
+    arena().release(mark);
   }
 
  private:
@@ -152,21 +185,25 @@ class ExpertUpdates {
         for (long j = begin; j < end; j++) of.low[slice * of.strides.slice + row * of.strides.row + j] *= scale;
   }
 
-  // Add the updates of outputs `begin` to `end` to the sums of a span's rows, kPanel apart.
-  void add(const AdapterPairs &pairs, const Span &span, const float *low, long begin, long end, float *sums) const {
-    if (!pairs.ranks[span.slot]) return;
-    alignas(64) float updates[adapters::kExpanded][kPanel] = {};
-    const long values = pairs.parts * pairs.max_rank;
-    const T *next = adapters::panel_of<T>(pairs, span.slot, begin);
-    for (long row = 0; row < span.rows; row += adapters::kExpanded) {
-      const long rows = std::min(adapters::kExpanded, span.rows - row);
-      adapters::expand<T>(pairs, span.slot, low + row * values, rows, begin, end, next, updates[0], kPanel);
-      for (long i = 0; i < rows; i++)
-        for (long at = 0; at < end - begin; at += kLanes) {
-          float *to = sums + (row + i) * kPanel + at;
-          store(to, load(to) + load(updates[i] + at));
-        }
-    }
+  static void add_to(float *sums, Vec low, Vec high) {
+    store(sums, load(sums) + low);
+    store(sums + kLanes, load(sums + kLanes) + high);
+  }
+
+  // Compute the updates of outputs `begin` to `end` of up to kExpanded rows of `low`. updates [rows][kPanel].
+  static void expand(const AdapterPairs &pairs, long slot, const float *low, long rows, long begin, long end,
+                     float *updates) {
+    if (!pairs.ranks[slot]) return;
+    adapters::expand<T>(pairs, slot, low, rows, begin, end, adapters::panel_of<T>(pairs, slot, begin), updates, kPanel);
+  }
+
+  // Prefetch B for `width` outputs from `begin` on. Always inlined: see BlockRows::fetch.
+  [[gnu::always_inline]] static void fetch(const AdapterPairs &pairs, long slot, long begin, long width) {
+    if (begin * sizeof(T) % 64) return;  // the panel before has prefetched these lines
+    const long of_panel = begin % pairs.panel, stride = std::min(pairs.panel, pairs.outputs - (begin - of_panel));
+    const T *first = adapters::panel_of<T>(pairs, slot, begin) + of_panel;
+    for (long j = 0; j < pairs.ranks[slot]; j++)
+      for (long at = 0; at < width; at += 64 / sizeof(T)) prefetch_second(first + j * stride + at);
   }
 
   const Experts &e_;
@@ -178,7 +215,7 @@ class ExpertUpdates {
   long *first_ = nullptr;  // [blocks + 1]   the first span of each block
   const Shares *units_of_gate_up_ = nullptr, *units_of_down_ = nullptr;
   float *low_of_gate_up_ = nullptr;  // [adapted pairs, parts, max_rank]
-  float *low_of_down_ = nullptr;     // [slices, adapted pairs, max_rank]
+  float *low_of_down_ = nullptr;     // [adapted pairs, slices, max_rank]
 };
 
 }  // namespace gemm

@@ -86,6 +86,7 @@ struct Step {
   void multiply_gate_up(long block, long panel) const {
     alignas(64) float sums[kMostRows * kPanel];
     const Sorted::Block &of = sorted.blocks[block];
+    if (updates.has(block)) updates.fetch_gate_up(block, panel + 1);
     gate_up.of[block]->multiply(panel, 0, sums);
     MatmulArgs p{};
     p.bias = e.experts[of.expert].gate_up_bias;

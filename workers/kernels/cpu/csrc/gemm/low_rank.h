@@ -120,6 +120,12 @@ struct LowStrides {
   long row, slice;
 };
 
+// Copy `count` values, at most kRowsOfA. A copy of a constant size is a single instruction.
+inline void copy_values(const float (&from)[kRowsOfA], long count, float *to) {
+  if (count == kRowsOfA) std::copy_n(from, kRowsOfA, to);
+  else for (long i = 0; i < count; i++) to[i] = from[i];
+}
+
 // Write the products of R rows of x with `count` rows of A, at most kRowsOfA, to `low`.
 template <int R, class T, class A>
 void multiply_rows(const T *const (&x)[R], const RowsOfA<A> &a, long count, const AdapterPairs &pairs, float *low,
@@ -130,7 +136,7 @@ void multiply_rows(const T *const (&x)[R], const RowsOfA<A> &a, long count, cons
     long here = strides.slice ? 0 : gemm::pending_before(slice);
     multiply_slice<R>(x, a, slice * length, length, pending[here]);
     if (strides.slice) {
-      for (int r = 0; r < R; r++) std::copy_n(pending[0][r], count, low + slice * strides.slice + r * strides.row);
+      for (int r = 0; r < R; r++) copy_values(pending[0][r], count, low + slice * strides.slice + r * strides.row);
       continue;
     }
     for (long left = slice; left & 1; left >>= 1, here--)
@@ -138,7 +144,7 @@ void multiply_rows(const T *const (&x)[R], const RowsOfA<A> &a, long count, cons
         for (int i = 0; i < kRowsOfA; i++) pending[here - 1][r][i] += pending[here][r][i];
   }
   if (!strides.slice)
-    for (int r = 0; r < R; r++) std::copy_n(pending[0][r], count, low + r * strides.row);
+    for (int r = 0; r < R; r++) copy_values(pending[0][r], count, low + r * strides.row);
 }
 
 // The work of one thread at a time: the rows of one slot times a few rows of A. Row is an integer type.
@@ -248,45 +254,52 @@ struct ColumnsOfB {
   long rank, stride, width;
 };
 
+// Write the products of V registers of B's columns, from `at` on, with R rows of values. A register that is not whole
+// has `left` columns. Each value is summed rank by rank, whatever R and V are.
+template <int R, long V, class T>
+inline void expand_registers(const ColumnsOfB<T> &b, long at, const float *low, long low_stride, float *update,
+                             long stride, long left) {
+  Vec sums[R][V];
+#pragma GCC unroll 4
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+    for (int i = 0; i < V; i++) sums[r][i] = zero();
+  const T *from = b.at + at, *next = b.next + at;
+  for (long j = 0; j < b.rank; j++, from += b.stride, next += b.stride) {
+    Vec of_b[V];
+#pragma GCC unroll 8
+    for (int i = 0; i < V; i++) of_b[i] = V == 1 ? load(from, left) : load(from + i * kLanes);
+    if constexpr (V > 1)
+      for (long line = 0; line < V * kLanes; line += 64 / sizeof(T)) prefetch_second(next + line);
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r++) {
+      const Vec value = broadcast(low[r * low_stride + j]);
+#pragma GCC unroll 8
+      for (int i = 0; i < V; i++) sums[r][i] = fma(value, of_b[i], sums[r][i]);
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+    for (int i = 0; i < V; i++) {
+      float *to = update + r * stride + at + i * kLanes;
+      V == 1 ? store(to, sums[r][i], left) : store(to, sums[r][i]);
+    }
+}
+
 // Write the products of B's columns with R rows of values, `low_stride` apart, to `update`, rows `stride` apart.
 template <int R, class T>
 inline void expand_rows(const ColumnsOfB<T> &b, const float *low, long low_stride, float *update, long stride) {
   constexpr long kWanted = R > 2 ? kRegisters / 8 : R == 2 ? kRegisters / 4 : 8;
-  constexpr long kTogether = std::min<long>(kWanted, 64 / kLanes), kWidth = kTogether * kLanes;
+  constexpr long kTogether = std::min<long>(kWanted, 64 / kLanes);
   long at = 0;
-  for (; at + kWidth <= b.width; at += kWidth) {
-    Vec sums[R][kTogether];
-#pragma GCC unroll 4
-    for (int r = 0; r < R; r++)
-#pragma GCC unroll 8
-      for (int i = 0; i < kTogether; i++) sums[r][i] = zero();
-    const T *from = b.at + at, *next = b.next + at;
-    for (long j = 0; j < b.rank; j++, from += b.stride, next += b.stride) {
-      Vec of_b[kTogether];
-#pragma GCC unroll 8
-      for (int i = 0; i < kTogether; i++) of_b[i] = load(from + i * kLanes);
-      for (long line = 0; line < kWidth; line += 64 / sizeof(T)) prefetch_second(next + line);
-#pragma GCC unroll 4
-      for (int r = 0; r < R; r++) {
-        const Vec value = broadcast(low[r * low_stride + j]);
-#pragma GCC unroll 8
-        for (int i = 0; i < kTogether; i++) sums[r][i] = fma(value, of_b[i], sums[r][i]);
-      }
-    }
-#pragma GCC unroll 4
-    for (int r = 0; r < R; r++)
-#pragma GCC unroll 8
-      for (int i = 0; i < kTogether; i++) store(update + r * stride + at + i * kLanes, sums[r][i]);
-  }
-  for (; at < b.width; at += kLanes) {
-    Vec sums[R];
-    for (int r = 0; r < R; r++) sums[r] = zero();
-    for (long j = 0; j < b.rank; j++) {
-      const Vec of_b = load(b.at + j * b.stride + at, b.width - at);
-      for (int r = 0; r < R; r++) sums[r] = fma(broadcast(low[r * low_stride + j]), of_b, sums[r]);
-    }
-    for (int r = 0; r < R; r++) store(update + r * stride + at, sums[r], b.width - at);
-  }
+  for (; at + kTogether * kLanes <= b.width; at += kTogether * kLanes)
+    expand_registers<R, kTogether>(b, at, low, low_stride, update, stride, 0);
+  if constexpr (kTogether > 2)
+    for (; at + 2 * kLanes <= b.width; at += 2 * kLanes)
+      expand_registers<R, 2>(b, at, low, low_stride, update, stride, 0);
+  for (; at < b.width; at += kLanes)
+    expand_registers<R, 1>(b, at, low, low_stride, update, stride, b.width - at);
 }
 
 // Write the updates of outputs `begin` to `end` of up to kExpanded rows of a slot to `update`, rows `stride` apart.
