@@ -217,8 +217,8 @@ def measure_loading(model: Path, folder: Path, args: argparse.Namespace) -> dict
     command = [
         sys.executable, "-P", "-m", "oarlock", "serve", str(model), "--port", "{port}", "--served-model-name",
         SERVED_NAME, "--no-enable-prefix-caching", "--dtype", args.dtype, "--enable-lora", "--max-loras", "2",
-        "--max-lora-rank", str(max(RANKS)), "--lora-target-modules", *target_modules(args.shape), "--lora-dir", str(folder),
-        "--admin-api-key", ADMIN_KEY, *(["--num-threads", str(args.threads)] if args.threads else []),
+        "--max-lora-rank", str(max(RANKS)), "--lora-target-modules", *target_modules(args.shape), "--lora-dir",
+        str(folder), "--admin-api-key", ADMIN_KEY, *(["--num-threads", str(args.threads)] if args.threads else []),
     ]  # fmt: skip
     env = clean_environment(os.cpu_count() or 1, PYTHONPATH=str(ROOT))
     del env["OMP_NUM_THREADS"]

@@ -1,7 +1,7 @@
 """Linear layers and experts of a step in which some rows have adapters, by kernels on the CPU.
 
-Linear layers are computed by the operations of `csrc/layer/adapted_rows.h`, experts by `csrc/gemm/experts.cpp`. The same
-code runs inside `PreparedLayers`, so that a row has the same bits in a step whose layers run one after the other.
+Linear layers are computed by the operations of `csrc/layer/adapted_rows.h`, experts by `csrc/gemm/experts.cpp`. The
+same code runs inside `PreparedLayers`, so that a row has the same bits in a step whose layers run one after the other.
 """
 
 import ctypes
@@ -107,6 +107,8 @@ class CppAdaptedExperts(AdaptedExperts):
 
     def __init__(self, layer: ExpertStack, pairs: Sequence[LayerPairs], step: StepRows) -> None:
         super().__init__(layer, pairs, step)
+        assert isinstance(layer.matmul, CppExpertMatmul)
+        self._kernel = layer.matmul
         for one in pairs:
             one.pack()
         at = [ctypes.addressof(one.structure) for one in pairs]
@@ -114,7 +116,7 @@ class CppAdaptedExperts(AdaptedExperts):
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, rows: RowsBySlot) -> Tensor:
         adapters = CExpertAdapters(ctypes.addressof(self.structures), ctypes.addressof(rows.structure))
-        return self.multiply(x.contiguous(), ids, weights, adapters)
+        return self._kernel(x.contiguous(), ids, weights, adapters)
 
 
 def _program(placement: Placement, pairs: LayerPairs) -> Program:

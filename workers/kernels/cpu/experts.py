@@ -250,7 +250,11 @@ def _at(tensor: Tensor | None) -> int | None:
 def _declared(kernels: ctypes.CDLL) -> ctypes.CDLL:
     """Declare the types of the library's functions for experts. Return the library."""
     for name, result, arguments in (
-        ("oarlock_experts", None, [*[_pointer] * 2, _number, *[_pointer] * 2, *[_number] * 2, _pointer, _flag, _pointer]),
+        (
+            "oarlock_experts",
+            None,
+            [*[_pointer] * 2, _number, *[_pointer] * 2, *[_number] * 2, _pointer, _flag, _pointer],
+        ),
         ("oarlock_router_logits", None, [*[_pointer] * 2, *[_number] * 2, _pointer, _flag]),
         ("oarlock_route", None, [*[_pointer] * 2, _number, *[_pointer] * 2]),
         ("oarlock_panel", _number, []),

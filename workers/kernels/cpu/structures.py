@@ -415,8 +415,8 @@ class CSamplingOutput(ctypes.Structure):
 # In the order of the report.
 STRUCTURES: tuple[type[ctypes.Structure], ...] = (
     CAttentionStep, CAttentionLayer, CRankGroup, CHeadsOfRank, CRouter, CExpert, CExperts, CGroupedSource,
-    CPackedWeight, CAdapterPairs, CAdaptedWeight, CExpertPairs, CExpertAdapters, CAdapterRows, CNorm, CHeadsAndPages, CAddition, CClamp, CMoELayer,
-    CStateStep, CConvolution, CDeltaHeads, CMambaHeads, CGatedNorm, CColumns, CConvolutionLayer, CDeltaLayer,
+    CPackedWeight, CAdapterPairs, CAdaptedWeight, CExpertPairs, CExpertAdapters, CAdapterRows, CNorm, CHeadsAndPages,
+    CAddition, CClamp, CMoELayer, CStateStep, CConvolution, CDeltaHeads, CMambaHeads, CGatedNorm, CColumns, CConvolutionLayer, CDeltaLayer,
     CMambaLayer, CGatedNormLayer, CColumnProduct, CColumnScale, CHeadColumns, CHeadGate, COperation, CBranch,
     CRotaryRows, CLayerStep, CLogitsChanges, CSamplingStep, CSamplingOutput,
 )  # fmt: skip
