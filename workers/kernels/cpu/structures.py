@@ -416,9 +416,9 @@ class CSamplingOutput(ctypes.Structure):
 STRUCTURES: tuple[type[ctypes.Structure], ...] = (
     CAttentionStep, CAttentionLayer, CRankGroup, CHeadsOfRank, CRouter, CExpert, CExperts, CGroupedSource,
     CPackedWeight, CAdapterPairs, CAdaptedWeight, CExpertPairs, CExpertAdapters, CAdapterRows, CNorm, CHeadsAndPages,
-    CAddition, CClamp, CMoELayer, CStateStep, CConvolution, CDeltaHeads, CMambaHeads, CGatedNorm, CColumns, CConvolutionLayer, CDeltaLayer,
-    CMambaLayer, CGatedNormLayer, CColumnProduct, CColumnScale, CHeadColumns, CHeadGate, COperation, CBranch,
-    CRotaryRows, CLayerStep, CLogitsChanges, CSamplingStep, CSamplingOutput,
+    CAddition, CClamp, CMoELayer, CStateStep, CConvolution, CDeltaHeads, CMambaHeads, CGatedNorm, CColumns,
+    CConvolutionLayer, CDeltaLayer, CMambaLayer, CGatedNormLayer, CColumnProduct, CColumnScale, CHeadColumns,
+    CHeadGate, COperation, CBranch, CRotaryRows, CLayerStep, CLogitsChanges, CSamplingStep, CSamplingOutput,
 )  # fmt: skip
 
 
