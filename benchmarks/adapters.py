@@ -10,9 +10,16 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from benchmarks.mixtures import MIXTURES
 from oarlock.workers.adapter_digest import adapter_digest
 
-MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+MODULES = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
+
+
+def target_modules(shape: str) -> tuple[str, ...]:
+    """The modules of a model's shape that the adapters update, as `--lora-target-modules` takes them."""
+    return (*ATTENTION, "experts") if shape in MIXTURES else MODULES
 
 
 class AdapterFiles(NamedTuple):

@@ -1,12 +1,13 @@
 """Cost of LoRA adapters: of decode steps, and of loading adapters while others are served.
 
-    python -m benchmarks.lora [--shape 0.5b] [--threads N] [--rounds 9] [--steps 8]
+    python -m benchmarks.lora [--shape 0.5b | small-mixture] [--threads N] [--rounds 9] [--steps 8]
                               [--sequences 1 32] [--skip steps loading] [--json FILE]
 
 Steps: a rank without adapters (`base`) and a rank with slots for eight adapters of rank 64 take turns in each round.
 A turn is a number of decode steps in a row, of 1 or 32 sequences. Each has an adapter, or none has (`LoRA off`).
 Figures are milliseconds of a step, medians over rounds; the ratio to `base` is computed in each round, and shown with
-its range. With `--threads 1`, times are processor time of the rank, so that a busy machine matters less.
+its range. With `--threads 1`, times are processor time of the rank, so that a busy machine matters less. Adapters of a
+mixture, such as `small-mixture`, update all its experts.
 
 Loading: a server has eight clients that decode without a pause. In each round they do so first without a load
 (`idle`), then while adapters of rank 64 are loaded, used once, and unloaded, one after the other, over HTTP
@@ -32,7 +33,7 @@ from typing import Any
 import httpx
 
 from benchmarks import load, machine
-from benchmarks.adapters import MODULES, AdapterFiles, write_adapters
+from benchmarks.adapters import AdapterFiles, target_modules, write_adapters
 from benchmarks.checkpoint import ALL, ensure, prompts, title
 from benchmarks.systems.system import SERVED_NAME, HttpSystem, clean_environment
 from benchmarks.tables import cell, spread, table
@@ -140,8 +141,9 @@ def measure_steps(model: Path, folder: Path, args: argparse.Namespace) -> dict[s
         num_kv_blocks=batch * (most // 32 + 2), num_threads=args.threads, log_level="WARNING",
     )  # fmt: skip
     adapted = replace(
-        plain, max_loras=SLOTS, max_lora_rank=max(RANKS), max_cpu_loras=len(adapters), lora_target_modules=MODULES
-    )
+        plain, max_loras=SLOTS, max_lora_rank=max(RANKS), max_cpu_loras=len(adapters),
+        lora_target_modules=target_modules(args.shape),
+    )  # fmt: skip
     times: list[list[float]] = [[] for _ in all_cases]
     with (
         closing(start_executor(plain, lambda *_: None)) as one,
@@ -215,8 +217,8 @@ def measure_loading(model: Path, folder: Path, args: argparse.Namespace) -> dict
     command = [
         sys.executable, "-P", "-m", "oarlock", "serve", str(model), "--port", "{port}", "--served-model-name",
         SERVED_NAME, "--no-enable-prefix-caching", "--dtype", args.dtype, "--enable-lora", "--max-loras", "2",
-        "--max-lora-rank", str(max(RANKS)), "--lora-target-modules", *MODULES, "--lora-dir", str(folder),
-        "--admin-api-key", ADMIN_KEY, *(["--num-threads", str(args.threads)] if args.threads else []),
+        "--max-lora-rank", str(max(RANKS)), "--lora-target-modules", *target_modules(args.shape), "--lora-dir",
+        str(folder), "--admin-api-key", ADMIN_KEY, *(["--num-threads", str(args.threads)] if args.threads else []),
     ]  # fmt: skip
     env = clean_environment(os.cpu_count() or 1, PYTHONPATH=str(ROOT))
     del env["OMP_NUM_THREADS"]

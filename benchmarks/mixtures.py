@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 # Granite 3.1 1B-A400M (1.3 billion parameters, 0.4 of them at work for a token) and OLMoE 1B-7B (6.9 and 1.3 billion).
-# `quick-mixture` is Granite's architecture in a second, for trying the programs themselves.
+# `quick-mixture` is Granite's architecture in a second, for trying the programs themselves; `small-mixture` has experts
+# of Granite's size in OLMoE's architecture, whose files have a tensor for each expert, as adapters need.
 _GRANITE: dict[str, Any] = {
     "architectures": ["GraniteMoeForCausalLM"],
     "model_type": "granitemoe",
@@ -34,24 +35,35 @@ _GRANITE: dict[str, Any] = {
     "residual_multiplier": 0.22,
     "tie_word_embeddings": True,
 }
+_OLMOE: dict[str, Any] = {
+    "architectures": ["OlmoeForCausalLM"],
+    "model_type": "olmoe",
+    "num_hidden_layers": 16,
+    "hidden_size": 2048,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "intermediate_size": 1024,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": False,
+    "vocab_size": 50_304,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10_000.0,
+    "tie_word_embeddings": False,
+}
 MIXTURES: dict[str, dict[str, Any]] = {
     "granite-1b-a400m": _GRANITE,
-    "olmoe-1b-7b": {
-        "architectures": ["OlmoeForCausalLM"],
-        "model_type": "olmoe",
-        "num_hidden_layers": 16,
-        "hidden_size": 2048,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 16,
-        "intermediate_size": 1024,
-        "num_experts": 64,
-        "num_experts_per_tok": 8,
-        "norm_topk_prob": False,
-        "vocab_size": 50_304,
-        "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10_000.0,
-        "tie_word_embeddings": False,
+    "olmoe-1b-7b": _OLMOE,
+    "small-mixture": _OLMOE
+    | {
+        "num_hidden_layers": 4,
+        "hidden_size": 1024,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "intermediate_size": 512,
+        "num_experts": 32,
+        "vocab_size": 32_768,
     },
     "quick-mixture": _GRANITE
     | {

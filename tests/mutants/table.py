@@ -28,6 +28,7 @@ CONCERNS: dict[str, tuple[str, ...]] = {
         "-k",
         "(separate_products and float32) or multiply_inputs",
     ),
+    "adapted-experts": ("tests/unit/workers/lora/test_adapted_experts.py", "-k", "avx2"),
     "adapted-layers": ("tests/unit/workers/lora/test_adapted_layers.py", "-k", "avx2 or quantised or slots"),
     "adapted-models": ("tests/golden/test_adapters_golden.py", "-k", "llama and (none or merged)"),
     "adapter-ranks": (

@@ -89,7 +89,6 @@ class StepRows:
 
     def __init__(self) -> None:
         self.current: AdaptedRows | None = None
-        self.of_experts: Set[int] = frozenset()  # slots with an adapter of experts, which no prepared layers compute
 
     @contextmanager
     def of(self, rows: AdaptedRows) -> Generator[None]:

@@ -213,8 +213,8 @@ class Program:
     def moe_layer(
         self,
         router: object,
-        routed: object,
-        shared: object,
+        routed: Any,
+        shared: Any,
         shared_gate: object,
         norms: tuple[CNorm | None, CNorm | None] = (None, None),
         expert_scale: Tensor | None = None,
@@ -235,6 +235,13 @@ class Program:
                 raise CannotPrepare("experts are packed for other kernels")
             return ctypes.addressof(part.structure)
 
+        def pairs(owner: Any) -> int | None:
+            """Return the address of the updates of a stack of experts, if the program adapts it."""
+            if not self.adapts or owner is None or owner.adapted is None:
+                return None
+            self._alive.append(owner.adapted)
+            return ctypes.addressof(owner.adapted.structures)
+
         self._sums = 1 if shared is None else 2
         self._alive.append(expert_scale)
         return CMoELayer(
@@ -244,6 +251,8 @@ class Program:
             address(shared_gate, "kernel", CppRouter),
             *(None if norm is None else self.keep(norm) for norm in norms),
             None if expert_scale is None else expert_scale.data_ptr(),
+            pairs(routed),
+            pairs(shared),
         )
 
     def finish(
@@ -369,8 +378,7 @@ class PreparedLayers:
         `last_norm`: norm after the last layer, or None. `rotary_of`, `scale_of`: index of each layer's rotary table
         and of its query scale in a step, or -1. `pages_of`: number of its group of pages, or -1. `hidden`: values per
         row. `memory`: memory of each layer, with pages that `backends` allocated, by the number of the group.
-        `inputs`: values per token of the inputs of all layers. `adapts`: for steps in which rows have adapters, but
-        none of experts.
+        `inputs`: values per token of the inputs of all layers. `adapts`: for steps in which rows have adapters.
 
         Raises `CannotPrepare` if the layers cannot run in one call.
         """

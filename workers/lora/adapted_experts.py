@@ -1,9 +1,9 @@
 """Experts of a step in which some rows have adapters of them.
 
-Kernels compute the experts of a row in one call, whose inner sums are not visible. So the rows that have an adapter of
-these experts are computed expert by expert, from the same weights, and all other rows by the kernel. Each slice of an
-expert's width, or each group of experts, gets its own part of the update before the slices are added in their tree, so
-that the bits do not depend on the number of ranks.
+This class computes with torch, and is the reference of the C++ kernel (`cpp_layers.py`), which serves on the CPU. The
+rows that have an adapter of these experts are computed expert by expert, from the same weights, and all other rows by
+the experts' own matmul. Each slice of an expert's width, or each group of experts, gets its own part of the update
+before the slices are added in their tree, so that the bits do not depend on the number of ranks.
 """
 
 from collections.abc import Sequence

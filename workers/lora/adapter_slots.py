@@ -24,7 +24,7 @@ from oarlock.workers.layers.linear import (
 from oarlock.workers.lora.adapted_experts import AdaptedExperts
 from oarlock.workers.lora.adapted_layers import AdaptedEmbedding
 from oarlock.workers.lora.adapted_modules import EMBEDDING, HEAD
-from oarlock.workers.lora.cpp_layers import column_layer, row_layer
+from oarlock.workers.lora.cpp_layers import column_layer, expert_stack, row_layer
 from oarlock.workers.lora.device_layers import DeviceColumnLayer, DeviceEmbedding, DeviceRowLayer
 from oarlock.workers.lora.device_pairs import DevicePairs
 from oarlock.workers.lora.low_rank import LayerPairs, RankPair, pair_bytes
@@ -41,7 +41,6 @@ class HostAdapter:
 
     digest: str
     pairs: Mapping[int, Sequence[RankPair]]
-    updates_remote_experts: bool = False  # whether it updates experts that only other ranks of this stage hold
 
     def pinned(self) -> "HostAdapter":
         """Return a copy in pinned memory. Copies from there to a device run while the host continues."""
@@ -69,7 +68,6 @@ class AdapterSlots:
         self.pairs: list[LayerPairs] = []
         self.digests: dict[int, str] = {}  # slot -> digest of its adapter
         self._experts: list[AdaptedExperts] = []
-        self._remote: set[int] = set()  # slots whose adapters update experts of other ranks
         kind = DevicePairs if availability.can_serve(model.placement.device) else LayerPairs
         for layer, shards in adapted_layers(model, targets):
             own = [kind(shard, slots, max_rank, model.placement) for shard in shards]
@@ -92,7 +90,7 @@ class AdapterSlots:
             if held or slot in pairs.used:
                 pairs.put(slot, held)
         self.digests[slot] = adapter.digest
-        self._note_experts(slot, is_remote=adapter.updates_remote_experts)
+        self._note_slots()
 
     def clear(self, slot: int) -> None:
         """Remove the adapter in `slot`, if there is one. The memory stays."""
@@ -100,18 +98,12 @@ class AdapterSlots:
             if slot in pairs.used:
                 pairs.put(slot, ())
         self.digests.pop(slot, None)
-        self._note_experts(slot, is_remote=False)
+        self._note_slots()
 
-    def _note_experts(self, slot: int, *, is_remote: bool) -> None:
-        """Note which slots have an adapter of experts, after a change of `slot`. `is_remote`: whether its adapter
-        updates experts of other ranks.
-
-        All ranks of a stage must agree on the steps that prepared layers compute, since these all-reduce other sizes.
-        """
-        (self._remote.add if is_remote else self._remote.discard)(slot)
+    def _note_slots(self) -> None:
+        """Note which slots have an adapter of experts, after a change of a slot."""
         for experts in self._experts:
             experts.note_slots()
-        self.model.step_rows.of_experts = self._remote.union(*(experts.used for experts in self._experts))
 
 
 def slot_bytes(model: Decoder, max_rank: int, targets: Targets = None) -> int:
@@ -149,17 +141,16 @@ def _of_tokens(layer: VocabParallelEmbedding) -> WeightShard:
 def _attach(layer: object, pairs: list[LayerPairs], model: Decoder) -> object:
     """Make `layer` read `pairs` in steps with adapters. Return its computation in such steps."""
     rows = model.step_rows
-    if isinstance(pairs[0], DevicePairs):
+    if pairs and isinstance(pairs[0], DevicePairs):
         return _attach_kernels(layer, pairs[0], rows)
     if isinstance(layer, RowParallelLinear):
         return row_layer(layer, pairs[0], rows)
     if isinstance(layer, _ColumnLayers | VocabParallelHead):
         return column_layer(layer, pairs[0], rows)
-    if isinstance(layer, ExpertStack):
-        layer.adapted = AdaptedExperts(layer, pairs, rows)
-    else:
-        assert isinstance(layer, VocabParallelEmbedding)
-        layer.adapted = AdaptedEmbedding(layer, pairs[0], rows)
+    if isinstance(layer, ExpertStack):  # a rank may have no expert, and so no pairs
+        return expert_stack(layer, pairs, rows)
+    assert isinstance(layer, VocabParallelEmbedding)
+    layer.adapted = AdaptedEmbedding(layer, pairs[0], rows)
     return layer.adapted
 
 

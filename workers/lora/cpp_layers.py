@@ -1,10 +1,11 @@
-"""Linear layers of a step in which some rows have adapters, by the operations of `csrc/layer/adapted_rows.h`.
+"""Linear layers and experts of a step in which some rows have adapters, by kernels on the CPU.
 
-The same operations run inside `PreparedLayers`, so that a row has the same bits in a step whose layers run one after
-the other. That is how steps run in which an adapter of experts is used.
+Linear layers are computed by the operations of `csrc/layer/adapted_rows.h`, experts by `csrc/gemm/experts.cpp`. The
+same code runs inside `PreparedLayers`, so that a row has the same bits in a step whose layers run one after the other.
 """
 
 import ctypes
+from collections.abc import Sequence
 from contextlib import suppress
 
 import torch
@@ -12,12 +13,15 @@ from torch import Tensor
 
 from oarlock.workers.attention.rows_by_slot import RowsBySlot, StepRows
 from oarlock.workers.kernels.cpu import library
+from oarlock.workers.kernels.cpu.experts import CppExpertMatmul
 from oarlock.workers.kernels.cpu.fused_layer import Rows, bound
 from oarlock.workers.kernels.cpu.gemm import ELEMENT_TYPES, Epilogue
-from oarlock.workers.kernels.cpu.structures import CBranch, CLayerStep
+from oarlock.workers.kernels.cpu.structures import CBranch, CExpertAdapters, CExpertPairs, CLayerStep
+from oarlock.workers.layers.experts import ExpertStack
 from oarlock.workers.layers.fused_layer import GATED_MATMULS, MATMULS, CannotPrepare, Program
 from oarlock.workers.layers.linear import GatedParallelLinear, RowParallelLinear
 from oarlock.workers.layers.placement import Placement
+from oarlock.workers.lora.adapted_experts import AdaptedExperts
 from oarlock.workers.lora.adapted_layers import AdaptedColumnLayer, AdaptedRowLayer, ColumnLayer
 from oarlock.workers.lora.low_rank import LayerPairs
 
@@ -37,6 +41,13 @@ def row_layer(layer: RowParallelLinear, pairs: LayerPairs, step: StepRows) -> Ad
     if _has_kernels(layer.placement):
         with suppress(CannotPrepare):
             layer.adapted = adapted = CppRowLayer(layer, pairs, step)
+    return adapted
+
+
+def expert_stack(layer: ExpertStack, pairs: Sequence[LayerPairs], step: StepRows) -> AdaptedExperts:
+    """Return the fastest computation of experts, and make the layer use it. `pairs`: as in `AdaptedExperts`."""
+    kind = CppAdaptedExperts if isinstance(layer.matmul, CppExpertMatmul) else AdaptedExperts
+    layer.adapted = adapted = kind(layer, pairs, step)
     return adapted
 
 
@@ -89,6 +100,23 @@ class CppRowLayer(AdaptedRowLayer):
             y = residual.clone(memory_format=torch.contiguous_format)
             _finish(program, 1, _step(program, y, rows, None, partial))
         return y
+
+
+class CppAdaptedExperts(AdaptedExperts):
+    """`AdaptedExperts` by the kernel that also computes the experts of other rows."""
+
+    def __init__(self, layer: ExpertStack, pairs: Sequence[LayerPairs], step: StepRows) -> None:
+        super().__init__(layer, pairs, step)
+        assert isinstance(layer.matmul, CppExpertMatmul)
+        self._kernel = layer.matmul
+        for one in pairs:
+            one.pack()
+        at = [ctypes.addressof(one.structure) for one in pairs]
+        self.structures = (CExpertPairs * len(self.pairs))(*zip(at[::2], at[1::2], strict=True))
+
+    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, rows: RowsBySlot) -> Tensor:
+        adapters = CExpertAdapters(ctypes.addressof(self.structures), ctypes.addressof(rows.structure))
+        return self._kernel(x.contiguous(), ids, weights, adapters)
 
 
 def _program(placement: Placement, pairs: LayerPairs) -> Program:

@@ -47,18 +47,14 @@ def read_adapter(adapter: Adapter, slots: AdapterSlots, on_read: OnRead = ignore
             found.setdefault(at, []).append(_cut(pair, slots.shards[at], part, model.placement.dtype, tensors))
     finally:
         tensors.close()
-    return HostAdapter(adapter.digest, found, any(_is_remote(pair, slots) for pair in adapter.pairs))
+    return HostAdapter(adapter.digest, found)
 
 
 def _is_elsewhere(pair: AdapterPair, slots: AdapterSlots) -> bool:
     """Return whether only other stages or ranks have the pair's module."""
     model = slots.model
-    return not is_in_stage(model.spec, f"{pair.module}.weight", model.stage) or _is_remote(pair, slots)
-
-
-def _is_remote(pair: AdapterPair, slots: AdapterSlots) -> bool:
-    """Return whether the pair updates an expert that only other ranks of this stage hold."""
-    return pair.module.rpartition(".")[0] in slots.model.remote_experts
+    is_remote = pair.module.rpartition(".")[0] in model.remote_experts
+    return is_remote or not is_in_stage(model.spec, f"{pair.module}.weight", model.stage)
 
 
 class _Tensors:

@@ -403,7 +403,7 @@ class Decoder:
             if self.positions is not None:
                 hidden = self.positions(hidden, batch.positions)
         inputs = None if self.layer_inputs is None else self.layer_inputs(batch.token_ids, hidden)  # [T, layers, width]
-        prepared = self._prepared_of(batch, memory, backends)
+        prepared = self.prepared_for(memory, backends, adapts=batch.adapters is not None)
         # Nearly all models have no such table, and this is computed for every token.
         scales = [table(batch.positions, longest) for table in self.query_scales.values()] if self.query_scales else []
         if prepared is not None:
@@ -424,15 +424,6 @@ class Decoder:
         for layer, step in zip(self.layers, steps, strict=True):
             hidden = layer(hidden, step)
         return self.norm(hidden) if self.is_last else hidden
-
-    def _prepared_of(
-        self, batch: ForwardBatch, memory: list[LayerMemory], backends: Mapping[int, AttentionBackend]
-    ) -> PreparedLayers | None:
-        """Return the layers as one kernel call for `batch`, or None if this is not possible."""
-        of_experts = self.step_rows.of_experts
-        if batch.adapters is not None and of_experts and batch.adapters.among(of_experts) is not None:
-            return None
-        return self.prepared_for(memory, backends, adapts=batch.adapters is not None)
 
     def prepared_for(
         self, memory: list[LayerMemory], backends: Mapping[int, AttentionBackend], *, adapts: bool = False

@@ -23,10 +23,11 @@ from oarlock.workers.layers.decoder_spec import (
     slices_of,
     tensors_of,
 )
+from oarlock.workers.layers.experts_spec import ExpertsSpec
 from oarlock.workers.layers.sharding import shard_experts
 from oarlock.workers.layers.tensor_spec import RankDtype, Sharding, TensorSpec
 from oarlock.workers.lora.adapted_modules import HEAD
-from oarlock.workers.lora.target_modules import SlotModules, can_be_adapted
+from oarlock.workers.lora.target_modules import EXPERTS, SlotModules, can_be_adapted
 from oarlock.workers.models.encoders.encoder_spec import EncoderSpec
 from oarlock.workers.platform.dtypes import ITEM_BYTES
 from oarlock.workers.quantization.formats.weight_format import unit_of_width
@@ -42,6 +43,8 @@ _FLOAT32 = 4
 # Rows of logits computed at once. Scoring a prompt may need thousands of rows, 600 KB each with 152,000 ids.
 MAX_LOGITS_ROWS = 128
 _SUMS_AT_ONCE = 240  # rows of a layer with adapters: `kMostRows` in csrc/gemm/strips.h
+_MOST_CHOICES, _CHOICES_OF_EXPERT = 2048, 32  # `kMostPairs` and `kPairsOfExpert` in csrc/gemm/experts.cpp
+_MOST_SLICES = 8  # `kMostSlices` in csrc/gemm/slices.h
 # Memory of each CUDA device for CUDA's context, NCCL, workspaces and graphs, estimated generously.
 CUDA_BYTES = 1 << 30
 # Parts of out-of-memory messages of torch's CPU and CUDA allocators and of the system.
@@ -177,15 +180,32 @@ def step_bytes(config: WorkerConfig, spec: DecoderSpec, num_tokens: int, num_row
     """Return the bytes of a step's tensors that exist at the same time on one rank.
 
     These are a few tensors of hidden size, the values of a layer's sublayers, and float32 logits of `num_rows` rows.
-    With LoRA adapters also the sums of a layer before they are rounded: of all rows, or on CPUs of some at a time.
+    With LoRA adapters also the sums of a layer before they are rounded: of all rows, or on CPUs of some at a time; and
+    the products with A of adapted experts.
     """
     size, item = config.tensor_parallel_size, ITEM_BYTES[config.dtype]
     inner = max(sum(branch.sublayer.step_values for branch in layer.branches) for layer in set(spec.layers))
     row = 4 * spec.hidden_size + inner // size
     at_once = num_tokens if config.device == "cuda" else min(num_tokens, _SUMS_AT_ONCE)
     sums = num_tokens * spec.hidden_size + at_once * inner // size if config.max_loras else 0
+    sums += _low_values_of_experts(config, spec, num_tokens)
     logits = min(num_rows, MAX_LOGITS_ROWS) * spec.vocab_size // size
     return num_tokens * row * item + _FLOAT32 * (sums + logits)
+
+
+def _low_values_of_experts(config: WorkerConfig, spec: DecoderSpec, num_tokens: int) -> int:
+    """Return the number of float32 products with A of a layer's experts, of the tokens that are computed together: for
+    each choice of an expert those of gate, up and each slice of down. 0: no adapter updates experts."""
+    targets = config.lora_target_modules
+    if not config.max_loras or config.device == "cuda" or (targets is not None and EXPERTS not in targets):
+        return 0
+    most = 0
+    for layer in set(spec.layers):
+        for branch in layer.branches:
+            if isinstance(branch.sublayer, ExpertsSpec):
+                together = max(_MOST_CHOICES, _CHOICES_OF_EXPERT * branch.sublayer.experts)
+                most = max(most, min(num_tokens * branch.sublayer.router.top_k, together))
+    return most * (2 + max(1, _MOST_SLICES // config.tensor_parallel_size)) * config.max_lora_rank
 
 
 def largest_step_bytes(config: WorkerConfig, spec: DecoderSpec, *, has_head: bool = True) -> int:

@@ -20,7 +20,7 @@ from oarlock.workers.kernels.cpu.gemm import (
     CppPackedMatmul,
     Epilogue,
 )
-from oarlock.workers.kernels.cpu.structures import CExpert, CExperts, CRouter
+from oarlock.workers.kernels.cpu.structures import CExpert, CExpertAdapters, CExperts, CRouter
 from oarlock.workers.platform.huge_pages import huge_page_empty
 
 _LINE = 64  # bytes: packed weights are aligned to cache lines
@@ -227,13 +227,17 @@ class CppExpertMatmul:
         one.structure.only_slice = number
         return one
 
-    def __call__(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
+    def __call__(
+        self, x: Tensor, expert_ids: Tensor, weights: Tensor, adapters: CExpertAdapters | None = None
+    ) -> Tensor:
+        """Compute the experts as `ExpertMatmul` describes. `adapters`: updates of rows of `x`."""
         assert x.stride(1) == 1 and x.dtype == self.shape.dtype and expert_ids.dtype == torch.int32
         assert expert_ids.is_contiguous() and weights.is_contiguous() and weights.dtype == torch.float32
         y = torch.empty((len(x), self.shape.hidden), dtype=torch.float32)
         self.kernels.oarlock_experts(
             ctypes.addressof(self.structure), x.data_ptr(), x.stride(0), expert_ids.data_ptr(), weights.data_ptr(),
             len(x), expert_ids.shape[1], y.data_ptr(), ELEMENT_TYPES[x.dtype],
+            None if adapters is None else ctypes.addressof(adapters),
         )  # fmt: skip
         return y
 
@@ -246,7 +250,11 @@ def _at(tensor: Tensor | None) -> int | None:
 def _declared(kernels: ctypes.CDLL) -> ctypes.CDLL:
     """Declare the types of the library's functions for experts. Return the library."""
     for name, result, arguments in (
-        ("oarlock_experts", None, [*[_pointer] * 2, _number, *[_pointer] * 2, *[_number] * 2, _pointer, _flag]),
+        (
+            "oarlock_experts",
+            None,
+            [*[_pointer] * 2, _number, *[_pointer] * 2, *[_number] * 2, _pointer, _flag, _pointer],
+        ),
         ("oarlock_router_logits", None, [*[_pointer] * 2, *[_number] * 2, _pointer, _flag]),
         ("oarlock_route", None, [*[_pointer] * 2, _number, *[_pointer] * 2]),
         ("oarlock_panel", _number, []),

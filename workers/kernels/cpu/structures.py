@@ -177,6 +177,14 @@ class CAdaptedWeight(ctypes.Structure):
     _fields_ = (("weight", CPackedWeight), ("pairs", c_void_p))
 
 
+class CExpertPairs(ctypes.Structure):
+    _fields_ = (("gate_up", c_void_p), ("down", c_void_p))
+
+
+class CExpertAdapters(ctypes.Structure):
+    _fields_ = (("pairs", c_void_p), ("rows", c_void_p))
+
+
 class CAdapterRows(ctypes.Structure):
     _fields_ = (("rows", c_void_p), ("starts", c_void_p), ("slots", c_void_p), ("spans", c_long))
 
@@ -226,6 +234,8 @@ class CMoELayer(ctypes.Structure):
         ("router_norm", c_void_p),
         ("norm", c_void_p),
         ("expert_scale", c_void_p),
+        ("routed_pairs", c_void_p),
+        ("shared_pairs", c_void_p),
     )
 
 
@@ -405,10 +415,10 @@ class CSamplingOutput(ctypes.Structure):
 # In the order of the report.
 STRUCTURES: tuple[type[ctypes.Structure], ...] = (
     CAttentionStep, CAttentionLayer, CRankGroup, CHeadsOfRank, CRouter, CExpert, CExperts, CGroupedSource,
-    CPackedWeight, CAdapterPairs, CAdaptedWeight, CAdapterRows, CNorm, CHeadsAndPages, CAddition, CClamp, CMoELayer,
-    CStateStep, CConvolution, CDeltaHeads, CMambaHeads, CGatedNorm, CColumns, CConvolutionLayer, CDeltaLayer,
-    CMambaLayer, CGatedNormLayer, CColumnProduct, CColumnScale, CHeadColumns, CHeadGate, COperation, CBranch,
-    CRotaryRows, CLayerStep, CLogitsChanges, CSamplingStep, CSamplingOutput,
+    CPackedWeight, CAdapterPairs, CAdaptedWeight, CExpertPairs, CExpertAdapters, CAdapterRows, CNorm, CHeadsAndPages,
+    CAddition, CClamp, CMoELayer, CStateStep, CConvolution, CDeltaHeads, CMambaHeads, CGatedNorm, CColumns,
+    CConvolutionLayer, CDeltaLayer, CMambaLayer, CGatedNormLayer, CColumnProduct, CColumnScale, CHeadColumns,
+    CHeadGate, COperation, CBranch, CRotaryRows, CLayerStep, CLogitsChanges, CSamplingStep, CSamplingOutput,
 )  # fmt: skip
 
 

@@ -10,7 +10,7 @@
 
 namespace {
 
-using gemm::Expert, gemm::Experts;
+using gemm::Expert, gemm::ExpertAdapters, gemm::ExpertPairs, gemm::Experts;
 using recurrent::Convolution, recurrent::DeltaHeads, recurrent::GatedNorm, recurrent::MambaHeads, recurrent::StateStep;
 using sampling::LogitsChanges, sampling::SamplingOutput, sampling::SamplingStep;
 
@@ -81,6 +81,8 @@ extern "C" const char *oarlock_structures() {
   STRUCTURE(AdapterPairs, FIELD(a), FIELD(b), FIELD(scales), FIELD(ranks), FIELD(ends), FIELD(parts), FIELD(max_rank),
             FIELD(inputs), FIELD(outputs), FIELD(slices), FIELD(block), FIELD(panel))
   STRUCTURE(AdaptedWeight, FIELD(weight), FIELD(pairs))
+  STRUCTURE(ExpertPairs, FIELD(gate_up), FIELD(down))
+  STRUCTURE(ExpertAdapters, FIELD(pairs), FIELD(rows))
   STRUCTURE(AdapterRows, FIELD(rows), FIELD(starts), FIELD(slots), FIELD(spans))
   STRUCTURE(Norm, FIELD(scale), FIELD(shift), FIELD(width), FIELD(eps), FIELD(is_layer_norm))
   STRUCTURE(HeadsAndPages, FIELD(attention), FIELD(head_norm), FIELD(k_pages), FIELD(v_pages), FIELD(rotary),
@@ -89,7 +91,7 @@ extern "C" const char *oarlock_structures() {
   STRUCTURE(Addition, FIELD(norm), FIELD(width), FIELD(scale))
   STRUCTURE(Clamp, FIELD(width), FIELD(limit))
   STRUCTURE(MoELayer, FIELD(router), FIELD(routed), FIELD(shared), FIELD(shared_gate), FIELD(router_norm),
-            FIELD(norm), FIELD(expert_scale))
+            FIELD(norm), FIELD(expert_scale), FIELD(routed_pairs), FIELD(shared_pairs))
   STRUCTURE(StateStep, FIELD(starts), FIELD(reads), FIELD(writes), FIELD(save_starts), FIELD(save_lens),
             FIELD(save_slots), FIELD(seqs))
   STRUCTURE(Convolution, FIELD(weight), FIELD(bias), FIELD(channels), FIELD(taps), FIELD(silu))

@@ -9,12 +9,16 @@
 //
 // The sum over the experts is computed separately for each slice of the width, or for each group of experts if ranks
 // hold whole experts. Slices or groups are added up in a tree (slices.h).
+//
+// Updates by adapters are added to the sums of both matmuls (expert_updates.h).
 #include "gemm/experts.h"
 
 #include <new>
 #include <type_traits>
 
 #include "gemm/epilogue.h"
+#include "gemm/expert_blocks.h"
+#include "gemm/expert_updates.h"
 #include "gemm/panel_rows.h"
 #include "gemm/shares.h"
 #include "runtime/arena.h"
@@ -32,50 +36,6 @@ constexpr long kMostPairs = 2048, kPairsOfExpert = 32;
 // first-level cache. After each jump to another address, hardware prefetching must start again. Smaller values cost
 // measurable time.
 constexpr long kMostTotals = 1 << 17;
-
-// Rows of x sorted by expert, and within each expert by row.
-struct Sorted {
-  struct Block {
-    long expert, begin, rows;  // the expert's index on this rank, and its range of pairs
-  };
-  long count, pairs;
-  Block *blocks;
-  int32_t *row_of, *own;  // [pairs]   the row of x; the index of the pair itself
-  float *weight_of;       // [pairs]
-  float *factor_of;       // [pairs]   factors of results: the weights, or ones if weights multiply inputs
-
-  Sorted(const Experts &e, const int32_t *ids, const float *weights, long rows, long per_row) : count(0), pairs(0) {
-    long *next = arena().take<long>(e.count + 1);
-    std::fill(next, next + e.count + 1, 0);
-    for (long i = 0; i < rows * per_row; i++)
-      if (const long expert = ids[i] - e.first; expert >= 0 && expert < e.count) next[expert + 1]++, pairs++;
-    long most = 0;
-    for (long expert = 0; expert < e.count; expert++) most += (next[expert + 1] + kMostRows - 1) / kMostRows;
-    blocks = arena().take<Block>(most);
-    for (long expert = 0; expert < e.count; expert++) {
-      const long all = next[expert + 1], parts = (all + kMostRows - 1) / kMostRows;
-      for (long part = 0; part < parts; part++) {
-        const long begin = all * part / parts;
-        blocks[count++] = {expert, next[expert] + begin, all * (part + 1) / parts - begin};
-      }
-      next[expert + 1] += next[expert];
-    }
-    row_of = arena().take<int32_t>(pairs);
-    own = arena().take<int32_t>(pairs);
-    weight_of = factor_of = arena().take<float>(pairs);
-    if (e.weighs_inputs) {
-      factor_of = arena().take<float>(pairs);
-      std::fill(factor_of, factor_of + pairs, 1.0f);
-    }
-    for (long i = 0; i < rows * per_row; i++)
-      if (const long expert = ids[i] - e.first; expert >= 0 && expert < e.count) {
-        const long pair = next[expert]++;
-        row_of[pair] = i / per_row;
-        own[pair] = pair;
-        weight_of[pair] = weights[i];
-      }
-  }
-};
 
 // The matmuls of all blocks with the weights of their experts.
 struct BlockMatmuls {
@@ -117,6 +77,7 @@ struct Step {
   const Experts &e;
   const Sorted &sorted;
   const BlockMatmuls &gate_up, &down;
+  const ExpertUpdates<T> &updates;
   T *gated;  // [pairs, width]
   float *y;  // [rows, hidden]
   long rows;
@@ -125,6 +86,7 @@ struct Step {
   void multiply_gate_up(long block, long panel) const {
     alignas(64) float sums[kMostRows * kPanel];
     const Sorted::Block &of = sorted.blocks[block];
+    if (updates.has(block)) updates.fetch_gate_up(block, panel + 1);
     gate_up.of[block]->multiply(panel, 0, sums);
     MatmulArgs p{};
     p.bias = e.experts[of.expert].gate_up_bias;
@@ -134,6 +96,10 @@ struct Step {
     p.epilogue = e.activation;
     p.alpha = e.alpha;
     p.limit = e.limit;
+    if (updates.has(block)) {
+      updates.add_to_gate_up(block, panel, static_cast<const T *>(p.bias), sums);
+      p.bias = nullptr;
+    }
     for (long r = 0; r < of.rows; r++) {
       Vec low = load(sums + r * kPanel), high = load(sums + r * kPanel + kLanes);
       if (e.weighs_inputs) {  // gate and up are linear, so their sums are scaled, which rounds less than scaling x
@@ -160,7 +126,8 @@ struct Step {
                                 totals + (panel - begin) * of_panel + of.expert / e.group * size, size, bias != nullptr,
                                 bias ? load(bias + panel * kPanel, left) : zero(),
                                 bias ? load(bias + panel * kPanel + kLanes, left - kLanes) : zero()};
-        down.of[block]->multiply_add(panel, first_slice, end_slice, to);
+        if (updates.has(block)) updates.multiply_add(*down.of[block], block, panel, first_slice, end_slice, to);
+        else down.of[block]->multiply_add(panel, first_slice, end_slice, to);
       }
     }
     for (long panel = begin; panel < end; panel++, totals += of_panel) add_parts(panel, totals);
@@ -181,15 +148,17 @@ struct Step {
   }
 };
 
-// Compute the experts for `rows` rows, at most the number that is multiplied together.
+// Compute the experts for `rows` rows, at most the number that is multiplied together. `pairs`, `slot_of` [rows]: see
+// ExpertUpdates.
 template <class T>
 void multiply_some(const Experts &e, const T *x, long x_stride, const int32_t *ids, const float *weights, long rows,
-                   long per_row, float *y) {
+                   long per_row, float *y, const ExpertPairs *pairs, const int32_t *slot_of) {
   const Arena::Mark mark = arena().mark();
-  const Sorted sorted(e, ids, weights, rows, per_row);
+  const Sorted sorted(e, ids, weights, rows, per_row, slot_of ? rows_by_slot(slot_of, rows) : nullptr);
   T *gated = arena().take<T>(sorted.pairs * e.width);
   const BlockMatmuls gate_up(sorted, e, false, x), down(sorted, e, true, x);
-  const Step<T> step{e, sorted, gate_up, down, gated, y, rows};
+  const ExpertUpdates<T> updates(e, sorted, pairs, slot_of);
+  const Step<T> step{e, sorted, gate_up, down, updates, gated, y, rows};
   const long lanes = is_gate(e.activation) ? kLanes : kPanel;  // values of the width in a panel
   const long gate_panels = (e.width + lanes - 1) / lanes, panels = (e.hidden + kPanel - 1) / kPanel;
   const long size = step.parts() * rows * kPanel, threads = omp_get_max_threads();
@@ -198,9 +167,11 @@ void multiply_some(const Experts &e, const T *x, long x_stride, const int32_t *i
   const Shares of_gate_up(sorted.count * gate_panels), of_down((panels + together - 1) / together);
 #pragma omp parallel
   {
-    gate_up.pack(x, x_stride, sorted.row_of);
+    updates.shrink_inputs(x, x_stride);
+    gate_up.pack(x, x_stride, sorted.row_of);  // ends with a barrier
     of_gate_up.visit([&](long piece) { step.multiply_gate_up(piece / gate_panels, piece % gate_panels); });
 #pragma omp barrier
+    updates.shrink_gated(gated);
     down.pack(gated, e.width, sorted.own);
     // The totals are private to this thread, because cache lines that another core wrote are slow to read.
     const Arena::Mark own = arena().mark();
@@ -217,24 +188,29 @@ void multiply_some(const Experts &e, const T *x, long x_stride, const int32_t *i
 
 template <class T>
 void multiply_experts(const Experts &e, const T *x, long x_stride, const int32_t *ids, const float *weights, long rows,
-                      long per_row, float *y) {
+                      long per_row, float *y, const ExpertAdapters *adapters) {
+  const Arena::Mark mark = arena().mark();
+  const int32_t *slot_of = adapters ? slots_of_rows(*adapters->rows, rows) : nullptr;
   const long most = std::max(1L, std::max(kMostPairs, kPairsOfExpert * e.count) / per_row);
   for (long row = 0; row < rows; row += most)
     multiply_some(e, x + row * x_stride, x_stride, ids + row * per_row, weights + row * per_row,
-                  std::min(most, rows - row), per_row, y + row * e.hidden);
+                  std::min(most, rows - row), per_row, y + row * e.hidden, adapters ? adapters->pairs : nullptr,
+                  slot_of ? slot_of + row : nullptr);
+  arena().release(mark);
 }
 
 #define OARLOCK_MULTIPLY_EXPERTS(T)                                                                             \
   template void multiply_experts<T>(const Experts &, const T *, long, const int32_t *, const float *, long, long, \
-                                    float *);
+                                    float *, const ExpertAdapters *);
 OARLOCK_FOR_EACH_TYPE(OARLOCK_MULTIPLY_EXPERTS)
 
 }  // namespace gemm
 
 extern "C" void oarlock_experts(const gemm::Experts *experts, const void *x, long x_stride, const int32_t *ids,
-                                const float *weights, long rows, long per_row, float *y, int type) {
+                                const float *weights, long rows, long per_row, float *y, int type,
+                                const gemm::ExpertAdapters *adapters) {
   with_type(type, [&](auto *of) {
     using T = std::remove_pointer_t<decltype(of)>;
-    gemm::multiply_experts(*experts, static_cast<const T *>(x), x_stride, ids, weights, rows, per_row, y);
+    gemm::multiply_experts(*experts, static_cast<const T *>(x), x_stride, ids, weights, rows, per_row, y, adapters);
   });
 }

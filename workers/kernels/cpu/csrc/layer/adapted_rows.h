@@ -5,8 +5,8 @@
 // without an adapter of the layer have the bits of a plain matmul, since the same sums pass through the same epilogue.
 #pragma once
 #include "gemm/epilogue.h"
+#include "gemm/low_rank.h"
 #include "gemm/panel_rows.h"
-#include "layer/low_rank.h"
 #include "layer/matmul_rows.h"
 
 namespace adapters {

@@ -181,13 +181,17 @@ void run_experts(const RowChunk<T> &chunk, const Operation &op) {
     apply_norm(*layer.norm, x, normed, rows);
     x = normed;
   }
-  gemm::multiply_experts(*layer.routed, x, router.hidden, ids, weights, rows, router.top_k, chunk.step.partial);
+  const gemm::ExpertAdapters of_routed{layer.routed_pairs, chunk.step.adapters};
+  gemm::multiply_experts(*layer.routed, x, router.hidden, ids, weights, rows, router.top_k, chunk.step.partial,
+                         layer.routed_pairs ? &of_routed : nullptr);
   if (layer.shared) {
     std::fill_n(ids, rows, 0);
     if (layer.shared_gate) router_logits(*layer.shared_gate, x, router.hidden, rows, weights);
     for (long row = 0; row < rows; row++) weights[row] = layer.shared_gate ? sigmoid_of(weights[row]) : 1.0f;
     float *sums = chunk.step.partial + rows * router.hidden;
-    gemm::multiply_experts(*layer.shared, x, router.hidden, ids, weights, rows, 1, sums);
+    const gemm::ExpertAdapters of_shared{layer.shared_pairs, chunk.step.adapters};
+    gemm::multiply_experts(*layer.shared, x, router.hidden, ids, weights, rows, 1, sums,
+                           layer.shared_pairs ? &of_shared : nullptr);
   }
   arena().release(mark);
 }

@@ -7,11 +7,12 @@
 #pragma once
 #include <algorithm>
 
+#include "gemm/adapter_pairs.h"
 #include "gemm/shares.h"
 #include "gemm/slices.h"
-#include "layer/layer.h"
 #include "runtime/arena.h"
 #include "runtime/parallel.h"
+#include "simd/element_types.h"
 
 namespace adapters {
 
@@ -114,83 +115,110 @@ inline void multiply_slice(const T *const (&x)[R], const RowsOfA<A> &a, long fro
     for (int i = 0; i < kRowsOfA; i++) low[r][i] = sum(even[r][i] + odd[r][i]);
 }
 
-// Write the products of R rows of x with `count` rows of A, at most kRowsOfA, to `low`, rows `stride` apart.
+// Distances in `low`: between two rows, and between two slices of the inputs. 0: the slices are added up.
+struct LowStrides {
+  long row, slice;
+};
+
+// Copy `count` values, at most kRowsOfA. A copy of a constant size is a single instruction.
+inline void copy_values(const float (&from)[kRowsOfA], long count, float *to) {
+  if (count == kRowsOfA) std::copy_n(from, kRowsOfA, to);
+  else for (long i = 0; i < count; i++) to[i] = from[i];
+}
+
+// Write the products of R rows of x with `count` rows of A, at most kRowsOfA, to `low`.
 template <int R, class T, class A>
 void multiply_rows(const T *const (&x)[R], const RowsOfA<A> &a, long count, const AdapterPairs &pairs, float *low,
-                   long stride) {
+                   LowStrides strides) {
   float pending[gemm::kPending][R][kRowsOfA];
   const long length = pairs.inputs / pairs.slices;
   for (long slice = 0; slice < pairs.slices; slice++) {
-    long here = gemm::pending_before(slice);
+    long here = strides.slice ? 0 : gemm::pending_before(slice);
     multiply_slice<R>(x, a, slice * length, length, pending[here]);
+    if (strides.slice) {
+      for (int r = 0; r < R; r++) copy_values(pending[0][r], count, low + slice * strides.slice + r * strides.row);
+      continue;
+    }
     for (long left = slice; left & 1; left >>= 1, here--)
       for (int r = 0; r < R; r++)
         for (int i = 0; i < kRowsOfA; i++) pending[here - 1][r][i] += pending[here][r][i];
   }
-  for (int r = 0; r < R; r++) std::copy_n(pending[0][r], count, low + r * stride);
+  if (!strides.slice)
+    for (int r = 0; r < R; r++) copy_values(pending[0][r], count, low + r * strides.row);
 }
 
-// The work of one thread at a time: the rows of one slot times a few rows of A.
-template <class T>
+// The work of one thread at a time: the rows of one slot times a few rows of A. Row is an integer type.
+template <class T, class Row>
 struct ShrinkUnit {
   const AdapterPairs &pairs;
-  const int64_t *rows;  // numbers of `count` rows of the step
-  const T *x;           // row `first_row` of the step
-  long first_row, count;
-  float *low;           // of the first row and the first row of A
-  long stored, used;    // rows of A
+  const Row *rows;  // numbers of `count` rows of the step
+  const T *x;       // row `first_row` of the step, rows `x_stride` elements apart
+  long x_stride, first_row, count;
+  float *low;       // of the first row, and the first rank of the part
+  LowStrides strides;
 
   template <int R, class A>
-  void multiply_some(long row, const RowsOfA<A> &a) const {
-    const long stride = pairs.parts * pairs.max_rank;
+  void multiply_some(long row, const RowsOfA<A> &a, long used, float *to) const {
     const T *of_x[R];
-    for (int r = 0; r < R; r++) of_x[r] = x + (rows[row + r] - first_row) * pairs.inputs;
-    multiply_rows<R>(of_x, a, used, pairs, low + row * stride, stride);
+    for (int r = 0; r < R; r++) of_x[r] = x + (rows[row + r] - first_row) * x_stride;
+    multiply_rows<R>(of_x, a, used, pairs, to + row * strides.row, strides);
   }
 
   template <class A>
-  void multiply(const A *first) const {
+  void multiply(const A *first, long stored, long used, float *to) const {
     const RowsOfA<A> a(first, stored, used, pairs.block);
     long row = 0;
-    for (; row + kRowsOfX <= count; row += kRowsOfX) multiply_some<kRowsOfX>(row, a);
+    for (; row + kRowsOfX <= count; row += kRowsOfX) multiply_some<kRowsOfX>(row, a, used, to);
     if constexpr (kRowsOfX > 2)
-      if (row + 2 <= count) multiply_some<2>(row, a), row += 2;
-    if (row < count) multiply_some<1>(row, a);
+      if (row + 2 <= count) multiply_some<2>(row, a, used, to), row += 2;
+    if (row < count) multiply_some<1>(row, a, used, to);
   }
-};
 
-// Compute A x of the rows in `spans`. x [rows, inputs], from row `first_row` of the step on. low [entries, parts,
-// max_rank]: values beyond the rank of a pair are zero.
-template <class T>
-void shrink(const AdapterPairs &pairs, const AdapterRows &all, const SlotRows *spans, long count, const T *x,
-            long first_row, float *low) {
-  const long groups = (pairs.max_rank + kRowsOfA - 1) / kRowsOfA, values = pairs.parts * pairs.max_rank;
-  const Arena::Mark before = arena().mark();
-  const Shares units(count * pairs.parts * groups);
-  long rows = 0;
-  for (long i = 0; i < count; i++) rows += spans[i].last - spans[i].first;
-  const auto run = [&](long unit) {
-    const SlotRows &span = spans[unit / (pairs.parts * groups)];
-    const long part = unit / groups % pairs.parts, begin = unit % groups * kRowsOfA, entries = span.last - span.first;
+  // Multiply the rows by kRowsOfA rows of A from `begin` on, of part `part` of `slot`. Values beyond the rank are zero.
+  void run(long slot, long part, long begin) const {
     const long held = std::min(kRowsOfA, pairs.max_rank - begin);
-    const long used = std::min(held, std::max<long>(0, pairs.ranks[span.slot] - begin));
-    float *to = low + span.first * values + part * pairs.max_rank + begin;
+    const long used = std::min(held, std::max<long>(0, pairs.ranks[slot] - begin));
+    float *to = low + begin;
     if (used < held)
-      for (long i = 0; i < entries; i++) std::fill_n(to + i * values + used, held - used, 0.0f);
+      for (long slice = 0; slice < (strides.slice ? pairs.slices : 1); slice++)
+        for (long i = 0; i < count; i++)
+          std::fill_n(to + slice * strides.slice + i * strides.row + used, held - used, 0.0f);
     if (!used) return;
-    const T *a = static_cast<const T *>(pairs.a) +
-                 ((span.slot * pairs.parts + part) * pairs.max_rank + begin) * pairs.inputs;
-    const ShrinkUnit<T> of{pairs, all.rows + span.first, x, first_row, entries, to, held, used};
-    if (sizeof(T) == sizeof(float) || entries < kWorthWidening) {
-      of.multiply(a);
+    const T *a =
+        static_cast<const T *>(pairs.a) + ((slot * pairs.parts + part) * pairs.max_rank + begin) * pairs.inputs;
+    if (sizeof(T) == sizeof(float) || count < kWorthWidening) {
+      multiply(a, held, used, to);
       return;
     }
     const Arena::Mark mark = arena().mark();
     const long size = held * pairs.inputs;
     float *wide = arena().take<float>(size);
     for (long k = 0; k < size; k += kLanes) store(wide + k, load(a + k, size - k), size - k);
-    of.multiply(wide);
+    multiply(wide, held, used, to);
     arena().release(mark);
+  }
+};
+
+// Return the number of groups of rows of A that are multiplied together.
+inline long groups_of_a(const AdapterPairs &pairs) { return (pairs.max_rank + kRowsOfA - 1) / kRowsOfA; }
+
+// Compute A x of the rows in `spans`. x [rows, inputs], from row `first_row` of the step on. low [entries, parts,
+// max_rank]: values beyond the rank of a pair are zero.
+template <class T>
+void shrink(const AdapterPairs &pairs, const AdapterRows &all, const SlotRows *spans, long count, const T *x,
+            long first_row, float *low) {
+  const long groups = groups_of_a(pairs), values = pairs.parts * pairs.max_rank;
+  const Arena::Mark before = arena().mark();
+  const Shares units(count * pairs.parts * groups);
+  long rows = 0;
+  for (long i = 0; i < count; i++) rows += spans[i].last - spans[i].first;
+  const auto run = [&](long unit) {
+    const SlotRows &span = spans[unit / (pairs.parts * groups)];
+    const long part = unit / groups % pairs.parts;
+    float *to = low + span.first * values + part * pairs.max_rank;
+    const ShrinkUnit<T, int64_t> of{pairs, all.rows + span.first, x, pairs.inputs, first_row, span.last - span.first,
+                                    to, {values, 0}};
+    of.run(span.slot, part, unit % groups * kRowsOfA);
   };
 #pragma omp parallel if (rows * values * pairs.inputs > kSerial)
   units.visit(run);
@@ -226,45 +254,52 @@ struct ColumnsOfB {
   long rank, stride, width;
 };
 
+// Write the products of V registers of B's columns, from `at` on, with R rows of values. A register that is not whole
+// has `left` columns. Each value is summed rank by rank, whatever R and V are.
+template <int R, long V, class T>
+inline void expand_registers(const ColumnsOfB<T> &b, long at, const float *low, long low_stride, float *update,
+                             long stride, long left) {
+  Vec sums[R][V];
+#pragma GCC unroll 4
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+    for (int i = 0; i < V; i++) sums[r][i] = zero();
+  const T *from = b.at + at, *next = b.next + at;
+  for (long j = 0; j < b.rank; j++, from += b.stride, next += b.stride) {
+    Vec of_b[V];
+#pragma GCC unroll 8
+    for (int i = 0; i < V; i++) of_b[i] = V == 1 ? load(from, left) : load(from + i * kLanes);
+    if constexpr (V > 1)
+      for (long line = 0; line < V * kLanes; line += 64 / sizeof(T)) prefetch_second(next + line);
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r++) {
+      const Vec value = broadcast(low[r * low_stride + j]);
+#pragma GCC unroll 8
+      for (int i = 0; i < V; i++) sums[r][i] = fma(value, of_b[i], sums[r][i]);
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+    for (int i = 0; i < V; i++) {
+      float *to = update + r * stride + at + i * kLanes;
+      V == 1 ? store(to, sums[r][i], left) : store(to, sums[r][i]);
+    }
+}
+
 // Write the products of B's columns with R rows of values, `low_stride` apart, to `update`, rows `stride` apart.
 template <int R, class T>
 inline void expand_rows(const ColumnsOfB<T> &b, const float *low, long low_stride, float *update, long stride) {
   constexpr long kWanted = R > 2 ? kRegisters / 8 : R == 2 ? kRegisters / 4 : 8;
-  constexpr long kTogether = std::min<long>(kWanted, 64 / kLanes), kWidth = kTogether * kLanes;
+  constexpr long kTogether = std::min<long>(kWanted, 64 / kLanes);
   long at = 0;
-  for (; at + kWidth <= b.width; at += kWidth) {
-    Vec sums[R][kTogether];
-#pragma GCC unroll 4
-    for (int r = 0; r < R; r++)
-#pragma GCC unroll 8
-      for (int i = 0; i < kTogether; i++) sums[r][i] = zero();
-    const T *from = b.at + at, *next = b.next + at;
-    for (long j = 0; j < b.rank; j++, from += b.stride, next += b.stride) {
-      Vec of_b[kTogether];
-#pragma GCC unroll 8
-      for (int i = 0; i < kTogether; i++) of_b[i] = load(from + i * kLanes);
-      for (long line = 0; line < kWidth; line += 64 / sizeof(T)) prefetch_second(next + line);
-#pragma GCC unroll 4
-      for (int r = 0; r < R; r++) {
-        const Vec value = broadcast(low[r * low_stride + j]);
-#pragma GCC unroll 8
-        for (int i = 0; i < kTogether; i++) sums[r][i] = fma(value, of_b[i], sums[r][i]);
-      }
-    }
-#pragma GCC unroll 4
-    for (int r = 0; r < R; r++)
-#pragma GCC unroll 8
-      for (int i = 0; i < kTogether; i++) store(update + r * stride + at + i * kLanes, sums[r][i]);
-  }
-  for (; at < b.width; at += kLanes) {
-    Vec sums[R];
-    for (int r = 0; r < R; r++) sums[r] = zero();
-    for (long j = 0; j < b.rank; j++) {
-      const Vec of_b = load(b.at + j * b.stride + at, b.width - at);
-      for (int r = 0; r < R; r++) sums[r] = fma(broadcast(low[r * low_stride + j]), of_b, sums[r]);
-    }
-    for (int r = 0; r < R; r++) store(update + r * stride + at, sums[r], b.width - at);
-  }
+  for (; at + kTogether * kLanes <= b.width; at += kTogether * kLanes)
+    expand_registers<R, kTogether>(b, at, low, low_stride, update, stride, 0);
+  if constexpr (kTogether > 2)
+    for (; at + 2 * kLanes <= b.width; at += 2 * kLanes)
+      expand_registers<R, 2>(b, at, low, low_stride, update, stride, 0);
+  for (; at < b.width; at += kLanes)
+    expand_registers<R, 1>(b, at, low, low_stride, update, stride, b.width - at);
 }
 
 // Write the updates of outputs `begin` to `end` of up to kExpanded rows of a slot to `update`, rows `stride` apart.
