@@ -12,7 +12,6 @@ from torch import Tensor
 
 from oarlock.workers.lora.adapter_slots import AdapterSlots, HostAdapter, adapted_layers
 from oarlock.workers.lora.low_rank import RankPair
-from oarlock.workers.lora.target_modules import EXPERTS
 from oarlock.workers.models.decoder import Decoder
 from oarlock.workers.quantization.method import WeightShard
 
@@ -36,17 +35,11 @@ def trial_adapter(slots: AdapterSlots, tried: Decoder) -> Generator[int]:
             if id(layer) in wanted:
                 pairs[index] = _pairs(shard, rank, dtype, draw)
             index += 1
-    slots.put(HostAdapter(_DIGEST, pairs, _has_remote_experts(slots)), _SLOT)
+    slots.put(HostAdapter(_DIGEST, pairs), _SLOT)
     try:
         yield _SLOT
     finally:
         slots.clear(_SLOT)
-
-
-def _has_remote_experts(slots: AdapterSlots) -> bool:
-    """Return whether adapters may update experts that only other ranks hold."""
-    chosen = slots.targets is None or EXPERTS in slots.targets
-    return chosen and bool(slots.model.remote_experts)
 
 
 def _pairs(shard: WeightShard, rank: int, dtype: torch.dtype, draw: torch.Generator) -> list[RankPair]:
