@@ -80,7 +80,9 @@ def write_adapter(path: Path, updates: Sequence[Update], dtype: torch.dtype = to
         AdapterPair(one.module, len(one.a), one.scale, matrix(f"{one.module}.a"), matrix(f"{one.module}.b"))
         for one in updates
     ]
-    return Adapter(path.stem, path.parent, path.stem, tuple(pairs), path.stat().st_size)
+    adapter = Adapter(path.stem, path.parent, tuple(pairs), path.stat().st_size)
+    vars(adapter)["digest"] = path.stem  # several adapters are in one directory, which has no digest
+    return adapter
 
 
 def adapted_run(decoder: Decoder, adapters: Iterable[Adapter], max_rank: int = 8, slots: int = 4) -> PagedRun:

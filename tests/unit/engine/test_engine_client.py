@@ -81,7 +81,8 @@ def test_many_requests_at_once_get_their_own_answers() -> None:
     async def scene() -> None:
         phases = []
         async with started(scenario_config(), lambda *seen: phases.append(seen)) as client:
-            assert phases == [("loading", 0.0, ""), ("loading", 0.5, ""), ("loading", 1.0, "")]
+            loading = [seen for seen in phases if seen[0] == "loading"]  # kernels may be compiled before
+            assert loading == [("loading", 0.0, ""), ("loading", 0.5, ""), ("loading", 1.0, "")]
             assert client.info.block_size == 4 and client.info.vocab_size == 64 and client.info.rank_pids == ()
             assert client.info.max_num_seqs == 8 and client.info.enable_prefix_caching
             requests = [
