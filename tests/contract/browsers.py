@@ -41,7 +41,9 @@ def running(name: str = "chromium") -> Iterator[Any]:
     if name == "firefox" and (version := firefox_version(executable)) < OLDEST_FIREFOX:
         pytest.skip(f"needs Firefox {OLDEST_FIREFOX} or later for Playwright's protocol, this is {version}")
     # The channel is Firefox as it is published, by WebDriver BiDi; without it Playwright drives its own build alone.
-    options = {"chromium": {"args": list(FLAGS)}, "firefox": {"channel": "moz-firefox"}}[name]
+    # It must load pages again that it goes back to: it does not report the others.
+    fresh = {"channel": "moz-firefox", "firefox_user_prefs": {"browser.sessionhistory.max_total_viewers": 0}}
+    options = {"chromium": {"args": list(FLAGS)}, "firefox": fresh}[name]
     with tempfile.TemporaryDirectory() as folder, api.sync_playwright() as playwright:
         api.expect.set_options(timeout=LIMIT_MS)
         browser = getattr(playwright, name).launch(executable_path=executable, downloads_path=folder, **options)

@@ -255,8 +255,8 @@ def test_both_documents_have_the_same_header(serve, window, expect):
     page.locator("header").get_by_role("link", name="State").click()
     expect(page.get_by_role("tabpanel", name="State")).to_be_visible()
     page.get_by_role("link", name="Compare", exact=True).click()
-    page.wait_for_url("**/compare")  # a page that is being left can run nothing
-    page.go_back()
+    page.wait_for_url("**/compare")
+    page.evaluate("setTimeout(() => history.back())")  # later, as a page that is being left returns nothing
     expect(page.get_by_role("tabpanel", name="State")).to_be_visible()
 
 
