@@ -27,6 +27,7 @@ class KVSpec:
     cache_dtype: str = "auto"  # a name of `FORMATS`; auto: `dtype`
     fixed_span: int | None = None  # keys per program if rows must not depend on the batch; None: chosen for each step
     value_dim: int | None = None  # values of one head's value; None: `head_dim`
+    value_in_key: bool = False  # the value is the first `value_width` elements of the key, which are stored once
     group: int = 0  # number of the memory group, a key of `ForwardBatch.slots` and `ForwardBatch.block_tables`
 
     @property
@@ -48,7 +49,7 @@ class KVSpec:
         """Sizes that determine the bytes of this KV cache."""
         item = self.dtype.itemsize
         sizes = self.num_layers, self.num_kv_heads, self.head_dim, self.block_size
-        return KVShape(*sizes, item, self.cache_dtype, self.value_dim)
+        return KVShape(*sizes, item, self.cache_dtype, self.value_dim, self.value_in_key)
 
     @property
     def bytes_per_token(self) -> int:

@@ -23,6 +23,7 @@ class PagesSpec:
     span: int | None = None  # latest tokens that hold all keys which a query sees; None: it may see any token before it
     of_layer: int | None = None  # layer whose pages are read, by a sublayer that has no own keys and values
     is_copied: bool = False  # every rank holds all heads; False: ranks divide them
+    value_in_key: bool = False  # the value is the first `value_width` elements of the key, which are stored once
 
     def heads_of_rank(self, size: int) -> int:
         """Return the number of key-value heads whose keys and values each of `size` ranks stores."""
