@@ -70,7 +70,7 @@ from oarlock.workers.models import (
 )
 from oarlock.workers.models.encoders.registry import ENCODERS
 from oarlock.workers.models.hf_fields import Describe, Fields, others_like, read_config
-from oarlock.workers.models.wrapper_table import REFUSED
+from oarlock.workers.models.wrapper_table import OTHER_NAMES, REFUSED
 from oarlock.workers.models.wrappers import describe_text_part, is_wrapper, served_wrappers
 
 # One page for each family, or for several that are alike.
@@ -90,7 +90,9 @@ GGUF_FAMILIES: dict[str, GGUFFamily] = {
 
 def architectures() -> tuple[str, ...]:
     """Return the names of all classes that are served."""
-    return (*FAMILIES, *served_wrappers(FAMILIES), *ENCODERS)
+    wrappers = served_wrappers(FAMILIES)
+    others = [name for name, of in OTHER_NAMES.items() if of in wrappers]
+    return (*FAMILIES, *wrappers, *others, *ENCODERS)
 
 
 def has_page(architecture: str | None) -> bool:
