@@ -91,9 +91,7 @@ class LatentAttention:
             self.q_norm = RMSNorm(f"{name}.q_a_layernorm", spec.q_rank, spec.eps, placement)
             self.q = of_heads("q_b_proj", spec.query_width, spec.q_rank)
         self.kv_a = whole("kv_a_proj_with_mqa", spec.key_width)
-        self.kv_norm = RMSNorm(
-            f"{name}.kv_a_layernorm", spec.kv_rank, spec.eps, placement, factor=spec.latent_factor
-        )
+        self.kv_norm = RMSNorm(f"{name}.kv_a_layernorm", spec.kv_rank, spec.eps, placement, factor=spec.latent_factor)
         self.matrices = LatentMatrices(f"{name}.kv_b_proj", spec, first, heads, placement)
         self.gate = of_heads("g_proj", 1, hidden) if spec.output_gate else None
         self.output = RowParallelLinear(f"{name}.o_proj", spec.shared_inputs, hidden, spec.bias, placement)
