@@ -39,6 +39,7 @@ class CAttentionLayer(ctypes.Structure):
         ("scale", c_float),
         ("softcap", c_float),
         ("pages", c_int),
+        ("value_in_key", c_int),
     )
 
 

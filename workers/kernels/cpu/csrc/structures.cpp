@@ -60,7 +60,7 @@ extern "C" const char *oarlock_structures() {
   STRUCTURE(AttentionStep, FIELD(tables), FIELD(rows), FIELD(query_start_loc), FIELD(seq_lens), FIELD(seqs),
             FIELD(table_width))
   STRUCTURE(AttentionLayer, FIELD(heads), FIELD(kv_heads), FIELD(head_dim), FIELD(value_dim), FIELD(block_size),
-            FIELD(window), FIELD(chunk), FIELD(scale), FIELD(softcap), FIELD(pages))
+            FIELD(window), FIELD(chunk), FIELD(scale), FIELD(softcap), FIELD(pages), FIELD(value_in_key))
   STRUCTURE(RankGroup, FIELD(flags), FIELD(inputs), FIELD(buffer_bytes), FIELD(rank), FIELD(size), FIELD(collective),
             FIELD(spin_s), FIELD(yields), FIELD(timeout_s))
   STRUCTURE(HeadsOfRank, FIELD(heads), FIELD(kv_heads), FIELD(all_heads), FIELD(all_kv_heads), FIELD(first_head),

@@ -16,6 +16,7 @@
 
 #include "attention/matmuls.h"
 #include "attention/softmax.h"
+#include "attention/transpose.h"
 #include "attention/widen.h"
 #include "runtime/arena.h"
 
@@ -25,6 +26,7 @@ constexpr int kTile = 3 * kTileRows;  // rows per tile; they share the data read
 constexpr int kUnit = kVectors < 4 ? 4 / kVectors : 1;  // groups per call of a kernel that takes 4 registers
 constexpr int kMore = 2 * kUnit;      // groups after the end of a span that kernels may read
 constexpr int kWidened = 4;  // groups of values widened at a time; groups of keys: kUnit, which is at most this
+constexpr int kTransposed = 4;  // groups of values that are read from keys at a time
 constexpr long kPartsPerThread = 8;  // minimum number of parts per thread into which the spans of a step are cut
 constexpr long kLeastSpans = 2;      // minimum number of spans per part, because merging takes time
 
@@ -85,7 +87,10 @@ struct Workspace {
   // Results of one span, and of all spans so far.
   alignas(64) float part[kTile * (kMaxHead + 2)], result[kTile * (kMaxHead + 2)];
   alignas(64) T wide[kWidened * kGroup * kMaxHead];             // groups of 8-bit pages, widened
+  alignas(64) T values[kTransposed * kGroup * kMaxHead];        // values that were read from keys
   alignas(64) float key_scales[kSpan], value_scales[kSpan];     // scales of int8 pages
+  // Scores of the second part of keys that have two scales, and these scales.
+  alignas(64) float second_scores[kTile * kSpan], second_scales[kSpan];
 };
 
 // Return the buffer for weights. They overwrite the scores if they have the same type.
@@ -183,7 +188,7 @@ void find_groups(const Call<T> &call, const Task &task, long span, Groups &group
   const auto [begin, end] = seen_by(call.step, layer, task);
   const int32_t *table = call.step.tables + call.step.rows[task.seq] * call.step.table_width;
   const long groups_per_page = layer.block_size / kGroup;
-  const long key_size = group_bytes<T>(layer, layer.head_dim), value_size = group_bytes<T>(layer, layer.value_dim);
+  const long key_size = key_group_bytes<T>(layer), value_size = value_group_bytes<T>(layer);
   const long first = begin > span * kSpan ? begin : span * kSpan;
   const long stop = end < (span + 1) * kSpan ? end : (span + 1) * kSpan;
   groups.first = first;
@@ -196,7 +201,7 @@ void find_groups(const Call<T> &call, const Task &task, long span, Groups &group
       continue;
     }
     const long at = (table[page] * layer.kv_heads + task.head) * groups_per_page + page_group;
-    groups.k[g] = call.k + at * key_size, groups.v[g] = call.v + at * value_size;
+    groups.k[g] = call.k + at * key_size, groups.v[g] = layer.value_in_key ? groups.k[g] : call.v + at * value_size;
     if (++page_group == groups_per_page) page_group = 0, page++;
   }
 }
@@ -208,8 +213,8 @@ void score_span(const Call<T> &call, const Groups &here, long blocks, Workspace<
   constexpr int kStep = Format<T>::kStep;
   const long width = layer.head_dim, size = kGroup * width;
   const bool is_rounded = layer.pages != kUnrounded;
-  const bool has_scales = layer.pages == kInt8Pages;
-  const long item = is_rounded ? 1 : sizeof(T);
+  const bool has_scales = layer.pages == kInt8Pages, has_two = has_scales && has_second_part(layer);
+  const long item = is_rounded ? 1 : sizeof(T), first = has_two ? first_part(layer) : width;
   for (long g = 0; g < here.count; g += kUnit) {
     const T *keys[kUnit];
     for (long u = 0; u < kUnit; u++) {
@@ -218,6 +223,7 @@ void score_span(const Call<T> &call, const Groups &here, long blocks, Workspace<
       widen_group(layer, here.k[g + u], width, space.wide + u * size);
       if (!has_scales) continue;
       widen_scales(here.k[g + u], width, space.key_scales + (g + u) * kGroup);
+      if (has_two) widen_scales(here.k[g + u], width, space.second_scales + (g + u) * kGroup, 1);
       simd::prefetch(here.k[g + u + kUnit] + size);  // prefetch the scales after the elements
       simd::prefetch(here.v[g + u] + kGroup * layer.value_dim);
     }
@@ -234,12 +240,44 @@ void score_span(const Call<T> &call, const Groups &here, long blocks, Workspace<
           ahead[2 * c] = here.v[group + c];
           ahead[2 * c + 1] = here.k[group + groups + c];
         }
-        matmul.score(space.q + start * kMaxHead, from, width, space.scores + start * kSpan + i * kLanes, ahead, item);
+        const long to = start * kSpan + i * kLanes;
+        matmul.score(space.q + start * kMaxHead, from, first, space.scores + to, ahead, item);
+        if (!has_two) continue;
+        for (long c = 0; c < matmul.columns; c++) from[c] += first * kGroup;
+        for (long c = 0; c < 2 * groups; c++) ahead[c] += first * kGroup;
+        matmul.score(space.q + start * kMaxHead + first, from, width - first, space.second_scores + to, ahead, item);
       }
     }
   }
-  if (has_scales)
-    for (long g = 0; g < here.count; g++) widen_scales(here.v[g], layer.value_dim, space.value_scales + g * kGroup);
+  if (!has_scales) return;
+  for (long g = 0; g < here.count; g++)
+    widen_scales(here.v[g], layer.value_in_key ? width : layer.value_dim, space.value_scales + g * kGroup);
+}
+
+// Multiply the scores [count] of row `row` by the scales of their keys.
+template <class T>
+void scale_scores(const AttentionLayer &layer, Workspace<T> &space, long row, long count) {
+  float *scores = space.scores + row * kSpan;
+  const float *second = space.second_scores + row * kSpan;
+  const bool has_two = has_second_part(layer);
+  for (long i = 0; i < count; i += kLanes) {
+    Vec score = simd::load(scores + i) * simd::load(space.key_scales + i);
+    if (has_two) score = simd::fma(simd::load(second + i), simd::load(space.second_scales + i), score);
+    simd::store(scores + i, score);
+  }
+}
+
+// Return the values of a group in the model's dtype: in its page, or in a buffer, of which this group is number `index`.
+template <class T>
+const T *values_of(const AttentionLayer &layer, const uint8_t *group, long index, Workspace<T> &space) {
+  const long width = layer.value_dim, size = kGroup * width;
+  const bool is_rounded = layer.pages != kUnrounded;
+  T *wide = space.wide + (layer.value_in_key ? 0 : index * size);
+  const T *stored = is_rounded ? wide : reinterpret_cast<const T *>(group);
+  if (is_rounded) widen_group(layer, group, width, wide);
+  if (!layer.value_in_key) return stored;
+  transpose_group(stored, width, space.values + index * size);
+  return space.values + index * size;
 }
 
 // Compute `memory` [rows][width] = weights [rows][kSpan] times the values of a span. `next`: the groups of the next
@@ -248,20 +286,17 @@ template <class T>
 void add_values(const Call<T> &call, const Groups &here, const Groups &next, const Left<T> *weights, long blocks,
                 Workspace<T> &space, float *memory) {
   const AttentionLayer &layer = call.layer;
-  const long width = layer.value_dim, size = kGroup * width;
+  const long width = layer.value_dim;
   const bool is_rounded = layer.pages != kUnrounded;
   const long item = is_rounded ? 1 : sizeof(T);
   const long share = (here.count + blocks - 1) / blocks;  // groups of the next span's keys that each block prefetches
-  const long most = is_rounded ? kWidened : Format<T>::kPositions / kGroup;
+  const long most = layer.value_in_key ? kTransposed : is_rounded ? kWidened : Format<T>::kPositions / kGroup;
   for (long g = 0, until; g < here.count; g = until) {
     until = (here.first / kGroup + g + most) / most * most - here.first / kGroup;
     if (until > here.count) until = here.count;
     const T *values[kSpan / kGroup];
     const uint8_t *ahead[kSpan / kGroup];
-    for (long i = g; i < until; i++) {
-      values[i - g] = is_rounded ? space.wide + (i - g) * size : reinterpret_cast<const T *>(here.v[i]);
-      if (is_rounded) widen_group(layer, here.v[i], width, space.wide + (i - g) * size);
-    }
+    for (long i = g; i < until; i++) values[i - g] = values_of(layer, here.v[i], i - g, space);
     for (long block = 0; block < blocks; block++) {
       const long start = space.blocks[block].start;
       const Matmuls<T> &matmul = *space.blocks[block].matmuls;
@@ -312,9 +347,7 @@ __attribute__((noinline)) void compute(const Call<T> &call, const Task &task, co
       const long last = space.last[r], high = last - here.first + 1, most = here.count * kGroup;
       const long seen_from = first_visible(layer, last), low = seen_from > here.first ? seen_from - here.first : 0;
       float *scores = space.scores + r * kSpan;
-      if (has_scales)
-        for (long i = 0; i < most; i += kLanes)
-          simd::store(scores + i, simd::load(scores + i) * simd::load(space.key_scales + i));
+      if (has_scales) scale_scores(layer, space, r, most);
       softmax(layer, scores, weights + r * kSpan, has_scales ? space.value_scales : nullptr, low,
               high < most ? high : most, most, peaks_of(memory, rows, width) + r, totals_of(memory, rows, width) + r);
     }
