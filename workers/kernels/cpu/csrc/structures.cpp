@@ -10,7 +10,7 @@
 
 namespace {
 
-using gemm::Expert, gemm::Experts;
+using gemm::Expert, gemm::Experts, gemm::HeadMatmul;
 using recurrent::Convolution, recurrent::DeltaHeads, recurrent::GatedNorm, recurrent::MambaHeads, recurrent::StateStep;
 using sampling::LogitsChanges, sampling::SamplingOutput, sampling::SamplingStep;
 
@@ -106,6 +106,11 @@ extern "C" const char *oarlock_structures() {
   STRUCTURE(ColumnProduct, FIELD(left), FIELD(right), FIELD(width))
   STRUCTURE(ColumnScale, FIELD(columns), FIELD(width), FIELD(scale))
   STRUCTURE(HeadColumns, FIELD(columns), FIELD(norm), FIELD(heads), FIELD(width), FIELD(eps))
+  STRUCTURE(LatentHeads, FIELD(norm), FIELD(heads), FIELD(nope_width), FIELD(rope_width), FIELD(kv_rank), FIELD(eps),
+            FIELD(rotary), FIELD(interleaved), FIELD(rows))
+  STRUCTURE(HeadMatmul, FIELD(weight), FIELD(heads), FIELD(columns), FIELD(inputs))
+  STRUCTURE(HeadMatmulLayer, FIELD(matmul), FIELD(x_width), FIELD(y_width))
+  STRUCTURE(LatentPages, FIELD(attention), FIELD(k_pages), FIELD(pages), FIELD(rows))
   STRUCTURE(HeadGate, FIELD(gates), FIELD(width), FIELD(is_softplus))
   STRUCTURE(Operation, FIELD(kind), FIELD(source), FIELD(target), FIELD(parameters))
   STRUCTURE(Branch, FIELD(operations), FIELD(count), FIELD(before_all_reduce), FIELD(rows_at_once), FIELD(widths),
