@@ -33,7 +33,7 @@ class CppPlan:
 
 class CppBackend:
     """C++ attention backend. Pages have the shape [blocks, kv_heads, block_size, elements of a key or value], but the
-    kernel uses its own order within a page."""
+    kernel uses its own order within a page. If keys contain the values, pages of values have no elements."""
 
     name: ClassVar[str] = "cpp"
 
@@ -65,8 +65,6 @@ class CppBackend:
             return f"it runs on the CPU, but the model is on {spec.device.type}"
         if spec.dtype not in _TYPES:
             return f"it supports float32, bfloat16 and float16, not {spec.dtype}"
-        if spec.value_in_key:
-            return "its kernels read values from pages of their own"
         if spec.block_size % _GROUP:
             return f"it needs a block size that is a multiple of {_GROUP}, not {spec.block_size}"
         for width in (spec.head_dim, spec.value_width):
@@ -77,8 +75,7 @@ class CppBackend:
     def allocate(self, num_blocks: int) -> list[LayerKV]:
         spec = self.spec
         shape, dtype = (num_blocks, spec.num_kv_heads, spec.block_size), spec.kv_format.dtype(spec.dtype)
-        item = dtype.itemsize
-        of_keys, of_values = spec.shape.key_bytes // item, spec.shape.value_bytes // item
+        of_keys, of_values = spec.key_format.elements, spec.value_elements
         return [
             LayerKV(huge_page_empty((*shape, of_keys), dtype), huge_page_empty((*shape, of_values), dtype))
             for _ in range(spec.num_layers)
@@ -104,7 +101,6 @@ class CppBackend:
 
     def write(self, kv: LayerKV, k: Tensor, v: Tensor | None, batch: ForwardBatch) -> None:
         spec = self.spec
-        assert v is not None, "values have pages of their own"
         slots = batch.slots[spec.group]
         assert k.stride(2) == 1 and k.stride(1) == spec.head_dim and slots.is_contiguous()
         assert (v is None) == spec.value_in_key

@@ -35,9 +35,12 @@ class CppHeadMatmul:
             self.kernels.oarlock_pack(of_head.data_ptr(), to.data_ptr(), *sizes, False, kind, 1)
         self.structure = CHeadMatmul(self.packed.data_ptr(), self.heads, self.columns, self.inputs)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return the products of `x`. `out`: where to store them, e.g. some columns of wider rows."""
         assert x.shape[1:] == (self.heads, self.inputs) and x.dtype == self.dtype and x.stride(2) == 1
-        y = torch.empty((len(x), self.heads, self.columns), dtype=x.dtype)
+        shape = len(x), self.heads, self.columns
+        y = torch.empty(shape, dtype=x.dtype) if out is None else out
+        assert y.shape == shape and y.dtype == x.dtype and y.stride(2) == 1
         self.kernels.oarlock_multiply_heads(
             ctypes.byref(self.structure), x.data_ptr(), x.stride(0), x.stride(1), y.data_ptr(), y.stride(0), y.stride(1),
             len(x), ELEMENT_TYPES[self.dtype],
