@@ -78,6 +78,10 @@ def _inside(sublayer: SublayerSpec) -> list[str]:
         values = ["v"] * (own and not sublayer.keys_are_values)
         gate, keys = ["attention_gate"] * sublayer.output_gate, ["k_rope"] * own
         return ["q", *(["k"] if own else []), *values, *gate, "q_rope", *keys, "attention", "o_proj"]
+    if isinstance(sublayer, LatentAttentionSpec):
+        queries = ["q"] if sublayer.q_rank is None else ["q_a", "q_latent", "q"]
+        gate = ["attention_gate"] * sublayer.output_gate
+        return [*queries, "kv_a", "latent", *gate, "q_rope", "k_rope", "attention", "o_proj"]
     if isinstance(sublayer, ShortConvolutionSpec):
         return ["conv_b", "conv_c", "conv_x", "convolution", "out_proj"]
     if isinstance(sublayer, GatedDeltaSpec):
@@ -163,18 +167,17 @@ def joined(tensor: str, ranks: list[Tensor], spec: DecoderSpec) -> Tensor:
     if kind == "logits":
         return torch.cat(ranks, 1)[:, : spec.vocab_size]
     copies = 1
+    attention = spec.layers[int(tensor.partition(".")[0])].attention if "." in tensor else None
     if kind in _OF_GROUPS:
         branches = spec.layers[int(tensor.partition(".")[0])].branches
         groups = next(one.sublayer.groups for one in branches if isinstance(one.sublayer, Mamba2Spec))
         copies = max(1, len(ranks) // groups)  # neighbours hold the same group
         whole = torch.cat([rank.flatten(1) for rank in ranks[::copies]], 1)
-    elif kind in ("k", "v", "k_rope"):
-        attention = spec.layers[int(tensor.partition(".")[0])].attention
-        assert isinstance(attention, SelfAttentionSpec)
+    elif kind in ("k", "v", "k_rope") and isinstance(attention, SelfAttentionSpec):
         copies = max(1, len(ranks) // attention.num_kv_heads)  # neighbours hold the same KV head
         whole = torch.cat([rank.flatten(1) for rank in ranks[::copies]], 1)
     else:
-        copies, whole = len(ranks), ranks[0]
+        copies, whole = len(ranks), ranks[0].flatten(1)
     for first in range(0, len(ranks), copies):
         if any(not torch.equal(ranks[first], copy) for copy in ranks[first : first + copies]):
             return torch.full_like(whole, float("nan"))
