@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pytest import MonkeyPatch
 
 from tests.golden import mutations
+from tests.golden import mutations_of_latents as of_latents
 from tests.golden import mutations_of_mamba as of_mamba
 from tests.golden import mutations_of_states as of_states
 from tests.golden import mutations_of_values as of_values
@@ -211,6 +212,13 @@ FAULTS = [
         2,
         "1.experts",
     ),
+    Fault("S13", "values from the wrong half", of_latents.values_from_the_wrong_half, "deepseek-v3", 1, "0.attention"),
+    Fault("S9", "first elements rotated", of_latents.first_elements_of_queries_rotated, "deepseek-v3", 2, "0.q_rope"),
+    Fault("S9", "the latent's elements rotated", of_latents.key_of_the_latent_rotated, "deepseek-v3", 1, "0.k_rope"),
+    Fault("S8", "matrices of the next rank", of_latents.heads_of_the_next_rank, "deepseek-v3", 2, "0.attention"),
+    Fault("S6", "halves of kv_b_proj exchanged", of_latents.halves_of_matrices_exchanged, "youtu", 2, "0.attention"),
+    Fault("S13", "scale without mscale", of_latents.scale_without_mscale, "deepseek-v3", 2, "0.attention"),
+    Fault("S13", "latent not normed", of_latents.latent_not_normed, "deepseek-v3", 1, "0.latent"),
     Fault("S13", "logit softcap skipped", mutations.logit_softcap_skipped, "gemma2", 2, "logits"),
 ]
 
