@@ -85,18 +85,19 @@ def heads_of_the_next_rank(patch: MonkeyPatch) -> None:
 
 def halves_of_matrices_exchanged(patch: MonkeyPatch) -> None:
     """The rows of a head in `kv_b_proj` are read as [values, keys]."""
-    load, usual = LatentMatrices.load, Placement.load_dequantized
+    usual, load = LatentMatrices.__init__, Placement.load_dequantized
+    shapes: dict[str, tuple[int, int]] = {}  # tensor -> heads, rows of keys of one head
 
-    def patched(self: LatentMatrices, weights: WeightSource) -> None:
-        def exchanged(place: Placement, shard: WeightShard, source: WeightSource) -> Tensor:
-            rows = usual(place, shard, source).unflatten(0, (self.heads, -1))
-            return rows.roll(self.nope_width, 1).flatten(0, 1)
+    def described(self: LatentMatrices, *arguments: Any) -> None:
+        usual(self, *arguments)
+        shapes.update({shard.parts[0].name: (self.heads, self.nope_width) for shard in self.weight_shards})
 
-        with MonkeyPatch.context() as inner:
-            inner.setattr(Placement, "load_dequantized", exchanged)
-            load(self, weights)
+    def exchanged(self: Placement, shard: WeightShard, weights: WeightSource) -> Tensor:
+        heads, width = shapes[shard.parts[0].name]
+        return load(self, shard, weights).unflatten(0, (heads, -1)).roll(width, 1).flatten(0, 1)
 
-    patch.setattr(LatentMatrices, "load", patched)
+    patch.setattr(LatentMatrices, "__init__", described)
+    patch.setattr(Placement, "load_dequantized", exchanged)
 
 
 def scale_without_mscale(patch: MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ computed again in float64 from the rank's own recorded inputs, and compared with
 import math
 from collections.abc import Iterator
 from itertools import accumulate, pairwise
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -48,6 +48,13 @@ def latent_cause(fault: WrongLatent, spec: LatentAttentionSpec, tap: Tap) -> str
     return _rotation(found) if tap.computation is Computation.ROTATION else _attention(found)
 
 
+class _Matrices(NamedTuple):
+    """One matrix of each head."""
+
+    right: Tensor  # float64 [H, outputs, inputs]
+    exchanged: Tensor  # if the rows for keys and for values were stored in the other order
+
+
 class _OneRank:
     """The recorded tensors of the first wrong rank."""
 
@@ -77,13 +84,13 @@ class _OneRank:
         """Return transformers' tensor: float64 [T, columns]."""
         return self._recorded.truth(f"{self.layer}.{name}")
 
-    def matrices(self) -> tuple[Tensor, Tensor]:
-        """Return the matrices of all heads from the latent to keys [H, nope_width, kv_rank] and to values
-        [H, value_dim, kv_rank]."""
+    def matrices(self) -> tuple[_Matrices, _Matrices]:
+        """Return the matrices of all heads from queries to the latent, and from the latent to values."""
         both = self.fault.dequantised.weight(f"{self.inside}.kv_b_proj").double()
-        widths = [self.spec.nope_width, self.spec.value_dim]
-        keys, values = both.unflatten(0, (self.spec.num_heads, -1)).split(widths, 1)
-        return keys, values
+        rows = both.unflatten(0, (self.spec.num_heads, -1))  # [H, nope_width + value_dim, kv_rank]
+        keys, values = rows.split([self.spec.nope_width, self.spec.value_dim], 1)
+        first, last = rows.split([self.spec.value_dim, self.spec.nope_width], 1)
+        return _Matrices(keys.transpose(1, 2), last.transpose(1, 2)), _Matrices(values, first)
 
     def stored(self, kind: str) -> str:
         """Return the tensor that stores the matrices of keys ("k") or of values ("v")."""
@@ -177,36 +184,37 @@ def _attention(found: _OneRank) -> str:
     keys, values = found.matrices()
     queries = found.by_head("q")[..., : found.spec.nope_width]
     absorbed, attended = found.by_head("absorbed"), found.by_head("attended")
-    if cause := _wrong_heads(found, queries, absorbed, keys.transpose(1, 2), values.transpose(1, 2)):
+    if cause := _wrong_heads(found, queries, absorbed, keys):
         return f"{found.stored('k')}: the matrices of keys on {found.fault.ranks}, {cause}"
     if cause := _wrong_attention(found, absorbed, attended):
         return f"{found.where}: {cause}"
     mixed = found.by_head("attention")
     if found.spec.output_gate:
         gates = found.tensor("attention_gate").unsqueeze(2)  # [T, heads, 1]
-        own = values[found.first : found.first + found.heads]
+        own = values.right[found.first : found.first + found.heads]
         ungated = torch.einsum("thr,hvr->thv", attended, own)
         if found.are_equal(mixed, ungated):
             return f"{found.where}: the gate on its result is left out"
         if found.are_equal(mixed, ungated * gates):
             return f"{found.where}: the gate on its result is not a sigmoid of the projection"
         mixed = mixed / torch.sigmoid(gates)
-    if cause := _wrong_heads(found, attended, mixed, values, keys):
+    if cause := _wrong_heads(found, attended, mixed, values):
         return f"{found.stored('v')}: the matrices of values on {found.fault.ranks}, {cause}"
     return f"{found.where}: each operation is right for the rank's own inputs"
 
 
-def _wrong_heads(found: _OneRank, inputs: Tensor, outputs: Tensor, right: Tensor, other: Tensor) -> str:
-    """Describe the heads of which `outputs` [T, heads, N] are not `inputs` [T, heads, K] times `right` [H, N, K]; ""
-    if there are none. `other`: the other kind of matrices of all heads."""
+def _wrong_heads(found: _OneRank, inputs: Tensor, outputs: Tensor, matrices: _Matrices) -> str:
+    """Describe the heads of which `outputs` [T, heads, N] are not `inputs` [T, heads, K] times their matrices; "" if
+    there are none."""
+    right = matrices.right
     wrong = []
     for head, (x, y) in enumerate(zip(inputs.unbind(1), outputs.unbind(1), strict=True), found.first):
         if not found.are_equal(y, x @ right[head].T):
             wrong.append((head, x, y))
     if not wrong:
         return ""
-    if other.shape == right.shape and all(found.are_equal(y, x @ other[head].T) for head, x, y in wrong):
-        return "which are exchanged with the other kind of matrices"
+    if all(found.are_equal(y, x @ matrices.exchanged[head].T) for head, x, y in wrong):
+        return "which are read from the rows of the other kind of matrices"
     head, x, y = wrong[0]
     of = next((one for one, matrix in enumerate(right) if found.are_equal(y, x @ matrix.T)), None)
     numbers = f"head{'s' if len(wrong) > 1 else ''} {', '.join(str(one) for one, _, _ in wrong)}"
@@ -221,8 +229,8 @@ def _wrong_attention(found: _OneRank, absorbed: Tensor, attended: Tensor) -> str
     lengths = [len(sequence) for sequence in Text.read(found.fault.folder).inputs()]
     scale = spec.scale * spec.query_factor
 
-    def of(factor: float, first: int = 0) -> Tensor:
-        return _attended(queries, rows, factor, rows[:, first : first + spec.kv_rank], lengths)
+    def of(factor: float, values: Tensor = rows[:, : spec.kv_rank]) -> Tensor:
+        return _attended(queries, rows, factor, values, lengths)
 
     right = of(scale)
     pairs = zip(attended, right, strict=True)
@@ -232,8 +240,10 @@ def _wrong_attention(found: _OneRank, absorbed: Tensor, attended: Tensor) -> str
     for text, factor in _other_scales(spec):
         if not math.isclose(factor, scale, rel_tol=1e-6) and found.are_equal(attended, of(factor)):
             return f"the scale of scores is {factor:.4g}, not {scale:.4g} ({text})"
-    if found.are_equal(attended, of(scale, spec.rope_width)):
+    if found.are_equal(attended, of(scale, rows[:, spec.rope_width :])):
         return f"values are the last {spec.kv_rank} elements of rows, not the first"
+    if found.are_equal(attended, of(scale, rows.roll(spec.rope_width, 1)[:, : spec.kv_rank])):
+        return "values are rotated keys and the first elements of the latent, not the whole latent"
     positions, generated = positions_in(found.fault.folder)
     if bool(generated.any()) and not bool(wrong[~generated].any()):
         return "reading KV pages back (prompts are right, the tokens generated after them are not)"
