@@ -195,6 +195,7 @@ class DecoderSpec:
     # Every tensor of a class that transformers' code computes; None: the layers describe theirs.
     class_tensors: tuple[TensorSpec, ...] | None = None
     is_remote_code: bool = False  # that class is Python code of the checkpoint
+    length_limit: str | None = None  # why `longest_length` is less than the model's positions; None: it is not less
 
     @property
     def served_by(self) -> str:

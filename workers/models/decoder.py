@@ -84,8 +84,8 @@ class Sublayer(Protocol):
 
 # Class of each kind of sublayer.
 _SUBLAYERS: dict[type, Callable[..., Sublayer]] = {
-    SelfAttentionSpec: Attention, LatentAttentionSpec: LatentAttention, GatedMLPSpec: GatedMLP, MLPSpec: MLP, ExpertsSpec: Experts,
-    GatedDeltaSpec: GatedDelta, Mamba2Spec: Mamba2, ShortConvolutionSpec: ShortConvolution,
+    SelfAttentionSpec: Attention, LatentAttentionSpec: LatentAttention, GatedMLPSpec: GatedMLP, MLPSpec: MLP,
+    ExpertsSpec: Experts, GatedDeltaSpec: GatedDelta, Mamba2Spec: Mamba2, ShortConvolutionSpec: ShortConvolution,
     LayerInputSpec: LayerInput,
 }  # fmt: skip
 
@@ -311,10 +311,11 @@ class Decoder:
             assert isinstance(memory, PagesSpec)
             own = sum(layer in self.stage for layer in layers)
             sizes = own, memory.heads_of_rank(place.tp.size), memory.key_width, block_size
-            values = {
-                "value_dim": memory.value_width, "value_in_key": memory.value_in_key, "group": number,
-            }  # fmt: skip
-            found.append(KVSpec(*sizes, place.dtype, place.device, cache_dtype, **values))
+            spec = KVSpec(
+                *sizes, place.dtype, place.device, cache_dtype, value_dim=memory.value_width,
+                value_in_key=memory.value_in_key, group=number,
+            )  # fmt: skip
+            found.append(spec)
         return found
 
     def load(self, weights: WeightSource, on_progress: Callable[[float], None]) -> None:
