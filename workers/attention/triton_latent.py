@@ -109,6 +109,31 @@ class LatentTritonBackend(TiledBackend):
             **row_constants(self.spec),
         )  # fmt: skip
 
+    def norm_rotate_and_write(
+        self,
+        kv: LayerKV,
+        q: Tensor,
+        rows: Tensor,
+        norm: tuple[Tensor, float],
+        angles: tuple[Tensor, Tensor] | None,
+        batch: ForwardBatch,
+        *,
+        pairs_neighbours: bool,
+    ) -> Tensor:
+        """Norm and rotate rows, write them, and rotate queries, as `FusedLatentBackend` describes."""
+        tokens, heads, width = q.shape
+        assert q.stride(2) == rows.stride(1) == 1 and q.stride(1) == width
+        queries = torch.empty((tokens, heads, self.spec.head_dim), dtype=q.dtype, device=q.device)
+        cos, sin = angles or (norm[0], norm[0])
+        assert cos.is_contiguous() and sin.is_contiguous()
+        constants = row_constants(self.spec)
+        self._writing.norm_rotate_and_write[(tokens, heads + 1)](
+            q, rows, queries, *self._pages(kv), batch.slots[self.spec.group], cos, sin, *norm, q.stride(0),
+            rows.stride(0), HEADS=heads, NOPE=width - constants["ROPE"], ROTARY=cos.shape[-1] if angles else 0,
+            NEIGHBOURS=pairs_neighbours, num_warps=1, **constants,
+        )  # fmt: skip
+        return queries
+
     def _tile_shapes(self, heads: int) -> tuple[TileShape, TileShape]:
         """Return the smallest shape with the rows of one token, if any has, and the largest shape."""
         shapes = latent_tile_shapes(self.spec.dtype, self._kv_format, wide=self.is_wide, amd=self._amd is not None)

@@ -120,7 +120,7 @@ def store_rows(
 
 
 @triton.jit
-def _rotated_head(
+def rotated_head(
     row,  # [D]   a query or key head of one token
     column, inside,
     cos, sin,  # float32 [ROTARY], of the token
@@ -198,7 +198,7 @@ def rotate_and_write(
             v_pages, v_scales, v, page + one, slot, column, inside[None, :], is_row, HEAD_DIM, BLOCK_SIZE, FORMAT
         )
         return
-    result = _rotated_head(
+    result = rotated_head(
         row, column, inside, cos + token * ROTARY, sin + token * ROTARY, weight + head * HEAD_DIM, eps, HEAD_DIM,
         ROTARY, NORM, NORMS_LAST, NEIGHBOURS,
     )  # fmt: skip

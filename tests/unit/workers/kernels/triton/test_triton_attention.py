@@ -240,6 +240,7 @@ def test_kernels_fit_every_kind_of_device(form, kinds):
                 ("triton_sampling_resources",),
                 ("recurrent_resources", "largest"),
                 ("low_rank_resources",),
+                ("latent_resources",),
             )
         ),
     ],
