@@ -69,7 +69,7 @@ def backend_of(spec: KVSpec, processors: int, kind: type[LatentTritonBackend] = 
 @pytest.mark.parametrize(
     ("heads", "rank", "others", "block", "dtype", "cache", "processors", "kind"),
     [
-        (2, 32, 8, 16, torch.float32, "auto", 16, LatentTritonBackend),
+        (18, 32, 8, 16, torch.float32, "auto", 16, LatentTritonBackend),
         (20, 48, 16, 32, torch.float16, "auto", 16, Live),
         (6, 64, 24, 8, torch.float16, "int8", 1, Live),
         pytest.param(34, 32, 16, 16, torch.float32, "int8", 4, LatentTritonBackend, marks=SOAK),
