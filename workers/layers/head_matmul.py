@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from oarlock.workers.kernels.cpu import gemm
+from oarlock.workers.kernels.cpu.head_matmul import CppHeadMatmul
 from oarlock.workers.quantization.matmul import Matmul, matmul
 
 
@@ -20,7 +22,10 @@ class HeadMatmul:
         self.dtype = weight.dtype
         self.stacked: Tensor | None = None  # [heads, inputs, outputs]
         self.matmuls: list[Matmul] = []
-        if weight.device.type != "cpu":
+        self.kernel: CppHeadMatmul | None = None
+        if gemm.can_serve(weight):
+            self.kernel = CppHeadMatmul(weight)
+        elif weight.device.type != "cpu":
             self.stacked = weight.transpose(1, 2).contiguous()
         else:
             self.matmuls = [matmul(one.contiguous()) for one in weight]
@@ -29,6 +34,8 @@ class HeadMatmul:
         """Return the results, in `out` [T, heads, outputs] if there is one. Heads of both may be parts of wider
         rows."""
         assert x.shape[1:] == (self.heads, self.inputs) and x.dtype == self.dtype
+        if self.kernel is not None:
+            return self.kernel(x, out)
         y = x.new_empty((len(x), self.heads, self.outputs)) if out is None else out
         if self.stacked is not None:
             torch.bmm(x.transpose(0, 1), self.stacked, out=y.transpose(0, 1))
