@@ -49,6 +49,7 @@ class OperationKind(IntEnum):
     ADD_COLUMNS = 18
     MULTIPLY_ADAPTED = 19
     FINISH_ADAPTED = 20
+    KIMI_DELTA = 24
 
 
 @cache

@@ -109,6 +109,15 @@ struct DeltaLayer {
   int gates;  // Rows, with float [2 value_heads] in each: the projections b, then a
 };
 
+// The gated delta rule with decays of channels, of convolved rows, each [queries, keys, values].
+struct KimiDeltaLayer {
+  recurrent::DeltaHeads heads;
+  recurrent::KimiGates gates;
+  float *states;
+  int decays;  // Rows, with float [heads, key_width] in each, which are overwritten: the projections f
+  int rates;   // Rows, with float [heads] in each: the projections b. They may be the target
+};
+
 // Mamba 2's recurrence of convolved rows, each [x, b, c].
 struct MambaLayer {
   recurrent::MambaHeads heads;
@@ -181,6 +190,7 @@ enum OperationKind {
   kAddColumns = 18,    // target = sum of columns                                                    ColumnProduct
   kMultiplyAdapted = 19,  // kMultiply with the updates of rows that have adapters, or A x for the next  AdaptedWeight
   kFinishAdapted = 20,  // kFinishMatmul with updates from all-reduced A x                           AdaptedWeight
+  kKimiDelta = 24,     // target = gated delta rule of source, with decays of channels               KimiDeltaLayer
 };
 
 struct Operation {
