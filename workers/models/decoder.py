@@ -35,6 +35,8 @@ from oarlock.workers.layers.gated_delta import GatedDelta
 from oarlock.workers.layers.gated_delta_spec import GatedDeltaSpec
 from oarlock.workers.layers.gated_mlp import GatedMLP
 from oarlock.workers.layers.gated_mlp_spec import GatedMLPSpec
+from oarlock.workers.layers.kimi_delta import KimiDelta
+from oarlock.workers.layers.kimi_delta_spec import KimiDeltaSpec
 from oarlock.workers.layers.layer_input import LayerInput, LayerInputs
 from oarlock.workers.layers.layer_input_spec import LayerInputSpec
 from oarlock.workers.layers.linear import RowParallelLinear
@@ -84,7 +86,7 @@ class Sublayer(Protocol):
 _SUBLAYERS: dict[type, Callable[..., Sublayer]] = {
     SelfAttentionSpec: Attention, GatedMLPSpec: GatedMLP, MLPSpec: MLP, ExpertsSpec: Experts,
     GatedDeltaSpec: GatedDelta, Mamba2Spec: Mamba2, ShortConvolutionSpec: ShortConvolution,
-    LayerInputSpec: LayerInput,
+    LayerInputSpec: LayerInput, KimiDeltaSpec: KimiDelta,
 }  # fmt: skip
 
 

@@ -24,6 +24,7 @@ _CONVERT_INPUTS = {"Mamba2Block": "norm", "NemotronHBlock": "norm", "Mamba2ForCa
 # Ends of the names of modules with a recurrent state.
 _RECURRENT = (
     "GatedDeltaNet", "BambaMixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer", "Mamba2Mixer", "ShortConv",
+    "DeltaAttention", "ForgetGate",
 )  # fmt: skip
 _WIDENED_ELSEWHERE = {"sinks", "expert_bias"}  # parameters that `exact_attention` and routers widen
 _ROWS = 8192  # rows of a weight that are widened to float64 at once
