@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from oarlock.workers.attention.forward_batch import ForwardBatch
-from oarlock.workers.attention.kv_format import FORMATS, ROUNDED, KVFormat
+from oarlock.workers.attention.kv_format import FORMATS, ROUNDED, KeyFormat, KVFormat
 from oarlock.workers.platform.dtypes import KVShape
 from oarlock.workers.recurrent.states import LayerStates, StateStep
 
@@ -38,6 +38,19 @@ class KVSpec:
     @property
     def kv_format(self) -> KVFormat:
         return FORMATS[self.cache_dtype]
+
+    @property
+    def key_format(self) -> KeyFormat:
+        """Format of a stored key. If it contains the value, the value and the other elements are quantized
+        separately."""
+        is_split = self.is_rounded and self.value_in_key and self.head_dim > self.value_width
+        widths = (self.value_width, self.head_dim - self.value_width) if is_split else (self.head_dim,)
+        return KeyFormat(self.kv_format, widths)
+
+    @property
+    def value_elements(self) -> int:
+        """Number of elements of a stored value; 0 if the key contains it."""
+        return 0 if self.value_in_key else self.kv_format.elements(self.value_width)
 
     @property
     def is_rounded(self) -> bool:
@@ -88,7 +101,7 @@ class LayerKV:
     """One layer's pages of keys and values, in the layout of the backend that allocated them."""
 
     k: Tensor
-    v: Tensor
+    v: Tensor  # has pages without elements if keys contain the values
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +131,10 @@ class AttentionBackend(Protocol):
     def prepare(self, batch: ForwardBatch) -> Any:
         """Compute everything that does not depend on the layer. Called once per step, before the layers."""
 
-    def write(self, kv: LayerKV, k: Tensor, v: Tensor, batch: ForwardBatch) -> None:
+    def write(self, kv: LayerKV, k: Tensor, v: Tensor | None, batch: ForwardBatch) -> None:
         """Store `k` [T, num_kv_heads, head_dim] and `v` [T, num_kv_heads, value_width] at the group's `batch.slots`.
+
+        `v` is None if, and only if, keys contain the values (`KVSpec.value_in_key`).
 
         A block is filled from its first slot on, so a write to this slot invalidates the previous content of the block.
         """

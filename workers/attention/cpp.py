@@ -65,6 +65,8 @@ class CppBackend:
             return f"it runs on the CPU, but the model is on {spec.device.type}"
         if spec.dtype not in _TYPES:
             return f"it supports float32, bfloat16 and float16, not {spec.dtype}"
+        if spec.value_in_key:
+            return "its kernels read values from pages of their own"
         if spec.block_size % _GROUP:
             return f"it needs a block size that is a multiple of {_GROUP}, not {spec.block_size}"
         for width in (spec.head_dim, spec.value_width):
@@ -98,8 +100,9 @@ class CppBackend:
             )  # fmt: skip
         return made
 
-    def write(self, kv: LayerKV, k: Tensor, v: Tensor, batch: ForwardBatch) -> None:
+    def write(self, kv: LayerKV, k: Tensor, v: Tensor | None, batch: ForwardBatch) -> None:
         spec = self.spec
+        assert v is not None, "values have pages of their own"
         slots = batch.slots[spec.group]
         assert k.stride(2) == v.stride(2) == 1 and k.stride(1) == spec.head_dim and v.stride(1) == spec.value_width
         assert slots.is_contiguous()

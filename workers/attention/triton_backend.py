@@ -156,6 +156,8 @@ class TritonBackend:
             return reason
         if spec.dtype not in _TYPES:
             return f"it supports float32, float16 and bfloat16, not {spec.dtype}"
+        if spec.value_in_key:
+            return "its kernels read values from pages of their own"
         if spec.value_width != spec.head_dim:
             return f"it needs keys and values of one width, not {spec.head_dim} and {spec.value_width}"
         if spec.head_dim > _MAX_HEAD:
@@ -199,8 +201,9 @@ class TritonBackend:
         assert self.spec.fixed_span is None, "its tiles have one shape"
         return TritonPlan(batch, is_live=True, prompts=most)
 
-    def write(self, kv: LayerKV, k: Tensor, v: Tensor, batch: ForwardBatch) -> None:
+    def write(self, kv: LayerKV, k: Tensor, v: Tensor | None, batch: ForwardBatch) -> None:
         spec = self.spec
+        assert v is not None, "values have pages of their own"
         assert k.stride(2) == v.stride(2) == 1 and k.stride(1) == v.stride(1) == spec.head_dim
         self._kernels.write_kv[(-(-batch.num_tokens // _WRITTEN), spec.num_kv_heads)](
             k, v, *self._pages(kv), batch.slots[spec.group], batch.num_tokens, k.stride(0), v.stride(0),

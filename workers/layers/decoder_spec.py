@@ -15,6 +15,7 @@ from oarlock.workers.layers.experts_spec import ExpertsSpec
 from oarlock.workers.layers.gated_delta_spec import GatedDeltaSpec
 from oarlock.workers.layers.gated_mlp_spec import GatedMLPSpec
 from oarlock.workers.layers.kimi_delta_spec import KimiDeltaSpec
+from oarlock.workers.layers.latent_attention_spec import LatentAttentionSpec
 from oarlock.workers.layers.layer_input_spec import LayerInputTable
 from oarlock.workers.layers.mamba2_spec import Mamba2Spec
 from oarlock.workers.layers.memory_spec import MemoryGroup, MemorySpec, PagesSpec, SlotsSpec, memory_groups
@@ -139,9 +140,10 @@ class LayerSpec:
         return [memory for branch in self.branches if (memory := branch.sublayer.memory) is not None]
 
     @property
-    def attention(self) -> SelfAttentionSpec | None:
+    def attention(self) -> SelfAttentionSpec | LatentAttentionSpec | None:
         """Its attention; None if it has none."""
-        found = (one.sublayer for one in self.branches if isinstance(one.sublayer, SelfAttentionSpec))
+        kinds = SelfAttentionSpec | LatentAttentionSpec
+        found = (one.sublayer for one in self.branches if isinstance(one.sublayer, kinds))
         return next(found, None)
 
     @property
@@ -194,6 +196,7 @@ class DecoderSpec:
     # Every tensor of a class that transformers' code computes; None: the layers describe theirs.
     class_tensors: tuple[TensorSpec, ...] | None = None
     is_remote_code: bool = False  # that class is Python code of the checkpoint
+    length_limit: str | None = None  # why `longest_length` is less than the model's positions; None: it is not less
 
     @property
     def served_by(self) -> str:
@@ -253,7 +256,7 @@ class DecoderSpec:
     def cached_values(self) -> int:
         """Number of values in the keys and values of one token, in all layers and over all ranks."""
         pages = [(group.memory, len(group.layers)) for group in self.groups if isinstance(group.memory, PagesSpec)]
-        return sum(count * one.kv_heads * (one.key_width + one.value_width) for one, count in pages)
+        return sum(count * one.kv_heads * one.stored_width for one, count in pages)
 
     @property
     def attentions(self) -> list[SelfAttentionSpec]:
@@ -318,7 +321,7 @@ def matrices_of(spec: DecoderSpec) -> list[str]:
     return [
         tensor.name.removesuffix(".weight")
         for tensor in tensors_of(spec)
-        if tensor.is_matrix and tensor.rank_dtype not in (RankDtype.FLOAT32, RankDtype.UNQUANTIZED)
+        if tensor.is_matrix and tensor.rank_dtype not in _NOT_QUANTIZED
     ]
 
 
@@ -382,6 +385,7 @@ FUSED_MODULES = {
     for kind in _FUSING
     for whole, parts in kind.fused.items()
 }
+_NOT_QUANTIZED = (RankDtype.FLOAT32, RankDtype.UNQUANTIZED, RankDtype.DEQUANTIZED)
 _LAYERS, _EMBEDDING, _NORM, _HEAD = "model.layers.", "model.embed_tokens.", "model.norm.", "lm_head."
 _POSITIONS = "model.embed_positions."
 EMBEDDING_WEIGHT = f"{_EMBEDDING}weight"

@@ -81,7 +81,7 @@ class LatentAttentionSpec:
             found.append(TensorSpec("kv_a_proj_with_mqa.bias", (self.key_width,)))
         found.append(TensorSpec("kv_a_layernorm.weight", (self.kv_rank,), rank_dtype=RankDtype.FOR_KERNELS))
         rows = heads * (self.nope_width + self.value_dim)
-        found.append(TensorSpec("kv_b_proj.weight", (rows, self.kv_rank), outputs, heads, RankDtype.UNQUANTIZED))
+        found.append(TensorSpec("kv_b_proj.weight", (rows, self.kv_rank), outputs, heads, RankDtype.DEQUANTIZED))
         if self.output_gate:
             found.append(TensorSpec("g_proj.weight", (heads, hidden), outputs, heads))
         found.append(TensorSpec("o_proj.weight", (hidden, self.shared_inputs), Sharding.INPUTS, heads))

@@ -25,6 +25,11 @@ class PagesSpec:
     is_copied: bool = False  # every rank holds all heads; False: ranks divide them
     value_in_key: bool = False  # the value is the first `value_width` elements of the key, which are stored once
 
+    @property
+    def stored_width(self) -> int:
+        """Values of one head's key and value together."""
+        return self.key_width + (0 if self.value_in_key else self.value_width)
+
     def heads_of_rank(self, size: int) -> int:
         """Return the number of key-value heads whose keys and values each of `size` ranks stores."""
         return self.kv_heads if self.is_copied else kv_heads_of_rank(self.kv_heads, size)

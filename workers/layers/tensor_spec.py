@@ -26,6 +26,7 @@ class RankDtype(Enum):
     FOR_KERNELS = auto()  # float32 if the CPU kernels read the tensor, else the model's dtype
     FLOAT32 = auto()
     UNQUANTIZED = auto()  # the model's dtype, also if weights are quantized at load
+    DEQUANTIZED = auto()  # the same, and also if the checkpoint stores it quantized; adapters cannot update it
 
 
 @dataclass(frozen=True, slots=True)

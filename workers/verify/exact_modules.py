@@ -18,7 +18,7 @@ from oarlock.workers.model_files.tensor_names import NO_NAMES, TensorNames
 from oarlock.workers.verify.dequantised_reference import is_conv1d, is_experts, is_router, weighs_inputs
 
 # Modules that convert their inputs to float32, whatever their dtype is.
-_COMPUTE_IN_FLOAT32 = ("Llama4TextAttention",)
+_COMPUTE_IN_FLOAT32 = ("DeepseekV2Attention", "Llama4TextAttention")
 # Modules that convert the input of a module inside to the dtype of its weight.
 _CONVERT_INPUTS = {"Mamba2Block": "norm", "NemotronHBlock": "norm", "Mamba2ForCausalLM": "lm_head"}
 # Ends of the names of modules with a recurrent state.

@@ -82,6 +82,7 @@ class CRouter(ctypes.Structure):
         ("top_k", c_long),
         ("groups", c_long),
         ("top_groups", c_long),
+        ("best_of_group", c_long),
         ("is_sigmoid", c_int),
         ("is_normalised", c_int),
         ("corrects_logits", c_int),

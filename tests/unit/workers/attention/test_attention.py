@@ -55,8 +55,9 @@ def specs(
     cache="auto",
     chunk=None,
     value=None,
+    latent=False,
 ):
-    kv = KVSpec(1, heads, width, block, dtype, device, cache, value_dim=value)
+    kv = KVSpec(1, heads, width, block, dtype, device, cache, value_dim=value, value_in_key=latent)
     return kv, AttentionSpec(0, heads * group, heads, width, width**-0.5, window, softcap, chunk)
 
 
@@ -84,6 +85,8 @@ def case_of(seqs: list[Seq], sinks: bool = False, **options) -> Case:
         {"block": 32, "group": 3, "heads": 2, "width": 96, "value": 64, "window": 40, "sinks": True},
         {"block": 16, "group": 2, "heads": 1, "width": 576, "value": 512},
         {"block": 16, "group": 1, "heads": 2, "width": 16, "value": 576},
+        {"block": 16, "group": 16, "heads": 1, "width": 576, "value": 512, "latent": True},
+        {"block": 48, "group": 5, "heads": 1, "width": 48, "value": 32, "latent": True},
     ],
     ids=str,
 )
@@ -98,9 +101,10 @@ def test_backends_agree_with_the_reference(options, dtype, device, cache):
     kv = case.spec
     compared = [backend for backend in (ReferenceBackend, *FAST) if backend.why_not(kv) is None]
     assert compared
+    tolerance = TOLERANCE[dtype] * (2 if kv.value_in_key else 1)  # scores of rotated elements are larger
     for backend in compared:
         for ours, wanted in zip(case.run(backend(kv)), expected, strict=True):
-            torch.testing.assert_close(ours.cpu(), wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+            torch.testing.assert_close(ours.cpu(), wanted, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize(("dtype", "cache"), NUMBERS, ids=str)
@@ -199,6 +203,7 @@ def test_scores_survive_large_key_biases(backend, cache):
         {"group": 4, "window": 50, "sinks": True},
         {"group": 4, "chunk": 75},
         {"group": 2, "heads": 1, "width": 512, "value": 48},
+        {"group": 4, "heads": 1, "width": 192, "value": 128, "latent": True},
     ],
     ids=str,
 )
@@ -208,6 +213,8 @@ def test_batch_and_chunks_do_not_change_a_bit(options, backend, dtype, cache):
         pytest.skip(EMULATES_BFLOAT16)
     case = case_of([Seq(1, 300), Seq(70, 100), Seq(1, 40), Seq(1, 33), Seq(3, 3)], dtype=dtype, cache=cache, **options)
     kv = case.spec
+    if (reason := backend.why_not(kv)) is not None:
+        pytest.skip(reason)
     together = case.run(backend(kv))
     for i in range(len(case.seqs)):
         assert torch.equal(case.run(backend(kv), alone=i)[i], together[i]), f"sequence {i} depends on its batch"

@@ -67,8 +67,9 @@ extern "C" const char *oarlock_structures() {
   STRUCTURE(HeadsOfRank, FIELD(heads), FIELD(kv_heads), FIELD(all_heads), FIELD(all_kv_heads), FIELD(first_head),
             FIELD(first_kv_head), FIELD(sums_keys))
   STRUCTURE(Router, FIELD(weight), FIELD(bias), FIELD(correction), FIELD(outputs), FIELD(hidden), FIELD(top_k),
-            FIELD(groups), FIELD(top_groups), FIELD(is_sigmoid), FIELD(is_normalised), FIELD(corrects_logits),
-            FIELD(is_mixer), FIELD(least_sum), FIELD(added_to_sum), FIELD(scale), FIELD(tolerance))
+            FIELD(groups), FIELD(top_groups), FIELD(best_of_group), FIELD(is_sigmoid), FIELD(is_normalised),
+            FIELD(corrects_logits), FIELD(is_mixer), FIELD(least_sum), FIELD(added_to_sum), FIELD(scale),
+            FIELD(tolerance))
   STRUCTURE(Expert, FIELD(gate_up), FIELD(down), FIELD(gate_up_bias), FIELD(down_bias), FIELD(gate_up_kind),
             FIELD(down_kind))
   STRUCTURE(Experts, FIELD(experts), FIELD(first), FIELD(count), FIELD(hidden), FIELD(width), FIELD(slices),

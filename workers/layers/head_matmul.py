@@ -1,0 +1,40 @@
+"""Matmuls with one matrix for each head, such as the projections of latent attention between heads and the latent."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from oarlock.workers.quantization.matmul import Matmul, matmul
+
+
+class HeadMatmul:
+    """`x[:, h] @ weight[h].T` for every head h: x [T, heads, inputs] -> [T, heads, outputs], summed in float32 and
+    rounded once.
+
+    The bits of a row do not depend on the other rows if the matmul of one head guarantees this.
+    """
+
+    def __init__(self, weight: Tensor, of_head: Callable[[Tensor], Matmul] | None = None) -> None:
+        """Prepare `weight` [heads, outputs, inputs], which the caller should not keep.
+
+        `of_head`: creates the matmul of one head's matrix [outputs, inputs]. None: the fastest on the CPU, and one
+        matmul for all heads on other devices.
+        """
+        self.heads, self.outputs, self.inputs = weight.shape
+        self.dtype = weight.dtype
+        self.stacked: Tensor | None = None  # [heads, inputs, outputs]
+        self.matmuls: list[Matmul] = []
+        if of_head is None and weight.device.type != "cpu":
+            self.stacked = weight.transpose(1, 2).contiguous()
+        else:
+            self.matmuls = [(of_head or matmul)(one.contiguous()) for one in weight]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        assert x.shape[1:] == (self.heads, self.inputs) and x.dtype == self.dtype
+        if self.stacked is not None:
+            return torch.bmm(x.transpose(0, 1), self.stacked).transpose(0, 1)
+        y = x.new_empty((len(x), self.heads, self.outputs))
+        for head, multiply in enumerate(self.matmuls):
+            y[:, head] = multiply(x[:, head])
+        return y

@@ -1,0 +1,140 @@
+"""Latent attention on one rank, from the projections of queries and of the latent to the output projection.
+
+Always in the absorbed form, for prompts and decodes: each head's query is multiplied by the matrix that would expand
+the latent to its keys, so that attention reads the latent itself, and the result by the matrix that would expand the
+latent to its values. So a token has the same bits however its prompt is cut into steps. A rank has some of the heads,
+and the rows of all tokens. The all-reduce after the output projection is the only communication.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from oarlock.workers.attention.backend import AttentionSpec, LayerStep
+from oarlock.workers.layers.attention import gate_with
+from oarlock.workers.layers.head_matmul import HeadMatmul
+from oarlock.workers.layers.latent_attention_spec import LatentAttentionSpec
+from oarlock.workers.layers.linear import ColumnParallelLinear, RowParallelLinear
+from oarlock.workers.layers.norm import RMSNorm
+from oarlock.workers.layers.placement import Placement
+from oarlock.workers.layers.rotary import rotate, rotate_neighbours
+from oarlock.workers.layers.sharding import shard_evenly
+from oarlock.workers.quantization.fixed_order import FIXED_ORDER, FixedOrderMatmul
+from oarlock.workers.quantization.method import StoredRows, WeightShard
+from oarlock.workers.weights.source import WeightSource
+
+
+class LatentMatrices:
+    """The two matrices of each head of the rank that a checkpoint stores as one, `kv_b_proj`, in the model's dtype.
+
+    `keys` multiplies queries [T, heads, nope_width] -> [T, heads, kv_rank]; `values` multiplies results
+    [T, heads, kv_rank] -> [T, heads, value_dim].
+    """
+
+    def __init__(self, name: str, spec: LatentAttentionSpec, first_head: int, heads: int, placement: Placement) -> None:
+        """Describe the matrices of `heads` heads from `first_head` on. `name` is the stored module's name."""
+        self.heads = heads
+        self.nope_width, self.of_head = spec.nope_width, spec.nope_width + spec.value_dim
+        self.placement = placement
+        counts = spec.num_heads, first_head, heads
+        rows = StoredRows(name, *(count * self.of_head for count in counts))
+        self.weight_shard = WeightShard((rows,), spec.kv_rank, 0, spec.kv_rank)
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.weight_shard.rows * self.weight_shard.inputs * self.placement.dtype.itemsize
+
+    def load(self, weights: WeightSource) -> None:
+        both = self.placement.load_dequantized(self.weight_shard, weights).unflatten(0, (self.heads, self.of_head))
+        in_order = self.placement.quantization is FIXED_ORDER
+        of_head = partial(FixedOrderMatmul, bias=None) if in_order else None
+        self.keys = HeadMatmul(both[:, : self.nope_width].transpose(1, 2), of_head)
+        self.values = HeadMatmul(both[:, self.nope_width :], of_head)
+
+
+class LatentAttention:
+    """Projections, norms of latents, rotary embedding, absorption, write of rows, attention, expansion of results,
+    output projection; any mix of query lengths."""
+
+    # module in a checkpoint -> attribute
+    linear_layers: ClassVar[Mapping[str, str]] = {
+        "q_proj": "q", "q_a_proj": "q_a", "q_b_proj": "q", "kv_a_proj_with_mqa": "kv_a", "g_proj": "gate",
+        "o_proj": "output",
+    }  # fmt: skip
+
+    def __init__(self, name: str, spec: LatentAttentionSpec, layer: int, hidden: int, placement: Placement) -> None:
+        tp = placement.tp
+        heads = shard_evenly(name, "number of heads", spec.num_heads, tp.size)
+        first = tp.rank * heads
+        self.placement = placement
+        self.sizes = spec
+        self.rope = spec.rope
+        self.pairs_neighbours = spec.rope is not None and spec.rope.interleaved
+
+        def whole(module: str, rows: int) -> ColumnParallelLinear:
+            part = StoredRows(f"{name}.{module}", rows, 0, rows)
+            return ColumnParallelLinear((part,), hidden, spec.bias, placement, float32_output=False)
+
+        def of_heads(module: str, width: int, inputs: int) -> ColumnParallelLinear:
+            part = StoredRows(f"{name}.{module}", *(count * width for count in (spec.num_heads, first, heads)))
+            return ColumnParallelLinear((part,), inputs, False, placement, float32_output=False)
+
+        self.q_a: ColumnParallelLinear | None = None
+        self.q_norm: RMSNorm | None = None
+        if spec.q_rank is None:
+            self.q = of_heads("q_proj", spec.query_width, hidden)
+        else:
+            self.q_a = whole("q_a_proj", spec.q_rank)
+            self.q_norm = RMSNorm(f"{name}.q_a_layernorm", spec.q_rank, spec.eps, placement)
+            self.q = of_heads("q_b_proj", spec.query_width, spec.q_rank)
+        self.kv_a = whole("kv_a_proj_with_mqa", spec.key_width)
+        self.kv_norm = RMSNorm(f"{name}.kv_a_layernorm", spec.kv_rank, spec.eps, placement, factor=spec.latent_factor)
+        self.matrices = LatentMatrices(f"{name}.kv_b_proj", spec, first, heads, placement)
+        self.gate = of_heads("g_proj", 1, hidden) if spec.output_gate else None
+        self.output = RowParallelLinear(f"{name}.o_proj", spec.shared_inputs, hidden, spec.bias, placement)
+        self.spec = AttentionSpec(
+            layer=layer,
+            num_heads=heads,
+            num_kv_heads=1,
+            head_dim=spec.key_width,
+            scale=spec.scale * spec.query_factor,
+        )
+
+    @property
+    def parts(self) -> list[ColumnParallelLinear | RMSNorm | LatentMatrices | RowParallelLinear]:
+        parts = self.q_a, self.q_norm, self.q, self.kv_a, self.kv_norm, self.matrices, self.gate, self.output
+        return [part for part in parts if part is not None]
+
+    def __call__(self, x: Tensor, residual: Tensor | None, step: LayerStep) -> Tensor:
+        """Return the output for `x` [T, hidden] (normed), plus `residual` if there is one: [T, hidden]."""
+        return self.output(self._mixed(x, step), residual)
+
+    def unrounded(self, x: Tensor, step: LayerStep) -> Tensor:
+        """Return the output without a residual, as `RowParallelLinear.unrounded` returns it."""
+        return self.output.unrounded(self._mixed(x, step))
+
+    def _mixed(self, x: Tensor, step: LayerStep) -> Tensor:
+        """Return the results of the rank's heads, before the output projection: [T, H * value_dim]."""
+        backend, kv = step.backend, step.kv
+        assert backend is not None and kv is not None
+        q, rows = self.queries_and_rows(x, None if self.rope is None else step.angles)
+        backend.write(kv, rows, None, step.batch)
+        found = backend.attend(q, kv, step.plan, self.spec)  # [T, H * kv_rank]
+        mixed = self.matrices.values(found.unflatten(1, (self.spec.num_heads, -1))).flatten(1)
+        return mixed if self.gate is None else gate_with(mixed, self.gate(x), "sigmoid")
+
+    def queries_and_rows(self, x: Tensor, angles: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+        """Return the absorbed queries [T, H, kv_rank + rope_width] and the rows of the tokens
+        [T, 1, kv_rank + rope_width], the latent first."""
+        latent = x if self.q_a is None or self.q_norm is None else self.q_norm(self.q_a(x))
+        q = self.q(latent).unflatten(1, (self.spec.num_heads, -1))  # [T, H, nope_width + rope_width]
+        q_nope, q_rope = q.split([self.sizes.nope_width, self.sizes.rope_width], 2)
+        compressed, k_rope = self.kv_a(x).split([self.sizes.kv_rank, self.sizes.rope_width], 1)
+        both = torch.cat((q_rope, k_rope.unsqueeze(1)), 1)  # [T, H + 1, rope_width]
+        if angles is not None:
+            both = (rotate_neighbours if self.pairs_neighbours else rotate)(both, *angles, x.dtype)
+        row = torch.cat((self.kv_norm(compressed.contiguous()), both[:, -1]), 1)
+        return torch.cat((self.matrices.keys(q_nope), both[:, :-1]), 2), row.unsqueeze(1)
