@@ -290,7 +290,8 @@ _WRAPPERS: dict[str, Case] = {
     "gemma3-wrapper-new-names": Case("gemma3", {}, (1, 2), renamed=_NEWER),
     "gemma4-wrapper": Case("gemma4", {}, (1, 2)),
     "gemma4-unified-wrapper": Case("gemma4_unified", {}, (1, 2)),
-    "kimi-k25-wrapper": Case("kimi_k25", {}, (1, 2)),
+    "kimi-k25-wrapper": Case("kimi_k25", {}, (1, 2), renamed={
+        "language_model.model.blocks.": "language_model.model.layers."}),
     "lfm2-vl-wrapper": Case("lfm2_vl", {}, (1, 2)),
     "lfm3-vl-wrapper": Case("lfm3_vl", {}, (1, 2)),
     "glm4v-wrapper": Case("glm4v", {}, (1, 2, 4)),

@@ -173,6 +173,8 @@ _LLAVA_NAMES = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
 }
+# transformers writes the layers of the text model under the name that the authors have for those of the tower.
+_KIMI_NAMES = {"language_model.model.blocks.": "model.layers.", **_LLAVA_NAMES}
 _LLAVA_OTHERS = _both("vision_tower", "multi_modal_projector")
 _INSIDE = {"model.language_model.": "model."}
 _TEXT_MODEL = {"model.text_model.": "model."}
@@ -208,7 +210,7 @@ WRAPPERS: dict[str, Wrapper] = {
     "Idefics3ForConditionalGeneration": Wrapper("llama", _TEXT_MODEL, _IDEFICS_OTHERS),
     "InternVLForConditionalGeneration": Wrapper("qwen2", _LLAVA_NAMES, _LLAVA_OTHERS, is_tied=True),
     "Kimi_K25ForConditionalGeneration": Wrapper(
-        "deepseek_v3", _LLAVA_NAMES, _both("vision_tower", "mm_projector"), is_tied=True
+        "deepseek_v3", _KIMI_NAMES, _both("vision_tower", "mm_projector"), is_tied=True
     ),
     "Lfm2VlForConditionalGeneration": Wrapper(
         "lfm2", _INSIDE, _LLAVA_OTHERS, is_tied=True, tied_by="tie_embedding"

@@ -33,6 +33,7 @@ from transformers.utils import logging as transformers_logging
 
 from oarlock.base.python_child import die_with_parent
 from oarlock.workers.distributed.control_channel import Control
+from oarlock.workers.layers.attention_spec import SelfAttentionSpec
 from oarlock.workers.layers.decoder_spec import BranchSpec, DecoderSpec, SublayerSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec
 from oarlock.workers.layers.memory_spec import SlotsSpec
@@ -351,7 +352,9 @@ class TransformersRecorder:
         shape, layer = self._spec.layers[index], f"model.layers.{index}"
         for number, one in enumerate(taps := taps_of(shape)):
             name, branch = f"{index}.{one.tap.name}", one.branch
-            if one.tap.computation is Computation.NORM:
+            if one.tap.computation is Computation.NORM and one.tap in branch.sublayer.taps:
+                self._hook_sublayer(name, f"{layer}.{branch.sublayer.module}", branch.sublayer, one.tap)
+            elif one.tap.computation is Computation.NORM:
                 self._after(self._modules[f"{layer}.{one.tap.module}"], name)
             elif one.tap.computation is Computation.RESIDUAL:
                 if number == len(taps) - 1:
@@ -524,7 +527,7 @@ class TransformersRecorder:
             rows = rows / self._spec.layers[module.layer_idx].attention.scale
         self.record(f"{module.layer_idx}.q_rope", rows)
         attention = self._spec.layers[module.layer_idx].attention
-        key_scale = 1.0 if attention is None else attention.key_scale  # which scores get in our layers
+        key_scale = attention.key_scale if isinstance(attention, SelfAttentionSpec) else 1.0  # scores get it here
         self.record(f"{module.layer_idx}.k_rope", key.transpose(1, 2) / key_scale)
         if query.dtype == torch.float64:
             scale = named.get("scaling") or query.shape[-1] ** -0.5
