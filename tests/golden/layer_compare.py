@@ -21,6 +21,7 @@ from oarlock.workers.layers.decoder_spec import DecoderSpec, SublayerSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec
 from oarlock.workers.layers.gated_delta_spec import GatedDeltaSpec
 from oarlock.workers.layers.gated_mlp_spec import GatedMLPSpec
+from oarlock.workers.layers.latent_attention_spec import LatentAttentionSpec
 from oarlock.workers.layers.layer_input_spec import LayerInputSpec
 from oarlock.workers.layers.mamba2_spec import Mamba2Spec
 from oarlock.workers.layers.mlp_spec import MLPSpec
@@ -144,9 +145,13 @@ def our_layers(
 
 
 def page_bytes(spec: DecoderSpec, size: int, dtype: torch.dtype) -> int:
-    """Layers that read other layers' pages have none."""
-    own = [one for layer in spec.layers if (one := layer.attention) is not None and one.of_layer is None]
-    values = sum(max(1, one.num_kv_heads // size) * (one.head_dim + (one.value_dim or one.head_dim)) for one in own)
+    """Layers that read other layers' pages have none. Each rank keeps the latent of all heads."""
+    values = 0
+    for one in (layer.attention for layer in spec.layers):
+        if isinstance(one, LatentAttentionSpec):
+            values += one.kv_rank + one.rope_width
+        elif one is not None and one.of_layer is None:
+            values += max(1, one.num_kv_heads // size) * (one.head_dim + (one.value_dim or one.head_dim))
     return values * dtype.itemsize * BLOCK_SIZE * NUM_BLOCKS
 
 
@@ -165,7 +170,7 @@ def joined(tensor: str, ranks: list[Tensor], spec: DecoderSpec) -> Tensor:
         whole = torch.cat([rank.flatten(1) for rank in ranks[::copies]], 1)
     elif kind in ("k", "v", "k_rope"):
         attention = spec.layers[int(tensor.partition(".")[0])].attention
-        assert attention is not None
+        assert isinstance(attention, SelfAttentionSpec)
         copies = max(1, len(ranks) // attention.num_kv_heads)  # neighbours hold the same KV head
         whole = torch.cat([rank.flatten(1) for rank in ranks[::copies]], 1)
     else:

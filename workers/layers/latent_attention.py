@@ -28,31 +28,39 @@ from oarlock.workers.weights.source import WeightSource
 
 
 class LatentMatrices:
-    """The two matrices of each head of the rank that a checkpoint stores as one, `kv_b_proj`, in the model's dtype.
+    """The two matrices of each head of the rank, in the model's dtype. Most checkpoints store them as one, `kv_b_proj`.
 
     `keys` multiplies queries [T, heads, nope_width] -> [T, heads, kv_rank]; `values` multiplies results
     [T, heads, kv_rank] -> [T, heads, value_dim].
     """
 
     def __init__(self, name: str, spec: LatentAttentionSpec, first_head: int, heads: int, placement: Placement) -> None:
-        """Describe the matrices of `heads` heads from `first_head` on. `name` is the stored module's name."""
-        self.heads = heads
-        self.nope_width, self.of_head = spec.nope_width, spec.nope_width + spec.value_dim
+        """Describe the matrices of `heads` heads from `first_head` on. `name` is the attention module's name."""
+        self.heads, self.nope_width = heads, spec.nope_width
         self.placement = placement
-        counts = spec.num_heads, first_head, heads
-        rows = StoredRows(name, *(count * self.of_head for count in counts))
-        self.weight_shard = WeightShard((rows,), spec.kv_rank, 0, spec.kv_rank)
+
+        def shard(module: str, width: int, inputs: int) -> WeightShard:
+            rows = StoredRows(f"{name}.{module}", *(count * width for count in (spec.num_heads, first_head, heads)))
+            return WeightShard((rows,), inputs, 0, inputs)
+
+        self.weight_shards = [shard(module, *sizes) for module, sizes in spec.head_matrices.items()]
 
     @property
     def weight_bytes(self) -> int:
-        return self.weight_shard.rows * self.weight_shard.inputs * self.placement.dtype.itemsize
+        return sum(shard.rows * shard.inputs for shard in self.weight_shards) * self.placement.dtype.itemsize
 
     def load(self, weights: WeightSource) -> None:
-        both = self.placement.load_dequantized(self.weight_shard, weights).unflatten(0, (self.heads, self.of_head))
+        stored = [
+            self.placement.load_dequantized(shard, weights).unflatten(0, (self.heads, -1))
+            for shard in self.weight_shards
+        ]
+        if len(stored) == 1:
+            keys, values = stored[0][:, : self.nope_width].transpose(1, 2), stored[0][:, self.nope_width :]
+        else:
+            keys, values = stored
         in_order = self.placement.quantization is FIXED_ORDER
         of_head = partial(FixedOrderMatmul, bias=None) if in_order else None
-        self.keys = HeadMatmul(both[:, : self.nope_width].transpose(1, 2), of_head)
-        self.values = HeadMatmul(both[:, self.nope_width :], of_head)
+        self.keys, self.values = HeadMatmul(keys, of_head), HeadMatmul(values, of_head)
 
 
 class LatentAttention:
@@ -92,7 +100,7 @@ class LatentAttention:
             self.q = of_heads("q_b_proj", spec.query_width, spec.q_rank)
         self.kv_a = whole("kv_a_proj_with_mqa", spec.key_width)
         self.kv_norm = RMSNorm(f"{name}.kv_a_layernorm", spec.kv_rank, spec.eps, placement, factor=spec.latent_factor)
-        self.matrices = LatentMatrices(f"{name}.kv_b_proj", spec, first, heads, placement)
+        self.matrices = LatentMatrices(name, spec, first, heads, placement)
         self.gate = of_heads("g_proj", 1, hidden) if spec.output_gate else None
         self.output = RowParallelLinear(f"{name}.o_proj", spec.shared_inputs, hidden, spec.bias, placement)
         self.spec = AttentionSpec(

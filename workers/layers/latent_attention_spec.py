@@ -34,6 +34,8 @@ class LatentAttentionSpec:
     query_factor: float = 1.0  # factor of the queries
     latent_factor: float = 1.0  # factor of the normed latent
     output_gate: bool = False  # each head's result is multiplied by the sigmoid of a projection of the input
+    # The checkpoint stores the matrices of `kv_b_proj` apart: `k_b_proj`, for each head transposed, and `v_b_proj`.
+    splits_kv_b: bool = False
 
     module: ClassVar[str] = "self_attn"
     title: ClassVar[str] = "latent attention"
@@ -44,7 +46,7 @@ class LatentAttentionSpec:
     gguf: ClassVar[Mapping[str, str]] = {
         "q_proj": "attn_q", "q_a_proj": "attn_q_a", "q_a_layernorm": "attn_q_a_norm", "q_b_proj": "attn_q_b",
         "kv_a_proj_with_mqa": "attn_kv_a_mqa", "kv_a_layernorm": "attn_kv_a_norm", "kv_b_proj": "attn_kv_b",
-        "o_proj": "attn_output", "g_proj": "attn_gate",
+        "k_b_proj": "attn_k_b", "v_b_proj": "attn_v_b", "o_proj": "attn_output", "g_proj": "attn_gate",
     }  # fmt: skip
     gguf_norms: ClassVar[tuple[str, str]] = ("attn_norm", "post_attention_norm")
     fused: ClassVar[Mapping[str, tuple[str, ...]]] = {}
@@ -58,6 +60,14 @@ class LatentAttentionSpec:
     def key_width(self) -> int:
         """Elements of the row that is kept for a token, and of a head's query in the absorbed form."""
         return self.kv_rank + self.rope_width
+
+    @property
+    def head_matrices(self) -> dict[str, tuple[int, int]]:
+        """Rows and inputs of one head's matrix in each module that stores the functions from the latent to keys and
+        values."""
+        if self.splits_kv_b:
+            return {"k_b_proj": (self.kv_rank, self.nope_width), "v_b_proj": (self.value_dim, self.kv_rank)}
+        return {"kv_b_proj": (self.nope_width + self.value_dim, self.kv_rank)}
 
     @property
     def memory(self) -> PagesSpec:
@@ -80,8 +90,9 @@ class LatentAttentionSpec:
         if self.bias:
             found.append(TensorSpec("kv_a_proj_with_mqa.bias", (self.key_width,)))
         found.append(TensorSpec("kv_a_layernorm.weight", (self.kv_rank,), rank_dtype=RankDtype.FOR_KERNELS))
-        rows = heads * (self.nope_width + self.value_dim)
-        found.append(TensorSpec("kv_b_proj.weight", (rows, self.kv_rank), outputs, heads, RankDtype.DEQUANTIZED))
+        for module, (width, inputs) in self.head_matrices.items():
+            shape = heads * width, inputs
+            found.append(TensorSpec(f"{module}.weight", shape, outputs, heads, RankDtype.DEQUANTIZED))
         if self.output_gate:
             found.append(TensorSpec("g_proj.weight", (heads, hidden), outputs, heads))
         found.append(TensorSpec("o_proj.weight", (hidden, self.shared_inputs), Sharding.INPUTS, heads))

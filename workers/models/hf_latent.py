@@ -1,10 +1,12 @@
 """Settings of latent attention in a Hugging Face `config.json`, with transformers' defaults. Torch-free."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from oarlock.workers.layers.attention_spec import RopeSpec, SelfAttentionSpec
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.layers.latent_attention_spec import LatentAttentionSpec
+from oarlock.workers.model_files.gguf_model import GGUFSettings, shortest
 from oarlock.workers.models.hf_fields import Fields, positive_number, unsupported
 from oarlock.workers.models.hf_rope import magnitude_weight, rope_kind, rope_spec, rope_table, yarn_magnitude
 
@@ -47,6 +49,7 @@ def latent_attention(fields: Fields, defaults: LatentDefaults, *, interleaved: b
         rope=_rope(fields, rotated, defaults.positions, interleaved),
         q_rank=q_rank,
         bias=fields.flag("attention_bias", False),
+        splits_kv_b=fields.flag("splits_kv_b", False),  # of a GGUF file
     )
 
 
@@ -80,3 +83,30 @@ def _score_scale(fields: Fields, width: int) -> float:
         return width**-0.5
     factor = positive_number("rope setting factor", table.get("factor"), None)
     return width**-0.5 * yarn_magnitude(factor, weight) ** 2
+
+
+def gguf_latent(settings: GGUFSettings, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of latent attention.
+
+    Newer files describe the absorbed form, with one key-value head, and have the widths of heads under other names.
+    """
+    tensors, rotated = settings.model.tensors, settings.count(".rope.dimension_count")
+    rank = settings.count(".attention.q_lora_rank", 0)
+    key = settings.count(".attention.key_length_mla", config["head_dim"])
+    values = settings.count(".attention.value_length", max(1, config["hidden_size"] // config["num_attention_heads"]))
+    table = config["rope_scaling"]
+    if settings.has(".rope.scaling.yarn_log_multiplier"):  # a tenth of both factors, which are equal
+        weight = shortest(10 * settings.number(".rope.scaling.yarn_log_multiplier"))
+        table = {**(table or {}), "mscale": weight, "mscale_all_dim": weight}
+    return {
+        "num_key_value_heads": config["num_attention_heads"],
+        "head_dim": rotated,
+        "qk_rope_head_dim": rotated,
+        "qk_nope_head_dim": key - rotated,
+        "v_head_dim": settings.count(".attention.value_length_mla", values),
+        "kv_lora_rank": settings.count(".attention.kv_lora_rank"),
+        "q_lora_rank": rank or None,
+        "attention_bias": "blk.0.attn_kv_a_mqa.bias" in tensors,
+        "rope_scaling": table,
+        "splits_kv_b": "blk.0.attn_k_b.weight" in tensors,
+    }

@@ -4,9 +4,10 @@ import math
 from dataclasses import replace
 
 from oarlock.workers.layers.decoder_spec import DecoderSpec
+from oarlock.workers.model_files.gguf_model import GGUFFamily
 from oarlock.workers.models.hf_config import decoder_spec
 from oarlock.workers.models.hf_fields import Describe, Fields
-from oarlock.workers.models.hf_latent import LatentDefaults, latent_attention, with_latent_attention
+from oarlock.workers.models.hf_latent import LatentDefaults, gguf_latent, latent_attention, with_latent_attention
 
 _MINICPM3 = LatentDefaults(nope_width=64, rope_width=32, kv_rank=256, q_rank=768, positions=32768)
 _YOUTU = LatentDefaults(positions=131072)
@@ -51,7 +52,11 @@ def describe_youtu(fields: Fields) -> DecoderSpec:
     return with_latent_attention(spec, attention)
 
 
+GGUF_MINICPM3 = GGUFFamily("minicpm3", "MiniCPM3ForCausalLM", gguf_latent, has_latents=True)
+
+
 FAMILIES: dict[str, Describe] = {
     "MiniCPM3ForCausalLM": describe_minicpm3,
     "YoutuForCausalLM": describe_youtu,
 }
+GGUF_FAMILIES = (GGUF_MINICPM3,)
