@@ -23,11 +23,11 @@ DESCRIBED = ("cohere_compass_text", "cwm", "emu3", "ernie4_5", "exaone4", "gemma
              "granite", "granite_swa", "helium", "hyperclovax", "internlm3", "ministral", "olmo3", "phi4_multimodal",
              "seed_oss", "smollm3", "stablelm", "vaultgemma")  # fmt: skip
 # Families whose layers have a recurrent state.
-RECURRENT = ("bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text",
-             "qwen3_5_text", "qwen3_next")  # fmt: skip
+RECURRENT = ("bailing_hybrid", "bamba", "falcon_h1", "granitemoehybrid", "kimi_linear", "mamba2", "nemotron_h",
+             "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")  # fmt: skip
 # Families with latent attention.
-LATENT = ("axk1", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa",
-          "kimi_linear", "minicpm3", "youtu")  # fmt: skip
+LATENT = ("axk1", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa",
+          "minicpm3", "youtu")  # fmt: skip
 # Small and odd on purpose: heads share KV heads, and no size is a power of two by accident of the family's defaults.
 _SHAPE: dict[str, Any] = {
     "vocab_size": 320,

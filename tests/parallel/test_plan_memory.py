@@ -63,7 +63,8 @@ def test_ranks_of_a_class_without_a_page_match_the_plan(
     """Dense, a mixture, recurrent, and one that every rank holds whole."""
     look_in_this_process(monkeypatch)
     model = str(make_class(tmp_path, model_type))
-    config = WorkerConfig(model, tensor_parallel_size=size, **{**COMMON, **changes}, max_num_batched_tokens=64)
+    changes = {**changes, "max_num_batched_tokens": 64, "model_impl": "transformers"}
+    config = WorkerConfig(model, tensor_parallel_size=size, **{**COMMON, **changes})
     check(config, make=ClassRunner, limit=0.0)
 
 
