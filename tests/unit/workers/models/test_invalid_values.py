@@ -62,7 +62,9 @@ _KEYS = {
     "use_double_wide_mlp", "gating", "num_attention_heads_per_layer", "moe_routed_scaling_factor", "v_head_dim",
     "attention_value_scale", "sliding_window_size", "hybrid_layer_pattern", "linear_num_key_heads",
     "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim",
-    "linear_allow_neg_eigval", "full_attention_interval", "attn_output_gate",
+    "linear_allow_neg_eigval", "full_attention_interval", "attn_output_gate", "linear_attn_config", "linear_num_heads",
+    "linear_head_dim", "model_max_length", "moe_renormalize", "num_expert_group", "num_experts_per_token",
+    "layer_group_size", "kda_safe_gate", "kda_lower_bound", "short_conv_kernel_size", "num_mtp_layers",
 }  # fmt: skip
 _ROPES: dict[str, dict[str, Any]] = {
     "default": {},
