@@ -88,7 +88,7 @@ _MIXTURES = (
     "MiMoV2Flash",
 )  # fmt: skip
 # Families with a rotary table for each kind of layer or without rotation, and without `rope_scaling`.
-_TABLES = ("CohereCompass", "Gemma4", "Laguna", "Lfm3", "Mamba2", "MiMoV2Flash", "NemotronH")
+_TABLES = ("CohereCompass", "Gemma4", "KimiLinear", "Laguna", "Lfm3", "Mamba2", "MiMoV2Flash", "NemotronH")
 # Keys that are read without a method of `Fields`.
 _RAW = {"architectures", "layer_types", "rope_scaling"}
 _RAW_OF_LAYERS = {
@@ -104,13 +104,21 @@ _RAW_OF_LAYERS = {
 }  # fmt: skip
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_state": 16}
 _OF_MAMBA: dict[str, dict[str, Any]] = {
-    "Bamba": {**_MAMBA, "attn_layer_indices": [1]},
+    "Bamba": {**_MAMBA, "attn_layer_indices": [0]},
     "FalconH1": {**_MAMBA, "mamba_d_ssm": 128, "time_step_limit": [0.1, 2.0]},
     "GraniteMoeHybrid": {**_MAMBA, "num_local_experts": 0},
     "Mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2},
     "NemotronH": {"mamba_num_heads": 8, "ssm_state_size": 16, "n_groups": 2, "n_routed_experts": 8,
                   "num_experts_per_tok": 2, "sliding_window": None},
 }  # fmt: skip
+_KIMI = {
+    "num_key_value_heads": 8, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
+    "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "moe_intermediate_size": 32,
+}  # fmt: skip
+_OF_KIMI: dict[str, dict[str, Any]] = {
+    "KimiLinear": {**_KIMI, "linear_attn_config": {"head_dim": 16, "num_heads": 8}, "rope_scaling": None},
+    "BailingHybrid": {**_KIMI, "layer_group_size": 2},
+}
 _RAW_OF_EXPERTS = {"attn_type_list", "layer_rope_theta", "mlp_layer_types", "mlp_only_layers"}
 # Keys whose invalid value may be reported under another key, which is derived from it.
 _FOLLOWS = {
@@ -147,7 +155,7 @@ def base(architecture: str) -> dict[str, Any]:
         own |= {"layer_types": ["conv", "full_attention", "conv"]}
     elif name == "MiMoV2Flash":
         own |= {"n_shared_experts": None}
-    own |= _OF_MAMBA.get(name, {})
+    own |= _OF_MAMBA.get(name, {}) | _OF_KIMI.get(name, {})
     if name.startswith("Qwen3") and ("Next" in name or "_5" in name):
         own["full_attention_interval"] = 2
     # The tables of LongRoPE are those of whole heads.
@@ -223,6 +231,8 @@ def odd_configs(architecture: str) -> Iterator[tuple[str, dict[str, Any]]]:
         kinds = ["default", "longrope"]
     elif architecture.startswith(_TABLES):
         kinds = []
+    elif architecture.startswith("Bamba"):  # it rotates half of a head, and LongRoPE's tables are those of whole heads
+        kinds = [kind for kind in kinds if kind != "longrope"]
     for value in ODD[turn % 2 :: 2]:
         for key in keys:
             yield key, {**base(architecture), key: value}
