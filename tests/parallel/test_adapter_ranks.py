@@ -189,7 +189,7 @@ def test_a_request_has_the_same_bits_in_any_company(
 ) -> None:
     model, adapters = made(family)
     executor, requests = ThreadExecutor(config_of(model, size)), make_requests(count)
-    assert (executor.info.rank_invariant or family == "deepseek_v2") and executor.info.batch_invariant
+    assert executor.info.rank_invariant and executor.info.batch_invariant
     for regime, limits in REGIMES.items():
         if "speculative" in limits and not executor.config.num_speculative_tokens:
             continue

@@ -21,7 +21,7 @@ from oarlock.workers.layers.memory_spec import MemoryGroup, MemorySpec, PagesSpe
 from oarlock.workers.layers.mlp_spec import MLPSpec
 from oarlock.workers.layers.sharding import LARGEST_TP, SLICES
 from oarlock.workers.layers.short_convolution_spec import ShortConvolutionSpec
-from oarlock.workers.layers.tensor_spec import NormSpec, RankDtype, Sharding, Tap, TensorSpec
+from oarlock.workers.layers.tensor_spec import NOT_QUANTIZED, NormSpec, RankDtype, Sharding, Tap, TensorSpec
 from oarlock.workers.model_files.tensor_names import NO_NAMES, TensorNames
 from oarlock.workers.quantization.formats.weight_format import WeightFormats
 from oarlock.workers.quantization.registry import Quantization
@@ -320,7 +320,7 @@ def matrices_of(spec: DecoderSpec) -> list[str]:
     return [
         tensor.name.removesuffix(".weight")
         for tensor in tensors_of(spec)
-        if tensor.is_matrix and tensor.rank_dtype not in _NOT_QUANTIZED
+        if tensor.is_matrix and tensor.rank_dtype is not RankDtype.FLOAT32 and tensor.rank_dtype not in NOT_QUANTIZED
     ]
 
 
@@ -381,7 +381,6 @@ FUSED_MODULES = {
     for kind in (SelfAttentionSpec, GatedMLPSpec, MLPSpec, GatedDeltaSpec, Mamba2Spec, ShortConvolutionSpec)
     for whole, parts in kind.fused.items()
 }
-_NOT_QUANTIZED = (RankDtype.FLOAT32, RankDtype.UNQUANTIZED, RankDtype.DEQUANTIZED)
 _LAYERS, _EMBEDDING, _NORM, _HEAD = "model.layers.", "model.embed_tokens.", "model.norm.", "lm_head."
 _POSITIONS = "model.embed_positions."
 EMBEDDING_WEIGHT = f"{_EMBEDDING}weight"

@@ -5,6 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from oarlock.workers.kernels.cpu import gemm
+from oarlock.workers.kernels.cpu.head_matmul import CppHeadMatmul
 from oarlock.workers.quantization.matmul import Matmul, matmul
 
 
@@ -25,16 +27,23 @@ class HeadMatmul:
         self.dtype = weight.dtype
         self.stacked: Tensor | None = None  # [heads, inputs, outputs]
         self.matmuls: list[Matmul] = []
-        if of_head is None and weight.device.type != "cpu":
+        self.kernel: CppHeadMatmul | None = None
+        if of_head is None and gemm.can_serve(weight):
+            self.kernel = CppHeadMatmul(weight)
+        elif of_head is None and weight.device.type != "cpu":
             self.stacked = weight.transpose(1, 2).contiguous()
         else:
             self.matmuls = [(of_head or matmul)(one.contiguous()) for one in weight]
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return the results for `x`. `out`: where to store them, e.g. some columns of wider rows."""
         assert x.shape[1:] == (self.heads, self.inputs) and x.dtype == self.dtype
+        if self.kernel is not None:
+            return self.kernel(x, out)
         if self.stacked is not None:
-            return torch.bmm(x.transpose(0, 1), self.stacked).transpose(0, 1)
-        y = x.new_empty((len(x), self.heads, self.outputs))
+            y = torch.bmm(x.transpose(0, 1), self.stacked).transpose(0, 1)
+            return y if out is None else out.copy_(y)
+        y = x.new_empty((len(x), self.heads, self.outputs)) if out is None else out
         for head, multiply in enumerate(self.matmuls):
             y[:, head] = multiply(x[:, head])
         return y

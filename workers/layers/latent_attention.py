@@ -6,6 +6,7 @@ latent to its values. So a token has the same bits however its prompt is cut int
 and the rows of all tokens. The all-reduce after the output projection is the only communication.
 """
 
+import ctypes
 from collections.abc import Mapping
 from functools import partial
 from typing import ClassVar
@@ -13,8 +14,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from oarlock.workers.attention.backend import AttentionSpec, LayerStep
+from oarlock.workers.attention.backend import AttentionSpec, LayerMemory, LayerStep
+from oarlock.workers.kernels.cpu.fused_layer import OperationKind, Rows
+from oarlock.workers.kernels.cpu.head_matmul import CppHeadMatmul
+from oarlock.workers.kernels.cpu.structures import CHeadGate, CHeadMatmulLayer, CLatentHeads, CLatentPages
 from oarlock.workers.layers.attention import gate_with
+from oarlock.workers.layers.fused_layer import MATMULS, CannotPrepare, Program
 from oarlock.workers.layers.head_matmul import HeadMatmul
 from oarlock.workers.layers.latent_attention_spec import LatentAttentionSpec
 from oarlock.workers.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -146,3 +151,48 @@ class LatentAttention:
             both = (rotate_neighbours if self.pairs_neighbours else rotate)(both, *angles, x.dtype)
         row = torch.cat((self.kv_norm(compressed.contiguous()), both[:, -1]), 1)
         return torch.cat((self.matrices.keys(q_nope), both[:, :-1]), 2), row.unsqueeze(1)
+
+    def fuse(self, program: Program, source: Rows, rotary: int, memory: LayerMemory) -> tuple[RowParallelLinear, Rows]:
+        """Add the operations on `source` before the output projection; return the projection and its input rows."""
+        pages, sizes, heads = memory.kv, self.sizes, self.spec.num_heads
+        assert pages is not None
+        latent, q, rows, absorbed = Rows.SCRATCH_1, Rows.SCRATCH_2, Rows.SCRATCH_3, Rows.SCRATCH_0
+        gate, found, mixed = latent, q, absorbed  # these buffers are free again
+        q_a = program.take_optional(self, "q_a", ColumnParallelLinear)
+        if q_a is not None:
+            program.multiply(q_a, source, latent, *MATMULS)
+            norm = program.norm(program.take(self, "q_norm", RMSNorm))
+            program.add(OperationKind.NORM_ROWS, latent, latent, norm, norm.width)
+        of_q = program.take(self, "q", ColumnParallelLinear)
+        program.multiply(of_q, source if q_a is None else latent, q, *MATMULS)
+        program.multiply(program.take(self, "kv_a", ColumnParallelLinear), source, rows, *MATMULS)
+        gate_proj = program.take_optional(self, "gate", ColumnParallelLinear)
+        if gate_proj is not None:
+            program.multiply(gate_proj, source, gate, *MATMULS)
+        kv_norm = program.norm(program.take(self, "kv_norm", RMSNorm))
+        prepared = CLatentHeads(
+            kv_norm.scale, heads, sizes.nope_width, sizes.rope_width, sizes.kv_rank, kv_norm.eps,
+            -1 if self.rope is None else rotary, self.pairs_neighbours, rows,
+        )  # fmt: skip
+        program.add(OperationKind.PREPARE_LATENT, q, absorbed, prepared, heads * sizes.key_width)
+        matrices = program.take(self, "matrices", LatentMatrices)
+        self._multiply_heads(program, matrices.keys, q, sizes.query_width, absorbed, sizes.key_width)
+        layer = CLatentPages(
+            ctypes.addressof(program.backend.layer(self.spec)), pages.k.data_ptr(), program.pages, rows
+        )
+        program.add(OperationKind.ATTEND_LATENT, absorbed, found, layer, heads * sizes.kv_rank)
+        self._multiply_heads(program, matrices.values, found, sizes.kv_rank, mixed, sizes.value_dim)
+        if gate_proj is not None:
+            gates = CHeadGate(heads, sizes.value_dim, False)
+            program.add(OperationKind.GATE_HEADS, gate, mixed, gates, heads * sizes.value_dim)
+        return program.take(self, "output", RowParallelLinear), mixed
+
+    def _multiply_heads(
+        self, program: Program, matmul: HeadMatmul, source: Rows, width: int, target: Rows, target_width: int
+    ) -> None:
+        """Add `matmul` of heads that are `width` elements apart in the source, and `target_width` in the target."""
+        kernel = program.take(matmul, "kernel", CppHeadMatmul)
+        if kernel.kernels is not program.kernels or kernel.dtype != program.dtype:
+            raise CannotPrepare("matrices of heads are packed for other kernels or another type")
+        layer = CHeadMatmulLayer(kernel.structure, width, target_width)
+        program.add(OperationKind.MULTIPLY_HEADS, source, target, layer, self.spec.num_heads * target_width)

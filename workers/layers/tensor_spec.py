@@ -29,6 +29,9 @@ class RankDtype(Enum):
     DEQUANTIZED = auto()  # the same, and also if the checkpoint stores it quantized; adapters cannot update it
 
 
+NOT_QUANTIZED = (RankDtype.UNQUANTIZED, RankDtype.DEQUANTIZED)  # dtypes of matrices that are not quantized at load
+
+
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
     """One tensor of an ordinary checkpoint: its full shape, and how the ranks divide it."""

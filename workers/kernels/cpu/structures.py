@@ -39,6 +39,7 @@ class CAttentionLayer(ctypes.Structure):
         ("scale", c_float),
         ("softcap", c_float),
         ("pages", c_int),
+        ("value_in_key", c_int),
     )
 
 
@@ -323,6 +324,32 @@ class CHeadColumns(ctypes.Structure):
     _fields_ = (("columns", CColumns), ("norm", c_void_p), ("heads", c_long), ("width", c_long), ("eps", c_float))
 
 
+class CLatentHeads(ctypes.Structure):
+    _fields_ = (
+        ("norm", c_void_p),
+        ("heads", c_long),
+        ("nope_width", c_long),
+        ("rope_width", c_long),
+        ("kv_rank", c_long),
+        ("eps", c_float),
+        ("rotary", c_int),
+        ("interleaved", c_int),
+        ("rows", c_int),
+    )
+
+
+class CHeadMatmul(ctypes.Structure):
+    _fields_ = (("weight", c_void_p), ("heads", c_long), ("columns", c_long), ("inputs", c_long))
+
+
+class CHeadMatmulLayer(ctypes.Structure):
+    _fields_ = (("matmul", CHeadMatmul), ("x_width", c_long), ("y_width", c_long))
+
+
+class CLatentPages(ctypes.Structure):
+    _fields_ = (("attention", c_void_p), ("k_pages", c_void_p), ("pages", c_int), ("rows", c_int))
+
+
 class CHeadGate(ctypes.Structure):
     _fields_ = (("gates", c_long), ("width", c_long), ("is_softplus", c_int))
 
@@ -408,7 +435,8 @@ STRUCTURES: tuple[type[ctypes.Structure], ...] = (
     CAttentionStep, CAttentionLayer, CRankGroup, CHeadsOfRank, CRouter, CExpert, CExperts, CGroupedSource,
     CPackedWeight, CAdapterPairs, CAdaptedWeight, CAdapterRows, CNorm, CHeadsAndPages, CAddition, CClamp, CMoELayer,
     CStateStep, CConvolution, CDeltaHeads, CMambaHeads, CGatedNorm, CColumns, CConvolutionLayer, CDeltaLayer,
-    CMambaLayer, CGatedNormLayer, CColumnProduct, CColumnScale, CHeadColumns, CHeadGate, COperation, CBranch,
+    CMambaLayer, CGatedNormLayer, CColumnProduct, CColumnScale, CHeadColumns, CLatentHeads, CHeadMatmul,
+    CHeadMatmulLayer, CLatentPages, CHeadGate, COperation, CBranch,
     CRotaryRows, CLayerStep, CLogitsChanges, CSamplingStep, CSamplingOutput,
 )  # fmt: skip
 

@@ -3,12 +3,14 @@ number of ranks."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
+from oarlock.base.errors import StartupError
 from oarlock.workers.attention.backend import AttentionBackend, KVSpec
 from oarlock.workers.attention.reference import ReferenceBackend
 from oarlock.workers.attention.torch_backend import TorchBackend
@@ -19,8 +21,11 @@ from oarlock.workers.layers.decoder_spec import BranchSpec, DecoderSpec, LayerSp
 from oarlock.workers.layers.gated_mlp_spec import GatedMLPSpec
 from oarlock.workers.layers.latent_attention_spec import LatentAttentionSpec
 from oarlock.workers.layers.tensor_spec import NormSpec
+from oarlock.workers.lora.adapter_slots import AdapterSlots
+from oarlock.workers.lora.target_modules import check_adapter
 from oarlock.workers.models.decoder import Decoder
 from oarlock.workers.runner.memory_needs import rank_weight_bytes
+from tests.golden.adapters import Update, write_adapter
 from tests.golden.paged_run import PagedRun, on_ranks
 from tests.unit.workers.kernel_levels import threads
 from tests.unit.workers.weights_in_memory import MemoryWeights, random_weights
@@ -124,6 +129,19 @@ def test_matrices_that_are_stored_apart_have_the_same_bits() -> None:
 
     (expected,) = on_ranks(1, lambda tp: fed(loaded(spec, tp), ReferenceBackend, [31]))
     assert all(torch.equal(found, expected) for size in (1, 2) for found in on_ranks(size, logits))
+
+
+def test_adapters_update_all_matrices_but_those_of_the_latent(tmp_path: Path) -> None:
+    """Its keys and values are not computed, so an update of them has no matmul that it could be added to."""
+    spec = model_of(MODELS["neighbours"])
+    model = loaded(spec, TensorParallel.solo())
+    updated = {part.name for shard in AdapterSlots(model, 1, 4).shards for part in shard.parts}
+    inside = {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"}
+    assert {name.rpartition(".")[2] for name in updated if ".self_attn." in name} == inside
+    name = "model.layers.1.self_attn.kv_b_proj"
+    update = Update(name, 1.0, torch.ones(2, 32), torch.ones(160, 2))
+    with pytest.raises(StartupError, match=f"updates {name}, which cannot be adapted"):
+        check_adapter(write_adapter(tmp_path / "one.safetensors", [update]), spec, 4, None)
 
 
 @pytest.mark.parametrize("name", ["neighbours", "published widths"])

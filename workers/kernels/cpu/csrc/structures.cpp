@@ -10,7 +10,7 @@
 
 namespace {
 
-using gemm::Expert, gemm::Experts;
+using gemm::Expert, gemm::Experts, gemm::HeadMatmul;
 using recurrent::Convolution, recurrent::DeltaHeads, recurrent::GatedNorm, recurrent::MambaHeads, recurrent::StateStep;
 using sampling::LogitsChanges, sampling::SamplingOutput, sampling::SamplingStep;
 
@@ -60,7 +60,7 @@ extern "C" const char *oarlock_structures() {
   STRUCTURE(AttentionStep, FIELD(tables), FIELD(rows), FIELD(query_start_loc), FIELD(seq_lens), FIELD(seqs),
             FIELD(table_width))
   STRUCTURE(AttentionLayer, FIELD(heads), FIELD(kv_heads), FIELD(head_dim), FIELD(value_dim), FIELD(block_size),
-            FIELD(window), FIELD(chunk), FIELD(scale), FIELD(softcap), FIELD(pages))
+            FIELD(window), FIELD(chunk), FIELD(scale), FIELD(softcap), FIELD(pages), FIELD(value_in_key))
   STRUCTURE(RankGroup, FIELD(flags), FIELD(inputs), FIELD(buffer_bytes), FIELD(rank), FIELD(size), FIELD(collective),
             FIELD(spin_s), FIELD(yields), FIELD(timeout_s))
   STRUCTURE(HeadsOfRank, FIELD(heads), FIELD(kv_heads), FIELD(all_heads), FIELD(all_kv_heads), FIELD(first_head),
@@ -107,6 +107,11 @@ extern "C" const char *oarlock_structures() {
   STRUCTURE(ColumnProduct, FIELD(left), FIELD(right), FIELD(width))
   STRUCTURE(ColumnScale, FIELD(columns), FIELD(width), FIELD(scale))
   STRUCTURE(HeadColumns, FIELD(columns), FIELD(norm), FIELD(heads), FIELD(width), FIELD(eps))
+  STRUCTURE(LatentHeads, FIELD(norm), FIELD(heads), FIELD(nope_width), FIELD(rope_width), FIELD(kv_rank), FIELD(eps),
+            FIELD(rotary), FIELD(interleaved), FIELD(rows))
+  STRUCTURE(HeadMatmul, FIELD(weight), FIELD(heads), FIELD(columns), FIELD(inputs))
+  STRUCTURE(HeadMatmulLayer, FIELD(matmul), FIELD(x_width), FIELD(y_width))
+  STRUCTURE(LatentPages, FIELD(attention), FIELD(k_pages), FIELD(pages), FIELD(rows))
   STRUCTURE(HeadGate, FIELD(gates), FIELD(width), FIELD(is_softplus))
   STRUCTURE(Operation, FIELD(kind), FIELD(source), FIELD(target), FIELD(parameters))
   STRUCTURE(Branch, FIELD(operations), FIELD(count), FIELD(before_all_reduce), FIELD(rows_at_once), FIELD(widths),
