@@ -17,6 +17,7 @@ from oarlock.base.errors import StartupError
 from oarlock.workers.layers.decoder_spec import DecoderSpec, tensor_shapes
 from oarlock.workers.layers.experts_spec import ExpertsSpec
 from oarlock.workers.layers.gated_mlp_spec import GatedMLPSpec
+from oarlock.workers.layers.latent_attention_spec import LatentAttentionSpec
 from oarlock.workers.layers.mlp_spec import MLPSpec
 from oarlock.workers.layers.rotary import RotaryTable
 from oarlock.workers.models.hf_fields import _NEUTRAL, MOST, MOST_LAYERS, Fields
@@ -65,6 +66,9 @@ _KEYS = {
     "linear_allow_neg_eigval", "full_attention_interval", "attn_output_gate", "linear_attn_config", "linear_num_heads",
     "linear_head_dim", "model_max_length", "moe_renormalize", "num_expert_group", "num_experts_per_token",
     "layer_group_size", "kda_safe_gate", "kda_lower_bound", "short_conv_kernel_size", "num_mtp_layers",
+    "kv_lora_rank", "q_lora_rank",
+    "qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "rope_interleave", "scale_emb", "scale_depth",
+    "dim_model_base", "index_topk", "indexer_types", "topk_method", "scoring_func", "moe_layer_freq",
 }  # fmt: skip
 _ROPES: dict[str, dict[str, Any]] = {
     "default": {},
@@ -85,15 +89,20 @@ _OLDER = (
 _MIXTURES = (
     "Moe", "MoE", "MoeShared", "MoeSWA", "Mixtral", "Olmoe", "GptOss", "Dots1", "SolarOpen", "FlexOlmo", "HYV3",
     "MiniMaxM2", "Mellum", "Flint", "Kolibri1", "Phimoe", "Afmoe", "HunYuanMoEV1", "Llama4", "Qwen3Next", "Laguna",
-    "MiMoV2Flash",
+    "MiMoV2Flash", "AXK1", "DeepseekV2", "DeepseekV3", "DeepseekV32", "Glm4MoeLite", "GlmMoeDsa",
 )  # fmt: skip
+_LATENT = ("AXK1", "DeepseekV", "Glm4MoeLite", "GlmMoeDsa", "MiniCPM3", "Youtu")
+_OF_LATENT = {"num_key_value_heads": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 16,
+              "kv_lora_rank": 16, "q_lora_rank": 20, "n_group": 2, "topk_group": 1,
+              "first_k_dense_replace": 1}  # fmt: skip
 # Families with a rotary table for each kind of layer or without rotation, and without `rope_scaling`.
 _TABLES = ("CohereCompass", "Gemma4", "KimiLinear", "Laguna", "Lfm3", "Mamba2", "MiMoV2Flash", "NemotronH")
 # Keys that are read without a method of `Fields`.
 _RAW = {"architectures", "layer_types", "rope_scaling"}
 _RAW_OF_LAYERS = {
     "Lfm2": {"full_attn_idxs"}, "Gemma4": {"per_layer_config"}, "Laguna": {"gating", "num_attention_heads_per_layer"},
-    "MiMoV2Flash": {"hybrid_layer_pattern"}, "Bamba": {"attn_layer_indices", "mamba_d_head", "time_step_limit"},
+    "MiMoV2Flash": {"hybrid_layer_pattern"}, "GlmMoeDsa": {"indexer_types"},
+    "Bamba": {"attn_layer_indices", "mamba_d_head", "time_step_limit"},
     "FalconH1": {"mlp_multipliers", "ssm_multipliers", "mamba_d_ssm", "time_step_limit"},
     "GraniteMoeHybrid": {"mamba_d_head", "time_step_limit"}, "Mamba2": {"time_step_limit"},
     "NemotronH": {
@@ -138,6 +147,7 @@ _FOLLOWS = {
     "type": "rope type",
     "factor": "factor",
     "linear_key_head_dim": "linear_value_head_dim",
+    "qk_rope_head_dim": "head_dim",
 }
 
 
@@ -156,6 +166,7 @@ def base(architecture: str) -> dict[str, Any]:
     elif name == "MiMoV2Flash":
         own |= {"n_shared_experts": None}
     own |= _OF_MAMBA.get(name, {}) | _OF_KIMI.get(name, {})
+    own |= _OF_LATENT if name.startswith(_LATENT) else {}
     if name.startswith("Qwen3") and ("Next" in name or "_5" in name):
         own["full_attention_interval"] = 2
     # The tables of LongRoPE are those of whole heads.
@@ -193,6 +204,9 @@ def assert_usable(spec: DecoderSpec) -> None:
     assert spec.longest_length >= spec.default_length
     assert spec.num_layers <= MOST_LAYERS
     kinds = spec.attentions
+    latents = [one for one in spec.sublayers if isinstance(one, LatentAttentionSpec)]
+    widths = [width for one in latents for width in (one.kv_rank, one.nope_width, one.value_dim, one.q_rank or 1)]
+    assert all(type(width) is int and 0 < width <= MOST for width in widths)
     windows = [kind.window for kind in kinds]
     windows += [kind.chunk for kind in kinds]
     windows += [None if kind.query_scale is None else kind.query_scale.period for kind in kinds]
@@ -202,9 +216,13 @@ def assert_usable(spec: DecoderSpec) -> None:
     if spec.num_layers < 100:
         assert spec.num_parameters > 0 and tensor_shapes(spec)
     optional = [spec.logit_softcap, *(number for one in kinds for number in (one.softcap, one.clip_qkv))]
-    numbers = [spec.norm.eps, *(one.scale for one in kinds), *(number for number in optional if number is not None)]
+    numbers = [
+        spec.norm.eps,
+        *(one.scale for one in (*kinds, *latents)),
+        *(number for number in optional if number is not None),
+    ]
     assert all(type(number) is float and 0 < number < math.inf for number in numbers), numbers
-    for rope in {kind.rope for kind in kinds}:
+    for rope in {kind.rope for kind in (*kinds, *latents)}:
         if rope is None or rope.rotary_dim > 1024:
             continue
         for length in (1, spec.longest_length):
@@ -231,7 +249,7 @@ def odd_configs(architecture: str) -> Iterator[tuple[str, dict[str, Any]]]:
         kinds = ["default", "longrope"]
     elif architecture.startswith(_TABLES):
         kinds = []
-    elif architecture.startswith("Bamba"):  # it rotates half of a head, and LongRoPE's tables are those of whole heads
+    elif architecture.startswith("Bamba"):  # which rotates half of a head
         kinds = [kind for kind in kinds if kind != "longrope"]
     for value in ODD[turn % 2 :: 2]:
         for key in keys:
