@@ -64,7 +64,8 @@ def convolution(channels: int, taps: int) -> Kernel:
 
 
 KERNELS = [
-    delta(16, 16, 128), delta(32, 16, 128), delta(32, 32, 128, decays_channels=True), mamba(64, 64, 1, 128), convolution(6144, 4),
+    delta(16, 16, 128), delta(32, 16, 128), delta(32, 32, 128, decays_channels=True), mamba(64, 64, 1, 128),
+    convolution(6144, 4),
 ]  # fmt: skip
 
 

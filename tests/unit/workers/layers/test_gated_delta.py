@@ -79,9 +79,7 @@ def initialised(module: Any) -> Any:
     return module.eval()
 
 
-def ours(
-    tp: TensorParallel, spec: Spec, dtype: torch.dtype = torch.float32, quantization: str = "none"
-) -> Any:
+def ours(tp: TensorParallel, spec: Spec, dtype: torch.dtype = torch.float32, quantization: str = "none") -> Any:
     """Return the module of a rank, with the reference module's weights."""
     placement = Placement(tp, dtype, CPU, QUANTIZATIONS[quantization], slices=4)
     module: GatedDelta | KimiDelta

@@ -1,5 +1,5 @@
-"""Published configs of models with gated delta nets or Kimi delta attention: their layers, memory and sizes, and settings
-that are refused."""
+"""Published configs of models with gated delta nets or Kimi delta attention: layers, memory and sizes; settings that are
+refused."""
 
 from typing import Any
 
@@ -136,8 +136,9 @@ def test_kimi_linear_has_an_unrotated_latent_attention_in_the_layers_of_its_list
     assert (delta.decay_rank, delta.gate_rank, delta.lower_bound, delta.eps) == (128, 128, None, 1e-5)
     assert delta.memory.bytes_of_rank(1, "bfloat16") == 32 * 128 * 128 * 4 + 3 * 3 * 4096 * 2
     names = spec.names.rename
-    assert names("model.layers.1.block_sparse_moe.experts.3.w2.weight") == "model.layers.1.mlp.experts.3.down_proj.weight"
-    assert names("model.layers.1.block_sparse_moe.gate.weight") == "model.layers.1.mlp.gate.weight"
+    stored, ours = "model.layers.1.block_sparse_moe", "model.layers.1.mlp"
+    assert names(f"{stored}.experts.3.w2.weight") == f"{ours}.experts.3.down_proj.weight"
+    assert names(f"{stored}.gate.weight") == f"{ours}.gate.weight"
     unlisted = {**KIMI, "linear_attn_config": {}, "num_hidden_layers": 9}
     is_full = [layer.attention is not None for layer in describe(unlisted).layers]
     assert [number for number, one in enumerate(is_full) if one] == [4, 8]

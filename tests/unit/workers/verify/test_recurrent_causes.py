@@ -149,7 +149,7 @@ def late(step: StateStep) -> StateStep:
 OF_FUSED_LAYERS: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {"head_dim": 16},
     "lfm2": {"num_attention_heads": 4, "num_key_value_heads": 2},
-    **dict.fromkeys(("kimi_linear", "bailing_hybrid"), {"layer_types": ["linear_attention"] * 3}),
+    **{family: {"layer_types": ["linear_attention"] * 3} for family in ("kimi_linear", "bailing_hybrid")},
 }
 
 

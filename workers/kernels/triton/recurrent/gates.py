@@ -1,4 +1,4 @@
-"""Gates of recurrent layers: decays and rates of writes of the gated delta rule, step sizes of Mamba 2, and a SiLU gate.
+"""Gates of recurrent layers: decays and rates of writes of the gated delta rule, step sizes of Mamba 2, a SiLU gate.
 
 The exponential functions of decays and steps are computed in float64, because a state keeps their errors for as long as
 it keeps a token. These are few values, except the decays of channels, which are computed in float32, with a series in
@@ -78,10 +78,7 @@ def compute_kimi_gates(
     x = tl.load(f + row * f_stride + column, mask=inside, other=0.0).to(tl.float32)
     x += tl.load(dt_bias + column, mask=inside, other=0.0)
     rate = tl.exp(tl.load(a_log + head, mask=inside, other=0.0))
-    if BOUNDED:
-        decay = lower_bound * tl.sigmoid(rate * x)
-    else:
-        decay = -rate * _exact_softplus(x)
+    decay = lower_bound * tl.sigmoid(rate * x) if BOUNDED else -rate * _exact_softplus(x)
     tl.store(log_decay + row * (HEADS * WIDTH) + column, decay, mask=inside)
     begins = inside & (column % WIDTH == 0)
     write = tl.load(b + row * b_stride + head, mask=begins, other=0.0).to(tl.float32)

@@ -53,7 +53,8 @@ def recurrent(kind: str, names: tuple[str, ...]) -> dict[str, dict[str, int]]:
         for name, shape in TAPS.items()
     }
     launches |= {
-        name: (norm_group, norm_constants(*shape) | {"GATES_FIRST": True, "SIGMOID": False}, {}) for name, shape in GROUPS.items()
+        name: (norm_group, norm_constants(*shape) | {"GATES_FIRST": True, "SIGMOID": False}, {})
+        for name, shape in GROUPS.items()
     }
     launches |= {
         name: (
