@@ -50,6 +50,7 @@ CONCERNS: dict[str, tuple[str, ...]] = {
         "tests/unit/workers/kernels/triton/test_triton_weight_only.py",
     ),
     "triton-adapters": ("tests/unit/workers/kernels/triton/test_triton_low_rank.py",),
+    "triton-latent": ("tests/unit/workers/kernels/triton/test_triton_latent.py",),
     "triton-recurrent": ("tests/unit/workers/kernels/triton/test_triton_recurrent.py",),
     "sharding": (
         "tests/unit/workers/layers/test_sharding.py",
