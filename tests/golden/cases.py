@@ -253,9 +253,9 @@ CASES: dict[str, Case] = {
     "deepseek-v3": Case("deepseek_v3", {}, (1, 2, 4, 8)),
     "deepseek-v3-biased-halves": Case("deepseek_v3", {"rope_interleave": False, "attention_bias": True,
         "norm_topk_prob": False, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, (2,), torch.bfloat16),
-    "deepseek-v32": Case("deepseek_v32", {}, (1, 2, 4)),  # its indexer leaves no token out
+    "deepseek-v32": Case("deepseek_v32", {"index_topk": TOTAL}, (1, 2, 4)),  # its indexer leaves no token out
     "glm4-moe-lite": Case("glm4_moe_lite", {}, (1, 2, 4)),
-    "glm-moe-dsa": Case("glm_moe_dsa", {}, (1, 2, 4)),
+    "glm-moe-dsa": Case("glm_moe_dsa", {"index_topk": TOTAL}, (1, 2, 4)),
     "minicpm3": Case("minicpm3", {}, (1, 2, 4)),
     "minicpm3-plain-biased": Case("minicpm3", {"scale_depth": None, "dim_model_base": None, "attention_bias": True,
         "mlp_bias": True, "v_head_dim": 12, "q_lora_rank": None, "tie_word_embeddings": False}, (2,)),

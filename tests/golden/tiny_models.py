@@ -57,7 +57,7 @@ _LATENT_GROUPS = {**_LATENT, **_GROUPS, "n_routed_experts": 8, "n_shared_experts
 # YaRN that begins within the tests' prompts, and whose factor changes the scores.
 _MSCALE = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 16,
            "mscale": 1.0, "mscale_all_dim": 0.7}  # fmt: skip
-_INDEXER = {"index_topk": 36, "index_head_dim": 16, "index_n_heads": 2}
+_INDEXER = {"index_topk": 48, "index_head_dim": 16, "index_n_heads": 2}
 _GEMMA4 = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 12,
            "head_dim": 16, "global_head_dim": 32}  # fmt: skip
 # What sets a family apart. Windows are shorter than the tests' prompts, softcaps low enough to bend the scores.
