@@ -108,6 +108,7 @@ _KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
     "Kimi": {
         "KimiK25ForConditionalGeneration": ("moonshotai/Kimi-K2.5", EXPERTS, LATENT, TEXT),
         "Kimi_K25ForConditionalGeneration": ("moonshotai/Kimi-K2.5", EXPERTS, LATENT, TEXT),
+        "KimiLinearForCausalLM": ("moonshotai/Kimi-Linear-48B-A3B-Instruct", EXPERTS, RECURRENT, LATENT),
     },
     "Granite": {
         "GraniteForCausalLM": ("ibm-granite/granite-3.3-8b-instruct",),
@@ -173,6 +174,7 @@ _KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "Others": {
         "AXK1ForCausalLM": ("skt/A.X-K1", EXPERTS, LATENT),
+        "BailingHybridForCausalLM": ("inclusionAI/Ling-3.0-Flash", EXPERTS, RECURRENT, LATENT),
         "BambaForCausalLM": ("ibm-ai-platform/Bamba-9B-v2", RECURRENT, BASE),
         "BioGptForCausalLM": ("microsoft/biogpt", BASE, BIN),
         "Dots1ForCausalLM": ("rednote-hilab/dots.llm1.inst", EXPERTS),

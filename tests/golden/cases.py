@@ -260,6 +260,13 @@ CASES: dict[str, Case] = {
     "minicpm3-plain-biased": Case("minicpm3", {"scale_depth": None, "dim_model_base": None, "attention_bias": True,
         "mlp_bias": True, "v_head_dim": 12, "q_lora_rank": None, "tie_word_embeddings": False}, (2,)),
     "youtu": Case("youtu", {}, (1, 2, 4)),
+    "kimi-linear": Case("kimi_linear", {}, (1, 2, 4, 8)),
+    "kimi-linear-query-latent-biased": Case("kimi_linear", {"q_lora_rank": 20, "attention_bias": True,
+        "norm_topk_prob": False}, (2,), torch.bfloat16),
+    "bailing-hybrid": Case("bailing_hybrid", {}, (1, 2, 4)),
+    "bailing-hybrid-unbounded-mscale": Case("bailing_hybrid", {"kda_safe_gate": False, "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 16, "mscale": 1.0,
+        "mscale_all_dim": 0.7}}, (2,)),
     "llama4": Case("llama4_text", {}, (1, 2, 4)),
     "llama4-plain": Case("llama4_text", {"use_qk_norm": False, "attn_temperature_tuning": False, "attention_bias": True,
         "num_experts_per_tok": 1, "moe_layers": [0, 2], "no_rope_layers": [1, 1, 1], "rope_parameters": {

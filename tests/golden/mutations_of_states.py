@@ -45,7 +45,9 @@ def key_heads_shared_in_turn(patch: MonkeyPatch) -> None:
 
 def gate_before_the_norm(patch: MonkeyPatch) -> None:
     norm = operations.gated_norm
-    patch.setattr(operations, "gated_norm", lambda *inputs, gates_first: norm(*inputs, gates_first=not gates_first))
+    patch.setattr(
+        operations, "gated_norm", lambda *inputs, gates_first, **how: norm(*inputs, gates_first=not gates_first, **how)
+    )
 
 
 def taps_reversed(patch: MonkeyPatch) -> None:

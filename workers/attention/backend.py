@@ -179,6 +179,32 @@ class FusedBackend(AttentionBackend, Protocol):
 
 
 @runtime_checkable
+class FusedLatentBackend(AttentionBackend, Protocol):
+    """A backend with one kernel for the operations of latent attention between its projections and `attend`, except
+    for the matmul of the queries."""
+
+    def norm_rotate_and_write(
+        self,
+        kv: LayerKV,
+        q: Tensor,
+        rows: Tensor,
+        norm: tuple[Tensor, float],
+        angles: tuple[Tensor, Tensor] | None,
+        batch: ForwardBatch,
+        *,
+        pairs_neighbours: bool,
+    ) -> Tensor:
+        """Norm the latents of `rows`, rotate their other elements, and write them to the cache. Return queries
+        [T, H, head_dim] of which the elements after the first `value_width` are written: the last of `q`, rotated.
+
+        `q`: [T, H, width], projected. `rows`: [T, head_dim], projected. `norm`: scale of the latents' norm
+        [value_width], and its epsilon. `angles`: cos and sin, as in `FusedBackend`; None: nothing is rotated.
+        `pairs_neighbours`: neighbouring elements are rotated.
+        """
+        ...
+
+
+@runtime_checkable
 class CapturableBackend(AttentionBackend, Protocol):
     """A backend whose work for a step can be independent of values on the host."""
 

@@ -44,7 +44,17 @@ class CppBackend:
         self.pages = _ROUNDED.get(spec.cache_dtype, 0)
         heads = spec.num_kv_heads
         self._pages = CAttentionLayer(
-            heads, heads, spec.head_dim, spec.value_width, spec.block_size, 0, 0, 1.0, 0.0, self.pages, spec.value_in_key
+            heads,
+            heads,
+            spec.head_dim,
+            spec.value_width,
+            spec.block_size,
+            0,
+            0,
+            1.0,
+            0.0,
+            self.pages,
+            spec.value_in_key,
         )
         self.kernels = kernels = library.library(spec.dtype)
         pointer, number = ctypes.c_void_p, ctypes.c_long

@@ -1,7 +1,5 @@
 """Matmuls with one matrix for each head, such as the projections of latent attention between heads and the latent."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -14,36 +12,34 @@ class HeadMatmul:
     """`x[:, h] @ weight[h].T` for every head h: x [T, heads, inputs] -> [T, heads, outputs], summed in float32 and
     rounded once.
 
-    The bits of a row do not depend on the other rows if the matmul of one head guarantees this.
+    The bits of a row do not depend on the other rows if the matmul of one head guarantees this. On CUDA devices only
+    `FixedOrderHeadMatmul` does.
     """
 
-    def __init__(self, weight: Tensor, of_head: Callable[[Tensor], Matmul] | None = None) -> None:
-        """Prepare `weight` [heads, outputs, inputs], which the caller should not keep.
-
-        `of_head`: creates the matmul of one head's matrix [outputs, inputs]. None: the fastest on the CPU, and one
-        matmul for all heads on other devices.
-        """
+    def __init__(self, weight: Tensor) -> None:
+        """Prepare `weight` [heads, outputs, inputs], which the caller should not keep."""
         self.heads, self.outputs, self.inputs = weight.shape
         self.dtype = weight.dtype
         self.stacked: Tensor | None = None  # [heads, inputs, outputs]
         self.matmuls: list[Matmul] = []
         self.kernel: CppHeadMatmul | None = None
-        if of_head is None and gemm.can_serve(weight):
+        if gemm.can_serve(weight):
             self.kernel = CppHeadMatmul(weight)
-        elif of_head is None and weight.device.type != "cpu":
+        elif weight.device.type != "cpu":
             self.stacked = weight.transpose(1, 2).contiguous()
         else:
-            self.matmuls = [(of_head or matmul)(one.contiguous()) for one in weight]
+            self.matmuls = [matmul(one.contiguous()) for one in weight]
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return the results for `x`. `out`: where to store them, e.g. some columns of wider rows."""
+        """Return the results, in `out` [T, heads, outputs] if there is one. Heads of both may be parts of wider
+        rows."""
         assert x.shape[1:] == (self.heads, self.inputs) and x.dtype == self.dtype
         if self.kernel is not None:
             return self.kernel(x, out)
-        if self.stacked is not None:
-            y = torch.bmm(x.transpose(0, 1), self.stacked).transpose(0, 1)
-            return y if out is None else out.copy_(y)
         y = x.new_empty((len(x), self.heads, self.outputs)) if out is None else out
+        if self.stacked is not None:
+            torch.bmm(x.transpose(0, 1), self.stacked, out=y.transpose(0, 1))
+            return y
         for head, multiply in enumerate(self.matmuls):
             y[:, head] = multiply(x[:, head])
         return y

@@ -8,13 +8,12 @@ and the rows of all tokens. The all-reduce after the output projection is the on
 
 import ctypes
 from collections.abc import Mapping
-from functools import partial
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from oarlock.workers.attention.backend import AttentionSpec, LayerMemory, LayerStep
+from oarlock.workers.attention.backend import AttentionSpec, FusedLatentBackend, LayerKV, LayerMemory, LayerStep
 from oarlock.workers.kernels.cpu.fused_layer import OperationKind, Rows
 from oarlock.workers.kernels.cpu.head_matmul import CppHeadMatmul
 from oarlock.workers.kernels.cpu.structures import CHeadGate, CHeadMatmulLayer, CLatentHeads, CLatentPages
@@ -27,7 +26,7 @@ from oarlock.workers.layers.norm import RMSNorm
 from oarlock.workers.layers.placement import Placement
 from oarlock.workers.layers.rotary import rotate, rotate_neighbours
 from oarlock.workers.layers.sharding import shard_evenly
-from oarlock.workers.quantization.fixed_order import FIXED_ORDER, FixedOrderMatmul
+from oarlock.workers.quantization.fixed_order import FIXED_ORDER, FixedOrderHeadMatmul
 from oarlock.workers.quantization.method import StoredRows, WeightShard
 from oarlock.workers.weights.source import WeightSource
 
@@ -63,9 +62,8 @@ class LatentMatrices:
             keys, values = stored[0][:, : self.nope_width].transpose(1, 2), stored[0][:, self.nope_width :]
         else:
             keys, values = stored
-        in_order = self.placement.quantization is FIXED_ORDER
-        of_head = partial(FixedOrderMatmul, bias=None) if in_order else None
-        self.keys, self.values = HeadMatmul(keys, of_head), HeadMatmul(values, of_head)
+        kind = FixedOrderHeadMatmul if self.placement.quantization is FIXED_ORDER else HeadMatmul
+        self.keys, self.values = kind(keys), kind(values)
 
 
 class LatentAttention:
@@ -133,17 +131,34 @@ class LatentAttention:
         """Return the results of the rank's heads, before the output projection: [T, H * value_dim]."""
         backend, kv = step.backend, step.kv
         assert backend is not None and kv is not None
-        q, rows = self.queries_and_rows(x, None if self.rope is None else step.angles)
-        backend.write(kv, rows, None, step.batch)
+        if isinstance(backend, FusedLatentBackend):
+            q = self._written(x, step, backend, kv)
+        else:
+            q, rows = self.queries_and_rows(x, None if self.rope is None else step.angles)
+            backend.write(kv, rows, None, step.batch)
         found = backend.attend(q, kv, step.plan, self.spec)  # [T, H * kv_rank]
         mixed = self.matrices.values(found.unflatten(1, (self.spec.num_heads, -1))).flatten(1)
         return mixed if self.gate is None else gate_with(mixed, self.gate(x), "sigmoid")
 
+    def _projected(self, x: Tensor) -> Tensor:
+        """Return the queries before absorption: [T, H, nope_width + rope_width]."""
+        latent = x if self.q_a is None or self.q_norm is None else self.q_norm(self.q_a(x))
+        return self.q(latent).unflatten(1, (self.spec.num_heads, -1))
+
+    def _written(self, x: Tensor, step: LayerStep, backend: FusedLatentBackend, kv: LayerKV) -> Tensor:
+        """Return the absorbed queries [T, H, kv_rank + rope_width], and write the rows of the tokens."""
+        q, rows = self._projected(x), self.kv_a(x)
+        norm, angles = (self.kv_norm.weight, self.kv_norm.eps), None if self.rope is None else step.angles
+        queries = backend.norm_rotate_and_write(
+            kv, q, rows, norm, angles, step.batch, pairs_neighbours=self.pairs_neighbours
+        )
+        self.matrices.keys(q[..., : self.sizes.nope_width], out=queries[..., : self.sizes.kv_rank])
+        return queries
+
     def queries_and_rows(self, x: Tensor, angles: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
         """Return the absorbed queries [T, H, kv_rank + rope_width] and the rows of the tokens
         [T, 1, kv_rank + rope_width], the latent first."""
-        latent = x if self.q_a is None or self.q_norm is None else self.q_norm(self.q_a(x))
-        q = self.q(latent).unflatten(1, (self.spec.num_heads, -1))  # [T, H, nope_width + rope_width]
+        q = self._projected(x)
         q_nope, q_rope = q.split([self.sizes.nope_width, self.sizes.rope_width], 2)
         compressed, k_rope = self.kv_a(x).split([self.sizes.kv_rank, self.sizes.rope_width], 1)
         both = torch.cat((q_rope, k_rope.unsqueeze(1)), 1)  # [T, H + 1, rope_width]
@@ -188,9 +203,17 @@ class LatentAttention:
         return program.take(self, "output", RowParallelLinear), mixed
 
     def _multiply_heads(
-        self, program: Program, matmul: HeadMatmul, source: Rows, width: int, target: Rows, target_width: int
+        self,
+        program: Program,
+        matmul: HeadMatmul | FixedOrderHeadMatmul,
+        source: Rows,
+        width: int,
+        target: Rows,
+        target_width: int,
     ) -> None:
         """Add `matmul` of heads that are `width` elements apart in the source, and `target_width` in the target."""
+        if not isinstance(matmul, HeadMatmul):
+            raise CannotPrepare("matrices of heads are multiplied by kernels in Triton")
         kernel = program.take(matmul, "kernel", CppHeadMatmul)
         if kernel.kernels is not program.kernels or kernel.dtype != program.dtype:
             raise CannotPrepare("matrices of heads are packed for other kernels or another type")

@@ -217,7 +217,8 @@ def _cause(fault: _Fault) -> str:
         case Computation.GATED_NORM if isinstance(branch.sublayer, Mamba2Spec) and branch.sublayer.eps is None:
             return _recurrent(fault, branch.sublayer)  # only a gate follows it
         case Computation.GATED_NORM:
-            return f"{fault.module}.{branch.sublayer.module}.norm: its weight, the norm itself, or the gate after it"
+            norm = next(one.module for one in branch.sublayer.taps if one.computation is Computation.RECURRENCE)
+            return f"{fault.module}.{branch.sublayer.module}.{norm}: its weight, the norm itself, or the gate after it"
         case Computation.SUM:
             return _row_parallel(fault, branch, tap)
         case Computation.LOGITS:

@@ -42,8 +42,8 @@ class CppHeadMatmul:
         y = torch.empty(shape, dtype=x.dtype) if out is None else out
         assert y.shape == shape and y.dtype == x.dtype and y.stride(2) == 1
         self.kernels.oarlock_multiply_heads(
-            ctypes.byref(self.structure), x.data_ptr(), x.stride(0), x.stride(1), y.data_ptr(), y.stride(0), y.stride(1),
-            len(x), ELEMENT_TYPES[self.dtype],
+            ctypes.byref(self.structure), x.data_ptr(), *x.stride()[:2], y.data_ptr(), *y.stride()[:2], len(x),
+            ELEMENT_TYPES[self.dtype],
         )  # fmt: skip
         return y
 

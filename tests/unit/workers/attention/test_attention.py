@@ -23,6 +23,7 @@ FAST = [TorchBackend, *CPP]
 # Of the slower tests: each form of pages with one type.
 NUMBERS = [(torch.bfloat16, "auto"), (torch.float16, "auto"), (torch.float32, "auto")]
 NUMBERS += [(torch.bfloat16, "int8"), (torch.float32, "fp8")]
+LATENT = {"heads": 1, "group": 10, "width": 112, "value": 80, "latent": True}
 each_cache = pytest.mark.parametrize("cache", ["auto", *ROUNDED])
 # The torch backend is not batch-invariant in float32: the number of rows decides how torch's products split their sums.
 INVARIANT = [
@@ -286,6 +287,7 @@ def test_choose_prefers_the_fast_backend_and_logs_the_reason_otherwise():
         {"group": 1, "width": 16},
         {"width": 256, "heads": 1},
         {"width": 192, "value": 128, "heads": 1, "group": 13},
+        {"width": 320, "value": 256, "heads": 1, "group": 45, "latent": True},
         {"window": 300, "block": 48, "sinks": True},
     ],
     ids=str,
@@ -314,7 +316,9 @@ def agree_over_spans(options, dtype, cache):
 @pytest.mark.parametrize("backend", EMULATED)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(
-    "options", [{"group": 7}, {"width": 80, "block": 48, "sinks": True}, {"window": 40, "softcap": 5.0}], ids=str
+    "options",
+    [{"group": 7}, {"width": 80, "block": 48, "sinks": True}, {"window": 40, "softcap": 5.0}, LATENT],
+    ids=str,
 )
 @each_cache
 def test_an_emulated_processor_agrees_with_the_reference(options, dtype, backend, cache):
@@ -325,11 +329,11 @@ def test_an_emulated_processor_agrees_with_the_reference(options, dtype, backend
 
 @pytest.mark.parametrize("backend", [*CPP, *EMULATED])
 @pytest.mark.parametrize(("dtype", "cache"), NUMBERS, ids=str)
-@pytest.mark.parametrize("options", [{}, {"window": 700, "sinks": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"window": 700, "sinks": True}, LATENT], ids=str)
 @pytest.mark.slow
 def test_threads_share_the_positions_of_a_sequence_without_changing_a_bit(options, dtype, backend, cache):
     seqs = [Seq(1, 1700), Seq(3, 900), Seq(1, 20), Seq(40, 800)]
-    case = case_of(seqs, dtype=dtype, heads=1, group=7, cache=cache, **options)
+    case = case_of(seqs, dtype=dtype, cache=cache, **{"heads": 1, "group": 7, **options})
     one = case.run(backend(case.spec))
     for threads in (3, 16):
         torch.set_num_threads(threads)

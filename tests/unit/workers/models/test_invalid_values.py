@@ -63,7 +63,10 @@ _KEYS = {
     "use_double_wide_mlp", "gating", "num_attention_heads_per_layer", "moe_routed_scaling_factor", "v_head_dim",
     "attention_value_scale", "sliding_window_size", "hybrid_layer_pattern", "linear_num_key_heads",
     "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim",
-    "linear_allow_neg_eigval", "full_attention_interval", "attn_output_gate", "kv_lora_rank", "q_lora_rank",
+    "linear_allow_neg_eigval", "full_attention_interval", "attn_output_gate", "linear_attn_config", "linear_num_heads",
+    "linear_head_dim", "model_max_length", "moe_renormalize", "num_expert_group", "num_experts_per_token",
+    "layer_group_size", "kda_safe_gate", "kda_lower_bound", "short_conv_kernel_size", "num_mtp_layers",
+    "kv_lora_rank", "q_lora_rank",
     "qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "rope_interleave", "scale_emb", "scale_depth",
     "dim_model_base", "index_topk", "indexer_types", "topk_method", "scoring_func", "moe_layer_freq",
 }  # fmt: skip
@@ -93,7 +96,7 @@ _OF_LATENT = {"num_key_value_heads": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim
               "kv_lora_rank": 16, "q_lora_rank": 20, "n_group": 2, "topk_group": 1,
               "first_k_dense_replace": 1}  # fmt: skip
 # Families with a rotary table for each kind of layer or without rotation, and without `rope_scaling`.
-_TABLES = ("CohereCompass", "Gemma4", "Laguna", "Lfm3", "Mamba2", "MiMoV2Flash", "NemotronH")
+_TABLES = ("CohereCompass", "Gemma4", "KimiLinear", "Laguna", "Lfm3", "Mamba2", "MiMoV2Flash", "NemotronH")
 # Keys that are read without a method of `Fields`.
 _RAW = {"architectures", "layer_types", "rope_scaling"}
 _RAW_OF_LAYERS = {
@@ -117,6 +120,14 @@ _OF_MAMBA: dict[str, dict[str, Any]] = {
     "NemotronH": {"mamba_num_heads": 8, "ssm_state_size": 16, "n_groups": 2, "n_routed_experts": 8,
                   "num_experts_per_tok": 2, "sliding_window": None},
 }  # fmt: skip
+_KIMI = {
+    "num_key_value_heads": 8, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
+    "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "moe_intermediate_size": 32,
+}  # fmt: skip
+_OF_KIMI: dict[str, dict[str, Any]] = {
+    "KimiLinear": {**_KIMI, "linear_attn_config": {"head_dim": 16, "num_heads": 8}, "rope_scaling": None},
+    "BailingHybrid": {**_KIMI, "layer_group_size": 2},
+}
 _RAW_OF_EXPERTS = {"attn_type_list", "layer_rope_theta", "mlp_layer_types", "mlp_only_layers"}
 # Keys whose invalid value may be reported under another key, which is derived from it.
 _FOLLOWS = {
@@ -154,7 +165,7 @@ def base(architecture: str) -> dict[str, Any]:
         own |= {"layer_types": ["conv", "full_attention", "conv"]}
     elif name == "MiMoV2Flash":
         own |= {"n_shared_experts": None}
-    own |= _OF_MAMBA.get(name, {})
+    own |= _OF_MAMBA.get(name, {}) | _OF_KIMI.get(name, {})
     own |= _OF_LATENT if name.startswith(_LATENT) else {}
     if name.startswith("Qwen3") and ("Next" in name or "_5" in name):
         own["full_attention_interval"] = 2
