@@ -1,5 +1,5 @@
-"""Verification finds nothing in right models with latent attention: in every format, in GGUF files, and with adapters. It
-names a wrong update of a projection inside.
+"""Verification finds nothing in right models with latent attention: in every format, in GGUF files, and with adapters.
+It names a wrong update of a projection inside.
 """
 
 import json
