@@ -96,13 +96,13 @@ class KimiDeltaSpec(WithoutContext):
         found = [Tap(f"kimi_{part}", Computation.PROJECTION, f"{part}_proj", False, *whole) for part in "qkv"]
         if self.decay_rank is not None:
             found.append(Tap("kimi_f_a", Computation.PROJECTION, "f_a_proj", width=self.decay_rank))
-        f = "f_proj" if self.decay_rank is None else "f_b_proj"
-        found.append(Tap("kimi_f", Computation.PROJECTION, f, False, *whole))
+        f, reads = ("f_proj", "") if self.decay_rank is None else ("f_b_proj", "kimi_f_a")
+        found.append(Tap("kimi_f", Computation.PROJECTION, f, False, *whole, reads=reads))
         found.append(Tap("kimi_b", Computation.PROJECTION, "b_proj", False, *heads))
         if self.gate_rank is not None:
             found.append(Tap("kimi_g_a", Computation.PROJECTION, "g_a_proj", width=self.gate_rank))
-        g = "g_proj" if self.gate_rank is None else "g_b_proj"
-        found.append(Tap("kimi_g", Computation.PROJECTION, g, False, *whole))
+        g, reads = ("g_proj", "") if self.gate_rank is None else ("g_b_proj", "kimi_g_a")
+        found.append(Tap("kimi_g", Computation.PROJECTION, g, False, *whole, reads=reads))
         found += [Tap(f"{part}_conv", Computation.CONVOLUTION, f"{part}_conv1d", False, *whole) for part in "qkv"]
         return [
             *found,
