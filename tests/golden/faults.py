@@ -162,8 +162,6 @@ FAULTS = [
     Fault("S13", "key heads shared in turn", of_states.key_heads_shared_in_turn, "qwen3-5", 2, "0.recurrence"),
     Fault("S13", "gate before the norm", of_states.gate_before_the_norm, "qwen3-next", 1, "0.gated_norm"),
     Fault("S13", "decay of the next channel", of_states.decays_of_the_next_channel, "kimi-linear", 2, "0.recurrence"),
-    Fault("S13", "channels decay alike", of_states.decays_of_a_head_alike, "bailing-hybrid", 1, "0.recurrence"),
-    Fault("S13", "decays not bounded", of_states.lower_bound_ignored, "bailing-hybrid", 1, "0.recurrence"),
     Fault("S6", "decays of the first rank", of_states.biases_of_the_first_rank, "kimi-linear", 2, "0.recurrence"),
     Fault("S13", "SiLU in place of the sigmoid", of_states.silu_for_the_sigmoid, "kimi-linear", 1, "0.gated_norm"),
     Fault("S13", "taps reversed", of_states.taps_reversed, "olmo-hybrid", 1, "0.q_conv"),

@@ -61,22 +61,6 @@ def decays_of_the_next_channel(patch: MonkeyPatch) -> None:
     patch.setattr(KimiGates, "__call__", patched)
 
 
-def decays_of_a_head_alike(patch: MonkeyPatch) -> None:
-    """A gated delta net's decay: one for all channels of a head."""
-    gates = KimiGates.__call__
-
-    def patched(self: KimiGates, f: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        log_decay, beta = gates(self, f, b)
-        return log_decay.mean(2), beta
-
-    patch.setattr(KimiGates, "__call__", patched)
-
-
-def lower_bound_ignored(patch: MonkeyPatch) -> None:
-    gates = operations.kimi_gates
-    patch.setattr(operations, "kimi_gates", lambda *inputs, lower_bound: gates(*inputs, lower_bound=None))
-
-
 def biases_of_the_first_rank(patch: MonkeyPatch) -> None:
     load = KimiGates.load
 

@@ -181,7 +181,7 @@ LATE = "its checkpoint is 1 token too late: it read the state after 4 tokens of 
         ("qwen3_5_text", GatedDelta, "convolve", "convolution", False),
         ("qwen3_5_text", GatedDelta, "recur", "recurrence", True),
         ("kimi_linear", KimiDelta, "convolve", "convolution", False),
-        ("bailing_hybrid", KimiDelta, "recur", "recurrence", False),
+        pytest.param("bailing_hybrid", KimiDelta, "recur", "recurrence", False, marks=pytest.mark.soak),
         ("mamba2", Mamba2, "recur", "recurrence", False),
         ("mamba2", Mamba2, "convolve", "convolution", True),
         ("falcon_h1", Mamba2, "recur", "recurrence", False),  # without a norm: the gated result is compared
@@ -216,6 +216,7 @@ def test_a_late_checkpoint_of_one_operation_is_named(
         ("f_a_proj.weight", "self_attn.f_a_proj.weight"),
     ],
 )
+@pytest.mark.soak
 def test_a_damaged_tensor_of_kimi_delta_attention_is_named(
     cases: Callable[[str], VerifyCase], tmp_path: Path, tensor: str, cause: str
 ) -> None:
@@ -224,7 +225,9 @@ def test_a_damaged_tensor_of_kimi_delta_attention_is_named(
     assert any(cause in one for one in causes), causes
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text", "kimi_linear", "mamba2", "lfm2"])
+@pytest.mark.parametrize(
+    "family", ["qwen3_5_text", pytest.param("kimi_linear", marks=pytest.mark.soak), "mamba2", "lfm2"]
+)
 def test_a_late_checkpoint_of_the_served_call_is_named(
     cases: Callable[[str], VerifyCase], monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
