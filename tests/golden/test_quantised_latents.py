@@ -46,10 +46,13 @@ def matrices(path: Path, size: int, quantization: str = "none") -> Tensor:
 
 @pytest.mark.parametrize(
     "name",
-    ["gptq-4-32-sym", "awq-32", "integers-channel", "fp8-block", "nf4-nested"]
-    + [
-        pytest.param(name, marks=pytest.mark.soak)
-        for name in ("gptq-8-32-asym-act", "packed-4-64-asym", "floats-channel", "fp8-block-128-bf16", "fp8-tensor")
+    [
+        "gptq-4-32-sym",
+        "fp8-block",
+        "nf4-nested",
+        *(pytest.param(name, marks=pytest.mark.soak) for name in ("awq-32", "gptq-8-32-asym-act", "packed-4-64-asym")),
+        *(pytest.param(name, marks=pytest.mark.soak) for name in ("integers-channel", "floats-channel")),
+        *(pytest.param(name, marks=pytest.mark.soak) for name in ("fp8-block-128-bf16", "fp8-tensor")),
     ],
 )
 def test_every_rank_has_the_rows_of_its_heads(tmp_path: Path, name: str) -> None:

@@ -90,7 +90,8 @@ def test_layers_with_windows_have_the_same_bits(tmp_path: Path) -> None:
     executor.close()
 
 
-@pytest.mark.parametrize("cache", [pytest.param("auto", marks=pytest.mark.soak), "int8"])
+@pytest.mark.soak
+@pytest.mark.parametrize("cache", ["auto", "int8"])
 def test_rows_of_latent_attention_have_the_same_bits(cache: str, tmp_path: Path) -> None:
     """Each rank keeps the rows of all heads, and no values besides."""
     sizes = {"vocab_size": 3000, "kv_lora_rank": 32, "qk_rope_head_dim": 16}

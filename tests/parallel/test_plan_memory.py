@@ -43,6 +43,7 @@ def bytes_of(memory: list[LayerMemory]) -> int:
         ("deepseek_v3", {"tensor_parallel_size": 2, "dtype": "bfloat16", "kv_cache_dtype": "int8", "max_loras": 2}),
         ("glm4_moe_lite", {"pipeline_parallel_size": 3, "quantization": "int8"}),
         ("qwen3_5_text", {"pipeline_parallel_size": 3, "dtype": "bfloat16"}),
+        ("bailing_hybrid", {"pipeline_parallel_size": 3, "dtype": "bfloat16", "quantization": "int8"}),
         ("nemotron_h", {"pipeline_parallel_size": 4}),  # the second and the last have no memory
         ("falcon_h1", {"tensor_parallel_size": 4, "dtype": "bfloat16", "kv_cache_dtype": "int8"}),
         ("llama", {"pipeline_parallel_size": 2, "kv_cache_dtype": "int8"}),
@@ -63,7 +64,8 @@ def test_ranks_of_a_class_without_a_page_match_the_plan(
     """Dense, a mixture, recurrent, and one that every rank holds whole."""
     look_in_this_process(monkeypatch)
     model = str(make_class(tmp_path, model_type))
-    config = WorkerConfig(model, tensor_parallel_size=size, **{**COMMON, **changes}, max_num_batched_tokens=64)
+    changes = {**changes, "max_num_batched_tokens": 64, "model_impl": "transformers"}
+    config = WorkerConfig(model, tensor_parallel_size=size, **{**COMMON, **changes})
     check(config, make=ClassRunner, limit=0.0)
 
 

@@ -14,6 +14,7 @@ from oarlock.workers.layers.attention_spec import SelfAttentionSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec
 from oarlock.workers.layers.gated_delta_spec import GatedDeltaSpec
 from oarlock.workers.layers.gated_mlp_spec import GatedMLPSpec
+from oarlock.workers.layers.kimi_delta_spec import KimiDeltaSpec
 from oarlock.workers.layers.latent_attention_spec import LatentAttentionSpec
 from oarlock.workers.layers.layer_input_spec import LayerInputTable
 from oarlock.workers.layers.mamba2_spec import Mamba2Spec
@@ -375,10 +376,13 @@ def is_ignorable(spec: DecoderSpec, name: str) -> bool:
     return spec.names.rename(name) is None or (spec.tie_word_embeddings and name == f"{_HEAD}weight")
 
 
+_FUSING = (
+    SelfAttentionSpec, GatedMLPSpec, MLPSpec, GatedDeltaSpec, KimiDeltaSpec, Mamba2Spec, ShortConvolutionSpec,
+)  # fmt: skip
 # Fused module of a layer -> the modules that it contains.
 FUSED_MODULES = {
     f"{kind.module}.{whole}": tuple(f"{kind.module}.{part}" for part in parts)
-    for kind in (SelfAttentionSpec, GatedMLPSpec, MLPSpec, GatedDeltaSpec, Mamba2Spec, ShortConvolutionSpec)
+    for kind in _FUSING
     for whole, parts in kind.fused.items()
 }
 _LAYERS, _EMBEDDING, _NORM, _HEAD = "model.layers.", "model.embed_tokens.", "model.norm.", "lm_head."

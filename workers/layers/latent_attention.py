@@ -75,6 +75,7 @@ class LatentAttention:
         "q_proj": "q", "q_a_proj": "q_a", "q_b_proj": "q", "kv_a_proj_with_mqa": "kv_a", "g_proj": "gate",
         "o_proj": "output",
     }  # fmt: skip
+    norms: ClassVar[Mapping[str, str]] = {"q_a_layernorm": "q_norm", "kv_a_layernorm": "kv_norm"}  # likewise
 
     def __init__(self, name: str, spec: LatentAttentionSpec, layer: int, hidden: int, placement: Placement) -> None:
         tp = placement.tp

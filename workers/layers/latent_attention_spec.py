@@ -107,11 +107,14 @@ class LatentAttentionSpec:
         if self.q_rank is not None:
             found.append(Tap("q_a", Computation.PROJECTION, "q_a_proj", width=self.q_rank))
             found.append(Tap("q_latent", Computation.NORM, "q_a_layernorm", width=self.q_rank))
-        found.append(Tap("q", Computation.PROJECTION, "q_proj" if self.q_rank is None else "q_b_proj", False, *queries))
+        module, reads = ("q_proj", "") if self.q_rank is None else ("q_b_proj", "q_latent")
+        found.append(Tap("q", Computation.PROJECTION, module, False, *queries, reads=reads))
         found.append(Tap("kv_a", Computation.PROJECTION, "kv_a_proj_with_mqa", width=self.key_width))
         found.append(Tap("latent", Computation.NORM, "kv_a_layernorm", width=self.kv_rank, factor=self.latent_factor))
         if self.output_gate:
             found.append(Tap("attention_gate", Computation.PROJECTION, "g_proj", False, self.num_heads, self.num_heads))
+        found.append(Tap("q_rope", Computation.ROTATION, width=self.num_heads * self.rope_width, parts=self.num_heads))
+        found.append(Tap("k_rope", Computation.ROTATION, width=self.rope_width))
         found.append(Tap("attention", Computation.ATTENTION, "o_proj", True, *mixed))
         return [*found, Tap("o_proj", Computation.SUM, "o_proj")]
 

@@ -7,7 +7,7 @@ from oarlock.workers.layers.experts_spec import ExpertsSpec
 from oarlock.workers.model_files.tensor_names import TensorNames
 from oarlock.workers.models.deepseek import SIGMOID, latent_mixtures, sigmoid_mixture
 from oarlock.workers.models.hf_experts import sparse_layers
-from oarlock.workers.models.hf_fields import Describe, Fields
+from oarlock.workers.models.hf_fields import Describe, Fields, wrong
 from oarlock.workers.models.hf_latent import LatentDefaults, latent_attention, require_query_latent
 
 _DEFAULTS = LatentDefaults(positions=32768)
@@ -17,6 +17,8 @@ _NORM = "post_mlp_layernorm"
 def describe_axk1(fields: Fields) -> DecoderSpec:
     """Describe A.X K1. The published model's router has no correction, which its `topk_method` shows."""
     method = fields.raw.get("topk_method")
+    if method is not None and not isinstance(method, str):
+        raise wrong("topk_method", "a string", method)
     fields.serve_only({**SIGMOID, "topk_method": ("noaux_tc", method)})
     require_query_latent(fields)
     mixture = sigmoid_mixture(fields, experts=192)

@@ -35,6 +35,8 @@ from oarlock.workers.layers.gated_delta import GatedDelta
 from oarlock.workers.layers.gated_delta_spec import GatedDeltaSpec
 from oarlock.workers.layers.gated_mlp import GatedMLP
 from oarlock.workers.layers.gated_mlp_spec import GatedMLPSpec
+from oarlock.workers.layers.kimi_delta import KimiDelta
+from oarlock.workers.layers.kimi_delta_spec import KimiDeltaSpec
 from oarlock.workers.layers.latent_attention import LatentAttention
 from oarlock.workers.layers.latent_attention_spec import LatentAttentionSpec
 from oarlock.workers.layers.layer_input import LayerInput, LayerInputs
@@ -86,7 +88,7 @@ class Sublayer(Protocol):
 _SUBLAYERS: dict[type, Callable[..., Sublayer]] = {
     SelfAttentionSpec: Attention, LatentAttentionSpec: LatentAttention, GatedMLPSpec: GatedMLP, MLPSpec: MLP,
     ExpertsSpec: Experts, GatedDeltaSpec: GatedDelta, Mamba2Spec: Mamba2, ShortConvolutionSpec: ShortConvolution,
-    LayerInputSpec: LayerInput,
+    LayerInputSpec: LayerInput, KimiDeltaSpec: KimiDelta,
 }  # fmt: skip
 
 

@@ -158,6 +158,7 @@ def gguf_mixture(settings: GGUFSettings, config: dict[str, Any]) -> dict[str, An
     by_default = _GROUPS.get((experts, config["vocab_size"]), (1, 1))
     groups = settings.count(".expert_group_count", by_default[0])
     own: dict[str, Any] = {
+        "n_routed_experts": experts,  # the name that transformers' classes read
         "moe_intermediate_size": settings.count(".expert_feed_forward_length"),
         "n_shared_experts": settings.count(".expert_shared_count"),
         "first_k_dense_replace": settings.count(".leading_dense_block_count", 0),

@@ -19,7 +19,7 @@ class LatentDefaults:
     rope_width: int = 64
     value_dim: int = 128
     kv_rank: int = 512
-    q_rank: int = 1536
+    q_rank: int | None = 1536  # None: queries have no latent of their own
     positions: int = 4096  # of `max_position_embeddings`
 
 

@@ -108,8 +108,19 @@ def tapped(spec: DecoderSpec, layer: int, tensor: str) -> Tapped:
     return next(one for one in taps_of(spec.layers[layer]) if one.tap.name == tensor)
 
 
-def read_by(spec: DecoderSpec, layer: int, branch: BranchSpec) -> str:
-    """Return the tensor that the sublayer of `branch` reads: its norm, or the residual before it."""
+def positions_in(folder: Path) -> tuple[Tensor, Tensor]:
+    """Return the position of every recorded token in its sequence [T], and whether it follows the prompt, bool [T]."""
+    text = Text.read(folder)
+    counts = [(len(prompt), len(sequence)) for prompt, sequence in zip(text.prompts, text.inputs(), strict=True)]
+    positions = torch.cat([torch.arange(total) for _, total in counts])
+    return positions, torch.cat([torch.arange(total) >= prompt for prompt, total in counts])
+
+
+def read_by(spec: DecoderSpec, layer: int, branch: BranchSpec, tap: Tap | None = None) -> str:
+    """Return the tensor that the sublayer of `branch` reads: its norm, or the residual before it. `tap`: return the
+    tensor that its module reads, which may be another one in the sublayer."""
+    if tap is not None and tap.reads:
+        return f"{layer}.{tap.reads}"
     names = layer_tensors(spec)
     at = next(f"{layer}.{tap.name}" for tap in branch.sublayer.taps if tap.is_compared)
     if branch.norm is not None:

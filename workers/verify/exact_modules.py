@@ -24,6 +24,7 @@ _CONVERT_INPUTS = {"Mamba2Block": "norm", "NemotronHBlock": "norm", "Mamba2ForCa
 # Ends of the names of modules with a recurrent state.
 _RECURRENT = (
     "GatedDeltaNet", "BambaMixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer", "Mamba2Mixer", "ShortConv",
+    "DeltaAttention", "ForgetGate",
 )  # fmt: skip
 # Ends of the names of ignored modules that choose all tokens of the contexts that are served, whatever they compute.
 _CHOOSING = ("Indexer",)

@@ -52,6 +52,7 @@ class OperationKind(IntEnum):
     PREPARE_LATENT = 21
     MULTIPLY_HEADS = 22
     ATTEND_LATENT = 23
+    KIMI_DELTA = 24
 
 
 @cache

@@ -250,7 +250,23 @@ class CConvolution(ctypes.Structure):
 
 
 class CDeltaHeads(ctypes.Structure):
-    _fields_ = (("key_heads", c_long), ("value_heads", c_long), ("key_width", c_long), ("value_width", c_long))
+    _fields_ = (
+        ("key_heads", c_long),
+        ("value_heads", c_long),
+        ("key_width", c_long),
+        ("value_width", c_long),
+        ("decays_channels", c_int),
+    )
+
+
+class CKimiGates(ctypes.Structure):
+    _fields_ = (
+        ("a_log", c_void_p),
+        ("dt_bias", c_void_p),
+        ("heads", c_long),
+        ("width", c_long),
+        ("lower_bound", c_float),
+    )
 
 
 class CMambaHeads(ctypes.Structure):
@@ -274,6 +290,7 @@ class CGatedNorm(ctypes.Structure):
         ("group_heads", c_long),
         ("all_heads", c_long),
         ("first_head", c_long),
+        ("sigmoid", c_int),
     )
 
 
@@ -293,6 +310,16 @@ class CDeltaLayer(ctypes.Structure):
         ("dt_bias", c_void_p),
         ("beta_scale", c_float),
         ("gates", c_int),
+    )
+
+
+class CKimiDeltaLayer(ctypes.Structure):
+    _fields_ = (
+        ("heads", CDeltaHeads),
+        ("gates", CKimiGates),
+        ("states", c_void_p),
+        ("decays", c_int),
+        ("rates", c_int),
     )
 
 
@@ -434,9 +461,9 @@ class CSamplingOutput(ctypes.Structure):
 STRUCTURES: tuple[type[ctypes.Structure], ...] = (
     CAttentionStep, CAttentionLayer, CRankGroup, CHeadsOfRank, CRouter, CExpert, CExperts, CGroupedSource,
     CPackedWeight, CAdapterPairs, CAdaptedWeight, CAdapterRows, CNorm, CHeadsAndPages, CAddition, CClamp, CMoELayer,
-    CStateStep, CConvolution, CDeltaHeads, CMambaHeads, CGatedNorm, CColumns, CConvolutionLayer, CDeltaLayer,
-    CMambaLayer, CGatedNormLayer, CColumnProduct, CColumnScale, CHeadColumns, CLatentHeads, CHeadMatmul,
-    CHeadMatmulLayer, CLatentPages, CHeadGate, COperation, CBranch,
+    CStateStep, CConvolution, CDeltaHeads, CKimiGates, CMambaHeads, CGatedNorm, CColumns, CConvolutionLayer,
+    CDeltaLayer, CKimiDeltaLayer, CMambaLayer, CGatedNormLayer, CColumnProduct, CColumnScale, CHeadColumns,
+    CLatentHeads, CHeadMatmul, CHeadMatmulLayer, CLatentPages, CHeadGate, COperation, CBranch,
     CRotaryRows, CLayerStep, CLogitsChanges, CSamplingStep, CSamplingOutput,
 )  # fmt: skip
 

@@ -131,6 +131,22 @@ def test_matrices_that_are_stored_apart_have_the_same_bits() -> None:
     assert all(torch.equal(found, expected) for size in (1, 2) for found in on_ranks(size, logits))
 
 
+def test_factors_of_queries_and_of_the_latent() -> None:
+    """The norm's weight has the latent's factor, and the scale of scores that of the queries."""
+    scaled = model_of(replace(SMALL, query_factor=1.7, latent_factor=0.6))
+    plain = model_of(replace(SMALL, scale=1.7 * SMALL.scale))
+    weights = weights_of(plain)
+    weights |= {name: 0.6 * one for name, one in weights.items() if name.endswith("kv_a_layernorm.weight")}
+
+    def logits(tp: TensorParallel) -> list[Tensor]:
+        other = Decoder(plain, tp, torch.float32, torch.device("cpu"))
+        other.load(MemoryWeights(weights), lambda share: None)
+        return [fed(decoder, ReferenceBackend, [31]) for decoder in (loaded(scaled, tp), other)]
+
+    ((found, expected),) = on_ranks(1, logits)
+    torch.testing.assert_close(found, expected)
+
+
 def test_adapters_update_all_matrices_but_those_of_the_latent(tmp_path: Path) -> None:
     """Its keys and values are not computed, so an update of them has no matmul that it could be added to."""
     spec = model_of(MODELS["neighbours"])

@@ -11,7 +11,8 @@
 namespace {
 
 using gemm::Expert, gemm::Experts, gemm::HeadMatmul;
-using recurrent::Convolution, recurrent::DeltaHeads, recurrent::GatedNorm, recurrent::MambaHeads, recurrent::StateStep;
+using recurrent::Convolution, recurrent::DeltaHeads, recurrent::GatedNorm, recurrent::KimiGates, recurrent::MambaHeads,
+    recurrent::StateStep;
 using sampling::LogitsChanges, sampling::SamplingOutput, sampling::SamplingStep;
 
 struct FieldLayout {
@@ -94,13 +95,16 @@ extern "C" const char *oarlock_structures() {
   STRUCTURE(StateStep, FIELD(starts), FIELD(reads), FIELD(writes), FIELD(save_starts), FIELD(save_lens),
             FIELD(save_slots), FIELD(seqs))
   STRUCTURE(Convolution, FIELD(weight), FIELD(bias), FIELD(channels), FIELD(taps), FIELD(silu))
-  STRUCTURE(DeltaHeads, FIELD(key_heads), FIELD(value_heads), FIELD(key_width), FIELD(value_width))
+  STRUCTURE(DeltaHeads, FIELD(key_heads), FIELD(value_heads), FIELD(key_width), FIELD(value_width),
+            FIELD(decays_channels))
+  STRUCTURE(KimiGates, FIELD(a_log), FIELD(dt_bias), FIELD(heads), FIELD(width), FIELD(lower_bound))
   STRUCTURE(MambaHeads, FIELD(a), FIELD(d), FIELD(heads), FIELD(groups), FIELD(head_width), FIELD(state_width))
   STRUCTURE(GatedNorm, FIELD(weight), FIELD(heads), FIELD(width), FIELD(eps), FIELD(gates_first), FIELD(group_heads),
-            FIELD(all_heads), FIELD(first_head))
+            FIELD(all_heads), FIELD(first_head), FIELD(sigmoid))
   STRUCTURE(Columns, FIELD(rows), FIELD(first), FIELD(stride))
   STRUCTURE(ConvolutionLayer, FIELD(convolution), FIELD(states), FIELD(inputs))
   STRUCTURE(DeltaLayer, FIELD(heads), FIELD(states), FIELD(a_log), FIELD(dt_bias), FIELD(beta_scale), FIELD(gates))
+  STRUCTURE(KimiDeltaLayer, FIELD(heads), FIELD(gates), FIELD(states), FIELD(decays), FIELD(rates))
   STRUCTURE(MambaLayer, FIELD(heads), FIELD(states), FIELD(step_bias), FIELD(least), FIELD(most), FIELD(scale),
             FIELD(steps))
   STRUCTURE(GatedNormLayer, FIELD(norm), FIELD(gate))

@@ -149,6 +149,7 @@ def test_recurrent_operations(launched: set[tuple]) -> None:
     of_rule, of_mamba = torch.zeros(3, 10, 12, 20), torch.zeros(3, 10, 20, 16)
     of_convolution = torch.zeros(3, sum(widths.values()), 3)
     of_heads, weight = torch.zeros(10), torch.zeros(10, 20)
+    of_kimi, of_channels = torch.zeros(3, 5, 12, 12), torch.zeros(5, 12)
 
     def step(tokens: int) -> None:
         slots, rows = state_step_of([tokens], [0], [1]), torch.zeros(tokens, sum(widths.values()))
@@ -162,6 +163,9 @@ def test_recurrent_operations(launched: set[tuple]) -> None:
         operations.gated_norm(
             operations.gated_delta_rule(q, k, v, *gates, of_rule, slots), v, weight, 1e-5, gates_first=False
         )
+        decays = operations.kimi_gates(q, parts["dt"][:, :5], of_heads[:5], of_channels, lower_bound=-5.0)
+        mixed = operations.gated_delta_rule(q, q, k, *decays, of_kimi, slots)
+        operations.gated_norm(mixed, k, weight[:5, :12].contiguous(), 1e-5, gates_first=False, sigmoid=True)
         steps = operations.mamba_steps(parts["dt"], of_heads, 0.0, 1.0)
         mixed = operations.mamba2(v, steps, of_heads, b, c, of_heads, of_mamba, slots)
         operations.silu_gate(mixed, v)

@@ -229,6 +229,7 @@ int run_operation(const RowChunk<T> &chunk, const Operation &op) {
     case kGateRows: gate(chunk, op); break;
     case kConvolve: convolve_rows(chunk, op); break;
     case kGatedDelta: run_gated_delta(chunk, op); break;
+    case kKimiDelta: run_kimi_delta(chunk, op); break;
     case kMamba2: run_mamba2(chunk, op); break;
     case kGatedNorm: return norm_gated_rows(chunk, op);
     case kMultiplyColumns: multiply_columns(chunk, op); break;

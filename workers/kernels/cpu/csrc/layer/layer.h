@@ -110,6 +110,15 @@ struct DeltaLayer {
   int gates;  // Rows, with float [2 value_heads] in each: the projections b, then a
 };
 
+// The gated delta rule with decays of channels, of convolved rows, each [queries, keys, values].
+struct KimiDeltaLayer {
+  recurrent::DeltaHeads heads;
+  recurrent::KimiGates gates;
+  float *states;
+  int decays;  // Rows, with float [heads, key_width] in each, which are overwritten: the projections f
+  int rates;   // Rows, with float [heads] in each: the projections b. They may be the target
+};
+
 // Mamba 2's recurrence of convolved rows, each [x, b, c].
 struct MambaLayer {
   recurrent::MambaHeads heads;
@@ -208,6 +217,7 @@ enum OperationKind {
   kPrepareLatent = 21,  // norms and rotates rows of pages; target = rotated parts of queries        LatentHeads
   kMultiplyHeads = 22,  // target = source w of each head                                            HeadMatmulLayer
   kAttendLatent = 23,  // writes rows of pages, target = attention of source; all rows at once       LatentPages
+  kKimiDelta = 24,     // target = gated delta rule of source, with decays of channels               KimiDeltaLayer
 };
 
 struct Operation {
