@@ -12,7 +12,7 @@ from oarlock.workers.layers.experts_spec import ExpertsSpec
 from oarlock.workers.layers.kimi_delta_spec import KimiDeltaSpec
 from oarlock.workers.layers.latent_attention_spec import LatentAttentionSpec
 from oarlock.workers.model_files.tensor_names import TensorNames
-from oarlock.workers.models.deepseek import latent_mixtures, mixture_of
+from oarlock.workers.models.deepseek import SIGMOID, latent_mixtures, mixture_of
 from oarlock.workers.models.hf_config import expert_counts, layer_kinds, with_first
 from oarlock.workers.models.hf_delta import FULL, LINEAR, LONGEST_CONVOLUTION
 from oarlock.workers.models.hf_experts import grouped_router, sparse_layers
@@ -26,8 +26,9 @@ _LISTS = {"kda_layers": LINEAR, "full_attn_layers": FULL}  # lists of layers, co
 _SETTINGS = {*_LISTS, "head_dim", "num_heads", "short_conv_kernel_size"}  # of `linear_attn_config`
 # Settings of the authors' code that transformers does not read.
 _FIXED: dict[str, tuple[Any, ...]] = {
-    "mla_use_nope": (True,), "moe_router_activation_func": ("sigmoid",), "use_grouped_topk": (True,),
-    "moe_layer_freq": (1,), "use_qkv_bias": (False,), "use_bias": (False,),
+    **SIGMOID, "moe_router_activation_func": ("sigmoid",), "score_function": ("sigmoid",), "use_grouped_topk": (True,),
+    "use_qkv_bias": (False,), "use_bias": (False,),
+    "hidden_act": ("silu", "swish"),  # which transformers reads: it is also the activation of the convolutions
 }  # fmt: skip
 _LAYER = "model.layers.*"
 _NAMES = TensorNames(
@@ -55,12 +56,13 @@ _NAMES = TensorNames(
 def describe_kimi_linear(fields: Fields) -> DecoderSpec:
     """Describe Kimi Linear, whose checkpoints have the settings of Kimi delta attention in a table of their own."""
     fields = _with_usual_keys(fields, groups=1, positions=_KIMI.positions)
-    fields.serve_only(_FIXED)
+    fields.serve_only({**_FIXED, "mla_use_nope": (True,)})
     for key in ("rope_scaling", "rope_parameters"):
         fields.check_value(key)  # the latent attention is not rotated
     table = fields.table("linear_attn_config")
     if unknown := sorted(table.keys() - _SETTINGS):
-        raise unsupported(f"linear_attn_config: {unknown[0]}", table[unknown[0]], f"Known: {', '.join(_SETTINGS)}.")
+        known = f"Known: {', '.join(sorted(_SETTINGS))}."
+        raise unsupported(f"linear_attn_config: {unknown[0]}", table[unknown[0]], known)
     inner = Fields(table)
     width = inner.count("head_dim", fields.count("linear_head_dim", _WIDTH))
     delta = KimiDeltaSpec(

@@ -174,7 +174,9 @@ def test_ling_has_bounded_decays_and_a_gate_of_each_head() -> None:
         (LING, {"kda_lower_bound": 5.0}, "kda_lower_bound"),
         (LING, {"q_lora_rank": 1536}, "q_lora_rank"),
         (LING, {"rope_interleave": False}, "rope_interleave"),
-        (LING, {"hidden_act": "gelu"}, "hidden_act"),
+        (KIMI, {"hidden_act": "gelu_pytorch_tanh"}, "hidden_act"),
+        (LING, {"hidden_act": "gelu_pytorch_tanh"}, "hidden_act"),
+        (LING, {"score_function": "softmax"}, "score_function"),
     ],
 )
 def test_settings_of_kimi_delta_attention_that_are_refused(
