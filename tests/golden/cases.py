@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.golden.tiny_models import MIXTURES
+from tests.golden.tiny_models import LATENT, MIXTURES
 
 PROMPT, TOTAL = 31, 36  # tokens fed as a prompt, and with those that follow one by one
 
@@ -253,9 +253,9 @@ CASES: dict[str, Case] = {
     "deepseek-v3": Case("deepseek_v3", {}, (1, 2, 4, 8)),
     "deepseek-v3-biased-halves": Case("deepseek_v3", {"rope_interleave": False, "attention_bias": True,
         "norm_topk_prob": False, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, (2,), torch.bfloat16),
-    "deepseek-v32": Case("deepseek_v32", {}, (1, 2, 4)),  # its indexer leaves no token out
+    "deepseek-v32": Case("deepseek_v32", {"index_topk": TOTAL}, (1, 2, 4)),  # its indexer leaves no token out
     "glm4-moe-lite": Case("glm4_moe_lite", {}, (1, 2, 4)),
-    "glm-moe-dsa": Case("glm_moe_dsa", {}, (1, 2, 4)),
+    "glm-moe-dsa": Case("glm_moe_dsa", {"index_topk": TOTAL}, (1, 2, 4)),
     "minicpm3": Case("minicpm3", {}, (1, 2, 4)),
     "minicpm3-plain-biased": Case("minicpm3", {"scale_depth": None, "dim_model_base": None, "attention_bias": True,
         "mlp_bias": True, "v_head_dim": 12, "q_lora_rank": None, "tie_word_embeddings": False}, (2,)),
@@ -328,11 +328,13 @@ RUNS = [(name, size) for name, case in CASES.items() for size in case.sizes]
 # Multimodal models compute as their text models do: of those, one for each kind of names.
 _SHORT_WRAPPERS = ("gemma3-wrapper", "gemma3-wrapper-new-names", "qwen2-vl-wrapper-flat",
                    "qwen3-vl-moe-wrapper-as-published")  # fmt: skip
+# Families with latent attention have it from one module: of those, one with and one without experts.
+_SHORT_LATENT = ("deepseek-v3", "minicpm3")
 # One size of each case, in turn the smallest, the next and so on: the others are for `make test-long`.
 SHORT_RUNS = {
     (name, case.sizes[number % len(case.sizes)])
     for number, (name, case) in enumerate(CASES.items())
-    if name not in _WRAPPERS or name in _SHORT_WRAPPERS
+    if name in (*_SHORT_WRAPPERS, *_SHORT_LATENT) or (name not in _WRAPPERS and case.family not in LATENT)
 }
 # Cases whose every tensor is compared in `make test`: what is wrong in the others shows in the logits.
 SHORT_LAYERS = {name for name, case in CASES.items() if name in FAMILY_CASES or case.family in MIXTURES}

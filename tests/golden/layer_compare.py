@@ -21,6 +21,7 @@ from oarlock.workers.layers.decoder_spec import DecoderSpec, SublayerSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec
 from oarlock.workers.layers.gated_delta_spec import GatedDeltaSpec
 from oarlock.workers.layers.gated_mlp_spec import GatedMLPSpec
+from oarlock.workers.layers.kimi_delta_spec import KimiDeltaSpec
 from oarlock.workers.layers.latent_attention_spec import LatentAttentionSpec
 from oarlock.workers.layers.layer_input_spec import LayerInputSpec
 from oarlock.workers.layers.mamba2_spec import Mamba2Spec
@@ -34,11 +35,13 @@ from tests.golden.paged_run import BLOCK_SIZE, NUM_BLOCKS, PagedRun, load_decode
 # Tensors of which each rank has some columns.
 _DELTA = ("delta_q", "delta_k", "delta_v", "delta_z", "delta_b", "delta_a", "q_conv", "k_conv", "v_conv", "recurrence",
           "gated_norm")  # fmt: skip
+_KIMI = ("kimi_q", "kimi_k", "kimi_v", "kimi_f", "kimi_b", "kimi_g", "q_conv", "k_conv", "v_conv", "recurrence",
+         "gated_norm")  # fmt: skip
 _MAMBA = ("mamba_gate", "mamba_x", "mamba_b", "mamba_c", "mamba_dt", "x_conv", "b_conv", "c_conv", "recurrence",
           "gated_norm")  # fmt: skip
 _OF_GROUPS = ("mamba_b", "mamba_c", "b_conv", "c_conv")  # ranks that share a group hold copies
 _CUT = {"q", "attention_gate", "q_rope", "attention", "gate_up", "up", "conv_b", "conv_c", "conv_x", "convolution",
-        "input_gated", *_DELTA, *_MAMBA} - {*_OF_GROUPS}  # fmt: skip
+        "input_gated", *_DELTA, *_KIMI, *_MAMBA} - {*_OF_GROUPS}  # fmt: skip
 _FIRST_CHUNK = 20
 _ROUNDING = {torch.float32: 2.0**-25, torch.float16: 2.0**-12, torch.bfloat16: 2.0**-9}
 
@@ -86,6 +89,9 @@ def _inside(sublayer: SublayerSpec) -> list[str]:
         return ["conv_b", "conv_c", "conv_x", "convolution", "out_proj"]
     if isinstance(sublayer, GatedDeltaSpec):
         return [*_DELTA, "delta"]
+    if isinstance(sublayer, KimiDeltaSpec):
+        low = [name for name, rank in (("kimi_f_a", sublayer.decay_rank), ("kimi_g_a", sublayer.gate_rank)) if rank]
+        return [*low, *_KIMI, "kimi_delta"]
     if isinstance(sublayer, Mamba2Spec):
         return [*(name for name in _MAMBA if name != "recurrence" or sublayer.eps is not None), "mamba"]
     if isinstance(sublayer, ExpertsSpec):

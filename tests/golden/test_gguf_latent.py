@@ -55,7 +55,12 @@ def logits(decoder: Decoder) -> Tensor:
     return PagedRun(decoder).step({0: TOKENS})[0]
 
 
-@pytest.mark.parametrize("name", MODELS)
+_SHORT = ("deepseek-v2-lite", "deepseek-v3")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in _SHORT else pytest.mark.soak) for name in MODELS]
+)
 def test_a_file_describes_the_same_model_and_gives_the_same_bits(tmp_path: Path, name: str) -> None:
     family, special, splits = MODELS[name]
     directory = make_tiny(tmp_path, family, seed=5, **special)
@@ -76,7 +81,7 @@ def test_a_file_describes_the_same_model_and_gives_the_same_bits(tmp_path: Path,
         assert torch.equal(found, wanted)
 
 
-@pytest.mark.parametrize("splits", [True, False])
+@pytest.mark.parametrize("splits", [True, pytest.param(False, marks=pytest.mark.soak)])
 def test_matrices_of_latents_may_be_in_blocks(tmp_path: Path, splits: bool) -> None:
     """They are written out in the model's dtype: the error is that of the blocks."""
     special = {"kv_lora_rank": 32, "qk_nope_head_dim": 32}

@@ -61,7 +61,7 @@ _MSCALE = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_
 _KIMI = {**{key: size for key, size in _LATENT.items() if key != "q_lora_rank"}, **_GROUPS, "num_local_experts": 8,
          "n_shared_experts": 2, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
          "mlp_layer_types": ["dense", "sparse", "sparse"]}  # fmt: skip
-_INDEXER = {"index_topk": 36, "index_head_dim": 16, "index_n_heads": 2}
+_INDEXER = {"index_topk": 48, "index_head_dim": 16, "index_n_heads": 2}
 _GEMMA4 = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 12,
            "head_dim": 16, "global_head_dim": 32}  # fmt: skip
 # What sets a family apart. Windows are shorter than the tests' prompts, softcaps low enough to bend the scores.

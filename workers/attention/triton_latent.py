@@ -34,7 +34,7 @@ def latent_tile_shapes(
     if amd:
         return (TileShape(16, 32, 4, 2),)
     if kv_format:
-        return TileShape(16, 32, 8, 3), TileShape(32, 16, 8, 3)
+        return TileShape(16, 32, 8, 3), TileShape(32, 32, 8, 3)
     shapes = TileShape(16, 32, 4, 3), TileShape(32, 32, 8, 3)
     return (*shapes, TileShape(64, 32, 8, 3)) if wide else shapes
 

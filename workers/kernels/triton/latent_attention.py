@@ -28,24 +28,29 @@ from oarlock.workers.kernels.triton.paged_attention import (
 
 @triton.jit
 def _with_latents(
-    scores, queries, q_rows, of_keys, latents, is_row, is_key, RANK: tl.constexpr, CHUNK: tl.constexpr,
+    scores, queries, q_rows, key_rows, latents, is_row, is_key, RANK: tl.constexpr, CHUNK: tl.constexpr,
     FORMAT: tl.constexpr, NATIVE_FP8: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add the products of the latent parts of queries and keys to `scores`, float32 [BLOCK_M, BLOCK_N].
 
-    With CHUNK, both are read again at `q_rows` [BLOCK_M, 1] and `of_keys` [BLOCK_N, 1], some elements at a time:
-    in float32, registers do not suffice for all elements of the queries.
+    Rows of 8 bits are read again at `key_rows` [1, BLOCK_N], from a cache, because both copies can then be on their way
+    while other keys are computed; a transposition after the conversion would wait for them. With CHUNK, queries are
+    read again too, at `q_rows` [BLOCK_M, 1], and some elements of both at a time: in float32, registers do not suffice
+    for all elements of the queries.
     """
-    if CHUNK == 0:
-        scores = tl.dot(queries, tl.trans(latents), scores, input_precision=PRECISION)
-    else:
+    if CHUNK:
         for first in range(0, RANK, CHUNK):
             column = first + tl.arange(0, CHUNK)
-            inside = (column < RANK)[None, :]
-            some = tl.load(q_rows + column[None, :], mask=is_row[:, None] & inside, other=0.0)
-            keys = tl.load(of_keys + column[None, :], mask=is_key[:, None] & inside, other=0)
-            keys = values_in(keys, some, FORMAT, NATIVE_FP8)
-            scores = tl.dot(some, tl.trans(keys), scores, input_precision=PRECISION)
+            inside = column < RANK
+            some = tl.load(q_rows + column[None, :], mask=is_row[:, None] & inside[None, :], other=0.0)
+            keys = tl.load(key_rows + column[:, None], mask=inside[:, None] & is_key[None, :], other=0)
+            scores = tl.dot(some, values_in(keys, some, FORMAT, NATIVE_FP8), scores, input_precision=PRECISION)
+    elif FORMAT == "":
+        scores = tl.dot(queries, tl.trans(latents), scores, input_precision=PRECISION)
+    else:
+        column = tl.arange(0, queries.shape[1])
+        keys = tl.load(key_rows + column[:, None], mask=(column < RANK)[:, None] & is_key[None, :], other=0)
+        scores = tl.dot(queries, values_in(keys, queries, FORMAT, NATIVE_FP8), scores, input_precision=PRECISION)
     return scores
 
 
@@ -64,25 +69,26 @@ def _block(
     key = at + tl.arange(0, BLOCK_N)
     is_key = key < stop
     page, slot = tl.load(table + key // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64), key % BLOCK_SIZE
-    of_keys = (pages + latent_row_at(page, slot, WIDTH, BLOCK_SIZE, FORMAT))[:, None]
-    latents = tl.load(of_keys + columns[None, :], mask=is_key[:, None] & (columns < RANK)[None, :], other=0)
-    keys = tl.load(of_keys + RANK + others[None, :], mask=is_key[:, None] & (others < ROPE)[None, :], other=0)
-    latents = values_in(latents, rotated, FORMAT, NATIVE_FP8)
-    keys = values_in(keys, rotated, FORMAT, NATIVE_FP8)
+    rows = pages + latent_row_at(page, slot, WIDTH, BLOCK_SIZE, FORMAT)
+    key_rows = rows[None, :]
+    latents = tl.load(rows[:, None] + columns[None, :], mask=is_key[:, None] & (columns < RANK)[None, :], other=0)
+    keys = tl.load(key_rows + RANK + others[:, None], mask=(others < ROPE)[:, None] & is_key[None, :], other=0)
+    latents = values_in(latents, rotated, FORMAT, NATIVE_FP8)  # [BLOCK_N, BLOCK_D]
+    keys = values_in(keys, rotated, FORMAT, NATIVE_FP8)  # [BLOCK_R, BLOCK_N]
     latent_scales = key  # unused, unless rows are of int8
     if FORMAT == "int8":
         latent_scales = load_scales(scales + latent_scale_at(page, slot, LATENT, WIDTH, BLOCK_SIZE), is_key)
         key_scales = load_scales(scales + latent_scale_at(page, slot, OTHERS, WIDTH, BLOCK_SIZE), is_key)
         scores = tl.zeros([position.shape[0], BLOCK_N], tl.float32)
         scores = _with_latents(
-            scores, queries, q_rows, of_keys, latents, is_row, is_key, RANK, CHUNK, FORMAT, NATIVE_FP8, PRECISION
+            scores, queries, q_rows, key_rows, latents, is_row, is_key, RANK, CHUNK, FORMAT, NATIVE_FP8, PRECISION
         )
         scores *= latent_scales[None, :]
-        scores += tl.dot(rotated, tl.trans(keys), input_precision=PRECISION) * key_scales[None, :]
+        scores += tl.dot(rotated, keys, input_precision=PRECISION) * key_scales[None, :]
     else:
-        scores = tl.dot(rotated, tl.trans(keys), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+        scores = tl.dot(rotated, keys, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
         scores = _with_latents(
-            scores, queries, q_rows, of_keys, latents, is_row, is_key, RANK, CHUNK, FORMAT, NATIVE_FP8, PRECISION
+            scores, queries, q_rows, key_rows, latents, is_row, is_key, RANK, CHUNK, FORMAT, NATIVE_FP8, PRECISION
         )
     visible = is_key[None, :] & (key[None, :] <= position[:, None])
     return add_keys(

@@ -261,6 +261,17 @@ def test_pages_hold_kv_heads_once(cache):
         assert kv.bytes_per_block == 2 * page
 
 
+@each_cache
+def test_pages_hold_values_that_are_in_keys_once(cache):
+    """In int8 with two scales: of the value, and of the other elements."""
+    kv, _ = specs(heads=1, width=576, value=512, latent=True, cache=cache)
+    page = 16 * {"auto": 576 * 4, "int8": 512 + 2 + 64 + 2, "fp8": 576}[cache]  # bytes
+    for backend in (ReferenceBackend(kv), *(fast(kv) for fast in FAST)):
+        (layer,) = backend.allocate(10)
+        assert layer.v.nbytes == 0 and 0 <= layer.k.nbytes - 10 * page <= page, "at most one page beyond the blocks"
+    assert kv.bytes_per_block == page
+
+
 def test_choose_prefers_the_fast_backend_and_logs_the_reason_otherwise():
     kv, _ = specs()
     lines: list[str] = []

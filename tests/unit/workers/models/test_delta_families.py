@@ -1,5 +1,5 @@
-"""Published configs of models with gated delta nets or Kimi delta attention: layers, memory and sizes; settings that are
-refused."""
+"""Published configs of models with gated delta nets or Kimi delta attention: layers, memory, sizes, and settings that
+are refused."""
 
 from typing import Any
 

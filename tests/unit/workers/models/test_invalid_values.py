@@ -265,7 +265,13 @@ def odd_configs(architecture: str) -> Iterator[tuple[str, dict[str, Any]]]:
                 )
 
 
-@pytest.mark.parametrize("architecture", FAMILIES)
+# Families that read their settings as others do.
+_LIKE_OTHERS = ("DeepseekV32ForCausalLM", "Glm4MoeLiteForCausalLM", "GlmMoeDsaForCausalLM", "YoutuForCausalLM")
+
+
+@pytest.mark.parametrize(
+    "architecture", [pytest.param(name, marks=pytest.mark.soak if name in _LIKE_OTHERS else ()) for name in FAMILIES]
+)
 @pytest.mark.slow
 def test_an_odd_value_is_refused_by_its_key_or_can_be_computed_with(architecture: str) -> None:
     refused, configs = 0, list(odd_configs(architecture))

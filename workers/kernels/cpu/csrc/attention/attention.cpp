@@ -27,10 +27,11 @@ constexpr int kTile = 3 * kTileRows;  // rows per tile; they share the data read
 constexpr int kUnit = kVectors < 4 ? 4 / kVectors : 1;  // groups per call of a kernel that takes 4 registers
 constexpr int kMore = 2 * kUnit;      // groups after the end of a span that kernels may read
 constexpr int kWidened = 4;  // groups of values widened at a time; groups of keys: kUnit, which is at most this
-// Elements of keys whose scores are computed for all rows of a tile before the next, if values are in keys: wide keys do
-// not stay in the first-level cache.
+// Elements of keys whose scores are computed for all rows of a tile before the next, if values are in keys: keys that
+// wide do not stay in the first-level cache.
 constexpr long kKeyPart = 128;
-constexpr long kStrip = 4 * kLanes;  // most elements of values that are read from the keys of a span at a time
+constexpr long kStrip = 4 * kLanes;  // most elements of values that are read from keys at a time
+constexpr int kStripGroups = 8;      // most groups of positions whose values are read from keys at a time
 constexpr long kPartsPerThread = 8;  // minimum number of parts per thread into which the spans of a step are cut
 constexpr long kLeastSpans = 2;      // minimum number of spans per part, because merging takes time
 
@@ -91,7 +92,7 @@ struct Workspace {
   // Results of one span, and of all spans so far.
   alignas(64) float part[kTile * (kMaxHead + 2)], result[kTile * (kMaxHead + 2)];
   alignas(64) T wide[kWidened * kGroup * kMaxHead];             // groups of 8-bit pages, widened
-  alignas(64) T values[kSpan * kStrip];                         // elements of values that were read from keys
+  alignas(64) T values[kStripGroups * kGroup * kStrip];         // elements of values that were read from keys
   alignas(64) float key_scales[kSpan], value_scales[kSpan];     // scales of int8 pages
   // Scores of the second part of keys that have two scales, and these scales.
   alignas(64) float second_scores[kTile * kSpan], second_scales[kSpan];
@@ -229,8 +230,8 @@ void score_part(const Groups &here, const T *const *keys, long g, long begin, lo
         ahead[2 * c] = here.v[group + c] + begin * kGroup * item;
         ahead[2 * c + 1] = here.k[group + groups + c] + begin * kGroup * item;
       }
-      matmul.score(space.q + start * kMaxHead + begin, from, end - begin, scores + start * kSpan + i * kLanes, ahead, item,
-                   adds);
+      float *to = scores + start * kSpan + i * kLanes;
+      matmul.score(space.q + start * kMaxHead + begin, from, end - begin, to, ahead, item, adds);
     }
   }
 }
@@ -320,16 +321,18 @@ void add_values(const Call<T> &call, const Groups &here, const Groups &next, con
   }
 }
 
-// Compute the same if values are in keys. A strip of the elements of all values is brought into the order of values, and
+// Compute the same if values are in keys. A strip of the elements of values is brought into the order of values, and
 // stays in the first-level cache while all rows of the tile are multiplied.
 template <class T>
-void add_values_in_keys(const Call<T> &call, const Groups &here, const Groups &next, const Left<T> *weights, long blocks,
-                        Workspace<T> &space, float *memory) {
+void add_values_in_keys(const Call<T> &call, const Groups &here, const Groups &next, const Left<T> *weights,
+                        long blocks, Workspace<T> &space, float *memory) {
   const AttentionLayer &layer = call.layer;
   const long width = layer.value_dim, share = (here.count + blocks - 1) / blocks;
-  const long item = layer.pages == kUnrounded ? sizeof(T) : 1, most = Format<T>::kPositions / kGroup;
+  const long item = layer.pages == kUnrounded ? sizeof(T) : 1;
+  const long most = std::min(kStripGroups, Format<T>::kPositions / kGroup);
   long strip = kGroup;
-  for (long block = 0; block < blocks; block++) strip = std::max<long>(strip, space.blocks[block].matmuls->columns * kLanes);
+  for (long block = 0; block < blocks; block++)
+    strip = std::max<long>(strip, space.blocks[block].matmuls->columns * kLanes);
   for (long g = 0, until; g < here.count; g = until) {
     until = std::min((here.first / kGroup + g + most) / most * most - here.first / kGroup, here.count);
     for (long begin = 0; begin < width; begin += strip) {
@@ -338,8 +341,9 @@ void add_values_in_keys(const Call<T> &call, const Groups &here, const Groups &n
       for (long i = g; i < until; i++) {
         T *to = space.values + (i - g) * kGroup * count;
         values[i - g] = to;
-        if (layer.pages != kUnrounded) widen_part(layer, here.k[i] + offset, kGroup * count, space.wide);
-        transpose_group(layer.pages == kUnrounded ? reinterpret_cast<const T *>(here.k[i] + offset) : space.wide, count, to);
+        const bool is_rounded = layer.pages != kUnrounded;
+        if (is_rounded) widen_part(layer, here.k[i] + offset, kGroup * count, space.wide);
+        transpose_group(is_rounded ? space.wide : reinterpret_cast<const T *>(here.k[i] + offset), count, to);
       }
       for (long block = 0; block < blocks; block++) {
         const long start = space.blocks[block].start;

@@ -81,11 +81,12 @@ inline __attribute__((always_inline)) void prefetch(const uint8_t *from, long it
   for (int at = 0; at < kBytes; at += 64) simd::prefetch(from + at / static_cast<int>(sizeof(T)) * item);
 }
 
-// Compute the scores of R rows and C registers of positions: to[r * kSpan + 0 .. C * kLanes). Add to the previous scores
-// if `adds` is set. q [R][kMaxHead]; k [C]: the addresses of these positions at d = 0; next [2 * groups]: keys and
-// values to prefetch.
+// Compute the scores of R rows and C registers of positions: to[r * kSpan + 0 .. C * kLanes). Add to the previous
+// scores if `adds` is set. q [R][kMaxHead]; k [C]: the addresses of these positions at d = 0; next [2 * groups]: keys
+// and values to prefetch.
 template <class T, int R, int C>
-void score(const Left<T> *q, const T *const *k, long width, float *to, const uint8_t *const *next, long item, bool adds) {
+void score(const Left<T> *q, const T *const *k, long width, float *to, const uint8_t *const *next, long item,
+           bool adds) {
   constexpr int kStep = Format<T>::kStep, kElements = Format<T>::kElements;
   constexpr int kGroups = C > kVectors ? C / kVectors : 1;
   for (long begin = 0; begin < width; begin += kElements) {
@@ -113,8 +114,8 @@ void score(const Left<T> *q, const T *const *k, long width, float *to, const uin
   }
 }
 
-// Compute weights [R][kSpan] @ values v over `groups` groups of positions: sum[r * stride + d + 0 .. C * kLanes). Add to
-// the previous sums if `adds` is set. width: elements of a value in `v`; next [groups]: groups of keys or values to
+// Compute weights [R][kSpan] @ values v over `groups` groups of positions: sum[r * stride + d + 0 .. C * kLanes). Add
+// to the previous sums if `adds` is set. width: elements of a value in `v`; next [groups]: groups of keys or values to
 // prefetch.
 template <class T, int R, int C>
 void weighted_sum(const Left<T> *weights, const T *const *v, const uint8_t *const *next, long item, long groups,

@@ -1,6 +1,6 @@
 // Values that are part of the keys, read from a group of keys: their elements are brought into the order of values
-// (attention.h), once for all rows of a tile. Every element is moved in a square of 128-bit registers, which each ISA
-// level has.
+// (attention.h), once for all rows of a tile. Elements move within squares of 128-bit registers, which every ISA level
+// has; AVX-512 moves bfloat16 in whole registers.
 #pragma once
 #include "attention/pages.h"
 
@@ -47,6 +47,50 @@ inline Square exchange_middle(Square x) {
 #endif
 
 // Keys [width / 2][16][2] to values [8][width][2]. The unit is the pairs of two neighbouring positions.
+#if defined(__AVX512F__)
+
+// Units 0, 2, 4 and 6 of two rows by turns, or the odd units. In each the second and third elements are exchanged.
+struct UnitsByTurns {
+  uint16_t even[32] = {}, odd[32] = {};
+
+  constexpr UnitsByTurns() {
+    constexpr int kOrder[4] = {0, 2, 1, 3};
+    for (int i = 0; i < 32; i++) {
+      const int unit = i / 8 * 2, row = i / 4 % 2;
+      even[i] = static_cast<uint16_t>(32 * row + 4 * unit + kOrder[i % 4]);
+      odd[i] = static_cast<uint16_t>(even[i] + 4);
+    }
+  }
+};
+
+// Transpose 16-byte lanes: lane i of x[j] to lane j of to[i].
+inline void store_lanes(const __m512i (&x)[4], BFloat16 *to, long stride) {
+  const __m512i a = _mm512_shuffle_i64x2(x[0], x[1], 0x44), b = _mm512_shuffle_i64x2(x[2], x[3], 0x44);
+  const __m512i c = _mm512_shuffle_i64x2(x[0], x[1], 0xee), d = _mm512_shuffle_i64x2(x[2], x[3], 0xee);
+  _mm512_storeu_si512(to, _mm512_shuffle_i64x2(a, b, 0x88));
+  _mm512_storeu_si512(to + stride, _mm512_shuffle_i64x2(a, b, 0xdd));
+  _mm512_storeu_si512(to + 2 * stride, _mm512_shuffle_i64x2(c, d, 0x88));
+  _mm512_storeu_si512(to + 3 * stride, _mm512_shuffle_i64x2(c, d, 0xdd));
+}
+
+inline void transpose_group(const BFloat16 *keys, long width, BFloat16 *values) {
+  alignas(64) static constexpr UnitsByTurns kUnits{};
+  const __m512i even = _mm512_load_si512(kUnits.even), odd = _mm512_load_si512(kUnits.odd);
+  for (long d = 0; d < width; d += 16, keys += 16 * kGroup) {
+    __m512i x[4], y[4];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+      const __m512i one = _mm512_loadu_si512(keys + 64 * i), two = _mm512_loadu_si512(keys + 64 * i + 32);
+      x[i] = _mm512_permutex2var_epi16(one, even, two);
+      y[i] = _mm512_permutex2var_epi16(one, odd, two);
+    }
+    store_lanes(x, values + 2 * d, 4 * width);
+    store_lanes(y, values + 2 * d + 2 * width, 4 * width);
+  }
+}
+
+#else
+
 inline void transpose_group(const BFloat16 *keys, long width, BFloat16 *values) {
   constexpr long kRow = 2 * kGroup;  // elements of a pair of elements of all positions
   for (long d = 0; d < width; d += 4, keys += 2 * kRow)
@@ -59,6 +103,8 @@ inline void transpose_group(const BFloat16 *keys, long width, BFloat16 *values) 
       store_square(to + 2 * width, upper64(one, two));
     }
 }
+
+#endif
 
 // Keys [width][16] to values [16][width].
 inline void transpose_group(const float *keys, long width, float *values) {

@@ -41,7 +41,8 @@ void round_key(const AttentionLayer &layer, const T *key, long position, uint8_t
   const long width = layer.head_dim, first = first_part(layer);
   uint8_t *scales = group + kGroup * width;
   round_row(layer, key, first, position, rounded, scales);
-  if (first < width) round_row(layer, key + first, width - first, position, rounded + first, scales + scales_bytes(layer));
+  if (first == width) return;
+  round_row(layer, key + first, width - first, position, rounded + first, scales + scales_bytes(layer));
 }
 
 // Clear the data that is multiplied by weight zero, for `heads` heads from `head` on: values, or keys that they are in.

@@ -1,6 +1,6 @@
-// y_h = x_h w_h^T for each head h. The rows of all heads are packed first. Then threads take panels of outputs, one head
-// after the other, in the order of the weights in memory. A panel has the bits of the matmul with one matrix (gemm.cpp),
-// so the bits of a row depend neither on the other rows and heads nor on the number of threads.
+// y_h = x_h w_h^T for each head h. The rows of all heads are packed first. Then threads take panels of outputs, one
+// head after the other, in the order of the weights in memory. A panel has the bits of the matmul with one matrix
+// (gemm.cpp), so the bits of a row depend neither on the other rows and heads nor on the number of threads.
 #include "gemm/heads.h"
 
 #include <algorithm>
@@ -30,8 +30,9 @@ void multiply_some(const HeadMatmul &matmul, const T *x, HeadStrides from, T *y,
   auto *own = arena().take<int32_t>(rows);
   std::iota(own, own + rows, 0);
   for (long head = 0; head < matmul.heads; head++) {
-    args[head] = {nullptr, static_cast<const T *>(matmul.weight) + head * size, nullptr, nullptr, y + head * to.head, rows,
-                  matmul.columns, matmul.inputs, from.row, to.row, kPlain};
+    const T *weight = static_cast<const T *>(matmul.weight) + head * size;
+    args[head] = {nullptr, weight, nullptr, nullptr, y + head * to.head, rows, matmul.columns, matmul.inputs,
+                  from.row, to.row, kPlain};
     packed[head] = dense_panel_rows<T>(args[head]);
   }
   const long strips = packed[0]->strips;
@@ -72,6 +73,7 @@ extern "C" void oarlock_multiply_heads(const gemm::HeadMatmul *matmul, const voi
                                        long y_row, long y_head, long rows, int type) {
   with_type(type, [&](auto *of) {
     using T = std::remove_pointer_t<decltype(of)>;
-    gemm::multiply_heads(*matmul, static_cast<const T *>(x), {x_row, x_head}, static_cast<T *>(y), {y_row, y_head}, rows);
+    gemm::multiply_heads(*matmul, static_cast<const T *>(x), {x_row, x_head}, static_cast<T *>(y), {y_row, y_head},
+                         rows);
   });
 }

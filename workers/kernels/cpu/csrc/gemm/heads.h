@@ -16,6 +16,6 @@ struct HeadStrides {
 
 // Compute y [rows, heads, columns] of x [rows, heads, inputs]. T is the type of both and of the weight.
 template <class T>
-void multiply_heads(const HeadMatmul &matmul, const T *x, HeadStrides x_strides, T *y, HeadStrides y_strides, long rows);
+void multiply_heads(const HeadMatmul &matmul, const T *x, HeadStrides from, T *y, HeadStrides to, long rows);
 
 }  // namespace gemm
