@@ -8,6 +8,7 @@ and spans begin at multiples of a number of keys, counted from the sequence's fi
 so, and keys or spans that a row does not see do not change its result.
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -107,7 +108,7 @@ class TritonPlan:
     planned: dict[tuple[int, bool, int], list[Planned]] = field(default_factory=dict)
 
 
-class TiledBackend:
+class TiledBackend(ABC):
     """Base of backends whose kernels compute tiles: plans, and the order of launches."""
 
     def __init__(self, spec: KVSpec) -> None:
@@ -129,20 +130,20 @@ class TiledBackend:
         if spec.fixed_span is not None:  # shared by all steps and graphs, which run one after another
             self._fixed_scratch = torch.empty(_FIXED_SCRATCH // 4, dtype=torch.float32, device=spec.device)
 
+    @abstractmethod
     def _tile_shapes(self, heads: int) -> tuple[TileShape, TileShape]:
         """Return the tile shapes for short queries and for long queries of `heads` query heads."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _group(self, heads: int, shape: TileShape) -> int:
         """Return the query heads of a token, out of `heads`, that are rows of one tile of `shape`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _compute(
         self, q: Tensor, kv: LayerKV, batch: ForwardBatch, layer: AttentionSpec, part: Planned, out: Tensor,
         sinks: Tensor | None,
     ) -> None:  # fmt: skip
         """Launch the programs of `part`: results to `out`, or to `part.partial` if several programs share a tile."""
-        raise NotImplementedError
 
     def prepare(self, batch: ForwardBatch) -> TritonPlan:
         return TritonPlan(batch)

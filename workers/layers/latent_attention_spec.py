@@ -115,7 +115,8 @@ class LatentAttentionSpec:
             found.append(Tap("attention_gate", Computation.PROJECTION, "g_proj", False, self.num_heads, self.num_heads))
         found.append(Tap("q_rope", Computation.ROTATION, width=self.num_heads * self.rope_width, parts=self.num_heads))
         found.append(Tap("k_rope", Computation.ROTATION, width=self.rope_width))
-        found.append(Tap("attention", Computation.ATTENTION, "o_proj", True, *mixed))
+        # Absorbed queries, and results before the matrices of values, are rounded as well.
+        found.append(Tap("attention", Computation.ATTENTION, "o_proj", True, *mixed, roundings=3))
         return [*found, Tap("o_proj", Computation.SUM, "o_proj")]
 
     @property

@@ -106,6 +106,7 @@ class Tap:
     parts: int = 0  # number of equal parts, as in `TensorSpec`; 0: every rank holds the whole tensor
     factor: float = 1.0  # our tensor divided by transformers'
     is_compared: bool = True  # False: only transformers' tensor is recorded, to find the cause of a difference
+    roundings: int = 1  # roundings of our values on the way from the compared tensors before it
     reads: str = ""  # tensor of the same sublayer that `module` multiplies; empty: the sublayer's input
 
 

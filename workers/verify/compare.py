@@ -3,7 +3,8 @@
 How an error is measured: the truth is transformers' model in float64 on the same weights. transformers' own run in the
 model's dtype differs from it by rounding. The root mean square error of a rank's part of a tensor, and of each head in
 it, may be up to twice transformers'. The largest single error may be twice transformers' for the logits, and four times
-for any other tensor, since it is a matter of luck. No limit is below one rounding of the largest element.
+for any other tensor, since it is a matter of luck. No limit is below one rounding of the largest element,
+times the root of the number of roundings that our computation makes on the way from the tensors before it.
 """
 
 import json
@@ -308,6 +309,8 @@ def _compare_tensor(recorded: Recorded, name: str, spec: DecoderSpec, size: int,
     truth, theirs = recorded.truth(name), recorded.theirs(name)
     ours = [recorded.ours(rank, name) for rank in range(size)]
     limit = LIMIT if tensor == "logits" else LARGEST_LIMIT
+    if layer is not None:
+        rounding *= math.sqrt(tapped(spec, layer, tensor).tap.roundings)
     errors = tuple(
         _measure(rank, mine, truth, theirs, columns_of(tensor, spec, rank, size, layer), rounding, limit)
         for rank, mine in enumerate(ours)

@@ -67,7 +67,8 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "llama": {"head_dim": 48, "attention_bias": True, "mlp_bias": True, "num_key_value_heads": 2},
     # Latent attention, with and without a latent of queries.
     "deepseek_v2": {"kv_lora_rank": 32, "qk_rope_head_dim": 16, "q_lora_rank": None},
-    "deepseek_v3": {"kv_lora_rank": 48, "qk_rope_head_dim": 16, "rope_interleave": False, "attention_bias": True},
+    "deepseek_v3": {"kv_lora_rank": 48, "qk_rope_head_dim": 16, "v_head_dim": 16, "rope_interleave": False,
+                    "attention_bias": True},
 }  # fmt: skip
 
 

@@ -26,6 +26,8 @@ SIZE = 2
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "q_lora_rank": 128, "kv_lora_rank": 128,
         "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 16}  # fmt: skip
 EXPERTS = {"moe_intermediate_size": 64}
+LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.1, 1.3, 1.7], "long_factor": [3.0, 3.3, 3.9,
+        5.1], "original_max_position_embeddings": 128}  # fmt: skip
 Make = Callable[[Path], VerifyCase]
 
 
@@ -69,6 +71,7 @@ RIGHT: dict[str, Make] = {
     "v2-lite": case_of("deepseek_v2", "float32", q_lora_rank=None, topk_method="greedy", attention_bias=True),
     "indexed": case_of("deepseek_v32", **EXPERTS),
     "unrotated": case_of("kimi_linear", **EXPERTS),
+    "more-roundings": case_of("minicpm3", "float32", rope_parameters=LONG),
     "halves": case_of("deepseek_v3", "float32", rope_interleave=False),
     "v3-int4": case_of("deepseek_v3", quantization="int4", **WIDE, **EXPERTS),
     "gptq": stored_as("gptq-4-32-sym"),

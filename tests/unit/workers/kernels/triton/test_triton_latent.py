@@ -246,5 +246,6 @@ def test_it_is_chosen_by_the_name_of_the_other_backend_in_triton() -> None:
 def test_kernels_fit_every_kind_of_device(kind: str) -> None:
     """Compiled for each, without a device: shared memory and registers suffice, so that none are spilled."""
     found = of_program("latent_resources", kind)
-    waiting = {name for name, taken in found.items() if taken["waits"] and "attend 16" in name}
-    assert not waiting, "keys and block tables are copied ahead"
+    waiting = {name for name, taken in found.items() if taken["waits"]}
+    # Rows and block tables are copied ahead, except in float32; scales of int8 rows are not.
+    assert all("attend 32" in name or "int8" in name for name in waiting), waiting
