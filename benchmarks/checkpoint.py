@@ -83,6 +83,8 @@ def title(shape: str) -> str:
         "granite-1b-a400m": "Granite 3.1 1B-A400M",
         "olmoe-1b-7b": "OLMoE 1B-7B",
         "small-mixture": "a mixture of 32 experts",
+        "deepseek-v2-lite": "DeepSeek-V2-Lite",
+        "deepseek-v2-lite-6-layers": "six layers of DeepSeek-V2-Lite",
         "qwen3.5-0.8b": "Qwen3.5-0.8B",
         "qwen3-0.8b": "a Qwen3 of 0.8B",
     }

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from oarlock.workers.attention.backend import KVSpec
-from oarlock.workers.attention.triton_backend import NO_WINDOW, Shares, Tiles, TritonBackend, tile_shapes
+from oarlock.workers.attention.triton_backend import TritonBackend, tile_shapes
+from oarlock.workers.attention.triton_tiles import NO_WINDOW, Shares, Tiles
 
 PROCESSORS = 132  # of an H100 or H200
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128  # of an 8B
@@ -30,7 +31,9 @@ def divided(contexts: list[int]) -> tuple[Shares, int]:
     shape, ends = tile_shapes(HEAD_DIM, torch.bfloat16, wide=True)[0], np.array(contexts)
     bounds = np.full(len(ends), 131_072)
     nothing = torch.empty(0)
-    shares = backend.shares(Tiles(shape, nothing, nothing, bounds, bounds - 1), NO_WINDOW, is_live=True)
+    shares = backend.shares(
+        Tiles(shape, HEADS // KV_HEADS, KV_HEADS, nothing, nothing, bounds, bounds - 1), NO_WINDOW, is_live=True
+    )
     span = max(shares.least, -(-int((-(-ends // shares.extra)).sum()) // shape.keys) * shape.keys)
     return shares, int(min(max(contexts), span))
 

@@ -12,9 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# Granite 3.1 1B-A400M (1.3 billion parameters, 0.4 of them at work for a token) and OLMoE 1B-7B (6.9 and 1.3 billion).
-# `quick-mixture` is Granite's architecture in a second, for trying the programs themselves; `small-mixture` has experts
-# of Granite's size in OLMoE's architecture, whose files have a tensor for each expert, as adapters need.
+# Granite 3.1 1B-A400M (1.3 billion parameters, 0.4 of them at work for a token), OLMoE 1B-7B (6.9 and 1.3 billion) and
+# DeepSeek-V2-Lite (15.7 and 2.7 billion), which has latent attention. `deepseek-v2-lite-6-layers` has six of its 27
+# layers, and fits a smaller machine together with its copies in the peers' formats. `quick-mixture` is Granite's
+# architecture in a second, for trying the programs themselves; `small-mixture` has experts of Granite's size in OLMoE's
+# architecture, whose files have a tensor for each expert, as adapters need.
 _GRANITE: dict[str, Any] = {
     "architectures": ["GraniteMoeForCausalLM"],
     "model_type": "granitemoe",
@@ -52,8 +54,51 @@ _OLMOE: dict[str, Any] = {
     "rope_theta": 10_000.0,
     "tie_word_embeddings": False,
 }
+_DEEPSEEK: dict[str, Any] = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "num_hidden_layers": 27,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "hidden_size": 2048,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "q_lora_rank": None,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "intermediate_size": 10_944,
+    "moe_intermediate_size": 1408,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 6,
+    "n_group": 1,
+    "topk_group": 1,
+    "topk_method": "greedy",
+    "scoring_func": "softmax",
+    "norm_topk_prob": False,
+    "routed_scaling_factor": 1.0,
+    "attention_bias": False,
+    "vocab_size": 102_400,
+    "max_position_embeddings": 163_840,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10_000.0,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 40,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 0.707,
+        "mscale_all_dim": 0.707,
+    },
+    "tie_word_embeddings": False,
+}
 MIXTURES: dict[str, dict[str, Any]] = {
     "granite-1b-a400m": _GRANITE,
+    "deepseek-v2-lite": _DEEPSEEK,
+    "deepseek-v2-lite-6-layers": _DEEPSEEK | {"num_hidden_layers": 6},
     "olmoe-1b-7b": _OLMOE,
     "small-mixture": _OLMOE
     | {
@@ -82,12 +127,15 @@ Named = tuple[str, tuple[int, ...]]
 
 
 def experts(s: dict[str, Any]) -> int:
-    """Number of experts of a layer."""
-    return s.get("num_local_experts") or s["num_experts"]
+    """Number of routed experts of a layer."""
+    return s.get("num_local_experts") or s.get("n_routed_experts") or s["num_experts"]
 
 
 def _layer(s: dict[str, Any], number: int) -> Iterator[Named]:
     """Names and shapes of one layer's tensors."""
+    if s["model_type"] == "deepseek_v2":
+        yield from _latent_layer(s, f"model.layers.{number}", is_dense=number < s["first_k_dense_replace"])
+        return
     hidden, width, count = s["hidden_size"], s["intermediate_size"], experts(s)
     kv = hidden // s["num_attention_heads"] * s["num_key_value_heads"]
     layer = f"model.layers.{number}"
@@ -109,6 +157,30 @@ def _layer(s: dict[str, Any], number: int) -> Iterator[Named]:
             yield f"{layer}.mlp.experts.{expert}.{name}.weight", size
 
 
+def _latent_layer(s: dict[str, Any], layer: str, *, is_dense: bool) -> Iterator[Named]:
+    """Names and shapes of the tensors of a layer of DeepSeek-V2. `is_dense`: it has an MLP instead of experts."""
+    hidden, heads, rank = s["hidden_size"], s["num_attention_heads"], s["kv_lora_rank"]
+    nope, rope, value = s["qk_nope_head_dim"], s["qk_rope_head_dim"], s["v_head_dim"]
+    attention = f"{layer}.self_attn"
+    yield f"{attention}.q_proj.weight", (heads * (nope + rope), hidden)
+    yield f"{attention}.kv_a_proj_with_mqa.weight", (rank + rope, hidden)
+    yield f"{attention}.kv_a_layernorm.weight", (rank,)
+    yield f"{attention}.kv_b_proj.weight", (heads * (nope + value), rank)
+    yield f"{attention}.o_proj.weight", (hidden, heads * value)
+    yield f"{layer}.input_layernorm.weight", (hidden,)
+    yield f"{layer}.post_attention_layernorm.weight", (hidden,)
+    width = s["moe_intermediate_size"]
+    mlps = {"mlp": s["intermediate_size"]}
+    if not is_dense:
+        yield f"{layer}.mlp.gate.weight", (experts(s), hidden)
+        mlps = {f"mlp.experts.{expert}": width for expert in range(experts(s))}
+        mlps["mlp.shared_experts"] = s["n_shared_experts"] * width
+    for name, inner in mlps.items():
+        for matrix in ("gate_proj", "up_proj", "down_proj"):
+            size = (hidden, inner) if matrix == "down_proj" else (inner, hidden)
+            yield f"{layer}.{name}.{matrix}.weight", size
+
+
 def _around(s: dict[str, Any]) -> Iterator[Named]:
     """Names and shapes of the tensors outside layers."""
     yield "model.embed_tokens.weight", (s["vocab_size"], s["hidden_size"])
@@ -128,9 +200,11 @@ def tensors(shape: str) -> Iterator[list[Named]]:
 def active_parameters(shape: str) -> tuple[int, int]:
     """Number of parameters that are read for one token, with the output head and without it."""
     s = MIXTURES[shape]
-    layer = sum(math.prod(size) for _, size in _layer(s, 0))
-    idle = experts(s) - s["num_experts_per_tok"]
-    inner = s["num_hidden_layers"] * (layer - 3 * idle * s["intermediate_size"] * s["hidden_size"]) + s["hidden_size"]
+    layers = s["num_hidden_layers"]
+    stored = sum(math.prod(size) for number in range(layers) for _, size in _layer(s, number))
+    width = s.get("moe_intermediate_size", s["intermediate_size"])
+    idle = (layers - s.get("first_k_dense_replace", 0)) * (experts(s) - s["num_experts_per_tok"])
+    inner = stored - 3 * idle * width * s["hidden_size"] + s["hidden_size"]
     return inner + s["vocab_size"] * s["hidden_size"], inner
 
 

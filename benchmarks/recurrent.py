@@ -32,13 +32,16 @@ class Kernel:
     run: Callable[[int, Tensor, StateStep, torch.dtype], Callable[[], object]]  # tokens, states, step, dtype
 
 
-def delta(heads: int, key_heads: int, width: int) -> Kernel:
+def delta(heads: int, key_heads: int, width: int, *, decays_channels: bool = False) -> Kernel:
+    decays = (heads, width) if decays_channels else (heads,)
+    name = "Kimi delta" if decays_channels else "gated delta"
+
     def run(tokens: int, states: Tensor, step: StateStep, dtype: torch.dtype) -> Callable[[], object]:
         q, k, v = (torch.randn(tokens, count, width).to(dtype) for count in (key_heads, key_heads, heads))
-        log_decay, beta = -0.1 * torch.rand(tokens, heads), torch.rand(tokens, heads)
+        log_decay, beta = -0.1 * torch.rand(tokens, *decays), torch.rand(tokens, heads)
         return lambda: operations.gated_delta_rule(q, k, v, log_decay, beta, states, step)
 
-    return Kernel(f"gated delta, {key_heads}/{heads} heads of {width}", heads, (width, width), run)
+    return Kernel(f"{name}, {key_heads}/{heads} heads of {width}", heads, (width, width), run)
 
 
 def mamba(heads: int, width: int, groups: int, state: int) -> Kernel:
@@ -60,7 +63,10 @@ def convolution(channels: int, taps: int) -> Kernel:
     return Kernel(f"convolution, {channels} channels, {taps} taps", channels, (taps - 1,), run)
 
 
-KERNELS = [delta(16, 16, 128), delta(32, 16, 128), mamba(64, 64, 1, 128), convolution(6144, 4)]
+KERNELS = [
+    delta(16, 16, 128), delta(32, 16, 128), delta(32, 32, 128, decays_channels=True), mamba(64, 64, 1, 128),
+    convolution(6144, 4),
+]  # fmt: skip
 
 
 def best_s(run: Callable[[], object], rounds: int) -> float:

@@ -20,6 +20,8 @@ from oarlock.workers.transformers_backend.tested import tested_classes
 GATED = "gated download"  # the hub asks for acceptance of its licence
 BASE = "no chat template"  # completes text, and is not trained for conversations
 EXPERTS = "experts"
+LATENT = "latent attention"
+SHORT = "up to index_topk tokens"  # its indexer is not supported
 WINDOW = "sliding window"  # in some or all layers
 RECURRENT = "recurrent layers"  # some or all layers keep one state per sequence
 TEXT = "text part only"
@@ -92,8 +94,21 @@ _KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
         "GlmForCausalLM": ("zai-org/glm-4-9b-chat-hf",),
         "Glm4ForCausalLM": ("zai-org/GLM-4-9B-0414",),
         "Glm4MoeForCausalLM": ("zai-org/GLM-4.5-Air", EXPERTS),
+        "Glm4MoeLiteForCausalLM": ("zai-org/GLM-4.7-Flash", EXPERTS, LATENT),
+        "GlmMoeDsaForCausalLM": ("zai-org/GLM-5", EXPERTS, LATENT, SHORT),
         "Glm4vForConditionalGeneration": ("zai-org/GLM-4.1V-9B-Thinking", TEXT),
         "Glm4vMoeForConditionalGeneration": ("zai-org/GLM-4.5V", EXPERTS, TEXT),
+    },
+    "DeepSeek": {
+        "DeepseekV2ForCausalLM": ("deepseek-ai/DeepSeek-V2-Lite-Chat", EXPERTS, LATENT),
+        "DeepseekV3ForCausalLM": ("deepseek-ai/DeepSeek-V3.1", EXPERTS, LATENT),
+        "DeepseekV32ForCausalLM": ("deepseek-ai/DeepSeek-V3.2", EXPERTS, LATENT, SHORT),
+        "DeepseekVLForConditionalGeneration": ("deepseek-community/deepseek-vl-1.3b-chat", TEXT),
+    },
+    "Kimi": {
+        "KimiK25ForConditionalGeneration": ("moonshotai/Kimi-K2.5", EXPERTS, LATENT, TEXT),
+        "Kimi_K25ForConditionalGeneration": ("moonshotai/Kimi-K2.5", EXPERTS, LATENT, TEXT),
+        "KimiLinearForCausalLM": ("moonshotai/Kimi-Linear-48B-A3B-Instruct", EXPERTS, RECURRENT, LATENT),
     },
     "Granite": {
         "GraniteForCausalLM": ("ibm-granite/granite-3.3-8b-instruct",),
@@ -158,9 +173,10 @@ _KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
         "LlavaOnevisionForConditionalGeneration": ("llava-hf/llava-onevision-qwen2-7b-ov-hf", TEXT),
     },
     "Others": {
+        "AXK1ForCausalLM": ("skt/A.X-K1", EXPERTS, LATENT),
+        "BailingHybridForCausalLM": ("inclusionAI/Ling-3.0-Flash", EXPERTS, RECURRENT, LATENT),
         "BambaForCausalLM": ("ibm-ai-platform/Bamba-9B-v2", RECURRENT, BASE),
         "BioGptForCausalLM": ("microsoft/biogpt", BASE, BIN),
-        "DeepseekVLForConditionalGeneration": ("deepseek-community/deepseek-vl-1.3b-chat", TEXT),
         "Dots1ForCausalLM": ("rednote-hilab/dots.llm1.inst", EXPERTS),
         "Emu3ForCausalLM": ("BAAI/Emu3-Chat-hf", TEXT),
         "FalconH1ForCausalLM": ("tiiuae/Falcon-H1-1.5B-Instruct", RECURRENT),
@@ -174,6 +190,7 @@ _KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
         "LagunaForCausalLM": ("poolside/laguna-XS.2", EXPERTS, WINDOW),
         "Mamba2ForCausalLM": ("mistralai/Mamba-Codestral-7B-v0.1", RECURRENT, BASE),
         "MellumForCausalLM": ("JetBrains/Mellum2-12B-A2.5B-Base", EXPERTS, WINDOW, BASE),
+        "MiniCPM3ForCausalLM": ("openbmb/MiniCPM3-4B", LATENT),
         "MiMoV2FlashForCausalLM": ("XiaomiMiMo/MiMo-V2-Flash", EXPERTS, WINDOW),
         "MiniMaxM2ForCausalLM": ("MiniMaxAI/MiniMax-M2", EXPERTS),
         "NemotronForCausalLM": ("nvidia/Nemotron-Mini-4B-Instruct",),
@@ -182,6 +199,7 @@ _KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
         "SeedOssForCausalLM": ("ByteDance-Seed/Seed-OSS-36B-Instruct",),
         "SolarOpenForCausalLM": ("upstage/Solar-Open-100B", EXPERTS),
         "StableLmForCausalLM": ("stabilityai/stablelm-2-zephyr-1_6b",),
+        "YoutuForCausalLM": ("tencent/Youtu-LLM-2B", LATENT),
     },
     "BERT": {
         "BertModel": ("sentence-transformers/all-MiniLM-L6-v2",),

@@ -51,7 +51,7 @@ def hf_config(model: GGUFModel) -> dict[str, Any]:
     if not heads and family.has_attention:
         raise StartupError(f"{model.path} has no attention heads.", "Use a dense decoder model.")
     head_dim = settings.count(".attention.key_length", hidden // max(1, heads))
-    if settings.count(".attention.value_length", head_dim) != head_dim:
+    if not family.has_latents and settings.count(".attention.value_length", head_dim) != head_dim:
         raise StartupError(f"{model.path} has heads of keys and of values that differ in width.", "Use another model.")
     count = settings.of_layer if family.layers_differ else settings.count
     config = {
@@ -138,9 +138,11 @@ def gguf_checkpoint(directory: Path, model: GGUFModel) -> GGUFCheckpoint:
 
 
 def _in_its_shape(name: str, found: LocatedTensor) -> LocatedTensor:
-    """Return a tensor of a recurrent layer in Hugging Face's shape: vectors may be matrices in the file, and its
-    convolution has no dimension of 1."""
+    """Return a tensor in Hugging Face's shape. In the file, vectors of recurrent layers may be matrices, their
+    convolution has no dimension of 1, and the matrices of a latent for each head are a stack."""
     kind, shape = name.rpartition(".ssm_")[2], found.entry.shape
+    if name.endswith((".attn_k_b.weight", ".attn_v_b.weight")) and len(shape) == 3:
+        return found.shaped(shape[0] * shape[1], shape[2])
     if kind in ("a", "d", "norm.weight"):
         return found.shaped(math.prod(shape))
     return found.shaped(shape[0], 1, shape[1]) if kind == "conv1d.weight" and len(shape) == 2 else found

@@ -315,6 +315,11 @@ def _described(config: WorkerConfig) -> tuple[WorkerConfig, DecoderSpec, StoredQ
 def _resolve_length(requested: int | None, spec: DecoderSpec) -> int:
     if requested is None:
         return spec.default_length
+    if requested > spec.longest_length and spec.length_limit is not None:
+        raise StartupError(
+            f"max_model_len {requested} is more than {spec.longest_length} tokens: {spec.length_limit}.",
+            f"Use at most {spec.longest_length}.",
+        )
     if requested > spec.longest_length:
         raise StartupError(
             f"max_model_len {requested} is more than the model's {spec.longest_length} positions.",

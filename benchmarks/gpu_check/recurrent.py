@@ -60,6 +60,11 @@ def _operations(device: torch.device, *, is_tiny: bool) -> list[Operation]:
         v, decay, beta = noise(tokens, heads, width).to(dtype), -noise(tokens, heads).abs(), noise(tokens, heads).abs()
         return lambda states, step: operations.gated_delta_rule(q, k, v, decay, beta, states, step)
 
+    def kimi_rule(tokens: int) -> Launch:
+        q, k, v = noise(3, tokens, heads, width).to(dtype)
+        decay, beta = -noise(tokens, heads, width).abs(), noise(tokens, heads).abs()
+        return lambda states, step: operations.gated_delta_rule(q, k, v, decay, beta, states, step)
+
     def mamba(tokens: int) -> Launch:
         x, (b, c) = noise(tokens, ranges, columns).to(dtype), noise(2, tokens, groups, width).to(dtype)
         dt, a, d = noise(tokens, ranges).abs(), -noise(ranges).abs(), noise(ranges)
@@ -71,6 +76,7 @@ def _operations(device: torch.device, *, is_tiny: bool) -> list[Operation]:
 
     return [
         ("gated delta rule", (heads, width, width), torch.float32, delta_rule),
+        ("Kimi delta rule", (heads, width, width), torch.float32, kimi_rule),
         ("Mamba 2", (ranges, columns, width), torch.float32, mamba),
         ("convolution", (channels, kept), dtype, convolution),
     ]

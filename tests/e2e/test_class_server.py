@@ -20,7 +20,7 @@ SOAK = pytest.mark.soak
 DRAFTS = json.dumps({"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4})
 CLASSES = (
     ("nanochat", ("--speculative-config", DRAFTS)),
-    ("kimi_linear", ("--quantization", "int8", "--kv-cache-dtype", "int8")),
+    ("kimi_linear", ("--model-impl", "transformers", "--quantization", "int8", "--kv-cache-dtype", "int8")),
 )
 
 

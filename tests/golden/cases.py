@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.golden.tiny_models import MIXTURES
+from tests.golden.tiny_models import LATENT, MIXTURES
 
 PROMPT, TOTAL = 31, 36  # tokens fed as a prompt, and with those that follow one by one
 
@@ -246,6 +246,27 @@ CASES: dict[str, Case] = {
     "olmo-hybrid": Case("olmo_hybrid", {}, (1, 2, 4)),
     "olmo-hybrid-unrotated": Case("olmo_hybrid", {"linear_allow_neg_eigval": False}, (2,),
                                   claims={"rope_parameters": {"rope_theta": None, "rope_type": "default"}}),
+    "axk1": Case("axk1", {}, (1, 2, 4)),
+    "deepseek-v2": Case("deepseek_v2", {}, (1, 2, 4)),
+    "deepseek-v2-lite": Case("deepseek_v2", {"q_lora_rank": None, "topk_method": "greedy", "attention_bias": True},
+                             (2, 4)),
+    "deepseek-v3": Case("deepseek_v3", {}, (1, 2, 4, 8)),
+    "deepseek-v3-biased-halves": Case("deepseek_v3", {"rope_interleave": False, "attention_bias": True,
+        "norm_topk_prob": False, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, (2,), torch.bfloat16),
+    "deepseek-v32": Case("deepseek_v32", {"index_topk": TOTAL}, (1, 2, 4)),  # its indexer leaves no token out
+    "glm4-moe-lite": Case("glm4_moe_lite", {}, (1, 2, 4)),
+    "glm-moe-dsa": Case("glm_moe_dsa", {"index_topk": TOTAL}, (1, 2, 4)),
+    "minicpm3": Case("minicpm3", {}, (1, 2, 4)),
+    "minicpm3-plain-biased": Case("minicpm3", {"scale_depth": None, "dim_model_base": None, "attention_bias": True,
+        "mlp_bias": True, "v_head_dim": 12, "q_lora_rank": None, "tie_word_embeddings": False}, (2,)),
+    "youtu": Case("youtu", {}, (1, 2, 4)),
+    "kimi-linear": Case("kimi_linear", {}, (1, 2, 4, 8)),
+    "kimi-linear-query-latent-biased": Case("kimi_linear", {"q_lora_rank": 20, "attention_bias": True,
+        "norm_topk_prob": False}, (2,), torch.bfloat16),
+    "bailing-hybrid": Case("bailing_hybrid", {}, (1, 2, 4)),
+    "bailing-hybrid-unbounded-mscale": Case("bailing_hybrid", {"kda_safe_gate": False, "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 16, "mscale": 1.0,
+        "mscale_all_dim": 0.7}}, (2,)),
     "llama4": Case("llama4_text", {}, (1, 2, 4)),
     "llama4-plain": Case("llama4_text", {"use_qk_norm": False, "attn_temperature_tuning": False, "attention_bias": True,
         "num_experts_per_tok": 1, "moe_layers": [0, 2], "no_rope_layers": [1, 1, 1], "rope_parameters": {
@@ -269,6 +290,8 @@ _WRAPPERS: dict[str, Case] = {
     "gemma3-wrapper-new-names": Case("gemma3", {}, (1, 2), renamed=_NEWER),
     "gemma4-wrapper": Case("gemma4", {}, (1, 2)),
     "gemma4-unified-wrapper": Case("gemma4_unified", {}, (1, 2)),
+    "kimi-k25-wrapper": Case("kimi_k25", {}, (1, 2), renamed={
+        "language_model.model.blocks.": "language_model.model.layers."}),
     "lfm2-vl-wrapper": Case("lfm2_vl", {}, (1, 2)),
     "lfm3-vl-wrapper": Case("lfm3_vl", {}, (1, 2)),
     "glm4v-wrapper": Case("glm4v", {}, (1, 2, 4)),
@@ -305,11 +328,13 @@ RUNS = [(name, size) for name, case in CASES.items() for size in case.sizes]
 # Multimodal models compute as their text models do: of those, one for each kind of names.
 _SHORT_WRAPPERS = ("gemma3-wrapper", "gemma3-wrapper-new-names", "qwen2-vl-wrapper-flat",
                    "qwen3-vl-moe-wrapper-as-published")  # fmt: skip
+# Families with latent attention have it from one module: of those, one with and one without experts.
+_SHORT_LATENT = ("deepseek-v3", "minicpm3")
 # One size of each case, in turn the smallest, the next and so on: the others are for `make test-long`.
 SHORT_RUNS = {
     (name, case.sizes[number % len(case.sizes)])
     for number, (name, case) in enumerate(CASES.items())
-    if name not in _WRAPPERS or name in _SHORT_WRAPPERS
+    if name in (*_SHORT_WRAPPERS, *_SHORT_LATENT) or (name not in _WRAPPERS and case.family not in LATENT)
 }
 # Cases whose every tensor is compared in `make test`: what is wrong in the others shows in the logits.
 SHORT_LAYERS = {name for name, case in CASES.items() if name in FAMILY_CASES or case.family in MIXTURES}

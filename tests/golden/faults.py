@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pytest import MonkeyPatch
 
 from tests.golden import mutations
+from tests.golden import mutations_of_latents as of_latents
 from tests.golden import mutations_of_mamba as of_mamba
 from tests.golden import mutations_of_states as of_states
 from tests.golden import mutations_of_values as of_values
@@ -160,6 +161,9 @@ FAULTS = [
     Fault("S13", "beta not doubled", of_states.beta_not_doubled, "olmo-hybrid", 2, "0.recurrence"),
     Fault("S13", "key heads shared in turn", of_states.key_heads_shared_in_turn, "qwen3-5", 2, "0.recurrence"),
     Fault("S13", "gate before the norm", of_states.gate_before_the_norm, "qwen3-next", 1, "0.gated_norm"),
+    Fault("S13", "decay of the next channel", of_states.decays_of_the_next_channel, "kimi-linear", 2, "0.recurrence"),
+    Fault("S6", "decays of the first rank", of_states.biases_of_the_first_rank, "kimi-linear", 2, "0.recurrence"),
+    Fault("S13", "SiLU in place of the sigmoid", of_states.silu_for_the_sigmoid, "kimi-linear", 1, "0.gated_norm"),
     Fault("S13", "taps reversed", of_states.taps_reversed, "olmo-hybrid", 1, "0.q_conv"),
     Fault("S5", "state of the convolution lost", of_states.state_of_the_convolution_lost, "qwen3-5", 1, "0.q_conv"),
     Fault("S5", "state of the delta rule lost", of_states.state_of_the_rule_lost, "qwen3-5", 1, "0.recurrence"),
@@ -211,6 +215,13 @@ FAULTS = [
         2,
         "1.experts",
     ),
+    Fault("S13", "values from the wrong half", of_latents.values_from_the_wrong_half, "deepseek-v3", 1, "0.attention"),
+    Fault("S9", "first elements rotated", of_latents.first_elements_of_queries_rotated, "deepseek-v3", 2, "0.q_rope"),
+    Fault("S9", "the latent's elements rotated", of_latents.key_of_the_latent_rotated, "deepseek-v3", 1, "0.k_rope"),
+    Fault("S8", "matrices of the next rank", of_latents.heads_of_the_next_rank, "deepseek-v3", 2, "0.attention"),
+    Fault("S6", "halves of kv_b_proj exchanged", of_latents.halves_of_matrices_exchanged, "youtu", 2, "0.attention"),
+    Fault("S13", "scale without mscale", of_latents.scale_without_mscale, "deepseek-v3", 2, "0.attention"),
+    Fault("S13", "latent not normed", of_latents.latent_not_normed, "deepseek-v3", 1, "0.latent"),
     Fault("S13", "logit softcap skipped", mutations.logit_softcap_skipped, "gemma2", 2, "logits"),
 ]
 

@@ -21,6 +21,8 @@ from oarlock.workers.layers.decoder_spec import DecoderSpec, SublayerSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec
 from oarlock.workers.layers.gated_delta_spec import GatedDeltaSpec
 from oarlock.workers.layers.gated_mlp_spec import GatedMLPSpec
+from oarlock.workers.layers.kimi_delta_spec import KimiDeltaSpec
+from oarlock.workers.layers.latent_attention_spec import LatentAttentionSpec
 from oarlock.workers.layers.layer_input_spec import LayerInputSpec
 from oarlock.workers.layers.mamba2_spec import Mamba2Spec
 from oarlock.workers.layers.mlp_spec import MLPSpec
@@ -33,11 +35,13 @@ from tests.golden.paged_run import BLOCK_SIZE, NUM_BLOCKS, PagedRun, load_decode
 # Tensors of which each rank has some columns.
 _DELTA = ("delta_q", "delta_k", "delta_v", "delta_z", "delta_b", "delta_a", "q_conv", "k_conv", "v_conv", "recurrence",
           "gated_norm")  # fmt: skip
+_KIMI = ("kimi_q", "kimi_k", "kimi_v", "kimi_f", "kimi_b", "kimi_g", "q_conv", "k_conv", "v_conv", "recurrence",
+         "gated_norm")  # fmt: skip
 _MAMBA = ("mamba_gate", "mamba_x", "mamba_b", "mamba_c", "mamba_dt", "x_conv", "b_conv", "c_conv", "recurrence",
           "gated_norm")  # fmt: skip
 _OF_GROUPS = ("mamba_b", "mamba_c", "b_conv", "c_conv")  # ranks that share a group hold copies
 _CUT = {"q", "attention_gate", "q_rope", "attention", "gate_up", "up", "conv_b", "conv_c", "conv_x", "convolution",
-        "input_gated", *_DELTA, *_MAMBA} - {*_OF_GROUPS}  # fmt: skip
+        "input_gated", *_DELTA, *_KIMI, *_MAMBA} - {*_OF_GROUPS}  # fmt: skip
 _FIRST_CHUNK = 20
 _ROUNDING = {torch.float32: 2.0**-25, torch.float16: 2.0**-12, torch.bfloat16: 2.0**-9}
 
@@ -77,10 +81,17 @@ def _inside(sublayer: SublayerSpec) -> list[str]:
         values = ["v"] * (own and not sublayer.keys_are_values)
         gate, keys = ["attention_gate"] * sublayer.output_gate, ["k_rope"] * own
         return ["q", *(["k"] if own else []), *values, *gate, "q_rope", *keys, "attention", "o_proj"]
+    if isinstance(sublayer, LatentAttentionSpec):
+        queries = ["q"] if sublayer.q_rank is None else ["q_a", "q_latent", "q"]
+        gate = ["attention_gate"] * sublayer.output_gate
+        return [*queries, "kv_a", "latent", *gate, "q_rope", "k_rope", "attention", "o_proj"]
     if isinstance(sublayer, ShortConvolutionSpec):
         return ["conv_b", "conv_c", "conv_x", "convolution", "out_proj"]
     if isinstance(sublayer, GatedDeltaSpec):
         return [*_DELTA, "delta"]
+    if isinstance(sublayer, KimiDeltaSpec):
+        low = [name for name, rank in (("kimi_f_a", sublayer.decay_rank), ("kimi_g_a", sublayer.gate_rank)) if rank]
+        return [*low, *_KIMI, "kimi_delta"]
     if isinstance(sublayer, Mamba2Spec):
         return [*(name for name in _MAMBA if name != "recurrence" or sublayer.eps is not None), "mamba"]
     if isinstance(sublayer, ExpertsSpec):
@@ -144,9 +155,13 @@ def our_layers(
 
 
 def page_bytes(spec: DecoderSpec, size: int, dtype: torch.dtype) -> int:
-    """Layers that read other layers' pages have none."""
-    own = [one for layer in spec.layers if (one := layer.attention) is not None and one.of_layer is None]
-    values = sum(max(1, one.num_kv_heads // size) * (one.head_dim + (one.value_dim or one.head_dim)) for one in own)
+    """Layers that read other layers' pages have none. Each rank keeps the latent of all heads."""
+    values = 0
+    for one in (layer.attention for layer in spec.layers):
+        if isinstance(one, LatentAttentionSpec):
+            values += one.kv_rank + one.rope_width
+        elif one is not None and one.of_layer is None:
+            values += max(1, one.num_kv_heads // size) * (one.head_dim + (one.value_dim or one.head_dim))
     return values * dtype.itemsize * BLOCK_SIZE * NUM_BLOCKS
 
 
@@ -158,18 +173,17 @@ def joined(tensor: str, ranks: list[Tensor], spec: DecoderSpec) -> Tensor:
     if kind == "logits":
         return torch.cat(ranks, 1)[:, : spec.vocab_size]
     copies = 1
+    attention = spec.layers[int(tensor.partition(".")[0])].attention if "." in tensor else None
     if kind in _OF_GROUPS:
         branches = spec.layers[int(tensor.partition(".")[0])].branches
         groups = next(one.sublayer.groups for one in branches if isinstance(one.sublayer, Mamba2Spec))
         copies = max(1, len(ranks) // groups)  # neighbours hold the same group
         whole = torch.cat([rank.flatten(1) for rank in ranks[::copies]], 1)
-    elif kind in ("k", "v", "k_rope"):
-        attention = spec.layers[int(tensor.partition(".")[0])].attention
-        assert attention is not None
+    elif kind in ("k", "v", "k_rope") and isinstance(attention, SelfAttentionSpec):
         copies = max(1, len(ranks) // attention.num_kv_heads)  # neighbours hold the same KV head
         whole = torch.cat([rank.flatten(1) for rank in ranks[::copies]], 1)
     else:
-        copies, whole = len(ranks), ranks[0]
+        copies, whole = len(ranks), ranks[0].flatten(1)
     for first in range(0, len(ranks), copies):
         if any(not torch.equal(ranks[first], copy) for copy in ranks[first : first + copies]):
             return torch.full_like(whole, float("nan"))

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from oarlock.workers.layers.convolution import ConvolutionWeights
 from oarlock.workers.layers.gated_delta import DeltaGates
+from oarlock.workers.layers.kimi_delta import KimiGates
 from oarlock.workers.recurrent import operations
 from oarlock.workers.weights.source import WeightSource
 
@@ -45,7 +46,35 @@ def key_heads_shared_in_turn(patch: MonkeyPatch) -> None:
 
 def gate_before_the_norm(patch: MonkeyPatch) -> None:
     norm = operations.gated_norm
-    patch.setattr(operations, "gated_norm", lambda *inputs, gates_first: norm(*inputs, gates_first=not gates_first))
+    patch.setattr(
+        operations, "gated_norm", lambda *inputs, gates_first, **how: norm(*inputs, gates_first=not gates_first, **how)
+    )
+
+
+def decays_of_the_next_channel(patch: MonkeyPatch) -> None:
+    gates = KimiGates.__call__
+
+    def patched(self: KimiGates, f: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        log_decay, beta = gates(self, f, b)
+        return log_decay.roll(1, 2), beta
+
+    patch.setattr(KimiGates, "__call__", patched)
+
+
+def biases_of_the_first_rank(patch: MonkeyPatch) -> None:
+    load = KimiGates.load
+
+    def patched(self: KimiGates, weights: WeightSource) -> None:
+        load(self, weights)
+        bias = self.dt_bias.view(-1)
+        weights.take(f"{self.name}.dt_bias", bias, shape=(self.spec.size,), start=0)
+
+    patch.setattr(KimiGates, "load", patched)
+
+
+def silu_for_the_sigmoid(patch: MonkeyPatch) -> None:
+    norm = operations.gated_norm
+    patch.setattr(operations, "gated_norm", lambda *inputs, gates_first, **_: norm(*inputs, gates_first=gates_first))
 
 
 def taps_reversed(patch: MonkeyPatch) -> None:

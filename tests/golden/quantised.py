@@ -30,7 +30,7 @@ class Quantised:
     weights: dict[str, Tensor]  # module -> float64 [N, K], or of all experts [E, N, K]
 
 
-_PRODUCTS = ("_proj", "in_proj_qkv", "in_proj_z")  # ends of the names of matrices
+_PRODUCTS = ("_proj", "_with_mqa", "in_proj_qkv", "in_proj_z")  # ends of the names of matrices
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from oarlock.workers.lora.adapted_modules import EMBEDDING, AdaptedModules, Expe
 from oarlock.workers.model_files.checkpoint import Checkpoint
 from oarlock.workers.models.registry import read_spec
 from oarlock.workers.weights.reader import WeightReader
-from tests.golden.tiny_models import DESCRIBED, FAMILIES, MIXTURES, RECURRENT, make_tiny, tiny_model
+from tests.golden.tiny_models import DESCRIBED, FAMILIES, LATENT, MIXTURES, RECURRENT, make_tiny, tiny_model
 from tests.golden.tiny_wrappers import WRAPPERS
 
 # Families whose modules differ most from ours: in their names, their fused and alternating rows, and their experts.
@@ -53,7 +53,7 @@ class _Weights:
     "family",
     [
         pytest.param(name, marks=() if name in DIFFERENT else pytest.mark.soak)
-        for name in (*FAMILIES, *MIXTURES, *DESCRIBED, *RECURRENT, *WRAPPERS)
+        for name in (*FAMILIES, *MIXTURES, *DESCRIBED, *RECURRENT, *LATENT, *WRAPPERS)
     ],
 )
 def test_rows_of_linear_layers_of_transformers_are_the_rows_of_our_modules(tmp_path: Path, family: str) -> None:

@@ -35,6 +35,13 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "qwen2": _SHAPE,  # with biases of q, k and v only
     "qwen2_moe": _SHAPE,
     "qwen3_next": {"vocab_size": 331, "hidden_size": 128, "intermediate_size": 256, "head_dim": 32},
+    "youtu": {
+        "vocab_size": 331,
+        "hidden_size": 128,
+        "kv_lora_rank": 64,
+        "qk_rope_head_dim": 16,
+        "tie_word_embeddings": False,
+    },
 }
 CASES = [
     ("llama", torch.bfloat16, "none"),
@@ -160,7 +167,10 @@ def test_layers_in_one_call_have_the_bits_of_separate_layers(
             assert all(torch.equal(separate[seq], prepared[seq]) for seq in work)
 
 
-@pytest.mark.parametrize("family", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2_moe",))])
+@pytest.mark.parametrize(
+    "family",
+    ["llama", pytest.param("qwen2_moe", marks=pytest.mark.slow), pytest.param("youtu", marks=pytest.mark.soak)],
+)
 def test_a_merged_model_is_hardly_more_exact(path_of: Callable[[str], Path], tmp_path: Path, family: str) -> None:
     path = path_of(family)
     updates, adapters = two_adapters(path, tmp_path)

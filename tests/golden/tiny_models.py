@@ -23,8 +23,11 @@ DESCRIBED = ("cohere_compass_text", "cwm", "emu3", "ernie4_5", "exaone4", "gemma
              "granite", "granite_swa", "helium", "hyperclovax", "internlm3", "ministral", "olmo3", "phi4_multimodal",
              "seed_oss", "smollm3", "stablelm", "vaultgemma")  # fmt: skip
 # Families whose layers have a recurrent state.
-RECURRENT = ("bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text",
-             "qwen3_5_text", "qwen3_next")  # fmt: skip
+RECURRENT = ("bailing_hybrid", "bamba", "falcon_h1", "granitemoehybrid", "kimi_linear", "mamba2", "nemotron_h",
+             "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")  # fmt: skip
+# Families with latent attention.
+LATENT = ("axk1", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa",
+          "minicpm3", "youtu")  # fmt: skip
 # Small and odd on purpose: heads share KV heads, and no size is a power of two by accident of the family's defaults.
 _SHAPE: dict[str, Any] = {
     "vocab_size": 320,
@@ -49,6 +52,16 @@ _DELTA = {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_he
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_state": 16, "mamba_chunk_size": 8}
 _GROUPS = {"num_experts_per_tok": 3, "moe_intermediate_size": 36, "n_group": 4, "topk_group": 2,
            "routed_scaling_factor": 1.7}  # fmt: skip
+_LATENT = {"num_key_value_heads": 8, "q_lora_rank": 20, "kv_lora_rank": 24, "qk_nope_head_dim": 12,
+           "qk_rope_head_dim": 8, "v_head_dim": 20}  # fmt: skip
+_LATENT_GROUPS = {**_LATENT, **_GROUPS, "n_routed_experts": 8, "n_shared_experts": 2}
+# YaRN that begins within the tests' prompts, and whose factor changes the scores.
+_MSCALE = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 16,
+           "mscale": 1.0, "mscale_all_dim": 0.7}  # fmt: skip
+_KIMI = {**{key: size for key, size in _LATENT.items() if key != "q_lora_rank"}, **_GROUPS, "num_local_experts": 8,
+         "n_shared_experts": 2, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+         "mlp_layer_types": ["dense", "sparse", "sparse"]}  # fmt: skip
+_INDEXER = {"index_topk": 48, "index_head_dim": 16, "index_n_heads": 2}
 _GEMMA4 = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 12,
            "head_dim": 16, "global_head_dim": 32}  # fmt: skip
 # What sets a family apart. Windows are shorter than the tests' prompts, softcaps low enough to bend the scores.
@@ -203,6 +216,21 @@ _FAMILY: dict[str, dict[str, Any]] = {
                     "num_kv_shared_layers": 2, "use_double_wide_mlp": True},
     "gemma4_unified_text": {**_GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 2,
                             "final_logit_softcapping": 2.5},
+    "axk1": {**_LATENT_GROUPS, "mlp_layer_types": ["dense", "sparse", "sparse"], "rope_parameters": _MSCALE},
+    "deepseek_v2": {**_LATENT_GROUPS, "first_k_dense_replace": 1, "topk_method": "group_limited_greedy",
+                    "rope_parameters": _MSCALE},
+    "deepseek_v3": {**_LATENT_GROUPS, "first_k_dense_replace": 1, "rope_parameters": _MSCALE},
+    "deepseek_v32": {**_LATENT_GROUPS, **_INDEXER, "first_k_dense_replace": 1, "rope_parameters": _MSCALE},
+    "glm4_moe_lite": {**_LATENT_GROUPS, "n_group": 1, "topk_group": 1},
+    "glm_moe_dsa": {**_LATENT_GROUPS, **_INDEXER, "mlp_layer_types": ["dense", "sparse", "sparse"],
+                    "indexer_types": ["full", "shared", "full"]},
+    "minicpm3": {**_LATENT, "v_head_dim": None, "scale_emb": 3, "dim_model_base": 16, "rope_parameters": {
+        "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.1, 1.3, 1.7],
+        "long_factor": [3.0, 3.3, 3.9, 5.1], "original_max_position_embeddings": 64}},
+    "youtu": _LATENT,
+    # Kimi delta attention around latent attention, in heads of another number and width.
+    "kimi_linear": {**_KIMI, "linear_num_heads": 16, "linear_head_dim": 12, "linear_conv_kernel_dim": 3},
+    "bailing_hybrid": {**_KIMI, "head_dim": 12, "kda_lower_bound": -2.5, "num_mtp_layers": 0},
     "laguna": {**_SEVEN, **_SLIDING, "shared_expert_intermediate_size": 52, "moe_routed_scaling_factor": 1.7,
                "num_attention_heads_per_layer": [8, 16, 4]},
     "mimo_v2_flash": {"head_dim": 24, "v_head_dim": 16, "num_key_value_heads": 2, "n_routed_experts": 8,

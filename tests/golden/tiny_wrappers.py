@@ -52,6 +52,8 @@ WRAPPERS: dict[str, dict[str, Any]] = {
     "idefics3": {"class": "Idefics3ForConditionalGeneration", "like": "llama", "vision_config": _SMALL},
     "internvl": {"class": "InternVLForConditionalGeneration", "like": "qwen3", "vision_config": {
         **_SMALL, "image_size": [16, 16], "patch_size": [8, 8]}},
+    "kimi_k25": {"class": "Kimi_K25ForConditionalGeneration", "like": "deepseek_v3", "tie_word_embeddings": False,
+                 "vision_config": {**_SMALL, "pos_emb_height": 2, "pos_emb_width": 2}},
     "lfm2_vl": {"class": "Lfm2VlForConditionalGeneration", "like": "lfm2", "vision_config": {
         **_SMALL, "num_patches": 16}, "projector_hidden_size": 16},
     "lfm3_vl": {"class": "Lfm3VlForConditionalGeneration", "like": "lfm3", "projector_hidden_size": 16,

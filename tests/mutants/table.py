@@ -9,6 +9,13 @@ CONCERNS: dict[str, tuple[str, ...]] = {
     "attention": ("tests/unit/workers/attention/test_attention.py", *_AVX2),
     "layer-layouts": ("tests/unit/workers/layers/test_layer_layouts.py", "-k", "limited and rms"),
     "attention-forms": ("tests/unit/workers/attention/test_attention.py", "-k", "backends_agree"),
+    "latents": (
+        "tests/unit/workers/layers/test_latent_attention.py",
+        "tests/golden/test_quantised_latents.py",
+        "tests/parallel/test_plan_memory.py",
+        "-k",
+        "latent or deepseek",
+    ),
     "decoded-alone": ("tests/unit/workers/layers/test_halves.py", "-k", "alone"),
     "elementwise": ("tests/unit/workers/kernels/cpu/test_elementwise.py", *_AVX2),
     "recurrent": ("tests/unit/workers/kernels/cpu/test_recurrent.py", *_AVX2),
@@ -51,6 +58,7 @@ CONCERNS: dict[str, tuple[str, ...]] = {
         "tests/unit/workers/kernels/triton/test_triton_weight_only.py",
     ),
     "triton-adapters": ("tests/unit/workers/kernels/triton/test_triton_low_rank.py",),
+    "triton-latent": ("tests/unit/workers/kernels/triton/test_triton_latent.py",),
     "triton-recurrent": ("tests/unit/workers/kernels/triton/test_triton_recurrent.py",),
     "sharding": (
         "tests/unit/workers/layers/test_sharding.py",

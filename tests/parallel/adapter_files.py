@@ -10,8 +10,8 @@ from safetensors.torch import save_file
 
 from oarlock.workers.adapter_digest import adapter_digest
 from oarlock.workers.layers.decoder_spec import tensors_of
-from oarlock.workers.layers.tensor_spec import RankDtype
 from oarlock.workers.lora.adapted_modules import EMBEDDING, HEAD, AdaptedModules
+from oarlock.workers.lora.target_modules import can_be_adapted
 from oarlock.workers.model_files.checkpoint import read_header
 from oarlock.workers.models.registry import read_spec
 
@@ -38,12 +38,12 @@ def write_adapter(
     """Write an adapter of all modules of `model` that `keep` accepts. Updates are about as large as the weights."""
     spec, tensors, draw = read_spec(str(model)), {}, torch.Generator().manual_seed(seed)
     modules = AdaptedModules(spec)
-    routers = {one.name.removesuffix(".weight") for one in tensors_of(spec) if one.rank_dtype is RankDtype.FLOAT32}
+    fixed = {one.name.removesuffix(".weight") for one in tensors_of(spec) if not can_be_adapted(one)}
     files = sorted(model.glob("*.safetensors"))
     stored = {name.removesuffix(".weight"): None for file in files for name in read_header(file)}
     for name in stored | {HEAD: None}:  # a head that is tied to the embedding is not stored
         parts = modules.find(name)
-        if not isinstance(parts, list) or not parts or parts[0].module in routers or not keep(name):
+        if not isinstance(parts, list) or not parts or parts[0].module in fixed or not keep(name):
             continue
         shape = modules.shape(parts[0].module)
         assert shape is not None

@@ -43,12 +43,19 @@ SHAPE: dict[str, Any] = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
 }
+LATENT: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "kv_lora_rank": 64,
+    "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32, "moe_intermediate_size": 64,
+}  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {**SHAPE, "attention_bias": True, "mlp_bias": True},
     "qwen2_moe": SHAPE,
     "qwen3_next": {"vocab_size": VOCAB, "hidden_size": 128, "intermediate_size": 256, "head_dim": 32},
     "gemma": SHAPE,  # its head is its embedding, but both are adapted by themselves
-}
+    "deepseek_v2": {**LATENT, "q_lora_rank": 32},
+    "kimi_linear": {**LATENT, "linear_head_dim": 32, "layer_types": ["linear_attention", "full_attention"],
+                    "mlp_layer_types": ["dense", "sparse"]},
+}  # fmt: skip
 Make = Callable[[str], tuple[Path, list[AdapterFiles]]]
 Alone = Callable[[str, int], dict[int, Answer]]
 NAMES = ("every", "plain", "small", None)
@@ -98,7 +105,7 @@ def config_of(model: Path, size: int = 1, **changes: Any) -> WorkerConfig:
         num_threads=1,
         max_loras=2,  # fewer than there are adapters
         max_lora_rank=8,
-        num_speculative_tokens=0 if "next" in model.name else 4,  # states cannot be rolled back
+        num_speculative_tokens=0 if "next" in model.name or "kimi" in model.name else 4,  # states cannot be rolled back
     )
     return base.with_(**changes)
 
@@ -156,11 +163,12 @@ REGIMES: dict[str, dict[str, Any]] = {
     "preempted": {"enable_prefix_caching": True, "max_num_batched_tokens": 48},
     "with drafts": {"speculative": DRAFTS},
 }
+SOAKED = ("qwen2_moe", "qwen3_next", "gemma", "deepseek_v2", "kimi_linear")
 # family, ranks, requests
 CASES = [
     ("llama", 2, 24),
     pytest.param("llama", 4, 24, marks=pytest.mark.soak),
-    *(pytest.param(family, 2, 12, marks=pytest.mark.soak) for family in ("qwen2_moe", "qwen3_next", "gemma")),
+    *(pytest.param(family, 2, 12, marks=pytest.mark.soak) for family in SOAKED),
     *(pytest.param(family, 4, 24, marks=pytest.mark.every) for family in ("qwen2_moe", "gemma")),
 ]
 

@@ -46,6 +46,7 @@ def config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return WorkerConfig(
         str(model), device="cpu", dtype="float32", max_model_len=256, max_num_seqs=4, max_num_batched_tokens=64,
         num_speculative_tokens=3, block_size=16, num_kv_blocks=80, num_threads=1, tensor_parallel_size=2,
+        model_impl="transformers",
     )  # fmt: skip
 
 

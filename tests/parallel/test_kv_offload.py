@@ -91,6 +91,18 @@ def test_layers_with_windows_have_the_same_bits(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("cache", ["auto", "int8"])
+def test_rows_of_latent_attention_have_the_same_bits(cache: str, tmp_path: Path) -> None:
+    """Each rank keeps the rows of all heads, and no values besides."""
+    sizes = {"vocab_size": 3000, "kv_lora_rank": 32, "qk_rope_head_dim": 16}
+    model, path = make_tiny(tmp_path, "youtu", **sizes), tmp_path / "blocks"
+    config = CONFIG.with_(
+        model_path=str(model), dtype="bfloat16", kv_cache_dtype=cache, tensor_parallel_size=2, kv_offload_path=str(path)
+    )
+    check(config, path)
+
+
+@pytest.mark.soak
 @pytest.mark.parametrize(("stages", "size"), [(3, 1), (2, 2)])
 def test_stages_have_the_same_bits(stages: int, size: int, tmp_path: Path) -> None:
     """Stages of different sizes: blocks of theirs take more or less memory, and one slot more or less fits."""

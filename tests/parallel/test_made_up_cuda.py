@@ -21,7 +21,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from benchmarks import step_arithmetic
 from oarlock.base.errors import StartupError
 from oarlock.engine.types import Grammar, Request, SamplingParams
-from oarlock.workers.attention import triton_backend
+from oarlock.workers.attention import triton_tiles
 from oarlock.workers.attention.backend import LayerKV
 from oarlock.workers.attention.forward_batch import ForwardBatch
 from oarlock.workers.config import WorkerConfig
@@ -513,16 +513,16 @@ def test_a_step_with_prompts_is_one_launch_up_to_its_hidden_states(
     assert outputs() == expected
     assert counts[2] <= step_arithmetic.FROM_HOST + step_arithmetic.OF_SAMPLING < counts[1], counts
     steps.release()
-    find = triton_backend._find
+    find = triton_tiles._find
 
-    def find_one(batch: ForwardBatch, tiles: triton_backend.Tiles, tokens: int) -> None:
+    def find_one(batch: ForwardBatch, tiles: triton_tiles.Tiles, tokens: int) -> None:
         if of_thread.graph is None:
             find(batch, tiles, tokens)
         else:
             tiles.seqs.zero_()
             tiles.first_rows.zero_()
 
-    monkeypatch.setattr(triton_backend, "_find", find_one)
+    monkeypatch.setattr(triton_tiles, "_find", find_one)
     steps.capture(CudaGraphs(), [], [16])
     assert outputs(40) != others
     steps.release()

@@ -70,6 +70,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "phi": {"hidden_size": 128},
+    "deepseek_v3": {"num_key_value_heads": 4, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "head_dim": 16},
 }
 WIDE = SHAPE | {"hidden_size": 256, "intermediate_size": 512, "tie_word_embeddings": False}  # in whole blocks
 STORED = ("gptq-4-64-asym", "integers-channel", "fp8-block", "gguf")  # as other programs round weights
@@ -88,6 +89,7 @@ CASES = [
     pytest.param("phi", "bfloat16", "int8", "auto", 2, (2,), marks=pytest.mark.soak),
     pytest.param("phi3", "bfloat16", "none", "auto", 1, (2,), marks=pytest.mark.soak),
     pytest.param("qwen3", "bfloat16", "none", "auto", 1, (3,), marks=pytest.mark.soak),
+    pytest.param("deepseek_v3", "bfloat16", "int8", "int8", 2, (2,), marks=pytest.mark.soak),
     *(pytest.param(name, "bfloat16", "none", "auto", 1, (2,), marks=pytest.mark.soak) for name in STORED),
 ]
 

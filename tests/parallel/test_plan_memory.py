@@ -40,7 +40,13 @@ def bytes_of(memory: list[LayerMemory]) -> int:
         ("gemma3_text", {"pipeline_parallel_size": 3}),  # the stages have layers of one group each
         ("gemma4_text", {"tensor_parallel_size": 2}),
         ("mimo_v2_flash", {"tensor_parallel_size": 2, "kv_cache_dtype": "int8"}),  # keys are wider than values
+        ("deepseek_v3", {"tensor_parallel_size": 2, "dtype": "bfloat16", "kv_cache_dtype": "int8", "max_loras": 2}),
+        ("glm4_moe_lite", {"pipeline_parallel_size": 3, "quantization": "int8"}),
         ("qwen3_5_text", {"pipeline_parallel_size": 3, "dtype": "bfloat16"}),
+        pytest.param(
+            *("bailing_hybrid", {"pipeline_parallel_size": 3, "dtype": "bfloat16", "quantization": "int8"}),
+            marks=pytest.mark.soak,
+        ),
         ("nemotron_h", {"pipeline_parallel_size": 4}),  # the second and the last have no memory
         ("falcon_h1", {"tensor_parallel_size": 4, "dtype": "bfloat16", "kv_cache_dtype": "int8"}),
         ("llama", {"pipeline_parallel_size": 2, "kv_cache_dtype": "int8"}),
@@ -61,7 +67,8 @@ def test_ranks_of_a_class_without_a_page_match_the_plan(
     """Dense, a mixture, recurrent, and one that every rank holds whole."""
     look_in_this_process(monkeypatch)
     model = str(make_class(tmp_path, model_type))
-    config = WorkerConfig(model, tensor_parallel_size=size, **{**COMMON, **changes}, max_num_batched_tokens=64)
+    changes = {**changes, "max_num_batched_tokens": 64, "model_impl": "transformers"}
+    config = WorkerConfig(model, tensor_parallel_size=size, **{**COMMON, **changes})
     check(config, make=ClassRunner, limit=0.0)
 
 

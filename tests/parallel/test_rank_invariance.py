@@ -48,7 +48,11 @@ NEW_VALUES: dict[str, dict[str, Any]] = {
     **{family: {} for family in ("hunyuan_v1_dense", "jais2", "ministral3")},
     **{family: {"hidden_size": 256} for family in ("granite", "olmo", "phi", "phimoe", "starcoder2")},
     **{family: {"hidden_size": 256, "n_inner": 256, "num_key_value_heads": 8} for family in ("gpt2", "gptj")},
-}
+    "deepseek_v2": {"num_key_value_heads": 8, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "head_dim": 16},
+    "kimi_linear": {"num_key_value_heads": 8, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "linear_num_heads": 8,
+                    "linear_head_dim": 32, "layer_types": ["linear_attention", "full_attention"],
+                    "mlp_layer_types": ["dense", "sparse"]},
+}  # fmt: skip
 IN_SHORT = {"afmoe", "gpt2"}  # the others run in `make test-long`
 # dtype, quantisation, KV cache
 FORMS = ("bfloat16", "float16", "float32", "bfloat16-int8", "bfloat16-int4", "bfloat16-none-int8", "float32-int8-fp8")

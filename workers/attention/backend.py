@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from oarlock.workers.attention.forward_batch import ForwardBatch
-from oarlock.workers.attention.kv_format import FORMATS, ROUNDED, KVFormat
+from oarlock.workers.attention.kv_format import FORMATS, ROUNDED, KeyFormat, KVFormat
 from oarlock.workers.platform.dtypes import KVShape
 from oarlock.workers.recurrent.states import LayerStates, StateStep
 
@@ -27,6 +27,7 @@ class KVSpec:
     cache_dtype: str = "auto"  # a name of `FORMATS`; auto: `dtype`
     fixed_span: int | None = None  # keys per program if rows must not depend on the batch; None: chosen for each step
     value_dim: int | None = None  # values of one head's value; None: `head_dim`
+    value_in_key: bool = False  # the value is the first `value_width` elements of the key, which are stored once
     group: int = 0  # number of the memory group, a key of `ForwardBatch.slots` and `ForwardBatch.block_tables`
 
     @property
@@ -39,6 +40,19 @@ class KVSpec:
         return FORMATS[self.cache_dtype]
 
     @property
+    def key_format(self) -> KeyFormat:
+        """Format of a stored key. If it contains the value, the value and the other elements are quantized
+        separately."""
+        is_split = self.is_rounded and self.value_in_key and self.head_dim > self.value_width
+        widths = (self.value_width, self.head_dim - self.value_width) if is_split else (self.head_dim,)
+        return KeyFormat(self.kv_format, widths)
+
+    @property
+    def value_elements(self) -> int:
+        """Number of elements of a stored value; 0 if the key contains it."""
+        return 0 if self.value_in_key else self.kv_format.elements(self.value_width)
+
+    @property
     def is_rounded(self) -> bool:
         """Whether pages hold quantized values."""
         return self.cache_dtype in ROUNDED
@@ -48,7 +62,7 @@ class KVSpec:
         """Sizes that determine the bytes of this KV cache."""
         item = self.dtype.itemsize
         sizes = self.num_layers, self.num_kv_heads, self.head_dim, self.block_size
-        return KVShape(*sizes, item, self.cache_dtype, self.value_dim)
+        return KVShape(*sizes, item, self.cache_dtype, self.value_dim, self.value_in_key)
 
     @property
     def bytes_per_token(self) -> int:
@@ -87,7 +101,7 @@ class LayerKV:
     """One layer's pages of keys and values, in the layout of the backend that allocated them."""
 
     k: Tensor
-    v: Tensor
+    v: Tensor  # has pages without elements if keys contain the values
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +131,10 @@ class AttentionBackend(Protocol):
     def prepare(self, batch: ForwardBatch) -> Any:
         """Compute everything that does not depend on the layer. Called once per step, before the layers."""
 
-    def write(self, kv: LayerKV, k: Tensor, v: Tensor, batch: ForwardBatch) -> None:
+    def write(self, kv: LayerKV, k: Tensor, v: Tensor | None, batch: ForwardBatch) -> None:
         """Store `k` [T, num_kv_heads, head_dim] and `v` [T, num_kv_heads, value_width] at the group's `batch.slots`.
+
+        `v` is None if, and only if, keys contain the values (`KVSpec.value_in_key`).
 
         A block is filled from its first slot on, so a write to this slot invalidates the previous content of the block.
         """
@@ -158,6 +174,32 @@ class FusedBackend(AttentionBackend, Protocol):
         and its epsilon. `cos`, `sin`: float32 [T, 1, rotary_dim], for the rotated elements; see `RotaryTable`.
         `norms_last`: heads are normed after the rotation. `pairs_neighbours`: neighbouring elements are rotated.
         `query_scale`: float32 [T], factors of the queries.
+        """
+        ...
+
+
+@runtime_checkable
+class FusedLatentBackend(AttentionBackend, Protocol):
+    """A backend with one kernel for the operations of latent attention between its projections and `attend`, except
+    for the matmul of the queries."""
+
+    def norm_rotate_and_write(
+        self,
+        kv: LayerKV,
+        q: Tensor,
+        rows: Tensor,
+        norm: tuple[Tensor, float],
+        angles: tuple[Tensor, Tensor] | None,
+        batch: ForwardBatch,
+        *,
+        pairs_neighbours: bool,
+    ) -> Tensor:
+        """Norm the latents of `rows`, rotate their other elements, and write them to the cache. Return queries
+        [T, H, head_dim] of which the elements after the first `value_width` are written: the last of `q`, rotated.
+
+        `q`: [T, H, width], projected. `rows`: [T, head_dim], projected. `norm`: scale of the latents' norm
+        [value_width], and its epsilon. `angles`: cos and sin, as in `FusedBackend`; None: nothing is rotated.
+        `pairs_neighbours`: neighbouring elements are rotated.
         """
         ...
 

@@ -33,7 +33,7 @@ class CppPlan:
 
 class CppBackend:
     """C++ attention backend. Pages have the shape [blocks, kv_heads, block_size, elements of a key or value], but the
-    kernel uses its own order within a page."""
+    kernel uses its own order within a page. If keys contain the values, pages of values have no elements."""
 
     name: ClassVar[str] = "cpp"
 
@@ -44,7 +44,17 @@ class CppBackend:
         self.pages = _ROUNDED.get(spec.cache_dtype, 0)
         heads = spec.num_kv_heads
         self._pages = CAttentionLayer(
-            heads, heads, spec.head_dim, spec.value_width, spec.block_size, 0, 0, 1.0, 0.0, self.pages
+            heads,
+            heads,
+            spec.head_dim,
+            spec.value_width,
+            spec.block_size,
+            0,
+            0,
+            1.0,
+            0.0,
+            self.pages,
+            spec.value_in_key,
         )
         self.kernels = kernels = library.library(spec.dtype)
         pointer, number = ctypes.c_void_p, ctypes.c_long
@@ -75,7 +85,7 @@ class CppBackend:
     def allocate(self, num_blocks: int) -> list[LayerKV]:
         spec = self.spec
         shape, dtype = (num_blocks, spec.num_kv_heads, spec.block_size), spec.kv_format.dtype(spec.dtype)
-        of_keys, of_values = map(spec.kv_format.elements, (spec.head_dim, spec.value_width))
+        of_keys, of_values = spec.key_format.elements, spec.value_elements
         return [
             LayerKV(huge_page_empty((*shape, of_keys), dtype), huge_page_empty((*shape, of_values), dtype))
             for _ in range(spec.num_layers)
@@ -95,17 +105,20 @@ class CppBackend:
             made = self._layers[layer] = CAttentionLayer(
                 layer.num_heads, self.spec.num_kv_heads, layer.head_dim, self.spec.value_width, self.spec.block_size,
                 layer.sliding_window or 0, layer.chunk or 0, layer.scale, layer.softcap or 0.0, self.pages,
+                self.spec.value_in_key,
             )  # fmt: skip
         return made
 
-    def write(self, kv: LayerKV, k: Tensor, v: Tensor, batch: ForwardBatch) -> None:
+    def write(self, kv: LayerKV, k: Tensor, v: Tensor | None, batch: ForwardBatch) -> None:
         spec = self.spec
         slots = batch.slots[spec.group]
-        assert k.stride(2) == v.stride(2) == 1 and k.stride(1) == spec.head_dim and v.stride(1) == spec.value_width
-        assert slots.is_contiguous()
+        assert k.stride(2) == 1 and k.stride(1) == spec.head_dim and slots.is_contiguous()
+        assert (v is None) == spec.value_in_key
+        assert v is None or (v.stride(2) == 1 and v.stride(1) == spec.value_width)
+        values = (None, 0) if v is None else (v.data_ptr(), v.stride(0))
         self._write(
-            ctypes.byref(self._pages), k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0), kv.k.data_ptr(),
-            kv.v.data_ptr(), slots.data_ptr(), len(slots), self.type,
+            ctypes.byref(self._pages), k.data_ptr(), k.stride(0), *values, kv.k.data_ptr(), kv.v.data_ptr(),
+            slots.data_ptr(), len(slots), self.type,
         )  # fmt: skip
 
     def attend(

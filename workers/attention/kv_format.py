@@ -5,6 +5,7 @@ only on its tokens: not on other tokens in the block, nor on how the prompt was 
 operations define the values; the C++ kernels (`csrc/attention/pages.h`) store the same bits.
 """
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -106,3 +107,33 @@ def dequantized(kv_format: KVFormat, rows: Tensor) -> Tensor:
     """Return the keys or values of stored rows: float32 [..., D]."""
     numbers, scales = kv_format.values_and_scales(rows, torch.float32)
     return numbers if scales is None else numbers * scales.unsqueeze(-1)
+
+
+@dataclass(frozen=True, slots=True)
+class KeyFormat:
+    """Storage format of a key of several parts, which are quantized separately and stored one after the other.
+
+    A key that contains its value has two parts: the value, and the rotated elements, which may be much larger.
+    """
+
+    kv_format: KVFormat
+    widths: tuple[int, ...]  # values of each part
+
+    @property
+    def elements(self) -> int:
+        """Number of elements of a stored key."""
+        return sum(map(self.kv_format.elements, self.widths))
+
+    def rounded(self, keys: Tensor) -> Tensor:
+        """Return `keys` [..., sum of widths] of the model's dtype in this format: [..., elements]."""
+        if len(self.widths) == 1:
+            return self.kv_format.rounded(keys)
+        return torch.cat([self.kv_format.rounded(part) for part in keys.split(self.widths, -1)], -1)
+
+    def parts(self, rows: Tensor) -> list[Tensor]:
+        """Return the parts of stored keys [..., elements], each [..., elements of the part]."""
+        return list(rows.split([self.kv_format.elements(width) for width in self.widths], -1))
+
+    def dequantized(self, rows: Tensor) -> Tensor:
+        """Return the keys of stored rows: float32 [..., sum of widths]."""
+        return torch.cat([dequantized(self.kv_format, part) for part in self.parts(rows)], -1)

@@ -40,11 +40,11 @@ class ReferenceBackend:
     def allocate(self, num_blocks: int) -> list[LayerKV]:
         spec = self.spec
 
-        def pages(width: int) -> Tensor:
-            shape = (num_blocks, spec.block_size, spec.num_kv_heads, spec.kv_format.elements(width))
+        def pages(elements: int) -> Tensor:
+            shape = (num_blocks, spec.block_size, spec.num_kv_heads, elements)
             return torch.zeros(shape, dtype=spec.kv_format.dtype(spec.dtype), device=spec.device)
 
-        return [LayerKV(pages(spec.head_dim), pages(spec.value_width)) for _ in range(spec.num_layers)]
+        return [LayerKV(pages(spec.key_format.elements), pages(spec.value_elements)) for _ in range(spec.num_layers)]
 
     def prepare(self, batch: ForwardBatch) -> list[Sequence]:
         size, tables = self.spec.block_size, batch.block_tables[self.spec.group]
@@ -57,19 +57,23 @@ class ReferenceBackend:
             start += query_len
         return plan
 
-    def write(self, kv: LayerKV, k: Tensor, v: Tensor, batch: ForwardBatch) -> None:
-        kv_format, slots = self.spec.kv_format, batch.slots[self.spec.group]
-        kv.k.flatten(0, 1).index_copy_(0, slots, kv_format.rounded(k))
-        kv.v.flatten(0, 1).index_copy_(0, slots, kv_format.rounded(v))
+    def write(self, kv: LayerKV, k: Tensor, v: Tensor | None, batch: ForwardBatch) -> None:
+        slots = batch.slots[self.spec.group]
+        kv.k.flatten(0, 1).index_copy_(0, slots, self.spec.key_format.rounded(k))
+        if v is not None:
+            kv.v.flatten(0, 1).index_copy_(0, slots, self.spec.kv_format.rounded(v))
 
     def attend(
         self, q: Tensor, kv: LayerKV, plan: list[Sequence], layer: AttentionSpec, sinks: Tensor | None = None
     ) -> Tensor:
-        out, kv_format = q.new_empty((*q.shape[:2], self.spec.value_width)), self.spec.kv_format
+        spec, out = self.spec, q.new_empty((*q.shape[:2], self.spec.value_width))
         for seq in plan:
             slots = seq.slots[_first_seen(seq, layer) :]
-            k = dequantized(kv_format, kv.k.flatten(0, 1)[slots])  # [C, kv_heads, D]
-            v = dequantized(kv_format, kv.v.flatten(0, 1)[slots])  # [C, kv_heads, value width]
+            k = spec.key_format.dequantized(kv.k.flatten(0, 1)[slots])  # [C, kv_heads, D]
+            if spec.value_in_key:
+                v = k[..., : spec.value_width]  # [C, kv_heads, value width]
+            else:
+                v = dequantized(spec.kv_format, kv.v.flatten(0, 1)[slots])
             out[seq.start : seq.stop] = attend_one(q[seq.start : seq.stop].float(), k, v, layer, sinks).to(q.dtype)
         return out.flatten(1)
 

@@ -8,9 +8,12 @@ from oarlock.workers.attention.cpp import CppBackend
 from oarlock.workers.attention.reference import ReferenceBackend
 from oarlock.workers.attention.torch_backend import TorchBackend
 from oarlock.workers.attention.triton_backend import TritonBackend
+from oarlock.workers.attention.triton_latent import LatentTritonBackend
 
 # Fastest first. Triton's interpreter, which is for tests, must be chosen by name: on the CPU other backends precede it.
 BACKENDS: tuple[type[AttentionBackend], ...] = (CppBackend, TorchBackend, TritonBackend, ReferenceBackend)
+# The same if keys contain the values.
+LATENT_BACKENDS: tuple[type[AttentionBackend], ...] = (CppBackend, TorchBackend, LatentTritonBackend, ReferenceBackend)
 
 
 def choose(spec: KVSpec, name: str, log: Callable[[str], None]) -> AttentionBackend:
@@ -18,9 +21,10 @@ def choose(spec: KVSpec, name: str, log: Callable[[str], None]) -> AttentionBack
 
     Raises `StartupError` if `name` is unknown or cannot serve: a backend chosen by name has no fallback.
     """
-    named = [backend for backend in BACKENDS if name in ("auto", backend.name)]
+    backends = LATENT_BACKENDS if spec.value_in_key else BACKENDS
+    named = [backend for backend in backends if name in ("auto", backend.name)]
     if not named:
-        known = ", ".join(["auto", *(backend.name for backend in BACKENDS)])
+        known = ", ".join(["auto", *(backend.name for backend in backends)])
         raise StartupError(f"There is no attention backend {name!r}.", f"Use one of: {known}.")
     for backend in named:
         reason = backend.why_not(spec)

@@ -9,6 +9,9 @@ softmax, multiply. The design follows from three properties of oneDNN's 16-bit b
   rounded scores subtracted returns the rounding error, and the sum of both is exact to about 17 bits.
 * Weight zero times NaN is NaN. So a page of values is cleared when its first slot is written, and columns beyond a
   sequence's pages, or of freed pages, read a page that stays zero.
+
+If keys contain the values, the pages of keys are the pages of values. Quantized keys then have two parts with a scale
+each, whose scores are added.
 """
 
 from dataclasses import dataclass, field
@@ -102,7 +105,7 @@ class _Writes:
 
     slots: Tensor  # int64 [T]
     rows: Tensor  # int64 [T * kv_heads]   indices into pages viewed as [blocks * kv_heads * block_size, row]
-    fresh: Tensor  # int64   value pages, viewed as [blocks * kv_heads, ...], whose first slot is written
+    fresh: Tensor  # int64   pages of values, viewed as [blocks * kv_heads, ...], whose first slot is written
 
 
 class _Scratch:
@@ -133,9 +136,9 @@ class TorchBackend:
 
     def __init__(self, spec: KVSpec) -> None:
         self.spec = spec
-        self._key_row, self._value_row = (spec.kv_format.elements(width) for width in (spec.head_dim, spec.value_width))
+        self._key_row, self._value_row = spec.key_format.elements, spec.value_elements
         self._column_step = lcm(_COLUMNS, spec.block_size)
-        self._min_columns = _SMALL_MATMUL // min(spec.head_dim, spec.value_width) + 1
+        self._min_columns = _SMALL_MATMUL // min(*spec.key_format.widths, spec.value_width) + 1
         self._scratch = _Scratch()
         self._zero_page = -1
         self._writes: _Writes | None = None
@@ -162,15 +165,18 @@ class TorchBackend:
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
-    def write(self, kv: LayerKV, k: Tensor, v: Tensor, batch: ForwardBatch) -> None:
+    def write(self, kv: LayerKV, k: Tensor, v: Tensor | None, batch: ForwardBatch) -> None:
         writes = self._writes
         if writes is None or writes.slots is not batch.slots[self.spec.group]:
             writes = self._writes = self._writes_of(batch)
-        key_row, value_row, kv_format = self._key_row, self._value_row, self.spec.kv_format
+        size, key_row, value_row = self.spec.block_size, self._key_row, self._value_row
+        pages = kv.k.view(-1, size * key_row) if v is None else kv.v.view(-1, size * value_row)
         if len(writes.fresh):
-            kv.v.view(-1, self.spec.block_size * value_row).index_fill_(0, writes.fresh, 0)
-        kv.k.view(-1, key_row).index_copy_(0, writes.rows, kv_format.rounded(k).reshape(-1, key_row))
-        kv.v.view(-1, value_row).index_copy_(0, writes.rows, kv_format.rounded(v).reshape(-1, value_row))
+            pages.index_fill_(0, writes.fresh, 0)
+        kv.k.view(-1, key_row).index_copy_(0, writes.rows, self.spec.key_format.rounded(k).reshape(-1, key_row))
+        if v is not None:
+            stored = self.spec.kv_format.rounded(v).reshape(-1, value_row)
+            kv.v.view(-1, value_row).index_copy_(0, writes.rows, stored)
 
     def _writes_of(self, batch: ForwardBatch) -> _Writes:
         size, heads = self.spec.block_size, self.spec.num_kv_heads
@@ -296,7 +302,7 @@ class TorchBackend:
         decodes, prefills = self._units(plan, layer)
         for unit in decodes:
             k, v = self._gather(kv, unit.pages, unit.size * kv_heads)  # [n * H, N, D]
-            shape = (unit.size, kv_heads, num_queries_per_kv, k[0].shape[1])
+            shape = (unit.size, kv_heads, num_queries_per_kv, v[0].shape[1])
             if isinstance(unit.rows, slice):
                 into = out[unit.rows].view(-1, num_queries_per_kv, value_width)
                 some = grouped[unit.rows].reshape(-1, num_queries_per_kv, width)
@@ -319,26 +325,33 @@ class TorchBackend:
                 )
                 result = some.new_empty((*some.shape[:2], value_width))
                 shape = (kv_heads, count, num_queries_per_kv, block.last_column - block.first_column)
-                self._attend(some, _cut(k, columns), _cut(v, columns), layer, shape, block.masks, of_rows, result)
+                keys = [_cut(part, columns) for part in k]
+                self._attend(some, keys, _cut(v, columns), layer, shape, block.masks, of_rows, result)
                 result = result.view(kv_heads, count, num_queries_per_kv, value_width)
                 out[block.start : block.stop] = result.transpose(0, 1)
         return out.view(rows, heads * value_width)
 
-    def _gather(self, kv: LayerKV, pages: Tensor, pairs: int) -> tuple[_Numbers, _Numbers]:
-        """Copy keys and values of `pages` in order. The copies are valid until the next call."""
-        keys = self._gathered("k", kv.k, pages, pairs, self._key_row)
-        return keys, self._gathered("v", kv.v, pages, pairs, self._value_row)
+    def _gather(self, kv: LayerKV, pages: Tensor, pairs: int) -> tuple[list[_Numbers], _Numbers]:
+        """Copy the parts of keys, and the values, of `pages` in order. The copies are valid until the next call."""
+        spec = self.spec
+        rows = self._gathered("k", kv.k, pages, pairs, self._key_row)
+        keys = [spec.kv_format.values_and_scales(part, spec.dtype) for part in spec.key_format.parts(rows)]
+        if spec.value_in_key:
+            values, scales = keys[0]
+            return keys, (values[..., : spec.value_width], scales)
+        values = self._gathered("v", kv.v, pages, pairs, self._value_row)
+        return keys, spec.kv_format.values_and_scales(values, spec.dtype)
 
-    def _gathered(self, name: str, source: Tensor, pages: Tensor, pairs: int, row: int) -> _Numbers:
+    def _gathered(self, name: str, source: Tensor, pages: Tensor, pairs: int, row: int) -> Tensor:
         size = self.spec.block_size * row
         rows = self._scratch.take(name, (len(pages), size), source.dtype)
         torch.index_select(source.view(-1, size), 0, pages, out=rows)
-        return self.spec.kv_format.values_and_scales(rows.view(pairs, -1, row), self.spec.dtype)
+        return rows.view(pairs, -1, row)
 
     def _attend(
         self,
         q: Tensor,  # [pairs, M, D]
-        k: _Numbers,
+        k: list[_Numbers],  # parts of D
         v: _Numbers,
         layer: AttentionSpec,
         shape: tuple[int, int, int, int],  # view of the scores [pairs, M, N] that the masks are broadcast to
@@ -347,11 +360,15 @@ class TorchBackend:
         out: Tensor,  # [pairs, M, value width]
     ) -> None:
         pairs, rows, _ = q.shape
-        (keys, key_scales), (values, value_scales) = k, v
-        flat = (pairs, rows, keys.shape[1])
-        scores = self._scores(q, keys.transpose(1, 2), layer.scale, flat)
-        if key_scales is not None:
-            scores.mul_(key_scales.unsqueeze(1))
+        values, value_scales = v
+        flat = (pairs, rows, values.shape[1])
+        parts = zip(q.split(self.spec.key_format.widths, 2), k, strict=True)
+        scores, *others = [
+            self._scaled_scores(*part, layer.scale, self._scratch.take(f"scores{number or ''}", flat, torch.float32))
+            for number, part in enumerate(parts)
+        ]
+        for other in others:
+            scores.add_(other)
         if layer.softcap is not None:
             scores.div_(layer.softcap).tanh_().mul_(layer.softcap)
         view = scores.view(shape)
@@ -369,10 +386,16 @@ class TorchBackend:
         else:
             torch.bmm(self._scratch.take("high", flat, q.dtype).copy_(scores), values, out=out)
 
-    def _scores(self, q: Tensor, keys: Tensor, scale: float, flat: tuple[int, int, int]) -> Tensor:
-        """Return scaled float32 scores [pairs, M, N], with the rounding error of 16-bit matmuls added back (see
-        above)."""
-        scores = self._scratch.take("scores", flat, torch.float32)
+    def _scaled_scores(self, q: Tensor, k: _Numbers, scale: float, out: Tensor) -> Tensor:
+        """Return the scores of one part of queries and keys, in `out` float32 [pairs, M, N]."""
+        keys, scales = k
+        scores = self._scores(q, keys.transpose(1, 2), scale, out)
+        return scores if scales is None else scores.mul_(scales.unsqueeze(1))
+
+    def _scores(self, q: Tensor, keys: Tensor, scale: float, scores: Tensor) -> Tensor:
+        """Return scaled scores in `scores` float32 [pairs, M, N], with the rounding error of 16-bit matmuls added back
+        (see above)."""
+        flat = tuple(scores.shape)
         if q.dtype == torch.float32:
             return torch.baddbmm(scores, q, keys, beta=0, alpha=scale, out=scores)
         high = self._scratch.take("high", flat, q.dtype)

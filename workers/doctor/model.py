@@ -133,6 +133,7 @@ def _backend(config: WorkerConfig, group: MemoryGroup, refused: dict[str, str]) 
         device=torch.device(config.device),
         cache_dtype=config.kv_cache_dtype,
         value_dim=memory.value_width,
+        value_in_key=memory.value_in_key,
     )
     for backend in BACKENDS:
         if config.attention_backend in ("auto", backend.name):

@@ -14,13 +14,15 @@ from oarlock.workers.layers.attention_spec import SelfAttentionSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec
 from oarlock.workers.layers.gated_delta_spec import GatedDeltaSpec
 from oarlock.workers.layers.gated_mlp_spec import GatedMLPSpec
+from oarlock.workers.layers.kimi_delta_spec import KimiDeltaSpec
+from oarlock.workers.layers.latent_attention_spec import LatentAttentionSpec
 from oarlock.workers.layers.layer_input_spec import LayerInputTable
 from oarlock.workers.layers.mamba2_spec import Mamba2Spec
 from oarlock.workers.layers.memory_spec import MemoryGroup, MemorySpec, PagesSpec, SlotsSpec, memory_groups
 from oarlock.workers.layers.mlp_spec import MLPSpec
 from oarlock.workers.layers.sharding import LARGEST_TP, SLICES
 from oarlock.workers.layers.short_convolution_spec import ShortConvolutionSpec
-from oarlock.workers.layers.tensor_spec import NormSpec, RankDtype, Sharding, Tap, TensorSpec
+from oarlock.workers.layers.tensor_spec import NOT_QUANTIZED, NormSpec, RankDtype, Sharding, Tap, TensorSpec
 from oarlock.workers.model_files.tensor_names import NO_NAMES, TensorNames
 from oarlock.workers.quantization.formats.weight_format import WeightFormats
 from oarlock.workers.quantization.registry import Quantization
@@ -138,9 +140,10 @@ class LayerSpec:
         return [memory for branch in self.branches if (memory := branch.sublayer.memory) is not None]
 
     @property
-    def attention(self) -> SelfAttentionSpec | None:
+    def attention(self) -> SelfAttentionSpec | LatentAttentionSpec | None:
         """Its attention; None if it has none."""
-        found = (one.sublayer for one in self.branches if isinstance(one.sublayer, SelfAttentionSpec))
+        kinds = SelfAttentionSpec | LatentAttentionSpec
+        found = (one.sublayer for one in self.branches if isinstance(one.sublayer, kinds))
         return next(found, None)
 
     @property
@@ -193,6 +196,7 @@ class DecoderSpec:
     # Every tensor of a class that transformers' code computes; None: the layers describe theirs.
     class_tensors: tuple[TensorSpec, ...] | None = None
     is_remote_code: bool = False  # that class is Python code of the checkpoint
+    length_limit: str | None = None  # why `longest_length` is less than the model's positions; None: it is not less
 
     @property
     def served_by(self) -> str:
@@ -252,7 +256,7 @@ class DecoderSpec:
     def cached_values(self) -> int:
         """Number of values in the keys and values of one token, in all layers and over all ranks."""
         pages = [(group.memory, len(group.layers)) for group in self.groups if isinstance(group.memory, PagesSpec)]
-        return sum(count * one.kv_heads * (one.key_width + one.value_width) for one, count in pages)
+        return sum(count * one.kv_heads * one.stored_width for one, count in pages)
 
     @property
     def attentions(self) -> list[SelfAttentionSpec]:
@@ -317,7 +321,7 @@ def matrices_of(spec: DecoderSpec) -> list[str]:
     return [
         tensor.name.removesuffix(".weight")
         for tensor in tensors_of(spec)
-        if tensor.is_matrix and tensor.rank_dtype not in (RankDtype.FLOAT32, RankDtype.UNQUANTIZED)
+        if tensor.is_matrix and tensor.rank_dtype is not RankDtype.FLOAT32 and tensor.rank_dtype not in NOT_QUANTIZED
     ]
 
 
@@ -372,10 +376,13 @@ def is_ignorable(spec: DecoderSpec, name: str) -> bool:
     return spec.names.rename(name) is None or (spec.tie_word_embeddings and name == f"{_HEAD}weight")
 
 
+_FUSING = (
+    SelfAttentionSpec, GatedMLPSpec, MLPSpec, GatedDeltaSpec, KimiDeltaSpec, Mamba2Spec, ShortConvolutionSpec,
+)  # fmt: skip
 # Fused module of a layer -> the modules that it contains.
 FUSED_MODULES = {
     f"{kind.module}.{whole}": tuple(f"{kind.module}.{part}" for part in parts)
-    for kind in (SelfAttentionSpec, GatedMLPSpec, MLPSpec, GatedDeltaSpec, Mamba2Spec, ShortConvolutionSpec)
+    for kind in _FUSING
     for whole, parts in kind.fused.items()
 }
 _LAYERS, _EMBEDDING, _NORM, _HEAD = "model.layers.", "model.embed_tokens.", "model.norm.", "lm_head."

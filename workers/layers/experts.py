@@ -110,7 +110,7 @@ def route(logits: Tensor, spec: RouterSpec, correction: Tensor | None) -> tuple[
     key = logits if correction is None else (logits if spec.corrects_logits else scores.float()) + correction
     if spec.groups > 1:
         of_group = key.unflatten(1, (spec.groups, -1))  # [T, groups, E / groups]
-        best = of_group.topk(2, dim=2).values.sum(2)
+        best = of_group.topk(spec.best_of_group, dim=2).values.sum(2)
         left_out = best.sort(dim=1, descending=True, stable=True).indices[:, spec.top_groups :]
         is_out = torch.zeros_like(best, dtype=torch.bool).scatter_(1, left_out, True)
         key = of_group.masked_fill(is_out.unsqueeze(2), float("-inf")).flatten(1)

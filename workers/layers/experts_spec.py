@@ -30,7 +30,8 @@ class RouterSpec:
     added_to_sum: float = 0.0  # added to the sum before weights are divided by it, if `normalised`
     scale: float = 1.0
     groups: int = 1  # number of equal groups of consecutive experts; experts are chosen from `top_groups` groups
-    top_groups: int = 1  # number of groups that are kept, chosen by the sum of their two best scores
+    top_groups: int = 1  # number of groups that are kept, chosen by the sum of their best scores
+    best_of_group: int = 2  # number of a group's best scores in that sum: 1 or 2
     bias: bool = False  # the logits have a bias
     name: str = "gate"  # name of the router's module
     # Full name of a tensor with one value per expert, added to its score to choose experts but not to its weight.

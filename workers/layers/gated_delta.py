@@ -55,11 +55,22 @@ class DeltaGates:
 class DeltaNorm:
     """Scale of the norm of each value head of the rank: `weight` float32 [heads, width] after loading."""
 
-    def __init__(self, name: str, heads: int, width: int, eps: float, placement: Placement) -> None:
+    def __init__(
+        self,
+        name: str,
+        heads: int,
+        width: int,
+        eps: float,
+        placement: Placement,
+        *,
+        gates_by_sigmoid: bool = False,
+    ) -> None:
+        """Describe the norm. `gates_by_sigmoid`: results are multiplied by the sigmoid of the gate, not by its SiLU."""
         self.name = name
         self.heads, self.width = heads, width
         self.eps = eps
         self.placement = placement
+        self.gates_by_sigmoid = gates_by_sigmoid
 
     @property
     def weight_bytes(self) -> int:
@@ -71,8 +82,9 @@ class DeltaNorm:
         self.weight = one.expand(self.heads, -1).contiguous()
 
     def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
-        """Return the norm of `x` [T, heads, width] over each head, times the SiLU of `gate`, in the dtype of `x`."""
-        return operations.gated_norm(x, gate, self.weight, self.eps, gates_first=False)
+        """Return the norm of `x` [T, heads, width] over each head, gated by `gate`, in the dtype of `x`."""
+        sigmoid = self.gates_by_sigmoid
+        return operations.gated_norm(x, gate, self.weight, self.eps, gates_first=False, sigmoid=sigmoid)
 
 
 class GatedDelta:

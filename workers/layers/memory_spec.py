@@ -23,6 +23,12 @@ class PagesSpec:
     span: int | None = None  # latest tokens that hold all keys which a query sees; None: it may see any token before it
     of_layer: int | None = None  # layer whose pages are read, by a sublayer that has no own keys and values
     is_copied: bool = False  # every rank holds all heads; False: ranks divide them
+    value_in_key: bool = False  # the value is the first `value_width` elements of the key, which are stored once
+
+    @property
+    def stored_width(self) -> int:
+        """Values of one head's key and value together."""
+        return self.key_width + (0 if self.value_in_key else self.value_width)
 
     def heads_of_rank(self, size: int) -> int:
         """Return the number of key-value heads whose keys and values each of `size` ranks stores."""

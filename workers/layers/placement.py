@@ -9,8 +9,16 @@ from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.platform.huge_pages import StagingMemory
 from oarlock.workers.quantization.fixed_order import FIXED_ORDER
 from oarlock.workers.quantization.formats.weight_format import WeightFormat, WeightFormats, unit_of_width
-from oarlock.workers.quantization.method import LinearWeight, StackedWeight, WeightShard
-from oarlock.workers.quantization.registry import NONE
+from oarlock.workers.quantization.method import (
+    DenseWeight,
+    LinearMethod,
+    LinearWeight,
+    QuantisedLinearMethod,
+    StackedWeight,
+    UnquantizedLinearMethod,
+    WeightShard,
+)
+from oarlock.workers.quantization.registry import NONE, Quantization
 from oarlock.workers.weights.source import WeightSource
 
 
@@ -61,6 +69,21 @@ class Placement:
         parts = zip(formats, shard.separate(), strict=True)
         loaded = [self._placed(weight_format.method().load(part, weights, self.empty)) for weight_format, part in parts]
         return StackedWeight(loaded, [part.count for part in shard.parts])
+
+    def load_dequantized(self, shard: WeightShard, weights: WeightSource) -> Tensor:
+        """Load one rank's weight [rows, local_inputs] in the model's dtype, in every quantization: it is not rounded at
+        load, and written out if the checkpoint stores it quantized."""
+        method: LinearMethod = UnquantizedLinearMethod()
+        if not isinstance(self.quantization, Quantization):
+            stored, *others = self._formats(shard)
+            assert not others, "only a weight of one part is written out"
+            method = stored.method()
+        if isinstance(method, QuantisedLinearMethod):
+            weight = method.dequantised(shard, weights, self.empty)
+        else:
+            weight = method.load(shard, weights, self.empty)
+        assert isinstance(weight, DenseWeight), f"{type(method).__name__} reads no dense weight"
+        return weight.tensor.to(self.device)
 
     def weight_bytes(self, shard: WeightShard, bias: bool) -> int:
         """Return the bytes of the weight that `load` returns, and of its bias if `bias`."""

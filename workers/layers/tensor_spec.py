@@ -26,6 +26,10 @@ class RankDtype(Enum):
     FOR_KERNELS = auto()  # float32 if the CPU kernels read the tensor, else the model's dtype
     FLOAT32 = auto()
     UNQUANTIZED = auto()  # the model's dtype, also if weights are quantized at load
+    DEQUANTIZED = auto()  # the same, and also if the checkpoint stores it quantized; adapters cannot update it
+
+
+NOT_QUANTIZED = (RankDtype.UNQUANTIZED, RankDtype.DEQUANTIZED)  # dtypes of matrices that are not quantized at load
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +65,9 @@ class TensorSpec:
         if self.sharding is Sharding.VOCABULARY:
             return (shard_vocab(first, 0, size)[1], *rest)
         if self.sharding is Sharding.OUTPUTS:
-            return (first // self.parts * held, *rest)
+            # axes of length 1 before the parts, as some checkpoints have around one value of each head
+            ones = next((axis for axis, length in enumerate(self.shape) if length > 1), 0) if self.parts > 1 else 0
+            return (*self.shape[:ones], self.shape[ones] // self.parts * held, *self.shape[ones + 1 :])
         if self.sharding is Sharding.COPIES:
             return (first * held, *rest)
         if self.sharding is Sharding.INPUTS:
@@ -100,6 +106,8 @@ class Tap:
     parts: int = 0  # number of equal parts, as in `TensorSpec`; 0: every rank holds the whole tensor
     factor: float = 1.0  # our tensor divided by transformers'
     is_compared: bool = True  # False: only transformers' tensor is recorded, to find the cause of a difference
+    roundings: int = 1  # roundings of our values on the way from the compared tensors before it
+    reads: str = ""  # tensor of the same sublayer that `module` multiplies; empty: the sublayer's input
 
 
 @dataclass(frozen=True, slots=True)

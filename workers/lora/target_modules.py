@@ -36,7 +36,7 @@ def is_chosen(modules: Collection[str], targets: Targets) -> bool:
 
 def can_be_adapted(tensor: TensorSpec) -> bool:
     """Return whether adapters may update a tensor: the matrix of a linear layer, of the embedding or of the head."""
-    if not tensor.is_matrix or tensor.rank_dtype is RankDtype.FLOAT32:
+    if not tensor.is_matrix or tensor.rank_dtype in (RankDtype.FLOAT32, RankDtype.DEQUANTIZED):
         return False
     return tensor.sharding is not Sharding.VOCABULARY or tensor.name in (f"{EMBEDDING}.weight", f"{HEAD}.weight")
 

@@ -272,6 +272,7 @@ class GGUFFamily:
     has_experts: bool = False  # True if models may have experts
     mlp_norm: str | None = None  # norm before the MLP or experts; None: the sublayers' name
     has_attention: bool = True  # False: its models have no attention
+    has_latents: bool = False  # True: heads of keys and of values may differ in width, and `own` reads both
     layers_differ: bool = False  # True if layers may differ in their key-value heads and widths, which `own` resolves
     others_on_top: Mapping[str, str] = field(default_factory=dict)  # names in the file of modules outside the layers
     pairs_neighbours: bool = False  # True if it rotates neighbours, so that rows of q and k are permuted

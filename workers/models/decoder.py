@@ -35,6 +35,10 @@ from oarlock.workers.layers.gated_delta import GatedDelta
 from oarlock.workers.layers.gated_delta_spec import GatedDeltaSpec
 from oarlock.workers.layers.gated_mlp import GatedMLP
 from oarlock.workers.layers.gated_mlp_spec import GatedMLPSpec
+from oarlock.workers.layers.kimi_delta import KimiDelta
+from oarlock.workers.layers.kimi_delta_spec import KimiDeltaSpec
+from oarlock.workers.layers.latent_attention import LatentAttention
+from oarlock.workers.layers.latent_attention_spec import LatentAttentionSpec
 from oarlock.workers.layers.layer_input import LayerInput, LayerInputs
 from oarlock.workers.layers.layer_input_spec import LayerInputSpec
 from oarlock.workers.layers.linear import RowParallelLinear
@@ -82,9 +86,9 @@ class Sublayer(Protocol):
 
 # Class of each kind of sublayer.
 _SUBLAYERS: dict[type, Callable[..., Sublayer]] = {
-    SelfAttentionSpec: Attention, GatedMLPSpec: GatedMLP, MLPSpec: MLP, ExpertsSpec: Experts,
-    GatedDeltaSpec: GatedDelta, Mamba2Spec: Mamba2, ShortConvolutionSpec: ShortConvolution,
-    LayerInputSpec: LayerInput,
+    SelfAttentionSpec: Attention, LatentAttentionSpec: LatentAttention, GatedMLPSpec: GatedMLP, MLPSpec: MLP,
+    ExpertsSpec: Experts, GatedDeltaSpec: GatedDelta, Mamba2Spec: Mamba2, ShortConvolutionSpec: ShortConvolution,
+    LayerInputSpec: LayerInput, KimiDeltaSpec: KimiDelta,
 }  # fmt: skip
 
 
@@ -148,9 +152,10 @@ class DecoderLayer:
         self.scalar = None if shape.scalar is None else LayerScalar(f"{name}.{shape.scalar}", placement)
 
     @property
-    def attention(self) -> Attention | None:
+    def attention(self) -> Attention | LatentAttention | None:
         """Its attention; None if it has none."""
-        return next((branch.sublayer for branch in self.branches if isinstance(branch.sublayer, Attention)), None)
+        sublayers = [branch.sublayer for branch in self.branches]
+        return next((one for one in sublayers if isinstance(one, Attention | LatentAttention)), None)
 
     @property
     def mlp(self) -> GatedMLP | MLP:
@@ -221,7 +226,7 @@ class Decoder:
         ropes = [None if one is None else one.rope for one in attentions]
         self.rotary = {rope: RotaryTable(rope, device) for rope in ropes if rope is not None}  # usually only one
         self.rotary_of = [-1 if rope is None else list(self.rotary).index(rope) for rope in ropes]
-        scales = [None if one is None else one.query_scale for one in attentions]
+        scales = [one.query_scale if isinstance(one, SelfAttentionSpec) else None for one in attentions]
         self.query_scales = {scale: QueryScaleTable(scale, device) for scale in scales if scale is not None}
         self.scale_of = [-1 if scale is None else list(self.query_scales).index(scale) for scale in scales]
         self.remote_experts = {
@@ -308,8 +313,11 @@ class Decoder:
             assert isinstance(memory, PagesSpec)
             own = sum(layer in self.stage for layer in layers)
             sizes = own, memory.heads_of_rank(place.tp.size), memory.key_width, block_size
-            values = {"value_dim": memory.value_width, "group": number}
-            found.append(KVSpec(*sizes, place.dtype, place.device, cache_dtype, **values))
+            spec = KVSpec(
+                *sizes, place.dtype, place.device, cache_dtype, value_dim=memory.value_width,
+                value_in_key=memory.value_in_key, group=number,
+            )  # fmt: skip
+            found.append(spec)
         return found
 
     def load(self, weights: WeightSource, on_progress: Callable[[float], None]) -> None:

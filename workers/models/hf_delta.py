@@ -6,7 +6,7 @@ from oarlock.workers.models.hf_config import layer_kinds
 from oarlock.workers.models.hf_fields import Fields, unsupported
 
 LINEAR, FULL = "linear_attention", "full_attention"
-_LONGEST_CONVOLUTION = 64  # tokens; known models have 4
+LONGEST_CONVOLUTION = 64  # tokens; known models have 4
 
 
 def delta_layers(fields: Fields, every: int) -> list[bool]:
@@ -39,7 +39,7 @@ def gated_delta(
         values,
         fields.count("linear_key_head_dim", widths[0]),
         fields.count("linear_value_head_dim", widths[1]),
-        fields.count("linear_conv_kernel_dim", 4, least=2, most=_LONGEST_CONVOLUTION),
+        fields.count("linear_conv_kernel_dim", 4, least=2, most=LONGEST_CONVOLUTION),
         eps,
         doubles_beta,
     )

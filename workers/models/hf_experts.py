@@ -45,34 +45,47 @@ def _checked(is_sparse: list[bool], keys: str) -> list[bool]:
 
 
 def grouped_router(
-    fields: Fields, experts: int, top_k: int, *, normalised: bool = True, scale: float = 1.0
+    fields: Fields,
+    experts: int,
+    top_k: int,
+    *,
+    normalised: bool = True,
+    scale: float = 1.0,
+    groups: tuple[int, int] = (1, 1),
 ) -> RouterSpec:
     """Return DeepSeek's router: corrected sigmoid scores choose groups of experts, then experts of these groups.
 
-    `normalised` and `scale` are the family's defaults.
+    `normalised`, `scale` and `groups` (number of groups, and number of chosen groups) are the family's defaults.
     """
-    groups, top_groups = fields.count("n_group", 1), fields.count("topk_group", 1)
+    count, chosen = group_counts(fields, experts, top_k, groups)
+    return RouterSpec(
+        top_k,
+        "sigmoid",
+        normalised=fields.flag("norm_topk_prob", normalised),
+        scale=fields.number("routed_scaling_factor", scale),
+        groups=count,
+        top_groups=chosen,
+        correction="gate.e_score_correction_bias",
+    )
+
+
+def group_counts(fields: Fields, experts: int, top_k: int, defaults: tuple[int, int]) -> tuple[int, int]:
+    """Return the number of groups of experts, and the number of chosen groups, whose defaults are `defaults`."""
+    groups, top_groups = fields.count("n_group", defaults[0]), fields.count("topk_group", defaults[1])
     if experts % groups or top_groups > groups or top_k > experts // groups * top_groups or experts // groups < 2:
         raise StartupError(
             f"config.json: {top_k} of {experts} experts cannot be chosen from {top_groups} of {groups} groups.",
             "Repair n_routed_experts, num_experts, num_local_experts, moe_num_experts, n_group, topk_group or "
             "num_experts_per_tok.",
         )
-    return RouterSpec(
-        top_k,
-        "sigmoid",
-        normalised=fields.flag("norm_topk_prob", normalised),
-        scale=fields.number("routed_scaling_factor", scale),
-        groups=groups,
-        top_groups=top_groups,
-        correction="gate.e_score_correction_bias",
-    )
+    return groups, top_groups
 
 
 def layers_ahead(fields: Fields) -> tuple[str, ...]:
     """Return the stored names of layers that predict tokens further ahead, which come last and are not served."""
     layers = fields.layers()
-    ahead = fields.count("num_nextn_predict_layers", 0, least=0, most=_MOST_AHEAD)
+    key = "num_nextn_predict_layers" if fields.raw.get("num_nextn_predict_layers") is not None else "num_mtp_layers"
+    ahead = fields.count(key, 0, least=0, most=_MOST_AHEAD)
     return tuple(f"{of}.{layers + n}" for n in range(ahead) for of in ("model.layers", "blk"))
 
 

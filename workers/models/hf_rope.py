@@ -202,14 +202,19 @@ def _yarn_attention_factor(table: dict[str, Any], factor: float) -> float:
     explicit = table.get("attention_factor")
     if explicit is not None:
         return positive_number("rope setting attention_factor", explicit, None)
+    over, under = (magnitude_weight(table, key) for key in ("mscale", "mscale_all_dim"))
+    if over is None or under is None:
+        return yarn_magnitude(factor, 1.0)
+    return yarn_magnitude(factor, over) / yarn_magnitude(factor, under)
 
-    def magnitude(weight: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
-    weights = []
-    for key in ("mscale", "mscale_all_dim"):
-        value = table.get(key)
-        is_given = value is not None and (value != 0 or isinstance(value, bool))  # zero means none
-        weights.append(positive_number(f"rope setting {key}", value, None) if is_given else None)
-    over, under = weights
-    return magnitude(1.0) if over is None or under is None else magnitude(over) / magnitude(under)
+def magnitude_weight(table: dict[str, Any], key: str) -> float | None:
+    """Return the weight of YaRN's factor at `key`, `mscale` or `mscale_all_dim`; None if there is none, or zero."""
+    value = table.get(key)
+    is_given = value is not None and (value != 0 or isinstance(value, bool))
+    return positive_number(f"rope setting {key}", value, None) if is_given else None
+
+
+def yarn_magnitude(factor: float, weight: float) -> float:
+    """Return YaRN's factor of rotated elements for contexts that are `factor` times as long as trained."""
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0

@@ -10,11 +10,13 @@ from oarlock.workers.model_files.checkpoint import INDEX_FILE, SINGLE_FILE, Chec
 from oarlock.workers.model_files.gguf_model import GGUFFamily
 from oarlock.workers.models import (
     afmoe,
+    axk1,
     bamba,
     cohere,
     cohere2_moe,
     cohere_compass,
     cwm,
+    deepseek,
     dots1,
     ernie4_5,
     ernie4_5_moe,
@@ -26,6 +28,7 @@ from oarlock.workers.models import (
     gemma4,
     glm4,
     glm4_moe,
+    glm_latent,
     gpt2,
     gpt_neo,
     gpt_neox,
@@ -38,6 +41,7 @@ from oarlock.workers.models import (
     hunyuan,
     hy_v3,
     hyperclovax,
+    kimi_linear,
     laguna,
     lfm2,
     llama,
@@ -45,6 +49,7 @@ from oarlock.workers.models import (
     mamba2,
     mellum,
     mimo_v2,
+    minicpm3,
     minimax_m2,
     ministral3,
     mistral,
@@ -66,16 +71,16 @@ from oarlock.workers.models import (
 )
 from oarlock.workers.models.encoders.registry import ENCODERS
 from oarlock.workers.models.hf_fields import Describe, Fields, others_like, read_config
-from oarlock.workers.models.wrapper_table import REFUSED
+from oarlock.workers.models.wrapper_table import OTHER_NAMES, REFUSED
 from oarlock.workers.models.wrappers import describe_text_part, is_wrapper, served_wrappers
 
 # One page for each family, or for several that are alike.
 _PAGES = (
-    afmoe, bamba, cohere, cohere2_moe, cohere_compass, cwm, dots1, ernie4_5, ernie4_5_moe, exaone4, exaone_moe,
-    falcon_h1, flint, gemma, gemma4, glm4, glm4_moe, gpt2, gpt_neo, gpt_neox, gpt_oss, gptj, granite, granite_hybrid,
-    granite_moe, helium, hunyuan, hy_v3, hyperclovax, laguna, lfm2, llama, llama4, mamba2, mellum, mimo_v2, minimax_m2,
-    ministral3, mistral, nemotron, nemotron_h, olmo, olmo_hybrid, opt, phi, phi3, phimoe, qwen, qwen_hybrid, qwen_moe,
-    seed_oss, smollm3, stablelm, starcoder2,
+    afmoe, axk1, bamba, cohere, cohere2_moe, cohere_compass, cwm, deepseek, dots1, ernie4_5, ernie4_5_moe, exaone4,
+    exaone_moe, falcon_h1, flint, gemma, gemma4, glm4, glm4_moe, glm_latent, gpt2, gpt_neo, gpt_neox, gpt_oss, gptj,
+    granite, granite_hybrid, granite_moe, helium, hunyuan, hy_v3, hyperclovax, kimi_linear, laguna, lfm2, llama, llama4,
+    mamba2, mellum, mimo_v2, minicpm3, minimax_m2, ministral3, mistral, nemotron, nemotron_h, olmo, olmo_hybrid, opt,
+    phi, phi3, phimoe, qwen, qwen_hybrid, qwen_moe, seed_oss, smollm3, stablelm, starcoder2,
 )  # fmt: skip
 FAMILIES: dict[str, Describe] = {name: describe for page in _PAGES for name, describe in page.FAMILIES.items()}
 # Some families are not in llama.cpp, and their pages have none.
@@ -86,7 +91,9 @@ GGUF_FAMILIES: dict[str, GGUFFamily] = {
 
 def architectures() -> tuple[str, ...]:
     """Return the names of all classes that are served."""
-    return (*FAMILIES, *served_wrappers(FAMILIES), *ENCODERS)
+    wrappers = served_wrappers(FAMILIES)
+    others = [name for name, of in OTHER_NAMES.items() if of in wrappers]
+    return (*FAMILIES, *wrappers, *others, *ENCODERS)
 
 
 def has_page(architecture: str | None) -> bool:

@@ -23,6 +23,8 @@ class TextPart:
     has_mrope: bool = False  # rotary positions have several axes, which are equal for text
     tied_by: str | None = None  # its class's other name of `tie_word_embeddings`, which goes first
     stores_inputs_first: bool = False  # checkpoints may hold experts as [experts, inputs, outputs]
+    # Values of `model_type` with which it is this part, if wrappers with other parts have other classes; empty: any.
+    model_types: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +152,10 @@ TEXT_PARTS: dict[str, TextPart] = {
         has_mrope=True,
     ),
     "llama4_text": TextPart("Llama4ForCausalLM", _sizes(202048, 5120, 8192, 48, 40), is_own=True),
+    "deepseek_v3": TextPart(
+        "DeepseekV3ForCausalLM", _sizes(129280, 7168, 18432, 61, 128), is_own=True,
+        model_types=("deepseek_v3", "kimi_k2"),
+    ),
     # Its layers have experts for text and others for images, which are stored as one list.
     "ernie4_5_vl_moe_text": TextPart("Ernie4_5_VLMoeTextModel", {}, is_own=True),
     "step3p5": TextPart("Step3p5ForCausalLM", {}, is_own=True),
@@ -167,6 +173,8 @@ _LLAVA_NAMES = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
 }
+# transformers writes the layers of the text model under the name that the authors have for those of the tower.
+_KIMI_NAMES = {"language_model.model.blocks.": "model.layers.", **_LLAVA_NAMES}
 _LLAVA_OTHERS = _both("vision_tower", "multi_modal_projector")
 _INSIDE = {"model.language_model.": "model."}
 _TEXT_MODEL = {"model.text_model.": "model."}
@@ -201,6 +209,9 @@ WRAPPERS: dict[str, Wrapper] = {
     ),
     "Idefics3ForConditionalGeneration": Wrapper("llama", _TEXT_MODEL, _IDEFICS_OTHERS),
     "InternVLForConditionalGeneration": Wrapper("qwen2", _LLAVA_NAMES, _LLAVA_OTHERS, is_tied=True),
+    "Kimi_K25ForConditionalGeneration": Wrapper(
+        "deepseek_v3", _KIMI_NAMES, _both("vision_tower", "mm_projector"), is_tied=True
+    ),
     "Lfm2VlForConditionalGeneration": Wrapper(
         "lfm2", _INSIDE, _LLAVA_OTHERS, is_tied=True, tied_by="tie_embedding"
     ),
@@ -236,6 +247,8 @@ WRAPPERS: dict[str, Wrapper] = {
     "Step3p7ForConditionalGeneration": Wrapper("step3p5", {}, ()),
 }  # fmt: skip
 
+# Names in published checkpoints of classes that transformers calls otherwise.
+OTHER_NAMES = {"KimiK25ForConditionalGeneration": "Kimi_K25ForConditionalGeneration"}
 # Wrappers that would be wrong as text models, and why.
 REFUSED = {
     "MiniMaxM3SparseForConditionalGeneration": "its layers attend only to blocks of tokens that an indexer chooses",

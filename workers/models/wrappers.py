@@ -13,12 +13,12 @@ from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.model_files.tensor_names import TensorNames
 from oarlock.workers.models.hf_fields import Fields, others_like, unsupported, wrong
 from oarlock.workers.models.hf_rope import without_sections
-from oarlock.workers.models.wrapper_table import REFUSED, TEXT_PARTS, WRAPPERS, TextPart, Wrapper
+from oarlock.workers.models.wrapper_table import OTHER_NAMES, REFUSED, TEXT_PARTS, WRAPPERS, TextPart, Wrapper
 
 
 def is_wrapper(architecture: str) -> bool:
     """Return whether `architecture` is a multimodal model that has a text part, served or not."""
-    return architecture in WRAPPERS or architecture in REFUSED
+    return architecture in WRAPPERS or architecture in OTHER_NAMES or architecture in REFUSED
 
 
 def served_wrappers(families: Container[str]) -> dict[str, list[str]]:
@@ -47,6 +47,7 @@ def describe_text_part(
             f"config.json: {architecture} cannot be served as a text model: {REFUSED[architecture]}.",
             "Serve a text model, or another multimodal model.",
         )
+    architecture = OTHER_NAMES.get(architecture, architecture)
     wrapper = WRAPPERS[architecture]
     given = _given_settings(architecture, wrapper, config)
     part = _text_part(architecture, wrapper, given)
@@ -72,10 +73,12 @@ def _given_settings(architecture: str, wrapper: Wrapper, config: dict[str, Any])
 
 def _text_part(architecture: str, wrapper: Wrapper, given: dict[str, Any]) -> TextPart:
     """Return the description of the text part, whose class may depend on its `model_type`."""
-    if TEXT_PARTS[wrapper.text].is_own:
-        return TEXT_PARTS[wrapper.text]
-    kind = given.get("model_type")
+    first, kind = TEXT_PARTS[wrapper.text], given.get("model_type")
+    if first.is_own and (not first.model_types or kind is None or kind in first.model_types):
+        return first
     kind, known = wrapper.text if kind is None else kind, _chosen_by_model_type()
+    if first.is_own:
+        known = dict.fromkeys(first.model_types, first)
     if not isinstance(kind, str) or kind not in known:
         raise StartupError(
             f"config.json: the text part of {architecture} has model_type = {shown(kind)}, which is not supported.",

@@ -33,6 +33,7 @@ class KVShape:
     item_bytes: int  # bytes of a value in the model's dtype
     cache_dtype: str = "auto"  # a name of `oarlock.workers.attention.kv_format.FORMATS`
     value_dim: int | None = None  # values of one head's value; None: `head_dim`
+    value_in_key: bool = False  # the value is the first `value_width` elements of the key, which are stored once
 
     @property
     def is_rounded(self) -> bool:
@@ -45,13 +46,20 @@ class KVShape:
 
     @property
     def key_bytes(self) -> int:
-        """Bytes of one KV head's key of one token in one layer."""
-        return row_bytes(self.cache_dtype, self.head_dim, self.item_bytes)
+        """Bytes of one KV head's key of one token in one layer.
+
+        If the value is in the key, the elements of the value and the others are quantized separately: the others are
+        rotated, and may be much larger.
+        """
+        if not self.value_in_key:
+            return row_bytes(self.cache_dtype, self.head_dim, self.item_bytes)
+        widths = self.value_width, self.head_dim - self.value_width
+        return sum(row_bytes(self.cache_dtype, width, self.item_bytes) for width in widths)
 
     @property
     def value_bytes(self) -> int:
-        """Bytes of one KV head's value of one token in one layer."""
-        return row_bytes(self.cache_dtype, self.value_width, self.item_bytes)
+        """Bytes of one KV head's value of one token in one layer, in addition to its key."""
+        return 0 if self.value_in_key else row_bytes(self.cache_dtype, self.value_width, self.item_bytes)
 
     @property
     def bytes_per_token(self) -> int:

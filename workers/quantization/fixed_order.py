@@ -101,6 +101,33 @@ class FixedOrderMatmul:
         return partial
 
 
+class FixedOrderHeadMatmul:
+    """`x[:, h] @ weight[h].T` for every head h: [T, heads, K] -> [T, heads, N]. Rounded once."""
+
+    def __init__(self, weight: Tensor) -> None:
+        """Prepare `weight` [heads, N, K]."""
+        self.weight = weight.contiguous()
+        self.tile = matmul_tile(weight.dtype)
+
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return the results, in `out` if there is one. Heads of both may be parts of wider rows."""
+        from oarlock.workers.kernels.triton import matmul as kernels  # Triton is only installed on some machines
+
+        heads, columns, inputs = self.weight.shape
+        rows = len(x)
+        if out is None:
+            out = torch.empty((rows, heads, columns), dtype=x.dtype, device=x.device)
+        assert x.shape[1:] == (heads, inputs) and out.shape == (rows, heads, columns)
+        assert x.dtype == self.weight.dtype == out.dtype and x.stride(2) == out.stride(2) == 1
+        kernel: Any = kernels.multiply_heads  # calling a kernel compiles it; no annotation of its arguments
+        tile = self.tile
+        kernel[(-(-columns // tile.columns), heads, -(-rows // tile.rows))](
+            x, self.weight, out, rows, columns, inputs, x.stride(0), x.stride(1), out.stride(0), out.stride(1),
+            **tile.constants(), **tile.options(availability.amd_architecture()),
+        )  # fmt: skip
+        return out
+
+
 class FixedOrderWeight:
     """`LinearWeight` of one tensor. `slices` is ignored: an order of additions over ranks is not guaranteed here."""
 

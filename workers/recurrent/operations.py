@@ -31,7 +31,7 @@ def causal_convolution(
 def gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, states: Tensor, step: StateStep
 ) -> Tensor:
-    """Return the results of the gated delta rule [T, Hv, value width]."""
+    """Return the results of the gated delta rule [T, Hv, value width]. `log_decay` [T, Hv], or [T, Hv, key width]."""
     kernels = _kernels(v, serves_cpu=cpu.can_serve(v.dtype, v.device))
     return kernels.gated_delta_rule(q, k, v, log_decay, beta, states, step)
 
@@ -52,16 +52,26 @@ def delta_gates(
     return kernels.delta_gates(a, b, a_log, dt_bias, beta_scale=beta_scale)
 
 
+def kimi_gates(
+    f: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, *, lower_bound: float | None
+) -> tuple[Tensor, Tensor]:
+    """Return the logarithm of each channel's decay, float32 [T, Hv, key width], and beta, float32 [T, Hv]."""
+    kernels = _kernels(f, serves_cpu=cpu.computes_gates(f.device) and f.dtype != torch.float64)
+    return kernels.kimi_gates(f, b, a_log, dt_bias, lower_bound=lower_bound)
+
+
 def mamba_steps(dt: Tensor, bias: Tensor | None, least: float, most: float) -> Tensor:
     """Return the step sizes of Mamba 2, float32 [T, heads]."""
     kernels = _kernels(dt, serves_cpu=cpu.computes_gates(dt.device) and dt.dtype != torch.float64)
     return kernels.mamba_steps(dt, bias, least, most)
 
 
-def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, gates_first: bool) -> Tensor:
-    """Return the RMS norm of `x` [T, groups, width] over each group, times the SiLU of `gate`."""
+def gated_norm(
+    x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, gates_first: bool, sigmoid: bool = False
+) -> Tensor:
+    """Return the RMS norm of `x` [T, groups, width] over each group, times the SiLU or the sigmoid of `gate`."""
     kernels = _kernels(x, serves_cpu=cpu.can_serve(x.dtype, x.device))
-    return kernels.gated_norm(x, gate, weight, eps, gates_first=gates_first)
+    return kernels.gated_norm(x, gate, weight, eps, gates_first=gates_first, sigmoid=sigmoid)
 
 
 def gated_squares(x: Tensor, gate: Tensor, *, gates_first: bool) -> Tensor:

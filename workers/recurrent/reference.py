@@ -76,8 +76,9 @@ def gated_delta_rule(
     """Return the results of the gated delta rule [T, Hv, value width], in the dtype of `v`.
 
     `q`, `k` [T, Hk, key width], each key head for Hv // Hk consecutive value heads; they are divided by their length,
-    and queries by the square root of the width. `v` [T, Hv, value width]. `log_decay`, `beta` float32 [T, Hv].
-    `states` float32 [C + 1, Hv, key width, value width]. See Yang et al., "Gated Delta Networks" (2024), equation 10.
+    and queries by the square root of the width. `v` [T, Hv, value width]. `log_decay`, `beta` float32 [T, Hv]; the
+    decay may be [T, Hv, key width], as in Kimi delta attention. `states` float32 [C + 1, Hv, key width, value width].
+    See Yang et al., "Gated Delta Networks" (2024), equation 10, and Kimi Team, "Kimi Linear" (2025), equation 1.
     """
     each, wide = v.shape[1] // k.shape[1], states.dtype
 
@@ -89,7 +90,8 @@ def gated_delta_rule(
     keys = unit(k).repeat_interleave(each, 1)
 
     def rule(state: Tensor, token: int) -> tuple[Tensor, Tensor]:
-        decay = torch.exp(log_decay[token].double()).to(wide)[:, None, None]
+        decay = torch.exp(log_decay[token].double()).to(wide)
+        decay = decay.reshape(len(decay), -1, 1)  # [Hv, 1 or key width, 1]
         key = keys[token][:, :, None]
         decayed = state * decay
         found = (decayed * key).sum(1)  # [Hv, value width]
@@ -137,6 +139,20 @@ def delta_gates(
     return log_decay.to(wide), (torch.sigmoid(b.double()) * beta_scale).to(wide)
 
 
+def kimi_gates(
+    f: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, *, lower_bound: float | None
+) -> tuple[Tensor, Tensor]:
+    """Return the logarithm of each channel's decay [T, Hv, key width], and beta [T, Hv], in the dtype of `a_log`.
+
+    `f` [T, Hv, key width], `b` [T, Hv]: projections of the layer's input. `a_log` float32 [Hv], `dt_bias` float32 [Hv,
+    key width]. `lower_bound`: of the logarithms, negative; None: they have none, and are computed by another function.
+    """
+    wide = a_log.dtype
+    rate, x = torch.exp(a_log.double())[:, None], f.double() + dt_bias.double()
+    log_decay = -rate * F.softplus(x) if lower_bound is None else lower_bound * torch.sigmoid(rate * x)
+    return log_decay.to(wide), torch.sigmoid(b.double()).to(wide)
+
+
 def mamba_steps(dt: Tensor, bias: Tensor | None, least: float, most: float) -> Tensor:
     """Return the step sizes of Mamba 2: the softplus of `dt` [T, heads] plus `bias`, limited to a range.
 
@@ -146,14 +162,18 @@ def mamba_steps(dt: Tensor, bias: Tensor | None, least: float, most: float) -> T
     return F.softplus(dt.double() if bias is None else dt.double() + bias).to(wide).clamp(least, most)
 
 
-def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, gates_first: bool) -> Tensor:
+def gated_norm(
+    x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, gates_first: bool, sigmoid: bool = False
+) -> Tensor:
     """Return the RMS norm of `x` [T, groups, width] over each group, times the SiLU of `gate`, in the dtype of `x`.
 
     `gate` as `x`; `weight` float32 [groups, width]. `gates_first`: the gate is applied before the norm, as in Mamba 2;
-    else after it, as in the gated delta net.
+    else after it, as in the gated delta net. `sigmoid`: rows are multiplied by the sigmoid of the gate instead; only
+    after the norm.
     """
+    assert not (sigmoid and gates_first)
     wide = weight.dtype
-    factor = gate.to(wide) * _sigmoid(gate.to(wide))
+    factor = _sigmoid(gate.to(wide)) if sigmoid else gate.to(wide) * _sigmoid(gate.to(wide))
     rows = x.to(wide) * factor if gates_first else x.to(wide)
     normed = rows * torch.rsqrt((rows * rows).mean(-1, keepdim=True) + eps) * weight
     return (normed if gates_first else normed * factor).to(x.dtype)

@@ -19,6 +19,7 @@ _convolve: Any = convolution.convolve
 _apply_delta_rule: Any = delta_rule.apply_delta_rule
 _apply_mamba: Any = mamba.apply_mamba
 _compute_delta_gates: Any = gates.compute_delta_gates
+_compute_kimi_gates: Any = gates.compute_kimi_gates
 _compute_mamba_steps: Any = gates.compute_mamba_steps
 _apply_silu_gate: Any = gates.apply_silu_gate
 _norm_group: Any = norm.norm_group
@@ -55,7 +56,7 @@ def gated_delta_rule(
     assert log_decay.dtype == beta.dtype == torch.float32
     q, k, v, log_decay, beta = (_rows(x) for x in (q, k, v, log_decay, beta))
     out = torch.empty((tokens, heads, value), dtype=v.dtype, device=v.device)
-    constants = delta_rule.delta_constants(heads, key_heads, key, value)
+    constants = delta_rule.delta_constants(heads, key_heads, key, value, decays_channels=log_decay.dim() == 3)
     strides = (x.stride(0) for x in (q, k, v, log_decay, beta))
     _apply_delta_rule[(triton.cdiv(value, constants["BLOCK_V"]), heads, len(step.reads))](
         q, k, v, log_decay, beta, states, out, *_slots(step), *strides, KEY_EPSILON, key**-0.5, **constants
@@ -95,6 +96,23 @@ def delta_gates(
     return log_decay, beta
 
 
+def kimi_gates(
+    f: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, *, lower_bound: float | None
+) -> tuple[Tensor, Tensor]:
+    """Return the logarithms of channels' decays, float32 [T, Hv, key width], and the rates of writes, float32 [T, Hv],
+    for projections of these shapes."""
+    f, b = _rows(f), _rows(b)
+    (tokens, heads, width), block = f.shape, gates.BLOCK
+    log_decay, beta = (torch.empty(each.shape, dtype=torch.float32, device=f.device) for each in (f, b))
+    assert a_log.is_contiguous() and dt_bias.is_contiguous() and dt_bias.shape == (heads, width)
+    _compute_kimi_gates[(tokens, triton.cdiv(heads * width, block))](
+        f, b, a_log, dt_bias, log_decay, beta, f.stride(0), b.stride(0),
+        0.0 if lower_bound is None else lower_bound, HEADS=heads, WIDTH=width, BLOCK=block,
+        BOUNDED=lower_bound is not None,
+    )  # fmt: skip
+    return log_decay, beta
+
+
 def mamba_steps(dt: Tensor, bias: Tensor | None, least: float, most: float) -> Tensor:
     """Return the step sizes of Mamba 2, float32 [T, heads], for `dt` [T, heads]."""
     dt = _rows(dt)
@@ -117,7 +135,9 @@ def silu_gate(x: Tensor, gate: Tensor) -> Tensor:
     return out
 
 
-def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, gates_first: bool) -> Tensor:
+def gated_norm(
+    x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, gates_first: bool, sigmoid: bool = False
+) -> Tensor:
     """Return the gated norm of `x` [T, groups, width]. Arguments as in `reference.py`."""
     tokens, groups, width = x.shape
     assert weight.is_contiguous() and weight.dtype == torch.float32 and gate.shape == x.shape
@@ -125,8 +145,9 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, gates_fir
     out = torch.empty((tokens, groups, width), dtype=x.dtype, device=x.device)
     constants = norm.norm_constants(groups, width)
     _norm_group[(tokens, groups)](
-        x, gate, weight, out, eps, x.stride(0), gate.stride(0), **constants, GATES_FIRST=gates_first
-    )
+        x, gate, weight, out, eps, x.stride(0), gate.stride(0), **constants, GATES_FIRST=gates_first,
+        SIGMOID=sigmoid,
+    )  # fmt: skip
     return out
 
 

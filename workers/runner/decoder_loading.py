@@ -10,7 +10,7 @@ import torch
 
 from oarlock.workers.attention.backend import AttentionBackend
 from oarlock.workers.attention.selector import choose
-from oarlock.workers.attention.triton_backend import fixed_span
+from oarlock.workers.attention.triton_tiles import fixed_span
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.distributed.pipeline_stage import PipelineStage

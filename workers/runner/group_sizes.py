@@ -65,6 +65,7 @@ def group_size(config: WorkerConfig, group: MemoryGroup, layers: range) -> Group
         item_bytes=ITEM_BYTES[config.dtype],
         cache_dtype=KV_CACHE_DTYPES.get(config.kv_cache_dtype, config.kv_cache_dtype),
         value_dim=memory.value_width,
+        value_in_key=memory.value_in_key,
     )
     return GroupSize(own, shape.bytes_per_block, shape, memory.span)
 
@@ -274,7 +275,9 @@ class GroupSizes:
         window = "" if group.span is None or self._is_plain else f" of a window of {group.span} tokens and a step"
         keys, values = _row(pages, pages.head_dim, pages.key_bytes), _row(pages, pages.value_width, pages.value_bytes)
         row = f"2 x {pages.num_layers} layers x {pages.num_kv_heads} KV heads x {keys}"
-        if pages.value_width != pages.head_dim:
+        if pages.value_in_key:
+            row = f"{pages.num_layers} layers x {keys}"
+        elif pages.value_width != pages.head_dim:
             row = f"{pages.num_layers} layers x {pages.num_kv_heads} KV heads x ({keys} + {values})"
         return (
             f"{blocks} + {RESERVED_BLOCKS} blocks{window} x {pages.block_size} tokens x {pages.bytes_per_token} bytes "

@@ -147,8 +147,8 @@ def _local_shape(tensor: TensorSpec, formats: WeightFormats, size: int, slices: 
 
 def _matrix_bytes(tensor: TensorSpec, shape: tuple[int, ...], formats: WeightFormats, item: int, slices: int) -> int:
     """Return the bytes of a matrix of `shape`, which is `tensor` or a rank's part of it."""
-    if tensor.rank_dtype is RankDtype.FLOAT32:
-        return math.prod(shape) * _FLOAT32
+    if tensor.rank_dtype in (RankDtype.FLOAT32, RankDtype.DEQUANTIZED):
+        return math.prod(shape) * (_FLOAT32 if tensor.rank_dtype is RankDtype.FLOAT32 else item)
     own = formats.of_head if tensor.sharding is Sharding.VOCABULARY else formats
     own = own.of_gates if tensor.rank_dtype is RankDtype.UNQUANTIZED else own
     weight_format = own.format_of(tensor.name.removesuffix(".weight"))

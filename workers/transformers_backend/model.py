@@ -116,8 +116,8 @@ class TransformersModel:
         for number, (memory, layers) in enumerate(self.groups):
             if isinstance(memory, PagesSpec):
                 sizes = len(layers), memory.heads_of_rank(place.tp.size), memory.key_width, block_size
-                values = {"value_dim": memory.value_width, "group": number}
-                found.append(KVSpec(*sizes, place.dtype, place.device, cache_dtype, **values))
+                options = (place.dtype, place.device, cache_dtype)
+                found.append(KVSpec(*sizes, *options, value_dim=memory.value_width, group=number))
         return found
 
     def load(self, weights: WeightSource, on_progress: Callable[[float], None]) -> None:

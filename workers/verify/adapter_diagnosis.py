@@ -165,7 +165,7 @@ def _of_linear(
         name = next(one.name for one in taps if one.is_input and one.module == found.tap.module)
         inputs, factor = recorded.truth(f"{fault.row.layer}.{name}"), found.tap.factor
     else:
-        inputs, factor = recorded.truth(read_by(spec, fault.row.layer or 0, found.branch)), found.tap.factor
+        inputs, factor = recorded.truth(read_by(spec, fault.row.layer or 0, found.branch, found.tap)), found.tap.factor
     linear = _Linear(module, inputs[adapted], update, columns, others, fault.size, factor)
     if found is not None and found.tap.computation is Computation.ACTIVATED:
         return _activated(fault, rank, adapted, linear)

@@ -3,7 +3,8 @@
 How an error is measured: the truth is transformers' model in float64 on the same weights. transformers' own run in the
 model's dtype differs from it by rounding. The root mean square error of a rank's part of a tensor, and of each head in
 it, may be up to twice transformers'. The largest single error may be twice transformers' for the logits, and four times
-for any other tensor, since it is a matter of luck. No limit is below one rounding of the largest element.
+for any other tensor, since it is a matter of luck. No limit is below one rounding of the largest element,
+times the root of the number of roundings that our computation makes on the way from the tensors before it.
 """
 
 import json
@@ -108,8 +109,19 @@ def tapped(spec: DecoderSpec, layer: int, tensor: str) -> Tapped:
     return next(one for one in taps_of(spec.layers[layer]) if one.tap.name == tensor)
 
 
-def read_by(spec: DecoderSpec, layer: int, branch: BranchSpec) -> str:
-    """Return the tensor that the sublayer of `branch` reads: its norm, or the residual before it."""
+def positions_in(folder: Path) -> tuple[Tensor, Tensor]:
+    """Return the position of every recorded token in its sequence [T], and whether it follows the prompt, bool [T]."""
+    text = Text.read(folder)
+    counts = [(len(prompt), len(sequence)) for prompt, sequence in zip(text.prompts, text.inputs(), strict=True)]
+    positions = torch.cat([torch.arange(total) for _, total in counts])
+    return positions, torch.cat([torch.arange(total) >= prompt for prompt, total in counts])
+
+
+def read_by(spec: DecoderSpec, layer: int, branch: BranchSpec, tap: Tap | None = None) -> str:
+    """Return the tensor that the sublayer of `branch` reads: its norm, or the residual before it. `tap`: return the
+    tensor that its module reads, which may be another one in the sublayer."""
+    if tap is not None and tap.reads:
+        return f"{layer}.{tap.reads}"
     names = layer_tensors(spec)
     at = next(f"{layer}.{tap.name}" for tap in branch.sublayer.taps if tap.is_compared)
     if branch.norm is not None:
@@ -297,6 +309,8 @@ def _compare_tensor(recorded: Recorded, name: str, spec: DecoderSpec, size: int,
     truth, theirs = recorded.truth(name), recorded.theirs(name)
     ours = [recorded.ours(rank, name) for rank in range(size)]
     limit = LIMIT if tensor == "logits" else LARGEST_LIMIT
+    if layer is not None:
+        rounding *= math.sqrt(tapped(spec, layer, tensor).tap.roundings)
     errors = tuple(
         _measure(rank, mine, truth, theirs, columns_of(tensor, spec, rank, size, layer), rounding, limit)
         for rank, mine in enumerate(ours)

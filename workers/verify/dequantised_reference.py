@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from oarlock.workers.gguf_config import open_checkpoint
 from oarlock.workers.layers.decoder_spec import FUSED_MODULES, DecoderSpec, tensors_of
 from oarlock.workers.layers.experts_spec import ExpertsSpec
-from oarlock.workers.layers.tensor_spec import RankDtype, Sharding
+from oarlock.workers.layers.latent_attention_spec import LatentAttentionSpec
+from oarlock.workers.layers.tensor_spec import NOT_QUANTIZED, Sharding
 from oarlock.workers.model_files.checkpoint import Checkpoint
 from oarlock.workers.model_files.gguf_model import gguf_file
 from oarlock.workers.model_files.tensor_names import TensorNames
@@ -56,12 +57,14 @@ class DequantisedWeights(Protocol):
 def dequantised_weights(model: Path, quantization: str, dtype: torch.dtype | None = None) -> DequantisedWeights:
     """Open a model's weights. `quantization`: as resolved by preflight. `dtype`: to round from; None: the stored
     dtype."""
-    if gguf_file(model) is not None:
-        return _OfGGUF(model, quantization)
     spec = read_spec(str(model))
-    if quantization in QUANTIZATIONS:
+    if gguf_file(model) is not None:
+        found: DequantisedWeights = _OfGGUF(model, quantization)
+    elif quantization in QUANTIZATIONS:
         return _AtLoad(model, spec, quantization, dtype)
-    return _Stored(model, spec.names)
+    else:
+        found = _Stored(model, spec.names)
+    return _WithLatents(found, spec) if any(isinstance(one, LatentAttentionSpec) for one in spec.sublayers) else found
 
 
 class WrittenOut:
@@ -84,6 +87,37 @@ class WrittenOut:
         return self._dequantised.other(name)
 
 
+class _WithLatents:
+    """`DequantisedWeights` of a model with latent attention, whose ranks write out the matrices of heads in the model's
+    dtype."""
+
+    def __init__(self, dequantised: DequantisedWeights, spec: DecoderSpec) -> None:
+        self._dequantised = dequantised
+        self._written_out: dict[str, LatentAttentionSpec] = {}
+        for index, layer in enumerate(spec.layers):
+            for sublayer in (branch.sublayer for branch in layer.branches):
+                if isinstance(sublayer, LatentAttentionSpec):
+                    self._written_out[f"model.layers.{index}.{sublayer.module}.kv_b_proj"] = sublayer
+
+    def has(self, module: str) -> bool:
+        return module in self._written_out or self._dequantised.has(module)
+
+    def weight(self, module: str) -> Tensor:
+        latent = self._written_out.get(module)
+        if latent is None or not latent.splits_kv_b:
+            return self._dequantised.weight(module)
+        before = module.removesuffix("kv_b_proj")
+        parts = [self._dequantised.weight(f"{before}{part}_b_proj") for part in ("k", "v")]
+        keys, values = (part.unflatten(0, (latent.num_heads, -1)) for part in parts)
+        return torch.cat((keys.transpose(1, 2), values), 1).flatten(0, 1)
+
+    def arithmetic(self, module: str) -> Arithmetic:
+        return Arithmetic.DENSE if module in self._written_out else self._dequantised.arithmetic(module)
+
+    def other(self, name: str) -> Tensor:
+        return self._dequantised.other(name)
+
+
 class _AtLoad:
     """`DequantisedWeights` that are rounded at load, or not quantised."""
 
@@ -92,7 +126,7 @@ class _AtLoad:
         self._checkpoint = Checkpoint.open(model, spec.names)
         self._stored = StoredTensors(model, spec.names)
         tensors = {tensor.name.removesuffix(".weight"): tensor for tensor in tensors_of(spec)}
-        self._unquantized = {name for name, one in tensors.items() if one.rank_dtype is RankDtype.UNQUANTIZED}
+        self._unquantized = {name for name, one in tensors.items() if one.rank_dtype in NOT_QUANTIZED}
         self._of_vocabulary = {"lm_head"} | {
             name for name, one in tensors.items() if one.sharding is Sharding.VOCABULARY
         }

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,7 @@ from oarlock.workers.layers.attention_spec import SelfAttentionSpec
 from oarlock.workers.layers.decoder_spec import BranchSpec, DecoderSpec, SublayerSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec
 from oarlock.workers.layers.gated_mlp_spec import GatedMLPSpec
+from oarlock.workers.layers.latent_attention_spec import LatentAttentionSpec
 from oarlock.workers.layers.layer_input_spec import LayerInputSpec, LayerInputTable
 from oarlock.workers.layers.mamba2_spec import Mamba2Spec
 from oarlock.workers.layers.mlp_spec import MLPSpec
@@ -32,11 +34,13 @@ from oarlock.workers.verify.compare import (
     TensorResult,
     VerifyResults,
     columns_of,
+    positions_in,
     read_by,
     tapped,
 )
 from oarlock.workers.verify.dequantised_reference import DequantisedWeights, dequantised_weights, expert_result
 from oarlock.workers.verify.halves import same_bits
+from oarlock.workers.verify.latent_diagnosis import latent_cause
 from oarlock.workers.verify.recurrent_diagnosis import RecurrentSpec, WrongPart, slot_cause, weights_of
 from oarlock.workers.verify.request import Text, VerifyRequest
 
@@ -168,8 +172,11 @@ def explain(
     rows = [first]
     found = None if first.layer is None else tapped(spec, first.layer, first.tensor)
     if found is not None and found.tap.computation in _TOGETHER:
-        group = [tap.name for tap in found.branch.sublayer.taps if tap.computation is found.tap.computation]
-        rows = [row for row in comparison.rows if row.layer == first.layer and row.tensor in group]
+        of_layer = [row for row in comparison.rows if row.layer == first.layer]
+        wrong = {row.tensor for row in of_layer if row.result != "ok"}  # tensors derived from these are wrong as well
+        taps = [tap for tap in found.branch.sublayer.taps if tap.reads not in wrong]
+        group = {tap.name for tap in taps if tap.computation is found.tap.computation}
+        rows = [row for row in of_layer if row.tensor in group]
     causes = []
     for row in rows:
         if row.wrong_ranks:
@@ -197,6 +204,8 @@ def _cause(fault: _Fault) -> str:
                 return _logits(fault)
     tap, branch = found.tap, found.branch
     match tap.computation:
+        case Computation.NORM | Computation.ROTATION | Computation.ATTENTION if _is_of_latents(branch.sublayer, tap):
+            return latent_cause(fault, branch.sublayer, tap)
         case Computation.NORM:
             parts = "its weight, or the norm itself" if fault.spec.norm.weight else "the norm itself"
             return f"{fault.module}.{tap.module}: {parts}"
@@ -217,7 +226,8 @@ def _cause(fault: _Fault) -> str:
         case Computation.GATED_NORM if isinstance(branch.sublayer, Mamba2Spec) and branch.sublayer.eps is None:
             return _recurrent(fault, branch.sublayer)  # only a gate follows it
         case Computation.GATED_NORM:
-            return f"{fault.module}.{branch.sublayer.module}.norm: its weight, the norm itself, or the gate after it"
+            norm = next(one.module for one in branch.sublayer.taps if one.computation is Computation.RECURRENCE)
+            return f"{fault.module}.{branch.sublayer.module}.{norm}: its weight, the norm itself, or the gate after it"
         case Computation.SUM:
             return _row_parallel(fault, branch, tap)
         case Computation.LOGITS:
@@ -226,6 +236,11 @@ def _cause(fault: _Fault) -> str:
             return _routing(fault, branch.sublayer)
         case Computation.EXPERTS:
             return _experts(fault, branch, tap)
+
+
+def _is_of_latents(sublayer: SublayerSpec, tap: Tap) -> TypeGuard[LatentAttentionSpec]:
+    """Return whether `tap` is inside latent attention, and not the norm before it."""
+    return isinstance(sublayer, LatentAttentionSpec) and tap in sublayer.taps
 
 
 def _embedding(fault: _Fault) -> str:
@@ -240,7 +255,7 @@ def _embedding(fault: _Fault) -> str:
 
 def _is_by_position(fault: _Fault) -> bool:
     """Return whether different tokens at one position have the same error, of positions that several prompts have."""
-    positions, _ = _positions(fault.folder)
+    positions, _ = positions_in(fault.folder)
     error, counts = fault.error(fault.row.wrong_ranks[0]), positions.bincount()
     sums = error.new_zeros(len(counts), error.shape[1]).index_add_(0, positions, error)
     means, is_shared = (sums / counts.unsqueeze(1))[positions], counts[positions] > 1
@@ -255,17 +270,17 @@ def _projection(fault: _Fault, branch: BranchSpec, tap: Tap) -> str:
             "another's)"
         )
     rank = fault.row.wrong_ranks[0]
-    moved = _moved_heads(fault, rank) or _scales(fault, branch, rank, name)
+    moved = _moved_heads(fault, rank) or _scales(fault, branch, tap, rank)
     return f"{name}.weight: the rows of {fault.ranks}{f' ({moved})' if moved else ''}"
 
 
-def _scales(fault: _Fault, branch: BranchSpec, rank: int, module: str) -> str:
+def _scales(fault: _Fault, branch: BranchSpec, tap: Tap, rank: int) -> str:
     """Describe wrong scales among the rows of a column-parallel weight on a rank; "" if there are none."""
-    dequantised = fault.dequantised
+    dequantised, module = fault.dequantised, f"{fault.module}.{branch.sublayer.module}.{tap.module}"
     if not dequantised.has(module) or dequantised.arithmetic(module) is Arithmetic.DENSE:
         return ""
     part = fault.part(rank)
-    inputs = Recorded(fault.folder).truth(read_by(fault.spec, fault.row.layer or 0, branch))
+    inputs = Recorded(fault.folder).truth(read_by(fault.spec, fault.row.layer or 0, branch, tap))
     return wrong_scales(inputs, dequantised.weight(module).double()[part.start : part.stop], fault.ours(rank)) or ""
 
 
@@ -285,7 +300,7 @@ def _rotation(fault: _Fault, attention: SublayerSpec, tap: Tap) -> str:
     """Describe a wrong rotation. Position 0 is rotated by no angle, so an error there comes from the norm before it."""
     assert isinstance(attention, SelfAttentionSpec)
     letter = fault.row.tensor[0]
-    positions, _ = _positions(fault.folder)
+    positions, _ = positions_in(fault.folder)
     at_start = bool(fault.wrong_tokens()[positions == 0].any())
     if letter == "q" and attention.query_scale is not None and (factors := _wrong_query_scale(fault)):
         return f"query scale of layer {fault.row.layer} on {fault.ranks} (queries are {factors} times the right ones)"
@@ -319,7 +334,7 @@ def _wrong_query_scale(fault: _Fault) -> str:
 def _attention(fault: _Fault, attention: SublayerSpec) -> str:
     assert isinstance(attention, SelfAttentionSpec)
     where = f"attention of layer {fault.row.layer} on {fault.ranks}"
-    positions, generated = _positions(fault.folder)
+    positions, generated = positions_in(fault.folder)
     wrong, window = fault.wrong_tokens(), attention.span
     if attention.output_gate and (gate := _wrong_gate(fault, attention)):
         return f"{where}: the gate on its result {gate}"
@@ -383,14 +398,6 @@ def _recurrent(fault: _Fault, sublayer: SublayerSpec) -> str:
         return f"{where}: {cause}"
     weights = weights_of(sublayer, is_convolution=is_convolution)
     return f"{where}: {fault.module}.{sublayer.module}.{weights}, or the kernel itself"
-
-
-def _positions(folder: Path) -> tuple[Tensor, Tensor]:
-    """Return the position of every recorded token in its sequence [T], and whether it follows the prompt, bool [T]."""
-    text = Text.read(folder)
-    counts = [(len(prompt), len(sequence)) for prompt, sequence in zip(text.prompts, text.inputs(), strict=True)]
-    positions = torch.cat([torch.arange(total) for _, total in counts])
-    return positions, torch.cat([torch.arange(total) >= prompt for prompt, total in counts])
 
 
 def _row_parallel(fault: _Fault, branch: BranchSpec, tap: Tap) -> str:

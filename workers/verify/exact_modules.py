@@ -18,13 +18,16 @@ from oarlock.workers.model_files.tensor_names import NO_NAMES, TensorNames
 from oarlock.workers.verify.dequantised_reference import is_conv1d, is_experts, is_router, weighs_inputs
 
 # Modules that convert their inputs to float32, whatever their dtype is.
-_COMPUTE_IN_FLOAT32 = ("Llama4TextAttention",)
+_COMPUTE_IN_FLOAT32 = ("DeepseekV2Attention", "Llama4TextAttention")
 # Modules that convert the input of a module inside to the dtype of its weight.
 _CONVERT_INPUTS = {"Mamba2Block": "norm", "NemotronHBlock": "norm", "Mamba2ForCausalLM": "lm_head"}
 # Ends of the names of modules with a recurrent state.
 _RECURRENT = (
     "GatedDeltaNet", "BambaMixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer", "Mamba2Mixer", "ShortConv",
+    "DeltaAttention", "ForgetGate",
 )  # fmt: skip
+# Ends of the names of ignored modules that choose all tokens of the contexts that are served, whatever they compute.
+_CHOOSING = ("Indexer",)
 _WIDENED_ELSEWHERE = {"sinks", "expert_bias"}  # parameters that `exact_attention` and routers widen
 _ROWS = 8192  # rows of a weight that are widened to float64 at once
 
@@ -41,7 +44,10 @@ def in_float64(model: nn.Module, names: TensorNames = NO_NAMES) -> Generator[Non
     """
     changed = []
     for name, module in model.named_modules():
-        forward = None if names.rename(name) is None else _exact_forward(module)
+        if names.rename(name) is not None:
+            forward = _exact_forward(module)
+        else:
+            forward = partial(_in_own_dtype, module) if type(module).__name__.endswith(_CHOOSING) else None
         if forward is not None:
             module.forward = forward
             changed.append(module)
@@ -99,6 +105,19 @@ def _widened(module: nn.Module, *args: Any, **named: Any) -> Any:
     """Call the module's own forward with float64 in place of float32."""
     with Widened():
         return type(module).forward(module, *args, **named)
+
+
+def _in_own_dtype(module: nn.Module, *args: Any, **named: Any) -> Any:
+    """Call the module's own forward with its inputs in the dtype of its weights."""
+    dtype = next(module.parameters()).dtype
+
+    def narrowed(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(narrowed(one) for one in value)
+        return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    given = {name: narrowed(value) for name, value in named.items()}
+    return type(module).forward(module, *narrowed(args), **given)
 
 
 def _unconverted(module: nn.Module, inside: str, *args: Any, **named: Any) -> Any:

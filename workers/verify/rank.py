@@ -29,8 +29,10 @@ from oarlock.workers.config import WorkerConfig
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.distributed.pipeline_stage import PipelineStage
 from oarlock.workers.distributed.shm_ring import ChannelClosedError
+from oarlock.workers.layers.attention_spec import SelfAttentionSpec
 from oarlock.workers.layers.decoder_spec import SublayerSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec
+from oarlock.workers.layers.latent_attention_spec import LatentAttentionSpec
 from oarlock.workers.layers.tensor_spec import Computation, Tap
 from oarlock.workers.models.decoder import Decoder
 from oarlock.workers.protocol import StepMetadata
@@ -45,6 +47,8 @@ from oarlock.workers.verify.halves import RecordedHalves
 from oarlock.workers.verify.request import Text, VerifyRequest
 
 _STEPS_PER_LINE = 16  # steps per line of progress
+# Methods of backends that compute several of the recorded tensors in one kernel.
+_FUSED = ("rotate_and_write", "norm_rotate_and_write")
 
 
 def run_rank(
@@ -212,6 +216,9 @@ class RecordingDecoder:
         {i}.q_rope {i}.k_rope                after norms, rotation and query scale: as attended, as cached
         {i}.attention        [T, H, D]       input of o_proj, after the gate if there is one
         {i}.o_proj           [T, hidden]     summed over ranks, before any norm and before the residual is added
+        {i}.q_a, {i}.kv_a    [T, R]          latent attention: projections to the latents, and to the rotated key,
+        {i}.q_latent, latent [T, R]          the latents after their norms,
+        {i}.q_rope, k_rope   [T, H, R] [T, R] the rotated elements only
         {i}.delta_q, _k      [T, K, D]       projections of a gated delta net: queries and keys of its key heads,
         {i}.delta_v, _z      [T, H, D]       values and gates of its value heads,
         {i}.delta_b, _a      [T, H]          rate of writes and decay, before their functions
@@ -254,6 +261,8 @@ class RecordingDecoder:
         {i}.o_proj_partial {i}.mlp_partial   [T, hidden]   this rank's share, before the all-reduce; with several ranks
                                                            or with an adapter, whose update is left out
         {i}.gate_up_mirrored                 [T, I]        gate_up of the negated input
+        {i}.absorbed                         [T, H, R]     latent attention: queries times the matrices of keys,
+        {i}.attended                         [T, H, R]     results before they are multiplied by the matrices of values
         """
         self.decoder = decoder
         self._diagnostics = diagnostics
@@ -261,6 +270,8 @@ class RecordingDecoder:
         self._undo: list[Callable[[], None]] = []
         # The tensor that the next all-reduce returns, and the bias that is then added.
         self._summing: tuple[str, Tensor | None] | None = None
+        attentions = ((index, layer.attention) for index, layer in enumerate(decoder.spec.layers))
+        self._latents = {index: one for index, one in attentions if isinstance(one, LatentAttentionSpec)}
         self._install()
 
     @property
@@ -280,7 +291,10 @@ class RecordingDecoder:
         hidden: Tensor | None = None,
     ) -> Tensor:
         self.steps.append({})
-        recording = {group: _RecordingBackend(backend, self._record) for group, backend in backends.items()}
+        recording = {
+            group: _RecordingBackend(backend, self._record, self._latents, diagnostics=self._diagnostics)
+            for group, backend in backends.items()
+        }
         return self.decoder(batch, memory, recording, plans, hidden)  # ty: ignore[invalid-argument-type]
 
     def compute_logits(self, hidden: Tensor, adapters: AdaptedRows | None = None) -> Tensor:
@@ -322,7 +336,7 @@ class RecordingDecoder:
         taps = taps_of(shape)
         for one, following in zip(taps, [*taps[1:], None], strict=True):
             name = f"{number}.{one.tap.name}"
-            if one.tap.computation is Computation.NORM:
+            if one.tap.computation is Computation.NORM and one.tap not in one.branch.sublayer.taps:
                 self._hook(branches[id(one.branch)], "norm", after=partial(self._record, name))
             elif one.tap.computation is Computation.RESIDUAL and following is not None:
                 branch = branches[id(following.branch)]
@@ -353,12 +367,14 @@ class RecordingDecoder:
         if convolved:
             self._hook(sublayer, "convolve", after=partial(self._record_parts, layer, convolved))
         for tap in taps:
-            if tap.computation is Computation.RECURRENCE:
+            if tap.computation is Computation.NORM:
+                self._hook(sublayer, sublayer.norms[tap.module], after=partial(self._record, f"{layer}.{tap.name}"))
+            elif tap.computation is Computation.RECURRENCE:
                 self._hook(sublayer, "recur", after=partial(self._record, f"{layer}.{tap.name}"))
             elif tap.computation is Computation.SUM:
                 inputs = next(one for one in taps if one.is_input and one.module == tap.module)
                 # The attention backend records the input of the output projection, unless a gate changes it.
-                is_recorded = inputs.computation is Computation.ATTENTION and sublayer.gate is None
+                is_recorded = isinstance(spec, SelfAttentionSpec) and sublayer.gate is None
                 taken = None if is_recorded else f"{layer}.{inputs.name}"
                 self._hook_row_parallel(sublayer, sublayer.linear_layers[tap.module], f"{layer}.{tap.name}", taken)
             elif tap.computation is Computation.GATED and self._diagnostics:
@@ -455,25 +471,53 @@ class _Hooked:
 class _RecordingBackend:
     """An attention backend whose arguments and results are recorded."""
 
-    def __init__(self, inner: AttentionBackend, record: Callable[[str, Tensor], None]) -> None:
+    def __init__(
+        self,
+        inner: AttentionBackend,
+        record: Callable[[str, Tensor], None],
+        latents: Mapping[int, LatentAttentionSpec],
+        *,
+        diagnostics: bool,
+    ) -> None:
+        """Record by `record`. `latents`: layers with latent attention."""
         self._inner = inner
         self._record = record
+        self._latents = latents
+        self._diagnostics = diagnostics
         self._written: Tensor | None = None
 
     def __getattr__(self, name: str) -> Any:
+        if name in _FUSED:  # the layers call separate operations instead, which show every tensor
+            raise AttributeError(name)
         return getattr(self._inner, name)
 
-    def write(self, kv: LayerKV, k: Tensor, v: Tensor, batch: ForwardBatch) -> None:
+    def write(self, kv: LayerKV, k: Tensor, v: Tensor | None, batch: ForwardBatch) -> None:
         self._written = k  # keys of the layer that the next call of `attend` names
         self._inner.write(kv, k, v, batch)
 
     def attend(self, q: Tensor, kv: LayerKV, plan: Any, layer: AttentionSpec, sinks: Tensor | None = None) -> Tensor:
+        if (latent := self._latents.get(layer.layer)) is not None:
+            return self._attend_latent(q, kv, plan, layer, latent)
         if self._written is not None:  # otherwise the layer reads keys that another has written
             self._record(f"{layer.layer}.k_rope", self._written)
             self._written = None
         self._record(f"{layer.layer}.q_rope", q)
         attended = self._inner.attend(q, kv, plan, layer, sinks)
         self._record(f"{layer.layer}.attention", attended.view(attended.shape[0], layer.num_heads, -1))
+        return attended
+
+    def _attend_latent(
+        self, q: Tensor, kv: LayerKV, plan: Any, layer: AttentionSpec, latent: LatentAttentionSpec
+    ) -> Tensor:
+        """Attend with absorbed queries and the rows written last. Both have the latent first, then rotated elements."""
+        assert self._written is not None
+        name, rows = layer.layer, self._written[:, 0]
+        self._record(f"{name}.q_rope", q[:, :, latent.kv_rank :])
+        self._record(f"{name}.k_rope", rows[:, latent.kv_rank :])
+        attended = self._inner.attend(q, kv, plan, layer)
+        if self._diagnostics:
+            self._record(f"{name}.absorbed", q[:, :, : latent.kv_rank])
+            self._record(f"{name}.attended", attended.view(len(q), layer.num_heads, -1))
         return attended
 
 

@@ -17,14 +17,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from oarlock.workers.layers.gated_delta_spec import GatedDeltaSpec
+from oarlock.workers.layers.kimi_delta_spec import KimiDeltaSpec
 from oarlock.workers.layers.mamba2_spec import CHANNELS, Mamba2Spec
 from oarlock.workers.layers.short_convolution_spec import ShortConvolutionSpec
-from oarlock.workers.recurrent.reference import KEY_EPSILON
+from oarlock.workers.recurrent.reference import KEY_EPSILON, kimi_gates
 from oarlock.workers.verify.compare import Recorded
 from oarlock.workers.verify.dequantised_reference import DequantisedWeights
 from oarlock.workers.verify.request import Text
 
-RecurrentSpec = GatedDeltaSpec | Mamba2Spec | ShortConvolutionSpec
+RecurrentSpec = GatedDeltaSpec | KimiDeltaSpec | Mamba2Spec | ShortConvolutionSpec
 _CLOSE = 0.1  # relative distance below which a wrong value is explained
 
 
@@ -107,6 +108,8 @@ def _simulated(part: WrongPart, spec: RecurrentSpec, recorded: Recorded, weights
     if isinstance(spec, Mamba2Spec):
         kind = _mamba_convolution if is_convolution else _MambaRule
         return kind(part, spec, recorded, weights)
+    if isinstance(spec, KimiDeltaSpec):
+        return (_kimi_convolution if is_convolution else _KimiRule)(part, spec, recorded, weights)
     return (_delta_convolution if is_convolution else _DeltaRule)(part, spec, recorded, weights)
 
 
@@ -132,14 +135,25 @@ class _Convolution:
 def _delta_convolution(
     part: WrongPart, spec: GatedDeltaSpec, recorded: Recorded, weights: DequantisedWeights
 ) -> _Convolution:
-    kind, module = part.tensor[0], f"model.layers.{part.layer}.{spec.module}"
-    inputs = recorded.truth(f"{part.layer}.delta_{kind}")[:, part.columns]
-    if weights.has(f"{module}.{kind}_conv1d"):
-        found = weights.other(f"{module}.{kind}_conv1d.weight")
-    else:
-        rows = [spec.key_size, spec.key_size, spec.value_size]
-        found = weights.other(f"{module}.conv1d.weight").split(rows)["qkv".index(kind)]
+    inputs = recorded.truth(f"{part.layer}.delta_{part.tensor[0]}")[:, part.columns]
+    rows = [spec.key_size, spec.key_size, spec.value_size]
+    return _Convolution(inputs, _taps(_weight_of_part(part, spec.module, rows, weights))[part.columns], 0.0, None)
+
+
+def _kimi_convolution(
+    part: WrongPart, spec: KimiDeltaSpec, recorded: Recorded, weights: DequantisedWeights
+) -> _Convolution:
+    inputs = recorded.truth(f"{part.layer}.kimi_{part.tensor[0]}")[:, part.columns]
+    found = _weight_of_part(part, spec.module, [spec.size] * 3, weights)
     return _Convolution(inputs, _taps(found)[part.columns], 0.0, None)
+
+
+def _weight_of_part(part: WrongPart, inside: str, rows: list[int], weights: DequantisedWeights) -> Tensor:
+    """Return the weight of the convolution of queries, keys or values, stored separately or fused. `rows`: of each."""
+    kind, module = part.tensor[0], f"model.layers.{part.layer}.{inside}"
+    if weights.has(f"{module}.{kind}_conv1d"):
+        return weights.other(f"{module}.{kind}_conv1d.weight")
+    return weights.other(f"{module}.conv1d.weight").split(rows)["qkv".index(kind)]
 
 
 def _mamba_convolution(
@@ -227,8 +241,34 @@ class _MambaRule(_Rule):
         return found.flatten() if self._gate is None else found.flatten() * self._gate[token]
 
 
-class _DeltaRule(_Rule):
-    """The gated delta rule of some heads, from the recorded convolutions and gates."""
+class _GatedDeltaRule(_Rule):
+    """The gated delta rule of some heads."""
+
+    _keys: Tensor  # float64 [T, heads, key width], as `_queries`
+    _queries: Tensor
+    _values: Tensor  # float64 [T, heads, value width]
+    _rates: Tensor  # float64 [T, heads]
+    _decays: Tensor  # float64 [T, heads, 1 or key width]
+
+    def next(self, token: int, state: Tensor) -> Tensor:
+        """Return the state after `token`: [heads, key width, value width]."""
+        state = state * self._decays[token][:, :, None]
+        found = (state * self._keys[token][:, :, None]).sum(1)
+        delta = (self._values[token] - found) * self._rates[token][:, None]
+        return state + self._keys[token][:, :, None] * delta[:, None, :]
+
+    def result(self, token: int, state: Tensor) -> Tensor:
+        return (self.next(token, state) * self._queries[token][:, :, None]).sum(1).flatten()
+
+
+def _unit(rows: Tensor, heads: int) -> Tensor:
+    """Return the rows of `heads` heads, each divided by its length: [T, heads, width]."""
+    rows = rows.unflatten(1, (heads, -1))
+    return rows * torch.rsqrt((rows * rows).sum(2, keepdim=True) + KEY_EPSILON)
+
+
+class _DeltaRule(_GatedDeltaRule):
+    """The rule of a gated delta net, from the recorded convolutions and gates."""
 
     def __init__(self, part: WrongPart, spec: GatedDeltaSpec, recorded: Recorded, weights: DequantisedWeights) -> None:
         each = spec.num_value_heads // spec.num_key_heads
@@ -237,9 +277,7 @@ class _DeltaRule(_Rule):
             return recorded.truth(f"{part.layer}.{tensor}")
 
         def unit(rows: Tensor) -> Tensor:
-            rows = rows.unflatten(1, (spec.num_key_heads, -1))
-            rows = rows * torch.rsqrt((rows * rows).sum(2, keepdim=True) + KEY_EPSILON)
-            return rows.repeat_interleave(each, 1)
+            return _unit(rows, spec.num_key_heads).repeat_interleave(each, 1)
 
         module = f"model.layers.{part.layer}.{spec.module}"
         a_log, dt_bias = (weights.other(f"{module}.{name}").double() for name in ("A_log", "dt_bias"))
@@ -248,15 +286,28 @@ class _DeltaRule(_Rule):
         self._keys = unit(of("k_conv"))[:, heads]
         self._values = of("v_conv").unflatten(1, (spec.num_value_heads, -1))[:, heads]
         self._rates = (torch.sigmoid(of("delta_b")) * (2 if spec.doubles_beta else 1))[:, heads]
-        self._decays = torch.exp(-a_log.exp() * F.softplus(of("delta_a") + dt_bias))[:, heads]
+        self._decays = torch.exp(-a_log.exp() * F.softplus(of("delta_a") + dt_bias))[:, heads, None]
         self.zeros = self._keys.new_zeros(*self._keys.shape[1:], self._values.shape[2])
 
-    def next(self, token: int, state: Tensor) -> Tensor:
-        """Return the state after `token`: [heads, key width, value width]."""
-        state = state * self._decays[token][:, None, None]
-        found = (state * self._keys[token][:, :, None]).sum(1)
-        delta = (self._values[token] - found) * self._rates[token][:, None]
-        return state + self._keys[token][:, :, None] * delta[:, None, :]
 
-    def result(self, token: int, state: Tensor) -> Tensor:
-        return (self.next(token, state) * self._queries[token][:, :, None]).sum(1).flatten()
+class _KimiRule(_GatedDeltaRule):
+    """The rule of Kimi delta attention, from the recorded convolutions and projections to gates."""
+
+    def __init__(self, part: WrongPart, spec: KimiDeltaSpec, recorded: Recorded, weights: DequantisedWeights) -> None:
+        heads = slice(part.columns.start // spec.head_width, part.columns.stop // spec.head_width)
+
+        def of(tensor: str) -> Tensor:
+            return recorded.truth(f"{part.layer}.{tensor}")
+
+        def by_head(rows: Tensor) -> Tensor:
+            return rows.unflatten(-1, (spec.num_heads, -1))
+
+        module = f"model.layers.{part.layer}.{spec.module}"
+        a_log, dt_bias = (weights.other(f"{module}.{name}").double().flatten() for name in ("A_log", "dt_bias"))
+        projected = by_head(of("kimi_f")), of("kimi_b")
+        gates = kimi_gates(*projected, a_log, by_head(dt_bias), lower_bound=spec.lower_bound)
+        self._decays, self._rates = torch.exp(gates[0])[:, heads], gates[1][:, heads]
+        self._queries = (_unit(of("q_conv"), spec.num_heads) * spec.head_width**-0.5)[:, heads]
+        self._keys = _unit(of("k_conv"), spec.num_heads)[:, heads]
+        self._values = by_head(of("v_conv"))[:, heads]
+        self.zeros = self._keys.new_zeros(*self._keys.shape[1:], self._values.shape[2])

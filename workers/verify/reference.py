@@ -33,8 +33,10 @@ from transformers.utils import logging as transformers_logging
 
 from oarlock.base.python_child import die_with_parent
 from oarlock.workers.distributed.control_channel import Control
+from oarlock.workers.layers.attention_spec import SelfAttentionSpec
 from oarlock.workers.layers.decoder_spec import BranchSpec, DecoderSpec, SublayerSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec
+from oarlock.workers.layers.latent_attention_spec import LatentAttentionSpec
 from oarlock.workers.layers.memory_spec import SlotsSpec
 from oarlock.workers.layers.tensor_spec import Computation, Tap
 from oarlock.workers.model_files.gguf_model import gguf_file
@@ -284,6 +286,18 @@ def _is_of_function(tap: Tap) -> bool:
     return tap.computation is Computation.ROTATION or (tap.computation is Computation.CONVOLUTION and not tap.is_input)
 
 
+def _rotated_part(module: nn.Module, rows: Tensor, latent: LatentAttentionSpec) -> Tensor:
+    """Return the rotated elements of queries or keys [..., nope_width + rope_width], in our order.
+
+    Most classes of transformers gather the first elements of all pairs before they rotate neighbours.
+    """
+    rotated = rows[..., latent.nope_width :]
+    gathers = hasattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb_interleave")
+    if latent.rope is None or not latent.rope.interleaved or not gathers:
+        return rotated
+    return rotated.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+
+
 def modules_by_name(model: nn.Module, names: TensorNames) -> dict[str, nn.Module]:
     """Return the modules of a transformers model by the names that our modules have."""
     renamed = ((names.rename(name), module) for name, module in model.named_modules())
@@ -351,7 +365,9 @@ class TransformersRecorder:
         shape, layer = self._spec.layers[index], f"model.layers.{index}"
         for number, one in enumerate(taps := taps_of(shape)):
             name, branch = f"{index}.{one.tap.name}", one.branch
-            if one.tap.computation is Computation.NORM:
+            if one.tap.computation is Computation.NORM and one.tap in branch.sublayer.taps:
+                self._hook_sublayer(name, f"{layer}.{branch.sublayer.module}", branch.sublayer, one.tap)
+            elif one.tap.computation is Computation.NORM:
                 self._after(self._modules[f"{layer}.{one.tap.module}"], name)
             elif one.tap.computation is Computation.RESIDUAL:
                 if number == len(taps) - 1:
@@ -519,13 +535,15 @@ class TransformersRecorder:
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **named: Any
     ) -> tuple[Tensor, None]:
         """Call the model's usual attention, or `exact_attention` in float64; `query` [1, H, T, D]."""
-        rows = query.transpose(1, 2)
-        if named.get("scaling") == 1.0:  # OPT has scaled its queries already
-            rows = rows / self._spec.layers[module.layer_idx].attention.scale
-        self.record(f"{module.layer_idx}.q_rope", rows)
+        rows, keys = query.transpose(1, 2), key.transpose(1, 2)
         attention = self._spec.layers[module.layer_idx].attention
-        key_scale = 1.0 if attention is None else attention.key_scale  # which scores get in our layers
-        self.record(f"{module.layer_idx}.k_rope", key.transpose(1, 2) / key_scale)
+        if isinstance(attention, LatentAttentionSpec):
+            rows, keys = (_rotated_part(module, one, attention) for one in (rows, keys[:, :, 0]))
+        elif named.get("scaling") == 1.0:  # OPT has scaled its queries already
+            rows = rows / attention.scale
+        key_scale = attention.key_scale if isinstance(attention, SelfAttentionSpec) else 1.0  # scores get it here
+        self.record(f"{module.layer_idx}.q_rope", rows)
+        self.record(f"{module.layer_idx}.k_rope", keys / key_scale)
         if query.dtype == torch.float64:
             scale = named.get("scaling") or query.shape[-1] ** -0.5
             exact = exact_attention(query, key, value, attention_mask, scale, named.get("softcap"), named.get("s_aux"))

@@ -44,7 +44,10 @@ def test_the_number_of_parameters_is_that_of_the_file(tiny):
     assert stored == checkpoint.parameters("quick")[0]
 
 
-@pytest.mark.parametrize(("shape", "published"), [("granite-1b-a400m", 1_334_628_352), ("olmoe-1b-7b", 6_919_161_856)])
+@pytest.mark.parametrize(
+    ("shape", "published"),
+    [("granite-1b-a400m", 1_334_628_352), ("olmoe-1b-7b", 6_919_161_856), ("deepseek-v2-lite", 15_706_484_224)],
+)
 def test_mixtures_have_the_published_numbers_of_parameters(shape, published):
     """A token reads all of them but the experts that it does not choose, and an embedding that is no head."""
     sizes = {name: math.prod(size) for file in mixtures.tensors(shape) for name, size in file}

@@ -95,6 +95,9 @@ class Case:
 
         bias = torch.full((width,), key_bias, dtype=spec.dtype, device=spec.device)
         self.k = [noise(seq.context, heads) + bias for seq in seqs]  # one [context, kv_heads, D] per sequence
+        if spec.value_in_key:  # rotated elements may be much larger than those of the latent
+            for keys in self.k:
+                keys[..., spec.value_width :] *= 3
         self.v = [noise(seq.context, heads, spec.value_width) for seq in seqs]
         self.q = [noise(seq.context, layer.num_heads) for seq in seqs]
         drawn = torch.randn(layer.num_heads, generator=random) * 3 if sinks else None
@@ -159,7 +162,7 @@ class Case:
             rows = torch.cat([source[i][s.context - s.query : s.context] for i, s in zip(here, seqs, strict=True)])
             return torch.cat([rows, torch.ones_like(rows[:1]).expand(pad, -1, -1)])
 
-        backend.write(kv, cut(self.k), cut(self.v), batch)
+        backend.write(kv, cut(self.k), None if self.spec.value_in_key else cut(self.v), batch)
         if not attends:
             return []
         plan = backend.prepare(batch)
@@ -180,4 +183,4 @@ class Case:
         widths = self.spec.head_dim, self.spec.value_width
         shapes = [(len(batch.slots[0]), self.spec.num_kv_heads, width) for width in widths]
         k, v = (torch.full(shape, value, dtype=self.spec.dtype, device=self.spec.device) for shape in shapes)
-        backend.write(kv, k, v, batch)
+        backend.write(kv, k, None if self.spec.value_in_key else v, batch)

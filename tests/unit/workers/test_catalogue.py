@@ -13,7 +13,9 @@ from oarlock.workers.catalogue import (
     CATALOGUE,
     EXPERTS,
     GATED,
+    LATENT,
     RECURRENT,
+    SHORT,
     TEXT,
     WINDOW,
     as_markdown,
@@ -21,11 +23,12 @@ from oarlock.workers.catalogue import (
     clause,
 )
 from oarlock.workers.layers.experts_spec import ExpertsSpec
+from oarlock.workers.layers.latent_attention_spec import LatentAttentionSpec
 from oarlock.workers.layers.memory_spec import SlotsSpec
 from oarlock.workers.models.encoders.registry import ENCODERS, is_encoder
 from oarlock.workers.models.registry import FAMILIES, GGUF_FAMILIES, architectures, describe
 from oarlock.workers.models.wrappers import served_wrappers
-from tests.golden import gguf_mamba
+from tests.golden import gguf_latent, gguf_mamba
 from tests.golden.cases import CASES
 from tests.golden.gguf_writer import _ARCHITECTURES, _NEWER
 from tests.golden.tiny_models import tiny_config
@@ -44,7 +47,7 @@ MOST_SERVED = (
     "HYV3ForCausalLM", "MiMoV2FlashForCausalLM", "Llama4ForConditionalGeneration", "InternVLForConditionalGeneration",
     "MixtralForCausalLM", "GraniteForCausalLM", "Olmo3ForCausalLM", "Qwen3VLMoeForConditionalGeneration",
 )  # fmt: skip
-LEAST_CAUSAL, LEAST_MOST_SERVED = 88, 33
+LEAST_CAUSAL, LEAST_MOST_SERVED = 96, 38
 
 
 def test_it_has_every_class_of_the_registry_and_no_other():
@@ -65,7 +68,7 @@ def test_every_class_has_a_checkpoint_of_the_hub_and_known_notes():
     for entry in CATALOGUE.values():
         owner, _, name = entry.checkpoint.partition("/")
         assert owner and name and HUB_ID.fullmatch(entry.checkpoint), entry
-        assert set(entry.notes) <= {GATED, BASE, EXPERTS, WINDOW, RECURRENT, TEXT, BIN}, entry
+        assert set(entry.notes) <= {GATED, BASE, EXPERTS, WINDOW, RECURRENT, LATENT, SHORT, TEXT, BIN}, entry
         assert len(set(entry.notes)) == len(entry.notes), entry
     assert {entry.task for entry in CATALOGUE.values()} == {"text", "embeddings", "scores"}
     assert sum(map(len, by_family(CATALOGUE.values()).values())) == len(CATALOGUE)
@@ -73,7 +76,7 @@ def test_every_class_has_a_checkpoint_of_the_hub_and_known_notes():
 
 def test_gguf_names_are_the_names_of_the_converter():
     named = {name: entry.gguf for name, entry in CATALOGUE.items() if entry.gguf}
-    kinds = _ARCHITECTURES | gguf_mamba.ARCHITECTURES
+    kinds = _ARCHITECTURES | gguf_mamba.ARCHITECTURES | gguf_latent.ARCHITECTURES
     converted = {name: gguf.MODEL_ARCH_NAMES[kind] for name, kind in kinds.items()} | _NEWER
     assert {name: known for name, known in converted.items() if known not in named[name]} == {}
     assert {one for names in named.values() for one in names} == GGUF_FAMILIES.keys()
@@ -92,13 +95,16 @@ def test_a_class_with_experts_or_recurrent_layers_has_the_note(family):
     is_recurrent = any(isinstance(group.memory, SlotsSpec) for group in spec.groups)
     assert has_experts == (EXPERTS in CATALOGUE[architecture].notes)
     assert is_recurrent == (RECURRENT in CATALOGUE[architecture].notes)
+    has_latents = any(isinstance(one, LatentAttentionSpec) for one in spec.sublayers)
+    assert has_latents == (LATENT in CATALOGUE[architecture].notes)
+    assert (spec.length_limit is not None) == (SHORT in CATALOGUE[architecture].notes)
 
 
 def test_the_text_part_of_a_multimodal_class_has_the_note_and_its_class_decides_the_others():
     for name, text_classes in served_wrappers(FAMILIES).items():
         text, whole = CATALOGUE[text_classes[0]], CATALOGUE[name]
         assert TEXT in whole.notes, name
-        assert all((note in whole.notes) == (note in text.notes) for note in (EXPERTS, RECURRENT)), name
+        assert all((note in whole.notes) == (note in text.notes) for note in (EXPERTS, RECURRENT, LATENT)), name
 
 
 def test_one_clause_about_a_class():

@@ -144,6 +144,7 @@ UNITS = (
         "elementwise/*.cpp",
         "gemm/experts.cpp",
         "gemm/gemm.cpp",
+        "gemm/heads.cpp",
         "gemm/pack.cpp",
         "layer/*.cpp",
         "recurrent/*.cpp",

@@ -52,6 +52,8 @@ class Routing(Protocol):
     @property
     def top_groups(self) -> int: ...
     @property
+    def best_of_group(self) -> int: ...
+    @property
     def corrects_logits(self) -> bool: ...
     @property
     def tolerance(self) -> float: ...
@@ -82,12 +84,12 @@ class CppRouter:
         filled_up[: self.outputs] = weight
         packed = filled_up.view(-1, panel, hidden).transpose(1, 2).contiguous()  # [panels, hidden, panel]
         self._alive = (packed, bias, correction)
-        how = (1, 1, 1, False, False, False, False, 1.0, 0.0, 1.0, 0.0)
+        how = (1, 1, 1, 2, False, False, False, False, 1.0, 0.0, 1.0, 0.0)
         if spec is not None:
             how = (
-                spec.top_k, spec.groups, spec.top_groups, spec.scores == "sigmoid", spec.normalised,
-                spec.corrects_logits, spec.scores == "sparsemixer", spec.least_sum, spec.added_to_sum, spec.scale,
-                spec.tolerance,
+                spec.top_k, spec.groups, spec.top_groups, spec.best_of_group, spec.scores == "sigmoid",
+                spec.normalised, spec.corrects_logits, spec.scores == "sparsemixer", spec.least_sum, spec.added_to_sum,
+                spec.scale, spec.tolerance,
             )  # fmt: skip
         self.structure = CRouter(packed.data_ptr(), _at(bias), _at(correction), self.outputs, hidden, *how)
 

@@ -49,6 +49,10 @@ class OperationKind(IntEnum):
     ADD_COLUMNS = 18
     MULTIPLY_ADAPTED = 19
     FINISH_ADAPTED = 20
+    PREPARE_LATENT = 21
+    MULTIPLY_HEADS = 22
+    ATTEND_LATENT = 23
+    KIMI_DELTA = 24
 
 
 @cache

@@ -14,7 +14,14 @@ from torch import Tensor
 
 from oarlock.workers.kernels.cpu import library
 from oarlock.workers.kernels.cpu.gemm import ELEMENT_TYPES
-from oarlock.workers.kernels.cpu.structures import CConvolution, CDeltaHeads, CGatedNorm, CMambaHeads, CStateStep
+from oarlock.workers.kernels.cpu.structures import (
+    CConvolution,
+    CDeltaHeads,
+    CGatedNorm,
+    CKimiGates,
+    CMambaHeads,
+    CStateStep,
+)
 
 TAPS = range(2, 9)  # of the convolution: the cases of `convolve` in csrc/recurrent/convolution.cpp
 
@@ -81,10 +88,12 @@ def gated_delta_rule(
     """Apply the gated delta rule, as the reference describes."""
     (rows, key_heads, key_width), (value_heads, value_width) = k.shape, v.shape[1:]
     assert q.shape == k.shape and q.dtype == k.dtype == v.dtype
-    assert log_decay.shape == beta.shape == (rows, value_heads)
+    decays_channels = log_decay.dim() == 3
+    channels = (key_width,) if decays_channels else ()
+    assert beta.shape == (rows, value_heads) and log_decay.shape == (rows, value_heads, *channels)
     assert states.shape[1:] == (value_heads, key_width, value_width)
     slots = state_step(step)
-    layer = CDeltaHeads(key_heads, value_heads, key_width, value_width)
+    layer = CDeltaHeads(key_heads, value_heads, key_width, value_width, decays_channels)
     y = torch.empty(v.shape, dtype=v.dtype)
     _function(library.library(v.dtype), "oarlock_gated_delta_rule")(
         ctypes.addressof(layer), *_heads(q), *_heads(k), *_heads(v), _vector(log_decay), _vector(beta),
@@ -124,6 +133,21 @@ def delta_gates(
     return log_decay, beta
 
 
+def kimi_gates(
+    f: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, *, lower_bound: float | None
+) -> tuple[Tensor, Tensor]:
+    """Return the decays of channels and beta of Kimi delta attention, as the reference describes."""
+    f, b = f.float().contiguous(), b.float()
+    (rows, heads, width), bound = f.shape, 0.0 if lower_bound is None else lower_bound
+    assert b.shape == (rows, heads) and b.stride(1) == 1 and a_log.shape == (heads,) and dt_bias.shape == (heads, width)
+    gates = CKimiGates(_vector(a_log), _vector(dt_bias), heads, width, bound)
+    log_decay, beta = (torch.empty(each.shape, dtype=torch.float32) for each in (f, b))
+    _function(library.library(), "oarlock_kimi_gates")(
+        ctypes.addressof(gates), f.data_ptr(), b.data_ptr(), b.stride(0), log_decay.data_ptr(), beta.data_ptr(), rows
+    )
+    return log_decay, beta
+
+
 def mamba_steps(dt: Tensor, bias: Tensor | None, least: float, most: float) -> Tensor:
     """Return the step sizes of Mamba 2, as the reference describes."""
     dt = dt.float()
@@ -135,9 +159,13 @@ def mamba_steps(dt: Tensor, bias: Tensor | None, least: float, most: float) -> T
     return y
 
 
-def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, gates_first: bool) -> Tensor:
+def gated_norm(
+    x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, gates_first: bool, sigmoid: bool = False
+) -> Tensor:
     """Norm and gate `x` [T, groups, width], as the reference describes."""
-    return _normed(_norm(x, weight, eps, gates_first=gates_first), x, gate)
+    norm = _norm(x, weight, eps, gates_first=gates_first)
+    norm.sigmoid = sigmoid
+    return _normed(norm, x, gate)
 
 
 def silu_gate(x: Tensor, gate: Tensor) -> Tensor:
@@ -203,6 +231,7 @@ def _function(kernels: ctypes.CDLL, name: str) -> Callable[..., None]:
         "oarlock_gated_delta_rule": [pointer, *rows * 3, *[pointer] * 5, switch],
         "oarlock_mamba2": [pointer, *rows * 3, *[pointer] * 4, switch],
         "oarlock_delta_gates": [pointer, *rows, *[pointer] * 2, real, *[pointer] * 2, *[number] * 2],
+        "oarlock_kimi_gates": [pointer, pointer, *rows, *[pointer] * 2, number],
         "oarlock_mamba_steps": [*rows, pointer, real, real, pointer, *[number] * 2],
         "oarlock_gated_norm": [pointer, pointer, *rows, *rows, pointer, number, switch],
         "oarlock_gated_squares": [pointer, pointer, *rows, pointer, number, switch],

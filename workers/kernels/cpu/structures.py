@@ -39,6 +39,7 @@ class CAttentionLayer(ctypes.Structure):
         ("scale", c_float),
         ("softcap", c_float),
         ("pages", c_int),
+        ("value_in_key", c_int),
     )
 
 
@@ -82,6 +83,7 @@ class CRouter(ctypes.Structure):
         ("top_k", c_long),
         ("groups", c_long),
         ("top_groups", c_long),
+        ("best_of_group", c_long),
         ("is_sigmoid", c_int),
         ("is_normalised", c_int),
         ("corrects_logits", c_int),
@@ -258,7 +260,23 @@ class CConvolution(ctypes.Structure):
 
 
 class CDeltaHeads(ctypes.Structure):
-    _fields_ = (("key_heads", c_long), ("value_heads", c_long), ("key_width", c_long), ("value_width", c_long))
+    _fields_ = (
+        ("key_heads", c_long),
+        ("value_heads", c_long),
+        ("key_width", c_long),
+        ("value_width", c_long),
+        ("decays_channels", c_int),
+    )
+
+
+class CKimiGates(ctypes.Structure):
+    _fields_ = (
+        ("a_log", c_void_p),
+        ("dt_bias", c_void_p),
+        ("heads", c_long),
+        ("width", c_long),
+        ("lower_bound", c_float),
+    )
 
 
 class CMambaHeads(ctypes.Structure):
@@ -282,6 +300,7 @@ class CGatedNorm(ctypes.Structure):
         ("group_heads", c_long),
         ("all_heads", c_long),
         ("first_head", c_long),
+        ("sigmoid", c_int),
     )
 
 
@@ -301,6 +320,16 @@ class CDeltaLayer(ctypes.Structure):
         ("dt_bias", c_void_p),
         ("beta_scale", c_float),
         ("gates", c_int),
+    )
+
+
+class CKimiDeltaLayer(ctypes.Structure):
+    _fields_ = (
+        ("heads", CDeltaHeads),
+        ("gates", CKimiGates),
+        ("states", c_void_p),
+        ("decays", c_int),
+        ("rates", c_int),
     )
 
 
@@ -330,6 +359,32 @@ class CColumnScale(ctypes.Structure):
 
 class CHeadColumns(ctypes.Structure):
     _fields_ = (("columns", CColumns), ("norm", c_void_p), ("heads", c_long), ("width", c_long), ("eps", c_float))
+
+
+class CLatentHeads(ctypes.Structure):
+    _fields_ = (
+        ("norm", c_void_p),
+        ("heads", c_long),
+        ("nope_width", c_long),
+        ("rope_width", c_long),
+        ("kv_rank", c_long),
+        ("eps", c_float),
+        ("rotary", c_int),
+        ("interleaved", c_int),
+        ("rows", c_int),
+    )
+
+
+class CHeadMatmul(ctypes.Structure):
+    _fields_ = (("weight", c_void_p), ("heads", c_long), ("columns", c_long), ("inputs", c_long))
+
+
+class CHeadMatmulLayer(ctypes.Structure):
+    _fields_ = (("matmul", CHeadMatmul), ("x_width", c_long), ("y_width", c_long))
+
+
+class CLatentPages(ctypes.Structure):
+    _fields_ = (("attention", c_void_p), ("k_pages", c_void_p), ("pages", c_int), ("rows", c_int))
 
 
 class CHeadGate(ctypes.Structure):
@@ -416,9 +471,10 @@ class CSamplingOutput(ctypes.Structure):
 STRUCTURES: tuple[type[ctypes.Structure], ...] = (
     CAttentionStep, CAttentionLayer, CRankGroup, CHeadsOfRank, CRouter, CExpert, CExperts, CGroupedSource,
     CPackedWeight, CAdapterPairs, CAdaptedWeight, CExpertPairs, CExpertAdapters, CAdapterRows, CNorm, CHeadsAndPages,
-    CAddition, CClamp, CMoELayer, CStateStep, CConvolution, CDeltaHeads, CMambaHeads, CGatedNorm, CColumns,
-    CConvolutionLayer, CDeltaLayer, CMambaLayer, CGatedNormLayer, CColumnProduct, CColumnScale, CHeadColumns,
-    CHeadGate, COperation, CBranch, CRotaryRows, CLayerStep, CLogitsChanges, CSamplingStep, CSamplingOutput,
+    CAddition, CClamp, CMoELayer, CStateStep, CConvolution, CDeltaHeads, CKimiGates, CMambaHeads, CGatedNorm, CColumns,
+    CConvolutionLayer, CDeltaLayer, CKimiDeltaLayer, CMambaLayer, CGatedNormLayer, CColumnProduct, CColumnScale,
+    CHeadColumns, CLatentHeads, CHeadMatmul, CHeadMatmulLayer, CLatentPages, CHeadGate, COperation, CBranch,
+    CRotaryRows, CLayerStep, CLogitsChanges, CSamplingStep, CSamplingOutput,
 )  # fmt: skip
 
 

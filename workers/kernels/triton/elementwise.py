@@ -15,7 +15,7 @@ _ELEMENTS = 512  # elements of a row for each warp
 
 
 @triton.jit
-def _rms_norm(x, weight, eps, column, inside, SIZE: tl.constexpr):
+def norm_values(x, weight, eps, column, inside, SIZE: tl.constexpr):
     """Apply RMSNorm to `x` float32 [BLOCK], which is zero beyond SIZE."""
     scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / SIZE + eps)
     return x * scale * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
@@ -35,7 +35,7 @@ def norm_row(
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside = column < SIZE
     values = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
-    result = _rms_norm(values, weight, eps, column, inside, SIZE)
+    result = norm_values(values, weight, eps, column, inside, SIZE)
     tl.store(normed + row * SIZE + column, result.to(normed.dtype.element_ty), mask=inside)
 
 
@@ -59,11 +59,11 @@ def add_and_norm_row(
     element = row * SIZE + column
     values = tl.load(x + element, mask=inside, other=0.0).to(tl.float32)
     if POST:
-        values = _rms_norm(values, post_weight, post_eps, column, inside, SIZE)
+        values = norm_values(values, post_weight, post_eps, column, inside, SIZE)
     values += tl.load(residual + element, mask=inside, other=0.0).to(tl.float32)
     rounded = values.to(total.dtype.element_ty)
     tl.store(total + element, rounded, mask=inside)
-    result = _rms_norm(rounded.to(tl.float32), weight, eps, column, inside, SIZE)
+    result = norm_values(rounded.to(tl.float32), weight, eps, column, inside, SIZE)
     tl.store(normed + element, result.to(normed.dtype.element_ty), mask=inside)
 
 

@@ -45,10 +45,16 @@ def values_in(raw, like, FORMAT: tl.constexpr, NATIVE_FP8: tl.constexpr):
 
 
 @triton.jit
+def load_scales(at, mask):
+    """Return the scales, bfloat16 stored as int16, at `at`: float32, zero if `mask` is not set."""
+    bits = tl.load(at, mask=mask, other=0)
+    return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def scales_of(scales, page, slot, mask, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr):
     """Return the scales of int8 rows: float32, zero if `mask` is not set."""
-    bits = tl.load(scales + _scale_at(page, slot, HEAD_DIM, BLOCK_SIZE), mask=mask, other=0)
-    return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    return load_scales(scales + _scale_at(page, slot, HEAD_DIM, BLOCK_SIZE), mask)
 
 
 @triton.jit
@@ -79,6 +85,22 @@ def _rounded_fp8(x):
 
 
 @triton.jit
+def store_values(into, of_scales, x, inside, is_row, FORMAT: tl.constexpr):
+    """Write rows `x` [R, BLOCK_D] of the model dtype, zero if `inside` is not set, to `into` [R, BLOCK_D].
+
+    `of_scales` [R]: where the scales of int8 rows are written, as int16.
+    """
+    if FORMAT == "int8":
+        values, bits = _rounded_int8(x.to(tl.float32))
+        tl.store(into, (values & 0xFF).to(tl.uint8), mask=inside)
+        tl.store(of_scales, bits.to(tl.int16), mask=is_row)
+    elif FORMAT == "fp8":
+        tl.store(into, _rounded_fp8(x.to(tl.float32)).to(tl.uint8), mask=inside)
+    else:
+        tl.store(into, x, mask=inside)
+
+
+@triton.jit
 def store_rows(
     pages,
     scales,  # int16, the same memory; only used by int8
@@ -94,18 +116,11 @@ def store_rows(
 ):
     """Write row `slot` of each page."""
     into = pages + row_at(page, slot, HEAD_DIM, BLOCK_SIZE, FORMAT)[:, None] + column[None, :]
-    if FORMAT == "int8":
-        values, bits = _rounded_int8(x.to(tl.float32))
-        tl.store(into, (values & 0xFF).to(tl.uint8), mask=inside)
-        tl.store(scales + _scale_at(page, slot, HEAD_DIM, BLOCK_SIZE), bits.to(tl.int16), mask=is_row)
-    elif FORMAT == "fp8":
-        tl.store(into, _rounded_fp8(x.to(tl.float32)).to(tl.uint8), mask=inside)
-    else:
-        tl.store(into, x, mask=inside)
+    store_values(into, scales + _scale_at(page, slot, HEAD_DIM, BLOCK_SIZE), x, inside, is_row, FORMAT)
 
 
 @triton.jit
-def _rotated_head(
+def rotated_head(
     row,  # [D]   a query or key head of one token
     column, inside,
     cos, sin,  # float32 [ROTARY], of the token
@@ -183,7 +198,7 @@ def rotate_and_write(
             v_pages, v_scales, v, page + one, slot, column, inside[None, :], is_row, HEAD_DIM, BLOCK_SIZE, FORMAT
         )
         return
-    result = _rotated_head(
+    result = rotated_head(
         row, column, inside, cos + token * ROTARY, sin + token * ROTARY, weight + head * HEAD_DIM, eps, HEAD_DIM,
         ROTARY, NORM, NORMS_LAST, NEIGHBOURS,
     )  # fmt: skip

@@ -242,6 +242,45 @@ def multiply_in_order(
     tl.store(into, sums, mask=is_column[:, None] & is_row[None, :])
 
 
+@triton.jit(do_not_specialize=["rows"])
+def multiply_heads(
+    x,  # [T, heads, K], tokens `x_stride` elements apart and heads `x_head_stride`
+    weight,  # [heads, N, K]
+    out,  # [T, heads, N], tokens `out_stride` elements apart and heads `out_head_stride`
+    rows,  # T
+    columns,  # N
+    inputs,  # K
+    x_stride,
+    x_head_stride,
+    out_stride,
+    out_head_stride,
+    BLOCK_M: tl.constexpr,  # rows of x
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,  # precision of float32 matmuls: depends on the device
+):
+    """Compute `x[:, head] @ weight[head].T` for one head, rounded once.
+
+    A row has the same bits for any number of rows, as in `multiply_in_order`. Inputs are few, so one program adds up
+    all of them.
+    """
+    head = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    is_column, is_row = column < columns, row < rows
+    weight_rows = weight + (head * columns + column)[:, None] * inputs
+    x_rows = x + row.to(tl.int64)[None, :] * x_stride + head * x_head_stride
+    sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for at in range(0, inputs, BLOCK_K):
+        k = at + tl.arange(0, BLOCK_K)
+        is_input = k < inputs
+        left = tl.load(weight_rows + k[None, :], mask=is_column[:, None] & is_input[None, :], other=0.0)
+        right = tl.load(x_rows + k[:, None], mask=is_input[:, None] & is_row[None, :], other=0.0)
+        sums = tl.dot(left, right, sums, input_precision=PRECISION)
+    into = out + row.to(tl.int64)[None, :] * out_stride + head * out_head_stride + column[:, None]
+    tl.store(into, sums.to(out.dtype.element_ty), mask=is_column[:, None] & is_row[None, :])
+
+
 @triton.jit(do_not_specialize=["x_stride"])
 def round_rows(
     x,  # [T, K], rows `x_stride` elements apart

@@ -194,7 +194,7 @@ def _unit(scales):
 
 
 @triton.jit
-def _add_keys(
+def add_keys(
     scores, visible, values, scales, scale, softcap, largest, weights, sums,
     SOFTCAP: tl.constexpr, SCALED: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -283,7 +283,7 @@ def _block(
     if FORMAT == "int8":
         scores *= key_scales[None, :]
     visible = is_key[None, :] & _is_seen(key[None, :], position[:, None], window, WINDOW, CHUNKED)
-    return _add_keys(
+    return add_keys(
         scores, visible, values, value_scales, scale, softcap, largest, weights, sums, SOFTCAP, FORMAT == "int8",
         MASKED, PRECISION,
     )  # fmt: skip

@@ -18,6 +18,7 @@ from oarlock.server.llm.tokenizer import Tokenizer
 from oarlock.server.schemas.chat import ChatRequest
 from tests.unit.server.chat.conversation_shapes import conversation, fault
 from tests.unit.server.chat.published_json_calls import MODELS as JSON_MODELS
+from tests.unit.server.chat.published_latent_calls import MODELS as LATENT_MODELS
 from tests.unit.server.chat.published_models import BERN, Model
 from tests.unit.server.chat.published_other_calls import MODELS as OTHER_MODELS
 from tests.unit.server.chat.test_turn_folding import load
@@ -43,7 +44,7 @@ HISTORY = [
     },
     {"role": "tool", "tool_call_id": "abcdef123", "content": "rain"},
 ]
-MODELS = JSON_MODELS | OTHER_MODELS
+MODELS = JSON_MODELS | OTHER_MODELS | LATENT_MODELS
 CALL = ("weather", {"city": "Bern", "days": 3})
 every_model = pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 thinking_models = {name: model for name, model in MODELS.items() if model.reasoning}

@@ -81,8 +81,13 @@ def values_of(kv: KVSpec, pages: Tensor) -> Tensor:
 
 
 def _rows(kv: KVSpec, numbers: Tensor, groups: Tensor) -> Tensor:
-    """numbers [blocks, heads, groups, GROUP, D] and the scales that follow them."""
-    scales = groups[..., GROUP * kv.head_dim :].unflatten(-1, (GROUP, -1))
+    """numbers [blocks, heads, groups, GROUP, D] and the scales that follow them, one or several for each position."""
+    bytes_of_scale = kv.kv_format.elements(kv.head_dim) - kv.head_dim
+    scales = groups[..., GROUP * kv.head_dim :]
+    if bytes_of_scale:
+        scales = scales.unflatten(-1, (-1, GROUP, bytes_of_scale)).transpose(-3, -2).flatten(-2)
+    else:
+        scales = scales.unflatten(-1, (GROUP, -1))
     return torch.cat([numbers, scales], -1).flatten(2, 3).transpose(1, 2)
 
 
@@ -106,6 +111,33 @@ def test_pages_hold_the_bits_of_the_reference(
     backend(kv).write(found, k, v, batch)
     for read, wanted, ours in ((keys_of, expected.k, found.k), (values_of, expected.v, found.v)):
         assert torch.equal(read(kv, ours)[1:], wanted[1:])
+
+
+@pytest.mark.parametrize("backend", [*CPP, *EMULATED])
+@pytest.mark.parametrize("cache", ["auto", *ROUNDED])
+@each_dtype
+def test_pages_of_keys_with_values_hold_the_bits_of_the_reference(
+    backend: type[CppBackend], dtype: torch.dtype, cache: str
+) -> None:
+    """The elements of the value and the others have separate scales."""
+    kv = KVSpec(1, 1, 96, 32, dtype, CPU, cache, value_dim=64, value_in_key=True)
+    k = torch.cat([odd_rows(64, dtype), odd_rows(32, dtype).roll(5, 0)], 1).unsqueeze(1)  # [tokens, 1, D]
+    blocks = [3, 1, 4, 2][: -(-len(k) // 32)]
+    batch = batch_of(torch.tensor([blocks], dtype=torch.int32).numpy(), [Seq(len(k), len(k))], 32, CPU)
+    k = torch.cat([k, k.new_zeros(len(batch.slots[0]) - len(k), 1, 96)])
+    expected, found = (each.allocate(6)[0] for each in (ReferenceBackend(kv), backend(kv)))
+    ReferenceBackend(kv).write(expected, k, None, batch)
+    backend(kv).write(found, k, None, batch)
+    assert found.v.nbytes == expected.v.nbytes == 0 and found.k.nbytes == expected.k.nbytes
+    if cache == "auto":
+        step = 2 if dtype == torch.bfloat16 else 1
+        ours = found.k.view(6, 1, 2, -1, GROUP, step).transpose(3, 4).reshape(6, 32, 1, 96)
+        assert torch.equal(ours[1:].view(torch.uint8), expected.k[1:].view(torch.uint8))
+        return
+    rows = keys_of(kv, found.k)[1:]  # [blocks, block_size, 1, elements, then all scales]
+    of_part = kv.kv_format.elements(64) - 64  # bytes of a scale
+    parts = rows[..., :64], rows[..., 96 : 96 + of_part], rows[..., 64:96], rows[..., 96 + of_part :]
+    assert torch.equal(torch.cat(parts, -1), expected.k[1:])
 
 
 class NeighboursScale(ReferenceBackend):
@@ -145,10 +177,11 @@ def test_a_number_that_is_not_finite_is_not_hidden(backend: type, cache: str) ->
 
 
 @pytest.mark.parametrize("backend", [TorchBackend, *CPP])
-@pytest.mark.parametrize("cache", ROUNDED)
-def test_earlier_content_of_a_page_changes_nothing(backend: type, cache: str) -> None:
+@pytest.mark.parametrize("cache", ["auto", *ROUNDED])
+@pytest.mark.parametrize("in_key", [False, True])
+def test_earlier_content_of_a_page_changes_nothing(backend: type, cache: str, in_key: bool) -> None:
     """A page of NaN is written again from its first slot on, some of it."""
-    kv = KVSpec(1, 2, 64, 32, torch.bfloat16, CPU, cache)
+    kv = KVSpec(1, 2, 64, 32, torch.bfloat16, CPU, cache, value_dim=48 if in_key else 64, value_in_key=in_key)
     case = Case(kv, AttentionSpec(0, 4, 2, 64, 0.125), [Seq(1, 21)])
     steps = [[Seq(n, end)] for n, end in ((5, 5), (15, 20), (1, 21))]
     whole = torch.cat(case.run(backend(kv), steps))  # pages are full of NaN before

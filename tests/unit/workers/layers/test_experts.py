@@ -1,5 +1,7 @@
 """Experts: which are chosen, how ranks share them, and the memory that they take."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -44,6 +46,8 @@ def test_a_correction_chooses_and_does_not_weigh_and_groups_come_first() -> None
     assert torch.allclose(weights, 2 * torch.sigmoid(logits[:, [0, 4]]))
     grouped = RouterSpec(2, "sigmoid", groups=3, top_groups=1)  # 4 is the best, but 2 and 3 are the best pair
     assert route(logits, grouped, torch.zeros(6))[0].tolist() == [[2, 3]]
+    best = replace(grouped, best_of_group=1)
+    assert route(logits, best, torch.zeros(6))[0].tolist() == [[4, 5]]
 
 
 @pytest.mark.parametrize("width", [1, 8, 36, 1408, 2880])

@@ -65,6 +65,10 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "laguna": {"head_dim": 32},
     "mimo_v2_flash": {"head_dim": 48, "v_head_dim": 32, "swa_head_dim": 48, "swa_v_head_dim": 32},
     "llama": {"head_dim": 48, "attention_bias": True, "mlp_bias": True, "num_key_value_heads": 2},
+    # Latent attention, with and without a latent of queries.
+    "deepseek_v2": {"kv_lora_rank": 32, "qk_rope_head_dim": 16, "q_lora_rank": None},
+    "deepseek_v3": {"kv_lora_rank": 48, "qk_rope_head_dim": 16, "v_head_dim": 16, "rope_interleave": False,
+                    "attention_bias": True},
 }  # fmt: skip
 
 
@@ -157,7 +161,7 @@ def test_both_forms_give_the_same_bits_with_rounded_weights(
     check_equal(path, size, dtype, quantization)
 
 
-@pytest.mark.parametrize("family", ["afmoe", "hunyuan_v1_moe", "llama4_text", "ministral3"])
+@pytest.mark.parametrize("family", ["afmoe", "deepseek_v3", "hunyuan_v1_moe", "llama4_text", "ministral3"])
 @pytest.mark.parametrize("quantization", [name for name in QUANTIZATIONS if name != "none"])
 @pytest.mark.slow
 def test_both_forms_give_the_same_bits_with_rounded_weights_of_new_families(
@@ -275,7 +279,7 @@ def decoded(decoder: Decoder, backend: type[CppBackend], cache_dtype: str) -> tu
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gemma4_text", "mimo_v2_flash"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gemma4_text", "mimo_v2_flash", "deepseek_v2"])
 @pytest.mark.parametrize("cache_dtype", ["auto", "int8", "fp8"])
 def test_a_token_alone_is_stored_by_the_thread_that_reads_it(
     checkpoints: dict[str, Path], family: str, cache_dtype: str, num_threads: int

@@ -14,6 +14,7 @@ from oarlock.workers.layers.decoder_spec import BranchSpec, DecoderSpec, LayerSp
 from oarlock.workers.layers.experts_spec import ExpertsSpec, RouterSpec
 from oarlock.workers.layers.gated_delta_spec import GatedDeltaSpec
 from oarlock.workers.layers.gated_mlp_spec import GatedMLPSpec
+from oarlock.workers.layers.kimi_delta_spec import KimiDeltaSpec
 from oarlock.workers.layers.mamba2_spec import Mamba2Spec
 from oarlock.workers.layers.mlp_spec import MLPSpec
 from oarlock.workers.layers.short_convolution_spec import ShortConvolutionSpec
@@ -42,7 +43,7 @@ MLP = GatedMLPSpec(64, bias=True)
 
 
 def layer(
-    attention: SelfAttentionSpec | GatedDeltaSpec | Mamba2Spec | ShortConvolutionSpec = ATTENTION,
+    attention: SelfAttentionSpec | GatedDeltaSpec | KimiDeltaSpec | Mamba2Spec | ShortConvolutionSpec = ATTENTION,
     norms: tuple[tuple[str | None, str | None], ...] = (("a", None), ("b", None)),
     scale: float = 1.0,
     *,
@@ -86,6 +87,8 @@ RECURRENT = {
     "gated delta, norms after": layer(
         GatedDeltaSpec(2, 2, 20, 8, 2, 1e-6, doubles_beta=True), ((None, "a"), ("b", None))
     ),
+    "Kimi delta": layer(KimiDeltaSpec(4, 24, 3, 1e-5, decay_rank=20, gate_rank=12, axes_around_rates=(2, 1))),
+    "Kimi delta, one projection each": layer(KimiDeltaSpec(4, 16, 4, 1e-6, lower_bound=-5.0)),
     "Mamba 2": layer(MAMBA),
     "Mamba 2 with scales, limits and biases": layer(SCALED_MAMBA),
     "Mamba 2 without a norm": layer(replace(MAMBA, eps=None, conv_bias=False)),

@@ -25,7 +25,8 @@ def test_the_kernel_equals_the_torch_router(level: ISALevel, scores: str, groups
         for added, corrects_logits in ((None, False), (correction, False), (correction, True)):
             spec = RouterSpec(
                 5, scores, normalised, scale=2.5, groups=groups, top_groups=min(2, groups),
-                corrects_logits=corrects_logits, added_to_sum=0.5 if scores == "sigmoid" and groups > 1 else 0.0,
+                best_of_group=1 if normalised else 2, corrects_logits=corrects_logits,
+                added_to_sum=0.5 if scores == "sigmoid" and groups > 1 else 0.0,
             )  # fmt: skip
             with using(level):
                 router = CppRouter(weight, torch.bfloat16, bias, added, spec)

@@ -1,4 +1,5 @@
-"""Published configs of models with gated delta nets: their layers, memory and sizes, and settings that are refused."""
+"""Published configs of models with gated delta nets or Kimi delta attention: layers, memory, sizes, and settings that
+are refused."""
 
 from typing import Any
 
@@ -7,6 +8,8 @@ import pytest
 from oarlock.base.errors import StartupError
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.layers.gated_delta_spec import GatedDeltaSpec
+from oarlock.workers.layers.kimi_delta_spec import KimiDeltaSpec
+from oarlock.workers.layers.latent_attention_spec import LatentAttentionSpec
 from oarlock.workers.layers.memory_spec import PagesSpec, SlotsSpec
 from oarlock.workers.models.registry import describe
 
@@ -38,6 +41,29 @@ OLMO = {
     "num_hidden_layers": 32,
     "num_attention_heads": 30, "vocab_size": 100352, "max_position_embeddings": 65536,
     "rope_parameters": {"rope_theta": None, "rope_type": "default"},
+}  # fmt: skip
+_LISTS = {"full_attn_layers": [4, 8, 12, 16, 20, 24, 27],
+          "kda_layers": [1, 2, 3, 5, 6, 7, 9, 10, 11, 13, 14, 15, 17, 18, 19, 21, 22, 23, 25, 26]}  # fmt: skip
+KIMI: dict[str, Any] = {
+    "architectures": ["KimiLinearForCausalLM"], "model_type": "kimi_linear", "first_k_dense_replace": 1, "head_dim": 72,
+    "hidden_act": "silu", "hidden_size": 2304, "intermediate_size": 9216, "kv_lora_rank": 512, "linear_attn_config": {
+        **_LISTS, "head_dim": 128, "num_heads": 32, "short_conv_kernel_size": 4},
+    "mla_use_nope": True, "model_max_length": 1048576, "moe_intermediate_size": 1024, "moe_layer_freq": 1,
+    "moe_renormalize": True, "moe_router_activation_func": "sigmoid", "num_attention_heads": 32, "num_expert_group": 1,
+    "num_experts": 256, "num_experts_per_token": 8, "num_hidden_layers": 27, "num_key_value_heads": 32,
+    "num_nextn_predict_layers": 0, "num_shared_experts": 1, "q_lora_rank": None, "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64, "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 10000.0,
+    "routed_scaling_factor": 2.446, "tie_word_embeddings": False, "topk_group": 1, "use_grouped_topk": True,
+    "v_head_dim": 128, "vocab_size": 163840,
+}  # fmt: skip
+LING: dict[str, Any] = {
+    "architectures": ["BailingHybridForCausalLM"], "model_type": "bailing_hybrid", "hidden_size": 2560,
+    "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 42, "num_attention_heads": 32,
+    "num_experts": 512, "num_experts_per_tok": 8, "num_shared_experts": 1, "n_group": 8, "topk_group": 4,
+    "routed_scaling_factor": 2.5, "norm_topk_prob": True, "first_k_dense_replace": 2, "max_position_embeddings": 262144,
+    "rms_norm_eps": 1e-06, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "rope_theta": 6000000, "head_dim": 128, "short_conv_kernel_size": 4, "layer_group_size": 6, "kda_safe_gate": True,
+    "kda_lower_bound": -5.0, "vocab_size": 157184, "num_nextn_predict_layers": 1,
 }  # fmt: skip
 
 
@@ -97,6 +123,67 @@ def test_olmo_hybrid_norms_before_gated_delta_nets_and_after_attention() -> None
     assert all(one.rope is None for one in spec.attentions)
     delta = delta_of(spec)
     assert (delta.key_width, delta.value_width, delta.eps, delta.doubles_beta) == (96, 192, 1e-5, True)
+
+
+def test_kimi_linear_has_an_unrotated_latent_attention_in_the_layers_of_its_list() -> None:
+    spec = describe(KIMI)
+    assert spec.num_parameters == pytest.approx(49.1e9, rel=0.01) and spec.longest_length == 2**20
+    kinds = [layer.branches[0].sublayer for layer in spec.layers]
+    assert [n for n, kind in enumerate(kinds, 1) if not isinstance(kind, KimiDeltaSpec)] == _LISTS["full_attn_layers"]
+    attention, delta = kinds[3], kinds[0]
+    assert isinstance(attention, LatentAttentionSpec) and isinstance(delta, KimiDeltaSpec)
+    assert attention.rope is None and attention.scale == 192**-0.5 and attention.q_rank is None
+    assert (delta.decay_rank, delta.gate_rank, delta.lower_bound, delta.eps) == (128, 128, None, 1e-5)
+    assert delta.memory.bytes_of_rank(1, "bfloat16") == 32 * 128 * 128 * 4 + 3 * 3 * 4096 * 2
+    names = spec.names.rename
+    stored, ours = "model.layers.1.block_sparse_moe", "model.layers.1.mlp"
+    assert names(f"{stored}.experts.3.w2.weight") == f"{ours}.experts.3.down_proj.weight"
+    assert names(f"{stored}.gate.weight") == f"{ours}.gate.weight"
+    unlisted = {**KIMI, "linear_attn_config": {}, "num_hidden_layers": 9}
+    is_full = [layer.attention is not None for layer in describe(unlisted).layers]
+    assert [number for number, one in enumerate(is_full) if one] == [4, 8]
+
+
+def test_ling_has_bounded_decays_and_a_gate_of_each_head() -> None:
+    spec = describe(LING)
+    assert spec.num_parameters == pytest.approx(124.5e9, rel=0.02)
+    attention, delta = spec.layers[5].branches[0].sublayer, spec.layers[0].branches[0].sublayer
+    assert isinstance(attention, LatentAttentionSpec) and isinstance(delta, KimiDeltaSpec)
+    assert sum(layer.attention is not None for layer in spec.layers) == 7
+    assert attention.output_gate and attention.rope is not None and attention.rope.interleaved
+    assert attention.rope.theta == 6e6 and describe({**LING, "rope_theta": None}) == spec
+    assert (delta.decay_rank, delta.gate_rank, delta.lower_bound, delta.eps) == (None, None, -5.0, 1e-6)
+    names = spec.names.rename
+    assert names("model.word_embeddings.weight") == "model.embed_tokens.weight"
+    assert names("model.layers.0.attention.A_log") == "model.layers.0.self_attn.A_log"
+    assert names("model.layers.5.attention.dense.weight") == "model.layers.5.self_attn.o_proj.weight"
+    assert names("model.layers.42.attention.dense.weight") is None
+
+
+@pytest.mark.parametrize(
+    ("config", "change", "message"),
+    [
+        (KIMI, {"mla_use_nope": False}, "mla_use_nope"),
+        (KIMI, {"moe_router_activation_func": "softmax"}, "moe_router_activation_func"),
+        (KIMI, {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling"),
+        (KIMI, {"linear_attn_config": {"lower_bound": -5.0}}, "linear_attn_config: lower_bound"),
+        (KIMI, {"linear_attn_config": {**_LISTS, "full_attn_layers": [4, 5]}}, "Each of the 27 layers"),
+        (KIMI, {"linear_attn_config": {**_LISTS, "kda_layers": [0]}}, "numbers from 1 to 27"),
+        (KIMI, {"n_group": 4}, "num_expert_group and n_group differ"),
+        (KIMI, {"norm_topk_prob": False}, "moe_renormalize"),
+        (LING, {"kda_lower_bound": 5.0}, "kda_lower_bound"),
+        (LING, {"q_lora_rank": 1536}, "q_lora_rank"),
+        (LING, {"rope_interleave": False}, "rope_interleave"),
+        (KIMI, {"hidden_act": "gelu_pytorch_tanh"}, "hidden_act"),
+        (LING, {"hidden_act": "gelu_pytorch_tanh"}, "hidden_act"),
+        (LING, {"score_function": "softmax"}, "score_function"),
+    ],
+)
+def test_settings_of_kimi_delta_attention_that_are_refused(
+    config: dict[str, Any], change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(StartupError, match=message):
+        describe({**config, **change})
 
 
 @pytest.mark.parametrize(

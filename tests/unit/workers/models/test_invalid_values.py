@@ -17,6 +17,7 @@ from oarlock.base.errors import StartupError
 from oarlock.workers.layers.decoder_spec import DecoderSpec, tensor_shapes
 from oarlock.workers.layers.experts_spec import ExpertsSpec
 from oarlock.workers.layers.gated_mlp_spec import GatedMLPSpec
+from oarlock.workers.layers.latent_attention_spec import LatentAttentionSpec
 from oarlock.workers.layers.mlp_spec import MLPSpec
 from oarlock.workers.layers.rotary import RotaryTable
 from oarlock.workers.models.hf_fields import _NEUTRAL, MOST, MOST_LAYERS, Fields
@@ -62,7 +63,12 @@ _KEYS = {
     "use_double_wide_mlp", "gating", "num_attention_heads_per_layer", "moe_routed_scaling_factor", "v_head_dim",
     "attention_value_scale", "sliding_window_size", "hybrid_layer_pattern", "linear_num_key_heads",
     "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim",
-    "linear_allow_neg_eigval", "full_attention_interval", "attn_output_gate",
+    "linear_allow_neg_eigval", "full_attention_interval", "attn_output_gate", "linear_attn_config", "linear_num_heads",
+    "linear_head_dim", "model_max_length", "moe_renormalize", "num_expert_group", "num_experts_per_token",
+    "layer_group_size", "kda_safe_gate", "kda_lower_bound", "short_conv_kernel_size", "num_mtp_layers",
+    "kv_lora_rank", "q_lora_rank",
+    "qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "rope_interleave", "scale_emb", "scale_depth",
+    "dim_model_base", "index_topk", "indexer_types", "topk_method", "scoring_func", "moe_layer_freq",
 }  # fmt: skip
 _ROPES: dict[str, dict[str, Any]] = {
     "default": {},
@@ -83,15 +89,20 @@ _OLDER = (
 _MIXTURES = (
     "Moe", "MoE", "MoeShared", "MoeSWA", "Mixtral", "Olmoe", "GptOss", "Dots1", "SolarOpen", "FlexOlmo", "HYV3",
     "MiniMaxM2", "Mellum", "Flint", "Kolibri1", "Phimoe", "Afmoe", "HunYuanMoEV1", "Llama4", "Qwen3Next", "Laguna",
-    "MiMoV2Flash",
+    "MiMoV2Flash", "AXK1", "DeepseekV2", "DeepseekV3", "DeepseekV32", "Glm4MoeLite", "GlmMoeDsa",
 )  # fmt: skip
+_LATENT = ("AXK1", "DeepseekV", "Glm4MoeLite", "GlmMoeDsa", "MiniCPM3", "Youtu")
+_OF_LATENT = {"num_key_value_heads": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 16,
+              "kv_lora_rank": 16, "q_lora_rank": 20, "n_group": 2, "topk_group": 1,
+              "first_k_dense_replace": 1}  # fmt: skip
 # Families with a rotary table for each kind of layer or without rotation, and without `rope_scaling`.
-_TABLES = ("CohereCompass", "Gemma4", "Laguna", "Lfm3", "Mamba2", "MiMoV2Flash", "NemotronH")
+_TABLES = ("CohereCompass", "Gemma4", "KimiLinear", "Laguna", "Lfm3", "Mamba2", "MiMoV2Flash", "NemotronH")
 # Keys that are read without a method of `Fields`.
 _RAW = {"architectures", "layer_types", "rope_scaling"}
 _RAW_OF_LAYERS = {
     "Lfm2": {"full_attn_idxs"}, "Gemma4": {"per_layer_config"}, "Laguna": {"gating", "num_attention_heads_per_layer"},
-    "MiMoV2Flash": {"hybrid_layer_pattern"}, "Bamba": {"attn_layer_indices", "mamba_d_head", "time_step_limit"},
+    "MiMoV2Flash": {"hybrid_layer_pattern"}, "GlmMoeDsa": {"indexer_types"},
+    "Bamba": {"attn_layer_indices", "mamba_d_head", "time_step_limit"},
     "FalconH1": {"mlp_multipliers", "ssm_multipliers", "mamba_d_ssm", "time_step_limit"},
     "GraniteMoeHybrid": {"mamba_d_head", "time_step_limit"}, "Mamba2": {"time_step_limit"},
     "NemotronH": {
@@ -102,13 +113,21 @@ _RAW_OF_LAYERS = {
 }  # fmt: skip
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_state": 16}
 _OF_MAMBA: dict[str, dict[str, Any]] = {
-    "Bamba": {**_MAMBA, "attn_layer_indices": [1]},
+    "Bamba": {**_MAMBA, "attn_layer_indices": [0]},
     "FalconH1": {**_MAMBA, "mamba_d_ssm": 128, "time_step_limit": [0.1, 2.0]},
     "GraniteMoeHybrid": {**_MAMBA, "num_local_experts": 0},
     "Mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2},
     "NemotronH": {"mamba_num_heads": 8, "ssm_state_size": 16, "n_groups": 2, "n_routed_experts": 8,
                   "num_experts_per_tok": 2, "sliding_window": None},
 }  # fmt: skip
+_KIMI = {
+    "num_key_value_heads": 8, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
+    "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "moe_intermediate_size": 32,
+}  # fmt: skip
+_OF_KIMI: dict[str, dict[str, Any]] = {
+    "KimiLinear": {**_KIMI, "linear_attn_config": {"head_dim": 16, "num_heads": 8}, "rope_scaling": None},
+    "BailingHybrid": {**_KIMI, "layer_group_size": 2},
+}
 _RAW_OF_EXPERTS = {"attn_type_list", "layer_rope_theta", "mlp_layer_types", "mlp_only_layers"}
 # Keys whose invalid value may be reported under another key, which is derived from it.
 _FOLLOWS = {
@@ -128,6 +147,7 @@ _FOLLOWS = {
     "type": "rope type",
     "factor": "factor",
     "linear_key_head_dim": "linear_value_head_dim",
+    "qk_rope_head_dim": "head_dim",
 }
 
 
@@ -145,7 +165,8 @@ def base(architecture: str) -> dict[str, Any]:
         own |= {"layer_types": ["conv", "full_attention", "conv"]}
     elif name == "MiMoV2Flash":
         own |= {"n_shared_experts": None}
-    own |= _OF_MAMBA.get(name, {})
+    own |= _OF_MAMBA.get(name, {}) | _OF_KIMI.get(name, {})
+    own |= _OF_LATENT if name.startswith(_LATENT) else {}
     if name.startswith("Qwen3") and ("Next" in name or "_5" in name):
         own["full_attention_interval"] = 2
     # The tables of LongRoPE are those of whole heads.
@@ -183,6 +204,9 @@ def assert_usable(spec: DecoderSpec) -> None:
     assert spec.longest_length >= spec.default_length
     assert spec.num_layers <= MOST_LAYERS
     kinds = spec.attentions
+    latents = [one for one in spec.sublayers if isinstance(one, LatentAttentionSpec)]
+    widths = [width for one in latents for width in (one.kv_rank, one.nope_width, one.value_dim, one.q_rank or 1)]
+    assert all(type(width) is int and 0 < width <= MOST for width in widths)
     windows = [kind.window for kind in kinds]
     windows += [kind.chunk for kind in kinds]
     windows += [None if kind.query_scale is None else kind.query_scale.period for kind in kinds]
@@ -192,9 +216,13 @@ def assert_usable(spec: DecoderSpec) -> None:
     if spec.num_layers < 100:
         assert spec.num_parameters > 0 and tensor_shapes(spec)
     optional = [spec.logit_softcap, *(number for one in kinds for number in (one.softcap, one.clip_qkv))]
-    numbers = [spec.norm.eps, *(one.scale for one in kinds), *(number for number in optional if number is not None)]
+    numbers = [
+        spec.norm.eps,
+        *(one.scale for one in (*kinds, *latents)),
+        *(number for number in optional if number is not None),
+    ]
     assert all(type(number) is float and 0 < number < math.inf for number in numbers), numbers
-    for rope in {kind.rope for kind in kinds}:
+    for rope in {kind.rope for kind in (*kinds, *latents)}:
         if rope is None or rope.rotary_dim > 1024:
             continue
         for length in (1, spec.longest_length):
@@ -221,6 +249,8 @@ def odd_configs(architecture: str) -> Iterator[tuple[str, dict[str, Any]]]:
         kinds = ["default", "longrope"]
     elif architecture.startswith(_TABLES):
         kinds = []
+    elif architecture.startswith("Bamba"):  # which rotates half of a head
+        kinds = [kind for kind in kinds if kind != "longrope"]
     for value in ODD[turn % 2 :: 2]:
         for key in keys:
             yield key, {**base(architecture), key: value}
@@ -235,7 +265,13 @@ def odd_configs(architecture: str) -> Iterator[tuple[str, dict[str, Any]]]:
                 )
 
 
-@pytest.mark.parametrize("architecture", FAMILIES)
+# Families that read their settings as others do.
+_LIKE_OTHERS = ("DeepseekV32ForCausalLM", "Glm4MoeLiteForCausalLM", "GlmMoeDsaForCausalLM", "YoutuForCausalLM")
+
+
+@pytest.mark.parametrize(
+    "architecture", [pytest.param(name, marks=pytest.mark.soak if name in _LIKE_OTHERS else ()) for name in FAMILIES]
+)
 @pytest.mark.slow
 def test_an_odd_value_is_refused_by_its_key_or_can_be_computed_with(architecture: str) -> None:
     refused, configs = 0, list(odd_configs(architecture))

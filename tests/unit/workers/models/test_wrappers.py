@@ -31,6 +31,7 @@ SERVED = served_wrappers(FAMILIES)
 POSSIBLE: dict[str, dict[str, Any]] = {
     "glm4v_moe_text": {"num_attention_heads": 32},
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},  # its class makes no model of None
+    "deepseek_v3": {"num_nextn_predict_layers": 1},  # which transformers writes, and names of tensors follow
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 5e4}}},
 }
 # Gemma 4's classes have towers or none, and transformers knows no older names of its checkpoints.
@@ -42,6 +43,7 @@ OTHERS = {
     "SmolVLMForConditionalGeneration": ("model.vision_model.encoder.x", "model.connector.modality_projection.x"),
     "DeepseekVLForConditionalGeneration": ("model.vision_model.encoder.x", "model.aligner.linear1.x"),
     "Llama4ForConditionalGeneration": ("vision_model.model.layers.0.x", "multi_modal_projector.linear_1.x"),
+    "Kimi_K25ForConditionalGeneration": ("vision_tower.x", "mm_projector.x", "model.vision_tower.x"),
     "Ovis2ForConditionalGeneration": ("model.vision_tower.x", "model.visual_embeddings_table.x"),
     "Gemma4ForConditionalGeneration": _OF_GEMMA4,
     "Gemma4UnifiedForConditionalGeneration": (*_OF_GEMMA4, "model.vision_embedder.pos_norm.x", "vision_embedder.x"),
@@ -199,7 +201,8 @@ def test_stored_names_of_old_and_new_checkpoints(architecture: str) -> None:
     names = spec_of(architecture, POSSIBLE.get(wrapper.text)).names
     for prefix in (*wrapper.prefixes, *(["model."] if wrapper.is_flat else [])):
         ours = wrapper.prefixes.get(prefix, "model.")
-        for inner in ("weight",) if ours == "lm_head." else ("layers.3.mlp.up_proj.weight", "norm.weight"):
+        inside = ("layers.3.mlp.up_proj.weight", "norm.weight") if ours != "model.layers." else ("3.norm.weight",)
+        for inner in ("weight",) if ours == "lm_head." else inside:
             assert names.rename(prefix + inner) == ours + inner
     assert names.rename("lm_head.weight") == "lm_head.weight"
     for name in OTHERS.get(architecture, _OF_LLAVA):

@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from oarlock.workers.attention.backend import FusedBackend, FusedLatentBackend
+from oarlock.workers.attention.reference import ReferenceBackend
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.verify.compare import tensor_names
 from oarlock.workers.verify.rank import RecordingDecoder
@@ -46,3 +48,34 @@ def test_every_tensor_is_recorded_and_nothing_changes(tmp_path: Path, family: st
 
     for plain, recorded, again in on_ranks(size, work):
         assert torch.equal(plain, recorded) and torch.equal(plain, again)
+
+
+class FusedReference(ReferenceBackend):
+    """Has a kernel for the operations before `attend`, which shows none of their results."""
+
+    def rotate_and_write(self, *inputs: object, **named: object) -> Tensor:
+        raise AssertionError("a recording layer calls separate operations")
+
+    norm_rotate_and_write = rotate_and_write
+
+
+@pytest.mark.parametrize("family", ["qwen3", "youtu"])
+def test_fused_backends_are_recorded_by_separate_operations(tmp_path: Path, family: str) -> None:
+    path = make_tiny(tmp_path, family, num_hidden_layers=1)
+
+    def work(tp: TensorParallel) -> Tensor:
+        decoder = load_decoder(path, tp)
+        plain = PagedRun(decoder).step(WORK)
+        recording = RecordingDecoder(decoder, diagnostics=True)
+        run = PagedRun(recording, FusedReference)  # ty: ignore[invalid-argument-type]
+        (backend,) = run.backends.values()
+        assert isinstance(backend, FusedBackend) and isinstance(backend, FusedLatentBackend)
+        recorded = run.step(WORK)
+        recording.close()
+        partial = {"o_proj_partial", "mlp_partial", "gate_up_mirrored"}
+        latents = {"absorbed", "attended"} if family == "youtu" else set()
+        assert set(recording.last) == {*tensor_names(decoder.spec), *(f"0.{name}" for name in partial | latents)}
+        return torch.stack([torch.cat(list(logits.values())) for logits in (plain, recorded)])
+
+    for plain, recorded in on_ranks(2, work):
+        assert torch.equal(plain, recorded)

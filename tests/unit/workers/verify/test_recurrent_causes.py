@@ -13,6 +13,7 @@ from oarlock.workers.attention import forward_batch
 from oarlock.workers.attention.backend import LayerStep
 from oarlock.workers.kernels.cpu import recurrent as cpu
 from oarlock.workers.layers.gated_delta import GatedDelta
+from oarlock.workers.layers.kimi_delta import KimiDelta
 from oarlock.workers.layers.mamba2 import Mamba2
 from oarlock.workers.layers.short_convolution import ShortConvolution
 from oarlock.workers.protocol import StepMetadata
@@ -144,8 +145,12 @@ def late(step: StateStep) -> StateStep:
     return replace(step, save_lens=step.save_lens + 1)
 
 
-# Sizes of heads that the C++ kernel of attention takes, and so the call that computes whole layers.
-OF_FUSED_LAYERS = {"qwen3_5_text": {"head_dim": 16}, "lfm2": {"num_attention_heads": 4, "num_key_value_heads": 2}}
+# Sizes of heads that the C++ kernel of attention takes, or no attention, and so the call that computes whole layers.
+OF_FUSED_LAYERS: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": {"head_dim": 16},
+    "lfm2": {"num_attention_heads": 4, "num_key_value_heads": 2},
+    **{family: {"layer_types": ["linear_attention"] * 3} for family in ("kimi_linear", "bailing_hybrid")},
+}
 
 
 @pytest.fixture(scope="module")
@@ -175,6 +180,8 @@ LATE = "its checkpoint is 1 token too late: it read the state after 4 tokens of 
     [
         ("qwen3_5_text", GatedDelta, "convolve", "convolution", False),
         ("qwen3_5_text", GatedDelta, "recur", "recurrence", True),
+        ("kimi_linear", KimiDelta, "convolve", "convolution", False),
+        pytest.param("bailing_hybrid", KimiDelta, "recur", "recurrence", False, marks=pytest.mark.soak),
         ("mamba2", Mamba2, "recur", "recurrence", False),
         ("mamba2", Mamba2, "convolve", "convolution", True),
         ("falcon_h1", Mamba2, "recur", "recurrence", False),  # without a norm: the gated result is compared
@@ -200,7 +207,27 @@ def test_a_late_checkpoint_of_one_operation_is_named(
     assert any(f"{what} of layer 0 on rank 0: {LATE}" in one for one in causes), causes
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text", "mamba2", "lfm2"])
+@pytest.mark.parametrize(
+    ("tensor", "cause"),
+    [
+        ("A_log", "recurrence of layer 0 on rank 0: model.layers.0.self_attn.A_log or dt_bias"),
+        ("k_conv1d.weight", "convolution of layer 0 on rank 0: model.layers.0.self_attn.conv1d.weight"),
+        ("o_norm.weight", "self_attn.o_norm: its weight"),
+        ("f_a_proj.weight", "self_attn.f_a_proj.weight"),
+    ],
+)
+@pytest.mark.soak
+def test_a_damaged_tensor_of_kimi_delta_attention_is_named(
+    cases: Callable[[str], VerifyCase], tmp_path: Path, tensor: str, cause: str
+) -> None:
+    case, name = cases("kimi_linear"), f"model.layers.0.self_attn.{tensor}"
+    _, causes = case.run(1, altered(case.model, tmp_path / "other", name, lambda one: one + one.abs().mean()))
+    assert any(cause in one for one in causes), causes
+
+
+@pytest.mark.parametrize(
+    "family", ["qwen3_5_text", pytest.param("kimi_linear", marks=pytest.mark.soak), "mamba2", "lfm2"]
+)
 def test_a_late_checkpoint_of_the_served_call_is_named(
     cases: Callable[[str], VerifyCase], monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:

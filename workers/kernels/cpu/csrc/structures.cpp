@@ -10,8 +10,9 @@
 
 namespace {
 
-using gemm::Expert, gemm::ExpertAdapters, gemm::ExpertPairs, gemm::Experts;
-using recurrent::Convolution, recurrent::DeltaHeads, recurrent::GatedNorm, recurrent::MambaHeads, recurrent::StateStep;
+using gemm::Expert, gemm::ExpertAdapters, gemm::ExpertPairs, gemm::Experts, gemm::HeadMatmul;
+using recurrent::Convolution, recurrent::DeltaHeads, recurrent::GatedNorm, recurrent::KimiGates, recurrent::MambaHeads,
+    recurrent::StateStep;
 using sampling::LogitsChanges, sampling::SamplingOutput, sampling::SamplingStep;
 
 struct FieldLayout {
@@ -60,14 +61,15 @@ extern "C" const char *oarlock_structures() {
   STRUCTURE(AttentionStep, FIELD(tables), FIELD(rows), FIELD(query_start_loc), FIELD(seq_lens), FIELD(seqs),
             FIELD(table_width))
   STRUCTURE(AttentionLayer, FIELD(heads), FIELD(kv_heads), FIELD(head_dim), FIELD(value_dim), FIELD(block_size),
-            FIELD(window), FIELD(chunk), FIELD(scale), FIELD(softcap), FIELD(pages))
+            FIELD(window), FIELD(chunk), FIELD(scale), FIELD(softcap), FIELD(pages), FIELD(value_in_key))
   STRUCTURE(RankGroup, FIELD(flags), FIELD(inputs), FIELD(buffer_bytes), FIELD(rank), FIELD(size), FIELD(collective),
             FIELD(spin_s), FIELD(yields), FIELD(timeout_s))
   STRUCTURE(HeadsOfRank, FIELD(heads), FIELD(kv_heads), FIELD(all_heads), FIELD(all_kv_heads), FIELD(first_head),
             FIELD(first_kv_head), FIELD(sums_keys))
   STRUCTURE(Router, FIELD(weight), FIELD(bias), FIELD(correction), FIELD(outputs), FIELD(hidden), FIELD(top_k),
-            FIELD(groups), FIELD(top_groups), FIELD(is_sigmoid), FIELD(is_normalised), FIELD(corrects_logits),
-            FIELD(is_mixer), FIELD(least_sum), FIELD(added_to_sum), FIELD(scale), FIELD(tolerance))
+            FIELD(groups), FIELD(top_groups), FIELD(best_of_group), FIELD(is_sigmoid), FIELD(is_normalised),
+            FIELD(corrects_logits), FIELD(is_mixer), FIELD(least_sum), FIELD(added_to_sum), FIELD(scale),
+            FIELD(tolerance))
   STRUCTURE(Expert, FIELD(gate_up), FIELD(down), FIELD(gate_up_bias), FIELD(down_bias), FIELD(gate_up_kind),
             FIELD(down_kind))
   STRUCTURE(Experts, FIELD(experts), FIELD(first), FIELD(count), FIELD(hidden), FIELD(width), FIELD(slices),
@@ -95,19 +97,27 @@ extern "C" const char *oarlock_structures() {
   STRUCTURE(StateStep, FIELD(starts), FIELD(reads), FIELD(writes), FIELD(save_starts), FIELD(save_lens),
             FIELD(save_slots), FIELD(seqs))
   STRUCTURE(Convolution, FIELD(weight), FIELD(bias), FIELD(channels), FIELD(taps), FIELD(silu))
-  STRUCTURE(DeltaHeads, FIELD(key_heads), FIELD(value_heads), FIELD(key_width), FIELD(value_width))
+  STRUCTURE(DeltaHeads, FIELD(key_heads), FIELD(value_heads), FIELD(key_width), FIELD(value_width),
+            FIELD(decays_channels))
+  STRUCTURE(KimiGates, FIELD(a_log), FIELD(dt_bias), FIELD(heads), FIELD(width), FIELD(lower_bound))
   STRUCTURE(MambaHeads, FIELD(a), FIELD(d), FIELD(heads), FIELD(groups), FIELD(head_width), FIELD(state_width))
   STRUCTURE(GatedNorm, FIELD(weight), FIELD(heads), FIELD(width), FIELD(eps), FIELD(gates_first), FIELD(group_heads),
-            FIELD(all_heads), FIELD(first_head))
+            FIELD(all_heads), FIELD(first_head), FIELD(sigmoid))
   STRUCTURE(Columns, FIELD(rows), FIELD(first), FIELD(stride))
   STRUCTURE(ConvolutionLayer, FIELD(convolution), FIELD(states), FIELD(inputs))
   STRUCTURE(DeltaLayer, FIELD(heads), FIELD(states), FIELD(a_log), FIELD(dt_bias), FIELD(beta_scale), FIELD(gates))
+  STRUCTURE(KimiDeltaLayer, FIELD(heads), FIELD(gates), FIELD(states), FIELD(decays), FIELD(rates))
   STRUCTURE(MambaLayer, FIELD(heads), FIELD(states), FIELD(step_bias), FIELD(least), FIELD(most), FIELD(scale),
             FIELD(steps))
   STRUCTURE(GatedNormLayer, FIELD(norm), FIELD(gate))
   STRUCTURE(ColumnProduct, FIELD(left), FIELD(right), FIELD(width))
   STRUCTURE(ColumnScale, FIELD(columns), FIELD(width), FIELD(scale))
   STRUCTURE(HeadColumns, FIELD(columns), FIELD(norm), FIELD(heads), FIELD(width), FIELD(eps))
+  STRUCTURE(LatentHeads, FIELD(norm), FIELD(heads), FIELD(nope_width), FIELD(rope_width), FIELD(kv_rank), FIELD(eps),
+            FIELD(rotary), FIELD(interleaved), FIELD(rows))
+  STRUCTURE(HeadMatmul, FIELD(weight), FIELD(heads), FIELD(columns), FIELD(inputs))
+  STRUCTURE(HeadMatmulLayer, FIELD(matmul), FIELD(x_width), FIELD(y_width))
+  STRUCTURE(LatentPages, FIELD(attention), FIELD(k_pages), FIELD(pages), FIELD(rows))
   STRUCTURE(HeadGate, FIELD(gates), FIELD(width), FIELD(is_softplus))
   STRUCTURE(Operation, FIELD(kind), FIELD(source), FIELD(target), FIELD(parameters))
   STRUCTURE(Branch, FIELD(operations), FIELD(count), FIELD(before_all_reduce), FIELD(rows_at_once), FIELD(widths),

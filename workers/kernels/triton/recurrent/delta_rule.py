@@ -1,4 +1,5 @@
-"""The gated delta rule, token by token (Yang et al., "Gated Delta Networks", 2024, equation 10).
+"""The gated delta rule, token by token (Yang et al., "Gated Delta Networks", 2024, equation 10), also with a decay for
+each channel of a key (Kimi Team, "Kimi Linear", 2025, equation 1).
 
 One program computes some value columns of one head of one sequence, with its part of the state in registers. Nothing
 that it computes depends on other sequences or on the number of tokens, so a row has the same bits in every batch and
@@ -26,7 +27,7 @@ def apply_delta_rule(
     q,  # [T, KEY_HEADS, KEY], tokens `q_stride` elements apart
     k,  # [T, KEY_HEADS, KEY], tokens `k_stride` elements apart
     v,  # [T, HEADS, VALUE], tokens `v_stride` elements apart
-    log_decay,  # float32 [T, HEADS], tokens `decay_stride` elements apart
+    log_decay,  # float32 [T, HEADS], or [T, HEADS, KEY] with CHANNELS, tokens `decay_stride` elements apart
     beta,  # float32 [T, HEADS], tokens `beta_stride` elements apart
     states,  # float32 [C + 1, HEADS, KEY, VALUE]
     out,  # [T, HEADS, VALUE]
@@ -40,6 +41,7 @@ def apply_delta_rule(
     VALUE: tl.constexpr,
     BLOCK_K: tl.constexpr,  # KEY rounded up to a power of 2
     BLOCK_V: tl.constexpr,  # value columns of a program
+    CHANNELS: tl.constexpr,  # each channel of a key has a decay
 ):  # fmt: skip
     """Compute some value columns of one head of one sequence, for all its tokens of a step.
 
@@ -61,7 +63,7 @@ def apply_delta_rule(
     q_row = q + token.to(tl.int64) * q_stride + key_head * KEY
     k_row = k + token.to(tl.int64) * k_stride + key_head * KEY
     v_row = v + token.to(tl.int64) * v_stride + head * VALUE
-    decay_at = log_decay + token.to(tl.int64) * decay_stride + head
+    decay_at = log_decay + token.to(tl.int64) * decay_stride + head * (KEY if CHANNELS else 1)
     beta_at = beta + token.to(tl.int64) * beta_stride + head
     into = out + (token.to(tl.int64) * HEADS + head) * VALUE
     while number <= last:
@@ -70,7 +72,10 @@ def apply_delta_rule(
             query = _unit_row(q_row, key_column, is_key, eps) * scale
             key = _unit_row(k_row, key_column, is_key, eps)
             value = tl.load(v_row + value_column, mask=is_value, other=0.0).to(tl.float32)
-            state *= tl.exp(tl.load(decay_at))
+            if CHANNELS:
+                state *= tl.exp(tl.load(decay_at + key_column, mask=is_key, other=0.0))[:, None]
+            else:
+                state *= tl.exp(tl.load(decay_at))
             delta = (value - tl.sum(state * key[:, None], 0)) * tl.load(beta_at)
             state += key[:, None] * delta[None, :]
             result = tl.sum(state * query[:, None], 0)
@@ -86,11 +91,13 @@ def apply_delta_rule(
         number += 1
 
 
-def delta_constants(heads: int, key_heads: int, key: int, value: int) -> dict[str, int]:
+def delta_constants(
+    heads: int, key_heads: int, key: int, value: int, *, decays_channels: bool = False
+) -> dict[str, int]:
     """Return the constants of the kernel for heads of the widths `key` and `value`."""
     block_k = triton.next_power_of_2(key)
     block_v = min(triton.next_power_of_2(value), max(1, _ELEMENTS // block_k))
     return {
         "HEADS": heads, "KEY_HEADS": key_heads, "KEY": key, "VALUE": value, "BLOCK_K": block_k, "BLOCK_V": block_v,
-        "num_warps": _WARPS,
+        "CHANNELS": decays_channels, "num_warps": _WARPS,
     }  # fmt: skip

@@ -1,7 +1,8 @@
-"""Gates of recurrent layers: decay and rate of writes of the gated delta rule, step sizes of Mamba 2, and a SiLU gate.
+"""Gates of recurrent layers: decays and rates of writes of the gated delta rule, step sizes of Mamba 2, a SiLU gate.
 
 The exponential functions of decays and steps are computed in float64, because a state keeps their errors for as long as
-it keeps a token. These are few values. `recurrent/reference.py` does the same in torch.
+it keeps a token. These are few values, except the decays of channels, which are computed in float32, with a series in
+place of a logarithm whose result would lose its last bits. `recurrent/reference.py` does the same in torch.
 """
 
 import triton
@@ -40,6 +41,48 @@ def compute_delta_gates(
     write = tl.load(b + token * b_stride + head, mask=inside, other=0.0).to(tl.float64)
     tl.store(log_decay + at, decay.to(tl.float32), mask=inside)
     tl.store(beta + at, (beta_scale / (1.0 + tl.exp(-write))).to(tl.float32), mask=inside)
+
+
+@triton.jit
+def _exact_softplus(x):
+    """Return log(1 + exp(x)), float32, to the last bits also if it is small: with s = u / (2 + u) <= 1/3, log(1 + u) is
+    2 (s + s^3 / 3 + s^5 / 5 + ...)."""
+    u = tl.exp(-tl.abs(x))
+    s = u / (2.0 + u)
+    square = s * s
+    series = square * 0.0 + 1.0 / 13.0
+    for divisor in tl.static_range(11, 0, -2):
+        series = series * square + 1.0 / divisor
+    return tl.maximum(x, 0.0) + 2.0 * s * series
+
+
+@triton.jit
+def compute_kimi_gates(
+    f,  # [T, HEADS, WIDTH], tokens `f_stride` elements apart
+    b,  # [T, HEADS], tokens `b_stride` elements apart
+    a_log,  # float32 [HEADS]
+    dt_bias,  # float32 [HEADS, WIDTH]
+    log_decay,  # float32 [T, HEADS, WIDTH]
+    beta,  # float32 [T, HEADS]
+    f_stride,
+    b_stride,
+    lower_bound,  # of `log_decay`
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BOUNDED: tl.constexpr,  # whether there is a lower bound
+):
+    """Compute the decays of some channels of one token, and the rates of writes of the heads that begin there."""
+    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside, head = column < HEADS * WIDTH, column // WIDTH
+    x = tl.load(f + row * f_stride + column, mask=inside, other=0.0).to(tl.float32)
+    x += tl.load(dt_bias + column, mask=inside, other=0.0)
+    rate = tl.exp(tl.load(a_log + head, mask=inside, other=0.0))
+    decay = lower_bound * tl.sigmoid(rate * x) if BOUNDED else -rate * _exact_softplus(x)
+    tl.store(log_decay + row * (HEADS * WIDTH) + column, decay, mask=inside)
+    begins = inside & (column % WIDTH == 0)
+    write = tl.load(b + row * b_stride + head, mask=begins, other=0.0).to(tl.float32)
+    tl.store(beta + row * HEADS + head, tl.sigmoid(write), mask=begins)
 
 
 @triton.jit(do_not_specialize=["count"])

@@ -1,4 +1,4 @@
-"""RMS norm of groups of a row, times the SiLU of a gate, which is applied before or after the norm.
+"""RMS norm of groups of a row, times the SiLU of a gate, which is applied before or after the norm, or its sigmoid.
 
 One program reads one group, or one head, of one row once, computes in float32 and rounds once. If a norm spans several
 heads, which may be on several ranks, the sums of squares of all its heads come first. `recurrent/reference.py` does the
@@ -45,12 +45,15 @@ def norm_group(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,  # WIDTH rounded up to a power of 2
     GATES_FIRST: tl.constexpr,
+    SIGMOID: tl.constexpr,  # multiplies by the sigmoid of the gate, after the norm
 ):
     """Compute the gated norm of one group of one row."""
     row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = tl.arange(0, BLOCK)
     inside, at = column < WIDTH, group * WIDTH + column
     values, factor = _gated_row(x + row * x_stride + at, gate + row * gate_stride + at, inside, GATES_FIRST)
+    if SIGMOID:
+        factor = tl.sigmoid(tl.load(gate + row * gate_stride + at, mask=inside, other=0.0).to(tl.float32))
     mean = tl.sum(values * values, 0) / WIDTH
     _store_normed(values, factor, mean, eps, weight + at, out + row * (GROUPS * WIDTH) + at, inside, GATES_FIRST)
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -43,7 +44,10 @@ class Operation:
         return rows, self.gates(tokens), states if self.wide_state else states.to(dtype)
 
 
-def delta(key_heads: int, value_heads: int, key_width: int, value_width: int) -> Operation:
+def delta(
+    key_heads: int, value_heads: int, key_width: int, value_width: int, *, decays_channels: bool = False
+) -> Operation:
+    decays = (value_heads, key_width) if decays_channels else (value_heads,)
     widths = key_heads * key_width, key_heads * key_width, value_heads * value_width
 
     def run(module, rows: list[Tensor], gates: list[Tensor], states: Tensor, step: StateStep) -> Tensor:
@@ -54,7 +58,7 @@ def delta(key_heads: int, value_heads: int, key_width: int, value_width: int) ->
     return Operation(
         (value_heads, key_width, value_width),
         lambda tokens: [torch.randn(tokens, sum(widths))],
-        lambda tokens: [-torch.rand(tokens, value_heads), torch.rand(tokens, value_heads)],
+        lambda tokens: [-torch.rand(tokens, *decays), torch.rand(tokens, value_heads)],
         run,
     )
 
@@ -97,6 +101,9 @@ OPERATIONS = {
     "delta": delta(2, 4, 24, 70),
     "delta-equal-heads": delta(2, 2, 64, 64),
     "delta-narrow": delta(1, 3, 5, 3),
+    "kimi": delta(3, 3, 24, 70, decays_channels=True),
+    "kimi-equal-heads": delta(2, 2, 64, 64, decays_channels=True),
+    "kimi-narrow": delta(1, 3, 5, 3, decays_channels=True),
     "mamba": mamba(4, 38, 2, 40, skips=True),
     "mamba-without-skip": mamba(2, 64, 1, 64, skips=False),
     "mamba-narrow": mamba(3, 3, 1, 5, skips=True),
@@ -107,8 +114,9 @@ OPERATIONS = {
 }
 each_operation = pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
 one_of_each = pytest.mark.parametrize(
-    "operation", [OPERATIONS[name] for name in ("delta", "mamba", "convolution")], ids=["delta", "mamba", "convolution"]
-)
+    "operation", [OPERATIONS[name] for name in ("delta", "kimi-equal-heads", "mamba", "convolution")],
+    ids=["delta", "kimi", "mamba", "convolution"],
+)  # fmt: skip
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
@@ -178,18 +186,19 @@ def test_a_sequence_without_tokens_keeps_its_state() -> None:
 
 
 @each_dtype
-@pytest.mark.parametrize("gates_first", [False, True])
+@pytest.mark.parametrize("kind", ["gates first", "norm first", "sigmoid"])
 @pytest.mark.parametrize(("tokens", "groups", "width"), [(1, 4, 128), (37, 3, 50), (2, 1, 3)])
 def test_a_gated_norm_is_right_to_its_rounding(
-    tokens: int, groups: int, width: int, gates_first: bool, dtype: torch.dtype
+    tokens: int, groups: int, width: int, kind: str, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(0)
+    how: dict[str, Any] = {"gates_first": kind == "gates first", "sigmoid": kind == "sigmoid"}
     x, weight = (torch.randn(tokens, groups, width) * 3).to(dtype), torch.randn(groups, width)
     gate = (torch.randn(tokens, groups * width + 7) * 3).to(dtype)[:, 2:-5].unflatten(1, (groups, width))
-    exact = reference.gated_norm(x.double(), gate.double(), weight.double(), 1e-5, gates_first=gates_first)
-    ours = recurrent.gated_norm(x, gate, weight, 1e-5, gates_first=gates_first)
+    exact = reference.gated_norm(x.double(), gate.double(), weight.double(), 1e-5, **how)
+    ours = recurrent.gated_norm(x, gate, weight, 1e-5, **how)
     torch.testing.assert_close(ours.double(), exact, atol=1e-6, rtol=max(2e-6, torch.finfo(dtype).eps))
-    assert torch.equal(recurrent.gated_norm(x[-1:], gate[-1:], weight, 1e-5, gates_first=gates_first), ours[-1:])
+    assert torch.equal(recurrent.gated_norm(x[-1:], gate[-1:], weight, 1e-5, **how), ours[-1:])
 
 
 @each_dtype
@@ -236,6 +245,13 @@ def test_gates_of_heads_are_right(dtype: torch.dtype) -> None:
     exact = reference.delta_gates(a, b, a_log.double(), bias.double(), beta_scale=2.0)
     for ours, theirs in zip(recurrent.delta_gates(a, b, a_log, bias, beta_scale=2.0), exact, strict=True):
         torch.testing.assert_close(ours.double(), theirs, atol=1e-30, rtol=3e-6)
+    f, shifts = a[:, :12].unflatten(1, (3, 4)), torch.randn(3, 4)
+    for bound in (None, -5.0):
+        of_heads = a_log[:3], shifts
+        found = recurrent.kimi_gates(f, b[:, :3], *of_heads, lower_bound=bound)
+        wanted = reference.kimi_gates(f, b[:, :3], *(part.double() for part in of_heads), lower_bound=bound)
+        for ours, theirs in zip(found, wanted, strict=True):
+            torch.testing.assert_close(ours.double(), theirs, atol=1e-30, rtol=6e-6)
     for shift in (None, bias):
         exact = reference.mamba_steps(a.double(), None if shift is None else shift.double(), 1e-3, 30.0)
         ours = recurrent.mamba_steps(a, shift, 1e-3, 30.0)

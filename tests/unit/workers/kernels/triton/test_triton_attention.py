@@ -17,7 +17,8 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from oarlock.workers.attention.backend import AttentionSpec, KVSpec
 from oarlock.workers.attention.forward_batch import ForwardBatch
 from oarlock.workers.attention.reference import ReferenceBackend
-from oarlock.workers.attention.triton_backend import Tiles, TileShape, TritonBackend, TritonPlan
+from oarlock.workers.attention.triton_backend import TritonBackend
+from oarlock.workers.attention.triton_tiles import Tiles, TileShape, TritonPlan
 from tests.unit.workers.attention_cases import Case, Seq
 from tests.unit.workers.kernels.triton.triton_resources import of_program
 
@@ -149,7 +150,7 @@ def test_keys_are_divided_by_processors_and_all_lengths(processors, contexts, is
     """Short contexts are not split; one long context among them is, finely, also where lengths are not known."""
     backend = backend_of(KVSpec(1, 2, 64, 16, torch.float16, DEVICE), processors, least_span=256)
     ends = np.array(contexts)
-    tiles = Tiles(TileShape(16, 64, 4, 3), torch.empty(0), torch.empty(0), ends, ends - 1)
+    tiles = Tiles(TileShape(16, 64, 4, 3), 1, 2, torch.empty(0), torch.empty(0), ends, ends - 1)
     shares = backend.shares(tiles, 1 << 30, is_live=is_live)
     assert (shares.num_programs, shares.is_split) == (num_programs, is_split)
 
@@ -171,7 +172,7 @@ def test_one_long_context_among_short_ones_is_shared_by_many_programs(bounds):
     plan = TritonPlan(batch, is_live=bounds is not None)
     plan.tiles[1] = backend._tiles(plan, 1)
     (part,) = backend._planned(plan, plan.tiles[1][0], 1 << 30, AttentionSpec(0, 1, 1, 32, 1.0))
-    backend._divide(batch, part, 1 << 30, 1)
+    backend._divide(batch, part, 1 << 30)
     table = part.programs.cpu().numpy()
     begins, stops = table[3], table[4]
     used = stops > begins
@@ -239,6 +240,7 @@ def test_kernels_fit_every_kind_of_device(form, kinds):
                 ("triton_sampling_resources",),
                 ("recurrent_resources", "largest"),
                 ("low_rank_resources",),
+                ("latent_resources",),
             )
         ),
     ],

@@ -13,11 +13,12 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from oarlock.workers.attention import triton_backend
+from oarlock.workers.attention import triton_tiles
 from oarlock.workers.attention.backend import AttentionBackend, AttentionSpec, KVSpec
 from oarlock.workers.attention.forward_batch import ForwardBatch
 from oarlock.workers.attention.reference import ReferenceBackend
-from oarlock.workers.attention.triton_backend import TritonBackend, TritonPlan, fixed_span
+from oarlock.workers.attention.triton_backend import TritonBackend
+from oarlock.workers.attention.triton_tiles import TritonPlan, fixed_span
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.models.decoder import Decoder
 from oarlock.workers.models.registry import read_spec
@@ -91,7 +92,7 @@ def test_attention_computes_tiles_in_parts_where_there_is_little_memory(monkeypa
     spec = KVSpec(1, 1, 32, 16, torch.float32, DEVICE, fixed_span=32)
     case = Case(spec, AttentionSpec(0, 1, 1, 32, 0.2), [Seq(34, 34), Seq(1, 20)])
     wanted = case.run(TritonBackend(spec))
-    monkeypatch.setattr(triton_backend, "_FIXED_SCRATCH", 2 * 4 * 2 * 16 * 34)  # two tiles of the longest
+    monkeypatch.setattr(triton_tiles, "_FIXED_SCRATCH", 2 * 4 * 2 * 16 * 34)  # two tiles of the longest
     backend = TritonBackend(spec)
     launched = []
     compute = TritonBackend._compute

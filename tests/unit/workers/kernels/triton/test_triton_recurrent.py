@@ -58,13 +58,14 @@ def states_of(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def delta_rule(
-    kernels: Any, heads: int, key_heads: int, key: int, value: int, dtype: torch.dtype
+    kernels: Any, heads: int, key_heads: int, key: int, value: int, dtype: torch.dtype, *, decays_channels: bool = False
 ) -> tuple[Rule, Tensor]:
     """Return the rule over fixed inputs, parts of wider rows, and slots of states."""
     mixed = noise(TOKENS, 2 * key_heads * key + heads * value + 8, seed=1, dtype=dtype)
     q, k, v, _ = mixed.split([key_heads * key, key_heads * key, heads * value, 8], 1)
     q, k, v = q.view(TOKENS, key_heads, key), k.view(TOKENS, key_heads, key), v.view(TOKENS, heads, value)
-    decay, beta = -noise(TOKENS, heads, seed=2).abs(), torch.sigmoid(noise(TOKENS, heads, seed=3))
+    channels = (key,) if decays_channels else ()
+    decay, beta = -noise(TOKENS, heads, *channels, seed=2).abs(), torch.sigmoid(noise(TOKENS, heads, seed=3))
 
     def rule(states: Tensor, step: StateStep, at: slice) -> Tensor:
         return kernels.gated_delta_rule(q[at], k[at], v[at], decay[at], beta[at], states, step)
@@ -104,6 +105,7 @@ CASES: dict[str, tuple[Callable[..., tuple[Rule, Tensor]], tuple[int, ...], dict
     "delta, a key head each": (delta_rule, (2, 2, 128, 20), {}),
     "delta, keys of 96 for two": (delta_rule, (4, 2, 96, 24), {}),
     "delta, keys of 256 for four": (delta_rule, (4, 1, 256, 8), {}),
+    "delta, decays of channels": (delta_rule, (3, 3, 96, 20), {"decays_channels": True}),
     "mamba, a group": (mamba, (2, 1, 24, 128), {}),
     "mamba, two groups, no skip": (mamba, (4, 2, 8, 80), {"skip": False}),
     "convolution, 4 taps": (convolution, (300, 4), {}),
@@ -150,21 +152,20 @@ def test_bits_do_not_depend_on_the_batch_or_on_cuts(case: str) -> None:
         start += length
 
 
-@pytest.mark.parametrize("gates_first", [True, False])
+@pytest.mark.parametrize("kind", ["gates first", "norm first", "sigmoid"])
 @pytest.mark.parametrize(("groups", "width"), [(3, 96), (1, 1100)])
 @each_dtype
-def test_gated_norm(groups: int, width: int, gates_first: bool, dtype: torch.dtype, as_on_cuda: None) -> None:
+def test_gated_norm(groups: int, width: int, kind: str, dtype: torch.dtype, as_on_cuda: None) -> None:
+    how: dict[str, Any] = {"gates_first": kind == "gates first", "sigmoid": kind == "sigmoid"}
     x, gate = (
         noise(4, groups, width + 8, seed=1, dtype=dtype)[..., :width],
         noise(4, groups, width, seed=2, dtype=dtype),
     )
     weight = noise(groups, width, seed=3)
-    found, wanted = (
-        each.gated_norm(x, gate, weight, 1e-5, gates_first=gates_first) for each in (operations, reference)
-    )
+    found, wanted = (each.gated_norm(x, gate, weight, 1e-5, **how) for each in (operations, reference))
     assert found.dtype == dtype
     torch.testing.assert_close(found, wanted, atol=4e-6, rtol=ROUNDING[dtype])
-    alone = triton_operations.gated_norm(x[2:3], gate[2:3], weight, 1e-5, gates_first=gates_first)
+    alone = triton_operations.gated_norm(x[2:3], gate[2:3], weight, 1e-5, **how)
     assert torch.equal(alone, found[2:3])
 
 
@@ -210,6 +211,19 @@ def test_gates_have_the_values_of_float64(dtype: torch.dtype) -> None:
     torch.testing.assert_close(gated, wide.to(dtype), atol=1e-6, rtol=ROUNDING[dtype])
 
 
+@pytest.mark.parametrize("bound", [None, -5.0])
+@each_dtype
+def test_decays_of_channels_have_the_values_of_float64(bound: float | None, dtype: torch.dtype) -> None:
+    """Three heads of 100 channels, more than a program computes. Decays near 1 keep their digits."""
+    mixed, a_log, bias = noise(7, 320, seed=1, dtype=dtype) * 8, noise(3, seed=2), noise(3, 100, seed=3)
+    f, b = mixed[:, :300].unflatten(1, (3, 100)), mixed[:, 300:303]
+    found = triton_operations.kimi_gates(f, b, a_log, bias, lower_bound=bound)
+    wanted = reference.kimi_gates(f, b, a_log.double(), bias.double(), lower_bound=bound)
+    assert wanted[0].abs().min() < 1e-6
+    for ours, exact in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours.double(), exact, atol=1e-30, rtol=1e-5)
+
+
 def test_a_step_size_that_is_not_a_number_is_not_limited() -> None:
     """On a CUDA device, the usual minimum and maximum return the limit."""
     steps = triton_operations.mamba_steps(torch.tensor([[math.nan, 99.0]], device=DEVICE), None, 1e-3, 9.0)
@@ -241,6 +255,6 @@ def test_launches_depend_on_shapes_alone(case: str, monkeypatch: pytest.MonkeyPa
 def test_kernels_fit_every_kind_of_device(kinds: list[str]) -> None:
     """Compiled for each, without a device: nothing is spilled, and the next token's inputs are copied ahead."""
     found = of_program("recurrent_resources", "largest", *kinds)
-    assert len(found) == 5 * len(kinds)
+    assert len(found) == 6 * len(kinds)
     assert not any(taken["stack"] for taken in found.values())
     assert not any(taken["waits"] for name, taken in found.items() if " of 256" in name)

@@ -17,8 +17,9 @@ from triton.runtime.interpreter import InterpretedFunction
 from oarlock.workers.attention.backend import AttentionSpec, KVSpec
 from oarlock.workers.attention.forward_batch import BlockTables, ForwardBatch
 from oarlock.workers.attention.triton_backend import TritonBackend
+from oarlock.workers.attention.triton_latent import LatentTritonBackend
 from oarlock.workers.quantization.expert_weights import ExpertsShape, ExpertWeights
-from oarlock.workers.quantization.fixed_order import FixedOrderMatmul
+from oarlock.workers.quantization.fixed_order import FixedOrderHeadMatmul, FixedOrderMatmul
 from oarlock.workers.quantization.int8 import Int8Weight
 from oarlock.workers.quantization.triton_experts import TritonExpertMatmul
 from oarlock.workers.recurrent import triton_operations as operations
@@ -101,12 +102,54 @@ def test_attention(form: str, fixed: int | None, launched: set[tuple]) -> None:
     assert launched == warm, sorted(map(str, launched - warm))
 
 
+@pytest.mark.parametrize("heads", [3, 40])
+def test_latent_attention(heads: int, launched: set[tuple]) -> None:
+    """Heads in two groups and in one, in plans of graphs and others; queries are parts of what was projected."""
+    spec = KVSpec(1, 1, 576, 16, torch.float16, CPU, "int8", value_dim=512, value_in_key=True)
+    layer, backend = AttentionSpec(0, heads, 1, 576, 0.1), LatentTritonBackend(spec)
+    backend.processors = 132
+    (pages,), tables, norm = backend.allocate(2), BlockTables(64, 300, 16, CPU), (torch.empty(512), 1e-6)
+    of_heads = FixedOrderHeadMatmul(torch.zeros(heads, 512, 128, dtype=spec.dtype))
+
+    def step(seqs: list[tuple[int, int]], bound: int | None = None) -> None:
+        chunks = [SequenceChunk([0] * query, context - query, [0] * -(-context // 16)) for query, context in seqs]
+        made = greedy_step(chunks, 16, step_id=1)
+        tables.write(made)
+        batch = ForwardBatch.from_step(made, tables)
+        if bound is not None:
+            batch.context_lens = [bound] * len(seqs)
+        plan = backend.prepare(batch) if bound is None else backend.prepare_decode(batch)
+        tokens = len(batch.token_ids)
+        q, rows = (torch.empty(tokens, *shape, dtype=spec.dtype) for shape in ((heads, 192), (576,)))
+        angles = torch.empty(tokens, 1, 64), torch.empty(tokens, 1, 64)
+        queries = backend.norm_rotate_and_write(pages, q, rows, norm, angles, batch, pairs_neighbours=True)
+        of_heads(q[..., :128], out=queries[..., :512])
+        backend.write(pages, rows.unsqueeze(1), None, batch)
+        backend.attend(queries, pages, plan, layer)
+
+    for tokens in warm_up_sizes(MOST):
+        step([(tokens, tokens)])
+    for bucket in (1, 8):
+        step([(1, 1)] * bucket, 4096)
+    warm = set(launched)
+    draw = random.Random(1)
+    for _ in range(30):
+        seqs = []
+        for _ in range(draw.choice([1, 2, 3, 7])):
+            context = draw.choice([1, 3, 16, 17, 100, 4000])
+            seqs.append((draw.choice([1, 1, min(5, context), min(context, 600)]), context))
+        step(seqs)
+        step([(1, context) for _, context in seqs], draw.choice([4096, 4097]))
+    assert launched == warm, sorted(map(str, launched - warm))
+
+
 def test_recurrent_operations(launched: set[tuple]) -> None:
     """Heads in numbers that 4 does not divide, as views of projected rows; the view of one row has another stride."""
     widths = {"q": 5 * 12, "k": 5 * 12, "v": 10 * 20, "b": 2 * 16, "c": 2 * 16, "dt": 10}
     of_rule, of_mamba = torch.zeros(3, 10, 12, 20), torch.zeros(3, 10, 20, 16)
     of_convolution = torch.zeros(3, sum(widths.values()), 3)
     of_heads, weight = torch.zeros(10), torch.zeros(10, 20)
+    of_kimi, of_channels = torch.zeros(3, 5, 12, 12), torch.zeros(5, 12)
 
     def step(tokens: int) -> None:
         slots, rows = state_step_of([tokens], [0], [1]), torch.zeros(tokens, sum(widths.values()))
@@ -120,6 +163,9 @@ def test_recurrent_operations(launched: set[tuple]) -> None:
         operations.gated_norm(
             operations.gated_delta_rule(q, k, v, *gates, of_rule, slots), v, weight, 1e-5, gates_first=False
         )
+        decays = operations.kimi_gates(q, parts["dt"][:, :5], of_heads[:5], of_channels, lower_bound=-5.0)
+        mixed = operations.gated_delta_rule(q, q, k, *decays, of_kimi, slots)
+        operations.gated_norm(mixed, k, weight[:5, :12].contiguous(), 1e-5, gates_first=False, sigmoid=True)
         steps = operations.mamba_steps(parts["dt"], of_heads, 0.0, 1.0)
         mixed = operations.mamba2(v, steps, of_heads, b, c, of_heads, of_mamba, slots)
         operations.silu_gate(mixed, v)

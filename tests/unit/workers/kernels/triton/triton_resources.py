@@ -22,7 +22,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from oarlock.workers.attention.triton_backend import power_of_2, tile_shapes
+from oarlock.workers.attention.triton_backend import tile_shapes
+from oarlock.workers.attention.triton_tiles import power_of_2
 from oarlock.workers.kernels.triton import availability
 from oarlock.workers.kernels.triton.elementwise import activate_row, add_and_norm_row, gate_row, warps
 from oarlock.workers.kernels.triton.kv_pages import rotate_and_write

@@ -11,11 +11,13 @@
 
 #include <omp.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 
 #include "attention/matmuls.h"
 #include "attention/softmax.h"
+#include "attention/transpose.h"
 #include "attention/widen.h"
 #include "runtime/arena.h"
 
@@ -25,6 +27,11 @@ constexpr int kTile = 3 * kTileRows;  // rows per tile; they share the data read
 constexpr int kUnit = kVectors < 4 ? 4 / kVectors : 1;  // groups per call of a kernel that takes 4 registers
 constexpr int kMore = 2 * kUnit;      // groups after the end of a span that kernels may read
 constexpr int kWidened = 4;  // groups of values widened at a time; groups of keys: kUnit, which is at most this
+// Elements of keys whose scores are computed for all rows of a tile before the next, if values are in keys: keys that
+// wide do not stay in the first-level cache.
+constexpr long kKeyPart = 128;
+constexpr long kStrip = 4 * kLanes;  // most elements of values that are read from keys at a time
+constexpr int kStripGroups = 8;      // most groups of positions whose values are read from keys at a time
 constexpr long kPartsPerThread = 8;  // minimum number of parts per thread into which the spans of a step are cut
 constexpr long kLeastSpans = 2;      // minimum number of spans per part, because merging takes time
 
@@ -85,7 +92,10 @@ struct Workspace {
   // Results of one span, and of all spans so far.
   alignas(64) float part[kTile * (kMaxHead + 2)], result[kTile * (kMaxHead + 2)];
   alignas(64) T wide[kWidened * kGroup * kMaxHead];             // groups of 8-bit pages, widened
+  alignas(64) T values[kStripGroups * kGroup * kStrip];         // elements of values that were read from keys
   alignas(64) float key_scales[kSpan], value_scales[kSpan];     // scales of int8 pages
+  // Scores of the second part of keys that have two scales, and these scales.
+  alignas(64) float second_scores[kTile * kSpan], second_scales[kSpan];
 };
 
 // Return the buffer for weights. They overwrite the scores if they have the same type.
@@ -183,7 +193,7 @@ void find_groups(const Call<T> &call, const Task &task, long span, Groups &group
   const auto [begin, end] = seen_by(call.step, layer, task);
   const int32_t *table = call.step.tables + call.step.rows[task.seq] * call.step.table_width;
   const long groups_per_page = layer.block_size / kGroup;
-  const long key_size = group_bytes<T>(layer, layer.head_dim), value_size = group_bytes<T>(layer, layer.value_dim);
+  const long key_size = key_group_bytes<T>(layer), value_size = value_group_bytes<T>(layer);
   const long first = begin > span * kSpan ? begin : span * kSpan;
   const long stop = end < (span + 1) * kSpan ? end : (span + 1) * kSpan;
   groups.first = first;
@@ -196,8 +206,33 @@ void find_groups(const Call<T> &call, const Task &task, long span, Groups &group
       continue;
     }
     const long at = (table[page] * layer.kv_heads + task.head) * groups_per_page + page_group;
-    groups.k[g] = call.k + at * key_size, groups.v[g] = call.v + at * value_size;
+    groups.k[g] = call.k + at * key_size, groups.v[g] = layer.value_in_key ? groups.k[g] : call.v + at * value_size;
     if (++page_group == groups_per_page) page_group = 0, page++;
+  }
+}
+
+// Compute the part of the scores of groups g to g + kUnit that elements `begin` to `end` of keys give, or add it to the
+// previous part. keys [kUnit]: these elements of the groups.
+template <class T>
+void score_part(const Groups &here, const T *const *keys, long g, long begin, long end, long blocks,
+                const Workspace<T> &space, float *scores, long item, bool adds) {
+  constexpr int kStep = Format<T>::kStep;
+  for (long block = 0; block < blocks; block++) {
+    const long start = space.blocks[block].start;
+    const Matmuls<T> &matmul = *space.blocks[block].matmuls;
+    for (long i = g * kVectors; i < (g + kUnit) * kVectors && i < here.count * kVectors; i += matmul.columns) {
+      const long group = i / kVectors, groups = matmul.columns > kVectors ? matmul.columns / kVectors : 1;
+      const T *from[4];
+      const uint8_t *ahead[8];
+      for (long c = 0; c < matmul.columns; c++)
+        from[c] = keys[(i + c) / kVectors - g] + (i + c) % kVectors * kLanes * kStep;
+      for (long c = 0; c < groups; c++) {
+        ahead[2 * c] = here.v[group + c] + begin * kGroup * item;
+        ahead[2 * c + 1] = here.k[group + groups + c] + begin * kGroup * item;
+      }
+      float *to = scores + start * kSpan + i * kLanes;
+      matmul.score(space.q + start * kMaxHead + begin, from, end - begin, to, ahead, item, adds);
+    }
   }
 }
 
@@ -205,41 +240,46 @@ void find_groups(const Call<T> &call, const Task &task, long span, Groups &group
 template <class T>
 void score_span(const Call<T> &call, const Groups &here, long blocks, Workspace<T> &space) {
   const AttentionLayer &layer = call.layer;
-  constexpr int kStep = Format<T>::kStep;
-  const long width = layer.head_dim, size = kGroup * width;
+  const long width = layer.head_dim, most = layer.value_in_key ? kKeyPart : width;
   const bool is_rounded = layer.pages != kUnrounded;
-  const bool has_scales = layer.pages == kInt8Pages;
-  const long item = is_rounded ? 1 : sizeof(T);
+  const bool has_scales = layer.pages == kInt8Pages, has_two = has_scales && has_second_part(layer);
+  const long item = is_rounded ? 1 : sizeof(T), first = has_two ? first_part(layer) : width;
   for (long g = 0; g < here.count; g += kUnit) {
-    const T *keys[kUnit];
-    for (long u = 0; u < kUnit; u++) {
-      keys[u] = is_rounded ? space.wide + u * size : reinterpret_cast<const T *>(here.k[g + u]);
-      if (!is_rounded || g + u >= here.count) continue;
-      widen_group(layer, here.k[g + u], width, space.wide + u * size);
-      if (!has_scales) continue;
+    for (long u = 0; has_scales && u < kUnit && g + u < here.count; u++) {
       widen_scales(here.k[g + u], width, space.key_scales + (g + u) * kGroup);
-      simd::prefetch(here.k[g + u + kUnit] + size);  // prefetch the scales after the elements
+      if (has_two) widen_scales(here.k[g + u], width, space.second_scales + (g + u) * kGroup, 1);
+      simd::prefetch(here.k[g + u + kUnit] + kGroup * width);  // prefetch the scales after the elements
       simd::prefetch(here.v[g + u] + kGroup * layer.value_dim);
     }
-    for (long block = 0; block < blocks; block++) {
-      const long start = space.blocks[block].start;
-      const Matmuls<T> &matmul = *space.blocks[block].matmuls;
-      for (long i = g * kVectors; i < (g + kUnit) * kVectors && i < here.count * kVectors; i += matmul.columns) {
-        const long group = i / kVectors, groups = matmul.columns > kVectors ? matmul.columns / kVectors : 1;
-        const T *from[4];
-        const uint8_t *ahead[8];
-        for (long c = 0; c < matmul.columns; c++)
-          from[c] = keys[(i + c) / kVectors - g] + (i + c) % kVectors * kLanes * kStep;
-        for (long c = 0; c < groups; c++) {
-          ahead[2 * c] = here.v[group + c];
-          ahead[2 * c + 1] = here.k[group + groups + c];
-        }
-        matmul.score(space.q + start * kMaxHead, from, width, space.scores + start * kSpan + i * kLanes, ahead, item);
+    for (long begin = 0, end; begin < width; begin = end) {
+      end = std::min(begin + most, begin < first ? first : width);
+      const T *keys[kUnit];
+      for (long u = 0; u < kUnit; u++) {
+        const uint8_t *stored = here.k[g + u] + begin * kGroup * item;
+        T *wide = space.wide + u * kGroup * (end - begin);
+        keys[u] = is_rounded ? wide : reinterpret_cast<const T *>(stored);
+        if (is_rounded && g + u < here.count) widen_part(layer, stored, kGroup * (end - begin), wide);
       }
+      score_part(here, keys, g, begin, end, blocks, space, begin < first ? space.scores : space.second_scores, item,
+                 begin != 0 && begin != first);
     }
   }
-  if (has_scales)
-    for (long g = 0; g < here.count; g++) widen_scales(here.v[g], layer.value_dim, space.value_scales + g * kGroup);
+  if (!has_scales) return;
+  for (long g = 0; g < here.count; g++)
+    widen_scales(here.v[g], layer.value_in_key ? width : layer.value_dim, space.value_scales + g * kGroup);
+}
+
+// Multiply the scores [count] of row `row` by the scales of their keys.
+template <class T>
+void scale_scores(const AttentionLayer &layer, Workspace<T> &space, long row, long count) {
+  float *scores = space.scores + row * kSpan;
+  const float *second = space.second_scores + row * kSpan;
+  const bool has_two = has_second_part(layer);
+  for (long i = 0; i < count; i += kLanes) {
+    Vec score = simd::load(scores + i) * simd::load(space.key_scales + i);
+    if (has_two) score = simd::fma(simd::load(second + i), simd::load(space.second_scales + i), score);
+    simd::store(scores + i, score);
+  }
 }
 
 // Compute `memory` [rows][width] = weights [rows][kSpan] times the values of a span. `next`: the groups of the next
@@ -271,12 +311,57 @@ void add_values(const Call<T> &call, const Groups &here, const Groups &next, con
       }
       const Left<T> *from = weights + start * kSpan + g * kGroup;
       const auto add = [&](auto matmul, long d) {
-        matmul(from, values, ahead, item, until - g, width, d, g > 0, memory + start * width);
+        matmul(from, values, ahead, item, until - g, width, d, g > 0, memory + start * width, width);
       };
       long d = 0;
       for (; d + matmul.columns * kLanes <= width; d += matmul.columns * kLanes) add(matmul.wide, d);
       const long narrow = kLanes * (kVectors < matmul.columns ? kVectors : matmul.columns);
       for (; d < width; d += narrow) add(matmul.narrow, d);
+    }
+  }
+}
+
+// Compute the same if values are in keys. A strip of the elements of values is brought into the order of values, and
+// stays in the first-level cache while all rows of the tile are multiplied.
+template <class T>
+void add_values_in_keys(const Call<T> &call, const Groups &here, const Groups &next, const Left<T> *weights,
+                        long blocks, Workspace<T> &space, float *memory) {
+  const AttentionLayer &layer = call.layer;
+  const long width = layer.value_dim, share = (here.count + blocks - 1) / blocks;
+  const long item = layer.pages == kUnrounded ? sizeof(T) : 1;
+  const long most = std::min(kStripGroups, Format<T>::kPositions / kGroup);
+  long strip = kGroup;
+  for (long block = 0; block < blocks; block++)
+    strip = std::max<long>(strip, space.blocks[block].matmuls->columns * kLanes);
+  for (long g = 0, until; g < here.count; g = until) {
+    until = std::min((here.first / kGroup + g + most) / most * most - here.first / kGroup, here.count);
+    for (long begin = 0; begin < width; begin += strip) {
+      const long count = std::min(strip, width - begin), offset = begin * kGroup * item;
+      const T *values[kSpan / kGroup];
+      for (long i = g; i < until; i++) {
+        T *to = space.values + (i - g) * kGroup * count;
+        values[i - g] = to;
+        const bool is_rounded = layer.pages != kUnrounded;
+        if (is_rounded) widen_part(layer, here.k[i] + offset, kGroup * count, space.wide);
+        transpose_group(is_rounded ? space.wide : reinterpret_cast<const T *>(here.k[i] + offset), count, to);
+      }
+      for (long block = 0; block < blocks; block++) {
+        const long start = space.blocks[block].start;
+        const Matmuls<T> &matmul = *space.blocks[block].matmuls;
+        const uint8_t *ahead[kSpan / kGroup];
+        for (long i = g; i < until; i++) {
+          const bool is_mine = i >= share * block && i < share * (block + 1);
+          ahead[i - g] = is_mine ? next.k[i] + offset : here.k[i] + offset + kGroup * count * item;
+        }
+        const auto add = [&](auto matmul, long d) {
+          matmul(weights + start * kSpan + g * kGroup, values, ahead, item, until - g, count, d, g > 0,
+                 memory + start * width + begin, width);
+        };
+        long d = 0;
+        for (; d + matmul.columns * kLanes <= count; d += matmul.columns * kLanes) add(matmul.wide, d);
+        const long narrow = kLanes * (kVectors < matmul.columns ? kVectors : matmul.columns);
+        for (; d < count; d += narrow) add(matmul.narrow, d);
+      }
     }
   }
 }
@@ -312,13 +397,12 @@ __attribute__((noinline)) void compute(const Call<T> &call, const Task &task, co
       const long last = space.last[r], high = last - here.first + 1, most = here.count * kGroup;
       const long seen_from = first_visible(layer, last), low = seen_from > here.first ? seen_from - here.first : 0;
       float *scores = space.scores + r * kSpan;
-      if (has_scales)
-        for (long i = 0; i < most; i += kLanes)
-          simd::store(scores + i, simd::load(scores + i) * simd::load(space.key_scales + i));
+      if (has_scales) scale_scores(layer, space, r, most);
       softmax(layer, scores, weights + r * kSpan, has_scales ? space.value_scales : nullptr, low,
               high < most ? high : most, most, peaks_of(memory, rows, width) + r, totals_of(memory, rows, width) + r);
     }
-    add_values(call, here, next, weights, blocks, space, memory);
+    if (layer.value_in_key) add_values_in_keys(call, here, next, weights, blocks, space, memory);
+    else add_values(call, here, next, weights, blocks, space, memory);
     if (!task.partials) merge(space.result, memory, rows, width);
   }
   if (!task.partials) finish(call, task, space);

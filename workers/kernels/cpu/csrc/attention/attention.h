@@ -6,6 +6,9 @@
 //   values  [16 / s][E][s]     one load: several elements of s neighbouring positions
 // s is 2 for bfloat16, whose dot product takes pairs, and 1 otherwise. 8-bit pages have the same order, with the s of
 // the model's dtype. In int8 pages, the bfloat16 scales [16] of the positions follow the elements of each group.
+//
+// If the value is in the key, it is the first E elements of the key, and there are no groups of values. In int8 pages,
+// the value and the other elements of such a key then have separate scales: [2][16].
 #pragma once
 #include <cstdint>
 
@@ -31,10 +34,11 @@ struct AttentionLayer {
   float scale;
   float softcap;  // if positive, scores become softcap * tanh(score / softcap)
   int pages;      // a Pages value: the format of the KV cache
+  int value_in_key;  // the value is the first E elements of the key, and has no pages
 };
 
 // Keys and values of the tokens of this step, k [tokens, kv_heads, D] and v [tokens, kv_heads, E], rows `k_stride` and
-// `v_stride` elements apart, and their `slots` [tokens]: block * block_size + offset.
+// `v_stride` elements apart, and their `slots` [tokens]: block * block_size + offset. v is null if values are in keys.
 template <class T>
 struct NewRows {
   const T *k;

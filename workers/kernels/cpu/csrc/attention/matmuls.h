@@ -81,10 +81,12 @@ inline __attribute__((always_inline)) void prefetch(const uint8_t *from, long it
   for (int at = 0; at < kBytes; at += 64) simd::prefetch(from + at / static_cast<int>(sizeof(T)) * item);
 }
 
-// Compute the scores of R rows and C registers of positions: to[r * kSpan + 0 .. C * kLanes). q [R][kMaxHead]; k [C]:
-// the addresses of these positions at d = 0; next [2 * groups]: keys and values to prefetch.
+// Compute the scores of R rows and C registers of positions: to[r * kSpan + 0 .. C * kLanes). Add to the previous
+// scores if `adds` is set. q [R][kMaxHead]; k [C]: the addresses of these positions at d = 0; next [2 * groups]: keys
+// and values to prefetch.
 template <class T, int R, int C>
-void score(const Left<T> *q, const T *const *k, long width, float *to, const uint8_t *const *next, long item) {
+void score(const Left<T> *q, const T *const *k, long width, float *to, const uint8_t *const *next, long item,
+           bool adds) {
   constexpr int kStep = Format<T>::kStep, kElements = Format<T>::kElements;
   constexpr int kGroups = C > kVectors ? C / kVectors : 1;
   for (long begin = 0; begin < width; begin += kElements) {
@@ -107,16 +109,17 @@ void score(const Left<T> *q, const T *const *k, long width, float *to, const uin
 #pragma GCC unroll 4
       for (int c = 0; c < C; c++) {
         float *at = to + r * kSpan + c * kLanes;
-        simd::store(at, begin ? simd::load(at) + sum[r][c] : sum[r][c]);
+        simd::store(at, begin || adds ? simd::load(at) + sum[r][c] : sum[r][c]);
       }
   }
 }
 
-// Compute weights [R][kSpan] @ values v over `groups` groups of positions: sum[r * width + d + 0 .. C * kLanes). Add to
-// the previous sums if `adds` is set. next [groups]: groups of keys or values to prefetch.
+// Compute weights [R][kSpan] @ values v over `groups` groups of positions: sum[r * stride + d + 0 .. C * kLanes). Add
+// to the previous sums if `adds` is set. width: elements of a value in `v`; next [groups]: groups of keys or values to
+// prefetch.
 template <class T, int R, int C>
 void weighted_sum(const Left<T> *weights, const T *const *v, const uint8_t *const *next, long item, long groups,
-                  long width, long d, bool adds, float *sum) {
+                  long width, long d, bool adds, float *sum, long stride) {
   constexpr int kStep = Format<T>::kStep;
   Vec part[R][C];
 #pragma GCC unroll 12
@@ -138,7 +141,7 @@ void weighted_sum(const Left<T> *weights, const T *const *v, const uint8_t *cons
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
     for (int c = 0; c < C; c++) {
-      float *to = sum + r * width + d + c * kLanes;
+      float *to = sum + r * stride + d + c * kLanes;
       simd::store(to, adds ? simd::load(to) + part[r][c] : part[r][c]);
     }
 }
@@ -148,9 +151,9 @@ void weighted_sum(const Left<T> *weights, const T *const *v, const uint8_t *cons
 template <class T>
 struct Matmuls {
   int columns;
-  void (*score)(const Left<T> *, const T *const *, long, float *, const uint8_t *const *, long);
+  void (*score)(const Left<T> *, const T *const *, long, float *, const uint8_t *const *, long, bool);
   using WeightedSum = void (*)(const Left<T> *, const T *const *, const uint8_t *const *, long, long, long, long, bool,
-                               float *);
+                               float *, long);
   WeightedSum wide, narrow;  // kernels for `columns` registers, and for 16 elements
 };
 

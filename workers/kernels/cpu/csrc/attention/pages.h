@@ -14,6 +14,13 @@ using simd::Vec;
 constexpr int kGroup = 16;     // positions per group
 constexpr int kMaxHead = 576;  // elements per head
 
+// Return the number of elements of a key that its first scale is for: those of the value if the value is in the key.
+// The other elements have the second scale.
+inline long first_part(const AttentionLayer &layer) { return layer.value_in_key ? layer.value_dim : layer.head_dim; }
+
+// Return whether keys have a second scale, in an int8 page.
+inline bool has_second_part(const AttentionLayer &layer) { return first_part(layer) < layer.head_dim; }
+
 // Sizes in bytes of the keys, or values, of one KV head at the positions of a group: elements, `width` for each
 // position, and the scales after them.
 template <class T>
@@ -22,13 +29,18 @@ long numbers_bytes(const AttentionLayer &layer, long width) {
 }
 inline long scales_bytes(const AttentionLayer &layer) { return layer.pages == kInt8Pages ? kGroup * sizeof(BFloat16) : 0; }
 template <class T>
-long group_bytes(const AttentionLayer &layer, long width) {
-  return numbers_bytes<T>(layer, width) + scales_bytes(layer);
+long key_group_bytes(const AttentionLayer &layer) {
+  return numbers_bytes<T>(layer, layer.head_dim) + scales_bytes(layer) * (has_second_part(layer) ? 2 : 1);
+}
+template <class T>
+long value_group_bytes(const AttentionLayer &layer) {
+  return layer.value_in_key ? 0 : numbers_bytes<T>(layer, layer.value_dim) + scales_bytes(layer);
 }
 
-// Convert the scales of an int8 group of keys or values of `width` elements to float32 in `to` [kGroup].
-inline void widen_scales(const uint8_t *group, long width, float *to) {
-  const BFloat16 *scales = reinterpret_cast<const BFloat16 *>(group + kGroup * width);
+// Convert the scales of an int8 group of keys or values of `width` elements to float32 in `to` [kGroup]. `part`: 1 for
+// the second scales of keys.
+inline void widen_scales(const uint8_t *group, long width, float *to, long part = 0) {
+  const BFloat16 *scales = reinterpret_cast<const BFloat16 *>(group + kGroup * width) + part * kGroup;
   for (int i = 0; i < kGroup; i += kLanes) simd::store(to + i, simd::load(scales + i));
 }
 

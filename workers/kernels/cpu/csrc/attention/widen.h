@@ -171,12 +171,17 @@ inline void widen(const uint8_t *from, T *to, long count) {
   }
 }
 
+// Widen `count` elements of an 8-bit page, a multiple of 256.
+template <class T>
+void widen_part(const AttentionLayer &layer, const uint8_t *from, long count, T *to) {
+  if (layer.pages == kInt8Pages) widen<Int8Numbers>(from, to, count);
+  else widen<E4m3Numbers>(from, to, count);
+}
+
 // Widen the elements of a group of an 8-bit page, `width` for each position.
 template <class T>
 void widen_group(const AttentionLayer &layer, const uint8_t *group, long width, T *to) {
-  const long count = kGroup * width;
-  if (layer.pages == kInt8Pages) widen<Int8Numbers>(group, to, count);
-  else widen<E4m3Numbers>(group, to, count);
+  widen_part(layer, group, kGroup * width, to);
 }
 
 }  // namespace

@@ -22,31 +22,43 @@ void place_value(const E *value, long width, long position, E *group) {
   for (long d = 0; d < width; d++) to[d * kStep] = value[d];
 }
 
-// Round x [width] to 8 bits, and store the scale in the group if the format has scales.
+// Round x [width] to 8 bits, and store the scale at `scales` [16] if the format has scales.
 template <class T>
-void round_row(const AttentionLayer &layer, const T *x, long width, long position, uint8_t *rounded, uint8_t *group) {
+void round_row(const AttentionLayer &layer, const T *x, long width, long position, uint8_t *rounded, uint8_t *scales) {
   alignas(64) float wide[kMaxHead];
   for (long d = 0; d < width; d += kLanes) simd::store(wide + d, simd::load(x + d));
   if (layer.pages == kFp8Pages) {
     round_e4m3(wide, width, rounded);
   } else {
     const BFloat16 scale = round_int8(wide, width, rounded);
-    memcpy(group + kGroup * width + position * sizeof scale, &scale, sizeof scale);
+    memcpy(scales + position * sizeof scale, &scale, sizeof scale);
   }
 }
 
-// Clear the data that is multiplied by weight zero, for `heads` heads from `head` on. For int8 these are the scales,
-// which may be NaN; the integers cannot be.
+// Round a key in its parts, each with its own scale.
 template <class T>
-void clear_values(const AttentionLayer &layer, uint8_t *pages, long block, long head, long heads) {
-  const long size = group_bytes<T>(layer, layer.value_dim), numbers = numbers_bytes<T>(layer, layer.value_dim);
+void round_key(const AttentionLayer &layer, const T *key, long position, uint8_t *rounded, uint8_t *group) {
+  const long width = layer.head_dim, first = first_part(layer);
+  uint8_t *scales = group + kGroup * width;
+  round_row(layer, key, first, position, rounded, scales);
+  if (first == width) return;
+  round_row(layer, key + first, width - first, position, rounded + first, scales + scales_bytes(layer));
+}
+
+// Clear the data that is multiplied by weight zero, for `heads` heads from `head` on: values, or keys that they are in.
+// For int8 these are the scales, which may be NaN; the integers cannot be.
+template <class T>
+void clear_values(const AttentionLayer &layer, uint8_t *k_pages, uint8_t *v_pages, long block, long head, long heads) {
+  const bool in_keys = layer.value_in_key;
+  const long size = in_keys ? key_group_bytes<T>(layer) : value_group_bytes<T>(layer);
+  const long numbers = numbers_bytes<T>(layer, in_keys ? layer.head_dim : layer.value_dim);
   const long groups_per_page = layer.block_size / kGroup, groups = heads * groups_per_page;
-  uint8_t *first = pages + (block * layer.kv_heads + head) * groups_per_page * size;
+  uint8_t *first = (in_keys ? k_pages : v_pages) + (block * layer.kv_heads + head) * groups_per_page * size;
   if (layer.pages != kInt8Pages) {
     memset(first, 0, groups * size);
     return;
   }
-  for (long g = 0; g < groups; g++) memset(first + g * size + numbers, 0, scales_bytes(layer));
+  for (long g = 0; g < groups; g++) memset(first + g * size + numbers, 0, size - numbers);
 }
 
 template <class T>
@@ -57,18 +69,23 @@ void place_head(const AttentionLayer &layer, const NewRows<T> &rows, long token,
   const long groups_per_page = layer.block_size / kGroup;
   const long group = (block * layer.kv_heads + head) * groups_per_page + offset / kGroup;
   const T *key = rows.k + token * rows.k_stride + head * key_width;
-  const T *value = rows.v + token * rows.v_stride + head * value_width;
-  keys += group * group_bytes<T>(layer, key_width), values += group * group_bytes<T>(layer, value_width);
+  uint8_t rounded[kMaxHead];
+  keys += group * key_group_bytes<T>(layer);
   if (layer.pages == kUnrounded) {
     place_key<T>(key, key_width, position, reinterpret_cast<T *>(keys));
-    place_value<T>(value, value_width, position, reinterpret_cast<T *>(values));
-    return;
+  } else {
+    round_key(layer, key, position, rounded, keys);
+    place_key<T>(rounded, key_width, position, keys);
   }
-  uint8_t rounded[kMaxHead];
-  round_row(layer, key, key_width, position, rounded, keys);
-  place_key<T>(rounded, key_width, position, keys);
-  round_row(layer, value, value_width, position, rounded, values);
-  place_value<T>(rounded, value_width, position, values);
+  if (layer.value_in_key) return;
+  const T *value = rows.v + token * rows.v_stride + head * value_width;
+  values += group * value_group_bytes<T>(layer);
+  if (layer.pages == kUnrounded) {
+    place_value<T>(value, value_width, position, reinterpret_cast<T *>(values));
+  } else {
+    round_row(layer, value, value_width, position, rounded, values + kGroup * value_width);
+    place_value<T>(rounded, value_width, position, values);
+  }
 }
 
 }  // namespace
@@ -81,7 +98,7 @@ void write_kv(const AttentionLayer &layer, const NewRows<T> &rows, void *k_pages
 #pragma omp for schedule(static)
     for (long t = 0; t < rows.tokens; t++)
       if (rows.slots[t] % layer.block_size == 0)
-        clear_values<T>(layer, values, rows.slots[t] / layer.block_size, 0, layer.kv_heads);
+        clear_values<T>(layer, keys, values, rows.slots[t] / layer.block_size, 0, layer.kv_heads);
 #pragma omp for schedule(static)
     for (long t = 0; t < rows.tokens; t++)
       for (long head = 0; head < layer.kv_heads; head++) place_head(layer, rows, t, head, keys, values);
@@ -93,7 +110,7 @@ void write_head(const AttentionLayer &layer, const NewRows<T> &rows, long token,
                 void *v_pages) {
   uint8_t *keys = static_cast<uint8_t *>(k_pages), *values = static_cast<uint8_t *>(v_pages);
   const long slot = rows.slots[token];
-  if (slot % layer.block_size == 0) clear_values<T>(layer, values, slot / layer.block_size, head, 1);
+  if (slot % layer.block_size == 0) clear_values<T>(layer, keys, values, slot / layer.block_size, head, 1);
   place_head(layer, rows, token, head, keys, values);
 }
 

@@ -10,6 +10,7 @@
 #include "elementwise/rotary.h"
 #include "layer/adapted_rows.h"
 #include "layer/head_rows.h"
+#include "layer/latent_rows.h"
 #include "layer/matmul_rows.h"
 #include "layer/recurrent_rows.h"
 #include "layer/row_chunk.h"
@@ -232,6 +233,7 @@ int run_operation(const RowChunk<T> &chunk, const Operation &op) {
     case kGateRows: gate(chunk, op); break;
     case kConvolve: convolve_rows(chunk, op); break;
     case kGatedDelta: run_gated_delta(chunk, op); break;
+    case kKimiDelta: run_kimi_delta(chunk, op); break;
     case kMamba2: run_mamba2(chunk, op); break;
     case kGatedNorm: return norm_gated_rows(chunk, op);
     case kMultiplyColumns: multiply_columns(chunk, op); break;
@@ -241,6 +243,9 @@ int run_operation(const RowChunk<T> &chunk, const Operation &op) {
     case kAddColumns: add_columns(chunk, op); break;
     case kMultiplyAdapted: multiply_adapted(chunk, op); break;
     case kFinishAdapted: finish_adapted(chunk, op); break;
+    case kPrepareLatent: prepare_latent(chunk, op); break;
+    case kMultiplyHeads: multiply_heads(chunk, op); break;
+    case kAttendLatent: attend_latent(chunk, op); break;
   }
   return kAllArrived;
 }

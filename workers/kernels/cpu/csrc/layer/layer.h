@@ -11,6 +11,7 @@
 #include "gemm/experts.h"
 #include "gemm/fp8.h"
 #include "gemm/grouped.h"
+#include "gemm/heads.h"
 #include "layer/router.h"
 #include "recurrent/convolution.h"
 #include "recurrent/gated_delta.h"
@@ -97,6 +98,15 @@ struct DeltaLayer {
   int gates;  // Rows, with float [2 value_heads] in each: the projections b, then a
 };
 
+// The gated delta rule with decays of channels, of convolved rows, each [queries, keys, values].
+struct KimiDeltaLayer {
+  recurrent::DeltaHeads heads;
+  recurrent::KimiGates gates;
+  float *states;
+  int decays;  // Rows, with float [heads, key_width] in each, which are overwritten: the projections f
+  int rates;   // Rows, with float [heads] in each: the projections b. They may be the target
+};
+
 // Mamba 2's recurrence of convolved rows, each [x, b, c].
 struct MambaLayer {
   recurrent::MambaHeads heads;
@@ -129,6 +139,29 @@ struct HeadColumns {
 struct HeadGate {
   long gates, width;
   int is_softplus;
+};
+
+// Queries [heads, nope_width + rope_width] and the rows of pages of latent attention, [kv_rank + rope_width] each.
+struct LatentHeads {
+  const float *norm;  // [kv_rank]   scale of the latent's RMSNorm
+  long heads, nope_width, rope_width, kv_rank;
+  float eps;
+  int rotary;       // index of the step's rotary table; -1: nothing is rotated
+  int interleaved;  // pairs are neighbours: see rotate_neighbours
+  int rows;         // Rows, with the projected latent and the key that is rotated in each
+};
+
+// The matmul of each head: heads are `x_width` elements apart in the source, and `y_width` in the target.
+struct HeadMatmulLayer {
+  gemm::HeadMatmul matmul;
+  long x_width, y_width;
+};
+
+struct LatentPages {
+  const AttentionLayer *attention;
+  void *k_pages;
+  int pages;  // index of the step's slots and attention of the layer's group of pages
+  int rows;   // Rows, with the new rows of pages
 };
 
 struct ColumnScale {
@@ -169,6 +202,10 @@ enum OperationKind {
   kAddColumns = 18,    // target = sum of columns                                                    ColumnProduct
   kMultiplyAdapted = 19,  // kMultiply with the updates of rows that have adapters, or A x for the next  AdaptedWeight
   kFinishAdapted = 20,  // kFinishMatmul with updates from all-reduced A x                           AdaptedWeight
+  kPrepareLatent = 21,  // norms and rotates rows of pages; target = rotated parts of queries        LatentHeads
+  kMultiplyHeads = 22,  // target = source w of each head                                            HeadMatmulLayer
+  kAttendLatent = 23,  // writes rows of pages, target = attention of source; all rows at once       LatentPages
+  kKimiDelta = 24,     // target = gated delta rule of source, with decays of channels               KimiDeltaLayer
 };
 
 struct Operation {

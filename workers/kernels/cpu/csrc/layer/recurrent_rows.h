@@ -29,6 +29,21 @@ inline void run_gated_delta(const RowChunk<T> &chunk, const Operation &op) {
 }
 
 template <class T>
+inline void run_kimi_delta(const RowChunk<T> &chunk, const Operation &op) {
+  const KimiDeltaLayer &layer = *static_cast<const KimiDeltaLayer *>(op.parameters);
+  const recurrent::DeltaHeads &of = layer.heads;
+  const long heads = of.value_heads, keys = of.key_heads * of.key_width, stride = 2 * keys + heads * of.value_width;
+  const Arena::Mark mark = arena().mark();
+  float *beta = arena().take<float>(chunk.rows * heads), *decays = reinterpret_cast<float *>(chunk.at(layer.decays));
+  const float *rates = reinterpret_cast<const float *>(chunk.at(layer.rates));
+  recurrent::kimi_gates(layer.gates, decays, rates, heads, decays, beta, chunk.rows);
+  const T *q = chunk.at(op.source);
+  const recurrent::DeltaRows<T> rows{q, q + keys, q + 2 * keys, stride, stride, stride, decays, beta};
+  recurrent::gated_delta_rule(of, rows, layer.states, chunk.at(op.target), *chunk.step.states);
+  arena().release(mark);
+}
+
+template <class T>
 inline void run_mamba2(const RowChunk<T> &chunk, const Operation &op) {
   const MambaLayer &layer = *static_cast<const MambaLayer *>(op.parameters);
   const recurrent::MambaHeads &of = layer.heads;

@@ -46,8 +46,10 @@ struct RowOfScores {
 void leave_out_groups(const Router &of, const RowOfScores &row) {
   const long size = of.outputs / of.groups;
   for (long group = 0; group < of.groups; group++) {
-    best_first(row.keys + group * size, size, 2, row.order);
-    row.groups[group] = row.keys[group * size + row.order[0]] + row.keys[group * size + row.order[1]];
+    const float *keys = row.keys + group * size;
+    best_first(keys, size, of.best_of_group, row.order);
+    row.groups[group] = keys[row.order[0]];
+    if (of.best_of_group > 1) row.groups[group] += keys[row.order[1]];
   }
   best_first(row.groups, of.groups, of.groups, row.order);
   for (long i = of.top_groups; i < of.groups; i++)

@@ -11,7 +11,7 @@ struct Router {
   const float *bias;        // [outputs]; or null
   const float *correction;  // [outputs]  added to scores when experts are chosen, but not to their weights; or null
   long outputs, hidden;
-  long top_k, groups, top_groups;
+  long top_k, groups, top_groups, best_of_group;
   int is_sigmoid;       // scores are sigmoids of logits, otherwise softmax
   int is_normalised;    // the weights of a row add up to 1, before `scale`
   int corrects_logits;  // the correction is added to logits instead of scores

@@ -20,8 +20,26 @@ constexpr long kWide = kRegisters / 4;     // vectors of a row that are computed
 
 // Inputs of a head for up to kTokensAtOnce tokens.
 struct Inputs {
-  float *keys, *queries;  // [tokens, key_width]
-  float decay[kTokensAtOnce], beta[kTokensAtOnce], overlap[kTokensAtOnce];  // overlap: product of key and query
+  float *keys;            // [tokens, key_width]
+  float *read, *queries;  // [tokens, key_width]   keys and queries as they are multiplied with the state; `read` is
+                          // `keys`, unless channels have decays
+  float *decays;          // [tokens], or [tokens, key_width] if channels have decays
+  float beta[kTokensAtOnce], overlap[kTokensAtOnce];  // overlap: product of key and query
+};
+
+// Decays of the rows of a state for one token.
+template <bool kChannels>
+struct Decays {
+  const Vec all;
+  explicit Decays(const float *at) : all(broadcast(*at)) {}
+  Vec of(long) const { return all; }
+};
+
+template <>
+struct Decays<true> {
+  const float *at;
+  explicit Decays(const float *at) : at(at) {}
+  Vec of(long row) const { return broadcast(at[row]); }
 };
 
 // Write x [width] divided by its length, times `scale`.
@@ -37,7 +55,19 @@ inline float product(const float *a, const float *b, long width) {
   return sum(total);
 }
 
-template <class T>
+// Compute the decays of a key's channels, and multiply key and query by them.
+inline void decay_channels(const float *log_decay, const float *key, float *decays, float *read, float *query,
+                           long width) {
+  for (long d = 0; d < width; d += kLanes) {
+    const long count = width - d;
+    const Vec decay = simd::exp(load(log_decay + d, count));
+    store(decays + d, decay, count);
+    store(read + d, load(key + d, count) * decay, count);
+    store(query + d, load(query + d, count) * decay, count);
+  }
+}
+
+template <bool kChannels, class T>
 void prepare(const DeltaHeads &layer, const DeltaRows<T> &rows, long head, long first, long tokens, Inputs &inputs) {
   const long width = layer.key_width, at = head / (layer.value_heads / layer.key_heads) * width;
   const float query_scale = static_cast<float>(1.0 / __builtin_sqrt(static_cast<double>(width)));
@@ -45,9 +75,14 @@ void prepare(const DeltaHeads &layer, const DeltaRows<T> &rows, long head, long 
     float *key = inputs.keys + t * width, *query = inputs.queries + t * width;
     write_unit(rows.k + (first + t) * rows.k_stride + at, 1.0f, key, width);
     write_unit(rows.q + (first + t) * rows.q_stride + at, query_scale, query, width);
-    inputs.decay[t] = simd::exp(rows.log_decay[(first + t) * layer.value_heads + head]);
-    inputs.beta[t] = rows.beta[(first + t) * layer.value_heads + head];
+    const long gates = (first + t) * layer.value_heads + head;
+    inputs.beta[t] = rows.beta[gates];
     inputs.overlap[t] = product(key, query, width);
+    if constexpr (kChannels)
+      decay_channels(rows.log_decay + gates * width, key, inputs.decays + t * width, inputs.read + t * width, query,
+                     width);
+    else
+      inputs.decays[t] = simd::exp(rows.log_decay[gates]);
   }
 }
 
@@ -65,14 +100,15 @@ struct Tile {
 
 // Go over a tile of the state. kUpdates: it becomes decay S + key delta. kReads: `found` and `seen` become
 // the products of the (new) state with the next token's key and query.
-template <bool kUpdates, bool kReads, long kCount, class Float>
-inline void pass(const Tile<Float> &tile, float decay, const float *key, const Columns<kCount> &delta,
-                 const float *next_key, const float *next_query, Columns<kCount> &found, Columns<kCount> &seen) {
+template <bool kUpdates, bool kReads, bool kChannels, long kCount, class Float>
+inline void pass(const Tile<Float> &tile, const Decays<kChannels> &decays, const float *key,
+                 const Columns<kCount> &delta, const float *next_key, const float *next_query, Columns<kCount> &found,
+                 Columns<kCount> &seen) {
   Columns<kCount> products_k, products_q;
   for (long i = 0; i < kCount; i++) products_k.at[i] = products_q.at[i] = zero();
-  const Vec factor = broadcast(decay);
   for (long row = 0; row < tile.rows; row++) {
     Float *at = tile.first + row * tile.stride;
+    const Vec factor = kUpdates ? decays.of(row) : zero();
     const Vec k = kUpdates ? broadcast(key[row]) : zero();
     const Vec next_k = kReads ? broadcast(next_key[row]) : zero();
     const Vec next_q = kReads ? broadcast(next_query[row]) : zero();
@@ -94,13 +130,12 @@ inline void pass(const Tile<Float> &tile, float decay, const float *key, const C
 // Write decay S + key delta to `to`, past the caches, where S is the tile `from`. Meanwhile fetch the same rows of
 // another state, so that memory is busy while this tile is computed. Every tile fetches the whole rows again, which is
 // faster than to fetch them once (by 9 % at AVX2).
-template <long kCount>
-inline void advance(const Tile<const float> &from, float *to, const float *next, float decay, const float *key,
-                    const Columns<kCount> &delta) {
-  const Vec factor = broadcast(decay);
+template <bool kChannels, long kCount>
+inline void advance(const Tile<const float> &from, float *to, const float *next, const Decays<kChannels> &decays,
+                    const float *key, const Columns<kCount> &delta) {
   for (long row = 0; row < from.rows; row++) {
     const long at = row * from.stride;
-    const Vec k = broadcast(key[row]);
+    const Vec k = broadcast(key[row]), factor = decays.of(row);
     for (long d = 0; d < from.stride; d += 16) prefetch(next + at + d);
     for (long i = 0; i < kCount; i++)
       stream(to + at + i * kLanes, fma(k, delta.at[i], load(from.first + at + i * kLanes) * factor));
@@ -108,15 +143,22 @@ inline void advance(const Tile<const float> &from, float *to, const float *next,
 }
 
 // Write the results of token t to y, and return its `delta`. v and y: the columns of its row.
-template <class T, long kCount>
+template <bool kChannels, class T, long kCount>
 inline Columns<kCount> finish(const Inputs &inputs, long t, const Columns<kCount> &found, const Columns<kCount> &seen,
                               const T *v, T *y, long columns) {
-  const Vec decay = broadcast(inputs.decay[t]), beta = broadcast(inputs.beta[t]);
+  const Vec beta = broadcast(inputs.beta[t]), overlap = broadcast(inputs.overlap[t]);
   Columns<kCount> delta;
   for (long i = 0; i < kCount; i++) {
     const long d = i * kLanes;
-    delta.at[i] = fnma(decay, found.at[i], load(v + d, columns - d)) * beta;
-    store(y + d, fma(broadcast(inputs.overlap[t]), delta.at[i], seen.at[i] * decay), columns - d);
+    const Vec value = load(v + d, columns - d);
+    if constexpr (kChannels) {
+      delta.at[i] = (value - found.at[i]) * beta;
+      store(y + d, fma(overlap, delta.at[i], seen.at[i]), columns - d);
+    } else {
+      const Vec decay = broadcast(inputs.decays[t]);
+      delta.at[i] = fnma(decay, found.at[i], value) * beta;
+      store(y + d, fma(overlap, delta.at[i], seen.at[i] * decay), columns - d);
+    }
   }
   return delta;
 }
@@ -135,24 +177,28 @@ inline void store_tile(const Tile<float> &tile, long stride, long columns, float
 
 // Compute `columns` columns of a head for `tokens` tokens. v and y: the columns of the first token's row. After each
 // token, `save` is called with the number of tokens that the tile has seen.
-template <class T, class Save>
+template <bool kChannels, class T, class Save>
 void run_tile(const Inputs &inputs, const Tile<float> &tile, long columns, long tokens, const T *v, long v_stride,
               T *y, long y_stride, const Save &save) {
   Columns<kVectors> found, seen, delta;
-  pass<false, true>(tile, 0.0f, nullptr, delta, inputs.keys, inputs.queries, found, seen);
+  const long each = kChannels ? tile.rows : 1;  // decays of a token
+  const Decays<kChannels> first(inputs.decays);
+  pass<false, true>(tile, first, nullptr, delta, inputs.read, inputs.queries, found, seen);
   for (long t = 0; t < tokens; t++) {
-    delta = finish(inputs, t, found, seen, v + t * v_stride, y + t * y_stride, columns);
-    const float *key = inputs.keys + t * tile.rows, *query = inputs.queries + t * tile.rows;
+    delta = finish<kChannels>(inputs, t, found, seen, v + t * v_stride, y + t * y_stride, columns);
+    const float *key = inputs.keys + t * tile.rows;
+    const long next = (t + 1) * tile.rows;
+    const Decays<kChannels> decays(inputs.decays + t * each);
     if (t + 1 < tokens)
-      pass<true, true>(tile, inputs.decay[t], key, delta, key + tile.rows, query + tile.rows, found, seen);
+      pass<true, true>(tile, decays, key, delta, inputs.read + next, inputs.queries + next, found, seen);
     else
-      pass<true, false>(tile, inputs.decay[t], key, delta, nullptr, nullptr, found, seen);
+      pass<true, false>(tile, decays, key, delta, nullptr, nullptr, found, seen);
     save(t + 1);
   }
 }
 
 // A head of a sequence, some of whose tiles are computed.
-template <class T>
+template <class T, bool kChannels>
 struct Head {
   const DeltaHeads &layer;
   const DeltaRows<T> &rows;
@@ -175,12 +221,13 @@ struct Head {
     const float *from = state(step.reads[task.seq]);
     const float *next = states + task.next * layer.key_width * width();
     float *to = state(step.writes[task.seq]);
+    const Decays<kChannels> decays(inputs.decays);
     Columns<kCount> found, seen, delta;
     for (long column = first(); column < last(); column += kCount * kLanes) {
       const Tile<const float> old{from + column, layer.key_width, width()};
-      pass<false, true>(old, 0.0f, nullptr, delta, inputs.keys, inputs.queries, found, seen);
-      delta = finish(inputs, 0, found, seen, v(token) + column, result(token) + column, kCount * kLanes);
-      advance(old, to + column, next, inputs.decay[0], inputs.keys, delta);
+      pass<false, true>(old, decays, nullptr, delta, inputs.read, inputs.queries, found, seen);
+      delta = finish<kChannels>(inputs, 0, found, seen, v(token) + column, result(token) + column, kCount * kLanes);
+      advance(old, to + column, next, decays, inputs.keys, delta);
     }
     end_streams();
     Saves(step, task.seq).after(1, [&](long slot) {
@@ -200,7 +247,7 @@ struct Head {
     }
     for (long done = 0; done < tokens || done == 0; done += kTokensAtOnce, from = written) {
       const long count = std::min(kTokensAtOnce, tokens - done), token = start + done;
-      prepare(layer, rows, task.head, token, count, inputs);
+      prepare<kChannels>(layer, rows, task.head, token, count, inputs);
       for (long column = first(); column < last(); column += kTile) {
         const long columns = std::min(kTile, width() - column);
         const bool in_place = count == 1 && from == written && columns == kTile;  // a copy would not be used again
@@ -209,7 +256,7 @@ struct Head {
         Saves saves(step, task.seq);
         if (!in_place) load_tile(from + column, width(), columns, tile);
         if (count > 0)
-          run_tile(inputs, tile, columns, count, v(token) + column, rows.v_stride, result(token) + column,
+          run_tile<kChannels>(inputs, tile, columns, count, v(token) + column, rows.v_stride, result(token) + column,
                    layer.value_heads * width(), [&](long seen) { saves.after(done + seen, keep); });
         if (!in_place) keep(step.writes[task.seq]);
       }
@@ -217,15 +264,18 @@ struct Head {
   }
 };
 
-template <class T>
-void run_head(const Head<T> &head) {
+template <class T, bool kChannels>
+void run_head(const Head<T, kChannels> &head) {
   const long seq = head.task.seq, start = head.step.starts[seq], tokens = head.step.starts[seq + 1] - start;
   const Arena::Mark mark = arena().mark();
   Inputs &inputs = *arena().take<Inputs>(1);
-  inputs.keys = arena().take<float>(std::min(tokens, kTokensAtOnce) * head.layer.key_width);
-  inputs.queries = arena().take<float>(std::min(tokens, kTokensAtOnce) * head.layer.key_width);
+  const long most = std::min(tokens, kTokensAtOnce), values = most * head.layer.key_width;
+  inputs.keys = arena().take<float>(values);
+  inputs.queries = arena().take<float>(values);
+  inputs.read = kChannels ? arena().take<float>(values) : inputs.keys;
+  inputs.decays = arena().take<float>(kChannels ? values : most);
   if (tokens == 1 && head.width() % kTile == 0 && can_stream(head.state(0))) {
-    prepare(head.layer, head.rows, head.task.head, start, 1, inputs);
+    prepare<kChannels>(head.layer, head.rows, head.task.head, start, 1, inputs);
     if ((head.last() - head.first()) % (kWide * kLanes) == 0)
       head.template run_token<kWide>(inputs, start);
     else
@@ -242,7 +292,10 @@ template <class T>
 void gated_delta_rule(const DeltaHeads &layer, const DeltaRows<T> &rows, float *states, T *y, const StateStep &step) {
   const long tiles = (layer.value_width + delta::kTile - 1) / delta::kTile;
   for_each_head(step, layer.value_heads, tiles, [&](const HeadTask &task) {
-    delta::run_head(delta::Head<T>{layer, rows, step, task, states, y});
+    if (layer.decays_channels)
+      delta::run_head(delta::Head<T, true>{layer, rows, step, task, states, y});
+    else
+      delta::run_head(delta::Head<T, false>{layer, rows, step, task, states, y});
   });
 }
 

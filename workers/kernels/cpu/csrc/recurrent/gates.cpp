@@ -12,6 +12,12 @@ extern "C" void oarlock_delta_gates(const float *a, const float *b, long stride,
   recurrent::delta_gates(a, b, stride, a_log, dt_bias, beta_scale, log_decay, beta, rows, heads);
 }
 
+// See `kimi_gates`.
+extern "C" void oarlock_kimi_gates(const recurrent::KimiGates *gates, const float *f, const float *b, long stride,
+                                   float *log_decay, float *beta, long rows) {
+  recurrent::kimi_gates(*gates, f, b, stride, log_decay, beta, rows);
+}
+
 // See `mamba_steps`, without a scale.
 extern "C" void oarlock_mamba_steps(const float *dt, long stride, const float *bias, float least, float most, float *y,
                                     long rows, long heads) {

@@ -34,6 +34,35 @@ inline void delta_gates(const float *a, const float *b, long stride, const float
     }
 }
 
+// Projections of Kimi delta attention from which its gates are computed.
+struct KimiGates {
+  const float *a_log;    // [heads]
+  const float *dt_bias;  // [heads, width]
+  long heads, width;
+  float lower_bound;     // of the logarithms of decays; 0: they have none
+};
+
+// Compute log_decay = -exp(a_log) softplus(f + dt_bias), or lower_bound sigmoid(exp(a_log) (f + dt_bias)) if there is a
+// bound, and beta = sigmoid(b): f [T, heads, width] (rows contiguous), b [T, heads] (rows `stride` apart) -> [T, heads,
+// width], [T, heads]. log_decay may be f.
+inline void kimi_gates(const KimiGates &gates, const float *f, const float *b, long stride, float *log_decay,
+                       float *beta, long rows) {
+  using namespace simd;
+  const long heads = gates.heads, width = gates.width;
+#pragma omp parallel for if (rows * heads * width > kSerial)
+  for (long i = 0; i < rows * heads; i++) {
+    const long row = i / heads, head = i % heads;
+    const Vec rate = broadcast(simd::exp(gates.a_log[head])), bound = broadcast(gates.lower_bound);
+    beta[i] = first_lane(simd::sigmoid(broadcast(b[row * stride + head])));
+    for (long d = 0; d < width; d += kLanes) {
+      const long count = width - d;
+      const Vec x = load(f + i * width + d, count) + load(gates.dt_bias + head * width + d, count);
+      const Vec decay = gates.lower_bound ? bound * simd::sigmoid(rate * x) : zero() - rate * softplus(x);
+      store(log_decay + i * width + d, decay, count);
+    }
+  }
+}
+
 // Compute softplus(scale dt + bias), limited to the range from `least` to `most`: dt [T, heads] (rows `stride` apart),
 // bias [heads] or null -> y [T, heads].
 template <class In>
@@ -50,7 +79,7 @@ inline void mamba_steps(const In *dt, long stride, float scale, const float *bia
     }
 }
 
-// A norm of the heads of a row, times silu(gate).
+// A norm of the heads of a row, times silu(gate) or sigmoid(gate).
 struct GatedNorm {
   const float *weight;  // [heads, width]   or null: rows are only gated
   long heads, width;    // of this rank
@@ -58,6 +87,7 @@ struct GatedNorm {
   int gates_first;      // the gate is applied before the norm, as in Mamba 2; otherwise after it
   long group_heads;     // heads that are normed together, of which other ranks may have some
   long all_heads, first_head;  // heads of all groups, and the first that is on this rank
+  int sigmoid;          // rows are multiplied by sigmoid(gate), not by silu(gate), after the norm
 
   // Number of consecutive heads on this rank that are in one group.
   long own_heads() const { return heads < group_heads ? heads : group_heads; }
@@ -69,6 +99,14 @@ inline void gate_row(const X *x, const T *gate, Out *to, long width) {
   using namespace simd;
   for (long d = 0; d < width; d += kLanes)
     store(to + d, load(x + d, width - d) * silu(load(gate + d, width - d)), width - d);
+}
+
+// Compute to[d] = x[d] sigmoid(gate[d]) for d < width.
+template <class T, class Out>
+inline void gate_row_by_sigmoid(const float *x, const T *gate, Out *to, long width) {
+  using namespace simd;
+  for (long d = 0; d < width; d += kLanes)
+    store(to + d, load(x + d, width - d) * simd::sigmoid(load(gate + d, width - d)), width - d);
 }
 
 // Call `work(row, head, head's rows of x, gate and y, float [width])` for the heads of all rows. x and y [T, heads,
@@ -98,7 +136,8 @@ inline void gated_norm(const GatedNorm &norm, const T *x, const T *gate, long st
       rms_norm_row(row, weight, to, norm.width, norm.eps);
     } else {
       rms_norm_row(from, weight, row, norm.width, norm.eps);
-      gate_row(row, gates, to, norm.width);
+      if (norm.sigmoid) gate_row_by_sigmoid(row, gates, to, norm.width);
+      else gate_row(row, gates, to, norm.width);
     }
   };
   for_each_gated_head(norm, x, gate, stride, y, rows, norm_head);

@@ -1,0 +1,182 @@
+"""Kimi Linear and Ling 3: Kimi delta attention in most layers, latent attention in the others. Torch-free.
+
+Kimi Linear's latent attention has no positional encoding. Ling's is rotated, and has an output gate for each head.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from oarlock.workers.layers.decoder_spec import DecoderSpec
+from oarlock.workers.layers.experts_spec import ExpertsSpec
+from oarlock.workers.layers.kimi_delta_spec import KimiDeltaSpec
+from oarlock.workers.layers.latent_attention_spec import LatentAttentionSpec
+from oarlock.workers.model_files.tensor_names import TensorNames
+from oarlock.workers.models.deepseek import SIGMOID, latent_mixtures, mixture_of
+from oarlock.workers.models.hf_config import expert_counts, layer_kinds, with_first
+from oarlock.workers.models.hf_delta import FULL, LINEAR, LONGEST_CONVOLUTION
+from oarlock.workers.models.hf_experts import grouped_router, sparse_layers
+from oarlock.workers.models.hf_fields import Describe, Fields, unsupported
+from oarlock.workers.models.hf_latent import LatentDefaults, latent_attention
+
+_KIMI = LatentDefaults(q_rank=None, positions=2**20)
+_LING = LatentDefaults(q_rank=None, positions=2**18)
+_WIDTH, _HEADS, _TAPS = 128, 32, 4  # defaults of Kimi delta attention
+_LISTS = {"kda_layers": LINEAR, "full_attn_layers": FULL}  # lists of layers, counted from 1
+_SETTINGS = {*_LISTS, "head_dim", "num_heads", "short_conv_kernel_size"}  # of `linear_attn_config`
+# Settings of the authors' code that transformers does not read.
+_FIXED: dict[str, tuple[Any, ...]] = {
+    **SIGMOID, "moe_router_activation_func": ("sigmoid",), "score_function": ("sigmoid",), "use_grouped_topk": (True,),
+    "use_qkv_bias": (False,), "use_bias": (False,),
+    "hidden_act": ("silu", "swish"),  # which transformers reads: it is also the activation of the convolutions
+}  # fmt: skip
+_LAYER = "model.layers.*"
+_NAMES = TensorNames(
+    modules={
+        f"{_LAYER}.block_sparse_moe": f"{_LAYER}.mlp",
+        **{
+            f"{_LAYER}.{above}.experts.*.{theirs}": f"{_LAYER}.mlp.experts.*.{ours}"
+            for above in ("block_sparse_moe", "mlp")
+            for theirs, ours in (("w1", "gate_proj"), ("w2", "down_proj"), ("w3", "up_proj"))
+        },
+        "model.word_embeddings": "model.embed_tokens",
+        f"{_LAYER}.attention": f"{_LAYER}.self_attn",
+        f"{_LAYER}.attention.dense": f"{_LAYER}.self_attn.o_proj",
+        f"{_LAYER}.self_attn.dense": f"{_LAYER}.self_attn.o_proj",
+        f"{_LAYER}.mlp.gate.expert_bias": f"{_LAYER}.mlp.gate.e_score_correction_bias",
+        # transformers' modules
+        **{
+            f"{_LAYER}.self_attn.forget_gate.{part}": f"{_LAYER}.self_attn.{part}"
+            for part in ("f_a_proj", "f_b_proj", "f_proj", "A_log", "dt_bias")
+        },
+    }
+)
+
+
+def describe_kimi_linear(fields: Fields) -> DecoderSpec:
+    """Describe Kimi Linear, whose checkpoints have the settings of Kimi delta attention in a table of their own."""
+    fields = _with_usual_keys(fields, groups=1, positions=_KIMI.positions)
+    fields.serve_only({**_FIXED, "mla_use_nope": (True,)})
+    for key in ("rope_scaling", "rope_parameters"):
+        fields.check_value(key)  # the latent attention is not rotated
+    table = fields.table("linear_attn_config")
+    if unknown := sorted(table.keys() - _SETTINGS):
+        known = f"Known: {', '.join(sorted(_SETTINGS))}."
+        raise unsupported(f"linear_attn_config: {unknown[0]}", table[unknown[0]], known)
+    inner = Fields(table)
+    width = inner.count("head_dim", fields.count("linear_head_dim", _WIDTH))
+    delta = KimiDeltaSpec(
+        inner.count("num_heads", fields.count("linear_num_heads", _HEADS)),
+        width,
+        inner.count(
+            "short_conv_kernel_size", fields.count("linear_conv_kernel_dim", _TAPS), least=2, most=LONGEST_CONVOLUTION
+        ),
+        fields.number("rms_norm_eps", 1e-5),
+        decay_rank=width,
+        gate_rank=width,
+        axes_around_rates=(2, 1),
+    )
+    fields = _without_head_dim(fields)
+    attention = latent_attention(fields, _KIMI, interleaved=False)
+    mixture = _mixture(fields, experts=256, width=1024, scale=2.446, groups=(1, 1))
+    spec = _decoder(fields, attention, mixture, dense=1, eps=1e-5, positions=_KIMI.positions)
+    spec = spec.with_sublayers(lambda one: replace(one, rope=None) if isinstance(one, LatentAttentionSpec) else one)
+    kinds = layer_kinds(fields, LINEAR) or _kinds_of(table, fields.layers())
+    return with_first(spec, delta, [kind == LINEAR for kind in kinds])
+
+
+def describe_bailing_hybrid(fields: Fields) -> DecoderSpec:
+    """Describe Ling 3, whose decays have a lower bound. Layers that predict tokens further ahead are not served."""
+    ahead = fields.count("num_mtp_layers", 1, least=0, most=16)
+    fields = Fields({"num_nextn_predict_layers": ahead, "rope_theta": 6e6, **_given(fields)})
+    fields = _with_usual_keys(fields, groups=8, positions=_LING.positions)
+    fields.serve_only({**_FIXED, "mla_use_nope": (False,), "rope_interleave": (True,)})
+    fields.check_value("q_lora_rank")
+    delta = KimiDeltaSpec(
+        fields.count("linear_num_heads", fields.count("num_attention_heads")),
+        fields.count("linear_head_dim", fields.count("head_dim", _WIDTH)),
+        fields.count(
+            "linear_conv_kernel_dim", fields.count("short_conv_kernel_size", _TAPS), least=2, most=LONGEST_CONVOLUTION
+        ),
+        fields.number("rms_norm_eps", 1e-6),
+        lower_bound=_lower_bound(fields) if fields.flag("kda_safe_gate", True) else None,
+    )
+    fields = _without_head_dim(fields)
+    attention = latent_attention(fields, _LING, interleaved=True)
+    mixture = _mixture(fields, experts=512, width=768, scale=2.5, groups=(8, 4))
+    gated = replace(attention, output_gate=True)
+    spec = _decoder(fields, gated, mixture, dense=2, eps=1e-6, positions=_LING.positions)
+    every, layers = fields.count("layer_group_size", 6), fields.layers()
+    kinds = layer_kinds(fields, LINEAR) or [FULL if (index + 1) % every == 0 else LINEAR for index in range(layers)]
+    return with_first(spec, delta, [kind == LINEAR for kind in kinds])
+
+
+def _given(fields: Fields) -> dict[str, Any]:
+    """Return the settings that are not null."""
+    return {key: value for key, value in fields.raw.items() if value is not None}
+
+
+def _with_usual_keys(fields: Fields, *, groups: int, positions: int) -> Fields:
+    """Return the config with the keys that other families have. The arguments are the family's defaults."""
+    usual = fields.renamed(
+        {
+            "num_shared_experts": ("n_shared_experts", 1),
+            "num_experts_per_token": ("num_experts_per_tok", 8),
+            "num_expert_group": ("n_group", groups),
+            "model_max_length": ("max_position_embeddings", positions),
+        }
+    )
+    given = [usual.flag(key, True) for key in ("moe_renormalize", "norm_topk_prob") if usual.raw.get(key) is not None]
+    if len(set(given)) > 1:
+        raise unsupported("moe_renormalize", given[0], "It must be equal to norm_topk_prob.")
+    return Fields({**usual.raw, "norm_topk_prob": given[0] if given else True})
+
+
+def _without_head_dim(fields: Fields) -> Fields:
+    """Return the config without `head_dim`, which is not a width of the latent attention."""
+    return Fields({name: value for name, value in fields.raw.items() if name != "head_dim"})
+
+
+def _mixture(fields: Fields, *, experts: int, width: int, scale: float, groups: tuple[int, int]) -> ExpertsSpec:
+    """Return the experts. The arguments are the family's defaults."""
+    experts, top_k = expert_counts(fields, experts, 8)
+    router = grouped_router(fields, experts, top_k, scale=scale, groups=groups)
+    return mixture_of(fields, experts, router, width=width, shared=1)
+
+
+def _decoder(
+    fields: Fields, attention: LatentAttentionSpec, mixture: ExpertsSpec, *, dense: int, eps: float, positions: int
+) -> DecoderSpec:
+    """Return the decoder with latent attention in each layer. `dense`: default of the number of dense layers."""
+    spec = latent_mixtures(fields, attention, mixture, sparse_layers(fields, dense), positions, eps)
+    return replace(spec, names=replace(_NAMES, ignored=spec.names.ignored))
+
+
+def _kinds_of(table: Mapping[str, Any], layers: int) -> list[str]:
+    """Return the kind of each layer, from two lists if they are given."""
+    if not _LISTS.keys() <= table.keys():
+        return [FULL if index and index % 4 == 0 else LINEAR for index in range(layers)]
+    found: dict[int, str] = {}
+    for key, kind in _LISTS.items():
+        numbers = table[key]
+        if not isinstance(numbers, list) or not all(type(one) is int and 1 <= one <= layers for one in numbers):
+            raise unsupported(f"linear_attn_config: {key}", numbers, f"A list of numbers from 1 to {layers}.")
+        found |= dict.fromkeys(numbers, kind)
+    if len(found) != layers or sum(len(table[key]) for key in _LISTS) != layers:
+        raise unsupported("linear_attn_config", dict(table), f"Each of the {layers} layers must be in one list.")
+    return [found[number] for number in range(1, layers + 1)]
+
+
+def _lower_bound(fields: Fields) -> float:
+    """Return the lower bound of the logarithms of decays. A bound of 0 or more would let states grow."""
+    bound = fields.raw.get("kda_lower_bound")
+    bound = -5.0 if bound is None else bound
+    if isinstance(bound, bool) or not isinstance(bound, int | float) or not -1e6 < bound < 0:
+        raise unsupported("kda_lower_bound", bound, "It must be a negative number above -1e6.")
+    return float(bound)
+
+
+FAMILIES: dict[str, Describe] = {
+    "KimiLinearForCausalLM": describe_kimi_linear,
+    "BailingHybridForCausalLM": describe_bailing_hybrid,
+}
