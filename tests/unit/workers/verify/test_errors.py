@@ -30,7 +30,7 @@ MISTAKES = {
     "no directory": (["{folder}/nowhere"], "nowhere does not exist"),
     "no config": (["{folder}"], "has no config.json"),
     "family": (["{folder}/other"], "architecture 'OtherForCausalLM' is not supported"),
-    "no description": (["{folder}/class"], "transformers' code computes AXK1ForCausalLM"),
+    "no description": (["{folder}/class"], "transformers' code computes NanoChatForCausalLM"),
     "no weights": (["{folder}/empty-model"], "empty-model"),
     "size that does not divide": (["{model}", "--tensor-parallel-size=3"], "tensor_parallel_size 3 does not fit"),
     "no rank": (["{model}", "--tensor-parallel-size=0"], "tensor_parallel_size is 0"),
@@ -59,7 +59,7 @@ def test_a_mistake_gets_two_lines(tmp_path: Path, tiny: Path, with_tokenizer: Pa
     (tmp_path / "long").write_text("short\n" + "x" * 200 + "\n")
     (tmp_path / "many").write_text(("x" * 40 + "\n") * 20)
     rename_class(Path(shutil.copytree(tiny, tmp_path / "other")), "OtherForCausalLM")
-    rename_class(Path(shutil.copytree(tiny, tmp_path / "class")), "AXK1ForCausalLM")
+    rename_class(Path(shutil.copytree(tiny, tmp_path / "class")), "NanoChatForCausalLM")
     shutil.copytree(tiny, tmp_path / "empty-model", ignore=shutil.ignore_patterns("*.safetensors"))
     words, cause = MISTAKES[name]
     code = command.main([word.format(folder=tmp_path, model=tiny, with_tokenizer=with_tokenizer) for word in words])
