@@ -89,6 +89,7 @@ def test_the_keyboard_goes_through_the_page_in_its_order(serve, window, expect):
     expect(page.get_by_role("complementary", name="Conversations")).to_be_hidden()
     expect(page.get_by_role("button", name="Conversations")).to_be_focused()
     page.goto(page.url.split("#")[0] + "compare")
+    expect(page.locator("#status")).to_have_text("ready")
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
 
 
