@@ -121,7 +121,7 @@ def _norm(found: _OneRank, tap: Tap) -> str:
 
 
 def _rotation(found: _OneRank) -> str:
-    """Describe a wrong rotation: its elements, pairs, direction or factor, if one of these gives the values."""
+    """Describe a wrong rotation: its elements, pairs, direction or factor, if one explains the values."""
     spec, letter = found.spec, found.fault.row.tensor[0]
     what = f"rotary embedding of {letter} in layer {found.layer} on {found.fault.ranks}"
     if spec.rope is None:
@@ -180,7 +180,7 @@ def _turned(x: Tensor, turns: Tensor, *, interleaved: bool) -> Tensor:
 
 
 def _attention(found: _OneRank) -> str:
-    """Describe the first wrong operation: the matrices of keys, attention, those of values, or the gate."""
+    """Describe the first wrong operation: the matrices of keys, attention, the matrices of values, or the gate."""
     keys, values = found.matrices()
     queries = found.by_head("q")[..., : found.spec.nope_width]
     absorbed, attended = found.by_head("absorbed"), found.by_head("attended")

@@ -1,4 +1,4 @@
-"""A planted fault of latent attention is named: the operation, the ranks, and what was read in place of the right."""
+"""A planted fault of latent attention is named: the operation, the ranks, and the wrong operand."""
 
 from collections.abc import Callable
 from functools import partial

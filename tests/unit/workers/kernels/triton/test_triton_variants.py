@@ -5,6 +5,7 @@ that 16 divides. Launches are only noted here.
 """
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -62,6 +63,28 @@ def variant(function: InterpretedFunction, args: tuple, kwargs: dict[str, Any]) 
     return tuple(key)
 
 
+def check_variants(step: Callable[..., None], launched: set[tuple], rounds: int) -> None:
+    """Check that steps of attention launch no other variants than the steps of the warm-up.
+
+    `step` runs a step of sequences, each (query length, context), whose contexts a graph's plan bounds if a bound is
+    given.
+    """
+    for tokens in warm_up_sizes(MOST):
+        step([(tokens, tokens)])
+    for bucket in (1, 8):
+        step([(1, 1)] * bucket, 4096)
+    warm = set(launched)
+    draw = random.Random(1)
+    for _ in range(rounds):
+        seqs = []
+        for _ in range(draw.choice([1, 2, 3, 7])):
+            context = draw.choice([1, 3, 16, 17, 100, 4000])
+            seqs.append((draw.choice([1, 1, min(5, context), min(context, 600)]), context))
+        step(seqs)
+        step([(1, context) for _, context in seqs], draw.choice([4096, 4097]))
+    assert launched == warm, sorted(map(str, launched - warm))
+
+
 @pytest.mark.parametrize("fixed", [None, 256])
 @pytest.mark.parametrize("form", ["auto", "int8"])
 def test_attention(form: str, fixed: int | None, launched: set[tuple]) -> None:
@@ -86,25 +109,12 @@ def test_attention(form: str, fixed: int | None, launched: set[tuple]) -> None:
             backend.write(kv, qkv[:, 8:10], qkv[:, 10:], batch)
             backend.attend(q, kv, plan, layer, torch.empty(8) if layer.sliding_window else None)
 
-    for tokens in warm_up_sizes(MOST):
-        step([(tokens, tokens)])
-    for bucket in (1, 8):
-        step([(1, 1)] * bucket, 4096)
-    warm = set(launched)
-    draw = random.Random(1)
-    for _ in range(60):
-        seqs = []
-        for _ in range(draw.choice([1, 2, 3, 7])):
-            context = draw.choice([1, 3, 16, 17, 100, 4000])
-            seqs.append((draw.choice([1, 1, min(5, context), min(context, 600)]), context))
-        step(seqs)
-        step([(1, context) for _, context in seqs], draw.choice([4096, 4097]))
-    assert launched == warm, sorted(map(str, launched - warm))
+    check_variants(step, launched, 60)
 
 
 @pytest.mark.parametrize("heads", [3, 40])
 def test_latent_attention(heads: int, launched: set[tuple]) -> None:
-    """Heads in two groups and in one, in plans of graphs and others; queries are parts of what was projected."""
+    """Heads in two groups and in one, in plans of graphs and others; queries are views of projected rows."""
     spec = KVSpec(1, 1, 576, 16, torch.float16, CPU, "int8", value_dim=512, value_in_key=True)
     layer, backend = AttentionSpec(0, heads, 1, 576, 0.1), LatentTritonBackend(spec)
     backend.processors = 132
@@ -127,20 +137,7 @@ def test_latent_attention(heads: int, launched: set[tuple]) -> None:
         backend.write(pages, rows.unsqueeze(1), None, batch)
         backend.attend(queries, pages, plan, layer)
 
-    for tokens in warm_up_sizes(MOST):
-        step([(tokens, tokens)])
-    for bucket in (1, 8):
-        step([(1, 1)] * bucket, 4096)
-    warm = set(launched)
-    draw = random.Random(1)
-    for _ in range(30):
-        seqs = []
-        for _ in range(draw.choice([1, 2, 3, 7])):
-            context = draw.choice([1, 3, 16, 17, 100, 4000])
-            seqs.append((draw.choice([1, 1, min(5, context), min(context, 600)]), context))
-        step(seqs)
-        step([(1, context) for _, context in seqs], draw.choice([4096, 4097]))
-    assert launched == warm, sorted(map(str, launched - warm))
+    check_variants(step, launched, 30)
 
 
 def test_recurrent_operations(launched: set[tuple]) -> None:
