@@ -84,7 +84,7 @@ def title(shape: str) -> str:
         "olmoe-1b-7b": "OLMoE 1B-7B",
         "small-mixture": "a mixture of 32 experts",
         "deepseek-v2-lite": "DeepSeek-V2-Lite",
-        "deepseek-v2-lite-6-layers": "six layers of DeepSeek-V2-Lite",
+        "deepseek-v2-lite-32-experts": "DeepSeek-V2-Lite with 32 experts",
         "qwen3.5-0.8b": "Qwen3.5-0.8B",
         "qwen3-0.8b": "a Qwen3 of 0.8B",
     }

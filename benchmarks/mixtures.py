@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 # Granite 3.1 1B-A400M (1.3 billion parameters, 0.4 of them at work for a token), OLMoE 1B-7B (6.9 and 1.3 billion) and
-# DeepSeek-V2-Lite (15.7 and 2.7 billion), which has latent attention. `deepseek-v2-lite-6-layers` has six of its 27
-# layers, and fits a smaller machine together with its copies in the peers' formats. `quick-mixture` is Granite's
+# DeepSeek-V2-Lite (15.7 and 2.7 billion), which has latent attention. `deepseek-v2-lite-32-experts` has half
+# as many experts, and fits 24 GiB of memory twice at 8 bits: a token alone costs the same. (Fewer layers would fit as well,
+# but llama.cpp knows the Lite models by the number of their layers.) `quick-mixture` is Granite's
 # architecture in a second, for trying the programs themselves; `small-mixture` has experts of Granite's size in OLMoE's
 # architecture, whose files have a tensor for each expert, as adapters need.
 _GRANITE: dict[str, Any] = {
@@ -98,7 +99,7 @@ _DEEPSEEK: dict[str, Any] = {
 MIXTURES: dict[str, dict[str, Any]] = {
     "granite-1b-a400m": _GRANITE,
     "deepseek-v2-lite": _DEEPSEEK,
-    "deepseek-v2-lite-6-layers": _DEEPSEEK | {"num_hidden_layers": 6},
+    "deepseek-v2-lite-32-experts": _DEEPSEEK | {"n_routed_experts": 32},
     "olmoe-1b-7b": _OLMOE,
     "small-mixture": _OLMOE
     | {
