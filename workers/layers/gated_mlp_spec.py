@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from oarlock.workers.layers.tensor_spec import Computation, Sharding, Tap, TensorSpec, WithoutContext
+from oarlock.workers.layers.tensor_spec import Computation, DividedEvenly, Sharding, Tap, TensorSpec, WithoutContext
 
 
 @dataclass(frozen=True, slots=True)
-class GatedMLPSpec(WithoutContext):
+class GatedMLPSpec(DividedEvenly, WithoutContext):
     """A gated MLP: `down(activation(gate(x)) * up(x))`."""
 
     intermediate_size: int
@@ -60,10 +60,6 @@ class GatedMLPSpec(WithoutContext):
     @property
     def most_ranks(self) -> int:
         return self.intermediate_size
-
-    def divides(self, size: int) -> bool:
-        """Return whether `size` ranks can share the intermediate size equally."""
-        return self.intermediate_size % size == 0
 
     @property
     def sizes(self) -> str:

@@ -9,11 +9,19 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from oarlock.workers.layers.memory_spec import SlotsSpec, StatePart
-from oarlock.workers.layers.tensor_spec import Computation, RankDtype, Sharding, Tap, TensorSpec, WithoutContext
+from oarlock.workers.layers.tensor_spec import (
+    Computation,
+    DividedEvenly,
+    RankDtype,
+    Sharding,
+    Tap,
+    TensorSpec,
+    WithoutContext,
+)
 
 
 @dataclass(frozen=True, slots=True)
-class KimiDeltaSpec(WithoutContext):
+class KimiDeltaSpec(DividedEvenly, WithoutContext):
     """Kimi delta attention, from its input projections to its output projection.
 
     Queries, keys and values, with equal numbers of heads, pass a short convolution and the gated delta rule. The result
@@ -114,10 +122,6 @@ class KimiDeltaSpec(WithoutContext):
     @property
     def most_ranks(self) -> int:
         return self.num_heads
-
-    def divides(self, size: int) -> bool:
-        """Return whether the heads can be divided among `size` ranks."""
-        return self.num_heads % size == 0
 
     @property
     def sizes(self) -> str:

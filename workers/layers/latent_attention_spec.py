@@ -14,11 +14,11 @@ from typing import ClassVar
 
 from oarlock.workers.layers.attention_spec import RopeSpec
 from oarlock.workers.layers.memory_spec import PagesSpec
-from oarlock.workers.layers.tensor_spec import Computation, RankDtype, Sharding, Tap, TensorSpec
+from oarlock.workers.layers.tensor_spec import Computation, DividedEvenly, RankDtype, Sharding, Tap, TensorSpec
 
 
 @dataclass(frozen=True, slots=True)
-class LatentAttentionSpec:
+class LatentAttentionSpec(DividedEvenly):
     """Causal latent attention, from the projections of queries and of the latent to the output projection."""
 
     num_heads: int
@@ -122,10 +122,6 @@ class LatentAttentionSpec:
     @property
     def most_ranks(self) -> int:
         return self.num_heads
-
-    def divides(self, size: int) -> bool:
-        """Return whether the heads can be divided among `size` ranks."""
-        return self.num_heads % size == 0
 
     @property
     def sizes(self) -> str:

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from oarlock.workers.layers.tensor_spec import Computation, Sharding, Tap, TensorSpec, WithoutContext
+from oarlock.workers.layers.tensor_spec import Computation, DividedEvenly, Sharding, Tap, TensorSpec, WithoutContext
 
 
 @dataclass(frozen=True, slots=True)
-class MLPSpec(WithoutContext):
+class MLPSpec(DividedEvenly, WithoutContext):
     """An MLP without a gate: `down(activation(up(x)))`."""
 
     intermediate_size: int
@@ -53,10 +53,6 @@ class MLPSpec(WithoutContext):
     @property
     def most_ranks(self) -> int:
         return self.intermediate_size
-
-    def divides(self, size: int) -> bool:
-        """Return whether `size` ranks can share the intermediate size equally."""
-        return self.intermediate_size % size == 0
 
     @property
     def sizes(self) -> str:

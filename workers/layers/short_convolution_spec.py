@@ -8,13 +8,21 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from oarlock.workers.layers.memory_spec import SlotsSpec, StatePart
-from oarlock.workers.layers.tensor_spec import Computation, RankDtype, Sharding, Tap, TensorSpec, WithoutContext
+from oarlock.workers.layers.tensor_spec import (
+    Computation,
+    DividedEvenly,
+    RankDtype,
+    Sharding,
+    Tap,
+    TensorSpec,
+    WithoutContext,
+)
 
 _PARTS = ("b", "c", "x")  # the inputs' gate, the results' gate and the inputs, in the order of the stored rows
 
 
 @dataclass(frozen=True, slots=True)
-class ShortConvolutionSpec(WithoutContext):
+class ShortConvolutionSpec(DividedEvenly, WithoutContext):
     """The gated short convolution of LFM2: `out(c * convolution(b * x))`, with projections b, c and x of the input.
 
     The convolution is depthwise: a channel's result depends on its own latest `kernel_size` values.
@@ -70,10 +78,6 @@ class ShortConvolutionSpec(WithoutContext):
     @property
     def most_ranks(self) -> int:
         return self.channels
-
-    def divides(self, size: int) -> bool:
-        """Return whether `size` ranks can share the channels equally."""
-        return self.channels % size == 0
 
     @property
     def sizes(self) -> str:
