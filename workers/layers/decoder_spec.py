@@ -254,13 +254,13 @@ class DecoderSpec:
 
     @property
     def cached_values(self) -> int:
-        """Number of values in the keys and values of one token, in all layers and over all ranks."""
+        """Number of values in the keys and values of one token, in all layers. Copies on several ranks count once."""
         pages = [(group.memory, len(group.layers)) for group in self.groups if isinstance(group.memory, PagesSpec)]
         return sum(count * one.kv_heads * one.stored_width for one, count in pages)
 
     @property
     def attentions(self) -> list[SelfAttentionSpec]:
-        """The different kinds of attention of all layers, in the order of their first use."""
+        """The different kinds of attention with keys and values of heads, in the order of their first use."""
         return [one for one in self.sublayers if isinstance(one, SelfAttentionSpec)]
 
     @property
