@@ -77,8 +77,8 @@ class SublayerSpec(Protocol):
     @property
     def shared_inputs_name(self) -> str: ...
 
-    @property
-    def step_values(self) -> int: ...
+    def step_values(self, size: int) -> int:
+        """Return the values per token that exist at the same time on each of `size` ranks."""
 
     @property
     def pair_ops(self) -> int: ...

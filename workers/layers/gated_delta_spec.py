@@ -134,8 +134,7 @@ class GatedDeltaSpec(DividedEvenly, WithoutContext):
         """`shared_inputs` for messages."""
         return f"{self.shared_inputs} inputs of the gated delta net's output"
 
-    @property
-    def step_values(self) -> int:
-        """Values per token that exist at the same time, over all ranks: the convolution's inputs and results, z, the
-        rule's results before and after the norm, and four float32 values of each head."""
-        return 2 * self.channels + 3 * self.value_size + 8 * self.num_value_heads
+    def step_values(self, size: int) -> int:
+        """Return the values per token that exist at the same time on each of `size` ranks: the convolution's inputs and
+        results, z, the rule's results before and after the norm, and four float32 values of each head."""
+        return (2 * self.channels + 3 * self.value_size + 8 * self.num_value_heads) // size

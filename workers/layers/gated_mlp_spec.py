@@ -76,7 +76,6 @@ class GatedMLPSpec(DividedEvenly, WithoutContext):
         """`shared_inputs` for messages."""
         return f"{self.shared_inputs} of the MLP's"
 
-    @property
-    def step_values(self) -> int:
-        """Values per token that exist at the same time, over all ranks."""
-        return 3 * self.intermediate_size
+    def step_values(self, size: int) -> int:
+        """Return the values per token that exist at the same time on each of `size` ranks."""
+        return 3 * self.intermediate_size // size

@@ -138,8 +138,9 @@ class KimiDeltaSpec(DividedEvenly, WithoutContext):
         """`shared_inputs` for messages."""
         return f"{self.shared_inputs} inputs of Kimi delta attention's output"
 
-    @property
-    def step_values(self) -> int:
-        """Values per token that exist at the same time, over all ranks: the convolution's inputs and results, the
-        output gate, the rule's results before and after the norm, and one float32 value of each channel for decays."""
-        return 6 * self.size + 3 * self.size + 2 * self.size + 4 * self.num_heads
+    def step_values(self, size: int) -> int:
+        """Return the values per token that exist at the same time on each of `size` ranks: the convolution's inputs and
+        results, the output gate, the rule's results before and after the norm, one float32 value of each channel for
+        decays, and the values between two projections, which every rank has."""
+        of_heads = 6 * self.size + 3 * self.size + 2 * self.size + 4 * self.num_heads
+        return of_heads // size + (self.decay_rank or 0) + (self.gate_rank or 0)

@@ -138,11 +138,12 @@ class LatentAttentionSpec(DividedEvenly):
         """`shared_inputs` for messages."""
         return f"{self.shared_inputs} inputs of attention's output"
 
-    @property
-    def step_values(self) -> int:
-        """Values per token that exist at the same time, over all ranks: queries before and after absorption, results in
-        latents, and the row."""
-        return self.num_heads * (self.query_width + self.key_width + self.kv_rank) + 2 * self.key_width
+    def step_values(self, size: int) -> int:
+        """Return the values per token that exist at the same time on each of `size` ranks: queries before and after
+        absorption and results in latents of its heads; the queries' own latent, and the row before and after its
+        norm."""
+        of_head = self.query_width + self.key_width + self.kv_rank
+        return self.num_heads * of_head // size + (self.q_rank or 0) + 2 * self.key_width
 
     @property
     def pair_ops(self) -> int:

@@ -98,7 +98,6 @@ class LayerInputSpec(DividedEvenly, WithoutContext):
         """`shared_inputs` for messages."""
         return f"{self.shared_inputs} of each layer's"
 
-    @property
-    def step_values(self) -> int:
-        """Values per token that exist at the same time, over all ranks."""
-        return 2 * self.width
+    def step_values(self, size: int) -> int:
+        """Return the values per token that exist at the same time on each of `size` ranks."""
+        return 2 * self.width // size

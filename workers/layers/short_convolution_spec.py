@@ -94,7 +94,7 @@ class ShortConvolutionSpec(DividedEvenly, WithoutContext):
         """`shared_inputs` for messages."""
         return f"{self.shared_inputs} inputs of the convolution's output"
 
-    @property
-    def step_values(self) -> int:
-        """Values per token of b, c, x and the convolution's inputs, which exist at the same time, over all ranks."""
-        return 4 * self.channels
+    def step_values(self, size: int) -> int:
+        """Return the values per token that exist at the same time on each of `size` ranks: b, c, x and the inputs of
+        the convolution."""
+        return 4 * self.channels // size

@@ -8,6 +8,9 @@ import torch
 from oarlock.base.errors import StartupError
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.distributed.parallel_state import TensorParallel
+from oarlock.workers.layers.attention_spec import SelfAttentionSpec
+from oarlock.workers.layers.latent_attention_spec import LatentAttentionSpec
+from oarlock.workers.layers.mamba2_spec import Mamba2Spec
 from oarlock.workers.preflight import preflight
 from oarlock.workers.quantization.registry import QUANTIZATIONS
 from oarlock.workers.runner.memory_needs import is_out_of_memory, weight_bytes
@@ -94,3 +97,13 @@ def test_weights_are_counted_as_loaded(tmp_path: Path, quantization: str, tied: 
     runner = ModelRunner(preflight(config), TensorParallel.solo())
     runner.load(lambda fraction: None)
     assert weight_bytes(runner.spec, "float32", runner.description.formats) == runner.model.weight_bytes
+
+
+def test_a_step_holds_the_values_that_ranks_do_not_divide() -> None:
+    """Rows and latents of queries, a head of keys and values, B and C of a group: each rank has some of its own."""
+    latent = LatentAttentionSpec(16, 12, 4, 8, kv_rank=32, scale=0.25, rope=None, q_rank=24)
+    assert latent.step_values(8) - latent.step_values(16) == 16 * (16 + 36 + 32) // 16
+    heads = SelfAttentionSpec(16, 2, 8, 0.25, None)
+    assert [heads.step_values(size) for size in (1, 2, 16)] == [16 * 8 + 2 * 16, 8 * 8 + 16, 8 + 16]
+    groups = Mamba2Spec(16, 4, groups=2, state_width=8, window=4, eps=1e-6)
+    assert groups.step_values(2) - groups.step_values(16) == (7 * 64 + 16) * 7 // 16
