@@ -126,7 +126,11 @@ class LayerSpec:
         ]
         norms += [(name, 1.0) for name in self.sum_norms if name is not None]
         # Branches that scale a norm differently hold it twice.
-        found = [tensor for name, _ in dict.fromkeys(norms) for tensor in norm.tensors(f"{name}.", hidden)]
+        found = [
+            tensor if scale == 1.0 else replace(tensor, rank_dtype=RankDtype.FLOAT32)
+            for name, scale in dict.fromkeys(norms)
+            for tensor in norm.tensors(f"{name}.", hidden)
+        ]
         for branch in self.branches:
             module = branch.sublayer.module
             found += [replace(tensor, name=f"{module}.{tensor.name}") for tensor in branch.sublayer.tensors(hidden)]

@@ -89,7 +89,8 @@ class LatentAttentionSpec(DividedEvenly):
         found.append(TensorSpec("kv_a_proj_with_mqa.weight", (self.key_width, hidden)))
         if self.bias:
             found.append(TensorSpec("kv_a_proj_with_mqa.bias", (self.key_width,)))
-        found.append(TensorSpec("kv_a_layernorm.weight", (self.kv_rank,), rank_dtype=RankDtype.FOR_KERNELS))
+        scaled = RankDtype.FOR_KERNELS if self.latent_factor == 1.0 else RankDtype.FLOAT32
+        found.append(TensorSpec("kv_a_layernorm.weight", (self.kv_rank,), rank_dtype=scaled))
         for module, (width, inputs) in self.head_matrices.items():
             shape = heads * width, inputs
             found.append(TensorSpec(f"{module}.weight", shape, outputs, heads, RankDtype.DEQUANTIZED))
