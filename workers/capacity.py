@@ -18,7 +18,7 @@ from oarlock.workers.checks.class_limits import check_class
 from oarlock.workers.checks.limits import check_limits, check_parallel
 from oarlock.workers.config import WorkerConfig, max_pooled_values
 from oarlock.workers.distributed.shm_ring import RingLayout
-from oarlock.workers.layers.decoder_spec import DecoderSpec, layers_of_stage, slices_of, tensors_of
+from oarlock.workers.layers.decoder_spec import DecoderSpec, layers_of_stage, slices_of
 from oarlock.workers.layers.experts_spec import ExpertsSpec
 from oarlock.workers.layers.sharding import LARGEST_TP, shard_experts
 from oarlock.workers.layers.tensor_spec import Sharding
@@ -34,6 +34,7 @@ from oarlock.workers.runner.memory_needs import (
     CUDA_BYTES,
     largest_step_bytes,
     loaded_bytes_of_node,
+    rank_shapes,
     rank_tensors,
     rank_weight_bytes,
     sampling_bytes,
@@ -258,10 +259,11 @@ def _work(spec: DecoderSpec, formats: WeightFormats, config: WorkerConfig, stage
     size, item = config.tensor_parallel_size, ITEM_BYTES[config.dtype]
     layers = layers_of_stage(spec.num_layers, stage, stages)
     branches = [branch for layer in layers for branch in spec.layers[layer].branches]
-    inner = [
-        tensor for tensor in tensors_of(spec, layers) if tensor.is_matrix and tensor.sharding is not Sharding.VOCABULARY
-    ]
-    matrices = sum(math.prod(tensor.shape) * tensor.used for tensor in inner)
+    multiplied = sum(
+        math.prod(shape) * tensor.used
+        for tensor, shape in rank_shapes(config, spec, formats, stage)
+        if tensor.is_matrix and tensor.sharding is not Sharding.VOCABULARY
+    )
     is_last, head = stage == stages - 1, spec.vocab_size * spec.hidden_size
     held = list(rank_tensors(config, spec, formats, stage))
     experts = [(tensor.used, bytes_of) for tensor, bytes_of in held if tensor.expert is not None]
@@ -278,7 +280,7 @@ def _work(spec: DecoderSpec, formats: WeightFormats, config: WorkerConfig, stage
         expert_share=max((used for used, _ in experts), default=0.0),
         kv_bytes=groups.bytes_per_token,
         state_bytes=groups.slot_bytes,
-        token_ops=2 * matrices / size,
+        token_ops=2 * multiplied,
         row_ops=2 * head / size if is_last else 0.0,
         pair_ops=sum(branch.sublayer.pair_ops for branch in branches) / size,
         sum_bytes=len(branches) * spec.hidden_size * item if size > 1 else 0,

@@ -259,6 +259,7 @@ CASES: dict[str, Case] = {
     "minicpm3": Case("minicpm3", {}, (1, 2, 4)),
     "minicpm3-plain-biased": Case("minicpm3", {"scale_depth": None, "dim_model_base": None, "attention_bias": True,
         "mlp_bias": True, "v_head_dim": 12, "q_lora_rank": None, "tie_word_embeddings": False}, (2,)),
+    "minicpm3-longrope-long": Case("minicpm3", _longrope(4, 16), (2,), max_model_len=512),
     "youtu": Case("youtu", {}, (1, 2, 4)),
     "kimi-linear": Case("kimi_linear", {}, (1, 2, 4, 8)),
     "kimi-linear-query-latent-biased": Case("kimi_linear", {"q_lora_rank": 20, "attention_bias": True,

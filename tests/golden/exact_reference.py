@@ -84,7 +84,7 @@ class ExactReference:
         """Sequence -> prompt, of very different lengths. A model served beyond the length its LongRoPE was trained for
         uses the long factors for all sequences; transformers uses them for sequences that are themselves longer."""
         prompts = {0: self.tokens[:PROMPT], 1: self.tokens[3:20], 2: self.tokens[20:22]}
-        ropes = [attention.rope for attention in self.spec.attentions]
+        ropes = [layer.attention.rope for layer in self.spec.layers if layer.attention is not None]
         beyond = max((rope.original_max_positions for rope in ropes if rope is not None and rope.stretched), default=0)
         return {seq: prompt for seq, prompt in prompts.items() if len(prompt) > beyond}
 

@@ -41,11 +41,8 @@ class KVSpec:
 
     @property
     def key_format(self) -> KeyFormat:
-        """Format of a stored key. If it contains the value, the value and the other elements are quantized
-        separately."""
-        is_split = self.is_rounded and self.value_in_key and self.head_dim > self.value_width
-        widths = (self.value_width, self.head_dim - self.value_width) if is_split else (self.head_dim,)
-        return KeyFormat(self.kv_format, widths)
+        """Format of a stored key."""
+        return KeyFormat(self.kv_format, self.shape.key_parts)
 
     @property
     def value_elements(self) -> int:

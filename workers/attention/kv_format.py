@@ -111,10 +111,8 @@ def dequantized(kv_format: KVFormat, rows: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class KeyFormat:
-    """Storage format of a key of several parts, which are quantized separately and stored one after the other.
-
-    A key that contains its value has two parts: the value, and the rotated elements, which may be much larger.
-    """
+    """Storage format of a key of several parts (`KVShape.key_parts`), which are quantized separately and stored one
+    after the other."""
 
     kv_format: KVFormat
     widths: tuple[int, ...]  # values of each part

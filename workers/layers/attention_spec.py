@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from oarlock.workers.layers.memory_spec import PagesSpec
-from oarlock.workers.layers.sharding import heads_divide
+from oarlock.workers.layers.sharding import heads_divide, kv_heads_of_rank
 from oarlock.workers.layers.tensor_spec import Computation, NormSpec, RankDtype, Sharding, Tap, TensorSpec
 
 
@@ -219,12 +219,12 @@ class SelfAttentionSpec:
         """`shared_inputs` for messages."""
         return f"{self.shared_inputs} inputs of attention's output"
 
-    @property
-    def step_values(self) -> int:
-        """Values per token of q, k, v and the gate together, which exist at the same time, over all ranks."""
+    def step_values(self, size: int) -> int:
+        """Return the values per token of q, k, v and the gate together, which exist at the same time on each of `size`
+        ranks."""
         gate = self.num_gates if self.output_gate else 0
-        keys = self.num_kv_heads * (self.head_dim + self.value_width) if self.has_keys else 0
-        return self.num_heads * self.head_dim + keys + gate
+        heads = kv_heads_of_rank(self.num_kv_heads, size) if self.has_keys else 0
+        return (self.num_heads * self.head_dim + gate) // size + heads * (self.head_dim + self.value_width)
 
     @property
     def pair_ops(self) -> int:

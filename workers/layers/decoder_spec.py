@@ -77,8 +77,8 @@ class SublayerSpec(Protocol):
     @property
     def shared_inputs_name(self) -> str: ...
 
-    @property
-    def step_values(self) -> int: ...
+    def step_values(self, size: int) -> int:
+        """Return the values per token that exist at the same time on each of `size` ranks."""
 
     @property
     def pair_ops(self) -> int: ...
@@ -126,7 +126,11 @@ class LayerSpec:
         ]
         norms += [(name, 1.0) for name in self.sum_norms if name is not None]
         # Branches that scale a norm differently hold it twice.
-        found = [tensor for name, _ in dict.fromkeys(norms) for tensor in norm.tensors(f"{name}.", hidden)]
+        found = [
+            tensor if scale == 1.0 else replace(tensor, rank_dtype=RankDtype.FLOAT32)
+            for name, scale in dict.fromkeys(norms)
+            for tensor in norm.tensors(f"{name}.", hidden)
+        ]
         for branch in self.branches:
             module = branch.sublayer.module
             found += [replace(tensor, name=f"{module}.{tensor.name}") for tensor in branch.sublayer.tensors(hidden)]
@@ -254,13 +258,13 @@ class DecoderSpec:
 
     @property
     def cached_values(self) -> int:
-        """Number of values in the keys and values of one token, in all layers and over all ranks."""
+        """Number of values in the keys and values of one token, in all layers. Copies on several ranks count once."""
         pages = [(group.memory, len(group.layers)) for group in self.groups if isinstance(group.memory, PagesSpec)]
         return sum(count * one.kv_heads * one.stored_width for one, count in pages)
 
     @property
     def attentions(self) -> list[SelfAttentionSpec]:
-        """The different kinds of attention of all layers, in the order of their first use."""
+        """The different kinds of attention with keys and values of heads, in the order of their first use."""
         return [one for one in self.sublayers if isinstance(one, SelfAttentionSpec)]
 
     @property

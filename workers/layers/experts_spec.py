@@ -157,10 +157,9 @@ class ExpertsSpec(WithoutContext):
         """`shared_inputs` for messages."""
         return f"{self.width} of each expert's"
 
-    @property
-    def step_values(self) -> int:
-        """Values per token that exist at the same time, over all ranks."""
-        return 3 * (self.router.top_k * self.width + (0 if self.shared is None else self.shared.width))
+    def step_values(self, size: int) -> int:
+        """Return the values per token that exist at the same time on each of `size` ranks."""
+        return 3 * (self.router.top_k * self.width + (0 if self.shared is None else self.shared.width)) // size
 
     def _mlp(self, name: str, width: int, hidden: int, bias: bool) -> list[TensorSpec]:
         found: list[TensorSpec] = []

@@ -8,11 +8,19 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from oarlock.workers.layers.memory_spec import SlotsSpec, StatePart
-from oarlock.workers.layers.tensor_spec import Computation, RankDtype, Sharding, Tap, TensorSpec, WithoutContext
+from oarlock.workers.layers.tensor_spec import (
+    Computation,
+    DividedEvenly,
+    RankDtype,
+    Sharding,
+    Tap,
+    TensorSpec,
+    WithoutContext,
+)
 
 
 @dataclass(frozen=True, slots=True)
-class GatedDeltaSpec(WithoutContext):
+class GatedDeltaSpec(DividedEvenly, WithoutContext):
     """A gated delta net, from its input projections to its output projection.
 
     Queries, keys and values pass a short convolution and the gated delta rule. The result is normed by heads and gated.
@@ -109,11 +117,7 @@ class GatedDeltaSpec(WithoutContext):
 
     @property
     def most_ranks(self) -> int:
-        return self.num_key_heads
-
-    def divides(self, size: int) -> bool:
-        """Return whether the key heads, each with its value heads, can be divided among `size` ranks."""
-        return self.num_key_heads % size == 0
+        return self.num_key_heads  # each with its value heads
 
     @property
     def sizes(self) -> str:
@@ -130,8 +134,7 @@ class GatedDeltaSpec(WithoutContext):
         """`shared_inputs` for messages."""
         return f"{self.shared_inputs} inputs of the gated delta net's output"
 
-    @property
-    def step_values(self) -> int:
-        """Values per token that exist at the same time, over all ranks: the convolution's inputs and results, z, the
-        rule's results before and after the norm, and four float32 values of each head."""
-        return 2 * self.channels + 3 * self.value_size + 8 * self.num_value_heads
+    def step_values(self, size: int) -> int:
+        """Return the values per token that exist at the same time on each of `size` ranks: the convolution's inputs and
+        results, z, the rule's results before and after the norm, and four float32 values of each head."""
+        return (2 * self.channels + 3 * self.value_size + 8 * self.num_value_heads) // size

@@ -9,11 +9,19 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from oarlock.workers.layers.memory_spec import SlotsSpec, StatePart
-from oarlock.workers.layers.tensor_spec import Computation, RankDtype, Sharding, Tap, TensorSpec, WithoutContext
+from oarlock.workers.layers.tensor_spec import (
+    Computation,
+    DividedEvenly,
+    RankDtype,
+    Sharding,
+    Tap,
+    TensorSpec,
+    WithoutContext,
+)
 
 
 @dataclass(frozen=True, slots=True)
-class KimiDeltaSpec(WithoutContext):
+class KimiDeltaSpec(DividedEvenly, WithoutContext):
     """Kimi delta attention, from its input projections to its output projection.
 
     Queries, keys and values, with equal numbers of heads, pass a short convolution and the gated delta rule. The result
@@ -115,10 +123,6 @@ class KimiDeltaSpec(WithoutContext):
     def most_ranks(self) -> int:
         return self.num_heads
 
-    def divides(self, size: int) -> bool:
-        """Return whether the heads can be divided among `size` ranks."""
-        return self.num_heads % size == 0
-
     @property
     def sizes(self) -> str:
         """The sizes that are divided among ranks, for messages."""
@@ -134,8 +138,9 @@ class KimiDeltaSpec(WithoutContext):
         """`shared_inputs` for messages."""
         return f"{self.shared_inputs} inputs of Kimi delta attention's output"
 
-    @property
-    def step_values(self) -> int:
-        """Values per token that exist at the same time, over all ranks: the convolution's inputs and results, the
-        output gate, the rule's results before and after the norm, and one float32 value of each channel for decays."""
-        return 6 * self.size + 3 * self.size + 2 * self.size + 4 * self.num_heads
+    def step_values(self, size: int) -> int:
+        """Return the values per token that exist at the same time on each of `size` ranks: the convolution's inputs and
+        results, the output gate, the rule's results before and after the norm, one float32 value of each channel for
+        decays, and the values between two projections, which every rank has."""
+        of_heads = 6 * self.size + 3 * self.size + 2 * self.size + 4 * self.num_heads
+        return of_heads // size + (self.decay_rank or 0) + (self.gate_rank or 0)

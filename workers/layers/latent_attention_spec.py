@@ -14,11 +14,11 @@ from typing import ClassVar
 
 from oarlock.workers.layers.attention_spec import RopeSpec
 from oarlock.workers.layers.memory_spec import PagesSpec
-from oarlock.workers.layers.tensor_spec import Computation, RankDtype, Sharding, Tap, TensorSpec
+from oarlock.workers.layers.tensor_spec import Computation, DividedEvenly, RankDtype, Sharding, Tap, TensorSpec
 
 
 @dataclass(frozen=True, slots=True)
-class LatentAttentionSpec:
+class LatentAttentionSpec(DividedEvenly):
     """Causal latent attention, from the projections of queries and of the latent to the output projection."""
 
     num_heads: int
@@ -89,7 +89,8 @@ class LatentAttentionSpec:
         found.append(TensorSpec("kv_a_proj_with_mqa.weight", (self.key_width, hidden)))
         if self.bias:
             found.append(TensorSpec("kv_a_proj_with_mqa.bias", (self.key_width,)))
-        found.append(TensorSpec("kv_a_layernorm.weight", (self.kv_rank,), rank_dtype=RankDtype.FOR_KERNELS))
+        scaled = RankDtype.FOR_KERNELS if self.latent_factor == 1.0 else RankDtype.FLOAT32
+        found.append(TensorSpec("kv_a_layernorm.weight", (self.kv_rank,), rank_dtype=scaled))
         for module, (width, inputs) in self.head_matrices.items():
             shape = heads * width, inputs
             found.append(TensorSpec(f"{module}.weight", shape, outputs, heads, RankDtype.DEQUANTIZED))
@@ -123,10 +124,6 @@ class LatentAttentionSpec:
     def most_ranks(self) -> int:
         return self.num_heads
 
-    def divides(self, size: int) -> bool:
-        """Return whether the heads can be divided among `size` ranks."""
-        return self.num_heads % size == 0
-
     @property
     def sizes(self) -> str:
         """The sizes that are divided among ranks, for messages."""
@@ -142,11 +139,12 @@ class LatentAttentionSpec:
         """`shared_inputs` for messages."""
         return f"{self.shared_inputs} inputs of attention's output"
 
-    @property
-    def step_values(self) -> int:
-        """Values per token that exist at the same time, over all ranks: queries before and after absorption, results in
-        latents, and the row."""
-        return self.num_heads * (self.query_width + self.key_width + self.kv_rank) + 2 * self.key_width
+    def step_values(self, size: int) -> int:
+        """Return the values per token that exist at the same time on each of `size` ranks: queries before and after
+        absorption and results in latents of its heads; the queries' own latent, and the row before and after its
+        norm."""
+        of_head = self.query_width + self.key_width + self.kv_rank
+        return self.num_heads * of_head // size + (self.q_rank or 0) + 2 * self.key_width
 
     @property
     def pair_ops(self) -> int:

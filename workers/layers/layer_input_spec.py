@@ -7,7 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from oarlock.workers.layers.tensor_spec import Computation, NormSpec, Sharding, Tap, TensorSpec, WithoutContext
+from oarlock.workers.layers.tensor_spec import (
+    Computation,
+    DividedEvenly,
+    NormSpec,
+    Sharding,
+    Tap,
+    TensorSpec,
+    WithoutContext,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +45,7 @@ class LayerInputTable:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerInputSpec(WithoutContext):
+class LayerInputSpec(DividedEvenly, WithoutContext):
     """The sublayer `down(activation(gate(x)) * input)`, where `input` is the layer's own input of each token."""
 
     width: int  # values per token of the layer's input
@@ -75,10 +83,6 @@ class LayerInputSpec(WithoutContext):
     def most_ranks(self) -> int:
         return self.width
 
-    def divides(self, size: int) -> bool:
-        """Return whether `size` ranks can share the width equally."""
-        return self.width % size == 0
-
     @property
     def sizes(self) -> str:
         """The sizes that are divided among ranks, for messages."""
@@ -94,7 +98,6 @@ class LayerInputSpec(WithoutContext):
         """`shared_inputs` for messages."""
         return f"{self.shared_inputs} of each layer's"
 
-    @property
-    def step_values(self) -> int:
-        """Values per token that exist at the same time, over all ranks."""
-        return 2 * self.width
+    def step_values(self, size: int) -> int:
+        """Return the values per token that exist at the same time on each of `size` ranks."""
+        return 2 * self.width // size

@@ -138,9 +138,9 @@ class Mamba2Spec(WithoutContext):
         """`shared_inputs` for messages."""
         return f"{self.shared_inputs} inputs of Mamba's output"
 
-    @property
-    def step_values(self) -> int:
-        """Values per token that exist at the same time, over all ranks: the projection, the convolved rows, and two
-        float32 copies of the result."""
-        projected = 2 * self.width + 2 * self.group_width + self.num_heads
-        return projected + self.width + 2 * self.group_width + 4 * self.width
+    def step_values(self, size: int) -> int:
+        """Return the values per token that exist at the same time on each of `size` ranks: the projection, the
+        convolved rows, and two float32 copies of the result. Several ranks may have copies of B and C."""
+        of_groups = 2 * self.group_width // self.groups * max(1, self.groups // size)
+        projected = (2 * self.width + self.num_heads) // size + of_groups
+        return projected + self.width // size + of_groups + 4 * self.width // size

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from oarlock.workers.layers.tensor_spec import Computation, Sharding, Tap, TensorSpec, WithoutContext
+from oarlock.workers.layers.tensor_spec import Computation, DividedEvenly, Sharding, Tap, TensorSpec, WithoutContext
 
 
 @dataclass(frozen=True, slots=True)
-class MLPSpec(WithoutContext):
+class MLPSpec(DividedEvenly, WithoutContext):
     """An MLP without a gate: `down(activation(up(x)))`."""
 
     intermediate_size: int
@@ -54,10 +54,6 @@ class MLPSpec(WithoutContext):
     def most_ranks(self) -> int:
         return self.intermediate_size
 
-    def divides(self, size: int) -> bool:
-        """Return whether `size` ranks can share the intermediate size equally."""
-        return self.intermediate_size % size == 0
-
     @property
     def sizes(self) -> str:
         """The sizes that are divided among ranks, for messages."""
@@ -73,8 +69,7 @@ class MLPSpec(WithoutContext):
         """`shared_inputs` for messages."""
         return f"{self.shared_inputs} of the MLP's"
 
-    @property
-    def step_values(self) -> int:
-        """Values per token that exist at the same time, over all ranks: the projection, which may be float32, and its
-        activation."""
-        return 3 * self.intermediate_size
+    def step_values(self, size: int) -> int:
+        """Return the values per token that exist at the same time on each of `size` ranks: the projection, which may be
+        float32, and its activation."""
+        return 3 * self.intermediate_size // size

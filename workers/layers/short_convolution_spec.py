@@ -8,13 +8,21 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from oarlock.workers.layers.memory_spec import SlotsSpec, StatePart
-from oarlock.workers.layers.tensor_spec import Computation, RankDtype, Sharding, Tap, TensorSpec, WithoutContext
+from oarlock.workers.layers.tensor_spec import (
+    Computation,
+    DividedEvenly,
+    RankDtype,
+    Sharding,
+    Tap,
+    TensorSpec,
+    WithoutContext,
+)
 
 _PARTS = ("b", "c", "x")  # the inputs' gate, the results' gate and the inputs, in the order of the stored rows
 
 
 @dataclass(frozen=True, slots=True)
-class ShortConvolutionSpec(WithoutContext):
+class ShortConvolutionSpec(DividedEvenly, WithoutContext):
     """The gated short convolution of LFM2: `out(c * convolution(b * x))`, with projections b, c and x of the input.
 
     The convolution is depthwise: a channel's result depends on its own latest `kernel_size` values.
@@ -71,10 +79,6 @@ class ShortConvolutionSpec(WithoutContext):
     def most_ranks(self) -> int:
         return self.channels
 
-    def divides(self, size: int) -> bool:
-        """Return whether `size` ranks can share the channels equally."""
-        return self.channels % size == 0
-
     @property
     def sizes(self) -> str:
         """The sizes that are divided among ranks, for messages."""
@@ -90,7 +94,7 @@ class ShortConvolutionSpec(WithoutContext):
         """`shared_inputs` for messages."""
         return f"{self.shared_inputs} inputs of the convolution's output"
 
-    @property
-    def step_values(self) -> int:
-        """Values per token of b, c, x and the convolution's inputs, which exist at the same time, over all ranks."""
-        return 4 * self.channels
+    def step_values(self, size: int) -> int:
+        """Return the values per token that exist at the same time on each of `size` ranks: b, c, x and the inputs of
+        the convolution."""
+        return 4 * self.channels // size

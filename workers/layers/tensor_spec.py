@@ -1,5 +1,6 @@
 """Descriptions of stored tensors, norms and sublayers, from which specifications are built. Torch-free."""
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Self
@@ -140,3 +141,18 @@ class WithoutContext:
     def for_length(self, length: int) -> Self:
         """Return the same specification: it does not depend on `length`."""
         return self
+
+
+class DividedEvenly(ABC):
+    """Parts of the specification of a sublayer whose heads, channels or columns are divided equally among ranks."""
+
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def most_ranks(self) -> int:
+        """The number of heads, channels or columns, and so the most ranks that can share the sublayer."""
+
+    def divides(self, size: int) -> bool:
+        """Return whether `size` ranks can share the sublayer."""
+        return self.most_ranks % size == 0

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from oarlock.workers.attention.backend import AttentionBackend, AttentionSpec, KVSpec, LayerMemory, LayerStep
+from oarlock.workers.attention.backend import AttentionBackend, KVSpec, LayerMemory, LayerStep
 from oarlock.workers.attention.forward_batch import ForwardBatch
 from oarlock.workers.attention.rows_by_slot import AdaptedRows, StepRows
 from oarlock.workers.distributed.parallel_state import TensorParallel
@@ -240,9 +240,6 @@ class Decoder:
         self.groups = spec.groups  # memory groups of the whole model
         groups = [spec.group_of(i, PagesSpec) for i in stage]
         self.pages_of = [-1 if group is None else group for group in groups]  # number of each layer's group of pages
-        self.attention_specs: list[AttentionSpec] = [
-            layer.attention.spec for layer in self.layers if layer.attention is not None
-        ]
 
     def with_layers(self, layers: list[int]) -> "Decoder":
         """Return a decoder of only these layers that shares this decoder's weights: faster, with the same kernels and

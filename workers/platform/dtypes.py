@@ -45,16 +45,19 @@ class KVShape:
         return self.head_dim if self.value_dim is None else self.value_dim
 
     @property
-    def key_bytes(self) -> int:
-        """Bytes of one KV head's key of one token in one layer.
+    def key_parts(self) -> tuple[int, ...]:
+        """Numbers of values of the parts of a key that are quantized separately.
 
-        If the value is in the key, the elements of the value and the others are quantized separately: the others are
-        rotated, and may be much larger.
+        A key that contains its value has two parts: the value, and the rotated elements, which may be much larger.
         """
-        if not self.value_in_key:
-            return row_bytes(self.cache_dtype, self.head_dim, self.item_bytes)
-        widths = self.value_width, self.head_dim - self.value_width
-        return sum(row_bytes(self.cache_dtype, width, self.item_bytes) for width in widths)
+        others = self.head_dim - self.value_width
+        is_split = self.is_rounded and self.value_in_key and others > 0
+        return (self.value_width, others) if is_split else (self.head_dim,)
+
+    @property
+    def key_bytes(self) -> int:
+        """Bytes of one KV head's key of one token in one layer."""
+        return sum(row_bytes(self.cache_dtype, width, self.item_bytes) for width in self.key_parts)
 
     @property
     def value_bytes(self) -> int:

@@ -79,7 +79,7 @@ def rank_tensors(
 ) -> Iterator[tuple[TensorSpec, int]]:
     """Yield the tensors that the first rank of `stage` holds, and the bytes of its part of each."""
     slices, on_cpu, item = _slices_of_rank(config, spec, formats), config.device != "cuda", ITEM_BYTES[config.dtype]
-    for tensor, shape in _rank_shapes(config, spec, formats, stage):
+    for tensor, shape in rank_shapes(config, spec, formats, stage):
         if tensor.is_matrix:
             is_cut = tensor.expert is None or not config.enable_expert_parallel
             yield tensor, _matrix_bytes(tensor, shape, formats, item, slices if is_cut else 1)
@@ -98,7 +98,7 @@ def adapter_slot_bytes(
     `lora_target_modules` chooses, at the highest rank. `config` must have a resolved dtype."""
     chosen, last, values = SlotModules(spec, config.lora_target_modules), stage == config.pipeline_parallel_size - 1, 0
     all_slices = slices_of(spec, formats) if config.device != "cuda" else 1
-    for tensor, shape in _rank_shapes(config, spec, formats, stage, only_first_experts=True):
+    for tensor, shape in rank_shapes(config, spec, formats, stage, only_first_experts=True):
         if not can_be_adapted(tensor):
             continue
         pairs = int(chosen.has(tensor.name.removesuffix(".weight")))
@@ -119,7 +119,7 @@ def _slices_of_rank(config: WorkerConfig, spec: DecoderSpec, formats: WeightForm
     return slices // size if slices % size == 0 else 1
 
 
-def _rank_shapes(
+def rank_shapes(
     config: WorkerConfig, spec: DecoderSpec, formats: WeightFormats, stage: int, *, only_first_experts: bool = False
 ) -> Iterator[tuple[TensorSpec, tuple[int, ...]]]:
     """Yield the tensors that the first rank of `stage` holds, and the shape of its part of each. The experts of a layer
@@ -184,10 +184,10 @@ def step_bytes(config: WorkerConfig, spec: DecoderSpec, num_tokens: int, num_row
     the products with A of adapted experts.
     """
     size, item = config.tensor_parallel_size, ITEM_BYTES[config.dtype]
-    inner = max(sum(branch.sublayer.step_values for branch in layer.branches) for layer in set(spec.layers))
-    row = 4 * spec.hidden_size + inner // size
+    inner = max(sum(branch.sublayer.step_values(size) for branch in layer.branches) for layer in set(spec.layers))
+    row = 4 * spec.hidden_size + inner
     at_once = num_tokens if config.device == "cuda" else min(num_tokens, _SUMS_AT_ONCE)
-    sums = num_tokens * spec.hidden_size + at_once * inner // size if config.max_loras else 0
+    sums = num_tokens * spec.hidden_size + at_once * inner if config.max_loras else 0
     sums += _low_values_of_experts(config, spec, num_tokens)
     logits = min(num_rows, MAX_LOGITS_ROWS) * spec.vocab_size // size
     return num_tokens * row * item + _FLOAT32 * (sums + logits)

@@ -14,10 +14,16 @@ from oarlock.workers.layers.sharding import LARGEST_TP
 from oarlock.workers.layers.tensor_spec import NormSpec, Tap, TensorSpec
 from oarlock.workers.model_files.tensor_names import AS_STORED
 from oarlock.workers.transformers_backend.class_description import AttentionCall, ClassDescription, StateCall
-from oarlock.workers.transformers_backend.placement_plan import smallest_shared_inputs, tensor_specs
+from oarlock.workers.transformers_backend.placement_plan import (
+    Division,
+    division_on,
+    smallest_shared_inputs,
+    tensor_specs,
+)
 
 # Tokens of a class whose config.json has no limit: by default, and at most.
 DEFAULT_LENGTH, LONGEST_LENGTH = 32768, 2**20
+_WHOLE_OUTPUTS = (Division.WHOLE, Division.GATHERED_COLUMN)  # of linear layers whose results every rank has
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +33,8 @@ class ClassSublayer:
     memory: MemorySpec | None
     ranks: int  # tensor-parallel size that the class was tried with
     shared_inputs: int  # inputs of its linear layers that ranks divide; 0: none
-    step_values: int  # values per token that exist at the same time, over all ranks
-    pair_ops: int = 0  # multiplications and additions of a token for each token of its context
+    values: int  # per token, which exist at the same time, over all ranks
+    pair_ops: int = 0  # multiplications and additions of a token for each token of its context, over all ranks
 
     module: ClassVar[str] = "layer"
     title: ClassVar[str] = "layer"
@@ -64,6 +70,10 @@ class ClassSublayer:
         """`shared_inputs` for messages."""
         return f"{self.shared_inputs} inputs of a linear layer"
 
+    def step_values(self, size: int) -> int:
+        """Return the values per token that exist at the same time on each of `size` ranks."""
+        return self.values // size
+
     def for_length(self, length: int) -> Self:
         """Return the same specification: it does not depend on `length`."""
         return self
@@ -96,19 +106,28 @@ def _layers(description: ClassDescription) -> tuple[LayerSpec, ...]:
     states: dict[int, list[StateCall]] = {}
     for state in description.states:
         states.setdefault(state.layer, []).append(state)
-    shared = smallest_shared_inputs(description)
-    outputs = sum(tensor.shape[0] for tensor in description.tensors if tensor.role == "linear")
+    shared, ranks = smallest_shared_inputs(description), description.ranks
+
+    def over_ranks(count: int, is_divided: bool) -> int:
+        """Return the sum over all ranks of `count`, which ranks divide, or each of them has."""
+        return count if is_divided else count * ranks
+
+    outputs = sum(
+        over_ranks(tensor.shape[0], division_on(ranks, tensor) not in _WHOLE_OUTPUTS)
+        for tensor in description.tensors
+        if tensor.role == "linear"
+    )
     values = -(-outputs // max(1, description.layers))  # every linear layer's output, as if all were kept
 
     def sublayer(memory: MemorySpec | None, values: int, pair_ops: int = 0) -> BranchSpec:
-        return BranchSpec(ClassSublayer(memory, description.ranks, shared, values, pair_ops), None)
+        return BranchSpec(ClassSublayer(memory, ranks, shared, values, pair_ops), None)
 
     found = []
     for layer in range(description.layers):
         branches = []
         if layer in pages:
             call = pages[layer]
-            pair_ops = 2 * call.heads * (call.key_width + call.value_width)
+            pair_ops = over_ranks(2 * call.heads * (call.key_width + call.value_width), call.is_divided)
             branches.append(sublayer(_pages(call), values, pair_ops))
         if layer in states:
             branches.append(sublayer(slots_of(states[layer]), 0 if branches else values))

@@ -321,6 +321,34 @@ def test_a_step_does_not_read_whole_tables(tmp_path: Path) -> None:
     assert read[0] == read[1] > 0
 
 
+_HEADS = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 50, "head_dim": 16}
+
+
+@pytest.mark.parametrize(
+    ("config", "whole"),
+    [
+        # the projections of queries and of keys and values to their latents
+        ({"architectures": ["YoutuForCausalLM"], "num_attention_heads": 8, "q_lora_rank": 32, "kv_lora_rank": 48,
+          "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16}, 64 * (32 + 48 + 16)),
+        # keys and values of the only head
+        ({"architectures": ["Qwen3ForCausalLM"], "num_attention_heads": 8, "num_key_value_heads": 1}, 64 * (16 + 16)),
+    ],
+    ids=["latents", "one head of keys"],
+)  # fmt: skip
+def test_ranks_compute_what_they_do_not_divide(tmp_path: Path, config: dict[str, Any], whole: int) -> None:
+    """`whole`: number of weights of a layer that every rank has."""
+    (tmp_path / "config.json").write_text(json.dumps({**_HEADS, **config}))
+
+    def operations(size: int) -> float:
+        one = WorkerConfig(str(tmp_path), load_format="dummy", device="cpu", dtype="float32")
+        model = open_model(one.with_(tensor_parallel_size=size))
+        (work,) = work_of(model, capacity(model, {}, Memory("cpu", 1 << 34)).config)
+        return work.token_ops
+
+    whole *= 2 * _HEADS["num_hidden_layers"]
+    assert operations(4) == (operations(1) - whole) / 4 + whole
+
+
 def test_a_plan_shows_the_slots_of_recurrent_state(tmp_path: Path, capsys) -> None:
     (tmp_path / "config.json").write_text(json.dumps(QWEN_3_5))
     flags = [str(tmp_path), "--load-format", "dummy", "--dtype", "bfloat16", "--max-model-len", "32768"]

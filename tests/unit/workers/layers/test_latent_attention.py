@@ -16,9 +16,11 @@ from oarlock.workers.attention.reference import ReferenceBackend
 from oarlock.workers.attention.torch_backend import TorchBackend
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.distributed.parallel_state import TensorParallel
+from oarlock.workers.kernels.cpu import gemm
 from oarlock.workers.layers.attention_spec import RopeSpec
 from oarlock.workers.layers.decoder_spec import BranchSpec, DecoderSpec, LayerSpec, tensor_shapes
 from oarlock.workers.layers.gated_mlp_spec import GatedMLPSpec
+from oarlock.workers.layers.head_matmul import HeadMatmul
 from oarlock.workers.layers.latent_attention_spec import LatentAttentionSpec
 from oarlock.workers.layers.tensor_spec import NormSpec
 from oarlock.workers.lora.adapter_slots import AdapterSlots
@@ -145,6 +147,21 @@ def test_factors_of_queries_and_of_the_latent() -> None:
 
     ((found, expected),) = on_ranks(1, logits)
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("way", ["kernel", "matmuls", "stacked"])
+def test_heads_may_be_parts_of_wider_rows(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the C++ kernel, in torch's matmul of each head, and in the matmul of all heads that devices use."""
+    weight, rows, wide = torch.randn(3, 40, 24), torch.randn(9, 3, 30), torch.zeros(9, 3, 50)
+    can_serve = gemm.can_serve
+    monkeypatch.setattr(gemm, "can_serve", lambda weight: way == "kernel" and can_serve(weight))
+    multiply = HeadMatmul(weight)
+    multiply.stacked = weight.transpose(1, 2).contiguous() if way == "stacked" else None
+    expected = torch.einsum("thi,hoi->tho", rows[..., 6:], weight)
+    multiply(rows[..., 6:], out=wide[..., 10:])
+    for found in (multiply(rows[..., 6:]), wide[..., 10:]):
+        torch.testing.assert_close(found, expected)
+    assert not wide[..., :10].any()
 
 
 def test_adapters_update_all_matrices_but_those_of_the_latent(tmp_path: Path) -> None:

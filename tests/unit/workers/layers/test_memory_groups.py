@@ -52,7 +52,6 @@ class RunningMeanSpec:
     fused: ClassVar[dict[str, tuple[str, ...]]] = {}
     most_ranks: ClassVar[int] = 4
     shared_inputs: ClassVar[int] = 0
-    step_values: ClassVar[int] = HIDDEN
     pair_ops: ClassVar[int] = 0
 
     @property
@@ -64,6 +63,9 @@ class RunningMeanSpec:
 
     def divides(self, size: int) -> bool:
         return self.rows % size == 0
+
+    def step_values(self, size: int) -> int:
+        return HIDDEN // size
 
     def for_length(self, length: int) -> "RunningMeanSpec":
         return self

@@ -128,3 +128,13 @@ def test_pages_in_8_bits_are_counted_to_the_byte(cache, row):
     assert f"{spec.bytes_per_token} bytes = 2 x 24 layers x 2 KV heads x {row} bytes" in refused.value.cause
     with pytest.raises(StartupError, match="use --kv-cache-dtype int8, or "):
         blocks_that_fit(QWEN, config(), room(1 << 20))
+
+
+@pytest.mark.parametrize(
+    ("cache", "of_token", "row"), [("auto", 27 * 1152, "576 x 2"), ("int8", 27 * 580, "(576 x 1 + 4)")]
+)
+def test_a_key_that_contains_its_value_is_counted_once(cache, of_token, row):
+    spec = KVSpec(27, 1, 576, 32, torch.bfloat16, torch.device("cpu"), cache, value_dim=512, value_in_key=True)
+    with pytest.raises(StartupError) as refused:
+        blocks_that_fit(spec, config(), room(1 << 20))
+    assert f"{of_token} bytes = 27 layers x {row} bytes a token" in refused.value.cause

@@ -8,9 +8,16 @@ import torch
 from oarlock.base.errors import StartupError
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.distributed.parallel_state import TensorParallel
+from oarlock.workers.layers.attention_spec import RopeSpec, SelfAttentionSpec
+from oarlock.workers.layers.decoder_spec import BranchSpec, DecoderSpec, LayerSpec
+from oarlock.workers.layers.gated_mlp_spec import GatedMLPSpec
+from oarlock.workers.layers.latent_attention_spec import LatentAttentionSpec
+from oarlock.workers.layers.mamba2_spec import Mamba2Spec
+from oarlock.workers.layers.tensor_spec import NormSpec
+from oarlock.workers.models.decoder import Decoder
 from oarlock.workers.preflight import preflight
 from oarlock.workers.quantization.registry import QUANTIZATIONS
-from oarlock.workers.runner.memory_needs import is_out_of_memory, weight_bytes
+from oarlock.workers.runner.memory_needs import is_out_of_memory, rank_weight_bytes, weight_bytes
 from oarlock.workers.runner.model_runner import ModelRunner
 from tests.golden.tiny_models import make_tiny
 
@@ -94,3 +101,23 @@ def test_weights_are_counted_as_loaded(tmp_path: Path, quantization: str, tied: 
     runner = ModelRunner(preflight(config), TensorParallel.solo())
     runner.load(lambda fraction: None)
     assert weight_bytes(runner.spec, "float32", runner.description.formats) == runner.model.weight_bytes
+
+
+def test_a_step_holds_the_values_that_ranks_do_not_divide() -> None:
+    """Rows and latents of queries, a head of keys and values, B and C of a group: each rank has some of its own."""
+    latent = LatentAttentionSpec(16, 12, 4, 8, kv_rank=32, scale=0.25, rope=None, q_rank=24)
+    assert latent.step_values(8) - latent.step_values(16) == 16 * (16 + 36 + 32) // 16
+    heads = SelfAttentionSpec(16, 2, 8, 0.25, None)
+    assert [heads.step_values(size) for size in (1, 2, 16)] == [16 * 8 + 2 * 16, 8 * 8 + 16, 8 + 16]
+    groups = Mamba2Spec(16, 4, groups=2, state_width=8, window=4, eps=1e-6)
+    assert groups.step_values(2) - groups.step_values(16) == (7 * 64 + 16) * 7 // 16
+
+
+def test_norms_with_a_factor_are_counted_in_float32() -> None:
+    """A device keeps other norms in the model's dtype."""
+    rope = RopeSpec("default", 1e4, 4)
+    latent = LatentAttentionSpec(2, 12, 4, 8, kv_rank=32, scale=0.25, rope=rope, latent_factor=0.5)
+    branches = BranchSpec(latent, "a"), BranchSpec(GatedMLPSpec(64), "b", input_scale=0.5)
+    spec = DecoderSpec("Tiny", 50, 48, (LayerSpec(branches),), NormSpec(), 64, 64)
+    rank = Decoder(spec, TensorParallel.solo(), torch.bfloat16, torch.device("meta"))
+    assert rank.weight_bytes == rank_weight_bytes(WorkerConfig("x", device="cuda", dtype="bfloat16"), spec)

@@ -116,6 +116,21 @@ def test_bytes_of_parts_are_as_predicted(ranks: int, quantization: str) -> None:
     assert found == predicted
 
 
+@pytest.mark.parametrize("is_divided", [True, False])
+def test_work_that_every_rank_does_counts_for_each(is_divided: bool) -> None:
+    """Memory and time of a step are those of all ranks together, divided by their number."""
+
+    def of(ranks: int) -> tuple[int, int]:
+        one = described(ranks)
+        call = replace(one.attention[0], is_divided=is_divided)
+        (branch,) = spec_of(replace(one, attention=(call,)), "bfloat16").layers[0].branches
+        return 4 * branch.sublayer.step_values(4), branch.sublayer.pair_ops
+
+    (values, pair_ops), (values_of_four, pair_ops_of_four) = of(1), of(4)
+    assert values_of_four - values == 3 * (2 * 96 + 2 * 40 + 4), "gathered and latent, with biases, and the router"
+    assert pair_ops_of_four == pair_ops * (1 if is_divided else 4)
+
+
 @pytest.mark.parametrize(
     ("role", "shape", "style"),
     [("linear", (95, 64), "colwise"), ("linear", (98, 64), "packed_colwise"), ("linear", (64, 95), "rowwise"),
