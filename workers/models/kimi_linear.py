@@ -111,7 +111,7 @@ def describe_ling(fields: Fields) -> DecoderSpec:
         fields.number("rms_norm_eps", 1e-6),
         lower_bound=_lower_bound(fields) if fields.flag("kda_safe_gate", True) else None,
     )
-    fields = _without_head_dim(_with_whole_rotation(fields))
+    fields = _without_head_dim(_with_whole_rotation(fields, delta.head_width))
     attention = latent_attention(fields, _LING, interleaved=True)
     mixture = _mixture(fields, experts=512, width=768, scale=2.5, groups=(8, 4))
     fields.check_value("moe_shared_expert_intermediate_size", mixture.width)
@@ -131,11 +131,10 @@ def _check_ling(fields: Fields) -> None:
             raise unsupported(key, limits, "Limits of the experts' activations are not supported.")
 
 
-def _with_whole_rotation(fields: Fields) -> Fields:
-    """Return the config without `partial_rotary_factor`: the share of a head's width that `qk_rope_head_dim` is, and
-    not a share of `qk_rope_head_dim`."""
-    rotated, width = fields.count("qk_rope_head_dim", _LING.rope_width), fields.count("head_dim", _WIDTH)
-    found = dict(fields.raw)
+def _with_whole_rotation(fields: Fields, width: int) -> Fields:
+    """Return the config without `partial_rotary_factor`: the share of `width`, of a head of Kimi delta attention, that
+    `qk_rope_head_dim` is, and not a share of `qk_rope_head_dim`."""
+    rotated, found = fields.count("qk_rope_head_dim", _LING.rope_width), dict(fields.raw)
     tables = {key: dict(found[key]) for key in ("rope_parameters", "rope_scaling") if isinstance(found.get(key), dict)}
     for settings in (found, *tables.values()):
         share = settings.pop(_SHARE, None)

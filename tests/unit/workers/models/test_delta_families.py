@@ -191,6 +191,7 @@ def test_the_published_class_of_ling_has_a_latent_of_queries_and_rotates_all_of_
     assert names(f"{gate}.expert_bias") == f"{gate}.e_score_correction_bias"
     unlimited = {key: [0.0] * 23 + [None] for key in ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list")}
     assert describe({**TINY, **unlimited}) == spec
+    assert describe({**TINY, "head_dim": 64, "linear_head_dim": 128}) == spec  # as transformers stores it
 
 
 @pytest.mark.parametrize(
