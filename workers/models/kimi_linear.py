@@ -148,7 +148,7 @@ def _kinds_of_ling(fields: Fields) -> list[str]:
     given, every, layers = layer_kinds(fields, LINEAR), fields.count("layer_group_size", 6), fields.layers()
     if given is None and layers % every:
         # After the last whole group transformers has Kimi delta attention, and the authors' code latent attention.
-        raise unsupported("layer_group_size", every, f"It must divide num_hidden_layers {layers}, or give layer_types.")
+        raise unsupported("layer_group_size", every, f"Without layer_types it must divide num_hidden_layers, {layers}.")
     return given or [FULL if (index + 1) % every == 0 else LINEAR for index in range(layers)]
 
 
