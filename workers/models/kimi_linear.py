@@ -17,7 +17,7 @@ from oarlock.workers.models.deepseek import SIGMOID, latent_mixtures, mixture_of
 from oarlock.workers.models.hf_config import expert_counts, layer_kinds, with_first
 from oarlock.workers.models.hf_delta import FULL, LINEAR, LONGEST_CONVOLUTION
 from oarlock.workers.models.hf_experts import grouped_router, sparse_layers
-from oarlock.workers.models.hf_fields import LEAST_NUMBER, Describe, Fields, unsupported
+from oarlock.workers.models.hf_fields import Describe, Fields, unsupported
 from oarlock.workers.models.hf_latent import LatentDefaults, latent_attention
 
 _KIMI = LatentDefaults(q_rank=None, positions=2**20)
@@ -214,10 +214,11 @@ def _kinds_of(table: Mapping[str, Any], layers: int) -> list[str]:
 
 
 def _lower_bound(fields: Fields) -> float:
-    """Return the lower bound of the logarithms of decays. A bound of 0 or more would let states grow."""
+    """Return the lower bound of the logarithms of decays. With a positive bound states would grow, and 0 means no bound
+    to the kernels, in float32."""
     bound = fields.raw.get("kda_lower_bound")
     bound = -5.0 if bound is None else bound
-    if isinstance(bound, bool) or not isinstance(bound, int | float) or not LEAST_NUMBER <= -bound < 1e6:
+    if isinstance(bound, bool) or not isinstance(bound, int | float) or not 1e-12 <= -bound < 1e6:
         raise unsupported("kda_lower_bound", bound, "It must be a negative number above -1e6, and not almost 0.")
     return float(bound)
 

@@ -206,6 +206,7 @@ def test_the_published_class_of_ling_has_a_latent_of_queries_and_rotates_all_of_
         (KIMI, {"n_group": 4}, "num_expert_group and n_group differ"),
         (KIMI, {"norm_topk_prob": False}, "moe_renormalize"),
         (LING, {"kda_lower_bound": 5.0}, "kda_lower_bound"),
+        (LING, {"kda_lower_bound": -1e-50}, "kda_lower_bound"),  # 0 in float32, which means no bound
         (TINY, {"expert_swiglu_limit_list": [0] * 22 + [4, 4]}, "expert_swiglu_limit_list"),
         (TINY, {"share_expert_swiglu_limit_list": [0] * 23 + [7.0]}, "share_expert_swiglu_limit_list"),
         (TINY, {"no_kda_lora": False}, "no_kda_lora"),
