@@ -174,7 +174,8 @@ _KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "Others": {
         "AXK1ForCausalLM": ("skt/A.X-K1", EXPERTS, LATENT),
-        "BailingHybridForCausalLM": ("inclusionAI/Ling-3.0-Flash", EXPERTS, RECURRENT, LATENT),
+        "BailingHybridForCausalLM": ("inclusionAI/Ling-3.0-tiny", EXPERTS, RECURRENT, LATENT),
+        "BailingMoeV3ForCausalLM": ("inclusionAI/Ling-3.0-tiny", EXPERTS, RECURRENT, LATENT),
         "BambaForCausalLM": ("ibm-ai-platform/Bamba-9B-v2", RECURRENT, BASE),
         "BioGptForCausalLM": ("microsoft/biogpt", BASE, BIN),
         "Dots1ForCausalLM": ("rednote-hilab/dots.llm1.inst", EXPERTS),

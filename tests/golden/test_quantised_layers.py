@@ -35,6 +35,11 @@ EXPERTS = {
     "moe_intermediate_size": 192,
     "mlp_only_layers": [0],
 }
+KIMI = {
+    "num_hidden_layers": 2, "layer_types": ["linear_attention"] * 2, "linear_head_dim": 64, "linear_num_heads": 8,
+    "num_local_experts": 3, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 192, "mlp_layer_types":
+    ["dense", "sparse"],
+}  # fmt: skip
 ROUNDED, EXACT = 0.04, 2e-6  # of a tensor's size: with rows of x in 8 bits, and in float32
 # One of each way of storing and of multiplying, with the tensor that a fault in a scale spoils first.
 FORMS = ("gptq-4-64-asym", "gptq-4-64-sym-act-v2", "gptq-8-64-sym", "awq-64-fused", "packed-4-64-asym",
@@ -50,7 +55,7 @@ def made_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Made]:
     @cache
     def made(name: str, family: str | None = None) -> Made:
         case, folder = CASES[name], tmp_path_factory.mktemp(name)
-        more = EXPERTS if family else GPT_OSS if case.family else {}
+        more = {"qwen3_moe": EXPERTS, "kimi_linear": KIMI}[family] if family else GPT_OSS if case.family else {}
         family = family or case.family or ("phi3" if case.fused else "qwen2")
         found = write(make_tiny(folder, family, **SHAPE | more), folder, case)
         return found, ExactReference(found.meaning, tokens)
@@ -78,6 +83,15 @@ def test_every_tensor_of_experts_is_near_too(made_of: Callable[..., Made], name:
     """Their width is filled up to whole slices. Every token has all experts: none is chosen by a rounding."""
     quantised, reference = made_of(name, "qwen3_moe")
     found = findings(reference, size, path=quantised.path, relative=bound_of(name))
+    assert not found, f"first of {len(found)}: {found[0]}"
+
+
+@pytest.mark.parametrize("name", ["gptq-4-64-asym", "fp8-block"])
+@pytest.mark.soak
+def test_every_tensor_of_kimi_delta_attention_is_right(made_of: Callable[..., Made], name: str) -> None:
+    """Also of the projections to decays and rates, which `--quantization` does not round but a checkpoint may."""
+    quantised, reference = made_of(name, "kimi_linear")
+    found = findings(reference, 4, path=quantised.path, relative=EXACT, dequantize=True)
     assert not found, f"first of {len(found)}: {found[0]}"
 
 

@@ -230,7 +230,7 @@ _FAMILY: dict[str, dict[str, Any]] = {
     "youtu": _LATENT,
     # Kimi delta attention around latent attention, in heads of another number and width.
     "kimi_linear": {**_KIMI, "linear_num_heads": 16, "linear_head_dim": 12, "linear_conv_kernel_dim": 3},
-    "bailing_hybrid": {**_KIMI, "head_dim": 12, "kda_lower_bound": -2.5, "num_mtp_layers": 0},
+    "bailing_hybrid": {**_KIMI, "head_dim": 12, "kda_lower_bound": -2.5, "num_mtp_layers": 0, "layer_group_size": 3},
     "laguna": {**_SEVEN, **_SLIDING, "shared_expert_intermediate_size": 52, "moe_routed_scaling_factor": 1.7,
                "num_attention_heads_per_layer": [8, 16, 4]},
     "mimo_v2_flash": {"head_dim": 24, "v_head_dim": 16, "num_key_value_heads": 2, "n_routed_experts": 8,

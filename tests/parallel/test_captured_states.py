@@ -37,6 +37,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "falcon_h1": {**_HEADS, "num_hidden_layers": 1},
     "mamba2": {"num_hidden_layers": 1},
+    "kimi_linear": {
+        "num_hidden_layers": 1, "layer_types": ["linear_attention"], "mlp_layer_types": ["sparse"],
+        "linear_num_heads": 2,
+    },
 }  # fmt: skip
 
 ALIKE = ("lfm2", "falcon_h1")  # a convolution precedes the other recurrences as well

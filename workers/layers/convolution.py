@@ -1,12 +1,14 @@
-"""Weights of a depthwise causal convolution on one rank."""
+"""Depthwise causal convolution on one rank: its weights, and the base of the layers whose inputs pass one."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from oarlock.workers.attention.backend import LayerStep
 from oarlock.workers.layers.placement import Placement
 from oarlock.workers.quantization.method import StoredRows
+from oarlock.workers.recurrent import operations
 from oarlock.workers.weights.source import WeightSource
 
 
@@ -53,6 +55,15 @@ class ConvolutionWeights:
                 part.mul_(scale)
         self.bias = self._taken(weights, "bias") if self.has_bias else None
 
+    def __call__(self, x: Tensor, step: LayerStep, *, silu: bool) -> Tensor:
+        """Return the convolution of `x` [T, channels], and write its state, the first of the layer: [T, channels].
+
+        `silu`: the results pass through SiLU.
+        """
+        assert step.states is not None and step.state_step is not None, "a convolution has slots of state"
+        states = step.states.parts[0]
+        return operations.causal_convolution(x, states, self.weight, self.bias, step.state_step, silu=silu)
+
     def _taken(self, weights: WeightSource, kind: str, *inner: int) -> Tensor:
         """Return this rank's rows of all parts, separate or fused: float32 [channels, *inner]."""
         into = torch.empty((self.channels, *inner), dtype=torch.float32, device=self.placement.device)
@@ -69,3 +80,13 @@ class ConvolutionWeights:
             row += part.count
             above += part.rows
         return into
+
+
+class ConvolvedLayer:
+    """Base of the recurrent layers whose projected inputs pass a convolution and SiLU."""
+
+    convolution: ConvolutionWeights
+
+    def convolve(self, rows: Tensor, step: LayerStep) -> Tensor:
+        """Return the convolution of `rows` [T, channels], and write its state: [T, channels]."""
+        return self.convolution(rows, step, silu=True)

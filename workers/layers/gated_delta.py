@@ -14,7 +14,7 @@ from oarlock.workers.attention.backend import LayerMemory, LayerStep
 from oarlock.workers.kernels.cpu.fused_layer import OperationKind, Rows
 from oarlock.workers.kernels.cpu.gemm import Epilogue
 from oarlock.workers.kernels.cpu.structures import CColumns, CDeltaHeads, CDeltaLayer, CGatedNorm, CGatedNormLayer
-from oarlock.workers.layers.convolution import ConvolutionWeights
+from oarlock.workers.layers.convolution import ConvolutionWeights, ConvolvedLayer
 from oarlock.workers.layers.fused_layer import MATMULS, Program
 from oarlock.workers.layers.gated_delta_spec import GatedDeltaSpec
 from oarlock.workers.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -87,7 +87,7 @@ class DeltaNorm:
         return operations.gated_norm(x, gate, self.weight, self.eps, gates_first=False, sigmoid=sigmoid)
 
 
-class GatedDelta:
+class GatedDelta(ConvolvedLayer):
     """Projections, convolution, gates, gated delta rule, gated norm, output projection; any mix of query lengths."""
 
     # module in a checkpoint -> attribute
@@ -145,12 +145,6 @@ class GatedDelta:
         log_decay, beta = self.gates(self.b_and_a(x))
         mixed = self.recur(self.convolve(self.qkv(x), step), log_decay, beta, step)
         return self.norm(mixed, z).flatten(1)
-
-    def convolve(self, qkv: Tensor, step: LayerStep) -> Tensor:
-        """Return the convolution of `qkv` [T, channels], and write its state: [T, channels]."""
-        assert step.states is not None and step.state_step is not None
-        inputs, _ = step.states.parts
-        return operations.causal_convolution(qkv, inputs, self.convolution.weight, None, step.state_step, silu=True)
 
     def recur(self, qkv: Tensor, log_decay: Tensor, beta: Tensor, step: LayerStep) -> Tensor:
         """Return the results of the gated delta rule, and write its state: [T, value heads, value width]."""

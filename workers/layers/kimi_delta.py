@@ -21,8 +21,9 @@ from oarlock.workers.kernels.cpu.structures import (
     CGatedNormLayer,
     CKimiDeltaLayer,
     CKimiGates,
+    CPackedWeight,
 )
-from oarlock.workers.layers.convolution import ConvolutionWeights
+from oarlock.workers.layers.convolution import ConvolutionWeights, ConvolvedLayer
 from oarlock.workers.layers.fused_layer import MATMULS, Program
 from oarlock.workers.layers.gated_delta import DeltaNorm
 from oarlock.workers.layers.kimi_delta_spec import KimiDeltaSpec
@@ -70,7 +71,7 @@ class KimiGates:
         return CKimiGates(a_log, dt_bias, self.heads, self.spec.head_width, bound)
 
 
-class KimiDelta:
+class KimiDelta(ConvolvedLayer):
     """Projections, convolution, gates, gated delta rule, gated norm, output projection; any mix of query lengths."""
 
     # module in a checkpoint -> attribute
@@ -143,12 +144,6 @@ class KimiDelta:
         gate = self.g(x if self.g_a is None else self.g_a(x))
         return self.norm(mixed, gate.unflatten(1, (self.num_heads, -1))).flatten(1)
 
-    def convolve(self, qkv: Tensor, step: LayerStep) -> Tensor:
-        """Return the convolution of `qkv` [T, 3 * size], and write its state: [T, 3 * size]."""
-        assert step.states is not None and step.state_step is not None
-        inputs, _ = step.states.parts
-        return operations.causal_convolution(qkv, inputs, self.convolution.weight, None, step.state_step, silu=True)
-
     def recur(self, qkv: Tensor, log_decay: Tensor, beta: Tensor, step: LayerStep) -> Tensor:
         """Return the results of the gated delta rule, and write its state: [T, heads, head width]."""
         assert step.states is not None and step.state_step is not None
@@ -164,9 +159,9 @@ class KimiDelta:
         program.multiply(program.take(self, "qkv", ColumnParallelLinear), source, one, *MATMULS)
         weight = program.take(self, "convolution", ConvolutionWeights).weight
         program.convolve(weight, None, inputs, CColumns(one, 0, 3 * self.size), two, silu=True)
-        self._fuse_projections(program, ("f_a", "f"), source, one, three)
+        decays = self._fuse_projections(program, ("f_a", "f"), source, one, three)
         rates = program.multiply(program.take(self, "b", ColumnParallelLinear), source, one, *MATMULS)
-        assert rates.epilogue == Epilogue.FLOAT
+        assert decays.epilogue == rates.epilogue == Epilogue.FLOAT
         heads, width = self.num_heads, self.spec.head_width
         gates = program.take(self, "gates", KimiGates).fuse(program)
         rule = CDeltaHeads(heads, heads, width, width, True)
@@ -183,10 +178,10 @@ class KimiDelta:
 
     def _fuse_projections(
         self, program: Program, names: tuple[str, str], source: Rows, between: Rows, target: Rows
-    ) -> None:
-        """Add one matmul, or two with the rows `between`."""
+    ) -> CPackedWeight:
+        """Add one matmul, or two with the rows `between`. Return the weight of the last one."""
         first = program.take_optional(self, names[0], ColumnParallelLinear)
         if first is not None:
             program.multiply(first, source, between, *MATMULS)
             source = between
-        program.multiply(program.take(self, names[1], ColumnParallelLinear), source, target, *MATMULS)
+        return program.multiply(program.take(self, names[1], ColumnParallelLinear), source, target, *MATMULS)

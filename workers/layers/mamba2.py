@@ -20,7 +20,7 @@ from oarlock.workers.kernels.cpu.structures import (
     CMambaHeads,
     CMambaLayer,
 )
-from oarlock.workers.layers.convolution import ConvolutionWeights
+from oarlock.workers.layers.convolution import ConvolutionWeights, ConvolvedLayer
 from oarlock.workers.layers.fused_layer import MATMULS, Program
 from oarlock.workers.layers.gated_norm import GatedNorm
 from oarlock.workers.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -66,7 +66,7 @@ class Recurrence:
         return into
 
 
-class Mamba2:
+class Mamba2(ConvolvedLayer):
     """Input projection, convolution, recurrence, gated norm, output projection; any mix of query lengths."""
 
     # module in a checkpoint -> attribute
@@ -111,15 +111,6 @@ class Mamba2:
             gate = (gate.float() * self.spec.scales[0]).to(x.dtype)
         gated = operations.silu_gate(mixed, gate) if self.norm is None else self.norm(mixed, gate)
         return gated.flatten(1)
-
-    def convolve(self, rows: Tensor, step: LayerStep) -> Tensor:
-        """Return the convolution of x, B and C, `rows` [T, channels], and write its state: [T, channels]."""
-        assert step.states is not None and step.state_step is not None
-        inputs, _ = step.states.parts
-        convolution = self.convolution
-        return operations.causal_convolution(
-            rows, inputs, convolution.weight, convolution.bias, step.state_step, silu=True
-        )
 
     def recur(self, rows: Tensor, dt: Tensor, step: LayerStep) -> Tensor:
         """Return the results of the recurrence on x, B and C, and write its state: [T, heads, head width].

@@ -18,7 +18,6 @@ from oarlock.workers.layers.placement import Placement
 from oarlock.workers.layers.sharding import shard_evenly
 from oarlock.workers.layers.short_convolution_spec import ShortConvolutionSpec
 from oarlock.workers.quantization.method import StoredRows
-from oarlock.workers.recurrent import operations
 
 
 class ShortConvolution:
@@ -52,13 +51,8 @@ class ShortConvolution:
 
     def _mixed(self, x: Tensor, step: LayerStep) -> Tensor:
         """Return the gated results of the rank's channels, before the output projection: [T, channels of the rank]."""
-        assert step.states is not None and step.state_step is not None, "a convolution has slots of state"
         b, c, inputs = self.inputs(x).split(self.local, 1)
-        (states,) = step.states.parts
-        mixed = operations.causal_convolution(
-            b * inputs, states, self.conv.weight, self.conv.bias, step.state_step, silu=False
-        )
-        return mixed.mul_(c)
+        return self.conv(b * inputs, step, silu=False).mul_(c)
 
     def fuse(self, program: Program, source: Rows, rotary: int, memory: LayerMemory) -> tuple[RowParallelLinear, Rows]:
         """Add the operations on `source` before the output projection; return the projection and its input rows."""

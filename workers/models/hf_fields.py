@@ -119,8 +119,12 @@ class Fields:
             usual[name] = self.count(key) if self._get(key) is not None else self.count(name, default)
             if given is not None and given != usual[name]:
                 raise StartupError(f"config.json: {key} and {name} differ.", "Repair one of them.")
-        found = Fields({**self.raw, **usual})
-        found._read = set(self._read)
+        return self.derived({**self.raw, **usual})
+
+    def derived(self, config: dict[str, Any]) -> "Fields":
+        """Return the fields of `config`, which was made of this one. A key that is read of either is read of both."""
+        found = Fields(config)
+        found._read = self._read
         return found
 
     def check_value(self, key: str, *values: Any) -> None:

@@ -48,7 +48,9 @@ def describe_hunyuan_dense(fields: Fields) -> DecoderSpec:
 
 def describe_hunyuan_moe(fields: Fields) -> DecoderSpec:
     """Describe Hunyuan with experts in every layer, each as wide as the shared expert."""
-    fields = _without_latent_attention(Fields({**fields.raw, **{key: _common(fields, key) for key in _OF_LAYERS}}))
+    fields = _without_latent_attention(
+        fields.derived({**fields.raw, **{key: _common(fields, key) for key in _OF_LAYERS}})
+    )
     width = fields.count("intermediate_size", 11008)
     fields.serve_only({**_MOE_FIXED, "moe_intermediate_size": (width,)})
     experts, top_k = expert_counts(fields, 1, 1, _chosen_key(fields))
@@ -60,7 +62,7 @@ def describe_hunyuan_moe(fields: Fields) -> DecoderSpec:
 
 def _without_latent_attention(fields: Fields) -> Fields:
     """Return the settings without the ranks of latent attention, if they are given but not used."""
-    return Fields({**fields.raw, "kv_lora_rank": None}) if fields.raw.get("use_mla") is False else fields
+    return fields.derived({**fields.raw, "kv_lora_rank": None}) if fields.raw.get("use_mla") is False else fields
 
 
 def _chosen_key(fields: Fields) -> str:

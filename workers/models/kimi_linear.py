@@ -1,6 +1,7 @@
 """Kimi Linear and Ling 3: Kimi delta attention in most layers, latent attention in the others. Torch-free.
 
 Kimi Linear's latent attention has no positional encoding. Ling's is rotated, and has an output gate for each head.
+Published checkpoints of Ling have the class of the authors' code, and settings that transformers' class does not read.
 """
 
 from collections.abc import Mapping
@@ -30,6 +31,20 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "use_qkv_bias": (False,), "use_bias": (False,),
     "hidden_act": ("silu", "swish"),  # which transformers reads: it is also the activation of the convolutions
 }  # fmt: skip
+# Settings of Kimi K3, whose text part may be stored with Kimi Linear's class.
+_FIXED_OF_KIMI = {
+    **_FIXED, "mla_use_nope": (True,), "mla_use_output_gate": (False,), "latent_moe_use_norm": (False,),
+    "routed_expert_hidden_size": (None,), "attn_res_block_size": (0,),
+}  # fmt: skip
+_FIXED_OF_LING = {
+    **_FIXED, "mla_use_nope": (False,), "use_mla_nope": (False,), "rope_interleave": (True,),
+    "gated_attention_proj_granularity_type": ("head_wise",), "no_kda_lora": (True,), "use_kda_lora": (False,),
+    "moe_router_enable_expert_bias": (True,), "scale_router_input": (False,), "pregate_inference": (False,),
+    "use_nGPT": (False,), "value_norm": (False,), "up_proj_norm": (False,),
+}  # fmt: skip
+# Limits of the activations of each layer's experts and shared expert, which the authors' server applies.
+_LIMITS = ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list")
+_SHARE = "partial_rotary_factor"
 _LAYER = "model.layers.*"
 _NAMES = TensorNames(
     modules={
@@ -56,7 +71,7 @@ _NAMES = TensorNames(
 def describe_kimi_linear(fields: Fields) -> DecoderSpec:
     """Describe Kimi Linear, whose checkpoints have the settings of Kimi delta attention in a table of their own."""
     fields = _with_usual_keys(fields, groups=1, positions=_KIMI.positions)
-    fields.serve_only({**_FIXED, "mla_use_nope": (True,)})
+    fields.serve_only(_FIXED_OF_KIMI)
     for key in ("rope_scaling", "rope_parameters"):
         fields.check_value(key)  # the latent attention is not rotated
     table = fields.table("linear_attn_config")
@@ -68,9 +83,7 @@ def describe_kimi_linear(fields: Fields) -> DecoderSpec:
     delta = KimiDeltaSpec(
         inner.count("num_heads", fields.count("linear_num_heads", _HEADS)),
         width,
-        inner.count(
-            "short_conv_kernel_size", fields.count("linear_conv_kernel_dim", _TAPS), least=2, most=LONGEST_CONVOLUTION
-        ),
+        _taps(inner, "short_conv_kernel_size", _taps(fields, "linear_conv_kernel_dim", _TAPS)),
         fields.number("rms_norm_eps", 1e-5),
         decay_rank=width,
         gate_rank=width,
@@ -85,30 +98,63 @@ def describe_kimi_linear(fields: Fields) -> DecoderSpec:
     return with_first(spec, delta, [kind == LINEAR for kind in kinds])
 
 
-def describe_bailing_hybrid(fields: Fields) -> DecoderSpec:
+def describe_ling(fields: Fields) -> DecoderSpec:
     """Describe Ling 3, whose decays have a lower bound. Layers that predict tokens further ahead are not served."""
     ahead = fields.count("num_mtp_layers", 1, least=0, most=16)
-    fields = Fields({"num_nextn_predict_layers": ahead, "rope_theta": 6e6, **_given(fields)})
+    fields = fields.derived({"num_nextn_predict_layers": ahead, "rope_theta": 6e6, **_given(fields)})
     fields = _with_usual_keys(fields, groups=8, positions=_LING.positions)
-    fields.serve_only({**_FIXED, "mla_use_nope": (False,), "rope_interleave": (True,)})
-    fields.check_value("q_lora_rank")
+    _check_ling(fields)
     delta = KimiDeltaSpec(
         fields.count("linear_num_heads", fields.count("num_attention_heads")),
         fields.count("linear_head_dim", fields.count("head_dim", _WIDTH)),
-        fields.count(
-            "linear_conv_kernel_dim", fields.count("short_conv_kernel_size", _TAPS), least=2, most=LONGEST_CONVOLUTION
-        ),
+        _taps(fields, "linear_conv_kernel_dim", _taps(fields, "short_conv_kernel_size", _TAPS)),
         fields.number("rms_norm_eps", 1e-6),
         lower_bound=_lower_bound(fields) if fields.flag("kda_safe_gate", True) else None,
     )
-    fields = _without_head_dim(fields)
+    fields = _without_head_dim(_with_whole_rotation(fields, delta.head_width))
     attention = latent_attention(fields, _LING, interleaved=True)
     mixture = _mixture(fields, experts=512, width=768, scale=2.5, groups=(8, 4))
+    fields.check_value("moe_shared_expert_intermediate_size", mixture.width)
     gated = replace(attention, output_gate=True)
     spec = _decoder(fields, gated, mixture, dense=2, eps=1e-6, positions=_LING.positions)
-    every, layers = fields.count("layer_group_size", 6), fields.layers()
-    kinds = layer_kinds(fields, LINEAR) or [FULL if (index + 1) % every == 0 else LINEAR for index in range(layers)]
-    return with_first(spec, delta, [kind == LINEAR for kind in kinds])
+    return with_first(spec, delta, [kind == LINEAR for kind in _kinds_of_ling(fields)])
+
+
+def _check_ling(fields: Fields) -> None:
+    """Raise `StartupError` for a setting of the authors' code that is not served."""
+    fields.serve_only(_FIXED_OF_LING)
+    fields.check_value("num_kv_heads_for_linear_attn", 0, fields.count("num_attention_heads"))
+    fields.check_value("rotary_dim", fields.count("qk_rope_head_dim", _LING.rope_width))
+    for key in _LIMITS:
+        limits = fields.raw.get(key, [])
+        if not isinstance(limits, list) or any(limits):
+            raise unsupported(key, limits, "Limits of the experts' activations are not supported.")
+
+
+def _with_whole_rotation(fields: Fields, width: int) -> Fields:
+    """Return the config without `partial_rotary_factor`: the share of `width`, of a head of Kimi delta attention, that
+    `qk_rope_head_dim` is, and not a share of `qk_rope_head_dim`."""
+    rotated, found = fields.count("qk_rope_head_dim", _LING.rope_width), dict(fields.raw)
+    tables = {key: dict(found[key]) for key in ("rope_parameters", "rope_scaling") if isinstance(found.get(key), dict)}
+    for settings in (found, *tables.values()):
+        share = settings.pop(_SHARE, None)
+        if share not in (None, 1, rotated / width):
+            raise unsupported(_SHARE, share, f"Supported: qk_rope_head_dim / head_dim, {rotated / width:g}.")
+    return fields.derived(found | tables)
+
+
+def _kinds_of_ling(fields: Fields) -> list[str]:
+    """Return the kind of each layer. The last layer of each group has latent attention."""
+    given, every, layers = layer_kinds(fields, LINEAR), fields.count("layer_group_size", 6), fields.layers()
+    if given is None and layers % every:
+        # After the last whole group transformers has Kimi delta attention, and the authors' code latent attention.
+        raise unsupported("layer_group_size", every, f"Without layer_types it must divide num_hidden_layers, {layers}.")
+    return given or [FULL if (index + 1) % every == 0 else LINEAR for index in range(layers)]
+
+
+def _taps(fields: Fields, key: str, default: int) -> int:
+    """Return the number of tokens that one result of the convolution depends on."""
+    return fields.count(key, default, least=2, most=LONGEST_CONVOLUTION)
 
 
 def _given(fields: Fields) -> dict[str, Any]:
@@ -129,12 +175,12 @@ def _with_usual_keys(fields: Fields, *, groups: int, positions: int) -> Fields:
     given = [usual.flag(key, True) for key in ("moe_renormalize", "norm_topk_prob") if usual.raw.get(key) is not None]
     if len(set(given)) > 1:
         raise unsupported("moe_renormalize", given[0], "It must be equal to norm_topk_prob.")
-    return Fields({**usual.raw, "norm_topk_prob": given[0] if given else True})
+    return usual.derived({**usual.raw, "norm_topk_prob": given[0] if given else True})
 
 
 def _without_head_dim(fields: Fields) -> Fields:
     """Return the config without `head_dim`, which is not a width of the latent attention."""
-    return Fields({name: value for name, value in fields.raw.items() if name != "head_dim"})
+    return fields.derived({name: value for name, value in fields.raw.items() if name != "head_dim"})
 
 
 def _mixture(fields: Fields, *, experts: int, width: int, scale: float, groups: tuple[int, int]) -> ExpertsSpec:
@@ -154,11 +200,11 @@ def _decoder(
 
 def _kinds_of(table: Mapping[str, Any], layers: int) -> list[str]:
     """Return the kind of each layer, from two lists if they are given."""
-    if not _LISTS.keys() <= table.keys():
+    if not _LISTS.keys() & table.keys():
         return [FULL if index and index % 4 == 0 else LINEAR for index in range(layers)]
     found: dict[int, str] = {}
     for key, kind in _LISTS.items():
-        numbers = table[key]
+        numbers = table.get(key)
         if not isinstance(numbers, list) or not all(type(one) is int and 1 <= one <= layers for one in numbers):
             raise unsupported(f"linear_attn_config: {key}", numbers, f"A list of numbers from 1 to {layers}.")
         found |= dict.fromkeys(numbers, kind)
@@ -168,15 +214,17 @@ def _kinds_of(table: Mapping[str, Any], layers: int) -> list[str]:
 
 
 def _lower_bound(fields: Fields) -> float:
-    """Return the lower bound of the logarithms of decays. A bound of 0 or more would let states grow."""
+    """Return the lower bound of the logarithms of decays. With a positive bound states would grow, and 0 means no bound
+    to the kernels, in float32."""
     bound = fields.raw.get("kda_lower_bound")
     bound = -5.0 if bound is None else bound
-    if isinstance(bound, bool) or not isinstance(bound, int | float) or not -1e6 < bound < 0:
-        raise unsupported("kda_lower_bound", bound, "It must be a negative number above -1e6.")
+    if isinstance(bound, bool) or not isinstance(bound, int | float) or not 1e-12 <= -bound < 1e6:
+        raise unsupported("kda_lower_bound", bound, "It must be a negative number above -1e6, and not almost 0.")
     return float(bound)
 
 
 FAMILIES: dict[str, Describe] = {
     "KimiLinearForCausalLM": describe_kimi_linear,
-    "BailingHybridForCausalLM": describe_bailing_hybrid,
+    "BailingHybridForCausalLM": describe_ling,
+    "BailingMoeV3ForCausalLM": describe_ling,
 }

@@ -27,7 +27,7 @@ _WITHOUT_NORMS = 128  # number of experts of the models whose heads are not norm
 def describe_llama4(fields: Fields) -> DecoderSpec:
     """Describe Llama 4. Layers without rotation scale their queries by position."""
     if type(tuning := fields.raw.get("attn_temperature_tuning")) is int:  # early checkpoints have a number
-        fields = Fields({**fields.raw, "attn_temperature_tuning": bool(tuning)})
+        fields = fields.derived({**fields.raw, "attn_temperature_tuning": bool(tuning)})
     is_rotated = _rotated(fields)
     default = ["chunked_attention" if rotated else "full_attention" for rotated in is_rotated]
     is_chunked = [kind == "chunked_attention" for kind in layer_kinds(fields, "chunked_attention") or default]

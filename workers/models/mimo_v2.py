@@ -77,7 +77,7 @@ def _ropes(fields: Fields, kinds: list[str]) -> list[RopeSpec]:
 
     The authors' config has no tables, but keys with the same settings, which must agree.
     """
-    plain = Fields({key: value for key, value in fields.raw.items() if key != "rope_theta"})
+    plain = fields.derived({key: value for key, value in fields.raw.items() if key != "rope_theta"})
     width = head_width(fields, _HEAD)
     ropes = rope_by_kind(plain, kinds, width, _ROPES, _SHARE)
     share = fields.number_or_none("partial_rotary_factor", None)

@@ -33,7 +33,7 @@ _NAMES = {
 
 def describe_nemotron_h(fields: Fields) -> DecoderSpec:
     kinds = _kinds(fields)
-    fields = Fields({**fields.raw, "num_hidden_layers": len(kinds)}).renamed(_NAMES)
+    fields = fields.derived({**fields.raw, "num_hidden_layers": len(kinds)}).renamed(_NAMES)
     for key, values in _UNSUPPORTED.items():
         fields.check_value(key, *values)
     activation = activation_name(fields, "mlp_hidden_act", "relu2", gated=False)

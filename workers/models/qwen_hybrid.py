@@ -111,7 +111,7 @@ def _with_plain_rope(fields: Fields) -> Fields:
         for key in ("rope_scaling", "rope_parameters")
         if fields.raw.get(key)
     }
-    return Fields({**fields.raw, **tables})
+    return fields.derived({**fields.raw, **tables})
 
 
 def _own(settings: GGUFSettings, config: dict[str, Any]) -> dict[str, Any]:

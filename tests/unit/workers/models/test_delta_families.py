@@ -65,6 +65,24 @@ LING: dict[str, Any] = {
     "rope_theta": 6000000, "head_dim": 128, "short_conv_kernel_size": 4, "layer_group_size": 6, "kda_safe_gate": True,
     "kda_lower_bound": -5.0, "vocab_size": 157184, "num_nextn_predict_layers": 1,
 }  # fmt: skip
+# Published, with the class of the authors' code and settings that transformers does not read.
+TINY: dict[str, Any] = {
+    "architectures": ["BailingMoeV3ForCausalLM"], "model_type": "bailing_hybrid", "hidden_size": 1536,
+    "intermediate_size": 4608, "moe_intermediate_size": 512, "moe_shared_expert_intermediate_size": 512,
+    "num_hidden_layers": 24, "num_attention_heads": 16, "num_key_value_heads": 16, "num_kv_heads_for_linear_attn": 0,
+    "num_experts": 128, "num_experts_per_tok": 8, "num_shared_experts": 1, "n_group": 8, "topk_group": 4,
+    "routed_scaling_factor": 2.5, "norm_topk_prob": True, "first_k_dense_replace": 1, "moe_router_enable_expert_bias":
+    True, "score_function": "sigmoid", "scoring_func": "sigmoid", "topk_method": "noaux_tc", "router_dtype": "fp32",
+    "max_position_embeddings": 131072, "rms_norm_eps": 1e-06, "q_lora_rank": 256, "kv_lora_rank": 512,
+    "qk_head_dim": 192, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "head_dim": 128,
+    "rope_theta": 6000000, "rotary_dim": 64, "partial_rotary_factor": 0.5, "rope_interleave": True, "rope_parameters": {
+        "rope_type": "default", "rope_theta": 6000000, "partial_rotary_factor": 0.5},
+    "gated_attention_proj_granularity_type": "head_wise", "layer_group_size": 4, "group_norm_size": 1,
+    "short_conv_kernel_size": 4, "no_kda_lora": True, "use_kda_lora": False, "kda_safe_gate": True,
+    "kda_lower_bound": -5, "linear_silu": True, "use_qk_norm": True, "use_mla_nope": False, "use_bias": False,
+    "use_qkv_bias": False, "num_nextn_predict_layers": 0, "expert_swiglu_limit_list": None,
+    "share_expert_swiglu_limit_list": None, "tie_word_embeddings": False, "vocab_size": 157184,
+}  # fmt: skip
 
 
 def delta_of(spec: DecoderSpec) -> GatedDeltaSpec:
@@ -160,6 +178,22 @@ def test_ling_has_bounded_decays_and_a_gate_of_each_head() -> None:
     assert names("model.layers.42.attention.dense.weight") is None
 
 
+def test_the_published_class_of_ling_has_a_latent_of_queries_and_rotates_all_of_the_rotated_width() -> None:
+    spec = describe(TINY)
+    assert spec.num_parameters == pytest.approx(7.9e9, rel=0.02)
+    attention, delta = spec.layers[3].branches[0].sublayer, spec.layers[0].branches[0].sublayer
+    assert isinstance(attention, LatentAttentionSpec) and isinstance(delta, KimiDeltaSpec)
+    assert [number for number, layer in enumerate(spec.layers) if layer.attention is not None] == [*range(3, 24, 4)]
+    assert (attention.q_rank, attention.rope_width, attention.scale) == (256, 64, 192**-0.5)
+    assert attention.rope is not None and (attention.rope.rotary_dim, attention.rope.theta) == (64, 6e6)
+    assert (delta.num_heads, delta.head_width, delta.lower_bound) == (16, 128, -5.0)
+    names, gate = spec.names.rename, "model.layers.1.mlp.gate"
+    assert names(f"{gate}.expert_bias") == f"{gate}.e_score_correction_bias"
+    unlimited = {key: [0.0] * 23 + [None] for key in ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list")}
+    assert describe({**TINY, **unlimited}) == spec
+    assert describe({**TINY, "head_dim": 64, "linear_head_dim": 128}) == spec  # as transformers stores it
+
+
 @pytest.mark.parametrize(
     ("config", "change", "message"),
     [
@@ -172,7 +206,22 @@ def test_ling_has_bounded_decays_and_a_gate_of_each_head() -> None:
         (KIMI, {"n_group": 4}, "num_expert_group and n_group differ"),
         (KIMI, {"norm_topk_prob": False}, "moe_renormalize"),
         (LING, {"kda_lower_bound": 5.0}, "kda_lower_bound"),
-        (LING, {"q_lora_rank": 1536}, "q_lora_rank"),
+        (LING, {"kda_lower_bound": -1e-50}, "kda_lower_bound"),  # 0 in float32, which means no bound
+        (TINY, {"expert_swiglu_limit_list": [0] * 22 + [4, 4]}, "expert_swiglu_limit_list"),
+        (TINY, {"share_expert_swiglu_limit_list": [0] * 23 + [7.0]}, "share_expert_swiglu_limit_list"),
+        (TINY, {"no_kda_lora": False}, "no_kda_lora"),
+        (TINY, {"use_mla_nope": True}, "use_mla_nope"),
+        (TINY, {"gated_attention_proj_granularity_type": "element_wise"}, "gated_attention_proj_granularity_type"),
+        (TINY, {"moe_shared_expert_intermediate_size": 1024}, "moe_shared_expert_intermediate_size"),
+        (TINY, {"moe_router_enable_expert_bias": False}, "moe_router_enable_expert_bias"),
+        (TINY, {"partial_rotary_factor": 0.25}, "partial_rotary_factor"),
+        (TINY, {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}}, "partial_rotary_factor"),
+        (TINY, {"rotary_dim": 32}, "rotary_dim"),
+        (TINY, {"num_kv_heads_for_linear_attn": 4}, "num_kv_heads_for_linear_attn"),
+        (TINY, {"num_hidden_layers": 26}, "layer_group_size"),  # transformers and the authors' code differ
+        (KIMI, {"mla_use_output_gate": True}, "mla_use_output_gate"),  # Kimi K3
+        (KIMI, {"attn_res_block_size": 12}, "attn_res_block_size"),
+        (KIMI, {"linear_attn_config": {"kda_layers": _LISTS["kda_layers"]}}, "linear_attn_config: full_attn_layers"),
         (LING, {"rope_interleave": False}, "rope_interleave"),
         (KIMI, {"hidden_act": "gelu_pytorch_tanh"}, "hidden_act"),
         (LING, {"hidden_act": "gelu_pytorch_tanh"}, "hidden_act"),

@@ -66,7 +66,8 @@ _KEYS = {
     "linear_allow_neg_eigval", "full_attention_interval", "attn_output_gate", "linear_attn_config", "linear_num_heads",
     "linear_head_dim", "model_max_length", "moe_renormalize", "num_expert_group", "num_experts_per_token",
     "layer_group_size", "kda_safe_gate", "kda_lower_bound", "short_conv_kernel_size", "num_mtp_layers",
-    "kv_lora_rank", "q_lora_rank",
+    "kv_lora_rank", "q_lora_rank", "moe_shared_expert_intermediate_size", "num_kv_heads_for_linear_attn",
+    "expert_swiglu_limit_list", "no_kda_lora", "gated_attention_proj_granularity_type",
     "qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "rope_interleave", "scale_emb", "scale_depth",
     "dim_model_base", "index_topk", "indexer_types", "topk_method", "scoring_func", "moe_layer_freq",
 }  # fmt: skip
@@ -104,6 +105,7 @@ _RAW_OF_LAYERS = {
     "MiMoV2Flash": {"hybrid_layer_pattern"}, "GlmMoeDsa": {"indexer_types"},
     "Bamba": {"attn_layer_indices", "mamba_d_head", "time_step_limit"},
     "FalconH1": {"mlp_multipliers", "ssm_multipliers", "mamba_d_ssm", "time_step_limit"},
+    "Bailing": {"expert_swiglu_limit_list", "kda_lower_bound"},
     "GraniteMoeHybrid": {"mamba_d_head", "time_step_limit"}, "Mamba2": {"time_step_limit"},
     "NemotronH": {
         "layers_block_type", "hybrid_override_pattern", "mamba_num_heads", "mamba_head_dim", "n_groups", "conv_kernel",
@@ -126,7 +128,7 @@ _KIMI = {
 }  # fmt: skip
 _OF_KIMI: dict[str, dict[str, Any]] = {
     "KimiLinear": {**_KIMI, "linear_attn_config": {"head_dim": 16, "num_heads": 8}, "rope_scaling": None},
-    "BailingHybrid": {**_KIMI, "layer_group_size": 2},
+    **{name: {**_KIMI, "layer_group_size": 3} for name in ("BailingHybrid", "BailingMoeV3")},
 }
 _RAW_OF_EXPERTS = {"attn_type_list", "layer_rope_theta", "mlp_layer_types", "mlp_only_layers"}
 # Keys whose invalid value may be reported under another key, which is derived from it.
@@ -266,7 +268,10 @@ def odd_configs(architecture: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 # Families that read their settings as others do.
-_LIKE_OTHERS = ("DeepseekV32ForCausalLM", "Glm4MoeLiteForCausalLM", "GlmMoeDsaForCausalLM", "YoutuForCausalLM")
+_LIKE_OTHERS = (
+    "BailingHybridForCausalLM", "DeepseekV32ForCausalLM", "Glm4MoeLiteForCausalLM", "GlmMoeDsaForCausalLM",
+    "YoutuForCausalLM",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,12 @@ def delta(
     decays = (value_heads, key_width) if decays_channels else (value_heads,)
     widths = key_heads * key_width, key_heads * key_width, value_heads * value_width
 
+    def log_decays(tokens: int) -> Tensor:
+        found = -torch.rand(tokens, *decays)
+        if decays_channels:  # one channel forgets all, in some rows beyond the range of float32, and one nothing
+            found[..., 0], found[::3, ..., 0], found[..., -1] = -80.0, -400.0, 0.0
+        return found
+
     def run(module, rows: list[Tensor], gates: list[Tensor], states: Tensor, step: StateStep) -> Tensor:
         q, k, v = rows[0].split(widths, 1)  # rows of one projection
         q, k = (part.unflatten(1, (key_heads, key_width)) for part in (q, k))
@@ -58,7 +64,7 @@ def delta(
     return Operation(
         (value_heads, key_width, value_width),
         lambda tokens: [torch.randn(tokens, sum(widths))],
-        lambda tokens: [-torch.rand(tokens, *decays), torch.rand(tokens, value_heads)],
+        lambda tokens: [log_decays(tokens), torch.rand(tokens, value_heads)],
         run,
     )
 
