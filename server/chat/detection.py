@@ -16,7 +16,7 @@ from oarlock.server.chat.message_parser import REASONING_FORMATS
 from oarlock.server.chat.tool_parsers.base import Messages, ToolFormat
 from oarlock.server.chat.tool_parsers.call_parser import ArgumentsDelta, ContentDelta, MessageEvent, ToolCallStart
 from oarlock.server.chat.tool_parsers.harmony import FINAL, HARMONY
-from oarlock.server.chat.tool_parsers.hermes import GENERIC, HERMES, SMOLLM3, UNKNOWN
+from oarlock.server.chat.tool_parsers.hermes import GENERIC, HERMES, UNKNOWN
 from oarlock.server.chat.tool_parsers.registry import FORMATS, by_name
 from oarlock.server.llm.chat_template import ChatTemplate, text_parts
 from oarlock.server.llm.template_renderers import TemplateLimitError
@@ -58,16 +58,35 @@ async def _choose(template: ChatTemplate) -> ToolFormat:
     name = template.parsers.get("tool_call_parser")
     if template.parsers.get("reasoning_parser") == "openai_gptoss":
         return HARMONY
-    if name is not None and name not in (HERMES.name, *HERMES.aliases):
-        return by_name(name)
+    chosen = None if name is None else by_name(name)
     if not template.exists:
-        return HERMES if name else GENERIC
+        return chosen or GENERIC
+    if chosen is not None and (chosen.passes_tools or not _variants(chosen)):
+        return chosen
     trial = _Trial(template, await template.reads_parts())
     shown = await trial.prompt_with_tools()
-    if name is not None:  # calls are the same in these formats; they differ in how the template gets the tools
-        hides_tools = shown is not None and _FUNCTION not in shown
-        return await _passing_tools(trial, [SMOLLM3]) if hides_tools else HERMES
-    return await _detect(trial, shown)
+    if chosen is None:
+        return await _detect(trial, shown)
+    if shown is None or _FUNCTION in shown:
+        return chosen
+    return await _passing_tools(trial, _variants(chosen), chosen)
+
+
+def _variants(chosen: ToolFormat) -> list[ToolFormat]:
+    """Return the formats with the same calls whose templates get the tools in another way."""
+    return [known for known in FORMATS if known.parser is chosen.parser and known.passes_tools]
+
+
+async def hides_tools(template: ChatTemplate) -> bool:
+    """Return whether the prompts of a template lack the tools, which it gets in the usual variable.
+
+    Raises `EngineError` if the renderer process is lost.
+    """
+    tool_format = await tool_format_of(template)
+    if not template.exists or tool_format.passes_tools:
+        return False
+    shown = await _Trial(template, await template.reads_parts()).prompt_with_tools(tool_format)
+    return shown is not None and _FUNCTION not in shown
 
 
 async def _detect(trial: "_Trial", shown: str | None) -> ToolFormat:
@@ -94,14 +113,20 @@ async def _detect(trial: "_Trial", shown: str | None) -> ToolFormat:
     return next((known for known in FORMATS if known.marks and all(mark in shown for mark in known.marks)), UNKNOWN)
 
 
-async def _passing_tools(trial: "_Trial", formats: list[ToolFormat]) -> ToolFormat:
-    """Return the format in whose way the template gets the tools, else `GENERIC`, which every template can show."""
+async def _passing_tools(trial: "_Trial", formats: list[ToolFormat], chosen: ToolFormat = GENERIC) -> ToolFormat:
+    """Return the format in whose way the template gets the tools.
+
+    If there is none, return `GENERIC`, which every template can show, or the operator's choice if its calls differ.
+    """
     for known in formats:
         if known is GENERIC or _FUNCTION not in (await trial.prompt_with_tools(known) or ""):
             continue
-        if known.own_turns is None or _reads(known, await trial.rendered_call(known) or "", await trial.frame()):
+        if known.own_turns is None and not known.needs:
             return known
-    return GENERIC
+        text = await trial.rendered_call(known) or ""
+        if known.needs in text and _reads(known, text, await trial.frame()):
+            return known
+    return GENERIC if GENERIC in formats else chosen
 
 
 @dataclass(frozen=True, slots=True)
