@@ -16,9 +16,10 @@ from oarlock.server.hub.pre_tokenizers import PRE_TOKENIZERS, byte_level_tokeniz
 
 FILE = "tiktoken.model"  # a line for each token: its bytes in base64, and its rank, which is its id
 _MAX_BYTES = 32 << 20  # Kimi K2's has 3 MB
-_MAX_TOKENS = 524_288  # Kimi K2 has 163,584
+_MAX_TOKENS = 262_144  # Kimi K2 has 163,584
 _MAX_TOKEN_BYTES = 4096
-_MAX_WORK = 1 << 28  # limit for the sum of squared token lengths, as for SentencePiece models
+_MAX_WORK = 1 << 26  # limit for the sum of squared token lengths
+_MAX_MERGES = 2_000_000  # limit for the pairs of tokens that make a token
 _RESERVED = 256  # ids after the vocabulary, which are special tokens
 _CLASSES = ("tokenization_kimi.TikTokenTokenizer", "tokenization_moonshot.TikTokenTokenizer")
 _FIX = "Fetch that file of the checkpoint again."
@@ -49,12 +50,15 @@ def tiktoken_json(folder: Path) -> dict[str, Any]:
         if token["content"] in ids or token["content"] in special:
             raise StartupError(f"{settings} names a special token {shown(token['content'])} that exists already.", _FIX)
         special[token["content"]] = token["id"]
+    merges = merges_of_ranks(ids)
+    if len(merges) > _MAX_MERGES:
+        raise _fault(folder / FILE, f"has tokens that can be made in more than {_MAX_MERGES} ways")
     return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
         "added_tokens": added,
-        **byte_level_tokenizer(PRE_TOKENIZERS["kimi-k2"], ids | special, merges_of_ranks(ids)),
+        **byte_level_tokenizer(PRE_TOKENIZERS["kimi-k2"], ids | special, merges),
         "post_processor": None,
     }
 
@@ -62,13 +66,16 @@ def tiktoken_json(folder: Path) -> dict[str, Any]:
 def merges_of_ranks(ids: Mapping[str, int]) -> list[tuple[str, str]]:
     """Return all pairs of tokens that make a token, in the order of that token's id, which is its rank.
 
-    tiktoken joins the neighbours whose token has the lowest rank, whatever they were made of themselves.
+    tiktoken joins the neighbours whose token has the lowest rank, whatever they were made of themselves. The list ends
+    early if it is longer than allowed.
     """
     merges: list[tuple[str, str]] = []
     for token in sorted(ids, key=ids.__getitem__):
-        pairs = [(token[:at], token[at:]) for at in range(1, len(token))]
-        known = [pair for pair in pairs if pair[0] in ids and pair[1] in ids]
+        cuts = [at for at in range(1, len(token)) if token[:at] in ids]
+        known = [(token[:at], token[at:]) for at in cuts if token[at:] in ids]
         merges += sorted(known, key=lambda pair: (ids[pair[0]], ids[pair[1]]))
+        if len(merges) > _MAX_MERGES:
+            break
     return merges
 
 

@@ -12,6 +12,7 @@ import tokenizers
 from tokenizers import models, pre_tokenizers, trainers
 
 from oarlock.base.errors import StartupError
+from oarlock.server.hub import tiktoken_model
 from oarlock.server.hub.tiktoken_model import FILE
 from oarlock.server.llm.tokenizer import Tokenizer
 from tests.unit.server.hub.test_gguf_tokenizer import corpus, texts
@@ -102,6 +103,12 @@ def test_damaged_files_are_refused(tmp_path: Path, case: str) -> None:
     with pytest.raises(StartupError, match=message) as error:
         Tokenizer.load(str(tmp_path))
     assert FILE in error.value.cause
+
+
+def test_tokens_that_can_be_made_in_many_ways_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiktoken_model, "_MAX_MERGES", 1000)
+    with pytest.raises(StartupError, match="more than 1000 ways"):
+        Tokenizer.load(str(checkpoint(tmp_path)))
 
 
 @pytest.mark.parametrize(
