@@ -178,6 +178,8 @@ DEEPSEEK_R1 = Model(
     reasoning="deepseek_r1",
     think=("", "</think>"),
 )
+# Newer templates of vLLM, and llama.cpp's copy of DeepSeek's own, expect the arguments as an object.
+_TEXT, _OBJECT = "call.function.arguments", "(call.function.arguments | tojson)"
 MODELS = {
     "Kimi K2 Thinking": KIMI_K2_THINKING,
     "Kimi K2.5": KIMI_K2_5,
@@ -186,8 +188,13 @@ MODELS = {
     "DeepSeek V3.1 with a template of vLLM": replace(
         DEEPSEEK_V3_1, template=_SYSTEM + _TOOLS + _V31_TURNS, tool_format="deepseek_v31"
     ),
+    "DeepSeek V3.1 with a newer template of vLLM": replace(
+        DEEPSEEK_V3_1,
+        template=_SYSTEM + _TOOLS + _V31_TURNS.replace(_TEXT, _OBJECT),
+        tool_format="deepseek_v31",
+    ),
     "DeepSeek R1": DEEPSEEK_R1,
     "DeepSeek R1 with a template of vLLM": replace(
-        DEEPSEEK_R1, template=_SYSTEM + _TOOLS + _R1_TURNS, tool_format="deepseek_v3"
+        DEEPSEEK_R1, template=_SYSTEM + _TOOLS + _R1_TURNS.replace(_TEXT, _OBJECT), tool_format="deepseek_v3"
     ),
 }
