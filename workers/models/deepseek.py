@@ -71,7 +71,8 @@ def describe_deepseek_v3(fields: Fields) -> DecoderSpec:
     fields.serve_only(SIGMOID)
     fields.check_value("mlp_layer_types")
     attention = latent_attention(fields, _V3, interleaved=fields.flag("rope_interleave", True))
-    return latent_mixtures(fields, attention, sigmoid_mixture(fields), sparse_layers(fields, 3), _V3.positions)
+    spec = latent_mixtures(fields, attention, sigmoid_mixture(fields), sparse_layers(fields, 3), _V3.positions)
+    return replace(spec, names=TensorNames(ignored=layers_ahead(fields, 1)))
 
 
 def describe_deepseek_v32(fields: Fields) -> DecoderSpec:
