@@ -5,6 +5,7 @@ Torch-free.
 """
 
 import math
+import re
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from oarlock.workers.layers.attention_spec import SelfAttentionSpec
 from oarlock.workers.layers.decoder_spec import DecoderSpec, tensors_of
 from oarlock.workers.layers.gated_delta_spec import GatedDeltaSpec
 from oarlock.workers.layers.gated_mlp_spec import GatedMLPSpec
+from oarlock.workers.layers.kimi_delta_spec import KimiDeltaSpec
 from oarlock.workers.layers.mamba2_spec import Mamba2Spec
 from oarlock.workers.model_files.checkpoint import Checkpoint
 from oarlock.workers.model_files.gguf_header import FLOATS
@@ -139,13 +141,15 @@ def gguf_checkpoint(directory: Path, model: GGUFModel) -> GGUFCheckpoint:
 
 def _in_its_shape(name: str, found: LocatedTensor) -> LocatedTensor:
     """Return a tensor in Hugging Face's shape. In the file, vectors of recurrent layers may be matrices, their
-    convolution has no dimension of 1, and the matrices of a latent for each head are a stack."""
+    convolutions have no dimension of 1, or two, and the matrices of a latent for each head are a stack."""
     kind, shape = name.rpartition(".ssm_")[2], found.entry.shape
     if name.endswith((".attn_k_b.weight", ".attn_v_b.weight")) and len(shape) == 3:
         return found.shaped(shape[0] * shape[1], shape[2])
     if kind in ("a", "d", "norm.weight"):
         return found.shaped(math.prod(shape))
-    return found.shaped(shape[0], 1, shape[1]) if kind == "conv1d.weight" and len(shape) == 2 else found
+    if re.fullmatch(r"conv1d(_[qkv])?\.weight", kind):
+        return found.shaped(math.prod(shape[:-1]), 1, shape[-1])
+    return found
 
 
 def _family(settings: GGUFSettings) -> GGUFFamily:
@@ -200,7 +204,7 @@ def layouts_of(spec: DecoderSpec, family: GGUFFamily) -> Iterator[tuple[str, GGU
             sublayer = branch.sublayer
             if isinstance(sublayer, GatedDeltaSpec):
                 yield from _delta_layouts(f"{here}{sublayer.module}.", sublayer, family)
-            if isinstance(sublayer, Mamba2Spec):
+            if isinstance(sublayer, Mamba2Spec | KimiDeltaSpec):
                 yield f"{here}{sublayer.module}.A_log", GGUFTransform(is_decay=True)
             if not isinstance(sublayer, SelfAttentionSpec):
                 continue

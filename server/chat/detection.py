@@ -8,6 +8,7 @@ unknown, and requests with tools are refused unless a call is forced.
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -16,7 +17,7 @@ from oarlock.server.chat.message_parser import REASONING_FORMATS
 from oarlock.server.chat.tool_parsers.base import Messages, ToolFormat
 from oarlock.server.chat.tool_parsers.call_parser import ArgumentsDelta, ContentDelta, MessageEvent, ToolCallStart
 from oarlock.server.chat.tool_parsers.harmony import FINAL, HARMONY
-from oarlock.server.chat.tool_parsers.hermes import GENERIC, HERMES, SMOLLM3, UNKNOWN
+from oarlock.server.chat.tool_parsers.hermes import GENERIC, HERMES, UNKNOWN
 from oarlock.server.chat.tool_parsers.registry import FORMATS, by_name
 from oarlock.server.llm.chat_template import ChatTemplate, text_parts
 from oarlock.server.llm.template_renderers import TemplateLimitError
@@ -58,16 +59,35 @@ async def _choose(template: ChatTemplate) -> ToolFormat:
     name = template.parsers.get("tool_call_parser")
     if template.parsers.get("reasoning_parser") == "openai_gptoss":
         return HARMONY
-    if name is not None and name not in (HERMES.name, *HERMES.aliases):
-        return by_name(name)
+    chosen = None if name is None else by_name(name)
     if not template.exists:
-        return HERMES if name else GENERIC
+        return chosen or GENERIC
+    if chosen is not None and (chosen.passes_tools or not _variants(chosen)):
+        return chosen
     trial = _Trial(template, await template.reads_parts())
     shown = await trial.prompt_with_tools()
-    if name is not None:  # calls are the same in these formats; they differ in how the template gets the tools
-        hides_tools = shown is not None and _FUNCTION not in shown
-        return await _passing_tools(trial, [SMOLLM3]) if hides_tools else HERMES
-    return await _detect(trial, shown)
+    if chosen is None:
+        return await _detect(trial, shown)
+    if shown is None or _FUNCTION in shown:
+        return chosen
+    return await _passing_tools(trial, _variants(chosen), chosen)
+
+
+def _variants(chosen: ToolFormat) -> list[ToolFormat]:
+    """Return the formats with the same calls whose templates get the tools in another way."""
+    return [known for known in FORMATS if known.parser is chosen.parser and known.passes_tools]
+
+
+async def hides_tools(template: ChatTemplate) -> bool:
+    """Return whether the prompts of a template lack the tools, which it gets in the usual variable.
+
+    Raises `EngineError` if the renderer process is lost.
+    """
+    tool_format = await tool_format_of(template)
+    if not template.exists or tool_format.passes_tools:
+        return False
+    shown = await _Trial(template, await template.reads_parts()).prompt_with_tools(tool_format)
+    return shown is not None and _FUNCTION not in shown
 
 
 async def _detect(trial: "_Trial", shown: str | None) -> ToolFormat:
@@ -83,25 +103,32 @@ async def _detect(trial: "_Trial", shown: str | None) -> ToolFormat:
     for known in FORMATS:
         if known.passes_tools:
             continue
-        text = await trial.rendered_call(known)
-        if text is None:
-            continue
-        writes_calls = writes_calls or (_FUNCTION in text and known.own_turns is None)
-        if known.needs in text and _reads(known, text, frame):
-            return known
+        for text in await trial.rendered_calls(known):
+            writes_calls = writes_calls or (_FUNCTION in text and known.own_turns is None)
+            if known.needs in text and _reads(known, text, frame):
+                return known
     if writes_calls or shown is None:
         return UNKNOWN
     return next((known for known in FORMATS if known.marks and all(mark in shown for mark in known.marks)), UNKNOWN)
 
 
-async def _passing_tools(trial: "_Trial", formats: list[ToolFormat]) -> ToolFormat:
-    """Return the format in whose way the template gets the tools, else `GENERIC`, which every template can show."""
+async def _passing_tools(trial: "_Trial", formats: list[ToolFormat], chosen: ToolFormat = GENERIC) -> ToolFormat:
+    """Return the format in whose way the template gets the tools.
+
+    If there is none, return `GENERIC`, which every template can show, or the operator's choice if its calls differ.
+    """
     for known in formats:
-        if known is GENERIC or _FUNCTION not in (await trial.prompt_with_tools(known) or ""):
+        if known is GENERIC or (known.needs and not trial.writes_any(known.delimiters)):
             continue
-        if known.own_turns is None or _reads(known, await trial.rendered_call(known) or "", await trial.frame()):
+        if _FUNCTION not in (await trial.prompt_with_tools(known) or ""):
+            continue
+        if known.own_turns is None and not known.needs:
             return known
-    return GENERIC
+        frame = await trial.frame()
+        for text in await trial.rendered_calls(known):
+            if known.needs in text and _reads(known, text, frame):
+                return known
+    return GENERIC if GENERIC in formats else chosen
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +148,10 @@ class _Trial:
         self._is_stopped = False  # the template has reached a limit: nothing more is tried
         self._answers: dict[tuple[str, bool, str], str | None] = {}  # properties of formats -> rendered turn
 
+    def writes_any(self, texts: Sequence[str]) -> bool:
+        """Return whether the template has one of the texts."""
+        return any(text in self._template.source for text in texts)
+
     async def prompt_with_tools(self, tool_format: ToolFormat = HERMES) -> str | None:
         """Return a prompt with the tools, passed as this format passes them."""
         return await self._render([_USER], True, tool_format)
@@ -134,13 +165,21 @@ class _Trial:
         before, _, behind = _behind(whole).partition(_ANSWER)
         return _Frame((_behind(prompt), before), behind)
 
-    async def rendered_call(self, tool_format: ToolFormat) -> str | None:
-        """Return the text that the template writes after the user's turn for a call in the given format."""
+    async def rendered_calls(self, tool_format: ToolFormat) -> list[str]:
+        """Return the texts that the template may write after the user's turn for a call in the given format.
+
+        If the format has the arguments as text, some templates expect an object nevertheless (`Folding`).
+        """
+        kinds = (True, False) if tool_format.text_arguments else (False,)
+        texts = [await self._rendered_call(tool_format, as_text) for as_text in kinds]
+        return [text for text in texts if text is not None]
+
+    async def _rendered_call(self, tool_format: ToolFormat, as_text: bool) -> str | None:
         call_id = tool_format.call_id(_FUNCTION, 0) if tool_format.call_id is not None else _CALL_ID
         is_unusual = tool_format.own_turns is not None or tool_format.passes_tools
-        key = (tool_format.name if is_unusual else "", tool_format.text_arguments, call_id)
+        key = (tool_format.name if is_unusual else "", as_text, call_id)
         if key not in self._answers:
-            arguments = json.dumps(_ARGUMENTS) if tool_format.text_arguments else _ARGUMENTS
+            arguments = json.dumps(_ARGUMENTS) if as_text else _ARGUMENTS
             call = {"id": call_id, "type": "function", "function": {"name": _FUNCTION, "arguments": arguments}}
             turns = [_USER, {"role": "assistant", "content": "", "tool_calls": [call]}]
             text = await self._render(turns, False, tool_format)

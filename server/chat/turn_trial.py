@@ -27,7 +27,8 @@ MAX_PROMPT = 1 << 18  # limit in characters for a trial's prompt
 _MAX_RESULTS = 512  # cached results per template
 _MAX_KIND = 16  # limit in characters of JSON
 _TOOL = "trial_tool"
-TOOLS = -1  # used instead of a turn index: the list of tools
+# Used instead of a turn index: the list of tools, and arguments of calls that are text in quotes instead of an object.
+TOOLS, QUOTED = -1, -2
 _ANY_NAME = re.compile(r"function\d+x\d+end")
 _TRIAL_TOOLS: Tools = [
     {
@@ -54,7 +55,7 @@ class TrialTurn(NamedTuple):
 class Fault(NamedTuple):
     """The first turn that a prompt does not show correctly."""
 
-    turn: int  # index in the trial, or TOOLS
+    turn: int  # index in the trial, TOOLS or QUOTED
     is_lost: bool = True  # False: it is in the wrong position, or appears as the result of another call
 
 
@@ -317,7 +318,7 @@ class TurnTrial:
     async def _find(self, shape: tuple[TrialTurn, ...]) -> Folding | Fault | None:
         conversation = trial_messages(shape)
         first: Fault | RequestError | None = None
-        without_tools: Folding | None = None
+        usable: dict[int, Folding] = {}
         tried: set[str] = set()
         for folding in self._foldings(shape):
             messages, tools = self._written(conversation, folding)
@@ -328,11 +329,11 @@ class TurnTrial:
             outcome = await self._fault(messages, tools, shape)
             if outcome is None and not await self._confuses_results(shape, folding):
                 return folding
-            if isinstance(outcome, Fault) and outcome.turn == TOOLS:
-                without_tools = without_tools or folding
+            if isinstance(outcome, Fault) and outcome.turn in (TOOLS, QUOTED):
+                usable.setdefault(outcome.turn, folding)
             first = first or outcome or Fault(_first_result(shape), False)
-        if without_tools is not None:
-            return without_tools  # the model knows its tools from elsewhere
+        if usable:
+            return usable[max(usable)]  # TOOLS: the model knows its tools from elsewhere
         return first if isinstance(first, Fault) else None
 
     def _foldings(self, shape: Sequence[TrialTurn]) -> Iterator[Folding]:
@@ -365,7 +366,14 @@ class TurnTrial:
             raise  # a limit is no information about these turns
         except RequestError as error:
             return error
-        return fault_in(prompt, shape, self.has_tools)
+        fault = fault_in(prompt, shape, self.has_tools)
+        is_intact = fault is None or fault.turn == TOOLS
+        return Fault(QUOTED) if is_intact and self._quotes_arguments(prompt, shape) else fault
+
+    def _quotes_arguments(self, prompt: str, shape: Sequence[TrialTurn]) -> bool:
+        """Return whether a template that should copy the text of arguments writes it as a JSON string."""
+        calls = ((turn, call) for turn, each in enumerate(shape) for call in range(each.num_calls))
+        return self.tool_format.text_arguments and any(f'\\"{_argument(*one)}' in prompt for one in calls)
 
     async def _confuses_results(self, shape: tuple[TrialTurn, ...], folding: Folding) -> bool:
         """Return whether results are not in the order of the first calls and the prompt does not show their calls."""

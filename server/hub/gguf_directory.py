@@ -4,9 +4,7 @@ The server, the engine and the ranks read such a directory like any other; it ha
 once for each file, in the user's cache.
 
 `tokenizer.json` is made from the model's vocabulary: byte-level BPE (`gpt2`), or SentencePiece's BPE with a score for
-each token and byte fallback (`llama`). Other kinds are refused by name. Byte-level tokenizers split text into words by
-patterns, which GGUF files only name. The patterns here are the original tokenizers' patterns as quoted in llama.cpp's
-src/llama-vocab.cpp, or llama.cpp's own version if it quotes no original.
+each token and byte fallback (`llama`). Other kinds are refused by name.
 """
 
 import hashlib
@@ -15,74 +13,16 @@ import shutil
 import tempfile
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from oarlock.base.errors import StartupError
 from oarlock.base.paths import cache_home
 from oarlock.server.hub.local_model import begins_as_gguf
+from oarlock.server.hub.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer, byte_level_tokenizer
 from oarlock.workers.gguf_config import hf_config
 from oarlock.workers.model_files.gguf_model import GGUFModel, GGUFSettings, parts_of
-
-_ENDINGS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-_LLAMA3 = rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
-_QWEN2 = rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
-_SEED_CODER = rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}"
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_WORDS = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*%s|%s"
-    rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
-)
-_GPT4O = _WORDS % (f"{_ENDINGS}?", f"{_ENDINGS}?", r"\p{N}{1,3}")
-_TEKKEN = _WORDS % ("", "", r"\p{N}")
-_GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
-_DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}")
-
-
-@dataclass(frozen=True, slots=True)
-class PreTokenizer:
-    """One kind of byte-level tokenizer."""
-
-    patterns: tuple[str, ...] = ()  # each splits the pieces left by the one before; empty: GPT-2's pattern
-    digits: bool = False  # each digit becomes a word, before the patterns apply
-    normal_form: str | None = None  # Unicode normalization form applied to the text first
-    ignores_merges: bool = False  # a word that is a token needs no merges
-    adds_bos: bool = False  # default if the file does not specify it
-
-    def steps(self) -> dict[str, Any]:
-        """Return the `pre_tokenizer` of a `tokenizer.json`."""
-        steps: list[dict[str, Any]] = [{"type": "Digits", "individual_digits": True}] if self.digits else []
-        steps += [
-            {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-            for pattern in self.patterns
-        ]
-        plain = {"add_prefix_space": False, "trim_offsets": True, "use_regex": not self.patterns}
-        return {"type": "Sequence", "pretokenizers": [*steps, {"type": "ByteLevel", **plain}]}
-
-
-_GPT2 = PreTokenizer()
-_SMOLLM = PreTokenizer(digits=True)
-_LIKE_LLAMA3 = PreTokenizer((_LLAMA3,))
-_LIKE_QWEN2 = PreTokenizer((_QWEN2,))
-_BY_KIND = {
-    # llama.cpp's default for tokenizers that its converter did not know.
-    PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2_WORDS, r"\p{N}+", "[0-9][0-9][0-9]")): "default",
-    replace(_LIKE_LLAMA3, ignores_merges=True, adds_bos=True): "llama-bpe llama3 llama-v3 falcon3 pixtral midm-2.0",
-    _LIKE_LLAMA3: "dbrx smaug-bpe",
-    replace(_LIKE_QWEN2, normal_form="NFC"): "qwen2 megrez",
-    _LIKE_QWEN2: "deepseek-r1-qwen kormo hunyuan",
-    PreTokenizer((_GPT4O,)): "gpt-4o kanana2 minimax-m2",
-    PreTokenizer((_TEKKEN,), ignores_merges=True, adds_bos=True): "tekken",
-    PreTokenizer((_SEED_CODER,)): "seed-coder",
-    PreTokenizer(_DEEPSEEK_CODER): "deepseek-coder",
-    _GPT2: "gpt-2 phi-2 mellum a.x-4.0 gigachat olmo mpt trillion",
-    _SMOLLM: "smollm starcoder refact codeshell minerva-7b",
-    replace(_SMOLLM, normal_form="NFC"): "command-r",
-}
-PRE_TOKENIZERS = {name: kind for kind, names in _BY_KIND.items() for name in names.split()}
-
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5  # token types
 _SPACE = "▁"
@@ -178,23 +118,7 @@ def _byte_level(settings: GGUFSettings, vocabulary: Vocabulary) -> dict[str, Any
     pairs = [merge.partition(" ")[::2] for merge in settings.texts("tokenizer.ggml.merges")]
     # Merges with parts or results that are not tokens are dropped: the library would refuse them.
     merges = [[left, right] for left, right in pairs if left in ids and right in ids and left + right in ids]
-    return {
-        "normalizer": {"type": kind.normal_form} if kind.normal_form else None,
-        "pre_tokenizer": kind.steps(),
-        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": kind.ignores_merges,
-            "vocab": ids,
-            "merges": merges,
-        },
-    }
+    return byte_level_tokenizer(kind, ids, merges)
 
 
 def _sentencepiece(settings: GGUFSettings, vocabulary: Vocabulary) -> dict[str, Any]:

@@ -147,7 +147,9 @@ def demo_directory() -> Path:
 
 
 # Files from which a tokenizer without tokenizer.json can be made.
-VOCABULARY_FILES = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
+VOCABULARY_FILES = (
+    "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model", "tiktoken.model",
+)  # fmt: skip
 
 
 def read_json(path: Path) -> dict[str, Any]:

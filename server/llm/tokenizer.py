@@ -22,6 +22,8 @@ from oarlock.base.json_files import is_there, read_text
 from oarlock.engine.panics import ENDS_TASK
 from oarlock.server.config.settings import Settings
 from oarlock.server.hub.model_path import VOCABULARY_FILES, OnDetailedProgress, read_json, resolve, resolve_tokenizer
+from oarlock.server.hub.tiktoken_model import FILE as TIKTOKEN_FILE
+from oarlock.server.hub.tiktoken_model import tiktoken_json
 from oarlock.server.llm import tokenizer_file
 from oarlock.server.llm.chat_template import MOST_CHARACTERS, ChatTemplate, read_template, with_template
 from oarlock.server.llm.detokenizer import (
@@ -398,6 +400,8 @@ def _convert(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
 
     Raises `StartupError` if it cannot be converted.
     """
+    if is_there(path / TIKTOKEN_FILE):
+        return tokenizer_file.made(path / TIKTOKEN_FILE, tiktoken_json(path))
     if not any(is_there(path / name) for name in VOCABULARY_FILES):  # transformers would create an empty vocabulary
         raise StartupError(
             f"{path} has no tokenizer.json, nor any other tokenizer vocabulary.",

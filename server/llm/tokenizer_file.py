@@ -50,10 +50,22 @@ def load(file: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
 
     Raises `StartupError` if the file is unusable.
     """
-    described = read_table(file, MAX_BYTES, MAX_VALUES, MAX_NAMES)
+    return made(file, read_table(file, MAX_BYTES, MAX_VALUES, MAX_NAMES), is_stored=True)
+
+
+def made(
+    file: Path, described: Mapping[str, Any], *, is_stored: bool = False
+) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
+    """Return the tokenizer that is `described` as in a `tokenizer.json`, and its complete description.
+
+    `file` is its source, and has the same content if `is_stored`. Raises `StartupError` if it is unusable.
+    """
     check(file, described)
     try:
-        backend = tokenizers.Tokenizer.from_file(str(file))
+        if is_stored:
+            backend = tokenizers.Tokenizer.from_file(str(file))
+        else:
+            backend = tokenizers.Tokenizer.from_str(json.dumps(described))
     except BaseException as error:
         raise _library_fault(file, "cannot be read", error) from None
     try_out(file, backend)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from oarlock.base.errors import StartupError
 from oarlock.base.json_files import check_file, is_there, read_json, read_text
+from oarlock.server.hub.tiktoken_model import FILE as TIKTOKEN_FILE
 from oarlock.server.llm import tokenizer_file
 
 # The largest known files, of vocabularies with 250,000 tokens, have 5 MB.
@@ -35,7 +36,7 @@ def check_vocabulary_files(folder: Path) -> None:
     for file in sorted(folder.iterdir()):
         if file.suffix == ".json":
             read_json(file)
-        elif file.suffix in _TEXTS:
+        elif file.suffix in _TEXTS or file.name == TIKTOKEN_FILE:
             _check_lines(file)
         elif file.suffix in _MODELS:
             _check_pieces(file)

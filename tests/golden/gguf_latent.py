@@ -18,19 +18,30 @@ from tests.golden.gguf_blocks import quantized
 ARCHITECTURES = {
     "DeepseekV2ForCausalLM": gguf.MODEL_ARCH.DEEPSEEK2,
     "DeepseekV3ForCausalLM": gguf.MODEL_ARCH.DEEPSEEK2,
+    "DeepseekV32ForCausalLM": gguf.MODEL_ARCH.GLM_DSA,  # the package has no names of its own for it
     "Glm4MoeLiteForCausalLM": gguf.MODEL_ARCH.DEEPSEEK2,
     "GlmMoeDsaForCausalLM": gguf.MODEL_ARCH.GLM_DSA,
+    "KimiLinearForCausalLM": gguf.MODEL_ARCH.KIMI_LINEAR,
     "MiniCPM3ForCausalLM": gguf.MODEL_ARCH.MINICPM3,
     "YoutuForCausalLM": gguf.MODEL_ARCH.DEEPSEEK2,
 }
+# Keys of Kimi Linear's settings, and of its tensors, that other families name otherwise.
+_USUAL = {"model_max_length": "max_position_embeddings", "num_experts": "n_routed_experts",
+          "num_local_experts": "n_routed_experts", "num_experts_per_token": "num_experts_per_tok",
+          "num_shared_experts": "n_shared_experts", "num_expert_group": "n_group",
+          "moe_renormalize": "norm_topk_prob"}  # fmt: skip
+_EXPERTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 
 
 def write_latent_gguf(directory: Path, path: Path, *, splits: bool, kind: str = "F32") -> Path:
     """The checkpoint in `directory` as the file `path`. `splits`: as newer converters write it, with the matrices of
     each head's keys, transposed, and of its values as two stacks. `kind`: of these matrices; the rest is F32."""
     config = json.loads((directory / "config.json").read_text())
+    config = {_USUAL.get(key, key): value for key, value in config.items()}
     arch = ARCHITECTURES[config["architectures"][0]]
-    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
+    writer = gguf.GGUFWriter(
+        path, "deepseek32" if config["model_type"] == "deepseek_v32" else gguf.MODEL_ARCH_NAMES[arch]
+    )
     _add_settings(writer, config, arch, splits)
     if "n_routed_experts" in config:
         _add_experts(writer, config, splits)
@@ -48,7 +59,7 @@ def write_latent_gguf(directory: Path, path: Path, *, splits: bool, kind: str = 
         of = kind if re.search(r"(kv_b|k_b|v_b)_proj", name) else "F32"
         values = quantized(tensor.float().contiguous().numpy(), of)
         writer.add_tensor(stored, values, raw_dtype=gguf.GGMLQuantizationType[of])
-    for name in ("long", "short") if "short_factor" in config["rope_parameters"] else ():
+    for name in ("long", "short") if "short_factor" in config.get("rope_parameters", ()) else ():
         writer.add_tensor(
             f"rope_factors_{name}.weight", torch.tensor(config["rope_parameters"][f"{name}_factor"]).numpy()
         )
@@ -60,7 +71,7 @@ def write_latent_gguf(directory: Path, path: Path, *, splits: bool, kind: str = 
 
 
 def _add_settings(writer: gguf.GGUFWriter, config: dict[str, Any], arch: gguf.MODEL_ARCH, splits: bool) -> None:
-    rope, heads, rotated = config["rope_parameters"], config["num_attention_heads"], config["qk_rope_head_dim"]
+    heads, rotated = config["num_attention_heads"], config["qk_rope_head_dim"]
     key, rank = config["qk_nope_head_dim"] + rotated, config["kv_lora_rank"]
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
@@ -73,7 +84,8 @@ def _add_settings(writer: gguf.GGUFWriter, config: dict[str, Any], arch: gguf.MO
     if config["q_lora_rank"]:
         writer.add_q_lora_rank(config["q_lora_rank"])
     if splits:
-        writer.add_head_count_kv(1)
+        if arch is not gguf.MODEL_ARCH.KIMI_LINEAR:
+            writer.add_head_count_kv(1)
         writer.add_key_length(rank + rotated)
         writer.add_value_length(rank)
         writer.add_key_length_mla(key)
@@ -83,8 +95,13 @@ def _add_settings(writer: gguf.GGUFWriter, config: dict[str, Any], arch: gguf.MO
         writer.add_key_length(key)
         if arch is not gguf.MODEL_ARCH.MINICPM3:
             writer.add_value_length(config["v_head_dim"])
-    if arch is gguf.MODEL_ARCH.MINICPM3:
+    if arch is gguf.MODEL_ARCH.KIMI_LINEAR:
+        writer.add_head_count_kv([int(kind == "full_attention") for kind in config["layer_types"]])
+        writer.add_kda_head_dim(config["linear_head_dim"])
+        writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+    if arch in (gguf.MODEL_ARCH.MINICPM3, gguf.MODEL_ARCH.KIMI_LINEAR):
         return
+    rope = config["rope_parameters"]
     writer.add_rope_freq_base(rope["rope_theta"])
     if rope["rope_type"] == "yarn":
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
@@ -117,7 +134,9 @@ def _as_stored(tensors: dict[str, Tensor], config: dict[str, Any], splits: bool)
     """The tensors under names that the package knows, with the converter's shapes."""
     found: dict[str, Tensor] = {}
     apart: dict[str, dict[int, Tensor]] = {}
-    for name, tensor in tensors.items():
+    for stored, tensor in tensors.items():
+        name = re.sub(r"block_sparse_moe(\.experts\.\d+\.)(w\d)", lambda m: f"mlp{m[1]}{_EXPERTS[m[2]]}", stored)
+        name = re.sub(r"block_sparse_moe(\.\w+_proj)", r"mlp\1", name)  # of a dense layer
         if match := re.fullmatch(r"(.*mlp\.experts)\.(\d+)\.(\w+\.weight)", name):
             apart.setdefault(f"{match[1]}.{match[3]}", {})[int(match[2])] = tensor
         elif name.endswith("kv_b_proj.weight") and splits:
@@ -125,6 +144,10 @@ def _as_stored(tensors: dict[str, Tensor], config: dict[str, Any], splits: bool)
             keys, values = of_heads.split([config["qk_nope_head_dim"], config["v_head_dim"]], 1)
             found[name.replace("kv_b_proj", "k_b_proj")] = keys.transpose(1, 2)
             found[name.replace("kv_b_proj", "v_b_proj")] = values
+        elif name.endswith("conv1d.weight"):
+            found[name] = tensor.reshape(1, tensor.shape[0], 1, tensor.shape[-1])
+        elif name.endswith(".A_log"):
+            found[name] = -tensor.float().exp()
         else:
-            found[name] = tensor
+            found[name.replace(".dt_bias", ".dt_proj.bias")] = tensor
     return found | {name: torch.stack([of[index] for index in sorted(of)]) for name, of in apart.items()}

@@ -11,7 +11,8 @@ from torch import Tensor
 from oarlock.base.errors import StartupError
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.gguf_config import gguf_checkpoint, hf_config
-from oarlock.workers.layers.decoder_spec import DecoderSpec
+from oarlock.workers.layers.decoder_spec import DecoderSpec, SublayerSpec
+from oarlock.workers.layers.kimi_delta_spec import KimiDeltaSpec
 from oarlock.workers.layers.latent_attention_spec import LatentAttentionSpec
 from oarlock.workers.model_files.gguf_model import GGUFModel
 from oarlock.workers.models.decoder import Decoder
@@ -34,8 +35,10 @@ MODELS: dict[str, tuple[str, dict[str, Any], bool]] = {
     "deepseek-v3": ("deepseek_v3", {**_V2, "num_mtp_layers": 0}, True),
     "deepseek-v3-older": ("deepseek_v3", {"num_mtp_layers": 0, "n_group": 1, "topk_group": 1, "rope_parameters": {
         "rope_type": "default", "rope_theta": 5e4}}, False),
+    "deepseek-v3.2": ("deepseek_v32", _V2, True),
     "glm4-moe-lite": ("glm4_moe_lite", {}, True),
     "glm-moe-dsa": ("glm_moe_dsa", {}, True),
+    "kimi-linear": ("kimi_linear", {"linear_num_heads": 8}, True),
     "minicpm3": ("minicpm3", {"scale_emb": 12, "dim_model_base": 256, "rope_parameters": {
         "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.1, 1.3, 1.7],
         "long_factor": [3.0, 3.3, 3.9, 5.1], "original_max_position_embeddings": 512}}, False),
@@ -45,10 +48,14 @@ TOKENS = [(7 * index * index + 3 * index) % 317 for index in range(24)]
 
 
 def as_stored(spec: DecoderSpec) -> DecoderSpec:
-    """The model with the matrices of its latents as the other kind of file has them."""
-    return spec.with_sublayers(
-        lambda one: replace(one, splits_kv_b=not one.splits_kv_b) if isinstance(one, LatentAttentionSpec) else one
-    )
+    """The model with the matrices of its latents, and the rates of its decays, as the other kind of file has them."""
+
+    def changed(one: SublayerSpec) -> SublayerSpec:
+        if isinstance(one, KimiDeltaSpec):
+            return replace(one, axes_around_rates=(2, 1))
+        return replace(one, splits_kv_b=not one.splits_kv_b) if isinstance(one, LatentAttentionSpec) else one
+
+    return spec.with_sublayers(changed)
 
 
 def logits(decoder: Decoder) -> Tensor:

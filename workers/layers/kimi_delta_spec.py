@@ -42,8 +42,13 @@ class KimiDeltaSpec(DividedEvenly, WithoutContext):
     # names, in a verification, of the sublayer's input and of the residual after it
     reads: ClassVar[str] = "input_norm"
     leaves: ClassVar[str] = "mid_residual"
-    # No GGUF file is read yet.
-    gguf: ClassVar[Mapping[str, str]] = {}
+    # GGUF names of the modules, and of the norms before and after the sublayer.
+    gguf: ClassVar[Mapping[str, str]] = {
+        "q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "q_conv1d": "ssm_conv1d_q",
+        "k_conv1d": "ssm_conv1d_k", "v_conv1d": "ssm_conv1d_v", "f_a_proj": "ssm_f_a", "f_b_proj": "ssm_f_b",
+        "b_proj": "ssm_beta", "A_log": "ssm_a", "dt_bias": "ssm_dt.bias", "g_a_proj": "ssm_g_a", "g_b_proj": "ssm_g_b",
+        "o_norm": "ssm_norm", "o_proj": "attn_output",
+    }  # fmt: skip
     gguf_norms: ClassVar[tuple[str, str]] = ("attn_norm", "post_attention_norm")
     # A checkpoint may store these modules as one tensor, concatenated by rows.
     fused: ClassVar[Mapping[str, tuple[str, ...]]] = {

@@ -39,6 +39,7 @@ SIGMOID: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 _SOFTMAX: dict[str, tuple[Any, ...]] = {
     "scoring_func": ("softmax",), "norm_topk_prob": (False,), "moe_layer_freq": (1,), "mlp_bias": (False,),
+    "use_mla": (True,),
 }  # fmt: skip
 _METHODS = {"greedy": "greedy", "group_limited_greedy": "group_limited_greedy"}
 _INDEXER = ("model.layers.*.self_attn.indexer", "blk.*.indexer")
@@ -70,7 +71,8 @@ def describe_deepseek_v3(fields: Fields) -> DecoderSpec:
     fields.serve_only(SIGMOID)
     fields.check_value("mlp_layer_types")
     attention = latent_attention(fields, _V3, interleaved=fields.flag("rope_interleave", True))
-    return latent_mixtures(fields, attention, sigmoid_mixture(fields), sparse_layers(fields, 3), _V3.positions)
+    spec = latent_mixtures(fields, attention, sigmoid_mixture(fields), sparse_layers(fields, 3), _V3.positions)
+    return replace(spec, names=TensorNames(ignored=layers_ahead(fields, 1)))
 
 
 def describe_deepseek_v32(fields: Fields) -> DecoderSpec:
@@ -108,6 +110,9 @@ def sigmoid_mixture(fields: Fields, experts: int = 256, groups: tuple[int, int] 
 
 def mixture_of(fields: Fields, experts: int, router: RouterSpec, *, width: int, shared: int) -> ExpertsSpec:
     """Return the experts. `width`, of an expert, and `shared`, the number of shared experts, are the defaults."""
+    for key in ("n_routed_experts", "n_shared_experts"):
+        if fields.raw.get(key, shared) is None:  # no experts, in the authors' code
+            raise unsupported(key, None, "Layers of this architecture have experts, of which some are shared.")
     width = fields.count("moe_intermediate_size", width)
     one = SharedSpec(width * fields.count("n_shared_experts", shared))
     return ExpertsSpec(experts, width, router, activation_name(fields, "hidden_act", "silu"), shared=one)
@@ -149,28 +154,35 @@ def _own(settings: GGUFSettings, config: dict[str, Any]) -> dict[str, Any]:
     latent = gguf_latent(settings, config)
     if not settings.count(".expert_count", 0):
         return latent | {"architectures": ["YoutuForCausalLM"], "model_type": "youtu"}
-    return latent | gguf_mixture(settings, config)
+    mixture = gguf_mixture(settings, config)
+    if _gating(settings, config) == _SIGMOID_SCORES:
+        return latent | mixture
+    method = "greedy" if mixture["n_group"] == 1 else "group_limited_greedy"
+    second = {"architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "topk_method": method}
+    return latent | mixture | second
+
+
+def gguf_indexed(settings: GGUFSettings, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a model whose attention reads the tokens that an indexer chooses."""
+    settings.check_sigmoid_router()
+    top_k = {"index_topk": settings.count(".attention.indexer.top_k")}
+    return gguf_latent(settings, config) | gguf_mixture(settings, config) | top_k
 
 
 def gguf_mixture(settings: GGUFSettings, config: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of the experts. Older files leave out the groups, which published models are known by."""
-    experts, scores = settings.count(".expert_count"), _gating(settings, config)
+    experts = settings.count(".expert_count")
     by_default = _GROUPS.get((experts, config["vocab_size"]), (1, 1))
-    groups = settings.count(".expert_group_count", by_default[0])
-    own: dict[str, Any] = {
+    return gguf_layers_ahead(settings, config) | {
         "n_routed_experts": experts,  # the name that transformers' classes read
         "moe_intermediate_size": settings.count(".expert_feed_forward_length"),
         "n_shared_experts": settings.count(".expert_shared_count"),
         "first_k_dense_replace": settings.count(".leading_dense_block_count", 0),
         "routed_scaling_factor": settings.number(".expert_weights_scale", 1.0),
         "norm_topk_prob": settings.flag(".expert_weights_norm", False),
-        "n_group": groups,
+        "n_group": settings.count(".expert_group_count", by_default[0]),
         "topk_group": settings.count(".expert_group_used_count", by_default[1]),
     }
-    if scores == _SOFTMAX_SCORES:
-        method = "greedy" if groups == 1 else "group_limited_greedy"
-        own |= {"architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "topk_method": method}
-    return own | gguf_layers_ahead(settings, config)
 
 
 def _gating(settings: GGUFSettings, config: dict[str, Any]) -> int:
@@ -196,11 +208,13 @@ GGUF_DEEPSEEK2 = GGUFFamily(
         "YoutuForCausalLM",
     ),
 )
-
+GGUF_DEEPSEEK32 = GGUFFamily(
+    *("deepseek32", "DeepseekV32ForCausalLM", gguf_indexed, "deepseek_v32"), has_experts=True, has_latents=True
+)
 
 FAMILIES: dict[str, Describe] = {
     "DeepseekV2ForCausalLM": describe_deepseek_v2,
     "DeepseekV3ForCausalLM": describe_deepseek_v3,
     "DeepseekV32ForCausalLM": describe_deepseek_v32,
 }
-GGUF_FAMILIES = (GGUF_DEEPSEEK2,)
+GGUF_FAMILIES = (GGUF_DEEPSEEK2, GGUF_DEEPSEEK32)

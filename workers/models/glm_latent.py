@@ -1,14 +1,13 @@
 """GLM-4.7-Flash and GLM-5: DeepSeek V3 and V3.2 with GLM's sizes. Torch-free."""
 
 from dataclasses import replace
-from typing import Any
 
 from oarlock.workers.layers.decoder_spec import DecoderSpec
-from oarlock.workers.model_files.gguf_model import GGUFFamily, GGUFSettings
+from oarlock.workers.model_files.gguf_model import GGUFFamily
 from oarlock.workers.models.deepseek import (
     SIGMOID,
     describe_indexed,
-    gguf_mixture,
+    gguf_indexed,
     latent_mixtures,
     mixture_of,
     sigmoid_mixture,
@@ -16,7 +15,7 @@ from oarlock.workers.models.deepseek import (
 from oarlock.workers.models.hf_config import expert_counts
 from oarlock.workers.models.hf_experts import grouped_router, sparse_layers
 from oarlock.workers.models.hf_fields import Describe, Fields, unsupported
-from oarlock.workers.models.hf_latent import LatentDefaults, gguf_latent, latent_attention
+from oarlock.workers.models.hf_latent import LatentDefaults, latent_attention
 
 _LITE = LatentDefaults(nope_width=192, value_dim=256, q_rank=768, positions=202752)
 _DSA = replace(_LITE, q_rank=2048)
@@ -42,13 +41,9 @@ def describe_glm_moe_dsa(fields: Fields) -> DecoderSpec:
     return describe_indexed(fields, _DSA, sigmoid_mixture(fields, groups=(1, 1)), eps=1e-5)
 
 
-def _own(settings: GGUFSettings, config: dict[str, Any]) -> dict[str, Any]:
-    settings.check_sigmoid_router()
-    top_k = {"index_topk": settings.count(".attention.indexer.top_k")}
-    return gguf_latent(settings, config) | gguf_mixture(settings, config) | top_k
-
-
-GGUF_GLM_DSA = GGUFFamily(*("glm-dsa", "GlmMoeDsaForCausalLM", _own, "glm_moe_dsa"), has_experts=True, has_latents=True)
+GGUF_GLM_DSA = GGUFFamily(
+    *("glm-dsa", "GlmMoeDsaForCausalLM", gguf_indexed, "glm_moe_dsa"), has_experts=True, has_latents=True
+)
 
 
 FAMILIES: dict[str, Describe] = {

@@ -81,11 +81,14 @@ def group_counts(fields: Fields, experts: int, top_k: int, defaults: tuple[int, 
     return groups, top_groups
 
 
-def layers_ahead(fields: Fields) -> tuple[str, ...]:
-    """Return the stored names of layers that predict tokens further ahead, which come last and are not served."""
+def layers_ahead(fields: Fields, default: int = 0) -> tuple[str, ...]:
+    """Return the stored names of layers that predict tokens further ahead, which come last and are not served.
+
+    `default`: the family's default of their number.
+    """
     layers = fields.layers()
     key = "num_nextn_predict_layers" if fields.raw.get("num_nextn_predict_layers") is not None else "num_mtp_layers"
-    ahead = fields.count(key, 0, least=0, most=_MOST_AHEAD)
+    ahead = fields.count(key, default, least=0, most=_MOST_AHEAD)
     return tuple(f"{of}.{layers + n}" for n in range(ahead) for of in ("model.layers", "blk"))
 
 

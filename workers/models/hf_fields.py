@@ -37,6 +37,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "swiglu_limit": (None,),
     "swiglu_limits": (None,),  # K-EXAONE 2.0, with the class of K-EXAONE
     "sliding_windows": (None,),
+    "llama_4_scaling": (None,),  # factors of queries by their position, in models of DeepSeek V3's kind
 }
 
 

@@ -90,7 +90,9 @@ def gguf_latent(settings: GGUFSettings, config: dict[str, Any]) -> dict[str, Any
 
     Newer files describe the absorbed form, with one key-value head, and have the widths of heads under other names.
     """
-    tensors, rotated = settings.model.tensors, settings.count(".rope.dimension_count")
+    # The first layers of some models have another attention.
+    modules = {name.partition(".attn_")[2] for name in settings.model.tensors}
+    rotated = settings.count(".rope.dimension_count")
     rank = settings.count(".attention.q_lora_rank", 0)
     key = settings.count(".attention.key_length_mla", config["head_dim"])
     values = settings.count(".attention.value_length", max(1, config["hidden_size"] // config["num_attention_heads"]))
@@ -106,7 +108,7 @@ def gguf_latent(settings: GGUFSettings, config: dict[str, Any]) -> dict[str, Any
         "v_head_dim": settings.count(".attention.value_length_mla", values),
         "kv_lora_rank": settings.count(".attention.kv_lora_rank"),
         "q_lora_rank": rank or None,
-        "attention_bias": "blk.0.attn_kv_a_mqa.bias" in tensors,
+        "attention_bias": "kv_a_mqa.bias" in modules,
         "rope_scaling": table,
-        "splits_kv_b": "blk.0.attn_k_b.weight" in tensors,
+        "splits_kv_b": "k_b.weight" in modules,
     }

@@ -12,13 +12,14 @@ from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec
 from oarlock.workers.layers.kimi_delta_spec import KimiDeltaSpec
 from oarlock.workers.layers.latent_attention_spec import LatentAttentionSpec
+from oarlock.workers.model_files.gguf_model import GGUFFamily, GGUFSettings
 from oarlock.workers.model_files.tensor_names import TensorNames
-from oarlock.workers.models.deepseek import SIGMOID, latent_mixtures, mixture_of
+from oarlock.workers.models.deepseek import SIGMOID, gguf_mixture, latent_mixtures, mixture_of
 from oarlock.workers.models.hf_config import expert_counts, layer_kinds, with_first
 from oarlock.workers.models.hf_delta import FULL, LINEAR, LONGEST_CONVOLUTION
 from oarlock.workers.models.hf_experts import grouped_router, sparse_layers
 from oarlock.workers.models.hf_fields import Describe, Fields, unsupported
-from oarlock.workers.models.hf_latent import LatentDefaults, latent_attention
+from oarlock.workers.models.hf_latent import LatentDefaults, gguf_latent, latent_attention
 
 _KIMI = LatentDefaults(q_rank=None, positions=2**20)
 _LING = LatentDefaults(q_rank=None, positions=2**18)
@@ -87,7 +88,7 @@ def describe_kimi_linear(fields: Fields) -> DecoderSpec:
         fields.number("rms_norm_eps", 1e-5),
         decay_rank=width,
         gate_rank=width,
-        axes_around_rates=(2, 1),
+        axes_around_rates=(0, 0) if fields.flag("flat_rates", False) else (2, 1),  # flat: of a GGUF file
     )
     fields = _without_head_dim(fields)
     attention = latent_attention(fields, _KIMI, interleaved=False)
@@ -223,8 +224,32 @@ def _lower_bound(fields: Fields) -> float:
     return float(bound)
 
 
+def _own(settings: GGUFSettings, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of Kimi Linear. Layers with Kimi delta attention have no key-value heads."""
+    settings.check_sigmoid_router()
+    heads_of_layers = settings.numbers(".attention.head_count_kv", config["num_hidden_layers"])
+    table = {
+        "full_attn_layers": [number for number, heads in enumerate(heads_of_layers, 1) if heads],
+        "kda_layers": [number for number, heads in enumerate(heads_of_layers, 1) if not heads],
+        "head_dim": settings.count(".kda.head_dim"),
+        "num_heads": config["num_attention_heads"],
+        "short_conv_kernel_size": settings.count(".ssm.conv_kernel"),
+    }
+    own = {"linear_attn_config": table, "norm_topk_prob": True, "flat_rates": True}
+    return gguf_latent(settings, config) | gguf_mixture(settings, config) | own
+
+
+GGUF_KIMI_LINEAR = GGUFFamily(
+    *("kimi-linear", "KimiLinearForCausalLM", _own, "kimi_linear"),
+    has_experts=True,
+    has_latents=True,
+    layers_differ=True,
+)
+
+
 FAMILIES: dict[str, Describe] = {
     "KimiLinearForCausalLM": describe_kimi_linear,
     "BailingHybridForCausalLM": describe_ling,
     "BailingMoeV3ForCausalLM": describe_ling,
 }
+GGUF_FAMILIES = (GGUF_KIMI_LINEAR,)

@@ -39,6 +39,7 @@ def describe_minicpm3(fields: Fields) -> DecoderSpec:
 
 def describe_youtu(fields: Fields) -> DecoderSpec:
     """Describe Youtu."""
+    fields.serve_only({"mlp_bias": (False,)})  # which the authors' code reads
     attention = latent_attention(fields, _YOUTU, interleaved=fields.flag("rope_interleave", True))
     spec = decoder_spec(
         fields,

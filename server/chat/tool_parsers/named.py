@@ -1,11 +1,17 @@
-"""Calls of DeepSeek and Kimi K2: a name, a delimiter and JSON arguments, with delimiters per call and overall."""
+"""Calls of DeepSeek and Kimi K2: a name, a delimiter and JSON arguments, with delimiters per call and overall.
 
+DeepSeek's published templates show earlier calls, but no tools. `DEEPSEEK_V3_TEXT` and `DEEPSEEK_V31_TEXT` are the
+formats for these templates: the tools are written into the system message, where the models expect them.
+"""
+
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from oarlock.server.chat.tool_parsers import grammar
-from oarlock.server.chat.tool_parsers.base import ToolFormat, ToolParser
+from oarlock.server.chat.tool_parsers.base import Messages, ToolFormat, ToolParser
 from oarlock.server.chat.tool_parsers.call_parser import CallReader, CallScript, Steps, Tools
 from oarlock.server.chat.tool_parsers.grammar import SpecialIds, ToolSchema
 
@@ -133,6 +139,32 @@ def _forced_calls(syntax: Syntax, tools: Sequence[ToolSchema], most: int, specia
     return "\n".join([*rules, grammar.one_of_calls(tools), *grammar.arguments(tools)])
 
 
+_INSTRUCTIONS = (
+    "## Tools\nYou can call these functions:\n{tools}\nTo call one, end your answer with exactly this:\n{call}\n"
+    "NAME is the name of a function above, and ARGUMENTS a JSON object that fits its parameters. {more}"
+)
+
+
+def _write_into_messages(syntax: Syntax, messages: Messages, tools: list[dict[str, Any]] | None) -> Messages:
+    """Append the tools to the system message: each with a heading, its description and its parameters."""
+    if not tools:
+        return messages
+    described = ""
+    for tool in tools:
+        function = tool["function"]
+        parameters = json.dumps(function.get("parameters") or {}, ensure_ascii=False)
+        described += f"\n### {function['name']}\nDescription: {function.get('description') or ''}\n\n"
+        described += f"Parameters: {parameters}\n"
+    one = f"{syntax.call}{syntax.before_name}NAME{''.join(syntax.before_arguments)}ARGUMENTS"
+    call = f"{syntax.calls}{one}{syntax.fence}{syntax.call_end}{syntax.calls_end}"
+    apart = "on a line of its own" if syntax.between else "without a space"
+    more = f"Write further calls after the first {syntax.call_end}, each {apart}."
+    text = _INSTRUCTIONS.format(tools=described, call=call, more=more)
+    if messages[0]["role"] != "system":
+        return [{"role": "system", "content": text}, *messages]
+    return [{**messages[0], "content": f"{messages[0]['content']}\n\n{text}"}, *messages[1:]]
+
+
 def _kimi_id(name: str, number: int) -> str:
     return f"{_FUNCTIONS}{name}:{number}"
 
@@ -155,4 +187,14 @@ def _format(name: str, models: str, parser: type[DeepSeekV3ToolParser]) -> ToolF
 
 DEEPSEEK_V3 = _format("deepseek_v3", "DeepSeek V3, R1 and its distillations", DeepSeekV3ToolParser)
 DEEPSEEK_V31 = _format("deepseek_v31", "DeepSeek V3.1", DeepSeekV31ToolParser)
+DEEPSEEK_V3_TEXT, DEEPSEEK_V31_TEXT = (
+    replace(
+        known,
+        name=f"{known.name}_text",
+        models=f"{known.models}, if the template leaves out the tools",
+        needs=needs,
+        write_into_messages=partial(_write_into_messages, syntax),
+    )
+    for known, syntax, needs in ((DEEPSEEK_V3, V3, V3.before_name), (DEEPSEEK_V31, V31, _SEP))
+)
 KIMI_K2 = _format("kimi_k2", "Kimi K2", KimiToolParser)

@@ -22,7 +22,13 @@ from oarlock.server.chat.tool_parsers.json_list import (
 )
 from oarlock.server.chat.tool_parsers.llama import LLAMA
 from oarlock.server.chat.tool_parsers.minimax_m3 import MINIMAX_M3
-from oarlock.server.chat.tool_parsers.named import DEEPSEEK_V3, DEEPSEEK_V31, KIMI_K2
+from oarlock.server.chat.tool_parsers.named import (
+    DEEPSEEK_V3,
+    DEEPSEEK_V3_TEXT,
+    DEEPSEEK_V31,
+    DEEPSEEK_V31_TEXT,
+    KIMI_K2,
+)
 from oarlock.server.chat.tool_parsers.olmo3 import OLMO3, OLMO3_FUNCTIONS
 from oarlock.server.chat.tool_parsers.pythonic import LFM2, PYTHONIC
 from oarlock.server.chat.tool_parsers.tagged_list import (
@@ -41,7 +47,9 @@ FORMATS: list[ToolFormat] = [
     MISTRAL_NAMED,
     MISTRAL,
     DEEPSEEK_V3,
+    DEEPSEEK_V3_TEXT,
     DEEPSEEK_V31,
+    DEEPSEEK_V31_TEXT,
     DEEPSEEK_V32,
     DEEPSEEK_V4,
     KIMI_K2,

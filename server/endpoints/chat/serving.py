@@ -10,7 +10,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from oarlock.server.chat.detection import tool_format_of
+from oarlock.server.chat.detection import hides_tools, tool_format_of
 from oarlock.server.chat.message_parser import MessageParser, MessageShape
 from oarlock.server.chat.prompt import render_prompt, response_grammar
 from oarlock.server.chat.tool_parsers.call_parser import (
@@ -100,7 +100,7 @@ class OpenAIServingChatCompletion(OpenAIServingGenerate[ChatRequest, ProcessedCh
 
 
 async def try_tool_format(template: ChatTemplate) -> None:
-    """Find out the model's format of tool calls before the first request, and log if it is unknown.
+    """Find out the model's format of tool calls before the first request, and log if tools cannot be used.
 
     Raises `EngineError` if the process that renders templates is lost.
     """
@@ -111,6 +111,14 @@ async def try_tool_format(template: ChatTemplate) -> None:
                 cause="the format of the tool calls that the chat template describes is not known: only "
                 "forced calls can be read",
                 fix="name the format with --tool-call-parser, or give a --chat-template that uses a known format",
+            )
+        )
+    elif await hides_tools(template):
+        _log.warning(
+            logs.event(
+                "tools_not_shown",
+                cause="the chat template leaves the tools of a request out of the prompt: the model does not know them",
+                fix="leave --tool-call-parser out, or give a --chat-template that shows the tools",
             )
         )
 

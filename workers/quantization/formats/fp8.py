@@ -65,6 +65,7 @@ def fp8(settings: QuantizationSettings) -> FP8Format:
     """Parse the settings of float8 weights. Raise `StartupError` for unsupported settings."""
     settings.one_of(("activation_scheme",), "dynamic", ("dynamic",))
     settings.one_of(("fmt",), "e4m3", ("e4m3", "float8_e4m3fn"))
+    settings.one_of(("scale_fmt",), "float", ("float", "ue8m0"))  # ue8m0: scales are powers of two
     block = settings.get("weight_block_size")
     return FP8Format(None, "weight_scale") if block is None else FP8Format(block_of(settings, "weight_block_size"))
 

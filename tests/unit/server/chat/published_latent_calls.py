@@ -1,6 +1,8 @@
-"""Kimi K2 Thinking, GLM-4.7 and DeepSeek V3.1 as their authors publish them: see `published_models.py`."""
+"""Kimi K2 Thinking, GLM-4.7, DeepSeek V3.1 and R1 as their authors publish them: see `published_models.py`."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from tests.unit.server.chat.published_models import Calls, Model, as_json, with_parameters
 
@@ -117,34 +119,82 @@ def _v31(calls: Calls) -> str:
     return _BEGIN + "".join(f"{_CALL}{name}{_SEP}{as_json(given)}{_CALL_END}" for name, given in calls) + _END
 
 
-# The published template leaves out the tools; servers add them to it, as here.
-DEEPSEEK_V3_1 = Model(
-    "{{ bos_token }}{% for m in messages if m.role == 'system' %}{{ m.content }}{% endfor %}"
+# DeepSeek's published templates show no tools; vLLM's users take a template of its examples, which does.
+_SYSTEM = "{{ bos_token }}{% for m in messages if m.role == 'system' %}{{ m.content }}{% endfor %}"
+_TOOLS = (
     "{% if tools %}\\n\\n## Tools\\n{% for tool in tools %}\\n### {{ tool.function.name }}\\n"
     "{{ tool.function.description }}\\n{{ tool.function.parameters | tojson }}\\n{% endfor %}{% endif %}"
-    "{% for m in messages %}{% if m.role == 'user' %}<\uff5cUser\uff5c>{{ m.content }}"
-    "{% elif m.role == 'assistant' %}"
-    "{% if messages[loop.index0 - 1].role == 'user' %}<\uff5cAssistant\uff5c></think>{% endif %}{{ m.content or '' }}"
-    f"{{% if m.tool_calls %}}{_BEGIN}{{% for call in m.tool_calls %}}{_CALL}{{{{ call.function.name }}}}{_SEP}"
-    "{% if call.function.arguments is string %}{{ call.function.arguments }}"
-    "{% else %}{{ call.function.arguments | tojson }}{% endif %}"
-    f"{_CALL_END}{{% endfor %}}{_END}{{% endif %}}<\uff5cend\u2581of\u2581sentence\uff5c>"
-    "{% elif m.role == 'tool' %}<\uff5ctool\u2581output\u2581begin\uff5c>{{ m.content }}"
-    "<\uff5ctool\u2581output\u2581end\uff5c>{% endif %}{% endfor %}"
-    "{% if add_generation_prompt and messages[-1].role != 'tool' %}<\uff5cAssistant\uff5c>"
-    "{{ '<think>' if thinking is defined and thinking else '</think>' }}{% endif %}",
-    "deepseek_v31",
+)
+_USER, _ASSISTANT, _EOS = "<\uff5cUser\uff5c>", "<\uff5cAssistant\uff5c>", "<\uff5cend\u2581of\u2581sentence\uff5c>"
+_OUTPUTS, _OUTPUT, _OUTPUT_END, _OUTPUTS_END = (
+    f"<\uff5ctool\u2581{name}\uff5c>"
+    for name in ("outputs\u2581begin", "output\u2581begin", "output\u2581end", "outputs\u2581end")
+)
+_V31_TURNS = (
+    f"{{% for m in messages %}}{{% if m.role == 'user' %}}{_USER}{{{{ m.content }}}}{{% elif m.role == 'assistant' %}}"
+    f"{{% if messages[loop.index0 - 1].role == 'user' %}}{_ASSISTANT}</think>{{% endif %}}{{{{ m.content or '' }}}}"
+    f"{{% if m.tool_calls %}}{_BEGIN}{{% for call in m.tool_calls %}}{_CALL}"
+    f"{{{{ call.function.name + '{_SEP}' + call.function.arguments }}}}{_CALL_END}{{% endfor %}}{_END}"
+    f"{{% endif %}}{_EOS}"
+    f"{{% elif m.role == 'tool' %}}{_OUTPUT}{{{{ m.content }}}}{_OUTPUT_END}{{% endif %}}{{% endfor %}}"
+    f"{{% if add_generation_prompt and messages[-1].role != 'tool' %}}{_ASSISTANT}"
+    "{{ '<think>' if thinking is defined and thinking else '</think>' }}{% endif %}"
+)
+DEEPSEEK_V3_1 = Model(
+    _SYSTEM + _V31_TURNS,
+    "deepseek_v31_text",
     _v31,
-    f'<\uff5cAssistant\uff5c></think>{_BEGIN}{_CALL}weather{_SEP}{{"city": "Bern"}}{_CALL_END}{_END}'
-    "<\uff5cend\u2581of\u2581sentence\uff5c><\uff5ctool\u2581output\u2581begin\uff5c>rain",
+    f'{_ASSISTANT}</think>{_BEGIN}{_CALL}weather{_SEP}{{"city": "Bern"}}{_CALL_END}{_END}{_EOS}{_OUTPUT}rain',
     reasoning="deepseek_r1",
     think=("", "</think>"),
     switches={"thinking": (True, False)},
-    prompts=("<\uff5cAssistant\uff5c><think>", "<\uff5cAssistant\uff5c></think>"),
+    prompts=(f"{_ASSISTANT}<think>", f"{_ASSISTANT}</think>"),
 )
+
+
+def _v3(calls: Calls) -> str:
+    written = (f"{_CALL}function{_SEP}{name}\n```json\n{as_json(given)}\n```{_CALL_END}" for name, given in calls)
+    return _BEGIN + "\n".join(written) + _END
+
+
+_R1_TURNS = (
+    "{% set ns = namespace(is_result=false) %}"
+    f"{{% for m in messages %}}{{% if m.role == 'user' %}}{_USER}{{{{ m.content }}}}{{% elif m.role == 'assistant' %}}"
+    f"{{{{ '{_OUTPUTS_END}' if ns.is_result else '{_ASSISTANT}' }}}}{{{{ m.content.split('</think>')[-1] }}}}"
+    "{% set ns.is_result = false %}"
+    f"{{% if m.tool_calls %}}{_BEGIN}{{% for call in m.tool_calls %}}{{{{ '' if loop.first else '\\n' }}}}"
+    f"{{{{ '{_CALL}' + call.type + '{_SEP}' + call.function.name + '\\n```json\\n' + call.function.arguments }}}}"
+    f"{{{{ '\\n```{_CALL_END}' }}}}{{% endfor %}}{_END}{{% endif %}}{_EOS}"
+    f"{{% elif m.role == 'tool' %}}{{{{ '\\n' if ns.is_result else '{_OUTPUTS}' }}}}{{% set ns.is_result = true %}}"
+    f"{_OUTPUT}{{{{ m.content }}}}{_OUTPUT_END}{{% endif %}}{{% endfor %}}{{% if ns.is_result %}}{_OUTPUTS_END}"
+    f"{{% elif add_generation_prompt %}}{{{{ '{_ASSISTANT}<think>\\n' }}}}{{% endif %}}"
+)
+DEEPSEEK_R1 = Model(
+    _SYSTEM + _R1_TURNS,
+    "deepseek_v3_text",
+    _v3,
+    f'{_ASSISTANT}{_BEGIN}{_CALL}function{_SEP}weather\n```json\n{{"city": "Bern"}}\n```{_CALL_END}{_END}{_EOS}'
+    f"{_OUTPUTS}{_OUTPUT}rain",
+    reasoning="deepseek_r1",
+    think=("", "</think>"),
+)
+# Newer templates of vLLM, and llama.cpp's copy of DeepSeek's own, expect the arguments as an object.
+_TEXT, _OBJECT = "call.function.arguments", "(call.function.arguments | tojson)"
 MODELS = {
     "Kimi K2 Thinking": KIMI_K2_THINKING,
     "Kimi K2.5": KIMI_K2_5,
     "GLM-4.7": GLM_4_7,
     "DeepSeek V3.1": DEEPSEEK_V3_1,
+    "DeepSeek V3.1 with a template of vLLM": replace(
+        DEEPSEEK_V3_1, template=_SYSTEM + _TOOLS + _V31_TURNS, tool_format="deepseek_v31"
+    ),
+    "DeepSeek V3.1 with a newer template of vLLM": replace(
+        DEEPSEEK_V3_1,
+        template=_SYSTEM + _TOOLS + _V31_TURNS.replace(_TEXT, _OBJECT),
+        tool_format="deepseek_v31",
+    ),
+    "DeepSeek R1": DEEPSEEK_R1,
+    "DeepSeek R1 with a template of vLLM": replace(
+        DEEPSEEK_R1, template=_SYSTEM + _TOOLS + _R1_TURNS.replace(_TEXT, _OBJECT), tool_format="deepseek_v3"
+    ),
 }

@@ -217,9 +217,12 @@ def test_the_operator_names_the_format_of_calls():
     assert "<arg_key>" in prompt.delimiters
 
 
-def test_templates_that_write_arguments_as_they_are_get_them_as_text():
-    text, _ = _prompt(DUMP, TURNS, tools=[TOOL], parsers={"tool_call_parser": "deepseek_v3"})
-    assert '"arguments": "{\\"x\\": [1]}"' in text
+def test_templates_that_copy_arguments_get_them_as_text_and_others_as_an_object():
+    copied = "{% for m in messages %}{{ m.content }}{% for call in m.tool_calls or [] %}"
+    copied += "{{ call.function.name + call.function.arguments }}{% endfor %}{% endfor %}"
+    for source in (copied, copied.replace("call.function.arguments", "(call.function.arguments | tojson)")):
+        text, _ = _prompt(source, TURNS, tools=[TOOL], parsers={"tool_call_parser": "deepseek_v3"})
+        assert 'f{"x": [1]}' in text
 
 
 def test_the_tools_of_phi_4_mini_are_a_text_of_the_system_message():

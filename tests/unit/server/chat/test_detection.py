@@ -68,6 +68,13 @@ def test_tools_get_into_the_variable_that_the_template_reads(parsers):
     assert _detected(calling.replace("tools", "my_tools"), parsers) == "generic"
 
 
+@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v31"])
+def test_a_chosen_format_writes_the_tools_that_the_template_leaves_out(name):
+    chosen = {"tool_call_parser": name}
+    assert _detected(TEMPLATES[f"{name}_text"], chosen) == f"{name}_text"
+    assert _detected(TEMPLATES[name], chosen) == name
+
+
 def test_content_in_parts():
     source = TEMPLATES["qwen3_coder"].replace("{{ m.content }}", "{% for p in m.content %}{{ p.text }}{% endfor %}")
     assert _detected(source) == "qwen3_coder"
@@ -86,6 +93,19 @@ def test_an_unknown_format_is_logged_once_with_the_flag_that_helps(caplog):
     assert "--tool-call-parser" in record.getMessage()
 
 
+def test_tools_that_no_prompt_shows_are_logged_with_the_flag_that_helps(caplog):
+    shown = TEMPLATES["kimi_k2"]
+    hidden = shown.replace("{% if tools %}{{ tools | tojson }}{% endif %}", "")
+    assert hidden != shown
+    for source in (shown, hidden):
+        with caplog.at_level(logging.WARNING, "oarlock.chat"):
+            template = ChatTemplate(source, {}, {"tool_call_parser": "kimi_k2"})
+            asyncio.run(try_tool_format(template))
+            template.close()
+    (record,) = caplog.records
+    assert "tools_not_shown" in record.getMessage() and "--chat-template" in record.getMessage()
+
+
 # Names of published templates begin so -> the format.
 PUBLISHED = {
     "Apertus": "apertus", "Apriel": "apriel", "unsloth-Apriel": "apriel", "Bielik": "hermes", "ByteDance": "seed_oss",
@@ -95,7 +115,8 @@ PUBLISHED = {
     "MiniMax-M2": "minimax_m2", "MiniMax-M3": "minimax_m3", "Mistral-Small-3.2": "mistral_named",
     "NVIDIA-Nemotron-3": "qwen3_coder", "NVIDIA-Nemotron-Nano-v2": "nemotron_json", "NousResearch": "hermes",
     "Qwen-": "hermes", "Qwen3-Coder": "qwen3_coder", "Qwen3.5": "qwen3_coder", "Reka": "hermes", "Spark": "glm45",
-    "StepFun": "qwen3_coder", "deepseek-ai-DeepSeek-R1": "generic", "deepseek-ai-DeepSeek-V3.1": "generic",
+    "StepFun": "qwen3_coder", "deepseek-ai-DeepSeek-R1-Distill-Llama": "generic",
+    "deepseek-ai-DeepSeek-R1-Distill-Qwen": "deepseek_v3_text", "deepseek-ai-DeepSeek-V3.1": "deepseek_v31_text",
     "deepseek-ai-DeepSeek-V3.2": "deepseek_v32", "deepseek-ai-DeepSeek-V4": "deepseek_v4", "fireworks": "unknown",
     "google-gemma-2": "generic", "google-gemma-4": "gemma4", "ibm-granite-granite-3": "granite",
     "ibm-granite-granite-4": "hermes", "inclusionai-ling": "glm45", "llama-cpp-deepseek-r1": "unknown",

@@ -11,7 +11,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from oarlock.base.errors import StartupError
 from oarlock.workers.models.registry import describe
-from tests.golden.tiny_models import RECURRENT, tiny_config
+from tests.golden.tiny_models import LATENT, RECURRENT, tiny_config
 
 FAMILIES = (*RECURRENT, "lfm2", "lfm2_moe", "lfm3", "gemma4_text", "gemma4_unified_text", "laguna", "mimo_v2_flash")
 # Sizes that every published config has: they have no default here.
@@ -29,7 +29,7 @@ def completed(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     return {**written(AutoConfig.from_pretrained(folder)), "architectures": config["architectures"]}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *(pytest.param(one, marks=pytest.mark.soak) for one in LATENT)])
 def test_defaults_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     config = {**written(tiny_config(family)), "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]]}
     compared = 0

@@ -57,6 +57,7 @@ SETTINGS: dict[str, tuple[Any, str]] = {
     "awq version": (AWQ | {"version": "GEMV_fast"}, r"version = 'gemv_fast'.*Supported: gemm"),
     "awq without zeros": (AWQ | {"zero_point": False}, r"zero_point = False"),
     "fp8 static": (FP8 | {"activation_scheme": "static"}, r"activation_scheme = 'static'.*Supported: dynamic"),
+    "fp8 scales of another kind": (FP8 | {"scale_fmt": "e4m3"}, r"scale_fmt = 'e4m3'"),
     "fp8 e5m2": (FP8 | {"fmt": "e5m2"}, r"fmt = 'e5m2'"),
     "fp8 block": (FP8 | {"weight_block_size": [128]}, r"weight_block_size = \[128\]"),
     "8 bits of bitsandbytes": (NF4 | {"load_in_4bit": False, "load_in_8bit": True}, r"load_in_4bit = False.*4-bit"),

@@ -166,7 +166,9 @@ WRITERS: dict[str, Callable[[Calls], str]] = {
     "phi4_mini": lambda calls: f"<|tool_call|>{_list(calls)}<|/tool_call|>",
     "phi4_mini_json": lambda calls: "functools" + _list(calls),
     "deepseek_v3": lambda calls: _deepseek("function", ("\n```json\n", "\n```"), "\n", calls),
+    "deepseek_v3_text": lambda calls: _deepseek("function", ("\n```json\n", "\n```"), "\n", calls),
     "deepseek_v31": lambda calls: _deepseek("", ("", ""), "", calls),
+    "deepseek_v31_text": lambda calls: _deepseek("", ("", ""), "", calls),
     "kimi_k2": _kimi,
     "qwen3_coder": lambda calls: _qwen("<tool_call>", "</tool_call>", "\n", calls),
     "seed_oss": lambda calls: _qwen("<seed:tool_call>", "</seed:tool_call>", "", calls),
@@ -220,6 +222,11 @@ def _template(call: str, before: str = "", between: str = "", after: str = "") -
         f"{{% endfor %}}{after}{{% endif %}}<|end|>{{% endfor %}}"
         "{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
+
+
+def _without_tools(template: str) -> str:
+    """The template without the part that writes the tools."""
+    return template.replace("{% if tools %}{{ tools | tojson }}{% endif %}", "")
 
 
 def _each(pair: str, between: str = "") -> str:
@@ -323,7 +330,9 @@ TEMPLATES = {
     ),
     "phi4_mini_json": _template(_OBJECT, "functools[", ", ", "]"),
     "deepseek_v3": _deepseek_template(f"function{_SEP}", "\n```json\n", "\n```", "\n"),
+    "deepseek_v3_text": _without_tools(_deepseek_template(f"function{_SEP}", "\n```json\n", "\n```", "\n")),
     "deepseek_v31": _deepseek_template("", _SEP, "", ""),
+    "deepseek_v31_text": _without_tools(_deepseek_template("", _SEP, "", "")),
     "deepseek_v32": _dsml_template("function_calls"),
     "deepseek_v4": _dsml_template("tool_calls"),
     "kimi_k2": _template(
