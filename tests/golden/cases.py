@@ -260,6 +260,9 @@ CASES: dict[str, Case] = {
     "minicpm3-plain-biased": Case("minicpm3", {"scale_depth": None, "dim_model_base": None, "attention_bias": True,
         "mlp_bias": True, "v_head_dim": 12, "q_lora_rank": None, "tie_word_embeddings": False}, (2,)),
     "youtu": Case("youtu", {}, (1, 2, 4)),
+    "longcat-flash": Case("longcat_flash", {}, (1, 2, 4)),
+    "longcat-flash-biased": Case("longcat_flash", {"attention_bias": True, "zero_expert_num": 0, "rope_parameters": {
+        "rope_type": "default", "rope_theta": 1e4}}, (2,), torch.bfloat16),
     "kimi-linear": Case("kimi_linear", {}, (1, 2, 4, 8)),
     "kimi-linear-query-latent-biased": Case("kimi_linear", {"q_lora_rank": 20, "attention_bias": True,
         "norm_topk_prob": False}, (2,), torch.bfloat16),
