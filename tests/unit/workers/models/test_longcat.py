@@ -10,10 +10,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from oarlock.base.errors import StartupError
 from oarlock.workers.checks.limits import check_parallel
 from oarlock.workers.config import WorkerConfig
+from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.layers.attention_spec import RopeSpec
 from oarlock.workers.layers.decoder_spec import DecoderSpec, is_ignorable, tensor_shapes
 from oarlock.workers.layers.experts_spec import ExpertsSpec
 from oarlock.workers.layers.latent_attention_spec import LatentAttentionSpec
+from oarlock.workers.models.decoder import Decoder
 from oarlock.workers.models.registry import describe
 
 _CHAT: dict[str, Any] = {
@@ -34,6 +36,7 @@ def parts_of(spec: DecoderSpec) -> tuple[LatentAttentionSpec, ExpertsSpec]:
     return attention, experts
 
 
+@pytest.mark.soak
 def test_published_settings() -> None:
     spec = describe(_CHAT)
     attention, experts = parts_of(spec)
@@ -84,6 +87,7 @@ def test_settings_that_change_the_result_are_refused_by_name(key: str, value: An
         describe({**_CHAT, key: value})
 
 
+@pytest.mark.soak
 def test_every_tensor_of_transformers_has_its_name_and_shape() -> None:
     """But those of experts without matrices, which are written and never read."""
     sizes = {**_SMALL, "num_layers": 3, "n_routed_experts": 4, "zero_expert_num": 2, "moe_topk": 3}
@@ -126,3 +130,13 @@ def test_more_stages_than_pairs_of_layers_are_refused() -> None:
     with pytest.raises(StartupError, match=r"29 does not fit this model: it has 56 layers, of which 28 can begin"):
         check_parallel(config, spec)
     check_parallel(replace(config, pipeline_parallel_size=28), spec)
+
+
+def test_trials_run_the_layers_whose_results_their_layers_add() -> None:
+    spec = describe({**_SMALL, "num_layers": 1, "n_routed_experts": 4, "moe_topk": 2})
+    holds, adds = spec.layers
+    spec = replace(spec, layers=(holds, adds, holds, replace(adds, scalar="layer_scalar")))
+    decoder = Decoder(spec, TensorParallel.solo(), torch.float32, torch.device("cpu"))
+    assert decoder.one_of_each_kind() == [0, 1, 2, 3]
+    with pytest.raises(AssertionError, match="added by the next layer"):
+        Decoder(replace(spec, layers=(holds, holds, adds)), TensorParallel.solo(), torch.float32, torch.device("cpu"))
