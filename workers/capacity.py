@@ -18,7 +18,7 @@ from oarlock.workers.checks.class_limits import check_class
 from oarlock.workers.checks.limits import check_limits, check_parallel
 from oarlock.workers.config import WorkerConfig, max_pooled_values
 from oarlock.workers.distributed.shm_ring import RingLayout
-from oarlock.workers.layers.decoder_spec import DecoderSpec, layers_of_stage, slices_of
+from oarlock.workers.layers.decoder_spec import DecoderSpec, slices_of
 from oarlock.workers.layers.experts_spec import ExpertsSpec
 from oarlock.workers.layers.sharding import LARGEST_TP, shard_experts
 from oarlock.workers.layers.tensor_spec import Sharding
@@ -257,7 +257,7 @@ def work_of(model: OpenModel, config: WorkerConfig) -> tuple[RankWork, ...]:
 
 def _work(spec: DecoderSpec, formats: WeightFormats, config: WorkerConfig, stage: int, stages: int) -> RankWork:
     size, item = config.tensor_parallel_size, ITEM_BYTES[config.dtype]
-    layers = layers_of_stage(spec.num_layers, stage, stages)
+    layers = spec.layers_of_stage(stage, stages)
     branches = [branch for layer in layers for branch in spec.layers[layer].branches]
     multiplied = sum(
         math.prod(shape) * tensor.used
@@ -319,8 +319,9 @@ def expert_bytes(model: OpenModel, config: WorkerConfig, *, whole: bool, tokens:
     for count in tokens:
         most = 0
         for _ in range(_DRAWS):
-            chosen = {e for _ in range(count) for e in draw.sample(range(mixture.experts), mixture.router.top_k)}
-            most += max(Counter(expert // first for expert in chosen).values())
+            chosen = {e for _ in range(count) for e in draw.sample(range(mixture.choices), mixture.router.top_k)}
+            held_by = Counter(expert // first for expert in chosen if expert < mixture.experts)
+            most += max(held_by.values(), default=0)
         read[count] = round(held.expert_bytes / first * most / _DRAWS)
     return ExpertBytes(held.expert_bytes, read)
 

@@ -110,6 +110,9 @@ _KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
         "Kimi_K25ForConditionalGeneration": ("moonshotai/Kimi-K2.5", EXPERTS, LATENT, TEXT),
         "KimiLinearForCausalLM": ("moonshotai/Kimi-Linear-48B-A3B-Instruct", EXPERTS, RECURRENT, LATENT),
     },
+    "LongCat": {
+        "LongcatFlashForCausalLM": ("meituan-longcat/LongCat-Flash-Chat", EXPERTS, LATENT),
+    },
     "Granite": {
         "GraniteForCausalLM": ("ibm-granite/granite-3.3-8b-instruct",),
         "GraniteSWAForCausalLM": ("ibm-granite/granite-swash-2b", WINDOW),

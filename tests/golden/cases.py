@@ -261,6 +261,9 @@ CASES: dict[str, Case] = {
         "mlp_bias": True, "v_head_dim": 12, "q_lora_rank": None, "tie_word_embeddings": False}, (2,)),
     "minicpm3-longrope-long": Case("minicpm3", _longrope(4, 16), (2,), max_model_len=512),
     "youtu": Case("youtu", {}, (1, 2, 4)),
+    "longcat-flash": Case("longcat_flash", {}, (1, 2, 4)),
+    "longcat-flash-biased": Case("longcat_flash", {"attention_bias": True, "zero_expert_num": 0, "rope_parameters": {
+        "rope_type": "default", "rope_theta": 1e4}}, (2,), torch.bfloat16),
     "kimi-linear": Case("kimi_linear", {}, (1, 2, 4, 8)),
     "kimi-linear-query-latent-biased": Case("kimi_linear", {"q_lora_rank": 20, "attention_bias": True,
         "norm_topk_prob": False}, (2,), torch.bfloat16),

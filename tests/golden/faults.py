@@ -222,6 +222,9 @@ FAULTS = [
     Fault("S6", "halves of kv_b_proj exchanged", of_latents.halves_of_matrices_exchanged, "youtu", 2, "0.attention"),
     Fault("S13", "scale without mscale", of_latents.scale_without_mscale, "deepseek-v3", 2, "0.attention"),
     Fault("S13", "latent not normed", of_latents.latent_not_normed, "deepseek-v3", 1, "0.latent"),
+    Fault("S13", "shortcut added too early", of_values.held_result_added_too_early, "longcat-flash", 4, "0.residual"),
+    Fault("S13", "shortcut left out", of_values.held_result_left_out, "longcat-flash", 1, "1.residual"),
+    Fault("S13", "no identity experts", of_values.experts_without_matrices_left_out, "longcat-flash", 2, "0.experts"),
     Fault("S13", "logit softcap skipped", mutations.logit_softcap_skipped, "gemma2", 2, "logits"),
 ]
 

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from oarlock.workers.layers import attention, linear
 from oarlock.workers.layers.attention import Attention
-from oarlock.workers.layers.experts import ExpertStack
+from oarlock.workers.layers.experts import Experts, ExpertStack
 from oarlock.workers.layers.layer_input import LayerInputs
 from oarlock.workers.layers.linear import ColumnParallelLinear
 from oarlock.workers.layers.norm import LayerNorm, LayerScalar, RMSNorm
-from oarlock.workers.models.decoder import Branch, DecoderLayer
+from oarlock.workers.models.decoder import Branch, DecoderLayer, HeldResult
 from tests.golden.mutations import with_init
 
 # -- norms
@@ -119,3 +119,29 @@ def factor_of_the_layer_forgotten(patch: MonkeyPatch) -> None:
 def inputs_of_the_layer_before(patch: MonkeyPatch) -> None:
     inputs = LayerInputs.__call__
     patch.setattr(LayerInputs, "__call__", lambda self, ids, embedded: inputs(self, ids, embedded).roll(1, 1))
+
+
+# -- experts whose result the next layer adds, and experts without matrices
+
+
+def held_result_added_too_early(patch: MonkeyPatch) -> None:
+    """The layer that holds it adds it itself."""
+    original = DecoderLayer.__call__
+
+    def call(self: DecoderLayer, hidden: Tensor, step: Any) -> Tensor:
+        hidden = original(self, hidden, step)
+        if self.held.rows is None:
+            return hidden
+        early, self.held.rows = self.held.rows, torch.zeros_like(hidden)
+        return hidden + early
+
+    patch.setattr(DecoderLayer, "__call__", call)
+
+
+def held_result_left_out(patch: MonkeyPatch) -> None:
+    original = HeldResult.take
+    patch.setattr(HeldResult, "take", lambda self: torch.zeros_like(original(self)))
+
+
+def experts_without_matrices_left_out(patch: MonkeyPatch) -> None:
+    with_init(patch, Experts, "first_identity", None)

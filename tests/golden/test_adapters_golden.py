@@ -42,6 +42,13 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
         "qk_rope_head_dim": 16,
         "tie_word_embeddings": False,
     },
+    "longcat_flash": {
+        "vocab_size": 331,
+        "hidden_size": 128,
+        "kv_lora_rank": 64,
+        "qk_rope_head_dim": 16,
+        "head_dim": 16,
+    },
 }
 CASES = [
     ("llama", torch.bfloat16, "none"),
@@ -55,6 +62,7 @@ CASES = [
             ("qwen3_next", torch.bfloat16, "none"),
         )
     ),
+    pytest.param("longcat_flash", torch.bfloat16, "none", marks=pytest.mark.soak),
 ]
 PROMPTS = {0: [3, 4, 5, 6, 7, 8, 9], 1: [10, 11, 12], 2: [20, 21, 22, 23], 3: [5, 6]}
 SLOTS = {0: 1, 1: 2, 2: 0, 3: 1}
@@ -169,7 +177,11 @@ def test_layers_in_one_call_have_the_bits_of_separate_layers(
 
 @pytest.mark.parametrize(
     "family",
-    ["llama", pytest.param("qwen2_moe", marks=pytest.mark.slow), pytest.param("youtu", marks=pytest.mark.soak)],
+    [
+        "llama",
+        pytest.param("qwen2_moe", marks=pytest.mark.slow),
+        *(pytest.param(name, marks=pytest.mark.soak) for name in ("youtu", "longcat_flash")),
+    ],
 )
 def test_a_merged_model_is_hardly_more_exact(path_of: Callable[[str], Path], tmp_path: Path, family: str) -> None:
     path = path_of(family)

@@ -27,7 +27,7 @@ RECURRENT = ("bailing_hybrid", "bamba", "falcon_h1", "granitemoehybrid", "kimi_l
              "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")  # fmt: skip
 # Families with latent attention.
 LATENT = ("axk1", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa",
-          "minicpm3", "youtu")  # fmt: skip
+          "longcat_flash", "minicpm3", "youtu")  # fmt: skip
 # Small and odd on purpose: heads share KV heads, and no size is a power of two by accident of the family's defaults.
 _SHAPE: dict[str, Any] = {
     "vocab_size": 320,
@@ -228,6 +228,10 @@ _FAMILY: dict[str, dict[str, Any]] = {
         "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.1, 1.3, 1.7],
         "long_factor": [3.0, 3.3, 3.9, 5.1], "original_max_position_embeddings": 64}},
     "youtu": _LATENT,
+    # Layers of transformers that are two of ours, and experts without matrices among the others.
+    "longcat_flash": {**_LATENT, "head_dim": 8, "num_layers": 2, "num_hidden_layers": 4, "ffn_hidden_size": 96,
+                      "expert_ffn_hidden_size": 36, "moe_topk": 4, "n_routed_experts": 7, "zero_expert_num": 5,
+                      "routed_scaling_factor": 1.7, "rope_parameters": _MSCALE},
     # Kimi delta attention around latent attention, in heads of another number and width.
     "kimi_linear": {**_KIMI, "linear_num_heads": 16, "linear_head_dim": 12, "linear_conv_kernel_dim": 3},
     "bailing_hybrid": {**_KIMI, "head_dim": 12, "kda_lower_bound": -2.5, "num_mtp_layers": 0, "layer_group_size": 3},

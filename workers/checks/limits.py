@@ -7,7 +7,7 @@ from oarlock.workers.config import WorkerConfig
 from oarlock.workers.distributed.topology import Topology
 from oarlock.workers.kv_offload import DEFAULT_SLOT_BYTES
 from oarlock.workers.kv_tiers.directory import check_directory, disk_limit, room_on_disk
-from oarlock.workers.layers.decoder_spec import DecoderSpec, layers_of_stage
+from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.layers.memory_spec import PagesSpec, SlotsSpec
 from oarlock.workers.models.hf_quantization import GGUF
 from oarlock.workers.platform.dtypes import ITEM_BYTES, KV_CACHE_DTYPES
@@ -84,10 +84,11 @@ def check_parallel(config: WorkerConfig, spec: DecoderSpec) -> None:
             "adapter is loaded.",
             "Use --pipeline-parallel-size 1 and --tensor-parallel-size.",
         )
-    if stages > spec.num_layers:
+    if stages > spec.most_stages:
+        pairs = "" if spec.most_stages == spec.num_layers else f", of which {spec.most_stages} can begin a stage"
         raise StartupError(
-            f"pipeline_parallel_size {stages} does not fit this model: it has {spec.num_layers} layers.",
-            f"Use --pipeline-parallel-size {spec.num_layers} at most, so that every stage has a layer.",
+            f"pipeline_parallel_size {stages} does not fit this model: it has {spec.num_layers} layers{pairs}.",
+            f"Use --pipeline-parallel-size {spec.most_stages} at most, so that every stage has a layer.",
         )
     if config.enable_expert_parallel and not spec.has_experts:
         raise StartupError(
@@ -146,7 +147,7 @@ def _check_shared_pages(stages: int, spec: DecoderSpec) -> None:
             "Use --pipeline-parallel-size 1 and --tensor-parallel-size.",
         )
     for stage in range(stages):
-        layers = layers_of_stage(spec.num_layers, stage, stages)
+        layers = spec.layers_of_stage(stage, stages)
         for layer in layers:
             for memory in spec.layers[layer].memories:
                 if isinstance(memory, PagesSpec) and memory.of_layer is not None and memory.of_layer not in layers:
@@ -190,7 +191,7 @@ def with_kv_offload(config: WorkerConfig, spec: DecoderSpec) -> WorkerConfig:
             "Leave them out.",
         )
     for stage in range(config.pipeline_parallel_size):
-        layers = layers_of_stage(spec.num_layers, stage, config.pipeline_parallel_size)
+        layers = spec.layers_of_stage(stage, config.pipeline_parallel_size)
         if not any(layer in layers for group in spec.groups for layer in group.layers):
             raise StartupError(
                 f"--kv-offload-memory and --kv-offload-path need attention in every pipeline stage, and layers "

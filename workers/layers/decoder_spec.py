@@ -96,6 +96,7 @@ class BranchSpec:
     post_norm: str | None = None
     scale: float = 1.0
     input_scale: float = 1.0  # factor of the norm's result, which the sublayer reads
+    is_held: bool = False  # the result is added after the next layer's branches instead; then without `scale`
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +111,12 @@ class LayerSpec:
     scalar: str | None = None  # name of a stored factor of the layer's result; None: it is not scaled
     # Norm of the sum of each stage's results, which is then added to the residual; None: they are added one by one.
     sum_norms: tuple[str | None, ...] = ()
+    adds_held: bool = False  # the result that the layer before holds is added after the branches
+
+    @property
+    def holds(self) -> bool:
+        """Whether a branch's result is held for the next layer."""
+        return any(branch.is_held for branch in self.branches)
 
     @property
     def stages(self) -> tuple[tuple[BranchSpec, ...], ...]:
@@ -233,6 +240,23 @@ class DecoderSpec:
         return [size for size in range(1, most + 1) if all(one.divides(size) for one in sublayers)]
 
     @property
+    def _stage_starts(self) -> list[int]:
+        """Layers that a pipeline stage may begin with: no layer whose predecessor holds a result for it."""
+        return [index for index, layer in enumerate(self.layers) if not layer.adds_held]
+
+    @property
+    def most_stages(self) -> int:
+        """The largest number of pipeline stages that all have layers."""
+        return len(self._stage_starts)
+
+    def layers_of_stage(self, stage: int, num_stages: int) -> range:
+        """Return the layers of `stage`, as the function of this name divides them. Layers that hand on a result stay
+        together."""
+        starts = [*self._stage_starts, self.num_layers]
+        shared = layers_of_stage(len(starts) - 1, stage, num_stages)
+        return range(starts[shared.start], starts[shared.stop])
+
+    @property
     def slices(self) -> int:
         """Number of slices into which inputs that ranks share are cut.
 
@@ -280,7 +304,7 @@ class DecoderSpec:
     def expert_share(self) -> float:
         """Fraction of a layer's experts that one token uses; 0 if there are no experts."""
         mixtures = [sublayer for sublayer in self.sublayers if isinstance(sublayer, ExpertsSpec)]
-        return max((one.router.top_k / one.experts for one in mixtures), default=0.0)
+        return max((one.router.top_k / one.choices for one in mixtures), default=0.0)
 
     @property
     def active_parameters(self) -> int:
@@ -377,7 +401,22 @@ def is_ignorable(spec: DecoderSpec, name: str) -> bool:
     """Return whether a checkpoint tensor may stay unused because its content is known already or not served."""
     if name.endswith("rotary_emb.inv_freq"):  # a buffer in old checkpoints; computed from config.json here
         return True
-    return spec.names.rename(name) is None or (spec.tie_word_embeddings and name == f"{_HEAD}weight")
+    if spec.names.rename(name) is None or (spec.tie_word_embeddings and name == f"{_HEAD}weight"):
+        return True
+    return _is_of_identity(spec, name)
+
+
+def _is_of_identity(spec: DecoderSpec, name: str) -> bool:
+    """Return whether a tensor is of an expert whose result is its input, for which transformers writes matrices that
+    nothing reads."""
+    before, _, inside = name.partition(".experts.")
+    layer, _, module = before.removeprefix(_LAYERS).partition(".")
+    expert = inside.partition(".")[0]
+    if not (layer.isdecimal() and expert.isdecimal() and int(layer) < spec.num_layers):
+        return False
+    sublayers = [branch.sublayer for branch in spec.layers[int(layer)].branches]
+    mixtures = [one for one in sublayers if isinstance(one, ExpertsSpec) and one.module == module]
+    return any(one.experts <= int(expert) < one.choices for one in mixtures)
 
 
 _FUSING = (

@@ -41,7 +41,7 @@ class Router:
         """Prepare the router of the sublayer called `name`."""
         self.name = name
         self.spec = spec.router
-        self.experts, self.hidden = spec.experts, hidden
+        self.experts, self.hidden = spec.choices, hidden
         self.placement = placement
         self.correction: Tensor | None = None
         self.input_scale: Tensor | None = None  # float32 [hidden], divided by the root of the hidden size
@@ -241,6 +241,8 @@ class Experts:
 
     def __init__(self, name: str, spec: ExpertsSpec, layer: int, hidden: int, placement: Placement) -> None:
         assert not (spec.weighs_inputs and spec.bias), "no kernel adds a bias to a scaled input"
+        assert spec.norm is None or not spec.identities, "experts without matrices return the sublayer's own input"
+        self.first_identity = spec.experts if spec.identities else None  # id of the first expert without matrices
         self.placement = placement
         self.router = Router(name, spec, hidden, placement)
         self.norm = None if spec.norm is None else make_norm(f"{name}.norm", hidden, spec.norm, placement)
@@ -276,17 +278,28 @@ class Experts:
     def sums(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the outputs of the routed and of the shared experts after the all-reduce, each [T, hidden].
 
-        They are float32 if ranks exchange float32 or if there is one rank, else in the model's dtype.
+        They are float32 if ranks exchange float32 or if there is one rank, else in the model's dtype. Experts without
+        matrices make the first float32.
         """
         ids, weights = self.router(x)
         x = x if self.norm is None else self.norm(x)
         total = self.routed(x, ids, weights)
         if self.shared is None:
-            return self._all_reduce(total), None
+            return self._with_identities(self._all_reduce(total), x, ids, weights), None
         # One all-reduce of both, concatenated. If they were added first, the order of additions would differ from one
         # rank.
         both = self._all_reduce(torch.cat((total, self.run_shared_expert(x))))
-        return both[: len(x)], both[len(x) :]
+        return self._with_identities(both[: len(x)], x, ids, weights), both[len(x) :]
+
+    def _with_identities(self, total: Tensor, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """Add the results of the experts without matrices to `total` [T, hidden], after the all-reduce since every rank
+        has them. Their weights are added up in the order of their ids, as the C++ kernel does."""
+        if self.first_identity is None:
+            return total
+        first, *others = torch.where(ids >= self.first_identity, weights, 0.0).unbind(1)
+        for weight in others:
+            first = first + weight
+        return total + x.float() * first.unsqueeze(1)
 
     def _all_reduce(self, partial: Tensor) -> Tensor:
         """Return the all-reduce of `partial`, float32 [T, hidden]."""
@@ -317,6 +330,7 @@ class Experts:
             program.take_optional(self, "shared_gate", _SharedGate),
             (of_router, None if norm is None else program.norm(norm)),
             router.expert_scale,
+            None if self.first_identity is None else (self.first_identity, source),
         )
         return moe_layer, source
 

@@ -43,6 +43,7 @@ class RouterSpec:
     input_epsilon: float = 1e-6  # added to the mean square, if there is an `input_scale`
     expert_scale: str | None = None  # full name of a tensor with a factor of each expert's weight
     module: str | None = None  # module that computes the routing, for a verification; None: `name`
+    logits_from: str | None = None  # module that returns the logits first, for a verification; None: `name`
     # sparsemixer: an expert's weight is its softmax over the experts that were not chosen before it, and whose logits
     # are less than the expert's by at most this part of the larger absolute value.
     tolerance: float = 0.0
@@ -64,6 +65,8 @@ class ExpertsSpec(WithoutContext):
     Without a gate (`is_gated`), the sum of `weight * down(activation(up(x)))`.
 
     With `weighs_inputs`, the sum of `down(activation(gate(weight * x)) * up(weight * x))`.
+
+    The router chooses among the experts and `identities`, which have no matrices and add `weight * x`.
     """
 
     experts: int
@@ -75,6 +78,7 @@ class ExpertsSpec(WithoutContext):
     bias: bool = False  # gate, up and down have biases
     weighs_inputs: bool = False  # a routed expert's weight multiplies its input instead of its result
     is_gated: bool = True  # False: experts and the shared expert have no gate
+    identities: int = 0  # further experts, whose result is their input; their ids follow the others'
     shared: SharedSpec | None = None
     norm: NormSpec | None = None  # norm of the experts' input, but not of the router's; called `norm`
     module: str = "mlp"
@@ -85,14 +89,19 @@ class ExpertsSpec(WithoutContext):
     leaves: ClassVar[str] = "mlp_residual"
     gguf_norms: ClassVar[tuple[str, str]] = ("ffn_norm", "post_ffw_norm")
 
+    @property
+    def choices(self) -> int:
+        """Number of experts that the router chooses from."""
+        return self.experts + self.identities
+
     def tensors(self, hidden: int) -> list[TensorSpec]:
         """Return the tensors of a checkpoint with separate experts and hidden size `hidden`, named relative to
         `module`."""
         router = self.router
-        found = [TensorSpec(f"{router.name}.weight", (self.experts, hidden), rank_dtype=RankDtype.FLOAT32)]
+        found = [TensorSpec(f"{router.name}.weight", (self.choices, hidden), rank_dtype=RankDtype.FLOAT32)]
         if router.bias:
-            found.append(TensorSpec(f"{router.name}.bias", (self.experts,), rank_dtype=RankDtype.FLOAT32))
-        of_experts = (self.experts,)
+            found.append(TensorSpec(f"{router.name}.bias", (self.choices,), rank_dtype=RankDtype.FLOAT32))
+        of_experts = (self.choices,)
         for name, shape in (
             (router.correction, of_experts), (router.input_scale, (hidden,)), (router.expert_scale, of_experts)
         ):  # fmt: skip
@@ -100,7 +109,7 @@ class ExpertsSpec(WithoutContext):
                 found.append(TensorSpec(name, shape, rank_dtype=RankDtype.FLOAT32))
         found += [] if self.norm is None else self.norm.tensors("norm.", hidden)
         for expert in range(self.experts):
-            used = self.router.top_k / self.experts
+            used = self.router.top_k / self.choices
             one = self._mlp(f"experts.{expert}", self.width, hidden, self.bias)
             found += [replace(tensor, expert=expert, experts=self.experts, used=used) for tensor in one]
         if self.shared is not None:
@@ -124,8 +133,8 @@ class ExpertsSpec(WithoutContext):
     def taps(self) -> list[Tap]:
         """The tensors that a verification compares, in the order of their computation."""
         found = [
-            Tap("router", Computation.LOGITS, self.router.name, width=self.experts),
-            Tap("routing", Computation.ROUTING, self.router.module or self.router.name, width=self.experts),
+            Tap("router", Computation.LOGITS, self.router.logits_from or self.router.name, width=self.choices),
+            Tap("routing", Computation.ROUTING, self.router.module or self.router.name, width=self.choices),
             Tap("experts", Computation.EXPERTS, "experts"),
         ]
         return found if self.shared is None else [*found, Tap("shared", Computation.EXPERTS, self.shared.name)]

@@ -1,13 +1,9 @@
-"""Decoder layers in fewer, larger calls. The layers' own `__call__` is the reference implementation.
+"""Decoder layers in one call on the CPU. The layers' own `__call__` is the reference implementation.
 
 With the C++ attention backend, one kernel call runs all layers of a stage (`PreparedLayers`), because Python and torch
 take longer between separate calls than the arithmetic of a small step. The layers are described once, as a program of
 addresses (`Program`) to which each sublayer adds its operations. A step is described once for all layers. The results
 are bitwise identical.
-
-With Triton kernels the kernel of each norm also computes the residual addition before it, across layers too
-(`run_joined`), because a launch costs as much as a pass over the rows. Results differ in rounding: an all-reduced
-output is float32, and is rounded once, together with the residual.
 """
 
 import ctypes
@@ -18,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from oarlock.workers.attention.backend import AttentionBackend, LayerMemory, LayerStep
+from oarlock.workers.attention.backend import AttentionBackend, LayerMemory
 from oarlock.workers.attention.cpp import CppBackend, CppPlan
 from oarlock.workers.attention.forward_batch import ForwardBatch
 from oarlock.workers.attention.rows_by_slot import RowsBySlot
@@ -52,7 +48,6 @@ from oarlock.workers.kernels.cpu.structures import (
     COperation,
     CPackedWeight,
 )
-from oarlock.workers.kernels.triton import availability
 from oarlock.workers.layers.linear import RowParallelLinear
 from oarlock.workers.layers.norm import LayerNorm, LayerScalar, Norm, RMSNorm
 from oarlock.workers.layers.placement import Placement
@@ -64,6 +59,7 @@ MATMULS = (CppMatmul, CppPackedMatmul)
 GATED_MATMULS = (CppGatedMatmul, CppPackedGatedMatmul)
 MLP_ROWS = 960  # size of the row chunks between the two matmuls of an MLP
 _STEP_OF_PLAN = attrgetter("step")  # functions in C save calls for each token
+_HELD = Rows.NORMED_1  # buffer of a branch's result that the next layer adds
 _DENSE = 0  # `WeightKind` of a packed weight in the model's dtype, csrc/gemm/int8.h
 
 
@@ -78,6 +74,7 @@ class Branch(Protocol):
     sublayer: Any
     post_norm: Any
     scale: float
+    is_held: bool
 
 
 class Layer(Protocol):
@@ -94,6 +91,9 @@ class Layer(Protocol):
 
     @property
     def sum_norms(self) -> Sequence[Norm | None]: ...
+
+    @property
+    def adds_held(self) -> bool: ...
 
 
 class Program:
@@ -123,6 +123,7 @@ class Program:
         self.dtype = dtype
         self.hidden = hidden
         self.inputs = inputs
+        self.has_identities = False  # whether steps need a place for the weights of experts without matrices
         self.branches: list[CBranch] = []
         self.query_scale = -1  # index of the current layer's query scale in a step, or -1
         self.pages = -1  # index of the current layer's group of pages in a step, or -1
@@ -218,11 +219,12 @@ class Program:
         shared_gate: object,
         norms: tuple[CNorm | None, CNorm | None] = (None, None),
         expert_scale: Tensor | None = None,
+        identities: tuple[int, Rows] | None = None,
     ) -> CMoELayer:
         """Return the structure of an MoE layer with these parts; `shared` and `shared_gate` may be None.
 
         `norms`: of the rows that the router and the experts read. `expert_scale`: factors of the experts' weights,
-        float32 [experts].
+        float32 [experts]. `identities`: id of the first expert without matrices, and the rows that are its input.
 
         Raises `CannotPrepare` if no kernel computes it.
         """
@@ -244,6 +246,10 @@ class Program:
 
         self._sums = 1 if shared is None else 2
         self._alive.append(expert_scale)
+        if identities is not None:
+            self.has_identities = True
+            if identities[1] not in (Rows.NORMED_0, Rows.NORMED_1):
+                raise CannotPrepare("the input of experts without matrices is not kept until their sum is complete")
         return CMoELayer(
             address(router, "kernel", CppRouter),
             address(routed, "matmul", CppExpertMatmul),
@@ -253,6 +259,7 @@ class Program:
             None if expert_scale is None else expert_scale.data_ptr(),
             pairs(routed),
             pairs(shared),
+            *(identities or (-1, Rows.RESIDUAL)),
         )
 
     def finish(
@@ -404,6 +411,7 @@ class PreparedLayers:
         self._is_shared = self.tp.size > 1
         self._has_states = any(one.states is not None for one in memory)
         self._num_normed = 0  # number of buffers for normed rows that branches of a stage share
+        self._is_holding = False  # whether a branch so far holds a result that no layer has added yet
         self._adding: list[int] = []  # indices of the branches that add to `hidden`; others compute shared norms
         for layer, rotary, scale, pages, own in zip(layers, rotary_of, scale_of, pages_of, memory, strict=True):
             program.query_scale = scale
@@ -467,6 +475,7 @@ class PreparedLayers:
         group = self.tp.group_for_kernels
         assert batch.state is not None or not self._has_states, "recurrent layers need slots in every step"
         states = None if batch.state is None else recurrent.state_step(batch.state)
+        identity_weights = torch.empty(rows) if program.has_identities else None
         step = CLayerStep(
             hidden.data_ptr(), tuple(map(Tensor.data_ptr, normed)),
             None if partial is None else partial.data_ptr(), rows, program.hidden,
@@ -478,6 +487,7 @@ class PreparedLayers:
             None if states is None else ctypes.addressof(states),
             None if inputs is None else inputs.data_ptr(), program.inputs,
             None if adapters is None else ctypes.addressof(adapters),
+            None if identity_weights is None else identity_weights.data_ptr(),
             None if group is None else group.address,
         )  # fmt: skip
         if self.after_branch is None and (group is not None or not self._is_shared):
@@ -511,19 +521,33 @@ class PreparedLayers:
         for number, (stage, norm) in enumerate(zip(layer.stages, layer.sum_norms, strict=True)):
             if norm is not None and type(norm) not in (RMSNorm, LayerNorm):
                 raise CannotPrepare(f"a norm of a sum is a {type(norm).__name__}")
-            self._add_stage(stage, norm, rotary, memory, factor if number == last else None)
+            is_last = number == last
+            self._add_stage(
+                stage, norm, rotary, memory, factor if is_last else None, adds_held=layer.adds_held and is_last
+            )
 
     def _add_stage(
-        self, stage: Sequence[Branch], sum_norm: Norm | None, rotary: int, memory: LayerMemory, scalar: float | None
+        self,
+        stage: Sequence[Branch],
+        sum_norm: Norm | None,
+        rotary: int,
+        memory: LayerMemory,
+        scalar: float | None,
+        *,
+        adds_held: bool,
     ) -> None:
         """Add the branches. `sum_norm`: of the sum of their results, or None. `scalar`: factor of the residual after
-        them, or None."""
+        them, or None. `adds_held`: the result that the layer before holds is added after them."""
         program = self._program
         norms = [program.take_optional(branch, "norm", RMSNorm, LayerNorm) for branch in stage]
         normed = self._norm_together(norms) if len(stage) > 1 and sum_norm is None else {}
         if sum_norm is not None and len(stage) != 2:
             raise CannotPrepare("the sum of other than two results is normed")
-        self._num_normed = max(self._num_normed, len(normed), 0 if sum_norm is None else 2)
+        shared = max(len(normed), 0 if sum_norm is None else 2)
+        self._is_holding |= any(branch.is_held for branch in stage)
+        if self._is_holding and shared > 1:
+            raise CannotPrepare("no buffer is left for a result that the next layer adds")
+        self._num_normed = max(self._num_normed, shared, 2 if self._is_holding else 0)
         for number, (branch, norm) in enumerate(zip(stage, norms, strict=True)):
             source = Rows.RESIDUAL if norm is None else normed.get(id(norm), Rows.SCRATCH_0)
             if source is Rows.SCRATCH_0 and norm is not None:
@@ -535,11 +559,15 @@ class PreparedLayers:
             program.take(branch, "sublayer", type(sublayer))
             output, mixed = sublayer.fuse(program, source, rotary, memory)
             target = Rows.RESIDUAL if sum_norm is None else Rows(Rows.NORMED_0 + number)
+            target = _HELD if branch.is_held else target
             before = program.finish(output, mixed, post_norm, branch.scale, is_shared=self._is_shared, target=target)
             if number == len(stage) - 1:
                 if sum_norm is not None:
                     program.sum_rows(Rows.NORMED_0, Rows.NORMED_1, Rows.NORMED_0)
                     program.add_rows(Rows.NORMED_0, sum_norm)
+                if adds_held:
+                    program.add_rows(_HELD, None)
+                    self._is_holding = False
                 if scalar is not None:
                     program.scale_residual(scalar)
             program.end(before)
@@ -569,29 +597,3 @@ def _other_attention(backend: AttentionBackend) -> str:
     reason = CppBackend.why_not(backend.spec)
     backend_name = f"attention is computed by {type(backend).__name__}"
     return backend_name if reason is None else f"{backend_name}, not by the C++ kernel ({reason})"
-
-
-def has_join_kernels(device: torch.device) -> bool:
-    """Return whether `device` has kernels for `run_joined`; without them, layers need more operations."""
-    return availability.can_serve(device)
-
-
-def can_join(layers: Sequence[Layer]) -> bool:
-    """Return whether every branch reads its own norm of the residual, and no norm was wrapped (e.g. to record its
-    output)."""
-    branches = [branch for layer in layers for branch in layer.branches]
-    plain = all(type(branch.norm) is RMSNorm and type(branch.post_norm) in (RMSNorm, type(None)) for branch in branches)
-    in_turn = all(len(stage) == 1 for layer in layers for stage in layer.stages)
-    in_turn = in_turn and not any(layer.scalar is not None or any(layer.sum_norms) for layer in layers)
-    return plain and in_turn and all(branch.scale == 1.0 for branch in branches)
-
-
-def run_joined(layers: Sequence[Layer], last_norm: RMSNorm, hidden: Tensor, steps: Sequence[LayerStep]) -> Tensor:
-    """Run `hidden` [T, hidden size] through the layers and `last_norm`; the shape stays. `steps`: one per layer."""
-    branches = [(branch, step) for layer, step in zip(layers, steps, strict=True) for branch in layer.branches]
-    normed = branches[0][0].norm(hidden)
-    following = [*(branch.norm for branch, _ in branches[1:]), last_norm]
-    for (branch, step), next_norm in zip(branches, following, strict=True):
-        unrounded = branch.sublayer.unrounded(normed, step)
-        hidden, normed = next_norm.add_and_norm(hidden, unrounded, branch.post_norm)
-    return normed

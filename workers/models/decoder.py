@@ -16,7 +16,7 @@ from oarlock.workers.attention.forward_batch import ForwardBatch
 from oarlock.workers.attention.rows_by_slot import AdaptedRows, StepRows
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.kernels.cpu.gemm import CppMatmul, CppPackedMatmul
-from oarlock.workers.layers import fused_layer
+from oarlock.workers.layers import joined_layers
 from oarlock.workers.layers.attention import Attention
 from oarlock.workers.layers.attention_spec import SelfAttentionSpec
 from oarlock.workers.layers.decoder_spec import (
@@ -111,6 +111,7 @@ class Branch:
         )
         self.post_norm = None if spec.post_norm is None else norms[spec.post_norm, 1.0]
         self.scale = spec.scale
+        self.is_held = spec.is_held
 
     def __call__(self, x: Tensor, residual: Tensor, step: LayerStep) -> Tensor:
         """Add the sublayer's result for `x` to `residual`: both [T, hidden]."""
@@ -128,10 +129,23 @@ class Branch:
         return result if self.post_norm is None else self.post_norm(result)
 
 
+class HeldResult:
+    """The result of a layer's branch on its way to the next layer, within a step."""
+
+    rows: Tensor | None = None  # [T, hidden]
+
+    def take(self) -> Tensor:
+        """Return the result, and keep it no longer."""
+        rows, self.rows = self.rows, None
+        assert rows is not None, "the layer before holds a result"
+        return rows
+
+
 class DecoderLayer:
     """A decoder layer, [T, hidden] -> [T, hidden]: the branches of a `LayerSpec`."""
 
-    def __init__(self, name: str, spec: DecoderSpec, layer: int, placement: Placement) -> None:
+    def __init__(self, name: str, spec: DecoderSpec, layer: int, placement: Placement, held: HeldResult) -> None:
+        """Build the sublayers. `held`: shared by all layers of the stage."""
         shape = spec.layers[layer]
         pairs = [
             pair for branch in shape.branches for pair in ((branch.norm, branch.input_scale), (branch.post_norm, 1.0))
@@ -150,6 +164,7 @@ class DecoderLayer:
         self.branches = [Branch(name, branch, layer, spec.hidden_size, placement, norms) for branch in shape.branches]
         self.stages: list[tuple[Branch, ...]] = in_stages(self.branches, shape.lengths)
         self.scalar = None if shape.scalar is None else LayerScalar(f"{name}.{shape.scalar}", placement)
+        self.held, self.adds_held = held, shape.adds_held
 
     @property
     def attention(self) -> Attention | LatentAttention | None:
@@ -174,7 +189,12 @@ class DecoderLayer:
                 hidden = norm(sum(others, first)).add_(entering)
                 continue
             for branch in stage:
-                hidden = branch(entering, hidden, step)
+                if branch.is_held:
+                    self.held.rows = branch.result(entering, step)
+                else:
+                    hidden = branch(entering, hidden, step)
+        if self.adds_held:
+            hidden = hidden + self.held.take()
         return hidden if self.scalar is None else self.scalar(hidden)
 
 
@@ -219,7 +239,11 @@ class Decoder:
         if spec.layer_inputs is not None:
             assert self.is_first and self.is_last, "inputs of layers are not sent to other stages"
             self.layer_inputs = LayerInputs(spec.layer_inputs, spec.num_layers, hidden, placement, vocab_placement)
-        self.layers = [DecoderLayer(f"model.layers.{i}", spec, i, placement) for i in stage]
+        held = HeldResult()
+        shapes = [spec.layers[i] for i in stage]
+        handed_on = [False, *(one.holds for one in shapes)] == [*(one.adds_held for one in shapes), False]
+        assert handed_on, "each result that a layer holds is added by the next layer of the stage"
+        self.layers = [DecoderLayer(f"model.layers.{i}", spec, i, placement, held) for i in stage]
         self.norm = make_norm("model.norm", hidden, spec.norm, placement)
         self.head = VocabParallelHead.of(spec, vocab_placement)
         attentions = [spec.layers[i].attention for i in stage]
@@ -235,7 +259,7 @@ class Decoder:
         self._prepared: dict[bool, PreparedLayers | None] = {}  # for steps without and with adapters
         self.why_not_prepared: str | None = None  # reason in the most recent step
         self.step_rows = StepRows()  # read by the layers of a step with adapters
-        self.joins_layers = fused_layer.has_join_kernels(device)
+        self.joins_layers = joined_layers.has_join_kernels(device)
         self.numbers = list(stage)  # of the layers in the whole model
         self.groups = spec.groups  # memory groups of the whole model
         groups = [spec.group_of(i, PagesSpec) for i in stage]
@@ -253,10 +277,11 @@ class Decoder:
         return other
 
     def one_of_each_kind(self) -> list[int]:
-        """Return the first layer of each different specification, and the layers whose pages these read, in ascending
-        order. Layers are counted from the first layer of the stage."""
+        """Return the first layer of each different specification, and the layers whose pages or held results these
+        read, in ascending order. Layers are counted from the first layer of the stage."""
         kinds = [self.spec.layers[layer] for layer in self.stage]
         found = {layer for layer, kind in enumerate(kinds) if kinds.index(kind) == layer}
+        found |= {layer - 1 for layer in found if kinds[layer].adds_held}
         pages = [memory for layer in found for memory in kinds[layer].memories if isinstance(memory, PagesSpec)]
         found |= {one.of_layer - self.stage.start for one in pages if one.of_layer is not None}
         return sorted(found)
@@ -424,8 +449,9 @@ class Decoder:
                 self.rotary_of, self.scale_of, self.pages_of, memory, self.numbers, strict=True
             )
         ]  # fmt: skip
-        if self.joins_layers and isinstance(self.norm, RMSNorm) and self.is_last and fused_layer.can_join(self.layers):
-            return fused_layer.run_joined(self.layers, self.norm, hidden, steps)
+        may_join = self.joins_layers and isinstance(self.norm, RMSNorm) and self.is_last
+        if may_join and joined_layers.can_join(self.layers):
+            return joined_layers.run_joined(self.layers, self.norm, hidden, steps)
         for layer, step in zip(self.layers, steps, strict=True):
             hidden = layer(hidden, step)
         return self.norm(hidden) if self.is_last else hidden

@@ -46,6 +46,7 @@ from oarlock.workers.models import (
     lfm2,
     llama,
     llama4,
+    longcat,
     mamba2,
     mellum,
     mimo_v2,
@@ -79,8 +80,8 @@ _PAGES = (
     afmoe, axk1, bamba, cohere, cohere2_moe, cohere_compass, cwm, deepseek, dots1, ernie4_5, ernie4_5_moe, exaone4,
     exaone_moe, falcon_h1, flint, gemma, gemma4, glm4, glm4_moe, glm_latent, gpt2, gpt_neo, gpt_neox, gpt_oss, gptj,
     granite, granite_hybrid, granite_moe, helium, hunyuan, hy_v3, hyperclovax, kimi_linear, laguna, lfm2, llama, llama4,
-    mamba2, mellum, mimo_v2, minicpm3, minimax_m2, ministral3, mistral, nemotron, nemotron_h, olmo, olmo_hybrid, opt,
-    phi, phi3, phimoe, qwen, qwen_hybrid, qwen_moe, seed_oss, smollm3, stablelm, starcoder2,
+    longcat, mamba2, mellum, mimo_v2, minicpm3, minimax_m2, ministral3, mistral, nemotron, nemotron_h, olmo,
+    olmo_hybrid, opt, phi, phi3, phimoe, qwen, qwen_hybrid, qwen_moe, seed_oss, smollm3, stablelm, starcoder2,
 )  # fmt: skip
 FAMILIES: dict[str, Describe] = {name: describe for page in _PAGES for name, describe in page.FAMILIES.items()}
 # Some families are not in llama.cpp, and their pages have none.

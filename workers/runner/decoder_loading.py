@@ -17,7 +17,7 @@ from oarlock.workers.distributed.pipeline_stage import PipelineStage
 from oarlock.workers.gguf_config import open_checkpoint
 from oarlock.workers.kernels.cpu.description import log_kernels
 from oarlock.workers.kernels.triton import availability
-from oarlock.workers.layers.decoder_spec import DecoderSpec, layers_of_stage, matrices_of
+from oarlock.workers.layers.decoder_spec import DecoderSpec, matrices_of
 from oarlock.workers.model_files.checkpoint import Checkpoint
 from oarlock.workers.models.decoder import Decoder
 from oarlock.workers.models.hf_fields import read_config
@@ -51,7 +51,7 @@ def describe(config: WorkerConfig, device: torch.device, stage: PipelineStage) -
     spec = resolved_spec(config)
     if config.offloads_kv:
         spec = spec.with_whole_blocks()
-    layers = layers_of_stage(spec.num_layers, stage.number, stage.size)
+    layers = spec.layers_of_stage(stage.number, stage.size)
     directory = Path(config.model_path)
     checkpoint = None if config.load_format == "dummy" else open_checkpoint(directory, spec.names)
     stored = stored_quantization(directory, read_config(directory))

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from oarlock.base.errors import EXIT_OUT_OF_MEMORY, StartupError
 from oarlock.base.host_memory import human_bytes
 from oarlock.workers.config import GroupInfo, WorkerConfig, window_blocks
-from oarlock.workers.layers.decoder_spec import DecoderSpec, layers_of_stage
+from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.layers.memory_spec import MemoryGroup, PagesSpec
 from oarlock.workers.platform.dtypes import ITEM_BYTES, KV_CACHE_DTYPES, KVShape
 from oarlock.workers.runner.kv_room import KVRoom
@@ -86,7 +86,7 @@ class GroupSizes:
     @staticmethod
     def of(config: WorkerConfig, spec: DecoderSpec, stage: int = 0) -> GroupSizes:
         """Describe a rank of `stage`. `config` must have a resolved dtype and resolved lengths."""
-        layers = layers_of_stage(spec.num_layers, stage, config.pipeline_parallel_size)
+        layers = spec.layers_of_stage(stage, config.pipeline_parallel_size)
         return GroupSizes(config, [group_size(config, group, layers) for group in spec.groups])
 
     # -- needs of sequences

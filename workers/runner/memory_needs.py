@@ -19,7 +19,6 @@ from oarlock.workers.distributed.topology import Topology
 from oarlock.workers.layers.decoder_spec import (
     EMBEDDING_WEIGHT,
     DecoderSpec,
-    layers_of_stage,
     slices_of,
     tensors_of,
 )
@@ -126,7 +125,7 @@ def rank_shapes(
     are alike: `only_first_experts` leaves out all but the first."""
     size = config.tensor_parallel_size
     all_slices = slices_of(spec, formats) if config.device != "cuda" else 1
-    for tensor in tensors_of(spec, layers_of_stage(spec.num_layers, stage, config.pipeline_parallel_size)):
+    for tensor in tensors_of(spec, spec.layers_of_stage(stage, config.pipeline_parallel_size)):
         cut = size, all_slices
         if only_first_experts and tensor.expert:
             continue

@@ -36,6 +36,8 @@ from oarlock.workers.verify.dequantise import StoredTensors, dequantised, dequan
 from oarlock.workers.weights.reader import WeightReader
 
 _ROWS = 8192  # rows of a weight that are rounded at once
+# Experts in the most common layout, but without transformers' switch between implementations and its attributes.
+_WITHOUT_SWITCH = ("LongcatFlashExperts",)
 
 
 class DequantisedWeights(Protocol):
@@ -308,15 +310,16 @@ class DequantisedModel:
         for parameter, parts in ((inner_weight(module), inner), (module.down_proj, ("down",))):
             if arithmetic is Arithmetic.DENSE and self.was_dense:
                 continue
-            experts = range(len(parameter))
+            experts = range(len(module.down_proj))  # matrices of others are not read, and stay as they are
             of_parts = [
                 torch.stack([dequantised.weight(f"{name}.{expert}.{part}_proj").float() for expert in experts])
                 for part in parts
             ]  # each [E, N, K]
-            is_plain = weighs_inputs(module) or module.is_concatenated
+            is_plain = weighs_inputs(module) or getattr(module, "is_concatenated", True)
             rows = torch.cat(of_parts, 1) if is_plain else torch.stack(of_parts, 2).flatten(1, 2)
-            is_transposed = weighs_inputs(module) or module.is_transposed
+            is_transposed = weighs_inputs(module) or getattr(module, "is_transposed", False)
             data = (rows.transpose(1, 2) if is_transposed else rows).contiguous().to(parameter.device)
+            data = torch.cat((data, parameter.data[len(data) :].to(data.dtype)))
             if arithmetic is Arithmetic.DENSE:
                 parameter.data = data.to(self._dtype)
                 continue
@@ -339,11 +342,11 @@ class DequantisedModel:
         for parameter, data in weights.items():
             parameter.data = data
 
-    def errors(self, layers: Iterable[nn.Module]) -> Iterator[float]:
-        """Yield the distance by which rounding moved the weights of each layer, relative to their size."""
-        for layer in layers:
+    def errors(self, layers: Iterable[Iterable[Tensor]]) -> Iterator[float]:
+        """Yield the distance by which rounding moved the parameters of each layer, relative to their size."""
+        for parameters in layers:
             moved = size = 0.0
-            for parameter in layer.parameters():
+            for parameter in parameters:
                 if parameter in self._dequantised:
                     was = self._was[parameter].double()
                     moved += (self._dequantised[parameter].double() - was).square().sum().item()
@@ -404,14 +407,22 @@ def is_experts(module: nn.Module) -> bool:
 
 
 def weighs_inputs(experts: nn.Module) -> bool:
-    """Return whether these experts get every token times its weight, as Llama 4's. Others have transformers' switch
-    between implementations."""
-    return not hasattr(experts, "is_transposed")
+    """Return whether these experts get every token times its weight, as Llama 4's. Nearly all others have transformers'
+    switch between implementations."""
+    return not hasattr(experts, "is_transposed") and type(experts).__name__ not in _WITHOUT_SWITCH
 
 
 def has_gate(experts: Any) -> bool:
     """Return whether the experts have a gate; Nemotron-H's have none."""
     return getattr(experts, "has_gate", True)
+
+
+def apply_gate(experts: Any, both: Tensor) -> Tensor:
+    """Return the activation of the gate times up, for the results of the experts' first matmul."""
+    if type(experts).__name__ not in _WITHOUT_SWITCH:
+        return experts._apply_gate(both)
+    gate, up = both.chunk(2, dim=-1)
+    return experts.act_fn(gate) * up
 
 
 def inner_weight(experts: Any) -> Tensor:
@@ -434,14 +445,18 @@ def _experts(module: Any, rounds: RoundRows | None, x: Tensor, ids: Tensor, weig
     total = torch.zeros(x.shape, device=x.device)
     for expert in ids.unique().tolist():
         rows, choices = (ids == expert).nonzero(as_tuple=True)
+        if expert >= len(module.down_proj):  # its result is its input
+            total.index_add_(0, rows, weights[rows, choices, None].float() * x[rows].float())
+            continue
         inner, down = inner_weight(module)[expert], module.down_proj[expert]
-        if not module.is_transposed:
+        has_bias = getattr(module, "has_bias", False)
+        if not getattr(module, "is_transposed", False):
             inner, down = inner.T, down.T
         both = _rounded_rows(x[rows], rounds) @ inner
-        both = both + module.gate_up_proj_bias[expert].float() if module.has_bias else both
-        activated = module._apply_gate(both) if has_gate(module) else module.act_fn(both)
+        both = both + module.gate_up_proj_bias[expert].float() if has_bias else both
+        activated = apply_gate(module, both) if has_gate(module) else module.act_fn(both)
         result = _rounded_rows(activated.to(x.dtype), rounds) @ down
-        result = result + module.down_proj_bias[expert].float() if module.has_bias else result
+        result = result + module.down_proj_bias[expert].float() if has_bias else result
         total.index_add_(0, rows, weights[rows, choices, None].float() * result)
     return total.to(x.dtype)
 

@@ -439,7 +439,7 @@ def _router(fault: _Fault, experts: SublayerSpec) -> str:
     rank = fault.row.wrong_ranks[0]
     rms = fault.error(rank).square().mean(0).sqrt()  # [E]
     wrong = (rms > _CLOSE * rms.max()).nonzero().flatten().tolist()
-    which = "" if len(wrong) == experts.experts else f": the rows of {_numbered('expert', wrong)}"
+    which = "" if len(wrong) == experts.choices else f": the rows of {_numbered('expert', wrong)}"
     weight = "weight or bias" if experts.router.bias else "weight"
     return f"{fault.module}.{experts.module}.{experts.router.name}.{weight}{which}, on {fault.ranks}"
 
@@ -468,6 +468,8 @@ def _experts(fault: _Fault, branch: BranchSpec, tap: Tap) -> str:
     rank, chosen = fault.row.wrong_ranks[0], routing > 0
     rms = fault.error(rank).square().mean(1).sqrt()
     wrong = rms > 1e-2 * rms.max()  # two experts of a token may have very different weights
+    if experts.identities and torch.equal(wrong, chosen[:, experts.experts :].any(1)):
+        return f"{name}: the experts whose result is their input, from number {experts.experts}"
     of = [expert for expert in range(experts.experts) if chosen[:, expert].any() and wrong[chosen[:, expert]].all()]
     if not of or not bool(chosen[wrong][:, of].any(1).all()):
         return f"{name}: the sum over a token's experts, or over ranks (all-reduce)"

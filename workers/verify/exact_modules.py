@@ -15,7 +15,14 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 from oarlock.workers.model_files.tensor_names import NO_NAMES, TensorNames
-from oarlock.workers.verify.dequantised_reference import is_conv1d, is_experts, is_router, weighs_inputs
+from oarlock.workers.verify.dequantised_reference import (
+    apply_gate,
+    has_gate,
+    is_conv1d,
+    is_experts,
+    is_router,
+    weighs_inputs,
+)
 
 # Modules that convert their inputs to float32, whatever their dtype is.
 _COMPUTE_IN_FLOAT32 = ("DeepseekV2Attention", "Llama4TextAttention")
@@ -142,19 +149,23 @@ def _exact_experts(module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tens
     total = torch.zeros_like(x)
     for expert in ids.unique().tolist():
         rows, choices = (ids == expert).nonzero(as_tuple=True)
-        if not module.has_gate:
+        if expert >= len(module.down_proj):  # its result is its input
+            total.index_add_(0, rows, weights[rows, choices, None] * x[rows])
+            continue
+        if not has_gate(module):
             up, down = (weight[expert].double() for weight in (module.up_proj, module.down_proj))
             result = module.act_fn(x[rows] @ up.T) @ down.T
             total.index_add_(0, rows, weights[rows, choices, None] * result)
             continue
         gate_up, down = (weight[expert].double() for weight in (module.gate_up_proj, module.down_proj))
-        if not module.is_transposed:
+        has_bias = getattr(module, "has_bias", False)
+        if not getattr(module, "is_transposed", False):
             gate_up, down = gate_up.T, down.T
         both = x[rows] @ gate_up
-        if module.has_bias:
+        if has_bias:
             both = both + module.gate_up_proj_bias[expert].double()
-        result = module._apply_gate(both) @ down
-        if module.has_bias:
+        result = apply_gate(module, both) @ down
+        if has_bias:
             result = result + module.down_proj_bias[expert].double()
         total.index_add_(0, rows, weights[rows, choices, None] * result)
     return total

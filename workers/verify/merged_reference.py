@@ -17,6 +17,7 @@ from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.lora.adapted_modules import EMBEDDING, AdaptedModules, ExpertStack
 from oarlock.workers.lora.adapter_file import Adapter
 from oarlock.workers.lora.adapter_pair import AdapterPair
+from oarlock.workers.verify.dequantised_reference import weighs_inputs
 from oarlock.workers.verify.stored_adapter import StoredUpdate, pair_update, peft_updates
 
 
@@ -88,7 +89,7 @@ class MergedModel:
             inputs, outputs = stack.sizes(parameter)
             is_transposed = tuple(weight.shape[1:]) != (outputs, inputs)
             if inputs == outputs:
-                is_transposed = bool(getattr(module, "is_transposed", True))  # Llama 4's experts have no such attribute
+                is_transposed = bool(getattr(module, "is_transposed", weighs_inputs(module)))
             for expert in range(stack.experts):
                 for part in stack.parts(parameter, expert):
                     pair: AdapterPair | None = self._left.pop(part.module, None)

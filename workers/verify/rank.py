@@ -386,7 +386,7 @@ class RecordingDecoder:
 
         def routed(result: tuple[Tensor, Tensor]) -> None:
             ids, weights = result
-            self._record(f"{layer}.routing", dense_routing(ids, weights, spec.experts))
+            self._record(f"{layer}.routing", dense_routing(ids, weights, spec.choices))
 
         def summed(result: tuple[Tensor, Tensor | None]) -> None:
             for name, total in zip(("experts", "shared"), result, strict=True):

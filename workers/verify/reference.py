@@ -104,9 +104,7 @@ def record_reference(request: VerifyRequest, folder: Path, report_line: ReportLi
             report_line("every layer in float64, with the weights as they are stored")
             with quantised.as_it_was(), in_float64(model, spec.names):
                 before = _run(model, spec, text, torch.float64, weights=exact)
-            modules = modules_by_name(model, spec.names)
-            layers = [modules[f"model.layers.{index}"] for index in range(spec.num_layers)]
-            _loss(quantised.errors(layers), truth, before).write(folder)
+            _loss(quantised.errors(_parameters_by_layer(model, spec)), truth, before).write(folder)
     return text
 
 
@@ -298,6 +296,16 @@ def _rotated_part(module: nn.Module, rows: Tensor, latent: LatentAttentionSpec) 
     return rotated.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
 
 
+def _parameters_by_layer(model: nn.Module, spec: DecoderSpec) -> list[list[nn.Parameter]]:
+    """Return the parameters of each of our layers. A layer of transformers may be several of ours."""
+    found: list[list[nn.Parameter]] = [[] for _ in range(spec.num_layers)]
+    for name, parameter in model.named_parameters():
+        number = (spec.names.rename(name) or "").removeprefix("model.layers.").partition(".")[0]
+        if number.isdecimal():
+            found[int(number)].append(parameter)
+    return found
+
+
 def modules_by_name(model: nn.Module, names: TensorNames) -> dict[str, nn.Module]:
     """Return the modules of a transformers model by the names that our modules have."""
     renamed = ((names.rename(name), module) for name, module in model.named_modules())
@@ -329,7 +337,8 @@ class TransformersRecorder:
         self._usual_attention = usual = model.config._attn_implementation
         self._modules = modules_by_name(model, spec.names)
         self._after(self._modules["model.norm"], "final_norm")
-        self._before(self._modules["model.layers.0"], "embedding")
+        # Layers that are the first part of a layer of transformers are no modules there.
+        self._before(self._modules.get("model.layers.0") or self._first_of_layer(0), "embedding")
         for index in range(spec.num_layers):
             self._hook_layer(index)
             self._replace_own_attention(index)
@@ -370,7 +379,9 @@ class TransformersRecorder:
             elif one.tap.computation is Computation.NORM:
                 self._after(self._modules[f"{layer}.{one.tap.module}"], name)
             elif one.tap.computation is Computation.RESIDUAL:
-                if number == len(taps) - 1:
+                if number == len(taps) - 1 and layer not in self._modules:
+                    self._before(self._first_of_layer(index + 1), name)
+                elif number == len(taps) - 1:
                     self._after(self._modules[layer], name)
                 else:
                     self._before(self._first_module(layer, taps[number + 1].branch), name)
@@ -383,6 +394,10 @@ class TransformersRecorder:
             if taps:
                 parts = [(f"{index}.{tap.name}", tap.width) for tap in taps]
                 self._hook_convolution(self._modules[f"{layer}.{sublayer.module}"], parts)
+
+    def _first_of_layer(self, index: int) -> nn.Module:
+        """Return the module that reads the residual first in a layer."""
+        return self._first_module(f"model.layers.{index}", self._spec.layers[index].branches[0])
 
     def _first_module(self, layer: str, branch: BranchSpec) -> nn.Module:
         """Return the module of `layer` that reads the residual first in `branch`."""
@@ -459,7 +474,7 @@ class TransformersRecorder:
             return
 
         def hook(module: nn.Module, args: tuple[Any, ...], result: tuple[Tensor, Tensor, Tensor]) -> None:
-            self.record(name, routing_in(result, spec.experts) * factor)
+            self.record(name, routing_in(result, spec.choices) * factor)
 
         self._handles.append(part.register_forward_hook(hook))
 
@@ -539,6 +554,7 @@ class TransformersRecorder:
         attention = self._spec.layers[module.layer_idx].attention
         if isinstance(attention, LatentAttentionSpec):
             rows, keys = (_rotated_part(module, one, attention) for one in (rows, keys[:, :, 0]))
+            rows = rows / attention.query_factor  # scores get it here
         elif named.get("scaling") == 1.0:  # OPT has scaled its queries already
             rows = rows / attention.scale
         key_scale = attention.key_scale if isinstance(attention, SelfAttentionSpec) else 1.0  # scores get it here

@@ -238,6 +238,8 @@ class CMoELayer(ctypes.Structure):
         ("expert_scale", c_void_p),
         ("routed_pairs", c_void_p),
         ("shared_pairs", c_void_p),
+        ("first_identity", c_long),
+        ("identity_rows", c_int),
     )
 
 
@@ -428,6 +430,7 @@ class CLayerStep(ctypes.Structure):
         ("layer_inputs", c_void_p),
         ("inputs_width", c_long),
         ("adapters", c_void_p),
+        ("identity_weights", c_void_p),
         ("group", c_void_p),
     )
 

@@ -28,6 +28,8 @@ HIDDEN = 32
 SPEC = ExpertsSpec(
     11, 36, RouterSpec(3, "sigmoid", normalised=True, correction="gate.correction"), shared=SharedSpec(52, gate="scale")
 )
+# Without shared experts, and with others that return their input.
+IDENTITIES = replace(SPEC, shared=None, identities=5)
 
 
 def test_lower_expert_ids_win_ties_and_ids_ascend() -> None:
@@ -63,24 +65,40 @@ def test_widths_are_cut_whole_slice_by_slice_and_experts_group_by_group(width: i
     assert held == list(range(width)) and len({part.group for part in dealt}) == 1
 
 
-def results(tp: TensorParallel, form: str, deals: bool, x: Tensor) -> Tensor:
-    placement = Placement(tp, x.dtype, CPU, QUANTIZATIONS[form], 8, distributes_experts=deals)
-    experts = Experts("model.layers.0.mlp", SPEC, 0, HIDDEN, placement)
+def made(tp: TensorParallel, form: str, deals: bool, spec: ExpertsSpec, dtype: torch.dtype) -> Experts:
+    placement = Placement(tp, dtype, CPU, QUANTIZATIONS[form], 8, distributes_experts=deals)
+    experts = Experts("model.layers.0.mlp", spec, 0, HIDDEN, placement)
     for part in experts.parts:
         part.load(DummyWeights(3))
-    return experts(x, x, LayerStep(None, None, None, None, None))  # ty: ignore[invalid-argument-type]
+    return experts
 
 
+def results(tp: TensorParallel, form: str, deals: bool, spec: ExpertsSpec, x: Tensor) -> Tensor:
+    step = LayerStep(None, None, None, None, None)  # ty: ignore[invalid-argument-type]
+    return made(tp, form, deals, spec, x.dtype)(x, x, step)
+
+
+@pytest.mark.parametrize("spec", [SPEC, IDENTITIES], ids=["shared", "identities"])
 @pytest.mark.parametrize("deals", [False, True], ids=["cut", "dealt"])
 @pytest.mark.parametrize("form", ["none", "int8"])
 @pytest.mark.slow
-def test_every_number_of_ranks_has_the_same_bits(form: str, deals: bool) -> None:
+def test_every_number_of_ranks_has_the_same_bits(form: str, deals: bool, spec: ExpertsSpec) -> None:
     x = torch.randn((7, HIDDEN), generator=torch.Generator().manual_seed(0)).bfloat16() * 30
-    (alone,) = on_ranks(1, lambda tp: results(tp, form, deals, x))
+    (alone,) = on_ranks(1, lambda tp: results(tp, form, deals, spec, x))
     for size in (2, 4, 8):
-        assert all(torch.equal(alone, one) for one in on_ranks(size, lambda tp: results(tp, form, deals, x)))
-    other = on_ranks(1, lambda tp: results(tp, form, not deals, x))[0]
+        assert all(torch.equal(alone, one) for one in on_ranks(size, lambda tp: results(tp, form, deals, spec, x)))
+    other = on_ranks(1, lambda tp: results(tp, form, not deals, spec, x))[0]
     assert (alone - x).norm() > 0 and (alone - other).norm() <= 3e-2 * (alone - x).norm()
+
+
+def test_experts_without_matrices_add_their_weight_times_the_input() -> None:
+    x = torch.randn((40, HIDDEN), generator=torch.Generator().manual_seed(0))
+    experts = made(TensorParallel.solo(), "none", False, IDENTITIES, x.dtype)
+    ids, weights = experts.router(x)
+    of_input = torch.where(ids >= IDENTITIES.experts, weights, 0.0).sum(1)
+    assert (of_input == 0).any() and (of_input == weights.sum(1)).any(), "tokens with no such expert, and with no other"
+    expected = experts.routed(x, ids, weights) + of_input[:, None] * x
+    torch.testing.assert_close(experts.sums(x)[0], expected)
 
 
 @pytest.mark.parametrize("deals", [False, True], ids=["cut", "dealt"])

@@ -69,6 +69,8 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"kv_lora_rank": 32, "qk_rope_head_dim": 16, "q_lora_rank": None},
     "deepseek_v3": {"kv_lora_rank": 48, "qk_rope_head_dim": 16, "v_head_dim": 16, "rope_interleave": False,
                     "attention_bias": True},
+    # Experts whose result the next layer adds, some of them without matrices.
+    "longcat_flash": {"kv_lora_rank": 32, "qk_rope_head_dim": 16, "head_dim": 16},
 }  # fmt: skip
 
 

@@ -70,6 +70,8 @@ _KEYS = {
     "expert_swiglu_limit_list", "no_kda_lora", "gated_attention_proj_granularity_type",
     "qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "rope_interleave", "scale_emb", "scale_depth",
     "dim_model_base", "index_topk", "indexer_types", "topk_method", "scoring_func", "moe_layer_freq",
+    "ffn_hidden_size", "expert_ffn_hidden_size", "zero_expert_num", "zero_expert_type", "router_bias",
+    "mla_scale_q_lora",
 }  # fmt: skip
 _ROPES: dict[str, dict[str, Any]] = {
     "default": {},
@@ -92,10 +94,12 @@ _MIXTURES = (
     "MiniMaxM2", "Mellum", "Flint", "Kolibri1", "Phimoe", "Afmoe", "HunYuanMoEV1", "Llama4", "Qwen3Next", "Laguna",
     "MiMoV2Flash", "AXK1", "DeepseekV2", "DeepseekV3", "DeepseekV32", "Glm4MoeLite", "GlmMoeDsa",
 )  # fmt: skip
-_LATENT = ("AXK1", "DeepseekV", "Glm4MoeLite", "GlmMoeDsa", "MiniCPM3", "Youtu")
+_LATENT = ("AXK1", "DeepseekV", "Glm4MoeLite", "GlmMoeDsa", "LongcatFlash", "MiniCPM3", "Youtu")
 _OF_LATENT = {"num_key_value_heads": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 16,
               "kv_lora_rank": 16, "q_lora_rank": 20, "n_group": 2, "topk_group": 1,
               "first_k_dense_replace": 1}  # fmt: skip
+_OF_LONGCAT = {"num_layers": 2, "num_hidden_layers": None, "intermediate_size": None, "n_routed_experts": 4,
+               "moe_topk": 2, "zero_expert_num": 3, "moe_intermediate_size": None}  # fmt: skip
 # Families with a rotary table for each kind of layer or without rotation, and without `rope_scaling`.
 _TABLES = ("CohereCompass", "Gemma4", "KimiLinear", "Laguna", "Lfm3", "Mamba2", "MiMoV2Flash", "NemotronH")
 # Keys that are read without a method of `Fields`.
@@ -103,6 +107,12 @@ _RAW = {"architectures", "layer_types", "rope_scaling"}
 _RAW_OF_LAYERS = {
     "Lfm2": {"full_attn_idxs"}, "Gemma4": {"per_layer_config"}, "Laguna": {"gating", "num_attention_heads_per_layer"},
     "MiMoV2Flash": {"hybrid_layer_pattern"}, "GlmMoeDsa": {"indexer_types"},
+    "LongcatFlash": {
+        "attention_bias", "expert_ffn_hidden_size", "ffn_hidden_size", "hidden_act", "hidden_size", "kv_lora_rank",
+        "max_position_embeddings", "mla_scale_q_lora", "moe_topk", "num_attention_heads", "qk_head_dim",
+        "qk_nope_head_dim", "qk_rope_head_dim", "rms_norm_eps", "rope_theta", "routed_scaling_factor", "router_bias",
+        "v_head_dim", "vocab_size", "zero_expert_num", "zero_expert_type",
+    },
     "Bamba": {"attn_layer_indices", "mamba_d_head", "time_step_limit"},
     "FalconH1": {"mlp_multipliers", "ssm_multipliers", "mamba_d_ssm", "time_step_limit"},
     "Bailing": {"expert_swiglu_limit_list", "kda_lower_bound"},
@@ -150,6 +160,7 @@ _FOLLOWS = {
     "factor": "factor",
     "linear_key_head_dim": "linear_value_head_dim",
     "qk_rope_head_dim": "head_dim",
+    "moe_topk": "num_experts_per_tok",
 }
 
 
@@ -169,6 +180,7 @@ def base(architecture: str) -> dict[str, Any]:
         own |= {"n_shared_experts": None}
     own |= _OF_MAMBA.get(name, {}) | _OF_KIMI.get(name, {})
     own |= _OF_LATENT if name.startswith(_LATENT) else {}
+    own |= _OF_LONGCAT if name == "LongcatFlash" else {}
     if name.startswith("Qwen3") and ("Next" in name or "_5" in name):
         own["full_attention_interval"] = 2
     # The tables of LongRoPE are those of whole heads.

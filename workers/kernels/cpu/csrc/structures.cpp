@@ -93,7 +93,8 @@ extern "C" const char *oarlock_structures() {
   STRUCTURE(Addition, FIELD(norm), FIELD(width), FIELD(scale))
   STRUCTURE(Clamp, FIELD(width), FIELD(limit))
   STRUCTURE(MoELayer, FIELD(router), FIELD(routed), FIELD(shared), FIELD(shared_gate), FIELD(router_norm),
-            FIELD(norm), FIELD(expert_scale), FIELD(routed_pairs), FIELD(shared_pairs))
+            FIELD(norm), FIELD(expert_scale), FIELD(routed_pairs), FIELD(shared_pairs), FIELD(first_identity),
+            FIELD(identity_rows))
   STRUCTURE(StateStep, FIELD(starts), FIELD(reads), FIELD(writes), FIELD(save_starts), FIELD(save_lens),
             FIELD(save_slots), FIELD(seqs))
   STRUCTURE(Convolution, FIELD(weight), FIELD(bias), FIELD(channels), FIELD(taps), FIELD(silu))
@@ -125,7 +126,7 @@ extern "C" const char *oarlock_structures() {
   STRUCTURE(RotaryRows, FIELD(rows), FIELD(width))
   STRUCTURE(LayerStep, FIELD(hidden), FIELD(normed), FIELD(partial), FIELD(rows), FIELD(width), FIELD(type),
             FIELD(positions), FIELD(slots), FIELD(rotary), FIELD(query_scales), FIELD(attention), FIELD(states),
-            FIELD(layer_inputs), FIELD(inputs_width), FIELD(adapters), FIELD(group))
+            FIELD(layer_inputs), FIELD(inputs_width), FIELD(adapters), FIELD(identity_weights), FIELD(group))
   STRUCTURE(LogitsChanges, FIELD(num_bias), FIELD(bias_rows), FIELD(bias_ids), FIELD(bias_values), FIELD(num_penalties),
             FIELD(penalty_rows), FIELD(repetition), FIELD(frequency), FIELD(presence), FIELD(history_firsts),
             FIELD(history_lengths), FIELD(history_ids), FIELD(history_counts), FIELD(num_masks), FIELD(mask_words),

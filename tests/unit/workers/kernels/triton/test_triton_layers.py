@@ -17,7 +17,7 @@ from oarlock.workers.attention.reference import ReferenceBackend
 from oarlock.workers.attention.triton_backend import TritonBackend
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.kernels.triton.elementwise import activated, add_and_norm, gate_rows, gated, rms_norm
-from oarlock.workers.layers import fused_layer, placement
+from oarlock.workers.layers import joined_layers, placement
 from oarlock.workers.layers.linear import RowParallelLinear
 from oarlock.workers.layers.norm import RMSNorm
 from oarlock.workers.layers.placement import Placement
@@ -214,8 +214,8 @@ def test_layers_without_a_gate_and_with_limits_match_separate_layers(
 
 def test_recorded_layers_are_not_joined(tmp_path: Path, as_on_cuda: None) -> None:
     model = load_decoder(make_tiny(tmp_path, "gemma2"), TensorParallel.solo())
-    assert fused_layer.can_join(model.layers)
+    assert joined_layers.can_join(model.layers)
     recording = RecordingDecoder(model)
-    assert not fused_layer.can_join(model.layers)
+    assert not joined_layers.can_join(model.layers)
     recording.close()
-    assert fused_layer.can_join(model.layers)
+    assert joined_layers.can_join(model.layers)

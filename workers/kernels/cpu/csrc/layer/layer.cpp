@@ -163,6 +163,16 @@ void add_rows(const RowChunk<T> &chunk, const Operation &op) {
   }
 }
 
+// Store the sum of the weights of each row's experts whose result is their input, in the order of their ids.
+void sum_identities(const MoELayer &layer, const int32_t *ids, const float *weights, long rows, float *sums) {
+  const long top_k = layer.router->top_k;
+  for (long row = 0; row < rows; row++) {
+    sums[row] = 0.0f;
+    for (long i = row * top_k; i < (row + 1) * top_k; i++)
+      if (ids[i] >= layer.first_identity) sums[row] += weights[i];
+  }
+}
+
 template <class T>
 void run_experts(const RowChunk<T> &chunk, const Operation &op) {
   const MoELayer &layer = *static_cast<const MoELayer *>(op.parameters);
@@ -178,6 +188,8 @@ void run_experts(const RowChunk<T> &chunk, const Operation &op) {
   route(router, logits, rows, ids, weights);
   if (layer.expert_scale)
     for (long i = 0; i < rows * router.top_k; i++) weights[i] *= layer.expert_scale[ids[i]];
+  if (layer.first_identity >= 0)
+    sum_identities(layer, ids, weights, rows, chunk.step.identity_weights + chunk.first);
   if (layer.norm) {
     apply_norm(*layer.norm, x, normed, rows);
     x = normed;
@@ -202,14 +214,17 @@ void finish_experts(const RowChunk<T> &chunk, const Operation &op) {
   using namespace simd;
   const MoELayer &layer = *static_cast<const MoELayer *>(op.parameters);
   const long width = layer.router->hidden;
-  const bool adds = op.target == kResidual;
+  const bool adds = op.target == kResidual, has_identities = layer.first_identity >= 0;
+  const T *x = has_identities ? chunk.at(layer.identity_rows) : nullptr;
   T *y = chunk.at(op.target);
 #pragma omp parallel for if (chunk.rows * width > kSerial)
   for (long row = 0; row < chunk.rows; row++) {
     const float *from = chunk.step.partial + row * width, *shared = from + chunk.rows * width;
+    const Vec weight = broadcast(has_identities ? chunk.step.identity_weights[chunk.first + row] : 0.0f);
     T *to = y + row * width;
     for (long d = 0; d < width; d += kLanes) {
       Vec sum = load(from + d, width - d);
+      if (x) sum = sum + rounded_product(load(x + row * width + d, width - d), weight);
       if (layer.shared) sum = sum + load(shared + d, width - d);
       if (adds) sum = sum + load(to + d, width - d);
       store(to + d, sum, width - d);

@@ -60,7 +60,8 @@ struct Clamp {
   float limit;
 };
 
-// An MoE layer. The sums over a row's routed experts and the shared expert's result are all-reduced together.
+// An MoE layer. The sums over a row's routed experts and the shared expert's result are all-reduced together. Every rank
+// then adds the results of experts without matrices, which are multiples of the input.
 struct MoELayer {
   const Router *router;
   const gemm::Experts *routed, *shared;  // shared: one expert that every row has; or null
@@ -68,6 +69,8 @@ struct MoELayer {
   const Norm *router_norm, *norm;        // norms of the rows that the router and the experts read; each may be null
   const float *expert_scale;             // [experts]   factors of the routed experts' weights; or null
   const gemm::ExpertPairs *routed_pairs, *shared_pairs;  // [count]   updates of experts in steps with adapters; or null
+  long first_identity;  // id of the first expert whose result is its input; -1: there are none
+  int identity_rows;    // Rows with this input, which are kept until the branch ends
 };
 
 // A linear layer with its updates.
@@ -247,6 +250,7 @@ struct LayerStep {
   const void *layer_inputs;   // [T, inputs_width]   inputs that layers get from the tokens; or null
   long inputs_width;
   const AdapterRows *adapters;  // null: no operation reads them
+  float *identity_weights;    // [T]   sum of the weights of a row's experts whose result is their input; or null
   RankGroup *group;           // group for the all-reduce of `partial`; null with one rank, or if the caller does it
 };
 
