@@ -80,11 +80,14 @@ def test_a_fault_of_latent_attention_is_named(
 
 # Heads have 12 rows of keys and 20 of values in kv_b_proj, and 28 rows in q_b_proj. Rank 1 begins with head 4.
 WEIGHTS: list[tuple[str, Damage, str]] = [
-    ("q_a_proj", rows(0, 4), "q_a_proj.weight: the rows of ranks 0, 1"),
-    ("q_a_layernorm", rows(0, 4), "q_a_layernorm: its weight"),
+    ("q_a_proj", rows(0, 4), "q_a_proj.weight: rows from 0 to 3 on ranks 0, 1"),
+    ("q_a_layernorm", rows(0, 4), "q_a_layernorm: its weight on ranks 0, 1"),
     ("q_b_proj", rows(112, 224), "q_b_proj.weight: the rows of rank 1"),
-    ("kv_a_proj_with_mqa", rows(32, 48), "kv_a_proj_with_mqa.weight: the rows of ranks 0, 1"),
+    ("kv_a_proj_with_mqa", rows(32, 48), "kv_a_proj_with_mqa.weight: rows from 32 to 47 on ranks 0, 1"),
+    ("kv_a_proj_with_mqa", rows(7, 8), "kv_a_proj_with_mqa.weight: row 7 on ranks 0, 1"),
+    ("kv_a_proj_with_mqa", rows(0, 48), "kv_a_proj_with_mqa.weight on ranks 0, 1"),
     ("kv_a_layernorm", rows(0, 32, 2.0), "kv_a_layernorm: its results on ranks 0, 1 are 2 times the right ones"),
+    ("kv_a_layernorm", rows(3, 4), "kv_a_layernorm: its weight on ranks 0, 1"),
     ("kv_b_proj", rows(160, 172), "kv_b_proj.weight: the matrices of keys on rank 1, head 5"),
     ("kv_b_proj", rows(12, 32), "kv_b_proj.weight: the matrices of values on rank 0, head 0"),
     ("o_proj", columns(80, 160), "o_proj.weight: the columns of rank 1"),
@@ -93,7 +96,7 @@ WEIGHTS: list[tuple[str, Damage, str]] = [
 
 @pytest.mark.parametrize(
     ("module", "damage", "cause"),
-    [pytest.param(*one, marks=pytest.mark.soak if at != 5 else ()) for at, one in enumerate(WEIGHTS)],
+    [pytest.param(*one, marks=pytest.mark.soak if at not in (1, 8) else ()) for at, one in enumerate(WEIGHTS)],
 )
 def test_a_damaged_tensor_of_latent_attention_is_named(
     case: VerifyCase, tmp_path: Path, module: str, damage: Damage, cause: str
@@ -101,6 +104,21 @@ def test_a_damaged_tensor_of_latent_attention_is_named(
     comparison, causes = case.run(SIZE, altered(case.model, tmp_path / "copy", f"{INSIDE}.{module}.weight", damage))
     assert not comparison.ok
     assert [one.startswith(f"{INSIDE}.{cause}") for one in causes] == [True], causes
+
+
+@pytest.mark.soak
+def test_a_damaged_correction_of_a_router_is_named(case: VerifyCase, tmp_path: Path) -> None:
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    _, causes = case.run(SIZE, altered(case.model, tmp_path / "copy", name, lambda bias: bias.flip(0) + 0.1))
+    assert causes[0].startswith("router of layer 1 on ranks 0, 1: other experts are chosen (mlp.gate.e_score"), causes
+
+
+def test_ranks_with_different_latents_are_named(case: VerifyCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    of_latents.latent_of_other_bits_on_the_last_rank(monkeypatch)
+    comparison, causes = case.run(SIZE)
+    assert all(row.wrong_ranks == () for row in comparison.rows)
+    assert causes == ["layer 0, latent: rank 1 has other bits than rank 0, although each computes all of it from equal "
+                      "inputs"]  # fmt: skip
 
 
 @pytest.mark.parametrize("size", [1, pytest.param(4, marks=pytest.mark.soak)])
