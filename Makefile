@@ -142,9 +142,10 @@ ARM_SAMPLE := simd or norm or rotation or agrees or registers or come_back or no
 TRITON := tests/unit/workers/kernels/triton tests/golden/test_quantised_triton.py tests/golden/test_gguf_quantised.py
 TRITON_SAMPLE := (fit_every and model) or launches or random_batches or lost_shows
 
-# Longer forms of tests: all but those of kernels, of which the samples above are run.
+# Longer forms of tests, but not those at other levels of instruction set.
 LONGER := $(addprefix tests/,multihost e2e contract load benchmarks unit/engine unit/server)
-LONGER += $(addprefix tests/unit/workers/,kernels/cpu/test_build.py layers lora models runner transformers_backend verify)
+LONGER += $(addprefix tests/unit/workers/,kernels/cpu/test_build.py layers/test_gated_delta.py models runner transformers_backend verify)
+LONGER += $(addprefix tests/unit/workers/lora/test_,hostile_adapters.py target_modules.py)
 LONGER += $(addprefix tests/golden/test_,adapter_kinds.py adapter_modules.py adapters_golden.py gguf_latent.py quantised_latents.py)
 LONGER += tests/parallel tests/sim
 
