@@ -1,6 +1,7 @@
 """A planted fault of latent attention is named: the operation, the ranks, and the wrong operand."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -10,23 +11,26 @@ from torch import Tensor
 
 from oarlock.workers.attention.cpp import CppBackend
 from oarlock.workers.layers import latent_attention
+from oarlock.workers.layers.latent_attention import LatentAttention
 from oarlock.workers.layers.rotary import rotate_neighbours
 from tests.golden import mutations_of_latents as of_latents
+from tests.golden.mutations import with_init
 from tests.golden.tiny_models import make_tiny
-from tests.unit.workers.verify.cases import VerifyCase, altered
+from tests.unit.workers.verify.cases import VerifyCase, altered, reconfigured
 from tests.unit.workers.verify.faults import SIZE, Damage, columns, rows
 
 pytestmark = pytest.mark.slow
 Plant = Callable[[pytest.MonkeyPatch], None]
 INSIDE = "model.layers.1.self_attn"
 FIRST = "model.layers.0.self_attn"
+# The C++ kernel of attention takes these widths, in blocks of 16 tokens.
+SHAPE = {"num_hidden_layers": 2, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "moe_intermediate_size": 64}
 
 
 @pytest.fixture(scope="module")
 def case(tmp_path_factory: pytest.TempPathFactory) -> VerifyCase:
     folder = tmp_path_factory.mktemp("latent")
-    # The C++ kernel of attention takes these widths, and this block size.
-    model = make_tiny(folder, "deepseek_v3", seed=5, num_hidden_layers=2, kv_lora_rank=32, qk_rope_head_dim=16)
+    model = make_tiny(folder, "deepseek_v3", seed=5, **SHAPE)
     return VerifyCase(model, folder / "verify", block_size=16)
 
 
@@ -75,6 +79,35 @@ def test_a_fault_of_latent_attention_is_named(
 ) -> None:
     plant(monkeypatch)
     comparison, causes = case.run(SIZE)
+    assert not comparison.ok and cause in causes[0], causes
+
+
+def scaled(patch: pytest.MonkeyPatch, factor: float) -> None:
+    """Multiply the scale of scores."""
+    with_init(patch, LatentAttention, "spec", lambda one: replace(one.spec, scale=one.spec.scale * factor))
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 16, "mscale": 1.0,
+        "mscale_all_dim": 0.7}  # fmt: skip
+OTHER_ANGLES = "of 8 turn by other angles (the base or the scaling of frequencies, or positions)"
+SETTINGS: list[tuple[str, float, dict[str, float], str]] = [
+    ("float32", 1.02, {}, "the scale of scores is 0.253, not 0.248"),
+    ("float32", 1.0, {"rope_theta": 1.1e4}, OTHER_ANGLES),
+    ("float32", 1.0, {"mscale": 1.02, "mscale_all_dim": 0.714}, "its factor is 1.055, not 1.054"),
+    ("bfloat16", 1.04, {}, "the scale of scores is 0.2579, not 0.248"),
+    ("bfloat16", 1.0, {"beta_fast": 1, "beta_slow": 32}, OTHER_ANGLES),
+]
+
+
+@pytest.mark.parametrize(("dtype", "factor", "changes", "cause"), SETTINGS)
+@pytest.mark.soak
+def test_a_setting_that_is_slightly_wrong_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, factor: float, changes: dict[str, float], cause: str
+) -> None:
+    model = make_tiny(tmp_path, "deepseek_v3", seed=5, dtype=getattr(torch, dtype), **SHAPE)
+    case = VerifyCase(model, tmp_path / "verify", dtype, block_size=16)
+    scaled(monkeypatch, factor)
+    comparison, causes = case.run(1, reconfigured(model, tmp_path / "other", rope_parameters=YARN | changes))
     assert not comparison.ok and cause in causes[0], causes
 
 
