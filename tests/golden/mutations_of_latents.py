@@ -109,3 +109,15 @@ def scale_without_mscale(patch: MonkeyPatch) -> None:
 def latent_not_normed(patch: MonkeyPatch) -> None:
     norm = RMSNorm.__call__
     patch.setattr(RMSNorm, "__call__", lambda self, x: x if self.name.endswith("kv_a_layernorm") else norm(self, x))
+
+
+def latent_of_other_bits_on_the_last_rank(patch: MonkeyPatch) -> None:
+    """One element of its row is the next number."""
+
+    def change(layer: LatentAttention, row: Tensor) -> Tensor:
+        tp = layer.placement.tp
+        if tp.rank == tp.size - 1:
+            row[:, 0] = torch.nextafter(row[:, 0], torch.tensor(torch.inf))
+        return row
+
+    _with_projections(patch, kv_a=change)

@@ -9,7 +9,7 @@ import sys
 import pytest
 import yaml
 
-from tests.house.rules import ROOT
+from tests.house.rules import ROOT, place, python_files
 
 MAKEFILE = (ROOT / "Makefile").read_text()
 HOOKS = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
@@ -89,6 +89,16 @@ def test_git_and_make_run_the_same_linters():
     linters = [command.removesuffix(" .") for command in re.findall(r"\$\(BIN\)/(.*)", lint)]
     assert [hook["entry"] for hook in HOOKS if hook["language"] == "system"] == [f".venv/bin/{one}" for one in linters]
     assert re.search(r"^check: lint$", MAKEFILE, re.MULTILINE) and re.search(r"^test: lint$", MAKEFILE, re.MULTILINE)
+
+
+def test_longer_forms_of_tests_have_a_target():
+    """Of kernels, `make test-long` selects tests in their folders by name."""
+    plan = run(ROOT, "make", "-n", "test-long").stdout
+    run_there = {word for line in plan.splitlines() if "soak" in line for word in line.split() if "tests/" in word}
+    marked = [place(file) for file in python_files("tests") if re.search(r"mark\.soak\b", file.read_text())]
+    tests = [file for file in marked if "/test_" in file]
+    assert len(tests) > 90
+    assert [one for one in tests if not any(f"{one}/".startswith(f"{path}/") for path in run_there)] == []
 
 
 WHY = "\n\nDrafts take rows that prompts need.\n"

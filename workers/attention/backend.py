@@ -174,6 +174,11 @@ class FusedBackend(AttentionBackend, Protocol):
         """
         ...
 
+    def stored_keys(self, kv: LayerKV, batch: ForwardBatch) -> Tensor:
+        """Return the keys of the step's tokens as the pages hold them, which are not rounded: [T, num_kv_heads,
+        head_dim]. A verification compares them."""
+        ...
+
 
 @runtime_checkable
 class FusedLatentBackend(AttentionBackend, Protocol):
@@ -198,6 +203,10 @@ class FusedLatentBackend(AttentionBackend, Protocol):
         [value_width], and its epsilon. `angles`: cos and sin, as in `FusedBackend`; None: nothing is rotated.
         `pairs_neighbours`: neighbouring elements are rotated.
         """
+        ...
+
+    def stored_keys(self, kv: LayerKV, batch: ForwardBatch) -> Tensor:
+        """Return the rows of the step's tokens as `FusedBackend` does: [T, 1, head_dim]."""
         ...
 
 

@@ -145,6 +145,12 @@ class TiledBackend(ABC):
     ) -> None:  # fmt: skip
         """Launch the programs of `part`: results to `out`, or to `part.partial` if several programs share a tile."""
 
+    def stored_keys(self, kv: LayerKV, batch: ForwardBatch) -> Tensor:
+        """Return the keys of the step's tokens in pages that are not rounded: [T, num_kv_heads, head_dim]."""
+        assert not self.spec.is_rounded, "rounded pages are not read back"
+        slots, size = batch.slots[self.spec.group], self.spec.block_size
+        return kv.k.unflatten(2, (size, -1))[slots // size, :, slots % size]
+
     def prepare(self, batch: ForwardBatch) -> TritonPlan:
         return TritonPlan(batch)
 

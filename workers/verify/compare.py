@@ -3,8 +3,9 @@
 How an error is measured: the truth is transformers' model in float64 on the same weights. transformers' own run in the
 model's dtype differs from it by rounding. The root mean square error of a rank's part of a tensor, and of each head in
 it, may be up to twice transformers'. The largest single error may be twice transformers' for the logits, and four times
-for any other tensor, since it is a matter of luck. No limit is below one rounding of the largest element,
-times the root of the number of roundings that our computation makes on the way from the tensors before it.
+for any other tensor, since it is a matter of luck. No limit of a head or of a single error is below one rounding of the
+largest element, times the root of the number of roundings that our computation makes on the way from the tensors before
+it. No limit of a whole part is below one rounding of its root mean square.
 """
 
 import json
@@ -309,10 +310,9 @@ def _compare_tensor(recorded: Recorded, name: str, spec: DecoderSpec, size: int,
     truth, theirs = recorded.truth(name), recorded.theirs(name)
     ours = [recorded.ours(rank, name) for rank in range(size)]
     limit = LIMIT if tensor == "logits" else LARGEST_LIMIT
-    if layer is not None:
-        rounding *= math.sqrt(tapped(spec, layer, tensor).tap.roundings)
+    roundings = 1 if layer is None else tapped(spec, layer, tensor).tap.roundings
     errors = tuple(
-        _measure(rank, mine, truth, theirs, columns_of(tensor, spec, rank, size, layer), rounding, limit)
+        _measure(rank, mine, truth, theirs, columns_of(tensor, spec, rank, size, layer), rounding, roundings, limit)
         for rank, mine in enumerate(ours)
     )
     everywhere = is_on_all_ranks(tensor, spec, layer)
@@ -327,10 +327,11 @@ def _measure(
     theirs: tuple[Tensor, Tensor],
     part: ColumnRange,
     rounding: float,
+    roundings: int,
     limit: float,
 ) -> RankError:
     """Measure one rank's errors. `ours` [T, the part's columns and padding], `truth` [T, columns], `theirs` as in
-    `Recorded.theirs`."""
+    `Recorded.theirs`. `rounding`: relative error of one. `roundings`: number of them since the tensors before."""
     if part.width == 0:  # a rank whose whole shard of the vocabulary is padding
         return RankError(rank, 0.0, 0.0, 0.0, 0.0)
     here = slice(part.start, part.stop)
@@ -339,16 +340,18 @@ def _measure(
     largest, squares = (column[here].view(-1, part.group) for column in theirs)  # [groups, columns of a group]
     their_max = largest.amax(1)  # [groups], like all below
     their_rms = (squares.sum(1) / (exact.shape[0] * part.group)).sqrt()
-    one_rounding = exact.abs().amax((0, 2)) * rounding
+    one_rounding = exact.abs().amax((0, 2)) * rounding * math.sqrt(roundings)
     our_max = error.amax((0, 2))
     our_rms = error.square().mean((0, 2)).sqrt()
     rms_bound = torch.maximum(their_rms, one_rounding / 2)
+    # Of the whole part, a few large elements do not hide an error of all others.
+    whole_bound = torch.maximum(their_rms.square().mean().sqrt(), exact.square().mean().sqrt() * rounding)
     return RankError(
         rank,
         our_max.max().item(),
         their_max.max().item(),
         _ratio(our_max, torch.maximum(their_max, one_rounding)),
-        _ratio(our_rms.square().mean().sqrt(), rms_bound.square().mean().sqrt()),
+        _ratio(our_rms.square().mean().sqrt(), whole_bound),
         _ratio(our_rms, rms_bound),
         limit,
     )

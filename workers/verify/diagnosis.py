@@ -43,44 +43,7 @@ from oarlock.workers.verify.halves import same_bits
 from oarlock.workers.verify.latent_diagnosis import latent_cause
 from oarlock.workers.verify.recurrent_diagnosis import RecurrentSpec, WrongPart, slot_cause, weights_of
 from oarlock.workers.verify.request import Text, VerifyRequest
-
-_WRONG = 0.1  # a scale is wrong if its relative error is above this
-_GROUPS = (128, 64, 32, 16)  # group sizes to try if not all inputs share a scale
-
-
-def wrong_scales(inputs: Tensor, weight: Tensor, outputs: Tensor) -> str | None:
-    """Describe the wrong scales that explain `outputs`; None if none do, or if there are too few tokens to decide.
-
-    `inputs` [T, K], `weight` [N, K] as expected, `outputs` [T, N] as found, with or without a bias; all float64.
-    """
-    width = inputs.shape[1]
-    groups = [width, *(group for group in _GROUPS if group < width)]
-    return next((found for group in groups if (found := _of_groups(inputs, weight, outputs, group))), None)
-
-
-def _of_groups(inputs: Tensor, weight: Tensor, outputs: Tensor, group: int) -> str | None:
-    """Describe wrong scales if there is a scale for every `group` inputs; else None. Solves, for each output, the least
-    squares problem of a factor for each group."""
-    tokens, width = inputs.shape
-    starts = range(0, width, group)
-    if tokens < 2 * (len(starts) + 1):
-        return None
-    shares = torch.stack(
-        [inputs[:, start : start + group] @ weight[:, start : start + group].T for start in starts], dim=-1
-    )  # [T, N, groups]
-    terms = torch.cat((shares, shares.new_ones(tokens, len(weight), 1)), dim=-1).transpose(0, 1)  # with a constant
-    wanted = outputs.T.unsqueeze(2)  # [N, T, 1]
-    factors = torch.linalg.lstsq(terms, wanted, driver="gelsd").solution  # [N, groups + 1, 1]
-    unexplained = (terms @ factors - wanted).norm(dim=1) / wanted.norm(dim=1).clamp_min(1e-30)  # [N, 1]
-    wrong = ((factors[:, :-1, 0] - 1).abs() > _WRONG).nonzero()  # [count, 2]
-    if unexplained.max() > _CLOSE or len(wrong) == 0:
-        return None
-    output, first = wrong[0].tolist()
-    factor = factors[output, first, 0].item()
-    inputs_of = "" if len(starts) == 1 else f", inputs {first * group} to {min(first * group + group, width) - 1}"
-    more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-    return f"wrong scales: that of its output {output}{inputs_of} is {factor:.2g} times the right one{more}"
-
+from oarlock.workers.verify.wrong_scales import wrong_scales
 
 # Tensors of one sublayer with the same inputs: if one is wrong, others may be wrong independently.
 _TOGETHER = (Computation.PROJECTION, Computation.ROTATION)
@@ -186,8 +149,16 @@ def explain(
         elif not row.ranks_agree:
             ours = [Recorded(folder).ours(rank, row.name) for rank in range(size)]
             others = tuple(rank for rank in range(1, size) if not same_bits(ours[0], ours[rank]))
-            causes.append(f"{row.where}: {_ranks(others)} have other bits than rank 0 after the all-reduce")
+            have = f"{_ranks(others)} {'has' if len(others) == 1 else 'have'} other bits than rank 0"
+            causes.append(f"{row.where}: {have}, {_of_all_ranks(row, spec)}")
     return causes
+
+
+def _of_all_ranks(row: TensorResult, spec: DecoderSpec) -> str:
+    """Describe how all ranks get the tensor `row`: from an all-reduce, or each from its own copy of the weights."""
+    alike = (Computation.NORM, Computation.PROJECTION, Computation.ROTATION, Computation.LOGITS, Computation.ROUTING)
+    is_alike = row.layer is not None and tapped(spec, row.layer, row.tensor).tap.computation in alike
+    return "although each computes all of it from equal inputs" if is_alike else "after the all-reduce"
 
 
 def _cause(fault: _Fault) -> str:
@@ -270,6 +241,13 @@ def _projection(fault: _Fault, branch: BranchSpec, tap: Tap) -> str:
             "another's)"
         )
     rank = fault.row.wrong_ranks[0]
+    if not tap.parts:  # every rank has all rows
+        rms = fault.error(rank).square().mean(0).sqrt()
+        rows = (~(rms <= _CLOSE * rms.max())).nonzero().flatten().tolist()
+        which = f"row {rows[0]}" if len(rows) == 1 else f"rows from {rows[0]} to {rows[-1]}"
+        wrong = f"{'' if len(rows) == len(rms) else f': {which}'} on {fault.ranks}"
+        scales = _scales(fault, branch, tap, rank)
+        return f"{name}.weight{wrong}{f' ({scales})' if scales else ''}"
     moved = _moved_heads(fault, rank) or _scales(fault, branch, tap, rank)
     return f"{name}.weight: the rows of {fault.ranks}{f' ({moved})' if moved else ''}"
 

@@ -20,8 +20,9 @@ from oarlock.workers.verify.compare import Recorded, positions_in
 from oarlock.workers.verify.dequantised_reference import DequantisedWeights
 from oarlock.workers.verify.request import Text
 
-# Relative distance, by dtype, below which two results of one operation differ only by rounding.
-_TOLERANCE = {torch.float32: 1e-3, torch.float16: 5e-3, torch.bfloat16: 0.02}
+# Relative distance, by dtype, below which a result differs only by rounding from the same operation in float64.
+_TOLERANCE = {torch.float32: 1e-4, torch.float16: 3e-3, torch.bfloat16: 0.01}
+_EXPLAINED = 0.5  # share of a small error, not much larger than rounding, that an explanation may leave
 
 
 class WrongLatent(WrongTensor, Protocol):
@@ -65,7 +66,7 @@ class _OneRank:
         self.first = self.rank * self.heads
         self.inside = f"{fault.module}.{spec.module}"
         self._recorded = Recorded(fault.folder)
-        self._tolerance = _TOLERANCE[self._recorded.ours(self.rank, fault.row.name).dtype]
+        self.tolerance = _TOLERANCE[self._recorded.ours(self.rank, fault.row.name).dtype]
 
     def tensor(self, name: str) -> Tensor:
         """Return a tensor of the layer: float64 [T, columns]."""
@@ -98,7 +99,7 @@ class _OneRank:
 
     def are_equal(self, ours: Tensor, other: Tensor) -> bool:
         """Return whether two tensors differ only by rounding. NaN equals nothing."""
-        return bool((ours - other).norm() <= self._tolerance * other.norm())
+        return bool((ours - other).norm() <= self.tolerance * other.norm())
 
     @property
     def where(self) -> str:
@@ -108,16 +109,19 @@ class _OneRank:
 def _norm(found: _OneRank, tap: Tap) -> str:
     name, is_of_queries = f"{found.inside}.{tap.module}", tap.name == "q_latent"
     before = found.tensor("q_a" if is_of_queries else "kv_a")[:, : tap.width]
-    ours, truth = found.tensor(tap.name), found.true(tap.name)
+    ours, on_ranks = found.tensor(tap.name), f"on {found.fault.ranks}"
     if found.are_equal(ours, before):
-        return f"{name}: left out on {found.fault.ranks}"
-    factor = ((ours * truth).sum() / truth.square().sum()).item()
-    if found.are_equal(ours, factor * truth):
-        return f"{name}: its results on {found.fault.ranks} are {factor:.2g} times the right ones"
-    # A wrong weight scales an element by the same factor for all tokens.
+        return f"{name}: left out {on_ranks}"
     unit = before * torch.rsqrt(before.square().mean(1, keepdim=True) + found.spec.eps)
+    right = unit * found.fault.dequantised.other(f"{name}.weight").double() * tap.factor
+    factor = ((ours * right).sum() / right.square().sum()).item()
+    if not found.are_equal(ours, right) and found.are_equal(ours, factor * right):
+        return f"{name}: its results {on_ranks} are {factor:.3g} times the right ones"
+    # A wrong weight scales an element by the same factor for all tokens.
     weight = (ours * unit).sum(0) / unit.square().sum(0)
-    return f"{name}: its weight" if found.are_equal(ours, unit * weight) else f"{name}: the norm itself"
+    unexplained = (ours - unit * weight).norm()
+    is_weight = bool(unexplained < _EXPLAINED * (ours - right).norm())
+    return f"{name}: {'its weight' if is_weight else 'the norm itself'} {on_ranks}"
 
 
 def _rotation(found: _OneRank) -> str:
@@ -134,14 +138,39 @@ def _rotation(found: _OneRank) -> str:
             each.unsqueeze(1)
             for each in (found.tensor("k_rope"), found.tensor("kv_a"), found.true("k_rope"), found.true("kv_a"))
         )
-    turns = _turns(true_projected[..., -spec.rope_width :], truth, interleaved=spec.rope.interleaved)
+    interleaved = spec.rope.interleaved
+    turns = _turns(true_projected[..., -spec.rope_width :], truth, interleaved=interleaved)
     for text, values in _other_rotations(projected, turns, spec):
         if found.are_equal(ours, values):
             return f"{what}: {text}"
+    own = _turns(projected[..., -spec.rope_width :], ours, interleaved=interleaved)
+    turned = _turned(projected[..., -spec.rope_width :], own, interleaved=interleaved)
+    if found.are_equal(turned, ours) and (cause := _other_turns(found, turns, own)):
+        return f"{what}: {cause}"
     positions, _ = positions_in(found.fault.folder)
     wrong = (ours - truth).flatten(1).norm(dim=1)
     is_right = bool((wrong[positions == 0] < 0.1 * wrong.max()).all())
     return f"{what} ({'position 0, which is not rotated, is right' if is_right else 'even at position 0'})"
+
+
+def _other_turns(found: _OneRank, turns: Tensor, own: Tensor) -> str:
+    """Describe the difference between the factors of pairs, complex [T, 1, n], that a rotation has, and the right ones
+    `turns`; "" if `own` is no rotation."""
+    positions, _ = positions_in(found.fault.folder)
+    factor, right = own.abs().mean(), turns.abs().mean().item()
+    if not found.are_equal(own.abs(), factor.expand_as(own)):
+        return ""
+    parts = []
+    if not math.isclose(factor.item(), right, rel_tol=found.tolerance / 4):
+        parts.append(f"its factor is {factor.item():.4g}, not {right:.4g}")
+    wrong = (own / own.abs() - turns / turns.abs()).abs() > found.tolerance  # [T, 1, n]
+    if wrong.any():
+        of, count = wrong.any(0).flatten().nonzero().flatten().tolist(), wrong.shape[2]
+        which = "all pairs turn" if len(of) == count else f"pairs {', '.join(map(str, of))} of {count} turn"
+        at_start = bool(wrong[positions == 0].any())
+        why = "even at position 0" if at_start else "the base or the scaling of frequencies, or positions"
+        parts.append(f"{which} by other angles ({why})")
+    return "; ".join(parts)
 
 
 def _other_rotations(projected: Tensor, turns: Tensor, spec: LatentAttentionSpec) -> Iterator[tuple[str, Tensor]]:
@@ -188,11 +217,10 @@ def _attention(found: _OneRank) -> str:
         return f"{found.stored('k')}: the matrices of keys on {found.fault.ranks}, {cause}"
     if cause := _wrong_attention(found, absorbed, attended):
         return f"{found.where}: {cause}"
-    mixed = found.by_head("attention")
+    mixed, own = found.by_head("attention"), slice(found.first, found.first + found.heads)
+    ungated = torch.einsum("thr,hvr->thv", attended, values.right[own])
     if found.spec.output_gate:
         gates = found.tensor("attention_gate").unsqueeze(2)  # [T, heads, 1]
-        own = values.right[found.first : found.first + found.heads]
-        ungated = torch.einsum("thr,hvr->thv", attended, own)
         if found.are_equal(mixed, ungated):
             return f"{found.where}: the gate on its result is left out"
         if found.are_equal(mixed, ungated * gates):
@@ -200,7 +228,20 @@ def _attention(found: _OneRank) -> str:
         mixed = mixed / torch.sigmoid(gates)
     if cause := _wrong_heads(found, attended, mixed, values):
         return f"{found.stored('v')}: the matrices of values on {found.fault.ranks}, {cause}"
-    return f"{found.where}: each operation is right for the rank's own inputs"
+    errors = {
+        "the matrices of keys": _distance(absorbed, torch.einsum("thn,hrn->thr", queries, keys.right[own])),
+        "attention to the rows": _distance(attended, _attended_by(found, absorbed, _scale(found.spec))),
+        "the matrices of values": _distance(mixed, ungated),
+    }
+    worst = max(errors, key=errors.__getitem__)
+    return (
+        f"{found.where}: no operation is off by more than {found.tolerance:.2%} for the rank's own inputs, and "
+        f"{worst} by most ({errors[worst]:.2%})"
+    )
+
+
+def _distance(ours: Tensor, other: Tensor) -> float:
+    return ((ours - other).norm() / other.norm()).item()
 
 
 def _wrong_heads(found: _OneRank, inputs: Tensor, outputs: Tensor, matrices: _Matrices) -> str:
@@ -223,26 +264,19 @@ def _wrong_heads(found: _OneRank, inputs: Tensor, outputs: Tensor, matrices: _Ma
 
 def _wrong_attention(found: _OneRank, absorbed: Tensor, attended: Tensor) -> str:
     """Describe wrong results `attended` [T, heads, kv_rank] of `absorbed` queries; "" if they are right."""
-    spec = found.spec
-    queries = torch.cat((absorbed, found.by_head("q_rope")), 2)
-    rows = torch.cat((found.tensor("latent"), found.tensor("k_rope")), 1)  # [T, kv_rank + rope_width]
-    lengths = [len(sequence) for sequence in Text.read(found.fault.folder).inputs()]
-    scale = spec.scale * spec.query_factor
-
-    def of(factor: float, values: Tensor = rows[:, : spec.kv_rank]) -> Tensor:
-        return _attended(queries, rows, factor, values, lengths)
-
-    right = of(scale)
+    spec, scale = found.spec, _scale(found.spec)
+    right = _attended_by(found, absorbed, scale)
     pairs = zip(attended, right, strict=True)
     wrong = torch.tensor([not found.are_equal(ours, other) for ours, other in pairs])  # [T]
     if not bool(wrong.any()):
         return ""
-    for text, factor in _other_scales(spec):
-        if not math.isclose(factor, scale, rel_tol=1e-6) and found.are_equal(attended, of(factor)):
-            return f"the scale of scores is {factor:.4g}, not {scale:.4g} ({text})"
-    if found.are_equal(attended, of(scale, rows[:, spec.rope_width :])):
+    factor = _fitted_scale(found, absorbed, attended)
+    if found.are_equal(attended, _attended_by(found, absorbed, factor)):
+        reasons = (f" ({text})" for text, other in _other_scales(spec) if math.isclose(factor, other, rel_tol=0.01))
+        return f"the scale of scores is {factor:.4g}, not {scale:.4g}{next(reasons, '')}"
+    if found.are_equal(attended, _attended_by(found, absorbed, scale, spec.rope_width)):
         return f"values are the last {spec.kv_rank} elements of rows, not the first"
-    if found.are_equal(attended, of(scale, rows.roll(spec.rope_width, 1)[:, : spec.kv_rank])):
+    if found.are_equal(attended, _attended_by(found, absorbed, scale, -spec.rope_width)):
         return "values are rotated keys and the first elements of the latent, not the whole latent"
     positions, generated = positions_in(found.fault.folder)
     if bool(generated.any()) and not bool(wrong[~generated].any()):
@@ -250,6 +284,21 @@ def _wrong_attention(found: _OneRank, absorbed: Tensor, attended: Tensor) -> str
     if not bool(wrong[positions == 0].any()):
         return "scale, mask or the order of KV pages (a first token, which sees itself only, is right)"
     return "the elements of rows in the KV pages, or which of them are values"
+
+
+def _scale(spec: LatentAttentionSpec) -> float:
+    return spec.scale * spec.query_factor
+
+
+def _fitted_scale(found: _OneRank, absorbed: Tensor, attended: Tensor) -> float:
+    """Return the scale of scores whose results are closest to `attended`, found by Gauss-Newton steps of its
+    logarithm."""
+    log, step = math.log(_scale(found.spec)), 1e-4
+    for _ in range(8):
+        now, near = (_attended_by(found, absorbed, math.exp(one)) for one in (log, log + step))
+        slope = (near - now) / step
+        log += (((attended - now) * slope).sum() / slope.square().sum()).clamp(-1, 1).item()
+    return math.exp(log)
 
 
 def _other_scales(spec: LatentAttentionSpec) -> Iterator[tuple[str, float]]:
@@ -260,6 +309,16 @@ def _other_scales(spec: LatentAttentionSpec) -> Iterator[tuple[str, float]]:
     yield "the factor of queries is left out", spec.scale
     yield "that of the elements which are not rotated", spec.nope_width**-0.5
     yield "that of rows", spec.key_width**-0.5
+
+
+def _attended_by(found: _OneRank, absorbed: Tensor, scale: float, shift: int = 0) -> Tensor:
+    """Attend with `absorbed` queries to the rank's own rows: [T, heads, kv_rank]. `shift`: of the elements of rows that
+    are values, which follow one another in a circle."""
+    spec = found.spec
+    queries = torch.cat((absorbed, found.by_head("q_rope")), 2)
+    rows = torch.cat((found.tensor("latent"), found.tensor("k_rope")), 1)  # [T, kv_rank + rope_width]
+    lengths = [len(sequence) for sequence in Text.read(found.fault.folder).inputs()]
+    return _attended(queries, rows, scale, rows.roll(-shift, 1)[:, : spec.kv_rank], lengths)
 
 
 def _attended(queries: Tensor, rows: Tensor, scale: float, values: Tensor, lengths: list[int]) -> Tensor:

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from oarlock.base.errors import StartupError
-from oarlock.workers.attention.backend import AttentionBackend, AttentionSpec, LayerKV, LayerMemory
+from oarlock.workers.attention.backend import AttentionBackend, LayerMemory
 from oarlock.workers.attention.forward_batch import ForwardBatch
 from oarlock.workers.attention.rows_by_slot import AdaptedRows
 from oarlock.workers.config import WorkerConfig
@@ -44,11 +44,10 @@ from oarlock.workers.runner.worker_process import join, log_to_stderr
 from oarlock.workers.verify.adapted_sequences import put_adapter, slots_of_step
 from oarlock.workers.verify.compare import columns_of, dense_routing, file_of, halves_of, taps_of
 from oarlock.workers.verify.halves import RecordedHalves
+from oarlock.workers.verify.recording_backend import recording_backend
 from oarlock.workers.verify.request import Text, VerifyRequest
 
 _STEPS_PER_LINE = 16  # steps per line of progress
-# Methods of backends that compute several of the recorded tensors in one kernel.
-_FUSED = ("rotate_and_write", "norm_rotate_and_write")
 
 
 def run_rank(
@@ -292,7 +291,7 @@ class RecordingDecoder:
     ) -> Tensor:
         self.steps.append({})
         recording = {
-            group: _RecordingBackend(backend, self._record, self._latents, diagnostics=self._diagnostics)
+            group: recording_backend(backend, self._record, self._latents, diagnostics=self._diagnostics)
             for group, backend in backends.items()
         }
         return self.decoder(batch, memory, recording, plans, hidden)  # ty: ignore[invalid-argument-type]
@@ -466,59 +465,6 @@ class _Hooked:
         if self._after is not None:
             self._after(result)
         return result
-
-
-class _RecordingBackend:
-    """An attention backend whose arguments and results are recorded."""
-
-    def __init__(
-        self,
-        inner: AttentionBackend,
-        record: Callable[[str, Tensor], None],
-        latents: Mapping[int, LatentAttentionSpec],
-        *,
-        diagnostics: bool,
-    ) -> None:
-        """Record by `record`. `latents`: layers with latent attention."""
-        self._inner = inner
-        self._record = record
-        self._latents = latents
-        self._diagnostics = diagnostics
-        self._written: Tensor | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        if name in _FUSED:  # the layers call separate operations instead, which show every tensor
-            raise AttributeError(name)
-        return getattr(self._inner, name)
-
-    def write(self, kv: LayerKV, k: Tensor, v: Tensor | None, batch: ForwardBatch) -> None:
-        self._written = k  # keys of the layer that the next call of `attend` names
-        self._inner.write(kv, k, v, batch)
-
-    def attend(self, q: Tensor, kv: LayerKV, plan: Any, layer: AttentionSpec, sinks: Tensor | None = None) -> Tensor:
-        if (latent := self._latents.get(layer.layer)) is not None:
-            return self._attend_latent(q, kv, plan, layer, latent)
-        if self._written is not None:  # otherwise the layer reads keys that another has written
-            self._record(f"{layer.layer}.k_rope", self._written)
-            self._written = None
-        self._record(f"{layer.layer}.q_rope", q)
-        attended = self._inner.attend(q, kv, plan, layer, sinks)
-        self._record(f"{layer.layer}.attention", attended.view(attended.shape[0], layer.num_heads, -1))
-        return attended
-
-    def _attend_latent(
-        self, q: Tensor, kv: LayerKV, plan: Any, layer: AttentionSpec, latent: LatentAttentionSpec
-    ) -> Tensor:
-        """Attend with absorbed queries and the rows written last. Both have the latent first, then rotated elements."""
-        assert self._written is not None
-        name, rows = layer.layer, self._written[:, 0]
-        self._record(f"{name}.q_rope", q[:, :, latent.kv_rank :])
-        self._record(f"{name}.k_rope", rows[:, latent.kv_rank :])
-        attended = self._inner.attend(q, kv, plan, layer)
-        if self._diagnostics:
-            self._record(f"{name}.absorbed", q[:, :, : latent.kv_rank])
-            self._record(f"{name}.attended", attended.view(len(q), layer.num_heads, -1))
-        return attended
 
 
 def main(argv: list[str]) -> int:

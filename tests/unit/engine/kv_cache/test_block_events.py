@@ -65,7 +65,7 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
-    "seeds", [(14, 31), pytest.param((2, *range(4, 13), 15, 28), marks=pytest.mark.soak)], ids=["few", "many"]
+    "seeds", [(14, 31), pytest.param((2, *range(4, 13), 15, 28, 31), marks=pytest.mark.soak)], ids=["few", "many"]
 )
 @pytest.mark.slow
 def test_replayed_events_are_the_pools_content(way: str, seeds: Sequence[int]) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from oarlock.workers.verify.dequantised_reference import RoundingLoss
-from oarlock.workers.verify.diagnosis import wrong_scales
+from oarlock.workers.verify.wrong_scales import wrong_scales
 from tests.golden.tiny_models import make_tiny
 from tests.unit.workers.verify.cases import VerifyCase, cut_scales_wrongly
 

@@ -192,6 +192,8 @@ def test_rows_are_normed_rotated_and_written_as_by_separate_operations(
     bound = {"auto": 2e-3, "int8": 4e-2, "fp8": 7e-2}[cache]  # one step of a stored value
     torch.testing.assert_close(ours, wanted, atol=bound, rtol=bound)
     assert ours.count_nonzero() > 400 and not ours[[0, 2]].any()
+    if cache == "auto":
+        assert torch.equal(backend.stored_keys(found, batch).float(), ours.flatten(0, 1)[batch.slots[0]])
 
 
 @pytest.mark.parametrize("name", ["neighbours", pytest.param("without rotation", marks=SOAK)])

@@ -61,7 +61,8 @@ def test_one_kernel_matches_three_operations(heads, kv_heads, width, rotary, blo
     q = fused.rotate_and_write(together, qkv, (weight, EPS) if normed else None, cos, sin, batch_of(slots))
 
     one_rounding = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
-    for ours, wanted in ((q, qk[:, :heads]), (together.k, separate.k)):
+    keys = fused.stored_keys(together, batch_of(slots))
+    for ours, wanted in ((q, qk[:, :heads]), (together.k, separate.k), (keys, qk[:, heads:])):
         torch.testing.assert_close(ours, wanted, atol=4e-6, rtol=one_rounding)
     assert torch.equal(together.v, separate.v)
 
