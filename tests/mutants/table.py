@@ -16,7 +16,7 @@ CONCERNS: dict[str, tuple[str, ...]] = {
         "-k",
         "latent or deepseek",
     ),
-    "decoded-alone": ("tests/unit/workers/layers/test_halves.py", "-k", "alone"),
+    "decoded-alone": ("tests/unit/workers/layers/test_halves.py", "-k", "alone or is_shared"),
     "elementwise": ("tests/unit/workers/kernels/cpu/test_elementwise.py", *_AVX2),
     "recurrent": ("tests/unit/workers/kernels/cpu/test_recurrent.py", *_AVX2),
     "recurrent-layers": ("tests/unit/workers/layers/test_layer_layouts.py", "-k", "recurrent and bfloat16"),

@@ -381,7 +381,7 @@ __attribute__((noinline)) void compute(const Call<T> &call, const Task &task, co
   }
   if (!task.partials) clear(space.result, rows, width);
 
-  // No other task reads the new key and value of this sequence and KV head.
+  // No other task reads the new key and value of this sequence and KV head (`can_store_in_tasks`).
   if (call.rows && task.end_span * kSpan > space.last[rows - 1])
     write_head(layer, *call.rows, call.step.query_start_loc[task.seq], task.head, call.k, call.v);
   Left<T> *weights = weights_of(space);
@@ -424,12 +424,32 @@ void for_each_tile(const AttentionStep &step, const AttentionLayer &layer, const
   }
 }
 
-// Return whether every sequence has one query token, and the heads of a KV head fit in one tile. Then each task can
-// store the new key and value that only it reads.
+// Return whether every sequence has one query token, and the heads of a KV head fit in one tile.
 bool is_decode(const AttentionStep &step, const AttentionLayer &layer) {
   for (long seq = 0; seq < step.seqs; seq++)
     if (step.query_start_loc[seq + 1] - step.query_start_loc[seq] != 1) return false;
   return layer.heads / layer.kv_heads <= kTile;
+}
+
+// Return whether the last token of `seq` fills a page that another sequence reads: the prefix cache shares a page within
+// the step that fills it. Tables have a shared page in the same column.
+bool fills_shared_page(const AttentionStep &step, const AttentionLayer &layer, long seq) {
+  const long filled = step.seq_lens[seq];
+  if (filled % layer.block_size) return false;
+  const auto page_of = [&](long other) {
+    return step.tables[step.rows[other] * step.table_width + filled / layer.block_size - 1];
+  };
+  for (long other = 0; other < step.seqs; other++)
+    if (other != seq && step.seq_lens[other] > filled && page_of(other) == page_of(seq)) return true;
+  return false;
+}
+
+// Return whether each task of a step can store the new key and value itself, because no other task reads them.
+bool can_store_in_tasks(const AttentionStep &step, const AttentionLayer &layer) {
+  if (!is_decode(step, layer)) return false;
+  for (long seq = 0; seq < step.seqs; seq++)
+    if (fills_shared_page(step, layer, seq)) return false;
+  return true;
 }
 
 template <class T>
@@ -492,7 +512,7 @@ void run(const Call<T> &call) {
 template <class T>
 void attend(const AttentionStep &step, const AttentionLayer &layer, const T *q, long q_stride, T *out, long out_stride,
             void *k_pages, void *v_pages, const float *sinks, const NewRows<T> *rows) {
-  if (rows && !is_decode(step, layer)) {
+  if (rows && !can_store_in_tasks(step, layer)) {
     write_kv(layer, *rows, k_pages, v_pages);
     rows = nullptr;
   }
