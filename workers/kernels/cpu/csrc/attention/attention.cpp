@@ -34,6 +34,7 @@ constexpr long kStrip = 4 * kLanes;  // most elements of values that are read fr
 constexpr int kStripGroups = 8;      // most groups of positions whose values are read from keys at a time
 constexpr long kPartsPerThread = 8;  // minimum number of parts per thread into which the spans of a step are cut
 constexpr long kLeastSpans = 2;      // minimum number of spans per part, because merging takes time
+constexpr long kMostKept = 1 << 22;  // floats per thread: most results of spans that are kept until they are merged
 
 template <class T>
 struct Call {
@@ -452,6 +453,20 @@ bool can_store_in_tasks(const AttentionStep &step, const AttentionLayer &layer) 
   return true;
 }
 
+// Return the largest number of spans in a part of a tile, if `threads` threads compute the `spans` spans of a step: small
+// enough to keep all threads busy until the end, unless the results of single spans would take too much memory.
+long spans_per_part(const AttentionStep &step, const AttentionLayer &layer, long spans, long threads) {
+  long share = std::max(threads == 1 ? spans : spans / (threads * kPartsPerThread), kLeastSpans);
+  for (;; share *= 2) {
+    long kept = 0;
+    for_each_tile(step, layer, [&](const Task &task) {
+      const long own = task.end_span - task.first_span;
+      if (own > share) kept += own * span_size(task.rows, layer.value_dim);
+    });
+    if (kept <= threads * kMostKept) return share;
+  }
+}
+
 template <class T>
 void run(const Call<T> &call) {
   const AttentionStep &step = call.step;
@@ -459,9 +474,7 @@ void run(const Call<T> &call) {
   const long width = layer.value_dim, threads = omp_get_max_threads();
   long tiles = 0, spans = 0;
   for_each_tile(step, layer, [&](const Task &task) { tiles++, spans += task.end_span - task.first_span; });
-  // Cut tiles into parts of at most `share` spans, small enough to keep all threads busy until the end.
-  long share = threads == 1 ? spans : spans / (threads * kPartsPerThread);
-  if (share < kLeastSpans) share = kLeastSpans;
+  const long share = spans_per_part(step, layer, spans, threads);
   const Arena::Mark mark = arena().mark();
   Task *tasks = arena().take<Task>(tiles + spans / share);
   Task *split = arena().take<Task>(spans / share);
