@@ -43,7 +43,7 @@ help:
 	@echo 'make clients      real clients, each in an environment of its own, against a real server'
 	@echo 'make ray          replicas on a real Ray cluster: faults, and what follows'
 	@echo 'make fuzz         ten thousand hostile requests, and twice as many hostile adapters'
-	@echo 'make mutants      plant each of 213 faults, and see which test finds it (ARGS="scheduler": those of a concern)'
+	@echo 'make mutants      plant each fault of tests/mutants/faults.txt, and see which test finds it (ARGS="scheduler": those of a concern)'
 	@echo 'make bench-peers  beside every peer that is installed, on a model of true size'
 	@echo 'make bench-load   the same beside transformers only'
 	@echo 'make gpu-check    on a GPU: are the numbers right, and how fast is it beside what the device allows'

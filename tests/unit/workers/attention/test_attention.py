@@ -92,6 +92,8 @@ def case_of(seqs: list[Seq], sinks: bool = False, **options) -> Case:
         {"block": 16, "group": 1, "heads": 2, "width": 16, "value": 576},
         {"block": 16, "group": 16, "heads": 1, "width": 576, "value": 512, "latent": True},
         {"block": 48, "group": 5, "heads": 1, "width": 48, "value": 32, "latent": True},
+        {"block": 128, "group": 40, "heads": 1, "width": 16, "value": 16, "latent": True},
+        {"block": 32, "group": 3, "heads": 1, "width": 304, "value": 80, "latent": True},
     ],
     ids=str,
 )
