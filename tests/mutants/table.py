@@ -8,6 +8,7 @@ _AVX2 = ("-k", "avx2")
 CONCERNS: dict[str, tuple[str, ...]] = {
     "attention": ("tests/unit/workers/attention/test_attention.py", *_AVX2),
     "layer-layouts": ("tests/unit/workers/layers/test_layer_layouts.py", "-k", "limited and rms"),
+    "latent-layouts": ("tests/unit/workers/layers/test_layer_layouts.py", "-k", "latent and bfloat16"),
     "attention-forms": ("tests/unit/workers/attention/test_attention.py", "-k", "backends_agree"),
     "latents": (
         "tests/unit/workers/layers/test_latent_attention.py",
@@ -16,7 +17,7 @@ CONCERNS: dict[str, tuple[str, ...]] = {
         "-k",
         "latent or deepseek",
     ),
-    "decoded-alone": ("tests/unit/workers/layers/test_halves.py", "-k", "alone"),
+    "decoded-alone": ("tests/unit/workers/layers/test_halves.py", "-k", "alone or is_shared"),
     "elementwise": ("tests/unit/workers/kernels/cpu/test_elementwise.py", *_AVX2),
     "recurrent": ("tests/unit/workers/kernels/cpu/test_recurrent.py", *_AVX2),
     "recurrent-layers": ("tests/unit/workers/layers/test_layer_layouts.py", "-k", "recurrent and bfloat16"),

@@ -1,5 +1,9 @@
 """Every attention backend against the reference, and the batch invariance of the fast ones."""
 
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +18,7 @@ from oarlock.workers.attention.kv_format import ROUNDED, dequantized
 from oarlock.workers.attention.reference import ReferenceBackend, attend_one
 from oarlock.workers.attention.selector import choose
 from oarlock.workers.attention.torch_backend import TorchBackend
-from tests.unit.workers.attention_cases import CPP, EMULATED, EMULATES_BFLOAT16, Case, Seq, batch_of
+from tests.unit.workers.attention_cases import CPP, EMULATED, EMULATES_BFLOAT16, Case, Seq, batch_of, tables_for
 
 CPU = torch.device("cpu")
 SOAK = pytest.mark.soak
@@ -88,6 +92,8 @@ def case_of(seqs: list[Seq], sinks: bool = False, **options) -> Case:
         {"block": 16, "group": 1, "heads": 2, "width": 16, "value": 576},
         {"block": 16, "group": 16, "heads": 1, "width": 576, "value": 512, "latent": True},
         {"block": 48, "group": 5, "heads": 1, "width": 48, "value": 32, "latent": True},
+        {"block": 128, "group": 40, "heads": 1, "width": 16, "value": 16, "latent": True},
+        {"block": 32, "group": 3, "heads": 1, "width": 304, "value": 80, "latent": True},
     ],
     ids=str,
 )
@@ -350,3 +356,31 @@ def test_threads_share_the_positions_of_a_sequence_without_changing_a_bit(option
     for threads in (3, 16):
         torch.set_num_threads(threads)
         assert all(torch.equal(ours, wanted) for ours, wanted in zip(case.run(backend(case.spec)), one, strict=True))
+
+
+def resident_bytes():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize("backend", CPP[:1])
+@pytest.mark.soak
+def test_results_that_wait_to_be_merged_take_little_memory(backend):
+    """Two threads share 15 tiles of a long context, whose results for each 256 positions would take 53 MB."""
+    seqs = [Seq(1, 12288)]
+    kv, layer = specs(dtype=torch.bfloat16, heads=1, group=540, width=576, value=512, latent=True)
+
+    def growth():
+        torch.set_num_threads(2)
+        tables, num_blocks = tables_for(seqs, 16)
+        made = backend(kv)
+        (pages,), plan = made.allocate(num_blocks), made.prepare(batch_of(tables, seqs, 16, CPU))
+        q = torch.ones(1, 540, 576, dtype=torch.bfloat16)
+        pages.k.zero_()
+        made.attend(q[:, :36], pages, plan, replace(layer, num_heads=36))  # starts the threads
+        before = resident_bytes()
+        for _ in range(2):  # the scratch memory of the first is replaced by one piece, which the second writes
+            made.attend(q, pages, plan, layer)
+        return resident_bytes() - before
+
+    with ThreadPoolExecutor(1) as thread:  # scratch memory of its own
+        assert thread.submit(growth).result() < 1 << 25

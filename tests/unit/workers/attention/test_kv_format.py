@@ -176,6 +176,19 @@ def test_a_number_that_is_not_finite_is_not_hidden(backend: type, cache: str) ->
         assert good.isfinite().all() and not of_head[20:, :, 5].isfinite().any()
 
 
+@pytest.mark.parametrize("backend", [ReferenceBackend, TorchBackend, *CPP])
+@pytest.mark.parametrize("cache", ["auto", *ROUNDED])
+@pytest.mark.parametrize("element", [5, 70])
+def test_a_number_of_a_latent_or_behind_it_is_not_hidden(backend: type, cache: str, element: int) -> None:
+    """Likewise. If it is not part of the value, it does not reach the tokens before it either."""
+    kv = KVSpec(1, 1, 80, 16, torch.bfloat16, CPU, cache, value_dim=64, value_in_key=True)
+    case = Case(kv, AttentionSpec(0, 4, 1, 80, 0.125), [Seq(40, 40), Seq(40, 40)])
+    case.k[0][20, 0, element] = torch.nan
+    bad, good = case.run(backend(kv))
+    assert good.isfinite().all() and not bad[20:].view(-1, 4, 64)[..., 5].isfinite().any()
+    assert element < 64 or bad[:20].isfinite().all()
+
+
 @pytest.mark.parametrize("backend", [TorchBackend, *CPP])
 @pytest.mark.parametrize("cache", ["auto", *ROUNDED])
 @pytest.mark.parametrize("in_key", [False, True])

@@ -295,6 +295,21 @@ def test_a_token_alone_is_stored_by_the_thread_that_reads_it(
     assert torch.equal(found, logits) and found.isfinite().all() and torch.equal(stored, pages)
 
 
+@pytest.mark.parametrize("family", ["llama", "deepseek_v2"])
+def test_a_page_is_shared_in_the_step_that_fills_it(checkpoints: dict[str, Path], family: str) -> None:
+    """The last token of one prompt, and the only new token of another prompt that begins with the first."""
+
+    def logits(decoder: Decoder, backend: type[CppBackend]) -> Tensor:
+        steps = PagedRun(decoder, backend)
+        steps.step({0: list(range(3, 34))})
+        steps.blocks[1], steps.lengths[1] = list(steps.blocks[0]), 32
+        return torch.cat(list(steps.step({1: [9], 0: [7]}).values()))
+
+    with threads(1), torch.inference_mode():
+        decoder = load_decoder(checkpoints[family], TensorParallel.solo(), torch.bfloat16)
+        assert torch.equal(logits(decoder, CppBackend), logits(decoder, SeparateOperations))
+
+
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("family", ["qwen2", "gemma3_text"])
 def test_more_rows_than_an_mlp_takes_at_once(checkpoints: dict[str, Path], family: str, size: int) -> None:

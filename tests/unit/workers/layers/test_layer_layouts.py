@@ -15,6 +15,7 @@ from oarlock.workers.layers.experts_spec import ExpertsSpec, RouterSpec
 from oarlock.workers.layers.gated_delta_spec import GatedDeltaSpec
 from oarlock.workers.layers.gated_mlp_spec import GatedMLPSpec
 from oarlock.workers.layers.kimi_delta_spec import KimiDeltaSpec
+from oarlock.workers.layers.latent_attention_spec import LatentAttentionSpec
 from oarlock.workers.layers.mamba2_spec import Mamba2Spec
 from oarlock.workers.layers.mlp_spec import MLPSpec
 from oarlock.workers.layers.short_convolution_spec import ShortConvolutionSpec
@@ -40,10 +41,11 @@ ALL = replace(
     NEIGHBOURS, qk_norm=NormSpec(weight=False), norms_after_rotation=True, query_scale=SCALE, chunk=6, output_gate=True
 )
 MLP = GatedMLPSpec(64, bias=True)
+Attention = SelfAttentionSpec | LatentAttentionSpec | GatedDeltaSpec | KimiDeltaSpec | Mamba2Spec | ShortConvolutionSpec
 
 
 def layer(
-    attention: SelfAttentionSpec | GatedDeltaSpec | KimiDeltaSpec | Mamba2Spec | ShortConvolutionSpec = ATTENTION,
+    attention: Attention = ATTENTION,
     norms: tuple[tuple[str | None, str | None], ...] = (("a", None), ("b", None)),
     scale: float = 1.0,
     *,
@@ -97,6 +99,18 @@ RECURRENT = {
     ),
     "short convolution": layer(ShortConvolutionSpec(48, 3)),
     "short convolution with biases": layer(ShortConvolutionSpec(48, 4, bias=True)),
+}
+# Widths that are no multiples of registers, if the pages allow it.
+LATENT = LatentAttentionSpec(4, 20, 16, 24, 32, 0.2, HALVES, q_rank=20, bias=True, latent_factor=0.7)
+LATENTS = {
+    "halves rotated": layer(LATENT),
+    "neighbours rotated, behind a shared norm": layer(
+        replace(LATENT, rope=NEIGHBOURS.rope, q_rank=None), (("a", None), ("a", None)), parallel=True
+    ),
+    "a part rotated": layer(replace(LATENT, rope_width=32), (("a", "b"), ("c", "d")), 0.25),
+    "no rotation, with gates": layer(replace(LATENT, rope=None, output_gate=True, bias=False)),
+    "gates, and queries of the input": layer(replace(LATENT, q_rank=None, output_gate=True, value_dim=13)),
+    "only a latent": layer(replace(LATENT, rope=None, rope_width=0, nope_width=13)),
 }
 NORMS = {
     "rms": NormSpec(),
@@ -153,6 +167,12 @@ def test_stages_of_branches_with_scaled_inputs_are_the_same_in_both_forms(dtype:
 @pytest.mark.parametrize("layout", RECURRENT)
 def test_recurrent_layers_give_the_same_bits_in_both_forms(layout: str, dtype: torch.dtype) -> None:
     check_both_forms(model((RECURRENT[layout], layer())), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("layout", LATENTS)
+def test_latent_attention_gives_the_same_bits_in_both_forms(layout: str, dtype: torch.dtype) -> None:
+    check_both_forms(model((LATENTS[layout], layer())), dtype)
 
 
 def check_both_forms(spec: DecoderSpec, dtype: torch.dtype) -> None:

@@ -34,6 +34,7 @@ constexpr long kStrip = 4 * kLanes;  // most elements of values that are read fr
 constexpr int kStripGroups = 8;      // most groups of positions whose values are read from keys at a time
 constexpr long kPartsPerThread = 8;  // minimum number of parts per thread into which the spans of a step are cut
 constexpr long kLeastSpans = 2;      // minimum number of spans per part, because merging takes time
+constexpr long kMostKept = 1 << 22;  // floats per thread: most results of spans that are kept until they are merged
 
 template <class T>
 struct Call {
@@ -381,7 +382,7 @@ __attribute__((noinline)) void compute(const Call<T> &call, const Task &task, co
   }
   if (!task.partials) clear(space.result, rows, width);
 
-  // No other task reads the new key and value of this sequence and KV head.
+  // No other task reads the new key and value of this sequence and KV head (`can_store_in_tasks`).
   if (call.rows && task.end_span * kSpan > space.last[rows - 1])
     write_head(layer, *call.rows, call.step.query_start_loc[task.seq], task.head, call.k, call.v);
   Left<T> *weights = weights_of(space);
@@ -424,12 +425,46 @@ void for_each_tile(const AttentionStep &step, const AttentionLayer &layer, const
   }
 }
 
-// Return whether every sequence has one query token, and the heads of a KV head fit in one tile. Then each task can
-// store the new key and value that only it reads.
+// Return whether every sequence has one query token, and the heads of a KV head fit in one tile.
 bool is_decode(const AttentionStep &step, const AttentionLayer &layer) {
   for (long seq = 0; seq < step.seqs; seq++)
     if (step.query_start_loc[seq + 1] - step.query_start_loc[seq] != 1) return false;
   return layer.heads / layer.kv_heads <= kTile;
+}
+
+// Return whether the last token of `seq` fills a page that another sequence reads: the prefix cache shares a page within
+// the step that fills it. Tables have a shared page in the same column.
+bool fills_shared_page(const AttentionStep &step, const AttentionLayer &layer, long seq) {
+  const long filled = step.seq_lens[seq];
+  if (filled % layer.block_size) return false;
+  const auto page_of = [&](long other) {
+    return step.tables[step.rows[other] * step.table_width + filled / layer.block_size - 1];
+  };
+  for (long other = 0; other < step.seqs; other++)
+    if (other != seq && step.seq_lens[other] > filled && page_of(other) == page_of(seq)) return true;
+  return false;
+}
+
+// Return whether each task of a step can store the new key and value itself, because no other task reads them.
+bool can_store_in_tasks(const AttentionStep &step, const AttentionLayer &layer) {
+  if (!is_decode(step, layer)) return false;
+  for (long seq = 0; seq < step.seqs; seq++)
+    if (fills_shared_page(step, layer, seq)) return false;
+  return true;
+}
+
+// Return the largest number of spans in a part of a tile, if `threads` threads compute the `spans` spans of a step: small
+// enough to keep all threads busy until the end, unless the results of single spans would take too much memory.
+long spans_per_part(const AttentionStep &step, const AttentionLayer &layer, long spans, long threads) {
+  long share = std::max(threads == 1 ? spans : spans / (threads * kPartsPerThread), kLeastSpans);
+  for (;; share *= 2) {
+    long kept = 0;
+    for_each_tile(step, layer, [&](const Task &task) {
+      const long own = task.end_span - task.first_span;
+      if (own > share) kept += own * span_size(task.rows, layer.value_dim);
+    });
+    if (kept <= threads * kMostKept) return share;
+  }
 }
 
 template <class T>
@@ -439,9 +474,7 @@ void run(const Call<T> &call) {
   const long width = layer.value_dim, threads = omp_get_max_threads();
   long tiles = 0, spans = 0;
   for_each_tile(step, layer, [&](const Task &task) { tiles++, spans += task.end_span - task.first_span; });
-  // Cut tiles into parts of at most `share` spans, small enough to keep all threads busy until the end.
-  long share = threads == 1 ? spans : spans / (threads * kPartsPerThread);
-  if (share < kLeastSpans) share = kLeastSpans;
+  const long share = spans_per_part(step, layer, spans, threads);
   const Arena::Mark mark = arena().mark();
   Task *tasks = arena().take<Task>(tiles + spans / share);
   Task *split = arena().take<Task>(spans / share);
@@ -492,7 +525,7 @@ void run(const Call<T> &call) {
 template <class T>
 void attend(const AttentionStep &step, const AttentionLayer &layer, const T *q, long q_stride, T *out, long out_stride,
             void *k_pages, void *v_pages, const float *sinks, const NewRows<T> *rows) {
-  if (rows && !is_decode(step, layer)) {
+  if (rows && !can_store_in_tasks(step, layer)) {
     write_kv(layer, *rows, k_pages, v_pages);
     rows = nullptr;
   }
