@@ -37,6 +37,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "falcon_h1": {**_HEADS, "num_hidden_layers": 1},
     "mamba2": {"num_hidden_layers": 1},
+    "kimi_linear": {
+        **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 4), "num_hidden_layers": 2,
+        "layer_types": ["linear_attention", "full_attention"], "mlp_layer_types": ["dense", "dense"],
+        "linear_num_heads": 2,
+    },
 }  # fmt: skip
 
 ALIKE = ("lfm2", "falcon_h1")  # a convolution precedes the other recurrences as well

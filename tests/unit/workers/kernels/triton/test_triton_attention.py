@@ -31,6 +31,7 @@ if DEVICE.type == "cpu":
     RUNS = [(torch.float32, 16), (torch.float16, 1)]
 MIXED = [Seq(1, 1), Seq(9, 9), Seq(1, 140), Seq(5, 64), Seq(17, 80)]
 SOAK = pytest.mark.soak
+SLOWLY_INTERPRETED = SOAK if DEVICE.type == "cpu" else ()
 
 pytestmark = pytest.mark.slow
 
