@@ -39,7 +39,13 @@ _QWEN3_5: dict[str, Any] = {
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
 }
-_LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "head_dim": 64}
+_LATENT: dict[str, Any] = {
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "head_dim": 64,
+}
 # Qwen3 as published: 596 million and 8.2 billion parameters. Qwen3.5's smallest model, most layers of which are
 # recurrent. Youtu-LLM-2B, which has latent attention. Eight layers of Kimi Linear, one of which has latent attention;
 # only the last has experts, and few.
@@ -111,7 +117,12 @@ _TINY: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 64, "num_attenti
 _TINY |= {"intermediate_size": 96, "head_dim": 16, "vocab_size": 512, "full_attention_interval": 2}
 _TINY |= dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 2)
 _TINY |= dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 16)
-_TINY_LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16}
+_TINY_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+}
 _TINY_LATENT |= {"v_head_dim": 16, "q_lora_rank": None, "linear_num_heads": 2, "linear_head_dim": 16}
 _TINY_LATENT |= {"first_k_dense_replace": 1, "moe_intermediate_size": 32}
 
