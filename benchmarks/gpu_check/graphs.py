@@ -53,8 +53,9 @@ def graphs(where: Where) -> Iterator[Row]:
         yield compared(f"{batch} sequences", *(found[way][batch] for way in ways))
 
 
-def beside_float64(where: Where, family: str = "qwen3") -> Iterator[Row]:
+def beside_float64(where: Where, family: str = "qwen3", **overrides: Any) -> Iterator[Row]:
     """A tiny model of `family` in bfloat16, prompts and decodes, with graphs and without, beside float64's logprobs.
+    `overrides`: of its config.
 
     `ours / theirs`: the root mean square error, as a multiple of that of transformers in bfloat16. `gap`: how much less
     likely than float64's best token the greedy one is at most, as a multiple of transformers' largest error.
@@ -63,7 +64,7 @@ def beside_float64(where: Where, family: str = "qwen3") -> Iterator[Row]:
 
     texts = {batch: drawn(batch, 300) for batch in ((1, 3) if where.is_tiny else BATCHES)}
     with tempfile.TemporaryDirectory(prefix="oarlock-check-") as folder:
-        model = make_tiny(Path(folder), family, seed=7, dtype=torch.bfloat16)
+        model = make_tiny(Path(folder), family, seed=7, dtype=torch.bfloat16, **overrides)
         exact, theirs = (logprobs(model, texts, dtype, where) for dtype in (torch.float64, torch.bfloat16))
         for way, eager in (("graphs", False), ("eager", True)):
             runner = models.loaded(str(model), where, max(texts), CONTEXT, 1024, enforce_eager=eager)
@@ -88,7 +89,9 @@ def logprobs(model: Path, texts: dict[int, list[list[int]]], dtype: torch.dtype,
     """transformers' logprobs [steps, B, V] after each prompt and after each token that follows it."""
     from transformers import AutoModelForCausalLM
 
-    loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).to(where.device).eval()
+    # Grouped matmuls of experts do not take float64.
+    options: dict[str, Any] = {"dtype": dtype, "experts_implementation": "eager"}
+    loaded: Any = AutoModelForCausalLM.from_pretrained(model, **options).to(where.device).eval()
 
     def after(text: list[int]) -> torch.Tensor:
         return loaded(torch.tensor([text], device=where.device)).logits[0, -DECODES - 1 :].double().log_softmax(-1)

@@ -39,8 +39,16 @@ _QWEN3_5: dict[str, Any] = {
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
 }
+_LATENT: dict[str, Any] = {
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "head_dim": 64,
+}
 # Qwen3 as published: 596 million and 8.2 billion parameters. Qwen3.5's smallest model, most layers of which are
-# recurrent.
+# recurrent. Youtu-LLM-2B, which has latent attention. Eight layers of Kimi Linear, one of which has latent attention;
+# only the last has experts, and few.
 SHAPES: dict[str, dict[str, Any]] = {
     "0.6b": {
         "num_hidden_layers": 28,
@@ -67,6 +75,36 @@ SHAPES: dict[str, dict[str, Any]] = {
         "intermediate_size": 3584,
         "tie_word_embeddings": True,
     },
+    "latent 2b": {
+        **_LATENT,
+        "architectures": ["YoutuForCausalLM"],
+        "model_type": "youtu",
+        "vocab_size": 128256,
+        "num_hidden_layers": 32,
+        "hidden_size": 2048,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "q_lora_rank": 1536,
+        "intermediate_size": 6144,
+        "tie_word_embeddings": True,
+    },
+    "kimi, 8 layers": {
+        **_LATENT,
+        "architectures": ["KimiLinearForCausalLM"],
+        "model_type": "kimi_linear",
+        "vocab_size": 163840,
+        "num_hidden_layers": 8,
+        "first_k_dense_replace": 7,
+        "num_experts": 8,
+        "num_experts_per_token": 8,
+        "moe_intermediate_size": 1024,
+        "hidden_size": 2304,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "q_lora_rank": None,
+        "intermediate_size": 9216,
+        "tie_word_embeddings": False,
+    },
 }
 _QWEN3: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -79,12 +117,21 @@ _TINY: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 64, "num_attenti
 _TINY |= {"intermediate_size": 96, "head_dim": 16, "vocab_size": 512, "full_attention_interval": 2}
 _TINY |= dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 2)
 _TINY |= dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 16)
+_TINY_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+}
+_TINY_LATENT |= {"v_head_dim": 16, "q_lora_rank": None, "linear_num_heads": 2, "linear_head_dim": 16}
+_TINY_LATENT |= {"first_k_dense_replace": 1, "moe_intermediate_size": 32}
 
 
 def config_json(shape: str, where: Where) -> str:
     """A model of that shape; on the CPU a tiny one."""
     fields = _QWEN3 | {"dtype": "bfloat16"} | SHAPES[shape]
-    return json.dumps(fields | _TINY if where.is_tiny else fields)
+    tiny = _TINY | (_TINY_LATENT if "kv_lora_rank" in fields else {})
+    return json.dumps(fields | tiny if where.is_tiny else fields)
 
 
 def that_fit(shape: str, where: Where, batches: Sequence[int], tokens: int) -> list[int]:

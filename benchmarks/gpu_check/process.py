@@ -16,8 +16,9 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from benchmarks.gpu_check import correctness, graphs, recurrent, roofline, wheels
+from benchmarks.gpu_check import correctness, graphs, latent, recurrent, roofline, wheels
 from benchmarks.gpu_check.part import NotHere, Part, Row, Where, missing_package
 
 ROOT = correctness.ROOT
@@ -40,6 +41,14 @@ def _answers(name: str, where: Where) -> Iterator[Row]:
     yield from getattr(demo_answers, name)(where)
 
 
+# Families with other layers than `qwen3`, and fields of their configs. All experts are chosen, because rounding may
+# choose others than float64 does.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": {},
+    "falcon_h1": {},
+    "youtu": {},  # latent attention
+    "kimi_linear": {"num_experts_per_tok": 8, "topk_group": 4},  # the same with Kimi delta attention
+}
 PARTS_IN_ORDER = [
     Part("float64", graphs.beside_float64, 90.0),
     Part("kernels", correctness.kernels, 240.0),
@@ -51,12 +60,16 @@ PARTS_IN_ORDER = [
     Part("quantised products", roofline.products),
     Part("sampling", roofline.sampling),
     Part("recurrent", recurrent.recurrent),
+    Part("latent attention", latent.latent_attention),
     *(
-        Part(f"float64, {family}", partial(graphs.beside_float64, family=family), 90.0)
-        for family in ("qwen3_5_text", "falcon_h1")
+        Part(f"float64, {family}", partial(graphs.beside_float64, family=family, **overrides), 90.0)
+        for family, overrides in FAMILIES.items()
     ),
-    Part("decode hybrid 0.8b", partial(roofline.decode, "hybrid 0.8b")),
-    Part("prefill hybrid 0.8b", partial(roofline.prefill, "hybrid 0.8b")),
+    *(
+        Part(f"{step} {shape}", partial(of_steps, shape))
+        for shape in ("hybrid 0.8b", "latent 2b", "kimi, 8 layers")
+        for step, of_steps in (("decode", roofline.decode), ("prefill", roofline.prefill))
+    ),
     Part("prefill 0.6b", partial(roofline.prefill, "0.6b")),
     Part("sanitizer", correctness.sanitizer, 180.0),
     Part("load", partial(_serving, "load"), 240.0),
@@ -66,8 +79,9 @@ PARTS_IN_ORDER = [
     # What a short run need not settle.
     Part("graphs", graphs.graphs, 240.0),
     *(
-        Part(f"families {dtype}", partial(correctness.families, dtype), LONG)
+        Part(f"{title} {dtype}", partial(correctness.families, dtype, kinds=kinds), LONG)
         for dtype in ("bfloat16", "float32", "float16")
+        for title, kinds in (("families", ("FAMILIES", "RECURRENT")), ("other families", ("MIXTURES", "LATENT")))
     ),
     Part("demo model", correctness.demo, LONG),
     Part("demo model, quantised", correctness.quantised, LONG),

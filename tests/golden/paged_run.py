@@ -36,6 +36,7 @@ from oarlock.workers.weights.source import WeightSource
 
 BLOCK_SIZE = 8
 NUM_BLOCKS = 256
+_CPU = torch.device("cpu")
 
 Result = TypeVar("Result")
 
@@ -110,14 +111,15 @@ def load_decoder(
     *,
     dequantize: bool = False,
     distributes_experts: bool = False,
+    device: torch.device = _CPU,
     changed: Callable[[WeightSource], WeightSource] = lambda weights: weights,
 ) -> Decoder:
     """Load a model. `changed`: returns the source that the layers read, from that of the checkpoint."""
     spec = read_spec(str(path), max_model_len)
     checkpoint = open_checkpoint(path, spec.names)
     formats = weight_formats(quantization, stored_quantization(path, read_config(path)), checkpoint)
-    formats = served_formats(formats, "cpu", dequantize=dequantize)
-    decoder = Decoder(spec, tp, dtype, torch.device("cpu"), formats, distributes_experts=distributes_experts)
+    formats = served_formats(formats, device.type, dequantize=dequantize)
+    decoder = Decoder(spec, tp, dtype, device, formats, distributes_experts=distributes_experts)
     with weight_source(checkpoint, check_finite=True, on_read=lambda: None) as weights:
         decoder.load(changed(weights), lambda share: None)
     return decoder
@@ -127,7 +129,7 @@ class PagedRun:
     """One decoder with its KV pages, fed step by step."""
 
     def __init__(self, decoder: RankModel, backend: Callable[[KVSpec], AttentionBackend] = ReferenceBackend) -> None:
-        self.decoder = decoder
+        self.decoder, self.device = decoder, decoder.placement.device
         self.backends = {spec.group: backend(spec) for spec in decoder.kv_specs(BLOCK_SIZE)}
         self.memory = allocate_memory(decoder, self.backends, [NUM_BLOCKS] * len(decoder.groups))
         self.kinds = TrialMemory.of(decoder.spec)
@@ -143,11 +145,11 @@ class PagedRun:
         `slots`: the slot of each sequence's adapter, if it has one.
         """
         step = self._metadata(work)
-        tables = BlockTables.of_step(step, BLOCK_SIZE, torch.device("cpu"), self.kinds.pages_groups)
+        tables = BlockTables.of_step(step, BLOCK_SIZE, self.device, self.kinds.pages_groups)
         batch = ForwardBatch.from_step(step, tables)
         if slots is not None:
             of_sequences = np.array([slots.get(seq, NO_ADAPTER) for seq in work], np.int32)
-            batch.adapters = RowsBySlot.of_sequences(of_sequences, step.query_start_loc, torch.device("cpu"))
+            batch.adapters = RowsBySlot.of_sequences(of_sequences, step.query_start_loc, self.device)
         plans = {group: backend.prepare(batch) for group, backend in self.backends.items()}
         hidden = self.decoder(batch, self.memory, self.backends, plans)
         local = self.decoder.compute_logits(hidden, batch.adapters)[: step.num_tokens]  # [T, vocab_local]

@@ -38,7 +38,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "falcon_h1": {**_HEADS, "num_hidden_layers": 1},
     "mamba2": {"num_hidden_layers": 1},
     "kimi_linear": {
-        "num_hidden_layers": 1, "layer_types": ["linear_attention"], "mlp_layer_types": ["sparse"],
+        **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 4), "num_hidden_layers": 2,
+        "layer_types": ["linear_attention", "full_attention"], "mlp_layer_types": ["dense", "sparse"],
         "linear_num_heads": 2,
     },
 }  # fmt: skip

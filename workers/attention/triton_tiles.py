@@ -26,6 +26,7 @@ _FIXED_SPANS = 16  # spans of the longest sequence if the span is fixed
 _FIXED_SCRATCH = 128 << 20  # bytes; if tiles need more, they are computed in several launches
 NO_WINDOW = 1 << 30  # more keys than any sequence has
 _PLANNED_AT_ONCE = 128  # tiles per iteration of `plan_spans`
+MERGED_AT_ONCE = 16  # results of programs per step of `merge_spans`: 64 registers if values have 512 elements
 _WAVES = 4  # programs per multiprocessor; dividing keys further gains nothing
 
 
@@ -112,10 +113,10 @@ class TiledBackend(ABC):
     """Base of backends whose kernels compute tiles: plans, and the order of launches."""
 
     def __init__(self, spec: KVSpec) -> None:
-        from oarlock.workers.kernels.triton import paged_attention  # Triton is not installed everywhere
+        from oarlock.workers.kernels.triton import key_spans  # Triton is not installed everywhere
 
         self.spec = spec
-        self._planning: Any = paged_attention  # a call of a kernel compiles it: no annotation describes its arguments
+        self._planning: Any = key_spans  # a call of a kernel compiles it: no annotation describes its arguments
         self._kv_format = spec.cache_dtype if spec.is_rounded else ""
         self._amd = availability.amd_architecture()
         self.processors, self.native_fp8, self.is_wide = 1, False, False
@@ -298,6 +299,7 @@ class TiledBackend(ABC):
             *part.partial, out, out if sinks is None else sinks, part.programs, part.of_tiles, len(tiles.ends),
             part.shares.num_programs, tiles.shape.rows, KV_HEADS=tiles.blocks, GROUP=tiles.group, HEAD_DIM=width,
             BLOCK_D=max(16, power_of_2(width)), SINKS=sinks is not None,
+            AT_ONCE=MERGED_AT_ONCE if self.spec.fixed_span is None else 1,
         )  # fmt: skip
 
     def _scratch(self, shares: Shares, tiles: Tiles, *, is_live: bool) -> tuple[Tensor, Tensor]:

@@ -124,7 +124,9 @@ class DummyWeights:
 
     def take(self, name: str, into: Tensor, *, shape: Sequence[int], dim: int = 0, start: int = 0) -> None:
         check_slice(name, into, shape, dim, start)
-        if len(shape) > 2:  # the taps of a convolution
+        if len(shape) > 2 and math.prod(shape) == shape[dim]:  # one value for each head
+            into, shape, dim = into.view(-1), (shape[dim],), 0
+        elif len(shape) > 2:  # the taps of a convolution
             into, shape = into.flatten(1), (shape[0], math.prod(shape[1:]))
             assert dim == 0, f"{name}: only rows of it are drawn"
         columns = shape[-1]

@@ -1,9 +1,8 @@
 """Causal latent attention over paged rows that serve all heads: decode, chunked prefill and prefill.
 
 The row of a token is its key, and the first elements of the row are its value (`latent_pages.py`), so a row is read
-once for both. The algorithm, the division of keys and the merge of spans are those of `paged_attention.py`. A tile has
-`BLOCK_M` rows: row r is query token r // GROUP of the tile, and query head r % GROUP of one of the `BLOCKS` groups into
-which the query heads are divided.
+once for both. The algorithm is that of `paged_attention.py`, with the tiles and the division of keys of `key_spans.py`.
+The query heads are divided into `BLOCKS` groups of `GROUP` heads, one of which a tile has.
 
 Every block of keys is computed with masks. Compared with a row's width they take no time, and without a second loop the
 registers suffice for larger tiles.
@@ -12,18 +11,10 @@ registers suffice for larger tiles.
 import triton
 import triton.language as tl
 
+from oarlock.workers.kernels.triton.key_spans import span_of, store_tile, tile_of
 from oarlock.workers.kernels.triton.kv_pages import load_scales, values_in
 from oarlock.workers.kernels.triton.latent_pages import LATENT, OTHERS, latent_row_at, latent_scale_at
-from oarlock.workers.kernels.triton.paged_attention import (
-    BEGIN,
-    COUNT,
-    PARTS,
-    POSITION,
-    STOP,
-    TABLE,
-    TOKEN,
-    add_keys,
-)
+from oarlock.workers.kernels.triton.paged_attention import add_keys
 
 
 @triton.jit
@@ -117,13 +108,11 @@ def attend_latent(
 ):  # fmt: skip
     """Compute one tile for one group of query heads and one span of keys."""
     plan, block = planned + tl.program_id(0), tl.program_id(1)
-    begin, stop = tl.load(plan + BEGIN * num_programs), tl.load(plan + STOP * num_programs)
+    begin, stop = span_of(plan, num_programs)
     if begin >= stop:
         return
-    token, count = tl.load(plan + TOKEN * num_programs), tl.load(plan + COUNT * num_programs)
-    first_position, parts = tl.load(plan + POSITION * num_programs), tl.load(plan + PARTS * num_programs)
+    token, count, first_position, table, parts = tile_of(plan, num_programs, block_tables, table_stride)
     rows, columns, others = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_R)
-    table = block_tables + tl.load(plan + TABLE * num_programs).to(tl.int64) * table_stride
     head, position = block * GROUP + rows % GROUP, first_position + rows // GROUP
     query = (token + rows // GROUP).to(tl.int64)
     is_row = rows // GROUP < count
@@ -140,11 +129,7 @@ def attend_latent(
             at, queries, rotated, q_rows, is_row, position, stop, pages, scales, table, scale, largest, weights, sums,
             RANK, ROPE, BLOCK_SIZE, BLOCK_N, CHUNK, FORMAT, NATIVE_FP8, PRECISION,
         )  # fmt: skip
-    if parts > 1:
-        spot = (tl.program_id(0).to(tl.int64) * BLOCKS + block) * BLOCK_M
-        tl.store(partial_out + (spot + rows)[:, None] * RANK + columns[None, :], sums, mask=inside)
-        tl.store(partial_stats + spot * 2 + rows, largest, mask=is_row)
-        tl.store(partial_stats + spot * 2 + BLOCK_M + rows, weights, mask=is_row)
-    else:
-        into = out + ((query * BLOCKS * GROUP + head) * RANK)[:, None] + columns[None, :]
-        tl.store(into, sums / tl.where(is_row, weights, 1.0)[:, None], mask=inside)
+    store_tile(
+        sums, largest, weights, inside, is_row, parts, block, query * BLOCKS * GROUP + head, partial_out, partial_stats,
+        out, BLOCKS, RANK,
+    )  # fmt: skip

@@ -1,12 +1,9 @@
 """Causal attention over a paged KV cache for any mix of query lengths: decode, chunked prefill and prefill.
 
 The algorithm is the online softmax of FlashAttention-2 (arXiv 2307.08691). The query heads of one KV head are rows of
-one matmul. Keys are split over programs whose results are merged afterwards, as in Flash-Decoding. A program computes
-one tile: some query tokens of one sequence, for one KV head and one span of its keys. The device computes the division
-of keys once per step, so the host need not know the lengths.
+one matmul. A program computes one tile over one span of its keys, as `key_spans.py` divides them.
 
-Sizes in the shapes below: T query tokens, S sequences, H query heads, D head_dim. A tile has `BLOCK_M` rows: row r is
-query token r // GROUP of the tile, and query head r % GROUP of the KV head.
+Sizes in the shapes below: T query tokens, R rows of block tables, H query heads, D head_dim.
 
 float32 matmuls take three passes over TensorFloat-32 parts (`tf32x3`) if the device supports them, which lose no more
 than float32 itself.
@@ -15,6 +12,7 @@ than float32 itself.
 import triton
 import triton.language as tl
 
+from oarlock.workers.kernels.triton.key_spans import first_visible, span_of, store_tile, tile_of, with_sink
 from oarlock.workers.kernels.triton.kv_pages import row_at, scales_of, store_rows, values_in
 
 
@@ -49,117 +47,6 @@ def write_kv(
     store_rows(k_pages, k_scales, x, page, slot, column, inside, is_row, HEAD_DIM, BLOCK_SIZE, FORMAT)
     x = tl.load(v + token[:, None] * v_stride + element, mask=inside, other=0.0)
     store_rows(v_pages, v_scales, x, page, slot, column, inside, is_row, HEAD_DIM, BLOCK_SIZE, FORMAT)
-
-
-# Rows of the table that `plan_spans` writes: the inputs of a program of `attend`, one column per program.
-TOKEN: tl.constexpr = tl.constexpr(0)  # the tile's first query token, as index in the batch
-COUNT: tl.constexpr = tl.constexpr(1)  # number of its query tokens
-POSITION: tl.constexpr = tl.constexpr(2)  # position of the first query token
-BEGIN: tl.constexpr = tl.constexpr(3)  # range of the program's keys
-STOP: tl.constexpr = tl.constexpr(4)
-TABLE: tl.constexpr = tl.constexpr(5)  # row of `block_tables`
-PARTS: tl.constexpr = tl.constexpr(6)  # programs that share the tile's keys
-PLANNED = 7  # number of rows
-
-
-@triton.jit
-def _first_visible(position, window, CHUNKED: tl.constexpr):
-    """Return the first key that a query at `position` sees. `window`: its length in keys, or a chunk's."""
-    first = tl.maximum(position - window + 1, 0)
-    if CHUNKED:
-        first = position - position % window
-    return first
-
-
-@triton.jit
-def _tiles(
-    at, tile_seqs, tile_rows, query_start_loc, seq_lens, window, tiles, QUERIES, BLOCK_N, CHUNKED: tl.constexpr,
-    SIZE: tl.constexpr,
-):  # fmt: skip
-    """Return some tiles from index `at` on.
-
-    For each: sequence, first token in the batch, number of tokens, position of the first token, and the range of
-    visible keys, from the start of a block to the end.
-    """
-    tile = at + tl.arange(0, SIZE)
-    is_tile = tile < tiles
-    seq = tl.load(tile_seqs + tile, mask=is_tile, other=0)
-    row = tl.load(tile_rows + tile, mask=is_tile, other=0)
-    start = tl.load(query_start_loc + seq)
-    length = tl.load(query_start_loc + seq + 1) - start
-    position = tl.load(seq_lens + seq) - length + row
-    count = tl.where(is_tile, tl.maximum(tl.minimum(length - row, QUERIES), 0), 0)
-    first = _first_visible(position, window, CHUNKED) // BLOCK_N * BLOCK_N
-    end = tl.where(count > 0, position + count, first)
-    return seq, start + row, count, position, first, end
-
-
-_OF_ARRAYS = ["tile_seqs", "tile_rows", "query_start_loc", "seq_lens", "table_rows"]
-_PLAN_NUMBERS = ["window", "least", "extra", "tiles", "num_programs", "QUERIES", "BLOCK_N"]
-
-
-@triton.jit(do_not_specialize=_PLAN_NUMBERS, do_not_specialize_on_alignment=_OF_ARRAYS)
-def plan_spans(
-    tile_seqs,  # int32 [tiles]
-    tile_rows,  # int32 [tiles]   the tile's first token, relative to its sequence's first token in the batch
-    query_start_loc,  # int32 [S + 1]
-    seq_lens,  # int32 [S]
-    table_rows,  # int32 [S]   rows of `block_tables`
-    planned,  # int32 [PLANNED, num_programs]
-    of_tiles,  # int32 [2, tiles]   a tile's first program, and its number of programs
-    window,  # larger than the number of keys: no window; with CHUNKED the length of chunks
-    least,  # minimum number of keys of a program; a multiple of BLOCK_N
-    extra,  # additional programs, besides one for each tile
-    tiles,
-    num_programs,  # programs: at least `tiles + extra`
-    QUERIES,  # tokens of a tile
-    BLOCK_N,
-    FIXED: tl.constexpr,  # spans have `least` keys and begin at multiples of it
-    CHUNKED: tl.constexpr,
-    SIZE: tl.constexpr,
-):
-    """Divide the keys of all tiles evenly among programs, for any lengths.
-
-    A long sequence among short ones gets programs in proportion to its keys. This is one program; unused columns get no
-    keys.
-    """
-    span = least
-    if not FIXED:
-        keys = tl.zeros([SIZE], tl.int32)
-        for at in range(0, tiles, SIZE):
-            _, _, _, _, first, end = _tiles(
-                at, tile_seqs, tile_rows, query_start_loc, seq_lens, window, tiles, QUERIES, BLOCK_N, CHUNKED, SIZE
-            )
-            keys += (end - first + extra - 1) // extra  # divided before the sum, which could overflow
-        span = tl.maximum(least, (tl.sum(keys, 0) + BLOCK_N - 1) // BLOCK_N * BLOCK_N)
-    program = 0
-    for at in range(0, tiles, SIZE):
-        seq, token, count, position, first, end = _tiles(
-            at, tile_seqs, tile_rows, query_start_loc, seq_lens, window, tiles, QUERIES, BLOCK_N, CHUNKED, SIZE
-        )
-        tile, origin = at + tl.arange(0, SIZE), first
-        if FIXED:
-            origin = first // span * span
-        parts = tl.where(count > 0, (end - origin + span - 1) // span, 0)
-        behind = program + tl.cumsum(parts, 0)
-        tl.store(of_tiles + tile, behind - parts, mask=tile < tiles)
-        tl.store(of_tiles + tiles + tile, parts, mask=tile < tiles)
-        row = tl.load(table_rows + seq)
-        for part in range(tl.max(parts, 0)):
-            into, here = planned + behind - parts + part, part < parts
-            tl.store(into + TOKEN * num_programs, token, mask=here)
-            tl.store(into + COUNT * num_programs, count, mask=here)
-            tl.store(into + POSITION * num_programs, position, mask=here)
-            tl.store(into + BEGIN * num_programs, tl.maximum(first, origin + part * span), mask=here)
-            tl.store(into + STOP * num_programs, tl.minimum(end, origin + (part + 1) * span), mask=here)
-            tl.store(into + TABLE * num_programs, row, mask=here)
-            tl.store(into + PARTS * num_programs, parts, mask=here)
-        program += tl.sum(parts, 0)
-    nothing = tl.zeros([SIZE], tl.int32)
-    for at in range(program, num_programs, SIZE):
-        left = at + tl.arange(0, SIZE)
-        tl.store(planned + BEGIN * num_programs + left, nothing, mask=left < num_programs)
-        tl.store(planned + STOP * num_programs + left, nothing, mask=left < num_programs)
 
 
 @triton.jit
@@ -289,15 +176,6 @@ def _block(
     )  # fmt: skip
 
 
-@triton.jit
-def _with_sink(weights, largest, sink):
-    """Add the weight of the head's sink, relative to 2^`largest`, to the sum of weights.
-
-    An infinite sink leaves no weight for the keys.
-    """
-    return weights + tl.exp2(sink * 1.4426950408889634 - largest)
-
-
 @triton.jit(do_not_specialize=["num_programs", "window"])
 def attend(
     q,  # [T, H, D], tokens `q_stride` elements apart
@@ -321,13 +199,11 @@ def attend(
 ):  # fmt: skip
     """Compute one tile for one KV head and one span of keys. Blocks of keys that all rows see need no mask."""
     plan, kv_head = planned + tl.program_id(0), tl.program_id(1)
-    begin, stop = tl.load(plan + BEGIN * num_programs), tl.load(plan + STOP * num_programs)
+    begin, stop = span_of(plan, num_programs)
     if begin >= stop:
         return
-    token, count = tl.load(plan + TOKEN * num_programs), tl.load(plan + COUNT * num_programs)
-    first_position, parts = tl.load(plan + POSITION * num_programs), tl.load(plan + PARTS * num_programs)
+    token, count, first_position, table, parts = tile_of(plan, num_programs, block_tables, table_stride)
     rows, columns = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
-    table = block_tables + tl.load(plan + TABLE * num_programs).to(tl.int64) * table_stride
     head, position = kv_head * GROUP + rows % GROUP, first_position + rows // GROUP
     query = (token + rows // GROUP).to(tl.int64)
     is_row = rows // GROUP < count
@@ -338,8 +214,8 @@ def attend(
     # All rows see the keys from `full` to `edge`: none is after the first row, or outside the last row's window.
     first_key, full = begin * 0, begin
     if WINDOW or CHUNKED:
-        first_key = _first_visible(first_position, window, CHUNKED)
-        last_key = _first_visible(first_position + count - 1, window, CHUNKED)
+        first_key = first_visible(first_position, window, CHUNKED)
+        last_key = first_visible(first_position + count - 1, window, CHUNKED)
         full = tl.minimum(tl.maximum(begin, tl.cdiv(last_key, BLOCK_N) * BLOCK_N), stop)
     edge = tl.maximum(full, tl.minimum(first_position + 1, stop) // BLOCK_N * BLOCK_N)
     if FIXED:
@@ -358,60 +234,10 @@ def attend(
             scale, softcap, window, largest, weights, sums, KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_N, SOFTCAP, WINDOW,
             CHUNKED, FORMAT, NATIVE_FP8, PRECISION, True,
         )  # fmt: skip
-    if parts > 1:
-        spot = (tl.program_id(0).to(tl.int64) * KV_HEADS + kv_head) * BLOCK_M
-        tl.store(partial_out + (spot + rows)[:, None] * HEAD_DIM + columns[None, :], sums, mask=inside)
-        tl.store(partial_stats + spot * 2 + rows, largest, mask=is_row)
-        tl.store(partial_stats + spot * 2 + BLOCK_M + rows, weights, mask=is_row)
-    else:
-        if SINKS:
-            weights = _with_sink(weights, largest, tl.load(sinks + head))
-        into = out + ((query * KV_HEADS * GROUP + head) * HEAD_DIM)[:, None] + columns[None, :]
-        tl.store(into, sums / tl.where(is_row, weights, 1.0)[:, None], mask=inside)
-
-
-@triton.jit(do_not_specialize=["tiles", "num_programs", "BLOCK_M"])
-def merge_spans(
-    partial_out,
-    partial_stats,
-    out,
-    sinks,
-    planned,
-    of_tiles,  # int32 [2, tiles], from `plan_spans`
-    tiles,
-    num_programs,
-    BLOCK_M,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    SINKS: tl.constexpr,
-):
-    """Merge the results of several programs of `attend` for one row, span by span. Other arguments: see `attend`."""
-    tile, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    first, parts = tl.load(of_tiles + tile), tl.load(of_tiles + tiles + tile)
-    if parts < 2:
-        return
-    if row // GROUP >= tl.load(planned + COUNT * num_programs + first):
-        return
-    columns = tl.arange(0, BLOCK_D)
-    is_column = columns < HEAD_DIM
-    largest = first * 0.0 - float("inf")
-    weights = first * 0.0
-    sums = tl.zeros([BLOCK_D], tl.float32)
-    for number in range(parts):
-        spot = ((first + number).to(tl.int64) * KV_HEADS + kv_head) * BLOCK_M
-        highest_here = tl.load(partial_stats + spot * 2 + row)
-        weights_here = tl.load(partial_stats + spot * 2 + BLOCK_M + row)
-        sums_here = tl.load(partial_out + (spot + row) * HEAD_DIM + columns, mask=is_column, other=0.0)
-        highest = tl.maximum(largest, highest_here)
-        finite = tl.where(highest == float("-inf"), 0.0, highest)
-        before, here = tl.exp2(largest - finite), tl.exp2(highest_here - finite)
-        weights = weights * before + weights_here * here
-        sums = sums * before + sums_here * here
-        largest = highest
-    token, head = tl.load(planned + TOKEN * num_programs + first) + row // GROUP, kv_head * GROUP + row % GROUP
-    if SINKS:
-        weights = _with_sink(weights, largest, tl.load(sinks + head))
-    out_row = token.to(tl.int64) * KV_HEADS * GROUP + head
-    tl.store(out + out_row * HEAD_DIM + columns, sums / weights, mask=is_column)
+    if SINKS:  # `merge_spans` adds it once if several programs share the tile
+        alone = with_sink(weights, largest, tl.load(sinks + head))
+        weights = tl.where(parts > 1, weights, alone)
+    store_tile(
+        sums, largest, weights, inside, is_row, parts, kv_head, query * KV_HEADS * GROUP + head, partial_out,
+        partial_stats, out, KV_HEADS, HEAD_DIM,
+    )  # fmt: skip

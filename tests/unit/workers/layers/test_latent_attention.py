@@ -64,8 +64,13 @@ def weights_of(spec: DecoderSpec) -> dict[str, Tensor]:
     return {name: 0.15 * tensor for name, tensor in random_weights(tensor_shapes(spec)).items()}
 
 
-def loaded(spec: DecoderSpec, tp: TensorParallel, dtype: torch.dtype = torch.float32) -> Decoder:
-    decoder = Decoder(spec, tp, dtype, torch.device("cpu"))
+CPU = torch.device("cpu")
+
+
+def loaded(
+    spec: DecoderSpec, tp: TensorParallel, dtype: torch.dtype = torch.float32, device: torch.device = CPU
+) -> Decoder:
+    decoder = Decoder(spec, tp, dtype, device)
     decoder.load(MemoryWeights(weights_of(spec)), lambda share: None)
     return decoder
 

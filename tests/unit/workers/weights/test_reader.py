@@ -115,6 +115,14 @@ def test_noise_shards_are_slices_of_the_same_tensor() -> None:
         assert torch.equal(part, whole.narrow(dim, start, count))
 
 
+def test_noise_of_heads_is_cut_along_the_dimension_of_the_heads() -> None:
+    """Kimi Linear stores one value for each head as [1, 1, heads, 1]."""
+    whole, part = torch.empty(1, 1, 12, 1), torch.empty(1, 1, 4, 1)
+    DummyWeights(5).take("model.rates", whole, shape=whole.shape)
+    DummyWeights(5).take("model.rates", part, shape=whole.shape, dim=2, start=4)
+    assert torch.equal(part, whole[:, :, 4:8]) and len(set(whole.flatten().tolist())) == 12
+
+
 def test_noise_depends_on_seed_and_name_and_does_not_repeat() -> None:
     def draw(seed: int, name: str, *shape: int) -> torch.Tensor:
         out = torch.empty(shape)

@@ -3,7 +3,7 @@
     python -m tests.unit.workers.kernels.triton.latent_resources 80 90
 
 One line of JSON, as of `triton_resources`: attention over rows of 512 + 64 elements with every tile and format of
-pages, the writes of rows, and the matmul of heads.
+pages, the merge of its results, the writes of rows, and the matmul of heads.
 """
 
 import json
@@ -13,7 +13,9 @@ import torch
 
 from oarlock.workers.attention.backend import KVSpec
 from oarlock.workers.attention.triton_latent import latent_constants, latent_tile_shapes, row_constants
+from oarlock.workers.attention.triton_tiles import MERGED_AT_ONCE
 from oarlock.workers.kernels.triton import availability
+from oarlock.workers.kernels.triton.key_spans import merge_spans
 from oarlock.workers.kernels.triton.latent_attention import attend_latent
 from oarlock.workers.kernels.triton.latent_pages import norm_rotate_and_write, write_rows
 from oarlock.workers.kernels.triton.matmul import multiply_heads
@@ -41,6 +43,13 @@ def attention(kind: str, dtype: torch.dtype, cache: str) -> dict[str, dict[str, 
         name = f"{kind} attend {dtype.itemsize * 8} {form} {shape.rows} rows"
         found[name] = resources(attend_latent, kind, constants, types, options, ("q_stride",))
     return found
+
+
+def merging(kind: str) -> dict[str, int]:
+    types = {"partial_out": "*fp32", "partial_stats": "*fp32", "tiles": "i32", "BLOCK_M": "i32"}
+    types |= dict.fromkeys(("out", "sinks"), "*bf16")
+    constants = {"KV_HEADS": 2, "GROUP": 64, "HEAD_DIM": 512, "BLOCK_D": 512, "SINKS": False, "AT_ONCE": MERGED_AT_ONCE}
+    return resources(merge_spans, kind, constants, types, {"num_warps": 4})
 
 
 def writing(kind: str, cache: str) -> dict[str, int]:
@@ -72,6 +81,7 @@ def main() -> None:
             found |= attention(kind, torch.bfloat16, cache) | attention(kind, torch.float32, cache)
             found[f"{kind} write {cache}"] = writing(kind, cache)
             found[f"{kind} rotate and write {cache}"] = rotation(kind, cache)
+        found[f"{kind} merge"] = merging(kind)
         found |= {f"{kind} heads {dtype}": of_heads(kind, dtype) for dtype in _TYPES}
     print(json.dumps(found))
 

@@ -36,10 +36,12 @@ TAPS = {"4 taps": (8192, 4), "3 taps": (2048, 3)}
 GATES = {
     "delta gates": (compute_delta_gates, {}),
     "Kimi gates": (compute_kimi_gates, {"WIDTH": 128, "BOUNDED": False}),
+    "Kimi gates, bounded": (compute_kimi_gates, {"WIDTH": 128, "BOUNDED": True}),
     "Mamba steps": (compute_mamba_steps, {"BIAS": True}),
 }
 GROUPS = {"groups of 128": (32, 128), "group of 8192": (1, 8192)}
 LARGEST = ("keys of 256", "decays of channels", "state of 256", "4 taps", "group of 8192", "delta gates")
+LARGEST += ("Kimi gates", "norm with a sigmoid")
 
 
 def recurrent(kind: str, names: tuple[str, ...]) -> dict[str, dict[str, int]]:
@@ -56,6 +58,8 @@ def recurrent(kind: str, names: tuple[str, ...]) -> dict[str, dict[str, int]]:
         name: (norm_group, norm_constants(*shape) | {"GATES_FIRST": True, "SIGMOID": False}, {})
         for name, shape in GROUPS.items()
     }
+    of_kimi = norm_constants(32, 128) | {"GATES_FIRST": False, "SIGMOID": True}
+    launches["norm with a sigmoid"] = (norm_group, of_kimi, {})
     launches |= {
         name: (
             kernel,

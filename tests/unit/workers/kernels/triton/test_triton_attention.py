@@ -18,7 +18,7 @@ from oarlock.workers.attention.backend import AttentionSpec, KVSpec
 from oarlock.workers.attention.forward_batch import ForwardBatch
 from oarlock.workers.attention.reference import ReferenceBackend
 from oarlock.workers.attention.triton_backend import TritonBackend
-from oarlock.workers.attention.triton_tiles import Tiles, TileShape, TritonPlan
+from oarlock.workers.attention.triton_tiles import MERGED_AT_ONCE, Tiles, TileShape, TritonPlan
 from tests.unit.workers.attention_cases import Case, Seq
 from tests.unit.workers.kernels.triton.triton_resources import of_program
 
@@ -31,6 +31,7 @@ if DEVICE.type == "cpu":
     RUNS = [(torch.float32, 16), (torch.float16, 1)]
 MIXED = [Seq(1, 1), Seq(9, 9), Seq(1, 140), Seq(5, 64), Seq(17, 80)]
 SOAK = pytest.mark.soak
+SLOWLY_INTERPRETED = SOAK if DEVICE.type == "cpu" else ()
 
 pytestmark = pytest.mark.slow
 
@@ -192,6 +193,21 @@ class Decoding(TritonBackend):
         if set(batch.query_lens) != {1}:
             return super().prepare(batch)
         return self.prepare_decode(replace(batch, context_lens=[1000] * batch.num_seqs))
+
+
+def test_more_programs_share_a_tile_than_are_merged_at_once(monkeypatch):
+    spec, merged, merge = KVSpec(1, 1, 32, 16, torch.float32, DEVICE), [], TritonBackend._merge
+
+    def noted(self, part, *rest):
+        merged.append(int(part.of_tiles[1].max()))
+        merge(self, part, *rest)
+
+    monkeypatch.setattr(TritonBackend, "_merge", noted)
+    case = Case(spec, AttentionSpec(0, 2, 1, 32, 0.2), [Seq(1, 1200), Seq(2, 3)])
+    backends = backend_of(spec, processors=16, least_span=32), ReferenceBackend(spec)
+    for ours, wanted in zip(*(case.run(each, attends_earlier=False) for each in backends), strict=True):
+        torch.testing.assert_close(ours, wanted, atol=4e-6, rtol=4e-6)
+    assert max(merged) > MERGED_AT_ONCE
 
 
 @pytest.mark.parametrize(("processors", "window"), [(4, None), (64, 40)])

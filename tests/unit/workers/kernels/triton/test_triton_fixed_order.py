@@ -141,7 +141,8 @@ def test_products_have_the_same_bits_in_every_batch(
         assert torch.equal(product(x[rows], residual[rows]), added[rows]), rows
     product.rows_at_once = product.tile.rows
     assert torch.equal(product(x, residual), added)
-    assert isinstance(product, ReadableMatmul) and torch.equal(product.rows(torch.tensor([3, 1])), weight[[3, 1]])
+    ids = torch.tensor([3, 1], device=DEVICE)
+    assert isinstance(product, ReadableMatmul) and torch.equal(product.rows(ids), weight[ids])
 
 
 @each_dtype

@@ -162,7 +162,7 @@ def test_a_sum_over_ranks_meets_the_residual_in_the_kernel_of_the_norm(
     """In the model's type; where bits must not depend on the batch, in float32, so that it is rounded once."""
     monkeypatch.setattr(placement, "runs_on_host", lambda device: False)
     rank = RecordingRank(1, 2)
-    place = Placement(rank, torch.float16, torch.device("cpu"), FORMS[form])
+    place = Placement(rank, torch.float16, DEVICE, FORMS[form])
     shapes = {"down.weight": (48, 256), "down.bias": (48,), "norm.weight": (48,)}
     weights = MemoryWeights({name: tensor.half() for name, tensor in random_weights(shapes).items()})
     down, norm = RowParallelLinear("down", 256, 48, with_bias, place), RMSNorm("norm", 48, EPS, place)
@@ -189,7 +189,7 @@ def test_a_sum_over_ranks_meets_the_residual_in_the_kernel_of_the_norm(
 @pytest.mark.slow
 def test_fused_layers_match_separate_layers(tmp_path: Path, family: str, as_on_cuda: None) -> None:
     """All kernels of a layer on CUDA, with attention, against torch's operations one after the other."""
-    model = load_decoder(make_tiny(tmp_path, family, num_hidden_layers=2), TensorParallel.solo())
+    model = load_decoder(make_tiny(tmp_path, family, num_hidden_layers=2), TensorParallel.solo(), device=DEVICE)
     assert model.joins_layers and model.norm.triton is not None
     found = logits(model, TritonBackend)
     for norm in [model.norm, *(part for block in model.layers for part in block.parts if isinstance(part, RMSNorm))]:
@@ -206,7 +206,7 @@ def test_layers_without_a_gate_and_with_limits_match_separate_layers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, as_on_cuda: None
 ) -> None:
     """The kernels of activations, rotation and attention against torch's operations. LayerNorm has no kernel."""
-    model = load_decoder(make_tiny(tmp_path, family, num_hidden_layers=2), TensorParallel.solo())
+    model = load_decoder(make_tiny(tmp_path, family, num_hidden_layers=2), TensorParallel.solo(), device=DEVICE)
     found = logits(model, TritonBackend)
     monkeypatch.setattr(matmul.availability, "can_serve", lambda device: False)
     torch.testing.assert_close(found, logits(model), atol=2e-5, rtol=2e-5)

@@ -3,8 +3,9 @@
     python -m tests.unit.workers.kernels.triton.triton_resources model|int8|fp8 80 90
 
 The last two: attention over pages of 8 bits; the first: everything else. A kind is a compute kind, or the name of
-an AMD architecture such as gfx942. One line of JSON: for each kind and shape the bytes of shared memory, the registers
-of a thread, the bytes of stack that a thread spills to, and the number of loads in loops that are waited for.
+an AMD architecture such as gfx942. One line of JSON: for each kind and shape the bytes of shared memory, the columns of
+tensor memory, the registers of a thread, the bytes of stack that a thread spills to, and the number of loads in loops
+that are waited for.
 """
 
 import json
@@ -36,9 +37,13 @@ _NUMBERS = {
     "num_programs": "i32", "qkv_stride": "i32", "eps": "fp32", "post_eps": "fp32",
 }  # fmt: skip
 # Kind -> bytes of shared memory that one program may take.
-LIMITS = {"80": 163 << 10, "89": 99 << 10, "90": 227 << 10, "100": 227 << 10, "gfx942": 64 << 10, "gfx1100": 64 << 10}
+LIMITS = {
+    "80": 163 << 10, "86": 99 << 10, "89": 99 << 10, "90": 227 << 10, "100": 227 << 10, "120": 99 << 10,
+    "gfx942": 64 << 10, "gfx1100": 64 << 10,
+}  # fmt: skip
+TENSOR_COLUMNS = 512  # of the tensor memory of compute capability 10.0, which one program may take
 WIDE = ("90", "100")  # as `tile_shapes` has it
-WITH_FLOAT8 = ("89", "90", "100")
+WITH_FLOAT8 = ("89", "90", "100", "120")
 _DUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
@@ -50,8 +55,8 @@ def amd_of(kind: str) -> str | None:
 def of_program(name: str, *arguments: str) -> dict[str, dict[str, int]]:
     """Resources that a program of this folder prints, outside of Triton's interpreter.
 
-    Asserts that they fit into each kind of device: shared memory and registers suffice, so that no more than two are
-    spilled; on gfx1100 some are.
+    Asserts that they fit into each kind of device: shared memory, tensor memory and registers suffice, so that no more
+    than two registers are spilled; on gfx1100 some are.
     """
     program = [sys.executable, "-m", f"tests.unit.workers.kernels.triton.{name}", *arguments]
     kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -59,6 +64,7 @@ def of_program(name: str, *arguments: str) -> dict[str, dict[str, int]]:
     for what, taken in found.items():
         kind = what.split()[0]
         assert taken["shared"] <= LIMITS[kind], what
+        assert taken["columns"] <= TENSOR_COLUMNS, what
         assert taken["registers"] <= (512 if kind == "gfx942" else 256), what
         assert taken["stack"] <= 8 or kind == "gfx1100", what
     return found
@@ -150,7 +156,10 @@ def resources(
         names = ("REG", "STACK")
     registers, stack = (int(re.search(rf"{re.escape(name)}: *(\d+)", listed)[1]) for name in names)
     waits = waited_for(compiled.asm["ttgir"])
-    return {"shared": compiled.metadata.shared, "registers": registers, "stack": stack, "waits": waits}
+    columns = getattr(compiled.metadata, "tmem_size", None) or 0
+    return {
+        "shared": compiled.metadata.shared, "columns": columns, "registers": registers, "stack": stack, "waits": waits,
+    }  # fmt: skip
 
 
 def waited_for(ttgir: str) -> int:
