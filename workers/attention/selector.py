@@ -16,15 +16,21 @@ BACKENDS: tuple[type[AttentionBackend], ...] = (CppBackend, TorchBackend, Triton
 LATENT_BACKENDS: tuple[type[AttentionBackend], ...] = (CppBackend, TorchBackend, LatentTritonBackend, ReferenceBackend)
 
 
+def candidates(spec: KVSpec, name: str = "auto") -> list[type[AttentionBackend]]:
+    """Return the backends for the kind of pages of `spec`, fastest first, or only the backend called `name`. A backend
+    may still refuse `spec`."""
+    backends = LATENT_BACKENDS if spec.value_in_key else BACKENDS
+    return [backend for backend in backends if name in ("auto", backend.name)]
+
+
 def choose(spec: KVSpec, name: str, log: Callable[[str], None]) -> AttentionBackend:
     """Return the first backend that supports `spec`, or the backend called `name`. Logs each refusal and the choice.
 
     Raises `StartupError` if `name` is unknown or cannot serve: a backend chosen by name has no fallback.
     """
-    backends = LATENT_BACKENDS if spec.value_in_key else BACKENDS
-    named = [backend for backend in backends if name in ("auto", backend.name)]
+    named = candidates(spec, name)
     if not named:
-        known = ", ".join(["auto", *(backend.name for backend in backends)])
+        known = ", ".join(["auto", *(backend.name for backend in candidates(spec))])
         raise StartupError(f"There is no attention backend {name!r}.", f"Use one of: {known}.")
     for backend in named:
         reason = backend.why_not(spec)

@@ -7,7 +7,7 @@ import torch
 from oarlock.base.errors import StartupError
 from oarlock.base.host_memory import human_bytes
 from oarlock.workers.attention.backend import KVSpec
-from oarlock.workers.attention.selector import BACKENDS
+from oarlock.workers.attention.selector import candidates
 from oarlock.workers.catalogue import code_line
 from oarlock.workers.config import NO_ATTENTION, WorkerConfig
 from oarlock.workers.doctor.finding import ERROR, NOTE, OK, Finding
@@ -135,10 +135,9 @@ def _backend(config: WorkerConfig, group: MemoryGroup, refused: dict[str, str]) 
         value_dim=memory.value_width,
         value_in_key=memory.value_in_key,
     )
-    for backend in BACKENDS:
-        if config.attention_backend in ("auto", backend.name):
-            reason = backend.why_not(kv)
-            if reason is None:
-                return backend.name
-            refused[backend.name] = reason
+    for backend in candidates(kv, config.attention_backend):
+        reason = backend.why_not(kv)
+        if reason is None:
+            return backend.name
+        refused[backend.name] = reason
     return None

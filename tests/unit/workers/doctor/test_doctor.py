@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from oarlock.base.host_memory import human_bytes
+from oarlock.workers.attention import triton_latent
 from oarlock.workers.config import NodesConfig, WorkerConfig
 from oarlock.workers.distributed.all_reduce import SharedMemoryGroup
 from oarlock.workers.distributed.control_channel import Control
@@ -23,6 +24,7 @@ from oarlock.workers.kernels.cpu.build import KernelsUnavailable
 from oarlock.workers.platform.processor import Core, Processor
 from oarlock.workers.transformers_backend.class_description import ClassDescription, ClassTensor
 from tests.e2e.running import DEMO
+from tests.golden.tiny_models import tiny_config
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -196,6 +198,16 @@ def test_a_model_that_cannot_be_served_is_said_as_serve_says_it(tmp_path):
         for finding in model.findings(WorkerConfig(str(DEMO), attention_backend="cpp", block_size=20))
     }
     assert named["attention"].state == ERROR
+
+
+def test_the_kernel_of_latent_attention_is_named(monkeypatch, tmp_path):
+    """On CUDA devices it is not the kernel of other attention, which refuses such pages."""
+    monkeypatch.setattr(triton_latent.availability, "why_not", lambda device: None)
+    fields = tiny_config("deepseek_v3").to_dict() | {"architectures": ["DeepseekV3ForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    resolved = WorkerConfig(str(tmp_path), device="cuda", dtype="bfloat16", max_model_len=64)
+    for name in ("auto", "triton"):
+        assert model._attention(resolved.with_(attention_backend=name)).facts["backend"] == "triton"
 
 
 def test_the_memory_of_adapters_and_those_that_do_not_fit() -> None:
