@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 # Granite 3.1 1B-A400M (1.3 billion parameters, 0.4 of them at work for a token), OLMoE 1B-7B (6.9 and 1.3 billion) and
-# DeepSeek-V2-Lite (15.7 and 2.7 billion), which has latent attention. `deepseek-v2-lite-32-experts` has half
-# as many experts, and fits 24 GiB of memory twice at 8 bits: a token alone costs the same. (Fewer layers would fit as well,
-# but llama.cpp knows the Lite models by the number of their layers.) `quick-mixture` is Granite's
+# DeepSeek-V2-Lite (15.7 and 2.7 billion), which has latent attention. `deepseek-v2-lite-32-experts` has
+# half as many experts, and fits 24 GiB of memory twice at 8 bits: a token alone costs the same. (Fewer layers would fit
+# as well, but llama.cpp knows the Lite models by the number of their layers.) `quick-mixture` is Granite's
 # architecture in a second, for trying the programs themselves; `small-mixture` has experts of Granite's size in OLMoE's
 # architecture, whose files have a tensor for each expert, as adapters need.
 _GRANITE: dict[str, Any] = {

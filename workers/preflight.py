@@ -120,6 +120,8 @@ def preflight(config: WorkerConfig) -> WorkerConfig:
     device = resolve_device(model.config)
     spec, formats = model.spec, formats_on(model, device)
     config = with_lengths_and_types(model, device)
+    if model.config.max_model_len is None and spec.length_limit is not None:
+        logger.warning("event=max_model_len_limited to=%d reason=%r", config.max_model_len, spec.length_limit)
     if device == "cuda":
         check_matmuls_on_cuda(config)
         _check_device_memory(config, spec, formats)

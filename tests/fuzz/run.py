@@ -2,12 +2,14 @@
 
     python -m tests.fuzz.run                    # about five minutes on two cores
     python -m tests.fuzz.run --requests 2000 --seed 7
+    python -m tests.fuzz.run --decoder kimi_linear -tp 2 --requests 2000
     python -m tests.fuzz.run --encoder modernbert-score --requests 2000
 
 Four parts: broken HTTP, the corpus on every route, schemathesis over the OpenAPI document, and random mutations up to
-the number asked for. With `--encoder` the routes of vectors and scores alone, which the demo model refuses early, and
-without schemathesis and broken HTTP, which reach no model. Prints what was sent, how long answers took and everything
-that went wrong; the exit status is 1 if anything did.
+the number asked for. With `--encoder` the routes of vectors and scores alone, which the demo model refuses early. With
+`--decoder` a tiny model with random weights and the demo model's tokenizer. Both without schemathesis and broken HTTP,
+which test no model. Prints what was sent, how long answers took and everything that went wrong; the exit status is 1
+if anything did.
 """
 
 from __future__ import annotations
@@ -27,16 +29,20 @@ from tests.fuzz.flood import Flood
 from tests.fuzz.schema_run import run_schemathesis
 from tests.fuzz.seeded import finish, seed_of
 from tests.fuzz.traces import Traces
+from tests.golden.class_models import FOR_KERNELS, make_class
 from tests.golden.tiny_encoders import ENCODERS, SCORING, make_encoder
 
 # Small, so that requests end soon and the limits are met; a time limit, because a random body may ask for a lot.
 FLAGS = ("--dtype", "float32", "--served-model-name", "demo", "--max-model-len", 512, "--request-timeout", 10)
 
+DECODERS = ("deepseek_v3", "kimi_linear")  # latent attention, and recurrent layers beside it
 FEWEST_MUTATIONS = 500
 
 
-def fuzz(server: RunningServer, requests: int, seed: int, examples: int, canary: tuple[str, dict]) -> list[str]:
-    """Everything that went wrong. `canary`: a request whose answer must stay the same."""
+def fuzz(
+    server: RunningServer, requests: int, seed: int, examples: int, canary: tuple[str, dict], *, is_demo: bool
+) -> list[str]:
+    """Everything that went wrong. `canary`: a request whose answer must stay the same. `is_demo`: all four parts."""
     traces = Traces(server, *canary)
     is_pooling = canary[0] in POOLING
     vectors = {"/v1/embeddings", "/pooling"}
@@ -47,12 +53,12 @@ def fuzz(server: RunningServer, requests: int, seed: int, examples: int, canary:
     problems: list[str] = []
 
     began = time.monotonic()
-    if not is_pooling:
+    if is_demo:
         asyncio.run(flood.wire(routes))
     asyncio.run(flood.corpus(routes))
-    report("corpus" if is_pooling else "broken HTTP and corpus", flood.sent, began, flood.problems)
+    report("broken HTTP and corpus" if is_demo else "corpus", flood.sent, began, flood.problems)
     by_schema = 0
-    if not is_pooling:
+    if is_demo:
         began, before = time.monotonic(), traces.answers()
         found = run_schemathesis(server.url, seed, examples)
         by_schema = int(traces.answers() - before)
@@ -81,7 +87,8 @@ def started(folder: Path, given: argparse.Namespace) -> RunningServer:
     """The server that is attacked, which may write into `folder`."""
     ranks = ("-tp", given.tensor_parallel_size)
     if given.encoder is None:
-        return RunningServer(DEMO, *FLAGS, "--batch-dir", folder, *ranks)
+        model = make_class(folder / "model", given.decoder, **FOR_KERNELS) if given.decoder else DEMO
+        return RunningServer(model, *FLAGS, "--batch-dir", folder / "batches", *ranks)
     return RunningServer(make_encoder(folder, given.encoder, tokenizer=True), "--request-timeout", 10, *ranks)
 
 
@@ -101,12 +108,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, help="of the random parts (default: a new one, printed)")
     parser.add_argument("--examples", type=int, default=80, help="of schemathesis for each operation (default: 80)")
     parser.add_argument("-tp", "--tensor-parallel-size", type=int, default=1, help="ranks of the server")
+    parser.add_argument("--decoder", choices=DECODERS, help="serve a tiny decoder instead of the demo model")
     parser.add_argument("--encoder", choices=ENCODERS, help="serve a tiny encoder instead of the demo model")
     given = parser.parse_args(arguments)
     seed = seed_of(given)
     with tempfile.TemporaryDirectory() as folder, started(Path(folder), given) as server:
         try:
-            problems = fuzz(server, given.requests, seed, given.examples, canary_of(given.encoder))
+            is_demo, canary = not (given.encoder or given.decoder), canary_of(given.encoder)
+            problems = fuzz(server, given.requests, seed, given.examples, canary, is_demo=is_demo)
         except (AssertionError, OSError, subprocess.SubprocessError):
             print(server.log[-4000:], file=sys.stderr)
             raise

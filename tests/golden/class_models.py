@@ -30,6 +30,8 @@ _MIXTURE = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dens
             "topk_group": 1}  # fmt: skip
 _LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16,
            "v_head_dim": 16, "num_key_value_heads": 4}  # fmt: skip
+# Widths of latent attention that C++ kernels serve, for servers that compute a class by its description.
+FOR_KERNELS: dict[str, Any] = {"kv_lora_rank": 32, "qk_rope_head_dim": 16}
 _CLASS: dict[str, dict[str, Any]] = {
     "apertus": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
     "deepseek_v3": {"n_routed_experts": 8, **_MIXTURE, **_LATENT},  # a mixture

@@ -7,6 +7,7 @@ It holds shapes and order; each kind of sublayer is defined in its own file (`at
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -373,14 +374,18 @@ def tensors_of(spec: DecoderSpec, layers: range | None = None) -> Iterator[Tenso
         yield from spec.norm.tensors(_NORM, spec.hidden_size)
     if is_first and spec.layer_inputs is not None:
         yield from spec.layer_inputs.tensors(spec.hidden_size, spec.num_layers)
-    of_layer = {layer: layer.tensors(spec.hidden_size, spec.norm) for layer in dict.fromkeys(spec.layers)}
     for index in layers:
-        for tensor in of_layer[spec.layers[index]]:
-            yield replace(tensor, name=f"{_LAYERS}{index}.{tensor.name}")
+        yield from _tensors_of_layer(spec.layers[index], index, spec.hidden_size, spec.norm)
     if is_last and not spec.tie_word_embeddings:
         yield TensorSpec(f"{_HEAD}weight", table, Sharding.VOCABULARY)
     if is_last and spec.head_bias:
         yield TensorSpec(f"{_HEAD}bias", table[:1], Sharding.VOCABULARY, rank_dtype=RankDtype.FLOAT32)
+
+
+@lru_cache(maxsize=256)  # layers: a plan asks for the tensors of each a hundred times, and a mixture has a thousand
+def _tensors_of_layer(layer: LayerSpec, index: int, hidden: int, norm: NormSpec) -> tuple[TensorSpec, ...]:
+    """Return the tensors of the layer number `index` by their full names."""
+    return tuple(replace(tensor, name=f"{_LAYERS}{index}.{tensor.name}") for tensor in layer.tensors(hidden, norm))
 
 
 def tensor_shapes(spec: DecoderSpec, layers: range | None = None) -> dict[str, tuple[int, ...]]:

@@ -88,6 +88,7 @@ def as_text(
             "",
             *_of_best(machine, best),
             *_of_code(model, best),
+            *_of_length(model, best),
             *_of_states(model, best),
             *_of_experts(model, best),
             *_of_adapters(model, best),
@@ -187,6 +188,13 @@ def _of_code(model: OpenModel, best: Layout) -> list[str]:
     is_replicated = best.sizes[0] > 1 and model.spec.is_replicated
     line = code_line(model.spec.architecture, model.spec.served_by, is_replicated=is_replicated)
     return [f"{line[0].upper()}{line[1:]}."]
+
+
+def _of_length(model: OpenModel, best: Layout) -> list[str]:
+    """Explain why the context is shorter than the model's, if the code limits it."""
+    if model.spec.length_limit is None or best.capacity.config.max_model_len != model.spec.longest_length:
+        return []
+    return [f"The context ends at {model.spec.longest_length:,} tokens: {model.spec.length_limit}."]
 
 
 def _of_states(model: OpenModel, best: Layout) -> list[str]:

@@ -361,6 +361,18 @@ def test_a_plan_shows_the_slots_of_recurrent_state(tmp_path: Path, capsys) -> No
     assert "--max-num-seqs is lowered from 64 to 6, so that states fit." in text
 
 
+def test_a_plan_explains_why_the_context_is_shorter_than_the_model_s(tmp_path: Path, capsys) -> None:
+    """An indexer that is not supported would choose among the tokens of longer contexts."""
+    from tests.golden.tiny_models import tiny_config
+
+    tiny_config("deepseek_v32", architectures=["DeepseekV32ForCausalLM"]).save_pretrained(tmp_path)
+    words = ["plan", str(tmp_path), "--gpus", "H100"]
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    assert "context 48 tokens" in text and "The context ends at 48 tokens: an indexer, which is not supported" in text
+    assert main([*words, "--max-model-len", "32"]) == 0 and "an indexer" not in capsys.readouterr().out
+
+
 def test_help_of_every_command_stays_quick() -> None:
     """The modules that `plan` computes with are imported only when it runs."""
     import subprocess

@@ -10,6 +10,7 @@ from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from oarlock.base.errors import StartupError
+from oarlock.workers.config import WorkerConfig
 from oarlock.workers.layers.attention_spec import RopeSpec
 from oarlock.workers.layers.decoder_spec import DecoderSpec, is_ignorable
 from oarlock.workers.layers.experts_spec import ExpertsSpec
@@ -17,9 +18,10 @@ from oarlock.workers.layers.latent_attention_spec import LatentAttentionSpec
 from oarlock.workers.layers.rotary import inverse_frequencies
 from oarlock.workers.models.hf_quantization import stored_quantization
 from oarlock.workers.models.registry import describe
-from oarlock.workers.preflight import _resolve_length
+from oarlock.workers.preflight import _resolve_length, preflight
 from oarlock.workers.quantization.formats.compressed_tensors import IntegerFormat
 from oarlock.workers.quantization.formats.fp8 import FP8Format
+from tests.golden.tiny_models import make_tiny
 from tests.unit.workers.models import published_latent as published
 
 # Settings, context, and billions of parameters without layers that predict ahead.
@@ -268,6 +270,17 @@ def test_an_indexer_limits_the_context_and_its_tensors_are_not_read(architecture
     assert not is_ignorable(spec, "model.layers.4.self_attn.o_proj.weight")
     whole = describe(published.V3 | {"architectures": [architecture], "index_topk": 200_000})
     assert whole.length_limit is None and whole.default_length == 163840
+
+
+def test_a_context_that_an_indexer_limits_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Unless the user has asked for no more."""
+    config = WorkerConfig(str(make_tiny(tmp_path, "deepseek_v32")), device="cpu")
+    caplog.clear()
+    assert preflight(config).max_model_len == 48
+    (line,) = caplog.messages
+    assert "event=max_model_len_limited to=48 reason='an indexer" in line and "index_topk" in line
+    caplog.clear()
+    assert preflight(config.with_(max_model_len=48)).max_model_len == 48 and not caplog.messages
 
 
 def test_the_router_of_v2_compares_groups_by_their_best_expert() -> None:
