@@ -146,7 +146,7 @@ TRITON_SAMPLE := (fit_every and model) or launches or random_batches or lost_sho
 LONGER := $(addprefix tests/,multihost e2e contract load benchmarks unit/engine unit/server)
 LONGER += $(addprefix tests/unit/workers/,kernels/cpu/test_build.py layers/test_gated_delta.py models runner transformers_backend verify)
 LONGER += $(addprefix tests/unit/workers/lora/test_,hostile_adapters.py target_modules.py)
-LONGER += $(addprefix tests/golden/test_,adapter_kinds.py adapter_modules.py adapters_golden.py gguf_latent.py quantised_latents.py)
+LONGER += $(addprefix tests/golden/test_,adapter_kinds.py adapter_modules.py adapters_golden.py gguf_latent.py quantised_latents.py quantised_layers.py)
 LONGER += tests/parallel tests/sim
 
 # Several hosts first: their tests wait for most of their time, while others compute.

@@ -18,13 +18,15 @@ from tests.golden.gguf_blocks import quantized
 ARCHITECTURES = {
     "DeepseekV2ForCausalLM": gguf.MODEL_ARCH.DEEPSEEK2,
     "DeepseekV3ForCausalLM": gguf.MODEL_ARCH.DEEPSEEK2,
-    "DeepseekV32ForCausalLM": gguf.MODEL_ARCH.GLM_DSA,  # the package has no names of its own for it
+    "DeepseekV32ForCausalLM": gguf.MODEL_ARCH.GLM_DSA,
     "Glm4MoeLiteForCausalLM": gguf.MODEL_ARCH.DEEPSEEK2,
     "GlmMoeDsaForCausalLM": gguf.MODEL_ARCH.GLM_DSA,
     "KimiLinearForCausalLM": gguf.MODEL_ARCH.KIMI_LINEAR,
     "MiniCPM3ForCausalLM": gguf.MODEL_ARCH.MINICPM3,
     "YoutuForCausalLM": gguf.MODEL_ARCH.DEEPSEEK2,
 }
+# Names that the package does not have yet: the tensors are those of the architecture above.
+NEWER = {"DeepseekV32ForCausalLM": "deepseek32"}
 # Keys of Kimi Linear's settings, and of its tensors, that other families name otherwise.
 _USUAL = {"model_max_length": "max_position_embeddings", "num_experts": "n_routed_experts",
           "num_local_experts": "n_routed_experts", "num_experts_per_token": "num_experts_per_tok",
@@ -38,10 +40,9 @@ def write_latent_gguf(directory: Path, path: Path, *, splits: bool, kind: str = 
     each head's keys, transposed, and of its values as two stacks. `kind`: of these matrices; the rest is F32."""
     config = json.loads((directory / "config.json").read_text())
     config = {_USUAL.get(key, key): value for key, value in config.items()}
-    arch = ARCHITECTURES[config["architectures"][0]]
-    writer = gguf.GGUFWriter(
-        path, "deepseek32" if config["model_type"] == "deepseek_v32" else gguf.MODEL_ARCH_NAMES[arch]
-    )
+    (name,) = config["architectures"]
+    arch = ARCHITECTURES[name]
+    writer = gguf.GGUFWriter(path, NEWER.get(name, gguf.MODEL_ARCH_NAMES[arch]))
     _add_settings(writer, config, arch, splits)
     if "n_routed_experts" in config:
         _add_experts(writer, config, splits)

@@ -77,7 +77,8 @@ def test_every_class_has_a_checkpoint_of_the_hub_and_known_notes():
 def test_gguf_names_are_the_names_of_the_converter():
     named = {name: entry.gguf for name, entry in CATALOGUE.items() if entry.gguf}
     kinds = _ARCHITECTURES | gguf_mamba.ARCHITECTURES | gguf_latent.ARCHITECTURES
-    converted = {name: gguf.MODEL_ARCH_NAMES[kind] for name, kind in kinds.items()} | _NEWER
+    converted = {name: gguf.MODEL_ARCH_NAMES[kind] for name, kind in kinds.items()}
+    converted |= _NEWER | gguf_latent.NEWER
     assert {name: known for name, known in converted.items() if known not in named[name]} == {}
     assert {one for names in named.values() for one in names} == GGUF_FAMILIES.keys()
 
