@@ -92,7 +92,7 @@ def families(dtype: str, where: Where, kinds: tuple[str, ...]) -> Iterator[Row]:
         with tempfile.TemporaryDirectory(prefix="oarlock-check-") as folder:
             # transformers' grouped matmuls of 16 bits need widths of experts that 8 divides.
             width = getattr(tiny_models.tiny_config(family), "moe_intermediate_size", None)
-            overrides = {"moe_intermediate_size": 40} if width == 36 else {}
+            overrides: dict[str, Any] = {"moe_intermediate_size": 40} if width == 36 else {}
             model = tiny_models.make_tiny(Path(folder), family, seed=7, dtype=getattr(torch, dtype), **overrides)
             yield verified(family, model, where, dtype)
 
