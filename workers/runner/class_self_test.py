@@ -104,7 +104,7 @@ def check_class(
     assert config.max_model_len is not None, "preflight resolves the context length"
     pages = [(num_blocks[group] - 1) * config.block_size for group in backends]
     length = min(len(reference.prompt), config.max_model_len, model.spec.longest_length, *pages)
-    trial = ClassTrial(model, memory, backends, config.block_size, length, reference.prompt)
+    trial = ClassTrial(model, memory, backends, config.block_size, length, config.max_model_len, reference.prompt)
     trial.reference = reference
     compared = _agreed(compare(trial, reference, config), model)
     _log(model, reference, compared, time.monotonic() - started)

@@ -71,9 +71,11 @@ class InvarianceTest:
         backends: Mapping[int, AttentionBackend],
         block_size: int,
         length: int,
+        max_len: int,
         prompt: Sequence[int] | None = None,
     ) -> None:
-        """Choose the prompt: the first `length` ids of `prompt`, or random ones."""
+        """Choose the prompt: the first `length` ids of `prompt`, or random ones. `max_len`: of any sequence, in
+        tokens."""
         layers = model.one_of_each_kind()
         self.model = model.with_layers(layers)
         self.memory = [memory[layer] for layer in layers]
@@ -84,6 +86,7 @@ class InvarianceTest:
         self.block_size = block_size
         self.random = random.Random(0)
         self.prompt = self._tokens(length) if prompt is None else list(prompt[:length])
+        self.max_len = max_len
         self.longest = length + 1000  # tokens: longer than any sequence here
         self.table = range(NULL_BLOCK + 1, NULL_BLOCK + 2 + (length - 1) // block_size)
 
@@ -140,7 +143,8 @@ class InvarianceTest:
         return SequenceChunk(self.prompt[start:stop], start, self.table, 0, before, self.slot)
 
     def _other(self, count: int, context: int) -> SequenceChunk:
-        context = min(context, self.model.spec.longest_length)  # a table of positions may be short
+        # The angles, or a table of positions, may reach no further.
+        context = min(context, self.max_len, self.model.spec.longest_length)
         count = min(count, context)
         blocks = [NULL_BLOCK] * -(-context // self.block_size)
         return SequenceChunk(self._tokens(count), context - count, blocks, write_slot=_OTHERS_SLOT)
@@ -196,7 +200,7 @@ def check_batch_invariance(
     started = time.monotonic()
     kinds = TrialMemory.of(model.spec)
     length = min([PROMPT + span, max_len, *((num_blocks[group] - 1) * block_size for group in kinds.pages_groups)])
-    trial = InvarianceTest(model, memory, backends, block_size, length)
+    trial = InvarianceTest(model, memory, backends, block_size, length, max_len)
     whole = trial.whole()
     ways = {
         "a prompt batched with others": trial.beside_others,

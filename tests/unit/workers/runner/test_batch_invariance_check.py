@@ -45,6 +45,17 @@ def loaded(path: Path, **changes: Any) -> ModelRunner:
 
 
 @torch.inference_mode()
+def test_no_sequence_is_longer_than_those_that_are_served(tmp_path: Path) -> None:
+    """The short factors of MiniCPM 3's rotation reach no further."""
+    runner = loaded(make_tiny(tmp_path, "minicpm3", num_hidden_layers=1), max_model_len=64, dtype="float32")
+    steps = runner.steps
+    found = check_batch_invariance(
+        runner.model, steps.memory, runner.backends, num_blocks=[8], block_size=runner.config.block_size, max_len=64
+    )
+    assert "64 tokens gave the same bits" in found.reason
+
+
+@torch.inference_mode()
 def result_of(runner: ModelRunner) -> InvarianceResult:
     return check_batch_invariance(
         runner.model,
