@@ -106,7 +106,8 @@ def _outcome(tokenizer: Tokenizer, made: Conversation, tools: list[dict[str, Any
     if prompt == theirs:
         return "kept"
     hides_tools = bool(tools) and TOOL["function"]["name"] not in (theirs or "")
-    return "rewritten" if theirs is None or hides_tools or fault(theirs, made) else "changed"
+    quotes_arguments = '"{\\"x' in (theirs or "") and '"{\\"x' not in prompt  # JSON in a JSON string
+    return "rewritten" if theirs is None or hides_tools or quotes_arguments or fault(theirs, made) else "changed"
 
 
 @pytest.mark.soak
