@@ -104,6 +104,17 @@ _BY_KIND = {
 PRE_TOKENIZERS = {name: kind for kind, names in _BY_KIND.items() for name in names.split()}
 
 
+def _byte_alphabet() -> dict[str, int]:
+    """Return the characters that represent bytes in byte-level BPE: printable Latin-1 as is, the rest from U+0100."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    alphabet = {chr(byte): byte for byte in printable}
+    others = (byte for byte in range(256) if byte not in set(printable))
+    return alphabet | {chr(0x100 + index): byte for index, byte in enumerate(others)}
+
+
+BYTE_OF = _byte_alphabet()
+
+
 def byte_level_tokenizer(kind: PreTokenizer, ids: Mapping[str, int], merges: Sequence[Sequence[str]]) -> dict[str, Any]:
     """Return the parts of a `tokenizer.json` that turn a text into tokens and back.
 

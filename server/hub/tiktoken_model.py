@@ -12,7 +12,7 @@ from typing import Any
 
 from oarlock.base.errors import StartupError, shown
 from oarlock.base.json_files import is_there, read_table, read_text
-from oarlock.server.hub.pre_tokenizers import PRE_TOKENIZERS, byte_level_tokenizer
+from oarlock.server.hub.pre_tokenizers import BYTE_OF, PRE_TOKENIZERS, byte_level_tokenizer
 
 FILE = "tiktoken.model"  # a line for each token: its bytes in base64, and its rank, which is its id
 _MAX_BYTES = 32 << 20  # Kimi K2's has 3 MB
@@ -23,16 +23,7 @@ _MAX_MERGES = 2_000_000  # limit for the pairs of tokens that make a token
 _RESERVED = 256  # ids after the vocabulary, which are special tokens
 _CLASSES = ("tokenization_kimi.TikTokenTokenizer", "tokenization_moonshot.TikTokenTokenizer")
 _FIX = "Fetch that file of the checkpoint again."
-
-
-def _characters() -> dict[int, str]:
-    """Return GPT-2's character for each byte: printable ones are their own, the others follow from 256 on."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + n) for n, byte in enumerate(others)}
-
-
-_CHARACTERS = _characters()
+_CHARACTERS = {byte: character for character, byte in BYTE_OF.items()}
 
 
 def tiktoken_json(folder: Path) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from oarlock.engine.errors import RequestError
 from oarlock.engine.panics import ENDS_TASK
+from oarlock.server.hub.pre_tokenizers import BYTE_OF
 from oarlock.server.observability.logs import event, logger
 
 # Limit for ids that wait for the rest of a character, so that the window is bounded; a character has up to four bytes.
@@ -86,8 +87,8 @@ class TokenBytes:
         if token_id in self.skipped:
             return token.encode()
         if self._style == "byte_level":
-            if all(character in _BYTE_OF for character in token):
-                return bytes(_BYTE_OF[character] for character in token)
+            if all(character in BYTE_OF for character in token):
+                return bytes(BYTE_OF[character] for character in token)
             return token.encode()  # an added token is written literally
         match = _BYTE_TOKEN.fullmatch(token)
         return bytes([int(match[1], 16)]) if match else token.replace("▁", " ").encode()
@@ -192,17 +193,6 @@ def token_bytes_for(backend: Backend, decoder: dict[str, Any] | None, special_id
 
 def _replaces_metaspace(steps: list[dict[str, Any]]) -> bool:
     return any(step["type"] == "Replace" and step.get("pattern") == {"String": "▁"} for step in steps)
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """Return the characters that represent bytes in byte-level BPE: printable Latin-1 as is, the rest from U+0100."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    alphabet = {chr(byte): byte for byte in printable}
-    others = (byte for byte in range(256) if byte not in set(printable))
-    return alphabet | {chr(0x100 + index): byte for index, byte in enumerate(others)}
-
-
-_BYTE_OF = _byte_alphabet()
 
 
 class StopStrings:
