@@ -39,7 +39,7 @@ def describe_longcat_flash(fields: Fields) -> DecoderSpec:
     pairs = fields.count("num_layers", 28, most=MOST_LAYERS // 2)
     fields.check_value("num_hidden_layers", 2 * pairs)
     theta = _THETA if fields.raw.get("rope_theta") is None else fields.raw["rope_theta"]
-    fields = Fields({**fields.raw, "num_hidden_layers": 2 * pairs, "rope_theta": theta}).renamed(_USUAL)
+    fields = fields.derived({**fields.raw, "num_hidden_layers": 2 * pairs, "rope_theta": theta}).renamed(_USUAL)
     fields.serve_only(_FIXED)
     require_query_latent(fields)
     fields.check_value("head_dim", fields.count("qk_rope_head_dim", _DEFAULTS.rope_width))
