@@ -149,8 +149,8 @@ def store_tile(
     out_row,  # int64 [BLOCK_M]   row of `out` of each row
     partial_out, partial_stats, out, BLOCKS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Write the results of a program for one of the `BLOCKS` blocks of heads: for `merge_spans` if several programs
-    share the tile, and otherwise to `out` [T * H, WIDTH]."""
+    """Write the results of a program for the block of heads with number `block`, of `BLOCKS`: for `merge_spans` if
+    several programs share the tile, and otherwise to `out` [T * H, WIDTH]."""
     rows, columns = tl.arange(0, sums.shape[0]), tl.arange(0, sums.shape[1])
     if parts > 1:
         spot = (tl.program_id(0).to(tl.int64) * BLOCKS + block) * sums.shape[0]

@@ -2,7 +2,7 @@
 
 The row of a token is its key, and the first elements of the row are its value (`latent_pages.py`), so a row is read
 once for both. The algorithm is that of `paged_attention.py`, with the tiles and the division of keys of `key_spans.py`.
-The query heads are divided into `BLOCKS` groups of `GROUP` heads, one of which a tile has.
+The query heads are divided into `BLOCKS` groups of `GROUP` heads, and a tile has the heads of one group.
 
 Every block of keys is computed with masks. Compared with a row's width they take no time, and without a second loop the
 registers suffice for larger tiles.

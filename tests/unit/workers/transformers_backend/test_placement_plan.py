@@ -118,7 +118,7 @@ def test_bytes_of_parts_are_as_predicted(ranks: int, quantization: str) -> None:
 
 @pytest.mark.parametrize("is_divided", [True, False])
 def test_work_that_every_rank_does_counts_for_each(is_divided: bool) -> None:
-    """Memory and time of a step are those of all ranks together, divided by their number."""
+    """The memory and time of a step on one rank are the totals of all ranks, divided by the number of ranks."""
 
     def of(ranks: int) -> tuple[int, int]:
         one = described(ranks)
